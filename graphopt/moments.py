@@ -35,7 +35,7 @@ def mean_and_scale(
     """
     moments = Moments(axis)
     for part in pieces(range(len(x)) if rows is None else rows, x[:1].size):
-        moments.add(x[_index(part)])
+        moments.add(x[row_index(part)])
     return moments.mean, moments.scale
 
 
@@ -64,7 +64,7 @@ def balanced_class_weights(
     (0.6666666666666666, 2.0)
     """
     parts = pieces(range(len(target)) if rows is None else rows, target[:1].size)
-    return weights_of((target[_index(part)] for part in parts), classes, ignore_index)
+    return weights_of((target[row_index(part)] for part in parts), classes, ignore_index)
 
 
 def weights_of(
@@ -185,5 +185,6 @@ def pieces(rows: _Rows, size: int) -> Iterator[_Rows]:
         yield rows[start : start + step]
 
 
-def _index(rows: _Rows) -> slice | np.ndarray:
+def row_index(rows: _Rows) -> slice | np.ndarray:
+    """Return an index for rows, which copies nothing if they are neighbours."""
     return slice(rows.start, rows.stop) if isinstance(rows, range) else rows

@@ -18,7 +18,7 @@ from interruptions import StopAt, alike, same
 import graphopt
 import passes
 from graphopt.communicator import Communicator
-from graphopt.data.states import decoded, encoded
+from graphopt.data.streams import decoded, encoded
 from graphopt.errors import GraphoptError
 from graphopt.training.callbacks import Record, Run
 from graphopt.training.checkpoints import find, read

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import functools
+import contextlib
 import os
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from importlib import metadata
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 from hydra.conf import HydraConf
 from hydra.core.hydra_config import HydraConfig
@@ -22,7 +23,7 @@ from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
 from yaml import YAMLError  # type: ignore[import-untyped]
 
-from graphopt.cli.comparison import Comparison
+from graphopt.cli.comparison import compare
 from graphopt.cli.composition.hydra_config import COMPOSITION_ERRORS, PRIMARY, CommandLine, composing
 from graphopt.cli.composition.recipe import Recipe
 from graphopt.cli.help import fields, help_page
@@ -81,25 +82,18 @@ class _Parser(argparse.ArgumentParser):
 
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="graphopt", add_help=False, allow_abbrev=False)
-    parser.add_argument("arguments", nargs="*", help="FILE.onnx, what to do with it, key=value")
-    parser.add_argument("--help", "-h", action="store_true", help="show this, with the fields of the recipe")
-    parser.add_argument(
-        "--version", action="store_true", help="show the versions of graphopt and the runtime"
-    )
-    parser.add_argument("--multirun", "-m", action="store_true", help="run every combination of a=1,2 b=3,4")
-    parser.add_argument("--config-dir", "-cd", metavar="FOLDER", help="add a folder of recipes")
-    parser.add_argument(
-        "--cfg", "-c", choices=["job", "hydra", "all"], help="show the recipe without running it"
-    )
-    parser.add_argument(
-        "--resolve", action="store_true", help="with --cfg: show values instead of references"
-    )
-    parser.add_argument("--package", "-p", metavar="FIELD", help="with --cfg: show only this part")
-    parser.add_argument("--info", "-i", nargs="?", const="all", help="show how Hydra composes the recipe")
-    parser.add_argument("--hydra-help", action="store_true", help="show the help of Hydra")
-    parser.add_argument(
-        "--shell-completion", "-sc", action="store_true", help="install=SHELL, uninstall=SHELL"
-    )
+    option, flag = parser.add_argument, partial(parser.add_argument, action="store_true")
+    option("arguments", nargs="*", help="FILE.onnx, what to do with it, key=value")
+    flag("--help", "-h", help="show this, with the fields of the recipe")
+    flag("--version", help="show the versions of graphopt and the runtime")
+    flag("--multirun", "-m", help="run every combination of a=1,2 b=3,4")
+    option("--config-dir", "-cd", metavar="FOLDER", help="add a folder of recipes")
+    option("--cfg", "-c", choices=["job", "hydra", "all"], help="show the recipe without running it")
+    flag("--resolve", help="with --cfg: show values instead of references")
+    option("--package", "-p", metavar="FIELD", help="with --cfg: show only this part")
+    option("--info", "-i", nargs="?", const="all", help="show how Hydra composes the recipe")
+    flag("--hydra-help", help="show the help of Hydra")
+    flag("--shell-completion", "-sc", help="install=SHELL, uninstall=SHELL")
     return parser
 
 
@@ -116,7 +110,7 @@ def _run(arguments: argparse.Namespace) -> None:
             groups = hydra.format_config_groups(lambda group: not group.startswith("hydra"))
             recipe: Any = OmegaConf.to_container(config, resolve=False)
             del recipe["hydra"]
-            usages = {f"{name} {run.operand}": run.text for name, run in _RUNS.items()}
+            usages = {f"{name} {operand}": text for name, (_, operand, text) in _RUNS.items()}
             print(help_page(usages, _options(), groups, fields(recipe)))
         elif arguments.hydra_help:
             hydra.hydra_help(None, _parser(), argparse.Namespace(overrides=overrides))
@@ -164,7 +158,7 @@ def _job(command_line: CommandLine, config: DictConfig) -> float | None:
         name = recipe.fields.get("run")
         if name not in _RUNS:
             raise GraphoptError(unknown("run", str(name), _RUNS))
-        return _RUNS[name].function(recipe, Path(os.path.relpath(hydra.runtime.output_dir)))
+        return _RUNS[name][0](recipe, Path(os.path.relpath(hydra.runtime.output_dir)))
     except USER_ERRORS as error:
         if HydraConfig.get().mode == RunMode.MULTIRUN:  # Hydra carries it from the job's process to this one
             raise GraphoptError(line_of(error)) from None
@@ -182,30 +176,22 @@ def _go_where_the_sweep_is(hydra: HydraConf) -> None:
         os.chdir(there)
 
 
-def _with_trained(write_files: Callable[[Trained, Console], Path]) -> Callable[[Recipe, Path], None]:
-    """Return a run that writes a file about the data by what another run has trained."""
-
-    def run(recipe: Recipe, folder: Path) -> None:
-        console = Console(quiet=recipe.fields["quiet"])
-        trained = Trained.find(recipe, folder)
-        say(console, "model", trained.name)
-        say(console, "data", f"{recipe.choices['data']}, {len(recipe.data):,} rows")
-        say(console, "written", str(write_files(trained, console)))
-
-    return run
+def _with_trained(write_file: Callable[[Trained, Console], Path], recipe: Recipe, folder: Path) -> None:
+    """Write a file about the data by what another run has trained."""
+    console = Console(quiet=recipe.fields["quiet"])
+    trained = Trained.find(recipe, folder)
+    say(console, "model", trained.name)
+    say(console, "data", f"{recipe.choices['data']}, {len(recipe.data):,} rows")
+    say(console, "written", str(write_file(trained, console)))
 
 
-def _export(write_files: Callable[[Recipe, Path, Console], str]) -> Callable[[Recipe, Path], None]:
-    """Return a run that trains nothing: it writes files, and the recipe."""
-
-    def run(recipe: Recipe, folder: Path) -> None:
-        console = Console()
-        write_hydra(folder, recipe.composed)
-        written = write_files(recipe, folder, console)
-        write(folder / CONFIG, recipe.text())
-        say(console, "written", f"{folder}: {written}")
-
-    return run
+def _export(write_files: Callable[[Recipe, Path, Console], str], recipe: Recipe, folder: Path) -> None:
+    """Train nothing: write files, and the recipe."""
+    console = Console()
+    write_hydra(folder, recipe.composed)
+    written = write_files(recipe, folder, console)
+    write(folder / CONFIG, recipe.text())
+    say(console, "written", f"{folder}: {written}")
 
 
 def _compile(recipe: Recipe, folder: Path, console: Console) -> str:
@@ -237,11 +223,10 @@ def _report(recipe: Recipe, folder: Path, console: Console) -> str:
     result = report(recipe.model(), recipe.pipeline, recipe.fields["fit"]["batch_size"])
     step, on_cuda = result.step, str(fields["device"]).startswith("cuda")
     if step is not None and not on_cuda and fields.get("native") is not False:
+        in_place = fields.get("in_place", False)
         result.step_time = saved_by_kernels(
             step,
-            lambda native: recipe.executor(
-                step, native=native, in_place=native and fields.get("in_place", False)
-            ),
+            lambda native: recipe.executor(step, native=native, in_place=native and in_place),
             result.batch or 1,
         )
     summary = result.summary() + (ON_CUDA if on_cuda else "")
@@ -256,30 +241,27 @@ def _compare(recipe: Recipe, folder: Path) -> None:
     if not recipe.names_folder:
         leave(folder, folder.parents[1])
         folder = folder.parents[1]
-    comparison = Comparison(folder)
-    comparison.print()
-    say(Console(), "written", str(comparison.write()))
+    say(Console(), "written", str(compare(folder)))
 
 
-class _Run(NamedTuple):
-    """Hold what runs a recipe in a folder, an example of its arguments, and what it does."""
-
-    function: Callable[[Recipe, Path], float | None]
-    operand: str
-    text: str
-
-
-_RUNS = {
-    "train": _Run(functools.partial(train, main=main), "my.onnx", "train it; the default"),
-    "evaluate": _Run(
-        _with_trained(write_metrics), "folder=runs/mine", "compute metrics of what a run has trained"
+# By name: what runs a recipe in a folder, an example of its arguments, and what it does.
+_RUNS: dict[str, tuple[Callable[[Recipe, Path], float | None], str, str]] = {
+    "train": (partial(train, main=main), "my.onnx", "train it; the default"),
+    "evaluate": (
+        partial(_with_trained, write_metrics),
+        "folder=runs/mine",
+        "compute metrics of what a run has trained",
     ),
-    "predict": _Run(_with_trained(write_predictions), "folder=runs/mine", "write its outputs"),
-    "compile": _Run(_export(_compile), "my.onnx", "write step.onnx without training"),
-    "hosts": _Run(_export(_hosts), "my.onnx", "write files for hosts in other languages"),
-    "artifacts": _Run(_export(_artifacts), "my.onnx", "write artifacts for onnxruntime-training on a device"),
-    "report": _Run(_export(_report), "my.onnx", "list what would train, and what blocks training"),
-    "compare": _Run(_compare, "folder=runs", "put runs side by side"),
+    "predict": (partial(_with_trained, write_predictions), "folder=runs/mine", "write its outputs"),
+    "compile": (partial(_export, _compile), "my.onnx", "write step.onnx without training"),
+    "hosts": (partial(_export, _hosts), "my.onnx", "write files for hosts in other languages"),
+    "artifacts": (
+        partial(_export, _artifacts),
+        "my.onnx",
+        "write artifacts for onnxruntime-training on a device",
+    ),
+    "report": (partial(_export, _report), "my.onnx", "list what would train, and what blocks training"),
+    "compare": (_compare, "folder=runs", "put runs side by side"),
 }
 
 
@@ -308,15 +290,12 @@ def _options() -> str:
 
 
 def _version() -> str:
-    runtimes = [
-        name for name in ("onnxruntime", "onnxruntime-gpu", "onnxruntime-training") if _installed(name)
-    ]
-    runtime = ", ".join(f"{name} {_installed(name)}" for name in runtimes) or "no ONNX Runtime"
-    return f"graphopt {_installed('graphopt') or '(not installed)'}, {runtime}"
+    graphopt = ", ".join(_installed("graphopt")) or "graphopt (not installed)"
+    runtimes = ", ".join(_installed("onnxruntime", "onnxruntime-gpu", "onnxruntime-training"))
+    return f"{graphopt}, {runtimes or 'no ONNX Runtime'}"
 
 
-def _installed(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
+def _installed(*packages: str) -> Iterator[str]:
+    for package in packages:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            yield f"{package} {metadata.version(package)}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,111 +30,85 @@ OVERRIDES = Path(".hydra", "overrides.yaml")
 
 
 @dataclass(frozen=True)
-class RunFiles:
+class _Run:
     """Hold what a run has written: its overrides and the records of its epochs."""
 
-    path: Path
+    name: str
     overrides: dict[str, str]
     records: list[Record]
 
     @classmethod
-    def read(cls, path: Path) -> RunFiles:
+    def read(cls, path: Path, name: str) -> _Run:
         """Read the files of a run; those that are missing count as empty."""
         overrides = yaml.safe_load((path / OVERRIDES).read_text(encoding="utf-8"))
         options = dict(str(override).split("=", 1) for override in overrides if "=" in str(override))
         metrics = path / METRICS_FILE
         lines = metrics.read_text(encoding="utf-8").splitlines() if metrics.exists() else []
-        return cls(path, options, [record for record in map(json.loads, lines) if "seconds" in record])
+        return cls(name, options, [record for record in map(json.loads, lines) if "seconds" in record])
 
     @property
     def last(self) -> Record:
         return self.records[-1] if self.records else {}
 
+    def label(self, options: Sequence[str]) -> str:
+        values = ", ".join(self.overrides.get(name, "-") for name in options)
+        return f"{self.name}: {values}" if values else self.name
 
-class Comparison:
-    """Compare the runs below a folder, such as that of a sweep."""
 
-    def __init__(self, folder: str | os.PathLike[str]) -> None:
-        self._folder = Path(folder)
-        paths = [path.parents[1] for path in self._folder.rglob(str(OVERRIDES))]
-        self._runs = [RunFiles.read(path) for path in sorted(paths, key=_order)]
-        if not self._runs:
-            raise GraphoptError(f"{folder}: expected a folder with runs, found none: give it with folder=...")
-        options = dict.fromkeys(name for run in self._runs for name in run.overrides)
-        self._options = [
-            name
-            for name in options
-            if name not in ("folder", "resume") and len({run.overrides.get(name) for run in self._runs}) > 1
-        ]
-        names = dict.fromkeys(
-            name for run in self._runs for name, x in run.last.items() if not isinstance(x, list)
-        )
-        self._measures = [name for name in names if name not in LEFT_OUT]
+def compare(folder: str | os.PathLike[str]) -> Path:
+    """Print a table of the runs below a folder, such as that of a sweep; write a page with it and the curves.
 
-    def print(self) -> None:
-        """Print the table of the runs: the overrides that differ, and the last epoch of each."""
-        table = Table(title=str(self._folder), title_justify="left", title_style="")
-        for name in self._header:
-            table.add_column(name, justify="left" if name in self._options else "right")
-        for row in self._rows():
-            table.add_row(*row)
-        wide(Console()).print(table)
+    The table has the overrides that differ, and the last epoch of each run. Return the path of the page.
+    """
+    folder = Path(folder)
+    paths = sorted((path.parents[1] for path in folder.rglob(str(OVERRIDES))), key=_order)
+    runs = [_Run.read(path, str(path.relative_to(folder))) for path in paths]
+    if not runs:
+        raise GraphoptError(f"{folder}: expected a folder with runs, found none: give it with folder=...")
+    names = dict.fromkeys(name for run in runs for name in run.overrides if name not in ("folder", "resume"))
+    options = [name for name in names if len({run.overrides.get(name) for run in runs}) > 1]
+    names = dict.fromkeys(name for run in runs for name, x in run.last.items() if not isinstance(x, list))
+    measures = [name for name in names if name not in LEFT_OUT]
+    header, rows = ["run", *options, *measures], []
+    for run in runs:
+        numbers = [run.last.get(name) for name in measures]
+        texts = [f"{number:.4g}" if isinstance(number, int | float) else "-" for number in numbers]
+        rows.append([run.name, *(run.overrides.get(name, "") for name in options), *texts])
+    table = Table(title=str(folder), title_justify="left", title_style="")
+    for name in header:
+        table.add_column(name, justify="left" if name in options else "right")
+    for row in rows:
+        table.add_row(*row)
+    wide(Console()).print(table)
+    curves = html.section("Curves", html.charts(_charts(runs, options, measures)))
+    last = html.section("Last epoch of each run", html.table(header, rows))
+    write(folder / PAGE, html.page(str(folder), f"{len(runs)} runs", curves, last))
+    return folder / PAGE
 
-    def write(self) -> Path:
-        """Write the page with the table and the curves of the runs, and return its path."""
-        path = self._folder / PAGE
-        about = f"{len(self._runs)} runs"
-        table = html.section("Last epoch of each run", html.table(self._header, self._rows()))
-        write(
-            path,
-            html.page(str(self._folder), about, html.section("Curves", html.charts(self._charts())), table),
-        )
-        return path
 
-    @property
-    def _header(self) -> list[str]:
-        return ["run", *self._options, *self._measures]
-
-    def _rows(self) -> Iterator[list[str]]:
-        for run in self._runs:
-            numbers = [
-                f"{run.last[name]:.4g}" if _is_number(run.last.get(name)) else "-" for name in self._measures
-            ]
-            yield [self._name(run), *(run.overrides.get(name, "") for name in self._options), *numbers]
-
-    def _charts(self) -> Iterator[str]:
-        runs = [run for run in self._runs if run.records]
-        main = "validation_loss" if any("validation_loss" in run.last for run in runs) else "loss"
-        best = sorted(runs, key=lambda run: _least(run.records, main))[:MOST_LINES]
-        drawn = [run for run in runs if run in best]
-        epochs = range(1, max((len(run.records) for run in runs), default=0) + 1)
-        for measure in self._measures:
-            if measure == "epoch" or not drawn:
-                continue
-            lines = {}
-            for run in drawn:
-                values = [record.get(measure) for record in run.records]
-                lines[self._label(run)] = [*values, *[None] * (len(epochs) - len(values))]
-            title = measure.replace("_", " ") + (
-                f", best {MOST_LINES} runs" if len(runs) > MOST_LINES else ""
-            )
+def _charts(runs: list[_Run], options: Sequence[str], measures: Sequence[str]) -> Iterator[str]:
+    """Yield the curve of each measure; many runs have their best ones drawn."""
+    runs = [run for run in runs if run.records]
+    main = "validation_loss" if any("validation_loss" in run.last for run in runs) else "loss"
+    best = sorted(runs, key=lambda run: _least(run.records, main))[:MOST_LINES]
+    which = f", best {MOST_LINES} runs" if len(runs) > MOST_LINES else ""
+    epochs = range(1, max((len(run.records) for run in runs), default=0) + 1)
+    for measure in measures if runs else ():
+        if measure != "epoch":
+            lines = {
+                run.label(options): [record.get(measure) for record in run.records]
+                for run in runs
+                if run in best
+            }
+            title = f"{measure.replace('_', ' ')}{which}"
             yield line_chart(title, epochs, lines, logarithmic="loss" in measure)
-
-    def _name(self, run: RunFiles) -> str:
-        return str(run.path.relative_to(self._folder))
-
-    def _label(self, run: RunFiles) -> str:
-        values = ", ".join(run.overrides.get(name, "-") for name in self._options)
-        return f"{self._name(run)}: {values}" if values else self._name(run)
 
 
 class SweepTable(Callback):
     """Print and write the comparison of a sweep's runs. graphopt.yaml registers this class as a callback of Hydra."""
 
     def on_multirun_end(self, config: DictConfig, **_: Any) -> None:
-        comparison = Comparison(config.hydra.sweep.dir)
-        comparison.print()
-        comparison.write()
+        compare(config.hydra.sweep.dir)
 
 
 def _order(path: Path) -> tuple[tuple[int, str], ...]:
@@ -142,11 +116,6 @@ def _order(path: Path) -> tuple[tuple[int, str], ...]:
     return tuple((int(part), "") if part.isdigit() else (-1, part) for part in path.parts)
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float)
-
-
 def _least(records: list[Record], measure: str) -> float:
-    return min(
-        (record[measure] for record in records if _is_number(record.get(measure))), default=float("inf")
-    )
+    values = [record.get(measure) for record in records]
+    return min((value for value in values if isinstance(value, int | float)), default=float("inf"))

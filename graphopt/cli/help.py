@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import re
 import shutil
 import textwrap
@@ -11,13 +12,8 @@ from pkgutil import resolve_name
 from typing import Any
 
 from graphopt.cli.composition.hydra_config import BASE
-from graphopt.cli.composition.recipe_checks import COMMAND_LINE_ONLY
+from graphopt.cli.composition.recipe_checks import COMMAND_LINE_ONLY, PLAIN
 from graphopt.cli.composition.validation import CALLBACKS, TARGET_KEY, resolve
-from graphopt.cli.run_folder import RunFolder
-from graphopt.graph.limits import Limits
-from graphopt.hosts.export import export_hosts
-from graphopt.training.checkpoints import Checkpoints
-from graphopt.training.fit import fit
 
 USAGE = {
     "": "train a classifier of handwritten digits",
@@ -31,9 +27,10 @@ USAGE = {
 ENTRY = re.compile(r"    (\w+(?:, \w+)*): (.*)")
 AS_IN = re.compile(r"as in `(graphopt\.[\w.]+)`\.")
 IN_YAML = {"None": "null", "True": "true", "False": "false"}
-FIT = {
+_FIT = {
     "seed": "the seed of the initial weights, the order of the rows and Dropout",
     "validation": "the share of rows to hold out, a file like data.path, or null",
+    "log_steps": "write a line per step to metrics.jsonl, in addition to the line per epoch.",
 }
 _OWN = {  # what the fields of a recipe that build nothing are for
     "run": "what to do with the model: see above",
@@ -69,12 +66,7 @@ def described(target: Any) -> dict[str, str]:
 
 
 def fields(node: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any, str]]:
-    """Yield the path, value and description of each field of a composed recipe.
-
-    Args:
-        node: the recipe, or a part of it, as plain mappings with unresolved references.
-        path: the path of the part.
-    """
+    """Yield the path, value and description of each field of a composed recipe, with unresolved references."""
     texts = described(resolve(node[TARGET_KEY], path)) if TARGET_KEY in node else DESCRIBED.get(path, {})
     for name, value in node.items():
         place = f"{path}.{name}" if path else str(name)
@@ -94,11 +86,7 @@ def help_page(
 ) -> str:
     """Return the text of `graphopt --help`.
 
-    Args:
-        usages: what each run of a recipe does, by its arguments.
-        options: the lines of the options that start with dashes.
-        groups: a line per group of recipes.
-        described_fields: the fields, as `fields` yields them.
+    `usages` says what each run does, by its arguments; `described_fields` are what `fields` yields.
     """
     width = max(80, shutil.get_terminal_size((110, 24)).columns) - 1
     lines = []
@@ -132,19 +120,13 @@ def _callback(kind: Any) -> str:
 
 
 def _written(value: Any) -> str:
-    """Return a value in the syntax of the command line."""
-    if isinstance(value, list):
-        return f"[{','.join(map(_written, value))}]"
-    if isinstance(value, Mapping):
-        return f"{{{','.join(f'{name}:{_written(item)}' for name, item in value.items())}}}"
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    """Return a value in the syntax of the command line: JSON without quotes."""
+    return json.dumps(value, separators=(",", ":"), ensure_ascii=False).replace('"', "")
 
 
 DESCRIBED = {  # the parts of a recipe that name no class or function
     "": _OWN,
     "callbacks": {name: _callback(resolve_name(kind)) for name, kind in CALLBACKS.items()},
-    "fit": {**described(fit), **FIT, "log_steps": described(RunFolder)["log_steps"]},
-    "fit.checkpoint": described(Checkpoints),
-    "hosts": described(export_hosts),
-    "limits": described(Limits),
+    **{path: described(target) for path, target in PLAIN.items()},
 }
+DESCRIBED["fit"] |= _FIT

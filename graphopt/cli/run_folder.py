@@ -20,7 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 from graphopt.errors import GraphoptError
 from graphopt.files import write, write_folder
 from graphopt.graph.storage import save
-from graphopt.training.callbacks import JSONL, Callback, Record, Run
+from graphopt.training.callbacks import JSONL, Run
 from graphopt.training.callbacks.logs import json_value
 from graphopt.training.checkpoints import find
 
@@ -31,36 +31,18 @@ OWN_FILES = (
 )
 
 
-class RunFolder(Callback):
-    """Write the files of a training run as a callback of `fit`, once the data has been checked.
+class RunFolder(JSONL):
+    """Write step.onnx, config.yaml and metrics.jsonl of a training run, once `fit` has checked the data."""
 
-    Args:
-        path: the folder.
-        step: the training graph, for step.onnx.
-        config: the recipe, for config.yaml.
-        log_steps: write a line per step to metrics.jsonl, in addition to the line per epoch.
-    """
-
-    reads_state = False
-    on_every_worker = False
-
-    def __init__(self, path: Path, step: ir.Model, config: str, *, log_steps: bool = False) -> None:
-        self._path = path
-        self._model = step
-        self._config = config
-        self._metrics = JSONL(path / METRICS_FILE, log_steps=log_steps)
+    def __init__(self, folder: Path, step: ir.Model, config: str, *, log_steps: bool = False) -> None:
+        super().__init__(folder / METRICS_FILE, log_steps=log_steps)
+        self._folder, self._step, self._config = folder, step, config
 
     def on_fit_begin(self, run: Run) -> None:
         self.run = run
-        save(self._model, self._path / "step.onnx")
-        write(self._path / CONFIG, self._config)
-        self._metrics.on_fit_begin(run)
-
-    def on_step_end(self, run: Run, record: Record) -> None:
-        self._metrics.on_step_end(run, record)
-
-    def on_epoch_end(self, run: Run, record: Record) -> None:
-        self._metrics.on_epoch_end(run, record)
+        save(self._step, self._folder / "step.onnx")
+        write(self._folder / CONFIG, self._config)
+        super().on_fit_begin(run)
 
 
 def resumed(resume: bool | str, folder: Path, config: str, *, search: bool) -> tuple[Path, Path | bool]:

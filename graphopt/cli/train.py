@@ -9,7 +9,6 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 import onnx_ir as ir
@@ -19,14 +18,23 @@ from rich.console import Console
 
 from graphopt.cli.composition.recipe import Recipe
 from graphopt.cli.messages import NOT_FINITE, Header, compilations, complain, counted, say
-from graphopt.cli.run_folder import RunFolder, check_new, locked, result, resumed, write_hydra, write_result
+from graphopt.cli.run_folder import (
+    CHECKPOINTS,
+    RunFolder,
+    check_new,
+    locked,
+    result,
+    resumed,
+    write_hydra,
+    write_result,
+)
 from graphopt.communicator import Communicator
 from graphopt.errors import GraphoptError
 from graphopt.graph.listing import size
 from graphopt.graph.roles import Role, with_role
 from graphopt.graph.storage import save
-from graphopt.runtime.executor import Executor, NonFiniteLoss
-from graphopt.training.callbacks import Callback, Record
+from graphopt.runtime.executor import NonFiniteLoss
+from graphopt.training.callbacks import Record, Run
 from graphopt.training.callbacks.page import Page
 from graphopt.training.callbacks.progress import ProgressBar, measures
 from graphopt.training.checkpoints import Checkpoints
@@ -36,23 +44,10 @@ from graphopt.training.signals import deferred
 _PATIENCE = 2.0  # seconds that other workers wait before they report an error, as the first may do, too
 
 
-@dataclass(frozen=True)
-class _Training:
-    """Hold what the first worker trains with, and its files."""
-
-    executor: Executor
-    files: RunFolder
-    page: Page
-    callbacks: list[Callback]
-    checkpoint: Checkpoints | None
-
-
 def train(recipe: Recipe, folder: Path, main: Callable[[Sequence[str]], int]) -> float | None:
     """Train by a recipe; return the loss of held-out rows, or of training, if this worker is the first one.
 
-    Args:
-        folder: the folder that Hydra has made for the run.
-        main: runs the command in this process.
+    Hydra has made the folder. `main` runs the command in this process.
     """
     launcher = recipe.launcher
     if recipe.fields.get("launcher") and _is_sweep():
@@ -63,7 +58,7 @@ def train(recipe: Recipe, folder: Path, main: Callable[[Sequence[str]], int]) ->
         folder, _ = _open(recipe, folder)
         _leave_to_first(recipe, folder)
         recipe.program()  # raises its errors before any worker starts
-        launcher.start(recipe.arguments, folder, main)
+        launcher.start(list(recipe.command_line.arguments), folder, main)
     communicator = launcher.communicator()
     with _together(communicator):
         if communicator.leads:
@@ -85,19 +80,22 @@ def _lead(recipe: Recipe, communicator: Communicator, folder: Path) -> float:
         if not resume:
             check_new(folder)
         write_hydra(folder, recipe.composed)
-        training = _build(recipe, communicator, folder, console, title, is_new=not resume)
         try:
-            records = _fit(recipe, training, folder, console, resume)
+            run = _train(recipe, communicator, folder, console, title, resume)
         except NonFiniteLoss as error:
             if not title:
                 raise
             complain(error)
             write_result(folder, math.inf)
             return math.inf
-        value = _value(training.files.run.restored or records[-1])
+        final = run.restored or run.records[-1]
+        value = float(final["validation_loss" if "validation_loss" in final else "loss"])
         if title:
             write_result(folder, value)
-    _summarize(training, records, folder, console)
+    _summarize(run, final, console)
+    checkpoints = "" if recipe.fields["fit"].get("checkpoint") is None else ", checkpoints"
+    written = f"report.html, step.onnx, trained.onnx, metrics.jsonl, config.yaml{checkpoints}"
+    say(console, "written", f"{folder}: {written}")
     return value
 
 
@@ -107,47 +105,36 @@ def _open(recipe: Recipe, folder: Path) -> tuple[Path, Path | bool]:
     return resumed(resume, folder, recipe.text(), search=not _is_sweep() and not recipe.names_folder)
 
 
-def _build(
+def _train(
     recipe: Recipe,
     communicator: Communicator,
     folder: Path,
     console: Console,
     title: str | None,
-    *,
-    is_new: bool,
-) -> _Training:
-    """Build the executor, the callbacks and the checkpoints of a run."""
-    fields, data = recipe.fields, recipe.choices["data"]
-    program = recipe.program()
+    resume: Path | bool,
+) -> Run:
+    """Train, and write the trained model, also after a signal or a loss that is not finite."""
+    fields, model, data = recipe.fields["fit"], recipe.fields["model"], recipe.choices["data"]
+    program, text = recipe.program(), recipe.text()
     executor = program.executor(communicator)
-    files = RunFolder(folder, program.step, recipe.text(), log_steps=bool(fields["fit"]["log_steps"]))
+    files = RunFolder(folder, program.step, text, log_steps=bool(fields["log_steps"]))
+    header = Header(console, title, f"{model}, {parameter_count(program.step)}", data, communicator.size)
     page = Page(
         folder / "report.html",
-        f"{fields['model']} on {data}",
+        f"{model} on {data}",
         model=recipe.model(),
-        recipe=recipe.text(),
-        batch_size=fields["fit"]["batch_size"],
+        recipe=text,
+        batch_size=fields["batch_size"],
     )
-    about = f"{fields['model']}, {parameter_count(program.step)}"
-    header = Header(console, title, about, data, communicator.size)
-    checkpoint = recipe.checkpoint(folder / "checkpoints")
-    callbacks = recipe.callbacks(folder, is_new=is_new)
-    callbacks += [files, header, ProgressBar(console, epochs=title is None), page]
-    return _Training(executor, files, page, callbacks, checkpoint)
-
-
-def _fit(
-    recipe: Recipe, training: _Training, folder: Path, console: Console, resume: Path | bool
-) -> list[Record]:
-    """Train, and write the trained model, also after a signal or a loss that is not finite."""
-    executor, trained = training.executor, folder / "trained.onnx"
+    own = [files, header, ProgressBar(console, epochs=title is None), page]
+    checkpoint, trained = fields.get("checkpoint"), folder / "trained.onnx"
     try:
-        records = fit(
+        fit(
             executor,
             recipe.data,
             **recipe.fit,
-            callbacks=training.callbacks,
-            checkpoint=training.checkpoint,
+            callbacks=[*recipe.callbacks(folder, is_new=not resume), *own],
+            checkpoint=None if checkpoint is None else Checkpoints(folder / CHECKPOINTS, **checkpoint),
             resume=False if resume is True else resume,
         )
     except (KeyboardInterrupt, SystemExit, NonFiniteLoss) as error:
@@ -156,21 +143,19 @@ def _fit(
             with deferred():
                 save(executor.trained(), trained)
                 say(console, "stopped", f"after step {executor.batches}: {trained}")
-                training.page.write()
+                page.write()
         raise
     with deferred():
         save(executor.trained(), trained)
-        training.page.write()
-    return records
+        page.write()
+    return files.run
 
 
-def _summarize(training: _Training, records: list[Record], folder: Path, console: Console) -> None:
-    """Print how a run has ended, and what it has written."""
-    run, last = training.files.run, records[-1]
-    final = run.restored or last
+def _summarize(run: Run, final: Record, console: Console) -> None:
+    """Print how a run has ended, with the record of the epoch whose weights it has."""
     if run.stopped is not None:
         say(console, "stopped", run.stopped)
-    seconds = sum(record["seconds"] for record in records)
+    last, seconds = run.records[-1], sum(record["seconds"] for record in run.records)
     say(console, "trained", f"{counted(last['step'], 'step')} in {seconds:.1f} s, loss {last['loss']:.4g}")
     if run.restored is not None:
         say(console, "restored", f"the weights of epoch {final['epoch']}")
@@ -178,12 +163,6 @@ def _summarize(training: _Training, records: list[Record], folder: Path, console
         names = list(final)
         held_out = {name: final[name] for name in names[names.index("validation_loss") :]}
         say(console, "held out", measures(held_out))
-    written = "report.html, step.onnx, trained.onnx, metrics.jsonl, config.yaml"
-    say(console, "written", f"{folder}: {written}{', checkpoints' if training.checkpoint else ''}")
-
-
-def _value(record: Record) -> float:
-    return float(record["validation_loss"] if "validation_loss" in record else record["loss"])
 
 
 def _is_sweep() -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,10 +17,10 @@ from rich.table import Table
 from graphopt.cli.composition.recipe import Recipe
 from graphopt.cli.messages import wide
 from graphopt.cli.run_folder import CONFIG, resumed, write_hydra
-from graphopt.data.writing import write_rows
+from graphopt.data.files import write_rows
 from graphopt.errors import GraphoptError
 from graphopt.files import write
-from graphopt.graph.loading import Source, load
+from graphopt.graph.loading import load
 from graphopt.graph.metadata import LABELS, original_name
 from graphopt.graph.roles import STATE, Role, role_of
 from graphopt.graph.stored import standing_for
@@ -37,12 +37,7 @@ _METRICS = "metrics.json"
 class Trained:
     """Hold where trained weights are: in a checkpoint, in the folder of a run, or in a model's file.
 
-    Args:
-        recipe: the recipe of the command.
-        folder: the folder to write to.
-        checkpoint: a checkpoint, or None.
-        step: the training graph of a run, or None for the recipe's.
-        model: the file of an inference model, or None for the recipe's.
+    A training graph or a model that is None is the recipe's.
     """
 
     recipe: Recipe
@@ -80,6 +75,11 @@ class Trained:
         """Return where the weights come from."""
         return str(self.checkpoint or self.model or self.recipe.fields["model"])
 
+    @property
+    def batches(self) -> dict[str, Any]:
+        """Return how the data is read."""
+        return {name: self.recipe.fields["fit"][name] for name in ("batch_size", "allow_nan")}
+
     def prepare(self) -> None:
         """Write the recipe to a folder that has none."""
         if not (self.folder / CONFIG).exists():
@@ -89,8 +89,8 @@ class Trained:
     def executor(self) -> Executor:
         """Return the executor of the training graph, with the trained weights."""
         if self.step is not None:
-            executor = self.recipe.executor(self._load(self.step))
-        elif self.checkpoint is not None and self.recipe.learns:
+            executor = self.recipe.executor(self.recipe.model(self.step))
+        elif self.checkpoint is not None and self.recipe.described.learns:
             raise GraphoptError(
                 f"{self.checkpoint}: expected step.onnx in the folder of the run, which has what it learnt from its "
                 "data, found none"
@@ -101,17 +101,8 @@ class Trained:
         if self.checkpoint is not None:
             executor.update_state(read(self.checkpoint).state)
         elif self.model is not None and self.step is not None:
-            executor.update_state(_weights(self.step, executor, self._load(self.model)))
+            executor.update_state(_weights(self.step, executor, self.recipe.model(self.model)))
         return executor
-
-    def inference_model(self) -> Source:
-        """Return the inference model with the trained weights."""
-        if self.checkpoint is not None:
-            return self.executor().trained()
-        return self.recipe.model(self.model)
-
-    def _load(self, path: Path) -> ir.Model:
-        return load(str(path), limits=self.recipe.limits)
 
 
 def _weights(step: Path, executor: Executor, trained: ir.Model) -> dict[str, np.ndarray]:
@@ -131,15 +122,8 @@ def _weights(step: Path, executor: Executor, trained: ir.Model) -> dict[str, np.
 
 def write_metrics(trained: Trained, console: Console) -> Path:
     """Evaluate on all rows of the recipe's data, print a table, and write metrics.json; return its path."""
-    recipe, fields = trained.recipe, trained.recipe.fields["fit"]
-    executor = trained.executor()
-    measured = evaluate(
-        executor,
-        recipe.data,
-        metrics=recipe.metrics,
-        batch_size=fields["batch_size"],
-        allow_nan=fields["allow_nan"],
-    )
+    recipe, executor = trained.recipe, trained.executor()
+    measured = evaluate(executor, recipe.data, metrics=recipe.metrics, **trained.batches)
     labels = recipe.data.labels or _labels(executor.model)
     trained.prepare()
     path = trained.folder / _METRICS
@@ -170,23 +154,20 @@ def _matrix(name: str, counts: list[list[int]], labels: Sequence[str] | None) ->
 
 def write_predictions(trained: Trained, _: Console) -> Path:
     """Write the outputs on all rows of the recipe's data to a file, and return its path."""
-    recipe, fields = trained.recipe, trained.recipe.fields["fit"]
+    recipe = trained.recipe
     path = trained.folder / recipe.fields["predictions"]
-    model = load(trained.inference_model(), limits=recipe.limits)
-    outputs: Mapping[str, np.ndarray] = predict(
-        model,
-        recipe.data,
-        batch_size=fields["batch_size"],
-        allow_nan=fields["allow_nan"],
-        device=recipe.device,
-    )
+    if trained.checkpoint is None:
+        model = recipe.model(trained.model)
+    else:
+        model = load(trained.executor().trained(), limits=recipe.limits)
+    outputs = dict(predict(model, recipe.data, device=recipe.device, **trained.batches))
     labels = recipe.data.labels or _labels(model)
     classified = {
         name: labels for name, y in outputs.items() if labels is not None and y.shape[1:] == (len(labels),)
     }
     if len(classified) == 1 and "label" not in outputs:
         ((name, known),) = classified.items()
-        outputs = {**outputs, "label": np.array(known)[outputs[name].argmax(axis=1)]}
+        outputs["label"] = np.array(known)[outputs[name].argmax(axis=1)]
     trained.prepare()
     write_rows(path, outputs, classified)
     return path

@@ -1,14 +1,12 @@
 """Read data sets from files and cut them into batches. This package imports `graph` and `statistics`."""
 
 from graphopt.data.batches import Batches
-from graphopt.data.dataset import Dataset
-from graphopt.data.files import arrow, csv, npy, npz, parquet
+from graphopt.data.columnar import arrow, parquet
+from graphopt.data.dataset import Dataset, LazyArray
+from graphopt.data.files import csv, npy, npz
 from graphopt.data.image_folders import images
-from graphopt.data.lazy import LazyArray
-from graphopt.data.loader import Loader
-from graphopt.data.prefetch import prefetched
+from graphopt.data.loader import Loader, hold_out, prefetched
 from graphopt.data.samples import diabetes, digits, text
-from graphopt.data.training_rows import hold_out
 from graphopt.moments import balanced_class_weights, mean_and_scale
 
 __all__ = [

@@ -9,12 +9,13 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from graphopt.data.dataset import Dataset
+from graphopt.data.dataset import WEIGHT, Array, Dataset, LazyArray
 from graphopt.data.foreign import as_dataset
-from graphopt.data.lazy import Array, LazyArray
 from graphopt.errors import GraphoptError
 from graphopt.graph.labels import labels_of
 from graphopt.graph.roles import Role, role_of
+from graphopt.graph.values import name_of
+from graphopt.moments import row_index
 
 Rows = range | np.ndarray
 _CHUNK = 4096
@@ -31,39 +32,30 @@ class Batches:
         inputs: the inputs of the graph, by name: `Executor.inputs`.
         allow_nan: accept NaN and infinities.
 
+    Attributes:
+        fixed_size: the batch size if the graph's batch dimension is static, otherwise None.
+        is_lazy: whether rows of any array are read when a batch needs them.
+
     Raises:
         GraphoptError: an array has the wrong name, shape, type or labels, or contains NaN or infinities.
     """
 
     def __init__(
-        self,
-        data: Dataset | Mapping[str, Array],
-        inputs: Mapping[str, ir.Value],
-        *,
-        allow_nan: bool = False,
+        self, data: Dataset | Mapping[str, Array], inputs: Mapping[str, ir.Value], *, allow_nan: bool = False
     ) -> None:
         data = as_dataset(data)
         self._columns = [
             _Column(value, array, allow_nan) for value, array in zip(*_match(data, inputs), strict=True)
         ]
-        self._count, self._fixed = len(data), fixed_batch(inputs)
+        self._count, self.fixed_size = len(data), fixed_batch(inputs)
+        self.is_lazy = any(column.lazy for column in self._columns)
         for column in self._columns:
             if not column.lazy:
                 for rows in self.split(range(self._count), _CHUNK):
-                    column.check(rows, column.array[_index(rows)])
+                    column.check(rows, column.array[row_index(rows)])
 
     def __len__(self) -> int:
         return self._count
-
-    @property
-    def fixed_size(self) -> int | None:
-        """Return the batch size if the graph's batch dimension is static, otherwise None."""
-        return self._fixed
-
-    @property
-    def is_lazy(self) -> bool:
-        """Return whether rows of any array are read when a batch needs them."""
-        return any(column.lazy for column in self._columns)
 
     def digest(self) -> str:
         """Return the SHA-256 sum of the types, shapes and numbers; of large arrays, of some of their rows."""
@@ -102,11 +94,8 @@ def _match(data: Dataset, inputs: Mapping[str, ir.Value]) -> tuple[list[ir.Value
         if len(own) == 1 and role.value in arrays and role.value not in inputs:
             arrays[own[0]] = arrays.pop(role.value)
     if set(arrays) != set(inputs):
-        extra = (
-            " (set sample_weight of the loss to use weights)"
-            if "sample_weight" in set(arrays) - set(inputs)
-            else ""
-        )
+        is_extra = WEIGHT in arrays and WEIGHT not in inputs
+        extra = " (set sample_weight of the loss to use weights)" if is_extra else ""
         expected, found = (", ".join(map(repr, names)) for names in (inputs, arrays))
         raise GraphoptError(
             f"data: expected arrays {expected}, found {found}{extra}: rename, add or remove arrays"
@@ -114,17 +103,12 @@ def _match(data: Dataset, inputs: Mapping[str, ir.Value]) -> tuple[list[ir.Value
     return list(inputs.values()), [arrays[name] for name in inputs]
 
 
-def _index(rows: Rows) -> Any:
-    return slice(rows.start, rows.stop) if isinstance(rows, range) else rows
-
-
 class _Column:
     """Pair an array with the input that it feeds."""
 
     def __init__(self, value: ir.Value, array: Array, allow_nan: bool) -> None:
         assert value.dtype is not None
-        assert value.name is not None
-        self.name = value.name
+        self.name = name_of(value)
         self.array = array
         self.lazy = isinstance(array, np.memmap | LazyArray)
         self._dtype = np.dtype(value.dtype.numpy())
@@ -134,7 +118,7 @@ class _Column:
         self._shape = self._row_shape(value.shape)
 
     def take(self, rows: Rows) -> np.ndarray:
-        part = self.array[_index(rows)]
+        part = self.array[row_index(rows)]
         if self.lazy:
             self.check(rows, part)
         part = np.asarray(part).astype(self._dtype, copy=False)
@@ -176,10 +160,9 @@ class _Column:
         if shape is None:
             return found
         for candidate in (found, (*found, 1), found[:-1] if found[-1:] == (1,) else found):
-            wanted = list(shape)[1:]
-            if len(wanted) == len(candidate) and all(
-                not isinstance(want, int) or want == have
-                for want, have in zip(wanted, candidate, strict=True)
+            dims = zip(list(shape)[1:], candidate, strict=False)
+            if len(candidate) == len(shape) - 1 and all(
+                not isinstance(dim, int) or dim == size for dim, size in dims
             ):
                 return candidate
         raise GraphoptError(

@@ -1,10 +1,9 @@
-"""Read data sets from files."""
+"""Read data sets from files, and write arrays of rows."""
 
 from __future__ import annotations
 
 import contextlib
-import csv as reader
-import functools
+import csv as csv_files
 import importlib
 import itertools
 import lzma
@@ -14,39 +13,28 @@ import tokenize
 import zipfile
 import zlib
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from graphopt.data.arrow_sizes import ARROW, expanded_sizes
-from graphopt.data.dataset import TARGET, Dataset
+from graphopt.data.dataset import TARGET, WEIGHT, Dataset
 from graphopt.errors import GraphoptError, line, unknown
+from graphopt.files import replacing
 
-_ROWS = 65_536  # of a Parquet file, that are read at once
 EXPANSION = 100  # bytes of data for each byte of a compressed file
-LONGEST_NUMBER = 1_000  # characters
-NUMBER = 8  # bytes
-PARQUET = b"PAR1"  # the start of a Parquet file
+_LONGEST_NUMBER = 1_000  # characters
 _UNSUSPICIOUS = 2**30  # bytes of data that a file of any size may expand to
 
+_Names = str | int | Sequence[str | int] | None
+
 # Exceptions of NumPy and the decompressors for damaged or malicious files.
-BROKEN = (
-    ValueError,
-    EOFError,
-    OverflowError,
-    MemoryError,
-    NotImplementedError,
-    RecursionError,
-    SyntaxError,
-    TypeError,
-    zipfile.BadZipFile,
-    zlib.error,
-    lzma.LZMAError,
-    struct.error,
-    tokenize.TokenError,
+_BROKEN = (
+    *(EOFError, MemoryError, OverflowError, RuntimeError, SyntaxError, TypeError, ValueError),
+    *(lzma.LZMAError, struct.error, tokenize.TokenError, zipfile.BadZipFile, zlib.error),
 )
+_WRITTEN = (".npz", ".csv", ".parquet")
 
 
 def npz(path: str, *, expansion: int = EXPANSION) -> Dataset:
@@ -63,10 +51,7 @@ def npz(path: str, *, expansion: int = EXPANSION) -> Dataset:
     archive = _load(Path(path), "a NumPy archive (.npz)")
     if isinstance(archive, np.ndarray):
         raise GraphoptError(f"{path}: expected a NumPy archive (.npz), found one array: use data=npy")
-    with (
-        archive,
-        reading(path, "arrays of numbers", RuntimeError),
-    ):  # which says that the archive is encrypted
+    with archive, reading(path, "arrays of numbers"):
         check_ratio(path, sum(member.file_size for member in archive.zip.infolist()), expansion)
         refuse_twice(path, "array", archive.files)
         arrays = {name: archive[name] for name in archive.files}
@@ -119,12 +104,11 @@ def csv(
         raise GraphoptError(
             f"data.delimiter: expected one character that separates columns, found {delimiter!r}"
         )
-    check_regular(path)
     with (
-        reading(path, "a text file of columns", reader.Error),
+        reading(path, "a text file of columns", csv_files.Error),
         open(path, newline="", encoding="utf-8-sig") as file,
     ):
-        rows = [row for row in reader.reader(file, delimiter=delimiter) if row]
+        rows = [row for row in csv_files.reader(file, delimiter=delimiter) if row]
     if not rows:
         raise GraphoptError(f"{path}: expected rows, found an empty file")
     names = rows.pop(0) if header else [str(i) for i in range(len(rows[0]))]
@@ -137,159 +121,8 @@ def csv(
     return of_columns(path, columns, target, features, sample_weight, labels)
 
 
-def parquet(
-    path: str,
-    *,
-    target: str | Sequence[str] | None = TARGET,
-    features: Sequence[str] | Mapping[str, Any] | None = None,
-    sample_weight: str | None = None,
-    labels: Sequence[str] | None = None,
-    expansion: int = EXPANSION,
-) -> Dataset:
-    """Read columns of a Parquet file, or of an Arrow file: the IPC file format (Feather V2), or the stream format.
-
-    The first bytes tell which it is; `arrow` is the same function. A column of lists of a fixed size is one of arrays.
-
-    Args:
-        path: the file.
-        target, features, sample_weight, labels: as in `graphopt.data.csv`.
-        expansion: as in `graphopt.data.npz`.
-
-    Raises:
-        GraphoptError: pyarrow is not installed, the file or a column is missing, a column is not numeric, or the file
-            expands too far.
-    """
-    pyarrow = imported(path, "pyarrow")
-    imported(path, "pyarrow.parquet")
-    check_regular(path)
-    used = functools.partial(_used, path, target=target, features=features, sample_weight=sample_weight)
-    with reading(path, "a Parquet file or an Arrow file", pyarrow.ArrowException):
-        with open(path, "rb") as file:
-            is_parquet = file.read(len(PARQUET)) == PARQUET
-        table = (_parquet_table if is_parquet else _arrow_table)(pyarrow, path, expansion, used)
-        columns = {
-            name: _array(pyarrow, path, name, table[name].combine_chunks()) for name in table.column_names
-        }
-    return of_columns(path, columns, target, features, sample_weight, labels)
-
-
-arrow = parquet
-
-
-def _parquet_table(pyarrow: Any, path: str, expansion: int, used: Callable[[list[str]], list[str]]) -> Any:
-    """Return the columns of a Parquet file that are used."""
-    with pyarrow.parquet.ParquetFile(path) as file:
-        schema, metadata = file.schema_arrow, file.metadata
-    cells = _cells(pyarrow, path, schema)
-    check_ratio(path, max(NUMBER * metadata.num_rows * cells, _values_size(metadata)), expansion)
-    names = used(schema.names)
-    texts = [name for name in names if _is_text(pyarrow, schema.field(name).type)]
-    with pyarrow.parquet.ParquetFile(path, read_dictionary=texts) as file:  # each text once
-        return _table(pyarrow, path, file.iter_batches(_ROWS, columns=names, use_threads=False), expansion)
-
-
-def _arrow_table(pyarrow: Any, path: str, expansion: int, used: Callable[[list[str]], list[str]]) -> Any:
-    """Return the columns of an Arrow file that are used."""
-    with pyarrow.memory_map(path) as file:
-        is_file = file.read(len(ARROW)) == ARROW
-        open_file = pyarrow.ipc.open_file if is_file else pyarrow.ipc.open_stream
-        file.seek(0)
-        schema = open_file(file).schema
-        cells, size = _cells(pyarrow, path, schema), 0
-        for rows, buffers in expanded_sizes(pyarrow, file):
-            size += max(NUMBER * rows * cells, buffers)
-            check_ratio(path, size, expansion)
-        fields = [schema.get_field_index(name) for name in used(schema.names)]
-        file.seek(0)
-        opened = open_file(file, options=pyarrow.ipc.IpcReadOptions(included_fields=fields))
-        batches = map(opened.get_batch, range(opened.num_record_batches)) if is_file else opened
-        table = _table(pyarrow, path, batches, expansion, opened.schema)
-        table.validate(full=True)  # a damaged file may point beyond its end
-        return table
-
-
-def _cells(pyarrow: Any, path: str, schema: Any) -> int:
-    """Return the number of cells of a row.
-
-    Raises:
-        GraphoptError: two columns have the same name, or a row of one holds neither a cell nor an array of them.
-    """
-    refuse_twice(path, "column", schema.names)
-    cells = 0
-    for column in schema:
-        item, size = column.type, 1
-        while pyarrow.types.is_fixed_size_list(item):
-            item, size = item.value_type, size * item.list_size
-        if pyarrow.types.is_nested(item) or pyarrow.types.is_run_end_encoded(item):
-            raise GraphoptError(f"{path}: column {column.name!r}: expected numbers, found {column.type}")
-        cells += size
-    return cells
-
-
-def _values_size(metadata: Any) -> int:
-    """Return the bytes of all values of a Parquet file, texts as often as the file holds them."""
-    sizes = [max(NUMBER, metadata.schema.column(i).length or 0) for i in range(metadata.num_columns)]
-    total = 0
-    for i in range(metadata.num_row_groups):
-        group = metadata.row_group(i)
-        chunks = map(group.column, range(group.num_columns))
-        total += sum(
-            max(size * chunk.num_values, chunk.total_uncompressed_size)
-            for size, chunk in zip(sizes, chunks, strict=True)
-        )
-    return total
-
-
-def _is_text(pyarrow: Any, kind: Any) -> bool:
-    types = pyarrow.types
-    tests = (types.is_string, types.is_large_string, types.is_binary, types.is_large_binary)
-    return any(test(kind) for test in tests)
-
-
-def _table(pyarrow: Any, path: str, batches: Iterable[Any], expansion: int, schema: Any = None) -> Any:
-    """Return batches as a table, unless they expand too far."""
-    parts, size = [], 0
-    for batch in batches:
-        size += batch.nbytes
-        check_ratio(path, size, expansion)
-        parts.append(batch)
-    return pyarrow.Table.from_batches(parts, schema)
-
-
-def _array(pyarrow: Any, path: str, name: str, column: Any) -> np.ndarray:
-    """Return a column of cells, or of lists of a fixed size, as an array."""
-    if isinstance(column, pyarrow.ChunkedArray):  # of a type that cannot be combined
-        column = pyarrow.concat_arrays(column.chunks)
-    if pyarrow.types.is_dictionary(column.type):
-        return _looked_up(column)
-    size = getattr(column.type, "list_size", None)
-    if size is None:
-        return np.asarray(column)
-    if column.null_count:
-        raise GraphoptError(f"{path}: column {name!r}: expected a list in every row, found rows without")
-    items = _array(pyarrow, path, name, column.flatten())
-    return items.reshape(len(column), size, *items.shape[1:])
-
-
-def _looked_up(column: Any) -> np.ndarray:
-    """Return a column that is encoded by a dictionary; rows with the same text share it."""
-    values = np.asarray(column.dictionary)
-    if column.null_count == 0:
-        return values[np.asarray(column.indices)]
-    values = np.append(values.astype(object), [None])
-    return values[np.asarray(column.indices.fill_null(len(values) - 1)).astype(np.int64)]
-
-
 def imported(what: str, module: str, package: str = "") -> Any:
-    """Return a module of a package that an option needs.
-
-    Args:
-        what: the option.
-        package: the name of the package, if it is another one than the module's.
-
-    Raises:
-        GraphoptError: it is not installed.
-    """
+    """Return a module that an option needs, or raise an error that says how to install its package."""
     package = package or module.partition(".")[0]
     try:
         return importlib.import_module(module)
@@ -301,13 +134,12 @@ def imported(what: str, module: str, package: str = "") -> Any:
 
 @contextlib.contextmanager
 def reading(path: str | Path, expected: str, *errors: type[Exception]) -> Iterator[None]:
-    """Raise what a library raises for a damaged file as an error of the file, in a `with` block.
+    """Check that a file is regular, and raise what a library raises for a damaged one as its error, in a `with` block.
 
-    Args:
-        expected: what the file should be.
-        errors: exceptions of the library.
+    `errors` are exceptions of the library, in addition to those of NumPy and Python.
     """
-    broken: tuple[type[Exception], ...] = (OSError, *BROKEN, *errors)
+    _check_regular(path)
+    broken: tuple[type[Exception], ...] = (OSError, *_BROKEN, *errors)
     try:
         yield
     except GraphoptError:
@@ -319,41 +151,33 @@ def reading(path: str | Path, expected: str, *errors: type[Exception]) -> Iterat
         raise GraphoptError(f"{path}: expected {expected}: {problem}") from error
 
 
-def check_regular(path: str | Path) -> None:
+def _check_regular(path: str | Path) -> None:
     """Raise an error unless a path is a regular file: a device or a pipe may never end."""
     try:
         mode = Path(path).stat().st_mode
-    except FileNotFoundError as error:
-        raise GraphoptError(f"{path}: no such file") from error
     except (OSError, ValueError) as error:
-        raise GraphoptError(f"{path}: {getattr(error, 'strerror', None) or line(error)}") from error
+        raise GraphoptError(f"{path}: {reason(error)}") from error
     if not stat.S_ISREG(mode):
         found = "a folder" if stat.S_ISDIR(mode) else "a device or a pipe"
         raise GraphoptError(f"{path}: expected a file, found {found}")
 
 
-def reason(error: OSError) -> str:
+def reason(error: Exception) -> str:
     """Return the reason why a file cannot be read."""
-    return "no such file" if isinstance(error, FileNotFoundError) else error.strerror or line(error)
+    if isinstance(error, FileNotFoundError):
+        return "no such file"
+    return getattr(error, "strerror", None) or line(error)
 
 
 def _load(path: Path, kind: str, mmap_mode: Any = None) -> Any:
-    check_regular(path)
-    try:
+    with reading(path, f"{kind} of numbers, found another file"):
         return np.load(path, mmap_mode=mmap_mode, allow_pickle=False)
-    except OSError as error:
-        raise GraphoptError(f"{path}: {reason(error)}") from error
-    except BROKEN as error:
-        raise GraphoptError(f"{path}: expected {kind} of numbers, found another file") from error
 
 
 def check_ratio(path: str | Path, size: int, expansion: int, *, unsuspicious: int | None = None) -> None:
-    """Raise an error if a file expands to far more data than its size.
+    """Raise an error if a file expands to `size` bytes, more than its own size times `expansion`.
 
-    Args:
-        size: the bytes after expansion.
-        expansion: the maximum ratio.
-        unsuspicious: the bytes to which a file of any size may expand; None for 1 GiB.
+    A file of any size may expand to `unsuspicious` bytes, by default 1 GiB.
     """
     file_size = max(1, Path(path).stat().st_size)
     if size > max(_UNSUSPICIOUS if unsuspicious is None else unsuspicious, expansion * file_size):
@@ -373,48 +197,37 @@ def refuse_twice(path: str, kind: str, names: Iterable[str]) -> None:
 def of_columns(
     path: str,
     columns: Mapping[str, Any],
-    target: str | int | Sequence[str | int] | None,
-    features: Sequence[str | int] | Mapping[str, Any] | None = None,
+    target: _Names,
+    features: _Names | Mapping[str, Any] = None,
     sample_weight: str | int | None = None,
     labels: Sequence[str] | None = None,
 ) -> Dataset:
-    """Return a data set of a table's columns; see `csv` for the arguments.
-
-    Args:
-        path: what errors name.
-    """
+    """Return a data set of a table's columns; errors name the path, and `csv` explains the other arguments."""
     inputs, targets, weights = _parts(path, columns, target, features, sample_weight)
     if target is not None and (not targets or (labels is not None and len(targets) > 1)):
         expected = "a target column" if labels is None else "one target column, whose classes are named"
         raise GraphoptError(f"{path}: expected {expected}, found {', '.join(targets) or 'none'}")
-    refuse_twice(path, "label", map(str, labels or ()))
+    classes = None if labels is None else tuple(map(str, labels))
+    refuse_twice(path, "label", classes or ())
     arrays = {name: _stack(path, columns, names) for name, names in inputs.items()}
-    if targets and labels is None:
+    if targets and classes is not None:
+        arrays[TARGET] = _classes(path, targets[0], columns[targets[0]], classes)
+    elif targets:
         arrays[TARGET] = _vector(_stack(path, columns, targets, labelled=len(targets) == 1))
-    elif targets and labels is not None:
-        arrays[TARGET] = _classes(path, targets[0], columns[targets[0]], labels)
     if weights:
-        arrays["sample_weight"] = _vector(_stack(path, columns, weights))
+        arrays[WEIGHT] = _vector(_stack(path, columns, weights))
     only = None if isinstance(features, Mapping) else "x"
-    return (
-        Dataset(arrays, only)
-        if labels is None
-        else Dataset(arrays, only, len(labels), tuple(map(str, labels)))
-    )
+    return Dataset(arrays, only, None if classes is None else len(classes), classes)
 
 
 def _parts(
     path: str,
     columns: Collection[str],
-    target: str | int | Sequence[str | int] | None,
-    features: Sequence[str | int] | Mapping[str, Any] | None,
+    target: _Names,
+    features: _Names | Mapping[str, Any],
     sample_weight: str | int | None,
 ) -> tuple[dict[str, list[str]], list[str], list[str]]:
-    """Return the columns of each input, those of the target, and that of the weights.
-
-    Raises:
-        GraphoptError: the table lacks one.
-    """
+    """Return the columns of each input, those of the target, and that of the weights."""
     targets, weights = _names(target), _names(sample_weight)
     if features is None:
         features = [name for name in columns if name not in (*targets, *weights)]
@@ -426,14 +239,14 @@ def _parts(
     return inputs, targets, weights
 
 
-def _used(path: str, columns: Collection[str], **roles: Any) -> list[str]:
+def used_columns(path: str, columns: Collection[str], **roles: Any) -> list[str]:
     """Return the columns that a data set reads, in the table's order; see `_parts` for the arguments."""
     inputs, targets, weights = _parts(path, columns, **roles)
     wanted = {*targets, *weights, *itertools.chain(*inputs.values())}
     return [name for name in columns if name in wanted]
 
 
-def _names(names: str | int | Sequence[str | int] | None) -> list[str]:
+def _names(names: _Names) -> list[str]:
     if names is None:
         return []
     return [str(names)] if isinstance(names, str | int) else [str(name) for name in names]
@@ -465,7 +278,7 @@ def _numbers(path: str, name: str, column: Any, labelled: bool) -> np.ndarray:
     if isinstance(column, np.ndarray) and column.dtype.kind in "iufb":
         return column
     texts = ["nan" if text in ("", None) else str(text) for text in column]
-    for dtype in (np.int64, np.float64) if max(map(len, texts), default=0) <= LONGEST_NUMBER else ():
+    for dtype in (np.int64, np.float64) if max(map(len, texts), default=0) <= _LONGEST_NUMBER else ():
         try:
             return np.array(texts, dtype)
         except (ValueError, OverflowError):  # also for whole numbers beyond int64
@@ -478,19 +291,64 @@ def _numbers(path: str, name: str, column: Any, labelled: bool) -> np.ndarray:
 
 def _is_number(text: str) -> bool:
     try:
-        float(text[: LONGEST_NUMBER + 1])
+        float(text[: _LONGEST_NUMBER + 1])
     except ValueError:
         return False
-    return len(text) <= LONGEST_NUMBER
+    return len(text) <= _LONGEST_NUMBER
 
 
 def _classes(path: str, name: str, column: Any, labels: Sequence[str]) -> np.ndarray:
     """Return the index of each text in `labels`."""
-    places = {str(label): i for i, label in enumerate(labels)}
-    for i, text in enumerate(column):
-        if str(text) not in places:
-            known_labels = ", ".join(places)
+    places = {label: i for i, label in enumerate(labels)}
+    for i, text in enumerate(map(str, column)):
+        if text not in places:
             raise GraphoptError(
-                f"{path}: column {name!r}, row {i}: expected a label of {known_labels}, found {str(text)!r}"
+                f"{path}: column {name!r}, row {i}: expected a label of {', '.join(places)}, found {text!r}"
             )
     return np.array([places[str(text)] for text in column], np.int64)
+
+
+def check_ending(field: str, name: str) -> None:
+    """Raise an error unless the file's name in an option has an ending that `write_rows` knows, and no folder."""
+    if Path(name).suffix not in _WRITTEN or Path(name).name != name:
+        raise GraphoptError(
+            f"{field}: expected the name of a file that ends in {', '.join(_WRITTEN)}, without a folder, found {name!r}"
+        )
+    if name.endswith(".parquet"):
+        imported(f"{field}={name}", "pyarrow")
+
+
+def write_rows(
+    path: Path, arrays: Mapping[str, np.ndarray], columns: Mapping[str, Sequence[str]] | None = None
+) -> None:
+    """Write arrays with the same number of rows to a file that ends in .npz, .csv or .parquet.
+
+    A table has a column for each array, or several, NAME_0, NAME_1, ..., if a row of the array has several numbers.
+    `columns` has other ends of the names of an array's columns.
+    """
+    arrays = {name: array.astype(str) if array.dtype == object else array for name, array in arrays.items()}
+    if path.suffix == ".npz":
+        with replacing(path) as temporary, open(temporary, "wb") as file:
+            np.savez(file, **arrays)  # type: ignore[arg-type]
+        return
+    table = dict(_columns_of(arrays, columns or {}))
+    with replacing(path) as temporary:
+        if path.suffix == ".parquet":
+            table_of = imported(str(path), "pyarrow").table
+            imported(str(path), "pyarrow.parquet").write_table(table_of(table), temporary)
+        else:
+            with open(temporary, "w", newline="", encoding="utf-8") as text:
+                writer = csv_files.writer(text)
+                writer.writerow(table)
+                writer.writerows(zip(*(column.astype(str) for column in table.values()), strict=True))
+
+
+def _columns_of(arrays: Mapping[str, np.ndarray], columns: Mapping[str, Sequence[str]]) -> Any:
+    """Yield the name and the numbers of each column."""
+    for name, array in arrays.items():
+        if array.ndim == 1:
+            yield name, array
+            continue
+        flat = array.reshape(len(array), -1)
+        ends = columns.get(name, range(flat.shape[1]))
+        yield from ((f"{name}_{end}", np.ascontiguousarray(flat[:, i])) for i, end in enumerate(ends))

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 
-from graphopt.data.dataset import TARGET, WEIGHT, Dataset
+from graphopt.data.dataset import TARGET, WEIGHT, Dataset, LazyArray
 from graphopt.data.files import of_columns, refuse_twice
-from graphopt.data.lazy import LazyArray
 from graphopt.errors import GraphoptError, line
 
 # Methods of a data set with rows.
 HUGGING_FACE = ("__len__", "__getitem__", "column_names", "features", "with_format")
+_Read = Callable[[tuple[int, ...]], dict[str, Any]]  # returns rows of all columns
 FRAME = ("columns", "to_numpy", "__getitem__")  # of pandas and Polars
 
 
@@ -58,10 +59,12 @@ def _of_hugging_face(data: Any) -> Dataset:
     if not len(data):
         raise GraphoptError("data: expected rows, found none")
     if data.format["type"] == "custom":  # a transform, which makes all columns at once
-        rows = _Rows(data)
-        arrays = {name: _Column(rows, name) for name in rows.read(np.array([0]))}
+        read = _reader(data)
+        arrays = {name: _Column(len(data), read, name) for name in read((0,))}
     else:
-        arrays = {name: _Column(_Rows(_formatted(data, name)), name) for name in data.format["columns"]}
+        arrays = {
+            name: _Column(len(data), _reader(_formatted(data, name)), name) for name in data.format["columns"]
+        }
     names = getattr(data.features.get(TARGET), "names", None)  # of a ClassLabel
     return Dataset(arrays) if names is None else Dataset(arrays, classes=len(names), labels=tuple(names))
 
@@ -75,30 +78,21 @@ def _formatted(data: Any, name: str) -> Any:
     return data.with_format("numpy", columns=[name], **exact)
 
 
-class _Rows:
-    """Read rows of a Hugging Face data set, and keep the last ones until all columns have them."""
-
-    def __init__(self, data: Any) -> None:
-        self.data = data
-        self._last: tuple[bytes, dict[str, Any]] = (b"", {})
-
-    def read(self, rows: np.ndarray) -> dict[str, Any]:
-        last = self._last
-        if last[0] != rows.tobytes():
-            last = self._last = (rows.tobytes(), self.data[rows.tolist()])
-        return last[1]
+def _reader(data: Any) -> _Read:
+    """Return what reads rows of a Hugging Face data set, and keeps the last ones until all columns have them."""
+    return functools.lru_cache(maxsize=1)(lambda rows: data[list(rows)])
 
 
 class _Column(LazyArray):
     """Read rows of a column."""
 
-    def __init__(self, rows: _Rows, name: str) -> None:
-        self._rows, self._name = rows, name
+    def __init__(self, count: int, read: _Read, name: str) -> None:
+        self._read, self._name = read, name
         first = self.read(np.array([0]))
-        super().__init__((len(rows.data), *first.shape[1:]), first.dtype)
+        super().__init__((count, *first.shape[1:]), first.dtype)
 
     def read(self, rows: np.ndarray) -> np.ndarray:
-        column = self._rows.read(rows).get(self._name)
+        column = self._read(tuple(rows.tolist())).get(self._name)
         try:
             return np.stack([*map(np.asarray, column)]) if isinstance(column, list) else np.asarray(column)
         except (ValueError, TypeError, RuntimeError) as error:

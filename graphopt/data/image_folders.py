@@ -12,17 +12,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from graphopt.data.dataset import TARGET, Dataset
-from graphopt.data.files import (
-    EXPANSION,
-    check_ratio,
-    check_regular,
-    imported,
-    reading,
-    reason,
-    refuse_twice,
-)
-from graphopt.data.lazy import LazyArray
+from graphopt.data.dataset import TARGET, Dataset, LazyArray
+from graphopt.data.files import EXPANSION, check_ratio, imported, reading, reason, refuse_twice
 from graphopt.errors import GraphoptError
 
 # Formats that Pillow reads itself, without other programs.
@@ -90,9 +81,9 @@ def images(
     files, classes, names = _files_and_labels(root, target is not None, labels)
     with ThreadPoolExecutor() as threads:
         sizes = list(threads.map(lambda file: _size(pillow, file), files))
-    pixel = DECODED if size is not None else channels * (4 if scale else 1)
+    pixel = DECODED if size is not None else max(DECODED, channels * (4 if scale else 1))
     for file, dims in zip(files, sizes, strict=True):
-        check_ratio(file, math.prod(dims) * max(DECODED, pixel), expansion, unsuspicious=_UNSUSPICIOUS)
+        check_ratio(file, math.prod(dims) * pixel, expansion, unsuspicious=_UNSUSPICIOUS)
     if size is None:
         other = next((i for i, size in enumerate(sizes) if size != sizes[0]), None)
         if other is not None:
@@ -102,9 +93,9 @@ def images(
             )
         size = sizes[0]
     arrays: dict[str, Any] = {"x": Images(files, (size[0], size[1]), channels, scale, resample)}
-    if target is None:
-        return Dataset(arrays, features="x")
-    return Dataset({**arrays, TARGET: classes}, features="x", classes=len(names), labels=names)
+    if target is not None:
+        arrays[TARGET] = classes
+    return Dataset(arrays, "x", len(names) or None, names or None)
 
 
 class Images(LazyArray):
@@ -128,9 +119,7 @@ class Images(LazyArray):
     def _pixels(self, row: int) -> np.ndarray:
         file, (height, width) = self._files[row], self._size
         with _opened(self._pillow, file) as image:
-            if image.mode.startswith(
-                "I;16"
-            ):  # of which Pillow's own conversion would cut off the bright part
+            if image.mode.startswith("I;16"):  # Pillow's own conversion would cut off the bright part
                 image = self._pillow.fromarray((np.asarray(image) >> 8).astype(np.uint8))
             elif image.mode in ("I", "F"):
                 raise GraphoptError(f"{file}: expected 8 or 16 bits per channel, found 32")
@@ -146,46 +135,48 @@ def _files_and_labels(
     root: Path, is_labelled: bool, labels: Sequence[str] | None
 ) -> tuple[list[Path], np.ndarray, tuple[str, ...]]:
     """Return the files, the class of each, and the names of the classes."""
-    try:
-        if not is_labelled:
-            files = list(_below(root))
-            if not files:
-                raise GraphoptError(f"{root}: expected images, found an empty folder")
-            return files, np.zeros(0, np.int64), ()
-        folders = sorted(path for path in root.iterdir() if path.is_dir() and not path.name.startswith("."))
-        if not folders:
-            raise GraphoptError(
-                f"{root}: expected a folder for each class, found none: set data.target=null for images without classes"
-            )
-        names = tuple(folder.name for folder in folders) if labels is None else tuple(map(str, labels))
-        if len(names) < 2:
-            raise GraphoptError(
-                f"{root}: expected the folders of two classes or more, found {', '.join(map(repr, names))}"
-            )
-        refuse_twice(str(root), "label", names)
-        files_of = {folder: list(_below(folder)) for folder in folders}
-    except OSError as error:
-        raise GraphoptError(f"{error.filename}: {reason(error)}") from error
-    for folder, paths in files_of.items():
+    if not is_labelled:
+        return _files(root), np.zeros(0, np.int64), ()
+    folders = sorted(root / name for name in _shown(next(os.walk(root, onerror=_refuse))[1]))
+    if not folders:
+        raise GraphoptError(
+            f"{root}: expected a folder for each class, found none: set data.target=null for images without classes"
+        )
+    names = tuple(folder.name for folder in folders) if labels is None else tuple(map(str, labels))
+    if len(names) < 2:
+        raise GraphoptError(
+            f"{root}: expected the folders of two classes or more, found {', '.join(map(repr, names))}"
+        )
+    refuse_twice(str(root), "label", names)
+    files: list[Path] = []
+    classes: list[int] = []
+    for folder in folders:
         if folder.name not in names:
             raise GraphoptError(
                 f"{folder}: expected a folder of {', '.join(names)}: add it to data.labels, or remove it"
             )
-        if not paths:
-            raise GraphoptError(f"{folder}: expected images, found an empty folder")
-    classes = [names.index(folder.name) for folder, files in files_of.items() for _ in files]
-    return [file for files in files_of.values() for file in files], np.array(classes, np.int64), names
+        files += _files(folder)
+        classes += [names.index(folder.name)] * (len(files) - len(classes))
+    return files, np.array(classes, np.int64), names
 
 
-def _below(folder: Path) -> Iterator[Path]:
-    """Yield the files in a folder and below it, in order."""
-    for at, folders, files in os.walk(folder, onerror=_raise):
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
-        yield from (Path(at, name) for name in sorted(files) if not name.startswith("."))
+def _files(root: Path) -> list[Path]:
+    """Return the files in a folder and below it, in order."""
+    files = []
+    for at, folders, names in os.walk(root, onerror=_refuse):
+        folders[:] = _shown(folders)
+        files += [Path(at, name) for name in _shown(names)]
+    if not files:
+        raise GraphoptError(f"{root}: expected images, found an empty folder")
+    return files
 
 
-def _raise(error: OSError) -> None:
-    raise error
+def _shown(names: list[str]) -> list[str]:
+    return sorted(name for name in names if not name.startswith("."))
+
+
+def _refuse(error: OSError) -> None:
+    raise GraphoptError(f"{error.filename}: {reason(error)}") from error
 
 
 def _size(pillow: Any, file: Path) -> tuple[int, int]:
@@ -197,7 +188,6 @@ def _size(pillow: Any, file: Path) -> tuple[int, int]:
 @contextlib.contextmanager
 def _opened(pillow: Any, file: Path) -> Iterator[Any]:
     """Open an image, and raise Pillow's errors as those of its file."""
-    check_regular(file)
     with reading(file, "a whole image", pillow.DecompressionBombError):
         try:
             opened = pillow.open(file, formats=FORMATS)

@@ -1,19 +1,86 @@
-"""Iterate over batches: each epoch visits every row once, in a new random order."""
+"""Choose the rows that train, draw their order in each epoch, read them, and prepare batches ahead of time."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from typing import Literal
+from collections import deque
+from collections.abc import Generator, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Literal, TypeVar
 
 import numpy as np
+import onnx_ir as ir
 
 from graphopt.data.batches import Batches, Rows
 from graphopt.data.dataset import Dataset
 from graphopt.data.foreign import as_dataset
 from graphopt.errors import GraphoptError
+from graphopt.graph.values import name_of
+from graphopt.moments import pieces, row_index
 
 Shuffle = bool | Literal["consecutive"]
+T = TypeVar("T")
+
+
+def hold_out(rows: int, share: float, *, shuffle: Shuffle = True, seed: int = 0) -> tuple[Rows, Rows]:
+    """Return the indices of the rows to train on, and of those to hold out, each in order.
+
+    `fit` holds out the same rows for the same arguments.
+
+    Args:
+        rows: the number of rows.
+        share: the share to hold out, rounded up to whole rows.
+        shuffle: draw the rows to hold out; False holds out the last ones.
+        seed: the seed of what is drawn.
+
+    Raises:
+        GraphoptError: the share is not in [0, 1), or leaves no row to train on.
+
+    >>> training, held_out = graphopt.data.hold_out(10, 0.25, shuffle=False)
+    >>> list(training), list(held_out)
+    ([0, 1, 2, 3, 4, 5, 6], [7, 8, 9])
+    """
+    count = held_out_rows(rows, share)
+    if not shuffle or not count:
+        return range(rows - count), range(rows - count, rows)
+    chosen = np.sort(np.random.default_rng(seed).permutation(rows)[:count])
+    return np.delete(np.arange(rows), chosen), chosen
+
+
+def held_out_rows(rows: int, share: float) -> int:
+    """Return the number of rows to hold out for validation."""
+    if not 0 <= share < 1:
+        raise GraphoptError(
+            f"validation: expected a share of the rows, at least 0 and less than 1, found {share}"
+        )
+    count = math.ceil(rows * share)
+    if count >= rows:
+        raise GraphoptError(
+            f"validation: expected a share that leaves rows to train on, found {share} of {rows} rows"
+        )
+    return count
+
+
+class TrainingRows:
+    """Read the training rows of a data set in pieces, those of inputs in the types and shapes of a model."""
+
+    def __init__(self, data: Dataset, model: ir.Model, rows: Rows, *, allow_nan: bool = False) -> None:
+        self._inputs = {name_of(x): x for x in model.graph.inputs if not x.is_initializer()}
+        self._arrays = data.feeding(list(self._inputs))
+        self._rows, self._allow_nan = rows, allow_nan
+
+    def read(self, name: str) -> Iterator[np.ndarray]:
+        """Yield the rows of an array, which has to fit the model's input."""
+        if name not in self._arrays:
+            found = ", ".join(map(repr, self._arrays))
+            raise GraphoptError(f"data: expected an array {name!r} to learn from, found {found}")
+        array = self._arrays[name]
+        parts = pieces(self._rows, array[:1].size)
+        if name not in self._inputs:
+            yield from (array[row_index(rows)] for rows in parts)
+            return
+        batches = Batches({name: array}, {name: self._inputs[name]}, allow_nan=self._allow_nan)
+        yield from (batches.take(rows)[name] for rows in parts)
 
 
 def draw(
@@ -71,3 +138,35 @@ class Loader:
     def __iter__(self) -> Iterator[dict[str, np.ndarray]]:
         for rows in draw(range(len(self._data)), self._batch_size, self._shuffle, self._random):
             yield {name: np.asarray(array[np.asarray(rows)]) for name, array in self._data.arrays.items()}
+
+
+def prefetched(batches: Iterable[T], depth: int = 2) -> Generator[T, None, None]:
+    """Yield the items of an iterable in order, while a thread prepares up to `depth` further items.
+
+    An exception in the iterable is raised in place of its item. The thread ends after the last item, or when the
+    iterator is closed.
+
+    Args:
+        depth: the number of items to prepare ahead; 0 for no thread.
+
+    Raises:
+        GraphoptError: `depth` is less than 0.
+    """
+    if depth < 0:
+        raise GraphoptError(f"prefetch: expected 0 or more batches, found {depth}")
+    return _ahead(iter(batches), depth)
+
+
+def _ahead(items: Iterator[T], depth: int) -> Generator[T, None, None]:
+    if not depth:
+        yield from items
+        return
+    end: Any = object()
+    with ThreadPoolExecutor(1, "graphopt-prefetch") as thread:
+        coming = deque(thread.submit(next, items, end) for _ in range(depth))
+        try:
+            while (item := coming.popleft().result()) is not end:
+                coming.append(thread.submit(next, items, end))
+                yield item
+        finally:
+            thread.shutdown(wait=False, cancel_futures=True)

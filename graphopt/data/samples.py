@@ -7,7 +7,7 @@ import string
 import numpy as np
 
 from graphopt.data.dataset import TARGET, Dataset
-from graphopt.data.files import check_regular, imported, reading
+from graphopt.data.files import imported, reading
 from graphopt.errors import GraphoptError
 
 CHARACTERS = string.printable
@@ -68,6 +68,5 @@ def _read(path: str | None) -> str:
         from pydoc_data.topics import topics
 
         return "\n".join(topics[name] for name in sorted(topics))
-    check_regular(path)
     with reading(path, "text in UTF-8"), open(path, encoding="utf-8") as file:
         return file.read()

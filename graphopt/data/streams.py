@@ -1,8 +1,10 @@
-"""Draw batches from any Python iterable, check them, and continue in the middle of it."""
+"""Draw batches from any Python iterable, check them, and continue in the middle of it, by its state as JSON."""
 
 from __future__ import annotations
 
-from collections import deque
+import base64
+import importlib
+import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -10,10 +12,10 @@ import numpy as np
 import onnx_ir as ir
 
 from graphopt.data.batches import Batches
-from graphopt.data.states import decoded, encoded
 from graphopt.errors import GraphoptError, line
 
 STATE_METHODS = (("state_dict", "load_state_dict"), ("get_state", "set_state"))  # of torchdata, and of grain
+_PLAIN = (bool, int, float, str, type(None))
 
 
 class Drawn(NamedTuple):
@@ -68,7 +70,6 @@ class Stream:
         self._pass: Iterator[Any] | None = None
         self._epoch: Iterator[Drawn] | None = None
         self._done = 0  # batches of the epoch before `load`
-        self._peeked: deque[Drawn] = deque()
 
     @property
     def steps(self) -> int | None:
@@ -80,36 +81,22 @@ class Stream:
         except (TypeError, NotImplementedError):  # as PyTorch's samplers say it
             return None
 
-    @property
-    def is_lazy(self) -> bool:
-        """Return False: a batch that has come is in memory."""
-        return False
-
     def draw(self, epoch: int) -> Iterator[Drawn]:
         """Yield the batches of an epoch, or those that are left of it.
 
         Raises:
             GraphoptError: a batch does not fit the graph, or the iterable has none.
         """
-        left = self._left(epoch)
-        while self._peeked:
-            yield self._peeked.popleft()
-        yield from left
+        yield from self._left(epoch)
         self._epoch = None
 
     def peek(self, epoch: int) -> Iterator[Drawn]:
         """Yield the batches that `draw` will yield."""
-        left = self._left(epoch)
-        yield from tuple(self._peeked)
-        for drawn in left:
-            self._peeked.append(drawn)
-            yield drawn
+        self._epoch, ahead = itertools.tee(self._left(epoch))
+        return ahead
 
     def __iter__(self) -> Iterator[Drawn]:
-        """Yield the batches of one pass.
-
-        Raises: as `draw`.
-        """
+        """Yield the batches of one pass."""
         number = 0
         for number, item in enumerate(self._data, 1):
             yield self._checked(item, f"batch {number}")
@@ -124,9 +111,9 @@ class Stream:
             return not is_within
         if is_within and position["of"] == "iterator":
             self._pass = self._begin()
-            self._set(self._pass, position["state"])
+            _set(self._pass, position["state"])
         elif position["of"] == "iterable":
-            self._set(self._data, position["state"])
+            _set(self._data, position["state"])
             self._pass = self._begin() if is_within else None
         return True
 
@@ -168,22 +155,12 @@ class Stream:
             return None
         position = {"batches": done, "passes": self.passes, "of": None, "state": None}
         for of, source in (("iterator", self._pass), ("iterable", self._data)):
-            for get, put in STATE_METHODS:
-                if callable(getattr(source, get, None)) and callable(getattr(source, put, None)):
-                    return {**position, "of": of, "state": encoded(getattr(source, get)())}
+            for get, _ in _state_methods(source):
+                return {**position, "of": of, "state": encoded(get())}
         return position
 
-    @staticmethod
-    def _set(source: Any, state: Any) -> None:
-        put = next(put for _, put in STATE_METHODS if callable(getattr(source, put, None)))
-        getattr(source, put)(decoded(state))
-
     def _checked(self, item: Any, where: str) -> Drawn:
-        """Return a batch in the graph's types.
-
-        Raises:
-            GraphoptError: it does not fit the graph.
-        """
+        """Return a batch in the graph's types, or raise an error that says which one does not fit."""
         try:
             if not isinstance(item, Mapping):
                 names = ", ".join(f"{name!r}: ..." for name in self._inputs)
@@ -214,6 +191,16 @@ class Stream:
         return GraphoptError(f"data: expected batches{where}, found none in {self.name}: {mend}")
 
 
+def _state_methods(source: Any) -> list[tuple[Any, Any]]:
+    """Return the methods of an iterable that get and set its state."""
+    pairs = [tuple(getattr(source, name, None) for name in names) for names in STATE_METHODS]
+    return [(get, put) for get, put in pairs if callable(get) and callable(put)]
+
+
+def _set(source: Any, state: Any) -> None:
+    _state_methods(source)[0][1](decoded(state))
+
+
 def _array(name: Any, value: Any) -> np.ndarray:
     """Return a copy of an array, a tensor or a list: an iterable may change what it has yielded."""
     try:
@@ -228,3 +215,62 @@ def _array(name: Any, value: Any) -> np.ndarray:
             f"{type(value).__name__}: yield batches, such as those of .batch(32)"
         )
     return array
+
+
+def encoded(state: Any, path: str = "state") -> Any:
+    """Return a state as JSON: plain values and lists as they are, all else as an object whose only key is the type.
+
+    Args:
+        state: plain values, bytes, NumPy arrays and PyTorch tensors in lists, tuples and dicts.
+
+    Raises:
+        GraphoptError: the state contains another type.
+
+    >>> from graphopt.data.streams import decoded, encoded
+    >>> encoded({"position": (3, b"ab")})
+    {'dict': [['position', {'tuple': [3, {'bytes': 'YWI='}]}]]}
+    >>> decoded(encoded({"position": (3, b"ab")}))
+    {'position': (3, b'ab')}
+    """
+    kind = type(state)
+    if kind in _PLAIN:
+        return state
+    if kind is dict:
+        return {"dict": [[encoded(key, path), encoded(x, f"{path}[{key!r}]")] for key, x in state.items()]}
+    if kind in (list, tuple):
+        values = [encoded(value, f"{path}[{i}]") for i, value in enumerate(state)]
+        return values if kind is list else {"tuple": values}
+    if kind is bytes:
+        return {"bytes": _base64(state)}
+    is_tensor = kind.__module__ == "torch" and kind.__name__ == "Tensor"
+    if is_tensor or isinstance(state, np.ndarray | np.generic):
+        array = np.asarray(state)
+        if array.dtype.kind in "biufc":
+            name = "tensor" if is_tensor else "array"
+            return {name: [array.dtype.str, list(array.shape), _base64(array.tobytes())]}
+    raise GraphoptError(
+        f"data: {path}: expected numbers, strings, bytes or arrays in lists, tuples and dicts, found {kind.__name__}: "
+        "return such a state, which a checkpoint keeps without pickle"
+    )
+
+
+def decoded(state: Any) -> Any:
+    """Return what `encoded` was given."""
+    if isinstance(state, list):
+        return [decoded(value) for value in state]
+    if not isinstance(state, dict):
+        return state
+    ((kind, value),) = state.items()
+    if kind == "dict":
+        return {decoded(key): decoded(item) for key, item in value}
+    if kind == "tuple":
+        return tuple(decoded(item) for item in value)
+    if kind == "bytes":
+        return base64.b64decode(value)
+    dtype, shape, text = value
+    array = np.frombuffer(base64.b64decode(text), dtype).reshape(shape).copy()
+    return importlib.import_module("torch").from_numpy(array) if kind == "tensor" else array
+
+
+def _base64(content: bytes) -> str:
+    return base64.b64encode(content).decode("ascii")

@@ -9,9 +9,8 @@ from collections.abc import Sequence
 from graphopt.communicator import digest
 from graphopt.data.batches import fixed_batch
 from graphopt.data.foreign import as_dataset, has_rows
-from graphopt.data.loader import Shuffle
+from graphopt.data.loader import Shuffle, TrainingRows, hold_out
 from graphopt.data.streams import Stream
-from graphopt.data.training_rows import TrainingRows, hold_out
 from graphopt.errors import GraphoptError
 from graphopt.graph.loading import Source, load
 from graphopt.graph.storage import model_digest

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from graphopt.data.prefetch import prefetched
+from graphopt.data.loader import prefetched
 from graphopt.data.streams import Drawn
 from graphopt.errors import GraphoptError
 from graphopt.graph.storage import model_digest

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import itertools
 import os
 import re
@@ -49,12 +50,9 @@ COMPOSITION_ERRORS = (AssertionError, AttributeError, KeyError, RecursionError, 
 
 @dataclass(frozen=True)
 class CommandLine:
-    """Hold the arguments of the command line.
+    """Hold the arguments of the command line: those of `key=value`, further folders of recipes, and all of them.
 
-    Args:
-        overrides: the arguments `key=value`.
-        folders: further folders of recipes: `file://FOLDER` or `pkg://PACKAGE`.
-        arguments: all arguments.
+    A folder is `file://FOLDER` or `pkg://PACKAGE`.
     """
 
     overrides: tuple[str, ...] = ()
@@ -66,7 +64,7 @@ class CommandLine:
         """Return the command line of a run with `--config-dir folder`."""
         if folder is not None and not os.path.isdir(folder):
             raise GraphoptError(f"--config-dir: expected a folder of recipes, found {folder!r}")
-        added = [override.value() for override in parsed(overrides) if override.key_or_group == SEARCH_PATH]
+        added = [override.value() for override in _parsed(*overrides) if override.key_or_group == SEARCH_PATH]
         named = [folder] if folder else []
         named += [str(item) for value in added for item in (value if isinstance(value, list) else [value])]
         return cls(
@@ -93,14 +91,14 @@ class CommandLine:
         return any(override.value() == "MULTIRUN" for override in self._setting("hydra.mode"))
 
     def _setting(self, field: str) -> list[Override]:
-        return [override for override in parsed(self.overrides) if override.key_or_group == field]
+        return [override for override in _parsed(*self.overrides) if override.key_or_group == field]
 
     def names(self, field: str) -> bool:
         """Return whether the command line sets a field of the recipe, alone or in a mapping.
 
         A mapping sets the fields that it has; a recipe may add others. A choice of a group sets none.
         """
-        for override in parsed(self.overrides):
+        for override in _parsed(*self.overrides):
             if override.is_delete() or override.package is not None:
                 continue
             key, value = override.key_or_group, override.value()
@@ -120,30 +118,24 @@ def _has(value: Any, names: Sequence[str]) -> bool:
     return names[0] in value and _has(value[names[0]], names[1:])
 
 
-class _Repository(ConfigRepository):
-    """Read recipes, and check the text of untrusted ones before it is parsed: few lines can expand without end."""
+class _Reader(CachingConfigRepository):
+    """Bound untrusted recipes: each is checked before it is parsed, and can name others many times."""
+
+    def __init__(self, delegate: ConfigRepository) -> None:
+        super().__init__(delegate)
+        self._find, self._left = delegate._find_object_source, MOST_READ
 
     def load_config(self, config_path: str) -> ConfigResult | None:
-        source = self._find_object_source(config_path, ObjectType.CONFIG)
-        if source is not None and any(entry.provider == UNTRUSTED for entry in self.sources):
+        source = self._find(config_path, ObjectType.CONFIG)
+        is_new = f"config_path={config_path}" not in self.cache
+        if is_new and source and any(entry.provider == UNTRUSTED for entry in self.get_sources()):
             if os.path.isabs(config_path) or os.path.normpath(config_path).split(os.sep)[0] == os.pardir:
                 raise GraphoptError(f"{config_path}: expected a recipe below its folder, found another file")
             if source.provider == UNTRUSTED:
                 _check_text(_file(source, config_path))
-        return super().load_config(config_path)
-
-
-class _Reader(CachingConfigRepository):
-    """Bound the work of composing untrusted recipes, of which each can name others twice."""
-
-    def __init__(self, delegate: ConfigRepository) -> None:
-        super().__init__(delegate)
-        self._left = MOST_READ
-
-    def load_config(self, config_path: str) -> ConfigResult | None:
         result = super().load_config(config_path)
         if result is not None and result.provider == UNTRUSTED:
-            self._left -= 1 + _count(result.config)
+            self._left -= 1 + sum(1 for _ in flattened(result.config))
             if self._left < 0:
                 raise GraphoptError(
                     f"{config_path}: expected recipes of at most {MOST_READ:,} fields with the recipes that they "
@@ -163,7 +155,7 @@ def _file(source: ConfigSource, config_path: str) -> Any:
 
 
 def _check_text(file: Any) -> None:
-    """Raise an error if a recipe is large, or has YAML aliases or many defaults."""
+    """Raise an error if a recipe is large or deep, or has YAML aliases: few lines of them can expand without end."""
     with file.open("rb") as stream:
         text = stream.read(MOST_BYTES + 1)
     if len(text) > MOST_BYTES:
@@ -179,13 +171,6 @@ def _check_text(file: Any) -> None:
             )
 
 
-def _count(node: Any) -> int:
-    """Return the number of values in nested mappings and lists."""
-    if isinstance(node, DictConfig | ListConfig):
-        node = OmegaConf.to_container(node, resolve=False)
-    return sum(1 for _ in flattened(node))
-
-
 class RecipeLoader(ConfigLoaderImpl):
     """Compose recipes, and reject forbidden fields of untrusted recipes before Hydra acts on them.
 
@@ -199,7 +184,6 @@ class RecipeLoader(ConfigLoaderImpl):
         for folder in command_line.folders:
             whole.prepend(UNTRUSTED, folder, SearchPathQuery(provider="schema"))
         super().__init__(whole)
-        self.repository = _Repository(whole)
         self._own = ConfigLoaderImpl(search_path)
         self._command_line = command_line
 
@@ -213,7 +197,7 @@ class RecipeLoader(ConfigLoaderImpl):
     ) -> DictConfig:
         for name in REFUSED_RESOLVERS:
             OmegaConf.clear_resolver(name)
-        overrides = [str(item.input_line) for item in parsed(overrides) if item.key_or_group != SEARCH_PATH]
+        overrides = [str(item.input_line) for item in _parsed(*overrides) if item.key_or_group != SEARCH_PATH]
         how = (run_mode, from_shell, validate_sweep_overrides)
         try:
             config = super().load_configuration(config_name, overrides, *how)
@@ -229,51 +213,45 @@ class RecipeLoader(ConfigLoaderImpl):
     def _parse_overrides_and_create_caching_repo(
         self, config_name: str | None, overrides: list[str]
     ) -> tuple[list[Override], CachingConfigRepository]:
-        found, _ = super()._parse_overrides_and_create_caching_repo(config_name, overrides)
-        return found, _Reader(self.repository)
+        return OverridesParser.create().parse_overrides(overrides), _Reader(self.repository)
 
     def _check(
         self, config: DictConfig, config_name: str | None, overrides: list[str], how: tuple[Any, ...]
     ) -> None:
         """Raise an error if a recipe sets `folder`, `launcher`, `trust` or Hydra's own config."""
-        said = {override.input_line for override in parsed(self._command_line.overrides)}
         lines: dict[bool, list[str]] = {True: [], False: []}
-        for override in parsed(overrides):
+        for override in _parsed(*overrides):
             lines[override.is_hydra_override()].append(str(override.input_line))
+        said = self._command_line.overrides
         allowed = [line for line in lines[True] if line in said or line.startswith("hydra.mode=")]
         allowed += [line for line in lines[False] if line in said and _HOST.match(line)]
         expected = self._own.load_configuration(config_name, allowed, *how)
-        ours: Any = OmegaConf.to_container(expected.hydra, resolve=False)
-        theirs: Any = OmegaConf.to_container(config.hydra, resolve=False)
+        own: Any = OmegaConf.to_container(expected, resolve=False)
+        plain: Any = OmegaConf.to_container(config, resolve=False)
+        ours, theirs = own["hydra"], plain["hydra"]
         ours["overrides"] = {"hydra": lines[True], "task": lines[False]}
         values = theirs["sweeper"].pop("params", None) if isinstance(theirs["sweeper"], dict) else None
         ours["sweeper"].pop("params", None)
-        for name, value in (values or {}).items():
-            if not isinstance(value, bool | int | float | str) or "${" in str(value):
-                raise GraphoptError(
-                    f"hydra.sweeper.params.{name}: expected values such as 1,2,3, found {value!r}"
-                )
         self._check_runs(values or {})
         ours, theirs = dict(flattened(ours)), dict(flattened(theirs))
         for field in sorted(ours.keys() | theirs.keys()):
             populated = any(field == prefix or field.startswith(f"{prefix}.") for prefix in SET_BY_HYDRA)
             if not populated and ours.get(field, ...) != theirs.get(field, ...):
                 raise on_the_command_line(f"hydra.{field}")
-        if config_name is not None:
-            plain: Any = OmegaConf.to_container(config, resolve=False)
-            own: Any = OmegaConf.to_container(expected, resolve=False)
-            if plain.get("folder") != own["folder"] and not self._command_line.names("folder"):
-                raise on_the_command_line("folder")
-            if plain.get("launcher") != own["launcher"]:
-                raise on_the_command_line("launcher")
-            if plain.get("trust") and not self._command_line.names("trust"):
-                raise on_the_command_line("trust")
+        for field in ("folder", "launcher", "trust") if config_name is not None else ():
+            is_named = field != "launcher" and self._command_line.names(field)
+            if plain.get(field) != own[field] and not is_named:
+                raise on_the_command_line(field)
 
     def _check_runs(self, swept: Mapping[str, Any]) -> None:
         """Raise an error if a recipe asks for too many runs, such as `range(0,1e9)`, before Hydra lists them."""
-        lines = [f"{name}={value}" for name, value in swept.items()]
-        runs = 1
-        for override in OverridesParser.create(config_loader=self).parse_overrides(lines):
+        for name, value in swept.items():
+            if not isinstance(value, bool | int | float | str) or "${" in str(value):
+                raise GraphoptError(
+                    f"hydra.sweeper.params.{name}: expected values such as 1,2,3, found {value!r}"
+                )
+        runs, parser = 1, OverridesParser.create(config_loader=self)
+        for override in parser.parse_overrides([f"{name}={value}" for name, value in swept.items()]):
             if override.is_sweep_override():
                 runs *= sum(1 for _ in itertools.islice(override.sweep_iterator(), _RUNS + 1))
             if runs > _RUNS:
@@ -296,9 +274,10 @@ def composing(command_line: CommandLine) -> Iterator[Any]:
             OmegaConf.register_new_resolver(name, resolver, replace=True)
 
 
-def parsed(overrides: Sequence[str]) -> list[Override]:
+@functools.lru_cache
+def _parsed(*overrides: str) -> list[Override]:
     """Parse arguments with Hydra's grammar."""
-    return list(OverridesParser.create().parse_overrides(list(overrides)))
+    return OverridesParser.create().parse_overrides(list(overrides))
 
 
 def on_the_command_line(field: str) -> GraphoptError:
@@ -309,6 +288,8 @@ def on_the_command_line(field: str) -> GraphoptError:
 
 def flattened(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     """Yield the path and value of each leaf of nested mappings and lists, including empty ones."""
+    if isinstance(node, DictConfig | ListConfig):
+        node = OmegaConf.to_container(node, resolve=False)
     items: Any = (
         node.items() if isinstance(node, Mapping) else enumerate(node) if isinstance(node, list) else ()
     )

@@ -23,7 +23,7 @@ from graphopt.communicator import Communicator
 from graphopt.compiler import StepHalves, split_step
 from graphopt.data import Dataset
 from graphopt.data.foreign import as_dataset
-from graphopt.data.training_rows import held_out_rows
+from graphopt.data.loader import held_out_rows
 from graphopt.distributed.data_parallel import DataParallel
 from graphopt.distributed.launchers import Launcher
 from graphopt.distributed.local_sgd import LocalSGD
@@ -37,7 +37,6 @@ from graphopt.runtime.device import Device
 from graphopt.runtime.executor import Executor
 from graphopt.training.callbacks import Callback, MedianStopping
 from graphopt.training.callbacks.logs import FileLog, MLflow, TensorBoard, Tracker
-from graphopt.training.checkpoints import Checkpoints
 from graphopt.training.evaluation import reported
 from graphopt.training.fit import adapt
 from graphopt.training.metrics import Wanted
@@ -54,18 +53,15 @@ class Program:
 
 
 class Recipe:
-    """Resolve and check a composed config once, and build its parts.
+    """Resolve and check a composed config, without the node `hydra`, once, and build its parts.
 
-    Args:
-        config: the config, without the node `hydra`.
-        choices: the chosen option of each group.
-        command_line: the arguments of the user.
+    `choices` has the chosen option of each group.
     """
 
     def __init__(self, config: DictConfig, choices: Mapping[str, str], command_line: CommandLine) -> None:
         self.composed = config.copy()  # as Hydra composed it, for `.hydra`
         self.choices = choices
-        self._command_line = command_line
+        self.command_line = command_line
         OmegaConf.set_struct(config, False)
         for group, choice in choices.items():
             if choice == "none" and group in config:
@@ -76,7 +72,7 @@ class Recipe:
     @property
     def names_folder(self) -> bool:
         """Return whether the command line names the folder of the run."""
-        return any(item.startswith(("folder=", "hydra.run.dir=")) for item in self._command_line.overrides)
+        return any(item.startswith(("folder=", "hydra.run.dir=")) for item in self.command_line.overrides)
 
     @functools.cached_property
     def data(self) -> Dataset:
@@ -84,10 +80,10 @@ class Recipe:
 
     @functools.cached_property
     def pipeline(self) -> Pipeline:
-        return self._adapted(self._pipeline)
+        return self._adapted(self.described)
 
     @functools.cached_property
-    def _pipeline(self) -> Pipeline:
+    def described(self) -> Pipeline:
         """Return the pipeline as the recipe describes it, before its passes learn from data."""
         pipeline: Pipeline = self._build("pipeline")
         return pipeline
@@ -96,20 +92,9 @@ class Recipe:
         """Return a pipeline whose passes have learnt from the training rows, if any of them learns."""
         if not pipeline.learns:
             return pipeline
-        fields = self.fields["fit"]
-        share = fields.get("validation")
-        return adapt(
-            pipeline,
-            self.model(),
-            self.data,
-            validation=share if isinstance(share, int | float) else None,
-            **{name: fields[name] for name in ("shuffle", "seed", "allow_nan") if name in fields},
-        )
-
-    @property
-    def learns(self) -> bool:
-        """Return whether passes learn from the data."""
-        return self._pipeline.learns
+        fields = {"validation": None, **self.fields["fit"]}
+        names = [name for name in ("validation", "shuffle", "seed", "allow_nan") if name in fields]
+        return adapt(pipeline, self.model(), self.data, **{name: fields[name] for name in names})
 
     @functools.cached_property
     def fit(self) -> dict[str, Any]:
@@ -132,7 +117,7 @@ class Recipe:
     @property
     def metrics(self) -> list[Wanted] | None:
         """Return the metrics of held-out rows; None for those that suit the loss."""
-        return metrics_of(self.fields["fit"].get("metrics"), self._command_line.trust)
+        return metrics_of(self.fields["fit"].get("metrics"), self.command_line.trust)
 
     @property
     def limits(self) -> Limits:
@@ -143,27 +128,18 @@ class Recipe:
     def device(self) -> Device:
         """Return the device of the executor, with its options."""
         fields = {**self.fields["executor"], "name": self.fields["executor"].get("device", "cpu")}
-        known = {field.name for field in dataclasses.fields(Device)}
-        return Device(**{name: value for name, value in fields.items() if name in known})
-
-    def checkpoint(self, folder: Path) -> Checkpoints | None:
-        """Return when to write checkpoints to a folder; None if the recipe asks for none."""
-        fields = self.fields["fit"].get("checkpoint")
-        return None if fields is None else Checkpoints(folder, **fields)
+        names = [field.name for field in dataclasses.fields(Device) if field.name in fields]
+        return Device(**{name: fields[name] for name in names})
 
     def callbacks(self, folder: Path, *, is_new: bool = False) -> list[Callback]:
-        """Return the callbacks of the recipe; their files are in a folder.
-
-        Args:
-            is_new: the run is a new one, so that the log of a recipe of someone else replaces no file.
-        """
-        if self._command_line.folders:
-            check_new_logs(self.fields["callbacks"], folder, self._command_line, is_new)
+        """Return the callbacks; in a new run, no log of an untrusted recipe replaces a file in the folder."""
+        if self.command_line.folders:
+            check_new_logs(self.fields["callbacks"], folder, self.command_line, is_new)
         nodes = self.fields["callbacks"].items()
         return [self._callback(f"callbacks.{name}", node, folder) for name, node in nodes]
 
     def _callback(self, key: str, node: Mapping[str, Any], folder: Path) -> Callback:
-        kind = resolve(node[TARGET_KEY], key, self._command_line.trust)
+        kind = resolve(node[TARGET_KEY], key, self.command_line.trust)
         arguments: dict[str, Any] = {}
         if inspect.isclass(kind) and issubclass(kind, FileLog | TensorBoard) and node["path"] != MISSING:
             arguments["path"] = folder / node["path"]
@@ -186,11 +162,7 @@ class Recipe:
         return int(fields["epochs"] * math.ceil(rows / fields["batch_size"]))
 
     def model(self, file: Path | None = None) -> ir.Model:
-        """Return the model of a file, or a built-in one with the data's shape.
-
-        Args:
-            file: a file instead of the recipe's model.
-        """
+        """Return the model of a file, by default the recipe's, or a built-in one with the data's shape."""
         name, models = str(file or self.fields["model"]), self.fields["models"]
         if name not in models:
             if not Path(name).exists():
@@ -199,7 +171,7 @@ class Recipe:
         inputs = self.data.inputs()
         if len(inputs) != 1:
             raise GraphoptError(f"model {name}: expected data with one input, found {', '.join(inputs)}")
-        task = next((step.task for step in self._pipeline.get("loss", ()) if hasattr(step, "task")), "")
+        task = next((step.task for step in self.described.get("loss", ()) if hasattr(step, "task")), "")
         outputs = models[name].get("outputs") or self.data.outputs(task)
         features = next(iter(inputs.values())).shape[1:]
         model: ir.Model = self._build(f"models.{name}", features=features, outputs=outputs)
@@ -211,19 +183,9 @@ class Recipe:
         launcher: Launcher = self._build("launcher") if self.fields.get("launcher") else Launcher()
         return launcher
 
-    @property
-    def arguments(self) -> list[str]:
-        """Return the arguments of the command, to run it again."""
-        return list(self._command_line.arguments)
-
     def compile(self, file: Path | None = None, *, is_trained: bool = False) -> ir.Model:
-        """Return the training graph.
-
-        Args:
-            file: a file instead of the recipe's model.
-            is_trained: the model standardizes its inputs itself, if at all.
-        """
-        pipeline = self._adapted(self._pipeline.without("standardize")) if is_trained else self.pipeline
+        """Return the training graph; a trained model standardizes its inputs itself, if at all."""
+        pipeline = self._adapted(self.described.without("standardize")) if is_trained else self.pipeline
         if not with_role(step := pipeline(self.model(file)), Role.NEXT):
             raise GraphoptError("pipeline: expected an optimizer, found none that makes a training graph")
         return step
@@ -251,17 +213,13 @@ class Recipe:
         return program
 
     def executor(self, step: ir.Model, **changed: Any) -> Executor:
-        """Return the executor of a training graph.
-
-        Args:
-            changed: fields that differ from those of the recipe.
-        """
-        executor: Executor = self._build("executor", step=step, report=self._report(step), **changed)
+        """Return the executor of a training graph, with fields that differ from those of the recipe."""
+        executor: Executor = self._build("executor", step=step, **self._reported(step), **changed)
         return executor
 
     def _shared(self, step: ir.Model, workers: Communicator) -> dict[str, Any]:
         """Return the options of a worker's executor, on a GPU of its own or on its share of the cores."""
-        fields = {**self.fields["executor"], "communicator": workers, "report": self._report(step)}
+        fields = {**self.fields["executor"], "communicator": workers, **self._reported(step)}
         target = fields.pop(TARGET_KEY)
         if target != OWN_EXECUTOR:
             raise GraphoptError(f"executor: expected {OWN_EXECUTOR} with a launcher, found {target}")
@@ -271,9 +229,8 @@ class Recipe:
             fields["threads"] = max(1, (os.cpu_count() or 1) // workers.local_size)
         return fields
 
-    def _report(self, step: ir.Model) -> list[str]:
-        report: list[str] | None = self.fields["executor"].get("report")
-        return reported(step) if report is None else report
+    def _reported(self, step: ir.Model) -> dict[str, Any]:
+        return {"report": reported(step)} if self.fields["executor"].get("report") is None else {}
 
     def text(self) -> str:
         """Return the recipe as YAML with all references resolved."""
@@ -290,7 +247,7 @@ class Recipe:
         OmegaConf.register_new_resolver("training_steps", training_steps, replace=True)
         fields: Any = OmegaConf.to_container(config, resolve=True)
         fields["callbacks"] = expanded(fields.get("callbacks"))
-        check_recipe(fields, self._command_line)
+        check_recipe(fields, self.command_line)
         self.fields: dict[str, Any] = fields
         return bool(referred)
 
@@ -301,4 +258,4 @@ class Recipe:
         for field, value in flattened(node, key):
             if value == MISSING:
                 raise GraphoptError(f"{field}: expected a value, found none: set {field}=...")
-        return create(node, key, self._command_line.trust, **arguments)
+        return create(node, key, self.command_line.trust, **arguments)

@@ -10,7 +10,7 @@ import pkgutil
 import re
 import types
 import typing
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from graphopt.errors import GraphoptError, unknown
@@ -49,23 +49,22 @@ NAMED: dict[str, Sequence[str]] = {  # the names that recipes may use, by path; 
 }
 
 
-def check(node: Any, path: str, trust: Sequence[str] = (), given: Sequence[str] = ()) -> None:
-    """Raise an error if a recipe names code that is neither listed nor trusted, or has invalid fields.
+def check(node: Any, path: str, trust: Sequence[str], added: Mapping[str, Sequence[str]]) -> None:
+    """Raise an error if a part of a recipe names code that is neither listed nor trusted, or has invalid fields.
 
-    Args:
-        node: mappings, lists and plain values.
-        path: the path of the node in the recipe: `data`, `models.mlp`, `pipeline`, ...
-        trust: names of packages or modules whose code recipes may also name.
-        given: fields of the node's target that the caller adds.
+    `trust` names packages and modules whose code recipes may also name; `added` has the fields that the caller adds to
+    a target, by its path.
     """
-    for where, mapping in mappings(node, path):
-        if TARGET_KEY in mapping:
-            resolve(mapping[TARGET_KEY], where, trust)
-    for where, mapping in mappings(node, path):
-        if TARGET_KEY in mapping:
-            target = resolve(mapping[TARGET_KEY], where, trust)
-            fields = {name: value for name, value in mapping.items() if name != TARGET_KEY}
-            check_fields(target, fields, where, given if where == path else (), trust)
+    if isinstance(node, list):
+        for i, value in enumerate(node):
+            check(value, f"{path}[{i}]", trust, added)
+    elif isinstance(node, Mapping):
+        for key, value in node.items():
+            check(value, f"{path}.{key}", trust, added)
+        if TARGET_KEY in node:
+            target = resolve(node[TARGET_KEY], path, trust)
+            fields = {name: value for name, value in node.items() if name != TARGET_KEY}
+            check_fields(target, fields, path, added.get(path, ()), trust)
 
 
 def expanded(callbacks: Any) -> dict[str, Any]:
@@ -79,25 +78,22 @@ def expanded(callbacks: Any) -> dict[str, Any]:
     for name, value in (callbacks or {}).items():
         if value is None or value is False:
             continue
-        fields = {} if value is True else value
-        if name not in CALLBACKS and not (isinstance(fields, Mapping) and TARGET_KEY in fields):
+        fields = value if isinstance(value, Mapping) else {}
+        if name not in CALLBACKS and TARGET_KEY not in fields:
             raise GraphoptError(
                 f"callbacks: {unknown('callback', str(name), CALLBACKS)}; a class of your own needs {TARGET_KEY}"
             )
-        if not isinstance(fields, Mapping):
+        if not isinstance(value, Mapping | bool):
             first = next(iter(inspect.signature(pkgutil.resolve_name(CALLBACKS[name])).parameters))
             fields = {first: value}
-        result[name] = fields if TARGET_KEY in fields else {TARGET_KEY: CALLBACKS[name], **fields}
+        result[name] = {TARGET_KEY: CALLBACKS.get(name), **fields}
     return result
 
 
 def create(node: Any, path: str, trust: Sequence[str] = (), /, **arguments: Any) -> Any:
     """Build the object that a checked recipe describes: each mapping with `_target_` becomes a call of its target.
 
-    Strings stay as they are: nothing is interpolated.
-
-    Args:
-        arguments: further arguments of the node's target.
+    Strings stay as they are: nothing is interpolated. `arguments` are further arguments of the node's target.
     """
     if isinstance(node, list):
         return [create(value, f"{path}[{i}]", trust) for i, value in enumerate(node)]
@@ -218,17 +214,6 @@ def _within(name: str, packages: Sequence[str]) -> bool:
     return any(name == package or name.startswith(f"{package.rstrip('.')}.") for package in packages)
 
 
-def mappings(node: Any, path: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield the path and value of every mapping in a recipe."""
-    if isinstance(node, Mapping):
-        yield path, node
-        for key, value in node.items():
-            yield from mappings(value, f"{path}.{key}")
-    elif isinstance(node, list):
-        for i, value in enumerate(node):
-            yield from mappings(value, f"{path}[{i}]")
-
-
 def _hints(target: Any) -> dict[str, Any]:
     if dataclasses.is_dataclass(options := getattr(target, "Options", None)):
         target = options
@@ -265,18 +250,14 @@ def _fits(value: Any, hint: Any, trust: Sequence[str]) -> bool:
         return any(value == part and type(value) is type(part) for part in parts)
     if hint is None or hint is type(None):
         return value is None
-    if hint is float:
-        return isinstance(value, int | float) and not isinstance(value, bool)
-    if hint is int:
-        return isinstance(value, int) and not isinstance(value, bool)
-    if hint in (bool, str):
-        return isinstance(value, hint)
+    if hint in (bool, int, float, str):
+        return isinstance(value, int | float if hint is float else hint) and (
+            hint is bool or not isinstance(value, bool)
+        )
     if inspect.isclass(origin) and issubclass(origin, Mapping):
         return isinstance(value, Mapping) and all(_fits(item, parts[1], trust) for item in value.values())
     if inspect.isclass(origin) and issubclass(origin, Sequence):
         return isinstance(value, list) and all(_fits(item, parts[0], trust) for item in value)
-    if origin is Callable:
-        return False  # a text names it, which `_is_code` tells
     if inspect.isclass(origin):
         return isinstance(value, (origin, str) if origin is os.PathLike else origin)
     return value is not None and not isinstance(value, Mapping) and not dataclasses.is_dataclass(hint)
