@@ -47,12 +47,12 @@ FUSIONS = [
         ("gradients_of_any_window", "range(0, places * strides[0], strides[0])", "range(places)"),
     ),
     *of(
-        "graphopt/targets/onnxruntime/pooling.py",
+        "graphopt/targets/onnxruntime/convolution.py",
         "training_matrix",
         ("plain_descent", "[-1, 1, *sizes[2:]]", "[-1, 1, sizes[3], sizes[2]]"),
     ),
     *of(
-        "graphopt/targets/gemm_updates.py",
+        "graphopt/targets/updates.py",
         "fusion",
         (
             "gemm_can_do",
@@ -60,8 +60,12 @@ FUSIONS = [
             '1 - flags["transA"], transB=1 - flags["transB"]',
         ),
         ("unfused_graph or plain_descent", "minus = like(op.Neg(scalar), scalar)", "minus = scalar"),
-        ("unfused_graph", "beta=float(tensor.numpy())", "beta=1.0 - float(tensor.numpy())"),
-        ("looks_like", 'gemm.attributes.get_float("alpha", 1.0) != 1.0', "False"),
+        (
+            "unfused_graph",
+            "beta=constant_number(scalar)",
+            "beta=1.0 - constant_number(scalar)",
+        ),
+        ("looks_like", "_alpha(g) == 1.0", "True"),
     ),
     *of(
         "graphopt/graph/simplify.py",
@@ -80,7 +84,7 @@ FUSIONS = [
         "graphopt/targets/scan.py",
         "scan_fusion",
         ("its_own_way", "if first and first.direction == second.direction else", "if first else"),
-        ("parted", "rows[a].direction == rows[b].direction", "True"),
+        ("parted", "rows[a].direction != rows[b].direction", "False"),
         ("parted", "axis if axis < 0 else axis + 1", "axis"),
         ("parted", "len(directions) != 1", "len(directions) < 1"),
     ),
@@ -140,7 +144,7 @@ NATIVE = [
         ("is_the_runtimes", 'attributes.get("scan_output_directions") or', ""),
     ),
     *of(
-        "graphopt/targets/native/in_place.py",
+        "graphopt/targets/native/new_state.py",
         "native_in_place",
         ("wait", "in waits.items() if values]", "in waits.items() if False]"),
         (

@@ -454,7 +454,9 @@ def _operators(step):
     return [node.op_type for node in step.graph]
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize(
+    "optimizer", [*OPTIMIZERS.values(), passes.RMSprop(0.002, momentum=0.8, centered=True)], ids=str
+)
 def test_vectors_updated_end_to_end_are_the_same_bit_for_bit(optimizer):
     proto = models.mlp([6], 3, hidden=[16, 8])
     executors = [
@@ -462,7 +464,7 @@ def test_vectors_updated_end_to_end_are_the_same_bit_for_bit(optimizer):
             fused_step(
                 proto,
                 loss=passes.CrossEntropy(),
-                optimizer=OPTIMIZERS[optimizer],
+                optimizer=optimizer,
                 fuse=passes.Fuse(leave_out=left),
             )
         )

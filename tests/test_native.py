@@ -25,10 +25,10 @@ from graphopt.runtime.forms import measured, remembered
 from graphopt.runtime.session import Session
 from graphopt.targets import target
 from graphopt.targets.known import TARGETS
-from graphopt.targets.native import limited, lowering, toolchain
-from graphopt.targets.native.cache import SUM, cache_folder, keep, kept
+from graphopt.targets.native import lowering, toolchain
+from graphopt.targets.native.cache import SUM, cache_folder, read_cached, write_cached
 from graphopt.targets.native.library import source
-from graphopt.targets.native.lowering import LOWERINGS, Kernels, lower, plan
+from graphopt.targets.native.lowering import KERNEL_KINDS, Kernels, lower_to_kernels, plan
 
 RNG = np.random.default_rng(0)
 pytestmark = pytest.mark.skipif(toolchain.compiler() is None, reason="needs a C compiler")
@@ -159,9 +159,9 @@ def test_a_deterministic_executor_measures_nothing(cache):
 @pytest.mark.slow
 def test_a_library_is_compiled_once(cache, monkeypatch):
     model = load(step_of())
-    first = lower(model).library
-    monkeypatch.setattr(toolchain, "run", lambda *_, **__: pytest.fail("compiled again"))
-    assert lower(model).library == first
+    first = lower_to_kernels(model).library
+    monkeypatch.setattr(toolchain, "_run", lambda *_, **__: pytest.fail("compiled again"))
+    assert lower_to_kernels(model).library == first
     assert stat.S_IMODE(cache.stat().st_mode) == 0o700
 
 
@@ -196,7 +196,7 @@ def filled(tmp_path_factory):
     base = tmp_path_factory.mktemp("cache")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(base))
-        lower(load(step_of()))
+        lower_to_kernels(load(step_of()))
     return base / "graphopt" / "native"
 
 
@@ -207,29 +207,29 @@ def filled(tmp_path_factory):
 def test_a_damaged_or_missing_file_of_the_cache_is_written_again(cache, filled, suffix, damage):
     shutil.copytree(filled, cache)
     model = load(step_of())
-    first = lower(model)
+    first = lower_to_kernels(model)
     (damaged,) = cache.glob(f"*.{suffix}")
-    before = kept(damaged.name.removesuffix(SUM))
+    before = read_cached(damaged.name.removesuffix(SUM))
     damage(damaged)
     if suffix == "o":
         first.library.unlink()
-    again = lower(model)
+    again = lower_to_kernels(model)
     assert again.library == first.library
-    assert kept(damaged.name.removesuffix(SUM)) == before
+    assert read_cached(damaged.name.removesuffix(SUM)) == before
     assert [str(node) for node in again.model.graph] == [str(node) for node in first.model.graph]
 
 
 def test_what_is_kept_is_on_the_disk_first(cache, monkeypatch):
     flushed = []
     monkeypatch.setattr(os, "fsync", lambda handle: flushed.append(os.fstat(handle).st_size))
-    assert keep("x.so", b"four").read_bytes() == b"four"
+    assert write_cached("x.so", b"four").read_bytes() == b"four"
     assert flushed == [4, len((cache / "x.so.sum").read_bytes())]
 
 
 @pytest.mark.slow
 def test_a_damaged_library_does_not_switch_kernels_off(cache):
     step = step_of(mlp((4, 200, 60, 3)))
-    lower(load(step)).library.write_bytes(b"damaged")
+    lower_to_kernels(load(step)).library.write_bytes(b"damaged")
     assert graphopt.Executor(step, native=True).step(batches(1)[0])["loss"] > 0
 
 
@@ -239,7 +239,7 @@ def test_if_a_library_does_not_load_the_plain_step_runs(cache, monkeypatch):
         return 0, ""
 
     step = step_of(mlp((4, 200, 60, 3)))
-    monkeypatch.setattr(toolchain, "run", compiled)
+    monkeypatch.setattr(toolchain, "_run", compiled)
     with pytest.warns(UserWarning, match="Failed to load library .*; steps run without kernels of their own"):
         executor = graphopt.Executor(step, native="auto")
     assert executor.step(batches(1)[0])["loss"] > 0
@@ -279,7 +279,7 @@ def test_any_change_of_the_code_or_of_the_environment_changes_the_digest(cache, 
     def digest():
         for function in (target.own_version, toolchain._environment):
             function.cache_clear()
-        return lowering.lower(model, threads=2).digest
+        return lowering.lower_to_kernels(model, threads=2).digest
 
     monkeypatch.setattr(
         lowering, "_kept", lambda digest, _: lowering.Lowered(model, Path(), None, [], digest)
@@ -332,7 +332,7 @@ def test_headers_include_no_circle():
 def compiler_of(monkeypatch, program, **limits):
     monkeypatch.setattr(toolchain, "compiler", lambda: (sys.executable, "-c", program))
     for name, value in limits.items():
-        monkeypatch.setattr(limited, name, value)
+        monkeypatch.setattr(toolchain, name, value)
 
 
 def test_a_compiler_that_takes_too_long_is_ended(cache, monkeypatch):
@@ -340,7 +340,7 @@ def test_a_compiler_that_takes_too_long_is_ended(cache, monkeypatch):
     with pytest.raises(
         graphopt.GraphoptError, match="compile the kernels in 1 seconds, found that it takes longer"
     ):
-        lower(load(step_of()))
+        lower_to_kernels(load(step_of()))
     assert not [*cache.glob("*.so")]
 
 
@@ -348,7 +348,7 @@ def test_a_compiler_that_takes_too_long_is_ended(cache, monkeypatch):
 def test_a_compiler_that_takes_too_much_memory_fails(cache, monkeypatch):
     compiler_of(monkeypatch, "import sys; '--version' in sys.argv or bytes(2**30)", BYTES=2**29)
     with pytest.raises(graphopt.GraphoptError, match=r"does not compile the kernels: .*MemoryError"):
-        lower(load(step_of()))
+        lower_to_kernels(load(step_of()))
 
 
 @pytest.mark.skipif(os.name != "posix", reason="needs a shell")
@@ -358,8 +358,8 @@ def test_a_compiler_does_not_outlive_a_killed_process(tmp_path):
     inner = f"import time, pathlib\nwhile True: pathlib.Path({str(mark)!r}).touch(); time.sleep(0.05)"
     outer = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {inner!r}])"
     program = f"""import sys, pathlib
-from graphopt.targets.native.limited import run
-run([sys.executable, "-c", {outer!r}], pathlib.Path({str(tmp_path)!r}))"""
+from graphopt.targets.native.toolchain import _run
+_run([sys.executable, "-c", {outer!r}], pathlib.Path({str(tmp_path)!r}))"""
     process = subprocess.Popen([sys.executable, "-c", program])
     while not mark.exists():
         assert process.poll() is None
@@ -381,7 +381,7 @@ def test_a_cache_that_cannot_be_written_to_forgets(cache, monkeypatch):
 
     monkeypatch.setattr("graphopt.runtime.forms.write", fail)
     assert graphopt.Executor(step, native="auto").step(batches(1)[0])["loss"] > 0
-    monkeypatch.setattr("graphopt.targets.native.lowering.keep", fail)
+    monkeypatch.setattr("graphopt.targets.native.lowering.write_cached", fail)
     for path in cache.glob("*.onnx"):
         path.unlink()
     with pytest.warns(UserWarning, match="expected a cache folder to write to, found none: No space left"):
@@ -509,7 +509,7 @@ def test_wrong_options():
 
 
 def test_lowerings_can_be_left_out(cache):
-    assert lower(load(step_of()), LOWERINGS) is None
+    assert lower_to_kernels(load(step_of()), KERNEL_KINDS) is None
     assert not cache.exists()
 
 
@@ -539,7 +539,7 @@ def test_headers_are_part_of_the_package():
 def test_a_lowered_step_notices_a_state_that_is_not_finite():
     """The gradient overflows in the square of Adam's second moment, though the loss is finite."""
     step = step_of(linear(4, 3), optimizer=passes.Adam(0.1))
-    assert lower(load(step)).check
+    assert lower_to_kernels(load(step)).check
     x, target = batches(1)[0].values()
     for native in (False, True):
         executor = graphopt.Executor(step, native=native)
@@ -560,7 +560,7 @@ def test_what_is_read_by_others_too_stays_joined():
     )
     proto = onnx.shape_inference.infer_shapes(proto)
     feeds = {"a": np.ones(2, np.float32), "b": np.arange(3, dtype=np.float32), "s": np.array(0.5, np.float32)}
-    device, lowered = graphopt.Device("cpu"), lower(load(proto))
+    device, lowered = graphopt.Device("cpu"), lower_to_kernels(load(proto))
     expected = Session(device, load(proto)).compute_arrays(feeds)
     found = Session(device, lowered.model, library=lowered.library).compute_arrays(feeds)
     for name, value in expected.items():

@@ -16,7 +16,7 @@ from graphopt.graph.loading import load
 from graphopt.runtime.device import Device
 from graphopt.runtime.session import Session
 from graphopt.targets.native import toolchain
-from graphopt.targets.native.lowering import lower, plan
+from graphopt.targets.native.lowering import lower_to_kernels, plan
 
 pytestmark = pytest.mark.skipif(toolchain.compiler() is None, reason="needs a C compiler")
 
@@ -136,7 +136,7 @@ def assert_close(found, expected):
 def test_random_convolutions_are_the_runtimes(random_convolutions):
     graph, weights, shapes = random_convolutions
     rng = np.random.default_rng(1)
-    lowered = {threads: lower(graph, PLAIN, threads) for threads in (1, 2)}
+    lowered = {threads: lower_to_kernels(graph, PLAIN, threads) for threads in (1, 2)}
     assert all(node.domain == "ai.graphopt" for node in lowered[1].model.graph)
     sessions = {threads: session(graph, threads, found) for threads, found in lowered.items()}
     plain = session(graph, 1)
@@ -161,7 +161,7 @@ def test_random_convolutions_on_older_processors(random_convolutions, fewer, mon
     feeds = weights | {
         name: rng.standard_normal([2, *shape]).astype(np.float32) for name, shape in shapes.items()
     }
-    found = session(graph, 1, lower(graph, PLAIN, 1)).compute_arrays(feeds)
+    found = session(graph, 1, lower_to_kernels(graph, PLAIN, 1)).compute_arrays(feeds)
     assert_close(found, session(graph, 1).compute_arrays(feeds))
 
 
@@ -175,7 +175,8 @@ def test_parts_of_large_convolutions(name):
     graph = load(onnx.shape_inference.infer_shapes(proto))
     feeds = {"x": rng.standard_normal(x).astype(np.float32), "w": rng.standard_normal(w).astype(np.float32)}
     found = [
-        session(graph, threads, lower(graph, PLAIN, threads)).compute_arrays(feeds) for threads in (1, 2, 3)
+        session(graph, threads, lower_to_kernels(graph, PLAIN, threads)).compute_arrays(feeds)
+        for threads in (1, 2, 3)
     ]
     assert_close(found[0], session(graph, 2).compute_arrays(feeds))
     assert all(np.array_equal(each["y"], found[0]["y"]) for each in found)
@@ -208,7 +209,7 @@ def graph_of(forms):
 def test_transposed_operands_and_results(forms):
     rng = np.random.default_rng(2)
     graph = graph_of(forms)
-    lowered = lower(graph, PLAIN, 2)
+    lowered = lower_to_kernels(graph, PLAIN, 2)
     assert plan(graph, PLAIN).counts["convolutions"] == len(forms)
     if forms is ARRANGED:
         assert {node.op_type for node in lowered.model.graph if node.domain != "ai.graphopt"} == {"Tanh"}
@@ -226,12 +227,12 @@ def test_what_the_runtime_does_better_stays(name):
         "g (float[N,9,9,8] x, float[17,9,1,1] v, float[17,9,3,3] k, float[9,3,2,2] f, float[N,17,9,8] z) "
         f"=> (float[A,B,C,D] y) {{ {STAYS[name]} }}"
     )
-    assert lower(load(proto)) is None
+    assert lower_to_kernels(load(proto)) is None
 
 
 def test_other_types_stay():
     proto = model("g (double[N,9,9,8] x, double[17,9,3,3] k) => (double[N,17,7,6] y) { y = Conv(x, k) }")
-    assert lower(load(proto), PLAIN) is None
+    assert lower_to_kernels(load(proto), PLAIN) is None
 
 
 @pytest.fixture(scope="module")
@@ -262,7 +263,7 @@ def step():
 @pytest.mark.parametrize("without", [PLAIN, []], ids=["alone", "together"])
 def test_a_training_step_is_the_plain_one(step, without):
     rng = np.random.default_rng(4)
-    lowered = {threads: lower(step, without, threads) for threads in (1, 2)}
+    lowered = {threads: lower_to_kernels(step, without, threads) for threads in (1, 2)}
     assert plan(step, without).counts["convolutions"] >= 9
     for batch in 1, 5, 32:
         shapes = {"x": (batch, 3, 17, 16), "target": (batch, 16, 9, 8)}
@@ -278,7 +279,7 @@ def test_a_training_step_is_the_plain_one(step, without):
 
 def test_weights_of_another_shape_are_an_error():
     proto = model("g (float[N,C,9,8] x, float[17,K,3,3] k) => (float[N,17,7,6] y) { y = Conv(x, k) }")
-    lowered = lower(load(proto))
+    lowered = lower_to_kernels(load(proto))
     feeds = {"x": np.ones((1, 4, 9, 8), np.float32), "k": np.ones((17, 5, 3, 3), np.float32)}
     with pytest.raises(onnxruntime.capi.onnxruntime_pybind11_state.InvalidArgument, match="another shape"):
         session(load(proto), 1, lowered).compute_arrays(feeds)
@@ -300,7 +301,7 @@ def test_convolutions_of_short_axes():
     graph = load(
         onnx.shape_inference.infer_shapes(model(f"g ({inputs}) => ({results}) {{ {' '.join(lines)} }}"))
     )
-    lowered, device = lower(graph, PLAIN, 1), Device("cpu", native=False)
+    lowered, device = lower_to_kernels(graph, PLAIN, 1), Device("cpu", native=False)
     assert plan(graph, PLAIN).counts["convolutions"] == len(outputs)
     expected = Session(device, graph).compute_arrays(feeds)
     found = Session(device, lowered.model, library=lowered.library).compute_arrays(feeds)
@@ -318,6 +319,6 @@ def test_products_are_added_without_rounding_them():
         "g (float[1,2,9,9] x) => (float[1,8,9,9] y) { y = Conv<pads = [1,1,1,1]>(x, w) }", w=weights
     )
     x = np.stack([np.full((9, 9), -1 - 2**-11), np.full((9, 9), 1 + 2**-12)])[None].astype(np.float32)
-    lowered = lower(load(onnx.shape_inference.infer_shapes(proto)), PLAIN)
+    lowered = lower_to_kernels(load(onnx.shape_inference.infer_shapes(proto)), PLAIN)
     y = Session(Device("cpu"), lowered.model, library=lowered.library).compute_arrays({"x": x})["y"]
     np.testing.assert_array_equal(y, 2.0**-24)

@@ -25,7 +25,7 @@ from graphopt import models
 from graphopt.errors import GraphoptError
 from graphopt.runtime.session import Session
 from graphopt.targets.native import toolchain
-from graphopt.targets.native.lowering import lower, plan
+from graphopt.targets.native.lowering import lower_to_kernels, plan
 
 pytestmark = pytest.mark.skipif(toolchain.compiler() is None, reason="needs a C compiler")
 FLOAT = onnx.TensorProto.FLOAT
@@ -239,10 +239,10 @@ def test_symbols_without_an_input_form_no_kernel():
     """`NonZero` invents a size that no input has."""
     text = "g (float[N] x) => (float[M] y) { i = NonZero(x)  f = Cast<to = 1>(i)  a = Tanh(f)  y = Exp(a) }"
     assert (
-        lower(ir.from_proto(model(text.replace("float[M] y", "float[1,M] y")))) is not None
+        lower_to_kernels(ir.from_proto(model(text.replace("float[M] y", "float[1,M] y")))) is not None
     )  # i says how many
     text = "g (int64[1] s) => (float[M] y) { f = ConstantOfShape(s)  a = Tanh(f)  y = Exp(a) }"
-    lower(ir.from_proto(model(text)))
+    lower_to_kernels(ir.from_proto(model(text)))
 
 
 @pytest.mark.parametrize("dims", [("N", "N", 6), ("2*N", "N", 6), (None, None, 6), ("", "?", 6)])
@@ -257,7 +257,7 @@ def test_any_name_of_an_inputs_size(dims):
                 dim.dim_value = given
             elif given:
                 dim.dim_param = given
-    lowered, device = lower(ir.from_proto(proto)), graphopt.Device("cpu")
+    lowered, device = lower_to_kernels(ir.from_proto(proto)), graphopt.Device("cpu")
     native = Session(device, lowered.model, library=lowered.library)
     for shape in ((3, 3, 6), (2, 5, 6)):
         x = {"x": np.random.default_rng(0).standard_normal(shape).astype(np.float32)}

@@ -21,7 +21,7 @@ from graphopt.graph.loading import load
 from graphopt.runtime.session import Session
 from graphopt.targets.native import operators, toolchain
 from graphopt.targets.native.library import source
-from graphopt.targets.native.lowering import lower, plan
+from graphopt.targets.native.lowering import lower_to_kernels, plan
 
 pytestmark = pytest.mark.skipif(toolchain.compiler() is None, reason="needs a C compiler")
 SQUARES = passes.MeanSquaredError()
@@ -254,7 +254,7 @@ def test_the_largest_of_many_is_the_runtimes(op_type):
     feeds = {"x": np.random.default_rng(0).standard_normal((5, 32)).astype(np.float32)}
     feeds["x"][0, 0] = np.nan
     graph = load(largest_of(20, op_type))
-    lowered = lower(graph)
+    lowered = lower_to_kernels(graph)
     device = graphopt.Device("cpu")
     found = Session(device, lowered.model, library=lowered.library).compute_arrays(feeds)["y"]
     np.testing.assert_allclose(found, Session(device, graph).compute_arrays(feeds)["y"], rtol=1e-5)

@@ -12,8 +12,8 @@ import passes
 from graphopt.graph.loading import load
 from graphopt.graph.names import next_of
 from graphopt.targets.native import toolchain
-from graphopt.targets.native.in_place import write_in_place
 from graphopt.targets.native.lowering import plan
+from graphopt.targets.native.new_state import write_in_place
 
 pytestmark = pytest.mark.skipif(toolchain.compiler() is None, reason="needs a C compiler")
 

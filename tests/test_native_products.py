@@ -15,7 +15,7 @@ from graphopt.graph.loading import load
 from graphopt.runtime.device import Device
 from graphopt.runtime.session import Session
 from graphopt.targets.native import toolchain
-from graphopt.targets.native.lowering import lower, plan
+from graphopt.targets.native.lowering import lower_to_kernels, plan
 
 RNG = np.random.default_rng(0)
 pytestmark = pytest.mark.skipif(toolchain.compiler() is None, reason="needs a C compiler")
@@ -205,7 +205,7 @@ def compare(proto, feeds, lowers=True):
     device = Device("cpu", threads=2, native=False)
     graph = load(proto)
     plain = Session(device, graph).compute_arrays(feeds)
-    lowered = lower(graph, without=["kernels"], threads=2)
+    lowered = lower_to_kernels(graph, without=["kernels"], threads=2)
     if lowered is None:
         assert not lowers
         return
@@ -262,19 +262,19 @@ def test_a_transpose_in_a_branch_stays_there():
 
 def native(proto, feeds):
     """Return what kernels compute."""
-    lowered = lower(load(proto), without=["kernels"], threads=2)
+    lowered = lower_to_kernels(load(proto), without=["kernels"], threads=2)
     device = Device("cpu", threads=2, native=False)
     return Session(device, lowered.model, library=lowered.library).compute_arrays(feeds)
 
 
 def test_scaled_products_stay():
     proto = model("g (float[2,3] a, float[3,2] b) => (float[2,2] y) { y = Gemm<alpha=0.5>(a, b) }")
-    assert lower(load(proto)) is None
+    assert lower_to_kernels(load(proto)) is None
 
 
 def test_a_wrong_inner_dimension_is_an_error():
     proto = model("g (float[M,K] a, float[L,N] b) => (float[M,N] y) { y = MatMul(a, b) }")
-    lowered = lower(load(proto))
+    lowered = lower_to_kernels(load(proto))
     session = Session(Device("cpu", native=False), lowered.model, library=lowered.library)
     with pytest.raises(onnxruntime.capi.onnxruntime_pybind11_state.InvalidArgument, match="another shape"):
         session.compute_arrays({"a": np.ones((2, 3), np.float32), "b": np.ones((4, 2), np.float32)})

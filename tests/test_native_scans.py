@@ -15,9 +15,9 @@ from graphopt.graph.loading import load
 from graphopt.runtime.device import Device
 from graphopt.runtime.session import Session
 from graphopt.targets.native import lowering, toolchain
-from graphopt.targets.native.bodies import BY_ROWS, bodies, note_rows
-from graphopt.targets.native.forms import Forms
-from graphopt.targets.native.lowering import lower, plan
+from graphopt.targets.native.forms import NodeForms
+from graphopt.targets.native.lowering import lower_to_kernels, plan
+from graphopt.targets.native.scans import BY_ROWS, bodies, note_rows
 from graphopt.targets.updates import fold_updates
 from graphopt.testing import gradients
 
@@ -165,7 +165,7 @@ def within(monkeypatch, tmp_path):
         with monkeypatch.context() as patch:
             patch.setenv("XDG_CACHE_HOME", str(tmp_path))
             patch.setattr(lowering, "scan_kernel", lambda *_, **__: None)
-            found = lower(graph, threads=threads)
+            found = lower_to_kernels(graph, threads=threads)
         assert "Scan" in operators(found)
         return found
 
@@ -188,7 +188,7 @@ def assert_close(found, expected):
 @pytest.mark.parametrize("name", SCANS)
 def test_a_scan_is_the_runtimes(name, within):
     graph = graph_of(SCANS[name])
-    lowered, inside = lower(graph), within(graph)
+    lowered, inside = lower_to_kernels(graph), within(graph)
     assert plan(graph).counts["scans"] == SCANS[name].count("Scan")
     assert "Scan" not in operators(lowered)
     for steps, rows in (5, 4), (1, 1), (2, 7), (3, 0):
@@ -203,7 +203,7 @@ def test_without_iterations_states_stay_and_results_are_empty(name):
     """The runtime's Scan fails here."""
     graph = graph_of(SCANS[name])
     feeds, one = feeds_of(graph, 0), feeds_of(graph, 1)
-    found, shapes = computed(graph, feeds, lower(graph)), computed(graph, one)
+    found, shapes = computed(graph, feeds, lower_to_kernels(graph)), computed(graph, one)
     for result, values in found.items():
         if result.endswith("_"):
             np.testing.assert_array_equal(values, feeds[result[0]])
@@ -220,7 +220,7 @@ def test_sequences_are_computed_where_they_are_read(text, moves):
     assert (nodes == ["s"]) == moves
     for steps in 1, 5:
         feeds = feeds_of(graph, steps)
-        assert_close(computed(graph, feeds, lower(graph)), computed(graph, feeds))
+        assert_close(computed(graph, feeds, lower_to_kernels(graph)), computed(graph, feeds))
 
 
 # Bodies whose rows meet, so that threads cannot share them.
@@ -237,11 +237,13 @@ def test_threads_share_rows_that_do_not_meet(text):
     body = f"body = b (float[N,3] a, float[N,3] e) => (float[N,3] c) {{ {text} }}"
     graph = graph_of(f"s_ = Scan<{body}, num_scan_inputs = 1>(s, x)")
     (inner,) = bodies(graph.graph)
-    note_rows(inner, Forms({"": 21}))
+    note_rows(inner, NodeForms({"": 21}))
     assert inner.meta[BY_ROWS] == (text not in MEET.values())
     for rows in 5, 16, 37:
         feeds = feeds_of(graph, 4, rows)
-        found = [computed(graph, feeds, lower(graph, threads=threads), threads) for threads in (1, 2, 3)]
+        found = [
+            computed(graph, feeds, lower_to_kernels(graph, threads=threads), threads) for threads in (1, 2, 3)
+        ]
         assert_close(found[0], computed(graph, feeds))
         assert_same(found[1], found[0])
         assert_same(found[2], found[0])
@@ -253,7 +255,7 @@ def test_what_no_kernel_computes_stays(name):
     assert plan(graph).counts["scans"] == 0
     assert "Scan" in operators(plan(graph))
     feeds = feeds_of(graph)
-    lowered = lower(graph)
+    lowered = lower_to_kernels(graph)
     if lowered is not None:
         assert_close(computed(graph, feeds, lowered), computed(graph, feeds))
 
@@ -269,7 +271,7 @@ def test_sequences_of_other_lengths_are_an_error():
     feeds = feeds_of(graph)
     feeds["k"] = feeds["k"][1:]
     with pytest.raises(onnxruntime.capi.onnxruntime_pybind11_state.InvalidArgument, match="another shape"):
-        computed(graph, feeds, lower(graph))
+        computed(graph, feeds, lower_to_kernels(graph))
 
 
 UNINFERRED = {
@@ -295,7 +297,7 @@ def test_gradients_of_recurrent_layers(variant, dynamic, within, monkeypatch):
     outputs = gradients.evaluate_reference(load(proto), feeds)
     feeds |= gradients.random_seeds(outputs)
     feeds = {x.name: feeds[x.name].astype(np.float32) for x in graph.graph.inputs if x.name in feeds}
-    found = computed(graph, feeds, lower(graph))
+    found = computed(graph, feeds, lower_to_kernels(graph))
     assert_close(found, computed(graph, feeds))
     if dynamic and (variant.states or "input_forget" in variant.attributes):
         return  # sizes that have two names, or are read at run time
@@ -329,12 +331,12 @@ def trained(layer, features=24, hidden=40):
 def test_a_training_step_is_the_plain_one_on_any_threads(layer, within, monkeypatch):
     monkeypatch.setattr(recurrent.recurrent, "LARGE", 0)
     graph = load(trained(layer))
-    lowered = {threads: lower(graph, threads=threads) for threads in (1, 2)}
+    lowered = {threads: lower_to_kernels(graph, threads=threads) for threads in (1, 2)}
     assert plan(graph).counts["scans"] == 4
     hoisted = graph.clone()
     fold_updates(hoisted)
     for inner in bodies(hoisted.graph):
-        note_rows(inner, Forms(hoisted.opset_imports))
+        note_rows(inner, NodeForms(hoisted.opset_imports))
         assert inner.meta[BY_ROWS]
     for rows in 1, 130:
         feeds = {

@@ -281,7 +281,7 @@ def test_no_failure_of_a_lowering_reaches_the_user(monkeypatch, error):
     def fail(*given, **options):
         raise error
 
-    monkeypatch.setattr(forms, "lower", fail)
+    monkeypatch.setattr(forms, "lower_to_kernels", fail)
     monkeypatch.setattr(forms, "WORTH_COMPILING", 1)
     with pytest.warns(UserWarning, match=f"native: {type(error).__name__}.*; steps run without kernels"):
         executor = graphopt.Executor(table_step(), native="auto", threads=1)

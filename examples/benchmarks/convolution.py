@@ -24,7 +24,7 @@ import graphopt
 import passes
 from graphopt.runtime.device import Device
 from graphopt.runtime.session import Session
-from graphopt.targets.native.lowering import lower
+from graphopt.targets.native.lowering import lower_to_kernels
 
 
 class Shape(NamedTuple):
@@ -108,7 +108,7 @@ def product(flops: float) -> onnx.ModelProto:
 def runner(model: ir.Model | onnx.ModelProto, threads: int, kernels: bool = False) -> Callable[[], object]:
     """Return a function that runs a graph once on random data."""
     loaded = graphopt.load(model)
-    lowered = lower(loaded, threads=threads) if kernels else None
+    lowered = lower_to_kernels(loaded, threads=threads) if kernels else None
     device = Device(threads=threads, flush_denormals=False, native=False)
     session = (
         Session(device, loaded)

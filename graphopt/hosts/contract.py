@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import math
+import struct
 from collections.abc import Mapping
 from importlib import metadata
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import onnx_ir as ir
@@ -14,12 +16,32 @@ from graphopt.graph.labels import labels_of
 from graphopt.graph.names import next_of
 from graphopt.graph.roles import FED, STATE, Role, role_of, with_role
 from graphopt.graph.values import name_of
-from graphopt.hosts.portable_model import ONNXRUNTIME_VERSIONS
-from graphopt.hosts.state_file import Place
 
+# The first ONNX Runtime that reads an opset: https://onnxruntime.ai/docs/reference/compatibility.html
+_ONNXRUNTIME = ("1.8", "1.9", "1.11", "1.12", "1.14", "1.15", "1.17", "1.18", "1.21", "1.22")
+_FIRST_RUNTIME = dict(enumerate(_ONNXRUNTIME, start=14))
 FORMAT, _VERSION = "graphopt.host", 1
 
 Entry = dict[str, Any]
+
+
+class Place(NamedTuple):
+    """Locate a tensor's numbers, in bytes from the beginning of a file."""
+
+    offset: int
+    size: int
+
+
+def places(content: bytes) -> dict[str, Place]:
+    """Return the place of each tensor in a safetensors file, by name.
+
+    Source: https://github.com/huggingface/safetensors, section Format.
+    """
+    (length,) = struct.unpack_from("<Q", content)
+    begin = 8 + length
+    header = json.loads(content[8:begin])
+    ends = {name: entry["data_offsets"] for name, entry in header.items() if name != "__metadata__"}
+    return {name: Place(begin + start, end - start) for name, (start, end) in ends.items()}
 
 
 def contract(
@@ -43,7 +65,7 @@ def contract(
         "version": _VERSION,
         "producer": f"graphopt {metadata.version('graphopt')}",
         "runtime": {
-            "onnxruntime": ONNXRUNTIME_VERSIONS.get(opset, "the newest"),
+            "onnxruntime": _FIRST_RUNTIME.get(opset, "the newest"),
             "opset": opset,
             "ir_version": max(model.ir_version for model in models.values()),
             "domains": domains,

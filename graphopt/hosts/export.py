@@ -9,27 +9,30 @@ from collections.abc import Mapping
 import numpy as np
 import onnx
 import onnx_ir as ir
+from onnx_ir.passes.common import RemoveUnusedOpsetsPass
 
 from graphopt.errors import GraphoptError, unknown
 from graphopt.files import write_folder
-from graphopt.graph import inference
+from graphopt.graph import inference, metadata
 from graphopt.graph.loading import Source, load
 from graphopt.graph.metadata import HOST, original_name
+from graphopt.graph.opsets import ir_version_of, rewrite_in
 from graphopt.graph.roles import FED, STATE, Role, role_of, with_role
 from graphopt.graph.shapes import fold_shapes, infer
 from graphopt.graph.simplify import Simplify
-from graphopt.graph.state import detached
+from graphopt.graph.state import detached, take_initial
+from graphopt.graph.storage import whole
+from graphopt.graph.traversal import subgraphs
 from graphopt.graph.unroll import Unroll
 from graphopt.graph.values import name_of
-from graphopt.hosts.contract import contract
-from graphopt.hosts.portable_model import make_portable, strip, untyped_proto
-from graphopt.hosts.state_file import Place, places
+from graphopt.hosts.contract import Place, contract, places
 from graphopt.runtime.checkpoint import state_bytes
 from graphopt.targets.known import target_of
 from graphopt.targets.portable import FORMS
 
 STATE_FILE, CONTRACT = "state.safetensors", "host.json"
 INFERENCE = "inference.onnx"
+_LOWEST_OPSET = 14  # importers and ONNX's evaluator have fewer operators, or wrong ones, of earlier opsets
 REPORTED = (Role.LOSS, Role.METRIC, Role.PREDICTION)  # in evaluation
 
 _PathLike = str | os.PathLike[str]
@@ -86,7 +89,6 @@ def export_hosts(
     models = _graphs(model, unroll, target)
     content = state_bytes({name_of(x): initial[name_of(x)] for x in with_role(model, *STATE)})
     where = places(content)
-    make_portable([*models.values()])
     described = {
         **contract(model, initial, where, models),
         "files": {**{name: f"{name}.onnx" for name in models}, "inference": INFERENCE, "state": STATE_FILE},
@@ -94,14 +96,13 @@ def export_hosts(
         "target": target,
     }
     for graph in models.values():
-        strip(graph)
+        _strip(graph)
     HOST.write(models["train"], json.dumps(described))
-    protos = {f"{name}.onnx": untyped_proto(graph) for name, graph in models.items()}
-    protos[INFERENCE] = _with_weights_in_state(trained, model, where)
     write_folder(
         folder,
         {
-            **{name: proto.SerializeToString() for name, proto in protos.items()},
+            **{f"{name}.onnx": whole(graph) for name, graph in models.items()},
+            INFERENCE: _with_weights_in_state(trained, model, where).SerializeToString(),
             STATE_FILE: content,
             CONTRACT: json.dumps(described, indent=1).encode() + b"\n",
         },
@@ -109,7 +110,7 @@ def export_hosts(
 
 
 def _graphs(model: ir.Model, unroll: bool, target: str | None) -> dict[str, ir.Model]:
-    """Return the graphs to export, by name, lowered for the target."""
+    """Return the graphs to export, by name, lowered for the target; state is plain inputs, the opset the oldest."""
     evaluated, predicted = with_role(model, *REPORTED), with_role(model, Role.PREDICTION)
     graphs = {"train": model.clone(), "evaluate": inference.extract(model, evaluated)}
     if predicted:
@@ -125,7 +126,25 @@ def _graphs(model: ir.Model, unroll: bool, target: str | None) -> dict[str, ir.M
         Unroll()(graphs["train_steps"])
     for graph in graphs.values():
         Simplify()(graph)
+        take_initial(graph)
+        RemoveUnusedOpsetsPass()(graph)
+        graph.ir_version = ir_version_of(rewrite_in([graph], _LOWEST_OPSET))
     return graphs
+
+
+def _strip(model: ir.Model) -> None:
+    """Remove the documentation and the metadata of a model, and the types of inner values, which runtimes infer."""
+    nodes = [*model.graph.all_nodes()]
+    graphs = [model.graph, *(body for node in nodes for body in subgraphs(node))]
+    inner = [x for graph in graphs for x in graph.initializers.values()]
+    inner += [y for node in nodes for y in node.outputs]
+    holders: list[metadata.Holder] = [model, *graphs, *nodes, *model.graph.inputs, *inner]
+    for holder in holders:
+        metadata.replace({}, holder)
+        holder.doc_string = None
+    for x in inner:
+        if not x.is_graph_input() and not x.is_graph_output():
+            x.type = x.shape = None
 
 
 def _fix_batch(model: ir.Model, batch: int) -> None:

@@ -27,7 +27,7 @@ from graphopt.runtime.tensors import Tensor
 from graphopt.runtime.translation import Form, Mistranslated, Translation, check_delivery
 from graphopt.targets.known import ONNXRUNTIME
 from graphopt.targets.native.cache import cache_folder, read_regular
-from graphopt.targets.native.lowering import Lowered, lower
+from graphopt.targets.native.lowering import Lowered, lower_to_kernels
 
 WORTH_COMPILING = 10_000  # numbers in parameters, from which `auto` compiles kernels
 HALVES = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
@@ -185,7 +185,7 @@ class Forms:
         if native == "auto" and (not self._is_large or has_halves(self._model)):
             return None
         try:
-            found = lower(self._model, threads=device.threads, in_place=self._in_place)
+            found = lower_to_kernels(self._model, threads=device.threads, in_place=self._in_place)
             return None if found is None else self._opened_lowered(found)
         except Exception as error:  # whatever fails here, the graph as it is computes the same
             if native is True and isinstance(error, GraphoptError):

@@ -5,6 +5,7 @@ A form is a traced function of a node. It returns the outputs of the form, or No
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,13 +13,12 @@ from dataclasses import dataclass
 import onnx_ir as ir
 
 from graphopt.errors import GraphoptError, unknown
-from graphopt.graph import metadata
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.metadata import InferenceForm
 from graphopt.graph.rewriting import Pass
 from graphopt.graph.simplify import Simplify
 from graphopt.graph.traversal import subgraphs
-from graphopt.graph.values import dims_of, is_floating, like, name_of, rank
+from graphopt.graph.values import dims_of, is_floating, like, name_of, rank, swap
 
 _Form = Callable[[Emitter, ir.Node], Sequence[ir.Value] | None]
 
@@ -34,10 +34,7 @@ def chain_of_sums(op: Emitter, node: ir.Node) -> Sequence[ir.Value] | None:
     """Write a Sum of several inputs as Adds, from the first to the last. WebGPU has no kernel for such a Sum."""
     if len(node.inputs) < 3:
         return None
-    total, *others = node.inputs
-    for x in others:
-        total = op.Add(total, x)
-    return [total]  # type: ignore[list-item]
+    return [functools.reduce(op.Add, node.inputs)]  # type: ignore[list-item]
 
 
 def _log_softmax(op: Emitter, node: ir.Node) -> Sequence[ir.Value]:
@@ -99,9 +96,7 @@ def _batch_normalization(op: Emitter, node: ir.Node) -> Sequence[ir.Value] | Non
     axes = list(range(1, len(x.shape) - 1))
 
     def by_channel(y: ir.Value) -> ir.Value:
-        y = _cast(op, y, x)
-        column: ir.Value = op.Unsqueeze(y, axes) if axes else y
-        return column
+        return op.Unsqueeze(_cast(op, y, x), axes) if axes else _cast(op, y, x)
 
     assert bias is not None and mean is not None
     centered = op.Sub(x, by_channel(mean))
@@ -132,10 +127,7 @@ def _layer_normalization(op: Emitter, node: ir.Node) -> Sequence[ir.Value] | Non
 
 def _cast(op: Emitter, value: ir.Value | None, model: ir.Value) -> ir.Value:
     assert value is not None
-    cast: ir.Value = (
-        value if value.dtype == model.dtype or not is_floating(model) else op.Cast(value, to=model.dtype)
-    )
-    return cast
+    return value if value.dtype == model.dtype or not is_floating(model) else op.Cast(value, to=model.dtype)
 
 
 def slices(op: Emitter, node: ir.Node) -> Sequence[ir.Value] | None:
@@ -213,10 +205,9 @@ def _rewrite(op: Emitter, graph: ir.Graph, forms: Mapping[str, _Form]) -> bool:
         results = form(op, node) if form is not None else None
         if results is not None:
             for own, y in zip(node.outputs, results, strict=False):
-                _keep_inference(node, own)
-                metadata.copy(own, y)
-                y.name, own.name = own.name or y.name, None
-                ir.convenience.replace_all_uses_with(own, like(y, own), replace_graph_outputs=True)
+                if own.name:
+                    _keep_inference(node, own)
+                    swap(own, like(y, own))
             graph.remove(node, safe=True)
             changed = True
     return changed

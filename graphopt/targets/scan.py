@@ -253,23 +253,15 @@ def _combine_row_factors(op: Emitter, steps: ScanParts, node: ir.Node, rows: dic
         if b not in rows or x in rows or product is None or product.op_type != "Mul":
             continue
         for a, v in itertools.permutations(product.inputs):
-            if (
-                a in rows
-                and v not in rows
-                and rows[a].direction == rows[b].direction
-                and _same_shape(a, b, v)
-            ):
+            if a not in rows or v is None or v in rows or rows[a].direction != rows[b].direction:
+                continue
+            if a.shape is not None and a.shape == b.shape == v.shape:
                 factor = steps.inner.value_like(a)
                 both = op.Mul(rows[a].sequence, rows[b].sequence)
                 rows[factor] = _Rows(factor, like(both, rows[a].sequence), 0, rows[a].direction)
                 node.replace_input_with(0, v)
                 node.replace_input_with(1, factor)
                 return
-
-
-def _same_shape(*values: ir.Value | None) -> bool:
-    shapes = [None if x is None else x.shape for x in values]
-    return None not in shapes and all(shape == shapes[0] for shape in shapes)
 
 
 def _vectorized(

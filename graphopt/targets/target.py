@@ -5,18 +5,16 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 
-import onnx
 import onnx_ir as ir
 
 from graphopt.errors import GraphoptError
 from graphopt.graph.storage import skeleton
 from graphopt.pipeline import Pipeline
-from graphopt.targets.native.cache import keep, kept
+from graphopt.targets.native.cache import read_model, write_cached
 
 ROOM = "targets"  # of the cache
 _PACKAGES = ("graphopt", "onnx", "onnx_ir", "onnxscript", "numpy")
@@ -59,7 +57,15 @@ class Target:
         content, weights = skeleton(step)
         texts = [self.name, repr(self.pipeline), self.version]
         digest = hashlib.sha256(b"\0".join([content, *(text.encode() for text in texts)])).hexdigest()[:32]
-        return _recalled(digest, weights) or _remembered(digest, weights, self.pipeline.rewrite(step.clone()))
+        with contextlib.suppress(GraphoptError, OSError):
+            if (model := read_model(f"{digest}.onnx", weights, ROOM)) is not None:
+                return model
+        model = self.pipeline.rewrite(step.clone())
+        content, left = skeleton(model)
+        if all(weights.get(name) is tensor for name, tensor in left.items()):  # it has no weights of its own
+            with contextlib.suppress(GraphoptError, OSError):  # a cache that cannot be written to forgets
+                write_cached(f"{digest}.onnx", content, ROOM)
+        return model
 
 
 def sources() -> list[Path]:
@@ -75,24 +81,3 @@ def own_version() -> str:
     versions = [f"{name} {metadata.version(name)}".encode() for name in _PACKAGES]
     contents = [path.read_bytes() for path in sources()]
     return hashlib.sha256(b"\0".join([*versions, *contents])).hexdigest()
-
-
-def _recalled(digest: str, weights: Mapping[str, ir.TensorProtocol]) -> ir.Model | None:
-    """Return a graph that was lowered before, with its weights; None if the cache lacks it."""
-    with contextlib.suppress(GraphoptError, OSError):
-        content = kept(f"{digest}.onnx", ROOM)
-        if content is not None:
-            model = ir.from_proto(onnx.load_model_from_string(content))
-            for name in weights.keys() & model.graph.initializers.keys():
-                model.graph.initializers[name].const_value = weights[name]
-            return model
-    return None
-
-
-def _remembered(digest: str, weights: Mapping[str, ir.TensorProtocol], model: ir.Model) -> ir.Model:
-    """Keep a lowered graph without its weights, unless it has weights of its own; return it."""
-    content, left = skeleton(model)
-    if all(weights.get(name) is tensor for name, tensor in left.items()):
-        with contextlib.suppress(GraphoptError, OSError):  # a cache that cannot be written to forgets
-            keep(f"{digest}.onnx", content, ROOM)
-    return model

@@ -1,34 +1,109 @@
-"""Compute gradients of weights outside of loops, and fold updates into the products that compute gradients."""
+"""Compute gradients of weights outside of loops, and fold updates into the products that compute gradients.
+
+In a Gemm that computes a gradient, the term beta C costs no extra time.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection
+from typing import Any
 
 import onnx_ir as ir
-from onnxscript.rewriter import RewriteRuleClassBase, RewriteRuleSet
+from onnxscript.rewriter import RewriteRule, RewriteRuleSet
 
 from graphopt.graph.rewriting import interface_kept
 from graphopt.graph.simplify import CombineScalarFactors
-from graphopt.targets.gemm_updates import FoldMomentum, FoldSum, FoldTranspose, FoldUpdate
+from graphopt.graph.values import constant_number, is_number, like
 from graphopt.targets.scaled_gradients import fold_rate_into_loss_gradient
 from graphopt.targets.scan import hoist_weight_gradients
 
 Rewriting = Callable[[ir.Model], int]  # returns whether, or how many times, it changed a model
 
 
-def by_rule(rule: type[RewriteRuleClassBase]) -> Rewriting:
+def _gemm(op: Any, a: Any, b: Any) -> Any:
+    """Return the pattern of a product g, of whose attributes rules decide."""
+    return op.Gemm(a, b, _outputs=["g"], _allow_other_attributes=True)
+
+
+def _alpha(g: ir.Value) -> float:
+    return g.producer().attributes.get_float("alpha", 1.0)  # type: ignore[union-attr]
+
+
+def _flags(g: ir.Value) -> dict[str, int]:
+    return {name: g.producer().attributes.get_int(name, 0) for name in ("transA", "transB")}  # type: ignore[union-attr]
+
+
+def _width(x: ir.Value) -> int:
+    """Return the product of the known sizes of a value. The batch size is often unknown at compile time."""
+    return math.prod(size for size in x.shape or () if isinstance(size, int))
+
+
+def _is_alone(_: Any, g: ir.Value, **values: Any) -> bool:
+    """Return whether a product has no C and a single reader, which changes the order of axes if it is a transpose."""
+    gemm, y = g.producer(), values.get("y")
+    swaps = y is None or y.producer().attributes.get_ints("perm", [1, 0])[0] != 0
+    return swaps and len(gemm.inputs) == 2 and len(g.uses()) == 1 and not g.is_graph_output()  # type: ignore[union-attr]
+
+
+def _is_plain(_: Any, state: ir.Value, g: ir.Value, scalar: ir.Value | None = None, **values: Any) -> bool:
+    """Return whether a product has no factor and the shape of a state, and is multiplied by a scalar, if at all."""
+    fits = _is_alone(_, g) and _alpha(g) == 1.0 and (scalar is None or is_number(scalar))
+    return fits and state.shape == g.shape
+
+
+def _is_scaled_exactly(_: Any, state: ir.Value, g: ir.Value, scalar: ir.Value, **values: Any) -> bool:
+    """Return whether a factor is a constant of float32, the precision of the attribute beta."""
+    is_exact = constant_number(scalar) is not None and g.dtype == ir.DataType.FLOAT
+    return is_exact and _is_plain(_, state, g, scalar)
+
+
+def _transposed(op: Any, a: Any, b: Any, g: ir.Value, **_: Any) -> Any:
+    flags = _flags(g)
+    return op.Gemm(b, a, alpha=_alpha(g), transA=1 - flags["transB"], transB=1 - flags["transA"])
+
+
+def _descent(op: Any, state: Any, scalar: Any, a: Any, b: Any, g: ir.Value) -> Any:
+    minus = like(op.Neg(scalar), scalar)
+    if _width(a) < _width(b):
+        return op.Gemm(like(op.Mul(minus, a), a), b, state, **_flags(g))
+    return op.Gemm(a, like(op.Mul(minus, b), b), state, **_flags(g))
+
+
+def _applied(rule: Callable[[], RewriteRule]) -> Rewriting:
     """Return the rewriting that applies a rule wherever it matches, by rules of its own in each thread."""
-    return lambda model: RewriteRuleSet([rule.rule()], commute=True).apply_to_model(model)  # type: ignore[no-untyped-call]
+    return lambda model: RewriteRuleSet([rule()], commute=True).apply_to_model(model)
+
+
+def _folded(pattern: Callable[..., Any], gemm: Callable[..., Any], fits: Callable[..., bool]) -> Rewriting:
+    return _applied(lambda: RewriteRule(pattern, gemm, fits))
 
 
 UPDATES: dict[str, Rewriting] = {
     "hoist_weight_gradients": hoist_weight_gradients,
-    "fold_transpose_into_gemm": by_rule(FoldTranspose),
+    # (a b)' is b' a': the gradient of a weight that the model transposes.
+    "fold_transpose_into_gemm": _folded(
+        lambda op, a, b: op.Transpose(_gemm(op, a, b), _outputs=["y"], _allow_other_attributes=True),
+        _transposed,
+        _is_alone,
+    ),
     "fold_rate_into_loss_gradient": fold_rate_into_loss_gradient,
-    "combine_scalar_factors": by_rule(CombineScalarFactors),
-    "fold_update_into_gemm": by_rule(FoldUpdate),
-    "fold_momentum_into_gemm": by_rule(FoldMomentum),
-    "fold_sum_into_gemm": by_rule(FoldSum),
+    "combine_scalar_factors": _applied(CombineScalarFactors.rule),
+    # The plain SGD update w - rate (a b) is (a (-rate b)) + w. The smaller of a and b is scaled.
+    "fold_update_into_gemm": _folded(
+        lambda op, state, scalar, a, b: op.Sub(state, op.Mul(scalar, _gemm(op, a, b))), _descent, _is_plain
+    ),
+    # The momentum update is mu m + (a b), with a constant mu.
+    "fold_momentum_into_gemm": _folded(
+        lambda op, state, scalar, a, b: op.Add(op.Mul(scalar, state), _gemm(op, a, b)),
+        lambda op, state, scalar, a, b, g: op.Gemm(a, b, state, beta=constant_number(scalar), **_flags(g)),
+        _is_scaled_exactly,
+    ),
+    "fold_sum_into_gemm": _folded(
+        lambda op, state, a, b: op.Add(state, _gemm(op, a, b)),
+        lambda op, state, a, b, g: op.Gemm(a, b, state, **_flags(g)),
+        _is_plain,
+    ),
 }
 
 

@@ -7,7 +7,11 @@ import os
 import shutil
 import stat
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+
+import onnx
+import onnx_ir as ir
 
 from graphopt.errors import GraphoptError
 from graphopt.files import replacing
@@ -55,14 +59,14 @@ def read_regular(path: Path, most: int = 2**31) -> bytes | None:
         os.close(handle)
 
 
-def kept(name: str, room: str = "native") -> bytes | None:
+def read_cached(name: str, room: str = "native") -> bytes | None:
     """Return the content of a file of the cache; None if it is missing or is not what was written."""
     path = cache_folder(room) / name
     content, noted = read_regular(path), read_regular(path.with_name(name + SUM), most=1000)
     return content if content is not None and noted == _sum(content) else None
 
 
-def keep(name: str, content: bytes, room: str = "native") -> Path:
+def write_cached(name: str, content: bytes, room: str = "native") -> Path:
     """Write a file to the cache, and return its path once it is on the disk.
 
     Raises:
@@ -77,6 +81,17 @@ def keep(name: str, content: bytes, room: str = "native") -> Path:
             file.flush()
             os.fsync(file.fileno())
     return path
+
+
+def read_model(name: str, weights: Mapping[str, ir.TensorProtocol], room: str = "native") -> ir.Model | None:
+    """Return a model of the cache, which keeps it without large weights, with these; None if it is missing."""
+    content = read_cached(name, room)
+    if content is None:
+        return None
+    model = ir.from_proto(onnx.load_model_from_string(content))
+    for weight in weights.keys() & model.graph.initializers.keys():
+        model.graph.initializers[weight].const_value = weights[weight]
+    return model
 
 
 def _sum(content: bytes) -> bytes:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import onnx_ir as ir
 
-from graphopt.targets.native.forms import Form, Forms, Kind, is_scalar, operands_of, sizes_of
+from graphopt.targets.native.forms import NodeForm, NodeForms, NodeKind, is_scalar, operands_of, sizes_of
 from graphopt.targets.native.reach import Reach
 from graphopt.targets.native.space import Axes, Placement, Space, placed, varying
 
@@ -23,18 +23,21 @@ _TYPICAL = 32  # the size of a symbolic dimension, where memory traffic is estim
 
 @dataclass
 class Cluster:
-    """Hold nodes with the iteration space that computes them."""
+    """Hold nodes with the iteration space that computes them.
 
-    nodes: dict[ir.Node, Form] = field(default_factory=dict)
+    Args:
+        axes: the axes of the values that the nodes produce.
+        read: the axes of operands, by node and index.
+        columns: the dimensions that reductions reduce whose results are read inside.
+        totals: the axes of what totals are sums of.
+    """
+
+    nodes: dict[ir.Node, NodeForm] = field(default_factory=dict)
     space: Space = field(default_factory=Space)
-    axes: dict[ir.Value, Axes] = field(default_factory=dict)  # the axes of the values that the nodes produce
-    read: dict[tuple[ir.Node, int], Axes] = field(
-        default_factory=dict
-    )  # the axes of operands, by node and index
-    columns: frozenset[int] = (
-        frozenset()
-    )  # the dimensions that reductions reduce whose results are read inside
-    totals: dict[ir.Value, Axes] = field(default_factory=dict)  # the axes of what totals are sums of
+    axes: dict[ir.Value, Axes] = field(default_factory=dict)
+    read: dict[tuple[ir.Node, int], Axes] = field(default_factory=dict)
+    columns: frozenset[int] = frozenset()
+    totals: dict[ir.Value, Axes] = field(default_factory=dict)
 
     def known(self) -> dict[ir.Value, Axes]:
         """Return the axes of all values that the cluster reads or produces."""
@@ -69,7 +72,7 @@ class Cluster:
         )
 
 
-def find_clusters(graph: ir.Graph, forms: Forms, least: int = 2) -> list[Cluster]:
+def find_clusters(graph: ir.Graph, forms: NodeForms, least: int = 2) -> list[Cluster]:
     """Return clusters of a graph's nodes; each can be replaced by one node without a cycle.
 
     Clusters grow from the first node to the last, or from the last to the first: whichever moves less memory. What only
@@ -85,7 +88,7 @@ def find_clusters(graph: ir.Graph, forms: Forms, least: int = 2) -> list[Cluster
 
 
 def _grown_from(
-    seeds: Sequence[ir.Node], graph: ir.Graph, free: dict[ir.Node, Form], least: int
+    seeds: Sequence[ir.Node], graph: ir.Graph, free: dict[ir.Node, NodeForm], least: int
 ) -> list[Cluster]:
     """Return the clusters that grow from nodes in some order."""
     reach, clusters = Reach(graph), []
@@ -94,7 +97,7 @@ def _grown_from(
         if first is None:
             continue
         cluster = _grown(first, free, reach)
-        count = sum(form.kind is not Kind.VIEW for form in cluster.nodes.values())
+        count = sum(form.kind is not NodeKind.VIEW for form in cluster.nodes.values())
         if count >= least and cluster.has_sizes():
             clusters.append(cluster)
             reach.contract(cluster.nodes)
@@ -103,10 +106,10 @@ def _grown_from(
     return clusters
 
 
-def _traffic(clusters: Sequence[Cluster], forms: Mapping[ir.Node, Form]) -> int:
+def _traffic(clusters: Sequence[Cluster], forms: Mapping[ir.Node, NodeForm]) -> int:
     """Return how many elements clusters, and nodes in none of them, read and write; a symbol counts as `_TYPICAL`."""
     groups = [cluster.nodes for cluster in clusters]
-    others = {node: form for node, form in forms.items() if form.kind is not Kind.VIEW}
+    others = {node: form for node, form in forms.items() if form.kind is not NodeKind.VIEW}
     groups += [{node: others[node]} for node in others.keys() - {node for group in groups for node in group}]
     return sum(
         math.prod(size if isinstance(size, int) else _TYPICAL for size in sizes_of(x))
@@ -115,7 +118,7 @@ def _traffic(clusters: Sequence[Cluster], forms: Mapping[ir.Node, Form]) -> int:
     )
 
 
-def _read(nodes: Mapping[ir.Node, Form]) -> set[ir.Value]:
+def _read(nodes: Mapping[ir.Node, NodeForm]) -> set[ir.Value]:
     """Return the values that nodes read and do not produce."""
     read = {x for node, form in nodes.items() for x in operands_of(node, form).values()}
     return read - {y for node in nodes for y in node.outputs}
@@ -126,7 +129,7 @@ def leaves(y: ir.Value, nodes: Collection[ir.Node]) -> bool:
     return y.is_graph_output() or any(use.node not in nodes for use in y.uses())
 
 
-def _grown(cluster: Cluster, free: Mapping[ir.Node, Form], reach: Reach) -> Cluster:
+def _grown(cluster: Cluster, free: Mapping[ir.Node, NodeForm], reach: Reach) -> Cluster:
     """Return a cluster with all neighbors that fit, one by one."""
     refused: dict[ir.Node, int] = {}  # by the size of the cluster that refused it
     while len(cluster.nodes) < _MOST_NODES:
@@ -155,7 +158,7 @@ def _neighbors(cluster: Cluster) -> list[ir.Node]:
     return [node for node in dict.fromkeys(nodes) if node not in cluster.nodes]
 
 
-def _with(cluster: Cluster, node: ir.Node, form: Form) -> Cluster | None:
+def _with(cluster: Cluster, node: ir.Node, form: NodeForm) -> Cluster | None:
     """Return the cluster with one more node; None if one loop cannot compute both."""
     operands = operands_of(node, form)
     if _mixes_sizes(cluster, operands, node) or any(x in cluster.totals for x in operands.values()):
@@ -190,12 +193,12 @@ def _contradicts(cluster: Cluster, operands: Mapping[int, ir.Value], placement: 
     )
 
 
-def _reduce(cluster: Cluster, node: ir.Node, form: Form, placement: Placement) -> bool:
+def _reduce(cluster: Cluster, node: ir.Node, form: NodeForm, placement: Placement) -> bool:
     """Make what a node reduces the cluster's columns, or its output a total; return whether either is possible."""
     source = placement.read[0]
     reduced = frozenset(varying([source[p] for p in form.reduced]))
     if not reduced:
-        return form.kind is Kind.REDUCE  # of one element, it is elementwise
+        return form.kind is NodeKind.REDUCE  # of one element, it is elementwise
     order = cluster.space.dimensions
     are_last = set(order[len(order) - len(reduced) :]) == reduced
     may_be_columns = cluster.columns in (frozenset(), reduced) and len(reduced) < len(order)
@@ -203,7 +206,7 @@ def _reduce(cluster: Cluster, node: ir.Node, form: Form, placement: Placement) -
         cluster.columns = reduced
         return True
     y = node.outputs[0]
-    if form.kind is Kind.ROWS or any(use.node in cluster.nodes for use in y.uses()):
+    if form.kind is NodeKind.ROWS or any(use.node in cluster.nodes for use in y.uses()):
         return False
     cluster.totals[y] = source
     return True

@@ -10,7 +10,7 @@ from typing import Any
 import onnx_ir as ir
 
 from graphopt.graph.values import constant_of
-from graphopt.targets.native.forms import Forms, rank_of
+from graphopt.targets.native.forms import NodeForms, rank_of
 from graphopt.targets.native.library import FEW_FILTERS, Kernel, Replacement
 from graphopt.targets.native.products import only_reader, permutation
 
@@ -35,7 +35,7 @@ class _Convolution:
     relu: bool
 
 
-def convolution_kernel(node: ir.Node, forms: Forms) -> Replacement | None:
+def convolution_kernel(node: ir.Node, forms: NodeForms) -> Replacement | None:
     """Return the kernel of a convolution of float32, and the nodes that it replaces; None for any other node."""
     attributes = forms.attributes_of(node)
     if attributes is None or not _accepts(node, attributes):
@@ -149,25 +149,18 @@ def _before(x: ir.Value, cut: Sequence[int]) -> Iterator[_Stored]:
 
 
 def _cut_at_end(node: ir.Node, x: ir.Value) -> dict[int, int]:
-    """Return how many elements a Slice drops at the end of each axis that it names; nothing for any other node."""
+    """Return how many elements a Slice drops at the end of each axis that it cuts; nothing for any other node."""
     y = node.outputs[0]
     if node.op_type != "Slice" or node.domain != "" or x.shape is None or y.shape is None:
         return {}
-    starts, _, axes, steps = (constant_of(v) for v in [*node.inputs[1:], None, None][:4])
-    if starts is None or starts.any() or axes is None:
+    starts, *steps = (constant_of(v) for v in (node.inputs[1], *node.inputs[4:]))
+    if starts is None or starts.any() or any(step is None or (step != 1).any() for step in steps):
         return {}
-    if len(node.inputs) > 4 and (steps is None or (steps != 1).any()):
+    if len(x.shape) != len(y.shape):
         return {}
-    rank = len(x.shape)
-    if len(y.shape) != rank or any(not -rank <= i < rank for i in axes):
-        return {}
-    lost: dict[int, int] = {}
-    for axis in map(int, axes):
-        old, new = x.shape[axis], y.shape[axis]
-        if not isinstance(old, int) or not isinstance(new, int):
-            return {}
-        lost[axis % rank] = old - new
-    return lost
+    sizes = [(i, old, new) for i, (old, new) in enumerate(zip(x.shape, y.shape, strict=True)) if old != new]
+    known = {i: old - new for i, old, new in sizes if isinstance(old, int) and isinstance(new, int)}
+    return known if len(known) == len(sizes) else {}
 
 
 def _after(y: ir.Value) -> Iterator[tuple[list[ir.Node], list[int]]]:

@@ -1,4 +1,8 @@
-"""Classify nodes by how they map the axes of their inputs to those of their outputs, if kernels compute them."""
+"""Classify nodes by how they map the axes of their inputs to those of their outputs, if kernels compute them.
+
+Nodes are checked against ONNX's schemas first, so that lowering may trust their attributes and the number of their
+inputs.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +14,9 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
+from graphopt.graph.schemas import full_attributes, schema_of
 from graphopt.graph.values import constant_of
-from graphopt.targets.native.attributes import attributes_of
-from graphopt.targets.native.operators import CTYPES, FLOATING, REDUCING, ROWS, expression
+from graphopt.targets.native.operators import CTYPES, FLOATING, REDUCING, ROW_OPERATORS, expression
 
 Size = int | str
 
@@ -21,18 +25,18 @@ _MOST_OPERANDS = 64  # of a node
 _RESHAPING = {"Reshape", "Squeeze", "Unsqueeze"}
 
 
-class Kind(str, Enum):
+class NodeKind(Enum):
     """What a node does with elements.
 
     A `MAP` is elementwise, a `VIEW` adds and removes axes of size 1, a `REDUCE` reduces axes, and `ROWS` (softmax and
     normalizations) reduce an axis and keep all elements.
     """
 
-    MAP, VIEW, REDUCE, ROWS = "map", "view", "reduce", "rows"
+    MAP, VIEW, REDUCE, ROWS = range(4)
 
 
 @dataclass(frozen=True)
-class Form:
+class NodeForm:
     """Describe what a node does, as far as clusters go.
 
     Args:
@@ -40,23 +44,23 @@ class Form:
         images: for each axis of the input, its axis in the output of `VIEW` and `REDUCE`, or None.
     """
 
-    kind: Kind
+    kind: NodeKind
     attributes: Mapping[str, Any]
     reduced: tuple[int, ...] = ()
     images: tuple[int | None, ...] = ()
 
 
 @dataclass
-class Forms:
+class NodeForms:
     """Keep the forms of a model's nodes, each of which is found once."""
 
     versions: Mapping[str, int]  # the versions of the model's opsets
-    _of: dict[ir.Node, Form | None] = field(default_factory=dict)
+    _of: dict[ir.Node, NodeForm | None] = field(default_factory=dict)
 
-    def of(self, node: ir.Node) -> Form | None:
+    def of(self, node: ir.Node) -> NodeForm | None:
         """Return the form of a node; None if kernels do not compute it."""
         if node not in self._of:
-            self._of[node] = form_of(node, self.versions)
+            self._of[node] = self._form_of(node)
         return self._of[node]
 
     def forget(self, nodes: Iterable[ir.Node]) -> None:
@@ -67,32 +71,57 @@ class Forms:
     def is_map(self, node: ir.Node | None) -> bool:
         """Return whether a node is elementwise."""
         form = None if node is None else self.of(node)
-        return form is not None and form.kind is Kind.MAP
+        return form is not None and form.kind is NodeKind.MAP
 
     def attributes_of(self, node: ir.Node) -> dict[str, Any] | None:
-        """Return the values of a node's attributes; None for an operator that the model's opset lacks."""
-        return attributes_of(node, self.versions)
+        """Return the values of a node's attributes, with defaults; None for an operator that the opset lacks."""
+        is_known = node.domain == "" and schema_of("", node.op_type, self.versions.get("", 1)) is not None
+        return full_attributes(node, self.versions) if is_known else None
+
+    def _form_of(self, node: ir.Node) -> NodeForm | None:
+        attributes = self.attributes_of(node)
+        if attributes is None or not 1 <= len(node.inputs) <= _MOST_OPERANDS or node.inputs[0] is None:
+            return None
+        if node.op_type in _RESHAPING | REDUCING.keys():
+            if not (_is_computed(node.inputs[0]) and _is_computed(node.outputs[0])):
+                return None
+            return (_view if node.op_type in _RESHAPING else _reduction)(node, attributes)
+        if not all(map(_is_computed, (x for x in (*node.inputs, *node.outputs) if x is not None))):
+            return None
+        if node.op_type in ROW_OPERATORS:
+            return _rows(node, attributes, self.versions)
+        return NodeForm(NodeKind.MAP, attributes) if _is_elementwise(node, attributes) else None
+
+
+def is_well_formed(model: ir.Model) -> bool:
+    """Return whether all nodes have the inputs, outputs and types of attributes that the schema of their operator says.
+
+    ONNX Runtime opens no other model. Operators without a schema are not checked: nothing lowers them.
+    """
+    version = model.opset_imports.get("", 1)
+    return all(_follows_schema(node, version) for node in model.graph.all_nodes() if node.domain == "")
+
+
+def _follows_schema(node: ir.Node, version: int) -> bool:
+    schema = schema_of("", node.op_type, version)
+    if schema is None:
+        return True
+    required = {name for name, each in schema.attributes.items() if each.required}
+    return (
+        schema.min_input <= len(node.inputs) <= schema.max_input
+        and schema.min_output <= len(node.outputs) <= schema.max_output
+        and required <= node.attributes.keys() <= schema.attributes.keys()
+        and all(
+            not x.is_ref() and x.type.value == schema.attributes[name].type.value  # type: ignore[attr-defined]
+            for name, x in node.attributes.items()
+        )
+        and None not in node.inputs[: schema.min_input]
+    )
 
 
 def fixed(x: ir.Value | None) -> np.ndarray | None:
     """Return the array of a value that nobody can feed, or None if the value may change."""
     return None if x is None or x.is_graph_input() else constant_of(x)
-
-
-def form_of(node: ir.Node, versions: Mapping[str, int]) -> Form | None:
-    """Return the form of a node; None if kernels do not compute it."""
-    attributes = attributes_of(node, versions)
-    if attributes is None or not 1 <= len(node.inputs) <= _MOST_OPERANDS or node.inputs[0] is None:
-        return None
-    if node.op_type in _RESHAPING | REDUCING.keys():
-        if not (_is_computed(node.inputs[0]) and _is_computed(node.outputs[0])):
-            return None
-        return (_view if node.op_type in _RESHAPING else _reduction)(node, attributes)
-    if not all(map(_is_computed, (x for x in (*node.inputs, *node.outputs) if x is not None))):
-        return None
-    if node.op_type in ROWS:
-        return _rows(node, attributes, versions)
-    return Form(Kind.MAP, attributes) if _is_elementwise(node, attributes) else None
 
 
 def ctype_of(x: ir.Value) -> str:
@@ -122,9 +151,9 @@ def is_scalar(x: ir.Value) -> bool:
     return all(size == 1 for size in sizes_of(x))
 
 
-def operands_of(node: ir.Node, form: Form) -> dict[int, ir.Value]:
+def operands_of(node: ir.Node, form: NodeForm) -> dict[int, ir.Value]:
     """Return the inputs that a kernel reads as numbers, not axes or shapes, by their index."""
-    inputs = node.inputs[:1] if form.kind in (Kind.VIEW, Kind.REDUCE) else node.inputs
+    inputs = node.inputs[:1] if form.kind in (NodeKind.VIEW, NodeKind.REDUCE) else node.inputs
     return {i: x for i, x in enumerate(inputs) if x is not None}
 
 
@@ -153,20 +182,20 @@ def _is_elementwise(node: ir.Node, attributes: Mapping[str, Any]) -> bool:
         return ctype == source and ctype in FLOATING
     if node.op_type == "Div" and ctype not in FLOATING and number_of(node.inputs[1]) in (None, 0, -1):
         return False  # a whole number that divides all others without a trap is none of these
-    return expression(node.op_type, ctype, source, attributes, len(node.inputs)) is not None
+    return expression(node.op_type, ctype, source, attributes) is not None
 
 
-def _view(node: ir.Node, attributes: Mapping[str, Any]) -> Form | None:
+def _view(node: ir.Node, attributes: Mapping[str, Any]) -> NodeForm | None:
     x, y = node.inputs[0], node.outputs[0]
     assert x is not None
     left, right = ({i: size for i, size in enumerate(sizes_of(z)) if size != 1} for z in (x, y))
     if [*left.values()] != [*right.values()]:
         return None
     images = dict(zip(left, right, strict=True))
-    return Form(Kind.VIEW, attributes, images=tuple(map(images.get, range(rank_of(x)))))
+    return NodeForm(NodeKind.VIEW, attributes, images=tuple(map(images.get, range(rank_of(x)))))
 
 
-def _reduction(node: ir.Node, attributes: Mapping[str, Any]) -> Form | None:
+def _reduction(node: ir.Node, attributes: Mapping[str, Any]) -> NodeForm | None:
     x, y = node.inputs[0], node.outputs[0]
     assert x is not None
     rank, axes = rank_of(x), _reduced_axes(node, attributes)
@@ -176,7 +205,7 @@ def _reduction(node: ir.Node, attributes: Mapping[str, Any]) -> Form | None:
     keeps = attributes.get("keepdims", 1)
     kept = [p for p in range(rank) if keeps or p not in reduced]
     images = tuple(None if p in reduced else kept.index(p) for p in range(rank))
-    return Form(Kind.REDUCE, attributes, tuple(reduced), images) if rank_of(y) == len(kept) else None
+    return NodeForm(NodeKind.REDUCE, attributes, tuple(reduced), images) if rank_of(y) == len(kept) else None
 
 
 def _reduced_axes(node: ir.Node, attributes: Mapping[str, Any]) -> Sequence[int] | None:
@@ -190,11 +219,11 @@ def _reduced_axes(node: ir.Node, attributes: Mapping[str, Any]) -> Sequence[int]
     return None if not axes and attributes.get("noop_with_empty_axes") else axes
 
 
-def _rows(node: ir.Node, attributes: Mapping[str, Any], versions: Mapping[str, int]) -> Form | None:
+def _rows(node: ir.Node, attributes: Mapping[str, Any], versions: Mapping[str, int]) -> NodeForm | None:
     """Return the form of a node that normalizes along the last axis; before opset 13, softmax was over more."""
     y = node.outputs[0]
     rank = rank_of(y)
     last = rank > 0 and attributes.get("axis", -1) % rank == rank - 1
     if not last or ctype_of(y) != "float" or versions.get("", 1) < 13 or None in node.inputs:
         return None
-    return Form(Kind.ROWS, attributes, (rank - 1,))
+    return NodeForm(NodeKind.ROWS, attributes, (rank - 1,))

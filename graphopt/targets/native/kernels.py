@@ -11,112 +11,99 @@ from graphopt.targets.native.forms import sizes_of
 from graphopt.targets.native.lanes import LaneLoops
 from graphopt.targets.native.library import Kernel, braced
 from graphopt.targets.native.loops import Loops, indented, stored_type
-from graphopt.targets.native.numbers import Numbers, Total
+from graphopt.targets.native.numbers import Numbers, TaskTotal, scheduled
 from graphopt.targets.native.operators import REDUCTIONS
-from graphopt.targets.native.stages import scheduled
 
 _GRAIN = 16384  # elements of a task
 _MOST_TASKS = 16  # of a kernel with totals, of which each task has a part
 
 
 def cluster_kernel(cluster: Cluster) -> Kernel:
-    """Return the kernel of a cluster."""
-    return _Writer(cluster).kernel()
+    """Return the kernel of a cluster. In its lines, `@` stands for the kernel's name."""
+    numbers = Numbers(cluster)
+    fields = {x: f"in{i}" for i, x in enumerate(numbers.inputs)}
+    fields |= {y: f"out{i}" for i, y in enumerate(numbers.outputs)}
+    stages = scheduled(numbers)
+    lanes = LaneLoops(numbers, stages, fields)
+    loops = lanes if lanes.fits else Loops(numbers, stages, fields)
+    lines = [*_arguments(numbers), *loops.function(), *_task(loops), *_compute(loops)]
+    facts = {"aligned": tuple(_aligned(loops)), "nodes": len(cluster.nodes)}
+    return Kernel.named("k", "\n".join(lines) + "\n", numbers.inputs, numbers.outputs, **facts)
 
 
-class _Writer:
-    """Write a cluster in C. In its lines, `@` stands for the kernel's name."""
+def _aligned(loops: Loops) -> Iterator[tuple[int, int]]:
+    """Yield the inputs and outputs whose elements are read and written once, in one loop over all dimensions."""
+    numbers = loops.numbers
+    if loops.stages.count > 1 or not numbers.dimensions:
+        return
+    for x, axes in numbers.read:
+        for store in numbers.stores:
+            whole = list(axes) == list(store.axes) == numbers.dimensions
+            once = sum(other is x for other, _ in numbers.read) == 1
+            if whole and once and x.dtype == store.output.dtype:
+                yield numbers.inputs.index(x), numbers.outputs.index(store.output)
 
-    def __init__(self, cluster: Cluster) -> None:
-        self.numbers = Numbers(cluster)
-        self.inputs, self.outputs = self.numbers.inputs, self.numbers.outputs
-        names = {x: f"in{i}" for i, x in enumerate(self.inputs)}
-        names |= {y: f"out{i}" for i, y in enumerate(self.outputs)}
-        stages = scheduled(self.numbers)
-        lanes = LaneLoops(self.numbers, stages, names)
-        self.loops = lanes if lanes.fits else Loops(self.numbers, stages, names)
 
-    def kernel(self) -> Kernel:
-        lines = [*self._arguments(), *self.loops.function(), *self._task(), *self._compute()]
-        code = "\n".join(lines) + "\n"
-        aligned, nodes = tuple(self._aligned()), len(self.numbers.cluster.nodes)
-        return Kernel.named("k", code, self.inputs, self.outputs, aligned=aligned, nodes=nodes)
+def _arguments(numbers: Numbers) -> list[str]:
+    """Return the structure that all tasks share."""
+    fields = [f"const {stored_type(x)} *in{i};" for i, x in enumerate(numbers.inputs)]
+    fields += [f"{stored_type(y)} *out{i};" for i, y in enumerate(numbers.outputs)]
+    fields += [f"{total.operand.ctype} *sum{i};" for i, total in enumerate(numbers.totals)]
+    whole = ["rows", "columns", "tasks"]
+    whole += [f"n{i}" for i in range(len(numbers.dimensions))]
+    whole += [f"length{i}" for i in range(len(numbers.totals))]
+    return ["typedef struct {", *indented([*fields, f"int64_t {', '.join(whole)};"]), "} args_@;", ""]
 
-    def _aligned(self) -> Iterator[tuple[int, int]]:
-        """Yield the inputs and outputs whose elements are read and written once, in one loop over all dimensions."""
-        numbers = self.numbers
-        if self.loops.stages.count > 1 or not numbers.dimensions:
-            return
-        for x, axes in numbers.read:
-            for store in numbers.stores:
-                whole = list(axes) == list(store.axes) == numbers.dimensions
-                once = sum(other is x for other, _ in numbers.read) == 1
-                if whole and once and x.dtype == store.output.dtype:
-                    yield self.inputs.index(x), self.outputs.index(store.output)
 
-    def _arguments(self) -> list[str]:
-        """Return the structure that all tasks share."""
-        totals = self.numbers.totals
-        fields = [f"const {stored_type(x)} *in{i};" for i, x in enumerate(self.inputs)]
-        fields += [f"{stored_type(y)} *out{i};" for i, y in enumerate(self.outputs)]
-        fields += [f"{total.operand.ctype} *sum{i};" for i, total in enumerate(totals)]
-        whole = ["rows", "columns", "tasks"]
-        whole += [f"n{i}" for i in range(len(self.numbers.dimensions))]
-        whole += [f"length{i}" for i in range(len(totals))]
-        return ["typedef struct {", *indented([*fields, f"int64_t {', '.join(whole)};"]), "} args_@;", ""]
+def _task(loops: Loops) -> list[str]:
+    """Return the function that computes one task: some rows, or some columns where there are few rows."""
+    rows, columns = (f"a->{x} * task / a->tasks, a->{x} * (task + 1) / a->tasks" for x in ("rows", "columns"))
+    last = ", task" if loops.numbers.totals else ""
+    lines = ["const args_@ *a = user;"]
+    if loops.splits_columns:
+        lines.append(f"if (a->rows < a->tasks) body_@(a, 0, a->rows, {columns}{last});")
+        lines.append(f"else body_@(a, {rows}, 0, a->columns{last});")
+    else:
+        lines.append(f"body_@(a, {rows}{last});")
+    return ["static void task_@(void *user, size_t task) {", *indented(lines), "}", ""]
 
-    def _task(self) -> list[str]:
-        """Return the function that computes one task: some rows, or some columns where there are few rows."""
-        rows, columns = (
-            f"a->{x} * task / a->tasks, a->{x} * (task + 1) / a->tasks" for x in ("rows", "columns")
-        )
-        last = ", task" if self.numbers.totals else ""
-        lines = ["const args_@ *a = user;"]
-        if self.loops.splits_columns:
-            lines.append(f"if (a->rows < a->tasks) body_@(a, 0, a->rows, {columns}{last});")
-            lines.append(f"else body_@(a, {rows}, 0, a->columns{last});")
-        else:
-            lines.append(f"body_@(a, {rows}{last});")
-        return ["static void task_@(void *user, size_t task) {", *indented(lines), "}", ""]
 
-    # --- The operator ---
+def _compute(loops: Loops) -> list[str]:
+    """Return the function that ONNX Runtime calls: it checks shapes, makes outputs and starts tasks."""
+    numbers = loops.numbers
+    symbols: dict[str, str] = {}
+    lines = ["args_@ arguments, *a = &arguments;"]
+    for i, x in enumerate(numbers.inputs):
+        lines += _input(i, x, symbols)
+    lines += _extents(loops, symbols)
+    for i, y in enumerate(numbers.outputs):
+        sizes = ["1" if d is None else numbers.size(d) for d in numbers.cluster.axes[y]]
+        shape = f"(int64_t[]){braced(sizes)}" if sizes else "NULL"
+        lines.append(f"CHECK(output(context, {i}, &a->out{i}, {shape}, {len(sizes)}));")
+    first = len(numbers.stores)
+    for i, total in enumerate(numbers.totals):
+        lines += _prepared(i, total, first + i, numbers.product(total.axes))
+    lines.append("CHECK(in_parallel(context, task_@, a->tasks, a));")
+    for i, total in enumerate(numbers.totals):
+        lines += _merged(i, total, first + i)
+    return ["static OrtStatus *compute_@(Context *context) {", *indented([*lines, "return NULL;"]), "}", ""]
 
-    def _compute(self) -> list[str]:
-        """Return the function that ONNX Runtime calls: it checks shapes, makes outputs and starts tasks."""
-        symbols: dict[str, str] = {}
-        lines = ["args_@ arguments, *a = &arguments;"]
-        for i, x in enumerate(self.inputs):
-            lines += _input(i, x, symbols)
-        lines += self._extents(symbols)
-        for i, y in enumerate(self.outputs):
-            sizes = ["1" if d is None else self.numbers.size(d) for d in self.numbers.cluster.axes[y]]
-            shape = f"(int64_t[]){braced(sizes)}" if sizes else "NULL"
-            lines.append(f"CHECK(output(context, {i}, &a->out{i}, {shape}, {len(sizes)}));")
-        first = len(self.numbers.stores)
-        for i, total in enumerate(self.numbers.totals):
-            length = self.numbers.product([d for d in total.axes if d is not None])
-            lines += _prepared(i, total, first + i, length)
-        lines.append("CHECK(in_parallel(context, task_@, a->tasks, a));")
-        for i, total in enumerate(self.numbers.totals):
-            lines += _merged(i, total, first + i)
-        body = indented([*lines, "return NULL;"])
-        return ["static OrtStatus *compute_@(Context *context) {", *body, "}", ""]
 
-    def _extents(self, symbols: Mapping[str, str]) -> list[str]:
-        """Return the statements that set the numbers of rows, columns and tasks."""
-        numbers = self.numbers
-        lines = []
-        for i, size in enumerate(numbers.cluster.space.sizes.values()):
-            lines.append(f"a->n{i} = {size if isinstance(size, int) else symbols[size]};")
-        lines.append(f"a->rows = {numbers.product(numbers.rows)};")
-        lines.append(f"a->columns = {numbers.product(numbers.columns)};")
-        lines.append(f"a->tasks = (a->rows * a->columns + {_GRAIN - 1}) / {_GRAIN};")
-        if not self.loops.splits_columns:
-            lines.append("if (a->tasks > a->rows) a->tasks = a->rows;")
-        if numbers.totals:
-            lines.append(f"if (a->tasks > {_MOST_TASKS}) a->tasks = {_MOST_TASKS};")
-        lines.append("if (a->tasks < 1) a->tasks = 1;")
-        return lines
+def _extents(loops: Loops, symbols: Mapping[str, str]) -> list[str]:
+    """Return the statements that set the numbers of rows, columns and tasks."""
+    numbers = loops.numbers
+    lines = []
+    for i, size in enumerate(numbers.cluster.space.sizes.values()):
+        lines.append(f"a->n{i} = {size if isinstance(size, int) else symbols[size]};")
+    lines.append(f"a->rows = {numbers.product(numbers.rows)};")
+    lines.append(f"a->columns = {numbers.product(numbers.columns)};")
+    lines.append(f"a->tasks = (a->rows * a->columns + {_GRAIN - 1}) / {_GRAIN};")
+    if not loops.splits_columns:
+        lines.append("if (a->tasks > a->rows) a->tasks = a->rows;")
+    if numbers.totals:
+        lines.append(f"if (a->tasks > {_MOST_TASKS}) a->tasks = {_MOST_TASKS};")
+    lines.append("if (a->tasks < 1) a->tasks = 1;")
+    return lines
 
 
 def _input(i: int, x: ir.Value, symbols: dict[str, str]) -> list[str]:
@@ -135,7 +122,7 @@ def _input(i: int, x: ir.Value, symbols: dict[str, str]) -> list[str]:
     return [*lines, f"if ({' || '.join(unlike)}) return unlike();"] if unlike else lines
 
 
-def _prepared(i: int, total: Total, output: int, length: str) -> list[str]:
+def _prepared(i: int, total: TaskTotal, output: int, length: str) -> list[str]:
     """Return the statements that give each task memory for its part of a total; a single task has the output."""
     ctype = total.operand.ctype
     memory = f"allocate(sizeof({ctype}) * a->tasks * a->length{i})"
@@ -144,7 +131,7 @@ def _prepared(i: int, total: Total, output: int, length: str) -> list[str]:
     return [f"a->length{i} = {length};", f"a->sum{i} = {memory};"]
 
 
-def _merged(i: int, total: Total, output: int) -> list[str]:
+def _merged(i: int, total: TaskTotal, output: int) -> list[str]:
     """Return the statements that put the tasks' parts of a total together."""
     step = REDUCTIONS[total.how][1].format("x", f"a->sum{i}[t * a->length{i} + i]")
     return [

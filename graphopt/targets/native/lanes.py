@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import math
 
-from graphopt.targets.native.loops import Loop, Loops, indented
-from graphopt.targets.native.numbers import ALL, ELEMENT, ROW, Number, Store, Total
+from graphopt.targets.native.loops import Loops, VectorLoop, indented
+from graphopt.targets.native.numbers import ALL, ELEMENT, ROW, Number, Store, TaskTotal
 from graphopt.targets.native.operators import REDUCTIONS
 
 _LANES = 16
@@ -91,7 +91,7 @@ class LaneLoops(Loops):
         """Return whether rows read a number of their own for each column."""
         return x.extent is ELEMENT and x.source is not None and self.has_whole_rows(x.source[1])
 
-    def _rows_of(self, stage: int) -> Loop:
+    def _rows_of(self, stage: int) -> VectorLoop:
         """Return the loop over the lanes that computes rows' own numbers before a stage, and stores them."""
         loop = self._loop(stage, computes_rows=True)
         for x in self.stages.computed(stage, ROW):
@@ -106,9 +106,9 @@ class LaneLoops(Loops):
                 self._add_lanes(loop, i, total, "0")
         return loop
 
-    def _loop(self, stage: int, computes_rows: bool = False) -> Loop:
+    def _loop(self, stage: int, computes_rows: bool = False) -> VectorLoop:
         place = functools.partial(self._place, stage, computes_rows=computes_rows)
-        return Loop("for (int l = 0; l < lanes; l++)", {ELEMENT, ROW}, place)
+        return VectorLoop("for (int l = 0; l < lanes; l++)", {ELEMENT, ROW}, place)
 
     def _place(self, stage: int, x: Number, computes_rows: bool = False) -> tuple[str | None, str | None]:
         if x.source is not None:
@@ -127,14 +127,14 @@ class LaneLoops(Loops):
     def _output(self, store: Store) -> str:
         return f"y_{self.names[store.output]}[{_BY_COLUMN}]"
 
-    def _reduce_row(self, loop: Loop, how: str, x: Number) -> None:
+    def _reduce_row(self, loop: VectorLoop, how: str, x: Number) -> None:
         loop.accumulate(how, x.operands[0], f"r_{x.name}[l]")
 
-    def _add_to_total(self, loop: Loop, i: int, total: Total) -> None:
+    def _add_to_total(self, loop: VectorLoop, i: int, total: TaskTotal) -> None:
         if total.operand.extent is ELEMENT:
             self._add_lanes(loop, i, total, "j" if total.axes else "0")
 
-    def _add_lanes(self, loop: Loop, i: int, total: Total, place: str) -> None:
+    def _add_lanes(self, loop: VectorLoop, i: int, total: TaskTotal, place: str) -> None:
         """Reduce a number over the lanes, and take the result into a total."""
         loop.reduce(total.how, total.operand, f"u{i}")
         loop.after.append(REDUCTIONS[total.how][1].format(f"t_{i}[{place}]", f"u{i}"))

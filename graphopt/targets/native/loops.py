@@ -8,16 +8,25 @@ from dataclasses import dataclass, field
 
 import onnx_ir as ir
 
-from graphopt.targets.native.numbers import ALL, ELEMENT, ROW, Extent, Number, Numbers, Store, Total
-from graphopt.targets.native.operators import REDUCTIONS, STORED
+from graphopt.targets.native.numbers import (
+    ALL,
+    ELEMENT,
+    ROW,
+    Extent,
+    Number,
+    Numbers,
+    Stages,
+    Store,
+    TaskTotal,
+)
+from graphopt.targets.native.operators import REDUCTIONS, STORED_TYPES
 from graphopt.targets.native.space import Axes
-from graphopt.targets.native.stages import Stages
 
 
 def stored_type(x: ir.Value) -> str:
     """Return the C type of a value's elements in memory."""
     assert x.dtype is not None
-    return STORED[x.dtype]
+    return STORED_TYPES[x.dtype]
 
 
 def indented(lines: Iterable[str]) -> list[str]:
@@ -25,7 +34,7 @@ def indented(lines: Iterable[str]) -> list[str]:
 
 
 @dataclass
-class Loop:
+class VectorLoop:
     """Collect the statements of a vectorized loop.
 
     Args:
@@ -187,7 +196,7 @@ class Loops:
 
     # --- A loop over the columns ---
 
-    def _columns_of(self, stage: int) -> Loop:
+    def _columns_of(self, stage: int) -> VectorLoop:
         """Return the loop that computes the numbers of a stage, with what comes before and after it."""
         loop = self._loop(stage)
         for x in self.stages.computed(stage, ELEMENT):
@@ -202,10 +211,10 @@ class Loops:
                 loop.store(store.number, self._output(store))
         return loop
 
-    def _loop(self, stage: int) -> Loop:
+    def _loop(self, stage: int) -> VectorLoop:
         first, end = ("column0", "column1") if self.splits_columns else ("0", "columns")
         head = f"for (int64_t j = {first}; j < {end}; j++)"
-        return Loop(head, {ELEMENT}, functools.partial(self._place, stage))
+        return VectorLoop(head, {ELEMENT}, functools.partial(self._place, stage))
 
     def _place(self, stage: int, x: Number) -> tuple[str | None, str | None]:
         """Return where a loop finds a number, and where it leaves it for later ones."""
@@ -228,11 +237,11 @@ class Loops:
         """Return where a loop stores a number of an output."""
         return f"q_{self.names[store.output]}[j]"
 
-    def _reduce_row(self, loop: Loop, how: str, x: Number) -> None:
+    def _reduce_row(self, loop: VectorLoop, how: str, x: Number) -> None:
         """Reduce a number along the row."""
         loop.reduce(how, x.operands[0], x.name)
 
-    def _add_to_total(self, loop: Loop, i: int, total: Total) -> None:
+    def _add_to_total(self, loop: VectorLoop, i: int, total: TaskTotal) -> None:
         """Take a number into a total: for each column, along the row first, or once a row."""
         offset, x = self.offset(total.axes), total.operand
         if any(d in self.numbers.columns for d in total.axes):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 from collections import Counter
@@ -9,34 +10,29 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import onnx
 import onnx_ir as ir
 
 from graphopt.errors import GraphoptError, unknown
 from graphopt.graph.checking import KERNELS
-from graphopt.graph.metadata import copy
 from graphopt.graph.rewriting import Pass, remove_unused_nodes
 from graphopt.graph.shapes import infer_anew
 from graphopt.graph.storage import skeleton
-from graphopt.graph.values import like
-from graphopt.targets.native.attributes import is_well_formed
-from graphopt.targets.native.bodies import bodies, move_into_bodies, note_rows
-from graphopt.targets.native.cache import cache_folder, keep, kept
+from graphopt.graph.values import like, swap
+from graphopt.targets.native.cache import cache_folder, read_cached, read_model, write_cached
 from graphopt.targets.native.clusters import find_clusters
 from graphopt.targets.native.convolutions import convolution_kernel
-from graphopt.targets.native.forms import Forms
-from graphopt.targets.native.in_place import write_in_place
+from graphopt.targets.native.forms import NodeForms, is_well_formed
 from graphopt.targets.native.kernels import cluster_kernel
 from graphopt.targets.native.library import Kernel, Replacement, parts, source
+from graphopt.targets.native.new_state import add_state_check, write_in_place
 from graphopt.targets.native.products import product_kernel
-from graphopt.targets.native.scans import scan_kernel
+from graphopt.targets.native.scans import bodies, move_into_bodies, note_rows, scan_kernel
 from graphopt.targets.native.sizes import read_shapes_early, unify_sizes
-from graphopt.targets.native.state_check import add_state_check
 from graphopt.targets.native.toolchain import build, digest_of
 from graphopt.targets.target import own_version
 from graphopt.targets.updates import fold_updates
 
-LOWERINGS = ("kernels", "products", "convolutions", "scans")
+KERNEL_KINDS = ("kernels", "products", "convolutions", "scans")
 
 
 @dataclass
@@ -65,7 +61,7 @@ class Lowered:
     digest: str  # a hash of the graph that was lowered, and of all that its kernels depend on
 
 
-def lower(
+def lower_to_kernels(
     model: ir.Model, without: Sequence[str] = (), threads: int | None = None, *, in_place: bool = False
 ) -> Lowered | None:
     """Return a copy of a graph with kernels in place of nodes; None if nothing changes.
@@ -80,7 +76,7 @@ def lower(
     Raises:
         GraphoptError: there is no compiler, it fails, or the cache folder cannot be written to.
     """
-    if set(LOWERINGS) <= set(without):
+    if set(KERNEL_KINDS) <= set(without):
         return None
     threads = threads or os.cpu_count() or 1
     content, weights = skeleton(model)
@@ -103,21 +99,17 @@ def _lowered(
     library = build(source(kernels, threads), parts(kernels))
     content, _ = skeleton(result.model)
     note = {"library": library.name, "check": result.check, "shared": shared}
-    keep(f"{digest}.onnx", content)
-    keep(f"{digest}.json", json.dumps(note).encode())
+    write_cached(f"{digest}.onnx", content)
+    write_cached(f"{digest}.json", json.dumps(note).encode())
     return Lowered(result.model, library, result.check, shared, digest)
 
 
 def _kept(digest: str, weights: Mapping[str, ir.TensorProtocol]) -> Lowered | None:
     """Return a graph that was lowered before, with its weights; None if the cache lacks it or is damaged."""
-    content, text = kept(f"{digest}.onnx"), kept(f"{digest}.json")
+    model, text = read_model(f"{digest}.onnx", weights), read_cached(f"{digest}.json")
     note = json.loads(text) if text else {}
-    if content is None or not note or kept(note["library"]) is None:
+    if model is None or not note or read_cached(note["library"]) is None:
         return None
-    model = ir.from_proto(onnx.load_model_from_string(content))
-    for name, tensor in weights.items():
-        if name in model.graph.initializers:
-            model.graph.initializers[name].const_value = tensor
     return Lowered(model, cache_folder() / note["library"], note["check"], note["shared"], digest)
 
 
@@ -132,14 +124,14 @@ def plan(model: ir.Model, without: Sequence[str] = ()) -> Plan:
 
 def place_kernels(model: ir.Model, without: Sequence[str] = ()) -> Plan:
     """Put kernels in place of the nodes of a graph, as `plan` does in a copy."""
-    result, lowerings = Plan(model), set(LOWERINGS) - set(without)
+    result, lowerings = Plan(model), set(KERNEL_KINDS) - set(without)
     if not is_well_formed(model):  # ONNX Runtime says what is wrong
         return result
     infer_anew(model)
     fold_updates(model, leave_out=["fold_momentum_into_gemm"])  # kernels compute no beta C
     infer_anew(model)
-    unify_sizes(model, {str(dim) for x in model.graph.inputs for dim in x.shape or ()})
-    forms = Forms(dict(model.opset_imports))
+    forms = NodeForms(dict(model.opset_imports))
+    unify_sizes(model, {str(dim) for x in model.graph.inputs for dim in x.shape or ()}, forms)
     if "kernels" in lowerings:
         read_shapes_early(model, forms)
         result.check = add_state_check(model, forms)
@@ -149,14 +141,13 @@ def place_kernels(model: ir.Model, without: Sequence[str] = ()) -> Plan:
     for body in loops:
         note_rows(body, forms)
     for graph in [*model.graphs()]:
-        if "convolutions" in lowerings:
-            _lower_nodes(result, "convolutions", graph, lambda node: convolution_kernel(node, forms))
-        if "products" in lowerings:
-            _lower_nodes(result, "products", graph, lambda node: product_kernel(node, forms))
+        for kind, kernel_of in (("convolutions", convolution_kernel), ("products", product_kernel)):
+            if kind in lowerings:
+                _lower_nodes(result, kind, graph, functools.partial(kernel_of, forms=forms))
         if "kernels" in lowerings:
             _lower_clusters(result, graph, forms, least=1 if graph in loops else 2)
     for graph in [*reversed(loops), model.graph] if "scans" in lowerings else []:
-        _lower_nodes(result, "scans", graph, lambda node: scan_kernel(node, forms, result.calls))
+        _lower_nodes(result, "scans", graph, functools.partial(scan_kernel, forms=forms, calls=result.calls))
     remove_unused_nodes(model.graph)
     if result.calls:
         model.opset_imports[KERNELS] = 1
@@ -179,29 +170,25 @@ class Kernels(Pass):
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in self.leave_out:
-            if name not in LOWERINGS:
-                raise GraphoptError(unknown("lowering", name, LOWERINGS))
+            if name not in KERNEL_KINDS:
+                raise GraphoptError(unknown("lowering", name, KERNEL_KINDS))
 
     def rewrite(self, model: ir.Model) -> None:
         place_kernels(model, self.leave_out)
 
 
 def _lower_nodes(
-    result: Plan,
-    lowering: str,
-    graph: ir.Graph,
-    kernel_of: Callable[[ir.Node], Replacement | None],
+    result: Plan, lowering: str, graph: ir.Graph, kernel_of: Callable[[ir.Node], Replacement | None]
 ) -> None:
     """Replace nodes, each with those around it that its kernel takes in."""
     for node in list(graph):
-        if (
-            node.graph is graph and (lowered := kernel_of(node)) is not None
-        ):  # not replaced together with another
+        lowered = kernel_of(node) if node.graph is graph else None  # not replaced together with another
+        if lowered is not None:
             _replace(result, lowering, graph, *lowered)
     remove_unused_nodes(graph)
 
 
-def _lower_clusters(result: Plan, graph: ir.Graph, forms: Forms, least: int) -> None:
+def _lower_clusters(result: Plan, graph: ir.Graph, forms: NodeForms, least: int) -> None:
     """Replace clusters of at least so many nodes."""
     for cluster in find_clusters(graph, forms, least):
         cluster.nodes = {node: cluster.nodes[node] for node in graph if node in cluster.nodes}
@@ -211,12 +198,10 @@ def _lower_clusters(result: Plan, graph: ir.Graph, forms: Forms, least: int) -> 
 
 def _replace(result: Plan, lowering: str, graph: ir.Graph, kernel: Kernel, nodes: Sequence[ir.Node]) -> None:
     """Put a call of a kernel in place of nodes."""
-    outputs = [like(ir.Value(name=y.name), y) for y in kernel.outputs]
-    node = ir.Node(KERNELS, kernel.name, list(kernel.inputs), outputs=outputs)
+    node = ir.Node(KERNELS, kernel.name, kernel.inputs, num_outputs=len(kernel.outputs))
     graph.insert_after(nodes[-1], node)
-    for old, new in zip(kernel.outputs, outputs, strict=True):
-        copy(old, new)
-        ir.convenience.replace_all_uses_with(old, new, replace_graph_outputs=True)
+    for old, new in zip(kernel.outputs, node.outputs, strict=True):
+        swap(old, like(new, old))
     graph.remove(nodes, safe=True)
     result.calls[node] = kernel
     result.counts[lowering] += 1

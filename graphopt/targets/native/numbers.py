@@ -1,9 +1,12 @@
-"""Turn the nodes of a cluster into numbers: what is read, and expressions of other numbers."""
+"""Turn the nodes of a cluster into numbers, what is read and expressions of other numbers, and schedule them.
+
+A row is passed over several times if numbers need the sum of the whole row.
+"""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
@@ -12,7 +15,7 @@ import onnx_ir as ir
 
 from graphopt.graph.operators import CHOOSING
 from graphopt.targets.native.clusters import Cluster, leaves
-from graphopt.targets.native.forms import Form, Kind, ctype_of, number_of, operands_of
+from graphopt.targets.native.forms import NodeForm, NodeKind, ctype_of, number_of, operands_of
 from graphopt.targets.native.operators import FOLDED, REDUCING, cast, expression, in_type, literal, power
 from graphopt.targets.native.space import Axes, varying
 
@@ -30,17 +33,22 @@ ELEMENT, ROW, ALL = Extent
 
 @dataclass(eq=False)
 class Number:
-    """A number of each element, of each row, or of the whole kernel."""
+    """A number of each element, of each row, or of the whole kernel.
 
-    name: str  # its variable in C, or a literal
+    Args:
+        name: its variable in C, or a literal.
+        code: its expression, with operands in braces.
+        reduces: how it is reduced from the operand along a row, as `operators.REDUCTIONS` names it.
+        source: the value that it is read from, and that value's dimensions.
+    """
+
+    name: str
     ctype: str
     extent: Extent
-    code: str = ""  # its expression, with operands in braces
+    code: str = ""
     operands: tuple[Number, ...] = ()
-    reduces: str | None = (
-        None  # how it is reduced from the operand along a row, as `operators.REDUCTIONS` names it
-    )
-    source: tuple[ir.Value, Axes] | None = None  # the value that it is read from, and that value's dimensions
+    reduces: str | None = None
+    source: tuple[ir.Value, Axes] | None = None
 
     @property
     def expression(self) -> str:
@@ -53,13 +61,13 @@ class Number:
 
 
 @dataclass(frozen=True)
-class Total:
+class TaskTotal:
     """A reduction over all tasks."""
 
     how: str  # the reduction, as `operators.REDUCTIONS` names it
     operand: Number
     output: ir.Value
-    axes: Axes  # the dimensions that the output varies over
+    axes: tuple[int, ...]  # the dimensions that the output varies over
     after: str  # what becomes of the reduced number, with it in braces
 
 
@@ -79,7 +87,7 @@ class Numbers:
     cluster: Cluster
     all: list[Number] = field(default_factory=list)
     read: dict[tuple[ir.Value, Axes], Number] = field(default_factory=dict)
-    totals: list[Total] = field(default_factory=list)
+    totals: list[TaskTotal] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.dimensions = self.cluster.space.dimensions
@@ -167,36 +175,38 @@ class Numbers:
 
     # --- Nodes ---
 
-    def _compute(self, node: ir.Node, form: Form) -> None:
+    def _compute(self, node: ir.Node, form: NodeForm) -> None:
         """Add the numbers of a node's outputs."""
         operands = {i: self._operand(node, i, x) for i, x in operands_of(node, form).items()}
         xs, y = list(operands.values()), node.outputs[0]
-        if form.kind is Kind.VIEW:
+        if form.kind is NodeKind.VIEW:
             self._of[y] = xs[0]
             return
-        if form.kind is Kind.REDUCE:
+        if form.kind is NodeKind.REDUCE:
             self._reduce(node, form, xs[0])
-        elif form.kind is Kind.ROWS:
+        elif form.kind is NodeKind.ROWS:
             results = self._softmax(node, xs) if len(xs) == 1 else self._normalization(node, form, xs)
             self._of.update(zip(node.outputs, results, strict=False))
         elif node.op_type == "Clip":
             self._of[y] = self._clipped(operands)
         elif node.op_type in FOLDED:
-            code, ctype = self._expression(node, form, xs), ctype_of(y)
-            self._of[y] = functools.reduce(functools.partial(self._map, code, ctype), xs)
+            ctype = ctype_of(y)
+            step, after = (in_type(part, ctype) for part in FOLDED[node.op_type])
+            result = functools.reduce(functools.partial(self._map, step, ctype), xs)
+            self._of[y] = self._map(after.replace("{N}", str(len(xs))), ctype, result)
         else:
             self._of[y] = self._map(self._expression(node, form, xs), ctype_of(y), *xs)
         if y.dtype == ir.DataType.FLOAT16 and y in self._of and node.op_type not in CHOOSING:
             self._of[y] = self._map(_ROUNDED, ctype_of(y), self._of[y])
 
-    def _expression(self, node: ir.Node, form: Form, xs: Sequence[Number]) -> str:
+    def _expression(self, node: ir.Node, form: NodeForm, xs: Sequence[Number]) -> str:
         y = node.outputs[0]
         assert y.dtype is not None
         if node.op_type == "Cast":
             return cast(y.dtype, xs[0].ctype)
         if node.op_type == "Pow":
             return power(number_of(node.inputs[1]), ctype_of(y))
-        code = expression(node.op_type, ctype_of(y), xs[0].ctype, form.attributes, len(xs))
+        code = expression(node.op_type, ctype_of(y), xs[0].ctype, form.attributes)
         assert code is not None
         return code
 
@@ -209,14 +219,14 @@ class Numbers:
         bounded = self._map("{0} < {1} ? {1} : {0}", ctype, operands[0], low)
         return self._map("{0} > {1} ? {1} : {0}", ctype, bounded, high)
 
-    def _reduce(self, node: ir.Node, form: Form, x: Number) -> None:
+    def _reduce(self, node: ir.Node, form: NodeForm, x: Number) -> None:
         y, axes = node.outputs[0], self.cluster.read[node, 0]
         reduced = varying([axes[p] for p in form.reduced])
         before, how, after = (in_type(part, x.ctype) for part in REDUCING[node.op_type])
         after = after.replace("{N}", self.product(reduced))
         term = self._map(before, x.ctype, x)
         if y in self.cluster.totals:
-            self.totals.append(Total(how, term, y, varying(self.cluster.axes[y]), after))
+            self.totals.append(TaskTotal(how, term, y, varying(self.cluster.axes[y]), after))
         else:
             total = self._reduced(how, term) if reduced else term
             self._of[y] = self._map(after, x.ctype, total)
@@ -231,7 +241,7 @@ class Numbers:
             return [self._map("{0} - {1}", "float", shifted, self._map("log_float({0})", "float", total))]
         return [self._map("{0} * {1}", "float", power, self._map("1 / {0}", "float", total))]
 
-    def _normalization(self, node: ir.Node, form: Form, xs: Sequence[Number]) -> list[Number]:
+    def _normalization(self, node: ir.Node, form: NodeForm, xs: Sequence[Number]) -> list[Number]:
         """Return the normalized number, and of LayerNormalization the mean and the inverse deviation."""
         mean_of = f"{{0}} / (float)({self.product(self.columns)})"
         epsilon = literal(float(form.attributes["epsilon"]), "float")
@@ -246,3 +256,68 @@ class Numbers:
         if len(xs) > 2:
             y = self._map("{0} + {1}", "float", y, xs[2])
         return [y, *moments, inverse]
+
+
+@dataclass
+class Stages:
+    """Say in which loop over the columns each number is computed.
+
+    Args:
+        of: the loop that computes a number of an element; of a row's number, the loop before which it is known.
+        kept: the numbers of elements that a loop leaves for later ones; these compute again what is not kept.
+    """
+
+    of: dict[Number, int] = field(default_factory=dict)
+    kept: list[Number] = field(default_factory=list)
+
+    @property
+    def count(self) -> int:
+        return max(self.of.values(), default=0) + 1
+
+    def computed(self, stage: int, extent: Extent) -> list[Number]:
+        """Return the numbers of an extent whose expressions belong to a loop, or come before it."""
+        return [x for x, at in self.of.items() if at == stage and x.extent is extent and x.code]
+
+    def reduced(self, stage: int) -> list[tuple[str, Number]]:
+        """Return the reductions of a loop, and the numbers that they give."""
+        return [(x.reduces, x) for x, at in self.of.items() if at == stage + 1 and x.reduces]
+
+
+def scheduled(numbers: Numbers) -> Stages:
+    """Return the stages of numbers: each is computed as late as its readers allow, if that needs nothing kept."""
+    stages = Stages()
+    for x in numbers.all:
+        if x.reduces:
+            stages.of[x] = stages.of[x.operands[0]] + 1
+        else:
+            stages.of[x] = max((stages.of.get(operand, 0) for operand in x.operands), default=0)
+    readers: dict[Number, list[Number]] = {}
+    for x in numbers.all:
+        for operand in x.operands:
+            readers.setdefault(operand, []).append(x)
+    results = {store.number for store in numbers.stores} | {total.operand for total in numbers.totals}
+    computed = [x for x in _elements(numbers.all) if not x.is_read]
+    for x in reversed(computed):
+        late = min(_uses(stages, readers.get(x, [])), default=0)
+        if x not in results and late > stages.of[x] and all(y.is_read for y in _elements(x.operands)):
+            stages.of[x] = late
+    for x in computed:
+        crosses = max(_uses(stages, readers.get(x, [])), default=0) > stages.of[x]
+        if crosses and not _is_computed_again(x, stages.kept):
+            stages.kept.append(x)
+    return stages
+
+
+def _uses(stages: Stages, readers: Iterable[Number]) -> list[int]:
+    """Return the loops that read a number."""
+    return [stages.of[x] - 1 if x.reduces else stages.of[x] for x in readers]
+
+
+def _is_computed_again(x: Number, kept: list[Number]) -> bool:
+    """Return whether a number is cheaper to compute again than to keep: no function, no division."""
+    there = all(y.is_read or y in kept for y in _elements(x.operands))
+    return there and not any(sign in x.code for sign in "/(")
+
+
+def _elements(numbers: Iterable[Number]) -> list[Number]:
+    return [x for x in numbers if x.extent is ELEMENT]

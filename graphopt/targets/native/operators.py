@@ -2,12 +2,12 @@
 
 `{0}`, `{1}`, ... are the operands, which have the type of the result unless the operator says otherwise. `{F}` is the
 suffix of C's functions of a floating type (`sqrtf`), `{T}` that of the functions in functions.h (`exp_float`), and
-`{C}` the type itself.
+`{C}` the type itself. `{alpha}` is the attribute `alpha`, a floating number.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import onnx_ir as ir
@@ -22,7 +22,7 @@ CTYPES = {
     ir.DataType.INT32: "int32_t",
     ir.DataType.BOOL: "uint8_t",
 }
-STORED = {**CTYPES, ir.DataType.FLOAT16: "_Float16"}
+STORED_TYPES = {**CTYPES, ir.DataType.FLOAT16: "_Float16"}
 _SUFFIXES = {"float": {"{F}": "f", "{T}": "_float"}, "double": {"{F}": "", "{T}": ""}}
 FLOATING = frozenset(_SUFFIXES)
 
@@ -70,19 +70,25 @@ OF_FLOATING = {
     "Atan": "atan{T}({0})",
     "Atanh": "atanh{T}({0})",
     "Ceil": "ceil{F}({0})",
+    "Celu": "{0} > 0 ? {0} : {alpha} * expm1{T}({0} / {alpha})",
     "Cos": "cos{T}({0})",
     "Cosh": "cosh{T}({0})",
     "Div": "{0} / {1}",
+    "Elu": "{0} > 0 ? {0} : {alpha} * expm1{T}({0})",
     "Erf": "erf{T}({0})",
     "Exp": "exp{T}({0})",
     "Floor": "floor{F}({0})",
+    "HardSigmoid": "CLAMP({alpha} * {0} + {beta}, 0, 1)",
     "HardSwish": "{0} * CLAMP({0} * ({C})(1.0 / 6) + ({C})0.5, 0, 1)",
+    "LeakyRelu": "{0} >= 0 ? {0} : {alpha} * {0}",
     "Log": "log{T}({0})",
     "Mish": "mish{T}({0})",
     "PRelu": "{0} < 0 ? {0} * {1} : {0}",
     "Reciprocal": "1 / {0}",
     "Relu": "{0} > 0 || {0} != {0} ? {0} : 0",
     "Round": "rint{F}({0})",
+    "Selu": "{gamma} * ({0} > 0 ? {0} : {alpha} * expm1{T}({0}))",
+    "Shrink": "{0} < -{lambd} ? {0} + {bias} : {0} > {lambd} ? {0} - {bias} : 0",
     "Sigmoid": "sigmoid{T}({0})",
     "Sign": "{0} > 0 ? 1 : {0} < 0 ? -1 : {0} + 0",
     "Sin": "sin{T}({0})",
@@ -90,22 +96,10 @@ OF_FLOATING = {
     "Softplus": "softplus{T}({0})",
     "Softsign": "{0} / (1 + fabs{F}({0}))",
     "Sqrt": "sqrt{F}({0})",
+    "Swish": "swish{T}({0}, {alpha})",
     "Tan": "tan{T}({0})",
     "Tanh": "tanh{T}({0})",
-}
-
-# Operators of floating numbers with attributes, from a function that returns an attribute as a literal.
-WITH_ATTRIBUTES: Mapping[str, Callable[[Callable[[str], str]], str]] = {
-    "Celu": lambda of: f"{{0}} > 0 ? {{0}} : {of('alpha')} * expm1{{T}}({{0}} / {of('alpha')})",
-    "Elu": lambda of: f"{{0}} > 0 ? {{0}} : {of('alpha')} * expm1{{T}}({{0}})",
-    "HardSigmoid": lambda of: f"CLAMP({of('alpha')} * {{0}} + {of('beta')}, 0, 1)",
-    "LeakyRelu": lambda of: f"{{0}} >= 0 ? {{0}} : {of('alpha')} * {{0}}",
-    "Selu": lambda of: f"{of('gamma')} * ({{0}} > 0 ? {{0}} : {of('alpha')} * expm1{{T}}({{0}}))",
-    "Shrink": lambda of: (
-        f"{{0}} < -{of('lambd')} ? {{0}} + {of('bias')} : {{0}} > {of('lambd')} ? {{0}} - {of('bias')} : 0"
-    ),
-    "Swish": lambda of: f"swish{{T}}({{0}}, {of('alpha')})",
-    "ThresholdedRelu": lambda of: f"{{0}} > {of('alpha')} ? {{0}} : 0",
+    "ThresholdedRelu": "{0} > {alpha} ? {0} : 0",
 }
 
 # Operators that the runtime has, or computes, in float32 alone.
@@ -123,20 +117,17 @@ _POWERS: Mapping[float | None, str] = {
     3.0: "{0} * {0} * {0}",
 }
 
-# Operators of floating numbers with any number of operands.
-VARIADIC: Mapping[str, Callable[[int], str]] = {
-    "Mean": lambda count: f"({_added(count)}) * ({{C}})(1.0 / {count})",
-    "Sum": lambda count: _added(count),
+# Operators of floating numbers that take in one operand after the other, and what becomes of the result; `{N}` is the
+# number of operands.
+FOLDED = {
+    "Max": ("MAXIMUM({0}, {1})", "{0}"),
+    "Mean": ("{0} + {1}", "{0} * ({C})(1.0 / {N})"),
+    "Min": ("MINIMUM({0}, {1})", "{0}"),
+    "Sum": ("{0} + {1}", "{0}"),
 }
-
-# Operators that take in one operand after the other.
-FOLDED = {"Max": "MAXIMUM({0}, {1})", "Min": "MINIMUM({0}, {1})"}
 
 # Operators whose operands need not have the type of the result.
 _MIXED = {"Equal", "Greater", "GreaterOrEqual", "IsNaN", "Less", "LessOrEqual", "Where"}
-
-_WRITTEN = {"Cast", "Clip", "Gelu", "IsInf", "Mod", "Pow"}  # by functions
-ELEMENTWISE = frozenset({*OF_ANY, *OF_FLOATING, *WITH_ATTRIBUTES, *VARIADIC, *FOLDED, *_WRITTEN})
 
 # What a reduction starts from, how it takes in one more element, and OpenMP's name of it: C's own or of functions.h.
 REDUCTIONS = {
@@ -161,7 +152,7 @@ REDUCING = {
 }
 
 # Operators that are computed row by row, from sums over the last axis.
-ROWS = frozenset({"LayerNormalization", "LogSoftmax", "RMSNormalization", "Softmax"})
+ROW_OPERATORS = frozenset({"LayerNormalization", "LogSoftmax", "RMSNormalization", "Softmax"})
 
 
 def literal(number: float, ctype: str) -> str:
@@ -184,15 +175,12 @@ def in_type(template: str, ctype: str) -> str:
     return template.replace("{C}", ctype)
 
 
-def expression(
-    op_type: str, ctype: str, source: str, attributes: Mapping[str, Any], inputs: int
-) -> str | None:
+def expression(op_type: str, ctype: str, source: str, attributes: Mapping[str, Any]) -> str | None:
     """Return the C expression of an element; None if kernels do not compute the operator.
 
     Args:
         ctype: the C type of the result.
         source: the C type of the first operand.
-        inputs: the number of operands.
     """
     template = None
     if op_type == "IsInf" and source in FLOATING:
@@ -202,25 +190,23 @@ def expression(
         template = OF_ANY[op_type]
     elif ctype == source and ctype not in FLOATING:
         template = _OF_WHOLE.get(op_type, OF_ANY.get(op_type))
-    elif ctype == source:
-        template = _of_floating(op_type, ctype, attributes, inputs)
+    elif ctype == source and (ctype == "float" or op_type not in _OF_FLOAT):
+        template = _of_floating(op_type, ctype, attributes)
     return None if template is None else in_type(template, ctype)
 
 
-def _of_floating(op_type: str, ctype: str, attributes: Mapping[str, Any], inputs: int) -> str | None:
-    if op_type in _OF_FLOAT and ctype != "float":
-        return None
-    if op_type in WITH_ATTRIBUTES:
-        return WITH_ATTRIBUTES[op_type](lambda name: literal(float(attributes[name]), ctype))
-    if op_type in FOLDED:
-        return FOLDED[op_type]
-    if op_type in VARIADIC:
-        return VARIADIC[op_type](inputs)
+def _of_floating(op_type: str, ctype: str, attributes: Mapping[str, Any]) -> str | None:
     if op_type == "Mod":  # the runtime has no other of floating numbers
         return "fmod{T}({0}, {1})" if attributes["fmod"] else None
     if op_type == "Gelu":
         return _GELU.get(attributes["approximate"])
-    return OF_FLOATING.get(op_type, OF_ANY.get(op_type))
+    if op_type in FOLDED:
+        return FOLDED[op_type][0]
+    template = OF_FLOATING.get(op_type, OF_ANY.get(op_type))
+    for name, value in attributes.items():
+        if template is not None and isinstance(value, float):
+            template = template.replace(f"{{{name}}}", literal(value, ctype))
+    return template
 
 
 def power(exponent: float | None, ctype: str) -> str:
@@ -236,10 +222,6 @@ def cast(to: ir.DataType, source: str) -> str:
         return "{0} ? 1 : 0"
     # GCC takes casts there and back for trunc, which keeps -0
     if source not in FLOATING and CTYPES[to] in FLOATING:
-        return f"{{0}} == 0 ? 0 : ({STORED[to]}){{0}}"
-    rounded = "{0}" if STORED[to] == CTYPES[to] else f"({STORED[to]}){{0}}"
+        return f"{{0}} == 0 ? 0 : ({STORED_TYPES[to]}){{0}}"
+    rounded = "{0}" if STORED_TYPES[to] == CTYPES[to] else f"({STORED_TYPES[to]}){{0}}"
     return rounded if source == CTYPES[to] else f"({CTYPES[to]}){rounded}"
-
-
-def _added(count: int) -> str:
-    return " + ".join(f"{{{i}}}" for i in range(count))

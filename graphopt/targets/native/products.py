@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import onnx_ir as ir
 
 from graphopt.graph.operators import MATRIX_PRODUCTS
-from graphopt.targets.native.forms import Forms, Kind, rank_of
+from graphopt.targets.native.forms import NodeForms, NodeKind, rank_of
 from graphopt.targets.native.library import MOST_AXES, Kernel, Replacement
 
 
@@ -27,7 +27,7 @@ class _Product:
     is_transposed: bool  # whether C^T = B^T A^T is computed, with a bias for each row
 
 
-def product_kernel(node: ir.Node, forms: Forms) -> Replacement | None:
+def product_kernel(node: ir.Node, forms: NodeForms) -> Replacement | None:
     """Return the kernel of a matrix product of float32, and the nodes that it replaces; None for any other node."""
     if not accepts_product(node, forms):
         return None
@@ -35,7 +35,7 @@ def product_kernel(node: ir.Node, forms: Forms) -> Replacement | None:
     return _kernel_of(product), product.nodes
 
 
-def accepts_product(node: ir.Node, forms: Forms) -> bool:
+def accepts_product(node: ir.Node, forms: NodeForms) -> bool:
     """Return whether a node is a matrix product that product.h computes."""
     attributes = forms.attributes_of(node)
     if attributes is None or node.op_type not in MATRIX_PRODUCTS:
@@ -51,7 +51,7 @@ def accepts_product(node: ir.Node, forms: Forms) -> bool:
     )
 
 
-def _surroundings(node: ir.Node, forms: Forms) -> _Product:
+def _surroundings(node: ir.Node, forms: NodeForms) -> _Product:
     """Return a product with the bias and the transposes that its kernel takes in."""
     attributes, nodes = forms.attributes_of(node) or {}, [node]
     a, b, bias = [*node.inputs, None][:3]
@@ -87,7 +87,7 @@ def _kernel_of(x: _Product) -> Kernel:
     return Kernel.calling("product", form, inputs, [x.y])
 
 
-def _added_vector(y: ir.Value, node: ir.Node, forms: Forms) -> ir.Value | None:
+def _added_vector(y: ir.Value, node: ir.Node, forms: NodeForms) -> ir.Value | None:
     """Return the vector that an Add adds to each row of a product; None for any other node.
 
     None, too, for an Add that a cluster computes without reading or writing more.
@@ -101,10 +101,10 @@ def _added_vector(y: ir.Value, node: ir.Node, forms: Forms) -> ir.Value | None:
     return bias if length is not None and y.shape[-1] == length and _is_vector(bias) else None
 
 
-def _is_in_reach(y: ir.Value, forms: Forms) -> bool:
+def _is_in_reach(y: ir.Value, forms: NodeForms) -> bool:
     """Return whether a node that reads a value, or a view of it, can be in a cluster with the node that computes it."""
     return any(
-        form.kind is not Kind.VIEW or _is_in_reach(use.node.outputs[0], forms)
+        form.kind is not NodeKind.VIEW or _is_in_reach(use.node.outputs[0], forms)
         for use in y.uses()
         if (form := forms.of(use.node)) is not None
     )

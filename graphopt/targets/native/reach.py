@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import onnx_ir as ir
 
-from graphopt.graph.traversal import values_read
+from graphopt.graph.traversal import dependencies
 
 
 class Reach:
@@ -14,13 +14,8 @@ class Reach:
 
     def __init__(self, graph: ir.Graph) -> None:
         self._index = {node: i for i, node in enumerate(graph)}
-        self._before = [0] * len(self._index)
+        self._before = [mask & ~(1 << i) for i, mask in enumerate(dependencies(graph).values())]
         self._after = [0] * len(self._index)
-        for node, i in self._index.items():
-            for x in values_read(node):
-                j = self._index.get(producer) if (producer := x.producer()) is not None else None
-                if j is not None:
-                    self._before[i] |= self._before[j] | 1 << j
         for i, before in enumerate(self._before):
             for j in _bits(before):
                 self._after[j] |= 1 << i

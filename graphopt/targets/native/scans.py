@@ -1,4 +1,4 @@
-"""Lower scans: one kernel calls the kernels of the body for each element of the sequences."""
+"""Lower scans: move nodes into and out of their bodies, and call the bodies' kernels for each element of sequences."""
 
 from __future__ import annotations
 
@@ -8,13 +8,147 @@ from dataclasses import dataclass
 import onnx_ir as ir
 
 from graphopt.graph.operators import VIEWS
-from graphopt.targets.native.bodies import BY_ROWS, goes_along_first_axes, move_constants_out, states_of
-from graphopt.targets.native.forms import Forms, rank_of
+from graphopt.graph.traversal import subgraphs
+from graphopt.targets.native.forms import NodeForms, rank_of, sizes_of
 from graphopt.targets.native.library import Kernel, Replacement, braced
-from graphopt.targets.native.operators import STORED
-from graphopt.targets.scan import body_of
+from graphopt.targets.native.operators import STORED_TYPES
+from graphopt.targets.native.products import accepts_product
+from graphopt.targets.scan import body_of, is_scan
 
+BY_ROWS = "rows"  # a note on a body
+_MOVES = {*VIEWS, "Split", "Concat"}
 _MOST_TENSORS, _MOST_AXES = 2**12, 2**6  # which a task holds on its stack
+
+
+def bodies(graph: ir.Graph) -> list[ir.Graph]:
+    """Return the bodies of scans within a graph, at any depth."""
+    inner = [(node, body) for node in graph for body in subgraphs(node)]
+    return [x for node, body in inner for x in [*[body] * is_scan(node), *bodies(body)]]
+
+
+def _states_of(scan: ir.Node) -> int:
+    """Return the number of states of a Scan, which are its first inputs."""
+    return len(scan.inputs) - scan.attributes["num_scan_inputs"].as_int()
+
+
+def _goes_along_first_axes(node: ir.Node) -> bool:
+    """Return whether a node is a Scan whose sequences, read and written, are all along the first axis."""
+    axes = [node.attributes.get(f"scan_{kind}_axes") for kind in ("input", "output")]
+    return is_scan(node) and not any(any(each.as_ints()) for each in axes if each is not None)
+
+
+def _move_constants_out(scan: ir.Node) -> None:
+    """Move constants out of the body of a Scan."""
+    body, outside = body_of(scan), scan.graph
+    assert outside is not None
+    for node in list(body):
+        is_constant = node.domain == "" and node.op_type in ("Constant", "ConstantOfShape")
+        if is_constant and not any(x is not None and x.graph is body for x in node.inputs):
+            body.remove(node)
+            node.outputs[0].name = f"{scan.outputs[0].name}/{node.outputs[0].name}"
+            outside.insert_before(scan, node)
+
+
+def note_rows(body: ir.Graph, forms: NodeForms) -> None:
+    """Note on a body, before it is lowered, whether threads may share the rows that a symbol counts.
+
+    They may if the symbol is the first axis of all that the body computes, and occurs nowhere else; if what it reads
+    from outside lacks the symbol, and is the second operand of products; and if no reduction is along the first axis.
+    """
+    symbol = next((size for x in body.inputs[:1] for size in (x.shape or ())[:1]), 0)
+    is_symbol = not isinstance(symbol, int)
+    body.meta[BY_ROWS] = is_symbol and all(_keeps_rows(node, body, str(symbol), forms) for node in body)
+
+
+def _keeps_rows(node: ir.Node, body: ir.Graph, symbol: str, forms: NodeForms) -> bool:
+    if node.domain == "" and node.op_type == "Constant":
+        return True
+    form, moves = forms.of(node), node.op_type in _MOVES
+    inputs = node.inputs[:1] if moves and node.op_type != "Concat" else node.inputs
+    inside = [x is not None and x.graph is body and not _is_constant(x) for x in inputs]
+    for x, is_inside in [*zip(inputs, inside, strict=True), *((y, True) for y in node.outputs)]:
+        if x is None or x.shape is None:
+            return False
+        if [i for i, size in enumerate(sizes_of(x)) if size == symbol] != [0] * is_inside:
+            return False
+    if form is not None:
+        return 0 not in form.reduced
+    return moves or (accepts_product(node, forms) and inside[:2] == [True, False])
+
+
+def _is_constant(x: ir.Value) -> bool:
+    node = x.producer()
+    return x.is_initializer() or (node is not None and node.op_type == "Constant")
+
+
+def move_into_bodies(graph: ir.Graph, forms: NodeForms) -> None:
+    """Move elementwise nodes that compute sequences into the bodies of the scans that read them.
+
+    Only scans that kernels are likely to compute: there, an element of a sequence is still in a cache.
+    """
+    for node in list(graph):
+        for inner in subgraphs(node):
+            move_into_bodies(inner, forms)
+        if _goes_along_first_axes(node) and _has_kernels(body_of(node), forms):
+            while any(_moved_in(node, x, forms) for x in node.inputs):
+                pass
+
+
+def _has_kernels(body: ir.Graph, forms: NodeForms) -> bool:
+    moves = {*_MOVES, "Constant", "ConstantOfShape"}
+    return all(node.op_type in moves or forms.of(node) or accepts_product(node, forms) for node in body)
+
+
+def _moved_in(scan: ir.Node, x: ir.Value | None, forms: NodeForms) -> bool:
+    """Move the node that computes a sequence into the body of a Scan that alone reads it; return whether it fits."""
+    node = None if x is None else x.producer()
+    graph = scan.graph
+    if x is None or node is None or graph is None or node.graph is not graph or len(x.uses()) != 1:
+        return False
+    if x.is_graph_output() or not forms.is_map(node):
+        return False
+    if not all(y is None or sizes_of(y) in (sizes_of(x), []) for y in node.inputs):
+        return False  # neither a sequence like x nor a number
+    body, states = body_of(scan), _states_of(scan)
+    place = list(scan.inputs).index(x) - states
+    if place < 0:
+        return False
+    directions = (forms.attributes_of(scan) or {}).get("scan_input_directions") or [0] * len(scan.inputs)
+    sequences = list(zip(scan.inputs[states:], body.inputs[states:], directions, strict=False))
+    _, element, direction = sequences.pop(place)
+    graph.remove(node)
+    body.inputs.remove(element)
+    body.extend([node])
+    for i, operand in enumerate(node.inputs):
+        if operand is None or not sizes_of(operand):
+            continue
+        inside = next((y for z, y, way in sequences if z is operand and way == direction), None)
+        if inside is None:
+            inside = ir.Value(name=f"{x.name}/{operand.name}", shape=element.shape, type=operand.type)
+            sequences.append((operand, inside, direction))
+            body.inputs.append(inside)
+        node.replace_input_with(i, inside)
+    _read(scan, states, [z for z, _, _ in sequences], [way for _, _, way in sequences])
+    x.shape = element.shape
+    forms.forget([node])
+    ir.convenience.replace_all_uses_with(element, x, replace_graph_outputs=True)
+    body.sort()
+    return True
+
+
+def _read(
+    scan: ir.Node, states: int, sequences: Sequence[ir.Value | None], directions: Sequence[int]
+) -> None:
+    """Make a Scan read other sequences."""
+    inputs = [*scan.inputs[:states], *sequences]
+    for i in range(len(scan.inputs)):
+        scan.replace_input_with(i, None)
+    scan.resize_inputs(len(inputs))
+    for i, x in enumerate(inputs):
+        scan.replace_input_with(i, x)
+    scan.attributes["num_scan_inputs"] = ir.AttrInt64("num_scan_inputs", len(sequences))
+    scan.attributes["scan_input_axes"] = ir.AttrInt64s("scan_input_axes", [0] * len(sequences))
+    scan.attributes["scan_input_directions"] = ir.AttrInt64s("scan_input_directions", directions)
 
 
 @dataclass(frozen=True)
@@ -43,7 +177,7 @@ class _Scan:
     dims: Sequence[int]  # the dimensions of all tensors, as scan.h describes them
 
 
-def scan_kernel(node: ir.Node, forms: Forms, calls: Mapping[ir.Node, Kernel]) -> Replacement | None:
+def scan_kernel(node: ir.Node, forms: NodeForms, calls: Mapping[ir.Node, Kernel]) -> Replacement | None:
     """Return the kernel of a Scan along first axes whose body has only kernels and moves; None for any other node.
 
     Args:
@@ -51,22 +185,22 @@ def scan_kernel(node: ir.Node, forms: Forms, calls: Mapping[ir.Node, Kernel]) ->
     """
     if not _accepts(node, forms):
         return None
-    move_constants_out(node)
+    _move_constants_out(node)
     scan = _surroundings(node, forms, calls)
     return None if scan is None else (_kernel_of(scan, forms), [node])
 
 
-def _accepts(node: ir.Node, forms: Forms) -> bool:
+def _accepts(node: ir.Node, forms: NodeForms) -> bool:
     """Return whether a node is a Scan along first axes, with all its inputs."""
     return (
-        goes_along_first_axes(node)
+        _goes_along_first_axes(node)
         and forms.versions.get("", 1) >= 9
         and forms.attributes_of(node) is not None
         and None not in node.inputs
     )
 
 
-def _surroundings(node: ir.Node, forms: Forms, calls: Mapping[ir.Node, Kernel]) -> _Scan | None:
+def _surroundings(node: ir.Node, forms: NodeForms, calls: Mapping[ir.Node, Kernel]) -> _Scan | None:
     """Return a Scan with the tensors that its body reads; None if scan.h does not compute it."""
     body = body_of(node)
     steps = _steps(body, forms, calls)
@@ -79,21 +213,21 @@ def _surroundings(node: ir.Node, forms: Forms, calls: Mapping[ir.Node, Kernel]) 
     outside = dict.fromkeys(x for x in read if x not in inside)
     inputs = [*own, *outside]
     tensors = [*inputs, *body.inputs, *computed]
-    dims = _dims(tensors, len(own), len(inputs), states_of(node))
+    dims = _dims(tensors, len(own), len(inputs), _states_of(node))
     if (
         dims is None
         or len(tensors) > _MOST_TENSORS
         or any(rank_of(x) > _MOST_AXES for x in tensors)
-        or any(x.dtype not in STORED for x in [*tensors, *node.outputs])
+        or any(x.dtype not in STORED_TYPES for x in [*tensors, *node.outputs])
         or any(x.graph is body for x in outside)  # initializers
     ):
         return None
     return _Scan(node, steps, inputs, tensors, dims)
 
 
-def _kernel_of(scan: _Scan, forms: Forms) -> Kernel:
+def _kernel_of(scan: _Scan, forms: NodeForms) -> Kernel:
     node, steps, tensors = scan.node, scan.steps, scan.tensors
-    body, states, attributes = body_of(node), states_of(node), forms.attributes_of(node) or {}
+    body, states, attributes = body_of(node), _states_of(node), forms.attributes_of(node) or {}
     places = {x: i for i, x in enumerate(tensors)}
     inside = set(tensors[len(scan.inputs) :])
     backwards = attributes.get("scan_output_directions") or [0] * (len(body.outputs) - states)
@@ -126,7 +260,7 @@ def _kernel_of(scan: _Scan, forms: Forms) -> Kernel:
     return Kernel.calling("scan", form, scan.inputs, node.outputs, "scan.h", "\n".join([*before, "", ""]))
 
 
-def _steps(body: ir.Graph, forms: Forms, calls: Mapping[ir.Node, Kernel]) -> list[_Step] | None:
+def _steps(body: ir.Graph, forms: NodeForms, calls: Mapping[ir.Node, Kernel]) -> list[_Step] | None:
     """Return the steps of a body; None if a node is neither a kernel nor a move."""
     body.sort()
     steps = []

@@ -6,13 +6,12 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import Any
 
 import onnx_ir as ir
 
-from graphopt.graph.operators import MATRIX_PRODUCTS
-from graphopt.targets.native.attributes import attributes_of
-from graphopt.targets.native.forms import Forms, Size, fixed, has_sizes, sizes_of
-from graphopt.targets.native.operators import ELEMENTWISE
+from graphopt.graph.operators import ELEMENTWISE_OPERATORS, MATRIX_PRODUCTS
+from graphopt.targets.native.forms import NodeForms, Size, fixed, has_sizes, sizes_of
 
 
 @dataclass(frozen=True)
@@ -23,18 +22,17 @@ class _Product:
     powers: tuple[tuple[str, int], ...] = ()
 
 
-def unify_sizes(model: ir.Model, named: set[str]) -> None:
+def unify_sizes(model: ir.Model, named: set[str], forms: NodeForms) -> None:
     """Give sizes that follow from others the names, or the numbers, of those.
 
     Args:
         named: the names that inputs have. Inference invented all others, each for one axis of one value.
     """
     sizes = _Sizes(named)
-    versions = dict(model.opset_imports)
     graphs = list(model.graphs())
     for graph in graphs:
         for node in graph:
-            sizes.learn(node, versions)
+            sizes.learn(node, forms.attributes_of(node))
     for graph in graphs:
         for x in [*graph.inputs, *(y for node in graph for y in node.outputs)]:
             if has_sizes(x):
@@ -63,10 +61,9 @@ class _Sizes:
             return found.powers[0][0]
         return self._names.setdefault(found, str(size))
 
-    def learn(self, node: ir.Node, versions: Mapping[str, int]) -> None:
+    def learn(self, node: ir.Node, attributes: Mapping[str, Any] | None) -> None:
         """Derive the sizes of a node's first output from those of its inputs."""
         inputs, y = [x for x in node.inputs if x is not None], node.outputs[0] if node.outputs else None
-        attributes = attributes_of(node, versions)
         if attributes is None or y is None or not inputs or not all(map(has_sizes, [inputs[0], y])):
             return
         x, to = sizes_of(inputs[0]), sizes_of(y)
@@ -82,7 +79,7 @@ class _Sizes:
                 for size, scale, result in zip(x, scales.ravel(), to, strict=True):
                     if scale == 1:
                         self._note(result, self.of(size))
-        elif node.op_type in ELEMENTWISE and all(map(has_sizes, inputs)):
+        elif node.op_type in ELEMENTWISE_OPERATORS and all(map(has_sizes, inputs)):
             self._broadcast([sizes_of(each) for each in inputs], to)
         elif node.op_type in MATRIX_PRODUCTS and all(map(has_sizes, inputs)) and len(to) > 2:
             self._broadcast([sizes_of(each)[:-2] for each in inputs], to[:-2])
@@ -121,7 +118,7 @@ class _Sizes:
                 self._note(size, *found)
 
 
-def read_shapes_early(model: ir.Model, forms: Forms) -> None:
+def read_shapes_early(model: ir.Model, forms: NodeForms) -> None:
     """Take the shape of what elementwise operators read in place of their result's, which may then stay in a kernel."""
     for node in model.graph:
         if node.op_type == "Shape" and node.domain == "":
@@ -129,7 +126,7 @@ def read_shapes_early(model: ir.Model, forms: Forms) -> None:
                 node.replace_input_with(0, x)
 
 
-def _of_same_shape(y: ir.Value | None, forms: Forms) -> ir.Value | None:
+def _of_same_shape(y: ir.Value | None, forms: NodeForms) -> ir.Value | None:
     """Return a value of the same shape from which an elementwise operator computes a value, or None."""
     node = None if y is None else y.producer()
     if y is None or node is None or not forms.is_map(node):

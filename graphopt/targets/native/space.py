@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import onnx_ir as ir
 
-from graphopt.targets.native.forms import Form, Kind, Size, operands_of, rank_of, sizes_of
+from graphopt.targets.native.forms import NodeForm, NodeKind, Size, operands_of, rank_of, sizes_of
 
 Axes = tuple[int | None, ...]  # for each axis of a value, the dimension of the space that it varies over
 
@@ -73,7 +73,11 @@ class Placement:
 
 
 def placed(
-    space: Space, node: ir.Node, form: Form, known: Mapping[ir.Value, Axes], fixed: Mapping[ir.Value, Axes]
+    space: Space,
+    node: ir.Node,
+    form: NodeForm,
+    known: Mapping[ir.Value, Axes],
+    fixed: Mapping[ir.Value, Axes],
 ) -> Placement | None:
     """Return where a node's values are in a space; add the dimensions that it lacks. None if they do not fit.
 
@@ -81,16 +85,8 @@ def placed(
         known: the axes of values that the cluster reads or produces.
         fixed: the axes of values that it produces.
     """
-    if form.kind is Kind.MAP:
-        return _elementwise(space, node, form, known, fixed)
-    if form.kind is Kind.ROWS:
-        return _normalized(space, node, form, known)
-    return _projected(space, node, form, known)
-
-
-def _elementwise(
-    space: Space, node: ir.Node, form: Form, known: Mapping[ir.Value, Axes], fixed: Mapping[ir.Value, Axes]
-) -> Placement | None:
+    if form.kind in (NodeKind.VIEW, NodeKind.REDUCE):
+        return _projected(space, node, form, known)
     y = node.outputs[0]
     sizes, operands = sizes_of(y), operands_of(node, form)
     wanted = _wanted(sizes, [known.get(y), *(fixed.get(x) for x in operands.values())])
@@ -106,7 +102,8 @@ def _elementwise(
         if any(size not in (1, whole) for size, whole in zip(own, sizes[start:], strict=True)):
             return None  # two names for one size
         read[i] = tuple(None if size == 1 else d for size, d in zip(own, axes[start:], strict=True))
-    return Placement(read, {y: axes})
+    rows = tuple(None if p in form.reduced else d for p, d in enumerate(axes))
+    return Placement(read, {**dict.fromkeys(node.outputs, rows), y: axes})
 
 
 def _is_broadcast(sizes: Sequence[Size], operands: Sequence[Sequence[Size]]) -> bool:
@@ -118,23 +115,9 @@ def _is_broadcast(sizes: Sequence[Size], operands: Sequence[Sequence[Size]]) -> 
     )
 
 
-def _normalized(space: Space, node: ir.Node, form: Form, known: Mapping[ir.Value, Axes]) -> Placement | None:
-    operands = operands_of(node, form)
-    sizes = sizes_of(operands[0])
-    axes = space.axes(sizes, _wanted(sizes, [known.get(operands[0]), known.get(node.outputs[0])]))
-    if axes is None or sizes_of(node.outputs[0]) != sizes:
-        return None
-    read = {}
-    for i, x in operands.items():
-        start = len(sizes) - len(sizes_of(x))
-        if start < 0 or sizes_of(x) != sizes[start:]:
-            return None
-        read[i] = axes[start:]
-    rows = tuple(None if p in form.reduced else d for p, d in enumerate(axes))
-    return Placement(read, {**dict.fromkeys(node.outputs, rows), node.outputs[0]: axes})
-
-
-def _projected(space: Space, node: ir.Node, form: Form, known: Mapping[ir.Value, Axes]) -> Placement | None:
+def _projected(
+    space: Space, node: ir.Node, form: NodeForm, known: Mapping[ir.Value, Axes]
+) -> Placement | None:
     """Place a view or a reduction, whose output's axes are axes of the input."""
     x, y = operands_of(node, form)[0], node.outputs[0]
     wanted = _wanted(sizes_of(x), [known.get(x)])

@@ -1,7 +1,11 @@
-"""Compile C to libraries with the system's compiler, and keep them in the user's cache folder."""
+"""Compile C to libraries with the system's compiler, and keep them in the user's cache folder.
+
+The compiler may take too much time or memory, and must not outlive this process.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import importlib.util
@@ -9,14 +13,14 @@ import logging
 import os
 import platform
 import shutil
+import signal
 import subprocess
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 from graphopt.errors import GraphoptError
-from graphopt.targets.native.cache import cache_folder, keep, kept, read_regular
-from graphopt.targets.native.limited import SECONDS, run
+from graphopt.targets.native.cache import cache_folder, read_cached, read_regular, write_cached
 
 logger = logging.getLogger(__name__)
 FOLDER = Path(__file__).parent / "c"
@@ -26,6 +30,15 @@ FLAGS = (
     *("-std=gnu11", "-O3", _PROCESSOR, "-fPIC", "-fvisibility=hidden", "-fopenmp-simd"),
     *("-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off", "-w"),
 )
+SECONDS = 300
+BYTES = 2**32
+
+# The shell's input is a pipe from this process. It ends when this process ends, however that happens; then the whole
+# group of processes does. A system without one of the limits goes without it.
+_WATCHED = """ulimit -c 0; ulimit -t {seconds} 2>/dev/null; ulimit -v {kilobytes} 2>/dev/null; exec 3<&0
+(read _ <&3; kill -9 0) >/dev/null 2>&1 &
+"$@" </dev/null 3<&- &
+wait $!"""
 
 
 @functools.cache
@@ -61,20 +74,20 @@ def _compiled(source: str, suffix: str, flags: Sequence[str], objects: Sequence[
     """Return the file that the compiler makes of a C source and objects; make it unless the cache has it."""
     name = f"{digest_of(source, *flags, *(each.name for each in objects))}.{suffix}"
     folder = cache_folder()
-    if kept(name) is not None:
+    if read_cached(name) is not None:
         return folder / name
     logger.info("compiling for this machine, once for %s", "all graphs" if suffix == "o" else "this graph")
     with tempfile.TemporaryDirectory(dir=folder) as work:
         code, target = Path(work) / "kernels.c", Path(work) / f"kernels.{suffix}"
         code.write_text(source)
         files = [str(code), *map(str, objects), "-o", str(target)]
-        failed, said = run([*_command(), *FLAGS, f"-I{FOLDER}", *files, *flags], Path(work))
+        failed, said = _run([*_command(), *FLAGS, f"-I{FOLDER}", *files, *flags], Path(work))
         content = None if failed else read_regular(target)
         if content is None:
             lines = said.splitlines()
             reason = next((line for line in lines if "error" in line), " ".join(lines) or "it was killed")
             raise GraphoptError(f"native: {_command()[0]} does not compile the kernels: {reason[:200]}")
-        return keep(name, content)
+        return write_cached(name, content)
 
 
 def digest_of(*texts: str) -> str:
@@ -111,3 +124,48 @@ def _processor() -> str:
         return platform.processor() + platform.machine()
     wanted = ("model name", "flags", "Features", "CPU part")
     return "\n".join(dict.fromkeys(line for line in lines if line.startswith(wanted)))
+
+
+def _run(command: Sequence[str], folder: Path) -> tuple[int, str]:
+    """Return the exit code of a command and what it says about errors.
+
+    Args:
+        folder: a folder for temporary files.
+
+    Raises:
+        GraphoptError: it takes longer than `SECONDS`.
+    """
+    shell = shutil.which("sh") if os.name == "posix" else None
+    watched = _WATCHED.format(seconds=SECONDS, kilobytes=BYTES // 1024)
+    whole = [shell, "-c", watched, "sh", *command] if shell else list(command)
+    with (folder / "errors").open("w+", errors="replace") as errors:
+        process = subprocess.Popen(
+            whole,
+            stdin=subprocess.PIPE,
+            stdout=errors,
+            stderr=errors,
+            start_new_session=bool(shell),
+            env={**os.environ, "LC_ALL": "C", "TMPDIR": str(folder)},
+        )
+        try:
+            code = process.wait(SECONDS)
+        except subprocess.TimeoutExpired as error:
+            raise GraphoptError(
+                f"native: expected {command[0]} to compile the kernels in {SECONDS} seconds, found that it takes longer"
+            ) from error
+        finally:
+            _end(process, is_group=bool(shell))
+        errors.seek(0)
+        return code, errors.read(2**16)
+
+
+def _end(process: subprocess.Popen[bytes], is_group: bool) -> None:
+    """End a process with all that it started."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        if is_group:
+            os.killpg(process.pid, signal.SIGKILL)
+        else:
+            process.kill()
+    assert process.stdin is not None
+    process.stdin.close()
+    process.wait()

@@ -82,8 +82,8 @@ def _join(op: Emitter, group: Sequence[tuple[ir.Value, _Formula]]) -> None:
         elif isinstance(step, tuple) and step[0] == "vector":
             result = op.Concat(*column, axis=0)
         else:
-            assert node is not None
-            places = [group[0][1].places[x] for x in node.inputs if x is not None]
+            assert node is not None and isinstance(step, tuple)
+            places = step[-len(node.inputs) :]  # an earlier group may have replaced the inputs themselves
             result = op.call_op(node.op_type, [results[i] for i in places], dict(node.attributes))
         results.append(result)
     sizes = op.constant(np.array([y.shape[0] for y, _ in group], np.int64))  # type: ignore[index]

@@ -12,21 +12,6 @@ enum {
     LEAST_OF_GROUP = 8, /* channels and filters of a group: fewer fill too little of a vector */
 };
 
-/* Add the bias to the result in place. */
-static void finish_rows(void *user, const int64_t batch[2], int64_t row0, int64_t row1, int64_t column0,
-                        int64_t column1) {
-    const Convolution *u = user;
-    float *y = u->y + batch[0] * u->y_image + batch[1] * u->y_batch;
-    for (int64_t i = row0; i < row1; i++) {
-        const float bias = u->bias ? u->bias[batch[1] * u->filters + i] : 0;
-        float *c = y + i * u->y_filter;
-        if (u->relu)
-            for (int64_t j = column0; j < column1; j++) c[j] = c[j] + bias <= 0 ? 0 : c[j] + bias;
-        else
-            for (int64_t j = column0; j < column1; j++) c[j] += bias;
-    }
-}
-
 /* Make the last axis the first one if it has size 1 everywhere, because the last axis is copied in vectors. */
 static void skip_last(Convolution *u) {
     int64_t *all[] = {u->sizes, u->taps, u->places, u->place_moves, u->tap_moves,
@@ -49,13 +34,14 @@ static OrtStatus *multiply(Context *context, const Convolution *u, int sums) {
         g.n = u->images, g.k = product_of(u->taps), g.batch[0] = 1;
         g.a_strides.column = g.b_strides.row = 1, g.b_strides.column = u->x_image;
     }
-    if (!sums && (u->bias || u->relu)) g.epilogue = finish_rows;
-    g.user = (void *)u, g.threads = thread_count, g.parallel_for = parallel_for, g.pool = context;
-    g.scratch = borrow(gemm_scratch_float(&g));
+    Bias bias = {.bias = u->bias, .row = 1, .batch = u->filters, .to = &g, .relu = u->relu};
+    if (!sums && (u->bias || u->relu)) g.epilogue = add_bias;
+    g.user = &bias, g.threads = thread_count, g.parallel_for = parallel_for, g.pool = context;
+    g.scratch = borrow(gemm_scratch(&g));
     if (!g.scratch) return out_of_memory();
     for (int64_t c = 0; c < (sums ? u->channels : 1); c++) {
         g.a = u->w + c * u->w_channel, g.b = u->x + c * u->x_channel, g.accumulate = c > 0;
-        gemm_float(&g);
+        gemm(&g);
     }
     give_back(g.scratch);
     return NULL;

@@ -54,15 +54,7 @@ GEMM_INLINE void add_terms(int mr, int vectors, int anywhere, TILE_OPERANDS) {
             if (vectors > 1) sums[i][1] += x * b1;
         }
     }
-#pragma GCC unroll 14
-    for (int i = 0; i < mr; i++, c += c_row) {
-        __asm__("" : "+r"(c));
-#pragma GCC unroll 2
-        for (int v = 0; v < vectors; v++) {
-            if (accumulate) sums[i][v] += AT(c + v * LANES);
-            AT(c + v * LANES) = sums[i][v];
-        }
-    }
+    gemm_store(mr, vectors, sums, c, c_row, accumulate);
 }
 
 typedef void (*Tile)(TILE_OPERANDS);
@@ -89,17 +81,14 @@ static void pack_panel(void *user, size_t index) {
     const int64_t rest = (u->filters - 1 - filter) * u->w_filter + (u->channels - 1 - first) * u->w_channel + taps;
     const float *w = u->w + group * u->w_batch + filter * u->w_filter + first * u->w_channel;
     float *to = d->w + panel * d->panel + (first - d->first) * taps * row;
-    if (joined && (channels == 1 || u->w_channel == taps)) {
-        gemm_pack_float(channels * taps, many, row, w, 1, u->w_filter, rest, to);
-        return;
-    }
-    if (taps == 1) {
-        gemm_pack_float(channels, many, row, w, u->w_channel, u->w_filter, rest, to);
+    const int is_line = joined && (channels == 1 || u->w_channel == taps);
+    if (is_line || taps == 1) {
+        gemm_pack(channels * taps, many, row, w, is_line ? 1 : u->w_channel, u->w_filter, rest, to);
         return;
     }
     for (int64_t c = 0; c < channels; c++, w += u->w_channel) {
         int64_t at[4] = {0};
-        if (joined) gemm_pack_float(taps, many, row, w, 1, u->w_filter, rest - c * u->w_channel, to + c * taps * row);
+        if (joined) gemm_pack(taps, many, row, w, 1, u->w_filter, rest - c * u->w_channel, to + c * taps * row);
         for (int64_t t = 0; !joined && t < taps; t++, advance(u->taps, at)) {
             const float *from = w + at[1] * u->w_steps[0] + at[2] * u->w_steps[1] + at[3] * u->w_steps[2];
             for (int64_t o = 0; o < many; o++) to[(c * taps + t) * row + o] = from[o * u->w_filter];
@@ -177,10 +166,10 @@ static void store_rows(const Direct *d, int64_t group, int64_t first, int64_t en
                 if (u->bias || u->relu)
                     activate(u->bias ? u->bias + group * u->filters + o : NULL, filters, u->relu, length, from, d->row);
                 if (filters == LANES && length == LANES && step == 1) {
-                    gemm_transpose_float(from, d->row, to, u->y_filter);
+                    gemm_transpose(from, d->row, to, u->y_filter);
                     continue;
                 }
-                gemm_transpose_float(from, d->row, square, LANES);
+                gemm_transpose(from, d->row, square, LANES);
                 for (int64_t f = 0; f < filters; f++)
                     for (int64_t k = 0; k < length; k++) to[f * u->y_filter + k * step] = square[f * LANES + k];
             }

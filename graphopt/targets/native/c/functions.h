@@ -30,19 +30,15 @@
 #endif
 
 /* Evaluate a polynomial of x by Horner's rule, with the coefficient of the highest power first. */
-#define HORNER_2(fma, x, a, b) fma(a, x, b)
-#define HORNER_3(fma, x, a, b, ...) HORNER_2(fma, x, fma(a, x, b), __VA_ARGS__)
-#define HORNER_4(fma, x, a, b, ...) HORNER_3(fma, x, fma(a, x, b), __VA_ARGS__)
-#define HORNER_5(fma, x, a, b, ...) HORNER_4(fma, x, fma(a, x, b), __VA_ARGS__)
-#define HORNER_6(fma, x, a, b, ...) HORNER_5(fma, x, fma(a, x, b), __VA_ARGS__)
-#define HORNER_7(fma, x, a, b, ...) HORNER_6(fma, x, fma(a, x, b), __VA_ARGS__)
-#define HORNER_8(fma, x, a, b, ...) HORNER_7(fma, x, fma(a, x, b), __VA_ARGS__)
-#define HORNER_9(fma, x, a, b, ...) HORNER_8(fma, x, fma(a, x, b), __VA_ARGS__)
-#define HORNER_10(fma, x, a, b, ...) HORNER_9(fma, x, fma(a, x, b), __VA_ARGS__)
-#define HORNER_11(fma, x, a, b, ...) HORNER_10(fma, x, fma(a, x, b), __VA_ARGS__)
-#define HORNER_12(fma, x, a, b, ...) HORNER_11(fma, x, fma(a, x, b), __VA_ARGS__)
-#define HORNER_13(fma, x, a, b, ...) HORNER_12(fma, x, fma(a, x, b), __VA_ARGS__)
-#define HORNER_14(fma, x, a, b, ...) HORNER_13(fma, x, fma(a, x, b), __VA_ARGS__)
+#define HORNER(name, real, fma)                                                                \
+    INLINE real name(real x, int count, const real *factors) {                                 \
+        real y = factors[0];                                                                   \
+        _Pragma("GCC unroll 16") for (int i = 1; i < count; i++) y = fma(y, x, factors[i]);     \
+        return y;                                                                              \
+    }
+HORNER(horner_float, float, fmaf)
+HORNER(horner_double, double, fma)
+#define POLYNOMIAL(real, x, ...) horner_##real(x, sizeof((real[]){__VA_ARGS__}) / sizeof(real), (real[]){__VA_ARGS__})
 
 INLINE float as_float(int32_t bits) {
     float x;
@@ -61,7 +57,7 @@ INLINE float power_of_two(int32_t n) { return as_float((int32_t)((uint32_t)(n + 
 
 /* Return p(r) where e^r = 1 + r + r^2 p(r), for |r| <= ln(2) / 2. p is a minimax fit. */
 INLINE float exp_tail(float r) {
-    return HORNER_6(fmaf, r, 1.979034132e-4f, 1.394465915e-3f, 8.333496749e-3f, 4.166629538e-2f,
+    return POLYNOMIAL(float, r, 1.979034132e-4f, 1.394465915e-3f, 8.333496749e-3f, 4.166629538e-2f,
         1.666666567e-1f, 0.5f);
 }
 
@@ -110,7 +106,7 @@ INLINE float expm1_float(float x) {
 /* Return x + x z p(z) with z = x^2 up to 0.625, by Cephes' fit, and u / (u + 2) with u = e^(2x) - 1 above. */
 INLINE float tanh_float(float x) {
     float magnitude = fabsf(x), z = x * x;
-    float p = HORNER_5(fmaf, z, -5.70498872745e-3f, 2.06390887954e-2f, -5.37397155531e-2f, 1.33314422036e-1f,
+    float p = POLYNOMIAL(float, z, -5.70498872745e-3f, 2.06390887954e-2f, -5.37397155531e-2f, 1.33314422036e-1f,
         -3.33332819422e-1f);
     float small = fmaf(p * z, x, x);
     float bounded = magnitude < 10.0f ? magnitude : 10.0f;
@@ -132,7 +128,7 @@ INLINE float log_float(float x) {
     int32_t e = bits >> 23;
     float f = as_float((bits & 0x007fffff) + 0x3f3504f3) - 1.0f;
     float n = (float)e - (subnormal ? 23.0f : 0.0f);
-    float p = HORNER_9(fmaf, f, 7.0376836292e-2f, -1.1514610310e-1f, 1.1676998740e-1f, -1.2420140846e-1f,
+    float p = POLYNOMIAL(float, f, 7.0376836292e-2f, -1.1514610310e-1f, 1.1676998740e-1f, -1.2420140846e-1f,
         1.4249322787e-1f, -1.6668057665e-1f, 2.0000714765e-1f, -2.4999993993e-1f, 3.3333331174e-1f);
     float square = f * f;
     float tail = fmaf(p * f, square, n * -2.12194440e-4f);
@@ -147,9 +143,9 @@ INLINE float erf_float(float x) {
     float magnitude = fabsf(x);
     float a = magnitude < 3.95f ? magnitude : 3.95f;
     float z = x * x;
-    float q = HORNER_7(fmaf, z, 8.316775347e-5f, -8.130013011e-4f, 5.199906882e-3f, -2.685894072e-2f,
+    float q = POLYNOMIAL(float, z, 8.316775347e-5f, -8.130013011e-4f, 5.199906882e-3f, -2.685894072e-2f,
         1.128368750e-1f, -3.761263192e-1f, 1.283791661e-1f);
-    float r = HORNER_8(fmaf, a, -5.297069947e-6f, 4.994125629e-5f, 2.743147343e-5f, -2.869111486e-3f,
+    float r = POLYNOMIAL(float, a, -5.297069947e-6f, 4.994125629e-5f, 2.743147343e-5f, -2.869111486e-3f,
         2.257560194e-2f, -1.051694825e-1f, -6.356731653e-1f, -1.128541470e+0f);
     float large = copysignf(-expm1_bounded(r * a), x);
     float y = magnitude < 0.92f ? fmaf(q, x, x) : large;
@@ -206,7 +202,7 @@ INLINE int64_t as_bits_double(double x) {
 INLINE double exp2_double(double x) {
     double n = x + TO_INTEGER_DOUBLE;
     double r = x - (n - TO_INTEGER_DOUBLE);
-    double p = HORNER_8(fma, r, 1.5303700711365694e-5, 1.5469729214118297e-4, 1.3333478473685415e-3,
+    double p = POLYNOMIAL(double, r, 1.5303700711365694e-5, 1.5469729214118297e-4, 1.3333478473685415e-3,
         9.6180256133180342e-3, 5.5504109063258666e-2, 2.4022651213498093e-1, 6.9314718055683241e-1,
         9.9999999995956175e-1);
     return p * as_double((int64_t)((uint64_t)(as_bits_double(n) + 1023) << 52));
@@ -219,7 +215,7 @@ INLINE double log_double(double x) {
     int64_t bits = as_bits_double(x) + 0x3ff0000000000000 - 0x3fe6a09e667f3bcd; /* 1 and sqrt(1/2) */
     double n = as_double((int64_t)((uint64_t)bits >> 52) | 0x4330000000000000) - 4503599627371519.0; /* 2^52 + 1023 */
     double f = as_double((bits & 0x000fffffffffffff) + 0x3fe6a09e667f3bcd) - 1;
-    double p = HORNER_14(fma, f, -4.7177590533593856e-2, 9.0897545094535187e-2, -9.3428814519668432e-2,
+    double p = POLYNOMIAL(double, f, -4.7177590533593856e-2, 9.0897545094535187e-2, -9.3428814519668432e-2,
         9.0545055509250049e-2, -9.8789698109920537e-2, 1.1102988279786334e-1, -1.2506640703431108e-1,
         1.4286366102434627e-1, -1.6666490142581625e-1, 1.999998295912731e-1, -2.5000002048164391e-1,
         3.3333333479574099e-1, -4.9999999992971808e-1, 9.9999999999808685e-1);
@@ -270,14 +266,14 @@ INLINE double turned(float x, int64_t *n) {
 /* Return sin(r pi / 2). */
 INLINE double sin_turned(double r) {
     double z = r * r;
-    return r * HORNER_5(fma, z, 1.5820630355647733e-4, -4.6812662567262455e-3, 7.969258272563062e-2,
+    return r * POLYNOMIAL(double, z, 1.5820630355647733e-4, -4.6812662567262455e-3, 7.969258272563062e-2,
         -6.4596409614679535e-1, 1.5707963267880999);
 }
 
 /* Return cos(r pi / 2). */
 INLINE double cos_turned(double r) {
     double z = r * r;
-    return HORNER_6(fma, z, -2.4850963357813637e-5, 9.1916173695395725e-4, -2.0863468002244644e-2,
+    return POLYNOMIAL(double, z, -2.4850963357813637e-5, 9.1916173695395725e-4, -2.0863468002244644e-2,
         2.5366950715370432e-1, -1.2337005501201592, 9.9999999999994441e-1);
 }
 
@@ -307,7 +303,7 @@ INLINE float tan_float(float x) {
 
 /* Return asin(x), for 0 <= x <= 1/2 and z = x^2. */
 INLINE double asin_half(double x, double z) {
-    double p = HORNER_8(fma, z, 3.4748424808083896e-2, 7.4010072390753794e-3, 2.4650862660604088e-2,
+    double p = POLYNOMIAL(double, z, 3.4748424808083896e-2, 7.4010072390753794e-3, 2.4650862660604088e-2,
         3.0102506899661488e-2, 4.4661139308668963e-2, 7.4999419087547185e-2, 1.6666667364186447e-1,
         9.9999999998635368e-1);
     return p * x;
@@ -331,7 +327,7 @@ INLINE float acos_float(float x) {
 
 INLINE float atan_float(float x) {
     double a = fabsf(x), r = a > 1 ? 1 / a : a, z = r * r;
-    double p = HORNER_12(fma, z, -6.6339545711047872e-4, 4.7324841934219207e-3, -1.5828322749149416e-2,
+    double p = POLYNOMIAL(double, z, -6.6339545711047872e-4, 4.7324841934219207e-3, -1.5828322749149416e-2,
         3.3826218952786872e-2, -5.3956680571371718e-2, 7.2282783453772522e-2, -8.9741719583638811e-2,
         1.1091922963683302e-1, -1.4283813255743194e-1, 1.9999901102171554e-1, -3.3333331290889988e-1,
         9.9999999992930368e-1);
@@ -339,7 +335,7 @@ INLINE float atan_float(float x) {
 }
 
 INLINE float sinh_float(float x) {
-    double a = fabsf(x), z = a * a, p = HORNER_5(fma, z, 2.7714303304728886e-6, 1.9840926153673171e-4,
+    double a = fabsf(x), z = a * a, p = POLYNOMIAL(double, z, 2.7714303304728886e-6, 1.9840926153673171e-4,
         8.3333336403113427e-3, 1.6666666665707199e-1, 1.000000000000048);
     double power = exp2_double((a > 200 ? 200 : a) * PER_LOG_2);
     return copysign(a < 0.5 ? p * a : 0.5 * (power - 1 / power), x);
@@ -378,16 +374,8 @@ INLINE double remainder_of(double x, double y, double inverse, double scale) {
 /* Return C's fmod, with 28 bits of the quotient at a time. The quotient has up to 277. */
 INLINE float fmod_float(float x, float y) {
     double divisor = fabsf(y), inverse = 1 / divisor, r = fabsf(x);
-    r = remainder_of(r, divisor, inverse, 0x1p252);
-    r = remainder_of(r, divisor, inverse, 0x1p224);
-    r = remainder_of(r, divisor, inverse, 0x1p196);
-    r = remainder_of(r, divisor, inverse, 0x1p168);
-    r = remainder_of(r, divisor, inverse, 0x1p140);
-    r = remainder_of(r, divisor, inverse, 0x1p112);
-    r = remainder_of(r, divisor, inverse, 0x1p84);
-    r = remainder_of(r, divisor, inverse, 0x1p56);
-    r = remainder_of(r, divisor, inverse, 0x1p28);
-    r = remainder_of(r, divisor, inverse, 1);
+#pragma GCC unroll 10
+    for (int bits = 252; bits >= 0; bits -= 28) r = remainder_of(r, divisor, inverse, as_double((int64_t)(bits + 1023) << 52));
     r = (divisor == INFINITY) & (fabsf(x) <= FLT_MAX) ? fabsf(x) : r;
     return copysign(r, x);
 }

@@ -1,7 +1,7 @@
 /* The geometry of a convolution, and the arithmetic of its indices. A geometry has three axes of space: convolutions
  * with fewer axes have axes of size 1 first. */
 #pragma once
-#include "lanes.h"
+#include "product.h"
 
 #ifdef __AVX512F__
 #include <immintrin.h>
@@ -19,6 +19,9 @@ typedef struct {
     int64_t y_batch, y_image, y_filter, y_steps[3];
     int relu;
 } Convolution;
+
+/* Round up to a multiple. */
+static int64_t upto(int64_t x, int64_t multiple) { return (x + multiple - 1) / multiple * multiple; }
 
 /* Divide and round down. */
 static int64_t downwards(int64_t x, int64_t y) { return x >= 0 ? x / y : -((-x + y - 1) / y); }

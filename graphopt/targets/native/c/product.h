@@ -5,11 +5,12 @@
 #include "calls.h"
 #include "gemm.h"
 
-/* A bias with its strides, and the product that it is added to. */
+/* A bias or NULL, with its strides, and the product that it is added to. With `relu`, it has one element for each row. */
 typedef struct {
     const float *bias;
-    int64_t row, column;
+    int64_t row, column, batch;
     const gemm_product *to;
+    int relu;
 } Bias;
 
 static int64_t thread_count;
@@ -37,14 +38,17 @@ static OrtStatus *out_of_memory(void) { return api->CreateStatus(1, "native kern
 static void *aligned(void *data) { return (void *)(((uintptr_t)data + 63) / 64 * 64); }
 
 static void add_bias(void *user, const int64_t batch[2], int64_t row0, int64_t row1, int64_t column0, int64_t column1) {
+    static const float none = 0;
     const Bias *x = user;
     const gemm_strides *strides = &x->to->c_strides;
-    float *all = (float *)x->to->c + batch[0] * strides->batch[0] + batch[1] * strides->batch[1];
+    float *all = x->to->c + batch[0] * strides->batch[0] + batch[1] * strides->batch[1];
     for (int64_t i = row0; i < row1; i++) {
         float *restrict c = all + i * strides->row;
-        const float *restrict bias = x->bias + i * x->row;
+        const float *restrict bias = x->bias ? x->bias + batch[1] * x->batch + i * x->row : &none;
         if (x->column)
             for (int64_t j = column0; j < column1; j++) c[j] += bias[j];
+        else if (x->relu)
+            for (int64_t j = column0; j < column1; j++) c[j] = c[j] + bias[0] <= 0 ? 0 : c[j] + bias[0];
         else
             for (int64_t j = column0; j < column1; j++) c[j] += bias[0];
     }
@@ -115,22 +119,22 @@ OrtStatus *product(Context *context, const ProductForm *form) {
     /* B is packed once if it is the same in all calls, or if all products of a call have it and it is transposed. */
     const int common = !g.b_strides.batch[0] && !g.b_strides.batch[1];
     const int packs = common && !context->packed && g.b_strides.column != 1 && g.batch[0] * g.batch[1] > 1;
-    const size_t panels = packs ? gemm_panel_bytes_float(&g) + 64 : 0;
+    const size_t panels = packs ? gemm_panel_bytes(&g) + 64 : 0;
     if (common && context->packed) {
         const int is_new = !*context->packed;
-        if (is_new) *context->packed = allocate(gemm_panel_bytes_float(&g) + 64);
+        if (is_new) *context->packed = allocate(gemm_panel_bytes(&g) + 64);
         g.panels = aligned(*context->packed);
-        if (is_new) gemm_panels_float(&g, aligned(*context->packed));
+        if (is_new) gemm_panels(&g, aligned(*context->packed));
     }
     g.threads = context->ort ? thread_count : 1, g.parallel_for = parallel_for, g.pool = context;
-    char *memory = borrow(panels + gemm_scratch_float(&g));
+    char *memory = borrow(panels + gemm_scratch(&g));
     if (!memory) return out_of_memory();
     g.scratch = memory + panels;
     if (packs) {
-        gemm_panels_float(&g, aligned(memory));
+        gemm_panels(&g, aligned(memory));
         g.panels = aligned(memory);
     }
-    gemm_float(&g);
+    gemm(&g);
     give_back(memory);
     return NULL;
 }
