@@ -130,11 +130,11 @@ class Communicator:
         Raises:
             GraphoptError: a worker differs.
         """
-        for name, found in zip(facts, zip(*self.gather_json(list(facts.values())), strict=True), strict=True):
-            for rank, other in enumerate(found):
-                if other != found[0]:
+        for name, texts in zip(facts, zip(*self.gather_json(list(facts.values())), strict=True), strict=True):
+            for rank, other in enumerate(texts):
+                if other != texts[0]:
                     raise GraphoptError(
-                        f"worker {rank}: expected {name} {_short(found[0])} as worker 0 has, found {_short(other)}: "
+                        f"worker {rank}: expected {name} {_short(texts[0])} as worker 0 has, found {_short(other)}: "
                         f"give all workers the same files, versions and options"
                     )
 
@@ -156,15 +156,15 @@ class Survivors(Communicator):
         self._read()
 
     def sum(self, array: np.ndarray) -> None:
-        given = array.copy()
+        own = array.copy()
         while self.lost_in(lambda: self._workers.sum(array)):
-            array[...] = given
+            array[...] = own
 
     def gather(self, content: bytes) -> list[bytes]:
-        found: list[bytes] = []
-        while self.lost_in(lambda: found.extend(self._workers.gather(content))):
-            found.clear()
-        return found
+        contents: list[bytes] = []
+        while self.lost_in(lambda: contents.extend(self._workers.gather(content))):
+            contents.clear()
+        return contents
 
     def asked_to_end(self) -> bool:
         return self._workers.asked_to_end()
@@ -181,8 +181,8 @@ class Survivors(Communicator):
         before, error = self.size, None
         try:
             exchange()
-        except WorkerLost as found:
-            error = found
+        except WorkerLost as lost_worker:
+            error = lost_worker
         lost = self._workers.regroup(is_whole=error is None)
         if error and not lost:
             raise error

@@ -40,8 +40,10 @@ def test_four_quarters_of_a_batch_are_a_batch():
 
 
 def test_steps_are_updates_and_batches_are_counted_apart_after_load_too(tmp_path):
-    parts = graphopt.Executor(graphopt.compile(mlp(), **STEPS, accumulate=passes.Accumulate(4)))
-    parts.run(quarters() + quarters()[:2], steps_per_call=3)
+    parts = graphopt.Executor(
+        graphopt.compile(mlp(), **STEPS, accumulate=passes.Accumulate(4)), steps_per_call=3
+    )
+    parts.run(quarters() + quarters()[:2])
     assert (parts.steps, parts.batches) == (parts.state["step"], 6) == (1, 6)
     parts.save(tmp_path / "state.safetensors")
     again = graphopt.Executor(graphopt.compile(mlp(), **STEPS, accumulate=passes.Accumulate(4)))

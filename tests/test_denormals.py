@@ -47,10 +47,10 @@ def test_moments_of_rows_seen_once_end_at_zero(optimizer: Any, slot: str, thread
     """Halved two hundred times a moment would be denormal, and a processor of some kinds slow with it."""
     step = graphopt.compile(embedding(), loss=passes.MeanSquaredError(), optimizer=optimizer)
     for flush in (True, False):
-        executor = graphopt.Executor(step, threads=threads, flush_denormals=flush)
+        executor = graphopt.Executor(step, threads=threads, flush_denormals=flush, steps_per_call=1)
         executor.step(batch([*range(4000)]))
         seen = 0
-        for _ in executor.iterate([batch([0])] * 140, steps_per_call=1):
+        for _ in executor.iterate([batch([0])] * 140):
             moments = np.abs(executor.state[slot])
             seen += int(np.any((moments > 0) & (moments < TINY)))
         assert bool(seen) == (not flush)

@@ -156,12 +156,12 @@ def test_state_can_be_read_and_put_back(executor):
 
 
 @pytest.mark.slow
-def test_run_trains_when_it_is_called_and_iterate_when_it_is_read(executor):
-    twin = graphopt.Executor(compiled(), threads=1)
+def test_run_trains_when_it_is_called_and_iterate_when_it_is_read():
+    executor, twin = (graphopt.Executor(compiled(), threads=1, steps_per_call=2) for _ in range(2))
     batches = [{"x": X, "target": T}] * 5
-    records = executor.run(batches, steps_per_call=2)
+    records = executor.run(batches)
     assert isinstance(records, list) and executor.steps == 5
-    iterator = twin.iterate(iter(batches), steps_per_call=2)
+    iterator = twin.iterate(iter(batches))
     assert twin.steps == 0
     assert [record["loss"] for record in iterator] == [record["loss"] for record in records]
     assert twin.steps == 5
@@ -507,10 +507,10 @@ def test_tensors_of_other_packages_are_read_where_they_are(executor):
         (value(X), value(T)),
         (X, torch.from_numpy(T)),
     ):
-        other = graphopt.Executor(compiled(), threads=1)
+        other = graphopt.Executor(compiled(), threads=1, steps_per_call=3)
         assert other.evaluate(x=x, target=target)["loss"] == pytest.approx(expected, rel=1e-6)
         assert other.step(x=x, target=target)["loss"] == expected
-        assert len(other.run([{"x": x, "target": target}] * 6, steps_per_call=3)) == 6
+        assert len(other.run([{"x": x, "target": target}] * 6)) == 6
         assert other.steps == 7
     shared = torch.from_numpy(X.copy())
     other = graphopt.Executor(compiled(), threads=1)
@@ -563,8 +563,8 @@ def test_a_device_has_the_options_of_a_device(executor):
 
 
 def test_an_executor_gives_its_memory_back_at_once():
-    executor = graphopt.Executor(compiled(), threads=1)
-    executor.run([{"x": X, "target": T}] * 4, steps_per_call=2)
+    executor = graphopt.Executor(compiled(), threads=1, steps_per_call=2)
+    executor.run([{"x": X, "target": T}] * 4)
     executor.predict(x=X)
     gone = weakref.ref(executor)
     gc.disable()

@@ -15,7 +15,7 @@ from builders import linear, mlp, model
 import graphopt
 import passes
 from graphopt.runtime.session import Session
-from graphopt.runtime.state_buffers import Total, _summed
+from graphopt.runtime.state_buffers import _summed
 
 ONES = np.ones((3, 2), np.float32)
 
@@ -69,12 +69,16 @@ def test_several_steps_in_a_call_do_what_single_steps_do(bad: int, policy: Any) 
     batches[bad] = {"x": 0 * ONES, "target": ONES}
     found = []
     for several in (1, 4):
-        executor = graphopt.Executor(compiled(root(), passes.AdamW(0.1)), threads=1, on_nonfinite=policy)
+        step, options = (
+            compiled(root(), passes.AdamW(0.1)),
+            {"on_nonfinite": policy, "steps_per_call": several},
+        )
+        executor = graphopt.Executor(step, threads=1, **options)
         losses, caught = [], None
         with warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always")
             try:
-                for reported in executor.iterate(batches, steps_per_call=several):
+                for reported in executor.iterate(batches):
                     losses.append(reported["loss"])
             except graphopt.NonFiniteLoss as error:
                 caught = str(error)
@@ -127,12 +131,11 @@ def test_the_sum_that_a_gpu_computes_is_finite_where_the_cpus_is() -> None:
         executor = graphopt.Executor(compiled(mlp(), passes.AdamW(0.1)), threads=1)
         executor.update_state({"fc1.bias": np.array([1, wrong, 2], np.float32)})
         buffers = executor._buffers
-        (on_cpu,) = buffers._totals[0]
+        (is_finite,) = buffers._are_finite[0]
         graph, values = _summed(buffers.sets[0])
-        on_device = Total(executor._device, {}, [])
-        on_device._values, on_device._session = values, Session(executor._device, graph)
         assert len(values) == len(buffers.sets[0]) - 1  # without the counter
-        assert on_device.finite() == on_cpu.finite() == bool(np.isfinite(wrong))
+        total = Session(executor._device, graph).compute(values, ["total"])["total"].numpy()
+        assert np.isfinite(total) == is_finite() == np.isfinite(wrong)
 
 
 BATCH = {
@@ -153,15 +156,15 @@ def switching() -> Any:
 @pytest.mark.usefixtures("switching")
 def test_threads_that_share_an_executor_lose_no_update(tmp_path: Any) -> None:
     """Six threads of steps and runs, three that look: as many updates as in one thread, and the same numbers."""
-    executor = graphopt.Executor(compiled(mlp(), passes.SGD(0.01, momentum=0.5)), threads=1)
-    alone = graphopt.Executor(compiled(mlp(), passes.SGD(0.01, momentum=0.5)), threads=1)
+    step = compiled(mlp(), passes.SGD(0.01, momentum=0.5))
+    executor, alone = (graphopt.Executor(step, threads=1, steps_per_call=n) for n in (7, None))
     count, losses, stop = 100, [], threading.Event()
 
     def steps() -> None:
         losses.extend(executor.step(BATCH)["loss"] for _ in range(count))
 
-    def run(steps_per_call: int | None) -> None:
-        losses.extend(x["loss"] for x in executor.iterate([BATCH] * count, steps_per_call=steps_per_call))
+    def run() -> None:
+        losses.extend(x["loss"] for x in executor.iterate([BATCH] * count))
 
     def look(number: int) -> None:
         path = tmp_path / f"{number}.safetensors"
@@ -176,7 +179,7 @@ def test_threads_that_share_an_executor_lose_no_update(tmp_path: Any) -> None:
 
     with ThreadPoolExecutor(9) as pool:
         working = [pool.submit(steps) for _ in range(3)]
-        working += [pool.submit(run, several) for several in (1, 7, None)]
+        working += [pool.submit(run) for _ in range(3)]
         looking = [pool.submit(look, number) for number in range(3)]
         for each in working:
             each.result()
@@ -195,13 +198,13 @@ def test_every_state_that_a_thread_sees_is_that_after_a_whole_step() -> None:
     """After n steps of a rate of 1 on the gradient 1, w and b are both -n: never one of them ahead."""
     loss = passes.CustomLoss(lambda op, p, t: p)
     step = graphopt.compile(linear(1, 1), loss=loss, optimizer=passes.SGD(1.0))
-    executor = graphopt.Executor(step, threads=1)
+    executor = graphopt.Executor(step, threads=1, steps_per_call=3)
     executor.update_state({"w": np.zeros((1, 1), np.float32), "b": np.zeros(1, np.float32)})
     one = np.ones((1, 1), np.float32)
     done = threading.Event()
 
     def train() -> None:
-        for _ in executor.iterate([{"x": one, "target": one}] * 1000, steps_per_call=3):
+        for _ in executor.iterate([{"x": one, "target": one}] * 1000):
             pass
         done.set()
 
@@ -247,8 +250,9 @@ def test_threads_that_share_a_layer_lose_no_pass() -> None:
 
 
 def test_a_step_between_the_steps_of_a_run_counts() -> None:
-    executor, alone = (graphopt.Executor(compiled(mlp(), passes.AdamW(0.01)), threads=1) for _ in range(2))
-    for _ in executor.iterate([BATCH] * 6, steps_per_call=3):
+    step = compiled(mlp(), passes.AdamW(0.01))
+    executor, alone = (graphopt.Executor(step, threads=1, steps_per_call=n) for n in (3, None))
+    for _ in executor.iterate([BATCH] * 6):
         executor.step(BATCH)
     for _ in range(12):
         alone.step(BATCH)

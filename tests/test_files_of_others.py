@@ -26,9 +26,9 @@ W = RNG.standard_normal((4, 3)).astype(np.float32)
 TEXT = "g (float[N,4] x) => (float[N,3] y) { y = MatMul(x, w) }"
 
 
-def opened(proto: onnx.ModelProto, **steps) -> graphopt.Executor:
+def opened(proto: onnx.ModelProto, steps_per_call: int | None = None, **steps) -> graphopt.Executor:
     steps = {"loss": passes.MeanSquaredError(), "optimizer": passes.SGD(0.1)} | steps
-    return graphopt.Executor(graphopt.compile(proto, **steps), threads=1)
+    return graphopt.Executor(graphopt.compile(proto, **steps), threads=1, steps_per_call=steps_per_call)
 
 
 def run(proto: onnx.ModelProto, feeds: dict[str, np.ndarray], names=None) -> list[np.ndarray]:
@@ -86,11 +86,11 @@ def test_an_output_may_be_a_weight_or_an_input():
 def test_inputs_that_nothing_reads_stay_and_need_no_values():
     text = "g (float[N,4] x, int64[N,T] ids, float[3] z) => (float[N,3] y) { y = MatMul(x, w) }"
     proto = model(text, w=W)
-    executor = opened(proto)
+    executor = opened(proto, steps_per_call=2)
     batch = {"x": X, "target": np.ones((6, 3), np.float32)}
     unread = {"ids": np.zeros((6, 2), np.int64), "z": np.zeros(3, np.float32)}
     losses = [executor.step(batch)["loss"], executor.step({**batch, **unread})["loss"]]
-    losses += [each["loss"] for each in executor.run([batch] * 4, steps_per_call=2)]
+    losses += [each["loss"] for each in executor.run([batch] * 4)]
     assert losses == sorted(losses, reverse=True)
     run(executor.trained(), {"x": X, **unread})
     with pytest.raises(GraphoptError, match="input 'x': missing"):

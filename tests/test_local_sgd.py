@@ -364,8 +364,8 @@ def test_workers_meet_in_a_loop_of_several_steps_per_call_too() -> None:
     step = compiled()
 
     def work(workers: Communicator) -> dict[str, np.ndarray]:
-        executor = graphopt.LocalSGD(step, communicator=workers, sync_every=3)
-        executor.run([batch(i, workers.rank, 2) for i in range(6)], steps_per_call=4)
+        executor = graphopt.LocalSGD(step, communicator=workers, sync_every=3, steps_per_call=4)
+        executor.run([batch(i, workers.rank, 2) for i in range(6)])
         assert executor.is_synchronized
         return executor.parameters
 

@@ -225,14 +225,14 @@ def test_session_options_that_are_unknown_or_about_files_are_refused(option: Any
 
 def test_ort_values_come_out_where_they_are_asked_for() -> None:
     """Numbers as Python's, arrays as OrtValues, which go in again and to any package that speaks DLPack."""
-    plain, values = executor(), executor(as_numpy=False)
+    plain, values = executor(steps_per_call=3), executor(steps_per_call=3, as_numpy=False)
     for _ in range(3):
         expected, found = plain.step(FEEDS), values.step(FEEDS)
         assert found["loss"] == expected["loss"]
         assert isinstance(found["y"], onnxruntime.OrtValue)
         np.testing.assert_array_equal(found["y"].numpy(), expected["y"])
     kept = found["y"].numpy().copy()
-    runs = [each.run([FEEDS] * 6, steps_per_call=3) for each in (plain, values)]
+    runs = [each.run([FEEDS] * 6) for each in (plain, values)]
     for one, other in zip(*runs, strict=True):
         np.testing.assert_array_equal(other["y"].numpy(), one["y"])
     np.testing.assert_array_equal(found["y"].numpy(), kept)

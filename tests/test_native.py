@@ -96,7 +96,7 @@ def test_attention_and_layer_normalization():
 def test_several_steps_in_a_call_are_lowered_too():
     step, data = step_of(), batches(8)
     losses = [
-        [x["loss"] for x in graphopt.Executor(step, native=native).run(data, steps_per_call=4)]
+        [x["loss"] for x in graphopt.Executor(step, native=native, steps_per_call=4).run(data)]
         for native in (False, True)
     ]
     np.testing.assert_allclose(*losses, rtol=1e-5)
@@ -379,7 +379,7 @@ def test_a_cache_that_cannot_be_written_to_forgets(cache, monkeypatch):
     def fail(*_):
         raise full
 
-    monkeypatch.setattr("graphopt.runtime.forms.write", fail)
+    monkeypatch.setattr("graphopt.runtime.translation.write", fail)
     assert graphopt.Executor(step, native="auto").step(batches(1)[0])["loss"] > 0
     monkeypatch.setattr("graphopt.targets.native.lowering.write_cached", fail)
     for path in cache.glob("*.onnx"):

@@ -364,6 +364,6 @@ def test_several_steps_in_a_call_are_single_steps(monkeypatch):
     ]
     losses = []
     for count in 1, 3:
-        executor = graphopt.Executor(step, native=True)
-        losses.append([x["loss"] for x in executor.run(batches, steps_per_call=count)])
+        executor = graphopt.Executor(step, native=True, steps_per_call=count)
+        losses.append([x["loss"] for x in executor.run(batches)])
     assert losses[0] == losses[1]

@@ -147,7 +147,7 @@ LABELS = np.array([0, 1, 2, 0, 1, 2, 0, 1])
 @pytest.mark.parametrize("wrong", [3, -1, 2**40, -(2**63)])
 def test_labels_outside_the_classes_are_refused_by_a_step(kind: str, wrong: int) -> None:
     step = graphopt.compile(mlp(), loss=passes.CrossEntropy(), optimizer=passes.SGD(0.1))
-    executor = graphopt.Executor(step, threads=1)
+    executor = graphopt.Executor(step, threads=1, steps_per_call=2)
     bad = LABELS.copy()
     bad[5] = wrong
     given = {"torch": torch.from_numpy, "OrtValue": onnxruntime.OrtValue.ortvalue_from_numpy}
@@ -155,7 +155,7 @@ def test_labels_outside_the_classes_are_refused_by_a_step(kind: str, wrong: int)
     message = f"input 'target': expected labels from 0 to 2, found {wrong}"
     feeds = {"x": X, "target": make(bad)}
     calls = {
-        "run": lambda: executor.run([{"x": X, "target": LABELS}, feeds], steps_per_call=2),
+        "run": lambda: executor.run([{"x": X, "target": LABELS}, feeds]),
         "evaluate": lambda: executor.evaluate(feeds),
     }
     call = calls.get(kind, lambda: executor.step(feeds))

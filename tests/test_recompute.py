@@ -123,8 +123,8 @@ def test_with_clipping_accumulation_and_several_steps_a_call():
         "optimizer": passes.AdamW(0.01),
     }
     graphs, feeds = case("cnn", [None, "least"], **steps)
-    executors = [graphopt.Executor(graph, threads=1) for graph in graphs]
-    plain, other = ([one["loss"] for one in each.run([feeds] * 9, steps_per_call=3)] for each in executors)
+    executors = [graphopt.Executor(graph, threads=1, steps_per_call=3) for graph in graphs]
+    plain, other = ([one["loss"] for one in each.run([feeds] * 9)] for each in executors)
     assert other == pytest.approx(plain, rel=1e-5)
 
 

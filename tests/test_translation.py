@@ -158,9 +158,9 @@ def test_in_place_steps_count_once_although_the_first_is_compared():
 def test_calls_that_lose_a_state_are_seen_and_steps_run_alone(monkeypatch):
     lose_state(monkeypatch)
     batches = [rows() for _ in range(6)]
-    executor = graphopt.Executor(table_step(), threads=1)
+    executor = graphopt.Executor(table_step(), threads=1, steps_per_call=3)
     with pytest.warns(UserWarning, match="several steps per call: expected the numbers of the plain step"):
-        found = executor.run(batches, steps_per_call=3)
+        found = executor.run(batches)
     plain = graphopt.Executor(table_step(), threads=1, target="plain")
     expected = [plain.step(batch) for batch in batches]
     np.testing.assert_allclose([x["loss"] for x in found], [x["loss"] for x in expected], rtol=1e-5)

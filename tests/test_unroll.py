@@ -43,9 +43,9 @@ def equal(first, second):
 @pytest.mark.sample(4)
 def test_calls_of_several_steps_are_single_steps(name, count):
     step = compiled(**STEPS[name])
-    single, several = graphopt.Executor(step, threads=1), graphopt.Executor(step, threads=1)
+    single, several = (graphopt.Executor(step, threads=1, steps_per_call=n) for n in (1, count))
     expected = [single.step(batch) for batch in BATCHES]
-    found = several.run(BATCHES, steps_per_call=count)
+    found = several.run(BATCHES)
     assert len(found) == 50
     for one, other in zip(expected, found, strict=True):
         assert list(one) == list(other)
@@ -62,16 +62,16 @@ def test_calls_of_several_steps_are_single_steps(name, count):
 
 def test_a_ragged_last_batch_has_a_call_of_its_own():
     step = compiled(optimizer=passes.AdamW(0.01))
-    single, several = graphopt.Executor(step), graphopt.Executor(step)
+    single, several = graphopt.Executor(step), graphopt.Executor(step, steps_per_call=4)
     batches = [*BATCHES[:9], {"x": X[9, :3], "target": T[9, :3]}]
     expected = [single.step(batch)["loss"] for batch in batches]
-    assert [one["loss"] for one in several.run(iter(batches), steps_per_call=4)] == expected
+    assert [one["loss"] for one in several.run(iter(batches))] == expected
     equal(single, several)
 
 
 def test_batches_before_one_that_cannot_be_drawn_train():
     step = compiled(optimizer=passes.SGD(0.1))
-    executor = graphopt.Executor(step, threads=1)
+    executor = graphopt.Executor(step, threads=1, steps_per_call=4)
 
     def drawn():
         yield from BATCHES[:3] * 2
@@ -79,7 +79,7 @@ def test_batches_before_one_that_cannot_be_drawn_train():
 
     found = []
     with pytest.raises(OSError, match="the file is gone"):
-        found.extend(reported["loss"] for reported in executor.iterate(drawn(), steps_per_call=4))
+        found.extend(reported["loss"] for reported in executor.iterate(drawn()))
     alone = graphopt.Executor(step, threads=1)
     assert found == [alone.step(batch)["loss"] for batch in BATCHES[:3] * 2]
     assert executor.batches == 6
@@ -119,8 +119,8 @@ def test_random_numbers_are_drawn_in_each_step():
         w=RNG.standard_normal((4, 3)),
     )
     step = graphopt.compile(proto, loss=passes.MeanSquaredError(), optimizer=passes.SGD(0.0))
-    executor = graphopt.Executor(step)
-    losses = [report["loss"] for report in executor.run([BATCHES[0]] * 4, steps_per_call=4)]
+    executor = graphopt.Executor(step, steps_per_call=4)
+    losses = [report["loss"] for report in executor.run([BATCHES[0]] * 4)]
     assert len(set(losses)) == 4
 
 
@@ -157,7 +157,7 @@ def test_names_differ_from_those_in_a_branch():
         y.name = name
     unrolled = passes.Unroll(steps=3)(step.clone()).model
     onnx.checker.check_model(ir.to_proto(unrolled), full_check=True)
-    found = graphopt.Executor(step).run(BATCHES[:6], steps_per_call=3)
+    found = graphopt.Executor(step, steps_per_call=3).run(BATCHES[:6])
     single = graphopt.Executor(step)
     assert [one["loss"] for one in found] == [single.step(batch)["loss"] for batch in BATCHES[:6]]
 
@@ -178,11 +178,11 @@ def test_fit_is_the_same_with_calls_of_several_steps():
 
 def test_hyperparameters_in_batches_are_fed_step_by_step():
     step = compiled(optimizer=passes.SGD(0.1))
-    single, several = graphopt.Executor(step), graphopt.Executor(step)
+    single, several = graphopt.Executor(step), graphopt.Executor(step, steps_per_call=3)
     batches = [{**batch, "learning_rate": np.float32(0.1 / (i + 1))} for i, batch in enumerate(BATCHES[:6])]
     batches[0]["learning_rate"] = np.array(0.1, np.float32)
     expected = [single.step(batch)["loss"] for batch in batches]
-    assert [one["loss"] for one in several.run(batches, steps_per_call=3)] == expected
+    assert [one["loss"] for one in several.run(batches)] == expected
     equal(single, several)
 
 
@@ -205,8 +205,8 @@ def test_what_is_wrong_is_said():
         passes.Unroll(0)
     with pytest.raises(graphopt.GraphoptError, match="Unroll needs a training graph"):
         passes.Unroll()(graphopt.compile(mlp(), loss=passes.MeanSquaredError()))
-    executor = graphopt.Executor(compiled(optimizer=passes.SGD()))
     with pytest.raises(graphopt.GraphoptError, match="steps_per_call: expected 1 or more, or None, found 0"):
-        executor.run(BATCHES, steps_per_call=0)
+        graphopt.Executor(compiled(optimizer=passes.SGD()), steps_per_call=0)
+    executor = graphopt.Executor(compiled(optimizer=passes.SGD()), steps_per_call=2)
     with pytest.raises(graphopt.GraphoptError, match=r"input 'x': expected shape \[N,4\], found \[8, 3\]"):
-        executor.run([{"x": X[0, :, :3], "target": T[0]}] * 2, steps_per_call=2)
+        executor.run([{"x": X[0, :, :3], "target": T[0]}] * 2)

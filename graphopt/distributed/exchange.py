@@ -2,21 +2,65 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import functools
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 import onnx_ir as ir
 
 from graphopt.communicator import Communicator
 from graphopt.distributed.shared_update import part_of_update
-from graphopt.distributed.summed_buffers import SummedBuffers
+from graphopt.errors import GraphoptError
 from graphopt.graph.metadata import BATCH_WEIGHT
 from graphopt.graph.names import FIRST_ROW, ROWS, SHARE, of_worker
 from graphopt.graph.roles import Role, role_of
+from graphopt.graph.values import name_of
 from graphopt.runtime.bound_session import Reported
 from graphopt.runtime.device import Device
 from graphopt.runtime.reported_outputs import numbers
-from graphopt.runtime.tensors import Allocate, Tensor, buffer
+from graphopt.runtime.state_buffers import StateBuffers
+from graphopt.runtime.tensors import Allocate, Tensor, allocated, buffer, buffers, zeros_of
+
+
+class SummedBuffers:
+    """Hold a buffer for each of some outputs of a graph; on the CPU, those of one type lie in one array.
+
+    Attributes:
+        values: the buffers by name.
+
+    Args:
+        outputs: outputs with static shapes.
+        allocate: returns the memory of an array.
+    """
+
+    def __init__(self, device: Device, outputs: Iterable[ir.Value], allocate: Allocate = allocated) -> None:
+        self.values, self._flat = buffers(device, {name_of(y): zeros_of(y) for y in outputs}, allocate)
+
+    def sum(self, reduce: Callable[[np.ndarray], None], scale: float = 1.0) -> None:
+        """Multiply all buffers by a number, and sum them over the workers by `reduce`."""
+        for array in (arrays := self._flat or [value.numpy().ravel() for value in self.values.values()]):
+            if not scale:
+                array[...] = 0
+            elif scale != 1:
+                np.multiply(array, array.dtype.type(scale), out=array)
+            reduce(array)
+        if not self._flat:
+            for value, array in zip(self.values.values(), arrays, strict=True):
+                value.update_inplace(array.reshape(value.shape()))
+
+
+class SharedBuffers(StateBuffers):
+    """Hold a state that all workers of one machine read and write where it lies."""
+
+    def __init__(self, device: Device, model: ir.Model, communicator: Communicator) -> None:
+        self._communicator, self.allocate = communicator, functools.partial(_allocated, communicator)
+        super().__init__(device, model, self.allocate)
+
+    def update(self, arrays: Mapping[str, np.ndarray]) -> None:
+        if arrays and sys.exc_info()[0] is None:  # after an error, the others may not come
+            self._communicator.wait()  # the others may still read the old state
+        super().update(arrays)
 
 
 class Exchange:
@@ -30,6 +74,7 @@ class Exchange:
     Args:
         grad: computes the loss, gradients and the weight of a batch, in stages.
         report: the outputs to return.
+        allocate: returns the memory of the sums.
     """
 
     def __init__(
@@ -38,11 +83,12 @@ class Exchange:
         grad: Sequence[ir.Model],
         report: Sequence[str],
         communicator: Communicator,
+        allocate: Allocate = allocated,
     ) -> None:
-        self._device, self._communicator = device, communicator
+        self._device, self._communicator, self._allocate = device, communicator, allocate
         outputs = [y for stage in grad for y in stage.graph.outputs]
         self._is_sum = any(y.name == ROWS and BATCH_WEIGHT.read(y) == "sum" for y in outputs)
-        self._losses = {str(y.name) for y in outputs if role_of(y) is Role.LOSS} if self._is_sum else set()
+        self._losses = {name_of(y) for y in outputs if role_of(y) is Role.LOSS} if self._is_sum else set()
         self._means = numbers(outputs, report)
         self._weighed = max(  # the stage after which the numbers are known that are averaged
             i for i, stage in enumerate(grad) if {ROWS, *self._means} & {y.name for y in stage.graph.outputs}
@@ -75,24 +121,20 @@ class Exchange:
             self._first_row.update_inplace(np.array(counts[: communicator.rank].sum(), np.int32))
 
     def average(self, stages: Iterable[Reported], rows: int) -> Reported:
-        """Run the stages of `grad`, and return what they report, with means over all workers.
-
-        Args:
-            stages: yields what each stage reports.
-            rows: the number of this worker's rows.
-        """
+        """Run the stages of `grad` on this worker's rows, and return what they report, with means over all workers."""
         reported: Reported = dict.fromkeys([*self._means, ROWS], 0.0)
-        for stage, found in enumerate(stages):
-            reported |= found
+        for stage, outputs in enumerate(stages):
+            reported |= outputs
             if stage == self._weighed:
                 self._average(reported)
-        for role, buffers in self._sums:
-            self._sum(role, buffers, rows)
+        for role, sums in self._sums:  # a batch without rows adds nothing
+            is_sum = self._is_sum and role is Role.GRADIENT
+            sums.sum(self._reduce, rows and (1.0 if is_sum else self._part / self._share))
         return reported
 
     def _buffers(self, outputs: Sequence[ir.Value]) -> SummedBuffers:
         """Return this worker's buffers for outputs of `grad`."""
-        own = SummedBuffers(self._device, outputs)
+        own = SummedBuffers(self._device, outputs, self._allocate)
         self.fixed |= own.values
         return own
 
@@ -108,42 +150,16 @@ class Exchange:
             reported[name] = float(number if name in self._losses else number / total)
         self._part = weight / total
 
-    def _sum(self, role: Role, buffers: SummedBuffers, rows: int) -> None:
-        """Weigh what this worker has computed by its batch, and sum it over all workers."""
-        scale = 1.0 if self._is_sum and role is Role.GRADIENT else self._part / self._share
-        with buffers.flat() as arrays:
-            for flat in arrays:
-                if not rows:
-                    flat[...] = 0
-                elif scale != 1:
-                    np.multiply(flat, flat.dtype.type(scale), out=flat)
-                self._reduce(flat)
-
     def _reduce(self, array: np.ndarray) -> None:
         """Sum an array over all workers."""
         self._communicator.sum(array)
 
 
 class SharedExchange(Exchange):
-    """Average in memory that all workers share: each updates a part of the state, from the gradients of all.
-
-    Args:
-        allocate: returns such memory.
-    """
-
-    def __init__(
-        self,
-        device: Device,
-        grad: Sequence[ir.Model],
-        report: Sequence[str],
-        communicator: Communicator,
-        allocate: Allocate,
-    ) -> None:
-        self._allocate = allocate
-        super().__init__(device, grad, report, communicator)
+    """Average in memory that all workers share: each updates a part of the state, from the gradients of all."""
 
     def update(self, apply: ir.Model) -> ir.Model:
-        names = [name for _, buffers in self._sums for name in buffers.values]
+        names = [name for _, sums in self._sums for name in sums.values]
         return part_of_update(apply, names, self._communicator.rank, self._communicator.size)
 
     def agree(self, is_finite: bool) -> bool:
@@ -156,10 +172,21 @@ class SharedExchange(Exchange):
 
     def _buffers(self, outputs: Sequence[ir.Value]) -> SummedBuffers:
         each = [SummedBuffers(self._device, outputs, self._allocate) for _ in range(self._communicator.size)]
-        for rank, buffers in enumerate(each):
-            self.fixed |= {of_worker(name, rank): x for name, x in buffers.values.items()}
+        for rank, sums in enumerate(each):
+            self.fixed |= {of_worker(name, rank): x for name, x in sums.values.items()}
         own = each[self._communicator.rank]
         self.fixed |= own.values
         return own
 
     def _reduce(self, array: np.ndarray) -> None: ...
+
+
+def _allocated(communicator: Communicator, size: int) -> np.ndarray:
+    """Return memory that all workers share."""
+    memory = communicator.shared_memory(size)
+    if memory is None:
+        raise GraphoptError(
+            f"share_state: expected {size / 1e6:.0f} MB of memory for the workers together, found less: train with "
+            f"one process"
+        )
+    return memory

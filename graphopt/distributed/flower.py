@@ -13,6 +13,7 @@ from flwr.clientapp import ClientApp
 from graphopt.data.foreign import as_dataset
 from graphopt.errors import GraphoptError
 from graphopt.graph.roles import Role, with_role
+from graphopt.graph.values import name_of
 from graphopt.runtime.executor import Executor
 from graphopt.training.evaluation import evaluate
 from graphopt.training.fit import fit
@@ -36,7 +37,7 @@ def arrays(executor: Executor) -> ArrayRecord:
     >>> list(arrays(graphopt.Executor(step)))
     ['layers.4.bias', 'layers.4.weight']
     """
-    names = sorted(str(value.name) for value in with_role(executor.model, Role.PARAMETER, Role.STATISTIC))
+    names = sorted(name_of(value) for value in with_role(executor.model, Role.PARAMETER, Role.STATISTIC))
     state = executor.state
     return ArrayRecord({name: Array(state[name]) for name in names})
 

@@ -38,7 +38,7 @@ WORKERS_END = getattr(signal, "SIGUSR1", signal.SIGTERM)
 COMMAND = (
     "import sys; sys.path[:] = {path!r}; import runpy; runpy.run_module('graphopt', None, '__main__', True)"
 )
-Run = Callable[[Sequence[str]], int]
+RunCommand = Callable[[Sequence[str]], int]
 AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 
 
@@ -79,7 +79,7 @@ class Launcher:
         """Return whether `start` is to start the workers; otherwise this process is one of them."""
         return False
 
-    def start(self, arguments: Sequence[str], folder: Path, run: Run) -> None:
+    def start(self, arguments: Sequence[str], folder: Path, run: RunCommand) -> None:
         """Start the workers, wait for their end, and exit.
 
         Args:
@@ -122,7 +122,7 @@ class LocalLauncher(MPILauncher):
     def starts(self) -> bool:
         return not any(name in os.environ for name in RANKS)
 
-    def start(self, arguments: Sequence[str], folder: Path, run: Run) -> None:
+    def start(self, arguments: Sequence[str], folder: Path, run: RunCommand) -> None:
         own = str(Path(sys.executable).parent)
         mpiexec = shutil.which("mpiexec", path=own) or shutil.which("mpiexec")
         if mpiexec is None:

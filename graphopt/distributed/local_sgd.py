@@ -3,23 +3,32 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import onnx_ir as ir
 
 from graphopt.communicator import SINGLE, Communicator, Survivors
 from graphopt.compiler import outer_step
-from graphopt.distributed.round_buffers import RoundBuffers
 from graphopt.errors import GraphoptError
 from graphopt.graph.loading import Source, load
+from graphopt.graph.names import value_of
+from graphopt.graph.roles import Role, with_role
+from graphopt.graph.values import name_of
 from graphopt.pipeline import Step
-from graphopt.runtime.bound_session import Reported
+from graphopt.runtime.bound_session import Reported, RunnerOptions
+from graphopt.runtime.device import Device
 from graphopt.runtime.executor import Executor, NonFiniteLoss, fed_by
 from graphopt.runtime.executor_options import ExecutorOptions, keywords_of
 from graphopt.runtime.reported_outputs import numbers
-from graphopt.runtime.tensors import Tensor, rows_of
+from graphopt.runtime.runners import StepRunner
+from graphopt.runtime.state_buffers import State, StateBuffers
+from graphopt.runtime.tensors import Tensor, buffer, rows_of, zeros_of
+
+if TYPE_CHECKING:
+    import onnxruntime
 
 DROPPED = 3  # rounds in succession: no worker's bad luck any more
 
@@ -84,23 +93,23 @@ class LocalSGD(Executor):
     """
 
     Options = LocalSGDOptions
+    options: LocalSGDOptions
+    _one_by_one = True
 
     @keywords_of(LocalSGDOptions)
     def __init__(self, step: Source, **options: Any) -> None:
         chosen = LocalSGDOptions(**options)
-        self._communicator, self._sync_every = chosen.communicator, chosen.sync_every
-        self._communicator.check_alike(
+        chosen.communicator.check_alike(
             {name: str(getattr(chosen, name)) for name in ("sync_every", "outer", "on_nonfinite")}
         )
-        self._survivors = Survivors(self._communicator)
+        self._survivors = Survivors(chosen.communicator)
         self._done = 0  # steps of this round
         self._dropped = 0  # rounds that were dropped in succession
         self._failure: str | None = None  # of this worker in this round
         device, model = chosen.opened(), load(step)
         outer = outer_step(model, chosen.outer)
-        self._rounds = rounds = RoundBuffers(device, model, outer, self._communicator.size)
-        workers = self._survivors
-        self._assemble(chosen, device, model, rounds.own, state=rounds, workers=workers, one_by_one=True)
+        self._rounds = rounds = _RoundBuffers(device, model, outer, chosen.communicator.size)
+        self._assemble(chosen, device, model, rounds.own, state=rounds, workers=self._survivors)
 
     @property
     def is_synchronized(self) -> bool:
@@ -109,7 +118,7 @@ class LocalSGD(Executor):
     @property
     def bytes_per_step(self) -> float:
         """Return the size of what this worker sums with the others, divided by the number of steps of a round."""
-        return self._rounds.flat.nbytes / self._sync_every
+        return self._rounds.flat.nbytes / self.options.sync_every
 
     def set_batches(self, count: int) -> None:
         super().set_batches(count)
@@ -138,7 +147,7 @@ class LocalSGD(Executor):
                 reported = dict.fromkeys(numbers(self._model.graph.outputs, self._report), 0.0)
                 self._batches += 1
             self._done += 1
-            if self._done == self._sync_every:
+            if self._done == self.options.sync_every:
                 self.synchronize()
             return reported
 
@@ -158,13 +167,13 @@ class LocalSGD(Executor):
                 rounds.present[workers.rank] = 1
             else:
                 rounds.flat[...] = 0
-            missing = workers.lost_in(lambda: self._communicator.sum(rounds.flat))
+            missing = workers.lost_in(lambda: self.options.communicator.sum(rounds.flat))
             missing = missing or np.flatnonzero(rounds.present[: workers.size] != 1).tolist()
             rounds.flat /= workers.size
-            kept = not missing and rounds.apply()
+            is_applied = not missing and rounds.apply()
             rounds.begin()
-            self._dropped = 0 if kept else self._dropped + 1
-            if not kept:
+            self._dropped = 0 if is_applied else self._dropped + 1
+            if not is_applied:
                 self._tell_dropped(missing)
             self._done, self._failure = 0, None
 
@@ -182,5 +191,83 @@ class LocalSGD(Executor):
                 f"{message}, for the third time in succession; lower the learning rate, clip gradients, or look "
                 f"for NaN in the data"
             )
-        if self._communicator.leads or own:
+        if self.options.communicator.leads or own:
             warnings.warn(f"{message}; the weights return to the last synchronization", stacklevel=4)
+
+
+class _RoundBuffers(State):
+    """Hold a worker's own state, and what users read and replace: that of the last synchronization.
+
+    Attributes:
+        own: what steps read and write: the worker's own weights and slots.
+        flat: what the workers sum in a synchronization: changes of the weights, and a number for each worker.
+        present: the part of `flat` with a number for each worker.
+    """
+
+    def __init__(self, device: Device, model: ir.Model, outer: ir.Model, workers: int) -> None:
+        self.own, self._shared = StateBuffers(device, model), StateBuffers(device, outer)
+        zeros = {name_of(x): zeros_of(x) for x in with_role(outer, Role.GRADIENT) if x in outer.graph.inputs}
+        self._weights = [value_of(name) for name in zeros]
+        clashes = sorted(set(self._shared.names) & set(self.own.names) - set(self._weights))
+        if clashes:
+            raise GraphoptError(
+                f"state {clashes[0]!r}: expected no name that the outer optimizer needs, found it: rename the weight"
+            )
+        self._gradients = {name: buffer(device, x) for name, x in zeros.items()}
+        # All workers run the same form of the update, so that their weights stay the same bits.
+        options = RunnerOptions(fixed=self._gradients, native=False, verified=False)
+        self._outer = StepRunner(device, outer, self._shared, options)
+        self._outer.check({})
+        ends = np.cumsum([x.size for x in zeros.values()])
+        self.flat = np.zeros(int(ends[-1]) + workers, np.result_type(*zeros.values()))
+        *parts, self.present = np.split(self.flat, ends)
+        self._parts = [part.reshape(x.shape) for part, x in zip(parts, zeros.values(), strict=True)]
+
+    @property
+    def names(self) -> list[str]:
+        return list(dict.fromkeys([*self.own.names, *self._shared.names]))
+
+    def read(self) -> dict[str, onnxruntime.OrtValue]:
+        shared = self._shared.read()
+        return self.own.read() | {name: shared[name] for name in self._weights}
+
+    def arrays(self, names: Iterable[str] | None = None) -> dict[str, np.ndarray]:
+        names = self.names if names is None else list(names)
+        shared = self._shared.arrays(name for name in names if name in self._shared.names)
+        return {name: shared[name] if name in shared else self._own(name) for name in names}
+
+    def update(self, arrays: Mapping[str, np.ndarray]) -> None:
+        """Replace part of the state by name. The worker's own weights change as much as the synchronized ones."""
+        shared = {name: x for name, x in arrays.items() if name in self._shared.names}
+        self._shared.check(shared)
+        own = {name: x for name, x in arrays.items() if name not in shared}
+        for name in shared.keys() & set(self._weights):
+            own[name] = np.asarray(shared[name] + (self._own(name) - self._shared.arrays([name])[name]))
+        self.own.update(own)
+        self._shared.update(shared)
+
+    def begin(self) -> None:
+        """Give the worker the weights of the last synchronization."""
+        self.own.update(self._shared.arrays(self._weights))
+
+    def collect(self) -> bool:
+        """Write what the worker has subtracted from the weights to `flat`; return whether it is finite."""
+        shared = self._shared.arrays(self._weights)
+        for name, part in zip(self._weights, self._parts, strict=True):
+            np.subtract(shared[name], self._own(name), out=part, dtype=part.dtype)
+        return bool(np.isfinite(self.flat).all())
+
+    def apply(self) -> bool:
+        """Update the weights by `flat`, the mean over the workers, if the new ones are finite; return whether."""
+        if not np.isfinite(self.flat).all():
+            return False
+        for value, part in zip(self._gradients.values(), self._parts, strict=True):
+            value.update_inplace(np.asarray(part, value.numpy().dtype, order="C"))
+        self._outer.step(self._shared.current, {})
+        if self._shared.spoiled() is not None:
+            return False
+        self._shared.swap()
+        return True
+
+    def _own(self, name: str) -> np.ndarray:
+        return self.own.arrays([name])[name]

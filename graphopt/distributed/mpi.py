@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 
 from graphopt.communicator import Communicator, WorkerLost
-from graphopt.errors import GraphoptError
+from graphopt.errors import GraphoptError, line
 
 LATE = 124  # the exit code after the time limit, as that of `timeout`
 # Open MPI 5.0 sends and receives at the same time only if it has two connections, and then sums take half the time. A
 # thread that waits for others leaves its core to one that computes.
-SETTINGS = {"OMPI_MCA_btl_tcp_links": "2", "OMPI_MCA_mpi_yield_when_idle": "1"}
+_SETTINGS = {"OMPI_MCA_btl_tcp_links": "2", "OMPI_MCA_mpi_yield_when_idle": "1"}
 
 
 class MPI(Communicator):
@@ -42,18 +42,17 @@ class MPI(Communicator):
     """
 
     _has_lost = False  # whether a worker has died, of all communicators of this process
-    _waits_since: float | None
 
     def __init__(self, timeout: float | None = 300.0) -> None:
         try:
             import mpi4py
 
-            os.environ |= {**SETTINGS, **os.environ}
+            os.environ |= {**_SETTINGS, **os.environ}
             mpi4py.rc.finalize = False  # `_finish` does it
             from mpi4py import MPI as library  # noqa: N811
         except (ImportError, RuntimeError) as error:
             raise GraphoptError(
-                f"launcher: expected mpi4py with an MPI library, found none ({' '.join(str(error).split())}): "
+                f"launcher: expected mpi4py with an MPI library, found none ({line(error)}): "
                 f"pip install graphopt[mpi], and install Open MPI or MPICH"
             ) from error
         self._library, self._in_place = library, library.IN_PLACE
@@ -62,8 +61,9 @@ class MPI(Communicator):
         machine = self._world.Split_type(library.COMM_TYPE_SHARED)
         self.local_rank, self.local_size = machine.rank, machine.size
         self._may_lose = hasattr(self._world, "Agree")  # since mpi4py 4.1
-        self._timeout = timeout
-        self._start_watch()
+        self._waits_since: float | None = None
+        if timeout is not None and self.size > 1:
+            threading.Thread(target=self._watch, args=[timeout], daemon=True).start()
         atexit.register(self._finish)
 
     def sum(self, array: np.ndarray) -> None:
@@ -81,10 +81,10 @@ class MPI(Communicator):
         sizes = np.zeros(self.size, np.int64)
         sizes[self.rank] = len(content)
         self.sum(sizes)
-        found = np.empty(sizes.sum(), np.uint8)
+        gathered = np.empty(sizes.sum(), np.uint8)
         with self._waiting():
-            self._world.Allgatherv(np.frombuffer(content, np.uint8), [found, sizes])
-        return [part.tobytes() for part in np.split(found, np.cumsum(sizes)[:-1])]
+            self._world.Allgatherv(np.frombuffer(content, np.uint8), [gathered, sizes])
+        return [part.tobytes() for part in np.split(gathered, np.cumsum(sizes)[:-1])]
 
     def regroup(self, *, is_whole: bool) -> list[int]:
         if self.size == 1 or not self._may_lose:
@@ -100,7 +100,7 @@ class MPI(Communicator):
         with self._waiting():
             self._world = before.Shrink()
         new = before.group.Translate_ranks(None, self._world.group)
-        lost = [rank for rank, found in enumerate(new) if found == self._library.UNDEFINED]
+        lost = [rank for rank, own in enumerate(new) if own == self._library.UNDEFINED]
         self.rank, self.size = self._world.rank, self._world.size
         MPI._has_lost = True
         if 0 in lost:
@@ -118,7 +118,7 @@ class MPI(Communicator):
     def _finish(self) -> None:
         """End the use of MPI as the process ends.
 
-        After a worker has died, MPI_Finalize of Open MPI may wait for it without end. The others then meet here
+        After a worker has died, MPI_Finalize of Open MPI may wait for it without end. The others then wait here
         instead, because `mpiexec` may end all once one exits.
         """
         if not MPI._has_lost:
@@ -152,11 +152,6 @@ class MPI(Communicator):
             ) from error
         finally:
             self._waits_since = None
-
-    def _start_watch(self) -> None:
-        self._waits_since = None
-        if self._timeout is not None and self.size > 1:
-            threading.Thread(target=self._watch, args=[self._timeout], daemon=True).start()
 
     def _watch(self, timeout: float) -> None:
         """End all workers if an exchange takes longer than the time limit."""

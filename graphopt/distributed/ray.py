@@ -17,49 +17,49 @@ from typing import Any
 import numpy as np
 
 from graphopt.communicator import Communicator
-from graphopt.distributed.launchers import Launcher, Run, handled
+from graphopt.distributed.launchers import Launcher, RunCommand, handled
 from graphopt.errors import GraphoptError
 from graphopt.intervals import within
 
-IN_WORKER = "GRAPHOPT_RAY_MEETING"  # an environment variable of workers: the name of the actor `Meeting`
+IN_WORKER = "GRAPHOPT_RAY_RENDEZVOUS"  # an environment variable of workers: the name of their `Rendezvous`
 # A folder where workers note with which code they have ended, and where they look whether they are to end.
 MARK, CODE, END = "GRAPHOPT_RAY_MARK", "exit_code", "end"
-SETTINGS = {
+_SETTINGS = {
     "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",  # otherwise, Ray Train hides what workers print to stderr
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # otherwise, Ray hides GPUs that it has not reserved
 }
-SMALL = 65536  # bytes that travel in a call of the actor, in place of the object store
+_SMALL = 65536  # bytes that travel in a call of the actor, in place of the object store
 
 
-class Meeting:
+class Rendezvous:
     """Hand each worker what all workers have put into Ray's object store. This is an actor of Ray."""
 
     def __init__(self, size: int) -> None:
         import asyncio
 
         self._size = size
-        self._given: dict[int, dict[int, Any]] = {}  # by round and rank
+        self._items: dict[int, dict[int, Any]] = {}  # by round and rank
         self._changed = asyncio.Condition()
 
-    async def meet(self, number: int, rank: int, given: list[Any]) -> list[Any]:
+    async def exchange(self, number: int, rank: int, item: list[Any]) -> list[Any]:
         """Return the references of all workers in a round, in the order of their ranks, once they are there."""
         async with self._changed:
-            self._given.setdefault(number, {})[rank] = given[0]
-            self._given.pop(number - 2, None)  # all have read it, since they have come to the round after it
+            self._items.setdefault(number, {})[rank] = item[0]
+            self._items.pop(number - 2, None)  # all have read it, since they have come to the round after it
             self._changed.notify_all()
-            await self._changed.wait_for(lambda: len(self._given[number]) == self._size)
-            return [self._given[number][one] for one in range(self._size)]
+            await self._changed.wait_for(lambda: len(self._items[number]) == self._size)
+            return [self._items[number][other] for other in range(self._size)]
 
 
 class RayCommunicator(Communicator):
     """Exchange numbers between workers of Ray Train through Ray's object store.
 
     Args:
-        meeting: the name of the actor `Meeting`.
+        rendezvous: the name of the actor `Rendezvous`.
         timeout: the time limit of each exchange in seconds.
     """
 
-    def __init__(self, meeting: str, timeout: float) -> None:
+    def __init__(self, rendezvous: str, timeout: float) -> None:
         import ray
         import ray.train
 
@@ -68,8 +68,8 @@ class RayCommunicator(Communicator):
         self.local_rank, self.local_size = context.get_local_rank(), context.get_local_world_size()
         self._ray, self._timeout, self._round = ray, timeout, 0
         self._end = Path(os.environ[MARK]) / END
-        self._meeting = (
-            ray.remote(num_cpus=0)(Meeting).options(name=meeting, get_if_exists=True).remote(self.size)
+        self._rendezvous = (
+            ray.remote(num_cpus=0)(Rendezvous).options(name=rendezvous, get_if_exists=True).remote(self.size)
         )
 
     def sum(self, array: np.ndarray) -> None:
@@ -96,19 +96,19 @@ class RayCommunicator(Communicator):
 
     def _exchanged(self, value: Any) -> list[Any]:
         """Return what each worker gives; arrays are read from Ray's shared memory."""
-        is_small = len(value) * getattr(value, "itemsize", 1) <= SMALL
-        given = value if is_small else self._ray.put(value)
+        is_small = len(value) * getattr(value, "itemsize", 1) <= _SMALL
+        item = value if is_small else self._ray.put(value)
         get = functools.partial(self._ray.get, timeout=self._timeout)
         try:
-            values = get(self._meeting.meet.remote(self._round, self.rank, [given]))
-            found = [get(x) if isinstance(x, self._ray.ObjectRef) else x for x in values]
+            values = get(self._rendezvous.exchange.remote(self._round, self.rank, [item]))
+            items = [get(x) if isinstance(x, self._ray.ObjectRef) else x for x in values]
         except self._ray.exceptions.GetTimeoutError as error:
             raise GraphoptError(
                 f"worker {self.rank} of {self.size}: expected an answer of all workers within {self._timeout:g} s, "
                 f"found none"
             ) from error
         self._round += 1
-        return found
+        return items
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ class RayLauncher(Launcher):
     def starts(self) -> bool:
         return IN_WORKER not in os.environ
 
-    def start(self, arguments: Sequence[str], folder: Path, run: Run) -> None:
+    def start(self, arguments: Sequence[str], folder: Path, run: RunCommand) -> None:
         ray_trainer()  # raises an error if Ray is missing
         place = folder.absolute()
         named = str(place).replace("'", "\\'")
@@ -151,10 +151,13 @@ class RayLauncher(Launcher):
             (mark / END).touch()
 
         try:
-            with self._started(), handled(end, _exit) as received, ThreadPoolExecutor(1) as thread:
-                thread.submit(
-                    self._train, config, mark.parent
-                ).result()  # in the main one, Ray would handle SIGINT
+            with (
+                self._started(),
+                handled(end, lambda number: sys.exit(128 + number)) as received,
+                ThreadPoolExecutor(1) as thread,
+            ):
+                # In the main thread, Ray would handle SIGINT.
+                thread.submit(self._train, config, mark.parent).result()
         except Exception as error:
             lines = str(error).splitlines()
             raise GraphoptError(
@@ -183,14 +186,13 @@ class RayLauncher(Launcher):
         """Start Ray, or join a running cluster, in a `with` block."""
         import ray
 
-        os.environ |= {**SETTINGS, **os.environ}
+        os.environ |= {**_SETTINGS, **os.environ}
         options: dict[str, Any] = {"logging_config": ray.LoggingConfig(log_level="ERROR")}
         if self.address is None:
             options["num_cpus"] = max(self.workers, os.cpu_count() or 1)
         here = os.getcwd()
-        with (
-            tempfile.TemporaryDirectory() as empty
-        ):  # workers first search Ray's working directory for modules
+        # Workers first search Ray's working directory for modules.
+        with tempfile.TemporaryDirectory() as empty:
             os.chdir(empty)
             try:
                 ray.init(self.address or "local", **options)
@@ -217,22 +219,18 @@ def ray_trainer() -> Any:
     return DataParallelTrainer
 
 
-def _exit(number: int) -> None:
-    raise SystemExit(128 + number)
-
-
 def _work(config: dict[str, Any]) -> None:
     """Run the command in a worker; Ray calls this again if a worker is lost, but not after an error of the run."""
     from ray.train.collective import broadcast_from_rank_zero
 
     mark = Path(config["mark"])
-    meeting, code, again = broadcast_from_rank_zero((uuid.uuid4().hex, _code(mark), mark.exists()))
+    rendezvous, code, again = broadcast_from_rank_zero((uuid.uuid4().hex, _code(mark), mark.exists()))
     if code:
         return
     mark.mkdir(parents=True, exist_ok=True)
-    os.environ |= {IN_WORKER: meeting, MARK: str(mark), "TTY_COMPATIBLE": "0"}
+    os.environ |= {IN_WORKER: rendezvous, MARK: str(mark), "TTY_COMPATIBLE": "0"}
     os.chdir(config["directory"])
-    sys.path += [one for one in config["path"] if one not in sys.path]
+    sys.path += [path for path in config["path"] if path not in sys.path]
     _note(mark, config["run"]([*config["arguments"], *(["resume=true"] if again else [])]))
 
 

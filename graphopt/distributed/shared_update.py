@@ -12,6 +12,7 @@ from graphopt.graph.emitter import Emitter
 from graphopt.graph.names import of_worker, state_of
 from graphopt.graph.roles import Role, set_role, with_role
 from graphopt.graph.state import owners
+from graphopt.graph.values import dtype_of, name_of
 from graphopt.runtime.tensors import SUMMED
 
 
@@ -31,11 +32,11 @@ def part_of_update(apply: ir.Model, summed: Collection[str], rank: int, workers:
                 ir.Value(name=of_worker(x, other), type=x.type, shape=x.shape) for other in range(workers)
             ]
             part.graph.inputs.remove(x)
-            part.graph.inputs.extend(set_role(one, Role.SAVED) for one in each)
+            part.graph.inputs.extend(set_role(own, Role.SAVED) for own in each)
             uses, total = list(x.uses()), op.Sum(*each)
             for user, index in uses:
                 user.replace_input_with(index, total)
-    part.graph.outputs[:] = [y for y in part.graph.outputs if ranks.get(str(y.name), rank) == rank]
+    part.graph.outputs[:] = [y for y in part.graph.outputs if ranks.get(name_of(y), rank) == rank]
     RemoveUnusedNodesPass()(part)
     part.graph.inputs[:] = [x for x in part.graph.inputs if x.uses()]
     part.graph.sort()
@@ -51,8 +52,7 @@ def _ranks(apply: ir.Model, workers: int) -> dict[str, int]:
     slots = owners(apply.graph)
     groups: dict[str, list[ir.Value]] = {}
     for y in with_role(apply, Role.NEXT):
-        assert y.dtype is not None
-        if y.dtype.numpy() in SUMMED:
+        if dtype_of(y).numpy() in SUMMED:
             owner = slots.get(state_of(y), "")
             groups.setdefault(owner if owner in parameters else state_of(y), []).append(y)
     loads = [0] * workers
@@ -61,7 +61,7 @@ def _ranks(apply: ir.Model, workers: int) -> dict[str, int]:
     for name in sorted(groups, key=lambda name: (-sizes[name], name)):
         rank = loads.index(min(loads))
         loads[rank] += sizes[name]
-        ranks |= {str(y.name): rank for y in groups[name]}
+        ranks |= {name_of(y): rank for y in groups[name]}
     return ranks
 
 

@@ -2,33 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import onnx_ir as ir
 
-from graphopt.errors import GraphoptError
+from graphopt.errors import GraphoptError, line
 from graphopt.graph.traversal import captured
+from graphopt.graph.values import name_of
 from graphopt.runtime.device import Device
 from graphopt.runtime.session import Session
+from graphopt.runtime.tensors import OrtValues
 from graphopt.targets.known import ONNXRUNTIME
 
 if TYPE_CHECKING:
     import onnxruntime
-
-
-class Engine(Protocol):
-    """Run a forward pass and its backward pass."""
-
-    def forward(
-        self, feeds: Mapping[str, onnxruntime.OrtValue]
-    ) -> tuple[dict[str, onnxruntime.OrtValue], Any]:
-        """Return the results of the forward pass, and the saved values for `backward`."""
-
-    def backward(
-        self, saved: Any, seeds: Mapping[str, onnxruntime.OrtValue]
-    ) -> dict[str, onnxruntime.OrtValue]:
-        """Return the gradients."""
 
 
 class Graphs:
@@ -41,16 +29,14 @@ class Graphs:
         self._outputs, self._gradients = names_of(forward.graph.outputs), names_of(backward.graph.outputs)
         self._reads = names_of(backward.graph.inputs)
 
-    def forward(
-        self, feeds: Mapping[str, onnxruntime.OrtValue]
-    ) -> tuple[dict[str, onnxruntime.OrtValue], Any]:
+    def forward(self, feeds: OrtValues) -> tuple[OrtValues, Any]:
+        """Return the results of the forward pass, and the saved values for `backward`."""
         outputs = self._forward.compute(feeds, self._outputs)
-        there = {**feeds, **outputs}
-        return outputs, {name: there[name] for name in self._reads if name in there}
+        values = {**feeds, **outputs}
+        return outputs, {name: values[name] for name in self._reads if name in values}
 
-    def backward(
-        self, saved: Any, seeds: Mapping[str, onnxruntime.OrtValue]
-    ) -> dict[str, onnxruntime.OrtValue]:
+    def backward(self, saved: Any, seeds: OrtValues) -> OrtValues:
+        """Return the gradients."""
         feeds = saved | {name: seed for name, seed in seeds.items() if name in self._reads}
         return self._backward.compute(feeds, self._gradients)
 
@@ -69,15 +55,13 @@ class Agent:
     """
 
     def __init__(self, device: Device, model: ir.Model, results: Sequence[str], seeds: Sequence[str]) -> None:
-        refused = refuses_agent(device, model)
-        if refused:
+        if refused := refuses_agent(device, model):
             raise GraphoptError(
                 f"engine 'agent': expected a TrainingAgent, {refused}; or take engine='graphs'"
             )
         self._inputs, self._gradients = names_of(model.graph.inputs), names_of(model.graph.outputs)
         self._results, self._seeds = results, seeds
-        self._ort, c = device.ort, device.ort.capi._pybind_state
-        self._c = c
+        self._ort, self._c = device.ort, (c := device.ort.capi._pybind_state)
         options = device.new_session_options()
         # Values must survive between the two runs, and nodes that only backward needs run there.
         options.enable_mem_pattern = options.enable_mem_reuse = False
@@ -94,17 +78,15 @@ class Agent:
             device.index,
         )
 
-    def forward(
-        self, feeds: Mapping[str, onnxruntime.OrtValue]
-    ) -> tuple[dict[str, onnxruntime.OrtValue], Any]:
+    def forward(self, feeds: OrtValues) -> tuple[OrtValues, Any]:
+        """Return the results of the forward pass, and the saved values for `backward`."""
         state = self._c.PartialGraphExecutionState()
-        given = [feeds[name] for name in self._inputs]
-        values = self._run(self._agent.run_forward, given, state, self._c.OrtValueCache())
+        inputs = [feeds[name] for name in self._inputs]
+        values = self._run(self._agent.run_forward, inputs, state, self._c.OrtValueCache())
         return dict(zip(self._results, values, strict=True)), state
 
-    def backward(
-        self, saved: Any, seeds: Mapping[str, onnxruntime.OrtValue]
-    ) -> dict[str, onnxruntime.OrtValue]:
+    def backward(self, saved: Any, seeds: OrtValues) -> OrtValues:
+        """Return the gradients."""
         values = self._run(self._agent.run_backward, [seeds[name] for name in self._seeds], saved)
         return dict(zip(self._gradients, values, strict=True))
 
@@ -117,7 +99,7 @@ class Agent:
         try:
             run(feeds, fetches, *further)
         except RuntimeError as error:
-            raise GraphoptError(f"onnxruntime stopped: {' '.join(str(error).split())}") from error
+            raise GraphoptError(f"onnxruntime stopped: {line(error)}") from error
         return [self._ort.OrtValue(value) for value in fetches]
 
 
@@ -141,4 +123,4 @@ def refuses_agent(device: Device, model: ir.Model) -> str | None:
 
 def names_of(values: Iterable[ir.Value]) -> list[str]:
     """Return the names of values, in order."""
-    return [str(value.name) for value in values]
+    return [name_of(value) for value in values]

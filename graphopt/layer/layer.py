@@ -11,20 +11,20 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
-from graphopt.compiler import DEFAULT, Default, LayerGraphs, Steps, compile_layer
-from graphopt.errors import GraphoptError
+from graphopt.compiler import DEFAULT, STANDARD, Default, LayerGraphs, Steps, compile_layer
+from graphopt.errors import GraphoptError, unknown
 from graphopt.graph import inference
 from graphopt.graph.loading import Source
-from graphopt.graph.names import seed_of, value_of
-from graphopt.graph.roles import Role, with_role
+from graphopt.graph.names import next_of, seed_of, value_of
+from graphopt.graph.roles import STATE, Role, with_role
 from graphopt.graph.state import take_initial
-from graphopt.layer.engines import Agent, Engine, Graphs, names_of, refuses_agent
+from graphopt.graph.values import name_of
+from graphopt.layer.engines import Agent, Graphs, names_of, refuses_agent
 from graphopt.layer.results import Forward, Values, by_name
-from graphopt.layer.state import LayerState, fitting
 from graphopt.runtime.device import Device, DeviceOptions
 from graphopt.runtime.session import Session
 from graphopt.runtime.signature import InputSpec, check_shared, shared_dimensions
-from graphopt.runtime.tensors import Tensor
+from graphopt.runtime.tensors import OrtValues, Tensor, buffer, to_ort
 
 if TYPE_CHECKING:
     import onnxruntime
@@ -78,28 +78,22 @@ class ForwardBackward:
         simplify: Steps | Default = DEFAULT,
         fuse: Steps = None,
     ) -> None:
+        arguments = dict(locals())
         if engine not in ("auto", "graphs", "agent"):
             raise GraphoptError(f"engine: expected 'auto', 'graphs' or 'agent', found {engine!r}")
         options = DeviceOptions(threads=threads, flush_denormals=not isinstance(device, str))
         self._device = Device.of(device, options)
-        graphs = compile_layer(
-            model,
-            normalize=normalize,
-            parameters=parameters,
-            sort=sort,
-            training=training,
-            gradient=gradient,
-            simplify=simplify,
-            fuse=fuse,
-        )
+        graphs = compile_layer(model, **{name: arguments[name] for name in STANDARD if name in arguments})
         self._model, self.forward_model, self.backward_model = graphs.joint, graphs.forward, graphs.backward
         self._parameters = sorted(names_of(with_role(self._model, Role.PARAMETER)))
-        self._inputs = {str(v.name): InputSpec(v) for v in with_role(self._model, Role.DATA)}
-        self._outputs = {str(v.name): v for v in with_role(self._model, Role.PREDICTION)}
+        self._inputs = {name_of(v): InputSpec(v) for v in with_role(self._model, Role.DATA)}
+        self._outputs = {name_of(v): v for v in with_role(self._model, Role.PREDICTION)}
         self._seeds = names_of(with_role(self._model, Role.SEED))
         self._shared = shared_dimensions(with_role(self._model, Role.DATA))
         self._read = set(names_of(self.backward_model.graph.inputs))
-        self._state = LayerState(self._device, self._model)
+        self._accepted = {name_of(x): InputSpec(x, "state") for x in with_role(self._model, *STATE)}
+        # Values are replaced, never overwritten, so that open forward passes keep theirs.
+        self._state = {name: buffer(self._device, array) for name, array in take_initial(self._model).items()}
         self.engine = engine
         if engine == "auto":
             self.engine = "graphs" if refuses_agent(self._device, self._model) else "agent"
@@ -119,21 +113,21 @@ class ForwardBackward:
         Raises:
             GraphoptError: an input is missing, is unknown, or has the wrong type or shape. Nothing has run.
         """
-        given = by_name(inputs, named, list(self._inputs), "input")
+        tensors = by_name(inputs, named, list(self._inputs), "input")
         for name in self._inputs:
-            if given.get(name) is None:
-                raise GraphoptError(f"input {name!r}: missing; found {', '.join(given) or 'nothing'}")
+            if tensors.get(name) is None:
+                raise GraphoptError(f"input {name!r}: missing; found {', '.join(tensors) or 'nothing'}")
         feeds = {
-            name: fitting(self._device, accepted, given[name], copied=training and name in self._read)
+            name: _fitting(self._device, accepted, tensors[name], copied=training and name in self._read)
             for name, accepted in self._inputs.items()
         }
         check_shared(self._shared, {name: value.shape() for name, value in feeds.items()})
         with self._lock:
-            feeds |= self._state.values
+            feeds |= self._state
             if not training:
                 return Forward(self._infer(feeds))
             results, saved = self._engine.forward(feeds)
-            self._state.advance(results)
+            self._state |= {name: results[next_of(name)] for name in self._state if next_of(name) in results}
             outputs = {name: results[name] for name in self._outputs}
             back = functools.partial(self._backward, outputs, saved)
             self._last = Forward(outputs, self._read, back, self._lock)
@@ -147,9 +141,7 @@ class ForwardBackward:
             )
         return self._last.backward(*gradients, **named)
 
-    def _backward(
-        self, outputs: Mapping[str, onnxruntime.OrtValue], saved: Any, gradients: Mapping[str, Tensor]
-    ) -> Values:
+    def _backward(self, outputs: OrtValues, saved: Any, gradients: Mapping[str, Tensor]) -> Values:
         seeds = {}
         for name, output in outputs.items():
             gradient = gradients.get(name)
@@ -159,19 +151,19 @@ class ForwardBackward:
                 accepted = InputSpec(ir.Value(name=name, type=value.type, shape=shape), "gradient of output")
                 if gradient is None:
                     gradient = np.zeros(output.shape(), accepted.dtype)
-                seeds[seed_of(name)] = fitting(self._device, accepted, gradient, copied=False)
+                seeds[seed_of(name)] = _fitting(self._device, accepted, gradient, copied=False)
             elif gradient is not None:
                 raise GraphoptError(
                     f"gradient of output {name!r}: expected none for type {value.dtype}, found one: leave it out"
                 )
-        found = self._engine.backward(saved, seeds)
-        return Values({value_of(name): value for name, value in found.items()})
+        values = self._engine.backward(saved, seeds)
+        return Values({value_of(name): value for name, value in values.items()})
 
     @property
     def parameters(self) -> dict[str, np.ndarray]:
         """Return copies of the parameters by name, in alphabetical order."""
         with self._lock:
-            return self._state.arrays(self._parameters)
+            return {name: np.array(self._state[name].numpy()) for name in self._parameters}
 
     @parameters.setter
     def parameters(self, arrays: Mapping[str, Tensor] | Sequence[Tensor]) -> None:
@@ -198,16 +190,16 @@ class ForwardBackward:
     def state(self) -> dict[str, np.ndarray]:
         """Return copies of all state by name: parameters, running statistics and the counter of training passes."""
         with self._lock:
-            return self._state.arrays()
+            return {name: np.array(value.numpy()) for name, value in self._state.items()}
 
     def update_state(self, arrays: Mapping[str, Tensor]) -> None:
         """Replace part of the state by name, as `set_parameters` does."""
-        self._replace(arrays, list(self._state.values))
+        self._replace(arrays, self._state)
 
     @property
     def inputs(self) -> dict[str, ir.Value]:
         """Return the model's inputs by name."""
-        return {str(value.name): value for value in with_role(self._model, Role.DATA)}
+        return {name_of(value): value for value in with_role(self._model, Role.DATA)}
 
     @property
     def outputs(self) -> dict[str, ir.Value]:
@@ -219,21 +211,40 @@ class ForwardBackward:
         return inference.trained(self._model, self.state)
 
     def _replace(self, arrays: Mapping[str, Tensor], names: Collection[str]) -> None:
-        new = self._state.checked(arrays, names)
+        for name in arrays:
+            if name not in names:
+                raise GraphoptError(unknown("parameter", name, names))
+        new = {
+            name: _fitting(self._device, self._accepted[name], x, copied=True) for name, x in arrays.items()
+        }
         with self._lock:
-            self._state.values |= new
+            self._state |= new
 
-    def _infer(self, feeds: Mapping[str, onnxruntime.OrtValue]) -> dict[str, onnxruntime.OrtValue]:
+    def _infer(self, feeds: OrtValues) -> dict[str, onnxruntime.OrtValue]:
         if self._inference is None:
             model = inference.extract(self._model, with_role(self._model, Role.PREDICTION))
             self._inference = Session(self._device, model), names_of(model.graph.inputs)
         session, names = self._inference
         return session.compute({name: feeds[name] for name in names}, list(self._outputs))
 
-    def _start(self, graphs: LayerGraphs) -> Engine:
+    def _start(self, graphs: LayerGraphs) -> Graphs | Agent:
         if self.engine == "agent":
             results = names_of(with_role(self._model, Role.PREDICTION, Role.NEXT))
             return Agent(self._device, graphs.with_yield(), results, self._seeds)
         forward = self.forward_model.clone()
         take_initial(forward)
         return Graphs(self._device, forward, self.backward_model)
+
+
+def _fitting(device: Device, accepted: InputSpec, tensor: Tensor, *, copied: bool) -> onnxruntime.OrtValue:
+    """Return a tensor on a device; copy an array if it must outlive the call.
+
+    Raises:
+        GraphoptError: the tensor has the wrong type or shape.
+    """
+    if accepted.shape == () and isinstance(tensor, (int, float, np.number, np.ndarray)):
+        tensor = np.asarray(tensor, accepted.dtype)
+    if isinstance(tensor, np.ndarray):
+        accepted.check_type(tensor.dtype, tensor.shape)
+        return buffer(device, tensor) if copied else to_ort(device, tensor, accepted.dtype)
+    return accepted.converted(device, tensor)

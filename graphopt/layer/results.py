@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from graphopt.errors import GraphoptError, unknown
-from graphopt.runtime.tensors import Tensor
+from graphopt.runtime.tensors import OrtValues, Tensor
 
 if TYPE_CHECKING:
-    import onnxruntime
+    pass
 
 
 class Values(Mapping[str, np.ndarray]):
     """Hold arrays by name. Each is fetched from the device on access; on the CPU, without a copy."""
 
-    def __init__(self, values: Mapping[str, onnxruntime.OrtValue], copied: Collection[str] = ()) -> None:
+    def __init__(self, values: OrtValues, copied: Collection[str] = ()) -> None:
         self._values, self._copied = values, copied
 
     def __getitem__(self, name: str) -> np.ndarray:
@@ -42,7 +42,7 @@ class Forward(Values):
 
     def __init__(
         self,
-        values: Mapping[str, onnxruntime.OrtValue],
+        values: OrtValues,
         copied: Collection[str] = (),
         backward: Callable[[dict[str, Tensor]], Values] | None = None,
         lock: threading.RLock | None = None,
@@ -68,23 +68,23 @@ class Forward(Values):
                     "backward: expected a forward pass in training without a backward pass so far, found nothing "
                     "saved: run forward again"
                 )
-            found = self._backward(by_name(gradients, named, list(self), "gradient of output"))
+            values = self._backward(by_name(gradients, named, list(self), "gradient of output"))
             self._backward = None
-        return found
+        return values
 
 
 def by_name(
-    given: Sequence[Tensor], named: Mapping[str, Tensor], names: Sequence[str], kind: str
+    args: Sequence[Tensor], named: Mapping[str, Tensor], names: Sequence[str], kind: str
 ) -> dict[str, Tensor]:
     """Return tensors by name; the caller may give them by name or in order."""
-    if len(given) == 1 and isinstance(given[0], Mapping):
-        found = dict(given[0])
-    elif len(given) <= len(names):
-        found = dict(zip(names, given, strict=False))
+    if len(args) == 1 and isinstance(args[0], Mapping):
+        tensors = dict(args[0])
+    elif len(args) <= len(names):
+        tensors = dict(zip(names, args, strict=False))
     else:
-        raise GraphoptError(f"{kind}: expected at most {len(names)} ({', '.join(names)}), found {len(given)}")
-    found |= named
-    for name in found:
+        raise GraphoptError(f"{kind}: expected at most {len(names)} ({', '.join(names)}), found {len(args)}")
+    tensors |= named
+    for name in tensors:
         if name not in names:
             raise GraphoptError(unknown(kind, name, names))
-    return found
+    return tensors

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,22 +12,45 @@ import numpy as np
 import onnx_ir as ir
 
 from graphopt.errors import GraphoptError
-from graphopt.graph.folding import fold
 from graphopt.graph.names import next_of
-from graphopt.graph.roles import FED, Role, with_role
+from graphopt.graph.roles import FED, with_role
+from graphopt.graph.values import name_of
 from graphopt.runtime.device import Device
 from graphopt.runtime.session import Session
 from graphopt.runtime.signature import InputSpec
 from graphopt.runtime.state_buffers import StateBuffers
-from graphopt.runtime.tensors import Tensor, bind, bind_output, buffer, fill, keep, share
+from graphopt.runtime.tensors import OrtValues, Tensor, buffer, number_or_array, share, to_ort, zeros_of
 
 if TYPE_CHECKING:
     import onnxruntime
 
 Reported = dict[str, Any]
-Values = Mapping[str, "onnxruntime.OrtValue"]
+_SMALL = 65536  # bytes
 
-SMALL = 65536  # bytes
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RunnerOptions:
+    """Declare how a graph runs.
+
+    Args:
+        report: the outputs to return.
+        as_numpy: return NumPy arrays; otherwise values on the device. Scalars are Python numbers in both cases.
+        fixed: values for inputs and outputs of the graph that stay where they are.
+        static_shapes: create a session for each set of shapes, so that the runtime knows them in advance.
+        native: whether to run compiled kernels; by default, the device's option decides.
+        in_place: let kernels write the new state over the old one; then take them without measuring.
+        is_large: whether `auto` compiles kernels; by default, if the graph has enough parameters.
+        verified: whether to compare lowered graphs with the plain one.
+    """
+
+    report: Sequence[str] = ()
+    as_numpy: bool = True
+    fixed: OrtValues = field(default_factory=dict)
+    static_shapes: bool = False
+    native: bool | None = None
+    in_place: bool = False
+    is_large: bool | None = None
+    verified: bool = True
 
 
 class BoundSession:
@@ -57,12 +81,9 @@ class BoundSession:
     ====================  ==================================================  ==========================
 
     Args:
-        report: the outputs to return.
-        as_numpy: return NumPy arrays; otherwise values on the device. Scalars are Python numbers in both cases.
         library: a library of the kernels that the graph calls.
         check: the name of an output that is finite if the new state is.
         shared: the names of the state that the graph writes in place.
-        fixed: values for inputs and outputs of the graph that stay where they are.
     """
 
     def __init__(
@@ -70,41 +91,35 @@ class BoundSession:
         device: Device,
         model: ir.Model,
         buffers: StateBuffers,
-        report: Sequence[str],
-        as_numpy: bool,
+        options: RunnerOptions,
         library: Path | None = None,
         check: str | None = None,
         shared: Sequence[str] = (),
-        fixed: Values | None = None,
     ) -> None:
-        self._device, self._report, self._as_numpy = device, list(report), as_numpy
-        self._types = {str(x.name): InputSpec(x).dtype for x in with_role(model, *FED)}
+        self._device, self._report, self._as_numpy = device, list(options.report), options.as_numpy
         self.session = Session(device, model, library=library)
+        fed = with_role(model, *FED)
+        self._types = {name_of(x): InputSpec(x).dtype for x in fed}
         self._small_inputs: dict[str, np.ndarray] = {}
         self._graph_inputs: dict[str, onnxruntime.OrtValue] = {}
         if device.cuda_graph:
-            self._graph_inputs = {
-                str(x.name): buffer(device, np.zeros(_static_shape(x), self._types[str(x.name)]))
-                for x in with_role(model, *FED)
-            }
+            self._graph_inputs = {name_of(x): buffer(device, _static_zeros(x)) for x in fed}
         self._numbers: dict[str, np.ndarray] = {}
         self._own_outputs: dict[str, onnxruntime.OrtValue] = {}
-        self._check_name = check or ""
-        self._check = None if check is None else np.zeros((), np.float32)
-        self._make_outputs({str(y.name): y for y in model.graph.outputs})
-        self._places = {name: i for i, name in enumerate(report) if name not in self._own_outputs}
-        following = {str(y.name) for y in with_role(model, Role.NEXT)}
-        inputs = {str(x.name) for x in model.graph.inputs}
-        given = {name: x for name, x in (fixed or {}).items() if name in inputs}
-        taken = {str(y.name): fixed[str(y.name)] for y in model.graph.outputs if fixed and y.name in fixed}
-        self._bindings = []
+        self._check_name, self._check = check or "", np.zeros((), np.float32) if check else None
+        self._make_outputs({name_of(y): y for y in model.graph.outputs})
+        self._places = {name: i for i, name in enumerate(self._report) if name not in self._own_outputs}
         buffers.share(shared)
+        self._bindings = []
         for source in range(2):
-            read, written = buffers.sets[source], buffers.sets[1 - source]
-            after = {next_of(name): x for name, x in written.items() if next_of(name) in following}
-            bound = {name: x for name, x in {**read, **buffers.fed}.items() if name in inputs}
-            self._bindings.append(self._binding({**bound, **self._graph_inputs, **given}, {**after, **taken}))
-        self._options = [_captured(device, source + 1) for source in range(2)]
+            read, after = buffers.sets[source], {next_of(k): x for k, x in buffers.sets[1 - source].items()}
+            inputs = {**read, **buffers.fed, **self._graph_inputs, **options.fixed}
+            self._bindings.append(self._binding(model.graph, inputs, {**after, **options.fixed}))
+        self._options: list[Any] = [None, None]
+        if device.cuda_graph:
+            self._options = [device.ort.RunOptions() for _ in range(2)]
+            for number, run in enumerate(self._options, 1):
+                run.add_run_config_entry("gpu_graph_id", str(number))
 
     @property
     def state_is_finite(self) -> bool:
@@ -112,11 +127,7 @@ class BoundSession:
         return self._check is not None and math.isfinite(self._check)
 
     def call(self, source: int, feeds: Mapping[str, Tensor]) -> Reported:
-        """Read the state from set `source`, write the other set, and return the reported outputs.
-
-        Args:
-            feeds: tensors that have been checked.
-        """
+        """Read the state from set `source`, write the other set, and return the reported outputs of checked tensors."""
         binding = self._bindings[source]
         alive = []  # keeps memory alive until the run
         for name, tensor in feeds.items():
@@ -124,11 +135,16 @@ class BoundSession:
             if small is not None and isinstance(tensor, np.ndarray) and small.shape == tensor.shape:
                 small[...] = tensor
             elif name in self._graph_inputs:
-                fill(self._device, self._graph_inputs[name], tensor, self._types[name])
+                array = tensor
+                if not isinstance(tensor, np.ndarray):
+                    array = to_ort(self._device, tensor, self._types[name]).numpy()
+                self._graph_inputs[name].update_inplace(np.asarray(array, order="C"))
             else:
                 alive.append(self._feed(binding, name, tensor))
         for name in self._places:
-            bind_output(self._device, binding, name, on_host=self._as_numpy)
+            binding.bind_output(
+                name, *(("cpu",) if self._as_numpy else (self._device.kind, self._device.index))
+            )
         self.session.execute(binding, self._options[source])
         if not self._places and not self._device.cuda_graph:
             return {name: array.item() for name, array in self._numbers.items()}
@@ -140,35 +156,44 @@ class BoundSession:
                 continue
             value = self._own_outputs[name] if name in self._own_outputs else values[self._places[name]]
             if self._as_numpy or not value.shape():
-                array = value.numpy()
-                reported[name] = array if array.ndim else array.item()
+                reported[name] = number_or_array(value.numpy())
             else:
-                reported[name] = keep(self._device, value)
+                reported[name] = self._kept(value)
         return reported
 
     def _feed(self, binding: onnxruntime.IOBinding, name: str, tensor: Tensor) -> Any:
         """Bind an input to a tensor, or to a reusable copy of a small tensor; return the object to keep alive."""
         self._small_inputs.pop(name, None)
-        if self._device.kind != "cpu" or not isinstance(tensor, np.ndarray) or tensor.nbytes > SMALL:
-            return bind(self._device, binding, name, tensor, self._types[name])
+        if not isinstance(tensor, np.ndarray):
+            value = to_ort(self._device, tensor, self._types[name])
+            binding.bind_ortvalue_input(name, value)
+            return value
+        if self._device.kind != "cpu" or tensor.nbytes > _SMALL:
+            array = tensor if tensor.flags.c_contiguous else np.ascontiguousarray(tensor)
+            binding.bind_cpu_input(name, array)
+            return array
         self._small_inputs[name] = np.array(tensor, self._types[name], order="C")
         value = share(self._device, self._small_inputs[name])
         for each in self._bindings:
             each.bind_ortvalue_input(name, value)
         return value
 
+    def _kept(self, value: onnxruntime.OrtValue) -> onnxruntime.OrtValue:
+        """Return an output that the next run does not overwrite, as a run of ONNX Runtime 1.19 would."""
+        vector = self._device.ort.capi._pybind_state.OrtValueVector()
+        vector.push_back(value._ortvalue)
+        return self._device.ort.OrtValue(vector[0])
+
     def _make_outputs(self, outputs: Mapping[str, ir.Value]) -> None:
         """Allocate the reported outputs whose shapes are known: scalars, and all outputs of a CUDA graph."""
         for name in self._report:
-            y = outputs[name]
-            assert y.dtype is not None
             if self._device.cuda_graph:
-                self._own_outputs[name] = buffer(self._device, np.zeros(_static_shape(y), y.dtype.numpy()))
-            elif y.shape == ():
-                self._numbers[name] = np.zeros((), y.dtype.numpy())
+                self._own_outputs[name] = buffer(self._device, _static_zeros(outputs[name]))
+            elif outputs[name].shape == ():
+                self._numbers[name] = _static_zeros(outputs[name])
                 self._own_outputs[name] = share(self._device, self._numbers[name])
 
-    def _binding(self, inputs: Values, outputs: Values) -> onnxruntime.IOBinding:
+    def _binding(self, graph: ir.Graph, inputs: OrtValues, outputs: OrtValues) -> onnxruntime.IOBinding:
         """Return a binding of the inputs and outputs that are the same in every call."""
         binding = self.session.ort.io_binding()
         for name in self._report:
@@ -176,47 +201,22 @@ class BoundSession:
                 binding.bind_ortvalue_output(name, self._own_outputs[name])
             else:
                 binding.bind_output(name, "cpu")
-        for name, value in inputs.items():
-            binding.bind_ortvalue_input(name, value)
-        for name, value in outputs.items():
-            binding.bind_ortvalue_output(name, value)
+        for name in map(name_of, graph.inputs):
+            if name in inputs:
+                binding.bind_ortvalue_input(name, inputs[name])
+        for name in map(name_of, graph.outputs):
+            if name in outputs:
+                binding.bind_ortvalue_output(name, outputs[name])
         if self._check is not None:
             binding.bind_ortvalue_output(self._check_name, share(self._device, self._check))
         return binding
 
 
-def with_shapes(model: ir.Model, shapes: Mapping[str, Sequence[int]]) -> ir.Model:
-    """Return a training graph for fixed data shapes, with the constants that follow folded."""
-    model = model.clone()
-    sizes = {}
-    for value in with_role(model, *FED):
-        for dim, size in zip(value.shape or (), shapes[str(value.name)], strict=False):
-            if not isinstance(dim, int) and dim.value is not None:
-                sizes[dim.value] = size
-        value.shape = ir.Shape(shapes[str(value.name)])
-    for value in ir.convenience.create_value_mapping(model.graph).values():
-        if value.shape is not None:
-            value.shape = ir.Shape(
-                [d if isinstance(d, int) else sizes.get(str(d.value), d) for d in value.shape]
-            )
-    fold(model)
-    return model
-
-
-def _static_shape(value: ir.Value) -> tuple[int, ...]:
-    """Return an output's static shape, which a CUDA graph requires."""
+def _static_zeros(value: ir.Value) -> np.ndarray:
+    """Return zeros of a value's static shape, which a CUDA graph requires."""
     if value.shape is None or not value.shape.is_static():
         raise GraphoptError(
             f"output {value.name!r}: expected a shape that follows from the batch's, as a CUDA graph needs, found "
             f"{value.shape}: leave it out of `report`"
         )
-    return tuple(value.shape.numpy())
-
-
-def _captured(device: Device, graph: int) -> onnxruntime.RunOptions | None:
-    """Return the run options that capture or replay the session's CUDA graph number `graph`."""
-    if not device.cuda_graph:
-        return None
-    options = device.ort.RunOptions()
-    options.add_run_config_entry("gpu_graph_id", str(graph))
-    return options
+    return zeros_of(value)

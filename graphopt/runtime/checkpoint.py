@@ -75,7 +75,7 @@ def load_state(path: str | os.PathLike[str]) -> tuple[dict[str, np.ndarray], dic
 
 def _contiguous(state: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Return arrays as safetensors needs them; it writes wrong numbers for others."""
-    return {name: np.ascontiguousarray(array).reshape(np.shape(array)) for name, array in state.items()}
+    return {name: np.asarray(array, order="C") for name, array in state.items()}
 
 
 def _checksum(arrays: Mapping[str, np.ndarray], properties: str) -> str:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from graphopt.errors import GraphoptError, unknown
+from graphopt.errors import GraphoptError, line, unknown
 from graphopt.runtime.denormals import Flushing, supported
 from graphopt.targets.known import AUTO, NATIVE, ONNXRUNTIME, target_of
 from graphopt.targets.target import Target
@@ -164,10 +164,10 @@ class Device(DeviceOptions):
         if not isinstance(device, Device):
             return cls(device, **{option.name: getattr(options, option.name) for option in fields})
         for option in fields:
-            found = getattr(options, option.name)
-            if found != option.default:
+            value = getattr(options, option.name)
+            if value != option.default:
                 raise GraphoptError(
-                    f"{option.name}: expected this option in the given Device, found {found!r} outside: move it there"
+                    f"{option.name}: expected this option in the given Device, found {value!r} outside: move it there"
                 )
         return device
 
@@ -213,7 +213,13 @@ class Device(DeviceOptions):
             options.add_session_config_entry(DENORMALS, "1")
         for name, value in (self.session_options or {}).items():
             if name in SESSION_OPTIONS:
-                _set(options, name, value)
+                try:
+                    setattr(options, name, value)
+                except (AttributeError, TypeError) as error:
+                    raise GraphoptError(
+                        f"session_options.{name}: expected another value, found {value!r}: "
+                        f"{str(error).splitlines()[0]}"
+                    ) from error
             elif name.startswith(ENTRIES) and not any(word in name for word in ("file", "path", "model")):
                 options.add_session_config_entry(name, str(value))
             else:
@@ -228,7 +234,7 @@ class Device(DeviceOptions):
             except Exception as error:
                 raise GraphoptError(
                     f"custom_ops: expected a library of custom operators of ONNX Runtime, found {str(library)!r}: "
-                    f"{' '.join(str(error).split())}"
+                    f"{line(error)}"
                 ) from error
         return options
 
@@ -259,21 +265,12 @@ class Device(DeviceOptions):
 def _resolved(name: str, variable: str, option: Any) -> bool | Literal["auto"]:
     """Return an option, or the environment's."""
     words: dict[str, bool | Literal["auto"]] = {"true": True, "false": False, "auto": "auto"}
-    given = os.environ.get(variable, "auto") if option is None else option
-    found = words.get(str(given).lower())
-    if found is None:
+    text = os.environ.get(variable, "auto") if option is None else option
+    chosen = words.get(str(text).lower())
+    if chosen is None:
         what = f"environment variable {variable}" if option is None else name
-        raise GraphoptError(f"{what}: expected auto, true or false, found {given!r}")
-    return found
-
-
-def _set(options: onnxruntime.SessionOptions, name: str, value: Any) -> None:
-    try:
-        setattr(options, name, value)
-    except (AttributeError, TypeError) as error:
-        raise GraphoptError(
-            f"session_options.{name}: expected another value, found {value!r}: {str(error).splitlines()[0]}"
-        ) from error
+        raise GraphoptError(f"{what}: expected auto, true or false, found {text!r}")
+    return chosen
 
 
 def _runtime() -> Any:

@@ -6,6 +6,7 @@ import functools
 import itertools
 import threading
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -17,18 +18,16 @@ from graphopt.errors import GraphoptError
 from graphopt.graph.loading import Source, load
 from graphopt.graph.roles import FED, Role, with_role
 from graphopt.graph.state import LEARNING_RATE
-from graphopt.runtime.bound_session import Reported
+from graphopt.runtime.bound_session import Reported, RunnerOptions
 from graphopt.runtime.device import Device
-from graphopt.runtime.evaluation import ForwardRunner
-from graphopt.runtime.executor_options import ExecutorOptions, check_steps_per_call, keywords_of
+from graphopt.runtime.executor_options import ExecutorOptions, keywords_of
 from graphopt.runtime.executor_state import ExecutorState
 from graphopt.runtime.reported_outputs import chosen_outputs, reporting
-from graphopt.runtime.runner import Runner
-from graphopt.runtime.session import Session, placement
+from graphopt.runtime.runners import ForwardRunner, Runner, StepRunner
+from graphopt.runtime.session import Session
 from graphopt.runtime.several_steps import Batch, SeveralSteps, alike
-from graphopt.runtime.signature import Signature
+from graphopt.runtime.signature import Signature, description
 from graphopt.runtime.state_buffers import State, StateBuffers
-from graphopt.runtime.step_runner import StepRunner
 from graphopt.runtime.tensors import Tensor
 
 
@@ -119,6 +118,8 @@ class Executor(ExecutorState):
     """
 
     workers: Communicator
+    _one_by_one = False  # whether `iterate` runs one step per call of the runtime
+    _checked: list[Any] | None  # the description of the tensors that were checked last
 
     @keywords_of(ExecutorOptions)
     def __init__(self, step: Source, **options: Any) -> None:
@@ -135,8 +136,7 @@ class Executor(ExecutorState):
         *,
         state: State | None = None,
         workers: Communicator = SINGLE,
-        runner_of: Callable[[Sequence[str]], Runner] | None = None,
-        one_by_one: bool = False,
+        runner_of: Callable[[RunnerOptions], Runner] | None = None,
     ) -> None:
         """Put the parts of an executor together.
 
@@ -144,12 +144,10 @@ class Executor(ExecutorState):
             model: the training graph without its initial state.
             buffers: what steps read and write.
             state: what users read and replace; the buffers by default.
-            runner_of: returns the runner of single steps that report some outputs; by default, they run whole.
-            one_by_one: whether `iterate` runs one step per call of the runtime.
+            runner_of: returns the runner of single steps; by default, they run whole.
         """
         self.options, self._device, self._model, self.workers = options, device, model, workers
         self._buffers, self._state, self._runner_of = buffers, state or buffers, runner_of
-        self._one_by_one = one_by_one or options.in_place or workers.size > 1
         self._lock = threading.RLock()
         self.properties = {}
         self._signature = Signature(device, with_role(model, *FED))
@@ -170,9 +168,11 @@ class Executor(ExecutorState):
         """
         feeds = fed_by(data, named)
         with self._lock:
-            if not self._runner.fits(feeds):
+            if self._checked != description(feeds):
                 fed, feeds = self._split(feeds)
-                self._runner.check(feeds)
+                if self._checked != (facts := description(feeds)):
+                    self._runner.check(feeds)
+                    self._checked = facts
                 self.set_hyperparameters(**fed)
             self._signature.check_labels(feeds)
             reported = self._runner.step(self._buffers.current, feeds)
@@ -181,28 +181,26 @@ class Executor(ExecutorState):
                 self._batches += 1
             return reported
 
-    def run(self, batches: Iterable[Batch], *, steps_per_call: int | None = None) -> list[Reported]:
+    def run(self, batches: Iterable[Batch]) -> list[Reported]:
         """Train on all batches and return what each step reports; see `iterate`."""
-        return list(self.iterate(batches, steps_per_call=steps_per_call))
+        return list(self.iterate(batches))
 
-    def iterate(self, batches: Iterable[Batch], *, steps_per_call: int | None = None) -> Iterator[Reported]:
+    def iterate(self, batches: Iterable[Batch]) -> Iterator[Reported]:
         """Return an iterator that trains on each batch and yields what its step reports.
 
-        The first batch is checked immediately. Steps run as you read the iterator. Several steps can run in one call
-        of the runtime: a Scan in the graph iterates over stacked batches. The results equal those of single steps.
-        Batches of a different shape, such as the last one of an epoch, run in separate calls.
-
-        Args:
-            steps_per_call: the number of steps per call; by default the executor's own option.
+        The first batch is checked immediately. Steps run as you read the iterator. With the option `steps_per_call`,
+        several steps run in one call of the runtime: a Scan in the graph iterates over stacked batches. The results
+        equal those of single steps. Batches of a different shape, such as the last one of an epoch, run in separate
+        calls.
 
         Raises:
             GraphoptError: an array has the wrong type or shape. No step of its call has run.
             NonFiniteLoss: a loss or the new state is infinite or NaN. The steps of its call are repeated one by one,
                 so that the state is the one before the failing step.
         """
-        check_steps_per_call(steps_per_call)
-        chosen = self.options.steps_per_call if steps_per_call is None else steps_per_call
-        if self._one_by_one or (chosen is None and not self._device.on_cpu):
+        chosen = self.options.steps_per_call
+        alone = self._one_by_one or self.in_place or self.workers.size > 1
+        if alone or (chosen is None and not self._device.on_cpu):
             chosen = 1
         left = map(self._signature.completed, batches)
         for first in left:
@@ -231,13 +229,10 @@ class Executor(ExecutorState):
 
     def _call(self, batches: Sequence[Batch]) -> Iterable[Reported]:
         """Run a step on each of several batches with the same shapes, in one call if they can be stacked."""
-        if self._several.takes(batches):
-            with self._lock, self._several.pace.timed(len(batches)):
-                reported = self._several.step(self._buffers, batches)
-                self._batches += len(reported or ())
-            if reported is not None:
-                return reported
-        return map(self._alone, batches)
+        with self._lock:
+            reported = self._several.step(self._buffers, batches)
+            self._batches += len(reported or ())
+        return map(self._alone, batches) if reported is None else reported
 
     def _alone(self, batch: Batch) -> Reported:
         with self._lock, self._several.pace.timed():
@@ -257,7 +252,15 @@ class Executor(ExecutorState):
         Raises:
             GraphoptError: onnxruntime is older than 1.24 and does not report this.
         """
-        return placement(self._runner.sessions)
+        counts: dict[str, Counter[str]] = {}
+        for session in self._runner.sessions:
+            if not hasattr(session.ort, "get_provider_graph_assignment_info"):
+                raise GraphoptError(
+                    f"placement: expected onnxruntime 1.24 or later, found {session.device.ort.__version__}"
+                )
+            for part in session.ort.get_provider_graph_assignment_info():
+                counts.setdefault(part.ep_name, Counter()).update(node.op_type for node in part.get_nodes())
+        return {name: dict(operators.most_common()) for name, operators in counts.items()}
 
     def evaluate(self, data: Mapping[str, Tensor] | None = None, /, **named: Tensor) -> Reported:
         """Return the losses and the model's outputs on some data, without changing the state.
@@ -268,7 +271,7 @@ class Executor(ExecutorState):
         return self._forward(self._of(Role.LOSS, Role.METRIC, Role.PREDICTION), fed_by(data, named))
 
     def predict(self, data: Mapping[str, Tensor] | None = None, /, **named: Tensor) -> Reported:
-        """Return the model's outputs. Targets are optional, and are checked if given.
+        """Return the model's outputs. Targets are optional, and are checked if they are fed.
 
         Raises:
             GraphoptError: as `step` does, or the model has no output other than its own loss.
@@ -301,25 +304,23 @@ class Executor(ExecutorState):
     def _open(self) -> None:
         """Create the runner of single steps, and drop the runners of several steps and of evaluation."""
         device, options, model = self._device, self.options, reporting(self._model, self._report)
-        runner_of = (
-            functools.partial(  # a bound method would make a cycle, which delays the release of memory
-                StepRunner,
-                device,
-                buffers=self._buffers,
-                report=self._report,
-                static_shapes=options.static_shapes or device.cuda_graph,
-                as_numpy=options.as_numpy,
-            )
+        chosen = RunnerOptions(
+            report=self._report,
+            as_numpy=options.as_numpy,
+            static_shapes=options.static_shapes or device.cuda_graph,
+            in_place=options.in_place,
         )
-        single = None
+        # A bound method would make a cycle, which delays the release of memory.
+        runner_of = functools.partial(StepRunner, device, model, self._buffers, chosen)
         if self._runner_of is None:
-            self._runner: Runner = (single := runner_of(model, in_place=options.in_place))
+            self._runner: Runner = (single := runner_of())
         else:
-            self._runner = self._runner_of(self._report)
+            self._runner, single = self._runner_of(chosen), None
+        self._checked = None
         arrays = any(y.name in self._report and y.shape != () for y in model.graph.outputs)
         self._several = SeveralSteps(
-            model,
             functools.partial(runner_of, single=single),
+            self._signature.accepted,
             stacks=options.as_numpy or not arrays,
             insists=device.verify is True,
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Concatenate, Literal, ParamSpec, Protocol, TypeVar
+from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 
 from graphopt.errors import GraphoptError
 from graphopt.runtime.device import Device, DeviceOptions
@@ -41,19 +41,17 @@ class ExecutorOptions(DeviceOptions):
     in_place: bool = False
 
     def __post_init__(self) -> None:
-        check_steps_per_call(self.steps_per_call)
+        if self.steps_per_call is not None and self.steps_per_call < 1:
+            raise GraphoptError(f"steps_per_call: expected 1 or more, or None, found {self.steps_per_call}")
         if self.on_nonfinite not in ("raise", "warn", "skip"):
             raise GraphoptError(
                 f"on_nonfinite: expected 'raise', 'warn' or 'skip', found {self.on_nonfinite!r}"
             )
-        for name, wrong in {
-            "on_nonfinite='skip'": self.on_nonfinite == "skip",
-            "static_shapes": self.static_shapes,
-        }.items():
-            if self.in_place and wrong:
-                raise GraphoptError(
-                    f"in_place: expected an executor without {name}, which needs two sets of state, found both"
-                )
+        if self.in_place and (self.static_shapes or self.on_nonfinite == "skip"):
+            other = "static_shapes" if self.static_shapes else "on_nonfinite='skip'"
+            raise GraphoptError(
+                f"in_place: expected an executor without {other}, which needs two sets of state, found both"
+            )
 
     def opened(self) -> Device:
         """Return the device with its options.
@@ -70,13 +68,9 @@ class ExecutorOptions(DeviceOptions):
         return device
 
 
-class _Shown(Protocol[P]):
-    def __call__(
-        self, initializer: Callable[Concatenate[Any, S, ...], None]
-    ) -> Callable[Concatenate[Any, S, P], None]: ...
-
-
-def keywords_of(options: Callable[P, object]) -> _Shown[P]:
+def keywords_of(
+    options: Callable[P, object],
+) -> Callable[[Callable[Concatenate[Any, S, ...], None]], Callable[Concatenate[Any, S, P], None]]:
     """Show the fields of a dataclass in place of `**options` in the signature of `__init__(self, step, **options)`."""
 
     def shown(initializer: Any) -> Any:
@@ -86,9 +80,3 @@ def keywords_of(options: Callable[P, object]) -> _Shown[P]:
         return initializer
 
     return shown
-
-
-def check_steps_per_call(count: int | None) -> None:
-    """Raise an error unless the number of steps per call is valid."""
-    if count is not None and count < 1:
-        raise GraphoptError(f"steps_per_call: expected 1 or more, or None, found {count}")

@@ -16,16 +16,16 @@ import onnx_ir as ir
 from graphopt.errors import GraphoptError
 from graphopt.files import replacing
 from graphopt.graph import inference
+from graphopt.graph.metadata import UNTRAINED
 from graphopt.graph.roles import FED, Role, with_role
 from graphopt.graph.state import STEP, accumulators
-from graphopt.runtime import tensors
+from graphopt.graph.values import name_of
 from graphopt.runtime.checkpoint import Property, load_state, save_state, state_bytes
 from graphopt.runtime.device import Device
 from graphopt.runtime.executor_options import ExecutorOptions
 from graphopt.runtime.reported_outputs import reportable
 from graphopt.runtime.state_buffers import State, StateBuffers
-from graphopt.runtime.tensors import Tensor
-from graphopt.runtime.vector import join, split, untrained
+from graphopt.runtime.tensors import Tensor, to_ort
 
 _BATCHES = "graphopt.batches"  # a property of checkpoints
 
@@ -79,7 +79,10 @@ class ExecutorState:
 
     def on_device(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Copy a batch to the GPU ahead of `step`. On the CPU, return the batch itself."""
-        return {name: tensors.on_device(self._device, tensor) for name, tensor in batch.items()}
+        if self._device.kind == "cpu" or self._device.cuda_graph:
+            return {**batch}
+        arrays = {name: x for name, x in batch.items() if isinstance(x, np.ndarray)}
+        return {**batch, **{name: to_ort(self._device, x, x.dtype) for name, x in arrays.items()}}
 
     @property
     def model(self) -> ir.Model:
@@ -100,7 +103,7 @@ class ExecutorState:
     @property
     def inputs(self) -> dict[str, ir.Value]:
         """Return the inputs to feed in each step by name: data, targets and sample weights."""
-        return {str(value.name): value for value in with_role(self._model, *FED)}
+        return {name_of(value): value for value in with_role(self._model, *FED)}
 
     @property
     def outputs(self) -> list[str]:
@@ -141,7 +144,8 @@ class ExecutorState:
         skips it. `batches` counts all of them. A graph without the counter updates the parameters in every batch.
         """
         with self._lock:
-            return self._buffers.counter(STEP, self._batches)
+            counter = self._buffers.sets[self._buffers.current].get(STEP)
+            return self._batches if counter is None else int(counter.numpy())
 
     @property
     def batches(self) -> int:
@@ -171,7 +175,7 @@ class ExecutorState:
         Raises:
             GraphoptError: their types differ.
         """
-        return join(self._weights(frozen))
+        return _joined(self._weights(frozen))
 
     def set_contiguous(self, vector: np.ndarray, *, frozen: bool = False) -> None:
         """Replace the parameters by the parts of a vector in the layout of `contiguous`.
@@ -179,20 +183,26 @@ class ExecutorState:
         Raises:
             GraphoptError: the vector has the wrong type or size. Nothing is replaced.
         """
-        new = split(vector, self._weights(frozen))
-        trained = set(self._of(Role.PARAMETER))
-        fixed = {name: array for name, array in new.items() if name not in trained}
+        weights = self._weights(frozen)
+        expected = _joined(weights)
+        if vector.shape != expected.shape or vector.dtype != expected.dtype:
+            raise GraphoptError(
+                f"set_contiguous: expected {expected.dtype}{list(expected.shape)}, found "
+                f"{vector.dtype}{list(vector.shape)}"
+            )
+        parts = np.split(vector, np.cumsum([array.size for array in weights.values()])[:-1])
+        new = {name: part.reshape(weights[name].shape) for name, part in zip(weights, parts, strict=True)}
+        trained = {name: new.pop(name) for name in self._of(Role.PARAMETER)}
         with self._lock:
-            self.update_state({name: array for name, array in new.items() if name in trained})
-            for name, array in fixed.items():
-                value = self._model.graph.initializers[name]
-                value.const_value = ir.tensor(np.array(array), name=name)
-            if fixed:  # frozen weights are constants of the sessions
+            self.update_state(trained)
+            for name, array in new.items():
+                self._model.graph.initializers[name].const_value = ir.tensor(np.array(array), name=name)
+            if new:  # frozen weights are constants of the sessions
                 self._open()
 
     def reset_gradients(self) -> None:
         """Reset the gradients that `passes.Accumulate` has accumulated since the last update."""
-        names = [str(x.name) for x in accumulators(self._model)]
+        names = [name_of(x) for x in accumulators(self._model)]
         if not names:
             raise GraphoptError(
                 "reset_gradients: expected a graph that accumulates gradients, found none: add passes.Accumulate"
@@ -253,8 +263,23 @@ class ExecutorState:
 
     def _of(self, *roles: Role) -> list[str]:
         """Return the names of the inputs and outputs with one of the roles."""
-        return [str(value.name) for value in with_role(self._model, *roles)]
+        return [name_of(value) for value in with_role(self._model, *roles)]
 
     def _weights(self, frozen: bool) -> dict[str, np.ndarray]:
         """Return the parameters in alphabetical order, with the weights that do not train if `frozen`."""
-        return dict(sorted({**self.parameters, **(untrained(self._model) if frozen else {})}.items()))
+        untrained = {
+            name: value.const_value.numpy()
+            for name, value in self._model.graph.initializers.items()
+            if frozen and UNTRAINED.is_set(value) and value.const_value is not None
+        }
+        return dict(sorted({**self.parameters, **untrained}.items()))
+
+
+def _joined(arrays: Mapping[str, np.ndarray]) -> np.ndarray:
+    """Concatenate arrays of one type into one vector."""
+    types = {array.dtype for array in arrays.values()}
+    if len(types) > 1:
+        raise GraphoptError(
+            f"contiguous: expected parameters of one type, found {', '.join(map(str, types))}"
+        )
+    return np.concatenate([array.ravel() for array in arrays.values()])

@@ -2,55 +2,52 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import hashlib
-import json
 import math
 import statistics
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import onnx_ir as ir
 
-from graphopt.errors import GraphoptError
-from graphopt.files import write
-from graphopt.graph.roles import Role, with_role
-from graphopt.runtime.bound_session import BoundSession
+from graphopt.errors import GraphoptError, line
+from graphopt.graph.folding import fold
+from graphopt.graph.roles import FED, Role, with_role
+from graphopt.graph.unroll import Unroll
+from graphopt.graph.values import name_of
+from graphopt.runtime.bound_session import BoundSession, RunnerOptions
 from graphopt.runtime.device import Device
 from graphopt.runtime.signature import description
 from graphopt.runtime.state_buffers import StateBuffers
 from graphopt.runtime.tensors import Tensor
-from graphopt.runtime.translation import Form, Mistranslated, Translation, check_delivery
+from graphopt.runtime.translation import (
+    Mistranslated,
+    StepForm,
+    Translation,
+    check_delivery,
+    read_note,
+    write_note,
+)
 from graphopt.targets.known import ONNXRUNTIME
-from graphopt.targets.native.cache import cache_folder, read_regular
-from graphopt.targets.native.lowering import Lowered, lower_to_kernels
+from graphopt.targets.native.lowering import lower_to_kernels
 
 WORTH_COMPILING = 10_000  # numbers in parameters, from which `auto` compiles kernels
 HALVES = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 ROUNDS, SECONDS = 5, 1.0  # of measuring: so many turns, fewer if they take longer
 
 
-class Forms:
+class StepForms:
     """Hold a training graph lowered to kernels or for ONNX Runtime; the first step shows which form is faster.
 
     Before a form runs, its numbers in the first step are compared with those of the plain graph; see `Translation`.
 
     Args:
         model: the plain graph of one step.
-        buffers: the buffers of the state.
-        bind: creates the session of a form.
-        fixed: values for inputs and outputs of the graph that stay where they are.
-        plain: the graph to compare with; by default, `model`.
-        arranged: returns the graph of several steps to run from that of one step, lowered or not; by default, that
-            graph itself.
-        native: the form to take; by default, the device's option decides.
-        in_place: let kernels write the new state over the old one; then take them without measuring.
-        is_large: whether `auto` compiles kernels; by default, if the graph has enough parameters.
-        verified: whether to compare forms with the plain graph.
+        shapes: fixed shapes of the data.
+        several: run several steps per call, on stacked batches.
 
     Raises:
         GraphoptError: `native` is True, and the device is not the CPU, there is no compiler, or it fails.
@@ -61,36 +58,23 @@ class Forms:
         device: Device,
         model: ir.Model,
         buffers: StateBuffers,
-        bind: Callable[..., BoundSession],
+        options: RunnerOptions,
+        shapes: Mapping[str, Sequence[int]] | None = None,
         *,
-        plain: ir.Model | None = None,
-        fixed: Mapping[str, Any] | None = None,
-        arranged: Callable[[ir.Model], ir.Model] | None = None,
-        native: bool | None = None,
-        in_place: bool = False,
-        is_large: bool | None = None,
-        verified: bool = True,
+        several: bool = False,
     ) -> None:
-        self._device, self._buffers = device, buffers
-        self._is_large = is_large_enough([model]) if is_large is None else is_large
-        self._model, self._bind, self._arranged, self._in_place = model, bind, arranged, in_place
-        self._translation = (
-            Translation(device, plain or model, buffers, fixed, several=arranged is not None)
-            if verified and device.verify
-            else None
-        )
+        self._device, self._buffers, self._options = device, buffers, options
+        self._shapes, self._several = shapes, several
+        self._model = model if several else with_shapes(model, shapes)
+        self._translation = None
+        if options.verified and device.verify:
+            self._translation = Translation(device, model, buffers, options.fixed, several=several)
         self._digest: str | None = None
         self._is_settled = False
-        self.native: bool | None = None
-        lowered = None if native is False else self._lowered()
-        self._measures = (
-            lowered is not None
-            and native is None
-            and device.native == "auto"
-            and not (device.deterministic or in_place)
-        )
-        if not self._measures:
-            self.native = lowered is not None
+        lowered = None if options.native is False else self._lowered()
+        measures = device.native == "auto" and options.native is None
+        self._measures = lowered is not None and measures and not (device.deterministic or options.in_place)
+        self.native: bool | None = None if self._measures else lowered is not None
         self._form = lowered or self._for_runtime()
 
     @property
@@ -115,27 +99,17 @@ class Forms:
         return self._form.bound
 
     def _settle(self, source: int, feeds: Mapping[str, Tensor]) -> None:
-        """Choose the form to run."""
+        """Choose the form to run: not kernels, and then not a lowered graph, that compute other numbers."""
         if not self._device.on_cpu:
             check_delivery(self._device, self._form.bound, self._buffers, source, feeds)
-        if self.native is not False:
-            self._check_lowered(source, feeds)
-        if self._measures:
-            self._measure(source, feeds)
-        if self.native is False and self._form.model is not self._model:
-            self._check_for_runtime(source, feeds)
-
-    def _check_lowered(self, source: int, feeds: Mapping[str, Tensor]) -> None:
-        """Take another form if kernels compute other numbers."""
-        if not self._agrees(source, feeds):
+        if self.native is not False and not self._agrees(source, feeds):
             if self._form.shared:
                 self._buffers.separate()
             self._form, self._measures, self.native = self._for_runtime(), False, False
-
-    def _check_for_runtime(self, source: int, feeds: Mapping[str, Tensor]) -> None:
-        """Take the plain graph if the graph that was lowered for the runtime computes other numbers."""
-        if not self._agrees(source, feeds):
-            self._form = Form("the plain step", self._opened(self._model), self._model)
+        if self._measures:
+            self._measure(source, feeds)
+        if self.native is False and self._form.model is not self._model and not self._agrees(source, feeds):
+            self._form = self._plain()
 
     def _agrees(self, source: int, feeds: Mapping[str, Tensor]) -> bool:
         """Return whether the form computes what the plain graph does; warn, or raise an error, if it does not."""
@@ -143,7 +117,7 @@ class Forms:
             if self._translation is not None:
                 self._translation.check(self._form, source, feeds)
         except Mistranslated as error:
-            if self._device.verify is True or (self._arranged is not None and self.native is False):
+            if self._device.verify is True or (self._several and self.native is False):
                 raise
             warnings.warn(str(error), stacklevel=2)
             return False
@@ -160,53 +134,83 @@ class Forms:
             self._form = other if fastest else self._form
         self.native = not fastest
 
-    def _for_runtime(self) -> Form:
+    def _for_runtime(self) -> StepForm:
         """Return the graph lowered for the runtime, or the plain one if that fails."""
         target, device = self._device.runtime_target, self._device
-        name = "several steps per call" if self._arranged else f"the step for {target.name}"
+        name = "several steps per call" if self._several else f"the step for {target.name}"
         try:
             lowered = target.lower(self._model)
-            return Form(name, self._opened(lowered), lowered)
+            return StepForm(name, self._opened(lowered), lowered)
         except Exception as error:  # whatever fails here, the plain graph computes the same
             if device.verify is True or target is not ONNXRUNTIME:
                 raise
-            form = Form("the plain step", self._opened(self._model), self._model)
+            form = self._plain()
             warnings.warn(f"{error}; the step runs as it was before its fusion", stacklevel=2)
             return form
 
-    def _opened(self, model: ir.Model, **options: Any) -> BoundSession:
-        return self._bind(model=self._arranged(model) if self._arranged else model, **options)
+    def _plain(self) -> StepForm:
+        return StepForm("the plain step", self._opened(self._model), self._model)
 
-    def _lowered(self) -> Form | None:
+    def _opened(self, model: ir.Model, **kernels: Any) -> BoundSession:
+        """Open the session of a graph of one step, lowered or not; of several steps if they are to run."""
+        if self._several:
+            model = with_shapes(unrolled(model), self._shapes)
+        return BoundSession(self._device, model, self._buffers, self._options, **kernels)
+
+    def _lowered(self) -> StepForm | None:
         """Lower the graph and open its session; return None if the graph is to run as it is."""
-        device, native = self._device, self._device.native
-        if not device.on_cpu or not native:
+        native, options, model = self._device.native, self._options, self._model
+        if not self._device.on_cpu or not native:
             return None
-        if native == "auto" and (not self._is_large or has_halves(self._model)):
+        is_large = is_large_enough([model]) if options.is_large is None else options.is_large
+        # Of 16-bit floats, kernels round each result and ONNX Runtime some: they may overflow in one form alone.
+        types = (y.dtype for node in model.graph.all_nodes() for y in node.outputs)
+        if native == "auto" and (not is_large or any(dtype in HALVES for dtype in types)):
             return None
         try:
-            found = lower_to_kernels(self._model, threads=device.threads, in_place=self._in_place)
-            return None if found is None else self._opened_lowered(found)
+            lowered = lower_to_kernels(model, threads=self._device.threads, in_place=options.in_place)
+            if lowered is None:
+                return None
+            self._digest = lowered.digest
+            check = None if self._several else lowered.check
+            bound = self._opened(lowered.model, library=lowered.library, check=check, shared=lowered.shared)
+            return StepForm("kernels", bound, lowered.model, lowered.library, lowered.shared)
         except Exception as error:  # whatever fails here, the graph as it is computes the same
             if native is True and isinstance(error, GraphoptError):
                 raise
-            reason = " ".join(str(error).split())[:200]
-            text = (
-                str(error)
-                if isinstance(error, GraphoptError)
-                else f"native: {type(error).__name__}: {reason}"
-            )
+            kind = "" if isinstance(error, GraphoptError) else f"native: {type(error).__name__}: "
+            text = f"{kind}{line(error)[:200] if kind else error}"
             if native is True:
                 raise GraphoptError(f"{text}; pass native=False, and please report it") from error
             warnings.warn(f"{text}; steps run without kernels of their own", stacklevel=2)
             return None
 
-    def _opened_lowered(self, found: Lowered) -> Form:
-        self._digest = found.digest
-        check = found.check if self._arranged is None else None
-        options = {"library": found.library, "check": check, "shared": found.shared}
-        bound = self._opened(found.model, **options)
-        return Form("kernels", bound, found.model, found.library, found.shared)
+
+def unrolled(model: ir.Model) -> ir.Model:
+    """Return the graph of several steps per call."""
+    model = model.clone()
+    Unroll()(model)
+    return model
+
+
+def with_shapes(model: ir.Model, shapes: Mapping[str, Sequence[int]] | None) -> ir.Model:
+    """Return a training graph for fixed data shapes, if any, with the constants that follow folded."""
+    if not shapes:
+        return model
+    model = model.clone()
+    sizes = {}
+    for value in with_role(model, *FED):
+        for dim, size in zip(value.shape or (), shapes[name_of(value)], strict=False):
+            if not isinstance(dim, int) and dim.value is not None:
+                sizes[dim.value] = size
+        value.shape = ir.Shape(shapes[name_of(value)])
+    for value in ir.convenience.create_value_mapping(model.graph).values():
+        if value.shape is not None:
+            value.shape = ir.Shape(
+                [d if isinstance(d, int) else sizes.get(str(d.value), d) for d in value.shape]
+            )
+    fold(model)
+    return model
 
 
 def is_large_enough(models: Sequence[ir.Model]) -> bool:
@@ -216,32 +220,16 @@ def is_large_enough(models: Sequence[ir.Model]) -> bool:
     return sum(map(math.prod, known)) >= WORTH_COMPILING
 
 
-def has_halves(model: ir.Model) -> bool:
-    """Return whether a graph computes in 16 bits.
-
-    Kernels round each result, ONNX Runtime rounds some: in one form numbers may overflow that do not in the other.
-    """
-    return any(y.dtype in HALVES for node in model.graph.all_nodes() for y in node.outputs)
-
-
 def remembered(key: Sequence[object]) -> int | None:
     """Return the index of the fastest call that was measured on this machine, or None."""
-    try:
-        return int(json.loads(read_regular(_note(key)) or b"")["fastest"])
-    except (GraphoptError, OSError, ValueError, KeyError, TypeError):
-        return None
+    return read_note("native", _note(key), "fastest", int)
 
 
 def measured(key: Sequence[object], calls: Sequence[Callable[[], object]]) -> int:
-    """Return the index of the fastest call, by the median of calls in turns; the machine remembers it.
-
-    Args:
-        key: what the choice depends on.
-    """
-    found = medians(calls)
-    fastest = found.index(min(found))
-    with contextlib.suppress(GraphoptError, OSError):  # a cache that cannot be written to forgets
-        write(_note(key), json.dumps({"fastest": fastest, "seconds": found}))
+    """Return the index of the fastest call, by the median of calls in turns; the machine remembers it by the key."""
+    seconds = medians(calls)
+    fastest = seconds.index(min(seconds))
+    write_note("native", _note(key), {"fastest": fastest, "seconds": seconds})
     return fastest
 
 
@@ -252,13 +240,12 @@ def medians(calls: Sequence[Callable[[], object]]) -> list[float]:
     times: list[list[float]] = [[] for _ in calls]
     begun = time.perf_counter()
     while len(times[0]) < ROUNDS and (not times[0] or time.perf_counter() - begun < SECONDS):
-        for taken, call in zip(times, calls, strict=True):
+        for own, call in zip(times, calls, strict=True):
             start = time.perf_counter()
             call()
-            taken.append(time.perf_counter() - start)
-    return [statistics.median(taken) for taken in times]
+            own.append(time.perf_counter() - start)
+    return [statistics.median(own) for own in times]
 
 
-def _note(key: Sequence[object]) -> Path:
-    digest = hashlib.sha256(repr(key).encode()).hexdigest()
-    return cache_folder() / f"{digest[:32]}.time.json"
+def _note(key: Sequence[object]) -> str:
+    return f"{hashlib.sha256(repr(key).encode()).hexdigest()[:32]}.time.json"

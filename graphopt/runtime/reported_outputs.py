@@ -9,11 +9,12 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from graphopt.errors import GraphoptError
 from graphopt.graph.roles import Role, role_of, with_role
+from graphopt.graph.values import name_of
 
 
 def reportable(model: ir.Model) -> list[str]:
     """Return the names of the outputs of a training graph that are not state, `loss` first."""
-    return [str(y.name) for y in model.graph.outputs if role_of(y) not in (Role.NEXT, Role.SOURCE)]
+    return [name_of(y) for y in model.graph.outputs if role_of(y) not in (Role.NEXT, Role.SOURCE)]
 
 
 def chosen_outputs(model: ir.Model, report: Sequence[str] | None) -> list[str]:
@@ -38,13 +39,15 @@ def reporting(model: ir.Model, names: Sequence[str]) -> ir.Model:
     if names == reportable(model):
         return model
     model = model.clone()
-    kept = (Role.NEXT, Role.GRADIENT, Role.SAVED, Role.SUMMED)
-    model.graph.outputs[:] = [y for y in model.graph.outputs if role_of(y) in kept or y.name in names]
+    always = (Role.NEXT, Role.GRADIENT, Role.SAVED, Role.SUMMED)
+    model.graph.outputs[:] = [y for y in model.graph.outputs if role_of(y) in always or y.name in names]
     RemoveUnusedNodesPass()(model)
     return model
 
 
 def numbers(outputs: Iterable[ir.Value], report: Sequence[str]) -> list[str]:
     """Return which of the reported outputs are floating-point numbers, of which workers take means."""
-    found = {y.name for y in outputs if y.shape == () and y.dtype is not None and y.dtype.is_floating_point()}
-    return [name for name in report if name in found]
+    floats = {
+        y.name for y in outputs if y.shape == () and y.dtype is not None and y.dtype.is_floating_point()
+    }
+    return [name for name in report if name in floats]

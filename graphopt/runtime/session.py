@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import onnx_ir as ir
 
-from graphopt.errors import GraphoptError
+from graphopt.errors import GraphoptError, line
 from graphopt.graph import storage
 from graphopt.graph.metadata import RUNTIME
 from graphopt.graph.roles import TRAINING_RUNTIME
 from graphopt.runtime.device import Device
+from graphopt.runtime.tensors import OrtValues
 
 if TYPE_CHECKING:
     import onnxruntime
@@ -24,10 +24,6 @@ if TYPE_CHECKING:
 UNSAFE = ["DivMulFusion"]
 # onnxruntime 1.19 fuses a Transpose and a MatMul into an operator that has no kernel for double.
 UNSAFE_IN_DOUBLE = ["MatmulTransposeFusion"]
-
-
-class SessionRefused(GraphoptError):
-    """Report a graph that the runtime does not open."""
 
 
 class Session:
@@ -49,18 +45,23 @@ class Session:
         library: Path | None = None,
     ) -> None:
         self.device = device
+        is_double = any(x.dtype == ir.DataType.DOUBLE for x in model.graph.inputs)
         try:
             options = options or device.new_session_options()
             if library is not None:
                 options.register_custom_ops_library(str(library))
-            content, self._weights = _serialized(device, model, options)
+            content, weights = storage.message(model)
+            # What is too large for the message is registered, and stays alive as long as the session reads it.
+            self._weights = [device.ort.OrtValue.ortvalue_from_numpy(x.numpy()) for x in weights.values()]
+            if weights:
+                options.add_external_initializers([*weights], self._weights)
             # The first session would change denormals in this thread permanently.
             with device.flushing or contextlib.nullcontext():
                 self.ort: onnxruntime.InferenceSession = device.ort.InferenceSession(
                     content,
                     sess_options=options,
                     providers=device.providers,
-                    disabled_optimizers=UNSAFE + (UNSAFE_IN_DOUBLE if _is_double(model) else []),
+                    disabled_optimizers=UNSAFE + (UNSAFE_IN_DOUBLE if is_double else []),
                     enable_fallback=0,  # do not fall back to another provider and print a line
                 )
         except Exception as error:
@@ -81,11 +82,9 @@ class Session:
                 with self.device.flushing:
                     self.ort.run_with_iobinding(binding, options)
         except RuntimeError as error:
-            raise GraphoptError(f"onnxruntime stopped: {' '.join(str(error).split())}") from error
+            raise GraphoptError(f"onnxruntime stopped: {line(error)}") from error
 
-    def compute(
-        self, feeds: Mapping[str, onnxruntime.OrtValue], names: Sequence[str]
-    ) -> dict[str, onnxruntime.OrtValue]:
+    def compute(self, feeds: OrtValues, names: Sequence[str]) -> dict[str, onnxruntime.OrtValue]:
         """Run once on values and return outputs by name, which stay on the device."""
         binding = self.ort.io_binding()
         for name, value in feeds.items():
@@ -100,59 +99,24 @@ class Session:
         inputs = [x.name for x in self.ort.get_inputs()]
         if not set(inputs) <= set(feeds):
             raise GraphoptError(f"inputs: expected {', '.join(inputs)}, found {', '.join(feeds) or 'none'}")
-        taken = {name: feeds[name] for name in inputs}
+        arrays = {name: feeds[name] for name in inputs}
         names = [y.name for y in self.ort.get_outputs()]
-        return dict(zip(names, self.ort.run(names, taken), strict=True)) if names else {}
+        return dict(zip(names, self.ort.run(names, arrays), strict=True)) if names else {}
 
 
-def placement(sessions: Iterable[Session]) -> dict[str, dict[str, int]]:
-    """Return for each execution provider the operators that it runs, and how many nodes of each.
-
-    Raises:
-        GraphoptError: onnxruntime is older than 1.24 and does not report this.
-    """
-    found: dict[str, Counter[str]] = {}
-    for session in sessions:
-        if not hasattr(session.ort, "get_provider_graph_assignment_info"):
-            raise GraphoptError(
-                f"placement: expected onnxruntime 1.24 or later, found {session.device.ort.__version__}"
-            )
-        for part in session.ort.get_provider_graph_assignment_info():
-            found.setdefault(part.ep_name, Counter()).update(node.op_type for node in part.get_nodes())
-    return {name: dict(counts.most_common()) for name, counts in found.items()}
-
-
-def _serialized(
-    device: Device, model: ir.Model, options: onnxruntime.SessionOptions
-) -> tuple[bytes, list[Any]]:
-    """Return a graph as bytes; if its weights are too large, register them in `options` and return them, too.
-
-    The caller must keep the returned weights alive as long as the session reads them.
-    """
-    content, weights = storage.message(model)
-    values = [device.ort.OrtValue.ortvalue_from_numpy(tensor.numpy()) for tensor in weights.values()]
-    if weights:
-        options.add_external_initializers([*weights], values)
-    return content, values
-
-
-def _refusal(device: Device, model: ir.Model, error: Exception) -> SessionRefused:
+def _refusal(device: Device, model: ir.Model, error: Exception) -> GraphoptError:
     """Return the error for a graph that the runtime rejects."""
     version = device.ort.__version__
     if RUNTIME.read(model) == TRAINING_RUNTIME and not device.trains:
-        return SessionRefused(
+        return GraphoptError(
             f"the graph needs {TRAINING_RUNTIME}, found onnxruntime {version}: pip install "
             f"onnxruntime-training==1.19.2 in an environment of its own, or compile without OrtGradient and "
             f"fused kernels"
         )
     by = "" if device.on_cpu else f"{device.execution_provider} of "
-    reason = " ".join(str(error).split())
+    reason = line(error)
     if "NOT_IMPLEMENTED" in reason:
         reason += ", for these element types: take another precision, runtime or provider"
     if "is not a registered function/op" in reason:
         reason += ": name the library of this custom operator with custom_ops"
-    return SessionRefused(f"{by}onnxruntime {version} refuses the graph: {reason}")
-
-
-def _is_double(model: ir.Model) -> bool:
-    return any(value.dtype == ir.DataType.DOUBLE for value in model.graph.inputs)
+    return GraphoptError(f"{by}onnxruntime {version} refuses the graph: {reason}")

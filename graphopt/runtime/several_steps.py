@@ -6,17 +6,16 @@ import contextlib
 import itertools
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from operator import attrgetter, itemgetter
 from typing import Any
 
 import numpy as np
-import onnx_ir as ir
 
-from graphopt.graph.roles import FED, with_role
 from graphopt.runtime.bound_session import Reported
+from graphopt.runtime.runners import StepRunner
+from graphopt.runtime.signature import description
 from graphopt.runtime.state_buffers import StateBuffers
-from graphopt.runtime.step_runner import StepRunner
 from graphopt.runtime.tensors import Tensor
 from graphopt.runtime.translation import Mistranslated
 
@@ -28,29 +27,19 @@ class SeveralSteps:
     """Run several steps in one call, by a graph whose Scan iterates over stacked batches.
 
     Args:
-        model: the graph of one step.
-        runner_of: creates a runner of several steps per call for a graph.
+        runner_of: creates a runner of several steps per call.
+        fed: the names of the inputs that can be stacked: all but hyperparameters.
         stacks: whether reported values can be stacked; values on a device cannot.
         insists: whether it is an error if the steps compute other numbers than single steps.
     """
 
     def __init__(
-        self, model: ir.Model, runner_of: Callable[[ir.Model], StepRunner], *, stacks: bool, insists: bool
+        self, runner_of: Callable[[], StepRunner], fed: Collection[str], *, stacks: bool, insists: bool
     ) -> None:
         self.pace = Pace()
-        self._model, self._runner_of, self._stacks, self._insists = model, runner_of, stacks, insists
-        self._fed = {str(x.name) for x in with_role(model, *FED)}
+        self._runner_of, self._fed, self._stacks, self._insists = runner_of, {*fed}, stacks, insists
         self._runner: StepRunner | None = None
-
-    def takes(self, batches: Sequence[Batch]) -> bool:
-        """Return whether batches of one shape can be stacked: arrays without hyperparameters."""
-        first = batches[0]
-        return (
-            len(batches) > 1
-            and self._stacks
-            and all(isinstance(x, np.ndarray) for x in first.values())
-            and first.keys() <= self._fed
-        )
+        self._checked: list[Any] | None = None  # the description of the arrays that were checked last
 
     def step(self, buffers: StateBuffers, batches: Sequence[Batch]) -> list[Reported] | None:
         """Run a step on each batch and return what each reports, or None if the steps have to run one by one.
@@ -58,32 +47,37 @@ class SeveralSteps:
         Raises:
             GraphoptError: an array has the wrong type or shape. No step has run.
         """
-        try:
-            reported = self._stacked(buffers.current, batches)
-        except Mistranslated as error:
-            if self._insists:
-                raise
-            warnings.warn(str(error), stacklevel=4)
-            self._stacks = False
-            self.close()
+        if len(batches) == 1 or not (self._stacks and self._can_be_stacked(batches[0])):
             return None
-        if buffers.not_finite(reported) is not None:
-            return None
-        buffers.swap()
-        return unstacked(reported, len(batches))
+        with self.pace.timed(len(batches)):
+            if self._runner is None:
+                self._runner = self._runner_of()
+            stacked = {name: np.array([*map(itemgetter(name), batches)]) for name in batches[0]}
+            if self._checked != (facts := description(stacked)):
+                self._runner.check(stacked)
+                self._checked = facts
+            self._runner.signature.check_labels(stacked)
+            try:
+                reported = self._runner.step(buffers.current, stacked)
+            except Mistranslated as error:
+                if self._insists:
+                    raise
+                warnings.warn(str(error), stacklevel=4)
+                self._stacks = False
+                self.close()
+                return None
+            if buffers.not_finite(reported) is not None:
+                return None
+            buffers.swap()
+            return unstacked(reported, len(batches))
+
+    def _can_be_stacked(self, batch: Batch) -> bool:
+        """Return whether a batch has arrays alone, and no hyperparameters."""
+        return batch.keys() <= self._fed and all(isinstance(x, np.ndarray) for x in batch.values())
 
     def close(self) -> None:
         """Release the session."""
-        self._runner = None
-
-    def _stacked(self, source: int, batches: Sequence[Batch]) -> Reported:
-        """Run a step on each batch, from the state in set `source`; return the stacked reports."""
-        if self._runner is None:
-            self._runner = self._runner_of(self._model)
-        stacked = {name: np.array([*map(itemgetter(name), batches)]) for name in batches[0]}
-        self._runner.check(stacked)
-        self._runner.signature.check_labels(stacked)
-        return self._runner.step(source, stacked)
+        self._runner = self._checked = None
 
 
 def unstacked(reported: Reported, steps: int) -> list[Reported]:
@@ -101,15 +95,12 @@ def alike(batches: Sequence[Batch]) -> Iterator[Sequence[Batch]]:
         sizes.append({*map(len, batches)})
     except (AttributeError, KeyError):  # not an array, or no tensor of this name
         sizes = []
-    if sizes and all(len(found) == 1 for found in sizes):
+    if sizes and all(len(shapes) == 1 for shapes in sizes):
         yield batches
         return
-    for _, group in itertools.groupby(batches, _shapes):
-        yield list(group)
-
-
-def _shapes(batch: Batch) -> list[tuple[str, Any]]:
-    return [(name, getattr(tensor, "shape", None)) for name, tensor in batch.items()]
+    shapes = ([(name, getattr(x, "shape", None)) for name, x in batch.items()] for batch in batches)
+    for _, group in itertools.groupby(zip(shapes, batches, strict=True), itemgetter(0)):
+        yield [batch for _, batch in group]
 
 
 class Pace:
@@ -140,14 +131,14 @@ class Pace:
 
     @property
     def alone(self) -> bool:
-        """Return whether single steps turned out to be faster."""
+        """Return whether single steps are faster."""
         return self.steps == 1 and len(self._alone) == self.TRIED
 
     @contextlib.contextmanager
     def timed(self, steps: int = 1) -> Iterator[None]:
         """Measure the time of a call of `steps` steps."""
-        taken = self._alone if steps == 1 else self._together
+        times = self._alone if steps == 1 else self._together
         start = time.perf_counter()
         yield
-        if len(taken) < self.TRIED:
-            taken.append((time.perf_counter() - start) / steps)
+        if len(times) < self.TRIED:
+            times.append((time.perf_counter() - start) / steps)

@@ -11,6 +11,7 @@ import onnx_ir as ir
 from graphopt.errors import GraphoptError
 from graphopt.graph.labels import labels_of
 from graphopt.graph.roles import Role, role_of
+from graphopt.graph.values import dtype_of, name_of
 from graphopt.runtime.device import Device
 from graphopt.runtime.tensors import Tensor, on_host, to_ort
 
@@ -26,8 +27,8 @@ def shared_dimensions(values: Iterable[ir.Value]) -> list[Dimension]:
     for value in values:
         for axis, dim in enumerate(value.shape or ()):
             if not isinstance(dim, int) and dim.value is not None:
-                places.setdefault(dim.value, []).append((str(value.name), axis))
-    return [(dimension, found) for dimension, found in places.items() if len(found) > 1]
+                places.setdefault(dim.value, []).append((name_of(value), axis))
+    return [(dimension, axes) for dimension, axes in places.items() if len(axes) > 1]
 
 
 def check_shared(dimensions: Iterable[Dimension], shapes: Mapping[str, Sequence[int]]) -> None:
@@ -43,14 +44,11 @@ class InputSpec:
     """Hold the element type and shape that an input accepts; errors name the input by `kind` and name."""
 
     def __init__(self, value: ir.Value, kind: str = "input") -> None:
-        assert value.dtype is not None
-        self.name = value.name
-        self._kind = kind
-        self.dtype = np.dtype(value.dtype.numpy())
-        self.shape = (
-            None if value.shape is None else tuple(d if isinstance(d, int) else None for d in value.shape)
-        )
+        self.name, self._kind = value.name, kind
+        self.dtype = np.dtype(dtype_of(value).numpy())
         self._dims, self._text = tuple(value.shape or ()), str(value.shape)
+        sizes = tuple(d if isinstance(d, int) else None for d in self._dims)
+        self.shape = None if value.shape is None else sizes
         self._fixes = role_of(value) is Role.TARGET and any(d is None for d in self.shape or ())
 
     def __str__(self) -> str:
@@ -119,14 +117,12 @@ class Signature:
 
     def __init__(self, device: Device, values: Sequence[ir.Value]) -> None:
         self._device, self._values = device, values
-        self.accepted = {str(x.name): InputSpec(x) for x in values}
-        self._unread = {
-            str(x.name): self.accepted[str(x.name)]
-            for x in values
-            if role_of(x) is Role.DATA and not x.uses() and not x.is_graph_output()
-        }
+        self.accepted = {name_of(x): InputSpec(x) for x in values}
+        self._unread = [
+            name_of(x) for x in values if role_of(x) is Role.DATA and not x.uses() and not x.is_graph_output()
+        ]
         self._shared = shared_dimensions(values)
-        labels = {str(x.name): labels_of(x) for x in values}
+        labels = {name_of(x): labels_of(x) for x in values}
         self._labels = {name: each for name, each in labels.items() if each is not None}
 
     def completed(self, tensors: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -140,13 +136,13 @@ class Signature:
         if not widened and not missing:
             return tensors
         sizes = {
-            dim.value: tensors[str(x.name)].shape[axis]
+            dim.value: tensors[name_of(x)].shape[axis]
             for x in self._values
-            if len(getattr(tensors.get(str(x.name)), "shape", ())) == len(x.shape or ())
+            if len(getattr(tensors.get(name_of(x)), "shape", ())) == len(x.shape or ())
             for axis, dim in enumerate(x.shape or ())
             if not isinstance(dim, int)
         }
-        zeros = {name: self._unread[name].zeros(sizes) for name in missing}
+        zeros = {name: self.accepted[name].zeros(sizes) for name in missing}
         return {**tensors, **widened, **zeros}
 
     def check(
@@ -175,8 +171,8 @@ class Signature:
         for name, labels in self._labels.items():
             array = on_host(self._device, tensors[name]) if name in tensors else None
             if array is not None and not labels.fit(array):
-                found = array[labels.wrong(array)][0]
-                raise GraphoptError(f"input {name!r}: expected {labels}, found {found}")
+                label = array[labels.wrong(array)][0]
+                raise GraphoptError(f"input {name!r}: expected {labels}, found {label}")
 
     def _shape(self, accepted: InputSpec, tensor: Tensor) -> Sequence[int]:
         """Check the type and shape of a tensor and return its shape."""

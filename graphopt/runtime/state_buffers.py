@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -15,10 +15,11 @@ from graphopt.graph.names import state_of
 from graphopt.graph.opsets import IR_VERSION, OPSET
 from graphopt.graph.roles import STATE, Role, with_role
 from graphopt.graph.state import ACCUMULATED, LEARNING_RATE, LOSS_SCALE, accumulators, take_initial
+from graphopt.graph.values import name_of
 from graphopt.runtime.device import Device
 from graphopt.runtime.session import Session
 from graphopt.runtime.signature import InputSpec
-from graphopt.runtime.tensors import Allocate, allocated, buffer, buffers, number_or_array
+from graphopt.runtime.tensors import Allocate, OrtValues, allocated, buffer, buffers, number_or_array
 
 if TYPE_CHECKING:
     import onnxruntime
@@ -55,21 +56,19 @@ class StateBuffers(State):
 
     def __init__(self, device: Device, model: ir.Model, allocate: Allocate = allocated) -> None:
         initial = take_initial(model)
-        kept = {str(x.name) for x in with_role(model, *STATE)}
-        updated = {state_of(y) for y in with_role(model, Role.NEXT)}
-        self._inputs = {str(x.name): InputSpec(x) for x in model.graph.inputs if x.name in initial}
+        names = {name_of(x) for x in with_role(model, *STATE)}
+        state = {name: array for name, array in initial.items() if name in names}
+        self._inputs = {name_of(x): InputSpec(x) for x in model.graph.inputs if x.name in initial}
         self._device, self._allocate = device, allocate
-        first, memory = buffers(
-            device, {name: array for name, array in initial.items() if name in kept}, allocate
-        )
+        first, memory = buffers(device, state, allocate)
         self.sets = (first, first)
-        self._totals = [[Total(device, first, memory)]] * 2  # of all numbers in each set
-        self._updated = updated & set(first)
-        self._double({name: initial[name] for name in first if name in updated})
-        scaled = LOSS_SCALE in kept  # with a loss scale, the step discards gradients that overflow
-        self._may_overflow = {str(x.name) for x in accumulators(model) if scaled and x.name != ACCUMULATED}
+        self._are_finite = [[_finite_check(device, first, memory)]] * 2  # of all numbers in each set
+        self.updated = {state_of(y) for y in with_role(model, Role.NEXT)} & first.keys()
+        self._double({name: array for name, array in state.items() if name in self.updated})
+        scaled = LOSS_SCALE in names  # with a loss scale, the step discards gradients that overflow
+        self._may_overflow = {name_of(x) for x in accumulators(model) if scaled and x.name != ACCUMULATED}
         self.current = 0
-        fed = {name: array for name, array in initial.items() if name not in kept}
+        fed = {name: array for name, array in initial.items() if name not in names}
         self.fed = {name: buffer(device, array) for name, array in fed.items()}
         self.hyperparameters: dict[str, Any] = {name: number_or_array(array) for name, array in fed.items()}
 
@@ -78,7 +77,7 @@ class StateBuffers(State):
         first = self.sets[0]
         second, memory = buffers(self._device, arrays, self._allocate)
         self.sets = (first, first | second)
-        self._totals = [self._totals[0], [Total(self._device, second, memory)]]
+        self._are_finite = [self._are_finite[0], [_finite_check(self._device, second, memory)]]
 
     def share(self, names: Collection[str]) -> None:
         """Give state one buffer, which a step reads and writes in place. Bindings from before are for two buffers."""
@@ -86,26 +85,12 @@ class StateBuffers(State):
         left = {name: x.numpy() for name, x in second.items() if x is not first[name] and name not in names}
         if names and len(left) < sum(x is not first[name] for name, x in second.items()):
             self._double(left)
-            self._totals[1] += self._totals[0]
+            self._are_finite[1] += self._are_finite[0]
 
     def separate(self) -> None:
         """Give all state that steps update two buffers again. Bindings from before are for one buffer."""
         first = self.sets[0]
-        self._double({name: first[name].numpy() for name in first if name in self._updated})
-
-    def mark(self, which: int) -> dict[str, np.ndarray]:
-        """Fill the state that a step writes to a set with numbers that no step computes, and return them."""
-        marks = {}
-        for name in self._updated:
-            array = np.asarray(self.sets[which][name].numpy())
-            marks[name] = np.frombuffer(b"\xa5" * array.nbytes, array.dtype).reshape(array.shape)
-            self.sets[which][name].update_inplace(np.array(marks[name]))
-        return marks
-
-    def marked(self, which: int, marks: Mapping[str, np.ndarray]) -> list[str]:
-        """Return the names of the state in a set that no step has written since `mark`."""
-        found = {name: np.asarray(self.sets[which][name].numpy()).tobytes() for name in marks}
-        return [name for name, mark in marks.items() if mark.size and found[name] == mark.tobytes()]
+        self._double({name: first[name].numpy() for name in first if name in self.updated})
 
     def swap(self) -> None:
         """Make the next step read the set that the last one wrote."""
@@ -134,7 +119,7 @@ class StateBuffers(State):
 
         A state that was already non-finite before the step does not count.
         """
-        if all(total.finite() for total in self._totals[1 - self.current]):
+        if all(are_finite() for are_finite in self._are_finite[1 - self.current]):
             return None
         before, after = self.sets[self.current], self.sets[1 - self.current]
         for name, value in after.items():
@@ -156,35 +141,21 @@ class StateBuffers(State):
         buffers = self.sets[self.current]
         return {name: np.array(buffers[name].numpy()) for name in (buffers if names is None else names)}
 
-    def counter(self, name: str, default: int) -> int:
-        """Return a counter of the state, or a default if the state has no such counter."""
-        buffer = self.sets[self.current].get(name)
-        return default if buffer is None else int(buffer.numpy())
-
     def update(self, arrays: Mapping[str, np.ndarray]) -> None:
         self.check(arrays)
         buffers = self.sets[self.current]
         for name, array in arrays.items():
-            buffers[name].update_inplace(np.ascontiguousarray(array).reshape(np.shape(array)))
+            buffers[name].update_inplace(np.asarray(array, order="C"))
 
     def check(self, arrays: Mapping[str, np.ndarray]) -> None:
-        """Check arrays for part of the state without replacing any.
-
-        Raises:
-            GraphoptError: a name is unknown, or an array has the wrong type or shape.
-        """
+        """Raise an error unless arrays are part of the state by name and have the right types and shapes."""
         for name, array in arrays.items():
             if name not in self._inputs or name in self.fed:
                 raise GraphoptError(f"state {name!r}: unknown; the graph has {', '.join(self.names)}")
             self._inputs[name].check(np.asarray(array))
 
     def check_hyperparameters(self, values: Mapping[str, Any]) -> None:
-        """Check values for hyperparameters without replacing any.
-
-        Raises:
-            GraphoptError: a hyperparameter is unknown, or its value has the wrong type or shape, is not finite, or is
-                a negative rate.
-        """
+        """Raise an error unless values are of hyperparameters, have their types and shapes, and are valid numbers."""
         for name, value in values.items():
             if name not in self.hyperparameters:
                 raise GraphoptError(unknown("hyperparameter", name, self.hyperparameters))
@@ -197,11 +168,7 @@ class StateBuffers(State):
                 )
 
     def feed(self, values: Mapping[str, Any]) -> None:
-        """Replace hyperparameters. If a value is invalid, nothing is replaced.
-
-        Raises:
-            GraphoptError: as `check_hyperparameters`.
-        """
+        """Replace hyperparameters. If a value is invalid, nothing is replaced, and an error is raised."""
         self.check_hyperparameters(values)
         for name, value in values.items():
             if self.hyperparameters[name] is not value:
@@ -210,33 +177,20 @@ class StateBuffers(State):
                 self.hyperparameters[name] = number_or_array(array)
 
 
-class Total:
-    """Check that all numbers in buffers are finite by computing one sum.
+def _finite_check(device: Device, values: OrtValues, memory: Sequence[np.ndarray]) -> Callable[[], bool]:
+    """Return a function that says whether all numbers in buffers are finite, by one sum.
 
     The sum is finite only if all numbers are, but it may also overflow. On the CPU, it is the dot product of the
     buffers' memory with itself.
     """
-
-    def __init__(
-        self, device: Device, values: Mapping[str, onnxruntime.OrtValue], memory: Sequence[np.ndarray]
-    ) -> None:
-        self._memory = memory
-        self._values: Mapping[str, onnxruntime.OrtValue] = {}
-        if device.kind != "cpu":
-            model, self._values = _summed(values)
-            self._session = Session(device, model)
-
-    def finite(self) -> bool:
-        """Return whether the sum is finite."""
-        if self._values:
-            total = self._session.compute(self._values, ["total"])["total"].numpy()
-            return math.isfinite(total)
-        return all([math.isfinite(np.vdot(flat, flat)) for flat in self._memory])
+    if device.kind == "cpu":
+        return lambda: all([math.isfinite(np.vdot(flat, flat)) for flat in memory])
+    model, floating = _summed(values)
+    session = Session(device, model)
+    return lambda: math.isfinite(session.compute(floating, ["total"])["total"].numpy())
 
 
-def _summed(
-    values: Mapping[str, onnxruntime.OrtValue],
-) -> tuple[ir.Model, dict[str, onnxruntime.OrtValue]]:
+def _summed(values: OrtValues) -> tuple[ir.Model, dict[str, onnxruntime.OrtValue]]:
     """Return a graph whose output `total` is the sum of all floating-point buffers, and these buffers."""
     typed = {name: ir.DataType(value.element_type()) for name, value in values.items()}
     floating = {name: values[name] for name, dtype in typed.items() if dtype.is_floating_point()}

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import onnx_ir as ir
 
-from graphopt.errors import GraphoptError
+from graphopt.errors import GraphoptError, line
+from graphopt.graph.values import dtype_of
 from graphopt.runtime.device import Device
 
 if TYPE_CHECKING:
     import onnxruntime
 
 Allocate = Callable[[int], np.ndarray]  # returns zeros of so many bytes
+OrtValues = Mapping[str, "onnxruntime.OrtValue"]
 Tensor = Any  # an np.ndarray, an OrtValue of ONNX Runtime, or an object that supports DLPack
-HOST = 1  # DLPack's device type for host memory
-ALIGNED = 64  # bytes, the alignment of the runtime's own buffers
+_HOST = 1  # DLPack's device type for host memory
+_ALIGNED = 64  # bytes, the alignment of the runtime's own buffers
+allocated: Allocate = functools.partial(np.zeros, dtype=np.uint8)
 SUMMED = (np.dtype(np.float32), np.dtype(np.float64), np.dtype(np.float16))
 
 
@@ -32,13 +37,14 @@ def buffer(device: Device, array: np.ndarray) -> onnxruntime.OrtValue:
         )
     except RuntimeError as error:
         raise device.not_started() from error
-    value.update_inplace(np.ascontiguousarray(array).reshape(array.shape))
+    value.update_inplace(np.asarray(array, order="C"))
     return value
 
 
-def allocated(size: int) -> np.ndarray:
-    """Return zeros of so many bytes."""
-    return np.zeros(size, np.uint8)
+def zeros_of(y: ir.Value) -> np.ndarray:
+    """Return zeros of the type and the static shape of a value."""
+    assert y.shape is not None
+    return np.zeros(y.shape.numpy(), dtype_of(y).numpy())
 
 
 def buffers(
@@ -46,7 +52,7 @@ def buffers(
 ) -> tuple[dict[str, onnxruntime.OrtValue], list[np.ndarray]]:
     """Copy arrays to buffers; on the CPU, place arrays of one type contiguously and also return this memory.
 
-    Zeros between the arrays align each to `ALIGNED` bytes.
+    Zeros between the arrays align each to `_ALIGNED` bytes.
 
     Args:
         allocate: returns memory for the arrays of one type.
@@ -56,9 +62,9 @@ def buffers(
         alike = {name: array for name, array in arrays.items() if array.dtype == dtype}
         if not alike:
             continue
-        sizes = [-(-array.nbytes // ALIGNED) * ALIGNED for array in alike.values()]
-        raw = allocate(sum(sizes) + ALIGNED)
-        start = -raw.ctypes.data % ALIGNED
+        sizes = [-(-array.nbytes // _ALIGNED) * _ALIGNED for array in alike.values()]
+        raw = allocate(sum(sizes) + _ALIGNED)
+        start = -raw.ctypes.data % _ALIGNED
         flat = raw[start : start + sum(sizes)].view(dtype)
         parts = np.split(flat, np.cumsum(sizes)[:-1] // flat.itemsize)
         for (name, array), part in zip(alike.items(), parts, strict=True):
@@ -90,16 +96,16 @@ def to_ort(device: Device, tensor: Tensor, dtype: np.dtype[Any]) -> onnxruntime.
         GraphoptError: the object is not a tensor, or its memory cannot be shared, for example if it is not
             contiguous.
     """
-    c = device.ort.capi._pybind_state
-    if isinstance(tensor, device.ort.OrtValue):
-        return tensor
-    if isinstance(tensor, c.OrtValue):
-        return device.ort.OrtValue(tensor)
     if isinstance(tensor, np.ndarray):
-        array = np.ascontiguousarray(tensor).reshape(tensor.shape)
+        array = np.asarray(tensor, order="C")
         if device.kind == "cpu":
             return share(device, array)
         return device.ort.OrtValue.ortvalue_from_numpy(array, device.kind, device.index)
+    if isinstance(tensor, device.ort.OrtValue):
+        return tensor
+    c = device.ort.capi._pybind_state
+    if isinstance(tensor, c.OrtValue):
+        return device.ort.OrtValue(tensor)
     if not hasattr(tensor, "__dlpack__"):
         raise GraphoptError(
             f"expected an array, an OrtValue or a tensor with DLPack, found {type(tensor).__name__}"
@@ -109,7 +115,7 @@ def to_ort(device: Device, tensor: Tensor, dtype: np.dtype[Any]) -> onnxruntime.
             return to_ort(device, np.from_dlpack(tensor), dtype)
         return device.ort.OrtValue(c.OrtValue.from_dlpack(tensor.__dlpack__()))
     except (BufferError, RuntimeError) as error:
-        raise GraphoptError(f"expected a tensor to share: {' '.join(str(error).split())}") from error
+        raise GraphoptError(f"expected a tensor to share: {line(error)}") from error
 
 
 def on_host(device: Device, tensor: Tensor) -> np.ndarray | None:
@@ -118,47 +124,9 @@ def on_host(device: Device, tensor: Tensor) -> np.ndarray | None:
         return tensor
     if isinstance(tensor, device.ort.OrtValue):
         return tensor.numpy() if tensor.device_name() == "cpu" else None
-    if hasattr(tensor, "__dlpack_device__") and tensor.__dlpack_device__()[0] == HOST:
+    if hasattr(tensor, "__dlpack_device__") and tensor.__dlpack_device__()[0] == _HOST:
         return np.from_dlpack(tensor)
     return None
-
-
-def on_device(device: Device, tensor: Tensor) -> Tensor:
-    """Copy an array to a GPU; return other tensors, and arrays on the CPU, unchanged."""
-    if device.kind == "cpu" or device.cuda_graph or not isinstance(tensor, np.ndarray):
-        return tensor
-    return to_ort(device, tensor, tensor.dtype)
-
-
-def fill(device: Device, target: onnxruntime.OrtValue, tensor: Tensor, dtype: np.dtype[Any]) -> None:
-    """Copy a tensor into a buffer of the same shape, through host memory."""
-    array = tensor if isinstance(tensor, np.ndarray) else to_ort(device, tensor, dtype).numpy()
-    target.update_inplace(np.ascontiguousarray(array).reshape(array.shape))
-
-
-def bind(
-    device: Device, binding: onnxruntime.IOBinding, name: str, tensor: Tensor, dtype: np.dtype[Any]
-) -> Any:
-    """Bind an input to a tensor; return the object to keep alive until the run."""
-    if isinstance(tensor, np.ndarray):
-        array = tensor if tensor.flags.c_contiguous else np.ascontiguousarray(tensor)
-        binding.bind_cpu_input(name, array)
-        return array
-    value = to_ort(device, tensor, dtype)
-    binding.bind_ortvalue_input(name, value)
-    return value
-
-
-def bind_output(device: Device, binding: onnxruntime.IOBinding, name: str, *, on_host: bool) -> None:
-    """Let the next run allocate an output in host memory or on the device."""
-    binding.bind_output(name, *(("cpu",) if on_host else (device.kind, device.index)))
-
-
-def keep(device: Device, value: onnxruntime.OrtValue) -> onnxruntime.OrtValue:
-    """Return an output that the next run does not overwrite, as a run of ONNX Runtime 1.19 would."""
-    vector = device.ort.capi._pybind_state.OrtValueVector()
-    vector.push_back(value._ortvalue)
-    return device.ort.OrtValue(vector[0])
 
 
 def number_or_array(array: np.ndarray) -> Any:

@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeVar
 
 import numpy as np
 import onnx_ir as ir
@@ -20,17 +20,15 @@ from graphopt.files import write, write_folder
 from graphopt.graph.names import next_of
 from graphopt.graph.roles import Role, with_role
 from graphopt.graph.storage import skeleton, whole
-from graphopt.graph.values import tensor_bytes
+from graphopt.graph.values import dtype_of, tensor_bytes
 from graphopt.runtime.bound_session import BoundSession
 from graphopt.runtime.device import Device
 from graphopt.runtime.session import Session
 from graphopt.runtime.state_buffers import StateBuffers
-from graphopt.runtime.tensors import Tensor, bind, buffer
-from graphopt.targets.native.cache import cache_folder
+from graphopt.runtime.tensors import OrtValues, Tensor, buffer, to_ort
+from graphopt.targets.native.cache import cache_folder, read_regular
 
-if TYPE_CHECKING:
-    import onnxruntime
-
+_T = TypeVar("_T")
 Arrays = dict[str, np.ndarray]
 
 STEPS = 2  # of a call of several
@@ -45,14 +43,8 @@ class Mistranslated(GraphoptError):
 
 
 @dataclass(frozen=True)
-class Form:
-    """Hold an open session of a step, and the graph that it runs.
-
-    Args:
-        name: what it is called in messages.
-        library: the library of the kernels that the graph calls.
-        shared: the names of the state that it writes in place.
-    """
+class StepForm:
+    """Hold an open session of a step, what messages call it, its graph, and the kernels and state as `Lowered` does."""
 
     name: str
     bound: BoundSession
@@ -75,46 +67,36 @@ class Translation:
     """
 
     def __init__(
-        self,
-        device: Device,
-        plain: ir.Model,
-        buffers: StateBuffers,
-        fixed: Mapping[str, onnxruntime.OrtValue] | None = None,
-        *,
-        several: bool = False,
+        self, device: Device, plain: ir.Model, buffers: StateBuffers, fixed: OrtValues, *, several: bool
     ) -> None:
-        self._device, self._plain, self._buffers, self._several = device, plain, buffers, several
-        self._fixed = dict(fixed or {})
+        self._device, self._plain, self._buffers = device, plain, buffers
+        self._fixed, self._several = fixed, several
         self._reference: Session | None = None
-        self._unit = max(UNITS.get(x.dtype, 2.0**-52) for x in _values(plain) if x.dtype is not None)
+        types = [y.dtype for node in plain.graph for y in node.outputs if y.dtype is not None]
+        self._unit = max(UNITS.get(dtype, 2.0**-52) for dtype in types)
 
-    def check(self, form: Form, source: int, feeds: Mapping[str, Tensor]) -> None:
+    def check(self, form: StepForm, source: int, feeds: Mapping[str, Tensor]) -> None:
         """Run a form and the plain step from the state in set `source`, which stays as it is.
 
         Raises:
             Mistranslated: their numbers differ by more than rounding.
         """
-        verify = self._device.verify
-        if not verify:
-            return
-        digest = self._digest(form)
-        told = None if verify is True else _recalled(digest)
-        if told is None:
+        verify, digest = self._device.verify, self._digest(form)
+        message = None if verify is True else read_note("steps", f"{digest}.verified.json", "difference", str)
+        if message is None:
             try:
-                found, inputs = self._differences(form, source, feeds)
-            except (
-                GraphoptError
-            ):  # the runtime stops on this batch, or refuses the plain graph: nothing to compare with
+                errors, inputs = self._differences(form, source, feeds)
+            except GraphoptError:  # the runtime stops on this batch, or refuses the plain graph
                 if verify is True:
                     raise
                 return
-            told = self._told(form, found, inputs, digest) if found else ""
-            _remember(digest, told)
-        if told:
-            raise Mistranslated(told)
+            message = self._reported(form, errors, inputs, digest) if errors else ""
+            write_note("steps", f"{digest}.verified.json", {"difference": message})
+        if message:
+            raise Mistranslated(message)
 
     def _differences(
-        self, form: Form, source: int, feeds: Mapping[str, Tensor]
+        self, form: StepForm, source: int, feeds: Mapping[str, Tensor]
     ) -> tuple[dict[str, float], Arrays]:
         """Return the outputs whose numbers differ, with the relative differences, and the step's inputs."""
         if self._several:
@@ -125,23 +107,26 @@ class Translation:
         expected = self._stepped(self._reference, state, feeds)
         if not all(np.isfinite(x).all() for x in expected.values() if x.dtype.kind == "f"):
             return {}, {}
-        found = self._run(form, source, feeds, state)
+        results = self._run(form, source, feeds, state)
         limit = (30 if self._unit > 1e-6 else 1000) * self._unit
-        errors = self._errors(expected, found, state, state)
+        errors = self._errors(expected, results, state, state)
         if max(errors.values(), default=0.0) > limit:
             errors = self._beyond_rounding(errors, limit, expected, state, feeds)
             host = {name: x for name, x in feeds.items() if isinstance(x, np.ndarray)}
             return dict(sorted(errors.items(), key=lambda item: -item[1])), {**state, **host}
         return {}, {}
 
-    def _run(self, form: Form, source: int, feeds: Mapping[str, Tensor], state: Arrays) -> Arrays:
+    def _run(self, form: StepForm, source: int, feeds: Mapping[str, Tensor], state: Arrays) -> Arrays:
         """Return the numbers of a form; put back the state that it replaces in place."""
-        reported = {name: np.array(_on_host(x)) for name, x in form.bound.call(source, feeds).items()}
+        reported = {
+            name: np.array(x.numpy() if hasattr(x, "numpy") else x)
+            for name, x in form.bound.call(source, feeds).items()
+        }
         written = _arrays(self._buffers.sets[1 - source])
-        found = {next_of(name): x for name, x in written.items()} | _arrays(self._fixed)
+        results = {next_of(name): x for name, x in written.items()} | _arrays(self._fixed)
         for name in form.shared:
             self._buffers.sets[source][name].update_inplace(state[name])
-        return found | reported
+        return results | reported
 
     def _stepped(self, session: Session, state: Arrays, feeds: Mapping[str, Tensor]) -> Arrays:
         """Return the numbers of the plain step, or of several on stacked batches."""
@@ -157,25 +142,16 @@ class Translation:
         return stacked | {next_of(name): x for name, x in state.items()}
 
     def _once(self, session: Session, state: Arrays, feeds: Mapping[str, Tensor]) -> Arrays:
-        alive = []
-        binding = session.ort.io_binding()
-        values = (
-            {name: buffer(self._device, x) for name, x in state.items()} | self._buffers.fed | self._fixed
-        )
-        types = {x.name: x.dtype.numpy() for x in self._plain.graph.inputs if x.dtype is not None}
-        for x in session.ort.get_inputs():
-            if x.name in values:
-                binding.bind_ortvalue_input(x.name, values[x.name])
-            else:
-                fed, dtype = feeds[x.name], np.dtype(types[x.name])
-                if isinstance(fed, np.ndarray):
-                    fed = fed.astype(dtype, copy=False)
-                alive.append(bind(self._device, binding, x.name, fed, dtype))
+        values = {**{name: buffer(self._device, x) for name, x in state.items()}, **self._buffers.fed}
+        values |= self._fixed
+        types = {x.name: np.dtype(dtype_of(x).numpy()) for x in self._plain.graph.inputs}
+        inputs = {x.name for x in session.ort.get_inputs()}
+        for name in inputs - values.keys():
+            fed = feeds[name]
+            fed = fed.astype(types[name], copy=False) if isinstance(fed, np.ndarray) else fed
+            values[name] = to_ort(self._device, fed, types[name])
         names = [y.name for y in session.ort.get_outputs()]
-        for name in names:
-            binding.bind_output(name, "cpu")
-        session.execute(binding)
-        return {name: np.array(y.numpy()) for name, y in zip(names, binding.get_outputs(), strict=True)}
+        return _arrays(session.compute({name: values[name] for name in inputs}, names))
 
     def _beyond_rounding(
         self,
@@ -190,7 +166,11 @@ class Translation:
         for _ in range(TRIALS):
             noisy = {name: self._noisy(x, rng) for name, x in state.items()}
             fed = {name: self._noisy(x, rng) if name in data else x for name, x in feeds.items()}
-            session = Session(self._device, self._with_noisy_weights(rng))
+            model = self._plain.clone()
+            for name, x in model.graph.initializers.items():  # weights that do not train
+                if x.const_value is not None and x.const_value.size > 1:
+                    x.const_value = ir.tensor(self._noisy(x.const_value.numpy(), rng), name=name)
+            session = Session(self._device, model)
             noise = self._errors(expected, self._stepped(session, noisy, fed), state, noisy)
             errors = {
                 name: error
@@ -201,32 +181,19 @@ class Translation:
                 break
         return errors
 
-    def _with_noisy_weights(self, rng: np.random.Generator) -> ir.Model:
-        """Return a copy of the plain graph, with noise in its weights that do not train."""
-        model = self._plain.clone()
-        for name, x in model.graph.initializers.items():
-            if x.const_value is not None and x.const_value.size > 1:
-                x.const_value = ir.tensor(self._noisy(x.const_value.numpy(), rng), name=name)
-        return model
-
     def _noisy(self, x: Any, rng: np.random.Generator) -> Any:
         if not isinstance(x, np.ndarray) or x.dtype.kind != "f":
             return x
         return (x * (1 - NOISE * self._unit * rng.random(x.shape))).astype(x.dtype)
 
-    def _errors(self, expected: Arrays, found: Arrays, before: Arrays, other: Arrays) -> dict[str, float]:
-        """Return the relative differences of outputs: of new state, those of its change.
-
-        Args:
-            before: the state from which what is expected was computed.
-            other: the state from which the others were computed.
-        """
+    def _errors(self, expected: Arrays, results: Arrays, before: Arrays, other: Arrays) -> dict[str, float]:
+        """Return the relative differences of outputs; of new state, those of its change from `before` and `other`."""
         starts = {next_of(name): (x, other[name]) for name, x in before.items()}
         errors = {}
         for name, x in expected.items():
-            if name not in found:
+            if name not in results:
                 continue
-            y = found[name]
+            y = results[name]
             if x.dtype.kind not in "fV" or x.shape != y.shape:
                 errors[name] = 0.0 if np.array_equal(x, y) else math.inf
                 continue
@@ -235,30 +202,27 @@ class Translation:
             if name in starts:
                 slack = 4 * self._unit * float(np.linalg.norm(x))
                 x, y = x - starts[name][0], y - starts[name][1]
-            errors[name] = _relative(x, y, slack)
+            if not np.array_equal(np.isfinite(x), np.isfinite(y)):
+                errors[name] = math.inf
+                continue
+            distance = float(np.linalg.norm(y - x)) - slack
+            errors[name] = distance / max(float(np.linalg.norm(x)), 1e-300) if distance > 0 else 0.0
         return errors
 
-    def _digest(self, form: Form) -> str:
-        """Return a hash of a form, of what its numbers depend on, and of how they are compared."""
+    def _digest(self, form: StepForm) -> str:
+        """Return a hash of a form and of what its numbers depend on, and of how they are compared."""
         parts = [skeleton(form.model)[0], skeleton(self._plain)[0], Path(__file__).read_bytes()]
-        text = repr(
-            (
-                form.library and form.library.name,
-                list(form.shared),
-                self._several,
-                self._device.ort.__version__,
-                self._device.execution_provider,
-                self._device.threads,
-            )
-        )
+        library, device = form.library and form.library.name, self._device
+        facts = (device.ort.__version__, device.execution_provider, device.threads)
+        text = repr((library, list(form.shared), self._several, *facts))
         return hashlib.sha256(b"\0".join([*parts, text.encode()])).hexdigest()[:32]
 
-    def _told(self, form: Form, errors: Mapping[str, float], inputs: Arrays, digest: str) -> str:
+    def _reported(self, form: StepForm, errors: Mapping[str, float], inputs: Arrays, digest: str) -> str:
         """Write a reproducer, and return the line that tells of a difference."""
         name, error = next(iter(errors.items()))
         folder = cache_folder("steps") / f"difference-{digest[:16]}"
-        constants = sum(tensor_bytes(x.const_value) for x in self._plain.graph.initializers.values())
-        is_small = constants + sum(x.nbytes for x in inputs.values()) <= LARGEST
+        constants = [x.const_value for x in self._plain.graph.initializers.values()]
+        is_small = sum(x.nbytes for x in inputs.values()) + sum(map(tensor_bytes, constants)) <= LARGEST
         written = whole if is_small else lambda model: skeleton(model)[0]
         files: dict[str, bytes] = {"rewritten.onnx": written(form.model), "plain.onnx": written(self._plain)}
         if is_small:
@@ -291,45 +255,36 @@ def check_delivery(
     Raises:
         GraphoptError: it does not.
     """
-    names = buffers.mark(1 - source)
+    written = {name: buffers.sets[1 - source][name] for name in buffers.updated}
+    marks = {}
+    for name, value in written.items():
+        array = np.asarray(value.numpy())
+        marks[name] = np.frombuffer(b"\xa5" * array.nbytes, array.dtype).reshape(
+            array.shape
+        )  # no step computes it
+        value.update_inplace(np.array(marks[name]))
     bound.call(source, feeds)
-    kept = buffers.marked(1 - source, names)
-    if kept:
-        raise GraphoptError(
-            f"{device.execution_provider}: expected the new state in the memory that it was given, found {kept[0]!r} "
-            f"as before: take another provider"
-        )
+    for name, mark in marks.items():
+        if mark.size and written[name].numpy().tobytes() == mark.tobytes():
+            raise GraphoptError(
+                f"{device.execution_provider}: expected the new state in the memory that it was given, found {name!r} "
+                f"as before: take another provider"
+            )
 
 
-def _relative(x: np.ndarray, y: np.ndarray, slack: float) -> float:
-    """Return the norm of y - x, less a slack, by the norm of x; infinite if only one of two numbers is finite."""
-    if not np.array_equal(np.isfinite(x), np.isfinite(y)):
-        return math.inf
-    distance = float(np.linalg.norm(y - x)) - slack
-    return distance / max(float(np.linalg.norm(x)), 1e-300) if distance > 0 else 0.0
+def read_note(room: str, name: str, key: str, kind: type[_T]) -> _T | None:
+    """Return what a note in the cache says, or None if there is none."""
+    with contextlib.suppress(GraphoptError, OSError, ValueError, KeyError, TypeError):
+        value = json.loads(read_regular(cache_folder(room) / name) or b"")[key]
+        return value if isinstance(value, kind) else None
+    return None
 
 
-def _arrays(values: Mapping[str, onnxruntime.OrtValue]) -> Arrays:
+def write_note(room: str, name: str, note: Mapping[str, object]) -> None:
+    """Write a note to the cache; if that fails, the cache forgets."""
+    with contextlib.suppress(GraphoptError, OSError):
+        write(cache_folder(room) / name, json.dumps(note))
+
+
+def _arrays(values: OrtValues) -> Arrays:
     return {name: np.array(x.numpy()) for name, x in values.items()}
-
-
-def _values(model: ir.Model) -> list[ir.Value]:
-    return [y for node in model.graph for y in node.outputs]
-
-
-def _on_host(x: Any) -> Any:
-    return x.numpy() if hasattr(x, "numpy") else x
-
-
-def _recalled(digest: str) -> str | None:
-    """Return what was found about a form on this machine: "" if its numbers agree; None if it is new."""
-    try:
-        told = json.loads((cache_folder("steps") / f"{digest}.verified.json").read_text())["difference"]
-    except (GraphoptError, OSError, ValueError, KeyError, TypeError):
-        return None
-    return told if isinstance(told, str) else None
-
-
-def _remember(digest: str, told: str) -> None:
-    with contextlib.suppress(GraphoptError, OSError):  # a cache that cannot be written to forgets
-        write(cache_folder("steps") / f"{digest}.verified.json", json.dumps({"difference": told}))

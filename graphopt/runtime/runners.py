@@ -1,0 +1,176 @@
+"""Run steps of a training graph, and parts of it for evaluation: check tensors, and choose a session."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import onnx_ir as ir
+
+from graphopt.errors import GraphoptError
+from graphopt.graph import inference
+from graphopt.graph.roles import FED, with_role
+from graphopt.graph.values import name_of
+from graphopt.runtime.bound_session import Reported, RunnerOptions
+from graphopt.runtime.device import Device
+from graphopt.runtime.forms import StepForms, unrolled
+from graphopt.runtime.session import Session
+from graphopt.runtime.signature import Signature, description
+from graphopt.runtime.state_buffers import State, StateBuffers
+from graphopt.runtime.tensors import Tensor, number_or_array, to_ort
+
+
+class Runner(Protocol):
+    """Run steps of a training graph on the two sets of a `StateBuffers`.
+
+    `StepRunner` runs a whole step in one session. `SplitRunner` runs it in two halves, between which workers exchange
+    gradients.
+    """
+
+    def check(self, feeds: Mapping[str, Any]) -> None:
+        """Check the tensors of the next steps, which have the same names, shapes and types; choose their sessions.
+
+        Raises:
+            GraphoptError: a tensor is missing, is unknown, or has the wrong type or shape. Nothing has changed.
+        """
+
+    def step(self, source: int, feeds: Mapping[str, Tensor]) -> Reported:
+        """Read the state from set `source`, write the other set, and return the reported outputs.
+
+        The caller decides whether to keep the new state: a step on the same set can be repeated, unless kernels write
+        in place.
+
+        Args:
+            feeds: tensors that `check` has accepted.
+        """
+
+    @property
+    def state_is_finite(self) -> bool:
+        """Return whether the latest step found its new state to be finite; not all steps look."""
+
+    @property
+    def sessions(self) -> list[Session]:
+        """Return the sessions of the latest step.
+
+        Raises:
+            GraphoptError: sessions depend on shapes, and no step has run yet.
+        """
+
+
+class StepRunner(Runner):
+    """Run a training graph from one set of state buffers to the other.
+
+    Args:
+        single: run several steps per call, on stacked batches, in the form that this runner of single steps has chosen.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        model: ir.Model,
+        buffers: StateBuffers,
+        options: RunnerOptions,
+        single: StepRunner | None = None,
+    ) -> None:
+        self._parts, self._options, self._single = (device, model, buffers), options, single
+        self.signature = Signature(device, with_role(unrolled(model) if single else model, *FED))
+        self._by_shapes: dict[Any, StepForms] = {}
+        self._forms = None if options.static_shapes else self._opened()
+
+    def check(self, feeds: Mapping[str, Any]) -> None:
+        shapes = self.signature.check(feeds)
+        if self._options.static_shapes:
+            key = tuple(sorted(shapes.items()))
+            if key not in self._by_shapes:
+                self._by_shapes[key] = self._opened(shapes)
+            self._forms = self._by_shapes[key]
+
+    def step(self, source: int, feeds: Mapping[str, Tensor]) -> Reported:
+        assert self._forms is not None
+        return self._forms.chosen(source, feeds).call(source, feeds)
+
+    @property
+    def native(self) -> bool | None:
+        """Return whether steps are lowered to the machine; None as long as a measurement is to decide."""
+        return None if self._forms is None else self._forms.native
+
+    def _opened(self, shapes: Mapping[str, Sequence[int]] | None = None) -> StepForms:
+        """Return the forms of the graph; several steps run in that of single ones, so that the results are equal."""
+        if self._single is None:
+            return StepForms(*self._parts, self._options, shapes)
+        options = dataclasses.replace(self._options, native=self._single.native)
+        return StepForms(*self._parts, options, shapes, several=True)
+
+    @property
+    def state_is_finite(self) -> bool:
+        return self._forms is not None and self._forms.latest.state_is_finite
+
+    @property
+    def sessions(self) -> list[Session]:
+        if self._forms is None:
+            raise GraphoptError(
+                "placement: expected a step before it, as sessions depend on shapes, found none: run a step first"
+            )
+        return [self._forms.latest.session]
+
+
+class _Part(NamedTuple):
+    """Hold a session of a part of a graph, and the names of all its inputs, and of the tensors among them."""
+
+    session: Session
+    inputs: list[str]
+    fed: list[str]
+
+
+class ForwardRunner:
+    """Compute outputs of a training graph without changing the state.
+
+    Args:
+        signature: the signature of all inputs of a step, to check tensors.
+        as_numpy: return NumPy arrays; otherwise values on the device.
+    """
+
+    def __init__(
+        self, device: Device, model: ir.Model, state: State, signature: Signature, *, as_numpy: bool
+    ) -> None:
+        self._device, self._model, self._state = device, model, state
+        self._signature, self._as_numpy = signature, as_numpy
+        self._parts: dict[tuple[str, ...], _Part] = {}
+        self._checked: dict[
+            tuple[str, ...], Any
+        ] = {}  # the descriptions of the tensors that were checked last
+
+    def check(self, names: Sequence[str], tensors: Mapping[str, Tensor]) -> None:
+        """Check tensors as a step does, except that inputs which the outputs `names` do not need may be missing.
+
+        Raises:
+            GraphoptError: a tensor is missing, is unknown, or has the wrong type, shape or labels.
+        """
+        facts = description(tensors)
+        if self._checked.get(tuple(names)) != facts:
+            self._signature.check(tensors, self._part(names).fed)
+            self._checked[tuple(names)] = facts
+        self._signature.check_labels(tensors)
+
+    def compute(self, names: Sequence[str], tensors: Mapping[str, Tensor]) -> Reported:
+        """Return outputs by name, of tensors that `check` has accepted."""
+        part, accepted = self._part(names), self._signature.accepted
+        values = self._state.read()
+        values |= {name: to_ort(self._device, tensors[name], accepted[name].dtype) for name in part.fed}
+        outputs = part.session.compute({name: values[name] for name in part.inputs}, names)
+        return {
+            name: number_or_array(x.numpy()) if self._as_numpy or not x.shape() else x
+            for name, x in outputs.items()
+        }
+
+    def _part(self, names: Sequence[str]) -> _Part:
+        """Return the part of the graph that computes outputs; compile it on first use."""
+        key = tuple(names)
+        if key not in self._parts:
+            outputs, state = {name_of(y): y for y in self._model.graph.outputs}, self._state.read()
+            model = inference.extract(self._model, [outputs[name] for name in names])
+            inputs = [name_of(x) for x in model.graph.inputs]
+            fed = [name for name in inputs if name not in state]
+            self._parts[key] = _Part(Session(self._device, model), inputs, fed)
+        return self._parts[key]
