@@ -19,18 +19,12 @@ from graphopt.runtime.executor import Executor
 from graphopt.training.callbacks.callback import Callback, Record, Run
 from graphopt.training.checkpoints import Checkpoints, find, from_first, read
 from graphopt.training.evaluation import HeldOut
-from graphopt.training.loop import TrainingLoop, versions
+from graphopt.training.loop import TrainingLoop
 from graphopt.training.metrics import Wanted
 from graphopt.training.metrics import metrics as metrics_of
-from graphopt.training.sources import (
-    Data,
-    Epochs,
-    FitOptions,
-    PathLike,
-    RowEpochs,
-    StreamEpochs,
-    read_batches,
-)
+from graphopt.training.options import Data, FitOptions, PathLike
+from graphopt.training.progress import versions
+from graphopt.training.sources import Epochs, RowEpochs, StreamEpochs, read_batches
 
 
 def fit(

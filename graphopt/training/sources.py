@@ -1,62 +1,24 @@
-"""Declare the options of `fit`, and draw the batches of its epochs: from rows, or from an iterable in its order."""
+"""Draw the batches of the epochs of `fit`: from rows, or from an iterable in its order."""
 
 from __future__ import annotations
 
 import math
-import os
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import MISSING, dataclass
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
 from graphopt.communicator import Communicator
-from graphopt.data import Batches, Dataset
+from graphopt.data import Batches
 from graphopt.data.batches import Rows
 from graphopt.data.foreign import has_rows
-from graphopt.data.loader import Shuffle, draw
+from graphopt.data.loader import draw
 from graphopt.data.streams import Drawn, Stream
 from graphopt.errors import GraphoptError
-from graphopt.intervals import check_intervals, within
 from graphopt.runtime.executor import Executor
-from graphopt.training.checkpoints import Checkpoints
-from graphopt.training.metrics import Wanted
-
-Data = Dataset | Mapping[str, np.ndarray] | Iterable[Mapping[str, Any]]
-PathLike = str | os.PathLike[str]
-
-
-@dataclass(frozen=True, kw_only=True)
-class FitOptions:
-    """Hold how `fit` trains; its docstring explains each option.
-
-    Raises:
-        GraphoptError: an option is not valid.
-    """
-
-    epochs: int = within("[1, inf)", MISSING, whole=True)
-    steps_per_epoch: int | None
-    batch_size: int = within("[1, inf)", MISSING, whole=True)
-    shuffle: Shuffle
-    seed: int = within("[0, inf)", MISSING, whole=True)
-    validation: float | Data | None
-    validation_every: int = within("[1, inf)", MISSING, whole=True)
-    metrics: Sequence[Wanted] | None
-    allow_nan: bool
-    prefetch: int | None = within("[0, inf)", None, whole=True)
-    checkpoint: Checkpoints | PathLike | None
-    resume: bool | PathLike
-
-    def __post_init__(self) -> None:
-        check_intervals(self, owner="fit")
-        if self.shuffle not in (True, False, "consecutive"):
-            raise GraphoptError(f"shuffle: expected True, False or 'consecutive', found {self.shuffle!r}")
-        if self.resume is True and self.checkpoint is None:
-            raise GraphoptError(
-                "resume: expected a folder of checkpoints, found none: give `checkpoint`, or a path"
-            )
+from graphopt.training.options import FitOptions
 
 
 def read_batches(

@@ -14,24 +14,24 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from graphopt.errors import GraphoptError, unknown
+from graphopt.training import callbacks
 from graphopt.training.metrics import Wanted, named
 
 MISSING = "???"
 TARGET_KEY = "_target_"
-CALLBACKS = {  # the short names of callbacks in recipes
-    "early_stopping": "graphopt.callbacks.EarlyStopping",
-    "time_limit": "graphopt.callbacks.TimeLimit",
-    "stop_on_nan": "graphopt.callbacks.StopOnNaN",
-    "median_stopping": "graphopt.callbacks.MedianStopping",
-    "reduce_on_plateau": "graphopt.callbacks.ReduceOnPlateau",
-    "adaptive": "graphopt.callbacks.Adaptive",
-    "learning_rate_finder": "graphopt.callbacks.LearningRateFinder",
-    "weight_average": "graphopt.callbacks.WeightAverage",
-    "jsonl": "graphopt.callbacks.JSONL",
-    "csv": "graphopt.callbacks.CSV",
-    "tensorboard": "graphopt.callbacks.TensorBoard",
-    "tracker": "graphopt.callbacks.Tracker",
-    "mlflow": "graphopt.callbacks.MLflow",
+_WITHOUT_SHORT_NAME = {"Callback", "Control", "Log", "Monitor", "ProgressBar", "Record", "Run"}
+
+
+def _short_name(kind: str) -> str:
+    """Return the name of a class in recipes: EarlyStopping is early_stopping, StopOnNaN stop_on_nan."""
+    words = re.sub(r"(?<=[a-z])(?=[A-Z][a-z])", "_", kind.replace("TensorBoard", "Tensorboard"))
+    return words.lower()
+
+
+CALLBACKS = {  # the classes of callbacks by their short names in recipes
+    _short_name(kind): f"graphopt.callbacks.{kind}"
+    for kind in callbacks.__all__
+    if kind not in _WITHOUT_SHORT_NAME
 }
 NAMED: dict[str, Sequence[str]] = {  # the names that recipes may use, by path; all other paths accept passes
     "callbacks": tuple(CALLBACKS.values()),

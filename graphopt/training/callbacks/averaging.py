@@ -11,6 +11,8 @@ import numpy as np
 from graphopt.intervals import within
 from graphopt.training.callbacks.callback import Callback, Record, Run
 
+__all__ = ["WeightAverage"]
+
 
 @dataclass
 class WeightAverage(Callback):

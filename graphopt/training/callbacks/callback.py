@@ -15,6 +15,8 @@ from graphopt.intervals import check_intervals
 from graphopt.runtime.executor import Executor
 from graphopt.runtime.tensors import Tensor
 
+__all__ = ["Callback", "Control", "Record", "Run"]
+
 Record = dict[str, Any]
 
 

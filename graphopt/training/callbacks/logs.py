@@ -22,6 +22,8 @@ from graphopt.errors import GraphoptError, line, unknown
 from graphopt.files import replacing
 from graphopt.training.callbacks.callback import Callback, Record, Run
 
+__all__ = ["CSV", "JSONL", "Log", "MLflow", "TensorBoard", "Tracker"]
+
 TRACKERS = ("trackio", "wandb")
 POSITION = ("epoch", "step", "rows")
 

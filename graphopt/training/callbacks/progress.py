@@ -14,6 +14,8 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from graphopt.training.callbacks.callback import Callback, Record, Run
 
+__all__ = ["ProgressBar"]
+
 LIVE_SECONDS = 0.1
 PLAIN_SECONDS = 30.0
 WINDOW = 50  # the number of last steps whose losses are averaged

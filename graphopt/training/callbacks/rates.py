@@ -17,6 +17,8 @@ from graphopt.runtime.tensors import Tensor
 from graphopt.training.callbacks.callback import Callback, Record, Run
 from graphopt.training.callbacks.stopping import Monitor
 
+__all__ = ["Adaptive", "LearningRateFinder", "ReduceOnPlateau"]
+
 _SLOWEST = 1e-6  # the learning rate below which `Adaptive` does not divide it
 LEAST_FALL = 1e-6  # of the loss in a step of a range test, relative to the loss; less is rounding
 UNSETTLED = 10  # the first losses of a range test, which are not compared

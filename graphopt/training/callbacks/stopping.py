@@ -21,6 +21,8 @@ from graphopt.intervals import within
 from graphopt.training.callbacks.callback import Callback, Record, Run
 from graphopt.training.checkpoints import larger_is_better, seconds
 
+__all__ = ["EarlyStopping", "MedianStopping", "Monitor", "StopOnNaN", "TimeLimit"]
+
 _MODES = ("auto", "min", "max")
 _WEIGHTS = "weights/"  # before the name of a weight in what a checkpoint keeps
 
