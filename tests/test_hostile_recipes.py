@@ -289,7 +289,7 @@ ATTACKS: dict[str, tuple[dict[str, str], list[str], str]] = {
     "trust by forged overrides": (
         experiment(f"hydra: {{overrides: {{task: ['trust=[os]']}}}}\ntrust: [os]\nloss: {MKDIR}"),
         NAMED,
-        "hydra.overrides.task.0",
+        f"hydra.overrides.task: {TRUST}",
     ),
     "trust by a sweep": (
         experiment(f"hydra: {{sweeper: {{params: {{trust: '[os]'}}}}}}\nloss: {MKDIR}"),

@@ -92,12 +92,10 @@ def help_page(
     lines = []
     for place, value, text in described_fields:
         head = f"  {place}={_written(value)}"
-        lines += textwrap.wrap(text, width, initial_indent=f"{head:<40}  ", subsequent_indent=" " * 42) or [
-            head
-        ]
-    examples = [
-        f"  graphopt {arguments:<39} {text}".rstrip() for arguments, text in {**USAGE, **usages}.items()
-    ]
+        wrapped = textwrap.wrap(text, width, initial_indent=f"{head:<40}  ", subsequent_indent=" " * 42)
+        lines += wrapped or [head]
+    usages = {**USAGE, **usages}
+    examples = [f"  graphopt {arguments:<39} {text}".rstrip() for arguments, text in usages.items()]
     groups = textwrap.indent(re.sub(rf"\b{BASE}, ", "", groups), "  ")
     parts = ["Train an ONNX model with a recipe.\n", *examples, f"\nOptions:\n\n{options}"]
     parts.append(f"Choose one of each group with GROUP=OPTION:\n\n{groups}")

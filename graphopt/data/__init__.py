@@ -1,4 +1,4 @@
-"""Read data sets from files and cut them into batches. This package imports `graph` and `statistics`."""
+"""Read data sets from files and cut them into batches. This package imports `graph` and `moments`."""
 
 from graphopt.data.batches import Batches
 from graphopt.data.columnar import arrow, parquet
