@@ -140,7 +140,7 @@ def vocabulary():
     folder = Path(toolchain.__file__).parent
     files = [*toolchain.FOLDER.glob("*.h"), operators.__file__]
     files += [folder / f"{name}.py" for name in ("kernels", "loops", "lanes", "library", "numbers")]
-    files += [folder / f"{name}.py" for name in ("products", "convolutions", "scans", "in_place")]
+    files += [folder / f"{name}.py" for name in ("products", "convolutions", "scans", "new_state")]
     return {word for path in files for word in re.findall(r"[A-Za-z_]\w*", Path(path).read_text())}
 
 
