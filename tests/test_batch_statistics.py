@@ -142,7 +142,7 @@ def split(source: Any, **steps: Any) -> graphopt.StepHalves:
 
 @pytest.mark.parametrize("native", [False, True], ids=["runtime", "native"])
 @pytest.mark.parametrize("name", VARIANTS)
-@pytest.mark.sample(5)
+@pytest.mark.sample(2)
 @pytest.mark.slow
 def test_workers_with_unequal_rows_equal_one_process(name: str, native: bool) -> None:
     halves = split(residual(), **VARIANTS[name])

@@ -314,7 +314,7 @@ def epochs_logged(folder: Path) -> int:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "kills",
-    [pytest.param(5, id="5"), pytest.param(50, id="50", marks=pytest.mark.exhaustive)],
+    [pytest.param(2, id="2"), pytest.param(50, id="50", marks=pytest.mark.exhaustive)],
 )
 def test_killed_at_random_moments(
     tmp_path: Path, uninterrupted: tuple[list[bytes], float], kills: int

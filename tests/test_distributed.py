@@ -98,6 +98,7 @@ def test_shared_memory_is_released_and_may_be_refused() -> None:
 @pytest.mark.skipif(
     not (Path(SYSTEM).exists() and Path(LIBRARY).exists()), reason="expects Debian's Open MPI"
 )
+@pytest.mark.exhaustive
 def test_workers_of_the_system_s_mpi() -> None:
     check_equal(program("equal", 2, mpiexec=SYSTEM, MPI4PY_LIBMPI=LIBRARY))
 
@@ -138,6 +139,7 @@ def validation(out: str) -> list[str]:
     return re.findall(r"^epoch .*(loss .*) rate", out, re.MULTILINE)
 
 
+@pytest.mark.exhaustive
 def test_one_word_says_where_a_recipe_runs(tmp_path: Path) -> None:
     """The same records to four digits; and a run of two workers continues with one, and ends as the others do."""
     arguments = ["fit.epochs=3", "fit.checkpoint.every=10 steps"]
@@ -172,6 +174,7 @@ def test_a_sweep_has_no_workers(tmp_path: Path) -> None:
     assert code == 1 and "launcher: expected a single run, found a sweep" in err
 
 
+@pytest.mark.exhaustive
 def test_workers_that_meet_every_fifteen_steps(tmp_path: Path) -> None:
     """With one worker, weights that are replaced by their mean are those of the recipe without a launcher."""
     mean = [
@@ -296,6 +299,7 @@ def test_a_killed_worker_ends_the_run_which_continues(tmp_path: Path, rank: int)
 APART = ["launcher.workers=3", "launcher.sync_every=10"]
 
 
+@pytest.mark.exhaustive
 def test_workers_that_train_apart_go_on_without_a_killed_one(tmp_path: Path) -> None:
     run, workers = training(tmp_path, *APART, name="apart")
     os.kill(workers[2], signal.SIGKILL)

@@ -222,6 +222,7 @@ def test_a_server_feeds_hyperparameters() -> None:
     ],
     ids=lambda chosen: type(chosen).__name__,
 )
+@pytest.mark.sample(5)
 def test_strategies_of_flower_learn(chosen: strategy.Strategy) -> None:
     _, result = federated(parted(rows(), 8, 8, 8, 8, 8), chosen, rounds=5)
     losses = [measured["loss"] for _, measured in sorted(result.evaluate_metrics_clientapp.items())]

@@ -770,7 +770,7 @@ def run(files: dict[str, str], arguments: list[str], folder: list[str]) -> int:
 
 
 EVERY = [
-    pytest.param(name, marks=[pytest.mark.exhaustive] if i % 3 else []) for i, name in enumerate(ATTACKS)
+    pytest.param(name, marks=[pytest.mark.exhaustive] if i % 5 else []) for i, name in enumerate(ATTACKS)
 ]
 
 

@@ -55,6 +55,7 @@ def validation(out: str) -> list[str]:
     return re.findall(r"validation \S+  accuracy \S+", out)
 
 
+@pytest.mark.exhaustive
 def test_two_machines_train_as_one(machines: Any, tmp_path: Path) -> None:
     run = start(machines, tmp_path / "two", "fit.epochs=3")
     out, err = run.communicate(timeout=120)

@@ -287,7 +287,7 @@ UNINFERRED = {
 
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("variant", [variant for variant in recurrent.VARIANTS if variant.runtime], ids=str)
-@pytest.mark.sample(12)
+@pytest.mark.sample(6)
 @pytest.mark.slow
 def test_gradients_of_recurrent_layers(variant, dynamic, within, monkeypatch):
     monkeypatch.setattr(recurrent.recurrent, "LARGE", 0)

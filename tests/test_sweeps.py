@@ -108,6 +108,7 @@ def test_a_job_that_fails_on_a_cluster_is_an_error_of_one_line(
     assert not Path("out/0/result.json").exists() and Path("out/1/result.json").exists()
 
 
+@pytest.mark.exhaustive
 def test_a_running_cluster_of_ray_needs_an_absolute_folder(
     ray: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
