@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import onnxruntime
 
 Allocate = Callable[[int], np.ndarray]  # returns zeros of so many bytes
-OrtValues = Mapping[str, "onnxruntime.OrtValue"]
+OrtValues = Mapping[str, Any]  # to OrtValues of ONNX Runtime
 Tensor = Any  # an np.ndarray, an OrtValue of ONNX Runtime, or an object that supports DLPack
 _HOST = 1  # DLPack's device type for host memory
 _ALIGNED = 64  # bytes, the alignment of the runtime's own buffers
