@@ -51,7 +51,7 @@ def test_plain_descent_trains_each_network(loss: str, static: bool) -> None:
 
 
 @pytest.mark.parametrize("training", PAIRS, ids=str)
-@pytest.mark.sample(32)
+@pytest.mark.sample(20)
 @pytest.mark.slow
 def test_each_pair_of_settings_trains_as_pytorch_does(training: Training) -> None:
     assert wrong(training) == {}

@@ -248,6 +248,7 @@ CANCELLING = """g (int64[N,512] x) => (float[N,3] y) {
 
 @needs_compiler
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.sample(2)
 def test_what_frozen_weights_make_of_rounding_is_no_difference(optimizer):
     """Here, variance is what is left of large sums, as in some exported LayerNormalizations."""
     table = 60 + RNG.standard_normal((256, 16))
