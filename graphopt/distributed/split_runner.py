@@ -105,21 +105,23 @@ class SplitRunner(Runner):
 
     @property
     def sessions(self) -> list[Session]:
-        return [
-            x for runner in (*(stage.runner for stage in self._stages), self._apply) for x in runner.sessions
-        ]
+        runners = [*(stage.runner for stage in self._stages), self._apply]
+        return [session for runner in runners for session in runner.sessions]
 
     def _updater(self, device: Device, apply: ir.Model, buffers: StateBuffers) -> StepRunner:
         """Return the runner of the half `apply`; all workers update in the same form."""
         outputs = {y.name for y in apply.graph.outputs}
         report = [name for name in self._options.report if name in outputs]
-        fixed, graph = self._exchange.fixed, reporting(apply, report)
+        graph = reporting(apply, report)
         options = dataclasses.replace(
-            self._options, report=report, fixed=fixed, static_shapes=False, native=True, verified=False
+            self._options,
+            report=report,
+            fixed=self._exchange.fixed,
+            static_shapes=False,
+            native=True,  # where there is a compiler
+            verified=False,
         )
-        updater = StepRunner(
-            device, graph, buffers, options
-        )  # lowered to the machine where there is a compiler
+        updater = StepRunner(device, graph, buffers, options)
         lowered = np.array([float(updater.native is True)])
         self._communicator.sum(lowered)  # and all have written the initial state
         if isinstance(buffers, SharedBuffers) or lowered.item() in (0, self._communicator.size):

@@ -53,7 +53,7 @@ class DeviceOptions:
         flush_denormals: compute with 0 in place of denormal numbers (below 1e-38 in float32), which are slow; on CPUs
             with Linux and x86-64 only. Other code in the calling thread is not affected.
         native: lower steps to the machine: compile kernels for it with the system's C compiler. `auto` does so on the
-            CPU for models of 10,000 parameters or more without numbers of 16 bits, keeps the faster form, and runs the
+            CPU for models of 10,000 parameters or more without 16-bit floats, keeps the faster form, and runs the
             graph as it is without a compiler; True insists; None takes the environment variable GRAPHOPT_NATIVE, or
             `auto`.
         target: what steps are lowered for: `native` and `onnxruntime` are as `native=True` and `native=False`,
