@@ -326,7 +326,7 @@ def corpus() -> list[onnx.ModelProto]:
         _of_the_runtime(),
         _sparse(),
         _half_compiled("loss"),
-        _half_compiled("fuse"),
+        _half_compiled("simplify"),
     ]
 
 
