@@ -36,7 +36,7 @@ static OrtStatus *multiply(Context *context, const Convolution *u, int sums) {
     }
     Bias bias = {.bias = u->bias, .row = 1, .batch = u->filters, .to = &g, .relu = u->relu};
     if (!sums && (u->bias || u->relu)) g.epilogue = add_bias;
-    g.user = &bias, g.threads = thread_count, g.parallel_for = parallel_for, g.pool = context;
+    g.user = &bias, g.threads = thread_count, g.parallel_for = run_parallel, g.pool = context;
     g.scratch = borrow(gemm_scratch(&g));
     if (!g.scratch) return out_of_memory();
     for (int64_t c = 0; c < (sums ? u->channels : 1); c++) {

@@ -270,7 +270,7 @@ static void find(int64_t many, const int64_t sizes[3], const int64_t moves[4], i
 /* Run tasks, on one thread if there is work for one only. */
 static void share(Context *context, Direct *d, task_t task, int64_t count) {
     for (int64_t i = 0; d->tasks <= 1 && i < count; i++) task(d, (size_t)i);
-    if (d->tasks > 1) parallel_for(context, task, (size_t)count, d);
+    if (d->tasks > 1) run_parallel(context, task, (size_t)count, d);
 }
 
 static OrtStatus *convolve_directly(Context *context, const Convolution *u) {
@@ -313,7 +313,7 @@ static OrtStatus *convolve_directly(Context *context, const Convolution *u) {
     const int64_t listed = d.terms + (anywhere ? rows : 0);
     void *memory = borrow((size_t)(filters + copies + sums) * sizeof(float) + (size_t)listed * sizeof(int64_t) + 64);
     if (!memory) return out_of_memory();
-    d.w = aligned(memory), d.copies = d.w + filters, d.c = d.copies + copies;
+    d.w = align64(memory), d.copies = d.w + filters, d.c = d.copies + copies;
     d.terms_at = (int64_t *)(d.c + sums), d.rows_at = d.terms_at + d.terms;
     int64_t of_terms[4] = {d.channel}, of_rows[4] = {d.image}, start = 0;
     for (int i = 0; i < 3; i++) {

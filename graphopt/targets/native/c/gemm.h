@@ -370,19 +370,19 @@ static inline void gemm_panels(const gemm_product *g, float *panels) {
 }
 
 typedef struct {
-    const gemm_product *product;
+    const gemm_product *of;
     int64_t row_ways, column_ways, units, tasks;
 } gemm_plan;
 
 static void gemm_run(void *user, size_t index) {
     const gemm_plan *plan = user;
-    const gemm_product *g = plan->product;
+    const gemm_product *g = plan->of;
     const int64_t panels = gemm_parts(g->n, GEMM_NR), end = gemm_begin(plan->units, (int64_t)index + 1, plan->tasks);
     char *scratch = (char *)g->scratch + index * gemm_task_elements(g) * sizeof(float);
     for (int64_t u = gemm_begin(plan->units, (int64_t)index, plan->tasks); u < end; u++) {
         const int64_t i = u / plan->column_ways % plan->row_ways, j = u % plan->column_ways;
-        const int64_t product = u / plan->column_ways / plan->row_ways;
-        const int64_t batch[2] = {product / g->batch[1], product % g->batch[1]};
+        const int64_t number = u / plan->column_ways / plan->row_ways;
+        const int64_t batch[2] = {number / g->batch[1], number % g->batch[1]};
         const int64_t i0 = gemm_begin(g->m, i, plan->row_ways), i1 = gemm_begin(g->m, i + 1, plan->row_ways);
         const int64_t j0 = gemm_begin(panels, j, plan->column_ways) * GEMM_NR;
         const int64_t j1 = gemm_min(gemm_begin(panels, j + 1, plan->column_ways) * GEMM_NR, g->n);

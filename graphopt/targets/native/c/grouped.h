@@ -187,7 +187,7 @@ static OrtStatus *convolve_groups(Context *context, const Convolution *u) {
     a.tasks = work > 1e5 ? gemm_min(thread_count, units) : 1;
     a.scratch = borrow((size_t)(a.tasks * a.elements) * sizeof(float));
     if (!a.scratch) return out_of_memory();
-    parallel_for(context, run_groups, (size_t)a.tasks, &a);
+    run_parallel(context, run_groups, (size_t)a.tasks, &a);
     give_back(a.scratch);
     return NULL;
 }

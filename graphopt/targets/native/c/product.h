@@ -35,7 +35,7 @@ static void give_back(void *data) { free(atomic_exchange(&spare, (size_t *)((cha
 
 static OrtStatus *out_of_memory(void) { return api->CreateStatus(1, "native kernel: out of memory"); }
 
-static void *aligned(void *data) { return (void *)(((uintptr_t)data + 63) / 64 * 64); }
+static void *align64(void *data) { return (void *)(((uintptr_t)data + 63) / 64 * 64); }
 
 static void add_bias(void *user, const int64_t batch[2], int64_t row0, int64_t row1, int64_t column0, int64_t column1) {
     static const float none = 0;
@@ -54,7 +54,7 @@ static void add_bias(void *user, const int64_t batch[2], int64_t row0, int64_t r
     }
 }
 
-static void parallel_for(void *context, task_t task, size_t count, void *user) {
+static void run_parallel(void *context, task_t task, size_t count, void *user) {
     OrtStatus *failed = in_parallel(context, task, count, user);
     (void)failed;
 }
@@ -123,16 +123,16 @@ OrtStatus *product(Context *context, const ProductForm *form) {
     if (common && context->packed) {
         const int is_new = !*context->packed;
         if (is_new) *context->packed = allocate(gemm_panel_bytes(&g) + 64);
-        g.panels = aligned(*context->packed);
-        if (is_new) gemm_panels(&g, aligned(*context->packed));
+        g.panels = align64(*context->packed);
+        if (is_new) gemm_panels(&g, align64(*context->packed));
     }
-    g.threads = context->ort ? thread_count : 1, g.parallel_for = parallel_for, g.pool = context;
+    g.threads = context->ort ? thread_count : 1, g.parallel_for = run_parallel, g.pool = context;
     char *memory = borrow(panels + gemm_scratch(&g));
     if (!memory) return out_of_memory();
     g.scratch = memory + panels;
     if (packs) {
-        gemm_panels(&g, aligned(memory));
-        g.panels = aligned(memory);
+        gemm_panels(&g, align64(memory));
+        g.panels = align64(memory);
     }
     gemm(&g);
     give_back(memory);
