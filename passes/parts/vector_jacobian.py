@@ -105,7 +105,7 @@ def yielding(model: ir.Model) -> ir.Model:
     model = model.clone()
     graph = model.graph
     results = with_role(model, Role.PREDICTION, Role.NEXT)
-    seeds = {str(seed.name): seed for seed in with_role(model, Role.SEED)}
+    seeds = {name_of(seed): seed for seed in with_role(model, Role.SEED)}
     seeded = [seeds.get(seed_of(y)) for y in results]
     gradients = with_role(model, Role.GRADIENT)
     for seed in seeds.values():

@@ -12,7 +12,7 @@ from graphopt.graph.names import state_of
 from graphopt.graph.operators import VIEWS
 from graphopt.graph.roles import Role, with_role
 from graphopt.graph.state import owners
-from graphopt.graph.values import is_floating
+from graphopt.graph.values import is_floating, name_of
 from graphopt.targets.native.forms import NodeForms
 from graphopt.targets.native.library import Kernel
 from graphopt.targets.native.reach import Reach
@@ -69,7 +69,7 @@ def write_in_place(model: ir.Model, calls: Mapping[ir.Node, Kernel]) -> tuple[li
         others = [reader for reader in model.graph if reader in readers and reader is not node]
         if reach.leads(node, others):
             continue
-        shared.append(str(x.name))
+        shared.append(name_of(x))
         waits.setdefault(node, {}).update(
             (reader.outputs[0], None) for reader in others if not reach.leads(reader, [node])
         )

@@ -12,7 +12,7 @@ from typing import Any
 
 import onnx_ir as ir
 
-# The types that kernels compute in. An operator of numbers of 16 bits computes in float and rounds its result, as the
+# The types that kernels compute in. An operator of 16-bit floats computes in float and rounds its result, as the
 # graph says. The runtime's own operators round only what leaves a chain of them.
 CTYPES = {
     ir.DataType.FLOAT: "float",
