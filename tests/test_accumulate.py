@@ -26,6 +26,7 @@ def quarters():
     return [{"x": X[i : i + 8], "target": T[i : i + 8]} for i in range(0, 32, 8)]
 
 
+@pytest.mark.slow
 def test_four_quarters_of_a_batch_are_a_batch():
     whole = graphopt.Executor(graphopt.compile(mlp(), **STEPS))
     parts = graphopt.Executor(graphopt.compile(mlp(), **STEPS, accumulate=passes.Accumulate(4)))
@@ -39,6 +40,7 @@ def test_four_quarters_of_a_batch_are_a_batch():
         np.testing.assert_allclose(parts.state[name], value, rtol=1e-5, atol=1e-7, err_msg=name)
 
 
+@pytest.mark.slow
 def test_steps_are_updates_and_batches_are_counted_apart_after_load_too(tmp_path):
     parts = graphopt.Executor(
         graphopt.compile(mlp(), **STEPS, accumulate=passes.Accumulate(4)), steps_per_call=3
@@ -54,6 +56,7 @@ def test_steps_are_updates_and_batches_are_counted_apart_after_load_too(tmp_path
         assert (executor.steps, executor.batches) == (executor.state["step"], 8) == (2, 8)
 
 
+@pytest.mark.slow
 def test_epochs_of_accumulated_gradients_go_on_after_load_bit_for_bit(tmp_path):
     def executor():
         return graphopt.Executor(graphopt.compile(mlp(), **STEPS, accumulate=passes.Accumulate(2)), threads=1)
@@ -71,6 +74,7 @@ def test_epochs_of_accumulated_gradients_go_on_after_load_bit_for_bit(tmp_path):
         np.testing.assert_array_equal(second.state[name], array, err_msg=name)
 
 
+@pytest.mark.slow
 def test_gradients_add_up_until_the_update_is_asked_for():
     whole = graphopt.Executor(graphopt.compile(mlp(), **STEPS))
     parts = graphopt.Executor(graphopt.compile(mlp(), **STEPS, accumulate=passes.Accumulate()))
@@ -123,6 +127,7 @@ def dropped():
     )
 
 
+@pytest.mark.slow
 def test_dropout_draws_a_mask_a_step():
     step = graphopt.compile(
         dropped(),

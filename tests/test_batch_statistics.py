@@ -151,6 +151,7 @@ def test_workers_with_unequal_rows_equal_one_process(name: str, native: bool) ->
     assert largest_difference(halves, data, [5, 2, 0, 1], native=native) < 2e-6
 
 
+@pytest.mark.slow
 def test_workers_in_mixed_precision_nearly_equal_one_process() -> None:
     """Rounding to 16 bits is that of other sums."""
     halves = split(residual(), precision=passes.MixedPrecision())

@@ -74,6 +74,8 @@ def peers(monkeypatch):
     """Import a script of the benchmark against peers, as they import each other."""
     monkeypatch.syspath_prepend(FOLDER / "peers")
     known = {path.stem for path in (FOLDER / "peers").glob("*.py")}
+    for name in known:
+        monkeypatch.delitem(sys.modules, name, raising=False)
     yield importlib.import_module
     for name in known & set(sys.modules):
         del sys.modules[name]
@@ -82,6 +84,7 @@ def peers(monkeypatch):
 @pytest.mark.parametrize(
     ("workload", "optimizer"), [("linear", "sgd"), ("mlp-small", "adamw"), ("mlp-small", "momentum")]
 )
+@pytest.mark.slow
 def test_peers_train_the_same(peers, tmp_path, workload, optimizer):
     protocol = peers("protocol")
     peers("workloads").write(tmp_path, workload)
@@ -203,6 +206,7 @@ def test_what_is_not_measured_again_stays(peers, tmp_path):
     assert sorted(found["table"], key=lambda r: run.place(r.cell)) == results[::-1]
 
 
+@pytest.mark.slow
 def test_denormals_are_timed(monkeypatch):
     found = benchmark("denormals", monkeypatch).main(steps=450)
     assert len(found) == 6

@@ -247,6 +247,7 @@ def test_epochs_that_are_not_validated_do_not_count() -> None:
     assert len(losses) == losses.index(min(losses)) + 3 == len(records) / 3
 
 
+@pytest.mark.slow
 def test_the_time_of_both_parts_of_a_run_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
 
@@ -589,6 +590,7 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, make: Any, 
         make()
 
 
+@pytest.mark.slow
 def test_tensorboard_reads_the_records(tmp_path: Path) -> None:
     pytest.importorskip("tensorboardX")
     reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
@@ -717,6 +719,7 @@ def test_recipes_name_all_callbacks() -> None:
         assert set(listed) == fields - {"folder"}, name  # which is that of the sweep
 
 
+@pytest.mark.slow
 def test_a_recipe_s_callbacks(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     used = [
         "callbacks.early_stopping={patience: 2}",

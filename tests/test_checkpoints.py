@@ -75,6 +75,7 @@ def test_a_stopped_run_continues_bit_for_bit(
     assert graphopt.fit(executor(), DATA, **options, resume=True) == records  # nothing is left to do
 
 
+@pytest.mark.slow
 def test_another_batch_size_continues_the_same_order_of_rows(tmp_path: Path) -> None:
     graphopt.fit(executor(), DATA, epochs=1, batch_size=10, checkpoint=tmp_path, callbacks=[StopAt(3)])
     runner, twin = executor(), executor()

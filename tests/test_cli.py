@@ -52,6 +52,7 @@ def lines(path: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in Path(path).read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_a_bare_run_trains_on_digits(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["folder=out", "executor.threads=1"]) == 0
     assert lines("out/metrics.jsonl")[-1]["accuracy"] > 0.95
@@ -60,6 +61,7 @@ def test_a_bare_run_trains_on_digits(capsys: pytest.CaptureFixture[str]) -> None
     assert "\x1b" not in said
 
 
+@pytest.mark.slow
 def test_a_run_s_folder() -> None:
     assert cli.main([*MINE, "optimizer.learning_rate=3e-4", "fit.batch_size=16", "fit.shuffle=false"]) == 0
     assert sorted(os.listdir("out")) == [
@@ -79,11 +81,13 @@ def test_a_line_a_step() -> None:
     assert [record["step"] for record in lines("out/metrics.jsonl")] == [1, 2, 3, 3, 4, 5, 6, 6]
 
 
+@pytest.mark.slow
 def test_a_validation_file() -> None:
     assert cli.main([*MINE, "fit.validation=train.npz"]) == 0
     assert lines("out/metrics.jsonl")[-1]["step"] == 4
 
 
+@pytest.mark.slow
 def test_compile_needs_neither_data_nor_runtime(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
     assert cli.main(["run=compile", "model=my.onnx", "folder=out"]) == 0
@@ -91,6 +95,7 @@ def test_compile_needs_neither_data_nor_runtime(monkeypatch: pytest.MonkeyPatch)
     assert not Path("out/trained.onnx").exists()
 
 
+@pytest.mark.slow
 def test_hosts_get_the_recipe_s_training_graph(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["hosts", "my.onnx", "folder=out", "optimizer=sgd", "optimizer.momentum=0.9"]
     assert cli.main([*arguments, "hosts.batch=8"]) == 0
@@ -121,12 +126,14 @@ def test_artifacts_have_the_recipe_s_optimizer(capsys: pytest.CaptureFixture[str
     assert "expected none on a device, whose program sets the rate" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_schedule_lasts_as_long_as_the_run() -> None:
     assert cli.main([*MINE, "schedule=cosine"]) == 0
     config = yaml.safe_load(Path("out/config.yaml").read_text())
     assert config["schedule"]["steps"] == lines("out/metrics.jsonl")[-1]["step"]
 
 
+@pytest.mark.slow
 def test_report(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["run=report", "model=my.onnx", "folder=out"]) == 0
     said = capsys.readouterr().out
@@ -182,6 +189,7 @@ def test_a_diverged_run_does_not_end_a_sweep(capsys: pytest.CaptureFixture[str])
     assert Path("out/1/trained.onnx").exists()
 
 
+@pytest.mark.slow
 def test_a_run_that_diverges_late_leaves_the_last_good_weights(capsys: pytest.CaptureFixture[str]) -> None:
     """The rate grows a thousandfold a step until a loss overflows: trained.onnx has the weights of the step before."""
     schedule = ["schedule=exponential", "schedule.factor=1e4", "optimizer.learning_rate=1e-12"]
@@ -196,6 +204,7 @@ def test_a_run_that_diverges_late_leaves_the_last_good_weights(capsys: pytest.Ca
     assert [line["step"] for line in lines("out/metrics.jsonl") if "rows" in line][-1] == done
 
 
+@pytest.mark.slow
 def test_a_folder_of_one_s_own() -> None:
     Path("mine/experiment").mkdir(parents=True)
     Path("mine/experiment/own.yaml").write_text(
@@ -205,6 +214,7 @@ def test_a_folder_of_one_s_own() -> None:
     assert yaml.safe_load(Path("out/config.yaml").read_text())["optimizer"]["_target_"] == "passes.SGD"
 
 
+@pytest.mark.slow
 def test_none_leaves_out_what_an_experiment_sets() -> None:
     arguments = ["experiment=text_transformer", "schedule=none", "run=compile", "folder=out"]
     assert cli.main([*arguments, "data.characters=2000"]) == 0
@@ -327,6 +337,7 @@ def test_bad_input_is_one_line(case: str, capfd: pytest.CaptureFixture[str]) -> 
     assert left <= {".hydra", ".lock", "graphopt.log"}
 
 
+@pytest.mark.slow
 def test_too_little_memory_is_one_line(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -347,6 +358,7 @@ def test_trusted_code_runs(monkeypatch: pytest.MonkeyPatch, here: Path) -> None:
     assert cli.main([*MINE, "loss=custom", "loss.function=own_losses:absolute", "trust=[own_losses]"]) == 0
 
 
+@pytest.mark.slow
 def test_help_names_the_groups_and_what_each_field_is_for(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["--help", "optimizer=sgd"]) == 0
     said = " ".join(capsys.readouterr().out.split())

@@ -75,6 +75,7 @@ def test_finite_differences_of_the_runtime_prove_what_pytorch_does() -> None:
             assert proof.oracle == DIFFERENCES and proof.compared == proof.total and not proof.vacuous
 
 
+@pytest.mark.slow
 def test_the_table_counts_what_shows_nothing() -> None:
     of = Tally([proved(case, pytorch) for case in cases(["Floor", "Tanh"])])
     assert (of.vacuous(by_nature=True), of.vacuous(by_nature=False)) == (2, 0)

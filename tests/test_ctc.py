@@ -77,6 +77,7 @@ def check(
 @pytest.mark.parametrize("order", LAYOUTS.values(), ids=LAYOUTS)
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("lengths", [False, True])
+@pytest.mark.slow
 def test_loss_and_gradient_are_pytorchs(order: tuple[int, ...], reduction: Any, lengths: bool) -> None:
     loss = passes.CTC(
         axis=order.index(2), time_axis=order.index(1) - 3, input_lengths=lengths, reduction=reduction
@@ -104,6 +105,7 @@ def test_a_model_may_predict_probabilities() -> None:
     np.testing.assert_allclose(WEIGHT - executor.parameters["w"], gradient, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_labels_that_do_not_fit_have_an_infinite_loss_or_none() -> None:
     short = np.array([9, 2, 1, 3, 4])
     with pytest.raises(graphopt.NonFiniteLoss):

@@ -548,6 +548,7 @@ def test_rows_without_bytes_count(tmp_path: Path) -> None:
         data.arrow(path, target=None)
 
 
+@pytest.mark.slow
 def test_one_long_cell_widens_no_column(tmp_path: Path) -> None:
     """NumPy would hold 4 bytes for each character of the longest cell, in each row."""
     path = tmp_path / "t.csv"

@@ -96,6 +96,7 @@ def test_training_goes_on_bit_for_bit_among_denormals(tmp_path: Path) -> None:
         np.testing.assert_array_equal(again.state[name], array)
 
 
+@pytest.mark.slow
 def test_the_calling_thread_keeps_its_numbers(tmp_path: Path) -> None:
     """ONNX Runtime's own option changes the thread that makes the first session of a process: in one of its own."""
     graphopt.save(

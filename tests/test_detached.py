@@ -191,6 +191,7 @@ def test_a_detach_without_a_record_is_said() -> None:
     assert_trains_as_pytorch(Viewed, step)
 
 
+@pytest.mark.slow
 def test_a_block_without_gradients_is_said_and_can_be_stopped() -> None:
     def teacher(m, x, y):
         h = m.g(m.f(x))
@@ -222,6 +223,7 @@ def test_a_detached_output_gives_no_gradient() -> None:
                 graphopt.compile(proto, loss=passes.OwnLoss(last), optimizer=passes.SGD(0.1))
 
 
+@pytest.mark.slow
 def test_the_report_names_what_stands_in_no_file() -> None:
     found = report(exported(siamese, True), graphopt.standard(loss=passes.OwnLoss())).summary()
     assert (

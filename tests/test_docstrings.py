@@ -38,6 +38,7 @@ def examples(module: Any, name: str) -> doctest.DocTest:
 @pytest.mark.parametrize(
     ("module", "name"), NAMES, ids=lambda part: part if isinstance(part, str) else part.__name__
 )
+@pytest.mark.slow
 def test_the_example_of_a_public_name_runs(
     module: Any, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -75,6 +76,7 @@ def exists(name: str) -> bool:
     return True
 
 
+@pytest.mark.slow
 def test_names_in_docstrings_and_pages_exist() -> None:
     missing = {
         f"{place}: {name}"

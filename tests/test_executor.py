@@ -89,6 +89,7 @@ def test_what_is_cut_out_of_a_transposed_value_trains():
         np.testing.assert_allclose(executor.step(x=x, target=t)["loss"], expected["loss"], rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_an_embedding_of_positions_in_32_bits_trains():
     """As Keras exports text models: ids are int32, and rows are averaged."""
     rng = np.random.default_rng(8)

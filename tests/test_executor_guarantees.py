@@ -220,6 +220,7 @@ def test_every_state_that_a_thread_sees_is_that_after_a_whole_step() -> None:
 
 
 @pytest.mark.usefixtures("switching")
+@pytest.mark.slow
 def test_threads_that_share_a_layer_lose_no_pass() -> None:
     """Six threads go forward and back, each its own way; all try to go back from one, which one of them may."""
     proto = model(

@@ -195,6 +195,7 @@ def test_ties_and_literals_survive_another_tool(tool: str, tmp_path) -> None:
     assert len(trained) == 4, trained
 
 
+@pytest.mark.slow
 def test_missing_records_are_said() -> None:
     proto = stripped(exported(Tied().eval(), words(), True))
     with pytest.warns(UserWarning, match="another tool removed the records"):

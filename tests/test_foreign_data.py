@@ -148,6 +148,7 @@ def frame(library: Any, weight: bool = False) -> Any:
 
 
 @pytest.mark.parametrize("name", ["pandas", "polars"])
+@pytest.mark.slow
 def test_a_data_frame_gives_the_bits_of_arrays(name: str) -> None:
     library = pytest.importorskip(name)
     one, other = executor(), executor()
@@ -184,6 +185,7 @@ def test_hugging_face_data_sets_learn_a_standardization() -> None:
     assert same(*map(graphopt.Executor, adapted))
 
 
+@pytest.mark.slow
 def test_a_function_of_one_s_own_may_return_them_in_a_recipe(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

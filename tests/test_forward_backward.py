@@ -418,6 +418,7 @@ def test_an_agent_that_is_not_there():
         graphopt.ForwardBackward(linear(), engine="agent")
 
 
+@pytest.mark.slow
 def test_no_torch_is_needed():
     code = """
 import sys, numpy as np

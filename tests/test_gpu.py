@@ -69,6 +69,7 @@ MIXED = {
 }
 
 
+@pytest.mark.slow
 def test_the_report_says_how_to_see_what_the_cpu_runs(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     monkeypatch.chdir(tmp_path)
     graphopt.save(mlp(), "my.onnx")

@@ -173,6 +173,7 @@ def check_valid(case: Case) -> None:
 
 
 @each_case
+@pytest.mark.slow
 def test_gradient(case: Case) -> None:
     if case.newer and onnxruntime.__version__.startswith("1.19"):
         pytest.skip(f"onnxruntime 1.19: {case.newer}")

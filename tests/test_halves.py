@@ -87,6 +87,7 @@ def test_twins_compute_what_the_fused_step_computes(name: str, network: str, nat
         assert same(fused.state, twins.state)
 
 
+@pytest.mark.slow
 def test_the_update_may_write_in_place() -> None:
     pipeline = graphopt.standard(loss=passes.CrossEntropy(), optimizer=passes.AdamW(1e-3))
     source = models.mlp((1, 8, 8), 10)
@@ -97,6 +98,7 @@ def test_the_update_may_write_in_place() -> None:
     assert same(fused.state, twins.state)
 
 
+@pytest.mark.slow
 def test_an_update_inside_a_product_is_equal_up_to_rounding() -> None:
     """Plain SGD's fused step adds the update in the product of the gradient, which halves cannot."""
     pipeline = graphopt.standard(loss=passes.CrossEntropy(), optimizer=passes.SGD(0.1))
@@ -205,6 +207,7 @@ def test_losses_with_several_divisors_cannot_be_split(losses: dict[str, passes.C
         graphopt.split_step(pipeline, two)
 
 
+@pytest.mark.slow
 def test_halves_have_initializers_in_the_order_of_the_step() -> None:
     """The workers compare the bytes of their graphs."""
     source = models.transformer((6,), 3, width=8, heads=2)

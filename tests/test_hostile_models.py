@@ -442,6 +442,7 @@ def test_sizes_that_only_the_runtime_computes_are_not_counted(text: str) -> None
     compiled(model(f"{text} {rest}", w=W, sizes=sizes, row=np.array([2**40, 1, 1])))
 
 
+@pytest.mark.slow
 def test_bodies_that_nest_too_deeply_are_told() -> None:
     def nested(depth: int) -> ir.Model:
         value = ir.Value(name="x", type=ir.TensorType(ir.DataType.FLOAT), shape=ir.Shape([2]))

@@ -62,6 +62,7 @@ def test_c_trains_and_evaluates_as_python_does(name: str, program: Path, tmp_pat
     np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_checkpoints_cross(program: Path, tmp_path: Path) -> None:
     step, fed = GRAPHS["cnn"][0](), batches("cnn", 30)
     graphopt.export_hosts(step, tmp_path / "host")

@@ -142,6 +142,7 @@ def test_frozen_weights_stay_float32_in_the_trained_model() -> None:
         )
 
 
+@pytest.mark.slow
 def test_batch_normalization_keeps_its_statistics() -> None:
     text = """g (float[N,1,8,8] x) => (float[N,3] y) {
         c = Conv<pads=[1,1,1,1]>(x, kernel)

@@ -71,6 +71,7 @@ STEPS = {
 
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("name", STEPS)
+@pytest.mark.slow
 def test_a_lowered_step_trains_as_the_plain_one(name, threads):
     steps, options = STEPS[name]
     step, data = step_of(**steps), batches()
@@ -84,6 +85,7 @@ def test_a_lowered_step_trains_as_the_plain_one(name, threads):
         np.testing.assert_allclose(lowered.state[key], value, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_attention_and_layer_normalization():
     step, data = step_of(attention()), batches(shape=(6, 4), out=(6, 4))
     losses = [
@@ -115,6 +117,7 @@ def test_the_state_of_a_lowered_step_continues_in_a_plain_one(tmp_path):
         np.testing.assert_allclose(then.state[name], value, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_results_do_not_depend_on_the_number_of_threads():
     step, data = step_of(mlp((4, 300, 3))), batches(rows=500)
     states = []
@@ -273,6 +276,7 @@ def test_the_digest_covers_all_that_lowering_imports():
     assert reached <= set(target.sources())
 
 
+@pytest.mark.slow
 def test_any_change_of_the_code_or_of_the_environment_changes_the_digest(cache, tmp_path, monkeypatch):
     model = load(step_of())
 
@@ -335,6 +339,7 @@ def compiler_of(monkeypatch, program, **limits):
         monkeypatch.setattr(toolchain, name, value)
 
 
+@pytest.mark.slow
 def test_a_compiler_that_takes_too_long_is_ended(cache, monkeypatch):
     compiler_of(monkeypatch, "import sys, time; '--version' in sys.argv or time.sleep(60)", SECONDS=1)
     with pytest.raises(
@@ -352,6 +357,7 @@ def test_a_compiler_that_takes_too_much_memory_fails(cache, monkeypatch):
 
 
 @pytest.mark.skipif(os.name != "posix", reason="needs a shell")
+@pytest.mark.slow
 def test_a_compiler_does_not_outlive_a_killed_process(tmp_path):
     """Neither does what the compiler starts."""
     mark = tmp_path / "alive"
@@ -436,6 +442,7 @@ def test_without_a_compiler_the_plain_step_runs(monkeypatch):
         graphopt.Executor(step, native=True)
 
 
+@pytest.mark.slow
 def test_if_the_compiler_fails_the_plain_step_runs(cache, monkeypatch):
     monkeypatch.setattr(
         toolchain, "compiler", lambda: (sys.executable, "-c", "raise SystemExit('error: no C')")
@@ -513,6 +520,7 @@ def test_lowerings_can_be_left_out(cache):
     assert not cache.exists()
 
 
+@pytest.mark.slow
 def test_targets_are_listed_and_run():
     step, batch = step_of(), batches(1)[0]
     mine = graphopt.Target("mine", graphopt.Pipeline(fuse=passes.Fuse(leave_out=["column_sums_as_product"])))
@@ -536,6 +544,7 @@ def test_headers_are_part_of_the_package():
         assert (toolchain.FOLDER / name).exists()
 
 
+@pytest.mark.slow
 def test_a_lowered_step_notices_a_state_that_is_not_finite():
     """The gradient overflows in the square of Adam's second moment, though the loss is finite."""
     step = step_of(linear(4, 3), optimizer=passes.Adam(0.1))

@@ -133,6 +133,7 @@ def assert_close(found, expected):
         np.testing.assert_allclose(found[name], values, rtol=0, atol=2e-6 * scale, err_msg=name)
 
 
+@pytest.mark.slow
 def test_random_convolutions_are_the_runtimes(random_convolutions):
     graph, weights, shapes = random_convolutions
     rng = np.random.default_rng(1)
@@ -166,6 +167,7 @@ def test_random_convolutions_on_older_processors(random_convolutions, fewer, mon
 
 
 @pytest.mark.parametrize("name", LARGE)
+@pytest.mark.slow
 def test_parts_of_large_convolutions(name):
     text, x, w = LARGE[name]
     rng = np.random.default_rng(5)

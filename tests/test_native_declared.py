@@ -217,6 +217,7 @@ def test_wrong_declarations_change_nothing(name, seed):
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("name", NETWORKS)
 @pytest.mark.sample(8)
+@pytest.mark.slow
 def test_names_of_sizes_change_nothing(name, seed):
     proto = step_of(name)
     renamed(proto, np.random.default_rng(seed))

@@ -232,6 +232,7 @@ def test_nan_and_infinity(library):
         assert np.array_equal(c[~finite], expected[~finite], equal_nan=True), (m, n, k)
 
 
+@pytest.mark.slow
 def test_a_product_and_its_addition_are_rounded_once(library):
     if not ctypes.c_int.in_dll(library.c, "fused").value:
         pytest.skip("these instructions have no fused multiplication and addition")

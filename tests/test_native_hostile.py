@@ -204,6 +204,7 @@ WRITTEN: dict[str, Callable[[], onnx.ModelProto]] = {
 
 
 @pytest.mark.parametrize("name", WRITTEN)
+@pytest.mark.slow
 def test_only_numbers_and_names_from_tables_reach_c(name):
     found = plan(ir.from_proto(WRITTEN[name]()))
     assert found.kernels

@@ -106,6 +106,7 @@ def test_a_state_that_something_else_returns_keeps_two_buffers():
 VIEWED = """g (float[N,1] x) => (float[N,64] y) { r = Reshape(w, s) a = Mul(x, r) y = Tanh(a) }"""
 
 
+@pytest.mark.slow
 def test_a_kernel_that_reads_a_view_of_the_state_is_no_exception():
     """Each number of the state is read for each row."""
     executors = pair(step_of(model(VIEWED, w=np.ones((8, 8)), s=np.array([1, 64], np.int64))))
@@ -114,6 +115,7 @@ def test_a_kernel_that_reads_a_view_of_the_state_is_no_exception():
     assert_same_state(executors)
 
 
+@pytest.mark.slow
 def test_runs_checkpoints_and_evaluation_in_place(tmp_path):
     executors = pair(step_of())
     data = batches(8)

@@ -329,6 +329,7 @@ def explained(
     )
 
 
+@pytest.mark.slow
 def test_random_clusters() -> None:
     graph = grown(0, PARTS, OPSET)
     assert check(graph) > 0.7 * sum(len(part.nodes) for part in graph.parts)
@@ -356,6 +357,7 @@ def test_random_clusters_have_every_operator_of_the_table() -> None:
 
 
 @pytest.mark.skipif(not supported(), reason="Linux on x86-64 alone")
+@pytest.mark.slow
 def test_denormals_are_flushed_where_the_runtime_flushes_them() -> None:
     check(grown(0, PARTS, OPSET), flush=True)
 
@@ -408,6 +410,7 @@ def test_extremes_of_one_sign_and_halves() -> None:
     np.testing.assert_array_equal(y["whole"], np.rint(-x / 2))
 
 
+@pytest.mark.slow
 def test_powers_and_remainders() -> None:
     """Powers are rounded once, and remainders are exact, whatever the quotient."""
     r = np.random.default_rng(0)
@@ -507,6 +510,7 @@ def test_a_path_through_another_node_keeps_clusters_apart() -> None:
     np.testing.assert_allclose(run(native, feeds)["y"], run(session(model), feeds)["y"], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_the_mask_of_dropout_is_one_kernel() -> None:
     """Its whole numbers wrap, and all have the length of a range."""
     model = text(

@@ -233,6 +233,7 @@ MEET = {
 
 
 @pytest.mark.parametrize("text", [*MEET.values(), "f = Exp(e) c = Sub(f, a)"])
+@pytest.mark.slow
 def test_threads_share_rows_that_do_not_meet(text):
     body = f"body = b (float[N,3] a, float[N,3] e) => (float[N,3] c) {{ {text} }}"
     graph = graph_of(f"s_ = Scan<{body}, num_scan_inputs = 1>(s, x)")

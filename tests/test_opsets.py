@@ -121,6 +121,7 @@ def test_an_export_of_pytorch_comes_back_in_its_opset(name, opset):
     assert found.producer_name == "pytorch"
 
 
+@pytest.mark.slow
 def test_a_classical_model_comes_back_with_its_labels():
     from skl2onnx import to_onnx
 

@@ -77,6 +77,7 @@ def torch_loss(w: dict[str, torch.Tensor]) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("optimizer", "twin"), OPTIMIZERS, ids=lambda x: repr(x) if hasattr(x, "update") else ""
 )
+@pytest.mark.slow
 def test_optimizer_takes_pytorchs_steps(optimizer, twin):
     proto = mlp(dtype=np.float64)
     step = graphopt.compile(proto, loss=passes.MeanSquaredError(), optimizer=optimizer)

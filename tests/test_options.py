@@ -165,6 +165,7 @@ def test_labels_outside_the_classes_are_refused_by_a_step(kind: str, wrong: int)
     executor.step(x=X, target=make(LABELS))
 
 
+@pytest.mark.slow
 def test_ignored_labels_probabilities_and_the_two_of_a_binary_loss_through_a_step() -> None:
     def step(loss: Any, target: np.ndarray) -> None:
         graph = graphopt.compile(mlp(), loss=loss, optimizer=passes.SGD(0.1))

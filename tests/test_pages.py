@@ -74,6 +74,7 @@ def browsed(path: Path) -> str:
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
 
 
+@pytest.mark.slow
 def test_the_report_of_a_classifier() -> None:
     assert cli.main(RECIPE) == 0
     text = Path("run/report.html").read_text(encoding="utf-8")
@@ -100,6 +101,7 @@ def test_the_report_of_a_classifier() -> None:
     assert (counts == expected).all()
 
 
+@pytest.mark.slow
 def test_the_report_of_a_regression() -> None:
     assert cli.main(["experiment=diabetes_regression", "folder=run", "fit.epochs=2"]) == 0
     text = Path("run/report.html").read_text(encoding="utf-8")

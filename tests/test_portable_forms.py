@@ -126,6 +126,7 @@ def test_convolutions_that_webgpu_computes_correctly_stay(group, filters, stays)
 @pytest.mark.parametrize("target", [None, *FORMS])
 @pytest.mark.parametrize("name", GRAPHS)
 @pytest.mark.sample(12)
+@pytest.mark.slow
 def test_training_graphs_stay_the_same(name, target):
     step = GRAPHS[name][0]()
     written = step.clone()

@@ -158,6 +158,7 @@ def test_every_pass_of_a_family_has_a_recipe() -> None:
         assert leaves <= named, group
 
 
+@pytest.mark.slow
 def test_every_pass_and_every_option_of_an_executor_is_in_a_test() -> None:
     tests = "".join(path.read_text() for path in Path(__file__).parent.glob("test_*.py"))
     options = [field.name for field in dataclasses.fields(ExecutorOptions)]

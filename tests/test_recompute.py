@@ -153,6 +153,7 @@ def test_random_numbers_are_drawn_once():
 
 
 @pytest.mark.parametrize("bad", [np.inf, np.nan])
+@pytest.mark.slow
 def test_what_is_not_finite_ties_segments_all_the_same(bad):
     (plain, other), feeds = case("mlp", [None, "least"])
     feeds["x"][0, 0] = bad

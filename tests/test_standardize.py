@@ -314,6 +314,7 @@ def test_a_balanced_loss_is_the_one_with_the_numbers(several: bool) -> None:
 
 
 @pytest.mark.parametrize("dtype", [np.int64, np.float32, bool])
+@pytest.mark.slow
 def test_a_balanced_binary_loss_is_that_of_two_classes(dtype: Any) -> None:
     hit = (X[:, 0] > 1).astype(dtype)
     one = graphopt.load(models.linear((4,), 1))
@@ -661,6 +662,7 @@ def test_labels_in_text_and_images_are_learnt_from(folder: Path) -> None:
     assert weights["x.mean"].shape == (1, 3, 1, 1)
 
 
+@pytest.mark.slow
 def test_a_folder_of_images_is_read_in_pieces(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pillow = pytest.importorskip("PIL.Image")
     pixels = RNG.integers(0, 255, (12, 6, 5, 3), np.uint8)
@@ -689,6 +691,7 @@ def test_other_runs_of_a_recipe_that_learns(folder: Path, capsys: pytest.Capture
     )
 
 
+@pytest.mark.slow
 def test_digits_train_with_what_their_training_rows_tell() -> None:
     digits = data.digits()
     loss = passes.CrossEntropy(class_weights="balanced")

@@ -270,6 +270,7 @@ def test_data_without_a_state_lose_nothing_between_two_epochs(
     assert not recwarn.list
 
 
+@pytest.mark.slow
 def test_a_checkpoint_has_no_pickle_of_the_data(tmp_path: Path) -> None:
     fit(executor(), Shuffled(), checkpoint=tmp_path, callbacks=[StopAt(5)])
     position = read(find(tmp_path)).progress["data"]

@@ -129,6 +129,7 @@ def test_names_of_classes_stay_in_the_model_and_in_predictions() -> None:
     assert [row["label"] for row in rows] == [names[i] for i in chosen]
 
 
+@pytest.mark.slow
 def test_a_model_with_a_fixed_batch() -> None:
     model = onnx.load("run/trained.onnx")
     for value in (*model.graph.input, *model.graph.output):

@@ -102,6 +102,7 @@ def test_validation_every_so_many_epochs():
     assert trainer.validation_losses_[-1] == pytest.approx(mean, rel=1e-4)
 
 
+@pytest.mark.slow
 def test_fit_starts_from_the_models_weights_unless_warm():
     trainer = regression(max_iter=3)
     first = trainer.fit(X, Y).train_losses_
@@ -207,6 +208,7 @@ def test_schedules_are_scikit_learns(schedule):
     np.testing.assert_allclose(state["b"].ravel(), theirs.intercept_, rtol=2e-3, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_model_of_scikit_learn_is_trained_further():
     x, y = load_diabetes(return_X_y=True)
     labels = (y > np.median(y)).astype(int)

@@ -278,6 +278,7 @@ def pairs(a, b, cells=32):
 
 
 @pytest.mark.parametrize("generator", ["mask", "numpy"])
+@pytest.mark.slow
 def test_masks_pass_the_tests_of_random_numbers(generator):
     """Each figure is beyond 5 standard deviations once in a million; those of NumPy's generator are beside it."""
 

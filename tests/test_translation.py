@@ -249,6 +249,7 @@ CANCELLING = """g (int64[N,512] x) => (float[N,3] y) {
 @needs_compiler
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.sample(2)
+@pytest.mark.slow
 def test_what_frozen_weights_make_of_rounding_is_no_difference(optimizer):
     """Here, variance is what is left of large sums, as in some exported LayerNormalizations."""
     table = 60 + RNG.standard_normal((256, 16))
@@ -278,6 +279,7 @@ def test_kernels_are_compared_with_the_graph_before_its_fusion(network):
 
 
 @pytest.mark.parametrize("error", [KeyError("unk__57"), RecursionError("too deep"), AssertionError()])
+@pytest.mark.slow
 def test_no_failure_of_a_lowering_reaches_the_user(monkeypatch, error):
     def fail(*given, **options):
         raise error

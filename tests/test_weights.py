@@ -230,6 +230,7 @@ def test_folded_transposes_are_the_weight_again() -> None:
         assert any(node.op_type == "Transpose" and node.inputs[0] is words for node in loaded.graph)
 
 
+@pytest.mark.slow
 def test_merged_weights_are_parted_and_a_layer_used_twice_is_not() -> None:
     loaded, _ = decided(exported(Clones, "dynamo"))
     names = set(trained(loaded))
@@ -240,6 +241,7 @@ def test_merged_weights_are_parted_and_a_layer_used_twice_is_not() -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_function_of_one_parameter_is_computed_from_it_again() -> None:
     loaded, _ = decided(exported(Attention, "dynamo"))
     assert "temperature" in trained(loaded)
@@ -247,6 +249,7 @@ def test_a_function_of_one_parameter_is_computed_from_it_again() -> None:
 
 
 @pytest.mark.parametrize(("exporter", "name"), [("dynamo", "table"), ("torchscript", "onnx::Add_*.table")])
+@pytest.mark.slow
 def test_rows_that_the_exporter_gathered_are_the_parameters_again(exporter: str, name: str) -> None:
     loaded, _ = decided(exported(Positioned, exporter))
     table = next(value for path, value in trained(loaded).items() if fnmatch.fnmatch(path, name))
@@ -260,6 +263,7 @@ def test_biases_that_the_exporter_dropped_train() -> None:
     assert {"convolution.bias", "head.bias"} <= set(trained(decided(proto)[0]))
 
 
+@pytest.mark.slow
 def test_what_the_exporter_joined_with_a_buffer_is_unsure() -> None:
     class Joined(nn.Module):
         def __init__(self) -> None:
@@ -295,6 +299,7 @@ def test_a_batch_normalization_that_is_written_out_keeps_its_mean() -> None:
     assert any("'mean'" in line and "'scale'" in line for line in said)
 
 
+@pytest.mark.slow
 def test_what_the_exporter_leaves_out_is_said() -> None:
     class Convolution(nn.Module):
         def __init__(self) -> None:
