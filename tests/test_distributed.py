@@ -320,6 +320,7 @@ def test_workers_that_train_apart_end_without_the_first_one(tmp_path: Path) -> N
     wait_for(lambda: gone(workers))
 
 
+@pytest.mark.exhaustive
 def test_workers_end_with_their_launcher(tmp_path: Path) -> None:
     run, workers = training(tmp_path, name="launcher")
     run.kill()
