@@ -6,6 +6,7 @@ graphopt, passes`.
 
 from typing import TYPE_CHECKING, Any
 
+from graphopt import deferred as deferred  # isort: skip (before anything imports onnx_ir)
 from graphopt import callbacks as callbacks
 from graphopt.compiler import StepHalves, compile, grad, split_step, standard
 from graphopt.distributed.data_parallel import DataParallel

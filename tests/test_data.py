@@ -401,8 +401,13 @@ def test_the_only_features_go_to_the_only_input() -> None:
     assert set(batch) == {"pixels", "target"}
 
 
-def test_samples() -> None:
-    assert data.digits().arrays["x"].shape == (1797, 1, 8, 8)
+def test_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    digits = data.digits().arrays
+    assert digits["x"].shape == (1797, 1, 8, 8)
+    monkeypatch.setattr(Path, "is_file", lambda path: False)  # as if scikit-learn moved its file
+    for name, array in data.digits().arrays.items():
+        assert digits[name].dtype == array.dtype and np.array_equal(digits[name], array)
+    monkeypatch.undo()
     assert data.digits(images=False).arrays["x"].shape == (1797, 64)
     assert data.diabetes().outputs("regression") == 1
     found = data.text(context=10, characters=1000)
