@@ -189,7 +189,7 @@ class RayLauncher(Launcher):
         os.environ |= {**_SETTINGS, **os.environ}
         options: dict[str, Any] = {"logging_config": ray.LoggingConfig(log_level="ERROR")}
         if self.address is None:
-            options["num_cpus"] = max(self.workers, os.cpu_count() or 1)
+            options |= {"num_cpus": max(self.workers, os.cpu_count() or 1), "include_dashboard": False}
         here = os.getcwd()
         # Workers first search Ray's working directory for modules.
         with tempfile.TemporaryDirectory() as empty:
