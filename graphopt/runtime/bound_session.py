@@ -81,6 +81,7 @@ class BoundSession:
     ====================  ==================================================  ==========================
 
     Args:
+        name: what messages call this form of a step.
         library: a library of the kernels that the graph calls.
         check: the name of an output that is finite if the new state is.
         shared: the names of the state that the graph writes in place.
@@ -92,10 +93,12 @@ class BoundSession:
         model: ir.Model,
         buffers: StateBuffers,
         options: RunnerOptions,
+        name: str,
         library: Path | None = None,
         check: str | None = None,
         shared: Sequence[str] = (),
     ) -> None:
+        self.model, self.name, self.library, self.shared = model, name, library, shared
         self._device, self._report, self._as_numpy = device, list(options.report), options.as_numpy
         self.session = Session(device, model, library=library)
         fed = with_role(model, *FED)

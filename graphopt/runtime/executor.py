@@ -27,7 +27,7 @@ from graphopt.runtime.runners import ForwardRunner, Runner, StepRunner
 from graphopt.runtime.session import Session
 from graphopt.runtime.several_steps import Batch, SeveralSteps, alike
 from graphopt.runtime.signature import Signature, description
-from graphopt.runtime.state_buffers import State, StateBuffers
+from graphopt.runtime.state_buffers import StateBuffers
 from graphopt.runtime.tensors import Tensor
 
 
@@ -134,7 +134,6 @@ class Executor(ExecutorState):
         model: ir.Model,
         buffers: StateBuffers,
         *,
-        state: State | None = None,
         workers: Communicator = SINGLE,
         runner_of: Callable[[RunnerOptions], Runner] | None = None,
     ) -> None:
@@ -142,12 +141,11 @@ class Executor(ExecutorState):
 
         Args:
             model: the training graph without its initial state.
-            buffers: what steps read and write.
-            state: what users read and replace; the buffers by default.
+            buffers: its state.
             runner_of: returns the runner of single steps; by default, they run whole.
         """
         self.options, self._device, self._model, self.workers = options, device, model, workers
-        self._buffers, self._state, self._runner_of = buffers, state or buffers, runner_of
+        self._buffers, self._runner_of = buffers, runner_of
         self._lock = threading.RLock()
         self.properties = {}
         self._signature = Signature(device, with_role(model, *FED))
@@ -325,7 +323,7 @@ class Executor(ExecutorState):
             insists=device.verify is True,
         )
         self._forwards = ForwardRunner(
-            device, self._model, self._state, self._signature, as_numpy=options.as_numpy
+            device, self._model, self._buffers, self._signature, as_numpy=options.as_numpy
         )
 
     def _accept(self, reported: Reported) -> bool:

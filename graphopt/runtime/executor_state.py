@@ -6,7 +6,6 @@ import os
 import threading
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 
 import numpy as np
@@ -14,17 +13,16 @@ import onnx
 import onnx_ir as ir
 
 from graphopt.errors import GraphoptError
-from graphopt.files import replacing
 from graphopt.graph import inference
 from graphopt.graph.metadata import UNTRAINED
 from graphopt.graph.roles import FED, Role, with_role
 from graphopt.graph.state import STEP, accumulators
 from graphopt.graph.values import name_of
-from graphopt.runtime.checkpoint import Property, load_state, save_state, state_bytes
+from graphopt.runtime.checkpoint import Property, load_state, save_state
 from graphopt.runtime.device import Device
 from graphopt.runtime.executor_options import ExecutorOptions
 from graphopt.runtime.reported_outputs import reportable
-from graphopt.runtime.state_buffers import State, StateBuffers
+from graphopt.runtime.state_buffers import StateBuffers
 from graphopt.runtime.tensors import Tensor, to_ort
 
 _BATCHES = "graphopt.batches"  # a property of checkpoints
@@ -37,8 +35,7 @@ class ExecutorState:
     options: ExecutorOptions
     _device: Device
     _model: ir.Model
-    _buffers: StateBuffers  # what steps read and write
-    _state: State  # what users read and replace
+    _buffers: StateBuffers
     _lock: threading.RLock
     _batches: int = 0
     _report: list[str]  # the outputs that a step reports
@@ -119,7 +116,7 @@ class ExecutorState:
     def state(self) -> dict[str, np.ndarray]:
         """Return copies of all state by name: parameters, optimizer slots and counters."""
         with self._lock:
-            return self._state.arrays()
+            return self._buffers.arrays()
 
     @state.setter
     def state(self, arrays: Mapping[str, np.ndarray]) -> None:
@@ -132,7 +129,7 @@ class ExecutorState:
             GraphoptError: a name is unknown, or an array has the wrong type or shape.
         """
         with self._lock:
-            self._state.update(arrays)
+            self._buffers.update(arrays)
             if STEP in arrays:
                 self._batches = int(arrays[STEP])
 
@@ -164,7 +161,7 @@ class ExecutorState:
     def parameters(self) -> dict[str, np.ndarray]:
         """Return copies of the parameters by name, in alphabetical order."""
         with self._lock:
-            return self._state.arrays(sorted(self._of(Role.PARAMETER)))
+            return self._buffers.arrays(sorted(self._of(Role.PARAMETER)))
 
     def contiguous(self, *, frozen: bool = False) -> np.ndarray:
         """Return the parameters concatenated into one vector, in alphabetical order.
@@ -208,7 +205,7 @@ class ExecutorState:
                 "reset_gradients: expected a graph that accumulates gradients, found none: add passes.Accumulate"
             )
         with self._lock:
-            arrays = self._state.arrays(names)
+            arrays = self._buffers.arrays(names)
             self.update_state({name: np.zeros_like(array) for name, array in arrays.items()})
 
     @property
@@ -235,12 +232,8 @@ class ExecutorState:
                 layout of `state.safetensors` that `graphopt.export_hosts` writes and hosts read.
         """
         with self._lock:
-            arrays, properties = self._state.arrays(), {**self.properties, _BATCHES: self._batches}
-        if checksum:
-            save_state(arrays, path, properties)
-        else:
-            with replacing(path) as temporary:
-                Path(temporary).write_bytes(state_bytes(arrays))
+            arrays, properties = self._buffers.arrays(), {**self.properties, _BATCHES: self._batches}
+        save_state(arrays, path, properties if checksum else None)
 
     def load(self, path: str | os.PathLike[str]) -> None:
         """Replace all state and `properties` by those of a checkpoint.
@@ -250,7 +243,7 @@ class ExecutorState:
                 replaced.
         """
         arrays, properties = load_state(path)
-        unlike = sorted(set(arrays) ^ set(self._state.names))
+        unlike = sorted(set(arrays) ^ set(self._buffers.names))
         if unlike:
             raise GraphoptError(
                 f"{path}: expected the state of this training graph, found another's: "

@@ -17,7 +17,7 @@ from graphopt.runtime.device import Device
 from graphopt.runtime.forms import StepForms, unrolled
 from graphopt.runtime.session import Session
 from graphopt.runtime.signature import Signature, description
-from graphopt.runtime.state_buffers import State, StateBuffers
+from graphopt.runtime.state_buffers import StateBuffers
 from graphopt.runtime.tensors import Tensor, number_or_array, to_ort
 
 
@@ -87,8 +87,11 @@ class StepRunner(Runner):
             self._forms = self._by_shapes[key]
 
     def step(self, source: int, feeds: Mapping[str, Tensor]) -> Reported:
-        assert self._forms is not None
-        return self._forms.chosen(source, feeds).call(source, feeds)
+        forms = self._forms
+        assert forms is not None
+        if not forms.is_settled:
+            forms.settle(source, feeds)
+        return forms.form.call(source, feeds)
 
     @property
     def native(self) -> bool | None:
@@ -104,7 +107,7 @@ class StepRunner(Runner):
 
     @property
     def state_is_finite(self) -> bool:
-        return self._forms is not None and self._forms.latest.state_is_finite
+        return self._forms is not None and self._forms.form.state_is_finite
 
     @property
     def sessions(self) -> list[Session]:
@@ -112,7 +115,7 @@ class StepRunner(Runner):
             raise GraphoptError(
                 "placement: expected a step before it, as sessions depend on shapes, found none: run a step first"
             )
-        return [self._forms.latest.session]
+        return [self._forms.form.session]
 
 
 class _Part(NamedTuple):
@@ -132,9 +135,9 @@ class ForwardRunner:
     """
 
     def __init__(
-        self, device: Device, model: ir.Model, state: State, signature: Signature, *, as_numpy: bool
+        self, device: Device, model: ir.Model, buffers: StateBuffers, signature: Signature, *, as_numpy: bool
     ) -> None:
-        self._device, self._model, self._state = device, model, state
+        self._device, self._model, self._buffers = device, model, buffers
         self._signature, self._as_numpy = signature, as_numpy
         self._parts: dict[tuple[str, ...], _Part] = {}
         self._checked: dict[
@@ -156,7 +159,7 @@ class ForwardRunner:
     def compute(self, names: Sequence[str], tensors: Mapping[str, Tensor]) -> Reported:
         """Return outputs by name, of tensors that `check` has accepted."""
         part, accepted = self._part(names), self._signature.accepted
-        values = self._state.read()
+        values = self._buffers.read()
         values |= {name: to_ort(self._device, tensors[name], accepted[name].dtype) for name in part.fed}
         outputs = part.session.compute({name: values[name] for name in part.inputs}, names)
         return {
@@ -168,7 +171,7 @@ class ForwardRunner:
         """Return the part of the graph that computes outputs; compile it on first use."""
         key = tuple(names)
         if key not in self._parts:
-            outputs, state = {name_of(y): y for y in self._model.graph.outputs}, self._state.read()
+            outputs, state = {name_of(y): y for y in self._model.graph.outputs}, self._buffers.read()
             model = inference.extract(self._model, [outputs[name] for name in names])
             inputs = [name_of(x) for x in model.graph.inputs]
             fed = [name for name in inputs if name not in state]

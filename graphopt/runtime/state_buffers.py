@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import onnx_ir as ir
@@ -25,28 +25,7 @@ if TYPE_CHECKING:
     import onnxruntime
 
 
-class State(Protocol):
-    """Read and replace the state of a training graph by name."""
-
-    @property
-    def names(self) -> list[str]:
-        """Return the names of all state."""
-
-    def arrays(self, names: Iterable[str] | None = None) -> dict[str, np.ndarray]:
-        """Return copies of the state, or of part of it, by name."""
-
-    def update(self, arrays: Mapping[str, np.ndarray]) -> None:
-        """Replace part of the state by name. If an array has the wrong type or shape, nothing is replaced.
-
-        Raises:
-            GraphoptError: a name is unknown, or an array has the wrong type or shape.
-        """
-
-    def read(self) -> dict[str, onnxruntime.OrtValue]:
-        """Return the state and the hyperparameters for an evaluation to read."""
-
-
-class StateBuffers(State):
+class StateBuffers:
     """Hold hyperparameters and two sets of state: a step reads the `current` set and writes the other.
 
     Args:
@@ -131,17 +110,25 @@ class StateBuffers(State):
         return None
 
     def read(self) -> dict[str, onnxruntime.OrtValue]:
+        """Return the state and the hyperparameters for an evaluation to read."""
         return {**self.sets[self.current], **self.fed}
 
     @property
     def names(self) -> list[str]:
+        """Return the names of all state."""
         return list(self.sets[0])
 
     def arrays(self, names: Iterable[str] | None = None) -> dict[str, np.ndarray]:
+        """Return copies of the state, or of part of it, by name."""
         buffers = self.sets[self.current]
         return {name: np.array(buffers[name].numpy()) for name in (buffers if names is None else names)}
 
     def update(self, arrays: Mapping[str, np.ndarray]) -> None:
+        """Replace part of the state by name. If an array has the wrong type or shape, nothing is replaced.
+
+        Raises:
+            GraphoptError: a name is unknown, or an array has the wrong type or shape.
+        """
         self.check(arrays)
         buffers = self.sets[self.current]
         for name, array in arrays.items():
