@@ -155,7 +155,7 @@ class ForwardBackward:
         if engine == "auto":
             self.engine = "graphs" if refuses_agent(self._device, self._model) else "agent"
         self._engine = self._start(graphs)
-        self._inference: tuple[Session, list[str]] | None = None
+        self._inference: Session | None = None
         self._last: Forward | None = None
         self._lock = threading.RLock()
 
@@ -280,9 +280,8 @@ class ForwardBackward:
     def _infer(self, feeds: OrtValues) -> dict[str, onnxruntime.OrtValue]:
         if self._inference is None:
             model = inference.extract(self._model, with_role(self._model, Role.PREDICTION))
-            self._inference = Session(self._device, model), names_of(model.graph.inputs)
-        session, names = self._inference
-        return session.compute({name: feeds[name] for name in names}, list(self._outputs))
+            self._inference = Session(self._device, model)
+        return self._inference.compute(feeds)
 
     def _start(self, graphs: LayerGraphs) -> Graphs | Agent:
         if self.engine == "agent":

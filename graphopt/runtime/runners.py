@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import onnx_ir as ir
 
@@ -118,14 +118,6 @@ class StepRunner(Runner):
         return [self._forms.form.session]
 
 
-class _Part(NamedTuple):
-    """Hold a session of a part of a graph, and the names of all its inputs, and of the tensors among them."""
-
-    session: Session
-    inputs: list[str]
-    fed: list[str]
-
-
 class ForwardRunner:
     """Compute outputs of a training graph without changing the state.
 
@@ -139,10 +131,8 @@ class ForwardRunner:
     ) -> None:
         self._device, self._model, self._buffers = device, model, buffers
         self._signature, self._as_numpy = signature, as_numpy
-        self._parts: dict[tuple[str, ...], _Part] = {}
-        self._checked: dict[
-            tuple[str, ...], Any
-        ] = {}  # the descriptions of the tensors that were checked last
+        self._sessions: dict[tuple[str, ...], Session] = {}
+        self._checked: dict[tuple[str, ...], Any] = {}  # descriptions of the tensors that were checked last
 
     def check(self, names: Sequence[str], tensors: Mapping[str, Tensor]) -> None:
         """Check tensors as a step does, except that inputs which the outputs `names` do not need may be missing.
@@ -152,28 +142,26 @@ class ForwardRunner:
         """
         facts = description(tensors)
         if self._checked.get(tuple(names)) != facts:
-            self._signature.check(tensors, self._part(names).fed)
+            self._signature.check(tensors, self._session(names).inputs)
             self._checked[tuple(names)] = facts
         self._signature.check_labels(tensors)
 
     def compute(self, names: Sequence[str], tensors: Mapping[str, Tensor]) -> Reported:
         """Return outputs by name, of tensors that `check` has accepted."""
-        part, accepted = self._part(names), self._signature.accepted
-        values = self._buffers.read()
-        values |= {name: to_ort(self._device, tensors[name], accepted[name].dtype) for name in part.fed}
-        outputs = part.session.compute({name: values[name] for name in part.inputs}, names)
+        session, accepted = self._session(names), self._signature.accepted
+        fed = [name for name in session.inputs if name in accepted]
+        values = {name: to_ort(self._device, tensors[name], accepted[name].dtype) for name in fed}
+        outputs = session.compute(self._buffers.read() | values)
         return {
             name: number_or_array(x.numpy()) if self._as_numpy or not x.shape() else x
             for name, x in outputs.items()
         }
 
-    def _part(self, names: Sequence[str]) -> _Part:
-        """Return the part of the graph that computes outputs; compile it on first use."""
+    def _session(self, names: Sequence[str]) -> Session:
+        """Return the session of the part of the graph that computes outputs; open it on first use."""
         key = tuple(names)
-        if key not in self._parts:
-            outputs, state = {name_of(y): y for y in self._model.graph.outputs}, self._buffers.read()
-            model = inference.extract(self._model, [outputs[name] for name in names])
-            inputs = [name_of(x) for x in model.graph.inputs]
-            fed = [name for name in inputs if name not in state]
-            self._parts[key] = _Part(Session(self._device, model), inputs, fed)
-        return self._parts[key]
+        if key not in self._sessions:
+            outputs = {name_of(y): y for y in self._model.graph.outputs}
+            part = inference.extract(self._model, [outputs[name] for name in names])
+            self._sessions[key] = Session(self._device, part)
+        return self._sessions[key]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -81,12 +81,6 @@ class InputSpec:
         self.check_type(np.dtype(ir.DataType(value.element_type()).numpy()), value.shape())
         return value
 
-    def check(self, array: np.ndarray) -> None:
-        """Raise an error unless `array` has the right type and shape."""
-        if not isinstance(array, np.ndarray):
-            raise GraphoptError(f"{self}: expected a NumPy array, found {type(array).__name__}")
-        self.check_type(array.dtype, array.shape)
-
     def check_type(self, dtype: np.dtype[Any], shape: Sequence[int]) -> None:
         """Raise an error unless an element type and a shape are right; a scalar may have any type."""
         if dtype != self.dtype and self.shape != ():
@@ -146,12 +140,12 @@ class Signature:
         return {**tensors, **widened, **zeros}
 
     def check(
-        self, tensors: Mapping[str, Tensor], needed: Iterable[str] | None = None
+        self, tensors: Mapping[str, Tensor], needed: Collection[str] | None = None
     ) -> dict[str, Sequence[int]]:
         """Return the shapes of tensors.
 
         Args:
-            needed: the inputs that must be there; all by default.
+            needed: the names of values among which are the inputs that must be there; all by default.
 
         Raises:
             GraphoptError: a tensor is missing, is unknown, or has the wrong type or shape.
@@ -159,9 +153,15 @@ class Signature:
         for name in tensors:
             if name not in self.accepted:
                 raise GraphoptError(f"input {name!r}: unknown; the graph takes {', '.join(self.accepted)}")
-        shapes = {name: self._shape(self.accepted[name], tensor) for name, tensor in tensors.items()}
-        for name in self.accepted if needed is None else needed:
-            if name not in tensors:
+        shapes: dict[str, Sequence[int]] = {}
+        for name, tensor in tensors.items():
+            if isinstance(tensor, np.ndarray):
+                self.accepted[name].check_type(tensor.dtype, tensor.shape)
+                shapes[name] = tensor.shape
+            else:
+                shapes[name] = tuple(self.accepted[name].converted(self._device, tensor).shape())
+        for name in self.accepted:
+            if name not in tensors and (needed is None or name in needed):
                 raise GraphoptError(f"input {name!r}: missing; found {', '.join(tensors) or 'nothing'}")
         check_shared(self._shared, shapes)
         return shapes
@@ -173,13 +173,6 @@ class Signature:
             if array is not None and not labels.fit(array):
                 label = array[labels.wrong(array)][0]
                 raise GraphoptError(f"input {name!r}: expected {labels}, found {label}")
-
-    def _shape(self, accepted: InputSpec, tensor: Tensor) -> Sequence[int]:
-        """Check the type and shape of a tensor and return its shape."""
-        if isinstance(tensor, np.ndarray):
-            accepted.check(tensor)
-            return tensor.shape
-        return tuple(accepted.converted(self._device, tensor).shape())
 
 
 def description(tensors: Mapping[str, Any]) -> list[Any]:

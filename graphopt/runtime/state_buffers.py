@@ -139,15 +139,17 @@ class StateBuffers:
         for name, array in arrays.items():
             if name not in self._inputs or name in self.fed:
                 raise GraphoptError(f"state {name!r}: unknown; the graph has {', '.join(self.names)}")
-            self._inputs[name].check(np.asarray(array))
+            array = np.asarray(array)
+            self._inputs[name].check_type(array.dtype, array.shape)
 
     def check_hyperparameters(self, values: Mapping[str, Any]) -> None:
         """Raise an error unless values are of hyperparameters, have their types and shapes, and are valid numbers."""
         for name, value in values.items():
             if name not in self.hyperparameters:
                 raise GraphoptError(unknown("hyperparameter", name, self.hyperparameters))
-            self._inputs[name].check(np.asarray(value))
-            number = np.asarray(value, self._inputs[name].dtype)
+            array, accepted = np.asarray(value), self._inputs[name]
+            accepted.check_type(array.dtype, array.shape)
+            number = np.asarray(value, accepted.dtype)
             if not np.isfinite(number).all() or (name.endswith(LEARNING_RATE) and (number < 0).any()):
                 least = ", 0 or more" if name.endswith(LEARNING_RATE) else ""
                 raise GraphoptError(
@@ -174,7 +176,7 @@ def _finite_check(device: Device, values: OrtValues, memory: Sequence[np.ndarray
         return lambda: all([math.isfinite(np.vdot(flat, flat)) for flat in memory])
     model, floating = _summed(values)
     session = Session(device, model)
-    return lambda: math.isfinite(session.compute(floating, ["total"])["total"].numpy())
+    return lambda: math.isfinite(session.compute(floating)["total"].numpy())
 
 
 def _summed(values: OrtValues) -> tuple[ir.Model, dict[str, onnxruntime.OrtValue]]:

@@ -140,9 +140,7 @@ class Translation:
     def _once(self, session: Session, arrays: Arrays) -> Arrays:
         """Return the numbers of one plain step."""
         values = {name: to_ort(self._device, x, x.dtype) for name, x in arrays.items()}
-        values |= {**self._buffers.fed, **self._fixed}
-        inputs = {x.name: values[x.name] for x in session.ort.get_inputs()}
-        return _arrays(session.compute(inputs, [y.name for y in session.ort.get_outputs()]))
+        return _arrays(session.compute({**values, **self._buffers.fed, **self._fixed}))
 
     def _beyond_rounding(
         self, errors: dict[str, float], limit: float, expected: Arrays, state: Arrays, data: Arrays
