@@ -26,10 +26,9 @@ from graphopt.runtime.device import Device
 from graphopt.runtime.executor import Executor
 from graphopt.runtime.executor_options import ExecutorOptions, keywords_of
 from graphopt.runtime.forms import is_large_enough
-from graphopt.runtime.reported_outputs import reporting
 from graphopt.runtime.runners import Runner, StepRunner
 from graphopt.runtime.session import Session
-from graphopt.runtime.signature import Signature
+from graphopt.runtime.signature import Signature, reporting
 from graphopt.runtime.state_buffers import StateBuffers
 from graphopt.runtime.tensors import Tensor, rows_of
 

@@ -21,7 +21,7 @@ from graphopt.graph.state import owners
 from graphopt.graph.values import dtype_of, name_of
 from graphopt.runtime.bound_session import Reported
 from graphopt.runtime.device import Device
-from graphopt.runtime.reported_outputs import numbers
+from graphopt.runtime.signature import numbers
 from graphopt.runtime.state_buffers import StateBuffers
 from graphopt.runtime.tensors import SUMMED, Allocate, Tensor, allocated, buffer, buffers, zeros_of
 

@@ -22,8 +22,8 @@ from graphopt.runtime.bound_session import Reported, RunnerOptions
 from graphopt.runtime.device import Device
 from graphopt.runtime.executor import Executor, NonFiniteLoss, fed_by
 from graphopt.runtime.executor_options import ExecutorOptions, keywords_of
-from graphopt.runtime.reported_outputs import numbers
 from graphopt.runtime.runners import StepRunner
+from graphopt.runtime.signature import numbers
 from graphopt.runtime.state_buffers import StateBuffers
 from graphopt.runtime.tensors import Tensor, buffer, rows_of, zeros_of
 

@@ -109,15 +109,24 @@ class BoundSession:
             self._graph_inputs = {name_of(x): buffer(device, _static_zeros(x)) for x in fed}
         self._numbers: dict[str, np.ndarray] = {}
         self._own_outputs: dict[str, onnxruntime.OrtValue] = {}
-        self._check_name, self._check = check or "", np.zeros((), np.float32) if check else None
-        self._make_outputs({name_of(y): y for y in model.graph.outputs})
+        self._check = np.zeros((), np.float32) if check else None
+        if self._check is not None:
+            self._own_outputs[str(check)] = share(device, self._check)
+        outputs = {name_of(y): y for y in model.graph.outputs}
+        for name in self._report:  # the shapes of numbers are known, and in a CUDA graph those of all
+            if device.cuda_graph:
+                self._own_outputs[name] = buffer(device, _static_zeros(outputs[name]))
+            elif outputs[name].shape == ():
+                self._numbers[name] = _static_zeros(outputs[name])
+                self._own_outputs[name] = share(device, self._numbers[name])
+        self._place = ("cpu", 0) if options.as_numpy else (device.kind, device.index)
         self._places = {name: i for i, name in enumerate(self._report) if name not in self._own_outputs}
         buffers.share(shared)
         self._bindings = []
         for source in range(2):
-            read, after = buffers.sets[source], {next_of(k): x for k, x in buffers.sets[1 - source].items()}
-            inputs = {**read, **buffers.fed, **self._graph_inputs, **options.fixed}
-            self._bindings.append(self._binding(model.graph, inputs, {**after, **options.fixed}))
+            after = {next_of(name): x for name, x in buffers.sets[1 - source].items()}
+            inputs = {**buffers.sets[source], **buffers.fed, **self._graph_inputs, **options.fixed}
+            self._bindings.append(self._binding(inputs, {**self._own_outputs, **after, **options.fixed}))
         self._options: list[Any] = [None, None]
         if device.cuda_graph:
             self._options = [device.ort.RunOptions() for _ in range(2)]
@@ -145,9 +154,7 @@ class BoundSession:
             else:
                 alive.append(self._feed(binding, name, tensor))
         for name in self._places:
-            binding.bind_output(
-                name, *(("cpu",) if self._as_numpy else (self._device.kind, self._device.index))
-            )
+            binding.bind_output(name, *self._place)
         self.session.execute(binding, self._options[source])
         if not self._places and not self._device.cuda_graph:
             return {name: array.item() for name, array in self._numbers.items()}
@@ -187,31 +194,17 @@ class BoundSession:
         vector.push_back(value._ortvalue)
         return self._device.ort.OrtValue(vector[0])
 
-    def _make_outputs(self, outputs: Mapping[str, ir.Value]) -> None:
-        """Allocate the reported outputs whose shapes are known: scalars, and all outputs of a CUDA graph."""
-        for name in self._report:
-            if self._device.cuda_graph:
-                self._own_outputs[name] = buffer(self._device, _static_zeros(outputs[name]))
-            elif outputs[name].shape == ():
-                self._numbers[name] = _static_zeros(outputs[name])
-                self._own_outputs[name] = share(self._device, self._numbers[name])
-
-    def _binding(self, graph: ir.Graph, inputs: OrtValues, outputs: OrtValues) -> onnxruntime.IOBinding:
-        """Return a binding of the inputs and outputs that are the same in every call."""
+    def _binding(self, inputs: OrtValues, outputs: OrtValues) -> onnxruntime.IOBinding:
+        """Return a binding of the inputs and outputs that are the same in every call, reported ones first."""
         binding = self.session.ort.io_binding()
-        for name in self._report:
-            if name in self._own_outputs:
-                binding.bind_ortvalue_output(name, self._own_outputs[name])
-            else:
-                binding.bind_output(name, "cpu")
-        for name in map(name_of, graph.inputs):
+        for name in self.session.inputs:
             if name in inputs:
                 binding.bind_ortvalue_input(name, inputs[name])
-        for name in map(name_of, graph.outputs):
+        for name in dict.fromkeys([*self._report, *self.session.outputs]):
             if name in outputs:
                 binding.bind_ortvalue_output(name, outputs[name])
-        if self._check is not None:
-            binding.bind_ortvalue_output(self._check_name, share(self._device, self._check))
+            elif name in self._places:
+                binding.bind_output(name, *self._place)
         return binding
 
 

@@ -22,11 +22,9 @@ from graphopt.runtime.bound_session import Reported, RunnerOptions
 from graphopt.runtime.device import Device
 from graphopt.runtime.executor_options import ExecutorOptions, keywords_of
 from graphopt.runtime.executor_state import ExecutorState
-from graphopt.runtime.reported_outputs import chosen_outputs, reporting
-from graphopt.runtime.runners import ForwardRunner, Runner, StepRunner
+from graphopt.runtime.runners import Batch, ForwardRunner, Pace, Runner, SeveralSteps, StepRunner, alike
 from graphopt.runtime.session import Session
-from graphopt.runtime.several_steps import Batch, SeveralSteps, alike
-from graphopt.runtime.signature import Signature, description
+from graphopt.runtime.signature import Signature, chosen_outputs, description, reporting
 from graphopt.runtime.state_buffers import StateBuffers
 from graphopt.runtime.tensors import Tensor
 
@@ -196,10 +194,6 @@ class Executor(ExecutorState):
             NonFiniteLoss: a loss or the new state is infinite or NaN. The steps of its call are repeated one by one,
                 so that the state is the one before the failing step.
         """
-        chosen = self.options.steps_per_call
-        alone = self._one_by_one or self.in_place or self.workers.size > 1
-        if alone or (chosen is None and not self._device.on_cpu):
-            chosen = 1
         left = map(self._signature.completed, batches)
         for first in left:
             with self._lock:
@@ -207,15 +201,15 @@ class Executor(ExecutorState):
                 self._signature.check(feeds)
                 self._buffers.check_hyperparameters(fed)
                 self._signature.check_labels(feeds)
-            return self._steps(itertools.chain([first], left), chosen)
+            return self._steps(itertools.chain([first], left))
         return iter(())
 
-    def _steps(self, left: Iterator[Batch], chosen: int | None) -> Iterator[Reported]:
+    def _steps(self, left: Iterator[Batch]) -> Iterator[Reported]:
         """Yield what a step on each batch reports; run the chosen number of steps per call, or the fastest number."""
-        while not (chosen == 1 or (chosen is None and self._several.pace.alone)):
+        while not self._several.pace.alone:
             waiting: list[Batch] = []
             try:
-                waiting.extend(itertools.islice(left, chosen or self._several.pace.steps))
+                waiting.extend(itertools.islice(left, self._several.pace.steps))
             finally:  # if drawing a batch fails, those before it train
                 for batches in alike(waiting) if waiting else ():
                     yield from self._call(batches)
@@ -316,10 +310,12 @@ class Executor(ExecutorState):
             self._runner, single = self._runner_of(chosen), None
         self._checked = None
         arrays = any(y.name in self._report and y.shape != () for y in model.graph.outputs)
+        alone = self._one_by_one or self.in_place or self.workers.size > 1
+        steps = options.steps_per_call
         self._several = SeveralSteps(
             functools.partial(runner_of, single=single),
-            self._signature.accepted,
-            stacks=options.as_numpy or not arrays,
+            self._signature.accepted if options.as_numpy or not arrays else (),
+            Pace(1 if alone or (steps is None and not device.on_cpu) else steps),
             insists=device.verify is True,
         )
         self._forwards = ForwardRunner(

@@ -21,7 +21,7 @@ from graphopt.graph.values import name_of
 from graphopt.runtime.checkpoint import Property, load_state, save_state
 from graphopt.runtime.device import Device
 from graphopt.runtime.executor_options import ExecutorOptions
-from graphopt.runtime.reported_outputs import reportable
+from graphopt.runtime.signature import reportable
 from graphopt.runtime.state_buffers import StateBuffers
 from graphopt.runtime.tensors import Tensor, to_ort
 
@@ -76,10 +76,11 @@ class ExecutorState:
 
     def on_device(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Copy a batch to the GPU ahead of `step`. On the CPU, return the batch itself."""
-        if self._device.kind == "cpu" or self._device.cuda_graph:
+        device = self._device
+        if device.kind == "cpu" or device.cuda_graph:
             return {**batch}
         arrays = {name: x for name, x in batch.items() if isinstance(x, np.ndarray)}
-        return {**batch, **{name: to_ort(self._device, x, x.dtype) for name, x in arrays.items()}}
+        return {**batch, **{name: to_ort(device, x, x.dtype) for name, x in arrays.items()}}
 
     @property
     def model(self) -> ir.Model:
@@ -189,9 +190,8 @@ class ExecutorState:
             )
         parts = np.split(vector, np.cumsum([array.size for array in weights.values()])[:-1])
         new = {name: part.reshape(weights[name].shape) for name, part in zip(weights, parts, strict=True)}
-        trained = {name: new.pop(name) for name in self._of(Role.PARAMETER)}
         with self._lock:
-            self.update_state(trained)
+            self.update_state({name: new.pop(name) for name in self._of(Role.PARAMETER)})
             for name, array in new.items():
                 self._model.graph.initializers[name].const_value = ir.tensor(np.array(array), name=name)
             if new:  # frozen weights are constants of the sessions

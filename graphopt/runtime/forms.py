@@ -161,15 +161,16 @@ class StepForms:
             check = None if self._several else lowered.check
             kernels = {"library": lowered.library, "check": check, "shared": lowered.shared}
             return self._opened(lowered.model, "kernels", **kernels)
-        except Exception as error:  # whatever fails here, the graph as it is computes the same
-            if native is True and isinstance(error, GraphoptError):
+        except GraphoptError as error:
+            if native is True:
                 raise
-            kind = "" if isinstance(error, GraphoptError) else f"native: {type(error).__name__}: "
-            text = f"{kind}{line(error)[:200] if kind else error}"
+            text = str(error)
+        except Exception as error:  # whatever fails here, the graph as it is computes the same
+            text = f"native: {type(error).__name__}: {line(error)[:200]}"
             if native is True:
                 raise GraphoptError(f"{text}; pass native=False, and please report it") from error
-            warnings.warn(f"{text}; steps run without kernels of their own", stacklevel=2)
-            return None
+        warnings.warn(f"{text}; steps run without kernels of their own", stacklevel=2)
+        return None
 
 
 def unrolled(model: ir.Model) -> ir.Model:

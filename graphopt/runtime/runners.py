@@ -1,11 +1,17 @@
-"""Run steps of a training graph, and parts of it for evaluation: check tensors, and choose a session."""
+"""Run steps of a training graph, one or several in a call of the runtime, and parts of it for evaluation."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Mapping, Sequence
+import itertools
+import time
+import warnings
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from operator import attrgetter, itemgetter
 from typing import Any, Protocol
 
+import numpy as np
 import onnx_ir as ir
 
 from graphopt.errors import GraphoptError
@@ -19,6 +25,9 @@ from graphopt.runtime.session import Session
 from graphopt.runtime.signature import Signature, description
 from graphopt.runtime.state_buffers import StateBuffers
 from graphopt.runtime.tensors import Tensor, number_or_array, to_ort
+from graphopt.runtime.translation import Mistranslated
+
+Batch = Mapping[str, Tensor]
 
 
 class Runner(Protocol):
@@ -100,10 +109,10 @@ class StepRunner(Runner):
 
     def _opened(self, shapes: Mapping[str, Sequence[int]] | None = None) -> StepForms:
         """Return the forms of the graph; several steps run in that of single ones, so that the results are equal."""
-        if self._single is None:
-            return StepForms(*self._parts, self._options, shapes)
-        options = dataclasses.replace(self._options, native=self._single.native)
-        return StepForms(*self._parts, options, shapes, several=True)
+        options, single = self._options, self._single
+        if single is not None:
+            options = dataclasses.replace(options, native=single.native)
+        return StepForms(*self._parts, options, shapes, several=single is not None)
 
     @property
     def state_is_finite(self) -> bool:
@@ -116,6 +125,132 @@ class StepRunner(Runner):
                 "placement: expected a step before it, as sessions depend on shapes, found none: run a step first"
             )
         return [self._forms.form.session]
+
+
+class SeveralSteps:
+    """Run several steps in one call, by a graph whose Scan iterates over stacked batches.
+
+    Args:
+        runner_of: creates a runner of several steps per call.
+        fed: the names of the inputs that can be stacked: all but hyperparameters; none if reports cannot be.
+        pace: chooses the number of steps per call.
+        insists: whether it is an error if the steps compute other numbers than single steps.
+    """
+
+    def __init__(
+        self, runner_of: Callable[[], StepRunner], fed: Collection[str], pace: Pace, *, insists: bool
+    ) -> None:
+        self.pace, self._runner_of, self._fed, self._insists = pace, runner_of, {*fed}, insists
+        self._runner: StepRunner | None = None
+        self._checked: list[Any] | None = None  # the description of the arrays that were checked last
+
+    def step(self, buffers: StateBuffers, batches: Sequence[Batch]) -> list[Reported] | None:
+        """Run a step on each batch and return what each reports, or None if the steps have to run one by one.
+
+        Raises:
+            GraphoptError: an array has the wrong type or shape. No step has run.
+        """
+        first = batches[0]
+        if len(batches) == 1 or not first or not first.keys() <= self._fed:
+            return None
+        if not all(isinstance(x, np.ndarray) for x in first.values()):
+            return None
+        with self.pace.timed(len(batches)):
+            if self._runner is None:
+                self._runner = self._runner_of()
+            stacked = {name: np.array([*map(itemgetter(name), batches)]) for name in first}
+            if self._checked != (facts := description(stacked)):
+                self._runner.check(stacked)
+                self._checked = facts
+            self._runner.signature.check_labels(stacked)
+            try:
+                reported = self._runner.step(buffers.current, stacked)
+            except Mistranslated as error:
+                if self._insists:
+                    raise
+                warnings.warn(str(error), stacklevel=4)
+                self._fed = set()
+                self.close()
+                return None
+            if buffers.not_finite(reported) is not None:
+                return None
+            buffers.swap()
+            return unstacked(reported, len(batches))
+
+    def close(self) -> None:
+        """Release the session."""
+        self._runner = self._checked = None
+
+
+def unstacked(reported: Reported, steps: int) -> list[Reported]:
+    """Split stacked reports into one report per step."""
+    if not reported:
+        return [{} for _ in range(steps)]
+    columns = (array.tolist() if array.ndim == 1 else array for array in reported.values())
+    return [dict(zip(reported, row, strict=True)) for row in zip(*columns, strict=True)]
+
+
+def alike(batches: Sequence[Batch]) -> Iterator[Sequence[Batch]]:
+    """Group consecutive batches whose tensors have the same names and shapes."""
+    try:
+        sizes = [{*map(attrgetter("shape"), map(itemgetter(name), batches))} for name in batches[0]]
+        sizes.append({*map(len, batches)})
+    except (AttributeError, KeyError):  # not an array, or no tensor of this name
+        sizes = []
+    if sizes and all(len(shapes) == 1 for shapes in sizes):
+        yield batches
+        return
+    shapes = ([(name, getattr(x, "shape", None)) for name, x in batch.items()] for batch in batches)
+    for _, group in itertools.groupby(zip(shapes, batches, strict=True), itemgetter(0)):
+        yield [batch for _, batch in group]
+
+
+class Pace:
+    """Choose the number of steps per call by measuring single steps and calls of several steps.
+
+    The first steps run alone, and the next ones in calls of about `CALL` seconds. Later steps run alone unless the
+    calls were faster by `MARGIN`.
+
+    Args:
+        chosen: the number of steps per call, if nothing is to be measured.
+    """
+
+    CALL = 4e-3
+    MOST = 256
+    MARGIN = 0.9
+    TRIED = 5  # single steps to measure, and calls of several steps
+
+    def __init__(self, chosen: int | None = None) -> None:
+        self._chosen = chosen
+        self._alone: list[float] = []
+        self._together: list[float] = []
+
+    @property
+    def steps(self) -> int:
+        """Return the number of steps of the next call."""
+        if self._chosen is not None:
+            return self._chosen
+        if len(self._alone) < self.TRIED:
+            return 1
+        alone = min(self._alone)  # the minimum: first steps take longer, and other programs may run
+        together = min(self._together) if len(self._together) == self.TRIED else 0.0
+        if together > self.MARGIN * alone:
+            return 1
+        return max(1, min(self.MOST, int(self.CALL / alone)))
+
+    @property
+    def alone(self) -> bool:
+        """Return whether all later steps run alone."""
+        return self.steps == 1 and (self._chosen == 1 or len(self._alone) == self.TRIED)
+
+    @contextlib.contextmanager
+    def timed(self, steps: int = 1) -> Iterator[None]:
+        """Measure the time of a call of `steps` steps."""
+        times = self._alone if steps == 1 else self._together
+        start = time.perf_counter()
+        yield
+        if len(times) < self.TRIED:
+            times.append((time.perf_counter() - start) / steps)
 
 
 class ForwardRunner:

@@ -1,4 +1,4 @@
-"""Check fed tensors against the inputs of a graph."""
+"""Check fed tensors against the inputs of a graph, and choose the outputs that a step reports."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import onnx_ir as ir
+from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from graphopt.errors import GraphoptError
 from graphopt.graph.labels import labels_of
-from graphopt.graph.roles import Role, role_of
+from graphopt.graph.roles import Role, role_of, with_role
 from graphopt.graph.values import dtype_of, name_of
 from graphopt.runtime.device import Device
 from graphopt.runtime.tensors import Tensor, on_host, to_ort
@@ -85,21 +86,16 @@ class InputSpec:
         """Raise an error unless an element type and a shape are right; a scalar may have any type."""
         if dtype != self.dtype and self.shape != ():
             raise GraphoptError(f"{self}: expected {self.dtype}, found {dtype}: convert it with .astype")
-        if self.shape is not None and (
-            len(self.shape) != len(shape)
-            or any(want not in (None, have) for want, have in zip(self.shape, shape, strict=True))
-        ):
-            raise GraphoptError(
-                f"{self}: expected shape {self._text}, found {list(shape)}{self._fixed(shape)}"
-            )
-
-    def _fixed(self, shape: Sequence[int]) -> str:
-        """Say that the file itself fixes a size of a target, as exporters do that unroll a loop."""
-        sizes = zip(self.shape or (), shape, strict=False)
-        axis = next((i for i, (want, have) in enumerate(sizes) if want not in (None, have)), None)
-        if not self._fixes or self.shape is None or len(self.shape) != len(shape) or axis is None:
-            return ""
-        return f": the model computes {self.shape[axis]} along axis {axis} for every size of its inputs"
+        if self.shape is None:
+            return
+        sizes = zip(self.shape, shape, strict=False)
+        wrong = [axis for axis, (want, have) in enumerate(sizes) if want not in (None, have)]
+        if len(self.shape) != len(shape) or wrong:
+            hint = ""
+            if self._fixes and len(self.shape) == len(shape):  # exporters that unroll a loop fix a size
+                size = f"{self.shape[wrong[0]]} along axis {wrong[0]}"
+                hint = f": the model computes {size} for every size of its inputs"
+            raise GraphoptError(f"{self}: expected shape {self._text}, found {list(shape)}{hint}")
 
 
 class Signature:
@@ -178,3 +174,44 @@ class Signature:
 def description(tensors: Mapping[str, Any]) -> list[Any]:
     """Return the names, shapes and types of tensors, to recognize tensors that were checked before."""
     return [(name, getattr(x, "shape", None), getattr(x, "dtype", None)) for name, x in tensors.items()]
+
+
+def reportable(model: ir.Model) -> list[str]:
+    """Return the names of the outputs of a training graph that are not state, `loss` first."""
+    return [name_of(y) for y in model.graph.outputs if role_of(y) not in (Role.NEXT, Role.SOURCE)]
+
+
+def chosen_outputs(model: ir.Model, report: Sequence[str] | None) -> list[str]:
+    """Return the names of the outputs to report: all, or those of `report` and the loss.
+
+    Raises:
+        GraphoptError: the graph has no state to update, or no output with one of the names.
+    """
+    if not with_role(model, Role.NEXT):
+        raise GraphoptError("expected a training graph, found one without state to update: add an optimizer")
+    if isinstance(report, str) or not isinstance(report, Iterable | None):
+        raise GraphoptError(f"report: expected names of outputs, found {report!r}")
+    names = reportable(model)
+    unknown = [name for name in report or () if name not in names]
+    if unknown:
+        raise GraphoptError(f"report: unknown outputs {unknown}; the graph has {', '.join(names)}")
+    return [name for name in names if report is None or name in report or (report and name == "loss")]
+
+
+def reporting(model: ir.Model, names: Sequence[str]) -> ir.Model:
+    """Return a training graph, or a half of one, without the nodes that only compute unreported outputs."""
+    if names == reportable(model):
+        return model
+    model = model.clone()
+    always = (Role.NEXT, Role.GRADIENT, Role.SAVED, Role.SUMMED)
+    model.graph.outputs[:] = [y for y in model.graph.outputs if role_of(y) in always or y.name in names]
+    RemoveUnusedNodesPass()(model)
+    return model
+
+
+def numbers(outputs: Iterable[ir.Value], report: Sequence[str]) -> list[str]:
+    """Return which of the reported outputs are floating-point numbers, of which workers take means."""
+    floats = {
+        y.name for y in outputs if y.shape == () and y.dtype is not None and y.dtype.is_floating_point()
+    }
+    return [name for name in report if name in floats]
