@@ -168,7 +168,7 @@ class SplitRunner(Runner):
     def step(self, source: int, feeds: Mapping[str, Tensor]) -> Reported:
         rows = rows_of(feeds)
         self._exchange.begin(rows)
-        stages = self._run(source, feeds) if rows else self._skip()
+        stages = self._run(source, feeds, rows)
         reported = self._exchange.average(stages, rows) | self._apply.step(source, {})
         self._is_finite = self._exchange.agree(self._apply.state_is_finite)
         return {name: reported[name] for name in self._options.report if name in reported}
@@ -206,10 +206,14 @@ class SplitRunner(Runner):
             )
         return StepRunner(device, graph, buffers, dataclasses.replace(options, native=False))
 
-    def _run(self, source: int, feeds: Mapping[str, Tensor]) -> Iterator[Reported]:
-        """Read the state from set `source`, and yield the reported outputs of each stage."""
+    def _run(self, source: int, feeds: Mapping[str, Tensor], rows: int) -> Iterator[Reported]:
+        """Read the state from set `source`, and yield the reported outputs of each stage, without rows nothing."""
         values: Reported = dict(feeds)
         for stage in self._stages:
+            if not rows:
+                stage.sums.sum(self._communicator.sum, 0.0)  # adds nothing to those of the other workers
+                yield {}
+                continue
             inputs = {name: np.asarray(x) if np.isscalar(x := values[name]) else x for name in stage.reads}
             if not self._fit_stages:
                 stage.runner.check(inputs)
@@ -218,14 +222,8 @@ class SplitRunner(Runner):
             stage.sums.sum(self._communicator.sum)
             for name in stage.reads_last:
                 del values[name]
-            yield {name: self._reported(outputs[name]) for name in self._made if name in outputs}
-        self._fit_stages = True
-
-    def _skip(self) -> Iterator[Reported]:
-        """Add nothing to the sums of the other workers, without rows; yield nothing for each stage."""
-        for stage in self._stages:
-            stage.sums.sum(self._communicator.sum, 0.0)
-            yield {}
-
-    def _reported(self, value: Any) -> Any:
-        return value.numpy() if self._options.as_numpy and hasattr(value, "numpy") else value
+            made = {name: outputs[name] for name in self._made if name in outputs}
+            if self._options.as_numpy:
+                made = {name: x.numpy() if hasattr(x, "numpy") else x for name, x in made.items()}
+            yield made
+        self._fit_stages = self._fit_stages or bool(rows)

@@ -236,14 +236,12 @@ def _ranks(apply: ir.Model, workers: int) -> dict[str, int]:
             groups.setdefault(owner if owner in parameters else state_of(y), []).append(y)
     loads = [0] * workers
     ranks: dict[str, int] = {}
-    sizes = {name: sum(_size(y) for y in group) for name, group in groups.items()}
+    sizes = {
+        name: sum(math.prod(y.shape.numpy()) for y in group if y.shape is not None)
+        for name, group in groups.items()
+    }
     for name in sorted(groups, key=lambda name: (-sizes[name], name)):
         rank = loads.index(min(loads))
         loads[rank] += sizes[name]
         ranks |= {name_of(y): rank for y in groups[name]}
     return ranks
-
-
-def _size(y: ir.Value) -> int:
-    assert y.shape is not None
-    return math.prod(y.shape.numpy())

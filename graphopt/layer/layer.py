@@ -11,7 +11,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
-from graphopt.compiler import DEFAULT, STANDARD, Default, LayerGraphs, Steps, compile_layer
+from graphopt.compiler import DEFAULT, STANDARD, Default, Steps, compile_layer
 from graphopt.errors import GraphoptError, unknown
 from graphopt.graph import inference
 from graphopt.graph.loading import Source
@@ -154,7 +154,13 @@ class ForwardBackward:
         self.engine = engine
         if engine == "auto":
             self.engine = "graphs" if refuses_agent(self._device, self._model) else "agent"
-        self._engine = self._start(graphs)
+        if self.engine == "agent":
+            results = names_of(with_role(self._model, Role.PREDICTION, Role.NEXT))
+            self._engine: Agent | Graphs = Agent(self._device, graphs.with_yield(), results, self._seeds)
+        else:
+            forward = self.forward_model.clone()
+            take_initial(forward)
+            self._engine = Graphs(self._device, forward, self.backward_model)
         self._inference: Session | None = None
         self._last: Forward | None = None
         self._lock = threading.RLock()
@@ -282,14 +288,6 @@ class ForwardBackward:
             model = inference.extract(self._model, with_role(self._model, Role.PREDICTION))
             self._inference = Session(self._device, model)
         return self._inference.compute(feeds)
-
-    def _start(self, graphs: LayerGraphs) -> Graphs | Agent:
-        if self.engine == "agent":
-            results = names_of(with_role(self._model, Role.PREDICTION, Role.NEXT))
-            return Agent(self._device, graphs.with_yield(), results, self._seeds)
-        forward = self.forward_model.clone()
-        take_initial(forward)
-        return Graphs(self._device, forward, self.backward_model)
 
 
 def _fitting(device: Device, accepted: InputSpec, tensor: Tensor, *, copied: bool) -> onnxruntime.OrtValue:

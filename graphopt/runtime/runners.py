@@ -45,13 +45,10 @@ class Runner(Protocol):
         """
 
     def step(self, source: int, feeds: Mapping[str, Tensor]) -> Reported:
-        """Read the state from set `source`, write the other set, and return the reported outputs.
+        """Read the state from set `source`, write the other set, and return the reported outputs of checked tensors.
 
         The caller decides whether to keep the new state: a step on the same set can be repeated, unless kernels write
         in place.
-
-        Args:
-            feeds: tensors that `check` has accepted.
         """
 
     @property
@@ -270,11 +267,7 @@ class ForwardRunner:
         self._checked: dict[tuple[str, ...], Any] = {}  # descriptions of the tensors that were checked last
 
     def check(self, names: Sequence[str], tensors: Mapping[str, Tensor]) -> None:
-        """Check tensors as a step does, except that inputs which the outputs `names` do not need may be missing.
-
-        Raises:
-            GraphoptError: a tensor is missing, is unknown, or has the wrong type, shape or labels.
-        """
+        """Check tensors as a step does, except that inputs which the outputs `names` do not need may be missing."""
         facts = description(tensors)
         if self._checked.get(tuple(names)) != facts:
             self._signature.check(tensors, self._session(names).inputs)

@@ -76,9 +76,7 @@ class StateBuffers:
         self.current ^= 1
 
     def not_finite(self, reported: Mapping[str, Any], *, checked: bool = False) -> str | None:
-        """Describe a non-finite loss or state after a step, or return None.
-
-        Nothing is checked if the loss is not reported.
+        """Describe a non-finite loss or state after a step, or return None; without a report of the loss, as well.
 
         Args:
             checked: whether the step itself found the new state to be finite.
@@ -124,11 +122,7 @@ class StateBuffers:
         return {name: np.array(buffers[name].numpy()) for name in (buffers if names is None else names)}
 
     def update(self, arrays: Mapping[str, np.ndarray]) -> None:
-        """Replace part of the state by name. If an array has the wrong type or shape, nothing is replaced.
-
-        Raises:
-            GraphoptError: a name is unknown, or an array has the wrong type or shape.
-        """
+        """Replace part of the state by name. If `check` rejects an array, nothing is replaced."""
         self.check(arrays)
         buffers = self.sets[self.current]
         for name, array in arrays.items():

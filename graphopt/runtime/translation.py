@@ -34,7 +34,6 @@ Arrays = dict[str, np.ndarray]
 STEPS = 2  # of a call of several
 TRIALS = 8  # steps on noisy numbers, to see how much of a difference is rounding
 NOISE = 16  # roundings
-MARK = b"\xa5"  # no step computes a state of these bytes alone
 LARGEST = 2**26  # bytes of inputs and constants that a reproducer has
 UNITS = {ir.DataType.FLOAT16: 2.0**-10, ir.DataType.BFLOAT16: 2.0**-7, ir.DataType.FLOAT: 2.0**-23}
 
@@ -220,34 +219,11 @@ class Translation:
             indent=1,
         ).encode()
         with contextlib.suppress(GraphoptError, OSError):
-            folder.mkdir(exist_ok=True)
             write_folder(folder, files)
         return (
             f"{form.name}: expected the numbers of the plain step, found {name!r} off by {100 * error:.2g} %: the "
             f"plain step runs; please report it with the files in {folder}"
         )
-
-
-def check_delivery(
-    device: Device, bound: BoundSession, buffers: StateBuffers, source: int, feeds: Mapping[str, Tensor]
-) -> None:
-    """Check on one step that a provider writes the new state where the executor reads it.
-
-    Raises:
-        GraphoptError: it does not.
-    """
-    written = {name: buffers.sets[1 - source][name] for name in buffers.updated}
-    marks = {name: MARK * np.asarray(value.numpy()).nbytes for name, value in written.items()}
-    for name, value in written.items():
-        array = np.asarray(value.numpy())
-        value.update_inplace(np.array(np.frombuffer(marks[name], array.dtype).reshape(array.shape)))
-    bound.call(source, feeds)
-    for name, mark in marks.items():
-        if mark and written[name].numpy().tobytes() == mark:
-            raise GraphoptError(
-                f"{device.execution_provider}: expected the new state in the memory that it was given, found {name!r} "
-                f"as before: take another provider"
-            )
 
 
 def read_note(room: str, name: str, key: str, kind: type[_T]) -> _T | None:
