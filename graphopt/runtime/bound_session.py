@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import onnx_ir as ir
 
-from graphopt.errors import GraphoptError
 from graphopt.graph.names import next_of
 from graphopt.graph.roles import FED, with_role
 from graphopt.graph.values import name_of
@@ -106,7 +105,7 @@ class BoundSession:
         self._small_inputs: dict[str, np.ndarray] = {}
         self._graph_inputs: dict[str, onnxruntime.OrtValue] = {}
         if device.cuda_graph:
-            self._graph_inputs = {name_of(x): buffer(device, _static_zeros(x)) for x in fed}
+            self._graph_inputs = {name_of(x): buffer(device, zeros_of(x)) for x in fed}
         self._numbers: dict[str, np.ndarray] = {}
         self._own_outputs: dict[str, onnxruntime.OrtValue] = {}
         self._check = np.zeros((), np.float32) if check else None
@@ -115,9 +114,9 @@ class BoundSession:
         outputs = {name_of(y): y for y in model.graph.outputs}
         for name in self._report:  # the shapes of numbers are known, and in a CUDA graph those of all
             if device.cuda_graph:
-                self._own_outputs[name] = buffer(device, _static_zeros(outputs[name]))
+                self._own_outputs[name] = buffer(device, zeros_of(outputs[name]))
             elif outputs[name].shape == ():
-                self._numbers[name] = _static_zeros(outputs[name])
+                self._numbers[name] = zeros_of(outputs[name])
                 self._own_outputs[name] = share(device, self._numbers[name])
         self._place = ("cpu", 0) if options.as_numpy else (device.kind, device.index)
         self._places = {name: i for i, name in enumerate(self._report) if name not in self._own_outputs}
@@ -206,13 +205,3 @@ class BoundSession:
             elif name in self._places:
                 binding.bind_output(name, *self._place)
         return binding
-
-
-def _static_zeros(value: ir.Value) -> np.ndarray:
-    """Return zeros of a value's static shape, which a CUDA graph requires."""
-    if value.shape is None or not value.shape.is_static():
-        raise GraphoptError(
-            f"output {value.name!r}: expected a shape that follows from the batch's, as a CUDA graph needs, found "
-            f"{value.shape}: leave it out of `report`"
-        )
-    return zeros_of(value)

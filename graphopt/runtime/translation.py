@@ -77,20 +77,17 @@ class Translation:
         message = None if verify is True else read_note("steps", f"{digest}.verified.json", "difference", str)
         if message is None:
             try:
-                errors, inputs = self._differences(form, source, feeds)
+                message = self._difference(form, source, feeds, digest)
             except GraphoptError:  # the runtime stops on this batch, or refuses the plain graph
                 if verify is True:
                     raise
                 return
-            message = self._reported(form, errors, inputs, digest) if errors else ""
             write_note("steps", f"{digest}.verified.json", {"difference": message})
         if message:
             raise Mistranslated(message)
 
-    def _differences(
-        self, form: BoundSession, source: int, feeds: Mapping[str, Tensor]
-    ) -> tuple[dict[str, float], Arrays]:
-        """Return the outputs whose numbers differ, with the relative differences, and the step's inputs."""
+    def _difference(self, form: BoundSession, source: int, feeds: Mapping[str, Tensor], digest: str) -> str:
+        """Return the line that tells of a difference, or an empty one."""
         if self._several:
             feeds = {name: x[:STEPS] for name, x in feeds.items()}
         types = {name_of(x): dtype_of(x).numpy() for x in with_role(self._plain, *FED)}
@@ -98,13 +95,13 @@ class Translation:
         state = _arrays(self._buffers.sets[source])
         expected = self._stepped(self._reference, state, data)
         if not all(np.isfinite(x).all() for x in expected.values() if x.dtype.kind == "f"):
-            return {}, {}
+            return ""
         errors = self._errors(expected, self._run(form, source, feeds, state), state, state)
         limit = (30 if self._unit > 1e-6 else 1000) * self._unit
-        if max(errors.values(), default=0.0) > limit:
-            errors = self._beyond_rounding(errors, limit, expected, state, data)
-            return dict(sorted(errors.items(), key=lambda item: -item[1])), {**state, **data}
-        return {}, {}
+        if max(errors.values(), default=0.0) <= limit:
+            return ""
+        errors = self._beyond_rounding(errors, limit, expected, state, data)
+        return self._reported(form, errors, state | data, digest) if errors else ""
 
     def _on_host(self, tensor: Tensor, dtype: np.dtype[Any]) -> np.ndarray:
         """Return a tensor as an array of the type of its input; a scalar may have another type."""
@@ -199,6 +196,7 @@ class Translation:
 
     def _reported(self, form: BoundSession, errors: Mapping[str, float], inputs: Arrays, digest: str) -> str:
         """Write a reproducer, and return the line that tells of a difference."""
+        errors = dict(sorted(errors.items(), key=lambda item: -item[1]))
         name, error = next(iter(errors.items()))
         folder = cache_folder("steps") / f"difference-{digest[:16]}"
         constants = [x.const_value for x in self._plain.graph.initializers.values()]
