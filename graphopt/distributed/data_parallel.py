@@ -126,12 +126,8 @@ class SplitRunner(Runner):
         options: RunnerOptions,
     ) -> None:
         self._communicator, self._options, self._is_finite = communicator, options, False
-        parts = device, halves.grad, options.report, communicator
-        self._exchange = (
-            SharedExchange(*parts, buffers.allocate)
-            if isinstance(buffers, SharedBuffers)
-            else Exchange(*parts)
-        )
+        kind = SharedExchange if isinstance(buffers, SharedBuffers) else Exchange
+        self._exchange = kind(device, halves.grad, options.report, communicator, buffers.allocate)
         # The update comes first, because it may give the state one set of buffers in place of two.
         self._apply = self._updater(device, self._exchange.update(halves.apply), buffers)
         self._apply.check({})
@@ -168,8 +164,8 @@ class SplitRunner(Runner):
     def step(self, source: int, feeds: Mapping[str, Tensor]) -> Reported:
         rows = rows_of(feeds)
         self._exchange.begin(rows)
-        stages = self._run(source, feeds, rows)
-        reported = self._exchange.average(stages, rows) | self._apply.step(source, {})
+        reported = self._exchange.average(self._run(source, feeds, rows), rows)
+        reported |= self._apply.step(source, {})
         self._is_finite = self._exchange.agree(self._apply.state_is_finite)
         return {name: reported[name] for name in self._options.report if name in reported}
 

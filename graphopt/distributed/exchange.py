@@ -27,15 +27,7 @@ from graphopt.runtime.tensors import SUMMED, Allocate, Tensor, allocated, buffer
 
 
 class SummedBuffers:
-    """Hold a buffer for each of some outputs of a graph; on the CPU, those of one type lie in one array.
-
-    Attributes:
-        values: the buffers by name.
-
-    Args:
-        outputs: outputs with static shapes.
-        allocate: returns the memory of an array.
-    """
+    """Hold a buffer for each of some outputs of a graph, by name; on the CPU, those of one type lie in one array."""
 
     def __init__(self, device: Device, outputs: Iterable[ir.Value], allocate: Allocate = allocated) -> None:
         self.values, self._flat = buffers(device, {name_of(y): zeros_of(y) for y in outputs}, allocate)
@@ -57,8 +49,8 @@ class SharedBuffers(StateBuffers):
     """Hold a state that all workers of one machine read and write where it lies."""
 
     def __init__(self, device: Device, model: ir.Model, communicator: Communicator) -> None:
-        self._communicator, self.allocate = communicator, functools.partial(_allocated, communicator)
-        super().__init__(device, model, self.allocate)
+        self._communicator = communicator
+        super().__init__(device, model, functools.partial(_allocated, communicator))
 
     def update(self, arrays: Mapping[str, np.ndarray]) -> None:
         if arrays and sys.exc_info()[0] is None:  # after an error, the others may not come
@@ -86,7 +78,7 @@ class Exchange:
         grad: Sequence[ir.Model],
         report: Sequence[str],
         communicator: Communicator,
-        allocate: Allocate = allocated,
+        allocate: Allocate,
     ) -> None:
         self._device, self._communicator, self._allocate = device, communicator, allocate
         outputs = [y for stage in grad for y in stage.graph.outputs]

@@ -206,10 +206,7 @@ class Pace:
     """Choose the number of steps per call by measuring single steps and calls of several steps.
 
     The first steps run alone, and the next ones in calls of about `CALL` seconds. Later steps run alone unless the
-    calls were faster by `MARGIN`.
-
-    Args:
-        chosen: the number of steps per call, if nothing is to be measured.
+    calls were faster by `MARGIN`. A number that the user has chosen stays.
     """
 
     CALL = 4e-3
@@ -251,12 +248,7 @@ class Pace:
 
 
 class ForwardRunner:
-    """Compute outputs of a training graph without changing the state.
-
-    Args:
-        signature: the signature of all inputs of a step, to check tensors.
-        as_numpy: return NumPy arrays; otherwise values on the device.
-    """
+    """Compute outputs of a training graph, from inputs as those of a step, without changing the state."""
 
     def __init__(
         self, device: Device, model: ir.Model, buffers: StateBuffers, signature: Signature, *, as_numpy: bool

@@ -99,11 +99,7 @@ class InputSpec:
 
 
 class Signature:
-    """Check tensors by name: element types, shapes, shared dimensions and labels.
-
-    Args:
-        values: the inputs.
-    """
+    """Check tensors for inputs by name: element types, shapes, shared dimensions and labels."""
 
     def __init__(self, device: Device, values: Sequence[ir.Value]) -> None:
         self._device, self._values = device, values

@@ -38,7 +38,7 @@ class StateBuffers:
         names = {name_of(x) for x in with_role(model, *STATE)}
         state = {name: array for name, array in initial.items() if name in names}
         self._inputs = {name_of(x): InputSpec(x) for x in model.graph.inputs if x.name in initial}
-        self._device, self._allocate = device, allocate
+        self._device, self.allocate = device, allocate
         first, memory = buffers(device, state, allocate)
         self.sets = (first, first)
         self._are_finite = [[_finite_check(device, first, memory)]] * 2  # of all numbers in each set
@@ -54,7 +54,7 @@ class StateBuffers:
     def _double(self, arrays: Mapping[str, np.ndarray]) -> None:
         """Give part of the state two buffers, and the rest one."""
         first = self.sets[0]
-        second, memory = buffers(self._device, arrays, self._allocate)
+        second, memory = buffers(self._device, arrays, self.allocate)
         self.sets = (first, first | second)
         self._are_finite = [self._are_finite[0], [_finite_check(self._device, second, memory)]]
 

@@ -61,9 +61,6 @@ def buffers(
     """Copy arrays to buffers; on the CPU, place arrays of one type contiguously and also return this memory.
 
     Zeros between the arrays align each to `_ALIGNED` bytes.
-
-    Args:
-        allocate: returns memory for the arrays of one type.
     """
     values, memory = {}, []
     for dtype in SUMMED if device.kind == "cpu" else ():
