@@ -220,15 +220,13 @@ def _written(
         getattr(schema, f"{kind}Start")(builder)
         for field, value in fields.items():
             getattr(schema, f"{kind}Add{field}")(builder, value)
-        end: int = getattr(schema, f"{kind}End")(builder)
-        return end
+        return getattr(schema, f"{kind}End")(builder)
 
     def vector(offsets: list[int]) -> int:
         builder.StartVector(4, len(offsets), 4)
         for offset in reversed(offsets):
             builder.PrependUOffsetTRelative(offset)
-        end: int = builder.EndVector()
-        return end
+        return builder.EndVector()
 
     def tensors(arrays: Mapping[str, np.ndarray]) -> int:
         # Bytes that are written first are last in the file: the tables before them show that a file is truncated.

@@ -47,8 +47,7 @@ def state_bytes(state: Mapping[str, np.ndarray]) -> bytes:
 
     Its layout depends on names, types and shapes alone: files of other numbers have the same header.
     """
-    content: bytes = safetensors.numpy.save(_contiguous(state))
-    return content
+    return safetensors.numpy.save(_contiguous(state))
 
 
 def load_state(path: str | os.PathLike[str]) -> tuple[dict[str, np.ndarray], dict[str, Property]]:

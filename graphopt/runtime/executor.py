@@ -15,18 +15,20 @@ import onnx_ir as ir
 
 from graphopt.communicator import SINGLE, Communicator
 from graphopt.errors import GraphoptError
+from graphopt.graph import inference
 from graphopt.graph.loading import Source, load
 from graphopt.graph.roles import FED, Role, with_role
 from graphopt.graph.state import LEARNING_RATE
+from graphopt.graph.values import name_of
 from graphopt.runtime.bound_session import Reported, RunnerOptions
 from graphopt.runtime.device import Device
 from graphopt.runtime.executor_options import ExecutorOptions, keywords_of
 from graphopt.runtime.executor_state import ExecutorState
-from graphopt.runtime.runners import Batch, ForwardRunner, Pace, Runner, SeveralSteps, StepRunner, alike
+from graphopt.runtime.runners import Batch, Pace, Runner, SeveralSteps, StepRunner, alike
 from graphopt.runtime.session import Session
 from graphopt.runtime.signature import Signature, chosen_outputs, description, reporting
 from graphopt.runtime.state_buffers import StateBuffers
-from graphopt.runtime.tensors import Tensor
+from graphopt.runtime.tensors import Tensor, number_or_array, to_ort
 
 
 def run(model: Source, inputs: Mapping[str, np.ndarray], threads: int = 1) -> dict[str, np.ndarray]:
@@ -318,9 +320,8 @@ class Executor(ExecutorState):
             Pace(1 if alone or (steps is None and not device.on_cpu) else steps),
             insists=device.verify is True,
         )
-        self._forwards = ForwardRunner(
-            device, self._model, self._buffers, self._signature, as_numpy=options.as_numpy
-        )
+        self._forwards: dict[tuple[str, ...], Session] = {}  # by the names of their outputs
+        self._evaluated: dict[tuple[str, ...], Any] = {}  # descriptions of the tensors that were checked last
 
     def _accept(self, reported: Reported) -> bool:
         """Return whether to keep the state after a step; raise an error or warn if it is not finite."""
@@ -346,6 +347,27 @@ class Executor(ExecutorState):
         """Compute outputs of the graph in its inference form, with the fed hyperparameters."""
         with self._lock:
             fed, feeds = self._split(feeds)
-            self._forwards.check(names, feeds)
+            session, key, facts = self._forward_session(names), tuple(names), description(feeds)
+            if self._evaluated.get(key) != facts:
+                self._signature.check(feeds, session.inputs)
+                self._evaluated[key] = facts
+            self._signature.check_labels(feeds)
             self.set_hyperparameters(**fed)
-            return self._forwards.compute(names, feeds)
+            values = self._buffers.read()
+            for name, accepted in self._signature.accepted.items():
+                if name in session.inputs:
+                    values[name] = to_ort(self._device, feeds[name], accepted.dtype)
+            outputs, as_numpy = session.compute(values), self.options.as_numpy
+            return {
+                name: number_or_array(x.numpy()) if as_numpy or not x.shape() else x
+                for name, x in outputs.items()
+            }
+
+    def _forward_session(self, names: Sequence[str]) -> Session:
+        """Return the session of the part of the graph that computes outputs; open it on first use."""
+        key = tuple(names)
+        if key not in self._forwards:
+            outputs = {name_of(y): y for y in self._model.graph.outputs}
+            part = inference.extract(self._model, [outputs[name] for name in names])
+            self._forwards[key] = Session(self._device, part)
+        return self._forwards[key]

@@ -1,4 +1,4 @@
-"""Run steps of a training graph, one or several in a call of the runtime, and parts of it for evaluation."""
+"""Run steps of a training graph, one or several in a call of the runtime."""
 
 from __future__ import annotations
 
@@ -15,16 +15,14 @@ import numpy as np
 import onnx_ir as ir
 
 from graphopt.errors import GraphoptError
-from graphopt.graph import inference
 from graphopt.graph.roles import FED, with_role
-from graphopt.graph.values import name_of
 from graphopt.runtime.bound_session import Reported, RunnerOptions
 from graphopt.runtime.device import Device
 from graphopt.runtime.forms import StepForms, unrolled
 from graphopt.runtime.session import Session
 from graphopt.runtime.signature import Signature, description
 from graphopt.runtime.state_buffers import StateBuffers
-from graphopt.runtime.tensors import Tensor, number_or_array, to_ort
+from graphopt.runtime.tensors import Tensor
 from graphopt.runtime.translation import Mistranslated
 
 Batch = Mapping[str, Tensor]
@@ -245,43 +243,3 @@ class Pace:
         yield
         if len(times) < self.TRIED:
             times.append((time.perf_counter() - start) / steps)
-
-
-class ForwardRunner:
-    """Compute outputs of a training graph, from inputs as those of a step, without changing the state."""
-
-    def __init__(
-        self, device: Device, model: ir.Model, buffers: StateBuffers, signature: Signature, *, as_numpy: bool
-    ) -> None:
-        self._device, self._model, self._buffers = device, model, buffers
-        self._signature, self._as_numpy = signature, as_numpy
-        self._sessions: dict[tuple[str, ...], Session] = {}
-        self._checked: dict[tuple[str, ...], Any] = {}  # descriptions of the tensors that were checked last
-
-    def check(self, names: Sequence[str], tensors: Mapping[str, Tensor]) -> None:
-        """Check tensors as a step does, except that inputs which the outputs `names` do not need may be missing."""
-        facts = description(tensors)
-        if self._checked.get(tuple(names)) != facts:
-            self._signature.check(tensors, self._session(names).inputs)
-            self._checked[tuple(names)] = facts
-        self._signature.check_labels(tensors)
-
-    def compute(self, names: Sequence[str], tensors: Mapping[str, Tensor]) -> Reported:
-        """Return outputs by name, of tensors that `check` has accepted."""
-        session, accepted = self._session(names), self._signature.accepted
-        fed = [name for name in session.inputs if name in accepted]
-        values = {name: to_ort(self._device, tensors[name], accepted[name].dtype) for name in fed}
-        outputs = session.compute(self._buffers.read() | values)
-        return {
-            name: number_or_array(x.numpy()) if self._as_numpy or not x.shape() else x
-            for name, x in outputs.items()
-        }
-
-    def _session(self, names: Sequence[str]) -> Session:
-        """Return the session of the part of the graph that computes outputs; open it on first use."""
-        key = tuple(names)
-        if key not in self._sessions:
-            outputs = {name_of(y): y for y in self._model.graph.outputs}
-            part = inference.extract(self._model, [outputs[name] for name in names])
-            self._sessions[key] = Session(self._device, part)
-        return self._sessions[key]

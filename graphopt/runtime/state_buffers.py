@@ -102,8 +102,8 @@ class StateBuffers:
         for name, value in after.items():
             if name in self._may_overflow:
                 continue
-            wrong = ~_finite(value.numpy())
-            if wrong.any() and (value is before[name] or (wrong & _finite(before[name].numpy())).any()):
+            wrong = ~np.isfinite(value.numpy())
+            if wrong.any() and (value is before[name] or (wrong & np.isfinite(before[name].numpy())).any()):
                 return name
         return None
 
@@ -186,7 +186,3 @@ def _summed(values: OrtValues) -> tuple[ir.Model, dict[str, onnxruntime.OrtValue
         sums = [op.ReduceSum(op.Cast(x, to=ir.DataType.FLOAT), keepdims=0) for x in inputs]
         model.graph.outputs.append(op.Sum(*sums, _outputs=["total"]))
     return model, floating
-
-
-def _finite(array: np.ndarray) -> np.ndarray:
-    return np.isfinite(array) if array.dtype.kind != "i" else np.ones_like(array, bool)
