@@ -188,7 +188,10 @@ class ForwardBackward:
         with self._lock:
             feeds |= self._state
             if not training:
-                return Forward(self._infer(feeds))
+                if self._inference is None:
+                    part = inference.extract(self._model, with_role(self._model, Role.PREDICTION))
+                    self._inference = Session(self._device, part)
+                return Forward(self._inference.compute(feeds))
             results, saved = self._engine.forward(feeds)
             self._state |= {name: results[next_of(name)] for name in self._state if next_of(name) in results}
             outputs = {name: results[name] for name in self._outputs}
@@ -209,9 +212,9 @@ class ForwardBackward:
         for name, output in outputs.items():
             gradient = gradients.get(name)
             value = self._outputs[name]
-            shape = ir.Shape(output.shape())
             if seed_of(name) in self._seeds:
-                accepted = InputSpec(ir.Value(name=name, type=value.type, shape=shape), "gradient of output")
+                like = ir.Value(name=name, type=value.type, shape=ir.Shape(output.shape()))
+                accepted = InputSpec(like, "gradient of output")
                 if gradient is None:
                     gradient = np.zeros(output.shape(), accepted.dtype)
                 seeds[seed_of(name)] = _fitting(self._device, accepted, gradient, copied=False)
@@ -282,12 +285,6 @@ class ForwardBackward:
         }
         with self._lock:
             self._state |= new
-
-    def _infer(self, feeds: OrtValues) -> dict[str, onnxruntime.OrtValue]:
-        if self._inference is None:
-            model = inference.extract(self._model, with_role(self._model, Role.PREDICTION))
-            self._inference = Session(self._device, model)
-        return self._inference.compute(feeds)
 
 
 def _fitting(device: Device, accepted: InputSpec, tensor: Tensor, *, copied: bool) -> onnxruntime.OrtValue:
