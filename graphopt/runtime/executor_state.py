@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, NoReturn
 
@@ -55,7 +54,6 @@ class ExecutorState:
             "cannot use: save a checkpoint with save(PATH), and load it there"
         )
 
-    @abstractmethod
     def _open(self) -> None:
         """Create the sessions that read the model's weights."""
 

@@ -12,7 +12,7 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass
 from graphopt.errors import GraphoptError
 from graphopt.graph.labels import labels_of
 from graphopt.graph.roles import Role, role_of, with_role
-from graphopt.graph.values import dtype_of, name_of
+from graphopt.graph.values import dtype_of, is_floating, name_of
 from graphopt.runtime.device import Device
 from graphopt.runtime.tensors import Tensor, on_host, to_ort
 
@@ -108,8 +108,7 @@ class Signature:
             name_of(x) for x in values if role_of(x) is Role.DATA and not x.uses() and not x.is_graph_output()
         ]
         self._shared = shared_dimensions(values)
-        labels = {name_of(x): labels_of(x) for x in values}
-        self._labels = {name: each for name, each in labels.items() if each is not None}
+        self._labels = {name_of(x): labels for x in values if (labels := labels_of(x)) is not None}
 
     def completed(self, tensors: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return tensors with integers in the type of their input, and with zeros for inputs that nothing reads."""
@@ -207,7 +206,5 @@ def reporting(model: ir.Model, names: Sequence[str]) -> ir.Model:
 
 def numbers(outputs: Iterable[ir.Value], report: Sequence[str]) -> list[str]:
     """Return which of the reported outputs are floating-point numbers, of which workers take means."""
-    floats = {
-        y.name for y in outputs if y.shape == () and y.dtype is not None and y.dtype.is_floating_point()
-    }
+    floats = {y.name for y in outputs if y.shape == () and is_floating(y)}
     return [name for name in report if name in floats]

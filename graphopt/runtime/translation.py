@@ -10,7 +10,7 @@ import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import onnx_ir as ir
@@ -90,8 +90,11 @@ class Translation:
         """Return the line that tells of a difference, or an empty one."""
         if self._several:
             feeds = {name: x[:STEPS] for name, x in feeds.items()}
-        types = {name_of(x): dtype_of(x).numpy() for x in with_role(self._plain, *FED)}
-        data = {name: self._on_host(x, np.dtype(types[name])) for name, x in feeds.items()}
+        types = {name_of(x): np.dtype(dtype_of(x).numpy()) for x in with_role(self._plain, *FED)}
+        data: Arrays = {}
+        for name, x in feeds.items():
+            array = x if isinstance(x, np.ndarray) else to_ort(self._device, x, types[name]).numpy()
+            data[name] = np.asarray(array, types[name])  # a scalar may have another type
         state = _arrays(self._buffers.sets[source])
         expected = self._stepped(self._reference, state, data)
         if not all(np.isfinite(x).all() for x in expected.values() if x.dtype.kind == "f"):
@@ -102,12 +105,6 @@ class Translation:
             return ""
         errors = self._beyond_rounding(errors, limit, expected, state, data)
         return self._reported(form, errors, state | data, digest) if errors else ""
-
-    def _on_host(self, tensor: Tensor, dtype: np.dtype[Any]) -> np.ndarray:
-        """Return a tensor as an array of the type of its input; a scalar may have another type."""
-        if not isinstance(tensor, np.ndarray):
-            tensor = to_ort(self._device, tensor, dtype).numpy()
-        return np.asarray(tensor, dtype)
 
     def _run(self, form: BoundSession, source: int, feeds: Mapping[str, Tensor], state: Arrays) -> Arrays:
         """Return the numbers of a form; put back the state that it replaces in place."""
