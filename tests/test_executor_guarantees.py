@@ -134,7 +134,7 @@ def test_the_sum_that_a_gpu_computes_is_finite_where_the_cpus_is() -> None:
         (is_finite,) = buffers._are_finite[0]
         graph, values = _summed(buffers.sets[0])
         assert len(values) == len(buffers.sets[0]) - 1  # without the counter
-        total = Session(executor._device, graph).compute(values, ["total"])["total"].numpy()
+        total = Session(executor._device, graph).compute(values)["total"].numpy()
         assert np.isfinite(total) == is_finite() == np.isfinite(wrong)
 
 

@@ -12,7 +12,7 @@ from builders import attention, linear, mlp, model
 import graphopt
 import passes
 from graphopt import models
-from graphopt.distributed.shared_update import part_of_update
+from graphopt.distributed.exchange import part_of_update
 from graphopt.graph.listing import size
 
 FOLDER = Path(__file__).parent / "listings"

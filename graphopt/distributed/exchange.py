@@ -3,36 +3,31 @@
 from __future__ import annotations
 
 import functools
+import math
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import numpy as np
 import onnx_ir as ir
+from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from graphopt.communicator import Communicator
-from graphopt.distributed.shared_update import part_of_update
 from graphopt.errors import GraphoptError
+from graphopt.graph.emitter import Emitter
 from graphopt.graph.metadata import BATCH_WEIGHT
-from graphopt.graph.names import FIRST_ROW, ROWS, SHARE, of_worker
-from graphopt.graph.roles import Role, role_of
-from graphopt.graph.values import name_of
+from graphopt.graph.names import FIRST_ROW, ROWS, SHARE, of_worker, state_of
+from graphopt.graph.roles import Role, role_of, set_role, with_role
+from graphopt.graph.state import owners
+from graphopt.graph.values import dtype_of, name_of
 from graphopt.runtime.bound_session import Reported
 from graphopt.runtime.device import Device
-from graphopt.runtime.reported_outputs import numbers
+from graphopt.runtime.signature import numbers
 from graphopt.runtime.state_buffers import StateBuffers
-from graphopt.runtime.tensors import Allocate, Tensor, allocated, buffer, buffers, zeros_of
+from graphopt.runtime.tensors import SUMMED, Allocate, Tensor, allocated, buffer, buffers, zeros_of
 
 
 class SummedBuffers:
-    """Hold a buffer for each of some outputs of a graph; on the CPU, those of one type lie in one array.
-
-    Attributes:
-        values: the buffers by name.
-
-    Args:
-        outputs: outputs with static shapes.
-        allocate: returns the memory of an array.
-    """
+    """Hold a buffer for each of some outputs of a graph, by name; on the CPU, those of one type lie in one array."""
 
     def __init__(self, device: Device, outputs: Iterable[ir.Value], allocate: Allocate = allocated) -> None:
         self.values, self._flat = buffers(device, {name_of(y): zeros_of(y) for y in outputs}, allocate)
@@ -54,8 +49,8 @@ class SharedBuffers(StateBuffers):
     """Hold a state that all workers of one machine read and write where it lies."""
 
     def __init__(self, device: Device, model: ir.Model, communicator: Communicator) -> None:
-        self._communicator, self.allocate = communicator, functools.partial(_allocated, communicator)
-        super().__init__(device, model, self.allocate)
+        self._communicator = communicator
+        super().__init__(device, model, functools.partial(_allocated, communicator))
 
     def update(self, arrays: Mapping[str, np.ndarray]) -> None:
         if arrays and sys.exc_info()[0] is None:  # after an error, the others may not come
@@ -83,7 +78,7 @@ class Exchange:
         grad: Sequence[ir.Model],
         report: Sequence[str],
         communicator: Communicator,
-        allocate: Allocate = allocated,
+        allocate: Allocate,
     ) -> None:
         self._device, self._communicator, self._allocate = device, communicator, allocate
         outputs = [y for stage in grad for y in stage.graph.outputs]
@@ -190,3 +185,55 @@ def _allocated(communicator: Communicator, size: int) -> np.ndarray:
             f"one process"
         )
     return memory
+
+
+def part_of_update(apply: ir.Model, summed: Collection[str], rank: int, workers: int) -> ir.Model:
+    """Return the part of the half `apply` that one worker computes.
+
+    It reads `NAME.0`, `NAME.1`, ... of all workers in place of their sum NAME.
+
+    Args:
+        summed: the names of the inputs that are sums over all workers.
+    """
+    part = apply.clone()
+    ranks = _ranks(part, workers)
+    with Emitter(part) as op:
+        for x in [x for x in part.graph.inputs if x.name in summed]:
+            each = [
+                ir.Value(name=of_worker(x, other), type=x.type, shape=x.shape) for other in range(workers)
+            ]
+            part.graph.inputs.remove(x)
+            part.graph.inputs.extend(set_role(own, Role.SAVED) for own in each)
+            uses, total = list(x.uses()), op.Sum(*each)
+            for user, index in uses:
+                user.replace_input_with(index, total)
+    part.graph.outputs[:] = [y for y in part.graph.outputs if ranks.get(name_of(y), rank) == rank]
+    RemoveUnusedNodesPass()(part)
+    part.graph.inputs[:] = [x for x in part.graph.inputs if x.uses()]
+    part.graph.sort()
+    return part
+
+
+def _ranks(apply: ir.Model, workers: int) -> dict[str, int]:
+    """Return which worker computes each floating-point output: that of a parameter computes its slots, too.
+
+    The largest parameter goes first, each to the worker with the fewest numbers so far.
+    """
+    parameters = {x.name for x in with_role(apply, Role.PARAMETER)}
+    slots = owners(apply.graph)
+    groups: dict[str, list[ir.Value]] = {}
+    for y in with_role(apply, Role.NEXT):
+        if dtype_of(y).numpy() in SUMMED:
+            owner = slots.get(state_of(y), "")
+            groups.setdefault(owner if owner in parameters else state_of(y), []).append(y)
+    loads = [0] * workers
+    ranks: dict[str, int] = {}
+    sizes = {
+        name: sum(math.prod(y.shape.numpy()) for y in group if y.shape is not None)
+        for name, group in groups.items()
+    }
+    for name in sorted(groups, key=lambda name: (-sizes[name], name)):
+        rank = loads.index(min(loads))
+        loads[rank] += sizes[name]
+        ranks |= {name_of(y): rank for y in groups[name]}
+    return ranks

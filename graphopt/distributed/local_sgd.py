@@ -22,9 +22,9 @@ from graphopt.runtime.bound_session import Reported, RunnerOptions
 from graphopt.runtime.device import Device
 from graphopt.runtime.executor import Executor, NonFiniteLoss, fed_by
 from graphopt.runtime.executor_options import ExecutorOptions, keywords_of
-from graphopt.runtime.reported_outputs import numbers
 from graphopt.runtime.runners import StepRunner
-from graphopt.runtime.state_buffers import State, StateBuffers
+from graphopt.runtime.signature import numbers
+from graphopt.runtime.state_buffers import StateBuffers
 from graphopt.runtime.tensors import Tensor, buffer, rows_of, zeros_of
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ class LocalSGD(Executor):
         device, model = chosen.opened(), load(step)
         outer = outer_step(model, chosen.outer)
         self._rounds = rounds = _RoundBuffers(device, model, outer, chosen.communicator.size)
-        self._assemble(chosen, device, model, rounds.own, state=rounds, workers=self._survivors)
+        self._assemble(chosen, device, model, rounds, workers=self._survivors)
 
     @property
     def is_synchronized(self) -> bool:
@@ -195,20 +195,20 @@ class LocalSGD(Executor):
             warnings.warn(f"{message}; the weights return to the last synchronization", stacklevel=4)
 
 
-class _RoundBuffers(State):
-    """Hold a worker's own state, and what users read and replace: that of the last synchronization.
+class _RoundBuffers(StateBuffers):
+    """Hold a worker's own state for steps, and for users that of the last synchronization.
 
     Attributes:
-        own: what steps read and write: the worker's own weights and slots.
         flat: what the workers sum in a synchronization: changes of the weights, and a number for each worker.
         present: the part of `flat` with a number for each worker.
     """
 
     def __init__(self, device: Device, model: ir.Model, outer: ir.Model, workers: int) -> None:
-        self.own, self._shared = StateBuffers(device, model), StateBuffers(device, outer)
+        super().__init__(device, model)
+        self._shared = StateBuffers(device, outer)
         zeros = {name_of(x): zeros_of(x) for x in with_role(outer, Role.GRADIENT) if x in outer.graph.inputs}
         self._weights = [value_of(name) for name in zeros]
-        clashes = sorted(set(self._shared.names) & set(self.own.names) - set(self._weights))
+        clashes = sorted(set(self._shared.names) & set(super().names) - set(self._weights))
         if clashes:
             raise GraphoptError(
                 f"state {clashes[0]!r}: expected no name that the outer optimizer needs, found it: rename the weight"
@@ -225,11 +225,11 @@ class _RoundBuffers(State):
 
     @property
     def names(self) -> list[str]:
-        return list(dict.fromkeys([*self.own.names, *self._shared.names]))
+        return list(dict.fromkeys([*super().names, *self._shared.names]))
 
     def read(self) -> dict[str, onnxruntime.OrtValue]:
         shared = self._shared.read()
-        return self.own.read() | {name: shared[name] for name in self._weights}
+        return super().read() | {name: shared[name] for name in self._weights}
 
     def arrays(self, names: Iterable[str] | None = None) -> dict[str, np.ndarray]:
         names = self.names if names is None else list(names)
@@ -243,12 +243,12 @@ class _RoundBuffers(State):
         own = {name: x for name, x in arrays.items() if name not in shared}
         for name in shared.keys() & set(self._weights):
             own[name] = np.asarray(shared[name] + (self._own(name) - self._shared.arrays([name])[name]))
-        self.own.update(own)
+        super().update(own)
         self._shared.update(shared)
 
     def begin(self) -> None:
         """Give the worker the weights of the last synchronization."""
-        self.own.update(self._shared.arrays(self._weights))
+        super().update(self._shared.arrays(self._weights))
 
     def collect(self) -> bool:
         """Write what the worker has subtracted from the weights to `flat`; return whether it is finite."""
@@ -270,4 +270,4 @@ class _RoundBuffers(State):
         return True
 
     def _own(self, name: str) -> np.ndarray:
-        return self.own.arrays([name])[name]
+        return super().arrays([name])[name]

@@ -89,7 +89,7 @@ class RayCommunicator(Communicator):
         return self.leads and self._end.exists()
 
     def abort(self, code: int) -> None:
-        _note(Path(os.environ[MARK]), code)
+        (Path(os.environ[MARK]) / CODE).write_text(str(code))
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
@@ -231,16 +231,11 @@ def _work(config: dict[str, Any]) -> None:
     os.environ |= {IN_WORKER: rendezvous, MARK: str(mark), "TTY_COMPATIBLE": "0"}
     os.chdir(config["directory"])
     sys.path += [path for path in config["path"] if path not in sys.path]
-    _note(mark, config["run"]([*config["arguments"], *(["resume=true"] if again else [])]))
+    if code := config["run"]([*config["arguments"], *(["resume=true"] if again else [])]):
+        (mark / CODE).write_text(str(code))
 
 
 def _code(mark: Path) -> int:
     """Return the exit code with which a worker has ended, or 0."""
     ended = mark / CODE
     return int(ended.read_text()) if ended.is_file() else 0
-
-
-def _note(mark: Path, code: int) -> None:
-    """Note the exit code of a worker."""
-    if code:
-        (mark / CODE).write_text(str(code))

@@ -6,7 +6,6 @@ import json
 import os
 from collections.abc import Mapping
 
-import numpy as np
 import onnx
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedOpsetsPass
@@ -20,7 +19,7 @@ from graphopt.graph.opsets import ir_version_of, rewrite_in
 from graphopt.graph.roles import FED, STATE, Role, role_of, with_role
 from graphopt.graph.shapes import fold_shapes, infer
 from graphopt.graph.simplify import Simplify
-from graphopt.graph.state import detached, take_initial
+from graphopt.graph.state import take_initial
 from graphopt.graph.storage import whole
 from graphopt.graph.traversal import subgraphs
 from graphopt.graph.unroll import Unroll
@@ -81,9 +80,9 @@ def export_hosts(
         raise GraphoptError(
             "export_hosts: expected a training graph, found one without state to update: add an optimizer"
         )
+    initial = take_initial(model)
     if batch is not None:
         _fix_batch(model, batch)
-    initial = _initial(model)
     trained = inference.trained(model, initial, as_stored=False)
     model.graph.outputs[:] = [y for y in model.graph.outputs if role_of(y) is not Role.SOURCE]
     models = _graphs(model, unroll, target)
@@ -126,7 +125,6 @@ def _graphs(model: ir.Model, unroll: bool, target: str | None) -> dict[str, ir.M
         Unroll()(graphs["train_steps"])
     for graph in graphs.values():
         Simplify()(graph)
-        take_initial(graph)
         RemoveUnusedOpsetsPass()(graph)
         graph.ir_version = ir_version_of(rewrite_in([graph], _LOWEST_OPSET))
     return graphs
@@ -153,19 +151,12 @@ def _fix_batch(model: ir.Model, batch: int) -> None:
         raise GraphoptError(f"batch: expected 1 or more, or None, found {batch}")
     first = [x.shape[0] for x in with_role(model, *FED) if x.shape]
     fixed = {dim.value for dim in first if isinstance(dim, ir.SymbolicDim)} - {None}
-    with detached(model):
-        for x in [*model.graph.inputs, *(y for node in model.graph.all_nodes() for y in node.outputs)]:
-            if x.shape is not None:
-                dims = [batch if isinstance(d, ir.SymbolicDim) and d.value in fixed else d for d in x.shape]
-                x.shape = ir.Shape(dims)
-        infer(model)
-        fold_shapes(model)
-
-
-def _initial(model: ir.Model) -> dict[str, np.ndarray]:
-    """Return the initial values of state and hyperparameters by name."""
-    values = with_role(model, *STATE, Role.HYPERPARAMETER)
-    return {name_of(x): x.const_value.numpy() for x in values if x.const_value is not None}
+    for x in [*model.graph.inputs, *(y for node in model.graph.all_nodes() for y in node.outputs)]:
+        if x.shape is not None:
+            dims = [batch if isinstance(d, ir.SymbolicDim) and d.value in fixed else d for d in x.shape]
+            x.shape = ir.Shape(dims)
+    infer(model)
+    fold_shapes(model)
 
 
 def _with_weights_in_state(

@@ -26,19 +26,16 @@ class Graphs:
         self._forward, self._backward = (
             Session(device, ONNXRUNTIME.lower(part)) for part in (forward, backward)
         )
-        self._outputs, self._gradients = names_of(forward.graph.outputs), names_of(backward.graph.outputs)
-        self._reads = names_of(backward.graph.inputs)
 
     def forward(self, feeds: OrtValues) -> tuple[OrtValues, Any]:
         """Return the results of the forward pass, and the saved values for `backward`."""
-        outputs = self._forward.compute(feeds, self._outputs)
+        outputs = self._forward.compute(feeds)
         values = {**feeds, **outputs}
-        return outputs, {name: values[name] for name in self._reads if name in values}
+        return outputs, {name: values[name] for name in self._backward.inputs if name in values}
 
     def backward(self, saved: Any, seeds: OrtValues) -> OrtValues:
         """Return the gradients."""
-        feeds = saved | {name: seed for name, seed in seeds.items() if name in self._reads}
-        return self._backward.compute(feeds, self._gradients)
+        return self._backward.compute(saved | seeds)
 
 
 class Agent:

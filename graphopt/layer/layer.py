@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import onnx
 import onnx_ir as ir
 
-from graphopt.compiler import DEFAULT, STANDARD, Default, LayerGraphs, Steps, compile_layer
+from graphopt.compiler import DEFAULT, STANDARD, Default, Steps, compile_layer
 from graphopt.errors import GraphoptError, unknown
 from graphopt.graph import inference
 from graphopt.graph.loading import Source
@@ -20,7 +20,6 @@ from graphopt.graph.roles import STATE, Role, with_role
 from graphopt.graph.state import take_initial
 from graphopt.graph.values import name_of
 from graphopt.layer.engines import Agent, Graphs, names_of, refuses_agent
-from graphopt.layer.results import Forward, Values, by_name
 from graphopt.runtime.device import Device, DeviceOptions
 from graphopt.runtime.session import Session
 from graphopt.runtime.signature import InputSpec, check_shared, shared_dimensions
@@ -28,6 +27,64 @@ from graphopt.runtime.tensors import OrtValues, Tensor, buffer, to_ort
 
 if TYPE_CHECKING:
     import onnxruntime
+
+
+class Values(Mapping[str, np.ndarray]):
+    """Hold arrays by name. Each is fetched from the device on access; on the CPU, without a copy."""
+
+    def __init__(self, values: OrtValues, copied: Collection[str] = ()) -> None:
+        self._values, self._copied = values, copied
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        array: np.ndarray = self._values[name].numpy()
+        return array.copy() if name in self._copied else array
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    @property
+    def on_device(self) -> dict[str, Any]:
+        """Return ONNX Runtime's own values on the device, for `from_dlpack` of PyTorch, NumPy and JAX."""
+        return {name: value._get_c_value() for name, value in self._values.items()}
+
+
+class Forward(Values):
+    """Hold a model's outputs by name; after a forward pass in training, run its backward pass."""
+
+    def __init__(
+        self,
+        values: OrtValues,
+        copied: Collection[str] = (),
+        backward: Callable[[dict[str, Tensor]], Values] | None = None,
+        lock: threading.RLock | None = None,
+    ) -> None:
+        super().__init__(values, copied)
+        self._backward, self._lock = backward, lock or threading.RLock()
+
+    def backward(self, *gradients: Tensor, **named: Tensor) -> Values:
+        """Return the gradients with respect to inputs and parameters by name, and release the saved values.
+
+        Args:
+            gradients: the objective's gradients with respect to the outputs: one mapping by name, or tensors in
+                order. Omitted gradients and None count as zero.
+            named: these gradients by name.
+
+        Raises:
+            GraphoptError: a gradient is unknown or has the wrong type or shape, and you can call `backward` again; or
+                nothing was saved, because the forward pass was not in training or already had its backward pass.
+        """
+        with self._lock:
+            if self._backward is None:
+                raise GraphoptError(
+                    "backward: expected a forward pass in training without a backward pass so far, found nothing "
+                    "saved: run forward again"
+                )
+            values = self._backward(by_name(gradients, named, list(self), "gradient of output"))
+            self._backward = None
+        return values
 
 
 class ForwardBackward:
@@ -97,8 +154,14 @@ class ForwardBackward:
         self.engine = engine
         if engine == "auto":
             self.engine = "graphs" if refuses_agent(self._device, self._model) else "agent"
-        self._engine = self._start(graphs)
-        self._inference: tuple[Session, list[str]] | None = None
+        if self.engine == "agent":
+            results = names_of(with_role(self._model, Role.PREDICTION, Role.NEXT))
+            self._engine: Agent | Graphs = Agent(self._device, graphs.with_yield(), results, self._seeds)
+        else:
+            forward = self.forward_model.clone()
+            take_initial(forward)
+            self._engine = Graphs(self._device, forward, self.backward_model)
+        self._inference: Session | None = None
         self._last: Forward | None = None
         self._lock = threading.RLock()
 
@@ -125,7 +188,10 @@ class ForwardBackward:
         with self._lock:
             feeds |= self._state
             if not training:
-                return Forward(self._infer(feeds))
+                if self._inference is None:
+                    part = inference.extract(self._model, with_role(self._model, Role.PREDICTION))
+                    self._inference = Session(self._device, part)
+                return Forward(self._inference.compute(feeds))
             results, saved = self._engine.forward(feeds)
             self._state |= {name: results[next_of(name)] for name in self._state if next_of(name) in results}
             outputs = {name: results[name] for name in self._outputs}
@@ -146,9 +212,9 @@ class ForwardBackward:
         for name, output in outputs.items():
             gradient = gradients.get(name)
             value = self._outputs[name]
-            shape = ir.Shape(output.shape())
             if seed_of(name) in self._seeds:
-                accepted = InputSpec(ir.Value(name=name, type=value.type, shape=shape), "gradient of output")
+                like = ir.Value(name=name, type=value.type, shape=ir.Shape(output.shape()))
+                accepted = InputSpec(like, "gradient of output")
                 if gradient is None:
                     gradient = np.zeros(output.shape(), accepted.dtype)
                 seeds[seed_of(name)] = _fitting(self._device, accepted, gradient, copied=False)
@@ -220,21 +286,6 @@ class ForwardBackward:
         with self._lock:
             self._state |= new
 
-    def _infer(self, feeds: OrtValues) -> dict[str, onnxruntime.OrtValue]:
-        if self._inference is None:
-            model = inference.extract(self._model, with_role(self._model, Role.PREDICTION))
-            self._inference = Session(self._device, model), names_of(model.graph.inputs)
-        session, names = self._inference
-        return session.compute({name: feeds[name] for name in names}, list(self._outputs))
-
-    def _start(self, graphs: LayerGraphs) -> Graphs | Agent:
-        if self.engine == "agent":
-            results = names_of(with_role(self._model, Role.PREDICTION, Role.NEXT))
-            return Agent(self._device, graphs.with_yield(), results, self._seeds)
-        forward = self.forward_model.clone()
-        take_initial(forward)
-        return Graphs(self._device, forward, self.backward_model)
-
 
 def _fitting(device: Device, accepted: InputSpec, tensor: Tensor, *, copied: bool) -> onnxruntime.OrtValue:
     """Return a tensor on a device; copy an array if it must outlive the call.
@@ -248,3 +299,20 @@ def _fitting(device: Device, accepted: InputSpec, tensor: Tensor, *, copied: boo
         accepted.check_type(tensor.dtype, tensor.shape)
         return buffer(device, tensor) if copied else to_ort(device, tensor, accepted.dtype)
     return accepted.converted(device, tensor)
+
+
+def by_name(
+    args: Sequence[Tensor], named: Mapping[str, Tensor], names: Sequence[str], kind: str
+) -> dict[str, Tensor]:
+    """Return tensors by name; the caller may give them by name or in order."""
+    if len(args) == 1 and isinstance(args[0], Mapping):
+        tensors = dict(args[0])
+    elif len(args) <= len(names):
+        tensors = dict(zip(names, args, strict=False))
+    else:
+        raise GraphoptError(f"{kind}: expected at most {len(names)} ({', '.join(names)}), found {len(args)}")
+    tensors |= named
+    for name in tensors:
+        if name not in names:
+            raise GraphoptError(unknown(kind, name, names))
+    return tensors

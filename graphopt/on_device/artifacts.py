@@ -35,8 +35,6 @@ FILES = (TRAINING, EVALUATION, OPTIMIZER, CHECKPOINT)
 _VERSION = 2  # of the checkpoint's format in onnxruntime-training 1.19.2
 _LIMIT = 2**31 - 2**20  # bytes of parameters: a flatbuffer's offsets are signed 32-bit numbers
 
-_WEIGHTS = (Role.PARAMETER, Role.STATISTIC)
-
 _PathLike = str | os.PathLike[str]
 
 
@@ -132,17 +130,15 @@ def parameters(checkpoint: _PathLike) -> dict[str, np.ndarray]:
         raise GraphoptError(f"{path}: expected a checkpoint of {TRAINING_RUNTIME}, found another file")
     try:
         state = fbs.Checkpoint.Checkpoint.GetRootAs(content).ModuleState()
-        if state is None or state.IsNominalState() or state.HasExternalData():
-            raise GraphoptError(
-                f"{path}: expected a checkpoint that contains the parameters, found one without: save it again"
-            )
-        tensors = [state.RequiresGradParams(i) for i in range(state.RequiresGradParamsLength())]
-        tensors += [state.FrozenParams(i) for i in range(state.FrozenParamsLength())]
-        return {tensor.Name().decode(): _array(tensor) for tensor in tensors}
-    except GraphoptError:
-        raise
+        if state is not None and not state.IsNominalState() and not state.HasExternalData():
+            tensors = [state.RequiresGradParams(i) for i in range(state.RequiresGradParamsLength())]
+            tensors += [state.FrozenParams(i) for i in range(state.FrozenParamsLength())]
+            return {tensor.Name().decode(): _array(tensor) for tensor in tensors}
     except (struct.error, ValueError, TypeError, IndexError, AttributeError) as error:
         raise GraphoptError(f"{path}: the checkpoint is damaged: {error}") from error
+    raise GraphoptError(
+        f"{path}: expected a checkpoint that contains the parameters, found one without: save it again"
+    )
 
 
 def from_checkpoint(model: Source, checkpoint: _PathLike) -> onnx.ModelProto:
@@ -165,21 +161,9 @@ def from_checkpoint(model: Source, checkpoint: _PathLike) -> onnx.ModelProto:
     read = parameters(checkpoint)
     arrays = {name: array for name, array in read.items() if not name.startswith(COUNTERS)}
     loaded = load(model)
-    state = {original_name(x): x for x in with_role(loaded, *_WEIGHTS)}
-    if state:
-        _check(checkpoint, arrays, state, set(state) ^ set(arrays))
-        return inference.trained(loaded, {name_of(x): arrays[name] for name, x in state.items()})
-    weights = dict(loaded.graph.initializers)
-    _check(checkpoint, arrays, weights, set(arrays) - set(weights))
-    for name, array in arrays.items():
-        weights[name].const_value = ir.tensor(array, name=name)
-    return ir.to_proto(loaded)
-
-
-def _check(
-    checkpoint: _PathLike, arrays: Mapping[str, np.ndarray], values: Mapping[str, ir.Value], unknown: set[str]
-) -> None:
-    """Raise an error for a checkpoint of another model."""
+    state = {original_name(x): x for x in with_role(loaded, Role.PARAMETER, Role.STATISTIC)}
+    values = state or dict(loaded.graph.initializers)
+    unknown = (arrays.keys() - values.keys()) | (state.keys() - arrays.keys())
     if unknown:
         raise GraphoptError(
             f"{checkpoint}: expected the parameters of this model, found those of another: only one of the two has "
@@ -193,6 +177,11 @@ def _check(
                 f"{checkpoint}: parameter {name!r}: expected {x.dtype.numpy()}{list(x.shape)}, found "
                 f"{array.dtype}{list(array.shape)}: use the checkpoint of this model"
             )
+    if state:
+        return inference.trained(loaded, {name_of(x): arrays[name] for name, x in state.items()})
+    for name, array in arrays.items():
+        values[name].const_value = ir.tensor(array, name=name)
+    return ir.to_proto(loaded)
 
 
 def _classes() -> Any:
@@ -231,15 +220,13 @@ def _written(
         getattr(schema, f"{kind}Start")(builder)
         for field, value in fields.items():
             getattr(schema, f"{kind}Add{field}")(builder, value)
-        end: int = getattr(schema, f"{kind}End")(builder)
-        return end
+        return getattr(schema, f"{kind}End")(builder)
 
     def vector(offsets: list[int]) -> int:
         builder.StartVector(4, len(offsets), 4)
         for offset in reversed(offsets):
             builder.PrependUOffsetTRelative(offset)
-        end: int = builder.EndVector()
-        return end
+        return builder.EndVector()
 
     def tensors(arrays: Mapping[str, np.ndarray]) -> int:
         # Bytes that are written first are last in the file: the tables before them show that a file is truncated.

@@ -172,8 +172,7 @@ def _evaluation(model: ir.Model) -> ir.Model:
     metadata.copy(model, part)
     RUNTIME.remove(part)
     read = {x.name: x for x in part.graph.inputs}
-    data = [x for x in part.graph.inputs if role_of(x) not in STATE]
-    part.graph.inputs[:] = data
+    part.graph.inputs[:] = [x for x in part.graph.inputs if role_of(x) not in STATE]
     for x in with_role(model, *STATE):
         twin = read.get(x.name) or like(ir.Value(name=x.name), x)
         metadata.copy(x, twin)
@@ -214,10 +213,6 @@ def _update_in_place(model: ir.Model) -> None:
     graph.sort()
 
 
-# the names of a, rate and b in an update a - rate * b of sequences a and b
-_Step = tuple[str, str, str]
-
-
 def update_model(optimizer: Optimizer, clips: Sequence[Clip]) -> onnx.ModelProto:
     """Return the model with which onnxruntime-training's Optimizer updates parameters.
 
@@ -237,7 +232,7 @@ def update_model(optimizer: Optimizer, clips: Sequence[Clip]) -> onnx.ModelProto
     for i, clip in enumerate(clips):
         lines.append(f"clipped_{i} = {_clipping(clip, gradients)}")
         gradients = f"clipped_{i}"
-    before: list[_Step] = []
+    before: list[tuple[str, str, str]] = []  # the names of a, rate and b of updates a - rate * b
     if optimizer.weight_decay and not optimizer.decoupled:
         lines.append(_constant("decay", -optimizer.weight_decay))
         before.append((gradients, "decay", "params"))
@@ -317,7 +312,7 @@ def _clipping(clip: Clip, gradients: str) -> str:
     raise GraphoptError(f"clip={clip}: expected ClipGlobalNorm or ClipValue on a device: use one of them")
 
 
-def _one_by_one(updates: Sequence[_Step]) -> str:
+def _one_by_one(updates: Sequence[tuple[str, str, str]]) -> str:
     """Return an If that runs updates in order and outputs a flag; its condition is true but not a constant."""
     body, last = "", ""
     for i, (a, rate, b) in enumerate(updates):

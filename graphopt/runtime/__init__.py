@@ -2,6 +2,6 @@
 
 From the bottom up: `device` (device, provider and options), `tensors` (conversion of fed tensors), `session` (a graph
 loaded into the runtime), `signature` (checks of fed tensors), `state_buffers`, `bound_session` (a step from one set of
-buffers to the other), `forms` (kernels or another target), `runners` (checks, and a session for each shape),
-`several_steps`, and the facade, `executor`.
+buffers to the other), `forms` (kernels or another target), `runners` (checks, a session for each shape, and several
+steps per call), and the facade, `executor`.
 """

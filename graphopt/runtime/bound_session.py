@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import onnx_ir as ir
 
-from graphopt.errors import GraphoptError
 from graphopt.graph.names import next_of
 from graphopt.graph.roles import FED, with_role
 from graphopt.graph.values import name_of
@@ -81,6 +80,7 @@ class BoundSession:
     ====================  ==================================================  ==========================
 
     Args:
+        name: what messages call this form of a step.
         library: a library of the kernels that the graph calls.
         check: the name of an output that is finite if the new state is.
         shared: the names of the state that the graph writes in place.
@@ -92,10 +92,12 @@ class BoundSession:
         model: ir.Model,
         buffers: StateBuffers,
         options: RunnerOptions,
+        name: str,
         library: Path | None = None,
         check: str | None = None,
         shared: Sequence[str] = (),
     ) -> None:
+        self.model, self.name, self.library, self.shared = model, name, library, shared
         self._device, self._report, self._as_numpy = device, list(options.report), options.as_numpy
         self.session = Session(device, model, library=library)
         fed = with_role(model, *FED)
@@ -103,18 +105,27 @@ class BoundSession:
         self._small_inputs: dict[str, np.ndarray] = {}
         self._graph_inputs: dict[str, onnxruntime.OrtValue] = {}
         if device.cuda_graph:
-            self._graph_inputs = {name_of(x): buffer(device, _static_zeros(x)) for x in fed}
+            self._graph_inputs = {name_of(x): buffer(device, zeros_of(x)) for x in fed}
         self._numbers: dict[str, np.ndarray] = {}
         self._own_outputs: dict[str, onnxruntime.OrtValue] = {}
-        self._check_name, self._check = check or "", np.zeros((), np.float32) if check else None
-        self._make_outputs({name_of(y): y for y in model.graph.outputs})
+        self._check = np.zeros((), np.float32) if check else None
+        if self._check is not None:
+            self._own_outputs[str(check)] = share(device, self._check)
+        outputs = {name_of(y): y for y in model.graph.outputs}
+        for name in self._report:  # the shapes of numbers are known, and in a CUDA graph those of all
+            if device.cuda_graph:
+                self._own_outputs[name] = buffer(device, zeros_of(outputs[name]))
+            elif outputs[name].shape == ():
+                self._numbers[name] = zeros_of(outputs[name])
+                self._own_outputs[name] = share(device, self._numbers[name])
+        self._place = ("cpu", 0) if options.as_numpy else (device.kind, device.index)
         self._places = {name: i for i, name in enumerate(self._report) if name not in self._own_outputs}
         buffers.share(shared)
         self._bindings = []
         for source in range(2):
-            read, after = buffers.sets[source], {next_of(k): x for k, x in buffers.sets[1 - source].items()}
-            inputs = {**read, **buffers.fed, **self._graph_inputs, **options.fixed}
-            self._bindings.append(self._binding(model.graph, inputs, {**after, **options.fixed}))
+            after = {next_of(name): x for name, x in buffers.sets[1 - source].items()}
+            inputs = {**buffers.sets[source], **buffers.fed, **self._graph_inputs, **options.fixed}
+            self._bindings.append(self._binding(inputs, {**self._own_outputs, **after, **options.fixed}))
         self._options: list[Any] = [None, None]
         if device.cuda_graph:
             self._options = [device.ort.RunOptions() for _ in range(2)]
@@ -142,9 +153,7 @@ class BoundSession:
             else:
                 alive.append(self._feed(binding, name, tensor))
         for name in self._places:
-            binding.bind_output(
-                name, *(("cpu",) if self._as_numpy else (self._device.kind, self._device.index))
-            )
+            binding.bind_output(name, *self._place)
         self.session.execute(binding, self._options[source])
         if not self._places and not self._device.cuda_graph:
             return {name: array.item() for name, array in self._numbers.items()}
@@ -184,39 +193,15 @@ class BoundSession:
         vector.push_back(value._ortvalue)
         return self._device.ort.OrtValue(vector[0])
 
-    def _make_outputs(self, outputs: Mapping[str, ir.Value]) -> None:
-        """Allocate the reported outputs whose shapes are known: scalars, and all outputs of a CUDA graph."""
-        for name in self._report:
-            if self._device.cuda_graph:
-                self._own_outputs[name] = buffer(self._device, _static_zeros(outputs[name]))
-            elif outputs[name].shape == ():
-                self._numbers[name] = _static_zeros(outputs[name])
-                self._own_outputs[name] = share(self._device, self._numbers[name])
-
-    def _binding(self, graph: ir.Graph, inputs: OrtValues, outputs: OrtValues) -> onnxruntime.IOBinding:
-        """Return a binding of the inputs and outputs that are the same in every call."""
+    def _binding(self, inputs: OrtValues, outputs: OrtValues) -> onnxruntime.IOBinding:
+        """Return a binding of the inputs and outputs that are the same in every call, reported ones first."""
         binding = self.session.ort.io_binding()
-        for name in self._report:
-            if name in self._own_outputs:
-                binding.bind_ortvalue_output(name, self._own_outputs[name])
-            else:
-                binding.bind_output(name, "cpu")
-        for name in map(name_of, graph.inputs):
+        for name in self.session.inputs:
             if name in inputs:
                 binding.bind_ortvalue_input(name, inputs[name])
-        for name in map(name_of, graph.outputs):
+        for name in dict.fromkeys([*self._report, *self.session.outputs]):
             if name in outputs:
                 binding.bind_ortvalue_output(name, outputs[name])
-        if self._check is not None:
-            binding.bind_ortvalue_output(self._check_name, share(self._device, self._check))
+            elif name in self._places:
+                binding.bind_output(name, *self._place)
         return binding
-
-
-def _static_zeros(value: ir.Value) -> np.ndarray:
-    """Return zeros of a value's static shape, which a CUDA graph requires."""
-    if value.shape is None or not value.shape.is_static():
-        raise GraphoptError(
-            f"output {value.name!r}: expected a shape that follows from the batch's, as a CUDA graph needs, found "
-            f"{value.shape}: leave it out of `report`"
-        )
-    return zeros_of(value)

@@ -21,11 +21,9 @@ Property = int | float | str
 
 
 def save_state(
-    state: Mapping[str, np.ndarray],
-    path: str | os.PathLike[str],
-    properties: Mapping[str, Property] | None = None,
+    state: Mapping[str, np.ndarray], path: str | os.PathLike[str], properties: Mapping[str, Property] | None
 ) -> None:
-    """Write arrays by name, and properties, to one file atomically.
+    """Write arrays by name to one file atomically; with properties, if any, and a checksum.
 
     Raises:
         GraphoptError: a property is neither a number nor a string.
@@ -36,10 +34,12 @@ def save_state(
                 f"property {name!r}: expected an int, a float or a string, found {type(value).__name__}"
             )
     arrays = _contiguous(state)
-    written = json.dumps(dict(properties or {}), sort_keys=True)
-    metadata = {_PROPERTIES: written, _CHECKSUM: _checksum(arrays, written)}
+    metadata = None
+    if properties is not None:
+        written = json.dumps(dict(properties), sort_keys=True)
+        metadata = {_PROPERTIES: written, _CHECKSUM: _checksum(arrays, written)}
     with replacing(path) as temporary:
-        safetensors.numpy.save_file(arrays, temporary, metadata=metadata)
+        safetensors.numpy.save_file(arrays, temporary, metadata)
 
 
 def state_bytes(state: Mapping[str, np.ndarray]) -> bytes:
@@ -47,8 +47,7 @@ def state_bytes(state: Mapping[str, np.ndarray]) -> bytes:
 
     Its layout depends on names, types and shapes alone: files of other numbers have the same header.
     """
-    content: bytes = safetensors.numpy.save(_contiguous(state))
-    return content
+    return safetensors.numpy.save(_contiguous(state))
 
 
 def load_state(path: str | os.PathLike[str]) -> tuple[dict[str, np.ndarray], dict[str, Property]]:

@@ -113,12 +113,10 @@ class Device(DeviceOptions):
         keep("kind", kind)
         if self.kind not in ("cpu", "cuda") or (index and (self.kind == "cpu" or not index.isdigit())):
             raise GraphoptError(f"device: expected 'cpu', 'cuda' or 'cuda:N', found {self.name!r}")
-        if self.threads is not None and self.threads < 0:
-            raise GraphoptError(
-                f"threads: expected 1 or more, or None for the runtime's choice, found {self.threads}"
-            )
-        if self.threads is not None and self.threads > MOST_THREADS:
-            raise GraphoptError(f"threads: expected at most {MOST_THREADS:,}, found {self.threads}")
+        if self.threads is not None and not 0 <= self.threads <= MOST_THREADS:
+            least = "1 or more, or None for the runtime's choice"
+            expected = least if self.threads < 0 else f"at most {MOST_THREADS:,}"
+            raise GraphoptError(f"threads: expected {expected}, found {self.threads}")
         keep("index", int(index or 0))
         keep("ort", _runtime())
         keep("flushing", Flushing() if self.flush_denormals and supported() and self.kind == "cpu" else None)
@@ -128,30 +126,21 @@ class Device(DeviceOptions):
             raise GraphoptError(
                 f"native: expected the device 'cpu' and its own provider, found {self.execution_provider}: leave it out"
             )
-        native, target = self._chosen_target()
-        keep("native", native)
-        keep("runtime_target", target)
+        takes_native = self.target in (AUTO, NATIVE)
+        native = takes_native and (self.target == NATIVE or self.native)
+        if self.native not in (None, native):
+            raise GraphoptError(
+                f"target: expected one of the options native and target, found native={self.native} and "
+                f"target={self.target!r}: leave one out"
+            )
+        keep("native", _resolved("native", NATIVE_VARIABLE, native))
+        keep("runtime_target", ONNXRUNTIME if takes_native else target_of(self.target))
         keep("verify", _resolved("verify", VERIFY, self.verify))
         if self.cuda_graph and (self.kind, self.execution_provider) != ("cuda", CUDA):
             raise GraphoptError(
                 f"cuda_graph: expected device 'cuda' and its own provider, found {self.name!r} and "
                 f"{self.execution_provider}"
             )
-
-    def _chosen_target(self) -> tuple[bool | Literal["auto"], Target]:
-        """Return whether kernels are compiled, and the target of steps without kernels."""
-        named = (
-            {AUTO: self.native, NATIVE: True}.get(self.target, False)
-            if isinstance(self.target, str)
-            else False
-        )
-        if self.native is not None and named is not self.native:
-            raise GraphoptError(
-                f"target: expected one of the options native and target, found native={self.native} and "
-                f"target={self.target!r}: leave one out"
-            )
-        target = ONNXRUNTIME if self.target in (AUTO, NATIVE) else target_of(self.target)
-        return _resolved("native", NATIVE_VARIABLE, named), target
 
     @classmethod
     def of(cls, device: str | Device, options: DeviceOptions) -> Device:
@@ -226,9 +215,8 @@ class Device(DeviceOptions):
                 raise GraphoptError(
                     unknown("session option", name, [*SESSION_OPTIONS, *(f"{x}..." for x in ENTRIES)])
                 )
-        for library in (
-            [self.custom_ops] if isinstance(self.custom_ops, str | Path) else self.custom_ops or ()
-        ):
+        libraries = self.custom_ops or ()
+        for library in [libraries] if isinstance(libraries, str | Path) else libraries:
             try:
                 options.register_custom_ops_library(str(Path(library).resolve()))
             except Exception as error:

@@ -15,20 +15,20 @@ import onnx_ir as ir
 
 from graphopt.communicator import SINGLE, Communicator
 from graphopt.errors import GraphoptError
+from graphopt.graph import inference
 from graphopt.graph.loading import Source, load
 from graphopt.graph.roles import FED, Role, with_role
 from graphopt.graph.state import LEARNING_RATE
+from graphopt.graph.values import name_of
 from graphopt.runtime.bound_session import Reported, RunnerOptions
 from graphopt.runtime.device import Device
 from graphopt.runtime.executor_options import ExecutorOptions, keywords_of
 from graphopt.runtime.executor_state import ExecutorState
-from graphopt.runtime.reported_outputs import chosen_outputs, reporting
-from graphopt.runtime.runners import ForwardRunner, Runner, StepRunner
+from graphopt.runtime.runners import Batch, Pace, Runner, SeveralSteps, StepRunner, alike
 from graphopt.runtime.session import Session
-from graphopt.runtime.several_steps import Batch, SeveralSteps, alike
-from graphopt.runtime.signature import Signature, description
-from graphopt.runtime.state_buffers import State, StateBuffers
-from graphopt.runtime.tensors import Tensor
+from graphopt.runtime.signature import Signature, chosen_outputs, description, reporting
+from graphopt.runtime.state_buffers import StateBuffers
+from graphopt.runtime.tensors import Tensor, number_or_array, to_ort
 
 
 def run(model: Source, inputs: Mapping[str, np.ndarray], threads: int = 1) -> dict[str, np.ndarray]:
@@ -134,7 +134,6 @@ class Executor(ExecutorState):
         model: ir.Model,
         buffers: StateBuffers,
         *,
-        state: State | None = None,
         workers: Communicator = SINGLE,
         runner_of: Callable[[RunnerOptions], Runner] | None = None,
     ) -> None:
@@ -142,12 +141,11 @@ class Executor(ExecutorState):
 
         Args:
             model: the training graph without its initial state.
-            buffers: what steps read and write.
-            state: what users read and replace; the buffers by default.
+            buffers: its state.
             runner_of: returns the runner of single steps; by default, they run whole.
         """
         self.options, self._device, self._model, self.workers = options, device, model, workers
-        self._buffers, self._state, self._runner_of = buffers, state or buffers, runner_of
+        self._buffers, self._runner_of = buffers, runner_of
         self._lock = threading.RLock()
         self.properties = {}
         self._signature = Signature(device, with_role(model, *FED))
@@ -198,10 +196,6 @@ class Executor(ExecutorState):
             NonFiniteLoss: a loss or the new state is infinite or NaN. The steps of its call are repeated one by one,
                 so that the state is the one before the failing step.
         """
-        chosen = self.options.steps_per_call
-        alone = self._one_by_one or self.in_place or self.workers.size > 1
-        if alone or (chosen is None and not self._device.on_cpu):
-            chosen = 1
         left = map(self._signature.completed, batches)
         for first in left:
             with self._lock:
@@ -209,15 +203,15 @@ class Executor(ExecutorState):
                 self._signature.check(feeds)
                 self._buffers.check_hyperparameters(fed)
                 self._signature.check_labels(feeds)
-            return self._steps(itertools.chain([first], left), chosen)
+            return self._steps(itertools.chain([first], left))
         return iter(())
 
-    def _steps(self, left: Iterator[Batch], chosen: int | None) -> Iterator[Reported]:
+    def _steps(self, left: Iterator[Batch]) -> Iterator[Reported]:
         """Yield what a step on each batch reports; run the chosen number of steps per call, or the fastest number."""
-        while not (chosen == 1 or (chosen is None and self._several.pace.alone)):
+        while not self._several.pace.alone:
             waiting: list[Batch] = []
             try:
-                waiting.extend(itertools.islice(left, chosen or self._several.pace.steps))
+                waiting.extend(itertools.islice(left, self._several.pace.steps))
             finally:  # if drawing a batch fails, those before it train
                 for batches in alike(waiting) if waiting else ():
                     yield from self._call(batches)
@@ -318,15 +312,16 @@ class Executor(ExecutorState):
             self._runner, single = self._runner_of(chosen), None
         self._checked = None
         arrays = any(y.name in self._report and y.shape != () for y in model.graph.outputs)
+        alone = self._one_by_one or self.in_place or self.workers.size > 1
+        steps = options.steps_per_call
         self._several = SeveralSteps(
             functools.partial(runner_of, single=single),
-            self._signature.accepted,
-            stacks=options.as_numpy or not arrays,
+            self._signature.accepted if options.as_numpy or not arrays else (),
+            Pace(1 if alone or (steps is None and not device.on_cpu) else steps),
             insists=device.verify is True,
         )
-        self._forwards = ForwardRunner(
-            device, self._model, self._state, self._signature, as_numpy=options.as_numpy
-        )
+        self._forwards: dict[tuple[str, ...], Session] = {}  # by the names of their outputs
+        self._evaluated: dict[tuple[str, ...], Any] = {}  # descriptions of the tensors that were checked last
 
     def _accept(self, reported: Reported) -> bool:
         """Return whether to keep the state after a step; raise an error or warn if it is not finite."""
@@ -352,6 +347,27 @@ class Executor(ExecutorState):
         """Compute outputs of the graph in its inference form, with the fed hyperparameters."""
         with self._lock:
             fed, feeds = self._split(feeds)
-            self._forwards.check(names, feeds)
+            session, key, facts = self._forward_session(names), tuple(names), description(feeds)
+            if self._evaluated.get(key) != facts:
+                self._signature.check(feeds, session.inputs)
+                self._evaluated[key] = facts
+            self._signature.check_labels(feeds)
             self.set_hyperparameters(**fed)
-            return self._forwards.compute(names, feeds)
+            values = self._buffers.read()
+            for name, accepted in self._signature.accepted.items():
+                if name in session.inputs:
+                    values[name] = to_ort(self._device, feeds[name], accepted.dtype)
+            outputs, as_numpy = session.compute(values), self.options.as_numpy
+            return {
+                name: number_or_array(x.numpy()) if as_numpy or not x.shape() else x
+                for name, x in outputs.items()
+            }
+
+    def _forward_session(self, names: Sequence[str]) -> Session:
+        """Return the session of the part of the graph that computes outputs; open it on first use."""
+        key = tuple(names)
+        if key not in self._forwards:
+            outputs = {name_of(y): y for y in self._model.graph.outputs}
+            part = inference.extract(self._model, [outputs[name] for name in names])
+            self._forwards[key] = Session(self._device, part)
+        return self._forwards[key]

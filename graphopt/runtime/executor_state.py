@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 
 import numpy as np
@@ -14,17 +12,16 @@ import onnx
 import onnx_ir as ir
 
 from graphopt.errors import GraphoptError
-from graphopt.files import replacing
 from graphopt.graph import inference
 from graphopt.graph.metadata import UNTRAINED
 from graphopt.graph.roles import FED, Role, with_role
 from graphopt.graph.state import STEP, accumulators
 from graphopt.graph.values import name_of
-from graphopt.runtime.checkpoint import Property, load_state, save_state, state_bytes
+from graphopt.runtime.checkpoint import Property, load_state, save_state
 from graphopt.runtime.device import Device
 from graphopt.runtime.executor_options import ExecutorOptions
-from graphopt.runtime.reported_outputs import reportable
-from graphopt.runtime.state_buffers import State, StateBuffers
+from graphopt.runtime.signature import reportable
+from graphopt.runtime.state_buffers import StateBuffers
 from graphopt.runtime.tensors import Tensor, to_ort
 
 _BATCHES = "graphopt.batches"  # a property of checkpoints
@@ -37,8 +34,7 @@ class ExecutorState:
     options: ExecutorOptions
     _device: Device
     _model: ir.Model
-    _buffers: StateBuffers  # what steps read and write
-    _state: State  # what users read and replace
+    _buffers: StateBuffers
     _lock: threading.RLock
     _batches: int = 0
     _report: list[str]  # the outputs that a step reports
@@ -58,7 +54,6 @@ class ExecutorState:
             "cannot use: save a checkpoint with save(PATH), and load it there"
         )
 
-    @abstractmethod
     def _open(self) -> None:
         """Create the sessions that read the model's weights."""
 
@@ -79,10 +74,11 @@ class ExecutorState:
 
     def on_device(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Copy a batch to the GPU ahead of `step`. On the CPU, return the batch itself."""
-        if self._device.kind == "cpu" or self._device.cuda_graph:
+        device = self._device
+        if device.kind == "cpu" or device.cuda_graph:
             return {**batch}
         arrays = {name: x for name, x in batch.items() if isinstance(x, np.ndarray)}
-        return {**batch, **{name: to_ort(self._device, x, x.dtype) for name, x in arrays.items()}}
+        return {**batch, **{name: to_ort(device, x, x.dtype) for name, x in arrays.items()}}
 
     @property
     def model(self) -> ir.Model:
@@ -119,7 +115,7 @@ class ExecutorState:
     def state(self) -> dict[str, np.ndarray]:
         """Return copies of all state by name: parameters, optimizer slots and counters."""
         with self._lock:
-            return self._state.arrays()
+            return self._buffers.arrays()
 
     @state.setter
     def state(self, arrays: Mapping[str, np.ndarray]) -> None:
@@ -132,7 +128,7 @@ class ExecutorState:
             GraphoptError: a name is unknown, or an array has the wrong type or shape.
         """
         with self._lock:
-            self._state.update(arrays)
+            self._buffers.update(arrays)
             if STEP in arrays:
                 self._batches = int(arrays[STEP])
 
@@ -164,7 +160,7 @@ class ExecutorState:
     def parameters(self) -> dict[str, np.ndarray]:
         """Return copies of the parameters by name, in alphabetical order."""
         with self._lock:
-            return self._state.arrays(sorted(self._of(Role.PARAMETER)))
+            return self._buffers.arrays(sorted(self._of(Role.PARAMETER)))
 
     def contiguous(self, *, frozen: bool = False) -> np.ndarray:
         """Return the parameters concatenated into one vector, in alphabetical order.
@@ -192,9 +188,8 @@ class ExecutorState:
             )
         parts = np.split(vector, np.cumsum([array.size for array in weights.values()])[:-1])
         new = {name: part.reshape(weights[name].shape) for name, part in zip(weights, parts, strict=True)}
-        trained = {name: new.pop(name) for name in self._of(Role.PARAMETER)}
         with self._lock:
-            self.update_state(trained)
+            self.update_state({name: new.pop(name) for name in self._of(Role.PARAMETER)})
             for name, array in new.items():
                 self._model.graph.initializers[name].const_value = ir.tensor(np.array(array), name=name)
             if new:  # frozen weights are constants of the sessions
@@ -208,7 +203,7 @@ class ExecutorState:
                 "reset_gradients: expected a graph that accumulates gradients, found none: add passes.Accumulate"
             )
         with self._lock:
-            arrays = self._state.arrays(names)
+            arrays = self._buffers.arrays(names)
             self.update_state({name: np.zeros_like(array) for name, array in arrays.items()})
 
     @property
@@ -235,12 +230,8 @@ class ExecutorState:
                 layout of `state.safetensors` that `graphopt.export_hosts` writes and hosts read.
         """
         with self._lock:
-            arrays, properties = self._state.arrays(), {**self.properties, _BATCHES: self._batches}
-        if checksum:
-            save_state(arrays, path, properties)
-        else:
-            with replacing(path) as temporary:
-                Path(temporary).write_bytes(state_bytes(arrays))
+            arrays, properties = self._buffers.arrays(), {**self.properties, _BATCHES: self._batches}
+        save_state(arrays, path, properties if checksum else None)
 
     def load(self, path: str | os.PathLike[str]) -> None:
         """Replace all state and `properties` by those of a checkpoint.
@@ -250,7 +241,7 @@ class ExecutorState:
                 replaced.
         """
         arrays, properties = load_state(path)
-        unlike = sorted(set(arrays) ^ set(self._state.names))
+        unlike = sorted(set(arrays) ^ set(self._buffers.names))
         if unlike:
             raise GraphoptError(
                 f"{path}: expected the state of this training graph, found another's: "

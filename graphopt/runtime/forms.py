@@ -7,10 +7,12 @@ import hashlib
 import math
 import statistics
 import time
+import timeit
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import onnx_ir as ir
 
 from graphopt.errors import GraphoptError, line
@@ -23,19 +25,13 @@ from graphopt.runtime.device import Device
 from graphopt.runtime.signature import description
 from graphopt.runtime.state_buffers import StateBuffers
 from graphopt.runtime.tensors import Tensor
-from graphopt.runtime.translation import (
-    Mistranslated,
-    StepForm,
-    Translation,
-    check_delivery,
-    read_note,
-    write_note,
-)
+from graphopt.runtime.translation import Mistranslated, Translation, read_note, write_note
 from graphopt.targets.known import ONNXRUNTIME
 from graphopt.targets.native.lowering import lower_to_kernels
 
 WORTH_COMPILING = 10_000  # numbers in parameters, from which `auto` compiles kernels
 HALVES = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
+MARK = b"\xa5"  # no step computes a state of these bytes alone
 ROUNDS, SECONDS = 5, 1.0  # of measuring: so many turns, fewer if they take longer
 
 
@@ -70,52 +66,56 @@ class StepForms:
         if options.verified and device.verify:
             self._translation = Translation(device, model, buffers, options.fixed, several=several)
         self._digest: str | None = None
-        self._is_settled = False
+        self.is_settled = False
         lowered = None if options.native is False else self._lowered()
         measures = device.native == "auto" and options.native is None
         self._measures = lowered is not None and measures and not (device.deterministic or options.in_place)
         self.native: bool | None = None if self._measures else lowered is not None
-        self._form = lowered or self._for_runtime()
+        self.form = lowered or self._for_runtime()
 
-    @property
-    def latest(self) -> BoundSession:
-        """Return the form that runs, or that would run next."""
-        return self._form.bound
+    def settle(self, source: int, feeds: Mapping[str, Tensor]) -> None:
+        """Choose the form to run: not kernels, and then not a lowered graph, that compute other numbers.
 
-    def chosen(self, source: int, feeds: Mapping[str, Tensor]) -> BoundSession:
-        """Return the faster form.
-
-        The first call checks the forms and measures them on its step, unless the machine remembers. A step reads one
-        set of state buffers and writes the other, so that it can be repeated.
+        This checks the forms and measures them on a step, unless the machine remembers. A step reads one set of state
+        buffers and writes the other, so that it can be repeated.
 
         Raises:
             GraphoptError: the option `verify` is True, and a form differs from the plain graph; or the provider does
                 not write the new state.
             Mistranslated: a form of several steps differs from the plain graph.
         """
-        if not self._is_settled:
-            self._settle(source, feeds)
-            self._is_settled, self._translation = True, None
-        return self._form.bound
-
-    def _settle(self, source: int, feeds: Mapping[str, Tensor]) -> None:
-        """Choose the form to run: not kernels, and then not a lowered graph, that compute other numbers."""
         if not self._device.on_cpu:
-            check_delivery(self._device, self._form.bound, self._buffers, source, feeds)
+            self._check_delivery(source, feeds)
         if self.native is not False and not self._agrees(source, feeds):
-            if self._form.shared:
+            if self.form.shared:
                 self._buffers.separate()
-            self._form, self._measures, self.native = self._for_runtime(), False, False
+            self.form, self._measures, self.native = self._for_runtime(), False, False
         if self._measures:
             self._measure(source, feeds)
-        if self.native is False and self._form.model is not self._model and not self._agrees(source, feeds):
-            self._form = self._plain()
+        if self.native is False and self.form.model is not self._model and not self._agrees(source, feeds):
+            self.form = self._plain()
+        self.is_settled, self._translation = True, None
+
+    def _check_delivery(self, source: int, feeds: Mapping[str, Tensor]) -> None:
+        """Check on one step that a provider writes the new state where the executor reads it."""
+        buffers = self._buffers.sets[1 - source]
+        marks = {name: MARK * np.asarray(buffers[name].numpy()).nbytes for name in self._buffers.updated}
+        for name, mark in marks.items():
+            array = np.asarray(buffers[name].numpy())
+            buffers[name].update_inplace(np.array(np.frombuffer(mark, array.dtype).reshape(array.shape)))
+        self.form.call(source, feeds)
+        for name, mark in marks.items():
+            if mark and buffers[name].numpy().tobytes() == mark:
+                raise GraphoptError(
+                    f"{self._device.execution_provider}: expected the new state in the memory that it was given, "
+                    f"found {name!r} as before: take another provider"
+                )
 
     def _agrees(self, source: int, feeds: Mapping[str, Tensor]) -> bool:
         """Return whether the form computes what the plain graph does; warn, or raise an error, if it does not."""
         try:
             if self._translation is not None:
-                self._translation.check(self._form, source, feeds)
+                self._translation.check(self.form, source, feeds)
         except Mistranslated as error:
             if self._device.verify is True or (self._several and self.native is False):
                 raise
@@ -126,21 +126,19 @@ class StepForms:
     def _measure(self, source: int, feeds: Mapping[str, Tensor]) -> None:
         """Take the faster form: that of kernels or the other one."""
         key = (self._digest, self._device.ort.__version__, self._device.threads, description(feeds))
-        fastest = remembered(key)
-        if fastest != 0:
-            other = self._for_runtime()
-            calls = [functools.partial(form.bound.call, source, feeds) for form in (self._form, other)]
-            fastest = fastest or measured(key, calls)
-            self._form = other if fastest else self._form
-        self.native = not fastest
+        kernels, other = self.form, functools.cache(self._for_runtime)
+        calls = [lambda: kernels.call(source, feeds), lambda: other().call(source, feeds)]
+        self.native = fastest(key, calls) == 0
+        if not self.native:
+            self.form = other()
 
-    def _for_runtime(self) -> StepForm:
+    def _for_runtime(self) -> BoundSession:
         """Return the graph lowered for the runtime, or the plain one if that fails."""
         target, device = self._device.runtime_target, self._device
         name = "several steps per call" if self._several else f"the step for {target.name}"
         try:
             lowered = target.lower(self._model)
-            return StepForm(name, self._opened(lowered), lowered)
+            return self._opened(lowered, name)
         except Exception as error:  # whatever fails here, the plain graph computes the same
             if device.verify is True or target is not ONNXRUNTIME:
                 raise
@@ -148,16 +146,16 @@ class StepForms:
             warnings.warn(f"{error}; the step runs as it was before its fusion", stacklevel=2)
             return form
 
-    def _plain(self) -> StepForm:
-        return StepForm("the plain step", self._opened(self._model), self._model)
+    def _plain(self) -> BoundSession:
+        return self._opened(self._model, "the plain step")
 
-    def _opened(self, model: ir.Model, **kernels: Any) -> BoundSession:
+    def _opened(self, model: ir.Model, name: str, **kernels: Any) -> BoundSession:
         """Open the session of a graph of one step, lowered or not; of several steps if they are to run."""
         if self._several:
             model = with_shapes(unrolled(model), self._shapes)
-        return BoundSession(self._device, model, self._buffers, self._options, **kernels)
+        return BoundSession(self._device, model, self._buffers, self._options, name, **kernels)
 
-    def _lowered(self) -> StepForm | None:
+    def _lowered(self) -> BoundSession | None:
         """Lower the graph and open its session; return None if the graph is to run as it is."""
         native, options, model = self._device.native, self._options, self._model
         if not self._device.on_cpu or not native:
@@ -173,17 +171,18 @@ class StepForms:
                 return None
             self._digest = lowered.digest
             check = None if self._several else lowered.check
-            bound = self._opened(lowered.model, library=lowered.library, check=check, shared=lowered.shared)
-            return StepForm("kernels", bound, lowered.model, lowered.library, lowered.shared)
-        except Exception as error:  # whatever fails here, the graph as it is computes the same
-            if native is True and isinstance(error, GraphoptError):
+            kernels = {"library": lowered.library, "check": check, "shared": lowered.shared}
+            return self._opened(lowered.model, "kernels", **kernels)
+        except GraphoptError as error:
+            if native is True:
                 raise
-            kind = "" if isinstance(error, GraphoptError) else f"native: {type(error).__name__}: "
-            text = f"{kind}{line(error)[:200] if kind else error}"
+            text = str(error)
+        except Exception as error:  # whatever fails here, the graph as it is computes the same
+            text = f"native: {type(error).__name__}: {line(error)[:200]}"
             if native is True:
                 raise GraphoptError(f"{text}; pass native=False, and please report it") from error
-            warnings.warn(f"{text}; steps run without kernels of their own", stacklevel=2)
-            return None
+        warnings.warn(f"{text}; steps run without kernels of their own", stacklevel=2)
+        return None
 
 
 def unrolled(model: ir.Model) -> ir.Model:
@@ -220,17 +219,15 @@ def is_large_enough(models: Sequence[ir.Model]) -> bool:
     return sum(map(math.prod, known)) >= WORTH_COMPILING
 
 
-def remembered(key: Sequence[object]) -> int | None:
-    """Return the index of the fastest call that was measured on this machine, or None."""
-    return read_note("native", _note(key), "fastest", int)
-
-
-def measured(key: Sequence[object], calls: Sequence[Callable[[], object]]) -> int:
+def fastest(key: Sequence[object], calls: Sequence[Callable[[], object]]) -> int:
     """Return the index of the fastest call, by the median of calls in turns; the machine remembers it by the key."""
-    seconds = medians(calls)
-    fastest = seconds.index(min(seconds))
-    write_note("native", _note(key), {"fastest": fastest, "seconds": seconds})
-    return fastest
+    note = f"{hashlib.sha256(repr(key).encode()).hexdigest()[:32]}.time.json"
+    index = read_note("native", note, "fastest", int)
+    if index is None:
+        seconds = medians(calls)
+        index = seconds.index(min(seconds))
+        write_note("native", note, {"fastest": index, "seconds": seconds})
+    return index
 
 
 def medians(calls: Sequence[Callable[[], object]]) -> list[float]:
@@ -241,11 +238,5 @@ def medians(calls: Sequence[Callable[[], object]]) -> list[float]:
     begun = time.perf_counter()
     while len(times[0]) < ROUNDS and (not times[0] or time.perf_counter() - begun < SECONDS):
         for own, call in zip(times, calls, strict=True):
-            start = time.perf_counter()
-            call()
-            own.append(time.perf_counter() - start)
+            own.append(timeit.timeit(call, number=1))
     return [statistics.median(own) for own in times]
-
-
-def _note(key: Sequence[object]) -> str:
-    return f"{hashlib.sha256(repr(key).encode()).hexdigest()[:32]}.time.json"

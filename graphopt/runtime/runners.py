@@ -1,24 +1,31 @@
-"""Run steps of a training graph, and parts of it for evaluation: check tensors, and choose a session."""
+"""Run steps of a training graph, one or several in a call of the runtime."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+import itertools
+import time
+import warnings
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from operator import attrgetter, itemgetter
+from typing import Any, Protocol
 
+import numpy as np
 import onnx_ir as ir
 
 from graphopt.errors import GraphoptError
-from graphopt.graph import inference
 from graphopt.graph.roles import FED, with_role
-from graphopt.graph.values import name_of
 from graphopt.runtime.bound_session import Reported, RunnerOptions
 from graphopt.runtime.device import Device
 from graphopt.runtime.forms import StepForms, unrolled
 from graphopt.runtime.session import Session
 from graphopt.runtime.signature import Signature, description
-from graphopt.runtime.state_buffers import State, StateBuffers
-from graphopt.runtime.tensors import Tensor, number_or_array, to_ort
+from graphopt.runtime.state_buffers import StateBuffers
+from graphopt.runtime.tensors import Tensor
+from graphopt.runtime.translation import Mistranslated
+
+Batch = Mapping[str, Tensor]
 
 
 class Runner(Protocol):
@@ -36,13 +43,10 @@ class Runner(Protocol):
         """
 
     def step(self, source: int, feeds: Mapping[str, Tensor]) -> Reported:
-        """Read the state from set `source`, write the other set, and return the reported outputs.
+        """Read the state from set `source`, write the other set, and return the reported outputs of checked tensors.
 
         The caller decides whether to keep the new state: a step on the same set can be repeated, unless kernels write
         in place.
-
-        Args:
-            feeds: tensors that `check` has accepted.
         """
 
     @property
@@ -87,8 +91,11 @@ class StepRunner(Runner):
             self._forms = self._by_shapes[key]
 
     def step(self, source: int, feeds: Mapping[str, Tensor]) -> Reported:
-        assert self._forms is not None
-        return self._forms.chosen(source, feeds).call(source, feeds)
+        forms = self._forms
+        assert forms is not None
+        if not forms.is_settled:
+            forms.settle(source, feeds)
+        return forms.form.call(source, feeds)
 
     @property
     def native(self) -> bool | None:
@@ -97,14 +104,14 @@ class StepRunner(Runner):
 
     def _opened(self, shapes: Mapping[str, Sequence[int]] | None = None) -> StepForms:
         """Return the forms of the graph; several steps run in that of single ones, so that the results are equal."""
-        if self._single is None:
-            return StepForms(*self._parts, self._options, shapes)
-        options = dataclasses.replace(self._options, native=self._single.native)
-        return StepForms(*self._parts, options, shapes, several=True)
+        options, single = self._options, self._single
+        if single is not None:
+            options = dataclasses.replace(options, native=single.native)
+        return StepForms(*self._parts, options, shapes, several=single is not None)
 
     @property
     def state_is_finite(self) -> bool:
-        return self._forms is not None and self._forms.latest.state_is_finite
+        return self._forms is not None and self._forms.form.state_is_finite
 
     @property
     def sessions(self) -> list[Session]:
@@ -112,65 +119,127 @@ class StepRunner(Runner):
             raise GraphoptError(
                 "placement: expected a step before it, as sessions depend on shapes, found none: run a step first"
             )
-        return [self._forms.latest.session]
+        return [self._forms.form.session]
 
 
-class _Part(NamedTuple):
-    """Hold a session of a part of a graph, and the names of all its inputs, and of the tensors among them."""
-
-    session: Session
-    inputs: list[str]
-    fed: list[str]
-
-
-class ForwardRunner:
-    """Compute outputs of a training graph without changing the state.
+class SeveralSteps:
+    """Run several steps in one call, by a graph whose Scan iterates over stacked batches.
 
     Args:
-        signature: the signature of all inputs of a step, to check tensors.
-        as_numpy: return NumPy arrays; otherwise values on the device.
+        runner_of: creates a runner of several steps per call.
+        fed: the names of the inputs that can be stacked: all but hyperparameters; none if reports cannot be.
+        pace: chooses the number of steps per call.
+        insists: whether it is an error if the steps compute other numbers than single steps.
     """
 
     def __init__(
-        self, device: Device, model: ir.Model, state: State, signature: Signature, *, as_numpy: bool
+        self, runner_of: Callable[[], StepRunner], fed: Collection[str], pace: Pace, *, insists: bool
     ) -> None:
-        self._device, self._model, self._state = device, model, state
-        self._signature, self._as_numpy = signature, as_numpy
-        self._parts: dict[tuple[str, ...], _Part] = {}
-        self._checked: dict[
-            tuple[str, ...], Any
-        ] = {}  # the descriptions of the tensors that were checked last
+        self.pace, self._runner_of, self._fed, self._insists = pace, runner_of, {*fed}, insists
+        self._runner: StepRunner | None = None
+        self._checked: list[Any] | None = None  # the description of the arrays that were checked last
 
-    def check(self, names: Sequence[str], tensors: Mapping[str, Tensor]) -> None:
-        """Check tensors as a step does, except that inputs which the outputs `names` do not need may be missing.
+    def step(self, buffers: StateBuffers, batches: Sequence[Batch]) -> list[Reported] | None:
+        """Run a step on each batch and return what each reports, or None if the steps have to run one by one.
 
         Raises:
-            GraphoptError: a tensor is missing, is unknown, or has the wrong type, shape or labels.
+            GraphoptError: an array has the wrong type or shape. No step has run.
         """
-        facts = description(tensors)
-        if self._checked.get(tuple(names)) != facts:
-            self._signature.check(tensors, self._part(names).fed)
-            self._checked[tuple(names)] = facts
-        self._signature.check_labels(tensors)
+        first = batches[0]
+        if len(batches) == 1 or not first or not first.keys() <= self._fed:
+            return None
+        if not all(isinstance(x, np.ndarray) for x in first.values()):
+            return None
+        with self.pace.timed(len(batches)):
+            if self._runner is None:
+                self._runner = self._runner_of()
+            stacked = {name: np.array([*map(itemgetter(name), batches)]) for name in first}
+            if self._checked != (facts := description(stacked)):
+                self._runner.check(stacked)
+                self._checked = facts
+            self._runner.signature.check_labels(stacked)
+            try:
+                reported = self._runner.step(buffers.current, stacked)
+            except Mistranslated as error:
+                if self._insists:
+                    raise
+                warnings.warn(str(error), stacklevel=4)
+                self._fed = set()
+                self.close()
+                return None
+            if buffers.not_finite(reported) is not None:
+                return None
+            buffers.swap()
+            return unstacked(reported, len(batches))
 
-    def compute(self, names: Sequence[str], tensors: Mapping[str, Tensor]) -> Reported:
-        """Return outputs by name, of tensors that `check` has accepted."""
-        part, accepted = self._part(names), self._signature.accepted
-        values = self._state.read()
-        values |= {name: to_ort(self._device, tensors[name], accepted[name].dtype) for name in part.fed}
-        outputs = part.session.compute({name: values[name] for name in part.inputs}, names)
-        return {
-            name: number_or_array(x.numpy()) if self._as_numpy or not x.shape() else x
-            for name, x in outputs.items()
-        }
+    def close(self) -> None:
+        """Release the session."""
+        self._runner = self._checked = None
 
-    def _part(self, names: Sequence[str]) -> _Part:
-        """Return the part of the graph that computes outputs; compile it on first use."""
-        key = tuple(names)
-        if key not in self._parts:
-            outputs, state = {name_of(y): y for y in self._model.graph.outputs}, self._state.read()
-            model = inference.extract(self._model, [outputs[name] for name in names])
-            inputs = [name_of(x) for x in model.graph.inputs]
-            fed = [name for name in inputs if name not in state]
-            self._parts[key] = _Part(Session(self._device, model), inputs, fed)
-        return self._parts[key]
+
+def unstacked(reported: Reported, steps: int) -> list[Reported]:
+    """Split stacked reports into one report per step."""
+    if not reported:
+        return [{} for _ in range(steps)]
+    columns = (array.tolist() if array.ndim == 1 else array for array in reported.values())
+    return [dict(zip(reported, row, strict=True)) for row in zip(*columns, strict=True)]
+
+
+def alike(batches: Sequence[Batch]) -> Iterator[Sequence[Batch]]:
+    """Group consecutive batches whose tensors have the same names and shapes."""
+    try:
+        sizes = [{*map(attrgetter("shape"), map(itemgetter(name), batches))} for name in batches[0]]
+        sizes.append({*map(len, batches)})
+    except (AttributeError, KeyError):  # not an array, or no tensor of this name
+        sizes = []
+    if sizes and all(len(shapes) == 1 for shapes in sizes):
+        yield batches
+        return
+    shapes = ([(name, getattr(x, "shape", None)) for name, x in batch.items()] for batch in batches)
+    for _, group in itertools.groupby(zip(shapes, batches, strict=True), itemgetter(0)):
+        yield [batch for _, batch in group]
+
+
+class Pace:
+    """Choose the number of steps per call by measuring single steps and calls of several steps.
+
+    The first steps run alone, and the next ones in calls of about `CALL` seconds. Later steps run alone unless the
+    calls were faster by `MARGIN`. A number that the user has chosen stays.
+    """
+
+    CALL = 4e-3
+    MOST = 256
+    MARGIN = 0.9
+    TRIED = 5  # single steps to measure, and calls of several steps
+
+    def __init__(self, chosen: int | None = None) -> None:
+        self._chosen = chosen
+        self._alone: list[float] = []
+        self._together: list[float] = []
+
+    @property
+    def steps(self) -> int:
+        """Return the number of steps of the next call."""
+        if self._chosen is not None:
+            return self._chosen
+        if len(self._alone) < self.TRIED:
+            return 1
+        alone = min(self._alone)  # the minimum: first steps take longer, and other programs may run
+        together = min(self._together) if len(self._together) == self.TRIED else 0.0
+        if together > self.MARGIN * alone:
+            return 1
+        return max(1, min(self.MOST, int(self.CALL / alone)))
+
+    @property
+    def alone(self) -> bool:
+        """Return whether all later steps run alone."""
+        return self.steps == 1 and (self._chosen == 1 or len(self._alone) == self.TRIED)
+
+    @contextlib.contextmanager
+    def timed(self, steps: int = 1) -> Iterator[None]:
+        """Measure the time of a call of `steps` steps."""
+        times = self._alone if steps == 1 else self._together
+        start = time.perf_counter()
+        yield
+        if len(times) < self.TRIED:
+            times.append((time.perf_counter() - start) / steps)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,6 +28,10 @@ UNSAFE_IN_DOUBLE = ["MatmulTransposeFusion"]
 
 class Session:
     """Run a graph on a device.
+
+    Attributes:
+        inputs: the names of the graph's inputs.
+        outputs: the names of its outputs.
 
     Args:
         options: modified options of the session; `Device.new_session_options()` by default.
@@ -68,6 +72,8 @@ class Session:
             raise _refusal(device, model, error) from error
         if device.execution_provider not in self.ort.get_providers():
             raise device.not_started()
+        self.inputs = [x.name for x in self.ort.get_inputs()]
+        self.outputs = [y.name for y in self.ort.get_outputs()]
 
     def execute(self, binding: onnxruntime.IOBinding, options: onnxruntime.RunOptions | None = None) -> None:
         """Run once on a binding.
@@ -84,23 +90,24 @@ class Session:
         except RuntimeError as error:
             raise GraphoptError(f"onnxruntime stopped: {line(error)}") from error
 
-    def compute(self, feeds: OrtValues, names: Sequence[str]) -> dict[str, onnxruntime.OrtValue]:
-        """Run once on values and return outputs by name, which stay on the device."""
+    def compute(self, feeds: OrtValues) -> dict[str, onnxruntime.OrtValue]:
+        """Run once on values and return all outputs by name, which stay on the device; ignore what is not an input."""
         binding = self.ort.io_binding()
-        for name, value in feeds.items():
-            binding.bind_ortvalue_input(name, value)
-        for name in names:
+        for name in self.inputs:
+            binding.bind_ortvalue_input(name, feeds[name])
+        for name in self.outputs:
             binding.bind_output(name, self.device.kind, self.device.index)
         self.execute(binding)
-        return dict(zip(names, binding.get_outputs(), strict=True))
+        return dict(zip(self.outputs, binding.get_outputs(), strict=True))
 
     def compute_arrays(self, feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Run once on arrays and return all outputs by name. Arrays that are not inputs are ignored."""
-        inputs = [x.name for x in self.ort.get_inputs()]
-        if not set(inputs) <= set(feeds):
-            raise GraphoptError(f"inputs: expected {', '.join(inputs)}, found {', '.join(feeds) or 'none'}")
-        arrays = {name: feeds[name] for name in inputs}
-        names = [y.name for y in self.ort.get_outputs()]
+        """Run once on arrays and return all outputs by name; ignore what is not an input."""
+        if not set(self.inputs) <= set(feeds):
+            raise GraphoptError(
+                f"inputs: expected {', '.join(self.inputs)}, found {', '.join(feeds) or 'none'}"
+            )
+        arrays = {name: feeds[name] for name in self.inputs}
+        names = self.outputs
         return dict(zip(names, self.ort.run(names, arrays), strict=True)) if names else {}
 
 

@@ -1,17 +1,18 @@
-"""Check fed tensors against the inputs of a graph."""
+"""Check fed tensors against the inputs of a graph, and choose the outputs that a step reports."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import onnx_ir as ir
+from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from graphopt.errors import GraphoptError
 from graphopt.graph.labels import labels_of
-from graphopt.graph.roles import Role, role_of
-from graphopt.graph.values import dtype_of, name_of
+from graphopt.graph.roles import Role, role_of, with_role
+from graphopt.graph.values import dtype_of, is_floating, name_of
 from graphopt.runtime.device import Device
 from graphopt.runtime.tensors import Tensor, on_host, to_ort
 
@@ -81,39 +82,24 @@ class InputSpec:
         self.check_type(np.dtype(ir.DataType(value.element_type()).numpy()), value.shape())
         return value
 
-    def check(self, array: np.ndarray) -> None:
-        """Raise an error unless `array` has the right type and shape."""
-        if not isinstance(array, np.ndarray):
-            raise GraphoptError(f"{self}: expected a NumPy array, found {type(array).__name__}")
-        self.check_type(array.dtype, array.shape)
-
     def check_type(self, dtype: np.dtype[Any], shape: Sequence[int]) -> None:
         """Raise an error unless an element type and a shape are right; a scalar may have any type."""
         if dtype != self.dtype and self.shape != ():
             raise GraphoptError(f"{self}: expected {self.dtype}, found {dtype}: convert it with .astype")
-        if self.shape is not None and (
-            len(self.shape) != len(shape)
-            or any(want not in (None, have) for want, have in zip(self.shape, shape, strict=True))
-        ):
-            raise GraphoptError(
-                f"{self}: expected shape {self._text}, found {list(shape)}{self._fixed(shape)}"
-            )
-
-    def _fixed(self, shape: Sequence[int]) -> str:
-        """Say that the file itself fixes a size of a target, as exporters do that unroll a loop."""
-        sizes = zip(self.shape or (), shape, strict=False)
-        axis = next((i for i, (want, have) in enumerate(sizes) if want not in (None, have)), None)
-        if not self._fixes or self.shape is None or len(self.shape) != len(shape) or axis is None:
-            return ""
-        return f": the model computes {self.shape[axis]} along axis {axis} for every size of its inputs"
+        if self.shape is None:
+            return
+        sizes = zip(self.shape, shape, strict=False)
+        wrong = [axis for axis, (want, have) in enumerate(sizes) if want not in (None, have)]
+        if len(self.shape) != len(shape) or wrong:
+            hint = ""
+            if self._fixes and len(self.shape) == len(shape):  # exporters that unroll a loop fix a size
+                size = f"{self.shape[wrong[0]]} along axis {wrong[0]}"
+                hint = f": the model computes {size} for every size of its inputs"
+            raise GraphoptError(f"{self}: expected shape {self._text}, found {list(shape)}{hint}")
 
 
 class Signature:
-    """Check tensors by name: element types, shapes, shared dimensions and labels.
-
-    Args:
-        values: the inputs.
-    """
+    """Check tensors for inputs by name: element types, shapes, shared dimensions and labels."""
 
     def __init__(self, device: Device, values: Sequence[ir.Value]) -> None:
         self._device, self._values = device, values
@@ -122,8 +108,7 @@ class Signature:
             name_of(x) for x in values if role_of(x) is Role.DATA and not x.uses() and not x.is_graph_output()
         ]
         self._shared = shared_dimensions(values)
-        labels = {name_of(x): labels_of(x) for x in values}
-        self._labels = {name: each for name, each in labels.items() if each is not None}
+        self._labels = {name_of(x): labels for x in values if (labels := labels_of(x)) is not None}
 
     def completed(self, tensors: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return tensors with integers in the type of their input, and with zeros for inputs that nothing reads."""
@@ -146,12 +131,12 @@ class Signature:
         return {**tensors, **widened, **zeros}
 
     def check(
-        self, tensors: Mapping[str, Tensor], needed: Iterable[str] | None = None
+        self, tensors: Mapping[str, Tensor], needed: Collection[str] | None = None
     ) -> dict[str, Sequence[int]]:
         """Return the shapes of tensors.
 
         Args:
-            needed: the inputs that must be there; all by default.
+            needed: the names of values among which are the inputs that must be there; all by default.
 
         Raises:
             GraphoptError: a tensor is missing, is unknown, or has the wrong type or shape.
@@ -159,9 +144,15 @@ class Signature:
         for name in tensors:
             if name not in self.accepted:
                 raise GraphoptError(f"input {name!r}: unknown; the graph takes {', '.join(self.accepted)}")
-        shapes = {name: self._shape(self.accepted[name], tensor) for name, tensor in tensors.items()}
-        for name in self.accepted if needed is None else needed:
-            if name not in tensors:
+        shapes: dict[str, Sequence[int]] = {}
+        for name, tensor in tensors.items():
+            if isinstance(tensor, np.ndarray):
+                self.accepted[name].check_type(tensor.dtype, tensor.shape)
+                shapes[name] = tensor.shape
+            else:
+                shapes[name] = tuple(self.accepted[name].converted(self._device, tensor).shape())
+        for name in self.accepted:
+            if name not in tensors and (needed is None or name in needed):
                 raise GraphoptError(f"input {name!r}: missing; found {', '.join(tensors) or 'nothing'}")
         check_shared(self._shared, shapes)
         return shapes
@@ -174,14 +165,46 @@ class Signature:
                 label = array[labels.wrong(array)][0]
                 raise GraphoptError(f"input {name!r}: expected {labels}, found {label}")
 
-    def _shape(self, accepted: InputSpec, tensor: Tensor) -> Sequence[int]:
-        """Check the type and shape of a tensor and return its shape."""
-        if isinstance(tensor, np.ndarray):
-            accepted.check(tensor)
-            return tensor.shape
-        return tuple(accepted.converted(self._device, tensor).shape())
-
 
 def description(tensors: Mapping[str, Any]) -> list[Any]:
     """Return the names, shapes and types of tensors, to recognize tensors that were checked before."""
     return [(name, getattr(x, "shape", None), getattr(x, "dtype", None)) for name, x in tensors.items()]
+
+
+def reportable(model: ir.Model) -> list[str]:
+    """Return the names of the outputs of a training graph that are not state, `loss` first."""
+    return [name_of(y) for y in model.graph.outputs if role_of(y) not in (Role.NEXT, Role.SOURCE)]
+
+
+def chosen_outputs(model: ir.Model, report: Sequence[str] | None) -> list[str]:
+    """Return the names of the outputs to report: all, or those of `report` and the loss.
+
+    Raises:
+        GraphoptError: the graph has no state to update, or no output with one of the names.
+    """
+    if not with_role(model, Role.NEXT):
+        raise GraphoptError("expected a training graph, found one without state to update: add an optimizer")
+    if isinstance(report, str) or not isinstance(report, Iterable | None):
+        raise GraphoptError(f"report: expected names of outputs, found {report!r}")
+    names = reportable(model)
+    unknown = [name for name in report or () if name not in names]
+    if unknown:
+        raise GraphoptError(f"report: unknown outputs {unknown}; the graph has {', '.join(names)}")
+    return [name for name in names if report is None or name in report or (report and name == "loss")]
+
+
+def reporting(model: ir.Model, names: Sequence[str]) -> ir.Model:
+    """Return a training graph, or a half of one, without the nodes that only compute unreported outputs."""
+    if names == reportable(model):
+        return model
+    model = model.clone()
+    always = (Role.NEXT, Role.GRADIENT, Role.SAVED, Role.SUMMED)
+    model.graph.outputs[:] = [y for y in model.graph.outputs if role_of(y) in always or y.name in names]
+    RemoveUnusedNodesPass()(model)
+    return model
+
+
+def numbers(outputs: Iterable[ir.Value], report: Sequence[str]) -> list[str]:
+    """Return which of the reported outputs are floating-point numbers, of which workers take means."""
+    floats = {y.name for y in outputs if y.shape == () and is_floating(y)}
+    return [name for name in report if name in floats]

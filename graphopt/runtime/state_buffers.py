@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import onnx_ir as ir
@@ -25,28 +25,7 @@ if TYPE_CHECKING:
     import onnxruntime
 
 
-class State(Protocol):
-    """Read and replace the state of a training graph by name."""
-
-    @property
-    def names(self) -> list[str]:
-        """Return the names of all state."""
-
-    def arrays(self, names: Iterable[str] | None = None) -> dict[str, np.ndarray]:
-        """Return copies of the state, or of part of it, by name."""
-
-    def update(self, arrays: Mapping[str, np.ndarray]) -> None:
-        """Replace part of the state by name. If an array has the wrong type or shape, nothing is replaced.
-
-        Raises:
-            GraphoptError: a name is unknown, or an array has the wrong type or shape.
-        """
-
-    def read(self) -> dict[str, onnxruntime.OrtValue]:
-        """Return the state and the hyperparameters for an evaluation to read."""
-
-
-class StateBuffers(State):
+class StateBuffers:
     """Hold hyperparameters and two sets of state: a step reads the `current` set and writes the other.
 
     Args:
@@ -59,7 +38,7 @@ class StateBuffers(State):
         names = {name_of(x) for x in with_role(model, *STATE)}
         state = {name: array for name, array in initial.items() if name in names}
         self._inputs = {name_of(x): InputSpec(x) for x in model.graph.inputs if x.name in initial}
-        self._device, self._allocate = device, allocate
+        self._device, self.allocate = device, allocate
         first, memory = buffers(device, state, allocate)
         self.sets = (first, first)
         self._are_finite = [[_finite_check(device, first, memory)]] * 2  # of all numbers in each set
@@ -75,7 +54,7 @@ class StateBuffers(State):
     def _double(self, arrays: Mapping[str, np.ndarray]) -> None:
         """Give part of the state two buffers, and the rest one."""
         first = self.sets[0]
-        second, memory = buffers(self._device, arrays, self._allocate)
+        second, memory = buffers(self._device, arrays, self.allocate)
         self.sets = (first, first | second)
         self._are_finite = [self._are_finite[0], [_finite_check(self._device, second, memory)]]
 
@@ -97,9 +76,7 @@ class StateBuffers(State):
         self.current ^= 1
 
     def not_finite(self, reported: Mapping[str, Any], *, checked: bool = False) -> str | None:
-        """Describe a non-finite loss or state after a step, or return None.
-
-        Nothing is checked if the loss is not reported.
+        """Describe a non-finite loss or state after a step, or return None; without a report of the loss, as well.
 
         Args:
             checked: whether the step itself found the new state to be finite.
@@ -125,23 +102,27 @@ class StateBuffers(State):
         for name, value in after.items():
             if name in self._may_overflow:
                 continue
-            wrong = ~_finite(value.numpy())
-            if wrong.any() and (value is before[name] or (wrong & _finite(before[name].numpy())).any()):
+            wrong = ~np.isfinite(value.numpy())
+            if wrong.any() and (value is before[name] or (wrong & np.isfinite(before[name].numpy())).any()):
                 return name
         return None
 
     def read(self) -> dict[str, onnxruntime.OrtValue]:
+        """Return the state and the hyperparameters for an evaluation to read."""
         return {**self.sets[self.current], **self.fed}
 
     @property
     def names(self) -> list[str]:
+        """Return the names of all state."""
         return list(self.sets[0])
 
     def arrays(self, names: Iterable[str] | None = None) -> dict[str, np.ndarray]:
+        """Return copies of the state, or of part of it, by name."""
         buffers = self.sets[self.current]
         return {name: np.array(buffers[name].numpy()) for name in (buffers if names is None else names)}
 
     def update(self, arrays: Mapping[str, np.ndarray]) -> None:
+        """Replace part of the state by name. If `check` rejects an array, nothing is replaced."""
         self.check(arrays)
         buffers = self.sets[self.current]
         for name, array in arrays.items():
@@ -152,15 +133,17 @@ class StateBuffers(State):
         for name, array in arrays.items():
             if name not in self._inputs or name in self.fed:
                 raise GraphoptError(f"state {name!r}: unknown; the graph has {', '.join(self.names)}")
-            self._inputs[name].check(np.asarray(array))
+            array = np.asarray(array)
+            self._inputs[name].check_type(array.dtype, array.shape)
 
     def check_hyperparameters(self, values: Mapping[str, Any]) -> None:
         """Raise an error unless values are of hyperparameters, have their types and shapes, and are valid numbers."""
         for name, value in values.items():
             if name not in self.hyperparameters:
                 raise GraphoptError(unknown("hyperparameter", name, self.hyperparameters))
-            self._inputs[name].check(np.asarray(value))
-            number = np.asarray(value, self._inputs[name].dtype)
+            array, accepted = np.asarray(value), self._inputs[name]
+            accepted.check_type(array.dtype, array.shape)
+            number = np.asarray(value, accepted.dtype)
             if not np.isfinite(number).all() or (name.endswith(LEARNING_RATE) and (number < 0).any()):
                 least = ", 0 or more" if name.endswith(LEARNING_RATE) else ""
                 raise GraphoptError(
@@ -187,7 +170,7 @@ def _finite_check(device: Device, values: OrtValues, memory: Sequence[np.ndarray
         return lambda: all([math.isfinite(np.vdot(flat, flat)) for flat in memory])
     model, floating = _summed(values)
     session = Session(device, model)
-    return lambda: math.isfinite(session.compute(floating, ["total"])["total"].numpy())
+    return lambda: math.isfinite(session.compute(floating)["total"].numpy())
 
 
 def _summed(values: OrtValues) -> tuple[ir.Model, dict[str, onnxruntime.OrtValue]]:
@@ -203,7 +186,3 @@ def _summed(values: OrtValues) -> tuple[ir.Model, dict[str, onnxruntime.OrtValue
         sums = [op.ReduceSum(op.Cast(x, to=ir.DataType.FLOAT), keepdims=0) for x in inputs]
         model.graph.outputs.append(op.Sum(*sums, _outputs=["total"]))
     return model, floating
-
-
-def _finite(array: np.ndarray) -> np.ndarray:
-    return np.isfinite(array) if array.dtype.kind != "i" else np.ones_like(array, bool)

@@ -42,8 +42,16 @@ def buffer(device: Device, array: np.ndarray) -> onnxruntime.OrtValue:
 
 
 def zeros_of(y: ir.Value) -> np.ndarray:
-    """Return zeros of the type and the static shape of a value."""
-    assert y.shape is not None
+    """Return zeros of the type and the shape of a value.
+
+    Raises:
+        GraphoptError: the shape is not static, as it may be in a CUDA graph.
+    """
+    if y.shape is None or not y.shape.is_static():
+        raise GraphoptError(
+            f"output {y.name!r}: expected a shape that follows from the batch's, as a CUDA graph needs, found "
+            f"{y.shape}: leave it out of `report`"
+        )
     return np.zeros(y.shape.numpy(), dtype_of(y).numpy())
 
 
@@ -53,9 +61,6 @@ def buffers(
     """Copy arrays to buffers; on the CPU, place arrays of one type contiguously and also return this memory.
 
     Zeros between the arrays align each to `_ALIGNED` bytes.
-
-    Args:
-        allocate: returns memory for the arrays of one type.
     """
     values, memory = {}, []
     for dtype in SUMMED if device.kind == "cpu" else ():

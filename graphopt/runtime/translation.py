@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import io
 import json
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import onnx_ir as ir
@@ -18,14 +18,14 @@ import onnx_ir as ir
 from graphopt.errors import GraphoptError
 from graphopt.files import write, write_folder
 from graphopt.graph.names import next_of
-from graphopt.graph.roles import Role, with_role
+from graphopt.graph.roles import FED, Role, with_role
 from graphopt.graph.storage import skeleton, whole
-from graphopt.graph.values import dtype_of, tensor_bytes
+from graphopt.graph.values import dtype_of, name_of, tensor_bytes
 from graphopt.runtime.bound_session import BoundSession
 from graphopt.runtime.device import Device
 from graphopt.runtime.session import Session
 from graphopt.runtime.state_buffers import StateBuffers
-from graphopt.runtime.tensors import OrtValues, Tensor, buffer, to_ort
+from graphopt.runtime.tensors import OrtValues, Tensor, to_ort
 from graphopt.targets.native.cache import cache_folder, read_regular
 
 _T = TypeVar("_T")
@@ -40,17 +40,6 @@ UNITS = {ir.DataType.FLOAT16: 2.0**-10, ir.DataType.BFLOAT16: 2.0**-7, ir.DataTy
 
 class Mistranslated(GraphoptError):
     """Report that a form of a step computes other numbers than the plain step."""
-
-
-@dataclass(frozen=True)
-class StepForm:
-    """Hold an open session of a step, what messages call it, its graph, and the kernels and state as `Lowered` does."""
-
-    name: str
-    bound: BoundSession
-    model: ir.Model
-    library: Path | None = None
-    shared: Sequence[str] = ()
 
 
 class Translation:
@@ -71,11 +60,14 @@ class Translation:
     ) -> None:
         self._device, self._plain, self._buffers = device, plain, buffers
         self._fixed, self._several = fixed, several
-        self._reference: Session | None = None
         types = [y.dtype for node in plain.graph for y in node.outputs if y.dtype is not None]
         self._unit = max(UNITS.get(dtype, 2.0**-52) for dtype in types)
 
-    def check(self, form: StepForm, source: int, feeds: Mapping[str, Tensor]) -> None:
+    @functools.cached_property
+    def _reference(self) -> Session:
+        return Session(self._device, self._plain)
+
+    def check(self, form: BoundSession, source: int, feeds: Mapping[str, Tensor]) -> None:
         """Run a form and the plain step from the state in set `source`, which stays as it is.
 
         Raises:
@@ -85,42 +77,40 @@ class Translation:
         message = None if verify is True else read_note("steps", f"{digest}.verified.json", "difference", str)
         if message is None:
             try:
-                errors, inputs = self._differences(form, source, feeds)
+                message = self._difference(form, source, feeds, digest)
             except GraphoptError:  # the runtime stops on this batch, or refuses the plain graph
                 if verify is True:
                     raise
                 return
-            message = self._reported(form, errors, inputs, digest) if errors else ""
             write_note("steps", f"{digest}.verified.json", {"difference": message})
         if message:
             raise Mistranslated(message)
 
-    def _differences(
-        self, form: StepForm, source: int, feeds: Mapping[str, Tensor]
-    ) -> tuple[dict[str, float], Arrays]:
-        """Return the outputs whose numbers differ, with the relative differences, and the step's inputs."""
+    def _difference(self, form: BoundSession, source: int, feeds: Mapping[str, Tensor], digest: str) -> str:
+        """Return the line that tells of a difference, or an empty one."""
         if self._several:
             feeds = {name: x[:STEPS] for name, x in feeds.items()}
+        types = {name_of(x): np.dtype(dtype_of(x).numpy()) for x in with_role(self._plain, *FED)}
+        data: Arrays = {}
+        for name, x in feeds.items():
+            array = x if isinstance(x, np.ndarray) else to_ort(self._device, x, types[name]).numpy()
+            data[name] = np.asarray(array, types[name])  # a scalar may have another type
         state = _arrays(self._buffers.sets[source])
-        if self._reference is None:
-            self._reference = Session(self._device, self._plain)
-        expected = self._stepped(self._reference, state, feeds)
+        expected = self._stepped(self._reference, state, data)
         if not all(np.isfinite(x).all() for x in expected.values() if x.dtype.kind == "f"):
-            return {}, {}
-        results = self._run(form, source, feeds, state)
+            return ""
+        errors = self._errors(expected, self._run(form, source, feeds, state), state, state)
         limit = (30 if self._unit > 1e-6 else 1000) * self._unit
-        errors = self._errors(expected, results, state, state)
-        if max(errors.values(), default=0.0) > limit:
-            errors = self._beyond_rounding(errors, limit, expected, state, feeds)
-            host = {name: x for name, x in feeds.items() if isinstance(x, np.ndarray)}
-            return dict(sorted(errors.items(), key=lambda item: -item[1])), {**state, **host}
-        return {}, {}
+        if max(errors.values(), default=0.0) <= limit:
+            return ""
+        errors = self._beyond_rounding(errors, limit, expected, state, data)
+        return self._reported(form, errors, state | data, digest) if errors else ""
 
-    def _run(self, form: StepForm, source: int, feeds: Mapping[str, Tensor], state: Arrays) -> Arrays:
+    def _run(self, form: BoundSession, source: int, feeds: Mapping[str, Tensor], state: Arrays) -> Arrays:
         """Return the numbers of a form; put back the state that it replaces in place."""
         reported = {
             name: np.array(x.numpy() if hasattr(x, "numpy") else x)
-            for name, x in form.bound.call(source, feeds).items()
+            for name, x in form.call(source, feeds).items()
         }
         written = _arrays(self._buffers.sets[1 - source])
         results = {next_of(name): x for name, x in written.items()} | _arrays(self._fixed)
@@ -128,88 +118,72 @@ class Translation:
             self._buffers.sets[source][name].update_inplace(state[name])
         return results | reported
 
-    def _stepped(self, session: Session, state: Arrays, feeds: Mapping[str, Tensor]) -> Arrays:
+    def _stepped(self, session: Session, state: Arrays, data: Arrays) -> Arrays:
         """Return the numbers of the plain step, or of several on stacked batches."""
         if not self._several:
-            return self._once(session, state, feeds)
+            return self._once(session, state | data)
         reports: list[Arrays] = []
-        first = next(iter(feeds.values()))
-        for i in range(len(first)):
-            outputs = self._once(session, state, {name: np.asarray(x[i]) for name, x in feeds.items()})
+        for i in range(STEPS):
+            outputs = self._once(session, state | {name: np.asarray(x[i]) for name, x in data.items()})
             state = {name: outputs.pop(next_of(name), x) for name, x in state.items()}
             reports.append(outputs)
         stacked = {name: np.array([report[name] for report in reports]) for name in reports[0]}
         return stacked | {next_of(name): x for name, x in state.items()}
 
-    def _once(self, session: Session, state: Arrays, feeds: Mapping[str, Tensor]) -> Arrays:
-        values = {**{name: buffer(self._device, x) for name, x in state.items()}, **self._buffers.fed}
-        values |= self._fixed
-        types = {x.name: np.dtype(dtype_of(x).numpy()) for x in self._plain.graph.inputs}
-        inputs = {x.name for x in session.ort.get_inputs()}
-        for name in inputs - values.keys():
-            fed = feeds[name]
-            fed = fed.astype(types[name], copy=False) if isinstance(fed, np.ndarray) else fed
-            values[name] = to_ort(self._device, fed, types[name])
-        names = [y.name for y in session.ort.get_outputs()]
-        return _arrays(session.compute({name: values[name] for name in inputs}, names))
+    def _once(self, session: Session, arrays: Arrays) -> Arrays:
+        """Return the numbers of one plain step."""
+        values = {name: to_ort(self._device, x, x.dtype) for name, x in arrays.items()}
+        return _arrays(session.compute({**values, **self._buffers.fed, **self._fixed}))
 
     def _beyond_rounding(
-        self,
-        errors: dict[str, float],
-        limit: float,
-        expected: Arrays,
-        state: Arrays,
-        feeds: Mapping[str, Tensor],
+        self, errors: dict[str, float], limit: float, expected: Arrays, state: Arrays, data: Arrays
     ) -> dict[str, float]:
         """Return the errors that noise of some roundings in weights and data does not explain, in a few trials."""
-        rng, data = np.random.default_rng(0), {x.name for x in with_role(self._plain, Role.DATA)}
+        rng, noisy_inputs = np.random.default_rng(0), {x.name for x in with_role(self._plain, Role.DATA)}
         for _ in range(TRIALS):
             noisy = {name: self._noisy(x, rng) for name, x in state.items()}
-            fed = {name: self._noisy(x, rng) if name in data else x for name, x in feeds.items()}
+            fed = {name: self._noisy(x, rng) if name in noisy_inputs else x for name, x in data.items()}
             model = self._plain.clone()
             for name, x in model.graph.initializers.items():  # weights that do not train
                 if x.const_value is not None and x.const_value.size > 1:
                     x.const_value = ir.tensor(self._noisy(x.const_value.numpy(), rng), name=name)
-            session = Session(self._device, model)
-            noise = self._errors(expected, self._stepped(session, noisy, fed), state, noisy)
-            errors = {
-                name: error
-                for name, error in errors.items()
-                if error > 10 * (limit + 2 * noise.get(name, 0.0))
-            }
+            found = self._stepped(Session(self._device, model), noisy, fed)
+            noise = self._errors(expected, found, state, noisy)
+            bounds = {name: 10 * (limit + 2 * noise.get(name, 0.0)) for name in errors}
+            errors = {name: error for name, error in errors.items() if error > bounds[name]}
             if not errors:
                 break
         return errors
 
-    def _noisy(self, x: Any, rng: np.random.Generator) -> Any:
-        if not isinstance(x, np.ndarray) or x.dtype.kind != "f":
+    def _noisy(self, x: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+        if x.dtype.kind != "f":
             return x
         return (x * (1 - NOISE * self._unit * rng.random(x.shape))).astype(x.dtype)
 
     def _errors(self, expected: Arrays, results: Arrays, before: Arrays, other: Arrays) -> dict[str, float]:
         """Return the relative differences of outputs; of new state, those of its change from `before` and `other`."""
         starts = {next_of(name): (x, other[name]) for name, x in before.items()}
-        errors = {}
-        for name, x in expected.items():
-            if name not in results:
-                continue
-            y = results[name]
-            if x.dtype.kind not in "fV" or x.shape != y.shape:
-                errors[name] = 0.0 if np.array_equal(x, y) else math.inf
-                continue
-            x, y = x.astype(np.float64), y.astype(np.float64)
-            slack = 0.0
-            if name in starts:
-                slack = 4 * self._unit * float(np.linalg.norm(x))
-                x, y = x - starts[name][0], y - starts[name][1]
-            if not np.array_equal(np.isfinite(x), np.isfinite(y)):
-                errors[name] = math.inf
-                continue
-            distance = float(np.linalg.norm(y - x)) - slack
-            errors[name] = distance / max(float(np.linalg.norm(x)), 1e-300) if distance > 0 else 0.0
-        return errors
+        return {
+            name: self._error(x, results[name], *starts.get(name, ()))
+            for name, x in expected.items()
+            if name in results
+        }
 
-    def _digest(self, form: StepForm) -> str:
+    def _error(self, x: np.ndarray, y: np.ndarray, *starts: np.ndarray) -> float:
+        """Return the relative difference of two arrays, or of their changes if they start from others."""
+        if x.dtype.kind not in "fV" or x.shape != y.shape:
+            return 0.0 if np.array_equal(x, y) else math.inf
+        x, y = x.astype(np.float64), y.astype(np.float64)
+        slack = 0.0
+        if starts:
+            slack = 4 * self._unit * float(np.linalg.norm(x))
+            x, y = x - starts[0], y - starts[1]
+        if not np.array_equal(np.isfinite(x), np.isfinite(y)):
+            return math.inf
+        distance = float(np.linalg.norm(y - x)) - slack
+        return distance / max(float(np.linalg.norm(x)), 1e-300) if distance > 0 else 0.0
+
+    def _digest(self, form: BoundSession) -> str:
         """Return a hash of a form and of what its numbers depend on, and of how they are compared."""
         parts = [skeleton(form.model)[0], skeleton(self._plain)[0], Path(__file__).read_bytes()]
         library, device = form.library and form.library.name, self._device
@@ -217,8 +191,9 @@ class Translation:
         text = repr((library, list(form.shared), self._several, *facts))
         return hashlib.sha256(b"\0".join([*parts, text.encode()])).hexdigest()[:32]
 
-    def _reported(self, form: StepForm, errors: Mapping[str, float], inputs: Arrays, digest: str) -> str:
+    def _reported(self, form: BoundSession, errors: Mapping[str, float], inputs: Arrays, digest: str) -> str:
         """Write a reproducer, and return the line that tells of a difference."""
+        errors = dict(sorted(errors.items(), key=lambda item: -item[1]))
         name, error = next(iter(errors.items()))
         folder = cache_folder("steps") / f"difference-{digest[:16]}"
         constants = [x.const_value for x in self._plain.graph.initializers.values()]
@@ -239,37 +214,11 @@ class Translation:
             indent=1,
         ).encode()
         with contextlib.suppress(GraphoptError, OSError):
-            folder.mkdir(exist_ok=True)
             write_folder(folder, files)
         return (
             f"{form.name}: expected the numbers of the plain step, found {name!r} off by {100 * error:.2g} %: the "
             f"plain step runs; please report it with the files in {folder}"
         )
-
-
-def check_delivery(
-    device: Device, bound: BoundSession, buffers: StateBuffers, source: int, feeds: Mapping[str, Tensor]
-) -> None:
-    """Check on one step that a provider writes the new state where the executor reads it.
-
-    Raises:
-        GraphoptError: it does not.
-    """
-    written = {name: buffers.sets[1 - source][name] for name in buffers.updated}
-    marks = {}
-    for name, value in written.items():
-        array = np.asarray(value.numpy())
-        marks[name] = np.frombuffer(b"\xa5" * array.nbytes, array.dtype).reshape(
-            array.shape
-        )  # no step computes it
-        value.update_inplace(np.array(marks[name]))
-    bound.call(source, feeds)
-    for name, mark in marks.items():
-        if mark.size and written[name].numpy().tobytes() == mark.tobytes():
-            raise GraphoptError(
-                f"{device.execution_provider}: expected the new state in the memory that it was given, found {name!r} "
-                f"as before: take another provider"
-            )
 
 
 def read_note(room: str, name: str, key: str, kind: type[_T]) -> _T | None:
