@@ -118,7 +118,7 @@ NATIVE = [
         "graphopt/targets/native/products.py",
         "native_products",
         ("is_the_runtimes", '[1, 0] if attributes.get("transB")', '[1, 0] if attributes.get("transA")'),
-        ("is_the_runtimes", "-1 if x.bias is None else rank_of(x.bias)", "-1"),
+        ("is_the_runtimes", "-1 if bias is None else rank_of(bias)", "-1"),
         ("is_the_runtimes", "b, _transposed(axes_b), a, _transposed(axes_a)", "b, axes_b, a, axes_a"),
         ("scaled_products", 'attributes.get("alpha", 1.0) == attributes', "attributes"),
     ),
@@ -134,7 +134,7 @@ NATIVE = [
         "graphopt/targets/native/convolutions.py",
         "native_convolutions",
         ("random_convolutions_are", "dilations, pads[:axes], end", "dilations, pads[axes:], end"),
-        ("random_convolutions_are", "int(c.bias is not None), int(c.relu)", "int(c.bias is not None), 0"),
+        ("random_convolutions_are", "int(bias is not None), int(relu)", "int(bias is not None), 0"),
         ("transposed_operands", "[pad - n for pad, n in", "[pad for pad, n in"),
     ),
     *of(

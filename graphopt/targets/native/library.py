@@ -57,7 +57,7 @@ class Kernel:
     def calling(
         function: str,
         form: Sequence[Any],
-        inputs: Sequence[ir.Value],
+        inputs: Sequence[ir.Value | None],
         outputs: Sequence[ir.Value],
         header: str = "calls.h",
         before: str = "",
@@ -73,7 +73,7 @@ class Kernel:
     return {function}(context, &form);
 }}
 """
-        return Kernel.named(function[0], code, inputs, outputs, header=header)
+        return Kernel.named(function[0], code, [x for x in inputs if x is not None], outputs, header=header)
 
 
 Replacement = tuple[Kernel, Sequence[ir.Node]]  # a kernel, and the nodes that it replaces
