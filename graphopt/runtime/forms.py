@@ -31,8 +31,8 @@ from graphopt.runtime.translation import (
     read_note,
     write_note,
 )
-from graphopt.targets.known import ONNXRUNTIME
 from graphopt.targets.native.lowering import lower_to_kernels
+from graphopt.targets.target import ONNXRUNTIME
 
 WORTH_COMPILING = 10_000  # numbers in parameters, from which `auto` compiles kernels
 HALVES = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
