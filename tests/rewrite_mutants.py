@@ -23,7 +23,7 @@ FUSIONS = [
         ("moves_each_weight", "fusion(model) and _sorted(model)", "fusion(model)"),
     ),
     *of(
-        "graphopt/targets/scaled_gradients.py",
+        "graphopt/targets/updates.py",
         "training_matrix",
         (
             "plain_descent",
@@ -32,7 +32,7 @@ FUSIONS = [
         ),
     ),
     *of(
-        "graphopt/targets/scaled_gradients.py",
+        "graphopt/targets/updates.py",
         "fusion",
         ("scaled_gradients", "JOINTLY_LINEAR and all(scaled)", "JOINTLY_LINEAR and any(scaled)"),
         ("scaled_gradients", "len(rates) != 1", "len(rates) < 1"),
@@ -76,7 +76,7 @@ FUSIONS = [
         ("gelu", "stand_in(node, [op.Mul(x, share)])", "stand_in(node, [op.Mul(share, share)])"),
     ),
     *of(
-        "graphopt/targets/onnxruntime/column_sums.py",
+        "graphopt/targets/onnxruntime/vectors.py",
         "fusion",
         ("looks_like", "in ([0], [-2])", "in ([0], [-2], [1], [-1])"),
     ),
@@ -140,8 +140,8 @@ NATIVE = [
     *of(
         "graphopt/targets/native/scans.py",
         "native_scans",
-        ("is_the_runtimes", 'attributes.get("scan_input_directions") or', ""),
-        ("is_the_runtimes", 'attributes.get("scan_output_directions") or', ""),
+        ("is_the_runtimes", "[x.direction for x in scan.inputs]", "[0 for x in scan.inputs]"),
+        ("is_the_runtimes", "((y.row, y.direction) for y in", "((y.row, 0) for y in"),
     ),
     *of(
         "graphopt/targets/native/new_state.py",

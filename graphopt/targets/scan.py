@@ -26,7 +26,7 @@ class _State:
 
 
 @dataclass(eq=False)
-class _Rows:
+class ScanRows:
     """Store a scan input or output: the sequence, and the row of one step."""
 
     row: ir.Value
@@ -36,11 +36,16 @@ class _Rows:
 
 
 class ScanParts:
-    """Store the states, inputs and outputs of a Scan while it is rewritten."""
+    """Store the states, inputs and outputs of a Scan while it is rewritten.
 
-    def __init__(self, op: Emitter, node: ir.Node) -> None:
+    Args:
+        op: an emitter into the graph of the Scan, if nodes are to be added to the body.
+    """
+
+    def __init__(self, node: ir.Node, op: Emitter | None = None) -> None:
         self.node, self.body = node, node.attributes["body"].as_graph()
-        self.inner = op.within(self.body)
+        if op is not None:
+            self.inner = op.within(self.body)
         starts = [x for x in node.inputs if x is not None]
         n = len(starts) - node.attributes.get_int("num_scan_inputs", 0)
         ends = zip(starts[:n], self.body.inputs[:n], self.body.outputs[:n], node.outputs[:n], strict=True)
@@ -48,12 +53,12 @@ class ScanParts:
         self.inputs = self._rows("input", self.body.inputs[n:], starts[n:])
         self.outputs = self._rows("output", self.body.outputs[n:], node.outputs[n:])
 
-    def _rows(self, side: str, rows: Sequence[ir.Value], sequences: Sequence[ir.Value]) -> list[_Rows]:
+    def _rows(self, side: str, rows: Sequence[ir.Value], sequences: Sequence[ir.Value]) -> list[ScanRows]:
         zeros = [0] * len(rows)
         axes, directions = (
             self.node.attributes.get_ints(f"scan_{side}_{name}", zeros) for name in ("axes", "directions")
         )
-        return [_Rows(*row) for row in zip(rows, sequences, axes, directions, strict=True)]
+        return [ScanRows(*row) for row in zip(rows, sequences, axes, directions, strict=True)]
 
     def stacked(self, x: ir.Value) -> ir.Value:
         """Return a new value that stacks `x` of all steps."""
@@ -63,16 +68,16 @@ class ScanParts:
         name = f"{self.node.outputs[0].name}/{x.name}"
         return ir.Value(name=name, type=x.type, shape=ir.Shape([steps, *x.shape]))
 
-    def sequence_of(self, x: ir.Value) -> _Rows | None:
+    def sequence_of(self, x: ir.Value) -> ScanRows | None:
         """Return the sequence whose row is `x`, or None."""
         for rows in (*self.inputs, *self.outputs):
             if _skip_identities(rows.row) is x and rows.axis == 0:
                 return rows
         return None
 
-    def add_output(self, x: ir.Value, direction: int) -> _Rows:
+    def add_output(self, x: ir.Value, direction: int) -> ScanRows:
         """Add `x` as a scan output."""
-        self.outputs.append(_Rows(like(self.inner.Identity(x), x), self.stacked(x), 0, direction))
+        self.outputs.append(ScanRows(like(self.inner.Identity(x), x), self.stacked(x), 0, direction))
         return self.outputs[-1]
 
     def replace_scan(self, graph: ir.Graph) -> None:
@@ -86,29 +91,40 @@ class ScanParts:
         self.inputs = [rows for rows in self.inputs if rows.row.uses()] or self.inputs[:1]
         self.body.inputs[:] = [state.before for state in self.states] + [rows.row for rows in self.inputs]
         if outputs:
-            graph.append(
-                ir.node(
-                    "Scan",
-                    [*(state.start for state in self.states), *(rows.sequence for rows in self.inputs)],
-                    {
-                        "body": self.body,
-                        "num_scan_inputs": len(self.inputs),
-                        "scan_input_axes": [rows.axis for rows in self.inputs],
-                        "scan_input_directions": [rows.direction for rows in self.inputs],
-                        "scan_output_axes": [rows.axis for rows in self.outputs],
-                        "scan_output_directions": [rows.direction for rows in self.outputs],
-                    },
-                    outputs=outputs,
-                )
-            )
+            inputs = [*(state.start for state in self.states), *(rows.sequence for rows in self.inputs)]
+            attributes = {"body": self.body, **self._reading(), **_described("output", self.outputs)}
+            graph.append(ir.node("Scan", inputs, attributes, outputs=outputs))
         graph.remove(self.node, safe=True)
+
+    def read_inputs(self) -> None:
+        """Let the Scan itself read the sequences of `inputs`."""
+        inputs = [*(state.start for state in self.states), *(rows.sequence for rows in self.inputs)]
+        self.node.resize_inputs(0)
+        self.node.resize_inputs(len(inputs))
+        for i, x in enumerate(inputs):
+            self.node.replace_input_with(i, x)
+        for attribute in ir.convenience.convert_attributes(self._reading()):
+            self.node.attributes.add(attribute)
+        self.body.inputs[:] = [state.before for state in self.states] + [rows.row for rows in self.inputs]
+
+    def _reading(self) -> dict[str, Any]:
+        """Return the attributes that say how the Scan reads its inputs."""
+        return {"num_scan_inputs": len(self.inputs), **_described("input", self.inputs)}
+
+
+def _described(side: str, rows: Sequence[ScanRows]) -> dict[str, list[int]]:
+    """Return the attributes of sequences."""
+    return {
+        f"scan_{side}_axes": [each.axis for each in rows],
+        f"scan_{side}_directions": [each.direction for each in rows],
+    }
 
 
 def is_scan(node: ir.Node) -> bool:
     """Return whether a node is a Scan whose body and attributes have an entry for each of its inputs and outputs."""
     if node.domain != "" or node.op_type != "Scan":
         return False
-    body, read = body_of(node), node.attributes["num_scan_inputs"].as_int()
+    body, read = node.attributes["body"].as_graph(), node.attributes["num_scan_inputs"].as_int()
     written = len(node.outputs) - (len(node.inputs) - read)
     lengths = {
         f"scan_{kind}_{what}": many
@@ -123,11 +139,6 @@ def is_scan(node: ir.Node) -> bool:
     )
 
 
-def body_of(scan: ir.Node) -> ir.Graph:
-    """Return the body of a Scan."""
-    return scan.attributes["body"].as_graph()
-
-
 def _rewriting_scans(rewrite: Callable[[Emitter, ScanParts], bool]) -> Callable[[ir.Model], bool]:
     """Turn a rewriting of one Scan into a rewriting of all Scans of a model's graph."""
 
@@ -135,7 +146,7 @@ def _rewriting_scans(rewrite: Callable[[Emitter, ScanParts], bool]) -> Callable[
         changed = False
         with Emitter(model) as op:
             for node in [node for node in model.graph if is_scan(node)]:
-                steps = ScanParts(op, node)
+                steps = ScanParts(node, op)
                 if rewrite(op, steps):
                     steps.replace_scan(model.graph)
                     changed = True
@@ -217,11 +228,11 @@ def vectorize_steps(op: Emitter, steps: ScanParts) -> bool:
         if direction is not None and results is not None:
             moved.add(node)
             for y, result in zip(node.outputs, results, strict=True):
-                rows[y] = _Rows(y, like(result, steps.stacked(y)), 0, direction)
+                rows[y] = ScanRows(y, like(result, steps.stacked(y)), 0, direction)
     for y, whole in [*rows.items()][taken:]:
         users = [(user, i) for user, i in y.uses() if user not in moved]
         if users:
-            steps.inputs.append(_Rows(steps.inner.value_like(y), whole.sequence, 0, whole.direction))
+            steps.inputs.append(ScanRows(steps.inner.value_like(y), whole.sequence, 0, whole.direction))
         for user, i in users:
             user.replace_input_with(i, steps.inputs[-1].row)
     for part in [part for part in steps.outputs if part.row in rows]:
@@ -232,7 +243,7 @@ def vectorize_steps(op: Emitter, steps: ScanParts) -> bool:
     return len(rows) > taken
 
 
-def _common_direction(steps: ScanParts, node: ir.Node, rows: dict[ir.Value, _Rows]) -> int | None:
+def _common_direction(steps: ScanParts, node: ir.Node, rows: dict[ir.Value, ScanRows]) -> int | None:
     """Return the scan direction of the rows that a node reads, or None if the node must stay in the body."""
     directions = {rows[x].direction for x in node.inputs if x in rows}
     waits = any(
@@ -246,7 +257,9 @@ def _common_direction(steps: ScanParts, node: ir.Node, rows: dict[ir.Value, _Row
     return None if waits or bound or len(directions) != 1 else directions.pop()
 
 
-def _combine_row_factors(op: Emitter, steps: ScanParts, node: ir.Node, rows: dict[ir.Value, _Rows]) -> None:
+def _combine_row_factors(
+    op: Emitter, steps: ScanParts, node: ir.Node, rows: dict[ir.Value, ScanRows]
+) -> None:
     """Rewrite (v a) b, where a and b are rows, as v (a b), so that a b can be computed for all steps at once."""
     for b, x in itertools.permutations(node.inputs):
         product = None if x is None or x.is_graph_output() or len(x.uses()) != 1 else x.producer()
@@ -258,14 +271,14 @@ def _combine_row_factors(op: Emitter, steps: ScanParts, node: ir.Node, rows: dic
             if a.shape is not None and a.shape == b.shape == v.shape:
                 factor = steps.inner.value_like(a)
                 both = op.Mul(rows[a].sequence, rows[b].sequence)
-                rows[factor] = _Rows(factor, like(both, rows[a].sequence), 0, rows[a].direction)
+                rows[factor] = ScanRows(factor, like(both, rows[a].sequence), 0, rows[a].direction)
                 node.replace_input_with(0, v)
                 node.replace_input_with(1, factor)
                 return
 
 
 def _vectorized(
-    op: Emitter, steps: ScanParts, node: ir.Node, rows: dict[ir.Value, _Rows]
+    op: Emitter, steps: ScanParts, node: ir.Node, rows: dict[ir.Value, ScanRows]
 ) -> Sequence[ir.Value] | None:
     """Emit a node for all steps along a new first axis, or return None if this is not supported."""
     shapes = [x.shape for x in (*node.inputs, *node.outputs) if x is not None]

@@ -37,17 +37,14 @@ class NodeKind(Enum):
 
 @dataclass(frozen=True)
 class NodeForm:
-    """Describe what a node does, as far as clusters go.
-
-    Args:
-        reduced: the axes of the input that `REDUCE` and `ROWS` reduce.
-        images: for each axis of the input, its axis in the output of `VIEW` and `REDUCE`, or None.
-    """
+    """Describe what a node does, as far as clusters go."""
 
     kind: NodeKind
     attributes: Mapping[str, Any]
-    reduced: tuple[int, ...] = ()
-    images: tuple[int | None, ...] = ()
+    reduced: tuple[int, ...] = ()  # the axes of the input that `REDUCE` and `ROWS` reduce
+    images: tuple[
+        int | None, ...
+    ] = ()  # of `VIEW` and `REDUCE`: for each axis of the input, that of the output
 
 
 @dataclass

@@ -23,21 +23,17 @@ def braced(items: Sequence[Any]) -> str:
 
 @dataclass(frozen=True)
 class Kernel:
-    """A C function with the values that it reads and writes, in order.
-
-    Args:
-        header: the header that its code needs.
-        aligned: indices of inputs and outputs that may be one tensor: each element is read before it is written.
-        nodes: the number of nodes of the cluster that it computes.
-    """
+    """A C function with the values that it reads and writes, in order."""
 
     name: str
     code: str
     inputs: tuple[ir.Value, ...]
     outputs: tuple[ir.Value, ...]
-    header: str = "functions.h"
-    aligned: tuple[tuple[int, int], ...] = ()
-    nodes: int = 0
+    header: str = "functions.h"  # that its code needs
+    aligned: tuple[
+        tuple[int, int], ...
+    ] = ()  # inputs and outputs that may be one tensor: reads come before writes
+    nodes: int = 0  # of the cluster that it computes
 
     @staticmethod
     def named(

@@ -35,17 +35,11 @@ def indented(lines: Iterable[str]) -> list[str]:
 
 @dataclass
 class VectorLoop:
-    """Collect the statements of a vectorized loop.
+    """Collect the statements of a vectorized loop."""
 
-    Args:
-        head: the loop's first line.
-        varying: the extents of the numbers that it declares. Other numbers are declared before it.
-        place: the memory that a number is loaded from, and the memory that it is stored to for later loops.
-    """
-
-    head: str
-    varying: Collection[Extent]
-    place: Callable[[Number], tuple[str | None, str | None]]
+    head: str  # the first line
+    varying: Collection[Extent]  # of the numbers that it declares; others are declared before it
+    place: Callable[[Number], tuple[str | None, str | None]]  # where a number is loaded from, and stored to
     before: list[str] = field(default_factory=list)
     body: list[str] = field(default_factory=list)
     after: list[str] = field(default_factory=list)

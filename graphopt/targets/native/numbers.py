@@ -33,22 +33,15 @@ ELEMENT, ROW, ALL = Extent
 
 @dataclass(eq=False)
 class Number:
-    """A number of each element, of each row, or of the whole kernel.
+    """A number of each element, of each row, or of the whole kernel."""
 
-    Args:
-        name: its variable in C, or a literal.
-        code: its expression, with operands in braces.
-        reduces: how it is reduced from the operand along a row, as `operators.REDUCTIONS` names it.
-        source: the value that it is read from, and that value's dimensions.
-    """
-
-    name: str
+    name: str  # its variable in C, or a literal
     ctype: str
     extent: Extent
-    code: str = ""
+    code: str = ""  # its expression, with operands in braces
     operands: tuple[Number, ...] = ()
-    reduces: str | None = None
-    source: tuple[ir.Value, Axes] | None = None
+    reduces: str | None = None  # how it is reduced from the operand along a row, as in `operators.REDUCTIONS`
+    source: tuple[ir.Value, Axes] | None = None  # the value that it is read from, and that value's dimensions
 
     @property
     def expression(self) -> str:
@@ -260,15 +253,14 @@ class Numbers:
 
 @dataclass
 class Stages:
-    """Say in which loop over the columns each number is computed.
+    """Say in which loop over the columns each number is computed; later loops compute again what is not kept."""
 
-    Args:
-        of: the loop that computes a number of an element; of a row's number, the loop before which it is known.
-        kept: the numbers of elements that a loop leaves for later ones; these compute again what is not kept.
-    """
-
-    of: dict[Number, int] = field(default_factory=dict)
-    kept: list[Number] = field(default_factory=list)
+    of: dict[Number, int] = field(
+        default_factory=dict
+    )  # of a row's number, the loop before which it is known
+    kept: list[Number] = field(
+        default_factory=list
+    )  # the numbers of elements that a loop leaves for later ones
 
     @property
     def count(self) -> int:

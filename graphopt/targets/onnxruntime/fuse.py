@@ -11,13 +11,12 @@ from graphopt.graph.metadata import GRADIENT_OF, InferenceForm
 from graphopt.graph.rewriting import Pass, interface_kept
 from graphopt.graph.roles import STATE, with_role
 from graphopt.graph.simplify import Simplify
-from graphopt.targets.onnxruntime.column_sums import column_sums_as_product
 from graphopt.targets.onnxruntime.convolution import (
     pool_channels_as_batch,
     transposed_convolution_as_convolution,
     widen_convolution_products,
 )
-from graphopt.targets.onnxruntime.join_vectors import join_small_vectors
+from graphopt.targets.onnxruntime.vectors import column_sums_as_product, join_small_vectors
 from graphopt.targets.scan import vectorize_steps
 from graphopt.targets.updates import UPDATES, Rewriting
 
