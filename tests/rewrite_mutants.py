@@ -20,15 +20,15 @@ FUSIONS = [
     *of(
         "graphopt/targets/onnxruntime/fuse.py",
         "fusion",
-        ("moves_each_weight", "fusion(model) and _sorted(model)", "fusion(model)"),
+        ("moves_each_weight", "                    model.graph.sort()", "                    pass"),
     ),
     *of(
         "graphopt/targets/updates.py",
         "training_matrix",
         (
             "plain_descent",
-            "scale = rate * -float(constant.numpy())",
-            "scale = rate * float(constant.numpy())",
+            "scale = rate * -constant",
+            "scale = rate * constant",
         ),
     ),
     *of(

@@ -70,10 +70,8 @@ class ScanParts:
 
     def sequence_of(self, x: ir.Value) -> ScanRows | None:
         """Return the sequence whose row is `x`, or None."""
-        for rows in (*self.inputs, *self.outputs):
-            if _skip_identities(rows.row) is x and rows.axis == 0:
-                return rows
-        return None
+        rows = (rows for rows in (*self.inputs, *self.outputs) if rows.axis == 0)
+        return next((each for each in rows if _skip_identities(each.row) is x), None)
 
     def add_output(self, x: ir.Value, direction: int) -> ScanRows:
         """Add `x` as a scan output."""
@@ -89,11 +87,10 @@ class ScanParts:
         self.body.outputs[:] = [state.after for state in self.states] + [rows.row for rows in self.outputs]
         remove_unused_nodes(self.body)
         self.inputs = [rows for rows in self.inputs if rows.row.uses()] or self.inputs[:1]
-        self.body.inputs[:] = [state.before for state in self.states] + [rows.row for rows in self.inputs]
+        self.read_inputs()
         if outputs:
-            inputs = [*(state.start for state in self.states), *(rows.sequence for rows in self.inputs)]
             attributes = {"body": self.body, **self._reading(), **_described("output", self.outputs)}
-            graph.append(ir.node("Scan", inputs, attributes, outputs=outputs))
+            graph.append(ir.node("Scan", self.node.inputs, attributes, outputs=outputs))
         graph.remove(self.node, safe=True)
 
     def read_inputs(self) -> None:
@@ -126,16 +123,15 @@ def is_scan(node: ir.Node) -> bool:
         return False
     body, read = node.attributes["body"].as_graph(), node.attributes["num_scan_inputs"].as_int()
     written = len(node.outputs) - (len(node.inputs) - read)
-    lengths = {
-        f"scan_{kind}_{what}": many
-        for kind, many in (("input", read), ("output", written))
-        for what in ("axes", "directions")
-    }
+    sides = itertools.product((("input", read), ("output", written)), ("axes", "directions"))
     return (
         1 <= read <= len(node.inputs) == len(body.inputs)
         and len(node.outputs) == len(body.outputs)
         and written >= 0
-        and all(len(x.as_ints()) == lengths[name] for name, x in node.attributes.items() if name in lengths)
+        and all(
+            len(node.attributes.get_ints(f"scan_{side}_{what}", [0] * many)) == many
+            for (side, many), what in sides
+        )
     )
 
 
@@ -186,18 +182,12 @@ def _accumulated_product(body: ir.Graph, state: _State) -> ir.Node | None:
         return None
     product = next((x for x in add.inputs if x is not None and x is not state.before), None)
     gemm = None if product is None else product.producer()
-    if (
-        product is None
-        or gemm is None
-        or gemm.op_type != "Gemm"
-        or len(gemm.inputs) != 2
-        or len(product.uses()) != 1
-    ):
+    if product is None or gemm is None or gemm.op_type != "Gemm" or len(gemm.inputs) != 2:
         return None
-    whole = gemm.attributes.get_int("transA", 0) == 1 and gemm.attributes.get_int("transB", 0) == 0
-    plain = gemm.attributes.get_float("alpha", 1.0) == 1.0
+    flags = [gemm.attributes.get_int(name, 0) for name in ("transA", "transB")]
+    plain = flags == [1, 0] and gemm.attributes.get_float("alpha", 1.0) == 1.0
     inside = {*body.inputs, *(y for node in body for y in node.outputs)}
-    return gemm if whole and plain and all(x in inside for x in gemm.inputs) else None
+    return gemm if plain and len(product.uses()) == 1 and inside.issuperset(gemm.inputs) else None
 
 
 def _skip_identities(value: ir.Value) -> ir.Value:

@@ -94,7 +94,9 @@ def fold_rate_into_loss_gradient(model: ir.Model) -> bool:
     disappears.
     """
     model.graph.sort()
-    updates = dict(filter(None, map(_rate_and_update, _following(model))))
+    names = {next_of(x) for x in with_role(model, Role.PARAMETER)}
+    following = [y.producer() for y in with_role(model, Role.NEXT) if y.name in names]
+    updates = dict(filter(None, map(_rate_and_update, filter(None, following))))
     replaced = False
     nodes = list(model.graph)
     with Emitter(model) as op:
@@ -106,10 +108,9 @@ def fold_rate_into_loss_gradient(model: ir.Model) -> bool:
                 continue
             (rate,) = rates
             assert rate is not None
-            constant = ir.convenience.get_const_tensor(factor)
-            behind = factor.producer()
+            constant, behind = constant_number(factor), factor.producer()
             if constant is not None:
-                scale = rate * -float(constant.numpy())
+                scale = rate * -constant
             elif behind is not None and behind.op_type == "Neg":
                 scale = rate * behind.inputs[0]
             else:
@@ -125,12 +126,6 @@ def fold_rate_into_loss_gradient(model: ir.Model) -> bool:
     return replaced
 
 
-def _following(model: ir.Model) -> list[ir.Node]:
-    """Return the nodes that compute parameters' next values."""
-    names = {next_of(x) for x in with_role(model, Role.PARAMETER)}
-    return [y.producer() for y in with_role(model, Role.NEXT) if y.name in names and y.producer()]  # type: ignore[misc]
-
-
 def _rate_and_update(node: ir.Node) -> tuple[ir.Node, ir.Node] | None:
     """Return the product rate g and the node w - rate g, if only that node reads the product and it is not 16-bit."""
     product = node.inputs[1].producer() if node.op_type == "Sub" and node.inputs[1] is not None else None
@@ -141,11 +136,7 @@ def _rate_and_update(node: ir.Node) -> tuple[ir.Node, ir.Node] | None:
 
 
 def _ends(root: ir.Value, nodes: Sequence[ir.Node], updates: Collection[ir.Node]) -> list[ir.Node]:
-    """Return the products of updates if all depend linearly on `root`, and none if anything else depends on it.
-
-    Args:
-        nodes: the nodes after `root`, in topological order; nothing is returned if they lack a reader.
-    """
+    """Return the products of updates if they alone depend on `root`, all linearly; `nodes` follow it in order."""
     scaled, ends, seen = {root}, [], set()
     for node in nodes:
         if not scaled.intersection(values_read(node)):

@@ -101,10 +101,9 @@ def _after(y: ir.Value) -> Iterator[tuple[list[ir.Node], list[int]]]:
         node = only_reader(y)
         if node is None:
             return
-        perm, removed = permutation(node, len(axes)), axes_of(node, "Squeeze", len(axes))
-        if perm is not None:
+        if (perm := permutation(node, len(axes))) is not None:
             axes = [axes[i] for i in perm]
-        elif removed is not None:
+        elif (removed := axes_of(node, "Squeeze", len(axes))) is not None:
             axes = [axis for i, axis in enumerate(axes) if i not in removed]
         else:
             return

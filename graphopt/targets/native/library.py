@@ -30,9 +30,9 @@ class Kernel:
     inputs: tuple[ir.Value, ...]
     outputs: tuple[ir.Value, ...]
     header: str = "functions.h"  # that its code needs
-    aligned: tuple[
-        tuple[int, int], ...
-    ] = ()  # inputs and outputs that may be one tensor: reads come before writes
+    aligned: Sequence[
+        tuple[int, int]
+    ] = ()  # inputs and outputs that may be one tensor: it reads before it writes
     nodes: int = 0  # of the cluster that it computes
 
     @staticmethod
@@ -83,26 +83,23 @@ def source(kernels: Sequence[Kernel], threads: int) -> str:
     """
     unique = {kernel.name: kernel for kernel in kernels}
     ordered = [unique[name] for name in sorted(unique)]
-    headers = list(dict.fromkeys(["ort.h", *(x.header for x in ordered)]))
-    entries = [f"    KERNEL({x.name}, types_{x.name}, {len(x.inputs)}, {len(x.outputs)})," for x in ordered]
-    begin = [f"    begin_products(base->GetApi(API_VERSION), {threads});"] if _CALLS in headers else []
-    begin += [f"    scan_threads = {threads};"] if "scan.h" in headers else []
-    return "\n".join(
-        [
-            _LIMITS + "\n".join(f'#include "{name}"' for name in headers),
-            "",
-            *(x.code for x in ordered),
-            "static Kernel kernels[] = {",
-            *entries,
-            "};",
-            "",
-            "EXPORT OrtStatus *RegisterCustomOps(OrtSessionOptions *options, const OrtApiBase *base) {",
-            *begin,
-            "    return register_kernels(options, base, kernels, sizeof(kernels) / sizeof(*kernels));",
-            "}",
-            "",
-        ]
+    headers = dict.fromkeys(["ort.h", *(x.header for x in ordered)])
+    includes = "\n".join(f'#include "{name}"' for name in headers)
+    code = "".join(f"{x.code}\n" for x in ordered)
+    entries = "".join(
+        f"    KERNEL({x.name}, types_{x.name}, {len(x.inputs)}, {len(x.outputs)}),\n" for x in ordered
     )
+    begin = f"    begin_products(base->GetApi(API_VERSION), {threads});\n" if _CALLS in headers else ""
+    begin += f"    scan_threads = {threads};\n" if "scan.h" in headers else ""
+    return f"""{_LIMITS}{includes}
+
+{code}static Kernel kernels[] = {{
+{entries}}};
+
+EXPORT OrtStatus *RegisterCustomOps(OrtSessionOptions *options, const OrtApiBase *base) {{
+{begin}    return register_kernels(options, base, kernels, sizeof(kernels) / sizeof(*kernels));
+}}
+"""
 
 
 def parts(kernels: Sequence[Kernel]) -> list[str]:

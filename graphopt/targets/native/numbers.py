@@ -119,11 +119,6 @@ class Numbers:
         """Return whether a number of a row needs all its columns."""
         return any(x.reduces for x in self.all)
 
-    @property
-    def calls_functions(self) -> bool:
-        """Return whether a number is computed by a function of functions.h."""
-        return any("_float(" in x.code for x in self.all)
-
     def size(self, dimension: int) -> str:
         """Return the size of a dimension in C: a number, or a field of the kernel's arguments."""
         size = self.cluster.space.sizes[dimension]
@@ -279,10 +274,8 @@ def scheduled(numbers: Numbers) -> Stages:
     """Return the stages of numbers: each is computed as late as its readers allow, if that needs nothing kept."""
     stages = Stages()
     for x in numbers.all:
-        if x.reduces:
-            stages.of[x] = stages.of[x.operands[0]] + 1
-        else:
-            stages.of[x] = max((stages.of.get(operand, 0) for operand in x.operands), default=0)
+        known = max((stages.of.get(operand, 0) for operand in x.operands), default=0)
+        stages.of[x] = known + 1 if x.reduces else known
     readers: dict[Number, list[Number]] = {}
     for x in numbers.all:
         for operand in x.operands:
@@ -295,7 +288,9 @@ def scheduled(numbers: Numbers) -> Stages:
             stages.of[x] = late
     for x in computed:
         crosses = max(_uses(stages, readers.get(x, [])), default=0) > stages.of[x]
-        if crosses and not _is_computed_again(x, stages.kept):
+        is_there = all(y.is_read or y in stages.kept for y in _elements(x.operands))
+        is_cheap = is_there and not any(sign in x.code for sign in "/(")  # no function, no division
+        if crosses and not is_cheap:
             stages.kept.append(x)
     return stages
 
@@ -303,12 +298,6 @@ def scheduled(numbers: Numbers) -> Stages:
 def _uses(stages: Stages, readers: Iterable[Number]) -> list[int]:
     """Return the loops that read a number."""
     return [stages.of[x] - 1 if x.reduces else stages.of[x] for x in readers]
-
-
-def _is_computed_again(x: Number, kept: list[Number]) -> bool:
-    """Return whether a number is cheaper to compute again than to keep: no function, no division."""
-    there = all(y.is_read or y in kept for y in _elements(x.operands))
-    return there and not any(sign in x.code for sign in "/(")
 
 
 def _elements(numbers: Iterable[Number]) -> list[Number]:

@@ -8,7 +8,7 @@ import onnx_ir as ir
 
 from graphopt.graph.operators import MATRIX_PRODUCTS
 from graphopt.graph.values import constant_of
-from graphopt.targets.native.forms import NodeForms, NodeKind, rank_of
+from graphopt.targets.native.forms import NodeForms, NodeKind, has_sizes, rank_of, sizes_of
 from graphopt.targets.native.library import MOST_AXES, Kernel, Replacement
 
 _MOST_UNUSED = 2**30  # elements that Slices drop
@@ -65,17 +65,13 @@ def accepts_product(node: ir.Node, forms: NodeForms) -> bool:
 
 
 def _added_vector(y: ir.Value, node: ir.Node, forms: NodeForms) -> ir.Value | None:
-    """Return the vector that an Add adds to each row of a product; None for any other node.
-
-    None, too, for an Add that a cluster computes without reading or writing more.
-    """
+    """Return the vector that an Add adds to each row of a product, if no cluster computes it without more traffic."""
     if node.op_type != "Add" or node.domain != "" or _is_in_reach(node.outputs[0], forms):
         return None
     bias = node.inputs[1] if node.inputs[0] is y else node.inputs[0]
-    if bias is None or bias.shape is None or y.shape is None or not 1 <= len(bias.shape) <= len(y.shape):
+    if bias is None or not has_sizes(bias) or not 1 <= rank_of(bias) <= rank_of(y):
         return None
-    length = bias.shape[-1] if isinstance(bias.shape[-1], int) else bias.shape[-1].value
-    return bias if length is not None and y.shape[-1] == length and _is_vector(bias) else None
+    return bias if sizes_of(bias)[-1] == sizes_of(y)[-1] and _is_vector(bias) else None
 
 
 def _is_in_reach(y: ir.Value, forms: NodeForms) -> bool:

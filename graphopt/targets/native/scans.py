@@ -10,7 +10,7 @@ import onnx_ir as ir
 
 from graphopt.graph.operators import LITERALS, VIEWS
 from graphopt.graph.traversal import subgraphs
-from graphopt.graph.values import dtype_of
+from graphopt.graph.values import constant_of, dtype_of
 from graphopt.targets.native.forms import NodeForms, rank_of, sizes_of
 from graphopt.targets.native.library import Kernel, Replacement, braced
 from graphopt.targets.native.operators import STORED_TYPES
@@ -62,7 +62,7 @@ def _keeps_rows(node: ir.Node, body: ir.Graph, symbol: str, forms: NodeForms) ->
         return True
     form, moves = forms.of(node), node.op_type in _MOVES
     inputs = node.inputs[:1] if moves and node.op_type != "Concat" else node.inputs
-    inside = [x is not None and x.graph is body and not _is_constant(x) for x in inputs]
+    inside = [x is not None and x.graph is body and constant_of(x) is None for x in inputs]
     for x, is_inside in [*zip(inputs, inside, strict=True), *((y, True) for y in node.outputs)]:
         if x is None or x.shape is None:
             return False
@@ -71,11 +71,6 @@ def _keeps_rows(node: ir.Node, body: ir.Graph, symbol: str, forms: NodeForms) ->
     if form is not None:
         return 0 not in form.reduced
     return moves or (accepts_product(node, forms) and inside[:2] == [True, False])
-
-
-def _is_constant(x: ir.Value) -> bool:
-    node = x.producer()
-    return x.is_initializer() or (node is not None and node.op_type == "Constant")
 
 
 def move_into_bodies(graph: ir.Graph, forms: NodeForms) -> None:
@@ -121,7 +116,7 @@ def _moved_in(scan: ScanParts, rows: ScanRows, forms: NodeForms) -> bool:
         node.replace_input_with(i, inside)
     scan.read_inputs()
     x.shape = element.shape
-    forms.forget([node])
+    forms.forget(node)
     ir.convenience.replace_all_uses_with(element, x, replace_graph_outputs=True)
     scan.body.sort()
     return True
@@ -135,11 +130,6 @@ class _Step:
     outputs: Sequence[ir.Value]
     function: str = "NULL"  # of a kernel in C; NULL for a node that joins, splits or reshapes tensors
     axis: int = 0
-
-    @property
-    def writes(self) -> bool:
-        """Return whether the step writes elements: a change of shape does not."""
-        return self.function != "NULL" or len(self.inputs) > 1 or len(self.outputs) > 1
 
 
 def scan_kernel(node: ir.Node, forms: NodeForms, calls: Mapping[ir.Node, Kernel]) -> Replacement | None:
@@ -180,7 +170,8 @@ def _form_of(
     """Return the structure in scan.h of a Scan, and the declarations that it refers to."""
     places = {x: i for i, x in enumerate(tensors)}
     returned = [*((state.after, 0) for state in scan.states), *((y.row, y.direction) for y in scan.outputs)]
-    results, homes = [], {y for step in steps if step.writes for y in step.outputs}
+    writing = (step for step in steps if step.function != "NULL" or len([*step.inputs, *step.outputs]) > 2)
+    results, homes = [], {y for step in writing for y in step.outputs}  # a change of shape writes nothing
     for y, backward in returned:
         results.append([places[y], int(y not in homes), backward])
         homes.discard(y)

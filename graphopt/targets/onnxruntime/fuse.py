@@ -32,12 +32,6 @@ FUSIONS: dict[str, Rewriting] = {
 }
 
 
-def _sorted(model: ir.Model) -> bool:
-    """Sort a graph, since a fusion may read its nodes in order and put new ones behind their readers."""
-    model.graph.sort()
-    return True
-
-
 @dataclass(frozen=True)
 class Fuse(Pass):
     """Rewrite operators into faster ones. Results stay the same up to rounding.
@@ -67,15 +61,15 @@ class Fuse(Pass):
         for node in model.graph:
             for y in node.outputs:
                 GRADIENT_OF.remove(y)
+        changed = False
         with interface_kept(model):
-            changed = [
-                fusion(model) and _sorted(model)
-                for name, fusion in FUSIONS.items()
-                if name not in self.leave_out
-            ]
+            for name, fusion in FUSIONS.items():
+                if name not in self.leave_out and fusion(model):
+                    model.graph.sort()  # fusions may read nodes in order, and put new ones behind their readers
+                    changed = True
         if not with_role(model, *STATE):  # nothing trains, so that there is no inference model to restore
             for node in model.graph.all_nodes():
                 for y in node.outputs:
                     InferenceForm.remove(y)
-        if any(changed):
+        if changed:
             Simplify().rewrite(model)
