@@ -42,9 +42,7 @@ class NodeForm:
     kind: NodeKind
     attributes: Mapping[str, Any]
     reduced: tuple[int, ...] = ()  # the axes of the input that `REDUCE` and `ROWS` reduce
-    images: tuple[
-        int | None, ...
-    ] = ()  # of `VIEW` and `REDUCE`: for each axis of the input, that of the output
+    images: Sequence[int | None] = ()  # of `VIEW` and `REDUCE`: each input axis's place in the output
 
 
 @dataclass

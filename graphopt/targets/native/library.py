@@ -30,9 +30,7 @@ class Kernel:
     inputs: tuple[ir.Value, ...]
     outputs: tuple[ir.Value, ...]
     header: str = "functions.h"  # that its code needs
-    aligned: Sequence[
-        tuple[int, int]
-    ] = ()  # inputs and outputs that may be one tensor: it reads before it writes
+    aligned: Sequence[tuple[int, int]] = ()  # inputs and outputs that may share memory: reads come first
     nodes: int = 0  # of the cluster that it computes
 
     @staticmethod

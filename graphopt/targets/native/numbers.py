@@ -250,12 +250,8 @@ class Numbers:
 class Stages:
     """Say in which loop over the columns each number is computed; later loops compute again what is not kept."""
 
-    of: dict[Number, int] = field(
-        default_factory=dict
-    )  # of a row's number, the loop before which it is known
-    kept: list[Number] = field(
-        default_factory=list
-    )  # the numbers of elements that a loop leaves for later ones
+    of: dict[Number, int] = field(default_factory=dict)  # a row's number: before that loop
+    kept: list[Number] = field(default_factory=list)  # of elements, which a loop leaves for later ones
 
     @property
     def count(self) -> int:

@@ -10,9 +10,8 @@ import onnx_ir as ir
 from graphopt.targets.native.forms import NodeForm, NodeKind, Size, operands_of, rank_of, sizes_of
 
 Axes = tuple[int | None, ...]  # for each axis of a value, the dimension of the space that it varies over
-Placement = tuple[
-    Mapping[int, Axes], Mapping[ir.Value, Axes]
-]  # of what a node reads, by index, and of what it produces
+# The axes of what a node reads, by the index of the input, and of what it produces.
+Placement = tuple[Mapping[int, Axes], Mapping[ir.Value, Axes]]
 
 
 def varying(axes: Sequence[int | None]) -> tuple[int, ...]:
