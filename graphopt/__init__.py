@@ -23,8 +23,7 @@ from graphopt.on_device.artifacts import export_artifacts, from_checkpoint, load
 from graphopt.pipeline import Pipeline
 from graphopt.runtime.device import Device
 from graphopt.runtime.executor import Executor, NonFiniteLoss, run
-from graphopt.targets.known import lower
-from graphopt.targets.target import Target
+from graphopt.targets.target import Target, lower
 from graphopt.training.callbacks import Callback
 from graphopt.training.checkpoints import Checkpoints
 from graphopt.training.estimator import Trainer

@@ -23,12 +23,12 @@ import passes
 from graphopt.graph.loading import load
 from graphopt.runtime.forms import fastest
 from graphopt.runtime.session import Session
-from graphopt.targets import target
-from graphopt.targets.known import TARGETS
+from graphopt.targets.native import cache as cached
 from graphopt.targets.native import lowering, toolchain
 from graphopt.targets.native.cache import SUM, cache_folder, read_cached, write_cached
 from graphopt.targets.native.library import source
 from graphopt.targets.native.lowering import KERNEL_KINDS, Kernels, lower_to_kernels, plan
+from graphopt.targets.target import TARGETS
 
 RNG = np.random.default_rng(0)
 pytestmark = pytest.mark.skipif(toolchain.compiler() is None, reason="needs a C compiler")
@@ -275,7 +275,7 @@ def test_the_digest_covers_all_that_lowering_imports():
         reached.add(path)
         waiting += [each for each in imported(path) if each not in reached]
     assert {path.parent.name for path in reached} >= {"graph", "native", "graphopt"}
-    assert reached <= set(target.sources())
+    assert reached <= set(cached.sources())
 
 
 @pytest.mark.slow
@@ -283,28 +283,28 @@ def test_any_change_of_the_code_or_of_the_environment_changes_the_digest(cache, 
     model = load(step_of())
 
     def digest():
-        for function in (target.own_version, toolchain._environment):
+        for function in (cached.own_version, toolchain._environment):
             function.cache_clear()
         return lowering.lower_to_kernels(model, threads=2).digest
 
     monkeypatch.setattr(
         lowering, "_kept", lambda digest, _: lowering.Lowered(model, Path(), None, [], digest)
     )
-    copies = {path: tmp_path / f"{i}.py" for i, path in enumerate(target.sources())}
+    copies = {path: tmp_path / f"{i}.py" for i, path in enumerate(cached.sources())}
     for path, copy in copies.items():
         shutil.copy(path, copy)
     shutil.copytree(toolchain.FOLDER, tmp_path / "c")
-    monkeypatch.setattr(target, "sources", lambda: [*copies.values()])
+    monkeypatch.setattr(cached, "sources", lambda: [*copies.values()])
     monkeypatch.setattr(toolchain, "FOLDER", tmp_path / "c")
     digests = [digest()]
     for path in [*copies.values(), *(tmp_path / "c").iterdir()]:
         path.write_text(path.read_text() + " ")
         digests.append(digest())
-    version = target.metadata.version
+    version = cached.metadata.version
     for package in ("graphopt", "onnx", "onnx_ir", "onnxscript", "numpy"):
         with monkeypatch.context() as patch:
             patch.setattr(
-                target.metadata, "version", lambda name, of=package: version(name) + "+" * (name == of)
+                cached.metadata, "version", lambda name, of=package: version(name) + "+" * (name == of)
             )
             digests.append(digest())
     for name, value in (("FLAGS", ("-O1",)), ("_processor", lambda: "a processor")):
@@ -317,7 +317,7 @@ def test_any_change_of_the_code_or_of_the_environment_changes_the_digest(cache, 
     assert digest() == digests[-9]
     assert len({*digests}) == len(digests)
     toolchain._environment.cache_clear()
-    target.own_version.cache_clear()
+    cached.own_version.cache_clear()
 
 
 def test_headers_include_no_circle():

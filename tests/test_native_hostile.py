@@ -141,7 +141,8 @@ def vocabulary():
     files = [*toolchain.FOLDER.glob("*.h"), operators.__file__]
     files += [folder / f"{name}.py" for name in ("kernels", "loops", "lanes", "library", "numbers")]
     files += [folder / f"{name}.py" for name in ("products", "convolutions", "scans", "new_state")]
-    return {word for path in files for word in re.findall(r"[A-Za-z_]\w*", Path(path).read_text())}
+    texts = [*(Path(path).read_text() for path in files), *operators.OF_FLOATING.values()]
+    return {word for text in texts for word in re.findall(r"[A-Za-z_]\w*", text)}
 
 
 def strange(code):

@@ -15,7 +15,7 @@ import passes
 from graphopt.graph import unroll
 from graphopt.runtime import forms
 from graphopt.runtime.bound_session import BoundSession
-from graphopt.targets import scaled_gradients
+from graphopt.targets import updates
 from graphopt.targets.native import operators, toolchain
 from graphopt.targets.onnxruntime import fuse as fusion
 
@@ -58,8 +58,8 @@ def rows(count=16):
 
 def forget_an_update(monkeypatch):
     """Scale the gradient of the loss, but forget that one update still has a rate of its own: it goes uphill."""
-    right = scaled_gradients._ends
-    monkeypatch.setattr(scaled_gradients, "_ends", lambda *given: right(*given)[:-1])
+    right = updates._ends
+    monkeypatch.setattr(updates, "_ends", lambda *given: right(*given)[:-1])
 
 
 def use_wrong_kernel(monkeypatch):

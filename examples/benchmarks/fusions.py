@@ -22,8 +22,8 @@ import onnx_ir as ir
 
 import graphopt
 import passes
-from graphopt.targets.known import ONNXRUNTIME, TARGETS
 from graphopt.targets.onnxruntime.fuse import FUSIONS
+from graphopt.targets.target import ONNXRUNTIME, TARGETS
 from graphopt.targets.updates import UPDATES
 
 sys.path.append(str(Path(__file__).parent / "peers"))

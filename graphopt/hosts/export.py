@@ -26,8 +26,8 @@ from graphopt.graph.unroll import Unroll
 from graphopt.graph.values import name_of
 from graphopt.hosts.contract import Place, contract, places
 from graphopt.runtime.checkpoint import state_bytes
-from graphopt.targets.known import target_of
 from graphopt.targets.portable import FORMS
+from graphopt.targets.target import target_of
 
 STATE_FILE, CONTRACT = "state.safetensors", "host.json"
 INFERENCE = "inference.onnx"

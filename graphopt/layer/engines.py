@@ -13,7 +13,7 @@ from graphopt.graph.values import name_of
 from graphopt.runtime.device import Device
 from graphopt.runtime.session import Session
 from graphopt.runtime.tensors import OrtValues
-from graphopt.targets.known import ONNXRUNTIME
+from graphopt.targets.target import ONNXRUNTIME
 
 if TYPE_CHECKING:
     import onnxruntime

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from graphopt.errors import GraphoptError, line, unknown
 from graphopt.runtime.denormals import Flushing, supported
-from graphopt.targets.known import AUTO, NATIVE, ONNXRUNTIME, target_of
-from graphopt.targets.target import Target
+from graphopt.targets.target import AUTO, NATIVE, ONNXRUNTIME, Target, target_of
 
 if TYPE_CHECKING:
     import onnxruntime

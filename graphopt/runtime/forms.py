@@ -26,8 +26,8 @@ from graphopt.runtime.signature import description
 from graphopt.runtime.state_buffers import StateBuffers
 from graphopt.runtime.tensors import Tensor
 from graphopt.runtime.translation import Mistranslated, Translation, read_note, write_note
-from graphopt.targets.known import ONNXRUNTIME
 from graphopt.targets.native.lowering import lower_to_kernels
+from graphopt.targets.target import ONNXRUNTIME
 
 WORTH_COMPILING = 10_000  # numbers in parameters, from which `auto` compiles kernels
 HALVES = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)

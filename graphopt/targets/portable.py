@@ -53,14 +53,11 @@ def convolution_of_whole_vectors(op: Emitter, node: ir.Node) -> Sequence[ir.Valu
     group = node.attributes.get_int("group", 1)
     x, w, *bias = node.inputs
     filters = w.shape[0] if w is not None and w.shape is not None else None
-    if (
-        w is None
-        or group == 1
-        or not isinstance(filters, int)
-        or _starts_with_vectors(filters, filters // group)
-    ):
+    if w is None or group == 1 or not isinstance(filters, int):
         return None
     of_group = filters // group
+    if of_group < 4 or all(of_group % size == 0 for size in (4, 3, 2) if filters % size == 0):
+        return None  # every group begins where the provider's vector of 4, 3 or 2 outputs does
     added = -of_group % 4
 
     def padded(y: ir.Value) -> ir.Value:
@@ -70,23 +67,14 @@ def convolution_of_whole_vectors(op: Emitter, node: ir.Node) -> Sequence[ir.Valu
         result.shape = ir.Shape([group * (of_group + added), *dims_of(y)[1:]])
         return result
 
-    attributes = {name: attribute.value for name, attribute in node.attributes.items()}
-    y: ir.Value = op.Conv(x, padded(w), *(padded(y) for y in bias if y is not None), **attributes)
+    y: ir.Value = op.Conv(x, padded(w), *(padded(y) for y in bias if y is not None), **node.attributes)
     y.shape = ir.Shape([None, None, *dims_of(node.outputs[0])[2:]])
     groups = op.Slice(op.Reshape(y, [0, group, of_group + added, -1]), [0], [of_group], [2])
     return [op.Reshape(groups, op.Concat([0, filters], op.shape_of(y, 2), axis=0))]
 
 
-def _starts_with_vectors(filters: int, of_group: int) -> bool:
-    """Return whether every group begins where the provider's vector of 4, 3 or 2 outputs does."""
-    return of_group < 4 or all(of_group % size == 0 for size in (4, 3, 2) if filters % size == 0)
-
-
 def _batch_normalization(op: Emitter, node: ir.Node) -> Sequence[ir.Value] | None:
-    """Write BatchNormalization as (x - mean) scale / sqrt(variance + epsilon) + bias.
-
-    Tract and MNN refuse statistics that are no constants.
-    """
+    """Write BatchNormalization as arithmetic: Tract and MNN refuse statistics that are no constants."""
     x, *inputs = node.inputs
     if x is None or x.shape is None or node.attributes.get_int("training_mode"):
         return None
@@ -104,10 +92,7 @@ def _batch_normalization(op: Emitter, node: ir.Node) -> Sequence[ir.Value] | Non
 
 
 def _layer_normalization(op: Emitter, node: ir.Node) -> Sequence[ir.Value] | None:
-    """Write LayerNormalization as reductions where its mean or inverse deviation is used.
-
-    OpenVINO refuses these outputs, and TVM computes them wrongly.
-    """
+    """Write LayerNormalization as reductions if its further outputs are used: OpenVINO lacks them, TVM is wrong."""
     x, scale, *bias = node.inputs
     used = [y for y in node.outputs[1:] if y.uses() or y.is_graph_output()]
     if x is None or x.shape is None or not used:
@@ -151,11 +136,7 @@ FORMS: dict[str, Mapping[str, _Form]] = {
     "tinygrad": {},
     "tract": {"BatchNormalization": _batch_normalization},
     "tvm": {"LayerNormalization": _layer_normalization},
-    "webgpu": {
-        "LogSoftmax": _log_softmax,
-        "Conv": convolution_of_whole_vectors,
-        "Split": slices,
-    },
+    "webgpu": {"LogSoftmax": _log_softmax, "Conv": convolution_of_whole_vectors, "Split": slices},
 }
 
 

@@ -26,7 +26,7 @@ class _State:
 
 
 @dataclass(eq=False)
-class _Rows:
+class ScanRows:
     """Store a scan input or output: the sequence, and the row of one step."""
 
     row: ir.Value
@@ -36,11 +36,16 @@ class _Rows:
 
 
 class ScanParts:
-    """Store the states, inputs and outputs of a Scan while it is rewritten."""
+    """Store the states, inputs and outputs of a Scan while it is rewritten.
 
-    def __init__(self, op: Emitter, node: ir.Node) -> None:
+    Args:
+        op: an emitter into the graph of the Scan, if nodes are to be added to the body.
+    """
+
+    def __init__(self, node: ir.Node, op: Emitter | None = None) -> None:
         self.node, self.body = node, node.attributes["body"].as_graph()
-        self.inner = op.within(self.body)
+        if op is not None:
+            self.inner = op.within(self.body)
         starts = [x for x in node.inputs if x is not None]
         n = len(starts) - node.attributes.get_int("num_scan_inputs", 0)
         ends = zip(starts[:n], self.body.inputs[:n], self.body.outputs[:n], node.outputs[:n], strict=True)
@@ -48,12 +53,12 @@ class ScanParts:
         self.inputs = self._rows("input", self.body.inputs[n:], starts[n:])
         self.outputs = self._rows("output", self.body.outputs[n:], node.outputs[n:])
 
-    def _rows(self, side: str, rows: Sequence[ir.Value], sequences: Sequence[ir.Value]) -> list[_Rows]:
+    def _rows(self, side: str, rows: Sequence[ir.Value], sequences: Sequence[ir.Value]) -> list[ScanRows]:
         zeros = [0] * len(rows)
         axes, directions = (
             self.node.attributes.get_ints(f"scan_{side}_{name}", zeros) for name in ("axes", "directions")
         )
-        return [_Rows(*row) for row in zip(rows, sequences, axes, directions, strict=True)]
+        return [ScanRows(*row) for row in zip(rows, sequences, axes, directions, strict=True)]
 
     def stacked(self, x: ir.Value) -> ir.Value:
         """Return a new value that stacks `x` of all steps."""
@@ -63,16 +68,14 @@ class ScanParts:
         name = f"{self.node.outputs[0].name}/{x.name}"
         return ir.Value(name=name, type=x.type, shape=ir.Shape([steps, *x.shape]))
 
-    def sequence_of(self, x: ir.Value) -> _Rows | None:
+    def sequence_of(self, x: ir.Value) -> ScanRows | None:
         """Return the sequence whose row is `x`, or None."""
-        for rows in (*self.inputs, *self.outputs):
-            if _skip_identities(rows.row) is x and rows.axis == 0:
-                return rows
-        return None
+        rows = (rows for rows in (*self.inputs, *self.outputs) if rows.axis == 0)
+        return next((each for each in rows if _skip_identities(each.row) is x), None)
 
-    def add_output(self, x: ir.Value, direction: int) -> _Rows:
+    def add_output(self, x: ir.Value, direction: int) -> ScanRows:
         """Add `x` as a scan output."""
-        self.outputs.append(_Rows(like(self.inner.Identity(x), x), self.stacked(x), 0, direction))
+        self.outputs.append(ScanRows(like(self.inner.Identity(x), x), self.stacked(x), 0, direction))
         return self.outputs[-1]
 
     def replace_scan(self, graph: ir.Graph) -> None:
@@ -84,48 +87,52 @@ class ScanParts:
         self.body.outputs[:] = [state.after for state in self.states] + [rows.row for rows in self.outputs]
         remove_unused_nodes(self.body)
         self.inputs = [rows for rows in self.inputs if rows.row.uses()] or self.inputs[:1]
-        self.body.inputs[:] = [state.before for state in self.states] + [rows.row for rows in self.inputs]
+        self.read_inputs()
         if outputs:
-            graph.append(
-                ir.node(
-                    "Scan",
-                    [*(state.start for state in self.states), *(rows.sequence for rows in self.inputs)],
-                    {
-                        "body": self.body,
-                        "num_scan_inputs": len(self.inputs),
-                        "scan_input_axes": [rows.axis for rows in self.inputs],
-                        "scan_input_directions": [rows.direction for rows in self.inputs],
-                        "scan_output_axes": [rows.axis for rows in self.outputs],
-                        "scan_output_directions": [rows.direction for rows in self.outputs],
-                    },
-                    outputs=outputs,
-                )
-            )
+            attributes = {"body": self.body, **self._reading(), **_described("output", self.outputs)}
+            graph.append(ir.node("Scan", self.node.inputs, attributes, outputs=outputs))
         graph.remove(self.node, safe=True)
+
+    def read_inputs(self) -> None:
+        """Let the Scan itself read the sequences of `inputs`."""
+        inputs = [*(state.start for state in self.states), *(rows.sequence for rows in self.inputs)]
+        self.node.resize_inputs(0)
+        self.node.resize_inputs(len(inputs))
+        for i, x in enumerate(inputs):
+            self.node.replace_input_with(i, x)
+        for attribute in ir.convenience.convert_attributes(self._reading()):
+            self.node.attributes.add(attribute)
+        self.body.inputs[:] = [state.before for state in self.states] + [rows.row for rows in self.inputs]
+
+    def _reading(self) -> dict[str, Any]:
+        """Return the attributes that say how the Scan reads its inputs."""
+        return {"num_scan_inputs": len(self.inputs), **_described("input", self.inputs)}
+
+
+def _described(side: str, rows: Sequence[ScanRows]) -> dict[str, list[int]]:
+    """Return the attributes of sequences."""
+    return {
+        f"scan_{side}_axes": [each.axis for each in rows],
+        f"scan_{side}_directions": [each.direction for each in rows],
+    }
 
 
 def is_scan(node: ir.Node) -> bool:
     """Return whether a node is a Scan whose body and attributes have an entry for each of its inputs and outputs."""
     if node.domain != "" or node.op_type != "Scan":
         return False
-    body, read = body_of(node), node.attributes["num_scan_inputs"].as_int()
+    body, read = node.attributes["body"].as_graph(), node.attributes["num_scan_inputs"].as_int()
     written = len(node.outputs) - (len(node.inputs) - read)
-    lengths = {
-        f"scan_{kind}_{what}": many
-        for kind, many in (("input", read), ("output", written))
-        for what in ("axes", "directions")
-    }
+    sides = itertools.product((("input", read), ("output", written)), ("axes", "directions"))
     return (
         1 <= read <= len(node.inputs) == len(body.inputs)
         and len(node.outputs) == len(body.outputs)
         and written >= 0
-        and all(len(x.as_ints()) == lengths[name] for name, x in node.attributes.items() if name in lengths)
+        and all(
+            len(node.attributes.get_ints(f"scan_{side}_{what}", [0] * many)) == many
+            for (side, many), what in sides
+        )
     )
-
-
-def body_of(scan: ir.Node) -> ir.Graph:
-    """Return the body of a Scan."""
-    return scan.attributes["body"].as_graph()
 
 
 def _rewriting_scans(rewrite: Callable[[Emitter, ScanParts], bool]) -> Callable[[ir.Model], bool]:
@@ -135,7 +142,7 @@ def _rewriting_scans(rewrite: Callable[[Emitter, ScanParts], bool]) -> Callable[
         changed = False
         with Emitter(model) as op:
             for node in [node for node in model.graph if is_scan(node)]:
-                steps = ScanParts(op, node)
+                steps = ScanParts(node, op)
                 if rewrite(op, steps):
                     steps.replace_scan(model.graph)
                     changed = True
@@ -175,18 +182,12 @@ def _accumulated_product(body: ir.Graph, state: _State) -> ir.Node | None:
         return None
     product = next((x for x in add.inputs if x is not None and x is not state.before), None)
     gemm = None if product is None else product.producer()
-    if (
-        product is None
-        or gemm is None
-        or gemm.op_type != "Gemm"
-        or len(gemm.inputs) != 2
-        or len(product.uses()) != 1
-    ):
+    if product is None or gemm is None or gemm.op_type != "Gemm" or len(gemm.inputs) != 2:
         return None
-    whole = gemm.attributes.get_int("transA", 0) == 1 and gemm.attributes.get_int("transB", 0) == 0
-    plain = gemm.attributes.get_float("alpha", 1.0) == 1.0
+    flags = [gemm.attributes.get_int(name, 0) for name in ("transA", "transB")]
+    plain = flags == [1, 0] and gemm.attributes.get_float("alpha", 1.0) == 1.0
     inside = {*body.inputs, *(y for node in body for y in node.outputs)}
-    return gemm if whole and plain and all(x in inside for x in gemm.inputs) else None
+    return gemm if plain and len(product.uses()) == 1 and inside.issuperset(gemm.inputs) else None
 
 
 def _skip_identities(value: ir.Value) -> ir.Value:
@@ -217,11 +218,11 @@ def vectorize_steps(op: Emitter, steps: ScanParts) -> bool:
         if direction is not None and results is not None:
             moved.add(node)
             for y, result in zip(node.outputs, results, strict=True):
-                rows[y] = _Rows(y, like(result, steps.stacked(y)), 0, direction)
+                rows[y] = ScanRows(y, like(result, steps.stacked(y)), 0, direction)
     for y, whole in [*rows.items()][taken:]:
         users = [(user, i) for user, i in y.uses() if user not in moved]
         if users:
-            steps.inputs.append(_Rows(steps.inner.value_like(y), whole.sequence, 0, whole.direction))
+            steps.inputs.append(ScanRows(steps.inner.value_like(y), whole.sequence, 0, whole.direction))
         for user, i in users:
             user.replace_input_with(i, steps.inputs[-1].row)
     for part in [part for part in steps.outputs if part.row in rows]:
@@ -232,7 +233,7 @@ def vectorize_steps(op: Emitter, steps: ScanParts) -> bool:
     return len(rows) > taken
 
 
-def _common_direction(steps: ScanParts, node: ir.Node, rows: dict[ir.Value, _Rows]) -> int | None:
+def _common_direction(steps: ScanParts, node: ir.Node, rows: dict[ir.Value, ScanRows]) -> int | None:
     """Return the scan direction of the rows that a node reads, or None if the node must stay in the body."""
     directions = {rows[x].direction for x in node.inputs if x in rows}
     waits = any(
@@ -246,7 +247,9 @@ def _common_direction(steps: ScanParts, node: ir.Node, rows: dict[ir.Value, _Row
     return None if waits or bound or len(directions) != 1 else directions.pop()
 
 
-def _combine_row_factors(op: Emitter, steps: ScanParts, node: ir.Node, rows: dict[ir.Value, _Rows]) -> None:
+def _combine_row_factors(
+    op: Emitter, steps: ScanParts, node: ir.Node, rows: dict[ir.Value, ScanRows]
+) -> None:
     """Rewrite (v a) b, where a and b are rows, as v (a b), so that a b can be computed for all steps at once."""
     for b, x in itertools.permutations(node.inputs):
         product = None if x is None or x.is_graph_output() or len(x.uses()) != 1 else x.producer()
@@ -258,14 +261,14 @@ def _combine_row_factors(op: Emitter, steps: ScanParts, node: ir.Node, rows: dic
             if a.shape is not None and a.shape == b.shape == v.shape:
                 factor = steps.inner.value_like(a)
                 both = op.Mul(rows[a].sequence, rows[b].sequence)
-                rows[factor] = _Rows(factor, like(both, rows[a].sequence), 0, rows[a].direction)
+                rows[factor] = ScanRows(factor, like(both, rows[a].sequence), 0, rows[a].direction)
                 node.replace_input_with(0, v)
                 node.replace_input_with(1, factor)
                 return
 
 
 def _vectorized(
-    op: Emitter, steps: ScanParts, node: ir.Node, rows: dict[ir.Value, _Rows]
+    op: Emitter, steps: ScanParts, node: ir.Node, rows: dict[ir.Value, ScanRows]
 ) -> Sequence[ir.Value] | None:
     """Emit a node for all steps along a new first axis, or return None if this is not supported."""
     shapes = [x.shape for x in (*node.inputs, *node.outputs) if x is not None]

@@ -1,24 +1,24 @@
-"""Define targets: named pipelines of passes that lower a plain training graph to what runs it."""
+"""Define targets, named pipelines of passes that lower a plain training graph to what runs it, and list them."""
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import hashlib
 from dataclasses import dataclass, field
-from importlib import metadata
-from pathlib import Path
 
 import onnx_ir as ir
 
-from graphopt.errors import GraphoptError
+from graphopt.errors import GraphoptError, unknown
+from graphopt.graph.loading import Source, load
 from graphopt.graph.storage import skeleton
 from graphopt.pipeline import Pipeline
-from graphopt.targets.native.cache import read_model, write_cached
+from graphopt.targets.native.cache import own_version, read_model, write_cached
+from graphopt.targets.native.lowering import Kernels
+from graphopt.targets.onnxruntime.fuse import Fuse
+from graphopt.targets.portable import FORMS, Portable
 
-ROOM = "targets"  # of the cache
-_PACKAGES = ("graphopt", "onnx", "onnx_ir", "onnxscript", "numpy")
-SOURCES = ("graph", "targets", "errors.py", "files.py", "intervals.py", "pipeline.py")
+AUTO, NATIVE = "auto", "native"
+_ROOM = "targets"  # of the cache
 
 
 @dataclass(frozen=True)
@@ -58,26 +58,63 @@ class Target:
         texts = [self.name, repr(self.pipeline), self.version]
         digest = hashlib.sha256(b"\0".join([content, *(text.encode() for text in texts)])).hexdigest()[:32]
         with contextlib.suppress(GraphoptError, OSError):
-            if (model := read_model(f"{digest}.onnx", weights, ROOM)) is not None:
+            if (model := read_model(f"{digest}.onnx", weights, _ROOM)) is not None:
                 return model
         model = self.pipeline.rewrite(step.clone())
         content, left = skeleton(model)
         if all(weights.get(name) is tensor for name, tensor in left.items()):  # it has no weights of its own
             with contextlib.suppress(GraphoptError, OSError):  # a cache that cannot be written to forgets
-                write_cached(f"{digest}.onnx", content, ROOM)
+                write_cached(f"{digest}.onnx", content, _ROOM)
         return model
 
 
-def sources() -> list[Path]:
-    """Return the files of the code that lowers graphs, and of all that it imports from graphopt."""
-    package = Path(__file__).parents[1]
-    paths = [path for name in SOURCES for path in (package / name, *sorted((package / name).rglob("*.py")))]
-    return [path for path in paths if path.is_file()]
+ONNXRUNTIME = Target("onnxruntime", Pipeline(fuse=Fuse()), own_version())
+_SLOW = {
+    "webgpu": ("pool_channels_as_batch",)
+}  # fusions that a runtime computes slower: MaxPool by planes, 14 times
+
+TARGETS = {
+    target.name: target
+    for target in (
+        Target("plain"),
+        ONNXRUNTIME,
+        Target(NATIVE, Pipeline(kernels=Kernels())),
+        *(
+            Target(name or "portable", Pipeline(fuse=Fuse(_SLOW.get(name or "", ())), forms=Portable(name)))
+            for name in (None, *FORMS)
+        ),
+    )
+}
 
 
-@functools.cache
-def own_version() -> str:
-    """Return a hash of what decides how targets of this package lower a graph: its code, and the packages it uses."""
-    versions = [f"{name} {metadata.version(name)}".encode() for name in _PACKAGES]
-    contents = [path.read_bytes() for path in sources()]
-    return hashlib.sha256(b"\0".join([*versions, *contents])).hexdigest()
+def target_of(target: str | Target) -> Target:
+    """Return a target by its name, or a given one.
+
+    Raises:
+        GraphoptError: the name is unknown.
+    """
+    if isinstance(target, Target):
+        return target
+    if target not in TARGETS:
+        raise GraphoptError(unknown("target", str(target), [AUTO, *TARGETS]))
+    return TARGETS[target]
+
+
+def lower(step: Source, target: str | Target) -> ir.Model:
+    """Lower a plain training graph for a target, as an executor does when it opens the graph.
+
+    Args:
+        step: a path, an onnx.ModelProto or an onnx_ir.Model; it is not changed.
+        target: `onnxruntime` (operators that its CPU kernels compute fast), `native` (calls of kernels, which only an
+            executor can run), `portable` or a runtime of `passes.Portable`, `plain` (nothing), or a `graphopt.Target`.
+
+    Raises:
+        GraphoptError: the graph cannot be read, the target is unknown, or one of its passes rejects the graph.
+
+    >>> import graphopt, passes
+    >>> from graphopt import models
+    >>> step = graphopt.compile(models.mlp((4,), 3), loss=passes.CrossEntropy(), optimizer=passes.SGD(0.1))
+    >>> [len(graphopt.lower(step, target).graph) for target in ("plain", "onnxruntime")]
+    [47, 40]
+    """
+    return target_of(target).lower(load(step))

@@ -1,13 +1,18 @@
-"""Keep files in the user's cache folder, each with its size and a hash: a damaged file counts as missing."""
+"""Keep files in the user's cache folder, each with its size and a hash: a damaged file counts as missing.
+
+What lowered graphs depend on, in addition to the graphs, is `own_version`.
+"""
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 import shutil
 import stat
 import sys
 from collections.abc import Mapping
+from importlib import metadata
 from pathlib import Path
 
 import onnx
@@ -16,6 +21,8 @@ import onnx_ir as ir
 from graphopt.errors import GraphoptError
 from graphopt.files import replacing
 
+_PACKAGES = ("graphopt", "onnx", "onnx_ir", "onnxscript", "numpy")
+_SOURCES = ("graph", "targets", "errors.py", "files.py", "intervals.py", "pipeline.py")
 SUM = ".sum"  # the suffix of the file with the size and the hash of another
 _NO_LINKS = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
 
@@ -96,3 +103,18 @@ def read_model(name: str, weights: Mapping[str, ir.TensorProtocol], room: str = 
 
 def _sum(content: bytes) -> bytes:
     return f"{len(content)} {hashlib.sha256(content).hexdigest()}\n".encode()
+
+
+def sources() -> list[Path]:
+    """Return the files of the code that lowers graphs, and of all that it imports from graphopt."""
+    package = Path(__file__).parents[2]
+    paths = [path for name in _SOURCES for path in (package / name, *sorted((package / name).rglob("*.py")))]
+    return [path for path in paths if path.is_file()]
+
+
+@functools.cache
+def own_version() -> str:
+    """Return a hash of what decides how targets of this package lower a graph: its code, and the packages it uses."""
+    versions = [f"{name} {metadata.version(name)}".encode() for name in _PACKAGES]
+    contents = [path.read_bytes() for path in sources()]
+    return hashlib.sha256(b"\0".join([*versions, *contents])).hexdigest()

@@ -15,7 +15,7 @@ import onnx_ir as ir
 
 from graphopt.targets.native.forms import NodeForm, NodeForms, NodeKind, is_scalar, operands_of, sizes_of
 from graphopt.targets.native.reach import Reach
-from graphopt.targets.native.space import Axes, Placement, Space, placed, varying
+from graphopt.targets.native.space import Axes, Space, placed, varying
 
 _MOST_NODES = 64  # of a cluster: the time to find and to compile it grows faster than their number
 _TYPICAL = 32  # the size of a symbolic dimension, where memory traffic is estimated
@@ -23,26 +23,24 @@ _TYPICAL = 32  # the size of a symbolic dimension, where memory traffic is estim
 
 @dataclass
 class Cluster:
-    """Hold nodes with the iteration space that computes them.
-
-    Args:
-        axes: the axes of the values that the nodes produce.
-        read: the axes of operands, by node and index.
-        columns: the dimensions that reductions reduce whose results are read inside.
-        totals: the axes of what totals are sums of.
-    """
+    """Hold nodes with the iteration space that computes them."""
 
     nodes: dict[ir.Node, NodeForm] = field(default_factory=dict)
     space: Space = field(default_factory=Space)
-    axes: dict[ir.Value, Axes] = field(default_factory=dict)
-    read: dict[tuple[ir.Node, int], Axes] = field(default_factory=dict)
-    columns: frozenset[int] = frozenset()
-    totals: dict[ir.Value, Axes] = field(default_factory=dict)
+    axes: dict[ir.Value, Axes] = field(default_factory=dict)  # of the values that the nodes produce
+    read: dict[tuple[ir.Node, int], Axes] = field(default_factory=dict)  # of operands, by node and index
+    columns: frozenset[int] = frozenset()  # that reductions reduce whose results are read inside
+    totals: dict[ir.Value, Axes] = field(default_factory=dict)  # the axes of what totals are sums of
 
     def known(self) -> dict[ir.Value, Axes]:
         """Return the axes of all values that the cluster reads or produces."""
         read = {x: axes for (node, i), axes in self.read.items() if (x := node.inputs[i]) is not None}
         return read | self.axes
+
+    def agrees(self) -> bool:
+        """Return whether what reads a value says of its axes what the node says that produces it."""
+        read = ((node.inputs[i], axes) for (node, i), axes in self.read.items())
+        return all(x is None or self.axes.get(x, axes) == axes for x, axes in read)
 
     def has_sizes(self) -> bool:
         """Return whether what the cluster reads from outside says the size of each of its dimensions."""
@@ -160,42 +158,28 @@ def _neighbors(cluster: Cluster) -> list[ir.Node]:
 
 def _with(cluster: Cluster, node: ir.Node, form: NodeForm) -> Cluster | None:
     """Return the cluster with one more node; None if one loop cannot compute both."""
-    operands = operands_of(node, form)
-    if _mixes_sizes(cluster, operands, node) or any(x in cluster.totals for x in operands.values()):
-        return None
+    operands = operands_of(node, form).values()
+    is_tensor = not all(map(is_scalar, [*operands, *node.outputs]))
+    if cluster.nodes and is_tensor != bool(cluster.space.dimensions):
+        return (
+            None  # numbers of the whole step are separate kernels, so that tensors do not wait for each other
+        )
     space = Space(dict(cluster.space.sizes))
-    placement = placed(space, node, form, cluster.known(), cluster.axes)
-    if placement is None or _contradicts(cluster, operands, placement):
+    is_free = not any(x in cluster.totals for x in operands)
+    placement = placed(space, node, form, cluster.known(), cluster.axes) if is_free else None
+    if placement is None:
         return None
-    nodes, axes = {**cluster.nodes, node: form}, {**cluster.axes, **placement.produced}
-    read = cluster.read | {(node, i): each for i, each in placement.read.items()}
+    nodes, axes = {**cluster.nodes, node: form}, {**cluster.axes, **placement[1]}
+    read = cluster.read | {(node, i): each for i, each in placement[0].items()}
     grown = Cluster(nodes, space, axes, read, cluster.columns, dict(cluster.totals))
-    if form.reduced and not _reduce(grown, node, form, placement):
+    if not grown.agrees() or (form.reduced and not _reduce(grown, node, form)):
         return None
     return grown if grown.rows() is not None else None
 
 
-def _mixes_sizes(cluster: Cluster, operands: Mapping[int, ir.Value], node: ir.Node) -> bool:
-    """Return whether either of a cluster and a node has no tensor, only numbers of the whole step.
-
-    They are separate kernels, so that tensors do not wait for each other.
-    """
-    is_tensor = not all(map(is_scalar, [*operands.values(), *node.outputs]))
-    return bool(cluster.nodes) and is_tensor != bool(cluster.space.dimensions)
-
-
-def _contradicts(cluster: Cluster, operands: Mapping[int, ir.Value], placement: Placement) -> bool:
-    """Return whether a node's values vary otherwise than the cluster says."""
-    return any(cluster.axes.get(operands[i], axes) != axes for i, axes in placement.read.items()) or any(
-        y is node.inputs[i] and axes != produced
-        for y, produced in placement.produced.items()
-        for (node, i), axes in cluster.read.items()
-    )
-
-
-def _reduce(cluster: Cluster, node: ir.Node, form: NodeForm, placement: Placement) -> bool:
+def _reduce(cluster: Cluster, node: ir.Node, form: NodeForm) -> bool:
     """Make what a node reduces the cluster's columns, or its output a total; return whether either is possible."""
-    source = placement.read[0]
+    source = cluster.read[node, 0]
     reduced = frozenset(varying([source[p] for p in form.reduced]))
     if not reduced:
         return form.kind is NodeKind.REDUCE  # of one element, it is elementwise

@@ -4,44 +4,46 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import onnx_ir as ir
 
-from graphopt.graph.values import constant_of
 from graphopt.targets.native.forms import NodeForms, rank_of
 from graphopt.targets.native.library import FEW_FILTERS, Kernel, Replacement
-from graphopt.targets.native.products import only_reader, permutation
+from graphopt.targets.native.products import Stored, axes_of, only_reader, permutation, stored_before
 
 _LEAST_TERMS = 16  # of a sum, below which storing results takes longest
 _MOST_REACH = 4096  # the product over axes of the largest stride, dilation or pad: copies grow with it
-_MOST_UNUSED = 2**30  # elements that Slices drop
-
-# A value, the stored axis of each axis (-1 if it has size 1), and the number of elements at its end that are not used.
-_Stored = tuple[ir.Value, list[int], list[int]]
-
-
-@dataclass(frozen=True)
-class _Convolution:
-    """A convolution with what is taken in around it."""
-
-    nodes: Sequence[ir.Node]
-    order: Sequence[int]  # the axes of images, of channels and of space, as the node numbers them
-    x: _Stored
-    w: _Stored
-    bias: ir.Value | None
-    stored_y: Sequence[int]  # for each axis that the result is stored as, its axis
-    relu: bool
 
 
 def convolution_kernel(node: ir.Node, forms: NodeForms) -> Replacement | None:
-    """Return the kernel of a convolution of float32, and the nodes that it replaces; None for any other node."""
+    """Return the kernel of a convolution of float32, and the nodes that it replaces; None for any other node.
+
+    The kernel takes in what arranges the axes of the operands and the result, and a Relu.
+    """
     attributes = forms.attributes_of(node)
     if attributes is None or not _accepts(node, attributes):
         return None
-    convolution = _surroundings(node, attributes)
-    return _kernel_of(convolution, attributes), convolution.nodes
+    x, w, bias = [*node.inputs, None][:3]
+    assert x is not None and w is not None
+    space = list(range(2, rank_of(x)))
+    is_transposed, axes = node.op_type == "ConvTranspose", len(space)
+    after, axes_y = [z for z in _after(node.outputs[0]) if z[1][-axes:] == space][-1]
+    nodes = [node, *after]
+    then = only_reader(nodes[-1].outputs[0])
+    relu = then is not None and then.op_type == "Relu" and then.domain == ""
+    if then is not None and relu:
+        nodes.append(then)
+    x, axes_x, unused = _deepest(stored_before(x, [] if is_transposed else space), 1)
+    w, axes_w, _ = _deepest(stored_before(w), axes)
+    strides, dilations, pads, more = _geometry(attributes, axes).values()
+    end = [pad - n for pad, n in zip(pads[axes:], unused[2:], strict=True)]
+    form = [
+        *(rank_of(x), rank_of(w), len(axes_y), axes, axes_x, axes_w, axes_y),
+        *(strides, dilations, pads[:axes], end, more),
+        *(attributes["group"], int(is_transposed), int(bias is not None), int(relu)),
+    ]
+    return Kernel.calling("convolution", form, [x, w, bias], nodes[-1].outputs), nodes
 
 
 def _accepts(node: ir.Node, attributes: Mapping[str, Any]) -> bool:
@@ -90,79 +92,6 @@ def _geometry(attributes: Mapping[str, Any], axes: int) -> dict[str, list[int]]:
     return {name: list(attributes.get(name, numbers)) for name, numbers in defaults.items()}
 
 
-def _surroundings(node: ir.Node, attributes: Mapping[str, Any]) -> _Convolution:
-    """Return a convolution with the transposes and the Relu that its kernel takes in."""
-    x, w, bias = [*node.inputs, None][:3]
-    assert x is not None and w is not None
-    y = node.outputs[0]
-    order = list(range(rank_of(y)))
-    results = [z for z in _after(y) if _in_order([i for i in z[1] if i in order], len(order))]
-    after, stored_y = results[-1]
-    nodes = [node, *after]
-    then = only_reader(nodes[-1].outputs[0])
-    relu = then is not None and then.op_type == "Relu" and then.domain == ""
-    if then is not None and relu:
-        nodes.append(then)
-    stored_x = _deepest(_before(x, order[2:] if node.op_type == "Conv" else []), order, 1)
-    stored_w = _deepest(_before(w, []), [0, 1, *order[2:]], len(order) - 2)
-    stored_y = [order.index(i) if i in order else -1 for i in stored_y]
-    return _Convolution(nodes, order, stored_x, stored_w, bias, stored_y, relu)
-
-
-def _kernel_of(c: _Convolution, attributes: Mapping[str, Any]) -> Kernel:
-    (x, axes_x, unused), (w, axes_w, _), node = c.x, c.w, c.nodes[0]
-    axes = rank_of(node.outputs[0]) - 2
-    strides, dilations, pads, more = _geometry(attributes, axes).values()
-    end = [pad - n for pad, n in zip(pads[axes:], unused[2:], strict=True)]
-    form = [
-        *(rank_of(x), rank_of(w), len(c.stored_y), len(c.order) - 2),
-        *(axes_x, axes_w, c.stored_y),
-        *([sizes[i - 2] for i in c.order[2:]] for sizes in (strides, dilations, pads[:axes], end, more)),
-        *(attributes["group"], int(node.op_type == "ConvTranspose"), int(c.bias is not None), int(c.relu)),
-    ]
-    inputs = [x, w] if c.bias is None else [x, w, c.bias]
-    return Kernel.calling("convolution", form, inputs, c.nodes[-1].outputs)
-
-
-def _before(x: ir.Value, cut: Sequence[int]) -> Iterator[_Stored]:
-    """Yield an operand, and what it was before each node that only arranged its axes, or that cut the end of some."""
-    axes, unused = list(range(rank_of(x))), [0] * rank_of(x)
-    while True:
-        yield x, axes, unused
-        node = x.producer()
-        before = None if node is None else node.inputs[0] if node.inputs else None
-        if node is None or before is None or rank_of(before) < 0:
-            return
-        perm, added = permutation(node, rank_of(x)), _axes(node, "Unsqueeze", rank_of(x))
-        if perm is not None:
-            axes = [perm[i] if i >= 0 else -1 for i in axes]
-        elif added is not None:
-            kept = [i for i in range(rank_of(x)) if i not in added]
-            axes = [kept.index(i) if i in kept else -1 for i in axes]
-        elif (lost := _cut_at_end(node, before)) and all(axes.index(i) in cut for i in lost):
-            unused = [n + lost.get(i, 0) for n, i in zip(unused, axes, strict=True)]
-            if max(map(abs, unused)) > _MOST_UNUSED:
-                return
-        else:
-            return
-        x = before
-
-
-def _cut_at_end(node: ir.Node, x: ir.Value) -> dict[int, int]:
-    """Return how many elements a Slice drops at the end of each axis that it cuts; nothing for any other node."""
-    y = node.outputs[0]
-    if node.op_type != "Slice" or node.domain != "" or x.shape is None or y.shape is None:
-        return {}
-    starts, *steps = (constant_of(v) for v in (node.inputs[1], *node.inputs[4:]))
-    if starts is None or starts.any() or any(step is None or (step != 1).any() for step in steps):
-        return {}
-    if len(x.shape) != len(y.shape):
-        return {}
-    sizes = [(i, old, new) for i, (old, new) in enumerate(zip(x.shape, y.shape, strict=True)) if old != new]
-    known = {i: old - new for i, old, new in sizes if isinstance(old, int) and isinstance(new, int)}
-    return known if len(known) == len(sizes) else {}
-
-
 def _after(y: ir.Value) -> Iterator[tuple[list[ir.Node], list[int]]]:
     """Yield the nodes that only arrange a result's axes, one more each time, and the axes in stored order."""
     nodes: list[ir.Node] = []
@@ -172,10 +101,9 @@ def _after(y: ir.Value) -> Iterator[tuple[list[ir.Node], list[int]]]:
         node = only_reader(y)
         if node is None:
             return
-        perm, removed = permutation(node, len(axes)), _axes(node, "Squeeze", len(axes))
-        if perm is not None:
+        if (perm := permutation(node, len(axes))) is not None:
             axes = [axes[i] for i in perm]
-        elif removed is not None:
+        elif (removed := axes_of(node, "Squeeze", len(axes))) is not None:
             axes = [axis for i, axis in enumerate(axes) if i not in removed]
         else:
             return
@@ -183,23 +111,6 @@ def _after(y: ir.Value) -> Iterator[tuple[list[ir.Node], list[int]]]:
         y = node.outputs[0]
 
 
-def _axes(node: ir.Node, op_type: str, many: int) -> list[int] | None:
-    """Return the axes that a Squeeze or an Unsqueeze names; None for any other node."""
-    if node.op_type != op_type or node.domain != "" or len(node.inputs) < 2:
-        return None
-    axes = constant_of(node.inputs[1])
-    return None if axes is None else [int(axis) % many for axis in axes.ravel()]
-
-
-def _in_order(axes: Sequence[int], many: int) -> bool:
-    """Return whether the axes of space are stored last and in order."""
-    return list(axes[-(many - 2) :]) == list(range(2, many))
-
-
-def _deepest(stored: Iterable[_Stored], order: Sequence[int], last: int) -> _Stored:
-    """Return the last form whose `last` axes, by `order`, are stored last and in order; by default, the first form."""
-    forms = [(x, [axes[i] for i in order], unused) for x, axes, unused in stored]
-    fitting = [
-        form for form in forms if form[1][-last:] == list(range(rank_of(form[0]) - last, rank_of(form[0])))
-    ]
-    return fitting[-1] if fitting else forms[0]
+def _deepest(stored: Iterable[Stored], last: int) -> Stored:
+    """Return the last form whose `last` axes are stored last and in order, as those of the first form are."""
+    return [form for form in stored if form[1][-last:] == list(range(rank_of(form[0])))[-last:]][-1]

@@ -6,7 +6,7 @@ inputs.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -15,7 +15,7 @@ import numpy as np
 import onnx_ir as ir
 
 from graphopt.graph.schemas import full_attributes, schema_of
-from graphopt.graph.values import constant_of
+from graphopt.graph.values import constant_of, dims_of, dtype_of
 from graphopt.targets.native.operators import CTYPES, FLOATING, REDUCING, ROW_OPERATORS, expression
 
 Size = int | str
@@ -37,17 +37,12 @@ class NodeKind(Enum):
 
 @dataclass(frozen=True)
 class NodeForm:
-    """Describe what a node does, as far as clusters go.
-
-    Args:
-        reduced: the axes of the input that `REDUCE` and `ROWS` reduce.
-        images: for each axis of the input, its axis in the output of `VIEW` and `REDUCE`, or None.
-    """
+    """Describe what a node does, as far as clusters go."""
 
     kind: NodeKind
     attributes: Mapping[str, Any]
-    reduced: tuple[int, ...] = ()
-    images: tuple[int | None, ...] = ()
+    reduced: tuple[int, ...] = ()  # the axes of the input that `REDUCE` and `ROWS` reduce
+    images: Sequence[int | None] = ()  # of `VIEW` and `REDUCE`: each input axis's place in the output
 
 
 @dataclass
@@ -63,10 +58,9 @@ class NodeForms:
             self._of[node] = self._form_of(node)
         return self._of[node]
 
-    def forget(self, nodes: Iterable[ir.Node]) -> None:
-        """Forget nodes that are replaced, or whose inputs or shapes change."""
-        for node in nodes:
-            self._of.pop(node, None)
+    def forget(self, node: ir.Node) -> None:
+        """Forget a node whose inputs or shapes change."""
+        self._of.pop(node, None)
 
     def is_map(self, node: ir.Node | None) -> bool:
         """Return whether a node is elementwise."""
@@ -79,18 +73,19 @@ class NodeForms:
         return full_attributes(node, self.versions) if is_known else None
 
     def _form_of(self, node: ir.Node) -> NodeForm | None:
-        attributes = self.attributes_of(node)
-        if attributes is None or not 1 <= len(node.inputs) <= _MOST_OPERANDS or node.inputs[0] is None:
+        attributes, x = self.attributes_of(node), node.inputs[0] if node.inputs else None
+        if attributes is None or x is None or len(node.inputs) > _MOST_OPERANDS:
             return None
-        if node.op_type in _RESHAPING | REDUCING.keys():
-            if not (_is_computed(node.inputs[0]) and _is_computed(node.outputs[0])):
-                return None
-            return (_view if node.op_type in _RESHAPING else _reduction)(node, attributes)
-        if not all(map(_is_computed, (x for x in (*node.inputs, *node.outputs) if x is not None))):
+        operands = [x] if node.op_type in _RESHAPING | REDUCING.keys() else node.inputs
+        if not all(_is_computed(each) for each in (*operands, *node.outputs) if each is not None):
             return None
+        if node.op_type in _RESHAPING:
+            return _view(x, node.outputs[0], attributes)
+        if node.op_type in REDUCING:
+            return _reduction(node, x, attributes)
         if node.op_type in ROW_OPERATORS:
             return _rows(node, attributes, self.versions)
-        return NodeForm(NodeKind.MAP, attributes) if _is_elementwise(node, attributes) else None
+        return NodeForm(NodeKind.MAP, attributes) if _is_elementwise(node, x, attributes) else None
 
 
 def is_well_formed(model: ir.Model) -> bool:
@@ -126,14 +121,12 @@ def fixed(x: ir.Value | None) -> np.ndarray | None:
 
 def ctype_of(x: ir.Value) -> str:
     """Return the C type that kernels compute a value in."""
-    assert x.dtype is not None
-    return CTYPES[x.dtype]
+    return CTYPES[dtype_of(x)]
 
 
 def sizes_of(x: ir.Value) -> list[Size]:
     """Return the dimensions of a value: numbers, and names of symbols."""
-    assert x.shape is not None
-    return [dim if isinstance(dim, int) else str(dim.value) for dim in x.shape]
+    return [dim if isinstance(dim, int) else str(dim.value) for dim in dims_of(x)]
 
 
 def rank_of(x: ir.Value | None) -> int:
@@ -168,10 +161,8 @@ def _is_computed(x: ir.Value) -> bool:
     return x.dtype in CTYPES and has_sizes(x)
 
 
-def _is_elementwise(node: ir.Node, attributes: Mapping[str, Any]) -> bool:
-    x, y = node.inputs[0], node.outputs[0]
-    assert x is not None
-    ctype, source = ctype_of(y), ctype_of(x)
+def _is_elementwise(node: ir.Node, x: ir.Value, attributes: Mapping[str, Any]) -> bool:
+    ctype, source = ctype_of(node.outputs[0]), ctype_of(x)
     if node.op_type == "Clip":
         return ctype in FLOATING
     if any(operand is None for operand in node.inputs):
@@ -185,9 +176,7 @@ def _is_elementwise(node: ir.Node, attributes: Mapping[str, Any]) -> bool:
     return expression(node.op_type, ctype, source, attributes) is not None
 
 
-def _view(node: ir.Node, attributes: Mapping[str, Any]) -> NodeForm | None:
-    x, y = node.inputs[0], node.outputs[0]
-    assert x is not None
+def _view(x: ir.Value, y: ir.Value, attributes: Mapping[str, Any]) -> NodeForm | None:
     left, right = ({i: size for i, size in enumerate(sizes_of(z)) if size != 1} for z in (x, y))
     if [*left.values()] != [*right.values()]:
         return None
@@ -195,9 +184,7 @@ def _view(node: ir.Node, attributes: Mapping[str, Any]) -> NodeForm | None:
     return NodeForm(NodeKind.VIEW, attributes, images=tuple(map(images.get, range(rank_of(x)))))
 
 
-def _reduction(node: ir.Node, attributes: Mapping[str, Any]) -> NodeForm | None:
-    x, y = node.inputs[0], node.outputs[0]
-    assert x is not None
+def _reduction(node: ir.Node, x: ir.Value, attributes: Mapping[str, Any]) -> NodeForm | None:
     rank, axes = rank_of(x), _reduced_axes(node, attributes)
     if axes is None or rank == 0 or ctype_of(x) not in FLOATING:
         return None
@@ -205,7 +192,11 @@ def _reduction(node: ir.Node, attributes: Mapping[str, Any]) -> NodeForm | None:
     keeps = attributes.get("keepdims", 1)
     kept = [p for p in range(rank) if keeps or p not in reduced]
     images = tuple(None if p in reduced else kept.index(p) for p in range(rank))
-    return NodeForm(NodeKind.REDUCE, attributes, tuple(reduced), images) if rank_of(y) == len(kept) else None
+    return (
+        NodeForm(NodeKind.REDUCE, attributes, tuple(reduced), images)
+        if rank_of(node.outputs[0]) == len(kept)
+        else None
+    )
 
 
 def _reduced_axes(node: ir.Node, attributes: Mapping[str, Any]) -> Sequence[int] | None:

@@ -82,7 +82,11 @@ def _compute(loops: Loops) -> list[str]:
         lines.append(f"CHECK(output(context, {i}, &a->out{i}, {shape}, {len(sizes)}));")
     first = len(numbers.stores)
     for i, total in enumerate(numbers.totals):
-        lines += _prepared(i, total, first + i, numbers.product(total.axes))
+        ctype = total.operand.ctype
+        memory = f"allocate(sizeof({ctype}) * a->tasks * a->length{i})"
+        if stored_type(total.output) == ctype:  # a single task has the output
+            memory = f"a->tasks == 1 ? a->out{first + i} : {memory}"
+        lines += [f"a->length{i} = {numbers.product(total.axes)};", f"a->sum{i} = {memory};"]
     lines.append("CHECK(in_parallel(context, task_@, a->tasks, a));")
     for i, total in enumerate(numbers.totals):
         lines += _merged(i, total, first + i)
@@ -120,15 +124,6 @@ def _input(i: int, x: ir.Value, symbols: dict[str, str]) -> list[str]:
         if expected != actual:
             unlike.append(f"{actual} != {expected}")
     return [*lines, f"if ({' || '.join(unlike)}) return unlike();"] if unlike else lines
-
-
-def _prepared(i: int, total: TaskTotal, output: int, length: str) -> list[str]:
-    """Return the statements that give each task memory for its part of a total; a single task has the output."""
-    ctype = total.operand.ctype
-    memory = f"allocate(sizeof({ctype}) * a->tasks * a->length{i})"
-    if stored_type(total.output) == ctype:
-        memory = f"a->tasks == 1 ? a->out{output} : {memory}"
-    return [f"a->length{i} = {length};", f"a->sum{i} = {memory};"]
 
 
 def _merged(i: int, total: TaskTotal, output: int) -> list[str]:

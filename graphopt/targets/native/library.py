@@ -23,21 +23,15 @@ def braced(items: Sequence[Any]) -> str:
 
 @dataclass(frozen=True)
 class Kernel:
-    """A C function with the values that it reads and writes, in order.
-
-    Args:
-        header: the header that its code needs.
-        aligned: indices of inputs and outputs that may be one tensor: each element is read before it is written.
-        nodes: the number of nodes of the cluster that it computes.
-    """
+    """A C function with the values that it reads and writes, in order."""
 
     name: str
     code: str
     inputs: tuple[ir.Value, ...]
     outputs: tuple[ir.Value, ...]
-    header: str = "functions.h"
-    aligned: tuple[tuple[int, int], ...] = ()
-    nodes: int = 0
+    header: str = "functions.h"  # that its code needs
+    aligned: Sequence[tuple[int, int]] = ()  # inputs and outputs that may share memory: reads come first
+    nodes: int = 0  # of the cluster that it computes
 
     @staticmethod
     def named(
@@ -57,7 +51,7 @@ class Kernel:
     def calling(
         function: str,
         form: Sequence[Any],
-        inputs: Sequence[ir.Value],
+        inputs: Sequence[ir.Value | None],
         outputs: Sequence[ir.Value],
         header: str = "calls.h",
         before: str = "",
@@ -73,7 +67,7 @@ class Kernel:
     return {function}(context, &form);
 }}
 """
-        return Kernel.named(function[0], code, inputs, outputs, header=header)
+        return Kernel.named(function[0], code, [x for x in inputs if x is not None], outputs, header=header)
 
 
 Replacement = tuple[Kernel, Sequence[ir.Node]]  # a kernel, and the nodes that it replaces
@@ -87,26 +81,23 @@ def source(kernels: Sequence[Kernel], threads: int) -> str:
     """
     unique = {kernel.name: kernel for kernel in kernels}
     ordered = [unique[name] for name in sorted(unique)]
-    headers = list(dict.fromkeys(["ort.h", *(x.header for x in ordered)]))
-    entries = [f"    KERNEL({x.name}, types_{x.name}, {len(x.inputs)}, {len(x.outputs)})," for x in ordered]
-    begin = [f"    begin_products(base->GetApi(API_VERSION), {threads});"] if _CALLS in headers else []
-    begin += [f"    scan_threads = {threads};"] if "scan.h" in headers else []
-    return "\n".join(
-        [
-            _LIMITS + "\n".join(f'#include "{name}"' for name in headers),
-            "",
-            *(x.code for x in ordered),
-            "static Kernel kernels[] = {",
-            *entries,
-            "};",
-            "",
-            "EXPORT OrtStatus *RegisterCustomOps(OrtSessionOptions *options, const OrtApiBase *base) {",
-            *begin,
-            "    return register_kernels(options, base, kernels, sizeof(kernels) / sizeof(*kernels));",
-            "}",
-            "",
-        ]
+    headers = dict.fromkeys(["ort.h", *(x.header for x in ordered)])
+    includes = "\n".join(f'#include "{name}"' for name in headers)
+    code = "".join(f"{x.code}\n" for x in ordered)
+    entries = "".join(
+        f"    KERNEL({x.name}, types_{x.name}, {len(x.inputs)}, {len(x.outputs)}),\n" for x in ordered
     )
+    begin = f"    begin_products(base->GetApi(API_VERSION), {threads});\n" if _CALLS in headers else ""
+    begin += f"    scan_threads = {threads};\n" if "scan.h" in headers else ""
+    return f"""{_LIMITS}{includes}
+
+{code}static Kernel kernels[] = {{
+{entries}}};
+
+EXPORT OrtStatus *RegisterCustomOps(OrtSessionOptions *options, const OrtApiBase *base) {{
+{begin}    return register_kernels(options, base, kernels, sizeof(kernels) / sizeof(*kernels));
+}}
+"""
 
 
 def parts(kernels: Sequence[Kernel]) -> list[str]:

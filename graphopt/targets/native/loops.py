@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import onnx_ir as ir
 
+from graphopt.graph.values import dtype_of
 from graphopt.targets.native.numbers import (
     ALL,
     ELEMENT,
@@ -25,8 +26,7 @@ from graphopt.targets.native.space import Axes
 
 def stored_type(x: ir.Value) -> str:
     """Return the C type of a value's elements in memory."""
-    assert x.dtype is not None
-    return STORED_TYPES[x.dtype]
+    return STORED_TYPES[dtype_of(x)]
 
 
 def indented(lines: Iterable[str]) -> list[str]:
@@ -35,17 +35,11 @@ def indented(lines: Iterable[str]) -> list[str]:
 
 @dataclass
 class VectorLoop:
-    """Collect the statements of a vectorized loop.
+    """Collect the statements of a vectorized loop."""
 
-    Args:
-        head: the loop's first line.
-        varying: the extents of the numbers that it declares. Other numbers are declared before it.
-        place: the memory that a number is loaded from, and the memory that it is stored to for later loops.
-    """
-
-    head: str
-    varying: Collection[Extent]
-    place: Callable[[Number], tuple[str | None, str | None]]
+    head: str  # the first line
+    varying: Collection[Extent]  # of the numbers that it declares; others are declared before it
+    place: Callable[[Number], tuple[str | None, str | None]]  # where a number is loaded from, and stored to
     before: list[str] = field(default_factory=list)
     body: list[str] = field(default_factory=list)
     after: list[str] = field(default_factory=list)
@@ -119,7 +113,7 @@ class Loops:
         parameters = ["const args_@ *a", "int64_t row0", "int64_t row1"]
         parameters += ["int64_t column0", "int64_t column1"] if self.splits_columns else []
         parameters += ["size_t task"] if self.numbers.totals else []
-        wide = "WIDE " if self.numbers.calls_functions else ""
+        wide = "WIDE " if any("_float(" in x.code for x in self.numbers.all) else ""  # it calls functions.h
         return f"static {wide}void body_@({', '.join(parameters)}) {{"
 
     def _before_rows(self) -> list[str]:

@@ -18,7 +18,7 @@ from graphopt.graph.rewriting import Pass, remove_unused_nodes
 from graphopt.graph.shapes import infer_anew
 from graphopt.graph.storage import skeleton
 from graphopt.graph.values import like, swap
-from graphopt.targets.native.cache import cache_folder, read_cached, read_model, write_cached
+from graphopt.targets.native.cache import cache_folder, own_version, read_cached, read_model, write_cached
 from graphopt.targets.native.clusters import find_clusters
 from graphopt.targets.native.convolutions import convolution_kernel
 from graphopt.targets.native.forms import NodeForms, is_well_formed
@@ -29,7 +29,6 @@ from graphopt.targets.native.products import product_kernel
 from graphopt.targets.native.scans import bodies, move_into_bodies, note_rows, scan_kernel
 from graphopt.targets.native.sizes import read_shapes_early, unify_sizes
 from graphopt.targets.native.toolchain import build, digest_of
-from graphopt.targets.target import own_version
 from graphopt.targets.updates import fold_updates
 
 KERNEL_KINDS = ("kernels", "products", "convolutions", "scans")
@@ -82,25 +81,20 @@ def lower_to_kernels(
     content, weights = skeleton(model)
     digest = digest_of(content.hex(), str([*sorted(without), threads, in_place]), own_version())
     try:
-        return _kept(digest, weights) or _lowered(model, without, threads, in_place, digest)
+        if (kept := _kept(digest, weights)) is not None:
+            return kept
+        result = plan(model, without)
+        if not result.calls:
+            return None
+        shared, variants = write_in_place(result.model, result.calls) if in_place else ([], [])
+        kernels = [*result.kernels, *variants]
+        library = build(source(kernels, threads), parts(kernels))
+        content, _ = skeleton(result.model)
+        note = {"library": library.name, "check": result.check, "shared": shared}
+        write_cached(f"{digest}.onnx", content)
+        write_cached(f"{digest}.json", json.dumps(note).encode())
     except OSError as error:
         raise GraphoptError(f"native: expected a cache folder to write to, found none: {error}") from error
-
-
-def _lowered(
-    model: ir.Model, without: Sequence[str], threads: int, in_place: bool, digest: str
-) -> Lowered | None:
-    """Lower a graph, and keep the result under its digest."""
-    result = plan(model, without)
-    if not result.calls:
-        return None
-    shared, variants = write_in_place(result.model, result.calls) if in_place else ([], [])
-    kernels = [*result.kernels, *variants]
-    library = build(source(kernels, threads), parts(kernels))
-    content, _ = skeleton(result.model)
-    note = {"library": library.name, "check": result.check, "shared": shared}
-    write_cached(f"{digest}.onnx", content)
-    write_cached(f"{digest}.json", json.dumps(note).encode())
     return Lowered(result.model, library, result.check, shared, digest)
 
 
@@ -131,7 +125,7 @@ def place_kernels(model: ir.Model, without: Sequence[str] = ()) -> Plan:
     fold_updates(model, leave_out=["fold_momentum_into_gemm"])  # kernels compute no beta C
     infer_anew(model)
     forms = NodeForms(dict(model.opset_imports))
-    unify_sizes(model, {str(dim) for x in model.graph.inputs for dim in x.shape or ()}, forms)
+    unify_sizes(model, forms)
     if "kernels" in lowerings:
         read_shapes_early(model, forms)
         result.check = add_state_check(model, forms)
@@ -145,7 +139,10 @@ def place_kernels(model: ir.Model, without: Sequence[str] = ()) -> Plan:
             if kind in lowerings:
                 _lower_nodes(result, kind, graph, functools.partial(kernel_of, forms=forms))
         if "kernels" in lowerings:
-            _lower_clusters(result, graph, forms, least=1 if graph in loops else 2)
+            for cluster in find_clusters(graph, forms, least=1 if graph in loops else 2):
+                cluster.nodes = {node: cluster.nodes[node] for node in graph if node in cluster.nodes}
+                _replace(result, "kernels", graph, cluster_kernel(cluster), list(cluster.nodes))
+            graph.sort()
     for graph in [*reversed(loops), model.graph] if "scans" in lowerings else []:
         _lower_nodes(result, "scans", graph, functools.partial(scan_kernel, forms=forms, calls=result.calls))
     remove_unused_nodes(model.graph)
@@ -186,14 +183,6 @@ def _lower_nodes(
         if lowered is not None:
             _replace(result, lowering, graph, *lowered)
     remove_unused_nodes(graph)
-
-
-def _lower_clusters(result: Plan, graph: ir.Graph, forms: NodeForms, least: int) -> None:
-    """Replace clusters of at least so many nodes."""
-    for cluster in find_clusters(graph, forms, least):
-        cluster.nodes = {node: cluster.nodes[node] for node in graph if node in cluster.nodes}
-        _replace(result, "kernels", graph, cluster_kernel(cluster), list(cluster.nodes))
-    graph.sort()
 
 
 def _replace(result: Plan, lowering: str, graph: ir.Graph, kernel: Kernel, nodes: Sequence[ir.Node]) -> None:

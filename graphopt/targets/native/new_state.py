@@ -64,7 +64,10 @@ def write_in_place(model: ir.Model, calls: Mapping[ir.Node, Kernel]) -> tuple[li
         x, node = inputs[state_of(y)], y.producer()
         kernel = calls.get(node) if node is not None else None
         readers = _readers(x, model.graph)
-        if node is None or kernel is None or readers is None or not _replaces(node, kernel, x, y):
+        if node is None or kernel is None or readers is None:
+            continue
+        pairs = [(i, node.outputs.index(y)) for i, value in enumerate(node.inputs) if _viewed(value) is x]
+        if len(pairs) > 1 or not all(pair in kernel.aligned for pair in pairs):
             continue
         others = [reader for reader in model.graph if reader in readers and reader is not node]
         if reach.leads(node, others):
@@ -89,17 +92,10 @@ def _readers(x: ir.Value, graph: ir.Graph) -> set[ir.Node] | None:
         readers.add(node)
         if node.op_type in VIEWS and node.domain == "":  # it may share its input's memory
             further = _readers(node.outputs[0], graph)
-            if further is None or node.outputs[0].is_graph_output():
+            if further is None:
                 return None
             readers |= further
     return None if x.is_graph_output() else readers
-
-
-def _replaces(node: ir.Node, kernel: Kernel, x: ir.Value, y: ir.Value) -> bool:
-    """Return whether a kernel reads each element of a value before it writes the next one in its place."""
-    places = [i for i, value in enumerate(node.inputs) if _viewed(value) is x]
-    pairs = [(i, node.outputs.index(y)) for i in places]
-    return len(pairs) <= 1 and all(pair in kernel.aligned for pair in pairs)
 
 
 def _viewed(x: ir.Value | None) -> ir.Value | None:

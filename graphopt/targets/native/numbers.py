@@ -33,22 +33,15 @@ ELEMENT, ROW, ALL = Extent
 
 @dataclass(eq=False)
 class Number:
-    """A number of each element, of each row, or of the whole kernel.
+    """A number of each element, of each row, or of the whole kernel."""
 
-    Args:
-        name: its variable in C, or a literal.
-        code: its expression, with operands in braces.
-        reduces: how it is reduced from the operand along a row, as `operators.REDUCTIONS` names it.
-        source: the value that it is read from, and that value's dimensions.
-    """
-
-    name: str
+    name: str  # its variable in C, or a literal
     ctype: str
     extent: Extent
-    code: str = ""
+    code: str = ""  # its expression, with operands in braces
     operands: tuple[Number, ...] = ()
-    reduces: str | None = None
-    source: tuple[ir.Value, Axes] | None = None
+    reduces: str | None = None  # how it is reduced from the operand along a row, as in `operators.REDUCTIONS`
+    source: tuple[ir.Value, Axes] | None = None  # the value that it is read from, and that value's dimensions
 
     @property
     def expression(self) -> str:
@@ -125,11 +118,6 @@ class Numbers:
     def reduces_rows(self) -> bool:
         """Return whether a number of a row needs all its columns."""
         return any(x.reduces for x in self.all)
-
-    @property
-    def calls_functions(self) -> bool:
-        """Return whether a number is computed by a function of functions.h."""
-        return any("_float(" in x.code for x in self.all)
 
     def size(self, dimension: int) -> str:
         """Return the size of a dimension in C: a number, or a field of the kernel's arguments."""
@@ -260,15 +248,10 @@ class Numbers:
 
 @dataclass
 class Stages:
-    """Say in which loop over the columns each number is computed.
+    """Say in which loop over the columns each number is computed; later loops compute again what is not kept."""
 
-    Args:
-        of: the loop that computes a number of an element; of a row's number, the loop before which it is known.
-        kept: the numbers of elements that a loop leaves for later ones; these compute again what is not kept.
-    """
-
-    of: dict[Number, int] = field(default_factory=dict)
-    kept: list[Number] = field(default_factory=list)
+    of: dict[Number, int] = field(default_factory=dict)  # a row's number: before that loop
+    kept: list[Number] = field(default_factory=list)  # of elements, which a loop leaves for later ones
 
     @property
     def count(self) -> int:
@@ -287,10 +270,8 @@ def scheduled(numbers: Numbers) -> Stages:
     """Return the stages of numbers: each is computed as late as its readers allow, if that needs nothing kept."""
     stages = Stages()
     for x in numbers.all:
-        if x.reduces:
-            stages.of[x] = stages.of[x.operands[0]] + 1
-        else:
-            stages.of[x] = max((stages.of.get(operand, 0) for operand in x.operands), default=0)
+        known = max((stages.of.get(operand, 0) for operand in x.operands), default=0)
+        stages.of[x] = known + 1 if x.reduces else known
     readers: dict[Number, list[Number]] = {}
     for x in numbers.all:
         for operand in x.operands:
@@ -303,7 +284,9 @@ def scheduled(numbers: Numbers) -> Stages:
             stages.of[x] = late
     for x in computed:
         crosses = max(_uses(stages, readers.get(x, [])), default=0) > stages.of[x]
-        if crosses and not _is_computed_again(x, stages.kept):
+        is_there = all(y.is_read or y in stages.kept for y in _elements(x.operands))
+        is_cheap = is_there and not any(sign in x.code for sign in "/(")  # no function, no division
+        if crosses and not is_cheap:
             stages.kept.append(x)
     return stages
 
@@ -311,12 +294,6 @@ def scheduled(numbers: Numbers) -> Stages:
 def _uses(stages: Stages, readers: Iterable[Number]) -> list[int]:
     """Return the loops that read a number."""
     return [stages.of[x] - 1 if x.reduces else stages.of[x] for x in readers]
-
-
-def _is_computed_again(x: Number, kept: list[Number]) -> bool:
-    """Return whether a number is cheaper to compute again than to keep: no function, no division."""
-    there = all(y.is_read or y in kept for y in _elements(x.operands))
-    return there and not any(sign in x.code for sign in "/(")
 
 
 def _elements(numbers: Iterable[Number]) -> list[Number]:

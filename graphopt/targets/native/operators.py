@@ -60,45 +60,34 @@ _OF_WHOLE = {
     "Sub": "({C})((u{C}){0} - (u{C}){1})",
 }
 
+# Operators of floating numbers that a function computes which has the operator's name.
+_FUNCTIONS = (
+    *("Acos", "Acosh", "Asin", "Asinh", "Atan", "Atanh", "Cos", "Cosh", "Sin", "Sinh", "Tan", "Tanh"),
+    *("Erf", "Exp", "Log", "Mish", "Sigmoid", "Softplus"),
+)
+
 # Operators of floating numbers.
 OF_FLOATING = {
+    **{name: f"{name.lower()}{{T}}({{0}})" for name in _FUNCTIONS},
     "Abs": "fabs{F}({0})",
-    "Acos": "acos{T}({0})",
-    "Acosh": "acosh{T}({0})",
-    "Asin": "asin{T}({0})",
-    "Asinh": "asinh{T}({0})",
-    "Atan": "atan{T}({0})",
-    "Atanh": "atanh{T}({0})",
     "Ceil": "ceil{F}({0})",
     "Celu": "{0} > 0 ? {0} : {alpha} * expm1{T}({0} / {alpha})",
-    "Cos": "cos{T}({0})",
-    "Cosh": "cosh{T}({0})",
     "Div": "{0} / {1}",
     "Elu": "{0} > 0 ? {0} : {alpha} * expm1{T}({0})",
-    "Erf": "erf{T}({0})",
-    "Exp": "exp{T}({0})",
     "Floor": "floor{F}({0})",
     "HardSigmoid": "CLAMP({alpha} * {0} + {beta}, 0, 1)",
     "HardSwish": "{0} * CLAMP({0} * ({C})(1.0 / 6) + ({C})0.5, 0, 1)",
     "LeakyRelu": "{0} >= 0 ? {0} : {alpha} * {0}",
-    "Log": "log{T}({0})",
-    "Mish": "mish{T}({0})",
     "PRelu": "{0} < 0 ? {0} * {1} : {0}",
     "Reciprocal": "1 / {0}",
     "Relu": "{0} > 0 || {0} != {0} ? {0} : 0",
     "Round": "rint{F}({0})",
     "Selu": "{gamma} * ({0} > 0 ? {0} : {alpha} * expm1{T}({0}))",
     "Shrink": "{0} < -{lambd} ? {0} + {bias} : {0} > {lambd} ? {0} - {bias} : 0",
-    "Sigmoid": "sigmoid{T}({0})",
     "Sign": "{0} > 0 ? 1 : {0} < 0 ? -1 : {0} + 0",
-    "Sin": "sin{T}({0})",
-    "Sinh": "sinh{T}({0})",
-    "Softplus": "softplus{T}({0})",
     "Softsign": "{0} / (1 + fabs{F}({0}))",
     "Sqrt": "sqrt{F}({0})",
     "Swish": "swish{T}({0}, {alpha})",
-    "Tan": "tan{T}({0})",
-    "Tanh": "tanh{T}({0})",
     "ThresholdedRelu": "{0} > {alpha} ? {0} : 0",
 }
 

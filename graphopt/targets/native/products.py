@@ -2,37 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 
 import onnx_ir as ir
 
 from graphopt.graph.operators import MATRIX_PRODUCTS
-from graphopt.targets.native.forms import NodeForms, NodeKind, rank_of
+from graphopt.graph.values import constant_of
+from graphopt.targets.native.forms import NodeForms, NodeKind, has_sizes, rank_of, sizes_of
 from graphopt.targets.native.library import MOST_AXES, Kernel, Replacement
 
-
-@dataclass(frozen=True)
-class _Product:
-    """A matrix product with what is taken in around it."""
-
-    nodes: Sequence[ir.Node]
-    a: ir.Value
-    axes_a: Sequence[int]  # for each axis of `a`, the axis that it is stored as; `axes_b` is alike
-    b: ir.Value
-    axes_b: Sequence[int]
-    bias: ir.Value | None
-    y: ir.Value
-    axes_y: Sequence[int]  # for each axis that the result is stored as, its axis
-    is_transposed: bool  # whether C^T = B^T A^T is computed, with a bias for each row
+_MOST_UNUSED = 2**30  # elements that Slices drop
 
 
 def product_kernel(node: ir.Node, forms: NodeForms) -> Replacement | None:
-    """Return the kernel of a matrix product of float32, and the nodes that it replaces; None for any other node."""
+    """Return the kernel of a matrix product of float32, and the nodes that it replaces; None for any other node.
+
+    The kernel takes in a bias, and transposes of the operands and the result.
+    """
     if not accepts_product(node, forms):
         return None
-    product = _surroundings(node, forms)
-    return _kernel_of(product), product.nodes
+    attributes, nodes = forms.attributes_of(node) or {}, [node]
+    a, b, bias = [*node.inputs, None][:3]
+    assert a is not None and b is not None
+    y = node.outputs[0]
+    rank = rank_of(y)
+    axes_a = [1, 0] if attributes.get("transA") else list(range(rank_of(a)))
+    axes_b = [1, 0] if attributes.get("transB") else list(range(rank_of(b)))
+    axes_y = list(range(rank))
+    then = only_reader(y)
+    if bias is None and then is not None and (bias := _added_vector(y, then, forms)):
+        nodes.append(then)
+        then = only_reader(then.outputs[0])
+    perm = None if then is None else permutation(then, rank)
+    is_transposed = perm is not None and perm[-1] == rank - 2 and (bias is None or _is_vector(bias))
+    if then is not None and perm is not None and (is_transposed or perm[-1] == rank - 1):
+        nodes.append(then)
+        axes_y = perm
+    if is_transposed:  # columns of C lie together if it is C^T = B^T A^T
+        a, axes_a, b, axes_b = b, _transposed(axes_b), a, _transposed(axes_a)
+        axes_y = [_transposed(list(range(rank)))[axis] for axis in axes_y]
+    a, axes_a = _before_transposes(a, axes_a)
+    b, axes_b = _before_transposes(b, axes_b)
+    rank_bias = -1 if bias is None else rank_of(bias)
+    form = [len(axes_a), len(axes_b), rank, axes_a, axes_b, axes_y, rank_bias, int(is_transposed)]
+    return Kernel.calling("product", form, [a, b, bias], nodes[-1].outputs), nodes
 
 
 def accepts_product(node: ir.Node, forms: NodeForms) -> bool:
@@ -51,54 +64,14 @@ def accepts_product(node: ir.Node, forms: NodeForms) -> bool:
     )
 
 
-def _surroundings(node: ir.Node, forms: NodeForms) -> _Product:
-    """Return a product with the bias and the transposes that its kernel takes in."""
-    attributes, nodes = forms.attributes_of(node) or {}, [node]
-    a, b, bias = [*node.inputs, None][:3]
-    assert a is not None and b is not None
-    y = node.outputs[0]
-    rank = rank_of(y)
-    axes_a = [1, 0] if attributes.get("transA") else list(range(rank_of(a)))
-    axes_b = [1, 0] if attributes.get("transB") else list(range(rank_of(b)))
-    axes_y = list(range(rank))
-    then = only_reader(y)
-    if bias is None and then is not None and (bias := _added_vector(y, then, forms)):
-        nodes.append(then)
-        y = then.outputs[0]
-        then = only_reader(y)
-    perm = None if then is None else permutation(then, rank)
-    is_transposed = perm is not None and perm[-1] == rank - 2 and (bias is None or _is_vector(bias))
-    if then is not None and perm is not None and (is_transposed or perm[-1] == rank - 1):
-        nodes.append(then)
-        y, axes_y = then.outputs[0], perm
-    if is_transposed:  # columns of C lie together if it is C^T = B^T A^T
-        a, axes_a, b, axes_b = b, _transposed(axes_b), a, _transposed(axes_a)
-        axes_y = [_transposed(list(range(rank)))[axis] for axis in axes_y]
-    a, axes_a = _before_transposes(a, axes_a)
-    b, axes_b = _before_transposes(b, axes_b)
-    return _Product(nodes, a, axes_a, b, axes_b, bias, y, axes_y, is_transposed)
-
-
-def _kernel_of(x: _Product) -> Kernel:
-    ranks = [len(x.axes_a), len(x.axes_b), len(x.axes_y)]
-    rank_bias = -1 if x.bias is None else rank_of(x.bias)
-    form = [*ranks, x.axes_a, x.axes_b, x.axes_y, rank_bias, int(x.is_transposed)]
-    inputs = [x.a, x.b] if x.bias is None else [x.a, x.b, x.bias]
-    return Kernel.calling("product", form, inputs, [x.y])
-
-
 def _added_vector(y: ir.Value, node: ir.Node, forms: NodeForms) -> ir.Value | None:
-    """Return the vector that an Add adds to each row of a product; None for any other node.
-
-    None, too, for an Add that a cluster computes without reading or writing more.
-    """
+    """Return the vector that an Add adds to each row of a product, if no cluster computes it without more traffic."""
     if node.op_type != "Add" or node.domain != "" or _is_in_reach(node.outputs[0], forms):
         return None
     bias = node.inputs[1] if node.inputs[0] is y else node.inputs[0]
-    if bias is None or bias.shape is None or y.shape is None or not 1 <= len(bias.shape) <= len(y.shape):
+    if bias is None or not has_sizes(bias) or not 1 <= rank_of(bias) <= rank_of(y):
         return None
-    length = bias.shape[-1] if isinstance(bias.shape[-1], int) else bias.shape[-1].value
-    return bias if length is not None and y.shape[-1] == length and _is_vector(bias) else None
+    return bias if sizes_of(bias)[-1] == sizes_of(y)[-1] and _is_vector(bias) else None
 
 
 def _is_in_reach(y: ir.Value, forms: NodeForms) -> bool:
@@ -122,16 +95,60 @@ def _transposed(axes: list[int]) -> list[int]:
 
 def _before_transposes(x: ir.Value, axes: list[int]) -> tuple[ir.Value, list[int]]:
     """Return what an operand was before as many transposes as leave rows or columns together there, and its axes."""
-    last = x, axes
-    while (node := x.producer()) is not None and node.domain == "" and node.inputs:
-        perm = list(range(len(axes))) if node.op_type == "Identity" else permutation(node, len(axes))
-        before = node.inputs[0]
-        if perm is None or before is None:
-            break
-        x, axes = before, [perm[axis] for axis in axes]
-        if len(axes) - 1 in axes[-2:]:
-            last = x, axes
-    return last
+    stored = [(z, [own[i] for i in axes]) for z, own, _ in stored_before(x) if rank_of(z) == len(axes)]
+    return [(z, own) for z, own in stored if len(axes) - 1 in own[-2:]][-1]
+
+
+# --- Layout of operands and results ---
+
+# A value, the stored axis of each axis (-1 if it has size 1), and the number of elements at its end that are not used.
+Stored = tuple[ir.Value, list[int], list[int]]
+
+
+def stored_before(x: ir.Value, cut: Sequence[int] = ()) -> Iterator[Stored]:
+    """Yield an operand, and what it was before each node that only arranged its axes, or that cut the end of some."""
+    axes, unused = list(range(rank_of(x))), [0] * rank_of(x)
+    while True:
+        yield x, axes, unused
+        node, rank = x.producer(), rank_of(x)
+        before = node.inputs[0] if node is not None and node.inputs else None
+        if node is None or before is None or rank_of(before) < 0:
+            return
+        if (perm := permutation(node, rank)) is not None:
+            axes = [perm[i] if i >= 0 else -1 for i in axes]
+        elif (added := axes_of(node, "Unsqueeze", rank)) is not None:
+            kept = [i for i in range(rank) if i not in added]
+            axes = [kept.index(i) if i in kept else -1 for i in axes]
+        elif (lost := _cut_at_end(node, before)) and all(axes.index(i) in cut for i in lost):
+            unused = [n + lost.get(i, 0) for n, i in zip(unused, axes, strict=True)]
+            if max(map(abs, unused)) > _MOST_UNUSED:
+                return
+        elif node.op_type != "Identity" or node.domain != "":
+            return
+        x = before
+
+
+def _cut_at_end(node: ir.Node, x: ir.Value) -> dict[int, int]:
+    """Return how many elements a Slice drops at the end of each axis that it cuts; nothing for any other node."""
+    y = node.outputs[0]
+    if node.op_type != "Slice" or node.domain != "" or x.shape is None or y.shape is None:
+        return {}
+    starts, *steps = (constant_of(v) for v in (node.inputs[1], *node.inputs[4:]))
+    if starts is None or starts.any() or any(step is None or (step != 1).any() for step in steps):
+        return {}
+    if len(x.shape) != len(y.shape):
+        return {}
+    sizes = [(i, old, new) for i, (old, new) in enumerate(zip(x.shape, y.shape, strict=True)) if old != new]
+    known = {i: old - new for i, old, new in sizes if isinstance(old, int) and isinstance(new, int)}
+    return known if len(known) == len(sizes) else {}
+
+
+def axes_of(node: ir.Node, op_type: str, many: int) -> list[int] | None:
+    """Return the axes that a Squeeze or an Unsqueeze names; None for any other node."""
+    if node.op_type != op_type or node.domain != "" or len(node.inputs) < 2:
+        return None
+    axes = constant_of(node.inputs[1])
+    return None if axes is None else [int(axis) % many for axis in axes.ravel()]
 
 
 def permutation(node: ir.Node, rank: int) -> list[int] | None:

@@ -34,10 +34,8 @@ class Reach:
 
     def connect(self, nodes: Iterable[ir.Node], node: ir.Node) -> None:
         """Make nodes lead to another."""
-        i, before = self._index[node], 0
-        for each in nodes:
-            before |= self._before[self._index[each]] | 1 << self._index[each]
-        after = self._after[i] | 1 << i
+        i, (inside, before, _) = self._index[node], self._around(nodes)
+        before, after = before | inside, self._after[i] | 1 << i
         for j in _bits(after):
             self._before[j] |= before
         for j in _bits(before):

@@ -22,13 +22,9 @@ class _Product:
     powers: tuple[tuple[str, int], ...] = ()
 
 
-def unify_sizes(model: ir.Model, named: set[str], forms: NodeForms) -> None:
-    """Give sizes that follow from others the names, or the numbers, of those.
-
-    Args:
-        named: the names that inputs have. Inference invented all others, each for one axis of one value.
-    """
-    sizes = _Sizes(named)
+def unify_sizes(model: ir.Model, forms: NodeForms) -> None:
+    """Give sizes that follow from others the names, or the numbers, of those."""
+    sizes = _Sizes({str(dim) for x in model.graph.inputs for dim in x.shape or ()})
     graphs = list(model.graphs())
     for graph in graphs:
         for node in graph:
@@ -43,7 +39,7 @@ class _Sizes:
     """Hold what is known of names."""
 
     def __init__(self, named: set[str]) -> None:
-        self._named = named
+        self._named = named  # by inputs; inference invented all other names, each for one axis of one value
         self._known: dict[str, _Product] = {}
         self._names: dict[_Product, str] = {}
 

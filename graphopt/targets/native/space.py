@@ -10,6 +10,8 @@ import onnx_ir as ir
 from graphopt.targets.native.forms import NodeForm, NodeKind, Size, operands_of, rank_of, sizes_of
 
 Axes = tuple[int | None, ...]  # for each axis of a value, the dimension of the space that it varies over
+# The axes of what a node reads, by the index of the input, and of what it produces.
+Placement = tuple[Mapping[int, Axes], Mapping[ir.Value, Axes]]
 
 
 def varying(axes: Sequence[int | None]) -> tuple[int, ...]:
@@ -64,14 +66,6 @@ class Space:
         return new
 
 
-@dataclass(frozen=True)
-class Placement:
-    """The axes of what a node reads, by the index of the input, and of what it produces."""
-
-    read: Mapping[int, Axes]
-    produced: Mapping[ir.Value, Axes]
-
-
 def placed(
     space: Space,
     node: ir.Node,
@@ -92,27 +86,18 @@ def placed(
     wanted = _wanted(sizes, [known.get(y), *(fixed.get(x) for x in operands.values())])
     if not any(wanted):
         wanted = _wanted(sizes, [known.get(x) for x in operands.values()])
-    axes = space.axes(sizes, wanted)
-    if axes is None or not _is_broadcast(sizes, [sizes_of(x) for x in operands.values()]):
+    axes, rank = space.axes(sizes, wanted), len(sizes)
+    padded = [[*[1] * (rank - rank_of(x)), *sizes_of(x)] for x in operands.values()]
+    if axes is None or rank != max(map(rank_of, operands.values())):
         return None
-    read = {}
-    for i, x in operands.items():
-        own = sizes_of(x)
-        start = len(sizes) - len(own)
-        if any(size not in (1, whole) for size, whole in zip(own, sizes[start:], strict=True)):
-            return None  # two names for one size
-        read[i] = tuple(None if size == 1 else d for size, d in zip(own, axes[start:], strict=True))
+    if any({*own} - {1} != {size} - {1} for size, *own in zip(sizes, *padded, strict=True)):
+        return None  # two names for one size, or a size of no operand
+    read = {
+        i: tuple(None if size == 1 else axes[p - rank_of(x)] for p, size in enumerate(sizes_of(x)))
+        for i, x in operands.items()
+    }
     rows = tuple(None if p in form.reduced else d for p, d in enumerate(axes))
-    return Placement(read, {**dict.fromkeys(node.outputs, rows), y: axes})
-
-
-def _is_broadcast(sizes: Sequence[Size], operands: Sequence[Sequence[Size]]) -> bool:
-    """Return whether a result has the rank of its operands, and each size that is not 1 from one of them."""
-    rank = len(sizes)
-    return rank == max(map(len, operands)) and all(
-        size == 1 or any(own[p - rank] == size for own in operands if len(own) >= rank - p)
-        for p, size in enumerate(sizes)
-    )
+    return read, {**dict.fromkeys(node.outputs, rows), y: axes}
 
 
 def _projected(
@@ -120,20 +105,12 @@ def _projected(
 ) -> Placement | None:
     """Place a view or a reduction, whose output's axes are axes of the input."""
     x, y = operands_of(node, form)[0], node.outputs[0]
-    wanted = _wanted(sizes_of(x), [known.get(x)])
-    for p, image in enumerate(form.images):
-        if y in known and image is not None and (d := known[y][image]) is not None:
-            wanted[p].add(d)
-    axes = space.axes(sizes_of(x), wanted)
-    if axes is None:
+    back = tuple(None if i is None else known[y][i] for i in form.images) if y in known else None
+    axes = space.axes(sizes_of(x), _wanted(sizes_of(x), [known.get(x), back]))
+    images = {image: p for p, image in enumerate(form.images) if image is not None}
+    if axes is None or any(sizes_of(y)[image] != sizes_of(x)[p] for image, p in images.items()):
         return None
-    produced: list[int | None] = [None] * rank_of(y)
-    for p, image in enumerate(form.images):
-        if image is not None:
-            produced[image] = axes[p]
-            if sizes_of(y)[image] != sizes_of(x)[p]:
-                return None
-    return Placement({0: axes}, {y: tuple(produced)})
+    return {0: axes}, {y: tuple(axes[images[i]] if i in images else None for i in range(rank_of(y)))}
 
 
 def _wanted(sizes: Sequence[Size], candidates: Sequence[Axes | None]) -> list[set[int]]:

@@ -127,26 +127,21 @@ def _processor() -> str:
 
 
 def _run(command: Sequence[str], folder: Path) -> tuple[int, str]:
-    """Return the exit code of a command and what it says about errors.
-
-    Args:
-        folder: a folder for temporary files.
-
-    Raises:
-        GraphoptError: it takes longer than `SECONDS`.
-    """
+    """Return the exit code of a command, which writes temporary files to a folder, and what it says about errors."""
     shell = shutil.which("sh") if os.name == "posix" else None
     watched = _WATCHED.format(seconds=SECONDS, kilobytes=BYTES // 1024)
     whole = [shell, "-c", watched, "sh", *command] if shell else list(command)
-    with (folder / "errors").open("w+", errors="replace") as errors:
-        process = subprocess.Popen(
+    with (
+        (folder / "errors").open("w+", errors="replace") as errors,
+        subprocess.Popen(
             whole,
             stdin=subprocess.PIPE,
             stdout=errors,
             stderr=errors,
             start_new_session=bool(shell),
             env={**os.environ, "LC_ALL": "C", "TMPDIR": str(folder)},
-        )
+        ) as process,
+    ):
         try:
             code = process.wait(SECONDS)
         except subprocess.TimeoutExpired as error:
@@ -154,18 +149,10 @@ def _run(command: Sequence[str], folder: Path) -> tuple[int, str]:
                 f"native: expected {command[0]} to compile the kernels in {SECONDS} seconds, found that it takes longer"
             ) from error
         finally:
-            _end(process, is_group=bool(shell))
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                if shell:  # with all that it started
+                    os.killpg(process.pid, signal.SIGKILL)
+                else:
+                    process.kill()
         errors.seek(0)
         return code, errors.read(2**16)
-
-
-def _end(process: subprocess.Popen[bytes], is_group: bool) -> None:
-    """End a process with all that it started."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        if is_group:
-            os.killpg(process.pid, signal.SIGKILL)
-        else:
-            process.kill()
-    assert process.stdin is not None
-    process.stdin.close()
-    process.wait()

@@ -61,7 +61,7 @@ def _rewrite(model: ir.Model, op_type: str, rewritten: Callable[[Emitter, ir.Nod
 def _pooled_by_planes(op: Emitter, node: ir.Node) -> ir.Value | None:
     x, y = node.inputs[0], node.outputs[0]
     assert x is not None
-    sizes, pooled = ([size or 0 for size in _sizes(v)] for v in (x, y))
+    sizes, pooled = _sizes(x), _sizes(y)
     if len(node.outputs) > 1 or len(sizes) != 4 or 0 in [*sizes[1:], *pooled[1:]] or sizes[1] % _BLOCK:
         return None
     if not any(user.op_type == "Resize" for user in y.consumers()):
@@ -75,9 +75,9 @@ def _is_explicit(node: ir.Node) -> bool:
     return node.attributes.get_string("auto_pad", "NOTSET") == "NOTSET" and len(_sizes(node.outputs[0])) > 2
 
 
-def _sizes(x: ir.Value) -> list[int | None]:
-    """Return the sizes of `x`, None for each unknown size, and no sizes if the rank is unknown."""
-    return [size if isinstance(size, int) else None for size in x.shape or ()]
+def _sizes(x: ir.Value) -> list[int]:
+    """Return the sizes of `x`, 0 for each unknown size, and no sizes if the rank is unknown."""
+    return [size if isinstance(size, int) else 0 for size in x.shape or ()]
 
 
 def _geometry(node: ir.Node, n: int) -> tuple[list[int], list[int], list[int], list[int]]:
@@ -92,13 +92,11 @@ def _flipped(op: Emitter, node: ir.Node) -> ir.Value | None:
     assert x is not None and w is not None
     if not _is_explicit(node):
         return None
-    n = len(_sizes(w)) - 2
-    strides, dilations, *pads = _geometry(node, n)
-    sizes = [size or 0 for size in _sizes(w)]
-    filters, channels, taps = sizes[0], sizes[1], sizes[2:]
+    filters, channels, *taps = _sizes(w)
+    strides, dilations, *pads = _geometry(node, len(taps))
     reach = [(size - 1) * dilation for size, dilation in zip(taps, dilations, strict=True)]
     rest = [size - pad for ends in pads for size, pad in zip(reach, ends, strict=True)]
-    if min([*rest, *sizes]) < 0 or max(strides) > 1 or not _MANY <= filters <= channels:
+    if min(rest) < 0 or max(strides) > 1 or not _MANY <= filters <= channels:
         return None
     if any(node.attributes.get_ints("output_padding", [])) or "output_shape" in node.attributes:
         return None
@@ -115,20 +113,20 @@ def _widened(op: Emitter, node: ir.Node) -> ir.Value | None:
     assert x is not None and w is not None
     if not _is_explicit(node):
         return None
-    filters, kernel = _sizes(w)[0], [size or 0 for size in _sizes(w)[2:]]
-    batch, places = _sizes(y)[0], [size or 0 for size in _sizes(y)[2:]]
+    filters, _, *kernel = _sizes(w)
+    batch, _, *places = _sizes(y)
+    is_wide = not 0 < batch < _FEW
     many, positions = math.prod(places), math.prod(kernel)
     plain = node.attributes.get_int("group", 1) == 1 and len(node.inputs) == 2
     if many == 0 or positions == 0:
         return None
     if positions >= 2 * many and positions > 16:
-        if len(kernel) < 3 and (batch is None or batch >= _FEW):
+        if len(kernel) < 3 and is_wide:
             return _with_batch_as_axis(op, node, x, w)
-        deep = len(kernel) == 3 and plain and None not in _sizes(x)[3:] and places[0] <= _WIDE
-        if deep and (batch is None or batch >= _FEW):
+        if len(kernel) == 3 and is_wide and plain and 0 not in _sizes(x)[3:] and places[0] <= _WIDE:
             return _with_axis_as_channels(op, node, x, w, places[0])
         return _unfolded(op, node, x, w, batch, places) if plain and batch and many < 32 else None
-    if plain and len(kernel) < 3 and filters is not None and filters > many and positions > 1 and batch != 1:
+    if plain and len(kernel) < 3 and filters > many and positions > 1 and batch != 1:
         return _with_batch_as_axis(op, node, x, w)
     return None
 
@@ -152,7 +150,7 @@ def _with_batch_as_axis(op: Emitter, node: ir.Node, x: ir.Value, w: ir.Value) ->
 def _with_axis_as_channels(op: Emitter, node: ir.Node, x: ir.Value, w: ir.Value, places: int) -> ir.Value:
     """Turn the first of three spatial axes into channels, and convolve the other two once per position on that axis."""
     strides, dilations, begin, end = _geometry(node, 3)
-    reach = ((_sizes(w)[2] or 0) - 1) * dilations[0] + 1
+    reach = (_sizes(w)[2] - 1) * dilations[0] + 1
     padded = op.Pad(x, [0, 0, begin[0], 0, 0, 0, 0, end[0], 0, 0])
     kernel = op.Reshape(w, [0, -1, *_sizes(w)[3:]])
     parts = []

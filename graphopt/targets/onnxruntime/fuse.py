@@ -11,13 +11,12 @@ from graphopt.graph.metadata import GRADIENT_OF, InferenceForm
 from graphopt.graph.rewriting import Pass, interface_kept
 from graphopt.graph.roles import STATE, with_role
 from graphopt.graph.simplify import Simplify
-from graphopt.targets.onnxruntime.column_sums import column_sums_as_product
 from graphopt.targets.onnxruntime.convolution import (
     pool_channels_as_batch,
     transposed_convolution_as_convolution,
     widen_convolution_products,
 )
-from graphopt.targets.onnxruntime.join_vectors import join_small_vectors
+from graphopt.targets.onnxruntime.vectors import column_sums_as_product, join_small_vectors
 from graphopt.targets.scan import vectorize_steps
 from graphopt.targets.updates import UPDATES, Rewriting
 
@@ -31,12 +30,6 @@ FUSIONS: dict[str, Rewriting] = {
     "join_small_vectors": join_small_vectors,
     "column_sums_as_product": column_sums_as_product,
 }
-
-
-def _sorted(model: ir.Model) -> bool:
-    """Sort a graph, since a fusion may read its nodes in order and put new ones behind their readers."""
-    model.graph.sort()
-    return True
 
 
 @dataclass(frozen=True)
@@ -68,15 +61,15 @@ class Fuse(Pass):
         for node in model.graph:
             for y in node.outputs:
                 GRADIENT_OF.remove(y)
+        changed = False
         with interface_kept(model):
-            changed = [
-                fusion(model) and _sorted(model)
-                for name, fusion in FUSIONS.items()
-                if name not in self.leave_out
-            ]
+            for name, fusion in FUSIONS.items():
+                if name not in self.leave_out and fusion(model):
+                    model.graph.sort()  # fusions may read nodes in order, and put new ones behind their readers
+                    changed = True
         if not with_role(model, *STATE):  # nothing trains, so that there is no inference model to restore
             for node in model.graph.all_nodes():
                 for y in node.outputs:
                     InferenceForm.remove(y)
-        if any(changed):
+        if changed:
             Simplify().rewrite(model)
