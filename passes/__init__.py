@@ -4,71 +4,36 @@ Each file contains one family. The base class of a family does everything except
 docstrings assume `import graphopt, numpy, passes` and `from graphopt import models`.
 """
 
-from graphopt.graph.simplify import Simplify
-from graphopt.graph.unroll import Unroll
-from graphopt.targets.onnxruntime.fuse import Fuse
-from graphopt.targets.portable import Portable
-from passes import clipping, losses, optimizers, regularizers, schedules
-from passes.accumulate import Accumulate
+from graphopt.graph.simplify import Simplify as Simplify
+from graphopt.graph.unroll import Unroll as Unroll
+from graphopt.targets.onnxruntime.fuse import Fuse as Fuse
+from graphopt.targets.portable import Portable as Portable
+from passes.accumulate import Accumulate as Accumulate
 from passes.clipping import *
-from passes.diagnostics import GradientNorm, ReportGradients
-from passes.differentiate import Differentiate
-from passes.gradient_stops import StopGradient, stop_gradient
-from passes.gradients import Gradient, GradientSource
-from passes.gradients.registry import gradient
+from passes.differentiate import Differentiate as Differentiate
+from passes.differentiate import StopGradient as StopGradient
+from passes.differentiate import VectorJacobianProduct as VectorJacobianProduct
+from passes.differentiate import stop_gradient as stop_gradient
+from passes.gradients import Gradient as Gradient
+from passes.gradients import GradientSource as GradientSource
+from passes.gradients.registry import gradient as gradient
 from passes.losses.classification import *
 from passes.losses.combined import *
 from passes.losses.loss import *
-from passes.losses.sequence import *
-from passes.mixed_precision import DynamicLossScale, MixedPrecision
-from passes.normalize import Normalize
+from passes.mixed_precision import DynamicLossScale as DynamicLossScale
+from passes.mixed_precision import MixedPrecision as MixedPrecision
+from passes.normalize import Normalize as Normalize
 from passes.optimizers import *
-from passes.ort_gradient import OrtGradient
-from passes.parameters import Parameters, Untie
-from passes.parts.vector_jacobian import VectorJacobianProduct
-from passes.recompute import Recompute
+from passes.ort_gradient import OrtGradient as OrtGradient
+from passes.parameters import Parameters as Parameters
+from passes.parameters import SortInitializers as SortInitializers
+from passes.parameters import Untie as Untie
+from passes.recompute import Recompute as Recompute
 from passes.regularizers import *
 from passes.schedules import *
-from passes.sort_initializers import SortInitializers
-from passes.standardize import Standardize
-from passes.training_mode import TrainingMode
-from passes.unroll_loops import UnrollLoops
+from passes.standardize import Standardize as Standardize
+from passes.training_mode import TrainingMode as TrainingMode
+from passes.unroll_loops import UnrollLoops as UnrollLoops
 
-__all__ = [
-    "Accumulate",
-    "Differentiate",
-    "DynamicLossScale",
-    "Fuse",
-    "Gradient",
-    "GradientNorm",
-    "GradientSource",
-    "MixedPrecision",
-    "Normalize",
-    "OrtGradient",
-    "Parameters",
-    "Portable",
-    "Recompute",
-    "ReportGradients",
-    "Simplify",
-    "SortInitializers",
-    "Standardize",
-    "StopGradient",
-    "TrainingMode",
-    "Unroll",
-    "UnrollLoops",
-    "Untie",
-    "VectorJacobianProduct",
-    "gradient",
-    "stop_gradient",
-]
-for _family in (
-    clipping,
-    losses.classification,
-    losses.combined,
-    losses.loss,
-    losses.sequence,
-    optimizers,
-    regularizers,
-    schedules,
-):
-    __all__ += _family.__all__
+# All but the submodules, which belong to no module themselves.
+__all__ = [name for name, member in globals().items() if name[0] != "_" and hasattr(member, "__module__")]

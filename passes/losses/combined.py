@@ -17,7 +17,7 @@ from graphopt.graph.roles import Role, role_of, set_role, with_role
 from graphopt.graph.traversal import ancestors, values_read
 from graphopt.graph.values import is_floating, name_of, tensor_type
 from graphopt.intervals import within
-from passes.losses.loss import Loss, new_target, report_loss
+from passes.losses.loss import Loss, new_input, report_loss
 
 __all__ = ["CustomLoss", "Losses", "OwnLoss"]
 
@@ -66,7 +66,7 @@ class CustomLoss(Loss):
             return others + super().operands(model, prediction, target_name)
         what = "CustomLoss(targets)"
         kinds = {name: tensor_type(f"{what}: {name!r}", text) for name, text in self.targets.items()}
-        return others + [new_target(model, name, *kind) for name, kind in kinds.items()]
+        return others + [new_input(model, name, *kind) for name, kind in kinds.items()]
 
 
 @dataclass(frozen=True)
@@ -102,8 +102,7 @@ class Losses(Pass):
                 f"{sorted(unknown)}"
             )
         with Emitter(model) as op:
-            total = None
-            reported = []
+            total, reported = None, []
             for output, loss in self.losses.items():
                 term = replace(loss, output=output).term(model, op, f"target_{output}")
                 reported.append(op.Identity(term, _outputs=[f"loss_{output}"]))
@@ -141,7 +140,7 @@ class OwnLoss(Pass):
     >>> step = graphopt.compile(model, loss=passes.OwnLoss(), optimizer=passes.SGD(0.1))
     """
 
-    output: str | None = field(default=None)
+    output: str | None = None
     sample_weight: str | None = field(default=None, kw_only=True)
 
     task: ClassVar[str] = "regression"
