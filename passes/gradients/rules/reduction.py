@@ -17,11 +17,11 @@ from onnx_ir import Node, Value
 from graphopt.errors import GraphoptError
 from graphopt.graph.emitter import Emitter, Input
 from graphopt.graph.metadata import BATCH_COUNT, BATCH_GRADIENT, OF_BATCH
-from graphopt.graph.values import constant_of, dims_of, dtype_of, like, rank
+from graphopt.graph.values import constant_of, dims_of, dtype_of, rank
 from passes.gradients.registry import UNIFORM, Active, Gradients, rule
 from passes.gradients.rules.elementwise import mask, nonzero
 from passes.gradients.rules.shape import reshape_like
-from passes.gradients.walk import further_output, is_uniform, zeros
+from passes.gradients.walk import further_output, is_uniform, spread, zeros
 
 
 @dataclass(frozen=True)
@@ -37,10 +37,6 @@ class Along:
         """Sum along the axes and keep them."""
         return self.op.ReduceSum(value, self.axes, keepdims=1, noop_with_empty_axes=self.noop)
 
-    def product(self, value: Value) -> Value:
-        """Multiply along the axes and keep them."""
-        return self.op.ReduceProd(value, self.axes, keepdims=1, noop_with_empty_axes=self.noop)
-
     def count(self, y: Value) -> Value | float:
         """Return the number of elements of `x` for each element of `y`."""
         known = np.array([], np.int64) if self.axes is None else constant_of(self.axes)
@@ -48,16 +44,6 @@ class Along:
             return self.op.Cast(self.op.Size(self.x) / self.op.Size(y), to=self.x.dtype)
         axes = known.tolist() or ([] if self.noop else range(rank(self.x)))
         return self.op.count(self.x, axes)
-
-    def restore_axes(self, value: Value, keepdims: int) -> Value:
-        """Restore the reduced axes of a value in the shape of the reduction."""
-        whole = keepdims or self.axes is None or is_uniform(value)
-        return value if whole else self.op.Unsqueeze(value, self.axes)
-
-
-def spread(op: Emitter, value: Value, x: Value) -> Value:
-    """Broadcast `value` to the shape of `x`."""
-    return value if value.shape == x.shape else like(op.Expand(value, op.shape_of(x)), x)
 
 
 def extreme(op: Emitter, x: Value, y: Value, dy: Value, along: Along) -> Value:
@@ -78,7 +64,8 @@ def product(op: Emitter, x: Value, y: Value, dy: Value, along: Along) -> Value:
     only = x * zero
     zeros = mask(op, op.Equal(others, 0.0), x) + mask(op, op.Equal(others, 1.0), x) * (along.sum(only) - only)
     factors = op.Where(is_zero, op.constant(1.0, like=x), x)
-    return dy * (along.product(factors) / factors * zeros)
+    total = op.ReduceProd(factors, along.axes, keepdims=1, noop_with_empty_axes=along.noop)
+    return dy * (total / factors * zeros)
 
 
 _REDUCTIONS: dict[str, Callable[..., Value]] = {
@@ -99,9 +86,10 @@ _REDUCTIONS: dict[str, Callable[..., Value]] = {
 def reduction(
     op: Emitter, dy: Value, x: Value, axes: Input = None, *, y: Value, node: Node, **how: Any
 ) -> Gradients:
-    along, keepdims = Along(op, x, axes, how["noop_with_empty_axes"]), how["keepdims"]
-    gradient = _REDUCTIONS[node.op_type]
-    dx = gradient(op, x, along.restore_axes(y, keepdims), along.restore_axes(dy, keepdims), along)
+    along = Along(op, x, axes, how["noop_with_empty_axes"])
+    if not how["keepdims"] and axes is not None:
+        y, dy = (value if is_uniform(value) else op.Unsqueeze(value, axes) for value in (y, dy))
+    dx = _REDUCTIONS[node.op_type](op, x, y, dy, along)
     return [dx if is_uniform(dx) else spread(op, dx, x)]
 
 

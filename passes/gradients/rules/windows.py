@@ -20,9 +20,9 @@ from graphopt.graph.emitter import Emitter, Input
 from graphopt.graph.values import constant_of, dims_of, like, rank
 from passes.gradients.registry import Gradients, rule
 from passes.gradients.rules.elementwise import mask, nonzero
-from passes.gradients.rules.reduction import Along, extreme, spread
+from passes.gradients.rules.reduction import Along, extreme
 from passes.gradients.rules.shape import constant_size, positions, reshape_like, scatter_back
-from passes.gradients.walk import further_output
+from passes.gradients.walk import further_output, spread
 
 
 @dataclass(frozen=True)
@@ -315,26 +315,13 @@ def _share_inside(op: Emitter, window: Window, x: Value, ceil_mode: int) -> Valu
     return average(op, window, ones)
 
 
-@rule("LpPool")
+@rule("LpPool", "GlobalLpPool")
 def lp_pool(op: Emitter, dy: Value, x: Value, *, y: Value, node: Node, p: int) -> Gradients:
     """Differentiate y = (sum |x|^p)^(1/p): dx = sign(x) |x|^(p-1) y^(1-p) dy, and 0 if all elements are 0."""
-    window = window_of(x, node)
-    return [signed_power(op, x, p - 1.0) * spread_window(op, window, _per_norm(op, dy, y, p), x)]
-
-
-@rule("GlobalLpPool")
-def global_lp_pool(op: Emitter, dy: Value, x: Value, *, y: Value, p: int) -> Gradients:
-    return [signed_power(op, x, p - 1.0) * _per_norm(op, dy, y, p)]
-
-
-def _per_norm(op: Emitter, dy: Value, y: Value, p: int) -> Value:
-    """Return dy y^(1-p)."""
-    return dy * op.Pow(nonzero(op, y), op.constant(1.0 - p, like=y))
-
-
-def signed_power(op: Emitter, x: Value, exponent: float) -> Value:
-    """Return sign(x) |x|^exponent."""
-    return op.Sign(x) * op.Pow(op.Abs(x), op.constant(exponent, like=x))
+    share = dy * op.Pow(nonzero(op, y), op.constant(1.0 - p, like=y))
+    if node.op_type == "LpPool":
+        share = spread_window(op, window_of(x, node), share, x)
+    return [op.Sign(x) * op.Pow(op.Abs(x), op.constant(p - 1.0, like=x)) * share]
 
 
 @rule("GlobalAveragePool")
@@ -344,10 +331,7 @@ def global_average_pool(op: Emitter, dy: Value, x: Value) -> Gradients:
 
 @rule("GlobalMaxPool")
 def global_max_pool(op: Emitter, dy: Value, x: Value, *, y: Value) -> Gradients:
-    if rank(x) == 2:
-        return [dy]
-    axes = op.constant(list(range(2, rank(x))))
-    return [extreme(op, x, y, dy, Along(op, x, axes, noop=0))]
+    return [extreme(op, x, y, dy, Along(op, x, op.constant(np.arange(2, rank(x))), noop=1))]
 
 
 @rule("MaxUnpool")
