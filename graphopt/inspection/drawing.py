@@ -43,31 +43,27 @@ class BoxKind(Enum):
         self.title, self.fill, self.line, self.is_node = title, fill, line, is_node
 
 
-_KIND_OF_ROLE = {
-    Role.TARGET: BoxKind.TARGET,
-    Role.SAMPLE_WEIGHT: BoxKind.TARGET,
-    Role.PARAMETER: BoxKind.PARAMETER,
-    Role.SLOT: BoxKind.OTHER_STATE,
-    Role.STATISTIC: BoxKind.OTHER_STATE,
-    Role.COUNTER: BoxKind.OTHER_STATE,
-    Role.HYPERPARAMETER: BoxKind.HYPERPARAMETER,
+_KIND_OF_ROLE: dict[Role | None, BoxKind] = {
+    **dict.fromkeys((Role.TARGET, Role.SAMPLE_WEIGHT), BoxKind.TARGET),
+    **dict.fromkeys((Role.SLOT, Role.STATISTIC, Role.COUNTER), BoxKind.OTHER_STATE),
+    **{Role.PARAMETER: BoxKind.PARAMETER, Role.HYPERPARAMETER: BoxKind.HYPERPARAMETER},
+    Role.LOSS: BoxKind.LOSS,
 }
 _UPDATING = (Role.SLOT, Role.STATISTIC, Role.COUNTER, Role.HYPERPARAMETER)
 
 
 def _kind_of_input(value: ir.Value) -> BoxKind:
     """Return the kind of a graph input."""
-    role = role_of(value)
-    if role is None:
-        return BoxKind.INITIALIZER if value.is_initializer() else BoxKind.DATA
-    return _KIND_OF_ROLE.get(role, BoxKind.DATA)
+    if role_of(value) is None and value.is_initializer():
+        return BoxKind.INITIALIZER
+    return _KIND_OF_ROLE.get(role_of(value), BoxKind.DATA)
 
 
 def _kind_of_output(value: ir.Value, inputs: Mapping[str, ir.Value]) -> BoxKind:
     """Return the kind of a graph output; the next value of a state has the kind of that input."""
     if role_of(value) is Role.NEXT:
         return _kind_of_input(inputs[state_of(value)])
-    return BoxKind.LOSS if role_of(value) is Role.LOSS else BoxKind.OUTPUT
+    return _KIND_OF_ROLE.get(role_of(value), BoxKind.OUTPUT)
 
 
 def kinds_of_nodes(graph: ir.Graph) -> dict[ir.Node, BoxKind]:

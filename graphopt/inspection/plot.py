@@ -34,7 +34,8 @@ def _dot(drawing: Drawing) -> Iterator[str]:
     for frame in drawing.frames:
         yield from _cluster(frame, "peripheries=0")
     for edge in drawing.edges:
-        label = f', label="{_escaped(edge.label)}"' if edge.label else ""
+        text = edge.label.replace("\\", "\\\\").replace('"', '\\"')
+        label = f', label="{text}"' if text else ""
         yield f"{edge.start} -> {edge.end} [style={'dashed' if edge.returned else 'solid'}{label}]"
     yield "}"
 
@@ -75,10 +76,6 @@ def _legend(kinds: list[BoxKind]) -> Iterator[str]:
                 yield f'<font point-size="10">{kind.title}</font></td>'
         yield "</tr>"
     yield "</table>"
-
-
-def _escaped(text: str) -> str:
-    return text.replace("\\", "\\\\").replace('"', '\\"')
 
 
 def _mermaid(drawing: Drawing) -> Iterator[str]:

@@ -20,7 +20,7 @@ from graphopt.graph.names import gradient_of, output_of, seed_of
 from graphopt.graph.operators import DRAWING
 from graphopt.graph.schemas import takes
 from graphopt.graph.shapes import infer
-from graphopt.graph.values import is_floating, name_of
+from graphopt.graph.values import dtype_of, is_floating, name_of
 from graphopt.runtime.device import Device
 from graphopt.runtime.session import Session
 from graphopt.testing.reference import evaluator
@@ -29,9 +29,6 @@ if TYPE_CHECKING:
     from passes import GradientSource
 
 NamedArrays = dict[str, np.ndarray]
-
-PRECISIONS = {ir.DataType.FLOAT16, ir.DataType.BFLOAT16, ir.DataType.FLOAT, ir.DataType.DOUBLE}
-_FLOATING = {dtype for dtype in ir.DataType if dtype.is_floating_point()}
 
 # Finite differences compare all elements of inputs with up to WHOLE elements, and SAMPLE elements of larger ones.
 WHOLE, SAMPLE = 1000, 8
@@ -257,7 +254,7 @@ def _asked(
 
 def in_types(model: ir.Model, inputs: Mapping[str, np.ndarray]) -> NamedArrays:
     """Cast arrays to the precisions of a model's inputs."""
-    dtypes = {x.name: x.dtype.numpy() for x in model.graph.inputs if x.dtype in PRECISIONS}
+    dtypes = {x.name: dtype_of(x).numpy() for x in model.graph.inputs if is_floating(x)}
     return {name: x.astype(dtypes[name]) if name in dtypes else x for name, x in inputs.items()}
 
 
@@ -307,7 +304,7 @@ def in_precision(source: Source, dtype: ir.DataType) -> ir.Model:
         for x in [*graph.inputs, *graph.initializers.values()]:
             _retype(x, dtype, version)
         for y in graph.outputs if graph is not model.graph else []:
-            y.type = ir.TensorType(dtype) if y.dtype in _FLOATING else y.type
+            y.type = ir.TensorType(dtype) if is_floating(y) else y.type
     inferred = {y: y.shape for node in model.graph.all_nodes() for y in node.outputs if y not in results}
     for y in {*inferred, *model.graph.outputs}:
         y.type = y.shape = None
@@ -324,7 +321,7 @@ def in_precision(source: Source, dtype: ir.DataType) -> ir.Model:
             elif attribute.type == ir.AttributeType.TENSOR:
                 array = as_precision(attribute.as_tensor().numpy(), dtype)
                 node.attributes.add(ir.AttrTensor(name, ir.tensor(array)))
-            elif _is_precision(node, name) and attribute.as_int() in _FLOATING:
+            elif _is_precision(node, name) and ir.DataType(attribute.as_int()).is_floating_point():
                 node.attributes.add(ir.AttrInt64(name, dtype))
     infer(model)
     for y, shape in inferred.items():  # inference loses some ranks that rules set
@@ -334,7 +331,7 @@ def in_precision(source: Source, dtype: ir.DataType) -> ir.Model:
 
 def _retype(x: ir.Value, dtype: ir.DataType, version: int) -> None:
     """Change the floating-point type of an input or initializer if all its readers accept the new one."""
-    if x.dtype in _FLOATING and all(takes(dtype, version, *use) for use in x.uses()):
+    if is_floating(x) and all(takes(dtype, version, *use) for use in x.uses()):
         x.type = ir.TensorType(dtype)
         if x.const_value is not None:
             x.const_value = ir.tensor(x.const_value.numpy().astype(dtype.numpy()), name=x.name)

@@ -11,7 +11,7 @@ from onnx_ir import Value
 
 from graphopt.errors import GraphoptError
 from graphopt.graph.emitter import Emitter, Input
-from graphopt.graph.values import constant_of, dims_of, dtype_of, like, rank
+from graphopt.graph.values import constant_number, dims_of, dtype_of, like, rank
 from passes.gradients.registry import Gradients, rule
 from passes.gradients.rules.shape import constant_size, gather, indices_along, pads_of_all_axes, reshape_like
 
@@ -148,13 +148,12 @@ def dft(
 
     An inverse onesided transform counts each frequency twice, except the first and the middle one.
     """
-    known = constant_of(axis)
-    at = int(known.item()) % rank(x) if known is not None else None
-    if axis is not None and at is None:
+    known = constant_number(axis)
+    if axis is not None and known is None:
         raise GraphoptError(
             f"DFT of {x.name!r}: its gradient needs a known axis, found a computed one: make it an initializer"
         )
-    at = rank(x) - 2 if at is None else at
+    at = rank(x) - 2 if known is None else int(known) % rank(x)
     size, halved = op.shape_of(x, at, at + 1), inverse and onesided
     n = size if length is None else op.Reshape(op.cast(length, ir.DataType.INT64), [1])
     if halved:

@@ -7,7 +7,6 @@ z = (x - mean) / sqrt(variance + epsilon).
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -23,33 +22,14 @@ from passes.gradients.rules.elementwise import mask, nonzero
 from passes.gradients.rules.shape import reshape_like
 from passes.gradients.walk import further_output, is_uniform, spread, zeros
 
-
-@dataclass(frozen=True)
-class Along:
-    """Store the axes of a reduction of `x`: all axes if none are given, unless `noop` is set."""
-
-    op: Emitter
-    x: Value
-    axes: Input
-    noop: int
-
-    def sum(self, value: Value) -> Value:
-        """Sum along the axes and keep them."""
-        return self.op.ReduceSum(value, self.axes, keepdims=1, noop_with_empty_axes=self.noop)
-
-    def count(self, y: Value) -> Value | float:
-        """Return the number of elements of `x` for each element of `y`."""
-        known = np.array([], np.int64) if self.axes is None else constant_of(self.axes)
-        if known is None:
-            return self.op.Cast(self.op.Size(self.x) / self.op.Size(y), to=self.x.dtype)
-        axes = known.tolist() or ([] if self.noop else range(rank(self.x)))
-        return self.op.count(self.x, axes)
+# What a rule needs to reduce as the operator does: its input `axes`, its `noop_with_empty_axes`, and `keepdims=1`.
+Along = dict[str, Any]
 
 
 def extreme(op: Emitter, x: Value, y: Value, dy: Value, along: Along) -> Value:
     """Split the gradient among equal extremes."""
     chosen = mask(op, op.Equal(x, y), x)
-    return chosen * (dy / along.sum(chosen))
+    return chosen * (dy / op.ReduceSum(chosen, **along))
 
 
 def product(op: Emitter, x: Value, y: Value, dy: Value, along: Along) -> Value:
@@ -60,17 +40,26 @@ def product(op: Emitter, x: Value, y: Value, dy: Value, along: Along) -> Value:
     """
     is_zero = op.Equal(x, 0.0)
     zero = mask(op, is_zero, x)
-    others = along.sum(zero) - zero
+    others = op.ReduceSum(zero, **along) - zero
     only = x * zero
-    zeros = mask(op, op.Equal(others, 0.0), x) + mask(op, op.Equal(others, 1.0), x) * (along.sum(only) - only)
+    zeros = mask(op, op.Equal(others, 0.0), x) + mask(op, op.Equal(others, 1.0), x) * (
+        op.ReduceSum(only, **along) - only
+    )
     factors = op.Where(is_zero, op.constant(1.0, like=x), x)
-    total = op.ReduceProd(factors, along.axes, keepdims=1, noop_with_empty_axes=along.noop)
-    return dy * (total / factors * zeros)
+    return dy * (op.ReduceProd(factors, **along) / factors * zeros)
+
+
+def _mean(op: Emitter, x: Value, y: Value, dy: Value, along: Along) -> Value:
+    """Divide by the number of elements of `x` for each element of `y`."""
+    known = np.array([], np.int64) if along["axes"] is None else constant_of(along["axes"])
+    if known is None:
+        return dy / op.Cast(op.Size(x) / op.Size(y), to=x.dtype)
+    return dy / op.count(x, known.tolist() or ([] if along["noop_with_empty_axes"] else range(rank(x))))
 
 
 _REDUCTIONS: dict[str, Callable[..., Value]] = {
     "ReduceSum": lambda op, x, y, dy, along: dy,
-    "ReduceMean": lambda op, x, y, dy, along: dy / along.count(y),
+    "ReduceMean": _mean,
     "ReduceMax": extreme,
     "ReduceMin": extreme,
     "ReduceProd": product,
@@ -86,7 +75,7 @@ _REDUCTIONS: dict[str, Callable[..., Value]] = {
 def reduction(
     op: Emitter, dy: Value, x: Value, axes: Input = None, *, y: Value, node: Node, **how: Any
 ) -> Gradients:
-    along = Along(op, x, axes, how["noop_with_empty_axes"])
+    along = {"axes": axes, "keepdims": 1, "noop_with_empty_axes": how["noop_with_empty_axes"]}
     if not how["keepdims"] and axes is not None:
         y, dy = (value if is_uniform(value) else op.Unsqueeze(value, axes) for value in (y, dy))
     dx = _REDUCTIONS[node.op_type](op, x, y, dy, along)
