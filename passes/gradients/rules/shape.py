@@ -246,15 +246,15 @@ def scattered(
     op: Emitter, dy: Value, x: Value, indices: Value, updates: Value, *, y: Value, node: Node, reduction: str
 ) -> Gradients:
     """Pass no gradient to replaced elements, split it among equal extremes, and multiply it by the other factors."""
-    of_elements = node.op_type == "ScatterElements"
-    along = {"axis": node.attributes.get_int("axis", 0)} if of_elements else {}
+    write, read, along = op.ScatterND, op.GatherND, {}
+    if node.op_type == "ScatterElements":
+        write, read = op.ScatterElements, op.GatherElements
+        along = {"axis": node.attributes.get_int("axis", 0)}
 
     def scatter(base: Value, values: Value, reduction: str = "none") -> Value:
-        write = op.ScatterElements if of_elements else op.ScatterND
         return like(write(base, indices, values, **along, reduction=reduction), x)
 
     def gather(values: Value) -> Value:
-        read = op.GatherElements if of_elements else op.GatherND
         return like(read(values, indices, **along), updates)
 
     if reduction == "none":

@@ -234,9 +234,9 @@ def max_pool(op: Emitter, dy: Value, x: Value, *, y: Value, node: Node, ceil_mod
 
 def maxima(op: Emitter, node: Node, x: Value) -> Value:
     """Return the position in `x` of each maximum, the second output of MaxPool in row-major order."""
-    attributes = {name: value for name, value in node.attributes.items() if name != "storage_order"}
-    if len(attributes) == len(node.attributes) or not node.attributes["storage_order"].as_int():
+    if not node.attributes.get_int("storage_order", 0):
         return further_output(node, 1, ir.DataType.INT64, node.outputs[0].shape)
+    attributes = {name: value for name, value in node.attributes.items() if name != "storage_order"}
     positions: Value = op.MaxPool(x, **attributes, _outputs=2)[1]
     return positions
 
