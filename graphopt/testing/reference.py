@@ -74,7 +74,7 @@ def _run_kernel(self: OpRun, *inputs: Any, **_: Any) -> tuple[np.ndarray, ...]:
     ]
     graph = helper.make_graph([node], "node", infos, [ValueInfoProto(name=name) for name in node.output])
     opset = helper.make_opsetid("", self.run_params["opsets"][""])
-    model = ir.from_proto(helper.make_model(graph, opset_imports=[opset]))
+    model = ir.from_proto(helper.make_model_gen_version(graph, opset_imports=[opset]))
     found = Session(Device("cpu", threads=1, flush_denormals=False), model).compute_arrays(given)
     return tuple(found.values())
 
