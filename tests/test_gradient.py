@@ -66,7 +66,7 @@ def point(case: Case, dtype: type) -> NamedArrays:
 
 def seeded(case: Case, dtype: type) -> NamedArrays:
     """Return what its gradient model is fed: inputs, and seeds of outputs."""
-    outputs = computed(model_of(case, precision(case)), point(case, precision(case)))
+    outputs = computed(normalized(model_of(case, precision(case))), point(case, precision(case)))
     return point(case, dtype) | {name: x.astype(dtype) for name, x in random_seeds(outputs).items()}
 
 
