@@ -19,13 +19,13 @@ from graphopt.graph.values import swap
 from graphopt.runtime.device import Device
 from graphopt.runtime.session import Session
 
-# Operators that the gradients' own traced functions compute: the reference lacks them, or parts of them.
-_EXPANDED = ("DeformConv", "GRU", "LSTM", "MaxRoiPool", "RNN")
+# Operators that the gradients' own traced functions compute: the reference lacks them, parts of them, or float64.
+_EXPANDED = ("DeformConv", "GRU", "GridSample", "LSTM", "MaxRoiPool", "RNN")
 
-# Operators that ONNX Runtime computes, which has kernels for float64. The reference returns float32 (AffineGrid,
-# GridSample), accepts few elements (GatherElements), sums signed numbers for p = 1 (LpNormalization), has no positions
-# for strides of 1 (MaxPool), rejects negative pads (Pad), and gathers elements along another axis (Unique).
-_OF_RUNTIME = ("AffineGrid", "GatherElements", "GridSample", "LpNormalization", "MaxPool", "Pad", "Unique")
+# Operators that ONNX Runtime computes, which has kernels for float64. The reference returns float32 (AffineGrid),
+# accepts few elements (GatherElements), sums signed numbers for p = 1 (LpNormalization), lacks positions for strides
+# of 1 (MaxPool), rejects negative pads (Pad), and gathers elements along another axis (Unique).
+_OF_RUNTIME = ("AffineGrid", "GatherElements", "LpNormalization", "MaxPool", "Pad", "Unique")
 
 _erf = np.vectorize(math.erf, otypes=[np.float64])
 
