@@ -54,9 +54,7 @@ _UPDATING = (Role.SLOT, Role.STATISTIC, Role.COUNTER, Role.HYPERPARAMETER)
 
 def _kind_of_input(value: ir.Value) -> BoxKind:
     """Return the kind of a graph input."""
-    if role_of(value) is None and value.is_initializer():
-        return BoxKind.INITIALIZER
-    return _KIND_OF_ROLE.get(role_of(value), BoxKind.DATA)
+    return _KIND_OF_ROLE.get(role_of(value), BoxKind.INITIALIZER if value.is_initializer() else BoxKind.DATA)
 
 
 def _kind_of_output(value: ir.Value, inputs: Mapping[str, ir.Value]) -> BoxKind:
