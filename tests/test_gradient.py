@@ -23,7 +23,6 @@ from graphopt.testing.gradients import (
     check_gradient,
     computed,
     distance,
-    evaluate_reference,
     gradient_model,
     in_precision,
     normalized,
@@ -67,7 +66,7 @@ def point(case: Case, dtype: type) -> NamedArrays:
 
 def seeded(case: Case, dtype: type) -> NamedArrays:
     """Return what its gradient model is fed: inputs, and seeds of outputs."""
-    outputs = evaluate_reference(model_of(case, precision(case)), point(case, precision(case)))
+    outputs = computed(normalized(model_of(case, precision(case))), point(case, precision(case)))
     return point(case, dtype) | {name: x.astype(dtype) for name, x in random_seeds(outputs).items()}
 
 

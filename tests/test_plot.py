@@ -13,21 +13,7 @@ import graphopt
 import passes
 from graphopt.graph.listing import size
 from graphopt.inspection import plot as plotting
-from graphopt.inspection.drawing import (
-    DATA,
-    GRADIENT_NODE,
-    HYPERPARAMETER,
-    INITIALIZER,
-    LOSS,
-    LOSS_NODE,
-    MODEL_NODE,
-    OTHER_STATE,
-    OUTPUT,
-    PARAMETER,
-    TARGET_INPUT,
-    UPDATE_NODE,
-    kinds_of_nodes,
-)
+from graphopt.inspection.drawing import BoxKind, kinds_of_nodes
 from graphopt.inspection.report import report
 
 
@@ -71,25 +57,25 @@ def test_mermaid():
 flowchart TB
 subgraph legend["legend"]
 direction LR
-legend_value_data("<b>data</b>"):::value_data
-legend_value_output("<b>output</b>"):::value_output
-legend_node_model["<b>model</b>"]:::node_model
+legend_DATA("<b>data</b>"):::DATA
+legend_OUTPUT("<b>output</b>"):::OUTPUT
+legend_MODEL_NODE["<b>model</b>"]:::MODEL_NODE
 end
 style legend fill:none,stroke:#adb5bd
 subgraph g0["a #34;small#34; one"]
 direction TB
-g0_0("<b>x</b><br/>float[N,2]"):::value_data
-g0_1["<b>Mul</b><br/>B=2"]:::node_model
-g0_2["<b>ReduceSum</b><br/>axes=[1]<br/>keepdims=0"]:::node_model
-g0_3("<b>y</b><br/>float[N]"):::value_output
+g0_0("<b>x</b><br/>float[N,2]"):::DATA
+g0_1["<b>Mul</b><br/>B=2"]:::MODEL_NODE
+g0_2["<b>ReduceSum</b><br/>axes=[1]<br/>keepdims=0"]:::MODEL_NODE
+g0_3("<b>y</b><br/>float[N]"):::OUTPUT
 end
 style g0 fill:none,stroke:#adb5bd
 g0_0 --> g0_1
 g0_1 --> g0_2
 g0_2 --> g0_3
-classDef value_data fill:#d0ebff,stroke:#1971c2,color:#000
-classDef value_output fill:#99e9f2,stroke:#0c8599,color:#000
-classDef node_model fill:#ffffff,stroke:#495057,color:#000
+classDef DATA fill:#d0ebff,stroke:#1971c2,color:#000
+classDef OUTPUT fill:#99e9f2,stroke:#0c8599,color:#000
+classDef MODEL_NODE fill:#ffffff,stroke:#495057,color:#000
 """
     )
 
@@ -127,21 +113,21 @@ g0_2 -> g0_3 [style=solid]
 def test_values_have_the_colours_of_their_roles():
     text = graphopt.dot(training(passes.SGD(momentum=0.9)))
     for title, kind in {
-        "x": DATA,
-        "target": TARGET_INPUT,
-        "w": PARAMETER,
-        "w.next": PARAMETER,
-        "w.momentum": OTHER_STATE,
-        "w.momentum.next": OTHER_STATE,
-        "step": OTHER_STATE,
-        "learning_rate": HYPERPARAMETER,
-        "loss": LOSS,
-        "y": OUTPUT,
+        "x": BoxKind.DATA,
+        "target": BoxKind.TARGET,
+        "w": BoxKind.PARAMETER,
+        "w.next": BoxKind.PARAMETER,
+        "w.momentum": BoxKind.OTHER_STATE,
+        "w.momentum.next": BoxKind.OTHER_STATE,
+        "step": BoxKind.OTHER_STATE,
+        "learning_rate": BoxKind.HYPERPARAMETER,
+        "loss": BoxKind.LOSS,
+        "y": BoxKind.OUTPUT,
     }.items():
         assert f'fillcolor="{kind.fill}"' in box(text, title), title
-        assert f">{kind.name}</font>" in text  # the legend
-    assert f">{INITIALIZER.name}</font>" not in text
-    assert f'fillcolor="{INITIALIZER.fill}"' in box(graphopt.dot(linear()), "w")
+        assert f">{kind.title}</font>" in text  # the legend
+    assert f">{BoxKind.INITIALIZER.name}</font>" not in text
+    assert f'fillcolor="{BoxKind.INITIALIZER.fill}"' in box(graphopt.dot(linear()), "w")
 
 
 @pytest.mark.parametrize(
@@ -164,7 +150,10 @@ def test_nodes_have_the_colours_of_what_they_compute(steps):
         passes.Simplify()(made)
         counts.append(size(made))
     kinds = list(kinds_of_nodes(training(**steps, fuse=None).graph).values())
-    found = [kinds.count(kind) for kind in (MODEL_NODE, LOSS_NODE, GRADIENT_NODE, UPDATE_NODE)]
+    found = [
+        kinds.count(kind)
+        for kind in (BoxKind.MODEL_NODE, BoxKind.LOSS_NODE, BoxKind.GRADIENT_NODE, BoxKind.UPDATE_NODE)
+    ]
     assert found == [counts[0], *np.diff(counts)]
 
 

@@ -1,4 +1,4 @@
-"""RNN, GRU and LSTM: every variant's gradient by finite differences, on the runtime, and as PyTorch trains."""
+"""RNN, GRU and LSTM: every variant's gradient against PyTorch's autograd, on the runtime, and as PyTorch trains."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ import torch
 import torch_models
 from onnx import helper
 from torch import nn
+from torch_oracle import pytorch
 
 import graphopt
 import passes
@@ -123,7 +124,8 @@ def in_onnxruntime(model: onnx.ModelProto, feeds: dict[str, np.ndarray]) -> dict
 
 @functools.cache
 def proved(variant: Variant, large: bool) -> dict[str, np.ndarray]:
-    return testing.check_gradient(model_of(variant, np.float64), inputs(variant, np.float64))
+    model, point = model_of(variant, np.float64), inputs(variant, np.float64)
+    return testing.check_gradient(model, point, oracle=pytorch)
 
 
 @pytest.fixture(params=["kernel", "scan"])
@@ -135,7 +137,7 @@ def large(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bo
 
 @each_variant
 @pytest.mark.sample(16)
-def test_gradient_equals_finite_differences(variant: Variant, large: bool) -> None:
+def test_gradient_equals_pytorchs(variant: Variant, large: bool) -> None:
     proved(variant, large)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from enum import Enum
 
 import numpy as np
 import onnx_ir as ir
@@ -21,59 +22,46 @@ _FEW = 3  # numbers shown of an abbreviated tensor
 _LONGEST = 36  # characters of a line
 
 
-@dataclass(frozen=True)
-class BoxKind:
-    """Describe a kind of box: its name in the legend, and its colours."""
+class BoxKind(Enum):
+    """Name the kinds of boxes: title in the legend, colour, colour of the border, and whether the box is a node."""
 
-    name: str
-    fill: str
-    line: str
-    is_node: bool = False
+    DATA = "data", "#d0ebff", "#1971c2"
+    TARGET = "target", "#d3f9d8", "#2f9e44"
+    PARAMETER = "parameter", "#ffd8a8", "#e8590c"
+    OTHER_STATE = "other state", "#ffec99", "#e67700"
+    HYPERPARAMETER = "hyperparameter", "#eebefa", "#9c36b5"
+    INITIALIZER = "initializer", "#e9ecef", "#868e96"
+    LOSS = "loss", "#ffa8a8", "#c92a2a"
+    OUTPUT = "output", "#99e9f2", "#0c8599"
+    BODY = "of a body", "#f8f9fa", "#868e96"
+    MODEL_NODE = "model", "#ffffff", "#495057", True
+    LOSS_NODE = "loss", "#fff0f0", "#c92a2a", True
+    GRADIENT_NODE = "gradient", "#e5dbff", "#6741d9", True
+    UPDATE_NODE = "update", "#fff9db", "#e67700", True
+
+    def __init__(self, title: str, fill: str, line: str, is_node: bool = False) -> None:
+        self.title, self.fill, self.line, self.is_node = title, fill, line, is_node
 
 
-DATA = BoxKind("data", "#d0ebff", "#1971c2")
-TARGET_INPUT = BoxKind("target", "#d3f9d8", "#2f9e44")
-PARAMETER = BoxKind("parameter", "#ffd8a8", "#e8590c")
-OTHER_STATE = BoxKind("other state", "#ffec99", "#e67700")
-HYPERPARAMETER = BoxKind("hyperparameter", "#eebefa", "#9c36b5")
-INITIALIZER = BoxKind("initializer", "#e9ecef", "#868e96")
-LOSS = BoxKind("loss", "#ffa8a8", "#c92a2a")
-OUTPUT = BoxKind("output", "#99e9f2", "#0c8599")
-BODY = BoxKind("of a body", "#f8f9fa", "#868e96")
-MODEL_NODE = BoxKind("model", "#ffffff", "#495057", is_node=True)
-LOSS_NODE = BoxKind("loss", "#fff0f0", "#c92a2a", is_node=True)
-GRADIENT_NODE = BoxKind("gradient", "#e5dbff", "#6741d9", is_node=True)
-UPDATE_NODE = BoxKind("update", "#fff9db", "#e67700", is_node=True)
-KINDS = (
-    *(DATA, TARGET_INPUT, PARAMETER, OTHER_STATE, HYPERPARAMETER, INITIALIZER, LOSS, OUTPUT, BODY),
-    *(MODEL_NODE, LOSS_NODE, GRADIENT_NODE, UPDATE_NODE),
-)
-
-_KIND_OF_ROLE = {
-    Role.TARGET: TARGET_INPUT,
-    Role.SAMPLE_WEIGHT: TARGET_INPUT,
-    Role.PARAMETER: PARAMETER,
-    Role.SLOT: OTHER_STATE,
-    Role.STATISTIC: OTHER_STATE,
-    Role.COUNTER: OTHER_STATE,
-    Role.HYPERPARAMETER: HYPERPARAMETER,
+_KIND_OF_ROLE: dict[Role | None, BoxKind] = {
+    **dict.fromkeys((Role.TARGET, Role.SAMPLE_WEIGHT), BoxKind.TARGET),
+    **dict.fromkeys((Role.SLOT, Role.STATISTIC, Role.COUNTER), BoxKind.OTHER_STATE),
+    **{Role.PARAMETER: BoxKind.PARAMETER, Role.HYPERPARAMETER: BoxKind.HYPERPARAMETER},
+    Role.LOSS: BoxKind.LOSS,
 }
 _UPDATING = (Role.SLOT, Role.STATISTIC, Role.COUNTER, Role.HYPERPARAMETER)
 
 
 def _kind_of_input(value: ir.Value) -> BoxKind:
     """Return the kind of a graph input."""
-    role = role_of(value)
-    if role is None:
-        return INITIALIZER if value.is_initializer() else DATA
-    return _KIND_OF_ROLE.get(role, DATA)
+    return _KIND_OF_ROLE.get(role_of(value), BoxKind.INITIALIZER if value.is_initializer() else BoxKind.DATA)
 
 
 def _kind_of_output(value: ir.Value, inputs: Mapping[str, ir.Value]) -> BoxKind:
     """Return the kind of a graph output; the next value of a state has the kind of that input."""
     if role_of(value) is Role.NEXT:
         return _kind_of_input(inputs[state_of(value)])
-    return LOSS if role_of(value) is Role.LOSS else OUTPUT
+    return _KIND_OF_ROLE.get(role_of(value), BoxKind.OUTPUT)
 
 
 def kinds_of_nodes(graph: ir.Graph) -> dict[ir.Node, BoxKind]:
@@ -87,23 +75,23 @@ def kinds_of_nodes(graph: ir.Graph) -> dict[ir.Node, BoxKind]:
     kinds = {}
     for node in graph:
         if node in of_model:
-            kinds[node] = MODEL_NODE
+            kinds[node] = BoxKind.MODEL_NODE
         elif node in of_loss:
-            kinds[node] = LOSS_NODE
+            kinds[node] = BoxKind.LOSS_NODE
         elif updating.isdisjoint(values_read(node)):
-            kinds[node] = GRADIENT_NODE
+            kinds[node] = BoxKind.GRADIENT_NODE
         else:
-            kinds[node] = UPDATE_NODE
+            kinds[node] = BoxKind.UPDATE_NODE
             updating.update(node.outputs)
     order = {node: i for i, node in enumerate(graph)}
     for values in _next_by_owner(graph):
-        updates = [node for node in ancestors(values) if kinds[node] is UPDATE_NODE]
+        updates = [node for node in ancestors(values) if kinds[node] is BoxKind.UPDATE_NODE]
         front = {before for node in updates for before in _gradients_before(node, kinds)}
         # An update may read several values that depend on the gradient: the gradient is where their paths join.
         while len(front) > 1:
             last = max(front, key=order.__getitem__)
             front = front - {last} | _gradients_before(last, kinds)
-            kinds[last] = UPDATE_NODE
+            kinds[last] = BoxKind.UPDATE_NODE
     return kinds
 
 
@@ -122,7 +110,7 @@ def _outputs(graph: ir.Graph, *roles: Role | None) -> list[ir.Value]:
 
 
 def _gradients_before(node: ir.Node, kinds: Mapping[ir.Node, BoxKind]) -> set[ir.Node]:
-    return {before for before in node.predecessors() if kinds[before] is GRADIENT_NODE}
+    return {before for before in node.predecessors() if kinds[before] is BoxKind.GRADIENT_NODE}
 
 
 @dataclass(frozen=True)
@@ -179,22 +167,22 @@ class Drawing:
     def kinds(self) -> list[BoxKind]:
         """Return the kinds of boxes in the drawing, for the legend."""
         present = {box.kind for box in self.boxes}
-        return [kind for kind in KINDS if kind in present]
+        return [kind for kind in BoxKind if kind in present]
 
     def _frame(
         self, id: str, title: str, graph: ir.Graph, kinds: Mapping[ir.Node, BoxKind], owner: Box | None = None
     ) -> Frame:
         frame = Frame(id, title)
         for value in graph.inputs:
-            self._value(frame, BODY if owner else _kind_of_input(value), value)
+            self._value(frame, BoxKind.BODY if owner else _kind_of_input(value), value)
         for value in graph.initializers.values():
             if not value.is_graph_input() and _inside(value) is None:
-                self._value(frame, INITIALIZER, value)
+                self._value(frame, BoxKind.INITIALIZER, value)
         for node in graph:
             self._node(frame, node, kinds)
         inputs = {name_of(value): value for value in graph.inputs}
         for value in graph.outputs:
-            kind = BODY if owner else _kind_of_output(value, inputs)
+            kind = BoxKind.BODY if owner else _kind_of_output(value, inputs)
             box = self._box(frame, kind, name_of(value), [type_of(value)])
             self._edge(value, box)
             if owner is not None:
@@ -204,7 +192,7 @@ class Drawing:
     def _node(self, frame: Frame, node: ir.Node, kinds: Mapping[ir.Node, BoxKind]) -> None:
         if node.op_type == "Constant" and ir.convenience.get_const_tensor(node.outputs[0]) is not None:
             if _inside(node.outputs[0]) is None:
-                self._value(frame, INITIALIZER, node.outputs[0])
+                self._value(frame, BoxKind.INITIALIZER, node.outputs[0])
             return
         box = self._box(frame, kinds[node], operator_of(node), self._details(node))
         for x in node.inputs:

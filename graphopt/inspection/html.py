@@ -113,8 +113,7 @@ def line_chart(
         lines: the heights of each line by its name; None or a number that is not finite leaves a gap.
         logarithmic: draw heights on a logarithmic scale, if all are positive.
     """
-    heights = {name: [_finite(y) for y in line] for name, line in lines.items()}
-    drawn = [y for line in heights.values() for y in line if y is not None]
+    drawn = [y for line in lines.values() for y in line if y is not None and math.isfinite(y)]
     logarithmic = logarithmic and bool(drawn) and min(drawn) > 0
     chart = pygal.Line(
         title=title,
@@ -132,8 +131,8 @@ def line_chart(
     chart.x_labels_major = chart.x_labels[::every]
     if logarithmic:
         chart.y_labels = _ticks(min(drawn), max(drawn))
-    for name, line in heights.items():
-        chart.add(name, line)
+    for name, line in lines.items():
+        chart.add(name, [y if y is not None and math.isfinite(y) else None for y in line])
     return _svg(chart)
 
 
@@ -164,7 +163,3 @@ def _svg(chart: pygal.Graph) -> str:
 
 def _short(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float | int) else ""
-
-
-def _finite(y: float | None) -> float | None:
-    return y if y is not None and math.isfinite(y) else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from graphopt.errors import GraphoptError
@@ -34,7 +34,8 @@ def _dot(drawing: Drawing) -> Iterator[str]:
     for frame in drawing.frames:
         yield from _cluster(frame, "peripheries=0")
     for edge in drawing.edges:
-        label = f', label="{_escaped(edge.label)}"' if edge.label else ""
+        text = edge.label.replace("\\", "\\\\").replace('"', '\\"')
+        label = f', label="{text}"' if text else ""
         yield f"{edge.start} -> {edge.end} [style={'dashed' if edge.returned else 'solid'}{label}]"
     yield "}"
 
@@ -72,42 +73,34 @@ def _legend(kinds: list[BoxKind]) -> Iterator[str]:
             if kind.is_node is is_node:
                 style = ' style="rounded"' if not is_node else ""
                 yield f'<td border="1"{style} bgcolor="{kind.fill}" color="{kind.line}">'
-                yield f'<font point-size="10">{kind.name}</font></td>'
+                yield f'<font point-size="10">{kind.title}</font></td>'
         yield "</tr>"
     yield "</table>"
 
 
-def _escaped(text: str) -> str:
-    return text.replace("\\", "\\\\").replace('"', '\\"')
-
-
 def _mermaid(drawing: Drawing) -> Iterator[str]:
     """Return a drawing as a Mermaid flowchart (https://mermaid.js.org/syntax/flowchart.html)."""
-    kinds = {
-        kind: f"{'node' if kind.is_node else 'value'}_{kind.name.replace(' ', '_')}"
-        for kind in drawing.kinds()
-    }
     yield "flowchart TB"
-    legend = [Box(f"legend_{id}", kind, kind.name) for kind, id in kinds.items()]
-    yield from _subgraph(Frame("legend", "legend", legend), kinds, "LR")
+    legend = [Box(f"legend_{kind.name}", kind, kind.title) for kind in drawing.kinds()]
+    yield from _subgraph(Frame("legend", "legend", legend), "LR")
     for frame in reversed(drawing.frames):  # Mermaid draws them from right to left
-        yield from _subgraph(frame, kinds)
+        yield from _subgraph(frame)
     for edge in drawing.edges:
         label = f'|"{_entities(edge.label)}"|' if edge.label else ""
         yield f"{edge.start} {'-.->' if edge.returned else '-->'}{label} {edge.end}"
-    for kind, id in kinds.items():
-        yield f"classDef {id} fill:{kind.fill},stroke:{kind.line},color:#000"
+    for kind in drawing.kinds():
+        yield f"classDef {kind.name} fill:{kind.fill},stroke:{kind.line},color:#000"
 
 
-def _subgraph(frame: Frame, kinds: Mapping[BoxKind, str], direction: str = "TB") -> Iterator[str]:
+def _subgraph(frame: Frame, direction: str = "TB") -> Iterator[str]:
     yield f'subgraph {frame.id}["{_entities(frame.title) or " "}"]'
     yield f"direction {direction}"
     for box in frame.boxes:
         text = "<br/>".join([f"<b>{_entities(box.title)}</b>", *map(_entities, box.lines)])
         start, end = ("[", "]") if box.kind.is_node else ("(", ")")
-        yield f'{box.id}{start}"{text}"{end}:::{kinds[box.kind]}'
+        yield f'{box.id}{start}"{text}"{end}:::{box.kind.name}'
     for inner in frame.frames:
-        yield from _subgraph(inner, kinds)
+        yield from _subgraph(inner)
     yield "end"
     yield f"style {frame.id} fill:none,stroke:#adb5bd"
 

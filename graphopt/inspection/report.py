@@ -21,7 +21,7 @@ from graphopt.graph.memory import Memory, estimate
 from graphopt.graph.metadata import EXPORT_ANEW, RUNTIME, LeftOut, Misdeclared, Origin
 from graphopt.graph.operators import MICROSOFT
 from graphopt.graph.roles import FED, STATE, Role, role_of, with_role
-from graphopt.graph.values import name_of
+from graphopt.graph.values import is_floating, name_of
 from graphopt.inspection.plot import plot
 from graphopt.pipeline import Pipeline
 from graphopt.runtime.executor import Executor
@@ -112,12 +112,9 @@ def saved_by_kernels(model: ir.Model, opened: Callable[[bool], Executor], batch:
     rng = np.random.default_rng(0)
     feeds = {}
     for x in with_role(model, *FED):
-        spec = InputSpec(x)
-        shape = [batch if size is None else size for size in spec.shape or ()]
-        is_floating = np.issubdtype(spec.dtype, np.floating)
-        feeds[name_of(x)] = (rng.standard_normal(shape) if is_floating else np.zeros(shape)).astype(
-            spec.dtype
-        )
+        zeros = InputSpec(x).zeros({dim.value: batch for dim in x.shape or () if not isinstance(dim, int)})
+        noise = rng.standard_normal(zeros.shape).astype(zeros.dtype)
+        feeds[name_of(x)] = noise if is_floating(x) else zeros
     try:
         native, plain = medians([functools.partial(opened(kind).step, feeds) for kind in (True, False)])
     except GraphoptError as error:

@@ -34,6 +34,7 @@ Local = Callable[..., Value | float]
 F = TypeVar("F", bound=Callable[..., Any])
 
 RULES: dict[tuple[str, str], Rule] = {}
+EXPANSIONS: dict[str, Callable[..., Sequence[Value]]] = {}  # traced functions of the forward pass
 NO_GRADIENT: set[tuple[str, str]] = set()
 WITH_LOCAL_DERIVATIVES: set[tuple[str, str]] = set()
 UNIFORM: set[tuple[str, str]] = set()  # rules that accept one scalar as the gradient of all elements

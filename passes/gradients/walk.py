@@ -14,6 +14,7 @@ from graphopt.graph.schemas import full_attributes
 from graphopt.graph.traversal import ancestors, captured
 from graphopt.graph.values import dims_of, dtype_of, is_floating, like, name_of
 from passes.gradients.registry import (
+    EXPANSIONS,
     NO_GRADIENT,
     QUANTIZING,
     REFUSED,
@@ -82,9 +83,12 @@ def is_uniform(gradient: ir.Value) -> bool:
 
 def full(op: Emitter, gradient: ir.Value, x: ir.Value) -> ir.Value:
     """Return the gradient of `x` in the shape of `x`."""
-    if not is_uniform(gradient) or dims_of(x) == ():
-        return gradient
-    return like(op.Expand(gradient, op.shape_of(x)), x)
+    return spread(op, gradient, x) if is_uniform(gradient) else gradient
+
+
+def spread(op: Emitter, value: ir.Value, x: ir.Value) -> ir.Value:
+    """Broadcast `value` to the shape of `x`."""
+    return value if value.shape == x.shape else like(op.Expand(value, op.shape_of(x)), x)
 
 
 def _apply(op: Emitter, node: ir.Node, dys: list[Input], active: Active) -> Gradients:
@@ -269,6 +273,7 @@ def expansion(*op_types: str) -> Callable[[Callable[..., Sequence[ir.Value]]], R
             gradients = backward(op, part, seeds, wrt)
             return [gradients.pop(x, None) for x in inputs]
 
+        EXPANSIONS.update(dict.fromkeys(op_types, function))
         return rule(*op_types)(differentiated)
 
     return register

@@ -148,7 +148,7 @@ def _graph(step: ir.Model) -> str:
     rows = [(role.value, len(names), some(names)) for role, names in values.items()]
     nodes: dict[str, Counter[str]] = {}
     for node, kind in kinds_of_nodes(step.graph).items():
-        nodes.setdefault(kind.name, Counter())[node.op_type] += 1
+        nodes.setdefault(kind.title, Counter())[node.op_type] += 1
     purposes = [
         (name, sum(count.values()), ", ".join(f"{operator} {n}" for operator, n in count.most_common(8)))
         for name, count in nodes.items()

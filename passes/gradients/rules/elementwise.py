@@ -180,11 +180,9 @@ def dropout(
         return [dy]
     unmasked = further_output(node, 1, ir.DataType.BOOL, x.shape)
     share = 0.5 if ratio is None else op.Cast(1 - ratio, to=x.dtype)
-    return [
-        dy
-        * mask(op, unmasked, x)
-        / (share if known is not None else op.Where(training, share, op.CastLike(1.0, x)))
-    ]
+    if known is None:
+        share = op.Where(training, share, op.CastLike(1.0, x))
+    return [dy * mask(op, unmasked, x) / share]
 
 
 @expansion("QuantizeLinear")

@@ -11,9 +11,9 @@ from onnx_ir import Value
 
 from graphopt.errors import GraphoptError
 from graphopt.graph.emitter import Emitter, Input
-from graphopt.graph.values import constant_of, dims_of, dtype_of, like, rank
+from graphopt.graph.values import constant_number, dims_of, dtype_of, like, rank
 from passes.gradients.registry import Gradients, rule
-from passes.gradients.rules.shape import constant_size, gather, pads_of_all_axes, reshape_like
+from passes.gradients.rules.shape import constant_size, gather, indices_along, pads_of_all_axes, reshape_like
 
 
 @rule("MatMul")
@@ -148,13 +148,12 @@ def dft(
 
     An inverse onesided transform counts each frequency twice, except the first and the middle one.
     """
-    known = constant_of(axis)
-    at = int(known.item()) % rank(x) if known is not None else None
-    if axis is not None and at is None:
+    known = constant_number(axis)
+    if axis is not None and known is None:
         raise GraphoptError(
             f"DFT of {x.name!r}: its gradient needs a known axis, found a computed one: make it an initializer"
         )
-    at = rank(x) - 2 if at is None else at
+    at = rank(x) - 2 if known is None else int(known) % rank(x)
     size, halved = op.shape_of(x, at, at + 1), inverse and onesided
     n = size if length is None else op.Reshape(op.cast(length, ir.DataType.INT64), [1])
     if halved:
@@ -186,10 +185,8 @@ def stft(
 ) -> Gradients:
     """Transform, weight and gather the frames in reverse: add the gradient of each frame at its position."""
     size = op.Reshape(op.Shape(window) if length is None else op.cast(length, ir.DataType.INT64), [1])
-    starts = op.Range(0, op.Squeeze(op.Shape(dy, start=1, end=2)), 1) * op.Squeeze(
-        op.cast(step, ir.DataType.INT64)
-    )
-    at = op.Unsqueeze(starts, [1]) + op.Range(0, op.Squeeze(size), 1)
+    starts = indices_along(op, dy, 1, 1) * op.Squeeze(op.cast(step, ir.DataType.INT64))
+    at = starts + op.Range(0, op.Squeeze(size), 1)
     frames = op.Gather(x, at, axis=1)
     weights = window and op.Unsqueeze(window, [1])
     weighed = frames if weights is None else frames * weights

@@ -17,7 +17,7 @@ from graphopt.graph.emitter import Emitter, Input
 from graphopt.graph.inference import stand_in
 from graphopt.graph.values import dims_of, dtype_of, like
 from passes.gradients.rules.control_flow import KNOWN, SAVING, scan_over
-from passes.gradients.rules.shape import elements_along
+from passes.gradients.rules.shape import elements_along, indices_along
 from passes.gradients.walk import expansion, further_output
 
 Activation = Callable[[Any, Value], Value]
@@ -176,8 +176,7 @@ def _run(
 
     sequences = [turn(gates)]
     if lengths is not None:
-        count = op.Squeeze(op.Shape(gates, start=0, end=1), [0])
-        inside = op.Less(op.Unsqueeze(op.Range(0, count, 1), [1]), op.Unsqueeze(lengths, [0]))
+        inside = op.Less(indices_along(op, gates, 0, 1), op.Unsqueeze(lengths, [0]))
         mask = op.Cast(op.Unsqueeze(inside, [2]), to=gates.dtype)
         mask.shape = ir.Shape([*dims_of(gates)[:2], 1])
         sequences.append(mask)

@@ -7,7 +7,6 @@ z = (x - mean) / sqrt(variance + epsilon).
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,53 +16,20 @@ from onnx_ir import Node, Value
 from graphopt.errors import GraphoptError
 from graphopt.graph.emitter import Emitter, Input
 from graphopt.graph.metadata import BATCH_COUNT, BATCH_GRADIENT, OF_BATCH
-from graphopt.graph.values import constant_of, dims_of, dtype_of, like, rank
+from graphopt.graph.values import constant_of, dims_of, dtype_of, rank
 from passes.gradients.registry import UNIFORM, Active, Gradients, rule
 from passes.gradients.rules.elementwise import mask, nonzero
 from passes.gradients.rules.shape import reshape_like
-from passes.gradients.walk import further_output, is_uniform, zeros
+from passes.gradients.walk import further_output, is_uniform, spread, zeros
 
-
-@dataclass(frozen=True)
-class Along:
-    """Store the axes of a reduction of `x`: all axes if none are given, unless `noop` is set."""
-
-    op: Emitter
-    x: Value
-    axes: Input
-    noop: int
-
-    def sum(self, value: Value) -> Value:
-        """Sum along the axes and keep them."""
-        return self.op.ReduceSum(value, self.axes, keepdims=1, noop_with_empty_axes=self.noop)
-
-    def product(self, value: Value) -> Value:
-        """Multiply along the axes and keep them."""
-        return self.op.ReduceProd(value, self.axes, keepdims=1, noop_with_empty_axes=self.noop)
-
-    def count(self, y: Value) -> Value | float:
-        """Return the number of elements of `x` for each element of `y`."""
-        known = np.array([], np.int64) if self.axes is None else constant_of(self.axes)
-        if known is None:
-            return self.op.Cast(self.op.Size(self.x) / self.op.Size(y), to=self.x.dtype)
-        axes = known.tolist() or ([] if self.noop else range(rank(self.x)))
-        return self.op.count(self.x, axes)
-
-    def restore_axes(self, value: Value, keepdims: int) -> Value:
-        """Restore the reduced axes of a value in the shape of the reduction."""
-        whole = keepdims or self.axes is None or is_uniform(value)
-        return value if whole else self.op.Unsqueeze(value, self.axes)
-
-
-def spread(op: Emitter, value: Value, x: Value) -> Value:
-    """Broadcast `value` to the shape of `x`."""
-    return value if value.shape == x.shape else like(op.Expand(value, op.shape_of(x)), x)
+# What a rule needs to reduce as the operator does: its input `axes`, its `noop_with_empty_axes`, and `keepdims=1`.
+Along = dict[str, Any]
 
 
 def extreme(op: Emitter, x: Value, y: Value, dy: Value, along: Along) -> Value:
     """Split the gradient among equal extremes."""
     chosen = mask(op, op.Equal(x, y), x)
-    return chosen * (dy / along.sum(chosen))
+    return chosen * (dy / op.ReduceSum(chosen, **along))
 
 
 def product(op: Emitter, x: Value, y: Value, dy: Value, along: Along) -> Value:
@@ -74,16 +40,26 @@ def product(op: Emitter, x: Value, y: Value, dy: Value, along: Along) -> Value:
     """
     is_zero = op.Equal(x, 0.0)
     zero = mask(op, is_zero, x)
-    others = along.sum(zero) - zero
+    others = op.ReduceSum(zero, **along) - zero
     only = x * zero
-    zeros = mask(op, op.Equal(others, 0.0), x) + mask(op, op.Equal(others, 1.0), x) * (along.sum(only) - only)
+    zeros = mask(op, op.Equal(others, 0.0), x) + mask(op, op.Equal(others, 1.0), x) * (
+        op.ReduceSum(only, **along) - only
+    )
     factors = op.Where(is_zero, op.constant(1.0, like=x), x)
-    return dy * (along.product(factors) / factors * zeros)
+    return dy * (op.ReduceProd(factors, **along) / factors * zeros)
+
+
+def _mean(op: Emitter, x: Value, y: Value, dy: Value, along: Along) -> Value:
+    """Divide by the number of elements of `x` for each element of `y`."""
+    known = np.array([], np.int64) if along["axes"] is None else constant_of(along["axes"])
+    if known is None:
+        return dy / op.Cast(op.Size(x) / op.Size(y), to=x.dtype)
+    return dy / op.count(x, known.tolist() or ([] if along["noop_with_empty_axes"] else range(rank(x))))
 
 
 _REDUCTIONS: dict[str, Callable[..., Value]] = {
     "ReduceSum": lambda op, x, y, dy, along: dy,
-    "ReduceMean": lambda op, x, y, dy, along: dy / along.count(y),
+    "ReduceMean": _mean,
     "ReduceMax": extreme,
     "ReduceMin": extreme,
     "ReduceProd": product,
@@ -99,9 +75,10 @@ _REDUCTIONS: dict[str, Callable[..., Value]] = {
 def reduction(
     op: Emitter, dy: Value, x: Value, axes: Input = None, *, y: Value, node: Node, **how: Any
 ) -> Gradients:
-    along, keepdims = Along(op, x, axes, how["noop_with_empty_axes"]), how["keepdims"]
-    gradient = _REDUCTIONS[node.op_type]
-    dx = gradient(op, x, along.restore_axes(y, keepdims), along.restore_axes(dy, keepdims), along)
+    along = {"axes": axes, "keepdims": 1, "noop_with_empty_axes": how["noop_with_empty_axes"]}
+    if not how["keepdims"] and axes is not None:
+        y, dy = (value if is_uniform(value) else op.Unsqueeze(value, axes) for value in (y, dy))
+    dx = _REDUCTIONS[node.op_type](op, x, y, dy, along)
     return [dx if is_uniform(dx) else spread(op, dx, x)]
 
 

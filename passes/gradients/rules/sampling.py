@@ -21,7 +21,7 @@ from graphopt.graph.values import constant_of, dims_of, like, rank
 from passes.gradients.registry import Gradients, rule
 from passes.gradients.rules.elementwise import mask
 from passes.gradients.rules.linear import identity, transpose
-from passes.gradients.rules.shape import constant_size, elements_along, reshape_like
+from passes.gradients.rules.shape import constant_size, elements_along, indices_along, reshape_like
 from passes.gradients.rules.windows import window_of
 from passes.gradients.walk import expansion
 
@@ -108,17 +108,6 @@ def reflected(op: Emitter, position: Value, low: _Number, high: _Number) -> Valu
     return low + span - op.Abs(turn - span)
 
 
-def _numbers(op: Emitter, count: Value, *, axes: int) -> Value:
-    """Return 0, 1, 2, ... up to a count, with trailing axes of size 1."""
-    row: Value = op.Range(0, count, 1)
-    return op.Unsqueeze(row, [*range(1, 1 + axes)]) if axes else row
-
-
-def one_size(op: Emitter, x: Value, axis: int) -> Value:
-    """Return the size of an axis as a scalar."""
-    return op.Squeeze(op.shape_of(x, axis, axis + 1))
-
-
 @expansion("GridSample")
 def grid_sample(
     op: Emitter, x: Value, grid: Value, *, y: Value, mode: str, padding_mode: str, align_corners: int
@@ -134,7 +123,7 @@ def grid_sample(
             position = reflected(op, position, low, high)
         at.append(position)
         borders.append((low, high))
-    batch = _numbers(op, one_size(op, x, 0), axes=1)
+    batch = indices_along(op, x, 0, 1)
     terms = sampled(op, x, batch, at, mode, padding_mode, borders)
     total = op.Transpose(op.ReduceSum(terms, [*range(count)], keepdims=0), perm=[0, 2, 1])
     return [reshape_like(op, total, y)]
@@ -221,7 +210,7 @@ def max_roi_pool(
         step = op.Max(end - begin + 1, 1.0) / bins
         number = op.constant(np.arange(bins)[None], like=rois)
         first, last = begin + op.Floor(number * step), begin + op.Ceil((number + 1) * step)
-        pixel = op.Cast(op.Range(0, one_size(op, x, 2 + i), 1), to=rois.dtype)
+        pixel = op.Cast(indices_along(op, x, 2 + i), to=rois.dtype)
         first, last = op.Unsqueeze(first, [2]), op.Unsqueeze(last, [2])
         inside = op.And(op.GreaterOrEqual(pixel, first), op.Less(pixel, last))
         spread_over, axis = ([1, 2], 3) if i else ([1, 4], 2)
@@ -244,12 +233,12 @@ def deform_conv(
     parts = elements_along(op, op.Reshape(offset, op.Concat([-1, taps, count], out, axis=0)), count, 2)
     at = []
     for i, part in enumerate(parts):
-        first = window.strides[i] * _numbers(op, one_size(op, offset, 2 + i), axes=count - 1 - i)
+        first = window.strides[i] * indices_along(op, offset, 2 + i, count - 1 - i)
         start = first + op.constant(steps[i] * window.dilations[i] - window.begin[i])
         at.append(part + op.Cast(start, to=offset.dtype))
     channels = op.Concat([-1], op.shape_of(x, 1, 2) / groups["offset_group"], op.shape_of(x, 2), axis=0)
     grouped = op.Reshape(x, channels)
-    batch = _numbers(op, one_size(op, grouped, 0), axes=1 + count)
+    batch = indices_along(op, grouped, 0, 1 + count)
     pixels = op.ReduceSum(sampled(op, grouped, batch, at, padding="zeros"), [*range(count)], keepdims=0)
     if weights is not None:
         pixels = pixels * op.Reshape(weights, op.Concat([-1, taps], out, [1], axis=0))

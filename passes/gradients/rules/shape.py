@@ -34,6 +34,12 @@ def elements_along(op: Emitter, x: Value, count: int, axis: int) -> list[Value]:
     return [op.Squeeze(part, [axis]) for part in parts]
 
 
+def indices_along(op: Emitter, x: Value, axis: int, trailing: int = 0) -> Value:
+    """Return the indices of an axis, 0, 1, 2, ..., with trailing axes of size 1."""
+    row: Value = op.Range(0, op.Squeeze(op.shape_of(x, axis, axis + 1)), 1)
+    return op.Unsqueeze(row, [*range(1, 1 + trailing)]) if trailing else row
+
+
 def constant_size(*sizes: int) -> int:
     """Return the number of elements of a constant of given sizes, which a model's file may make arbitrarily large."""
     count = math.prod(int(size) for size in sizes)
@@ -240,15 +246,15 @@ def scattered(
     op: Emitter, dy: Value, x: Value, indices: Value, updates: Value, *, y: Value, node: Node, reduction: str
 ) -> Gradients:
     """Pass no gradient to replaced elements, split it among equal extremes, and multiply it by the other factors."""
-    of_elements = node.op_type == "ScatterElements"
-    along = {"axis": node.attributes.get_int("axis", 0)} if of_elements else {}
+    write, read, along = op.ScatterND, op.GatherND, {}
+    if node.op_type == "ScatterElements":
+        write, read = op.ScatterElements, op.GatherElements
+        along = {"axis": node.attributes.get_int("axis", 0)}
 
     def scatter(base: Value, values: Value, reduction: str = "none") -> Value:
-        write = op.ScatterElements if of_elements else op.ScatterND
         return like(write(base, indices, values, **along, reduction=reduction), x)
 
     def gather(values: Value) -> Value:
-        read = op.GatherElements if of_elements else op.GatherND
         return like(read(values, indices, **along), updates)
 
     if reduction == "none":
@@ -291,10 +297,7 @@ def tensor_scatter(
     """Pass no gradient to the overwritten part of the cache, which starts at a separate position for each row."""
     dx = op.TensorScatter(dy, zeros(op, update), start, axis=axis, mode=mode)
     axis %= rank(x)
-    size = op.Squeeze(op.Shape(update, start=axis, end=axis + 1))
-    at: Value = op.Range(0, size, 1)
-    if axis + 1 < rank(x):
-        at = op.Unsqueeze(at, [*range(1, rank(x) - axis)])
+    at = indices_along(op, update, axis, rank(x) - axis - 1)
     if start is not None:
         at = at + op.Unsqueeze(start, [*range(1, rank(x))])
     if mode == "circular":

@@ -20,9 +20,9 @@ from graphopt.graph.emitter import Emitter, Input
 from graphopt.graph.values import constant_of, dims_of, like, rank
 from passes.gradients.registry import Gradients, rule
 from passes.gradients.rules.elementwise import mask, nonzero
-from passes.gradients.rules.reduction import Along, extreme, spread
+from passes.gradients.rules.reduction import extreme
 from passes.gradients.rules.shape import constant_size, positions, reshape_like, scatter_back
-from passes.gradients.walk import further_output
+from passes.gradients.walk import further_output, spread
 
 
 @dataclass(frozen=True)
@@ -66,14 +66,18 @@ def window_of(x: Value, node: Node, w: Input = None, auto_pad: str = "") -> Wind
     return halved(window, np.array(totals), auto_pad)
 
 
+def unknown_sizes(what: str, x: Value) -> GraphoptError:
+    """Return the error for a rule that needs more than `x` declares."""
+    return GraphoptError(
+        f"{what} known spatial sizes, found {x.name!r} of shape {x.shape}: declare its shape"
+    )
+
+
 def _same(x: Value, size: int | ir.SymbolicDim, extent: int, stride: int) -> int:
     if stride == 1:
         return extent - 1
     if not isinstance(size, int):
-        raise GraphoptError(
-            f"SAME padding with strides needs known spatial sizes, found {x.name!r} of shape {x.shape}: declare its "
-            f"shape"
-        )
+        raise unknown_sizes("SAME padding with strides needs", x)
     return max((-(-size // stride) - 1) * stride + extent - size, 0)
 
 
@@ -175,10 +179,7 @@ def conv_transpose(
     if "output_shape" in node.attributes or auto_pad.startswith("SAME"):
         sizes, total = dims_of(x)[2:], dims_of(dy)[2:]
         if not all(isinstance(size, int) for size in (*sizes, *total)):
-            raise GraphoptError(
-                f"the pads of a ConvTranspose need known spatial sizes, found {x.name!r} of shape {x.shape}: "
-                f"declare its shape"
-            )
+            raise unknown_sizes("the pads of a ConvTranspose need", x)
         window = halved(window, np.maximum(cropped(window, sizes, total, more), 0), auto_pad)
     dx = op.Conv(dy, w, **window.geometry, group=group)
     if any(size >= stride for size, stride in zip(more, window.strides, strict=True)):
@@ -233,9 +234,9 @@ def max_pool(op: Emitter, dy: Value, x: Value, *, y: Value, node: Node, ceil_mod
 
 def maxima(op: Emitter, node: Node, x: Value) -> Value:
     """Return the position in `x` of each maximum, the second output of MaxPool in row-major order."""
-    attributes = {name: value for name, value in node.attributes.items() if name != "storage_order"}
-    if len(attributes) == len(node.attributes) or not node.attributes["storage_order"].as_int():
+    if not node.attributes.get_int("storage_order", 0):
         return further_output(node, 1, ir.DataType.INT64, node.outputs[0].shape)
+    attributes = {name: value for name, value in node.attributes.items() if name != "storage_order"}
     positions: Value = op.MaxPool(x, **attributes, _outputs=2)[1]
     return positions
 
@@ -294,7 +295,10 @@ def divisor(
     counts = []
     for i, (size, windows) in enumerate(zip(dims_of(x)[2:], dims_of(dy)[2:], strict=True)):
         if not isinstance(size, int) or not isinstance(windows, int):
-            return taps * _share_inside(op, window, x, ceil_mode)
+            if ceil_mode:
+                raise unknown_sizes("AveragePool with ceil_mode needs", x)
+            ones = op.Expand(op.constant(1.0, like=x), op.Concat([1, 1], op.shape_of(x, 2), axis=0))
+            return taps * average(op, window, ones)  # each window's share inside `x`
         before, after = (window.begin[i], window.end[i]) if count_include_pad else (0, 0)
         constant_size(windows, window.kernel[i])
         first = np.arange(windows)[:, None] * window.strides[i] - window.begin[i]
@@ -304,37 +308,13 @@ def divisor(
     return op.constant(functools.reduce(np.multiply.outer, counts).tolist(), like=dy)
 
 
-def _share_inside(op: Emitter, window: Window, x: Value, ceil_mode: int) -> Value:
-    """Return the share of each window that lies inside `x`, whose sizes are only known at run time."""
-    if ceil_mode:
-        raise GraphoptError(
-            f"AveragePool with ceil_mode needs known spatial sizes, found {x.name!r} of shape {x.shape}: declare "
-            f"its shape"
-        )
-    ones = op.Expand(op.constant(1.0, like=x), op.Concat([1, 1], op.shape_of(x, 2), axis=0))
-    return average(op, window, ones)
-
-
-@rule("LpPool")
+@rule("LpPool", "GlobalLpPool")
 def lp_pool(op: Emitter, dy: Value, x: Value, *, y: Value, node: Node, p: int) -> Gradients:
     """Differentiate y = (sum |x|^p)^(1/p): dx = sign(x) |x|^(p-1) y^(1-p) dy, and 0 if all elements are 0."""
-    window = window_of(x, node)
-    return [signed_power(op, x, p - 1.0) * spread_window(op, window, _per_norm(op, dy, y, p), x)]
-
-
-@rule("GlobalLpPool")
-def global_lp_pool(op: Emitter, dy: Value, x: Value, *, y: Value, p: int) -> Gradients:
-    return [signed_power(op, x, p - 1.0) * _per_norm(op, dy, y, p)]
-
-
-def _per_norm(op: Emitter, dy: Value, y: Value, p: int) -> Value:
-    """Return dy y^(1-p)."""
-    return dy * op.Pow(nonzero(op, y), op.constant(1.0 - p, like=y))
-
-
-def signed_power(op: Emitter, x: Value, exponent: float) -> Value:
-    """Return sign(x) |x|^exponent."""
-    return op.Sign(x) * op.Pow(op.Abs(x), op.constant(exponent, like=x))
+    share = dy * op.Pow(nonzero(op, y), op.constant(1.0 - p, like=y))
+    if node.op_type == "LpPool":
+        share = spread_window(op, window_of(x, node), share, x)
+    return [op.Sign(x) * op.Pow(op.Abs(x), op.constant(p - 1.0, like=x)) * share]
 
 
 @rule("GlobalAveragePool")
@@ -344,10 +324,8 @@ def global_average_pool(op: Emitter, dy: Value, x: Value) -> Gradients:
 
 @rule("GlobalMaxPool")
 def global_max_pool(op: Emitter, dy: Value, x: Value, *, y: Value) -> Gradients:
-    if rank(x) == 2:
-        return [dy]
-    axes = op.constant(list(range(2, rank(x))))
-    return [extreme(op, x, y, dy, Along(op, x, axes, noop=0))]
+    axes = op.constant(np.arange(2, rank(x)))
+    return [extreme(op, x, y, dy, {"axes": axes, "keepdims": 1, "noop_with_empty_axes": 1})]
 
 
 @rule("MaxUnpool")
