@@ -78,6 +78,7 @@ def keywords_of(
     def shown(function: Any) -> Any:
         own = inspect.signature(function)
         fields = inspect.signature(options).parameters.values()
+        function.Options = options  # explains the options to the command
         function.__signature__ = own.replace(parameters=[*list(own.parameters.values())[:-1], *fields])
         return function
 

@@ -33,16 +33,16 @@ PathLike = str | os.PathLike[str]
 class FitOptions:
     """Hold the options of `fit`, whose docstring explains them."""
 
-    epochs: int = within("[1, inf)", 20)
+    epochs: int = within("[1, inf)", 20, kw_only=True)
     steps_per_epoch: int | None = None
-    batch_size: int = within("[1, inf)", 32)
+    batch_size: int = within("[1, inf)", 32, kw_only=True)
     shuffle: Shuffle = True
-    seed: int = within("[0, inf)", 0)
+    seed: int = within("[0, inf)", 0, kw_only=True)
     validation: float | Data | None = 0.2
-    validation_every: int = within("[1, inf)", 1)
+    validation_every: int = within("[1, inf)", 1, kw_only=True)
     metrics: Sequence[Wanted] | None = None
     allow_nan: bool = False
-    prefetch: int | None = within("[0, inf)", None, whole=True)
+    prefetch: int | None = within("[0, inf)", None, whole=True, kw_only=True)
     callbacks: Sequence[Callback] = ()
     checkpoint: Checkpoints | PathLike | None = None
     resume: bool | PathLike = False
