@@ -316,10 +316,9 @@ def find(path: str | os.PathLike[str]) -> Path:
     for place in (folder, folder / "checkpoints"):
         if (place / _MANIFEST).is_file():
             return place
-        if place.is_dir() and any(place.glob("step-*")):
-            newest = Checkpoints(place).newest()
-            if newest is not None:
-                return newest.path
+        newest = Checkpoints(place).newest()
+        if newest is not None:
+            return newest.path
     raise GraphoptError(
         f"resume={os.fspath(path)}: expected a checkpoint or a run's folder with one, found none"
     )

@@ -312,12 +312,10 @@ def named(wanted: Wanted) -> tuple[str, Metric]:
                 f"metrics: expected a name that records do not have, found {name!r}: rename it"
             )
         return name, Collected(lambda batch: (batch.target, batch.predicted), wanted, tuple(DEFAULTS))
-    known_as: Any = wanted
-    options: Any = None
-    if isinstance(wanted, Mapping):
-        if len(wanted) != 1:
-            raise GraphoptError(f"metrics: expected one name with its options, found {dict(wanted)}")
-        ((known_as, options),) = wanted.items()
+    chosen: Mapping[str, Any] = wanted if isinstance(wanted, Mapping) else {wanted: None}
+    if len(chosen) != 1:
+        raise GraphoptError(f"metrics: expected one name with its options, found {dict(chosen)}")
+    ((known_as, options),) = chosen.items()
     if known_as not in METRICS:
         raise GraphoptError(_nearest("metric", str(known_as), METRICS))
     kind, options = METRICS[known_as], {} if options is None else options
@@ -393,18 +391,13 @@ def metrics(
 
     Each of the `wanted` metrics has to be defined for a target.
     """
-    chosen: dict[str, tuple[str, Metrics]] = {}
-    tasks = []
-    for name, value in inputs.items():
-        spec = TargetSpec.read(value) if role_of(value) is Role.TARGET else None
-        if spec is not None:
-            chosen[name] = spec.output, Metrics(spec, wanted)
-            tasks.append(spec.task)
+    specs = {name: TargetSpec.read(x) for name, x in inputs.items() if role_of(x) is Role.TARGET}
+    tasks = list(dict.fromkeys(spec.task for spec in specs.values() if spec))
     for name, metric in map(named, wanted or ()):
         if not any(task in metric.tasks for task in tasks):
-            found = " and ".join(dict.fromkeys(tasks)) or "no target that a loss compares"
+            found = " and ".join(tasks) or "no target that a loss compares"
             raise GraphoptError(f"metrics: {name}: expected {' or '.join(metric.tasks)}, found {found}")
-    return chosen
+    return {name: (spec.output, Metrics(spec, wanted)) for name, spec in specs.items() if spec}
 
 
 def weighted_r2(predicted: np.ndarray, target: np.ndarray, weights: np.ndarray | None) -> float:
