@@ -247,7 +247,8 @@ def test_a_second_fit_keeps_the_executor_and_starts_anew() -> None:
     executor, losses = ours._running(), ours.loss_curve_
     assert ours.fit(X_IRIS, Y_IRIS)._running() is executor
     np.testing.assert_allclose(ours.loss_curve_, losses, rtol=1e-12)
-    assert ours.fit(X_IRIS[:, :2], Y_IRIS)._running() is not executor
+    assert ours.fit(X_IRIS.astype(np.float32), Y_IRIS)._running() is not executor
+    ours.fit(X_IRIS[:, :2], Y_IRIS)
     theirs = MLPClassifier(**OPTIONS).fit(X_IRIS[:, :2], Y_IRIS)
     np.testing.assert_allclose(ours.loss_curve_, theirs.loss_curve_, rtol=1e-6)
 

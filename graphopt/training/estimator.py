@@ -126,9 +126,8 @@ class Estimator:
             before = self._kept or {} if self._executor is None else self._executor.state
             executor = structure.executor()
             state = executor.state
-            executor.update_state(
-                {name: x for name, x in before.items() if name in state and x.shape == state[name].shape}
-            )
+            fitting = (name for name, x in before.items() if name in state and _alike(x, state[name]))
+            executor.update_state({name: before[name] for name in fitting})
             self._initial = state, dict(executor.hyperparameters)
             self._structure, self._executor, self._kept = structure, executor, None
         return self._executor
@@ -387,6 +386,10 @@ def probabilities_of(loss: Any, output: np.ndarray) -> np.ndarray:
         return probabilities
     columns = probabilities.reshape(len(output), -1)
     return columns if columns.shape[1] > 1 else np.concatenate([1 - columns, columns], axis=1)
+
+
+def _alike(x: np.ndarray, y: np.ndarray) -> bool:
+    return (x.dtype, x.shape) == (y.dtype, y.shape)
 
 
 def _fields(options: Any) -> dict[str, Any]:
