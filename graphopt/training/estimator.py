@@ -108,8 +108,9 @@ class Estimator:
         return self
 
     def __repr__(self) -> str:
-        default = {option.name: option.default for option in dataclasses.fields(self)} | {"model": self.model}  # type: ignore[arg-type]
-        changed = [f"{name}={x!r}" for name, x in _fields(self).items() if x is not default[name]]
+        default = {option.name: repr(option.default) for option in dataclasses.fields(self)}  # type: ignore[arg-type]
+        shown = {name: repr(value) for name, value in _fields(self).items() if name != "model"}
+        changed = [f"{name}={text}" for name, text in shown.items() if text != default[name]]
         return f"{type(self).__name__}({', '.join(changed)})"
 
     def __getstate__(self) -> dict[str, Any]:
