@@ -48,17 +48,16 @@ def resolve_inherited_fields() -> None:
                     init.__annotations__ |= {
                         name: hint for name, hint in hints.items() if name in init.__annotations__
                     }
-            elif (
-                isinstance(member, type)
-                and "__init__" in vars(member)
-                and isinstance(getattr(member, "Options", None), type)
-            ):
-                hints = typing.get_type_hints(member.Options)
-                shown = inspect.signature(member.__init__)
-                typed = [
-                    x.replace(annotation=hints.get(x.name, x.annotation)) for x in shown.parameters.values()
-                ]
-                member.__init__.__signature__ = shown.replace(parameters=typed)
+            elif isinstance(getattr(member, "Options", None), type):
+                function = vars(member).get("__init__") if isinstance(member, type) else member
+                if function is not None:
+                    hints = typing.get_type_hints(member.Options)
+                    shown = inspect.signature(function)
+                    typed = [
+                        x.replace(annotation=hints.get(x.name, x.annotation))
+                        for x in shown.parameters.values()
+                    ]
+                    function.__signature__ = shown.replace(parameters=typed)
 
 
 if __name__ == "__main__":

@@ -234,6 +234,25 @@ def test_passes_in_place_of_names() -> None:
     assert ours.fit(X_IRIS, Y_IRIS).score(X_IRIS, Y_IRIS) > 0.8
 
 
+def test_fields_of_passes_are_options() -> None:
+    ours = graphopt.OnnxClassifier(solver=passes.AdamW(0.01), **OPTIONS)
+    assert ours.get_params()["solver__learning_rate"] == 0.01
+    assert ours.set_params(solver__learning_rate=0.1).solver == passes.AdamW(0.1)
+    with pytest.raises(graphopt.GraphoptError, match="unknown option 'solver__rate'"):
+        ours.set_params(solver__rate=0.1)
+
+
+def test_a_second_fit_keeps_the_executor_and_starts_anew() -> None:
+    ours = graphopt.OnnxClassifier(**OPTIONS).fit(X_IRIS, Y_IRIS)
+    executor, losses = ours._running(), ours.loss_curve_
+    assert ours.fit(X_IRIS, Y_IRIS)._running() is executor
+    np.testing.assert_allclose(ours.loss_curve_, losses, rtol=1e-12)
+    assert ours.fit(X_IRIS.astype(np.float32), Y_IRIS)._running() is not executor
+    ours.fit(X_IRIS[:, :2], Y_IRIS)
+    theirs = MLPClassifier(**OPTIONS).fit(X_IRIS[:, :2], Y_IRIS)
+    np.testing.assert_allclose(ours.loss_curve_, theirs.loss_curve_, rtol=1e-6)
+
+
 def test_a_model_of_another_size_is_one_line() -> None:
     with pytest.raises(
         graphopt.GraphoptError, match=r"^model: expected an output for each of 3 labels, found 5"
@@ -290,7 +309,7 @@ def test_searches_pipelines_and_clones() -> None:
         cross_val_score(pipeline, X, y, cv=3), cross_val_score(theirs, X, y, cv=3), atol=1e-9
     )
     assert clone(network).get_params() == network.get_params()
-    assert "OnnxClassifier(max_iter=8, random_state=0)" in repr(network).replace("\n", " ")
+    assert repr(clone(network)) == repr(network) == "OnnxClassifier(max_iter=8, random_state=0)"
 
 
 @pytest.mark.slow

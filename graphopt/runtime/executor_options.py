@@ -11,7 +11,9 @@ from graphopt.errors import GraphoptError
 from graphopt.runtime.device import Device, DeviceOptions
 
 P = ParamSpec("P")
+R = TypeVar("R")
 S = TypeVar("S")
+U = TypeVar("U")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -70,13 +72,14 @@ class ExecutorOptions(DeviceOptions):
 
 def keywords_of(
     options: Callable[P, object],
-) -> Callable[[Callable[Concatenate[Any, S, ...], None]], Callable[Concatenate[Any, S, P], None]]:
-    """Show the fields of a dataclass in place of `**options` in the signature of `__init__(self, step, **options)`."""
+) -> Callable[[Callable[Concatenate[S, U, ...], R]], Callable[Concatenate[S, U, P], R]]:
+    """Show the fields of a dataclass in place of `**options` in the signature of a function of two other arguments."""
 
-    def shown(initializer: Any) -> Any:
-        own = list(inspect.signature(initializer).parameters.values())[:-1]
+    def shown(function: Any) -> Any:
+        own = inspect.signature(function)
         fields = inspect.signature(options).parameters.values()
-        initializer.__signature__ = inspect.Signature([*own, *fields])
-        return initializer
+        function.Options = options  # explains the options to the command
+        function.__signature__ = own.replace(parameters=[*list(own.parameters.values())[:-1], *fields])
+        return function
 
     return shown

@@ -16,6 +16,7 @@ import warnings
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,22 @@ class Checkpoint:
     arrays: Mapping[str, np.ndarray]
     progress: Mapping[str, Any]
 
+    def check(self, identity: Mapping[str, Any], environment: Mapping[str, Any]) -> None:
+        """Raise an error if this is the checkpoint of another graph or of other data; warn of another environment."""
+        for name, value in identity.items():
+            found = self.progress.get(name)
+            if found != value:
+                what = "the checkpoint of another training graph" if name == "graph" else f"{name} {found}"
+                raise GraphoptError(f"{self.path}: expected {name} {value} as in this run, found {what}")
+        for name, value in environment.items():
+            found = self.progress["environment"].get(name)
+            if found != value:
+                warnings.warn(
+                    f"{self.path}: written with {name} {found}, continues with {value}: results may differ in their "
+                    "last bits",
+                    stacklevel=4,
+                )
+
 
 @dataclass
 class Checkpoints:
@@ -83,8 +100,6 @@ class Checkpoints:
     Raises:
         GraphoptError: an option is wrong.
 
-    >>> import numpy
-    >>> from graphopt import models
     >>> step = graphopt.compile(models.linear((1,), 1), loss=passes.MeanSquaredError(), optimizer=passes.SGD(0.1))
     >>> X = numpy.linspace(-1, 1, 40, dtype=numpy.float32)[:, None]
     >>> data = {"x": X, "target": 2 * X + 1}
@@ -122,11 +137,7 @@ class Checkpoints:
         self.saved: tuple[int, ...] | None = None  # the position of the latest checkpoint
 
     def prepare(self) -> None:
-        """Make the folder, and remove what an interrupted process has left there.
-
-        Raises:
-            GraphoptError: the folder cannot be made or written to.
-        """
+        """Make the folder, or raise an error; remove what an interrupted process has left there."""
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             tempfile.TemporaryFile(dir=self._folder).close()  # raises an error if the folder is read-only
@@ -159,12 +170,15 @@ class Checkpoints:
 
     def best_of(self, record: Mapping[str, Any]) -> float | None:
         """Return the measure of an epoch if it is among the best so far, otherwise None."""
-        value = record.get(self.best) if self.best and self.keep_best else None
+        value = record.get(self.best) if self.best else None
         if not isinstance(value, int | float) or not math.isfinite(value):
             return None
-        best = sorted(self._values.values(), reverse=self._larger)[: self.keep_best]
-        is_best = len(best) < self.keep_best or (value > best[-1] if self._larger else value < best[-1])
-        return value if is_best else None
+        return value if "" in self._ranked({**self._values, "": value}) else None
+
+    def _ranked(self, values: Mapping[str, float]) -> dict[str, float]:
+        """Return the best values, the best one first; of equal ones, those that are there already."""
+        ranked = sorted(values.items(), key=itemgetter(1), reverse=self._larger)
+        return dict(ranked[: self.keep_best])
 
     def save(
         self,
@@ -174,11 +188,10 @@ class Checkpoints:
         progress: Mapping[str, Any],
         best: float | None,
     ) -> None:
-        """Start to write a checkpoint; the one before is complete.
+        """Start to write copies that nobody changes, as a checkpoint; the one before is complete.
 
         Args:
             position: the number of steps, with what else distinguishes two positions of a run.
-            state, arrays: copies that nobody changes.
             best: the value of the measure, if this checkpoint is among the best.
         """
         self._saved_at, self.saved = time.monotonic(), position
@@ -190,11 +203,7 @@ class Checkpoints:
         self._writing = self._thread.submit(self._write, checkpoint, values)
 
     def finished(self, *, wait: bool = False) -> Path | None:
-        """Return the folder of a checkpoint that has been written since the last call; warn if it could not be.
-
-        Args:
-            wait: wait for one that is being written.
-        """
+        """Return the folder of a checkpoint that has been written since the last call; warn if it could not be."""
         if self._writing is None or not (wait or self._writing.done()):
             return None
         try:
@@ -204,11 +213,7 @@ class Checkpoints:
             return None
 
     def wait(self) -> Path | None:
-        """Wait until the checkpoint that is being written is complete, and return its folder.
-
-        Raises:
-            GraphoptError: it could not be written; checkpoints from before stay as they are.
-        """
+        """Wait for the checkpoint that is being written, and return its folder; raise an error if it is not written."""
         writing, self._writing = self._writing, None
         if writing is None:
             return None
@@ -221,11 +226,8 @@ class Checkpoints:
 
     def newest(self) -> Checkpoint | None:
         """Return the newest checkpoint that is whole, or None; warn of newer ones that are damaged."""
-        first = _pointer(self._folder / NEWEST)
-        paths = sorted(self._folder.glob("step-*"), reverse=True)
-        for path in sorted(
-            paths, key=lambda path: path.name != first
-        ):  # stable: the pointer's, then the newest
+        first, paths = _pointer(self._folder / NEWEST), self._folder.glob("step-*")
+        for path in sorted(paths, key=lambda path: (path.name == first, path.name), reverse=True):
             try:
                 return read(path)
             except GraphoptError as error:
@@ -241,8 +243,7 @@ class Checkpoints:
         start = time.thread_time()
         target = checkpoint.path
         temporary = _hidden(target)
-        ranked = sorted(values, key=lambda saved: values[saved], reverse=self._larger)[: self.keep_best]
-        values = {saved: values[saved] for saved in ranked}
+        values = self._ranked(values)
         contents = {
             _STATE: state_bytes(checkpoint.state),
             _PROGRESS: json.dumps({**checkpoint.progress, "best_values": values}, indent=1).encode(),
@@ -262,8 +263,8 @@ class Checkpoints:
             _rename(temporary, target)
             _flush(self._folder)
             _point(self._folder / NEWEST, target.name)
-            if ranked:
-                _point(self._folder / BEST, ranked[0])
+            if values:
+                _point(self._folder / BEST, next(iter(values)))
             self._values = values
             names = sorted(path.name for path in self._folder.glob("step-*") if _FOLDER.fullmatch(path.name))
             names = [name for name in names if name <= target.name] + [target.name]
@@ -276,11 +277,7 @@ class Checkpoints:
 
 
 def read(path: str | os.PathLike[str]) -> Checkpoint:
-    """Return the contents of a checkpoint.
-
-    Raises:
-        GraphoptError: it is missing, incomplete or damaged.
-    """
+    """Return the contents of a checkpoint; raise an error if it is missing, incomplete or damaged."""
     folder = Path(path)
     try:
         sums = json.loads((folder / _MANIFEST).read_text(encoding="utf-8"))["sha256"]
@@ -304,32 +301,24 @@ def from_first(communicator: Communicator, checkpoint: Checkpoint | None) -> Che
     """Return the checkpoint of the first worker, whose disk the others need not share."""
     if communicator.size == 1:
         return checkpoint
-    about, contents = None, [b"", b""]
-    if checkpoint is not None:
-        about = [str(checkpoint.path), checkpoint.progress]
-        contents = [state_bytes(checkpoint.state), state_bytes(checkpoint.arrays)]
-    contents = [communicator.gather(content)[0] for content in contents]
-    about = communicator.gather_json(about)[0]
+    parts = ({}, {}) if checkpoint is None else (checkpoint.state, checkpoint.arrays)
+    state, arrays = (communicator.gather(state_bytes(part))[0] for part in parts)
+    about = communicator.gather_json(checkpoint and [str(checkpoint.path), checkpoint.progress])[0]
     if communicator.leads or about is None:
         return checkpoint
-    state, arrays = map(safetensors.numpy.load, contents)
-    return Checkpoint(Path(about[0]), state, arrays, about[1])
+    load = safetensors.numpy.load
+    return Checkpoint(Path(about[0]), load(state), load(arrays), about[1])
 
 
 def find(path: str | os.PathLike[str]) -> Path:
-    """Return the checkpoint that a path names: itself, or the newest one in it or in its folder `checkpoints`.
-
-    Raises:
-        GraphoptError: there is none.
-    """
+    """Return the checkpoint that a path names: itself, or the newest one in it or in its folder `checkpoints`."""
     folder = Path(path)
     for place in (folder, folder / "checkpoints"):
         if (place / _MANIFEST).is_file():
             return place
-        if place.is_dir() and any(place.glob("step-*")):
-            newest = Checkpoints(place).newest()
-            if newest is not None:
-                return newest.path
+        newest = Checkpoints(place).newest()
+        if newest is not None:
+            return newest.path
     raise GraphoptError(
         f"resume={os.fspath(path)}: expected a checkpoint or a run's folder with one, found none"
     )

@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import functools
 import math
-from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar, cast
@@ -38,7 +37,7 @@ FEATURES = "X"
 # scikit-learn's schedules, and the classes of `passes` that implement them
 SCHEDULES = {"constant": None, "adaptive": None, "invscaling": "InverseScaling", "optimal": "Optimal"}
 
-_Self = TypeVar("_Self", bound="Trainer")
+_Self = TypeVar("_Self", bound="Estimator")
 
 CHUNK = 1024  # how many are predicted at a time
 _SHARED = 2**22  # bytes of a model up to which its training graph is cached for other estimators
@@ -75,15 +74,44 @@ _shared = functools.lru_cache(32)(_compiled)
 class Estimator:
     """Keep an executor through changes of options, and its state through pickling.
 
-    All attributes are of the class, because scikit-learn expects __init__ to set its arguments only.
+    A subclass is a dataclass, whose fields are the options. All attributes are of the class, because scikit-learn
+    expects __init__ to set its arguments only.
     """
 
     model: Source | None
     _structure: Structure | None = None
     _executor: Executor | None = None
     _kept: Mapping[str, np.ndarray] | None = None  # the state of an estimator that was pickled
+    _initial: tuple[Mapping[str, np.ndarray], Mapping[str, Any]] = ({}, {})  # state and hyperparameters
 
-    _transient: ClassVar[Sequence[str]] = ("_executor",)  # what pickling leaves out
+    _transient: ClassVar[Sequence[str]] = ("_executor", "_initial")  # what pickling leaves out
+
+    def get_params(self, deep: bool = True) -> dict[str, Any]:
+        """Return the options by name; with `deep`, also those of passes, such as `optimizer__learning_rate`."""
+        params = _fields(self)
+        for name, step in list(params.items() if deep else ()):
+            if dataclasses.is_dataclass(step):
+                params |= {f"{name}__{field}": value for field, value in _fields(step).items()}
+        return params
+
+    def set_params(self: _Self, **params: Any) -> _Self:
+        """Set options by name, including those of passes such as `optimizer__learning_rate`; return the estimator.
+
+        Raises:
+            GraphoptError: an option is unknown.
+        """
+        for name, value in params.items():
+            if name not in self.get_params():
+                raise GraphoptError(unknown("option", name, self.get_params()))
+            own, _, field = name.partition("__")
+            setattr(self, own, dataclasses.replace(getattr(self, own), **{field: value}) if field else value)
+        return self
+
+    def __repr__(self) -> str:
+        default = {option.name: repr(option.default) for option in dataclasses.fields(self)}  # type: ignore[arg-type]
+        shown = {name: repr(value) for name, value in _fields(self).items() if name != "model"}
+        changed = [f"{name}={text}" for name, text in shown.items() if text != default[name]]
+        return f"{type(self).__name__}({', '.join(changed)})"
 
     def __getstate__(self) -> dict[str, Any]:
         state = {name: value for name, value in vars(self).items() if name not in self._transient}
@@ -91,16 +119,19 @@ class Estimator:
             state["model"] = ir.to_proto(self.model)
         return state if self._executor is None else {**state, "_kept": self._executor.state}
 
-    def _use(self, structure: Structure, executor: Executor, state: Mapping[str, np.ndarray]) -> Executor:
-        """Train with an executor from now on; continue from a state as far as its graph has one of the same name."""
-        known = executor.state
-        executor.update_state({name: array for name, array in state.items() if name in known})
-        self._structure, self._executor, self._kept = structure, executor, None
-        return executor
-
-    @abstractmethod
-    def _running(self) -> Executor:
-        """Return the executor; open it for an estimator that was pickled."""
+    def _running(self, structure: Structure | None = None) -> Executor:
+        """Return the executor of a structure, or of the last one; a new executor continues the state, where it fits."""
+        structure = structure or self._structure
+        assert structure is not None
+        if self._executor is None or structure != self._structure:
+            before = self._kept or {} if self._executor is None else self._executor.state
+            executor = structure.executor()
+            state = executor.state
+            fitting = (name for name, x in before.items() if name in state and _alike(x, state[name]))
+            executor.update_state({name: before[name] for name in fitting})
+            self._initial = state, dict(executor.hyperparameters)
+            self._structure, self._executor, self._kept = structure, executor, None
+        return self._executor
 
     def _metric(self) -> tuple[str, Metrics] | None:
         """Return the name of the output that has targets, and the metric that compares the two, if known."""
@@ -141,8 +172,6 @@ class Trainer(Estimator):
         n_iter_: the number of its epochs.
         classes_: for a classification, the labels that `predict` may return.
 
-    >>> import numpy
-    >>> from graphopt import models
     >>> X = numpy.linspace(-1, 1, 40, dtype=numpy.float32)[:, None]
     >>> trainer = graphopt.Trainer(models.linear((1,), 1), optimizer=passes.SGD(0.1)).fit(X, 2 * X + 1)
     >>> round(trainer.score(X, 2 * X + 1), 3)
@@ -167,12 +196,9 @@ class Trainer(Estimator):
     threads: int | None = None
 
     # Without annotations: these are no options.
-    _initial = cast(
-        "tuple[Mapping[str, np.ndarray], Mapping[str, Any]]", ({}, {})
-    )  # state and hyperparameters
     _weighted = False  # whether rows have weights
     _row = cast("tuple[int, ...] | None", None)  # the shape of a row of the targets
-    _transient = ("_executor", "_structure", "_initial")
+    _transient = (*Estimator._transient, "_structure")
 
     def fit(
         self,
@@ -215,7 +241,8 @@ class Trainer(Estimator):
         predicted, known = self._output(X), self._metric()
         predicted = known[1].predicted(predicted) if known else predicted
         row = predicted.shape[1:] if self._row is None else self._row
-        return predicted.reshape(len(predicted), *row) if _equal_but_ones(row, predicted) else predicted
+        fits = predicted.size == len(predicted) * math.prod(row)
+        return predicted.reshape(len(predicted), *row) if fits else predicted
 
     def predict_proba(self, X: _Arrays) -> np.ndarray:
         """Return the probabilities of the classes; for a binary classification, two columns for 0 and 1.
@@ -228,11 +255,7 @@ class Trainer(Estimator):
             raise GraphoptError(
                 f"predict_proba: expected CrossEntropy or BinaryCrossEntropy as the loss, found {loss!r}: use predict"
             )
-        probabilities: np.ndarray = loss.probabilities(self._output(X))
-        if loss.task == "binary":
-            second = probabilities.reshape(len(probabilities), -1)
-            return np.concatenate([1 - second, second], axis=1)
-        return probabilities
+        return probabilities_of(loss, self._output(X))
 
     def score(self, X: _Arrays, y: np.ndarray, sample_weight: np.ndarray | None = None) -> float:
         """Return the accuracy, or for a regression the mean R2 over the columns, as scikit-learn's scores do."""
@@ -274,50 +297,19 @@ class Trainer(Estimator):
         replace_weights(other, trained)
         return other
 
-    def get_params(self, deep: bool = True) -> dict[str, Any]:
-        """Return the options by name; with `deep`, also those of passes, such as `optimizer__learning_rate`."""
-        params = _fields(self)
-        for name, step in list(params.items() if deep else ()):
-            if dataclasses.is_dataclass(step):
-                params |= {f"{name}__{field}": value for field, value in _fields(step).items()}
-        return params
-
-    def set_params(self: _Self, **params: Any) -> _Self:
-        """Set options by name, including those of passes such as `optimizer__learning_rate`; return the trainer.
-
-        Raises:
-            GraphoptError: an option is unknown.
-        """
-        for name, value in params.items():
-            if name not in self.get_params():
-                raise GraphoptError(unknown("option", name, self.get_params()))
-            own, _, field = name.partition("__")
-            setattr(self, own, dataclasses.replace(getattr(self, own), **{field: value}) if field else value)
-        return self
-
-    def __repr__(self) -> str:
-        default = {option.name: option.default for option in dataclasses.fields(self)} | {"model": self.model}
-        changed = [f"{name}={x!r}" for name, x in _fields(self).items() if x is not default[name]]
-        return f"{type(self).__name__}({', '.join(changed)})"
-
     def __sklearn_tags__(self) -> Any:
-        from sklearn.utils import ClassifierTags, RegressorTags, Tags, TargetTags
+        from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
 
-        regression = self._task == "regression"
-        return Tags(
-            estimator_type="regressor" if regression else "classifier",
-            target_tags=TargetTags(required=True),
-            regressor_tags=RegressorTags() if regression else None,
-            classifier_tags=None if regression else ClassifierTags(),
-        )
+        kind = RegressorMixin if self._task == "regression" else ClassifierMixin
+        return type("Tagged", (kind, BaseEstimator), {})().__sklearn_tags__()
 
     def _fit(
-        self: _Self,
+        self,
         data: Mapping[str, np.ndarray],
         validation: Mapping[str, np.ndarray] | None,
         epochs: int,
         warm: bool,
-    ) -> _Self:
+    ) -> Trainer:
         self._weighted = WEIGHT in data
         executor = self._running()
         state, hyperparameters = self._initial
@@ -345,18 +337,8 @@ class Trainer(Estimator):
             self.classes_ = labels.all() if labels.high < math.inf else np.unique(data[TARGET])
         return self
 
-    def _running(self) -> Executor:
-        """Return an executor for the current options, with the state of the one before."""
-        structure = Structure(self.model, tuple(self._steps().items()), self.device, self.threads)
-        if self._executor is not None and structure == self._structure:
-            return self._executor
-        state = self._kept or {} if self._executor is None else self._executor.state
-        executor = structure.executor()
-        self._initial = executor.state, dict(executor.hyperparameters)
-        return self._use(structure, executor, state)
-
-    def _steps(self) -> dict[str, Any]:
-        """Return the steps of `compile`."""
+    def _running(self, structure: Structure | None = None) -> Executor:
+        """Return an executor for the current options."""
         import passes
 
         schedule = self.schedule
@@ -365,7 +347,7 @@ class Trainer(Estimator):
                 raise GraphoptError(unknown("schedule", schedule, SCHEDULES))
             name = SCHEDULES[schedule]
             schedule = getattr(passes, name)() if name else None
-        return {
+        steps = {
             "loss": self._loss(self._weighted),
             "optimizer": self.optimizer or passes.SGD(0.01),
             "schedule": schedule,
@@ -374,6 +356,7 @@ class Trainer(Estimator):
             "training": self.training,
             "parameters": DEFAULT if self.parameters is None else self.parameters,
         }
+        return super()._running(Structure(self.model, tuple(steps.items()), self.device, self.threads))
 
     def _loss(self, weighted: bool, **fields: Any) -> Any:
         import passes
@@ -397,14 +380,22 @@ class Trainer(Estimator):
         return self._predictions(_batches(_named(X), inputs))
 
 
+def probabilities_of(loss: Any, output: np.ndarray) -> np.ndarray:
+    """Return the probabilities of the classes, or those of the labels of a binary loss: two columns for one label."""
+    probabilities: np.ndarray = loss.probabilities(output)
+    if loss.task != "binary":
+        return probabilities
+    columns = probabilities.reshape(len(output), -1)
+    return columns if columns.shape[1] > 1 else np.concatenate([1 - columns, columns], axis=1)
+
+
+def _alike(x: np.ndarray, y: np.ndarray) -> bool:
+    return (x.dtype, x.shape) == (y.dtype, y.shape)
+
+
 def _fields(options: Any) -> dict[str, Any]:
     """Return the fields of a dataclass by name."""
     return {field.name: getattr(options, field.name) for field in dataclasses.fields(options)}
-
-
-def _equal_but_ones(row: tuple[int, ...], array: np.ndarray) -> bool:
-    """Return whether a row has the shape of an array's rows, if axes of size 1 are ignored."""
-    return [size for size in row if size != 1] == [size for size in array.shape[1:] if size != 1]
 
 
 def _named(X: _Arrays, *more: np.ndarray | None) -> dict[str, np.ndarray]:

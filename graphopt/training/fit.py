@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 from collections.abc import Sequence
+from typing import Any
 
 from graphopt.communicator import digest
 from graphopt.data.batches import fixed_batch
@@ -16,35 +15,16 @@ from graphopt.graph.loading import Source, load
 from graphopt.graph.storage import model_digest
 from graphopt.pipeline import Pipeline
 from graphopt.runtime.executor import Executor
-from graphopt.training.callbacks.callback import Callback, Record, Run
-from graphopt.training.checkpoints import Checkpoints, find, from_first, read
+from graphopt.runtime.executor_options import keywords_of
+from graphopt.training.callbacks.callback import Record
 from graphopt.training.evaluation import HeldOut
-from graphopt.training.loop import TrainingLoop
-from graphopt.training.metrics import Wanted
+from graphopt.training.loop import TrainingLoop, versions
 from graphopt.training.metrics import metrics as metrics_of
-from graphopt.training.options import Data, FitOptions, PathLike
-from graphopt.training.progress import versions
-from graphopt.training.sources import Epochs, RowEpochs, StreamEpochs, read_batches
+from graphopt.training.sources import Data, Epochs, FitOptions, RowEpochs, StreamEpochs, read_batches
 
 
-def fit(
-    executor: Executor,
-    data: Data,
-    *,
-    epochs: int = 20,
-    steps_per_epoch: int | None = None,
-    batch_size: int = 32,
-    shuffle: Shuffle = True,
-    seed: int = 0,
-    validation: float | Data | None = 0.2,
-    validation_every: int = 1,
-    metrics: Sequence[Wanted] | None = None,
-    allow_nan: bool = False,
-    prefetch: int | None = None,
-    callbacks: Sequence[Callback] = (),
-    checkpoint: Checkpoints | PathLike | None = None,
-    resume: bool | PathLike = False,
-) -> list[Record]:
+@keywords_of(FitOptions)
+def fit(executor: Executor, data: Data, **keywords: Any) -> list[Record]:
     """Train on all batches of a data set, and return a record per epoch.
 
     A record has the epoch, the number of steps so far, the mean of each reported number over the epoch, the
@@ -90,24 +70,21 @@ def fit(
             another graph's.
         NonFiniteLoss: the loss is infinite or not a number.
 
-    >>> import numpy
-    >>> from graphopt import models
     >>> step = graphopt.compile(models.linear((1,), 1), loss=passes.MeanSquaredError(), optimizer=passes.SGD(0.1))
     >>> X = numpy.linspace(-1, 1, 40, dtype=numpy.float32)[:, None]
     >>> records = graphopt.fit(graphopt.Executor(step), {"x": X, "target": 2 * X + 1}, epochs=50, batch_size=10)
     >>> len(records), records[-1]["validation_loss"] < 1e-3
     (50, True)
     """
-    arguments = dict(locals())
-    options = FitOptions(**{field.name: arguments[field.name] for field in dataclasses.fields(FitOptions)})
+    options = FitOptions(**keywords)
     if "loss" not in executor.reported:
         raise GraphoptError(
             "report: expected an executor that reports its loss, found an empty report: leave it out"
         )
-    metrics_of(executor.inputs, metrics)  # raises an error if one is wrong
+    metrics_of(executor.inputs, options.metrics)  # raises an error if one is wrong
     source, held_out = _sources(executor, data, options)
-    validation_rows = held_out.count if held_out is not None else 0
-    _check_sizes(executor, batch_size, (source.count, validation_rows))
+    counts = [part.count for part in (source, held_out) if part is not None]
+    _check_sizes(executor, options.batch_size, counts)
     workers = executor.workers
     if workers.size > 1:
         if not isinstance(source, RowEpochs):
@@ -115,23 +92,10 @@ def fit(
                 f"data: expected rows, which {workers.size} workers share, found an iterable, {type(data).__name__}"
             )
         workers.check_alike(_facts(executor, source, options))
-        callbacks = [callback for callback in callbacks if workers.leads or callback.on_every_worker]
-    checkpoints = None
-    if checkpoint is not None and workers.leads:
-        checkpoints = checkpoint if isinstance(checkpoint, Checkpoints) else Checkpoints(checkpoint)
-        checkpoints.prepare()
-    run = Run(executor, epochs, source.steps, source.count, validation_rows, step=executor.batches)
-    if held_out is not None:
-        run.evaluated = functools.partial(held_out.evaluated, executor)
-    resumed = None
-    if workers.leads and not isinstance(resume, bool):
-        resumed = read(find(resume))
-    elif resume and checkpoints is not None:
-        resumed = checkpoints.newest()
-    loop = TrainingLoop(run, source, held_out, options, callbacks, checkpoints)
-    loop.load(from_first(workers, resumed))
+    loop = TrainingLoop(executor, source, held_out, options)
+    loop.begin()
     loop.train()
-    return run.records
+    return loop.run.records
 
 
 def adapt(
@@ -163,8 +127,7 @@ def adapt(
     Raises:
         GraphoptError: the data does not fit the model, or a pass cannot learn from it.
 
-    >>> from graphopt import data, models
-    >>> digits, model = data.digits(), models.mlp((1, 8, 8), 10)
+    >>> digits, model = graphopt.data.digits(), models.mlp((1, 8, 8), 10)
     >>> loss = passes.CrossEntropy(class_weights="balanced")
     >>> pipeline = graphopt.standard(standardize=passes.Standardize(), loss=loss, optimizer=passes.AdamW())
     >>> executor = graphopt.Executor(graphopt.adapt(pipeline, model, digits)(model))

@@ -3,27 +3,30 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import itertools
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from enum import Enum
+from importlib import metadata
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from graphopt.data.loader import prefetched
 from graphopt.data.streams import Drawn
 from graphopt.errors import GraphoptError
 from graphopt.graph.storage import model_digest
+from graphopt.runtime.executor import Executor
 from graphopt.runtime.tensors import Tensor, rows_of
-from graphopt.training.callbacks.callback import Callback, CallbackGroup, Record, Run
-from graphopt.training.checkpoints import Checkpoint, Checkpoints
+from graphopt.training.callbacks.callback import CallbackGroup, Record, Run
+from graphopt.training.checkpoints import Checkpoints, find, from_first, read
 from graphopt.training.evaluation import HeldOut, Mean
-from graphopt.training.options import FitOptions
-from graphopt.training.progress import Progress, versions
 from graphopt.training.signals import Signals, deferred
-from graphopt.training.sources import Epochs
+from graphopt.training.sources import Epochs, FitOptions
 
 AHEAD = 2  # batches that are prefetched
 
@@ -42,51 +45,61 @@ class TrainingLoop:
     """Run the epochs of a training."""
 
     def __init__(
-        self,
-        run: Run,
-        source: Epochs,
-        held_out: HeldOut | None,
-        options: FitOptions,
-        callbacks: Sequence[Callback],
-        checkpoints: Checkpoints | None,
+        self, executor: Executor, source: Epochs, held_out: HeldOut | None, options: FitOptions
     ) -> None:
-        self._run, self._source, self._held_out, self._options = run, source, held_out, options
-        self._callbacks, self._checkpoints = CallbackGroup(callbacks, run), checkpoints
+        self._source, self._held_out, self._options = source, held_out, options
+        validation_rows, leads = 0 if held_out is None else held_out.count, executor.workers.leads
+        self.run = run = Run(
+            executor, options.epochs, source.steps, source.count, validation_rows, step=executor.batches
+        )
+        if held_out is not None:
+            run.evaluated = functools.partial(held_out.evaluated, executor)
+        run.draw = lambda: map(self._on_device, source.peek(len(run.records) + 1, run.row))
+        self._callbacks = CallbackGroup([x for x in options.callbacks if leads or x.on_every_worker], run)
         self._tell = self._callbacks.tell
+        self._checkpoints: Checkpoints | None = None
+        if options.checkpoint is not None and leads:
+            folder = options.checkpoint
+            self._checkpoints = folder if isinstance(folder, Checkpoints) else Checkpoints(folder)
+            self._checkpoints.prepare()
         self._signals = Signals()
         self._mean = Mean()
         self._position: Any = None  # of the data
         self._seconds = 0.0  # of this epoch
         self._skipped = 0  # steps that the executor does not count
         self._is_due = False  # whether a checkpoint waits until the workers are synchronized
-        prefetch = AHEAD if source.is_lazy or run.executor.device != "cpu" else 0
+        prefetch = AHEAD if source.is_lazy or executor.device != "cpu" else 0
         self._prefetch = prefetch if options.prefetch is None else options.prefetch
-        run.draw = lambda: map(self._on_device, source.peek(len(run.records) + 1, run.row))
 
-    def load(self, checkpoint: Checkpoint | None) -> None:
-        """Continue from a checkpoint, or begin a run if it is None.
-
-        Raises:
-            GraphoptError: it is that of another graph, or of other data.
-        """
+    def begin(self) -> None:
+        """Begin a run, or continue it from a checkpoint, which has to be of the same graph and data."""
+        run, executor, resume = self.run, self.run.executor, self._options.resume
+        checkpoint = None
+        if executor.workers.leads and not isinstance(resume, bool):
+            checkpoint = read(find(resume))
+        elif resume and self._checkpoints is not None:
+            checkpoint = self._checkpoints.newest()
+        checkpoint = from_first(executor.workers, checkpoint)
         if checkpoint is None:
-            return self._callbacks.reset()
-        run, executor = self._run, self._run.executor
-        progress = Progress.of(checkpoint, self._identity, self._environment)
+            self._callbacks.reset()
+            return
+        progress = checkpoint.progress
+        checkpoint.check(self._identity, self._environment)
         executor.update_state(checkpoint.state)
-        executor.set_batches(progress.step)
-        executor.set_hyperparameters(**progress.hyperparameters)
-        run.resumed, run.records = checkpoint.path, list(progress.records)
-        run.step, run.epoch, run.row = progress.step, progress.epoch, progress.row
-        self._mean, self._seconds, self._position = progress.mean, progress.seconds, progress.data
-        self._source.load(progress.before, progress.data)
-        self._callbacks.load_state(progress.callbacks, checkpoint.arrays)
+        executor.set_batches(progress["step"])
+        executor.set_hyperparameters(**progress["hyperparameters"])
+        run.resumed, run.records = checkpoint.path, progress["records"]
+        run.step, run.epoch, run.row = progress["step"], progress["epoch"], progress["row"]
+        self._mean, self._seconds = Mean(**progress["mean"]), progress["seconds"]
+        self._position = progress.get("data")  # an old checkpoint has none
+        self._source.load(progress["before"], self._position)
+        self._callbacks.load_state(progress["callbacks"], checkpoint.arrays)
         if self._checkpoints is not None:
-            self._checkpoints.load_values(checkpoint.progress["best_values"])
+            self._checkpoints.load_values(progress["best_values"])
 
     def train(self) -> None:
         """Train until the last epoch, a callback's `should_stop` or a signal; write the last checkpoint."""
-        run, after = self._run, After.GO_ON
+        run, after = self.run, After.GO_ON
         with deferred() as self._signals:
             try:
                 self._tell("on_fit_begin")
@@ -106,7 +119,7 @@ class TrainingLoop:
 
     def _epoch(self) -> After:
         """Run an epoch, or the rest of it; return FINISH if a callback has cut it, and its checkpoint is written."""
-        run = self._run
+        run = self.run
         if run.row == 0:
             run.epoch = len(run.records) + 1
             self._tell("on_epoch_begin")
@@ -135,8 +148,9 @@ class TrainingLoop:
 
     def _steps(self) -> After:
         """Run the steps of an epoch from its current row on."""
-        run, executor = self._run, self._run.executor
-        with contextlib.closing(prefetched(self._batches(), self._prefetch)) as batches:
+        run, executor = self.run, self.run.executor
+        fed = ((drawn, self._on_device(drawn)) for drawn in self._source.draw(run.epoch, run.row))
+        with contextlib.closing(prefetched(fed, self._prefetch)) as batches:
             for drawn, values in self._reported(batches):
                 run.step += 1
                 run.row += drawn.rows
@@ -157,7 +171,7 @@ class TrainingLoop:
 
     def _reported(self, batches: Iterator[_Batch]) -> Iterator[tuple[Drawn, Record]]:
         """Yield each batch with what its step reports; end a call of several steps where a checkpoint is due."""
-        run, executor, checkpoints = self._run, self._run.executor, self._checkpoints
+        run, executor, checkpoints = self.run, self.run.executor, self._checkpoints
         if self._callbacks.reads_state:
             for drawn, feeds in batches:
                 self._tell("on_step_begin")
@@ -177,7 +191,7 @@ class TrainingLoop:
 
     def _between_steps(self) -> After:
         """Do what callbacks asked for, write a checkpoint that is due, and return what follows."""
-        control, checkpoints = self._run.control, self._checkpoints
+        control, checkpoints = self.run.control, self._checkpoints
         after = self._agree()
         if control.should_evaluate:
             control.should_evaluate = False
@@ -192,7 +206,7 @@ class TrainingLoop:
 
     def _agree(self) -> After:
         """Return what follows. What a callback of any worker has asked for, or a signal to it, counts for all."""
-        workers, control, signals = self._run.executor.workers, self._run.control, self._signals
+        workers, control, signals = self.run.executor.workers, self.run.control, self._signals
         ended = signals.received is not None or workers.asked_to_end()
         control.should_stop, control.should_evaluate, ended = workers.any(
             control.should_stop, control.should_evaluate, ended
@@ -202,22 +216,18 @@ class TrainingLoop:
             return After.LEAVE
         return After.FINISH if control.should_stop else After.GO_ON
 
-    def _batches(self) -> Iterator[_Batch]:
-        for drawn in self._source.draw(self._run.epoch, self._run.row):
-            yield drawn, self._on_device(drawn)
-
     def _on_device(self, drawn: Drawn) -> dict[str, Tensor]:
-        return self._run.executor.on_device(drawn.arrays)
+        return self.run.executor.on_device(drawn.arrays)
 
     def _is_current(self) -> bool:
         """Return whether the executor has the state after exactly the steps that have ended, not after later ones."""
-        ahead = self._run.executor.batches + self._skipped - self._run.step
+        ahead = self.run.executor.batches + self._skipped - self.run.step
         self._skipped -= min(ahead, 0)  # the executor has skipped a step that is not finite
         return ahead <= 0
 
     def _record(self, *, validates: bool) -> Record:
         """Return the record of an epoch: means over its rows, the measures of its validation, and times."""
-        run = self._run
+        run = self.run
         is_last = run.epoch == run.epochs
         if is_last:
             run.executor.synchronize()
@@ -232,14 +242,14 @@ class TrainingLoop:
         if self._held_out is None:
             return {}
         self._tell("on_evaluate_begin")
-        measured = self._held_out.measure(self._run.executor)
+        measured = self._held_out.measure(self.run.executor)
         record = {"validation_loss": measured.pop("data_loss", measured["loss"]), **measured}
         self._tell("on_evaluate_end", record)
         return record
 
     def _save(self, *, last: bool = False, best: float | None = None) -> None:
         """Start to write a checkpoint; write the last one before this returns."""
-        run, checkpoints = self._run, self._checkpoints
+        run, checkpoints = self.run, self._checkpoints
         run.control.should_save = False
         if checkpoints is None:
             return
@@ -248,21 +258,22 @@ class TrainingLoop:
             self._tell_saved(checkpoints.finished(wait=True))
             self._tell("on_save_begin")
             values, arrays = self._callbacks.state()
-            progress = Progress(
-                environment=self._environment,
-                step=run.step,
-                epoch=run.epoch,
-                row=run.row,
-                before=self._source.before,
-                data=self._position,
-                mean=self._mean,
-                seconds=self._seconds,
-                records=list(run.records),
-                hyperparameters=run.executor.hyperparameters,
-                callbacks=values,
-            )
-            content = {**self._identity, **progress.to_json()}
-            checkpoints.save(position, run.executor.state, arrays, content, best)
+            rates = run.executor.hyperparameters
+            progress = {
+                **self._identity,
+                "environment": self._environment,
+                "step": run.step,
+                "epoch": run.epoch,
+                "row": run.row,
+                "before": self._source.before,
+                "data": self._position,
+                "mean": dataclasses.asdict(self._mean),
+                "seconds": self._seconds,
+                "records": list(run.records),
+                "hyperparameters": {name: np.asarray(value).tolist() for name, value in rates.items()},
+                "callbacks": values,
+            }
+            checkpoints.save(position, run.executor.state, arrays, progress, best)
         if last:
             self._tell_saved(checkpoints.wait())
 
@@ -273,11 +284,17 @@ class TrainingLoop:
     @functools.cached_property
     def _identity(self) -> dict[str, Any]:
         """Return what a checkpoint and the run that continues it have in common."""
-        return {**self._source.identity, "graph": model_digest(self._run.executor.model)}
+        return {**self._source.identity, "graph": model_digest(self.run.executor.model)}
 
     @functools.cached_property
     def _environment(self) -> dict[str, Any]:
         """Return what the last bits of results depend on."""
-        executor = self._run.executor
+        executor = self.run.executor
         device, workers = executor.device_options, executor.workers.size
         return {**versions(executor), "device": device.name, "threads": device.threads, "workers": workers}
+
+
+def versions(executor: Executor) -> dict[str, str]:
+    """Return the versions of the packages that results depend on."""
+    packages = {name: metadata.version(name) for name in ("graphopt", "onnx", "numpy")}
+    return {**packages, "onnxruntime": executor.device_options.ort.__version__}

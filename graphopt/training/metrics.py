@@ -36,9 +36,7 @@ class ScoredBatch:
 
     target: np.ndarray  # the label of each element, or the numbers of each row
     predicted: np.ndarray  # in the same shape
-    scores: (
-        np.ndarray
-    )  # the output that decides on each label: one for each element, and class if there are classes
+    scores: np.ndarray  # the output that decides on each label: one for each element (and class)
     spec: TargetSpec
     expected: np.ndarray | None = None  # the probability of each class, if the target has probabilities
 
@@ -96,9 +94,6 @@ class TopK(OfMean):
     """Compute the share of targets among the k classes with the highest scores.
 
     Of equal scores, the one of the larger class number counts as higher, as in scikit-learn.
-
-    Args:
-        k: the number of classes.
     """
 
     def __init__(self, k: int = 5) -> None:
@@ -268,10 +263,7 @@ def _scores_of_classes(batch: ScoredBatch) -> Sequence[np.ndarray]:
 def r2(squared_error: np.ndarray, spread: np.ndarray) -> float:
     """Return the mean coefficient of determination over columns, as scikit-learn's `r2_score` does.
 
-    Args:
-        squared_error: the sum of squared errors of each column.
-        spread: the sum of squared differences from the mean of each column. A column without spread counts as 1
-            without errors, and as 0 with errors.
+    A column without spread around its mean counts as 1 without errors, and as 0 with errors.
     """
     with np.errstate(divide="ignore", invalid="ignore"):
         columns = np.where(spread > 0, 1 - squared_error / spread, np.where(squared_error > 0, 0.0, 1.0))
@@ -312,11 +304,7 @@ DEFAULTS = {"binary": ("accuracy",), "classification": ("accuracy",), "regressio
 
 
 def named(wanted: Wanted) -> tuple[str, Metric]:
-    """Return a new metric with its name in records.
-
-    Raises:
-        GraphoptError: the metric or one of its options is unknown.
-    """
+    """Return a new metric with its name in records; raise an error if it or one of its options is unknown."""
     if callable(wanted):
         name = getattr(wanted, "__name__", type(wanted).__name__)
         if name in TAKEN:
@@ -324,12 +312,10 @@ def named(wanted: Wanted) -> tuple[str, Metric]:
                 f"metrics: expected a name that records do not have, found {name!r}: rename it"
             )
         return name, Collected(lambda batch: (batch.target, batch.predicted), wanted, tuple(DEFAULTS))
-    known_as: Any = wanted
-    options: Any = None
-    if isinstance(wanted, Mapping):
-        if len(wanted) != 1:
-            raise GraphoptError(f"metrics: expected one name with its options, found {dict(wanted)}")
-        ((known_as, options),) = wanted.items()
+    chosen: Mapping[str, Any] = wanted if isinstance(wanted, Mapping) else {wanted: None}
+    if len(chosen) != 1:
+        raise GraphoptError(f"metrics: expected one name with its options, found {dict(chosen)}")
+    ((known_as, options),) = chosen.items()
     if known_as not in METRICS:
         raise GraphoptError(_nearest("metric", str(known_as), METRICS))
     kind, options = METRICS[known_as], {} if options is None else options
@@ -347,13 +333,7 @@ def named(wanted: Wanted) -> tuple[str, Metric]:
 
 
 class Metrics:
-    """Accumulate batches, and return the metrics of a target by name.
-
-    Args:
-        spec: the specification of the target.
-        wanted: the metrics; those that are not defined for the task of the target are left out. None for those that
-            suit the task.
-    """
+    """Accumulate batches, and return the metrics of a target: the wanted ones that suit its task, or all that suit."""
 
     def __init__(self, spec: TargetSpec, wanted: Sequence[Wanted] | None = None) -> None:
         self._spec = spec
@@ -409,24 +389,15 @@ def metrics(
 ) -> dict[str, tuple[str, Metrics]]:
     """Return the output to compare and new metrics for each target among a training graph's inputs.
 
-    Args:
-        wanted: as in `Metrics`.
-
-    Raises:
-        GraphoptError: a metric is unknown, or is not defined for any target.
+    Each of the `wanted` metrics has to be defined for a target.
     """
-    chosen: dict[str, tuple[str, Metrics]] = {}
-    tasks = []
-    for name, value in inputs.items():
-        spec = TargetSpec.read(value) if role_of(value) is Role.TARGET else None
-        if spec is not None:
-            chosen[name] = spec.output, Metrics(spec, wanted)
-            tasks.append(spec.task)
+    specs = {name: TargetSpec.read(x) for name, x in inputs.items() if role_of(x) is Role.TARGET}
+    tasks = list(dict.fromkeys(spec.task for spec in specs.values() if spec))
     for name, metric in map(named, wanted or ()):
         if not any(task in metric.tasks for task in tasks):
-            found = " and ".join(dict.fromkeys(tasks)) or "no target that a loss compares"
+            found = " and ".join(tasks) or "no target that a loss compares"
             raise GraphoptError(f"metrics: {name}: expected {' or '.join(metric.tasks)}, found {found}")
-    return chosen
+    return {name: (spec.output, Metrics(spec, wanted)) for name, spec in specs.items() if spec}
 
 
 def weighted_r2(predicted: np.ndarray, target: np.ndarray, weights: np.ndarray | None) -> float:

@@ -36,16 +36,13 @@ class Signals:
 @contextlib.contextmanager
 def _handled(handler: Handler, chosen: Callable[[signal.Signals, Any], bool]) -> Iterator[None]:
     """Handle signals in a `with` block: those whose number and handler so far are chosen. Only the main thread can."""
-    before = {}
-    if _is_main_thread():
-        before = {sig: signal.getsignal(sig) for sig in ENDING if chosen(sig, signal.getsignal(sig))}
-    try:
-        for sig in before:
-            signal.signal(sig, handler)
+    with contextlib.ExitStack() as stack:
+        for sig in ENDING if _is_main_thread() else ():
+            before = signal.getsignal(sig)
+            if chosen(sig, before):
+                stack.callback(signal.signal, sig, before)
+                signal.signal(sig, handler)
         yield
-    finally:
-        for sig, previous in before.items():
-            signal.signal(sig, previous)
 
 
 def _is_main_thread() -> bool:

@@ -1,24 +1,60 @@
-"""Draw the batches of the epochs of `fit`: from rows, or from an iterable in its order."""
+"""Declare the options of `fit`, and draw the batches of its epochs: from rows, or from an iterable in its order."""
 
 from __future__ import annotations
 
 import math
+import os
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from graphopt.communicator import Communicator
-from graphopt.data import Batches
+from graphopt.data import Batches, Dataset
 from graphopt.data.batches import Rows
 from graphopt.data.foreign import has_rows
-from graphopt.data.loader import draw
+from graphopt.data.loader import Shuffle, draw
 from graphopt.data.streams import Drawn, Stream
 from graphopt.errors import GraphoptError
+from graphopt.intervals import check_intervals, within
 from graphopt.runtime.executor import Executor
-from graphopt.training.options import FitOptions
+from graphopt.training.callbacks.callback import Callback
+from graphopt.training.checkpoints import Checkpoints
+from graphopt.training.metrics import Wanted
+
+Data = Dataset | Mapping[str, np.ndarray] | Iterable[Mapping[str, Any]]
+PathLike = str | os.PathLike[str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class FitOptions:
+    """Hold the options of `fit`, whose docstring explains them."""
+
+    epochs: int = within("[1, inf)", 20, kw_only=True)
+    steps_per_epoch: int | None = None
+    batch_size: int = within("[1, inf)", 32, kw_only=True)
+    shuffle: Shuffle = True
+    seed: int = within("[0, inf)", 0, kw_only=True)
+    validation: float | Data | None = 0.2
+    validation_every: int = within("[1, inf)", 1, kw_only=True)
+    metrics: Sequence[Wanted] | None = None
+    allow_nan: bool = False
+    prefetch: int | None = within("[0, inf)", None, whole=True, kw_only=True)
+    callbacks: Sequence[Callback] = ()
+    checkpoint: Checkpoints | PathLike | None = None
+    resume: bool | PathLike = False
+
+    def __post_init__(self) -> None:
+        check_intervals(self, owner="fit")
+        if self.shuffle not in (True, False, "consecutive"):
+            raise GraphoptError(f"shuffle: expected True, False or 'consecutive', found {self.shuffle!r}")
+        if self.resume is True and self.checkpoint is None:
+            raise GraphoptError(
+                "resume: expected a folder of checkpoints, found none: give `checkpoint`, or a path"
+            )
 
 
 def read_batches(
@@ -36,23 +72,14 @@ def read_batches(
 
 
 class Epochs(ABC):
-    """Draw the batches of the epochs of a run.
+    """Draw the batches of the epochs of a run."""
 
-    Attributes:
-        count: the number of rows of an epoch; None if the data does not tell.
-        steps: the number of steps of an epoch; None if the data does not tell.
-        is_lazy: whether rows are read when a batch needs them.
-        identity: what a checkpoint and the run that continues it have in common.
-        before: the number of epochs in earlier calls of `fit`.
-        end: the position after an epoch; None if the number of rows says enough.
-    """
-
-    count: int | None = None
-    steps: int | None
-    is_lazy = False
-    identity: Mapping[str, Any]
-    before = 0
-    end: Any = None
+    count: int | None = None  # the number of rows of an epoch, if the data tells
+    steps: int | None  # the number of steps of an epoch, if the data tells
+    is_lazy = False  # whether rows are read when a batch needs them
+    identity: Mapping[str, Any]  # what a checkpoint and the run that continues it have in common
+    before = 0  # the number of epochs in earlier calls of `fit`
+    end: Any = None  # the position after an epoch; None if the number of rows says enough
 
     @abstractmethod
     def draw(self, epoch: int, start: int) -> Iterator[Drawn]:
@@ -68,12 +95,7 @@ class Epochs(ABC):
 
 
 class RowEpochs(Epochs):
-    """Draw rows in an order that depends on the seed, the epoch, and the rows themselves.
-
-    Args:
-        workers: those that share the rows of each batch.
-        trained: the number of steps in earlier calls of `fit`.
-    """
+    """Draw rows, in an order that depends on the seed, the epoch and the rows; workers share those of each batch."""
 
     def __init__(
         self, batches: Batches, rows: Rows, options: FitOptions, workers: Communicator, trained: int

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -181,11 +180,10 @@ class CallbackGroup:
     def __init__(self, callbacks: Sequence[Callback], run: Run) -> None:
         self._run = run
         self._named: dict[str, Callback] = {}
-        counts: Counter[str] = Counter()
         for callback in callbacks:
             name = type(callback).__name__
-            counts[name] += 1
-            self._named[name if counts[name] == 1 else f"{name}.{counts[name]}"] = callback
+            count = sum(type(other).__name__ == name for other in self._named.values())
+            self._named[f"{name}.{count + 1}" if count else name] = callback
 
     @property
     def reads_state(self) -> bool:

@@ -41,9 +41,17 @@ class Log(Callback, ABC):
     reads_state = False
     on_every_worker = False
 
+    _has_failed = False
+
     @abstractmethod
     def log(self, record: Record) -> None:
         """Log a record; that of an epoch has `seconds`."""
+
+    def _warn_once(self, message: str) -> None:
+        """Say in the first warning of a run that a record could not be logged."""
+        if not self._has_failed:
+            warnings.warn(f"{message}; training goes on", stacklevel=3)
+        self._has_failed = True
 
     def on_step_end(self, run: Run, record: Record) -> None:
         if self.log_steps:
@@ -68,7 +76,6 @@ class FileLog(Log):
 
     def __post_init__(self) -> None:
         self._path = Path(self.path)
-        self._failed = False
 
     @abstractmethod
     def text(self, records: Sequence[Record]) -> str:
@@ -83,7 +90,7 @@ class FileLog(Log):
         self._append(self.text([record]))
 
     def on_fit_begin(self, run: Run) -> None:
-        self._failed = False
+        self._has_failed = False
         if self._path.exists() and not self._path.is_file():
             raise GraphoptError(f"{self._path}: expected a file to write to, found something else")
         try:
@@ -97,10 +104,7 @@ class FileLog(Log):
         try:
             self.add(record)
         except (OSError, GraphoptError) as error:
-            if not self._failed:
-                reason = error.strerror if isinstance(error, OSError) else str(error)
-                warnings.warn(f"{self._path}: {reason}; training goes on", stacklevel=2)
-            self._failed = True
+            self._warn_once(f"{self._path}: {error.strerror if isinstance(error, OSError) else error}")
 
     def _append(self, text: str) -> None:
         with open(self._path, "a", encoding="utf-8", newline="") as file:
@@ -146,9 +150,8 @@ class JSONL(FileLog):
         records = []
         for row in text.splitlines():
             with contextlib.suppress(ValueError):
-                record = json.loads(row)
-                records += [record] if isinstance(record, dict) else []
-        return records
+                records.append(json.loads(row))
+        return [record for record in records if isinstance(record, dict)]
 
 
 @dataclass
@@ -161,7 +164,7 @@ class CSV(FileLog):
 
     def text(self, records: Sequence[Record]) -> str:
         self._columns = list(dict.fromkeys(name for record in records for name in record))
-        return self._rows(records, header=bool(records))
+        return self._rows([{name: name for name in self._columns}, *records] if records else [])
 
     def records(self, text: str) -> list[Record]:
         rows = csv.DictReader(io.StringIO(text, newline=""))
@@ -173,12 +176,9 @@ class CSV(FileLog):
         else:
             self._write([*self._read(), record])
 
-    def _rows(self, records: Sequence[Record], *, header: bool = False) -> str:
+    def _rows(self, records: Sequence[Record]) -> str:
         text = io.StringIO(newline="")
-        writer = csv.DictWriter(text, self._columns, lineterminator="\n")
-        if header:
-            writer.writeheader()
-        writer.writerows(records)
+        csv.DictWriter(text, self._columns, lineterminator="\n").writerows(records)
         return text.getvalue()
 
 
@@ -309,7 +309,7 @@ class MLflow(Log):
     def __post_init__(self) -> None:
         self._mlflow = _package("mlflow", self)
         self.id: str | None = None
-        self._is_running = self._failed = False
+        self._is_running = False
 
     def on_fit_begin(self, run: Run) -> None:
         run_id = self.id if run.resumed is not None else None
@@ -328,9 +328,7 @@ class MLflow(Log):
         try:
             self._mlflow.log_metrics(_numbers(record), step=record["step"], run_id=self.id)
         except self._mlflow.MlflowException as error:
-            if not self._failed:
-                warnings.warn(f"MLflow: {line(error)}; training goes on", stacklevel=2)
-            self._failed = True
+            self._warn_once(f"MLflow: {line(error)}")
 
     def on_fit_end(self, run: Run) -> None:
         if self._is_running:
@@ -356,11 +354,7 @@ def _leaves(node: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]
 
 
 def _package(name: str, callback: Log) -> Any:
-    """Return an optional package.
-
-    Raises:
-        GraphoptError: it is not installed.
-    """
+    """Return an optional package, or raise an error that says how to install it."""
     try:
         return importlib.import_module(name)
     except ImportError as error:

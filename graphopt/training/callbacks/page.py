@@ -95,12 +95,12 @@ class Page(Callback):
     def _charts(self, run: Run) -> Iterator[str]:
         epochs = [record["epoch"] for record in run.records]
         lines: dict[str, dict[str, list[Any]]] = {}
-        numbers = (name for record in run.records for name, x in record.items() if _number(x) is not None)
+        numbers = (name for record in run.records for name, x in record.items() if isinstance(x, int | float))
         for name in dict.fromkeys(numbers):
             chart = "loss" if name in ("loss", "validation_loss") else name.replace("_", " ")
             label = {"loss": "training", "validation_loss": "held out"}.get(name, name)
             if name not in ("epoch", "step", "seconds", "learning_rate"):
-                lines.setdefault(chart, {})[label] = [_number(record.get(name)) for record in run.records]
+                lines.setdefault(chart, {})[label] = [record.get(name) for record in run.records]
         for chart, named in lines.items():
             yield line_chart(f"{chart}, by epoch", epochs, named, logarithmic=chart == "loss")
         for name, curve in self._curves.items():
@@ -170,7 +170,3 @@ def _machine(executor: Executor) -> Iterator[tuple[str, str]]:
 
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
         yield "peak memory of the process", f"{peak / 1e6:,.0f} MB"
-
-
-def _number(value: Any) -> float | None:
-    return value if isinstance(value, float | int) else None

@@ -36,8 +36,6 @@ class ProgressBar(Callback):
         console: the console to print on; that of the process by default.
         epochs: print a line per epoch.
 
-    >>> import numpy
-    >>> from graphopt import models
     >>> step = graphopt.compile(models.linear((1,), 1), loss=passes.MeanSquaredError(), optimizer=passes.SGD(0.1))
     >>> X = numpy.linspace(-1, 1, 40, dtype=numpy.float32)[:, None]
     >>> data = {"x": X, "target": 2 * X + 1}
@@ -177,12 +175,7 @@ def _number(value: float) -> str:
 
 
 class Curve:
-    """Keep the means of a number over equal bins of steps.
-
-    Args:
-        most: the largest number of bins, an even number.
-        bins: the count, last step and sum of each bin so far.
-    """
+    """Keep the means of a number over at most `most` equal bins; a bin has its count, last step and sum."""
 
     def __init__(self, most: int, bins: list[list[float]] | None = None) -> None:
         self._most, self.bins = most, bins or []

@@ -76,11 +76,7 @@ class Monitor(Callback, ABC):
         return value > other + self.min_delta if self._larger else value < other - self.min_delta
 
     def measure(self, run: Run, record: Record) -> float | None:
-        """Return the measure in an epoch's record, or None if the epoch was not validated.
-
-        Raises:
-            GraphoptError: the record does not have such a measure.
-        """
+        """Return the measure in an epoch's record, or None if it was not validated; raise an error if it is unknown."""
         value: float | None = record.get(self.monitor)
         if value is None and ("validation_loss" in record or run.validation_rows == 0):
             numbers = [name for name, value in record.items() if isinstance(value, float)]

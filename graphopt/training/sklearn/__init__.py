@@ -16,7 +16,7 @@ def estimator(name: str) -> Any:
     except ImportError as error:
         if (error.name or "").partition(".")[0] != "sklearn":
             raise
-        return type(name, (_Missing,), {})
+        return type(name, (), {"__init__": _needs_scikit_learn})
     return getattr(estimators, name)
 
 
@@ -43,8 +43,7 @@ def from_sklearn(fitted: Any, **options: Any) -> Any:
     return estimator(kind).from_sklearn(fitted, **options)
 
 
-class _Missing:
-    def __init__(self, *_: Any, **__: Any) -> None:
-        raise GraphoptError(
-            f"{type(self).__name__}: expected scikit-learn 1.6 or newer, found none: pip install scikit-learn"
-        )
+def _needs_scikit_learn(self: Any, *_: Any, **__: Any) -> None:
+    raise GraphoptError(
+        f"{type(self).__name__}: expected scikit-learn 1.6 or newer, found none: pip install scikit-learn"
+    )

@@ -19,8 +19,9 @@ import passes
 from graphopt.data.dataset import TARGET
 from graphopt.errors import GraphoptError, unknown
 from graphopt.graph.labels import labels_of
+from graphopt.training.estimator import probabilities_of
 from graphopt.training.sklearn.fitting import Fitting
-from graphopt.training.sklearn.options import LogLoss, PoissonDeviance, SquaredError
+from graphopt.training.sklearn.network import LogLoss, PoissonDeviance, SquaredError
 
 
 def _has_probabilities(estimator: Any) -> bool:
@@ -65,6 +66,7 @@ class OnnxClassifier(ClassifierMixin, Fitting):  # type: ignore[misc]
     class_weight: Any = None
 
     _network, _output_name = MLPClassifier, "probabilities"
+    _score_of = staticmethod(accuracy_score)
     _multilabel = False
 
     def partial_fit(self, X: Any, y: Any, classes: Any = None, sample_weight: Any = None) -> OnnxClassifier:
@@ -84,12 +86,10 @@ class OnnxClassifier(ClassifierMixin, Fitting):  # type: ignore[misc]
     @available_if(_has_probabilities)  # type: ignore[untyped-decorator]
     def predict_proba(self, X: Any) -> np.ndarray:
         """Return the probabilities of the labels, in columns."""
-        output = self._output(self._features(X))
+        output = self._output(self._validated(X))
         assert self._structure is not None
-        result = dict(self._structure.steps)["loss"].probabilities(output).reshape(len(output), -1)
-        if len(self.classes_) == 1:
-            return np.ones_like(result[:, :1])
-        return result if result.shape[1] > 1 else np.concatenate([1 - result, result], axis=1)
+        result = probabilities_of(dict(self._structure.steps)["loss"], output).reshape(len(output), -1)
+        return np.ones_like(result[:, :1]) if len(self.classes_) == 1 else result
 
     @available_if(_has_probabilities)  # type: ignore[untyped-decorator]
     def predict_log_proba(self, X: Any) -> np.ndarray:
@@ -103,7 +103,6 @@ class OnnxClassifier(ClassifierMixin, Fitting):  # type: ignore[misc]
         return tags
 
     def _take_targets(self, fitted: Any) -> None:
-        self.classes_ = fitted.classes_
         self._multilabel = fitted.n_outputs_ > 1 and fitted.out_activation_ == "logistic"
 
     def _learn_targets(self, y: np.ndarray, classes: Any) -> None:
@@ -171,10 +170,6 @@ class OnnxClassifier(ClassifierMixin, Fitting):  # type: ignore[misc]
         of_classes: np.ndarray = compute_sample_weight(self.class_weight, y)
         return of_classes if weights is None else of_classes * weights
 
-    def _validation_score(self, y: np.ndarray, predicted: np.ndarray, weights: np.ndarray | None) -> float:
-        truth = y if self._multilabel else self.classes_[y[:, 0]]
-        return float(accuracy_score(truth, predicted, sample_weight=weights))
-
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class OnnxRegressor(RegressorMixin, Fitting):  # type: ignore[misc]
@@ -187,7 +182,6 @@ class OnnxRegressor(RegressorMixin, Fitting):  # type: ignore[misc]
     Raises:
         GraphoptError: an option or the model is not valid, or the model does not fit the data.
 
-    >>> import numpy
     >>> X = numpy.linspace(-1, 1, 100)[:, None]
     >>> regressor = graphopt.OnnxRegressor(hidden_layer_sizes=(50,), learning_rate_init=0.05, random_state=0)
     >>> regressor.fit(X, X[:, 0] ** 2).score(X, X[:, 0] ** 2) > 0.95
@@ -196,6 +190,7 @@ class OnnxRegressor(RegressorMixin, Fitting):  # type: ignore[misc]
 
     numeric = True
     _network, _output_name = MLPRegressor, "y"
+    _score_of = staticmethod(r2_score)
     _row = cast("tuple[int, ...]", ())  # the shape of a row of the targets
 
     def partial_fit(self, X: Any, y: Any, sample_weight: Any = None) -> OnnxRegressor:
@@ -244,6 +239,3 @@ class OnnxRegressor(RegressorMixin, Fitting):  # type: ignore[misc]
             return loss
         data_loss = float(values.get("data_loss", loss))
         return loss - data_loss + data_loss / self.n_outputs_
-
-    def _validation_score(self, y: np.ndarray, predicted: np.ndarray, weights: np.ndarray | None) -> float:
-        return float(r2_score(y, predicted.reshape(y.shape), sample_weight=weights))

@@ -1,4 +1,4 @@
-"""Train the model of an estimator epoch by epoch, as scikit-learn trains its networks."""
+"""Declare the options of the estimators, and train as scikit-learn trains its networks."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ import dataclasses
 import math
 import warnings
 from abc import abstractmethod
-from collections.abc import Mapping
-from typing import Any, ClassVar, TypeVar
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from numbers import Integral
+from typing import Any, ClassVar, Literal, TypeVar, cast
 
 import numpy as np
 import onnx
@@ -19,27 +21,124 @@ from sklearn.model_selection import train_test_split
 from sklearn.utils import check_array, check_consistent_length, check_random_state, gen_batches, shuffle
 from sklearn.utils.validation import check_is_fitted, validate_data
 
+import passes
 from graphopt.compiler import DEFAULT
 from graphopt.data.dataset import TARGET, WEIGHT
-from graphopt.errors import GraphoptError
+from graphopt.errors import GraphoptError, unknown
 from graphopt.graph.labels import labels_of
+from graphopt.graph.loading import Source
 from graphopt.graph.roles import Role, with_role
 from graphopt.graph.values import dims_of, dtype_of, name_of, rank
+from graphopt.intervals import check_intervals, within
+from graphopt.pipeline import Step
 from graphopt.runtime.executor import Executor
 from graphopt.training.callbacks.callback import copied_weights
-from graphopt.training.estimator import CHUNK, Estimator, Structure
+from graphopt.training.estimator import CHUNK, FEATURES, Estimator, Structure
 from graphopt.training.sklearn import network
-from graphopt.training.sklearn.options import EstimatorOptions, WeightPenalty
 
+RATES = ("constant", "invscaling", "adaptive")
+SOLVERS = ("adam", "sgd")
+_TYPES = ("auto", "float32", "float64")
 _SLOWEST = 1e-6  # the rate at which `adaptive` ends training
-
-# What is the same in a fitted network of scikit-learn.
-LEARNED = (
-    *("n_features_in_", "feature_names_in_", "n_outputs_", "out_activation_", "t_", "n_iter_", "loss_"),
-    *("loss_curve_", "best_loss_", "validation_scores_", "best_validation_score_"),
-)
+_OWN = ("coefs_", "intercepts_", "n_layers_")  # attributes of scikit-learn's networks alone
 
 _Self = TypeVar("_Self", bound="Fitting")
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class EstimatorOptions:
+    """Declare the arguments of `OnnxClassifier` and `OnnxRegressor`; names and meanings are MLPClassifier's.
+
+    Args:
+        model: the model to train: a path, an onnx.ModelProto or an onnx_ir.Model with one input and a batch of any
+            size. None trains a perceptron with `hidden_layer_sizes`.
+        hidden_layer_sizes: the number of units in each hidden layer of the perceptron.
+        activation: the activation of its hidden layers: `identity`, `logistic`, `tanh` or `relu`.
+        loss: a loss pass. By default, the loss of scikit-learn's networks.
+        solver: `adam`, `sgd`, or an optimizer pass with a rate and options of its own.
+        alpha: the strength of the L2 penalty of all weights except vectors, divided by the rows of a batch.
+        batch_size: the number of rows of a batch; `auto` for 200, or all rows if there are fewer.
+        learning_rate: `constant`; `invscaling` for the rate divided by the number of rows so far, raised to `power_t`;
+            `adaptive` to divide the rate by 5 each time when training would stop; or a schedule pass. The solver
+            `adam` takes no notice of `invscaling` and `adaptive`.
+        learning_rate_init: the initial rate of the solvers `adam` and `sgd`.
+        power_t: the exponent of `invscaling`.
+        max_iter: the largest number of epochs.
+        shuffle: train on the rows in a new random order in each epoch.
+        random_state: a seed, a numpy.random.RandomState or None, for the initial weights, the rows that are held out
+            and the order of rows. All of them are drawn as scikit-learn draws them.
+        tol: the amount by which the loss, or the validation score, has to improve.
+        verbose: print the loss of each epoch.
+        warm_start: let `fit` start from the weights of the last `fit`, with a new optimizer.
+        momentum, nesterovs_momentum: the momentum of the solver `sgd`, and whether it is Nesterov's.
+        early_stopping: hold out rows, stop when their score does not improve, and keep the weights of the best score.
+        validation_fraction: the share of rows that `early_stopping` holds out.
+        beta_1, beta_2, epsilon: options of the solver `adam`.
+        n_iter_no_change: the number of epochs without improvement after which training stops.
+        training, parameters: passes of the standard pipeline, see `graphopt.compile`.
+        dtype: the type of the perceptron's numbers: `float32`, `float64`, or `auto` for float32 if the features are of
+            this type and float64 otherwise, as in scikit-learn. Most runtimes want float32. A model has its own type.
+        device, threads: see `Executor`.
+    """
+
+    model: Source | None = field(default=None, kw_only=False)
+    hidden_layer_sizes: int | Sequence[int] = within("[1, inf)", (100,), whole=True, kw_only=False)
+    activation: str = field(default="relu", kw_only=False)
+    loss: str | Step | None = None
+    solver: str | Step = "adam"
+    alpha: float = within("[0, inf)", 1e-4)
+    batch_size: int | Literal["auto"] = "auto"
+    learning_rate: str | Step = "constant"
+    learning_rate_init: float = within("(0, inf)", 1e-3)
+    power_t: float = within("(0, inf)", 0.5)
+    max_iter: int = within("[1, inf)", 200)
+    shuffle: bool = True
+    random_state: Any = None
+    tol: float = within("[0, inf)", 1e-4)
+    verbose: bool | int = False
+    warm_start: bool = False
+    momentum: float = within("[0, 1]", 0.9)
+    nesterovs_momentum: bool = True
+    early_stopping: bool = False
+    validation_fraction: float = within("(0, 1)", 0.1)
+    beta_1: float = within("[0, 1)", 0.9)
+    beta_2: float = within("[0, 1)", 0.999)
+    epsilon: float = within("(0, inf)", 1e-8)
+    n_iter_no_change: float = within("[1, inf]", 10, whole=False)
+    training: Step | None = None
+    parameters: Step | None = None
+    dtype: str = "auto"
+    device: str = "cpu"
+    threads: int | None = None
+
+    def _check_options(self) -> None:
+        """Raise an error unless all options are valid."""
+        check_intervals(self)
+        choices = {"activation": network.HIDDEN, "solver": SOLVERS, "learning_rate": RATES, "dtype": _TYPES}
+        for name, known in choices.items():
+            value = getattr(self, name)
+            if isinstance(value, str) and value not in known:
+                raise GraphoptError(unknown(name, value, known))
+        size = self.batch_size
+        if size != "auto" and not (isinstance(size, Integral) and size >= 1):
+            raise GraphoptError(f"batch_size: expected 'auto', or 1 or more, found {size!r}")
+
+    def _optimizer(self) -> Any:
+        """Return the optimizer pass."""
+        if self.solver == "adam":
+            return network.ScikitLearnAdam(1e-3, self.beta_1, self.beta_2, self.epsilon)
+        if self.solver == "sgd":
+            return passes.SGD(
+                1e-3,
+                self.momentum,
+                nesterov=bool(self.nesterovs_momentum and self.momentum),
+                rate_in_velocity=bool(self.momentum),
+            )
+        return self.solver
+
+    def _base_rate(self) -> float:
+        """Return the initial learning rate."""
+        return self.learning_rate_init if isinstance(self.solver, str) else self.solver.learning_rate  # type: ignore[attr-defined]
 
 
 class Fitting(EstimatorOptions, Estimator, BaseEstimator):  # type: ignore[misc]
@@ -47,6 +146,7 @@ class Fitting(EstimatorOptions, Estimator, BaseEstimator):  # type: ignore[misc]
 
     _network: ClassVar[Any]  # of scikit-learn
     _output_name: ClassVar[str]  # of the perceptron
+    _score_of: ClassVar[Any]  # the function that scores held-out rows
 
     # Class attributes, because scikit-learn expects __init__ to set its arguments only.
     _interface: network.Interface | None = None  # of a model that was given
@@ -59,7 +159,7 @@ class Fitting(EstimatorOptions, Estimator, BaseEstimator):  # type: ignore[misc]
 
     def predict(self, X: Any) -> np.ndarray:
         """Return the predicted labels or numbers of each row, in the form of the targets."""
-        return self._decoded(self._output(self._features(X)))
+        return self._decoded(self._output(self._validated(X)))
 
     def to_onnx(self) -> onnx.ModelProto:
         """Return the trained model: the model given, or a perceptron that computes probabilities or numbers."""
@@ -81,18 +181,17 @@ class Fitting(EstimatorOptions, Estimator, BaseEstimator):  # type: ignore[misc]
             taken["solver"] = "adam"
         estimator = cls(**{**taken, **options})
         estimator._begin()
-        for name in LEARNED:
-            if hasattr(fitted, name):  # the solver lbfgs has no curve, for example
-                setattr(estimator, name, copy.copy(getattr(fitted, name)))
+        for name, value in vars(fitted).items():
+            if name.endswith("_") and name not in _OWN:
+                setattr(estimator, name, copy.copy(value))
         estimator._dtype = fitted.coefs_[0].dtype.name
         estimator._take_targets(fitted)
-        optimizer = getattr(fitted, "_optimizer", None)
+        optimizer: Any = getattr(fitted, "_optimizer", None)
         estimator._waited = getattr(fitted, "_no_improvement_count", 0)
-        estimator._rate = (
-            optimizer.learning_rate if estimator.solver == "sgd" and optimizer else estimator._base_rate()
-        )
-        structure = estimator._structure_of(estimator._perceptron(), has_weights=False)
-        estimator._use(structure, structure.executor(), network.network_state(fitted, estimator.solver))
+        goes_on = optimizer and estimator.solver == "sgd"
+        estimator._rate = optimizer.learning_rate if goes_on else estimator._base_rate()
+        estimator._kept = network.network_state(fitted, estimator.solver)
+        estimator._running(estimator._structure_of(estimator._perceptron(), has_weights=False))
         return estimator
 
     @abstractmethod
@@ -114,10 +213,6 @@ class Fitting(EstimatorOptions, Estimator, BaseEstimator):  # type: ignore[misc]
     @abstractmethod
     def _take_targets(self, fitted: Any) -> None:
         """Set the other attributes that describe targets from those of a network of scikit-learn."""
-
-    @abstractmethod
-    def _validation_score(self, y: np.ndarray, predicted: np.ndarray, weights: np.ndarray | None) -> float:
-        """Return the score of held-out rows, given encoded targets and decoded predictions."""
 
     def _shown_loss(self, values: Mapping[str, Any]) -> float:
         """Return the loss of a step as scikit-learn shows it."""
@@ -150,15 +245,24 @@ class Fitting(EstimatorOptions, Estimator, BaseEstimator):  # type: ignore[misc]
         if first:
             self._dtype = X.dtype.name
             self._learn_targets(y, classes)
-        target = self._encoded(y)
-        weights = self._weights(y, sample_weight, incremental=incremental)
-        random = check_random_state(self.random_state)
-        self._prepare(model, random, first=first, incremental=incremental, has_weights=weights is not None)
-        if first:
             self._begin()
+        rows = {FEATURES: X, "y": y, TARGET: self._encoded(y)}
+        weights = self._weights(y, sample_weight, incremental=incremental)
+        if weights is not None:
+            rows[WEIGHT] = weights
+        random = check_random_state(self.random_state)
+        start: Mapping[str, np.ndarray] = {}
+        if not first:
+            assert self._structure is not None and isinstance(self._structure.model, bytes)
+            start, model = copied_weights(self._running()), self._structure.model
+        elif model is None:
+            start = network.initial_weights(self._sizes(), self.activation, self._dtype, random)
+            model = self._perceptron()
+        executor = self._running(self._structure_of(model, has_weights=weights is not None))
         if first or not incremental:
+            executor.update_state({**self._initial[0], **start})
             self._rate = self._base_rate()
-        self._train(X, target, weights, random, epochs=1 if incremental else self.max_iter)
+        self._train(rows, random, epochs=1 if incremental else self.max_iter)
         return self
 
     def _begin(self) -> None:
@@ -168,24 +272,6 @@ class Fitting(EstimatorOptions, Estimator, BaseEstimator):  # type: ignore[misc]
         self.best_loss_ = None if self.early_stopping else math.inf
         self.validation_scores_: list[float] | None = [] if self.early_stopping else None
         self.best_validation_score_ = -math.inf if self.early_stopping else None
-
-    def _prepare(
-        self, model: bytes | None, random: Any, *, first: bool, incremental: bool, has_weights: bool
-    ) -> None:
-        """Have an executor with new weights, or with those of the last training."""
-        start: Mapping[str, np.ndarray] = {}
-        if not first:
-            assert self._structure is not None
-            executor = self._running()
-            start = executor.state if incremental else copied_weights(executor)
-            assert isinstance(self._structure.model, bytes)
-            model = self._structure.model
-        elif model is None:
-            model = self._perceptron()
-            start = network.initial_weights(self._sizes(), self.activation, self._dtype, random)
-        structure = self._structure_of(model, has_weights=has_weights)
-        if not (incremental and structure == self._structure):
-            self._use(structure, structure.executor(), start)
 
     def _perceptron(self) -> bytes:
         """Return the perceptron for `n_features_in_` and `n_outputs_`."""
@@ -202,29 +288,21 @@ class Fitting(EstimatorOptions, Estimator, BaseEstimator):  # type: ignore[misc]
             "parameters": self.parameters or DEFAULT,
             "training": self.training or DEFAULT,
             "loss": dataclasses.replace(self._loss(), sample_weight=has_weights),
-            "regularizer": WeightPenalty(self.alpha) if self.alpha else None,
+            "regularizer": network.WeightPenalty(self.alpha) if self.alpha else None,
             "optimizer": self._optimizer(),
             "schedule": None if isinstance(self.learning_rate, str) else self.learning_rate,
         }
         return Structure(model, tuple(steps.items()), self.device, self.threads)
 
-    def _running(self) -> Executor:
-        if self._executor is None:
-            assert self._structure is not None and self._kept is not None
-            return self._use(self._structure, self._structure.executor(), self._kept)
-        return self._executor
-
-    def _train(
-        self, X: np.ndarray, y: np.ndarray, weights: np.ndarray | None, random: Any, epochs: int
-    ) -> None:
+    def _train(self, rows: dict[str, np.ndarray], random: Any, epochs: int) -> None:
         """Train, and draw the random numbers that scikit-learn's networks would draw."""
         executor, held_out, best = self._running(), None, None
         if self.early_stopping:
-            X, y, weights, held_out = self._split(X, y, weights, random)
-        feeds = self._feeds(executor, X, y, weights)
-        rows = len(X)
-        size = min(200 if self.batch_size == "auto" else int(self.batch_size), rows)
-        order = np.arange(rows)
+            rows, held_out = self._split(rows, random)
+        feeds = self._feeds(executor, rows)
+        count = len(rows[FEATURES])
+        size = min(200 if self.batch_size == "auto" else int(self.batch_size), count)
+        order = np.arange(count)
         rates = [name for name in executor.hyperparameters if name.endswith("learning_rate")]
         self.n_iter_ = 0
         try:
@@ -233,16 +311,17 @@ class Fitting(EstimatorOptions, Estimator, BaseEstimator):  # type: ignore[misc]
                 if self.shuffle:
                     order = shuffle(order, random_state=random)
                 total = 0.0
-                for batch in gen_batches(rows, size):
+                for batch in gen_batches(count, size):
                     taken = order[batch] if self.shuffle else batch
                     fed = {name: array[taken] for name, array in feeds.items()}
                     if WEIGHT not in fed or fed[WEIGHT].any():
                         total += self._shown_loss(executor.step(fed)) * (batch.stop - batch.start)
-                self._count(total / rows, rows)
-                if held_out is not None and self._improved(*held_out):
+                if self._count(total / count, count, held_out) and held_out is not None:
                     best = copied_weights(executor)
-                if self._waited > self.n_iter_no_change and self._stops():
-                    break
+                if self._waited > self.n_iter_no_change:
+                    if self.learning_rate != "adaptive" or self.solver == "adam" or self._rate <= _SLOWEST:
+                        break
+                    self._rate, self._waited = self._rate / 5, 0
             else:
                 if epochs > 1:
                     warnings.warn(
@@ -255,66 +334,51 @@ class Fitting(EstimatorOptions, Estimator, BaseEstimator):  # type: ignore[misc]
         if best is not None:
             executor.update_state(best)
 
-    def _count(self, loss: float, rows: int) -> None:
-        """Record the loss of an epoch, and set the rate of the next one."""
+    def _count(self, loss: float, rows: int, held_out: Mapping[str, np.ndarray] | None) -> bool:
+        """Record an epoch, set the rate of the next one, and return whether this epoch is the best one so far."""
         self.n_iter_ += 1
         self.t_ += rows
-        self.loss_ = loss
+        self.loss_ = measure = loss
         self.loss_curve_.append(loss)
         if self.verbose:
             print(f"Iteration {self.n_iter_}, loss = {loss:.8f}")
-        if self.best_loss_ is not None:
-            self._waited = self._waited + 1 if loss > self.best_loss_ - self.tol else 0
-            self.best_loss_ = min(self.best_loss_, loss)
+        best = math.inf if self.best_loss_ is None else self.best_loss_
+        self.best_loss_ = None if self.best_loss_ is None else min(loss, best)
+        if held_out is not None:
+            assert self.validation_scores_ is not None and self.best_validation_score_ is not None
+            predicted = self._decoded(self._output(held_out[FEATURES]))
+            score = float(self._score_of(held_out["y"], predicted, sample_weight=held_out.get(WEIGHT)))
+            self.validation_scores_.append(score)
+            if self.verbose:
+                print(f"Validation score: {score:f}")
+            measure, best = -score, -self.best_validation_score_
+            self.best_validation_score_ = max(score, self.best_validation_score_)
+        self._waited = self._waited + 1 if measure > best - self.tol else 0
         if self.learning_rate == "invscaling" and self.solver != "adam":
             self._rate = self._base_rate() / (self.t_ + 1) ** self.power_t
+        return measure < best
 
-    def _improved(self, X: np.ndarray, y: np.ndarray, weights: np.ndarray | None) -> bool:
-        """Record the score of held-out rows, and return whether it is the best one."""
-        assert self.validation_scores_ is not None and self.best_validation_score_ is not None
-        score = self._validation_score(y, self._decoded(self._output(X)), weights)
-        self.validation_scores_.append(score)
-        if self.verbose:
-            print(f"Validation score: {score:f}")
-        self._waited = self._waited + 1 if score < self.best_validation_score_ + self.tol else 0
-        is_best = score > self.best_validation_score_
-        self.best_validation_score_ = max(score, self.best_validation_score_)
-        return is_best
-
-    def _stops(self) -> bool:
-        """Return whether to end training without improvement, rather than to divide the rate."""
-        if self.learning_rate != "adaptive" or self.solver == "adam" or self._rate <= _SLOWEST:
-            return True
-        self._rate /= 5
-        self._waited = 0
-        return False
-
-    def _split(self, X: np.ndarray, y: np.ndarray, weights: np.ndarray | None, random: Any) -> Any:
-        """Return the features, targets and weights to train on, and those of the rows to hold out."""
+    def _split(self, rows: dict[str, np.ndarray], random: Any) -> tuple[dict[str, np.ndarray], ...]:
+        """Return the rows to train on, and those to hold out."""
         parts = train_test_split(
-            *([X, y] if weights is None else [X, y, weights]),
+            *rows.values(),
             random_state=random,
             test_size=self.validation_fraction,
-            stratify=y if self.n_outputs_ == 1 and not self.numeric else None,
+            stratify=rows[TARGET] if self.n_outputs_ == 1 and not self.numeric else None,
         )
         if len(parts[1]) < 2:
             raise GraphoptError(
                 f"validation_fraction: expected a share of at least 2 rows, found {self.validation_fraction} of "
-                f"{len(X)} rows"
+                f"{len(rows[TARGET])} rows"
             )
-        nothing = [None] if weights is None else []
-        return *parts[::2], *nothing, (*parts[1::2], *nothing)
+        return dict(zip(rows, parts[::2], strict=True)), dict(zip(rows, parts[1::2], strict=True))
 
-    def _feeds(
-        self, executor: Executor, X: np.ndarray, y: np.ndarray, weights: np.ndarray | None
-    ) -> dict[str, np.ndarray]:
+    def _feeds(self, executor: Executor, rows: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Return all rows by the names, and in the types and shapes, of the graph's inputs."""
-        target = executor.inputs[TARGET]
-        labels = labels_of(target)
+        labels = labels_of(executor.inputs[TARGET])
         if labels is not None and not labels.several:
-            y = np.where(y, labels.high, labels.low)
-        known: dict[str, Any] = {TARGET: y, WEIGHT: weights}
-        return {name: _as_fed(known.get(name, X), value) for name, value in executor.inputs.items()}
+            rows = {**rows, TARGET: np.where(rows[TARGET], labels.high, labels.low)}
+        return {name: _as_fed(rows.get(name, rows[FEATURES]), x) for name, x in executor.inputs.items()}
 
     def _output(self, X: np.ndarray) -> np.ndarray:
         """Return the model's output for validated rows."""
@@ -324,8 +388,9 @@ class Fitting(EstimatorOptions, Estimator, BaseEstimator):  # type: ignore[misc]
 
     def _validated(self, X: Any, *y: Any, reset: bool = False) -> Any:
         """Return features, and targets if they are given, as arrays; `reset` learns the features' number and names."""
-        interface = self._interface
-        kind: Any = self._dtype
+        if not reset:
+            check_is_fitted(self)
+        interface, kind = self._interface, cast("Any", self._dtype)
         if reset and interface is not None:
             kind = interface.dtype
         elif reset:
@@ -339,12 +404,6 @@ class Fitting(EstimatorOptions, Estimator, BaseEstimator):  # type: ignore[misc]
             allow_nd=interface is not None and interface.axes != 2,
             **({"multi_output": True, "y_numeric": self.numeric} if y else {}),
         )
-
-    def _features(self, X: Any) -> np.ndarray:
-        """Return the features of a fitted estimator's rows."""
-        check_is_fitted(self)
-        features: np.ndarray = self._validated(X)
-        return features
 
 
 def _as_fed(array: np.ndarray, value: ir.Value) -> np.ndarray:

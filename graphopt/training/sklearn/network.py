@@ -1,11 +1,15 @@
-"""Build the networks of scikit-learn as ONNX models, and read what other models take and return."""
+"""Build the networks of scikit-learn as ONNX models, with the passes that train them, and read what models take.
+
+In scikit-learn, a loss is summed over the outputs of a row and averaged over the rows of a batch, and the penalty of
+the weights is divided by the rows of the batch.
+"""
 
 from __future__ import annotations
 
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,8 +23,10 @@ from graphopt.errors import GraphoptError
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.loading import Source, load
 from graphopt.graph.opsets import IR_VERSION, OPSET
+from graphopt.graph.roles import Role, role_of
 from graphopt.graph.storage import whole
 from graphopt.graph.values import dims_of, dtype_of, rank
+from graphopt.intervals import within
 
 # How each activation of scikit-learn is emitted. The last two are for outputs alone.
 _ACTIVATIONS: dict[str, Callable[[Any, ir.Value], ir.Value]] = {
@@ -38,52 +44,42 @@ HIDDEN = ("identity", "logistic", "tanh", "relu")
 def perceptron(
     sizes: tuple[int, ...], activation: str, out_activation: str, dtype: str, output: str
 ) -> bytes:
-    """Return a serialized perceptron with an input `X` and weights of 0, named as `layers` says.
-
-    Args:
-        sizes: the number of features, of units in each hidden layer, and of outputs.
-        activation, out_activation: the activations of hidden layers and of the output, by scikit-learn's names.
-    """
+    """Return a serialized perceptron of features `X`, hidden units and outputs, whose weights are 0 for now."""
     kind = ir.DataType.from_numpy(np.dtype(dtype))
     x = ir.Value(name="X", type=ir.TensorType(kind), shape=ir.Shape(["batch", sizes[0]]))
     graph = ir.Graph([x], [], nodes=[], opset_imports={"": OPSET}, name="perceptron")
     model = ir.Model(graph, ir_version=IR_VERSION, producer_name="graphopt")
-    pairs = list(itertools.pairwise(sizes))
+    zeros = _named(
+        [np.zeros(pair, dtype) for pair in itertools.pairwise(sizes)],
+        [np.zeros(units, dtype) for units in sizes[1:]],
+    )
     y = x
     with Emitter(model) as op:
-        for i, (names, (fan_in, fan_out)) in enumerate(zip(layers(len(pairs)), pairs, strict=True)):
-            for name, shape in zip(names, [(fan_in, fan_out), (fan_out,)], strict=True):
-                tensor = ir.tensor(np.zeros(shape, dtype), name=name)
-                graph.register_initializer(
-                    ir.Value(name=name, type=ir.TensorType(kind), shape=ir.Shape(shape), const_value=tensor)
-                )
-            y = op.Gemm(y, *(graph.initializers[name] for name in names))
-            y = _ACTIVATIONS[activation if i < len(pairs) - 1 else out_activation](op, y)
+        weights = [op.initializer(ir.tensor(array, name=name)) for name, array in zeros.items()]
+        for w, b in zip(weights[::2], weights[1::2], strict=True):
+            y = _ACTIVATIONS[out_activation if b is weights[-1] else activation](op, op.Gemm(y, w, b))
         graph.outputs.append(op.Identity(y, _outputs=[output]))
     return whole(model)
 
 
-def layers(count: int) -> Iterator[tuple[str, str]]:
-    """Yield the names of the weights and biases of each layer."""
-    return ((f"layers.{i}.weight", f"layers.{i}.bias") for i in range(count))
-
-
 def _named(weights: Sequence[np.ndarray], biases: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
     """Return the weights and biases of all layers by name."""
-    pairs = zip(layers(len(weights)), weights, biases, strict=True)
-    return {name: array for names, *arrays in pairs for name, array in zip(names, arrays, strict=True)}
+    layers = enumerate(zip(weights, biases, strict=True))
+    return {
+        f"layers.{i}.{kind}": array
+        for i, layer in layers
+        for kind, array in zip(("weight", "bias"), layer, strict=True)
+    }
 
 
 def initial_weights(sizes: Sequence[int], activation: str, dtype: str, random: Any) -> dict[str, np.ndarray]:
     """Draw initial weights as scikit-learn does, in its order: Glorot's uniform distribution (Glorot, Bengio 2010)."""
-
-    def draw() -> Iterable[tuple[np.ndarray, np.ndarray]]:
-        for fan_in, fan_out in itertools.pairwise(sizes):
-            bound = math.sqrt((2.0 if activation == "logistic" else 6.0) / (fan_in + fan_out))
-            weight = random.uniform(-bound, bound, (fan_in, fan_out))
-            yield weight.astype(dtype), random.uniform(-bound, bound, fan_out).astype(dtype)
-
-    return _named(*zip(*draw(), strict=True))
+    weights, biases = [], []
+    for fan_in, fan_out in itertools.pairwise(sizes):
+        bound = math.sqrt((2.0 if activation == "logistic" else 6.0) / (fan_in + fan_out))
+        weights.append(random.uniform(-bound, bound, (fan_in, fan_out)).astype(dtype))
+        biases.append(random.uniform(-bound, bound, fan_out).astype(dtype))
+    return _named(weights, biases)
 
 
 def network_state(fitted: Any, solver: Any) -> dict[str, np.ndarray]:
@@ -121,11 +117,7 @@ def serialized(source: Source) -> bytes:
 
 
 def interface(model: bytes) -> Interface:
-    """Return the interface of a serialized model with one input and one floating-point output.
-
-    Raises:
-        GraphoptError: the model has several inputs or outputs, or its batch has a fixed size.
-    """
+    """Return the interface of a serialized model, which needs one input, one floating-point output and any batch."""
     loaded = load(onnx.load_model_from_string(model))
     predictions = {
         y.name for y in loaded.graph.outputs if y.dtype is not None and y.dtype.is_floating_point()
@@ -153,3 +145,71 @@ def interface(model: bytes) -> Interface:
         op_type="" if node is None or node.domain else node.op_type,
         outputs=math.prod(sizes) if len(sizes) == rank(y) - 1 else None,
     )
+
+
+@dataclass(frozen=True)
+class LogLoss(passes.BinaryCrossEntropy):
+    """Sum the cross-entropies of the outputs of a row, each of which is the probability of a label."""
+
+    def compare(self, op: Emitter, prediction: ir.Value, target: ir.Value) -> ir.Value:
+        return _of_rows(op, super().compare(op, prediction, target))
+
+
+@dataclass(frozen=True)
+class SquaredError(passes.Loss):
+    """Sum (p - t)^2 / 2 over the outputs of a row, for predictions p and targets t."""
+
+    def compare(self, op: Emitter, prediction: ir.Value, target: ir.Value) -> ir.Value:
+        return _of_rows(op, 0.5 * op.Pow(prediction - target, 2))
+
+
+@dataclass(frozen=True)
+class PoissonDeviance(passes.Loss):
+    """Sum t log(t / p) - t + p over the outputs of a row, for predicted rates p and counts t: half the deviance."""
+
+    def compare(self, op: Emitter, prediction: ir.Value, target: ir.Value) -> ir.Value:
+        counted = op.Max(target, 1e-30)  # 0 log 0 is 0
+        return _of_rows(op, target * (op.Log(counted) - op.Log(prediction)) - target + prediction)
+
+
+@dataclass(frozen=True)
+class WeightPenalty(passes.Regularizer):
+    """Add alpha / 2 * sum w^2 over matrices and kernels w, divided by the rows of the batch or by their weights."""
+
+    alpha: float = within("[0, inf)", 1e-4)
+
+    def penalty(self, op: Emitter, w: ir.Value) -> ir.Value:
+        assert w.graph is not None
+        if rank(w) < 2:
+            return op.constant(0.0, like=w)
+        inputs = {role_of(value): value for value in w.graph.inputs}
+        weights = inputs.get(Role.SAMPLE_WEIGHT)
+        rows = op.count(inputs[Role.TARGET], [0]) if weights is None else op.ReduceSum(weights, keepdims=0)
+        if isinstance(rows, ir.Value) and rows.dtype != w.dtype:
+            rows = op.Cast(rows, to=w.dtype)
+        return 0.5 * self.alpha * op.ReduceSum(op.Pow(w, 2), keepdims=0) / rows
+
+
+@dataclass(frozen=True)
+class ScikitLearnAdam(passes.Adam):
+    """Update as Adam does, with epsilon added to the root of the mean before its bias is corrected.
+
+    This is the efficient form at the end of section 2 of Kingma and Ba (2015).
+    """
+
+    def update(
+        self, op: Emitter, w: ir.Value, g: ir.Value, rate: ir.Value, t: ir.Value, *slots: ir.Value
+    ) -> tuple[ir.Value, ...]:
+        m, v = slots
+        m = self.beta1 * m + g
+        v = self.beta2 * v + g * g
+        t = op.Cast(t, to=ir.DataType.DOUBLE)  # in which 1 - 0.999 loses no digits
+        root = math.sqrt(1 - self.beta2)
+        bias1, bias2 = (1 - op.Pow(op.constant(beta, like=t), t) for beta in (self.beta1, self.beta2))
+        factor = op.Cast((1 - self.beta1) / root * op.Sqrt(bias2) / bias1, to=rate.dtype)
+        return w - rate * factor * (m / (op.Sqrt(v) + self.epsilon / root)), m, v
+
+
+def _of_rows(op: Emitter, elements: ir.Value) -> ir.Value:
+    axes = [*range(1, rank(elements))]
+    return op.ReduceSum(elements, axes, keepdims=0) if axes else elements
