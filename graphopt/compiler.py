@@ -1,4 +1,4 @@
-"""Compile inference models to training graphs, gradient models and layers."""
+"""Compile inference models to training graphs and gradient models."""
 
 from __future__ import annotations
 
@@ -172,8 +172,7 @@ def grad(
     passes.Normalize()(loaded)
     passes.Differentiate(tuple(wrt), of, seeded)(loaded)
     if not keep:
-        for output in [output for output in loaded.graph.outputs if output.name in own]:
-            loaded.graph.outputs.remove(output)
+        loaded.graph.outputs[:] = [output for output in loaded.graph.outputs if output.name not in own]
     passes.Simplify()(loaded)
     return loaded
 
@@ -245,65 +244,3 @@ def split_step(
     for half in (*parts, apply):
         simplify(half)
     return StepHalves(step, tuple(parts), apply)
-
-
-def outer_step(step: ir.Model, optimizer: Step | None = None) -> ir.Model:
-    """Return the graph that updates the weights of several workers after each has trained on its own.
-
-    An input `NAME.grad` for each parameter NAME is what the workers' own steps have subtracted from it, in the mean
-    over the workers. The optimizer takes it for the gradient. Running statistics are averaged. Names of the optimizer's
-    own state begin with `outer.`.
-
-    Args:
-        step: a training graph; it is not changed.
-        optimizer: an optimizer; by default that of DiLoCo (Douillard et al. 2023), `passes.SGD(0.7, momentum=0.9,
-            nesterov=True)`. `passes.SGD(1.0)` replaces the weights by the mean over the workers.
-
-    Raises:
-        GraphoptError: the graph updates no weights, or the optimizer rejects them.
-
-    >>> import graphopt, passes
-    >>> from graphopt import models
-    >>> step = graphopt.compile(models.linear((2,), 1), loss=passes.MeanSquaredError(), optimizer=passes.SGD(0.1))
-    >>> outer = graphopt.compiler.outer_step(step, passes.SGD(1.0))
-    >>> [output.name for output in outer.graph.outputs]
-    ['outer.step.next', 'layers.0.bias.next', 'layers.0.weight.next']
-    """
-    import passes
-    from passes.parts.halves import outer_update
-
-    return outer_update(step, optimizer or passes.SGD(0.7, momentum=0.9, nesterov=True))
-
-
-@dataclass(frozen=True)
-class LayerGraphs:
-    """Hold the graphs of a layer: the joint graph of outputs and gradients, and its forward and backward parts."""
-
-    joint: ir.Model
-    forward: ir.Model
-    backward: ir.Model
-
-    def with_yield(self) -> ir.Model:
-        """Return the joint graph with a YieldOp between forward and backward, in the form for a TrainingAgent."""
-        from passes.parts.vector_jacobian import yielding
-
-        return yielding(self.joint)
-
-
-def compile_layer(model: Source, **steps: Steps | Default) -> LayerGraphs:
-    """Compile a model to the graphs of a layer in a larger program; see `compile` for the steps.
-
-    Args:
-        steps: normalize, parameters, sort, training, gradient, simplify and fuse. `gradient` emits the gradients of
-            weighted outputs; `passes.VectorJacobianProduct()` by default.
-
-    Raises:
-        GraphoptError: the model cannot be read, or a pass rejects it.
-    """
-    import passes
-    from passes.parts.vector_jacobian import forward_and_backward
-
-    if steps.get("gradient", DEFAULT) is DEFAULT:
-        steps["gradient"] = passes.VectorJacobianProduct()
-    joint = standard(**steps)(model)  # type: ignore[arg-type]  # mypy does not know the names
-    return LayerGraphs(joint, *forward_and_backward(joint))

@@ -14,11 +14,10 @@ from graphopt.errors import GraphoptError
 from graphopt.graph import state
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.metadata import BATCH_WEIGHT, GRADIENT_OF, POSITIONS
-from graphopt.graph.names import FIRST_ROW, ROWS, SHARE, gradient_of, local_of, state_of
 from graphopt.graph.opsets import IR_VERSION, OPSET
 from graphopt.graph.roles import FED, STATE, Role, role_of, set_role, with_role
 from graphopt.graph.traversal import ancestors, values_read
-from graphopt.graph.values import name_of, wide_type
+from graphopt.graph.values import FIRST_ROW, ROWS, SHARE, gradient_of, local_of, name_of, state_of, wide_type
 from passes.parts.vector_jacobian import extract_part, remove_unused_inputs
 
 
@@ -161,7 +160,12 @@ def _shift_positions(model: ir.Model) -> None:
 
 
 def outer_update(model: ir.Model, optimizer: Callable[[ir.Model], Any]) -> ir.Model:
-    """Return the graph that updates the weights of the last synchronisation; see `graphopt.compiler.outer_step`."""
+    """Return the graph that updates the weights of several workers after each has trained on its own.
+
+    An input `NAME.grad` for each parameter NAME is what the workers' own steps have subtracted from it, in the mean
+    over the workers. The optimizer takes it for the gradient. Running statistics are averaged. Names of the optimizer's
+    own state begin with `outer.`.
+    """
     outer = ir.Model(ir.Graph([], [], nodes=[], opset_imports={"": OPSET}), ir_version=IR_VERSION)
     updated = {state_of(y) for y in with_role(model, Role.NEXT)}
     weights = [x for x in with_role(model, Role.PARAMETER, Role.STATISTIC) if x.name in updated]
