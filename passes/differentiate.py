@@ -9,10 +9,9 @@ import onnx_ir as ir
 from graphopt.errors import GraphoptError, unknown
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.metadata import DERIVATIVE
-from graphopt.graph.names import derivative_of, seed_of
 from graphopt.graph.rewriting import Pass
 from graphopt.graph.shapes import ensure_typed
-from graphopt.graph.values import is_floating
+from graphopt.graph.values import gradient_of, is_floating, name_of, seed_of
 from passes.gradients.walk import backward, zeros
 
 
@@ -71,6 +70,6 @@ class Differentiate(Pass):
                         f"{y.name!r} does not depend on {x.name!r} differentiably: leave {x.name!r} out of wrt"
                     )
                 gradient = gradients[x] if x in gradients else zeros(op, x)
-                derivative = op.Identity(gradient, _outputs=[derivative_of(y, x)])
+                derivative = op.Identity(gradient, _outputs=[f"{gradient_of(y)}.{name_of(x)}"])
                 DERIVATIVE.set(derivative)
                 model.graph.outputs.append(derivative)

@@ -8,8 +8,8 @@ import onnx_ir as ir
 
 from graphopt.errors import GraphoptError
 from graphopt.graph.emitter import Emitter
+from graphopt.graph.metadata import STOP_GRADIENT
 from graphopt.graph.rewriting import Pass, Pattern, matches
-from graphopt.graph.roles import stop_gradient_at
 from graphopt.graph.values import like
 
 
@@ -21,7 +21,7 @@ def stop_gradient(op: Emitter, x: ir.Value) -> ir.Value:
     >>> passes.CustomLoss(distillation).reduction
     'mean'
     """
-    return stop_gradient_at(like(op.Identity(x), x))
+    return STOP_GRADIENT.mark(like(op.Identity(x), x))
 
 
 @dataclass(frozen=True)

@@ -18,11 +18,10 @@ from onnx_ir import Value
 from graphopt.errors import GraphoptError
 from graphopt.graph import state
 from graphopt.graph.emitter import Emitter
-from graphopt.graph.names import gradient_of
 from graphopt.graph.rewriting import Pass, Pattern, selects
 from graphopt.graph.roles import Role, with_role
 from graphopt.graph.state import LEARNING_RATE
-from graphopt.graph.values import dtype_of, name_of, wide_type
+from graphopt.graph.values import dtype_of, gradient_of, name_of, wide_type
 from graphopt.intervals import check_intervals, within
 from passes import ort_kernels
 

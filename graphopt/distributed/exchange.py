@@ -13,9 +13,8 @@ from graphopt.communicator import Communicator
 from graphopt.distributed.shared_update import part_of_update
 from graphopt.errors import GraphoptError
 from graphopt.graph.metadata import BATCH_WEIGHT
-from graphopt.graph.names import FIRST_ROW, ROWS, SHARE, of_worker
 from graphopt.graph.roles import Role, role_of
-from graphopt.graph.values import name_of
+from graphopt.graph.values import FIRST_ROW, ROWS, SHARE, name_of, of_worker
 from graphopt.runtime.bound_session import Reported
 from graphopt.runtime.device import Device
 from graphopt.runtime.reported_outputs import numbers

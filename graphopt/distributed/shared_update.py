@@ -9,10 +9,9 @@ import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from graphopt.graph.emitter import Emitter
-from graphopt.graph.names import of_worker, state_of
 from graphopt.graph.roles import Role, set_role, with_role
 from graphopt.graph.state import owners
-from graphopt.graph.values import dtype_of, name_of
+from graphopt.graph.values import dtype_of, name_of, of_worker, state_of
 from graphopt.runtime.tensors import SUMMED
 
 

@@ -13,9 +13,8 @@ from graphopt.communicator import Communicator
 from graphopt.compiler import StepHalves
 from graphopt.distributed.exchange import Exchange, SharedBuffers, SharedExchange, SummedBuffers
 from graphopt.errors import GraphoptError
-from graphopt.graph.names import ROWS
 from graphopt.graph.roles import FED, Role, role_of, with_role
-from graphopt.graph.values import name_of
+from graphopt.graph.values import ROWS, name_of
 from graphopt.runtime.bound_session import Reported, RunnerOptions
 from graphopt.runtime.device import Device
 from graphopt.runtime.forms import is_large_enough

@@ -9,8 +9,7 @@ import numpy as np
 import onnx_ir as ir
 
 from graphopt.errors import GraphoptError
-from graphopt.graph.labels import labels_of
-from graphopt.graph.roles import Role, role_of
+from graphopt.graph.roles import Role, labels_of, role_of
 from graphopt.graph.values import dtype_of, name_of
 from graphopt.runtime.device import Device
 from graphopt.runtime.tensors import Tensor, on_host, to_ort

@@ -7,11 +7,10 @@ from collections.abc import Collection, Sequence
 import onnx_ir as ir
 
 from graphopt.graph.emitter import Emitter
-from graphopt.graph.names import next_of
 from graphopt.graph.operators import BILINEAR, JOINTLY_LINEAR, LINEAR_IN_FIRST
 from graphopt.graph.roles import Role, with_role
 from graphopt.graph.traversal import values_read
-from graphopt.graph.values import is_number, like
+from graphopt.graph.values import is_number, like, next_of
 
 
 def fold_rate_into_loss_gradient(model: ir.Model) -> bool:

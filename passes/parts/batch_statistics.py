@@ -10,12 +10,11 @@ from onnx_ir.passes.common import LiftConstantsToInitializersPass
 from graphopt.errors import GraphoptError
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.metadata import BATCH_CORRECTION, BATCH_COUNT, BATCH_GRADIENT, BATCH_WEIGHT, OF_BATCH
-from graphopt.graph.names import ROWS
 from graphopt.graph.operators import ARITHMETIC, PRODUCTS, VIEWS
 from graphopt.graph.roles import FED, Role, role_of, set_role, with_role
 from graphopt.graph.shapes import ensure_typed
 from graphopt.graph.traversal import ancestors, values_read
-from graphopt.graph.values import dims_of
+from graphopt.graph.values import ROWS, dims_of
 from passes.parts.vector_jacobian import extract_part, remove_unused_inputs
 
 LEAST = 2.0**-30  # the weight of a batch whose rows all have weight 0: sums of gradients are divided by it

@@ -11,13 +11,12 @@ from onnx_ir.passes.common import RemoveUnusedOpsetsPass
 from graphopt.errors import GraphoptError
 from graphopt.graph import state
 from graphopt.graph.emitter import Emitter
-from graphopt.graph.names import gradient_of, seed_of
 from graphopt.graph.operators import MICROSOFT, VIEWS
 from graphopt.graph.rewriting import Pass, Pattern, matches
 from graphopt.graph.roles import Role, role_of, set_role, with_role
 from graphopt.graph.shapes import ensure_typed
 from graphopt.graph.traversal import ancestors, extracted_between, values_read
-from graphopt.graph.values import is_floating, name_of
+from graphopt.graph.values import gradient_of, is_floating, name_of, seed_of
 from passes.gradients.walk import backward, lost
 
 # Operators that only rearrange or convert elements: recomputed from their inputs instead of saved.

@@ -10,7 +10,7 @@ import numpy as np
 import onnx_ir as ir
 
 from graphopt.graph.emitter import Emitter
-from graphopt.graph.roles import stop_gradient_at
+from graphopt.graph.metadata import STOP_GRADIENT
 from passes.weights.initializers import array, register, replace_by
 
 _Function = Callable[[np.ndarray], np.ndarray]
@@ -176,7 +176,7 @@ def compute(
 
 
 def _replace(model: ir.Model, op: Emitter, value: ir.Value, computed: ir.Value, detached: bool) -> None:
-    replace_by(model, value, stop_gradient_at(op.Identity(computed)) if detached else computed)
+    replace_by(model, value, STOP_GRADIENT.mark(op.Identity(computed)) if detached else computed)
 
 
 def _chains(

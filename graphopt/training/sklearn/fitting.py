@@ -22,8 +22,7 @@ from sklearn.utils.validation import check_is_fitted, validate_data
 from graphopt.compiler import DEFAULT
 from graphopt.data.dataset import TARGET, WEIGHT
 from graphopt.errors import GraphoptError
-from graphopt.graph.labels import labels_of
-from graphopt.graph.roles import Role, with_role
+from graphopt.graph.roles import Role, labels_of, with_role
 from graphopt.graph.values import dims_of, dtype_of, name_of, rank
 from graphopt.runtime.executor import Executor
 from graphopt.training.callbacks.callback import copied_weights
