@@ -118,13 +118,12 @@ def transformer(
         raise GraphoptError(
             f"model transformer: expected sequences of tokens, rows of shape [length], found {list(features)}"
         )
-    random = _Random(
-        seed, outputs=outputs, vocabulary=vocabulary or outputs, width=width, heads=heads, layers=layers
-    )
+    words = vocabulary or outputs
+    random = _Random(seed, outputs=outputs, vocabulary=words, width=width, heads=heads, layers=layers)
     if width % heads:
         raise GraphoptError(f"model transformer: expected heads that divide width {width}, found {heads}")
     blocks = [_Block(features[0], width, heads, causal, random) for _ in range(layers)]
-    network = _Transformer(features[0], vocabulary or outputs, width, outputs, blocks, random)
+    network = _Transformer(features[0], words, width, outputs, blocks, random)
     return _model("transformer", network, features, ir.DataType.INT64)
 
 

@@ -102,9 +102,8 @@ def _form(node: ir.Node, now: int, version: int) -> _Form | None:
         return None
     if new.since_version == old.since_version:
         return attributes, inputs
-    if version > now or version < MEANT_ELSE_BEFORE.get(node.op_type, 0):
-        return None
-    if any(attribute.is_ref() for attribute in node.attributes.values()):
+    is_ref = any(attribute.is_ref() for attribute in node.attributes.values())
+    if is_ref or version > now or version < MEANT_ELSE_BEFORE.get(node.op_type, 0):
         return None
     count = _turn_into_attributes(node, attributes, new, old)
     if count is None or not _written(node, attributes, old, version):
@@ -159,11 +158,9 @@ def _written(node: ir.Node, attributes: dict[str, Any], old: onnx.defs.OpSchema,
     x = node.inputs[0] if node.inputs else None
     dims = None if x is None or x.shape is None else list(x.shape)
     if node.op_type in ALONG_ONE_AXIS_SINCE_13 and version < 13:
-        if dims is None:
+        if dims is None or attributes.get("axis", -1) not in (-1, len(dims) - 1):
             return False
-        attributes["axis"] = attributes.get("axis", -1) % len(dims)
-        if attributes["axis"] != len(dims) - 1:
-            return False
+        attributes["axis"] = len(dims) - 1
     if node.op_type == "Split" and "num_outputs" in attributes and "num_outputs" not in old.attributes:
         size = None if dims is None else dims[attributes.get("axis", 0)]
         if not isinstance(size, int) or size % len(node.outputs):
