@@ -138,7 +138,7 @@ def tensor_type(where: str, text: object) -> tuple[ir.DataType, ir.Shape]:
         GraphoptError: the text declares no type.
 
     >>> tensor_type("target", "int64[N,3]")
-    (DataType.INT64, Shape([SymbolicDim(N), 3]))
+    (INT64, Shape([SymbolicDim('N'), 3]))
     """
     match = re.fullmatch(r"(\w+)\[([\w\s,]*)\]", str(text), re.ASCII)
     sizes = [size.strip() for size in match[2].split(",")] if match and match[2].strip() else []
