@@ -1,4 +1,4 @@
-"""Compile inference models to training graphs, gradient models and layers."""
+"""Compile inference models to training graphs and gradient models."""
 
 from __future__ import annotations
 
@@ -172,8 +172,7 @@ def grad(
     passes.Normalize()(loaded)
     passes.Differentiate(tuple(wrt), of, seeded)(loaded)
     if not keep:
-        for output in [output for output in loaded.graph.outputs if output.name in own]:
-            loaded.graph.outputs.remove(output)
+        loaded.graph.outputs[:] = [output for output in loaded.graph.outputs if output.name not in own]
     passes.Simplify()(loaded)
     return loaded
 
@@ -272,37 +271,3 @@ def outer_step(step: ir.Model, optimizer: Step | None = None) -> ir.Model:
     from passes.parts import outer_update
 
     return outer_update(step, optimizer or passes.SGD(0.7, momentum=0.9, nesterov=True))
-
-
-@dataclass(frozen=True)
-class LayerGraphs:
-    """Hold the graphs of a layer: the joint graph of outputs and gradients, and its forward and backward parts."""
-
-    joint: ir.Model
-    forward: ir.Model
-    backward: ir.Model
-
-    def with_yield(self) -> ir.Model:
-        """Return the joint graph with a YieldOp between forward and backward, in the form for a TrainingAgent."""
-        from passes.parts import yielding
-
-        return yielding(self.joint)
-
-
-def compile_layer(model: Source, **steps: Steps | Default) -> LayerGraphs:
-    """Compile a model to the graphs of a layer in a larger program; see `compile` for the steps.
-
-    Args:
-        steps: normalize, parameters, sort, training, gradient, simplify and fuse. `gradient` emits the gradients of
-            weighted outputs; `passes.VectorJacobianProduct()` by default.
-
-    Raises:
-        GraphoptError: the model cannot be read, or a pass rejects it.
-    """
-    import passes
-    from passes.parts import forward_and_backward
-
-    if steps.get("gradient", DEFAULT) is DEFAULT:
-        steps["gradient"] = passes.VectorJacobianProduct()
-    joint = standard(**steps)(model)  # type: ignore[arg-type]  # mypy does not know the names
-    return LayerGraphs(joint, *forward_and_backward(joint))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from numbers import Real
 from typing import Any
 
@@ -55,13 +55,10 @@ def check_intervals(options: Any, *, owner: str | None = None) -> None:
                     )
 
 
-def _numbers(value: Any) -> Iterator[Any]:
+def _numbers(value: Any) -> Iterable[Any]:
     if isinstance(value, Mapping):
-        yield from value.values()
-    elif isinstance(value, list | tuple):
-        yield from value
-    else:
-        yield value
+        return value.values()
+    return value if isinstance(value, list | tuple) else [value]
 
 
 def _lies_in(number: Any, interval: str) -> bool:

@@ -45,7 +45,7 @@ def mlp(
         features, outputs, seed: as in `graphopt.models.linear`.
         hidden: the units of each hidden layer.
     """
-    random = _random(seed, outputs=outputs, hidden=hidden)
+    random = _Random(seed, outputs=outputs, hidden=hidden)
     sizes = [math.prod(features), *hidden, outputs]
     layers: list[nn.Module] = [_Apply("Flatten")] if len(features) != 1 else []
     for i, (size, following) in enumerate(itertools.pairwise(sizes)):
@@ -76,7 +76,7 @@ def cnn(
         raise GraphoptError(
             f"model cnn: expected images, rows of shape [channels, height, width], found {list(features)}"
         )
-    random = _random(seed, outputs=outputs, channels=channels, hidden=hidden)
+    random = _Random(seed, outputs=outputs, channels=channels, hidden=hidden)
     depth, height, width = features
     layers: list[nn.Module] = []
     for following in channels:
@@ -118,13 +118,12 @@ def transformer(
         raise GraphoptError(
             f"model transformer: expected sequences of tokens, rows of shape [length], found {list(features)}"
         )
-    random = _random(
-        seed, outputs=outputs, vocabulary=vocabulary or outputs, width=width, heads=heads, layers=layers
-    )
+    words = vocabulary or outputs
+    random = _Random(seed, outputs=outputs, vocabulary=words, width=width, heads=heads, layers=layers)
     if width % heads:
         raise GraphoptError(f"model transformer: expected heads that divide width {width}, found {heads}")
     blocks = [_Block(features[0], width, heads, causal, random) for _ in range(layers)]
-    network = _Transformer(features[0], vocabulary or outputs, width, outputs, blocks, random)
+    network = _Transformer(features[0], words, width, outputs, blocks, random)
     return _model("transformer", network, features, ir.DataType.INT64)
 
 
@@ -158,10 +157,8 @@ class _Layers(nn.Module):
 class _Linear(nn.Module):
     def __init__(self, size: int, outputs: int, random: _Random, relu: bool = False) -> None:
         super().__init__()
-        bound = math.sqrt(6 / (size + outputs))
-        shape = size, outputs
-        drawn = random.normal(math.sqrt(2 / size), shape) if relu else random.uniform(bound, shape)
-        self.weight = _parameter(drawn)
+        bound, shape = math.sqrt(6 / (size + outputs)), (size, outputs)
+        self.weight = random.normal(math.sqrt(2 / size), shape) if relu else random.uniform(bound, shape)
         self.bias = _parameter(np.zeros(outputs))
 
     def forward(self, op: Any, x: ir.Value) -> ir.Value:
@@ -173,7 +170,7 @@ class _Linear(nn.Module):
 class _Convolution(nn.Module):
     def __init__(self, depth: int, channels: int, random: _Random) -> None:
         super().__init__()
-        self.weight = _parameter(random.normal(math.sqrt(2 / (9 * depth)), (channels, depth, 3, 3)))
+        self.weight = random.normal(math.sqrt(2 / (9 * depth)), (channels, depth, 3, 3))
         self.bias = _parameter(np.zeros(channels))
 
     def forward(self, op: Any, x: ir.Value) -> ir.Value:
@@ -192,35 +189,28 @@ class _Apply(nn.Module):
 
 
 class _Random:
-    """Draw initial weights, up to a number that fits into memory."""
+    """Draw initial weights, up to a number that fits into memory, of a model with options that are sizes."""
 
-    def __init__(self, seed: int) -> None:
-        self._drawn = np.random.default_rng(seed)
-        self._left = _MAX
+    def __init__(self, seed: int, **sizes: int | Sequence[int]) -> None:
+        if seed < 0:
+            raise GraphoptError(f"seed: expected 0 or more, found {seed}")
+        for name, size in sizes.items():
+            for dim in [size] if isinstance(size, int) else size:
+                if not isinstance(dim, int) or not 1 <= dim <= (MOST_LAYERS if name == "layers" else _MAX):
+                    raise GraphoptError(f"model: expected whole numbers from 1 in {name}, found {dim!r}")
+        self._drawn, self._left = np.random.default_rng(seed), _MAX
 
-    def normal(self, deviation: float, shape: tuple[int, ...]) -> np.ndarray:
-        self._count(shape)
-        return self._drawn.normal(0, deviation, shape)
+    def normal(self, deviation: float, shape: tuple[int, ...]) -> nn.Parameter:
+        return _parameter(self._drawn.normal(0, deviation, self._counted(shape)))
 
-    def uniform(self, bound: float, shape: tuple[int, ...]) -> np.ndarray:
-        self._count(shape)
-        return self._drawn.uniform(-bound, bound, shape)
+    def uniform(self, bound: float, shape: tuple[int, ...]) -> nn.Parameter:
+        return _parameter(self._drawn.uniform(-bound, bound, self._counted(shape)))
 
-    def _count(self, shape: tuple[int, ...]) -> None:
+    def _counted(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         self._left -= math.prod(shape)
         if self._left < 0:
             raise GraphoptError(f"model: expected at most {_MAX:,} weights, found more: choose smaller sizes")
-
-
-def _random(seed: int, **sizes: int | Sequence[int]) -> _Random:
-    """Return what draws weights, after a check of the seed and of the options of a model that are sizes."""
-    if seed < 0:
-        raise GraphoptError(f"seed: expected 0 or more, found {seed}")
-    for name, size in sizes.items():
-        for dim in [size] if isinstance(size, int) else size:
-            if not isinstance(dim, int) or not 1 <= dim <= (MOST_LAYERS if name == "layers" else _MAX):
-                raise GraphoptError(f"model: expected whole numbers from 1 in {name}, found {dim!r}")
-    return _Random(seed)
+        return shape
 
 
 class _LayerNormalization(nn.Module):
@@ -279,8 +269,8 @@ class _Transformer(nn.Module):
         random: _Random,
     ) -> None:
         super().__init__()
-        self.embedding = _parameter(random.normal(0.1, (vocabulary, width)))
-        self.positions = _parameter(random.normal(0.1, (length, width)))
+        self.embedding = random.normal(0.1, (vocabulary, width))
+        self.positions = random.normal(0.1, (length, width))
         self.blocks = nn.ModuleList(list(blocks))
         self.norm = _LayerNormalization(width)
         self.head = _Linear(width, outputs, random)

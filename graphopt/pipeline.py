@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import onnx_ir as ir
 
@@ -38,14 +38,12 @@ class Pipeline(Mapping[str, tuple[Step, ...]]):
         self._steps: dict[str, tuple[Step, ...]] = {}
         for name, step in steps.items():
             if step is not None:
-                self._steps[name] = (
-                    tuple(step) if isinstance(step, Sequence) and not isinstance(step, str) else (step,)
-                )
-                for item in self._steps[name]:
-                    if not callable(item):
-                        raise GraphoptError(
-                            f"pipeline.{name}: expected a pass or a sequence of passes, found {item!r}"
-                        )
+                is_sequence = isinstance(step, Sequence) and not isinstance(step, str)
+                self._steps[name] = tuple(cast(Sequence[Step], step if is_sequence else [step]))
+                if wrong := [item for item in self._steps[name] if not callable(item)]:
+                    raise GraphoptError(
+                        f"pipeline.{name}: expected a pass or a sequence of passes, found {wrong[0]!r}"
+                    )
 
     def __getitem__(self, name: str) -> tuple[Step, ...]:
         return self._steps[name]
@@ -85,12 +83,11 @@ class Pipeline(Mapping[str, tuple[Step, ...]]):
 
     def adapted(self, model: ir.Model, read: Read) -> Pipeline:
         """Return the pipeline with what its passes learn from data; see `graphopt.adapt`."""
-        return Pipeline(
-            **{
-                name: tuple(p.adapted(model, read) if isinstance(p, Pass) and p.learns else p for p in step)
-                for name, step in self._steps.items()
-            }
-        )
+
+        def adapted(item: Step) -> Step:
+            return item.adapted(model, read) if isinstance(item, Pass) and item.learns else item
+
+        return Pipeline(**{name: tuple(map(adapted, step)) for name, step in self._steps.items()})
 
     def without(self, name: str) -> Pipeline:
         """Return the pipeline without the step `name`, if it has one."""

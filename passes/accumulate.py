@@ -12,11 +12,10 @@ from graphopt.errors import GraphoptError
 from graphopt.graph import state
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.metadata import GRADIENT_OF
-from graphopt.graph.names import next_of
 from graphopt.graph.rewriting import Pass
 from graphopt.graph.roles import Role, with_role
 from graphopt.graph.traversal import ancestors
-from graphopt.graph.values import dtype_of, like, name_of
+from graphopt.graph.values import dtype_of, like, name_of, next_of
 from graphopt.intervals import within
 
 _Values = dict[ir.Value, ir.Value]

@@ -11,10 +11,9 @@ import onnx_ir as ir
 
 from graphopt.errors import GraphoptError
 from graphopt.graph.emitter import Emitter
-from graphopt.graph.names import report_of, value_of
 from graphopt.graph.rewriting import Pass, Pattern, retire, selects
 from graphopt.graph.roles import Role, set_role, with_role
-from graphopt.graph.values import name_of, wide_type
+from graphopt.graph.values import name_of, report_of, value_of, wide_type
 from graphopt.intervals import within
 from passes.optimizers import call_kernel
 

@@ -9,12 +9,11 @@ import onnx_ir as ir
 from graphopt.errors import GraphoptError, unknown
 from graphopt.graph import state
 from graphopt.graph.emitter import Emitter
-from graphopt.graph.metadata import DERIVATIVE
-from graphopt.graph.names import derivative_of, gradient_of, seed_of
+from graphopt.graph.metadata import DERIVATIVE, STOP_GRADIENT
 from graphopt.graph.rewriting import Pass, Pattern, matches
-from graphopt.graph.roles import Role, set_role, stop_gradient_at, with_role
+from graphopt.graph.roles import Role, set_role, with_role
 from graphopt.graph.shapes import ensure_typed
-from graphopt.graph.values import is_floating, like, name_of
+from graphopt.graph.values import gradient_of, is_floating, like, name_of, seed_of
 from passes.gradients.walk import backward, lost, zeros
 
 
@@ -72,7 +71,7 @@ class Differentiate(Pass):
                         f"{y.name!r} does not depend on {x.name!r} differentiably: leave {x.name!r} out of wrt"
                     )
                 gradient = gradients[x] if x in gradients else zeros(op, x)
-                derivative = op.Identity(gradient, _outputs=[derivative_of(y, x)])
+                derivative = op.Identity(gradient, _outputs=[f"{gradient_of(y)}.{name_of(x)}"])
                 DERIVATIVE.set(derivative)
                 model.graph.outputs.append(derivative)
 
@@ -130,7 +129,7 @@ def stop_gradient(op: Emitter, x: ir.Value) -> ir.Value:
     >>> passes.CustomLoss(distillation).reduction
     'mean'
     """
-    return stop_gradient_at(like(op.Identity(x), x))
+    return STOP_GRADIENT.mark(like(op.Identity(x), x))
 
 
 @dataclass(frozen=True)

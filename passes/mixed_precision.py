@@ -15,17 +15,14 @@ import onnx_ir as ir
 from graphopt.errors import GraphoptError
 from graphopt.graph import state
 from graphopt.graph.emitter import Emitter
-from graphopt.graph.inference import in_inference
-from graphopt.graph.metadata import GRADIENT_OF
-from graphopt.graph.names import next_of
-from graphopt.graph.operators import LAYOUT, PRODUCTS
+from graphopt.graph.metadata import GRADIENT_OF, ROLE, InferenceForm
+from graphopt.graph.operators import LAYOUT, PRODUCTS, takes
 from graphopt.graph.rewriting import Pass, Pattern, matches, retire
-from graphopt.graph.roles import STATE, Role, clear_role, role_of, set_role, with_role
-from graphopt.graph.schemas import takes
+from graphopt.graph.roles import STATE, Role, role_of, set_role, with_role
 from graphopt.graph.shapes import ensure_typed
 from graphopt.graph.state import LOSS_SCALE
 from graphopt.graph.traversal import subgraphs
-from graphopt.graph.values import constant_of, like, name_of
+from graphopt.graph.values import constant_of, like, name_of, next_of
 from graphopt.intervals import within
 
 _WIDE = ir.DataType.FLOAT
@@ -133,7 +130,7 @@ class _Narrow:
                 if wide.is_graph_output():
                     wide.name, y.name = y.name, f"{y.name}/{self._dtype.name.lower()}"
                     if (role := role_of(y)) is not None:
-                        clear_role(y)
+                        ROLE.remove(y)
                         set_role(wide, role)
 
     def _holds(self, x: ir.Value) -> bool:
@@ -144,7 +141,7 @@ class _Narrow:
 
 def _cast(op: Emitter, x: ir.Value, dtype: ir.DataType) -> ir.Value:
     """Emit a cast that inference leaves out."""
-    return in_inference(op.Cast(x, to=dtype), same_as=0)
+    return InferenceForm(same_as=0).write(op.Cast(x, to=dtype))
 
 
 @dataclass(frozen=True)

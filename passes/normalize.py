@@ -22,13 +22,13 @@ from onnxscript.rewriter import RewriteRule, RewriteRuleSet
 
 import passes.lowering as lowering
 from graphopt.errors import GraphoptError, line
-from graphopt.graph import schemas
+from graphopt.graph import operators
 from graphopt.graph.checking import refuse_foreign
 from graphopt.graph.declarations import forget
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.limits import check_constants
 from graphopt.graph.metadata import ORIGINAL_NAME, Origin, original_name
-from graphopt.graph.opsets import IR_VERSION, OPSET, note_versions
+from graphopt.graph.opsets import IR_VERSION, OPSET
 from graphopt.graph.postprocessing import detach_outputs, remember
 from graphopt.graph.rewriting import Pass, interface_kept, needed, protect
 from graphopt.graph.roles import Role, role_of, set_role
@@ -85,7 +85,6 @@ class Normalize(Pass):
     def rewrite(self, model: ir.Model) -> None:
         is_classical = classical.is_classical(model)
         origins = read_origins(model)
-        note_versions(model)
         remember(model)
         sources = [y for y in model.graph.outputs if y.producer() is None]
         if sources:  # inputs or weights themselves
@@ -165,7 +164,7 @@ def expand(model: ir.Model) -> None:
     nodes = [node for node in model.graph if node.domain == "" and node.op_type in functions]
     version = model.opset_imports.get("", OPSET)
     for node in nodes:  # inference and the inliner ignore the defaults of missing attributes
-        defaults = schemas.defaults("", node.op_type, version)
+        defaults = operators.defaults("", node.op_type, version)
         attributes = ir.convenience.convert_attributes(defaults | dict(node.attributes))
         node.attributes.update({x.name: x for x in attributes})
     if nodes:
@@ -262,11 +261,11 @@ def convert(model: ir.Model) -> None:
 
 def _is_older(node: ir.Node) -> bool:
     """Return whether a node uses only features of its operator's working version."""
-    old = schemas.schema_of("", node.op_type, OPSET)
+    old = operators.schema_of("", node.op_type, OPSET)
     # Since opset 22, a last pooling window does not start in the padding.
     if old is None or len(node.inputs) > old.max_input or is_ceiled(node):
         return False
-    return set(node.attributes) <= set(old.attributes) and schemas.fits(old, node.inputs)
+    return set(node.attributes) <= set(old.attributes) and operators.fits(old, node.inputs)
 
 
 def materialize(model: ir.Model) -> None:

@@ -14,12 +14,11 @@ from onnx_ir import Value
 from graphopt.errors import GraphoptError
 from graphopt.graph import state
 from graphopt.graph.emitter import Emitter
-from graphopt.graph.names import gradient_of
 from graphopt.graph.operators import MICROSOFT
 from graphopt.graph.rewriting import Pass, Pattern, selects
 from graphopt.graph.roles import Role, needs_training_runtime, with_role
 from graphopt.graph.state import LEARNING_RATE
-from graphopt.graph.values import dtype_of, like, name_of, wide_type
+from graphopt.graph.values import dtype_of, gradient_of, like, name_of, wide_type
 from graphopt.intervals import check_intervals, within
 
 __all__ = ["Adagrad", "Adam", "AdamW", "Group", "Lion", "Optimizer", "RMSprop", "SGD"]

@@ -14,12 +14,11 @@ import onnx_ir.passes.common as common
 from graphopt.errors import GraphoptError, some
 from graphopt.graph import metadata
 from graphopt.graph.metadata import EXPORT_ANEW, FROZEN, UNTRAINED, Kind, LeftOut, Origin
-from graphopt.graph.names import constant_copy_of
 from graphopt.graph.operators import MATRIX_PRODUCTS, RECURRENT
 from graphopt.graph.rewriting import Pass, Pattern, selects
 from graphopt.graph.roles import STATE, Role, role_of
 from graphopt.graph.shapes import ensure_typed
-from graphopt.graph.values import is_floating, name_of
+from graphopt.graph.values import constant_copy_of, is_floating, name_of
 from passes.gradients.walk import dead_ends
 from passes.lowering.classical import is_tree
 from passes.weights import FOLDED_BY_TF2ONNX, evidence, folds

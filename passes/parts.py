@@ -17,13 +17,23 @@ from graphopt.errors import GraphoptError
 from graphopt.graph import metadata, state
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.metadata import BATCH_CORRECTION, BATCH_COUNT, BATCH_GRADIENT, BATCH_WEIGHT, GRADIENT_OF
-from graphopt.graph.names import FIRST_ROW, ROWS, SHARE, gradient_of, local_of, seed_of, state_of
 from graphopt.graph.operators import ARITHMETIC, MICROSOFT, PRODUCTS, VIEWS
 from graphopt.graph.opsets import IR_VERSION, OPSET
 from graphopt.graph.roles import FED, STATE, Role, role_of, set_role, with_role
 from graphopt.graph.shapes import ensure_typed
 from graphopt.graph.traversal import ancestors, extracted_between, values_read
-from graphopt.graph.values import dims_of, name_of, wide_type
+from graphopt.graph.values import (
+    FIRST_ROW,
+    ROWS,
+    SHARE,
+    dims_of,
+    gradient_of,
+    local_of,
+    name_of,
+    seed_of,
+    state_of,
+    wide_type,
+)
 from passes.losses.loss import new_input
 
 LEAST = 2.0**-30  # the weight of a batch whose rows all have weight 0: sums of gradients are divided by it

@@ -11,14 +11,14 @@ import onnx_ir as ir
 from graphopt.errors import GraphoptError
 from graphopt.graph import memory
 from graphopt.graph.emitter import Emitter
-from graphopt.graph.memory import base_of, bytes_of
+from graphopt.graph.memory import base_of
 from graphopt.graph.metadata import OF_BATCH, POSITIONS
 from graphopt.graph.operators import CONVOLUTIONS, RANDOM, VIEWS
 from graphopt.graph.rewriting import Pass
 from graphopt.graph.roles import Role
 from graphopt.graph.simplify import simplify
 from graphopt.graph.traversal import ancestors, dependencies, forward_nodes, subgraphs, values_read
-from graphopt.graph.values import constant_of, is_floating, like
+from graphopt.graph.values import bytes_of, constant_of, is_floating, like
 from graphopt.intervals import within
 
 _ELEMENT = 20  # the cost of an element of an elementwise operator, in additions of a matrix product

@@ -11,10 +11,9 @@ import onnx_ir as ir
 from graphopt.errors import GraphoptError
 from graphopt.graph import metadata, state
 from graphopt.graph.emitter import Emitter
-from graphopt.graph.inference import in_inference
-from graphopt.graph.metadata import BATCH_CORRECTION, OF_BATCH, POSITIONS
+from graphopt.graph.metadata import BATCH_CORRECTION, OF_BATCH, POSITIONS, STOP_GRADIENT, InferenceForm
 from graphopt.graph.rewriting import Pass, Pattern, matches
-from graphopt.graph.roles import Role, stop_gradient_at
+from graphopt.graph.roles import Role
 from graphopt.graph.shapes import ensure_typed
 from graphopt.graph.traversal import subgraphs
 from graphopt.graph.values import constant_number, constant_of, like, name_of, swap, wide_type
@@ -183,8 +182,8 @@ def _normalize_batches(
         elif following is not running:
             with Emitter(model) as op:
                 for index, statistic in zip((3, 4), following, strict=True):
-                    node.replace_input_with(index, stop_gradient_at(op.Identity(statistic)))
-        in_inference(node.outputs[0], inputs={3 + i: name_of(x) for i, x in enumerate(running)})
+                    node.replace_input_with(index, STOP_GRADIENT.mark(op.Identity(statistic)))
+        InferenceForm({3 + i: name_of(x) for i, x in enumerate(running)}).write(node.outputs[0])
     with Emitter(model) as op:
         for old, new in zip(running, following, strict=True):
             state.set_next(model, old, op.Identity(new))
@@ -270,7 +269,7 @@ def _drop(model: ir.Model, node: ir.Node, seed: int, number: int) -> None:
                 ir.convenience.replace_all_uses_with(node.outputs[1], unmasked, replace_graph_outputs=True)
     swap(y, like(dropped, y))
     model.graph.remove(node, safe=True)
-    in_inference(dropped, same_as=0)
+    InferenceForm(same_as=0).write(dropped)
 
 
 def uniform(op: Emitter, shape: ir.Value, step: ir.Value, seed: int, number: int) -> ir.Value:

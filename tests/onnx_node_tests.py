@@ -27,8 +27,8 @@ import onnx_ir as ir
 
 from graphopt.errors import GraphoptError, NoGradient
 from graphopt.graph.loading import Source
-from graphopt.graph.names import gradient_of
 from graphopt.graph.operators import DRAWING
+from graphopt.graph.values import gradient_of
 from graphopt.runtime.executor import run as execute
 from graphopt.testing.gradients import (
     FATAL,

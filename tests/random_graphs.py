@@ -15,7 +15,7 @@ import torch
 import torch_oracle
 from onnx import helper
 
-from graphopt.graph.schemas import defaults
+from graphopt.graph.operators import defaults
 
 OPSET = 21
 MOST_ELEMENTS, LARGEST = 300, 30.0

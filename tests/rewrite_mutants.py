@@ -107,7 +107,7 @@ SIMPLIFYING = [
         ("names_differ", "                NameFixPass()(model)\n", ""),
     ),
     *of(
-        "graphopt/graph/folding.py",
+        "graphopt/graph/simplify.py",
         "folding",
         ("weights_are_not_folded", "not weights.isdisjoint(node.inputs)", "False"),
     ),

@@ -12,8 +12,9 @@ from onnx import helper
 
 import graphopt
 import passes
-from graphopt.graph.folding import EXACT, EXACT_INTEGERS, SMALL_CONSTANT, fold
-from graphopt.graph.inference import extract, in_inference
+from graphopt.graph.inference import extract
+from graphopt.graph.metadata import InferenceForm
+from graphopt.graph.simplify import EXACT, EXACT_INTEGERS, SMALL_CONSTANT, fold
 from graphopt.runtime.executor import run
 from graphopt.testing.reference import evaluator
 
@@ -255,7 +256,7 @@ def noted(lines, *forms):
     loaded = graphopt.load(proto)
     for node in loaded.graph:
         if node.outputs[0].name in forms:
-            in_inference(node.outputs[0], inputs={0: "z"} if node.outputs[0].name == "a" else {0: "x"})
+            InferenceForm({0: "z" if node.outputs[0].name == "a" else "x"}).write(node.outputs[0])
     return loaded
 
 

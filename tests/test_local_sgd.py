@@ -23,7 +23,7 @@ from builders import linear, mlp
 import graphopt
 import passes
 from graphopt.communicator import Communicator
-from graphopt.compiler import outer_step
+from passes.parts import outer_update
 
 RNG = np.random.default_rng(0)
 X = RNG.standard_normal((96, 3)).astype(np.float32)
@@ -459,7 +459,7 @@ def test_workers_with_other_options_are_errors() -> None:
 def test_a_graph_that_updates_nothing_is_an_error() -> None:
     step = graphopt.compile(linear(), loss=passes.MeanSquaredError())
     with pytest.raises(graphopt.GraphoptError, match="an outer step needs an optimizer's update, found none"):
-        outer_step(step)
+        outer_update(step, passes.SGD(1.0))
 
 
 # Real processes, which `mpiexec` starts.

@@ -10,7 +10,7 @@ from test_native import STEPS, batches, step_of
 import graphopt
 import passes
 from graphopt.graph.loading import load
-from graphopt.graph.names import next_of
+from graphopt.graph.values import next_of
 from graphopt.targets.native import toolchain
 from graphopt.targets.native.lowering import plan
 from graphopt.targets.native.new_state import write_in_place

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from graphopt.graph.schemas import defaults
+from graphopt.graph.operators import defaults
 from graphopt.testing.gradients import NoOracle
 
 Arrays = dict[str, np.ndarray]

@@ -22,8 +22,8 @@ from graphopt.errors import GraphoptError
 from graphopt.files import write
 from graphopt.graph.loading import load
 from graphopt.graph.metadata import LABELS, original_name
+from graphopt.graph.postprocessing import standing_for
 from graphopt.graph.roles import STATE, Role, role_of
-from graphopt.graph.stored import standing_for
 from graphopt.graph.values import name_of
 from graphopt.runtime.executor import Executor
 from graphopt.training.callbacks.logs import json_value

@@ -12,8 +12,7 @@ import onnx_ir as ir
 from graphopt.data.dataset import WEIGHT, Array, Dataset, LazyArray
 from graphopt.data.foreign import as_dataset
 from graphopt.errors import GraphoptError
-from graphopt.graph.labels import labels_of
-from graphopt.graph.roles import Role, role_of
+from graphopt.graph.roles import Role, labels_of, role_of
 from graphopt.graph.values import name_of
 from graphopt.moments import row_index
 

@@ -17,10 +17,9 @@ from graphopt.distributed.exchange import Exchange, SharedBuffers, SharedExchang
 from graphopt.errors import GraphoptError
 from graphopt.graph import storage
 from graphopt.graph.loading import load
-from graphopt.graph.names import ROWS
 from graphopt.graph.roles import FED, Role, role_of, with_role
 from graphopt.graph.state import initial
-from graphopt.graph.values import name_of
+from graphopt.graph.values import ROWS, name_of
 from graphopt.runtime.bound_session import Reported, RunnerOptions
 from graphopt.runtime.device import Device
 from graphopt.runtime.executor import Executor

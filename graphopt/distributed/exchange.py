@@ -15,10 +15,9 @@ from graphopt.communicator import Communicator
 from graphopt.errors import GraphoptError
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.metadata import BATCH_WEIGHT
-from graphopt.graph.names import FIRST_ROW, ROWS, SHARE, of_worker, state_of
 from graphopt.graph.roles import Role, role_of, set_role, with_role
 from graphopt.graph.state import owners
-from graphopt.graph.values import dtype_of, name_of
+from graphopt.graph.values import FIRST_ROW, ROWS, SHARE, dtype_of, name_of, of_worker, state_of
 from graphopt.runtime.bound_session import Reported
 from graphopt.runtime.device import Device
 from graphopt.runtime.signature import numbers

@@ -11,12 +11,10 @@ import numpy as np
 import onnx_ir as ir
 
 from graphopt.communicator import SINGLE, Communicator, Survivors
-from graphopt.compiler import outer_step
 from graphopt.errors import GraphoptError
 from graphopt.graph.loading import Source, load
-from graphopt.graph.names import value_of
 from graphopt.graph.roles import Role, with_role
-from graphopt.graph.values import name_of
+from graphopt.graph.values import name_of, value_of
 from graphopt.pipeline import Step
 from graphopt.runtime.bound_session import Reported, RunnerOptions
 from graphopt.runtime.device import Device
@@ -98,6 +96,9 @@ class LocalSGD(Executor):
 
     @keywords_of(LocalSGDOptions)
     def __init__(self, step: Source, **options: Any) -> None:
+        import passes
+        from passes.parts import outer_update
+
         chosen = LocalSGDOptions(**options)
         chosen.communicator.check_alike(
             {name: str(getattr(chosen, name)) for name in ("sync_every", "outer", "on_nonfinite")}
@@ -107,7 +108,7 @@ class LocalSGD(Executor):
         self._dropped = 0  # rounds that were dropped in succession
         self._failure: str | None = None  # of this worker in this round
         device, model = chosen.opened(), load(step)
-        outer = outer_step(model, chosen.outer)
+        outer = outer_update(model, chosen.outer or passes.SGD(0.7, momentum=0.9, nesterov=True))
         self._rounds = rounds = _RoundBuffers(device, model, outer, chosen.communicator.size)
         self._assemble(chosen, device, model, rounds, workers=self._survivors)
 

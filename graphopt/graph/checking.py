@@ -20,21 +20,9 @@ from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import DecodeError, Message
 
 from graphopt.errors import GraphoptError
+from graphopt.graph import metadata
 from graphopt.graph.limits import Limits, graphs_with_depth
-from graphopt.graph.metadata import (
-    GRADIENT_OF,
-    ORIGINAL_NAME,
-    Detached,
-    InferenceForm,
-    LeftOut,
-    Misdeclared,
-    Notes,
-    Origin,
-    TargetSpec,
-    Versions,
-    malformed,
-    original_name,
-)
+from graphopt.graph.metadata import Detached, InferenceForm, TargetSpec, malformed, original_name
 from graphopt.graph.operators import INTEGER_OPERATORS, MICROSOFT
 from graphopt.graph.roles import INPUTS, OUTPUTS, STATE, Role, role_of
 from graphopt.graph.values import is_floating, name_of
@@ -44,17 +32,10 @@ M = TypeVar("M", bound=Message)
 KERNELS = "ai.graphopt"  # the domain of compiled kernels, which only lowering may write
 _MANY = 2**48  # elements: more than fits into any memory, and far from overflow
 EXTERNAL = onnx.TensorProto.EXTERNAL
+_TYPES = {dtype.value for dtype in ir.DataType} - {ir.DataType.UNDEFINED.value}
 _OF_MODEL = (None, Role.DATA, Role.PARAMETER, Role.STATISTIC, Role.PREDICTION, Role.SOURCE)
 
 NCHWC = "com.microsoft.nchwc"
-FOR_ONE_PROCESSOR = (
-    "ONNX Runtime wrote this file for one kind of processor: train the file from before the optimization, or optimize "
-    "it with ORT_ENABLE_EXTENDED at most"
-)
-IN_INTEGERS = (
-    "the file computes with integers (QOperator format or dynamic quantization), which have no gradient: train the "
-    "file from before the quantization and quantize what is trained"
-)
 CONVERTING = {"QuantizeLinear", "DequantizeLinear"}
 
 
@@ -82,22 +63,16 @@ def check_domains(model: ir.Model) -> None:
     An opset of the domain is removed.
     """
     wholes: list[ir.Graph | ir.Function] = [model.graph, *model.functions.values()]
+    nodes = (node for whole in wholes for graph, _ in graphs_with_depth(whole) for node in graph)
+    names = [[node.name, *(y.name for y in node.outputs)] for node in nodes if node.domain == KERNELS]
+    if names or any(function.domain == KERNELS for function in model.functions.values()):
+        title = f"node {next(filter(None, names[0]), '')[:60]!r}" if names else "a function"
+        raise GraphoptError(
+            f"{title}: expected operators of the model, found the domain {KERNELS!r} of graphopt's compiled kernels, "
+            "which exist only while a step runs: pass the model that was compiled"
+        )
     for whole in wholes:
-        nodes = (node for graph, _ in graphs_with_depth(whole) for node in graph)
-        compiled = next((node for node in nodes if node.domain == KERNELS), None)
-        if compiled is not None:
-            names = [compiled.name, *(y.name for y in compiled.outputs)]
-            raise _reserved(f"node {next(filter(None, names), '')[:60]!r}")
         whole.opset_imports.pop(KERNELS, None)  # ONNX Runtime writes all domains that its process has used
-    if any(function.domain == KERNELS for function in model.functions.values()):
-        raise _reserved("a function")
-
-
-def _reserved(title: str) -> GraphoptError:
-    return GraphoptError(
-        f"{title}: expected operators of the model, found the domain {KERNELS!r} of graphopt's compiled kernels, which "
-        "exist only while a step runs: pass the model that was compiled"
-    )
 
 
 def messages_of(kind: type[M], proto: Message) -> list[M]:
@@ -111,11 +86,8 @@ def check_external(proto: onnx.ModelProto, folder: Path, limits: Limits) -> None
     Tensors may share bytes of a file, as tied weights do, if their total size is not much larger than the files.
     """
     asked, sizes = 0, {}
-    for tensor in messages_of(
-        onnx.TensorProto, proto
-    ):  # complete first, so that all text is known to be UTF-8
-        if tensor.data_location != EXTERNAL:
-            continue
+    tensors = messages_of(onnx.TensorProto, proto)  # complete first, so that all text is known to be UTF-8
+    for tensor in [tensor for tensor in tensors if tensor.data_location == EXTERNAL]:
         try:
             info = external.ExternalDataInfo(tensor)
         except ValueError as error:
@@ -159,38 +131,30 @@ def messages(proto: Message) -> Iterator[Message]:
         message = waiting.pop()
         yield message
         for field, value in message.ListFields():
+            values = value if field.is_repeated else [value]
             if field.message_type is not None:
-                waiting.extend(value if field.is_repeated else [value])
+                waiting.extend(values)
             elif field.type == FieldDescriptor.TYPE_STRING:
-                for text in value if field.is_repeated else [value]:
+                for text in values:
                     if not isinstance(text, str):
-                        kind, name = (
-                            message.DESCRIPTOR.name.removesuffix("Proto"),
-                            getattr(message, "name", ""),
-                        )
+                        kind = message.DESCRIPTOR.name.removesuffix("Proto").lower()
+                        name = getattr(message, "name", "")
                         raise GraphoptError(
-                            f"{kind.lower()} {name!r}: {field.name}: expected UTF-8 text, found {text!r}"
+                            f"{kind} {name!r}: {field.name}: expected UTF-8 text, found {text!r}"
                         )
 
 
 def _check_tensor(tensor: onnx.TensorProto) -> None:
-    try:
-        dtype = ir.DataType(tensor.data_type)
-    except ValueError:
-        dtype = ir.DataType.UNDEFINED
-    if dtype is ir.DataType.UNDEFINED:
-        raise GraphoptError(
-            f"tensor {tensor.name!r}: expected an element type of ONNX, found {tensor.data_type}"
-        )
+    title = f"tensor {tensor.name!r}"
+    if tensor.data_type not in _TYPES:
+        raise GraphoptError(f"{title}: expected an element type of ONNX, found {tensor.data_type}")
     if any(dim < 0 for dim in tensor.dims):
-        raise GraphoptError(
-            f"tensor {tensor.name!r}: expected dimensions of 0 or more, found {list(tensor.dims)}"
-        )
+        raise GraphoptError(f"{title}: expected dimensions of 0 or more, found {list(tensor.dims)}")
+    dtype = ir.DataType(tensor.data_type)
     expected, found, unit = _amounts(tensor, dtype, math.prod(tensor.dims))
     if expected != found:
         raise GraphoptError(
-            f"tensor {tensor.name!r}: expected {expected:,} {unit}, as {dtype.name.lower()}{list(tensor.dims)} has, "
-            f"found {found:,}"
+            f"{title}: expected {expected:,} {unit}, as {dtype.name.lower()}{list(tensor.dims)} has, found {found:,}"
         )
 
 
@@ -224,20 +188,16 @@ def check_metadata(model: ir.Model) -> None:
     _check_original_names(model)
     for node in graph:
         for y in node.outputs:
-            form = InferenceForm.read(y)
-            if form is not None:
-                if not any(role_of(x) in STATE for x in graph.inputs):
-                    raise InferenceForm.wrong(y, "none in a model without parameters")
-                _check_inference(node, y, form, names)
-            if GRADIENT_OF.read(y) not in (None, *names):
-                raise malformed(y, GRADIENT_OF.key, "the name of an input")
+            _check_inference(graph, node, y, names)
+            if metadata.GRADIENT_OF.read(y) not in (None, *names):
+                raise malformed(y, metadata.GRADIENT_OF.key, "the name of an input")
     check_detached(model)
-    for note in (Versions, LeftOut, Misdeclared):
+    for note in (metadata.Versions, metadata.LeftOut, metadata.Misdeclared):
         note.read(model)
-    if notes := Notes.read(model):
+    if notes := metadata.Notes.read(model):
         check_proto(onnx.ModelProto(graph=notes.graph()))
     for value in graph.initializers.values():
-        Origin.read(value)
+        metadata.Origin.read(value)
 
 
 def _check_input(model: ir.Model, value: ir.Value) -> None:
@@ -270,18 +230,20 @@ def _check_original_names(model: ir.Model) -> None:
     names = {x: original_name(x) for x in values}
     counts = Counter(names.values())
     for value, name in names.items():
-        if ORIGINAL_NAME.read(value) is not None and (not name or counts[name] > 1):
-            raise malformed(value, ORIGINAL_NAME.key, "a name that no other value has")
+        if metadata.ORIGINAL_NAME.read(value) is not None and (not name or counts[name] > 1):
+            raise malformed(value, metadata.ORIGINAL_NAME.key, "a name that no other value has")
 
 
-def _check_inference(
-    node: ir.Node, value: ir.Value, form: InferenceForm, inputs: Collection[str | None]
-) -> None:
-    present = [i for i, x in enumerate(node.inputs) if x is not None]
-    if form.same_as not in (None, *present):
-        raise InferenceForm.wrong(value, "the number of an input")
-    if not all(i in range(len(node.inputs)) and name in inputs for i, name in form.inputs.items()):
-        raise InferenceForm.wrong(value, "inputs by number, and inputs of the graph by name")
+def _check_inference(graph: ir.Graph, node: ir.Node, y: ir.Value, names: Collection[str | None]) -> None:
+    form = InferenceForm.read(y)
+    if form is None:
+        return
+    if not any(role_of(x) in STATE for x in graph.inputs):
+        raise InferenceForm.wrong(y, "none in a model without parameters")
+    if form.same_as not in (None, *(i for i, x in enumerate(node.inputs) if x is not None)):
+        raise InferenceForm.wrong(y, "the number of an input")
+    if not all(i in range(len(node.inputs)) and name in names for i, name in form.inputs.items()):
+        raise InferenceForm.wrong(y, "inputs by number, and inputs of the graph by name")
 
 
 def check_detached(model: ir.Model) -> None:
@@ -292,7 +254,7 @@ def check_detached(model: ir.Model) -> None:
     names = {name_of(output) for output in model.graph.outputs}
     try:
         parts = detached.models()
-    except (ValueError, DecodeError) as error:
+    except DecodeError as error:
         raise Detached.wrong(model) from error
     for part in parts:
         check_proto(part)
@@ -306,18 +268,23 @@ def refuse_foreign(model: ir.Model) -> None:
     integers = None
     for node in model.graph.all_nodes():
         if node.domain == NCHWC:
-            raise GraphoptError(f"{NCHWC}::{_label(node)}: {FOR_ONE_PROCESSOR}")
+            raise GraphoptError(
+                f"{NCHWC}::{_label(node)}: ONNX Runtime wrote this file for one kind of processor: train the file from "
+                f"before the optimization, or optimize it with ORT_ENABLE_EXTENDED at most"
+            )
         if integers is None and node.op_type in INTEGER_OPERATORS and node.domain in ("", MICROSOFT):
             integers = node
-    if integers is not None and not any(map(_may_train, model.graph.initializers.values())):
-        raise GraphoptError(f"{_label(integers)}: {IN_INTEGERS}")
-
-
-def _may_train(weight: ir.Value) -> bool:
-    """Return whether a weight is more than one number and read by other nodes than those of quantization."""
-    many = weight.const_value is not None and weight.const_value.size > 1
-    quantizing = INTEGER_OPERATORS | CONVERTING
-    return is_floating(weight) and many and any(x.op_type not in quantizing for x in weight.consumers())
+    if integers is None:
+        return
+    many = [
+        x for x in model.graph.initializers.values() if x.const_value is not None and x.const_value.size > 1
+    ]
+    readers = (node for x in many if is_floating(x) for node in x.consumers())
+    if all(node.op_type in INTEGER_OPERATORS | CONVERTING for node in readers):
+        raise GraphoptError(
+            f"{_label(integers)}: the file computes with integers (QOperator format or dynamic quantization), which "
+            f"have no gradient: train the file from before the quantization and quantize what is trained"
+        )
 
 
 def _label(node: ir.Node) -> str:

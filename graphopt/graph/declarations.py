@@ -18,6 +18,7 @@ from graphopt.graph import shapes
 from graphopt.graph.metadata import Misdeclared
 from graphopt.graph.storage import without_weights
 from graphopt.graph.traversal import subgraphs
+from graphopt.graph.values import is_static
 
 Dim = int | ir.SymbolicDim
 Declared = dict[ir.Value, ir.Shape]
@@ -170,14 +171,14 @@ def _known(graph: ir.Graph) -> Iterator[ir.Value]:
 
     ONNX takes the number for the result of broadcasting a number and an unknown size, which may be larger.
     """
-    known = set(filter(shapes.is_static, [*graph.inputs, *graph.initializers.values()]))
+    known = set(filter(is_static, [*graph.inputs, *graph.initializers.values()]))
     yield from known
     for node in graph:
         for body in subgraphs(node):
             yield from _known(body)
         if all(x is None or x in known or x.graph is not graph for x in node.inputs):
-            known.update(filter(shapes.is_static, node.outputs))
-            yield from filter(shapes.is_static, node.outputs)
+            known.update(filter(is_static, node.outputs))
+            yield from filter(is_static, node.outputs)
 
 
 def _with_sizes(proto: onnx.ModelProto, sizes: Mapping[str, int]) -> onnx.ModelProto:
@@ -222,21 +223,18 @@ def _names_of_outputs(model: ir.Model, declared: Declared, names: set[str]) -> d
 
 
 def _note_wrong(model: ir.Model, declared: Declared) -> None:
+    """Note the values whose declared shapes are wrong: not only less exact."""
     dynamic = _symbols_of(model.graph.inputs)
-    pairs = ((x, shape, x.shape) for x, shape in declared.items())
-    wrong = {x: a for x, a, b in pairs if b is not None and _differs(a, b, dynamic)}
+
+    def differ(a: Dim, b: Dim) -> bool:
+        return a != b and all(isinstance(dim, int) or _name(dim) in dynamic for dim in (a, b))
+
+    def is_wrong(x: ir.Value, shape: ir.Shape) -> bool:
+        return x.shape is not None and (len(shape) != len(x.shape) or any(map(differ, shape, x.shape)))
+
+    wrong = {x: shape for x, shape in declared.items() if is_wrong(x, shape)}
     if wrong:
         before = Misdeclared.read(model) or Misdeclared(0, "")
         first = next((x for x in model.graph.outputs if x in wrong), next(iter(wrong)))
         example = f"{first.name!r} as {wrong[first]} for {first.shape}"
         Misdeclared(before.count + len(wrong), before.example or example).write(model)
-
-
-def _differs(declared: ir.Shape, inferred: ir.Shape, dynamic: set[str]) -> bool:
-    """Return whether a declared shape is wrong: not only less exact."""
-
-    def is_sure(dim: Dim) -> bool:
-        return isinstance(dim, int) or _name(dim) in dynamic
-
-    dims = zip(declared, inferred, strict=False)
-    return len(declared) != len(inferred) or any(a != b and is_sure(a) and is_sure(b) for a, b in dims)

@@ -10,7 +10,6 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -20,7 +19,7 @@ from onnxscript import BuilderFeature, OnnxFunction, TapeBuilder
 
 from graphopt.errors import GraphoptError
 from graphopt.graph.metadata import SHAPE_INFERENCE_ERROR
-from graphopt.graph.schemas import schema_of
+from graphopt.graph.operators import schema_of
 from graphopt.graph.traversal import subgraphs
 
 Input = ir.Value | None  # of a node: None if it is left out
@@ -53,9 +52,7 @@ class Emitter(TapeBuilder):
         self._outer = ir.set_value_magic_handler(self)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         ir.set_value_magic_handler(self._outer)
 
     def _get_schema(self, op_type: str, domain: str, version: int | None) -> onnx.defs.OpSchema | None:
@@ -155,8 +152,7 @@ class Emitter(TapeBuilder):
         if sizes is not None and all(isinstance(size, int) for size in sizes):
             return self.constant(np.array(sizes, np.int64))
         bounds = {"start": start} if start else {}
-        shape: ir.Value = self.Shape(x, **bounds, **({} if end is None else {"end": end}))
-        return shape
+        return self.Shape(x, **bounds, **({} if end is None else {"end": end}))
 
     def count(self, x: ir.Value, axes: Sequence[int] | None = None) -> ir.Value | float:
         """Return the number of elements of `x` along `axes` (all by default), in the element type of `x`.

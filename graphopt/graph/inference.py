@@ -12,25 +12,16 @@ from onnx_ir.passes.common import IdentityEliminationPass, RemoveUnusedNodesPass
 
 from graphopt.errors import GraphoptError, unknown
 from graphopt.graph import metadata
-from graphopt.graph.metadata import InferenceForm
+from graphopt.graph.metadata import Detached, InferenceForm
 from graphopt.graph.opsets import ir_version_of, rewrite_in, versions_of
-from graphopt.graph.postprocessing import detached_parts, restore, restore_notes
+from graphopt.graph.postprocessing import restore, restore_notes, store
 from graphopt.graph.rewriting import interface_kept, needed, protect
 from graphopt.graph.roles import STATE, Role, role_of, with_role
 from graphopt.graph.storage import declare_inputs
-from graphopt.graph.stored import store
 from graphopt.graph.traversal import extracted_between
 from graphopt.graph.values import like, name_of, swap
 
 INITIALIZERS_ALONE_SINCE = 4  # IR version; in older ones, each initializer is also an input
-
-
-def in_inference(
-    y: ir.Value, *, inputs: Mapping[int, str] | None = None, same_as: int | None = None
-) -> ir.Value:
-    """Record how inference computes `y`, with other inputs, by name, or as a copy of an input; return `y`."""
-    InferenceForm(inputs or {}, same_as).write(y)
-    return y
 
 
 def stand_in(node: ir.Node, outputs: Sequence[ir.Value]) -> None:
@@ -58,9 +49,8 @@ def extract(model: ir.Model, outputs: Sequence[ir.Value]) -> ir.Model:
     extracted = part(extracted.graph, extracted.graph.outputs)
     with protect(needed(extracted)):
         IdentityEliminationPass()(extracted)
-    _remove_unused(
-        extracted, {x.name for x in model.graph.inputs if role_of(x) is Role.DATA and not x.uses()}
-    )
+    unread = {x.name for x in model.graph.inputs if role_of(x) is Role.DATA and not x.uses()}
+    _remove_unused(extracted, unread)
     return extracted
 
 
@@ -156,7 +146,7 @@ def trained(
     if as_stored:
         store(inference)
     for value in [*graph.inputs, *graph.outputs, *graph.initializers.values()]:
-        metadata.remove_own(value, keep=[metadata.FROZEN])
+        metadata.remove_own(value)
     for name in ("producer_name", "producer_version", "domain", "model_version", "doc_string"):
         setattr(inference, name, getattr(model, name))
     metadata.copy(model, inference)
@@ -172,7 +162,8 @@ def _as_it_came(inference: ir.Model, model: ir.Model) -> onnx.ModelProto:
     """
     opset, ir_version = versions_of(model)
     now = inference.opset_imports.get("", opset)
-    parts = detached_parts(model)
+    detached = Detached.read(model) or Detached((), ())
+    parts = detached.models()[::-1]
     opsets = [{entry.domain: entry.version for entry in part.opset_import} for part in parts]
     later = {i: part for i, part in enumerate(parts) if opsets[i].get("") == now != opset}
     rewritten = {i: ir.from_proto(part) for i, part in later.items()}
@@ -182,7 +173,8 @@ def _as_it_came(inference: ir.Model, model: ir.Model) -> onnx.ModelProto:
     inference.ir_version = ir_version
     proto = ir.to_proto(inference)
     parts = [ir.to_proto(rewritten[i]) if i in rewritten else part for i, part in enumerate(parts)]
-    restore(proto, model, parts)
+    if parts:
+        restore(proto, parts, detached.outputs)
     restore_notes(proto, model)
     if ir_version < INITIALIZERS_ALONE_SINCE:
         declare_inputs(proto.graph, proto.graph.initializer)

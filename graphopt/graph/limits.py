@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import graphlib
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import cast
 
 import onnx_ir as ir
 
 from graphopt.errors import GraphoptError
 from graphopt.graph.operators import SHAPE_READERS
 from graphopt.graph.traversal import subgraphs, values_read
-from graphopt.graph.values import tensor_bytes
+from graphopt.graph.values import bytes_of, is_static, tensor_bytes
 from graphopt.intervals import check_intervals, within
 
 _KEY = "graphopt.limits"
@@ -51,7 +49,7 @@ def set_limits(model: ir.Model, limits: Limits) -> None:
 
 def limits_of(model: ir.Model) -> Limits:
     """Return the limits of a model."""
-    return cast(Limits, model.graph.meta.get(_KEY, Limits()))
+    return model.graph.meta.get(_KEY, Limits())
 
 
 def check_size(model: ir.Model) -> None:
@@ -112,7 +110,7 @@ def check_constants(model: ir.Model) -> None:
     stored = sum(tensor_bytes(x.const_value) for graph in model.graphs() for x in graph.initializers.values())
     allowed = limits_of(model).constant_bytes + PER_BYTE * stored
     constant: set[ir.Value] = set()
-    sizes = {y: _bytes(y) for y in _computed(model.graph, constant)}
+    sizes = {y: bytes_of(y) for y in _computed(model.graph, constant) if is_static(y)}
     total = sum(sizes.values())
     if total > allowed:
         largest = max(sizes, key=sizes.__getitem__)
@@ -131,19 +129,7 @@ def _computed(graph: ir.Graph, constant: set[ir.Value]) -> Iterator[ir.Value]:
     for node in graph:
         for body in subgraphs(node):
             yield from _computed(body, constant)
-        if _is_constant(node, constant):
+        shaped = node.inputs[0] if node.op_type in SHAPE_READERS and node.inputs else None
+        if constant.issuperset(values_read(node)) if shaped is None else is_static(shaped):
             constant.update(node.outputs)
             yield from node.outputs
-
-
-def _is_constant(node: ir.Node, constant: set[ir.Value]) -> bool:
-    if node.op_type in SHAPE_READERS and node.inputs and node.inputs[0] is not None:
-        shape = node.inputs[0].shape
-        return shape is not None and shape.is_static()
-    return constant.issuperset(values_read(node))
-
-
-def _bytes(value: ir.Value) -> int:
-    if value.shape is None or not value.shape.is_static() or value.dtype in (None, ir.DataType.STRING):
-        return 0
-    return int(math.prod(value.shape.numpy()) * value.dtype.itemsize)

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 import onnx_ir as ir
 
+from graphopt.graph.operators import defaults
 from graphopt.graph.roles import role_of
-from graphopt.graph.schemas import defaults
 from graphopt.graph.values import name_of
 
 
@@ -60,17 +60,13 @@ def _lines(graph: ir.Graph, names: _Names) -> Iterator[str]:
             yield f"initializer {_typed(value, names)}"
     for node in graph:
         if node.op_type != "Constant" or inline(node.outputs[0]) is None:
-            yield _node(node, graph.opset_imports, names)
+            outputs = ", ".join(_typed(value, names) for value in node.outputs)
+            inputs = ", ".join("-" if x is None else inline(x) or names[x] for x in node.inputs)
+            attributes = [f" {name}={text}" for name, text in shown_attributes(node, graph.opset_imports)]
+            yield f"{outputs} = {operator_of(node)}({inputs}){''.join(attributes)}"
     for value in graph.outputs:
         kind = "" if (role := role_of(value)) is None else f" {role.value}"
         yield f"output{kind} {_typed(value, names)}"
-
-
-def _node(node: ir.Node, versions: Mapping[str, int], names: _Names) -> str:
-    outputs = ", ".join(_typed(value, names) for value in node.outputs)
-    inputs = ", ".join("-" if x is None else inline(x) or names[x] for x in node.inputs)
-    attributes = "".join(f" {name}={text}" for name, text in shown_attributes(node, versions))
-    return f"{outputs} = {operator_of(node)}({inputs}){attributes}"
 
 
 def operator_of(node: ir.Node) -> str:
@@ -93,11 +89,8 @@ def _attribute(attribute: ir.Attr) -> str:
         return number_text(attribute.as_tensor().numpy())
     if attribute.type in (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS):
         return "{...}"
-    return (
-        f"{attribute.value:.9g}"
-        if isinstance(attribute.value, float)
-        else str(attribute.value).replace(" ", "")
-    )
+    value = attribute.value
+    return f"{value:.9g}" if isinstance(value, float) else str(value).replace(" ", "")
 
 
 def _typed(value: ir.Value, names: _Names) -> str:

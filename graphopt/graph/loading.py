@@ -12,17 +12,10 @@ import onnx_ir as ir
 from google.protobuf.message import EncodeError
 
 from graphopt.errors import GraphoptError, cause, line, root
-from graphopt.graph.checking import (
-    check_detached,
-    check_domains,
-    check_metadata,
-    check_proto,
-    messages_of,
-)
+from graphopt.graph import checking
 from graphopt.graph.limits import Limits, check_size, limits_of, set_limits
-from graphopt.graph.operators import MICROSOFT
+from graphopt.graph.operators import MICROSOFT, formal_of, schema_of
 from graphopt.graph.postprocessing import detach_outputs
-from graphopt.graph.schemas import formal_of, schema_of
 from graphopt.graph.storage import is_large, read_external, read_proto, without_weights
 
 ONNX = ("", "ai.onnx")  # both names of ONNX's domain
@@ -75,8 +68,8 @@ def load(source: Source, *, limits: Limits | None = None) -> ir.Model:
                 value.shape = ir.Shape(value.const_value.shape.numpy())
     set_limits(model, limits)
     check_size(model)
-    check_domains(model)
-    check_metadata(model)
+    checking.check_domains(model)
+    checking.check_metadata(model)
     return model
 
 
@@ -84,7 +77,7 @@ def _from_proto(proto: onnx.ModelProto, name: str, limits: Limits) -> ir.Model:
     """Convert and check a model; errors call it `name`."""
     if not proto.opset_import or not proto.HasField("graph"):
         raise GraphoptError(f"{name}: expected an ONNX model, found no graph or no opset in it")
-    check_proto(proto)
+    checking.check_proto(proto)
     try:  # the checker reads less than 2 GB
         small = without_weights(ir.from_proto(proto)) if is_large(proto) else proto
         onnx.checker.check_model(_with_domains(small))
@@ -109,11 +102,13 @@ def _with_domains(proto: onnx.ModelProto) -> onnx.ModelProto:
     """Return a model whose operators from ONNX Runtime are in the runtime's domain, not in ONNX's."""
     version = next((opset.version for opset in proto.opset_import if opset.domain in ONNX), 0)
     own = {op_type for op_type, since in (RUNTIMES_OWN | TRAININGS_OWN).items() if version < since}
-    if not any(node.op_type in own and node.domain in ONNX for node in messages_of(onnx.NodeProto, proto)):
+    if not any(
+        node.op_type in own and node.domain in ONNX for node in checking.messages_of(onnx.NodeProto, proto)
+    ):
         return proto
     copy = onnx.ModelProto()
     copy.CopyFrom(proto)
-    for node in messages_of(onnx.NodeProto, copy):
+    for node in checking.messages_of(onnx.NodeProto, copy):
         if node.op_type in own and node.domain in ONNX:
             node.domain = MICROSOFT
     if all(opset.domain != MICROSOFT for opset in copy.opset_import):
@@ -143,7 +138,7 @@ def _without(proto: onnx.ModelProto, outputs: dict[str, onnx.TypeProto]) -> ir.M
     del untyped.graph.value_info[:]
     untyped.graph.value_info.extend(typed)
     model = ir.from_proto(untyped)
-    check_detached(model)
+    checking.check_detached(model)
     values = [y for y in model.graph.outputs if y.name in outputs]
     detach_outputs(model, values, _is_tensor, types=outputs)
     return model
@@ -170,17 +165,15 @@ def _cloned(model: ir.Model) -> ir.Model:
         return model.clone()
     except RuntimeError as error:
         if isinstance(root(error), RecursionError):
-            raise GraphoptError(
-                "the model: expected less deeply nested subgraphs, found more levels than Python can read"
-            ) from error
-        raise GraphoptError(
-            "the model: expected nodes in topological order, found a cycle or another order: try model.graph.sort()"
-        ) from error
+            problem = "less deeply nested subgraphs, found more levels than Python can read"
+        else:
+            problem = "nodes in topological order, found a cycle or another order: try model.graph.sort()"
+        raise GraphoptError(f"the model: expected {problem}") from error
 
 
 def _densified(proto: onnx.ModelProto, limits: Limits) -> onnx.ModelProto:
     """Return a model whose sparse initializers and constants are dense; the model itself if it has none."""
-    sparse = messages_of(onnx.SparseTensorProto, proto)
+    sparse = checking.messages_of(onnx.SparseTensorProto, proto)
     if not sparse:
         return proto
     total = sum(8 * math.prod(map(int, tensor.dims)) for tensor in sparse)
@@ -191,10 +184,10 @@ def _densified(proto: onnx.ModelProto, limits: Limits) -> onnx.ModelProto:
         )
     copy = onnx.ModelProto()
     copy.CopyFrom(proto)
-    for graph in messages_of(onnx.GraphProto, copy):
+    for graph in checking.messages_of(onnx.GraphProto, copy):
         graph.initializer.extend(map(_dense, graph.sparse_initializer))
         del graph.sparse_initializer[:]
-    for attribute in messages_of(onnx.AttributeProto, copy):
+    for attribute in checking.messages_of(onnx.AttributeProto, copy):
         if attribute.type == onnx.AttributeProto.SPARSE_TENSOR:
             attribute.t.CopyFrom(_dense(attribute.sparse_tensor))
             attribute.ClearField("sparse_tensor")

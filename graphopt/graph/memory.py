@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -10,11 +9,11 @@ import onnx_ir as ir
 from onnx_ir.passes.common import ShapeInferencePass
 
 from graphopt.errors import GraphoptError
-from graphopt.graph.names import state_of
 from graphopt.graph.operators import VIEWS
 from graphopt.graph.roles import STATE, Role, role_of, with_role
 from graphopt.graph.state import take_initial
 from graphopt.graph.traversal import execution_order, forward_nodes, subgraphs, values_read
+from graphopt.graph.values import bytes_of, state_of
 
 Sizes = int | Mapping[str, int]
 
@@ -85,14 +84,6 @@ def with_sizes(model: ir.Model, sizes: Sizes) -> ir.Model:
                 x.shape = ir.Shape([d if isinstance(d, int) else known.get(d.value) for d in x.shape])
     ShapeInferencePass()(model)
     return model
-
-
-def bytes_of(x: ir.Value) -> int:
-    """Return the size of a value in bytes; a dimension that is known only at run time counts as 1."""
-    if x.shape is None or x.dtype is None:
-        return 0
-    count = math.prod(dim for dim in x.shape if isinstance(dim, int))
-    return (count * x.dtype.bitwidth + 7) // 8
 
 
 def base_of(x: ir.Value) -> ir.Value:

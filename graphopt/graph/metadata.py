@@ -13,7 +13,7 @@ import functools
 import json
 import types
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -24,6 +24,7 @@ from google.protobuf.message import DecodeError
 from graphopt.errors import GraphoptError
 
 Holder = ir.Model | ir.Graph | ir.Node | ir.Value
+H = TypeVar("H", bound=Holder)
 N = TypeVar("N", bound="Note")
 
 PREFIX = "graphopt."
@@ -96,7 +97,7 @@ DERIVATIVE = Flag("graphopt.derivative")  # an output that is the derivative of 
 STORED = Flag("graphopt.stored")  # a node that rounds a weight to its form in the file
 STORED_TYPE = Text("graphopt.stored_type")  # of a state: the narrower type of its numbers in the file
 QUANTIZED = Text("graphopt.quantized")  # of an initializer: which integers it stands for
-EXPORTED_CALL = "pkg.torch.onnx.fx_node"  # of a node: the call that PyTorch exported it from
+EXPORTED_CALL = Text("pkg.torch.onnx.fx_node")  # of a node: the call that PyTorch exported it from
 SHAPE_INFERENCE_ERROR = Text("pkg.onnxscript.shape_inference_error")  # of a node: what onnxscript says
 
 
@@ -111,43 +112,46 @@ def copy(source: Holder, target: Holder) -> None:
     target.metadata_props.update(source.metadata_props)
 
 
-def replace(source: Mapping[str, str], target: Holder) -> None:
-    """Replace all notes of `target`."""
-    target.metadata_props.clear()
-    target.metadata_props.update(source)
-
-
 def all_of(holder: Holder) -> dict[str, str]:
-    """Return a copy of all metadata by key, including other programs' entries."""
-    return dict(holder.metadata_props)
+    """Return all metadata by key, including other programs' entries; what is changed in it changes in the holder."""
+    return holder.metadata_props
 
 
-def remove_own(holder: Holder, keep: Iterable[Flag] = ()) -> None:
-    """Remove graphopt's notes except the flags in `keep`."""
-    kept = {flag.key for flag in keep}
-    for key in [key for key in holder.metadata_props if key.startswith(PREFIX) and key not in kept]:
+def remove_own(holder: Holder) -> None:
+    """Remove graphopt's notes except that an initializer is frozen."""
+    for key in [key for key in holder.metadata_props if key.startswith(PREFIX) and key != FROZEN.key]:
         del holder.metadata_props[key]
 
 
 def remove_foreign(node: ir.Node) -> None:
     """Remove the documentation of a node and exporters' notes that no pass reads, such as stack traces."""
     node.doc_string = None
-    for key in [key for key in node.metadata_props if not key.startswith(PREFIX) and key != EXPORTED_CALL]:
+    kept = (PREFIX, EXPORTED_CALL.key)
+    for key in [key for key in node.metadata_props if not key.startswith(kept)]:
         del node.metadata_props[key]
 
 
 @dataclass(frozen=True)
 class Note:
-    """Store several fields as a note in JSON. A subclass declares its key and fields, and may check them."""
+    """Store several fields as a note in JSON, under a key. A subclass declares the fields, and may check them.
+
+    Args:
+        key: the key.
+        expected: the description of the fields in errors.
+    """
 
     KEY: ClassVar[str]
-    EXPECTED: ClassVar[str]  # the description of the fields in errors
+    EXPECTED: ClassVar[str]
 
-    def write(self, holder: Holder) -> None:
-        """Write the note without fields that have their defaults."""
+    def __init_subclass__(cls, key: str, expected: str) -> None:
+        cls.KEY, cls.EXPECTED = key, expected
+
+    def write(self, holder: H) -> H:
+        """Write the note without fields that have their defaults, and return the holder."""
         defaults = {f.name: f.default for f in dataclasses.fields(self)}
         fields = {name: x for name, x in dataclasses.asdict(self).items() if x != defaults[name]}
-        holder.metadata_props[self.KEY] = json.dumps(fields, default=lambda x: x.value)  # of an enumeration
+        holder.metadata_props[self.KEY] = json.dumps(fields, default=_encoded)
+        return holder
 
     @classmethod
     def read(cls: type[N], holder: Holder) -> N | None:
@@ -160,12 +164,10 @@ class Note:
         if text is None:
             return None
         try:
-            fields = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise cls.wrong(holder, "JSON") from error
-        try:
-            note: N = _decoded(cls, fields)
+            note: N = _decoded(cls, json.loads(text))
             note.check()
+        except (json.JSONDecodeError, RecursionError) as error:
+            raise cls.wrong(holder, "JSON") from error
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise cls.wrong(holder) from error
         return note
@@ -199,10 +201,17 @@ def malformed(holder: Holder, key: str, expected: str) -> GraphoptError:
 _fields_of = functools.cache(get_type_hints)
 
 
+def _encoded(x: Any) -> Any:
+    """Return the value of an enumeration, or bytes in base64."""
+    return x.value if isinstance(x, enum.Enum) else base64.b64encode(x).decode()
+
+
 def _decoded(kind: Any, x: Any) -> Any:
     """Return a value of a type of a note or its fields from decoded JSON; raise an error if it has another form."""
     if type(x) is kind or kind is Any or (kind, type(x)) == (float, int):
         return x
+    if kind is bytes:
+        return base64.b64decode(x, validate=True)
     origin, parts = get_origin(kind), get_args(kind)
     if hasattr(kind, "__dataclass_fields__"):
         return kind(**{name: _decoded(_fields_of(kind)[name], value) for name, value in x.items()})
@@ -224,7 +233,14 @@ def _check(*right: bool) -> None:
 
 
 @dataclass(frozen=True)
-class TargetSpec(Note):
+class TargetSpec(
+    Note,
+    key="graphopt.metric",
+    expected=(
+        "the name of an output and the task: regression, classification with an axis and whole numbers, or binary "
+        "with a threshold and two labels"
+    ),
+):
     """Describe how a loss compares a prediction with its target, to compute metrics and check labels.
 
     Args:
@@ -234,12 +250,6 @@ class TargetSpec(Note):
         from_logits: whether a classification predicts logits; otherwise, it predicts probabilities.
         threshold, labels: options of a binary loss: predictions above `threshold` mean the second label.
     """
-
-    KEY = "graphopt.metric"
-    EXPECTED = (
-        "the name of an output and the task: regression, classification with an axis and whole numbers, or binary "
-        "with a threshold and two labels"
-    )
 
     output: str
     task: str
@@ -257,7 +267,11 @@ class TargetSpec(Note):
 
 
 @dataclass(frozen=True)
-class InferenceForm(Note):
+class InferenceForm(
+    Note,
+    key="graphopt.inference",
+    expected="inputs by number, the number of an input, or an operator, its attributes, what it reads and an output",
+):
     """Describe how inference computes a node's first output, if training computes it in another way.
 
     Args:
@@ -266,9 +280,6 @@ class InferenceForm(Note):
         operator: the operator that computes the output in inference, with its attributes; `reads` are the names of
             its inputs, and `output` is the number of its output.
     """
-
-    KEY = "graphopt.inference"
-    EXPECTED = "inputs by number, the number of an input, or an operator, its attributes, what it reads and an output"
 
     inputs: Mapping[int, str] = field(default_factory=dict)
     same_as: int | None = None
@@ -283,11 +294,8 @@ class InferenceForm(Note):
 
 
 @dataclass(frozen=True)
-class Versions(Note):
+class Versions(Note, key="graphopt.came_in", expected="an opset and an IR version"):
     """Record the original opset of the default domain and the original IR version."""
-
-    KEY = "graphopt.came_in"
-    EXPECTED = "an opset and an IR version"
 
     ir_version: int
     opset: int | None = None
@@ -297,18 +305,15 @@ class Versions(Note):
 
 
 @dataclass(frozen=True)
-class Detached(Note):
+class Detached(Note, key="graphopt.aside", expected="outputs and the parts that compute them"):
     """Record the names of a model's original outputs, and the detached parts that compute some of them."""
 
-    KEY = "graphopt.aside"
-    EXPECTED = "outputs and the parts that compute them"
-
     outputs: tuple[str, ...]
-    parts: tuple[str, ...]  # models, serialized, in base64
+    parts: tuple[bytes, ...]  # serialized models
 
     def models(self) -> list[onnx.ModelProto]:
         """Return the parts in the order in which they were detached."""
-        return [onnx.ModelProto.FromString(base64.b64decode(text, validate=True)) for text in self.parts]
+        return [onnx.ModelProto.FromString(part) for part in self.parts]
 
 
 class Kind(enum.Enum):
@@ -330,7 +335,7 @@ class Copy:
 
 
 @dataclass(frozen=True)
-class Origin(Note):
+class Origin(Note, key="graphopt.origin", expected="what an initializer is, as graphopt writes it"):
     """Record the kind of a floating-point initializer and the evidence for it.
 
     Args:
@@ -341,9 +346,6 @@ class Origin(Note):
         sources: the parameters and buffers that the exporter derived it from.
         copies: the initializers that were tied to it.
     """
-
-    KEY = "graphopt.origin"
-    EXPECTED = "what an initializer is, as graphopt writes it"
 
     kind: Kind
     why: str
@@ -365,21 +367,15 @@ class Origin(Note):
 
 
 @dataclass(frozen=True)
-class LeftOut(Note):
+class LeftOut(Note, key="graphopt.left_out", expected="names of parameters"):
     """Record the exported program's parameters that are missing in the file."""
-
-    KEY = "graphopt.left_out"
-    EXPECTED = "names of parameters"
 
     names: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
-class Misdeclared(Note):
+class Misdeclared(Note, key="graphopt.misdeclared", expected="a number of values and an example"):
     """Record how many values have wrong shapes in the file, and one of them with both shapes."""
-
-    KEY = "graphopt.misdeclared"
-    EXPECTED = "a number of values and an example"
 
     count: int = 0
     example: str = ""
@@ -389,17 +385,14 @@ class Misdeclared(Note):
 
 
 @dataclass(frozen=True)
-class Notes(Note):
+class Notes(Note, key="graphopt.file", expected="a compressed graph"):
     """Record what a file says about its graph and values, and passes and onnx_ir drop, such as documentation.
 
     Args:
-        packed: a GraphProto, compressed, in base64; see `graphopt.graph.postprocessing.remember`.
+        packed: a compressed GraphProto; see `graphopt.graph.postprocessing.remember`.
     """
 
-    KEY = "graphopt.file"
-    EXPECTED = "a compressed graph"
-
-    packed: str = ""
+    packed: bytes = b""
 
     def check(self) -> None:
         self.graph()
@@ -407,29 +400,18 @@ class Notes(Note):
     @classmethod
     def pack(cls, graph: onnx.GraphProto) -> Notes:
         """Return the note of a graph."""
-        return cls(base64.b64encode(zlib.compress(graph.SerializeToString())).decode())
+        return cls(zlib.compress(graph.SerializeToString()))
 
     def graph(self) -> onnx.GraphProto:
         """Return the graph.
 
         Raises:
-            ValueError: the text is malformed, or longer than `MOST_TEXT`.
+            ValueError: it is malformed, or larger than `MOST_TEXT`.
         """
         inflate = zlib.decompressobj()
         try:
-            content = inflate.decompress(base64.b64decode(self.packed, validate=True), MOST_TEXT)
-            graph = onnx.GraphProto.FromString(content)
+            graph = onnx.GraphProto.FromString(inflate.decompress(self.packed, MOST_TEXT))
         except (DecodeError, zlib.error) as error:
             raise ValueError from error
         _check(inflate.eof, all(not x.external_data for x in graph.initializer))
         return graph
-
-
-def note_of(holder: Holder, key: str) -> str | None:
-    """Return the metadata of another program under a key, or None."""
-    return holder.metadata_props.get(key)
-
-
-def note(holder: Holder, key: str, text: str) -> None:
-    """Write metadata in the form of another program."""
-    holder.metadata_props[key] = text

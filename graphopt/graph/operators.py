@@ -1,13 +1,19 @@
-"""List facts about ONNX's operators. Code that handles an operator is in the pass that does so.
+"""List facts about ONNX's operators, and look up their schemas.
 
-A set promises something of the operators that it names, and nothing of others.
+Code that handles an operator is in the pass that does so. A set promises something of the operators that it names, and
+nothing of others.
 """
 
 from __future__ import annotations
 
-MICROSOFT = "com.microsoft"  # the domain of ONNX Runtime's own operators
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-# --- Random numbers ---
+import onnx
+import onnx_ir as ir
+
+MICROSOFT = "com.microsoft"  # the domain of ONNX Runtime's own operators
 
 # Operators that draw random numbers. Evaluators draw different ones; with a seed, an evaluator repeats its own.
 DRAWING = frozenset(
@@ -17,15 +23,11 @@ DRAWING = frozenset(
 # Operators that need not compute the same numbers when they run again.
 RANDOM = DRAWING | {"Dropout"}
 
-# --- Layout ---
-
 # Views: the output is the input in another shape, so that a runtime needs no memory for it.
 VIEWS = frozenset({"Flatten", "Identity", "Reshape", "Squeeze", "Unsqueeze"})
 
 # Layout: the output has elements of the first input, in blocks and strides. Nothing is computed or gathered.
 LAYOUT = VIEWS | {"DepthToSpace", "Expand", "Slice", "SpaceToDepth", "Split", "Tile", "Transpose"}
-
-# --- Elementwise ---
 
 # Arithmetic: combines numbers of inputs that broadcast against each other.
 ARITHMETIC = frozenset({"Add", "Div", "Max", "Mean", "Min", "Mod", "Mul", "Pow", "Sub", "Sum"})
@@ -48,8 +50,6 @@ ELEMENTWISE_OPERATORS = frozenset(
     }
 )
 
-# --- Products ---
-
 # Matrix products: of the first two inputs, which are floating.
 MATRIX_PRODUCTS = frozenset({"Gemm", "MatMul"})
 
@@ -59,9 +59,8 @@ CONVOLUTIONS = frozenset({"Conv", "ConvTranspose"})
 # Products: sums of products of the elements of the first two inputs. They take most of a network's time.
 PRODUCTS = MATRIX_PRODUCTS | CONVOLUTIONS
 
-# --- Linearity, of floating numbers ---
-
 # Bilinear operators: linear in the first input and in the second, each while the other is constant; without a third.
+# This and the two below hold for floating numbers.
 BILINEAR = PRODUCTS | {"Mul"}
 
 # Operators that are linear in the first input, while the others are constant.
@@ -70,15 +69,11 @@ LINEAR_IN_FIRST = LAYOUT | {"Div", "Neg", "ReduceMean", "ReduceSum"}
 # Operators that are linear in all inputs together: f(s x, s y) = s f(x, y).
 JOINTLY_LINEAR = frozenset({"Add", "Concat", "Mean", "Sub", "Sum"})
 
-# --- Recurrence ---
-
 # The indices of the inputs that the states of a recurrent operator start from, by the operator.
 INITIAL_STATES = {"GRU": (5,), "LSTM": (5, 6), "RNN": (5,)}
 
 # Recurrent operators: a cell runs over a sequence. The second input holds the weights, the third those of the state.
 RECURRENT = frozenset(INITIAL_STATES)
-
-# --- Further kinds ---
 
 # Literals: the numbers are in an attribute.
 LITERALS = frozenset({"Constant", "ConstantOfShape"})
@@ -108,3 +103,61 @@ INTEGER_OPERATORS = {
 
 # Operators whose results need no rounding: an operand, its sign or magnitude, or what a cast rounds itself.
 CHOOSING = frozenset({"Abs", "Cast", "Identity", "Max", "Min", "Neg", "Relu", "Sign", "Where"})
+
+
+@functools.cache
+def schema_of(domain: str, op_type: str, version: int) -> onnx.defs.OpSchema | None:
+    """Return the schema of an operator in an opset, or None if it is unknown there."""
+    try:
+        return onnx.defs.get_schema(op_type, version, domain)
+    except onnx.defs.SchemaError:
+        return None
+
+
+def formal_of(schema: onnx.defs.OpSchema, index: int) -> onnx.defs.OpSchema.FormalParameter:
+    """Return the declaration of an input; the last one declares all that follow it."""
+    return schema.inputs[min(index, len(schema.inputs) - 1)]
+
+
+@functools.cache
+def defaults(domain: str, op_type: str, version: int) -> dict[str, Any]:
+    """Return the default values of an operator's attributes; of an unknown operator, an empty mapping."""
+    schema = schema_of(domain, op_type, version)
+    attributes = {} if schema is None else schema.attributes
+    protos = {name: attribute.default_value for name, attribute in attributes.items()}
+    return {name: ir.serde.deserialize_attribute(proto).value for name, proto in protos.items() if proto.name}
+
+
+@functools.cache
+def input_name(domain: str, op_type: str, version: int, index: int) -> str:
+    """Return the name of an operator's input, or its index if the operator is unknown."""
+    schema = schema_of(domain, op_type, version)
+    if schema is None:
+        return f"input {index}"
+    formal = formal_of(schema, index)
+    variadic = formal.option == onnx.defs.OpSchema.FormalParameterOption.Variadic
+    return f"{formal.name}[{index - len(schema.inputs) + 1}]" if variadic else formal.name
+
+
+def takes(dtype: ir.DataType, version: int, node: ir.Node, index: int) -> bool:
+    """Return whether an input of a node accepts a floating-point type; a few accept float32 only."""
+    if node.domain != "":
+        return True
+    types = formal_of(onnx.defs.get_schema(node.op_type, version, ""), index).types
+    return not any("float" in name for name in types) or _type_name(dtype) in types
+
+
+def fits(schema: onnx.defs.OpSchema, inputs: Sequence[ir.Value | None]) -> bool:
+    """Return whether a schema allows the element types of inputs, as far as these are known."""
+    typed = [(i, x.dtype) for i, x in enumerate(inputs) if x and isinstance(x.type, ir.TensorType)]
+    return all(_type_name(dtype) in formal_of(schema, i).types for i, dtype in typed if dtype is not None)
+
+
+def _type_name(dtype: ir.DataType) -> str:
+    return f"tensor({dtype.name.lower()})"
+
+
+def full_attributes(node: ir.Node, versions: Mapping[str, int]) -> dict[str, Any]:
+    """Return the values of a node's attributes, including the schema's defaults."""
+    present = {name: attribute.value for name, attribute in node.attributes.items()}
+    return defaults(node.domain, node.op_type, versions.get(node.domain, 1)) | present

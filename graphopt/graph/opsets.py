@@ -13,21 +13,14 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.metadata import Versions
-from graphopt.graph.schemas import defaults, fits, formal_of, schema_of
+from graphopt.graph.operators import defaults, fits, formal_of, schema_of
 from graphopt.graph.values import constant_of, like, swap
 
 OPSET, IR_VERSION = 21, 10  # what graphopt writes
 ORT_TRAINING_OPSET, ORT_TRAINING_IR_VERSION = 21, 10  # the newest that onnxruntime-training 1.19.2 reads
 
 # Operators whose meaning changed in an opset although the schema looks alike.
-MEANT_ELSE_BEFORE = {
-    "DFT": 20,
-    "GroupNormalization": 21,
-    "Resize": 11,
-    "RoiAlign": 16,
-    "Scan": 9,
-    "Upsample": 10,
-}
+MEANT_ELSE_BEFORE = dict(DFT=20, GroupNormalization=21, Resize=11, RoiAlign=16, Scan=9, Upsample=10)
 ALONG_ONE_AXIS_SINCE_13 = ("Softmax", "LogSoftmax", "Hardmax")  # before, along `axis` and all axes after it
 NEGATIVE_AXES_SINCE = 11
 GELU_SINCE = 20
@@ -37,12 +30,6 @@ DOES_NOTHING = {("Slice", "steps"): 1, ("Dropout", "training_mode"): False, ("Av
 _MODES = {"linear": "bilinear", "cubic": "bicubic"}  # of GridSample: names since opset 20, and names before
 
 _Form = tuple[dict[str, Any], list[ir.Value | None]]  # a node's attributes and inputs
-
-
-def note_versions(model: ir.Model) -> None:
-    """Record the opset of the default domain and the IR version of a model as loaded, for the trained model."""
-    if not Versions.is_on(model):
-        Versions(model.ir_version, model.opset_imports.get("")).write(model)
 
 
 def versions_of(model: ir.Model) -> tuple[int, int]:
@@ -94,21 +81,16 @@ def _rewritten(model: ir.Model, now: int, version: int) -> bool:
         node.resize_inputs(len(inputs))
     for node in nodes:
         node.version = None
-        if node not in forms:
-            _write_out(model, node)
+        if node not in forms:  # a Gelu: x (1 + erf(x / sqrt 2)) / 2
+            x, y = node.inputs[0], node.outputs[0]
+            assert x is not None
+            with Emitter(model) as op:
+                swap(y, like(x * 0.5 * (1.0 + op.Erf(x * math.sqrt(0.5))), y))
+            model.graph.remove(node, safe=True)
+            model.graph.sort()
     model.opset_imports[""] = version
     RemoveUnusedNodesPass()(model)
     return True
-
-
-def _write_out(model: ir.Model, node: ir.Node) -> None:
-    """Replace Gelu by x (1 + erf(x / sqrt 2)) / 2."""
-    x, y = node.inputs[0], node.outputs[0]
-    assert x is not None
-    with Emitter(model) as op:
-        swap(y, like(x * 0.5 * (1.0 + op.Erf(x * math.sqrt(0.5))), y))
-    model.graph.remove(node, safe=True)
-    model.graph.sort()
 
 
 def _form(node: ir.Node, now: int, version: int) -> _Form | None:
@@ -120,9 +102,8 @@ def _form(node: ir.Node, now: int, version: int) -> _Form | None:
         return None
     if new.since_version == old.since_version:
         return attributes, inputs
-    if version > now or version < MEANT_ELSE_BEFORE.get(node.op_type, 0):
-        return None
-    if any(attribute.is_ref() for attribute in node.attributes.values()):
+    is_ref = any(attribute.is_ref() for attribute in node.attributes.values())
+    if is_ref or version > now or version < MEANT_ELSE_BEFORE.get(node.op_type, 0):
         return None
     count = _turn_into_attributes(node, attributes, new, old)
     if count is None or not _written(node, attributes, old, version):
@@ -177,11 +158,9 @@ def _written(node: ir.Node, attributes: dict[str, Any], old: onnx.defs.OpSchema,
     x = node.inputs[0] if node.inputs else None
     dims = None if x is None or x.shape is None else list(x.shape)
     if node.op_type in ALONG_ONE_AXIS_SINCE_13 and version < 13:
-        if dims is None:
+        if dims is None or attributes.get("axis", -1) not in (-1, len(dims) - 1):
             return False
-        attributes["axis"] = attributes.get("axis", -1) % len(dims)
-        if attributes["axis"] != len(dims) - 1:
-            return False
+        attributes["axis"] = len(dims) - 1
     if node.op_type == "Split" and "num_outputs" in attributes and "num_outputs" not in old.attributes:
         size = None if dims is None else dims[attributes.get("axis", 0)]
         if not isinstance(size, int) or size % len(node.outputs):

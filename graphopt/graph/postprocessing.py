@@ -1,21 +1,27 @@
-"""Restore in the trained model what passes drop: outputs that cannot be trained on (labels, maps), documentation."""
+"""Restore in the trained model what passes drop.
+
+These are outputs that cannot be trained on (labels, maps), documentation, and the form of weights in the file.
+"""
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import onnx
 import onnx_ir as ir
+from onnx.reference import ReferenceEvaluator
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
-from graphopt.graph.metadata import PREFIX, Detached, Notes
+from graphopt.errors import GraphoptError
+from graphopt.graph.metadata import PREFIX, STORED, STORED_TYPE, Detached, Notes, Versions
 from graphopt.graph.roles import Role, set_role
 from graphopt.graph.traversal import captured, extracted_between
-from graphopt.graph.values import name_of, tensor_bytes
+from graphopt.graph.values import constant_of, is_floating, name_of, tensor_bytes
 
 MOST_UNREAD = 2**20  # bytes
+DEQUANTIZE = "DequantizeLinear"
 
 
 def detach_outputs(
@@ -39,8 +45,7 @@ def detach_outputs(
     for output in part.graph.output:
         if types is not None:
             output.type.CopyFrom(types[output.name])
-    encoded = base64.b64encode(part.SerializeToString()).decode()
-    Detached(before.outputs, (*before.parts, encoded)).write(model)
+    Detached(before.outputs, (*before.parts, part.SerializeToString())).write(model)
     for output in outputs:
         model.graph.outputs.remove(output)
     for source in sources:
@@ -49,20 +54,13 @@ def detach_outputs(
     RemoveUnusedNodesPass()(model)
 
 
-def detached_parts(model: ir.Model) -> list[onnx.ModelProto]:
-    """Return the detached parts of a model, the last one first."""
-    return (Detached.read(model) or Detached((), ())).models()[::-1]
-
-
-def restore(proto: onnx.ModelProto, model: ir.Model, parts: Sequence[onnx.ModelProto]) -> None:
-    """Restore the detached outputs, in their original order, in the inference model of training graph `model`.
+def restore(proto: onnx.ModelProto, parts: Sequence[onnx.ModelProto], order: Sequence[str]) -> None:
+    """Restore detached outputs in an inference model, from the parts that compute them; sort all outputs by name.
 
     Args:
-        parts: the result of `detached_parts`, in the opset of `proto`.
+        parts: the detached parts in the opset of the model, the last one first.
+        order: the names of the outputs.
     """
-    detached = Detached.read(model)
-    if detached is None:
-        return
     graph = proto.graph
     outputs = {output.name: output for output in graph.output}
     for part in parts:
@@ -75,7 +73,7 @@ def restore(proto: onnx.ModelProto, model: ir.Model, parts: Sequence[onnx.ModelP
         domains = {opset.domain for opset in proto.opset_import}
         proto.opset_import.extend(opset for opset in part.opset_import if opset.domain not in domains)
     del graph.output[:]
-    graph.output.extend(outputs[name] for name in detached.outputs)
+    graph.output.extend(outputs[name] for name in order)
 
 
 def _sources(outputs: Sequence[ir.Value], is_source: Callable[[ir.Value], bool]) -> list[ir.Value]:
@@ -96,10 +94,12 @@ def _sources(outputs: Sequence[ir.Value], is_source: Callable[[ir.Value], bool])
 
 
 def remember(model: ir.Model) -> None:
-    """Note the documentation and metadata of a model's graph and values in the model, unless it has such a note.
+    """Note in a model its versions as loaded, and the documentation and metadata of its graph and values, once.
 
-    The note is a graph without computation. `value_info` lists the weights, `initializer` those that no node reads.
+    The latter is a graph without computation. `value_info` lists the weights, `initializer` those that no node reads.
     """
+    if not Versions.is_on(model):
+        Versions(model.ir_version, model.opset_imports.get("")).write(model)
     if Notes.is_on(model):
         return
     graph, said = model.graph, onnx.GraphProto()
@@ -160,3 +160,71 @@ def _write(entries: Any, texts: Mapping[str, str]) -> None:
     for key, text in texts.items():
         if not key.startswith(PREFIX):
             entries.add(key=key, value=text)
+
+
+def store(model: ir.Model) -> None:
+    """Replace each node that rounds a weight to its form in the file by the result, under the weight's name."""
+    graph = model.graph
+    for node in [node for node in graph if STORED.is_set(node)]:
+        weight, y = node.inputs[0], node.outputs[0]
+        while weight is not None and (before := weight.producer()) is not None:
+            weight = before.inputs[0] if before.inputs else None
+        if weight is not None and weight.is_initializer():
+            stored = _computed(model, weight, y)
+            y.name, name = f"{y.name}/computed", name_of(weight)
+            del graph.initializers[name]
+            weight.name = f"{name}/float"
+            graph.register_initializer(weight)
+            value = ir.Value(name=name, type=ir.TensorType(stored.dtype), shape=y.shape, const_value=stored)
+            graph.register_initializer(value)
+            ir.convenience.replace_all_uses_with(y, value, replace_graph_outputs=True)
+    RemoveUnusedNodesPass()(model)
+    for value in graph.initializers.values():
+        stored_type = STORED_TYPE.read(value)
+        if stored_type is not None and value.const_value is not None:
+            dtype = ir.DataType[stored_type]
+            value.const_value = ir.tensor(value.const_value.numpy().astype(dtype.numpy()), name=value.name)
+            value.type = ir.TensorType(dtype)
+
+
+def _computed(model: ir.Model, weight: ir.Value, y: ir.Value) -> ir.TensorProtocol:
+    if weight.const_value is None:
+        raise GraphoptError(f"weight {weight.name!r}: expected its numbers, found none")
+    part = extracted_between(model.graph, [weight], [y])
+    proto = ir.to_proto(ir.Model(part, ir_version=model.ir_version))
+    (array,) = ReferenceEvaluator(proto).run(None, {name_of(weight): weight.const_value.numpy()})
+    return ir.tensor(array, dtype=y.dtype, name=name_of(weight))
+
+
+def standing_for(x: ir.Value) -> np.ndarray | None:
+    """Return the numbers that an initializer stands for: its own, or those that its DequantizeLinear makes of it."""
+    if x.const_value is None or x.dtype is None:
+        return None
+    if is_floating(x) and not any(node.op_type == DEQUANTIZE for node in x.consumers()):
+        return x.const_value.numpy()
+    return next((result for node in x.consumers() if (result := dequantized(node)) is not None), None)
+
+
+def dequantized(node: ir.Node) -> np.ndarray | None:
+    """Return (q - zero) scale in float32 for a DequantizeLinear of constants, or None for another node."""
+    if node.op_type != DEQUANTIZE or node.domain != "":
+        return None
+    q, scale, zero = (constant_of(x) for x in [*node.inputs, None][:3])
+    if q is None or scale is None or (zero is None and len(node.inputs) > 2 and node.inputs[2] is not None):
+        return None
+    floating = is_floating(node.inputs[0])
+    wide = q.astype(np.float32 if floating else np.int64)
+    if zero is not None and not floating:
+        wide = wide - broadcastable(node, zero.astype(np.int64), wide.shape)
+    return wide.astype(np.float32) * broadcastable(node, scale.astype(np.float32), wide.shape)
+
+
+def broadcastable(node: ir.Node, numbers: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    """Return the scale or the zero point of a DequantizeLinear in a form that broadcasts to its input's shape."""
+    if numbers.size == 1 and numbers.ndim < 2:
+        return numbers.reshape(())
+    axis = node.attributes.get_int("axis", 1) % len(shape)
+    block = node.attributes.get_int("block_size", 0)
+    if block:
+        return np.repeat(numbers, block, axis=axis).take(range(shape[axis]), axis=axis)
+    return numbers.reshape([-1 if i == axis else 1 for i in range(len(shape))])

@@ -19,19 +19,8 @@ from onnx_ir.passes.common import NameFixPass, RemoveUnusedNodesPass
 from graphopt.errors import GraphoptError, cause
 from graphopt.graph import metadata
 from graphopt.graph.emitter import Emitter
-from graphopt.graph.metadata import (
-    BATCH_CORRECTION,
-    BATCH_COUNT,
-    BATCH_GRADIENT,
-    BATCH_WEIGHT,
-    GRADIENT_OF,
-    POSITIONS,
-    STOP_GRADIENT,
-    STORED,
-    InferenceForm,
-)
 from graphopt.graph.opsets import IR_VERSION
-from graphopt.graph.roles import Role, clear_role, with_role
+from graphopt.graph.roles import Role, with_role
 from graphopt.graph.state import detached
 from graphopt.graph.values import name_of
 from graphopt.intervals import check_intervals
@@ -111,7 +100,7 @@ def interface_kept(model: ir.Model) -> Iterator[None]:
     """Restore the names of inputs and outputs, and the outputs' metadata, after the rewriters in the block."""
     outputs = model.graph.outputs
     names = [(value, value.name) for value in [*model.graph.inputs, *model.graph.initializers.values()]]
-    before = [(name_of(output), metadata.all_of(output)) for output in outputs]
+    before = [(name_of(output), dict(metadata.all_of(output))) for output in outputs]
     taken = {name for name, _ in before}
     try:
         yield
@@ -123,7 +112,7 @@ def interface_kept(model: ir.Model) -> Iterator[None]:
                     output.name = name
                 if output.name != name:
                     outputs[i] = op.Identity(output, _outputs=[name])
-                metadata.replace({**metadata.all_of(outputs[i]), **notes}, outputs[i])
+                metadata.all_of(outputs[i]).update(notes)
         for value, own in names:
             if value.name != own:
                 value.name = own
@@ -159,10 +148,10 @@ def needed(model: ir.Model) -> list[ir.Node]:
     return [
         node
         for node in model.graph.all_nodes()
-        if STOP_GRADIENT.is_set(node)
-        or STORED.is_set(node)
+        if metadata.STOP_GRADIENT.is_set(node)
+        or metadata.STORED.is_set(node)
         or _is_seam(node)
-        or any(map(InferenceForm.is_on, node.outputs))
+        or any(map(metadata.InferenceForm.is_on, node.outputs))
         or (node.op_type == "Identity" and node.outputs[0] in results)
     ]
 
@@ -173,15 +162,15 @@ def seams(model: ir.Model) -> list[ir.Node]:
 
 
 def _is_seam(node: ir.Node) -> bool:
-    flags = (POSITIONS, BATCH_COUNT, BATCH_CORRECTION, BATCH_GRADIENT)
+    flags = (metadata.POSITIONS, metadata.BATCH_COUNT, metadata.BATCH_CORRECTION, metadata.BATCH_GRADIENT)
     return any(flag.is_set(node) for flag in flags) or any(
-        GRADIENT_OF.read(y) or BATCH_WEIGHT.read(y) for y in node.outputs
+        metadata.GRADIENT_OF.read(y) or metadata.BATCH_WEIGHT.read(y) for y in node.outputs
     )
 
 
 def retire(model: ir.Model, output: ir.Value) -> None:
     """Remove an output's role and rename it, so that another value can have its role and name."""
-    clear_role(output)
+    metadata.ROLE.remove(output)
     output.name = f"{output.name}.before.{len(model.graph)}"
 
 

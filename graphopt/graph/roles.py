@@ -1,9 +1,12 @@
-"""Record the role of each input and output of a training graph in metadata."""
+"""Record the role of each input and output of a training graph, and read which labels a target accepts."""
 
 from __future__ import annotations
 
 import enum
+import math
+from dataclasses import dataclass
 
+import numpy as np
 import onnx_ir as ir
 
 from graphopt.errors import GraphoptError, unknown
@@ -58,20 +61,10 @@ def set_role(value: ir.Value, role: Role) -> ir.Value:
     return value
 
 
-def stop_gradient_at(value: ir.Value) -> ir.Value:
-    """Mark the node that computes `value` as a stop of gradients, and return the value."""
-    return metadata.STOP_GRADIENT.mark(value)
-
-
 def needs_training_runtime(model: ir.Model) -> None:
     """Record that a model contains operators of com.microsoft that only onnxruntime-training supports."""
     metadata.RUNTIME.write(model, TRAINING_RUNTIME)
     model.opset_imports.setdefault(MICROSOFT, 1)
-
-
-def clear_role(value: ir.Value) -> None:
-    """Remove the role of `value`."""
-    metadata.ROLE.remove(value)
 
 
 def with_role(model: ir.Model, *roles: Role) -> list[ir.Value]:
@@ -93,3 +86,55 @@ def only(model: ir.Model, role: Role, needed_by: str) -> ir.Value:
             f"run the pass that makes it first"
         )
     return values[0]
+
+
+@dataclass(frozen=True)
+class Labels:
+    """Describe the labels that a loss accepts."""
+
+    low: float
+    high: float
+    ignored: int | None = None  # a further label, which the loss ignores
+    between: bool = True  # accept all numbers between `low` and `high`, too
+    several: bool = True  # labels are class numbers; otherwise the two labels of a binary loss
+
+    def __str__(self) -> str:
+        if not self.several:
+            return f"labels {self.low} and {self.high}"
+        return f"labels from {self.low} {'on' if self.high == math.inf else f'to {self.high}'}"
+
+    def all(self) -> np.ndarray:
+        """Return all possible labels in order."""
+        return np.arange(self.low, self.high + 1) if self.several else np.array([self.low, self.high])
+
+    def fit(self, array: np.ndarray) -> bool:
+        """Return whether all labels are valid; for class numbers, by one pass over the array."""
+        if self.several and array.dtype.kind == "i" and array.size:
+            # As unsigned numbers, negative ones are larger than all others.
+            unsigned = array.view(np.dtype(f"u{array.itemsize}"))
+            if np.maximum.reduce(unsigned, axis=None) <= self.high:
+                return True
+        return not self.wrong(array).any()
+
+    def wrong(self, array: np.ndarray) -> np.ndarray:
+        """Return a mask of the invalid labels."""
+        wrong: np.ndarray = (array < self.low) | (array > self.high)
+        if not self.between:
+            wrong |= (array != self.low) & (array != self.high)
+        if self.ignored is not None:
+            wrong &= array != self.ignored
+        return wrong
+
+
+def labels_of(target: ir.Value) -> Labels | None:
+    """Return the labels that a target accepts, or None if it does not contain labels."""
+    spec = metadata.TargetSpec.read(target)
+    if spec is None:
+        return None
+    if spec.task == "classification" and not spec.target_probabilities:
+        return Labels(0, math.inf if spec.classes is None else spec.classes - 1, spec.ignore_index)
+    if spec.labels is not None:
+        low, high = spec.labels
+        # Numbers between 0 and 1 are probabilities. Between -1 and 1, they are invalid.
+        return Labels(low, high, between=low >= 0, several=False)
+    return None

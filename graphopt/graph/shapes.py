@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
 
@@ -15,18 +16,18 @@ from onnxscript.rewriter.rules.common import materialize_reshape_shape_rule
 
 from graphopt.errors import GraphoptError, line
 from graphopt.graph.emitter import Emitter
-from graphopt.graph.folding import fold
-from graphopt.graph.limits import check_constants, limits_of, set_limits
+from graphopt.graph.limits import check_constants
 from graphopt.graph.listing import operator_of
-from graphopt.graph.operators import GROWING, POOLS
+from graphopt.graph.operators import GROWING, POOLS, schema_of
 from graphopt.graph.rewriting import needed, protect
-from graphopt.graph.schemas import schema_of
+from graphopt.graph.simplify import fold
 from graphopt.graph.storage import without_weights
 from graphopt.graph.traversal import forward_nodes, subgraphs
-from graphopt.graph.values import constant_of
+from graphopt.graph.values import constant_of, is_static
 
 INFERENCE_ERRORS = (onnx.shape_inference.InferenceError, ValueError)  # exceptions of ONNX's inference
 Pairs = Iterator[tuple[ir.Value, ir.Value]]
+_inferred = functools.partial(onnx.shape_inference.infer_shapes, check_type=True, strict_mode=True)
 _LONG = 2**20  # elements of a vector, which ONNX's inference propagates in about a second
 
 
@@ -57,13 +58,8 @@ def fold_integers(model: ir.Model) -> bool:
     onnxscript.rewriter.rewrite(model, [STATIC_DIMENSION])
     dropouts = [node for node in model.graph.all_nodes() if node.op_type == "Dropout" and node.domain == ""]
     with protect([*dropouts, *needed(model)]):  # a later pass may enable Dropout
-        fold(model, floating=False, infer_shapes=True)
+        fold(model, only_integers=True)
     return ifs(model) < before
-
-
-def is_static(value: ir.Value) -> bool:
-    """Return whether the shape of a value is known."""
-    return value.shape is not None and value.shape.is_static()
 
 
 def _sizes(x: ir.Value, index: ir.Value) -> np.ndarray | None:
@@ -166,7 +162,6 @@ def check_expanded(model: ir.Model) -> bool:
         whether all vectors are short enough for data propagation.
     """
     probe = model.clone()
-    set_limits(probe, limits_of(model))
     try:
         typed = onnx.shape_inference.infer_shapes(without_weights(probe))
     except INFERENCE_ERRORS as error:
@@ -177,10 +172,6 @@ def check_expanded(model: ir.Model) -> bool:
     check_constants(probe)
     values = ir.convenience.create_value_mapping(probe.graph).values()
     return not any(is_static(x) and x.shape.rank() == 1 and x.shape[0] > _LONG for x in values)  # type: ignore
-
-
-def _inferred(proto: onnx.ModelProto, data_prop: bool) -> onnx.ModelProto:
-    return onnx.shape_inference.infer_shapes(proto, check_type=True, strict_mode=True, data_prop=data_prop)
 
 
 def is_ceiled(node: ir.Node) -> bool:
@@ -324,8 +315,7 @@ def size_of(op: Emitter, dim: int | ir.SymbolicDim, places: Places) -> ir.Value:
     if isinstance(dim, int):
         return op.constant(np.array([dim], np.int64))
     x, axis = places[dim.value]
-    size: ir.Value = op.Shape(x, start=axis, end=axis + 1)
-    return size
+    return op.Shape(x, start=axis, end=axis + 1)
 
 
 def name_dimensions(values: Iterable[ir.Value], names: Iterator[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,70 +11,115 @@ from typing import Any
 
 import onnx_ir as ir
 import onnx_ir.passes.common as common
+import onnxscript.optimizer
 import onnxscript.rewriter
-from onnxscript.rewriter import MatchResult, RewriteRule, RewriteRuleClassBase, RewriteRuleSet
-from onnxscript.rewriter.rules.common import (
-    cast_cast_rule,
-    expand_before_binary_op_rules,
-    no_op_cast_rule,
-    no_op_expand_rule,
-    no_op_transpose_rule,
-    reshape_reshape_rule,
-    transpose_transpose_rule,
-    unsqueeze_unsqueeze_rule,
-)
+from onnxscript.rewriter import RewriteRule, RewriteRuleSet
+from onnxscript.rewriter.rules import common as rules
 
+from graphopt.errors import GraphoptError, cause
 from graphopt.graph import metadata
 from graphopt.graph.emitter import Emitter
-from graphopt.graph.folding import fold
 from graphopt.graph.inference import stand_in
-from graphopt.graph.metadata import GRADIENT_OF
+from graphopt.graph.metadata import GRADIENT_OF, UNTRAINED
+from graphopt.graph.operators import GROWING, PREDICATES, VIEWS
 from graphopt.graph.rewriting import Pass, interface_kept, needed, protect, seams
-from graphopt.graph.roles import STATE, with_role
+from graphopt.graph.roles import STATE, Role, with_role
 from graphopt.graph.traversal import results_when_ready
 from graphopt.graph.values import constant_number, is_floating, is_number, like
+
+# Operators with the same result in every implementation, bit for bit. The runtime folds all others.
+EXACT = (
+    VIEWS
+    | PREDICATES
+    | {
+        *("Abs", "Add", "Div", "Mul", "Neg", "Reciprocal", "Sub"),
+        *("Cast", "Concat", "Gather", "GatherND", "Shape", "Size", "Slice", "Transpose", "Where"),
+    }
+)
+EXACT_INTEGERS = EXACT | {
+    *("Clip", "ConstantOfShape", "CumSum", "Expand", "Max", "Min", "Mod", "NonZero", "Range", "ReduceMax"),
+    *("ReduceMin", "ReduceProd", "ReduceSum", "ScatterND", "Sign", "Tile"),
+}
+SMALL_CONSTANT = 100  # elements
+MOST_SPLIT_OUTPUTS = 4096  # outputs of a Split: the time of folding grows with the square of their number
 
 # Keep the node 1 / x: ONNX Runtime turns (1 / x) y into y / x, which takes longer and rounds differently.
 _RECIPROCAL = RewriteRule(
     lambda op, one, x: op.Div(one, x),
     lambda op, one, x: op.Reciprocal(x),
-    lambda context, one, x: constant_number(one) == 1 and is_floating(x) and _broadcasts_into(one, x),
+    lambda context, one, x: (
+        (constant_number(one) == 1 and is_floating(x))
+        and (x.shape is not None and one.shape is not None and len(one.shape) <= len(x.shape))
+    ),
 )
-
-
-def _broadcasts_into(one: ir.Value, x: ir.Value) -> bool:
-    return x.shape is not None and one.shape is not None and len(one.shape) <= len(x.shape)
-
 
 # onnxscript's rewrite rules without its rule for x + 0, which treats an epsilon of 1e-8 as 0.
 # The key is an operator that every rule of the entry replaces: without it in the graph, the rules are not tried.
 REWRITE_RULES = {
-    "Cast": [cast_cast_rule, no_op_cast_rule],
+    "Cast": [rules.cast_cast_rule, rules.no_op_cast_rule],
     "Div": [_RECIPROCAL],
-    "Expand": [no_op_expand_rule],
-    "Reshape": [reshape_reshape_rule],
-    "Transpose": [no_op_transpose_rule, transpose_transpose_rule],
-    "Unsqueeze": [unsqueeze_unsqueeze_rule],
+    "Expand": [rules.no_op_expand_rule],
+    "Reshape": [rules.reshape_reshape_rule],
+    "Transpose": [rules.no_op_transpose_rule, rules.transpose_transpose_rule],
+    "Unsqueeze": [rules.unsqueeze_unsqueeze_rule],
 }
-
-
 _RULES = threading.Lock()  # onnxscript's rules keep what they match
 
 
 def _rewrite(model: ir.Model) -> None:
     nodes = list(model.graph.all_nodes())
     present = {node.op_type for node in nodes}
-    rules = [rule for op_type, rules in REWRITE_RULES.items() if op_type in present for rule in rules]
-    expanded = {
-        f"_{user.op_type}"
-        for node in nodes
-        if node.op_type == "Expand"
-        for user in node.outputs[0].consumers()
-    }
-    rules += [rule for rule in expand_before_binary_op_rules if str(rule.name).endswith(tuple(expanded))]
-    if rules:
+    chosen = [rule for op_type, own in REWRITE_RULES.items() if op_type in present for rule in own]
+    expanded = [node.outputs[0] for node in nodes if node.op_type == "Expand"]
+    readers = tuple({f"_{user.op_type}" for y in expanded for user in y.consumers()})
+    chosen += [rule for rule in rules.expand_before_binary_op_rules if str(rule.name).endswith(readers)]
+    if chosen:
         with _RULES:
-            onnxscript.rewriter.rewrite(model, rules)
+            onnxscript.rewriter.rewrite(model, chosen)
+
+
+def fold(model: ir.Model, *, only_integers: bool = False) -> None:
+    """Replace nodes whose inputs are all constant by initializers, in place.
+
+    Nodes that depend on a weight stay, because the weight may be trained or differentiated by. Before parameters are
+    chosen, every floating-point initializer counts as a weight; afterwards, those marked as untrained do.
+
+    Args:
+        only_integers: fold integers and booleans, including those that follow from shapes, which are inferred in
+            between; by default, fold floating-point numbers too.
+    """
+    chosen = bool(with_role(model, Role.PARAMETER))
+    initializers = (x for graph in model.graphs() for x in graph.initializers.values())
+    weights = {x for x in initializers if is_floating(x) and (not chosen or UNTRAINED.is_set(x))}
+
+    def should_fold(node: ir.Node) -> bool | None:
+        y = node.outputs[0]
+        if any(x is not None and x.dtype is ir.DataType.STRING for x in [*node.inputs, *node.outputs]):
+            return False
+        if is_floating(y) and only_integers:
+            return False
+        exact = EXACT if is_floating(y) else EXACT_INTEGERS
+        if node.op_type not in exact or not weights.isdisjoint(node.inputs):
+            return False
+        if node.op_type not in GROWING:
+            return None
+        return y.shape is not None and y.shape.is_static() and math.prod(y.shape.numpy()) <= SMALL_CONSTANT
+
+    try:
+        with protect(_splits_of_many(model)):  # onnxscript would write a tensor for each output
+            options = {"onnx_shape_inference": only_integers, "should_fold": should_fold}
+            onnxscript.optimizer.fold_constants(model, **options)
+    except RuntimeError as error:  # of a node whose constants it cannot compute with
+        raise GraphoptError(
+            f"expected constants that can be computed, found others: {cause(error)}"
+        ) from error
+
+
+def _splits_of_many(model: ir.Model) -> Iterator[ir.Node]:
+    for node in model.graph.all_nodes():
+        x = node.inputs[0] if node.op_type == "SplitToSequence" and node.domain == "" else None
+        if x is not None and any(isinstance(dim, int) and dim > MOST_SPLIT_OUTPUTS for dim in x.shape or ()):
+            yield node
 
 
 @contextlib.contextmanager
@@ -124,26 +170,22 @@ def _note_gradients(model: ir.Model) -> None:
 
 def simplify_algebra(model: ir.Model) -> bool:
     """Rewrite the arithmetic of a training graph whose gradients stay readable; return whether anything changed."""
-    rules = [CombineScalarFactors.rule(), _square_as_product(), _mask_before_upsampling()]  # type: ignore[no-untyped-call]
-    changed = bool(RewriteRuleSet(rules, commute=True).apply_to_model(model))
+    algebra = [combine_scalar_factors(), _square_as_product(), _mask_before_upsampling()]
+    changed = bool(RewriteRuleSet(algebra, commute=True).apply_to_model(model))
     return share_gelu_distribution(model) or changed
 
 
-class CombineScalarFactors(RewriteRuleClassBase):
-    """Rewrite s (t x) as (s t) x for scalars s and t."""
+def combine_scalar_factors() -> RewriteRule:
+    """Return the rule that rewrites s (t x) as (s t) x for scalars s and t."""
 
-    def pattern(self, op: Any, s: Any, t: Any, x: Any) -> Any:
-        return op.Mul(s, op.Mul(t, x, _outputs=["product"]))
+    def are_factors(context: Any, s: ir.Value, t: ir.Value, x: ir.Value, product: ir.Value) -> bool:
+        return is_number(s) and is_number(t) and not is_number(x) and len(product.uses()) == 1
 
-    def check(self, op: Any, *args: Any, **values: Any) -> MatchResult:
-        result = MatchResult()
-        numbers = [is_number(values[name]) for name in ("s", "t", "x")]
-        if numbers != [True, True, False] or len(values["product"].uses()) != 1:
-            return result.fail("expected two scalar factors")
-        return result
-
-    def rewrite(self, op: Any, s: ir.Value, t: ir.Value, x: ir.Value, **_: Any) -> Any:
-        return op.Mul(like(op.Mul(s, t), s), x)
+    return RewriteRule(
+        lambda op, s, t, x: op.Mul(s, op.Mul(t, x, _outputs=["product"])),
+        lambda op, s, t, x, product: op.Mul(like(op.Mul(s, t), s), x),
+        are_factors,
+    )
 
 
 def _square_as_product() -> RewriteRule:

@@ -17,9 +17,8 @@ import onnx_ir as ir
 from graphopt.errors import GraphoptError
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.metadata import KIND, ORIGINAL_NAME, OWNER, ROLE
-from graphopt.graph.names import next_of, slot_of
 from graphopt.graph.roles import Role, role_of, set_role, with_role
-from graphopt.graph.values import Named, name_of
+from graphopt.graph.values import Named, name_of, next_of
 
 INITIAL = "graphopt.initial"
 STEP = "step"
@@ -53,8 +52,7 @@ def _detach(graph: ir.Graph, value: ir.Value) -> None:
 
 def initial(value: ir.Value) -> ir.TensorProtocol | None:
     """Return the initial value of a state or hyperparameter, or None for data; inside or outside a pass."""
-    found: ir.TensorProtocol | None = value.meta.get(INITIAL, value.const_value)
-    return found
+    return value.meta.get(INITIAL, value.const_value)
 
 
 def take_initial(model: ir.Model) -> dict[str, np.ndarray]:
@@ -96,7 +94,7 @@ def declare(model: ir.Model, name: str, array: np.ndarray, role: Role) -> ir.Val
 
 def declare_slot(model: ir.Model, owner: Named, kind: str, array: np.ndarray) -> ir.Value:
     """Add a slot of a parameter or other state, such as its `momentum`; inside a pass only."""
-    slot = declare(model, slot_of(owner, kind), array, Role.SLOT)
+    slot = declare(model, f"{name_of(owner)}.{kind}", array, Role.SLOT)
     OWNER.write(slot, name_of(owner))
     KIND.write(slot, kind)
     return slot
@@ -153,12 +151,8 @@ def make_room(model: ir.Model) -> None:
         if name in RESERVED and not (value.is_graph_input() or value.is_graph_output()):
             _rename(value, values)
         elif suffix.isidentifier() and weight in model.graph.initializers:
-            _rename(
-                value,
-                values,
-                f"{name!r}: expected no input or output named like what training makes of weight {weight!r}: "
-                f"rename it in the model",
-            )
+            reason = f"expected no input or output named like what training makes of weight {weight!r}"
+            _rename(value, values, f"{name!r}: {reason}: rename it in the model")
 
 
 def check_free(model: ir.Model, name: str) -> None:

@@ -103,12 +103,17 @@ def save(model: ir.Model | onnx.ModelProto, path: str | os.PathLike[str]) -> Non
     >>> graphopt.load("model.onnx").graph.outputs[0].name
     'y'
     """
-    if is_large(model):
-        _save_large(model if isinstance(model, ir.Model) else ir.from_proto(model), Path(path))
-        return
-    proto = ir.to_proto(model) if isinstance(model, ir.Model) else model
+    path = Path(path)
     with replacing(path) as temporary:
-        onnx.save(proto, temporary)
+        if not is_large(model):
+            onnx.save(ir.to_proto(model) if isinstance(model, ir.Model) else model, temporary)
+            return
+        large = model if isinstance(model, ir.Model) else ir.from_proto(model)
+        with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as folder:
+            written, data = Path(folder, path.name), f"{path.name}.data"
+            ir.save(large, written, external_data=data)
+            os.replace(written, temporary)
+            os.replace(written.with_name(data), path.with_name(data))
 
 
 def read_proto(path: Path, limits: Limits) -> onnx.ModelProto:
@@ -154,14 +159,3 @@ def _external(model: ir.Model) -> Iterator[Weights]:
     finally:
         for name, tensor in weights.items():
             values[name].const_value = tensor
-
-
-def _save_large(model: ir.Model, path: Path) -> None:
-    data = f"{path.name}.data"
-    with (
-        replacing(path) as temporary,
-        tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as folder,
-    ):
-        ir.save(model, Path(folder, path.name), external_data=data)
-        os.replace(Path(folder, path.name), temporary)
-        os.replace(Path(folder, data), path.parent / data)

@@ -6,8 +6,8 @@ from collections.abc import Collection, Iterable, Sequence
 
 import onnx_ir as ir
 
-from graphopt.graph.names import next_of
 from graphopt.graph.roles import Role, with_role
+from graphopt.graph.values import next_of
 
 
 def extracted_between(graph: ir.Graph, inputs: Sequence[ir.Value], outputs: Sequence[ir.Value]) -> ir.Graph:
@@ -21,11 +21,8 @@ def extracted_between(graph: ir.Graph, inputs: Sequence[ir.Value], outputs: Sequ
 
 def subgraphs(node: ir.Node) -> list[ir.Graph]:
     """Return the subgraphs of a node: the branches of an If, or the body of a loop."""
-    return [
-        attribute.as_graph()
-        for attribute in node.attributes.values()
-        if attribute.type == ir.AttributeType.GRAPH
-    ]
+    attributes = node.attributes.values()
+    return [x.as_graph() for x in attributes if x.type == ir.AttributeType.GRAPH]
 
 
 def captured(node: ir.Node) -> list[ir.Value]:

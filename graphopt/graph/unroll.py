@@ -10,13 +10,12 @@ import onnx_ir as ir
 from graphopt.errors import GraphoptError
 from graphopt.graph import metadata, state
 from graphopt.graph.emitter import Emitter
-from graphopt.graph.names import state_of
 from graphopt.graph.operators import RANDOM, SHAPE_READERS
 from graphopt.graph.rewriting import Pass
 from graphopt.graph.roles import FED, Role, role_of, with_role
 from graphopt.graph.shapes import places_of, read_sizes
 from graphopt.graph.traversal import subgraphs, values_read
-from graphopt.graph.values import like, name_of
+from graphopt.graph.values import like, name_of, state_of
 from graphopt.intervals import within
 
 
@@ -48,7 +47,8 @@ class Unroll(Pass):
                 "Unroll needs a training graph, found one without state to update: add an optimizer"
             )
         fed = with_role(model, *FED)
-        outer = {x: _twin(x, self._first()) for x in fed}
+        first = ir.SymbolicDim("steps") if self.steps is None else self.steps
+        outer = {x: _twin(x, first) for x in fed}
         with Emitter(model) as op:
             counted = _counted(op, model, following, next(iter(outer.values()), None))
             sizes = [node for node in graph if node.op_type in SHAPE_READERS]
@@ -57,7 +57,7 @@ class Unroll(Pass):
         reported = [y for y in graph.outputs if role_of(y) is not Role.NEXT]
         results = [following[name_of(x)] for x in carried] + reported
         outer |= {x: _twin(x) for x in carried}
-        stacked = [_twin(y, self._first()) for y in reported]
+        stacked = [_twin(y, first) for y in reported]
 
         nodes = _varying(graph, outer)
         graph.outputs.clear()
@@ -65,7 +65,7 @@ class Unroll(Pass):
         graph.remove(nodes)
         for value in {*outer, *results}:
             value.name = f"{value.name}.of_step"
-            metadata.replace({}, value)
+            metadata.all_of(value).clear()
         body = ir.Graph([*carried, *fed], [], nodes=nodes, name="step")
         with Emitter(model) as op:
             inner = op.within(body)
@@ -77,9 +77,6 @@ class Unroll(Pass):
         graph.outputs.extend(stacked)
         for x, y in [*counted, *zip((outer[x] for x in carried), outputs, strict=False)]:
             state.set_next(model, x, y)
-
-    def _first(self) -> int | ir.SymbolicDim:
-        return ir.SymbolicDim("steps") if self.steps is None else self.steps
 
 
 def _twin(x: ir.Value, first: int | ir.SymbolicDim | None = None) -> ir.Value:

@@ -1,8 +1,13 @@
-"""Return facts about values (name, type, dimensions, constant contents), and exchange one value for another."""
+"""Return facts about values (type, dimensions, constant contents), derive names, and exchange one value for another.
+
+A function that derives a name, such as that of a state's next value, accepts a name or a value.
+"""
 
 from __future__ import annotations
 
+import math
 import re
+from collections.abc import Callable
 
 import numpy as np
 import onnx_ir as ir
@@ -11,19 +16,37 @@ from graphopt.errors import GraphoptError
 from graphopt.graph import metadata
 
 Named = ir.Value | ir.Node | str
+_Naming = Callable[[Named], str]
+
+COUNTERS = "graphopt."  # the prefix of entries in an on-device checkpoint that are not weights
+FIRST_ROW = "first_row"  # the input of `grad` that shifts the positions in masks
+ROWS = "rows"  # the output of `grad` that weighs a batch
+SHARE = "share"  # the input of `apply` by which it multiplies the sums over all workers
 _SIZE = re.compile(r"\d{1,9}|[A-Za-z_]\w*", re.ASCII)
-_TYPES = {
-    dtype.numpy().name: dtype
-    for dtype in (
-        *(ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.FLOAT16, ir.DataType.BOOL),
-        *(ir.DataType.INT64, ir.DataType.INT32, ir.DataType.INT8, ir.DataType.UINT8),
-    )
-}
+_TYPES = ("float32", "float64", "float16", "bool", "int64", "int32", "int8", "uint8")
 
 
 def name_of(x: Named) -> str:
     """Return the name of a value or a node, which has one, or a name itself."""
     return x if isinstance(x, str) else str(x.name)
+
+
+def _suffixed(suffix: str) -> tuple[_Naming, _Naming]:
+    """Return a function that appends a suffix to a name, and one that removes it."""
+    return lambda x: f"{name_of(x)}{suffix}", lambda x: name_of(x).removesuffix(suffix)
+
+
+next_of, state_of = _suffixed(".next")  # the output that replaces a state after the step
+gradient_of, value_of = _suffixed(".grad")  # the gradient with respect to a value
+seed_of, output_of = _suffixed(".seed")  # the input that weighs an output in a vector-Jacobian product
+report_of, _ = _suffixed(".gradient")  # the output that reports the gradient with respect to a parameter
+local_of, _ = _suffixed(".local")  # a worker's own value of an output that replaces a state
+constant_copy_of, _ = _suffixed(".constant")  # the copy of a weight that stays constant
+
+
+def of_worker(value: Named, rank: int) -> str:
+    """Return the name of a worker's value, as another worker reads it."""
+    return f"{name_of(value)}.{rank}"
 
 
 def is_floating(value: ir.Value | None) -> bool:
@@ -34,6 +57,11 @@ def is_floating(value: ir.Value | None) -> bool:
 def is_number(x: ir.Value | None) -> bool:
     """Return whether a value is known to be a scalar."""
     return x is not None and x.shape is not None and len(x.shape) == 0
+
+
+def is_static(value: ir.Value) -> bool:
+    """Return whether the shape of a value is known."""
+    return value.shape is not None and value.shape.is_static()
 
 
 def dtype_of(x: ir.Value) -> ir.DataType:
@@ -71,6 +99,14 @@ def constant_number(value: ir.Value | None) -> float | None:
     return array.item() if array is not None and array.size == 1 else None
 
 
+def bytes_of(x: ir.Value) -> int:
+    """Return the size of a value of numbers in bytes; a dimension that is known only at run time counts as 1."""
+    if x.shape is None or x.dtype in (None, ir.DataType.STRING):
+        return 0
+    count = math.prod(dim for dim in x.shape if isinstance(dim, int))
+    return (count * x.dtype.bitwidth + 7) // 8
+
+
 def tensor_bytes(tensor: ir.TensorProtocol | None) -> int:
     """Return the size of a tensor of numbers in bytes; 0 for text, whose size has no bound that matters here."""
     return 0 if tensor is None or tensor.dtype is ir.DataType.STRING else tensor.nbytes
@@ -102,7 +138,7 @@ def tensor_type(where: str, text: object) -> tuple[ir.DataType, ir.Shape]:
         GraphoptError: the text declares no type.
 
     >>> tensor_type("target", "int64[N,3]")
-    (DataType.INT64, Shape([SymbolicDim(N), 3]))
+    (INT64, Shape([SymbolicDim('N'), 3]))
     """
     match = re.fullmatch(r"(\w+)\[([\w\s,]*)\]", str(text), re.ASCII)
     sizes = [size.strip() for size in match[2].split(",")] if match and match[2].strip() else []
@@ -110,4 +146,5 @@ def tensor_type(where: str, text: object) -> tuple[ir.DataType, ir.Shape]:
         raise GraphoptError(
             f"{where}: expected a type and a shape such as int64[N,3], found {text!r}; types: {', '.join(_TYPES)}"
         )
-    return _TYPES[match[1]], ir.Shape([int(size) if size.isdigit() else size for size in sizes])
+    dims = [int(size) if size.isdigit() else size for size in sizes]
+    return ir.DataType.from_numpy(np.dtype(match[1])), ir.Shape(dims)

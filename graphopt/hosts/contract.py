@@ -12,10 +12,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import onnx_ir as ir
 
-from graphopt.graph.labels import labels_of
-from graphopt.graph.names import next_of
-from graphopt.graph.roles import FED, STATE, Role, role_of, with_role
-from graphopt.graph.values import name_of
+from graphopt.graph.roles import FED, STATE, Role, labels_of, role_of, with_role
+from graphopt.graph.values import name_of, next_of
 
 # The first ONNX Runtime that reads an opset: https://onnxruntime.ai/docs/reference/compatibility.html
 _ONNXRUNTIME = ("1.8", "1.9", "1.11", "1.12", "1.14", "1.15", "1.17", "1.18", "1.21", "1.22")

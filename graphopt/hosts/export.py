@@ -138,7 +138,7 @@ def _strip(model: ir.Model) -> None:
     inner += [y for node in nodes for y in node.outputs]
     holders: list[metadata.Holder] = [model, *graphs, *nodes, *model.graph.inputs, *inner]
     for holder in holders:
-        metadata.replace({}, holder)
+        metadata.all_of(holder).clear()
         holder.doc_string = None
     for x in inner:
         if not x.is_graph_input() and not x.is_graph_output():

@@ -11,14 +11,13 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
-from graphopt.compiler import DEFAULT, STANDARD, Default, Steps, compile_layer
+from graphopt.compiler import DEFAULT, STANDARD, Default, Steps, standard
 from graphopt.errors import GraphoptError, unknown
 from graphopt.graph import inference
 from graphopt.graph.loading import Source
-from graphopt.graph.names import next_of, seed_of, value_of
 from graphopt.graph.roles import STATE, Role, with_role
 from graphopt.graph.state import take_initial
-from graphopt.graph.values import name_of
+from graphopt.graph.values import name_of, next_of, seed_of, value_of
 from graphopt.layer.engines import Agent, Graphs, names_of, refuses_agent
 from graphopt.runtime.device import Device, DeviceOptions
 from graphopt.runtime.session import Session
@@ -105,7 +104,8 @@ class ForwardBackward:
         engine: `graphs` runs `forward_model` and `backward_model` on any ONNX Runtime; `agent` runs one graph in two
             parts on onnxruntime-training's TrainingAgent; `auto` chooses the agent if it is available.
         normalize, parameters, sort, training, gradient, simplify, fuse: the passes of these steps, or None to omit a
-            step; see `graphopt.compiler.compile_layer`.
+            step; see `compile`. `gradient` emits the gradients of weighted outputs;
+            `passes.VectorJacobianProduct()` by default.
 
     Raises:
         GraphoptError: a pass rejects the model, the device is not available, or the engine is unknown or not
@@ -136,12 +136,18 @@ class ForwardBackward:
         fuse: Steps = None,
     ) -> None:
         arguments = dict(locals())
+        import passes
+        from passes.parts import forward_and_backward, yielding
+
         if engine not in ("auto", "graphs", "agent"):
             raise GraphoptError(f"engine: expected 'auto', 'graphs' or 'agent', found {engine!r}")
         options = DeviceOptions(threads=threads, flush_denormals=not isinstance(device, str))
         self._device = Device.of(device, options)
-        graphs = compile_layer(model, **{name: arguments[name] for name in STANDARD if name in arguments})
-        self._model, self.forward_model, self.backward_model = graphs.joint, graphs.forward, graphs.backward
+        steps = {name: arguments[name] for name in STANDARD if name in arguments}
+        if gradient is DEFAULT:
+            steps["gradient"] = passes.VectorJacobianProduct()
+        self._model = standard(**steps)(model)
+        self.forward_model, self.backward_model = forward_and_backward(self._model)
         self._parameters = sorted(names_of(with_role(self._model, Role.PARAMETER)))
         self._inputs = {name_of(v): InputSpec(v) for v in with_role(self._model, Role.DATA)}
         self._outputs = {name_of(v): v for v in with_role(self._model, Role.PREDICTION)}
@@ -156,7 +162,7 @@ class ForwardBackward:
             self.engine = "graphs" if refuses_agent(self._device, self._model) else "agent"
         if self.engine == "agent":
             results = names_of(with_role(self._model, Role.PREDICTION, Role.NEXT))
-            self._engine: Agent | Graphs = Agent(self._device, graphs.with_yield(), results, self._seeds)
+            self._engine: Agent | Graphs = Agent(self._device, yielding(self._model), results, self._seeds)
         else:
             forward = self.forward_model.clone()
             take_initial(forward)

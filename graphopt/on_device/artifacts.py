@@ -22,11 +22,10 @@ from graphopt.files import write_folder
 from graphopt.graph import inference
 from graphopt.graph.loading import Source, load
 from graphopt.graph.metadata import original_name
-from graphopt.graph.names import COUNTERS
 from graphopt.graph.roles import TRAINING_RUNTIME, Role, with_role
 from graphopt.graph.state import LEARNING_RATE
 from graphopt.graph.storage import whole
-from graphopt.graph.values import name_of
+from graphopt.graph.values import COUNTERS, name_of
 from graphopt.pipeline import Pipeline
 
 TRAINING, EVALUATION, OPTIMIZER = "training_model.onnx", "eval_model.onnx", "optimizer_model.onnx"

@@ -20,15 +20,13 @@ from graphopt.errors import GraphoptError
 from graphopt.graph import inference, metadata
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.loading import Source, load
-from graphopt.graph.metadata import RUNTIME, original_name
-from graphopt.graph.names import COUNTERS, gradient_of, next_of
+from graphopt.graph.metadata import ROLE, RUNTIME, original_name
 from graphopt.graph.operators import MICROSOFT
 from graphopt.graph.opsets import ORT_TRAINING_IR_VERSION, ORT_TRAINING_OPSET
 from graphopt.graph.roles import (
     STATE,
     TRAINING_RUNTIME,
     Role,
-    clear_role,
     needs_training_runtime,
     role_of,
     set_role,
@@ -36,7 +34,7 @@ from graphopt.graph.roles import (
 )
 from graphopt.graph.state import demote, detached, take_initial
 from graphopt.graph.unroll import Unroll
-from graphopt.graph.values import like, name_of
+from graphopt.graph.values import COUNTERS, gradient_of, like, name_of, next_of
 from graphopt.pipeline import Pipeline
 from passes.accumulate import Accumulate
 from passes.clipping import Clip, ClipGlobalNorm, ClipValue
@@ -141,7 +139,7 @@ def _count_in_float32(model: ir.Model, counter: ir.Value) -> None:
         for user, index in uses:
             user.replace_input_with(index, count)
         wrapped = op.Cast(op.Mod(following, COUNTED), to=ir.DataType.FLOAT)
-    clear_role(following)
+    ROLE.remove(following)
     wrapped.name, following.name = following.name, None
     model.graph.outputs[place] = set_role(wrapped, Role.NEXT)
     model.graph.sort()
@@ -200,7 +198,7 @@ def _update_in_place(model: ir.Model) -> None:
             inputs = [buffer, results[gradient_of(x)], reset]
         else:
             inputs = [x, results[next_of(x)], always]
-        clear_role(inputs[1])
+        ROLE.remove(inputs[1])
         node = ir.node("InPlaceAccumulatorV2", inputs, domain=MICROSOFT)
         (done,) = node.outputs
         done.name = f"{_own_name(x)}_grad.accumulation.out"

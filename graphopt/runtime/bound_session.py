@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import onnx_ir as ir
 
-from graphopt.graph.names import next_of
 from graphopt.graph.roles import FED, with_role
-from graphopt.graph.values import name_of
+from graphopt.graph.values import name_of, next_of
 from graphopt.runtime.device import Device
 from graphopt.runtime.session import Session
 from graphopt.runtime.signature import InputSpec

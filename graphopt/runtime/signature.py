@@ -10,8 +10,7 @@ import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from graphopt.errors import GraphoptError
-from graphopt.graph.labels import labels_of
-from graphopt.graph.roles import Role, role_of, with_role
+from graphopt.graph.roles import Role, labels_of, role_of, with_role
 from graphopt.graph.values import dtype_of, is_floating, name_of
 from graphopt.runtime.device import Device
 from graphopt.runtime.tensors import Tensor, on_host, to_ort

@@ -11,11 +11,10 @@ import onnx_ir as ir
 
 from graphopt.errors import GraphoptError, unknown
 from graphopt.graph.emitter import Emitter
-from graphopt.graph.names import state_of
 from graphopt.graph.opsets import IR_VERSION, OPSET
 from graphopt.graph.roles import STATE, Role, with_role
 from graphopt.graph.state import ACCUMULATED, LEARNING_RATE, LOSS_SCALE, accumulators, take_initial
-from graphopt.graph.values import name_of
+from graphopt.graph.values import name_of, state_of
 from graphopt.runtime.device import Device
 from graphopt.runtime.session import Session
 from graphopt.runtime.signature import InputSpec

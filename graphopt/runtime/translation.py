@@ -17,10 +17,9 @@ import onnx_ir as ir
 
 from graphopt.errors import GraphoptError
 from graphopt.files import write, write_folder
-from graphopt.graph.names import next_of
 from graphopt.graph.roles import FED, Role, with_role
 from graphopt.graph.storage import skeleton, whole
-from graphopt.graph.values import dtype_of, name_of, tensor_bytes
+from graphopt.graph.values import dtype_of, name_of, next_of, tensor_bytes
 from graphopt.runtime.bound_session import BoundSession
 from graphopt.runtime.device import Device
 from graphopt.runtime.session import Session

@@ -14,13 +14,12 @@ import onnx_ir as ir
 from onnxscript.rewriter import RewriteRule, RewriteRuleSet
 
 from graphopt.graph.emitter import Emitter
-from graphopt.graph.names import next_of
 from graphopt.graph.operators import BILINEAR, JOINTLY_LINEAR, LINEAR_IN_FIRST
 from graphopt.graph.rewriting import interface_kept
 from graphopt.graph.roles import Role, with_role
-from graphopt.graph.simplify import CombineScalarFactors
+from graphopt.graph.simplify import combine_scalar_factors
 from graphopt.graph.traversal import values_read
-from graphopt.graph.values import constant_number, is_number, like
+from graphopt.graph.values import constant_number, is_number, like, next_of
 from graphopt.targets.scan import hoist_weight_gradients
 
 Rewriting = Callable[[ir.Model], int]  # returns whether, or how many times, it changed a model
@@ -170,7 +169,7 @@ UPDATES: dict[str, Rewriting] = {
         _is_alone,
     ),
     "fold_rate_into_loss_gradient": fold_rate_into_loss_gradient,
-    "combine_scalar_factors": _applied(CombineScalarFactors.rule),
+    "combine_scalar_factors": _applied(combine_scalar_factors),
     # The plain SGD update w - rate (a b) is (a (-rate b)) + w. The smaller of a and b is scaled.
     "fold_update_into_gemm": _folded(
         lambda op, state, scalar, a, b: op.Sub(state, op.Mul(scalar, _gemm(op, a, b))), _descent, _is_plain

@@ -16,11 +16,9 @@ import onnx_ir as ir
 from graphopt.errors import GraphoptError
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.loading import Source, load
-from graphopt.graph.names import gradient_of, output_of, seed_of
-from graphopt.graph.operators import DRAWING
-from graphopt.graph.schemas import takes
+from graphopt.graph.operators import DRAWING, takes
 from graphopt.graph.shapes import infer
-from graphopt.graph.values import dtype_of, is_floating, name_of
+from graphopt.graph.values import dtype_of, gradient_of, is_floating, name_of, output_of, seed_of
 from graphopt.runtime.device import Device
 from graphopt.runtime.session import Session
 from graphopt.testing.reference import evaluator

@@ -14,7 +14,7 @@ from onnx.reference import ReferenceEvaluator
 from onnx.reference.op_run import OpRun
 
 from graphopt.graph.emitter import Emitter
-from graphopt.graph.schemas import full_attributes
+from graphopt.graph.operators import full_attributes
 from graphopt.graph.values import swap
 from graphopt.runtime.device import Device
 from graphopt.runtime.session import Session

@@ -20,9 +20,8 @@ from graphopt.data.dataset import TARGET, WEIGHT
 from graphopt.data.loader import Shuffle
 from graphopt.errors import GraphoptError, unknown
 from graphopt.graph.inference import replace_weights
-from graphopt.graph.labels import labels_of
 from graphopt.graph.loading import Source, load
-from graphopt.graph.roles import Role, with_role
+from graphopt.graph.roles import Role, labels_of, with_role
 from graphopt.graph.values import name_of
 from graphopt.pipeline import Step
 from graphopt.runtime.executor import Executor, run

@@ -15,12 +15,11 @@ from graphopt.errors import GraphoptError, some
 from graphopt.graph import roles, state
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.metadata import GRADIENT_OF, UNTRAINED, Kind, Origin
-from graphopt.graph.names import gradient_of
 from graphopt.graph.rewriting import Pass
 from graphopt.graph.roles import Role
 from graphopt.graph.shapes import ensure_typed, sizes_of_inputs
 from graphopt.graph.state import LOSS_SCALE
-from graphopt.graph.values import name_of
+from graphopt.graph.values import gradient_of, name_of
 from graphopt.intervals import within
 from passes.gradients import rules as rules
 from passes.gradients.walk import backward, dead_ends, lost

@@ -10,7 +10,7 @@ import onnx_ir as ir
 from graphopt.errors import BlockingOperator, GraphoptError, NoGradient
 from graphopt.graph.emitter import Emitter, Input
 from graphopt.graph.metadata import STOP_GRADIENT
-from graphopt.graph.schemas import full_attributes
+from graphopt.graph.operators import full_attributes
 from graphopt.graph.traversal import ancestors, captured
 from graphopt.graph.values import dims_of, dtype_of, is_floating, like, name_of
 from passes.gradients.registry import (

@@ -17,8 +17,7 @@ from onnx_ir import Value
 
 from graphopt.errors import GraphoptError
 from graphopt.graph.emitter import Emitter, Input
-from graphopt.graph.operators import MICROSOFT
-from graphopt.graph.schemas import schema_of
+from graphopt.graph.operators import MICROSOFT, schema_of
 from graphopt.graph.values import constant_of, rank
 from passes.lowering.registry import freeze, lowers
 

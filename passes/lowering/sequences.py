@@ -9,9 +9,9 @@ import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from graphopt.graph.emitter import Emitter
-from graphopt.graph.folding import MOST_SPLIT_OUTPUTS
 from graphopt.graph.operators import SEQUENCE_READERS
 from graphopt.graph.rewriting import remove_unused_nodes
+from graphopt.graph.simplify import MOST_SPLIT_OUTPUTS
 from graphopt.graph.traversal import subgraphs
 from graphopt.graph.values import constant_number, constant_of, dims_of, like, swap
 

@@ -14,15 +14,14 @@ import onnx_ir as ir
 
 from graphopt.errors import GraphoptError
 from graphopt.graph.emitter import Emitter
-from graphopt.graph.inference import in_inference
-from graphopt.graph.metadata import EXPORT_ANEW, EXPORTED_CALL, STOP_GRADIENT, note_of
+from graphopt.graph.metadata import EXPORT_ANEW, EXPORTED_CALL, STOP_GRADIENT, InferenceForm, Text
 from graphopt.graph.traversal import ancestors
 from graphopt.graph.values import like, name_of
 from passes.differentiate import stop_gradient
 from passes.weights.exported_program import FOLDED_FROM, Call, ExportedProgram, call_of
 from passes.weights.initializers import is_weight
 
-_STACK_TRACE = "pkg.torch.onnx.stack_trace"
+_STACK_TRACE = Text("pkg.torch.onnx.stack_trace")
 _DETACH = re.compile(r"detach_?(_\d+)?")
 _MENTIONED = r"(?:%|')detach_?(?:_(\d+))?\b"
 _INNER = re.compile(r"val_\d+")  # a value inside of a call
@@ -64,14 +63,14 @@ def stop_at_padding(model: ir.Model) -> None:
     The exported program has it as the third argument of `aten.embedding`; -1, the default, is none.
     """
     for node in [node for node in model.graph if node.op_type == "Gather" and node.domain == ""]:
-        padding = _PADDING.search(note_of(node, EXPORTED_CALL) or "")
+        padding = _PADDING.search(EXPORTED_CALL.read(node) or "")
         indices, y = node.inputs[1], node.outputs[0]
         if padding is None or indices is None or y.is_graph_output():
             continue
         uses = list(y.uses())
         with Emitter(model) as op:
             padded = op.Unsqueeze(op.Equal(indices, op.constant(int(padding[1]), like=indices)), [-1])
-            chosen = in_inference(op.Where(padded, stop_gradient(op, y), y), same_as=2)
+            chosen = InferenceForm(same_as=2).write(op.Where(padded, stop_gradient(op, y), y))
         for user, index in uses:
             user.replace_input_with(index, chosen)
 
@@ -104,7 +103,7 @@ class _Names:
 
     def traced_separately(self) -> list[str]:
         """Return the values that code in `torch.no_grad()` or `torch.autocast` may have computed from weights."""
-        traces = {node: note_of(node, _STACK_TRACE) or "" for node in self.graph}
+        traces = {node: _STACK_TRACE.read(node) or "" for node in self.graph}
         inside = {node for node, trace in traces.items() if trace.startswith(_TRACED)}
         if not any(trace and node not in inside for node, trace in traces.items()):
             return []
@@ -168,7 +167,7 @@ class _Names:
 
 def _lines(node: ir.Node) -> list[str]:
     """Return the lines of the program, in a node's stack trace, that detach a value."""
-    trace = note_of(node, _STACK_TRACE) or ""
+    trace = _STACK_TRACE.read(node) or ""
     return [line.strip() for line in trace.splitlines() if re.search(r"\.detach_?\(\)", line)]
 
 
@@ -187,8 +186,8 @@ def _check_lost(names: _Names, merged: dict[str, ir.Value], stopped: Sequence[ir
     """Refuse or report values whose `detach` the exporter may have dropped or merged with others."""
     graphs = names.program.model.graphs()
     stops = {node for x in stopped if (node := x.producer()) is not None and names.depends_on_weights(x)}
-    notes = [note_of(node, EXPORTED_CALL) for node in names.graph.all_nodes()]
-    notes += [note_of(x, FOLDED_FROM) for graph in graphs for x in graph.initializers.values()]
+    notes = [EXPORTED_CALL.read(node) for node in names.graph.all_nodes()]
+    notes += [FOLDED_FROM.read(x) for graph in graphs for x in graph.initializers.values()]
     mentioned = {int(match[1] or 0) for note in notes for match in re.finditer(_MENTIONED, note or "")}
     missing = sorted(set(range(max(mentioned, default=0))) - mentioned)
     dropped = [f"detach_{number}" if number else "detach" for number in missing]

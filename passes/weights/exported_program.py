@@ -16,17 +16,16 @@ import numpy as np
 import onnx_ir as ir
 
 from graphopt.errors import some
-from graphopt.graph.metadata import EXPORTED_CALL, Kind, Origin, note, note_of
-from graphopt.graph.names import constant_copy_of
+from graphopt.graph.metadata import EXPORTED_CALL, Kind, Origin, Text
 from graphopt.graph.operators import CONVOLUTIONS
-from graphopt.graph.values import dtype_of, name_of
+from graphopt.graph.values import constant_copy_of, dtype_of, name_of
 from passes.weights import folds
 from passes.weights.initializers import array, fill_value, is_weight, literals_in, register, weights_in
 
-FOLDED_FROM = "pkg.onnxscript.optimizer.folded_from"
-_SIGNATURE = "pkg.torch.export.ExportedProgram.graph_signature"
-_KIND = "pkg.torch.export.graph_signature.InputSpec.kind"
-_PLACEHOLDER = "pkg.torch.onnx.original_node_name"
+FOLDED_FROM = Text("pkg.onnxscript.optimizer.folded_from")
+_SIGNATURE = Text("pkg.torch.export.ExportedProgram.graph_signature")
+_KIND = Text("pkg.torch.export.graph_signature.InputSpec.kind")
+_PLACEHOLDER = Text("pkg.torch.onnx.original_node_name")
 
 _KINDS = {"PARAMETER": Kind.PARAMETER, "BUFFER": Kind.BUFFER, "CONSTANT_TENSOR": Kind.CONSTANT}
 
@@ -65,7 +64,7 @@ class Call:
     @staticmethod
     def of(node: ir.Node | None) -> Call | None:
         """Return the call from which a node comes, or None."""
-        return _parsed("" if node is None else note_of(node, EXPORTED_CALL) or "")
+        return _parsed("" if node is None else EXPORTED_CALL.read(node) or "")
 
     @property
     def detaches(self) -> bool:
@@ -89,12 +88,12 @@ class ExportedProgram:
 
     def __init__(self, model: ir.Model) -> None:
         self.model = model
-        inputs, _, outputs = (note_of(model.graph, _SIGNATURE) or "").partition("# outputs")
+        inputs, _, outputs = (_SIGNATURE.read(model.graph) or "").partition("# outputs")
         records = re.findall(r"^(\w+): (\w+) target='([^']*)'", inputs, re.MULTILINE)
         targets = {target for _, _, target in records}
         for x in weights_in(model):
             if (name := name_of(x)) not in targets:
-                records.append((note_of(x, _PLACEHOLDER) or name, note_of(x, _KIND), name))
+                records.append((_PLACEHOLDER.read(x) or name, _KIND.read(x), name))
         # Paths in the module of the parameters, buffers and constants, by their placeholders, and kinds by the paths.
         self.paths = {name: path for name, kind, path in records if kind in _KINDS}
         self.kinds = {path: _KINDS[kind] for _, kind, path in records if kind in _KINDS}
@@ -109,7 +108,7 @@ class ExportedProgram:
     def folded_from(self, value: ir.Value) -> tuple[str, ...]:
         """Return the names from which the exporter computed a value."""
         try:
-            names = ast.literal_eval(note_of(value, FOLDED_FROM) or "[]")
+            names = ast.literal_eval(FOLDED_FROM.read(value) or "[]")
         except (MemoryError, RecursionError, SyntaxError, ValueError):
             return ()
         return tuple(map(str, names)) if isinstance(names, list) else ()
@@ -142,7 +141,7 @@ class ExportedProgram:
 
 def is_stripped(model: ir.Model) -> bool:
     """Return whether this exporter wrote a file from which another tool removed its records."""
-    if model.producer_name != "pytorch" or note_of(model.graph, _SIGNATURE) is not None:
+    if model.producer_name != "pytorch" or _SIGNATURE.read(model.graph) is not None:
         return False
     return any(re.fullmatch(r"val_\d+", name_of(x)) for x in model.graph.initializers.values()) or any(
         re.match(r"node_\w+", node.name or "") for node in model.graph
@@ -152,7 +151,7 @@ def is_stripped(model: ir.Model) -> bool:
 def restore_records(program: ExportedProgram) -> None:
     """Derive from which parameters values were folded, from the calls that read them, if another tool removed that."""
     weights = weights_in(program.model)
-    if any(note_of(value, FOLDED_FROM) for value in weights):
+    if any(FOLDED_FROM.read(value) for value in weights):
         return
     folded = [x for x in weights if name_of(x) not in program.kinds and fill_value(x) is None]
     sources: dict[ir.Value, set[str]] = {}
@@ -165,7 +164,7 @@ def restore_records(program: ExportedProgram) -> None:
     missing = [path for path in program.kinds if program.is_parameter(path) and path not in known]
     for x in folded:
         if names := sorted(sources[x]) or (missing if len(x.shape or ()) else []):
-            note(x, FOLDED_FROM, repr(names))
+            FOLDED_FROM.write(x, repr(names))
 
 
 def program_origins(program: ExportedProgram) -> dict[str, Origin]:

@@ -16,10 +16,9 @@ import onnx_ir as ir
 
 from graphopt.graph import metadata, state
 from graphopt.graph.emitter import Emitter
-from graphopt.graph.inference import in_inference
-from graphopt.graph.metadata import FROZEN, QUANTIZED, STORED, STORED_TYPE
-from graphopt.graph.roles import Role, set_role, stop_gradient_at
-from graphopt.graph.stored import DEQUANTIZE, broadcastable, dequantized
+from graphopt.graph.metadata import FROZEN, QUANTIZED, STOP_GRADIENT, STORED, STORED_TYPE, InferenceForm
+from graphopt.graph.postprocessing import DEQUANTIZE, broadcastable, dequantized
+from graphopt.graph.roles import Role, set_role
 from graphopt.graph.values import constant_of, dtype_of, is_floating, like, name_of
 from passes.weights.initializers import array, replace_by
 
@@ -150,8 +149,8 @@ def _rounded(op: Emitter, master: ir.Value, quantized: Quantized) -> ir.Value:
     integers = op.Cast(op.Clip(op.Round(master / size), *INT32_RANGE), to=dtype)
     integers.shape = master.shape
     rounded = _dequantize(op, STORED.mark(integers), node)
-    passed = master - stop_gradient_at(op.Identity(master))
-    return in_inference(rounded + op.CastLike(passed, rounded), same_as=0)
+    passed = master - STOP_GRADIENT.mark(op.Identity(master))
+    return InferenceForm(same_as=0).write(rounded + op.CastLike(passed, rounded))
 
 
 def _dequantize(op: Emitter, integers: ir.Value, node: ir.Node) -> ir.Value:

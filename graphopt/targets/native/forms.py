@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from graphopt.graph.schemas import full_attributes, schema_of
+from graphopt.graph.operators import full_attributes, schema_of
 from graphopt.graph.values import constant_of, dims_of, dtype_of
 from graphopt.targets.native.operators import CTYPES, FLOATING, REDUCING, ROW_OPERATORS, expression
 

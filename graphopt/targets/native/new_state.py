@@ -8,11 +8,10 @@ from collections.abc import Mapping, Sequence
 import onnx_ir as ir
 
 from graphopt.graph.emitter import Emitter
-from graphopt.graph.names import state_of
 from graphopt.graph.operators import VIEWS
 from graphopt.graph.roles import Role, with_role
 from graphopt.graph.state import owners
-from graphopt.graph.values import is_floating, name_of
+from graphopt.graph.values import is_floating, name_of, state_of
 from graphopt.targets.native.forms import NodeForms
 from graphopt.targets.native.library import Kernel
 from graphopt.targets.native.reach import Reach

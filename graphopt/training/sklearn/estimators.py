@@ -18,7 +18,7 @@ from sklearn.utils.multiclass import check_classification_targets, type_of_targe
 import passes
 from graphopt.data.dataset import TARGET
 from graphopt.errors import GraphoptError, unknown
-from graphopt.graph.labels import labels_of
+from graphopt.graph.roles import labels_of
 from graphopt.training.estimator import probabilities_of
 from graphopt.training.sklearn.fitting import Fitting
 from graphopt.training.sklearn.network import LogLoss, PoissonDeviance, SquaredError

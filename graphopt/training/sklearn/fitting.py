@@ -25,9 +25,8 @@ import passes
 from graphopt.compiler import DEFAULT
 from graphopt.data.dataset import TARGET, WEIGHT
 from graphopt.errors import GraphoptError, unknown
-from graphopt.graph.labels import labels_of
 from graphopt.graph.loading import Source
-from graphopt.graph.roles import Role, with_role
+from graphopt.graph.roles import Role, labels_of, with_role
 from graphopt.graph.values import dims_of, dtype_of, name_of, rank
 from graphopt.intervals import check_intervals, within
 from graphopt.pipeline import Step

@@ -16,7 +16,7 @@ from onnx_ir import Node, Value
 
 from graphopt.errors import GraphoptError
 from graphopt.graph.emitter import Emitter, Input
-from graphopt.graph.roles import stop_gradient_at
+from graphopt.graph.metadata import STOP_GRADIENT
 from graphopt.graph.values import constant_number, constant_of, dims_of, dtype_of, like, rank
 from passes.gradients.registry import Active, Gradients, elementwise, one_line_rules, rule
 from passes.gradients.walk import expansion, further_output
@@ -41,7 +41,7 @@ def _positive(op: Emitter, x: Value) -> Value:
     """
     if x.dtype != ir.DataType.FLOAT:
         return mask(op, op.Greater(x, 0.0), x)
-    return stop_gradient_at(op.HardSigmoid(x, alpha=1e30, beta=-1e-30))
+    return STOP_GRADIENT.mark(op.HardSigmoid(x, alpha=1e30, beta=-1e-30))
 
 
 def _power(op: Emitter, x: Value, p: Value, y: Value) -> Value | float:
