@@ -12,9 +12,8 @@ import numpy as np
 
 from graphopt.communicator import Communicator
 from graphopt.data import Batches
-from graphopt.data.batches import Rows
 from graphopt.data.foreign import has_rows
-from graphopt.data.loader import draw
+from graphopt.data.loader import Rows, draw
 from graphopt.data.streams import Drawn, Stream
 from graphopt.errors import GraphoptError
 from graphopt.runtime.executor import Executor
