@@ -7,13 +7,12 @@ import contextlib
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any, NoReturn
 
-from hydra.conf import HydraConf
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.errors import HydraException
@@ -26,7 +25,7 @@ from yaml import YAMLError  # type: ignore[import-untyped]
 from graphopt.cli.comparison import compare
 from graphopt.cli.composition.hydra_config import COMPOSITION_ERRORS, PRIMARY, CommandLine, composing
 from graphopt.cli.composition.recipe import Recipe
-from graphopt.cli.help import fields, help_page
+from graphopt.cli.help import help_page
 from graphopt.cli.messages import complain, line_of, say, warn
 from graphopt.cli.processes import check_processes, installed_first
 from graphopt.cli.run_folder import CONFIG, leave, write_hydra
@@ -110,8 +109,9 @@ def _run(arguments: argparse.Namespace) -> None:
             groups = hydra.format_config_groups(lambda group: not group.startswith("hydra"))
             recipe: Any = OmegaConf.to_container(config, resolve=False)
             del recipe["hydra"]
-            usages = {f"{name} {operand}": text for name, (_, operand, text) in _RUNS.items()}
-            print(help_page(usages, _options(), groups, fields(recipe)))
+            options = argparse.HelpFormatter("", max_help_position=40)
+            options.add_arguments([action for action in _parser()._actions if action.option_strings])
+            print(help_page(options.format_help(), groups, recipe))
         elif arguments.hydra_help:
             hydra.hydra_help(None, _parser(), argparse.Namespace(overrides=overrides))
         elif arguments.cfg:
@@ -153,34 +153,28 @@ def _job(command_line: CommandLine, config: DictConfig) -> float | None:
     """Run a recipe; return the validation loss, or the training loss if no rows are held out."""
     try:
         hydra = HydraConfig.get()
-        _go_where_the_sweep_is(hydra)
+        here, there = os.getcwd(), hydra.runtime.cwd  # a process of a running cluster can be elsewhere
+        if here != there and not os.path.isabs(hydra.sweep.dir):
+            raise GraphoptError(
+                f"folder: expected an absolute path, because the cluster runs jobs in {here}, found {hydra.sweep.dir!r}"
+            )
+        os.chdir(there)
         recipe = Recipe(config, hydra.runtime.choices, command_line)
         name = recipe.fields.get("run")
         if name not in _RUNS:
             raise GraphoptError(unknown("run", str(name), _RUNS))
-        return _RUNS[name][0](recipe, Path(os.path.relpath(hydra.runtime.output_dir)))
+        return _RUNS[name](recipe, Path(os.path.relpath(hydra.runtime.output_dir)))
     except USER_ERRORS as error:
         if HydraConfig.get().mode == RunMode.MULTIRUN:  # Hydra carries it from the job's process to this one
             raise GraphoptError(line_of(error)) from None
         raise SystemExit(complain(error)) from error  # Hydra passes it on without a message of its own
 
 
-def _go_where_the_sweep_is(hydra: HydraConf) -> None:
-    """Change to the working directory of the command, from which a process of a running cluster can differ."""
-    here, there = os.getcwd(), hydra.runtime.cwd
-    if here != there and not os.path.isabs(hydra.sweep.dir):
-        raise GraphoptError(
-            f"folder: expected an absolute path, because the cluster runs jobs in {here}, found {hydra.sweep.dir!r}"
-        )
-    if here != there:
-        os.chdir(there)
-
-
 def _with_trained(write_file: Callable[[Trained, Console], Path], recipe: Recipe, folder: Path) -> None:
     """Write a file about the data by what another run has trained."""
     console = Console(quiet=recipe.fields["quiet"])
     trained = Trained.find(recipe, folder)
-    say(console, "model", trained.name)
+    say(console, "model", str(trained.checkpoint or trained.model or recipe.fields["model"]))
     say(console, "data", f"{recipe.choices['data']}, {len(recipe.data):,} rows")
     say(console, "written", str(write_file(trained, console)))
 
@@ -244,24 +238,15 @@ def _compare(recipe: Recipe, folder: Path) -> None:
     say(Console(), "written", str(compare(folder)))
 
 
-# By name: what runs a recipe in a folder, an example of its arguments, and what it does.
-_RUNS: dict[str, tuple[Callable[[Recipe, Path], float | None], str, str]] = {
-    "train": (partial(train, main=main), "my.onnx", "train it; the default"),
-    "evaluate": (
-        partial(_with_trained, write_metrics),
-        "folder=runs/mine",
-        "compute metrics of what a run has trained",
-    ),
-    "predict": (partial(_with_trained, write_predictions), "folder=runs/mine", "write its outputs"),
-    "compile": (partial(_export, _compile), "my.onnx", "write step.onnx without training"),
-    "hosts": (partial(_export, _hosts), "my.onnx", "write files for hosts in other languages"),
-    "artifacts": (
-        partial(_export, _artifacts),
-        "my.onnx",
-        "write artifacts for onnxruntime-training on a device",
-    ),
-    "report": (partial(_export, _report), "my.onnx", "list what would train, and what blocks training"),
-    "compare": (_compare, "folder=runs", "put runs side by side"),
+_RUNS: dict[str, Callable[[Recipe, Path], float | None]] = {
+    "train": partial(train, main=main),
+    "evaluate": partial(_with_trained, write_metrics),
+    "predict": partial(_with_trained, write_predictions),
+    "compile": partial(_export, _compile),
+    "hosts": partial(_export, _hosts),
+    "artifacts": partial(_export, _artifacts),
+    "report": partial(_export, _report),
+    "compare": _compare,
 }
 
 
@@ -273,8 +258,7 @@ def _field(argument: str) -> str:
         return f"run={argument}"
     if argument.endswith(".onnx"):
         return f"model={QuotedString(argument, Quote.single).with_quotes()}"
-    ending = Path(argument).suffix[1:]
-    kind = "arrow" if ending == "feather" else ending
+    kind = Path(argument).suffix[1:].replace("feather", "arrow")
     is_data = kind in ("arrow", "csv", "npz", "parquet")
     instead = f"data={kind} data.path={argument}" if is_data else f"model={argument}"
     raise GraphoptError(
@@ -283,19 +267,10 @@ def _field(argument: str) -> str:
     )
 
 
-def _options() -> str:
-    formatter = argparse.HelpFormatter("", max_help_position=40)
-    formatter.add_arguments([action for action in _parser()._actions if action.option_strings])
-    return formatter.format_help()
-
-
 def _version() -> str:
-    graphopt = ", ".join(_installed("graphopt")) or "graphopt (not installed)"
-    runtimes = ", ".join(_installed("onnxruntime", "onnxruntime-gpu", "onnxruntime-training"))
-    return f"{graphopt}, {runtimes or 'no ONNX Runtime'}"
-
-
-def _installed(*packages: str) -> Iterator[str]:
-    for package in packages:
+    versions = {}
+    for package in ("graphopt", "onnxruntime", "onnxruntime-gpu", "onnxruntime-training"):
         with contextlib.suppress(metadata.PackageNotFoundError):
-            yield f"{package} {metadata.version(package)}"
+            versions[package] = f"{package} {metadata.version(package)}"
+    graphopt = versions.pop("graphopt", "graphopt (not installed)")
+    return f"{graphopt}, {', '.join(versions.values()) or 'no ONNX Runtime'}"

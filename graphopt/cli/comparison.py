@@ -13,14 +13,13 @@ import yaml  # type: ignore[import-untyped]
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from graphopt.cli.messages import wide
 from graphopt.cli.run_folder import METRICS_FILE
 from graphopt.errors import GraphoptError
 from graphopt.files import write
 from graphopt.inspection import html
-from graphopt.inspection.html import line_chart
 from graphopt.training.callbacks import Record
 
 PAGE = "compare.html"
@@ -50,10 +49,6 @@ class _Run:
     def last(self) -> Record:
         return self.records[-1] if self.records else {}
 
-    def label(self, options: Sequence[str]) -> str:
-        values = ", ".join(self.overrides.get(name, "-") for name in options)
-        return f"{self.name}: {values}" if values else self.name
-
 
 def compare(folder: str | os.PathLike[str]) -> Path:
     """Print a table of the runs below a folder, such as that of a sweep; write a page with it and the curves.
@@ -74,9 +69,8 @@ def compare(folder: str | os.PathLike[str]) -> Path:
         numbers = [run.last.get(name) for name in measures]
         texts = [f"{number:.4g}" if isinstance(number, int | float) else "-" for number in numbers]
         rows.append([run.name, *(run.overrides.get(name, "") for name in options), *texts])
-    table = Table(title=str(folder), title_justify="left", title_style="")
-    for name in header:
-        table.add_column(name, justify="left" if name in options else "right")
+    columns = [Column(name, justify="left" if name in options else "right") for name in header]
+    table = Table(*columns, title=str(folder), title_justify="left", title_style="")
     for row in rows:
         table.add_row(*row)
     wide(Console()).print(table)
@@ -91,17 +85,18 @@ def _charts(runs: list[_Run], options: Sequence[str], measures: Sequence[str]) -
     runs = [run for run in runs if run.records]
     main = "validation_loss" if any("validation_loss" in run.last for run in runs) else "loss"
     best = sorted(runs, key=lambda run: _least(run.records, main))[:MOST_LINES]
+    drawn = [run for run in runs if run in best]
     which = f", best {MOST_LINES} runs" if len(runs) > MOST_LINES else ""
     epochs = range(1, max((len(run.records) for run in runs), default=0) + 1)
     for measure in measures if runs else ():
         if measure != "epoch":
-            lines = {
-                run.label(options): [record.get(measure) for record in run.records]
-                for run in runs
-                if run in best
-            }
+            lines = {}
+            for run in drawn:
+                values = ", ".join(run.overrides.get(name, "-") for name in options)
+                label = f"{run.name}: {values}" if values else run.name
+                lines[label] = [record.get(measure) for record in run.records]
             title = f"{measure.replace('_', ' ')}{which}"
-            yield line_chart(title, epochs, lines, logarithmic="loss" in measure)
+            yield html.line_chart(title, epochs, lines, logarithmic="loss" in measure)
 
 
 class SweepTable(Callback):

@@ -7,13 +7,12 @@ import json
 import re
 import shutil
 import textwrap
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pkgutil import resolve_name
 from typing import Any
 
 from graphopt.cli.composition.hydra_config import BASE
-from graphopt.cli.composition.recipe_checks import COMMAND_LINE_ONLY, PLAIN
-from graphopt.cli.composition.validation import CALLBACKS, TARGET_KEY, resolve
+from graphopt.cli.composition.validation import CALLBACKS, COMMAND_LINE_ONLY, PLAIN, TARGET_KEY, resolve
 
 USAGE = {
     "": "train a classifier of handwritten digits",
@@ -23,6 +22,14 @@ USAGE = {
     "-m optimizer=sgd,adamw fit.epochs=5,10": "run every combination, and print a table",
     "--config-dir my_recipes experiment=mine": "run your own recipe",
     "--cfg job": "show the whole recipe without running it",
+    "train my.onnx": "train it; the default",
+    "evaluate folder=runs/mine": "compute metrics of what a run has trained",
+    "predict folder=runs/mine": "write its outputs",
+    "compile my.onnx": "write step.onnx without training",
+    "hosts my.onnx": "write files for hosts in other languages",
+    "artifacts my.onnx": "write artifacts for onnxruntime-training on a device",
+    "report my.onnx": "list what would train, and what blocks training",
+    "compare folder=runs": "put runs side by side",
 }
 ENTRY = re.compile(r"    (\w+(?:, \w+)*): (.*)")
 AS_IN = re.compile(r"as in `(graphopt\.[\w.]+)`\.")
@@ -62,7 +69,10 @@ def described(target: Any) -> dict[str, str]:
                 descriptions.update({name: f"{descriptions[name]} {line.strip()}" for name in names})
             else:
                 break
-    return {name: _followed(name, text) for name, text in descriptions.items()}
+    for name, text in descriptions.items():
+        if other := AS_IN.fullmatch(text):
+            descriptions[name] = described(resolve_name(other[1])).get(name, text)
+    return descriptions
 
 
 def fields(node: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any, str]]:
@@ -81,45 +91,27 @@ def fields(node: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any, 
             yield place, value, text
 
 
-def help_page(
-    usages: Mapping[str, str], options: str, groups: str, described_fields: Iterable[tuple[str, Any, str]]
-) -> str:
-    """Return the text of `graphopt --help`.
-
-    `usages` says what each run does, by its arguments; `described_fields` are what `fields` yields.
-    """
+def help_page(options: str, groups: str, recipe: Mapping[str, Any]) -> str:
+    """Return the text of `graphopt --help`."""
     width = max(80, shutil.get_terminal_size((110, 24)).columns) - 1
     lines = []
-    for place, value, text in described_fields:
-        head = f"  {place}={_written(value)}"
+    for place, value, text in fields(recipe):
+        plain = json.dumps(value, separators=(",", ":"), ensure_ascii=False).replace('"', "")
+        head = f"  {place}={plain}"
         wrapped = textwrap.wrap(text, width, initial_indent=f"{head:<40}  ", subsequent_indent=" " * 42)
         lines += wrapped or [head]
-    usages = {**USAGE, **usages}
-    examples = [f"  graphopt {arguments:<39} {text}".rstrip() for arguments, text in usages.items()]
+    examples = [f"  graphopt {arguments:<39} {text}".rstrip() for arguments, text in USAGE.items()]
     groups = textwrap.indent(re.sub(rf"\b{BASE}, ", "", groups), "  ")
     parts = ["Train an ONNX model with a recipe.\n", *examples, f"\nOptions:\n\n{options}"]
     parts.append(f"Choose one of each group with GROUP=OPTION:\n\n{groups}")
-    title = (
-        "Set any field with FIELD=VALUE (graphopt --help GROUP=OPTION lists the fields of another option):\n"
-    )
-    return "\n".join([*parts, title, *lines])
-
-
-def _followed(name: str, text: str) -> str:
-    """Return a description, that of another function's argument in place of `as in ...`."""
-    other = AS_IN.fullmatch(text)
-    return described(resolve_name(other[1])).get(name, text) if other else text
+    other = "graphopt --help GROUP=OPTION lists the fields of another option"
+    return "\n".join([*parts, f"Set any field with FIELD=VALUE ({other}):\n", *lines])
 
 
 def _callback(kind: Any) -> str:
     """Return what a callback does, and its fields."""
     summary = str(inspect.getdoc(kind)).partition("\n")[0].rstrip(".")
     return f"{summary}: {', '.join(name for name in inspect.signature(kind).parameters if name != 'folder')}"
-
-
-def _written(value: Any) -> str:
-    """Return a value in the syntax of the command line: JSON without quotes."""
-    return json.dumps(value, separators=(",", ":"), ensure_ascii=False).replace('"', "")
 
 
 DESCRIBED = {  # the parts of a recipe that name no class or function

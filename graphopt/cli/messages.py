@@ -14,7 +14,7 @@ from omegaconf import DictConfig
 from rich.console import Console
 
 from graphopt.cli.composition.hydra_config import BASE
-from graphopt.errors import shortened, unknown
+from graphopt.errors import line, shortened, unknown
 from graphopt.runtime.executor import NonFiniteLoss
 from graphopt.targets.native import toolchain
 from graphopt.training.callbacks import Callback, Run
@@ -99,8 +99,7 @@ def complain(error: BaseException) -> int:
 
 def line_of(error: BaseException) -> str:
     """Return an error as one line that lists the alternatives."""
-    text = " ".join(str(error).split()).partition("full_key:")[0].strip()
-    text = text or " ".join(str(error.__cause__).split())
+    text = line(error).partition("full_key:")[0].strip() or " ".join(str(error.__cause__).split())
     if isinstance(error, MemoryError):
         return f"out of memory: {text}: try a smaller fit.batch_size or model"
     if isinstance(error, MissingConfigException):

@@ -43,25 +43,17 @@ def check_processes(hydra: DictConfig) -> None:
         sys.version_info >= (3, 11) and not launcher.startswith(SEARCHES_HERE)
     ):
         return
-    module = next(_modules(Path.cwd()), None)
-    if module is not None:
-        raise GraphoptError(
-            f"hydra/launcher={hydra.runtime.choices['hydra/launcher']}: expected a working directory without Python "
-            f"modules, which its processes would search first, found {module}: start it in another folder, or use "
-            "sweep=parallel with Python 3.11 or later"
-        )
+    endings = tuple(all_suffixes())
+    for entry in sorted(Path.cwd().iterdir()):
+        is_module = entry.name.endswith(endings)
+        if is_module or (entry.is_dir() and any(file.name.endswith(endings) for file in entry.iterdir())):
+            raise GraphoptError(
+                f"hydra/launcher={hydra.runtime.choices['hydra/launcher']}: expected a working directory without "
+                f"Python modules, which its processes would search first, found {entry.name}{'' if is_module else '/'}"
+                ": start it in another folder, or use sweep=parallel with Python 3.11 or later"
+            )
 
 
 def _is_here(place: str) -> bool:
     here = os.path.realpath(place) == os.path.realpath(os.getcwd())
     return here and not HOME.samefile(os.getcwd())
-
-
-def _modules(folder: Path) -> Iterator[str]:
-    """Yield the modules and packages in a folder."""
-    endings = tuple(all_suffixes())
-    for entry in sorted(folder.iterdir()):
-        if entry.name.endswith(endings):
-            yield entry.name
-        elif entry.is_dir() and any(file.name.endswith(endings) for file in entry.iterdir()):
-            yield f"{entry.name}/"

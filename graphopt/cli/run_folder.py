@@ -76,8 +76,7 @@ def resumed(resume: bool | str, folder: Path, config: str, *, search: bool) -> t
             if place == folder:
                 return folder, True
     if folder in places and _holds_run(folder):
-        found_there = _leaves(_identity_of(folder))
-        others = sorted(dict(found_there.items() - _leaves(wanted).items()).items())
+        others = sorted(_leaves(_identity_of(folder)).items() - _leaves(wanted).items())
         raise GraphoptError(
             f"{folder}: expected a run of the same recipe, found one with "
             f"{', '.join(f'{name}={value}' for name, value in others[:3]) or 'fewer fields'}: continue it with "
@@ -115,32 +114,25 @@ def write_hydra(folder: Path, config: DictConfig) -> None:
     write_folder(folder / ".hydra", texts)
 
 
-def check_new(folder: Path) -> None:
-    """Raise an error if a folder holds the files of a run."""
-    if _holds_run(folder):
-        raise GraphoptError(
-            f"{folder}: expected a folder without a run, found one: continue it with resume=true, or choose another "
-            "with folder=..."
-        )
-
-
 @contextlib.contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Keep other processes from running in a folder in a `with` block."""
-    lock = FileLock(folder / ".lock", timeout=0)
+def locked(folder: Path, is_new: bool) -> Iterator[None]:
+    """Keep other processes from running in a folder, without a run if `is_new`, in a `with` block."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock.acquire()
+        lock = FileLock(folder / ".lock", timeout=0).acquire()
     except Timeout as error:
         raise GraphoptError(
             f"{folder}: expected a folder of its own, found a run that is in progress there"
         ) from error
     except OSError as error:
         raise GraphoptError(f"{folder}: expected a folder to write to: {error.strerror}") from error
-    try:
+    with lock:
+        if is_new and _holds_run(folder):
+            raise GraphoptError(
+                f"{folder}: expected a folder without a run, found one: continue it with resume=true, or choose "
+                "another with folder=..."
+            )
         yield
-    finally:
-        lock.release()
 
 
 def _holds_run(folder: Path) -> bool:

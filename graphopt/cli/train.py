@@ -18,16 +18,7 @@ from rich.console import Console
 
 from graphopt.cli.composition.recipe import Recipe
 from graphopt.cli.messages import NOT_FINITE, Header, compilations, complain, counted, say
-from graphopt.cli.run_folder import (
-    CHECKPOINTS,
-    RunFolder,
-    check_new,
-    locked,
-    result,
-    resumed,
-    write_hydra,
-    write_result,
-)
+from graphopt.cli.run_folder import CHECKPOINTS, RunFolder, locked, result, resumed, write_hydra, write_result
 from graphopt.communicator import Communicator
 from graphopt.errors import GraphoptError
 from graphopt.graph.listing import size
@@ -73,12 +64,10 @@ def _lead(recipe: Recipe, communicator: Communicator, folder: Path) -> float:
     hydra = HydraConfig.get()
     title = f"[{hydra.job.num}] {' '.join(hydra.overrides.task)}" if _is_sweep() else None
     folder, resume = _open(recipe, folder)
-    with locked(folder), compilations(console):
+    with locked(folder, is_new=not resume), compilations(console):
         if title and (value := result(folder, recipe.text())) is not None:
             say(console, "complete", f"{title}: {folder}")
             return value
-        if not resume:
-            check_new(folder)
         write_hydra(folder, recipe.composed)
         try:
             run = _train(recipe, communicator, folder, console, title, resume)
@@ -115,10 +104,10 @@ def _train(
 ) -> Run:
     """Train, and write the trained model, also after a signal or a loss that is not finite."""
     fields, model, data = recipe.fields["fit"], recipe.fields["model"], recipe.choices["data"]
-    program, text = recipe.program(), recipe.text()
-    executor = program.executor(communicator)
-    files = RunFolder(folder, program.step, text, log_steps=bool(fields["log_steps"]))
-    header = Header(console, title, f"{model}, {parameter_count(program.step)}", data, communicator.size)
+    (step, opened), text = recipe.program(), recipe.text()
+    executor = opened(communicator)
+    files = RunFolder(folder, step, text, log_steps=bool(fields["log_steps"]))
+    header = Header(console, title, f"{model}, {parameter_count(step)}", data, communicator.size)
     page = Page(
         folder / "report.html",
         f"{model} on {data}",
@@ -192,8 +181,8 @@ def _follow(recipe: Recipe, communicator: Communicator, folder: Path) -> None:
     _leave_to_first(recipe, folder)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the first worker has the same
-        executor = recipe.program().executor(communicator)
-        fit(executor, recipe.data, **recipe.fit, callbacks=recipe.callbacks(folder))
+        _, opened = recipe.program()
+        fit(opened(communicator), recipe.data, **recipe.fit, callbacks=recipe.callbacks(folder))
 
 
 @contextmanager

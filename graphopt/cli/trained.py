@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from graphopt.cli.composition.recipe import Recipe
 from graphopt.cli.messages import wide
@@ -71,11 +71,6 @@ class Trained:
         return cls(recipe, folder)
 
     @property
-    def name(self) -> str:
-        """Return where the weights come from."""
-        return str(self.checkpoint or self.model or self.recipe.fields["model"])
-
-    @property
     def batches(self) -> dict[str, Any]:
         """Return how the data is read."""
         return {name: self.recipe.fields["fit"][name] for name in ("batch_size", "allow_nan")}
@@ -96,8 +91,8 @@ class Trained:
                 "data, found none"
             )
         else:
-            is_trained = self.checkpoint is None
-            executor = self.recipe.executor(self.recipe.compile(self.model, is_trained=is_trained))
+            step = self.recipe.compile(self.model, is_trained=self.checkpoint is None)
+            executor = self.recipe.executor(step)
         if self.checkpoint is not None:
             executor.update_state(read(self.checkpoint).state)
         elif self.model is not None and self.step is not None:
@@ -124,29 +119,27 @@ def write_metrics(trained: Trained, console: Console) -> Path:
     """Evaluate on all rows of the recipe's data, print a table, and write metrics.json; return its path."""
     recipe, executor = trained.recipe, trained.executor()
     measured = evaluate(executor, recipe.data, metrics=recipe.metrics, **trained.batches)
-    labels = recipe.data.labels or _labels(executor.model)
     trained.prepare()
     path = trained.folder / _METRICS
     record = {"rows": len(recipe.data), **{name: json_value(value) for name, value in measured.items()}}
     write(path, json.dumps(record, indent=1) + "\n")
     console = wide(console)
-    table = Table("metric", show_edge=False)
-    table.add_column("value", justify="right")
+    table = Table("metric", Column("value", justify="right"), show_edge=False)
     for name, value in measured.items():
         if isinstance(value, float):
             table.add_row(name, f"{value:.6g}")
     console.print(table)
     for name, value in measured.items():
         if isinstance(value, list):
-            console.print(_matrix(name, value, labels))
+            console.print(_matrix(name, value, recipe.data.labels or _labels(executor.model)))
     return path
 
 
 def _matrix(name: str, counts: list[list[int]], labels: Sequence[str] | None) -> Table:
     names = labels if labels and len(labels) == len(counts) else list(map(str, range(len(counts))))
-    table = Table("target \\ predicted", title=name.replace("_", " "), title_justify="left", show_edge=False)
-    for label in names:
-        table.add_column(label, justify="right")
+    columns = (Column(label, justify="right") for label in names)
+    title = name.replace("_", " ")
+    table = Table("target \\ predicted", *columns, title=title, title_justify="left", show_edge=False)
     for label, row in zip(names, counts, strict=True):
         table.add_row(label, *map(str, row))
     return table

@@ -1,11 +1,10 @@
 """Read data sets from files and cut them into batches. This package imports `graph` and `moments`."""
 
-from graphopt.data.batches import Batches
 from graphopt.data.columnar import arrow, parquet
 from graphopt.data.dataset import Dataset, LazyArray
 from graphopt.data.files import csv, npy, npz
 from graphopt.data.image_folders import images
-from graphopt.data.loader import Loader, hold_out, prefetched
+from graphopt.data.loader import Batches, Loader, hold_out, prefetched
 from graphopt.data.samples import diabetes, digits, text
 from graphopt.moments import balanced_class_weights, mean_and_scale
 

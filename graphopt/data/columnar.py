@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -10,24 +9,16 @@ from typing import Any
 import numpy as np
 
 from graphopt.data.dataset import TARGET, Dataset
-from graphopt.data.files import (
-    EXPANSION,
-    check_ratio,
-    imported,
-    of_columns,
-    reading,
-    refuse_twice,
-    used_columns,
-)
+from graphopt.data.files import EXPANSION, check_ratio, imported, of_columns, reading
 from graphopt.errors import GraphoptError
 
 _ROWS = 65_536  # of a Parquet file, that are read at once
 _NUMBER = 8  # bytes
 _PARQUET = b"PAR1"  # the start of a Parquet file
 _ARROW = b"ARROW1"  # the start and the end of a file in Arrow's file format
-_TEXTS = ("string", "large_string", "binary", "large_binary")
 
-_Used = Callable[[list[str]], list[str]]  # returns the columns to read
+# The names of the columns of a file, and what reads some of them.
+_Opened = tuple[list[str], Callable[[list[str]], dict[str, np.ndarray]]]
 
 
 def parquet(
@@ -54,57 +45,56 @@ def parquet(
     """
     pyarrow = imported(path, "pyarrow")
     imported(path, "pyarrow.parquet")
-    used = functools.partial(
-        used_columns, path, target=target, features=features, sample_weight=sample_weight
-    )
     with reading(path, "a Parquet file or an Arrow file", pyarrow.ArrowException):
         with open(path, "rb") as file:
             is_parquet = file.read(len(_PARQUET)) == _PARQUET
-        table = (_parquet_table if is_parquet else _arrow_table)(pyarrow, path, expansion, used)
-        columns = {
-            name: _array(pyarrow, path, name, table[name].combine_chunks()) for name in table.column_names
-        }
-    return of_columns(path, columns, target, features, sample_weight, labels)
+        names, read = (_parquet if is_parquet else _arrow)(pyarrow, path, expansion)
+        return of_columns(path, names, read, target, features, sample_weight, labels)
 
 
 arrow = parquet
 
 
-def _parquet_table(pyarrow: Any, path: str, expansion: int, used: _Used) -> Any:
-    """Return the columns of a Parquet file that are used."""
+def _parquet(pyarrow: Any, path: str, expansion: int) -> _Opened:
+    """Measure a Parquet file; return its columns and their reader."""
     with pyarrow.parquet.ParquetFile(path) as file:
         schema, metadata = file.schema_arrow, file.metadata
-    cells = _cells(pyarrow, path, schema)
-    check_ratio(path, max(_NUMBER * metadata.num_rows * cells, _values_size(metadata)), expansion)
-    names = used(schema.names)
-    texts = [name for name in names if str(schema.field(name).type) in _TEXTS]
-    with pyarrow.parquet.ParquetFile(path, read_dictionary=texts) as file:  # each text once
-        return _table(pyarrow, path, file.iter_batches(_ROWS, columns=names, use_threads=False), expansion)
+    size = max(_NUMBER * metadata.num_rows * _cells(pyarrow, path, schema), _values_size(metadata))
+    check_ratio(path, size, expansion)
+
+    def read(names: list[str]) -> dict[str, np.ndarray]:
+        plain = [name for name in names if not pyarrow.types.is_nested(schema.field(name).type)]
+        with pyarrow.parquet.ParquetFile(path, read_dictionary=plain) as file:  # each text once
+            batches = file.iter_batches(_ROWS, columns=names, use_threads=False)
+            return _arrays(pyarrow, path, batches, expansion)
+
+    return schema.names, read
 
 
-def _arrow_table(pyarrow: Any, path: str, expansion: int, used: _Used) -> Any:
-    """Return the columns of an Arrow file that are used."""
-    with pyarrow.memory_map(path) as file:
-        is_file = file.read(len(_ARROW)) == _ARROW
-        open_file = pyarrow.ipc.open_file if is_file else pyarrow.ipc.open_stream
-        file.seek(0)
-        schema = open_file(file).schema
-        cells, size = _cells(pyarrow, path, schema), 0
-        for rows, buffers in map(_expanded_sizes, _batches(pyarrow, file, is_file)):
-            size += max(_NUMBER * rows * cells, buffers)
-            check_ratio(path, size, expansion)
-        fields = [schema.get_field_index(name) for name in used(schema.names)]
+def _arrow(pyarrow: Any, path: str, expansion: int) -> _Opened:
+    """Measure an Arrow file; return its columns and their reader."""
+    file = pyarrow.memory_map(path)
+    is_file = file.read(len(_ARROW)) == _ARROW
+    open_file = pyarrow.ipc.open_file if is_file else pyarrow.ipc.open_stream
+    file.seek(0)
+    schema = open_file(file).schema
+    cells, size = _cells(pyarrow, path, schema), 0
+    for rows, buffers in map(_expanded_sizes, _batches(pyarrow, file, is_file)):
+        size += max(_NUMBER * rows * cells, buffers)
+        check_ratio(path, size, expansion)
+
+    def read(names: list[str]) -> dict[str, np.ndarray]:
+        fields = [schema.get_field_index(name) for name in names]
         file.seek(0)
         opened = open_file(file, options=pyarrow.ipc.IpcReadOptions(included_fields=fields))
         batches = map(opened.get_batch, range(opened.num_record_batches)) if is_file else opened
-        table = _table(pyarrow, path, batches, expansion, opened.schema)
-        table.validate(full=True)  # a damaged file may point beyond its end
-        return table
+        return _arrays(pyarrow, path, batches, expansion, opened.schema)
+
+    return schema.names, read
 
 
 def _cells(pyarrow: Any, path: str, schema: Any) -> int:
-    """Return the number of cells of a row, whose columns have cells, or arrays of them, and different names."""
-    refuse_twice(path, "column", schema.names)
+    """Return the number of cells of a row, whose columns have cells, or arrays of them."""
     cells = 0
     for column in schema:
         item, size = column.type, 1
@@ -183,22 +173,31 @@ def _structures(data: memoryview, table: int, field: int, layout: str) -> Iterat
     return struct.iter_unpack(layout, data[start + 4 : start + 4 + size])
 
 
-def _table(pyarrow: Any, path: str, batches: Iterable[Any], expansion: int, schema: Any = None) -> Any:
-    """Return batches as a table, unless they expand too far."""
+def _arrays(
+    pyarrow: Any, path: str, batches: Iterable[Any], expansion: int, schema: Any = None
+) -> dict[str, np.ndarray]:
+    """Return the columns of batches, unless they expand too far."""
     parts, size = [], 0
     for batch in batches:
         size += batch.nbytes
         check_ratio(path, size, expansion)
         parts.append(batch)
-    return pyarrow.Table.from_batches(parts, schema)
+    table = pyarrow.Table.from_batches(parts, schema)
+    if schema is not None:
+        table.validate(full=True)  # a damaged Arrow file may point beyond its end
+    return {name: _array(pyarrow, path, name, table[name].combine_chunks()) for name in table.column_names}
 
 
 def _array(pyarrow: Any, path: str, name: str, column: Any) -> np.ndarray:
     """Return a column of cells, or of lists of a fixed size, as an array."""
     if isinstance(column, pyarrow.ChunkedArray):  # of a type that cannot be combined
         column = pyarrow.concat_arrays(column.chunks)
-    if pyarrow.types.is_dictionary(column.type):
-        return _looked_up(column)
+    if pyarrow.types.is_dictionary(column.type):  # rows with the same text share it
+        values, indices = np.asarray(column.dictionary), column.indices
+        if column.null_count:
+            values = np.append(values.astype(object), [None])
+            indices = indices.fill_null(len(values) - 1)
+        return values[np.asarray(indices).astype(np.int64)]
     size = getattr(column.type, "list_size", None)
     if size is None:
         return np.asarray(column)
@@ -206,12 +205,3 @@ def _array(pyarrow: Any, path: str, name: str, column: Any) -> np.ndarray:
         raise GraphoptError(f"{path}: column {name!r}: expected a list in every row, found rows without")
     items = _array(pyarrow, path, name, column.flatten())
     return items.reshape(len(column), size, *items.shape[1:])
-
-
-def _looked_up(column: Any) -> np.ndarray:
-    """Return a column that is encoded by a dictionary; rows with the same text share it."""
-    values = np.asarray(column.dictionary)
-    if column.null_count == 0:
-        return values[np.asarray(column.indices)]
-    values = np.append(values.astype(object), [None])
-    return values[np.asarray(column.indices.fill_null(len(values) - 1)).astype(np.int64)]

@@ -7,13 +7,12 @@ import csv as csv_files
 import importlib
 import itertools
 import lzma
-import stat
 import struct
 import tokenize
 import zipfile
 import zlib
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -116,9 +115,8 @@ def csv(
         if len(row) != len(names):
             raise GraphoptError(f"{path}: row {i}: expected {len(names)} columns, found {len(row)}")
     names = [name.strip() for name in names]
-    refuse_twice(path, "column", names)
     columns = {name: [row[i].strip() for row in rows] for i, name in enumerate(names)}
-    return of_columns(path, columns, target, features, sample_weight, labels)
+    return of_columns(path, names, lambda _: columns, target, features, sample_weight, labels)
 
 
 def imported(what: str, module: str, package: str = "") -> Any:
@@ -138,9 +136,12 @@ def reading(path: str | Path, expected: str, *errors: type[Exception]) -> Iterat
 
     `errors` are exceptions of the library, in addition to those of NumPy and Python.
     """
-    _check_regular(path)
     broken: tuple[type[Exception], ...] = (OSError, *_BROKEN, *errors)
     try:
+        place = Path(path)
+        if place.exists() and not place.is_file():  # a device or a pipe may never end
+            found = "a folder" if place.is_dir() else "a device or a pipe"
+            raise GraphoptError(f"{path}: expected a file, found {found}")
         yield
     except GraphoptError:
         raise
@@ -151,22 +152,9 @@ def reading(path: str | Path, expected: str, *errors: type[Exception]) -> Iterat
         raise GraphoptError(f"{path}: expected {expected}: {problem}") from error
 
 
-def _check_regular(path: str | Path) -> None:
-    """Raise an error unless a path is a regular file: a device or a pipe may never end."""
-    try:
-        mode = Path(path).stat().st_mode
-    except (OSError, ValueError) as error:
-        raise GraphoptError(f"{path}: {reason(error)}") from error
-    if not stat.S_ISREG(mode):
-        found = "a folder" if stat.S_ISDIR(mode) else "a device or a pipe"
-        raise GraphoptError(f"{path}: expected a file, found {found}")
-
-
-def reason(error: Exception) -> str:
+def reason(error: OSError) -> str:
     """Return the reason why a file cannot be read."""
-    if isinstance(error, FileNotFoundError):
-        return "no such file"
-    return getattr(error, "strerror", None) or line(error)
+    return "no such file" if isinstance(error, FileNotFoundError) else error.strerror or line(error)
 
 
 def _load(path: Path, kind: str, mmap_mode: Any = None) -> Any:
@@ -196,20 +184,35 @@ def refuse_twice(path: str, kind: str, names: Iterable[str]) -> None:
 
 def of_columns(
     path: str,
-    columns: Mapping[str, Any],
+    names: Sequence[str],
+    read: Callable[[list[str]], Mapping[str, Any]],
     target: _Names,
     features: _Names | Mapping[str, Any] = None,
     sample_weight: str | int | None = None,
     labels: Sequence[str] | None = None,
 ) -> Dataset:
-    """Return a data set of a table's columns; errors name the path, and `csv` explains the other arguments."""
-    inputs, targets, weights = _parts(path, columns, target, features, sample_weight)
+    """Return a data set of a table, of which `read` returns those of the named columns that are used.
+
+    Errors name the path, and `csv` explains the other arguments.
+    """
+    refuse_twice(path, "column", names)
+    targets, weights = _names(target), _names(sample_weight)
+    if features is None:
+        features = [name for name in names if name not in (*targets, *weights)]
+    chosen = features if isinstance(features, Mapping) else {"x": features}
+    inputs = {name: _names(those) for name, those in chosen.items()}
+    used = dict.fromkeys(itertools.chain(targets, weights, *inputs.values()))
+    known = set(names)
+    for name in used:
+        if name not in known:
+            raise GraphoptError(f"{path}: {unknown('column', name, names)}")
     if target is not None and (not targets or (labels is not None and len(targets) > 1)):
         expected = "a target column" if labels is None else "one target column, whose classes are named"
         raise GraphoptError(f"{path}: expected {expected}, found {', '.join(targets) or 'none'}")
     classes = None if labels is None else tuple(map(str, labels))
     refuse_twice(path, "label", classes or ())
-    arrays = {name: _stack(path, columns, names) for name, names in inputs.items()}
+    columns = read([name for name in names if name in used])
+    arrays = {name: _stack(path, columns, those) for name, those in inputs.items()}
     if targets and classes is not None:
         arrays[TARGET] = _classes(path, targets[0], columns[targets[0]], classes)
     elif targets:
@@ -218,32 +221,6 @@ def of_columns(
         arrays[WEIGHT] = _vector(_stack(path, columns, weights))
     only = None if isinstance(features, Mapping) else "x"
     return Dataset(arrays, only, None if classes is None else len(classes), classes)
-
-
-def _parts(
-    path: str,
-    columns: Collection[str],
-    target: _Names,
-    features: _Names | Mapping[str, Any],
-    sample_weight: str | int | None,
-) -> tuple[dict[str, list[str]], list[str], list[str]]:
-    """Return the columns of each input, those of the target, and that of the weights."""
-    targets, weights = _names(target), _names(sample_weight)
-    if features is None:
-        features = [name for name in columns if name not in (*targets, *weights)]
-    chosen = features if isinstance(features, Mapping) else {"x": features}
-    inputs = {name: _names(names) for name, names in chosen.items()}
-    for name in itertools.chain(targets, weights, *inputs.values()):
-        if name not in columns:
-            raise GraphoptError(f"{path}: {unknown('column', name, columns)}")
-    return inputs, targets, weights
-
-
-def used_columns(path: str, columns: Collection[str], **roles: Any) -> list[str]:
-    """Return the columns that a data set reads, in the table's order; see `_parts` for the arguments."""
-    inputs, targets, weights = _parts(path, columns, **roles)
-    wanted = {*targets, *weights, *itertools.chain(*inputs.values())}
-    return [name for name in columns if name in wanted]
 
 
 def _names(names: _Names) -> list[str]:
@@ -318,37 +295,28 @@ def check_ending(field: str, name: str) -> None:
         imported(f"{field}={name}", "pyarrow")
 
 
-def write_rows(
-    path: Path, arrays: Mapping[str, np.ndarray], columns: Mapping[str, Sequence[str]] | None = None
-) -> None:
+def write_rows(path: Path, arrays: Mapping[str, np.ndarray], columns: Mapping[str, Sequence[str]]) -> None:
     """Write arrays with the same number of rows to a file that ends in .npz, .csv or .parquet.
 
     A table has a column for each array, or several, NAME_0, NAME_1, ..., if a row of the array has several numbers.
     `columns` has other ends of the names of an array's columns.
     """
     arrays = {name: array.astype(str) if array.dtype == object else array for name, array in arrays.items()}
-    if path.suffix == ".npz":
-        with replacing(path) as temporary, open(temporary, "wb") as file:
-            np.savez(file, **arrays)  # type: ignore[arg-type]
-        return
-    table = dict(_columns_of(arrays, columns or {}))
+    table: dict[str, np.ndarray] = {}
     with replacing(path) as temporary:
+        if path.suffix == ".npz":
+            np.savez(temporary, **arrays)  # type: ignore[arg-type]
+            return
+        for name, array in arrays.items():
+            flat = array.reshape(len(array), -1)
+            ends = columns.get(name, range(flat.shape[1]))
+            names = [name] if array.ndim == 1 else [f"{name}_{end}" for end in ends]
+            table |= zip(names, map(np.ascontiguousarray, flat.T), strict=True)
         if path.suffix == ".parquet":
             table_of = imported(str(path), "pyarrow").table
             imported(str(path), "pyarrow.parquet").write_table(table_of(table), temporary)
-        else:
-            with open(temporary, "w", newline="", encoding="utf-8") as text:
-                writer = csv_files.writer(text)
-                writer.writerow(table)
-                writer.writerows(zip(*(column.astype(str) for column in table.values()), strict=True))
-
-
-def _columns_of(arrays: Mapping[str, np.ndarray], columns: Mapping[str, Sequence[str]]) -> Any:
-    """Yield the name and the numbers of each column."""
-    for name, array in arrays.items():
-        if array.ndim == 1:
-            yield name, array
-            continue
-        flat = array.reshape(len(array), -1)
-        ends = columns.get(name, range(flat.shape[1]))
-        yield from ((f"{name}_{end}", np.ascontiguousarray(flat[:, i])) for i, end in enumerate(ends))
+            return
+        with open(temporary, "w", newline="", encoding="utf-8") as text:
+            writer = csv_files.writer(text)
+            writer.writerow(table)
+            writer.writerows(zip(*(column.astype(str) for column in table.values()), strict=True))

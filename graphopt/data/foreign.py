@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from graphopt.data.dataset import TARGET, WEIGHT, Dataset, LazyArray
-from graphopt.data.files import of_columns, refuse_twice
+from graphopt.data.files import of_columns
 from graphopt.errors import GraphoptError, line
 
 # Methods of a data set with rows.
@@ -40,14 +40,10 @@ def as_dataset(data: Any) -> Dataset:
     if _has(data, HUGGING_FACE):
         return _of_hugging_face(data)
     if _has(data, FRAME):
+        names = list(map(str, data.columns))
         columns = {str(name): data[name].to_numpy() for name in data.columns}
-        refuse_twice("data", "column", map(str, data.columns))
-        return of_columns(
-            "data",
-            columns,
-            target=TARGET if TARGET in columns else None,
-            sample_weight=WEIGHT if WEIGHT in columns else None,
-        )
+        target, weight = (name if name in columns else None for name in (TARGET, WEIGHT))
+        return of_columns("data", names, lambda _: columns, target, sample_weight=weight)
     raise GraphoptError(f"data: expected a data set or arrays by name, found {type(data).__name__}")
 
 
@@ -60,11 +56,10 @@ def _of_hugging_face(data: Any) -> Dataset:
         raise GraphoptError("data: expected rows, found none")
     if data.format["type"] == "custom":  # a transform, which makes all columns at once
         read = _reader(data)
-        arrays = {name: _Column(len(data), read, name) for name in read((0,))}
+        readers = dict.fromkeys(read((0,)), read)
     else:
-        arrays = {
-            name: _Column(len(data), _reader(_formatted(data, name)), name) for name in data.format["columns"]
-        }
+        readers = {name: _reader(_formatted(data, name)) for name in data.format["columns"]}
+    arrays = {name: _Column(len(data), read, name) for name, read in readers.items()}
     names = getattr(data.features.get(TARGET), "names", None)  # of a ClassLabel
     return Dataset(arrays) if names is None else Dataset(arrays, classes=len(names), labels=tuple(names))
 

@@ -22,6 +22,7 @@ DECODED = 4  # bytes of a pixel, while Pillow decodes
 _UNSUSPICIOUS = 2**25  # bytes that an image may have, however small its file is
 MOST_PIXELS = 2**26  # of data.size
 _MODES = {1: "L", 3: "RGB"}  # by the number of channels
+_PILLOW = "data=images", "PIL.Image", "Pillow"
 
 
 def images(
@@ -65,7 +66,7 @@ def images(
     >>> animals.arrays["x"].shape, animals.labels
     ((2, 3, 24, 32), ('cat', 'dog'))
     """
-    pillow = imported("data=images", "PIL.Image", "Pillow")
+    pillow = imported(*_PILLOW)
     if channels not in _MODES:
         raise GraphoptError(f"data.channels: expected 1 or 3, found {channels}")
     if size is not None and (len(size) != 2 or min(size) < 1 or math.prod(size) > MOST_PIXELS):
@@ -80,34 +81,28 @@ def images(
         )
     files, classes, names = _files_and_labels(root, target is not None, labels)
     with ThreadPoolExecutor() as threads:
-        sizes = list(threads.map(lambda file: _size(pillow, file), files))
+        sizes = list(threads.map(_size, files))
     pixel = DECODED if size is not None else max(DECODED, channels * (4 if scale else 1))
     for file, dims in zip(files, sizes, strict=True):
         check_ratio(file, math.prod(dims) * pixel, expansion, unsuspicious=_UNSUSPICIOUS)
-    if size is None:
-        other = next((i for i, size in enumerate(sizes) if size != sizes[0]), None)
-        if other is not None:
+        if size is None and dims != sizes[0]:
             raise GraphoptError(
-                f"{files[other]}: expected {_text(sizes[0])} pixels as {files[0].name}, found {_text(sizes[other])}: "
+                f"{file}: expected {_text(sizes[0])} pixels as {files[0].name}, found {_text(dims)}: "
                 "set data.size=[HEIGHT,WIDTH] to resize all"
             )
-        size = sizes[0]
-    arrays: dict[str, Any] = {"x": Images(files, (size[0], size[1]), channels, scale, resample)}
+    shape, dtype = (len(files), channels, *(size or sizes[0])), np.float32 if scale else np.uint8
+    arrays: dict[str, Any] = {"x": _Images(shape, dtype, files, pillow.Resampling[resample.upper()])}
     if target is not None:
         arrays[TARGET] = classes
     return Dataset(arrays, "x", len(names) or None, names or None)
 
 
-class Images(LazyArray):
+class _Images(LazyArray):
     """Read images as rows [C, H, W] of an array."""
 
-    def __init__(
-        self, files: Sequence[Path], size: tuple[int, int], channels: int, scale: bool, resample: str
-    ) -> None:
-        super().__init__((len(files), channels, *size), np.float32 if scale else np.uint8)
-        self._files, self._size, self._mode = files, size, _MODES[channels]
-        self._pillow = imported("data=images", "PIL.Image", "Pillow")
-        self._resample = self._pillow.Resampling[resample.upper()]
+    def __init__(self, shape: tuple[int, ...], dtype: Any, files: Sequence[Path], resample: Any) -> None:
+        super().__init__(shape, dtype)
+        self._files, self._resample = files, resample
 
     def read(self, rows: np.ndarray) -> np.ndarray:
         decoded = np.empty((len(rows), *self.shape[1:]), np.uint8)
@@ -117,14 +112,14 @@ class Images(LazyArray):
         return decoded / np.float32(255) if self.dtype.kind == "f" else decoded
 
     def _pixels(self, row: int) -> np.ndarray:
-        file, (height, width) = self._files[row], self._size
-        with _opened(self._pillow, file) as image:
+        file, (_, channels, height, width) = self._files[row], self.shape
+        with _opened(file) as image:
             if image.mode.startswith("I;16"):  # Pillow's own conversion would cut off the bright part
-                image = self._pillow.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+                image = imported(*_PILLOW).fromarray((np.asarray(image) >> 8).astype(np.uint8))
             elif image.mode in ("I", "F"):
                 raise GraphoptError(f"{file}: expected 8 or 16 bits per channel, found 32")
             image.info.pop("transparency", None)  # the colours stay, however transparent
-            image = image.convert(self._mode)
+            image = image.convert(_MODES[channels])
             if image.size != (width, height):
                 image = image.resize((width, height), self._resample)
             pixels = np.asarray(image)
@@ -137,7 +132,7 @@ def _files_and_labels(
     """Return the files, the class of each, and the names of the classes."""
     if not is_labelled:
         return _files(root), np.zeros(0, np.int64), ()
-    folders = sorted(root / name for name in _shown(next(os.walk(root, onerror=_refuse))[1]))
+    folders = [root / name for name in _shown(next(os.walk(root, onerror=_refuse))[1])]
     if not folders:
         raise GraphoptError(
             f"{root}: expected a folder for each class, found none: set data.target=null for images without classes"
@@ -179,15 +174,16 @@ def _refuse(error: OSError) -> None:
     raise GraphoptError(f"{error.filename}: {reason(error)}") from error
 
 
-def _size(pillow: Any, file: Path) -> tuple[int, int]:
+def _size(file: Path) -> tuple[int, int]:
     """Return the height and the width of an image."""
-    with _opened(pillow, file) as image:
+    with _opened(file) as image:
         return image.height, image.width
 
 
 @contextlib.contextmanager
-def _opened(pillow: Any, file: Path) -> Iterator[Any]:
+def _opened(file: Path) -> Iterator[Any]:
     """Open an image, and raise Pillow's errors as those of its file."""
+    pillow = imported(*_PILLOW)
     with reading(file, "a whole image", pillow.DecompressionBombError):
         try:
             opened = pillow.open(file, formats=FORMATS)

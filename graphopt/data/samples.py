@@ -23,9 +23,8 @@ def digits(*, images: bool = True) -> Dataset:
         images: keep the shape of images; otherwise, flatten them to 64 numbers.
     """
     pixels, labels = _digits()
-    x = np.asarray(pixels / 16, np.float32)
-    arrays = {"x": x.reshape(-1, 1, 8, 8) if images else x, TARGET: labels.astype(np.int64)}
-    return Dataset(arrays, features="x", classes=10)
+    x = np.asarray(pixels / 16, np.float32).reshape((-1, 1, 8, 8) if images else (-1, 64))
+    return Dataset({"x": x, TARGET: labels.astype(np.int64)}, features="x", classes=10)
 
 
 def _digits() -> tuple[np.ndarray, np.ndarray]:
@@ -66,19 +65,17 @@ def text(path: str | None = None, *, context: int = 64, characters: int | None =
     """
     if context < 1:
         raise GraphoptError(f"data.context: expected 1 character or more, found {context}")
+    if path is None:
+        from pydoc_data.topics import topics
+
+        content = "\n".join(topics[name] for name in sorted(topics))
+    else:
+        with reading(path, "text in UTF-8"), open(path, encoding="utf-8") as file:
+            content = file.read()
     places = {character: i for i, character in enumerate(CHARACTERS)}
-    tokens = np.array([places[c] for c in _read(path) if c in places][:characters], np.int64)
+    tokens = np.array([places[c] for c in content if c in places][:characters], np.int64)
     runs = (len(tokens) - 1) // context
     if runs < 1:
         raise GraphoptError(f"data=text: expected more than {context} characters, found {len(tokens)}")
     x, following = (tokens[i : i + runs * context].reshape(runs, context) for i in (0, 1))
     return Dataset({"x": x, TARGET: following}, features="x", classes=len(CHARACTERS))
-
-
-def _read(path: str | None) -> str:
-    if path is None:
-        from pydoc_data.topics import topics
-
-        return "\n".join(topics[name] for name in sorted(topics))
-    with reading(path, "text in UTF-8"), open(path, encoding="utf-8") as file:
-        return file.read()

@@ -5,17 +5,18 @@ from __future__ import annotations
 import base64
 import importlib
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import onnx_ir as ir
 
-from graphopt.data.batches import Batches
+from graphopt.data.loader import Batches
 from graphopt.errors import GraphoptError, line
 
 STATE_METHODS = (("state_dict", "load_state_dict"), ("get_state", "set_state"))  # of torchdata, and of grain
 _PLAIN = (bool, int, float, str, type(None))
+_END: Any = object()  # of a pass
 
 
 class Drawn(NamedTuple):
@@ -68,7 +69,7 @@ class Stream:
         self._data, self._inputs, self._allow_nan = data, inputs, allow_nan
         self._steps, self._keep_positions = steps, keep_positions
         self._pass: Iterator[Any] | None = None
-        self._epoch: Iterator[Drawn] | None = None
+        self._epoch: Iterator[Drawn] | None = None  # what is left after `peek`
         self._done = 0  # batches of the epoch before `load`
 
     @property
@@ -87,12 +88,12 @@ class Stream:
         Raises:
             GraphoptError: a batch does not fit the graph, or the iterable has none.
         """
-        yield from self._left(epoch)
+        yield from self._epoch or self._batches(epoch)
         self._epoch = None
 
     def peek(self, epoch: int) -> Iterator[Drawn]:
         """Yield the batches that `draw` will yield."""
-        self._epoch, ahead = itertools.tee(self._left(epoch))
+        self._epoch, ahead = itertools.tee(self._epoch or self._batches(epoch))
         return ahead
 
     def __iter__(self) -> Iterator[Drawn]:
@@ -111,37 +112,30 @@ class Stream:
             return not is_within
         if is_within and position["of"] == "iterator":
             self._pass = self._begin()
-            _set(self._pass, position["state"])
+            _state_methods(self._pass)[1](decoded(position["state"]))
         elif position["of"] == "iterable":
-            _set(self._data, position["state"])
+            _state_methods(self._data)[1](decoded(position["state"]))
             self._pass = self._begin() if is_within else None
         return True
 
-    def _left(self, epoch: int) -> Iterator[Drawn]:
-        if self._epoch is None:
-            self._epoch = self._batches(epoch)
-        return self._epoch
-
     def _batches(self, epoch: int) -> Iterator[Drawn]:
         done, self._done = self._done, 0
-        is_new = False  # whether the pass has yielded nothing
         while self._steps is None or done < self._steps:
+            is_new = self._pass is None
             if self._pass is None:
-                self._pass, is_new = self._begin(), True
-            try:
-                item = next(self._pass)
-            except StopIteration:
-                if is_new:
-                    raise self._used_up(f" in epoch {epoch}") from None
-                self._pass = None
-                self.passes += 1
-                if self._steps is None:
-                    break
+                self._pass = self._begin()
+            item = next(self._pass, _END)
+            if item is not _END:
+                done += 1
+                checked = self._checked(item, f"epoch {epoch}, batch {done}")
+                yield checked._replace(position=self._position(done))
                 continue
-            is_new = False
-            done += 1
-            checked = self._checked(item, f"epoch {epoch}, batch {done}")
-            yield checked._replace(position=self._position(done))
+            if is_new:
+                raise self._used_up(f" in epoch {epoch}")
+            self._pass = None
+            self.passes += 1
+            if self._steps is None:
+                break
         self.end = self._position(0)
 
     def _begin(self) -> Iterator[Any]:
@@ -155,8 +149,8 @@ class Stream:
             return None
         position = {"batches": done, "passes": self.passes, "of": None, "state": None}
         for of, source in (("iterator", self._pass), ("iterable", self._data)):
-            for get, _ in _state_methods(source):
-                return {**position, "of": of, "state": encoded(get())}
+            if methods := _state_methods(source):
+                return {**position, "of": of, "state": encoded(methods[0]())}
         return position
 
     def _checked(self, item: Any, where: str) -> Drawn:
@@ -167,11 +161,8 @@ class Stream:
                 raise GraphoptError(
                     f"data: expected a dict of arrays by name, found a {type(item).__name__}: yield {{{names}}}"
                 )
-            batches = Batches(
-                {name: _array(name, value) for name, value in item.items()},
-                self._inputs,
-                allow_nan=self._allow_nan,
-            )
+            arrays = {name: _array(name, value) for name, value in item.items()}
+            batches = Batches(arrays, self._inputs, allow_nan=self._allow_nan)
             rows = len(batches)
             if batches.fixed_size not in (None, rows):
                 raise GraphoptError(
@@ -191,14 +182,10 @@ class Stream:
         return GraphoptError(f"data: expected batches{where}, found none in {self.name}: {mend}")
 
 
-def _state_methods(source: Any) -> list[tuple[Any, Any]]:
-    """Return the methods of an iterable that get and set its state."""
-    pairs = [tuple(getattr(source, name, None) for name in names) for names in STATE_METHODS]
-    return [(get, put) for get, put in pairs if callable(get) and callable(put)]
-
-
-def _set(source: Any, state: Any) -> None:
-    _state_methods(source)[0][1](decoded(state))
+def _state_methods(source: Any) -> Sequence[Any]:
+    """Return the methods of an iterable that get and set its state, if it has any."""
+    pairs = ([getattr(source, name, None) for name in names] for names in STATE_METHODS)
+    return next((pair for pair in pairs if all(map(callable, pair))), ())
 
 
 def _array(name: Any, value: Any) -> np.ndarray:
@@ -241,13 +228,13 @@ def encoded(state: Any, path: str = "state") -> Any:
         values = [encoded(value, f"{path}[{i}]") for i, value in enumerate(state)]
         return values if kind is list else {"tuple": values}
     if kind is bytes:
-        return {"bytes": _base64(state)}
+        return {"bytes": base64.b64encode(state).decode()}
     is_tensor = kind.__module__ == "torch" and kind.__name__ == "Tensor"
     if is_tensor or isinstance(state, np.ndarray | np.generic):
         array = np.asarray(state)
         if array.dtype.kind in "biufc":
-            name = "tensor" if is_tensor else "array"
-            return {name: [array.dtype.str, list(array.shape), _base64(array.tobytes())]}
+            content = base64.b64encode(array.tobytes()).decode()
+            return {"tensor" if is_tensor else "array": [array.dtype.str, list(array.shape), content]}
     raise GraphoptError(
         f"data: {path}: expected numbers, strings, bytes or arrays in lists, tuples and dicts, found {kind.__name__}: "
         "return such a state, which a checkpoint keeps without pickle"
@@ -270,7 +257,3 @@ def decoded(state: Any) -> Any:
     dtype, shape, text = value
     array = np.frombuffer(base64.b64decode(text), dtype).reshape(shape).copy()
     return importlib.import_module("torch").from_numpy(array) if kind == "tensor" else array
-
-
-def _base64(content: bytes) -> str:
-    return base64.b64encode(content).decode("ascii")

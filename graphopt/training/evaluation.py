@@ -13,8 +13,8 @@ import safetensors.numpy
 
 from graphopt.communicator import SINGLE, Communicator
 from graphopt.data import Batches, Dataset
-from graphopt.data.batches import Rows
 from graphopt.data.foreign import as_dataset
+from graphopt.data.loader import Rows
 from graphopt.data.streams import Stream
 from graphopt.errors import GraphoptError
 from graphopt.graph.loading import Source, load

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from graphopt.communicator import digest
-from graphopt.data.batches import fixed_batch
 from graphopt.data.foreign import as_dataset, has_rows
-from graphopt.data.loader import Shuffle, TrainingRows, hold_out
+from graphopt.data.loader import Shuffle, TrainingRows, fixed_batch, hold_out
 from graphopt.data.streams import Stream
 from graphopt.errors import GraphoptError
 from graphopt.graph.loading import Source, load

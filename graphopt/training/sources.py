@@ -14,9 +14,8 @@ import numpy as np
 
 from graphopt.communicator import Communicator
 from graphopt.data import Batches, Dataset
-from graphopt.data.batches import Rows
 from graphopt.data.foreign import has_rows
-from graphopt.data.loader import Shuffle, draw
+from graphopt.data.loader import Rows, Shuffle, draw
 from graphopt.data.streams import Drawn, Stream
 from graphopt.errors import GraphoptError
 from graphopt.intervals import check_intervals, within

@@ -24,7 +24,6 @@ from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.plugins.config_source import ConfigResult, ConfigSource
-from hydra.types import RunMode
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.resolvers import oc
 
@@ -42,7 +41,7 @@ MOST_READ = 20_000  # values of recipes, each counted as often as it is read
 _HOST = re.compile(r"[+~]*(sweep|launcher)\b")  # what starts processes: a recipe cannot set it
 _RUNS = 10_000  # the largest sweep that a recipe may ask for
 SEARCH_PATH = "hydra.searchpath"
-SET_BY_HYDRA = ("job.override_dirname", "runtime.choices", "runtime.config_sources")
+SET_BY_HYDRA = ("job.override_dirname.", "runtime.choices.", "runtime.config_sources.")
 REFUSED_RESOLVERS = {f"oc.{name}": getattr(oc, name) for name in ("create", "decode", "deprecated", "env")}
 # What Hydra raises for configs of unexpected shapes.
 COMPOSITION_ERRORS = (AssertionError, AttributeError, KeyError, RecursionError, TypeError, ValueError)
@@ -132,7 +131,7 @@ class _Reader(CachingConfigRepository):
             if os.path.isabs(config_path) or os.path.normpath(config_path).split(os.sep)[0] == os.pardir:
                 raise GraphoptError(f"{config_path}: expected a recipe below its folder, found another file")
             if source.provider == UNTRUSTED:
-                _check_text(_file(source, config_path))
+                _check_file(source, config_path)
         result = super().load_config(config_path)
         if result is not None and result.provider == UNTRUSTED:
             self._left -= 1 + sum(1 for _ in flattened(result.config))
@@ -144,18 +143,13 @@ class _Reader(CachingConfigRepository):
         return result
 
 
-def _file(source: ConfigSource, config_path: str) -> Any:
-    """Return the file of a recipe, which is a path or a resource of a package."""
+def _check_file(source: ConfigSource, config_path: str) -> None:
+    """Raise an error if a recipe is a link, large or deep, or has YAML aliases: few lines can expand without end."""
     name = source._normalize_file_name(config_path)
-    folder = Path(source.path) if source.scheme() == "file" else resources.files(source.path)
+    folder: Any = Path(source.path) if source.scheme() == "file" else resources.files(source.path)
     file = folder.joinpath(name)
     if isinstance(file, Path) and not file.resolve().is_relative_to(Path(str(folder)).resolve()):
         raise GraphoptError(f"{file}: expected a recipe below its folder, found a link to {file.resolve()}")
-    return file
-
-
-def _check_text(file: Any) -> None:
-    """Raise an error if a recipe is large or deep, or has YAML aliases: few lines of them can expand without end."""
     with file.open("rb") as stream:
         text = stream.read(MOST_BYTES + 1)
     if len(text) > MOST_BYTES:
@@ -188,21 +182,15 @@ class RecipeLoader(ConfigLoaderImpl):
         self._command_line = command_line
 
     def load_configuration(
-        self,
-        config_name: str | None,
-        overrides: list[str],
-        run_mode: RunMode,
-        from_shell: bool = True,
-        validate_sweep_overrides: bool = True,
+        self, config_name: str | None, overrides: list[str], *how: Any, **named: Any
     ) -> DictConfig:
         for name in REFUSED_RESOLVERS:
             OmegaConf.clear_resolver(name)
         overrides = [str(item.input_line) for item in _parsed(*overrides) if item.key_or_group != SEARCH_PATH]
-        how = (run_mode, from_shell, validate_sweep_overrides)
         try:
-            config = super().load_configuration(config_name, overrides, *how)
+            config = super().load_configuration(config_name, overrides, *how, **named)
             if self._command_line.folders:
-                self._check(config, config_name, overrides, how)
+                self._check(config, config_name, overrides, *how, **named)
             check_expansion(config)
         except COMPOSITION_ERRORS as error:
             if isinstance(error, GraphoptError):
@@ -216,7 +204,7 @@ class RecipeLoader(ConfigLoaderImpl):
         return OverridesParser.create().parse_overrides(overrides), _Reader(self.repository)
 
     def _check(
-        self, config: DictConfig, config_name: str | None, overrides: list[str], how: tuple[Any, ...]
+        self, config: DictConfig, config_name: str | None, overrides: list[str], *how: Any, **named: Any
     ) -> None:
         """Raise an error if a recipe sets `folder`, `launcher`, `trust` or Hydra's own config."""
         lines: dict[bool, list[str]] = {True: [], False: []}
@@ -225,7 +213,7 @@ class RecipeLoader(ConfigLoaderImpl):
         said = self._command_line.overrides
         allowed = [line for line in lines[True] if line in said or line.startswith("hydra.mode=")]
         allowed += [line for line in lines[False] if line in said and _HOST.match(line)]
-        expected = self._own.load_configuration(config_name, allowed, *how)
+        expected = self._own.load_configuration(config_name, allowed, *how, **named)
         own: Any = OmegaConf.to_container(expected, resolve=False)
         plain: Any = OmegaConf.to_container(config, resolve=False)
         ours, theirs = own["hydra"], plain["hydra"]
@@ -235,8 +223,7 @@ class RecipeLoader(ConfigLoaderImpl):
         self._check_runs(values or {})
         ours, theirs = dict(flattened(ours)), dict(flattened(theirs))
         for field in sorted(ours.keys() | theirs.keys()):
-            populated = any(field == prefix or field.startswith(f"{prefix}.") for prefix in SET_BY_HYDRA)
-            if not populated and ours.get(field, ...) != theirs.get(field, ...):
+            if not f"{field}.".startswith(SET_BY_HYDRA) and ours.get(field, ...) != theirs.get(field, ...):
                 raise on_the_command_line(f"hydra.{field}")
         for field in ("folder", "launcher", "trust") if config_name is not None else ():
             is_named = field != "launcher" and self._command_line.names(field)

@@ -9,7 +9,6 @@ import json
 import math
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +16,17 @@ import onnx_ir as ir
 from omegaconf import DictConfig, OmegaConf
 
 from graphopt.cli.composition.hydra_config import CommandLine, flattened
-from graphopt.cli.composition.recipe_checks import OF_COMMAND, check_new_logs, check_recipe
-from graphopt.cli.composition.validation import MISSING, TARGET_KEY, create, expanded, metrics_of, resolve
+from graphopt.cli.composition.validation import (
+    MISSING,
+    OF_COMMAND,
+    TARGET_KEY,
+    check_new_logs,
+    check_recipe,
+    create,
+    expanded,
+    metrics_of,
+    resolve,
+)
 from graphopt.communicator import Communicator
 from graphopt.compiler import StepHalves, split_step
 from graphopt.data import Dataset
@@ -44,12 +52,8 @@ from graphopt.training.metrics import Wanted
 OWN_EXECUTOR = "graphopt.Executor"
 
 
-@dataclass(frozen=True)
-class Program:
-    """Hold a training graph, and what returns the executor of one of the workers that run it."""
-
-    step: ir.Model
-    executor: Callable[[Communicator], Executor]
+# A training graph, and what returns the executor of one of the workers that run it.
+_Program = tuple[ir.Model, Callable[[Communicator], Executor]]
 
 
 class Recipe:
@@ -194,22 +198,21 @@ class Recipe:
         """Return the training graph with its halves, between which workers average gradients."""
         return split_step(self.pipeline, self.model(), statistics=self.launcher.statistics)
 
-    def program(self) -> Program:
+    def program(self) -> _Program:
         """Return the training graph, with the names of the data's classes, and what runs it on each worker."""
         launcher, shared = self.launcher, self._shared
+        program: _Program
         if not self.fields.get("launcher"):
             step = self.compile()
-            program = Program(step, lambda _: self.executor(step))
+            program = step, lambda _: self.executor(step)
         elif launcher.sync_every is None:
             halves = self.halves()
-            program = Program(
-                halves.step, lambda workers: DataParallel(halves, **shared(halves.step, workers))
-            )
+            program = halves.step, lambda workers: DataParallel(halves, **shared(halves.step, workers))
         else:
             step, rounds = self.compile(), {"sync_every": launcher.sync_every, "outer": launcher.outer}
-            program = Program(step, lambda workers: LocalSGD(step, **rounds, **shared(step, workers)))
+            program = step, lambda workers: LocalSGD(step, **rounds, **shared(step, workers))
         if self.data.labels is not None:
-            LABELS.write(program.step, json.dumps(list(self.data.labels)))
+            LABELS.write(program[0], json.dumps(list(self.data.labels)))
         return program
 
     def executor(self, step: ir.Model, **changed: Any) -> Executor:
@@ -238,18 +241,13 @@ class Recipe:
 
     def _resolve(self, config: DictConfig, steps: int) -> bool:
         """Resolve the recipe to a plain, checked mapping; return whether it refers to the steps of the run."""
-        referred = []
-
-        def training_steps() -> int:
-            referred.append(True)
-            return steps
-
+        training_steps = functools.cache(lambda: steps)
         OmegaConf.register_new_resolver("training_steps", training_steps, replace=True)
         fields: Any = OmegaConf.to_container(config, resolve=True)
         fields["callbacks"] = expanded(fields.get("callbacks"))
         check_recipe(fields, self.command_line)
         self.fields: dict[str, Any] = fields
-        return bool(referred)
+        return training_steps.cache_info().misses > 0
 
     def _build(self, key: str, **arguments: Any) -> Any:
         """Build a node of the recipe; `arguments` are added to those of the recipe."""
