@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -85,6 +86,23 @@ def check(found: Mapping[str, Any], reference: Reference, rtol: float = 1e-5) ->
     (expected,) = graphopt.run(executor.trained(), {"x": batch["x"]}).values()
     for name in ("predicted", "trained"):
         np.testing.assert_allclose(found[name], expected.ravel(), rtol=rtol, atol=rtol)
+
+
+def test_the_readme_s_program_trains(tmp_path: Path) -> None:
+    page = (PACKAGE / "README.md").read_text()
+    python, program = (re.findall(rf"```{x}\n(.*?)```", page, re.DOTALL)[0] for x in ("python", "js"))
+    environment = {**os.environ, "PYTHONPATH": str(PACKAGE.parents[2])}
+    subprocess.run([sys.executable, "-c", python], cwd=tmp_path, env=environment, check=True)
+    (tmp_path / "train.mjs").write_text(program)
+    modules = tmp_path / "node_modules"
+    modules.mkdir()
+    (modules / "graphopt").symlink_to(PACKAGE)
+    for package in ("onnxruntime-node", "onnxruntime-common"):
+        (modules / package).symlink_to(TESTS / "node_modules" / package)
+    done = subprocess.run(["node", "train.mjs"], cwd=tmp_path, capture_output=True, text=True, check=True)
+    losses = [float(line.split()[1]) for line in done.stdout.splitlines()]
+    assert len(losses) == 5 and losses[-1] < losses[0] / 10
+    assert (tmp_path / "checkpoint.safetensors").exists()
 
 
 @pytest.mark.parametrize("runtime", ["node", "wasm"])
