@@ -232,7 +232,8 @@ def split_step(
     ['step.next', 'layers.0.bias.next', 'layers.0.weight.next']
     """
     import passes
-    from passes.parts import cut, stages_of_batch
+    from passes.parts.batch_statistics import stages_of_batch
+    from passes.parts.halves import cut
 
     if statistics not in ("synchronized", "local"):
         raise GraphoptError(f"statistics: expected 'synchronized' or 'local', found {statistics!r}")
@@ -268,6 +269,6 @@ def outer_step(step: ir.Model, optimizer: Step | None = None) -> ir.Model:
     ['outer.step.next', 'layers.0.bias.next', 'layers.0.weight.next']
     """
     import passes
-    from passes.parts import outer_update
+    from passes.parts.halves import outer_update
 
     return outer_update(step, optimizer or passes.SGD(0.7, momentum=0.9, nesterov=True))

@@ -167,17 +167,17 @@ SPLITTING = [
         ("random_numbers", " or node.op_type in RANDOM", ""),
     ),
     *of(
-        "passes/parts.py",
+        "passes/parts/halves.py",
         "halves",
         ("twins_compute", "user.replace_input_with(index, scaled)", "user.replace_input_with(index, x)"),
     ),
     *of(
-        "passes/parts.py",
+        "passes/parts/halves.py",
         "batch_statistics",
         (
             "unequal_rows",
-            "weight = op.Squeeze(op.Shape(data, start=0, end=1), [0])",
-            "weight = op.Squeeze(op.Shape(data, start=1, end=2), [0])",
+            "rows: ir.Value = op.Squeeze(op.Shape(data, start=0, end=1), [0])",
+            "rows: ir.Value = op.Squeeze(op.Shape(data, start=1, end=2), [0])",
         ),
     ),
     *of(

@@ -23,7 +23,7 @@ from builders import linear, mlp
 import graphopt
 import passes
 from graphopt.communicator import Communicator
-from passes.parts import outer_update
+from passes.parts.halves import outer_update
 
 RNG = np.random.default_rng(0)
 X = RNG.standard_normal((96, 3)).astype(np.float32)

@@ -97,7 +97,7 @@ class LocalSGD(Executor):
     @keywords_of(LocalSGDOptions)
     def __init__(self, step: Source, **options: Any) -> None:
         import passes
-        from passes.parts import outer_update
+        from passes.parts.halves import outer_update
 
         chosen = LocalSGDOptions(**options)
         chosen.communicator.check_alike(

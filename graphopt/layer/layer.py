@@ -137,7 +137,7 @@ class ForwardBackward:
     ) -> None:
         arguments = dict(locals())
         import passes
-        from passes.parts import forward_and_backward, yielding
+        from passes.parts.forward_backward import forward_and_backward, yielding
 
         if engine not in ("auto", "graphs", "agent"):
             raise GraphoptError(f"engine: expected 'auto', 'graphs' or 'agent', found {engine!r}")
