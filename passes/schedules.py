@@ -1,8 +1,4 @@
-"""Define schedules, which compute the learning rate from the step counter in the graph.
-
-The base class replaces the hyperparameter `learning_rate` by `base_learning_rate`, reports the rate as
-`learning_rate`, and warms up. A subclass implements `rate(op, base, t)`.
-"""
+"""Define schedules, which compute the learning rate from the step counter in the graph."""
 
 from __future__ import annotations
 
@@ -11,28 +7,21 @@ from abc import abstractmethod
 from dataclasses import dataclass, field
 from typing import final
 
+import numpy as np
 import onnx_ir as ir
+from onnx.reference import ReferenceEvaluator
 
 from graphopt.errors import GraphoptError
 from graphopt.graph import roles, state
 from graphopt.graph.emitter import Emitter
+from graphopt.graph.opsets import IR_VERSION, OPSET
 from graphopt.graph.rewriting import Pass
 from graphopt.graph.roles import Role
-from graphopt.graph.state import LEARNING_RATE
+from graphopt.graph.state import LEARNING_RATE, STEP
 from graphopt.intervals import within
 
-__all__ = [
-    "Constant",
-    "Cosine",
-    "Exponential",
-    "InverseScaling",
-    "Linear",
-    "OneCycle",
-    "Optimal",
-    "Polynomial",
-    "Schedule",
-    "StepDecay",
-]
+__all__ = ["Constant", "Cosine", "Exponential", "InverseScaling", "Linear"]
+__all__ += ["OneCycle", "Optimal", "Polynomial", "Schedule", "StepDecay"]
 
 
 @dataclass(frozen=True)
@@ -55,8 +44,8 @@ class Schedule(Pass):
     >>> class Halved(passes.Schedule):
     ...     def rate(self, op, base, t):
     ...         return base * 0.5
-    >>> Halved(warmup=10).warmup
-    10
+    >>> Halved(warmup=4).rates(0.1, 2).tolist()
+    [0.0125, 0.025]
     """
 
     warmup: int = within("[0, inf)", 0, kw_only=True)
@@ -68,38 +57,45 @@ class Schedule(Pass):
 
     @final
     def rewrite(self, model: ir.Model) -> None:
-        rates = [v for v in roles.with_role(model, Role.HYPERPARAMETER) if v.name == LEARNING_RATE]
-        if not rates:
+        hyperparameters = roles.with_role(model, Role.HYPERPARAMETER)
+        base = next((x for x in hyperparameters if x.name == LEARNING_RATE), None)
+        if base is None:
             raise GraphoptError(
                 "a schedule needs the hyperparameter 'learning_rate', found none: run the optimizer first"
             )
-        base = rates[0]
         users = list(base.uses())
         base.name = f"base_{LEARNING_RATE}"
         counter = state.counter(model)
         with Emitter(model) as op:
             done = op.Cast(counter, to=base.dtype)
+            rate = self.rate(op, base, op.Max(done - float(self.warmup), 0.0) if self.warmup else done)
             if self.warmup:
-                rate = self.rate(op, base, op.Max(done - float(self.warmup), 0.0))
                 grown = done if self.warmup_from_zero else done + 1.0
                 rate = rate * op.Min(grown / float(self.warmup), 1.0)
-            else:
-                rate = self.rate(op, base, done)
             rate = op.Identity(rate, _outputs=[LEARNING_RATE])
         for user, index in users:
             user.replace_input_with(index, rate)
         model.graph.outputs.append(roles.set_role(rate, Role.DIAGNOSTIC))
+
+    def rates(self, base: float, steps: int) -> np.ndarray:
+        """Compute the rates of the first steps, to look at a schedule before training.
+
+        Args:
+            base: the optimizer's learning rate.
+            steps: the number of rates to compute.
+        """
+        model = ir.Model(ir.Graph([], [], nodes=[], opset_imports={"": OPSET}), ir_version=IR_VERSION)
+        with state.detached(model):
+            state.declare(model, LEARNING_RATE, np.array(base), Role.HYPERPARAMETER)
+        evaluator = ReferenceEvaluator(ir.to_proto(self(model).model))
+        return np.array([evaluator.run([LEARNING_RATE], {STEP: np.array(t)}) for t in range(steps)]).ravel()
 
 
 @dataclass(frozen=True)
 class Constant(Schedule):
     """Keep the base rate, after the warm-up if `warmup` is set.
 
-    >>> schedule = passes.Constant(warmup=4)
-    >>> steps = {"loss": passes.MeanSquaredError(), "optimizer": passes.SGD(0.1), "schedule": schedule}
-    >>> executor = graphopt.Executor(graphopt.compile(models.linear((1,), 1), **steps))
-    >>> one = numpy.ones((1, 1), numpy.float32)
-    >>> [round(executor.step(x=one, target=one)["learning_rate"], 4) for _ in range(5)]
+    >>> passes.Constant(warmup=4).rates(0.1, 5).round(4).tolist()
     [0.025, 0.05, 0.075, 0.1, 0.1]
     """
 
@@ -109,12 +105,7 @@ class Constant(Schedule):
 
 @dataclass(frozen=True)
 class _Finite(Schedule):
-    """Decrease the rate from base to base * `end` in `steps` steps, then keep it.
-
-    Args:
-        steps: the number of steps until the rate is lowest, including the warm-up.
-        end: the last rate, as a share of the base rate.
-    """
+    """Decrease the rate from base to base * `end` in `steps` steps, then keep it."""
 
     steps: int = within("[1, inf)", 1000)
     end: float = within("[0, inf)", 0.0)
@@ -146,11 +137,7 @@ class Linear(_Finite):
         steps: the number of steps until the rate is lowest, including the warm-up.
         end: the last rate, as a share of the base rate.
 
-    >>> schedule = passes.Linear(steps=4)
-    >>> steps = {"loss": passes.MeanSquaredError(), "optimizer": passes.SGD(0.1), "schedule": schedule}
-    >>> executor = graphopt.Executor(graphopt.compile(models.linear((1,), 1), **steps))
-    >>> one = numpy.ones((1, 1), numpy.float32)
-    >>> [round(executor.step(x=one, target=one)["learning_rate"], 4) for _ in range(5)]
+    >>> passes.Linear(steps=4).rates(0.1, 5).round(4).tolist()
     [0.1, 0.075, 0.05, 0.025, 0.0]
     """
 
@@ -168,11 +155,7 @@ class Cosine(_Finite):
         steps: the number of steps until the rate is lowest, including the warm-up.
         end: the last rate, as a share of the base rate.
 
-    >>> schedule = passes.Cosine(steps=4, end=0.1)
-    >>> steps = {"loss": passes.MeanSquaredError(), "optimizer": passes.SGD(0.1), "schedule": schedule}
-    >>> executor = graphopt.Executor(graphopt.compile(models.linear((1,), 1), **steps))
-    >>> one = numpy.ones((1, 1), numpy.float32)
-    >>> [round(executor.step(x=one, target=one)["learning_rate"], 4) for _ in range(5)]
+    >>> passes.Cosine(steps=4, end=0.1).rates(0.1, 5).round(4).tolist()
     [0.1, 0.0868, 0.055, 0.0232, 0.01]
     """
 
@@ -189,12 +172,8 @@ class Polynomial(_Finite):
         end: the last rate, as a share of the base rate.
         power: the exponent. 1 equals `Linear`.
 
-    >>> schedule = passes.Polynomial(steps=4)
-    >>> steps = {"loss": passes.MeanSquaredError(), "optimizer": passes.SGD(0.1), "schedule": schedule}
-    >>> executor = graphopt.Executor(graphopt.compile(models.linear((1,), 1), **steps))
-    >>> one = numpy.ones((1, 1), numpy.float32)
-    >>> [round(executor.step(x=one, target=one)["learning_rate"], 4) for _ in range(3)]
-    [0.1, 0.0563, 0.025]
+    >>> passes.Polynomial(steps=5).rates(0.1, 3).round(4).tolist()
+    [0.1, 0.064, 0.036]
     """
 
     power: float = within("[0, inf)", 2.0)
@@ -211,11 +190,7 @@ class StepDecay(Schedule):
         every: the number of steps between two decreases.
         factor: the factor of the rate at each decrease.
 
-    >>> schedule = passes.StepDecay(every=2)
-    >>> steps = {"loss": passes.MeanSquaredError(), "optimizer": passes.SGD(0.1), "schedule": schedule}
-    >>> executor = graphopt.Executor(graphopt.compile(models.linear((1,), 1), **steps))
-    >>> one = numpy.ones((1, 1), numpy.float32)
-    >>> [round(executor.step(x=one, target=one)["learning_rate"], 4) for _ in range(4)]
+    >>> passes.StepDecay(every=2).rates(0.1, 4).round(4).tolist()
     [0.1, 0.1, 0.01, 0.01]
     """
 
@@ -233,11 +208,7 @@ class Exponential(Schedule):
     Args:
         factor: the factor of the rate in each step.
 
-    >>> schedule = passes.Exponential(0.5)
-    >>> steps = {"loss": passes.MeanSquaredError(), "optimizer": passes.SGD(0.1), "schedule": schedule}
-    >>> executor = graphopt.Executor(graphopt.compile(models.linear((1,), 1), **steps))
-    >>> one = numpy.ones((1, 1), numpy.float32)
-    >>> [round(executor.step(x=one, target=one)["learning_rate"], 4) for _ in range(3)]
+    >>> passes.Exponential(0.5).rates(0.1, 3).round(4).tolist()
     [0.1, 0.05, 0.025]
     """
 
@@ -257,11 +228,7 @@ class OneCycle(Schedule):
         start: the divisor of base that gives the first rate.
         finish: the divisor of the first rate that gives the last rate.
 
-    >>> schedule = passes.OneCycle(steps=5, rise=0.4, start=10)
-    >>> steps = {"loss": passes.MeanSquaredError(), "optimizer": passes.SGD(0.1), "schedule": schedule}
-    >>> executor = graphopt.Executor(graphopt.compile(models.linear((1,), 1), **steps))
-    >>> one = numpy.ones((1, 1), numpy.float32)
-    >>> [round(executor.step(x=one, target=one)["learning_rate"], 4) for _ in range(5)]
+    >>> passes.OneCycle(steps=5, rise=0.4, start=10).rates(0.1, 5).round(4).tolist()
     [0.01, 0.1, 0.075, 0.025, 0.0]
     """
 
@@ -300,11 +267,7 @@ class InverseScaling(Schedule):
         power: the exponent.
         every: the number of steps with the same rate, such as an epoch: base / (floor(t / every) + 1)^power.
 
-    >>> schedule = passes.InverseScaling(power=1)
-    >>> steps = {"loss": passes.MeanSquaredError(), "optimizer": passes.SGD(0.1), "schedule": schedule}
-    >>> executor = graphopt.Executor(graphopt.compile(models.linear((1,), 1), **steps))
-    >>> one = numpy.ones((1, 1), numpy.float32)
-    >>> [round(executor.step(x=one, target=one)["learning_rate"], 4) for _ in range(3)]
+    >>> passes.InverseScaling(power=1).rates(0.1, 3).round(4).tolist()
     [0.1, 0.05, 0.0333]
     """
 
@@ -325,11 +288,7 @@ class Optimal(Schedule):
     Args:
         alpha: the factor; scikit-learn uses the strength of its regularizer.
 
-    >>> schedule = passes.Optimal(alpha=0.01)
-    >>> steps = {"loss": passes.MeanSquaredError(), "optimizer": passes.SGD(0.1), "schedule": schedule}
-    >>> executor = graphopt.Executor(graphopt.compile(models.linear((1,), 1), **steps))
-    >>> one = numpy.ones((1, 1), numpy.float32)
-    >>> [round(executor.step(x=one, target=one)["learning_rate"], 3) for _ in range(3)]
+    >>> passes.Optimal(alpha=0.01).rates(0.1, 3).round(3).tolist()
     [3.162, 3.065, 2.974]
     """
 

@@ -207,6 +207,7 @@ def test_warmup_grows_to_the_base_rate(schedule):
     )
     rates = [float(outputs["learning_rate"]) for outputs in run(step, 5, {"x": X, "target": T})]
     np.testing.assert_allclose(rates, [0.1, 0.2, 0.3, 0.4, 0.4])
+    np.testing.assert_allclose(schedule.rates(0.4, 5), rates)
 
 
 def test_the_rate_reaches_the_update():
