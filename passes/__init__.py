@@ -10,8 +10,6 @@ from graphopt.targets.onnxruntime.fuse import Fuse as Fuse
 from graphopt.targets.portable import Portable as Portable
 from passes.accumulate import Accumulate as Accumulate
 from passes.clipping import *
-from passes.diagnostics import GradientNorm as GradientNorm
-from passes.diagnostics import ReportGradients as ReportGradients
 from passes.differentiate import Differentiate as Differentiate
 from passes.gradient_stops import StopGradient as StopGradient
 from passes.gradient_stops import stop_gradient as stop_gradient

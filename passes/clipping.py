@@ -1,26 +1,24 @@
-"""Clip gradients before the optimizer reads them.
-
-The base class replaces the gradients among the outputs. A subclass implements `clip`.
-"""
+"""Clip gradients before the optimizer reads them, or report them: the pipeline's step `clip`."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, final
+from typing import final
 
 import onnx_ir as ir
 
-from graphopt.graph import roles
+from graphopt.errors import GraphoptError
 from graphopt.graph.emitter import Emitter
-from graphopt.graph.rewriting import Pass, retire
-from graphopt.graph.roles import Role
+from graphopt.graph.names import report_of, value_of
+from graphopt.graph.rewriting import Pass, Pattern, retire, selects
+from graphopt.graph.roles import Role, set_role, with_role
+from graphopt.graph.values import name_of, wide_type
 from graphopt.intervals import within
-from passes import ort_kernels as fused
-from passes.diagnostics import report_norm
+from passes.optimizers import call_kernel
 
-__all__ = ["Clip", "ClipGlobalNorm", "ClipValue"]
+__all__ = ["Clip", "ClipGlobalNorm", "ClipValue", "GradientNorm", "ReportGradients"]
 
 
 @dataclass(frozen=True)
@@ -48,11 +46,9 @@ class Clip(Pass):
         gradients = self.required(model, Role.GRADIENT, "run Gradient first")
         with Emitter(model) as op:
             for gradient, clipped in zip(gradients, self.clip(op, model, gradients), strict=True):
-                place = list(model.graph.outputs).index(gradient)
-                name = gradient.name
+                place, clipped.name = model.graph.outputs.index(gradient), gradient.name
                 retire(model, gradient)
-                clipped.name = name
-                model.graph.outputs[place] = roles.set_role(clipped, Role.GRADIENT)
+                model.graph.outputs[place] = set_role(clipped, Role.GRADIENT)
 
 
 @dataclass(frozen=True)
@@ -75,9 +71,8 @@ class ClipGlobalNorm(Clip):
 
     def clip(self, op: Emitter, model: ir.Model, gradients: Sequence[ir.Value]) -> list[ir.Value]:
         if self.fused:
-            tensors: Any = ([], [gradients], [gradients])
-            options: Any = {"flag": False, "max_norm": self.max_norm}
-            return fused.call(op, model, "InplaceClipGradNorm", *tensors, **options)[0]
+            kernel, columns = "InplaceClipGradNorm", [gradients]
+            return call_kernel(op, model, kernel, [], columns, columns, max_norm=self.max_norm)[0]
         norm = report_norm(op, model, gradients)
         scale = op.Min(self.max_norm / (norm + 1e-6), 1.0)
         return [gradient * op.Cast(scale, to=gradient.dtype) for gradient in gradients]
@@ -99,3 +94,59 @@ class ClipValue(Clip):
 
     def clip(self, op: Emitter, model: ir.Model, gradients: Sequence[ir.Value]) -> list[ir.Value]:
         return [op.Clip(gradient, -self.limit, self.limit) for gradient in gradients]
+
+
+@dataclass(frozen=True)
+class GradientNorm(Pass):
+    """Report `gradient_norm`, the Euclidean norm of all gradients together, as `ClipGlobalNorm` does.
+
+    Raises:
+        GraphoptError: the model has no gradients.
+
+    >>> steps = {"loss": passes.MeanSquaredError(), "clip": passes.GradientNorm(), "optimizer": passes.SGD(0.1)}
+    >>> graphopt.Executor(graphopt.compile(models.linear((2,), 1), **steps)).reported
+    ['loss', 'y', 'gradient_norm']
+    """
+
+    def rewrite(self, model: ir.Model) -> None:
+        with Emitter(model) as op:
+            report_norm(op, model, self.required(model, Role.GRADIENT, "run Gradient first"))
+
+
+@dataclass(frozen=True)
+class ReportGradients(Pass):
+    """Report the gradient of each parameter NAME at this point of the pipeline as `NAME.gradient`.
+
+    Args:
+        parameters: shell-style patterns of names, one or several.
+
+    Raises:
+        GraphoptError: the model has no gradients, or no parameter matches.
+
+    >>> report = passes.ReportGradients("*.bias")
+    >>> steps = {"loss": passes.MeanSquaredError(), "clip": report, "optimizer": passes.SGD(0.1)}
+    >>> graphopt.Executor(graphopt.compile(models.linear((2,), 1), **steps)).reported
+    ['loss', 'y', 'layers.0.bias.gradient']
+    """
+
+    parameters: Pattern = "*"
+
+    def rewrite(self, model: ir.Model) -> None:
+        gradients = {value_of(g): g for g in self.required(model, Role.GRADIENT, "run Gradient first")}
+        trained = {name_of(p): p for p in with_role(model, Role.PARAMETER)}
+        chosen = {name: g for name, g in gradients.items() if selects(self.parameters, trained[name])}
+        if not chosen:
+            raise GraphoptError(f"{self}: matches no parameter; the model trains: {', '.join(gradients)}")
+        with Emitter(model) as op:
+            for name, gradient in chosen.items():
+                reported = op.Identity(gradient, _outputs=[report_of(name)])
+                model.graph.outputs.append(set_role(reported, Role.DIAGNOSTIC))
+
+
+def report_norm(op: Emitter, model: ir.Model, gradients: Sequence[ir.Value]) -> ir.Value:
+    """Report the norm of gradients as `gradient_norm` and return it. 16-bit gradients are summed in float32."""
+    squares = [op.ReduceSumSquare(op.cast(g, wide_type(g)), keepdims=0) for g in gradients]
+    common = max((square.dtype for square in squares), key=lambda dtype: dtype.itemsize)
+    norm = op.Sqrt(op.Sum(*[op.Cast(square, to=common) for square in squares]), _outputs=["gradient_norm"])
+    model.graph.outputs.append(set_role(norm, Role.DIAGNOSTIC))
+    return norm

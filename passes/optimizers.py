@@ -1,8 +1,4 @@
-"""Update parameters from their gradients.
-
-The base class declares the slots, the rate and the step counter, adds weight decay and removes the gradients from the
-outputs. A subclass names its slots and implements its formula in `update`.
-"""
+"""Update parameters from their gradients."""
 
 from __future__ import annotations
 
@@ -19,12 +15,12 @@ from graphopt.errors import GraphoptError
 from graphopt.graph import state
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.names import gradient_of
+from graphopt.graph.operators import MICROSOFT
 from graphopt.graph.rewriting import Pass, Pattern, selects
-from graphopt.graph.roles import Role, with_role
+from graphopt.graph.roles import Role, needs_training_runtime, with_role
 from graphopt.graph.state import LEARNING_RATE
-from graphopt.graph.values import dtype_of, name_of, wide_type
+from graphopt.graph.values import dtype_of, like, name_of, wide_type
 from graphopt.intervals import check_intervals, within
-from passes import ort_kernels
 
 __all__ = ["Adagrad", "Adam", "AdamW", "Group", "Lion", "Optimizer", "RMSprop", "SGD"]
 
@@ -111,7 +107,12 @@ class Optimizer(Pass):
                 f"SGD without momentum: leave it out"
             )
         parameters = {gradient_of(p): p for p in with_role(model, Role.PARAMETER)}
-        self._check_groups(list(parameters.values()))
+        for group in self.groups:
+            if not any(selects(group.pattern, parameter) for parameter in parameters.values()):
+                raise GraphoptError(
+                    f"{type(self).__name__}: groups: pattern {group.pattern!r} matches no parameter; the model trains: "
+                    f"{', '.join(map(name_of, parameters.values()))}"
+                )
         for gradient in gradients:
             model.graph.outputs.remove(gradient)
         types = {wide_type(p) for p in parameters.values()}
@@ -163,17 +164,8 @@ class Optimizer(Pass):
             inputs.append((w, g if self.decoupled or not decay else g + decay * w, *row[2:]))
         columns = list(zip(*inputs, strict=True))
         updated = [columns[0], *columns[2:]]  # all but the gradients
-        tensors = (scalars[: len(updated)], columns, updated)
-        results = ort_kernels.call(op, model, kernel[0], *tensors, flag=True, **kernel[1])
-        return zip(*results, strict=True)
-
-    def _check_groups(self, parameters: list[Value]) -> None:
-        for group in self.groups:
-            if not any(selects(group.pattern, parameter) for parameter in parameters):
-                raise GraphoptError(
-                    f"{type(self).__name__}: groups: pattern {group.pattern!r} matches no parameter; the model trains: "
-                    f"{', '.join(name_of(parameter) for parameter in parameters)}"
-                )
+        scalars = scalars[: len(updated)]
+        return zip(*call_kernel(op, model, kernel[0], scalars, columns, updated, **kernel[1]), strict=True)
 
 
 @dataclass(frozen=True)
@@ -272,10 +264,8 @@ class AdamW(Adam):
     Args:
         weight_decay: the share of each parameter that a step removes, times the rate.
 
-    >>> optimizer = passes.AdamW(1e-3, weight_decay=0.1)
-    >>> step = graphopt.compile(models.linear((2,), 1), loss=passes.MeanSquaredError(), optimizer=optimizer)
-    >>> round(graphopt.Executor(step).learning_rate, 6)
-    0.001
+    >>> passes.AdamW(1e-3, weight_decay=0.1).slots()
+    {'exp_sum': 0.0, 'exp_sum_sq': 0.0}
     """
 
     weight_decay: float = within("[0, inf)", 0.01, kw_only=True)
@@ -295,9 +285,8 @@ class Adagrad(Optimizer):
         initial_accumulator: the initial value of the sum.
         epsilon: the number added to the root of the sum, to avoid division by 0.
 
-    >>> step = graphopt.compile(models.linear((2,), 1), loss=passes.MeanSquaredError(), optimizer=passes.Adagrad(0.1))
-    >>> sorted(graphopt.Executor(step).state)[:2]
-    ['layers.0.bias', 'layers.0.bias.sum']
+    >>> passes.Adagrad(0.1).slots()
+    {'sum': 0.0}
     """
 
     initial_accumulator: float = within("[0, inf)", 0.0)
@@ -321,10 +310,8 @@ class RMSprop(Optimizer):
         momentum: the decay of the velocity, which accumulates the steps as in PyTorch. 0 turns it off.
         centered: subtract the square of the mean gradient from the mean of squares.
 
-    >>> optimizer = passes.RMSprop(0.01, centered=True)
-    >>> step = graphopt.compile(models.linear((2,), 1), loss=passes.MeanSquaredError(), optimizer=optimizer)
-    >>> sorted(graphopt.Executor(step).state)[:3]
-    ['layers.0.bias', 'layers.0.bias.grad_avg', 'layers.0.bias.square_avg']
+    >>> passes.RMSprop(0.01, centered=True).slots()
+    {'square_avg': 0.0, 'grad_avg': 0.0}
     """
 
     alpha: float = within("[0, 1)", 0.99)
@@ -357,9 +344,8 @@ class Lion(Optimizer):
         beta1: the share of the mean in the update's direction.
         beta2: the decay of the mean m of gradients.
 
-    >>> step = graphopt.compile(models.linear((2,), 1), loss=passes.MeanSquaredError(), optimizer=passes.Lion(1e-4))
-    >>> sorted(graphopt.Executor(step).state)[:2]
-    ['layers.0.bias', 'layers.0.bias.exp_avg']
+    >>> passes.Lion(1e-4).slots()
+    {'exp_avg': 0.0}
     """
 
     learning_rate: float = within("[0, inf)", 1e-4)
@@ -377,6 +363,42 @@ class Lion(Optimizer):
         return w - rate * direction, self.beta2 * m + (1 - self.beta2) * g
 
 
-def _rounded(number: float, like: Value) -> float:
-    """Round a number to the type of `like`, so that 1 - 0.999 corrects the bias of a float32 moment exactly."""
-    return float(dtype_of(like).numpy().type(number))
+def _rounded(number: float, x: Value) -> float:
+    """Round a number to the type of `x`, so that 1 - 0.999 corrects the bias of a float32 moment exactly."""
+    return float(dtype_of(x).numpy().type(number))
+
+
+def call_kernel(
+    op: Emitter,
+    model: ir.Model,
+    op_type: str,
+    scalars: Sequence[Value],
+    columns: Sequence[Sequence[Value]],
+    updated: Sequence[Sequence[Value]],
+    **attributes: Any,
+) -> list[list[Value]]:
+    """Emit a kernel of onnxruntime-training that updates all tensors of a step at once; return those of its outputs.
+
+    It updates in place. SequenceConstruct copies its inputs, so that the buffers of the state do not change.
+
+    Args:
+        scalars: the first inputs. The first output of a kernel that has any is a flag that it has run.
+        columns: the tensors of the other inputs, each of which is a sequence of float32 tensors.
+        updated: the columns that the kernel updates and returns.
+    """
+    for x in (x for column in columns for x in column):
+        if x.dtype != ir.DataType.FLOAT:
+            raise GraphoptError(
+                f"fused: {op_type} of onnxruntime-training expects float32, found {x.name!r} of {x.dtype}: set "
+                f"fused=False"
+            )
+    needs_training_runtime(model)
+    sequences = [op.SequenceConstruct(*column) for column in columns]
+    count = bool(scalars) + len(updated)
+    node = ir.node(op_type, [*scalars, *sequences], attributes, domain=MICROSOFT, num_outputs=count)
+    model.graph.append(node)
+    results = []
+    for sequence, column in zip(node.outputs[-len(updated) :], updated, strict=True):
+        sequence.type = ir.SequenceType(ir.TensorType(ir.DataType.FLOAT))
+        results.append([like(op.SequenceAt(sequence, i), x) for i, x in enumerate(column)])
+    return results
