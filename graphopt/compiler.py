@@ -233,8 +233,7 @@ def split_step(
     ['step.next', 'layers.0.bias.next', 'layers.0.weight.next']
     """
     import passes
-    from passes.parts.batch_statistics import stages_of_batch
-    from passes.parts.halves import cut
+    from passes.parts import cut, stages_of_batch
 
     if statistics not in ("synchronized", "local"):
         raise GraphoptError(f"statistics: expected 'synchronized' or 'local', found {statistics!r}")
@@ -270,7 +269,7 @@ def outer_step(step: ir.Model, optimizer: Step | None = None) -> ir.Model:
     ['outer.step.next', 'layers.0.bias.next', 'layers.0.weight.next']
     """
     import passes
-    from passes.parts.halves import outer_update
+    from passes.parts import outer_update
 
     return outer_update(step, optimizer or passes.SGD(0.7, momentum=0.9, nesterov=True))
 
@@ -285,7 +284,7 @@ class LayerGraphs:
 
     def with_yield(self) -> ir.Model:
         """Return the joint graph with a YieldOp between forward and backward, in the form for a TrainingAgent."""
-        from passes.parts.vector_jacobian import yielding
+        from passes.parts import yielding
 
         return yielding(self.joint)
 
@@ -301,7 +300,7 @@ def compile_layer(model: Source, **steps: Steps | Default) -> LayerGraphs:
         GraphoptError: the model cannot be read, or a pass rejects it.
     """
     import passes
-    from passes.parts.vector_jacobian import forward_and_backward
+    from passes.parts import forward_and_backward
 
     if steps.get("gradient", DEFAULT) is DEFAULT:
         steps["gradient"] = passes.VectorJacobianProduct()

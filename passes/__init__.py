@@ -11,8 +11,9 @@ from graphopt.targets.portable import Portable as Portable
 from passes.accumulate import Accumulate as Accumulate
 from passes.clipping import *
 from passes.differentiate import Differentiate as Differentiate
-from passes.gradient_stops import StopGradient as StopGradient
-from passes.gradient_stops import stop_gradient as stop_gradient
+from passes.differentiate import StopGradient as StopGradient
+from passes.differentiate import VectorJacobianProduct as VectorJacobianProduct
+from passes.differentiate import stop_gradient as stop_gradient
 from passes.gradients import Gradient as Gradient
 from passes.gradients import GradientSource as GradientSource
 from passes.gradients.registry import gradient as gradient
@@ -27,7 +28,6 @@ from passes.optimizers import *
 from passes.ort_gradient import OrtGradient as OrtGradient
 from passes.parameters import Parameters as Parameters
 from passes.parameters import Untie as Untie
-from passes.parts.vector_jacobian import VectorJacobianProduct as VectorJacobianProduct
 from passes.recompute import Recompute as Recompute
 from passes.regularizers import *
 from passes.schedules import *

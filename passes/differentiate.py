@@ -1,4 +1,4 @@
-"""Compute gradients as a graph: for saliency, adversarial examples, physics-informed losses and Hessians."""
+"""Compute gradients as a graph, for saliency, adversarial examples, physics-informed losses and Hessians; stop them."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ from dataclasses import dataclass
 import onnx_ir as ir
 
 from graphopt.errors import GraphoptError, unknown
+from graphopt.graph import state
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.metadata import DERIVATIVE
-from graphopt.graph.names import derivative_of, seed_of
-from graphopt.graph.rewriting import Pass
+from graphopt.graph.names import derivative_of, gradient_of, seed_of
+from graphopt.graph.rewriting import Pass, Pattern, matches
+from graphopt.graph.roles import Role, set_role, stop_gradient_at, with_role
 from graphopt.graph.shapes import ensure_typed
-from graphopt.graph.values import is_floating
-from passes.gradients.walk import backward, zeros
+from graphopt.graph.values import is_floating, like, name_of
+from passes.gradients.walk import backward, lost, zeros
 
 
 @dataclass(frozen=True)
@@ -61,8 +63,7 @@ class Differentiate(Pass):
                 seed = ir.Value(name=seed_of(y), type=y.type, shape=y.shape)
                 model.graph.inputs.append(seed)
             else:
-                seed = op.Expand(op.constant(1.0, like=y), op.shape_of(y))
-                seed.shape = y.shape
+                seed = like(op.Expand(op.constant(1.0, like=y), op.shape_of(y)), y)
             wrt = [values[name] for name in self.wrt]
             gradients = backward(op, model.graph, {y: seed}, wrt)
             for x in wrt:
@@ -74,3 +75,91 @@ class Differentiate(Pass):
                 derivative = op.Identity(gradient, _outputs=[derivative_of(y, x)])
                 DERIVATIVE.set(derivative)
                 model.graph.outputs.append(derivative)
+
+
+@dataclass(frozen=True)
+class VectorJacobianProduct(Pass):
+    """Differentiate by the inputs and parameters, for a loss outside the model: add an output `X.grad` for each X.
+
+    Each floating-point output Y gets an input `Y.seed` of the same shape: the gradient of the objective by Y. An input
+    on which no output depends differentiably has no `X.grad`.
+
+    Args:
+        inputs: shell-style patterns of the floating-point inputs to differentiate by. None selects none.
+
+    Raises:
+        GraphoptError: no floating-point output depends differentiably on anything, or none on a parameter; or
+            operators in between have no rule.
+
+    >>> layer = graphopt.ForwardBackward(models.linear((2,), 1), gradient=passes.VectorJacobianProduct(inputs=None))
+    >>> [value.name for value in layer.backward_model.graph.outputs]
+    ['layers.0.bias.grad', 'layers.0.weight.grad']
+    """
+
+    inputs: Pattern = "*"
+
+    def rewrite(self, model: ir.Model) -> None:
+        ensure_typed(model)
+        data = [x for x in with_role(model, Role.DATA) if is_floating(x) and matches(x.name, self.inputs)]
+        parameters = with_role(model, Role.PARAMETER)
+        outputs = [y for y in with_role(model, Role.PREDICTION) if is_floating(y)]
+        seeds = {y: ir.Value(name=seed_of(y), type=y.type, shape=y.shape) for y in outputs}
+        for seed in seeds.values():
+            state.check_free(model, name_of(seed))
+            model.graph.inputs.append(set_role(seed, Role.SEED))
+        with Emitter(model) as op:
+            gradients = backward(op, model.graph, seeds, [*data, *parameters])
+            missing = [lost(parameter) for parameter in parameters if parameter not in gradients]
+            if missing:
+                raise GraphoptError(f"the outputs do not depend on {', '.join(missing)}: freeze them")
+            if not gradients:
+                raise GraphoptError(
+                    "no gradient to compute: expected parameters, or floating-point inputs that outputs depend on "
+                    "differentiably, found none: set inputs, or run Parameters first"
+                )
+            for x in gradients:
+                gradient = op.Identity(gradients[x], _outputs=[gradient_of(x)])
+                model.graph.outputs.append(set_role(gradient, Role.GRADIENT))
+
+
+def stop_gradient(op: Emitter, x: ir.Value) -> ir.Value:
+    """Return the value of `x` as a constant for gradients. Call it in traced functions.
+
+    >>> def distillation(op, prediction, target):
+    ...     return op.Pow(prediction - passes.stop_gradient(op, target), 2)
+    >>> passes.CustomLoss(distillation).reduction
+    'mean'
+    """
+    return stop_gradient_at(like(op.Identity(x), x))
+
+
+@dataclass(frozen=True)
+class StopGradient(Pass):
+    """Treat the values named `values` as constants for gradients, so that nothing trains through them.
+
+    Args:
+        values: shell-style patterns of the names of values, one or several.
+
+    Raises:
+        GraphoptError: no value of the graph has a matching name.
+
+    >>> steps = {"loss": passes.MeanSquaredError(), "gradient": [passes.StopGradient("x"), passes.Gradient()]}
+    >>> step = graphopt.compile(models.linear((2,), 1), **steps)
+    """
+
+    values: Pattern
+
+    def rewrite(self, model: ir.Model) -> None:
+        matching = [x for node in model.graph for x in node.outputs if matches(x.name, self.values)]
+        matching += [x for x in model.graph.inputs if matches(x.name, self.values)]
+        if not matching:
+            raise GraphoptError(
+                f"stop_gradient.values={self.values!r}: expected names of values in the graph, found no match: "
+                f"graphopt.listing shows the names"
+            )
+        with Emitter(model) as op:
+            for x in matching:
+                uses = list(x.uses())
+                stopped = stop_gradient(op, x)
+                for user, index in uses:
+                    user.replace_input_with(index, stopped)

@@ -167,12 +167,12 @@ SPLITTING = [
         ("random_numbers", " or node.op_type in RANDOM", ""),
     ),
     *of(
-        "passes/parts/halves.py",
+        "passes/parts.py",
         "halves",
         ("twins_compute", "user.replace_input_with(index, scaled)", "user.replace_input_with(index, x)"),
     ),
     *of(
-        "passes/parts/halves.py",
+        "passes/parts.py",
         "batch_statistics",
         (
             "unequal_rows",

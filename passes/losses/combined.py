@@ -17,7 +17,7 @@ from graphopt.graph.roles import Role, role_of, set_role, with_role
 from graphopt.graph.traversal import ancestors, values_read
 from graphopt.graph.values import is_floating, name_of, tensor_type
 from graphopt.intervals import within
-from passes.losses.loss import Loss, new_target, report_loss
+from passes.losses.loss import Loss, new_input, report_loss
 
 __all__ = ["CustomLoss", "Losses", "OwnLoss"]
 
@@ -66,7 +66,7 @@ class CustomLoss(Loss):
             return others + super().operands(model, prediction, target_name)
         what = "CustomLoss(targets)"
         kinds = {name: tensor_type(f"{what}: {name!r}", text) for name, text in self.targets.items()}
-        return others + [new_target(model, name, *kind) for name, kind in kinds.items()]
+        return others + [new_input(model, name, *kind) for name, kind in kinds.items()]
 
 
 @dataclass(frozen=True)

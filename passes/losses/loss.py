@@ -1,7 +1,4 @@
-"""Define the base class of losses, and losses of predicted numbers, rates and quantiles.
-
-The base class adds the inputs `target` and `sample_weight`, and reports the loss.
-"""
+"""Define the base class of losses, and losses of predicted numbers, rates and quantiles."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ from graphopt.graph.emitter import Emitter
 from graphopt.graph.metadata import BATCH_WEIGHT, TargetSpec
 from graphopt.graph.rewriting import Pass, Read
 from graphopt.graph.roles import Role, role_of, set_role, with_role
-from graphopt.graph.values import dtype_of, is_floating, name_of
+from graphopt.graph.values import dims_of, dtype_of, is_floating, name_of
 from graphopt.intervals import within
 
 __all__ = ["Elastic", "Huber", "Loss", "MeanAbsoluteError", "MeanSquaredError", "Poisson", "Quantile"]
@@ -81,8 +78,7 @@ class Loss(Pass):
             elements = elements * rows
             weights = rows if weights is None else weights * rows
         if self.reduction == "none":
-            assert elements.shape is not None
-            axes = [*range(1, len(elements.shape))]
+            axes = [*range(1, len(dims_of(elements)))]
             return op.ReduceMean(elements, axes, keepdims=0) if axes else elements
         total = op.ReduceSum(elements, keepdims=0)
         if self.reduction == "sum":
@@ -108,7 +104,7 @@ class Loss(Pass):
     def operands(self, model: ir.Model, prediction: ir.Value, target_name: str) -> list[ir.Value]:
         """Return what the prediction is compared with, by default a new input for the target."""
         dtype, shape = self.target_type(prediction)
-        target = new_target(model, target_name, dtype, shape)
+        target = new_input(model, target_name, dtype, shape)
         TargetSpec(name_of(prediction), self.task, **self.metric(prediction)).write(target)
         return [target]
 
@@ -118,8 +114,7 @@ class Loss(Pass):
 
     def target_type(self, prediction: ir.Value) -> tuple[ir.DataType, ir.Shape]:
         """Return the element type and shape of the target, by default those of the prediction."""
-        assert prediction.shape is not None
-        return dtype_of(prediction), prediction.shape
+        return dtype_of(prediction), ir.Shape(dims_of(prediction))
 
     @property
     def row_axis(self) -> int:
@@ -133,9 +128,7 @@ class Loss(Pass):
     def _prediction(self, model: ir.Model) -> ir.Value:
         own = (v for v in model.graph.outputs if role_of(v) in (None, Role.PREDICTION))
         floating = [value for value in own if is_floating(value)]
-        outputs = floating
-        if self.output is not None:
-            outputs = [value for value in outputs if value.name == self.output]
+        outputs = [value for value in floating if self.output in (None, value.name)]
         if len(outputs) != 1:
             raise GraphoptError(_choice(type(self).__name__, self.output, floating))
         (prediction,) = outputs
@@ -153,12 +146,14 @@ class Loss(Pass):
         return prediction
 
 
-def new_target(model: ir.Model, name: str, dtype: ir.DataType, shape: ir.Shape) -> ir.Value:
-    """Add an input that training and evaluation read, and prediction does not."""
+def new_input(
+    model: ir.Model, name: str, dtype: ir.DataType, shape: ir.Shape, role: Role = Role.TARGET
+) -> ir.Value:
+    """Add an input to the graph."""
     state.check_free(model, name)
-    target = ir.Value(name=name, type=ir.TensorType(dtype), shape=ir.Shape(list(shape)))
-    model.graph.inputs.append(set_role(target, Role.TARGET))
-    return target
+    value = ir.Value(name=name, type=ir.TensorType(dtype), shape=ir.Shape(list(shape)))
+    model.graph.inputs.append(set_role(value, role))
+    return value
 
 
 def _choice(loss: str, output: str | None, outputs: Sequence[ir.Value]) -> str:
@@ -192,11 +187,8 @@ def _sample_weight(model: ir.Model, prediction: ir.Value, row_axis: int) -> ir.V
     weights = with_role(model, Role.SAMPLE_WEIGHT)
     if weights:
         return weights[0]
-    assert prediction.shape is not None
-    state.check_free(model, "sample_weight")
-    value = ir.Value(name="sample_weight", type=prediction.type, shape=ir.Shape([prediction.shape[row_axis]]))
-    model.graph.inputs.append(set_role(value, Role.SAMPLE_WEIGHT))
-    return value
+    shape = ir.Shape([dims_of(prediction)[row_axis]])
+    return new_input(model, "sample_weight", dtype_of(prediction), shape, Role.SAMPLE_WEIGHT)
 
 
 def epsilon(value: ir.Value) -> float:

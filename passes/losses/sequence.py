@@ -12,10 +12,10 @@ from graphopt.errors import GraphoptError
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.values import dims_of, wide_type
 from graphopt.intervals import within
-from passes.gradient_stops import stop_gradient
+from passes.differentiate import stop_gradient
 from passes.gradients.rules.control_flow import scan_over
 from passes.losses.classification import log_probabilities
-from passes.losses.loss import Loss, new_target
+from passes.losses.loss import Loss, new_input
 
 __all__ = ["CTC"]
 
@@ -78,7 +78,7 @@ class CTC(Loss):
         shapes = {target_name: Shape([rows, f"{target_name}_labels"])}
         if self.input_lengths:
             shapes[target_name.replace("target", "input_lengths", 1)] = Shape([rows])
-        return [new_target(model, name, DataType.INT64, shape) for name, shape in shapes.items()]
+        return [new_input(model, name, DataType.INT64, shape) for name, shape in shapes.items()]
 
     def compare(self, op: Emitter, prediction: Value, target: Value, lengths: Value | None = None) -> Value:
         scores = log_probabilities(op, prediction, self.from_logits, self.axis)

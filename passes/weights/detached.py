@@ -18,7 +18,7 @@ from graphopt.graph.inference import in_inference
 from graphopt.graph.metadata import EXPORT_ANEW, EXPORTED_CALL, STOP_GRADIENT, note_of
 from graphopt.graph.traversal import ancestors
 from graphopt.graph.values import like, name_of
-from passes.gradient_stops import stop_gradient
+from passes.differentiate import stop_gradient
 from passes.weights.exported_program import FOLDED_FROM, Call, ExportedProgram, call_of
 from passes.weights.initializers import is_weight
 
