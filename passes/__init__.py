@@ -20,7 +20,6 @@ from passes.gradients.registry import gradient as gradient
 from passes.losses.classification import *
 from passes.losses.combined import *
 from passes.losses.loss import *
-from passes.losses.sequence import *
 from passes.mixed_precision import DynamicLossScale as DynamicLossScale
 from passes.mixed_precision import MixedPrecision as MixedPrecision
 from passes.normalize import Normalize as Normalize

@@ -1,4 +1,1 @@
-"""Define losses: the cost of a prediction, given its target.
-
-A subclass of the base class implements `compare(op, prediction, target)`.
-"""
+"""Define losses: the cost of a prediction, given its target."""

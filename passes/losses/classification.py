@@ -1,4 +1,4 @@
-"""Define losses of predicted classes, from logits or probabilities."""
+"""Define losses of predicted classes, and of sequences of these, from logits or probabilities."""
 
 from __future__ import annotations
 
@@ -12,14 +12,17 @@ import onnx_ir as ir
 from graphopt.errors import GraphoptError
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.rewriting import Read
-from graphopt.graph.values import dims_of, is_floating, rank
+from graphopt.graph.values import dims_of, is_floating, rank, wide_type
 from graphopt.intervals import within
 from graphopt.moments import weights_of
-from passes.losses.loss import Loss, epsilon, positive
+from passes.differentiate import stop_gradient
+from passes.gradients.rules.control_flow import scan_over
+from passes.losses.loss import Loss, epsilon, new_input, positive
 
-__all__ = ["BinaryCrossEntropy", "CrossEntropy", "Hinge", "KLDivergence"]
+__all__ = ["BinaryCrossEntropy", "CTC", "CrossEntropy", "Hinge", "KLDivergence"]
 
 _MANY = 2**20  # classes from which on the graph computes the class numbers instead of storing them
+IMPOSSIBLE = -1e30  # the logarithm of a probability of 0; with infinity, gradients would be NaN
 
 
 @dataclass(frozen=True)
@@ -171,17 +174,13 @@ class CrossEntropy(_OverClasses):
                 "CrossEntropy(class_weights='balanced'): expected class numbers as targets, found "
                 "target_probabilities=True: give a number for each class"
             )
-        weights = weights_of(read(target_name), self._classes_of(model), self.ignore_index)
-        return replace(self, class_weights=weights)
-
-    def _classes_of(self, model: ir.Model) -> int | None:
-        """Return the number of classes that a model predicts, or None if its file does not say."""
         outputs = [y for y in model.graph.outputs if is_floating(y) and self.output in (None, y.name)]
         axes = len(outputs[0].shape or ()) if len(outputs) == 1 else 0
-        return self._classes(outputs[0]) if -axes <= self.axis < axes else None
+        classes = self._classes(outputs[0]) if -axes <= self.axis < axes else None
+        return replace(self, class_weights=weights_of(read(target_name), classes, self.ignore_index))
 
     def compare(self, op: Emitter, prediction: ir.Value, target: ir.Value) -> ir.Value:
-        log_p = log_probabilities(op, prediction, self.from_logits, self.axis)
+        log_p = _log_probabilities(op, prediction, self.from_logits, self.axis)
         q = target if self.target_probabilities else self._one_hot(op, prediction, target)
         if self.label_smoothing:
             whole = op.ReduceSum(q, [self.axis]) if self.ignore_index is not None else 1.0
@@ -272,9 +271,136 @@ class KLDivergence(_OverClasses):
     """
 
     def compare(self, op: Emitter, prediction: ir.Value, target: ir.Value) -> ir.Value:
-        log_p = log_probabilities(op, prediction, self.from_logits, self.axis)
+        log_p = _log_probabilities(op, prediction, self.from_logits, self.axis)
         divergence = target * (op.Log(positive(op, target)) - log_p)
         return op.ReduceSum(divergence, [self.axis], keepdims=0)
+
+
+@dataclass(frozen=True)
+class CTC(Loss):
+    """Compute -log p(labels) of labels without times: connectionist temporal classification, for speech and text.
+
+    The input `target` has the class numbers of the labels of each row, int64 [rows, most labels], and negative numbers
+    after the last one. `mean` divides the loss of each row by the number of its labels, as PyTorch does.
+
+    Args:
+        blank: the class that means no label.
+        axis: the axis of the classes in the prediction, which has three axes.
+        time_axis: the axis of the steps. The rows are along the remaining axis.
+        from_logits: the model predicts logits or logarithms of probabilities. Otherwise it predicts probabilities.
+        input_lengths: add an input `input_lengths`, int64 [rows], with the number of steps of each row, 1 or more.
+        zero_infinity: rows whose labels do not fit into their steps have no loss. Otherwise, their loss is infinite.
+
+    Raises:
+        GraphoptError: the prediction has other axes, or `blank` is none of its classes.
+
+    Source: Graves et al., "Connectionist Temporal Classification: Labelling Unsegmented Sequence Data with Recurrent
+    Neural Networks", ICML 2006, section 4.1.
+
+    >>> import onnx
+    >>> model = onnx.parser.parse_model(
+    ...     '''<ir_version: 10, opset_import: ["" : 21]>
+    ...     g (float[N,T,3] x) => (float[N,T,3] y) <float[3] w = {0, 0, 0}> { y = Add(x, w) }'''
+    ... )
+    >>> step = graphopt.compile(model, loss=passes.CTC(), optimizer=passes.SGD(0.1))
+    >>> feeds = {"x": numpy.zeros((1, 2, 3), numpy.float32), "target": numpy.int64([[1, -1]])}
+    >>> round(float(graphopt.Executor(step).step(feeds)["loss"]), 4)  # 3 of 9 paths: 1 1, 0 1 and 1 0
+    1.0986
+    """
+
+    blank: int = within("[0, inf)", 0)
+    axis: int = within("[-3, 2]", 2)
+    time_axis: int = within("[-3, 2]", 1)
+    from_logits: bool = True
+    input_lengths: bool = False
+    zero_infinity: bool = False
+
+    task = "sequence"
+
+    def operands(self, model: ir.Model, prediction: ir.Value, target_name: str) -> list[ir.Value]:
+        dims = dims_of(prediction)
+        if len(dims) != 3 or len({axis % 3 for axis in (self.axis, self.time_axis)}) != 2:
+            raise GraphoptError(
+                f"CTC(axis={self.axis}, time_axis={self.time_axis}): expected two of three axes, found "
+                f"{prediction.name!r} of shape {prediction.shape}"
+            )
+        rows, classes = dims[self.row_axis], dims[self.axis]
+        if isinstance(classes, int) and self.blank >= classes:
+            raise GraphoptError(
+                f"CTC(blank={self.blank}): expected one of the classes of {prediction.name!r}, found {classes} classes"
+            )
+        shapes = {target_name: ir.Shape([rows, f"{target_name}_labels"])}
+        if self.input_lengths:
+            shapes[target_name.replace("target", "input_lengths", 1)] = ir.Shape([rows])
+        return [new_input(model, name, ir.DataType.INT64, shape) for name, shape in shapes.items()]
+
+    def compare(
+        self, op: Emitter, prediction: ir.Value, target: ir.Value, lengths: ir.Value | None = None
+    ) -> ir.Value:
+        scores = _log_probabilities(op, prediction, self.from_logits, self.axis)
+        scores = op.Transpose(
+            op.cast(scores, wide_type(prediction)), perm=[self.time_axis % 3, self.row_axis, self.axis % 3]
+        )
+        states = self._states(op, target)
+        sizes = op.Concat(op.Shape(scores, end=1), op.shape_of(states), axis=0)
+        emissions = op.GatherElements(scores, op.Expand(op.Unsqueeze(states, [0]), sizes), axis=2)
+        emissions.shape = ir.Shape([dims_of(scores)[0], *dims_of(states)])
+        sequences = [emissions]  # the score of the class of each state in each step
+        if lengths is not None:
+            sequences.append(_running(op, scores, lengths))
+        alpha = self._forward(op, states, sequences)
+
+        labels = op.ReduceSum(op.Cast(op.GreaterOrEqual(target, 0), to=ir.DataType.INT64), [1])
+        ends = op.Concat(2 * labels, op.Max(2 * labels - 1, 0), axis=1)
+        missing = op.And(op.Equal(labels, 0), op.constant([[False, True]]))
+        last = op.GatherElements(alpha, ends, axis=1) + _barred(op, missing, alpha)
+        loss = -op.ReduceLogSumExp(last, [1], keepdims=0)
+        unfit = op.constant(0.0 if self.zero_infinity else np.inf, like=loss)
+        loss = op.Where(op.Less(loss, -IMPOSSIBLE / 2), loss, unfit)
+        if self.reduction == "mean":
+            loss = loss / op.Cast(op.Squeeze(op.Max(labels, 1), [1]), to=loss.dtype)
+        return op.cast(loss, prediction.dtype)
+
+    @property
+    def row_axis(self) -> int:
+        return 3 - self.time_axis % 3 - self.axis % 3
+
+    def _states(self, op: Emitter, target: ir.Value) -> ir.Value:
+        """Emit the class of each state: the labels, with blanks before, between and after them."""
+        rows, most = dims_of(target)
+        blanks = op.Expand(op.constant([[self.blank]]), op.shape_of(target))
+        pairs = op.Concat(op.Unsqueeze(blanks, [2]), op.Unsqueeze(op.Max(target, 0), [2]), axis=2)
+        last = op.Expand(op.constant([[self.blank]]), op.Concat(op.Shape(target, end=1), [1], axis=0))
+        states = op.Concat(op.Reshape(pairs, [0, -1]), last, axis=1)
+        states.shape = ir.Shape([rows, f"{most}_and_blanks"])
+        return states
+
+    def _forward(self, op: Emitter, states: ir.Value, sequences: list[ir.Value]) -> ir.Value:
+        """Emit the logarithm of the probability of all paths that end in each state after the last step."""
+        like = sequences[0]
+        column = op.Concat(op.Shape(states, end=1), [1], axis=0)
+        blank = op.Expand(op.constant([[self.blank]]), column)
+        earlier = _moved(op, _moved(op, states, blank), blank)
+        barred = op.Or(op.Equal(states, self.blank), op.Equal(states, earlier))
+        barred = _barred(op, barred, like)  # a path skips the blank between different labels
+        wall = op.Expand(op.constant([[IMPOSSIBLE]], like=like), column)
+
+        def step(
+            op: Emitter, carried: list[ir.Value], slices: list[ir.Value]
+        ) -> tuple[list[ir.Value], list[ir.Value]]:
+            alpha, (emitted, *running) = carried[0], slices
+            from_one = _moved(op, alpha, wall)
+            from_two = _moved(op, from_one, wall) + barred
+            most = stop_gradient(op, op.Max(alpha, from_one, from_two))
+            total = op.Exp(alpha - most) + op.Exp(from_one - most) + op.Exp(from_two - most)
+            following = most + op.Log(total) + emitted
+            return [op.Where(running[0], following, alpha) if running else following], []
+
+        places = op.Range(0, op.Squeeze(op.Shape(states, start=1)), 1)
+        start = op.Expand(_barred(op, op.Greater(places, 0), like), op.shape_of(states))
+        start.shape = states.shape
+        (alpha,) = scan_over(op, step, [start], sequences)
+        return alpha
 
 
 def _known(loss: Loss, weights: tuple[float, ...] | Literal["balanced"]) -> tuple[float, ...]:
@@ -306,22 +432,26 @@ def _logits(
 ) -> ir.Value | None:
     """Return the logits from which a prediction is computed, or None if the graph does not show them."""
     node = prediction.producer()
-    activated = node is not None and node.op_type == activation and node.domain == ""
-    if activated and axis is not None:
-        assert node is not None
-        activated = (node.attributes.get_int("axis", -1) - axis) % rank(prediction) == 0
+    if node is not None and (node.domain, node.op_type) != ("", activation):
+        node = None
+    if (
+        node is not None
+        and axis is not None
+        and (node.attributes.get_int("axis", -1) - axis) % rank(prediction)
+    ):
+        node = None
     if from_logits:
-        if activated:
+        if node is not None:
             warnings.warn(
                 f"{prediction.name!r} comes out of {activation}, but the loss expects logits: "
                 "set from_logits=False in the loss",
                 stacklevel=2,
             )
         return prediction
-    return node.inputs[0] if node is not None and activated else None
+    return None if node is None else node.inputs[0]
 
 
-def log_probabilities(op: Emitter, prediction: ir.Value, from_logits: bool, axis: int) -> ir.Value:
+def _log_probabilities(op: Emitter, prediction: ir.Value, from_logits: bool, axis: int) -> ir.Value:
     logits = _logits(prediction, "Softmax", from_logits, axis)
     return op.Log(positive(op, prediction)) if logits is None else op.LogSoftmax(logits, axis=axis)
 
@@ -331,3 +461,23 @@ def _softplus(op: Emitter, x: ir.Value) -> ir.Value:
     if x.dtype != ir.DataType.DOUBLE:
         return op.Softplus(x)
     return 0.5 * (x + op.Abs(x)) + op.Log(1.0 + op.Exp(-op.Abs(x)))
+
+
+def _running(op: Emitter, scores: ir.Value, lengths: ir.Value) -> ir.Value:
+    """Emit whether each step is one of its row, bool [steps, rows, 1]."""
+    steps = op.Range(0, op.Squeeze(op.Shape(scores, end=1)), 1)
+    running = op.Unsqueeze(op.Less(op.Unsqueeze(steps, [1]), op.Unsqueeze(lengths, [0])), [2])
+    running.shape = ir.Shape([*dims_of(scores)[:2], 1])
+    return running
+
+
+def _moved(op: Emitter, x: ir.Value, first: ir.Value) -> ir.Value:
+    """Emit `x` moved by one state, behind `first`."""
+    moved = op.Concat(first, op.Slice(x, [0], [-1], [1]), axis=1)
+    moved.shape = x.shape
+    return moved
+
+
+def _barred(op: Emitter, where: ir.Value, like: ir.Value) -> ir.Value:
+    """Emit the logarithm of a probability of 0 or 1, in the element type of `like`."""
+    return op.Where(where, op.constant(IMPOSSIBLE, like=like), op.constant(0.0, like=like))

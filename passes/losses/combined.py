@@ -102,8 +102,7 @@ class Losses(Pass):
                 f"{sorted(unknown)}"
             )
         with Emitter(model) as op:
-            total = None
-            reported = []
+            total, reported = None, []
             for output, loss in self.losses.items():
                 term = replace(loss, output=output).term(model, op, f"target_{output}")
                 reported.append(op.Identity(term, _outputs=[f"loss_{output}"]))
@@ -141,7 +140,7 @@ class OwnLoss(Pass):
     >>> step = graphopt.compile(model, loss=passes.OwnLoss(), optimizer=passes.SGD(0.1))
     """
 
-    output: str | None = field(default=None)
+    output: str | None = None
     sample_weight: str | None = field(default=None, kw_only=True)
 
     task: ClassVar[str] = "regression"
