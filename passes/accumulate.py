@@ -16,7 +16,7 @@ from graphopt.graph.names import next_of
 from graphopt.graph.rewriting import Pass
 from graphopt.graph.roles import Role, with_role
 from graphopt.graph.traversal import ancestors
-from graphopt.graph.values import like, name_of
+from graphopt.graph.values import dtype_of, like, name_of
 from graphopt.intervals import within
 
 _Values = dict[ir.Value, ir.Value]
@@ -63,8 +63,8 @@ class Accumulate(Pass):
                 apply = op.GreaterOrEqual(done, float(self.steps))
             continued, restarted = {count: done}, {count: op.constant(0.0, like=count)}
             for gradient, name in gradients.items():
-                assert gradient.shape is not None and gradient.dtype is not None
-                zeros = np.zeros(gradient.shape.numpy(), gradient.dtype.numpy())
+                assert gradient.shape is not None
+                zeros = np.zeros(gradient.shape.numpy(), dtype_of(gradient).numpy())
                 slot = state.declare_slot(model, name, state.ACCUMULATED, zeros)
                 uses = list(gradient.uses())
                 total = slot + gradient
@@ -77,9 +77,8 @@ class Accumulate(Pass):
 
 def _count_forward_steps(model: ir.Model, results: Iterable[ir.Value]) -> None:
     """Let nodes that compute `results`, such as Dropout masks, count all steps: `step` will count updates only."""
-    counter = state.counter(model)
     forward = ancestors(results)
-    users = [(user, index) for user, index in counter.uses() if user in forward]
+    users = [(user, index) for user, index in state.counter(model).uses() if user in forward]
     if users:
         every = state.declare(model, FORWARD, np.array(0, np.int64), Role.COUNTER)
         with Emitter(model) as op:

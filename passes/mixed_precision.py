@@ -187,8 +187,7 @@ class DynamicLossScale(Pass):
         states = {next_of(x): x for x in with_role(model, *STATE)}
         with Emitter(model) as op:
             sums = [op.ReduceSum(op.Cast(gradient, to=_WIDE), keepdims=0) for gradient in gradients]
-            total = op.Sum(*sums)
-            finite = op.Less(op.Abs(total), math.inf)
+            finite = op.Less(op.Abs(op.Sum(*sums)), math.inf)
             for y in following:
                 x = states[name_of(y)]
                 model.graph.outputs.remove(y)

@@ -8,7 +8,7 @@ passes imports onnxruntime.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import onnx
@@ -26,7 +26,6 @@ from passes.gradients import GradientSource
 from passes.gradients.walk import between, blocking, further_output, inputs_of
 
 _SMALL = 100  # the largest number of elements in a constant that the builder sees, such as axes or exponents
-UNREGISTERED = "has not been registered"
 LOCATION = r"^/\S+:\d+ .*?\) (const )?|^.*\[ONNXRuntimeError\] : \d+ : \w+ : "
 
 
@@ -150,9 +149,8 @@ class Builder:
 
     def build(self, part: ir.Model, wrt: Sequence[ir.Value]) -> onnx.ModelProto:
         """Return `part` with its gradients NAME_grad. For outputs with other readers it is left undefined."""
-        names = {name_of(y) for y in part.graph.outputs}
-        text = whole(part)
-        builder = self._builder(text, names, {name_of(x) for x in wrt}, "", self._options)
+        outputs, inputs = set(map(name_of, part.graph.outputs)), set(map(name_of, wrt))
+        builder = self._builder(whole(part), outputs, inputs, "", self._options)
         builder.build()
         return onnx.load_from_string(builder.get_model())
 
@@ -192,7 +190,7 @@ def seeded(y: ir.Value) -> str:
 def _said(error: RuntimeError | None) -> str:
     """Return the builder's error about an operator, without its source location."""
     text = " ".join(str(error).split())
-    if UNREGISTERED in text:
+    if "has not been registered" in text:
         return "has none"
     missing = re.search(r"NodeArg by name: (.*)_grad|partial derivative for '(.*)' as", text)
     if missing:
@@ -233,10 +231,6 @@ def _dims(x: ir.Value | None) -> tuple[int | ir.SymbolicDim, ...]:
     return () if x is None or x.shape is None else tuple(x.shape)
 
 
-def _are_known(dims: Iterable[int | ir.SymbolicDim]) -> bool:
-    return all(isinstance(dim, int) for dim in dims)
-
-
 def _is_stretched(x: ir.Value | None, y: ir.Value) -> bool:
     want, have = _dims(x), _dims(y)
     return len(want) < len(have) or any(w == 1 and h != 1 for w, h in zip(want, have, strict=True))
@@ -249,6 +243,7 @@ def faults(node: ir.Node, active: frozenset[ir.Value]) -> dict[str, object]:
     """
     ints, texts = node.attributes.get_int, node.attributes.get_string
     dims = _dims(node.inputs[0] if node.inputs else None)
+    unknown = [i for i, dim in enumerate(dims) if not isinstance(dim, int)]
     match node.op_type:
         case "AveragePool":
             return {
@@ -256,7 +251,7 @@ def faults(node: ir.Node, active: frozenset[ir.Value]) -> dict[str, object]:
                 "counts no padding under ceil_mode": ints("ceil_mode", 0) and ints("count_include_pad", 0),
                 "ignores dilations": {*node.attributes.get_ints("dilations", ())} - {1},
                 "is wrong in three dimensions": len(dims) == 5,
-                "needs all sizes of its input": not _are_known(dims),
+                "needs all sizes of its input": bool(unknown),
             }
         case "Conv":
             return {"does not pad by auto_pad": "SAME" in texts("auto_pad", "")}
@@ -266,10 +261,8 @@ def faults(node: ir.Node, active: frozenset[ir.Value]) -> dict[str, object]:
             return {"is the exact one's": texts("approximate", "none") == "tanh"}
         case "Gemm":
             scalar = any(x in active and _dims(x) == () for x in node.inputs[2:])
-            return {
-                "does not sum to a scalar C under beta": scalar
-                and node.attributes.get_float("beta", 1.0) != 1
-            }
+            beta = node.attributes.get_float("beta", 1.0)
+            return {"does not sum to a scalar C under beta": scalar and beta != 1}
         case "LayerNormalization":
             used = any(y.is_graph_output() or y.uses() for y in node.outputs[1:])
             return {"ignores its mean and deviation": used}
@@ -277,7 +270,7 @@ def faults(node: ir.Node, active: frozenset[ir.Value]) -> dict[str, object]:
             return {"takes matrices alone": any(len(_dims(x)) == 1 for x in node.inputs)}
         case "MaxPool":
             return {
-                "needs all sizes of its input but the first": not _are_known(dims[1:]),
+                "needs all sizes of its input but the first": any(unknown),
                 "ignores storage_order": ints("storage_order", 0) == 1,
             }
         case "Pad":

@@ -85,8 +85,7 @@ class _Forward:
         self.nodes = {node for node in forward_nodes(model) if node.op_type != "Constant"}
         self.backward = [node for node in model.graph if node not in self.nodes]
         sized = dict(zip(model.graph, memory.with_sizes(model, batch).graph, strict=True))
-        normalizations = [node for node in self.nodes if OF_BATCH.is_set(node)]
-        statistics = [x for node in normalizations for x in node.inputs[3:] if x is not None]
+        statistics = [x for node in self.nodes if OF_BATCH.is_set(node) for x in node.inputs[3:] if x]
         results = [base_of(y).producer() for y in (*model.graph.outputs, *statistics)]
         outputs = {node for node in results if node is not None}
         saved: dict[ir.Node, set[ir.Value]] = {}
@@ -110,20 +109,18 @@ class _Forward:
             if not fixed & {node, *inner}:
                 cost = sum(_cost(sized[member]) for member in (node, *inner))
                 self.saved[node] = _Saved(size, inner, {*filter(None, read)}, cost, start[node])
-        near: dict[ir.Node, set[ir.Node]] = {node: set() for node in self.saved}
+        self._near: dict[ir.Node, set[ir.Node]] = {node: set() for node in self.saved}
         for node, entry in self.saved.items():
-            for source in entry.sources & near.keys():
-                near[node].add(source)
-                near[source].add(node)
-        self._near = near
+            for source in entry.sources & self._near.keys():
+                self._near[node].add(source)
+                self._near[source].add(node)
 
     def choose(self, budget: float | None) -> _Choice:
         """Return the cheapest segments within a budget, or without a budget those that store the fewest bytes."""
         limit = 0.0 if budget is None else budget * self.total
         if self.total <= limit:
             return _Choice(self.total)
-        choices = [self._grow(limit, self.total * 0.8**i) for i in range(1, CAPS)]
-        choices.append(_Choice(self.total))
+        choices = [*(self._grow(limit, self.total * 0.8**i) for i in range(1, CAPS)), _Choice(self.total)]
         least = min(choices, key=lambda choice: (choice.peak, choice.cost))
         if budget is None:
             return least

@@ -17,7 +17,7 @@ from graphopt.graph.rewriting import Pass, Pattern, matches
 from graphopt.graph.roles import Role, stop_gradient_at
 from graphopt.graph.shapes import ensure_typed
 from graphopt.graph.traversal import subgraphs
-from graphopt.graph.values import constant_of, like, name_of, swap, wide_type
+from graphopt.graph.values import constant_number, constant_of, like, name_of, swap, wide_type
 from graphopt.intervals import within
 from passes.gradients.rules.reduction import channels
 from passes.weights import initializers
@@ -71,11 +71,24 @@ class TrainingMode(Pass):
     as_exported: bool = False
 
     def rewrite(self, model: ir.Model) -> None:
-        self._check_patterns(model)
-        if not any(_kind(node) for node in model.graph.all_nodes()):
+        names = dict.fromkeys(x for node in model.graph.all_nodes() if _kind(node) for x in _names(node))
+        for pattern in [self.leave_out] if isinstance(self.leave_out, str) else self.leave_out or []:
+            if not any(matches(name, pattern) for name in names):
+                raise GraphoptError(
+                    f"TrainingMode: leave_out={pattern!r} matches no BatchNormalization or Dropout; the model has: "
+                    f"{', '.join(names) or 'none'}"
+                )
+        if not names:
             return
         ensure_typed(model)
-        self._check_bodies(model)
+        for outer in model.graph:
+            for node in (node for body in subgraphs(outer) for node in body.all_nodes()):
+                if self._is_live(node):
+                    kind = SWITCHES[node.op_type]
+                    raise GraphoptError(
+                        f"{node.op_type} node {node.name!r} is in a body of {outer.op_type} node {outer.name!r}, which "
+                        f"cannot have state: leave it in its inference form by TrainingMode({kind}=False)"
+                    )
         live = [node for node in model.graph if self._is_live(node)]
         for node in model.graph.all_nodes():
             if _kind(node) and node not in live and _is_in_training(node):
@@ -98,25 +111,6 @@ class TrainingMode(Pass):
         if kind is None or not getattr(self, kind) or any(matches(x, self.leave_out) for x in _names(node)):
             return False
         return not self.as_exported or _is_in_training(node)
-
-    def _check_patterns(self, model: ir.Model) -> None:
-        names = dict.fromkeys(x for node in model.graph.all_nodes() if _kind(node) for x in _names(node))
-        for pattern in [self.leave_out] if isinstance(self.leave_out, str) else self.leave_out or []:
-            if not any(matches(name, pattern) for name in names):
-                raise GraphoptError(
-                    f"TrainingMode: leave_out={pattern!r} matches no BatchNormalization or Dropout; the model has: "
-                    f"{', '.join(names) or 'none'}"
-                )
-
-    def _check_bodies(self, model: ir.Model) -> None:
-        for outer in model.graph:
-            for node in (node for body in subgraphs(outer) for node in body.all_nodes()):
-                if self._is_live(node):
-                    kind = SWITCHES[node.op_type]
-                    raise GraphoptError(
-                        f"{node.op_type} node {node.name!r} is in a body of {outer.op_type} node {outer.name!r}, which "
-                        f"cannot have state: leave it in its inference form by TrainingMode({kind}=False)"
-                    )
 
 
 def _kind(node: ir.Node) -> str | None:
@@ -257,10 +251,11 @@ def _drop(model: ir.Model, node: ir.Node, seed: int, number: int) -> None:
     x, y = node.inputs[0], node.outputs[0]
     assert x is not None
     value = node.inputs[1] if len(node.inputs) > 1 else None
-    known = constant_of(value)
-    if value is not None and known is None:
-        raise GraphoptError(f"Dropout node {node.name!r}: expected a constant ratio, found {value.name!r}")
-    ratio = 0.5 if known is None else float(known.item())
+    ratio = 0.5 if value is None else constant_number(value)
+    if ratio is None:
+        raise GraphoptError(
+            f"Dropout node {node.name!r}: expected a constant ratio, found {value and value.name!r}"
+        )
     if not 0 <= ratio < 1:
         raise GraphoptError(f"Dropout node {node.name!r}: expected a ratio in [0, 1), found {ratio}")
     with Emitter(model) as op:

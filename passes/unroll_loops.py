@@ -45,10 +45,13 @@ class UnrollLoops(Pass):
         fold_shapes(model)
         while (first := _first_loop(model.graph, ())) is not None:
             node, bodies = first
-            with Emitter(model) as op:
-                for body in bodies:
-                    op = op.within(body)
-                _unroll(op, model, node)
+            try:
+                with Emitter(model) as op:
+                    for body in bodies:
+                        op = op.within(body)
+                    _unroll(op, model, node)
+            except GraphoptError as error:
+                raise GraphoptError(f"UnrollLoops: {node.op_type} node {node.name!r}: {error}") from error
             model.graph.sort()
             if any(node.op_type == "Loop" for node in model.graph.all_nodes()):
                 fold_shapes(model)  # how many turns it has may follow from what was unrolled
@@ -61,8 +64,7 @@ def _first_loop(graph: ir.Graph, bodies: tuple[ir.Graph, ...]) -> tuple[ir.Node,
         if node.op_type in LOOPS and node.domain == "":
             return node, bodies
         for body in subgraphs(node):
-            first = _first_loop(body, (*bodies, body))
-            if first is not None:
+            if (first := _first_loop(body, (*bodies, body))) is not None:
                 return first
     return None
 
@@ -74,14 +76,13 @@ def _unroll(op: Emitter, model: ir.Model, node: ir.Node) -> None:
     limit = limits_of(model).nodes
     nodes = sum(1 for _ in model.graph.all_nodes()) + turns * sum(1 for _ in body.all_nodes())
     if nodes > limit:
-        raise _refused(
-            node,
-            f"expected at most {limit:,} nodes after it is unrolled, found {nodes:,} for {turns:,} turns",
+        raise GraphoptError(
+            f"expected at most {limit:,} nodes after it is unrolled, found {nodes:,} for {turns:,} turns"
         )
     for own, y in zip(node.outputs, _results(op, node, body, turns), strict=True):
         if own.uses() or own.is_graph_output():
             if y is None:
-                raise _refused(node, f"expected turns for its output {own.name!r}, found none")
+                raise GraphoptError(f"expected turns for its output {own.name!r}, found none")
             swap(own, like(op.Identity(y), own))
     assert node.graph is not None
     node.graph.remove(node, safe=True)
@@ -97,30 +98,27 @@ def _turns(node: ir.Node, body: ir.Graph) -> int:
             if isinstance(length, int):
                 return length
         x = node.inputs[n]
-        raise _refused(
-            node,
+        raise GraphoptError(
             f"expected sequences of a known length, found {x and x.name!r} of shape {x and x.shape}: give the model's "
-            f"input a static length, or fix the batch by batch=",
+            f"input a static length, or fix the batch by batch="
         )
     trips, condition = node.inputs[:2]
     count = constant_of(trips)
     if count is None:
-        raise _refused(
-            node,
+        raise GraphoptError(
             f"expected a constant trip count, found {'none' if trips is None else repr(trips.name)}: give the model "
-            f"static shapes, or fix the batch by batch=",
+            f"static shapes, or fix the batch by batch="
         )
     begins = condition is None or constant_of(condition)
     if begins is None:
-        raise _refused(node, f"expected a constant condition, found {condition and condition.name!r}")
+        raise GraphoptError(f"expected a constant condition, found {condition and condition.name!r}")
     going: ir.Value | None = body.outputs[0]
     while going is not None and (before := going.producer()) is not None and before.op_type == "Identity":
         going = before.inputs[0]
     if going is not body.inputs[1] and not constant_number(going):
-        raise _refused(
-            node,
+        raise GraphoptError(
             f"expected a condition that is always true, found {body.outputs[0].name!r}, which its body computes: only "
-            f"the runtime knows when it ends",
+            f"the runtime knows when it ends"
         )
     return max(int(count.item()), 0) if begins else 0
 
@@ -175,7 +173,3 @@ def _inlined(
     assert node.graph is not None
     node.graph.insert_before(node, nodes)
     return results  # type: ignore[return-value]
-
-
-def _refused(node: ir.Node, reason: str) -> GraphoptError:
-    return GraphoptError(f"UnrollLoops: {node.op_type} node {node.name!r}: {reason}")
