@@ -26,11 +26,11 @@ from passes.normalize import Normalize as Normalize
 from passes.optimizers import *
 from passes.ort_gradient import OrtGradient as OrtGradient
 from passes.parameters import Parameters as Parameters
+from passes.parameters import SortInitializers as SortInitializers
 from passes.parameters import Untie as Untie
 from passes.recompute import Recompute as Recompute
 from passes.regularizers import *
 from passes.schedules import *
-from passes.sort_initializers import SortInitializers as SortInitializers
 from passes.standardize import Standardize as Standardize
 from passes.training_mode import TrainingMode as TrainingMode
 from passes.unroll_loops import UnrollLoops as UnrollLoops

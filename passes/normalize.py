@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import onnx
@@ -16,12 +18,14 @@ import onnx_ir as ir
 import onnx_ir.passes.common as common
 import onnxscript.rewriter
 import onnxscript.version_converter
+from onnxscript.rewriter import RewriteRule, RewriteRuleSet
 
 import passes.lowering as lowering
 from graphopt.errors import GraphoptError, line
 from graphopt.graph import schemas
 from graphopt.graph.checking import refuse_foreign
 from graphopt.graph.declarations import forget
+from graphopt.graph.emitter import Emitter
 from graphopt.graph.limits import check_constants
 from graphopt.graph.metadata import ORIGINAL_NAME, Origin, original_name
 from graphopt.graph.opsets import IR_VERSION, OPSET, note_versions
@@ -30,14 +34,30 @@ from graphopt.graph.rewriting import Pass, interface_kept, needed, protect
 from graphopt.graph.roles import Role, role_of, set_role
 from graphopt.graph.shapes import fold_shapes, infer, is_ceiled
 from graphopt.graph.state import make_room
-from graphopt.graph.values import constant_of, is_floating, name_of, swap
+from graphopt.graph.values import constant_of, dims_of, is_floating, name_of, swap
 from passes.gradients.registry import NO_GRADIENT, RULES
+from passes.gradients.rules.shape import spread_pads
+from passes.gradients.rules.windows import cropped, halved, window_of
 from passes.lowering import classical
-from passes.lowering.forms import GELU, pad_all_axes, pads_for_output_shapes, whole_windows
 from passes.lowering.sequences import lower_sequences
-from passes.weights import exporters
+from passes.weights import read_origins
 
 NAMES_OF_THE_RUNTIME = ("gemm_input_shape", "gemm_output_shape")
+
+_SCALED: list[Callable[[Any], Any]] = [lambda x: x / math.sqrt(2), lambda x: x * math.sqrt(0.5)]
+_GROUPED: list[Callable[[Any, Any], Any]] = [
+    lambda x, phi: (x * phi) * 0.5,
+    lambda x, phi: x * (phi * 0.5),
+    lambda x, phi: (x * 0.5) * phi,
+]
+
+
+def _gelu_rule(scaled: Callable[[Any], Any], grouped: Callable[[Any, Any], Any]) -> RewriteRule:
+    return RewriteRule(lambda op, x: grouped(x, op.Erf(scaled(x)) + 1.0), lambda op, x: op.Gelu(x))
+
+
+# Exporters before opset 20 write x (1 + erf(x / sqrt 2)) / 2, Hendrycks and Gimpel, https://arxiv.org/abs/1606.08415
+GELU = RewriteRuleSet([_gelu_rule(*forms) for forms in itertools.product(_SCALED, _GROUPED)], commute=True)
 
 
 @dataclass(frozen=True)
@@ -64,7 +84,7 @@ class Normalize(Pass):
 
     def rewrite(self, model: ir.Model) -> None:
         is_classical = classical.is_classical(model)
-        origins = exporters.read_origins(model)
+        origins = read_origins(model)
         note_versions(model)
         remember(model)
         sources = [y for y in model.graph.outputs if y.producer() is None]
@@ -86,7 +106,14 @@ class Normalize(Pass):
             if model.producer_name == "skl2onnx":
                 classical.freeze_preprocessing(model)
             onnxscript.rewriter.rewrite(model, [classical.LOGISTIC])
-        detach_labels(model, is_classical)
+        outputs = model.graph.outputs
+        labels = [
+            y for y in outputs if y.dtype == ir.DataType.STRING or (is_classical and not is_floating(y))
+        ]
+        if labels:
+            detach_outputs(
+                model, labels, is_floating, Role.SOURCE if any(map(is_floating, outputs)) else None
+            )
         for value in model.graph.initializers.values():
             if name_of(value) in origins and is_floating(value) and Origin.read(value) is None:
                 origins[name_of(value)].write(value)
@@ -112,7 +139,8 @@ class Normalize(Pass):
         pads_for_output_shapes(model)
         if any(map(lowering.is_lowered, model.graph.all_nodes())):
             upgrade(model)
-            lowering.lower_operators(model)
+            with Emitter(model) as op:
+                lowering.lower_operators(op, model.graph)
             forget(model)
         expand(model)
         convert(model)
@@ -184,20 +212,8 @@ def _body(node: ir.Node, version: int, functions: Sequence[str]) -> ir.Graph:
     return ir.from_proto(inlined).graph
 
 
-def detach_labels(model: ir.Model, is_classical: bool) -> None:
-    """Remove outputs that are strings, or labels in a classical model: all outputs that are not floating-point."""
-    outputs = model.graph.outputs
-    labels = [y for y in outputs if y.dtype == ir.DataType.STRING or (is_classical and not is_floating(y))]
-    if labels:
-        role = Role.SOURCE if any(map(is_floating, outputs)) else None
-        detach_outputs(model, labels, is_floating, role)
-
-
 def _rename_what_the_runtime_names(model: ir.Model) -> None:
-    """Rename constants with names that ONNX Runtime gives to its own, although the graph may have them.
-
-    A file that it has written has them, too, and it then refuses the training graph (MatMulAddFusion, version 1.32).
-    """
+    """Rename constants that have names of ONNX Runtime's own, as in files it wrote: MatMulAddFusion refuses them."""
     for value in list(model.graph.initializers.values()):
         if name_of(value).startswith(NAMES_OF_THE_RUNTIME) and not value.is_graph_output():
             ORIGINAL_NAME.write(value, original_name(value))
@@ -230,8 +246,7 @@ def convert(model: ir.Model) -> None:
     version = model.opset_imports[""]
     if version > OPSET:
         nodes = [node for node in model.graph.all_nodes() if node.domain == "" and not _is_older(node)]
-        since = {x.op_type: onnx.defs.get_schema(x.op_type, version).since_version for x in nodes}
-        newer = [op_type for op_type, opset in since.items() if opset > OPSET]
+        newer = {x.op_type for x in nodes if onnx.defs.get_schema(x.op_type, version).since_version > OPSET}
         if newer:
             warnings.warn(
                 f"the model uses opset {version} for {', '.join(sorted(newer))}: its training graph keeps that opset "
@@ -246,11 +261,9 @@ def convert(model: ir.Model) -> None:
 
 
 def _is_older(node: ir.Node) -> bool:
-    """Return whether a node uses only features of its operator's working version.
-
-    Since opset 22, a last pooling window does not start in the padding.
-    """
+    """Return whether a node uses only features of its operator's working version."""
     old = schemas.schema_of("", node.op_type, OPSET)
+    # Since opset 22, a last pooling window does not start in the padding.
     if old is None or len(node.inputs) > old.max_input or is_ceiled(node):
         return False
     return set(node.attributes) <= set(old.attributes) and schemas.fits(old, node.inputs)
@@ -270,3 +283,59 @@ def materialize(model: ir.Model) -> None:
         tensor = ir.tensor(np.full(shape, array.item(), array.dtype))
         model.graph.register_initializer(swap(node.outputs[0], ir.val(None, const_value=tensor)))
         model.graph.remove(node, safe=True)
+
+
+def pads_for_output_shapes(model: ir.Model) -> None:
+    """Replace the `output_shape` of a ConvTranspose by equivalent pads if the sizes of its input are known.
+
+    ONNX infers a wrong rank if the output is smaller than the input.
+    """
+    for node in model.graph:
+        if node.op_type != "ConvTranspose" or node.domain != "" or "output_shape" not in node.attributes:
+            continue
+        x, w = node.inputs[:2]
+        assert x is not None and w is not None
+        sizes = [] if x.shape is None or w.shape is None else x.shape[2:]
+        if not sizes or not all(isinstance(n, int) for n in [*sizes, *dims_of(w)[2:]]):
+            continue
+        window = window_of(x, node, w, "NOTSET")
+        more = node.attributes.get_ints("output_padding", [0] * len(window.kernel))
+        wanted = node.attributes.get_ints("output_shape")[-len(window.kernel) :]
+        totals = cropped(window, sizes, wanted, more)
+        if (totals < 0).any():
+            continue
+        window = halved(window, totals, node.attributes.get_string("auto_pad", "NOTSET"))
+        node.attributes.pop("output_shape")
+        node.attributes.pop("auto_pad", None)
+        node.attributes.add(ir.AttrInt64s("pads", [*window.begin, *window.end]))
+
+
+def pad_all_axes(model: ir.Model) -> None:
+    """Extend a Pad of some axes to all axes. ONNX Runtime 1.31 moves a Transpose incorrectly past a Pad with `axes`."""
+    for node in model.graph.all_nodes():
+        if node.op_type != "Pad" or node.domain != "" or len(node.inputs) < 4:
+            continue
+        x, pads, _, axes = node.inputs
+        widths, at = constant_of(pads), constant_of(axes)
+        if x is None or x.shape is None or widths is None or at is None:
+            continue
+        spread = ir.tensor(spread_pads(len(x.shape), widths, at))
+        output = ir.val(f"{node.outputs[0].name}/pads", spread.dtype, spread.shape.numpy())
+        assert node.graph is not None
+        node.graph.insert_before(node, ir.node("Constant", [], {"value": spread}, outputs=[output]))
+        node.replace_input_with(1, output)
+        node.resize_inputs(3)
+
+
+def whole_windows(model: ir.Model) -> None:
+    """Drop the `ceil_mode` of pools where it adds no window. Before opset 22 ONNX infers one window too many."""
+    for node in filter(is_ceiled, model.graph.all_nodes()):
+        x, y = node.inputs[0], node.outputs[0]
+        assert x is not None
+        sizes, counts = dims_of(x)[2:], dims_of(y)[2:]
+        if not all(isinstance(size, int) for size in [*sizes, *counts]):
+            continue
+        window = window_of(x, node)
+        room = np.array(sizes) + window.begin + window.end - window.extent
+        if (room // window.strides + 1).tolist() == list(counts):
+            node.attributes.pop("ceil_mode")

@@ -1,4 +1,4 @@
-"""Select the parameters that train."""
+"""Select the parameters that train; copy and sort initializers."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from graphopt.graph.metadata import EXPORT_ANEW, FROZEN, UNTRAINED, Kind, LeftOu
 from graphopt.graph.names import constant_copy_of
 from graphopt.graph.operators import MATRIX_PRODUCTS, RECURRENT
 from graphopt.graph.rewriting import Pass, Pattern, selects
-from graphopt.graph.roles import STATE, role_of
+from graphopt.graph.roles import STATE, Role, role_of
 from graphopt.graph.shapes import ensure_typed
 from graphopt.graph.values import is_floating, name_of
 from passes.gradients.walk import dead_ends
 from passes.lowering.classical import is_tree
-from passes.weights import evidence, exporters, ties
-from passes.weights.initializers import duplicate
+from passes.weights import FOLDED_BY_TF2ONNX, evidence, folds
+from passes.weights.initializers import array, register
 from passes.weights.masters import QuantizedWeights
 
 
@@ -49,9 +49,52 @@ class Untie(Pass):
         _check("Untie: weights", self.weights, floating)
         for value in [value for value in floating if selects(self.weights, value)]:
             for number, (node, index) in enumerate(list(value.uses())[1:], start=1):
-                copy = duplicate(model, value, f"{value.name}.{number}")
+                copy = register(model, f"{value.name}.{number}", array(value).copy())
                 metadata.copy(value, copy)
                 node.replace_input_with(index, copy)
+
+
+@dataclass(frozen=True)
+class SortInitializers(Pass):
+    """Sort initializers, and the parameter inputs made from them, alphabetically.
+
+    Args:
+        rename: a template with `{index}` (zero-padded, in graph order) and `{name}`, such as "{index}_{name}". It keeps
+            the graph order and changes names so that their alphabetical order agrees with it. The trained model has
+            the original names.
+
+    Raises:
+        GraphoptError: `rename` does not produce distinct names in alphabetical order.
+
+    >>> model = graphopt.load(models.linear((2,), 1))
+    >>> list(passes.SortInitializers(rename="{index}_{name}")(model).model.graph.initializers)
+    ['0_layers.0.weight', '1_layers.0.bias']
+    """
+
+    rename: str | None = None
+
+    def rewrite(self, model: ir.Model) -> None:
+        graph = model.graph
+        parameters = [value for value in graph.inputs if role_of(value) is Role.PARAMETER]
+        initializers = list(graph.initializers.values())
+        if self.rename is None:
+            graph.initializers.clear()
+            graph.initializers.update((name_of(value), value) for value in sorted(initializers, key=name_of))
+        else:
+            values = [*parameters, *initializers]
+            width = len(str(len(values)))
+            indexed = [self.rename.replace("{index}", f"{i:0{width}}") for i in range(len(values))]
+            names = [own.replace("{name}", name_of(x)) for own, x in zip(indexed, values, strict=True)]
+            if names != sorted(set(names)):
+                raise GraphoptError(
+                    f"rename={self.rename!r}: expected distinct names in alphabetical order, found others: start it "
+                    f"with {{index}}"
+                )
+            for value, name in zip(values, names, strict=True):
+                metadata.ORIGINAL_NAME.write(value, metadata.original_name(value))
+                value.name = name
+        others = [value for value in graph.inputs if role_of(value) is not Role.PARAMETER]
+        graph.inputs[:] = [*others, *sorted(parameters, key=name_of)]
 
 
 @dataclass(frozen=True)
@@ -152,20 +195,18 @@ class Parameters(Pass):
     def _tie(self, model: ir.Model, chosen: Sequence[ir.Value]) -> list[ir.Value]:
         """Compute copies from their original weights, and return the weights."""
         weights = list(chosen)
-        for group in ties.groups(chosen):
+        for group in folds.groups(chosen):
             roots: list[ir.Value] = []
             # Weights with original names come first, and weights made from others last.
             for value in sorted(group, key=lambda x: (not _read(x).named, bool(_read(x).sources))):
-                weight, how = next(
-                    ((weight, how) for weight in roots if (how := self._how_tied(weight, value))),
-                    (None, None),
-                )
+                tied = ((weight, how) for weight in roots if (how := self._how_tied(weight, value)))
+                weight, how = next(tied, (None, None))
                 if weight is None or how is None:
                     roots.append(value)
                     continue
                 origin = _read(weight)
                 certain = origin.certain and self._is_asked(weight, value)
-                copies = (*origin.copies, ties.tie(model, weight, value, how))
+                copies = (*origin.copies, folds.tie(model, weight, value, *how))
                 replace(origin, copies=copies, certain=certain).write(weight)
                 weights.remove(value)
         return weights
@@ -176,18 +217,18 @@ class Parameters(Pass):
         retied = selects(self.retie, weight) or selects(self.retie, copy)
         return retied or _is_folded(weight, copy) or bool(sources and sources == _read(copy).sources)
 
-    def _how_tied(self, weight: ir.Value, copy: ir.Value) -> tuple[str, list[int]] | None:
-        """Return the operator that makes a copy of a weight, and its argument, or None if they are not tied."""
+    def _how_tied(self, weight: ir.Value, copy: ir.Value) -> folds.Relation | None:
+        """Return what a copy is in relation to a weight, or None if they are not tied."""
         if selects(self.untie, weight) or selects(self.untie, copy):
             return None
-        how = ties.relation(weight, copy, transposed=_is_folded(weight, copy))
+        how = folds.relation(weight, copy, transposed=_is_folded(weight, copy))
         if how is None or self._is_asked(weight, copy):
             return how
         first, second = _read(weight), _read(copy)
-        if (first.named and second.named) or first.sources or second.sources or not ties.tells(weight):
+        if (first.named and second.named) or first.sources or second.sources or not folds.tells(weight):
             return None
         merged = first.by_exporter or second.by_exporter or _numberless(weight) == _numberless(copy)
-        return None if how[0] == "Identity" and merged else how
+        return None if not how[1] and merged else how
 
 
 def _floating(model: ir.Model) -> list[ir.Value]:
@@ -239,7 +280,7 @@ def _origin(value: ir.Value) -> Origin:
     origin = evidence.constant_table(value) if written and written.certain else evidence.constant_value(value)
     if origin is not None:
         return replace(origin, named=written is not None and written.named)
-    if written is None and name_of(value).startswith(exporters.FOLDED_BY_TF2ONNX):
+    if written is None and name_of(value).startswith(FOLDED_BY_TF2ONNX):
         why = "folded by tf2onnx, of a variable or of numbers of the program"
         return Origin(Kind.PARAMETER, why, certain=False)
     if written is None:
@@ -256,7 +297,7 @@ def _part_constant_uses(model: ir.Model) -> None:
         uses = list(value.uses())
         constant = [use for use in uses if evidence.constant_use(*use)]
         if 0 < len(constant) < len(uses):
-            copy = duplicate(model, value, constant_copy_of(value))
+            copy = register(model, constant_copy_of(value), array(value).copy())
             for node, index in constant:
                 node.replace_input_with(index, copy)
 

@@ -230,8 +230,8 @@ CHOOSING = [
             "selects(self.unfreeze, value) or selects(self.pattern, value):",
             "selects(self.pattern, value):",
         ),
-        ("tied", "for group in ties.groups(chosen):", "for group in []:"),
-        ("equal_fresh", "or not ties.tells(weight)", ""),
+        ("tied", "for group in folds.groups(chosen):", "for group in []:"),
+        ("equal_fresh", "or not folds.tells(weight)", ""),
         ("untie", "list(value.uses())[1:]", "list(value.uses())[2:]"),
     ),
     *of(
@@ -240,7 +240,7 @@ CHOOSING = [
         ("statistics", "index in (3, 4)", "index in (3,)"),
     ),
     *of(
-        "passes/weights/ties.py",
+        "passes/weights/folds.py",
         "weights",
         (
             "tied or transposes",

@@ -13,7 +13,6 @@ from graphopt.graph.emitter import Emitter
 from graphopt.graph.traversal import subgraphs
 from graphopt.graph.values import swap
 from passes.gradients.registry import RULES, parameters_of
-from passes.lowering import attention as attention
 from passes.lowering import classical as classical
 from passes.lowering import contrib as contrib
 from passes.lowering.registry import LOWERINGS, Lowering
@@ -24,18 +23,13 @@ def is_lowered(node: ir.Node) -> bool:
     return (node.domain, node.op_type) in LOWERINGS and (node.domain, node.op_type) not in RULES
 
 
-def lower_operators(model: ir.Model) -> None:
+def lower_operators(op: Emitter, graph: ir.Graph) -> None:
     """Replace every operator that has a lowering by standard operators, including in bodies."""
-    with Emitter(model) as op:
-        _lower(op, model.graph)
-
-
-def _lower(op: Emitter, graph: ir.Graph) -> None:
     graph.sort()
     for node in list(graph):
         for body in subgraphs(node):
             with op.within(body) as inner:
-                _lower(inner, body)
+                lower_operators(inner, body)
         if is_lowered(node):
             _replace(op, graph, node)
         elif any(output.type is None or output.shape is None for output in node.outputs):

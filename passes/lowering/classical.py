@@ -20,7 +20,7 @@ from graphopt.graph.operators import MATRIX_PRODUCTS
 from graphopt.graph.traversal import ancestors, values_read
 from graphopt.graph.values import constant_number, dtype_of, is_floating, name_of, rank
 from passes.gradients.registry import no_gradient
-from passes.lowering.registry import freeze, frozen, lowers, weight
+from passes.lowering.registry import freeze, lowers, weight
 
 _DOMAIN = "ai.onnx.ml"
 
@@ -43,9 +43,8 @@ def is_tree(node: ir.Node) -> bool:
 
 def type_tree(node: ir.Node) -> None:
     """Set the ranks of the outputs of an ensemble of trees, which ONNX does not infer: labels [N], scores [N,C]."""
-    *labels, scores = node.outputs
-    for output, axes in [*((label, 1) for label in labels), (scores, 2)]:
-        output.shape = output.shape or ir.Shape([None] * axes)
+    for output in node.outputs:
+        output.shape = output.shape or ir.Shape([None, None] if output is node.outputs[-1] else [None])
 
 
 def is_classical(model: ir.Model) -> bool:
@@ -191,9 +190,9 @@ def scaler(
 ) -> Value:
     y = op.cast(x, ir.DataType.FLOAT)
     if offset:
-        y = y - frozen(op, node, "offset", _array(offset))
+        y = y - freeze(weight(op, node, "offset", _array(offset)))
     if scale:
-        y = y * frozen(op, node, "scale", _array(scale))
+        y = y * freeze(weight(op, node, "scale", _array(scale)))
     return y
 
 
@@ -212,7 +211,7 @@ def imputer(
     values = np.array(imputed_value_floats if floating else imputed_value_int64s, dtype_of(x).numpy())
     replaced = replaced_value_float if floating else replaced_value_int64
     is_missing = op.IsNaN(x) if np.isnan(replaced) else op.Equal(x, op.constant(replaced, like=x))
-    return op.Where(is_missing, frozen(op, node, "values", values), x)
+    return op.Where(is_missing, freeze(weight(op, node, "values", values)), x)
 
 
 @lowers("Normalizer", domain=_DOMAIN)

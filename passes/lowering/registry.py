@@ -34,11 +34,6 @@ def weight(op: Emitter, node: ir.Node, label: str, array: np.ndarray) -> ir.Valu
     return op.initializer(ir.tensor(array, name=name))
 
 
-def frozen(op: Emitter, node: ir.Node, label: str, array: np.ndarray) -> ir.Value:
-    """Return a frozen initializer made from an attribute of a node. It trains only if requested by name."""
-    return freeze(weight(op, node, label, array))
-
-
 def freeze(x: ir.Value) -> ir.Value:
     """Mark an initializer as frozen unless it is requested by name."""
     if x.is_initializer():

@@ -15,10 +15,9 @@ from graphopt.graph.rewriting import remove_unused_nodes
 from graphopt.graph.traversal import subgraphs
 from graphopt.graph.values import constant_number, constant_of, dims_of, like, swap
 
-__all__ = ["lower_sequences"]
-
 _Size = int | ir.SymbolicDim
 Content = list[ir.Value] | ir.Value  # the tensors of a sequence, listed or stacked along a first axis
+_Contents = dict[ir.Value | None, Content]
 
 
 def lower_sequences(model: ir.Model) -> None:
@@ -35,7 +34,7 @@ def lower_sequences(model: ir.Model) -> None:
     RemoveUnusedNodesPass()(model)
 
 
-def _lower(op: Emitter, graph: ir.Graph, contents: dict[ir.Value, Content], sizes: Container[_Size]) -> None:
+def _lower(op: Emitter, graph: ir.Graph, contents: _Contents, sizes: Container[_Size]) -> None:
     """Lower the nodes of a graph in order; `sizes` are the dimensions that are equal in all turns of a loop."""
     graph.sort()
     for node in list(graph):
@@ -50,11 +49,10 @@ def _lower(op: Emitter, graph: ir.Graph, contents: dict[ir.Value, Content], size
             _scan(op, node, contents, sizes)
             continue
         _type(op, node)
-        content = _content(op, node, contents)
-        if content is not None:
+        before = contents.get(node.inputs[0] if node.inputs else None)
+        if (content := _content(op, node, before)) is not None:
             contents[node.outputs[0]] = content
-        result = _read(op, node, contents)
-        if result is not None:
+        if before is not None and (result := _read(op, node, before)) is not None:
             _replace(op, node.outputs[0], result)
             graph.remove(node, safe=True)
     graph.sort()
@@ -74,10 +72,8 @@ def _type(op: Emitter, node: ir.Node) -> None:
         op.infer(node)
 
 
-def _content(op: Emitter, node: ir.Node, contents: dict[ir.Value, Content]) -> Content | None:
-    """Return the content of the sequence that a node makes, or None if it is unknown."""
-    x = node.inputs[0] if node.inputs else None
-    before = None if x is None else contents.get(x)
+def _content(op: Emitter, node: ir.Node, before: Content | None) -> Content | None:
+    """Return the content of the sequence that a node makes, from that of its input, or None if it is unknown."""
     match node.op_type:
         case "SequenceEmpty":
             return []
@@ -88,13 +84,11 @@ def _content(op: Emitter, node: ir.Node, contents: dict[ir.Value, Content]) -> C
         case "SplitToSequence":
             return _split(op, node)
         case "SequenceInsert" if isinstance(before, list):
-            place = _place(node, 2, len(before) + 1)
-            element = node.inputs[1]
+            place, element = _place(node, 2, len(before) + 1), node.inputs[1]
             if place is not None and element is not None:
                 return [*before[:place], element, *before[place:]]
         case "SequenceErase" if isinstance(before, list):
-            place = _place(node, 1, len(before))
-            if place is not None:
+            if (place := _place(node, 1, len(before))) is not None:
                 return [*before[:place], *before[place + 1 :]]
     return None
 
@@ -128,12 +122,8 @@ def _split(op: Emitter, node: ir.Node) -> Content | None:
     return [op.Squeeze(part, [axis]) for part in parts] if alone else list(parts)
 
 
-def _read(op: Emitter, node: ir.Node, contents: dict[ir.Value, Content]) -> ir.Value | None:
+def _read(op: Emitter, node: ir.Node, content: Content) -> ir.Value | None:
     """Emit the tensor that a node reads from a sequence, or return None if it is unknown."""
-    x = node.inputs[0] if node.inputs else None
-    content = None if x is None else contents.get(x)
-    if content is None:
-        return None
     match node.op_type:
         case "SequenceLength":
             if isinstance(content, list):
@@ -190,7 +180,7 @@ def _states(node: ir.Node) -> Iterator[tuple[int, ir.Value, ir.Value, ir.Value]]
             yield i, start, body.inputs[i + 2], body.outputs[i + 1]
 
 
-def _pass_through(node: ir.Node, contents: dict[ir.Value, Content]) -> None:
+def _pass_through(node: ir.Node, contents: _Contents) -> None:
     """Record the content of sequences that a Loop leaves unchanged."""
     body = node.attributes["body"].as_graph()
     for i, start, before, after in _states(node):
@@ -199,7 +189,7 @@ def _pass_through(node: ir.Node, contents: dict[ir.Value, Content]) -> None:
             body.outputs[i + 1] = before
 
 
-def _scan(op: Emitter, node: ir.Node, contents: dict[ir.Value, Content], sizes: Container[_Size]) -> None:
+def _scan(op: Emitter, node: ir.Node, contents: _Contents, sizes: Container[_Size]) -> None:
     """Return sequences that a Loop's turns append to as scan outputs, and drop sequences that it leaves unchanged."""
     body = node.attributes["body"].as_graph()
     remove_unused_nodes(body)
@@ -265,10 +255,7 @@ def _appended(before: ir.Value, after: ir.Value) -> list[ir.Value] | None:
 
 
 def _are_alike(rows: Sequence[ir.Value], readers: Iterable[ir.Node], sizes: Container[_Size]) -> bool:
-    """Return whether tensors have one shape that is the same in each turn, as scan outputs require.
-
-    Tensors that ConcatFromSequence reads may differ along its axis.
-    """
+    """Return whether tensors have one shape in all turns, except along an axis that ConcatFromSequence joins."""
     shapes = [tuple(row.shape) for row in rows if row.shape is not None]
     if len(shapes) < len(rows) or len({len(shape) for shape in shapes}) > 1:
         return False

@@ -47,8 +47,10 @@ def stop(program: ExportedProgram) -> None:
             if x not in stops:
                 stops[x] = _stopped(x)
             node.replace_input_with(index, stops[x])
-    for index, output in enumerate(list(model.graph.outputs)):
-        if names.is_detached_output(index, output):
+    for index, (output, recorded) in enumerate(zip(list(model.graph.outputs), program.outputs, strict=False)):
+        maker, call = output.producer(), Call.of(output.producer())
+        is_stop = maker is not None and STOP_GRADIENT.is_set(maker)
+        if _DETACH.fullmatch(recorded) and not is_stop and (call is None or call.name != recorded):
             name, output.name = name_of(output), f"{output.name}/attached"
             stops[output] = _stopped(output)
             stops[output].name = name
@@ -134,14 +136,6 @@ class _Names:
         if gone and not lost and len({x for _, _, x in edges}) < len(edges):
             raise _lost(f"{gone[0]!r}, which {call.name!r} reads")
         return [edge for edge in lost if _may_carry(edge[2])]
-
-    def is_detached_output(self, index: int, output: ir.Value) -> bool:
-        """Return whether the program detaches an output."""
-        name = self.program.outputs[index] if index < len(self.program.outputs) else ""
-        node = output.producer()
-        call = Call.of(node)
-        is_stop = node is not None and STOP_GRADIENT.is_set(node)
-        return bool(_DETACH.fullmatch(name)) and not is_stop and (call is None or call.name != name)
 
     def _in_order(self, call: Call, edges: Sequence[_Edge]) -> list[tuple[str, _Edge]]:
         """Pair the arguments of a call with its edges in order, if all names agree that are known."""

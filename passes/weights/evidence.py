@@ -68,10 +68,7 @@ def constant_value(x: ir.Value) -> Origin | None:
 
 
 def written_out(x: ir.Value) -> Origin | None:
-    """Return the kind of an initializer if it is the mean or the scale of (x - mean) * scale + shift, per channel.
-
-    This is a BatchNormalization in its inference form, which frameworks train by batch statistics.
-    """
+    """Return the kind of an initializer if it is the mean or the scale of (x - mean) * scale + shift, per channel."""
     for node, index in x.uses():
         before = node if node.op_type == "Sub" else node.inputs[0] and node.inputs[0].producer()
         if index != 1 or not before or before.op_type != "Sub" or not _is_channelwise(before.inputs[1]):
@@ -95,9 +92,7 @@ def _then(node: ir.Node, op_type: str) -> ir.Node | None:
 
 def _is_channelwise(x: ir.Value | None) -> bool:
     """Return whether a value is an initializer of several numbers along one axis."""
-    if x is None or x.const_value is None or not is_weight(x):
-        return False
-    return sum(dim != 1 for dim in x.const_value.shape) == 1
+    return x is not None and is_weight(x) and sum(dim != 1 for dim in array(x).shape) == 1
 
 
 def constant_table(x: ir.Value) -> Origin | None:
@@ -125,8 +120,7 @@ def is_literal(x: ir.Value) -> bool:
 
 def is_short(x: ir.Value) -> bool:
     """Return whether a single number has at most three digits, as numbers that people write do."""
-    tensor = x.const_value
-    return tensor is not None and all(float(f"{n:.3g}") == float(f"{n:.6g}") for n in tensor.numpy().ravel())
+    return all(float(f"{n:.3g}") == float(f"{n:.6g}") for n in array(x).ravel())
 
 
 def is_sparse(numbers: np.ndarray) -> bool:
@@ -144,11 +138,7 @@ def _is_switch(x: ir.Value, numbers: np.ndarray) -> bool:
 
 
 def _is_grid(x: ir.Value, numbers: np.ndarray) -> bool:
-    """Return whether numbers are those of a grid, which no training yields.
-
-    They are multiples of 1/32 of which one is larger than 1, or an arithmetic progression along one axis, or they
-    repeat the numbers of such a progression.
-    """
+    """Return whether numbers are multiples of 1/32, one above 1, or form or repeat an arithmetic progression."""
     if numbers.size < 2 or np.ptp(numbers) == 0 or array(x).dtype.itemsize < 4:
         return False
     distinct = np.unique(np.round(numbers.astype(np.float64), 5))
@@ -187,11 +177,7 @@ def _is_triangle(x: ir.Value, numbers: np.ndarray) -> bool:
 
 
 def _is_wave(x: ir.Value, numbers: np.ndarray) -> bool:
-    """Return whether numbers are sines or cosines sampled along the last axis but one, by its first 64 rows.
-
-    Such a column satisfies y[n + 1] + y[n - 1] = 2 cos(w) y[n] with an amplitude of 1. Constant columns satisfy it too
-    and prove nothing, so at least one other column is required.
-    """
+    """Return whether y[n + 1] + y[n - 1] = 2 cos(w) y[n] along the last axis but one, in columns that vary."""
     if numbers.ndim < 2 or numbers.shape[-2] < 5:
         return False
     table = np.moveaxis(numbers, -2, 0)[:64].astype(np.float64)

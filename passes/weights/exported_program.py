@@ -10,7 +10,6 @@ import ast
 import functools
 import re
 from collections import defaultdict
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -19,10 +18,10 @@ import onnx_ir as ir
 from graphopt.errors import some
 from graphopt.graph.metadata import EXPORTED_CALL, Kind, Origin, note, note_of
 from graphopt.graph.names import constant_copy_of
-from graphopt.graph.operators import CONVOLUTIONS, LITERALS
-from graphopt.graph.values import name_of
-from passes.weights import folds, ties
-from passes.weights.initializers import array, duplicate, fill_value, is_weight, register, weights_in
+from graphopt.graph.operators import CONVOLUTIONS
+from graphopt.graph.values import dtype_of, name_of
+from passes.weights import folds
+from passes.weights.initializers import array, fill_value, is_weight, literals_in, register, weights_in
 
 FOLDED_FROM = "pkg.onnxscript.optimizer.folded_from"
 _SIGNATURE = "pkg.torch.export.ExportedProgram.graph_signature"
@@ -86,13 +85,7 @@ def call_of(name: str) -> str:
 
 
 class ExportedProgram:
-    """Read the exported program from the records in a model.
-
-    Attributes:
-        paths: the paths in the module of the parameters, buffers and constants, by their placeholders.
-        kinds: their kinds, by their paths.
-        inputs, outputs: the names of the program's own inputs and of its outputs.
-    """
+    """Read the exported program from the records in a model."""
 
     def __init__(self, model: ir.Model) -> None:
         self.model = model
@@ -102,6 +95,7 @@ class ExportedProgram:
         for x in weights_in(model):
             if (name := name_of(x)) not in targets:
                 records.append((note_of(x, _PLACEHOLDER) or name, note_of(x, _KIND), name))
+        # Paths in the module of the parameters, buffers and constants, by their placeholders, and kinds by the paths.
         self.paths = {name: path for name, kind, path in records if kind in _KINDS}
         self.kinds = {path: _KINDS[kind] for _, kind, path in records if kind in _KINDS}
         self.placeholders = {path: name for name, path in self.paths.items()}
@@ -174,26 +168,22 @@ def restore_records(program: ExportedProgram) -> None:
             note(x, FOLDED_FROM, repr(names))
 
 
-def program_origins(program: ExportedProgram) -> Iterator[tuple[str, Origin]]:
-    """Yield name and kind of each floating-point initializer and constant that the signature determines.
+def program_origins(program: ExportedProgram) -> dict[str, Origin]:
+    """Return the kind of each floating-point initializer and constant that the signature determines, by its name.
 
     Keras's variables are not parameters for PyTorch's exporter: their values are constants, as literals are.
     """
-    leaves_open = not any(map(program.is_parameter, program.names()))
-    if not leaves_open:
-        for node in program.model.graph.all_nodes():
-            if node.op_type in LITERALS and node.domain == "":
-                yield name_of(node.outputs[0]), Origin(Kind.CONSTANT, "a constant of the exported program")
-    for value in weights_in(program.model):
+    weights = weights_in(program.model)
+    if any(map(program.is_parameter, program.names())):
+        constants = dict.fromkeys(literals_in(program.model), _constant(()))
+        return constants | {name_of(value): _origin(program, value) for value in weights}
+    origins: dict[str, Origin] = {}
+    for value in weights:
         name, sources = name_of(value), program.sources(value)
-        if not leaves_open:
-            yield name, _origin(program, value)
-        elif name in program.kinds or (sources and call_of(name) in _MOVING):
-            continue
-        elif sources and fill_value(value) != 0:
-            yield name, _computed(sources, "in its place")
-        else:
-            yield name, _constant(sources)
+        if name not in program.kinds and not (sources and call_of(name) in _MOVING):
+            is_computed = bool(sources) and fill_value(value) != 0
+            origins[name] = _computed(sources, "in its place") if is_computed else _constant(sources)
+    return origins
 
 
 def _origin(program: ExportedProgram, value: ir.Value) -> Origin:
@@ -212,7 +202,7 @@ def _origin(program: ExportedProgram, value: ir.Value) -> Origin:
         joined = f", joined with {some(others)}, which is no parameter" if others else ""
         why = f"{some(parameters)}, laid out anew by the exporter{joined}"
         return Origin(Kind.PARAMETER, why, certain=not others, sources=parameters)
-    present = any(parameter in program.model.graph.initializers for parameter in parameters)
+    present = not program.model.graph.initializers.keys().isdisjoint(parameters)
     return _computed(parameters, "beside it" if present else "in its place")
 
 
@@ -273,7 +263,7 @@ def separate_parameters(program: ExportedProgram) -> dict[str, Origin]:
                 left = [placeholder for placeholder in left if program.paths[placeholder] != name]
                 origin = _named(program.kinds[name], f", merged with {x.name}")
             if (x, name) not in copies:
-                copies[x, name] = duplicate(program.model, x, name)
+                copies[x, name] = register(program.model, name, array(x).copy())
             parted[name_of(copies[x, name])] = origin
             node.replace_input_with(index, copies[x, name])
     return parted
@@ -320,7 +310,7 @@ def recompute(program: ExportedProgram) -> dict[str, Origin]:
         if not parameters or value in standing.values():
             continue
         if calls <= _MOVING:
-            if len(sources) == 1 and not detached and ties.relation(parameters[0], value, transposed=True):
+            if len(sources) == 1 and not detached and folds.relation(parameters[0], value, transposed=True):
                 continue  # tying computes it by simpler nodes
             rest = folds.move(program.model, value, [*parameters, *constants], missing, detached)
             if rest is not None and missing:
@@ -356,9 +346,8 @@ def restore_biases(program: ExportedProgram) -> dict[str, Origin]:
         channels = None if shape is None or len(shape) < 2 else shape[1]
         if len(gone) != 1 or not gone[0].endswith("bias") or not isinstance(channels, int) or weight is None:
             continue
-        existing = model.graph.initializers.get(gone[0])
-        assert weight.dtype is not None
-        bias = existing or register(model, gone[0], np.zeros(channels, weight.dtype.numpy()))
+        zeros = np.zeros(channels, dtype_of(weight).numpy())
+        bias = model.graph.initializers.get(gone[0]) or register(model, gone[0], zeros)
         node.resize_inputs(3)
         node.replace_input_with(2, bias)
         restored[gone[0]] = _named(Kind.PARAMETER, ", which the exporter dropped because it is zero")
@@ -366,10 +355,7 @@ def restore_biases(program: ExportedProgram) -> dict[str, Origin]:
 
 
 def parameters_left_out(program: ExportedProgram) -> list[str]:
-    """Return the parameters that the file does not contain in any form.
-
-    The exporter folds BatchNormalization into a convolution before it.
-    """
+    """Return the parameters that the file does not contain in any form, as of a BatchNormalization in a convolution."""
     present = program.names()
     taken = {name for call, _ in program.calls() for name in call.arguments}
     gone = {name: path for name, path in program.paths.items() if path not in present}

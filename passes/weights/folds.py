@@ -1,8 +1,9 @@
-"""Compute folded initializers again from parameters, where numbers prove how."""
+"""Compute folded initializers, and copies of weights, again from parameters, where numbers prove how."""
 
 from __future__ import annotations
 
 import itertools
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -10,11 +11,14 @@ import numpy as np
 import onnx_ir as ir
 
 from graphopt.graph.emitter import Emitter
-from graphopt.graph.roles import stop_gradient_at
+from graphopt.graph.metadata import Copy
+from graphopt.graph.values import like, name_of
+from passes.differentiate import stop_gradient
 from passes.weights.initializers import array, register, replace_by
 
 _Function = Callable[[np.ndarray], np.ndarray]
 _Traced = Callable[[Emitter, ir.Value], ir.Value]
+Relation = tuple[str, list[_Traced]]  # what a copy is in words, and the steps that compute it
 
 # Functions of ATen, with their inverses if they have one. ONNX's operators have the same names.
 _UNARY: dict[str, tuple[_Function, _Function | None]] = {
@@ -37,6 +41,7 @@ _ARITHMETIC: dict[str, Callable[..., np.ndarray]] = {
     **{"mul": np.multiply, "div": np.divide, "pow": np.power},
 }
 _MOST_CALLS = 3
+_FEWEST = 8  # the fewest equal elements that indicate a tie
 _COMMON = (0.0, 1.0, 2.0, 0.5, -1.0)
 
 
@@ -93,11 +98,8 @@ def move(
 ) -> ir.Value | None:
     """Gather the numbers of a folded initializer from its sources, and return the last source, or None.
 
-    Args:
-        sources: the initializers whose numbers it contains, each number once.
-        missing: names of parameters that are not in the file. The only one becomes an initializer with the numbers that
-            no source has.
-        detached: stop the gradient.
+    The only name in `missing`, of a parameter that is not in the file, becomes an initializer with the numbers that no
+    source has, and the last source.
     """
     numbers = array(value)
     if {array(source).dtype for source in sources} != {numbers.dtype} or len(missing) > 1 or not numbers.size:
@@ -119,7 +121,8 @@ def move(
     with Emitter(model) as op:
         parts = [op.Reshape(source, [-1]) for source in sources]
         whole = op.Concat(*parts, axis=0) if len(parts) > 1 else parts[0]
-        _replace(model, op, value, op.Gather(whole, index), detached)
+        gathered = op.Gather(whole, index)
+        replace_by(model, value, stop_gradient(op, gathered) if detached else gathered)
     return sources[-1]
 
 
@@ -172,11 +175,7 @@ def compute(
             last = step(op, last)
         if last.shape != value.shape:
             last = op.Reshape(last, np.array(wanted.shape, np.int64))
-        _replace(model, op, value, last, detached)
-
-
-def _replace(model: ir.Model, op: Emitter, value: ir.Value, computed: ir.Value, detached: bool) -> None:
-    replace_by(model, value, stop_gradient_at(op.Identity(computed)) if detached else computed)
+        replace_by(model, value, stop_gradient(op, last) if detached else last)
 
 
 def _chains(
@@ -248,3 +247,60 @@ def _scalar(x: np.ndarray, wanted: np.ndarray, call: str) -> list[np.ndarray]:
     if call == "mul" and np.isin(wanted[x != 0] / x[x != 0], (0, 1)).all():
         masks = [np.where(x != 0, wanted / np.where(x == 0, 1, x), 1.0)]
     return [np.array(number) for number in dict.fromkeys(tries)] + masks
+
+
+def groups(weights: Sequence[ir.Value]) -> list[list[ir.Value]]:
+    """Group weights with the same numbers, in any order of their axes. Each other weight is a separate group."""
+    result: dict[object, list[ir.Value]] = defaultdict(list)
+    for weight in weights:
+        numbers = array(weight)
+        bits = np.ascontiguousarray(numbers).view(f"u{numbers.dtype.itemsize}")
+        total = int(bits.sum(dtype=np.uint64))  # which does not depend on the order of the numbers
+        result[numbers.dtype.str, numbers.size, total].append(weight)
+    return [group for group in result.values() if len(group) > 1]
+
+
+def relation(weight: ir.Value, copy: ir.Value, transposed: bool) -> Relation | None:
+    """Return how to compute `copy` from `weight`, or None; if `transposed`, symmetric numbers become a Transpose."""
+    a, b = array(weight), array(copy)
+    if a.dtype != b.dtype or a.size != b.size:
+        return None
+    if not transposed and a.shape == b.shape and np.array_equal(a, b):
+        return "equal to", []
+    perm = _permutation(a, b)
+    if perm is not None:
+        is_equal = perm == [*range(a.ndim)]
+        return ("equal to", []) if is_equal else ("the transpose of", [_traced("Transpose", perm=perm)])
+    reshape = _traced("Reshape", np.array(b.shape, np.int64))
+    if np.array_equal(a.ravel(), b.ravel()):
+        return "a reshaped copy of", [reshape]
+    perm = _permutation(a.squeeze(), b.squeeze())
+    if perm is None:
+        return None
+    squeeze = _traced("Reshape", np.array(a.squeeze().shape, np.int64))
+    return "a copy with moved axes of", [squeeze, _traced("Transpose", perm=perm), reshape]
+
+
+def _permutation(a: np.ndarray, b: np.ndarray) -> list[int] | None:
+    """Return the permutation of the axes of `a` that gives `b`, or None."""
+    perms = sorted(itertools.permutations(range(a.ndim)), reverse=True) if a.ndim == b.ndim <= 5 else ()
+    moved = (list(perm) for perm in perms if a.transpose(perm).shape == b.shape)
+    return next((perm for perm in moved if np.array_equal(a.transpose(perm), b)), None)
+
+
+def tells(weight: ir.Value) -> bool:
+    """Return whether equal numbers indicate a tie. Numbers that initialization repeats, such as zeros, do not."""
+    numbers = array(weight).ravel()
+    return numbers.size >= _FEWEST and len(np.unique(numbers[:4096])) >= min(_FEWEST, numbers.size // 2)
+
+
+def tie(model: ir.Model, weight: ir.Value, copy: ir.Value, how: str, steps: Sequence[_Traced]) -> Copy:
+    """Compute an initializer from the weight of which it is a copy."""
+    name, shape, computed = name_of(copy), array(copy).shape, weight
+    with Emitter(model) as op:
+        for step in steps:
+            computed = step(op, computed)
+    if steps:
+        like(computed, copy)
+    replace_by(model, copy, computed)
+    return Copy(name, shape, f"{how} {weight.name}")

@@ -1,4 +1,4 @@
-"""Read, copy and add floating-point initializers."""
+"""Read and add floating-point initializers."""
 
 from __future__ import annotations
 
@@ -7,12 +7,19 @@ import itertools
 import numpy as np
 import onnx_ir as ir
 
+from graphopt.graph.operators import LITERALS
 from graphopt.graph.values import constant_of, name_of
 
 
 def weights_in(model: ir.Model) -> list[ir.Value]:
     """Return the floating-point initializers of a model, including its bodies."""
     return [value for graph in model.graphs() for value in graph.initializers.values() if is_weight(value)]
+
+
+def literals_in(model: ir.Model) -> list[str]:
+    """Return the names of the constants that nodes of a model hold, including its bodies."""
+    nodes = model.graph.all_nodes()
+    return [name_of(node.outputs[0]) for node in nodes if node.op_type in LITERALS and node.domain == ""]
 
 
 def is_weight(x: ir.Value | None) -> bool:
@@ -32,11 +39,6 @@ def fill_value(x: ir.Value | None) -> float | None:
     if numbers is None or numbers.size == 0 or not np.all(numbers == numbers.flat[0]):
         return None
     return float(numbers.flat[0])
-
-
-def duplicate(model: ir.Model, value: ir.Value, name: str) -> ir.Value:
-    """Register a copy of an initializer under a name, or under a similar free one."""
-    return register(model, name, array(value).copy())
 
 
 def replace_by(model: ir.Model, value: ir.Value, computed: ir.Value) -> None:

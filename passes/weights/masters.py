@@ -27,21 +27,6 @@ _WIDE = ir.DataType.FLOAT
 INT32_RANGE = -(2.0**31), 2.0**31 - 128  # the float32 numbers that an int32 holds
 
 
-def promote_with_master(model: ir.Model, weight: ir.Value, role: Role) -> ir.Value:
-    """Turn an initializer into state, of float32 if it has fewer bits; inside a pass only."""
-    if not is_floating(weight) or dtype_of(weight).itemsize >= 4:
-        return state.promote(model, weight, role)
-    master = _declare(model, weight, array(weight).astype(np.float32), role)
-    if role is Role.STATISTIC:  # the graph computes with it in float32
-        STORED_TYPE.write(master, dtype_of(weight).name)
-        ir.convenience.replace_all_uses_with(weight, master)
-        return master
-    with Emitter(model) as op:
-        rounded = STORED.mark(op.Cast(master, to=weight.dtype))
-        ir.convenience.replace_all_uses_with(weight, like(rounded, weight), replace_graph_outputs=True)
-    return master
-
-
 @dataclass(frozen=True)
 class Quantized:
     """Hold the integers of a weight and how a DequantizeLinear reads them."""
@@ -49,6 +34,27 @@ class Quantized:
     integers: ir.TensorProtocol
     node: ir.Node  # one of the nodes that read them, all of which are alike
     numbers: np.ndarray  # what the integers stand for
+
+
+def promote_with_master(
+    model: ir.Model, weight: ir.Value, role: Role, quantized: Quantized | None = None
+) -> ir.Value:
+    """Turn an initializer into state, of float32 if the file stores fewer bits; inside a pass only."""
+    if quantized is None and (not is_floating(weight) or dtype_of(weight).itemsize >= 4):
+        return state.promote(model, weight, role)
+    numbers = array(weight).astype(np.float32) if quantized is None else quantized.numbers
+    master = _declare(model, weight, numbers, role)
+    if role is Role.STATISTIC:  # the graph computes with it in float32
+        STORED_TYPE.write(master, dtype_of(weight).name)
+        ir.convenience.replace_all_uses_with(weight, master)
+        return master
+    with Emitter(model) as op:
+        if quantized is None:
+            rounded = STORED.mark(op.Cast(master, to=weight.dtype))
+        else:
+            rounded = _rounded(op, master, quantized)
+        ir.convenience.replace_all_uses_with(weight, like(rounded, weight), replace_graph_outputs=True)
+    return master
 
 
 class QuantizedWeights:
@@ -62,35 +68,24 @@ class QuantizedWeights:
             assert numbers is not None and integers.const_value is not None and y.dtype is not None
             name = name_of(integers)
             self._found[name] = Quantized(integers.const_value, nodes[0], numbers)
-            shown = ir.val(
-                name, const_value=ir.tensor(numbers.astype(y.dtype.numpy()), dtype=y.dtype, name=name)
-            )
+            tensor = ir.tensor(numbers.astype(y.dtype.numpy()), dtype=y.dtype, name=name)
+            shown = ir.val(name, const_value=tensor)
             metadata.copy(integers, shown)
             QUANTIZED.write(shown, name)
             del model.graph.initializers[name]
             model.graph.register_initializer(shown)
             for node in nodes:
                 ir.convenience.replace_all_uses_with(node.outputs[0], shown, replace_graph_outputs=True)
-                model.graph.remove(
-                    node, safe=node is not nodes[0]
-                )  # whose scale and zero point are still used
+                model.graph.remove(node, safe=node is not nodes[0])  # its scale and zero point are used again
 
     def promote(self, weight: ir.Value) -> ir.Value:
         """Turn an initializer into state, which the graph rounds as the file does."""
-        quantized = self._of(weight)
-        if quantized is None:
-            return promote_with_master(self._model, weight, Role.PARAMETER)
-        master = _declare(self._model, weight, quantized.numbers, Role.PARAMETER)
-        with Emitter(self._model) as op:
-            rounded = _rounded(op, master, quantized)
-            ir.convenience.replace_all_uses_with(weight, like(rounded, weight), replace_graph_outputs=True)
-        return master
+        return promote_with_master(self._model, weight, Role.PARAMETER, self._of(weight))
 
     def restore(self) -> None:
         """Write the integers of the weights that do not train back."""
         for weight in list(self._model.graph.initializers.values()):
-            quantized = self._of(weight)
-            if quantized is not None:
+            if (quantized := self._of(weight)) is not None:
                 integers = ir.val(name_of(weight), const_value=quantized.integers)
                 metadata.copy(weight, integers)
                 with Emitter(self._model) as op:

@@ -7,7 +7,7 @@ equal values, it leaves an Identity with the other name. Literals are Constant n
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -15,10 +15,10 @@ import onnx_ir as ir
 
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.metadata import Kind, Origin
-from graphopt.graph.operators import ARITHMETIC, CONVOLUTIONS, LITERALS, MATRIX_PRODUCTS, RECURRENT
+from graphopt.graph.operators import ARITHMETIC, CONVOLUTIONS, MATRIX_PRODUCTS, RECURRENT
 from graphopt.graph.values import name_of
 from passes.weights import evidence, folds
-from passes.weights.initializers import array, duplicate, is_weight, register, weights_in
+from passes.weights.initializers import array, is_weight, register, weights_in
 
 # Names of buffers in PyTorch's modules and in common libraries, without a prefix such as `pixel_` or `anchor_`.
 _BUFFERS = {
@@ -37,20 +37,6 @@ _READERS_OF_LITERALS = ARITHMETIC | {"Clip", "Concat", "Where"}
 _WEIGHTED = CONVOLUTIONS | MATRIX_PRODUCTS
 
 
-def torchscript_origins(model: ir.Model) -> Iterator[tuple[str, Origin]]:
-    """Yield name and kind of each floating-point initializer and constant."""
-    for value in weights_in(model):
-        yield name_of(value), _origin(value, model)
-    for node in model.graph.all_nodes():
-        if node.op_type in LITERALS and node.domain == "":
-            yield name_of(node.outputs[0]), Origin(Kind.CONSTANT, "a literal of the exported program")
-
-
-def read_buffers(model: ir.Model) -> Iterator[tuple[str, Origin]]:
-    """Yield name and kind of each initializer whose name is one that buffers have."""
-    return ((name_of(x), _origin(x, model)) for x in weights_in(model) if _is_buffer(name_of(x)))
-
-
 def separate_merged(model: ir.Model) -> dict[str, Origin]:
     """Separate weights that were merged into one initializer, and return their kinds by name.
 
@@ -65,11 +51,11 @@ def separate_merged(model: ir.Model) -> dict[str, Origin]:
         name, y.name = name_of(y), f"{y.name}/alias"
         own = [reader for reader in x.consumers() if reader.op_type != "Identity"]
         is_one = _is_folded(name) and _modules(own, modules) & _modules(y.consumers(), modules)
-        copy = x if is_one else duplicate(model, x, name)
+        copy = x if is_one else register(model, name, array(x).copy())
         ir.convenience.replace_all_uses_with(y, copy)
         model.graph.remove(node, safe=True)
         if not is_one:
-            parted[name_of(copy)] = replace(_origin(copy, model), named=True)
+            parted[name_of(copy)] = replace(origin_of(copy, model), named=True)
     return parted
 
 
@@ -79,11 +65,11 @@ def restore_rows(model: ir.Model) -> dict[str, Origin]:
     for value in weights_in(model):
         name, readers = name_of(value), list(value.consumers())
         added = bool(readers) and all(reader.op_type == "Add" for reader in readers)
-        if added and _is_folded(name) and len(value.shape or ()) > 2 and not evidence.constant_value(value):
-            table = folds.gather_rows(model, value, f"{name}.table")
-            if table is not None:
-                why = f"rows of a parameter{_of(readers[0])}, which {name} gathers"
-                restored[name_of(table)] = Origin(Kind.PARAMETER, why, certain=False, by_exporter=True)
+        if not (added and _is_folded(name)) or len(value.shape or ()) < 3 or evidence.constant_value(value):
+            continue
+        if (table := folds.gather_rows(model, value, f"{name}.table")) is not None:
+            why = f"rows of a parameter{_of(readers[0])}, which {name} gathers"
+            restored[name_of(table)] = Origin(Kind.PARAMETER, why, certain=False, by_exporter=True)
     return restored
 
 
@@ -91,42 +77,39 @@ def restore_masks(model: ir.Model) -> dict[str, Origin]:
     """Multiply folded weights by their masks again, as those of pruning, so that their zeros stay; return the kinds."""
     restored: dict[str, Origin] = {}
     for value in weights_in(model):
-        name, uses = name_of(value), list(value.uses())
-        folded = _is_folded(name) and bool(uses)
-        if folded and all(node.op_type in _WEIGHTED and index < 2 for node, index in uses):
-            numbers = array(value)
-            if not evidence.is_sparse(numbers):
-                continue
-            zeros = int((numbers == 0).sum())
-            mask = register(model, f"{name}.mask", (numbers != 0).astype(numbers.dtype))
-            with Emitter(model) as op:
-                masked = op.Mul(value, mask)
-            for node, index in uses:
-                node.replace_input_with(index, masked)
-            why = f"computed by the exporter from parameters{_of(uses[0][0])}: {zeros:,} numbers are 0 and stay so"
-            restored[name] = Origin(Kind.COMPUTED, f"{why}, as of pruning", certain=False, by_exporter=True)
-            restored[name_of(mask)] = Origin(Kind.CONSTANT, f"where {name} is not 0", certain=False)
+        name, uses, numbers = name_of(value), list(value.uses()), array(value)
+        is_factor = bool(uses) and all(node.op_type in _WEIGHTED and index < 2 for node, index in uses)
+        if not (is_factor and _is_folded(name) and evidence.is_sparse(numbers)):
+            continue
+        mask = register(model, f"{name}.mask", (numbers != 0).astype(numbers.dtype))
+        with Emitter(model) as op:
+            masked = op.Mul(value, mask)
+        for node, index in uses:
+            node.replace_input_with(index, masked)
+        zeros = int((numbers == 0).sum())
+        why = (
+            f"computed by the exporter from parameters{_of(uses[0][0])}: {zeros:,} numbers are 0 and stay so"
+        )
+        restored[name] = Origin(Kind.COMPUTED, f"{why}, as of pruning", certain=False, by_exporter=True)
+        restored[name_of(mask)] = Origin(Kind.CONSTANT, f"where {name} is not 0", certain=False)
     return restored
 
 
-def _origin(value: ir.Value, model: ir.Model) -> Origin:
+def origin_of(value: ir.Value, model: ir.Model) -> Origin:
     """Return the kind of an initializer from its name, its size and the nodes that read it."""
     name, known = name_of(value), model.graph.initializers
     if name.rpartition("/")[2].startswith("Constant_"):  # in a file that a runtime has rewritten
         return Origin(Kind.CONSTANT, "a literal of the exported program")
-    if name.endswith(("_u", "_v")) and all(_is_vector(known.get(name[:-1] + letter)) for letter in "uv"):
+    pair = [known.get(f"{name[:-1]}{letter}") for letter in "uv"]
+    if name.endswith(("_u", "_v")) and all(x is not None and array(x).ndim == 1 for x in pair):
         why = "a singular vector, which spectral normalization estimates"
         return Origin(Kind.BUFFER, why, certain=False, named=True)
     if _is_folded(name):
         return _folded(value, known)
-    if _is_buffer(name):
+    if is_buffer(name):
         return Origin(Kind.BUFFER, "its name is one that buffers have", certain=False, named=True)
     why = "an attribute of the exported module"
     return Origin(Kind.PARAMETER, why, certain=False, named=True, by_exporter=True)
-
-
-def _is_vector(x: ir.Value | None) -> bool:
-    return x is not None and array(x).ndim == 1
 
 
 def _folded(value: ir.Value, known: Collection[str]) -> Origin:
@@ -172,7 +155,7 @@ def _is_linear(product: ir.Node, known: Collection[str]) -> bool:
     return any(f"{layer}.weight" not in known for layer in layers)
 
 
-def _is_buffer(name: str) -> bool:
+def is_buffer(name: str) -> bool:
     """Return whether the last part of a name is that of a buffer, with or without a word before it."""
     leaf = name.rpartition(".")[2]
     words = leaf.split("_")
