@@ -241,13 +241,18 @@ class Recipe:
 
     def _resolve(self, config: DictConfig, steps: int) -> bool:
         """Resolve the recipe to a plain, checked mapping; return whether it refers to the steps of the run."""
-        training_steps = functools.cache(lambda: steps)
+        referred = []
+
+        def training_steps() -> int:  # later sweeps of this process pickle it
+            referred.append(True)
+            return steps
+
         OmegaConf.register_new_resolver("training_steps", training_steps, replace=True)
         fields: Any = OmegaConf.to_container(config, resolve=True)
         fields["callbacks"] = expanded(fields.get("callbacks"))
         check_recipe(fields, self.command_line)
         self.fields: dict[str, Any] = fields
-        return training_steps.cache_info().misses > 0
+        return bool(referred)
 
     def _build(self, key: str, **arguments: Any) -> Any:
         """Build a node of the recipe; `arguments` are added to those of the recipe."""
