@@ -146,7 +146,7 @@ class LocalSGD(Executor):
             else:
                 self.set_hyperparameters(**self._split(feeds)[0])
                 reported = dict.fromkeys(numbers(self._model.graph.outputs, self._report), 0.0)
-                self._batches += 1
+                self._buffers.batches += 1
             self._done += 1
             if self._done == self.options.sync_every:
                 self.synchronize()
@@ -183,7 +183,7 @@ class LocalSGD(Executor):
         who = f"worker {', '.join(map(str, missing))}" if missing else "all workers together"
         own = f" ({self._failure})" if self._failure else ""
         message = (
-            f"step {self._batches}: expected finite weights of each worker, found others or none of {who}{own}: round "
+            f"step {self.batches}: expected finite weights of each worker, found others or none of {who}{own}: round "
             f"of {self._done} steps dropped"
         )
         if self._dropped >= DROPPED:

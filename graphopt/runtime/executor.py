@@ -176,7 +176,7 @@ class Executor(ExecutorState):
             reported = self._runner.step(self._buffers.current, feeds)
             if self._accept(reported):
                 self._buffers.swap()
-                self._batches += 1
+                self._buffers.batches += 1
             return reported
 
     def run(self, batches: Iterable[Batch]) -> list[Reported]:
@@ -225,7 +225,7 @@ class Executor(ExecutorState):
         """Run a step on each of several batches with the same shapes, in one call if they can be stacked."""
         with self._lock:
             reported = self._several.step(self._buffers, batches)
-            self._batches += len(reported or ())
+            self._buffers.batches += len(reported or ())
         return map(self._alone, batches) if reported is None else reported
 
     def _alone(self, batch: Batch) -> Reported:
@@ -329,7 +329,7 @@ class Executor(ExecutorState):
         if wrong is None:
             return True
         changed = ", and the state has changed in place" if self.in_place else ""
-        message, chosen = f"step {self._batches}: {wrong}{changed}", self.options.on_nonfinite
+        message, chosen = f"step {self.batches}: {wrong}{changed}", self.options.on_nonfinite
         if chosen == "raise":
             raise NonFiniteLoss(
                 f"{message}; lower the learning rate, clip gradients, or look for NaN in the data", reported

@@ -36,7 +36,6 @@ class ExecutorState:
     _model: ir.Model
     _buffers: StateBuffers
     _lock: threading.RLock
-    _batches: int = 0
     _report: list[str]  # the outputs that a step reports
     properties: dict[str, Property]  # set by the user and saved in checkpoints
 
@@ -130,7 +129,7 @@ class ExecutorState:
         with self._lock:
             self._buffers.update(arrays)
             if STEP in arrays:
-                self._batches = int(arrays[STEP])
+                self._buffers.batches = int(arrays[STEP])
 
     @property
     def steps(self) -> int:
@@ -141,7 +140,7 @@ class ExecutorState:
         """
         with self._lock:
             counter = self._buffers.sets[self._buffers.current].get(STEP)
-            return self._batches if counter is None else int(counter.numpy())
+            return self._buffers.batches if counter is None else int(counter.numpy())
 
     @property
     def batches(self) -> int:
@@ -150,11 +149,11 @@ class ExecutorState:
         A step that `on_nonfinite` refuses or skips does not change the state and does not count. If `update_state`
         sets the counter `step`, it sets this number too.
         """
-        return self._batches
+        return self._buffers.batches
 
     def set_batches(self, count: int) -> None:
         """Set the number of batches so far, as a checkpoint has it."""
-        self._batches = count
+        self._buffers.batches = count
 
     @property
     def parameters(self) -> dict[str, np.ndarray]:
@@ -230,7 +229,7 @@ class ExecutorState:
                 layout of `state.safetensors` that `graphopt.export_hosts` writes and hosts read.
         """
         with self._lock:
-            arrays, properties = self._buffers.arrays(), {**self.properties, _BATCHES: self._batches}
+            arrays, properties = self._buffers.arrays(), {**self.properties, _BATCHES: self.batches}
         save_state(arrays, path, properties if checksum else None)
 
     def load(self, path: str | os.PathLike[str]) -> None:

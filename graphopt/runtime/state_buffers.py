@@ -45,7 +45,7 @@ class StateBuffers:
         self._double({name: array for name, array in state.items() if name in self.updated})
         scaled = LOSS_SCALE in names  # with a loss scale, the step discards gradients that overflow
         self._may_overflow = {name_of(x) for x in accumulators(model) if scaled and x.name != ACCUMULATED}
-        self.current = 0
+        self.current = self.batches = 0  # the set to read, and the number of batches that trained
         fed = {name: array for name, array in initial.items() if name not in names}
         self.fed = {name: buffer(device, array) for name, array in fed.items()}
         self.hyperparameters: dict[str, Any] = {name: number_or_array(array) for name, array in fed.items()}

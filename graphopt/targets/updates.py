@@ -100,7 +100,8 @@ def fold_rate_into_loss_gradient(model: ir.Model) -> bool:
     nodes = list(model.graph)
     with Emitter(model) as op:
         for i, root in enumerate(nodes):
-            factor = next(filter(is_number, root.inputs), None) if root.op_type == "Mul" and updates else None
+            scalars = [*filter(is_number, root.inputs)] if root.op_type == "Mul" and updates else []
+            factor = min(scalars, key=lambda x: constant_number(x) is None, default=None)
             ends = [] if factor is None else _ends(root.outputs[0], nodes[i + 1 :], updates)
             rates = {product.inputs[0] for product in ends}
             if factor is None or len(rates) != 1:
