@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -18,12 +18,11 @@ from graphopt.graph.values import name_of, value_of
 from graphopt.pipeline import Step
 from graphopt.runtime.bound_session import Reported, RunnerOptions
 from graphopt.runtime.device import Device
-from graphopt.runtime.executor import Executor, NonFiniteLoss, fed_by
+from graphopt.runtime.executor import Executor, NonFiniteLoss
 from graphopt.runtime.executor_options import ExecutorOptions, keywords_of
-from graphopt.runtime.runners import StepRunner
-from graphopt.runtime.signature import numbers
+from graphopt.runtime.runners import Rounds, StepRunner
 from graphopt.runtime.state_buffers import StateBuffers
-from graphopt.runtime.tensors import Tensor, buffer, rows_of, zeros_of
+from graphopt.runtime.tensors import Tensor, buffer, zeros_of
 
 if TYPE_CHECKING:
     import onnxruntime
@@ -77,6 +76,12 @@ class LocalSGD(Executor):
         outer: the optimizer that updates the weights; `passes.SGD(0.7, momentum=0.9, nesterov=True)` by default, for
             hundreds of rounds. In fewer rounds, a momentum of 0.5 overshoots less.
 
+    Attributes:
+        bytes_per_step: the size of what this worker sums with the others, divided by the number of steps of a round.
+
+    A worker without rows runs no step, and takes part in the synchronization. `step` and `synchronize` raise a
+    `NonFiniteLoss` if the workers have dropped the third round in succession.
+
     Raises:
         GraphoptError: as `Executor` does, or the workers have different options.
 
@@ -92,7 +97,6 @@ class LocalSGD(Executor):
 
     Options = LocalSGDOptions
     options: LocalSGDOptions
-    _one_by_one = True
 
     @keywords_of(LocalSGDOptions)
     def __init__(self, step: Source, **options: Any) -> None:
@@ -103,88 +107,76 @@ class LocalSGD(Executor):
         chosen.communicator.check_alike(
             {name: str(getattr(chosen, name)) for name in ("sync_every", "outer", "on_nonfinite")}
         )
-        self._survivors = Survivors(chosen.communicator)
+        device, model = chosen.opened(), load(step)
+        outer = outer_update(model, chosen.outer or passes.SGD(0.7, momentum=0.9, nesterov=True))
+        buffers = _RoundBuffers(device, model, outer, chosen.communicator.size)
+        rounds = _Rounds(chosen, buffers)
+        self.bytes_per_step = buffers.flat.nbytes / chosen.sync_every
+        self._assemble(chosen, device, model, buffers, workers=rounds.workers, rounds=rounds)
+
+
+class _Rounds(Rounds):
+    """Count the steps of a round, and average what the workers have subtracted from the weights at its end."""
+
+    def __init__(self, options: LocalSGDOptions, buffers: _RoundBuffers) -> None:
+        self._options, self._buffers, self.workers = options, buffers, Survivors(options.communicator)
         self._done = 0  # steps of this round
         self._dropped = 0  # rounds that were dropped in succession
         self._failure: str | None = None  # of this worker in this round
-        device, model = chosen.opened(), load(step)
-        outer = outer_update(model, chosen.outer or passes.SGD(0.7, momentum=0.9, nesterov=True))
-        self._rounds = rounds = _RoundBuffers(device, model, outer, chosen.communicator.size)
-        self._assemble(chosen, device, model, rounds, workers=self._survivors)
 
     @property
     def is_synchronized(self) -> bool:
         return self._done == 0
 
-    @property
-    def bytes_per_step(self) -> float:
-        """Return the size of what this worker sums with the others, divided by the number of steps of a round."""
-        return self._rounds.flat.nbytes / self.options.sync_every
+    def step(
+        self, feeds: Mapping[str, Tensor], train: Callable[[Mapping[str, Tensor]], Reported]
+    ) -> Reported:
+        """Train, and synchronize the workers if this step is the last one of the round.
 
-    def set_batches(self, count: int) -> None:
-        super().set_batches(count)
-        self._rounds.begin()
+        Raises:
+            NonFiniteLoss: the workers have dropped the third round in succession.
+        """
+        try:
+            reported = train(feeds)
+        except NonFiniteLoss as error:
+            self._failure = self._failure or str(error)
+            reported = error.reported
+        self._done += 1
+        if self._done == self._options.sync_every:
+            self.synchronize()
+        return reported
+
+    def restart(self) -> None:
+        self._buffers.begin()
         self._done, self._failure = 0, None
 
-    def step(self, data: Mapping[str, Tensor] | None = None, /, **named: Tensor) -> Reported:
-        """Run one step as `Executor.step` does, and synchronize the workers if it is the last one of the round.
-
-        A worker without rows runs no step, and takes part in the synchronization.
-
-        Raises:
-            GraphoptError: as `Executor.step` does.
-            NonFiniteLoss: the workers have dropped the third round in succession.
-        """
-        feeds = {**fed_by(data, named)}
-        with self._lock:
-            if rows_of(feeds):
-                try:
-                    reported = super().step(feeds)
-                except NonFiniteLoss as error:
-                    self._failure = self._failure or str(error)
-                    reported = error.reported
-            else:
-                self.set_hyperparameters(**self._split(feeds)[0])
-                reported = dict.fromkeys(numbers(self._model.graph.outputs, self._report), 0.0)
-                self._buffers.batches += 1
-            self._done += 1
-            if self._done == self.options.sync_every:
-                self.synchronize()
-            return reported
-
     def synchronize(self) -> None:
-        """Synchronize the workers' weights and begin a new round, unless they are equal. Every worker must call this.
-
-        Raises:
-            NonFiniteLoss: the workers have dropped the third round in succession.
-        """
-        with self._lock:
-            if self.is_synchronized:
-                return
-            rounds, workers = self._rounds, self._survivors
-            rounds.present[...] = 0
-            is_finite = rounds.collect()
-            if self._failure is None and is_finite:
-                rounds.present[workers.rank] = 1
-            else:
-                rounds.flat[...] = 0
-            missing = workers.lost_in(lambda: self.options.communicator.sum(rounds.flat))
-            missing = missing or np.flatnonzero(rounds.present[: workers.size] != 1).tolist()
-            rounds.flat /= workers.size
-            is_applied = not missing and rounds.apply()
-            rounds.begin()
-            self._dropped = 0 if is_applied else self._dropped + 1
-            if not is_applied:
-                self._tell_dropped(missing)
-            self._done, self._failure = 0, None
+        if self.is_synchronized:
+            return
+        buffers, workers = self._buffers, self.workers
+        buffers.present[...] = 0
+        is_finite = buffers.collect()
+        if self._failure is None and is_finite:
+            buffers.present[workers.rank] = 1
+        else:
+            buffers.flat[...] = 0
+        missing = workers.lost_in(lambda: self._options.communicator.sum(buffers.flat))
+        missing = missing or np.flatnonzero(buffers.present[: workers.size] != 1).tolist()
+        buffers.flat /= workers.size
+        is_applied = not missing and buffers.apply()
+        buffers.begin()
+        self._dropped = 0 if is_applied else self._dropped + 1
+        if not is_applied:
+            self._tell_dropped(missing)
+        self._done, self._failure = 0, None
 
     def _tell_dropped(self, missing: list[int]) -> None:
         """Warn about a dropped round, or raise an error if it is the last that may be."""
         who = f"worker {', '.join(map(str, missing))}" if missing else "all workers together"
         own = f" ({self._failure})" if self._failure else ""
         message = (
-            f"step {self.batches}: expected finite weights of each worker, found others or none of {who}{own}: round "
-            f"of {self._done} steps dropped"
+            f"step {self._buffers.batches}: expected finite weights of each worker, found others or none of {who}"
+            f"{own}: round of {self._done} steps dropped"
         )
         if self._dropped >= DROPPED:
             self._done, self._failure = 0, None
@@ -192,8 +184,8 @@ class LocalSGD(Executor):
                 f"{message}, for the third time in succession; lower the learning rate, clip gradients, or look "
                 f"for NaN in the data"
             )
-        if self.options.communicator.leads or own:
-            warnings.warn(f"{message}; the weights return to the last synchronization", stacklevel=4)
+        if self._options.communicator.leads or own:
+            warnings.warn(f"{message}; the weights return to the last synchronization", stacklevel=5)
 
 
 class _RoundBuffers(StateBuffers):

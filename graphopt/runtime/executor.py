@@ -24,11 +24,11 @@ from graphopt.runtime.bound_session import Reported, RunnerOptions
 from graphopt.runtime.device import Device
 from graphopt.runtime.executor_options import ExecutorOptions, keywords_of
 from graphopt.runtime.executor_state import ExecutorState
-from graphopt.runtime.runners import Batch, Pace, Runner, SeveralSteps, StepRunner, alike
+from graphopt.runtime.runners import Batch, Pace, Rounds, Runner, SeveralSteps, StepRunner, alike
 from graphopt.runtime.session import Session
-from graphopt.runtime.signature import Signature, chosen_outputs, description, reporting
+from graphopt.runtime.signature import Signature, chosen_outputs, description, numbers, reporting
 from graphopt.runtime.state_buffers import StateBuffers
-from graphopt.runtime.tensors import Tensor, number_or_array, to_ort
+from graphopt.runtime.tensors import Tensor, number_or_array, rows_of, to_ort
 
 
 def run(model: Source, inputs: Mapping[str, np.ndarray], threads: int = 1) -> dict[str, np.ndarray]:
@@ -118,7 +118,6 @@ class Executor(ExecutorState):
     """
 
     workers: Communicator
-    _one_by_one = False  # whether `iterate` runs one step per call of the runtime
     _checked: list[Any] | None  # the description of the tensors that were checked last
 
     @keywords_of(ExecutorOptions)
@@ -136,6 +135,7 @@ class Executor(ExecutorState):
         *,
         workers: Communicator = SINGLE,
         runner_of: Callable[[RunnerOptions], Runner] | None = None,
+        rounds: Rounds | None = None,
     ) -> None:
         """Put the parts of an executor together.
 
@@ -143,9 +143,10 @@ class Executor(ExecutorState):
             model: the training graph without its initial state.
             buffers: its state.
             runner_of: returns the runner of single steps; by default, they run whole.
+            rounds: when workers that train separately synchronize.
         """
         self.options, self._device, self._model, self.workers = options, device, model, workers
-        self._buffers, self._runner_of = buffers, runner_of
+        self._buffers, self._runner_of, self._rounds = buffers, runner_of, rounds
         self._lock = threading.RLock()
         self.properties = {}
         self._signature = Signature(device, with_role(model, *FED))
@@ -166,18 +167,29 @@ class Executor(ExecutorState):
         """
         feeds = fed_by(data, named)
         with self._lock:
-            if self._checked != description(feeds):
-                fed, feeds = self._split(feeds)
-                if self._checked != (facts := description(feeds)):
-                    self._runner.check(feeds)
-                    self._checked = facts
-                self.set_hyperparameters(**fed)
-            self._signature.check_labels(feeds)
-            reported = self._runner.step(self._buffers.current, feeds)
-            if self._accept(reported):
-                self._buffers.swap()
-                self._buffers.batches += 1
-            return reported
+            if self._rounds is None:
+                return self._train(feeds)
+            return self._rounds.step(feeds, self._train if rows_of(feeds) else self._pass)
+
+    def _train(self, feeds: Mapping[str, Tensor]) -> Reported:
+        if self._checked != description(feeds):
+            fed, feeds = self._split(feeds)
+            if self._checked != (facts := description(feeds)):
+                self._runner.check(feeds)
+                self._checked = facts
+            self.set_hyperparameters(**fed)
+        self._signature.check_labels(feeds)
+        reported = self._runner.step(self._buffers.current, feeds)
+        if self._accept(reported):
+            self._buffers.swap()
+            self._buffers.batches += 1
+        return reported
+
+    def _pass(self, feeds: Mapping[str, Tensor]) -> Reported:
+        """Count a batch without rows, which trains nothing."""
+        self.set_hyperparameters(**self._split(feeds)[0])
+        self._buffers.batches += 1
+        return dict.fromkeys(numbers(self._model.graph.outputs, self._report), 0.0)
 
     def run(self, batches: Iterable[Batch]) -> list[Reported]:
         """Train on all batches and return what each step reports; see `iterate`."""
@@ -235,10 +247,17 @@ class Executor(ExecutorState):
     @property
     def is_synchronized(self) -> bool:
         """Return whether all workers have the same weights."""
-        return True
+        return self._rounds is None or self._rounds.is_synchronized
 
     def synchronize(self) -> None:
-        """Synchronize the workers' weights. Every worker must call this."""
+        """Synchronize the workers' weights. Every worker must call this.
+
+        Raises:
+            NonFiniteLoss: the workers have dropped the third round in succession.
+        """
+        if self._rounds is not None:
+            with self._lock:
+                self._rounds.synchronize()
 
     def placement(self) -> dict[str, dict[str, int]]:
         """Return for each execution provider the operators of a step that it runs, and how many nodes of each.
@@ -312,7 +331,7 @@ class Executor(ExecutorState):
             self._runner, single = self._runner_of(chosen), None
         self._checked = None
         arrays = any(y.name in self._report and y.shape != () for y in model.graph.outputs)
-        alone = self._one_by_one or self.in_place or self.workers.size > 1
+        alone = self._rounds is not None or self.in_place or self.workers.size > 1
         steps = options.steps_per_call
         self._several = SeveralSteps(
             functools.partial(runner_of, single=single),

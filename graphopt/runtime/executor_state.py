@@ -20,6 +20,7 @@ from graphopt.graph.values import name_of
 from graphopt.runtime.checkpoint import Property, load_state, save_state
 from graphopt.runtime.device import Device
 from graphopt.runtime.executor_options import ExecutorOptions
+from graphopt.runtime.runners import Rounds
 from graphopt.runtime.signature import reportable
 from graphopt.runtime.state_buffers import StateBuffers
 from graphopt.runtime.tensors import Tensor, to_ort
@@ -35,6 +36,7 @@ class ExecutorState:
     _device: Device
     _model: ir.Model
     _buffers: StateBuffers
+    _rounds: Rounds | None  # of workers that train separately
     _lock: threading.RLock
     _report: list[str]  # the outputs that a step reports
     properties: dict[str, Property]  # set by the user and saved in checkpoints
@@ -154,6 +156,8 @@ class ExecutorState:
     def set_batches(self, count: int) -> None:
         """Set the number of batches so far, as a checkpoint has it."""
         self._buffers.batches = count
+        if self._rounds is not None:
+            self._rounds.restart()
 
     @property
     def parameters(self) -> dict[str, np.ndarray]:

@@ -62,6 +62,25 @@ class Runner(Protocol):
         """
 
 
+class Rounds(Protocol):
+    """Let workers train separately, and synchronize them every few steps, which are a round."""
+
+    @property
+    def is_synchronized(self) -> bool:
+        """Return whether all workers have the same weights."""
+
+    def step(
+        self, feeds: Mapping[str, Tensor], train: Callable[[Mapping[str, Tensor]], Reported]
+    ) -> Reported:
+        """Train on tensors by `train`, synchronize the workers at the end of a round, and return what is reported."""
+
+    def synchronize(self) -> None:
+        """Synchronize the workers, unless they are synchronized."""
+
+    def restart(self) -> None:
+        """Begin a round with the weights of the last synchronization."""
+
+
 class StepRunner(Runner):
     """Run a training graph from one set of state buffers to the other.
 
