@@ -17,7 +17,7 @@ from graphopt.graph.values import name_of
 from graphopt.runtime.executor import Executor
 from graphopt.training.evaluation import evaluate
 from graphopt.training.fit import fit
-from graphopt.training.sources import Data
+from graphopt.training.options import Data
 
 OWN, BATCHES = "graphopt.state", "graphopt.batches"  # what a client keeps in its context, and an entry of it
 

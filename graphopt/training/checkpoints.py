@@ -63,22 +63,6 @@ class Checkpoint:
     arrays: Mapping[str, np.ndarray]
     progress: Mapping[str, Any]
 
-    def check(self, identity: Mapping[str, Any], environment: Mapping[str, Any]) -> None:
-        """Raise an error if this is the checkpoint of another graph or of other data; warn of another environment."""
-        for name, value in identity.items():
-            found = self.progress.get(name)
-            if found != value:
-                what = "the checkpoint of another training graph" if name == "graph" else f"{name} {found}"
-                raise GraphoptError(f"{self.path}: expected {name} {value} as in this run, found {what}")
-        for name, value in environment.items():
-            found = self.progress["environment"].get(name)
-            if found != value:
-                warnings.warn(
-                    f"{self.path}: written with {name} {found}, continues with {value}: results may differ in their "
-                    "last bits",
-                    stacklevel=4,
-                )
-
 
 @dataclass
 class Checkpoints:

@@ -27,7 +27,8 @@ from graphopt.runtime.session import Session
 from graphopt.training.callbacks.callback import Record
 from graphopt.training.metrics import Wanted
 from graphopt.training.metrics import metrics as metrics_of
-from graphopt.training.sources import Data, read_batches
+from graphopt.training.options import Data
+from graphopt.training.sources import read_batches
 
 _POSITION = "graphopt.position"  # of a batch, beside what its evaluation returns
 

@@ -17,9 +17,11 @@ from graphopt.runtime.executor import Executor
 from graphopt.runtime.executor_options import keywords_of
 from graphopt.training.callbacks.callback import Record
 from graphopt.training.evaluation import HeldOut
-from graphopt.training.loop import TrainingLoop, versions
+from graphopt.training.loop import TrainingLoop
 from graphopt.training.metrics import metrics as metrics_of
-from graphopt.training.sources import Data, Epochs, FitOptions, RowEpochs, StreamEpochs, read_batches
+from graphopt.training.options import Data, FitOptions
+from graphopt.training.progress import versions
+from graphopt.training.sources import Epochs, RowEpochs, StreamEpochs, read_batches
 
 
 @keywords_of(FitOptions)

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import itertools
 import signal
 import time
 from collections.abc import Iterator
 from enum import Enum
-from importlib import metadata
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from graphopt.data.loader import prefetched
 from graphopt.data.streams import Drawn
@@ -25,8 +21,10 @@ from graphopt.runtime.tensors import Tensor, rows_of
 from graphopt.training.callbacks.callback import CallbackGroup, Record, Run
 from graphopt.training.checkpoints import Checkpoints, find, from_first, read
 from graphopt.training.evaluation import HeldOut, Mean
+from graphopt.training.options import FitOptions
+from graphopt.training.progress import Progress, versions
 from graphopt.training.signals import Signals, deferred
-from graphopt.training.sources import Epochs, FitOptions
+from graphopt.training.sources import Epochs
 
 AHEAD = 2  # batches that are prefetched
 
@@ -83,19 +81,17 @@ class TrainingLoop:
         if checkpoint is None:
             self._callbacks.reset()
             return
-        progress = checkpoint.progress
-        checkpoint.check(self._identity, self._environment)
+        progress = Progress.of(checkpoint, self._identity, self._environment)
         executor.update_state(checkpoint.state)
-        executor.set_batches(progress["step"])
-        executor.set_hyperparameters(**progress["hyperparameters"])
-        run.resumed, run.records = checkpoint.path, progress["records"]
-        run.step, run.epoch, run.row = progress["step"], progress["epoch"], progress["row"]
-        self._mean, self._seconds = Mean(**progress["mean"]), progress["seconds"]
-        self._position = progress.get("data")  # an old checkpoint has none
-        self._source.load(progress["before"], self._position)
-        self._callbacks.load_state(progress["callbacks"], checkpoint.arrays)
+        executor.set_batches(progress.step)
+        executor.set_hyperparameters(**progress.hyperparameters)
+        run.resumed, run.records = checkpoint.path, list(progress.records)
+        run.step, run.epoch, run.row = progress.step, progress.epoch, progress.row
+        self._mean, self._seconds, self._position = progress.mean, progress.seconds, progress.data
+        self._source.load(progress.before, progress.data)
+        self._callbacks.load_state(progress.callbacks, checkpoint.arrays)
         if self._checkpoints is not None:
-            self._checkpoints.load_values(progress["best_values"])
+            self._checkpoints.load_values(checkpoint.progress["best_values"])
 
     def train(self) -> None:
         """Train until the last epoch, a callback's `should_stop` or a signal; write the last checkpoint."""
@@ -258,22 +254,21 @@ class TrainingLoop:
             self._tell_saved(checkpoints.finished(wait=True))
             self._tell("on_save_begin")
             values, arrays = self._callbacks.state()
-            rates = run.executor.hyperparameters
-            progress = {
-                **self._identity,
-                "environment": self._environment,
-                "step": run.step,
-                "epoch": run.epoch,
-                "row": run.row,
-                "before": self._source.before,
-                "data": self._position,
-                "mean": dataclasses.asdict(self._mean),
-                "seconds": self._seconds,
-                "records": list(run.records),
-                "hyperparameters": {name: np.asarray(value).tolist() for name, value in rates.items()},
-                "callbacks": values,
-            }
-            checkpoints.save(position, run.executor.state, arrays, progress, best)
+            progress = Progress(
+                environment=self._environment,
+                step=run.step,
+                epoch=run.epoch,
+                row=run.row,
+                before=self._source.before,
+                data=self._position,
+                mean=self._mean,
+                seconds=self._seconds,
+                records=list(run.records),
+                hyperparameters=run.executor.hyperparameters,
+                callbacks=values,
+            )
+            content = {**self._identity, **progress.to_json()}
+            checkpoints.save(position, run.executor.state, arrays, content, best)
         if last:
             self._tell_saved(checkpoints.wait())
 
@@ -292,9 +287,3 @@ class TrainingLoop:
         executor = self.run.executor
         device, workers = executor.device_options, executor.workers.size
         return {**versions(executor), "device": device.name, "threads": device.threads, "workers": workers}
-
-
-def versions(executor: Executor) -> dict[str, str]:
-    """Return the versions of the packages that results depend on."""
-    packages = {name: metadata.version(name) for name in ("graphopt", "onnx", "numpy")}
-    return {**packages, "onnxruntime": executor.device_options.ort.__version__}

@@ -1,59 +1,23 @@
-"""Declare the options of `fit`, and draw the batches of its epochs: from rows, or from an iterable in its order."""
+"""Draw the batches of the epochs of `fit`: from rows, or from an iterable in its order."""
 
 from __future__ import annotations
 
 import math
-import os
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
 from graphopt.communicator import Communicator
-from graphopt.data import Batches, Dataset
+from graphopt.data import Batches
 from graphopt.data.foreign import has_rows
-from graphopt.data.loader import Rows, Shuffle, draw
+from graphopt.data.loader import Rows, draw
 from graphopt.data.streams import Drawn, Stream
 from graphopt.errors import GraphoptError
-from graphopt.intervals import check_intervals, within
 from graphopt.runtime.executor import Executor
-from graphopt.training.callbacks.callback import Callback
-from graphopt.training.checkpoints import Checkpoints
-from graphopt.training.metrics import Wanted
-
-Data = Dataset | Mapping[str, np.ndarray] | Iterable[Mapping[str, Any]]
-PathLike = str | os.PathLike[str]
-
-
-@dataclass(frozen=True, kw_only=True)
-class FitOptions:
-    """Hold the options of `fit`, whose docstring explains them."""
-
-    epochs: int = within("[1, inf)", 20, kw_only=True)
-    steps_per_epoch: int | None = None
-    batch_size: int = within("[1, inf)", 32, kw_only=True)
-    shuffle: Shuffle = True
-    seed: int = within("[0, inf)", 0, kw_only=True)
-    validation: float | Data | None = 0.2
-    validation_every: int = within("[1, inf)", 1, kw_only=True)
-    metrics: Sequence[Wanted] | None = None
-    allow_nan: bool = False
-    prefetch: int | None = within("[0, inf)", None, whole=True, kw_only=True)
-    callbacks: Sequence[Callback] = ()
-    checkpoint: Checkpoints | PathLike | None = None
-    resume: bool | PathLike = False
-
-    def __post_init__(self) -> None:
-        check_intervals(self, owner="fit")
-        if self.shuffle not in (True, False, "consecutive"):
-            raise GraphoptError(f"shuffle: expected True, False or 'consecutive', found {self.shuffle!r}")
-        if self.resume is True and self.checkpoint is None:
-            raise GraphoptError(
-                "resume: expected a folder of checkpoints, found none: give `checkpoint`, or a path"
-            )
+from graphopt.training.options import FitOptions
 
 
 def read_batches(

@@ -1,0 +1,49 @@
+"""Declare the options of `fit`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from graphopt.data import Dataset
+from graphopt.data.loader import Shuffle
+from graphopt.errors import GraphoptError
+from graphopt.intervals import check_intervals, within
+from graphopt.training.callbacks.callback import Callback
+from graphopt.training.checkpoints import Checkpoints
+from graphopt.training.metrics import Wanted
+
+Data = Dataset | Mapping[str, np.ndarray] | Iterable[Mapping[str, Any]]
+PathLike = str | os.PathLike[str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class FitOptions:
+    """Hold the options of `fit`, whose docstring explains them."""
+
+    epochs: int = within("[1, inf)", 20, kw_only=True)
+    steps_per_epoch: int | None = None
+    batch_size: int = within("[1, inf)", 32, kw_only=True)
+    shuffle: Shuffle = True
+    seed: int = within("[0, inf)", 0, kw_only=True)
+    validation: float | Data | None = 0.2
+    validation_every: int = within("[1, inf)", 1, kw_only=True)
+    metrics: Sequence[Wanted] | None = None
+    allow_nan: bool = False
+    prefetch: int | None = within("[0, inf)", None, whole=True, kw_only=True)
+    callbacks: Sequence[Callback] = ()
+    checkpoint: Checkpoints | PathLike | None = None
+    resume: bool | PathLike = False
+
+    def __post_init__(self) -> None:
+        check_intervals(self, owner="fit")
+        if self.shuffle not in (True, False, "consecutive"):
+            raise GraphoptError(f"shuffle: expected True, False or 'consecutive', found {self.shuffle!r}")
+        if self.resume is True and self.checkpoint is None:
+            raise GraphoptError(
+                "resume: expected a folder of checkpoints, found none: give `checkpoint`, or a path"
+            )

@@ -1,0 +1,77 @@
+"""Hold how far a run has come, as a checkpoint has it."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from typing import Any
+
+import numpy as np
+
+from graphopt.errors import GraphoptError
+from graphopt.runtime.executor import Executor
+from graphopt.training.callbacks.callback import Record
+from graphopt.training.checkpoints import Checkpoint
+from graphopt.training.evaluation import Mean
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Hold how far a run has come: what a checkpoint has in JSON, without the identity of the data and the graph."""
+
+    environment: Mapping[str, Any]  # what the last bits of results depend on
+    step: int
+    epoch: int
+    row: int
+    before: int  # epochs in earlier calls of `fit`
+    data: Any  # its position, if it keeps one
+    mean: Mean
+    seconds: float
+    records: Sequence[Record]
+    hyperparameters: Mapping[str, Any]
+    callbacks: Mapping[str, Mapping[str, Any]]  # without arrays
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the progress as JSON."""
+        rates = {name: np.asarray(value).tolist() for name, value in self.hyperparameters.items()}
+        return {**vars(self), "mean": dataclasses.asdict(self.mean), "hyperparameters": rates}
+
+    @classmethod
+    def of(
+        cls, checkpoint: Checkpoint, identity: Mapping[str, Any], environment: Mapping[str, Any]
+    ) -> Progress:
+        """Return the progress in a checkpoint, which has no position of the data if it is old.
+
+        Warn if the environment is another one.
+
+        Raises:
+            GraphoptError: the checkpoint is that of another graph, or of other data.
+        """
+        names = {field.name for field in dataclasses.fields(cls)}
+        fields = {name: value for name, value in checkpoint.progress.items() if name in names}
+        progress = cls(**{"data": None, **fields, "mean": Mean(**fields["mean"])})
+        for name, value in identity.items():
+            found = checkpoint.progress.get(name)
+            if found != value:
+                what = "the checkpoint of another training graph" if name == "graph" else f"{name} {found}"
+                raise GraphoptError(
+                    f"{checkpoint.path}: expected {name} {value} as in this run, found {what}"
+                )
+        for name, value in environment.items():
+            found = progress.environment.get(name)
+            if found != value:
+                warnings.warn(
+                    f"{checkpoint.path}: written with {name} {found}, continues with {value}: results may differ in "
+                    "their last bits",
+                    stacklevel=4,
+                )
+        return progress
+
+
+def versions(executor: Executor) -> dict[str, str]:
+    """Return the versions of the packages that results depend on."""
+    packages = {name: metadata.version(name) for name in ("graphopt", "onnx", "numpy")}
+    return {**packages, "onnxruntime": executor.device_options.ort.__version__}
