@@ -135,7 +135,7 @@ NATIVE = [
         "native_convolutions",
         ("random_convolutions_are", "dilations, pads[:axes], end", "dilations, pads[axes:], end"),
         ("random_convolutions_are", "int(bias is not None), int(relu)", "int(bias is not None), 0"),
-        ("transposed_operands", "[pad - n for pad, n in", "[pad for pad, n in"),
+        ("training_step_is_the_plain", "[pad - n for pad, n in", "[pad for pad, n in"),
     ),
     *of(
         "graphopt/targets/native/scans.py",
