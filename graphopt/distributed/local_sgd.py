@@ -67,7 +67,8 @@ class LocalSGD(Executor):
     If the loss or the state of a worker is not finite, or what it has computed is missing, all workers drop the round:
     a warning names the worker, and the weights return to the last synchronization. The third round in succession is an
     error. `on_nonfinite="skip"` only skips the step. If a worker dies, and MPI tolerates faults (see `graphopt.MPI`),
-    the others drop the round, too, and go on without it; without the first worker, they end.
+    the others drop the round, too, and go on without it; without the first worker, they end. A worker without rows
+    runs no step, and takes part in the synchronization.
 
     Args:
         step: a training graph: a path, an onnx.ModelProto or an onnx_ir.Model.
@@ -79,11 +80,9 @@ class LocalSGD(Executor):
     Attributes:
         bytes_per_step: the size of what this worker sums with the others, divided by the number of steps of a round.
 
-    A worker without rows runs no step, and takes part in the synchronization. `step` and `synchronize` raise a
-    `NonFiniteLoss` if the workers have dropped the third round in succession.
-
     Raises:
         GraphoptError: as `Executor` does, or the workers have different options.
+        NonFiniteLoss: by `step` and `synchronize`, if the workers drop the third round in succession.
 
     >>> import numpy
     >>> from graphopt import models

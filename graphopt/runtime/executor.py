@@ -172,6 +172,7 @@ class Executor(ExecutorState):
             return self._rounds.step(feeds, self._train if rows_of(feeds) else self._pass)
 
     def _train(self, feeds: Mapping[str, Tensor]) -> Reported:
+        """Check tensors that differ in shape or type from the last ones, and run one step."""
         if self._checked != description(feeds):
             fed, feeds = self._split(feeds)
             if self._checked != (facts := description(feeds)):
