@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from graphopt.errors import GraphoptError, unknown
+from graphopt.errors import GraphoptError, kind_of, unknown
 from graphopt.graph.metadata import TargetSpec
 from graphopt.graph.roles import Role, role_of
 from graphopt.moments import Moments
@@ -379,6 +379,17 @@ class Metrics:
     def result(self) -> dict[str, Any]:
         """Return the metrics by name; none if there was no row, or all were ignored."""
         return {} if self._empty else {name: metric.result() for name, metric in self._metrics.items()}
+
+
+def listed(wanted: Any) -> Sequence[Wanted] | None:
+    """Return wanted metrics as a list; one alone will do."""
+    if isinstance(wanted, str | Mapping) or callable(wanted):
+        return [wanted]
+    if wanted is not None and not isinstance(wanted, Sequence):
+        raise GraphoptError(
+            f"metrics: expected names such as 'accuracy', or functions, found {kind_of(wanted)}"
+        )
+    return wanted
 
 
 def metrics(
