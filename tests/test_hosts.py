@@ -179,7 +179,9 @@ def test_labels_and_the_one_that_is_ignored_are_told(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_exported_is_told_and_nothing_is_written(tmp_path: Path) -> None:
-    with pytest.raises(graphopt.GraphoptError, match="expected a training graph, found one without state"):
+    with pytest.raises(
+        graphopt.GraphoptError, match="expected a training graph, found an inference model: compile"
+    ):
         graphopt.export_hosts(linear(), tmp_path / "out")
     step = graphopt.compile(linear(), loss=passes.MeanSquaredError(), optimizer=passes.SGD(0.1))
     with pytest.raises(graphopt.GraphoptError, match="batch: expected 1 or more"):

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from graphopt.arguments import checked
 from graphopt.data.dataset import TARGET, WEIGHT, Dataset
 from graphopt.errors import GraphoptError, line, unknown
 from graphopt.files import replacing
@@ -36,6 +37,7 @@ _BROKEN = (
 _WRITTEN = (".npz", ".csv", ".parquet")
 
 
+@checked()
 def npz(path: str, *, expansion: int = EXPANSION) -> Dataset:
     """Read the arrays of a NumPy archive: the model's inputs by name, and `target`.
 
@@ -60,6 +62,7 @@ def npz(path: str, *, expansion: int = EXPANSION) -> Dataset:
     return Dataset(arrays)
 
 
+@checked()
 def npy(path: str) -> Dataset:
     """Memory-map the arrays of a folder of `NAME.npy` files, so that each batch reads only its own rows.
 
@@ -75,6 +78,7 @@ def npy(path: str) -> Dataset:
     return Dataset({file.stem: _load(file, "a NumPy array (.npy)", "r") for file in files})
 
 
+@checked()
 def csv(
     path: str,
     *,

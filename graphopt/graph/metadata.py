@@ -7,13 +7,14 @@ untrusted file, so reading checks their form. No other module accesses `metadata
 from __future__ import annotations
 
 import base64
+import contextlib
 import dataclasses
 import enum
 import functools
 import json
 import types
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -415,3 +416,19 @@ class Notes(Note, key="graphopt.file", expected="a compressed graph"):
             raise ValueError from error
         _check(inflate.eof, all(not x.external_data for x in graph.initializer))
         return graph
+
+
+def labels_in(model: ir.Model) -> list[str] | None:
+    """Return the names of the classes in a model's metadata, or None."""
+    text: Any = LABELS.read(model)
+    with contextlib.suppress(ValueError, TypeError, RecursionError):  # another program's note of this name
+        labels = json.loads(text)
+        if isinstance(labels, list) and all(isinstance(label, str) for label in labels):
+            return labels
+    return None
+
+
+def add_labels(proto: onnx.ModelProto, labels: Sequence[str]) -> None:
+    """Write the names of the classes into a model's metadata, unless it has some."""
+    if all(note.key != LABELS.key for note in proto.metadata_props):
+        proto.metadata_props.add(key=LABELS.key, value=json.dumps(list(labels)))

@@ -10,13 +10,14 @@ import onnx
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedOpsetsPass
 
+from graphopt.arguments import checked
 from graphopt.errors import GraphoptError, unknown
 from graphopt.files import write_folder
 from graphopt.graph import inference, metadata
 from graphopt.graph.loading import Source, load
 from graphopt.graph.metadata import HOST, original_name
 from graphopt.graph.opsets import ir_version_of, rewrite_in
-from graphopt.graph.roles import FED, STATE, Role, role_of, with_role
+from graphopt.graph.roles import FED, STATE, Role, check_trains, role_of, with_role
 from graphopt.graph.shapes import fold_shapes, infer
 from graphopt.graph.simplify import Simplify
 from graphopt.graph.state import take_initial
@@ -37,6 +38,7 @@ REPORTED = (Role.LOSS, Role.METRIC, Role.PREDICTION)  # in evaluation
 _PathLike = str | os.PathLike[str]
 
 
+@checked()
 def export_hosts(
     step: Source,
     folder: _PathLike,
@@ -76,10 +78,7 @@ def export_hosts(
     if target is not None and target not in FORMS:
         raise GraphoptError(unknown("target", target, FORMS))
     model = load(step)
-    if not with_role(model, Role.NEXT):
-        raise GraphoptError(
-            "export_hosts: expected a training graph, found one without state to update: add an optimizer"
-        )
+    check_trains(model, "export_hosts")
     initial = take_initial(model)
     if batch is not None:
         _fix_batch(model, batch)
@@ -147,7 +146,7 @@ def _strip(model: ir.Model) -> None:
 
 def _fix_batch(model: ir.Model, batch: int) -> None:
     """Fix the first dimension of each feed, and every dimension of the same name."""
-    if batch < 1:
+    if not isinstance(batch, int) or batch < 1:
         raise GraphoptError(f"batch: expected 1 or more, or None, found {batch}")
     first = [x.shape[0] for x in with_role(model, *FED) if x.shape]
     fixed = {dim.value for dim in first if isinstance(dim, ir.SymbolicDim)} - {None}

@@ -17,6 +17,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
+from graphopt.arguments import checked
 from graphopt.errors import GraphoptError
 from graphopt.files import write_folder
 from graphopt.graph import inference
@@ -26,7 +27,7 @@ from graphopt.graph.roles import TRAINING_RUNTIME, Role, with_role
 from graphopt.graph.state import LEARNING_RATE
 from graphopt.graph.storage import whole
 from graphopt.graph.values import COUNTERS, name_of
-from graphopt.pipeline import Pipeline
+from graphopt.pipeline import Pipeline, check_pipeline
 
 TRAINING, EVALUATION, OPTIMIZER = "training_model.onnx", "eval_model.onnx", "optimizer_model.onnx"
 CHECKPOINT = "checkpoint"
@@ -37,6 +38,7 @@ _LIMIT = 2**31 - 2**20  # bytes of parameters: a flatbuffer's offsets are signed
 _PathLike = str | os.PathLike[str]
 
 
+@checked()
 def export_artifacts(model: Source, pipeline: Pipeline, folder: _PathLike) -> None:
     """Write the files from which onnxruntime-training's Module and Optimizer train `model` on a device.
 
@@ -62,6 +64,7 @@ def export_artifacts(model: Source, pipeline: Pipeline, folder: _PathLike) -> No
     """
     from graphopt.on_device.graphs import compile_on_device
 
+    check_pipeline(pipeline, "export_artifacts", "export_artifacts(model, graphopt.standard(...), folder)")
     made = compile_on_device(model, pipeline)
     contents = {
         TRAINING: whole(made.training),
@@ -72,6 +75,7 @@ def export_artifacts(model: Source, pipeline: Pipeline, folder: _PathLike) -> No
     write_folder(folder, contents)
 
 
+@checked()
 def load_artifacts(folder: _PathLike, *, device: str = "cpu") -> tuple[Any, Any, Any]:
     """Return onnxruntime-training's CheckpointState, Module and Optimizer for a folder's files.
 
@@ -140,6 +144,7 @@ def parameters(checkpoint: _PathLike) -> dict[str, np.ndarray]:
     )
 
 
+@checked()
 def from_checkpoint(model: Source, checkpoint: _PathLike) -> onnx.ModelProto:
     """Return an inference model with the parameters of a checkpoint, which are matched by name.
 

@@ -141,6 +141,8 @@ class StateBuffers:
             if name not in self.hyperparameters:
                 raise GraphoptError(unknown("hyperparameter", name, self.hyperparameters))
             array, accepted = np.asarray(value), self._inputs[name]
+            if array.dtype.kind in "USO":
+                raise GraphoptError(f"hyperparameter {name!r}: expected a number, found {value!r}")
             accepted.check_type(array.dtype, array.shape)
             number = np.asarray(value, accepted.dtype)
             if not np.isfinite(number).all() or (name.endswith(LEARNING_RATE) and (number < 0).any()):

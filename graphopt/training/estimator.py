@@ -14,7 +14,8 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
-from graphopt.compiler import DEFAULT, compile
+from graphopt.arguments import Checked, checked
+from graphopt.compiler import DEFAULT, check_family, compile
 from graphopt.data import Batches, Dataset
 from graphopt.data.dataset import TARGET, WEIGHT
 from graphopt.data.loader import Shuffle
@@ -70,7 +71,7 @@ def _compiled(model: Source | bytes, steps: tuple[tuple[str, Any], ...]) -> ir.M
 _shared = functools.lru_cache(32)(_compiled)
 
 
-class Estimator:
+class Estimator(metaclass=Checked):
     """Keep an executor through changes of options, and its state through pickling.
 
     A subclass is a dataclass, whose fields are the options. All attributes are of the class, because scikit-learn
@@ -199,6 +200,7 @@ class Trainer(Estimator):
     _row = cast("tuple[int, ...] | None", None)  # the shape of a row of the targets
     _transient = (*Estimator._transient, "_structure")
 
+    @checked()
     def fit(
         self,
         X: _Arrays,
@@ -227,6 +229,7 @@ class Trainer(Estimator):
             validation = _named(X_val, y_val, sample_weight_val)
         return self._fit(_named(X, y, sample_weight), validation, self.max_iter, self.warm_start)
 
+    @checked()
     def partial_fit(self, X: _Arrays, y: np.ndarray, sample_weight: np.ndarray | None = None) -> Trainer:
         """Train for one more epoch, regardless of `warm_start` and `max_iter`."""
         return self._fit(_named(X, y, sample_weight), None, 1, True)
@@ -256,6 +259,7 @@ class Trainer(Estimator):
             )
         return probabilities_of(loss, self._output(X))
 
+    @checked()
     def score(self, X: _Arrays, y: np.ndarray, sample_weight: np.ndarray | None = None) -> float:
         """Return the accuracy, or for a regression the mean R2 over the columns, as scikit-learn's scores do."""
         predicted = self.predict(X)
@@ -325,6 +329,7 @@ class Trainer(Estimator):
             validation=validation and Dataset(validation, features=FEATURES),
             validation_every=self.validation_every,
             callbacks=[Adaptive()] if self.schedule == "adaptive" else [],
+            verbose=False,
         )
         self.train_losses_ = [record["loss"] for record in self.history_]
         self.validation_losses_ = [r["validation_loss"] for r in self.history_ if "validation_loss" in r]
@@ -361,6 +366,7 @@ class Trainer(Estimator):
         import passes
 
         loss: Any = self.loss or passes.MeanSquaredError()
+        check_family("loss", loss)
         if isinstance(loss, passes.OwnLoss):  # its inputs and output are fixed
             if fields:
                 raise GraphoptError(

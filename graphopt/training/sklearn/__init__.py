@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from graphopt.arguments import checked
 from graphopt.errors import GraphoptError
 
 ESTIMATORS = ("OnnxClassifier", "OnnxRegressor")
@@ -20,6 +21,7 @@ def estimator(name: str) -> Any:
     return getattr(estimators, name)
 
 
+@checked()
 def from_sklearn(fitted: Any, **options: Any) -> Any:
     """Return an estimator that continues a fitted MLPClassifier or MLPRegressor, with its weights and optimizer.
 
