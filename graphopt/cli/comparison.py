@@ -6,7 +6,7 @@ import contextlib
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,13 +22,14 @@ from graphopt.errors import GraphoptError
 from graphopt.files import write
 from graphopt.inspection import html
 from graphopt.inspection.charts import COLORS, line_chart
-from graphopt.inspection.words import is_share, label_of, measure_text, readable
+from graphopt.inspection.words import is_share, label_of, measure_text
 from graphopt.training.callbacks import Record
 from graphopt.training.callbacks.terminal import open_console
 from graphopt.training.metrics import METRICS
 
 PAGE, REPORT = "compare.html", "report.html"
-LEFT_OUT = ("step", "learning_rate", "seconds", "samples_per_second")
+LEFT_OUT = ("epoch", "step", "learning_rate", "seconds", "samples_per_second")
+PLACES = ("folder", "resume")
 FALLING = ("mae", "mse", "rmse", "perplexity")  # metrics that are better if they are less
 OVERRIDES, HYDRA = Path(".hydra", "overrides.yaml"), Path(".hydra", "hydra.yaml")
 
@@ -67,10 +68,18 @@ class _Run:
         return "" if value is None or isinstance(value, Mapping) else str(value)
 
     @property
+    def has_report(self) -> bool:
+        return (self.path / REPORT).is_file()
+
+    @property
     def final(self) -> Record:
         """Return the record of the epoch whose weights the run has ended with."""
         value = self.result.get("value")
-        named = (x for x in self.records if value is not None and value in (x.get("validation_loss"), x.get("loss")))
+        named = (
+            x
+            for x in self.records
+            if value is not None and value in (x.get("validation_loss"), x.get("loss"))
+        )
         return next(named, self.records[-1] if self.records else {})
 
     @property
@@ -85,9 +94,102 @@ class _Run:
     def key(self, measure: str) -> float:
         """Return a number that is less for better runs."""
         value = self.final.get(measure)
-        if self.state in ("failed", "not finite") or not isinstance(value, int | float) or not math.isfinite(value):
+        if (
+            self.state in ("failed", "not finite")
+            or not isinstance(value, int | float)
+            or not math.isfinite(value)
+        ):
             return math.inf
         return float(value) if "loss" in measure or measure in FALLING else -float(value)
+
+
+@dataclass(frozen=True)
+class _Comparison:
+    """Hold runs with the best first, the options that differ, and the measures, one of which ranks the runs."""
+
+    folder: Path
+    runs: Sequence[_Run]
+    options: Sequence[str]
+    measures: Sequence[str]
+    by: str
+
+    @classmethod
+    def of(cls, folder: Path) -> _Comparison:
+        """Compare the runs below a folder."""
+        paths = sorted((path.parents[1] for path in folder.rglob(str(OVERRIDES))), key=_order)
+        runs = [_Run.read(path, str(path.relative_to(folder))) for path in paths]
+        if not runs:
+            raise GraphoptError(f"{folder}: expected a folder with runs, found none: give it with folder=...")
+        names = dict.fromkeys(name for run in runs for name in run.overrides)
+        options = [
+            name for name in names if len({run.option(name) for run in runs}) > 1 and name not in PLACES
+        ]
+        measures = _measures(runs)
+        by = _decisive(measures, options)
+        return cls(
+            folder, sorted(runs, key=lambda run: (run.key(by), bool(run.state))), options, measures, by
+        )
+
+    @property
+    def about(self) -> str:
+        return f"{counted(len(self.runs), 'run')}, best by {_label(self.by)}"
+
+    def states(self) -> list[str]:
+        """Return which runs are the best, and what became of those without a number."""
+        least = self.runs[0].key(self.by)
+        return ["best" if run.key(self.by) == least < math.inf else run.state for run in self.runs]
+
+    def rows(self, text: Callable[[str, float], str]) -> Iterator[list[str]]:
+        """Yield the name, the options and the measures of each run, the latter by a function of name and number."""
+        for run in self.runs:
+            numbers = {name: run.final.get(name) for name in self.measures}
+            texts = (text(name, x) if isinstance(x, int | float) else "-" for name, x in numbers.items())
+            yield [run.name, *map(run.option, self.options), *texts]
+
+    def page(self) -> str:
+        """Return the page: the best run, the table, and the curves."""
+        best, states = self.runs[0], self.states()
+        links = {i: f"{quote(run.name)}/{REPORT}" for i, run in enumerate(self.runs) if run.has_report}
+        parts = []
+        if states[0] == "best":
+            shown = [name for name in self.measures if name not in ("epoch", "loss")] or ["loss"]
+            numbers = [(name, best.final[name]) for name in shown if name in best.final]
+            figures = [
+                (_label(name), measure_text(name, x), "c1" if name == self.by else "") for name, x in numbers
+            ]
+            facts = {name: best.option(name) for name in self.options}
+            parts = [html.figures(figures), *([html.facts(facts)] if facts else [])]
+            parts = [html.section(f"Best run: {best.name}", *parts)]
+        header, rows = ["run", *self.options, *map(_label, self.measures)], self.rows(measure_text)
+        marks, texts = dict(enumerate(states)), 1 + len(self.options)
+        return html.page(
+            str(self.folder),
+            self.about,
+            *parts,
+            html.section("Runs", html.table(header, rows, marks=marks, links=links, texts=texts)),
+            html.section("Curves", html.charts(self._charts())),
+        )
+
+    def _charts(self) -> Iterator[str]:
+        """Yield the curve of each measure; of many runs, the best ones are drawn."""
+        with_epochs = [run for run in self.runs if run.records]
+        drawn = with_epochs[:COLORS]
+        which = f", best {COLORS} of {len(with_epochs)} runs" if len(with_epochs) > COLORS else ""
+        epochs = range(1, max((len(run.records) for run in drawn), default=0) + 1)
+        for measure in (name for name in self.measures if drawn and name != "epoch"):
+            factor, unit = (100, " %") if is_share(measure) else (1, "")
+            lines = {}
+            for run in drawn:
+                values = ", ".join(filter(None, map(run.option, self.options)))
+                numbers = [record.get(measure) for record in run.records] + [None] * (
+                    len(epochs) - len(run.records)
+                )
+                lines[f"{run.name}: {values}" if values else run.name] = [
+                    factor * x if isinstance(x, int | float) else None for x in numbers
+                ]
+            title = _label(measure)
+            title = f"{title[:1].upper()}{title[1:]}{which}"
+            yield line_chart(title, epochs, lines, logarithmic="loss" in measure, unit=unit)
 
 
 def compare(folder: str | os.PathLike[str]) -> Path:
@@ -96,53 +198,15 @@ def compare(folder: str | os.PathLike[str]) -> Path:
     The table has the options that differ, and the measures of each run, with the best run first. Return the path of
     the page.
     """
-    folder = Path(folder)
-    paths = sorted((path.parents[1] for path in folder.rglob(str(OVERRIDES))), key=_order)
-    runs = [_Run.read(path, str(path.relative_to(folder))) for path in paths]
-    if not runs:
-        raise GraphoptError(f"{folder}: expected a folder with runs, found none: give it with folder=...")
-    names = dict.fromkeys(name for run in runs for name in run.overrides if name not in ("folder", "resume"))
-    options = [name for name in names if len({run.option(name) for run in runs}) > 1]
-    measures = _measures(runs)
-    by = _decisive(measures, options)
-    runs.sort(key=lambda run: (run.key(by), bool(run.state)))
-    least = runs[0].key(by)
-    states = ["best" if run.key(by) == least < math.inf else run.state for run in runs]
-    header = ["run", *options, *map(label_of, measures)]
-    rows = [
-        [run.name, *map(run.option, options), *(_text(name, run.final.get(name)) for name in measures)] for run in runs
-    ]
-    title = f"{folder}: {counted(len(runs), 'run')}, best by {label_of(by)}"
-    marked = [[row[0], state, *row[1:]] for row, state in zip(rows, states, strict=True)]
-    print_table(open_console(), [header[0], "", *header[1:]], marked, title=title, texts=2 + len(options))
-    write(folder / PAGE, _page(folder, runs, options, measures, header, rows, states, by))
-    return folder / PAGE
-
-
-def _page(
-    folder: Path,
-    runs: Sequence[_Run],
-    options: Sequence[str],
-    measures: Sequence[str],
-    header: Sequence[str],
-    rows: Sequence[Sequence[str]],
-    states: Sequence[str],
-    by: str,
-) -> str:
-    """Return the page: the best run, the table, and the curves."""
-    about = f"{counted(len(runs), 'run')}, the best first by {label_of(by)}"
-    best, links = runs[0], {i: f"{quote(run.name)}/{REPORT}" for i, run in enumerate(runs) if (run.path / REPORT).exists()}
-    parts = []
-    if states[0] == "best":
-        shown = [name for name in measures if name not in ("epoch", "loss")] or ["loss"]
-        numbers = [(label_of(name), _text(name, best.final.get(name)), "c1" if name == by else "") for name in shown]
-        facts = {name: best.option(name) for name in options}
-        parts.append(
-            html.section(f"Best run: {best.name}", html.figures(numbers), html.facts(facts) if facts else "")
-        )
-    table = html.table(header, rows, marks=dict(enumerate(states)), links=links, texts=1 + len(options))
-    curves = html.charts(_charts(runs, options, measures))
-    return html.page(str(folder), about, *parts, html.section("Runs", table), html.section("Curves", curves))
+    comparison = _Comparison.of(Path(folder))
+    rows = list(comparison.rows(lambda name, number: f"{number:.4g}"))
+    for row, state in zip(rows, comparison.states(), strict=True):
+        row[0] = f"{row[0]}  {state}".rstrip()
+    options, measures = _short(comparison.options), map(_label, comparison.measures)
+    title = f"{folder}: {comparison.about}"
+    print_table(open_console(), ["run", *options, *measures], rows, title=title, texts=1 + len(options))
+    write(Path(folder, PAGE), comparison.page())
+    return Path(folder, PAGE)
 
 
 def _measures(runs: Sequence[_Run]) -> list[str]:
@@ -150,7 +214,7 @@ def _measures(runs: Sequence[_Run]) -> list[str]:
     names = dict.fromkeys(name for run in runs for name, x in run.final.items() if isinstance(x, int | float))
     held_out = dict.fromkeys(name for run in runs for name in _after("validation_loss", list(run.final)))
     ordered = [name for name in held_out if name in names] + [name for name in names if name not in held_out]
-    return [name for name in ordered if name not in (*LEFT_OUT, "epoch")] + ["epoch"]
+    return [*(name for name in ordered if name not in LEFT_OUT), "epoch"]
 
 
 def _after(first: str, names: list[str]) -> list[str]:
@@ -165,25 +229,14 @@ def _decisive(measures: Sequence[str], options: Sequence[str]) -> str:
     return metrics[0] if has_losses and metrics else losses[0]
 
 
-def _charts(runs: Sequence[_Run], options: Sequence[str], measures: Sequence[str]) -> Iterator[str]:
-    """Yield the curve of each measure; of many runs, the best ones are drawn."""
-    with_epochs = [run for run in runs if run.records]
-    drawn = with_epochs[:COLORS]
-    which = f", best {COLORS} of {len(with_epochs)} runs" if len(with_epochs) > COLORS else ""
-    epochs = range(1, max((len(run.records) for run in drawn), default=0) + 1)
-    for measure in measures if drawn else ():
-        if measure != "epoch":
-            factor, unit = (100, " %") if is_share(measure) else (1, "")
-            lines = {}
-            for run in drawn:
-                values = ", ".join(run.option(name) for name in options)
-                numbers = [_number(record.get(measure)) for record in run.records]
-                line = [None if x is None else factor * x for x in numbers]
-                lines[f"{run.name}: {values}" if values else run.name] = line + [None] * (len(epochs) - len(line))
-            title = label_of(measure)
-            yield line_chart(
-                f"{title[:1].upper()}{title[1:]}{which}", epochs, lines, logarithmic="loss" in measure, unit=unit
-            )
+def _label(name: str) -> str:
+    return "training loss" if name == "loss" else label_of(name)
+
+
+def _short(names: Sequence[str]) -> list[str]:
+    """Return the last parts of dotted names, where these differ."""
+    last = [name.rpartition(".")[2] for name in names]
+    return [short if last.count(short) == 1 else name for short, name in zip(last, names, strict=True)]
 
 
 class SweepTable(Callback):
@@ -202,17 +255,6 @@ def say_compared(folder: str | os.PathLike[str]) -> None:
 def _order(path: Path) -> tuple[tuple[int, str], ...]:
     """Sort numbers in paths as numbers."""
     return tuple((int(part), "") if part.isdigit() else (-1, part) for part in path.parts)
-
-
-def _text(name: str, value: Any) -> str:
-    number = _number(value)
-    if number is None:
-        return "-"
-    return readable(value) if name == "epoch" else measure_text(name, number)
-
-
-def _number(value: Any) -> float | None:
-    return float(value) if isinstance(value, int | float) else None
 
 
 def _yaml(path: Path, missing: Any) -> Any:

@@ -52,14 +52,16 @@ def print_table(
     Args:
         texts: the number of columns that are text, from the first on; all others are numbers.
     """
-    columns = (Column(name, justify="left" if i < texts else "right", no_wrap=True) for i, name in enumerate(header))
+    columns = (
+        Column(name, justify="left" if i < texts else "right", no_wrap=True) for i, name in enumerate(header)
+    )
     table = Table(*columns, **_LOOK)
     for row in rows:
         table.add_row(*map(escape, row))
     console = wide(console)
     if title:
         print_line(console, title, style="bold")
-    if console.measure(table).minimum <= console.width:
+    if _width(table) <= console.width:
         console.print(table)
         return
     longest = max(map(len, header))
@@ -69,19 +71,31 @@ def print_table(
             print_line(console, f"  {name:<{longest}}  {text}", indent=4)
 
 
+def _width(table: Table) -> int:
+    return Console(width=PLAIN_WIDTH).measure(table).maximum
+
+
 def print_matrix(console: Console, title: str, names: Sequence[str], counts: Sequence[Sequence[int]]) -> None:
     """Print a confusion matrix; in a terminal that is narrower, the classes that are confused."""
     rows = [[name, *map(str, row)] for name, row in zip(names, counts, strict=True)]
-    table = Table("target \\ predicted", *(Column(escape(name), justify="right", no_wrap=True) for name in names), **_LOOK)
+    table = Table(
+        "target \\ predicted",
+        *(Column(escape(name), justify="right", no_wrap=True) for name in names),
+        **_LOOK,
+    )
     console = wide(console)
     for row in rows:
         table.add_row(*map(escape, row))
-    if console.measure(table).minimum <= console.width:
+    if _width(table) <= console.width:
         print_line(console, title, style="bold")
         console.print(table)
         return
-    cells = [(x, names[i], names[j]) for i, row in enumerate(counts) for j, x in enumerate(row) if i != j and x]
-    confused = [[target, predicted, f"{x:,}"] for x, target, predicted in sorted(cells, key=lambda cell: -cell[0])]
+    cells = [
+        (x, names[i], names[j]) for i, row in enumerate(counts) for j, x in enumerate(row) if i != j and x
+    ]
+    confused = [
+        [target, predicted, f"{x:,}"] for x, target, predicted in sorted(cells, key=lambda cell: -cell[0])
+    ]
     right = sum(row[i] for i, row in enumerate(counts))
     print_line(console, f"{title}: {right:,} of {sum(map(sum, counts)):,} are right", style="bold")
     if confused:

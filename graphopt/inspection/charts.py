@@ -213,7 +213,11 @@ def _figure(
         where = (_SIDE - place if side == "right" else place) * 100 / _SIDE
         words.append(f'<span class="said" style="{side}:{where:g}%">{escape(mark[1])}</span>')
     gutter = max(map(len, heights), default=1)
-    text = "" if data is None else f" data-chart='{escape(json.dumps(data, separators=(',', ':')))}' tabindex=\"0\""
+    text = (
+        ""
+        if data is None
+        else f" data-chart='{escape(json.dumps(data, separators=(',', ':')))}' tabindex=\"0\""
+    )
     return (
         f'<figure class="chart"><figcaption><b>{escape(title)}</b> <span>{escape(about)}</span></figcaption>{legend}'
         f'<div class="plot" role="img" aria-label="{escape(described)}" style="--gutter:{gutter}ch"{text}>'

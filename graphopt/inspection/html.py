@@ -1,4 +1,4 @@
-"""Write pages of HTML that need no other file, and load none: their style, and a script that no page needs to be read."""
+"""Write pages of HTML that load no other file; their script only shows numbers below the pointer."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def page(title: str, about: str, *sections: str) -> str:
     policy = f"default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src 'sha256-{digest}'"
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        f'<meta http-equiv="Content-Security-Policy" content="{policy}; base-uri \'none\'; form-action \'none\'">'
+        f"<meta http-equiv=\"Content-Security-Policy\" content=\"{policy}; base-uri 'none'; form-action 'none'\">"
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>{escape(title)}</title><style>{style}</style></head>\n"
         f"<body><header><h1>{escape(title)}</h1><p>{escape(about)}</p></header>\n<main>\n{''.join(sections)}</main>\n"
@@ -37,7 +37,9 @@ def page(title: str, about: str, *sections: str) -> str:
 @functools.cache
 def _own() -> tuple[str, str, str]:
     """Return the style of pages, their script, and the script's digest."""
-    style, script = (Path(__file__).with_name(name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
+    style, script = (
+        Path(__file__).with_name(name).read_text(encoding="utf-8") for name in ("page.css", "page.js")
+    )
     return style, script, base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
 
 
@@ -137,7 +139,9 @@ def picture(pixels: np.ndarray) -> str:
     """
     every = -(-max(pixels.shape[:2]) // _PICTURE)
     height, width = (max(side // every, 1) for side in pixels.shape[:2])
-    parts = pixels[: height * every, : width * every].reshape(height, -1, width, min(every, pixels.shape[1]), pixels.shape[2])
+    parts = pixels[: height * every, : width * every].reshape(
+        height, -1, width, min(every, pixels.shape[1]), pixels.shape[2]
+    )
     small = np.round(255 * np.clip(parts.mean(axis=(1, 3)), 0, 1)).astype(np.uint8)
     lines = np.insert(small.reshape(height, -1), 0, 0, axis=1).tobytes()  # 0: pixels as they are
     kind = {1: 0, 3: 2}[small.shape[2]]

@@ -9,6 +9,7 @@ _WORDS = {
     "samples_per_second": "samples/s",
 }
 _SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
+_TIMES = "\N{MULTIPLICATION SIGN}"
 _SMALLEST, _LARGEST = 1e-4, 1e12  # between which numbers have no power of ten
 
 
@@ -29,11 +30,11 @@ def readable(value: float | None, digits: int = 4) -> str:
         return "not a number"
     if math.isinf(value) or value == 0 or isinstance(value, int):
         return f"{value:,.0f}".replace("inf", "∞")
-    power = math.floor(math.log10(abs(value)))
+    mantissa, _, exponent = f"{value:.{digits - 1}e}".partition("e")
     if not _SMALLEST <= abs(value) < _LARGEST:
-        mantissa = f"{value / 10.0**power:.{digits - 1}f}".rstrip("0").rstrip(".")
-        return f"{'' if mantissa == '1' else f'{mantissa} × '}10{str(power).translate(_SUPERSCRIPTS)}"
-    text = f"{value:,.{max(0, digits - 1 - power)}f}"
+        factor = "" if float(mantissa) == 1 else f"{mantissa.rstrip('0').rstrip('.')} {_TIMES} "
+        return f"{factor}10{str(int(exponent)).translate(_SUPERSCRIPTS)}"
+    text = f"{value:,.{max(0, digits - 1 - int(exponent))}f}"
     return text.rstrip("0").rstrip(".") if "." in text else text
 
 

@@ -147,33 +147,30 @@ class Page(Callback):
                 lines.setdefault(chart, {})[label] = [_number(record.get(name)) for record in run.records]
         speed = lines.pop("samples_per_second", {})
         best = _best(run.records)
-        for chart, named in lines.items():
+        for chart, of_chart in lines.items():
             unit, factor = (" %", 100.0) if is_share(chart) else ("", 1.0)
             scaled = {
-                name: [None if y is None else factor * y for y in line] for name, line in named.items()
+                name: [None if y is None else factor * y for y in line] for name, line in of_chart.items()
             }
             marked = chart == "loss" and "validation_loss" in best and len(run.records) > 1
             mark = (best["epoch"], f"least in epoch {best['epoch']:,}") if marked else None
-            yield line_chart(
-                _title(chart), epochs, scaled, logarithmic="loss" in chart, unit=unit, mark=mark
-            )
+            yield line_chart(_title(chart), epochs, scaled, logarithmic="loss" in chart, unit=unit, mark=mark)
         for name, curve in self._curves.items():
             steps, means = curve.points()
-            if len(set(means)) > 1 and len(steps) > 1:
-                named = {"smoothed": smoothed(means), "steps": means}
-                is_noisy = name != "learning_rate"
-                yield line_chart(
-                    _title(name),
-                    steps,
-                    named if is_noisy else {label_of(name): means},
-                    along="step",
-                    logarithmic="loss" in name,
-                    faint="steps" if is_noisy else None,
-                )
+            if len(set(means)) > 1:
+                yield _by_step(name, steps, means)
         for callback in self._callbacks:
             if isinstance(callback, LearningRateFinder) and callback.rates:
                 yield _range_test(callback)
         yield line_chart(_title("samples_per_second"), epochs, speed)
+
+
+def _by_step(name: str, steps: Sequence[float], means: Sequence[float]) -> str:
+    """Return the chart of a number over steps; a learning rate is not smoothed."""
+    if name == "learning_rate":
+        return line_chart(_title(name), steps, {label_of(name): means}, along="step")
+    lines = {"smoothed": smoothed(means), "steps": means}
+    return line_chart(_title(name), steps, lines, along="step", logarithmic="loss" in name, faint="steps")
 
 
 def smoothed(values: Sequence[float]) -> list[float]:
@@ -252,7 +249,9 @@ def _epochs(run: Run) -> str:
         for i, record in enumerate(run.records, 1)
         if i % every == 0 or i in (1, len(run.records)) or record is best
     ]
-    rows = [[measure_text(name, record[name]) if name in record else "" for name in names] for record in shown]
+    rows = [
+        [measure_text(name, record[name]) if name in record else "" for name in names] for record in shown
+    ]
     table = html.table([label_of(name) for name in names], rows, marks={shown.index(best): "best"})
     if len(rows) <= MOST_EPOCHS:
         return table

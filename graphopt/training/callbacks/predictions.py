@@ -55,7 +55,9 @@ class _Predictions:
     def is_regression(self) -> bool:
         return self.batches[0].spec.task == "regression"
 
-    def add(self, place: int, prediction: np.ndarray, target: np.ndarray, inputs: Mapping[str, np.ndarray]) -> None:
+    def add(
+        self, place: int, prediction: np.ndarray, target: np.ndarray, inputs: Mapping[str, np.ndarray]
+    ) -> None:
         """Add a batch; `place` is that of its first row."""
         batch, rows = self.metrics.batch(prediction, target), len(target)
         self.batches.append(batch)
@@ -75,10 +77,14 @@ class _Predictions:
             return self.names[int(label)]
         return f"{label:g}"
 
-    def _told(self, batch: ScoredBatch, i: int, elements: int, error: float) -> tuple[str, str, tuple[str, str]]:
+    def _told(
+        self, batch: ScoredBatch, i: int, elements: int, error: float
+    ) -> tuple[str, str, tuple[str, str]]:
         """Return what a row's target and prediction are, and how wrong this is."""
         if batch.spec.task == "regression":
-            expected, predicted = (np.reshape(x[i], -1)[:_MOST_COLUMNS] for x in (batch.target, batch.predicted))
+            expected, predicted = (
+                np.reshape(x[i], -1)[:_MOST_COLUMNS] for x in (batch.target, batch.predicted)
+            )
             told, said = (", ".join(readable(float(x)) for x in numbers) for numbers in (expected, predicted))
             return told, said, ("error", readable(error))
         if elements > 1:
@@ -145,7 +151,9 @@ def _residuals(predicted: np.ndarray, expected: np.ndarray) -> list[str]:
     y, x = (np.asarray(array, np.float64).reshape(-1)[::every] for array in (predicted, expected))
     return [
         scatter_chart("Prediction", list(zip(x, y, strict=True)), "target", "prediction", through="y = x"),
-        scatter_chart("Residual", list(zip(y, x - y, strict=True)), "prediction", "target − prediction", through="y = 0"),
+        scatter_chart(
+            "Residual", list(zip(y, x - y, strict=True)), "prediction", "target - prediction", through="y = 0"
+        ),
     ]
 
 
@@ -158,7 +166,10 @@ def _confusion(found: _Predictions, predicted: np.ndarray, expected: np.ndarray,
     wrong = counts - np.diag(np.diag(counts))
     text = f"Rows are the targets and columns the predictions. {wrong.sum():,} of {len(expected):,} are wrong"
     text += "" if rows.startswith(f"{len(expected):,} ") else f", on {rows}"
-    pairs = [np.unravel_index(i, counts.shape) for i in np.argsort(-wrong, axis=None, kind="stable")[:_MOST_CONFUSED]]
+    pairs = [
+        np.unravel_index(i, counts.shape)
+        for i in np.argsort(-wrong, axis=None, kind="stable")[:_MOST_CONFUSED]
+    ]
     said = [f"{names[i]} taken for {names[j]} ({wrong[i, j]:,})" for i, j in pairs if wrong[i, j]]
     part = html.note(f"{text}; most often {', '.join(said)}." if said else f"{text}.")
     if len(labels) > _MOST_CLASSES:

@@ -84,7 +84,9 @@ class ProgressBar(Callback):
             self._shown = time.perf_counter()
         self._print_notes(run)
         if self._lines:
-            self._print([f"epoch {_epoch(run, record)}", *_fields(record)])
+            fields = [f"epoch {_epoch(run, record)}", *_fields(record)]
+            is_long = len("  ".join(fields)) > self._console.width  # the bars have the speed, too
+            self._print(fields[:-1] if is_long and isinstance(self._live, _Bars) else fields)
 
     def on_fit_end(self, run: Run) -> None:
         if self._live is not None:
@@ -107,21 +109,25 @@ class ProgressBar(Callback):
             left = f"{duration(round(seconds))} left"
         if self._live is not None:
             line = sparkline(self._losses.points()[1])
-            self._live.show(run, record, [x for x in (left, _best([*run.records, record])) if x], [line, *fields])
+            self._live.show(
+                run, record, [x for x in (left, _best([*run.records, record])) if x], [line, *fields]
+            )
             return
         steps = "" if total is None else f"/{total}"
         self._print([f"epoch {_epoch(run, record)}", f"step {record['step']}{steps}", *fields, left])
 
     def _print(self, fields: Sequence[str]) -> None:
-        line = "  ".join(map(glued, filter(None, fields)))
+        self._print_line("  ".join(map(glued, filter(None, fields))))
+
+    def _print_line(self, line: str, indent: int = 2) -> None:
         if isinstance(self._live, _Cell):
             self._live.add(line)
         else:
-            print_line(self._console, line)
+            print_line(self._console, line, indent)
 
     def _print_notes(self, run: Run) -> None:
         for text in run.notes:
-            self._print([text])
+            self._print_line(text, indent=10)
         run.notes.clear()
 
 
@@ -141,15 +147,23 @@ class _Bars:
             transient=True,
         )
         self._total = None if run.steps is None else run.epochs * run.steps
-        self._epochs = self._progress.add_task("epoch", total=self._total, completed=run.step, count="", text="")
+        self._epochs = self._progress.add_task(
+            "epoch", total=self._total, completed=run.step, count="", text=""
+        )
         self._steps = self._progress.add_task("step", total=run.steps, count="", text="")
         self._progress.start()
 
     def show(self, run: Run, record: Record, of_run: Sequence[str], of_step: Sequence[str]) -> None:
         """Move both bars; each has as many of its texts as the terminal has room for."""
         done = record["step"] if run.steps is None else record["step"] - (record["epoch"] - 1) * run.steps
-        counts = [_epoch(run, record), f"{done}" if run.steps is None else f"{done:>{len(str(run.steps))}}/{run.steps}"]
+        counts = [
+            _epoch(run, record),
+            f"{done}" if run.steps is None else f"{done:>{len(str(run.steps))}}/{run.steps}",
+        ]
         room = self._width - len("epoch ") - max(map(len, counts)) - self._bar - 3
+        line, loss, *others = of_step
+        if len(line) + 2 + len(loss) > room:
+            of_step = [loss if len(loss) <= room else loss.partition(" ± ")[0], *others]
         texts = [_fitting(fields, room) for fields in (of_run, of_step)]
         self._progress.update(self._epochs, completed=record["step"], count=counts[0], text=texts[0])
         self._progress.update(self._steps, completed=done, count=counts[1], text=texts[1])
@@ -171,7 +185,9 @@ class _Cell:
     def show(self, run: Run, record: Record, of_run: Sequence[str], of_step: Sequence[str]) -> None:
         """Show where the run is."""
         steps = "" if run.steps is None else f"/{run.epochs * run.steps}"
-        self._now = "  ".join([f"epoch {_epoch(run, record)}", f"step {record['step']}{steps}", *of_step, *of_run])
+        self._now = "  ".join(
+            [f"epoch {_epoch(run, record)}", f"step {record['step']}{steps}", *of_step, *of_run]
+        )
         self._handle.update(self)
 
     def add(self, line: str) -> None:
@@ -193,11 +209,13 @@ class _Cell:
 
 
 def _fitting(fields: Sequence[str], room: int) -> str:
-    """Return the first fields that fit; a field that is too long is left out whole."""
+    """Return the first fields that fit, each whole."""
     text = ""
     for field in fields:
         longer = f"{text}{'  ' if text else ''}{field}"
-        text = longer if len(longer.rstrip()) <= room else text
+        if len(longer) > room:
+            break
+        text = longer
     return text
 
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from graphopt.errors import GraphoptError
 from graphopt.graph.state import LEARNING_RATE
-from graphopt.inspection.words import label_of, readable
+from graphopt.inspection.words import label_of
 from graphopt.intervals import within
 from graphopt.runtime.executor import NonFiniteLoss
 from graphopt.runtime.tensors import Tensor
@@ -68,7 +68,7 @@ class ReduceOnPlateau(Monitor):
         rate = max(run.executor.learning_rate * self.factor, self.min_learning_rate)
         if rate < run.executor.learning_rate:
             run.executor.learning_rate = rate
-            run.notes.append(f"rate      {readable(rate)}: {label_of(self.monitor)} no longer improves")
+            run.notes.append(f"rate      {rate:.3g}: {label_of(self.monitor)} no longer improves")
         self.waited, self.cooling = 0, self.cooldown
 
 
@@ -103,7 +103,7 @@ class Adaptive(Callback):
         self.least = min(self.least, record["loss"])
         if self.waited >= self.patience and run.executor.learning_rate > _SLOWEST:
             run.executor.learning_rate /= 5
-            run.notes.append(f"rate      {readable(run.executor.learning_rate)}: the loss no longer falls")
+            run.notes.append(f"rate      {run.executor.learning_rate:.3g}: the loss no longer falls")
             self.waited = 0
 
 
@@ -170,7 +170,7 @@ class LearningRateFinder(Callback):
         else:
             executor.learning_rate = self.suggestion
             run.notes.append(
-                f"rate      {readable(self.suggestion)}, at which the loss fell fastest in a range test of "
+                f"rate      {self.suggestion:.3g}, at which the loss fell fastest in a range test of "
                 f"{len(self.rates)} steps"
             )
 
@@ -208,7 +208,9 @@ class LearningRateFinder(Callback):
         smooth = smooth[: smooth.index(min(smooth)) + 1] if smooth else smooth
         if len(smooth) < 2:
             return None
-        sure = 1 - self.smoothing ** np.arange(UNSETTLED + 1, UNSETTLED + 1 + len(smooth))  # few losses are noise
+        sure = 1 - self.smoothing ** np.arange(
+            UNSETTLED + 1, UNSETTLED + 1 + len(smooth)
+        )  # few losses are noise
         slopes = np.gradient(smooth) * sure
         falls = slopes.min() < -LEAST_FALL * abs(smooth[0])
         return self.rates[UNSETTLED + int(slopes.argmin())] if falls else None

@@ -41,10 +41,10 @@ def broken(text: str, width: int, indent: int) -> str:
     return text.replace(_GLUE, " ")
 
 
-def print_line(console: Console, text: str, indent: int = 2, **style: str) -> None:
+def print_line(console: Console, text: str, indent: int = 2, *, style: str | None = None) -> None:
     """Print a line, broken between words if a terminal is narrower."""
     text = broken(text, console.width, indent) if console.is_terminal else text.replace(_GLUE, " ")
-    console.print(text, markup=False, highlight=False, soft_wrap=True, **style)
+    console.print(text, markup=False, highlight=False, soft_wrap=True, style=style)
 
 
 def _has_size() -> bool:
