@@ -19,6 +19,8 @@ COLORS = 8  # of lines, in page.css
 MOST_POINTS = 400  # of a line
 _SIDE = 1000  # of the picture, which the page stretches
 _MOST_TICKS = 6
+_LARGEST = 1e300
+_LEAST_RANGE = 1e-9  # of numbers, relative to the largest: less is drawn as one height
 _NEEDS_LOGARITHM = 50.0  # the ratio of two heights that a linear axis does not show
 _FROM_ZERO = 0.4  # an axis starts at 0 if the least height is below this share of the largest
 
@@ -42,7 +44,7 @@ class _Axis:
             low = max(tick for tick in _decades(low, low) if tick <= low * (1 + 1e-9))
             high = min(tick for tick in _decades(high, high) if tick >= high * (1 - 1e-9))
             return cls(low, high, _powers(low, high), is_logarithmic=True)
-        if low == high:
+        if _is_point(low, high):
             low, high = low - (abs(low) / 2 or 1), high + (abs(high) / 2 or 1)
         if 0 <= low < _FROM_ZERO * high:
             low = 0.0
@@ -54,9 +56,10 @@ class _Axis:
     def along(cls, values: Sequence[float], *, is_logarithmic: bool, is_whole: bool = False) -> _Axis:
         """Return an axis from the least number to the largest."""
         low, high = min(values, default=0.0), max(values, default=1.0)
-        if low == high:
-            return cls(low - 1, high + 1, [low])
-        if is_logarithmic:
+        if _is_point(low, high):
+            margin = max(1.0, abs(low))
+            return cls(low - margin, low + margin, [low])
+        if is_logarithmic and low > 0:
             return cls(low, high, _powers(low, high), is_logarithmic=True)
         step = max(_step(low, high), 1 if is_whole else 0)
         first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
@@ -103,49 +106,36 @@ def line_chart(
     """
     every = max(1, math.ceil(len(x) / MOST_POINTS))
     kept = sorted({*range(0, len(x), every), *([len(x) - 1] if len(x) else [])})
-    finite = {name: [_finite(line[i]) for i in kept] for name, line in lines.items()}
+    known = {name: [_finite(line[i]) for i in kept] for name, line in lines.items()}
     positions = [float(x[i]) for i in kept]
-    heights = [y for name in finite for y in _typical(finite[name], is_faint=name == faint)]
-    across = _Axis.along(
-        positions, is_logarithmic=logarithmic_x, is_whole=all(p.is_integer() for p in positions)
-    )
+    heights = [y for name in known for y in _typical(known[name], is_faint=name == faint)]
+    is_whole = all(position.is_integer() for position in positions)
+    across = _Axis.along(positions, is_logarithmic=logarithmic_x, is_whole=is_whole)
     up = _Axis.around(heights, may_be_logarithmic=logarithmic)
-    colors = {name: i % COLORS + 1 for i, name in enumerate(name for name in finite if name != faint)}
+    colors = {name: i % COLORS + 1 for i, name in enumerate(name for name in known if name != faint)}
     colors |= {} if faint is None else {faint: 1}
-    drawn = [
-        f'<path class="line c{colors[name]}{" faint" if name == faint else ""}" '
-        f'd="{_path(positions, finite[name], across, up)}"/>'
-        for name in sorted(finite, key=lambda name: name != faint)
-    ]
-    data = {
-        "along": along,
-        "unit": unit,
-        "x": positions,
-        "at": [round(across.place(position) / _SIDE, 4) for position in positions],
-        "lines": [
-            [name, colors[name], [None if y is None else float(f"{y:.5g}") for y in line]]
-            for name, line in finite.items()
-        ],
-        "low": up.low,
-        "high": up.high,
-        "log": up.is_logarithmic,
-    }
+    looks = {name: f"c{color}{' faint' if name == faint else ''}" for name, color in colors.items()}
+    behind = sorted(known, key=lambda name: name != faint)
     parts = [f"by {along}"]
     parts += ["logarithmic axis"] if up.is_logarithmic else []
     parts += ["no finite value"] if not heights else []
-    said = "; ".join(_described(name, line, unit) for name, line in finite.items())
+    said = "; ".join(_described(name, line, unit) for name, line in known.items())
     return _figure(
-        title,
-        ", ".join(parts),
-        f"{title} {parts[0]}. {said}",
-        _legend({name: f"c{colors[name]}{' faint' if name == faint else ''}" for name in finite})
-        if len(finite) > 1
-        else "",
-        "".join(drawn),
-        across,
-        up,
-        unit=unit,
-        data=data,
+        _Frame(across, up, unit),
+        (title, ", ".join(parts), f"{title} {parts[0]}. {said}"),
+        "".join(_drawn(positions, known[name], across, up, looks[name]) for name in behind),
+        legend=_legend({name: looks[name] for name in known}) if len(known) > 1 else "",
+        data={
+            "along": along,
+            "unit": unit,
+            "x": positions,
+            "at": [round(across.place(position) / _SIDE, 4) for position in positions],
+            "lines": [
+                [name, colors[name], [None if y is None else float(f"{y:.5g}") for y in line]]
+                for name, line in known.items()
+            ],
+            **{"low": up.low, "high": up.high, "log": up.is_logarithmic},
+        },
         mark=mark,
     )
 
@@ -159,7 +149,8 @@ def scatter_chart(
         x, y: what the axes are.
         through: draw the line `y = x` or `y = 0`, on which perfect points are.
     """
-    points = [(a, b) for a, b in points if math.isfinite(a) and math.isfinite(b)]
+    known = ((_finite(a), _finite(b)) for a, b in points)
+    points = [(a, b) for a, b in known if a is not None and b is not None]
     across = _Axis.around([a for a, _ in points], may_be_logarithmic=False)
     up = _Axis.around([b for _, b in points], may_be_logarithmic=False)
     ideal = ""
@@ -172,37 +163,43 @@ def scatter_chart(
     dots = "".join(f"M{_pair((across.place(a), _SIDE - up.place(b)))}h.1" for a, b in points)
     about = f"{y} against {x}"
     return _figure(
-        title,
-        f"{about}; the line is {through}" if through else about,
-        f"{title}: {len(points)} points, {about}",
-        "",
+        _Frame(across, up),
+        (
+            title,
+            f"{about}; the line is {through}" if through else about,
+            f"{title}: {len(points)} points, {about}",
+        ),
         f'{ideal}<path class="dots c1" d="{dots}"/>',
-        across,
-        up,
     )
 
 
+@dataclass(frozen=True)
+class _Frame:
+    """Hold the axes of a chart, and what follows each height."""
+
+    across: _Axis
+    up: _Axis
+    unit: str = ""
+
+
 def _figure(
-    title: str,
-    about: str,
-    described: str,
-    legend: str,
+    frame: _Frame,
+    words: tuple[str, str, str],
     drawn: str,
-    across: _Axis,
-    up: _Axis,
     *,
-    unit: str = "",
+    legend: str = "",
     data: Mapping[str, Any] | None = None,
     mark: tuple[float, str] | None = None,
 ) -> str:
-    """Return the axes with what is drawn between them."""
-    heights = [f"{text}{unit}" for text in up.texts()]
+    """Return the axes with what is drawn between them; `words` are the title, a remark and a description."""
+    across, up, (title, about, described) = frame.across, frame.up, words
+    heights = [f"{text}{frame.unit}" for text in up.texts()]
     grid = "".join(f"M0 {_SIDE - up.place(tick):g}H{_SIDE}" for tick in up.ticks)
-    words = [
+    ticks = [
         f'<span class="y" style="bottom:{up.place(tick) * 100 / _SIDE:g}%">{escape(text)}</span>'
         for tick, text in zip(up.ticks, heights, strict=True)
     ]
-    words += [
+    ticks += [
         f'<span class="x" style="left:{across.place(tick) * 100 / _SIDE:g}%">{escape(text)}</span>'
         for tick, text in zip(across.ticks, across.texts(), strict=True)
     ]
@@ -211,7 +208,7 @@ def _figure(
         drawn = f'<path class="mark" d="M{place:g} 0V{_SIDE}"/>{drawn}'
         side = "right" if place > _SIDE / 2 else "left"
         where = (_SIDE - place if side == "right" else place) * 100 / _SIDE
-        words.append(f'<span class="said" style="{side}:{where:g}%">{escape(mark[1])}</span>')
+        ticks.append(f'<span class="said" style="{side}:{where:g}%">{escape(mark[1])}</span>')
     gutter = max(map(len, heights), default=1)
     text = (
         ""
@@ -222,7 +219,7 @@ def _figure(
         f'<figure class="chart"><figcaption><b>{escape(title)}</b> <span>{escape(about)}</span></figcaption>{legend}'
         f'<div class="plot" role="img" aria-label="{escape(described)}" style="--gutter:{gutter}ch"{text}>'
         f'<svg viewBox="0 0 {_SIDE} {_SIDE}" preserveAspectRatio="none" aria-hidden="true">'
-        f'<path class="grid" d="{grid}"/>{drawn}</svg>{"".join(words)}</div></figure>\n'
+        f'<path class="grid" d="{grid}"/>{drawn}</svg>{"".join(ticks)}</div></figure>\n'
     )
 
 
@@ -231,8 +228,8 @@ def _legend(classes: Mapping[str, str]) -> str:
     return f'<ul class="legend">{items}</ul>'
 
 
-def _path(x: Sequence[float], line: Line, across: _Axis, up: _Axis) -> str:
-    """Return the segments of a line; a point alone is a dot."""
+def _drawn(x: Sequence[float], line: Line, across: _Axis, up: _Axis, look: str) -> str:
+    """Return the segments of a line, and its points without neighbors as dots."""
     parts: list[list[str]] = [[]]
     for position, y in zip(x, line, strict=True):
         if y is None or (up.is_logarithmic and y <= 0):
@@ -240,7 +237,10 @@ def _path(x: Sequence[float], line: Line, across: _Axis, up: _Axis) -> str:
         else:
             height = up.place(min(max(y, up.low), up.high))
             parts[-1].append(_pair((across.place(position), _SIDE - height)))
-    return "".join(f"M{'L'.join(part)}{'h.1' if len(part) == 1 else ''}" for part in parts if part)
+    segments = "".join(f"M{'L'.join(part)}" for part in parts if len(part) > 1)
+    alone = "".join(f"M{part[0]}h.1" for part in parts if len(part) == 1)
+    dots = f'<path class="dots {look}" d="{alone}"/>' if alone else ""
+    return f'<path class="line {look}" d="{segments}"/>{dots}'
 
 
 def _pair(point: tuple[float, float]) -> str:
@@ -263,8 +263,15 @@ def _typical(line: Line, *, is_faint: bool) -> list[float]:
     return known[cut : len(known) - cut]
 
 
+def _is_point(low: float, high: float) -> bool:
+    return high - low <= _LEAST_RANGE * max(abs(low), abs(high))
+
+
 def _finite(value: float | None) -> float | None:
-    return float(value) if value is not None and math.isfinite(value) else None
+    """Return a number that can be drawn."""
+    if value is None or math.isnan(value) or abs(value) > _LARGEST:
+        return None
+    return float(value) if abs(value) > 1 / _LARGEST else 0.0
 
 
 def _step(low: float, high: float) -> float:

@@ -44,7 +44,10 @@ def percent(share: float) -> str:
         return readable(share)
     if share in (0, 1):
         return f"{100 * share:.0f}\N{NO-BREAK SPACE}%"
-    return f"{100 * share:.{1 if 0.0005 <= share < 0.9995 else 3}f}\N{NO-BREAK SPACE}%"
+    digits = 1 if 0.0005 <= share < 0.9995 else 3
+    if 0 < share < 1:
+        share = min(max(share, 1e-5), 0.99999)
+    return f"{100 * share:.{digits}f}\N{NO-BREAK SPACE}%"
 
 
 def measure_text(name: str, value: float | None) -> str:

@@ -91,6 +91,7 @@ class Page(Callback):
 
     def _text(self, run: Run) -> str:
         last, step = run.records[-1], run.executor.model
+        curves = list(self._charts(run))
         ended = f"stopped: {run.stopped}" if run.stopped else "complete"
         about = f"{len(run.records):,} of {run.epochs:,} epochs, {last['step']:,} steps, {ended}"
         report = Report(self._model, [("pipeline", "", step, 0.0)], batch=self._batch_size)
@@ -98,7 +99,7 @@ class Page(Callback):
             self._title,
             about,
             html.section("Result", *self._result(run)),
-            html.section("Curves", html.charts(self._charts(run))),
+            *([html.section("Curves", html.charts(curves))] if curves else []),
             *predictions(run),
             html.section("Epochs", _epochs(run)),
             html.section(
@@ -122,7 +123,7 @@ class Page(Callback):
                 text += f" The validation loss was least in epoch {best['epoch']:,}: {least}."
             yield html.note(text)
         device = run.executor.device_options
-        rates = [record["learning_rate"] for record in run.records if record.get("learning_rate") is not None]
+        rates = self._curves["learning_rate"].points()[1] if "learning_rate" in self._curves else []
         rows = "" if run.rows is None else f"{run.rows:,} to train on"
         held_out = f", {run.validation_rows:,} held out" if run.validation_rows else ""
         facts = {
@@ -130,14 +131,14 @@ class Page(Callback):
             "rows": rows + held_out if rows else "an iterable",
             "parameters": f"{count_parameters(run.executor.model):,}",
             **self._facts,
-            **({} if not rates else {"learning rate": _range(rates)}),
+            **({"learning rate": _range(rates)} if rates else {}),
             "samples/s": readable(last_speed(run.records), 3),
             "device": f"{device.name.upper()}, {device.threads or 'all'} threads",
         }
         yield html.facts(facts)
 
     def _charts(self, run: Run) -> Iterator[str]:
-        epochs = [record["epoch"] for record in run.records]
+        epochs = [record["epoch"] for record in run.records] if len(run.records) > 1 else []
         numbers = dict.fromkeys(name for record in run.records for name, x in record.items() if _is_number(x))
         lines: dict[str, dict[str, list[float | None]]] = {}
         for name in numbers:
@@ -147,12 +148,12 @@ class Page(Callback):
                 lines.setdefault(chart, {})[label] = [_number(record.get(name)) for record in run.records]
         speed = lines.pop("samples_per_second", {})
         best = _best(run.records)
-        for chart, of_chart in lines.items():
+        for chart, of_chart in lines.items() if epochs else ():
             unit, factor = (" %", 100.0) if is_share(chart) else ("", 1.0)
             scaled = {
                 name: [None if y is None else factor * y for y in line] for name, line in of_chart.items()
             }
-            marked = chart == "loss" and "validation_loss" in best and len(run.records) > 1
+            marked = chart == "loss" and "validation_loss" in best
             mark = (best["epoch"], f"least in epoch {best['epoch']:,}") if marked else None
             yield line_chart(_title(chart), epochs, scaled, logarithmic="loss" in chart, unit=unit, mark=mark)
         for name, curve in self._curves.items():
@@ -162,7 +163,8 @@ class Page(Callback):
         for callback in self._callbacks:
             if isinstance(callback, LearningRateFinder) and callback.rates:
                 yield _range_test(callback)
-        yield line_chart(_title("samples_per_second"), epochs, speed)
+        if epochs:
+            yield line_chart(_title("samples_per_second"), epochs, speed)
 
 
 def _by_step(name: str, steps: Sequence[float], means: Sequence[float]) -> str:
@@ -222,7 +224,7 @@ def _best(records: Sequence[Record]) -> Record:
 
 def _range(rates: Sequence[float]) -> str:
     low, high = min(rates), max(rates)
-    return readable(low) if low == high else f"{readable(rates[0])} to {readable(rates[-1])}"
+    return readable(low) if math.isclose(low, high) else f"up to {readable(high)}"
 
 
 def _range_test(finder: LearningRateFinder) -> str:

@@ -20,6 +20,7 @@ from graphopt.training.metrics import Metrics, ScoredBatch, metrics
 
 MOST_ROWS = 10_000  # held-out rows that the page looks at
 _MOST_CLASSES = 30  # of a confusion matrix
+_MOST_BESIDE = 12  # classes of a confusion matrix beside pictures
 _MOST_CONFUSED = 5  # pairs of classes that are named
 _MOST_POINTS = 1000  # of a chart of predictions
 _WORST = 12  # rows most in error
@@ -132,17 +133,22 @@ def class_names(run: Run) -> list[str] | None:
 def _sections(run: Run, found: _Predictions, of: str, rows: str) -> Iterator[str]:
     predicted = np.concatenate([batch.predicted for batch in found.batches])
     expected = np.concatenate([batch.target for batch in found.batches])
+    labels = np.unique([*np.unique(expected), *np.unique(predicted)])
+    has_matrix = not found.is_regression and len(labels) <= _MOST_CLASSES
+    has_pictures = bool(found.worst) and _image_of(found.worst[0]) is not None
+    half = has_matrix and has_pictures and len(labels) <= _MOST_BESIDE
     if found.is_regression:
         yield html.section(f"Predictions{of} on {rows}", html.charts(_residuals(predicted, expected)))
     else:
-        yield html.section(f"Confusion matrix{of}", _confusion(found, predicted, expected, rows), half=True)
+        part = _confusion(found, predicted, expected, rows, labels if has_matrix else None)
+        yield html.section(f"{'Confusion matrix' if has_matrix else 'Mistakes'}{of}", part, half=half)
     if found.worst:
         about = "largest error" if found.is_regression else "largest loss"
         yield html.section(
             f"Held-out rows most in error{of}",
             _examples(found.worst, run),
             html.note(f"The {len(found.worst)} of {rows} with the {about}, the worst first."),
-            half=not found.is_regression and _image_of(found.worst[0]) is not None,
+            half=half,
         )
 
 
@@ -157,24 +163,24 @@ def _residuals(predicted: np.ndarray, expected: np.ndarray) -> list[str]:
     ]
 
 
-def _confusion(found: _Predictions, predicted: np.ndarray, expected: np.ndarray, rows: str) -> str:
-    """Return the confusion matrix, if it is small, and the classes that are most often confused."""
-    labels, ranks = np.unique(np.stack([expected, predicted]), return_inverse=True)
-    counts = np.zeros((len(labels), len(labels)), np.int64)
-    np.add.at(counts, tuple(ranks.reshape(2, -1)), 1)
-    names = [found.name(label) for label in labels.tolist()]
-    wrong = counts - np.diag(np.diag(counts))
-    text = f"Rows are the targets and columns the predictions. {wrong.sum():,} of {len(expected):,} are wrong"
+def _confusion(
+    found: _Predictions, predicted: np.ndarray, expected: np.ndarray, rows: str, labels: np.ndarray | None
+) -> str:
+    """Return the confusion matrix of some labels, if any are given, and the classes that are most often confused."""
+    is_wrong = expected != predicted
+    pairs, counts = np.unique(np.stack([expected, predicted])[:, is_wrong], axis=1, return_counts=True)
+    order = np.argsort(-counts, kind="stable")[:_MOST_CONFUSED].tolist()
+    names = [[found.name(label) for label in pairs[:, i].tolist()] for i in order]
+    said = [f"{a} taken for {b} ({counts[i]:,})" for i, (a, b) in zip(order, names, strict=True)]
+    what = "Rows are the targets and columns the predictions. " if labels is not None else ""
+    text = f"{what}{is_wrong.sum():,} of {len(expected):,} are wrong"
     text += "" if rows.startswith(f"{len(expected):,} ") else f", on {rows}"
-    pairs = [
-        np.unravel_index(i, counts.shape)
-        for i in np.argsort(-wrong, axis=None, kind="stable")[:_MOST_CONFUSED]
-    ]
-    said = [f"{names[i]} taken for {names[j]} ({wrong[i, j]:,})" for i, j in pairs if wrong[i, j]]
     part = html.note(f"{text}; most often {', '.join(said)}." if said else f"{text}.")
-    if len(labels) > _MOST_CLASSES:
+    if labels is None:
         return part
-    return html.confusion("target", names, counts.tolist()) + part
+    matrix = np.zeros((len(labels), len(labels)), np.int64)
+    np.add.at(matrix, (np.searchsorted(labels, expected), np.searchsorted(labels, predicted)), 1)
+    return html.confusion("target", [found.name(label) for label in labels.tolist()], matrix.tolist()) + part
 
 
 def _examples(worst: Sequence[_Example], run: Run) -> str:
@@ -184,7 +190,7 @@ def _examples(worst: Sequence[_Example], run: Run) -> str:
         pixels = np.concatenate([np.ravel(image) for image in images])  # type: ignore[arg-type]
         low, spread = float(pixels.min()), float(np.ptp(pixels)) or 1.0
         return html.pictures(
-            ((image - low) / spread, f"{x.expected}, predicted {x.predicted}", (_said(x), _row(x, run)))
+            ((image - low) / spread, x.expected, (*_said(x), _row(x, run)))
             for image, x in zip(images, worst, strict=True)
             if image is not None
         )
@@ -197,9 +203,15 @@ def _examples(worst: Sequence[_Example], run: Run) -> str:
     return html.table(header, rows)
 
 
-def _said(example: _Example) -> str:
+def _said(example: _Example) -> tuple[str, str]:
+    """Return what is said below a picture."""
     name, text = example.measure
-    return f"{text} sure" if name == "confidence" else f"{name} {text}"
+    right = "right" if example.expected == example.predicted else f"taken for {example.predicted}"
+    is_class = name in ("confidence", "output")
+    return (
+        right if is_class else f"predicted {example.predicted}",
+        f"{text} sure" if name == "confidence" else f"{name} {text}",
+    )
 
 
 def _row(example: _Example, run: Run) -> str:

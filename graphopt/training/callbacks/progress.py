@@ -62,13 +62,11 @@ class ProgressBar(Callback):
         self._recent: deque[float] = deque(maxlen=WINDOW)
         self._losses = Curve(WIDTH)
         self._start = self._shown = time.perf_counter()
-        self._print_notes(run)
-        if self._console.quiet:
-            return
-        if self._console.is_jupyter:
+        if self._console.is_jupyter and not self._console.quiet:
             self._live = _Cell()
-        elif self._console.is_terminal:
+        elif self._console.is_terminal and not self._console.quiet:
             self._live = _Bars(self._console, run)
+        self._print_notes(run)
 
     def on_step_end(self, run: Run, record: Record) -> None:
         self._rows += record["rows"]
