@@ -202,9 +202,10 @@ def compare(folder: str | os.PathLike[str]) -> Path:
     rows = list(comparison.rows(lambda name, number: f"{number:.4g}"))
     for row, state in zip(rows, comparison.states(), strict=True):
         row[0] = f"{row[0]}  {state}".rstrip()
-    options, measures = _short(comparison.options), map(_label, comparison.measures)
+    console, measures = open_console(), map(_label, comparison.measures)
+    options = _short(comparison.options) if console.is_terminal else comparison.options
     title = f"{folder}: {comparison.about}"
-    print_table(open_console(), ["run", *options, *measures], rows, title=title, texts=1 + len(options))
+    print_table(console, ["run", *options, *measures], rows, title=title, texts=1 + len(options))
     write(Path(folder, PAGE), comparison.page())
     return Path(folder, PAGE)
 

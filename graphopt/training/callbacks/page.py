@@ -122,7 +122,6 @@ class Page(Callback):
                 least = readable(best["validation_loss"])
                 text += f" The validation loss was least in epoch {best['epoch']:,}: {least}."
             yield html.note(text)
-        device = run.executor.device_options
         rates = self._curves["learning_rate"].points()[1] if "learning_rate" in self._curves else []
         rows = "" if run.rows is None else f"{run.rows:,} to train on"
         held_out = f", {run.validation_rows:,} held out" if run.validation_rows else ""
@@ -133,7 +132,7 @@ class Page(Callback):
             **self._facts,
             **({"learning rate": _range(rates)} if rates else {}),
             "samples/s": readable(last_speed(run.records), 3),
-            "device": f"{device.name.upper()}, {device.threads or 'all'} threads",
+            "device": _device(run.executor),
         }
         yield html.facts(facts)
 
@@ -274,6 +273,12 @@ def _number(value: Any) -> float | None:
     return float(value) if _is_number(value) else None
 
 
+def _device(executor: Executor) -> str:
+    options = executor.device_options
+    threads = "1 thread" if options.threads == 1 else f"{options.threads or 'all'} threads"
+    return f"{options.name.upper()}, {threads}"
+
+
 def _graph(step: ir.Model) -> str:
     """Return tables of the values of a training graph by role, and of its nodes by purpose."""
     values: dict[Role, list[str]] = {}
@@ -300,7 +305,7 @@ def _machine(executor: Executor) -> Iterator[tuple[str, str]]:
         yield name, metadata.version(name)
     yield "ONNX Runtime", device.ort.__version__
     yield "Python", sys.version.split()[0]
-    yield "device", f"{device.name.upper()}, {device.threads or 'all'} threads"
+    yield "device", _device(executor)
     if sys.platform != "win32":
         import resource
 
