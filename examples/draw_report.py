@@ -17,7 +17,7 @@ from PIL import Image
 PICTURE = Path(__file__).parent / "pictures" / "report.png"
 CHROMIUM = os.environ.get("CHROMIUM", "/usr/bin/chromium")
 COMMAND = "graphopt fit.epochs=20 folder=digits"
-WIDTH, HEIGHT, COLORS = 1240, 1380, 128
+WIDTH, HEIGHT, COLORS = 1240, 1990, 128
 
 
 def main() -> bytes:

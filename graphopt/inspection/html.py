@@ -169,7 +169,7 @@ def _left(column: int, texts: int) -> str:
 
 def _wide(part: str) -> str:
     """Let a part that is wider than the page scroll, also by keys."""
-    return f'<div class="wide" tabindex="0">{part}</div>\n'
+    return f'<div class="wide" tabindex="0" role="region" aria-label="table">{part}</div>\n'
 
 
 def _cell(count: int, share: float, *, is_right: bool) -> str:
