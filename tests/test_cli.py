@@ -166,9 +166,17 @@ def test_multirun_ends_in_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     sweep = ["-m", *MINE, "optimizer=sgd,adamw", "optimizer.learning_rate=1e-3,1e-2"]
     assert cli.main(sweep) == 0
     said = capsys.readouterr().out
-    table = [line for line in said.splitlines() if line.startswith("│")]
-    assert [cell.strip() for cell in table[0].split("│")][2:4] == ["sgd", "0.001"]
-    assert len(table) == 4
+    table = [line.split() for line in re.findall(r"^ \d .*$", said, re.MULTILINE)]
+    options = {run: [optimizer, rate] for run, *_, optimizer, rate, _, _, _, _ in table}
+    assert options == {
+        "0": ["sgd", "0.001"],
+        "1": ["sgd", "0.01"],
+        "2": ["adamw", "0.001"],
+        "3": ["adamw", "0.01"],
+    }
+    losses = [float(row[-4]) for row in table]
+    assert losses == sorted(losses) and [row[1] == "best" for row in table] == [True, False, False, False]
+    assert said.rstrip().endswith("written   out/compare.html")
     assert [Path(f"out/{i}/trained.onnx").exists() for i in range(4)] == [True] * 4
 
 

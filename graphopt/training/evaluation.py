@@ -198,7 +198,7 @@ class HeldOut:
         metrics: Sequence[Wanted] | None,
         rows: Rows | None = None,
     ) -> None:
-        self._metrics = metrics
+        self._metrics, self.rows = metrics, rows
         self.count: int | None = None  # an iterable does not tell
         self._feeds: Callable[[], Iterable[dict[str, np.ndarray]]]
         if isinstance(batches, Stream):

@@ -64,6 +64,8 @@ class Run:
         draw: a function that returns the batches from here to the end of the epoch, without moving the training on.
         averaged: the parameters that validation measures, if a callback averages them; otherwise None.
         restored: the record of the epoch whose weights a callback has restored at the end, or None.
+        held_out_rows: the numbers of the held-out rows in the data; None if other data or no rows are held out.
+        notes: lines that callbacks have for the person who watches; `ProgressBar` prints and removes them.
     """
 
     executor: Executor
@@ -82,6 +84,8 @@ class Run:
     draw: Callable[[], Iterator[dict[str, Tensor]]] = lambda: iter(())
     averaged: Mapping[str, np.ndarray] | None = None
     restored: Record | None = None
+    held_out_rows: Sequence[int] | np.ndarray | None = None
+    notes: list[str] = field(default_factory=list)
 
     @property
     def labels(self) -> Sequence[str] | None:
