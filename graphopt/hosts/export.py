@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Mapping
 
+import numpy as np
 import onnx
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedOpsetsPass
@@ -24,6 +25,7 @@ from graphopt.graph.storage import whole
 from graphopt.graph.traversal import subgraphs
 from graphopt.graph.unroll import Unroll
 from graphopt.graph.values import name_of
+from graphopt.hosts.check import add_check
 from graphopt.hosts.contract import Place, contract, places
 from graphopt.runtime.checkpoint import state_bytes
 from graphopt.targets.portable import FORMS
@@ -85,7 +87,7 @@ def export_hosts(
         _fix_batch(model, batch)
     trained = inference.trained(model, initial, as_stored=False)
     model.graph.outputs[:] = [y for y in model.graph.outputs if role_of(y) is not Role.SOURCE]
-    models = _graphs(model, unroll, target)
+    models = _graphs(model, initial, unroll, target)
     content = state_bytes({name_of(x): initial[name_of(x)] for x in with_role(model, *STATE)})
     where = places(content)
     described = {
@@ -108,7 +110,9 @@ def export_hosts(
     )
 
 
-def _graphs(model: ir.Model, unroll: bool, target: str | None) -> dict[str, ir.Model]:
+def _graphs(
+    model: ir.Model, initial: Mapping[str, np.ndarray], unroll: bool, target: str | None
+) -> dict[str, ir.Model]:
     """Return the graphs to export, by name, lowered for the target; state is plain inputs, the opset the oldest."""
     evaluated, predicted = with_role(model, *REPORTED), with_role(model, Role.PREDICTION)
     graphs = {"train": model.clone(), "evaluate": inference.extract(model, evaluated)}
@@ -120,6 +124,7 @@ def _graphs(model: ir.Model, unroll: bool, target: str | None) -> dict[str, ir.M
         for graph in graphs.values():
             passes.UnrollLoops()(graph)
     graphs = {name: target_of(target or "portable").lower(graph) for name, graph in graphs.items()}
+    add_check(graphs["train"], initial, target)
     if not unroll:
         graphs["train_steps"] = graphs["train"].clone()
         Unroll()(graphs["train_steps"])

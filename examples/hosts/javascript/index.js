@@ -3,11 +3,12 @@
  * index.d.ts says what each call does. Checked here is what ONNX Runtime does not check, or reports without a name.
  */
 
-export * from "./storage.js";
+import { byNames, GraphoptError, named, NonFiniteLoss, told } from "./errors.js";
+import { bytesOf, contractOf, reader, safetensors } from "./files.js";
+import { arrayClass, isFinite, isTensor, sizeOf, tensorOf, valueOf } from "./tensors.js";
 
-export class GraphoptError extends Error {
-  name = "GraphoptError";
-}
+export { GraphoptError, NonFiniteLoss } from "./errors.js";
+export * from "./storage.js";
 
 export class Trainer {
   #ort;
@@ -17,67 +18,68 @@ export class Trainer {
   #initial; // the file of the initial state, whose layout checkpoints have
   #held = {}; // tensors by name: state and hyperparameters
   #sessions = {}; // promises, by the name of the graph
+  #steps = 0; // that were done
   #last = Promise.resolve(); // the newest call: a session runs one at a time
+  #disposed = false;
 
   static async create(ort, files, options = {}) {
     const trainer = new Trainer();
-    trainer.#ort = ort;
-    trainer.#options = { stepsPerCall: 16, ...options };
+    trainer.#ort = ort?.InferenceSession ? ort : ort?.default;
+    if (!trainer.#ort?.InferenceSession || !trainer.#ort.Tensor)
+      throw new GraphoptError(
+        `ort: expected ONNX Runtime, found ${told(ort)}: import * as ort from "onnxruntime-node"`,
+      );
+    trainer.#options = { stepsPerCall: 16, onNonfinite: "raise", ...byNames("options", options, Object.keys(OPTIONS)) };
+    trainer.#read = reader(files);
+    trainer.host = contractOf(await trainer.#read("host.json"));
+    for (const [name, [fits, expected]] of Object.entries(OPTIONS)) {
+      const option = trainer.#options[name];
+      if (option !== undefined && !fits(option, trainer.host))
+        throw new GraphoptError(`${name}: expected ${expected(trainer.host)}, found ${JSON.stringify(option)}`);
+    }
     const [provider] = options.executionProviders ?? [];
     trainer.#onDevice = (provider?.name ?? provider) === "webgpu";
-    trainer.#read = reader(files);
-    trainer.host = JSON.parse(new TextDecoder().decode(await trainer.#read("host.json")));
-    const { format, version, hyperparameters } = trainer.host;
-    const found = `${format} version ${version}`;
-    if (found !== "graphopt.host version 1")
-      throw new GraphoptError(`host.json: expected graphopt.host version 1, found ${found}: install another graphopt`);
     trainer.#initial = await trainer.#read(trainer.host.files.state);
     trainer.#restore(trainer.#initial);
-    trainer.set(mapped(byName(hyperparameters), (x) => x.default));
+    Object.assign(trainer.#held, trainer.#checked(mapped(byName(trainer.host.hyperparameters), (x) => x.default)));
     await (trainer.#sessions.train = trainer.#open("train"));
     return trainer;
   }
 
   step(feeds) {
-    return this.#turn(() => this.#run("train", this.#tensors("train", feeds)));
+    return this.#turn(() => this.#train(this.#tensors("train", feeds)));
   }
 
   run(batches) {
     return this.#turn(async () => {
-      const tensors = batches.map((feeds) => this.#tensors("train", feeds)); // all are checked before the first step
+      if (typeof batches?.[Symbol.iterator] !== "function")
+        throw new GraphoptError(`batches: expected an array of batches, found ${told(batches)}`);
+      const tensors = Array.from(batches, (feeds) => this.#tensors("train", feeds)); // before the first step
       const most = this.host.graphs.train_steps && !this.#onDevice ? this.#options.stepsPerCall : 1;
       const reports = [];
       while (tensors.length) {
         const some = tensors.splice(0, most);
         const shapes = some.map((batch) => JSON.stringify(Object.values(batch).map(({ dims }) => dims)));
-        if (some.length > 1 && new Set(shapes).size === 1) {
-          const stacked = await this.#run("train_steps", this.#stacked(some));
-          reports.push(...some.map((_, i) => this.#row(stacked, i)));
-        } else {
-          for (const batch of some) reports.push(await this.#run("train", batch));
-        }
+        const stacked = some.length > 1 && new Set(shapes).size === 1 && (await this.#several(some));
+        if (stacked) reports.push(...stacked);
+        else for (const batch of some) reports.push(await this.#train(batch, reports));
       }
       return reports;
     });
   }
 
   evaluate(feeds) {
-    return this.#turn(() => this.#run("evaluate", this.#tensors("evaluate", feeds)));
+    return this.#turn(async () => (await this.#run("evaluate", this.#tensors("evaluate", feeds))).reports);
   }
 
   predict(feeds) {
-    return this.#turn(() => this.#run("predict", this.#tensors("predict", feeds)));
+    return this.#turn(async () => (await this.#run("predict", this.#tensors("predict", feeds))).reports);
   }
 
   set(values) {
-    const tensors = mapped(values, (value, name) => {
-      const { type, shape } = named("hyperparameter", name, byName(this.host.hyperparameters));
-      const numbers = [value].flat(Infinity);
-      if (numbers.length !== sizeOf(shape) || !numbers.every(Number.isFinite))
-        throw new GraphoptError(`hyperparameter '${name}': expected finite numbers [${shape}], found ${value}`);
-      return new this.#ort.Tensor(type, numbers, shape);
-    });
-    Object.assign(this.#held, tensors);
+    const known = this.host.hyperparameters.map(({ name }) => name);
+    const tensors = this.#checked(byNames("hyperparameters", values, known));
+    this.#turn(async () => Object.assign(this.#held, tensors)).catch(() => {});
   }
 
   state() {
@@ -95,7 +97,7 @@ export class Trainer {
   }
 
   load(checkpoint) {
-    return this.#turn(async () => this.#restore(new Uint8Array(checkpoint)));
+    return this.#turn(async () => this.#restore(bytesOf("checkpoint", checkpoint)));
   }
 
   async trained() {
@@ -104,7 +106,9 @@ export class Trainer {
   }
 
   dispose() {
+    if (this.#disposed) return this.#last;
     return this.#turn(async () => {
+      this.#disposed = true;
       for (const tensor of Object.values(this.#held)) tensor.dispose(); // before the session that made them
       for (const session of await Promise.all(Object.values(this.#sessions))) await session.release();
       this.#sessions = {};
@@ -113,7 +117,10 @@ export class Trainer {
 
   /** Do work after all earlier calls. */
   #turn(work) {
-    const turn = this.#last.then(work);
+    const turn = this.#last.then(() => {
+      if (!this.#disposed) return work();
+      throw new GraphoptError("trainer: expected an open one, found one after dispose(): create another");
+    });
     this.#last = turn.catch(() => {});
     return turn;
   }
@@ -123,7 +130,10 @@ export class Trainer {
     const floats = this.host.state.filter(({ type }) => type.startsWith("float"));
     const preferredOutputLocation = Object.fromEntries(floats.map(({ next }) => [next, "gpu-buffer"]));
     const options = { ...(this.#onDevice && { preferredOutputLocation }), ...this.#options };
-    const session = await this.#ort.InferenceSession.create(await this.#read(file), options);
+    const content = await this.#read(file);
+    const session = await this.#ort.InferenceSession.create(content, options).catch((error) => {
+      throw new GraphoptError(`${file}: ONNX Runtime cannot open it: ${String(error.message).split("\n")[0]}`);
+    });
     const { state, hyperparameters } = this.host.graphs[graph];
     const missing = [...state, ...hyperparameters].find((name) => !session.inputNames.includes(name));
     if (missing === undefined) return session;
@@ -131,54 +141,97 @@ export class Trainer {
     throw new GraphoptError(`${file}: expected a plain input '${missing}', found none: write it with export_hosts`);
   }
 
-  /** Run a graph, keep the state that it returns, and return what it reports. */
+  /** Do one training step; if its loss or new state is not finite, keep the old state. */
+  async #train(feeds, done = []) {
+    const { reports, next, wrong } = await this.#run("train", feeds);
+    if (wrong) await this.#refuse(wrong, reports, next, done);
+    else this.#adopt(next, 1);
+    return reports;
+  }
+
+  /** Do several steps in one call, and return what each reports; nothing, and no step, if one is not finite. */
+  async #several(batches) {
+    const { reports, next, wrong } = await this.#run("train_steps", this.#stacked(batches));
+    if (wrong) return mapped(next, (tensor) => tensor.dispose()) && undefined;
+    this.#adopt(next, batches.length);
+    return batches.map((_, i) => this.#row(reports, i));
+  }
+
+  /** Run a graph on feeds and the state; return what it reports, the next state, and whether one is not finite. */
   async #run(graph, feeds) {
-    const session = await (this.#sessions[graph] ??= this.#open(graph));
+    this.#sessions[graph] ??= this.#open(graph);
+    const session = await this.#sessions[graph].catch((error) => {
+      delete this.#sessions[graph];
+      throw error;
+    });
     const { state, hyperparameters, reports } = this.host.graphs[graph];
     const written = graph.startsWith("train") ? this.host.state : [];
+    const check = written.length ? ["loss", ...(this.host.check ? [this.host.check] : [])] : []; // older folders: loss
     const read = (written.length && this.#options.report) || reports;
     for (const name of [...state, ...hyperparameters]) feeds[name] = this.#held[name];
-    const found = await session.run(feeds, [...read, ...written.map(({ next }) => next)]);
-    for (const { name, next } of written) {
+    const found = await session.run(feeds, [...new Set([...read, ...check, ...written.map(({ next }) => next)])]);
+    return {
+      reports: Object.fromEntries(read.map((name) => [name, valueOf(found[name])])),
+      next: Object.fromEntries(written.map(({ name, next }) => [name, found[next]])),
+      wrong: check.some((name) => !isFinite(found[name])) && found.loss,
+    };
+  }
+
+  /** Replace the state, all of it before anything else can run. */
+  #adopt(next, steps) {
+    for (const [name, tensor] of Object.entries(next)) {
       this.#held[name].dispose();
-      this.#held[name] = found[next];
+      this.#held[name] = tensor;
     }
-    return Object.fromEntries(read.map((name) => [name, valueOf(found[name])]));
+    this.#steps += steps;
+  }
+
+  /** Drop a new state; raise an error that names what is not finite, unless such steps are skipped. */
+  async #refuse(loss, reports, next, done) {
+    let what = `a finite loss, found ${valueOf(loss)}`;
+    if (isFinite(loss)) {
+      what = "finite numbers in the new state, found others, though the loss is finite";
+      for (const [name, tensor] of Object.entries(next)) {
+        const [before, after] = [await this.#held[name].getData(), await tensor.getData()];
+        if (isFinite({ type: tensor.type, data: after }) || !isFinite({ type: tensor.type, data: before })) continue;
+        what = `finite numbers in state '${name}', found others, though the loss is finite`;
+        break;
+      }
+    }
+    for (const tensor of Object.values(next)) tensor.dispose();
+    if (this.#options.onNonfinite === "skip") return;
+    const advice = "the state is as before; look for NaN in the batch, lower the learning rate, or clip gradients";
+    const error = new NonFiniteLoss(`step ${this.#steps}: expected ${what}: ${advice}`, this.#steps, reports);
+    error.done = [...done];
+    throw error;
   }
 
   /** Return what a graph reads of feeds, as tensors that fit. */
   #tensors(graph, feeds) {
-    const known = byName(this.host.feeds);
-    for (const name of Object.keys(feeds)) named("feed", name, known);
-    const sizes = {}; // of dimensions, by name
     const read = named("graph", graph, this.host.graphs).feeds;
-    return Object.fromEntries(read.map((name) => [name, this.#tensor(known[name], feeds[name], sizes)]));
-  }
-
-  #tensor({ name, type, shape, labels, ignored }, fed, sizes) {
-    const tensor = fed instanceof this.#ort.Tensor ? fed : this.#tensorOf(name, type, shape ?? [], fed);
-    const { dims, location } = tensor;
-    const sizeAt = (dim, i) => (typeof dim === "string" ? (sizes[dim] ??= dims[i]) : (dim ?? dims[i]));
-    const expected = `${type} [${shape ? shape.map(sizeAt) : dims}]`;
-    if (`${tensor.type} [${dims}]` !== expected)
-      throw new GraphoptError(`feed '${name}': expected ${expected}, found ${tensor.type} [${dims}]`);
-    if (!labels || location !== "cpu") return tensor;
-    const wrong = tensor.data.find((label) => (label < labels[0] || label > labels[1]) && Number(label) !== ignored);
-    if (wrong === undefined) return tensor;
-    throw new GraphoptError(`feed '${name}': expected labels ${labels[0]} to ${labels[1]}, found ${wrong}`);
-  }
-
-  /** Return numbers as a tensor, of whose shape one size may be open. */
-  #tensorOf(name, type, shape, fed) {
-    const numbers = Array.isArray(fed) ? fed.flat(Infinity) : fed;
-    const known = sizeOf(shape.filter(Number.isInteger));
-    const dims = shape.map((size) => (Number.isInteger(size) ? size : numbers?.length / known));
-    try {
-      return new this.#ort.Tensor(type, numbers, dims);
-    } catch (error) {
-      const found = numbers?.length ? `${numbers.length} numbers in ${fed.constructor.name}` : fed;
-      throw new GraphoptError(`feed '${name}': expected ${type} [${shape}], found ${found}: ${error.message}`);
+    const known = byName(this.host.feeds);
+    for (const name of Object.keys(byNames("feeds", feeds, read))) {
+      const isSet = this.host.hyperparameters.some((x) => x.name === name);
+      named("feed", name, known, isSet ? `: call set({ ${name} })` : "");
     }
+    const sizes = {}; // of dimensions, by name
+    return Object.fromEntries(read.map((name) => [name, tensorOf(this.#ort, known[name], feeds[name], sizes)]));
+  }
+
+  /** Return values of hyperparameters as tensors. */
+  #checked(values) {
+    return mapped(values, (value, name) => {
+      const { type, shape } = named("hyperparameter", name, byName(this.host.hyperparameters));
+      const numbers = isTensor(value) || ArrayBuffer.isView(value) ? Array.from(value.data ?? value) : [value].flat(9);
+      const least = name.endsWith("learning_rate") ? 0 : -Infinity;
+      const held = type === "float32" ? Math.fround : Number;
+      const wrong = numbers.find((x) => typeof x !== "number" || !Number.isFinite(held(x)) || x < least);
+      if (numbers.length === sizeOf(shape) && wrong === undefined && !numbers.includes(undefined))
+        return new this.#ort.Tensor(type, numbers, shape);
+      const expected = `${shape.length ? `finite numbers [${shape}]` : "a finite number"}${least === 0 ? ", 0 or more" : ""}`;
+      const found = numbers.length === 1 ? told(numbers[0]) : `${numbers.length} numbers`;
+      throw new GraphoptError(`hyperparameter '${name}': expected ${expected}, found ${found}`);
+    });
   }
 
   /** Return batches of one shape as one, with an axis of steps first. */
@@ -211,7 +264,7 @@ export class Trainer {
       throw new GraphoptError(`checkpoint: expected ${expected} bytes after its header, found ${length}: it is cut`);
     const tensors = this.host.state.map(({ name, type, shape }) => {
       const { buffer } = found.numbers.slice(...found.entries[name].data_offsets);
-      const Numbers = type === "float16" ? FLOAT16 : new this.#ort.Tensor(type, [], [0]).data.constructor;
+      const Numbers = arrayClass(this.#ort, type);
       return [name, new this.#ort.Tensor(type, new Numbers(buffer), shape)];
     });
     for (const { name } of this.host.state) this.#held[name]?.dispose();
@@ -219,50 +272,16 @@ export class Trainer {
   }
 }
 
-/** Return a function that reads a file of a host folder: an object, a function or a URL. */
-function reader(files) {
-  const fromUrl = typeof files === "string" || files instanceof URL;
-  return async (name) => {
-    const bytes = await (fromUrl ? fetched(files, name) : typeof files === "function" ? files(name) : files[name]);
-    if (bytes) return new Uint8Array(bytes);
-    throw new GraphoptError(`${name}: expected its bytes, a Uint8Array or an ArrayBuffer, found ${bytes}`);
-  };
-}
-
-async function fetched(folder, name) {
-  const response = await fetch(`${String(folder).replace(/\/$/, "")}/${name}`);
-  if (response.ok) return response.arrayBuffer();
-  throw new GraphoptError(`${response.url}: expected a file of a host folder, found status ${response.status}`);
-}
-
-/** Return the entries of a safetensors file by name, and its numbers. */
-function safetensors(bytes) {
-  try {
-    const begin = 8 + Number(new DataView(bytes.buffer).getBigUint64(0, true));
-    const { __metadata__, ...entries } = JSON.parse(new TextDecoder().decode(bytes.subarray(8, begin)));
-    return { entries, numbers: bytes.subarray(begin) };
-  } catch (error) {
-    throw new GraphoptError(`checkpoint: expected a safetensors file, found ${bytes.length} bytes: ${error.message}`);
-  }
-}
-
-/** Return what has a name. */
-function named(kind, name, known) {
-  if (Object.hasOwn(known, name)) return known[name];
-  throw new GraphoptError(`${kind} '${name}': unknown; expected ${Object.keys(known).join(", ") || "none"}`);
-}
-
-const FLOAT16 = globalThis.Float16Array ?? Uint16Array; // what ONNX Runtime has for it
+const isWhole = (x) => Number.isInteger(x) && x > 0;
+const reports = (host) => host.graphs.train.reports;
+const OPTIONS = {
+  stepsPerCall: [isWhole, () => "a whole number from 1"],
+  report: [
+    (names, host) => Array.isArray(names) && names.every((name) => reports(host).includes(name)),
+    (host) => `an array of names of ${reports(host).join(", ")}`,
+  ],
+  onNonfinite: [(x) => ["raise", "skip"].includes(x), () => "'raise' or 'skip'"],
+  executionProviders: [Array.isArray, () => "an array such as ['webgpu']"],
+};
 const byName = (entries) => Object.fromEntries(entries.map((entry) => [entry.name, entry]));
 const mapped = (object, f) => Object.fromEntries(Object.entries(object).map(([name, x]) => [name, f(x, name)]));
-const sizeOf = (shape) => shape.reduce((product, size) => product * size, 1);
-
-/** Return a scalar as a number, and other tensors as they are. */
-function valueOf(tensor) {
-  const { type, dims, data } = tensor;
-  if (dims.length) return tensor;
-  if (type !== "float16" || FLOAT16 !== Uint16Array) return Number(data[0]);
-  const [sign, exponent, fraction] = [data[0] >> 15 ? -1 : 1, (data[0] >> 10) & 31, data[0] & 1023];
-  if (exponent === 31) return fraction ? NaN : sign * Infinity;
-  return sign * (exponent ? (1024 + fraction) * 2 ** (exponent - 25) : fraction * 2 ** -24);
-}
