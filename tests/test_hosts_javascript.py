@@ -21,8 +21,9 @@ from host_graphs import BAD, BAD_AT, GRAPHS, STEPS, batches, with_bad_batches
 import graphopt
 import passes
 
-PACKAGE = Path(__file__).parents[1] / "examples" / "hosts" / "javascript"
-TESTS = PACKAGE / "test"
+PACKAGE = Path(graphopt.__file__).parent / "hosts" / "javascript"
+EXAMPLES = Path(__file__).parents[1] / "examples" / "hosts"
+TESTS = EXAMPLES / "javascript" / "test"
 CHROMIUM = os.environ.get("CHROMIUM", "/usr/bin/chromium")
 SAVED = 20  # the batches before the checkpoint that crosses
 
@@ -94,12 +95,12 @@ def check(found: Mapping[str, Any], reference: Reference, rtol: float = 1e-5) ->
 def test_the_readme_s_program_trains(tmp_path: Path) -> None:
     page = (PACKAGE / "README.md").read_text()
     python, program = (re.findall(rf"```{x}\n(.*?)```", page, re.DOTALL)[0] for x in ("python", "js"))
-    environment = {**os.environ, "PYTHONPATH": str(PACKAGE.parents[2])}
+    environment = {**os.environ, "PYTHONPATH": str(Path(graphopt.__file__).parents[1])}
     subprocess.run([sys.executable, "-c", python], cwd=tmp_path, env=environment, check=True)
     (tmp_path / "train.mjs").write_text(program)
     modules = tmp_path / "node_modules"
     modules.mkdir()
-    (modules / "graphopt").symlink_to(PACKAGE)
+    (modules / "graphopt").symlink_to(tmp_path / "host" / "javascript")
     for package in ("onnxruntime-node", "onnxruntime-common"):
         (modules / package).symlink_to(TESTS / "node_modules" / package)
     done = subprocess.run(["node", "train.mjs"], cwd=tmp_path, capture_output=True, text=True, check=True)
@@ -241,7 +242,7 @@ def test_the_package_is_small_and_names_its_files() -> None:
 def test_the_page_trains_learns_a_drawn_digit_and_keeps_the_model(tmp_path: Path) -> None:
     if not Path(CHROMIUM).exists():
         pytest.skip(f"needs Chromium at {CHROMIUM}")
-    spec = importlib.util.spec_from_file_location("export", PACKAGE.parent / "browser" / "export.py")
+    spec = importlib.util.spec_from_file_location("export", EXAMPLES / "browser" / "export.py")
     assert spec is not None and spec.loader is not None
     export = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(export)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
+from pathlib import Path
 
 import numpy as np
 import onnx
@@ -34,6 +35,7 @@ from graphopt.targets.target import target_of
 STATE_FILE, CONTRACT = "state.safetensors", "host.json"
 INFERENCE = "inference.onnx"
 _LOWEST_OPSET = 14  # importers and ONNX's evaluator have fewer operators, or wrong ones, of earlier opsets
+LANGUAGES = {"c": ("*", "abi/*"), "javascript": ("*",)}  # in which there is a program, and its files
 REPORTED = (Role.LOSS, Role.METRIC, Role.PREDICTION)  # in evaluation
 
 _PathLike = str | os.PathLike[str]
@@ -46,6 +48,7 @@ def export_hosts(
     batch: int | None = None,
     unroll: bool = False,
     target: str | None = None,
+    language: str | None = None,
 ) -> None:
     """Export a training graph for programs in any language, on ONNX Runtime or another runtime for ONNX.
 
@@ -63,6 +66,8 @@ def export_hosts(
         batch: fix the number of rows of a batch, for runtimes without dynamic shapes.
         unroll: unroll Scan and Loop, for runtimes without loops; see `passes.UnrollLoops`.
         target: the runtime whose missing or incorrect operators the graphs avoid; see `passes.Portable`.
+        language: write the program that trains, too, to a folder of this name: `javascript`, a package for Node and
+            browsers, or `c`, a library.
 
     Raises:
         GraphoptError: the model trains nothing, or cannot be written in this form.
@@ -77,6 +82,8 @@ def export_hosts(
     """
     if target is not None and target not in FORMS:
         raise GraphoptError(unknown("target", target, FORMS))
+    if language is not None and language not in LANGUAGES:
+        raise GraphoptError(unknown("language", language, LANGUAGES))
     model = load(step)
     if not with_role(model, Role.NEXT):
         raise GraphoptError(
@@ -106,6 +113,7 @@ def export_hosts(
             INFERENCE: _with_weights_in_state(trained, model, where).SerializeToString(),
             STATE_FILE: content,
             CONTRACT: json.dumps(described, indent=1).encode() + b"\n",
+            **(_program(language) if language is not None else {}),
         },
     )
 
@@ -133,6 +141,13 @@ def _graphs(
         RemoveUnusedOpsetsPass()(graph)
         graph.ir_version = ir_version_of(rewrite_in([graph], _LOWEST_OPSET))
     return graphs
+
+
+def _program(language: str) -> dict[str, bytes]:
+    """Return the files of the program that trains in a language, by their paths in the host folder."""
+    source = Path(__file__).parent / language
+    found = [path for pattern in LANGUAGES[language] for path in source.glob(pattern) if path.is_file()]
+    return {path.relative_to(source.parent).as_posix(): path.read_bytes() for path in sorted(found)}
 
 
 def _strip(model: ir.Model) -> None:

@@ -2,7 +2,7 @@
 
 import { readFile } from "node:fs/promises";
 import { join } from "node:path";
-import { NonFiniteLoss, Trainer } from "../index.js";
+import { NonFiniteLoss, Trainer } from "../../../../graphopt/hosts/javascript/index.js";
 import { batchesOf } from "./scenario.js";
 
 const [runtime, folder] = process.argv.slice(2);

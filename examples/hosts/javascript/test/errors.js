@@ -3,7 +3,7 @@
 import { readFile } from "node:fs/promises";
 import { join } from "node:path";
 import * as ort from "onnxruntime-node";
-import { GraphoptError, Trainer } from "../index.js";
+import { GraphoptError, Trainer } from "../../../../graphopt/hosts/javascript/index.js";
 
 const [folder, otherFolder, sequencesFolder, stepFile] = process.argv.slice(2);
 const files = (name) => readFile(join(folder, name));

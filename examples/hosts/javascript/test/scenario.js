@@ -1,6 +1,6 @@
 /** What a host is tried with, the same in Node and in a browser: train, cross checkpoints, evaluate, predict. */
 
-import { Trainer } from "../index.js";
+import { Trainer } from "../../../../graphopt/hosts/javascript/index.js";
 
 /**
  * Train on batches from a host folder, and return what Python compares.

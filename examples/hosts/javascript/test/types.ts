@@ -2,7 +2,7 @@
 
 import * as ort from "onnxruntime-node";
 import * as web from "onnxruntime-web";
-import { GraphoptError, NonFiniteLoss, Trainer, loadFromOPFS, saveToOPFS, type Reports } from "../index.js";
+import { GraphoptError, NonFiniteLoss, Trainer, loadFromOPFS, saveToOPFS, type Reports } from "../../../../graphopt/hosts/javascript/index.js";
 
 export async function train(files: Record<string, Uint8Array>): Promise<Reports[]> {
   const trainer = await Trainer.create(ort, files, {
