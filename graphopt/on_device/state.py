@@ -79,7 +79,8 @@ def state_of_step(
     if slots != set(factors):
         names = ", ".join(sorted(slots)) or "none"
         raise GraphoptError(
-            f"pipeline: expected the optimizer of the training graph, whose slots are {names}, found {optimizer}: pass the pipeline that the graph was compiled by"
+            f"pipeline: expected the optimizer of the training graph, whose slots are {names}, "
+            f"found {optimizer}: pass the pipeline that the graph was compiled by"
         )
     arrays = {**found.trained, **found.untrained}
     originals = {name_of(x): original_name(x) for x in with_role(step, Role.PARAMETER)}
