@@ -21,7 +21,12 @@ from graphopt.hosts.export import export_hosts
 from graphopt.inspection.plot import dot, mermaid, plot
 from graphopt.inspection.summary import summary
 from graphopt.layer.layer import ForwardBackward
-from graphopt.on_device.artifacts import export_artifacts, from_checkpoint, load_artifacts
+from graphopt.on_device.artifacts import (
+    export_artifacts,
+    from_checkpoint,
+    load_artifacts,
+    state_from_checkpoint,
+)
 from graphopt.pipeline import Pipeline
 from graphopt.runtime.device import Device
 from graphopt.runtime.executor import Executor, NonFiniteLoss, run
@@ -74,6 +79,7 @@ __all__ = [
     "save",
     "split_step",
     "standard",
+    "state_from_checkpoint",
     "summary",
 ]
 

@@ -209,9 +209,14 @@ def _compile(recipe: Recipe, folder: Path, console: Console) -> str:
     return ", ".join(f"{name} {size(graph)} nodes" for name, graph in graphs.items())
 
 
-def _hosts(recipe: Recipe, folder: Path, _: Console) -> str:
-    export_hosts(recipe.compile(), folder, **recipe.fields["hosts"])
-    return ", ".join([CONTRACT, STATE_FILE, *sorted(path.name for path in folder.glob("*.onnx"))])
+def _hosts(recipe: Recipe, folder: Path, console: Console) -> str:
+    fields = recipe.fields["hosts"]
+    export_hosts(recipe.compile(), folder, **fields)
+    graphs = sorted(folder.glob("*.onnx"))
+    say(console, "state", f"{(folder / STATE_FILE).stat().st_size / 1e6:.3g} MB, which a host holds twice")
+    say(console, "graphs", ", ".join(f"{x.name} {x.stat().st_size / 1e3:.3g} kB" for x in graphs))
+    program = [f"{fields['language']}/"] if fields["language"] else []
+    return ", ".join([CONTRACT, STATE_FILE, *(path.name for path in graphs), *program])
 
 
 def _artifacts(recipe: Recipe, folder: Path, _: Console) -> str:
