@@ -32,6 +32,7 @@ from sklearn.utils.estimator_checks import parametrize_with_checks
 import graphopt
 import passes
 from graphopt import models
+from graphopt.runtime.state_buffers import _finite_check
 
 OPTIONS: dict[str, Any] = {"max_iter": 8, "random_state": 0}
 SOLVERS = [
@@ -324,3 +325,40 @@ def test_graphopt_imports_without_scikit_learn(tmp_path: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path)
     assert done.stdout.startswith("OnnxClassifier: expected scikit-learn"), done.stderr
+
+
+# --- Threads and kernels suit the size of the work ---
+
+
+def test_short_steps_take_one_thread_and_long_ones_what_joblib_leaves(monkeypatch: Any) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    small = graphopt.OnnxClassifier(**OPTIONS).fit(X_IRIS, Y_IRIS)
+    assert small._running().options.threads == 1
+    large = {"hidden_layer_sizes": (600, 600), "max_iter": 1, "random_state": 0}
+    assert graphopt.OnnxClassifier(**large).fit(X_IRIS, Y_IRIS)._running().options.threads is None
+    assert graphopt.OnnxClassifier(threads=2, **OPTIONS).fit(X_IRIS, Y_IRIS)._running().options.threads == 2
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    assert graphopt.OnnxClassifier(**large).fit(X_IRIS, Y_IRIS)._running().options.threads == 1
+    trainer = graphopt.Trainer(models.mlp((4,), 3), loss=passes.CrossEntropy(), max_iter=1)
+    assert trainer.fit(X_IRIS.astype(np.float32), Y_IRIS)._running().options.threads == 1
+
+
+def test_only_long_trainings_compile_kernels(monkeypatch: Any) -> None:
+    monkeypatch.delenv("GRAPHOPT_NATIVE", raising=False)
+    wide = {"hidden_layer_sizes": (3000,), "random_state": 0}
+    assert graphopt.OnnxClassifier(max_iter=1, **wide).fit(X_IRIS, Y_IRIS)._running().options.native is False
+    long = graphopt.OnnxClassifier(max_iter=10**5, tol=1e9, n_iter_no_change=1, **wide)
+    assert long.fit(X_IRIS, Y_IRIS)._running().options.native is None
+    monkeypatch.setenv("GRAPHOPT_NATIVE", "auto")
+    assert graphopt.OnnxClassifier(max_iter=1, **wide).fit(X_IRIS, Y_IRIS)._running().options.native is None
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_a_state_is_checked_to_its_last_number(dtype: Any) -> None:
+    state = np.zeros(20_001, dtype)
+    is_finite = _finite_check(graphopt.Device("cpu"), {}, [state])
+    assert is_finite()
+    for i in (0, 10_000, 20_000):
+        state[i] = np.nan
+        assert not is_finite()
+        state[i] = 0

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import math
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar, cast
@@ -22,8 +23,9 @@ from graphopt.errors import GraphoptError, unknown
 from graphopt.graph.inference import replace_weights
 from graphopt.graph.loading import Source, load
 from graphopt.graph.roles import Role, labels_of, with_role
-from graphopt.graph.values import name_of
+from graphopt.graph.values import dtype_of, is_floating, name_of
 from graphopt.pipeline import Step
+from graphopt.runtime.device import NATIVE_VARIABLE
 from graphopt.runtime.executor import Executor, run
 from graphopt.training.callbacks import Adaptive, Record
 from graphopt.training.evaluation import reported
@@ -39,17 +41,30 @@ SCHEDULES = {"constant": None, "adaptive": None, "invscaling": "InverseScaling",
 _Self = TypeVar("_Self", bound="Estimator")
 
 CHUNK = 1024  # how many are predicted at a time
+_SHORT_STEP = (
+    3e8  # operations of a step, a few milliseconds, below which a second thread waits more than it works
+)
+_SHORT_FIT = (
+    2e11  # operations of a training, a few seconds, below which compiling kernels takes longer than they save
+)
 _SHARED = 2**22  # bytes of a model up to which its training graph is cached for other estimators
 
 
 @dataclass(frozen=True)
 class Structure:
-    """Describe all that determines an executor: a model, or its bytes, the steps of `compile`, and a device."""
+    """Describe all that determines an executor: a model, or its bytes, the steps of `compile`, and a device.
+
+    Args:
+        rows: the rows of a batch. Short steps run in one thread, unless `threads` says otherwise.
+        planned: the rows of all epochs, or 0 if they are unknown. Short trainings compile no kernels.
+    """
 
     model: Source | bytes
     steps: tuple[tuple[str, Any], ...]
     device: str
     threads: int | None
+    rows: int
+    planned: int = 0
 
     def executor(self) -> Executor:
         """Return a new executor, which reports the losses; equal structures share one training graph."""
@@ -59,7 +74,30 @@ class Structure:
                 hash(self.steps)
                 compiled = _shared
         step = compiled(self.model, self.steps)
-        return Executor(step, device=self.device, threads=self.threads, report=reported(step))
+        threads, native = self.threads, None
+        if threads is None and self.device == "cpu":
+            threads = 1 if _operations(step, self.rows) < _SHORT_STEP else _allowed_threads()
+        if (
+            self.planned
+            and NATIVE_VARIABLE not in os.environ
+            and _operations(step, self.planned) < _SHORT_FIT
+        ):
+            native = False
+        return Executor(step, device=self.device, threads=threads, native=native, report=reported(step))
+
+
+def _operations(step: ir.Model, rows: int) -> float:
+    """Return about how many float32 operations rows take; infinite unless a row uses each weight once."""
+    weights, data = with_role(step, Role.PARAMETER), with_role(step, Role.DATA)
+    if any(x.shape is None or len(x.shape) > 2 or not is_floating(x) for x in [*weights, *data]):
+        return math.inf  # filters and sequences use weights more often
+    return 6.0 * rows * sum(math.prod(x.shape.numpy()) * dtype_of(x).itemsize / 4 for x in weights if x.shape)
+
+
+def _allowed_threads() -> int | None:
+    """Return the number of threads that joblib leaves to each of its workers; None for all processors."""
+    limit = os.environ.get("OMP_NUM_THREADS", "")
+    return min(int(limit), os.cpu_count() or 1) or None if limit.isdigit() else None
 
 
 def _compiled(model: Source | bytes, steps: tuple[tuple[str, Any], ...]) -> ir.Model:
@@ -162,7 +200,9 @@ class Trainer(Estimator):
             next epoch. Two epochs followed by two more equal four, bit for bit, except with `adaptive`, which starts
             again. Otherwise each `fit` starts from the model's own weights.
         random_state: the seed of the order of rows.
-        device, threads: see `Executor`.
+        device: see `Executor`.
+        threads: the number of threads; by default, one for short steps, and otherwise the runtime's choice or what
+            joblib leaves to each of its workers.
 
     Attributes:
         train_losses_: the mean loss of each epoch of the last `fit`.
@@ -355,7 +395,8 @@ class Trainer(Estimator):
             "training": self.training,
             "parameters": DEFAULT if self.parameters is None else self.parameters,
         }
-        return super()._running(Structure(self.model, tuple(steps.items()), self.device, self.threads))
+        chosen = self.device, self.threads, self.batch_size
+        return super()._running(Structure(self.model, tuple(steps.items()), *chosen))
 
     def _loss(self, weighted: bool, **fields: Any) -> Any:
         import passes

@@ -18,7 +18,7 @@ import onnx_ir as ir
 from sklearn.base import BaseEstimator
 from sklearn.exceptions import ConvergenceWarning
 from sklearn.model_selection import train_test_split
-from sklearn.utils import check_array, check_consistent_length, check_random_state, gen_batches, shuffle
+from sklearn.utils import check_array, check_consistent_length, check_random_state, gen_batches
 from sklearn.utils.validation import check_is_fitted, validate_data
 
 import passes
@@ -77,7 +77,9 @@ class EstimatorOptions:
         training, parameters: passes of the standard pipeline, see `graphopt.compile`.
         dtype: the type of the perceptron's numbers: `float32`, `float64`, or `auto` for float32 if the features are of
             this type and float64 otherwise, as in scikit-learn. Most runtimes want float32. A model has its own type.
-        device, threads: see `Executor`.
+        device: see `Executor`.
+        threads: the number of threads; by default, one for short steps, and otherwise the runtime's choice or what
+            joblib leaves to each of its workers.
     """
 
     model: Source | None = field(default=None, kw_only=False)
@@ -150,6 +152,7 @@ class Fitting(EstimatorOptions, Estimator, BaseEstimator):  # type: ignore[misc]
     # Class attributes, because scikit-learn expects __init__ to set its arguments only.
     _interface: network.Interface | None = None  # of a model that was given
     _dtype = "float64"  # of the features
+    _planned = 0  # rows of all epochs of the first fit
     numeric = False  # whether targets have to be numbers
 
     def fit(self: _Self, X: Any, y: Any, sample_weight: Any = None) -> _Self:
@@ -242,7 +245,7 @@ class Fitting(EstimatorOptions, Estimator, BaseEstimator):  # type: ignore[misc]
             self._interface = None if model is None else network.interface(model)
         X, y = self._validated(X, y, reset=first)
         if first:
-            self._dtype = X.dtype.name
+            self._dtype, self._planned = X.dtype.name, len(X) * self.max_iter
             self._learn_targets(y, classes)
             self._begin()
         rows = {FEATURES: X, "y": y, TARGET: self._encoded(y)}
@@ -291,7 +294,8 @@ class Fitting(EstimatorOptions, Estimator, BaseEstimator):  # type: ignore[misc]
             "optimizer": self._optimizer(),
             "schedule": None if isinstance(self.learning_rate, str) else self.learning_rate,
         }
-        return Structure(model, tuple(steps.items()), self.device, self.threads)
+        rows = 200 if self.batch_size == "auto" else int(self.batch_size)
+        return Structure(model, tuple(steps.items()), self.device, self.threads, rows, self._planned)
 
     def _train(self, rows: dict[str, np.ndarray], random: Any, epochs: int) -> None:
         """Train, and draw the random numbers that scikit-learn's networks would draw."""
@@ -307,14 +311,17 @@ class Fitting(EstimatorOptions, Estimator, BaseEstimator):  # type: ignore[misc]
         try:
             for _ in range(epochs):
                 executor.set_hyperparameters(**dict.fromkeys(rates, self._rate))
-                if self.shuffle:
-                    order = shuffle(order, random_state=random)
+                if (
+                    self.shuffle
+                ):  # as sklearn.utils.shuffle, which checks its arguments for longer than it draws
+                    random.shuffle(drawn := np.arange(count))
+                    order = order[drawn]
                 total = 0.0
-                for batch in gen_batches(count, size):
-                    taken = order[batch] if self.shuffle else batch
-                    fed = {name: array[taken] for name, array in feeds.items()}
+                for start in range(0, count, size):
+                    taken = order[start : start + size]
+                    fed = {name: array.take(taken, axis=0) for name, array in feeds.items()}
                     if WEIGHT not in fed or fed[WEIGHT].any():
-                        total += self._shown_loss(executor.step(fed)) * (batch.stop - batch.start)
+                        total += self._shown_loss(executor.step(fed)) * len(taken)
                 if self._count(total / count, count, held_out) and held_out is not None:
                     best = copied_weights(executor)
                 if self._waited > self.n_iter_no_change:
