@@ -29,7 +29,7 @@ from graphopt.training.checkpoints import Checkpoints
 from graphopt.training.estimator import Trainer
 from graphopt.training.evaluation import evaluate
 from graphopt.training.fit import adapt, fit
-from graphopt.training.sklearn import ESTIMATORS, estimator, from_sklearn
+from graphopt.training.sklearn import ESTIMATORS, estimator, from_sklearn, register_skl2onnx, to_onnx
 
 if TYPE_CHECKING:
     from graphopt.training.sklearn.estimators import OnnxClassifier, OnnxRegressor
@@ -67,10 +67,12 @@ __all__ = [
     "lower",
     "mermaid",
     "plot",
+    "register_skl2onnx",
     "run",
     "save",
     "split_step",
     "standard",
+    "to_onnx",
 ]
 
 

@@ -22,6 +22,7 @@ from graphopt.data.loader import Shuffle
 from graphopt.errors import GraphoptError, unknown
 from graphopt.graph.inference import replace_weights
 from graphopt.graph.loading import Source, load
+from graphopt.graph.metadata import TargetSpec
 from graphopt.graph.roles import Role, labels_of, with_role
 from graphopt.graph.values import dtype_of, is_floating, name_of
 from graphopt.pipeline import Step
@@ -31,6 +32,7 @@ from graphopt.training.callbacks import Adaptive, Record
 from graphopt.training.evaluation import reported
 from graphopt.training.fit import fit
 from graphopt.training.metrics import Metrics, metrics, weighted_accuracy, weighted_r2
+from graphopt.training.predictor import predictor
 
 _Arrays = np.ndarray | Mapping[str, np.ndarray]
 FEATURES = "X"
@@ -40,6 +42,7 @@ SCHEDULES = {"constant": None, "adaptive": None, "invscaling": "InverseScaling",
 
 _Self = TypeVar("_Self", bound="Estimator")
 
+TYPES = ("float32", "float64")  # of the numbers of a predictor
 CHUNK = 1024  # how many are predicted at a time
 _SHORT_STEP = (
     3e8  # operations of a step, a few milliseconds, below which a second thread waits more than it works
@@ -169,6 +172,28 @@ class Estimator:
             self._initial = state, dict(executor.hyperparameters)
             self._structure, self._executor, self._kept = structure, executor, None
         return self._executor
+
+    def _predictor(self, dtype: str, classes: np.ndarray | None) -> onnx.ModelProto:
+        """Return the trained model with labels and probabilities, or numbers, as its outputs."""
+        if dtype not in TYPES:
+            raise GraphoptError(unknown("dtype", dtype, TYPES))
+        target = self._running().inputs.get(TARGET)
+        spec = None if target is None else TargetSpec.read(target)
+        if spec is None or self._structure is None:
+            raise GraphoptError(
+                "to_onnx: expected a loss that compares a prediction with a target, found a loss that the model "
+                "computes: use get_trained_onnx"
+            )
+        loss = dict(self._structure.steps)["loss"]
+        return predictor(self._trained(spec.output, dtype), spec, loss, classes, dtype)
+
+    def _labels(self) -> np.ndarray | None:
+        """Return the labels that the model predicts; None for class numbers, 0 and 1 for each label, or numbers."""
+        return getattr(self, "classes_", None)
+
+    def _trained(self, output: str, dtype: str) -> onnx.ModelProto:
+        """Return the trained model with one output, in its own type or, if that can be chosen, in `dtype`."""
+        return self._running().trained([output])
 
     def _metric(self) -> tuple[str, Metrics] | None:
         """Return the name of the output that has targets, and the metric that compares the two, if known."""
@@ -322,6 +347,20 @@ class Trainer(Estimator):
             GraphoptError: a name is unknown, or an array has the wrong type or shape. Nothing is replaced.
         """
         self._running().update_state(state)
+
+    def to_onnx(self, dtype: str = "float32") -> onnx.ModelProto:
+        """Return the trained model as a predictor, which computes what `predict` and `predict_proba` return.
+
+        A classification has the outputs `label` and `probabilities`, or `scores` if the loss knows no probabilities; a
+        regression has `variable`. These are the names that skl2onnx gives.
+
+        Args:
+            dtype: the type of features, probabilities and numbers: `float32` or `float64`.
+
+        Raises:
+            GraphoptError: the type is unknown, or the model computes its own loss.
+        """
+        return self._predictor(dtype, self._labels())
 
     def get_trained_onnx(self, model: Source | None = None) -> onnx.ModelProto:
         """Return the model with its trained weights, or another model with the weights of the same names replaced.

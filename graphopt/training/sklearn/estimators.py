@@ -10,6 +10,7 @@ import numpy as np
 from sklearn.base import ClassifierMixin, RegressorMixin
 from sklearn.metrics import accuracy_score, r2_score
 from sklearn.neural_network import MLPClassifier, MLPRegressor
+from sklearn.preprocessing import LabelBinarizer
 from sklearn.utils import column_or_1d
 from sklearn.utils.class_weight import compute_sample_weight
 from sklearn.utils.metaestimators import available_if
@@ -60,7 +61,7 @@ class OnnxClassifier(ClassifierMixin, Fitting):  # type: ignore[misc]
     >>> make_pipeline(StandardScaler(), classifier).fit(X, y).score(X, y) > 0.95
     True
     >>> [output.name for output in classifier.to_onnx().graph.output]
-    ['probabilities']
+    ['label', 'probabilities']
     """
 
     class_weight: Any = None
@@ -104,6 +105,13 @@ class OnnxClassifier(ClassifierMixin, Fitting):  # type: ignore[misc]
 
     def _take_targets(self, fitted: Any) -> None:
         self._multilabel = fitted.n_outputs_ > 1 and fitted.out_activation_ == "logistic"
+
+    def _give_targets(self, fitted: Any) -> None:
+        several = np.eye(len(self.classes_), dtype=int)
+        fitted._label_binarizer = LabelBinarizer().fit(several if self._multilabel else self.classes_)
+
+    def _labels(self) -> np.ndarray | None:
+        return None if self._multilabel else self.classes_
 
     def _learn_targets(self, y: np.ndarray, classes: Any) -> None:
         kind = type_of_target(y)
@@ -204,6 +212,9 @@ class OnnxRegressor(RegressorMixin, Fitting):  # type: ignore[misc]
 
     def _take_targets(self, fitted: Any) -> None:
         self._row = () if fitted.n_outputs_ == 1 else (fitted.n_outputs_,)
+
+    def _give_targets(self, fitted: Any) -> None:
+        """Do nothing: a regressor of scikit-learn takes the targets as they are."""
 
     def _learn_targets(self, y: np.ndarray, classes: Any) -> None:
         y = self._columns(y)

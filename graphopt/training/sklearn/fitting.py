@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 import math
 import warnings
 from abc import abstractmethod
@@ -42,6 +43,10 @@ _SLOWEST = 1e-6  # the rate at which `adaptive` ends training
 _OWN = ("coefs_", "intercepts_", "n_layers_")  # attributes of scikit-learn's networks alone
 
 _Self = TypeVar("_Self", bound="Fitting")
+
+
+class NoPerceptron(GraphoptError, AttributeError):
+    """Report that a model of the user's has no attribute of a perceptron."""
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -163,10 +168,68 @@ class Fitting(EstimatorOptions, Estimator, BaseEstimator):  # type: ignore[misc]
         """Return the predicted labels or numbers of each row, in the form of the targets."""
         return self._decoded(self._output(self._validated(X)))
 
-    def to_onnx(self) -> onnx.ModelProto:
-        """Return the trained model: the model given, or a perceptron that computes probabilities or numbers."""
+    def to_onnx(self, dtype: str = "float32") -> onnx.ModelProto:
+        """Return a predictor, whose outputs skl2onnx's names have: `label` and `probabilities`, or `variable`.
+
+        It takes any number of rows. `graphopt.to_onnx` exports a Pipeline that ends in the estimator.
+
+        Args:
+            dtype: the type of features, probabilities and numbers: `float32` or `float64`. A perceptron computes in
+                it; another model computes in its own type.
+
+        Raises:
+            GraphoptError: the type is unknown.
+        """
+        check_is_fitted(self)
+        return self._predictor(dtype, self._labels())
+
+    def get_trained_onnx(self) -> onnx.ModelProto:
+        """Return the model that was given, or the perceptron, with trained weights, and with its own outputs."""
         check_is_fitted(self)
         return self._running().trained()
+
+    def to_sklearn(self) -> Any:
+        """Return a fitted MLPClassifier or MLPRegressor with the weights, the records and the optimizer's state.
+
+        It predicts the same, and `partial_fit` or `warm_start` continue the training, as in the other direction
+        `graphopt.from_sklearn` does. Options that scikit-learn lacks are left out.
+
+        Raises:
+            GraphoptError: the estimator trains a model of your own, or a loss of logits.
+        """
+        coefs, intercepts = self._layers("to_sklearn")
+        if getattr(self._loss(), "from_logits", False):
+            raise GraphoptError(
+                "to_sklearn: expected a loss of probabilities, as in scikit-learn, found one of logits: set "
+                "from_logits=False"
+            )
+        names = self._network().get_params()
+        taken = {name: value for name, value in self.get_params(deep=False).items() if name in names}
+        taken |= {"solver": self.solver if isinstance(self.solver, str) else "adam"}
+        taken |= {"learning_rate": self.learning_rate if isinstance(self.learning_rate, str) else "constant"}
+        fitted = self._network(**{name: value for name, value in taken.items() if value is not None})
+        for name, value in vars(self).items():
+            if name.endswith("_") and not name.startswith("_"):
+                setattr(fitted, name, copy.copy(value))
+        state = self._running().state
+        network.fill(fitted, coefs, intercepts, state, waited=self._waited, rate=self._rate)
+        self._give_targets(fitted)
+        return fitted
+
+    @property
+    def coefs_(self) -> list[np.ndarray]:
+        """Return the weights of each layer of the perceptron, as MLPClassifier has them."""
+        return self._layers("coefs_")[0]
+
+    @property
+    def intercepts_(self) -> list[np.ndarray]:
+        """Return the biases of each layer of the perceptron."""
+        return self._layers("intercepts_")[1]
+
+    @property
+    def n_layers_(self) -> int:
+        """Return the number of layers of the perceptron, with its input."""
+        return len(self._layers("n_layers_")[0]) + 1
 
     @classmethod
     def from_sklearn(cls: type[_Self], fitted: Any, **options: Any) -> _Self:
@@ -195,6 +258,33 @@ class Fitting(EstimatorOptions, Estimator, BaseEstimator):  # type: ignore[misc]
         estimator._kept = network.network_state(fitted, estimator.solver)
         estimator._running(estimator._structure_of(estimator._perceptron(), has_weights=False))
         return estimator
+
+    def _layers(self, needed_by: str) -> tuple[list[np.ndarray], list[np.ndarray]]:
+        """Return the weights and the biases of the perceptron's layers."""
+        check_is_fitted(self)
+        if self._interface is not None:
+            raise NoPerceptron(
+                f"{needed_by}: expected a perceptron made from hidden_layer_sizes, found a model of your own: use "
+                f"get_trained_onnx"
+            )
+        arrays = [
+            np.array(onnx.numpy_helper.to_array(x)) for x in self._running().trained().graph.initializer
+        ]
+        return arrays[::2], arrays[1::2]
+
+    def _trained(self, output: str, dtype: str) -> onnx.ModelProto:
+        if self._interface is not None:
+            return super()._trained(output, dtype)
+        activations = self.activation, self.out_activation_
+        proto = onnx.load_model_from_string(network.perceptron(self._sizes(), *activations, dtype, output))
+        layers = zip(*self._layers("to_onnx"), strict=True)
+        for tensor, array in zip(proto.graph.initializer, itertools.chain(*layers), strict=True):
+            tensor.CopyFrom(onnx.numpy_helper.from_array(array.astype(dtype), tensor.name))
+        return proto
+
+    @abstractmethod
+    def _give_targets(self, fitted: Any) -> None:
+        """Set the attributes that describe targets in a network of scikit-learn."""
 
     @abstractmethod
     def _learn_targets(self, y: np.ndarray, classes: Any) -> None:
