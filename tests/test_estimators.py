@@ -13,6 +13,7 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
+from scipy.sparse import csr_array
 from skl2onnx import to_onnx
 from sklearn.base import clone
 from sklearn.compose import ColumnTransformer
@@ -264,7 +265,8 @@ def test_a_model_of_one_s_own_has_no_layers() -> None:
         ours.to_sklearn()
     with pytest.raises(NotFittedError):
         graphopt.OnnxClassifier().to_sklearn()
-    logits = graphopt.OnnxClassifier(loss=passes.CrossEntropy(), **OPTIONS).fit(X_IRIS, Y_IRIS)
+    with pytest.warns(UserWarning, match="the loss expects logits"):
+        logits = graphopt.OnnxClassifier(loss=passes.CrossEntropy(), **OPTIONS).fit(X_IRIS, Y_IRIS)
     with pytest.raises(graphopt.GraphoptError, match=r"^to_sklearn: expected a loss of probabilities"):
         logits.to_sklearn()
 
@@ -299,6 +301,7 @@ TARGETS = {
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("name", TARGETS)
+@pytest.mark.filterwarnings("ignore:y. expected two labels")
 def test_a_pipeline_of_a_classifier_is_one_model(name: str, dtype: str) -> None:
     pipeline = make_pipeline(StandardScaler(), graphopt.OnnxClassifier(max_iter=3, random_state=0))
     pipeline.fit(X_IRIS, TARGETS[name])
@@ -481,6 +484,66 @@ def test_wrong_options_are_one_line(options: dict[str, Any], error: str) -> None
     with pytest.raises(graphopt.GraphoptError, match=error) as found:
         graphopt.OnnxRegressor(**options).fit(X_DIABETES, Y_DIABETES)
     assert "\n" not in str(found.value)
+
+
+TEXT = np.array([["Rome", "1"]] * len(X_IRIS), dtype=object)
+TRAINER = graphopt.Trainer(models.mlp((4,), 3), loss=passes.CrossEntropy(), max_iter=1)
+
+
+@pytest.mark.parametrize(
+    ("call", "error"),
+    [
+        (
+            lambda: graphopt.OnnxClassifier((100,)).fit(X_IRIS, Y_IRIS),
+            r"^model: .*write hidden_layer_sizes=\(100,\)",
+        ),
+        (
+            lambda: graphopt.OnnxClassifier(loss="mse").fit(X_IRIS, Y_IRIS),
+            "^loss: expected a loss pass, or None",
+        ),
+        (
+            lambda: graphopt.OnnxClassifier(solver=passes.Adam).fit(X_IRIS, Y_IRIS),
+            "^solver: .*create it, Adam",
+        ),
+        (
+            lambda: graphopt.OnnxClassifier(learning_rate=0.1).fit(X_IRIS, Y_IRIS),
+            "learning_rate_init is the rate",
+        ),
+        (lambda: graphopt.OnnxClassifier().fit(TEXT, Y_IRIS), "^X: expected numbers, found text: encode it"),
+        (lambda: graphopt.OnnxClassifier().fit(np.nan * X_IRIS, Y_IRIS), "contains NaN.*SimpleImputer"),
+        (
+            lambda: graphopt.OnnxClassifier().fit(X_IRIS[:, 0], Y_IRIS),
+            r"^X: expected a 2D array .* found shape \[150\]",
+        ),
+        (lambda: graphopt.OnnxRegressor().fit(X_IRIS, TEXT[:, 0]), "^y: expected numbers, found text"),
+        (lambda: graphopt.OnnxRegressor().fit(X_IRIS, NAMES), "^y: expected numbers, found text"),
+        (lambda: graphopt.to_onnx(models.mlp((4,), 3), X_IRIS), "^to_onnx: expected a fitted estimator"),
+        (lambda: clone(TRAINER).fit(X_IRIS, NAMES), "^target: expected numbers, found text such as 'setosa'"),
+        (
+            lambda: clone(TRAINER).fit(TEXT.astype(str), Y_IRIS),
+            "^X: expected numbers, found text such as 'Rome'",
+        ),
+        (lambda: clone(TRAINER).fit(csr_array(X_IRIS), Y_IRIS), "^X: .*use .toarray"),
+    ],
+)
+def test_wrong_data_is_one_line(call: Any, error: str) -> None:
+    with pytest.raises(graphopt.GraphoptError, match=error) as found:
+        call()
+    assert "\n" not in str(found.value)
+
+
+def test_a_table_s_columns_of_text_are_named() -> None:
+    pandas = pytest.importorskip("pandas")
+    table = pandas.DataFrame({"age": [1.0, 2.0], "city": ["Bonn", "Rome"]})
+    with pytest.raises(
+        graphopt.GraphoptError, match=r"^X: expected numbers, found text in 'city': encode it"
+    ):
+        graphopt.OnnxClassifier().fit(table, [0, 1])
+
+
+def test_one_label_alone_is_a_warning() -> None:
+    with pytest.warns(UserWarning, match="^y: expected two labels or more, found 0 alone"):
+        graphopt.OnnxClassifier(max_iter=1).fit(X_IRIS, np.zeros(len(X_IRIS), int).tolist())
 
 
 # --- scikit-learn's tools ---

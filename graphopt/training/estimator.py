@@ -479,9 +479,27 @@ def _fields(options: Any) -> dict[str, Any]:
 
 def _named(X: _Arrays, *more: np.ndarray | None) -> dict[str, np.ndarray]:
     """Return inputs, targets and weights in one dictionary by name."""
-    arrays = dict(X) if isinstance(X, Mapping) else {FEATURES: np.asarray(X)}
+    arrays = dict(X) if isinstance(X, Mapping) else {FEATURES: X}
     named = zip((TARGET, WEIGHT), more, strict=False)
-    return arrays | {name: np.asarray(array) for name, array in named if array is not None}
+    return {
+        name: _array(name, values)
+        for name, values in (arrays | {name: array for name, array in named if array is not None}).items()
+    }
+
+
+def _array(name: str, values: Any) -> np.ndarray:
+    """Return values as an array of numbers."""
+    if hasattr(values, "toarray"):
+        raise GraphoptError(f"{name}: expected a dense array, found a sparse one: use .toarray()")
+    array = np.asarray(values)
+    if array.dtype.kind in "US":
+        remedy = (
+            "numpy.unique(y, return_inverse=True)[1] gives class numbers, and OnnxClassifier takes labels"
+            if name == TARGET
+            else "encode it in a step before, such as a ColumnTransformer with OneHotEncoder"
+        )
+        raise GraphoptError(f"{name}: expected numbers, found text such as {str(array.flat[0])!r}: {remedy}")
+    return array
 
 
 def _batches(data: Mapping[str, np.ndarray], inputs: Mapping[str, ir.Value]) -> Iterable[dict[str, Any]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import onnx
 import onnx.compose
 import onnx_ir as ir
@@ -16,7 +17,7 @@ from skl2onnx.common.data_types import (
     Int64TensorType,
     StringTensorType,
 )
-from sklearn.base import is_classifier
+from sklearn.base import BaseEstimator, is_classifier
 from sklearn.utils.validation import check_is_fitted
 
 from graphopt.errors import GraphoptError, line, unknown
@@ -50,9 +51,15 @@ def converted(fitted: Any, X: Any, dtype: str, options: dict[str, Any]) -> onnx.
     """Return a fitted estimator as a model whose inputs have the names, columns and types of `X`."""
     if dtype not in TYPES:
         raise GraphoptError(unknown("dtype", dtype, TYPES))
+    if not isinstance(fitted, BaseEstimator | Trainer):
+        raise GraphoptError(
+            f"to_onnx: expected a fitted estimator, such as a Pipeline, found {type(fitted).__name__}: "
+            f"graphopt.save writes models"
+        )
     register()
     check_is_fitted(fitted)
     try:
+        X = X if hasattr(X, "shape") else np.asarray(X)
         types = guess_initial_types(X, None)
     except (NotImplementedError, TypeError) as error:
         raise GraphoptError(

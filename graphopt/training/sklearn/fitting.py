@@ -10,7 +10,7 @@ import warnings
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from numbers import Integral
+from numbers import Integral, Real
 from typing import Any, ClassVar, Literal, TypeVar, cast
 
 import numpy as np
@@ -25,7 +25,7 @@ from sklearn.utils.validation import check_is_fitted, validate_data
 import passes
 from graphopt.compiler import DEFAULT
 from graphopt.data.dataset import TARGET, WEIGHT
-from graphopt.errors import GraphoptError, unknown
+from graphopt.errors import GraphoptError, some, unknown
 from graphopt.graph.loading import Source
 from graphopt.graph.roles import Role, labels_of, with_role
 from graphopt.graph.values import dims_of, dtype_of, name_of, rank
@@ -41,6 +41,8 @@ SOLVERS = ("adam", "sgd")
 _TYPES = ("auto", "float32", "float64")
 _SLOWEST = 1e-6  # the rate at which `adaptive` ends training
 _OWN = ("coefs_", "intercepts_", "n_layers_")  # attributes of scikit-learn's networks alone
+
+TEXT_TARGET = "y: expected numbers, found text: a regression takes numbers, and OnnxClassifier takes labels"
 
 _Self = TypeVar("_Self", bound="Fitting")
 
@@ -125,6 +127,21 @@ class EstimatorOptions:
             value = getattr(self, name)
             if isinstance(value, str) and value not in known:
                 raise GraphoptError(unknown(name, value, known))
+        for name in ("loss", "solver", "learning_rate", "training", "parameters"):
+            value = getattr(self, name)
+            if isinstance(value, type):
+                raise GraphoptError(
+                    f"{name}: expected a pass, found the class {value.__name__}: create it, {value.__name__}(...)"
+                )
+            if isinstance(value, Real):
+                raise GraphoptError(
+                    f"{name}: expected a name or a pass, found the number {value}: learning_rate_init is the rate"
+                )
+        if isinstance(self.model, Integral | Sequence) and not isinstance(self.model, str | bytes):
+            raise GraphoptError(
+                f"model: expected a path or an ONNX model, found {self.model!r}: for a perceptron with these hidden "
+                f"layers, write hidden_layer_sizes={self.model!r}"
+            )
         size = self.batch_size
         if size != "auto" and not (isinstance(size, Integral) and size >= 1):
             raise GraphoptError(f"batch_size: expected 'auto', or 1 or more, found {size!r}")
@@ -491,15 +508,50 @@ class Fitting(EstimatorOptions, Estimator, BaseEstimator):  # type: ignore[misc]
             kind = interface.dtype
         elif reset:
             kind = [np.float64, np.float32] if self.dtype == "auto" else self.dtype
-        return validate_data(
-            self,
-            X,
-            *y,
-            reset=reset,
-            dtype=kind,
-            allow_nd=interface is not None and interface.axes != 2,
-            **({"multi_output": True, "y_numeric": self.numeric} if y else {}),
+        try:
+            return validate_data(
+                self,
+                X,
+                *y,
+                reset=reset,
+                dtype=kind,
+                allow_nd=interface is not None and interface.axes != 2,
+                **({"multi_output": True, "y_numeric": self.numeric} if y else {}),
+            )
+        except ValueError as error:
+            explained = _explained(X, str(error))
+            if explained is None:
+                raise
+            raise GraphoptError(explained) from error
+
+
+def _explained(X: Any, error: str) -> str | None:
+    """Return in one line what is wrong with data, and what to do, for errors of scikit-learn that do not say it."""
+    if error.startswith("could not convert string"):
+        kinds = getattr(X, "dtypes", None)
+        found = (
+            [] if kinds is None else [name for name, kind in dict(kinds).items() if kind.kind not in "biuf"]
         )
+        if not found and np.asarray(X).dtype.kind not in "OUS":
+            return (
+                "y: expected numbers, found text: a regression takes numbers, and OnnxClassifier takes labels"
+            )
+        columns = f" in {some([*map(repr, found)])}" if found else ""
+        return (
+            f"X: expected numbers, found text{columns}: encode it in a step before, such as a ColumnTransformer with "
+            f"OneHotEncoder"
+        )
+    if error.startswith("Input X contains NaN"):
+        return (
+            "Input X contains NaN, expected finite numbers: fill missing values in a step before, such as a "
+            "SimpleImputer, or leave out their rows"
+        )
+    if error.startswith("Expected 2D array"):
+        return (
+            f"X: expected a 2D array of rows and features, found shape {list(np.shape(X))}. Reshape your data: "
+            f"X.reshape(-1, 1) for one feature, X.reshape(1, -1) for one row"
+        )
+    return None
 
 
 def _as_fed(array: np.ndarray, value: ir.Value) -> np.ndarray:
