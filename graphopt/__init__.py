@@ -36,7 +36,7 @@ from graphopt.training.checkpoints import Checkpoints
 from graphopt.training.estimator import Trainer
 from graphopt.training.evaluation import evaluate, predict
 from graphopt.training.fit import adapt, fit
-from graphopt.training.sklearn import ESTIMATORS, estimator, from_sklearn
+from graphopt.training.sklearn import ESTIMATORS, estimator, from_sklearn, register_skl2onnx, to_onnx
 
 if TYPE_CHECKING:
     from graphopt.training.sklearn.estimators import OnnxClassifier, OnnxRegressor
@@ -75,12 +75,14 @@ __all__ = [
     "mermaid",
     "plot",
     "predict",
+    "register_skl2onnx",
     "run",
     "save",
     "split_step",
     "standard",
     "state_from_checkpoint",
     "summary",
+    "to_onnx",
 ]
 
 
