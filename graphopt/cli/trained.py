@@ -21,7 +21,7 @@ from graphopt.data.files import write_rows
 from graphopt.errors import GraphoptError
 from graphopt.files import write
 from graphopt.graph.loading import load
-from graphopt.graph.metadata import LABELS, original_name
+from graphopt.graph.metadata import labels_in, original_name
 from graphopt.graph.postprocessing import standing_for
 from graphopt.graph.roles import STATE, Role, role_of
 from graphopt.graph.values import name_of
@@ -131,7 +131,7 @@ def write_metrics(trained: Trained, console: Console) -> Path:
     console.print(table)
     for name, value in measured.items():
         if isinstance(value, list):
-            console.print(_matrix(name, value, recipe.data.labels or _labels(executor.model)))
+            console.print(_matrix(name, value, recipe.data.labels or labels_in(executor.model)))
     return path
 
 
@@ -154,7 +154,7 @@ def write_predictions(trained: Trained, _: Console) -> Path:
     else:
         model = load(trained.executor().trained(), limits=recipe.limits)
     outputs = dict(predict(model, recipe.data, device=recipe.device, **trained.batches))
-    labels = recipe.data.labels or _labels(model)
+    labels = recipe.data.labels or labels_in(model)
     classified = {
         name: labels for name, y in outputs.items() if labels is not None and y.shape[1:] == (len(labels),)
     }
@@ -164,13 +164,3 @@ def write_predictions(trained: Trained, _: Console) -> Path:
     trained.prepare()
     write_rows(path, outputs, classified)
     return path
-
-
-def _labels(model: ir.Model) -> list[str] | None:
-    """Return the names of the classes in a model's metadata, or None."""
-    text: Any = LABELS.read(model)
-    with contextlib.suppress(ValueError, TypeError):
-        labels = json.loads(text)
-        if isinstance(labels, list) and all(isinstance(label, str) for label in labels):
-            return labels
-    return None

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from graphopt.data.dataset import TARGET, WEIGHT, Dataset, LazyArray
-from graphopt.data.files import of_columns
+from graphopt.data.tables import Columns, cells, names_in
+from graphopt.data.tabular import IN_MEMORY, of_columns
 from graphopt.errors import GraphoptError, line
 
 # Methods of a data set with rows.
@@ -34,17 +35,55 @@ def as_dataset(data: Any) -> Dataset:
         GraphoptError: it is none of these, or its columns are not numbers.
     """
     if isinstance(data, Dataset):
+        if data.columns is not None and not data.columns.has_learnt:
+            raise GraphoptError(
+                f"{data.source}: expected columns that have learnt from training rows, found others: data = "
+                "data.learn(rows), with the first rows of graphopt.data.hold_out"
+            )
         return data
     if isinstance(data, Mapping):
         return Dataset(data)
     if _has(data, HUGGING_FACE):
         return _of_hugging_face(data)
     if _has(data, FRAME):
-        names = list(map(str, data.columns))
-        columns = {str(name): data[name].to_numpy() for name in data.columns}
-        target, weight = (name if name in columns else None for name in (TARGET, WEIGHT))
-        return of_columns("data", names, lambda _: columns, target, sample_weight=weight)
+        target, weight = (name if name in data.columns else None for name in (TARGET, WEIGHT))
+        return table(data, target=target, sample_weight=weight)
     raise GraphoptError(f"data: expected a data set or arrays by name, found {type(data).__name__}")
+
+
+def table(
+    frame: Any,
+    *,
+    target: str | int | Sequence[str | int] | None = TARGET,
+    features: Sequence[str | int] | Mapping[str, Any] | None = None,
+    sample_weight: str | int | None = None,
+    labels: Sequence[str] | None = None,
+    columns: Columns | Mapping[str, Any] | str | None = None,
+) -> Dataset:
+    """Return the columns of a table in memory as a data set.
+
+    Args:
+        frame: a DataFrame of pandas or Polars, or a mapping from names to arrays or lists of cells.
+        target, features, sample_weight, labels, columns: as in `graphopt.data.csv`.
+
+    Raises:
+        GraphoptError: a column is missing, or a cell is not what its column expects.
+
+    >>> people = graphopt.data.table({"age": [20, None], "bought": ["no", "yes"]}, target="bought", columns="auto")
+    >>> people.learn().arrays["x"].tolist(), people.arrays["target"].tolist(), people.labels
+    ([[0.0], [0.0]], [0, 1], ('no', 'yes'))
+    """
+    keys = names_in(frame)
+
+    def read(names: list[str]) -> dict[str, np.ndarray]:
+        found = {name: frame[keys[name]] for name in names}
+        return {name: x.to_numpy() if hasattr(x, "to_numpy") else cells(name, x) for name, x in found.items()}
+
+    return of_columns(IN_MEMORY, _named(frame), read, target, features, sample_weight, labels, columns)
+
+
+def _named(frame: Any) -> list[str]:
+    return [str(name) for name in getattr(frame, "columns", frame)]
 
 
 def _has(data: Any, names: tuple[str, ...]) -> bool:

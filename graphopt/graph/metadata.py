@@ -7,6 +7,7 @@ untrusted file, so reading checks their form. No other module accesses `metadata
 from __future__ import annotations
 
 import base64
+import contextlib
 import dataclasses
 import enum
 import functools
@@ -99,6 +100,16 @@ STORED_TYPE = Text("graphopt.stored_type")  # of a state: the narrower type of i
 QUANTIZED = Text("graphopt.quantized")  # of an initializer: which integers it stands for
 EXPORTED_CALL = Text("pkg.torch.onnx.fx_node")  # of a node: the call that PyTorch exported it from
 SHAPE_INFERENCE_ERROR = Text("pkg.onnxscript.shape_inference_error")  # of a node: what onnxscript says
+
+
+def labels_in(model: ir.Model) -> list[str] | None:
+    """Return the names of the classes in a model's metadata, or None."""
+    text: Any = LABELS.read(model)
+    with contextlib.suppress(ValueError, TypeError):
+        labels = json.loads(text)
+        if isinstance(labels, list) and all(isinstance(label, str) for label in labels):
+            return labels
+    return None
 
 
 def original_name(value: ir.Value) -> str:
