@@ -202,14 +202,23 @@ def _compile(recipe: Recipe, folder: Path, console: Console) -> str:
     return ", ".join(f"{name} {size(graph)} nodes" for name, graph in graphs.items())
 
 
-def _hosts(recipe: Recipe, folder: Path, _: Console) -> str:
+def _hosts(recipe: Recipe, folder: Path, console: Console) -> str:
     export_hosts(recipe.compile(), folder, **recipe.fields["hosts"])
+    _describe_columns(recipe, folder, console)
     return ", ".join([CONTRACT, STATE_FILE, *sorted(path.name for path in folder.glob("*.onnx"))])
 
 
-def _artifacts(recipe: Recipe, folder: Path, _: Console) -> str:
+def _artifacts(recipe: Recipe, folder: Path, console: Console) -> str:
     export_artifacts(recipe.model(), recipe.pipeline, folder)
+    _describe_columns(recipe, folder, console)
     return ", ".join(FILES)
+
+
+def _describe_columns(recipe: Recipe, folder: Path, console: Console) -> None:
+    """Tell how the features of a table are made, which a host has to do itself."""
+    if recipe.columns is not None:
+        write(folder / "columns.json", recipe.columns.text())
+        say(console, "columns", "the graph takes features, which the host makes as columns.json says")
 
 
 def _report(recipe: Recipe, folder: Path, console: Console) -> str:

@@ -107,7 +107,9 @@ def _train(
     (step, opened), text = recipe.program(), recipe.text()
     executor = opened(communicator)
     files = RunFolder(folder, step, text, log_steps=bool(fields["log_steps"]))
-    header = Header(console, title, f"{model}, {parameter_count(step)}", data, communicator.size)
+    header = Header(
+        console, title, f"{model}, {parameter_count(step)}", data, communicator.size, recipe.learnt
+    )
     page = Page(
         folder / "report.html",
         f"{model} on {data}",
@@ -130,12 +132,12 @@ def _train(
         spoiled = executor.in_place and isinstance(error, NonFiniteLoss)
         if executor.batches and not spoiled:
             with deferred():
-                save(executor.trained(), trained)
+                save(recipe.inference(executor), trained)
                 say(console, "stopped", f"after step {executor.batches}: {trained}")
                 page.write()
         raise
     with deferred():
-        save(executor.trained(), trained)
+        save(recipe.inference(executor), trained)
         page.write()
     return files.run
 

@@ -50,6 +50,7 @@ class Trained:
     def find(cls, recipe: Recipe, folder: Path) -> Trained:
         """Return what the command names: `resume=PATH`, else the run in `folder=PATH`, else `model=FILE`."""
         asked, step, model = recipe.fields.get("resume", False), folder / "step.onnx", folder / "trained.onnx"
+        recipe.follow(step if step.is_file() else model if model.is_file() else None)
         if asked:
             place, checkpoint = resumed(asked, folder, recipe.text(), search=not recipe.names_folder)
             if isinstance(checkpoint, bool):
@@ -60,6 +61,7 @@ class Trained:
                 with contextlib.suppress(OSError):  # Hydra has made it
                     folder.rmdir()
             step = checkpoint.parents[1] / step.name
+            recipe.follow(step if step.is_file() else None)
             return cls(recipe, place, checkpoint, step if step.is_file() else None)
         if recipe.names_folder and model.is_file():
             return cls(recipe, folder, None, step if step.is_file() else None, model)

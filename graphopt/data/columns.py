@@ -27,7 +27,6 @@ _FIRST, _LAST = (day.toordinal() - _EPOCH for day in (datetime.date.min, datetim
 _PARTS = ("days", "year", "month", "day", "weekday")
 _LARGEST = float(np.finfo(np.float32).max)
 _FEW = 20  # different values of a small table
-_HOW = '("*": auto, NAME: null), or describe it as a category, a date or a number (NAME: category)'
 _NONE = "expected {}, found none in the rows to learn from: leave the column out"
 _T = TypeVar("_T", bound="Column")
 
@@ -442,7 +441,7 @@ class Date(Column):
             "year": year + era * 400 + next_year,
             "month": month + 3 - 12 * next_year,
             "day": day_of_year - (153 * month + 2) / 5 + 1,
-            "weekday": op.Mod(days + 3, op.constant(7, days)),
+            "weekday": shifted + 2 - (shifted + 2) / 7 * 7,
         }
         chosen = op.Concat(*(op.Cast(parts[part], to=ir.DataType.DOUBLE) for part in self.parts), axis=1)
         return (chosen - np.array(self.offsets)) / np.array(self.divisors)
@@ -507,7 +506,7 @@ def inferred(values: np.ndarray) -> Column:
     different = Counter(Category().read(values).tolist())
     missing = different.pop("", 0)
     if not different:
-        raise GraphoptError(f"expected values, found none: leave it out {_HOW}")
+        raise GraphoptError("expected values, found none")
     texts = [text for text in different if text.lower() not in _MISSING]
     numbers = [text for text in texts if _suits(_number, text)]
     is_boolean = not {*texts} - {"True", "False", "true", "false"}
@@ -518,14 +517,10 @@ def inferred(values: np.ndarray) -> Column:
     if 2 * len(numbers) > len(texts) > _FEW:
         odd = next(text for text in texts if not _suits(_number, text))
         row = next(i for i, text in enumerate(Category().read(values)) if text == odd)
-        raise GraphoptError(
-            f"row {row}: expected a number, as in most rows, found {odd!r}: mend it, or describe {_HOW}"
-        )
+        raise GraphoptError(f"row {row}: expected a number, as in most rows, found {odd!r}: mend it")
     column, count = Category(), len(values) - missing
     if len(different) > max(_FEW, min(column.most, count // 2)):
-        raise GraphoptError(
-            f"expected few different values, found {len(different):,} in {count:,} rows: leave it out {_HOW}"
-        )
+        raise GraphoptError(f"expected few different values, found {len(different):,} in {count:,} rows")
     return column
 
 

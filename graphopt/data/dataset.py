@@ -98,7 +98,7 @@ class Dataset:
             found = ", ".join(f"{name!r} {count}" for name, count in rows.items())
             raise GraphoptError(f"data: expected the same number of rows in every array, found {found}")
         if not any(rows.values()):
-            raise GraphoptError("data: expected rows, found none")
+            raise GraphoptError(f"{self.source}: expected rows, found none")
 
     def __len__(self) -> int:
         return len(next(iter([*self.arrays.values(), *self.table.values()])))

@@ -163,19 +163,31 @@ impute=None, categories=None, most=1000)}
     @staticmethod
     def of(model: Source | None) -> Columns | None:
         """Return the columns, with what they have learnt, that a model or a training graph notes, or None."""
-        note = None if model is None else _Encoded.read(load(model))
+        note = None if model is None else _Encoded.read(model if isinstance(model, ir.Model) else load(model))
         return None if note is None else note.all
+
+    @staticmethod
+    def taken_by(model: ir.Model) -> Columns | None:
+        """Return the columns that a model takes in place of features, or None."""
+        note = _Encoded.read(model)
+        return None if note is None or note.features is None else note.all
 
     @staticmethod
     def without(model: Source) -> ir.Model:
         """Return a model that takes features again, as before `before`; another model is returned as it is."""
-        loaded = load(model)
+        loaded = model if isinstance(model, ir.Model) else load(model)
         note = _Encoded.read(loaded)
-        return loaded if note is None or note.features is None else _cut(loaded, note)
+        return loaded if note is None or note.features is None else _cut(load(loaded), note)
 
     def noted(self, model: ir.Model) -> ir.Model:
         """Write the columns into the metadata of a model or a training graph of features, and return it."""
         return _Encoded(self._as_fields()).write(model)
+
+    def text(self) -> str:
+        """Return the names of the features, and the columns with what they have learnt, as JSON."""
+        return json.dumps(
+            {"features": self.names, "columns": self._as_fields()}, indent=1, ensure_ascii=False
+        )
 
     def summary(self) -> str:
         """Return what each column has become, in one line."""
@@ -248,14 +260,20 @@ def described(description: Any, table: Mapping[str, np.ndarray]) -> Columns:
     for name in wanted:
         if name not in table and name != _OTHERS:
             raise GraphoptError(unknown("column", name, table))
-    kinds = {name: wanted.get(name, wanted.get(_OTHERS)) for name in table}
-    return Columns(
-        {
-            name: _of_column(name, inferred, table[name]) if kind == AUTO else kind
-            for name, kind in kinds.items()
-            if kind is not None
-        }
-    )
+    kinds, without = {}, {}
+    for name, cells in table.items():
+        kind = wanted.get(name, wanted.get(_OTHERS))
+        try:
+            kinds[name] = inferred(cells) if kind == AUTO else kind
+        except GraphoptError as error:
+            without[name] = error
+    for name, problem in without.items():
+        left_out = ", ".join(f"{other}: null" for other in without)
+        raise GraphoptError(
+            f"{_place(name, problem)}: leave it out, columns={{*: auto, {left_out}}}, or describe it: "
+            f"{name}: category, number or date"
+        )
+    return Columns({name: kind for name, kind in kinds.items() if kind is not None})
 
 
 def check_description(description: Any) -> dict[str, Any]:
@@ -285,7 +303,12 @@ def named_in(description: Any, names: Sequence[str]) -> Iterable[str]:
 
 def cells(name: str, column: Any) -> np.ndarray:
     """Return a column of a table as an array of cells."""
-    array = np.asarray(column)
+    try:
+        array = np.asarray(column)
+    except ValueError as error:
+        raise GraphoptError(
+            f"column {name!r}: expected a cell in each row, found lists of different lengths"
+        ) from error
     if array.dtype.kind in "TU":  # NumPy makes text of numbers beside text
         array = np.array(column, object) if isinstance(column, list | tuple) else array.astype(object)
     elif array.dtype.kind == "S":
@@ -311,10 +334,12 @@ def _of_column(name: Any, function: Any, argument: Any) -> Any:
     try:
         return function(argument)
     except (GraphoptError, ValueError, TypeError, OverflowError) as error:
-        text = str(error)
-        raise GraphoptError(
-            f"column {str(name)!r}{', ' if text.startswith('row ') else ': '}{text}"
-        ) from error
+        raise GraphoptError(_place(name, error)) from error
+
+
+def _place(name: Any, error: Exception) -> str:
+    text = str(error)
+    return f"column {str(name)!r}{', ' if text.startswith('row ') else ': '}{text}"
 
 
 def _takes(x: ir.Value, width: int) -> bool:
@@ -389,6 +414,7 @@ def _labelled(
     score = op.Cast(y, to=ir.DataType.FLOAT)
     if y.shape is not None and y.shape[1] == 1:
         is_second = op.Greater(op.Reshape(score, op.constant(np.array([-1]))), op.constant(threshold, score))
+        is_second.shape = ir.Shape([y.shape[0]])
         places = op.Cast(is_second, to=ir.DataType.INT64)
     else:
         places = op.ArgMax(score, axis=1, keepdims=0)

@@ -89,7 +89,7 @@ def is_number(text: str) -> bool:
     return len(text) <= _LONGEST_NUMBER
 
 
-def _field(path: str, name: str, value: str) -> str:
+def option(path: str, name: str, value: str) -> str:
     """Return how a file's option is set on the command line, or an argument of `graphopt.data.table`."""
     return f"graphopt.data.table(..., {name}={value!r})" if path == IN_MEMORY else f"data.{name}={value}"
 
@@ -99,7 +99,7 @@ def _check_known(path: str, used: Iterable[str], names: Sequence[str], targets: 
     for name in used:
         if name not in known:
             mend = (
-                f": name the column to predict, {_field(path, 'target', 'NAME')}" if name in targets else ""
+                f": name the column to predict, {option(path, 'target', 'NAME')}" if name in targets else ""
             )
             raise GraphoptError(f"{path}: {unknown('column', name, names)}{mend}")
 
@@ -149,7 +149,7 @@ def _target(
             place, count = f"column {name!r}, row {missing[0]}", f"{len(missing):,} of {len(column):,} rows"
             raise GraphoptError(
                 f"{path}: {place}: expected a value to predict, found none, as in {count}: leave "
-                f"them out, or the column, {_field(path, 'target', 'null')}"
+                f"them out, or the column, {option(path, 'target', 'null')}"
             )
     return _vector(_stack(path, columns, names)), None
 
@@ -168,7 +168,7 @@ def _text_classes(path: str, name: str, column: Any) -> tuple[str, ...] | None:
         expected = "a class" if not wrong[1] else "a number"
         raise GraphoptError(
             f"{path}: column {name!r}, row {row}: expected {expected}, found {texts[row]!r}: mend it, leave out "
-            f"the row, or name the classes, {_field(path, 'labels', f'[{some(words, 20)}]')}"
+            f"the row, or name the classes, {option(path, 'labels', f'[{some(words, 20)}]')}"
         )
     if len(words) > _MOST_CLASSES:
         raise GraphoptError(
@@ -189,7 +189,7 @@ def _numbers(path: str, name: str, column: Any) -> np.ndarray:
         except (ValueError, OverflowError):  # also for whole numbers beyond int64
             continue
     row, text = next((i, text) for i, text in enumerate(texts) if not is_number(text))
-    mend = f"{_field(path, 'columns', 'auto')} makes features of text and dates"
+    mend = f"{option(path, 'columns', 'auto')} makes features of text and dates"
     raise GraphoptError(f"{path}: column {name!r}, row {row}: expected a number, found {text!r}: {mend}")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,7 @@ import onnx_ir as ir
 import safetensors.numpy
 
 from graphopt.communicator import SINGLE, Communicator
-from graphopt.data import Batches, Dataset
+from graphopt.data import Batches, Columns, Dataset
 from graphopt.data.foreign import as_dataset
 from graphopt.data.loader import Rows
 from graphopt.data.streams import Stream
@@ -73,7 +73,8 @@ def predict(
 
     Args:
         model: an inference model.
-        data: a data set, or arrays named like the model's inputs.
+        data: a data set, or arrays named like the model's inputs; a DataFrame, for a model that takes the columns of a
+            table, `graphopt.data.Columns.before`.
         batch_size: the number of rows per call; a model with a fixed batch uses its own.
         allow_nan: accept data that contains NaN or infinities.
         device: where to compute; by default, the CPU.
@@ -82,12 +83,12 @@ def predict(
         GraphoptError: the data does not fit the model, or an output does not have a row for each row of data.
     """
     loaded = load(model)
-    data = as_dataset(data)
+    fed, allow_nan = _fed(loaded, data, allow_nan)
     weights = loaded.graph.initializers
     inputs = {name_of(x): set_role(x, Role.DATA) for x in loaded.graph.inputs if x.name not in weights}
-    if not data.inputs():
+    if not fed.arrays:
         raise GraphoptError(f"data: expected arrays {', '.join(inputs)}, found targets alone")
-    batches = Batches(Dataset(data.inputs(), features=data.features), inputs, allow_nan=allow_nan)
+    batches = Batches(fed, inputs, allow_nan=allow_nan)
     size = batches.fixed_size or batch_size
     session = Session(device or Device(), loaded)
     parts: dict[str, list[np.ndarray]] = {}
@@ -101,6 +102,16 @@ def predict(
                 )
             parts.setdefault(name, []).append(array[: len(rows)])
     return {name: np.concatenate(arrays) for name, arrays in parts.items()}
+
+
+def _fed(model: ir.Model, data: Any, allow_nan: bool) -> tuple[Dataset, bool]:
+    """Return data without targets and weights, as a model takes it, and whether it accepts NaN."""
+    columns = Columns.taken_by(model)
+    if columns is not None:
+        table = (data.table or data.arrays) if isinstance(data, Dataset) else data
+        return Dataset(columns.inputs(table)), True
+    found = as_dataset(data)
+    return replace(found, arrays=found.inputs()), allow_nan
 
 
 def reported(step: ir.Model) -> list[str]:

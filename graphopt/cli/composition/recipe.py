@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import onnx
 import onnx_ir as ir
 from omegaconf import DictConfig, OmegaConf
 
@@ -29,16 +31,16 @@ from graphopt.cli.composition.validation import (
 )
 from graphopt.communicator import Communicator
 from graphopt.compiler import StepHalves, split_step
-from graphopt.data import Dataset
+from graphopt.data import Columns, Dataset
 from graphopt.data.foreign import as_dataset
-from graphopt.data.loader import held_out_rows
+from graphopt.data.loader import held_out_rows, hold_out
 from graphopt.distributed.data_parallel import DataParallel
 from graphopt.distributed.launchers import Launcher
 from graphopt.distributed.local_sgd import LocalSGD
-from graphopt.errors import GraphoptError
+from graphopt.errors import GraphoptError, some
 from graphopt.graph.limits import Limits
 from graphopt.graph.loading import load
-from graphopt.graph.metadata import LABELS
+from graphopt.graph.metadata import LABELS, TargetSpec, labels_in
 from graphopt.graph.roles import Role, with_role
 from graphopt.pipeline import Pipeline
 from graphopt.runtime.device import Device
@@ -50,6 +52,7 @@ from graphopt.training.fit import adapt
 from graphopt.training.metrics import Wanted
 
 OWN_EXECUTOR = "graphopt.Executor"
+TABLES = tuple(f"graphopt.data.{name}" for name in ("arrow", "csv", "parquet"))
 
 
 # A training graph, and what returns the executor of one of the workers that run it.
@@ -65,6 +68,7 @@ class Recipe:
     def __init__(self, config: DictConfig, choices: Mapping[str, str], command_line: CommandLine) -> None:
         self.composed = config.copy()  # as Hydra composed it, for `.hydra`
         self.choices = choices
+        self._trained: Path | None = None
         self.command_line = command_line
         OmegaConf.set_struct(config, False)
         for group, choice in choices.items():
@@ -80,7 +84,41 @@ class Recipe:
 
     @functools.cached_property
     def data(self) -> Dataset:
-        return as_dataset(self._build("data"))
+        if self.fields["data"].get(TARGET_KEY) not in TABLES:
+            return as_dataset(self._build("data"))
+        noted = self._noted
+        labels = self.fields["data"].get("labels") or (noted and labels_in(noted))
+        columns = Columns.of(noted) or self.fields["data"].get("columns")
+        data: Dataset = self._build("data", labels=labels, columns=columns)
+        if data.columns is not None and not data.columns.has_learnt:
+            data = data.learn(self._training_rows(len(data)))
+        return as_dataset(data)
+
+    @property
+    def columns(self) -> Columns | None:
+        """Return the columns of a table that the model or the recipe has, with what they have learnt."""
+        asked = self.fields["data"].get("columns") is not None
+        return Columns.of(self._noted) or (self.data.columns if asked else None)
+
+    def follow(self, trained: Path | None) -> None:
+        """Read data with the columns and the classes of a trained model or its training graph."""
+        self._trained = trained
+        for name in ("data", "_noted"):
+            self.__dict__.pop(name, None)
+
+    @functools.cached_property
+    def _noted(self) -> ir.Model | None:
+        """Return the model, or what `follow` names, whose columns and classes read the data."""
+        name = str(self._trained or self.fields["model"])
+        is_file = name not in self.fields["models"] and Path(name).is_file()
+        return load(name, limits=self.limits) if is_file else None
+
+    def _training_rows(self, rows: int) -> range | np.ndarray:
+        """Return the rows that `fit` trains on."""
+        fields = self.fields["fit"]
+        share = fields.get("validation")
+        share = share if isinstance(share, int | float) else 0.0
+        return hold_out(rows, share, shuffle=fields.get("shuffle", True), seed=fields.get("seed", 0))[0]
 
     @functools.cached_property
     def pipeline(self) -> Pipeline:
@@ -111,12 +149,29 @@ class Recipe:
                 raise GraphoptError(
                     f"fit.validation={validation}: data={reader} reads no file; give a share of the rows"
                 )
-            validation = self._build("data", path=validation)
+            validation = self._build("data", path=validation, **self._as_read)
         elif validation is not None and not isinstance(validation, int | float):
             raise GraphoptError(
                 f"fit.validation: expected a share of the rows or a file, found {validation!r}"
             )
         return {**fields, "validation": validation, "metrics": self.metrics}
+
+    @property
+    def learnt(self) -> dict[str, str]:
+        """Return lines about what the data of a table has learnt, by their topics."""
+        columns, labels = self.data.columns, self.data.labels
+        classes = (
+            {}
+            if self.fields["data"].get(TARGET_KEY) not in TABLES or not labels
+            else {"classes": some(labels, 20)}
+        )
+        return classes if columns is None else {"columns": columns.summary(), **classes}
+
+    @property
+    def _as_read(self) -> dict[str, Any]:
+        """Return what a table's data have learnt, with which other data are read."""
+        learnt = {"labels": self.data.labels, "columns": self.data.columns}
+        return learnt if self.fields["data"].get(TARGET_KEY) in TABLES else {}
 
     @property
     def metrics(self) -> list[Wanted] | None:
@@ -171,7 +226,7 @@ class Recipe:
         if name not in models:
             if not Path(name).exists():
                 raise GraphoptError(f"model {name!r}: no such file; built-in: {', '.join(models)}")
-            return load(name, limits=self.limits)
+            return Columns.without(load(name, limits=self.limits))
         inputs = self.data.inputs()
         if len(inputs) != 1:
             raise GraphoptError(f"model {name}: expected data with one input, found {', '.join(inputs)}")
@@ -192,11 +247,17 @@ class Recipe:
         pipeline = self._adapted(self.described.without("standardize")) if is_trained else self.pipeline
         if not with_role(step := pipeline(self.model(file)), Role.NEXT):
             raise GraphoptError("pipeline: expected an optimizer, found none that makes a training graph")
-        return step
+        return self._with_columns(step)
 
     def halves(self) -> StepHalves:
         """Return the training graph with its halves, between which workers average gradients."""
-        return split_step(self.pipeline, self.model(), statistics=self.launcher.statistics)
+        halves = split_step(self.pipeline, self.model(), statistics=self.launcher.statistics)
+        self._with_columns(halves.step)
+        return halves
+
+    def _with_columns(self, step: ir.Model) -> ir.Model:
+        """Note the columns of a table, if features come from one, in a training graph."""
+        return step if self.columns is None else self.columns.noted(step)
 
     def program(self) -> _Program:
         """Return the training graph, with the names of the data's classes, and what runs it on each worker."""
@@ -214,6 +275,18 @@ class Recipe:
         if self.data.labels is not None:
             LABELS.write(program[0], json.dumps(list(self.data.labels)))
         return program
+
+    @staticmethod
+    def inference(executor: Executor) -> onnx.ModelProto | ir.Model:
+        """Return the trained model, which takes the columns of a table if the data had some."""
+        trained, columns = executor.trained(), Columns.of(executor.model)
+        if columns is None:
+            return trained
+        specs = [
+            spec for x in with_role(executor.model, Role.TARGET) if (spec := TargetSpec.read(x)) is not None
+        ]
+        threshold = next((spec.threshold for spec in specs if spec.threshold is not None), 0.0)
+        return columns.before(trained, labels_in(executor.model), threshold)
 
     def executor(self, step: ir.Model, **changed: Any) -> Executor:
         """Return the executor of a training graph, with fields that differ from those of the recipe."""
