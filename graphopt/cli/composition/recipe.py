@@ -52,7 +52,6 @@ from graphopt.training.fit import adapt
 from graphopt.training.metrics import Wanted
 
 OWN_EXECUTOR = "graphopt.Executor"
-TABLES = tuple(f"graphopt.data.{name}" for name in ("arrow", "csv", "parquet"))
 
 
 # A training graph, and what returns the executor of one of the workers that run it.
@@ -84,12 +83,12 @@ class Recipe:
 
     @functools.cached_property
     def data(self) -> Dataset:
-        if self.fields["data"].get(TARGET_KEY) not in TABLES:
+        if not self._reads_table:
             return as_dataset(self._build("data"))
-        noted = self._noted
-        labels = self.fields["data"].get("labels") or (noted and labels_in(noted))
-        columns = Columns.of(noted) or self.fields["data"].get("columns")
-        data: Dataset = self._build("data", labels=labels, columns=columns)
+        columns, labels = self._noted
+        data: Dataset = self._build("data", columns=columns or self.fields["data"].get("columns"))
+        if labels and data.labels and not self.fields["data"].get("labels"):
+            data = self._build("data", columns=columns or self.fields["data"].get("columns"), labels=labels)
         if data.columns is not None and not data.columns.has_learnt:
             data = data.learn(self._training_rows(len(data)))
         return as_dataset(data)
@@ -97,8 +96,9 @@ class Recipe:
     @property
     def columns(self) -> Columns | None:
         """Return the columns of a table that the model or the recipe has, with what they have learnt."""
-        asked = self.fields["data"].get("columns") is not None
-        return Columns.of(self._noted) or (self.data.columns if asked else None)
+        if not self._reads_table:
+            return None
+        return self._noted[0] or (None if self.fields["data"].get("columns") is None else self.data.columns)
 
     def follow(self, trained: Path | None) -> None:
         """Read data with the columns and the classes of a trained model or its training graph."""
@@ -106,12 +106,20 @@ class Recipe:
         for name in ("data", "_noted"):
             self.__dict__.pop(name, None)
 
+    @property
+    def _reads_table(self) -> bool:
+        """Return whether the data is read by a function of columns, such as `csv`."""
+        reader = resolve(self.fields["data"].get(TARGET_KEY), "data", self.command_line.trust)
+        return "columns" in inspect.signature(reader).parameters
+
     @functools.cached_property
-    def _noted(self) -> ir.Model | None:
-        """Return the model, or what `follow` names, whose columns and classes read the data."""
+    def _noted(self) -> tuple[Columns | None, list[str] | None]:
+        """Return the columns and the classes in the metadata of the model, or of what `follow` names."""
         name = str(self._trained or self.fields["model"])
-        is_file = name not in self.fields["models"] and Path(name).is_file()
-        return load(name, limits=self.limits) if is_file else None
+        if name in self.fields["models"] or not Path(name).is_file():
+            return None, None
+        model = load(name, limits=self.limits)
+        return Columns.of(model), labels_in(model)
 
     def _training_rows(self, rows: int) -> range | np.ndarray:
         """Return the rows that `fit` trains on."""
@@ -160,18 +168,14 @@ class Recipe:
     def learnt(self) -> dict[str, str]:
         """Return lines about what the data of a table has learnt, by their topics."""
         columns, labels = self.data.columns, self.data.labels
-        classes = (
-            {}
-            if self.fields["data"].get(TARGET_KEY) not in TABLES or not labels
-            else {"classes": some(labels, 20)}
-        )
+        classes = {"classes": some(labels, 20)} if labels and self._reads_table else {}
         return classes if columns is None else {"columns": columns.summary(), **classes}
 
     @property
     def _as_read(self) -> dict[str, Any]:
         """Return what a table's data have learnt, with which other data are read."""
         learnt = {"labels": self.data.labels, "columns": self.data.columns}
-        return learnt if self.fields["data"].get(TARGET_KEY) in TABLES else {}
+        return learnt if self._reads_table else {}
 
     @property
     def metrics(self) -> list[Wanted] | None:
