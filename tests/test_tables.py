@@ -313,6 +313,10 @@ def test_auto_finds_the_kind(cells: Any, kind: type) -> None:
             "column 'x', row 50: expected a number, as in most rows, found '12x'",
         ),
         ([None, ""], "column 'x': expected values, found none"),
+        (
+            ["1,5", "2", ""],
+            "column 'x': expected numbers with a decimal point, found '1,5': is it {kind: number, decimal",
+        ),
         ([[1, 2], [3, 4]], r"column 'x': expected a cell in each row, found arrays of shape \[2\]"),
         ([{"a": 1}, {"a": 2}], None),
     ],
@@ -385,7 +389,7 @@ def test_wrong_descriptions(description: Any, error: str) -> None:
         (
             Number(),
             ["1", "1,5"],
-            r"column 'x', row 1: expected a number \(with a decimal point\), found '1,5'",
+            r"column 'x', row 1: expected a number, found '1,5': is it {kind: number, decimal: ','}\?",
         ),
         (Number(), ["1", "1_0"], "row 1: expected a number, found '1_0'"),
         (Number(), ["9" * 100_000], "row 0: expected a number"),
@@ -438,6 +442,13 @@ def test_many_different_texts() -> None:
         GraphoptError, match="found 500,000 rows of 3,000 features: encode categories as ordinal"
     ):
         columns.encode(huge)
+
+
+def test_decimal_commas() -> None:
+    columns = Columns({"x": Number(scale=None, decimal=",")}).learn({"x": ["1,5", "-2", None, "1e3"]})
+    assert columns.encode({"x": ["1,5", "7"]}).ravel().tolist() == [1.5, 7]
+    with pytest.raises(GraphoptError, match=r"row 0: expected a number, found '1\.234,5'"):
+        columns.encode({"x": ["1.234,5"]})
 
 
 def test_a_warning_of_numbers_that_float32_cannot_tell_apart() -> None:
@@ -597,7 +608,7 @@ def test_frames_that_need_columns(table: Any) -> None:
         (
             "a;target\n1;0\n",
             [],
-            "t.csv: expected columns separated by ',', found one, 'a;target': data.delimiter=';'",
+            "t.csv: expected columns separated by ',', found one, 'a;target': \"data.delimiter=';'\"",
         ),
         ("a;target\n1,5;0\n", [], "data.delimiter=';'"),
         ("a\ttarget\n1\t0\n", [], "data.delimiter='\\t'"),
@@ -627,7 +638,21 @@ def test_frames_that_need_columns(table: Any) -> None:
         ),
         ("a,target\n1,u\n", ["data.columns={b: number}"], "t.csv: unknown column 'b'"),
         ("a,target\n1,u\n", ["data.columns={a: numbr}"], "data.columns: column 'a': unknown kind 'numbr'"),
-        ("a,target\n1,u\n", ["data.columns=3"], "data.columns: expected"),
+        (
+            "a,target\n1,u\n",
+            ["data.columns=3"],
+            "data.columns: expected auto, or kinds by the names of columns, found 3",
+        ),
+        (
+            "a,target\n1,u\n",
+            ["data.columns={a: null}"],
+            "t.csv: columns: expected a feature or more, found none in",
+        ),
+        (
+            "a,target\n1,u\n",
+            ["data.columns={a: number, target: category}"],
+            "t.csv: column 'target': expected a feature, found the column to predict",
+        ),
         (
             "a,target\n1,u\n",
             ["data.columns={a: {kind: number, fill: 3}}"],
@@ -731,7 +756,7 @@ def test_runs_of_tables_resume_and_go_on(table: Any, capsys: pytest.CaptureFixtu
     assert (outputs["label"] == np.where(outputs["y"][:, 0] > 0, "yes", "no")).all()
     numeric = ["data.target=age", "data.columns={city: category}", "loss=mean_squared_error"]
     table.dropna().to_csv("people.csv", index=False)
-    assert cli.main([*run, *numeric, "folder=numeric"]) == 0
+    assert cli.main([*TABLE, *QUICK[:2], *numeric, "folder=numeric"]) == 0
     assert [y.name for y in onnx.load("numeric/trained.onnx").graph.output] == ["y"]
 
 

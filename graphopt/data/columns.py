@@ -26,6 +26,7 @@ _EPOCH = datetime.date(1970, 1, 1).toordinal()
 _FIRST, _LAST = (day.toordinal() - _EPOCH for day in (datetime.date.min, datetime.date.max))
 _PARTS = ("days", "year", "month", "day", "weekday")
 _LARGEST = float(np.finfo(np.float32).max)
+_WITH_COMMA = "{kind: number, decimal: ','}"
 _FEW = 20  # different values of a small table
 _NONE = "expected {}, found none in the rows to learn from: leave the column out"
 _T = TypeVar("_T", bound="Column")
@@ -105,6 +106,7 @@ class Number(Column):
         scale: `standard` for mean 0 and standard deviation 1, `minmax` for 0 to 1, as in scikit-learn's
             StandardScaler and MinMaxScaler, or None. A constant column is divided by 1.
         add_indicator: add a feature that is 1 where a number is missing.
+        decimal: the character between the whole part and the fraction of a number that is text: `.` or `,`.
 
     >>> column = graphopt.data.Number(impute="median").learn(numpy.array([1.0, 3.0, numpy.nan]))
     >>> column.encode(numpy.array([3.0, numpy.nan])).round(3).tolist()
@@ -114,6 +116,7 @@ class Number(Column):
     impute: Literal["mean", "median", "most_frequent"] | float | None = "mean"
     scale: Literal["standard", "minmax"] | None = "standard"
     add_indicator: bool = False
+    decimal: Literal[".", ","] = "."
     fill: float = _learnt(0.0)
     offset: float = _learnt(0.0)
     divisor: float = _learnt(1.0)
@@ -125,6 +128,7 @@ class Number(Column):
         _check(self, "impute", right, f"{', '.join(_IMPUTED)}, a number or null")
         _check(self, "scale", self.scale in ("standard", "minmax", None), "standard, minmax or null")
         _check(self, "add_indicator", isinstance(self.add_indicator, bool), "true or false")
+        _check(self, "decimal", self.decimal in (".", ","), "'.' or ','")
         for name in ("fill", "offset", "divisor"):
             _check(self, name, _is_number(getattr(self, name)), "a finite number")
         _check(self, "divisor", self.divisor > 0, "a positive number")
@@ -133,7 +137,8 @@ class Number(Column):
         if values.dtype.kind in "biuf":
             numbers = values.astype(np.float64)
         else:
-            numbers = _parsed(values, _number, "a number", " (with a decimal point)")
+            parse = _number if self.decimal == "." else _number_with_comma
+            numbers = _parsed(values, parse, "a number", f": is it {_WITH_COMMA}?")
         wrong = np.flatnonzero(np.abs(numbers) > _LARGEST)  # also infinities
         if wrong.size:
             raise GraphoptError(f"row {wrong[0]}: expected a number in float32, found {values[wrong[0]]}")
@@ -508,14 +513,19 @@ def inferred(values: np.ndarray) -> Column:
     if not different:
         raise GraphoptError("expected values, found none")
     texts = [text for text in different if text.lower() not in _MISSING]
-    numbers = [text for text in texts if _suits(_number, text)]
+    numbers = {text for text in texts if _suits(_number, text)}
     is_boolean = not {*texts} - {"True", "False", "true", "false"}
     if texts and len(numbers) == len(texts) and not is_boolean:
         return Number()
     if texts and all(_suits(Date()._day, text) for text in texts):
         return Date()
+    fractions = [text for text in texts if text not in numbers and _suits(_number_with_comma, text)]
+    if fractions and len(numbers) + len(fractions) == len(texts):
+        raise GraphoptError(
+            f"expected numbers with a decimal point, found {fractions[0]!r}: is it {_WITH_COMMA}?"
+        )
     if 2 * len(numbers) > len(texts) > _FEW:
-        odd = next(text for text in texts if not _suits(_number, text))
+        odd = next(text for text in texts if text not in numbers)
         row = next(i for i, text in enumerate(Category().read(values)) if text == odd)
         raise GraphoptError(f"row {row}: expected a number, as in most rows, found {odd!r}: mend it")
     column, count = Category(), len(values) - missing
@@ -539,8 +549,8 @@ def _parsed(values: np.ndarray, parse: Callable[[Any], float], expected: str, hi
         try:
             numbers[i] = parse(value)
         except (ValueError, TypeError, OverflowError) as error:
-            hint = hint if "," in str(value)[:LONGEST] else ""
-            raise GraphoptError(f"row {i}: expected {expected}{hint}, found {str(value)!r}") from error
+            hint = hint if _suits(_number_with_comma, str(value)) else ""
+            raise GraphoptError(f"row {i}: expected {expected}, found {str(value)!r}{hint}") from error
     return numbers
 
 
@@ -553,6 +563,10 @@ def _number(value: Any) -> float:
     if len(text) > LONGEST or "_" in text:  # which Python skips
         raise ValueError
     return np.nan if text.lower() in _MISSING else float(text)
+
+
+def _number_with_comma(value: Any) -> float:
+    return _number(value.replace(".", " ").replace(",", ".") if isinstance(value, str) else value)
 
 
 def _text(value: Any) -> str:

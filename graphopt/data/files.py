@@ -97,7 +97,7 @@ def csv(
             that suits a column, None leaves it out, and `*` stands for all columns that are not named. These learn
             from training rows, by `Dataset.learn`; `Columns` that have learnt need not. With None, features are
             numbers.
-        delimiter: the character between two columns.
+        delimiter: the character between two columns; `\\t` is a tab.
         header: read the names of columns from the first line; otherwise the names are 0, 1, ...
 
     Raises:
@@ -109,12 +109,13 @@ def csv(
     >>> people.names, people.labels, people.arrays["x"].shape
     (['age', 'city=Bern', 'city=Oslo'], ('no', 'yes'), (3, 3))
     """
+    delimiter = "\t" if delimiter == r"\t" else delimiter
     if len(delimiter) != 1 or delimiter in '\r\n"\0':
         raise GraphoptError(
             f"data.delimiter: expected one character that separates columns, found {delimiter!r}"
         )
     with (
-        reading(path, "a text file of columns", csv_files.Error),
+        reading(path, "a text file of columns in UTF-8", csv_files.Error),
         open(path, newline="", encoding="utf-8-sig") as file,
     ):
         rows = [row for row in csv_files.reader(file, delimiter=delimiter) if row]
@@ -136,7 +137,7 @@ def _check_form(path: str, first: Sequence[str], delimiter: str, lacks_target: b
     if len(first) == 1 and others:
         other = max(others, key=first[0].count)
         raise GraphoptError(
-            f"{path}: expected columns separated by {delimiter!r}, found one, {first[0]!r}: data.delimiter={other!r}"
+            f'{path}: expected columns separated by {delimiter!r}, found one, {first[0]!r}: "data.delimiter={other!r}"'
         )
     if lacks_target and all(map(is_number, first)):
         raise GraphoptError(

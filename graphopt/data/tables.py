@@ -70,9 +70,9 @@ class Columns:
             table: the table.
             leave_out: the names of columns that are no features.
 
-        >>> graphopt.data.Columns.auto({"age": [20, 40], "city": ["Bern", None], "target": [0, 1]}).columns
-        {'age': Number(impute='mean', scale='standard', add_indicator=False), 'city': Category(encode_as='one_hot', \
-impute=None, categories=None, most=1000)}
+        >>> columns = graphopt.data.Columns.auto({"age": [20, 40], "city": ["Bern", None], "target": [0, 1]})
+        >>> {name: column.kind for name, column in columns.columns.items()}
+        {'age': 'number', 'city': 'category'}
         """
         keys = names_in(table).items()
         return described(AUTO, {name: cells(name, table[key]) for name, key in keys if name not in leave_out})
@@ -273,7 +273,10 @@ def described(description: Any, table: Mapping[str, np.ndarray]) -> Columns:
             f"{_place(name, problem)}: leave it out, columns={{*: auto, {left_out}}}, or describe it: "
             f"{name}: category, number or date"
         )
-    return Columns({name: kind for name, kind in kinds.items() if kind is not None})
+    chosen = {name: kind for name, kind in kinds.items() if kind is not None}
+    if not chosen:
+        raise GraphoptError(f"columns: expected a feature or more, found none in {description!r}")
+    return Columns(chosen)
 
 
 def check_description(description: Any) -> dict[str, Any]:

@@ -48,7 +48,7 @@ def of_columns(
         for name, x in (features if isinstance(features, Mapping) else {FEATURES: features}).items()
     }
     used = dict.fromkeys(itertools.chain(targets, weights, *inputs.values()))
-    _check_known(path, used, names, targets)
+    _check_known(path, used, names, targets, columns)
     if target is not None and (not targets or (labels is not None and len(targets) > 1)):
         expected = "a target column" if labels is None else "one target column, whose classes are named"
         raise GraphoptError(f"{path}: expected {expected}, found {', '.join(targets) or 'none'}")
@@ -94,9 +94,19 @@ def option(path: str, name: str, value: str) -> str:
     return f"graphopt.data.table(..., {name}={value!r})" if path == IN_MEMORY else f"data.{name}={value}"
 
 
-def _check_known(path: str, used: Iterable[str], names: Sequence[str], targets: Sequence[str]) -> None:
-    known = set(names)
+def _check_known(
+    path: str, used: Iterable[str], names: Sequence[str], targets: Sequence[str], columns: Any
+) -> None:
+    known, learnt = set(names), columns.columns if isinstance(columns, Columns) else ()
     for name in used:
+        if name in targets and columns is not None and name in named_in(columns, ()):
+            raise GraphoptError(
+                f"{path}: column {name!r}: expected a feature, found the column to predict: leave it out of columns"
+            )
+        if name not in known and name in learnt:
+            raise GraphoptError(
+                f"{path}: expected a column {name!r}, which the model takes, found {some(names, 20)}"
+            )
         if name not in known:
             mend = (
                 f": name the column to predict, {option(path, 'target', 'NAME')}" if name in targets else ""

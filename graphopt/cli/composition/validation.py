@@ -86,6 +86,8 @@ def check_recipe(fields: Mapping[str, Any], command_line: CommandLine) -> None:
     for field, value, kind, text in _plain(fields):
         if not isinstance(value, kind):
             raise GraphoptError(f"{field}: expected {text}, found {value!r}")
+    if fields["data"].get("columns") is not None:
+        _check_columns(fields["data"]["columns"])
     models, added = {}, dict(_ADDED)
     for name, node in fields["models"].items():
         outputs = node.get("outputs")  # null: the number that the data needs
@@ -107,8 +109,6 @@ def check_recipe(fields: Mapping[str, Any], command_line: CommandLine) -> None:
         if isinstance(leaves.get(field), int) and leaves[field] > most:
             raise GraphoptError(f"{field}: expected at most {most:,}, found {leaves[field]}")
     metrics_of(training.get("metrics"), command_line.trust)
-    if fields["data"].get("columns") is not None:
-        _check_columns(fields["data"]["columns"])
     _check_logs(fields["callbacks"], command_line)
     if command_line.folders:
         _check_untrusted(fields["models"], leaves, command_line)
