@@ -21,7 +21,7 @@ import graphopt
 import passes
 from graphopt import cli, data, models
 from graphopt.data import Category, Columns, Date, Number
-from graphopt.data.tables import described
+from graphopt.data.tables import columns_of
 from graphopt.errors import GraphoptError
 from graphopt.training.evaluation import predict
 
@@ -340,7 +340,7 @@ def test_auto_names_columns_without_a_kind(cells: Any, error: str | None) -> Non
 )
 def test_descriptions(description: Any, expected: dict[str, str]) -> None:
     table = {"a": np.arange(3), "b": np.array(["u", "v", "u"], object), "c": np.arange(3)}
-    found = described(description, table).columns
+    found = columns_of(description, table).columns
     assert {name: column.kind for name, column in found.items()} == expected
 
 

@@ -17,8 +17,8 @@ from graphopt.graph.emitter import Emitter
 from graphopt.moments import Moments
 
 MACHINE_LEARNING = "ai.onnx.ml"  # the domain of LabelEncoder
-LONGEST = 1_000  # characters of a category
-MOST_CATEGORIES = 10_000  # whatever a description allows
+_LONGEST = 1_000  # characters of a category
+_MOST_CATEGORIES = 10_000  # whatever a description allows
 _MISSING = frozenset(
     ("", "na", "n/a", "nan", "nat", "<na>", "#n/a", "null", "none", "?")
 )  # numbers and dates
@@ -256,9 +256,12 @@ class Category(Column):
             isinstance(self.impute, str | None) and self.impute != "",
             "most_frequent, a text or null",
         )
-        right = isinstance(self.most, int) and 1 <= self.most <= MOST_CATEGORIES
+        right = isinstance(self.most, int) and 1 <= self.most <= _MOST_CATEGORIES
         _check(
-            self, "most", right and not isinstance(self.most, bool), f"a number from 1 to {MOST_CATEGORIES:,}"
+            self,
+            "most",
+            right and not isinstance(self.most, bool),
+            f"a number from 1 to {_MOST_CATEGORIES:,}",
         )
         _check(self, "fill", isinstance(self.fill, str), "a text")
         for name in ("categories", "known"):
@@ -560,7 +563,7 @@ def _number(value: Any) -> float:
     if isinstance(value, int | float):
         return float(value)
     text = str(value)
-    if len(text) > LONGEST or "_" in text:  # which Python skips
+    if len(text) > _LONGEST or "_" in text:  # which Python skips
         raise ValueError
     return np.nan if text.lower() in _MISSING else float(text)
 
@@ -591,10 +594,10 @@ def _check_texts(categories: Sequence[str], most: int) -> None:
             f"expected at most {most:,} categories, found {len(categories):,}: raise most, or leave it out"
         )
     for text in categories:
-        if len(text) > LONGEST or "\0" in text or not _suits(_bytes, text):
+        if len(text) > _LONGEST or "\0" in text or not _suits(_bytes, text):
             raise GraphoptError(
-                f"expected categories of at most {LONGEST:,} characters of Unicode without NUL, found {text[:40]!r} of "
-                f"{len(text):,}: leave the column out"
+                f"expected categories of at most {_LONGEST:,} characters of Unicode without NUL, found "
+                f"{text[:40]!r} of {len(text):,}: leave the column out"
             )
 
 

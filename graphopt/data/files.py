@@ -18,7 +18,7 @@ import numpy as np
 
 from graphopt.data.dataset import TARGET, Dataset
 from graphopt.data.tables import Columns
-from graphopt.data.tabular import is_number, of_columns, refuse_twice
+from graphopt.data.tabular import is_numeral, of_columns, refuse_twice
 from graphopt.errors import GraphoptError, line, some
 from graphopt.files import replacing
 
@@ -139,7 +139,7 @@ def _check_form(path: str, first: Sequence[str], delimiter: str, lacks_target: b
         raise GraphoptError(
             f'{path}: expected columns separated by {delimiter!r}, found one, {first[0]!r}: "data.delimiter={other!r}"'
         )
-    if lacks_target and all(map(is_number, first)):
+    if lacks_target and all(map(is_numeral, first)):
         raise GraphoptError(
             f"{path}: expected the names of {len(first)} columns in the first row, found numbers, {some(first)}: "
             "data.header=false names the columns 0, 1, ..."

@@ -75,7 +75,9 @@ class Columns:
         {'age': 'number', 'city': 'category'}
         """
         keys = names_in(table).items()
-        return described(AUTO, {name: cells(name, table[key]) for name, key in keys if name not in leave_out})
+        return columns_of(
+            AUTO, {name: cells(name, table[key]) for name, key in keys if name not in leave_out}
+        )
 
     @property
     def has_learnt(self) -> bool:
@@ -243,7 +245,7 @@ class _Encoded(Note, key="graphopt.columns", expected="columns as graphopt write
         return Columns({name: column_of(x, has_learnt=True) for name, x in self.columns.items()})
 
 
-def described(description: Any, table: Mapping[str, np.ndarray]) -> Columns:
+def columns_of(description: Any, table: Mapping[str, np.ndarray]) -> Columns:
     """Return the columns of a description, which can say `auto` for all columns or for some.
 
     Args:
@@ -391,7 +393,7 @@ def _prepended(
 
 def _values(graph: ir.Graph) -> list[ir.Value]:
     """Return the outputs of a graph, and then its other values."""
-    inner = [y for node in graph for y in node.outputs]
+    inner = [y for node in graph.all_nodes() for y in node.outputs]
     return list(dict.fromkeys([*graph.outputs, *graph.inputs, *graph.initializers.values(), *inner]))
 
 

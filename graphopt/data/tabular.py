@@ -11,7 +11,7 @@ import numpy as np
 
 from graphopt.data.columns import Category, is_missing
 from graphopt.data.dataset import FEATURES, TARGET, WEIGHT, Dataset
-from graphopt.data.tables import Columns, cells, described, named_in
+from graphopt.data.tables import Columns, cells, columns_of, named_in
 from graphopt.errors import GraphoptError, some, unknown
 
 IN_MEMORY = "data"  # the path of a table that is no file
@@ -66,7 +66,7 @@ def of_columns(
         return Dataset(arrays, only, count, classes, names=known, source=path)
     try:
         table = {name: cells(name, found[name]) for name in inputs[FEATURES]}
-        kinds = described(columns, table)
+        kinds = columns_of(columns, table)
     except GraphoptError as error:
         raise GraphoptError(f"{path}: {error}") from error
     dataset = Dataset(arrays, None, count, classes, kinds, table, source=path)
@@ -80,7 +80,7 @@ def refuse_twice(path: str, kind: str, names: Iterable[str]) -> None:
             raise GraphoptError(f"{path}: expected one {kind} {name!r}, found {count}")
 
 
-def is_number(text: str) -> bool:
+def is_numeral(text: str) -> bool:
     """Return whether a text is a number of not too many digits."""
     try:
         float(text[: _LONGEST_NUMBER + 1])
@@ -169,10 +169,10 @@ def _text_classes(path: str, name: str, column: Any) -> tuple[str, ...] | None:
     if isinstance(column, np.ndarray) and (column.dtype.kind in "iufb" or column.ndim > 1):
         return None
     texts = Category().read(cells(name, column)).tolist()
-    words = [text for text in dict.fromkeys(texts) if text and not is_number(text)]
+    words = [text for text in dict.fromkeys(texts) if text and not is_numeral(text)]
     if not words:
         return None
-    wrong = next(((i, text) for i, text in enumerate(texts) if not text or is_number(text)), None)
+    wrong = next(((i, text) for i, text in enumerate(texts) if not text or is_numeral(text)), None)
     if wrong is not None:
         row = wrong[0] if not wrong[1] else texts.index(words[0])
         expected = "a class" if not wrong[1] else "a number"
@@ -198,7 +198,7 @@ def _numbers(path: str, name: str, column: Any) -> np.ndarray:
             return np.array(texts, dtype)
         except (ValueError, OverflowError):  # also for whole numbers beyond int64
             continue
-    row, text = next((i, text) for i, text in enumerate(texts) if not is_number(text))
+    row, text = next((i, text) for i, text in enumerate(texts) if not is_numeral(text))
     mend = f"{option(path, 'columns', 'auto')} makes features of text and dates"
     raise GraphoptError(f"{path}: column {name!r}, row {row}: expected a number, found {text!r}: {mend}")
 

@@ -83,15 +83,23 @@ class Recipe:
 
     @functools.cached_property
     def data(self) -> Dataset:
-        if not self._reads_table:
-            return as_dataset(self._build("data"))
-        columns, labels = self._noted
-        data: Dataset = self._build("data", columns=columns or self.fields["data"].get("columns"))
-        if labels and data.labels and not self.fields["data"].get("labels"):
-            data = self._build("data", columns=columns or self.fields["data"].get("columns"), labels=labels)
-        if data.columns is not None and not data.columns.has_learnt:
+        """Return the data, with the features of columns that have learnt from the rows that train."""
+        data = self._read
+        if isinstance(data, Dataset) and data.columns is not None and not data.columns.has_learnt:
             data = data.learn(self._training_rows(len(data)))
         return as_dataset(data)
+
+    @functools.cached_property
+    def _read(self) -> Any:
+        """Return the data as it is read: a table with the columns and the classes of the model, if it notes them."""
+        if not self._reads_table:
+            return self._build("data")
+        columns, labels = self._noted
+        learnt = {} if columns is None else {"columns": columns}
+        data: Dataset = self._build("data", **learnt)
+        if labels and data.labels and not self.fields["data"].get("labels"):
+            data = self._build("data", **learnt, labels=labels)
+        return data
 
     @property
     def columns(self) -> Columns | None:
@@ -103,7 +111,7 @@ class Recipe:
     def follow(self, trained: Path | None) -> None:
         """Read data with the columns and the classes of a trained model or its training graph."""
         self._trained = trained
-        for name in ("data", "_noted"):
+        for name in ("data", "_noted", "_read"):
             self.__dict__.pop(name, None)
 
     @property
@@ -218,7 +226,7 @@ class Recipe:
     @property
     def steps(self) -> int:
         """Return the number of steps of the whole training run, which depends on the data."""
-        rows = len(self.data)
+        rows = len(self._read)
         fields = self.fields["fit"]
         if isinstance(fields.get("validation"), float):
             rows -= held_out_rows(rows, fields["validation"])
