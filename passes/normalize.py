@@ -21,6 +21,7 @@ import onnxscript.version_converter
 from onnxscript.rewriter import RewriteRule, RewriteRuleSet
 
 import passes.lowering as lowering
+from graphopt.data.tables import Columns
 from graphopt.errors import GraphoptError, line
 from graphopt.graph import operators
 from graphopt.graph.checking import refuse_foreign
@@ -120,9 +121,10 @@ class Normalize(Pass):
         make_room(model)
         for value in model.graph.inputs:
             if value.dtype is ir.DataType.STRING:
-                raise GraphoptError(
-                    f"input {value.name!r}: expected numbers, found strings: encode them beforehand"
-                )
+                mend = "encode them beforehand"
+                if Columns.taken_by(model) is not None:
+                    mend = "train the model of features, graphopt.data.Columns.without(model)"
+                raise GraphoptError(f"input {value.name!r}: expected numbers, found strings: {mend}")
             set_role(value, role_of(value) or Role.DATA)
         for value in model.graph.outputs:
             set_role(value, role_of(value) or Role.PREDICTION)

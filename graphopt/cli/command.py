@@ -212,6 +212,7 @@ def _compile(recipe: Recipe, folder: Path, console: Console) -> str:
 def _hosts(recipe: Recipe, folder: Path, console: Console) -> str:
     fields = recipe.fields["hosts"]
     export_hosts(recipe.compile(), folder, **fields)
+    _describe_columns(recipe, folder, console)
     graphs = sorted(folder.glob("*.onnx"))
     say(console, "state", f"{(folder / STATE_FILE).stat().st_size / 1e6:.3g} MB, which a host holds twice")
     say(console, "graphs", ", ".join(f"{x.name} {x.stat().st_size / 1e3:.3g} kB" for x in graphs))
@@ -219,9 +220,17 @@ def _hosts(recipe: Recipe, folder: Path, console: Console) -> str:
     return ", ".join([CONTRACT, STATE_FILE, *(path.name for path in graphs), *program])
 
 
-def _artifacts(recipe: Recipe, folder: Path, _: Console) -> str:
+def _artifacts(recipe: Recipe, folder: Path, console: Console) -> str:
     export_artifacts(recipe.model(), recipe.pipeline, folder)
+    _describe_columns(recipe, folder, console)
     return ", ".join(FILES)
+
+
+def _describe_columns(recipe: Recipe, folder: Path, console: Console) -> None:
+    """Tell how the features of a table are made, which a host has to do itself."""
+    if recipe.columns is not None:
+        write(folder / "columns.json", recipe.columns.text())
+        say(console, "columns", "the graph takes features, which the host makes as columns.json says")
 
 
 def _report(recipe: Recipe, folder: Path, console: Console) -> str:

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from hydra.errors import HydraException, MissingConfigException
@@ -113,8 +113,16 @@ class Header(Callback):
     reads_state = False
     on_every_worker = False
 
-    def __init__(self, console: Console, title: str | None, model: str, data: str, workers: int) -> None:
-        self._console, self._title = console, title
+    def __init__(
+        self,
+        console: Console,
+        title: str | None,
+        model: str,
+        data: str,
+        workers: int,
+        learnt: Mapping[str, str],
+    ) -> None:
+        self._console, self._title, self._learnt = console, title, learnt
         self._model, self._data, self._workers = model, data, workers
 
     def on_fit_begin(self, run: Run) -> None:
@@ -124,6 +132,8 @@ class Header(Callback):
         rows = "rows" if run.rows is None else f"{run.rows:,} rows"
         say(self._console, "model", self._model)
         say(self._console, "data", f"{self._data}, {rows} to train on{held_out}")
+        for topic, text in self._learnt.items():
+            say(self._console, topic, text)
         steps = "" if run.steps is None else f", {counted(run.epochs * run.steps, 'step')}"
         workers = f", {counted(self._workers, 'worker')}" if self._workers > 1 else ""
         say(self._console, "run", f"{counted(run.epochs, 'epoch')}{steps}{workers}")

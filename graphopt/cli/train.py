@@ -108,7 +108,9 @@ def _train(
     (step, opened), text = recipe.program(), recipe.text()
     executor = opened(communicator)
     files = RunFolder(folder, step, text, log_steps=bool(fields["log_steps"]))
-    header = Header(console, title, f"{model}, {parameter_count(step)}", data, communicator.size)
+    header = Header(
+        console, title, f"{model}, {parameter_count(step)}", data, communicator.size, recipe.learnt
+    )
     callbacks = recipe.callbacks(folder, is_new=not resume)
     page = Page(
         folder / "report.html",
@@ -137,12 +139,12 @@ def _train(
         spoiled = executor.in_place and isinstance(error, NonFiniteLoss)
         if executor.batches and not spoiled:
             with deferred():
-                save(executor.trained(), trained)
+                save(recipe.inference(executor), trained)
                 say(console, "stopped", f"after step {executor.batches}: {trained}")
                 page.write()
         raise
     with deferred():
-        save(executor.trained(), trained)
+        save(recipe.inference(executor), trained)
         page.write()
     return files.run
 

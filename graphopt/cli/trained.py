@@ -19,7 +19,7 @@ from graphopt.data.files import write_rows
 from graphopt.errors import GraphoptError
 from graphopt.files import write
 from graphopt.graph.loading import load
-from graphopt.graph.metadata import LABELS, original_name
+from graphopt.graph.metadata import labels_in, original_name
 from graphopt.graph.postprocessing import standing_for
 from graphopt.graph.roles import STATE, Role, role_of
 from graphopt.graph.values import name_of
@@ -48,6 +48,7 @@ class Trained:
     def find(cls, recipe: Recipe, folder: Path) -> Trained:
         """Return what the command names: `resume=PATH`, else the run in `folder=PATH`, else `model=FILE`."""
         asked, step, model = recipe.fields.get("resume", False), folder / "step.onnx", folder / "trained.onnx"
+        recipe.follow(step if step.is_file() else model if model.is_file() else None)
         if asked:
             place, checkpoint = resumed(asked, folder, recipe.text(), search=not recipe.names_folder)
             if isinstance(checkpoint, bool):
@@ -58,6 +59,7 @@ class Trained:
                 with contextlib.suppress(OSError):  # Hydra has made it
                     folder.rmdir()
             step = checkpoint.parents[1] / step.name
+            recipe.follow(step if step.is_file() else None)
             return cls(recipe, place, checkpoint, step if step.is_file() else None)
         if recipe.names_folder and model.is_file():
             return cls(recipe, folder, None, step if step.is_file() else None, model)
@@ -125,7 +127,7 @@ def write_metrics(trained: Trained, console: Console) -> Path:
     print_table(console, ["metric", "value"], rows)
     for name, value in measured.items():
         if isinstance(value, list):
-            known = recipe.data.labels or _labels(executor.model) or ()
+            known = recipe.data.labels or labels_in(executor.model) or ()
             names = known if len(known) == len(value) else list(map(str, range(len(value))))
             print_matrix(console, name.replace("_", " "), names, value)
     return path
@@ -140,7 +142,7 @@ def write_predictions(trained: Trained, _: Console) -> Path:
     else:
         model = load(trained.executor().trained(), limits=recipe.limits)
     outputs = dict(predict(model, recipe.data, device=recipe.device, **trained.batches))
-    labels = recipe.data.labels or _labels(model)
+    labels = recipe.data.labels or labels_in(model)
     classified = {
         name: labels for name, y in outputs.items() if labels is not None and y.shape[1:] == (len(labels),)
     }
@@ -150,13 +152,3 @@ def write_predictions(trained: Trained, _: Console) -> Path:
     trained.prepare()
     write_rows(path, outputs, classified)
     return path
-
-
-def _labels(model: ir.Model) -> list[str] | None:
-    """Return the names of the classes in a model's metadata, or None."""
-    text: Any = LABELS.read(model)
-    with contextlib.suppress(ValueError, TypeError):
-        labels = json.loads(text)
-        if isinstance(labels, list) and all(isinstance(label, str) for label in labels):
-            return labels
-    return None

@@ -4,18 +4,25 @@ from typing import NoReturn
 
 from graphopt.arguments import no_attribute
 from graphopt.data.columnar import arrow, parquet
+from graphopt.data.columns import Category, Date, Number
 from graphopt.data.dataset import Dataset, LazyArray
 from graphopt.data.files import csv, npy, npz
+from graphopt.data.foreign import table
 from graphopt.data.image_folders import images
 from graphopt.data.loader import Batches, Loader, hold_out, prefetched
 from graphopt.data.samples import diabetes, digits, text
+from graphopt.data.tables import Columns
 from graphopt.moments import balanced_class_weights, mean_and_scale
 
 __all__ = [
     "Batches",
+    "Category",
+    "Columns",
     "Dataset",
+    "Date",
     "LazyArray",
     "Loader",
+    "Number",
     "arrow",
     "balanced_class_weights",
     "csv",
@@ -28,6 +35,7 @@ __all__ = [
     "npz",
     "parquet",
     "prefetched",
+    "table",
     "text",
 ]
 

@@ -10,7 +10,9 @@ import numpy as np
 
 from graphopt.arguments import checked
 from graphopt.data.dataset import TARGET, Dataset
-from graphopt.data.files import EXPANSION, check_ratio, imported, of_columns, reading
+from graphopt.data.files import EXPANSION, check_ratio, imported, reading
+from graphopt.data.tables import Columns
+from graphopt.data.tabular import of_columns
 from graphopt.errors import GraphoptError
 
 _ROWS = 65_536  # of a Parquet file, that are read at once
@@ -30,6 +32,7 @@ def parquet(
     features: Sequence[str] | Mapping[str, Any] | None = None,
     sample_weight: str | None = None,
     labels: Sequence[str] | None = None,
+    columns: Columns | Mapping[str, Any] | str | None = None,
     expansion: int = EXPANSION,
 ) -> Dataset:
     """Read columns of a Parquet file, or of an Arrow file: the IPC file format (Feather V2), or the stream format.
@@ -38,7 +41,7 @@ def parquet(
 
     Args:
         path: the file.
-        target, features, sample_weight, labels: as in `graphopt.data.csv`.
+        target, features, sample_weight, labels, columns: as in `graphopt.data.csv`.
         expansion: as in `graphopt.data.npz`.
 
     Raises:
@@ -51,7 +54,7 @@ def parquet(
         with open(path, "rb") as file:
             is_parquet = file.read(len(_PARQUET)) == _PARQUET
         names, read = (_parquet if is_parquet else _arrow)(pyarrow, path, expansion)
-        return of_columns(path, names, read, target, features, sample_weight, labels)
+        return of_columns(path, names, read, target, features, sample_weight, labels, columns)
 
 
 arrow = parquet

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from graphopt.arguments import Checked
+from graphopt.data.tables import Columns
 from graphopt.errors import GraphoptError, kind_of
 
-TARGET, WEIGHT = "target", "sample_weight"
+FEATURES, TARGET, WEIGHT = "x", "target", "sample_weight"
 
 
 class LazyArray(metaclass=Checked):
@@ -70,6 +71,10 @@ class Dataset(metaclass=Checked):
         features: the name of the array that feeds a model with a single input, regardless of that input's name.
         classes: the number of classes of the labels; the largest label + 1 by default.
         labels: the names of the classes in order, if they have names.
+        columns: what makes the features of the columns of `table`.
+        table: columns of cells by name, that `columns` reads.
+        names: the names of the features.
+        source: what errors call the data, such as the path of a file.
 
     Raises:
         GraphoptError: the arrays have no rows, or different numbers of rows.
@@ -79,6 +84,10 @@ class Dataset(metaclass=Checked):
     features: str | None = None
     classes: int | None = None
     labels: Sequence[str] | None = None
+    columns: Columns | None = None
+    table: Mapping[str, np.ndarray] = field(default_factory=dict, repr=False)
+    names: Sequence[str] | None = None
+    source: str = "data"
 
     def __post_init__(self) -> None:
         if not isinstance(self.arrays, Mapping):
@@ -88,15 +97,44 @@ class Dataset(metaclass=Checked):
                 found = "a scalar" if isinstance(array, np.ndarray) else type(array).__name__
                 mend = ": numpy.asarray makes one of it" if isinstance(array, list | tuple) else ""
                 raise GraphoptError(f"data {name!r}: expected an array of rows, found {found}{mend}")
-        rows = {name: len(array) for name, array in self.arrays.items()}
+        rows = {name: len(array) for name, array in [*self.arrays.items(), *self.table.items()]}
         if len(set(rows.values())) > 1:
             found = ", ".join(f"{name!r} {count}" for name, count in rows.items())
             raise GraphoptError(f"data: expected the same number of rows in every array, found {found}")
         if not any(rows.values()):
-            raise GraphoptError("data: expected rows, found none")
+            raise GraphoptError(f"{self.source}: expected rows, found none")
 
     def __len__(self) -> int:
-        return len(next(iter(self.arrays.values())))
+        return len(next(iter([*self.arrays.values(), *self.table.values()])))
+
+    def learn(self, rows: range | np.ndarray | None = None) -> Dataset:
+        """Return the data with the features of `columns`, which learn from rows of the table.
+
+        Args:
+            rows: the indices of the rows that train, the first that `graphopt.data.hold_out` returns; all by default.
+
+        Raises:
+            GraphoptError: the data has no columns, or a cell is not what its column expects.
+
+        >>> people = graphopt.data.table({"age": [20, 40], "city": ["Bern", "Oslo"], "target": [0, 1]}, columns="auto")
+        >>> people.learn().arrays["x"].tolist()
+        [[-1.0, 1.0, 0.0], [1.0, 0.0, 1.0]]
+        """
+        if self.columns is None:
+            raise GraphoptError("data: expected columns that learn, found none: read it with columns='auto'")
+        try:
+            columns = self.columns.learn(self.table, rows)
+        except GraphoptError as error:
+            raise GraphoptError(f"{self.source}: {error}") from error
+        return self.encoded(columns)
+
+    def encoded(self, columns: Columns) -> Dataset:
+        """Return the data with the features of columns that have learnt."""
+        try:
+            arrays = {FEATURES: columns.encode(self.table), **self.arrays}
+        except GraphoptError as error:
+            raise GraphoptError(f"{self.source}: {error}") from error
+        return replace(self, arrays=arrays, features=FEATURES, columns=columns, names=columns.names)
 
     def inputs(self) -> dict[str, Array]:
         """Return the arrays for the model's inputs, without targets and sample weights."""

@@ -5,35 +5,33 @@ from __future__ import annotations
 import contextlib
 import csv as csv_files
 import importlib
-import itertools
 import lzma
 import struct
 import tokenize
 import zipfile
 import zlib
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from graphopt.arguments import checked
-from graphopt.data.dataset import TARGET, WEIGHT, Dataset
-from graphopt.errors import GraphoptError, line, unknown
+from graphopt.data.dataset import TARGET, Dataset
+from graphopt.data.tables import Columns
+from graphopt.data.tabular import is_numeral, of_columns, refuse_twice
+from graphopt.errors import GraphoptError, line, some
 from graphopt.files import replacing
 
 EXPANSION = 100  # bytes of data for each byte of a compressed file
-_LONGEST_NUMBER = 1_000  # characters
 _UNSUSPICIOUS = 2**30  # bytes of data that a file of any size may expand to
-
-_Names = str | int | Sequence[str | int] | None
 
 # Exceptions of NumPy and the decompressors for damaged or malicious files.
 _BROKEN = (
     *(EOFError, MemoryError, OverflowError, RuntimeError, SyntaxError, TypeError, ValueError),
     *(lzma.LZMAError, struct.error, tokenize.TokenError, zipfile.BadZipFile, zlib.error),
 )
+_DELIMITERS = ";\t|,"
 _WRITTEN = (".npz", ".csv", ".parquet")
 
 
@@ -86,6 +84,7 @@ def csv(
     features: Sequence[str | int] | Mapping[str, Any] | None = None,
     sample_weight: str | int | None = None,
     labels: Sequence[str] | None = None,
+    columns: Columns | Mapping[str, Any] | str | None = None,
     delimiter: str = ",",
     header: bool = True,
 ) -> Dataset:
@@ -96,31 +95,59 @@ def csv(
         target: the column or columns to predict; None if the file has none, for predictions.
         features: the columns to predict from, all others by default; or a mapping from the model's inputs to columns.
         sample_weight: the column of sample weights.
-        labels: the classes in order, if the target column is text.
-        delimiter: the character between two columns.
+        labels: the classes in order, if the target column is text; by default, its values in sorted order.
+        columns: what makes features of text, dates and missing values. `auto` describes each column by its values.
+            A mapping from names to kinds, as of `graphopt.data.Columns`, describes some: `auto` stands for the kind
+            that suits a column, None leaves it out, and `*` stands for all columns that are not named. These learn
+            from training rows, by `Dataset.learn`; `Columns` that have learnt need not. With None, features are
+            numbers.
+        delimiter: the character between two columns; `\\t` is a tab.
         header: read the names of columns from the first line; otherwise the names are 0, 1, ...
 
     Raises:
         GraphoptError: the file or a column is missing, or a field is not a number. Empty fields are NaN.
+
+    >>> import pathlib
+    >>> _ = pathlib.Path("people.csv").write_text("age,city,bought\\n20,Bern,no\\n,Oslo,yes\\n40,Bern,no\\n")
+    >>> people = graphopt.data.csv("people.csv", target="bought", columns="auto").learn()
+    >>> people.names, people.labels, people.arrays["x"].shape
+    (['age', 'city=Bern', 'city=Oslo'], ('no', 'yes'), (3, 3))
     """
+    delimiter = "\t" if delimiter == r"\t" else delimiter
     if len(delimiter) != 1 or delimiter in '\r\n"\0':
         raise GraphoptError(
             f"data.delimiter: expected one character that separates columns, found {delimiter!r}"
         )
     with (
-        reading(path, "a text file of columns", csv_files.Error),
+        reading(path, "a text file of columns in UTF-8", csv_files.Error),
         open(path, newline="", encoding="utf-8-sig") as file,
     ):
         rows = [row for row in csv_files.reader(file, delimiter=delimiter) if row]
     if not rows:
         raise GraphoptError(f"{path}: expected rows, found an empty file")
-    names = rows.pop(0) if header else [str(i) for i in range(len(rows[0]))]
+    names = [name.strip() for name in rows[0]] if header else [str(i) for i in range(len(rows[0]))]
+    _check_form(path, rows[0], delimiter, header and str(target) not in names)
+    rows = rows[header:]
     for i, row in enumerate(rows):
         if len(row) != len(names):
             raise GraphoptError(f"{path}: row {i}: expected {len(names)} columns, found {len(row)}")
-    names = [name.strip() for name in names]
-    columns = {name: [row[i].strip() for row in rows] for i, name in enumerate(names)}
-    return of_columns(path, names, lambda _: columns, target, features, sample_weight, labels)
+    texts = {name: [row[i].strip() for row in rows] for i, name in enumerate(names)}
+    return of_columns(path, names, lambda _: texts, target, features, sample_weight, labels, columns)
+
+
+def _check_form(path: str, first: Sequence[str], delimiter: str, lacks_target: bool) -> None:
+    """Raise an error if a file has another delimiter, or no names of columns where they are expected."""
+    others = [other for other in _DELIMITERS if other != delimiter and other in first[0]]
+    if len(first) == 1 and others:
+        other = max(others, key=first[0].count)
+        raise GraphoptError(
+            f'{path}: expected columns separated by {delimiter!r}, found one, {first[0]!r}: "data.delimiter={other!r}"'
+        )
+    if lacks_target and all(map(is_numeral, first)):
+        raise GraphoptError(
+            f"{path}: expected the names of {len(first)} columns in the first row, found numbers, {some(first)}: "
+            "data.header=false names the columns 0, 1, ..."
+        )
 
 
 def imported(what: str, module: str, package: str = "") -> Any:
@@ -177,116 +204,6 @@ def check_ratio(path: str | Path, size: int, expansion: int, *, unsuspicious: in
             f"{path}: expected data of at most {expansion} times the file of {file_size:,} bytes, found {size:,}: "
             f"set data.expansion={-(-size // file_size)} to read it"
         )
-
-
-def refuse_twice(path: str, kind: str, names: Iterable[str]) -> None:
-    """Raise an error if a name comes twice."""
-    for name, count in Counter(names).items():
-        if count > 1:
-            raise GraphoptError(f"{path}: expected one {kind} {name!r}, found {count}")
-
-
-def of_columns(
-    path: str,
-    names: Sequence[str],
-    read: Callable[[list[str]], Mapping[str, Any]],
-    target: _Names,
-    features: _Names | Mapping[str, Any] = None,
-    sample_weight: str | int | None = None,
-    labels: Sequence[str] | None = None,
-) -> Dataset:
-    """Return a data set of a table, of which `read` returns those of the named columns that are used.
-
-    Errors name the path, and `csv` explains the other arguments.
-    """
-    refuse_twice(path, "column", names)
-    targets, weights = _names(target), _names(sample_weight)
-    if features is None:
-        features = [name for name in names if name not in (*targets, *weights)]
-    chosen = features if isinstance(features, Mapping) else {"x": features}
-    inputs = {name: _names(those) for name, those in chosen.items()}
-    used = dict.fromkeys(itertools.chain(targets, weights, *inputs.values()))
-    known = set(names)
-    for name in used:
-        if name not in known:
-            raise GraphoptError(f"{path}: {unknown('column', name, names)}")
-    if target is not None and (not targets or (labels is not None and len(targets) > 1)):
-        expected = "a target column" if labels is None else "one target column, whose classes are named"
-        raise GraphoptError(f"{path}: expected {expected}, found {', '.join(targets) or 'none'}")
-    classes = None if labels is None else tuple(map(str, labels))
-    refuse_twice(path, "label", classes or ())
-    columns = read([name for name in names if name in used])
-    arrays = {name: _stack(path, columns, those) for name, those in inputs.items()}
-    if targets and classes is not None:
-        arrays[TARGET] = _classes(path, targets[0], columns[targets[0]], classes)
-    elif targets:
-        arrays[TARGET] = _vector(_stack(path, columns, targets, labelled=len(targets) == 1))
-    if weights:
-        arrays[WEIGHT] = _vector(_stack(path, columns, weights))
-    only = None if isinstance(features, Mapping) else "x"
-    return Dataset(arrays, only, None if classes is None else len(classes), classes)
-
-
-def _names(names: _Names) -> list[str]:
-    if names is None:
-        return []
-    return [str(names)] if isinstance(names, str | int) else [str(name) for name in names]
-
-
-def _stack(path: str, columns: Mapping[str, Any], names: Sequence[str], labelled: bool = False) -> np.ndarray:
-    if not names:
-        raise GraphoptError(f"{path}: expected feature columns, found none")
-    arrays = [_numbers(path, name, columns[name], labelled) for name in names]
-    if len(arrays) == 1 and arrays[0].ndim > 1:
-        return arrays[0]
-    if any(array.ndim > 2 for array in arrays):
-        shapes = ", ".join(
-            f"{name!r} {list(array.shape[1:])}" for name, array in zip(names, arrays, strict=True)
-        )
-        raise GraphoptError(
-            f"{path}: expected columns of cells or lists to join, found {shapes}: name one column per input in "
-            "data.features"
-        )
-    return np.column_stack(arrays)
-
-
-def _vector(stacked: np.ndarray) -> np.ndarray:
-    return stacked[:, 0] if stacked.shape[1:] == (1,) else stacked
-
-
-def _numbers(path: str, name: str, column: Any, labelled: bool) -> np.ndarray:
-    """Return a column as int64 if all numbers are whole, otherwise as float64."""
-    if isinstance(column, np.ndarray) and column.dtype.kind in "iufb":
-        return column
-    texts = ["nan" if text in ("", None) else str(text) for text in column]
-    for dtype in (np.int64, np.float64) if max(map(len, texts), default=0) <= _LONGEST_NUMBER else ():
-        try:
-            return np.array(texts, dtype)
-        except (ValueError, OverflowError):  # also for whole numbers beyond int64
-            continue
-    row, text = next((i, text) for i, text in enumerate(texts) if not _is_number(text))
-    classes = sorted({text for text in texts if not _is_number(text)})
-    mend = f": name the classes, data.labels=[{','.join(classes[:20])}]" if labelled else ""
-    raise GraphoptError(f"{path}: column {name!r}, row {row}: expected a number, found {text!r}{mend}")
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text[: _LONGEST_NUMBER + 1])
-    except ValueError:
-        return False
-    return len(text) <= _LONGEST_NUMBER
-
-
-def _classes(path: str, name: str, column: Any, labels: Sequence[str]) -> np.ndarray:
-    """Return the index of each text in `labels`."""
-    places = {label: i for i, label in enumerate(labels)}
-    for i, text in enumerate(map(str, column)):
-        if text not in places:
-            raise GraphoptError(
-                f"{path}: column {name!r}, row {i}: expected a label of {', '.join(places)}, found {text!r}"
-            )
-    return np.array([places[str(text)] for text in column], np.int64)
 
 
 def check_ending(field: str, name: str) -> None:

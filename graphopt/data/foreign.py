@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
+from graphopt.arguments import checked
 from graphopt.data.dataset import TARGET, WEIGHT, Array, Dataset, LazyArray
-from graphopt.data.files import of_columns
+from graphopt.data.tables import Columns, cells, names_in
+from graphopt.data.tabular import IN_MEMORY, of_columns
 from graphopt.errors import GraphoptError, kind_of, line
 
 # Methods of a data set with rows.
@@ -42,16 +45,19 @@ def as_dataset(data: Any) -> Dataset:
         GraphoptError: it is none of these, or its columns are not numbers.
     """
     if isinstance(data, Dataset):
+        if data.columns is not None and not data.columns.has_learnt:
+            raise GraphoptError(
+                f"{data.source}: expected columns that have learnt from training rows, found others: data = "
+                "data.learn(rows), with the first rows of graphopt.data.hold_out"
+            )
         return data
     if isinstance(data, Mapping):
         return Dataset(data)
     if _has(data, HUGGING_FACE):
         return _of_hugging_face(data)
     if _has(data, FRAME):
-        names = list(map(str, data.columns))
-        columns = {str(name): data[name].to_numpy() for name in data.columns}
-        target, weight = (name if name in columns else None for name in (TARGET, WEIGHT))
-        return of_columns("data", names, lambda _: columns, target, sample_weight=weight)
+        target, weight = (name if name in data.columns else None for name in (TARGET, WEIGHT))
+        return table(data, target=target, sample_weight=weight)
     if isinstance(data, tuple):
         return _of_tuple(data)
     raise GraphoptError(
@@ -84,7 +90,7 @@ def relabelled(data: Dataset, labels: Sequence[str] | None, name: str) -> Datase
     target = np.asarray(data.arrays[TARGET])
     named = (target >= 0) & (target < len(places))  # not those that a loss ignores
     arrays = {**data.arrays, TARGET: np.where(named, places[np.where(named, target, 0)], target)}
-    return Dataset(arrays, data.features, len(labels), tuple(labels))
+    return replace(data, arrays=arrays, classes=len(labels), labels=tuple(labels))
 
 
 def _of_tuple(data: tuple[Any, ...]) -> Dataset:
@@ -135,6 +141,42 @@ def _numeric(name: str, array: Array) -> Array:
         )  # a sparse matrix, for one
         raise GraphoptError(f"data: {name}: expected an array of numbers with a row each, found {found}")
     return array
+
+
+@checked()
+def table(
+    frame: Any,
+    *,
+    target: str | int | Sequence[str | int] | None = TARGET,
+    features: Sequence[str | int] | Mapping[str, Any] | None = None,
+    sample_weight: str | int | None = None,
+    labels: Sequence[str] | None = None,
+    columns: Columns | Mapping[str, Any] | str | None = None,
+) -> Dataset:
+    """Return the columns of a table in memory as a data set.
+
+    Args:
+        frame: a DataFrame of pandas or Polars, or a mapping from names to arrays or lists of cells.
+        target, features, sample_weight, labels, columns: as in `graphopt.data.csv`.
+
+    Raises:
+        GraphoptError: a column is missing, or a cell is not what its column expects.
+
+    >>> people = graphopt.data.table({"age": [20, None], "bought": ["no", "yes"]}, target="bought", columns="auto")
+    >>> people.learn().arrays["x"].tolist(), people.arrays["target"].tolist(), people.labels
+    ([[0.0], [0.0]], [0, 1], ('no', 'yes'))
+    """
+    keys = names_in(frame)
+
+    def read(names: list[str]) -> dict[str, np.ndarray]:
+        found = {name: frame[keys[name]] for name in names}
+        return {name: x.to_numpy() if hasattr(x, "to_numpy") else cells(name, x) for name, x in found.items()}
+
+    return of_columns(IN_MEMORY, _named(frame), read, target, features, sample_weight, labels, columns)
+
+
+def _named(frame: Any) -> list[str]:
+    return [str(name) for name in getattr(frame, "columns", frame)]
 
 
 def _has(data: Any, names: tuple[str, ...]) -> bool:

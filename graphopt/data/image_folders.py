@@ -14,7 +14,8 @@ import numpy as np
 
 from graphopt.arguments import checked
 from graphopt.data.dataset import TARGET, Dataset, LazyArray
-from graphopt.data.files import EXPANSION, check_ratio, imported, reading, reason, refuse_twice
+from graphopt.data.files import EXPANSION, check_ratio, imported, reading, reason
+from graphopt.data.tabular import refuse_twice
 from graphopt.errors import GraphoptError
 
 # Formats that Pillow reads itself, without other programs.

@@ -15,6 +15,7 @@ import onnx_ir as ir
 from graphopt.arguments import Checked, checked
 from graphopt.data.dataset import WEIGHT, Array, Dataset, LazyArray
 from graphopt.data.foreign import as_dataset
+from graphopt.data.tabular import option
 from graphopt.errors import GraphoptError, kind_of
 from graphopt.graph.roles import Role, labels_of, role_of
 from graphopt.graph.values import name_of
@@ -48,7 +49,7 @@ class Batches:
         self, data: Dataset | Mapping[str, Array], inputs: Mapping[str, ir.Value], *, allow_nan: bool = False
     ) -> None:
         data = as_dataset(data)
-        self._columns = [_Column(value, array, allow_nan) for value, array in _match(data, inputs)]
+        self._columns = [_Column(value, array, allow_nan, data) for value, array in _match(data, inputs)]
         self._count, self.fixed_size = len(data), fixed_batch(inputs)
         self.is_lazy = any(column.lazy for column in self._columns)
         for column in self._columns:
@@ -112,13 +113,14 @@ def _match(data: Dataset, inputs: Mapping[str, ir.Value]) -> list[tuple[ir.Value
 class _Column:
     """Pair an array with the input that it feeds."""
 
-    def __init__(self, value: ir.Value, array: Array, allow_nan: bool) -> None:
+    def __init__(self, value: ir.Value, array: Array, allow_nan: bool, data: Dataset) -> None:
         assert value.dtype is not None
         self.name = name_of(value)
         self.array = array
         self.lazy = isinstance(array, np.memmap | LazyArray)
         self._dtype = np.dtype(value.dtype.numpy())
         self._allow_nan = allow_nan
+        self._table = data if data.names and array is data.arrays.get(str(data.features)) else None
         self._labels = labels_of(value)
         self._check_type(value.dtype)
         self._shape = self._row_shape(value.shape)
@@ -148,14 +150,20 @@ class _Column:
     def _refuse(self, rows: Rows, part: np.ndarray, wrong: np.ndarray, expected: str, mend: str = "") -> None:
         if wrong.any():
             place = tuple(int(axis[0]) for axis in np.nonzero(wrong))
-            found = str(part[place]).replace("nan", "NaN")
-            raise GraphoptError(
-                f"data {self.name!r}: expected {expected}, found {found} in row {int(rows[place[0]])}{mend}"
-            )
+            found, row = str(part[place]).replace("nan", "NaN"), int(rows[place[0]])
+            if self._table is not None and self._table.names is not None and part.ndim == 2:
+                path, name = self._table.source, self._table.names[place[1]]
+                raise GraphoptError(
+                    f"{path}: column {name!r}, row {row}: expected {expected}, found {found}{mend}, or fill it in: "
+                    f"{option(path, 'columns', 'auto')}"
+                )
+            raise GraphoptError(f"data {self.name!r}: expected {expected}, found {found} in row {row}{mend}")
 
     def _check_type(self, expected: ir.DataType) -> None:
         found = self.array.dtype
-        if found.kind == "f" and expected.is_floating_point():
+        if (found.kind == "f" and expected.is_floating_point()) or (
+            found.kind == "O" and expected is ir.DataType.STRING
+        ):
             return
         if found.kind not in "iufb" or not np.can_cast(found, self._dtype, casting="same_kind"):
             raise GraphoptError(f"data {self.name!r}: expected {self._dtype}, found {found}")

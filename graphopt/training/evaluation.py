@@ -13,7 +13,7 @@ import safetensors.numpy
 
 from graphopt.arguments import checked
 from graphopt.communicator import SINGLE, Communicator
-from graphopt.data import Batches, Dataset
+from graphopt.data import Batches, Columns, Dataset
 from graphopt.data.foreign import as_dataset, features_of, has_rows, relabelled
 from graphopt.data.loader import Rows
 from graphopt.data.streams import Stream
@@ -98,7 +98,8 @@ def predict(
 
     Args:
         model: an executor, which computes with its current weights, or an inference model.
-        data: data with rows, as in `fit`, or X alone, which feeds the only input.
+        data: data with rows, as in `fit`, or X alone, which feeds the only input; a table, for a model that takes its
+            columns (`graphopt.data.Columns.before`).
         batch_size: the number of rows per call; a model with a fixed batch uses its own.
         allow_nan: accept data that contains NaN or infinities.
         device: where to compute with a model; by default, the CPU. An executor has its own.
@@ -114,8 +115,14 @@ def predict(
     if isinstance(data, Executor | ir.Model):
         raise GraphoptError("predict: expected a model first, found data: write predict(executor, X)")
     device = Device(device) if isinstance(device, str) else device
+    model = model if isinstance(model, Executor) else load(model)
     inputs, compute = _outputs_of(model, device)
-    chosen = features_of(data)
+    columns = None if isinstance(model, Executor) else Columns.taken_by(model)
+    if columns is not None:
+        table = (data.table or data.arrays) if isinstance(data, Dataset) else data
+        chosen, allow_nan = Dataset(columns.inputs(table)), True
+    else:
+        chosen = features_of(data)
     if set(inputs) <= set(chosen.arrays):  # a data set may have arrays for other models, too
         chosen = Dataset({name: chosen.arrays[name] for name in inputs})
     batches = Batches(chosen, inputs, allow_nan=allow_nan)
@@ -134,7 +141,7 @@ def predict(
 
 
 def _outputs_of(
-    model: Executor | Source, device: Device | None
+    model: Executor | ir.Model, device: Device | None
 ) -> tuple[dict[str, ir.Value], Callable[[dict[str, np.ndarray]], Mapping[str, Any]]]:
     """Return the inputs of a model, and the function that computes its outputs."""
     if isinstance(model, Executor):
@@ -145,15 +152,14 @@ def _outputs_of(
         executor = model
         inputs = {name: x for name, x in executor.inputs.items() if role_of(x) is Role.DATA}
         return inputs, lambda batch: {name: np.asarray(y) for name, y in executor.predict(batch).items()}
-    loaded = load(model)
-    if with_role(loaded, Role.NEXT):
+    if with_role(model, Role.NEXT):
         raise GraphoptError(
             "predict: expected an inference model or an executor, found a training graph: write "
             "predict(graphopt.Executor(step), data)"
         )
-    weights = loaded.graph.initializers
-    inputs = {name_of(x): set_role(x, Role.DATA) for x in loaded.graph.inputs if x.name not in weights}
-    return inputs, Session(device or Device(), loaded).compute_arrays
+    weights = model.graph.initializers
+    inputs = {name_of(x): set_role(x, Role.DATA) for x in model.graph.inputs if x.name not in weights}
+    return inputs, Session(device or Device(), model).compute_arrays
 
 
 def reported(step: ir.Model) -> list[str]:

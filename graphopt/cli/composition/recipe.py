@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import onnx
 import onnx_ir as ir
 from omegaconf import DictConfig, OmegaConf
 
@@ -29,16 +31,16 @@ from graphopt.cli.composition.validation import (
 )
 from graphopt.communicator import Communicator
 from graphopt.compiler import StepHalves, split_step
-from graphopt.data import Dataset
+from graphopt.data import Columns, Dataset
 from graphopt.data.foreign import as_dataset
-from graphopt.data.loader import held_out_rows
+from graphopt.data.loader import held_out_rows, hold_out
 from graphopt.distributed.data_parallel import DataParallel
 from graphopt.distributed.launchers import Launcher
 from graphopt.distributed.local_sgd import LocalSGD
-from graphopt.errors import GraphoptError
+from graphopt.errors import GraphoptError, some
 from graphopt.graph.limits import Limits
 from graphopt.graph.loading import load
-from graphopt.graph.metadata import LABELS
+from graphopt.graph.metadata import LABELS, TargetSpec, labels_in
 from graphopt.graph.roles import Role, with_role
 from graphopt.pipeline import Pipeline
 from graphopt.runtime.device import Device
@@ -65,6 +67,7 @@ class Recipe:
     def __init__(self, config: DictConfig, choices: Mapping[str, str], command_line: CommandLine) -> None:
         self.composed = config.copy()  # as Hydra composed it, for `.hydra`
         self.choices = choices
+        self._trained: Path | None = None
         self.command_line = command_line
         OmegaConf.set_struct(config, False)
         for group, choice in choices.items():
@@ -80,7 +83,58 @@ class Recipe:
 
     @functools.cached_property
     def data(self) -> Dataset:
-        return as_dataset(self._build("data"))
+        """Return the data, with the features of columns that have learnt from the rows that train."""
+        data = self._read
+        if isinstance(data, Dataset) and data.columns is not None and not data.columns.has_learnt:
+            data = data.learn(self._training_rows(len(data)))
+        return as_dataset(data)
+
+    @functools.cached_property
+    def _read(self) -> Any:
+        """Return the data as it is read: a table with the columns and the classes of the model, if it notes them."""
+        if not self._reads_table:
+            return self._build("data")
+        columns, labels = self._noted
+        learnt = {} if columns is None else {"columns": columns}
+        data: Dataset = self._build("data", **learnt)
+        if labels and data.labels and not self.fields["data"].get("labels"):
+            data = self._build("data", **learnt, labels=labels)
+        return data
+
+    @property
+    def columns(self) -> Columns | None:
+        """Return the columns of a table that the model or the recipe has, with what they have learnt."""
+        if not self._reads_table:
+            return None
+        return self._noted[0] or (None if self.fields["data"].get("columns") is None else self.data.columns)
+
+    def follow(self, trained: Path | None) -> None:
+        """Read data with the columns and the classes of a trained model or its training graph."""
+        self._trained = trained
+        for name in ("data", "_noted", "_read"):
+            self.__dict__.pop(name, None)
+
+    @property
+    def _reads_table(self) -> bool:
+        """Return whether the data is read by a function of columns, such as `csv`."""
+        reader = resolve(self.fields["data"].get(TARGET_KEY), "data", self.command_line.trust)
+        return "columns" in inspect.signature(reader).parameters
+
+    @functools.cached_property
+    def _noted(self) -> tuple[Columns | None, list[str] | None]:
+        """Return the columns and the classes in the metadata of the model, or of what `follow` names."""
+        name = str(self._trained or self.fields["model"])
+        if name in self.fields["models"] or not Path(name).is_file():
+            return None, None
+        model = load(name, limits=self.limits)
+        return Columns.of(model), labels_in(model)
+
+    def _training_rows(self, rows: int) -> range | np.ndarray:
+        """Return the rows that `fit` trains on."""
+        fields = self.fields["fit"]
+        share = fields.get("validation")
+        share = share if isinstance(share, int | float) else 0.0
+        return hold_out(rows, share, shuffle=fields.get("shuffle", True), seed=fields.get("seed", 0))[0]
 
     @functools.cached_property
     def pipeline(self) -> Pipeline:
@@ -111,12 +165,25 @@ class Recipe:
                 raise GraphoptError(
                     f"fit.validation={validation}: data={reader} reads no file; give a share of the rows"
                 )
-            validation = self._build("data", path=validation)
+            validation = self._build("data", path=validation, **self._as_read)
         elif validation is not None and not isinstance(validation, int | float):
             raise GraphoptError(
                 f"fit.validation: expected a share of the rows or a file, found {validation!r}"
             )
         return {**fields, "validation": validation, "metrics": self.metrics}
+
+    @property
+    def learnt(self) -> dict[str, str]:
+        """Return lines about what the data of a table has learnt, by their topics."""
+        columns, labels = self.data.columns, self.data.labels
+        classes = {"classes": some(labels, 20)} if labels and self._reads_table else {}
+        return classes if columns is None else {"columns": columns.summary(), **classes}
+
+    @property
+    def _as_read(self) -> dict[str, Any]:
+        """Return what a table's data have learnt, with which other data are read."""
+        learnt = {"labels": self.data.labels, "columns": self.data.columns}
+        return learnt if self._reads_table else {}
 
     @property
     def metrics(self) -> list[Wanted] | None:
@@ -159,7 +226,7 @@ class Recipe:
     @property
     def steps(self) -> int:
         """Return the number of steps of the whole training run, which depends on the data."""
-        rows = len(self.data)
+        rows = len(self._read)
         fields = self.fields["fit"]
         if isinstance(fields.get("validation"), float):
             rows -= held_out_rows(rows, fields["validation"])
@@ -171,7 +238,7 @@ class Recipe:
         if name not in models:
             if not Path(name).exists():
                 raise GraphoptError(f"model {name!r}: no such file; built-in: {', '.join(models)}")
-            return load(name, limits=self.limits)
+            return Columns.without(load(name, limits=self.limits))
         inputs = self.data.inputs()
         if len(inputs) != 1:
             raise GraphoptError(f"model {name}: expected data with one input, found {', '.join(inputs)}")
@@ -192,11 +259,17 @@ class Recipe:
         pipeline = self._adapted(self.described.without("standardize")) if is_trained else self.pipeline
         if not with_role(step := pipeline(self.model(file)), Role.NEXT):
             raise GraphoptError("pipeline: expected an optimizer, found none that makes a training graph")
-        return step
+        return self._with_columns(step)
 
     def halves(self) -> StepHalves:
         """Return the training graph with its halves, between which workers average gradients."""
-        return split_step(self.pipeline, self.model(), statistics=self.launcher.statistics)
+        halves = split_step(self.pipeline, self.model(), statistics=self.launcher.statistics)
+        self._with_columns(halves.step)
+        return halves
+
+    def _with_columns(self, step: ir.Model) -> ir.Model:
+        """Note the columns of a table, if features come from one, in a training graph."""
+        return step if self.columns is None else self.columns.noted(step)
 
     def program(self) -> _Program:
         """Return the training graph, with the names of the data's classes, and what runs it on each worker."""
@@ -214,6 +287,18 @@ class Recipe:
         if self.data.labels is not None:
             LABELS.write(program[0], json.dumps(list(self.data.labels)))
         return program
+
+    @staticmethod
+    def inference(executor: Executor) -> onnx.ModelProto | ir.Model:
+        """Return the trained model, which takes the columns of a table if the data had some."""
+        trained, columns = executor.trained(), Columns.of(executor.model)
+        if columns is None:
+            return trained
+        specs = [
+            spec for x in with_role(executor.model, Role.TARGET) if (spec := TargetSpec.read(x)) is not None
+        ]
+        threshold = next((spec.threshold for spec in specs if spec.threshold is not None), 0.0)
+        return columns.before(trained, labels_in(executor.model), threshold)
 
     def executor(self, step: ir.Model, **changed: Any) -> Executor:
         """Return the executor of a training graph, with fields that differ from those of the recipe."""

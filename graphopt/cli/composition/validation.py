@@ -17,6 +17,7 @@ from typing import Any, Literal
 from graphopt.cli.composition.hydra_config import CommandLine, flattened, on_the_command_line
 from graphopt.cli.run_folder import OWN_FILES
 from graphopt.data.files import EXPANSION, check_ending
+from graphopt.data.tables import check_description
 from graphopt.errors import GraphoptError, unknown
 from graphopt.graph.limits import Limits
 from graphopt.hosts.export import export_hosts
@@ -94,6 +95,8 @@ def check_recipe(fields: Mapping[str, Any], command_line: CommandLine) -> None:
     for field, value, kind, text in _plain(fields):
         if not isinstance(value, kind):
             raise GraphoptError(f"{field}: expected {text}, found {value!r}")
+    if fields["data"].get("columns") is not None:
+        _check_columns(fields["data"]["columns"])
     models, added = {}, dict(_ADDED)
     for name, node in fields["models"].items():
         outputs = node.get("outputs")  # null: the number that the data needs
@@ -118,6 +121,13 @@ def check_recipe(fields: Mapping[str, Any], command_line: CommandLine) -> None:
     _check_logs(fields["callbacks"], command_line)
     if command_line.folders:
         _check_untrusted(fields["models"], leaves, command_line)
+
+
+def _check_columns(description: Any) -> None:
+    try:
+        check_description(description)
+    except GraphoptError as error:
+        raise GraphoptError(f"data.columns: {str(error).removeprefix('columns: ')}") from error
 
 
 def _plain(fields: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any, str]]:

@@ -1,0 +1,632 @@
+"""Describe how a column of numbers, categories or dates becomes features, in NumPy and as nodes of a model."""
+
+from __future__ import annotations
+
+import datetime
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, ClassVar, Literal, TypeVar
+
+import numpy as np
+import onnx_ir as ir
+
+from graphopt.errors import GraphoptError, unknown
+from graphopt.graph.emitter import Emitter
+from graphopt.moments import Moments
+
+MACHINE_LEARNING = "ai.onnx.ml"  # the domain of LabelEncoder
+_LONGEST = 1_000  # characters of a category
+_MOST_CATEGORIES = 10_000  # whatever a description allows
+_MISSING = frozenset(
+    ("", "na", "n/a", "nan", "nat", "<na>", "#n/a", "null", "none", "?")
+)  # numbers and dates
+_EPOCH = datetime.date(1970, 1, 1).toordinal()
+_FIRST, _LAST = (day.toordinal() - _EPOCH for day in (datetime.date.min, datetime.date.max))
+_PARTS = ("days", "year", "month", "day", "weekday")
+_LARGEST = float(np.finfo(np.float32).max)
+_WITH_COMMA = "{kind: number, decimal: ','}"
+_FEW = 20  # different values of a small table
+_NONE = "expected {}, found none in the rows to learn from: leave the column out"
+_T = TypeVar("_T", bound="Column")
+
+
+def _learnt(default: Any) -> Any:
+    """Declare a field that `learn` sets, and that a description cannot set."""
+    return field(default=default, repr=False, kw_only=True)
+
+
+@dataclass(frozen=True)
+class Column(ABC):
+    """Describe how one column becomes features: the base class of `Number`, `Category` and `Date`.
+
+    `learn` returns a copy that knows the numbers of training rows. `encode` then computes features in NumPy, and `emit`
+    the same in nodes.
+
+    >>> graphopt.data.Number().learn(numpy.array([1.0, 3.0])).encode(numpy.array([2.0, 3.0])).tolist()
+    [[0.0], [1.0]]
+    """
+
+    rows: int = _learnt(0)  # that it has learnt from
+    missing: int = _learnt(0)  # of these rows
+    kind: ClassVar[str]
+    dtype: ClassVar[ir.DataType] = ir.DataType.FLOAT  # of the model's input
+
+    def __post_init__(self) -> None:
+        _check(self, "rows", _is_count(self.rows), "a number of rows")
+        _check(self, "missing", _is_count(self.missing), "a number of rows")
+
+    @abstractmethod
+    def read(self, values: np.ndarray) -> np.ndarray:
+        """Return cells as numbers, days or texts."""
+
+    @abstractmethod
+    def learn(self: _T, values: np.ndarray) -> _T:
+        """Return the column with what it learns from the cells of training rows, as `read` returns them."""
+
+    @abstractmethod
+    def encode(self, values: np.ndarray) -> np.ndarray:
+        """Return features [rows, features] of cells, as `read` returns them, in float64."""
+
+    @abstractmethod
+    def emit(self, op: Emitter, x: ir.Value) -> ir.Value:
+        """Emit nodes from an input [rows, 1] to features [rows, features] in float64."""
+
+    @abstractmethod
+    def names(self, column: str) -> list[str]:
+        """Return the names of the features."""
+
+    @abstractmethod
+    def summary(self) -> str:
+        """Return what the column has become, in words."""
+
+    @property
+    def note(self) -> str:
+        """Return what the model's input expects."""
+        return "text; empty for a missing value"
+
+    @property
+    def warning(self) -> str | None:
+        """Return why the column trains badly, or None."""
+        return None
+
+    def as_fields(self) -> dict[str, Any]:
+        """Return the kind and the fields, which `column_of` reads."""
+        return {"kind": self.kind, **{x.name: getattr(self, x.name) for x in fields(self)}}
+
+
+@dataclass(frozen=True)
+class Number(Column):
+    """Fill in missing numbers, and scale.
+
+    Args:
+        impute: what a missing number becomes: the `mean`, the `median` or the `most_frequent` number of the training
+            rows, as in scikit-learn's SimpleImputer, or a number. With None, a missing number is an error.
+        scale: `standard` for mean 0 and standard deviation 1, `minmax` for 0 to 1, as in scikit-learn's
+            StandardScaler and MinMaxScaler, or None. A constant column is divided by 1.
+        add_indicator: add a feature that is 1 where a number is missing.
+        decimal: the character between the whole part and the fraction of a number that is text: `.` or `,`.
+
+    >>> column = graphopt.data.Number(impute="median").learn(numpy.array([1.0, 3.0, numpy.nan]))
+    >>> column.encode(numpy.array([3.0, numpy.nan])).round(3).tolist()
+    [[1.225], [0.0]]
+    """
+
+    impute: Literal["mean", "median", "most_frequent"] | float | None = "mean"
+    scale: Literal["standard", "minmax"] | None = "standard"
+    add_indicator: bool = False
+    decimal: Literal[".", ","] = "."
+    fill: float = _learnt(0.0)
+    offset: float = _learnt(0.0)
+    divisor: float = _learnt(1.0)
+    kind = "number"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        right = self.impute is None or self.impute in _IMPUTED or _is_number(self.impute)
+        _check(self, "impute", right, f"{', '.join(_IMPUTED)}, a number or null")
+        _check(self, "scale", self.scale in ("standard", "minmax", None), "standard, minmax or null")
+        _check(self, "add_indicator", isinstance(self.add_indicator, bool), "true or false")
+        _check(self, "decimal", self.decimal in (".", ","), "'.' or ','")
+        for name in ("fill", "offset", "divisor"):
+            _check(self, name, _is_number(getattr(self, name)), "a finite number")
+        _check(self, "divisor", self.divisor > 0, "a positive number")
+
+    def read(self, values: np.ndarray) -> np.ndarray:
+        if values.dtype.kind in "biuf":
+            numbers = values.astype(np.float64)
+        else:
+            parse = _number if self.decimal == "." else _number_with_comma
+            numbers = _parsed(values, parse, "a number", f": is it {_WITH_COMMA}?")
+        wrong = np.flatnonzero(np.abs(numbers) > _LARGEST)  # also infinities
+        if wrong.size:
+            raise GraphoptError(f"row {wrong[0]}: expected a number in float32, found {values[wrong[0]]}")
+        return numbers
+
+    def learn(self, values: np.ndarray) -> Number:
+        there = values[~np.isnan(values)]
+        if not len(there):
+            raise GraphoptError(_NONE.format("numbers"))
+        compute = _IMPUTED.get(self.impute) if isinstance(self.impute, str) else None
+        fill: Any = compute(there) if compute else self.impute
+        filled = self._filled(values, fill)
+        offset, divisor = 0.0, 1.0
+        if self.scale == "standard":
+            moments = Moments()
+            moments.add(filled[:, None])
+            offset, divisor = moments.mean[0], moments.scale[0]
+        elif self.scale == "minmax":
+            offset, divisor = filled.min(), np.ptp(filled)
+            divisor = divisor if divisor >= 10 * np.finfo(np.float64).eps else 1.0
+        return replace(
+            self,
+            rows=len(values),
+            missing=len(values) - len(there),
+            fill=float(fill or 0.0),
+            offset=float(offset),
+            divisor=float(divisor),
+        )
+
+    def encode(self, values: np.ndarray) -> np.ndarray:
+        fill = None if self.impute is None else self.fill
+        filled = self._filled(values.astype(np.float32).astype(np.float64), fill)
+        features = [(filled - self.offset) / self.divisor]
+        return np.stack([*features, np.isnan(values)] if self.add_indicator else features, axis=1)
+
+    def emit(self, op: Emitter, x: ir.Value) -> ir.Value:
+        missing, number = op.IsNaN(x), op.Cast(x, to=ir.DataType.DOUBLE)
+        filled = number if self.impute is None else op.Where(missing, self.fill, number)
+        scaled = (filled - self.offset) / self.divisor
+        return (
+            op.Concat(scaled, op.Cast(missing, to=ir.DataType.DOUBLE), axis=1)
+            if self.add_indicator
+            else scaled
+        )
+
+    @property
+    def warning(self) -> str | None:
+        if self.divisor == 1 or self.divisor >= np.spacing(np.float32(abs(self.offset))):
+            return None
+        return (
+            f"float32 cannot tell numbers apart near {self.offset:g} that differ by {self.divisor:g}: subtract a "
+            "constant from the data"
+        )
+
+    def names(self, column: str) -> list[str]:
+        return [column, f"{column} is missing"] if self.add_indicator else [column]
+
+    def summary(self) -> str:
+        how = f"the {self.impute.replace('_', ' ')} " if isinstance(self.impute, str) else ""
+        return f"number{self._filled_in(f'{how}{self.fill:.4g}')}"
+
+    def _filled_in(self, fill: str) -> str:
+        return f", {self.missing:,} missing filled with {fill}" if self.missing else ""
+
+    @property
+    def note(self) -> str:
+        return "a number; NaN for a missing value"
+
+    @staticmethod
+    def _filled(values: np.ndarray, fill: float | None) -> np.ndarray:
+        missing = np.isnan(values)
+        if fill is None and missing.any():
+            raise GraphoptError(
+                f"row {np.argmax(missing)}: expected a number, found none: fill it in with impute"
+            )
+        return values if fill is None else np.where(missing, fill, values)
+
+
+@dataclass(frozen=True)
+class Category(Column):
+    """Encode a column that has few different values, such as words.
+
+    Values are compared as text: the number 3.0 is `3`. Text is compared exactly, upper and lower case, too.
+
+    Args:
+        encode_as: `one_hot` for a feature per category, all of which are 0 for a value that no training row has, or
+            `ordinal` for the number of the category, and -1 for such a value, as in scikit-learn's OneHotEncoder and
+            OrdinalEncoder.
+        impute: what a missing value becomes: the `most_frequent` category of the training rows, or another text. With
+            None, a missing value is a category of its own, the last, if a training row has one.
+        categories: the categories in order; by default, the values of the training rows: numbers by size, and then
+            texts.
+        most: the largest number of categories; more are an error.
+
+    >>> column = graphopt.data.Category().learn(numpy.array(["Bern", "Oslo", "Bern"], object))
+    >>> column.encode(numpy.array(["Oslo", "Rome"], object)).tolist()
+    [[0.0, 1.0], [0.0, 0.0]]
+    """
+
+    encode_as: Literal["one_hot", "ordinal"] = "one_hot"
+    impute: str | None = None
+    categories: Sequence[str] | None = None
+    most: int = 1_000
+    known: tuple[str, ...] = _learnt(())
+    fill: str = _learnt("")
+    kind = "category"
+    dtype = ir.DataType.STRING
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check(self, "encode_as", self.encode_as in ("one_hot", "ordinal"), "one_hot or ordinal")
+        _check(
+            self,
+            "impute",
+            isinstance(self.impute, str | None) and self.impute != "",
+            "most_frequent, a text or null",
+        )
+        right = isinstance(self.most, int) and 1 <= self.most <= _MOST_CATEGORIES
+        _check(
+            self,
+            "most",
+            right and not isinstance(self.most, bool),
+            f"a number from 1 to {_MOST_CATEGORIES:,}",
+        )
+        _check(self, "fill", isinstance(self.fill, str), "a text")
+        for name in ("categories", "known"):
+            given = getattr(self, name)
+            if given is None:
+                continue
+            is_list = isinstance(given, Sequence) and not isinstance(given, str)
+            texts = tuple(map(_text, given)) if is_list else ()
+            object.__setattr__(self, name, texts)
+            _check(self, name, is_list and len({*texts}) == len(texts), "a list of different values", given)
+            _check_texts(texts, self.most)
+
+    def read(self, values: np.ndarray) -> np.ndarray:
+        if values.dtype.kind in "biuf":  # few different ones
+            different, places = np.unique(values, return_inverse=True)
+            return self.read(different.astype(object))[places.reshape(-1)]
+        return np.array(["" if is_missing(value) else _text(value) for value in values], object)
+
+    def learn(self, values: np.ndarray) -> Category:
+        counts = Counter(values.tolist())
+        missing, fill = counts.get("", 0), self.impute or ""
+        if self.impute == "most_frequent":
+            there = {text: count for text, count in counts.items() if text}
+            if not there:
+                raise GraphoptError(_NONE.format("values"))
+            fill = min(there, key=lambda text: (-there[text], _order(text)))
+        known = tuple(self.categories or ())
+        if self.categories is None:
+            known = tuple(sorted({text or fill for text in counts}, key=_order))
+            _check_texts(known, self.most)
+        return replace(self, rows=len(values), missing=missing, known=known, fill=fill)
+
+    def encode(self, values: np.ndarray) -> np.ndarray:
+        numbers = self._numbers
+        codes = np.array([numbers.get(text, -1) for text in values.tolist()], np.int64)[:, None]
+        return (codes if self.encode_as == "ordinal" else codes == np.arange(len(self.known))).astype(
+            np.float64
+        )
+
+    def emit(self, op: Emitter, x: ir.Value) -> ir.Value:
+        numbers = self._numbers
+        codes = op.LabelEncoder(
+            x,
+            keys_strings=[*numbers],
+            values_int64s=[*numbers.values()],
+            default_int64=-1,
+            _domain=MACHINE_LEARNING,
+        )
+        if self.encode_as == "one_hot":
+            codes = op.Equal(codes, op.constant(np.arange(len(self.known))))
+        return op.Cast(codes, to=ir.DataType.DOUBLE)
+
+    def names(self, column: str) -> list[str]:
+        ordinal = self.encode_as == "ordinal"
+        return [column] if ordinal else [f"{column}={category or 'missing'}" for category in self.known]
+
+    def summary(self) -> str:
+        encoding = f"{self.encode_as.replace('_', '-')} of {len(self.known)}"
+        if not self.missing:
+            return encoding
+        return (
+            f"{encoding}, {self.missing:,} missing {f'filled with {self.fill!r}' if self.fill else 'are one'}"
+        )
+
+    @property
+    def _numbers(self) -> dict[str, int]:
+        """Return the number of each text that the training rows have."""
+        numbers = {category: i for i, category in enumerate(self.known)}
+        return {"": numbers[self.fill], **numbers} if self.fill in numbers else numbers
+
+
+@dataclass(frozen=True)
+class Date(Column):
+    """Turn dates into numbers of mean 0 and standard deviation 1. A missing date becomes the mean date.
+
+    Dates are texts such as 2026-11-26, dates of Python, or `datetime64`. The time of the day is ignored. The model's
+    input is the number of days since 1970-01-01, and NaN for a missing date, because the nodes of ONNX that cut text
+    need opset 20.
+
+    Args:
+        parts: the features: `days` since 1970-01-01, `year`, `month`, `day` of the month, or `weekday`, 0 for Monday.
+        format: the form of texts, such as `%d.%m.%Y`, in the codes of Python's `strptime`; by default, ISO 8601.
+
+    >>> column = graphopt.data.Date(["days"])
+    >>> days = column.read(numpy.array(["1970-01-01", "1970-01-03"], object))
+    >>> days.tolist(), column.learn(days).encode(days).tolist()
+    ([0.0, 2.0], [[-1.0], [1.0]])
+    """
+
+    parts: Sequence[str] = ("days", "month", "weekday")
+    format: str | None = None
+    fill: float = _learnt(0.0)
+    offsets: tuple[float, ...] = _learnt(())
+    divisors: tuple[float, ...] = _learnt(())
+    kind = "date"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        parts = self.parts
+        right = isinstance(parts, Sequence) and not isinstance(parts, str) and bool(parts)
+        right = right and all(part in _PARTS for part in parts) and len({*parts}) == len(parts)
+        _check(self, "parts", right, f"a list of {', '.join(_PARTS)}")
+        _check(self, "format", isinstance(self.format, str | None), "a text such as %d.%m.%Y, or null")
+        _check(self, "fill", _is_number(self.fill) and _FIRST <= self.fill <= _LAST, "a number of days")
+        for name in ("offsets", "divisors"):
+            numbers = getattr(self, name)
+            right = isinstance(numbers, Sequence) and all(map(_is_number, numbers))
+            right = right and len(numbers) == (len(parts) if self.rows else 0)
+            _check(
+                self,
+                name,
+                right and (name == "offsets" or min(numbers, default=1) > 0),
+                "numbers of each part",
+            )
+            object.__setattr__(self, name, tuple(numbers))
+        object.__setattr__(self, "parts", tuple(parts))
+
+    def read(self, values: np.ndarray) -> np.ndarray:
+        if values.dtype.kind != "M":
+            expected = (
+                "a date such as 2026-11-26" if self.format is None else f"a date in the form {self.format!r}"
+            )
+            return _parsed(values, self._day, expected)
+        days = values.astype("datetime64[D]")
+        numbers = np.where(np.isnat(days), np.nan, days.astype(np.int64))
+        wrong = np.flatnonzero((numbers < _FIRST) | (numbers > _LAST))
+        if wrong.size:
+            raise GraphoptError(f"row {wrong[0]}: expected a year from 1 to 9999, found {values[wrong[0]]}")
+        return numbers
+
+    def _day(self, value: Any) -> float:
+        text = str(value)
+        if value is None or text.lower() in _MISSING:
+            return np.nan
+        if self.format is not None and isinstance(value, str):
+            return datetime.datetime.strptime(text, self.format).toordinal() - _EPOCH
+        if text[10:11] not in ("", "T", " "):
+            raise ValueError
+        return datetime.date.fromisoformat(text[:10]).toordinal() - _EPOCH
+
+    def learn(self, values: np.ndarray) -> Date:
+        there = values[~np.isnan(values)]
+        if not len(there):
+            raise GraphoptError(_NONE.format("dates"))
+        filled = replace(self, fill=float(np.rint(there.mean())), rows=0, offsets=(), divisors=())
+        moments = Moments()
+        moments.add(filled._split(values))
+        return replace(
+            filled,
+            rows=len(values),
+            missing=len(values) - len(there),
+            offsets=tuple(moments.mean.tolist()),
+            divisors=tuple(moments.scale.tolist()),
+        )
+
+    def _split(self, values: np.ndarray) -> np.ndarray:
+        days = np.where(np.isnan(values), self.fill, values).astype(np.int64).astype("datetime64[D]")
+        months, years = days.astype("datetime64[M]"), days.astype("datetime64[Y]")
+        parts = {
+            "days": days.astype(np.int64),
+            "year": years.astype(np.int64) + 1970,
+            "month": (months - years).astype(np.int64) + 1,
+            "day": (days - months).astype(np.int64) + 1,
+            "weekday": (days.astype(np.int64) + 3) % 7,
+        }
+        return np.stack([parts[part] for part in self.parts], axis=1).astype(np.float64)
+
+    def encode(self, values: np.ndarray) -> np.ndarray:
+        return (self._split(values) - self.offsets) / self.divisors
+
+    def emit(self, op: Emitter, x: ir.Value) -> ir.Value:
+        """Emit `civil_from_days` of H. Hinnant, "chrono-compatible low-level date algorithms"."""
+        days = op.Cast(op.Where(op.IsNaN(x), self.fill, x), to=ir.DataType.INT64)
+        shifted = days + 719468  # days since 0000-03-01
+        era = shifted / 146097
+        day = shifted - era * 146097  # of an era of 400 years
+        year = (day - day / 1460 + day / 36524 - day / 146096) / 365  # of an era
+        day_of_year = day - (365 * year + year / 4 - year / 100)  # from March on
+        month = (5 * day_of_year + 2) / 153
+        next_year = op.Cast(
+            op.Greater(month, op.constant(9, month)), to=ir.DataType.INT64
+        )  # January, February
+        parts = {
+            "days": days,
+            "year": year + era * 400 + next_year,
+            "month": month + 3 - 12 * next_year,
+            "day": day_of_year - (153 * month + 2) / 5 + 1,
+            "weekday": shifted + 2 - (shifted + 2) / 7 * 7,
+        }
+        chosen = op.Concat(*(op.Cast(parts[part], to=ir.DataType.DOUBLE) for part in self.parts), axis=1)
+        return (chosen - np.array(self.offsets)) / np.array(self.divisors)
+
+    def names(self, column: str) -> list[str]:
+        return [f"{column}.{part}" for part in self.parts]
+
+    def summary(self) -> str:
+        day = datetime.date.fromordinal(int(self.fill) + _EPOCH)
+        filled = f", {self.missing:,} missing filled with the mean {day}" if self.missing else ""
+        return f"date as {', '.join(self.parts)}{filled}"
+
+    @property
+    def note(self) -> str:
+        return "days since 1970-01-01; NaN for a missing date"
+
+
+KINDS: dict[str, type[Column]] = {"category": Category, "date": Date, "number": Number}
+
+
+def column_of(description: Any, *, has_learnt: bool = False) -> Column:
+    """Return the column of a description: the name of a kind, or a mapping of the kind and its fields.
+
+    Args:
+        description: the description; a column is returned as it is.
+        has_learnt: accept the fields that `learn` sets, as `Column.as_fields` returns them.
+
+    Raises:
+        GraphoptError: the kind or a field is unknown, or a field has a wrong value.
+    """
+    if isinstance(description, Column):
+        return description
+    given = {"kind": description} if isinstance(description, str) else description
+    if not isinstance(given, Mapping) or "kind" not in given:
+        raise GraphoptError(
+            f"expected {', '.join(KINDS)}, auto, or {{kind: ..., FIELD: VALUE, ...}}, found {description!r}"
+        )
+    kind = KINDS.get(str(given["kind"]))
+    if kind is None:
+        raise GraphoptError(unknown("kind", str(given["kind"]), [*KINDS, "auto"]))
+    options = {str(name): value for name, value in given.items() if name != "kind"}
+    known = [x.name for x in fields(kind) if x.repr or has_learnt]
+    for name in options:
+        if name not in known:
+            raise GraphoptError(unknown("field", name, known))
+    return kind(**options)  # type: ignore[arg-type]
+
+
+def is_missing(value: Any) -> bool:
+    """Return whether a cell is empty: None, NaN, NaT, pandas' NA, or a text without characters."""
+    if isinstance(value, str):
+        return not value
+    return value is None or str(value) in ("nan", "NaN", "NaT", "<NA>")
+
+
+def inferred(values: np.ndarray) -> Column:
+    """Return the kind of column that suits cells: numbers, dates, or few different values."""
+    if values.dtype.kind in "iuf":
+        return Number()
+    if values.dtype.kind == "M":
+        return Date()
+    different = Counter(Category().read(values).tolist())
+    missing = different.pop("", 0)
+    if not different:
+        raise GraphoptError("expected values, found none")
+    texts = [text for text in different if text.lower() not in _MISSING]
+    numbers = {text for text in texts if _suits(_number, text)}
+    is_boolean = not {*texts} - {"True", "False", "true", "false"}
+    if texts and len(numbers) == len(texts) and not is_boolean:
+        return Number()
+    if texts and all(_suits(Date()._day, text) for text in texts):
+        return Date()
+    fractions = [text for text in texts if text not in numbers and _suits(_number_with_comma, text)]
+    if fractions and len(numbers) + len(fractions) == len(texts):
+        raise GraphoptError(
+            f"expected numbers with a decimal point, found {fractions[0]!r}: is it {_WITH_COMMA}?"
+        )
+    if 2 * len(numbers) > len(texts) > _FEW:
+        odd = next(text for text in texts if text not in numbers)
+        row = next(i for i, text in enumerate(Category().read(values)) if text == odd)
+        raise GraphoptError(f"row {row}: expected a number, as in most rows, found {odd!r}: mend it")
+    column, count = Category(), len(values) - missing
+    if len(different) > max(_FEW, min(column.most, count // 2)):
+        raise GraphoptError(f"expected few different values, found {len(different):,} in {count:,} rows")
+    return column
+
+
+def _suits(parse: Callable[[Any], float], text: str) -> bool:
+    try:
+        parse(text)
+    except (ValueError, OverflowError):
+        return False
+    return True
+
+
+def _parsed(values: np.ndarray, parse: Callable[[Any], float], expected: str, hint: str = "") -> np.ndarray:
+    """Return cells as numbers, or raise an error that names the first row that is none."""
+    numbers = np.empty(len(values))
+    for i, value in enumerate(values.tolist() if values.dtype != object else values):
+        try:
+            numbers[i] = parse(value)
+        except (ValueError, TypeError, OverflowError) as error:
+            hint = hint if _suits(_number_with_comma, str(value)) else ""
+            raise GraphoptError(f"row {i}: expected {expected}, found {str(value)!r}{hint}") from error
+    return numbers
+
+
+def _number(value: Any) -> float:
+    if value is None:
+        return np.nan
+    if isinstance(value, int | float):
+        return float(value)
+    text = str(value)
+    if len(text) > _LONGEST or "_" in text:  # which Python skips
+        raise ValueError
+    return np.nan if text.lower() in _MISSING else float(text)
+
+
+def _number_with_comma(value: Any) -> float:
+    return _number(value.replace(".", " ").replace(",", ".") if isinstance(value, str) else value)
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, str):
+        return value
+    if isinstance(value, bytes) or np.ndim(value):
+        raise GraphoptError(f"expected text or numbers, found {type(value).__name__}")
+    whole = isinstance(value, float | np.floating) and float(value).is_integer()
+    return str(int(value)) if whole else str(value)
+
+
+def _order(text: str) -> tuple[Any, ...]:
+    """Order numbers by size, then texts, then the missing value."""
+    if _suits(_number, text) and text.lower() not in _MISSING:
+        return 0, float(text), text
+    return (1, text) if text else (2, text)
+
+
+def _check_texts(categories: Sequence[str], most: int) -> None:
+    if len(categories) > most:
+        raise GraphoptError(
+            f"expected at most {most:,} categories, found {len(categories):,}: raise most, or leave it out"
+        )
+    for text in categories:
+        if len(text) > _LONGEST or "\0" in text or not _suits(_bytes, text):
+            raise GraphoptError(
+                f"expected categories of at most {_LONGEST:,} characters of Unicode without NUL, found "
+                f"{text[:40]!r} of {len(text):,}: leave the column out"
+            )
+
+
+def _bytes(text: str) -> int:
+    """Return the length in UTF-8, which cannot write half of a surrogate pair."""
+    return len(text.encode())
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and bool(np.isfinite(value))
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _check(column: Column, name: str, is_right: bool, expected: str, found: Any = None) -> None:
+    if not is_right:
+        found = getattr(column, name) if found is None else found
+        raise GraphoptError(f"{type(column).__name__}({name}=...): expected {expected}, found {found!r}")
+
+
+def _most_frequent(numbers: np.ndarray) -> float:
+    different, counts = np.unique(numbers, return_counts=True)
+    return float(different[np.argmax(counts)])
+
+
+_IMPUTED: dict[str, Callable[[np.ndarray], Any]] = {
+    "mean": np.mean,
+    "median": np.median,
+    "most_frequent": _most_frequent,
+}

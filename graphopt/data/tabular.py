@@ -1,0 +1,215 @@
+"""Make a data set of the columns of a table: features, a target and sample weights."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from graphopt.data.columns import Category, is_missing
+from graphopt.data.dataset import FEATURES, TARGET, WEIGHT, Dataset
+from graphopt.data.tables import Columns, cells, columns_of, named_in
+from graphopt.errors import GraphoptError, some, unknown
+
+IN_MEMORY = "data"  # the path of a table that is no file
+_LONGEST_NUMBER = 1_000  # characters
+_MOST_CLASSES = 1_000  # of a text column
+
+_Names = str | int | Sequence[str | int] | None
+
+
+def of_columns(
+    path: str,
+    names: Sequence[str],
+    read: Callable[[list[str]], Mapping[str, Any]],
+    target: _Names,
+    features: _Names | Mapping[str, Any] = None,
+    sample_weight: str | int | None = None,
+    labels: Sequence[str] | None = None,
+    columns: Columns | Mapping[str, Any] | str | None = None,
+) -> Dataset:
+    """Return a data set of a table, of which `read` returns those of the named columns that are used.
+
+    Errors name the path, and `csv` explains the other arguments.
+    """
+    refuse_twice(path, "column", names)
+    targets, weights = _names(target), _names(sample_weight)
+    others = [name for name in names if name not in (*targets, *weights)]
+    if columns is not None and isinstance(features, Mapping):
+        raise GraphoptError(f"{path}: expected one input of columns, found features of {', '.join(features)}")
+    if features is None:
+        features = others if columns is None else [*named_in(columns, others)]
+    only = None if isinstance(features, Mapping) else FEATURES
+    inputs = {
+        name: _names(x)
+        for name, x in (features if isinstance(features, Mapping) else {FEATURES: features}).items()
+    }
+    used = dict.fromkeys(itertools.chain(targets, weights, *inputs.values()))
+    _check_known(path, used, names, targets, columns)
+    if target is not None and (not targets or (labels is not None and len(targets) > 1)):
+        expected = "a target column" if labels is None else "one target column, whose classes are named"
+        raise GraphoptError(f"{path}: expected {expected}, found {', '.join(targets) or 'none'}")
+    found = read([name for name in names if name in used])
+    arrays, classes = {}, None if labels is None else tuple(map(str, labels))
+    if columns is None:
+        arrays = {name: _stack(path, found, those) for name, those in inputs.items()}
+    if targets:
+        arrays[TARGET], classes = _target(path, found, targets, classes)
+    if weights:
+        arrays[WEIGHT] = _vector(_stack(path, found, weights))
+    count = None if classes is None else len(classes)
+    if columns is None:
+        known = inputs[FEATURES] if only and arrays[only].shape[1:] == (len(inputs[only]),) else None
+        return Dataset(arrays, only, count, classes, names=known, source=path)
+    try:
+        table = {name: cells(name, found[name]) for name in inputs[FEATURES]}
+        kinds = columns_of(columns, table)
+    except GraphoptError as error:
+        raise GraphoptError(f"{path}: {error}") from error
+    dataset = Dataset(arrays, None, count, classes, kinds, table, source=path)
+    return dataset.encoded(kinds) if kinds.has_learnt else dataset
+
+
+def refuse_twice(path: str, kind: str, names: Iterable[str]) -> None:
+    """Raise an error if a name comes twice."""
+    for name, count in Counter(names).items():
+        if count > 1:
+            raise GraphoptError(f"{path}: expected one {kind} {name!r}, found {count}")
+
+
+def is_numeral(text: str) -> bool:
+    """Return whether a text is a number of not too many digits."""
+    try:
+        float(text[: _LONGEST_NUMBER + 1])
+    except ValueError:
+        return False
+    return len(text) <= _LONGEST_NUMBER
+
+
+def option(path: str, name: str, value: str) -> str:
+    """Return how a file's option is set on the command line, or an argument of `graphopt.data.table`."""
+    return f"graphopt.data.table(..., {name}={value!r})" if path == IN_MEMORY else f"data.{name}={value}"
+
+
+def _check_known(
+    path: str, used: Iterable[str], names: Sequence[str], targets: Sequence[str], columns: Any
+) -> None:
+    known, learnt = set(names), columns.columns if isinstance(columns, Columns) else ()
+    for name in used:
+        if name in targets and columns is not None and name in named_in(columns, ()):
+            raise GraphoptError(
+                f"{path}: column {name!r}: expected a feature, found the column to predict: leave it out of columns"
+            )
+        if name not in known and name in learnt:
+            raise GraphoptError(
+                f"{path}: expected a column {name!r}, which the model takes, found {some(names, 20)}"
+            )
+        if name not in known:
+            mend = (
+                f": name the column to predict, {option(path, 'target', 'NAME')}" if name in targets else ""
+            )
+            raise GraphoptError(f"{path}: {unknown('column', name, names)}{mend}")
+
+
+def _names(names: _Names) -> list[str]:
+    if names is None:
+        return []
+    return [str(names)] if isinstance(names, str | int) else [str(name) for name in names]
+
+
+def _stack(path: str, columns: Mapping[str, Any], names: Sequence[str]) -> np.ndarray:
+    if not names:
+        raise GraphoptError(f"{path}: expected feature columns, found none")
+    arrays = [_numbers(path, name, columns[name]) for name in names]
+    if len(arrays) == 1 and arrays[0].ndim > 1:
+        return arrays[0]
+    if any(array.ndim > 2 for array in arrays):
+        shapes = ", ".join(
+            f"{name!r} {list(array.shape[1:])}" for name, array in zip(names, arrays, strict=True)
+        )
+        raise GraphoptError(
+            f"{path}: expected columns of cells or lists to join, found {shapes}: name one column per input in "
+            "data.features"
+        )
+    return np.column_stack(arrays)
+
+
+def _vector(stacked: np.ndarray) -> np.ndarray:
+    return stacked[:, 0] if stacked.shape[1:] == (1,) else stacked
+
+
+def _target(
+    path: str, columns: Mapping[str, Any], names: Sequence[str], labels: tuple[str, ...] | None
+) -> tuple[np.ndarray, tuple[str, ...] | None]:
+    """Return the target, the numbers of classes if it is text, and the names of these classes."""
+    if labels is None and len(names) == 1:
+        labels = _text_classes(path, names[0], columns[names[0]])
+    if labels is not None:
+        refuse_twice(path, "label", labels)
+        return _classes(path, names[0], columns[names[0]], labels), labels
+    for name in names:
+        column = columns[name]
+        if isinstance(column, np.ndarray) and column.dtype.kind in "iub":
+            continue
+        missing = [i for i, value in enumerate(column) if np.ndim(value) == 0 and is_missing(value)]
+        if missing:
+            place, count = f"column {name!r}, row {missing[0]}", f"{len(missing):,} of {len(column):,} rows"
+            raise GraphoptError(
+                f"{path}: {place}: expected a value to predict, found none, as in {count}: leave "
+                f"them out, or the column, {option(path, 'target', 'null')}"
+            )
+    return _vector(_stack(path, columns, names)), None
+
+
+def _text_classes(path: str, name: str, column: Any) -> tuple[str, ...] | None:
+    """Return the different texts of a target in order, or None if it has numbers alone."""
+    if isinstance(column, np.ndarray) and (column.dtype.kind in "iufb" or column.ndim > 1):
+        return None
+    texts = Category().read(cells(name, column)).tolist()
+    words = [text for text in dict.fromkeys(texts) if text and not is_numeral(text)]
+    if not words:
+        return None
+    wrong = next(((i, text) for i, text in enumerate(texts) if not text or is_numeral(text)), None)
+    if wrong is not None:
+        row = wrong[0] if not wrong[1] else texts.index(words[0])
+        expected = "a class" if not wrong[1] else "a number"
+        raise GraphoptError(
+            f"{path}: column {name!r}, row {row}: expected {expected}, found {texts[row]!r}: mend it, leave out "
+            f"the row, or name the classes, {option(path, 'labels', f'[{some(words, 20)}]')}"
+        )
+    if len(words) > _MOST_CLASSES:
+        raise GraphoptError(
+            f"{path}: column {name!r}: expected numbers or at most {_MOST_CLASSES:,} classes, found "
+            f"{len(words):,} different texts, such as {words[0]!r}"
+        )
+    return tuple(sorted(words))
+
+
+def _numbers(path: str, name: str, column: Any) -> np.ndarray:
+    """Return a column as int64 if all numbers are whole, otherwise as float64."""
+    if isinstance(column, np.ndarray) and column.dtype.kind in "iufb":
+        return column
+    texts = ["nan" if is_missing(value) else str(value) for value in column]
+    for dtype in (np.int64, np.float64) if max(map(len, texts), default=0) <= _LONGEST_NUMBER else ():
+        try:
+            return np.array(texts, dtype)
+        except (ValueError, OverflowError):  # also for whole numbers beyond int64
+            continue
+    row, text = next((i, text) for i, text in enumerate(texts) if not is_numeral(text))
+    mend = f"{option(path, 'columns', 'auto')} makes features of text and dates"
+    raise GraphoptError(f"{path}: column {name!r}, row {row}: expected a number, found {text!r}: {mend}")
+
+
+def _classes(path: str, name: str, column: Any, labels: Sequence[str]) -> np.ndarray:
+    """Return the index of each text in `labels`."""
+    places = {label: i for i, label in enumerate(labels)}
+    texts = Category().read(cells(name, column)).tolist()
+    for i, text in enumerate(texts):
+        if text not in places:
+            raise GraphoptError(
+                f"{path}: column {name!r}, row {i}: expected a label of {', '.join(places)}, found {text!r}"
+            )
+    return np.array([places[text] for text in texts], np.int64)

@@ -1,0 +1,793 @@
+"""Tables of text, categories, dates and missing values: scikit-learn's numbers, in NumPy and as nodes of a model."""
+
+from __future__ import annotations
+
+import csv
+import datetime
+import gzip
+import importlib.util
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+from builders import mlp
+
+import graphopt
+import passes
+from graphopt import cli, data, models
+from graphopt.data import Category, Columns, Date, Number
+from graphopt.data.tables import columns_of
+from graphopt.errors import GraphoptError
+from graphopt.training.evaluation import predict
+
+pandas = pytest.importorskip("pandas")
+
+RNG = np.random.default_rng(0)
+CITIES = ["Bern", "Oslo", "Łódź", "São Paulo", "東京", "a,b", "'q'", " "]
+QUICK = ("fit.epochs=3", "executor.threads=1", "data.columns=auto")
+
+
+def people(rows: int = 300) -> Any:
+    """Return a table with a column of each kind, in which every column but some lacks values."""
+    age = RNG.integers(18, 80, rows).astype(float)
+    city = RNG.choice(CITIES[:4], rows).astype(object)
+    day = np.datetime64("2024-01-01") + RNG.integers(0, 700, rows)
+    bought = np.where(age + 20 * (city == "Oslo") + RNG.normal(0, 5, rows) > 50, "yes", "no")
+    age[RNG.random(rows) < 0.1] = np.nan
+    city[RNG.random(rows) < 0.1] = None
+    member = RNG.random(rows) > 0.5
+    return pandas.DataFrame({"age": age, "city": city, "day": day, "member": member, "bought": bought})
+
+
+@pytest.fixture
+def table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Write people.csv into the working directory."""
+    monkeypatch.chdir(tmp_path)
+    frame = people()
+    frame.to_csv("people.csv", index=False)
+    return frame
+
+
+def session(model: Any) -> onnxruntime.InferenceSession:
+    graphopt.save(model, "model.onnx")
+    onnx.checker.check_model("model.onnx", full_check=True)
+    return onnxruntime.InferenceSession("model.onnx")
+
+
+# scikit-learn
+
+
+@pytest.mark.parametrize("impute", ["mean", "median", "most_frequent", -3.5, None])
+@pytest.mark.parametrize("scale", ["standard", "minmax", None])
+@pytest.mark.parametrize("kind", ["normal", "integers", "constant", "large", "binary"])
+def test_numbers_are_those_of_scikit_learn(impute: Any, scale: Any, kind: str) -> None:
+    from sklearn.impute import SimpleImputer
+    from sklearn.pipeline import make_pipeline
+    from sklearn.preprocessing import MinMaxScaler, StandardScaler
+
+    drawn = {
+        "normal": RNG.normal(3, 2, 60),
+        "integers": RNG.integers(0, 5, 60),
+        "constant": np.full(60, 7.25),
+        "large": RNG.normal(size=60) * 1e9,
+        "binary": RNG.random(60) > 0.5,
+    }[kind].astype(np.float32)
+    x = drawn.astype(np.float64)
+    if impute is not None:
+        x[[3, 4, 50]] = np.nan
+    fill = {} if isinstance(impute, str | None) else {"strategy": "constant", "fill_value": impute}
+    imputer = SimpleImputer(**(fill or {"strategy": impute or "mean"}))
+    scaler = {"standard": StandardScaler(), "minmax": MinMaxScaler(), None: "passthrough"}[scale]
+    expected = make_pipeline(imputer, scaler).fit(x[:40, None]).transform(x[:, None])
+    columns = Columns({"x": Number(impute, scale)}).learn({"x": x}, range(40))
+    np.testing.assert_allclose(columns.encode({"x": x}), expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["text", "integers", "booleans", "floats", "one", "mixed"])
+def test_categories_are_those_of_scikit_learn(kind: str) -> None:
+    from sklearn.preprocessing import OneHotEncoder, OrdinalEncoder
+
+    x = {
+        "text": RNG.choice(CITIES, 80).astype(object),
+        "integers": RNG.integers(-3, 12, 80),
+        "booleans": RNG.random(80) > 0.5,
+        "floats": RNG.choice([0.5, 10, -2, 3], 80),
+        "one": np.full(80, "same", object),
+        "mixed": np.array(["2", "10", "ten"], object)[RNG.integers(0, 3, 80)],
+    }[kind]
+    training = x[:60] if kind != "text" else x[x != "東京"][:40]  # one has not been seen
+    one_hot = OneHotEncoder(handle_unknown="ignore", sparse_output=False).fit(training[:, None])
+    ordinal = OrdinalEncoder(handle_unknown="use_encoded_value", unknown_value=-1)
+    ordinal.fit(training[:, None])
+    for column, oracle in ((Category(), one_hot), (Category("ordinal"), ordinal)):
+        found = Columns({"x": column}).learn({"x": training}).encode({"x": x})
+        expected = oracle.transform(x[:, None])
+        if kind == "mixed":  # numbers by size come before texts, where scikit-learn sorts all as texts
+            expected = (
+                expected[:, [1, 0, 2]]
+                if expected.shape[1] == 3
+                else np.choose(expected.astype(int), [1, 0, 2])
+            )
+        np.testing.assert_array_equal(found, expected)
+
+
+def test_missing_categories_are_those_of_scikit_learn() -> None:
+    from sklearn.impute import SimpleImputer
+    from sklearn.pipeline import make_pipeline
+    from sklearn.preprocessing import OneHotEncoder
+
+    x = RNG.choice(["u", "v", "w"], 50).astype(object)
+    x[[3, 20, 40]] = None
+    encoder = OneHotEncoder(handle_unknown="ignore", sparse_output=False)
+    for impute, imputer in (
+        (None, "passthrough"),
+        ("most_frequent", SimpleImputer(strategy="most_frequent", missing_values=None)),
+        ("other", SimpleImputer(strategy="constant", missing_values=None, fill_value="other")),
+    ):
+        expected = make_pipeline(imputer, encoder).fit(x[:30, None]).transform(x[:, None])
+        columns = Columns({"x": Category(impute=impute)}).learn({"x": x}, range(30))
+        order = np.argsort(columns.columns["x"].known) if impute == "other" else slice(None)  # type: ignore[attr-defined]
+        np.testing.assert_array_equal(columns.encode({"x": x})[:, order], expected)
+    given = Columns({"x": Category("ordinal", categories=["w", "v", "u"])}).learn({"x": x})
+    assert given.encode({"x": ["u", "w", None, "z"]}).ravel().tolist() == [2, 0, -1, -1]
+
+
+def test_a_table_equals_the_column_transformer(table: Any) -> None:
+    from sklearn.compose import ColumnTransformer
+    from sklearn.impute import MissingIndicator, SimpleImputer
+    from sklearn.pipeline import make_pipeline
+    from sklearn.preprocessing import OneHotEncoder, OrdinalEncoder, StandardScaler
+
+    columns = Columns(
+        {
+            "age": Number("median", add_indicator=True),
+            "city": "category",
+            "member": {"kind": "category", "encode_as": "ordinal"},
+        }
+    )
+    rows, _ = data.hold_out(len(table), 0.3)
+    columns = columns.learn(table, rows)
+    transformer = ColumnTransformer(
+        [
+            ("age", make_pipeline(SimpleImputer(strategy="median"), StandardScaler()), ["age"]),
+            ("missing", MissingIndicator(features="all"), ["age"]),
+            ("city", OneHotEncoder(handle_unknown="ignore", sparse_output=False), ["city"]),
+            ("member", OrdinalEncoder(), ["member"]),
+        ]
+    )
+    expected = transformer.fit(table.iloc[rows]).transform(table)
+    np.testing.assert_allclose(columns.encode(table), expected.astype(float), atol=1e-6)
+    assert columns.names == [
+        "age",
+        "age is missing",
+        *(f"city={x}" for x in sorted(CITIES[:4])),
+        "city=missing",
+        "member",
+    ]
+
+
+# Nodes
+
+
+def test_nodes_give_the_bits_of_numpy(table: Any) -> None:
+    table["kids"] = RNG.integers(0, 4, len(table))
+    columns = Columns(
+        {
+            "age": Number("median", "minmax", add_indicator=True),
+            "city": Category(impute="most_frequent"),
+            "day": Date(("days", "year", "month", "day", "weekday")),
+            "kids": Category("ordinal"),
+            "member": "category",
+        }
+    ).learn(table[:200])
+    table.loc[5, "kids"], table.loc[6, "city"], table.loc[7, "day"] = 9, "Nowhere", pandas.NaT
+    x = columns.encode(table)
+    model = models.linear((columns.width,), 3, seed=1)
+    expected = graphopt.run(model, {"x": x})["y"]
+    whole = columns.before(model, labels=["u", "v", "wörld"])
+    runtime = session(whole)
+    found, label = runtime.run(None, columns.inputs(table))
+    np.testing.assert_array_equal(found, expected)
+    assert label.tolist() == np.array(["u", "v", "wörld"])[expected.argmax(axis=1)].tolist()
+    assert {x.name: x.type for x in runtime.get_inputs()}["city"] == "tensor(string)"
+    outputs = predict("model.onnx", table)
+    np.testing.assert_array_equal(outputs["y"], expected)
+    assert outputs["label"].tolist() == label.tolist()
+    # back
+    assert Columns.of("model.onnx") == columns
+    plain = Columns.without("model.onnx")
+    assert ([x.name for x in plain.graph.inputs], [y.name for y in plain.graph.outputs]) == (["x"], ["y"])
+    np.testing.assert_array_equal(graphopt.run(plain, {"x": x})["y"], expected)
+    assert Columns.without(model) is model and Columns.of(model) is None
+
+
+def test_dates_are_those_of_python_from_the_first_to_the_last() -> None:
+    days = np.r_[datetime.date.min.toordinal(), RNG.integers(1, datetime.date.max.toordinal(), 3000)]
+    days = np.r_[
+        days,
+        [
+            datetime.date(y, m, 28).toordinal() + i
+            for y in (1900, 2000, 2024)
+            for m in (2, 12)
+            for i in range(4)
+        ],
+    ]
+    dates = [datetime.date.fromordinal(day) for day in [*days.tolist(), datetime.date.max.toordinal()]]
+    table = {"day": [str(day) for day in dates]}
+    columns = Columns({"day": Date(("year", "month", "day", "weekday"))}).learn(table)
+    parts = columns.columns["day"]
+    assert isinstance(parts, Date)
+    found = columns.encode(table) * parts.divisors + parts.offsets
+    expected = [[day.year, day.month, day.day, day.weekday()] for day in dates]
+    np.testing.assert_array_equal(found.round(), expected)
+    model = models.linear((4,), 2)
+    y = graphopt.run(columns.before(model), columns.inputs(table))["y"]
+    np.testing.assert_array_equal(y, graphopt.run(model, {"x": columns.encode(table)})["y"])
+    objects = {"day": np.array(dates, object)}
+    np.testing.assert_array_equal(columns.encode(objects), columns.encode(table))
+    europe = Columns({"day": Date(format="%d.%m.%Y")}).inputs({"day": ["02.01.1970", None, "NA"]})["day"]
+    assert europe[0] == 1 and np.isnan(europe[1:]).all()
+
+
+@pytest.mark.parametrize(
+    "names", [("x", "y", "label", "features"), ("layers.0.weight", "batch", "ü \\ b", "y_")]
+)
+def test_columns_may_have_the_names_of_the_model(names: tuple[str, ...]) -> None:
+    table = {name: RNG.normal(size=9) for name in names}
+    columns = Columns(dict.fromkeys(names, "number")).learn(table)
+    model = models.linear((4,), 2)
+    whole = columns.before(model, labels=["u", "v"])
+    runtime = session(whole) if not Path("model.onnx").exists() else None
+    Path("model.onnx").unlink()
+    assert runtime is not None and [x.name for x in runtime.get_inputs()] == list(names)
+    found = runtime.run(None, columns.inputs(table))[0]
+    np.testing.assert_array_equal(found, graphopt.run(model, {"x": columns.encode(table)})["y"])
+    plain = Columns.without(whole)
+    x = {plain.graph.inputs[0].name: columns.encode(table)}
+    np.testing.assert_array_equal(next(iter(graphopt.run(plain, x).values())), found)
+
+
+@pytest.mark.parametrize("opset", [9, 11, 13, 21])
+def test_models_of_any_opset_take_columns(
+    opset: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    table = people(40)
+    columns = Columns.auto(table, leave_out=["bought"]).learn(table)
+    model = onnx.ModelProto.FromString(mlp((columns.width, 2)).SerializeToString())
+    model.opset_import[0].version = opset
+    runtime = session(columns.before(model, labels=["no", "yes"]))
+    y, label = runtime.run(None, columns.inputs(table))
+    assert (label == np.array(["no", "yes"])[y.argmax(axis=1)]).all()
+
+
+def test_models_that_do_not_take_the_features() -> None:
+    table = {"a": [1.0, 2.0], "b": ["u", "v"]}
+    columns = Columns.auto(table)
+    with pytest.raises(
+        GraphoptError, match="expected columns that have learnt from training rows, found a, b: call learn"
+    ):
+        columns.before(models.linear((3,), 1))
+    with pytest.raises(
+        GraphoptError, match=r"expected a model with one input \[rows, 3\], found x\[batch, ?4\]"
+    ):
+        columns.learn(table).before(models.linear((4,), 1))
+
+
+# Kinds
+
+
+@pytest.mark.parametrize(
+    ("cells", "kind"),
+    [
+        ([1, 2.5, None], Number),
+        (["1", "2.5", "", "NA", "?"], Number),
+        (np.array([True, False]), Category),
+        (["true", "false", ""], Category),
+        (["u", "v", None], Category),
+        (["2024-01-31", "", "2024-02-01 10:30:00"], Date),
+        (np.array(["2024-01-31", "NaT"], "datetime64[ns]"), Date),
+        ([datetime.date(2024, 1, 31), None], Date),
+        (["1", "2", "many"], Category),
+        ([f"{i % 30}u" for i in range(100)], Category),
+    ],
+)
+def test_auto_finds_the_kind(cells: Any, kind: type) -> None:
+    assert type(Columns.auto({"x": cells}).columns["x"]) is kind
+
+
+@pytest.mark.parametrize(
+    ("cells", "error"),
+    [
+        (
+            [f"name {i}" for i in range(50)],
+            r"column 'x': expected few different values, found 50 in 50 rows: .*, columns={\*: auto, x: null}, or",
+        ),
+        (
+            [*map(str, range(50)), "12x"],
+            "column 'x', row 50: expected a number, as in most rows, found '12x'",
+        ),
+        ([None, ""], "column 'x': expected values, found none"),
+        (
+            ["1,5", "2", ""],
+            "column 'x': expected numbers with a decimal point, found '1,5': is it {kind: number, decimal",
+        ),
+        ([[1, 2], [3, 4]], r"column 'x': expected a cell in each row, found arrays of shape \[2\]"),
+        ([{"a": 1}, {"a": 2}], None),
+    ],
+)
+def test_auto_names_columns_without_a_kind(cells: Any, error: str | None) -> None:
+    if error is None:
+        assert Columns.auto({"x": cells}).columns["x"].kind == "category"
+        return
+    with pytest.raises(GraphoptError, match=error):
+        Columns.auto({"x": cells})
+
+
+@pytest.mark.parametrize(
+    ("description", "expected"),
+    [
+        ("auto", {"a": "number", "b": "category", "c": "number"}),
+        ({"a": "number"}, {"a": "number"}),
+        ({"c": "category", "*": "auto"}, {"a": "number", "b": "category", "c": "category"}),
+        ({"*": "category", "b": None}, {"a": "category", "c": "category"}),
+    ],
+)
+def test_descriptions(description: Any, expected: dict[str, str]) -> None:
+    table = {"a": np.arange(3), "b": np.array(["u", "v", "u"], object), "c": np.arange(3)}
+    found = columns_of(description, table).columns
+    assert {name: column.kind for name, column in found.items()} == expected
+
+
+@pytest.mark.parametrize(
+    ("description", "error"),
+    [
+        ("yes", "columns: expected auto, or kinds by the names of columns, found 'yes'"),
+        (3, "columns: expected auto"),
+        ({}, "columns: expected auto"),
+        ({"a": "categry"}, r"column 'a': unknown kind 'categry'.*category"),
+        ({"a": 3}, "column 'a': expected category, date, number, auto, or"),
+        ({"a": ["number"]}, "column 'a': expected category, date, number, auto, or"),
+        ({"a": {"encode_as": "ordinal"}}, "column 'a': expected category, date"),
+        ({"a": {"kind": ["x"]}}, "column 'a': unknown kind"),
+        ({"a": {"kind": "number", "_target_": "os.system"}}, "column 'a': unknown field '_target_'"),
+        ({"a": {"kind": "number", "fill": 3}}, "column 'a': unknown field 'fill'"),
+        ({"a": {"kind": "number", "impute": "middle"}}, r"Number\(impute=...\): expected mean, median"),
+        ({"a": {"kind": "number", "impute": True}}, r"Number\(impute=...\): expected mean, median"),
+        ({"a": {"kind": "number", "impute": float("nan")}}, r"Number\(impute=...\): expected mean, median"),
+        ({"a": {"kind": "number", "scale": [1]}}, r"Number\(scale=...\): expected standard"),
+        (
+            {"a": {"kind": "category", "most": 10**9}},
+            r"Category\(most=...\): expected a number from 1 to 10,000",
+        ),
+        ({"a": {"kind": "category", "categories": "abc"}}, r"Category\(categories=...\): expected a list"),
+        (
+            {"a": {"kind": "category", "categories": ["u", "u"]}},
+            r"Category\(categories=...\): expected a list of diff",
+        ),
+        ({"a": {"kind": "date", "parts": ["hour"]}}, r"Date\(parts=...\): expected a list of days, year"),
+        ({"a": {"kind": "date", "parts": [["days"]]}}, r"Date\(parts=...\): expected a list of days, year"),
+        ({"a": {"kind": "date", "format": 3}}, r"Date\(format=...\): expected a text"),
+        ({"b": "number"}, "unknown column 'b'"),
+    ],
+)
+def test_wrong_descriptions(description: Any, error: str) -> None:
+    with pytest.raises(GraphoptError, match=error) as raised:
+        data.table({"a": [1, 2], "target": [0, 1]}, columns=description)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("column", "cells", "error"),
+    [
+        (Number(), ["1", "x"], "column 'x', row 1: expected a number, found 'x'"),
+        (
+            Number(),
+            ["1", "1,5"],
+            r"column 'x', row 1: expected a number, found '1,5': is it {kind: number, decimal: ','}\?",
+        ),
+        (Number(), ["1", "1_0"], "row 1: expected a number, found '1_0'"),
+        (Number(), ["9" * 100_000], "row 0: expected a number"),
+        (Number(), [1.0, np.inf], "row 1: expected a number in float32, found inf"),
+        (Number(), [1.0, 1e300], "row 1: expected a number in float32"),
+        (Number(), [None, None], "column 'x': expected numbers, found none in the rows to learn from"),
+        (Number(None), [1, None], "row 1: expected a number, found none: fill it in with impute"),
+        (Category(most=2), ["u", "v", "w"], "column 'x': expected at most 2 categories, found 3"),
+        (Category(), ["u", "v" * 10_000_000], "expected categories of at most 1,000 characters"),
+        (Category(), ["u", "a\0b"], "expected categories of at most 1,000 characters of Unicode without NUL"),
+        (Category(), ["u", "\ud800"], "of Unicode without NUL"),
+        (Category(), [b"u", b"v", [1]], "column 'x': "),
+        (
+            Category(impute="most_frequent"),
+            [None, None],
+            "expected values, found none in the rows to learn from",
+        ),
+        (Date(), ["2024-02-30"], "row 0: expected a date such as 2026-11-26, found '2024-02-30'"),
+        (Date(), ["20240230"], "row 0: expected a date"),
+        (Date(), ["10000-01-01"], "row 0: expected a date"),
+        (Date(), np.array(["20000-01-01"], "datetime64[D]"), "row 0: expected a year from 1 to 9999"),
+        (Date(), ["2024-01-01x"], "row 0: expected a date"),
+        (Date(format="%d.%m.%Y"), ["1.13.2024"], "row 0: expected a date in the form '%d.%m.%Y'"),
+    ],
+)
+def test_cells_that_do_not_fit(column: Any, cells: Any, error: str) -> None:
+    with pytest.raises(GraphoptError, match=error) as raised:
+        Columns({"x": column}).learn({"x": cells})
+    assert len(str(raised.value)) < 1000 and "\n" not in str(raised.value)
+
+
+def test_many_different_texts() -> None:
+    texts = np.arange(200_000).astype(str).astype(object) + "u"
+    with pytest.raises(
+        GraphoptError, match="data: column 'id': expected few different values, found 200,000"
+    ):
+        data.table({"id": texts, "target": texts}, target=None, columns="auto")
+    with pytest.raises(
+        GraphoptError, match="data: column 'id': expected at most 1,000 categories, found 200,000"
+    ):
+        data.table({"id": texts}, target=None, columns={"id": "category"}).learn()
+    with pytest.raises(
+        GraphoptError, match=r"column 'target': expected numbers or at most 1,000 classes, found 200,000"
+    ):
+        data.table({"id": texts, "target": texts}, columns={"id": "category"})
+    wide = {f"c{i}": np.array([f"{j}u" for j in range(1000)] * 2, object) for i in range(3)}
+    columns = Columns.auto(wide).learn(wide)
+    huge = {name: np.full(500_000, "1u", object) for name in wide}
+    with pytest.raises(
+        GraphoptError, match="found 500,000 rows of 3,000 features: encode categories as ordinal"
+    ):
+        columns.encode(huge)
+
+
+def test_decimal_commas() -> None:
+    columns = Columns({"x": Number(scale=None, decimal=",")}).learn({"x": ["1,5", "-2", None, "1e3"]})
+    assert columns.encode({"x": ["1,5", "7"]}).ravel().tolist() == [1.5, 7]
+    with pytest.raises(GraphoptError, match=r"row 0: expected a number, found '1\.234,5'"):
+        columns.encode({"x": ["1.234,5"]})
+
+
+def test_a_warning_of_numbers_that_float32_cannot_tell_apart() -> None:
+    with pytest.warns(UserWarning, match="column 'x': float32 cannot tell numbers apart near 1e.09"):
+        Columns({"x": "number"}).learn({"x": 1e9 + np.arange(5.0)})
+
+
+@pytest.mark.parametrize(
+    "note",
+    [
+        "",
+        "[]",
+        '{"columns": {}}',
+        '{"columns": {"a": {"kind": "number"}}}',
+        '{"columns": {"a": "number"}, "x": 1}',
+    ]
+    + [
+        json.dumps({"columns": {"a": {"kind": kind, "rows": 3, **fields}}, "features": "f", "input": "x"})
+        for kind, fields in (
+            ("number", {"fill": "x"}),
+            ("number", {"divisor": 0}),
+            ("category", {"known": 3}),
+            ("category", {"known": [f"{i}" for i in range(1001)]}),
+            ("date", {"offsets": [1.0]}),
+            ("date", {"offsets": [1, 2, 3], "divisors": [1, 2, 0]}),
+            ("date", {"offsets": [1, 2, 3], "divisors": [1, 2, 3], "fill": 1e30}),
+            ("own", {}),
+        )
+    ]
+    + [json.dumps({"columns": {"a": {"kind": "number", "rows": 3}}, "features": "none", "input": "x"})],
+)
+def test_hostile_metadata(note: str) -> None:
+    model = onnx.ModelProto.FromString(mlp((1, 2)).SerializeToString())
+    model.metadata_props.add(key="graphopt.columns", value=note)
+    with pytest.raises(
+        GraphoptError, match=r"metadata 'graphopt\.columns': expected (JSON|columns as graphopt writes them)"
+    ):
+        Columns.without(model)
+
+
+# Files and frames
+
+
+def test_what_is_learnt_comes_from_training_rows(table: Any) -> None:
+    rows, held_out = data.hold_out(len(table), 0.2, seed=3)
+    read = {"target": "bought", "columns": "auto"}
+    before = data.csv("people.csv", **read).learn(rows)
+    table.loc[held_out, "age"] = 1e6
+    table.loc[held_out, "city"] = "Nowhere"
+    table.loc[held_out, "day"] = np.datetime64("1900-01-01")
+    table.to_csv("other.csv", index=False)
+    after = data.csv("other.csv", **read).learn(rows)
+    assert before.columns == after.columns
+    np.testing.assert_array_equal(before.arrays["x"][rows], after.arrays["x"][rows])
+    again = data.csv("people.csv", target="bought", columns=before.columns)
+    np.testing.assert_array_equal(again.arrays["x"], before.arrays["x"])
+    assert before.names == before.columns.names and before.labels == ("no", "yes")
+
+
+@pytest.mark.parametrize("kind", ["parquet", "arrow"])
+def test_parquet_and_arrow(kind: str, tmp_path: Path) -> None:
+    arrow = pytest.importorskip("pyarrow")
+    import pyarrow.parquet
+
+    written = arrow.table(
+        {
+            "text": arrow.array(["u", None, "v", "u"]),
+            "word": arrow.array(["p", "q", None, "p"]).dictionary_encode(),
+            "flag": arrow.array([True, None, False, True]),
+            "count": arrow.array([1, None, 3, 4], arrow.int64()),
+            "time": arrow.array(
+                [datetime.datetime(2024, 1, i, 5) for i in (1, 2, 3)] + [None], arrow.timestamp("us")
+            ),
+            "day": arrow.array([datetime.date(2024, 1, i) for i in (1, 2, 3)] + [None]),
+            "target": arrow.array(["no", "no", "yes", "no"]),
+        }
+    )
+    path = str(tmp_path / f"t.{kind}")
+    if kind == "parquet":
+        pyarrow.parquet.write_table(written, path)
+    else:
+        with arrow.OSFile(path, "wb") as sink, arrow.ipc.new_file(sink, written.schema) as writer:
+            writer.write(written)
+    found = getattr(data, kind)(path, columns="auto").learn()
+    kinds = {name: column.kind for name, column in found.columns.columns.items()}
+    assert kinds == {
+        **dict.fromkeys(("text", "word", "flag"), "category"),
+        "count": "number",
+        **dict.fromkeys(("time", "day"), "date"),
+    }
+    assert found.labels == ("no", "yes") and found.arrays["target"].tolist() == [0, 0, 1, 0]
+    assert found.names[:9] == [
+        *("text=u", "text=v", "text=missing", "word=p", "word=q", "word=missing"),
+        *("flag=False", "flag=True", "flag=missing"),
+    ]
+    np.testing.assert_array_equal(found.arrays["x"][:, 10:13], found.arrays["x"][:, 13:16])
+    with pytest.raises(
+        GraphoptError, match=r"column 'text', row 0: expected a number, found 'u': data.columns=auto"
+    ):
+        getattr(data, kind)(path)
+
+
+@pytest.mark.parametrize("library", ["pandas", "polars"])
+def test_frames(library: str, table: Any) -> None:
+    frame = table if library == "pandas" else pytest.importorskip("polars").from_pandas(table)
+    if library == "pandas":
+        frame = frame.assign(city=frame["city"].astype("category"), age=frame["age"].astype("Int64"))
+    found = data.table(frame, target="bought", columns="auto").learn(range(200))
+    expected = data.csv("people.csv", target="bought", columns="auto").learn(range(200))
+    np.testing.assert_array_equal(found.arrays["x"], expected.arrays["x"])
+    np.testing.assert_array_equal(found.arrays["target"], expected.arrays["target"])
+    step = graphopt.compile(
+        models.mlp((found.columns.width,), 2), loss=passes.CrossEntropy(), optimizer=passes.AdamW(1e-2)
+    )
+    executor = graphopt.Executor(step, threads=1)
+    assert graphopt.fit(executor, found, epochs=10)[-1]["accuracy"] > 0.7
+    whole = found.columns.before(executor.trained(), found.labels)
+    outputs = predict(whole, frame)
+    assert np.mean(outputs["label"] == np.asarray(frame["bought"])) > 0.7
+    np.testing.assert_array_equal(outputs["y"], predict(executor.trained(), found)["y"])
+    np.testing.assert_array_equal(outputs["y"], predict(whole, found)["y"])
+
+
+def test_frames_that_need_columns(table: Any) -> None:
+    step = graphopt.compile(models.linear((4,), 2), loss=passes.CrossEntropy(), optimizer=passes.SGD())
+    executor = graphopt.Executor(step)
+    frame = table.rename(columns={"bought": "target"})
+    with pytest.raises(
+        GraphoptError,
+        match=r"data: column 'city', row \d: expected a number, found '.*': graphopt.data.table\(.*'auto'\)",
+    ):
+        graphopt.fit(executor, frame[["age", "city", "target"]])
+    with pytest.raises(
+        GraphoptError, match=r"data: column 'age', row \d+: expected finite numbers, found NaN; .*auto"
+    ):
+        graphopt.fit(executor, frame.assign(b=1, c=2, d=3)[["age", "b", "c", "d", "target"]])
+    with pytest.raises(
+        GraphoptError, match=r"expected columns that have learnt .* data = data.learn\(rows\)"
+    ):
+        graphopt.fit(executor, data.table(frame, columns="auto"))
+    numbers = frame.assign(age=1.0, b=1, c=2, d=3)[["age", "b", "c", "d", "target"]]
+    assert graphopt.fit(executor, numbers, epochs=1)[0]["accuracy"] >= 0  # class strings
+
+
+# The command
+
+
+@pytest.mark.parametrize(
+    ("text", "given", "error"),
+    [
+        (
+            "5,1,0\n4,2,1\n",
+            [],
+            "t.csv: expected the names of 3 columns in the first row, found numbers, 5, 1, 0: data.header=false",
+        ),
+        ("5,5,0\n4,2,1\n", [], "data.header=false"),
+        (
+            "a;target\n1;0\n",
+            [],
+            "t.csv: expected columns separated by ',', found one, 'a;target': \"data.delimiter=';'\"",
+        ),
+        ("a;target\n1,5;0\n", [], "data.delimiter=';'"),
+        ("a\ttarget\n1\t0\n", [], "data.delimiter='\\t'"),
+        (
+            "a,target\n1,0\n,1\n2,0\n",
+            [],
+            "t.csv: column 'a', row 1: expected finite numbers, found NaN; set allow_nan",
+        ),
+        ("a,target\n1,0\n,1\n2,0\n", [], "or fill it in: data.columns=auto"),
+        (
+            "a,target\nu,0\n",
+            [],
+            "t.csv: column 'a', row 0: expected a number, found 'u': data.columns=auto makes features",
+        ),
+        ("a,bought\n1,0\n", ["data.target=bougth"], "t.csv: unknown column 'bougth'"),
+        ("a,bought\n1,0\n", [], "name the column to predict, data.target=NAME"),
+        (
+            "a,target\n1,0\n2,\n",
+            [],
+            "column 'target', row 1: expected a value to predict, found none, as in 1 of 2 rows",
+        ),
+        ("a,target\n1,u\n2,\n", [], "column 'target', row 1: expected a class, found ''"),
+        (
+            "a,target\n1,u\n2,3\n",
+            [],
+            "column 'target', row 0: expected a number, found 'u': mend it, leave out the row, or",
+        ),
+        ("a,target\n1,u\n", ["data.columns={b: number}"], "t.csv: unknown column 'b'"),
+        ("a,target\n1,u\n", ["data.columns={a: numbr}"], "data.columns: column 'a': unknown kind 'numbr'"),
+        (
+            "a,target\n1,u\n",
+            ["data.columns=3"],
+            "data.columns: expected auto, or kinds by the names of columns, found 3",
+        ),
+        (
+            "a,target\n1,u\n",
+            ["data.columns={a: null}"],
+            "t.csv: columns: expected a feature or more, found none in",
+        ),
+        (
+            "a,target\n1,u\n",
+            ["data.columns={a: number, target: category}"],
+            "t.csv: column 'target': expected a feature, found the column to predict",
+        ),
+        (
+            "a,target\n1,u\n",
+            ["data.columns={a: {kind: number, fill: 3}}"],
+            "data.columns: column 'a': unknown field 'fill'",
+        ),
+        (
+            "a,target\nu,1\n",
+            ["data.columns={a: number}"],
+            "t.csv: column 'a', row 0: expected a number, found 'u'",
+        ),
+    ],
+)
+def test_messages(
+    text: str,
+    given: list[str],
+    error: str,
+    tmp_path: Path,
+    monkeypatch: Any,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("t.csv").write_text(text)
+    assert cli.main(["data=csv", "data.path=t.csv", "folder=run", "fit.validation=null", *given]) == 1
+    said = capsys.readouterr().err
+    assert error in said and said.count("\n") == 1
+    assert not Path("run/config.yaml").exists()
+
+
+TABLE = ("data=csv", "data.path=people.csv", "data.target=bought")
+
+
+def test_the_command_writes_a_model_of_the_columns(table: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([*TABLE, *QUICK, "folder=run"]) == 0
+    said = capsys.readouterr().out
+    assert (
+        "columns   age: number, " in said and "city: one-hot of 5, " in said and "classes   no, yes" in said
+    )
+    rows, _ = data.hold_out(len(table), 0.2)
+    columns = Columns.of("run/step.onnx")
+    assert columns == data.csv("people.csv", target="bought", columns="auto").learn(rows).columns
+    new = table.drop(columns="bought").head(20)
+    new.to_csv("new.csv", index=False)
+    runtime = onnxruntime.InferenceSession("run/trained.onnx")
+    onnx.checker.check_model("run/trained.onnx", full_check=True)
+    feeds = {name: np.asarray(new[name].astype(str)).astype(object)[:, None] for name in ("city", "member")}
+    feeds["city"][new["city"].isna()] = ""
+    days = (new["day"].to_numpy() - np.datetime64("1970-01-01")).astype("timedelta64[D]").astype(np.float32)
+    y, label = runtime.run(None, {**feeds, "age": new[["age"]].to_numpy(np.float32), "day": days[:, None]})
+    for i, source in enumerate((["folder=run"], ["resume=run"], ["run/trained.onnx", "folder=out"])):
+        read = [
+            "data=csv",
+            "data.path=new.csv",
+            "data.target=null",
+            *(["data.columns=auto"] if i < 2 else []),
+        ]
+        assert cli.main(["predict", *source, *read, *(QUICK[:2] if i < 2 else []), "predictions=p.csv"]) == 0
+        with open("out/p.csv" if i == 2 else "run/p.csv", newline="", encoding="utf-8") as file:
+            found = list(csv.DictReader(file))
+        assert [row["label"] for row in found] == label.tolist()
+        np.testing.assert_allclose([float(row["y_yes"]) for row in found], y[:, 1], rtol=1e-5, atol=1e-6)
+
+
+def test_evaluation_reads_new_rows_as_the_run_did(table: Any) -> None:
+    assert cli.main([*TABLE, *QUICK, "folder=run", "quiet=true"]) == 0
+    few = table[table["bought"] == "yes"].head(8).assign(city="Bern")  # one class, one city
+    few.to_csv("few.csv", index=False)
+    read = ["data=csv", "data.path=few.csv", "data.target=bought", "data.columns=auto"]
+    label = predict("run/trained.onnx", few)["label"]
+    for source in (["folder=run"], ["run/trained.onnx", "folder=out"]):
+        assert cli.main(["evaluate", *source, *read, "executor.threads=1"]) == 0
+        found = json.loads(Path("out" if len(source) == 2 else "run", "metrics.json").read_text())
+        assert found["accuracy"] == np.mean(label == "yes")
+
+
+@pytest.mark.slow
+def test_runs_of_tables_resume_and_go_on(table: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    run = [
+        *TABLE,
+        "data.columns={age: number, city: {kind: category, encode_as: ordinal}, day: date}",
+        *QUICK[:2],
+    ]
+    assert cli.main([*run, "folder=whole"]) == 0
+    often = "fit.checkpoint={every: 5 steps, keep: 2, best: null, keep_best: 0}"
+    assert cli.main([*run, often, "folder=cut"]) == 0
+    shutil.rmtree(sorted(Path("cut/checkpoints").glob("step-*"))[-1])
+    assert cli.main([*run, often, "folder=cut", "resume=cut"]) == 0
+    assert Path("cut/trained.onnx").read_bytes() == Path("whole/trained.onnx").read_bytes()
+    table.head(50).to_csv("held.csv", index=False)
+    assert cli.main([*run, "fit.validation=held.csv", "folder=other"]) == 0
+    described = {"age": "number", "city": {"kind": "category", "encode_as": "ordinal"}, "day": "date"}
+    assert Columns.of("other/trained.onnx") == Columns(described).learn(table)
+    assert cli.main(["whole/trained.onnx", *TABLE, *QUICK[:2], "folder=more"]) == 0
+    assert Columns.of("more/trained.onnx") == Columns.of("whole/trained.onnx")
+    for name in ("hosts", "artifacts", "compile"):
+        assert cli.main([name, *run, f"folder={name}"]) == 0
+    assert json.loads(Path("hosts/columns.json").read_text())["features"][:2] == ["age", "city"]
+    assert Columns.of("compile/step.onnx") == Columns.of("whole/step.onnx")
+    binary = ["loss=binary_cross_entropy", "models.mlp.outputs=1"]
+    assert cli.main([*run, *binary, "folder=binary"]) == 0
+    outputs = predict("binary/trained.onnx", table)
+    assert (outputs["label"] == np.where(outputs["y"][:, 0] > 0, "yes", "no")).all()
+    numeric = ["data.target=age", "data.columns={city: category}", "loss=mean_squared_error"]
+    table.dropna().to_csv("people.csv", index=False)
+    assert cli.main([*TABLE, *QUICK[:2], *numeric, "folder=numeric"]) == 0
+    assert [y.name for y in onnx.load("numeric/trained.onnx").graph.output] == ["y"]
+
+
+@pytest.mark.slow
+def test_workers_learn_the_same(table: Any) -> None:
+    assert cli.main([*TABLE, *QUICK, "folder=one", "quiet=true"]) == 0
+    assert cli.main([*TABLE, *QUICK, "folder=two", "quiet=true", "launcher=local", "launcher.workers=2"]) == 0
+    assert Columns.of("one/trained.onnx") == Columns.of("two/trained.onnx")
+
+
+@pytest.mark.slow
+def test_the_titanic(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The passengers of the Titanic, in the file of OpenML that scikit-learn's tests have."""
+    sklearn = importlib.util.find_spec("sklearn")
+    assert sklearn is not None and sklearn.origin is not None
+    file = Path(sklearn.origin).parent / "datasets/tests/data/openml/id_40945/data-v1-dl-16826755.arff.gz"
+    if not file.is_file():
+        pytest.skip("this scikit-learn comes without its tests")
+    monkeypatch.chdir(tmp_path)
+    names = [*("pclass", "survived", "name", "sex", "age", "sibsp", "parch", "ticket", "fare", "cabin")]
+    names += ["embarked", "boat", "body", "home"]
+    lines = gzip.decompress(file.read_bytes()).decode().partition("@data")[2].strip().splitlines()
+    rows = [["" if cell == "?" else cell for cell in row] for row in csv.reader(lines)]
+    with open("titanic.csv", "w", newline="", encoding="utf-8") as written:
+        csv.writer(written).writerows([names, *rows])
+    given = ["data=csv", "data.path=titanic.csv", "data.target=survived", "folder=run", "executor.threads=1"]
+    assert cli.main([*given, "data.columns=auto"]) == 1
+    assert "columns={*: auto, name: null, ticket: null, cabin: null, boat: null" in capsys.readouterr().err
+    left_out = ", ".join(f"{name}: null" for name in ("name", "ticket", "cabin", "boat", "body", "home"))
+    assert cli.main([*given, f"data.columns={{*: auto, pclass: category, {left_out}}}"]) == 0
+    last = Path("run/metrics.jsonl").read_text().splitlines()[-1]
+    assert json.loads(last)["accuracy"] > 0.75
