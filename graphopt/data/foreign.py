@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -69,7 +70,7 @@ def features_of(data: Any) -> Dataset:
         raise GraphoptError(
             f"data: expected arrays for the model's inputs, found {', '.join(dataset.arrays)} alone"
         )
-    return Dataset(inputs, features=dataset.features)
+    return replace(dataset, arrays=inputs)
 
 
 def relabelled(data: Dataset, labels: Sequence[str] | None, name: str) -> Dataset:
@@ -84,7 +85,7 @@ def relabelled(data: Dataset, labels: Sequence[str] | None, name: str) -> Datase
     target = np.asarray(data.arrays[TARGET])
     named = (target >= 0) & (target < len(places))  # not those that a loss ignores
     arrays = {**data.arrays, TARGET: np.where(named, places[np.where(named, target, 0)], target)}
-    return Dataset(arrays, data.features, len(labels), tuple(labels))
+    return replace(data, arrays=arrays, classes=len(labels), labels=tuple(labels))
 
 
 def _of_tuple(data: tuple[Any, ...]) -> Dataset:
@@ -102,7 +103,7 @@ def _of_tuple(data: tuple[Any, ...]) -> Dataset:
     arrays = {**inputs.arrays, TARGET: _numeric("y", target)}
     if len(data) == 3:
         arrays[WEIGHT] = _numeric("sample_weight", _array("sample_weight", data[2]))
-    return Dataset(arrays, inputs.features, None if labels is None else len(labels), labels)
+    return replace(inputs, arrays=arrays, classes=None if labels is None else len(labels), labels=labels)
 
 
 def _of_features(data: Any) -> Dataset:
@@ -111,7 +112,7 @@ def _of_features(data: Any) -> Dataset:
         return Dataset({name: _numeric(f"X[{name!r}]", _array(name, x)) for name, x in data.items()})
     if _has(data, FRAME):
         table = as_dataset(data)
-        return Dataset(table.inputs(), table.features)
+        return replace(table, arrays=table.inputs())
     return Dataset({_X: _numeric(_X, _array(_X, data))}, _X)
 
 
