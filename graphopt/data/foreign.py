@@ -75,7 +75,7 @@ def features_of(data: Any) -> Dataset:
         raise GraphoptError(
             f"data: expected arrays for the model's inputs, found {', '.join(dataset.arrays)} alone"
         )
-    return Dataset(inputs, features=dataset.features)
+    return replace(dataset, arrays=inputs)
 
 
 def relabelled(data: Dataset, labels: Sequence[str] | None, name: str) -> Dataset:
@@ -108,7 +108,7 @@ def _of_tuple(data: tuple[Any, ...]) -> Dataset:
     arrays = {**inputs.arrays, TARGET: _numeric("y", target)}
     if len(data) == 3:
         arrays[WEIGHT] = _numeric("sample_weight", _array("sample_weight", data[2]))
-    return Dataset(arrays, inputs.features, None if labels is None else len(labels), labels)
+    return replace(inputs, arrays=arrays, classes=None if labels is None else len(labels), labels=labels)
 
 
 def _of_features(data: Any) -> Dataset:
@@ -117,7 +117,7 @@ def _of_features(data: Any) -> Dataset:
         return Dataset({name: _numeric(f"X[{name!r}]", _array(name, x)) for name, x in data.items()})
     if _has(data, FRAME):
         table = as_dataset(data)
-        return Dataset(table.inputs(), table.features)
+        return replace(table, arrays=table.inputs())
     return Dataset({_X: _numeric(_X, _array(_X, data))}, _X)
 
 
