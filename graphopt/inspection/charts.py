@@ -257,9 +257,9 @@ def _described(name: str, line: Line, unit: str) -> str:
 
 
 def _typical(line: Line, *, is_faint: bool) -> list[float]:
-    """Return the heights that an axis must have: of a faint line, all but its outliers."""
+    """Return the heights that an axis must have: of a faint line, all but a tenth at each end."""
     known = sorted(y for y in line if y is not None)
-    cut = len(known) // 50 if is_faint else 0
+    cut = len(known) // 10 if is_faint else 0
     return known[cut : len(known) - cut]
 
 

@@ -19,7 +19,7 @@ for (const plot of document.querySelectorAll("[data-chart]")) {
       dots[k].hidden = height === null || (log && height <= 0);
       if (height === null) return;
       const share = (scale(height) - scale(low)) / (scale(high) - scale(low));
-      Object.assign(dots[k].style, { left, bottom: `${100 * share}%` });
+      Object.assign(dots[k].style, { left, bottom: `${100 * Math.max(0, Math.min(1, share))}%` });
       const row = tip.appendChild(text("span", `${name} `, `c${color}`));
       row.append(text("b", number(height) + unit));
     });
