@@ -57,7 +57,8 @@ def resolve_inherited_fields() -> None:
                         x.replace(annotation=hints.get(x.name, x.annotation))
                         for x in shown.parameters.values()
                     ]
-                    function.__signature__ = shown.replace(parameters=typed)
+                    for each in (function, inspect.unwrap(function)):  # pdoc reads the one that is decorated
+                        each.__signature__ = shown.replace(parameters=typed)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from graphopt import deferred as deferred  # isort: skip (before anything imports onnx_ir)
 from graphopt import callbacks as callbacks
+from graphopt.arguments import no_attribute
 from graphopt.compiler import StepHalves, compile, grad, split_step, standard
 from graphopt.distributed.data_parallel import DataParallel
 from graphopt.distributed.local_sgd import LocalSGD
@@ -18,8 +19,14 @@ from graphopt.graph.loading import load
 from graphopt.graph.storage import save
 from graphopt.hosts.export import export_hosts
 from graphopt.inspection.plot import dot, mermaid, plot
+from graphopt.inspection.summary import summary
 from graphopt.layer.layer import ForwardBackward
-from graphopt.on_device.artifacts import export_artifacts, from_checkpoint, load_artifacts
+from graphopt.on_device.artifacts import (
+    export_artifacts,
+    from_checkpoint,
+    load_artifacts,
+    state_from_checkpoint,
+)
 from graphopt.pipeline import Pipeline
 from graphopt.runtime.device import Device
 from graphopt.runtime.executor import Executor, NonFiniteLoss, run
@@ -27,9 +34,9 @@ from graphopt.targets.target import Target, lower
 from graphopt.training.callbacks import Callback
 from graphopt.training.checkpoints import Checkpoints
 from graphopt.training.estimator import Trainer
-from graphopt.training.evaluation import evaluate
+from graphopt.training.evaluation import evaluate, predict
 from graphopt.training.fit import adapt, fit
-from graphopt.training.sklearn import ESTIMATORS, estimator, from_sklearn
+from graphopt.training.sklearn import ESTIMATORS, estimator, from_sklearn, register_skl2onnx, to_onnx
 
 if TYPE_CHECKING:
     from graphopt.training.sklearn.estimators import OnnxClassifier, OnnxRegressor
@@ -67,14 +74,26 @@ __all__ = [
     "lower",
     "mermaid",
     "plot",
+    "predict",
+    "register_skl2onnx",
     "run",
     "save",
     "split_step",
     "standard",
+    "state_from_checkpoint",
+    "summary",
+    "to_onnx",
 ]
 
 
 def __getattr__(name: str) -> Any:
     if name in ESTIMATORS:  # which import scikit-learn
         return estimator(name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import passes
+
+    for module in (passes, callbacks):
+        if name in module.__all__:
+            raise AttributeError(
+                f"module {__name__!r} has no attribute {name!r}: {module.__name__}.{name} is it"
+            )
+    raise no_attribute(__name__, name, [*__all__, "callbacks", "data", "models"])

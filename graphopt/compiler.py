@@ -11,9 +11,10 @@ from typing import Any, Concatenate, Final, Literal, ParamSpec
 
 import onnx_ir as ir
 
-from graphopt.errors import GraphoptError
+from graphopt.arguments import checked
+from graphopt.errors import GraphoptError, kind_of, library_of, nearest
 from graphopt.graph.loading import Source, load
-from graphopt.pipeline import Pipeline, Step
+from graphopt.pipeline import Pipeline, Step, check_pipeline, check_step
 
 
 class Default(enum.Enum):
@@ -31,6 +32,7 @@ Steps = Step | Sequence[Step] | None
 _P = ParamSpec("_P")
 
 
+@checked()
 def standard(
     *,
     normalize: Steps | Default = DEFAULT,
@@ -60,6 +62,9 @@ def standard(
     steps = dict(locals())
     import passes
 
+    for name, given in steps.items():
+        for item in given if isinstance(given, list | tuple) else [given]:
+            check_family(name, item)
     default: dict[str, Callable[[], Step]] = {
         "normalize": passes.Normalize,
         "parameters": passes.Parameters,
@@ -69,6 +74,42 @@ def standard(
         "simplify": passes.Simplify,
     }
     return Pipeline(**{name: default[name]() if step is DEFAULT else step for name, step in steps.items()})
+
+
+# What to write in place of a word or a number.
+_INSTEAD = {
+    "parameters": "Parameters({0!r})",
+    "regularizer": "L2({0!r})",
+    "clip": "ClipGlobalNorm({0!r})",
+    "accumulate": "Accumulate({0!r})",
+    "precision": "MixedPrecision({0!r})",
+}
+
+
+def check_family(name: str, item: Any) -> None:
+    """Raise an error if a step is a word or a number, or a pass of another family than its step."""
+    import passes
+
+    places = {passes.Loss: "loss", passes.Optimizer: "optimizer", passes.Schedule: "schedule"}
+    for family, place in places.items():
+        if isinstance(item, family) and name in places.values() and name != place:
+            raise GraphoptError(
+                f"pipeline.{name}: expected another pass, found {type(item).__name__}, which is for {place}: write "
+                f"{place}=passes.{type(item).__name__}(...)"
+            )
+    if isinstance(item, str | int | float) and not isinstance(item, bool):
+        is_name = isinstance(item, str) and name not in ("parameters", "precision")
+        meant = nearest(str(item), passes.__all__) if is_name else None
+        instead = f"{meant}()" if meant else _INSTEAD.get(name, "").format(item)
+        mend = f": write {name}=passes.{instead}" if instead else ""
+        raise GraphoptError(f"pipeline.{name}: expected a pass or a sequence of passes, found {item!r}{mend}")
+    if library_of(item) == "torch" and (meant := nearest(type(item).__name__, passes.__all__)):
+        raise GraphoptError(
+            f"pipeline.{name}: expected a pass or a sequence of passes, found {kind_of(item)}: write "
+            f"{name}=passes.{meant}(...)"
+        )
+    if isinstance(item, type):
+        check_step(item, name)
 
 
 STANDARD = tuple(inspect.signature(standard).parameters)
@@ -88,6 +129,7 @@ def _taking(
     return shown
 
 
+@checked("name the steps, such as loss=passes.CrossEntropy(), optimizer=passes.AdamW()")
 @_taking(standard)
 def compile(model: Source, **steps: Any) -> ir.Model:
     """Compile an inference model to a training graph by the standard pipeline.
@@ -143,6 +185,7 @@ def compile(model: Source, **steps: Any) -> ir.Model:
     return standard(**steps)(model)
 
 
+@checked()
 def grad(
     model: Source, wrt: Sequence[str], *, of: str | None = None, seeded: bool = False, keep: bool = True
 ) -> ir.Model:
@@ -167,6 +210,8 @@ def grad(
     """
     import passes
 
+    if isinstance(wrt, str):
+        raise GraphoptError(f"grad: expected names of inputs and weights, found {wrt!r}: write [{wrt!r}]")
     loaded = load(model)
     own = {output.name for output in loaded.graph.outputs}
     passes.Normalize()(loaded)
@@ -201,6 +246,7 @@ class StepHalves:
     apply: ir.Model
 
 
+@checked()
 def split_step(
     pipeline: Pipeline,
     model: Source,
@@ -237,6 +283,7 @@ def split_step(
 
     if statistics not in ("synchronized", "local"):
         raise GraphoptError(f"statistics: expected 'synchronized' or 'local', found {statistics!r}")
+    check_pipeline(pipeline, "split_step", "split_step(graphopt.standard(...), model)")
     step = pipeline(model)
     grad, apply = cut(step.clone())
     parts = stages_of_batch(grad) if statistics == "synchronized" else [grad]

@@ -54,6 +54,8 @@ def write_folder(folder: str | os.PathLike[str], contents: Mapping[str, bytes]) 
     except OSError as error:
         raise GraphoptError(f"{folder}: expected a folder to write to: {error.strerror}") from error
     with contextlib.ExitStack() as stack:
+        for name in contents:
+            Path(folder, name).parent.mkdir(exist_ok=True)
         temporary = {name: stack.enter_context(replacing(Path(folder, name))) for name in contents}
         for name, content in contents.items():
             Path(temporary[name]).write_bytes(content)

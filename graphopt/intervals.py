@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import os
+import types
+import typing
 from collections.abc import Iterable, Mapping
 from numbers import Real
 from typing import Any
+
+import numpy as np
 
 from graphopt.errors import GraphoptError
 
@@ -53,6 +59,67 @@ def check_intervals(options: Any, *, owner: str | None = None) -> None:
                     raise GraphoptError(
                         f"{owner}({field.name}={value!r}): expected {kind} in {interval}, found {number!r}"
                     )
+
+
+_WORDS: dict[Any, str] = {
+    bool: "True or False",
+    int: "a whole number",
+    str: "a word",
+    os.PathLike: "a path",
+    Mapping: "a mapping",
+    tuple: "a sequence",
+    type(None): "None",
+}
+_ALIKE: dict[Any, tuple[type, ...]] = {int: (np.integer,), bool: (np.bool_,), tuple: (list,)}
+
+
+def check_types(options: Any, owner: str | None = None) -> None:
+    """Raise an error unless fields of a dataclass that are declared as flags, words, paths or the like are such.
+
+    Whole numbers with an interval are left to `check_intervals`, and fields of other types to their owner.
+
+    Args:
+        owner: what the options belong to, for the message; by default, the dataclass.
+    """
+    kind: Any = type(options)
+    for name, (kinds, words) in _declared(kind).items():
+        value = getattr(options, name)
+        if not isinstance(value, kinds):
+            raise GraphoptError(
+                f"{owner or kind.__name__}({name}={value!r}): expected {words}, found {value!r}"
+            )
+
+
+@functools.cache
+def _declared(kind: Any) -> dict[str, tuple[tuple[type, ...], str]]:
+    """Return the classes of the fields that `check_types` checks, and these classes in words."""
+    try:
+        hints = typing.get_type_hints(kind)
+    except NameError:  # a type that is imported for annotations only
+        return {}
+    found = {}
+    for field in dataclasses.fields(kind):
+        parts = [_class_of(part) for part in _parts(hints[field.name])]
+        is_number = _KEY in field.metadata and int in parts
+        if field.init and not is_number and all(part in _WORDS for part in parts):
+            alike = [other for part in parts for other in _ALIKE.get(part, ())]
+            *words, last = dict.fromkeys(_WORDS[part] for part in parts)
+            found[field.name] = (*parts, *alike), " or ".join([", ".join(words), last] if words else [last])
+    return found
+
+
+def _parts(hint: Any) -> Iterable[Any]:
+    is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
+    return [part for one in typing.get_args(hint) for part in _parts(one)] if is_union else [hint]
+
+
+def _class_of(hint: Any) -> Any:
+    """Return the class of a type: that of a list is a sequence's, and that of a choice of words, a word's."""
+    origin = typing.get_origin(hint)
+    if origin is typing.Literal:
+        kinds = {type(word) for word in typing.get_args(hint)}
+        return kinds.pop() if len(kinds) == 1 else None
+    return {list: tuple, None: hint}.get(origin, origin)
 
 
 def _numbers(value: Any) -> Iterable[Any]:

@@ -1,8 +1,8 @@
 """Build untrained inference models with an input `x` and an output `y`.
 
-Every builder takes the shape of one row of `x`, without the batch, and the number of outputs. The batch stays dynamic.
-The seed determines the initial weights. Layers before a ReLU use He's normal initialization, others Glorot's uniform
-one.
+Every builder takes the shape of one row of `x`, without the batch, as a number or several, and the number of outputs.
+The batch stays dynamic. The seed determines the initial weights. Layers before a ReLU use He's normal initialization,
+others Glorot's uniform one.
 """
 
 from __future__ import annotations
@@ -10,41 +10,48 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import onnx_ir as ir
 from onnxscript import GraphBuilder, nn
 
+from graphopt.arguments import checked, no_attribute
 from graphopt.errors import GraphoptError
 from graphopt.graph.metadata import FROZEN
 from graphopt.graph.opsets import IR_VERSION, OPSET
+from graphopt.graph.shown import shown
 
+_BUILDERS = ("cnn", "linear", "mlp", "transformer")
 _MAX = 2**27  # weights of a model
 MOST_LAYERS = 1_000
 _PERMUTATIONS = [0, 2, 1, 3], [0, 2, 3, 1], [0, 2, 1, 3]  # of the axes of queries, keys and values
 
 
-def linear(features: Sequence[int], outputs: int, *, seed: int = 0) -> ir.Model:
+@checked()
+def linear(features: int | Sequence[int], outputs: int, *, seed: int = 0) -> ir.Model:
     """Return a linear model: one affine map of the flattened features.
 
     Args:
-        features: the shape of a row.
+        features: the shape of a row, or the number of features of a row of a table.
         outputs: the number of outputs.
         seed: the seed of the initial weights.
     """
     return mlp(features, outputs, hidden=(), seed=seed)
 
 
+@checked()
 def mlp(
-    features: Sequence[int], outputs: int, *, hidden: Sequence[int] = (128, 64), seed: int = 0
+    features: int | Sequence[int], outputs: int, *, hidden: int | Sequence[int] = (128, 64), seed: int = 0
 ) -> ir.Model:
     """Return a multilayer perceptron of the flattened features, with ReLU between its layers.
 
     Args:
         features, outputs, seed: as in `graphopt.models.linear`.
-        hidden: the units of each hidden layer.
+        hidden: the units of each hidden layer, or of the only one.
     """
+    features = _row(features)
+    hidden = (hidden,) if isinstance(hidden, int) else hidden
     random = _Random(seed, outputs=outputs, hidden=hidden)
     sizes = [math.prod(features), *hidden, outputs]
     layers: list[nn.Module] = [_Apply("Flatten")] if len(features) != 1 else []
@@ -54,8 +61,9 @@ def mlp(
     return _model("mlp" if hidden else "linear", _Layers(layers), features)
 
 
+@checked()
 def cnn(
-    features: Sequence[int],
+    features: int | Sequence[int],
     outputs: int,
     *,
     channels: Sequence[int] = (16, 32),
@@ -72,6 +80,7 @@ def cnn(
     Raises:
         GraphoptError: the features are not images (channels, height, width).
     """
+    features = _row(features)
     if len(features) != 3:
         raise GraphoptError(
             f"model cnn: expected images, rows of shape [channels, height, width], found {list(features)}"
@@ -90,8 +99,9 @@ def cnn(
     return _model("cnn", _Layers(layers), features)
 
 
+@checked()
 def transformer(
-    features: Sequence[int],
+    features: int | Sequence[int],
     outputs: int,
     *,
     vocabulary: int | None = None,
@@ -114,6 +124,7 @@ def transformer(
     Raises:
         GraphoptError: the features are not sequences (length,), or `heads` does not divide `width`.
     """
+    features = _row(features)
     if len(features) != 1:
         raise GraphoptError(
             f"model transformer: expected sequences of tokens, rows of shape [length], found {list(features)}"
@@ -127,6 +138,20 @@ def transformer(
     return _model("transformer", network, features, ir.DataType.INT64)
 
 
+def _row(features: int | Sequence[int]) -> tuple[int, ...]:
+    """Return the shape of a row; a number is that of the features of a table."""
+    shape: Any = (features,) if isinstance(features, int) else features
+    if (
+        isinstance(shape, str | bytes)
+        or not isinstance(shape, Sequence)
+        or not all(isinstance(size, int) and size > 0 for size in shape)
+    ):
+        raise GraphoptError(
+            f"model: expected the shape of a row, such as 64 or (1, 8, 8), found {features!r} as features"
+        )
+    return tuple(shape)
+
+
 def _model(
     name: str, network: nn.Module, features: Sequence[int], dtype: ir.DataType = ir.DataType.FLOAT
 ) -> ir.Model:
@@ -137,7 +162,7 @@ def _model(
     graph.outputs.append(y)
     for constant in (x for x in graph.initializers.values() if not isinstance(x, nn.Parameter)):
         FROZEN.set(constant)
-    return ir.Model(graph, ir_version=IR_VERSION, producer_name="graphopt")
+    return shown(ir.Model(graph, ir_version=IR_VERSION, producer_name="graphopt"))
 
 
 def _parameter(array: np.ndarray) -> nn.Parameter:
@@ -195,7 +220,7 @@ class _Random:
         if seed < 0:
             raise GraphoptError(f"seed: expected 0 or more, found {seed}")
         for name, size in sizes.items():
-            for dim in [size] if isinstance(size, int) else size:
+            for dim in size if isinstance(size, Sequence) and not isinstance(size, str) else [size]:
                 if not isinstance(dim, int) or not 1 <= dim <= (MOST_LAYERS if name == "layers" else _MAX):
                     raise GraphoptError(f"model: expected whole numbers from 1 in {name}, found {dim!r}")
         self._drawn, self._left = np.random.default_rng(seed), _MAX
@@ -280,3 +305,7 @@ class _Transformer(nn.Module):
         for block in self.blocks:
             y = block(op, y)
         return self.head(op, self.norm(op, y))
+
+
+def __getattr__(name: str) -> NoReturn:
+    raise no_attribute(__name__, name, _BUILDERS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -9,7 +10,8 @@ from typing import Any, cast
 
 import onnx_ir as ir
 
-from graphopt.errors import GraphoptError, unknown
+from graphopt.arguments import Checked
+from graphopt.errors import GraphoptError, kind_of, library_of, unknown
 from graphopt.graph.loading import Source, load
 from graphopt.graph.rewriting import Pass, Read
 
@@ -18,7 +20,7 @@ _log = logging.getLogger(__name__)
 Step = Callable[[ir.Model], Any]
 
 
-class Pipeline(Mapping[str, tuple[Step, ...]]):
+class Pipeline(Mapping[str, tuple[Step, ...]], metaclass=Checked):
     """Run named passes in order. A pipeline is a mapping of names to passes.
 
     `pipeline(model)` returns a rewritten copy of the model. `pipeline.until(name)` and `pipeline.after(name)` split
@@ -40,10 +42,8 @@ class Pipeline(Mapping[str, tuple[Step, ...]]):
             if step is not None:
                 is_sequence = isinstance(step, Sequence) and not isinstance(step, str)
                 self._steps[name] = tuple(cast(Sequence[Step], step if is_sequence else [step]))
-                if wrong := [item for item in self._steps[name] if not callable(item)]:
-                    raise GraphoptError(
-                        f"pipeline.{name}: expected a pass or a sequence of passes, found {wrong[0]!r}"
-                    )
+                for item in self._steps[name]:
+                    check_step(item, name)
 
     def __getitem__(self, name: str) -> tuple[Step, ...]:
         return self._steps[name]
@@ -105,3 +105,34 @@ class Pipeline(Mapping[str, tuple[Step, ...]]):
         if name not in self._steps:
             raise GraphoptError(unknown("step", name, self._steps))
         return list(self._steps).index(name)
+
+
+def check_step(item: Any, name: str) -> None:
+    """Raise an error unless a step is a pass, or a function of a model."""
+    if isinstance(item, Pass):
+        return
+    found, mend = kind_of(item), ""
+    if isinstance(item, type):
+        mend = (
+            f": write {name}={item.__module__.partition('.')[0]}.{item.__name__}()"
+            if issubclass(item, Pass)
+            else ""
+        )
+    elif callable(item) and library_of(item) in (None, "onnx", "onnx_ir"):
+        try:
+            inspect.signature(item).bind(None)
+        except TypeError:
+            names = list(inspect.signature(item).parameters)
+            found = f"a function of {' and '.join(names) or 'nothing'}"
+            mend = ": passes.CustomLoss(function) makes a loss of it" if name == "loss" else ""
+        except ValueError:  # a function without a signature
+            return
+        else:
+            return
+    raise GraphoptError(f"pipeline.{name}: expected a pass or a sequence of passes, found {found}{mend}")
+
+
+def check_pipeline(thing: Any, name: str, example: str) -> None:
+    """Raise an error unless something that a function, which `name` calls, has been given is a pipeline."""
+    if not isinstance(thing, Pipeline):
+        raise GraphoptError(f"{name}: expected a pipeline, found {kind_of(thing)}: write {example}")

@@ -4,6 +4,9 @@ Each file contains one family. The base class of a family does everything except
 docstrings assume `import graphopt, numpy, passes` and `from graphopt import models`.
 """
 
+from typing import NoReturn as _NoReturn
+
+from graphopt.arguments import no_attribute as _no_attribute
 from graphopt.graph.simplify import Simplify as Simplify
 from graphopt.graph.unroll import Unroll as Unroll
 from graphopt.targets.onnxruntime.fuse import Fuse as Fuse
@@ -37,3 +40,7 @@ from passes.unroll_loops import UnrollLoops as UnrollLoops
 
 # All but the submodules, which belong to no module themselves.
 __all__ = [name for name, member in globals().items() if name[0] != "_" and hasattr(member, "__module__")]
+
+
+def __getattr__(name: str) -> _NoReturn:
+    raise _no_attribute(__name__, name, __all__)

@@ -11,6 +11,7 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir import Value
 
+from graphopt.arguments import Checked
 from graphopt.errors import GraphoptError
 from graphopt.graph import state
 from graphopt.graph.emitter import Emitter
@@ -19,7 +20,7 @@ from graphopt.graph.rewriting import Pass, Pattern, selects
 from graphopt.graph.roles import Role, needs_training_runtime, with_role
 from graphopt.graph.state import LEARNING_RATE
 from graphopt.graph.values import dtype_of, gradient_of, like, name_of, wide_type
-from graphopt.intervals import check_intervals, within
+from graphopt.intervals import check_intervals, check_types, within
 
 __all__ = ["Adagrad", "Adam", "AdamW", "Group", "Lion", "Optimizer", "RMSprop", "SGD"]
 
@@ -28,7 +29,7 @@ _Rows = Sequence[ValueTuple]  # for each parameter: the parameter, its gradient 
 
 
 @dataclass(frozen=True)
-class Group:
+class Group(metaclass=Checked):
     """Set the learning rate and weight decay of the parameters whose names match `pattern`.
 
     Args:
@@ -46,6 +47,7 @@ class Group:
 
     def __post_init__(self) -> None:
         check_intervals(self)
+        check_types(self)
 
 
 @dataclass(frozen=True)

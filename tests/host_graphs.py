@@ -140,3 +140,57 @@ def batches(name: str, steps: int = STEPS) -> list[Batch]:
     """Return the batches of a graph, the same in each call."""
     random = np.random.default_rng(1)
     return [GRAPHS[name][1](random) for _ in range(steps)]
+
+
+def roots() -> ir.Model:
+    """Return a step whose loss is finite on rows of zeros, where the gradient of the square root is NaN."""
+    random = np.random.default_rng(5)
+    network = model(
+        "g (float[N,3] x) => (float[N,2] y) { h = MatMul(x, w)\n r = Relu(h)\n y = Sqrt(r) }",
+        w=random.standard_normal((3, 2)) / 2 + 1,
+    )
+    return graphopt.compile(network, loss=passes.MeanSquaredError(), optimizer=passes.SGD(0.01, momentum=0.9))
+
+
+def large_gradients() -> ir.Model:
+    """Return a step whose loss and parameters stay finite where the square of a gradient overflows."""
+    return graphopt.compile(
+        linear(features=3, outputs=2), loss=passes.MeanAbsoluteError(), optimizer=passes.AdamW(0.01)
+    )
+
+
+def _with(batch: Batch, **arrays: np.ndarray) -> Batch:
+    return {**batch, **arrays}
+
+
+def _huge(batch: Batch, number: float) -> Batch:
+    x = batch["x"].copy()
+    x.flat[1] = number
+    return _with(batch, x=x)
+
+
+def _squares(r: np.random.Generator) -> Batch:
+    return {"x": abs(_numbers(r, 6, 3)) + 0.5, "target": abs(_numbers(r, 6, 2))}
+
+
+# Steps, batches, and how a batch becomes a bad one, after which the loss or the new state is not finite.
+BAD: dict[
+    str, tuple[Callable[[], ir.Model], Callable[[np.random.Generator], Batch], Callable[[Batch], Batch]]
+] = {
+    "NaN": (mlp, GRAPHS["mlp"][1], lambda b: _huge(b, np.nan)),
+    "infinity": (cnn, GRAPHS["cnn"][1], lambda b: _huge(b, np.inf)),
+    "overflow": (linear_regression, GRAPHS["linear"][1], lambda b: _huge(b, 1e30)),
+    "squares": (large_gradients, GRAPHS["linear"][1], lambda b: _with(b, x=b["x"] * np.float32(1e21))),
+    "gradient": (roots, _squares, lambda b: _with(b, x=np.zeros_like(b["x"]))),
+    "statistics": (cnn, GRAPHS["cnn"][1], lambda b: _with(b, x=b["x"] * np.float32(1e25))),
+}
+BAD_AT = 3, 7, 8  # the places of bad batches
+
+
+def with_bad_batches(name: str, steps: int = 14) -> list[Batch]:
+    """Return batches of a step, some of which are bad."""
+    _, draw, spoil = BAD[name]
+    random = np.random.default_rng(1)
+    drawn = [draw(random) for _ in range(steps)]
+    made = [spoil(batch) if i in BAD_AT else batch for i, batch in enumerate(drawn)]
+    return [{key: x.astype(drawn[0][key].dtype) for key, x in batch.items()} for batch in made]

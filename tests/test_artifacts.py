@@ -17,7 +17,7 @@ from test_losses import CASES as LOSSES
 import graphopt
 import passes
 from graphopt.errors import GraphoptError
-from graphopt.on_device import artifacts
+from graphopt.on_device import artifacts, checkpoint
 from graphopt.on_device.artifacts import FILES
 
 TRAINS = hasattr(onnxruntime.capi._pybind_state, "GradientGraphBuilder")
@@ -248,6 +248,117 @@ def test_a_checkpoint_resumes_bit_for_bit(optimizer, tmp_path):
     assert [train(module, update, IMAGES[1], LABELS[1]) for _ in range(3)] == expected
 
 
+CONTINUED = [
+    (passes.SGD(0.1), None),
+    (passes.SGD(0.1, momentum=0.9), passes.ClipGlobalNorm(0.5)),
+    (passes.SGD(0.1, momentum=0.9, dampening=0.5, nesterov=True, weight_decay=0.1), None),
+    (passes.AdamW(0.01, 0.8, 0.9, 1e-3, weight_decay=0.3), None),
+    (passes.Adam(0.01, weight_decay=0.1), passes.ClipGlobalNorm(0.5)),
+]
+
+
+@training
+@pytest.mark.parametrize("network", ["mlp", "cnn"])
+@pytest.mark.parametrize(("optimizer", "clip"), CONTINUED, ids=repr)
+def test_training_goes_on_with_its_moments_on_a_device_and_back(network, optimizer, clip, tmp_path):
+    """Steps on the desktop, on the device and on the desktop again are those of one desktop run."""
+    source, inputs, targets = (mlp(), X, Y) if network == "mlp" else (cnn(), IMAGES, LABELS)
+    loss = passes.MeanSquaredError() if network == "mlp" else passes.CrossEntropy()
+    steps = {"training": passes.TrainingMode(), "loss": loss, "optimizer": optimizer, "clip": clip}
+    pipeline, step = graphopt.standard(**steps), graphopt.compile(source, **steps)
+    whole, first, last = (graphopt.Executor(step, threads=1) for _ in range(3))
+    expected = [whole.step(x=inputs[i % 2], target=targets[i % 2])["loss"] for i in range(15)]
+    found = [first.step(x=inputs[i % 2], target=targets[i % 2])["loss"] for i in range(5)]
+    first.save(tmp_path / "checkpoint.safetensors")
+    graphopt.export_artifacts(source, pipeline, tmp_path / "memory", state=first.state)
+    graphopt.export_artifacts(source, pipeline, tmp_path / "file", state=tmp_path / "checkpoint.safetensors")
+    assert (tmp_path / "memory" / "checkpoint").read_bytes() == (
+        tmp_path / "file" / "checkpoint"
+    ).read_bytes()
+    state, module, update = graphopt.load_artifacts(tmp_path / "file")
+    found += [train(module, update, inputs[i % 2], targets[i % 2]) for i in range(5, 10)]
+    saved(state, tmp_path / "after", moments=True)
+    last.update_state(graphopt.state_from_checkpoint(step, pipeline, tmp_path / "after"))
+    assert last.steps == 10
+    found += [last.step(x=inputs[i % 2], target=targets[i % 2])["loss"] for i in range(10, 15)]
+    np.testing.assert_allclose(found, expected, rtol=2e-5)
+    for name, array in whole.state.items():
+        if not name.startswith(
+            "filters"
+        ):  # before a normalization: their moments are differences of equal numbers
+            np.testing.assert_allclose(last.state[name], array, rtol=1e-3, atol=1e-5, err_msg=name)
+
+
+@training
+def test_a_checkpoint_without_moments_says_how_to_save_them(tmp_path):
+    steps = {"loss": passes.MeanSquaredError(), "optimizer": passes.AdamW(0.01)}
+    executor, state, _, _ = exported(tmp_path, mlp(), **steps)
+    saved(state, tmp_path / "after")
+    with pytest.raises(
+        GraphoptError, match=r"expected .*, found none: save it with include_optimizer_state=True"
+    ):
+        graphopt.state_from_checkpoint(executor.model, graphopt.standard(**steps), tmp_path / "after")
+
+
+def test_the_state_goes_through_the_files(tmp_path):
+    """Without onnxruntime-training: what is written is read again, up to the rounding of the moments' factors."""
+    steps = {
+        "training": passes.TrainingMode(),
+        "loss": passes.CrossEntropy(),
+        "optimizer": passes.AdamW(0.01),
+    }
+    pipeline, executor = (
+        graphopt.standard(**steps),
+        graphopt.Executor(graphopt.compile(cnn(), **steps), threads=1),
+    )
+    for i in range(3):
+        executor.step(x=IMAGES[i % 2], target=LABELS[i % 2])
+    graphopt.export_artifacts(cnn(), pipeline, tmp_path, state=executor.state)
+    back = graphopt.state_from_checkpoint(executor.model, pipeline, tmp_path)
+    assert back.keys() == executor.state.keys() and back["step"] == 3
+    for name, array in executor.state.items():
+        np.testing.assert_allclose(back[name], array, rtol=1e-6, err_msg=name)
+    assert artifacts.parameters(tmp_path)["graphopt.step"] == 3
+
+
+def test_states_of_other_graphs(written, tmp_path):
+    sgd, adam = (
+        graphopt.standard(loss=passes.MeanSquaredError(), optimizer=optimizer)
+        for optimizer in (passes.SGD(0.1, momentum=0.9), passes.AdamW(0.5))
+    )
+    step = graphopt.compile(mlp(), **adam)
+    state = graphopt.Executor(step).state
+    for pipeline, given, line in (
+        (
+            sgd,
+            state,
+            r"^state 'fc0.bias.momentum': expected float32\[8\], found none: pass the state of an executor",
+        ),
+        (adam, {}, r"^state 'fc0.bias.exp_sum': expected float32\[8\], found none"),
+        (adam, {**state, "fc1.bias": np.zeros(4, np.float32)}, r"^state 'fc1.bias': .*found float32\[4\]"),
+        (adam, tmp_path / "nowhere", "nowhere"),
+    ):
+        with pytest.raises(GraphoptError, match=line):
+            graphopt.export_artifacts(mlp(), pipeline, tmp_path / "out", state=given)
+    assert not (tmp_path / "out").exists()
+    for graph, pipeline, line in (
+        (mlp(), adam, "expected a training graph, found one without state to update: use from_checkpoint"),
+        (
+            step,
+            sgd,
+            "expected the optimizer of the training graph, whose slots are exp_sum, exp_sum_sq, found SGD",
+        ),
+        (step, adam, r"'step': expected int64\[\], found none: save it with include_optimizer_state=True"),
+        (
+            graphopt.compile(linear(), **adam),
+            adam,
+            "'b': expected float32.*, found none: take the checkpoint of this",
+        ),
+    ):
+        with pytest.raises(GraphoptError, match=line):
+            graphopt.state_from_checkpoint(graph, pipeline, written)
+
+
 @training
 def test_the_program_sets_the_rate(tmp_path):
     from onnxruntime.training.api import LinearLRScheduler
@@ -446,7 +557,7 @@ def test_an_opset_that_is_too_new(tmp_path):
 
 
 def test_parameters_that_a_checkpoint_has_no_room_for(tmp_path, monkeypatch):
-    monkeypatch.setattr(artifacts, "_LIMIT", 100)
+    monkeypatch.setattr(checkpoint, "_LIMIT", 100)
     with pytest.raises(GraphoptError, match=r"expected parameters of less than 2 GB.*: freeze some"):
         graphopt.export_artifacts(mlp(), PIPELINE, tmp_path / "out")
     assert not os.listdir(tmp_path)

@@ -106,7 +106,10 @@ def test_hosts_get_the_recipe_s_training_graph(capsys: pytest.CaptureFixture[str
         f"fc{i}.{part}.momentum" for i in range(2) for part in ("bias", "weight")
     ]
     assert cli.main([*arguments, "hosts.bach=8"]) == 1
-    assert "hosts: unknown field 'bach'; known: batch, target, unroll" in capsys.readouterr().err
+    assert (
+        "hosts: unknown field 'bach', nearest: 'batch'; known: batch, target, unroll"
+        in capsys.readouterr().err
+    )
 
 
 @pytest.mark.slow
@@ -163,9 +166,17 @@ def test_multirun_ends_in_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     sweep = ["-m", *MINE, "optimizer=sgd,adamw", "optimizer.learning_rate=1e-3,1e-2"]
     assert cli.main(sweep) == 0
     said = capsys.readouterr().out
-    table = [line for line in said.splitlines() if line.startswith("│")]
-    assert [cell.strip() for cell in table[0].split("│")][2:4] == ["sgd", "0.001"]
-    assert len(table) == 4
+    table = [line.split() for line in re.findall(r"^ \d .*$", said, re.MULTILINE)]
+    options = {run: [optimizer, rate] for run, *_, optimizer, rate, _, _, _, _ in table}
+    assert options == {
+        "0": ["sgd", "0.001"],
+        "1": ["sgd", "0.01"],
+        "2": ["adamw", "0.001"],
+        "3": ["adamw", "0.01"],
+    }
+    losses = [float(row[-4]) for row in table]
+    assert losses == sorted(losses) and [row[1] == "best" for row in table] == [True, False, False, False]
+    assert said.rstrip().endswith("written   out/compare.html")
     assert [Path(f"out/{i}/trained.onnx").exists() for i in range(4)] == [True] * 4
 
 
@@ -248,9 +259,15 @@ REFUSED = {
     ),
     "a value that is gone": (["~data.path"], "data.path: expected a value, found none: add +data.path=..."),
     "recipe": (["optimizer=foo"], "unknown optimizer 'foo'; known: adagrad, adam, adamw"),
-    "group": (["optimizr=adam"], "unknown option 'optimizr'; known: accumulate, callbacks, clip"),
-    "field": (["optimizer.lr=1"], "optimizer: unknown field 'lr'; known: beta1"),
-    "added field": (["+optimizer.lr=1"], "optimizer: unknown field 'lr'; known: beta1"),
+    "group": (
+        ["optimizr=adam"],
+        "unknown option 'optimizr', nearest: 'optimizer'; known: accumulate, callbacks, clip",
+    ),
+    "field": (["optimizer.lr=1"], "optimizer: unknown field 'lr', nearest: 'learning_rate'; known: beta1"),
+    "added field": (
+        ["+optimizer.lr=1"],
+        "optimizer: unknown field 'lr', nearest: 'learning_rate'; known: beta1",
+    ),
     "value": (["optimizer.learning_rate=fast"], "optimizer.learning_rate: expected float, found 'fast'"),
     "group of parameters": (
         ["optimizer.groups=[{pattern: w}]"],

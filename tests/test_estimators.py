@@ -11,9 +11,12 @@ from typing import Any
 import joblib
 import numpy as np
 import onnx
+import onnxruntime
 import pytest
+from scipy.sparse import csr_array
 from skl2onnx import to_onnx
 from sklearn.base import clone
+from sklearn.compose import ColumnTransformer
 from sklearn.datasets import (
     load_breast_cancer,
     load_diabetes,
@@ -22,16 +25,18 @@ from sklearn.datasets import (
     make_multilabel_classification,
 )
 from sklearn.exceptions import NotFittedError
+from sklearn.impute import SimpleImputer
 from sklearn.linear_model import LogisticRegression
 from sklearn.model_selection import GridSearchCV, cross_val_score
 from sklearn.neural_network import MLPClassifier, MLPRegressor
 from sklearn.pipeline import make_pipeline
-from sklearn.preprocessing import StandardScaler, scale
+from sklearn.preprocessing import MaxAbsScaler, OneHotEncoder, StandardScaler, scale
 from sklearn.utils.estimator_checks import parametrize_with_checks
 
 import graphopt
 import passes
 from graphopt import models
+from graphopt.runtime.state_buffers import _finite_check
 
 OPTIONS: dict[str, Any] = {"max_iter": 8, "random_state": 0}
 SOLVERS = [
@@ -202,6 +207,210 @@ def test_a_network_of_lbfgs_continues_with_adam() -> None:
     assert ours.solver == "adam" and any((before[k] != x).any() for k, x in ours._running().state.items())
 
 
+# --- The way back ---
+
+
+@pytest.mark.parametrize("options", SOLVERS, ids=str)
+def test_a_network_of_scikit_learn_continues_ours(options: dict[str, Any]) -> None:
+    ours = graphopt.OnnxClassifier(**{**OPTIONS, **options}).fit(X_IRIS, Y_IRIS)
+    theirs = ours.to_sklearn()
+    reference = MLPClassifier(**{**OPTIONS, **options}).fit(X_IRIS, Y_IRIS)
+    assert {name for name in vars(reference) if name.endswith("_")} == {
+        name for name in vars(theirs) if name.endswith("_")
+    }
+    np.testing.assert_allclose(theirs.predict_proba(X_IRIS), ours.predict_proba(X_IRIS), rtol=1e-9)
+    assert (theirs.predict(X_IRIS) == ours.predict(X_IRIS)).all() and ours.n_layers_ == theirs.n_layers_
+    for kind in ("coefs_", "intercepts_"):
+        for w, expected in zip(getattr(ours, kind), getattr(reference, kind), strict=True):
+            np.testing.assert_allclose(w, expected, rtol=1e-5, atol=1e-7)
+    again = graphopt.from_sklearn(theirs)
+    np.testing.assert_array_equal(again.predict_proba(X_IRIS), ours.predict_proba(X_IRIS))
+    if not ours.early_stopping:
+        for _ in range(2):
+            ours.partial_fit(X_IRIS, Y_IRIS)
+            theirs.partial_fit(X_IRIS, Y_IRIS)
+        np.testing.assert_allclose(theirs.loss_curve_, ours.loss_curve_, rtol=1e-6)
+    theirs.set_params(warm_start=True).fit(X_IRIS, Y_IRIS)
+
+
+@pytest.mark.parametrize("y", [Y_DIABETES, np.stack([Y_DIABETES, Y_DIABETES**2], axis=1)], ids=["one", "two"])
+def test_a_regressor_goes_back(y: np.ndarray) -> None:
+    ours = graphopt.OnnxRegressor(solver="sgd", **OPTIONS).fit(X_DIABETES, y)
+    theirs = ours.to_sklearn()
+    np.testing.assert_allclose(theirs.predict(X_DIABETES), ours.predict(X_DIABETES), rtol=1e-9)
+    for one in (ours, theirs):
+        one.partial_fit(X_DIABETES, y)
+    np.testing.assert_allclose(theirs.predict(X_DIABETES), ours.predict(X_DIABETES), rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "y", [np.array(["no", "yes"])[Y_IRIS % 2], np.eye(3, dtype=int)[Y_IRIS]], ids=["two", "several"]
+)
+def test_labels_go_back(y: np.ndarray) -> None:
+    ours = graphopt.OnnxClassifier(**OPTIONS).fit(X_IRIS, y)
+    theirs = ours.to_sklearn()
+    assert (theirs.predict(X_IRIS) == ours.predict(X_IRIS)).all()
+    for one in (ours, theirs):
+        one.partial_fit(X_IRIS, y)
+    np.testing.assert_allclose(theirs.loss_curve_, ours.loss_curve_)
+
+
+def test_a_model_of_one_s_own_has_no_layers() -> None:
+    ours = graphopt.OnnxClassifier(models.mlp((4,), 3), **OPTIONS)
+    assert not hasattr(ours, "coefs_") and not hasattr(graphopt.OnnxClassifier(), "n_layers_")
+    ours.fit(X_IRIS.astype(np.float32), Y_IRIS)
+    with pytest.raises(AttributeError, match=r"^coefs_: expected a perceptron made from hidden_layer_sizes"):
+        _ = ours.coefs_
+    with pytest.raises(graphopt.GraphoptError, match=r"^to_sklearn: expected a perceptron"):
+        ours.to_sklearn()
+    with pytest.raises(NotFittedError):
+        graphopt.OnnxClassifier().to_sklearn()
+    with pytest.warns(UserWarning, match="the loss expects logits"):
+        logits = graphopt.OnnxClassifier(loss=passes.CrossEntropy(), **OPTIONS).fit(X_IRIS, Y_IRIS)
+    with pytest.raises(graphopt.GraphoptError, match=r"^to_sklearn: expected a loss of probabilities"):
+        logits.to_sklearn()
+
+
+# --- One model of all steps ---
+
+
+def run(proto: onnx.ModelProto, X: Any) -> dict[str, Any]:
+    """Run a model on an array, or on the columns of a table, in the types that it asks for."""
+    onnx.checker.check_model(proto, full_check=True)
+    session = onnxruntime.InferenceSession(proto.SerializeToString(), providers=["CPUExecutionProvider"])
+    kinds = {"tensor(float)": np.float32, "tensor(double)": np.float64, "tensor(int64)": np.int64}
+    fed = {
+        x.name: np.asarray(X if isinstance(X, np.ndarray) else X[[x.name]]).astype(kinds.get(x.type, object))
+        for x in session.get_inputs()
+    }
+    return dict(zip([y.name for y in session.get_outputs()], session.run(None, fed), strict=True))
+
+
+NAMES = np.array(["setosa", "versicolor", "virginica"])[Y_IRIS]
+TARGETS = {
+    "numbers": Y_IRIS,
+    "text": NAMES,
+    "objects": NAMES.astype(object),
+    "two": NAMES == "setosa",
+    "floats": 2.0 * Y_IRIS + 1,
+    "negative": np.array([-1, 1])[Y_IRIS % 2],
+    "several": np.eye(3, dtype=int)[Y_IRIS],
+    "one": np.zeros(len(Y_IRIS), int),
+}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("name", TARGETS)
+@pytest.mark.filterwarnings("ignore:y. expected two labels")
+def test_a_pipeline_of_a_classifier_is_one_model(name: str, dtype: str) -> None:
+    pipeline = make_pipeline(StandardScaler(), graphopt.OnnxClassifier(max_iter=3, random_state=0))
+    pipeline.fit(X_IRIS, TARGETS[name])
+    scaled, network = pipeline[0].transform(X_IRIS), pipeline[-1]
+    whole = run(graphopt.to_onnx(pipeline, X_IRIS, dtype=dtype), X_IRIS)
+    for found in (
+        whole,
+        run(graphopt.to_onnx(network, scaled, dtype), scaled),
+        run(network.to_onnx(dtype), scaled),
+    ):
+        assert list(found) == ["label", "probabilities"]
+        np.testing.assert_array_equal(found["label"], pipeline.predict(X_IRIS))
+        np.testing.assert_allclose(
+            found["probabilities"], pipeline.predict_proba(X_IRIS), atol=1e-6, rtol=1e-5
+        )
+
+
+@pytest.mark.parametrize("y", [Y_DIABETES, np.stack([Y_DIABETES, -Y_DIABETES], axis=1)], ids=["one", "two"])
+def test_a_search_of_a_regressor_is_one_model(y: np.ndarray) -> None:
+    pipeline = make_pipeline(StandardScaler(), graphopt.OnnxRegressor(max_iter=3, random_state=0))
+    search = GridSearchCV(pipeline, {"onnxregressor__alpha": [1e-4, 1.0]}, cv=2).fit(X_DIABETES, y)
+    (found,) = run(graphopt.to_onnx(search, X_DIABETES), X_DIABETES).values()
+    np.testing.assert_allclose(found.reshape(y.shape), search.predict(X_DIABETES), atol=1e-5)
+    (alone,) = run(search.best_estimator_[-1].to_onnx(), X_DIABETES).values()
+    assert alone.shape == found.shape == (len(y), y.size // len(y))
+
+
+def test_a_table_of_text_and_numbers_is_one_model() -> None:
+    pandas = pytest.importorskip("pandas")
+    random = np.random.default_rng(0)
+    table = pandas.DataFrame({"age": random.normal(40, 9, 200), "rooms": random.integers(1, 9, 200)})
+    table["city"] = random.choice(["Bonn", "Oslo", "Rome"], 200)
+    table.loc[::9, "age"] = np.nan
+    numbers = make_pipeline(SimpleImputer(), StandardScaler())
+    columns = ColumnTransformer(
+        [
+            ("numbers", numbers, ["age", "rooms"]),
+            ("text", OneHotEncoder(handle_unknown="ignore"), ["city"]),
+        ]
+    )
+    pipeline = make_pipeline(columns, graphopt.OnnxClassifier(random_state=0, max_iter=20))
+    pipeline.fit(table, np.where(table.city == "Rome", "south", "north"))
+    table.loc[3, "city"] = "Lima"
+    found = run(graphopt.to_onnx(pipeline, table), table)
+    np.testing.assert_array_equal(found["label"], pipeline.predict(table))
+    np.testing.assert_allclose(found["probabilities"], pipeline.predict_proba(table), atol=1e-5)
+    with pytest.raises(
+        graphopt.GraphoptError, match=r"found text in input 'city': encode it in a step before"
+    ):
+        graphopt.to_onnx(pipeline[-1], table)
+
+
+@pytest.mark.parametrize(
+    ("loss", "units", "y", "outputs"),
+    [
+        (passes.CrossEntropy(), 3, Y_IRIS, ["label", "probabilities"]),
+        (passes.BinaryCrossEntropy(), 1, np.float32(Y_IRIS == 1)[:, None], ["label", "probabilities"]),
+        (passes.Hinge(), 1, np.float32([-1, 1])[Y_IRIS % 2][:, None], ["label", "probabilities"]),
+        (passes.MeanSquaredError(), 1, np.float32(X_IRIS[:, :1]), ["variable"]),
+    ],
+    ids=["classes", "two", "hinge", "numbers"],
+)
+def test_a_trainer_in_a_pipeline_is_one_model(
+    loss: Any, units: int, y: np.ndarray, outputs: list[str]
+) -> None:
+    X = X_IRIS.astype(np.float32)
+    trainer = graphopt.Trainer(models.mlp((4,), units), loss=loss, max_iter=2)
+    pipeline = make_pipeline(StandardScaler(), trainer).fit(X, y)
+    found = run(graphopt.to_onnx(pipeline, X), X)
+    assert list(found) == outputs
+    predicted = pipeline.predict(X).reshape(len(y))
+    np.testing.assert_allclose(found[outputs[0]].reshape(len(y)), predicted, atol=1e-5)
+    if hasattr(loss, "probabilities"):
+        np.testing.assert_allclose(found["probabilities"], pipeline.predict_proba(X), atol=1e-5)
+
+
+def test_options_of_skl2onnx_are_heeded() -> None:
+    pipeline = make_pipeline(StandardScaler(), graphopt.OnnxClassifier(**OPTIONS)).fit(X_IRIS, NAMES)
+    graphopt.register_skl2onnx()
+    X = X_IRIS.astype(np.float32)
+    mapped = run(to_onnx(pipeline, X[:1], target_opset=21), X)
+    assert list(mapped["output_probability"][0]) == list(pipeline.classes_)
+    options = {id(pipeline[-1]): {"zipmap": False, "nocl": True}}
+    numbered = run(to_onnx(pipeline, X[:1], options=options, target_opset=12), X)
+    np.testing.assert_array_equal(pipeline.classes_[numbered["label"]], pipeline.predict(X))
+
+
+def test_a_model_keeps_its_own_outputs_apart_from_the_predictor() -> None:
+    start = models.cnn((1, 8, 8), 10)
+    X, y = load_digits(return_X_y=True)
+    pipeline = make_pipeline(MaxAbsScaler(), graphopt.OnnxClassifier(start, max_iter=1, random_state=0))
+    pipeline.fit(X[:300], y[:300])
+    found = run(graphopt.to_onnx(pipeline, X), X)
+    np.testing.assert_allclose(found["probabilities"], pipeline.predict_proba(X), atol=1e-5)
+    own = [output.name for output in pipeline[-1].get_trained_onnx().graph.output]
+    assert own == [output.name for output in graphopt.load(start).graph.outputs]
+    again = graphopt.OnnxClassifier(pipeline[-1].to_onnx(), max_iter=1, random_state=0)
+    assert list(again.fit(X[:300].reshape(-1, 1, 8, 8).astype(np.float32), y[:300]).classes_) == [*range(10)]
+
+
+@pytest.mark.parametrize(
+    "export", [lambda c: c.to_onnx("int8"), lambda c: graphopt.to_onnx(c, X_IRIS, "int8")]
+)
+def test_an_unknown_type_is_one_line(export: Any) -> None:
+    classifier = graphopt.OnnxClassifier(max_iter=1).fit(X_IRIS, Y_IRIS)
+    with pytest.raises(graphopt.GraphoptError, match="unknown dtype 'int8'; known: float32, float64"):
+        export(classifier)
+
+
 # --- Models from elsewhere ---
 
 
@@ -277,6 +486,66 @@ def test_wrong_options_are_one_line(options: dict[str, Any], error: str) -> None
     assert "\n" not in str(found.value)
 
 
+TEXT = np.array([["Rome", "1"]] * len(X_IRIS), dtype=object)
+TRAINER = graphopt.Trainer(models.mlp((4,), 3), loss=passes.CrossEntropy(), max_iter=1)
+
+
+@pytest.mark.parametrize(
+    ("call", "error"),
+    [
+        (
+            lambda: graphopt.OnnxClassifier((100,)).fit(X_IRIS, Y_IRIS),
+            r"^model: .*write hidden_layer_sizes=\(100,\)",
+        ),
+        (
+            lambda: graphopt.OnnxClassifier(loss="mse").fit(X_IRIS, Y_IRIS),
+            "^loss: expected a loss pass, or None",
+        ),
+        (
+            lambda: graphopt.OnnxClassifier(solver=passes.Adam).fit(X_IRIS, Y_IRIS),
+            "^solver: .*create it, Adam",
+        ),
+        (
+            lambda: graphopt.OnnxClassifier(learning_rate=0.1).fit(X_IRIS, Y_IRIS),
+            "learning_rate_init is the rate",
+        ),
+        (lambda: graphopt.OnnxClassifier().fit(TEXT, Y_IRIS), "^X: expected numbers, found text: encode it"),
+        (lambda: graphopt.OnnxClassifier().fit(np.nan * X_IRIS, Y_IRIS), "contains NaN.*SimpleImputer"),
+        (
+            lambda: graphopt.OnnxClassifier().fit(X_IRIS[:, 0], Y_IRIS),
+            r"^X: expected a 2D array .* found shape \[150\]",
+        ),
+        (lambda: graphopt.OnnxRegressor().fit(X_IRIS, TEXT[:, 0]), "^y: expected numbers, found text"),
+        (lambda: graphopt.OnnxRegressor().fit(X_IRIS, NAMES), "^y: expected numbers, found text"),
+        (lambda: graphopt.to_onnx(models.mlp((4,), 3), X_IRIS), "^to_onnx: expected a fitted estimator"),
+        (lambda: clone(TRAINER).fit(X_IRIS, NAMES), "^target: expected numbers, found text such as 'setosa'"),
+        (
+            lambda: clone(TRAINER).fit(TEXT.astype(str), Y_IRIS),
+            "^X: expected numbers, found text such as 'Rome'",
+        ),
+        (lambda: clone(TRAINER).fit(csr_array(X_IRIS), Y_IRIS), "^X: .*use .toarray"),
+    ],
+)
+def test_wrong_data_is_one_line(call: Any, error: str) -> None:
+    with pytest.raises(graphopt.GraphoptError, match=error) as found:
+        call()
+    assert "\n" not in str(found.value)
+
+
+def test_a_table_s_columns_of_text_are_named() -> None:
+    pandas = pytest.importorskip("pandas")
+    table = pandas.DataFrame({"age": [1.0, 2.0], "city": ["Bonn", "Rome"]})
+    with pytest.raises(
+        graphopt.GraphoptError, match=r"^X: expected numbers, found text in 'city': encode it"
+    ):
+        graphopt.OnnxClassifier().fit(table, [0, 1])
+
+
+def test_one_label_alone_is_a_warning() -> None:
+    with pytest.warns(UserWarning, match="^y: expected two labels or more, found 0 alone"):
+        graphopt.OnnxClassifier(max_iter=1).fit(X_IRIS, np.zeros(len(X_IRIS), int).tolist())
+
+
 # --- scikit-learn's tools ---
 
 
@@ -324,3 +593,40 @@ def test_graphopt_imports_without_scikit_learn(tmp_path: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path)
     assert done.stdout.startswith("OnnxClassifier: expected scikit-learn"), done.stderr
+
+
+# --- Threads and kernels suit the size of the work ---
+
+
+def test_short_steps_take_one_thread_and_long_ones_what_joblib_leaves(monkeypatch: Any) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    small = graphopt.OnnxClassifier(**OPTIONS).fit(X_IRIS, Y_IRIS)
+    assert small._running().options.threads == 1
+    large = {"hidden_layer_sizes": (600, 600), "max_iter": 1, "random_state": 0}
+    assert graphopt.OnnxClassifier(**large).fit(X_IRIS, Y_IRIS)._running().options.threads is None
+    assert graphopt.OnnxClassifier(threads=2, **OPTIONS).fit(X_IRIS, Y_IRIS)._running().options.threads == 2
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    assert graphopt.OnnxClassifier(**large).fit(X_IRIS, Y_IRIS)._running().options.threads == 1
+    trainer = graphopt.Trainer(models.mlp((4,), 3), loss=passes.CrossEntropy(), max_iter=1)
+    assert trainer.fit(X_IRIS.astype(np.float32), Y_IRIS)._running().options.threads == 1
+
+
+def test_only_long_trainings_compile_kernels(monkeypatch: Any) -> None:
+    monkeypatch.delenv("GRAPHOPT_NATIVE", raising=False)
+    wide = {"hidden_layer_sizes": (3000,), "random_state": 0}
+    assert graphopt.OnnxClassifier(max_iter=1, **wide).fit(X_IRIS, Y_IRIS)._running().options.native is False
+    long = graphopt.OnnxClassifier(max_iter=10**5, tol=1e9, n_iter_no_change=1, **wide)
+    assert long.fit(X_IRIS, Y_IRIS)._running().options.native is None
+    monkeypatch.setenv("GRAPHOPT_NATIVE", "auto")
+    assert graphopt.OnnxClassifier(max_iter=1, **wide).fit(X_IRIS, Y_IRIS)._running().options.native is None
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_a_state_is_checked_to_its_last_number(dtype: Any) -> None:
+    state = np.zeros(20_001, dtype)
+    is_finite = _finite_check(graphopt.Device("cpu"), {}, [state])
+    assert is_finite()
+    for i in (0, 10_000, 20_000):
+        state[i] = np.nan
+        assert not is_finite()
+        state[i] = 0

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import html
 import importlib.util
+import io
+import os
 import re
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+from PIL import Image
 
 EXAMPLES = sorted((Path(__file__).parents[1] / "examples").glob("*.py"))
 
@@ -85,6 +88,13 @@ def draw_run(result):
     assert plain[: len(shown)] == plain[len(shown) :]
 
 
+def draw_report(result):
+    """The guide's picture is of the page's size; its numbers differ from run to run."""
+    pictures = [Path(__file__).parents[1] / "examples/pictures/report.png", io.BytesIO(result)]
+    assert len({Image.open(picture).size for picture in pictures}) == 1
+    assert len(result) < 200_000
+
+
 NEEDS = {"fine_tune_file_types": "magika", "on_device": "onnxruntime.training"}
 
 
@@ -94,6 +104,8 @@ def test_example(path, monkeypatch):
     needed = NEEDS.get(path.stem)
     if needed and importlib.util.find_spec(needed) is None:
         pytest.skip(f"the package {needed} is not installed: see the extras of pyproject.toml")
+    if path.stem == "draw_report" and not Path(os.environ.get("CHROMIUM", "/usr/bin/chromium")).exists():
+        pytest.skip("needs Chromium")
     spec = importlib.util.spec_from_file_location(path.stem, path)
     module = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, path.stem, module)  # where dataclasses look their annotations up

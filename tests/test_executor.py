@@ -559,7 +559,7 @@ def test_a_device_has_the_options_of_a_device(executor):
         graphopt.GraphoptError, match="threads: expected this option in the given Device, found 2"
     ):
         graphopt.Executor(compiled(), device=device, threads=2)
-    with pytest.raises(TypeError, match="unexpected keyword argument 'thread'"):
+    with pytest.raises(TypeError, match="unknown argument 'thread', nearest: 'threads'"):
         graphopt.Executor(compiled(), thread=2)
 
 

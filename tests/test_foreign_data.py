@@ -171,8 +171,11 @@ def test_data_frames_with_two_columns_of_a_name() -> None:
 def test_what_has_rows() -> None:
     assert has_rows(DATA)
     assert has_rows(data.digits())
-    assert not any(map(has_rows, ([DATA], iter([DATA]), X, 7, None)))
-    with pytest.raises(GraphoptError, match="data: expected a data set or arrays by name, found int"):
+    assert has_rows((X, DATA["target"]))
+    assert not any(map(has_rows, ([DATA], (DATA, DATA), iter([DATA]), 7, None)))
+    with pytest.raises(
+        GraphoptError, match=r"data: expected \(X, y\), arrays by name .* or a data set, found an int"
+    ):
         as_dataset(7)
 
 
@@ -199,4 +202,4 @@ def test_a_function_of_one_s_own_may_return_them_in_a_recipe(
     run = ["model=mlp", "trust=[my_tables]", "fit.epochs=1", "executor.threads=1", "~data.images"]
     assert cli.main([*run, "data._target_=my_tables.table", "folder=one"]) == 0
     assert cli.main([*run, "data._target_=my_tables.batches", "folder=two"]) == 1
-    assert "error: data: expected a data set or arrays by name, found list" in capsys.readouterr().err
+    assert "a DataFrame or a data set, found a list" in capsys.readouterr().err

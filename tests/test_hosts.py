@@ -13,8 +13,8 @@ import onnx
 import onnxruntime
 import pytest
 import safetensors.numpy
-from builders import linear
-from host_graphs import GRAPHS, batches
+from builders import linear, model
+from host_graphs import BAD, BAD_AT, GRAPHS, batches, with_bad_batches
 
 import graphopt
 import passes
@@ -50,8 +50,11 @@ class Host:
         inputs |= {name: self.state[name] for name in reads["state"]}
         inputs |= {name: self.hyperparameters[name] for name in reads["hyperparameters"]}
         found = dict(zip([y.name for y in runner.get_outputs()], runner.run(None, inputs), strict=True))
+        self.is_finite = True
         if graph.startswith("train"):
-            self.state = {x["name"]: found[x["next"]] for x in self.contract["state"]}
+            self.is_finite = bool(np.isfinite(found[self.contract["check"]]).all())
+            if self.is_finite:
+                self.state = {x["name"]: found[x["next"]] for x in self.contract["state"]}
         return {name: found[name] for name in reads["reports"]}
 
     def checkpoint(self) -> bytes:
@@ -92,6 +95,74 @@ def test_several_steps_in_one_call_are_single_steps(exported: Any) -> None:
     stacked = several.run("train_steps", {name: np.stack([batch[name] for batch in fed]) for name in fed[0]})
     np.testing.assert_allclose(stacked["loss"], losses, rtol=1e-5)
     close(several.state, single.state, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", BAD)
+@pytest.mark.parametrize("target", [None, "tract"])
+def test_the_check_tells_bad_batches_from_good_ones(name: str, target: str | None, tmp_path: Path) -> None:
+    step, fed = BAD[name][0](), with_bad_batches(name)
+    graphopt.export_hosts(step, tmp_path, target=target)
+    host, clean, executor = Host(tmp_path), Host(tmp_path), graphopt.Executor(step, threads=1)
+    found = []
+    for i, batch in enumerate(fed):
+        loss = host.run("train", batch)["loss"]
+        found.append(host.is_finite)
+        if i not in BAD_AT:
+            assert loss == clean.run("train", batch)["loss"]
+            np.testing.assert_allclose(loss, executor.step(batch)["loss"], rtol=1e-5)
+    assert found == [i not in BAD_AT for i in range(len(fed))]
+    for key, array in clean.state.items():
+        np.testing.assert_array_equal(host.state[key], array, err_msg=key)
+    several = Host(tmp_path)
+    first, last = BAD_AT[0], BAD_AT[1]
+    for part in (fed[:first], fed[:last], fed[first + 1 : last]):
+        several.run("train_steps", {key: np.stack([batch[key] for batch in part]) for key in part[0]})
+        assert several.is_finite == (part != fed[:last])
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float64])
+def test_the_check_is_a_number_of_32_bits(dtype: Any, tmp_path: Path) -> None:
+    step = graphopt.compile(
+        linear(features=3, outputs=2, dtype=dtype),
+        loss=passes.MeanSquaredError(),
+        optimizer=passes.AdamW(0.01),
+    )
+    graphopt.export_hosts(step, tmp_path)
+    (check,) = (y for y in onnx.load(tmp_path / "train.onnx").graph.output if y.name == "graphopt.check")
+    assert check.type.tensor_type.elem_type == onnx.TensorProto.FLOAT and not check.type.tensor_type.shape.dim
+    host, (batch,) = Host(tmp_path), batches("linear", 1)
+    for number, is_finite in ((1, True), (np.nan, False), (2, True)):
+        host.run("train", {name: (x * number).astype(dtype) for name, x in batch.items()})
+        assert host.is_finite == is_finite
+
+
+def test_state_whose_infinities_reach_other_state_is_summed_once(tmp_path: Path) -> None:
+    """A momentum is in the parameter that it moves; a second moment is below a fraction line."""
+    for optimizer, sums in ((passes.SGD(0.1), 2), (passes.SGD(0.1, momentum=0.9), 2), (passes.AdamW(0.1), 4)):
+        step = graphopt.compile(linear(), loss=passes.MeanSquaredError(), optimizer=optimizer)
+        graphopt.export_hosts(step, tmp_path)
+        nodes = onnx.load(tmp_path / "train.onnx").graph.node
+        (total,) = (node for node in nodes if "graphopt.check" in node.output)
+        assert (total.op_type, len(total.input)) == ("Sum", 1 + sums)  # the loss, too
+
+
+def test_what_may_be_infinite_is_not_checked(tmp_path: Path) -> None:
+    """State that is so from the start stays out; so do sums of gradients that a loss scale will drop."""
+    network = model(
+        "g (float[N,3] x) => (float[N,3] y) { a = Add(x, mask)\n s = Softmax(a)\n y = Mul(s, w) }",
+        mask=np.array([0.0, -np.inf, 0.0]),
+        w=np.ones(3),
+    )
+    step = graphopt.compile(
+        network,
+        parameters=passes.Parameters(pattern="*"),
+        loss=passes.MeanSquaredError(),
+        optimizer=passes.SGD(0.1),
+    )
+    graphopt.export_hosts(step, tmp_path)
+    host = Host(tmp_path)
+    host.run("train", {"x": np.ones((2, 3), np.float32), "target": np.ones((2, 3), np.float32)})
+    assert host.is_finite
 
 
 @pytest.mark.parametrize("graph", ["evaluate", "predict"])
@@ -179,15 +250,38 @@ def test_labels_and_the_one_that_is_ignored_are_told(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_exported_is_told_and_nothing_is_written(tmp_path: Path) -> None:
-    with pytest.raises(graphopt.GraphoptError, match="expected a training graph, found one without state"):
+    with pytest.raises(
+        graphopt.GraphoptError, match="expected a training graph, found an inference model: compile"
+    ):
         graphopt.export_hosts(linear(), tmp_path / "out")
     step = graphopt.compile(linear(), loss=passes.MeanSquaredError(), optimizer=passes.SGD(0.1))
     with pytest.raises(graphopt.GraphoptError, match="batch: expected 1 or more"):
         graphopt.export_hosts(step, tmp_path / "out", batch=0)
+    with pytest.raises(graphopt.GraphoptError, match="unknown language 'java'; known: c, javascript"):
+        graphopt.export_hosts(step, tmp_path / "out", language="java")
     assert not (tmp_path / "out").exists()
     (tmp_path / "file").write_text("")
     with pytest.raises(graphopt.GraphoptError, match="expected a folder to write to"):
         graphopt.export_hosts(step, tmp_path / "file")
+
+
+@pytest.mark.parametrize("language", ["javascript", "c"])
+def test_the_program_of_a_language_comes_with_the_graphs(language: str, tmp_path: Path) -> None:
+    step = graphopt.compile(linear(), loss=passes.MeanSquaredError(), optimizer=passes.SGD(0.1))
+    graphopt.export_hosts(step, tmp_path, language=language)
+    source = Path(graphopt.__file__).parent / "hosts" / language
+    written = {
+        path.relative_to(tmp_path / language) for path in (tmp_path / language).rglob("*") if path.is_file()
+    }
+    expected = {
+        "c": {"graphopt.c", "graphopt.h", "train.c", "Makefile", "README.md", "abi/onnxruntime_c_api.h"}
+    }
+    if language == "javascript":
+        files = json.loads((source / "package.json").read_text())["files"]
+        expected["javascript"] = {*files, "package.json", "README.md"}
+    assert {path.as_posix() for path in written} == expected[language]
+    for path in written:
+        assert (tmp_path / language / path).read_bytes() == (source / path).read_bytes()
 
 
 @pytest.mark.parametrize("name", GRAPHS)

@@ -2,51 +2,66 @@
 
 from __future__ import annotations
 
-import json
+import os
+import re
 import shutil
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+import onnx_ir as ir
 import onnxruntime
 import pytest
-from host_graphs import GRAPHS, Batch, batches
+from builders import model
+from host_graphs import BAD, BAD_AT, GRAPHS, Batch, batches, with_bad_batches
 
 import graphopt
+import passes
 
 pytestmark = pytest.mark.usefixtures("plain")
 
-SOURCE = Path(__file__).parents[1] / "examples" / "hosts" / "c"
-LINES = 120  # that the program has at most
+SOURCE = Path(graphopt.__file__).parent / "hosts" / "c"
+MISTAKES = Path(__file__).parents[1] / "examples" / "hosts" / "c" / "test" / "mistakes.c"
+LISTING = Path(__file__).parent / "listings" / "c_mistakes.txt"  # UPDATE_LISTINGS=1 writes it
 STEPS = 50
 
 
 @pytest.fixture(scope="module")
-def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def build(tmp_path_factory: pytest.TempPathFactory) -> Path:
     found = sorted(Path(onnxruntime.__file__).parent.glob("capi/libonnxruntime.so.*"))
     if not found:
         pytest.skip(f"onnxruntime {onnxruntime.__version__} has no library libonnxruntime.so in its wheel")
     for tool in ("make", "gcc"):
         if shutil.which(tool) is None:
             pytest.skip(f"{tool} is not installed")
-    build = tmp_path_factory.mktemp("build")
-    subprocess.run(["make", "-s", f"LIBRARY={found[0]}", f"BUILD={build}", "CC=gcc"], cwd=SOURCE, check=True)
+    folder = tmp_path_factory.mktemp("build")
+    make = ["make", "-s", f"LIBRARY={found[0]}", f"BUILD={folder}", "CC=gcc"]
+    for source in (SOURCE / "train.c", MISTAKES):
+        subprocess.run([*make, f"PROGRAM={source}"], cwd=SOURCE, check=True)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def program(build: Path) -> Path:
     return build / "train"
 
 
-def train(program: Path, folder: Path, state: Path, fed: Sequence[Batch], saved: Path) -> list[float]:
+def train(
+    program: Path, folder: Path, state: Path | None, fed: Sequence[Batch], saved: Path, *feeds: str
+) -> list[float]:
     """Return the losses of a run of the program, and after them that of the last batch in evaluation."""
     raw = saved.with_suffix("")
     raw.mkdir()
-    contract = json.loads((folder / "host.json").read_text())
-    inputs = {name: np.stack([batch[name] for batch in fed]) for name in fed[0]}
-    inputs |= {x["name"]: np.full(len(fed), x["default"], x["type"]) for x in contract["hyperparameters"]}
-    for name, array in inputs.items():
-        array.tofile(raw / f"{name}.bin")
-    files = folder / "train.onnx", folder / "evaluate.onnx", state, raw
-    done = subprocess.run([program, *files, str(len(fed)), saved], check=True, capture_output=True, text=True)
+    for name in fed[0]:
+        np.stack([batch[name] for batch in fed]).tofile(raw / f"{name}.bin")
+    arguments = [folder, raw, str(len(fed)), saved, state or "-", *(feeds or fed[0])]
+    done = subprocess.run([program, *arguments], check=True, capture_output=True, text=True)
+    refused[saved] = done.stderr.splitlines()
     return [float(line) for line in done.stdout.splitlines()]
+
+
+refused: dict[Path, list[str]] = {}  # what a run said of bad batches, by the file that it wrote
 
 
 @pytest.mark.parametrize("name", GRAPHS)
@@ -54,8 +69,7 @@ def train(program: Path, folder: Path, state: Path, fed: Sequence[Batch], saved:
 def test_c_trains_and_evaluates_as_python_does(name: str, program: Path, tmp_path: Path) -> None:
     step, fed = GRAPHS[name][0](), batches(name, STEPS)
     graphopt.export_hosts(step, tmp_path / "host")
-    initial = tmp_path / "host" / "state.safetensors"
-    found = train(program, tmp_path / "host", initial, fed, tmp_path / "saved.safetensors")
+    found = train(program, tmp_path / "host", None, fed, tmp_path / "saved.safetensors")
     executor = graphopt.Executor(step)
     expected = [float(executor.step(batch)["loss"]) for batch in fed]
     expected.append(float(executor.evaluate(fed[-1])["loss"]))
@@ -93,5 +107,88 @@ def test_a_damaged_state_is_refused(program: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "saved.safetensors").exists()
 
 
-def test_the_program_is_short() -> None:
-    assert len((SOURCE / "train.c").read_text().splitlines()) <= LINES
+@pytest.mark.parametrize("name", BAD)
+def test_a_bad_batch_does_not_spoil_the_state(name: str, program: Path, tmp_path: Path) -> None:
+    """Good batches train as they do without the bad ones, bit for bit."""
+    step, fed = BAD[name][0](), with_bad_batches(name)
+    good = [batch for i, batch in enumerate(fed) if i not in BAD_AT]
+    graphopt.export_hosts(step, tmp_path / "host")
+    with_bad, without = tmp_path / "1.safetensors", tmp_path / "2.safetensors"
+    found = train(program, tmp_path / "host", None, fed, with_bad)
+    expected = train(program, tmp_path / "host", None, good, without)
+    assert [loss for i, loss in enumerate(found) if i not in BAD_AT] == expected
+    assert with_bad.read_bytes() == without.read_bytes()
+    pattern = re.compile(
+        r"train: step (\d+): expected (a finite loss|finite numbers in state \S+), found .*as before; look"
+    )
+    assert [int(match[1]) for match in map(pattern.match, refused[with_bad]) if match] == [3, 6, 6]
+    assert refused[without] == []
+    executor = graphopt.Executor(step, threads=1)
+    np.testing.assert_allclose(expected[:-1], [executor.step(batch)["loss"] for batch in good], rtol=1e-5)
+
+
+def sequences() -> ir.Model:
+    """Return a step on sequences of any length."""
+    return graphopt.compile(
+        model("g (int64[B,T] x) => (float[B,T,5] y) { y = Gather(table, x) }", table=np.ones((9, 5))),
+        loss=passes.CrossEntropy(axis=-1),
+        optimizer=passes.SGD(0.1),
+    )
+
+
+def test_two_open_sizes_train_where_the_sizes_are_given(program: Path, tmp_path: Path) -> None:
+    step, random = sequences(), np.random.default_rng(0)
+    fed = [{"x": random.integers(0, 9, (3, 4)), "target": random.integers(0, 5, (3, 4))} for _ in range(5)]
+    graphopt.export_hosts(step, tmp_path / "host")
+    found = train(program, tmp_path / "host", None, fed, tmp_path / "1.safetensors", "x=3,4", "target=3,4")
+    executor = graphopt.Executor(step)
+    np.testing.assert_allclose(found[:-1], [executor.step(batch)["loss"] for batch in fed], rtol=1e-6)
+    with pytest.raises(subprocess.CalledProcessError) as told:
+        train(program, tmp_path / "host", None, fed, tmp_path / "2.safetensors")
+    assert (
+        "x: expected the sizes of int64 [B,T], of which 2 are open, found none: pass dims"
+        in told.value.stderr
+    )
+
+
+def damage(host: Path, folder: Path) -> None:
+    """Write copies of a host folder, each with one mistake."""
+    state = (host / "state.safetensors").read_bytes()
+    contract = (host / "host.json").read_text()
+    for name, file, content in (
+        ("empty", None, b""),
+        ("json", "host.json", b"<!doctype html>"),
+        ("version", "host.json", contract.replace('"version": 1', '"version": 2').encode()),
+        ("state", "state.safetensors", b"abc"),
+        ("cut state", "state.safetensors", state[:-4]),
+        ("graph", "train.onnx", b"no graph"),
+        ("evaluation", "evaluate.onnx", None),
+    ):
+        copy = folder / name
+        copy.mkdir(parents=True)
+        for path in host.iterdir() if file else ():
+            (copy / path.name).write_bytes(path.read_bytes())
+        if file and content is None:
+            (copy / file).unlink()
+        elif file:
+            (copy / file).write_bytes(content)
+
+
+def test_every_mistake_is_told_in_one_line(build: Path, tmp_path: Path) -> None:
+    """The listing has the code of each mistake, too: those of graphopt.h."""
+    for name, step in (
+        ("mlp", GRAPHS["mlp"][0]()),
+        ("linear", GRAPHS["linear"][0]()),
+        ("sequences", sequences()),
+    ):
+        graphopt.export_hosts(step, tmp_path / name)
+    damage(tmp_path / "mlp", tmp_path / "damaged")
+    folders = [tmp_path / name for name in ("mlp", "linear", "sequences", "damaged")]
+    done = subprocess.run(
+        [build / "mistakes", *folders], capture_output=True, text=True, cwd=tmp_path, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = done.stdout.replace(str(tmp_path), "FOLDER")
+    if os.environ.get("UPDATE_LISTINGS"):
+        LISTING.write_text(found)
+    assert found == LISTING.read_text()

@@ -7,15 +7,16 @@ import os
 import re
 import shlex
 import subprocess
-import sys
 from collections.abc import Callable
+from importlib import metadata
 from pathlib import Path
 
 import pytest
+from environments import environment
 from test_architecture import FLOORS
 
 import graphopt
-from graphopt import cli, compiler
+from graphopt import compiler
 from graphopt.cli.help import described
 
 ROOT = Path(__file__).parents[1]
@@ -57,8 +58,45 @@ def _is_there(package: str) -> bool:
         return False
 
 
+def requirements(page: Path) -> list[str]:
+    """Return what the reader of a page has installed: by the README's first command, and what the page names."""
+    text = page.read_text()
+    named = re.findall(r'pip install "([^"]+)"', text)
+    extras = re.findall(r"extras? ((?:`\w+`(?:, | and )?)+)", text)
+    extras = [extra for group in extras for extra in re.findall(r"`(\w+)`", group)]
+    is_cpu = any(name == "onnxruntime" for name in metadata.packages_distributions()["onnxruntime"])
+    own = ",".join(["cpu" if is_cpu else "training", "sklearn", *extras])
+    return [f"graphopt[{own}]", *(name.replace(".[", "graphopt[") for name in named)]
+
+
+Run = Callable[[Path, str, Path], str]
+
+
 @pytest.fixture(scope="module")
-def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path], Path]:
+def run_on(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Return a function that runs a program in a folder with only the packages of a page, and returns its output."""
+    pythons: dict[tuple[str, ...], Path] = {}
+
+    def run(page: Path, program: str, folder: Path) -> str:
+        needed = tuple(requirements(page))
+        if needed not in pythons:
+            pythons[needed] = environment(tmp_path_factory.mktemp("environment"), [*needed])
+        path = tmp_path_factory.mktemp("program") / "page.py"  # not beside what the page's commands read
+        path.write_text(program)
+        binaries = f"{pythons[needed].parent}{os.pathsep}{os.environ['PATH']}"
+        left_out = ("PYTHONPATH", "VIRTUAL_ENV")
+        own = {name: value for name, value in os.environ.items() if name not in left_out}
+        done = subprocess.run(
+            [pythons[needed], path], cwd=folder, env={**own, "PATH": binaries}, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def folder_of(tmp_path_factory: pytest.TempPathFactory, run_on: Run) -> Callable[[Path], Path]:
     """Return a function that runs a page's Python blocks, once, as one program, and returns the folder it ran in."""
     folders: dict[Path, Path] = {}
 
@@ -67,16 +105,8 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path], Path
             if packages := lacking(page.stem):
                 pytest.skip(f"expects {', '.join(packages)}")
             folder = tmp_path_factory.mktemp(page.stem)
-            program = (
-                tmp_path_factory.mktemp("program") / "page.py"
-            )  # not beside what the page's commands read
-            program.write_text("\n".join(blocks(page, "python")))
-            environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-            done = subprocess.run(
-                [sys.executable, str(program)], cwd=folder, env=environment, capture_output=True, text=True
-            )
-            assert done.returncode == 0, done.stderr
-            (folder / "printed.txt").write_text(done.stdout)
+            printed = run_on(page, "\n".join(blocks(page, "python")), folder)
+            (folder / "printed.txt").write_text(printed)
             folders[page] = folder
         return folders[page]
 
@@ -102,22 +132,30 @@ def test_the_first_example_prints_what_the_page_says(folder_of: Callable[[Path],
     assert (loss, accuracy) == pytest.approx(tuple(said), abs=0.015)
 
 
+# Runs commands in one process, since starting one takes longer than most of them.
+RUN_COMMANDS = """
+from graphopt import cli
+for command in {commands!r}:
+    if cli.main(command) != 0:
+        sys.exit(f"{{command}}")
+"""
+
+
 @pytest.mark.parametrize("page", [page for page in PAGES if commands(page)], ids=lambda page: page.stem)
 @pytest.mark.slow
-def test_the_commands_run(
-    page: Path, folder_of: Callable[[Path], Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_commands_run(page: Path, folder_of: Callable[[Path], Path], run_on: Run) -> None:
     """The commands of a page run in their order, as later ones read what earlier ones write."""
-    left_out = []
+    left_out, run = [], []
     for command in commands(page):
         program, *arguments = shlex.split(command, comments=True)
         assert program == "graphopt"
         if lacking(command):
             left_out.append(command)
             continue
-        monkeypatch.chdir(folder_of(page))
         shorter = [] if "--help" in arguments or "fit.epochs" in command else ["fit.epochs=1"]
-        assert cli.main([*arguments, *shorter]) == 0, command
+        run.append([*arguments, *shorter])
+    if run:
+        run_on(page, RUN_COMMANDS.format(commands=run), folder_of(page))
     if left_out:
         pytest.skip(f"the environment lacks packages of {left_out}; all other commands ran")
 

@@ -314,7 +314,7 @@ def test_states_survive_json() -> None:
     [
         ([], "data: expected batches in epoch 1, found none in list: give an iterable that is not empty"),
         ([(X, DATA["target"])], r"found a tuple: yield {'x': \.\.\., 'target': \.\.\.}"),
-        ([X], "epoch 1, batch 1: data: expected a dict of arrays by name, found a ndarray"),
+        ([X], "epoch 1, batch 1: data: expected a dict of arrays by name, found an ndarray"),
         ([{"x": X[0], "target": 1}], "data 'target': expected an array whose first axis .* found one int: yield"),
         ([{"x": X}], "data: expected arrays 'x', 'target', found 'x'"),
         ([batch(slice(5)), {"x": X, "labels": X}], "epoch 1, batch 2: data: expected arrays 'x', 'target', found"),
@@ -327,7 +327,7 @@ def test_states_survive_json() -> None:
         ([{"x": [["a", "b", "c"]], "target": [0]}], "data 'x': expected float32, found <U1"),
         ([{"x": X[:0], "target": []}], "data: expected rows, found none"),
         ([{}], "data: expected"),
-        ([None], "found a NoneType"),
+        ([None], "found None"),
     ],
 )  # fmt: skip
 def test_batches_that_do_not_fit(items: list[Any], error: str) -> None:
@@ -345,8 +345,8 @@ def test_batches_that_do_not_fit(items: list[Any], error: str) -> None:
         (Again(), {"steps_per_epoch": 0}, "steps_per_epoch: expected 1 or more, found 0"),
         (DATA, {"steps_per_epoch": 5}, "steps_per_epoch=5: expected an iterable of batches, found rows"),
         (Again(), {"validation": in_order()}, "expected batches, found none in generator: an iterator is used up"),
-        (7, {}, "data: expected a data set, arrays by name or an iterable of batches, found int"),
-        ("x.npz", {}, "found str"),
+        (7, {}, "an iterable of batches, found an int"),
+        ("x.npz", {}, "found 'x.npz'"),
         (Again(), {"batch_size": 0}, r"fit\(batch_size=0\): expected a whole number in \[1, inf\), found 0"),
         (Again(lambda: iter([{"x": X, "target": X}])), {}, "data 'target'"),
     ],

@@ -22,7 +22,7 @@ from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
 from yaml import YAMLError  # type: ignore[import-untyped]
 
-from graphopt.cli.comparison import compare
+from graphopt.cli.comparison import say_compared
 from graphopt.cli.composition.hydra_config import COMPOSITION_ERRORS, PRIMARY, CommandLine, composing
 from graphopt.cli.composition.recipe import Recipe
 from graphopt.cli.help import help_page
@@ -38,6 +38,7 @@ from graphopt.graph.storage import save
 from graphopt.hosts.export import CONTRACT, STATE_FILE, export_hosts
 from graphopt.inspection.report import report, saved_by_kernels
 from graphopt.on_device.artifacts import FILES, export_artifacts
+from graphopt.training.callbacks.terminal import open_console, print_line
 from graphopt.training.signals import ending
 
 INTERRUPTED = 130
@@ -138,12 +139,18 @@ def _start(hydra: Any, command_line: CommandLine, overrides: list[str], mode: Ru
         started = True
         return _job(command_line, config)
 
+    swept = ""
     try:
         if mode == RunMode.MULTIRUN:
-            check_processes(hydra.config_loader.load_configuration(PRIMARY, overrides, mode).hydra)
+            own = hydra.config_loader.load_configuration(PRIMARY, overrides, mode).hydra
+            check_processes(own)
+            swept = own.sweep.dir
         start = hydra.multirun if mode == RunMode.MULTIRUN else hydra.run
         start(PRIMARY, job, [*overrides, f"hydra.mode={mode.name}"])
     except COMPOSITION_ERRORS as error:
+        if swept and isinstance(error, GraphoptError):  # of a job: others may be complete
+            with contextlib.suppress(GraphoptError):
+                say_compared(swept)
         if started or isinstance(error, GraphoptError):
             raise
         raise GraphoptError(f"hydra: expected a config that Hydra can run: {cause(error)}") from error
@@ -172,7 +179,7 @@ def _job(command_line: CommandLine, config: DictConfig) -> float | None:
 
 def _with_trained(write_file: Callable[[Trained, Console], Path], recipe: Recipe, folder: Path) -> None:
     """Write a file about the data by what another run has trained."""
-    console = Console(quiet=recipe.fields["quiet"])
+    console = open_console(quiet=recipe.fields["quiet"])
     trained = Trained.find(recipe, folder)
     say(console, "model", str(trained.checkpoint or trained.model or recipe.fields["model"]))
     say(console, "data", f"{recipe.choices['data']}, {len(recipe.data):,} rows")
@@ -181,7 +188,7 @@ def _with_trained(write_file: Callable[[Trained, Console], Path], recipe: Recipe
 
 def _export(write_files: Callable[[Recipe, Path, Console], str], recipe: Recipe, folder: Path) -> None:
     """Train nothing: write files, and the recipe."""
-    console = Console()
+    console = open_console()
     write_hydra(folder, recipe.composed)
     written = write_files(recipe, folder, console)
     write(folder / CONFIG, recipe.text())
@@ -203,9 +210,14 @@ def _compile(recipe: Recipe, folder: Path, console: Console) -> str:
 
 
 def _hosts(recipe: Recipe, folder: Path, console: Console) -> str:
-    export_hosts(recipe.compile(), folder, **recipe.fields["hosts"])
+    fields = recipe.fields["hosts"]
+    export_hosts(recipe.compile(), folder, **fields)
     _describe_columns(recipe, folder, console)
-    return ", ".join([CONTRACT, STATE_FILE, *sorted(path.name for path in folder.glob("*.onnx"))])
+    graphs = sorted(folder.glob("*.onnx"))
+    say(console, "state", f"{(folder / STATE_FILE).stat().st_size / 1e6:.3g} MB, which a host holds twice")
+    say(console, "graphs", ", ".join(f"{x.name} {x.stat().st_size / 1e3:.3g} kB" for x in graphs))
+    program = [f"{fields['language']}/"] if fields["language"] else []
+    return ", ".join([CONTRACT, STATE_FILE, *(path.name for path in graphs), *program])
 
 
 def _artifacts(recipe: Recipe, folder: Path, console: Console) -> str:
@@ -234,7 +246,8 @@ def _report(recipe: Recipe, folder: Path, console: Console) -> str:
         )
     summary = result.summary() + (ON_CUDA if on_cuda else "")
     write(folder / "report.txt", f"{summary}\n{result.listings()}")
-    console.print(summary, markup=False, highlight=False, soft_wrap=True, end="")
+    for text in summary.splitlines():
+        print_line(console, text, indent=11)
     drawn = result.picture(folder / "graph.svg")
     picture = "; graph.svg, before the first pass and after the last" if drawn else ""
     return f"report.txt, with the graph after each pass{picture}"
@@ -244,7 +257,7 @@ def _compare(recipe: Recipe, folder: Path) -> None:
     if not recipe.names_folder:
         leave(folder, folder.parents[1])
         folder = folder.parents[1]
-    say(Console(), "written", str(compare(folder)))
+    say_compared(folder)
 
 
 _RUNS: dict[str, Callable[[Recipe, Path], float | None]] = {

@@ -1,109 +1,256 @@
-"""Compare runs: a table, and a page with their curves."""
+"""Compare runs: a table with the best run first, and a page with their curves."""
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import yaml  # type: ignore[import-untyped]
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
-from rich.console import Console
-from rich.table import Column, Table
 
-from graphopt.cli.messages import wide
-from graphopt.cli.run_folder import METRICS_FILE
+from graphopt.cli.messages import counted, print_table, say
+from graphopt.cli.run_folder import CONFIG, METRICS_FILE, RESULT
 from graphopt.errors import GraphoptError
 from graphopt.files import write
 from graphopt.inspection import html
+from graphopt.inspection.charts import COLORS, line_chart
+from graphopt.inspection.words import is_share, label_of, measure_text
 from graphopt.training.callbacks import Record
+from graphopt.training.callbacks.terminal import open_console
+from graphopt.training.metrics import METRICS
 
-PAGE = "compare.html"
-LEFT_OUT = ("step", "learning_rate", "seconds", "samples_per_second")
-MOST_LINES = 8  # of a chart; more runs have their best ones drawn
-OVERRIDES = Path(".hydra", "overrides.yaml")
+PAGE, REPORT = "compare.html", "report.html"
+LEFT_OUT = ("epoch", "step", "learning_rate", "seconds", "samples_per_second")
+PLACES = ("folder", "resume")
+FALLING = ("mae", "mse", "rmse", "perplexity")  # metrics that are better if they are less
+OVERRIDES, HYDRA = Path(".hydra", "overrides.yaml"), Path(".hydra", "hydra.yaml")
 
 
 @dataclass(frozen=True)
 class _Run:
-    """Hold what a run has written: its overrides and the records of its epochs."""
+    """Hold what a run has written: its options, the records of its epochs, and its result, if it is complete."""
 
     name: str
+    path: Path
     overrides: dict[str, str]
+    choices: Mapping[str, Any]
+    config: Mapping[str, Any]
+    is_of_sweep: bool
     records: list[Record]
+    result: Mapping[str, Any]
 
     @classmethod
     def read(cls, path: Path, name: str) -> _Run:
-        """Read the files of a run; those that are missing count as empty."""
-        overrides = yaml.safe_load((path / OVERRIDES).read_text(encoding="utf-8"))
+        """Read the files of a run; those that are missing or broken count as empty."""
+        overrides, config = _yaml(path / OVERRIDES, []), _yaml(path / CONFIG, {})
+        hydra = _yaml(path / HYDRA, {}).get("hydra", {})
         options = dict(str(override).split("=", 1) for override in overrides if "=" in str(override))
-        metrics = path / METRICS_FILE
-        lines = metrics.read_text(encoding="utf-8").splitlines() if metrics.exists() else []
-        return cls(name, options, [record for record in map(json.loads, lines) if "seconds" in record])
+        records = [record for record in _json_lines(path / METRICS_FILE) if "seconds" in record]
+        result = next(iter(_json_lines(path / RESULT)), {})
+        choices, mode = hydra.get("runtime", {}).get("choices", {}), hydra.get("mode")
+        return cls(name, path, options, choices, config, mode == "MULTIRUN", records, result)
+
+    def option(self, name: str) -> str:
+        """Return the value of an option: what the command line said, or else what the recipe has."""
+        if name in self.overrides:
+            return self.overrides[name]
+        value: Any = self.choices.get(name, self.config)
+        for part in name.split(".") if value is self.config else ():
+            value = value.get(part) if isinstance(value, Mapping) else None
+        return "" if value is None or isinstance(value, Mapping) else str(value)
 
     @property
-    def last(self) -> Record:
-        return self.records[-1] if self.records else {}
+    def has_report(self) -> bool:
+        return (self.path / REPORT).is_file()
+
+    @property
+    def final(self) -> Record:
+        """Return the record of the epoch whose weights the run has ended with."""
+        value = self.result.get("value")
+        named = (
+            x
+            for x in self.records
+            if value is not None and value in (x.get("validation_loss"), x.get("loss"))
+        )
+        return next(named, self.records[-1] if self.records else {})
+
+    @property
+    def state(self) -> str:
+        """Say what became of a run of a sweep that has no number."""
+        if "value" in self.result:
+            return "not finite" if self.result["value"] is None else ""
+        if not self.records:
+            return "failed" if self.is_of_sweep else "no epoch"
+        return "unfinished" if self.is_of_sweep else ""
+
+    def key(self, measure: str) -> float:
+        """Return a number that is less for better runs."""
+        value = self.final.get(measure)
+        if (
+            self.state in ("failed", "not finite")
+            or not isinstance(value, int | float)
+            or not math.isfinite(value)
+        ):
+            return math.inf
+        return float(value) if "loss" in measure or measure in FALLING else -float(value)
+
+
+@dataclass(frozen=True)
+class _Comparison:
+    """Hold runs with the best first, the options that differ, and the measures, one of which ranks the runs."""
+
+    folder: Path
+    runs: Sequence[_Run]
+    options: Sequence[str]
+    measures: Sequence[str]
+    by: str
+
+    @classmethod
+    def of(cls, folder: Path) -> _Comparison:
+        """Compare the runs below a folder."""
+        paths = sorted((path.parents[1] for path in folder.rglob(str(OVERRIDES))), key=_order)
+        runs = [_Run.read(path, str(path.relative_to(folder))) for path in paths]
+        if not runs:
+            raise GraphoptError(f"{folder}: expected a folder with runs, found none: give it with folder=...")
+        names = dict.fromkeys(name for run in runs for name in run.overrides)
+        options = [
+            name for name in names if len({run.option(name) for run in runs}) > 1 and name not in PLACES
+        ]
+        measures = _measures(runs)
+        by = _decisive(measures, options)
+        return cls(
+            folder, sorted(runs, key=lambda run: (run.key(by), bool(run.state))), options, measures, by
+        )
+
+    @property
+    def about(self) -> str:
+        return f"{counted(len(self.runs), 'run')}, best by {_label(self.by)}"
+
+    def states(self) -> list[str]:
+        """Return which runs are the best, and what became of those without a number."""
+        least = self.runs[0].key(self.by)
+        return ["best" if run.key(self.by) == least < math.inf else run.state for run in self.runs]
+
+    def rows(self, text: Callable[[str, float], str]) -> Iterator[list[str]]:
+        """Yield the name, the options and the measures of each run, the latter by a function of name and number."""
+        for run in self.runs:
+            numbers = {name: run.final.get(name) for name in self.measures}
+            texts = (text(name, x) if isinstance(x, int | float) else "-" for name, x in numbers.items())
+            yield [run.name, *map(run.option, self.options), *texts]
+
+    def page(self) -> str:
+        """Return the page: the best run, the table, and the curves."""
+        best, states = self.runs[0], self.states()
+        links = {i: f"{quote(run.name)}/{REPORT}" for i, run in enumerate(self.runs) if run.has_report}
+        parts = []
+        if states[0] == "best":
+            shown = [name for name in self.measures if name not in ("epoch", "loss")] or ["loss"]
+            numbers = [(name, best.final[name]) for name in shown if name in best.final]
+            figures = [
+                (_label(name), measure_text(name, x), "c1" if name == self.by else "") for name, x in numbers
+            ]
+            facts = {name: best.option(name) for name in self.options}
+            parts = [html.figures(figures), *([html.facts(facts)] if facts else [])]
+            parts = [html.section(f"Best run: {best.name}", *parts)]
+        header, rows = ["run", *self.options, *map(_label, self.measures)], self.rows(measure_text)
+        marks, texts = dict(enumerate(states)), 1 + len(self.options)
+        return html.page(
+            str(self.folder),
+            self.about,
+            *parts,
+            html.section("Runs", html.table(header, rows, marks=marks, links=links, texts=texts)),
+            html.section("Curves", html.charts(self._charts())),
+        )
+
+    def _charts(self) -> Iterator[str]:
+        """Yield the curve of each measure; of many runs, the best ones are drawn."""
+        with_epochs = [run for run in self.runs if run.records]
+        drawn = with_epochs[:COLORS]
+        which = f", best {COLORS} of {len(with_epochs)} runs" if len(with_epochs) > COLORS else ""
+        epochs = range(1, max((len(run.records) for run in drawn), default=0) + 1)
+        for measure in (name for name in self.measures if drawn and name != "epoch"):
+            factor, unit = (100, " %") if is_share(measure) else (1, "")
+            lines = {}
+            for run in drawn:
+                values = ", ".join(filter(None, map(run.option, self.options)))
+                numbers = [record.get(measure) for record in run.records] + [None] * (
+                    len(epochs) - len(run.records)
+                )
+                lines[f"{run.name}: {values}" if values else run.name] = [
+                    factor * x if isinstance(x, int | float) else None for x in numbers
+                ]
+            title = _label(measure)
+            title = f"{title[:1].upper()}{title[1:]}{which}"
+            yield line_chart(title, epochs, lines, logarithmic="loss" in measure, unit=unit)
 
 
 def compare(folder: str | os.PathLike[str]) -> Path:
     """Print a table of the runs below a folder, such as that of a sweep; write a page with it and the curves.
 
-    The table has the overrides that differ, and the last epoch of each run. Return the path of the page.
+    The table has the options that differ, and the measures of each run, with the best run first. Return the path of
+    the page.
     """
-    folder = Path(folder)
-    paths = sorted((path.parents[1] for path in folder.rglob(str(OVERRIDES))), key=_order)
-    runs = [_Run.read(path, str(path.relative_to(folder))) for path in paths]
-    if not runs:
-        raise GraphoptError(f"{folder}: expected a folder with runs, found none: give it with folder=...")
-    names = dict.fromkeys(name for run in runs for name in run.overrides if name not in ("folder", "resume"))
-    options = [name for name in names if len({run.overrides.get(name) for run in runs}) > 1]
-    names = dict.fromkeys(name for run in runs for name, x in run.last.items() if not isinstance(x, list))
-    measures = [name for name in names if name not in LEFT_OUT]
-    header, rows = ["run", *options, *measures], []
-    for run in runs:
-        numbers = [run.last.get(name) for name in measures]
-        texts = [f"{number:.4g}" if isinstance(number, int | float) else "-" for number in numbers]
-        rows.append([run.name, *(run.overrides.get(name, "") for name in options), *texts])
-    columns = [Column(name, justify="left" if name in options else "right") for name in header]
-    table = Table(*columns, title=str(folder), title_justify="left", title_style="")
-    for row in rows:
-        table.add_row(*row)
-    wide(Console()).print(table)
-    curves = html.section("Curves", html.charts(_charts(runs, options, measures)))
-    last = html.section("Last epoch of each run", html.table(header, rows))
-    write(folder / PAGE, html.page(str(folder), f"{len(runs)} runs", curves, last))
-    return folder / PAGE
+    comparison = _Comparison.of(Path(folder))
+    rows = list(comparison.rows(lambda name, number: f"{number:.4g}"))
+    for row, state in zip(rows, comparison.states(), strict=True):
+        row[0] = f"{row[0]}  {state}".rstrip()
+    console, measures = open_console(), map(_label, comparison.measures)
+    options = _short(comparison.options) if console.is_terminal else comparison.options
+    title = f"{folder}: {comparison.about}"
+    print_table(console, ["run", *options, *measures], rows, title=title, texts=1 + len(options))
+    write(Path(folder, PAGE), comparison.page())
+    return Path(folder, PAGE)
 
 
-def _charts(runs: list[_Run], options: Sequence[str], measures: Sequence[str]) -> Iterator[str]:
-    """Yield the curve of each measure; many runs have their best ones drawn."""
-    runs = [run for run in runs if run.records]
-    main = "validation_loss" if any("validation_loss" in run.last for run in runs) else "loss"
-    best = sorted(runs, key=lambda run: _least(run.records, main))[:MOST_LINES]
-    drawn = [run for run in runs if run in best]
-    which = f", best {MOST_LINES} runs" if len(runs) > MOST_LINES else ""
-    epochs = range(1, max((len(run.records) for run in runs), default=0) + 1)
-    for measure in measures if runs else ():
-        if measure != "epoch":
-            lines = {}
-            for run in drawn:
-                values = ", ".join(run.overrides.get(name, "-") for name in options)
-                label = f"{run.name}: {values}" if values else run.name
-                lines[label] = [record.get(measure) for record in run.records]
-            title = f"{measure.replace('_', ' ')}{which}"
-            yield html.line_chart(title, epochs, lines, logarithmic="loss" in measure)
+def _measures(runs: Sequence[_Run]) -> list[str]:
+    """Return the names of numbers that any run has, those of held-out rows first."""
+    names = dict.fromkeys(name for run in runs for name, x in run.final.items() if isinstance(x, int | float))
+    held_out = dict.fromkeys(name for run in runs for name in _after("validation_loss", list(run.final)))
+    ordered = [name for name in held_out if name in names] + [name for name in names if name not in held_out]
+    return [*(name for name in ordered if name not in LEFT_OUT), "epoch"]
+
+
+def _after(first: str, names: list[str]) -> list[str]:
+    return names[names.index(first) :] if first in names else []
+
+
+def _decisive(measures: Sequence[str], options: Sequence[str]) -> str:
+    """Return the measure that ranks runs; runs with different losses are ranked by a metric, if they have one."""
+    losses = [name for name in ("validation_loss", "loss") if name in measures] or ["loss"]
+    metrics = [name for name in measures if name in METRICS or is_share(name)]
+    has_losses = any(name.split(".")[0] == "loss" for name in options)
+    return metrics[0] if has_losses and metrics else losses[0]
+
+
+def _label(name: str) -> str:
+    return "training loss" if name == "loss" else label_of(name)
+
+
+def _short(names: Sequence[str]) -> list[str]:
+    """Return the last parts of dotted names, where these differ."""
+    last = [name.rpartition(".")[2] for name in names]
+    return [short if last.count(short) == 1 else name for short, name in zip(last, names, strict=True)]
 
 
 class SweepTable(Callback):
     """Print and write the comparison of a sweep's runs. graphopt.yaml registers this class as a callback of Hydra."""
 
     def on_multirun_end(self, config: DictConfig, **_: Any) -> None:
-        compare(config.hydra.sweep.dir)
+        say_compared(config.hydra.sweep.dir)
+
+
+def say_compared(folder: str | os.PathLike[str]) -> None:
+    """Compare the runs below a folder, and say where the page is."""
+    page = compare(folder)
+    say(open_console(), "written", str(page))
 
 
 def _order(path: Path) -> tuple[tuple[int, str], ...]:
@@ -111,6 +258,20 @@ def _order(path: Path) -> tuple[tuple[int, str], ...]:
     return tuple((int(part), "") if part.isdigit() else (-1, part) for part in path.parts)
 
 
-def _least(records: list[Record], measure: str) -> float:
-    values = [record.get(measure) for record in records]
-    return min((value for value in values if isinstance(value, int | float)), default=float("inf"))
+def _yaml(path: Path, missing: Any) -> Any:
+    """Return the content of a YAML file of the type of `missing`."""
+    with contextlib.suppress(OSError, ValueError, yaml.YAMLError):
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        if isinstance(content, type(missing)):
+            return content
+    return missing
+
+
+def _json_lines(path: Path) -> list[dict[str, Any]]:
+    """Return the whole lines of a file that hold mappings."""
+    lines = []
+    with contextlib.suppress(OSError, ValueError):
+        for text in path.read_text(encoding="utf-8").splitlines():
+            with contextlib.suppress(ValueError):
+                lines.append(json.loads(text))
+    return [line for line in lines if isinstance(line, dict)]

@@ -6,21 +6,26 @@ import contextlib
 import logging
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig
+from rich import box
 from rich.console import Console
+from rich.markup import escape
+from rich.table import Column, Table
 
 from graphopt.cli.composition.hydra_config import BASE
 from graphopt.errors import line, shortened, unknown
 from graphopt.runtime.executor import NonFiniteLoss
 from graphopt.targets.native import toolchain
 from graphopt.training.callbacks import Callback, Run
+from graphopt.training.callbacks.terminal import print_line
 
 PLAIN_WIDTH = 10_000  # characters, of a file or a pipe
 NOT_FINITE = 3  # the exit code after a loss or a state that is not finite
+_LOOK: dict[str, Any] = {"box": box.SIMPLE_HEAD, "pad_edge": False}  # of tables
 PLUGINS = {  # of recipes/sweep
     "joblib": "hydra-joblib-launcher",
     "optuna": "hydra-optuna-sweeper",
@@ -31,12 +36,70 @@ PLUGINS = {  # of recipes/sweep
 
 def say(console: Console, what: str, text: str) -> None:
     """Print a line that starts with its topic."""
-    console.print(f"{what:<9} {text}", markup=False, highlight=False, soft_wrap=True)
+    print_line(console, f"{what:<9} {text}", indent=10)
 
 
 def wide(console: Console) -> Console:
     """Return a console for tables, of which no column is cut in a file or a pipe."""
     return console if console.is_terminal else Console(width=PLAIN_WIDTH, quiet=console.quiet)
+
+
+def print_table(
+    console: Console, header: Sequence[str], rows: Sequence[Sequence[str]], *, title: str = "", texts: int = 1
+) -> None:
+    """Print a table; in a terminal that is narrower, a part for each row.
+
+    Args:
+        texts: the number of columns that are text, from the first on; all others are numbers.
+    """
+    columns = (
+        Column(name, justify="left" if i < texts else "right", no_wrap=True) for i, name in enumerate(header)
+    )
+    table = Table(*columns, **_LOOK)
+    for row in rows:
+        table.add_row(*map(escape, row))
+    console = wide(console)
+    if title:
+        print_line(console, title, style="bold")
+    if _width(table) <= console.width:
+        console.print(table)
+        return
+    longest = max(map(len, header))
+    for first, *others in rows:
+        print_line(console, f"{header[0]} {first}")
+        for name, text in zip(header[1:], others, strict=True):
+            print_line(console, f"  {name:<{longest}}  {text}", indent=4)
+
+
+def _width(table: Table) -> int:
+    return Console(width=PLAIN_WIDTH).measure(table).maximum
+
+
+def print_matrix(console: Console, title: str, names: Sequence[str], counts: Sequence[Sequence[int]]) -> None:
+    """Print a confusion matrix; in a terminal that is narrower, the classes that are confused."""
+    rows = [[name, *map(str, row)] for name, row in zip(names, counts, strict=True)]
+    table = Table(
+        "target \\ predicted",
+        *(Column(escape(name), justify="right", no_wrap=True) for name in names),
+        **_LOOK,
+    )
+    console = wide(console)
+    for row in rows:
+        table.add_row(*map(escape, row))
+    if _width(table) <= console.width:
+        print_line(console, title, style="bold")
+        console.print(table)
+        return
+    cells = [
+        (x, names[i], names[j]) for i, row in enumerate(counts) for j, x in enumerate(row) if i != j and x
+    ]
+    confused = [
+        [target, predicted, f"{x:,}"] for x, target, predicted in sorted(cells, key=lambda cell: -cell[0])
+    ]
+    right = sum(row[i] for i, row in enumerate(counts))
+    print_line(console, f"{title}: {right:,} of {sum(map(sum, counts)):,} are right", style="bold")
+    if confused:
+        print_table(console, ["target", "predicted", "rows"], confused, texts=2)
 
 
 def counted(number: int, what: str) -> str:
@@ -64,7 +127,7 @@ class Header(Callback):
 
     def on_fit_begin(self, run: Run) -> None:
         if self._title is not None:
-            self._console.print(self._title, markup=False, highlight=False, soft_wrap=True, style="bold")
+            print_line(self._console, self._title, style="bold")
         held_out = f", {run.validation_rows:,} held out" if run.validation_rows else ""
         rows = "rows" if run.rows is None else f"{run.rows:,} rows"
         say(self._console, "model", self._model)

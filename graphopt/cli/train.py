@@ -28,6 +28,7 @@ from graphopt.runtime.executor import NonFiniteLoss
 from graphopt.training.callbacks import Record, Run
 from graphopt.training.callbacks.page import Page
 from graphopt.training.callbacks.progress import ProgressBar, measures
+from graphopt.training.callbacks.terminal import open_console
 from graphopt.training.checkpoints import Checkpoints
 from graphopt.training.fit import fit
 from graphopt.training.signals import deferred
@@ -60,7 +61,7 @@ def train(recipe: Recipe, folder: Path, main: Callable[[Sequence[str]], int]) ->
 
 def _lead(recipe: Recipe, communicator: Communicator, folder: Path) -> float:
     """Train as the worker that prints and writes."""
-    console = Console(quiet=recipe.fields["quiet"])
+    console = open_console(quiet=recipe.fields["quiet"])
     hydra = HydraConfig.get()
     title = f"[{hydra.job.num}] {' '.join(hydra.overrides.task)}" if _is_sweep() else None
     folder, resume = _open(recipe, folder)
@@ -110,12 +111,18 @@ def _train(
     header = Header(
         console, title, f"{model}, {parameter_count(step)}", data, communicator.size, recipe.learnt
     )
+    callbacks = recipe.callbacks(folder, is_new=not resume)
     page = Page(
         folder / "report.html",
         f"{model} on {data}",
         model=recipe.model(),
         recipe=text,
         batch_size=fields["batch_size"],
+        facts={
+            **{name: recipe.choices[name].replace("_", " ") for name in ("loss", "optimizer")},
+            **{name.replace("_", " "): str(fields[name]) for name in ("batch_size", "seed")},
+        },
+        callbacks=callbacks,
     )
     own = [files, header, ProgressBar(console, epochs=title is None), page]
     checkpoint, trained = fields.get("checkpoint"), folder / "trained.onnx"
@@ -124,7 +131,7 @@ def _train(
             executor,
             recipe.data,
             **recipe.fit,
-            callbacks=[*recipe.callbacks(folder, is_new=not resume), *own],
+            callbacks=[*callbacks, *own],
             checkpoint=None if checkpoint is None else Checkpoints(folder / CHECKPOINTS, **checkpoint),
             resume=False if resume is True else resume,
         )

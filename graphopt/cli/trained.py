@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,10 +11,9 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 from rich.console import Console
-from rich.table import Column, Table
 
 from graphopt.cli.composition.recipe import Recipe
-from graphopt.cli.messages import wide
+from graphopt.cli.messages import print_matrix, print_table
 from graphopt.cli.run_folder import CONFIG, resumed, write_hydra
 from graphopt.data.files import write_rows
 from graphopt.errors import GraphoptError
@@ -125,26 +123,14 @@ def write_metrics(trained: Trained, console: Console) -> Path:
     path = trained.folder / _METRICS
     record = {"rows": len(recipe.data), **{name: json_value(value) for name, value in measured.items()}}
     write(path, json.dumps(record, indent=1) + "\n")
-    console = wide(console)
-    table = Table("metric", Column("value", justify="right"), show_edge=False)
-    for name, value in measured.items():
-        if isinstance(value, float):
-            table.add_row(name, f"{value:.6g}")
-    console.print(table)
+    rows = [[name, f"{value:.6g}"] for name, value in measured.items() if isinstance(value, float)]
+    print_table(console, ["metric", "value"], rows)
     for name, value in measured.items():
         if isinstance(value, list):
-            console.print(_matrix(name, value, recipe.data.labels or labels_in(executor.model)))
+            known = recipe.data.labels or labels_in(executor.model) or ()
+            names = known if len(known) == len(value) else list(map(str, range(len(value))))
+            print_matrix(console, name.replace("_", " "), names, value)
     return path
-
-
-def _matrix(name: str, counts: list[list[int]], labels: Sequence[str] | None) -> Table:
-    names = labels if labels and len(labels) == len(counts) else list(map(str, range(len(counts))))
-    columns = (Column(label, justify="right") for label in names)
-    title = name.replace("_", " ")
-    table = Table("target \\ predicted", *columns, title=title, title_justify="left", show_edge=False)
-    for label, row in zip(names, counts, strict=True):
-        table.add_row(label, *map(str, row))
-    return table
 
 
 def write_predictions(trained: Trained, _: Console) -> Path:

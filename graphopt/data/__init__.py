@@ -1,5 +1,8 @@
 """Read data sets from files and cut them into batches. This package imports `graph` and `moments`."""
 
+from typing import NoReturn
+
+from graphopt.arguments import no_attribute
 from graphopt.data.columnar import arrow, parquet
 from graphopt.data.columns import Category, Date, Number
 from graphopt.data.dataset import Dataset, LazyArray
@@ -35,3 +38,7 @@ __all__ = [
     "table",
     "text",
 ]
+
+
+def __getattr__(name: str) -> NoReturn:
+    raise no_attribute(__name__, name, __all__)

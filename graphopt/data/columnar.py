@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from graphopt.arguments import checked
 from graphopt.data.dataset import TARGET, Dataset
 from graphopt.data.files import EXPANSION, check_ratio, imported, reading
 from graphopt.data.tables import Columns
@@ -23,6 +24,7 @@ _ARROW = b"ARROW1"  # the start and the end of a file in Arrow's file format
 _Opened = tuple[list[str], Callable[[list[str]], dict[str, np.ndarray]]]
 
 
+@checked()
 def parquet(
     path: str,
     *,

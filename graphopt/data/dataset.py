@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
+from graphopt.arguments import Checked
 from graphopt.data.tables import Columns
-from graphopt.errors import GraphoptError
+from graphopt.errors import GraphoptError, kind_of
 
 FEATURES, TARGET, WEIGHT = "x", "target", "sample_weight"
 
 
-class LazyArray(ABC):
+class LazyArray(metaclass=Checked):
     """Stand for an array whose rows are read when they are asked for, such as those of a folder of images.
 
     A data set checks its shape and type at once, and its rows batch by batch.
@@ -62,7 +63,7 @@ Array = np.ndarray | LazyArray
 
 
 @dataclass(frozen=True)
-class Dataset:
+class Dataset(metaclass=Checked):
     """Hold arrays by name: the model's inputs, `target`, and optionally `sample_weight`.
 
     Args:
@@ -89,10 +90,13 @@ class Dataset:
     source: str = "data"
 
     def __post_init__(self) -> None:
+        if not isinstance(self.arrays, Mapping):
+            raise GraphoptError(f"data: expected arrays by name, found {kind_of(self.arrays)}")
         for name, array in self.arrays.items():
             if not isinstance(array, np.ndarray | LazyArray) or array.ndim == 0:
                 found = "a scalar" if isinstance(array, np.ndarray) else type(array).__name__
-                raise GraphoptError(f"data {name!r}: expected an array of rows, found {found}")
+                mend = ": numpy.asarray makes one of it" if isinstance(array, list | tuple) else ""
+                raise GraphoptError(f"data {name!r}: expected an array of rows, found {found}{mend}")
         rows = {name: len(array) for name, array in [*self.arrays.items(), *self.table.items()]}
         if len(set(rows.values())) > 1:
             found = ", ".join(f"{name!r} {count}" for name, count in rows.items())

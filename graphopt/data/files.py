@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from graphopt.arguments import checked
 from graphopt.data.dataset import TARGET, Dataset
 from graphopt.data.tables import Columns
 from graphopt.data.tabular import is_numeral, of_columns, refuse_twice
@@ -34,6 +35,7 @@ _DELIMITERS = ";\t|,"
 _WRITTEN = (".npz", ".csv", ".parquet")
 
 
+@checked()
 def npz(path: str, *, expansion: int = EXPANSION) -> Dataset:
     """Read the arrays of a NumPy archive: the model's inputs by name, and `target`.
 
@@ -58,6 +60,7 @@ def npz(path: str, *, expansion: int = EXPANSION) -> Dataset:
     return Dataset(arrays)
 
 
+@checked()
 def npy(path: str) -> Dataset:
     """Memory-map the arrays of a folder of `NAME.npy` files, so that each batch reads only its own rows.
 
@@ -73,6 +76,7 @@ def npy(path: str) -> Dataset:
     return Dataset({file.stem: _load(file, "a NumPy array (.npy)", "r") for file in files})
 
 
+@checked()
 def csv(
     path: str,
     *,

@@ -8,20 +8,28 @@ from typing import Any
 
 import numpy as np
 
-from graphopt.data.dataset import TARGET, WEIGHT, Dataset, LazyArray
+from graphopt.arguments import checked
+from graphopt.data.dataset import TARGET, WEIGHT, Array, Dataset, LazyArray
 from graphopt.data.tables import Columns, cells, names_in
 from graphopt.data.tabular import IN_MEMORY, of_columns
-from graphopt.errors import GraphoptError, line
+from graphopt.errors import GraphoptError, kind_of, line
 
 # Methods of a data set with rows.
 HUGGING_FACE = ("__len__", "__getitem__", "column_names", "features", "with_format")
 _Read = Callable[[tuple[int, ...]], dict[str, Any]]  # returns rows of all columns
+_X = "X"  # the array that feeds the only input
 FRAME = ("columns", "to_numpy", "__getitem__")  # of pandas and Polars
 
 
 def has_rows(data: Any) -> bool:
-    """Return whether `as_dataset` accepts data, because its rows can be read in any order."""
-    return isinstance(data, Dataset | Mapping) or _has(data, HUGGING_FACE) or _has(data, FRAME)
+    """Return whether data has rows that can be read in any order, and is no iterable of batches.
+
+    A tuple is `(X, y)` or `(X, y, sample_weight)`, unless it ends with a mapping, which is a batch.
+    """
+    if isinstance(data, tuple) and data:
+        return not isinstance(data[-1], Mapping)
+    known = isinstance(data, Dataset | Mapping | np.ndarray | LazyArray)
+    return known or _has(data, HUGGING_FACE) or _has(data, FRAME)
 
 
 def as_dataset(data: Any) -> Dataset:
@@ -29,7 +37,8 @@ def as_dataset(data: Any) -> Dataset:
 
     Args:
         data: a data set; arrays by name; a Hugging Face data set with rows, whose columns are the arrays and are read
-            batch by batch; or a DataFrame, whose columns are the features, `target` and `sample_weight`.
+            batch by batch; a DataFrame, whose columns are the features, `target` and `sample_weight`; or a tuple
+            `(X, y)` or `(X, y, sample_weight)`, whose X feeds the only input, or is arrays by name.
 
     Raises:
         GraphoptError: it is none of these, or its columns are not numbers.
@@ -48,9 +57,92 @@ def as_dataset(data: Any) -> Dataset:
     if _has(data, FRAME):
         target, weight = (name if name in data.columns else None for name in (TARGET, WEIGHT))
         return table(data, target=target, sample_weight=weight)
-    raise GraphoptError(f"data: expected a data set or arrays by name, found {type(data).__name__}")
+    if isinstance(data, tuple):
+        return _of_tuple(data)
+    raise GraphoptError(
+        f"data: expected (X, y), arrays by name such as {{'x': X, 'target': y}}, a DataFrame or a data set, found "
+        f"{kind_of(data)}"
+    )
 
 
+def features_of(data: Any) -> Dataset:
+    """Return the arrays for a model's inputs as a data set, without targets and weights; X alone will do."""
+    is_alone = not has_rows(data) or isinstance(data, np.ndarray | LazyArray)
+    dataset = _of_features(data) if is_alone else as_dataset(data)
+    inputs = dataset.inputs()
+    if not inputs:
+        raise GraphoptError(
+            f"data: expected arrays for the model's inputs, found {', '.join(dataset.arrays)} alone"
+        )
+    return Dataset(inputs, features=dataset.features)
+
+
+def relabelled(data: Dataset, labels: Sequence[str] | None, name: str) -> Dataset:
+    """Return data whose classes have the numbers that they have in `labels`; `name` is what the data is for."""
+    if labels is None or data.labels is None or list(data.labels) == list(labels):
+        return data
+    if missing := [label for label in data.labels if label not in labels]:
+        raise GraphoptError(
+            f"{name}: expected the classes {', '.join(map(str, labels))}, found {', '.join(map(str, missing))}"
+        )
+    places = np.array([list(labels).index(label) for label in data.labels])
+    target = np.asarray(data.arrays[TARGET])
+    named = (target >= 0) & (target < len(places))  # not those that a loss ignores
+    arrays = {**data.arrays, TARGET: np.where(named, places[np.where(named, target, 0)], target)}
+    return Dataset(arrays, data.features, len(labels), tuple(labels))
+
+
+def _of_tuple(data: tuple[Any, ...]) -> Dataset:
+    """Return `(X, y)` or `(X, y, sample_weight)` as a data set; y may be the names of classes."""
+    if len(data) not in (2, 3) or any(part is None for part in data):
+        found = ", ".join(map(kind_of, data))
+        raise GraphoptError(f"data: expected (X, y) or (X, y, sample_weight), found ({found})")
+    inputs, labels = _of_features(data[0]), None
+    target = _array("y", data[1])
+    if target.dtype.kind in "US" or (
+        target.dtype == object and all(isinstance(x, str) for x in np.asarray(target).flat)
+    ):
+        names, target = np.unique(np.asarray(target).astype(str), return_inverse=True)
+        labels = tuple(map(str, names))
+    arrays = {**inputs.arrays, TARGET: _numeric("y", target)}
+    if len(data) == 3:
+        arrays[WEIGHT] = _numeric("sample_weight", _array("sample_weight", data[2]))
+    return Dataset(arrays, inputs.features, None if labels is None else len(labels), labels)
+
+
+def _of_features(data: Any) -> Dataset:
+    """Return X: arrays by name, a table, or one array, which feeds the only input."""
+    if isinstance(data, Mapping):
+        return Dataset({name: _numeric(f"X[{name!r}]", _array(name, x)) for name, x in data.items()})
+    if _has(data, FRAME):
+        table = as_dataset(data)
+        return Dataset(table.inputs(), table.features)
+    return Dataset({_X: _numeric(_X, _array(_X, data))}, _X)
+
+
+def _array(name: str, data: Any) -> Array:
+    """Return an array, or what NumPy makes one of: a list, a Series, a tensor in host memory."""
+    if isinstance(data, np.ndarray | LazyArray):
+        return data
+    try:
+        return np.asarray(data)
+    except (ValueError, TypeError, RuntimeError) as error:
+        raise GraphoptError(
+            f"data: {name}: expected an array, found {kind_of(data)}: {line(error)}"
+        ) from error
+
+
+def _numeric(name: str, array: Array) -> Array:
+    """Return an array of numbers, or raise an error."""
+    if array.dtype.kind in "OUSMm" or not array.ndim:
+        found = (
+            kind_of(np.asarray(array).item()) if not array.ndim else f"type {array.dtype}"
+        )  # a sparse matrix, for one
+        raise GraphoptError(f"data: {name}: expected an array of numbers with a row each, found {found}")
+    return array
+
+
+@checked()
 def table(
     frame: Any,
     *,

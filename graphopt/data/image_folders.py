@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from graphopt.arguments import checked
 from graphopt.data.dataset import TARGET, Dataset, LazyArray
 from graphopt.data.files import EXPANSION, check_ratio, imported, reading, reason
 from graphopt.data.tabular import refuse_twice
@@ -26,6 +27,7 @@ _MODES = {1: "L", 3: "RGB"}  # by the number of channels
 _PILLOW = "data=images", "PIL.Image", "Pillow"
 
 
+@checked()
 def images(
     path: str,
     *,

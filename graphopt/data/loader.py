@@ -12,10 +12,11 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 import onnx_ir as ir
 
+from graphopt.arguments import Checked, checked
 from graphopt.data.dataset import WEIGHT, Array, Dataset, LazyArray
 from graphopt.data.foreign import as_dataset
 from graphopt.data.tabular import option
-from graphopt.errors import GraphoptError
+from graphopt.errors import GraphoptError, kind_of
 from graphopt.graph.roles import Role, labels_of, role_of
 from graphopt.graph.values import name_of
 from graphopt.moments import pieces, row_index
@@ -99,6 +100,10 @@ def _match(data: Dataset, inputs: Mapping[str, ir.Value]) -> list[tuple[ir.Value
         is_extra = WEIGHT in arrays and WEIGHT not in inputs
         extra = " (set sample_weight of the loss to use weights)" if is_extra else ""
         expected, found = (", ".join(map(repr, names)) for names in (inputs, arrays))
+        features = [name for name, value in inputs.items() if role_of(value) is Role.DATA]
+        if data.features in arrays and len(features) > 1:
+            names = ", ".join(f"{name!r}: ..." for name in features)
+            extra = f"{extra}: as X, write {{{names}}}"
         raise GraphoptError(
             f"data: expected arrays {expected}, found {found}{extra}: rename, add or remove arrays"
         )
@@ -183,6 +188,7 @@ def _text(dims: Any) -> str:
     return f"[{', '.join(str(dim) if isinstance(dim, int) else str(dim.value or '?') for dim in dims)}]"
 
 
+@checked()
 def hold_out(rows: int, share: float, *, shuffle: Shuffle = True, seed: int = 0) -> tuple[Rows, Rows]:
     """Return the indices of the rows to train on, and of those to hold out, each in order.
 
@@ -201,6 +207,8 @@ def hold_out(rows: int, share: float, *, shuffle: Shuffle = True, seed: int = 0)
     >>> list(training), list(held_out)
     ([0, 1, 2, 3, 4, 5, 6], [7, 8, 9])
     """
+    if not isinstance(rows, int | np.integer):
+        raise GraphoptError(f"hold_out: expected the number of rows, found {kind_of(rows)}: give len(X)")
     count = held_out_rows(rows, share)
     if not shuffle or not count:
         return range(rows - count), range(rows - count, rows)
@@ -264,7 +272,7 @@ def draw(
         yield from Batches.split((random.permutation(rows) if shuffle else rows)[start:], batch_size)
 
 
-class Loader:
+class Loader(metaclass=Checked):
     """Iterate over the batches of an epoch, as arrays by name. Each iteration is a new epoch.
 
     Args:
@@ -284,10 +292,9 @@ class Loader:
         shuffle: Shuffle = True,
         seed: int = 0,
     ) -> None:
-        if batch_size < 1:
-            raise GraphoptError(f"batch_size: expected 1 or more, found {batch_size}")
-        if seed < 0:
-            raise GraphoptError(f"seed: expected 0 or more, found {seed}")
+        for name, number, least in (("batch_size", batch_size, 1), ("seed", seed, 0)):
+            if not isinstance(number, int | np.integer) or number < least:
+                raise GraphoptError(f"{name}: expected {least} or more, found {number!r}")
         self._data = as_dataset(data)
         self._batch_size = batch_size
         self._shuffle = shuffle

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
+from graphopt.arguments import checked
 from graphopt.data.dataset import TARGET, Dataset
 from graphopt.data.files import imported, reading
 from graphopt.errors import GraphoptError
@@ -16,6 +17,7 @@ CHARACTERS = string.printable
 SAMPLES = "sklearn.datasets", "scikit-learn"
 
 
+@checked()
 def digits(*, images: bool = True) -> Dataset:
     """Return scikit-learn's 1797 handwritten digits: labels, and gray images of 1 x 8 x 8 from 0 to 1.
 
@@ -37,6 +39,7 @@ def _digits() -> tuple[np.ndarray, np.ndarray]:
     return table[:, :-1], table[:, -1]
 
 
+@checked()
 def diabetes(*, standardize: bool = True) -> Dataset:
     """Return scikit-learn's 442 diabetes patients: ten measurements, and the disease progression after a year.
 
@@ -50,6 +53,7 @@ def diabetes(*, standardize: bool = True) -> Dataset:
     return Dataset({"x": x.astype(np.float32), TARGET: target.astype(np.float32)}, features="x")
 
 
+@checked()
 def text(path: str | None = None, *, context: int = 64, characters: int | None = 200_000) -> Dataset:
     """Return sequences of characters; the target of each character is the next one.
 

@@ -12,7 +12,7 @@ import numpy as np
 import onnx_ir as ir
 
 from graphopt.data.loader import Batches
-from graphopt.errors import GraphoptError, line
+from graphopt.errors import GraphoptError, kind_of, line
 
 STATE_METHODS = (("state_dict", "load_state_dict"), ("get_state", "set_state"))  # of torchdata, and of grain
 _PLAIN = (bool, int, float, str, type(None))
@@ -59,7 +59,7 @@ class Stream:
     ) -> None:
         if not isinstance(data, Iterable) or isinstance(data, str | bytes):
             raise GraphoptError(
-                f"data: expected a data set, arrays by name or an iterable of batches, found {type(data).__name__}"
+                f"data: expected (X, y), arrays by name, a data set or an iterable of batches, found {kind_of(data)}"
             )
         if steps is not None and steps < 1:
             raise GraphoptError(f"steps_per_epoch: expected 1 or more, found {steps}")
@@ -159,7 +159,7 @@ class Stream:
             if not isinstance(item, Mapping):
                 names = ", ".join(f"{name!r}: ..." for name in self._inputs)
                 raise GraphoptError(
-                    f"data: expected a dict of arrays by name, found a {type(item).__name__}: yield {{{names}}}"
+                    f"data: expected a dict of arrays by name, found {kind_of(item)}: yield {{{names}}}"
                 )
             arrays = {name: _array(name, value) for name, value in item.items()}
             batches = Batches(arrays, self._inputs, allow_nan=self._allow_nan)

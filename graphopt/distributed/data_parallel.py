@@ -14,7 +14,7 @@ import onnx_ir as ir
 from graphopt.communicator import SINGLE, Communicator, digest
 from graphopt.compiler import StepHalves
 from graphopt.distributed.exchange import Exchange, SharedBuffers, SharedExchange, SummedBuffers
-from graphopt.errors import GraphoptError
+from graphopt.errors import GraphoptError, kind_of
 from graphopt.graph import storage
 from graphopt.graph.loading import load
 from graphopt.graph.roles import FED, Role, role_of, with_role
@@ -74,6 +74,11 @@ class DataParallel(Executor):
     @keywords_of(DataParallelOptions)
     def __init__(self, step: StepHalves, **options: Any) -> None:
         chosen = DataParallelOptions(**options)
+        if not isinstance(step, StepHalves):
+            raise GraphoptError(
+                f"DataParallel: expected a step in two halves, found {kind_of(step)}: write "
+                "graphopt.split_step(graphopt.standard(...), model)"
+            )
         device, model, workers = chosen.opened(), load(step.step), chosen.communicator
         if workers.size == 1:
             self._assemble(chosen, device, model, StateBuffers(device, model), workers=workers)

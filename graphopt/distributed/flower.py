@@ -119,7 +119,7 @@ class FlowerClient:
         (received,) = message.content.array_records.values()
         set_arrays(executor, received)
         executor.set_hyperparameters(**{x: config[x] for x in executor.hyperparameters if x in config})
-        loss = fit(executor, self._data, **self._options)[-1]["loss"]
+        loss = fit(executor, self._data, **{"verbose": False, **self._options})[-1]["loss"]
         context.state[OWN], trained = self._own(), arrays(executor)
         trained = ArrayRecord({name: trained[name] for name in received})  # strategies pair them by position
         return _reply(message, len(self._data), {"train_loss": loss}, arrays=trained)

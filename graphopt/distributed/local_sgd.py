@@ -13,9 +13,9 @@ import onnx_ir as ir
 from graphopt.communicator import SINGLE, Communicator, Survivors
 from graphopt.errors import GraphoptError
 from graphopt.graph.loading import Source, load
-from graphopt.graph.roles import Role, with_role
+from graphopt.graph.roles import Role, check_trains, with_role
 from graphopt.graph.values import name_of, value_of
-from graphopt.pipeline import Step
+from graphopt.pipeline import Step, check_step
 from graphopt.runtime.bound_session import Reported, RunnerOptions
 from graphopt.runtime.device import Device
 from graphopt.runtime.executor import Executor, NonFiniteLoss
@@ -103,10 +103,13 @@ class LocalSGD(Executor):
         from passes.parts.halves import outer_update
 
         chosen = LocalSGDOptions(**options)
+        if chosen.outer is not None:
+            check_step(chosen.outer, "outer")
         chosen.communicator.check_alike(
             {name: str(getattr(chosen, name)) for name in ("sync_every", "outer", "on_nonfinite")}
         )
         device, model = chosen.opened(), load(step)
+        check_trains(model, "LocalSGD")
         outer = outer_update(model, chosen.outer or passes.SGD(0.7, momentum=0.9, nesterov=True))
         buffers = _RoundBuffers(device, model, outer, chosen.communicator.size)
         rounds = _Rounds(chosen, buffers)

@@ -8,19 +8,22 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 import onnx_ir as ir
 
+from graphopt.arguments import checked
+from graphopt.graph.loading import Source, load
 from graphopt.graph.operators import defaults
 from graphopt.graph.roles import role_of
 from graphopt.graph.values import name_of
 
 
-def listing(model: ir.Model) -> str:
+@checked()
+def listing(model: Source) -> str:
     """Return a line for each input, initializer, node and output of a model.
 
     Small constants are written inline. Attributes with default values are omitted. Anonymous values are numbered in
     the order of the lines: %0, %1, ....
 
     Args:
-        model: an onnx_ir.Model, such as the result of `compile`.
+        model: an onnx_ir.Model, such as the result of `compile`, an onnx.ModelProto, or a path.
 
     >>> import graphopt, passes
     >>> from graphopt import models
@@ -28,7 +31,8 @@ def listing(model: ir.Model) -> str:
     >>> print(graphopt.listing(step).splitlines()[0])
     data x: float[batch,2]
     """
-    return "\n".join(_lines(model.graph, _Names())) + "\n"
+    whole = model if isinstance(model, ir.Model) else load(model)
+    return "\n".join(_lines(whole.graph, _Names())) + "\n"
 
 
 def size(model: ir.Model) -> int:

@@ -11,12 +11,15 @@ import onnx
 import onnx_ir as ir
 from google.protobuf.message import EncodeError
 
+from graphopt.arguments import checked
 from graphopt.errors import GraphoptError, cause, line, root
 from graphopt.graph import checking
 from graphopt.graph.limits import Limits, check_size, limits_of, set_limits
+from graphopt.graph.not_a_model import not_a_model
 from graphopt.graph.operators import MICROSOFT, formal_of, schema_of
 from graphopt.graph.postprocessing import detach_outputs
-from graphopt.graph.storage import is_large, read_external, read_proto, without_weights
+from graphopt.graph.shown import shown
+from graphopt.graph.storage import is_large, parsed, read_external, read_proto, without_weights
 
 ONNX = ("", "ai.onnx")  # both names of ONNX's domain
 # Operators that ONNX Runtime writes in ONNX's domain, and the opset in which ONNX added each of them.
@@ -24,11 +27,12 @@ RUNTIMES_OWN = {"LayerNormalization": 17, "SimplifiedLayerNormalization": math.i
 # Operators that onnxruntime-training has only in ONNX's domain. The checker gets a copy with another domain.
 TRAININGS_OWN = dict.fromkeys(["AveragePoolGrad", "MaxPoolGrad"], math.inf)
 
-Source = str | os.PathLike[str] | onnx.ModelProto | ir.Model
+Source = str | bytes | os.PathLike[str] | onnx.ModelProto | ir.Model
 
 
+@checked()
 def load(source: Source, *, limits: Limits | None = None) -> ir.Model:
-    """Return a new model from a path, an onnx.ModelProto or an onnx_ir.Model, which is copied.
+    """Return a new model from a path, the bytes of a file, an onnx.ModelProto or an onnx_ir.Model, which is copied.
 
     The onnx package reads external data into memory, and rejects paths outside the model's folder. Outputs that are
     sequences or maps are replaced by the tensors that they consist of.
@@ -55,8 +59,7 @@ def load(source: Source, *, limits: Limits | None = None) -> ir.Model:
         read_external(model)
     else:
         limits = limits or Limits()
-        name = "the model" if isinstance(source, onnx.ModelProto) else str(source)
-        proto = source if isinstance(source, onnx.ModelProto) else read_proto(Path(source), limits)
+        name, proto = _read(source, limits)
         try:
             model = _from_proto(proto, name, limits)
         except ir.serde.SerdeError as error:
@@ -70,7 +73,18 @@ def load(source: Source, *, limits: Limits | None = None) -> ir.Model:
     check_size(model)
     checking.check_domains(model)
     checking.check_metadata(model)
-    return model
+    return shown(model)
+
+
+def _read(source: Source, limits: Limits) -> tuple[str, onnx.ModelProto]:
+    """Return a model as it is in a file or in memory, with its name in errors."""
+    if isinstance(source, bytes):
+        return "the model", parsed(source, "the model")
+    if isinstance(source, onnx.ModelProto):
+        return "the model", source
+    if not isinstance(source, str | os.PathLike):
+        raise not_a_model(source)
+    return str(source), read_proto(Path(source), limits)
 
 
 def _from_proto(proto: onnx.ModelProto, name: str, limits: Limits) -> ir.Model:

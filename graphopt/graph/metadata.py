@@ -14,7 +14,7 @@ import functools
 import json
 import types
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -100,16 +100,6 @@ STORED_TYPE = Text("graphopt.stored_type")  # of a state: the narrower type of i
 QUANTIZED = Text("graphopt.quantized")  # of an initializer: which integers it stands for
 EXPORTED_CALL = Text("pkg.torch.onnx.fx_node")  # of a node: the call that PyTorch exported it from
 SHAPE_INFERENCE_ERROR = Text("pkg.onnxscript.shape_inference_error")  # of a node: what onnxscript says
-
-
-def labels_in(model: ir.Model) -> list[str] | None:
-    """Return the names of the classes in a model's metadata, or None."""
-    text: Any = LABELS.read(model)
-    with contextlib.suppress(ValueError, TypeError):
-        labels = json.loads(text)
-        if isinstance(labels, list) and all(isinstance(label, str) for label in labels):
-            return labels
-    return None
 
 
 def original_name(value: ir.Value) -> str:
@@ -426,3 +416,19 @@ class Notes(Note, key="graphopt.file", expected="a compressed graph"):
             raise ValueError from error
         _check(inflate.eof, all(not x.external_data for x in graph.initializer))
         return graph
+
+
+def labels_in(model: ir.Model) -> list[str] | None:
+    """Return the names of the classes in a model's metadata, or None."""
+    text: Any = LABELS.read(model)
+    with contextlib.suppress(ValueError, TypeError, RecursionError):  # another program's note of this name
+        labels = json.loads(text)
+        if isinstance(labels, list) and all(isinstance(label, str) for label in labels):
+            return labels
+    return None
+
+
+def add_labels(proto: onnx.ModelProto, labels: Sequence[str]) -> None:
+    """Write the names of the classes into a model's metadata, unless it has some."""
+    if all(note.key != LABELS.key for note in proto.metadata_props):
+        proto.metadata_props.add(key=LABELS.key, value=json.dumps(list(labels)))

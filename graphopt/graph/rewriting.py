@@ -16,14 +16,15 @@ import onnx_ir as ir
 from google.protobuf.message import DecodeError
 from onnx_ir.passes.common import NameFixPass, RemoveUnusedNodesPass
 
-from graphopt.errors import GraphoptError, cause
+from graphopt.arguments import Checked
+from graphopt.errors import GraphoptError, cause, kind_of
 from graphopt.graph import metadata
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.opsets import IR_VERSION
 from graphopt.graph.roles import Role, with_role
 from graphopt.graph.state import detached
 from graphopt.graph.values import name_of
-from graphopt.intervals import check_intervals
+from graphopt.intervals import check_intervals, check_types
 
 Read = Callable[[str], Iterator[np.ndarray]]
 
@@ -41,7 +42,7 @@ LIBRARIES = (
 
 
 @dataclass(frozen=True)
-class Pass(ir.passes.InPlacePass):
+class Pass(ir.passes.InPlacePass, metaclass=Checked):
     """Rewrite an onnx_ir model in place. A pass is a frozen dataclass whose fields are its options.
 
     A subclass implements `rewrite`, and declares intervals of numeric options by `graphopt.intervals.within`. Between
@@ -53,6 +54,7 @@ class Pass(ir.passes.InPlacePass):
 
     def __post_init__(self) -> None:
         check_intervals(self)
+        check_types(self)
 
     @property
     def learns(self) -> bool:
@@ -70,6 +72,10 @@ class Pass(ir.passes.InPlacePass):
 
     @final
     def call(self, model: ir.Model) -> ir.passes.PassResult:
+        if not isinstance(model, ir.Model):
+            raise GraphoptError(
+                f"{type(self).__name__}: expected an onnx_ir.Model, found {kind_of(model)}: graphopt.load reads one"
+            )
         try:
             with detached(model):
                 self.rewrite(model)

@@ -72,6 +72,21 @@ def with_role(model: ir.Model, *roles: Role) -> list[ir.Value]:
     return [value for value in [*model.graph.inputs, *model.graph.outputs] if role_of(value) in roles]
 
 
+def check_trains(model: ir.Model, name: str) -> None:
+    """Raise an error unless a model is a training graph that updates its state; `name` is who needs one."""
+    if with_role(model, Role.NEXT):
+        return
+    if with_role(model, Role.LOSS):
+        raise GraphoptError(
+            f"{name}: expected a training graph, found one without an optimizer: compile it with "
+            "optimizer=passes.AdamW() or another one"
+        )
+    raise GraphoptError(
+        f"{name}: expected a training graph, found an inference model: compile it first, "
+        "graphopt.compile(model, loss=passes.CrossEntropy(), optimizer=passes.AdamW())"
+    )
+
+
 def only(model: ir.Model, role: Role, needed_by: str) -> ir.Value:
     """Return the only value with `role`; errors name the pass that needs it."""
     values = with_role(model, role)

@@ -19,10 +19,12 @@ import onnx_ir as ir
 from google.protobuf import json_format, text_format
 from google.protobuf.message import DecodeError
 
-from graphopt.errors import GraphoptError, line
+from graphopt.arguments import checked
+from graphopt.errors import GraphoptError, kind_of, line
 from graphopt.files import replacing
 from graphopt.graph.checking import check_external
 from graphopt.graph.limits import Limits
+from graphopt.graph.not_a_model import check_path, not_a_model
 from graphopt.graph.values import tensor_bytes
 
 LIMIT = 2**31 - 2**24  # bytes of weights; protobuf writes less than 2 GB, including the nodes
@@ -91,6 +93,7 @@ def declare_inputs(graph: onnx.GraphProto, weights: Iterable[onnx.TensorProto]) 
     graph.input.extend(info for info in infos if info.name not in inputs)
 
 
+@checked()
 def save(model: ir.Model | onnx.ModelProto, path: str | os.PathLike[str]) -> None:
     """Write a model to one file atomically. Beyond 2 GB, write its weights to `PATH.data`.
 
@@ -103,7 +106,14 @@ def save(model: ir.Model | onnx.ModelProto, path: str | os.PathLike[str]) -> Non
     >>> graphopt.load("model.onnx").graph.outputs[0].name
     'y'
     """
+    if isinstance(model, str | os.PathLike):
+        raise GraphoptError(f"save: expected a model first, found {kind_of(model)}: write save(model, path)")
+    if not isinstance(model, ir.Model | onnx.ModelProto):
+        raise not_a_model(model, "save")
+    check_path(path, "save", "save(model, 'model.onnx')")
     path = Path(path)
+    if not path.name:
+        raise GraphoptError(f"save: expected the path of a file, found {os.fspath(path)!r}")
     with replacing(path) as temporary:
         if not is_large(model):
             onnx.save(ir.to_proto(model) if isinstance(model, ir.Model) else model, temporary)
@@ -135,6 +145,16 @@ def read_proto(path: Path, limits: Limits) -> onnx.ModelProto:
     except _UNREADABLE as error:
         raise GraphoptError(f"{path}: expected an ONNX model, found another file ({line(error)})") from error
     return proto
+
+
+def parsed(content: bytes, name: str) -> onnx.ModelProto:
+    """Return a model from the bytes of its file, whose external data cannot be found; errors call it `name`."""
+    try:
+        return onnx.load_model_from_string(content)
+    except _UNREADABLE as error:
+        raise GraphoptError(
+            f"{name}: expected the bytes of an ONNX model, found others ({line(error)})"
+        ) from error
 
 
 def read_external(model: ir.Model) -> None:

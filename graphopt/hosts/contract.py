@@ -14,6 +14,7 @@ import onnx_ir as ir
 
 from graphopt.graph.roles import FED, STATE, Role, labels_of, role_of, with_role
 from graphopt.graph.values import name_of, next_of
+from graphopt.hosts.check import CHECK
 
 # The first ONNX Runtime that reads an opset: https://onnxruntime.ai/docs/reference/compatibility.html
 _ONNXRUNTIME = ("1.8", "1.9", "1.11", "1.12", "1.14", "1.15", "1.17", "1.18", "1.21", "1.22")
@@ -74,6 +75,7 @@ def contract(
             {**_described(x), "default": initial[name_of(x)].tolist()}
             for x in with_role(step, Role.HYPERPARAMETER)
         ],
+        "check": CHECK,
         "reports": [_described(y) for y in step.graph.outputs if role_of(y) is not Role.NEXT],
         "graphs": {name: _interface(model) for name, model in models.items()},
     }
@@ -84,7 +86,9 @@ def _interface(model: ir.Model) -> Entry:
         "feeds": [name_of(x) for x in with_role(model, *FED)],
         "state": [name_of(x) for x in with_role(model, *STATE)],
         "hyperparameters": [name_of(x) for x in with_role(model, Role.HYPERPARAMETER)],
-        "reports": [name_of(y) for y in model.graph.outputs if role_of(y) is not Role.NEXT],
+        "reports": [
+            name_of(y) for y in model.graph.outputs if role_of(y) is not Role.NEXT and y.name != CHECK
+        ],
     }
 
 

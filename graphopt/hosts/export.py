@@ -5,18 +5,21 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
+from pathlib import Path
 
+import numpy as np
 import onnx
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedOpsetsPass
 
+from graphopt.arguments import checked
 from graphopt.errors import GraphoptError, unknown
 from graphopt.files import write_folder
 from graphopt.graph import inference, metadata
 from graphopt.graph.loading import Source, load
 from graphopt.graph.metadata import HOST, original_name
 from graphopt.graph.opsets import ir_version_of, rewrite_in
-from graphopt.graph.roles import FED, STATE, Role, role_of, with_role
+from graphopt.graph.roles import FED, STATE, Role, check_trains, role_of, with_role
 from graphopt.graph.shapes import fold_shapes, infer
 from graphopt.graph.simplify import Simplify
 from graphopt.graph.state import take_initial
@@ -24,6 +27,7 @@ from graphopt.graph.storage import whole
 from graphopt.graph.traversal import subgraphs
 from graphopt.graph.unroll import Unroll
 from graphopt.graph.values import name_of
+from graphopt.hosts.check import add_check
 from graphopt.hosts.contract import Place, contract, places
 from graphopt.runtime.checkpoint import state_bytes
 from graphopt.targets.portable import FORMS
@@ -32,11 +36,13 @@ from graphopt.targets.target import target_of
 STATE_FILE, CONTRACT = "state.safetensors", "host.json"
 INFERENCE = "inference.onnx"
 _LOWEST_OPSET = 14  # importers and ONNX's evaluator have fewer operators, or wrong ones, of earlier opsets
+LANGUAGES = {"c": ("*", "abi/*"), "javascript": ("*",)}  # in which there is a program, and its files
 REPORTED = (Role.LOSS, Role.METRIC, Role.PREDICTION)  # in evaluation
 
 _PathLike = str | os.PathLike[str]
 
 
+@checked()
 def export_hosts(
     step: Source,
     folder: _PathLike,
@@ -44,6 +50,7 @@ def export_hosts(
     batch: int | None = None,
     unroll: bool = False,
     target: str | None = None,
+    language: str | None = None,
 ) -> None:
     """Export a training graph for programs in any language, on ONNX Runtime or another runtime for ONNX.
 
@@ -61,6 +68,8 @@ def export_hosts(
         batch: fix the number of rows of a batch, for runtimes without dynamic shapes.
         unroll: unroll Scan and Loop, for runtimes without loops; see `passes.UnrollLoops`.
         target: the runtime whose missing or incorrect operators the graphs avoid; see `passes.Portable`.
+        language: write the program that trains, too, to a folder of this name: `javascript`, a package for Node and
+            browsers, or `c`, a library.
 
     Raises:
         GraphoptError: the model trains nothing, or cannot be written in this form.
@@ -75,17 +84,16 @@ def export_hosts(
     """
     if target is not None and target not in FORMS:
         raise GraphoptError(unknown("target", target, FORMS))
+    if language is not None and language not in LANGUAGES:
+        raise GraphoptError(unknown("language", language, LANGUAGES))
     model = load(step)
-    if not with_role(model, Role.NEXT):
-        raise GraphoptError(
-            "export_hosts: expected a training graph, found one without state to update: add an optimizer"
-        )
+    check_trains(model, "export_hosts")
     initial = take_initial(model)
     if batch is not None:
         _fix_batch(model, batch)
     trained = inference.trained(model, initial, as_stored=False)
     model.graph.outputs[:] = [y for y in model.graph.outputs if role_of(y) is not Role.SOURCE]
-    models = _graphs(model, unroll, target)
+    models = _graphs(model, initial, unroll, target)
     content = state_bytes({name_of(x): initial[name_of(x)] for x in with_role(model, *STATE)})
     where = places(content)
     described = {
@@ -104,11 +112,14 @@ def export_hosts(
             INFERENCE: _with_weights_in_state(trained, model, where).SerializeToString(),
             STATE_FILE: content,
             CONTRACT: json.dumps(described, indent=1).encode() + b"\n",
+            **(_program(language) if language is not None else {}),
         },
     )
 
 
-def _graphs(model: ir.Model, unroll: bool, target: str | None) -> dict[str, ir.Model]:
+def _graphs(
+    model: ir.Model, initial: Mapping[str, np.ndarray], unroll: bool, target: str | None
+) -> dict[str, ir.Model]:
     """Return the graphs to export, by name, lowered for the target; state is plain inputs, the opset the oldest."""
     evaluated, predicted = with_role(model, *REPORTED), with_role(model, Role.PREDICTION)
     graphs = {"train": model.clone(), "evaluate": inference.extract(model, evaluated)}
@@ -120,6 +131,7 @@ def _graphs(model: ir.Model, unroll: bool, target: str | None) -> dict[str, ir.M
         for graph in graphs.values():
             passes.UnrollLoops()(graph)
     graphs = {name: target_of(target or "portable").lower(graph) for name, graph in graphs.items()}
+    add_check(graphs["train"], initial, target)
     if not unroll:
         graphs["train_steps"] = graphs["train"].clone()
         Unroll()(graphs["train_steps"])
@@ -128,6 +140,13 @@ def _graphs(model: ir.Model, unroll: bool, target: str | None) -> dict[str, ir.M
         RemoveUnusedOpsetsPass()(graph)
         graph.ir_version = ir_version_of(rewrite_in([graph], _LOWEST_OPSET))
     return graphs
+
+
+def _program(language: str) -> dict[str, bytes]:
+    """Return the files of the program that trains in a language, by their paths in the host folder."""
+    source = Path(__file__).parent / language
+    found = [path for pattern in LANGUAGES[language] for path in source.glob(pattern) if path.is_file()]
+    return {path.relative_to(source.parent).as_posix(): path.read_bytes() for path in sorted(found)}
 
 
 def _strip(model: ir.Model) -> None:
@@ -147,7 +166,7 @@ def _strip(model: ir.Model) -> None:
 
 def _fix_batch(model: ir.Model, batch: int) -> None:
     """Fix the first dimension of each feed, and every dimension of the same name."""
-    if batch < 1:
+    if not isinstance(batch, int) or batch < 1:
         raise GraphoptError(f"batch: expected 1 or more, or None, found {batch}")
     first = [x.shape[0] for x in with_role(model, *FED) if x.shape]
     fixed = {dim.value for dim in first if isinstance(dim, ir.SymbolicDim)} - {None}

@@ -1,96 +1,156 @@
-"""Write pages of HTML that need no other file, and charts as SVG, with pygal."""
+"""Write pages of HTML that load no other file; their script only shows numbers below the pointer."""
 
 from __future__ import annotations
 
-import math
-import re
+import base64
+import functools
+import hashlib
+import struct
+import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
-from typing import Any
+from pathlib import Path
 
-import pygal  # type: ignore[import-untyped]
-from pygal.style import Style  # type: ignore[import-untyped]
+import numpy as np
 
-_CSS = """
-body { font: 15px/1.5 system-ui, sans-serif; color: #212529; max-width: 1280px; margin: 2em auto; padding: 0 1.5em }
-h1 { font-size: 1.5em; margin-bottom: 0 } h2 { font-size: 1.15em; margin-top: 2em }
-.charts { display: grid; grid-template-columns: repeat(auto-fill, minmax(400px, 1fr)); gap: 1em }
-table { border-collapse: collapse; font-size: 14px } td, th { padding: .2em .8em; text-align: right }
-figure { margin: 0 } .words td:last-child, .words th:last-child { text-align: left } table { margin-bottom: 1em }
-th { border-bottom: 1px solid #adb5bd; font-weight: 600 } tr > :first-child { text-align: left }
-pre { background: #f8f9fa; padding: 1em; overflow-x: auto; font-size: 12.5px; line-height: 1.45 }
-.wide { overflow-x: auto } summary { cursor: pointer } svg { max-width: 100%; height: auto } p { color: #495057 }
-"""
-_MOST_LABELS = 10
-_OF_CHARTS = Style(
-    background="transparent",
-    plot_background="transparent",
-    colors=("#1971c2", "#e8590c", "#2f9e44", "#6741d9", "#c92a2a", "#0c8599", "#e67700", "#868e96"),
-    font_family="system-ui, sans-serif",
-    guide_stroke_color="#dee2e6",
-    guide_stroke_dasharray="1,0",
-    major_guide_stroke_color="#dee2e6",
-    major_guide_stroke_dasharray="1,0",
-    label_font_size=12,
-    major_label_font_size=12,
-    legend_font_size=13,
-    title_font_size=15,
-    opacity=".9",
-)
-_OPTIONS: dict[str, Any] = {
-    "style": _OF_CHARTS,
-    "js": (),  # pygal's script is on another server
-    "width": 620,
-    "height": 300,
-    "disable_xml_declaration": True,
-    "legend_at_bottom": True,
-    "legend_at_bottom_columns": 2,
-    "legend_box_size": 10,
-    "truncate_legend": -1,
-    "margin": 8,
-}
+from graphopt.inspection.words import percent
+
+_DARKEST = 0.6  # opacity of a cell, on which its number can be read in both themes
+_LONGEST = 4  # characters of names that stand over narrow columns
+_PICTURE = 64  # pixels of the longest side of a picture
 
 
 def page(title: str, about: str, *sections: str) -> str:
-    """Return a page with a title, a line about it, and sections."""
+    """Return a page with a title, a line about it, and sections. It may load nothing and run its own script alone."""
+    style, script, digest = _own()
+    policy = f"default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src 'sha256-{digest}'"
     return (
-        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
-        f'<meta name="viewport" content="width=device-width"><style>{_CSS}</style></head>\n'
-        f"<body><h1>{escape(title)}</h1><p>{escape(about)}</p>\n{''.join(sections)}</body></html>\n"
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        f"<meta http-equiv=\"Content-Security-Policy\" content=\"{policy}; base-uri 'none'; form-action 'none'\">"
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{escape(title)}</title><style>{style}</style></head>\n"
+        f"<body><header><h1>{escape(title)}</h1><p>{escape(about)}</p></header>\n<main>\n{''.join(sections)}</main>\n"
+        f'<script type="module">{script}</script></body></html>\n'
     )
 
 
-def section(title: str, *parts: str) -> str:
-    """Return a section of a page."""
-    return f"<section><h2>{escape(title)}</h2>\n{''.join(parts)}</section>\n"
+@functools.cache
+def _own() -> tuple[str, str, str]:
+    """Return the style of pages, their script, and the script's digest."""
+    style, script = (
+        Path(__file__).with_name(name).read_text(encoding="utf-8") for name in ("page.css", "page.js")
+    )
+    return style, script, base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+
+
+def section(title: str, *parts: str, half: bool = False) -> str:
+    """Return a section of a page; two halves stand side by side, if the page is wide enough."""
+    kind = ' class="half"' if half else ""
+    return f"<section{kind}><h2>{escape(title)}</h2>\n{''.join(parts)}</section>\n"
+
+
+def note(text: str) -> str:
+    """Return a remark."""
+    return f'<p class="note">{escape(text)}</p>\n'
 
 
 def charts(figures: Iterable[str]) -> str:
     """Return charts side by side."""
-    return f'<div class="charts">{"".join(f"<figure>{figure}</figure>" for figure in figures)}</div>\n'
+    return f'<div class="charts">{"".join(figures)}</div>\n'
 
 
-def table(header: Sequence[str], rows: Iterable[Sequence[object]], *, words: bool = False) -> str:
-    """Return a table whose first column is text, all others numbers; with `words`, the last one is text, too."""
-    head = "".join(f"<th>{escape(name)}</th>" for name in header)
-    body = "".join("<tr>" + "".join(f"<td>{escape(str(x))}</td>" for x in row) + "</tr>\n" for row in rows)
+def figures(numbers: Iterable[tuple[str, str, str]]) -> str:
+    """Return large numbers: the name, the text, and the color's class or nothing of each."""
+    parts = (
+        f'<div class="{color}"><dt>{escape(name)}</dt><dd>{escape(text)}</dd></div>'
+        for name, text, color in numbers
+    )
+    return f'<dl class="large">{"".join(parts)}</dl>\n'
+
+
+def facts(rows: Mapping[str, str]) -> str:
+    """Return names and what is known about each."""
+    parts = (f"<div><dt>{escape(name)}</dt><dd>{escape(text)}</dd></div>" for name, text in rows.items())
+    return f'<dl class="facts">{"".join(parts)}</dl>\n'
+
+
+def table(
+    header: Sequence[str],
+    rows: Iterable[Sequence[object]],
+    *,
+    words: bool = False,
+    texts: int = 1,
+    marks: Mapping[int, str] | None = None,
+    links: Mapping[int, str] | None = None,
+) -> str:
+    """Return a table.
+
+    Args:
+        words: the last column is text.
+        texts: the number of columns that are text, from the first on; all others are numbers.
+        marks: words beside the first cell of rows, by the number of the row; `best` marks the whole row.
+        links: addresses that first cells lead to, by the number of the row.
+    """
+    head = "".join(f'<th scope="col"{_left(i, texts)}>{escape(name)}</th>' for i, name in enumerate(header))
+    body = []
+    for number, row in enumerate(rows):
+        first, *others = (escape(str(x)) for x in row)
+        link, mark = (links or {}).get(number), (marks or {}).get(number)
+        first = f'<a href="{escape(link)}">{first}</a>' if link else first
+        first += f' <span class="mark">{escape(mark)}</span>' if mark else ""
+        cells = "".join(f"<td{_left(i, texts)}>{cell}</td>" for i, cell in enumerate([first, *others]))
+        kind = ' class="best"' if mark == "best" else ""
+        body.append(f"<tr{kind}>{cells}</tr>\n")
     kind = ' class="words"' if words else ""
-    return f'<div class="wide"><table{kind}><tr>{head}</tr>\n{body}</table></div>\n'
+    top = f"<thead><tr>{head}</tr></thead>" if any(header) else ""
+    return _wide(f"<table{kind}>{top}<tbody>\n{''.join(body)}</tbody></table>")
 
 
-def shaded(corner: str, names: Sequence[str], counts: Sequence[Sequence[int]]) -> str:
-    """Return a square table of counts, each cell as dark as its share of its row."""
-    head = "".join(f"<th>{escape(name)}</th>" for name in (corner, *names))
+def confusion(corner: str, names: Sequence[str], counts: Sequence[Sequence[int]]) -> str:
+    """Return a square table of counts, right ones on its diagonal, each cell as dark as its share of its row."""
+    head = "".join(f'<th scope="col">{escape(name)}</th>' for name in (corner, *names, "right"))
     rows = []
-    for name, row in zip(names, counts, strict=True):
+    for i, (name, row) in enumerate(zip(names, counts, strict=True)):
         total = max(sum(row), 1)
-        cells = "".join(
-            f'<td style="background: rgba(25, 113, 194, {x / total:.3f})'
-            f'{"; color: #fff" if x > 0.6 * total else ""}">{x}</td>'
-            for x in row
-        )
-        rows.append(f"<tr><th>{escape(name)}</th>{cells}</tr>\n")
-    return f'<div class="wide"><table><tr>{head}</tr>\n{"".join(rows)}</table></div>\n'
+        cells = "".join(_cell(x, x / total, is_right=i == j) for j, x in enumerate(row))
+        right = percent(row[i] / total) if any(row) else ""
+        rows.append(f'<tr><th scope="row">{escape(name)}</th>{cells}<td class="share">{right}</td></tr>\n')
+    upright = ' class="upright"' if max(map(len, names), default=0) > _LONGEST else ""
+    return _wide(
+        f'<table class="counts"><thead><tr{upright}>{head}</tr></thead><tbody>\n{"".join(rows)}</tbody></table>'
+    )
+
+
+def pictures(examples: Iterable[tuple[np.ndarray, str, Sequence[str]]]) -> str:
+    """Return pictures with a title and remarks each; see `picture` for the numbers."""
+    parts = (
+        f'<figure><img src="{picture(pixels)}" alt=""><figcaption><b>{escape(title)}</b>'
+        f"{''.join(f'<span>{escape(remark)}</span>' for remark in remarks)}</figcaption></figure>"
+        for pixels, title, remarks in examples
+    )
+    return f'<div class="pictures">{"".join(parts)}</div>\n'
+
+
+def picture(pixels: np.ndarray) -> str:
+    """Return the address of a small PNG that contains the picture itself.
+
+    Args:
+        pixels: numbers from 0 to 1 in [height, width, 1 or 3]; large pictures become smaller.
+    """
+    every = -(-max(pixels.shape[:2]) // _PICTURE)
+    height, width = (max(side // every, 1) for side in pixels.shape[:2])
+    parts = pixels[: height * every, : width * every].reshape(
+        height, -1, width, min(every, pixels.shape[1]), pixels.shape[2]
+    )
+    small = np.round(255 * np.clip(parts.mean(axis=(1, 3)), 0, 1)).astype(np.uint8)
+    lines = np.insert(small.reshape(height, -1), 0, 0, axis=1).tobytes()  # 0: pixels as they are
+    kind = {1: 0, 3: 2}[small.shape[2]]
+    header = struct.pack(">IIBBBBB", width, height, 8, kind, 0, 0, 0)
+    content = b"\x89PNG\r\n\x1a\n" + b"".join(
+        struct.pack(">I", len(body)) + name + body + struct.pack(">I", zlib.crc32(name + body))
+        for name, body in ((b"IHDR", header), (b"IDAT", zlib.compress(lines, 9)), (b"IEND", b""))
+    )
+    return f"data:image/png;base64,{base64.b64encode(content).decode()}"
 
 
 def details(title: str, lines: str) -> str:
@@ -103,63 +163,16 @@ def folded(title: str, part: str) -> str:
     return f"<details><summary>{escape(title)}</summary>{part}</details>\n"
 
 
-def line_chart(
-    title: str, x: Sequence[float], lines: Mapping[str, Sequence[float | None]], *, logarithmic: bool = False
-) -> str:
-    """Return a chart of lines as SVG.
-
-    Args:
-        x: the positions, which are equally spaced.
-        lines: the heights of each line by its name; None or a number that is not finite leaves a gap.
-        logarithmic: draw heights on a logarithmic scale, if all are positive.
-    """
-    drawn = [y for line in lines.values() for y in line if y is not None and math.isfinite(y)]
-    logarithmic = logarithmic and bool(drawn) and min(drawn) > 0
-    chart = pygal.Line(
-        title=title,
-        logarithmic=logarithmic,
-        show_dots=len(x) == 1,
-        show_minor_x_labels=False,
-        show_legend=len(lines) > 1,
-        truncate_label=-1,
-        value_formatter=_short,
-        stroke_style={"width": 1.8},
-        **_OPTIONS,
-    )
-    every = max(1, math.ceil(len(x) / _MOST_LABELS))
-    chart.x_labels = [f"{position:g}" for position in x]
-    chart.x_labels_major = chart.x_labels[::every]
-    if logarithmic:
-        chart.y_labels = _ticks(min(drawn), max(drawn))
-    for name, line in lines.items():
-        chart.add(name, [y if y is not None and math.isfinite(y) else None for y in line])
-    return _svg(chart)
+def _left(column: int, texts: int) -> str:
+    return ' class="text"' if 0 < column < texts else ""
 
 
-def scatter_chart(title: str, points: Sequence[tuple[float, float]], x: str, y: str) -> str:
-    """Return a chart of points as SVG; `x` and `y` name the axes."""
-    chart = pygal.XY(
-        title=title, stroke=False, dots_size=2, show_legend=False, x_title=x, y_title=y, **_OPTIONS
-    )
-    chart.x_value_formatter = chart.value_formatter = _short
-    chart.add(title, [(float(a), float(b)) for a, b in points])
-    return _svg(chart)
+def _wide(part: str) -> str:
+    """Let a part that is wider than the page scroll, also by keys."""
+    return f'<div class="wide" tabindex="0" role="region" aria-label="table">{part}</div>\n'
 
 
-def _ticks(lowest: float, highest: float) -> list[float]:
-    """Return numbers that enclose two heights: 1, 2 and 5 times powers of 10, or powers alone if that is too many."""
-    low, high = math.floor(math.log10(lowest)), math.ceil(math.log10(highest))
-    steps = (1, 2, 5) if high - low < 4 else (1,)
-    ticks = [step * 10.0**power for power in range(low, high + 1) for step in steps]
-    first = max(i for i, tick in enumerate(ticks) if tick <= lowest)
-    last = min(i for i, tick in enumerate(ticks) if tick >= highest)
-    return ticks[first : last + 1]
-
-
-def _svg(chart: pygal.Graph) -> str:
-    """Return a chart without the script that pygal adds for pages with its own scripts."""
-    return re.sub("<script.*?</script>", "", chart.render(is_unicode=True), flags=re.DOTALL)
-
-
-def _short(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float | int) else ""
+def _cell(count: int, share: float, *, is_right: bool) -> str:
+    depth = _DARKEST * (share if is_right else share**0.5)
+    kinds = ["right"] * is_right + ["zero"] * (not count)
+    return f'<td class="{" ".join(kinds)}" style="--share:{depth:.2f}">{count}</td>'

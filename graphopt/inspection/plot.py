@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from graphopt.arguments import checked
 from graphopt.errors import GraphoptError
 from graphopt.files import replacing
 from graphopt.graph.loading import Source, load
@@ -122,6 +123,7 @@ class Svg(str):
         return str(self)
 
 
+@checked()
 def plot(
     model: Source,
     *more: Source,
@@ -166,6 +168,7 @@ def plot(
     return None
 
 
+@checked()
 def dot(
     model: Source, *more: Source, titles: Sequence[str] = (), names: bool = False, types: bool = False
 ) -> str:
@@ -178,6 +181,7 @@ def dot(
     return _text(_drawing([model, *more], titles, names, types), ".dot")
 
 
+@checked()
 def mermaid(
     model: Source, *more: Source, titles: Sequence[str] = (), names: bool = False, types: bool = False
 ) -> str:

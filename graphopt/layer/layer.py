@@ -11,6 +11,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
+from graphopt.arguments import Checked
 from graphopt.compiler import DEFAULT, STANDARD, Default, Steps, standard
 from graphopt.errors import GraphoptError, unknown
 from graphopt.graph import inference
@@ -86,7 +87,7 @@ class Forward(Values):
         return values
 
 
-class ForwardBackward:
+class ForwardBackward(metaclass=Checked):
     """Compute a model's outputs, and the gradients with respect to its inputs and parameters, in two calls.
 
     Parameters stay on the device. A forward pass in training saves the values that its backward pass reads. Any

@@ -1,14 +1,8 @@
-"""Write artifacts for onnxruntime-training's Module and Optimizer, and read trained checkpoints.
-
-The checkpoint is a flatbuffer. The classes that read and write it are part of every ONNX Runtime. The schema is
-onnxruntime/core/flatbuffers/schema/ort_training_checkpoint.fbs.
-"""
+"""Write artifacts for onnxruntime-training's Module and Optimizer, and read trained checkpoints."""
 
 from __future__ import annotations
 
-import importlib
 import os
-import struct
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +11,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
+from graphopt.arguments import checked
 from graphopt.errors import GraphoptError
 from graphopt.files import write_folder
 from graphopt.graph import inference
@@ -26,18 +21,23 @@ from graphopt.graph.roles import TRAINING_RUNTIME, Role, with_role
 from graphopt.graph.state import LEARNING_RATE
 from graphopt.graph.storage import whole
 from graphopt.graph.values import COUNTERS, name_of
-from graphopt.pipeline import Pipeline
+from graphopt.on_device.checkpoint import CHECKPOINT, checkpoint_bytes, read_checkpoint
+from graphopt.pipeline import Pipeline, check_pipeline
 
 TRAINING, EVALUATION, OPTIMIZER = "training_model.onnx", "eval_model.onnx", "optimizer_model.onnx"
-CHECKPOINT = "checkpoint"
 FILES = (TRAINING, EVALUATION, OPTIMIZER, CHECKPOINT)
-_VERSION = 2  # of the checkpoint's format in onnxruntime-training 1.19.2
-_LIMIT = 2**31 - 2**20  # bytes of parameters: a flatbuffer's offsets are signed 32-bit numbers
 
 _PathLike = str | os.PathLike[str]
 
 
-def export_artifacts(model: Source, pipeline: Pipeline, folder: _PathLike) -> None:
+@checked()
+def export_artifacts(
+    model: Source,
+    pipeline: Pipeline,
+    folder: _PathLike,
+    *,
+    state: Mapping[str, np.ndarray] | _PathLike | None = None,
+) -> None:
     """Write the files from which onnxruntime-training's Module and Optimizer train `model` on a device.
 
     The files are `training_model.onnx`, `eval_model.onnx`, `optimizer_model.onnx` and `checkpoint`. After an error,
@@ -49,9 +49,13 @@ def export_artifacts(model: Source, pipeline: Pipeline, folder: _PathLike) -> No
         model: an inference model: a path, an onnx.ModelProto or an onnx_ir.Model; it is not changed.
         pipeline: the passes: `graphopt.standard(loss=..., optimizer=...)`.
         folder: the folder to write to.
+        state: train on from here, as the executor of this model and pipeline would: `executor.state`, or a checkpoint
+            that it has saved. Weights, statistics, moments and the number of steps cross; the learning rate is the
+            pipeline's. None begins with the weights of the model.
 
     Raises:
-        GraphoptError: the model cannot be read, or a device does not support a step of the pipeline.
+        GraphoptError: the model cannot be read, a device does not support a step of the pipeline, or the state is that
+            of another model or optimizer.
 
     >>> import os
     >>> from graphopt import models
@@ -61,17 +65,20 @@ def export_artifacts(model: Source, pipeline: Pipeline, folder: _PathLike) -> No
     ['checkpoint', 'eval_model.onnx', 'optimizer_model.onnx', 'training_model.onnx']
     """
     from graphopt.on_device.graphs import compile_on_device
+    from graphopt.on_device.state import state_on_device
 
+    check_pipeline(pipeline, "export_artifacts", "export_artifacts(model, graphopt.standard(...), folder)")
     made = compile_on_device(model, pipeline)
     contents = {
         TRAINING: whole(made.training),
         EVALUATION: whole(made.evaluation),
         OPTIMIZER: made.optimizer.SerializeToString(),
-        CHECKPOINT: _written(made.trained, made.untrained, made.learning_rate),
+        CHECKPOINT: checkpoint_bytes(state_on_device(made, state), made.optimizer_pass.learning_rate),
     }
     write_folder(folder, contents)
 
 
+@checked()
 def load_artifacts(folder: _PathLike, *, device: str = "cpu") -> tuple[Any, Any, Any]:
     """Return onnxruntime-training's CheckpointState, Module and Optimizer for a folder's files.
 
@@ -119,27 +126,11 @@ def parameters(checkpoint: _PathLike) -> dict[str, np.ndarray]:
         GraphoptError: the file is missing, is not such a checkpoint or does not contain the values, or no ONNX Runtime
             is installed to read it.
     """
-    path = Path(checkpoint, CHECKPOINT) if Path(checkpoint).is_dir() else Path(checkpoint)
-    try:
-        content = path.read_bytes()
-    except FileNotFoundError as error:
-        raise GraphoptError(f"{path}: no such file") from error
-    fbs = _classes()
-    if len(content) < 8 or not fbs.Checkpoint.Checkpoint.CheckpointBufferHasIdentifier(content, 0):
-        raise GraphoptError(f"{path}: expected a checkpoint of {TRAINING_RUNTIME}, found another file")
-    try:
-        state = fbs.Checkpoint.Checkpoint.GetRootAs(content).ModuleState()
-        if state is not None and not state.IsNominalState() and not state.HasExternalData():
-            tensors = [state.RequiresGradParams(i) for i in range(state.RequiresGradParamsLength())]
-            tensors += [state.FrozenParams(i) for i in range(state.FrozenParamsLength())]
-            return {tensor.Name().decode(): _array(tensor) for tensor in tensors}
-    except (struct.error, ValueError, TypeError, IndexError, AttributeError) as error:
-        raise GraphoptError(f"{path}: the checkpoint is damaged: {error}") from error
-    raise GraphoptError(
-        f"{path}: expected a checkpoint that contains the parameters, found one without: save it again"
-    )
+    found = read_checkpoint(checkpoint)
+    return {**found.trained, **found.untrained}
 
 
+@checked()
 def from_checkpoint(model: Source, checkpoint: _PathLike) -> onnx.ModelProto:
     """Return an inference model with the parameters of a checkpoint, which are matched by name.
 
@@ -183,68 +174,34 @@ def from_checkpoint(model: Source, checkpoint: _PathLike) -> onnx.ModelProto:
     return ir.to_proto(loaded)
 
 
-def _classes() -> Any:
-    """Return the classes that read and write the checkpoint, which are in a folder of ONNX Runtime's tools."""
-    try:
-        import onnxruntime.tools.ort_format_model  # noqa: F401 - puts their folder on the path
+def state_from_checkpoint(step: Source, pipeline: Pipeline, checkpoint: _PathLike) -> dict[str, np.ndarray]:
+    """Return the state of a checkpoint as that of a training graph, for `executor.update_state`.
 
-        return importlib.import_module("ort_flatbuffers_py.fbs")
-    except ImportError as error:
+    Weights, running statistics, the optimizer's moments and the number of its steps cross.
+
+    Args:
+        step: the training graph that `graphopt.compile(model, **pipeline)` returns: a path, an onnx.ModelProto or an
+            onnx_ir.Model. It may have a schedule, too.
+        pipeline: the passes that `export_artifacts` had.
+        checkpoint: the file, or the folder of artifacts that contains it. On the device, save it with
+            `include_optimizer_state=True`.
+
+    Raises:
+        GraphoptError: the checkpoint cannot be read, has no moments, or belongs to another model or optimizer.
+
+    >>> from graphopt import models
+    >>> model = models.linear((2,), 1)
+    >>> pipeline = graphopt.standard(loss=passes.MeanSquaredError(), optimizer=passes.AdamW(1e-3))
+    >>> executor = graphopt.Executor(graphopt.compile(model, **pipeline))
+    >>> graphopt.export_artifacts(model, pipeline, "artifacts", state=executor.state)
+    >>> executor.update_state(graphopt.state_from_checkpoint(executor.model, pipeline, "artifacts"))
+    """
+    from graphopt.on_device.graphs import optimizer_of
+    from graphopt.on_device.state import state_of_step
+
+    loaded = load(step)
+    if not with_role(loaded, Role.NEXT):
         raise GraphoptError(
-            f"a checkpoint of {TRAINING_RUNTIME}: expected an ONNX Runtime to read and write it, found none ({error}): "
-            f"pip install onnxruntime"
-        ) from error
-
-
-def _array(tensor: Any) -> np.ndarray:
-    dtype = ir.DataType(tensor.DataType()).numpy()
-    dims = [tensor.Dims(i) for i in range(tensor.DimsLength())]
-    return np.array(np.frombuffer(tensor.RawDataAsNumpy().tobytes(), dtype).reshape(dims))
-
-
-def _written(
-    trained: Mapping[str, np.ndarray], untrained: Mapping[str, np.ndarray], learning_rate: float
-) -> bytes:
-    size = sum(array.nbytes for array in [*trained.values(), *untrained.values()])
-    if size > _LIMIT:
-        raise GraphoptError(
-            f"on-device artifacts: expected parameters of less than 2 GB, the limit of a checkpoint, found "
-            f"{size / 2**30:.1f} GB: freeze some"
+            "state_from_checkpoint: expected a training graph, found one without state to update: use from_checkpoint"
         )
-    fbs = _classes()
-    builder = importlib.import_module("flatbuffers").Builder(size + 4096)
-
-    def table(kind: str, **fields: Any) -> int:
-        schema = getattr(fbs, kind)
-        getattr(schema, f"{kind}Start")(builder)
-        for field, value in fields.items():
-            getattr(schema, f"{kind}Add{field}")(builder, value)
-        return getattr(schema, f"{kind}End")(builder)
-
-    def vector(offsets: list[int]) -> int:
-        builder.StartVector(4, len(offsets), 4)
-        for offset in reversed(offsets):
-            builder.PrependUOffsetTRelative(offset)
-        return builder.EndVector()
-
-    def tensors(arrays: Mapping[str, np.ndarray]) -> int:
-        # Bytes that are written first are last in the file: the tables before them show that a file is truncated.
-        return vector(
-            [
-                table(
-                    "Tensor",
-                    RawData=builder.CreateByteVector(array.tobytes()),
-                    Dims=builder.CreateNumpyVector(np.array(array.shape, np.int64)),
-                    Name=builder.CreateString(name),
-                    DataType=int(ir.DataType.from_numpy(array.dtype)),
-                )
-                for name, array in arrays.items()
-            ]
-        )
-
-    state = table("ModuleState", RequiresGradParams=tensors(trained), FrozenParams=tensors(untrained))
-    rate = table("FloatProperty", Name=builder.CreateString(LEARNING_RATE), Value=learning_rate)
-    properties = table("PropertyBag", Floats=vector([rate]))
-    checkpoint = table("Checkpoint", Version=_VERSION, ModuleState=state, PropertyBag=properties)
-    builder.Finish(checkpoint, file_identifier=b"ODTC")
-    return bytes(builder.Output())
+    return state_of_step(loaded, optimizer_of(pipeline), read_checkpoint(checkpoint), str(checkpoint))

@@ -61,7 +61,29 @@ class OnDevice:
     optimizer: onnx.ModelProto
     trained: dict[str, np.ndarray]  # the parameters
     untrained: dict[str, np.ndarray]  # running statistics and counters
-    learning_rate: float
+    names: dict[str, str]  # in a training graph, of both, by their names here
+    optimizer_pass: Optimizer
+
+
+def optimizer_of(pipeline: Pipeline) -> Optimizer:
+    """Return the only optimizer of a pipeline."""
+    optimizers = [item for step in pipeline.values() for item in step if isinstance(item, Optimizer)]
+    if len(optimizers) != 1:
+        raise GraphoptError(f"pipeline: expected one optimizer, found {len(optimizers)}: name one")
+    return optimizers[0]
+
+
+def moments(optimizer: Optimizer) -> dict[str, float]:
+    """Return the factors by which the slots of a parameter become the moments on a device, by the slots' names.
+
+    Slots that are sums become means: see `passes.Adam`.
+    """
+    factors = (
+        (1 - optimizer.beta1, 1 - optimizer.beta2)
+        if isinstance(optimizer, Adam) and not optimizer.fused
+        else (1.0, 1.0)
+    )
+    return dict(zip(optimizer.slots(), factors, strict=False))
 
 
 def compile_on_device(source: Source, pipeline: Pipeline) -> OnDevice:
@@ -77,14 +99,11 @@ def compile_on_device(source: Source, pipeline: Pipeline) -> OnDevice:
             "pass the model that it was compiled from, and the pipeline"
         )
     steps = [item for step in pipeline.values() for item in step]
-    optimizers = [item for item in steps if isinstance(item, Optimizer)]
-    if len(optimizers) != 1:
-        raise GraphoptError(f"pipeline: expected one optimizer, found {len(optimizers)}: name one")
+    optimizer = optimizer_of(pipeline)
     for kind, reason in _REFUSED.items():
         for step in steps:
             if isinstance(step, kind):
                 raise GraphoptError(f"{kind.__name__.lower()}={step}: expected none on a device, {reason}")
-    (optimizer,) = optimizers
     update = update_model(optimizer, [item for item in steps if isinstance(item, Clip)])
     rest = {
         name: [item for item in step if not isinstance(item, Optimizer | Clip)]
@@ -109,6 +128,7 @@ def compile_on_device(source: Source, pipeline: Pipeline) -> OnDevice:
     evaluation = _evaluation(model)
     _update_in_place(model)
     state = {x: initial[name_of(x)] for x in with_role(model, *STATE)}
+    names = {_own_name(x): name_of(x) for x in state}
     for x in [*state, *with_role(evaluation, *STATE)]:
         x.name = _own_name(x)
     return OnDevice(
@@ -117,7 +137,8 @@ def compile_on_device(source: Source, pipeline: Pipeline) -> OnDevice:
         optimizer=update,
         trained={name_of(x): array for x, array in state.items() if role_of(x) is Role.PARAMETER},
         untrained={name_of(x): array for x, array in state.items() if role_of(x) is not Role.PARAMETER},
-        learning_rate=optimizer.learning_rate,
+        names=names,
+        optimizer_pass=optimizer,
     )
 
 

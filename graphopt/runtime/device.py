@@ -10,7 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from graphopt.arguments import Checked
 from graphopt.errors import GraphoptError, line, unknown
+from graphopt.intervals import check_types
 from graphopt.runtime.denormals import Flushing, supported
 from graphopt.targets.target import AUTO, NATIVE, ONNXRUNTIME, Target, target_of
 
@@ -36,7 +38,7 @@ PLACEMENT = "session.record_ep_graph_assignment_info"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class DeviceOptions:
+class DeviceOptions(metaclass=Checked):
     """Declare the options of a device. A new option needs a field here and a line in a recipe.
 
     Args:
@@ -107,6 +109,9 @@ class Device(DeviceOptions):
     runtime_target: Target = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
+        if not isinstance(self.name, str):
+            raise GraphoptError(f"device: expected 'cpu', 'cuda' or 'cuda:N', found {self.name!r}")
+        check_types(self, "device")
         keep = functools.partial(object.__setattr__, self)
         kind, _, index = self.name.partition(":")
         keep("kind", kind)

@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
+from graphopt.arguments import checked
 from graphopt.communicator import SINGLE, Communicator
-from graphopt.errors import GraphoptError
+from graphopt.errors import GraphoptError, kind_of
 from graphopt.graph import inference
 from graphopt.graph.loading import Source, load
 from graphopt.graph.roles import FED, Role, with_role
@@ -26,11 +27,12 @@ from graphopt.runtime.executor_options import ExecutorOptions, keywords_of
 from graphopt.runtime.executor_state import ExecutorState
 from graphopt.runtime.runners import Batch, Pace, Rounds, Runner, SeveralSteps, StepRunner, alike
 from graphopt.runtime.session import Session
-from graphopt.runtime.signature import Signature, chosen_outputs, description, numbers, reporting
+from graphopt.runtime.signature import InputSpec, Signature, chosen_outputs, description, numbers, reporting
 from graphopt.runtime.state_buffers import StateBuffers
-from graphopt.runtime.tensors import Tensor, number_or_array, rows_of, to_ort
+from graphopt.runtime.tensors import Tensor, check_rows, number_or_array, rows_of, to_ort
 
 
+@checked()
 def run(model: Source, inputs: Mapping[str, np.ndarray], threads: int = 1) -> dict[str, np.ndarray]:
     """Run any graph once, on the CPU, and return its outputs by name.
 
@@ -48,8 +50,15 @@ def run(model: Source, inputs: Mapping[str, np.ndarray], threads: int = 1) -> di
     >>> outputs["y"].shape
     (3, 1)
     """
+    if not isinstance(inputs, Mapping):
+        raise GraphoptError(f"run: expected arrays by name, such as {{'x': ...}}, found {kind_of(inputs)}")
     device = Device("cpu", threads=threads, flush_denormals=False)
-    return Session(device, load(model)).compute_arrays(inputs)
+    loaded = load(model)
+    for value in loaded.graph.inputs:
+        array = inputs.get(name_of(value))
+        if isinstance(array, np.ndarray) and array.dtype.kind in "iufb" and value.dtype is not None:
+            InputSpec(value).check_type(array.dtype, array.shape)
+    return Session(device, loaded).compute_arrays(inputs)
 
 
 class NonFiniteLoss(GraphoptError):
@@ -74,16 +83,19 @@ class NonFiniteLoss(GraphoptError):
         self.reported = reported or {}
 
 
-def fed_by(data: Mapping[str, Tensor] | None, named: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+def fed_by(
+    executor: Executor, data: Mapping[str, Tensor] | None, more: Sequence[object], named: Mapping[str, Tensor]
+) -> Mapping[str, Tensor]:
     """Return the tensors of a call by name.
 
     Raises:
         GraphoptError: they have no names.
     """
-    if data is not None and not isinstance(data, Mapping):
+    if data is not None and (more or not isinstance(data, Mapping)):
+        names = ", ".join(f"{name!r}: ..." for name in executor.inputs)
         raise GraphoptError(
-            f"data: expected arrays by the names of the graph's inputs, such as {{'x': ...}}, found a "
-            f"{type(data).__name__}"
+            f"data: expected arrays by the names of the graph's inputs, {{{names}}}, found "
+            f"{' and '.join(map(kind_of, (data, *more)))}"
         )
     return {**(data or {}), **named} if named else data or {}
 
@@ -148,12 +160,14 @@ class Executor(ExecutorState):
         self.options, self._device, self._model, self.workers = options, device, model, workers
         self._buffers, self._runner_of, self._rounds = buffers, runner_of, rounds
         self._lock = threading.RLock()
-        self.properties = {}
+        self.properties, self._labels = {}, None
         self._signature = Signature(device, with_role(model, *FED))
         self._report = chosen_outputs(model, options.report)
         self._open()
 
-    def step(self, data: Mapping[str, Tensor] | None = None, /, **named: Tensor) -> Reported:
+    def step(
+        self, data: Mapping[str, Tensor] | None = None, /, *unnamed: object, **named: Tensor
+    ) -> Reported:
         """Run one step on tensors named like the graph's inputs and return what it reports.
 
         Scalars come back as Python numbers, `loss` first. Contiguous arrays, onnxruntime's OrtValues and tensors of
@@ -165,7 +179,7 @@ class Executor(ExecutorState):
                 a label in host memory. Nothing has run.
             NonFiniteLoss: the loss or the new state is infinite or NaN, and `on_nonfinite` is `raise`.
         """
-        feeds = fed_by(data, named)
+        feeds = fed_by(self, data, unnamed, named)
         with self._lock:
             if self._rounds is None:
                 return self._train(feeds)
@@ -176,6 +190,8 @@ class Executor(ExecutorState):
         if self._checked != description(feeds):
             fed, feeds = self._split(feeds)
             if self._checked != (facts := description(feeds)):
+                if self.workers.size == 1:
+                    check_rows(feeds)
                 self._runner.check(feeds)
                 self._checked = facts
             self.set_hyperparameters(**fed)
@@ -209,6 +225,11 @@ class Executor(ExecutorState):
             NonFiniteLoss: a loss or the new state is infinite or NaN. The steps of its call are repeated one by one,
                 so that the state is the one before the failing step.
         """
+        if not isinstance(batches, Iterable) or isinstance(batches, Mapping | str):
+            raise GraphoptError(
+                f"run: expected an iterable of batches, found {kind_of(batches)}: a single batch is for "
+                "executor.step(batch)"
+            )
         left = map(self._signature.completed, batches)
         for first in left:
             with self._lock:
@@ -276,15 +297,21 @@ class Executor(ExecutorState):
                 counts.setdefault(part.ep_name, Counter()).update(node.op_type for node in part.get_nodes())
         return {name: dict(operators.most_common()) for name, operators in counts.items()}
 
-    def evaluate(self, data: Mapping[str, Tensor] | None = None, /, **named: Tensor) -> Reported:
+    def evaluate(
+        self, data: Mapping[str, Tensor] | None = None, /, *unnamed: object, **named: Tensor
+    ) -> Reported:
         """Return the losses and the model's outputs on some data, without changing the state.
 
         Raises:
             GraphoptError: as `step` does.
         """
-        return self._forward(self._of(Role.LOSS, Role.METRIC, Role.PREDICTION), fed_by(data, named))
+        return self._forward(
+            self._of(Role.LOSS, Role.METRIC, Role.PREDICTION), fed_by(self, data, unnamed, named)
+        )
 
-    def predict(self, data: Mapping[str, Tensor] | None = None, /, **named: Tensor) -> Reported:
+    def predict(
+        self, data: Mapping[str, Tensor] | None = None, /, *unnamed: object, **named: Tensor
+    ) -> Reported:
         """Return the model's outputs. Targets are optional, and are checked if they are fed.
 
         Raises:
@@ -295,7 +322,7 @@ class Executor(ExecutorState):
             raise GraphoptError(
                 "predict: expected an output other than the model's own loss, found none: use evaluate"
             )
-        return self._forward(outputs, fed_by(data, named))
+        return self._forward(outputs, fed_by(self, data, unnamed, named))
 
     @property
     def learning_rate(self) -> float:

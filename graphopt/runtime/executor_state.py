@@ -11,9 +11,11 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
-from graphopt.errors import GraphoptError
+from graphopt.arguments import Checked, checked
+from graphopt.errors import GraphoptError, kind_of, nearest, unknown
 from graphopt.graph import inference
-from graphopt.graph.metadata import UNTRAINED
+from graphopt.graph.metadata import UNTRAINED, add_labels, labels_in
+from graphopt.graph.not_a_model import check_path
 from graphopt.graph.roles import FED, Role, with_role
 from graphopt.graph.state import STEP, accumulators
 from graphopt.graph.values import name_of
@@ -25,10 +27,11 @@ from graphopt.runtime.signature import reportable
 from graphopt.runtime.state_buffers import StateBuffers
 from graphopt.runtime.tensors import Tensor, to_ort
 
+_SETTABLE = ("learning_rate", "properties", "state")
 _BATCHES = "graphopt.batches"  # a property of checkpoints
 
 
-class ExecutorState:
+class ExecutorState(metaclass=Checked):
     """Hold a training graph, its options, its state on a device, and the number of batches so far."""
 
     Options: ClassVar[type[ExecutorOptions]] = ExecutorOptions  # explains the options to the command
@@ -38,6 +41,7 @@ class ExecutorState:
     _buffers: StateBuffers
     _rounds: Rounds | None  # of workers that train separately
     _lock: threading.RLock
+    _labels: list[str] | None  # of the data
     _report: list[str]  # the outputs that a step reports
     properties: dict[str, Property]  # set by the user and saved in checkpoints
 
@@ -47,7 +51,19 @@ class ExecutorState:
                 f"{name}: expected no new value, as the options of an executor do not change, found {value!r}: create "
                 f"another executor"
             )
+        is_own = name[:1] == "_" or name in _SETTABLE or hasattr(type(self), name)
+        if not is_own and nearest(name, _SETTABLE):
+            raise GraphoptError(f"executor: {unknown('attribute', name, _SETTABLE)}")
         super().__setattr__(name, value)
+
+    def __repr__(self) -> str:
+        weights = [x for x in with_role(self._model, Role.PARAMETER) if x.shape is not None]
+        sizes = sum(int(np.prod(x.shape.numpy())) for x in weights if x.shape is not None)
+        return (
+            f"{type(self).__name__}({self._model.graph.name!r}, device={self.device!r}, "
+            f"provider={self._device.execution_provider!r}, target={str(self._device.target)!r}: "
+            f"{self.batches:,} batches so far, {sizes:,} parameters in {len(weights)} tensors)"
+        )
 
     def __reduce__(self) -> NoReturn:
         raise GraphoptError(
@@ -86,6 +102,7 @@ class ExecutorState:
         """Return the training graph without its initial state."""
         return self._model
 
+    @checked()
     def trained(self, outputs: Sequence[str] | None = None) -> onnx.ModelProto:
         """Return the inference model with the trained weights, under the names of the model that was compiled.
 
@@ -95,7 +112,19 @@ class ExecutorState:
         Raises:
             GraphoptError: the inference model has no value with one of these names.
         """
-        return inference.trained(self._model, self.state, outputs)
+        trained = inference.trained(self._model, self.state, outputs)
+        if self._labels is not None:
+            add_labels(trained, self._labels)
+        return trained
+
+    @property
+    def labels(self) -> list[str] | None:
+        """Return the names of the classes: those of the data that `fit` had, or of the model, or None."""
+        return labels_in(self._model) if self._labels is None else self._labels
+
+    @labels.setter
+    def labels(self, labels: Sequence[str]) -> None:
+        self._labels = list(map(str, labels))
 
     @property
     def inputs(self) -> dict[str, ir.Value]:
@@ -128,6 +157,8 @@ class ExecutorState:
         Raises:
             GraphoptError: a name is unknown, or an array has the wrong type or shape.
         """
+        if not isinstance(arrays, Mapping):
+            raise GraphoptError(f"state: expected arrays by name, found {kind_of(arrays)}")
         with self._lock:
             self._buffers.update(arrays)
             if STEP in arrays:
@@ -224,6 +255,7 @@ class ExecutorState:
         with self._lock:
             self._buffers.feed(values)
 
+    @checked()
     def save(self, path: str | os.PathLike[str], *, checksum: bool = True) -> None:
         """Write all state and `properties` to a checkpoint, from which `load` continues bit for bit.
 
@@ -232,10 +264,12 @@ class ExecutorState:
             checksum: write a checksum, which finds a damaged file. Without it and `properties`, the file has the
                 layout of `state.safetensors` that `graphopt.export_hosts` writes and hosts read.
         """
+        check_path(path, "save", "executor.save('state.safetensors')")
         with self._lock:
             arrays, properties = self._buffers.arrays(), {**self.properties, _BATCHES: self.batches}
         save_state(arrays, path, properties if checksum else None)
 
+    @checked()
     def load(self, path: str | os.PathLike[str]) -> None:
         """Replace all state and `properties` by those of a checkpoint.
 
@@ -243,6 +277,7 @@ class ExecutorState:
             GraphoptError: the file is not a checkpoint, is damaged, or belongs to another training graph. Nothing is
                 replaced.
         """
+        check_path(path, "load", "executor.load('state.safetensors')")
         arrays, properties = load_state(path)
         unlike = sorted(set(arrays) ^ set(self._buffers.names))
         if unlike:

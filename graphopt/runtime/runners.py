@@ -22,7 +22,7 @@ from graphopt.runtime.forms import StepForms, unrolled
 from graphopt.runtime.session import Session
 from graphopt.runtime.signature import Signature, description
 from graphopt.runtime.state_buffers import StateBuffers
-from graphopt.runtime.tensors import Tensor
+from graphopt.runtime.tensors import Tensor, check_rows
 from graphopt.runtime.translation import Mistranslated
 
 Batch = Mapping[str, Tensor]
@@ -174,6 +174,7 @@ class SeveralSteps:
                 self._runner = self._runner_of()
             stacked = {name: np.array([*map(itemgetter(name), batches)]) for name in first}
             if self._checked != (facts := description(stacked)):
+                check_rows(first)
                 self._runner.check(stacked)
                 self._checked = facts
             self._runner.signature.check_labels(stacked)

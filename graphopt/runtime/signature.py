@@ -9,8 +9,8 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
-from graphopt.errors import GraphoptError
-from graphopt.graph.roles import Role, labels_of, role_of, with_role
+from graphopt.errors import GraphoptError, kind_of
+from graphopt.graph.roles import Role, check_trains, labels_of, role_of
 from graphopt.graph.values import dtype_of, is_floating, name_of
 from graphopt.runtime.device import Device
 from graphopt.runtime.tensors import Tensor, on_host, to_ort
@@ -111,6 +111,9 @@ class Signature:
 
     def completed(self, tensors: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return tensors with integers in the type of their input, and with zeros for inputs that nothing reads."""
+        if not isinstance(tensors, Mapping):
+            names = ", ".join(f"{name!r}: ..." for name in self.accepted)
+            raise GraphoptError(f"batch: expected arrays by name, {{{names}}}, found {kind_of(tensors)}")
         widened = {
             name: tensor.astype(self.accepted[name].dtype)
             for name, tensor in tensors.items()
@@ -181,8 +184,7 @@ def chosen_outputs(model: ir.Model, report: Sequence[str] | None) -> list[str]:
     Raises:
         GraphoptError: the graph has no state to update, or no output with one of the names.
     """
-    if not with_role(model, Role.NEXT):
-        raise GraphoptError("expected a training graph, found one without state to update: add an optimizer")
+    check_trains(model, "executor")
     if isinstance(report, str) or not isinstance(report, Iterable | None):
         raise GraphoptError(f"report: expected names of outputs, found {report!r}")
     names = reportable(model)

@@ -113,7 +113,8 @@ def to_ort(device: Device, tensor: Tensor, dtype: np.dtype[Any]) -> onnxruntime.
         return device.ort.OrtValue(tensor)
     if not hasattr(tensor, "__dlpack__"):
         raise GraphoptError(
-            f"expected an array, an OrtValue or a tensor with DLPack, found {type(tensor).__name__}"
+            f"expected an array, an OrtValue or a tensor with DLPack, found {type(tensor).__name__}: "
+            "numpy.asarray makes one of it"
         )
     try:
         if dtype == np.bool_:  # ONNX Runtime does not accept bool through DLPack
@@ -137,6 +138,12 @@ def on_host(device: Device, tensor: Tensor) -> np.ndarray | None:
 def number_or_array(array: np.ndarray) -> Any:
     """Return an array, or a Python number for an array of rank 0."""
     return array if array.ndim else array.item()
+
+
+def check_rows(feeds: Mapping[str, Tensor]) -> None:
+    """Raise an error if a batch has no rows: its loss would be 0, or not a number."""
+    if feeds and not rows_of(feeds):
+        raise GraphoptError("batch: expected rows, found none: leave empty batches out")
 
 
 def rows_of(feeds: Mapping[str, Tensor]) -> int:

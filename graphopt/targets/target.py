@@ -8,10 +8,12 @@ from dataclasses import dataclass, field
 
 import onnx_ir as ir
 
-from graphopt.errors import GraphoptError, unknown
+from graphopt.arguments import Checked, checked
+from graphopt.errors import GraphoptError, kind_of, unknown
 from graphopt.graph.loading import Source, load
 from graphopt.graph.storage import skeleton
-from graphopt.pipeline import Pipeline
+from graphopt.intervals import check_types
+from graphopt.pipeline import Pipeline, check_pipeline
 from graphopt.targets.native.cache import own_version, read_model, write_cached
 from graphopt.targets.native.lowering import Kernels
 from graphopt.targets.onnxruntime.fuse import Fuse
@@ -22,7 +24,7 @@ _ROOM = "targets"  # of the cache
 
 
 @dataclass(frozen=True)
-class Target:
+class Target(metaclass=Checked):
     """Name what runs a training graph, and the passes that lower a plain one for it.
 
     Lowering changes how a step is computed, not what: inputs, outputs and their names stay.
@@ -43,6 +45,10 @@ class Target:
     name: str
     pipeline: Pipeline = field(default_factory=Pipeline)
     version: str = ""
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        check_pipeline(self.pipeline, "Target", "Target('mine', graphopt.Pipeline(fuse=passes.Fuse()))")
 
     def lower(self, step: ir.Model) -> ir.Model:
         """Return a lowered copy of a plain training graph.
@@ -95,11 +101,14 @@ def target_of(target: str | Target) -> Target:
     """
     if isinstance(target, Target):
         return target
+    if not isinstance(target, str):
+        raise GraphoptError(f"target: expected a word or a graphopt.Target, found {kind_of(target)}")
     if target not in TARGETS:
         raise GraphoptError(unknown("target", str(target), [AUTO, *TARGETS]))
     return TARGETS[target]
 
 
+@checked()
 def lower(step: Source, target: str | Target) -> ir.Model:
     """Lower a plain training graph for a target, as an executor does when it opens the graph.
 

@@ -24,10 +24,11 @@ import numpy as np
 import safetensors
 import safetensors.numpy
 
+from graphopt.arguments import Checked
 from graphopt.communicator import Communicator
 from graphopt.errors import GraphoptError
 from graphopt.files import write
-from graphopt.intervals import check_intervals, within
+from graphopt.intervals import check_intervals, check_types, within
 from graphopt.runtime.checkpoint import state_bytes
 
 _STATE, _CALLBACKS = "state.safetensors", "callbacks.safetensors"
@@ -65,7 +66,7 @@ class Checkpoint:
 
 
 @dataclass
-class Checkpoints:
+class Checkpoints(metaclass=Checked):
     """Say when `fit` writes checkpoints, where, and which of them stay.
 
     A checkpoint is a folder `step-N`: the state and the arrays of callbacks in safetensors files, the progress of the
@@ -101,16 +102,17 @@ class Checkpoints:
     keep_best: int = within("[0, inf)", 1)
 
     def __post_init__(self) -> None:
-        self._folder = Path(self.folder)
-        self._values: dict[str, float] = {}  # of the best checkpoints
-        self._larger = larger_is_better(self.best or "")
-        check_intervals(self)
         every = str(self.every)
         count, time_between = _EVERY.fullmatch(every), seconds(every)
         if self.every is not None and not (time_between or (count and int(count[1]))):
             raise GraphoptError(
                 f"checkpoint.every: expected '100 steps', '1 epoch', '5 min' or null, found {self.every!r}"
             )
+        check_intervals(self)
+        check_types(self)
+        self._folder = Path(self.folder)
+        self._values: dict[str, float] = {}  # of the best checkpoints
+        self._larger = larger_is_better(self.best or "")
         self._steps = int(count[1]) if count and count[2] == "step" else None
         self._epochs = int(count[1]) if count and count[2] == "epoch" else None
         self._seconds = time_between or math.inf
@@ -120,8 +122,18 @@ class Checkpoints:
         self._cost = 0.0  # seconds of a processor for the latest checkpoint
         self.saved: tuple[int, ...] | None = None  # the position of the latest checkpoint
 
-    def prepare(self) -> None:
-        """Make the folder, or raise an error; remove what an interrupted process has left there."""
+    def prepare(self, resume: bool | str | os.PathLike[str] = True) -> None:
+        """Make the folder, or raise an error; remove what an interrupted process has left there.
+
+        Args:
+            resume: the option of `fit`: a folder with the checkpoints of a run belongs to a run that continues it.
+        """
+        found = (_FOLDER.fullmatch(path.name) for path in self._folder.glob("step-*"))
+        if not self._continues(resume) and any(match and int(match[1]) for match in found):
+            raise GraphoptError(
+                f"{self._folder}: expected an empty folder for checkpoints, found those of another run: continue it by "
+                "resume=True, or give another folder"
+            )
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             tempfile.TemporaryFile(dir=self._folder).close()  # raises an error if the folder is read-only
@@ -130,6 +142,13 @@ class Checkpoints:
         except OSError as error:
             raise GraphoptError(f"{self._folder}: expected a folder to write to: {error.strerror}") from error
         self._saved_at = time.monotonic()
+
+    def _continues(self, resume: bool | str | os.PathLike[str]) -> bool:
+        """Return whether a run continues from the folder, from a part of it, or from the run's folder."""
+        if isinstance(resume, bool):
+            return resume
+        own, other = self._folder.resolve(), Path(resume).resolve()
+        return own == other or own in other.parents or other in own.parents
 
     def next_step(self, step: int) -> int | None:
         """Return the next step after which a checkpoint is due by the number of steps, or None."""

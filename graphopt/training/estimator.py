@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import math
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar, cast
@@ -14,21 +15,25 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
-from graphopt.compiler import DEFAULT, compile
+from graphopt.arguments import Checked, checked
+from graphopt.compiler import DEFAULT, check_family, compile
 from graphopt.data import Batches, Dataset
 from graphopt.data.dataset import TARGET, WEIGHT
 from graphopt.data.loader import Shuffle
 from graphopt.errors import GraphoptError, unknown
 from graphopt.graph.inference import replace_weights
 from graphopt.graph.loading import Source, load
+from graphopt.graph.metadata import TargetSpec
 from graphopt.graph.roles import Role, labels_of, with_role
-from graphopt.graph.values import name_of
+from graphopt.graph.values import dtype_of, is_floating, name_of
 from graphopt.pipeline import Step
+from graphopt.runtime.device import NATIVE_VARIABLE
 from graphopt.runtime.executor import Executor, run
 from graphopt.training.callbacks import Adaptive, Record
 from graphopt.training.evaluation import reported
 from graphopt.training.fit import fit
 from graphopt.training.metrics import Metrics, metrics, weighted_accuracy, weighted_r2
+from graphopt.training.predictor import predictor
 
 _Arrays = np.ndarray | Mapping[str, np.ndarray]
 FEATURES = "X"
@@ -38,18 +43,32 @@ SCHEDULES = {"constant": None, "adaptive": None, "invscaling": "InverseScaling",
 
 _Self = TypeVar("_Self", bound="Estimator")
 
+TYPES = ("float32", "float64")  # of the numbers of a predictor
 CHUNK = 1024  # how many are predicted at a time
+_SHORT_STEP = (
+    3e8  # operations of a step, a few milliseconds, below which a second thread waits more than it works
+)
+_SHORT_FIT = (
+    2e11  # operations of a training, a few seconds, below which compiling kernels takes longer than they save
+)
 _SHARED = 2**22  # bytes of a model up to which its training graph is cached for other estimators
 
 
 @dataclass(frozen=True)
 class Structure:
-    """Describe all that determines an executor: a model, or its bytes, the steps of `compile`, and a device."""
+    """Describe all that determines an executor: a model, or its bytes, the steps of `compile`, and a device.
+
+    Args:
+        rows: the rows of a batch. Short steps run in one thread, unless `threads` says otherwise.
+        planned: the rows of all epochs, or 0 if they are unknown. Short trainings compile no kernels.
+    """
 
     model: Source | bytes
     steps: tuple[tuple[str, Any], ...]
     device: str
     threads: int | None
+    rows: int
+    planned: int = 0
 
     def executor(self) -> Executor:
         """Return a new executor, which reports the losses; equal structures share one training graph."""
@@ -59,7 +78,30 @@ class Structure:
                 hash(self.steps)
                 compiled = _shared
         step = compiled(self.model, self.steps)
-        return Executor(step, device=self.device, threads=self.threads, report=reported(step))
+        threads, native = self.threads, None
+        if threads is None and self.device == "cpu":
+            threads = 1 if _operations(step, self.rows) < _SHORT_STEP else _allowed_threads()
+        if (
+            self.planned
+            and NATIVE_VARIABLE not in os.environ
+            and _operations(step, self.planned) < _SHORT_FIT
+        ):
+            native = False
+        return Executor(step, device=self.device, threads=threads, native=native, report=reported(step))
+
+
+def _operations(step: ir.Model, rows: int) -> float:
+    """Return about how many float32 operations rows take; infinite unless a row uses each weight once."""
+    weights, data = with_role(step, Role.PARAMETER), with_role(step, Role.DATA)
+    if any(x.shape is None or len(x.shape) > 2 or not is_floating(x) for x in [*weights, *data]):
+        return math.inf  # filters and sequences use weights more often
+    return 6.0 * rows * sum(math.prod(x.shape.numpy()) * dtype_of(x).itemsize / 4 for x in weights if x.shape)
+
+
+def _allowed_threads() -> int | None:
+    """Return the number of threads that joblib leaves to each of its workers; None for all processors."""
+    limit = os.environ.get("OMP_NUM_THREADS", "")
+    return min(int(limit), os.cpu_count() or 1) or None if limit.isdigit() else None
 
 
 def _compiled(model: Source | bytes, steps: tuple[tuple[str, Any], ...]) -> ir.Model:
@@ -70,7 +112,7 @@ def _compiled(model: Source | bytes, steps: tuple[tuple[str, Any], ...]) -> ir.M
 _shared = functools.lru_cache(32)(_compiled)
 
 
-class Estimator:
+class Estimator(metaclass=Checked):
     """Keep an executor through changes of options, and its state through pickling.
 
     A subclass is a dataclass, whose fields are the options. All attributes are of the class, because scikit-learn
@@ -132,6 +174,28 @@ class Estimator:
             self._structure, self._executor, self._kept = structure, executor, None
         return self._executor
 
+    def _predictor(self, dtype: str, classes: np.ndarray | None) -> onnx.ModelProto:
+        """Return the trained model with labels and probabilities, or numbers, as its outputs."""
+        if dtype not in TYPES:
+            raise GraphoptError(unknown("dtype", dtype, TYPES))
+        target = self._running().inputs.get(TARGET)
+        spec = None if target is None else TargetSpec.read(target)
+        if spec is None or self._structure is None:
+            raise GraphoptError(
+                "to_onnx: expected a loss that compares a prediction with a target, found a loss that the model "
+                "computes: use get_trained_onnx"
+            )
+        loss = dict(self._structure.steps)["loss"]
+        return predictor(self._trained(spec.output, dtype), spec, loss, classes, dtype)
+
+    def _labels(self) -> np.ndarray | None:
+        """Return the labels that the model predicts; None for class numbers, 0 and 1 for each label, or numbers."""
+        return getattr(self, "classes_", None)
+
+    def _trained(self, output: str, dtype: str) -> onnx.ModelProto:
+        """Return the trained model with one output, in its own type or, if that can be chosen, in `dtype`."""
+        return self._running().trained([output])
+
     def _metric(self) -> tuple[str, Metrics] | None:
         """Return the name of the output that has targets, and the metric that compares the two, if known."""
         return metrics(self._running().inputs).get(TARGET)
@@ -162,7 +226,9 @@ class Trainer(Estimator):
             next epoch. Two epochs followed by two more equal four, bit for bit, except with `adaptive`, which starts
             again. Otherwise each `fit` starts from the model's own weights.
         random_state: the seed of the order of rows.
-        device, threads: see `Executor`.
+        device: see `Executor`.
+        threads: the number of threads; by default, one for short steps, and otherwise the runtime's choice or what
+            joblib leaves to each of its workers.
 
     Attributes:
         train_losses_: the mean loss of each epoch of the last `fit`.
@@ -199,6 +265,7 @@ class Trainer(Estimator):
     _row = cast("tuple[int, ...] | None", None)  # the shape of a row of the targets
     _transient = (*Estimator._transient, "_structure")
 
+    @checked()
     def fit(
         self,
         X: _Arrays,
@@ -227,6 +294,7 @@ class Trainer(Estimator):
             validation = _named(X_val, y_val, sample_weight_val)
         return self._fit(_named(X, y, sample_weight), validation, self.max_iter, self.warm_start)
 
+    @checked()
     def partial_fit(self, X: _Arrays, y: np.ndarray, sample_weight: np.ndarray | None = None) -> Trainer:
         """Train for one more epoch, regardless of `warm_start` and `max_iter`."""
         return self._fit(_named(X, y, sample_weight), None, 1, True)
@@ -256,6 +324,7 @@ class Trainer(Estimator):
             )
         return probabilities_of(loss, self._output(X))
 
+    @checked()
     def score(self, X: _Arrays, y: np.ndarray, sample_weight: np.ndarray | None = None) -> float:
         """Return the accuracy, or for a regression the mean R2 over the columns, as scikit-learn's scores do."""
         predicted = self.predict(X)
@@ -282,6 +351,20 @@ class Trainer(Estimator):
             GraphoptError: a name is unknown, or an array has the wrong type or shape. Nothing is replaced.
         """
         self._running().update_state(state)
+
+    def to_onnx(self, dtype: str = "float32") -> onnx.ModelProto:
+        """Return the trained model as a predictor, which computes what `predict` and `predict_proba` return.
+
+        A classification has the outputs `label` and `probabilities`, or `scores` if the loss knows no probabilities; a
+        regression has `variable`. These are the names that skl2onnx gives.
+
+        Args:
+            dtype: the type of features, probabilities and numbers: `float32` or `float64`.
+
+        Raises:
+            GraphoptError: the type is unknown, or the model computes its own loss.
+        """
+        return self._predictor(dtype, self._labels())
 
     def get_trained_onnx(self, model: Source | None = None) -> onnx.ModelProto:
         """Return the model with its trained weights, or another model with the weights of the same names replaced.
@@ -325,6 +408,7 @@ class Trainer(Estimator):
             validation=validation and Dataset(validation, features=FEATURES),
             validation_every=self.validation_every,
             callbacks=[Adaptive()] if self.schedule == "adaptive" else [],
+            verbose=False,
         )
         self.train_losses_ = [record["loss"] for record in self.history_]
         self.validation_losses_ = [r["validation_loss"] for r in self.history_ if "validation_loss" in r]
@@ -355,12 +439,14 @@ class Trainer(Estimator):
             "training": self.training,
             "parameters": DEFAULT if self.parameters is None else self.parameters,
         }
-        return super()._running(Structure(self.model, tuple(steps.items()), self.device, self.threads))
+        chosen = self.device, self.threads, self.batch_size
+        return super()._running(Structure(self.model, tuple(steps.items()), *chosen))
 
     def _loss(self, weighted: bool, **fields: Any) -> Any:
         import passes
 
         loss: Any = self.loss or passes.MeanSquaredError()
+        check_family("loss", loss)
         if isinstance(loss, passes.OwnLoss):  # its inputs and output are fixed
             if fields:
                 raise GraphoptError(
@@ -399,9 +485,27 @@ def _fields(options: Any) -> dict[str, Any]:
 
 def _named(X: _Arrays, *more: np.ndarray | None) -> dict[str, np.ndarray]:
     """Return inputs, targets and weights in one dictionary by name."""
-    arrays = dict(X) if isinstance(X, Mapping) else {FEATURES: np.asarray(X)}
+    arrays = dict(X) if isinstance(X, Mapping) else {FEATURES: X}
     named = zip((TARGET, WEIGHT), more, strict=False)
-    return arrays | {name: np.asarray(array) for name, array in named if array is not None}
+    return {
+        name: _array(name, values)
+        for name, values in (arrays | {name: array for name, array in named if array is not None}).items()
+    }
+
+
+def _array(name: str, values: Any) -> np.ndarray:
+    """Return values as an array of numbers."""
+    if hasattr(values, "toarray"):
+        raise GraphoptError(f"{name}: expected a dense array, found a sparse one: use .toarray()")
+    array = np.asarray(values)
+    if array.dtype.kind in "US":
+        remedy = (
+            "numpy.unique(y, return_inverse=True)[1] gives class numbers, and OnnxClassifier takes labels"
+            if name == TARGET
+            else "encode it in a step before, such as a ColumnTransformer with OneHotEncoder"
+        )
+        raise GraphoptError(f"{name}: expected numbers, found text such as {str(array.flat[0])!r}: {remedy}")
+    return array
 
 
 def _batches(data: Mapping[str, np.ndarray], inputs: Mapping[str, ir.Value]) -> Iterable[dict[str, Any]]:

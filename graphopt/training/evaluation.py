@@ -4,28 +4,29 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 import safetensors.numpy
 
+from graphopt.arguments import checked
 from graphopt.communicator import SINGLE, Communicator
 from graphopt.data import Batches, Columns, Dataset
-from graphopt.data.foreign import as_dataset
+from graphopt.data.foreign import as_dataset, features_of, has_rows, relabelled
 from graphopt.data.loader import Rows
 from graphopt.data.streams import Stream
-from graphopt.errors import GraphoptError
+from graphopt.errors import GraphoptError, kind_of
 from graphopt.graph.loading import Source, load
-from graphopt.graph.roles import Role, role_of, set_role
+from graphopt.graph.roles import Role, role_of, set_role, with_role
 from graphopt.graph.values import name_of
 from graphopt.runtime.checkpoint import state_bytes
 from graphopt.runtime.device import Device
 from graphopt.runtime.executor import Executor
 from graphopt.runtime.session import Session
 from graphopt.training.callbacks.callback import Record
-from graphopt.training.metrics import Wanted
+from graphopt.training.metrics import Wanted, listed
 from graphopt.training.metrics import metrics as metrics_of
 from graphopt.training.options import Data
 from graphopt.training.sources import read_batches
@@ -33,11 +34,12 @@ from graphopt.training.sources import read_batches
 _POSITION = "graphopt.position"  # of a batch, beside what its evaluation returns
 
 
+@checked("give X and y as one tuple, evaluate(executor, (X, y)), and name the options")
 def evaluate(
     executor: Executor,
     data: Data,
     *,
-    metrics: Sequence[Wanted] | None = None,
+    metrics: Wanted | Sequence[Wanted] | None = None,
     batch_size: int = 256,
     allow_nan: bool = False,
 ) -> dict[str, Any]:
@@ -58,43 +60,77 @@ def evaluate(
     >>> sorted(graphopt.evaluate(graphopt.Executor(step), {"x": X, "target": 2 * X + 1}, metrics=["r2", "rmse"]))
     ['loss', 'r2', 'rmse']
     """
-    return HeldOut(read_batches(data, executor, allow_nan), batch_size, metrics).measure(executor)
+    check_executor("evaluate", executor, data)
+    check_batch_size("evaluate", batch_size)
+    if has_rows(data):
+        data = relabelled(as_dataset(data), executor.labels, "data")
+    return HeldOut(read_batches(data, executor, allow_nan), batch_size, listed(metrics)).measure(executor)
 
 
+def check_executor(name: str, executor: Any, data: Any) -> None:
+    """Raise an error unless a function, which `name` calls, has an executor and something else as data."""
+    if isinstance(executor, Executor) and not isinstance(data, Executor):
+        return
+    mend = f"write {name}(graphopt.Executor(step), data), where step = graphopt.compile(model, loss=..., optimizer=...)"
+    if isinstance(data, Executor):
+        mend = f"write {name}(executor, data)"
+    raise GraphoptError(f"{name}: expected an executor first, found {kind_of(executor)}: {mend}")
+
+
+def check_batch_size(name: str, size: Any) -> None:
+    """Raise an error unless a batch size is a whole number of 1 or more."""
+    if not isinstance(size, int | np.integer) or size < 1:
+        raise GraphoptError(
+            f"{name}(batch_size={size!r}): expected a whole number of 1 or more, found {size!r}"
+        )
+
+
+@checked()
 def predict(
-    model: Source,
-    data: Dataset | Mapping[str, np.ndarray],
+    model: Executor | Source,
+    data: Any,
     *,
     batch_size: int = 256,
     allow_nan: bool = False,
-    device: Device | None = None,
+    device: str | Device | None = None,
 ) -> dict[str, np.ndarray]:
     """Return the outputs of a model on all rows of a data set, by name. Targets and weights in the data are ignored.
 
     Args:
-        model: an inference model.
-        data: a data set, or arrays named like the model's inputs; a DataFrame, for a model that takes the columns of a
-            table, `graphopt.data.Columns.before`.
+        model: an executor, which computes with its current weights, or an inference model.
+        data: data with rows, as in `fit`, or X alone, which feeds the only input; a table, for a model that takes its
+            columns, `graphopt.data.Columns.before`.
         batch_size: the number of rows per call; a model with a fixed batch uses its own.
         allow_nan: accept data that contains NaN or infinities.
-        device: where to compute; by default, the CPU.
+        device: where to compute with a model; by default, the CPU. An executor has its own.
 
     Raises:
         GraphoptError: the data does not fit the model, or an output does not have a row for each row of data.
+
+    >>> X = numpy.zeros((1000, 2), numpy.float32)
+    >>> graphopt.predict(models.linear((2,), 3), X)["y"].shape
+    (1000, 3)
     """
-    loaded = load(model)
-    fed, allow_nan = _fed(loaded, data, allow_nan)
-    weights = loaded.graph.initializers
-    inputs = {name_of(x): set_role(x, Role.DATA) for x in loaded.graph.inputs if x.name not in weights}
-    if not fed.arrays:
-        raise GraphoptError(f"data: expected arrays {', '.join(inputs)}, found targets alone")
-    batches = Batches(fed, inputs, allow_nan=allow_nan)
+    check_batch_size("predict", batch_size)
+    if isinstance(data, Executor | ir.Model):
+        raise GraphoptError("predict: expected a model first, found data: write predict(executor, X)")
+    device = Device(device) if isinstance(device, str) else device
+    model = model if isinstance(model, Executor) else load(model)
+    inputs, compute = _outputs_of(model, device)
+    columns = None if isinstance(model, Executor) else Columns.taken_by(model)
+    if columns is None:
+        chosen = features_of(data)
+    else:
+        table = (data.table or data.arrays) if isinstance(data, Dataset) else data
+        chosen, allow_nan = Dataset(columns.inputs(table)), True
+    if set(inputs) <= set(chosen.arrays):  # a data set may have arrays for other models, too
+        chosen = Dataset({name: chosen.arrays[name] for name in inputs})
+    batches = Batches(chosen, inputs, allow_nan=allow_nan)
     size = batches.fixed_size or batch_size
-    session = Session(device or Device(), loaded)
     parts: dict[str, list[np.ndarray]] = {}
     for rows in Batches.split(np.arange(len(batches)), size):
         filled = np.resize(rows, size) if batches.fixed_size else rows
-        for name, array in session.compute_arrays(batches.take(filled)).items():
+        for name, array in compute(batches.take(filled)).items():
             if np.ndim(array) == 0 or len(array) != len(filled):
                 raise GraphoptError(
                     f"output {name!r}: expected a row for each of {len(filled)} rows of data, found shape "
@@ -104,14 +140,26 @@ def predict(
     return {name: np.concatenate(arrays) for name, arrays in parts.items()}
 
 
-def _fed(model: ir.Model, data: Any, allow_nan: bool) -> tuple[Dataset, bool]:
-    """Return data without targets and weights, as a model takes it, and whether it accepts NaN."""
-    columns = Columns.taken_by(model)
-    if columns is not None:
-        table = (data.table or data.arrays) if isinstance(data, Dataset) else data
-        return Dataset(columns.inputs(table)), True
-    found = as_dataset(data)
-    return replace(found, arrays=found.inputs()), allow_nan
+def _outputs_of(
+    model: Executor | ir.Model, device: Device | None
+) -> tuple[dict[str, ir.Value], Callable[[dict[str, np.ndarray]], Mapping[str, Any]]]:
+    """Return the inputs of a model, and the function that computes its outputs."""
+    if isinstance(model, Executor):
+        if device is not None:
+            raise GraphoptError(
+                f"device: expected none beside an executor, found {device.name!r}: leave it out"
+            )
+        executor = model
+        inputs = {name: x for name, x in executor.inputs.items() if role_of(x) is Role.DATA}
+        return inputs, lambda batch: {name: np.asarray(y) for name, y in executor.predict(batch).items()}
+    if with_role(model, Role.NEXT):
+        raise GraphoptError(
+            "predict: expected an inference model or an executor, found a training graph: write "
+            "predict(graphopt.Executor(step), data)"
+        )
+    weights = model.graph.initializers
+    inputs = {name_of(x): set_role(x, Role.DATA) for x in model.graph.inputs if x.name not in weights}
+    return inputs, Session(device or Device(), model).compute_arrays
 
 
 def reported(step: ir.Model) -> list[str]:
@@ -156,7 +204,7 @@ class HeldOut:
         metrics: Sequence[Wanted] | None,
         rows: Rows | None = None,
     ) -> None:
-        self._metrics = metrics
+        self._metrics, self.rows = metrics, rows
         self.count: int | None = None  # an iterable does not tell
         self._feeds: Callable[[], Iterable[dict[str, np.ndarray]]]
         if isinstance(batches, Stream):

@@ -2,34 +2,43 @@
 
 from __future__ import annotations
 
+import dataclasses
+import sys
 from collections.abc import Sequence
 from typing import Any
 
+from graphopt.arguments import checked
 from graphopt.communicator import digest
-from graphopt.data.foreign import as_dataset, has_rows
+from graphopt.data import Dataset
+from graphopt.data.foreign import as_dataset, has_rows, relabelled
 from graphopt.data.loader import Shuffle, TrainingRows, fixed_batch, hold_out
 from graphopt.data.streams import Stream
 from graphopt.errors import GraphoptError
 from graphopt.graph.loading import Source, load
 from graphopt.graph.storage import model_digest
-from graphopt.pipeline import Pipeline
+from graphopt.pipeline import Pipeline, check_pipeline
 from graphopt.runtime.executor import Executor
 from graphopt.runtime.executor_options import keywords_of
-from graphopt.training.callbacks.callback import Record
-from graphopt.training.evaluation import HeldOut
+from graphopt.training.callbacks.callback import Callback, callbacks_of
+from graphopt.training.evaluation import HeldOut, check_executor
 from graphopt.training.loop import TrainingLoop
+from graphopt.training.metrics import listed
 from graphopt.training.metrics import metrics as metrics_of
+from graphopt.training.notebook import NotebookProgress, in_notebook
 from graphopt.training.options import Data, FitOptions
 from graphopt.training.progress import versions
+from graphopt.training.records import Records
 from graphopt.training.sources import Epochs, RowEpochs, StreamEpochs, read_batches
 
 
+@checked("give X and y as one tuple, fit(executor, (X, y)), and name the options")
 @keywords_of(FitOptions)
-def fit(executor: Executor, data: Data, **keywords: Any) -> list[Record]:
+def fit(executor: Executor, data: Data, **keywords: Any) -> Records:
     """Train on all batches of a data set, and return a record per epoch.
 
     A record has the epoch, the number of steps so far, the mean of each reported number over the epoch, the
-    `learning_rate`, `validation_loss` and metrics of held-out rows, `seconds` and `samples_per_second`.
+    `learning_rate`, `validation_loss` and metrics of held-out rows, `seconds` and `samples_per_second`. The records
+    are a list, which shows itself as a table.
 
     The order of rows in an epoch depends only on the seed and on the number of epochs so far. Two epochs, followed by
     `executor.save`, `load` and two more epochs, therefore give the same bits as four epochs. With `resume`, an
@@ -44,8 +53,9 @@ def fit(executor: Executor, data: Data, **keywords: Any) -> list[Record]:
 
     Args:
         executor: the executor of a training graph.
-        data: a data set, arrays named like the model's inputs, and `target`, or an iterable of batches: mappings from
-            these names to arrays, tensors or lists.
+        data: a tuple `(X, y)` or `(X, y, sample_weight)`, whose X feeds the only input; arrays named like the model's
+            inputs, and `target`; a DataFrame; a data set; or an iterable of batches: mappings from these names to
+            arrays, tensors or lists.
         epochs: the number of times to train on all rows.
         steps_per_epoch: the number of batches of an iterable in an epoch; None for one pass, which needs an end.
         batch_size: the number of rows of a batch; the last batch of an epoch may have fewer. Batches of an iterable
@@ -56,15 +66,20 @@ def fit(executor: Executor, data: Data, **keywords: Any) -> list[Record]:
         validation: the share of rows to hold out, other data, or None. An iterable has no rows to hold out.
         validation_every: the number of epochs from one validation to the next; the last epoch is always validated.
         metrics: the metrics of held-out rows: names such as `accuracy`, names with options such as
-            `{"top_k": {"k": 3}}`, and functions of all targets and predictions. None for the accuracy of a
-            classification, and for R2 and the mean absolute error of a regression.
+            `{"top_k": {"k": 3}}`, and functions of all targets and predictions; or one of them. None for the accuracy
+            of a classification, and for R2 and the mean absolute error of a regression.
         allow_nan: train on data that contains NaN or infinities.
         prefetch: the number of batches that a thread prepares while steps run; None for 2 with data that is read
             when a batch needs it or on a GPU, and 0 otherwise.
-        callbacks: objects that watch the run and steer it; see `graphopt.Callback`.
+        callbacks: objects that watch the run and steer it, see `graphopt.Callback`, and functions, which are called
+            with the run and its record at the end of each epoch; or one of them.
         checkpoint: when and where to write checkpoints, or only the folder; None to write none.
         resume: True to continue from the newest checkpoint of `checkpoint`, if there is one; or the path of a
             checkpoint, or of a folder of checkpoints. `epochs` then counts those before the interruption, too.
+        transform: a function of a batch that trains, its arrays by name, and a numpy.random.Generator, which returns
+            what trains in its place: augmentation. It runs where batches are prepared. The generator depends on the
+            seed, the epoch and the place in it, so that a resumed run draws the same. Held-out rows stay as they are.
+        verbose: True to show the progress, False for silence; None to show it in terminals and notebooks.
 
     Raises:
         GraphoptError: the data does not fit the model, an option is wrong, or a checkpoint cannot be written or is
@@ -77,12 +92,15 @@ def fit(executor: Executor, data: Data, **keywords: Any) -> list[Record]:
     >>> len(records), records[-1]["validation_loss"] < 1e-3
     (50, True)
     """
+    check_executor("fit", executor, data)
     options = FitOptions(**keywords)
     if "loss" not in executor.reported:
         raise GraphoptError(
             "report: expected an executor that reports its loss, found an empty report: leave it out"
         )
-    metrics_of(executor.inputs, options.metrics)  # raises an error if one is wrong
+    metrics_of(executor.inputs, listed(options.metrics))  # raises an error if one is wrong
+    if has_rows(data):
+        data = _numbered(executor, as_dataset(data))
     source, held_out = _sources(executor, data, options)
     counts = [part.count for part in (source, held_out) if part is not None]
     _check_sizes(executor, options.batch_size, counts)
@@ -93,12 +111,16 @@ def fit(executor: Executor, data: Data, **keywords: Any) -> list[Record]:
                 f"data: expected rows, which {workers.size} workers share, found an iterable, {type(data).__name__}"
             )
         workers.check_alike(_facts(executor, source, options))
-    loop = TrainingLoop(executor, source, held_out, options)
+    if isinstance(data, Dataset) and data.labels:
+        executor.labels = data.labels
+    callbacks = [*callbacks_of(options.callbacks), *_progress(options)]
+    loop = TrainingLoop(executor, source, held_out, dataclasses.replace(options, callbacks=callbacks))
     loop.begin()
     loop.train()
-    return loop.run.records
+    return Records(loop.run.records)
 
 
+@checked()
 def adapt(
     pipeline: Pipeline,
     model: Source,
@@ -135,6 +157,7 @@ def adapt(
     >>> graphopt.fit(executor, digits, epochs=5)[-1]["accuracy"] > 0.9
     True
     """
+    check_pipeline(pipeline, "adapt", "adapt(graphopt.standard(...), model, data)")
     if not pipeline.learns:
         return pipeline
     if not has_rows(data):
@@ -150,12 +173,11 @@ def adapt(
 
 def _sources(executor: Executor, data: Data, options: FitOptions) -> tuple[Epochs, HeldOut | None]:
     """Return what draws the batches of the epochs, and the held-out rows, if there are any."""
-    share, held_out, validation = 0.0, None, options.validation
-    if isinstance(validation, int | float):
-        share = validation
-    elif validation is not None:
-        batches = read_batches(validation, executor, options.allow_nan)
-        held_out = HeldOut(batches, options.batch_size, options.metrics)
+    validation, held_out = options.validation, None
+    share = validation if isinstance(validation, int | float) else 0.0
+    labels = data.labels if isinstance(data, Dataset) and data.labels else executor.labels
+    if validation is not None and not isinstance(validation, int | float):
+        held_out = _held_out(executor, validation, labels, options)
     batches = read_batches(
         data,
         executor,
@@ -168,11 +190,46 @@ def _sources(executor: Executor, data: Data, options: FitOptions) -> tuple[Epoch
             raise GraphoptError(
                 f"validation: expected other data or None, found a share, {share}, of the rows of an iterable"
             )
-        return StreamEpochs(batches, options.steps_per_epoch, executor.batches), held_out
+        return StreamEpochs(batches, options, executor), held_out
     rows, held = hold_out(len(batches), share, shuffle=options.shuffle, seed=options.seed)
     if share:
-        held_out = HeldOut(batches, options.batch_size, options.metrics, held)
-    return RowEpochs(batches, rows, options, executor.workers, executor.batches), held_out
+        held_out = HeldOut(batches, options.batch_size, listed(options.metrics), held)
+    return RowEpochs(batches, rows, options, executor), held_out
+
+
+def _numbered(executor: Executor, data: Dataset) -> Dataset:
+    """Return data whose classes have the numbers that they had in earlier training, or have in the model."""
+    labels = executor.labels
+    if labels and data.labels and (executor.batches or set(data.labels) <= set(labels)):
+        return relabelled(data, labels, "data")
+    return data
+
+
+def _held_out(
+    executor: Executor, validation: Any, labels: Sequence[str] | None, options: FitOptions
+) -> HeldOut:
+    """Return other data than the training's to validate on."""
+    try:
+        if has_rows(validation):
+            validation = relabelled(as_dataset(validation), labels, "data")
+        batches = read_batches(validation, executor, options.allow_nan)
+    except GraphoptError as error:
+        raise GraphoptError(f"validation: {error}") from error
+    return HeldOut(batches, options.batch_size, listed(options.metrics))
+
+
+def _progress(options: FitOptions) -> Sequence[Callback]:
+    """Return what shows the progress, unless another callback does or nobody looks."""
+    kinds = {kind.__name__ for callback in callbacks_of(options.callbacks) for kind in type(callback).__mro__}
+    if options.verbose is False or "ProgressBar" in kinds:
+        return ()
+    if in_notebook():
+        return [NotebookProgress()]
+    if options.verbose or sys.stdout.isatty():
+        from graphopt.training.callbacks.progress import ProgressBar
+
+        return [ProgressBar()]
+    return ()
 
 
 def _check_sizes(executor: Executor, batch_size: int, counts: Sequence[int | None]) -> None:

@@ -18,7 +18,7 @@ from graphopt.errors import GraphoptError
 from graphopt.graph.storage import model_digest
 from graphopt.runtime.executor import Executor
 from graphopt.runtime.tensors import Tensor, rows_of
-from graphopt.training.callbacks.callback import CallbackGroup, Record, Run
+from graphopt.training.callbacks.callback import CallbackGroup, Record, Run, callbacks_of
 from graphopt.training.checkpoints import Checkpoints, find, from_first, read
 from graphopt.training.evaluation import HeldOut, Mean
 from graphopt.training.options import FitOptions
@@ -52,21 +52,25 @@ class TrainingLoop:
         )
         if held_out is not None:
             run.evaluated = functools.partial(held_out.evaluated, executor)
+            run.held_out_rows = held_out.rows
         run.draw = lambda: map(self._on_device, source.peek(len(run.records) + 1, run.row))
-        self._callbacks = CallbackGroup([x for x in options.callbacks if leads or x.on_every_worker], run)
+        self._callbacks = CallbackGroup(
+            [x for x in callbacks_of(options.callbacks) if leads or x.on_every_worker], run
+        )
         self._tell = self._callbacks.tell
         self._checkpoints: Checkpoints | None = None
         if options.checkpoint is not None and leads:
             folder = options.checkpoint
             self._checkpoints = folder if isinstance(folder, Checkpoints) else Checkpoints(folder)
-            self._checkpoints.prepare()
+            self._checkpoints.prepare(options.resume)
         self._signals = Signals()
         self._mean = Mean()
         self._position: Any = None  # of the data
         self._seconds = 0.0  # of this epoch
         self._skipped = 0  # steps that the executor does not count
         self._is_due = False  # whether a checkpoint waits until the workers are synchronized
-        prefetch = AHEAD if source.is_lazy or executor.device != "cpu" else 0
+        is_slow = source.is_lazy or options.transform is not None
+        prefetch = AHEAD if is_slow or executor.device != "cpu" else 0
         self._prefetch = prefetch if options.prefetch is None else options.prefetch
 
     def begin(self) -> None:

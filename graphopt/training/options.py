@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from graphopt.arguments import check_function
 from graphopt.data import Dataset
 from graphopt.data.loader import Shuffle
 from graphopt.errors import GraphoptError
-from graphopt.intervals import check_intervals, within
-from graphopt.training.callbacks.callback import Callback
+from graphopt.intervals import check_intervals, check_types, within
+from graphopt.training.callbacks.callback import Watchers, callbacks_of
 from graphopt.training.checkpoints import Checkpoints
-from graphopt.training.metrics import Wanted
+from graphopt.training.metrics import Wanted, listed
 
-Data = Dataset | Mapping[str, np.ndarray] | Iterable[Mapping[str, Any]]
+Data = Dataset | Mapping[str, np.ndarray] | tuple[Any, ...] | Iterable[Mapping[str, Any]]
+Transform = Callable[[dict[str, np.ndarray], np.random.Generator], Mapping[str, np.ndarray]]
 PathLike = str | os.PathLike[str]
 
 
@@ -32,15 +34,22 @@ class FitOptions:
     seed: int = within("[0, inf)", 0, kw_only=True)
     validation: float | Data | None = 0.2
     validation_every: int = within("[1, inf)", 1, kw_only=True)
-    metrics: Sequence[Wanted] | None = None
+    metrics: Wanted | Sequence[Wanted] | None = None
     allow_nan: bool = False
     prefetch: int | None = within("[0, inf)", None, whole=True, kw_only=True)
-    callbacks: Sequence[Callback] = ()
+    callbacks: Watchers = ()
     checkpoint: Checkpoints | PathLike | None = None
     resume: bool | PathLike = False
+    transform: Transform | None = None
+    verbose: bool | int | None = None
 
     def __post_init__(self) -> None:
         check_intervals(self, owner="fit")
+        check_types(self, "fit")
+        object.__setattr__(self, "callbacks", callbacks_of(self.callbacks))
+        object.__setattr__(self, "metrics", listed(self.metrics))
+        if self.transform is not None:
+            check_function(self.transform, "transform", ("batch", "random"))
         if self.shuffle not in (True, False, "consecutive"):
             raise GraphoptError(f"shuffle: expected True, False or 'consecutive', found {self.shuffle!r}")
         if self.resume is True and self.checkpoint is None:

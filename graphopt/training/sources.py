@@ -10,13 +10,13 @@ from typing import Any
 
 import numpy as np
 
-from graphopt.communicator import Communicator
 from graphopt.data import Batches
 from graphopt.data.foreign import has_rows
 from graphopt.data.loader import Rows, draw
 from graphopt.data.streams import Drawn, Stream
-from graphopt.errors import GraphoptError
+from graphopt.errors import GraphoptError, kind_of
 from graphopt.runtime.executor import Executor
+from graphopt.runtime.tensors import rows_of
 from graphopt.training.options import FitOptions
 
 
@@ -37,6 +37,8 @@ def read_batches(
 class Epochs(ABC):
     """Draw the batches of the epochs of a run."""
 
+    options: FitOptions
+    executor: Executor
     count: int | None = None  # the number of rows of an epoch, if the data tells
     steps: int | None  # the number of steps of an epoch, if the data tells
     is_lazy = False  # whether rows are read when a batch needs them
@@ -56,46 +58,72 @@ class Epochs(ABC):
         """Continue a run from its checkpoint."""
         self.before = before
 
+    def _transformed(self, drawn: Drawn, epoch: int, row: int) -> Drawn:
+        """Return a batch as the option `transform` makes it, by random numbers that depend on where the batch is."""
+        transform, executor = self.options.transform, self.executor
+        rows = rows_of(drawn.arrays)
+        if transform is None or not rows:
+            return drawn
+        random = np.random.default_rng([self.options.seed, epoch, row, executor.workers.rank])
+        given = transform({name: np.array(x) for name, x in drawn.arrays.items()}, random)
+        try:
+            if not isinstance(given, Mapping):
+                raise GraphoptError(f"expected arrays by name, found {kind_of(given)}: return the batch")
+            arrays = {name: np.asarray(x) for name, x in given.items()}
+            batches = Batches(arrays, executor.inputs, allow_nan=self.options.allow_nan)
+            if len(batches) != rows:
+                raise GraphoptError(f"expected the {rows} rows of the batch, found {len(batches)}")
+            return drawn._replace(arrays=batches.take(range(rows)))
+        except GraphoptError as error:
+            raise GraphoptError(f"transform: {error}") from error
+
 
 class RowEpochs(Epochs):
     """Draw rows, in an order that depends on the seed, the epoch and the rows; workers share those of each batch."""
 
-    def __init__(
-        self, batches: Batches, rows: Rows, options: FitOptions, workers: Communicator, trained: int
-    ) -> None:
-        self.batches, self._rows, self._options, self._workers = batches, rows, options, workers
+    def __init__(self, batches: Batches, rows: Rows, options: FitOptions, executor: Executor) -> None:
+        self.batches, self._rows, self.options, self.executor = batches, rows, options, executor
+        self._workers = executor.workers
         self.count, self.steps = len(rows), math.ceil(len(rows) / options.batch_size)
         self.is_lazy = batches.is_lazy
         self.identity = {"seed": options.seed, "shuffle": options.shuffle, "rows": len(rows)}
-        self.before = round(trained / self.steps)
+        self.before = round(executor.batches / self.steps)
 
     def draw(self, epoch: int, start: int) -> Iterator[Drawn]:
-        options = self._options
+        options = self.options
         random = np.random.default_rng([options.seed, self.before + epoch])
         for rows in draw(self._rows, options.batch_size, options.shuffle, random, start):
             if isinstance(rows, np.ndarray):
                 rows.sort()  # read memory-mapped rows in the file's order
-            yield Drawn(len(rows), self.batches.take(rows[self._workers.share(len(rows))]))
+            drawn = Drawn(len(rows), self.batches.take(rows[self._workers.share(len(rows))]))
+            yield self._transformed(drawn, self.before + epoch, start)
+            start += len(rows)
 
 
 class StreamEpochs(Epochs):
     """Draw the batches of an iterable, in its own order."""
 
-    def __init__(self, stream: Stream, steps_per_epoch: int | None, trained: int) -> None:
-        self._stream, self.steps = stream, stream.steps
+    def __init__(self, stream: Stream, options: FitOptions, executor: Executor) -> None:
+        self._stream, self.steps, self.options, self.executor = stream, stream.steps, options, executor
+        steps_per_epoch = options.steps_per_epoch
         self.identity = {"rows": None, "steps_per_epoch": steps_per_epoch}
         if steps_per_epoch is None and self.steps:
-            stream.passes = round(trained / self.steps)
+            stream.passes = round(executor.batches / self.steps)
 
     @property
     def end(self) -> Any:
         return self._stream.end
 
     def draw(self, epoch: int, start: int) -> Iterator[Drawn]:
-        return self._stream.draw(epoch)
+        return self._each(self._stream.draw(epoch), epoch, start)
 
     def peek(self, epoch: int, start: int) -> Iterator[Drawn]:
-        return self._stream.peek(epoch)
+        return self._each(self._stream.peek(epoch), epoch, start)
+
+    def _each(self, drawn: Iterator[Drawn], epoch: int, row: int) -> Iterator[Drawn]:
+        for batch in drawn:
+            yield self._transformed(batch, epoch, row)
+            row += batch.rows
 
     def load(self, before: int, position: Any) -> None:
         super().load(before, position)

@@ -10,7 +10,8 @@ from typing import Any, ClassVar
 import onnx_ir as ir
 from onnxscript import OnnxFunction
 
-from graphopt.errors import GraphoptError, unknown
+from graphopt.arguments import check_function
+from graphopt.errors import GraphoptError, kind_of, unknown
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.rewriting import Pass, Read, retire
 from graphopt.graph.roles import Role, role_of, set_role, with_role
@@ -54,6 +55,9 @@ class CustomLoss(Loss):
         self, op: Emitter, prediction: ir.Value, target: ir.Value | None = None, *operands: ir.Value
     ) -> ir.Value:
         function = pkgutil.resolve_name(self.function) if isinstance(self.function, str) else self.function
+        given = [prediction, *([] if target is None else [target]), *operands]
+        if not isinstance(function, OnnxFunction):
+            check_function(function, "CustomLoss", ("op", *(name_of(x) for x in given)))
         return op.trace(function, prediction, *([] if target is None else [target]), *operands)
 
     def operands(self, model: ir.Model, prediction: ir.Value, target_name: str) -> list[ir.Value]:
@@ -87,7 +91,7 @@ class Losses(Pass):
 
     @property
     def learns(self) -> bool:
-        return any(loss.learns for loss in self.losses.values())
+        return any(isinstance(loss, Loss) and loss.learns for loss in self.losses.values())
 
     def adapted(self, model: ir.Model, read: Read) -> Losses:
         learning = {y: replace(loss, output=y) for y, loss in self.losses.items() if loss.learns}
@@ -95,6 +99,11 @@ class Losses(Pass):
         return replace(self, losses={**self.losses, **adapted})
 
     def rewrite(self, model: ir.Model) -> None:
+        for name, loss in self.losses.items():
+            if not isinstance(loss, Loss):
+                raise GraphoptError(
+                    f"Losses: {name}: expected a loss such as passes.CrossEntropy(), found {kind_of(loss)}"
+                )
         unknown = set(self.weights) - set(self.losses)
         if unknown:
             raise GraphoptError(

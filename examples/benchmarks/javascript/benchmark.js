@@ -47,7 +47,7 @@ function withBackend(tf, backend) {
 
 /** Time one group in a page of its own, so that no backend of another is alive. */
 async function inChromium(model, group) {
-  const server = await serve({ examples: root });
+  const server = await serve({ examples: root, graphopt: join(root, "../graphopt") });
   const chromium = await browser();
   const page = await chromium.newPage();
   page.on("console", (message) => console.error(message.text().slice(0, 300)));

@@ -3,7 +3,7 @@
  * A contender is `async (problem) => async (count) => losses`, which trains on the next `count` batches.
  */
 
-import { Trainer } from "../../hosts/javascript/index.js";
+import { Trainer } from "../../../graphopt/hosts/javascript/index.js";
 
 const RATE = 1e-3;
 const CLASSES = 10;

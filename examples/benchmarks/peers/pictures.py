@@ -6,6 +6,7 @@ Run it: python pictures.py RESULTS.json FOLDER
 from __future__ import annotations
 
 import json
+import math
 import statistics
 import sys
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ from typing import Any
 import matplotlib.pyplot as plt
 from matplotlib.ticker import NullLocator
 
+_CLOSE = 1.9  # times a number: labels of numbers that are closer would collide
 AXES = {
     "batch": "batch size (64-256-256-10)",
     "width": "width (2 hidden layers, batch 32)",
@@ -69,7 +71,9 @@ def draw(record: dict[str, Any], path: Path) -> None:
     costs[0].legend()
     for axes in panels.flat:
         ticks = sorted({x for line in axes.lines for x in line.get_xdata()})
-        axes.set_xticks(ticks, [str(int(x)) for x in ticks])
+        following = [*ticks[1:], math.inf]
+        texts = [f"{x:.0f}" if after > _CLOSE * x else "" for x, after in zip(ticks, following, strict=True)]
+        axes.set_xticks(ticks, texts)
         axes.xaxis.set_minor_locator(NullLocator())
     figure.suptitle(f"MLP, SGD, 1 thread, {record['machine']}", fontsize=9)
     figure.savefig(path, metadata={"Date": None})

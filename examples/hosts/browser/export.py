@@ -19,8 +19,9 @@ import passes
 from graphopt.data import digits
 
 HERE = Path(__file__).parent
-PACKAGE = HERE.parent / "javascript"
-RUNTIME = PACKAGE / "test" / "node_modules" / "onnxruntime-web" / "dist"
+PACKAGE = Path(graphopt.__file__).parent / "hosts" / "javascript"
+TESTS = HERE.parent / "javascript" / "test"
+RUNTIME = TESTS / "node_modules" / "onnxruntime-web" / "dist"
 HELD_OUT = 297  # of the 1797 digits, to measure accuracy on
 PAGE = ("index.html", "page.js", "page.css")
 
@@ -28,7 +29,7 @@ PAGE = ("index.html", "page.js", "page.css")
 def main(site: Path = HERE / "site") -> None:
     if not RUNTIME.exists():
         sys.exit(
-            f"{RUNTIME}: expected ONNX Runtime for the browser, found none: run `npm install` in {PACKAGE}/test"
+            f"{RUNTIME}: expected ONNX Runtime for the browser, found none: run `npm install` in {TESTS}"
         )
     step = graphopt.compile(
         graphopt.models.cnn((1, 8, 8), 10, channels=(16, 32), hidden=64),

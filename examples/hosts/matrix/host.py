@@ -37,6 +37,8 @@ def run(open_graph: Open, folder: Path, batches: Mapping[str, np.ndarray]) -> li
         inputs = {**dict(zip(batches, rows, strict=True)), **constants, **state}
         call = call or open_graph(folder / contract["files"]["train"], inputs)
         outputs = call(inputs)
+        if not np.isfinite(np.asarray(outputs[contract["check"]])).all():
+            raise ValueError(f"step {len(losses)}: expected a finite loss and state, found others")
         state = {name: np.asarray(outputs[successor]) for name, successor in successors.items()}
         losses.append(float(np.asarray(outputs["loss"]).reshape(())))
     return losses

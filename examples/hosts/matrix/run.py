@@ -134,8 +134,6 @@ def export(folder: Path, name: str, host: Host) -> tuple[Path, list[float]]:
     np.savez(written / "batches.npz", **stacked)
     for key, array in stacked.items():
         array.tofile(written / f"{key}.bin")
-    for x in json.loads((written / "host.json").read_text())["hyperparameters"]:
-        np.full(STEPS, x["default"], x["type"]).tofile(written / f"{x['name']}.bin")
     plain = [
         {key: {"type": x.dtype.name, "dims": x.shape, "data": x.ravel().tolist()} for key, x in batch.items()}
         for batch in fed
@@ -174,10 +172,18 @@ def command(folder: Path, graph: Path, host: Host) -> list[str]:
         ]
     build = folder / "c"
     python = environment(folder, next(other for other in HOSTS if host.name.endswith(other.name)))
-    make = ["make", "-s", "-C", str(HERE.parent / "c"), f"PYTHON={python}", f"BUILD={build}"]
+    make = ["make", "-s", "-C", str(ROOT / "graphopt" / "hosts" / "c"), f"PYTHON={python}", f"BUILD={build}"]
     subprocess.run(make, check=True, capture_output=True, text=True)
-    files = [str(graph / file) for file in ("train.onnx", "evaluate.onnx", "state.safetensors")]
-    return [str(build / "train"), *files, str(graph), str(STEPS), str(folder / "c.safetensors")]
+    feeds = [x["name"] for x in json.loads((graph / "host.json").read_text())["feeds"]]
+    return [
+        str(build / "train"),
+        str(graph),
+        str(graph),
+        str(STEPS),
+        str(folder / "c.safetensors"),
+        "-",
+        *feeds,
+    ]
 
 
 def losses(printed: str, host: Host) -> list[float]:

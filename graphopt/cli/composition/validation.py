@@ -61,7 +61,16 @@ PLAIN: dict[str, Any] = {  # what takes the fields of the parts that name no cla
 }
 _ADDED: dict[str, Sequence[str]] = {  # arguments that the command adds
     "executor": ("step",),
-    "fit": ("executor", "data", "callbacks", "checkpoint", "resume", "steps_per_epoch"),
+    "fit": (
+        "executor",
+        "data",
+        "callbacks",
+        "checkpoint",
+        "resume",
+        "steps_per_epoch",
+        "transform",
+        "verbose",
+    ),
     "fit.checkpoint": ("folder",),
     "hosts": ("step", "folder"),
 }

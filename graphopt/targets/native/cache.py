@@ -22,7 +22,7 @@ from graphopt.errors import GraphoptError
 from graphopt.files import replacing
 
 _PACKAGES = ("graphopt", "onnx", "onnx_ir", "onnxscript", "numpy")
-_SOURCES = ("graph", "targets", "errors.py", "files.py", "intervals.py", "pipeline.py")
+_SOURCES = ("graph", "targets", "arguments.py", "errors.py", "files.py", "intervals.py", "pipeline.py")
 SUM = ".sum"  # the suffix of the file with the size and the hash of another
 _NO_LINKS = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
 

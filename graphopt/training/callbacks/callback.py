@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 
+from graphopt.arguments import Checked, check_function
+from graphopt.errors import GraphoptError, kind_of, nearest
 from graphopt.graph.roles import Role, with_role
-from graphopt.intervals import check_intervals
+from graphopt.intervals import check_intervals, check_types
 from graphopt.runtime.executor import Executor
 from graphopt.runtime.tensors import Tensor
 
@@ -61,6 +64,8 @@ class Run:
         draw: a function that returns the batches from here to the end of the epoch, without moving the training on.
         averaged: the parameters that validation measures, if a callback averages them; otherwise None.
         restored: the record of the epoch whose weights a callback has restored at the end, or None.
+        held_out_rows: the numbers of the held-out rows in the data; None if other data or no rows are held out.
+        notes: lines that callbacks have for the person who watches; `ProgressBar` prints and removes them.
     """
 
     executor: Executor
@@ -79,6 +84,13 @@ class Run:
     draw: Callable[[], Iterator[dict[str, Tensor]]] = lambda: iter(())
     averaged: Mapping[str, np.ndarray] | None = None
     restored: Record | None = None
+    held_out_rows: Sequence[int] | np.ndarray | None = None
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def labels(self) -> Sequence[str] | None:
+        """Return the names of the classes, those of the data or of the model, or None."""
+        return self.executor.labels
 
     @property
     def has_ended(self) -> bool:
@@ -96,8 +108,10 @@ class Run:
         self.stopped = self.stopped or reason
 
 
-class Callback:
+class Callback(metaclass=Checked):
     """Watch a training run and steer it: override the events that matter, all others do nothing.
+
+    A function of `(run, record)` is a callback, too: `fit` calls it at the end of each epoch.
 
     Events come in this order: `on_fit_begin`, then for each epoch `on_epoch_begin`, for each step `on_step_begin` and
     `on_step_end`, and `on_epoch_end`; last `on_fit_end`, also after an error or a signal. `on_evaluate_begin`,
@@ -129,6 +143,7 @@ class Callback:
     def __post_init__(self) -> None:
         """Check the intervals of a dataclass's fields, and set its other attributes."""
         check_intervals(self)
+        check_types(self)
         self.reset()
 
     def reset(self) -> None:
@@ -172,6 +187,82 @@ class Callback:
         """Continue from what `state_dict` returned."""
         for name in self.saved:
             setattr(self, name, state[name])
+
+
+class OfFunction(Callback):
+    """Call a function with the run and the record at the end of each epoch.
+
+    Args:
+        function: a function of a `Run` and a record.
+
+    Raises:
+        GraphoptError: the function takes other arguments.
+    """
+
+    reads_state = False
+    on_every_worker = False
+
+    def __init__(self, function: Callable[[Run, Record], object]) -> None:
+        check_function(function, "callbacks", ("run", "record"))
+        self._function = function
+
+    def on_epoch_end(self, run: Run, record: Record) -> None:
+        self._function(run, record)
+
+
+_EVENTS = [name for name, method in vars(Callback).items() if name.startswith("on_") and callable(method)]
+Watcher = Callback | Callable[[Run, Record], object]
+Watchers = Watcher | Sequence[Watcher] | None
+
+
+def callbacks_of(given: Any) -> tuple[Callback, ...]:
+    """Return callbacks, functions among them, one alone or several, as a tuple of objects.
+
+    Raises:
+        GraphoptError: one is something else.
+    """
+    several = given if isinstance(given, Iterable) and not isinstance(given, str | Mapping) else [given]
+    return () if given is None else tuple(map(_callback, several))
+
+
+def _callback(given: Any) -> Callback:
+    if isinstance(given, Callback):
+        _check_events(given)
+        return given
+    if callable(given) and not isinstance(given, type):
+        return OfFunction(given)
+    mend = "a function of the run and its record is one, too"
+    if isinstance(given, type):
+        mend = f"write {given.__name__}(...), an instance of it"
+    elif isinstance(given, str) and (meant := nearest(given, _kinds())):
+        mend = f"write graphopt.callbacks.{meant}(...)"
+    raise GraphoptError(f"callbacks: expected objects of graphopt.callbacks, found {kind_of(given)}: {mend}")
+
+
+def _check_events(given: Callback) -> None:
+    """Raise an error if a callback has a method that looks like an event, or an event with other arguments."""
+    for name in dir(type(given)):
+        method, event = getattr(type(given), name), getattr(Callback, name, None)
+        if not name.startswith("on_") or method is event or not callable(method):
+            continue
+        where = f"callbacks: {type(given).__name__}"
+        if callable(event):
+            arguments = list(inspect.signature(event).parameters)[1:]
+            check_function(getattr(given, name), f"{where}.{name}", arguments)
+        elif meant := nearest(name, _EVENTS):
+            raise GraphoptError(
+                f"{where}: unknown event {name!r}, nearest: {meant!r}; known: {', '.join(_EVENTS)}"
+            )
+
+
+def _kinds() -> list[str]:
+    """Return the names of the callbacks that are loaded."""
+    left, names = [Callback], []
+    while left:
+        for kind in left.pop().__subclasses__():
+            left.append(kind)
+            names.append(kind.__name__)
+    return names
 
 
 class CallbackGroup:

@@ -20,6 +20,7 @@ from typing import Any
 
 from graphopt.errors import GraphoptError, line, unknown
 from graphopt.files import replacing
+from graphopt.intervals import check_types
 from graphopt.training.callbacks.callback import Callback, Record, Run
 
 __all__ = ["CSV", "JSONL", "Log", "MLflow", "TensorBoard", "Tracker"]
@@ -75,6 +76,7 @@ class FileLog(Log):
     path: str | os.PathLike[str]
 
     def __post_init__(self) -> None:
+        check_types(self)
         self._path = Path(self.path)
 
     @abstractmethod

@@ -1,10 +1,12 @@
-"""Write a page about a run: its curves, what it trained, and what it predicts on held-out rows."""
+"""Write a page about a run: its result, its curves, what it trained, and what it predicts on held-out rows."""
 
 from __future__ import annotations
 
+import math
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -14,33 +16,57 @@ import onnx_ir as ir
 
 from graphopt.errors import some
 from graphopt.files import write
-from graphopt.graph.roles import Role, role_of
+from graphopt.graph.roles import Role, role_of, with_role
 from graphopt.graph.values import name_of
 from graphopt.inspection import html
+from graphopt.inspection.charts import line_chart
 from graphopt.inspection.drawing import kinds_of_nodes
-from graphopt.inspection.html import line_chart, scatter_chart
 from graphopt.inspection.report import Report
+from graphopt.inspection.words import duration, is_share, label_of, measure_text, readable
 from graphopt.runtime.executor import Executor
 from graphopt.training.callbacks.callback import Callback, Record, Run
+from graphopt.training.callbacks.predictions import predictions
 from graphopt.training.callbacks.progress import Curve
-from graphopt.training.metrics import ScoredBatch, metrics
+from graphopt.training.callbacks.steering import LearningRateFinder
 
 MOST_BINS = 400  # of a curve over steps
-MOST_CLASSES = 50  # of a confusion matrix
 MOST_EPOCHS = 20  # of a table that is not folded
-MOST_POINTS = 2000  # of a chart of residuals
+MOST_ROWS_OF_EPOCHS = 200  # of that table; metrics.jsonl has all
+SMOOTHING = 0.2  # the weight of a new number in the mean that is drawn
 _PACKAGES = ("graphopt", "onnx", "onnx-ir", "onnxscript", "numpy")
+_POSITIONS = ("epoch", "step", "seconds")
 
 
 class Page(Callback):
-    """Gather what a self-contained HTML page shows about a run that trains `model`; `recipe` is YAML."""
+    """Gather what a self-contained HTML page shows about a run.
+
+    Args:
+        path: the file.
+        title: the title of the page.
+        model: the model before the first pass.
+        recipe: the recipe as YAML.
+        batch_size: the number of rows of a batch.
+        facts: what else to say about the run, by name.
+        callbacks: the callbacks of the run, some of which have something to show.
+    """
 
     reads_state = False
     on_every_worker = False
 
-    def __init__(self, path: Path, title: str, *, model: ir.Model, recipe: str, batch_size: int) -> None:
+    def __init__(
+        self,
+        path: Path,
+        title: str,
+        *,
+        model: ir.Model,
+        recipe: str,
+        batch_size: int,
+        facts: Mapping[str, str],
+        callbacks: Sequence[Callback] = (),
+    ) -> None:
         self._path, self._title = path, title
         self._model, self._recipe, self._batch_size = model, recipe, batch_size
+        self._facts, self._callbacks = facts, callbacks
         self._curves: dict[str, Curve] = {}
         self._run: Run | None = None
 
@@ -64,78 +90,193 @@ class Page(Callback):
         self._curves = {name: Curve(MOST_BINS, bins.tolist()) for name, bins in state.items()}
 
     def _text(self, run: Run) -> str:
-        last, seconds = run.records[-1], sum(record["seconds"] for record in run.records)
+        last, step = run.records[-1], run.executor.model
+        curves = list(self._charts(run))
         ended = f"stopped: {run.stopped}" if run.stopped else "complete"
-        about = f"{len(run.records)} of {run.epochs} epochs, {last['step']:,} steps, {seconds:.1f} s, {ended}"
-        shown = [name for name, value in last.items() if isinstance(value, int | float)]
-        rows = [
-            [f"{record.get(name, ''):.6g}" if name in record else "" for name in shown]
-            for record in run.records
-        ]
-        epochs = html.table(shown, rows)
-        step = run.executor.model
+        about = f"{len(run.records):,} of {run.epochs:,} epochs, {last['step']:,} steps, {ended}"
         report = Report(self._model, [("pipeline", "", step, 0.0)], batch=self._batch_size)
         return html.page(
             self._title,
             about,
-            html.section("Curves", html.charts(self._charts(run))),
-            *(html.section(title, part) for title, part in _predictions(run)),
-            html.section(
-                "Epochs", epochs if len(rows) <= MOST_EPOCHS else html.folded(f"{len(rows)} epochs", epochs)
-            ),
+            html.section("Result", *self._result(run)),
+            *([html.section("Curves", html.charts(curves))] if curves else []),
+            *predictions(run),
+            html.section("Epochs", _epochs(run)),
             html.section(
                 "Training graph",
                 _graph(step),
                 html.details("Weights, operators and memory", report.summary()),
             ),
-            html.section("Machine", html.table(("", ""), _machine(run.executor), words=True)),
-            html.section("Recipe", html.details("config.yaml", self._recipe)),
+            html.section("Machine", html.table(("", ""), _machine(run.executor), words=True), half=True),
+            html.section("Recipe", html.details("config.yaml", self._recipe), half=True),
         )
 
+    def _result(self, run: Run) -> Iterator[str]:
+        """Yield what came out: the measures of the weights that the run ends with, and facts about the run."""
+        final, best = run.restored or run.records[-1], _best(run.records)
+        yield html.figures(_figures(run, final, best))
+        if "validation_loss" in final:
+            weights = "the average of the weights" if run.averaged is not None else "the weights"
+            text = f"Measured on held-out rows with {weights} of epoch {final['epoch']:,}, which trained.onnx has."
+            if best["epoch"] != final["epoch"]:
+                least = readable(best["validation_loss"])
+                text += f" The validation loss was least in epoch {best['epoch']:,}: {least}."
+            yield html.note(text)
+        rates = self._curves["learning_rate"].points()[1] if "learning_rate" in self._curves else []
+        rows = "" if run.rows is None else f"{run.rows:,} to train on"
+        held_out = f", {run.validation_rows:,} held out" if run.validation_rows else ""
+        facts = {
+            "date": f"{datetime.now().astimezone():%d %B %Y, %H:%M}".removeprefix("0"),
+            "rows": rows + held_out if rows else "an iterable",
+            "parameters": f"{count_parameters(run.executor.model):,}",
+            **self._facts,
+            **({"learning rate": _range(rates)} if rates else {}),
+            "samples/s": readable(last_speed(run.records), 3),
+            "device": _device(run.executor),
+        }
+        yield html.facts(facts)
+
     def _charts(self, run: Run) -> Iterator[str]:
-        epochs = [record["epoch"] for record in run.records]
-        lines: dict[str, dict[str, list[Any]]] = {}
-        numbers = (name for record in run.records for name, x in record.items() if isinstance(x, int | float))
-        for name in dict.fromkeys(numbers):
-            chart = "loss" if name in ("loss", "validation_loss") else name.replace("_", " ")
-            label = {"loss": "training", "validation_loss": "held out"}.get(name, name)
-            if name not in ("epoch", "step", "seconds", "learning_rate"):
-                lines.setdefault(chart, {})[label] = [record.get(name) for record in run.records]
-        for chart, named in lines.items():
-            yield line_chart(f"{chart}, by epoch", epochs, named, logarithmic=chart == "loss")
+        epochs = [record["epoch"] for record in run.records] if len(run.records) > 1 else []
+        numbers = dict.fromkeys(name for record in run.records for name, x in record.items() if _is_number(x))
+        lines: dict[str, dict[str, list[float | None]]] = {}
+        for name in numbers:
+            if name not in (*_POSITIONS, "learning_rate"):
+                chart = "loss" if name in ("loss", "validation_loss") else name
+                label = {"loss": "training", "validation_loss": "held out"}.get(name, label_of(name))
+                lines.setdefault(chart, {})[label] = [_number(record.get(name)) for record in run.records]
+        speed = lines.pop("samples_per_second", {})
+        best = _best(run.records)
+        for chart, of_chart in lines.items() if epochs else ():
+            unit, factor = (" %", 100.0) if is_share(chart) else ("", 1.0)
+            scaled = {
+                name: [None if y is None else factor * y for y in line] for name, line in of_chart.items()
+            }
+            marked = chart == "loss" and "validation_loss" in best
+            mark = (best["epoch"], f"least in epoch {best['epoch']:,}") if marked else None
+            yield line_chart(_title(chart), epochs, scaled, logarithmic="loss" in chart, unit=unit, mark=mark)
         for name, curve in self._curves.items():
             steps, means = curve.points()
-            yield line_chart(
-                f"{name.replace('_', ' ')}, by step", steps, {name: means}, logarithmic="loss" in name
-            )
+            if len(set(means)) > 1:
+                yield _by_step(name, steps, means)
+        for callback in self._callbacks:
+            if isinstance(callback, LearningRateFinder) and callback.rates:
+                yield _range_test(callback)
+        if epochs:
+            yield line_chart(_title("samples_per_second"), epochs, speed)
 
 
-def _predictions(run: Run) -> Iterator[tuple[str, str]]:
-    """Yield a title, and a confusion matrix or a chart of residuals, for each target."""
-    if run.evaluated is None:
-        return
-    chosen = metrics(run.executor.inputs)
-    batches: dict[str, list[ScoredBatch]] = {name: [] for name in chosen}
-    for feeds, values in run.evaluated():
-        for target, (output, metric) in chosen.items():
-            batches[target].append(metric.batch(np.asarray(values[output]), feeds[target]))
-    for target, parts in batches.items():
-        predicted = np.concatenate([batch.predicted for batch in parts])
-        expected = np.concatenate([batch.target for batch in parts])
-        if parts[0].spec.task == "regression":
-            every = -(-predicted.size // MOST_POINTS)
-            points = np.stack([predicted.reshape(-1), (expected - predicted).reshape(-1)])
-            chart = scatter_chart("", points[:, ::every].T.tolist(), "prediction", "residual")
-            yield f"Residuals of {target} on held-out rows", html.charts([chart])
-        else:
-            labels, ranks = np.unique(np.stack([expected, predicted]), return_inverse=True)
-            if len(labels) <= MOST_CLASSES:
-                counts = np.zeros((len(labels), len(labels)), np.int64)
-                np.add.at(counts, tuple(ranks.reshape(2, -1)), 1)
-                yield (
-                    f"Confusion matrix of {target} on held-out rows",
-                    html.shaded("target \\ predicted", [f"{label:g}" for label in labels], counts.tolist()),
-                )
+def _by_step(name: str, steps: Sequence[float], means: Sequence[float]) -> str:
+    """Return the chart of a number over steps; a learning rate is not smoothed."""
+    if name == "learning_rate":
+        return line_chart(_title(name), steps, {label_of(name): means}, along="step")
+    lines = {"smoothed": smoothed(means), "steps": means}
+    return line_chart(_title(name), steps, lines, along="step", logarithmic="loss" in name, faint="steps")
+
+
+def smoothed(values: Sequence[float]) -> list[float]:
+    """Return the exponential mean up to each number; at the start, the mean."""
+    mean, means = 0.0, []
+    for i, value in enumerate(values, 1):
+        mean += max(SMOOTHING, 1 / i) * (value - mean)
+        means.append(mean)
+    return means
+
+
+def count_parameters(step: ir.Model) -> int:
+    """Return the number of parameters of a training graph."""
+    shapes = [value.shape for value in with_role(step, Role.PARAMETER)]
+    return sum(math.prod(shape.numpy()) for shape in shapes if shape is not None)
+
+
+def last_speed(records: Sequence[Record]) -> float:
+    """Return the samples per second of a run as a whole."""
+    seconds = sum(record["seconds"] for record in records)
+    rows = sum(record["seconds"] * record.get("samples_per_second", 0.0) for record in records)
+    return float(rows / seconds) if seconds else 0.0
+
+
+def _figures(run: Run, final: Record, best: Record) -> Iterator[tuple[str, str, str]]:
+    """Yield the large numbers of a result: the measures of held-out rows first."""
+    held_out = list(final)[list(final).index("validation_loss") + 1 :] if "validation_loss" in final else []
+    for name in held_out:
+        if _is_number(final[name]) and name not in (*_POSITIONS, "samples_per_second"):
+            yield label_of(name), measure_text(name, final[name]), "c1"
+    losses = ("validation_loss", "loss") if held_out or "validation_loss" in final else ("loss",)
+    for name in losses:
+        yield {"loss": "training loss"}.get(name, label_of(name)), readable(final[name]), ""
+    if len(run.records) > 1:
+        yield "best epoch", f"{best['epoch']:,} of {len(run.records):,}", ""
+    yield "training time", duration(sum(record["seconds"] for record in run.records)), ""
+
+
+def _best(records: Sequence[Record]) -> Record:
+    """Return the record of the epoch with the least loss of held-out rows, or of training if none are held out."""
+    name = "validation_loss" if any("validation_loss" in record for record in records) else "loss"
+
+    def loss(record: Record) -> float:
+        value = _number(record.get(name))
+        return math.inf if value is None or math.isnan(value) else value
+
+    return min(records, key=loss)
+
+
+def _range(rates: Sequence[float]) -> str:
+    low, high = min(rates), max(rates)
+    return readable(low) if math.isclose(low, high) else f"up to {readable(high)}"
+
+
+def _range_test(finder: LearningRateFinder) -> str:
+    """Return the chart of a range test, with the rate that it has suggested."""
+    rate = finder.suggestion
+    return line_chart(
+        "Learning rate finder",
+        finder.rates,
+        {"smoothed loss": finder.smoothed(), "loss": finder.losses},
+        along="learning rate",
+        logarithmic=True,
+        logarithmic_x=True,
+        faint="loss",
+        mark=None if rate is None else (rate, f"chosen: {readable(rate, 3)}"),
+    )
+
+
+def _epochs(run: Run) -> str:
+    """Return a table of the epochs with the best one marked; of many epochs, some."""
+    names = [name for name, x in run.records[-1].items() if _is_number(x)]
+    every, best = -(-len(run.records) // MOST_ROWS_OF_EPOCHS), _best(run.records)
+    shown = [
+        record
+        for i, record in enumerate(run.records, 1)
+        if i % every == 0 or i in (1, len(run.records)) or record is best
+    ]
+    rows = [
+        [measure_text(name, record[name]) if name in record else "" for name in names] for record in shown
+    ]
+    table = html.table([label_of(name) for name in names], rows, marks={shown.index(best): "best"})
+    if len(rows) <= MOST_EPOCHS:
+        return table
+    which = f"{len(rows):,} of {len(run.records):,} epochs" if every > 1 else f"{len(rows):,} epochs"
+    return html.folded(which, table)
+
+
+def _title(name: str) -> str:
+    text = label_of(name)
+    return text[:1].upper() + text[1:]
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float)
+
+
+def _number(value: Any) -> float | None:
+    return float(value) if _is_number(value) else None
+
+
+def _device(executor: Executor) -> str:
+    options = executor.device_options
+    threads = "1 thread" if options.threads == 1 else f"{options.threads or 'all'} threads"
+    return f"{options.name.upper()}, {threads}"
 
 
 def _graph(step: ir.Model) -> str:
@@ -145,7 +286,7 @@ def _graph(step: ir.Model) -> str:
         role = role_of(value)
         if role is not None:
             values.setdefault(role, []).append(name_of(value))
-    rows = [(role.value, len(names), some(names)) for role, names in values.items()]
+    rows = [(role.value.replace("_", " "), len(names), some(names)) for role, names in values.items()]
     nodes: dict[str, Counter[str]] = {}
     for node, kind in kinds_of_nodes(step.graph).items():
         nodes.setdefault(kind.title, Counter())[node.op_type] += 1
@@ -164,7 +305,7 @@ def _machine(executor: Executor) -> Iterator[tuple[str, str]]:
         yield name, metadata.version(name)
     yield "ONNX Runtime", device.ort.__version__
     yield "Python", sys.version.split()[0]
-    yield "device", f"{device.name}, {device.threads or 'all'} threads"
+    yield "device", _device(executor)
     if sys.platform != "win32":
         import resource
 

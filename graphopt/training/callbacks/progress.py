@@ -1,18 +1,22 @@
-"""Show the progress of a run: bars in a terminal and in notebooks, plain lines elsewhere."""
+"""Show the progress of a run: bars in a terminal, a cell that changes in a notebook, plain lines elsewhere."""
 
 from __future__ import annotations
 
+import html
 import math
 import statistics
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-
+from graphopt.inspection.words import duration, label_of
 from graphopt.training.callbacks.callback import Callback, Record, Run
+from graphopt.training.callbacks.terminal import glued, open_console, print_line
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import Progress
 
 __all__ = ["ProgressBar"]
 
@@ -22,18 +26,19 @@ WINDOW = 50  # the number of last steps whose losses are averaged
 BARS = "▁▂▃▄▅▆▇█"
 WIDTH = 12  # of the sparkline
 _WIDE = 110  # columns of a terminal that has room for long bars
+_LINES = 30  # of epochs that a notebook shows
 SHOWN_SEPARATELY = ("epoch", "step", "rows", "loss", "learning_rate", "seconds", "samples_per_second")
 
 
 class ProgressBar(Callback):
     """Show the progress of `fit`: epochs, steps, the loss, measures, the rate, samples per second and the time left.
 
-    In a terminal and in a notebook, bars show the epochs and the steps of the epoch, with a sparkline of the loss, the
-    mean of the last 50 losses and its standard error, and the least validation loss so far. Elsewhere, a line is
-    printed per epoch, and every 30 seconds. Notebooks need the package ipywidgets to update the bars in place.
+    In a terminal and in a notebook, the epochs and the steps of the epoch are shown as they go, with a sparkline of the
+    loss, the mean of the last 50 losses and its standard error, and the least validation loss so far; a narrow
+    terminal shows as much of it as it has room for. Elsewhere, a line is printed per epoch, and every 30 seconds.
 
     Args:
-        console: the console to print on; that of the process by default.
+        console: the console of the package rich to print on; that of the process by default.
         epochs: print a line per epoch.
 
     >>> step = graphopt.compile(models.linear((1,), 1), loss=passes.MeanSquaredError(), optimizer=passes.SGD(0.1))
@@ -48,77 +53,168 @@ class ProgressBar(Callback):
     on_every_worker = False
 
     def __init__(self, console: Console | None = None, *, epochs: bool = True) -> None:
-        self._console = console or Console()
+        self._console = console or open_console()
         self._lines = epochs
-        self._progress: Progress | None = None
+        self._live: _Bars | _Cell | None = None
 
     def on_fit_begin(self, run: Run) -> None:
         self._rows, self._first = 0, run.step
         self._recent: deque[float] = deque(maxlen=WINDOW)
         self._losses = Curve(WIDTH)
         self._start = self._shown = time.perf_counter()
-        if self._console.is_terminal or self._console.is_jupyter:
-            self._progress = Progress(
-                TextColumn("{task.description:<6} {task.fields[count]}"),
-                BarColumn(bar_width=20 if self._console.width >= _WIDE else 8),
-                TextColumn("{task.fields[text]}"),
-                _Left(compact=True),
-                console=self._console,
-                transient=True,
-            )
-            total = None if run.steps is None else run.epochs * run.steps
-            self._epochs = self._progress.add_task(
-                "epoch", total=total, completed=run.step, count="", text=""
-            )
-            self._steps = self._progress.add_task("step", total=run.steps, count="", text="", is_inner=True)
-            self._progress.start()
+        if self._console.is_jupyter and not self._console.quiet:
+            self._live = _Cell()
+        elif self._console.is_terminal and not self._console.quiet:
+            self._live = _Bars(self._console, run)
+        self._print_notes(run)
 
     def on_step_end(self, run: Run, record: Record) -> None:
         self._rows += record["rows"]
         self._recent.append(float(record["loss"]))
         self._losses.add(record["step"], float(record["loss"]))
-        now = time.perf_counter()
-        if now - self._shown < (LIVE_SECONDS if self._progress else PLAIN_SECONDS):
-            return
-        self._shown = now
-        speed = self._rows / (now - self._start)
+        if time.perf_counter() - self._shown >= (LIVE_SECONDS if self._live else PLAIN_SECONDS):
+            self._show(run, record)
+
+    def on_epoch_end(self, run: Run, record: Record) -> None:
+        if self._live is not None and self._recent:
+            self._show(run, record)
+        elif self._live is None:
+            self._shown = time.perf_counter()
+        self._print_notes(run)
+        if self._lines:
+            fields = [f"epoch {_epoch(run, record)}", *_fields(record)]
+            is_long = len("  ".join(fields)) > self._console.width  # the bars have the speed, too
+            self._print(fields[:-1] if is_long and isinstance(self._live, _Bars) else fields)
+
+    def on_fit_end(self, run: Run) -> None:
+        if self._live is not None:
+            self._live.end()
+            self._live = None
+        self._print_notes(run)
+
+    def _show(self, run: Run, record: Record) -> None:
+        """Show where the run is: in the bars, or else in a line."""
+        self._shown = now = time.perf_counter()
         loss = statistics.fmean(self._recent)
         error = None  # the standard error of the mean
         if len(self._recent) > 1:
             error = statistics.stdev(self._recent) / math.sqrt(len(self._recent))
-        text = _text({**record, "loss": loss, "samples_per_second": speed}, shown=False, error=error)
-        if self._progress is not None:
-            done = record["step"] if run.steps is None else record["step"] - (record["epoch"] - 1) * run.steps
-            steps = "" if run.steps is None else f"/{run.steps}"
-            self._progress.update(
-                self._epochs, completed=record["step"], count=_epoch(run, record), text=_best(run.records)
-            )
-            self._progress.update(
-                self._steps,
-                completed=done,
-                count=f"{done}{steps}",
-                text=f"{sparkline(self._losses.points()[1])} {text}",
+        speed = self._rows / (now - self._start)
+        fields = _fields({**record, "loss": loss, "samples_per_second": speed}, shown=False, error=error)
+        left, total = "", None if run.steps is None else run.epochs * run.steps
+        if total is not None:
+            seconds = (now - self._start) * (total - record["step"]) / max(record["step"] - self._first, 1)
+            left = f"{duration(round(seconds))} left"
+        if self._live is not None:
+            line = sparkline(self._losses.points()[1])
+            self._live.show(
+                run, record, [x for x in (left, _best([*run.records, record])) if x], [line, *fields]
             )
             return
-        left = ""
-        if run.steps is not None:
-            total = run.epochs * run.steps
-            seconds = (now - self._start) * (total - record["step"]) / (record["step"] - self._first)
-            left = f"/{total}  {text}  {seconds:.0f} s left"
-        self._print(f"epoch {_epoch(run, record)}  step {record['step']}{left or f'  {text}'}")
+        steps = "" if total is None else f"/{total}"
+        self._print([f"epoch {_epoch(run, record)}", f"step {record['step']}{steps}", *fields, left])
 
-    def on_epoch_end(self, run: Run, record: Record) -> None:
-        self._shown = time.perf_counter()
-        if self._lines:
-            self._print(f"epoch {_epoch(run, record)}  {_text(record)}")
+    def _print(self, fields: Sequence[str]) -> None:
+        self._print_line("  ".join(map(glued, filter(None, fields))))
 
-    def on_fit_end(self, run: Run) -> None:
-        if self._progress is not None:
-            self._progress.stop()
-            self._progress = None
+    def _print_line(self, line: str, indent: int = 2) -> None:
+        if isinstance(self._live, _Cell):
+            self._live.add(line)
+        else:
+            print_line(self._console, line, indent)
 
-    def _print(self, line: str) -> None:
-        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+    def _print_notes(self, run: Run) -> None:
+        for text in run.notes:
+            self._print_line(text, indent=10)
+        run.notes.clear()
+
+
+class _Bars:
+    """Show a bar of the epochs and one of the steps of the epoch in a terminal."""
+
+    def __init__(self, console: Console, run: Run) -> None:
+        from rich.progress import BarColumn, Progress, TextColumn
+        from rich.table import Column
+
+        self._width, self._bar = console.width, 20 if console.width >= _WIDE else 8
+        self._progress: Progress = Progress(
+            TextColumn("{task.description:<5} {task.fields[count]}", table_column=Column(no_wrap=True)),
+            BarColumn(bar_width=self._bar),
+            TextColumn("{task.fields[text]}", table_column=Column(no_wrap=True)),
+            console=console,
+            transient=True,
+        )
+        self._total = None if run.steps is None else run.epochs * run.steps
+        self._epochs = self._progress.add_task(
+            "epoch", total=self._total, completed=run.step, count="", text=""
+        )
+        self._steps = self._progress.add_task("step", total=run.steps, count="", text="")
+        self._progress.start()
+
+    def show(self, run: Run, record: Record, of_run: Sequence[str], of_step: Sequence[str]) -> None:
+        """Move both bars; each has as many of its texts as the terminal has room for."""
+        done = record["step"] if run.steps is None else record["step"] - (record["epoch"] - 1) * run.steps
+        counts = [
+            _epoch(run, record),
+            f"{done}" if run.steps is None else f"{done:>{len(str(run.steps))}}/{run.steps}",
+        ]
+        room = self._width - len("epoch ") - max(map(len, counts)) - self._bar - 3
+        line, loss, *others = of_step
+        if len(line) + 2 + len(loss) > room:
+            of_step = [loss if len(loss) <= room else loss.partition(" ± ")[0], *others]
+        texts = [_fitting(fields, room) for fields in (of_run, of_step)]
+        self._progress.update(self._epochs, completed=record["step"], count=counts[0], text=texts[0])
+        self._progress.update(self._steps, completed=done, count=counts[1], text=texts[1])
+
+    def end(self) -> None:
+        self._progress.stop()
+
+
+class _Cell:
+    """Show the lines of the epochs, and below them where the run is, in the cell of a notebook, without widgets."""
+
+    def __init__(self) -> None:
+        from IPython.display import display
+
+        self._lines: deque[str] = deque(maxlen=_LINES)
+        self._count, self._now = 0, ""
+        self._handle = display(self, display_id=True)
+
+    def show(self, run: Run, record: Record, of_run: Sequence[str], of_step: Sequence[str]) -> None:
+        """Show where the run is."""
+        steps = "" if run.steps is None else f"/{run.epochs * run.steps}"
+        self._now = "  ".join(
+            [f"epoch {_epoch(run, record)}", f"step {record['step']}{steps}", *of_step, *of_run]
+        )
+        self._handle.update(self)
+
+    def add(self, line: str) -> None:
+        """Add a line that stays."""
+        self._lines.append(line.replace(glued(" "), " "))
+        self._count += 1
+
+    def end(self) -> None:
+        self._now = ""
+        self._handle.update(self)
+
+    def __repr__(self) -> str:
+        earlier = self._count - len(self._lines)
+        first = [f"... {earlier} earlier lines"] if earlier else []
+        return "\n".join([*first, *self._lines, *filter(None, [self._now])])
+
+    def _repr_html_(self) -> str:
+        return f'<pre style="white-space: pre-wrap">{html.escape(repr(self))}</pre>'
+
+
+def _fitting(fields: Sequence[str], room: int) -> str:
+    """Return the first fields that fit, each whole."""
+    text = ""
+    for field in fields:
+        longer = f"{text}{'  ' if text else ''}{field}"
+        if len(longer) > room:
+            break
+        text = longer
+    return text
 
 
 def sparkline(means: Sequence[float], width: int = WIDTH) -> str:
@@ -137,37 +233,31 @@ def _best(records: Sequence[Record]) -> str:
     return f"best validation {_number(loss)} in epoch {epoch}" if epoch else ""
 
 
-class _Left(TimeRemainingColumn):
-    """Show the time left until the end of the run, but not until the end of its epoch."""
-
-    def render(self, task: Any) -> Any:
-        if task.fields.get("is_inner") or task.total is None:
-            return ""
-        return super().render(task) + " left"
-
-
 def measures(record: Mapping[str, Any]) -> str:
     """Return a record's validation loss and metrics as text."""
+    return "  ".join(glued(text) for text in _measures(record))
+
+
+def _measures(record: Mapping[str, Any]) -> list[str]:
     numbers = {k: v for k, v in record.items() if k not in SHOWN_SEPARATELY and isinstance(v, float)}
-    return "  ".join(f"{_label(name)} {_number(value)}" for name, value in numbers.items())
+    return [f"{_label(name)} {_number(value)}" for name, value in numbers.items()]
 
 
 def _epoch(run: Run, record: Mapping[str, Any]) -> str:
     return f"{record['epoch']:>{len(str(run.epochs))}}/{run.epochs}"
 
 
-def _text(record: Mapping[str, Any], *, shown: bool = True, error: float | None = None) -> str:
-    parts = [f"loss {_number(record['loss'])}" + (f" ± {error:.2g}" if error is not None else "")]
-    if shown and measures(record):
-        parts.append(measures(record))
+def _fields(record: Mapping[str, Any], *, shown: bool = True, error: float | None = None) -> list[str]:
+    """Return the loss, the measures if they are `shown`, the rate and the speed, as a text each."""
+    fields = [f"loss {_number(record['loss'])}" + (f" ± {error:.2g}" if error is not None else "")]
+    fields += _measures(record) if shown else []
     if record.get("learning_rate") is not None:
-        parts.append(f"rate {record['learning_rate']:.2e}")
-    parts.append(f"{record['samples_per_second']:,.0f} samples/s")
-    return "  ".join(parts)
+        fields.append(f"rate {record['learning_rate']:.2e}")
+    return [*fields, f"{record['samples_per_second']:,.0f} samples/s"]
 
 
 def _label(name: str) -> str:
-    return {"validation_loss": "validation", "r2": "R2", "mae": "MAE"}.get(name, name.replace("_", " "))
+    return "validation" if name == "validation_loss" else label_of(name).replace("²", "2")
 
 
 def _number(value: float) -> str:

@@ -12,6 +12,7 @@ import numpy as np
 
 from graphopt.errors import GraphoptError
 from graphopt.graph.state import LEARNING_RATE
+from graphopt.inspection.words import label_of
 from graphopt.intervals import within
 from graphopt.runtime.executor import NonFiniteLoss
 from graphopt.runtime.tensors import Tensor
@@ -65,7 +66,9 @@ class ReduceOnPlateau(Monitor):
 
     def stalled(self, run: Run) -> None:
         rate = max(run.executor.learning_rate * self.factor, self.min_learning_rate)
-        run.executor.learning_rate = min(run.executor.learning_rate, rate)
+        if rate < run.executor.learning_rate:
+            run.executor.learning_rate = rate
+            run.notes.append(f"rate      {rate:.3g}: {label_of(self.monitor)} no longer improves")
         self.waited, self.cooling = 0, self.cooldown
 
 
@@ -100,6 +103,7 @@ class Adaptive(Callback):
         self.least = min(self.least, record["loss"])
         if self.waited >= self.patience and run.executor.learning_rate > _SLOWEST:
             run.executor.learning_rate /= 5
+            run.notes.append(f"rate      {run.executor.learning_rate:.3g}: the loss no longer falls")
             self.waited = 0
 
 
@@ -109,7 +113,8 @@ class LearningRateFinder(Callback):
 
     The test trains with rates that grow exponentially from step to step (Smith, Cyclical Learning Rates for Training
     Neural Networks, 2017, section 3.3). It ends early if the loss explodes. The suggestion is the rate at which the
-    smoothed loss falls fastest. `rates`, `losses` and `suggestion` show the result.
+    smoothed loss falls fastest before it is least: later, a loss that has exploded may fall, too. `rates`, `losses`
+    and `suggestion` show the result, and so does the page of a run of the command.
 
     Args:
         min_learning_rate: the first rate.
@@ -164,6 +169,10 @@ class LearningRateFinder(Callback):
             )
         else:
             executor.learning_rate = self.suggestion
+            run.notes.append(
+                f"rate      {self.suggestion:.3g}, at which the loss fell fastest in a range test of "
+                f"{len(self.rates)} steps"
+            )
 
     def _test(self, run: Run) -> None:
         def batches() -> Iterator[dict[str, Tensor]]:
@@ -181,11 +190,11 @@ class LearningRateFinder(Callback):
                 return
             self.rates.append(float(rate))
             self.losses.append(loss)
-            smooth = self._smoothed()
+            smooth = self.smoothed()
             if smooth[-1] > self.stop_factor * min(smooth) and len(smooth) > UNSETTLED:
                 return
 
-    def _smoothed(self) -> list[float]:
+    def smoothed(self) -> list[float]:
         """Return the exponential average of the losses, corrected for its start."""
         smooth, average = [], 0.0
         for i, loss in enumerate(self.losses, 1):
@@ -194,11 +203,15 @@ class LearningRateFinder(Callback):
         return smooth
 
     def _steepest(self) -> float | None:
-        """Return the rate at which the smoothed loss falls fastest, without the first losses and the last one."""
-        smooth = self._smoothed()[UNSETTLED:-1]
+        """Return the rate at which the smoothed loss falls fastest before it is least, without the first losses."""
+        smooth = self.smoothed()[UNSETTLED:-1]
+        smooth = smooth[: smooth.index(min(smooth)) + 1] if smooth else smooth
         if len(smooth) < 2:
             return None
-        slopes = np.gradient(smooth)
+        sure = 1 - self.smoothing ** np.arange(
+            UNSETTLED + 1, UNSETTLED + 1 + len(smooth)
+        )  # few losses are noise
+        slopes = np.gradient(smooth) * sure
         falls = slopes.min() < -LEAST_FALL * abs(smooth[0])
         return self.rates[UNSETTLED + int(slopes.argmin())] if falls else None
 

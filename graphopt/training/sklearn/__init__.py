@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import onnx
+
+from graphopt.arguments import checked
 from graphopt.errors import GraphoptError
 
 ESTIMATORS = ("OnnxClassifier", "OnnxRegressor")
@@ -20,6 +23,7 @@ def estimator(name: str) -> Any:
     return getattr(estimators, name)
 
 
+@checked()
 def from_sklearn(fitted: Any, **options: Any) -> Any:
     """Return an estimator that continues a fitted MLPClassifier or MLPRegressor, with its weights and optimizer.
 
@@ -41,6 +45,68 @@ def from_sklearn(fitted: Any, **options: Any) -> Any:
     """
     kind = ESTIMATORS[type(fitted).__name__.endswith("Regressor")]
     return estimator(kind).from_sklearn(fitted, **options)
+
+
+def to_onnx(fitted: Any, X: Any, dtype: str = "float32", **options: Any) -> onnx.ModelProto:
+    """Return a fitted Pipeline, search or estimator of scikit-learn as one model, with the graphopt network in it.
+
+    skl2onnx converts the steps before the network. An array is one input `X`, and a table has an input for each column;
+    any number of rows can be fed. A classifier has the outputs `label` and `probabilities`, a regressor has `variable`.
+
+    Args:
+        fitted: the estimator.
+        X: a few rows, whose columns and types the inputs have.
+        dtype: the type of floating-point numbers: `float32` or `float64`.
+        options: further arguments of `skl2onnx.to_onnx`, such as `target_opset`, or `options` for maps of
+            probabilities: `options={"zipmap": True}`.
+
+    Raises:
+        GraphoptError: skl2onnx is not installed, or a type is unknown.
+
+    >>> from sklearn.datasets import load_iris
+    >>> from sklearn.pipeline import make_pipeline
+    >>> from sklearn.preprocessing import StandardScaler
+    >>> X, y = load_iris(return_X_y=True)
+    >>> pipeline = make_pipeline(StandardScaler(), graphopt.OnnxClassifier(random_state=0)).fit(X, y)
+    >>> model = graphopt.to_onnx(pipeline, X)
+    >>> [output.name for output in model.graph.output]
+    ['label', 'probabilities']
+    """
+    return _conversion().converted(fitted, X, dtype, options)
+
+
+def register_skl2onnx() -> None:
+    """Let `skl2onnx.to_onnx` convert OnnxClassifier, OnnxRegressor and Trainer, as the steps of a Pipeline, too.
+
+    `graphopt.to_onnx` calls this. Call it yourself if you call skl2onnx.
+
+    Raises:
+        GraphoptError: skl2onnx is not installed.
+
+    >>> from sklearn.datasets import load_iris
+    >>> X, y = load_iris(return_X_y=True)
+    >>> classifier = graphopt.OnnxClassifier(random_state=0).fit(X, y)
+    >>> graphopt.register_skl2onnx()
+    >>> import skl2onnx
+    >>> model = skl2onnx.to_onnx(classifier, X[:1], options={"zipmap": False})
+    >>> [x.name for x in (*model.graph.input, *model.graph.output)]
+    ['X', 'label', 'probabilities']
+    """
+    _conversion().register()
+
+
+def _conversion() -> Any:
+    """Return the module that imports skl2onnx."""
+    try:
+        from graphopt.training.sklearn import conversion
+    except ImportError as error:
+        package = (error.name or "").partition(".")[0]
+        if package not in ("skl2onnx", "sklearn"):
+            raise
+        raise GraphoptError(
+            f"to_onnx: expected skl2onnx and scikit-learn, found no {package}: pip install skl2onnx"
+        ) from error
+    return conversion
 
 
 def _needs_scikit_learn(self: Any, *_: Any, **__: Any) -> None:

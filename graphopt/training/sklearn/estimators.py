@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
@@ -10,6 +11,7 @@ import numpy as np
 from sklearn.base import ClassifierMixin, RegressorMixin
 from sklearn.metrics import accuracy_score, r2_score
 from sklearn.neural_network import MLPClassifier, MLPRegressor
+from sklearn.preprocessing import LabelBinarizer
 from sklearn.utils import column_or_1d
 from sklearn.utils.class_weight import compute_sample_weight
 from sklearn.utils.metaestimators import available_if
@@ -20,7 +22,7 @@ from graphopt.data.dataset import TARGET
 from graphopt.errors import GraphoptError, unknown
 from graphopt.graph.roles import labels_of
 from graphopt.training.estimator import probabilities_of
-from graphopt.training.sklearn.fitting import Fitting
+from graphopt.training.sklearn.fitting import TEXT_TARGET, Fitting
 from graphopt.training.sklearn.network import LogLoss, PoissonDeviance, SquaredError
 
 
@@ -60,7 +62,7 @@ class OnnxClassifier(ClassifierMixin, Fitting):  # type: ignore[misc]
     >>> make_pipeline(StandardScaler(), classifier).fit(X, y).score(X, y) > 0.95
     True
     >>> [output.name for output in classifier.to_onnx().graph.output]
-    ['probabilities']
+    ['label', 'probabilities']
     """
 
     class_weight: Any = None
@@ -105,6 +107,13 @@ class OnnxClassifier(ClassifierMixin, Fitting):  # type: ignore[misc]
     def _take_targets(self, fitted: Any) -> None:
         self._multilabel = fitted.n_outputs_ > 1 and fitted.out_activation_ == "logistic"
 
+    def _give_targets(self, fitted: Any) -> None:
+        several = np.eye(len(self.classes_), dtype=int)
+        fitted._label_binarizer = LabelBinarizer().fit(several if self._multilabel else self.classes_)
+
+    def _labels(self) -> np.ndarray | None:
+        return None if self._multilabel else self.classes_
+
     def _learn_targets(self, y: np.ndarray, classes: Any) -> None:
         kind = type_of_target(y)
         check_classification_targets(y)
@@ -117,6 +126,11 @@ class OnnxClassifier(ClassifierMixin, Fitting):  # type: ignore[misc]
             np.arange(y.shape[1]) if self._multilabel else np.unique(y if classes is None else classes)
         )
         count = len(self.classes_)
+        if count == 1:
+            warnings.warn(
+                f"y: expected two labels or more, found {self.classes_[0]} alone: predict returns it for all rows",
+                stacklevel=4,
+            )
         self.n_outputs_ = count if self._multilabel or count > 2 else 1
         interface = self._interface
         if interface is None:
@@ -152,6 +166,11 @@ class OnnxClassifier(ClassifierMixin, Fitting):  # type: ignore[misc]
         return self.classes_[np.minimum(codes.reshape(len(output)).astype(int), len(self.classes_) - 1)]
 
     def _loss(self) -> Any:
+        if isinstance(self.loss, str):
+            raise GraphoptError(
+                f"loss: expected a loss pass, or None for that of MLPClassifier, found {self.loss!r}: a classifier has "
+                f"no other loss by name"
+            )
         if self.loss is not None:
             return self.loss
         computed_by = None if self._interface is None else self._interface.op_type
@@ -205,6 +224,9 @@ class OnnxRegressor(RegressorMixin, Fitting):  # type: ignore[misc]
     def _take_targets(self, fitted: Any) -> None:
         self._row = () if fitted.n_outputs_ == 1 else (fitted.n_outputs_,)
 
+    def _give_targets(self, fitted: Any) -> None:
+        """Do nothing: a regressor of scikit-learn takes the targets as they are."""
+
     def _learn_targets(self, y: np.ndarray, classes: Any) -> None:
         y = self._columns(y)
         self._row = y.shape[1:]
@@ -213,6 +235,8 @@ class OnnxRegressor(RegressorMixin, Fitting):  # type: ignore[misc]
             self.out_activation_ = "exp" if self.loss == "poisson" else "identity"
 
     def _columns(self, y: np.ndarray) -> np.ndarray:
+        if y.dtype.kind in "US":
+            raise GraphoptError(TEXT_TARGET)
         return column_or_1d(y, warn=True) if y.ndim == 2 and y.shape[1] == 1 else y
 
     def _encoded(self, y: np.ndarray) -> np.ndarray:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 import math
 import warnings
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from numbers import Integral
+from numbers import Integral, Real
 from typing import Any, ClassVar, Literal, TypeVar, cast
 
 import numpy as np
@@ -18,13 +19,13 @@ import onnx_ir as ir
 from sklearn.base import BaseEstimator
 from sklearn.exceptions import ConvergenceWarning
 from sklearn.model_selection import train_test_split
-from sklearn.utils import check_array, check_consistent_length, check_random_state, gen_batches, shuffle
+from sklearn.utils import check_array, check_consistent_length, check_random_state, gen_batches
 from sklearn.utils.validation import check_is_fitted, validate_data
 
 import passes
 from graphopt.compiler import DEFAULT
 from graphopt.data.dataset import TARGET, WEIGHT
-from graphopt.errors import GraphoptError, unknown
+from graphopt.errors import GraphoptError, some, unknown
 from graphopt.graph.loading import Source
 from graphopt.graph.roles import Role, labels_of, with_role
 from graphopt.graph.values import dims_of, dtype_of, name_of, rank
@@ -41,7 +42,13 @@ _TYPES = ("auto", "float32", "float64")
 _SLOWEST = 1e-6  # the rate at which `adaptive` ends training
 _OWN = ("coefs_", "intercepts_", "n_layers_")  # attributes of scikit-learn's networks alone
 
+TEXT_TARGET = "y: expected numbers, found text: a regression takes numbers, and OnnxClassifier takes labels"
+
 _Self = TypeVar("_Self", bound="Fitting")
+
+
+class NoPerceptron(GraphoptError, AttributeError):
+    """Report that a model of the user's has no attribute of a perceptron."""
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -77,7 +84,9 @@ class EstimatorOptions:
         training, parameters: passes of the standard pipeline, see `graphopt.compile`.
         dtype: the type of the perceptron's numbers: `float32`, `float64`, or `auto` for float32 if the features are of
             this type and float64 otherwise, as in scikit-learn. Most runtimes want float32. A model has its own type.
-        device, threads: see `Executor`.
+        device: see `Executor`.
+        threads: the number of threads; by default, one for short steps, and otherwise the runtime's choice or what
+            joblib leaves to each of its workers.
     """
 
     model: Source | None = field(default=None, kw_only=False)
@@ -118,6 +127,21 @@ class EstimatorOptions:
             value = getattr(self, name)
             if isinstance(value, str) and value not in known:
                 raise GraphoptError(unknown(name, value, known))
+        for name in ("loss", "solver", "learning_rate", "training", "parameters"):
+            value = getattr(self, name)
+            if isinstance(value, type):
+                raise GraphoptError(
+                    f"{name}: expected a pass, found the class {value.__name__}: create it, {value.__name__}(...)"
+                )
+            if isinstance(value, Real):
+                raise GraphoptError(
+                    f"{name}: expected a name or a pass, found the number {value}: learning_rate_init is the rate"
+                )
+        if isinstance(self.model, Integral | Sequence) and not isinstance(self.model, str | bytes):
+            raise GraphoptError(
+                f"model: expected a path or an ONNX model, found {self.model!r}: for a perceptron with these hidden "
+                f"layers, write hidden_layer_sizes={self.model!r}"
+            )
         size = self.batch_size
         if size != "auto" and not (isinstance(size, Integral) and size >= 1):
             raise GraphoptError(f"batch_size: expected 'auto', or 1 or more, found {size!r}")
@@ -150,6 +174,7 @@ class Fitting(EstimatorOptions, Estimator, BaseEstimator):  # type: ignore[misc]
     # Class attributes, because scikit-learn expects __init__ to set its arguments only.
     _interface: network.Interface | None = None  # of a model that was given
     _dtype = "float64"  # of the features
+    _planned = 0  # rows of all epochs of the first fit
     numeric = False  # whether targets have to be numbers
 
     def fit(self: _Self, X: Any, y: Any, sample_weight: Any = None) -> _Self:
@@ -160,10 +185,68 @@ class Fitting(EstimatorOptions, Estimator, BaseEstimator):  # type: ignore[misc]
         """Return the predicted labels or numbers of each row, in the form of the targets."""
         return self._decoded(self._output(self._validated(X)))
 
-    def to_onnx(self) -> onnx.ModelProto:
-        """Return the trained model: the model given, or a perceptron that computes probabilities or numbers."""
+    def to_onnx(self, dtype: str = "float32") -> onnx.ModelProto:
+        """Return a predictor, whose outputs skl2onnx's names have: `label` and `probabilities`, or `variable`.
+
+        It takes any number of rows. `graphopt.to_onnx` exports a Pipeline that ends in the estimator.
+
+        Args:
+            dtype: the type of features, probabilities and numbers: `float32` or `float64`. A perceptron computes in
+                it; another model computes in its own type.
+
+        Raises:
+            GraphoptError: the type is unknown.
+        """
+        check_is_fitted(self)
+        return self._predictor(dtype, self._labels())
+
+    def get_trained_onnx(self) -> onnx.ModelProto:
+        """Return the model that was given, or the perceptron, with trained weights, and with its own outputs."""
         check_is_fitted(self)
         return self._running().trained()
+
+    def to_sklearn(self) -> Any:
+        """Return a fitted MLPClassifier or MLPRegressor with the weights, the records and the optimizer's state.
+
+        It predicts the same, and `partial_fit` or `warm_start` continue the training, as in the other direction
+        `graphopt.from_sklearn` does. Options that scikit-learn lacks are left out.
+
+        Raises:
+            GraphoptError: the estimator trains a model of your own, or a loss of logits.
+        """
+        coefs, intercepts = self._layers("to_sklearn")
+        if getattr(self._loss(), "from_logits", False):
+            raise GraphoptError(
+                "to_sklearn: expected a loss of probabilities, as in scikit-learn, found one of logits: set "
+                "from_logits=False"
+            )
+        names = self._network().get_params()
+        taken = {name: value for name, value in self.get_params(deep=False).items() if name in names}
+        taken |= {"solver": self.solver if isinstance(self.solver, str) else "adam"}
+        taken |= {"learning_rate": self.learning_rate if isinstance(self.learning_rate, str) else "constant"}
+        fitted = self._network(**{name: value for name, value in taken.items() if value is not None})
+        for name, value in vars(self).items():
+            if name.endswith("_") and not name.startswith("_"):
+                setattr(fitted, name, copy.copy(value))
+        state = self._running().state
+        network.fill(fitted, coefs, intercepts, state, waited=self._waited, rate=self._rate)
+        self._give_targets(fitted)
+        return fitted
+
+    @property
+    def coefs_(self) -> list[np.ndarray]:
+        """Return the weights of each layer of the perceptron, as MLPClassifier has them."""
+        return self._layers("coefs_")[0]
+
+    @property
+    def intercepts_(self) -> list[np.ndarray]:
+        """Return the biases of each layer of the perceptron."""
+        return self._layers("intercepts_")[1]
+
+    @property
+    def n_layers_(self) -> int:
+        """Return the number of layers of the perceptron, with its input."""
+        return len(self._layers("n_layers_")[0]) + 1
 
     @classmethod
     def from_sklearn(cls: type[_Self], fitted: Any, **options: Any) -> _Self:
@@ -192,6 +275,33 @@ class Fitting(EstimatorOptions, Estimator, BaseEstimator):  # type: ignore[misc]
         estimator._kept = network.network_state(fitted, estimator.solver)
         estimator._running(estimator._structure_of(estimator._perceptron(), has_weights=False))
         return estimator
+
+    def _layers(self, needed_by: str) -> tuple[list[np.ndarray], list[np.ndarray]]:
+        """Return the weights and the biases of the perceptron's layers."""
+        check_is_fitted(self)
+        if self._interface is not None:
+            raise NoPerceptron(
+                f"{needed_by}: expected a perceptron made from hidden_layer_sizes, found a model of your own: use "
+                f"get_trained_onnx"
+            )
+        arrays = [
+            np.array(onnx.numpy_helper.to_array(x)) for x in self._running().trained().graph.initializer
+        ]
+        return arrays[::2], arrays[1::2]
+
+    def _trained(self, output: str, dtype: str) -> onnx.ModelProto:
+        if self._interface is not None:
+            return super()._trained(output, dtype)
+        activations = self.activation, self.out_activation_
+        proto = onnx.load_model_from_string(network.perceptron(self._sizes(), *activations, dtype, output))
+        layers = zip(*self._layers("to_onnx"), strict=True)
+        for tensor, array in zip(proto.graph.initializer, itertools.chain(*layers), strict=True):
+            tensor.CopyFrom(onnx.numpy_helper.from_array(array.astype(dtype), tensor.name))
+        return proto
+
+    @abstractmethod
+    def _give_targets(self, fitted: Any) -> None:
+        """Set the attributes that describe targets in a network of scikit-learn."""
 
     @abstractmethod
     def _learn_targets(self, y: np.ndarray, classes: Any) -> None:
@@ -242,7 +352,7 @@ class Fitting(EstimatorOptions, Estimator, BaseEstimator):  # type: ignore[misc]
             self._interface = None if model is None else network.interface(model)
         X, y = self._validated(X, y, reset=first)
         if first:
-            self._dtype = X.dtype.name
+            self._dtype, self._planned = X.dtype.name, len(X) * self.max_iter
             self._learn_targets(y, classes)
             self._begin()
         rows = {FEATURES: X, "y": y, TARGET: self._encoded(y)}
@@ -291,7 +401,8 @@ class Fitting(EstimatorOptions, Estimator, BaseEstimator):  # type: ignore[misc]
             "optimizer": self._optimizer(),
             "schedule": None if isinstance(self.learning_rate, str) else self.learning_rate,
         }
-        return Structure(model, tuple(steps.items()), self.device, self.threads)
+        rows = 200 if self.batch_size == "auto" else int(self.batch_size)
+        return Structure(model, tuple(steps.items()), self.device, self.threads, rows, self._planned)
 
     def _train(self, rows: dict[str, np.ndarray], random: Any, epochs: int) -> None:
         """Train, and draw the random numbers that scikit-learn's networks would draw."""
@@ -307,14 +418,17 @@ class Fitting(EstimatorOptions, Estimator, BaseEstimator):  # type: ignore[misc]
         try:
             for _ in range(epochs):
                 executor.set_hyperparameters(**dict.fromkeys(rates, self._rate))
-                if self.shuffle:
-                    order = shuffle(order, random_state=random)
+                if (
+                    self.shuffle
+                ):  # as sklearn.utils.shuffle, which checks its arguments for longer than it draws
+                    random.shuffle(drawn := np.arange(count))
+                    order = order[drawn]
                 total = 0.0
-                for batch in gen_batches(count, size):
-                    taken = order[batch] if self.shuffle else batch
-                    fed = {name: array[taken] for name, array in feeds.items()}
+                for start in range(0, count, size):
+                    taken = order[start : start + size]
+                    fed = {name: array.take(taken, axis=0) for name, array in feeds.items()}
                     if WEIGHT not in fed or fed[WEIGHT].any():
-                        total += self._shown_loss(executor.step(fed)) * (batch.stop - batch.start)
+                        total += self._shown_loss(executor.step(fed)) * len(taken)
                 if self._count(total / count, count, held_out) and held_out is not None:
                     best = copied_weights(executor)
                 if self._waited > self.n_iter_no_change:
@@ -394,15 +508,50 @@ class Fitting(EstimatorOptions, Estimator, BaseEstimator):  # type: ignore[misc]
             kind = interface.dtype
         elif reset:
             kind = [np.float64, np.float32] if self.dtype == "auto" else self.dtype
-        return validate_data(
-            self,
-            X,
-            *y,
-            reset=reset,
-            dtype=kind,
-            allow_nd=interface is not None and interface.axes != 2,
-            **({"multi_output": True, "y_numeric": self.numeric} if y else {}),
+        try:
+            return validate_data(
+                self,
+                X,
+                *y,
+                reset=reset,
+                dtype=kind,
+                allow_nd=interface is not None and interface.axes != 2,
+                **({"multi_output": True, "y_numeric": self.numeric} if y else {}),
+            )
+        except ValueError as error:
+            explained = _explained(X, str(error))
+            if explained is None:
+                raise
+            raise GraphoptError(explained) from error
+
+
+def _explained(X: Any, error: str) -> str | None:
+    """Return in one line what is wrong with data, and what to do, for errors of scikit-learn that do not say it."""
+    if error.startswith("could not convert string"):
+        kinds = getattr(X, "dtypes", None)
+        found = (
+            [] if kinds is None else [name for name, kind in dict(kinds).items() if kind.kind not in "biuf"]
         )
+        if not found and np.asarray(X).dtype.kind not in "OUS":
+            return (
+                "y: expected numbers, found text: a regression takes numbers, and OnnxClassifier takes labels"
+            )
+        columns = f" in {some([*map(repr, found)])}" if found else ""
+        return (
+            f"X: expected numbers, found text{columns}: encode it in a step before, such as a ColumnTransformer with "
+            f"OneHotEncoder"
+        )
+    if error.startswith("Input X contains NaN"):
+        return (
+            "Input X contains NaN, expected finite numbers: fill missing values in a step before, such as a "
+            "SimpleImputer, or leave out their rows"
+        )
+    if error.startswith("Expected 2D array"):
+        return (
+            f"X: expected a 2D array of rows and features, found shape {list(np.shape(X))}. Reshape your data: "
+            f"X.reshape(-1, 1) for one feature, X.reshape(1, -1) for one row"
+        )
+    return None
 
 
 def _as_fed(array: np.ndarray, value: ir.Value) -> np.ndarray:

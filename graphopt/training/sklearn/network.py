@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 from sklearn.neural_network._stochastic_optimizers import AdamOptimizer, SGDOptimizer
+from sklearn.utils import check_random_state
 
 import passes
 from graphopt.errors import GraphoptError
@@ -98,6 +99,39 @@ def network_state(fitted: Any, solver: Any) -> dict[str, np.ndarray]:
         state |= slots("exp_sum_sq", 1 / (1 - optimizer.beta_2), optimizer.vs)
         state["step"] = np.array(optimizer.t, np.int64)
     return state
+
+
+def fill(
+    fitted: Any,
+    coefs: Sequence[np.ndarray],
+    intercepts: Sequence[np.ndarray],
+    state: Mapping[str, np.ndarray],
+    *,
+    waited: int,
+    rate: float,
+) -> None:
+    """Give weights, and the state of the optimizer, to a network of scikit-learn."""
+    fitted.coefs_, fitted.intercepts_, fitted.n_layers_ = [*coefs], [*intercepts], len(coefs) + 1
+    fitted._best_coefs, fitted._best_intercepts = [x.copy() for x in coefs], [x.copy() for x in intercepts]
+    fitted._no_improvement_count, fitted._random_state = waited, check_random_state(fitted.random_state)
+    parameters = fitted.coefs_ + fitted.intercepts_
+    names = sorted(_named(coefs, intercepts), key=lambda name: name.endswith("bias"))
+
+    def slots(name: str, factor: float) -> list[np.ndarray]:
+        empty = dict(zip(names, map(np.zeros_like, parameters), strict=True))
+        kept = [state.get(f"{weight}.{name}", empty[weight]) for weight in names]
+        return [(factor * x).astype(x.dtype) for x in kept]
+
+    if fitted.solver == "sgd":
+        rates = fitted.learning_rate_init, fitted.learning_rate, fitted.momentum
+        optimizer: Any = SGDOptimizer(parameters, *rates, fitted.nesterovs_momentum, fitted.power_t)
+        optimizer.velocities, optimizer.learning_rate = slots("momentum", -1.0), rate
+    else:
+        betas = fitted.beta_1, fitted.beta_2
+        optimizer = AdamOptimizer(parameters, fitted.learning_rate_init, *betas, fitted.epsilon)
+        optimizer.ms, optimizer.vs = slots("exp_sum", 1 - betas[0]), slots("exp_sum_sq", 1 - betas[1])
+        optimizer.t = int(state.get("step", 0))
+    fitted._optimizer = optimizer
 
 
 @dataclass(frozen=True)

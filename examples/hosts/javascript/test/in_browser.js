@@ -10,28 +10,29 @@ import { browser, serve } from "./browser.js";
 
 const [provider, folder, options = "{}"] = process.argv.slice(2);
 const here = dirname(fileURLToPath(import.meta.url));
-const server = await serve({ package: dirname(here), host: folder });
+const server = await serve({ root: join(here, "../../../.."), host: folder });
+const tests = "/root/examples/hosts/javascript/test";
 const chromium = await browser();
 const page = await chromium.newPage();
 page.on("console", (message) => console.error(message.text()));
-await page.goto(`${server.address}/package/test/blank.html`);
+await page.goto(`${server.address}${tests}/blank.html`);
 const result = await page.evaluate(
-  async ({ provider, options }) => {
+  async ({ provider, options, tests }) => {
     if (provider === "webgpu" && !(await navigator.gpu?.requestAdapter())) return { skip: "no adapter for WebGPU" };
     const name = provider === "webgpu" ? "ort.webgpu.min.mjs" : "ort.wasm.min.mjs";
-    const ort = await import(`/package/test/node_modules/onnxruntime-web/dist/${name}`);
+    const ort = await import(`${tests}/node_modules/onnxruntime-web/dist/${name}`);
     ort.env.wasm.numThreads = 1;
     ort.env.logLevel = "error";
-    const { scenario } = await import("/package/test/scenario.js");
+    const { scenario } = await import(`${tests}/scenario.js`);
     const files = async (name) => new Uint8Array(await (await fetch(`/host/${name}`)).arrayBuffer());
     const { saved, end, ...others } = await scenario(ort, files, { executionProviders: [provider], ...options });
-    const { saveToIndexedDB, loadFromIndexedDB, saveToOPFS, loadFromOPFS } = await import("/package/index.js");
+    const { saveToIndexedDB, loadFromIndexedDB, saveToOPFS, loadFromOPFS } = await import("/root/graphopt/hosts/javascript/index.js");
     await saveToIndexedDB("try", end);
     await saveToOPFS("try", end);
     const kept = [await loadFromIndexedDB("try"), await loadFromOPFS("try"), await loadFromOPFS("none")];
     return { ...others, end: Array.from(end), kept: kept.map((bytes) => bytes && String(bytes) === String(end)) };
   },
-  { provider, options: JSON.parse(options) },
+  { provider, options: JSON.parse(options), tests },
 );
 await chromium.close();
 server.close();

@@ -1,6 +1,6 @@
 /** What a host is tried with, the same in Node and in a browser: train, cross checkpoints, evaluate, predict. */
 
-import { Trainer } from "../index.js";
+import { Trainer } from "../../../../graphopt/hosts/javascript/index.js";
 
 /**
  * Train on batches from a host folder, and return what Python compares.
@@ -11,13 +11,7 @@ import { Trainer } from "../index.js";
  *   go on from a checkpoint at batch `from`, and save one after batch `save`
  */
 export async function scenario(ort, files, { checkpoint, from = 0, save = 20, ...options } = {}) {
-  const batches = JSON.parse(new TextDecoder().decode(await files("batches.json")));
-  const feeds = batches.map((batch) => {
-    const entries = Object.entries(batch).map(([name, { type, dims, data }]) => {
-      return [name, new ort.Tensor(type, arrayOf(type, data), dims)];
-    });
-    return Object.fromEntries(entries);
-  });
+  const feeds = batchesOf(ort, await files("batches.json"));
   const trainer = await Trainer.create(ort, files, options);
   if (checkpoint) await trainer.load(checkpoint);
   const losses = [];
@@ -47,9 +41,19 @@ export async function scenario(ort, files, { checkpoint, from = 0, save = 20, ..
   return { losses, together, difference: Math.max(...differences), evaluated, predicted, trained, saved, end };
 }
 
+/** Return the batches of a file as tensors by name. */
+export function batchesOf(ort, bytes) {
+  return JSON.parse(new TextDecoder().decode(bytes)).map((batch) => {
+    const entries = Object.entries(batch).map(([name, { type, dims, data }]) => {
+      return [name, new ort.Tensor(type, arrayOf(type, data), dims)];
+    });
+    return Object.fromEntries(entries);
+  });
+}
+
 function arrayOf(type, data) {
   if (type === "int64") return BigInt64Array.from(data, BigInt);
-  return type === "float16" ? Uint16Array.from(data) : Float32Array.from(data); // 16 bits as they are
+  return type === "float16" ? Uint16Array.from(data) : Float32Array.from(data, Number); // 16 bits as they are
 }
 
 function difference(a, b) {

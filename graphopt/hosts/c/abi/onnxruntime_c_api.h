@@ -1,4 +1,4 @@
-/* The part of ONNX Runtime's C API that train.c calls, for machines that have the library but not its header, as in
+/* The part of ONNX Runtime's C API that graphopt.c calls, for machines that have the library but not its header, as in
    the Python wheel. The API is a table of functions to which releases only append: a place in it never changes.
    ONNX Runtime's own header does as well. */
 #pragma once
@@ -51,10 +51,19 @@ typedef struct OrtApi {
     OrtStatus *(*GetTensorElementType)(const OrtTensorTypeAndShapeInfo *, ONNXTensorElementDataType *);
     OrtStatus *(*GetDimensionsCount)(const OrtTensorTypeAndShapeInfo *, size_t *);
     OrtStatus *(*GetDimensions)(const OrtTensorTypeAndShapeInfo *, int64_t *, size_t);
-    ORT_UNUSED(63, 77);
+    OrtStatus *(*GetSymbolicDimensions)(const OrtTensorTypeAndShapeInfo *, const char **, size_t);
+    ORT_UNUSED(64, 75);
+    OrtStatus *(*AllocatorFree)(OrtAllocator *, void *);
+    ORT_UNUSED(77, 77);
     OrtStatus *(*GetAllocatorWithDefaultOptions)(OrtAllocator **);
-    ORT_UNUSED(79, 95);
+    ORT_UNUSED(79, 91);
+    void (*ReleaseEnv)(OrtEnv *);
+    void (*ReleaseStatus)(OrtStatus *);
+    ORT_UNUSED(94, 94);
+    void (*ReleaseSession)(OrtSession *);
     void (*ReleaseValue)(OrtValue *);
+    ORT_UNUSED(97, 97);
+    void (*ReleaseTypeInfo)(OrtTypeInfo *);
 } OrtApi;
 
 typedef struct {

@@ -6,7 +6,7 @@ export interface Runtime {
   InferenceSession: InferenceSessionFactory;
 }
 
-/** A host folder: its files by name, a function that reads one by name, or the URL of the folder. */
+/** A host folder: its files by name, a function that reads one by name, the URL of the folder, or in Node its path. */
 export type Files =
   | Record<string, Uint8Array | ArrayBuffer>
   | ((name: string) => Uint8Array | ArrayBuffer | Promise<Uint8Array | ArrayBuffer>)
@@ -19,13 +19,18 @@ export interface Options extends InferenceSession.SessionOptions {
   stepsPerCall?: number;
   /** What training steps report, by name; everything by default. Fewer reports are fewer copies. */
   report?: string[];
+  /** What follows a step whose loss or new state is not finite: an error, by default, or nothing. The state stays. */
+  onNonfinite?: "raise" | "skip";
 }
 
 export type NumberArray = Exclude<Tensor.DataType, string[]>;
 
 interface Nested extends Array<number | bigint | Nested> {}
 
-/** A feed: a tensor; or numbers, of which the shape follows if the shape in host.json leaves one size open. */
+/**
+ * A feed: a tensor; or numbers in any array, of which the shape follows from the arrays in it, or from their count if
+ * host.json leaves one size open. Class numbers may be in any array of whole numbers.
+ */
 export type Feed = Tensor | NumberArray | Nested;
 
 /** A batch by the names in host.json. */
@@ -51,14 +56,25 @@ export interface Host {
   state: (Description & { next: string; offset: number; bytes: number })[];
   hyperparameters: (Description & { default: any })[];
   reports: Description[];
+  /** The output that is infinite or NaN if the loss or the new state is; folders of before have none. */
+  check?: string;
   graphs: Record<string, { feeds: string[]; state: string[]; hyperparameters: string[]; reports: string[] }>;
 }
 
 /**
  * Report what a user can mend, in one line: the thing, what was expected, what was found, what to do.
- * What ONNX Runtime itself refuses, such as a file that is no graph, is its own Error.
  */
 export class GraphoptError extends Error {}
+
+/** Report a step whose loss or new state is infinite or NaN. The state is as it was before, and training can go on. */
+export class NonFiniteLoss extends GraphoptError {
+  /** How many steps were done before it. */
+  step: number;
+  /** What the step reported. */
+  reports: Reports;
+  /** What `run` had reported of the batches before: go on with `batches.slice(error.done.length + 1)`. */
+  done: Reports[];
+}
 
 /** Hold a training graph with its state, and train it. Calls run one after the other, in the order they are made. */
 export class Trainer {
@@ -70,7 +86,10 @@ export class Trainer {
   /** The contract, host.json. */
   readonly host: Host;
 
-  /** Do one training step on a batch, and return what it reports: `loss`, and what else the graph has. */
+  /**
+   * Do one training step on a batch, and return what it reports: `loss`, and what else the graph has. Throw
+   * NonFiniteLoss, and keep the state, if the loss or the new state is not finite.
+   */
   step(feeds: Feeds): Promise<Reports>;
 
   /** Do a step on each batch, several in one call of the runtime where that is faster; return what each reports. */
@@ -83,7 +102,7 @@ export class Trainer {
   predict(feeds: Feeds): Promise<Reports>;
 
   /** Set hyperparameters for all later steps: `set({ learning_rate: 1e-4 })`. */
-  set(values: Record<string, number | number[]>): void;
+  set(values: Record<string, number | number[] | NumberArray | Tensor>): void;
 
   /** Return copies of the state by name: parameters, optimizer slots, statistics and counters. */
   state(): Promise<Record<string, NumberArray>>;

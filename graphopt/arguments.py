@@ -1,0 +1,153 @@
+"""Answer calls with wrong arguments in one line: the unknown argument, the nearest known one, and all known ones."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from abc import ABCMeta
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+
+from graphopt.errors import GraphoptError, kind_of, nearest, unknown
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_MOST_LISTED = 20  # names of a module
+
+# Where arguments belong that are often given to another function.
+_OPTIMIZER = "an optimizer takes it, such as optimizer=passes.AdamW({name}=...)"
+_PLACES = {
+    **dict.fromkeys(("beta1", "epsilon", "learning_rate", "momentum", "weight_decay"), _OPTIMIZER),
+    **dict.fromkeys(("optimizer", "loss", "schedule", "clip", "accumulate"), "graphopt.compile takes {name}"),
+    **dict.fromkeys(
+        ("batch_size", "callbacks", "checkpoint", "epochs", "metrics", "validation", "verbose"),
+        "graphopt.fit takes {name}",
+    ),
+    **dict.fromkeys(("device", "threads"), "graphopt.Executor takes {name}"),
+    "early_stopping": "callbacks=[graphopt.callbacks.EarlyStopping()] does it",
+    "patience": "the callback EarlyStopping takes it",
+}
+
+
+class WrongArguments(GraphoptError, TypeError):
+    """Report a call with an unknown argument, with too many or without one that is needed."""
+
+
+class Checked(ABCMeta):
+    """Make classes whose calls name wrong arguments, and what an abstract class lacks, in one line."""
+
+    if not TYPE_CHECKING:
+
+        def __call__(cls, *args: Any, **keywords: Any) -> Any:
+            try:
+                return super().__call__(*args, **keywords)
+            except TypeError:
+                _explain(cls.__name__, cls.__signature__, args, keywords)
+                if missing := getattr(cls, "__abstractmethods__", ()):
+                    raise GraphoptError(
+                        f"{cls.__name__}: expected the method {' and '.join(sorted(missing))}, found none: define "
+                        "it in the class, or call a subclass"
+                    ) from None
+                raise
+
+        @property
+        def __signature__(cls) -> inspect.Signature:
+            """Return the arguments of `__init__`: `inspect` would take those of `__call__` above."""
+            if cls.__init__ is object.__init__:
+                return inspect.Signature()
+            own = inspect.signature(cls.__init__)
+            return own.replace(parameters=list(own.parameters.values())[1:])
+
+
+def checked(advice: str = "") -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Let calls of a function name wrong arguments in one line.
+
+    Args:
+        advice: what to do about arguments without a name that are too many.
+    """
+
+    def decorated(function: Callable[P, R]) -> Callable[P, R]:
+        @functools.wraps(function)
+        def call(*args: P.args, **keywords: P.kwargs) -> R:
+            try:
+                return function(*args, **keywords)
+            except TypeError:
+                _explain(function.__name__, inspect.signature(function), args, keywords, advice)
+                raise
+
+        return call
+
+    return decorated
+
+
+def _explain(
+    name: str,
+    signature: inspect.Signature,
+    args: Iterable[Any],
+    keywords: Iterable[str],
+    advice: str = "",
+) -> None:
+    """Raise an error in one line if arguments do not fit a signature."""
+    parameters = signature.parameters.values()
+    kinds = [p.kind for p in parameters]
+    named = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    unnamed = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    given = tuple(args)
+    if inspect.Parameter.VAR_KEYWORD not in kinds:
+        for word in keywords:
+            if word not in named:
+                raise WrongArguments(f"{name}: {_unknown(word, named)}") from None
+    if len(given) > len(unnamed) and inspect.Parameter.VAR_POSITIONAL not in kinds:
+        most = f"at most {len(unnamed)} without a name" if unnamed else "none without a name"
+        rest = [p for p in named if p not in [q.name for q in unnamed]]
+        if inspect.Parameter.VAR_KEYWORD in kinds and not rest:
+            advice = advice or "give a name to each"
+        example = advice or (f"name the others, such as {rest[0]}=..." if rest else "leave the others out")
+        raise WrongArguments(f"{name}: expected arguments, {most}, found {len(given)}: {example}") from None
+    taken = {p.name for p in unnamed[: len(given)]}
+    if twice := taken & set(keywords):
+        raise WrongArguments(f"{name}: argument {min(twice)!r}: expected it once, found it twice") from None
+    lacking = [
+        p.name
+        for p in parameters
+        if p.default is p.empty and p.name in {*named, *(q.name for q in unnamed)} - taken - set(keywords)
+    ]
+    if lacking:
+        raise WrongArguments(
+            f"{name}: expected {', '.join(map(repr, lacking))}, found none: give it"
+        ) from None
+
+
+def _unknown(word: str, names: Iterable[str]) -> str:
+    """Return the error of an unknown argument, with where it belongs if another function takes it."""
+    known = sorted(names)
+    place = None if nearest(word, known) else nearest(word, _PLACES)
+    if place is None:
+        return unknown("argument", word, known)
+    return f"unknown argument {word!r}: {_PLACES[place].format(name=place)}; known: {', '.join(known)}"
+
+
+def check_function(function: Any, name: str, arguments: Sequence[str]) -> None:
+    """Raise an error unless something, which `name` calls, is a function of so many arguments."""
+    expected = f"a function of ({', '.join(arguments)})"
+    if not callable(function) or isinstance(function, type):
+        raise GraphoptError(f"{name}: expected {expected}, found {kind_of(function)}")
+    try:
+        inspect.signature(function).bind(*arguments)
+    except TypeError:
+        raise GraphoptError(
+            f"{name}: expected {expected}, found one of {inspect.signature(function)}"
+        ) from None
+    except ValueError:  # a function without a signature
+        return
+
+
+def no_attribute(module: str, name: str, names: Iterable[str]) -> AttributeError:
+    """Return the error for a name that a module lacks, with the nearest one that it has."""
+    known = sorted(names)
+    meant = nearest(name, known) if name[:1] != "_" else None
+    told = f", nearest: {meant!r}" if meant else ""
+    if len(known) <= _MOST_LISTED and name[:1] != "_":
+        told += f"; known: {', '.join(known)}"
+    return AttributeError(f"module {module!r} has no attribute {name!r}{told}")

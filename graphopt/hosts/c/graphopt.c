@@ -1,0 +1,407 @@
+#include "graphopt.h"
+
+#include <math.h>
+#include <onnxruntime_c_api.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#define CHECK "graphopt.check"  // the output that is finite only if the loss and the new state are
+#define TRY(call) do { GraphoptCode code_ = (call); if (code_) return code_; } while (0)
+#define RUN(call) TRY(checked(call))
+enum { FLOAT = 1, INT64 = 7, RANK = 16 };
+
+typedef struct {
+    OrtSession *session;
+    size_t inputs, outputs;
+    char **input, **output;
+} Graph;
+
+typedef struct {
+    const char *name;
+    ONNXTensorElementDataType type;
+    size_t rank, bytes;              // bytes of one number
+    int64_t dims[RANK];              // -1 where a size is open
+    const char *symbols[RANK];       // names of open sizes
+    int64_t sizes[RANK];             // of the value
+    OrtValue *value;                 // NULL until it is fed
+    OrtTypeInfo *info;               // owns the names
+    size_t offset, length;           // of a state, in the file of the state; length 0: no state
+    double low, high, ignored;       // labels; NaN: none
+} Input;
+
+struct GraphoptTrainer {
+    OrtEnv *env;
+    Graph train, evaluate;
+    Input *input;
+    char *host, *state;              // the files
+    size_t size, steps;              // of the file of the state; done
+};
+
+static const OrtApi *ort;
+static OrtAllocator *memory;
+static _Thread_local char message[512];
+
+const char *graphopt_message(void) { return message; }
+
+static GraphoptCode fail(GraphoptCode code, const char *format, ...) {
+    va_list given;
+    va_start(given, format);
+    vsnprintf(message, sizeof message, format, given);
+    va_end(given);
+    for (char *c = message; *c; c++) if (*c == '\n') *c = ' ';
+    return code;
+}
+
+static GraphoptCode checked(OrtStatus *status) {
+    if (!status) return GRAPHOPT_OK;
+    fail(GRAPHOPT_RUNTIME, "ONNX Runtime: %s", ort->GetErrorMessage(status));
+    ort->ReleaseStatus(status);
+    return GRAPHOPT_RUNTIME;
+}
+
+static GraphoptCode read_file(const char *folder, const char *name, char **data, size_t *size) {
+    char path[4096];
+    long end;
+    snprintf(path, sizeof path, "%s%s%s", folder, *folder ? "/" : "", name);
+    FILE *file = fopen(path, "rb");
+    if (!file) return fail(GRAPHOPT_FILE, "%s: expected a file, found none: write it with export_hosts", path);
+    if (fseek(file, 0, SEEK_END) || (end = ftell(file)) < 0 || !(*data = calloc(1, (size_t)end + 1)))
+        return fclose(file), fail(GRAPHOPT_FILE, "%s: expected a file that can be read", path);
+    rewind(file);
+    *size = fread(*data, 1, (size_t)end, file);
+    fclose(file);
+    return *size == (size_t)end ? GRAPHOPT_OK : fail(GRAPHOPT_FILE, "%s: expected a file that can be read", path);
+}
+
+/* Finds the value of a field of the entry with a name, in a list of host.json. */
+static const char *field(const char *host, const char *list, const char *name, const char *key) {
+    char text[4096];
+    snprintf(text, sizeof text, "\"%s\": [", list);
+    const char *found = strstr(host, text), *end;
+    snprintf(text, sizeof text, "\"name\": \"%s\"", name);
+    if (!found || !(found = strstr(found, text)) || !(end = strchr(found, '}'))) return NULL;
+    snprintf(text, sizeof text, "\"%s\": ", key);
+    found = strstr(found, text);
+    return found && found < end ? found + strlen(text) : NULL;
+}
+
+/* Finds the place of a tensor in a safetensors file: 8 bytes with the size of a header in JSON; it; the numbers. */
+static int place(const char *file, size_t size, const char *name, size_t *offset, size_t *length) {
+    char text[4096], *entry;
+    uint64_t header;
+    memcpy(&header, file, 8);
+    snprintf(text, sizeof text, "\"%s\":{", name);
+    if (!(entry = strstr(file + 8, text)) || !(entry = strstr(entry, "\"data_offsets\":["))) return 0;
+    uint64_t begin = strtoull(entry + 16, &entry, 10), end = strtoull(entry + 1, NULL, 10), numbers = size - 8 - header;
+    *offset = (size_t)(8 + header + begin), *length = (size_t)(end - begin);
+    return begin <= end && end <= numbers ? 1 : -1;
+}
+
+static GraphoptCode check_state(const char *path, const char *file, size_t size) {
+    uint64_t header;
+    if (size < 8) return fail(GRAPHOPT_FILE, "%s: expected a safetensors file, found %zu bytes", path, size);
+    memcpy(&header, file, 8);
+    if (header <= size - 8) return GRAPHOPT_OK;
+    return fail(GRAPHOPT_FILE, "%s: expected a safetensors file, found other bytes", path);
+}
+
+static GraphoptCode open_graph(OrtEnv *env, const char *folder, const char *name, Graph *g) {
+    char path[4096];
+    snprintf(path, sizeof path, "%s/%s", folder, name);
+    RUN(ort->CreateSession(env, path, NULL, &g->session));
+    RUN(ort->SessionGetInputCount(g->session, &g->inputs));
+    RUN(ort->SessionGetOutputCount(g->session, &g->outputs));
+    g->input = calloc(g->inputs + 1, sizeof(char *)), g->output = calloc(g->outputs + 1, sizeof(char *));
+    for (size_t i = 0; i < g->inputs; i++) RUN(ort->SessionGetInputName(g->session, i, memory, &g->input[i]));
+    for (size_t i = 0; i < g->outputs; i++) RUN(ort->SessionGetOutputName(g->session, i, memory, &g->output[i]));
+    return GRAPHOPT_OK;
+}
+
+static GraphoptCode describe(const GraphoptTrainer *t, size_t index, Input *x) {
+    static const size_t bytes[17] = {[1] = 4, 1, 1, 2, 2, 4, 8, [9] = 1, 2, 8, 4, 8, [16] = 2};  // of ONNX's types
+    const OrtTensorTypeAndShapeInfo *described;
+    x->name = t->train.input[index];
+    RUN(ort->SessionGetInputTypeInfo(t->train.session, index, &x->info));
+    RUN(ort->CastTypeInfoToTensorInfo(x->info, &described));
+    RUN(ort->GetTensorElementType(described, &x->type));
+    RUN(ort->GetDimensionsCount(described, &x->rank));
+    x->bytes = bytes[x->type > 0 && x->type < 17 ? x->type : 0];
+    if (x->rank > RANK || !x->bytes)
+        return fail(GRAPHOPT_FILE, "%s: expected numbers of %d axes at most: C cannot feed it", x->name, RANK);
+    RUN(ort->GetDimensions(described, x->dims, x->rank));
+    RUN(ort->GetSymbolicDimensions(described, x->symbols, x->rank));
+    const char *labels = field(t->host, "feeds", x->name, "labels"), *ignored = field(t->host, "feeds", x->name, "ignored");
+    char *next;
+    x->low = x->high = x->ignored = NAN;
+    if (labels) x->low = strtod(labels + 1, &next), x->high = strtod(next + strspn(next, ", \n"), NULL);
+    if (ignored) x->ignored = strtod(ignored, NULL);
+    return GRAPHOPT_OK;
+}
+
+static Input *find(GraphoptTrainer *t, const char *name, size_t length) {
+    for (Input *x = t->input; x < t->input + t->train.inputs; x++)
+        if (strlen(x->name) == length && !strncmp(x->name, name, length)) return x;
+    return NULL;
+}
+
+/* Writes the type and the shape of an input to a text. */
+static const char *shape(const Input *x, char *text, size_t room) {
+    static const char *names[17] = {"?", "float32", "uint8", "int8", "uint16", "int16", "int32", "int64", "?", "bool",
+                                    "float16", "float64", "uint32", "uint64", "?", "?", "bfloat16"};
+    size_t used = (size_t)snprintf(text, room, "%s [", names[x->type]);
+    for (size_t i = 0; i < x->rank && used < room; i++) {
+        char number[24];
+        snprintf(number, sizeof number, "%lld", (long long)x->dims[i]);
+        const char *size = x->dims[i] >= 0 ? number : x->symbols[i] && *x->symbols[i] ? x->symbols[i] : "?";
+        used += (size_t)snprintf(text + used, room - used, "%s%s", i ? "," : "", size);
+    }
+    if (used < room) snprintf(text + used, room - used, "]");
+    return text;
+}
+
+/* Checks the numbers of labels and of hyperparameters. */
+static GraphoptCode check_numbers(const GraphoptTrainer *t, const Input *x, const void *numbers, size_t bytes) {
+    size_t length = strlen(x->name);
+    int is_rate = length >= 13 && !strcmp(x->name + length - 13, "learning_rate");
+    if (x->type == FLOAT && bytes == 4 && field(t->host, "hyperparameters", x->name, "default")) {
+        float number = *(const float *)numbers;
+        if (!isfinite(number) || (is_rate && number < 0))
+            return fail(GRAPHOPT_FEED, "%s: expected a finite number%s, found %g", x->name, is_rate ? ", 0 or more" : "", number);
+    }
+    for (size_t i = 0; !isnan(x->low) && i < bytes / x->bytes && (x->type == INT64 || x->type == FLOAT); i++) {
+        double label = x->type == INT64 ? (double)((const int64_t *)numbers)[i] : ((const float *)numbers)[i];
+        if (!(label >= x->low && label <= x->high) && label != x->ignored)
+            return fail(GRAPHOPT_FEED, "%s: expected labels %g to %g, found %g", x->name, x->low, x->high, label);
+    }
+    return GRAPHOPT_OK;
+}
+
+GraphoptCode graphopt_feed(GraphoptTrainer *t, const char *name, const void *numbers, size_t bytes, const int64_t *dims) {
+    Input *x = find(t, name, strlen(name));
+    char text[256];
+    int64_t sizes[RANK + 1] = {0};
+    size_t count = 1, open = 0;
+    if (!x || x->length) return fail(GRAPHOPT_FEED, "%s: expected a feed or a hyperparameter in host.json, found none", name);
+    shape(x, text, sizeof text);
+    if (!numbers) return fail(GRAPHOPT_FEED, "%s: expected %s, found no numbers", name, text);
+    for (size_t i = 0; i < x->rank; i++) {
+        sizes[i] = dims ? dims[i] : x->dims[i];
+        if (dims && (dims[i] < 1 || (x->dims[i] >= 0 && dims[i] != x->dims[i])))
+            return fail(GRAPHOPT_FEED, "%s: expected %s, found %lld at axis %zu", name, text, (long long)dims[i], i);
+        if (sizes[i] < 0) open++;
+        else if (sizes[i] && count > SIZE_MAX / (size_t)sizes[i]) count = 0;
+        else count *= (size_t)sizes[i];
+    }
+    if (open > 1)
+        return fail(GRAPHOPT_FEED, "%s: expected the sizes of %s, of which %zu are open, found none: pass dims", name, text, open);
+    if (open && count && bytes && !(bytes % (count * x->bytes))) {
+        for (size_t i = 0; i < x->rank; i++) if (sizes[i] < 0) sizes[i] = (int64_t)(bytes / (count * x->bytes));
+    } else if (!count || open || count > SIZE_MAX / x->bytes || count * x->bytes != bytes) {
+        const char *unit = open ? " a row" : "";
+        return fail(GRAPHOPT_FEED, "%s: expected %zu bytes%s, of %s, found %zu", name, count * x->bytes, unit, text, bytes);
+    }
+    TRY(check_numbers(t, x, numbers, bytes));
+    if (!x->value || memcmp(sizes, x->sizes, sizeof x->sizes)) {
+        OrtValue *made = NULL;
+        RUN(ort->CreateTensorAsOrtValue(memory, sizes, x->rank, x->type, &made));
+        if (x->value) ort->ReleaseValue(x->value);
+        x->value = made;
+        memcpy(x->sizes, sizes, sizeof x->sizes);
+    }
+    void *data;
+    RUN(ort->GetTensorMutableData(x->value, &data));
+    memcpy(data, numbers, bytes);
+    return GRAPHOPT_OK;
+}
+
+/* Checks that all inputs of a graph are fed, and that sizes of one name are equal. */
+static GraphoptCode check_feeds(GraphoptTrainer *t, const Graph *g) {
+    for (size_t i = 0; i < g->inputs; i++) {
+        Input *x = find(t, g->input[i], strlen(g->input[i]));
+        char text[256];
+        if (!x) return fail(GRAPHOPT_FILE, "%s: expected an input of the training graph, found none", g->input[i]);
+        if (!x->value) return fail(GRAPHOPT_FEED, "%s: expected %s, found nothing: feed it", x->name, shape(x, text, sizeof text));
+        for (size_t j = 0; j < i; j++) {
+            Input *y = find(t, g->input[j], strlen(g->input[j]));
+            for (size_t a = 0; a < x->rank; a++) for (size_t b = 0; b < y->rank; b++) {
+                if (x->dims[a] >= 0 || y->dims[b] >= 0 || !*x->symbols[a] || strcmp(x->symbols[a], y->symbols[b])) continue;
+                if (x->sizes[a] != y->sizes[b])
+                    return fail(GRAPHOPT_FEED, "%s: expected the same %s as in %s, %lld, found %lld", x->name, x->symbols[a],
+                                y->name, (long long)y->sizes[b], (long long)x->sizes[a]);
+            }
+        }
+    }
+    return GRAPHOPT_OK;
+}
+
+/* Finds the state that an output NAME.next replaces. */
+static Input *state_of(GraphoptTrainer *t, const char *output) {
+    size_t length = strlen(output);
+    Input *x = length > 5 && !strcmp(output + length - 5, ".next") ? find(t, output, length - 5) : NULL;
+    return x && x->length ? x : NULL;
+}
+
+static int is_finite(OrtValue *value, size_t bytes) {
+    float *numbers;
+    if (checked(ort->GetTensorMutableData(value, (void **)&numbers))) return 0;
+    for (size_t i = 0; i < bytes / sizeof(float); i++) if (!isfinite(numbers[i])) return 0;
+    return 1;
+}
+
+/* Puts the new state in the place of the old one if the step is finite; otherwise says what is not. */
+static GraphoptCode adopt(GraphoptTrainer *t, OrtValue **outputs, float loss) {
+    const Graph *g = &t->train;
+    const char *spoiled = NULL;
+    int finite = isfinite(loss);
+    for (size_t i = 0; i < g->outputs; i++)
+        if (!strcmp(g->output[i], CHECK) && !is_finite(outputs[i], sizeof(float))) finite = 0;
+    for (size_t i = 0; !finite && !spoiled && i < g->outputs; i++) {
+        Input *x = state_of(t, g->output[i]);
+        if (x && x->type == FLOAT && !is_finite(outputs[i], x->length)) spoiled = x->name;
+    }
+    const char *advice = "the state is as before; look for NaN in the batch, lower the learning rate, or clip gradients";
+    if (!isfinite(loss))
+        return fail(GRAPHOPT_NOT_FINITE, "step %zu: expected a finite loss, found %g: %s", t->steps, loss, advice);
+    if (!finite)
+        return fail(GRAPHOPT_NOT_FINITE, "step %zu: expected finite numbers in %s%s, found others, though the loss is finite: %s",
+                    t->steps, spoiled ? "state " : "the new state", spoiled ? spoiled : "", advice);
+    for (size_t i = 0; i < g->outputs; i++) {
+        Input *x = state_of(t, g->output[i]);
+        if (!x) continue;
+        ort->ReleaseValue(x->value);
+        x->value = outputs[i], outputs[i] = NULL;
+    }
+    t->steps++;
+    return GRAPHOPT_OK;
+}
+
+static GraphoptCode run(GraphoptTrainer *t, const Graph *g, float *loss) {
+    OrtValue *inputs[g->inputs], *outputs[g->outputs];
+    float *number, found = NAN;
+    memset(outputs, 0, sizeof outputs);
+    TRY(check_feeds(t, g));
+    for (size_t i = 0; i < g->inputs; i++) inputs[i] = find(t, g->input[i], strlen(g->input[i]))->value;
+    RUN(ort->Run(g->session, NULL, (const char *const *)g->input, (const OrtValue *const *)inputs, g->inputs,
+                 (const char *const *)g->output, g->outputs, outputs));
+    for (size_t i = 0; i < g->outputs; i++)
+        if (!strcmp(g->output[i], "loss") && !checked(ort->GetTensorMutableData(outputs[i], (void **)&number))) found = *number;
+    if (loss) *loss = found;
+    GraphoptCode code = g == &t->train ? adopt(t, outputs, found) : GRAPHOPT_OK;
+    for (size_t i = 0; i < g->outputs; i++) if (outputs[i]) ort->ReleaseValue(outputs[i]);
+    return code;
+}
+
+GraphoptCode graphopt_step(GraphoptTrainer *t, float *loss) { return run(t, &t->train, loss); }
+GraphoptCode graphopt_evaluate(GraphoptTrainer *t, float *loss) { return run(t, &t->evaluate, loss); }
+
+GraphoptCode graphopt_load(GraphoptTrainer *t, const char *path) {
+    char *file = NULL;
+    size_t size, offset, length;
+    GraphoptCode code = read_file("", path, &file, &size);
+    if (!code) code = check_state(path, file, size);
+    for (Input *x = t->input; !code && x < t->input + t->train.inputs; x++) {
+        int found = x->length ? place(file, size, x->name, &offset, &length) : 1;
+        if (found < 0) code = fail(GRAPHOPT_FILE, "%s: expected all numbers of its header, found a file that is cut", path);
+        else if (x->length && (!found || length != x->length))
+            code = fail(GRAPHOPT_FILE, "%s: state %s: expected %zu bytes, found %zu: take a checkpoint of this training graph", path,
+                        x->name, x->length, found ? length : (size_t)0);
+    }
+    for (Input *x = t->input; !code && x < t->input + t->train.inputs; x++) {
+        void *data;
+        if (!x->length) continue;
+        place(file, size, x->name, &offset, &length);
+        if (!(code = checked(ort->GetTensorMutableData(x->value, &data)))) memcpy(data, file + offset, length);
+    }
+    free(file);
+    return code;
+}
+
+GraphoptCode graphopt_save(GraphoptTrainer *t, const char *path) {
+    for (Input *x = t->input; x < t->input + t->train.inputs; x++) {
+        void *data;
+        if (!x->length) continue;
+        RUN(ort->GetTensorMutableData(x->value, &data));
+        memcpy(t->state + x->offset, data, x->length);
+    }
+    char part[4096];
+    snprintf(part, sizeof part, "%s.part", path);
+    FILE *file = fopen(part, "wb");
+    int written = file && fwrite(t->state, 1, t->size, file) == t->size;
+    if (file && fclose(file)) written = 0;
+    if (written && !rename(part, path)) return GRAPHOPT_OK;
+    remove(part);
+    return fail(GRAPHOPT_FILE, "%s: expected a path to write to, found none", path);
+}
+
+/* Makes the values of state and of hyperparameters with a default. */
+static GraphoptCode begin(GraphoptTrainer *t, const char *folder) {
+    for (Input *x = t->input; x < t->input + t->train.inputs; x++) {
+        const char *initial;
+        int found = place(t->state, t->size, x->name, &x->offset, &x->length);
+        if (found < 0) return fail(GRAPHOPT_FILE, "%s/state.safetensors: expected all numbers of its header", folder);
+        if (!found) x->length = 0;
+        if (found) {
+            size_t bytes = x->bytes;
+            for (size_t i = 0; i < x->rank; i++) bytes = x->dims[i] < 0 ? 0 : bytes * (size_t)x->dims[i];
+            if (bytes != x->length)
+                return fail(GRAPHOPT_FILE, "%s/state.safetensors: state %s: expected %zu bytes, found %zu", folder, x->name, bytes, x->length);
+            memcpy(x->sizes, x->dims, sizeof x->sizes);
+            RUN(ort->CreateTensorAsOrtValue(memory, x->dims, x->rank, x->type, &x->value));
+            void *data;
+            RUN(ort->GetTensorMutableData(x->value, &data));
+            memcpy(data, t->state + x->offset, x->length);
+        } else if (x->type == FLOAT && !x->rank && (initial = field(t->host, "hyperparameters", x->name, "default"))) {
+            float number = strtof(initial, NULL);
+            TRY(graphopt_feed(t, x->name, &number, sizeof number, NULL));
+        }
+    }
+    return GRAPHOPT_OK;
+}
+
+static GraphoptCode open_trainer(GraphoptTrainer *t, const char *folder) {
+    size_t size;
+    if (!(ort = OrtGetApiBase()->GetApi(ORT_API_VERSION)))
+        return fail(GRAPHOPT_RUNTIME, "ONNX Runtime: expected one as new as its header, %d", ORT_API_VERSION);
+    TRY(read_file(folder, "host.json", &t->host, &size));
+    if (!strstr(t->host, "\"format\": \"graphopt.host\"") || !strstr(t->host, "\"version\": 1,"))
+        return fail(GRAPHOPT_FILE, "%s/host.json: expected graphopt.host version 1, found another: write it with export_hosts", folder);
+    const char *type = field(t->host, "reports", "loss", "type");
+    if (!type || strncmp(type, "\"float32\"", 9))
+        return fail(GRAPHOPT_FILE, "%s/host.json: expected a loss of float32, found %.9s: export float32", folder, type ? type : "none");
+    TRY(read_file(folder, "state.safetensors", &t->state, &t->size));
+    TRY(check_state("state.safetensors", t->state, t->size));
+    RUN(ort->CreateEnv(ORT_LOGGING_LEVEL_ERROR, "graphopt", &t->env));
+    RUN(ort->GetAllocatorWithDefaultOptions(&memory));
+    TRY(open_graph(t->env, folder, "train.onnx", &t->train));
+    TRY(open_graph(t->env, folder, "evaluate.onnx", &t->evaluate));
+    if (!(t->input = calloc(t->train.inputs, sizeof *t->input))) return fail(GRAPHOPT_RUNTIME, "memory: expected more");
+    for (size_t i = 0; i < t->train.inputs; i++) TRY(describe(t, i, &t->input[i]));
+    return begin(t, folder);
+}
+
+GraphoptCode graphopt_open(const char *folder, GraphoptTrainer **trainer) {
+    if (!(*trainer = calloc(1, sizeof **trainer))) return fail(GRAPHOPT_RUNTIME, "memory: expected more");
+    GraphoptCode code = open_trainer(*trainer, folder);
+    if (code) graphopt_close(*trainer), *trainer = NULL;
+    return code;
+}
+
+static void close_graph(Graph *g) {
+    for (size_t i = 0; g->input && i < g->inputs; i++) if (g->input[i]) checked(ort->AllocatorFree(memory, g->input[i]));
+    for (size_t i = 0; g->output && i < g->outputs; i++) if (g->output[i]) checked(ort->AllocatorFree(memory, g->output[i]));
+    free(g->input), free(g->output);
+    if (g->session) ort->ReleaseSession(g->session);
+}
+
+void graphopt_close(GraphoptTrainer *t) {
+    if (!t) return;
+    for (size_t i = 0; t->input && i < t->train.inputs; i++) {
+        if (t->input[i].value) ort->ReleaseValue(t->input[i].value);
+        if (t->input[i].info) ort->ReleaseTypeInfo(t->input[i].info);
+    }
+    close_graph(&t->train), close_graph(&t->evaluate);
+    if (t->env) ort->ReleaseEnv(t->env);
+    free(t->input), free(t->host), free(t->state), free(t);
+}

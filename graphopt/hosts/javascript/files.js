@@ -1,0 +1,64 @@
+/** Read a host folder, and the entries of a safetensors file. */
+
+import { GraphoptError, told } from "./errors.js";
+
+/** Return a function that reads a file of a host folder: an object, a function, a URL, or a path in Node. */
+export function reader(files) {
+  const isFolder = typeof files === "string" || files instanceof URL;
+  if (!isFolder && (typeof files !== "object" || files === null) && typeof files !== "function")
+    throw new GraphoptError(
+      `files: expected a host folder: a path, a URL, a function or an object, found ${told(files)}`,
+    );
+  return async (name) => {
+    const bytes = await (isFolder ? fromFolder(files, name) : typeof files === "function" ? files(name) : files[name]);
+    if (bytes instanceof ArrayBuffer || ArrayBuffer.isView(bytes)) return bytesOf(name, bytes);
+    throw new GraphoptError(`${name}: expected its bytes, a Uint8Array or an ArrayBuffer, found ${told(bytes)}`);
+  };
+}
+
+/** Return bytes as a Uint8Array of their own. */
+export function bytesOf(what, bytes) {
+  if (bytes instanceof ArrayBuffer) return new Uint8Array(bytes);
+  if (ArrayBuffer.isView(bytes)) return new Uint8Array(bytes.buffer, bytes.byteOffset, bytes.byteLength).slice();
+  throw new GraphoptError(`${what}: expected bytes, a Uint8Array or an ArrayBuffer, found ${told(bytes)}`);
+}
+
+async function fromFolder(folder, name) {
+  const address = `${String(folder).replace(/\/$/, "")}/${name}`;
+  const disk = globalThis.process?.getBuiltinModule?.("node:fs/promises"); // Node, from 20.16; no bundler follows it
+  try {
+    if (disk && !/^(https?|data|blob):/.test(address))
+      return await disk.readFile(address.startsWith("file:") ? new URL(address) : address);
+    const response = await fetch(address);
+    if (response.ok) return await response.arrayBuffer();
+    throw new Error(`status ${response.status}`);
+  } catch (error) {
+    const found = ["ENOENT", "ENOTDIR"].includes(error.code) ? "none" : error.message;
+    throw new GraphoptError(`${address}: expected a file of a host folder, found ${found}: write it with export_hosts`);
+  }
+}
+
+/** Return the contract, host.json. */
+export function contractOf(bytes) {
+  let host;
+  const text = new TextDecoder().decode(bytes);
+  try {
+    host = JSON.parse(text);
+  } catch {
+    throw new GraphoptError(`host.json: expected JSON, found '${text.slice(0, 30)}': write it with export_hosts again`);
+  }
+  const found = `${host?.format ?? "other JSON"}${host?.version === undefined ? "" : ` version ${host.version}`}`;
+  if (found === "graphopt.host version 1") return host;
+  throw new GraphoptError(`host.json: expected graphopt.host version 1, found ${found}: install another graphopt`);
+}
+
+/** Return the entries of a safetensors file by name, and its numbers. */
+export function safetensors(bytes) {
+  try {
+    const begin = 8 + Number(new DataView(bytes.buffer).getBigUint64(0, true));
+    const { __metadata__, ...entries } = JSON.parse(new TextDecoder().decode(bytes.subarray(8, begin)));
+    return { entries, numbers: bytes.subarray(begin) };
+  } catch (error) {
+    throw new GraphoptError(`checkpoint: expected a safetensors file, found ${bytes.length} bytes: ${error.message}`);
+  }
+}
