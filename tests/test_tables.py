@@ -21,7 +21,6 @@ import graphopt
 import passes
 from graphopt import cli, data, models
 from graphopt.data import Category, Columns, Date, Number
-from graphopt.data.tables import columns_of
 from graphopt.errors import GraphoptError
 from graphopt.training.evaluation import predict
 
@@ -336,12 +335,13 @@ def test_auto_names_columns_without_a_kind(cells: Any, error: str | None) -> Non
         ({"a": "number"}, {"a": "number"}),
         ({"c": "category", "*": "auto"}, {"a": "number", "b": "category", "c": "category"}),
         ({"*": "category", "b": None}, {"a": "category", "c": "category"}),
+        ({"*": "auto", "target": None}, {"a": "number", "b": "category", "c": "number"}),
     ],
 )
 def test_descriptions(description: Any, expected: dict[str, str]) -> None:
     table = {"a": np.arange(3), "b": np.array(["u", "v", "u"], object), "c": np.arange(3)}
-    found = columns_of(description, table).columns
-    assert {name: column.kind for name, column in found.items()} == expected
+    found = data.table({**table, "target": [0, 1, 1]}, columns=description).columns
+    assert found is not None and {name: column.kind for name, column in found.columns.items()} == expected
 
 
 @pytest.mark.parametrize(

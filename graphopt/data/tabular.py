@@ -11,7 +11,7 @@ import numpy as np
 
 from graphopt.data.columns import Category, is_missing
 from graphopt.data.dataset import FEATURES, TARGET, WEIGHT, Dataset
-from graphopt.data.tables import Columns, cells, columns_of, named_in
+from graphopt.data.tables import Columns, cells, check_description, columns_of, named_in
 from graphopt.errors import GraphoptError, some, unknown
 
 IN_MEMORY = "data"  # the path of a table that is no file
@@ -97,9 +97,11 @@ def option(path: str, name: str, value: str) -> str:
 def _check_known(
     path: str, used: Iterable[str], names: Sequence[str], targets: Sequence[str], columns: Any
 ) -> None:
-    known, learnt = set(names), columns.columns if isinstance(columns, Columns) else ()
+    """Raise an error if a column is missing, or is both a feature and predicted."""
+    known, learnt = set(names), columns.columns if isinstance(columns, Columns) else {}
+    wanted = {} if columns is None else learnt or check_description(columns)
     for name in used:
-        if name in targets and columns is not None and name in named_in(columns, ()):
+        if name in targets and wanted.get(name) is not None:
             raise GraphoptError(
                 f"{path}: column {name!r}: expected a feature, found the column to predict: leave it out of columns"
             )

@@ -99,7 +99,7 @@ def predict(
     Args:
         model: an executor, which computes with its current weights, or an inference model.
         data: data with rows, as in `fit`, or X alone, which feeds the only input; a table, for a model that takes its
-            columns (`graphopt.data.Columns.before`).
+            columns, `graphopt.data.Columns.before`.
         batch_size: the number of rows per call; a model with a fixed batch uses its own.
         allow_nan: accept data that contains NaN or infinities.
         device: where to compute with a model; by default, the CPU. An executor has its own.
@@ -118,11 +118,11 @@ def predict(
     model = model if isinstance(model, Executor) else load(model)
     inputs, compute = _outputs_of(model, device)
     columns = None if isinstance(model, Executor) else Columns.taken_by(model)
-    if columns is not None:
+    if columns is None:
+        chosen = features_of(data)
+    else:
         table = (data.table or data.arrays) if isinstance(data, Dataset) else data
         chosen, allow_nan = Dataset(columns.inputs(table)), True
-    else:
-        chosen = features_of(data)
     if set(inputs) <= set(chosen.arrays):  # a data set may have arrays for other models, too
         chosen = Dataset({name: chosen.arrays[name] for name in inputs})
     batches = Batches(chosen, inputs, allow_nan=allow_nan)
