@@ -1,13 +1,76 @@
 """Define the error that graphopt raises for everything that a user can correct."""
 
+import difflib
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 LONGEST = 2_000  # characters of a message
 LONGEST_WORD = 200  # characters of a word, or of a text in quotes
 LONG = re.compile(rf"(?<=')[^']{{{LONGEST_WORD},}}(?=')|[^\s']{{{LONGEST_WORD},}}")
 CUT = "..."
+MOST_COMPARED = 1_000  # names among which `nearest` looks
+LONGEST_COMPARED = 60  # characters of a name that `nearest` looks for
+
+# Words of other libraries, and graphopt's for the same thing: each line has one meaning, without case and underscores.
+MEANINGS = """
+accumulate accumulation accumulategradbatches gradientaccumulationsteps
+accuracy acc valacc valaccuracy score
+batchsize bs batch minibatch minibatchsize traindataloaderbatchsize perdevicetrainbatchsize
+beta1 b1 betas
+beta2 b2
+binarycrossentropy bce bceloss bcewithlogits bcewithlogitsloss binarycrossentropywithlogits logloss
+callbacks callback hooks hook
+checkpoint checkpoints checkpointdir checkpointpath ckpt ckptpath savedir outputdir modelcheckpoint
+classweights classweight
+clip gradclip gradientclip gradientclipval clipnorm clipvalue clipgradnorm
+cnn convnet conv convolutional resnet
+clipglobalnorm clipbyglobalnorm clipgradnorm
+cosine cosineannealing cosineannealinglr cosinedecay
+crossentropy crossentropyloss categoricalcrossentropy sparsecategoricalcrossentropy ce nll nllloss softmaxloss
+device accelerator gpu gpus usecuda
+epochs epoch nepochs numepochs maxepochs numtrainepochs nepoch maxiter niter iterations
+epsilon eps
+evaluate test score validate eval
+csv readcsv
+executor session inferencesession
+exponential exponentiallr exponentialdecay
+f1 f1score
+fit train training learn
+freeze frozen trainable
+huber smoothl1 smoothl1loss huberloss
+kldivergence kl kldiv kldivloss
+learningrate lr eta stepsize learningrateinit baselr initiallr
+limit maxtime timeout
+linear dense logisticregression linearregression
+loss criterion lossfn lossfunction objective
+meanabsoluteerror mae l1loss valmae
+meansquarederror mse mseloss l2loss valmse
+metrics metric scoring
+mlp net network feedforward
+monitor metric
+optimizer optim optimiser solver updater
+parameters params weights trainable
+poisson poissonnllloss
+predict infer inference forward call
+prefetch numworkers workers
+restorebest restorebestweights
+resume resumefromcheckpoint fromcheckpoint initialepoch
+schedule scheduler lrscheduler learningrateschedule lrschedule
+seed randomstate randomseed rng manualseed
+stepdecay steplr
+stepsperepoch limittrainbatches samplesperepoch batchesperepoch
+threads nthreads numthreads njobs ncores intraopnumthreads
+timelimit maxtime timer
+transformer gpt languagemodel
+transform augment augmentation augmenter preprocess
+validation validationsplit validationdata validationfraction valdata valsplit valid val evalset testsize validset
+validationevery validationfreq evalevery checkvaleverynepoch
+validationloss valloss evalloss testloss
+verbose progress progressbar verbosity enableprogressbar
+weightdecay wd decay l2 l2penalty
+"""
 
 
 class GraphoptError(ValueError):
@@ -97,9 +160,44 @@ def cause(error: BaseException) -> str:
     return line(root(error))
 
 
+def _plain(name: str) -> str:
+    """Return the last part of a dotted name in small letters and digits."""
+    return re.sub(r"[\W_]", "", name.rpartition(".")[2].lower())
+
+
+def nearest(name: str, names: Iterable[object]) -> str | None:
+    """Return the one of `names` that is probably meant by an unknown `name`, or None.
+
+    >>> nearest("learnin_rate", ["epochs", "learning_rate"]), nearest("lr", ["epochs", "learning_rate"])
+    ('learning_rate', 'learning_rate')
+    """
+    sought = _plain(name)
+    if not sought or len(name) > LONGEST_COMPARED:
+        return None
+    known = {_plain(text): text for text in islice(map(str, names), MOST_COMPARED)}
+    if sought in known:
+        return known[sought]
+    for meaning in MEANINGS.splitlines():
+        words = meaning.split()
+        if sought in words:
+            for word in words:
+                if word in known:
+                    return known[word]
+    near = difflib.get_close_matches(sought, known, n=1, cutoff=0.65)
+    if not near and len(sought) > 2:
+        near = sorted((text for text in known if text.startswith(sought)), key=len)
+    return known[near[0]] if near else None
+
+
 def unknown(kind: str, name: str, names: Iterable[object]) -> str:
-    """Return an error message for an unknown `name` that lists the known `names`."""
-    return f"unknown {kind} {name!r}; known: {', '.join(sorted(map(str, names))) or 'none'}"
+    """Return an error message for an unknown `name` that tells the nearest of the known `names`, and lists them.
+
+    >>> unknown("option", "epoch", ["epochs", "seed"])
+    "unknown option 'epoch', nearest: 'epochs'; known: epochs, seed"
+    """
+    known = sorted(map(str, names))
+    meant = nearest(name, known)
+    return f"unknown {kind} {name!r}{f', nearest: {meant!r}' if meant else ''}; known: {', '.join(known) or 'none'}"
 
 
 def some(texts: Sequence[str], most: int = 3) -> str:

@@ -682,7 +682,8 @@ def test_wrong_options(make: Any, message: str) -> None:
 
 def test_a_measure_that_is_not_there() -> None:
     with pytest.raises(
-        graphopt.GraphoptError, match="EarlyStopping: unknown measure 'acuracy'; known: accuracy"
+        graphopt.GraphoptError,
+        match="EarlyStopping: unknown measure 'acuracy', nearest: 'accuracy'; known: accuracy",
     ):
         graphopt.fit(executor(), DATA, **OPTIONS, callbacks=[callbacks.EarlyStopping("acuracy")])
     with pytest.raises(graphopt.GraphoptError, match="expected rows held out, found none"):
@@ -763,10 +764,13 @@ def test_a_class_of_your_own(
 @pytest.mark.parametrize(
     ("field", "message"),
     [
-        ("+callbacks.early=3", "callbacks: unknown callback 'early'; known: adaptive, csv, early_stopping"),
+        (
+            "+callbacks.early=3",
+            "callbacks: unknown callback 'early', nearest: 'early_stopping'; known: adaptive",
+        ),
         (
             "callbacks.early_stopping={patiense: 3}",
-            "callbacks.early_stopping: unknown field 'patiense'; known: min_",
+            "callbacks.early_stopping: unknown field 'patiense', nearest: 'patience'; known: min_",
         ),
         (
             "callbacks.early_stopping={patience: x}",

@@ -106,7 +106,10 @@ def test_hosts_get_the_recipe_s_training_graph(capsys: pytest.CaptureFixture[str
         f"fc{i}.{part}.momentum" for i in range(2) for part in ("bias", "weight")
     ]
     assert cli.main([*arguments, "hosts.bach=8"]) == 1
-    assert "hosts: unknown field 'bach'; known: batch, target, unroll" in capsys.readouterr().err
+    assert (
+        "hosts: unknown field 'bach', nearest: 'batch'; known: batch, target, unroll"
+        in capsys.readouterr().err
+    )
 
 
 @pytest.mark.slow
@@ -248,9 +251,15 @@ REFUSED = {
     ),
     "a value that is gone": (["~data.path"], "data.path: expected a value, found none: add +data.path=..."),
     "recipe": (["optimizer=foo"], "unknown optimizer 'foo'; known: adagrad, adam, adamw"),
-    "group": (["optimizr=adam"], "unknown option 'optimizr'; known: accumulate, callbacks, clip"),
-    "field": (["optimizer.lr=1"], "optimizer: unknown field 'lr'; known: beta1"),
-    "added field": (["+optimizer.lr=1"], "optimizer: unknown field 'lr'; known: beta1"),
+    "group": (
+        ["optimizr=adam"],
+        "unknown option 'optimizr', nearest: 'optimizer'; known: accumulate, callbacks, clip",
+    ),
+    "field": (["optimizer.lr=1"], "optimizer: unknown field 'lr', nearest: 'learning_rate'; known: beta1"),
+    "added field": (
+        ["+optimizer.lr=1"],
+        "optimizer: unknown field 'lr', nearest: 'learning_rate'; known: beta1",
+    ),
     "value": (["optimizer.learning_rate=fast"], "optimizer.learning_rate: expected float, found 'fast'"),
     "group of parameters": (
         ["optimizer.groups=[{pattern: w}]"],

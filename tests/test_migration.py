@@ -205,7 +205,10 @@ def test_session_options_reach_the_runtime() -> None:
 @pytest.mark.parametrize(
     ("option", "message"),
     [
-        ({"threads": 2}, "unknown session option 'threads'; known: .*intra_op_num_threads"),
+        (
+            {"threads": 2},
+            "unknown session option 'threads', nearest: 'intra_op_num_threads'; known: .*intra_op_num_threads",
+        ),
         (
             {"inter_op_num_threads": "two"},
             "session_options.inter_op_num_threads: expected another value, found",

@@ -506,11 +506,13 @@ def test_wrong_options():
     with pytest.raises(graphopt.GraphoptError, match="native: expected auto, true or false, found 'fast'"):
         graphopt.Executor(step_of(), native="fast")
     with pytest.raises(
-        graphopt.GraphoptError, match="unknown lowering 'kernel'; known: convolutions, kernels"
+        graphopt.GraphoptError,
+        match="unknown lowering 'kernel', nearest: 'kernels'; known: convolutions, kernels",
     ):
         Kernels(["kernel"])
     with pytest.raises(
-        graphopt.GraphoptError, match="unknown target 'nativ'; known: auto, iree, mnn, native"
+        graphopt.GraphoptError,
+        match="unknown target 'nativ', nearest: 'native'; known: auto, iree, mnn, native",
     ):
         graphopt.Executor(step_of(), target="nativ")
     with pytest.raises(graphopt.GraphoptError, match="target: expected one of the options native and target"):

@@ -6,7 +6,6 @@ scikit-learn's metrics of the same names define the values.
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -18,7 +17,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from graphopt.errors import GraphoptError
+from graphopt.errors import GraphoptError, unknown
 from graphopt.graph.metadata import TargetSpec
 from graphopt.graph.roles import Role, role_of
 from graphopt.moments import Moments
@@ -168,7 +167,7 @@ class OfClasses(OfCounts):
     def __init__(self, of_class: Callable[..., np.ndarray], /, average: str | None = None) -> None:
         super().__init__()
         if average is not None and average not in AVERAGES:
-            raise GraphoptError(f"metrics: {_nearest('average', average, AVERAGES)}")
+            raise GraphoptError(f"metrics: {unknown('average', average, AVERAGES)}")
         self._of_class, self._average = of_class, average
 
     def name(self, known_as: str) -> str:
@@ -317,7 +316,7 @@ def named(wanted: Wanted) -> tuple[str, Metric]:
         raise GraphoptError(f"metrics: expected one name with its options, found {dict(chosen)}")
     ((known_as, options),) = chosen.items()
     if known_as not in METRICS:
-        raise GraphoptError(_nearest("metric", str(known_as), METRICS))
+        raise GraphoptError(unknown("metric", str(known_as), METRICS))
     kind, options = METRICS[known_as], {} if options is None else options
     if not isinstance(options, Mapping):
         raise GraphoptError(f"metrics: {known_as}: expected a mapping of options, found {options!r}")
@@ -325,9 +324,7 @@ def named(wanted: Wanted) -> tuple[str, Metric]:
     known = [name for name, x in parameters.items() if x.kind is not x.POSITIONAL_ONLY]
     for option in options:
         if option not in known:
-            raise GraphoptError(
-                f"metrics: {known_as}: unknown option {option!r}; known: {', '.join(known) or 'none'}"
-            )
+            raise GraphoptError(f"metrics: {known_as}: {unknown('option', str(option), known)}")
     metric = kind(**options)
     return metric.name(known_as), metric
 
@@ -419,10 +416,3 @@ def _by_class(array: np.ndarray, axis: int) -> np.ndarray:
 
 def _columns(array: np.ndarray) -> np.ndarray:
     return np.reshape(array, (len(array), -1)).astype(np.float64)
-
-
-def _nearest(kind: str, name: str, names: Sequence[str] | Mapping[str, Any]) -> str:
-    """Return an error message for an unknown name, with the nearest known one first."""
-    near = difflib.get_close_matches(name, names, n=1, cutoff=0.4)
-    meant = f", nearest: {near[0]!r}" if near else ""
-    return f"unknown {kind} {name!r}{meant}; known: {', '.join(sorted(names))}"
