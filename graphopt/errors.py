@@ -33,11 +33,18 @@ device accelerator gpu gpus usecuda
 epochs epoch nepochs numepochs maxepochs numtrainepochs nepoch maxiter niter iterations
 epsilon eps
 evaluate test score validate eval
-csv readcsv
+csv readcsv tsv excel xlsx
+cuda gpu
+data dataset datasets traindata datafile
+delimiter sep separator
 executor session inferencesession
 exponential exponentiallr exponentialdecay
 f1 f1score
 fit train training learn
+float16 fp16 half amp autocast mixedprecision
+bfloat16 bf16
+folder output out outdir outputdir logdir rundir defaultrootdir
+globalnorm norm clipnorm
 freeze frozen trainable
 huber smoothl1 smoothl1loss huberloss
 kldivergence kl kldiv kldivloss
@@ -48,15 +55,28 @@ loss criterion lossfn lossfunction objective
 meanabsoluteerror mae l1loss valmae
 meansquarederror mse mseloss l2loss valmse
 metrics metric scoring
+model arch architecture network net
+native kernels
+none null no off false float32 fp32
 mlp net network feedforward
 monitor metric
 optimizer optim optimiser solver updater
 parameters params weights trainable
 poisson poissonnllloss
+path file filename filepath
 predict infer inference forward call
+precision amp fp16 bf16 half
 prefetch numworkers workers
+quiet verbose silent verbosity
+regularizer penalty regularization
+earlystopping patience earlystop restorebestweights
+report summary
 restorebest restorebestweights
-resume resumefromcheckpoint fromcheckpoint initialepoch
+resume resumefromcheckpoint fromcheckpoint initialepoch warmstart continue
+rocauc auc rocaucscore
+standardize scale scaler standardscaler normalize normalization
+strength alpha lambda penalty l2
+target label y
 schedule scheduler lrscheduler learningrateschedule lrschedule
 seed randomstate randomseed rng manualseed
 stepdecay steplr
@@ -165,7 +185,7 @@ def _plain(name: str) -> str:
     return re.sub(r"[\W_]", "", name.rpartition(".")[2].lower())
 
 
-def nearest(name: str, names: Iterable[object]) -> str | None:
+def nearest(name: str, names: Iterable[object], cutoff: float = 0.65) -> str | None:
     """Return the one of `names` that is probably meant by an unknown `name`, or None.
 
     >>> nearest("learnin_rate", ["epochs", "learning_rate"]), nearest("lr", ["epochs", "learning_rate"])
@@ -183,20 +203,22 @@ def nearest(name: str, names: Iterable[object]) -> str | None:
             for word in words:
                 if word in known:
                     return known[word]
-    near = difflib.get_close_matches(sought, known, n=1, cutoff=0.65)
+    near = difflib.get_close_matches(sought, known, n=1, cutoff=cutoff)
     if not near and len(sought) > 2:
         near = sorted((text for text in known if text.startswith(sought)), key=len)
     return known[near[0]] if near else None
 
 
-def unknown(kind: str, name: str, names: Iterable[object]) -> str:
+def unknown(kind: str, name: str, names: Iterable[object], elsewhere: Iterable[str] = ()) -> str:
     """Return an error message for an unknown `name` that tells the nearest of the known `names`, and lists them.
+
+    `elsewhere` are other names that may be meant, such as paths of fields in other parts of a recipe.
 
     >>> unknown("option", "epoch", ["epochs", "seed"])
     "unknown option 'epoch', nearest: 'epochs'; known: epochs, seed"
     """
     known = sorted(map(str, names))
-    meant = nearest(name, known)
+    meant = nearest(name, known) or nearest(name, elsewhere, cutoff=0.8)
     return f"unknown {kind} {name!r}{f', nearest: {meant!r}' if meant else ''}; known: {', '.join(known) or 'none'}"
 
 

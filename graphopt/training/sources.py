@@ -17,6 +17,7 @@ from graphopt.data.loader import Rows, draw
 from graphopt.data.streams import Drawn, Stream
 from graphopt.errors import GraphoptError
 from graphopt.runtime.executor import Executor
+from graphopt.training.advice import advise
 from graphopt.training.options import FitOptions
 
 
@@ -63,6 +64,7 @@ class RowEpochs(Epochs):
     def __init__(
         self, batches: Batches, rows: Rows, options: FitOptions, workers: Communicator, trained: int
     ) -> None:
+        advise(batches, len(rows), options.batch_size)
         self.batches, self._rows, self._options, self._workers = batches, rows, options, workers
         self.count, self.steps = len(rows), math.ceil(len(rows) / options.batch_size)
         self.is_lazy = batches.is_lazy
