@@ -12,10 +12,9 @@ from typing import Any
 import yaml  # type: ignore[import-untyped]
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
-from rich.console import Console
 from rich.table import Column, Table
 
-from graphopt.cli.messages import wide
+from graphopt.cli.messages import new_console, wide
 from graphopt.cli.run_folder import METRICS_FILE
 from graphopt.errors import GraphoptError
 from graphopt.files import write
@@ -73,7 +72,7 @@ def compare(folder: str | os.PathLike[str]) -> Path:
     table = Table(*columns, title=str(folder), title_justify="left", title_style="")
     for row in rows:
         table.add_row(*row)
-    wide(Console()).print(table)
+    wide(new_console()).print(table)
     curves = html.section("Curves", html.charts(_charts(runs, options, measures)))
     last = html.section("Last epoch of each run", html.table(header, rows))
     write(folder / PAGE, html.page(str(folder), f"{len(runs)} runs", curves, last))
