@@ -96,6 +96,8 @@ def write(draw: random.Random, folder: Path) -> list[str]:
             arguments.append(
                 draw.choice(["a", "=", "a=", "=b", "-", "x=[", "x={", "model=", "--cfg", "~optimizer"])
             )
+    if draw.random() < 0.3:
+        arguments += write_run(draw, folder)
     if draw.random() < 0.5:
         arguments += ["--config-dir", "own", "experiment=own"]
         own = folder / "own" / "experiment"
@@ -113,6 +115,52 @@ def write(draw: random.Random, folder: Path) -> list[str]:
             text = text[:place_of_change] + draw.choice("\t{}[]:&*!%@\0\"'- ") + text[place_of_change + 1 :]
         (own / "own.yaml").write_text(text)
     return arguments
+
+
+@functools.cache
+def _composed() -> str:
+    """Return a recipe as a run records it."""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        main(["--cfg", "job", "data=csv", "data.path=t.csv", "model=m.onnx", "fit.epochs=1"])
+    return printed.getvalue()
+
+
+def write_run(draw: random.Random, folder: Path) -> list[str]:
+    """Write the folder of a run of someone else, mutated, and return arguments that name it."""
+    record = folder / "theirs" / ".hydra"
+    record.mkdir(parents=True)
+    fields = yaml.safe_load(_composed())
+    for _ in range(draw.choice([0, 1, 1, 2, 3])):
+        place = fields
+        *parents, last = draw.choice([*_paths(), "pipeline.own", "trust", "hydra.job.name", "unused"]).split(
+            "."
+        )
+        for name in parents:
+            place[name] = place = place[name] if isinstance(place.get(name), dict) else {}
+        place[last] = draw.choice(VALUES)
+    hydra: Any = {
+        "hydra": {"runtime": {"choices": {"data": "csv", "optimizer": "adamw"}, "cwd": draw.choice(VALUES)}}
+    }
+    contents = {
+        "config.yaml": fields,
+        "hydra.yaml": hydra,
+        "overrides.yaml": ["trust=[os]", draw.choice(VALUES)],
+    }
+    texts = {name: yaml.safe_dump(content, sort_keys=False) for name, content in contents.items()}
+    texts["signature.json"] = draw.choice(["", "[]", '{"strangers": [], "hmac": ""}', '{"hmac": 3}'])
+    if draw.random() < 0.5:
+        name = draw.choice(sorted(texts))
+        place_of_change = draw.randrange(len(texts[name]) + 1)
+        change = draw.choice(["", "\t", "{", "[", ":", "&a ", "*a", "!!python/name:os.system ", "\0", "\xff"])
+        texts[name] = texts[name][:place_of_change] + change + texts[name][place_of_change + 1 :]
+    for name, text in texts.items():
+        if draw.random() < 0.95:
+            (record / name).write_text(text, encoding="latin-1")
+    (record.parent / "config.yaml").write_text(texts["config.yaml"], encoding="latin-1")
+    return draw.choice(
+        [["run=evaluate", "folder=theirs"], ["run=predict", "folder=theirs"], ["resume=theirs"]]
+    )
 
 
 def attempt(arguments: list[str], folder: Path) -> None:

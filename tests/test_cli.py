@@ -271,9 +271,9 @@ REFUSED = {
     "value": (["optimizer.learning_rate=fast"], "optimizer.learning_rate: expected float, found 'fast'"),
     "group of parameters": (
         ["optimizer.groups=[{pattern: w}]"],
-        "optimizer.groups: expected tuple[Group, ...]",
+        "optimizer.groups: expected a list of Group, each {_target_: passes.Group, ...}",
     ),
-    "groups that are numbers": (["optimizer.groups=[1]"], "optimizer.groups: expected tuple[Group, ...]"),
+    "groups that are numbers": (["optimizer.groups=[1]"], "optimizer.groups: expected a list of Group"),
     "a number for a function": (["loss=custom", "loss.function=3"], "loss.function: expected Callable"),
     "losses that are texts": (
         ["pipeline.loss={_target_: passes.Losses, losses: {y: x}}"],
@@ -308,7 +308,10 @@ REFUSED = {
     "an interpolation that does not end": (["loss.output='\\${'"], ""),
     "a seed of a built-in model": (["model=mlp", "fit.seed=-1"], "seed=-1): expected a whole number in"),
     "nothing to complete": (["-sc"], "--shell-completion: expected install=SHELL"),
-    "syntax": (["optimizer=[adam"], "no viable alternative at input '[adam'"),
+    "syntax": (
+        ["optimizer=[adam"],
+        "optimizer=[adam: expected FIELD=VALUE, found what Hydra cannot read: close its brackets",
+    ),
     "device": (["executor.device=tpu"], "device: expected 'cpu', 'cuda' or 'cuda:N', found 'tpu'"),
     "code": (
         ["loss._target_=os.system"],

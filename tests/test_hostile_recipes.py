@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
+import yaml
 from builders import mlp
 from omegaconf import OmegaConf
 
@@ -995,3 +996,158 @@ def test_a_field_that_another_names_is_found() -> None:
     text = "sizes: {small: 4, large: 64}\nsize: large\nfit: {batch_size: '${sizes.${size}}'}"
     assert run(experiment(text), [*NAMED, "run=compile"], ["folder=out"]) == 0
     assert "batch_size: 64" in Path("out/config.yaml").read_text()
+
+
+def _runs_folder(change: Callable[[Path, dict[str, Any]], None]) -> None:
+    """Write the folder of a run, `../evil/run`, as someone else has changed it."""
+    global seen
+    seen = None
+    assert cli.main([*NAMED, "fit.epochs=1", "folder=../evil/run"]) == 0
+    record = Path("../evil/run/.hydra")
+    (record / "signature.json").unlink()
+    fields = yaml.safe_load((record / "config.yaml").read_text())
+    change(record, fields)
+    if (record / "config.yaml").is_file():
+        (record / "config.yaml").write_text(yaml.safe_dump(fields, sort_keys=False))
+    seen = []
+
+
+def _set(**parts: Any) -> Callable[[Path, dict[str, Any]], None]:
+    """Set fields of a recorded recipe."""
+
+    def change(_: Path, fields: dict[str, Any]) -> None:
+        for name, value in parts.items():
+            old = fields.get(name)
+            fields[name] = {**old, **value} if isinstance(old, dict) and isinstance(value, dict) else value
+
+    return change
+
+
+CODE = {"_target_": "os.mkdir", "path": "pwned"}
+# Recorded recipes of someone else: what is changed in them, and what the error has to say.
+RUN_ATTACKS: dict[str, tuple[Callable[[Path, dict[str, Any]], None], str]] = {
+    "code in place of a loss": (_set(loss=CODE), "loss._target_"),
+    "code in the pipeline": (_set(pipeline={"loss": CODE}), "pipeline.loss._target_"),
+    "code as a callback": (_set(callbacks={"x": CODE}), "callbacks.x._target_"),
+    "code that no one reads": (_set(unused={"x": [CODE]}), "unused.x[0]._target_"),
+    "trust": (_set(trust=["os"], loss=CODE), "trust=[os] on the command line"),
+    "trust in its command line": (
+        lambda record, fields: (
+            (record / "overrides.yaml").write_text("- trust=[os]\n- loss._target_=os.mkdir\n"),
+            fields.update(loss=CODE),
+        ),
+        "trust=[os] on the command line",
+    ),
+    "a signature of its own": (
+        lambda record, fields: (
+            (record / "signature.json").write_text('{"strangers": [], "hmac": "00"}'),
+            fields.update(loss=CODE),
+        ),
+        "loss._target_",
+    ),
+    "data elsewhere": (
+        _set(data={"path": "../secret.npz"}),
+        "data.path: expected a file below the working directory",
+    ),
+    "data elsewhere in its command line": (
+        lambda record, fields: (
+            (record / "overrides.yaml").write_text("- data.path=../secret.npz\n"),
+            fields["data"].update(path="../secret.npz"),
+        ),
+        "data.path: expected a file below the working directory",
+    ),
+    "validation elsewhere": (
+        _set(fit={"validation": "../secret.npz"}),
+        "fit.validation: expected a file below",
+    ),
+    "a model elsewhere": (_set(model="../secret.onnx"), "model: expected a file below"),
+    "a library": (_set(executor={"custom_ops": ["x.so"]}), "executor.custom_ops"),
+    "options that write files": (
+        _set(executor={"provider_options": {"a": "b"}}),
+        f"executor.provider_options.a: {TRUST}",
+    ),
+    "no limits": (_set(limits={"nodes": 10**12}), f"limits.nodes: {TRUST}"),
+    "a log elsewhere": (
+        _set(callbacks={"csv": "../pwned"}),
+        "callbacks.csv.path: expected a file below the run's",
+    ),
+    "a tracker": (
+        _set(callbacks={"tracker": "wandb"}),
+        "callbacks.tracker: expected it on the command line alone",
+    ),
+    "the environment": (_set(loss={"output": "${oc.env:HOME}"}), "Unsupported interpolation type oc.env"),
+    "references that double": (
+        _set(**{f"b{i}": f"${{b{i - 1}}}${{b{i - 1}}}" if i else "x" for i in range(40)}),
+        "expected at most 100,000 characters and values once its references are resolved",
+    ),
+    "what is deep": (
+        _set(x=yaml.safe_load(60 * "[" + 60 * "]")),
+        "expected mappings and lists of at most 50 levels",
+    ),
+    "what is large": (_set(x="y" * 200_000), "expected a file of at most 100,000 bytes"),
+    "a list": (lambda record, fields: (record / "hydra.yaml").write_text(BOMB), "without YAML aliases"),
+}
+
+
+@pytest.mark.parametrize("attack", RUN_ATTACKS)
+@pytest.mark.parametrize(
+    "arguments", [["evaluate", "folder=../evil/run"], ["resume=../evil/run", "fit.epochs=2"]]
+)
+@pytest.mark.slow
+def test_the_run_of_someone_else_is_refused_in_one_line(
+    attack: str, arguments: list[str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    change, error = RUN_ATTACKS[attack]
+    _runs_folder(change)
+    capfd.readouterr()
+    assert cli.main(arguments) == 1
+    said = capfd.readouterr().err
+    assert said.count("\n") == 1 and said.startswith("graphopt: error: ") and error in said, said
+    assert seen == []
+    assert not Path("pwned").exists() and not Path("runs").exists()
+
+
+@pytest.mark.parametrize("place", ["config.yaml", ".hydra/config.yaml", ".hydra/overrides.yaml"])
+def test_a_link_in_the_run_of_someone_else_is_not_read(place: str, capfd: pytest.CaptureFixture[str]) -> None:
+    _runs_folder(lambda *_: None)
+    path = Path("../evil/run", place)
+    path.unlink()
+    path.symlink_to(Path("../secret.yaml").resolve())
+    capfd.readouterr()
+    assert cli.main(["evaluate", "folder=../evil/run"]) == 1
+    assert "expected a file of at most 100,000 bytes, found another" in capfd.readouterr().err
+    assert seen == []
+
+
+@pytest.mark.slow
+def test_what_the_run_of_someone_else_must_not_decide_is_not_taken_from_it() -> None:
+    changed = {
+        "folder": "../pwned",
+        "resume": "../outside",
+        "run": "artifacts",
+        "predictions": "../pwned.csv",
+    }
+    _runs_folder(
+        _set(**changed, launcher={"_target_": "graphopt.distributed.launchers.LocalLauncher"}, hydra=CODE)
+    )
+    assert cli.main(["evaluate", "folder=../evil/run"]) == 0
+    assert cli.main(["predict", "folder=../evil/run"]) == 0
+    assert Path("../evil/run/predictions.npz").is_file() and not Path("../pwned").exists()
+    assert seen == []
+
+
+@pytest.mark.slow
+def test_continuing_the_run_of_someone_else_does_not_make_it_one_s_own(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    def change(record: Path, _: dict[str, Any]) -> None:
+        (record / "overrides.yaml").write_text("- trust=[os]\n- data.path=../secret.npz\n")
+
+    _runs_folder(change)
+    for epochs in (2, 3):
+        assert cli.main(["resume=../evil/run", f"fit.epochs={epochs}", "data.path=train.npz"]) == 0
+    config = Path("../evil/run/.hydra/config.yaml")
+    config.write_text(config.read_text().replace("train.npz", "../secret.npz"))
+    assert cli.main(["evaluate", "folder=../evil/run"]) == 1
+    assert "data.path: expected a file below the working directory" in capfd.readouterr().err
+    assert seen == []

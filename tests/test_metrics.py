@@ -291,7 +291,7 @@ def test_metrics_of_a_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ca
     for wrong, error in {
         "[acuracy]": "nearest: 'accuracy'",
         "[package_of_mine.share]": "expected graphopt's own or trusted code, found 'package_of_mine.share'",
-        "accuracy": "fit.metrics: expected",
+        "3": "fit.metrics: expected",
         "[mae]": "mae: expected regression, found classification",
     }.items():
         assert cli.main([*run, "folder=wrong", f"fit.metrics={wrong}"]) == 1

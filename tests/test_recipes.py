@@ -210,7 +210,7 @@ def test_types_of_the_executors_fields_are_found_so_that_recipes_are_checked() -
     hints = typing.get_type_hints(graphopt.Executor.Options)
     assert hints["threads"] == int | None
     assert hints["as_numpy"] is bool
-    with pytest.raises(graphopt.GraphoptError, match=r"threads: expected int or None, found 2.5"):
+    with pytest.raises(graphopt.GraphoptError, match=r"threads: expected int or null, found 2.5"):
         validation.check_fields(graphopt.Executor, {"threads": 2.5}, "executor", ("step",))
 
 

@@ -7,14 +7,13 @@ import contextlib
 import os
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any, NoReturn
 
 from hydra.core.hydra_config import HydraConfig
-from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
@@ -23,15 +22,22 @@ from rich.console import Console
 from yaml import YAMLError  # type: ignore[import-untyped]
 
 from graphopt.cli.comparison import say_compared
-from graphopt.cli.composition.hydra_config import COMPOSITION_ERRORS, PRIMARY, CommandLine, composing
+from graphopt.cli.composition.hydra_config import (
+    COMPOSITION_ERRORS,
+    PRIMARY,
+    CommandLine,
+    composing,
+    known_fields,
+)
 from graphopt.cli.composition.recipe import Recipe
 from graphopt.cli.help import help_page
-from graphopt.cli.messages import complain, line_of, say, warn
+from graphopt.cli.messages import complain, line_of, say, tell_record, warn
 from graphopt.cli.processes import check_processes, installed_first
-from graphopt.cli.run_folder import CONFIG, leave, write_hydra
+from graphopt.cli.run_folder import CONFIG, check_no_run, leave
 from graphopt.cli.train import parameter_count, train
 from graphopt.cli.trained import Trained, write_metrics, write_predictions
-from graphopt.errors import GraphoptError, cause, unknown
+from graphopt.cli.words import check_words, field_of
+from graphopt.errors import GraphoptError, cause, nearest, unknown
 from graphopt.files import write
 from graphopt.graph.listing import size
 from graphopt.graph.storage import save
@@ -77,7 +83,15 @@ class _Parser(argparse.ArgumentParser):
     """Report wrong arguments as a GraphoptError."""
 
     def error(self, message: str) -> NoReturn:
-        raise GraphoptError(f"{message}: write fields as key=value, and see graphopt --help for options")
+        if not message.startswith("unrecognized arguments"):
+            raise GraphoptError(f"{message}: see graphopt --help")
+        option = message.rpartition(": ")[2].split(" ")[0].partition("=")[0]
+        near = nearest(option, [name for action in self._actions for name in action.option_strings])
+        field = near or nearest(option, known_fields()) or "key"
+        meant = field if field == near else f"{field}=value"
+        raise GraphoptError(
+            f"{message}: write fields as key=value, such as {meant}, and see graphopt --help for options"
+        )
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -102,7 +116,8 @@ def _run(arguments: argparse.Namespace) -> None:
         print(_version())
         return
     words = arguments.arguments
-    overrides = words if arguments.shell_completion else [_field(word) for word in words]
+    check_words(words, _RUNS)
+    overrides = words if arguments.shell_completion else [field_of(word, _RUNS) for word in words]
     command_line = CommandLine.of(overrides, arguments.config_dir)
     with composing(command_line) as hydra:
         if arguments.help:
@@ -116,6 +131,12 @@ def _run(arguments: argparse.Namespace) -> None:
         elif arguments.hydra_help:
             hydra.hydra_help(None, _parser(), argparse.Namespace(overrides=overrides))
         elif arguments.cfg:
+            if arguments.package:
+                config = hydra.config_loader.load_configuration(PRIMARY, overrides, RunMode.RUN)
+                if OmegaConf.select(config, arguments.package.partition("=")[0]) is None:
+                    raise GraphoptError(
+                        f"--package: {unknown('field', arguments.package, config, known_fields())}"
+                    )
             hydra.show_cfg(PRIMARY, overrides, arguments.cfg, arguments.package, arguments.resolve)
         elif arguments.info:
             hydra.show_info(arguments.info, PRIMARY, overrides)
@@ -140,13 +161,21 @@ def _start(hydra: Any, command_line: CommandLine, overrides: list[str], mode: Ru
         return _job(command_line, config)
 
     swept = ""
+    command_line.check_sweep(is_multirun=mode == RunMode.MULTIRUN)
     try:
         if mode == RunMode.MULTIRUN:
             own = hydra.config_loader.load_configuration(PRIMARY, overrides, mode).hydra
             check_processes(own)
             swept = own.sweep.dir
+            hydra.config_loader.before = None  # the folder's name may be the time
         start = hydra.multirun if mode == RunMode.MULTIRUN else hydra.run
         start(PRIMARY, job, [*overrides, f"hydra.mode={mode.name}"])
+    except OSError as error:
+        if started or not error.filename:
+            raise
+        raise GraphoptError(
+            f"{error.filename}: expected a folder to write to: {error.strerror}: choose another with folder=..."
+        ) from error
     except COMPOSITION_ERRORS as error:
         if swept and isinstance(error, GraphoptError):  # of a job: others may be complete
             with contextlib.suppress(GraphoptError):
@@ -154,6 +183,9 @@ def _start(hydra: Any, command_line: CommandLine, overrides: list[str], mode: Ru
         if started or isinstance(error, GraphoptError):
             raise
         raise GraphoptError(f"hydra: expected a config that Hydra can run: {cause(error)}") from error
+    finally:
+        if hydra.config_loader.before is not None:
+            hydra.config_loader.before.clear()
 
 
 def _job(command_line: CommandLine, config: DictConfig) -> float | None:
@@ -170,27 +202,59 @@ def _job(command_line: CommandLine, config: DictConfig) -> float | None:
         name = recipe.fields.get("run")
         if name not in _RUNS:
             raise GraphoptError(unknown("run", str(name), _RUNS))
-        return _RUNS[name](recipe, Path(os.path.relpath(hydra.runtime.output_dir)))
+        with _explained(recipe):
+            return _RUNS[name](recipe, Path(os.path.relpath(hydra.runtime.output_dir)))
     except USER_ERRORS as error:
         if HydraConfig.get().mode == RunMode.MULTIRUN:  # Hydra carries it from the job's process to this one
             raise GraphoptError(line_of(error)) from None
         raise SystemExit(complain(error)) from error  # Hydra passes it on without a message of its own
 
 
+@contextlib.contextmanager
+def _explained(recipe: Recipe) -> Iterator[None]:
+    """Name the file of data that is wrong, and where a run was started whose files are missing here."""
+    try:
+        yield
+    except GraphoptError as error:
+        record, path = recipe.command_line.record, recipe.fields["data"].get("path")
+        is_missing = record is not None and record.started_in not in ("", os.getcwd())
+        if record is not None and is_missing and "no such file" in str(error):
+            raise GraphoptError(
+                f"{error}: the run was started in {record.started_in}: start this there, too, or name the file"
+            ) from error
+        if recipe.fields[
+            "run"
+        ] == "predict" and f"unknown column {recipe.fields['data'].get('target')!r}" in str(error):
+            raise GraphoptError(f"{error}: to predict without a target, set data.target=null") from error
+        is_of_file = str(error).startswith(("data:", "data '")) and isinstance(path, str)
+        if is_of_file and not isinstance(recipe.fields["fit"].get("validation"), str):
+            raise GraphoptError(f"{path}: {error}") from error
+        if str(error) == f"{path}: no such file":
+            place = Path(str(path))
+            near = nearest(
+                place.stem, {x.stem: x.stem for x in sorted(place.parent.glob(f"*{place.suffix}"))}
+            )
+            if near:
+                raise GraphoptError(f"{error}, nearest: {str(place.with_stem(near))!r}") from error
+        raise
+
+
 def _with_trained(write_file: Callable[[Trained, Console], Path], recipe: Recipe, folder: Path) -> None:
     """Write a file about the data by what another run has trained."""
     console = open_console(quiet=recipe.fields["quiet"])
     trained = Trained.find(recipe, folder)
+    tell_record(console, recipe.command_line)
     say(console, "model", str(trained.checkpoint or trained.model or recipe.fields["model"]))
-    say(console, "data", f"{recipe.choices['data']}, {len(recipe.data):,} rows")
+    say(console, "data", trained.chosen[1])
     say(console, "written", str(write_file(trained, console)))
 
 
 def _export(write_files: Callable[[Recipe, Path, Console], str], recipe: Recipe, folder: Path) -> None:
     """Train nothing: write files, and the recipe."""
     console = open_console()
-    write_hydra(folder, recipe.composed)
+    check_no_run(folder)
     written = write_files(recipe, folder, console)
+    recipe.write_record(folder)
     write(folder / CONFIG, recipe.text())
     say(console, "written", f"{folder}: {written}")
 
@@ -270,23 +334,6 @@ _RUNS: dict[str, Callable[[Recipe, Path], float | None]] = {
     "report": partial(_export, _report),
     "compare": _compare,
 }
-
-
-def _field(argument: str) -> str:
-    """Return an argument as `key=value`: FILE.onnx sets `model`, a verb sets `run`."""
-    if "=" in argument or argument.startswith("~"):
-        return argument
-    if argument in _RUNS:
-        return f"run={argument}"
-    if argument.endswith(".onnx"):
-        return f"model={QuotedString(argument, Quote.single).with_quotes()}"
-    kind = Path(argument).suffix[1:].replace("feather", "arrow")
-    is_data = kind in ("arrow", "csv", "npz", "parquet")
-    instead = f"data={kind} data.path={argument}" if is_data else f"model={argument}"
-    raise GraphoptError(
-        f"{argument}: expected {', '.join(_RUNS)}, FILE.onnx or FIELD=VALUE, such as {instead}: see "
-        "graphopt --help"
-    )
 
 
 def _version() -> str:

@@ -16,8 +16,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Column, Table
 
-from graphopt.cli.composition.hydra_config import BASE
-from graphopt.errors import line, shortened, unknown
+from graphopt.cli.composition.hydra_config import BASE, RECIPES, CommandLine, known_fields, options_with
+from graphopt.cli.words import reader_of
+from graphopt.errors import line, nearest, shortened, unknown
 from graphopt.runtime.executor import NonFiniteLoss
 from graphopt.targets.native import toolchain
 from graphopt.training.callbacks import Callback, Run
@@ -37,6 +38,17 @@ PLUGINS = {  # of recipes/sweep
 def say(console: Console, what: str, text: str) -> None:
     """Print a line that starts with its topic."""
     print_line(console, f"{what:<9} {text}", indent=10)
+
+
+def tell_record(console: Console, command_line: CommandLine) -> None:
+    """Say from which run a recipe is, and what the command line changes of it."""
+    record = command_line.record
+    if record is not None:
+        changed = ", ".join(command_line.replaced)
+        launcher = record.choices.get("launcher", "none")
+        alone = launcher != "none" and not command_line.names("launcher")
+        without = f"; without launcher={launcher}, which starts workers if you name it again" if alone else ""
+        say(console, "recipe", f"{record.folder}{f', with {changed}' if changed else ''}{without}")
 
 
 def wide(console: Console) -> Console:
@@ -180,19 +192,50 @@ def line_of(error: BaseException) -> str:
     override = re.match(r"Could not override '([^']+)'", text)
     parent = getattr(error.__cause__, "parent_node", None)
     if override and isinstance(parent, DictConfig):
-        path, _, name = override[1].rpartition(".")
-        names = [key for key in parent if not str(key).startswith("_")]
-        return f"{path}: {unknown('field', name, names)}" if path else unknown("option", name, names)
+        names = [str(key) for key in parent if not str(key).startswith("_")]
+        return _unknown_field(override[1], names, text.rpartition("use +")[2])
+    if missing := re.search(r"Could not delete from config. '([^']+)' does not exist", text):
+        near = nearest(missing[1], known_fields())
+        return f"~{missing[1]}: expected a field of the recipe, found none{f', nearest: {near!r}' if near else ''}"
+    if missing := re.search(r"Interpolation key '([^']+)' not found", text):
+        near = nearest(missing[1], known_fields())
+        return f"${{{missing[1]}}}: expected a field of the recipe, found none{f', nearest: {near!r}' if near else ''}"
     if isinstance(error, OSError) and not isinstance(error, HydraException):
         return f"{error.filename}: {error.strerror}" if error.filename else text
+    if merged := re.search(r"Error merging override (.+)", text):
+        expected = "expected a value like that of the recipe, found another kind"
+        return f"{merged[1]}: {expected}: set single fields, as in {merged[1].partition('=')[0]}.FIELD=VALUE"
     text = re.sub(r" (See https|full_key:|object_type=|To append).*", "", text)
     field = getattr(error, "full_key", None) or getattr(error.__cause__, "full_key", None)
     return f"{field}: {text}" if field and str(field) not in text else text
 
 
+def _unknown_field(path: str, names: Sequence[str], line: str) -> str:
+    """Return the error of a field that the recipe does not have; `line` is the argument that sets it."""
+    place, _, name = path.rpartition(".")
+    if not place:
+        groups = [path.parent.name for path in RECIPES.glob("*/*.yaml")]
+        return unknown("option", name, {*names, *groups}, known_fields())
+    options = options_with(place, name)
+    chosen = f": it is a field of {place}={', '.join(options)}" if options else ""
+    kind = reader_of(line.partition("=")[2])
+    if path == "data.path" and kind in options:
+        chosen = f": to read a file, set data={kind} {line}"
+    if place == "hydra" or place.startswith("hydra."):
+        return f"{place}: {unknown('field', name, names)}"
+    if place == "callbacks" and "_target_" in line:
+        chosen = f": add a class of your own with +{line}"
+    if not names and "." not in place:
+        return f"{path}: expected an option of {place} beside it, found {place}=none{chosen}"
+    return f"{place}: {unknown('field', name, names, [] if options else known_fields())}{chosen}"
+
+
 def _missing_recipe(error: MissingConfigException, text: str) -> str:
     """Return the error of an option that a group does not have."""
-    group, _, name = (error.missing_cfg_file or "").rpartition("/")
+    file = str(error.missing_cfg_file or "")
+    group, _, name = file.rpartition("/") if file.startswith("hydra/") else file.partition("/")
+    if group == "data" and (kind := reader_of(name)):
+        return f"data={name}: expected a reader, found what it reads: data={kind} data.path={name}"
     if name in PLUGINS:
         return f"{group}={name}: expected the package {PLUGINS[name]}, which is not installed: pip install it"
     if error.options:

@@ -15,6 +15,7 @@ from graphopt.errors import GraphoptError
 
 HOME = Path(__file__).parents[2]  # what `graphopt` itself is imported from
 SAFE = "PYTHONSAFEPATH"  # read by Python 3.11 and later: `python -m` does not search the working directory
+PLAIN = "NO_COLOR"  # read by Optuna's log, too
 IN_THIS_PROCESS = "BasicLauncher"  # of Hydra
 SEARCHES_HERE = "hydra_plugins.hydra_ray_launcher"  # Ray has its workers search the working directory first
 
@@ -27,13 +28,16 @@ def installed_first() -> Iterator[None]:
     """
     path, environment = list(sys.path), dict(os.environ)
     sys.path[:] = sorted(path, key=_is_here)
-    os.environ.setdefault(SAFE, "1")
+    set_here = [SAFE, *([] if sys.stderr.isatty() else [PLAIN])]
+    for name in set_here:
+        os.environ.setdefault(name, "1")
     try:
         yield
     finally:
         sys.path[:] = path
-        if SAFE not in environment:
-            del os.environ[SAFE]
+        for name in set_here:
+            if name not in environment:
+                os.environ.pop(name, None)
 
 
 def check_processes(hydra: DictConfig) -> None:

@@ -7,39 +7,48 @@ import json
 import logging
 import math
 import os
-from collections.abc import Iterator
+import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import onnx_ir as ir
 import yaml  # type: ignore[import-untyped]
 from filelock import FileLock, Timeout
-from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig, OmegaConf
 
 from graphopt.errors import GraphoptError
-from graphopt.files import write, write_folder
+from graphopt.files import write
 from graphopt.graph.storage import save
 from graphopt.training.callbacks import JSONL, Run
 from graphopt.training.callbacks.logs import json_value
 from graphopt.training.checkpoints import find
 
 METRICS_FILE, CONFIG, CHECKPOINTS, RESULT = "metrics.jsonl", "config.yaml", "checkpoints", "result.json"
+LOCK, LOG = ".lock", "graphopt.log"
 OWN_FILES = (
-    *(METRICS_FILE, CONFIG, CHECKPOINTS, RESULT, "step.onnx", "trained.onnx", "report.html", "graphopt.log"),
-    *(".hydra", ".lock", ".ray", "."),
+    *(METRICS_FILE, CONFIG, CHECKPOINTS, RESULT, "step.onnx", "trained.onnx", "report.html", LOG),
+    *(".hydra", LOCK, ".ray", "."),
 )
 
 
 class RunFolder(JSONL):
-    """Write step.onnx, config.yaml and metrics.jsonl of a training run, once `fit` has checked the data."""
+    """Write the recipe, step.onnx and metrics.jsonl of a training run, once `fit` has checked the data."""
 
-    def __init__(self, folder: Path, step: ir.Model, config: str, *, log_steps: bool = False) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        step: ir.Model,
+        config: str,
+        write_record: Callable[[Path], None],
+        *,
+        log_steps: bool = False,
+    ) -> None:
         super().__init__(folder / METRICS_FILE, log_steps=log_steps)
-        self._folder, self._step, self._config = folder, step, config
+        self._folder, self._step, self._config, self._write_record = folder, step, config, write_record
 
     def on_fit_begin(self, run: Run) -> None:
-        self.run = run
+        self.run, self.is_complete = run, run.resumed is not None and len(run.records) >= run.epochs
+        self._write_record(self._folder)
         save(self._step, self._folder / "step.onnx")
         write(self._folder / CONFIG, self._config)
         super().on_fit_begin(run)
@@ -61,7 +70,11 @@ def resumed(resume: bool | str, folder: Path, config: str, *, search: bool) -> t
     if isinstance(resume, str):
         checkpoint = find(resume)
         run = checkpoint.parents[1]
-        return (run if (run / CONFIG).is_file() else folder), checkpoint
+        if not (run / CONFIG).is_file():
+            return folder, checkpoint
+        if run.resolve() != folder.resolve():
+            leave(folder, run)
+        return run, checkpoint
     wanted = _identity(config)
     candidates = folder.resolve().parents[1].glob(f"*/*/{CONFIG}") if search else ()
     places = [folder, *(Path(os.path.relpath(path.parent)) for path in candidates)]
@@ -103,15 +116,44 @@ def leave(folder: Path, place: Path) -> None:
     for handler in logging.getLogger().handlers:
         if isinstance(handler, logging.FileHandler) and handler.stream is None:
             handler.baseFilename = os.path.abspath(place / Path(handler.baseFilename).name)
-    folder.rmdir()
+    with contextlib.suppress(OSError):
+        folder.rmdir()
 
 
-def write_hydra(folder: Path, config: DictConfig) -> None:
-    """Write `.hydra` as Hydra does: the recipe, Hydra's own options, and the overrides."""
-    hydra: Any = HydraConfig.instance().cfg
-    parts = {"config": config, "hydra": hydra, "overrides": hydra.hydra.overrides.task}
-    texts = {f"{name}.yaml": OmegaConf.to_yaml(part).encode() for name, part in parts.items()}
-    write_folder(folder / ".hydra", texts)
+class Before:
+    """Remember what the folder of a run has before the command, which leaves nothing if the run does not begin."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._missing = [place for place in (folder, *folder.parents) if not place.exists()]
+        self._names = {entry.name for entry in folder.iterdir()} if folder.is_dir() else set()
+
+    def clear(self) -> None:
+        """Remove new folders, and locks and logs in them, unless they have other files."""
+        entries = self._folder.iterdir() if self._folder.is_dir() else ()
+        new = [entry for entry in entries if entry.name not in self._names]
+        files = [path for entry in new for path in (entry, *entry.rglob("*")) if not path.is_dir()]
+        if all(file.name in (LOCK, LOG, "multirun.yaml") for file in files) and not _is_locked(
+            self._folder / LOCK
+        ):
+            for handler in logging.getLogger().handlers:
+                if isinstance(handler, logging.FileHandler):
+                    handler.close()
+            for entry in new:
+                shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+        for place in self._missing:
+            with contextlib.suppress(OSError):
+                place.rmdir()
+
+
+def _is_locked(path: Path) -> bool:
+    """Return whether another process holds a lock."""
+    try:
+        if path.is_file():
+            FileLock(path, timeout=0).acquire().lock.release()
+    except (Timeout, OSError):
+        return True
+    return False
 
 
 @contextlib.contextmanager
@@ -119,7 +161,7 @@ def locked(folder: Path, is_new: bool) -> Iterator[None]:
     """Keep other processes from running in a folder, without a run if `is_new`, in a `with` block."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(folder / ".lock", timeout=0).acquire()
+        lock = FileLock(folder / LOCK, timeout=0).acquire()
     except Timeout as error:
         raise GraphoptError(
             f"{folder}: expected a folder of its own, found a run that is in progress there"
@@ -127,12 +169,18 @@ def locked(folder: Path, is_new: bool) -> Iterator[None]:
     except OSError as error:
         raise GraphoptError(f"{folder}: expected a folder to write to: {error.strerror}") from error
     with lock:
-        if is_new and _holds_run(folder):
-            raise GraphoptError(
-                f"{folder}: expected a folder without a run, found one: continue it with resume=true, or choose "
-                "another with folder=..."
-            )
+        if is_new:
+            check_no_run(folder)
         yield
+
+
+def check_no_run(folder: Path) -> None:
+    """Raise an error if a folder has a run, whose files others would replace."""
+    if _holds_run(folder):
+        raise GraphoptError(
+            f"{folder}: expected a folder without a run, found one: continue it with resume={folder}, or choose "
+            "another with folder=..."
+        )
 
 
 def _holds_run(folder: Path) -> bool:
@@ -153,5 +201,5 @@ def _identity_of(folder: Path) -> dict[str, Any]:
 
 def _identity(config: str) -> dict[str, Any]:
     """Return what makes two recipes the same."""
-    others = ("folder", "launcher", "predictions", "quiet", "resume", "run")
+    others = ("folder", "launcher", "predictions", "quiet", "resume", "rows", "run")
     return {name: value for name, value in (yaml.safe_load(config) or {}).items() if name not in others}

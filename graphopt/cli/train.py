@@ -17,8 +17,16 @@ from hydra.types import RunMode
 from rich.console import Console
 
 from graphopt.cli.composition.recipe import Recipe
-from graphopt.cli.messages import NOT_FINITE, Header, compilations, complain, counted, say
-from graphopt.cli.run_folder import CHECKPOINTS, RunFolder, locked, result, resumed, write_hydra, write_result
+from graphopt.cli.messages import (
+    NOT_FINITE,
+    Header,
+    compilations,
+    complain,
+    counted,
+    say,
+    tell_record,
+)
+from graphopt.cli.run_folder import CHECKPOINTS, RunFolder, locked, result, resumed, write_result
 from graphopt.communicator import Communicator
 from graphopt.errors import GraphoptError
 from graphopt.graph.listing import size
@@ -31,6 +39,7 @@ from graphopt.training.callbacks.progress import ProgressBar, measures
 from graphopt.training.callbacks.terminal import open_console
 from graphopt.training.checkpoints import Checkpoints
 from graphopt.training.fit import fit
+from graphopt.training.progress import AnotherRun
 from graphopt.training.signals import deferred
 
 _PATIENCE = 2.0  # seconds that other workers wait before they report an error, as the first may do, too
@@ -69,20 +78,21 @@ def _lead(recipe: Recipe, communicator: Communicator, folder: Path) -> float:
         if title and (value := result(folder, recipe.text())) is not None:
             say(console, "complete", f"{title}: {folder}")
             return value
-        write_hydra(folder, recipe.composed)
+        tell_record(console, recipe.command_line)
         try:
-            run = _train(recipe, communicator, folder, console, title, resume)
+            files = _train(recipe, communicator, folder, console, title, resume)
         except NonFiniteLoss as error:
             if not title:
                 raise
             complain(error)
             write_result(folder, math.inf)
             return math.inf
+        run = files.run
         final = run.restored or run.records[-1]
         value = float(final["validation_loss" if "validation_loss" in final else "loss"])
         if title:
             write_result(folder, value)
-    _summarize(run, final, console)
+    _summarize(run, final, console, is_complete=files.is_complete)
     checkpoints = "" if recipe.fields["fit"].get("checkpoint") is None else ", checkpoints"
     written = f"report.html, step.onnx, trained.onnx, metrics.jsonl, config.yaml{checkpoints}"
     say(console, "written", f"{folder}: {written}")
@@ -102,12 +112,12 @@ def _train(
     console: Console,
     title: str | None,
     resume: Path | bool,
-) -> Run:
+) -> RunFolder:
     """Train, and write the trained model, also after a signal or a loss that is not finite."""
     fields, model, data = recipe.fields["fit"], recipe.fields["model"], recipe.choices["data"]
     (step, opened), text = recipe.program(), recipe.text()
     executor = opened(communicator)
-    files = RunFolder(folder, step, text, log_steps=bool(fields["log_steps"]))
+    files = RunFolder(folder, step, text, recipe.write_record, log_steps=bool(fields["log_steps"]))
     header = Header(
         console, title, f"{model}, {parameter_count(step)}", data, communicator.size, recipe.learnt
     )
@@ -135,6 +145,8 @@ def _train(
             checkpoint=None if checkpoint is None else Checkpoints(folder / CHECKPOINTS, **checkpoint),
             resume=False if resume is True else resume,
         )
+    except AnotherRun as error:
+        raise GraphoptError(f"{error}: {_what_differs(recipe)}") from error
     except (KeyboardInterrupt, SystemExit, NonFiniteLoss) as error:
         spoiled = executor.in_place and isinstance(error, NonFiniteLoss)
         if executor.batches and not spoiled:
@@ -146,15 +158,33 @@ def _train(
     with deferred():
         save(recipe.inference(executor), trained)
         page.write()
-    return files.run
+    return files
 
 
-def _summarize(run: Run, final: Record, console: Console) -> None:
+def _what_differs(recipe: Recipe) -> str:
+    """Return why a run cannot continue, and what to do."""
+    changed = ", ".join(recipe.command_line.replaced)
+    if changed:
+        return f"this command has {changed}: leave out what changes the training graph or the data"
+    return "the recipe, the data, the model's file or graphopt has changed: start a new run, without resume"
+
+
+def _summarize(run: Run, final: Record, console: Console, *, is_complete: bool) -> None:
     """Print how a run has ended, with the record of the epoch whose weights it has."""
     if run.stopped is not None:
         say(console, "stopped", run.stopped)
     last, seconds = run.records[-1], sum(record["seconds"] for record in run.records)
-    say(console, "trained", f"{counted(last['step'], 'step')} in {seconds:.1f} s, loss {last['loss']:.4g}")
+    if is_complete:
+        epochs = counted(run.epochs, "epoch")
+        say(
+            console,
+            "complete",
+            f"nothing to train: the run has its {epochs}; a larger fit.epochs continues it",
+        )
+    else:
+        say(
+            console, "trained", f"{counted(last['step'], 'step')} in {seconds:.1f} s, loss {last['loss']:.4g}"
+        )
     if run.restored is not None:
         say(console, "restored", f"the weights of epoch {final['epoch']}")
     if "validation_loss" in final:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,13 +15,16 @@ import onnx_ir as ir
 from rich.console import Console
 
 from graphopt.cli.composition.recipe import Recipe
+from graphopt.cli.composition.record import Record
 from graphopt.cli.messages import print_matrix, print_table
-from graphopt.cli.run_folder import CONFIG, resumed, write_hydra
+from graphopt.cli.rows import rows_of
+from graphopt.cli.run_folder import CHECKPOINTS, CONFIG, resumed
+from graphopt.data.dataset import Dataset
 from graphopt.data.files import write_rows
 from graphopt.errors import GraphoptError
 from graphopt.files import write
 from graphopt.graph.loading import load
-from graphopt.graph.metadata import labels_in, original_name
+from graphopt.graph.metadata import TargetSpec, labels_in, original_name
 from graphopt.graph.postprocessing import standing_for
 from graphopt.graph.roles import STATE, Role, role_of
 from graphopt.graph.values import name_of
@@ -43,6 +48,7 @@ class Trained:
     checkpoint: Path | None = None
     step: Path | None = None
     model: Path | None = None
+    record: Record | None = None
 
     @classmethod
     def find(cls, recipe: Recipe, folder: Path) -> Trained:
@@ -53,22 +59,40 @@ class Trained:
             place, checkpoint = resumed(asked, folder, recipe.text(), search=not recipe.names_folder)
             if isinstance(checkpoint, bool):
                 raise GraphoptError(
-                    f"resume={asked}: expected a run of the same recipe with a checkpoint, found none"
+                    f"resume={str(asked).lower()}: expected a run of the same recipe with a checkpoint, found none"
                 )
             if place != folder:
                 with contextlib.suppress(OSError):  # Hydra has made it
                     folder.rmdir()
             step = checkpoint.parents[1] / step.name
             recipe.follow(step if step.is_file() else None)
-            return cls(recipe, place, checkpoint, step if step.is_file() else None)
+            record = recipe.command_line.record or Record.read(place)
+            return cls(recipe, place, checkpoint, step if step.is_file() else None, record=record)
         if recipe.names_folder and model.is_file():
-            return cls(recipe, folder, None, step if step.is_file() else None, model)
+            record = recipe.command_line.record
+            return cls(recipe, folder, None, step if step.is_file() else None, model, record)
         if recipe.fields["model"] in recipe.fields["models"]:
+            verb, model, train = recipe.fields["run"], recipe.fields["model"], "train first, with graphopt"
+            if recipe.names_folder and any((folder / CHECKPOINTS).glob("step-*")):
+                raise GraphoptError(
+                    f"{verb}: expected the folder of a run with trained.onnx, found {folder} with checkpoints "
+                    f"alone: take the newest, resume={folder}"
+                )
+            if recipe.names_folder:
+                raise GraphoptError(
+                    f"{verb}: expected the folder of a run with trained.onnx, found {folder} without: {train} "
+                    f"folder={folder}"
+                )
             raise GraphoptError(
-                f"run={recipe.fields['run']}: expected a trained model, found the built-in model "
-                f"{recipe.fields['model']}: name FILE.onnx, folder=RUN or resume=RUN"
+                f"{verb}: expected a trained model, found the built-in model {model}: {train}, or name "
+                "FILE.onnx, folder=RUN or resume=RUN"
             )
         return cls(recipe, folder)
+
+    @functools.cached_property
+    def chosen(self) -> tuple[Dataset, str]:
+        """Return the rows of the data that the recipe chooses, and what they are in words."""
+        return rows_of(self.recipe, self.record)
 
     @property
     def batches(self) -> dict[str, Any]:
@@ -78,8 +102,20 @@ class Trained:
     def prepare(self) -> None:
         """Write the recipe to a folder that has none."""
         if not (self.folder / CONFIG).exists():
-            write_hydra(self.folder, self.recipe.composed)
+            self.recipe.write_record(self.folder)
             write(self.folder / CONFIG, self.recipe.text())
+
+    def second_labels(
+        self, outputs: Mapping[str, np.ndarray], labels: Sequence[str]
+    ) -> dict[str, np.ndarray]:
+        """Return the label of each row of a binary classification, by the threshold of its loss."""
+        step = None if self.step is None else self.recipe.model(self.step)
+        specs = [TargetSpec.read(x) for x in step.graph.inputs if role_of(x) is Role.TARGET] if step else []
+        binary = [spec for spec in specs if spec and spec.threshold is not None and spec.output in outputs]
+        if len(binary) != 1 or outputs[binary[0].output].size != len(outputs[binary[0].output]):
+            return {}
+        above = outputs[binary[0].output].reshape(-1) > binary[0].threshold
+        return {"label": np.array(labels)[above.astype(int)]}
 
     def executor(self) -> Executor:
         """Return the executor of the training graph, with the trained weights."""
@@ -116,12 +152,13 @@ def _weights(step: Path, executor: Executor, trained: ir.Model) -> dict[str, np.
 
 
 def write_metrics(trained: Trained, console: Console) -> Path:
-    """Evaluate on all rows of the recipe's data, print a table, and write metrics.json; return its path."""
+    """Evaluate on the chosen rows of the recipe's data, print a table, and write metrics.json; return its path."""
     recipe, executor = trained.recipe, trained.executor()
-    measured = evaluate(executor, recipe.data, metrics=recipe.metrics, **trained.batches)
+    data, _ = trained.chosen
+    measured = evaluate(executor, data, metrics=recipe.metrics, **trained.batches)
     trained.prepare()
     path = trained.folder / _METRICS
-    record = {"rows": len(recipe.data), **{name: json_value(value) for name, value in measured.items()}}
+    record = {"rows": len(data), **{name: json_value(value) for name, value in measured.items()}}
     write(path, json.dumps(record, indent=1) + "\n")
     rows = [[name, f"{value:.6g}"] for name, value in measured.items() if isinstance(value, float)]
     print_table(console, ["metric", "value"], rows)
@@ -134,14 +171,14 @@ def write_metrics(trained: Trained, console: Console) -> Path:
 
 
 def write_predictions(trained: Trained, _: Console) -> Path:
-    """Write the outputs on all rows of the recipe's data to a file, and return its path."""
+    """Write the outputs on the chosen rows of the recipe's data to a file, and return its path."""
     recipe = trained.recipe
     path = trained.folder / recipe.fields["predictions"]
     if trained.checkpoint is None:
         model = recipe.model(trained.model)
     else:
         model = load(trained.executor().trained(), limits=recipe.limits)
-    outputs = dict(predict(model, recipe.data, device=recipe.device, **trained.batches))
+    outputs = dict(predict(model, trained.chosen[0], device=recipe.device, **trained.batches))
     labels = recipe.data.labels or labels_in(model)
     classified = {
         name: labels for name, y in outputs.items() if labels is not None and y.shape[1:] == (len(labels),)
@@ -149,6 +186,8 @@ def write_predictions(trained: Trained, _: Console) -> Path:
     if len(classified) == 1 and "label" not in outputs:
         ((name, known),) = classified.items()
         outputs["label"] = np.array(known)[outputs[name].argmax(axis=1)]
+    elif labels is not None and len(labels) == 2 and "label" not in outputs:
+        outputs |= trained.second_labels(outputs, labels)
     trained.prepare()
     write_rows(path, outputs, classified)
     return path

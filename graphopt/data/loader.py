@@ -38,6 +38,7 @@ class Batches:
         allow_nan: accept NaN and infinities.
 
     Attributes:
+        data, inputs: the data set, and the inputs.
         fixed_size: the batch size if the graph's batch dimension is static, otherwise None.
         is_lazy: whether rows of any array are read when a batch needs them.
 
@@ -50,6 +51,7 @@ class Batches:
     ) -> None:
         data = as_dataset(data)
         self._columns = [_Column(value, array, allow_nan, data) for value, array in _match(data, inputs)]
+        self.data, self.inputs = data, inputs
         self._count, self.fixed_size = len(data), fixed_batch(inputs)
         self.is_lazy = any(column.lazy for column in self._columns)
         for column in self._columns:
@@ -122,6 +124,7 @@ class _Column:
         self._allow_nan = allow_nan
         self._table = data if data.names and array is data.arrays.get(str(data.features)) else None
         self._labels = labels_of(value)
+        self._is_target = role_of(value) is Role.TARGET
         self._check_type(value.dtype)
         self._shape = self._row_shape(value.shape)
 
@@ -145,7 +148,10 @@ class _Column:
                 wrong = ~np.isfinite(part.astype(self._dtype, copy=False))
             self._refuse(rows, part, wrong, "finite numbers", "; set allow_nan to train with it")
         if self._labels is not None:
-            self._refuse(rows, part, self._labels.wrong(part), str(self._labels))
+            is_single = self._labels.several and self._labels.high == 0
+            mend = "; a model with one output has one class: for quantities, choose loss=mean_squared_error, for two "
+            mend = f"{mend}classes loss=binary_cross_entropy" if is_single else ""
+            self._refuse(rows, part, self._labels.wrong(part), str(self._labels), mend)
 
     def _refuse(self, rows: Rows, part: np.ndarray, wrong: np.ndarray, expected: str, mend: str = "") -> None:
         if wrong.any():
@@ -166,7 +172,14 @@ class _Column:
         ):
             return
         if found.kind not in "iufb" or not np.can_cast(found, self._dtype, casting="same_kind"):
-            raise GraphoptError(f"data {self.name!r}: expected {self._dtype}, found {found}")
+            mend = ""
+            if self._is_target and self._dtype.kind in "iu" and found.kind in "fUSO":
+                mend = ": number the classes from 0, as int64; for quantities, choose a loss such as mean_squared_error"
+                if found.kind == "f" and self.array.ndim > 1:
+                    mend = (
+                        ": number the classes, with argmax(axis=1), or set target_probabilities of the loss"
+                    )
+            raise GraphoptError(f"data {self.name!r}: expected {self._dtype}, found {found}{mend}")
 
     def _row_shape(self, shape: ir.Shape | None) -> tuple[int, ...]:
         """Return the shape of a row; add or drop a last axis of size 1 if the input requires it."""
@@ -179,8 +192,13 @@ class _Column:
                 not isinstance(dim, int) or dim == size for dim, size in dims
             ):
                 return candidate
+        static = [dim for dim in list(shape)[1:] if isinstance(dim, int)]
+        is_class = self._is_target and self.array.dtype.kind in "iu" and found in ((), (1,))
+        mend = ": for class numbers, choose loss=cross_entropy" if is_class else ""
+        if len(static) == len(shape) - 1 and math.prod(static) == math.prod(found) and found:
+            mend = ": reshape each row, which has as many numbers"
         raise GraphoptError(
-            f"data {self.name!r}: expected rows of shape {_text(list(shape)[1:])}, found {_text(found)}"
+            f"data {self.name!r}: expected rows of shape {_text(list(shape)[1:])}, found {_text(found)}{mend}"
         )
 
 
@@ -225,7 +243,7 @@ def held_out_rows(rows: int, share: float) -> int:
     count = math.ceil(rows * share)
     if count >= rows:
         raise GraphoptError(
-            f"validation: expected a share that leaves rows to train on, found {share} of {rows} rows"
+            f"validation: expected a share that leaves rows to train on, found {share} of {rows} rows: 0 holds none out"
         )
     return count
 

@@ -63,7 +63,19 @@ def skeleton(model: ir.Model) -> tuple[bytes, Weights]:
 
 def whole(model: ir.Model) -> bytes:
     """Return a model with all its weights as bytes, the same for equal models."""
-    return ir.to_proto(model).SerializeToString(deterministic=True)
+    proto = ir.to_proto(model)
+    for nodes in (proto.graph.node, *(function.node for function in proto.functions)):
+        _clear_names(nodes)
+    return proto.SerializeToString(deterministic=True)
+
+
+def _clear_names(nodes: Iterable[onnx.NodeProto]) -> None:
+    """Clear the names of tensors in attributes, which mean nothing, and which some readers set."""
+    for attribute in (attribute for node in nodes for attribute in node.attribute):
+        if attribute.HasField("t"):
+            attribute.t.ClearField("name")
+        for graph in (attribute.g, *attribute.graphs):
+            _clear_names(graph.node)
 
 
 def model_digest(model: ir.Model) -> str:

@@ -117,9 +117,9 @@ class Device(DeviceOptions):
         keep("kind", kind)
         if self.kind not in ("cpu", "cuda") or (index and (self.kind == "cpu" or not index.isdigit())):
             raise GraphoptError(f"device: expected 'cpu', 'cuda' or 'cuda:N', found {self.name!r}")
-        if self.threads is not None and not 0 <= self.threads <= MOST_THREADS:
+        if self.threads is not None and not 1 <= self.threads <= MOST_THREADS:
             least = "1 or more, or None for the runtime's choice"
-            expected = least if self.threads < 0 else f"at most {MOST_THREADS:,}"
+            expected = least if self.threads < 1 else f"at most {MOST_THREADS:,}"
             raise GraphoptError(f"threads: expected {expected}, found {self.threads}")
         keep("index", int(index or 0))
         keep("ort", _runtime())

@@ -26,7 +26,7 @@ import safetensors.numpy
 
 from graphopt.arguments import Checked
 from graphopt.communicator import Communicator
-from graphopt.errors import GraphoptError
+from graphopt.errors import GraphoptError, unknown
 from graphopt.files import write
 from graphopt.intervals import check_intervals, check_types, within
 from graphopt.runtime.checkpoint import state_bytes
@@ -113,6 +113,7 @@ class Checkpoints(metaclass=Checked):
         self._folder = Path(self.folder)
         self._values: dict[str, float] = {}  # of the best checkpoints
         self._larger = larger_is_better(self.best or "")
+        self._has_warned = False
         self._steps = int(count[1]) if count and count[2] == "step" else None
         self._epochs = int(count[1]) if count and count[2] == "epoch" else None
         self._seconds = time_between or math.inf
@@ -174,6 +175,10 @@ class Checkpoints(metaclass=Checked):
     def best_of(self, record: Mapping[str, Any]) -> float | None:
         """Return the measure of an epoch if it is among the best so far, otherwise None."""
         value = record.get(self.best) if self.best else None
+        if value is None and self.best not in (None, "validation_loss") and not self._has_warned:
+            self._has_warned = True
+            problem = unknown("measure", str(self.best), record)
+            warnings.warn(f"checkpoint.best: {problem}: no checkpoint is the best", stacklevel=5)
         if not isinstance(value, int | float) or not math.isfinite(value):
             return None
         return value if "" in self._ranked({**self._values, "": value}) else None

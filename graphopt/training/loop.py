@@ -65,6 +65,7 @@ class TrainingLoop:
             self._checkpoints.prepare(options.resume)
         self._signals = Signals()
         self._mean = Mean()
+        self._identity: dict[str, Any] = {}  # what a checkpoint and the run that continues it have in common
         self._position: Any = None  # of the data
         self._seconds = 0.0  # of this epoch
         self._skipped = 0  # steps that the executor does not count
@@ -76,6 +77,8 @@ class TrainingLoop:
     def begin(self) -> None:
         """Begin a run, or continue it from a checkpoint, which has to be of the same graph and data."""
         run, executor, resume = self.run, self.run.executor, self._options.resume
+        if resume or self._checkpoints is not None:
+            self._identity = {**self._source.identity, "graph": model_digest(executor.model)}
         checkpoint = None
         if executor.workers.leads and not isinstance(resume, bool):
             checkpoint = read(find(resume))
@@ -279,11 +282,6 @@ class TrainingLoop:
     def _tell_saved(self, path: Path | None) -> None:
         if path is not None:
             self._tell("on_save_end", path)
-
-    @functools.cached_property
-    def _identity(self) -> dict[str, Any]:
-        """Return what a checkpoint and the run that continues it have in common."""
-        return {**self._source.identity, "graph": model_digest(self.run.executor.model)}
 
     @functools.cached_property
     def _environment(self) -> dict[str, Any]:

@@ -18,6 +18,10 @@ from graphopt.training.checkpoints import Checkpoint
 from graphopt.training.evaluation import Mean
 
 
+class AnotherRun(GraphoptError):
+    """Report a checkpoint of another training graph or of other data than the run that would continue it."""
+
+
 @dataclass(frozen=True)
 class Progress:
     """Hold how far a run has come: what a checkpoint has in JSON, without the identity of the data and the graph."""
@@ -48,7 +52,7 @@ class Progress:
         Warn if the environment is another one.
 
         Raises:
-            GraphoptError: the checkpoint is that of another graph, or of other data.
+            AnotherRun: the checkpoint is that of another graph, or of other data.
         """
         names = {field.name for field in dataclasses.fields(cls)}
         fields = {name: value for name, value in checkpoint.progress.items() if name in names}
@@ -56,10 +60,14 @@ class Progress:
         for name, value in identity.items():
             found = checkpoint.progress.get(name)
             if found != value:
-                what = "the checkpoint of another training graph" if name == "graph" else f"{name} {found}"
-                raise GraphoptError(
-                    f"{checkpoint.path}: expected {name} {value} as in this run, found {what}"
-                )
+                if name == "graph":
+                    expected, found = (
+                        "the checkpoint of this training graph",
+                        "that of another training graph",
+                    )
+                else:
+                    expected, found = f"{name} {value} as in this run", f"{name} {found}"
+                raise AnotherRun(f"{checkpoint.path}: expected {expected}, found {found}")
         for name, value in environment.items():
             found = progress.environment.get(name)
             if found != value:

@@ -17,6 +17,7 @@ from graphopt.data.streams import Drawn, Stream
 from graphopt.errors import GraphoptError, kind_of
 from graphopt.runtime.executor import Executor
 from graphopt.runtime.tensors import rows_of
+from graphopt.training.advice import advise
 from graphopt.training.options import FitOptions
 
 
@@ -82,6 +83,7 @@ class RowEpochs(Epochs):
     """Draw rows, in an order that depends on the seed, the epoch and the rows; workers share those of each batch."""
 
     def __init__(self, batches: Batches, rows: Rows, options: FitOptions, executor: Executor) -> None:
+        advise(batches, len(rows), options.batch_size)
         self.batches, self._rows, self.options, self.executor = batches, rows, options, executor
         self._workers = executor.workers
         self.count, self.steps = len(rows), math.ceil(len(rows) / options.batch_size)

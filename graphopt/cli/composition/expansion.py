@@ -1,15 +1,19 @@
-"""Bound the size of a recipe before its references are resolved: thirty lines can expand to gigabytes."""
+"""Bound the size of a recipe, as text and with its references resolved: thirty lines can expand to gigabytes."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from os import PathLike
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+import yaml  # type: ignore[import-untyped]
+from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from graphopt.errors import GraphoptError
 
+MOST_BYTES = 100_000  # of a recipe; graphopt's largest has 6,000
+MOST_DEEP = 50  # levels of a recipe's mappings and lists
 MEASURING = -1
 _MOST = 100_000  # characters and values of a resolved recipe; graphopt's own has a few thousand
 
@@ -20,7 +24,32 @@ ESCAPED = re.compile(r"(?<!\\)(\\\\)*\\\$\{")
 _Path = tuple[Any, ...]
 
 
-def check_expansion(config: DictConfig) -> None:
+def check_text(file: str | PathLike[str], text: bytes) -> None:
+    """Raise an error if a recipe is large or deep, or has YAML aliases: few lines can expand without end."""
+    if len(text) > MOST_BYTES:
+        raise GraphoptError(f"{file}: expected a recipe of at most {MOST_BYTES:,} bytes, found more")
+    depth = 0
+    for event in _events(file, text):
+        if isinstance(event, yaml.AliasEvent):
+            raise GraphoptError(f"{file}: expected a recipe without YAML aliases, found one")
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if depth > MOST_DEEP:
+            raise GraphoptError(
+                f"{file}: expected mappings and lists of at most {MOST_DEEP} levels, found more"
+            )
+
+
+def _events(file: str | PathLike[str], text: bytes) -> Iterator[yaml.Event]:
+    """Yield the parts of a YAML text."""
+    try:
+        yield from yaml.parse(text)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        line = "" if mark is None else f" in line {mark.line + 1}"
+        raise GraphoptError(f"{file}: expected YAML, found{line} what is not: {error.problem}") from error
+
+
+def check_expansion(config: DictConfig | ListConfig) -> None:
     """Raise an error if a config would be too large once its references are resolved."""
     _Measure(OmegaConf.to_container(config, resolve=False)).size(())
 

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import functools
 import itertools
+import json
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,28 +16,29 @@ from pathlib import Path
 from typing import Any
 
 import hydra
-import yaml  # type: ignore[import-untyped]
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
-from hydra._internal.config_repository import CachingConfigRepository, ConfigRepository
+from hydra._internal.config_repository import CachingConfigRepository, ConfigRepository, IConfigRepository
 from hydra.core.config_search_path import ConfigSearchPath, SearchPathQuery
+from hydra.core.default_element import ResultDefault
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
+from hydra.errors import OverrideParseException
 from hydra.plugins.config_source import ConfigResult, ConfigSource
-from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 from omegaconf.resolvers import oc
 
-from graphopt.cli.composition.expansion import check_expansion
-from graphopt.errors import GraphoptError
+from graphopt.cli.composition.expansion import MOST_BYTES, check_expansion, check_text
+from graphopt.cli.composition.record import NOT_TAKEN, Record, run_of
+from graphopt.cli.run_folder import Before
+from graphopt.errors import GraphoptError, unknown
 
 # A path, because `recipes` could be a package in the working directory.
 RECIPES = Path(__file__).parents[3] / "recipes"
 PRIMARY = "graphopt"
 BASE = "base"  # the base recipe of a group, which is not an option
 UNTRUSTED = "command-line"  # the provider of folders of recipes that the command line adds
-MOST_BYTES = 100_000  # of a recipe; graphopt's largest has 6,000
-MOST_DEEP = 50  # levels of a recipe's mappings and lists
 MOST_READ = 20_000  # values of recipes, each counted as often as it is read
 _HOST = re.compile(r"[+~]*(sweep|launcher)\b")  # what starts processes: a recipe cannot set it
 _RUNS = 10_000  # the largest sweep that a recipe may ask for
@@ -51,12 +53,13 @@ COMPOSITION_ERRORS = (AssertionError, AttributeError, KeyError, RecursionError, 
 class CommandLine:
     """Hold the arguments of the command line: those of `key=value`, further folders of recipes, and all of them.
 
-    A folder is `file://FOLDER` or `pkg://PACKAGE`.
+    A folder is `file://FOLDER` or `pkg://PACKAGE`. `record` is the recipe of the run that the command line names.
     """
 
     overrides: tuple[str, ...] = ()
     folders: tuple[str, ...] = ()
     arguments: tuple[str, ...] = ()
+    record: Record | None = None
 
     @classmethod
     def of(cls, overrides: Sequence[str], folder: str | None) -> CommandLine:
@@ -70,7 +73,36 @@ class CommandLine:
             tuple(overrides),
             tuple(folder if "://" in folder else f"file://{os.path.abspath(folder)}" for folder in named),
             (*overrides, *(["--config-dir", folder] if folder else [])),
+            _record(overrides),
         )
+
+    @property
+    def strangers(self) -> tuple[str, ...]:
+        """Return where recipes of others come from: folders, and the run whose recipe another has written."""
+        return (*self.folders, *(() if self.record is None else self.record.strangers))
+
+    @property
+    def said(self) -> tuple[str, ...]:
+        """Return what the user has said: the arguments, after those of the user's run that they name."""
+        if self.record is None or not self.record.is_own:
+            return self.overrides
+        own = [x for x in _parsed(*self.record.overrides) if x.key_or_group not in {*NOT_TAKEN} - {"trust"}]
+        return (*(str(override.input_line) for override in own), *self.overrides)
+
+    @property
+    def replaced(self) -> list[str]:
+        """Return what the arguments change of the run that they name, as in `fit.epochs=5 in place of fit.epochs=3`."""
+        record, texts = self.record, {}
+        if record is None:
+            return []
+        for override in _parsed(*self.overrides):
+            key, value = override.key_or_group, None if override.is_delete() else override.value()
+            if override.is_hydra_override() or key.partition(".")[0] in NOT_TAKEN:
+                continue
+            old = record.choices[key] if key in record.choices else record.value(key)
+            if value != old:
+                texts[key] = f"{key}={_plain(value)} in place of {key}={_plain(old)}"
+        return list(texts.values())
 
     @property
     def trust(self) -> tuple[str, ...]:
@@ -89,15 +121,38 @@ class CommandLine:
         """Return whether the command line sets `hydra.mode=MULTIRUN`."""
         return any(override.value() == "MULTIRUN" for override in self._setting("hydra.mode"))
 
+    def check_sweep(self, *, is_multirun: bool) -> None:
+        """Raise an error if the arguments ask for a sweep, which `-m` runs, or for another kind than chosen."""
+        keys = [override.key_or_group for override in _parsed(*self.overrides)]
+        for override in _parsed(*self.overrides):
+            line = override.input_line
+            if is_multirun:
+                if override.is_interval_sweep() and not {"sweep", "hydra/sweeper"} & {*keys}:
+                    raise GraphoptError(
+                        f"{line}: expected sweep=optuna beside it, which draws from intervals"
+                    )
+                continue
+            if override.key_or_group == "sweep" and override.value() not in ("none", None):
+                raise GraphoptError(f"{line}: expected -m beside it, found none: graphopt -m {line} ...")
+            if override.is_interval_sweep():
+                raise GraphoptError(
+                    f"{line}: expected one value, found an interval: search it with -m sweep=optuna"
+                )
+            if override.is_sweep_override():
+                raise GraphoptError(
+                    f"{line}: expected one value, found several: run each with -m, or write a list as [a,b] and a "
+                    "text with a comma in quotes"
+                )
+
     def _setting(self, field: str) -> list[Override]:
-        return [override for override in _parsed(*self.overrides) if override.key_or_group == field]
+        return [override for override in _parsed(*self.said) if override.key_or_group == field]
 
     def names(self, field: str) -> bool:
         """Return whether the command line sets a field of the recipe, alone or in a mapping.
 
         A mapping sets the fields that it has; a recipe may add others. A choice of a group sets none.
         """
-        for override in _parsed(*self.overrides):
+        for override in _parsed(*self.said):
             if override.is_delete() or override.package is not None:
                 continue
             key, value = override.key_or_group, override.value()
@@ -108,6 +163,24 @@ class CommandLine:
             if inside != field and not is_choice and _has(value, inside.split(".")):
                 return True
         return False
+
+
+def _record(overrides: Sequence[str]) -> Record | None:
+    """Return the record of the run that `resume=PATH` names, or `folder=RUN` to evaluate or predict."""
+    fields = {x.key_or_group: x.value() for x in _parsed(*overrides) if not x.is_delete()}
+    for name in ("folder", "model", "resume"):
+        if name in fields and fields[name] in (None, ""):
+            raise GraphoptError(f"{name}: expected a path, found {_plain(fields[name]) or 'an empty text'}")
+    resume, folder = fields.get("resume"), fields.get("folder")
+    if isinstance(resume, str):
+        run = run_of(resume)
+        return None if run is None else Record.read(run)
+    uses = fields.get("run") in ("evaluate", "predict") and not resume and isinstance(folder, str)
+    return Record.read(Path(str(folder))) if uses else None
+
+
+def _plain(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, default=str)
 
 
 def _has(value: Any, names: Sequence[str]) -> bool:
@@ -144,25 +217,14 @@ class _Reader(CachingConfigRepository):
 
 
 def _check_file(source: ConfigSource, config_path: str) -> None:
-    """Raise an error if a recipe is a link, large or deep, or has YAML aliases: few lines can expand without end."""
+    """Raise an error if a recipe is a link, or its text is refused."""
     name = source._normalize_file_name(config_path)
     folder: Any = Path(source.path) if source.scheme() == "file" else resources.files(source.path)
     file = folder.joinpath(name)
     if isinstance(file, Path) and not file.resolve().is_relative_to(Path(str(folder)).resolve()):
         raise GraphoptError(f"{file}: expected a recipe below its folder, found a link to {file.resolve()}")
     with file.open("rb") as stream:
-        text = stream.read(MOST_BYTES + 1)
-    if len(text) > MOST_BYTES:
-        raise GraphoptError(f"{file}: expected a recipe of at most {MOST_BYTES:,} bytes, found more")
-    depth = 0
-    for event in yaml.parse(text):
-        if isinstance(event, yaml.AliasEvent):
-            raise GraphoptError(f"{file}: expected a recipe without YAML aliases, found one")
-        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-        if depth > MOST_DEEP:
-            raise GraphoptError(
-                f"{file}: expected mappings and lists of at most {MOST_DEEP} levels, found more"
-            )
+        check_text(str(file), stream.read(MOST_BYTES + 1))
 
 
 class RecipeLoader(ConfigLoaderImpl):
@@ -179,7 +241,9 @@ class RecipeLoader(ConfigLoaderImpl):
             whole.prepend(UNTRUSTED, folder, SearchPathQuery(provider="schema"))
         super().__init__(whole)
         self._own = ConfigLoaderImpl(search_path)
-        self._command_line = command_line
+        self._command_line, self._record = command_line, command_line.record
+        self.before: Before | None = None  # what the folder has, once a recipe is composed
+        self._kept: dict[str, str] = {}  # the options that the recipe has from the record
 
     def load_configuration(
         self, config_name: str | None, overrides: list[str], *how: Any, **named: Any
@@ -187,11 +251,26 @@ class RecipeLoader(ConfigLoaderImpl):
         for name in REFUSED_RESOLVERS:
             OmegaConf.clear_resolver(name)
         overrides = [str(item.input_line) for item in _parsed(*overrides) if item.key_or_group != SEARCH_PATH]
+        self._check_groups(overrides)
+        if self._record is not None:
+            overrides = self._repeatable(self._record, overrides)
         try:
             config = super().load_configuration(config_name, overrides, *how, **named)
+            choices: Any = config.hydra.runtime.choices
+            with open_dict(choices):
+                choices.update(self._kept)
             if self._command_line.folders:
                 self._check(config, config_name, overrides, *how, **named)
+            self._check_new_fields(config, overrides)
+            if config.get("experiment"):
+                name = config.hydra.runtime.choices.experiment
+                raise GraphoptError(
+                    f"experiment={name}: expected '# @package _global_' as the first line, without which it sets "
+                    "nothing, found another"
+                )
             check_expansion(config)
+            if config_name is not None:
+                self.before = self.before or Before(Path(config.hydra.run.dir))
         except COMPOSITION_ERRORS as error:
             if isinstance(error, GraphoptError):
                 raise
@@ -202,6 +281,92 @@ class RecipeLoader(ConfigLoaderImpl):
         self, config_name: str | None, overrides: list[str]
     ) -> tuple[list[Override], CachingConfigRepository]:
         return OverridesParser.create().parse_overrides(overrides), _Reader(self.repository)
+
+    def _check_groups(self, overrides: list[str]) -> None:
+        """Raise an error if the value of a group is no option, or a group is deleted to which the recipe refers."""
+        for override in _parsed(*overrides):
+            group, line = override.key_or_group, override.input_line
+            if not group or not self.repository.group_exists(group):
+                if not group:
+                    raise GraphoptError(f"{line}: expected FIELD=VALUE, found no field")
+                is_gone = override.is_delete() and f"~pipeline.{group}" not in overrides
+                if is_gone and group in _plain_fields():
+                    raise GraphoptError(
+                        f"{line}: expected a recipe with {group}, found its removal: leave {line} out"
+                    )
+                continue
+            if override.is_add() and (RECIPES / group).is_dir():
+                raise GraphoptError(
+                    f"{line}: expected it without +, because the recipe has this group: {str(line).lstrip('+')}"
+                )
+            options = [x for x in self.repository.get_group_options(group) if x != BASE]
+            none = f": {group}=none leaves it out" if "none" in options else ""
+            known = f"expected an option of {group}, {', '.join(options)}"
+            if override.is_delete():
+                if not override.value() and f"~pipeline.{group}" not in overrides and group != "experiment":
+                    raise GraphoptError(f"{line}: {known}, found its removal{none}")
+            elif not override.is_sweep_override() and not isinstance(override.value(), str | list | dict):
+                found = override.get_value_string()
+                field = none if found in ("null", "false") else f": its fields are set by {group}.FIELD=VALUE"
+                raise GraphoptError(f"{line}: {known}, found {found}{field}")
+
+    def _check_new_fields(self, config: DictConfig, overrides: list[str]) -> None:
+        """Raise an error if the command line adds a field to the recipe that nothing in it refers to."""
+        own: Any = OmegaConf.load(RECIPES / f"{PRIMARY}.yaml")
+        known = {*own, *config.hydra.runtime.choices} - {"defaults"}
+        for override in _parsed(*overrides):
+            name = override.key_or_group.partition(".")[0]
+            is_new = (override.is_add() or override.is_force_add()) and name not in known
+            is_own = self._record is not None and name in self._record.fields
+            if is_new and not is_own and f"${{{name}" not in OmegaConf.to_yaml(config):
+                names = [x for x in known if not str(x).startswith("hydra/")]
+                raise GraphoptError(
+                    f"{override.input_line}: {unknown('option', name, names, known_fields())}"
+                )
+
+    def _repeatable(self, record: Record, overrides: list[str]) -> list[str]:
+        """Return overrides without those that a record has already and that Hydra would not do again.
+
+        Note the groups of which the record's option is kept.
+        """
+        items = _parsed(*overrides)
+        named = {x.key_or_group: x.value() for x in items if not x.is_delete() and isinstance(x.value(), str)}
+        changed = {
+            group: choice
+            for group, choice in named.items()
+            if self.repository.group_exists(group) and choice != record.choices.get(group)
+        }
+        for group, choice in changed.items():
+            if group not in record.fields and group not in (*NOT_TAKEN, "sweep"):
+                raise GraphoptError(
+                    f"{group}={choice}: expected single groups and fields beside the recipe of {record.folder}, "
+                    "found a whole recipe: name groups and fields"
+                )
+        self._kept = {
+            group: choice
+            for group, choice in record.choices.items()
+            if not group.startswith("hydra/") and group not in {*NOT_TAKEN, "sweep", *changed}
+        }
+        lines = []
+        for item in items:
+            line = str(item.input_line)
+            if line in record.overrides and item.is_add():
+                line = f"+{line}"
+            if not (line in record.overrides and item.is_delete()):
+                lines.append(line)
+        return lines
+
+    def _compose_config_from_defaults_list(
+        self, defaults: list[ResultDefault], repo: IConfigRepository
+    ) -> DictConfig:
+        """Compose a recipe; that of the run that the command line names has its own parts, if their option is kept."""
+        config: DictConfig = super()._compose_config_from_defaults_list(defaults, repo)
+        record = self._record
+        for name, node in ({} if record is None else record.fields).items():
+            is_changed = record is not None and name in record.choices and name not in self._kept
+            if name not in NOT_TAKEN and not is_changed:
+                config[name] = node
+        return config
 
     def _check(
         self, config: DictConfig, config_name: str | None, overrides: list[str], *how: Any, **named: Any
@@ -264,7 +429,51 @@ def composing(command_line: CommandLine) -> Iterator[Any]:
 @functools.lru_cache
 def _parsed(*overrides: str) -> list[Override]:
     """Parse arguments with Hydra's grammar."""
-    return OverridesParser.create().parse_overrides(list(overrides))
+    try:
+        return OverridesParser.create().parse_overrides(list(overrides))
+    except OverrideParseException as error:
+        line = str(error.override)
+        key = line.partition("=")[0].lstrip("+~")
+        if any(line.count(one) != line.count(other) for one, other in ("[]", "{}", "()")):
+            mend = f'close its brackets, and quote it if it has spaces, as in "{key}=[a, b]"'
+        else:
+            mend = f"write one = and no comma at the end, and quote a text, as in \"{key}='a text'\""
+        raise GraphoptError(f"{line}: expected FIELD=VALUE, found what Hydra cannot read: {mend}") from error
+
+
+@functools.cache
+def known_fields() -> tuple[str, ...]:
+    """Return the paths of all fields in graphopt's own recipes, those that are named most last."""
+    fields = [name for name, _ in flattened(OmegaConf.load(RECIPES / f"{PRIMARY}.yaml"))]
+    own = [name for name in fields if not name.startswith(("defaults", "hydra", "models", "pipeline"))]
+    groups = sorted(
+        path for path in RECIPES.glob("*/*.yaml") if path.parent.name not in ("experiment", "sweep")
+    )
+    parts = [
+        f"{path.parent.name}.{name}" for path in groups for name, _ in flattened(OmegaConf.load(path)) if name
+    ]
+    groups_alone = [path.parent.name for path in groups]
+    return tuple(dict.fromkeys(x.partition("[")[0] for x in reversed([*own, *groups_alone, *parts])))
+
+
+def _plain_fields() -> set[str]:
+    """Return the fields of a recipe that are neither groups nor steps, and that every recipe has."""
+    own: Any = OmegaConf.load(RECIPES / f"{PRIMARY}.yaml")
+    return {str(name) for name in own if name not in ("defaults", "hydra")}
+
+
+def options_with(group: str, field: str) -> list[str]:
+    """Return the options of a group that have a field."""
+    files = sorted((RECIPES / group).glob("*.yaml"))
+    recipes: Any = {
+        path.stem: OmegaConf.to_container(OmegaConf.load(path), resolve=False) or {} for path in files
+    }
+    base = recipes.pop(BASE, {})
+    return [
+        name
+        for name, recipe in recipes.items()
+        if field in recipe or (field in base and BASE in recipe.get("defaults", ()))
+    ]
 
 
 def on_the_command_line(field: str) -> GraphoptError:

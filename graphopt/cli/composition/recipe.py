@@ -18,9 +18,11 @@ import onnx_ir as ir
 from omegaconf import DictConfig, OmegaConf
 
 from graphopt.cli.composition.hydra_config import CommandLine, flattened
+from graphopt.cli.composition.record import write_record
 from graphopt.cli.composition.validation import (
     MISSING,
     OF_COMMAND,
+    PARTS,
     TARGET_KEY,
     check_new_logs,
     check_recipe,
@@ -37,11 +39,11 @@ from graphopt.data.loader import held_out_rows, hold_out
 from graphopt.distributed.data_parallel import DataParallel
 from graphopt.distributed.launchers import Launcher
 from graphopt.distributed.local_sgd import LocalSGD
-from graphopt.errors import GraphoptError, some
+from graphopt.errors import GraphoptError, nearest, some
 from graphopt.graph.limits import Limits
 from graphopt.graph.loading import load
 from graphopt.graph.metadata import LABELS, TargetSpec, labels_in
-from graphopt.graph.roles import Role, with_role
+from graphopt.graph.roles import STATE, Role, with_role
 from graphopt.pipeline import Pipeline
 from graphopt.runtime.device import Device
 from graphopt.runtime.executor import Executor
@@ -51,6 +53,16 @@ from graphopt.training.evaluation import reported
 from graphopt.training.fit import adapt
 from graphopt.training.metrics import Wanted
 
+OTHER_MODELS = {
+    **dict.fromkeys((".pt", ".pth", ".ckpt", ".bin"), "PyTorch's: export it with torch.onnx.export"),
+    **dict.fromkeys(
+        (".h5", ".keras", ".pb"), "TensorFlow's: export it with tf2onnx, or model.export(format='onnx')"
+    ),
+    ".tflite": "TensorFlow Lite's: convert it with tf2onnx",
+    **dict.fromkeys((".pkl", ".pickle", ".joblib"), "a pickle: convert it with skl2onnx"),
+    ".safetensors": "weights without a graph: name the model that they belong to",
+    ".ort": "ONNX Runtime's own format: name the .onnx file that it was made of",
+}
 OWN_EXECUTOR = "graphopt.Executor"
 
 
@@ -65,7 +77,6 @@ class Recipe:
     """
 
     def __init__(self, config: DictConfig, choices: Mapping[str, str], command_line: CommandLine) -> None:
-        self.composed = config.copy()  # as Hydra composed it, for `.hydra`
         self.choices = choices
         self._trained: Path | None = None
         self.command_line = command_line
@@ -73,6 +84,12 @@ class Recipe:
         for group, choice in choices.items():
             if choice == "none" and group in config:
                 config[group] = None  # an experiment may set fields of a step that is omitted
+        self.composed = config.copy()  # for `.hydra`
+        plain: Any = OmegaConf.to_container(config, resolve=False)
+        for part in PARTS:
+            node = plain.get(part)
+            if not isinstance(node, dict) and not str(node).startswith("${"):
+                raise GraphoptError(f"{part}: expected a mapping of fields, found {node!r}")
         if self._resolve(config, steps=1):
             self._resolve(config, steps=self.steps)
 
@@ -163,7 +180,8 @@ class Recipe:
             if "path" not in self.fields["data"]:
                 reader = self.choices["data"]
                 raise GraphoptError(
-                    f"fit.validation={validation}: data={reader} reads no file; give a share of the rows"
+                    f"fit.validation: expected a share of the rows, such as 0.2, found {validation!r}: data={reader} "
+                    "reads no file"
                 )
             validation = self._build("data", path=validation, **self._as_read)
         elif validation is not None and not isinstance(validation, int | float):
@@ -204,7 +222,7 @@ class Recipe:
 
     def callbacks(self, folder: Path, *, is_new: bool = False) -> list[Callback]:
         """Return the callbacks; in a new run, no log of an untrusted recipe replaces a file in the folder."""
-        if self.command_line.folders:
+        if self.command_line.strangers:
             check_new_logs(self.fields["callbacks"], folder, self.command_line, is_new)
         nodes = self.fields["callbacks"].items()
         return [self._callback(f"callbacks.{name}", node, folder) for name, node in nodes]
@@ -237,16 +255,33 @@ class Recipe:
         name, models = str(file or self.fields["model"]), self.fields["models"]
         if name not in models:
             if not Path(name).exists():
-                raise GraphoptError(f"model {name!r}: no such file; built-in: {', '.join(models)}")
-            return Columns.without(load(name, limits=self.limits))
+                files = [path.name for path in Path(name).parent.glob("*.onnx")]
+                stems, stem = [file.removesuffix(".onnx") for file in files], Path(name).stem
+                near = nearest(stem, stems if name.endswith(".onnx") else [*models, *stems]) or nearest(
+                    stem, models
+                )
+                meant = str(Path(name).with_name(f"{near}.onnx")) if near in stems else near
+                raise GraphoptError(
+                    f"model {name!r}: no such file{f', nearest: {meant!r}' if meant else ''}; built-in: "
+                    f"{', '.join(models)}"
+                )
+            if (ending := Path(name).suffix.lower()) in OTHER_MODELS:
+                raise GraphoptError(f"{name}: expected an ONNX model, found {OTHER_MODELS[ending]}")
+            model = load(name, limits=self.limits)
+            if file is None and with_role(model, *STATE):
+                raise GraphoptError(
+                    f"{name}: expected an inference model, found a training graph: name the model that it was made of, "
+                    "or trained.onnx of its run"
+                )
+            return Columns.without(model)
         inputs = self.data.inputs()
         if len(inputs) != 1:
             raise GraphoptError(f"model {name}: expected data with one input, found {', '.join(inputs)}")
         task = next((step.task for step in self.described.get("loss", ()) if hasattr(step, "task")), "")
         outputs = models[name].get("outputs") or self.data.outputs(task)
         features = next(iter(inputs.values())).shape[1:]
-        model: ir.Model = self._build(f"models.{name}", features=features, outputs=outputs)
-        return model
+        built: ir.Model = self._build(f"models.{name}", features=features, outputs=outputs)
+        return built
 
     @functools.cached_property
     def launcher(self) -> Launcher:
@@ -324,6 +359,10 @@ class Recipe:
         """Return the recipe as YAML with all references resolved."""
         return str(OmegaConf.to_yaml(self.fields))
 
+    def write_record(self, folder: Path) -> None:
+        """Write the recipe to the folder of a run, for commands that name the run."""
+        write_record(folder, self.composed, self.command_line.record, self.command_line.strangers)
+
     def _resolve(self, config: DictConfig, steps: int) -> bool:
         """Resolve the recipe to a plain, checked mapping; return whether it refers to the steps of the run."""
         referred = []
@@ -335,6 +374,9 @@ class Recipe:
         OmegaConf.register_new_resolver("training_steps", training_steps, replace=True)
         fields: Any = OmegaConf.to_container(config, resolve=True)
         fields["callbacks"] = expanded(fields.get("callbacks"))
+        fit = fields.get("fit")
+        if isinstance(fit, dict) and isinstance(fit.get("metrics"), str | dict):
+            fit["metrics"] = [fit["metrics"]]  # one metric, without a list
         check_recipe(fields, self.command_line)
         self.fields: dict[str, Any] = fields
         return bool(referred)
@@ -343,7 +385,9 @@ class Recipe:
         """Build a node of the recipe; `arguments` are added to those of the recipe."""
         node: Any = functools.reduce(lambda node, name: node[name], key.split("."), self.fields)
         node = {name: value for name, value in node.items() if name not in arguments}
-        for field, value in flattened(node, key):
+        for place, value in flattened(node, key):
             if value == MISSING:
+                part = place.removeprefix("pipeline.")  # which refers to the parts of the recipe
+                field = part if part.partition(".")[0] in self.fields else place
                 raise GraphoptError(f"{field}: expected a value, found none: set {field}=...")
         return create(node, key, self.command_line.trust, **arguments)

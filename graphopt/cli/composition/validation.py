@@ -26,6 +26,7 @@ from graphopt.training.callbacks import Log, MLflow, Tracker
 from graphopt.training.checkpoints import Checkpoints
 from graphopt.training.fit import fit
 from graphopt.training.metrics import Wanted, named
+from graphopt.training.options import FitOptions
 
 MISSING = "???"
 TARGET_KEY = "_target_"
@@ -74,6 +75,8 @@ _ADDED: dict[str, Sequence[str]] = {  # arguments that the command adds
     "fit.checkpoint": ("folder",),
     "hosts": ("step", "folder"),
 }
+_NUMBERS = ("epochs", "batch_size", "seed", "validation_every", "prefetch", "shuffle")
+ROWS = ("all", "held_out", "trained")
 _PREDICTIONS = "predictions"  # the name, without its ending, of the file that run=predict writes
 # These may name libraries to load and files to write.
 _HOST = ("executor.provider_options", "executor.session_options", "executor.custom_ops")
@@ -97,6 +100,8 @@ def check_recipe(fields: Mapping[str, Any], command_line: CommandLine) -> None:
             raise GraphoptError(f"{field}: expected {text}, found {value!r}")
     if fields["data"].get("columns") is not None:
         _check_columns(fields["data"]["columns"])
+    if fields.get("rows") not in (*ROWS, None):
+        raise GraphoptError(unknown("rows", fields["rows"], ROWS))
     models, added = {}, dict(_ADDED)
     for name, node in fields["models"].items():
         outputs = node.get("outputs")  # null: the number that the data needs
@@ -106,20 +111,26 @@ def check_recipe(fields: Mapping[str, Any], command_line: CommandLine) -> None:
             )
         models[name] = {field: value for field, value in node.items() if field != "outputs"}
         added[f"models.{name}"] = ("features", "outputs")
-    for key in sorted(fields, key="pipeline".__eq__):  # the pipeline repeats the others, so it comes last
-        check(models if key == "models" else fields[key], str(key), command_line.trust, added)
     training = {name: value for name, value in fields["fit"].items() if name not in OF_COMMAND}
     checkpoint = fields["fit"].get("checkpoint") or {}
     parts = {**fields, "fit": {**training, "validation": None}, "fit.checkpoint": checkpoint}
+    every = checkpoint.get("every")
+    if isinstance(every, int | float):
+        raise GraphoptError(
+            f"fit.checkpoint.every: expected '100 steps', '1 epoch', '5 min' or null, found {every}: it needs a unit"
+        )
     for key, target in PLAIN.items():
         check_fields(target, parts[key], key, _ADDED.get(key, ()))
+    for key in sorted(fields, key="pipeline".__eq__):  # the pipeline repeats the others, so it comes last
+        check(models if key == "models" else fields[key], str(key), command_line.trust, added)
     check_ending("predictions", fields["predictions"])
     for field, most in _MOST.items():
         if isinstance(leaves.get(field), int) and leaves[field] > most:
             raise GraphoptError(f"{field}: expected at most {most:,}, found {leaves[field]}")
+    FitOptions(**{name: value for name, value in training.items() if name in _NUMBERS})
     metrics_of(training.get("metrics"), command_line.trust)
     _check_logs(fields["callbacks"], command_line)
-    if command_line.folders:
+    if command_line.strangers:
         _check_untrusted(fields["models"], leaves, command_line)
 
 
@@ -133,6 +144,7 @@ def _check_columns(description: Any) -> None:
 def _plain(fields: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any, str]]:
     """Yield the fields that name no class, with the value and the expected type of each."""
     yield from ((key, fields.get(key), str, "a name") for key in ("model", "run", "predictions"))
+    yield "rows", fields.get("rows"), str | None, f"{', '.join(ROWS)} or null"
     yield "quiet", fields.get("quiet"), bool, "true or false"
     yield from ((key, fields.get(key), dict, "a mapping of fields") for key in PARTS)
     yield from ((f"models.{name}", x, dict, "a mapping of fields") for name, x in fields["models"].items())
@@ -142,7 +154,7 @@ def _plain(fields: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any, str]]:
 
 def _check_untrusted(models: Iterable[str], leaves: Mapping[str, Any], command_line: CommandLine) -> None:
     """Raise an error if a recipe sets options of the machine, raises limits, or names files of the user."""
-    folders = [os.path.realpath(x.removeprefix("file://")) for x in (os.getcwd(), *command_line.folders)]
+    folders = [os.path.realpath(x.removeprefix("file://")) for x in (os.getcwd(), *command_line.strangers)]
     for field, value in leaves.items():
         is_guarded = field.startswith(_HOST) or field in LIMITS
         if is_guarded and value != LIMITS.get(field) and not command_line.names(field):
@@ -188,7 +200,7 @@ def _check_logs(callbacks: Mapping[str, Any], command_line: CommandLine) -> None
         if not (inspect.isclass(kind) and issubclass(kind, Log)):
             continue
         if issubclass(kind, Tracker | MLflow):
-            for field, value in flattened(node, key) if command_line.folders else ():
+            for field, value in flattened(node, key) if command_line.strangers else ():
                 is_class = field == f"{key}.{TARGET_KEY}"
                 is_short = is_class and value == CALLBACKS.get(name)
                 if not command_line.names(key if is_short else field):
@@ -201,7 +213,7 @@ def _check_logs(callbacks: Mapping[str, Any], command_line: CommandLine) -> None
                     f"{key}.path: expected a name that the run's own files do not have, found {path!r}"
                 )
             outside = os.path.isabs(place) or top == os.pardir
-            if outside and command_line.folders and not command_line.names(f"{key}.path"):
+            if outside and command_line.strangers and not command_line.names(f"{key}.path"):
                 raise _elsewhere(f"{key}.path", "a file below the run's folder", path)
 
 
@@ -252,7 +264,14 @@ def expanded(callbacks: Any) -> dict[str, Any]:
                 f"callbacks: {unknown('callback', str(name), CALLBACKS)}; a class of your own needs {TARGET_KEY}"
             )
         if not isinstance(value, Mapping | bool):
-            first = next(iter(inspect.signature(pkgutil.resolve_name(CALLBACKS[name])).parameters))
+            kind = pkgutil.resolve_name(CALLBACKS[name])
+            first, *others = inspect.signature(kind).parameters
+            meant = next((other for other in others if _fits(value, _hints(kind).get(other), ())), None)
+            if meant is not None and not _fits(value, _hints(kind).get(first, Any), ()):
+                raise GraphoptError(
+                    f"callbacks.{name}: expected true, a value of {first} or fields, found {value!r}: write "
+                    f"callbacks.{name}={{{meant}: {value}}}"
+                )
             fields = {first: value}
         result[name] = {TARGET_KEY: CALLBACKS.get(name), **fields}
     return result
@@ -309,7 +328,8 @@ def check_fields(
         if isinstance(value, str) and value != MISSING and _is_code(hint):
             _trusted(value, f"{path}.{name}", trust)
         elif value != MISSING and not _fits(value, hint, trust):
-            raise GraphoptError(f"{path}.{name}: expected {_named(parameters[name])}, found {value!r}")
+            expected = _words(hint) or _named(parameters[name])
+            raise GraphoptError(f"{path}.{name}: expected {expected}, found {value!r}")
     for name, parameter in parameters.items():
         if not is_open and parameter.default is parameter.empty and name not in fields:
             raise GraphoptError(f"{path}.{name}: expected a value, found none: add +{path}.{name}=...")
@@ -395,6 +415,28 @@ def _named(parameter: inspect.Parameter) -> str:
     text = str(parameter.annotation).removeprefix("<class '").removesuffix("'>")
     values = re.sub(r"(?:typing\.)?Literal\[(.*?)\]", lambda match: match[1].replace(", ", " or "), text)
     return values.replace(" | ", " or ")
+
+
+def _words(hint: Any) -> str | None:
+    """Return what a type hint expects in words of YAML; None if it is no type of plain values."""
+    if hint in (None, type(None)):
+        return "null"
+    if hint is bool:
+        return "true or false"
+    if hint in (int, float, str):
+        return str(hint.__name__)
+    origin, parts = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Literal:
+        return " or ".join(map(repr, parts))
+    if inspect.isclass(origin) and issubclass(origin, Mapping) and parts[1:] == (Any,):
+        return "a mapping"
+    if origin in (tuple, Sequence) and inspect.isclass(parts[0]) and dataclasses.is_dataclass(parts[0]):
+        return f"a list of {parts[0].__name__}, each {{{TARGET_KEY}: passes.{parts[0].__name__}, ...}}"
+    if origin in (typing.Union, types.UnionType) or (inspect.isclass(origin) and origin is Sequence):
+        words = [_words(part) for part in parts]
+        if None not in words:
+            return " or ".join(map(str, words)) if origin is not Sequence else f"a list of {words[0]}"
+    return None
 
 
 def _is_code(hint: Any) -> bool:

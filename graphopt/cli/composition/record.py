@@ -1,0 +1,193 @@
+"""Keep the recipe of a run in its folder, and read it from there: as a stranger's recipe, unless this user wrote it."""
+
+from __future__ import annotations
+
+import hmac
+import json
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml  # type: ignore[import-untyped]
+from filelock import FileLock
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from graphopt.cli.composition.expansion import MOST_BYTES, check_expansion, check_text
+from graphopt.cli.run_folder import CHECKPOINTS, CONFIG
+from graphopt.errors import GraphoptError, cause
+from graphopt.files import write_folder
+from graphopt.targets.native.cache import cache_folder, read_cached, read_regular, write_cached
+
+HYDRA = ".hydra"
+COMPOSED, OPTIONS, OVERRIDES = "config.yaml", "hydra.yaml", "overrides.yaml"
+SIGNATURE = "signature.json"  # of the three files, by a key in the user's cache, and the folders of recipes
+# What a run has from its command line alone: another run does not take it from the record.
+NOT_TAKEN = ("folder", "hydra", "launcher", "predictions", "quiet", "resume", "rows", "run", "trust")
+_KEY, _ROOM = "key", "runs"
+
+
+@dataclass(frozen=True)
+class Record:
+    """Hold the recipe of a run.
+
+    Args:
+        folder: the run.
+        fields: the recipe as it was composed, with references.
+        resolved: the recipe with all references resolved.
+        choices: the chosen option of each group.
+        overrides: the command lines of the run.
+        strangers: where recipes of others came from, as in `CommandLine.folders`.
+        is_own: whether this user has run this recipe, so that all that it says was said or checked before.
+        started_in: the working directory of the command.
+    """
+
+    folder: Path
+    fields: Mapping[str, Any]
+    resolved: Mapping[str, Any]
+    choices: Mapping[str, str] = field(default_factory=dict)
+    overrides: tuple[str, ...] = ()
+    strangers: tuple[str, ...] = ()
+    is_own: bool = False
+    started_in: str = ""
+
+    @classmethod
+    def read(cls, folder: Path) -> Record | None:
+        """Return the record of a run; None if there is no run. An old run has its resolved recipe alone."""
+        if not (folder / CONFIG).is_file():
+            return None
+        resolved = _mapping(_read(folder / CONFIG))
+        place = folder / HYDRA
+        if not all((place / name).is_file() for name in (COMPOSED, OPTIONS, OVERRIDES)):
+            return cls(
+                folder, _with_references(resolved), resolved, _choices(resolved), strangers=(_uri(folder),)
+            )
+        fields, hydra, overrides = (_read(place / name) for name in (COMPOSED, OPTIONS, OVERRIDES))
+        strangers = _signed(place)
+        runtime = _mapping(_mapping(_mapping(hydra).get("hydra")).get("runtime"))
+        return cls(
+            folder,
+            _mapping(fields),
+            resolved,
+            {str(group): str(choice) for group, choice in _mapping(runtime.get("choices")).items()},
+            tuple(map(str, overrides)) if isinstance(overrides, list) else (),
+            (_uri(folder),) if strangers is None else strangers,
+            strangers is not None,
+            str(runtime.get("cwd", "")),
+        )
+
+    def value(self, name: str) -> Any:
+        """Return a field of the recipe as the run named it, or None."""
+        named = _select(self.fields, name)
+        return _select(self.resolved, name) if "${" in str(named) else named
+
+
+def run_of(path: str) -> Path | None:
+    """Return the folder of the run that a path names: the run, its checkpoints, or one of them."""
+    place = Path(path)
+    run = next((x.parent for x in (place, place.parent) if x.name == CHECKPOINTS), place)
+    return run if (run / CONFIG).is_file() else None
+
+
+def write_record(
+    folder: Path, config: DictConfig, record: Record | None = None, strangers: tuple[str, ...] = ()
+) -> None:
+    """Write `.hydra` as Hydra does: the recipe, Hydra's own options, and the overrides of all command lines so far.
+
+    It is signed unless the recipe comes from a `record` that is not.
+
+    Args:
+        strangers: where recipes of others came from.
+    """
+    hydra: Any = HydraConfig.instance().cfg
+    task = list(hydra.hydra.overrides.task)
+    before = [] if record is None else [line for line in record.overrides if line not in task]
+    parts = {COMPOSED: config, OPTIONS: hydra, OVERRIDES: OmegaConf.create([*before, *task])}
+    texts = {name: OmegaConf.to_yaml(part).encode() for name, part in parts.items()}
+    key = _key() if record is None or record.is_own else None
+    note = {"strangers": list(strangers), "hmac": _sum(key, texts, strangers) if key else None}
+    write_folder(folder / HYDRA, {**texts, SIGNATURE: json.dumps(note).encode()})
+
+
+def _signed(place: Path) -> tuple[str, ...] | None:
+    """Return the folders of recipes in a signature by this user, or None if there is none."""
+    texts = {name: read_regular(place / name, MOST_BYTES) or b"" for name in (COMPOSED, OPTIONS, OVERRIDES)}
+    try:
+        note = json.loads(read_regular(place / SIGNATURE, MOST_BYTES) or b"null")
+        strangers, found = tuple(map(str, note["strangers"])), str(note["hmac"])
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None
+    key = _key()
+    is_own = key is not None and hmac.compare_digest(_sum(key, texts, strangers).encode(), found.encode())
+    return strangers if is_own else None
+
+
+def _sum(key: bytes, texts: Mapping[str, bytes], strangers: tuple[str, ...]) -> str:
+    parts = [*(texts[name] for name in (COMPOSED, OPTIONS, OVERRIDES)), json.dumps(strangers).encode()]
+    return hmac.new(key, b"".join(b"%d %s" % (len(part), part) for part in parts), "sha256").hexdigest()
+
+
+def _key() -> bytes | None:
+    """Return the key that signs the runs of this user; None if there is no place for it that is the user's alone."""
+    try:
+        with FileLock(cache_folder(_ROOM) / ".lock"):
+            key = read_cached(_KEY, _ROOM)
+            if key is None:
+                key = secrets.token_bytes(32)
+                write_cached(_KEY, key, _ROOM)
+            return key
+    except (GraphoptError, OSError):
+        return None
+
+
+def _read(path: Path) -> Any:
+    """Return the content of a file of a record, which anyone may have written."""
+    text = read_regular(path, MOST_BYTES)
+    if text is None:
+        raise GraphoptError(f"{path}: expected a file of at most {MOST_BYTES:,} bytes, found another")
+    try:
+        check_text(path, text)
+        config = OmegaConf.create(text.decode())
+        check_expansion(config)
+        return OmegaConf.to_container(config, resolve=False)
+    except GraphoptError:
+        raise
+    except (yaml.YAMLError, OmegaConfBaseException, ValueError, TypeError, RecursionError) as error:
+        raise GraphoptError(f"{path}: expected the recipe of a run: {cause(error)}") from error
+
+
+def _select(node: Any, name: str) -> Any:
+    for key in name.split("."):
+        node = node.get(key) if isinstance(node, Mapping) else None
+    return node
+
+
+def _mapping(node: Any) -> Mapping[str, Any]:
+    return node if isinstance(node, Mapping) else {}
+
+
+def _with_references(resolved: Any) -> Mapping[str, Any]:
+    """Return a resolved recipe whose pipeline refers to the other parts again."""
+    fields = dict(_mapping(resolved))
+    steps = _mapping(fields.get("pipeline"))
+    pipeline = {
+        name: f"${{{name}}}" if name in fields and fields[name] == step else step
+        for name, step in steps.items()
+    }
+    return {**fields, "pipeline": pipeline}
+
+
+def _choices(resolved: Mapping[str, Any]) -> dict[str, str]:
+    """Return names for the options of a recipe that does not say them: `none`, or the name of the class."""
+    parts = {name: node for name, node in resolved.items() if node is None or "_target_" in _mapping(node)}
+    return {
+        name: "none" if node is None else str(node["_target_"]).rpartition(".")[2]
+        for name, node in parts.items()
+    }
+
+
+def _uri(folder: Path) -> str:
+    return f"file://{folder.resolve()}"

@@ -1,0 +1,88 @@
+"""Choose which rows of a run's data `evaluate` and `predict` read: all, those that it held out, or that trained."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from graphopt.cli.composition.recipe import Recipe
+from graphopt.cli.composition.record import Record
+from graphopt.data.dataset import Array, Dataset, LazyArray
+from graphopt.data.loader import Rows, hold_out
+from graphopt.errors import GraphoptError
+from graphopt.moments import row_index
+
+DECIDING = ("seed", "shuffle", "validation")  # the fields of `fit` that decide which rows are held out
+
+
+def rows_of(recipe: Recipe, record: Record | None) -> tuple[Dataset, str]:
+    """Return the data that the recipe's field `rows` chooses, and what it is in words.
+
+    `rows=null` is `held_out` to evaluate a run on its own data, and `all` otherwise.
+    """
+    wanted, data = recipe.fields.get("rows"), recipe.data
+    source = f"{recipe.choices['data']}, "
+    if record is None or not _has_data_of(record, recipe):
+        if wanted in ("held_out", "trained"):
+            raise GraphoptError(
+                f"rows={wanted}: expected a run with its own data, seed, shuffle and validation, found others: leave "
+                "rows out"
+            )
+        return data, f"{source}{len(data):,} rows"
+    trained, held_out, elsewhere = _parts(recipe)
+    if wanted == "held_out" and held_out is None:
+        raise GraphoptError(
+            f"rows=held_out: expected a run that held rows out, found one that trained on all {len(data):,}: leave "
+            "rows out"
+        )
+    if held_out is not None and (
+        wanted == "held_out" or (wanted is None and recipe.fields["run"] == "evaluate")
+    ):
+        return held_out, f"{elsewhere or source}{len(held_out):,} rows held out by the run"
+    if wanted == "trained":
+        return trained, f"{source}{len(trained):,} rows that the run trained on"
+    return data, f"{source}{len(data):,} rows, of which the run trained on {_count(len(trained), len(data))}"
+
+
+def _count(part: int, whole: int) -> str:
+    return "all" if part == whole else f"{part:,}"
+
+
+def _has_data_of(record: Record, recipe: Recipe) -> bool:
+    then, now = record.resolved.get("fit"), recipe.fields["fit"]
+    is_same = isinstance(then, dict) and all(then.get(name) == now.get(name) for name in DECIDING)
+    return is_same and record.resolved.get("data") == recipe.fields["data"]
+
+
+def _parts(recipe: Recipe) -> tuple[Dataset, Dataset | None, str]:
+    """Return the rows that trained, those held out, if there are any, and the file that has these, if one does."""
+    data, fields = recipe.data, recipe.fields["fit"]
+    if isinstance(recipe.fit["validation"], Dataset):
+        return data, recipe.fit["validation"], f"{fields['validation']}, "
+    share = recipe.fit["validation"] or 0.0
+    trained, held_out = hold_out(len(data), share, shuffle=fields["shuffle"], seed=fields["seed"])
+    return _selected(data, trained), _selected(data, held_out) if len(held_out) else None, ""
+
+
+def _selected(data: Dataset, rows: Rows) -> Dataset:
+    """Return some rows of a data set, which are read when they are needed if all are."""
+    arrays = {name: _some(array, rows) for name, array in data.arrays.items()}
+    table = {name: cells[row_index(rows)] for name, cells in data.table.items()}
+    return dataclasses.replace(data, arrays=arrays, table=table)
+
+
+def _some(array: Array, rows: Rows) -> Array:
+    is_lazy = isinstance(array, np.memmap | LazyArray)
+    return _SomeRows(array, rows) if is_lazy else np.asarray(array[row_index(rows)])
+
+
+class _SomeRows(LazyArray):
+    """Stand for some rows of an array that is read when it is needed."""
+
+    def __init__(self, array: Array, rows: Rows) -> None:
+        super().__init__((len(rows), *array.shape[1:]), array.dtype)
+        self._array, self._rows = array, np.asarray(rows)
+
+    def read(self, rows: np.ndarray) -> np.ndarray:
+        return np.asarray(self._array[self._rows[rows]])

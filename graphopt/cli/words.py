@@ -1,0 +1,90 @@
+"""Read the words of a command line as fields of a recipe, and say what was meant by those that are none."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from hydra.core.override_parser.types import Quote, QuotedString
+
+from graphopt.cli.composition.hydra_config import BASE, RECIPES, known_fields
+from graphopt.cli.composition.recipe import OTHER_MODELS
+from graphopt.cli.run_folder import CONFIG
+from graphopt.errors import GraphoptError, nearest
+
+READERS = {"feather": "arrow", "ipc": "arrow", "pq": "parquet", "tsv": "csv", "txt": "csv"}
+BUILT_IN = ("linear", "mlp", "cnn", "transformer")  # models
+BRACKETS = (("[", "]"), ("{", "}"), ("(", ")"))
+
+
+def field_of(word: str, verbs: Iterable[str]) -> str:
+    """Return a word as `key=value`: FILE.onnx sets `model`, a verb sets `run`."""
+    if "=" in word or word.startswith("~"):
+        return word
+    if word in verbs:
+        return f"run={word}"
+    if word.endswith(".onnx"):
+        return f"model={QuotedString(word, Quote.single).with_quotes()}"
+    ending = Path(word).suffix.lower()
+    if ending in OTHER_MODELS:
+        raise GraphoptError(f"{word}: expected an ONNX model, found {OTHER_MODELS[ending]}")
+    instead = nearest(word, verbs) or stands_for(word) or almost(word) or f"model={word}"
+    raise GraphoptError(
+        f"{word}: expected {', '.join(verbs)}, FILE.onnx or FIELD=VALUE, such as {instead}: see graphopt --help"
+    )
+
+
+def check_words(words: Sequence[str], verbs: Iterable[str]) -> None:
+    """Raise an error if a shell has split an argument at its spaces, or two words name models or verbs."""
+    for i, word in enumerate(words):
+        before, after = " ".join(words[max(i - 1, 0) : i]), " ".join(words[i + 1 : i + 2])
+        split = ""
+        if word.startswith("=") and before and "=" not in before:
+            split = f"{before}{word}{after if word == '=' else ''}"
+        elif "=" not in word and before.endswith("=") and word not in verbs and not word.endswith(".onnx"):
+            split = f"{before}{word}"
+        if split:
+            raise GraphoptError(f"{split}: expected FIELD=VALUE, found spaces around =: remove them")
+        if after and "=" in word and any(word.count(one) > word.count(other) for one, other in BRACKETS):
+            raise GraphoptError(
+                f'{word}: expected its brackets to close, found a space: quote it, as in "{" ".join(words[i:])}"'
+            )
+    models = [word for word in words if word.endswith(".onnx") and "=" not in word]
+    for what, named in (("model", models), ("verb", [word for word in words if word in verbs])):
+        first, *others = dict.fromkeys(named) or [""]
+        if others:
+            raise GraphoptError(f"{others[0]}: expected one {what}, found {first}, too: leave one out")
+
+
+def reader_of(path: str) -> str:
+    """Return the option of `data` that reads a file or a folder, by its name; an empty text if none does."""
+    kind = path.rpartition(".")[2].lower() if "." in path else ""
+    kind = READERS.get(kind, kind)
+    if kind in ("arrow", "csv", "npy", "npz", "parquet"):
+        return kind
+    return "images" if os.path.isdir(path) else ""
+
+
+def stands_for(word: str) -> str | None:
+    """Return the field that a word could mean, as `FIELD=VALUE`, or None."""
+    if (Path(word) / CONFIG).is_file():
+        return f"folder={word}"
+    if kind := reader_of(word):
+        return f"data={kind} data.path={word}"
+    field, colon, value = word.partition(":")
+    if field in known_fields():
+        return f"{field}={value if colon else 'VALUE'}"
+    groups = (
+        path for path in sorted(RECIPES.glob("*/*.yaml")) if path.stem == word and word not in (BASE, "none")
+    )
+    return next(
+        (f"{path.parent.name}={word}" for path in groups), f"model={word}" if word in BUILT_IN else None
+    )
+
+
+def almost(word: str) -> str | None:
+    """Return the ONNX file whose name is almost the word, or None."""
+    place = Path(word)
+    near = nearest(place.stem, [file.stem for file in place.parent.glob("*.onnx")]) if place.suffix else None
+    return near and str(place.with_name(f"{near}.onnx"))

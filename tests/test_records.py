@@ -1,0 +1,286 @@
+"""A run's folder knows its recipe: evaluate, predict and resume need nothing else, and say what is changed."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+import yaml
+from builders import mlp
+
+from graphopt import cli
+
+pytestmark = pytest.mark.usefixtures("plain")
+
+RNG = np.random.default_rng(0)
+X = RNG.standard_normal((60, 4)).astype(np.float32)
+LABELS = (X @ RNG.standard_normal((4, 3))).argmax(axis=1)
+MINE = ["my.onnx", "data=npz", "data.path=train.npz", "fit.batch_size=16", "executor.threads=1"]
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder with a model, data and a cache of its own."""
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    onnx.save(mlp((4, 8, 3)), "my.onnx")
+    np.savez("train.npz", x=X, target=LABELS)
+    np.savez("new.npz", x=X[:7], target=LABELS[:7])
+
+
+def run(*arguments: str, folder: str = "run") -> None:
+    assert cli.main([*MINE, "fit.epochs=2", f"folder={folder}", *arguments]) == 0
+
+
+def metrics(folder: str = "run") -> dict[str, Any]:
+    return json.loads(Path(folder, "metrics.json").read_text())
+
+
+def epochs(folder: str = "run") -> list[dict[str, Any]]:
+    return [json.loads(line) for line in Path(folder, "metrics.jsonl").read_text().splitlines()]
+
+
+RESTORES = "callbacks.early_stopping={monitor: loss, mode: max, patience: 9, restore_best: true}"
+
+
+@pytest.mark.parametrize("options", [[], ["regularizer=l2"], [RESTORES], ["fit.validation=new.npz"]])
+@pytest.mark.parametrize("source", ["folder=run", "resume=run"])
+def test_evaluate_gives_what_the_run_s_own_validation_gave(
+    options: list[str], source: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(*options)
+    assert cli.main(["evaluate", source]) == 0
+    said = capsys.readouterr().out
+    restores = bool(options) and options[0] == RESTORES and source == "folder=run"
+    record, found = epochs()[0 if restores else -1], metrics()
+    loss = "data_loss" if "data_loss" in found else "loss"
+    assert (found[loss], found["accuracy"]) == (record["validation_loss"], record["accuracy"])
+    file, rows = ("new.npz", 7) if "fit.validation=new.npz" in options else ("npz", 12)
+    assert found["rows"] == rows
+    assert "recipe    run\n" in said and f"data      {file}, {rows} rows held out by the run\n" in said
+
+
+@pytest.mark.parametrize(
+    ("options", "rows", "said"),
+    [
+        (["rows=all"], 60, "npz, 60 rows, of which the run trained on 48"),
+        (["rows=trained"], 48, "npz, 48 rows that the run trained on"),
+        (["data.path=new.npz"], 7, "npz, 7 rows"),
+        (["fit.seed=1"], 60, "npz, 60 rows"),
+        (["fit.shuffle=false"], 60, "npz, 60 rows"),
+        ([*MINE[1:], "rows=held_out"], 12, "npz, 12 rows held out by the run"),
+    ],
+)
+def test_the_rows_that_are_measured(
+    options: list[str], rows: int, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run()
+    assert cli.main(["evaluate", "folder=run", *options]) == 0
+    assert metrics()["rows"] == rows
+    assert f"data      {said}\n" in capsys.readouterr().out
+
+
+def test_predict_reads_all_rows_or_those_that_are_asked_for() -> None:
+    run()
+    assert cli.main(["predict", "folder=run"]) == 0
+    everything = np.load("run/predictions.npz")["y"]
+    assert cli.main(["predict", "folder=run", "rows=held_out"]) == 0
+    held_out = np.load("run/predictions.npz")["y"]
+    assert len(everything) == 60 and len(held_out) == 12
+    chosen = np.sort(np.random.default_rng(0).permutation(60)[:12])
+    np.testing.assert_array_equal(held_out, everything[chosen])
+
+
+def test_a_run_that_held_nothing_out(capsys: pytest.CaptureFixture[str]) -> None:
+    run("fit.validation=null")
+    assert cli.main(["evaluate", "folder=run"]) == 0
+    assert "npz, 60 rows, of which the run trained on all\n" in capsys.readouterr().out
+    assert cli.main(["evaluate", "folder=run", "rows=held_out"]) == 1
+    assert "expected a run that held rows out, found one that trained on all 60" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("ending", ["", "/checkpoints", "/checkpoints/step-00000006"])
+def test_resume_needs_no_options(ending: str, capsys: pytest.CaptureFixture[str]) -> None:
+    run(
+        "optimizer=sgd",
+        "optimizer.momentum=0.9",
+        "~pipeline.simplify",
+        "+callbacks.csv=log.csv",
+        "schedule=cosine",
+    )
+    assert cli.main([f"resume=run{ending}", "fit.epochs=3", "schedule.steps=6"]) == 0
+    said = capsys.readouterr().out
+    assert "recipe    run, with fit.epochs=3 in place of fit.epochs=2\n" in said
+    assert len(epochs()) == 3 and not Path("runs").exists()
+    overrides = yaml.safe_load(Path("run/.hydra/overrides.yaml").read_text())
+    assert "optimizer=sgd" in overrides and overrides[-2:] == ["fit.epochs=3", "schedule.steps=6"]
+    assert cli.main(["resume=run"]) == 0
+    said = capsys.readouterr().out
+    assert "complete  nothing to train: the run has its 3 epochs" in said and "trained  " not in said
+    assert (
+        cli.main(["evaluate", "folder=run", "optimizer=sgd", "~pipeline.simplify", "+callbacks.csv=log.csv"])
+        == 0
+    )
+    assert "recipe    run\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "option", ["optimizer=adam", "optimizer=sgd", "loss.label_smoothing=0.1", "clip=value"]
+)
+def test_what_cannot_continue_names_the_fields_and_changes_nothing(
+    option: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run()
+    kept = {
+        path: path.read_bytes() for path in Path("run").rglob("*") if path.is_file() and path.suffix != ".log"
+    }
+    assert cli.main(["resume=run", option, "fit.epochs=3"]) == 1
+    said = capfd.readouterr().err
+    assert said.count("\n") == 1 and f"this command has {option} in place of " in said
+    assert "expected the checkpoint of this training graph" in said
+    assert all(path.read_bytes() == content for path, content in kept.items())
+
+
+def test_a_recipe_of_one_s_own_is_known_without_its_folder(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("own/experiment").mkdir(parents=True)
+    Path("own/optimizer").mkdir()
+    Path("own/optimizer/mine.yaml").write_text("_target_: passes.SGD\nlearning_rate: 0.05\n")
+    Path("own/experiment/mine.yaml").write_text(
+        "# @package _global_\ndefaults: [override /optimizer: mine]\n"
+    )
+    run("--config-dir", "own", "experiment=mine")
+    shutil.rmtree("own")
+    assert cli.main(["resume=run", "fit.epochs=3"]) == 0
+    assert cli.main(["evaluate", "folder=run"]) == 0
+    assert yaml.safe_load(Path("run/config.yaml").read_text())["optimizer"]["learning_rate"] == 0.05
+    assert cli.main(["evaluate", "folder=run", "experiment=digits_cnn"]) == 1
+    assert "found a whole recipe: name groups and fields" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_job_of_a_sweep(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["-m", *MINE, "fit.epochs=1", "folder=sweep", "optimizer=sgd,adamw"]) == 0
+    assert cli.main(["resume=sweep/0", "fit.epochs=2"]) == 0
+    assert cli.main(["evaluate", "folder=sweep/0"]) == 0
+    assert "recipe    sweep/0\n" in capsys.readouterr().out
+    assert metrics("sweep/0")["accuracy"] == epochs("sweep/0")[-1]["accuracy"]
+
+
+def test_a_run_of_an_older_version_has_its_resolved_recipe(capsys: pytest.CaptureFixture[str]) -> None:
+    run("optimizer=sgd", "regularizer=l2")
+    shutil.rmtree("run/.hydra")
+    assert cli.main(["evaluate", "folder=run"]) == 0
+    assert metrics()["rows"] == 12
+    assert cli.main(["resume=run", "fit.epochs=3"]) == 0
+    assert len(epochs()) == 3
+    assert cli.main(["resume=run", "fit.epochs=4", "optimizer.learning_rate=0.5"]) == 0
+    assert (
+        yaml.safe_load(Path("run/config.yaml").read_text())["pipeline"]["optimizer"]["learning_rate"] == 0.5
+    )
+
+
+def test_a_file_elsewhere_needs_no_word_in_one_s_own_run_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whoever changes a run's recipe cannot sign it."""
+    shutil.move("train.npz", tmp_path / "data.npz")
+    run(f"data.path={tmp_path / 'data.npz'}")
+    assert cli.main(["evaluate", "folder=run"]) == 0
+    assert cli.main(["resume=run", "fit.epochs=3"]) == 0
+    assert cli.main(["evaluate", "folder=run"]) == 0
+    config = Path("run/.hydra/config.yaml")
+    config.write_text(config.read_text().replace("label_smoothing: 0.0", "label_smoothing: 0.1"))
+    assert cli.main(["evaluate", "folder=run"]) == 1
+    assert (
+        f"to allow it, say data.path={tmp_path / 'data.npz'} on the command line" in capsys.readouterr().err
+    )
+    assert cli.main(["evaluate", "folder=run", f"data.path={tmp_path / 'data.npz'}"]) == 0
+
+
+def test_trusted_code_of_one_s_own_run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("own_losses.py").write_text("def absolute(op, p, t):\n    return op.Abs(p - t)\n")
+    monkeypatch.syspath_prepend(Path.cwd())
+    np.savez("train.npz", x=X, target=X[:, :3])
+    run("loss=custom", "loss.function=own_losses:absolute", "trust=[own_losses]")
+    assert cli.main(["resume=run", "fit.epochs=3"]) == 0
+    Path("run/.hydra/signature.json").unlink()
+    assert cli.main(["resume=run", "fit.epochs=4"]) == 1
+    assert "trust=[own_losses] on the command line" in capsys.readouterr().err
+    assert cli.main(["resume=run", "fit.epochs=4", "trust=[own_losses]"]) == 0
+
+
+def test_from_another_folder_a_missing_file_says_where_the_run_was(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run()
+    work = Path.cwd()
+    Path("elsewhere").mkdir()
+    monkeypatch.chdir("elsewhere")
+    assert cli.main(["evaluate", "folder=../run"]) == 1
+    said = capsys.readouterr().err
+    assert said.endswith(
+        f"train.npz: no such file: the run was started in {work}: start this there, too, or name the file\n"
+    )
+
+
+def test_a_launcher_is_said_again(capsys: pytest.CaptureFixture[str]) -> None:
+    run()
+    hydra = Path("run/.hydra/hydra.yaml")
+    hydra.write_text(hydra.read_text().replace("launcher: none", "launcher: local", 1))
+    assert cli.main(["resume=run", "fit.epochs=3"]) == 0
+    assert "; without launcher=local, which starts workers if you name it again" in capsys.readouterr().out
+
+
+def test_files_of_a_run_are_not_replaced(capsys: pytest.CaptureFixture[str]) -> None:
+    run()
+    for verb in ("compile", "hosts", "report"):
+        assert cli.main([verb, *MINE, "folder=run"]) == 1
+        assert "run: expected a folder without a run, found one" in capsys.readouterr().err
+
+
+def test_labels_of_a_binary_loss_are_predicted_by_name(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = "".join(f"{a},{b},{'yes' if a > 0 else 'no'}\n" for a, b in X[:, :2].tolist())
+    Path("train.csv").write_text(f"a,b,target\n{rows}")
+    Path("new.csv").write_text("a,b\n" + "".join(f"{a},{b}\n" for a, b in X[:9, :2].tolist()))
+    table = [
+        "model=mlp",
+        "data=csv",
+        "data.path=train.csv",
+        "data.labels=[no,yes]",
+        "loss=binary_cross_entropy",
+    ]
+    assert cli.main([*table, "fit.epochs=3", "folder=named"]) == 0
+    assert cli.main(["predict", "folder=named", "data.path=new.csv"]) == 1
+    assert "unknown column 'target'; known: a, b: to predict without a target, set data.target=null" in (
+        capsys.readouterr().err
+    )
+    for source in ("folder=named", "resume=named"):
+        given = ["data.path=new.csv", "data.target=null", "predictions=predictions.csv"]
+        assert cli.main(["predict", source, *given]) == 0
+        header, *lines = Path("named/predictions.csv").read_text().splitlines()
+        assert header == "y_0,label" and len(lines) == 9
+        assert all((float(y) > 0) == (label == "yes") for y, label in (line.split(",") for line in lines))
+
+
+def test_a_run_without_a_trained_model_is_taken_by_its_checkpoint(capsys: pytest.CaptureFixture[str]) -> None:
+    run()
+    Path("run/trained.onnx").unlink()
+    assert cli.main(["evaluate", "folder=run", "model=mlp"]) == 1
+    assert "found run with checkpoints alone: take the newest, resume=run\n" in capsys.readouterr().err
+    assert cli.main(["evaluate", "run"]) == 1
+    assert "such as folder=run: " in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_workers_continue_a_run() -> None:
+    run("launcher=local", "launcher.workers=2")
+    assert cli.main(["resume=run", "fit.epochs=3", "launcher=local", "launcher.workers=2"]) == 0
+    assert len(epochs()) == 3
