@@ -25,6 +25,7 @@ OF_ONNXSCRIPT = [
 OF_HYDRA = [
     (ConfigLoaderImpl, "load_configuration"),
     (ConfigLoaderImpl, "get_search_path"),
+    (ConfigLoaderImpl, "_compose_config_from_defaults_list"),
     (ConfigLoaderImpl, "_parse_overrides_and_create_caching_repo"),
     (ConfigRepository, "load_config"),
     (ConfigRepository, "_find_object_source"),
