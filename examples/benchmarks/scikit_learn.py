@@ -214,6 +214,12 @@ def estimators(rounds: int = 5, most: int = 200) -> list[list[str]]:
         "20,000 x 40, 20 epochs": (fitted, large, 20),
         "digits, 10 folds, n_jobs=-1": (folds, digits, 200),
     }
+    header = ["data", "machine", "epochs"]
+    header += [
+        f"{kind}: {who}" for kind in ("wall, s", "processor, s") for who in ("MLP", "Onnx", "Onnx, float32")
+    ]
+    for texts in (header, ["---"] * 3 + ["---:"] * 6):
+        print(f"| {' | '.join(texts)} |")
     rows = []
     for (name, (run, (x, y), epochs)), busy in itertools.product(cases.items(), (False, True)):
         options: dict[str, Any] = {"max_iter": min(epochs, most), "random_state": 0}
@@ -224,8 +230,7 @@ def estimators(rounds: int = 5, most: int = 200) -> list[list[str]]:
         ]
         walls: list[list[float]] = [[] for _ in contenders]
         processors: list[list[float]] = [[] for _ in contenders]
-        for _ in range(2):  # starts the workers, and compiles
-            found = [run(contender, x, y)[1] for contender in contenders]
+        found = [run(contender, x, y)[1] for contender in contenders]  # starts the workers, and compiles
         with beside(busy=busy):
             for _, (i, contender) in itertools.product(range(rounds), enumerate(contenders)):
                 start = time.perf_counter()
@@ -236,12 +241,7 @@ def estimators(rounds: int = 5, most: int = 200) -> list[list[str]]:
             theirs, *ours = map(statistics.median, times)
             texts += [f"{theirs:.2f}", *(f"{mine:.2f} ({mine / theirs:.2f})" for mine in ours)]
         rows.append(texts)
-    header = ["data", "machine", "epochs"]
-    header += [
-        f"{kind}: {who}" for kind in ("wall, s", "processor, s") for who in ("MLP", "Onnx", "Onnx, float32")
-    ]
-    for texts in (header, ["---"] * 3 + ["---:"] * 6, *rows):
-        print(f"| {' | '.join(texts)} |")
+        print(f"| {' | '.join(texts)} |", flush=True)
     return rows
 
 
