@@ -67,7 +67,7 @@ class Structure:
     steps: tuple[tuple[str, Any], ...]
     device: str
     threads: int | None
-    rows: int
+    rows: int = 0
     planned: int = 0
 
     def executor(self) -> Executor:
