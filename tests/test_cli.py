@@ -99,7 +99,8 @@ def test_compile_needs_neither_data_nor_runtime(monkeypatch: pytest.MonkeyPatch)
 def test_hosts_get_the_recipe_s_training_graph(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["hosts", "my.onnx", "folder=out", "optimizer=sgd", "optimizer.momentum=0.9"]
     assert cli.main([*arguments, "hosts.batch=8"]) == 0
-    assert "host.json, state.safetensors, evaluate.onnx" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "host.json, state.safetensors, evaluate.onnx" in out and " MB, which a host holds twice" in out
     contract = json.loads(Path("out/host.json").read_text())
     assert [x["shape"][0] for x in contract["feeds"]] == [8, 8]
     assert [x["name"] for x in contract["state"] if x["role"] == "slot"] == [
@@ -107,7 +108,7 @@ def test_hosts_get_the_recipe_s_training_graph(capsys: pytest.CaptureFixture[str
     ]
     assert cli.main([*arguments, "hosts.bach=8"]) == 1
     assert (
-        "hosts: unknown field 'bach', nearest: 'batch'; known: batch, target, unroll"
+        "hosts: unknown field 'bach', nearest: 'batch'; known: batch, language, target, unroll"
         in capsys.readouterr().err
     )
 

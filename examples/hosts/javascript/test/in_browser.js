@@ -26,7 +26,8 @@ const result = await page.evaluate(
     const { scenario } = await import(`${tests}/scenario.js`);
     const files = async (name) => new Uint8Array(await (await fetch(`/host/${name}`)).arrayBuffer());
     const { saved, end, ...others } = await scenario(ort, files, { executionProviders: [provider], ...options });
-    const { saveToIndexedDB, loadFromIndexedDB, saveToOPFS, loadFromOPFS } = await import("/root/graphopt/hosts/javascript/index.js");
+    const { saveToIndexedDB, loadFromIndexedDB, saveToOPFS, loadFromOPFS } =
+      await import("/root/graphopt/hosts/javascript/index.js");
     await saveToIndexedDB("try", end);
     await saveToOPFS("try", end);
     const kept = [await loadFromIndexedDB("try"), await loadFromOPFS("try"), await loadFromOPFS("none")];

@@ -20,6 +20,13 @@ export async function scenario(ort, files, { checkpoint, from = 0, save = 20, ..
     if (i === save) saved = await trainer.save();
     if (i >= from) losses.push((await trainer.step(batch)).loss);
   }
+  const bad = spoiled(ort, feeds[0]); // whatever it does to the state, `difference` below tells
+  const refused =
+    bad &&
+    (await trainer.step(bad).then(
+      () => "nothing",
+      ({ name }) => name,
+    ));
   const state = await trainer.state();
   const evaluated = (await trainer.evaluate(feeds[0])).loss;
   const { target, ...data } = feeds[0];
@@ -38,7 +45,7 @@ export async function scenario(ort, files, { checkpoint, from = 0, save = 20, ..
   const found = await other.state();
   await other.dispose();
   const differences = Object.entries(state).map(([name, array]) => difference(array, found[name]));
-  return { losses, together, difference: Math.max(...differences), evaluated, predicted, trained, saved, end };
+  return { losses, together, refused, difference: Math.max(...differences), evaluated, predicted, trained, saved, end };
 }
 
 /** Return the batches of a file as tensors by name. */
@@ -49,6 +56,12 @@ export function batchesOf(ort, bytes) {
     });
     return Object.fromEntries(entries);
   });
+}
+
+/** Return a batch whose numbers are NaN; nothing if its data are whole numbers. */
+function spoiled(ort, { x, ...others }) {
+  if (x.type !== "float32") return undefined;
+  return { ...others, x: new ort.Tensor("float32", new Float32Array(x.size).fill(NaN), x.dims) };
 }
 
 function arrayOf(type, data) {
