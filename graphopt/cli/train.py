@@ -221,7 +221,8 @@ def _follow(recipe: Recipe, communicator: Communicator, folder: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the first worker has the same
         _, opened = recipe.program()
-        fit(opened(communicator), recipe.data, **recipe.fit, callbacks=recipe.callbacks(folder))
+        callbacks = recipe.callbacks(folder)
+        fit(opened(communicator), recipe.data, **recipe.fit, callbacks=callbacks, verbose=False)
 
 
 @contextmanager

@@ -20,11 +20,11 @@ from graphopt.pipeline import Pipeline, check_pipeline
 from graphopt.runtime.executor import Executor
 from graphopt.runtime.executor_options import keywords_of
 from graphopt.training.callbacks.callback import Callback, callbacks_of
+from graphopt.training.callbacks.progress import ProgressBar
 from graphopt.training.evaluation import HeldOut, check_executor
 from graphopt.training.loop import TrainingLoop
 from graphopt.training.metrics import listed
 from graphopt.training.metrics import metrics as metrics_of
-from graphopt.training.notebook import NotebookProgress, in_notebook
 from graphopt.training.options import Data, FitOptions
 from graphopt.training.progress import versions
 from graphopt.training.records import Records
@@ -221,15 +221,10 @@ def _held_out(
 def _progress(options: FitOptions) -> Sequence[Callback]:
     """Return what shows the progress, unless another callback does or nobody looks."""
     kinds = {kind.__name__ for callback in callbacks_of(options.callbacks) for kind in type(callback).__mro__}
-    if options.verbose is False or "ProgressBar" in kinds:
-        return ()
-    if in_notebook():
-        return [NotebookProgress()]
-    if options.verbose or sys.stdout.isatty():
-        from graphopt.training.callbacks.progress import ProgressBar
-
-        return [ProgressBar()]
-    return ()
+    is_seen = (
+        sys.stdout.isatty() or "ipykernel" in sys.modules if options.verbose is None else options.verbose
+    )
+    return [ProgressBar()] if is_seen and "ProgressBar" not in kinds else ()
 
 
 def _check_sizes(executor: Executor, batch_size: int, counts: Sequence[int | None]) -> None:

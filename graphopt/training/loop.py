@@ -50,6 +50,7 @@ class TrainingLoop:
         self.run = run = Run(
             executor, options.epochs, source.steps, source.count, validation_rows, step=executor.batches
         )
+        run.names = source.names
         if held_out is not None:
             run.evaluated = functools.partial(held_out.evaluated, executor)
             run.held_out_rows = held_out.rows

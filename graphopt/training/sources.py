@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -42,6 +42,7 @@ class Epochs(ABC):
     executor: Executor
     count: int | None = None  # the number of rows of an epoch, if the data tells
     steps: int | None  # the number of steps of an epoch, if the data tells
+    names: Sequence[str] | None = None  # of the features, if the data has them
     is_lazy = False  # whether rows are read when a batch needs them
     identity: Mapping[str, Any]  # what a checkpoint and the run that continues it have in common
     before = 0  # the number of epochs in earlier calls of `fit`
@@ -87,7 +88,7 @@ class RowEpochs(Epochs):
         self.batches, self._rows, self.options, self.executor = batches, rows, options, executor
         self._workers = executor.workers
         self.count, self.steps = len(rows), math.ceil(len(rows) / options.batch_size)
-        self.is_lazy = batches.is_lazy
+        self.is_lazy, self.names = batches.is_lazy, batches.data.names
         self.identity = {"seed": options.seed, "shuffle": options.shuffle, "rows": len(rows)}
         self.before = round(executor.batches / self.steps)
 

@@ -65,6 +65,7 @@ class Run:
         averaged: the parameters that validation measures, if a callback averages them; otherwise None.
         restored: the record of the epoch whose weights a callback has restored at the end, or None.
         held_out_rows: the numbers of the held-out rows in the data; None if other data or no rows are held out.
+        names: the names of the features, if the data has them.
         notes: lines that callbacks have for the person who watches; `ProgressBar` prints and removes them.
     """
 
@@ -85,6 +86,7 @@ class Run:
     averaged: Mapping[str, np.ndarray] | None = None
     restored: Record | None = None
     held_out_rows: Sequence[int] | np.ndarray | None = None
+    names: Sequence[str] | None = None
     notes: list[str] = field(default_factory=list)
 
     @property

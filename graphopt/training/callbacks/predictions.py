@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
-from graphopt.graph.metadata import LABELS
 from graphopt.graph.roles import Role, role_of
 from graphopt.inspection import html
 from graphopt.inspection.charts import scatter_chart
@@ -102,7 +98,7 @@ def predictions(run: Run) -> Iterator[str]:
     """Yield the sections of a page on what a run's model predicts on held-out rows."""
     if run.evaluated is None:
         return
-    names, place = class_names(run), 0
+    names, place = run.labels, 0
     inputs = [name for name, x in run.executor.inputs.items() if role_of(x) is Role.DATA]
     chosen = metrics(run.executor.inputs)
     gathered = {target: _Predictions(metric, names) for target, (_, metric) in chosen.items()}
@@ -118,16 +114,6 @@ def predictions(run: Run) -> Iterator[str]:
         of = "" if len(gathered) == 1 else f" of {target}"
         if sum(batch.target.size for batch in found.batches):
             yield from _sections(run, found, of, f"{first}{run.validation_rows or place:,} held-out rows")
-
-
-def class_names(run: Run) -> list[str] | None:
-    """Return the names of the classes that the data has given to the training graph, or None."""
-    text: Any = LABELS.read(run.executor.model)
-    with contextlib.suppress(ValueError, TypeError):
-        names = json.loads(text)
-        if isinstance(names, list) and all(isinstance(name, str) for name in names):
-            return names
-    return None
 
 
 def _sections(run: Run, found: _Predictions, of: str, rows: str) -> Iterator[str]:
@@ -194,7 +180,7 @@ def _examples(worst: Sequence[_Example], run: Run) -> str:
             for image, x in zip(images, worst, strict=True)
             if image is not None
         )
-    columns = [dict(_numbers(example)) for example in worst]
+    columns = [dict(_numbers(example, run.names)) for example in worst]
     header = ["row", "target", "prediction", worst[0].measure[0], *columns[0]]
     rows = [
         (_row(x, run).removeprefix("row "), x.expected, x.predicted, x.measure[1], *numbers.values())
@@ -230,12 +216,15 @@ def _image_of(example: _Example) -> np.ndarray | None:
     return None
 
 
-def _numbers(example: _Example) -> Iterator[tuple[str, str]]:
+def _numbers(example: _Example, names: Sequence[str] | None) -> Iterator[tuple[str, str]]:
     """Yield the name and the text of each number of a row, of each input the first ones."""
     for name, array in example.inputs.items():
         values = array.reshape(-1)
         for i, value in enumerate(values[:_MOST_COLUMNS].tolist()):
-            column = name if values.size == 1 else f"{name} {i}"
+            if len(example.inputs) == 1 and len(names or ()) == values.size:
+                column = (names or ())[i]
+            else:
+                column = name if values.size == 1 else f"{name} {i}"
             yield column, readable(value) if isinstance(value, int | float) else str(value)
         if values.size > _MOST_COLUMNS:
             yield f"{name} …", f"{values.size - _MOST_COLUMNS:,} more"
