@@ -37,6 +37,7 @@ def test_scikit_learn_and_pytorch_take_the_same_steps(monkeypatch, tmp_path):
 
 @pytest.mark.slow
 def test_estimators_and_scikit_learn_s_networks_are_timed(monkeypatch):
+    monkeypatch.syspath_prepend(FOLDER)  # joblib's workers import the module
     rows = benchmark("scikit_learn", monkeypatch).estimators(rounds=1, most=1)
     assert [row[1:3] for row in rows] == [["idle", "1"], ["busy", "1"]] * 2 + [["idle", "10"], ["busy", "10"]]
     assert all(len(row) == 9 for row in rows)

@@ -30,6 +30,7 @@ from graphopt.cli.composition.hydra_config import (
     known_fields,
 )
 from graphopt.cli.composition.recipe import Recipe
+from graphopt.cli.composition.record import HYDRA, write_record
 from graphopt.cli.help import help_page
 from graphopt.cli.messages import complain, line_of, say, tell_record, warn
 from graphopt.cli.processes import check_processes, installed_first
@@ -190,6 +191,7 @@ def _start(hydra: Any, command_line: CommandLine, overrides: list[str], mode: Ru
 
 def _job(command_line: CommandLine, config: DictConfig) -> float | None:
     """Run a recipe; return the validation loss, or the training loss if no rows are held out."""
+    composed = config.copy()
     try:
         hydra = HydraConfig.get()
         here, there = os.getcwd(), hydra.runtime.cwd  # a process of a running cluster can be elsewhere
@@ -206,6 +208,9 @@ def _job(command_line: CommandLine, config: DictConfig) -> float | None:
             return _RUNS[name](recipe, Path(os.path.relpath(hydra.runtime.output_dir)))
     except USER_ERRORS as error:
         if HydraConfig.get().mode == RunMode.MULTIRUN:  # Hydra carries it from the job's process to this one
+            folder = Path(HydraConfig.get().runtime.output_dir)
+            if not (folder / HYDRA).exists():  # the comparison of the sweep names jobs that have failed
+                write_record(folder, composed, command_line.record, command_line.strangers)
             raise GraphoptError(line_of(error)) from None
         raise SystemExit(complain(error)) from error  # Hydra passes it on without a message of its own
 
