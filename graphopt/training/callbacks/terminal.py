@@ -22,6 +22,11 @@ def open_console(*, quiet: bool = False) -> Console:
     return Console(quiet=quiet, force_terminal=None if _has_size() else False)
 
 
+def is_watched() -> bool:
+    """Return whether the output is a terminal, other than that of a worker of mpiexec, or a notebook."""
+    return (sys.stdout.isatty() and _has_size()) or "ipykernel" in sys.modules
+
+
 def glued(text: str) -> str:
     """Return text that `broken` keeps in one line."""
     return text.replace(" ", _GLUE)
