@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,6 +20,7 @@ from graphopt.runtime.executor import Executor
 from graphopt.runtime.executor_options import keywords_of
 from graphopt.training.callbacks.callback import Callback, callbacks_of
 from graphopt.training.callbacks.progress import ProgressBar
+from graphopt.training.callbacks.terminal import is_watched
 from graphopt.training.evaluation import HeldOut, check_executor
 from graphopt.training.loop import TrainingLoop
 from graphopt.training.metrics import listed
@@ -221,9 +221,7 @@ def _held_out(
 def _progress(options: FitOptions) -> Sequence[Callback]:
     """Return what shows the progress, unless another callback does or nobody looks."""
     kinds = {kind.__name__ for callback in callbacks_of(options.callbacks) for kind in type(callback).__mro__}
-    is_seen = (
-        sys.stdout.isatty() or "ipykernel" in sys.modules if options.verbose is None else options.verbose
-    )
+    is_seen = is_watched() if options.verbose is None else options.verbose
     return [ProgressBar()] if is_seen and "ProgressBar" not in kinds else ()
 
 
