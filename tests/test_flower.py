@@ -424,7 +424,7 @@ def test_wrong_data_is_refused() -> None:
     whole = {"x": rows()["x"][:, :3], "target": rows()["target"]}
     with pytest.raises(GraphoptError, match="data 'x': expected rows of shape"):
         federated([whole], fed_avg())
-    with pytest.raises(GraphoptError, match="expected a data set or arrays by name, found list"):
+    with pytest.raises(GraphoptError, match="a DataFrame or a data set, found a list"):
         FlowerClient(
             executor(), [whole]
         )  # batches have no number of rows, by which a server could weigh them

@@ -257,7 +257,9 @@ def test_what_cannot_be_exported_is_told_and_nothing_is_written(tmp_path: Path) 
     step = graphopt.compile(linear(), loss=passes.MeanSquaredError(), optimizer=passes.SGD(0.1))
     with pytest.raises(graphopt.GraphoptError, match="batch: expected 1 or more"):
         graphopt.export_hosts(step, tmp_path / "out", batch=0)
-    with pytest.raises(graphopt.GraphoptError, match="unknown language 'java', nearest: 'javascript'; known: c, javascript"):
+    with pytest.raises(
+        graphopt.GraphoptError, match="unknown language 'java', nearest: 'javascript'; known: c, javascript"
+    ):
         graphopt.export_hosts(step, tmp_path / "out", language="java")
     assert not (tmp_path / "out").exists()
     (tmp_path / "file").write_text("")
