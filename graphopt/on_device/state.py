@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import numpy as np
 import onnx_ir as ir
 
-from graphopt.errors import GraphoptError
+from graphopt.errors import GraphoptError, kind_of
 from graphopt.graph.metadata import KIND, original_name
 from graphopt.graph.roles import STATE, Role, role_of, with_role
 from graphopt.graph.state import ACCUMULATED, STEP, owners
@@ -32,6 +32,10 @@ def state_on_device(
     if given is None:
         return DeviceState(made.trained, made.untrained)
     arrays = load_state(given)[0] if isinstance(given, str | os.PathLike) else given
+    if not isinstance(arrays, Mapping):
+        raise GraphoptError(
+            f"state: expected arrays by name or the path of a checkpoint, found {kind_of(given)}: write executor.state"
+        )
 
     def taken(name: str, like: np.ndarray) -> np.ndarray:
         array = np.asarray(arrays[name]) if name in arrays else None
