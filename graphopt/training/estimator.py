@@ -45,11 +45,9 @@ _Self = TypeVar("_Self", bound="Estimator")
 
 TYPES = ("float32", "float64")  # of the numbers of a predictor
 CHUNK = 1024  # how many are predicted at a time
-_SHORT_STEP = (
-    3e8  # operations of a step, a few milliseconds, below which a second thread waits more than it works
-)
+_SHORT_STEP = 3e8  # operations of a step, a few milliseconds: a second thread would wait more than work
 _SHORT_FIT = (
-    2e11  # operations of a training, a few seconds, below which compiling kernels takes longer than they save
+    2e11  # operations of a training, a few seconds: compiling kernels would take longer than they save
 )
 _SHARED = 2**22  # bytes of a model up to which its training graph is cached for other estimators
 
@@ -81,12 +79,8 @@ class Structure:
         threads, native = self.threads, None
         if threads is None and self.device == "cpu":
             threads = 1 if _operations(step, self.rows) < _SHORT_STEP else _allowed_threads()
-        if (
-            self.planned
-            and NATIVE_VARIABLE not in os.environ
-            and _operations(step, self.planned) < _SHORT_FIT
-        ):
-            native = False
+        if self.planned and NATIVE_VARIABLE not in os.environ:
+            native = False if _operations(step, self.planned) < _SHORT_FIT else None
         return Executor(step, device=self.device, threads=threads, native=native, report=reported(step))
 
 
@@ -486,11 +480,8 @@ def _fields(options: Any) -> dict[str, Any]:
 def _named(X: _Arrays, *more: np.ndarray | None) -> dict[str, np.ndarray]:
     """Return inputs, targets and weights in one dictionary by name."""
     arrays = dict(X) if isinstance(X, Mapping) else {FEATURES: X}
-    named = zip((TARGET, WEIGHT), more, strict=False)
-    return {
-        name: _array(name, values)
-        for name, values in (arrays | {name: array for name, array in named if array is not None}).items()
-    }
+    arrays |= {name: x for name, x in zip((TARGET, WEIGHT), more, strict=False) if x is not None}
+    return {name: _array(name, values) for name, values in arrays.items()}
 
 
 def _array(name: str, values: Any) -> np.ndarray:

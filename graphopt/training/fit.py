@@ -220,11 +220,11 @@ def _held_out(
 
 def _progress(options: FitOptions) -> Sequence[Callback]:
     """Return what shows the progress, unless another callback does or nobody looks."""
-    kinds = {kind.__name__ for callback in callbacks_of(options.callbacks) for kind in type(callback).__mro__}
+    is_shown = any(isinstance(callback, ProgressBar) for callback in callbacks_of(options.callbacks))
     is_seen = (
         sys.stdout.isatty() or "ipykernel" in sys.modules if options.verbose is None else options.verbose
     )
-    return [ProgressBar()] if is_seen and "ProgressBar" not in kinds else ()
+    return [ProgressBar()] if is_seen and not is_shown else ()
 
 
 def _check_sizes(executor: Executor, batch_size: int, counts: Sequence[int | None]) -> None:

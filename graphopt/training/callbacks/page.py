@@ -17,6 +17,7 @@ import onnx_ir as ir
 from graphopt.errors import some
 from graphopt.files import write
 from graphopt.graph.roles import Role, role_of, with_role
+from graphopt.graph.shown import elements
 from graphopt.graph.values import name_of
 from graphopt.inspection import html
 from graphopt.inspection.charts import line_chart
@@ -128,7 +129,7 @@ class Page(Callback):
         facts = {
             "date": f"{datetime.now().astimezone():%d %B %Y, %H:%M}".removeprefix("0"),
             "rows": rows + held_out if rows else "an iterable",
-            "parameters": f"{count_parameters(run.executor.model):,}",
+            "parameters": f"{elements(with_role(run.executor.model, Role.PARAMETER)):,}",
             **self._facts,
             **({"learning rate": _range(rates)} if rates else {}),
             "samples/s": readable(last_speed(run.records), 3),
@@ -181,12 +182,6 @@ def smoothed(values: Sequence[float]) -> list[float]:
         mean += max(SMOOTHING, 1 / i) * (value - mean)
         means.append(mean)
     return means
-
-
-def count_parameters(step: ir.Model) -> int:
-    """Return the number of parameters of a training graph."""
-    shapes = [value.shape for value in with_role(step, Role.PARAMETER)]
-    return sum(math.prod(shape.numpy()) for shape in shapes if shape is not None)
 
 
 def last_speed(records: Sequence[Record]) -> float:

@@ -529,13 +529,11 @@ def _explained(X: Any, error: str) -> str | None:
     """Return in one line what is wrong with data, and what to do, for errors of scikit-learn that do not say it."""
     if error.startswith("could not convert string"):
         kinds = getattr(X, "dtypes", None)
-        found = (
-            [] if kinds is None else [name for name, kind in dict(kinds).items() if kind.kind not in "biuf"]
-        )
+        found = [
+            name for name, kind in dict(() if kinds is None else kinds).items() if kind.kind not in "biuf"
+        ]
         if not found and np.asarray(X).dtype.kind not in "OUS":
-            return (
-                "y: expected numbers, found text: a regression takes numbers, and OnnxClassifier takes labels"
-            )
+            return TEXT_TARGET
         columns = f" in {some([*map(repr, found)])}" if found else ""
         return (
             f"X: expected numbers, found text{columns}: encode it in a step before, such as a ColumnTransformer with "
