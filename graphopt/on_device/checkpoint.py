@@ -39,6 +39,14 @@ class DeviceState:
     steps: int | None = None  # that the optimizer has done; None if the checkpoint does not say
 
 
+def fitting(what: str, array: np.ndarray | None, expected: str, advice: str) -> np.ndarray:
+    """Return an array, which `what` calls, or raise an error unless its type and shape are the expected ones."""
+    found = "none" if array is None else f"{array.dtype}{[*array.shape]}"
+    if array is None or found != expected:
+        raise GraphoptError(f"{what}: expected {expected}, found {found}: {advice}")
+    return array
+
+
 def read_checkpoint(checkpoint: str | os.PathLike[str]) -> DeviceState:
     """Return all that a checkpoint, or that in a folder of artifacts, contains.
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from graphopt.data.files import imported
 from graphopt.errors import GraphoptError, line, unknown
-from graphopt.files import replacing
+from graphopt.files import making, replacing
 from graphopt.intervals import check_types
 from graphopt.training.callbacks.callback import Callback, Record, Run
 
@@ -95,11 +95,9 @@ class FileLog(Log):
         self._has_failed = False
         if self._path.exists() and not self._path.is_file():
             raise GraphoptError(f"{self._path}: expected a file to write to, found something else")
-        try:
+        with making(self._path, "file"):
             self._path.parent.mkdir(parents=True, exist_ok=True)
             records = self._read() if run.resumed is not None else []
-        except OSError as error:
-            raise GraphoptError(f"{self._path}: expected a file to write to: {error.strerror}") from error
         self._write([record for record in records if _is_done(record, run)])
 
     def log(self, record: Record) -> None:
@@ -215,14 +213,11 @@ class TensorBoard(Log):
 
     def on_fit_begin(self, run: Run) -> None:
         purge = None if run.resumed is None else run.step + 1
-        try:
+        suffix = f".{run.step:09d}"  # files are named by the second, and read in order of their names
+        with making(self.path):
             self._writer = self._writers.SummaryWriter(
-                os.fspath(self.path),
-                purge_step=purge,
-                filename_suffix=f".{run.step:09d}",  # files are named by the second, and read in order of their names
+                os.fspath(self.path), purge_step=purge, filename_suffix=suffix
             )
-        except OSError as error:
-            raise GraphoptError(f"{self.path}: expected a folder to write to: {error.strerror}") from error
 
     def log(self, record: Record) -> None:
         for name, value in _numbers(record).items():

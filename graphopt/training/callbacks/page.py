@@ -193,12 +193,12 @@ def last_speed(records: Sequence[Record]) -> float:
 
 def _figures(run: Run, final: Record, best: Record) -> Iterator[tuple[str, str, str]]:
     """Yield the large numbers of a result: the measures of held-out rows first."""
-    held_out = list(final)[list(final).index("validation_loss") + 1 :] if "validation_loss" in final else []
+    names = list(final)
+    held_out = names[names.index("validation_loss") + 1 :] if "validation_loss" in final else []
     for name in held_out:
         if _is_number(final[name]) and name not in (*_POSITIONS, "samples_per_second"):
             yield label_of(name), measure_text(name, final[name]), "c1"
-    losses = ("validation_loss", "loss") if held_out or "validation_loss" in final else ("loss",)
-    for name in losses:
+    for name in [name for name in ("validation_loss", "loss") if name in final]:
         yield {"loss": "training loss"}.get(name, label_of(name)), readable(final[name]), ""
     if len(run.records) > 1:
         yield "best epoch", f"{best['epoch']:,} of {len(run.records):,}", ""
