@@ -90,30 +90,25 @@ def _explain(
 ) -> None:
     """Raise an error in one line if arguments do not fit a signature."""
     parameters = signature.parameters.values()
-    kinds = [p.kind for p in parameters]
+    kinds, given = [p.kind for p in parameters], len(tuple(args))
     named = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    unnamed = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    given = tuple(args)
+    unnamed = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     if inspect.Parameter.VAR_KEYWORD not in kinds:
         for word in keywords:
             if word not in named:
                 raise WrongArguments(f"{name}: {_unknown(word, named)}") from None
-    if len(given) > len(unnamed) and inspect.Parameter.VAR_POSITIONAL not in kinds:
+    if given > len(unnamed) and inspect.Parameter.VAR_POSITIONAL not in kinds:
         most = f"at most {len(unnamed)} without a name" if unnamed else "none without a name"
-        rest = [p for p in named if p not in [q.name for q in unnamed]]
+        rest = [name for name in named if name not in unnamed]
         if inspect.Parameter.VAR_KEYWORD in kinds and not rest:
             advice = advice or "give a name to each"
         example = advice or (f"name the others, such as {rest[0]}=..." if rest else "leave the others out")
-        raise WrongArguments(f"{name}: expected arguments, {most}, found {len(given)}: {example}") from None
-    taken = {p.name for p in unnamed[: len(given)]}
+        raise WrongArguments(f"{name}: expected arguments, {most}, found {given}: {example}") from None
+    taken = set(unnamed[:given])
     if twice := taken & set(keywords):
         raise WrongArguments(f"{name}: argument {min(twice)!r}: expected it once, found it twice") from None
-    lacking = [
-        p.name
-        for p in parameters
-        if p.default is p.empty and p.name in {*named, *(q.name for q in unnamed)} - taken - set(keywords)
-    ]
-    if lacking:
+    left = {*named, *unnamed} - taken - set(keywords)
+    if lacking := [p.name for p in parameters if p.default is p.empty and p.name in left]:
         raise WrongArguments(
             f"{name}: expected {', '.join(map(repr, lacking))}, found none: give it"
         ) from None
@@ -145,9 +140,9 @@ def check_function(function: Any, name: str, arguments: Sequence[str]) -> None:
 
 def no_attribute(module: str, name: str, names: Iterable[str]) -> AttributeError:
     """Return the error for a name that a module lacks, with the nearest one that it has."""
-    known = sorted(names)
-    meant = nearest(name, known) if name[:1] != "_" else None
-    told = f", nearest: {meant!r}" if meant else ""
-    if len(known) <= _MOST_LISTED and name[:1] != "_":
+    known, told = [] if name[:1] == "_" else sorted(names), ""
+    if meant := nearest(name, known):
+        told = f", nearest: {meant!r}"
+    if 0 < len(known) <= _MOST_LISTED:
         told += f"; known: {', '.join(known)}"
     return AttributeError(f"module {module!r} has no attribute {name!r}{told}")

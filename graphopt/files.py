@@ -12,15 +12,20 @@ from graphopt.errors import GraphoptError
 
 
 @contextlib.contextmanager
+def making(path: str | os.PathLike[str], what: str = "folder") -> Iterator[None]:
+    """Say in an error of a `with` block that `path` is not what can be written to."""
+    try:
+        yield
+    except OSError as error:
+        raise GraphoptError(f"{path}: expected a {what} to write to: {error.strerror}") from error
+
+
+@contextlib.contextmanager
 def replacing(path: str | os.PathLike[str]) -> Iterator[str]:
     """Yield a temporary path in the same folder; replace `path` by it if the block succeeds."""
     target = Path(path)
-    try:
-        handle, temporary = tempfile.mkstemp(
-            prefix=f".{target.name}.", suffix=target.suffix, dir=target.parent
-        )
-    except OSError as error:
-        raise GraphoptError(f"{target}: expected a folder to write to: {error.strerror}") from error
+    with making(target):
+        handle, temporary = tempfile.mkstemp(target.suffix, f".{target.name}.", target.parent)
     os.close(handle)
     try:
         yield temporary
@@ -49,10 +54,8 @@ def write_folder(folder: str | os.PathLike[str], contents: Mapping[str, bytes]) 
     Raises:
         GraphoptError: the folder cannot be made or written to.
     """
-    try:
+    with making(folder):
         os.makedirs(folder, exist_ok=True)
-    except OSError as error:
-        raise GraphoptError(f"{folder}: expected a folder to write to: {error.strerror}") from error
     with contextlib.ExitStack() as stack:
         for name in contents:
             Path(folder, name).parent.mkdir(exist_ok=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 import warnings
 from collections.abc import Iterable, Sequence
@@ -18,6 +17,7 @@ from graphopt.graph.operators import MATRIX_PRODUCTS, RECURRENT
 from graphopt.graph.rewriting import Pass, Pattern, selects
 from graphopt.graph.roles import STATE, Role, role_of
 from graphopt.graph.shapes import ensure_typed
+from graphopt.graph.shown import elements
 from graphopt.graph.values import constant_copy_of, is_floating, name_of
 from passes.gradients.walk import dead_ends
 from passes.lowering.classical import is_tree
@@ -316,7 +316,7 @@ def _warn(values: Sequence[ir.Value]) -> None:
     unsure = [(value, origin) for value in values if not (origin := _read(value)).certain]
     if unsure:
         reasons = [f"{value.name!r} ({origin.reason})" for value, origin in unsure]
-        numbers = sum(math.prod(value.shape.numpy()) for value, _ in unsure if value.shape is not None)
+        numbers = elements(value for value, _ in unsure)
         count = "1 initializer" if len(unsure) == 1 else f"{len(unsure)} initializers"
         warnings.warn(
             f"the model file does not say whether {count} of {numbers:,} numbers should train, so a rule decides: "

@@ -337,6 +337,7 @@ def test_states_of_other_graphs(written, tmp_path):
         (adam, {}, r"^state 'fc0.bias.exp_sum': expected float32\[8\], found none"),
         (adam, {**state, "fc1.bias": np.zeros(4, np.float32)}, r"^state 'fc1.bias': .*found float32\[4\]"),
         (adam, tmp_path / "nowhere", "nowhere"),
+        (adam, graphopt.Executor(step), r"^state: expected arrays by name .*: write executor.state"),
     ):
         with pytest.raises(GraphoptError, match=line):
             graphopt.export_artifacts(mlp(), pipeline, tmp_path / "out", state=given)

@@ -55,6 +55,17 @@ def test_a_regression_is_learned():
     np.testing.assert_allclose(trainer.predict(X), y, rtol=1e-4, atol=1e-5)
 
 
+def test_a_fixed_batch_predicts_any_number_of_rows():
+    network = linear()
+    for value in (*network.graph.input, *network.graph.output):
+        value.type.tensor_type.shape.dim[0].dim_value = 10
+    fixed, free = (
+        graphopt.Trainer(x, max_iter=1, batch_size=10).fit(X[:100], Y[:100]) for x in (network, linear())
+    )
+    np.testing.assert_allclose(fixed.predict(X), free.predict(X), rtol=1e-5)
+    np.testing.assert_allclose(fixed.losses(X, Y), free.losses(X, Y), rtol=1e-5)
+
+
 def test_a_classification_is_learned_and_predicts_classes():
     trainer = classification().fit(X, LABELS)
     assert trainer.predict(X).shape == (103,)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,6 +23,7 @@ from graphopt.inspection import html
 from graphopt.inspection.charts import COLORS, line_chart
 from graphopt.inspection.words import is_share, label_of, measure_text
 from graphopt.training.callbacks import Record
+from graphopt.training.callbacks.logs import json_lines
 from graphopt.training.callbacks.terminal import open_console
 from graphopt.training.metrics import METRICS
 
@@ -269,9 +269,6 @@ def _yaml(path: Path, missing: Any) -> Any:
 
 def _json_lines(path: Path) -> list[dict[str, Any]]:
     """Return the whole lines of a file that hold mappings."""
-    lines = []
     with contextlib.suppress(OSError, ValueError):
-        for text in path.read_text(encoding="utf-8").splitlines():
-            with contextlib.suppress(ValueError):
-                lines.append(json.loads(text))
-    return [line for line in lines if isinstance(line, dict)]
+        return json_lines(path.read_text(encoding="utf-8"))
+    return []

@@ -121,9 +121,11 @@ def line_chart(
     parts += ["no finite value"] if not heights else []
     said = "; ".join(_described(name, line, unit) for name, line in known.items())
     return _figure(
-        _Frame(across, up, unit),
+        across,
+        up,
         (title, ", ".join(parts), f"{title} {parts[0]}. {said}"),
         "".join(_drawn(positions, known[name], across, up, looks[name]) for name in behind),
+        unit=unit,
         legend=_legend({name: looks[name] for name in known}) if len(known) > 1 else "",
         data={
             "along": along,
@@ -163,7 +165,8 @@ def scatter_chart(
     dots = "".join(f"M{_pair((across.place(a), _SIDE - up.place(b)))}h.1" for a, b in points)
     about = f"{y} against {x}"
     return _figure(
-        _Frame(across, up),
+        across,
+        up,
         (
             title,
             f"{about}; the line is {through}" if through else about,
@@ -173,27 +176,20 @@ def scatter_chart(
     )
 
 
-@dataclass(frozen=True)
-class _Frame:
-    """Hold the axes of a chart, and what follows each height."""
-
-    across: _Axis
-    up: _Axis
-    unit: str = ""
-
-
 def _figure(
-    frame: _Frame,
+    across: _Axis,
+    up: _Axis,
     words: tuple[str, str, str],
     drawn: str,
     *,
+    unit: str = "",
     legend: str = "",
     data: Mapping[str, Any] | None = None,
     mark: tuple[float, str] | None = None,
 ) -> str:
     """Return the axes with what is drawn between them; `words` are the title, a remark and a description."""
-    across, up, (title, about, described) = frame.across, frame.up, words
-    heights = [f"{text}{frame.unit}" for text in up.texts()]
+    title, about, described = words
+    heights = [f"{text}{unit}" for text in up.texts()]
     grid = "".join(f"M0 {_SIDE - up.place(tick):g}H{_SIDE}" for tick in up.ticks)
     ticks = [
         f'<span class="y" style="bottom:{up.place(tick) * 100 / _SIDE:g}%">{escape(text)}</span>'
@@ -210,11 +206,8 @@ def _figure(
         where = (_SIDE - place if side == "right" else place) * 100 / _SIDE
         ticks.append(f'<span class="said" style="{side}:{where:g}%">{escape(mark[1])}</span>')
     gutter = max(map(len, heights), default=1)
-    text = (
-        ""
-        if data is None
-        else f" data-chart='{escape(json.dumps(data, separators=(',', ':')))}' tabindex=\"0\""
-    )
+    chart = escape(json.dumps(data, separators=(",", ":")))
+    text = "" if data is None else f" data-chart='{chart}' tabindex=\"0\""
     return (
         f'<figure class="chart"><figcaption><b>{escape(title)}</b> <span>{escape(about)}</span></figcaption>{legend}'
         f'<div class="plot" role="img" aria-label="{escape(described)}" style="--gutter:{gutter}ch"{text}>'

@@ -21,6 +21,7 @@ from graphopt.graph.memory import Memory, estimate
 from graphopt.graph.metadata import EXPORT_ANEW, RUNTIME, LeftOut, Misdeclared, Origin
 from graphopt.graph.operators import MICROSOFT
 from graphopt.graph.roles import FED, STATE, Role, role_of, with_role
+from graphopt.graph.shown import elements
 from graphopt.graph.values import is_floating, name_of
 from graphopt.inspection.plot import plot
 from graphopt.pipeline import Pipeline
@@ -126,7 +127,7 @@ def saved_by_kernels(model: ir.Model, opened: Callable[[bool], Executor], batch:
 def _summary(result: Report) -> Iterator[str]:
     weights, final = list(result.model.graph.initializers.values()), result.final
     opset = result.model.opset_imports.get("", 0)
-    yield f"model      opset {opset}, {size(result.model)} nodes, {_counted([*map(_elements, weights)])}"
+    yield f"model      opset {opset}, {size(result.model)} nodes, {_counted([elements([x]) for x in weights])}"
     yield f"operators  {_operators(result.model)}"
     decided = [model for _, _, model, _ in result.stages if with_role(model, Role.PARAMETER)]
     reached = [model for model in decided if with_role(model, Role.GRADIENT)]
@@ -140,7 +141,7 @@ def _summary(result: Report) -> Iterator[str]:
         yield "blocked    by nothing"
         if runtime := RUNTIME.read(final):
             yield f"needs      {runtime}"
-        yield f"step       {size(final)} nodes, state {_counted([*map(_elements, state)])}"
+        yield f"step       {size(final)} nodes, state {_counted([elements([x]) for x in state])}"
         yield f"operators  {_operators(final)}"
         if result.step is not None:
             yield from _native(final)
@@ -195,7 +196,7 @@ def _weights(model: ir.Model) -> Iterator[str]:
         origin = Origin.read(value)
         if origin is None:
             continue
-        row = (name_of(value), type_of(value), _elements(value), origin.reason)
+        row = (name_of(value), type_of(value), elements([value]), origin.reason)
         if role_of(value) is Role.PARAMETER:
             rows["trains"].append(row)
             rows["tied"] += [
@@ -250,10 +251,6 @@ def _operators(model: ir.Model) -> str:
 def _counted(sizes: Sequence[int]) -> str:
     tensors = "1 tensor" if len(sizes) == 1 else f"{len(sizes)} tensors"
     return f"{tensors} of {sum(sizes):,} numbers"
-
-
-def _elements(value: ir.Value) -> int:
-    return math.prod(value.shape.numpy()) if value.shape is not None and value.shape.is_static() else 0
 
 
 def _table(rows: Sequence[Sequence[str]]) -> Iterator[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,16 +14,16 @@ from graphopt.graph.metadata import FROZEN
 from graphopt.graph.roles import STATE, Role, role_of, with_role
 from graphopt.graph.shown import elements
 from graphopt.graph.values import is_floating, name_of
+from graphopt.inspection.table import Table
 from graphopt.runtime.executor import Executor
 
 _HEADS = ("layer", "operator", "output shape", "parameters", "trains")
-_LEFT = (0, 1)  # columns of words
 _MOST = 60  # rows; of larger graphs, only operators with parameters
 _HIDDEN = ("Constant", "Identity")
 
 
-@dataclass(frozen=True)
-class Summary:
+@dataclass(frozen=True, repr=False)
+class Summary(Table):
     """Hold the summary of a model, which shows itself as a table.
 
     Args:
@@ -35,32 +34,10 @@ class Summary:
     rows: Sequence[Sequence[str]]
     notes: Sequence[str]
 
-    def __str__(self) -> str:
-        table = [_HEADS, *self.rows]
-        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-        lines = [
-            "  ".join(
-                text.ljust(width) if i in _LEFT else text.rjust(width)
-                for i, (text, width) in enumerate(zip(row, widths, strict=True))
-            ).rstrip()
-            for row in table
-        ]
-        return "\n".join([*lines, *self.notes])
+    words = (0, 1)
 
-    __repr__ = __str__
-
-    def _repr_html_(self) -> str:
-        def row(texts: Sequence[str], tag: str) -> str:
-            sides = ("left" if i in _LEFT else "right" for i in range(len(texts)))
-            cells = (
-                f"<{tag} style='text-align:{side}'>{html.escape(text)}</{tag}>"
-                for side, text in zip(sides, texts, strict=True)
-            )
-            return f"<tr>{''.join(cells)}</tr>"
-
-        body = "".join(row(texts, "td") for texts in self.rows)
-        notes = "".join(f"<div>{html.escape(note)}</div>" for note in self.notes)
-        return f"<table>{row(_HEADS, 'th')}{body}</table>{notes}"
+    def rows_shown(self) -> Sequence[Sequence[str]]:
+        return [_HEADS, *self.rows]
 
 
 @checked()

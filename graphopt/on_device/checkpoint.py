@@ -35,8 +35,16 @@ class DeviceState:
     untrained: dict[str, np.ndarray]  # running statistics and counters
     moments: dict[str, list[np.ndarray]] = field(
         default_factory=dict
-    )  # of each parameter, in the optimizer's order
+    )  # by parameter, in the optimizer's order
     steps: int | None = None  # that the optimizer has done; None if the checkpoint does not say
+
+
+def fitting(what: str, array: np.ndarray | None, expected: str, advice: str) -> np.ndarray:
+    """Return an array, which `what` calls, or raise an error unless its type and shape are the expected ones."""
+    found = "none" if array is None else f"{array.dtype}{[*array.shape]}"
+    if array is None or found != expected:
+        raise GraphoptError(f"{what}: expected {expected}, found {found}: {advice}")
+    return array
 
 
 def read_checkpoint(checkpoint: str | os.PathLike[str]) -> DeviceState:
@@ -58,12 +66,9 @@ def read_checkpoint(checkpoint: str | os.PathLike[str]) -> DeviceState:
         saved = fbs.Checkpoint.Checkpoint.GetRootAs(content)
         state = saved.ModuleState()
         if state is not None and not state.IsNominalState() and not state.HasExternalData():
-            group = saved.OptimizerGroups(0) if saved.OptimizerGroupsLength() else None
-            kept = (
-                []
-                if group is None
-                else [group.OptimizerStates(i) for i in range(group.OptimizerStatesLength())]
-            )
+            group: Any = saved.OptimizerGroups(0) if saved.OptimizerGroupsLength() else None
+            count = 0 if group is None else group.OptimizerStatesLength()
+            kept = map(group.OptimizerStates, range(count)) if count else ()
             return DeviceState(
                 trained=_arrays(state.RequiresGradParams, state.RequiresGradParamsLength()),
                 untrained=_arrays(state.FrozenParams, state.FrozenParamsLength()),
@@ -122,57 +127,67 @@ def checkpoint_bytes(state: DeviceState, learning_rate: float) -> bytes:
             f"on-device artifacts: expected parameters of less than 2 GB, the limit of a checkpoint, found "
             f"{size / 2**30:.1f} GB: freeze some"
         )
-    fbs = _classes()
-    builder = importlib.import_module("flatbuffers").Builder(size + 4096)
+    writer = _Writer(size)
+    table, text, tensors = writer.table, writer.text, writer.tensors
+    kept = [
+        table(
+            "ParameterOptimizerState",
+            Momentums=tensors({f"momentum{i}": array for i, array in enumerate(some)}),
+            ParamName=text(name),
+        )
+        for name, some in state.moments.items()
+    ]
+    groups = {}
+    if state.steps is not None:
+        states, name = writer.vector(kept), text(_GROUP)
+        rates = {"Step": state.steps, "InitialLearningRate": learning_rate}
+        group = table("OptimizerGroup", GroupName=name, OptimizerStates=states, **rates)
+        groups["OptimizerGroups"] = writer.vector([group])
+    module = table(
+        "ModuleState", RequiresGradParams=tensors(state.trained), FrozenParams=tensors(state.untrained)
+    )
+    rate = table("FloatProperty", Name=text(LEARNING_RATE), Value=learning_rate)
+    properties = table("PropertyBag", Floats=writer.vector([rate]))
+    root = table("Checkpoint", Version=_VERSION, ModuleState=module, PropertyBag=properties, **groups)
+    return writer.finished(root)
 
-    def table(kind: str, **fields: Any) -> int:
-        schema = getattr(fbs, kind)
-        getattr(schema, f"{kind}Start")(builder)
+
+class _Writer:
+    """Write the tables of a checkpoint; what a table contains is written before it."""
+
+    def __init__(self, size: int) -> None:
+        self._schema = _classes()
+        self._builder = importlib.import_module("flatbuffers").Builder(size + 4096)
+        self.text: Callable[[str], int] = self._builder.CreateString
+
+    def table(self, kind: str, **fields: Any) -> int:
+        schema = getattr(self._schema, kind)
+        getattr(schema, f"{kind}Start")(self._builder)
         for name, value in fields.items():
-            getattr(schema, f"{kind}Add{name}")(builder, value)
-        return getattr(schema, f"{kind}End")(builder)
+            getattr(schema, f"{kind}Add{name}")(self._builder, value)
+        return int(getattr(schema, f"{kind}End")(self._builder))
 
-    def vector(offsets: list[int]) -> int:
-        builder.StartVector(4, len(offsets), 4)
+    def vector(self, offsets: list[int]) -> int:
+        self._builder.StartVector(4, len(offsets), 4)
         for offset in reversed(offsets):
-            builder.PrependUOffsetTRelative(offset)
-        return builder.EndVector()
+            self._builder.PrependUOffsetTRelative(offset)
+        return int(self._builder.EndVector())
 
-    def tensors(arrays: Mapping[str, np.ndarray]) -> int:
+    def tensors(self, arrays: Mapping[str, np.ndarray]) -> int:
         # Bytes that are written first are last in the file: the tables before them show that a file is truncated.
-        return vector(
+        return self.vector(
             [
-                table(
+                self.table(
                     "Tensor",
-                    RawData=builder.CreateByteVector(array.tobytes()),
-                    Dims=builder.CreateNumpyVector(np.array(array.shape, np.int64)),
-                    Name=builder.CreateString(name),
+                    RawData=self._builder.CreateByteVector(array.tobytes()),
+                    Dims=self._builder.CreateNumpyVector(np.array(array.shape, np.int64)),
+                    Name=self.text(name),
                     DataType=int(ir.DataType.from_numpy(array.dtype)),
                 )
                 for name, array in arrays.items()
             ]
         )
 
-    kept = [
-        table(
-            "ParameterOptimizerState",
-            Momentums=tensors({f"momentum{i}": array for i, array in enumerate(some)}),
-            ParamName=builder.CreateString(name),
-        )
-        for name, some in state.moments.items()
-    ]
-    groups = {}
-    if state.steps is not None:
-        states, name = vector(kept), builder.CreateString(_GROUP)
-        rates = {"Step": state.steps, "InitialLearningRate": learning_rate}
-        groups["OptimizerGroups"] = vector(
-            [table("OptimizerGroup", GroupName=name, OptimizerStates=states, **rates)]
-        )
-    module = table(
-        "ModuleState", RequiresGradParams=tensors(state.trained), FrozenParams=tensors(state.untrained)
-    )
-    rate = table("FloatProperty", Name=builder.CreateString(LEARNING_RATE), Value=learning_rate)
-    properties = table("PropertyBag", Floats=vector([rate]))
-    checkpoint = table("Checkpoint", Version=_VERSION, ModuleState=module, PropertyBag=properties, **groups)
-    builder.Finish(checkpoint, file_identifier=b"ODTC")
-    return bytes(builder.Output())
+    def finished(self, root: int) -> bytes:
+        self._builder.Finish(root, file_identifier=b"ODTC")
+        return bytes(self._builder.Output())

@@ -8,16 +8,17 @@ from collections.abc import Mapping
 import numpy as np
 import onnx_ir as ir
 
-from graphopt.errors import GraphoptError
+from graphopt.errors import GraphoptError, kind_of
 from graphopt.graph.metadata import KIND, original_name
 from graphopt.graph.roles import STATE, Role, role_of, with_role
 from graphopt.graph.state import ACCUMULATED, STEP, owners
 from graphopt.graph.values import COUNTERS, name_of
-from graphopt.on_device.checkpoint import DeviceState
+from graphopt.on_device.checkpoint import DeviceState, fitting
 from graphopt.on_device.graphs import COUNTED, OnDevice, moments
 from graphopt.runtime.checkpoint import load_state
 from passes.optimizers import Optimizer
 
+_FROM_EXECUTOR = "pass the state of an executor whose graph is compiled from this model, with this optimizer"
 _WITH_MOMENTS = "save it with include_optimizer_state=True"
 
 
@@ -32,16 +33,14 @@ def state_on_device(
     if given is None:
         return DeviceState(made.trained, made.untrained)
     arrays = load_state(given)[0] if isinstance(given, str | os.PathLike) else given
+    if not isinstance(arrays, Mapping):
+        raise GraphoptError(
+            f"state: expected arrays by name or the path of a checkpoint, found {kind_of(given)}: write executor.state"
+        )
 
     def taken(name: str, like: np.ndarray) -> np.ndarray:
         array = np.asarray(arrays[name]) if name in arrays else None
-        if array is not None and (array.shape, array.dtype) == (like.shape, like.dtype):
-            return array
-        found = "none" if array is None else f"{array.dtype}{list(array.shape)}"
-        raise GraphoptError(
-            f"state {name!r}: expected {like.dtype}{list(like.shape)}, found {found}: pass the state of an executor "
-            f"whose graph is compiled from this model, with this optimizer"
-        )
+        return fitting(f"state {name!r}", array, f"{like.dtype}{[*like.shape]}", _FROM_EXECUTOR)
 
     factors = moments(made.optimizer_pass)
     slots = {
@@ -101,8 +100,5 @@ def state_of_step(
             advice = advice if kept else _WITH_MOMENTS
         assert x.dtype is not None and x.shape is not None
         expected = f"{x.dtype.numpy()}{[*x.shape]}"
-        what = "none" if array is None else f"{array.dtype}{[*array.shape]}"
-        if array is None or what != expected:
-            raise GraphoptError(f"{where}: {name_of(x)!r}: expected {expected}, found {what}: {advice}")
-        state[name_of(x)] = array
+        state[name_of(x)] = fitting(f"{where}: {name_of(x)!r}", array, expected, advice)
     return state

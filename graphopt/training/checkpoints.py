@@ -27,7 +27,7 @@ import safetensors.numpy
 from graphopt.arguments import Checked
 from graphopt.communicator import Communicator
 from graphopt.errors import GraphoptError, unknown
-from graphopt.files import write
+from graphopt.files import making, write
 from graphopt.intervals import check_intervals, check_types, within
 from graphopt.runtime.checkpoint import state_bytes
 
@@ -135,13 +135,11 @@ class Checkpoints(metaclass=Checked):
                 f"{self._folder}: expected an empty folder for checkpoints, found those of another run: continue it by "
                 "resume=True, or give another folder"
             )
-        try:
+        with making(self._folder):
             self._folder.mkdir(parents=True, exist_ok=True)
             tempfile.TemporaryFile(dir=self._folder).close()  # raises an error if the folder is read-only
             for left in self._folder.glob(".step-*"):
                 shutil.rmtree(left)
-        except OSError as error:
-            raise GraphoptError(f"{self._folder}: expected a folder to write to: {error.strerror}") from error
         self._saved_at = time.monotonic()
 
     def _continues(self, resume: bool | str | os.PathLike[str]) -> bool:

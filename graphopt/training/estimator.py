@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar, cast
 
@@ -30,7 +30,7 @@ from graphopt.pipeline import Step
 from graphopt.runtime.device import NATIVE_VARIABLE
 from graphopt.runtime.executor import Executor, run
 from graphopt.training.callbacks import Adaptive, Record
-from graphopt.training.evaluation import reported
+from graphopt.training.evaluation import by_batches, reported
 from graphopt.training.fit import fit
 from graphopt.training.metrics import Metrics, metrics, weighted_accuracy, weighted_r2
 from graphopt.training.predictor import predictor
@@ -45,11 +45,9 @@ _Self = TypeVar("_Self", bound="Estimator")
 
 TYPES = ("float32", "float64")  # of the numbers of a predictor
 CHUNK = 1024  # how many are predicted at a time
-_SHORT_STEP = (
-    3e8  # operations of a step, a few milliseconds, below which a second thread waits more than it works
-)
+_SHORT_STEP = 3e8  # operations of a step, a few milliseconds: a second thread would wait more than work
 _SHORT_FIT = (
-    2e11  # operations of a training, a few seconds, below which compiling kernels takes longer than they save
+    2e11  # operations of a training, a few seconds: compiling kernels would take longer than they save
 )
 _SHARED = 2**22  # bytes of a model up to which its training graph is cached for other estimators
 
@@ -81,12 +79,8 @@ class Structure:
         threads, native = self.threads, None
         if threads is None and self.device == "cpu":
             threads = 1 if _operations(step, self.rows) < _SHORT_STEP else _allowed_threads()
-        if (
-            self.planned
-            and NATIVE_VARIABLE not in os.environ
-            and _operations(step, self.planned) < _SHORT_FIT
-        ):
-            native = False
+        if self.planned and NATIVE_VARIABLE not in os.environ:
+            native = False if _operations(step, self.planned) < _SHORT_FIT else None
         return Executor(step, device=self.device, threads=threads, native=native, report=reported(step))
 
 
@@ -200,11 +194,15 @@ class Estimator(metaclass=Checked):
         """Return the name of the output that has targets, and the metric that compares the two, if known."""
         return metrics(self._running().inputs).get(TARGET)
 
-    def _predictions(self, batches: Iterable[Mapping[str, np.ndarray]]) -> np.ndarray:
+    def _predictions(self, batches: Batches) -> np.ndarray:
         """Return the output that has targets, or the first one, for the rows of all batches."""
-        known = self._metric()
-        parts = [self._running().predict(batch) for batch in batches]
-        return np.concatenate([part[known[0] if known else next(iter(part))] for part in parts])
+        executor, known = self._running(), self._metric()
+
+        def compute(batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+            outputs = executor.predict(batch)
+            return {"y": np.asarray(outputs[known[0] if known else next(iter(outputs))])}
+
+        return by_batches(compute, batches, CHUNK)["y"]
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -337,8 +335,8 @@ class Trainer(Estimator):
         loss = self._loss(sample_weight is not None, reduction="none")
         graph = compile(self.get_trained_onnx(), loss=loss, gradient=None)
         inputs = {name_of(x): x for x in with_role(graph, Role.DATA, Role.TARGET, Role.SAMPLE_WEIGHT)}
-        batches = _batches(_named(X, y, sample_weight), inputs)
-        return np.concatenate([run(graph, batch)["loss"] for batch in batches])
+        batches = Batches(Dataset(_named(X, y, sample_weight), features=FEATURES), inputs)
+        return by_batches(lambda batch: {"loss": run(graph, batch)["loss"]}, batches, CHUNK)["loss"]
 
     def get_state(self) -> dict[str, np.ndarray]:
         """Return copies of all state by name: parameters, optimizer slots and counters."""
@@ -462,7 +460,7 @@ class Trainer(Estimator):
     def _output(self, X: _Arrays) -> np.ndarray:
         """Return the model's output for the rows."""
         inputs = {name_of(x): x for x in with_role(self._running().model, Role.DATA)}
-        return self._predictions(_batches(_named(X), inputs))
+        return self._predictions(Batches(Dataset(_named(X), features=FEATURES), inputs))
 
 
 def probabilities_of(loss: Any, output: np.ndarray) -> np.ndarray:
@@ -486,11 +484,8 @@ def _fields(options: Any) -> dict[str, Any]:
 def _named(X: _Arrays, *more: np.ndarray | None) -> dict[str, np.ndarray]:
     """Return inputs, targets and weights in one dictionary by name."""
     arrays = dict(X) if isinstance(X, Mapping) else {FEATURES: X}
-    named = zip((TARGET, WEIGHT), more, strict=False)
-    return {
-        name: _array(name, values)
-        for name, values in (arrays | {name: array for name, array in named if array is not None}).items()
-    }
+    arrays |= {name: x for name, x in zip((TARGET, WEIGHT), more, strict=False) if x is not None}
+    return {name: _array(name, values) for name, values in arrays.items()}
 
 
 def _array(name: str, values: Any) -> np.ndarray:
@@ -506,9 +501,3 @@ def _array(name: str, values: Any) -> np.ndarray:
         )
         raise GraphoptError(f"{name}: expected numbers, found text such as {str(array.flat[0])!r}: {remedy}")
     return array
-
-
-def _batches(data: Mapping[str, np.ndarray], inputs: Mapping[str, ir.Value]) -> Iterable[dict[str, Any]]:
-    """Return all rows in order, as `inputs` take them."""
-    batches = Batches(Dataset(data, features=FEATURES), inputs)
-    return map(batches.take, Batches.split(range(len(batches)), batches.fixed_size or CHUNK))

@@ -31,6 +31,7 @@ from graphopt.training.metrics import metrics as metrics_of
 from graphopt.training.options import Data
 from graphopt.training.sources import read_batches
 
+_Compute = Callable[[dict[str, np.ndarray]], Mapping[str, Any]]
 _POSITION = "graphopt.position"  # of a batch, beside what its evaluation returns
 
 
@@ -125,7 +126,15 @@ def predict(
         chosen, allow_nan = Dataset(columns.inputs(table)), True
     if set(inputs) <= set(chosen.arrays):  # a data set may have arrays for other models, too
         chosen = Dataset({name: chosen.arrays[name] for name in inputs})
-    batches = Batches(chosen, inputs, allow_nan=allow_nan)
+    return by_batches(compute, Batches(chosen, inputs, allow_nan=allow_nan), batch_size)
+
+
+def by_batches(compute: _Compute, batches: Batches, batch_size: int) -> dict[str, np.ndarray]:
+    """Return what a function returns for all rows, by name; a fixed batch is filled up.
+
+    Raises:
+        GraphoptError: an array does not have a row for each row of data.
+    """
     size = batches.fixed_size or batch_size
     parts: dict[str, list[np.ndarray]] = {}
     for rows in Batches.split(np.arange(len(batches)), size):
@@ -140,9 +149,7 @@ def predict(
     return {name: np.concatenate(arrays) for name, arrays in parts.items()}
 
 
-def _outputs_of(
-    model: Executor | ir.Model, device: Device | None
-) -> tuple[dict[str, ir.Value], Callable[[dict[str, np.ndarray]], Mapping[str, Any]]]:
+def _outputs_of(model: Executor | ir.Model, device: Device | None) -> tuple[dict[str, ir.Value], _Compute]:
     """Return the inputs of a model, and the function that computes its outputs."""
     if isinstance(model, Executor):
         if device is not None:

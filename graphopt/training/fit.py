@@ -166,25 +166,18 @@ def adapt(
             "numbers, such as passes.Standardize(mean, scale)"
         )
     data, loaded = as_dataset(data), load(model)
-    share = validation if isinstance(validation, int | float) else 0.0
-    rows, _ = hold_out(len(data), share, shuffle=shuffle, seed=seed)
+    rows, _ = hold_out(len(data), _share(validation), shuffle=shuffle, seed=seed)
     return pipeline.adapted(loaded, TrainingRows(data, loaded, rows, allow_nan=allow_nan).read)
 
 
 def _sources(executor: Executor, data: Data, options: FitOptions) -> tuple[Epochs, HeldOut | None]:
     """Return what draws the batches of the epochs, and the held-out rows, if there are any."""
-    validation, held_out = options.validation, None
-    share = validation if isinstance(validation, int | float) else 0.0
+    validation, keep = options.validation, options.checkpoint is not None
+    share, held_out = _share(validation), None
     labels = data.labels if isinstance(data, Dataset) and data.labels else executor.labels
     if validation is not None and not isinstance(validation, int | float):
         held_out = _held_out(executor, validation, labels, options)
-    batches = read_batches(
-        data,
-        executor,
-        options.allow_nan,
-        options.steps_per_epoch,
-        keep_positions=options.checkpoint is not None,
-    )
+    batches = read_batches(data, executor, options.allow_nan, options.steps_per_epoch, keep_positions=keep)
     if isinstance(batches, Stream):
         if share:
             raise GraphoptError(
@@ -195,6 +188,11 @@ def _sources(executor: Executor, data: Data, options: FitOptions) -> tuple[Epoch
     if share:
         held_out = HeldOut(batches, options.batch_size, listed(options.metrics), held)
     return RowEpochs(batches, rows, options, executor), held_out
+
+
+def _share(validation: Any) -> float:
+    """Return the share of rows to hold out, which is 0 with other data and with none."""
+    return validation if isinstance(validation, int | float) else 0.0
 
 
 def _numbered(executor: Executor, data: Dataset) -> Dataset:
@@ -220,9 +218,9 @@ def _held_out(
 
 def _progress(options: FitOptions) -> Sequence[Callback]:
     """Return what shows the progress, unless another callback does or nobody looks."""
-    kinds = {kind.__name__ for callback in callbacks_of(options.callbacks) for kind in type(callback).__mro__}
+    is_shown = any(isinstance(callback, ProgressBar) for callback in callbacks_of(options.callbacks))
     is_seen = is_watched() if options.verbose is None else options.verbose
-    return [ProgressBar()] if is_seen and "ProgressBar" not in kinds else ()
+    return [ProgressBar()] if is_seen and not is_shown else ()
 
 
 def _check_sizes(executor: Executor, batch_size: int, counts: Sequence[int | None]) -> None:

@@ -59,15 +59,15 @@ class Progress:
         progress = cls(**{"data": None, **fields, "mean": Mean(**fields["mean"])})
         for name, value in identity.items():
             found = checkpoint.progress.get(name)
+            if found != value and name == "graph":
+                raise AnotherRun(
+                    f"{checkpoint.path}: expected the checkpoint of this training graph, found that of another "
+                    "training graph"
+                )
             if found != value:
-                if name == "graph":
-                    expected, found = (
-                        "the checkpoint of this training graph",
-                        "that of another training graph",
-                    )
-                else:
-                    expected, found = f"{name} {value} as in this run", f"{name} {found}"
-                raise AnotherRun(f"{checkpoint.path}: expected {expected}, found {found}")
+                raise AnotherRun(
+                    f"{checkpoint.path}: expected {name} {value} as in this run, found {name} {found}"
+                )
         for name, value in environment.items():
             found = progress.environment.get(name)
             if found != value:

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import html
 from collections.abc import Iterator
 from numbers import Real
 from typing import Any
 
+from graphopt.inspection.table import Table
 from graphopt.training.callbacks.callback import Record
 
 _LEFT_OUT = ("step", "samples_per_second")
 _FIRST, _LAST = 2, 8  # records that a longer table shows
 
 
-class Records(list[Record]):
+class Records(Table, list[Record]):
     """Hold a record for each epoch, as `fit` returns them: a list of dicts, which a table shows.
 
     >>> from graphopt.training.records import Records
@@ -24,17 +24,9 @@ class Records(list[Record]):
     """
 
     def __repr__(self) -> str:
-        rows = list(self._rows())
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        return "\n".join("  ".join(map(str.rjust, row, widths)) for row in rows) if self else "[]"
+        return super().__repr__() if self else "[]"
 
-    def _repr_html_(self) -> str:
-        heads, *rows = (list(map(html.escape, row)) for row in self._rows())
-        cells = ["".join(f"<td style='text-align:right'>{text}</td>" for text in row) for row in rows]
-        head = "".join(f"<th>{text}</th>" for text in heads)
-        return f"<table><tr>{head}</tr>{''.join(f'<tr>{row}</tr>' for row in cells)}</table>"
-
-    def _rows(self) -> Iterator[list[str]]:
+    def rows_shown(self) -> Iterator[list[str]]:
         """Yield the names of the numbers, and the numbers of each record, of many only of the first and the last."""
         names = dict.fromkeys(name for record in self for name, x in record.items() if isinstance(x, Real))
         shown = [name for name in names if name not in _LEFT_OUT]

@@ -257,14 +257,9 @@ def _check_events(given: Callback) -> None:
             )
 
 
-def _kinds() -> list[str]:
+def _kinds(base: type[Callback] = Callback) -> list[str]:
     """Return the names of the callbacks that are loaded."""
-    left, names = [Callback], []
-    while left:
-        for kind in left.pop().__subclasses__():
-            left.append(kind)
-            names.append(kind.__name__)
-    return names
+    return [name for kind in base.__subclasses__() for name in (kind.__name__, *_kinds(kind))]
 
 
 class CallbackGroup:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import csv
-import importlib
 import inspect
 import io
 import json
@@ -18,8 +17,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from graphopt.data.files import imported
 from graphopt.errors import GraphoptError, line, unknown
-from graphopt.files import replacing
+from graphopt.files import making, replacing
 from graphopt.intervals import check_types
 from graphopt.training.callbacks.callback import Callback, Record, Run
 
@@ -95,11 +95,9 @@ class FileLog(Log):
         self._has_failed = False
         if self._path.exists() and not self._path.is_file():
             raise GraphoptError(f"{self._path}: expected a file to write to, found something else")
-        try:
+        with making(self._path, "file"):
             self._path.parent.mkdir(parents=True, exist_ok=True)
             records = self._read() if run.resumed is not None else []
-        except OSError as error:
-            raise GraphoptError(f"{self._path}: expected a file to write to: {error.strerror}") from error
         self._write([record for record in records if _is_done(record, run)])
 
     def log(self, record: Record) -> None:
@@ -149,11 +147,7 @@ class JSONL(FileLog):
         )
 
     def records(self, text: str) -> list[Record]:
-        records = []
-        for row in text.splitlines():
-            with contextlib.suppress(ValueError):
-                records.append(json.loads(row))
-        return [record for record in records if isinstance(record, dict)]
+        return json_lines(text)
 
 
 @dataclass
@@ -184,6 +178,15 @@ class CSV(FileLog):
         return text.getvalue()
 
 
+def json_lines(text: str) -> list[Record]:
+    """Return the mappings in the lines of a text; a line that is being written, or is no JSON, is left out."""
+    found = []
+    for row in text.splitlines():
+        with contextlib.suppress(ValueError):
+            found.append(json.loads(row))
+    return [record for record in found if isinstance(record, dict)]
+
+
 def json_value(value: Any) -> Any:
     """Return a value for JSON, with None in place of a number that is not finite."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
@@ -205,19 +208,16 @@ class TensorBoard(Log):
     path: str | os.PathLike[str]
 
     def __post_init__(self) -> None:
-        self._writers = _package("tensorboardX", self)
+        self._writers = imported("TensorBoard", "tensorboardX")
         self._writer: Any = None
 
     def on_fit_begin(self, run: Run) -> None:
         purge = None if run.resumed is None else run.step + 1
-        try:
+        suffix = f".{run.step:09d}"  # files are named by the second, and read in order of their names
+        with making(self.path):
             self._writer = self._writers.SummaryWriter(
-                os.fspath(self.path),
-                purge_step=purge,
-                filename_suffix=f".{run.step:09d}",  # files are named by the second, and read in order of their names
+                os.fspath(self.path), purge_step=purge, filename_suffix=suffix
             )
-        except OSError as error:
-            raise GraphoptError(f"{self.path}: expected a folder to write to: {error.strerror}") from error
 
     def log(self, record: Record) -> None:
         for name, value in _numbers(record).items():
@@ -257,7 +257,7 @@ class Tracker(Log):
             raise GraphoptError(
                 f"Tracker: {unknown('module', str(self.module), TRACKERS)}; pass another as a module"
             )
-        self._module = _package(self.module, self) if isinstance(self.module, str) else self.module
+        self._module = imported("Tracker", self.module) if isinstance(self.module, str) else self.module
         self._run: Any = None
         self._kept: Mapping[str, Any] = {}
 
@@ -309,7 +309,7 @@ class MLflow(Log):
     saved = ("id",)
 
     def __post_init__(self) -> None:
-        self._mlflow = _package("mlflow", self)
+        self._mlflow = imported("MLflow", "mlflow")
         self.id: str | None = None
         self._is_running = False
 
@@ -353,13 +353,3 @@ def _leaves(node: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]
             yield from _leaves(value, place)
         else:
             yield place, value
-
-
-def _package(name: str, callback: Log) -> Any:
-    """Return an optional package, or raise an error that says how to install it."""
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise GraphoptError(
-            f"{type(callback).__name__}: expected the package {name}, found none: pip install {name}"
-        ) from error

@@ -17,6 +17,7 @@ import onnx_ir as ir
 from graphopt.errors import some
 from graphopt.files import write
 from graphopt.graph.roles import Role, role_of, with_role
+from graphopt.graph.shown import elements
 from graphopt.graph.values import name_of
 from graphopt.inspection import html
 from graphopt.inspection.charts import line_chart
@@ -128,7 +129,7 @@ class Page(Callback):
         facts = {
             "date": f"{datetime.now().astimezone():%d %B %Y, %H:%M}".removeprefix("0"),
             "rows": rows + held_out if rows else "an iterable",
-            "parameters": f"{count_parameters(run.executor.model):,}",
+            "parameters": f"{elements(with_role(run.executor.model, Role.PARAMETER)):,}",
             **self._facts,
             **({"learning rate": _range(rates)} if rates else {}),
             "samples/s": readable(last_speed(run.records), 3),
@@ -183,12 +184,6 @@ def smoothed(values: Sequence[float]) -> list[float]:
     return means
 
 
-def count_parameters(step: ir.Model) -> int:
-    """Return the number of parameters of a training graph."""
-    shapes = [value.shape for value in with_role(step, Role.PARAMETER)]
-    return sum(math.prod(shape.numpy()) for shape in shapes if shape is not None)
-
-
 def last_speed(records: Sequence[Record]) -> float:
     """Return the samples per second of a run as a whole."""
     seconds = sum(record["seconds"] for record in records)
@@ -198,12 +193,12 @@ def last_speed(records: Sequence[Record]) -> float:
 
 def _figures(run: Run, final: Record, best: Record) -> Iterator[tuple[str, str, str]]:
     """Yield the large numbers of a result: the measures of held-out rows first."""
-    held_out = list(final)[list(final).index("validation_loss") + 1 :] if "validation_loss" in final else []
+    names = list(final)
+    held_out = names[names.index("validation_loss") + 1 :] if "validation_loss" in final else []
     for name in held_out:
         if _is_number(final[name]) and name not in (*_POSITIONS, "samples_per_second"):
             yield label_of(name), measure_text(name, final[name]), "c1"
-    losses = ("validation_loss", "loss") if held_out or "validation_loss" in final else ("loss",)
-    for name in losses:
+    for name in [name for name in ("validation_loss", "loss") if name in final]:
         yield {"loss": "training loss"}.get(name, label_of(name)), readable(final[name]), ""
     if len(run.records) > 1:
         yield "best epoch", f"{best['epoch']:,} of {len(run.records):,}", ""

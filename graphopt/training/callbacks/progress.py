@@ -208,13 +208,8 @@ class _Cell:
 
 def _fitting(fields: Sequence[str], room: int) -> str:
     """Return the first fields that fit, each whole."""
-    text = ""
-    for field in fields:
-        longer = f"{text}{'  ' if text else ''}{field}"
-        if len(longer) > room:
-            break
-        text = longer
-    return text
+    texts = ["  ".join(fields[:count]) for count in range(len(fields) + 1)]
+    return [text for text in texts if len(text) <= max(room, 0)][-1]
 
 
 def sparkline(means: Sequence[float], width: int = WIDTH) -> str:

@@ -208,10 +208,8 @@ class LearningRateFinder(Callback):
         smooth = smooth[: smooth.index(min(smooth)) + 1] if smooth else smooth
         if len(smooth) < 2:
             return None
-        sure = 1 - self.smoothing ** np.arange(
-            UNSETTLED + 1, UNSETTLED + 1 + len(smooth)
-        )  # few losses are noise
-        slopes = np.gradient(smooth) * sure
+        counts = np.arange(UNSETTLED + 1, UNSETTLED + 1 + len(smooth))
+        slopes = np.gradient(smooth) * (1 - self.smoothing**counts)  # few losses are noise
         falls = slopes.min() < -LEAST_FALL * abs(smooth[0])
         return self.rates[UNSETTLED + int(slopes.argmin())] if falls else None
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import os
 import statistics
@@ -19,6 +18,7 @@ import numpy as np
 from graphopt.errors import GraphoptError, unknown
 from graphopt.intervals import check_types, within
 from graphopt.training.callbacks.callback import Callback, Record, Run
+from graphopt.training.callbacks.logs import json_lines
 from graphopt.training.checkpoints import larger_is_better, seconds
 
 __all__ = ["EarlyStopping", "MedianStopping", "Monitor", "StopOnNaN", "TimeLimit"]
@@ -194,9 +194,8 @@ class MedianStopping(Monitor):
 
     def _others(self, epoch: int) -> Iterator[float | None]:
         for path in Path(self.folder).glob("*/metrics.jsonl"):
-            with contextlib.suppress(OSError, ValueError):  # a line that is being written
-                for line in path.read_text(encoding="utf-8").splitlines():
-                    record = json.loads(line)
+            with contextlib.suppress(OSError, ValueError):
+                for record in json_lines(path.read_text(encoding="utf-8")):
                     if "seconds" in record and record["epoch"] == epoch:
                         yield record.get(self.monitor)
 

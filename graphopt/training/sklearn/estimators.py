@@ -73,14 +73,12 @@ class OnnxClassifier(ClassifierMixin, Fitting):  # type: ignore[misc]
 
     def partial_fit(self, X: Any, y: Any, classes: Any = None, sample_weight: Any = None) -> OnnxClassifier:
         """Train for one more epoch, and return the estimator. The first call needs all `classes`."""
-        if self._structure is None and classes is None:
+        if classes is None and self._structure is None:
             raise GraphoptError(
                 "partial_fit: expected classes in the first call, found None: list all labels"
             )
-        if (
-            self._structure is not None
-            and classes is not None
-            and not np.array_equal(np.unique(classes), self.classes_)
+        if not (
+            classes is None or self._structure is None or np.array_equal(np.unique(classes), self.classes_)
         ):
             raise GraphoptError(f"partial_fit: expected classes {self.classes_}, as before, found {classes}")
         return self._fit(X, y, sample_weight, incremental=True, classes=classes)

@@ -19,11 +19,12 @@ import onnx_ir as ir
 from sklearn.base import BaseEstimator
 from sklearn.exceptions import ConvergenceWarning
 from sklearn.model_selection import train_test_split
-from sklearn.utils import check_array, check_consistent_length, check_random_state, gen_batches
+from sklearn.utils import check_array, check_consistent_length, check_random_state
 from sklearn.utils.validation import check_is_fitted, validate_data
 
 import passes
 from graphopt.compiler import DEFAULT
+from graphopt.data import Batches, Dataset
 from graphopt.data.dataset import TARGET, WEIGHT
 from graphopt.errors import GraphoptError, some, unknown
 from graphopt.graph.loading import Source
@@ -33,7 +34,7 @@ from graphopt.intervals import check_intervals, within
 from graphopt.pipeline import Step
 from graphopt.runtime.executor import Executor
 from graphopt.training.callbacks.callback import copied_weights
-from graphopt.training.estimator import CHUNK, FEATURES, Estimator, Structure
+from graphopt.training.estimator import FEATURES, Estimator, Structure
 from graphopt.training.sklearn import network
 
 RATES = ("constant", "invscaling", "adaptive")
@@ -496,8 +497,8 @@ class Fitting(EstimatorOptions, Estimator, BaseEstimator):  # type: ignore[misc]
     def _output(self, X: np.ndarray) -> np.ndarray:
         """Return the model's output for validated rows."""
         (data,) = with_role(self._running().model, Role.DATA)
-        array = _as_fed(X, data)
-        return self._predictions({name_of(data): array[rows]} for rows in gen_batches(len(array), CHUNK))
+        rows = Dataset({name_of(data): _as_fed(X, data)})
+        return self._predictions(Batches(rows, {name_of(data): data}, allow_nan=True))
 
     def _validated(self, X: Any, *y: Any, reset: bool = False) -> Any:
         """Return features, and targets if they are given, as arrays; `reset` learns the features' number and names."""
@@ -529,13 +530,11 @@ def _explained(X: Any, error: str) -> str | None:
     """Return in one line what is wrong with data, and what to do, for errors of scikit-learn that do not say it."""
     if error.startswith("could not convert string"):
         kinds = getattr(X, "dtypes", None)
-        found = (
-            [] if kinds is None else [name for name, kind in dict(kinds).items() if kind.kind not in "biuf"]
-        )
+        found = [
+            name for name, kind in dict(() if kinds is None else kinds).items() if kind.kind not in "biuf"
+        ]
         if not found and np.asarray(X).dtype.kind not in "OUS":
-            return (
-                "y: expected numbers, found text: a regression takes numbers, and OnnxClassifier takes labels"
-            )
+            return TEXT_TARGET
         columns = f" in {some([*map(repr, found)])}" if found else ""
         return (
             f"X: expected numbers, found text{columns}: encode it in a step before, such as a ColumnTransformer with "
