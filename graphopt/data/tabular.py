@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from graphopt.data.columns import Category, is_missing
+from graphopt.data.columns import Category, Column, is_missing
 from graphopt.data.dataset import FEATURES, TARGET, WEIGHT, Dataset
 from graphopt.data.tables import Columns, cells, check_description, columns_of, named_in
-from graphopt.errors import GraphoptError, some, unknown
+from graphopt.errors import GraphoptError, naming, some, unknown
 
 IN_MEMORY = "data"  # the path of a table that is no file
 _LONGEST_NUMBER = 1_000  # characters
@@ -40,15 +40,14 @@ def of_columns(
     others = [name for name in names if name not in (*targets, *weights)]
     if columns is not None and isinstance(features, Mapping):
         raise GraphoptError(f"{path}: expected one input of columns, found features of {', '.join(features)}")
+    wanted = {} if columns is None else check_description(columns)
     if features is None:
-        features = others if columns is None else [*named_in(columns, others)]
+        features = others if columns is None else named_in(wanted, others)
     only = None if isinstance(features, Mapping) else FEATURES
-    inputs = {
-        name: _names(x)
-        for name, x in (features if isinstance(features, Mapping) else {FEATURES: features}).items()
-    }
+    by_input = features if isinstance(features, Mapping) else {FEATURES: features}
+    inputs = {name: _names(x) for name, x in by_input.items()}
     used = dict.fromkeys(itertools.chain(targets, weights, *inputs.values()))
-    _check_known(path, used, names, targets, columns)
+    _check_known(path, used, names, targets, wanted)
     if target is not None and (not targets or (labels is not None and len(targets) > 1)):
         expected = "a target column" if labels is None else "one target column, whose classes are named"
         raise GraphoptError(f"{path}: expected {expected}, found {', '.join(targets) or 'none'}")
@@ -64,11 +63,9 @@ def of_columns(
     if columns is None:
         known = inputs[FEATURES] if only and arrays[only].shape[1:] == (len(inputs[only]),) else None
         return Dataset(arrays, only, count, classes, names=known, source=path)
-    try:
+    with naming(path):
         table = {name: cells(name, found[name]) for name in inputs[FEATURES]}
-        kinds = columns_of(columns, table)
-    except GraphoptError as error:
-        raise GraphoptError(f"{path}: {error}") from error
+        kinds = columns_of(wanted, table)
     dataset = Dataset(arrays, None, count, classes, kinds, table, source=path)
     return dataset.encoded(kinds) if kinds.has_learnt else dataset
 
@@ -95,24 +92,27 @@ def option(path: str, name: str, value: str) -> str:
 
 
 def _check_known(
-    path: str, used: Iterable[str], names: Sequence[str], targets: Sequence[str], columns: Any
+    path: str,
+    used: Iterable[str],
+    names: Sequence[str],
+    targets: Sequence[str],
+    wanted: Mapping[str, Any],
 ) -> None:
     """Raise an error if a column is missing, or is both a feature and predicted."""
-    known, learnt = set(names), columns.columns if isinstance(columns, Columns) else {}
-    wanted = {} if columns is None else learnt or check_description(columns)
+    known = {*names}
     for name in used:
-        if name in targets and wanted.get(name) is not None:
+        column = wanted.get(name)
+        if name in targets and column is not None:
             raise GraphoptError(
                 f"{path}: column {name!r}: expected a feature, found the column to predict: leave it out of columns"
             )
-        if name not in known and name in learnt:
+        if name not in known and isinstance(column, Column) and column.rows:
             raise GraphoptError(
                 f"{path}: expected a column {name!r}, which the model takes, found {some(names, 20)}"
             )
         if name not in known:
-            mend = (
-                f": name the column to predict, {option(path, 'target', 'NAME')}" if name in targets else ""
-            )
+            target = option(path, "target", "NAME")
+            mend = f": name the column to predict, {target}" if name in targets else ""
             raise GraphoptError(f"{path}: {unknown('column', name, names)}{mend}")
 
 
