@@ -492,7 +492,8 @@ def inferred(values: np.ndarray) -> Column:
         return Number()
     if values.dtype.kind == "M":
         return Date()
-    different = Counter(Category().read(values).tolist())
+    cells = Category().read(values).tolist()
+    different = Counter(cells)
     missing = different.pop("", 0)
     if not different:
         raise GraphoptError("expected values, found none")
@@ -510,8 +511,9 @@ def inferred(values: np.ndarray) -> Column:
         )
     if 2 * len(numbers) > len(texts) > _FEW:
         odd = next(text for text in texts if text not in numbers)
-        row = next(i for i, text in enumerate(Category().read(values)) if text == odd)
-        raise GraphoptError(f"row {row}: expected a number, as in most rows, found {odd!r}: mend it")
+        raise GraphoptError(
+            f"row {cells.index(odd)}: expected a number, as in most rows, found {odd!r}: mend it"
+        )
     column, count = Category(), len(values) - missing
     if len(different) > max(_FEW, min(column.most, count // 2)):
         raise GraphoptError(f"expected few different values, found {len(different):,} in {count:,} rows")

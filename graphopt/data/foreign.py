@@ -172,11 +172,8 @@ def table(
         found = {name: frame[keys[name]] for name in names}
         return {name: x.to_numpy() if hasattr(x, "to_numpy") else cells(name, x) for name, x in found.items()}
 
-    return of_columns(IN_MEMORY, _named(frame), read, target, features, sample_weight, labels, columns)
-
-
-def _named(frame: Any) -> list[str]:
-    return [str(name) for name in getattr(frame, "columns", frame)]
+    names = [str(name) for name in getattr(frame, "columns", frame)]  # of which two may be the same
+    return of_columns(IN_MEMORY, names, read, target, features, sample_weight, labels, columns)
 
 
 def _has(data: Any, names: tuple[str, ...]) -> bool:

@@ -147,11 +147,13 @@ def _target(
     path: str, columns: Mapping[str, Any], names: Sequence[str], labels: tuple[str, ...] | None
 ) -> tuple[np.ndarray, tuple[str, ...] | None]:
     """Return the target, the numbers of classes if it is text, and the names of these classes."""
-    if labels is None and len(names) == 1:
-        labels = _text_classes(path, names[0], columns[names[0]])
-    if labels is not None:
-        refuse_twice(path, "label", labels)
-        return _classes(path, names[0], columns[names[0]], labels), labels
+    column = columns[names[0]]
+    is_numeric = isinstance(column, np.ndarray) and (column.dtype.kind in "iufb" or column.ndim > 1)
+    if labels is not None or (len(names) == 1 and not is_numeric):
+        texts = Category().read(cells(names[0], column)).tolist()
+        labels = _text_classes(path, names[0], texts) if labels is None else labels
+        if labels is not None:
+            return _classes(path, names[0], texts, labels), labels
     for name in names:
         column = columns[name]
         if isinstance(column, np.ndarray) and column.dtype.kind in "iub":
@@ -166,11 +168,8 @@ def _target(
     return _vector(_stack(path, columns, names)), None
 
 
-def _text_classes(path: str, name: str, column: Any) -> tuple[str, ...] | None:
+def _text_classes(path: str, name: str, texts: list[str]) -> tuple[str, ...] | None:
     """Return the different texts of a target in order, or None if it has numbers alone."""
-    if isinstance(column, np.ndarray) and (column.dtype.kind in "iufb" or column.ndim > 1):
-        return None
-    texts = Category().read(cells(name, column)).tolist()
     words = [text for text in dict.fromkeys(texts) if text and not is_numeral(text)]
     if not words:
         return None
@@ -205,10 +204,10 @@ def _numbers(path: str, name: str, column: Any) -> np.ndarray:
     raise GraphoptError(f"{path}: column {name!r}, row {row}: expected a number, found {text!r}: {mend}")
 
 
-def _classes(path: str, name: str, column: Any, labels: Sequence[str]) -> np.ndarray:
+def _classes(path: str, name: str, texts: list[str], labels: Sequence[str]) -> np.ndarray:
     """Return the index of each text in `labels`."""
+    refuse_twice(path, "label", labels)
     places = {label: i for i, label in enumerate(labels)}
-    texts = Category().read(cells(name, column)).tolist()
     for i, text in enumerate(texts):
         if text not in places:
             raise GraphoptError(
