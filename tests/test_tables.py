@@ -598,6 +598,11 @@ def test_models_of_tables_predict_with_targets(table: Any) -> None:
     ("make", "error"),
     [
         (lambda: Number(strategy="mean"), "Number: unknown argument 'strategy'"),  # type: ignore[call-arg]
+        (lambda: Number(impute=10**400), r"Number\(impute=...\): expected mean, median"),
+        (
+            lambda: data.table(importlib.import_module("polars").LazyFrame({"a": [1]})),
+            "a DataFrame.*LazyFrame",
+        ),
         (lambda: Columns(), r"Columns: expected 'columns', found none: give it"),  # type: ignore[call-arg]
         (lambda: Columns.auto({"x": np.array([b"u", b"\xff"])}), "column 'x': .*can't decode byte 0xff"),
         (

@@ -14,7 +14,7 @@ import onnx_ir as ir
 
 from graphopt.arguments import Checked
 from graphopt.data.columns import MACHINE_LEARNING, Column, column_of, inferred
-from graphopt.errors import GraphoptError, some, unknown
+from graphopt.errors import GraphoptError, kind_of, some, unknown
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.loading import Source, load
 from graphopt.graph.metadata import LABELS, Note, labels_in
@@ -236,9 +236,8 @@ class _Encoded(Note, key="graphopt.columns", expected="columns as graphopt write
     MOST: ClassVar[int] = 100_000
 
     def check(self) -> None:
-        if len(self.columns) > self.MOST or (self.features is None) != (self.input is None):
-            raise ValueError
-        if not self.all.has_learnt:
+        is_whole = (self.features is None) == (self.input is None)
+        if len(self.columns) > self.MOST or not is_whole or not self.all.has_learnt:
             raise ValueError
 
     @property
@@ -324,12 +323,15 @@ def cells(name: str, column: Any) -> np.ndarray:
     return array
 
 
+def is_frame(data: Any) -> bool:
+    """Return whether data is a DataFrame of pandas or Polars."""
+    return all(hasattr(data, name) for name in ("to_numpy", "columns", "__getitem__"))
+
+
 def names_in(table: Any) -> dict[str, Any]:
     """Return the keys of the columns of a table by their names."""
-    if not isinstance(table, Mapping) and not hasattr(table, "columns"):
-        raise GraphoptError(
-            f"columns: expected a DataFrame, or columns by name, found {type(table).__name__}"
-        )
+    if not isinstance(table, Mapping) and not is_frame(table):
+        raise GraphoptError(f"columns: expected a DataFrame, or columns by name, found {kind_of(table)}")
     return {str(key): key for key in getattr(table, "columns", table)}
 
 
