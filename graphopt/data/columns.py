@@ -19,7 +19,7 @@ from graphopt.graph.emitter import Emitter
 from graphopt.moments import mean_and_scale
 
 MACHINE_LEARNING = "ai.onnx.ml"  # the domain of LabelEncoder
-_LONGEST = 1_000  # characters of a category
+LONGEST = 1_000  # characters of a number or a category
 _MOST_CATEGORIES = 10_000  # whatever a description allows
 _MISSING = frozenset(
     ("", "na", "n/a", "nan", "nat", "<na>", "#n/a", "null", "none", "?")
@@ -499,13 +499,13 @@ def inferred(values: np.ndarray) -> Column:
     if not different:
         raise GraphoptError("expected values, found none")
     texts = [text for text in different if text.lower() not in _MISSING]
-    numbers = {text for text in texts if _suits(_number, text)}
+    numbers = {text for text in texts if suits(_number, text)}
     is_boolean = not {*texts} - {"True", "False", "true", "false"}
     if texts and len(numbers) == len(texts) and not is_boolean:
         return Number()
-    if texts and all(_suits(Date()._day, text) for text in texts):
+    if texts and all(suits(Date()._day, text) for text in texts):
         return Date()
-    fractions = [text for text in texts if text not in numbers and _suits(_number_with_comma, text)]
+    fractions = [text for text in texts if text not in numbers and suits(_number_with_comma, text)]
     if fractions and len(numbers) + len(fractions) == len(texts):
         raise GraphoptError(
             f"expected numbers with a decimal point, found {fractions[0]!r}: is it {_WITH_COMMA}?"
@@ -521,7 +521,8 @@ def inferred(values: np.ndarray) -> Column:
     return column
 
 
-def _suits(parse: Callable[[Any], float], text: str) -> bool:
+def suits(parse: Callable[[str], Any], text: str) -> bool:
+    """Return whether a function can read a text."""
     try:
         parse(text)
     except (ValueError, OverflowError):
@@ -536,7 +537,7 @@ def _parsed(values: np.ndarray, parse: Callable[[Any], float], expected: str, hi
         try:
             numbers[i] = parse(value)
         except (ValueError, TypeError, OverflowError) as error:
-            is_decimal = "," in str(value) and _suits(_number_with_comma, str(value))
+            is_decimal = "," in str(value) and suits(_number_with_comma, str(value))
             mend = hint if is_decimal else ""
             raise GraphoptError(f"row {i}: expected {expected}, found {str(value)!r}{mend}") from error
     return numbers
@@ -548,7 +549,7 @@ def _number(value: Any) -> float:
     if isinstance(value, int | float):
         return float(value)
     text = str(value)
-    if len(text) > _LONGEST or "_" in text:  # which Python skips
+    if len(text) > LONGEST or "_" in text:  # which Python skips
         raise ValueError
     return np.nan if text.lower() in _MISSING else float(text)
 
@@ -568,7 +569,7 @@ def _text(value: Any) -> str:
 
 def _order(text: str) -> tuple[Any, ...]:
     """Order numbers by size, then texts, then the missing value."""
-    if _suits(_number, text) and text.lower() not in _MISSING:
+    if suits(_number, text) and text.lower() not in _MISSING:
         return 0, float(text), text
     return (1, text) if text else (2, text)
 
@@ -579,16 +580,11 @@ def _check_texts(categories: Sequence[str], most: int) -> None:
             f"expected at most {most:,} categories, found {len(categories):,}: raise most, or leave it out"
         )
     for text in categories:
-        if len(text) > _LONGEST or "\0" in text or not _suits(_bytes, text):
+        if len(text) > LONGEST or "\0" in text or not suits(str.encode, text):
             raise GraphoptError(
-                f"expected categories of at most {_LONGEST:,} characters of Unicode without NUL, found "
+                f"expected categories of at most {LONGEST:,} characters of Unicode without NUL, found "
                 f"{text[:40]!r} of {len(text):,}: leave the column out"
             )
-
-
-def _bytes(text: str) -> int:
-    """Return the length in UTF-8, which cannot write half of a surrogate pair."""
-    return len(text.encode())
 
 
 def _check_some(what: str, values: np.ndarray) -> None:

@@ -9,13 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from graphopt.data.columns import Category, Column, is_missing
+from graphopt.data.columns import LONGEST, Category, Column, is_missing, suits
 from graphopt.data.dataset import FEATURES, TARGET, WEIGHT, Dataset
 from graphopt.data.tables import Columns, cells, check_description, columns_of, named_in
 from graphopt.errors import GraphoptError, naming, some, unknown
 
 IN_MEMORY = "data"  # the path of a table that is no file
-_LONGEST_NUMBER = 1_000  # characters
 _MOST_CLASSES = 1_000  # of a text column
 
 _Names = str | int | Sequence[str | int] | None
@@ -79,11 +78,7 @@ def refuse_twice(path: str, kind: str, names: Iterable[str]) -> None:
 
 def is_numeral(text: str) -> bool:
     """Return whether a text is a number of not too many digits."""
-    try:
-        float(text[: _LONGEST_NUMBER + 1])
-    except ValueError:
-        return False
-    return len(text) <= _LONGEST_NUMBER
+    return len(text) <= LONGEST and suits(float, text)
 
 
 def option(path: str, name: str, value: str) -> str:
@@ -173,13 +168,12 @@ def _text_classes(path: str, name: str, texts: list[str]) -> tuple[str, ...] | N
     words = [text for text in dict.fromkeys(texts) if text and not is_numeral(text)]
     if not words:
         return None
-    wrong = next(((i, text) for i, text in enumerate(texts) if not text or is_numeral(text)), None)
-    if wrong is not None:
-        row = wrong[0] if not wrong[1] else texts.index(words[0])
-        expected = "a class" if not wrong[1] else "a number"
+    odd = next((text for text in texts if not text or is_numeral(text)), None)
+    if odd is not None:
+        expected, found = ("a number", words[0]) if odd else ("a class", "")
         raise GraphoptError(
-            f"{path}: column {name!r}, row {row}: expected {expected}, found {texts[row]!r}: mend it, leave out "
-            f"the row, or name the classes, {option(path, 'labels', f'[{some(words, 20)}]')}"
+            f"{path}: column {name!r}, row {texts.index(found)}: expected {expected}, found {found!r}: mend it, leave "
+            f"out the row, or name the classes, {option(path, 'labels', f'[{some(words, 20)}]')}"
         )
     if len(words) > _MOST_CLASSES:
         raise GraphoptError(
@@ -194,7 +188,7 @@ def _numbers(path: str, name: str, column: Any) -> np.ndarray:
     if isinstance(column, np.ndarray) and column.dtype.kind in "iufb":
         return column
     texts = ["nan" if is_missing(value) else str(value) for value in column]
-    for dtype in (np.int64, np.float64) if max(map(len, texts), default=0) <= _LONGEST_NUMBER else ():
+    for dtype in (np.int64, np.float64) if max(map(len, texts), default=0) <= LONGEST else ():
         try:
             return np.array(texts, dtype)
         except (ValueError, OverflowError):  # also for whole numbers beyond int64
