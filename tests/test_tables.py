@@ -633,6 +633,11 @@ def test_frames_that_need_columns(table: Any) -> None:
         GraphoptError, match=r"expected columns that have learnt .* data = data.learn\(rows\)"
     ):
         graphopt.fit(executor, data.table(frame, columns="auto"))
+    trainer = graphopt.Trainer(models.linear((2,), 2), loss=passes.CrossEntropy())
+    with pytest.raises(
+        GraphoptError, match=r"expected float32, found object: .*auto'\) makes features of text"
+    ):
+        trainer.fit(frame[["age", "city"]], frame["target"])
     numbers = frame.assign(age=1.0, b=1, c=2, d=3)[["age", "b", "c", "d", "target"]]
     assert graphopt.fit(executor, numbers, epochs=1)[0]["accuracy"] >= 0  # class strings
 

@@ -15,7 +15,7 @@ import onnx_ir as ir
 from graphopt.arguments import Checked, checked
 from graphopt.data.dataset import WEIGHT, Array, Dataset, LazyArray
 from graphopt.data.foreign import as_dataset
-from graphopt.data.tabular import option
+from graphopt.data.tabular import IN_MEMORY, option
 from graphopt.errors import GraphoptError, kind_of
 from graphopt.graph.roles import Role, labels_of, role_of
 from graphopt.graph.values import name_of
@@ -173,6 +173,8 @@ class _Column:
             return
         if found.kind not in "iufb" or not np.can_cast(found, self._dtype, casting="same_kind"):
             mend = ""
+            if not self._is_target and found.kind in "OUSTM":
+                mend = f": {option(IN_MEMORY, 'columns', 'auto')} makes features of text and dates"
             if self._is_target and self._dtype.kind in "iu" and found.kind in "fUSO":
                 mend = ": number the classes from 0, as int64; for quantities, choose a loss such as mean_squared_error"
                 if found.kind == "f" and self.array.ndim > 1:
