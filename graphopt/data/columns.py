@@ -179,7 +179,7 @@ class Number(Column):
             numbers = values.astype(np.float64)
         else:
             parse = _number if self.decimal == "." else _number_with_comma
-            numbers = _parsed(values, parse, "a number", f": is it {_WITH_COMMA}?")
+            numbers = _parsed(values, parse, "a number")
         wrong = np.flatnonzero(np.abs(numbers) > _LARGEST)  # also infinities
         if wrong.size:
             raise GraphoptError(f"row {wrong[0]}: expected a number in float32, found {values[wrong[0]]}")
@@ -530,16 +530,17 @@ def suits(parse: Callable[[str], Any], text: str) -> bool:
     return True
 
 
-def _parsed(values: np.ndarray, parse: Callable[[Any], float], expected: str, hint: str = "") -> np.ndarray:
+def _parsed(values: np.ndarray, parse: Callable[[Any], float], expected: str) -> np.ndarray:
     """Return cells as numbers, or raise an error that names the first row that is none."""
     numbers = np.empty(len(values))
     for i, value in enumerate(values.tolist() if values.dtype != object else values):
         try:
             numbers[i] = parse(value)
         except (ValueError, TypeError, OverflowError) as error:
-            is_decimal = "," in str(value) and suits(_number_with_comma, str(value))
-            mend = hint if is_decimal else ""
-            raise GraphoptError(f"row {i}: expected {expected}, found {str(value)!r}{mend}") from error
+            text = str(value)
+            is_decimal = parse is _number and "," in text and suits(_number_with_comma, text)
+            mend = f": is it {_WITH_COMMA}?" if is_decimal else ""
+            raise GraphoptError(f"row {i}: expected {expected}, found {text!r}{mend}") from error
     return numbers
 
 
