@@ -229,15 +229,6 @@ def hold_out(rows: int, share: float, *, shuffle: Shuffle = True, seed: int = 0)
     """
     if not isinstance(rows, int | np.integer):
         raise GraphoptError(f"hold_out: expected the number of rows, found {kind_of(rows)}: give len(X)")
-    count = held_out_rows(rows, share)
-    if not shuffle or not count:
-        return range(rows - count), range(rows - count, rows)
-    chosen = np.sort(np.random.default_rng(seed).permutation(rows)[:count])
-    return np.delete(np.arange(rows), chosen), chosen
-
-
-def held_out_rows(rows: int, share: float) -> int:
-    """Return the number of rows to hold out for validation."""
     if not 0 <= share < 1:
         raise GraphoptError(
             f"validation: expected a share of the rows, at least 0 and less than 1, found {share}"
@@ -247,7 +238,10 @@ def held_out_rows(rows: int, share: float) -> int:
         raise GraphoptError(
             f"validation: expected a share that leaves rows to train on, found {share} of {rows} rows: 0 holds none out"
         )
-    return count
+    if not shuffle or not count:
+        return range(rows - count), range(rows - count, rows)
+    chosen = np.sort(np.random.default_rng(seed).permutation(rows)[:count])
+    return np.delete(np.arange(rows), chosen), chosen
 
 
 class TrainingRows:

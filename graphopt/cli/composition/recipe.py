@@ -34,7 +34,7 @@ from graphopt.communicator import Communicator
 from graphopt.compiler import StepHalves, split_step
 from graphopt.data import Columns, Dataset
 from graphopt.data.foreign import as_dataset, relabelled
-from graphopt.data.loader import held_out_rows, hold_out
+from graphopt.data.loader import Rows, hold_out
 from graphopt.distributed.data_parallel import DataParallel
 from graphopt.distributed.launchers import Launcher
 from graphopt.distributed.local_sgd import LocalSGD
@@ -102,9 +102,7 @@ class Recipe:
         """Return the data, with the features of columns that have learnt from the rows that train."""
         data = self._read
         if isinstance(data, Dataset) and data.columns is not None and not data.columns.has_learnt:
-            fit = {"shuffle": True, "seed": 0, **self.fields["fit"]}
-            rows, _ = hold_out(len(data), self._share, shuffle=fit["shuffle"], seed=fit["seed"])
-            data = data.learn(rows)
+            data = data.learn(self.split(len(data))[0])
         return as_dataset(data)
 
     @functools.cached_property
@@ -144,11 +142,12 @@ class Recipe:
         model = load(name, limits=self.limits)
         return Columns.of(model), labels_in(model)
 
-    @property
-    def _share(self) -> float:
-        """Return the share of the rows that `fit` holds out."""
-        share = self.fields["fit"].get("validation")
-        return share if isinstance(share, int | float) else 0.0
+    def split(self, rows: int) -> tuple[Rows, Rows]:
+        """Return the rows of the data that `fit` trains on, and those that it holds out."""
+        fields = self.fields["fit"]
+        share = fields.get("validation")
+        share = share if isinstance(share, int | float) else 0.0
+        return hold_out(rows, share, shuffle=fields.get("shuffle", True), seed=fields.get("seed", 0))
 
     @functools.cached_property
     def pipeline(self) -> Pipeline:
@@ -180,8 +179,8 @@ class Recipe:
                     f"fit.validation: expected a share of the rows, such as 0.2, found {validation!r}: data={reader} "
                     "reads no file"
                 )
-            known = {"labels": self.data.labels, "columns": self.data.columns} if self._reads_table else {}
-            validation = self._build("data", path=validation, **known)
+            learnt = {"labels": self.data.labels, "columns": self.data.columns} if self._reads_table else {}
+            validation = self._build("data", path=validation, **learnt)
         elif validation is not None and not isinstance(validation, int | float):
             raise GraphoptError(
                 f"fit.validation: expected a share of the rows or a file, found {validation!r}"
@@ -236,9 +235,8 @@ class Recipe:
     @property
     def steps(self) -> int:
         """Return the number of steps of the whole training run, which depends on the data."""
-        rows = len(self._read)
-        rows -= held_out_rows(rows, self._share)
-        return int(self.fields["fit"]["epochs"] * math.ceil(rows / self.fields["fit"]["batch_size"]))
+        fields, (trained, _) = self.fields["fit"], self.split(len(self._read))
+        return int(fields["epochs"] * math.ceil(len(trained) / fields["batch_size"]))
 
     def model(self, file: Path | None = None) -> ir.Model:
         """Return the model of a file, by default the recipe's, or a built-in one with the data's shape."""
