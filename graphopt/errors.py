@@ -1,8 +1,9 @@
 """Define the error that graphopt raises for everything that a user can correct."""
 
+import contextlib
 import difflib
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
@@ -177,6 +178,15 @@ def _cut(text: str, most: int) -> str:
     """Return the start and the end of a text that is longer than `most` characters."""
     rest = most - len(CUT)
     return text if len(text) <= most else f"{text[: rest - rest // 2]}{CUT}{text[-(rest // 2) :]}"
+
+
+@contextlib.contextmanager
+def naming(place: str) -> Iterator[None]:
+    """Put the name of a file or a place before the message of an error, in a `with` block."""
+    try:
+        yield
+    except GraphoptError as error:
+        raise GraphoptError(f"{place}: {error}") from error
 
 
 def line(error: BaseException) -> str:

@@ -187,4 +187,6 @@ def pieces(rows: _Rows, size: int) -> Iterator[_Rows]:
 
 def row_index(rows: _Rows) -> slice | np.ndarray:
     """Return an index for rows, which copies nothing if they are neighbours."""
-    return slice(rows.start, rows.stop) if isinstance(rows, range) else rows
+    if isinstance(rows, range):
+        return slice(rows.start, rows.stop) if rows.step == 1 else np.asarray(rows)
+    return rows

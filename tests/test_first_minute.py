@@ -142,6 +142,9 @@ def test_names_of_classes_are_numbered_in_their_order_everywhere() -> None:
         "no",
         "yes",
     ]
+    variable = getattr(np.dtypes, "StringDType", lambda: object)()  # text of NumPy 2
+    for strings in (np.array(["u", "v"], variable), np.array([b"u", b"v"]), [["u"], ["v"]]):
+        assert as_dataset((X[:2], strings)).labels == ("u", "v")
     assert as_dataset((X, Y)).labels is None
 
 

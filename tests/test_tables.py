@@ -572,6 +572,50 @@ def test_frames(library: str, table: Any) -> None:
     np.testing.assert_array_equal(outputs["y"], predict(whole, found)["y"])
 
 
+def test_what_is_learnt_again_replaces_what_was_learnt() -> None:
+    table = {"age": [1.0, 3.0, 11.0, 13.0], "city": ["u", "v", "u", "w"], "target": [0, 1, 0, 1]}
+    people = data.table(table, columns="auto").learn()
+    for rows in (range(2), range(0, 4, 2), range(3, 0, -2), [0, 1], np.array([True, False, True, False])):
+        again = people.learn(rows)
+        expected = people.columns.learn({name: np.asarray(x)[np.asarray(rows)] for name, x in table.items()})
+        assert again.columns == expected and again.arrays["x"].shape == (4, expected.width)
+        np.testing.assert_array_equal(again.arrays["x"], expected.encode(table))
+    for rows in (range(5), [0, 4], np.array([7])):
+        with pytest.raises(GraphoptError, match=r"data: rows: expected indices of 4 rows, found [47]"):
+            people.learn(rows)
+
+
+def test_models_of_tables_predict_with_targets(table: Any) -> None:
+    columns = Columns.auto(table, leave_out=["bought"]).learn(table)
+    model = columns.before(models.linear((columns.width,), 2), ["no", "yes"])
+    expected = predict(model, table)["label"]
+    assert (
+        predict(model, (table.drop(columns="bought"), table["bought"]))["label"].tolist() == expected.tolist()
+    )
+
+
+@pytest.mark.parametrize(
+    ("make", "error"),
+    [
+        (lambda: Number(strategy="mean"), "Number: unknown argument 'strategy'"),  # type: ignore[call-arg]
+        (lambda: Number(impute=10**400), r"Number\(impute=...\): expected mean, median"),
+        (
+            lambda: data.table(importlib.import_module("polars").LazyFrame({"a": [1]})),
+            "a DataFrame.*LazyFrame",
+        ),
+        (lambda: Columns(), r"Columns: expected 'columns', found none: give it"),  # type: ignore[call-arg]
+        (lambda: Columns.auto({"x": np.array([b"u", b"\xff"])}), "column 'x': .*can't decode byte 0xff"),
+        (
+            lambda: Columns({"x": "number"}).learn({"x": [10**400]}),
+            "row 0: expected a number, found '10+...0+'$",
+        ),
+    ],
+)
+def test_wrong_calls(make: Any, error: str) -> None:
+    with pytest.raises(GraphoptError, match=error):
+        make()
+
+
 def test_frames_that_need_columns(table: Any) -> None:
     step = graphopt.compile(models.linear((4,), 2), loss=passes.CrossEntropy(), optimizer=passes.SGD())
     executor = graphopt.Executor(step)
@@ -589,6 +633,11 @@ def test_frames_that_need_columns(table: Any) -> None:
         GraphoptError, match=r"expected columns that have learnt .* data = data.learn\(rows\)"
     ):
         graphopt.fit(executor, data.table(frame, columns="auto"))
+    trainer = graphopt.Trainer(models.linear((2,), 2), loss=passes.CrossEntropy())
+    with pytest.raises(
+        GraphoptError, match=r"expected float32, found object: .*auto'\) makes features of text"
+    ):
+        trainer.fit(frame[["age", "city"]], frame["target"])
     numbers = frame.assign(age=1.0, b=1, c=2, d=3)[["age", "b", "c", "d", "target"]]
     assert graphopt.fit(executor, numbers, epochs=1)[0]["accuracy"] >= 0  # class strings
 

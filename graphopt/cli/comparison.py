@@ -166,7 +166,7 @@ class _Comparison:
             str(self.folder),
             self.about,
             *parts,
-            html.section("Runs", html.table(header, rows, marks=marks, links=links, texts=texts)),
+            html.section("Runs", html.html_table(header, rows, marks=marks, links=links, texts=texts)),
             html.section("Curves", html.charts(self._charts())),
         )
 

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import datetime
-from abc import ABC, abstractmethod
+import sys
+from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, Literal, NoReturn, TypeVar
 
 import numpy as np
 import onnx_ir as ir
 
+from graphopt.arguments import Checked
 from graphopt.errors import GraphoptError, unknown
 from graphopt.graph.emitter import Emitter
-from graphopt.moments import Moments
+from graphopt.moments import mean_and_scale
 
 MACHINE_LEARNING = "ai.onnx.ml"  # the domain of LabelEncoder
-_LONGEST = 1_000  # characters of a category
+LONGEST = 1_000  # characters of a number or a category
 _MOST_CATEGORIES = 10_000  # whatever a description allows
 _MISSING = frozenset(
     ("", "na", "n/a", "nan", "nat", "<na>", "#n/a", "null", "none", "?")
@@ -28,17 +30,50 @@ _PARTS = ("days", "year", "month", "day", "weekday")
 _LARGEST = float(np.finfo(np.float32).max)
 _WITH_COMMA = "{kind: number, decimal: ','}"
 _FEW = 20  # different values of a small table
-_NONE = "expected {}, found none in the rows to learn from: leave the column out"
 _T = TypeVar("_T", bound="Column")
 
 
-def _learnt(default: Any) -> Any:
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str)
+
+
+def _most_frequent(numbers: np.ndarray) -> float:
+    different, counts = np.unique(numbers, return_counts=True)
+    return float(different[np.argmax(counts)])
+
+
+_IMPUTED: dict[str, Callable[[np.ndarray], Any]] = {
+    "mean": np.mean,
+    "median": np.median,
+    "most_frequent": _most_frequent,
+}
+# What fields expect, and what tells whether a value is right.
+_COUNT: Any = ("a number of rows", lambda x: _is_whole(x) and x >= 0)
+_FINITE: Any = ("a finite number", _is_number)
+_DIFFERENT: Any = ("a list of different values", lambda x: x is None or _is_list(x))
+_EACH_PART: Any = ("numbers of each part", lambda x: _is_list(x) and all(map(_is_number, x)))
+
+
+def _option(default: Any, expected: str, is_right: Callable[[Any], bool], **of_field: Any) -> Any:
+    """Declare a field whose value is checked."""
+    return field(default=default, metadata={"expected": expected, "is_right": is_right}, **of_field)
+
+
+def _learnt(default: Any, expected: str, is_right: Callable[[Any], bool]) -> Any:
     """Declare a field that `learn` sets, and that a description cannot set."""
-    return field(default=default, repr=False, kw_only=True)
+    return _option(default, expected, is_right, repr=False, kw_only=True)
 
 
 @dataclass(frozen=True)
-class Column(ABC):
+class Column(metaclass=Checked):
     """Describe how one column becomes features: the base class of `Number`, `Category` and `Date`.
 
     `learn` returns a copy that knows the numbers of training rows. `encode` then computes features in NumPy, and `emit`
@@ -48,22 +83,33 @@ class Column(ABC):
     [[0.0], [1.0]]
     """
 
-    rows: int = _learnt(0)  # that it has learnt from
-    missing: int = _learnt(0)  # of these rows
+    rows: int = _learnt(0, *_COUNT)  # that it has learnt from
+    missing: int = _learnt(0, *_COUNT)  # of these rows
     kind: ClassVar[str]
+    note: ClassVar[str]  # what the model's input expects
     dtype: ClassVar[ir.DataType] = ir.DataType.FLOAT  # of the model's input
 
     def __post_init__(self) -> None:
-        _check(self, "rows", _is_count(self.rows), "a number of rows")
-        _check(self, "missing", _is_count(self.missing), "a number of rows")
+        for x in fields(self):
+            value = getattr(self, x.name)
+            if not x.metadata["is_right"](value):
+                _refuse(self, x.name, x.metadata["expected"], value)
+            if isinstance(value, list):
+                object.__setattr__(self, x.name, tuple(value))
 
     @abstractmethod
     def read(self, values: np.ndarray) -> np.ndarray:
         """Return cells as numbers, days or texts."""
 
-    @abstractmethod
     def learn(self: _T, values: np.ndarray) -> _T:
         """Return the column with what it learns from the cells of training rows, as `read` returns them."""
+        missing = values == "" if values.dtype == object else np.isnan(values)
+        learnt = self._learn(values, values[~missing])
+        return replace(self, rows=len(values), missing=int(missing.sum()), **learnt)
+
+    @abstractmethod
+    def _learn(self, values: np.ndarray, there: np.ndarray) -> dict[str, Any]:
+        """Return the fields that come from cells; `there` are those that are not missing."""
 
     @abstractmethod
     def encode(self, values: np.ndarray) -> np.ndarray:
@@ -82,11 +128,6 @@ class Column(ABC):
         """Return what the column has become, in words."""
 
     @property
-    def note(self) -> str:
-        """Return what the model's input expects."""
-        return "text; empty for a missing value"
-
-    @property
     def warning(self) -> str | None:
         """Return why the column trains badly, or None."""
         return None
@@ -94,6 +135,10 @@ class Column(ABC):
     def as_fields(self) -> dict[str, Any]:
         """Return the kind and the fields, which `column_of` reads."""
         return {"kind": self.kind, **{x.name: getattr(self, x.name) for x in fields(self)}}
+
+    def _of_missing(self, text: str) -> str:
+        """Return what has become of missing values, for `summary`."""
+        return f", {self.missing:,} missing {text}" if self.missing else ""
 
 
 @dataclass(frozen=True)
@@ -113,60 +158,44 @@ class Number(Column):
     [[1.225], [0.0]]
     """
 
-    impute: Literal["mean", "median", "most_frequent"] | float | None = "mean"
-    scale: Literal["standard", "minmax"] | None = "standard"
-    add_indicator: bool = False
-    decimal: Literal[".", ","] = "."
-    fill: float = _learnt(0.0)
-    offset: float = _learnt(0.0)
-    divisor: float = _learnt(1.0)
+    impute: Literal["mean", "median", "most_frequent"] | float | None = _option(
+        "mean",
+        f"{', '.join(_IMPUTED)}, a number or null",
+        lambda x: x is None or x in (*_IMPUTED,) or _is_number(x),
+    )
+    scale: Literal["standard", "minmax"] | None = _option(
+        "standard", "standard, minmax or null", lambda x: x in ("standard", "minmax", None)
+    )
+    add_indicator: bool = _option(False, "true or false", lambda x: isinstance(x, bool))
+    decimal: Literal[".", ","] = _option(".", "'.' or ','", lambda x: x in (".", ","))
+    fill: float = _learnt(0.0, *_FINITE)
+    offset: float = _learnt(0.0, *_FINITE)
+    divisor: float = _learnt(1.0, "a positive number", lambda x: _is_number(x) and x > 0)
     kind = "number"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        right = self.impute is None or self.impute in _IMPUTED or _is_number(self.impute)
-        _check(self, "impute", right, f"{', '.join(_IMPUTED)}, a number or null")
-        _check(self, "scale", self.scale in ("standard", "minmax", None), "standard, minmax or null")
-        _check(self, "add_indicator", isinstance(self.add_indicator, bool), "true or false")
-        _check(self, "decimal", self.decimal in (".", ","), "'.' or ','")
-        for name in ("fill", "offset", "divisor"):
-            _check(self, name, _is_number(getattr(self, name)), "a finite number")
-        _check(self, "divisor", self.divisor > 0, "a positive number")
+    note = "a number; NaN for a missing value"
 
     def read(self, values: np.ndarray) -> np.ndarray:
         if values.dtype.kind in "biuf":
             numbers = values.astype(np.float64)
         else:
             parse = _number if self.decimal == "." else _number_with_comma
-            numbers = _parsed(values, parse, "a number", f": is it {_WITH_COMMA}?")
+            numbers = _parsed(values, parse, "a number")
         wrong = np.flatnonzero(np.abs(numbers) > _LARGEST)  # also infinities
         if wrong.size:
             raise GraphoptError(f"row {wrong[0]}: expected a number in float32, found {values[wrong[0]]}")
         return numbers
 
-    def learn(self, values: np.ndarray) -> Number:
-        there = values[~np.isnan(values)]
-        if not len(there):
-            raise GraphoptError(_NONE.format("numbers"))
-        compute = _IMPUTED.get(self.impute) if isinstance(self.impute, str) else None
-        fill: Any = compute(there) if compute else self.impute
+    def _learn(self, values: np.ndarray, there: np.ndarray) -> dict[str, Any]:
+        _check_some("numbers", there)
+        fill: Any = _IMPUTED[self.impute](there) if isinstance(self.impute, str) else self.impute
         filled = self._filled(values, fill)
         offset, divisor = 0.0, 1.0
         if self.scale == "standard":
-            moments = Moments()
-            moments.add(filled[:, None])
-            offset, divisor = moments.mean[0], moments.scale[0]
+            (offset,), (divisor,) = mean_and_scale(filled)
         elif self.scale == "minmax":
             offset, divisor = filled.min(), np.ptp(filled)
             divisor = divisor if divisor >= 10 * np.finfo(np.float64).eps else 1.0
-        return replace(
-            self,
-            rows=len(values),
-            missing=len(values) - len(there),
-            fill=float(fill or 0.0),
-            offset=float(offset),
-            divisor=float(divisor),
-        )
+        return {"fill": float(fill or 0.0), "offset": float(offset), "divisor": float(divisor)}
 
     def encode(self, values: np.ndarray) -> np.ndarray:
         fill = None if self.impute is None else self.fill
@@ -178,11 +207,9 @@ class Number(Column):
         missing, number = op.IsNaN(x), op.Cast(x, to=ir.DataType.DOUBLE)
         filled = number if self.impute is None else op.Where(missing, self.fill, number)
         scaled = (filled - self.offset) / self.divisor
-        return (
-            op.Concat(scaled, op.Cast(missing, to=ir.DataType.DOUBLE), axis=1)
-            if self.add_indicator
-            else scaled
-        )
+        if not self.add_indicator:
+            return scaled
+        return op.Concat(scaled, op.Cast(missing, to=ir.DataType.DOUBLE), axis=1)
 
     @property
     def warning(self) -> str | None:
@@ -198,14 +225,7 @@ class Number(Column):
 
     def summary(self) -> str:
         how = f"the {self.impute.replace('_', ' ')} " if isinstance(self.impute, str) else ""
-        return f"number{self._filled_in(f'{how}{self.fill:.4g}')}"
-
-    def _filled_in(self, fill: str) -> str:
-        return f", {self.missing:,} missing filled with {fill}" if self.missing else ""
-
-    @property
-    def note(self) -> str:
-        return "a number; NaN for a missing value"
+        return f"number{self._of_missing(f'filled with {how}{self.fill:.4g}')}"
 
     @staticmethod
     def _filled(values: np.ndarray, fill: float | None) -> np.ndarray:
@@ -238,41 +258,33 @@ class Category(Column):
     [[0.0, 1.0], [0.0, 0.0]]
     """
 
-    encode_as: Literal["one_hot", "ordinal"] = "one_hot"
-    impute: str | None = None
-    categories: Sequence[str] | None = None
-    most: int = 1_000
-    known: tuple[str, ...] = _learnt(())
-    fill: str = _learnt("")
+    encode_as: Literal["one_hot", "ordinal"] = _option(
+        "one_hot", "one_hot or ordinal", lambda x: x in ("one_hot", "ordinal")
+    )
+    impute: str | None = _option(
+        None, "most_frequent, a text or null", lambda x: isinstance(x, str | None) and x != ""
+    )
+    categories: Sequence[str] | None = _option(None, *_DIFFERENT)
+    most: int = _option(
+        1_000,
+        f"a number from 1 to {_MOST_CATEGORIES:,}",
+        lambda x: _is_whole(x) and 1 <= x <= _MOST_CATEGORIES,
+    )
+    known: tuple[str, ...] = _learnt((), _DIFFERENT[0], _is_list)
+    fill: str = _learnt("", "a text", lambda x: isinstance(x, str))
     kind = "category"
+    note = "text; empty for a missing value"
     dtype = ir.DataType.STRING
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check(self, "encode_as", self.encode_as in ("one_hot", "ordinal"), "one_hot or ordinal")
-        _check(
-            self,
-            "impute",
-            isinstance(self.impute, str | None) and self.impute != "",
-            "most_frequent, a text or null",
-        )
-        right = isinstance(self.most, int) and 1 <= self.most <= _MOST_CATEGORIES
-        _check(
-            self,
-            "most",
-            right and not isinstance(self.most, bool),
-            f"a number from 1 to {_MOST_CATEGORIES:,}",
-        )
-        _check(self, "fill", isinstance(self.fill, str), "a text")
         for name in ("categories", "known"):
-            given = getattr(self, name)
-            if given is None:
-                continue
-            is_list = isinstance(given, Sequence) and not isinstance(given, str)
-            texts = tuple(map(_text, given)) if is_list else ()
-            object.__setattr__(self, name, texts)
-            _check(self, name, is_list and len({*texts}) == len(texts), "a list of different values", given)
+            texts = tuple(map(_text, getattr(self, name) or ()))
+            if len({*texts}) < len(texts):
+                _refuse(self, name, _DIFFERENT[0], texts)
             _check_texts(texts, self.most)
+            if texts:
+                object.__setattr__(self, name, texts)
 
     def read(self, values: np.ndarray) -> np.ndarray:
         if values.dtype.kind in "biuf":  # few different ones
@@ -280,26 +292,20 @@ class Category(Column):
             return self.read(different.astype(object))[places.reshape(-1)]
         return np.array(["" if is_missing(value) else _text(value) for value in values], object)
 
-    def learn(self, values: np.ndarray) -> Category:
-        counts = Counter(values.tolist())
-        missing, fill = counts.get("", 0), self.impute or ""
+    def _learn(self, values: np.ndarray, there: np.ndarray) -> dict[str, Any]:
+        fill = self.impute or ""
         if self.impute == "most_frequent":
-            there = {text: count for text, count in counts.items() if text}
-            if not there:
-                raise GraphoptError(_NONE.format("values"))
-            fill = min(there, key=lambda text: (-there[text], _order(text)))
-        known = tuple(self.categories or ())
-        if self.categories is None:
-            known = tuple(sorted({text or fill for text in counts}, key=_order))
-            _check_texts(known, self.most)
-        return replace(self, rows=len(values), missing=missing, known=known, fill=fill)
+            _check_some("values", there)
+            counts = Counter(there.tolist())
+            fill = min(counts, key=lambda text: (-counts[text], _order(text)))
+        different = {text or fill for text in values.tolist()}
+        return {"known": self.categories or tuple(sorted(different, key=_order)), "fill": fill}
 
     def encode(self, values: np.ndarray) -> np.ndarray:
         numbers = self._numbers
         codes = np.array([numbers.get(text, -1) for text in values.tolist()], np.int64)[:, None]
-        return (codes if self.encode_as == "ordinal" else codes == np.arange(len(self.known))).astype(
-            np.float64
-        )
+        features = codes if self.encode_as == "ordinal" else codes == np.arange(len(self.known))
+        return features.astype(np.float64)
 
     def emit(self, op: Emitter, x: ir.Value) -> ir.Value:
         numbers = self._numbers
@@ -319,12 +325,8 @@ class Category(Column):
         return [column] if ordinal else [f"{column}={category or 'missing'}" for category in self.known]
 
     def summary(self) -> str:
-        encoding = f"{self.encode_as.replace('_', '-')} of {len(self.known)}"
-        if not self.missing:
-            return encoding
-        return (
-            f"{encoding}, {self.missing:,} missing {f'filled with {self.fill!r}' if self.fill else 'are one'}"
-        )
+        missing = self._of_missing(f"filled with {self.fill!r}" if self.fill else "are one")
+        return f"{self.encode_as.replace('_', '-')} of {len(self.known)}{missing}"
 
     @property
     def _numbers(self) -> dict[str, int]:
@@ -351,33 +353,27 @@ class Date(Column):
     ([0.0, 2.0], [[-1.0], [1.0]])
     """
 
-    parts: Sequence[str] = ("days", "month", "weekday")
-    format: str | None = None
-    fill: float = _learnt(0.0)
-    offsets: tuple[float, ...] = _learnt(())
-    divisors: tuple[float, ...] = _learnt(())
+    parts: Sequence[str] = _option(
+        ("days", "month", "weekday"),
+        f"a list of {', '.join(_PARTS)}",
+        lambda x: _is_list(x) and all(part in _PARTS for part in x) and 0 < len(x) == len({*x}),
+    )
+    format: str | None = _option(
+        None, "a text such as %d.%m.%Y, or null", lambda x: isinstance(x, str | None)
+    )
+    fill: float = _learnt(0.0, "a number of days", lambda x: _is_number(x) and _FIRST <= x <= _LAST)
+    offsets: tuple[float, ...] = _learnt((), *_EACH_PART)
+    divisors: tuple[float, ...] = _learnt((), *_EACH_PART)
     kind = "date"
+    note = "days since 1970-01-01; NaN for a missing date"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        parts = self.parts
-        right = isinstance(parts, Sequence) and not isinstance(parts, str) and bool(parts)
-        right = right and all(part in _PARTS for part in parts) and len({*parts}) == len(parts)
-        _check(self, "parts", right, f"a list of {', '.join(_PARTS)}")
-        _check(self, "format", isinstance(self.format, str | None), "a text such as %d.%m.%Y, or null")
-        _check(self, "fill", _is_number(self.fill) and _FIRST <= self.fill <= _LAST, "a number of days")
-        for name in ("offsets", "divisors"):
+        count = len(self.parts) if self.rows else 0
+        for name, least in (("offsets", -np.inf), ("divisors", 0)):
             numbers = getattr(self, name)
-            right = isinstance(numbers, Sequence) and all(map(_is_number, numbers))
-            right = right and len(numbers) == (len(parts) if self.rows else 0)
-            _check(
-                self,
-                name,
-                right and (name == "offsets" or min(numbers, default=1) > 0),
-                "numbers of each part",
-            )
-            object.__setattr__(self, name, tuple(numbers))
-        object.__setattr__(self, "parts", tuple(parts))
+            if len(numbers) != count or min(numbers, default=1) <= least:
+                _refuse(self, name, _EACH_PART[0], numbers)
 
     def read(self, values: np.ndarray) -> np.ndarray:
         if values.dtype.kind != "M":
@@ -402,23 +398,14 @@ class Date(Column):
             raise ValueError
         return datetime.date.fromisoformat(text[:10]).toordinal() - _EPOCH
 
-    def learn(self, values: np.ndarray) -> Date:
-        there = values[~np.isnan(values)]
-        if not len(there):
-            raise GraphoptError(_NONE.format("dates"))
-        filled = replace(self, fill=float(np.rint(there.mean())), rows=0, offsets=(), divisors=())
-        moments = Moments()
-        moments.add(filled._split(values))
-        return replace(
-            filled,
-            rows=len(values),
-            missing=len(values) - len(there),
-            offsets=tuple(moments.mean.tolist()),
-            divisors=tuple(moments.scale.tolist()),
-        )
+    def _learn(self, values: np.ndarray, there: np.ndarray) -> dict[str, Any]:
+        _check_some("dates", there)
+        fill = float(np.rint(there.mean()))
+        offsets, divisors = mean_and_scale(self._split(values, fill))
+        return {"fill": fill, "offsets": offsets.tolist(), "divisors": divisors.tolist()}
 
-    def _split(self, values: np.ndarray) -> np.ndarray:
-        days = np.where(np.isnan(values), self.fill, values).astype(np.int64).astype("datetime64[D]")
+    def _split(self, values: np.ndarray, fill: float) -> np.ndarray:
+        days = np.where(np.isnan(values), fill, values).astype(np.int64).astype("datetime64[D]")
         months, years = days.astype("datetime64[M]"), days.astype("datetime64[Y]")
         parts = {
             "days": days.astype(np.int64),
@@ -430,7 +417,7 @@ class Date(Column):
         return np.stack([parts[part] for part in self.parts], axis=1).astype(np.float64)
 
     def encode(self, values: np.ndarray) -> np.ndarray:
-        return (self._split(values) - self.offsets) / self.divisors
+        return (self._split(values, self.fill) - self.offsets) / self.divisors
 
     def emit(self, op: Emitter, x: ir.Value) -> ir.Value:
         """Emit `civil_from_days` of H. Hinnant, "chrono-compatible low-level date algorithms"."""
@@ -459,12 +446,7 @@ class Date(Column):
 
     def summary(self) -> str:
         day = datetime.date.fromordinal(int(self.fill) + _EPOCH)
-        filled = f", {self.missing:,} missing filled with the mean {day}" if self.missing else ""
-        return f"date as {', '.join(self.parts)}{filled}"
-
-    @property
-    def note(self) -> str:
-        return "days since 1970-01-01; NaN for a missing date"
+        return f"date as {', '.join(self.parts)}{self._of_missing(f'filled with the mean {day}')}"
 
 
 KINDS: dict[str, type[Column]] = {"category": Category, "date": Date, "number": Number}
@@ -511,33 +493,36 @@ def inferred(values: np.ndarray) -> Column:
         return Number()
     if values.dtype.kind == "M":
         return Date()
-    different = Counter(Category().read(values).tolist())
+    cells = Category().read(values).tolist()
+    different = Counter(cells)
     missing = different.pop("", 0)
     if not different:
         raise GraphoptError("expected values, found none")
     texts = [text for text in different if text.lower() not in _MISSING]
-    numbers = {text for text in texts if _suits(_number, text)}
+    numbers = {text for text in texts if suits(_number, text)}
     is_boolean = not {*texts} - {"True", "False", "true", "false"}
     if texts and len(numbers) == len(texts) and not is_boolean:
         return Number()
-    if texts and all(_suits(Date()._day, text) for text in texts):
+    if texts and all(suits(Date()._day, text) for text in texts):
         return Date()
-    fractions = [text for text in texts if text not in numbers and _suits(_number_with_comma, text)]
+    fractions = [text for text in texts if text not in numbers and suits(_number_with_comma, text)]
     if fractions and len(numbers) + len(fractions) == len(texts):
         raise GraphoptError(
             f"expected numbers with a decimal point, found {fractions[0]!r}: is it {_WITH_COMMA}?"
         )
     if 2 * len(numbers) > len(texts) > _FEW:
         odd = next(text for text in texts if text not in numbers)
-        row = next(i for i, text in enumerate(Category().read(values)) if text == odd)
-        raise GraphoptError(f"row {row}: expected a number, as in most rows, found {odd!r}: mend it")
+        raise GraphoptError(
+            f"row {cells.index(odd)}: expected a number, as in most rows, found {odd!r}: mend it"
+        )
     column, count = Category(), len(values) - missing
     if len(different) > max(_FEW, min(column.most, count // 2)):
         raise GraphoptError(f"expected few different values, found {len(different):,} in {count:,} rows")
     return column
 
 
-def _suits(parse: Callable[[Any], float], text: str) -> bool:
+def suits(parse: Callable[[str], Any], text: str) -> bool:
+    """Return whether a function can read a text."""
     try:
         parse(text)
     except (ValueError, OverflowError):
@@ -545,15 +530,17 @@ def _suits(parse: Callable[[Any], float], text: str) -> bool:
     return True
 
 
-def _parsed(values: np.ndarray, parse: Callable[[Any], float], expected: str, hint: str = "") -> np.ndarray:
+def _parsed(values: np.ndarray, parse: Callable[[Any], float], expected: str) -> np.ndarray:
     """Return cells as numbers, or raise an error that names the first row that is none."""
     numbers = np.empty(len(values))
     for i, value in enumerate(values.tolist() if values.dtype != object else values):
         try:
             numbers[i] = parse(value)
         except (ValueError, TypeError, OverflowError) as error:
-            hint = hint if _suits(_number_with_comma, str(value)) else ""
-            raise GraphoptError(f"row {i}: expected {expected}, found {str(value)!r}{hint}") from error
+            text = str(value)
+            is_decimal = parse is _number and "," in text and suits(_number_with_comma, text)
+            mend = f": is it {_WITH_COMMA}?" if is_decimal else ""
+            raise GraphoptError(f"row {i}: expected {expected}, found {text!r}{mend}") from error
     return numbers
 
 
@@ -563,7 +550,7 @@ def _number(value: Any) -> float:
     if isinstance(value, int | float):
         return float(value)
     text = str(value)
-    if len(text) > _LONGEST or "_" in text:  # which Python skips
+    if len(text) > LONGEST or "_" in text:  # which Python skips
         raise ValueError
     return np.nan if text.lower() in _MISSING else float(text)
 
@@ -583,7 +570,7 @@ def _text(value: Any) -> str:
 
 def _order(text: str) -> tuple[Any, ...]:
     """Order numbers by size, then texts, then the missing value."""
-    if _suits(_number, text) and text.lower() not in _MISSING:
+    if suits(_number, text) and text.lower() not in _MISSING:
         return 0, float(text), text
     return (1, text) if text else (2, text)
 
@@ -594,39 +581,17 @@ def _check_texts(categories: Sequence[str], most: int) -> None:
             f"expected at most {most:,} categories, found {len(categories):,}: raise most, or leave it out"
         )
     for text in categories:
-        if len(text) > _LONGEST or "\0" in text or not _suits(_bytes, text):
+        if len(text) > LONGEST or "\0" in text or not suits(str.encode, text):
             raise GraphoptError(
-                f"expected categories of at most {_LONGEST:,} characters of Unicode without NUL, found "
+                f"expected categories of at most {LONGEST:,} characters of Unicode without NUL, found "
                 f"{text[:40]!r} of {len(text):,}: leave the column out"
             )
 
 
-def _bytes(text: str) -> int:
-    """Return the length in UTF-8, which cannot write half of a surrogate pair."""
-    return len(text.encode())
+def _check_some(what: str, values: np.ndarray) -> None:
+    if not len(values):
+        raise GraphoptError(f"expected {what}, found none in the rows to learn from: leave the column out")
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and bool(np.isfinite(value))
-
-
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
-
-
-def _check(column: Column, name: str, is_right: bool, expected: str, found: Any = None) -> None:
-    if not is_right:
-        found = getattr(column, name) if found is None else found
-        raise GraphoptError(f"{type(column).__name__}({name}=...): expected {expected}, found {found!r}")
-
-
-def _most_frequent(numbers: np.ndarray) -> float:
-    different, counts = np.unique(numbers, return_counts=True)
-    return float(different[np.argmax(counts)])
-
-
-_IMPUTED: dict[str, Callable[[np.ndarray], Any]] = {
-    "mean": np.mean,
-    "median": np.median,
-    "most_frequent": _most_frequent,
-}
+def _refuse(column: Column, name: str, expected: str, found: Any) -> NoReturn:
+    raise GraphoptError(f"{type(column).__name__}({name}=...): expected {expected}, found {found!r}")

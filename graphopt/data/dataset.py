@@ -11,7 +11,7 @@ import numpy as np
 
 from graphopt.arguments import Checked
 from graphopt.data.tables import Columns
-from graphopt.errors import GraphoptError, kind_of
+from graphopt.errors import GraphoptError, kind_of, naming
 
 FEATURES, TARGET, WEIGHT = "x", "target", "sample_weight"
 
@@ -122,18 +122,14 @@ class Dataset(metaclass=Checked):
         """
         if self.columns is None:
             raise GraphoptError("data: expected columns that learn, found none: read it with columns='auto'")
-        try:
+        with naming(self.source):
             columns = self.columns.learn(self.table, rows)
-        except GraphoptError as error:
-            raise GraphoptError(f"{self.source}: {error}") from error
         return self.encoded(columns)
 
     def encoded(self, columns: Columns) -> Dataset:
         """Return the data with the features of columns that have learnt."""
-        try:
-            arrays = {FEATURES: columns.encode(self.table), **self.arrays}
-        except GraphoptError as error:
-            raise GraphoptError(f"{self.source}: {error}") from error
+        with naming(self.source):
+            arrays = {**self.arrays, FEATURES: columns.encode(self.table)}
         return replace(self, arrays=arrays, features=FEATURES, columns=columns, names=columns.names)
 
     def inputs(self) -> dict[str, Array]:

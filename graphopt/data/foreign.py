@@ -11,7 +11,7 @@ import numpy as np
 
 from graphopt.arguments import checked
 from graphopt.data.dataset import TARGET, WEIGHT, Array, Dataset, LazyArray
-from graphopt.data.tables import Columns, cells, names_in
+from graphopt.data.tables import Columns, cells, is_frame, names_in
 from graphopt.data.tabular import IN_MEMORY, of_columns
 from graphopt.errors import GraphoptError, kind_of, line
 
@@ -19,7 +19,6 @@ from graphopt.errors import GraphoptError, kind_of, line
 HUGGING_FACE = ("__len__", "__getitem__", "column_names", "features", "with_format")
 _Read = Callable[[tuple[int, ...]], dict[str, Any]]  # returns rows of all columns
 _X = "X"  # the array that feeds the only input
-FRAME = ("columns", "to_numpy", "__getitem__")  # of pandas and Polars
 
 
 def has_rows(data: Any) -> bool:
@@ -30,7 +29,7 @@ def has_rows(data: Any) -> bool:
     if isinstance(data, tuple) and data:
         return not isinstance(data[-1], Mapping)
     known = isinstance(data, Dataset | Mapping | np.ndarray | LazyArray)
-    return known or _has(data, HUGGING_FACE) or _has(data, FRAME)
+    return known or _is_hugging_face(data) or is_frame(data)
 
 
 def as_dataset(data: Any) -> Dataset:
@@ -53,9 +52,9 @@ def as_dataset(data: Any) -> Dataset:
         return data
     if isinstance(data, Mapping):
         return Dataset(data)
-    if _has(data, HUGGING_FACE):
+    if _is_hugging_face(data):
         return _of_hugging_face(data)
-    if _has(data, FRAME):
+    if is_frame(data):
         target, weight = (name if name in data.columns else None for name in (TARGET, WEIGHT))
         return table(data, target=target, sample_weight=weight)
     if isinstance(data, tuple):
@@ -99,26 +98,26 @@ def _of_tuple(data: tuple[Any, ...]) -> Dataset:
         found = ", ".join(map(kind_of, data))
         raise GraphoptError(f"data: expected (X, y) or (X, y, sample_weight), found ({found})")
     inputs, labels = _of_features(data[0]), None
-    target = _array("y", data[1])
-    if target.dtype.kind in "US" or (
+    target: Any = _array("y", data[1])
+    if target.dtype.kind in "UST" or (
         target.dtype == object and all(isinstance(x, str) for x in np.asarray(target).flat)
     ):
-        names, target = np.unique(np.asarray(target).astype(str), return_inverse=True)
+        names, target = np.unique(np.array(target.tolist(), str), return_inverse=True)
         labels = tuple(map(str, names))
     arrays = {**inputs.arrays, TARGET: _numeric("y", target)}
     if len(data) == 3:
-        arrays[WEIGHT] = _numeric("sample_weight", _array("sample_weight", data[2]))
+        arrays[WEIGHT] = _numeric("sample_weight", data[2])
     return replace(inputs, arrays=arrays, classes=None if labels is None else len(labels), labels=labels)
 
 
 def _of_features(data: Any) -> Dataset:
     """Return X: arrays by name, a table, or one array, which feeds the only input."""
     if isinstance(data, Mapping):
-        return Dataset({name: _numeric(f"X[{name!r}]", _array(name, x)) for name, x in data.items()})
-    if _has(data, FRAME):
+        return Dataset({name: _numeric(f"X[{name!r}]", x) for name, x in data.items()})
+    if is_frame(data):
         table = as_dataset(data)
         return replace(table, arrays=table.inputs())
-    return Dataset({_X: _numeric(_X, _array(_X, data))}, _X)
+    return Dataset({_X: _numeric(_X, data)}, _X)
 
 
 def _array(name: str, data: Any) -> Array:
@@ -133,9 +132,10 @@ def _array(name: str, data: Any) -> Array:
         ) from error
 
 
-def _numeric(name: str, array: Array) -> Array:
+def _numeric(name: str, data: Any) -> Array:
     """Return an array of numbers, or raise an error."""
-    if array.dtype.kind in "OUSMm" or not array.ndim:
+    array = _array(name, data)
+    if array.dtype.kind in "OUSTMm" or not array.ndim:
         found = (
             kind_of(np.asarray(array).item()) if not array.ndim else f"type {array.dtype}"
         )  # a sparse matrix, for one
@@ -172,15 +172,12 @@ def table(
         found = {name: frame[keys[name]] for name in names}
         return {name: x.to_numpy() if hasattr(x, "to_numpy") else cells(name, x) for name, x in found.items()}
 
-    return of_columns(IN_MEMORY, _named(frame), read, target, features, sample_weight, labels, columns)
+    names = [str(name) for name in getattr(frame, "columns", frame)]  # of which two may be the same
+    return of_columns(IN_MEMORY, names, read, target, features, sample_weight, labels, columns)
 
 
-def _named(frame: Any) -> list[str]:
-    return [str(name) for name in getattr(frame, "columns", frame)]
-
-
-def _has(data: Any, names: tuple[str, ...]) -> bool:
-    return all(hasattr(data, name) for name in names)
+def _is_hugging_face(data: Any) -> bool:
+    return all(hasattr(data, name) for name in HUGGING_FACE)
 
 
 def _of_hugging_face(data: Any) -> Dataset:

@@ -15,7 +15,7 @@ import onnx_ir as ir
 from graphopt.arguments import Checked, checked
 from graphopt.data.dataset import WEIGHT, Array, Dataset, LazyArray
 from graphopt.data.foreign import as_dataset
-from graphopt.data.tabular import option
+from graphopt.data.tabular import IN_MEMORY, option
 from graphopt.errors import GraphoptError, kind_of
 from graphopt.graph.roles import Role, labels_of, role_of
 from graphopt.graph.values import name_of
@@ -173,6 +173,8 @@ class _Column:
             return
         if found.kind not in "iufb" or not np.can_cast(found, self._dtype, casting="same_kind"):
             mend = ""
+            if not self._is_target and found.kind in "OUSTM":
+                mend = f": {option(IN_MEMORY, 'columns', 'auto')} makes features of text and dates"
             if self._is_target and self._dtype.kind in "iu" and found.kind in "fUSO":
                 mend = ": number the classes from 0, as int64; for quantities, choose a loss such as mean_squared_error"
                 if found.kind == "f" and self.array.ndim > 1:
@@ -227,15 +229,6 @@ def hold_out(rows: int, share: float, *, shuffle: Shuffle = True, seed: int = 0)
     """
     if not isinstance(rows, int | np.integer):
         raise GraphoptError(f"hold_out: expected the number of rows, found {kind_of(rows)}: give len(X)")
-    count = held_out_rows(rows, share)
-    if not shuffle or not count:
-        return range(rows - count), range(rows - count, rows)
-    chosen = np.sort(np.random.default_rng(seed).permutation(rows)[:count])
-    return np.delete(np.arange(rows), chosen), chosen
-
-
-def held_out_rows(rows: int, share: float) -> int:
-    """Return the number of rows to hold out for validation."""
     if not 0 <= share < 1:
         raise GraphoptError(
             f"validation: expected a share of the rows, at least 0 and less than 1, found {share}"
@@ -245,7 +238,10 @@ def held_out_rows(rows: int, share: float) -> int:
         raise GraphoptError(
             f"validation: expected a share that leaves rows to train on, found {share} of {rows} rows: 0 holds none out"
         )
-    return count
+    if not shuffle or not count:
+        return range(rows - count), range(rows - count, rows)
+    chosen = np.sort(np.random.default_rng(seed).permutation(rows)[:count])
+    return np.delete(np.arange(rows), chosen), chosen
 
 
 class TrainingRows:

@@ -12,7 +12,7 @@ import numpy as np
 import onnx_ir as ir
 
 from graphopt.data.loader import Batches
-from graphopt.errors import GraphoptError, kind_of, line
+from graphopt.errors import GraphoptError, kind_of, line, naming
 
 STATE_METHODS = (("state_dict", "load_state_dict"), ("get_state", "set_state"))  # of torchdata, and of grain
 _PLAIN = (bool, int, float, str, type(None))
@@ -155,7 +155,7 @@ class Stream:
 
     def _checked(self, item: Any, where: str) -> Drawn:
         """Return a batch in the graph's types, or raise an error that says which one does not fit."""
-        try:
+        with naming(where):
             if not isinstance(item, Mapping):
                 names = ", ".join(f"{name!r}: ..." for name in self._inputs)
                 raise GraphoptError(
@@ -170,8 +170,6 @@ class Stream:
                     "incomplete last batch, or export the model with a dynamic batch"
                 )
             return Drawn(rows, batches.take(range(rows)))
-        except GraphoptError as error:
-            raise GraphoptError(f"{where}: {error}") from error
 
     def _used_up(self, where: str) -> GraphoptError:
         mend = (

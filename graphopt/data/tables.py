@@ -5,15 +5,16 @@ from __future__ import annotations
 import dataclasses
 import json
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
 import onnx_ir as ir
 
+from graphopt.arguments import Checked
 from graphopt.data.columns import MACHINE_LEARNING, Column, column_of, inferred
-from graphopt.errors import GraphoptError, some, unknown
+from graphopt.errors import GraphoptError, kind_of, some, unknown
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.loading import Source, load
 from graphopt.graph.metadata import LABELS, Note, labels_in
@@ -30,7 +31,7 @@ Table = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class Columns:
+class Columns(metaclass=Checked):
     """Turn a table into an array of features, and a model of features into a model of the table's columns.
 
     A table is a DataFrame, or a mapping from names to arrays or lists of cells. Columns learn from the training rows
@@ -75,9 +76,8 @@ class Columns:
         {'age': 'number', 'city': 'category'}
         """
         keys = names_in(table).items()
-        return columns_of(
-            AUTO, {name: cells(name, table[key]) for name, key in keys if name not in leave_out}
-        )
+        features = {name: cells(name, table[key]) for name, key in keys if name not in leave_out}
+        return columns_of({_OTHERS: AUTO}, features)
 
     @property
     def has_learnt(self) -> bool:
@@ -106,6 +106,8 @@ class Columns:
         """
         learnt = {}
         for name, column, x in self._read(table):
+            if rows is not None and len(rows) and np.max(rows) >= len(x):
+                raise GraphoptError(f"rows: expected indices of {len(x):,} rows, found {np.max(rows)}")
             learnt[name] = _of_column(name, column.learn, x if rows is None else x[row_index(rows)])
             if problem := learnt[name].warning:
                 warnings.warn(f"column {name!r}: {problem}", stacklevel=2)
@@ -234,9 +236,8 @@ class _Encoded(Note, key="graphopt.columns", expected="columns as graphopt write
     MOST: ClassVar[int] = 100_000
 
     def check(self) -> None:
-        if len(self.columns) > self.MOST or (self.features is None) != (self.input is None):
-            raise ValueError
-        if not self.all.has_learnt:
+        is_whole = (self.features is None) == (self.input is None)
+        if len(self.columns) > self.MOST or not is_whole or not self.all.has_learnt:
             raise ValueError
 
     @property
@@ -245,20 +246,16 @@ class _Encoded(Note, key="graphopt.columns", expected="columns as graphopt write
         return Columns({name: column_of(x, has_learnt=True) for name, x in self.columns.items()})
 
 
-def columns_of(description: Any, table: Mapping[str, np.ndarray]) -> Columns:
+def columns_of(wanted: Mapping[str, Any], table: Mapping[str, np.ndarray]) -> Columns:
     """Return the columns of a description, which can say `auto` for all columns or for some.
 
     Args:
-        description: `auto`; columns; or a mapping from names to descriptions of columns, `auto`, or None to leave one
-            out, in which `*` stands for all other names.
+        wanted: what `check_description` returns.
         table: the columns that can become features.
 
     Raises:
-        GraphoptError: the description or a name is wrong, or no kind suits a column.
+        GraphoptError: a name is unknown, or no kind suits a column.
     """
-    if isinstance(description, Columns):
-        return description
-    wanted = check_description(description)
     for name in wanted:
         if name not in table and name != _OTHERS:
             raise GraphoptError(unknown("column", name, table))
@@ -277,33 +274,34 @@ def columns_of(description: Any, table: Mapping[str, np.ndarray]) -> Columns:
         )
     chosen = {name: kind for name, kind in kinds.items() if kind is not None}
     if not chosen:
-        raise GraphoptError(f"columns: expected a feature or more, found none in {description!r}")
+        raise GraphoptError(f"columns: expected a feature or more, found none in {wanted}")
     return Columns(chosen)
 
 
 def check_description(description: Any) -> dict[str, Any]:
-    """Return a description of columns by name, without a table; raise an error if it is wrong."""
+    """Return a column, `auto` or None by the name of each column, or raise an error if a description is wrong.
+
+    Args:
+        description: `auto`; `Columns`; or a mapping from names to descriptions of columns, `auto`, or None to leave one
+            out, in which `*` stands for all other names.
+    """
+    if isinstance(description, Columns):
+        return {**description.columns}
     wanted = {_OTHERS: AUTO} if isinstance(description, str) and description == AUTO else description
     if not isinstance(wanted, Mapping) or not wanted:
         raise GraphoptError(
             f"columns: expected auto, or kinds by the names of columns, found {description!r}"
         )
-    plain = [
-        name
-        for name, kind in wanted.items()
-        if kind is not None and not (isinstance(kind, str) and kind == AUTO)
-    ]
-    return {str(name): _of_column(name, column_of, x) if name in plain else x for name, x in wanted.items()}
+    return {
+        str(name): x if x is None or str(x) == AUTO else _of_column(name, column_of, x)
+        for name, x in wanted.items()
+    }
 
 
-def named_in(description: Any, names: Sequence[str]) -> Iterable[str]:
-    """Return the names of columns that a description needs of those of a table."""
-    if isinstance(description, Columns):
-        return description.columns
-    wanted = check_description(description)
-    return (
-        [*names, *(name for name in wanted if name not in (*names, _OTHERS))] if _OTHERS in wanted else wanted
-    )
+def named_in(wanted: Mapping[str, Any], names: Sequence[str]) -> list[str]:
+    """Return the names of columns that a description, as `check_description` returns it, needs of a table."""
+    needed = dict.fromkeys([*(names if _OTHERS in wanted else ()), *wanted])
+    return [name for name in needed if name != _OTHERS]
 
 
 def cells(name: str, column: Any) -> np.ndarray:
@@ -317,7 +315,7 @@ def cells(name: str, column: Any) -> np.ndarray:
     if array.dtype.kind in "TU":  # NumPy makes text of numbers beside text
         array = np.array(column, object) if isinstance(column, list | tuple) else array.astype(object)
     elif array.dtype.kind == "S":
-        array = np.char.decode(array).astype(object)
+        array = _of_column(name, np.char.decode, array).astype(object)
     if array.ndim != 1:
         raise GraphoptError(
             f"column {name!r}: expected a cell in each row, found arrays of shape {list(array.shape[1:])}"
@@ -325,12 +323,15 @@ def cells(name: str, column: Any) -> np.ndarray:
     return array
 
 
+def is_frame(data: Any) -> bool:
+    """Return whether data is a DataFrame of pandas or Polars."""
+    return all(hasattr(data, name) for name in ("to_numpy", "columns", "__getitem__"))
+
+
 def names_in(table: Any) -> dict[str, Any]:
     """Return the keys of the columns of a table by their names."""
-    if not isinstance(table, Mapping) and not hasattr(table, "columns"):
-        raise GraphoptError(
-            f"columns: expected a DataFrame, or columns by name, found {type(table).__name__}"
-        )
+    if not isinstance(table, Mapping) and not is_frame(table):
+        raise GraphoptError(f"columns: expected a DataFrame, or columns by name, found {kind_of(table)}")
     return {str(key): key for key in getattr(table, "columns", table)}
 
 

@@ -9,13 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from graphopt.data.columns import Category, is_missing
+from graphopt.data.columns import LONGEST, Category, Column, is_missing, suits
 from graphopt.data.dataset import FEATURES, TARGET, WEIGHT, Dataset
 from graphopt.data.tables import Columns, cells, check_description, columns_of, named_in
-from graphopt.errors import GraphoptError, some, unknown
+from graphopt.errors import GraphoptError, naming, some, unknown
 
 IN_MEMORY = "data"  # the path of a table that is no file
-_LONGEST_NUMBER = 1_000  # characters
 _MOST_CLASSES = 1_000  # of a text column
 
 _Names = str | int | Sequence[str | int] | None
@@ -40,15 +39,14 @@ def of_columns(
     others = [name for name in names if name not in (*targets, *weights)]
     if columns is not None and isinstance(features, Mapping):
         raise GraphoptError(f"{path}: expected one input of columns, found features of {', '.join(features)}")
+    wanted = {} if columns is None else check_description(columns)
     if features is None:
-        features = others if columns is None else [*named_in(columns, others)]
+        features = others if columns is None else named_in(wanted, others)
     only = None if isinstance(features, Mapping) else FEATURES
-    inputs = {
-        name: _names(x)
-        for name, x in (features if isinstance(features, Mapping) else {FEATURES: features}).items()
-    }
+    by_input = features if isinstance(features, Mapping) else {FEATURES: features}
+    inputs = {name: _names(x) for name, x in by_input.items()}
     used = dict.fromkeys(itertools.chain(targets, weights, *inputs.values()))
-    _check_known(path, used, names, targets, columns)
+    _check_known(path, used, names, targets, wanted)
     if target is not None and (not targets or (labels is not None and len(targets) > 1)):
         expected = "a target column" if labels is None else "one target column, whose classes are named"
         raise GraphoptError(f"{path}: expected {expected}, found {', '.join(targets) or 'none'}")
@@ -64,11 +62,9 @@ def of_columns(
     if columns is None:
         known = inputs[FEATURES] if only and arrays[only].shape[1:] == (len(inputs[only]),) else None
         return Dataset(arrays, only, count, classes, names=known, source=path)
-    try:
+    with naming(path):
         table = {name: cells(name, found[name]) for name in inputs[FEATURES]}
-        kinds = columns_of(columns, table)
-    except GraphoptError as error:
-        raise GraphoptError(f"{path}: {error}") from error
+        kinds = columns_of(wanted, table)
     dataset = Dataset(arrays, None, count, classes, kinds, table, source=path)
     return dataset.encoded(kinds) if kinds.has_learnt else dataset
 
@@ -82,11 +78,7 @@ def refuse_twice(path: str, kind: str, names: Iterable[str]) -> None:
 
 def is_numeral(text: str) -> bool:
     """Return whether a text is a number of not too many digits."""
-    try:
-        float(text[: _LONGEST_NUMBER + 1])
-    except ValueError:
-        return False
-    return len(text) <= _LONGEST_NUMBER
+    return len(text) <= LONGEST and suits(float, text)
 
 
 def option(path: str, name: str, value: str) -> str:
@@ -95,24 +87,27 @@ def option(path: str, name: str, value: str) -> str:
 
 
 def _check_known(
-    path: str, used: Iterable[str], names: Sequence[str], targets: Sequence[str], columns: Any
+    path: str,
+    used: Iterable[str],
+    names: Sequence[str],
+    targets: Sequence[str],
+    wanted: Mapping[str, Any],
 ) -> None:
     """Raise an error if a column is missing, or is both a feature and predicted."""
-    known, learnt = set(names), columns.columns if isinstance(columns, Columns) else {}
-    wanted = {} if columns is None else learnt or check_description(columns)
+    known = {*names}
     for name in used:
-        if name in targets and wanted.get(name) is not None:
+        column = wanted.get(name)
+        if name in targets and column is not None:
             raise GraphoptError(
                 f"{path}: column {name!r}: expected a feature, found the column to predict: leave it out of columns"
             )
-        if name not in known and name in learnt:
+        if name not in known and isinstance(column, Column) and column.rows:
             raise GraphoptError(
                 f"{path}: expected a column {name!r}, which the model takes, found {some(names, 20)}"
             )
         if name not in known:
-            mend = (
-                f": name the column to predict, {option(path, 'target', 'NAME')}" if name in targets else ""
-            )
+            target = option(path, "target", "NAME")
+            mend = f": name the column to predict, {target}" if name in targets else ""
             raise GraphoptError(f"{path}: {unknown('column', name, names)}{mend}")
 
 
@@ -147,11 +142,13 @@ def _target(
     path: str, columns: Mapping[str, Any], names: Sequence[str], labels: tuple[str, ...] | None
 ) -> tuple[np.ndarray, tuple[str, ...] | None]:
     """Return the target, the numbers of classes if it is text, and the names of these classes."""
-    if labels is None and len(names) == 1:
-        labels = _text_classes(path, names[0], columns[names[0]])
-    if labels is not None:
-        refuse_twice(path, "label", labels)
-        return _classes(path, names[0], columns[names[0]], labels), labels
+    column = columns[names[0]]
+    is_numeric = isinstance(column, np.ndarray) and (column.dtype.kind in "iufb" or column.ndim > 1)
+    if labels is not None or (len(names) == 1 and not is_numeric):
+        texts = Category().read(cells(names[0], column)).tolist()
+        labels = _text_classes(path, names[0], texts) if labels is None else labels
+        if labels is not None:
+            return _classes(path, names[0], texts, labels), labels
     for name in names:
         column = columns[name]
         if isinstance(column, np.ndarray) and column.dtype.kind in "iub":
@@ -166,21 +163,17 @@ def _target(
     return _vector(_stack(path, columns, names)), None
 
 
-def _text_classes(path: str, name: str, column: Any) -> tuple[str, ...] | None:
+def _text_classes(path: str, name: str, texts: list[str]) -> tuple[str, ...] | None:
     """Return the different texts of a target in order, or None if it has numbers alone."""
-    if isinstance(column, np.ndarray) and (column.dtype.kind in "iufb" or column.ndim > 1):
-        return None
-    texts = Category().read(cells(name, column)).tolist()
     words = [text for text in dict.fromkeys(texts) if text and not is_numeral(text)]
     if not words:
         return None
-    wrong = next(((i, text) for i, text in enumerate(texts) if not text or is_numeral(text)), None)
-    if wrong is not None:
-        row = wrong[0] if not wrong[1] else texts.index(words[0])
-        expected = "a class" if not wrong[1] else "a number"
+    odd = next((text for text in texts if not text or is_numeral(text)), None)
+    if odd is not None:
+        expected, found = ("a number", words[0]) if odd else ("a class", "")
         raise GraphoptError(
-            f"{path}: column {name!r}, row {row}: expected {expected}, found {texts[row]!r}: mend it, leave out "
-            f"the row, or name the classes, {option(path, 'labels', f'[{some(words, 20)}]')}"
+            f"{path}: column {name!r}, row {texts.index(found)}: expected {expected}, found {found!r}: mend it, leave "
+            f"out the row, or name the classes, {option(path, 'labels', f'[{some(words, 20)}]')}"
         )
     if len(words) > _MOST_CLASSES:
         raise GraphoptError(
@@ -195,7 +188,7 @@ def _numbers(path: str, name: str, column: Any) -> np.ndarray:
     if isinstance(column, np.ndarray) and column.dtype.kind in "iufb":
         return column
     texts = ["nan" if is_missing(value) else str(value) for value in column]
-    for dtype in (np.int64, np.float64) if max(map(len, texts), default=0) <= _LONGEST_NUMBER else ():
+    for dtype in (np.int64, np.float64) if max(map(len, texts), default=0) <= LONGEST else ():
         try:
             return np.array(texts, dtype)
         except (ValueError, OverflowError):  # also for whole numbers beyond int64
@@ -205,10 +198,10 @@ def _numbers(path: str, name: str, column: Any) -> np.ndarray:
     raise GraphoptError(f"{path}: column {name!r}, row {row}: expected a number, found {text!r}: {mend}")
 
 
-def _classes(path: str, name: str, column: Any, labels: Sequence[str]) -> np.ndarray:
+def _classes(path: str, name: str, texts: list[str], labels: Sequence[str]) -> np.ndarray:
     """Return the index of each text in `labels`."""
+    refuse_twice(path, "label", labels)
     places = {label: i for i, label in enumerate(labels)}
-    texts = Category().read(cells(name, column)).tolist()
     for i, text in enumerate(texts):
         if text not in places:
             raise GraphoptError(

@@ -74,7 +74,7 @@ def facts(rows: Mapping[str, str]) -> str:
     return f'<dl class="facts">{"".join(parts)}</dl>\n'
 
 
-def table(
+def html_table(
     header: Sequence[str],
     rows: Iterable[Sequence[object]],
     *,

@@ -122,7 +122,8 @@ def predict(
     if columns is None:
         chosen = features_of(data)
     else:
-        table = (data.table or data.arrays) if isinstance(data, Dataset) else data
+        table = data[0] if isinstance(data, tuple) and data else data  # (X, y)
+        table = (table.table or table.arrays) if isinstance(table, Dataset) else table
         chosen, allow_nan = Dataset(columns.inputs(table)), True
     if set(inputs) <= set(chosen.arrays):  # a data set may have arrays for other models, too
         chosen = Dataset({name: chosen.arrays[name] for name in inputs})

@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import onnx
 import onnx_ir as ir
 from omegaconf import DictConfig, OmegaConf
@@ -34,8 +33,8 @@ from graphopt.cli.composition.validation import (
 from graphopt.communicator import Communicator
 from graphopt.compiler import StepHalves, split_step
 from graphopt.data import Columns, Dataset
-from graphopt.data.foreign import as_dataset
-from graphopt.data.loader import held_out_rows, hold_out
+from graphopt.data.foreign import as_dataset, relabelled
+from graphopt.data.loader import Rows, hold_out
 from graphopt.distributed.data_parallel import DataParallel
 from graphopt.distributed.launchers import Launcher
 from graphopt.distributed.local_sgd import LocalSGD
@@ -103,7 +102,7 @@ class Recipe:
         """Return the data, with the features of columns that have learnt from the rows that train."""
         data = self._read
         if isinstance(data, Dataset) and data.columns is not None and not data.columns.has_learnt:
-            data = data.learn(self._training_rows(len(data)))
+            data = data.learn(self.split(len(data))[0])
         return as_dataset(data)
 
     @functools.cached_property
@@ -112,11 +111,8 @@ class Recipe:
         if not self._reads_table:
             return self._build("data")
         columns, labels = self._noted
-        learnt = {} if columns is None else {"columns": columns}
-        data: Dataset = self._build("data", **learnt)
-        if labels and data.labels and not self.fields["data"].get("labels"):
-            data = self._build("data", **learnt, labels=labels)
-        return data
+        data: Dataset = self._build("data", **({} if columns is None else {"columns": columns}))
+        return data if self.fields["data"].get("labels") else relabelled(data, labels, data.source)
 
     @property
     def columns(self) -> Columns | None:
@@ -146,12 +142,12 @@ class Recipe:
         model = load(name, limits=self.limits)
         return Columns.of(model), labels_in(model)
 
-    def _training_rows(self, rows: int) -> range | np.ndarray:
-        """Return the rows that `fit` trains on."""
+    def split(self, rows: int) -> tuple[Rows, Rows]:
+        """Return the rows of the data that `fit` trains on, and those that it holds out."""
         fields = self.fields["fit"]
         share = fields.get("validation")
         share = share if isinstance(share, int | float) else 0.0
-        return hold_out(rows, share, shuffle=fields.get("shuffle", True), seed=fields.get("seed", 0))[0]
+        return hold_out(rows, share, shuffle=fields.get("shuffle", True), seed=fields.get("seed", 0))
 
     @functools.cached_property
     def pipeline(self) -> Pipeline:
@@ -183,7 +179,8 @@ class Recipe:
                     f"fit.validation: expected a share of the rows, such as 0.2, found {validation!r}: data={reader} "
                     "reads no file"
                 )
-            validation = self._build("data", path=validation, **self._as_read)
+            learnt = {"labels": self.data.labels, "columns": self.data.columns} if self._reads_table else {}
+            validation = self._build("data", path=validation, **learnt)
         elif validation is not None and not isinstance(validation, int | float):
             raise GraphoptError(
                 f"fit.validation: expected a share of the rows or a file, found {validation!r}"
@@ -196,12 +193,6 @@ class Recipe:
         columns, labels = self.data.columns, self.data.labels
         classes = {"classes": some(labels, 20)} if labels and self._reads_table else {}
         return classes if columns is None else {"columns": columns.summary(), **classes}
-
-    @property
-    def _as_read(self) -> dict[str, Any]:
-        """Return what a table's data have learnt, with which other data are read."""
-        learnt = {"labels": self.data.labels, "columns": self.data.columns}
-        return learnt if self._reads_table else {}
 
     @property
     def metrics(self) -> list[Wanted] | None:
@@ -244,11 +235,8 @@ class Recipe:
     @property
     def steps(self) -> int:
         """Return the number of steps of the whole training run, which depends on the data."""
-        rows = len(self._read)
-        fields = self.fields["fit"]
-        if isinstance(fields.get("validation"), float):
-            rows -= held_out_rows(rows, fields["validation"])
-        return int(fields["epochs"] * math.ceil(rows / fields["batch_size"]))
+        fields, (trained, _) = self.fields["fit"], self.split(len(self._read))
+        return int(fields["epochs"] * math.ceil(len(trained) / fields["batch_size"]))
 
     def model(self, file: Path | None = None) -> ir.Model:
         """Return the model of a file, by default the recipe's, or a built-in one with the data's shape."""

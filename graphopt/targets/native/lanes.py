@@ -6,7 +6,7 @@ import functools
 import math
 
 from graphopt.targets.native.loops import Loops, VectorLoop, indented
-from graphopt.targets.native.numbers import ALL, ELEMENT, ROW, Number, Store, TaskTotal
+from graphopt.targets.native.numbers import ALL, ELEMENT, ROW, Scalar, Store, TaskTotal
 from graphopt.targets.native.operators import REDUCTIONS
 
 _LANES = 16
@@ -87,7 +87,7 @@ class LaneLoops(Loops):
             lines += _transposed(f"q_{name}[{_BY_ROW}] = y_{name}[{_BY_COLUMN}];")
         return lines
 
-    def is_transposed(self, x: Number) -> bool:
+    def is_transposed(self, x: Scalar) -> bool:
         """Return whether rows read a number of their own for each column."""
         return x.extent is ELEMENT and x.source is not None and self.has_whole_rows(x.source[1])
 
@@ -110,7 +110,7 @@ class LaneLoops(Loops):
         place = functools.partial(self._place, stage, computes_rows=computes_rows)
         return VectorLoop("for (int l = 0; l < lanes; l++)", {ELEMENT, ROW}, place)
 
-    def _place(self, stage: int, x: Number, computes_rows: bool = False) -> tuple[str | None, str | None]:
+    def _place(self, stage: int, x: Scalar, computes_rows: bool = False) -> tuple[str | None, str | None]:
         if x.source is not None:
             place = f"p_{x.name}[{'l' if x.extent is ROW else 'j'}]"
             return f"x_{x.name}[{_BY_COLUMN}]" if self.is_transposed(x) else place, None
@@ -127,7 +127,7 @@ class LaneLoops(Loops):
     def _output(self, store: Store) -> str:
         return f"y_{self.names[store.output]}[{_BY_COLUMN}]"
 
-    def _reduce_row(self, loop: VectorLoop, how: str, x: Number) -> None:
+    def _reduce_row(self, loop: VectorLoop, how: str, x: Scalar) -> None:
         loop.accumulate(how, x.operands[0], f"r_{x.name}[l]")
 
     def _add_to_total(self, loop: VectorLoop, i: int, total: TaskTotal) -> None:

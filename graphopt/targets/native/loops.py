@@ -14,8 +14,8 @@ from graphopt.targets.native.numbers import (
     ELEMENT,
     ROW,
     Extent,
-    Number,
     Numbers,
+    Scalar,
     Stages,
     Store,
     TaskTotal,
@@ -39,14 +39,14 @@ class VectorLoop:
 
     head: str  # the first line
     varying: Collection[Extent]  # of the numbers that it declares; others are declared before it
-    place: Callable[[Number], tuple[str | None, str | None]]  # where a number is loaded from, and stored to
+    place: Callable[[Scalar], tuple[str | None, str | None]]  # where a number is loaded from, and stored to
     before: list[str] = field(default_factory=list)
     body: list[str] = field(default_factory=list)
     after: list[str] = field(default_factory=list)
     clauses: str = ""
-    declared: set[Number] = field(default_factory=set)
+    declared: set[Scalar] = field(default_factory=set)
 
-    def load(self, x: Number) -> None:
+    def load(self, x: Scalar) -> None:
         """Declare a number, and first what it is computed from."""
         if x.extent not in self.varying or x in self.declared:
             return
@@ -58,17 +58,17 @@ class VectorLoop:
         if stored:
             self.store(x, stored)
 
-    def store(self, x: Number, place: str) -> None:
+    def store(self, x: Scalar, place: str) -> None:
         """Store a number in memory."""
         self.load(x)
         self.body.append(f"{place} = {x.name};")
 
-    def accumulate(self, how: str, x: Number, place: str) -> None:
+    def accumulate(self, how: str, x: Scalar, place: str) -> None:
         """Reduce a number to what lies in memory."""
         self.load(x)
         self.body.append(REDUCTIONS[how][1].format(place, x.name))
 
-    def reduce(self, how: str, x: Number, name: str) -> None:
+    def reduce(self, how: str, x: Scalar, name: str) -> None:
         """Reduce a number to a variable of the loop."""
         start, _, operator = REDUCTIONS[how]
         self.before.append(f"{x.ctype} {name} = {start};")
@@ -130,7 +130,7 @@ class Loops:
             for i, total in enumerate(self.numbers.totals)
         ]
 
-    def _constant(self, x: Number, place: str) -> str:
+    def _constant(self, x: Scalar, place: str) -> str:
         """Return the declaration of a number that is read at a place, or computed from others."""
         code = x.expression if x.source is None else f"a->{self.names[x.source[0]]}[{place}]"
         return f"const {x.ctype} {x.name} = {code};"
@@ -210,7 +210,7 @@ class Loops:
         head = f"for (int64_t j = {first}; j < {end}; j++)"
         return VectorLoop(head, {ELEMENT}, functools.partial(self._place, stage))
 
-    def _place(self, stage: int, x: Number) -> tuple[str | None, str | None]:
+    def _place(self, stage: int, x: Scalar) -> tuple[str | None, str | None]:
         """Return where a loop finds a number, and where it leaves it for later ones."""
         if x.source is not None:
             return f"p_{x.name}[j]", None
@@ -220,7 +220,7 @@ class Loops:
         kept = f"{stored or f's_{x.name}'}[j]"
         return kept if computed < stage else None, kept if computed == stage and not stored else None
 
-    def _stored(self, x: Number) -> str | None:
+    def _stored(self, x: Scalar) -> str | None:
         """Return the row of an output that holds a number as it is."""
         for store in self.numbers.stores_of(ELEMENT):
             if store.number is x and stored_type(store.output) == x.ctype:
@@ -231,7 +231,7 @@ class Loops:
         """Return where a loop stores a number of an output."""
         return f"q_{self.names[store.output]}[j]"
 
-    def _reduce_row(self, loop: VectorLoop, how: str, x: Number) -> None:
+    def _reduce_row(self, loop: VectorLoop, how: str, x: Scalar) -> None:
         """Reduce a number along the row."""
         loop.reduce(how, x.operands[0], x.name)
 

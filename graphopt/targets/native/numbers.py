@@ -32,14 +32,14 @@ ELEMENT, ROW, ALL = Extent
 
 
 @dataclass(eq=False)
-class Number:
+class Scalar:
     """A number of each element, of each row, or of the whole kernel."""
 
     name: str  # its variable in C, or a literal
     ctype: str
     extent: Extent
     code: str = ""  # its expression, with operands in braces
-    operands: tuple[Number, ...] = ()
+    operands: tuple[Scalar, ...] = ()
     reduces: str | None = None  # how it is reduced from the operand along a row, as in `operators.REDUCTIONS`
     source: tuple[ir.Value, Axes] | None = None  # the value that it is read from, and that value's dimensions
 
@@ -58,7 +58,7 @@ class TaskTotal:
     """A reduction over all tasks."""
 
     how: str  # the reduction, as `operators.REDUCTIONS` names it
-    operand: Number
+    operand: Scalar
     output: ir.Value
     axes: tuple[int, ...]  # the dimensions that the output varies over
     after: str  # what becomes of the reduced number, with it in braces
@@ -69,7 +69,7 @@ class Store:
     """A number that becomes an output."""
 
     output: ir.Value
-    number: Number
+    number: Scalar
     axes: Axes
 
 
@@ -78,8 +78,8 @@ class Numbers:
     """Hold the numbers of a cluster, in an order in which they can be computed."""
 
     cluster: Cluster
-    all: list[Number] = field(default_factory=list)
-    read: dict[tuple[ir.Value, Axes], Number] = field(default_factory=dict)
+    all: list[Scalar] = field(default_factory=list)
+    read: dict[tuple[ir.Value, Axes], Scalar] = field(default_factory=dict)
     totals: list[TaskTotal] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -87,8 +87,8 @@ class Numbers:
         split = self.cluster.rows()
         assert split is not None
         self.rows, self.columns = self.dimensions[:split], self.dimensions[split:]
-        self._same: dict[tuple[str, str, tuple[Number, ...]], Number] = {}
-        self._of: dict[ir.Value, Number] = {}
+        self._same: dict[tuple[str, str, tuple[Scalar, ...]], Scalar] = {}
+        self._of: dict[ir.Value, Scalar] = {}
         for node, form in self.cluster.nodes.items():
             self._compute(node, form)
         self.stores = [
@@ -129,11 +129,11 @@ class Numbers:
 
     # --- New numbers ---
 
-    def _new(self, ctype: str, extent: Extent, **facts: Any) -> Number:
-        self.all.append(Number(f"v{len(self.all)}", ctype, extent, **facts))
+    def _new(self, ctype: str, extent: Extent, **facts: Any) -> Scalar:
+        self.all.append(Scalar(f"v{len(self.all)}", ctype, extent, **facts))
         return self.all[-1]
 
-    def _map(self, code: str, ctype: str, *operands: Number) -> Number:
+    def _map(self, code: str, ctype: str, *operands: Scalar) -> Scalar:
         """Return the number of an expression, the same one for the same expression."""
         if code == "{0}" and operands[0].ctype == ctype:
             return operands[0]
@@ -143,14 +143,14 @@ class Numbers:
             self._same[key] = self._new(ctype, extent, code=code, operands=operands)
         return self._same[key]
 
-    def _reduced(self, how: str, operand: Number) -> Number:
+    def _reduced(self, how: str, operand: Scalar) -> Scalar:
         """Return the number that a row's elements reduce to."""
         return self._new(operand.ctype, ROW, operands=(operand,), reduces=how)
 
-    def _literal(self, code: str, ctype: str) -> Number:
-        return self._same.setdefault((code, ctype, ()), Number(code, ctype, ALL))
+    def _literal(self, code: str, ctype: str) -> Scalar:
+        return self._same.setdefault((code, ctype, ()), Scalar(code, ctype, ALL))
 
-    def _operand(self, node: ir.Node, index: int, x: ir.Value) -> Number:
+    def _operand(self, node: ir.Node, index: int, x: ir.Value) -> Scalar:
         if x in self._of:
             return self._of[x]
         ctype, constant = ctype_of(x), number_of(x)
@@ -187,7 +187,7 @@ class Numbers:
         if y.dtype == ir.DataType.FLOAT16 and y in self._of and node.op_type not in CHOOSING:
             self._of[y] = self._map(_ROUNDED, ctype_of(y), self._of[y])
 
-    def _expression(self, node: ir.Node, form: NodeForm, xs: Sequence[Number]) -> str:
+    def _expression(self, node: ir.Node, form: NodeForm, xs: Sequence[Scalar]) -> str:
         y = node.outputs[0]
         assert y.dtype is not None
         if node.op_type == "Cast":
@@ -198,7 +198,7 @@ class Numbers:
         assert code is not None
         return code
 
-    def _clipped(self, operands: dict[int, Number]) -> Number:
+    def _clipped(self, operands: dict[int, Scalar]) -> Scalar:
         """Bound a number; a missing bound is the type's largest finite number, as in the runtime."""
         ctype = operands[0].ctype
         largest = "FLT_MAX" if ctype == "float" else "DBL_MAX"
@@ -207,7 +207,7 @@ class Numbers:
         bounded = self._map("{0} < {1} ? {1} : {0}", ctype, operands[0], low)
         return self._map("{0} > {1} ? {1} : {0}", ctype, bounded, high)
 
-    def _reduce(self, node: ir.Node, form: NodeForm, x: Number) -> None:
+    def _reduce(self, node: ir.Node, form: NodeForm, x: Scalar) -> None:
         y, axes = node.outputs[0], self.cluster.read[node, 0]
         reduced = varying([axes[p] for p in form.reduced])
         before, how, after = (in_type(part, x.ctype) for part in REDUCING[node.op_type])
@@ -221,7 +221,7 @@ class Numbers:
 
     # --- Operators that are computed row by row, in float32 ---
 
-    def _softmax(self, node: ir.Node, xs: Sequence[Number]) -> list[Number]:
+    def _softmax(self, node: ir.Node, xs: Sequence[Scalar]) -> list[Scalar]:
         shifted = self._map("{0} - {1}", "float", xs[0], self._reduced("largest number", xs[0]))
         power = self._map("exp_negative_float({0})", "float", shifted)
         total = self._reduced("sum", power)
@@ -229,7 +229,7 @@ class Numbers:
             return [self._map("{0} - {1}", "float", shifted, self._map("log_float({0})", "float", total))]
         return [self._map("{0} * {1}", "float", power, self._map("1 / {0}", "float", total))]
 
-    def _normalization(self, node: ir.Node, form: NodeForm, xs: Sequence[Number]) -> list[Number]:
+    def _normalization(self, node: ir.Node, form: NodeForm, xs: Sequence[Scalar]) -> list[Scalar]:
         """Return the normalized number, and of LayerNormalization the mean and the inverse deviation."""
         mean_of = f"{{0}} / (float)({self.product(self.columns)})"
         epsilon = literal(float(form.attributes["epsilon"]), "float")
@@ -250,18 +250,18 @@ class Numbers:
 class Stages:
     """Say in which loop over the columns each number is computed; later loops compute again what is not kept."""
 
-    of: dict[Number, int] = field(default_factory=dict)  # a row's number: before that loop
-    kept: list[Number] = field(default_factory=list)  # of elements, which a loop leaves for later ones
+    of: dict[Scalar, int] = field(default_factory=dict)  # a row's number: before that loop
+    kept: list[Scalar] = field(default_factory=list)  # of elements, which a loop leaves for later ones
 
     @property
     def count(self) -> int:
         return max(self.of.values(), default=0) + 1
 
-    def computed(self, stage: int, extent: Extent) -> list[Number]:
+    def computed(self, stage: int, extent: Extent) -> list[Scalar]:
         """Return the numbers of an extent whose expressions belong to a loop, or come before it."""
         return [x for x, at in self.of.items() if at == stage and x.extent is extent and x.code]
 
-    def reduced(self, stage: int) -> list[tuple[str, Number]]:
+    def reduced(self, stage: int) -> list[tuple[str, Scalar]]:
         """Return the reductions of a loop, and the numbers that they give."""
         return [(x.reduces, x) for x, at in self.of.items() if at == stage + 1 and x.reduces]
 
@@ -272,7 +272,7 @@ def scheduled(numbers: Numbers) -> Stages:
     for x in numbers.all:
         known = max((stages.of.get(operand, 0) for operand in x.operands), default=0)
         stages.of[x] = known + 1 if x.reduces else known
-    readers: dict[Number, list[Number]] = {}
+    readers: dict[Scalar, list[Scalar]] = {}
     for x in numbers.all:
         for operand in x.operands:
             readers.setdefault(operand, []).append(x)
@@ -291,10 +291,10 @@ def scheduled(numbers: Numbers) -> Stages:
     return stages
 
 
-def _uses(stages: Stages, readers: Iterable[Number]) -> list[int]:
+def _uses(stages: Stages, readers: Iterable[Scalar]) -> list[int]:
     """Return the loops that read a number."""
     return [stages.of[x] - 1 if x.reduces else stages.of[x] for x in readers]
 
 
-def _elements(numbers: Iterable[Number]) -> list[Number]:
+def _elements(numbers: Iterable[Scalar]) -> list[Scalar]:
     return [x for x in numbers if x.extent is ELEMENT]

@@ -108,7 +108,7 @@ class Page(Callback):
                 _graph(step),
                 html.details("Weights, operators and memory", report.summary()),
             ),
-            html.section("Machine", html.table(("", ""), _machine(run.executor), words=True), half=True),
+            html.section("Machine", html.html_table(("", ""), _machine(run.executor), words=True), half=True),
             html.section("Recipe", html.details("config.yaml", self._recipe), half=True),
         )
 
@@ -248,7 +248,7 @@ def _epochs(run: Run) -> str:
     rows = [
         [measure_text(name, record[name]) if name in record else "" for name in names] for record in shown
     ]
-    table = html.table([label_of(name) for name in names], rows, marks={shown.index(best): "best"})
+    table = html.html_table([label_of(name) for name in names], rows, marks={shown.index(best): "best"})
     if len(rows) <= MOST_EPOCHS:
         return table
     which = f"{len(rows):,} of {len(run.records):,} epochs" if every > 1 else f"{len(rows):,} epochs"
@@ -289,7 +289,7 @@ def _graph(step: ir.Model) -> str:
         (name, sum(count.values()), ", ".join(f"{operator} {n}" for operator, n in count.most_common(8)))
         for name, count in nodes.items()
     ]
-    return html.table(("nodes of", "number", "operators"), purposes, words=True) + html.table(
+    return html.html_table(("nodes of", "number", "operators"), purposes, words=True) + html.html_table(
         ("inputs and outputs", "number", "names"), rows, words=True
     )
 

@@ -186,7 +186,7 @@ def _examples(worst: Sequence[_Example], run: Run) -> str:
         (_row(x, run).removeprefix("row "), x.expected, x.predicted, x.measure[1], *numbers.values())
         for x, numbers in zip(worst, columns, strict=True)
     ]
-    return html.table(header, rows)
+    return html.html_table(header, rows)
 
 
 def _said(example: _Example) -> tuple[str, str]:
