@@ -33,7 +33,7 @@ from graphopt.cli.composition.recipe import Recipe
 from graphopt.cli.help import help_page
 from graphopt.cli.messages import complain, line_of, say, tell_record, warn
 from graphopt.cli.processes import check_processes, installed_first
-from graphopt.cli.run_folder import CONFIG, check_no_run, leave
+from graphopt.cli.run_folder import check_no_run, leave
 from graphopt.cli.train import parameter_count, train
 from graphopt.cli.trained import Trained, write_metrics, write_predictions
 from graphopt.cli.words import check_words, field_of
@@ -255,7 +255,6 @@ def _export(write_files: Callable[[Recipe, Path, Console], str], recipe: Recipe,
     check_no_run(folder)
     written = write_files(recipe, folder, console)
     recipe.write_record(folder)
-    write(folder / CONFIG, recipe.text())
     say(console, "written", f"{folder}: {written}")
 
 

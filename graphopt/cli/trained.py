@@ -103,7 +103,6 @@ class Trained:
         """Write the recipe to a folder that has none."""
         if not (self.folder / CONFIG).exists():
             self.recipe.write_record(self.folder)
-            write(self.folder / CONFIG, self.recipe.text())
 
     def second_labels(
         self, outputs: Mapping[str, np.ndarray], labels: Sequence[str]

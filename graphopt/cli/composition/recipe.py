@@ -31,6 +31,7 @@ from graphopt.cli.composition.validation import (
     metrics_of,
     resolve,
 )
+from graphopt.cli.run_folder import CONFIG
 from graphopt.communicator import Communicator
 from graphopt.compiler import StepHalves, split_step
 from graphopt.data import Columns, Dataset
@@ -40,6 +41,7 @@ from graphopt.distributed.data_parallel import DataParallel
 from graphopt.distributed.launchers import Launcher
 from graphopt.distributed.local_sgd import LocalSGD
 from graphopt.errors import GraphoptError, nearest, some
+from graphopt.files import write
 from graphopt.graph.limits import Limits
 from graphopt.graph.loading import load
 from graphopt.graph.metadata import LABELS, TargetSpec, labels_in
@@ -362,6 +364,7 @@ class Recipe:
     def write_record(self, folder: Path) -> None:
         """Write the recipe to the folder of a run, for commands that name the run."""
         write_record(folder, self.composed, self.command_line.record, self.command_line.strangers)
+        write(folder / CONFIG, self.text())
 
     def _resolve(self, config: DictConfig, steps: int) -> bool:
         """Resolve the recipe to a plain, checked mapping; return whether it refers to the steps of the run."""
