@@ -284,3 +284,11 @@ def test_workers_continue_a_run() -> None:
     run("launcher=local", "launcher.workers=2")
     assert cli.main(["resume=run", "fit.epochs=3", "launcher=local", "launcher.workers=2"]) == 0
     assert len(epochs()) == 3
+
+
+def test_a_sweep_is_no_run_but_holds_some(capsys: pytest.CaptureFixture[str]) -> None:
+    for run in ("0", "1"):
+        Path(f"sweep/{run}").mkdir(parents=True)
+        Path(f"sweep/{run}/trained.onnx").touch()
+    assert cli.main(["evaluate", "folder=sweep"]) == 1
+    assert "found sweep, which holds runs: name one of them, such as folder=sweep/0" in capsys.readouterr().err

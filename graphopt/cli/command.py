@@ -29,7 +29,7 @@ from graphopt.cli.composition.hydra_config import (
     composing,
     known_fields,
 )
-from graphopt.cli.composition.recipe import Recipe
+from graphopt.cli.composition.recipe import Recipe, nearest_file
 from graphopt.cli.help import help_page
 from graphopt.cli.messages import complain, line_of, say, tell_record, warn
 from graphopt.cli.processes import check_processes, installed_first
@@ -216,27 +216,25 @@ def _explained(recipe: Recipe) -> Iterator[None]:
     try:
         yield
     except GraphoptError as error:
-        record, path = recipe.command_line.record, recipe.fields["data"].get("path")
-        is_missing = record is not None and record.started_in not in ("", os.getcwd())
-        if record is not None and is_missing and "no such file" in str(error):
-            raise GraphoptError(
-                f"{error}: the run was started in {record.started_in}: start this there, too, or name the file"
-            ) from error
-        if recipe.fields[
-            "run"
-        ] == "predict" and f"unknown column {recipe.fields['data'].get('target')!r}" in str(error):
-            raise GraphoptError(f"{error}: to predict without a target, set data.target=null") from error
-        is_of_file = str(error).startswith(("data:", "data '")) and isinstance(path, str)
-        if is_of_file and not isinstance(recipe.fields["fit"].get("validation"), str):
-            raise GraphoptError(f"{path}: {error}") from error
-        if str(error) == f"{path}: no such file":
-            place = Path(str(path))
-            near = nearest(
-                place.stem, {x.stem: x.stem for x in sorted(place.parent.glob(f"*{place.suffix}"))}
-            )
-            if near:
-                raise GraphoptError(f"{error}, nearest: {str(place.with_stem(near))!r}") from error
-        raise
+        text = _told(recipe, str(error))
+        if text == str(error):
+            raise
+        raise GraphoptError(text) from error
+
+
+def _told(recipe: Recipe, text: str) -> str:
+    record, fields = recipe.command_line.record, recipe.fields
+    path, target = fields["data"].get("path"), fields["data"].get("target")
+    if record is not None and record.started_in not in ("", os.getcwd()) and "no such file" in text:
+        return f"{text}: the run was started in {record.started_in}: start this there, too, or name the file"
+    if fields["run"] == "predict" and f"unknown column {target!r}" in text:
+        return f"{text.partition(': name the column')[0]}: to predict without a target, set data.target=null"
+    if not isinstance(path, str):
+        return text
+    if text.startswith(("data:", "data '")) and not isinstance(fields["fit"].get("validation"), str):
+        return f"{path}: {text}"
+    near = nearest_file(path, Path(path).suffix) if text == f"{path}: no such file" else None
+    return f"{text}, nearest: {near!r}" if near else text
 
 
 def _with_trained(write_file: Callable[[Trained, Console], Path], recipe: Recipe, folder: Path) -> None:

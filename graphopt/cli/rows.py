@@ -9,7 +9,7 @@ import numpy as np
 from graphopt.cli.composition.recipe import Recipe
 from graphopt.cli.composition.record import Record
 from graphopt.data.dataset import Array, Dataset, LazyArray
-from graphopt.data.loader import Rows, hold_out
+from graphopt.data.loader import Rows
 from graphopt.errors import GraphoptError
 from graphopt.moments import row_index
 
@@ -57,11 +57,10 @@ def _has_data_of(record: Record, recipe: Recipe) -> bool:
 
 def _parts(recipe: Recipe) -> tuple[Dataset, Dataset | None, str]:
     """Return the rows that trained, those held out, if there are any, and the file that has these, if one does."""
-    data, fields = recipe.data, recipe.fields["fit"]
-    if isinstance(recipe.fit["validation"], Dataset):
-        return data, recipe.fit["validation"], f"{fields['validation']}, "
-    share = recipe.fit["validation"] or 0.0
-    trained, held_out = hold_out(len(data), share, shuffle=fields["shuffle"], seed=fields["seed"])
+    data, other = recipe.data, recipe.fit["validation"]
+    if isinstance(other, Dataset):
+        return data, other, f"{recipe.fields['fit']['validation']}, "
+    trained, held_out = recipe.split(len(data))
     return _selected(data, trained), _selected(data, held_out) if len(held_out) else None, ""
 
 

@@ -53,8 +53,9 @@ class Trained:
     @classmethod
     def find(cls, recipe: Recipe, folder: Path) -> Trained:
         """Return what the command names: `resume=PATH`, else the run in `folder=PATH`, else `model=FILE`."""
-        asked, step, model = recipe.fields.get("resume", False), folder / "step.onnx", folder / "trained.onnx"
-        recipe.follow(step if step.is_file() else model if model.is_file() else None)
+        asked, model = recipe.fields.get("resume", False), folder / "trained.onnx"
+        step, record = _step_of(folder), recipe.command_line.record
+        recipe.follow(step or (model if model.is_file() else None))
         if asked:
             place, checkpoint = resumed(asked, folder, recipe.text(), search=not recipe.names_folder)
             if isinstance(checkpoint, bool):
@@ -64,29 +65,22 @@ class Trained:
             if place != folder:
                 with contextlib.suppress(OSError):  # Hydra has made it
                     folder.rmdir()
-            step = checkpoint.parents[1] / step.name
-            recipe.follow(step if step.is_file() else None)
-            record = recipe.command_line.record or Record.read(place)
-            return cls(recipe, place, checkpoint, step if step.is_file() else None, record=record)
+            recipe.follow(step := _step_of(checkpoint.parents[1]))
+            return cls(recipe, place, checkpoint, step, record=record or Record.read(place))
         if recipe.names_folder and model.is_file():
-            record = recipe.command_line.record
-            return cls(recipe, folder, None, step if step.is_file() else None, model, record)
+            return cls(recipe, folder, None, step, model, record)
         if recipe.fields["model"] in recipe.fields["models"]:
-            verb, model, train = recipe.fields["run"], recipe.fields["model"], "train first, with graphopt"
-            if recipe.names_folder and any((folder / CHECKPOINTS).glob("step-*")):
-                raise GraphoptError(
-                    f"{verb}: expected the folder of a run with trained.onnx, found {folder} with checkpoints "
-                    f"alone: take the newest, resume={folder}"
-                )
-            if recipe.names_folder:
-                raise GraphoptError(
-                    f"{verb}: expected the folder of a run with trained.onnx, found {folder} without: {train} "
-                    f"folder={folder}"
-                )
-            raise GraphoptError(
-                f"{verb}: expected a trained model, found the built-in model {model}: {train}, or name "
-                "FILE.onnx, folder=RUN or resume=RUN"
-            )
+            expected, found = "the folder of a run with trained.onnx", str(folder)
+            if not recipe.names_folder:
+                expected, found = "a trained model", f"the built-in model {recipe.fields['model']}"
+                remedy = ": train first, with graphopt, or name FILE.onnx, folder=RUN or resume=RUN"
+            elif any((folder / CHECKPOINTS).glob("step-*")):
+                remedy = f" with checkpoints alone: take the newest, resume={folder}"
+            elif runs := sorted(folder.glob(f"*/{model.name}")):
+                remedy = f", which holds runs: name one of them, such as folder={runs[0].parent}"
+            else:
+                remedy = f" without: train first, with graphopt folder={folder}"
+            raise GraphoptError(f"{recipe.fields['run']}: expected {expected}, found {found}{remedy}")
         return cls(recipe, folder)
 
     @functools.cached_property
@@ -133,6 +127,11 @@ class Trained:
         elif self.model is not None and self.step is not None:
             executor.update_state(_weights(self.step, executor, self.recipe.model(self.model)))
         return executor
+
+
+def _step_of(run: Path) -> Path | None:
+    """Return the training graph of a run, if it has one."""
+    return step if (step := run / "step.onnx").is_file() else None
 
 
 def _weights(step: Path, executor: Executor, trained: ir.Model) -> dict[str, np.ndarray]:

@@ -8,14 +8,13 @@ from pathlib import Path
 
 from hydra.core.override_parser.types import Quote, QuotedString
 
-from graphopt.cli.composition.hydra_config import BASE, RECIPES, known_fields
-from graphopt.cli.composition.recipe import OTHER_MODELS
+from graphopt.cli.composition.hydra_config import BASE, BRACKETS, RECIPES, known_fields
+from graphopt.cli.composition.recipe import check_format, nearest_file
 from graphopt.cli.run_folder import CONFIG
 from graphopt.errors import GraphoptError, nearest
 
 READERS = {"feather": "arrow", "ipc": "arrow", "pq": "parquet", "tsv": "csv", "txt": "csv"}
 BUILT_IN = ("linear", "mlp", "cnn", "transformer")  # models
-BRACKETS = (("[", "]"), ("{", "}"), ("(", ")"))
 
 
 def field_of(word: str, verbs: Iterable[str]) -> str:
@@ -26,10 +25,9 @@ def field_of(word: str, verbs: Iterable[str]) -> str:
         return f"run={word}"
     if word.endswith(".onnx"):
         return f"model={QuotedString(word, Quote.single).with_quotes()}"
-    ending = Path(word).suffix.lower()
-    if ending in OTHER_MODELS:
-        raise GraphoptError(f"{word}: expected an ONNX model, found {OTHER_MODELS[ending]}")
-    instead = nearest(word, verbs) or stands_for(word) or almost(word) or f"model={word}"
+    check_format(word)
+    near = nearest_file(word, ".onnx") if Path(word).suffix else None
+    instead = nearest(word, verbs) or _stands_for(word) or near or f"model={word}"
     raise GraphoptError(
         f"{word}: expected {', '.join(verbs)}, FILE.onnx or FIELD=VALUE, such as {instead}: see graphopt --help"
     )
@@ -66,7 +64,7 @@ def reader_of(path: str) -> str:
     return "images" if os.path.isdir(path) else ""
 
 
-def stands_for(word: str) -> str | None:
+def _stands_for(word: str) -> str | None:
     """Return the field that a word could mean, as `FIELD=VALUE`, or None."""
     if (Path(word) / CONFIG).is_file():
         return f"folder={word}"
@@ -75,16 +73,8 @@ def stands_for(word: str) -> str | None:
     field, colon, value = word.partition(":")
     if field in known_fields():
         return f"{field}={value if colon else 'VALUE'}"
-    groups = (
-        path for path in sorted(RECIPES.glob("*/*.yaml")) if path.stem == word and word not in (BASE, "none")
-    )
-    return next(
-        (f"{path.parent.name}={word}" for path in groups), f"model={word}" if word in BUILT_IN else None
-    )
-
-
-def almost(word: str) -> str | None:
-    """Return the ONNX file whose name is almost the word, or None."""
-    place = Path(word)
-    near = nearest(place.stem, [file.stem for file in place.parent.glob("*.onnx")]) if place.suffix else None
-    return near and str(place.with_name(f"{near}.onnx"))
+    if word in (BASE, "none"):
+        return None
+    groups = [path.parent.name for path in sorted(RECIPES.glob("*/*.yaml")) if path.stem == word]
+    groups += ["model"] if word in BUILT_IN else []
+    return f"{groups[0]}={word}" if groups else None

@@ -39,6 +39,7 @@ RECIPES = Path(__file__).parents[3] / "recipes"
 PRIMARY = "graphopt"
 BASE = "base"  # the base recipe of a group, which is not an option
 UNTRUSTED = "command-line"  # the provider of folders of recipes that the command line adds
+BRACKETS = (("[", "]"), ("{", "}"), ("(", ")"))
 MOST_READ = 20_000  # values of recipes, each counted as often as it is read
 _HOST = re.compile(r"[+~]*(sweep|launcher)\b")  # what starts processes: a recipe cannot set it
 _RUNS = 10_000  # the largest sweep that a recipe may ask for
@@ -290,7 +291,7 @@ class RecipeLoader(ConfigLoaderImpl):
                 if not group:
                     raise GraphoptError(f"{line}: expected FIELD=VALUE, found no field")
                 is_gone = override.is_delete() and f"~pipeline.{group}" not in overrides
-                if is_gone and group in _plain_fields():
+                if is_gone and group in _base_recipe().keys() - {"defaults", "hydra"}:
                     raise GraphoptError(
                         f"{line}: expected a recipe with {group}, found its removal: leave {line} out"
                     )
@@ -312,8 +313,7 @@ class RecipeLoader(ConfigLoaderImpl):
 
     def _check_new_fields(self, config: DictConfig, overrides: list[str]) -> None:
         """Raise an error if the command line adds a field to the recipe that nothing in it refers to."""
-        own: Any = OmegaConf.load(RECIPES / f"{PRIMARY}.yaml")
-        known = {*own, *config.hydra.runtime.choices} - {"defaults"}
+        known = {*_base_recipe(), *config.hydra.runtime.choices} - {"defaults"}
         for override in _parsed(*overrides):
             name = override.key_or_group.partition(".")[0]
             is_new = (override.is_add() or override.is_force_add()) and name not in known
@@ -434,7 +434,7 @@ def _parsed(*overrides: str) -> list[Override]:
     except OverrideParseException as error:
         line = str(error.override)
         key = line.partition("=")[0].lstrip("+~")
-        if any(line.count(one) != line.count(other) for one, other in ("[]", "{}", "()")):
+        if any(line.count(one) != line.count(other) for one, other in BRACKETS):
             mend = f'close its brackets, and quote it if it has spaces, as in "{key}=[a, b]"'
         else:
             mend = f"write one = and no comma at the end, and quote a text, as in \"{key}='a text'\""
@@ -442,9 +442,16 @@ def _parsed(*overrides: str) -> list[Override]:
 
 
 @functools.cache
+def _base_recipe() -> dict[str, Any]:
+    """Return graphopt's own recipe, as its file has it."""
+    recipe: Any = OmegaConf.to_container(OmegaConf.load(RECIPES / f"{PRIMARY}.yaml"), resolve=False)
+    return dict(recipe)
+
+
+@functools.cache
 def known_fields() -> tuple[str, ...]:
     """Return the paths of all fields in graphopt's own recipes, those that are named most last."""
-    fields = [name for name, _ in flattened(OmegaConf.load(RECIPES / f"{PRIMARY}.yaml"))]
+    fields = [name for name, _ in flattened(_base_recipe())]
     own = [name for name in fields if not name.startswith(("defaults", "hydra", "models", "pipeline"))]
     groups = sorted(
         path for path in RECIPES.glob("*/*.yaml") if path.parent.name not in ("experiment", "sweep")
@@ -454,12 +461,6 @@ def known_fields() -> tuple[str, ...]:
     ]
     groups_alone = [path.parent.name for path in groups]
     return tuple(dict.fromkeys(x.partition("[")[0] for x in reversed([*own, *groups_alone, *parts])))
-
-
-def _plain_fields() -> set[str]:
-    """Return the fields of a recipe that are neither groups nor steps, and that every recipe has."""
-    own: Any = OmegaConf.load(RECIPES / f"{PRIMARY}.yaml")
-    return {str(name) for name in own if name not in ("defaults", "hydra")}
 
 
 def options_with(group: str, field: str) -> list[str]:

@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import onnx
 import onnx_ir as ir
 from omegaconf import DictConfig, OmegaConf
@@ -36,7 +35,7 @@ from graphopt.communicator import Communicator
 from graphopt.compiler import StepHalves, split_step
 from graphopt.data import Columns, Dataset
 from graphopt.data.foreign import as_dataset
-from graphopt.data.loader import held_out_rows, hold_out
+from graphopt.data.loader import Rows, hold_out
 from graphopt.distributed.data_parallel import DataParallel
 from graphopt.distributed.launchers import Launcher
 from graphopt.distributed.local_sgd import LocalSGD
@@ -55,7 +54,7 @@ from graphopt.training.evaluation import reported
 from graphopt.training.fit import adapt
 from graphopt.training.metrics import Wanted
 
-OTHER_MODELS = {
+_OTHER_MODELS = {
     **dict.fromkeys((".pt", ".pth", ".ckpt", ".bin"), "PyTorch's: export it with torch.onnx.export"),
     **dict.fromkeys(
         (".h5", ".keras", ".pb"), "TensorFlow's: export it with tf2onnx, or model.export(format='onnx')"
@@ -66,10 +65,21 @@ OTHER_MODELS = {
     ".ort": "ONNX Runtime's own format: name the .onnx file that it was made of",
 }
 OWN_EXECUTOR = "graphopt.Executor"
-
-
 # A training graph, and what returns the executor of one of the workers that run it.
 _Program = tuple[ir.Model, Callable[[Communicator], Executor]]
+
+
+def check_format(file: str) -> None:
+    """Raise an error if a file, by its name, has the model of another framework."""
+    if (ending := Path(file).suffix.lower()) in _OTHER_MODELS:
+        raise GraphoptError(f"{file}: expected an ONNX model, found {_OTHER_MODELS[ending]}")
+
+
+def nearest_file(missing: str, ending: str) -> str | None:
+    """Return the path of the file with an ending whose name is nearest to that of a missing one, or None."""
+    place = Path(missing)
+    near = nearest(place.stem, sorted(file.stem for file in place.parent.glob(f"*{ending}")))
+    return near and str(place.with_name(f"{near}{ending}"))
 
 
 class Recipe:
@@ -105,7 +115,7 @@ class Recipe:
         """Return the data, with the features of columns that have learnt from the rows that train."""
         data = self._read
         if isinstance(data, Dataset) and data.columns is not None and not data.columns.has_learnt:
-            data = data.learn(self._training_rows(len(data)))
+            data = data.learn(self.split(len(data))[0])
         return as_dataset(data)
 
     @functools.cached_property
@@ -148,12 +158,12 @@ class Recipe:
         model = load(name, limits=self.limits)
         return Columns.of(model), labels_in(model)
 
-    def _training_rows(self, rows: int) -> range | np.ndarray:
-        """Return the rows that `fit` trains on."""
+    def split(self, rows: int) -> tuple[Rows, Rows]:
+        """Return the rows of the data that `fit` trains on, and those that it holds out."""
         fields = self.fields["fit"]
         share = fields.get("validation")
         share = share if isinstance(share, int | float) else 0.0
-        return hold_out(rows, share, shuffle=fields.get("shuffle", True), seed=fields.get("seed", 0))[0]
+        return hold_out(rows, share, shuffle=fields.get("shuffle", True), seed=fields.get("seed", 0))
 
     @functools.cached_property
     def pipeline(self) -> Pipeline:
@@ -246,29 +256,23 @@ class Recipe:
     @property
     def steps(self) -> int:
         """Return the number of steps of the whole training run, which depends on the data."""
-        rows = len(self._read)
-        fields = self.fields["fit"]
-        if isinstance(fields.get("validation"), float):
-            rows -= held_out_rows(rows, fields["validation"])
-        return int(fields["epochs"] * math.ceil(rows / fields["batch_size"]))
+        fields, (trained, _) = self.fields["fit"], self.split(len(self._read))
+        return int(fields["epochs"] * math.ceil(len(trained) / fields["batch_size"]))
 
     def model(self, file: Path | None = None) -> ir.Model:
         """Return the model of a file, by default the recipe's, or a built-in one with the data's shape."""
         name, models = str(file or self.fields["model"]), self.fields["models"]
         if name not in models:
             if not Path(name).exists():
-                files = [path.name for path in Path(name).parent.glob("*.onnx")]
-                stems, stem = [file.removesuffix(".onnx") for file in files], Path(name).stem
-                near = nearest(stem, stems if name.endswith(".onnx") else [*models, *stems]) or nearest(
-                    stem, models
-                )
-                meant = str(Path(name).with_name(f"{near}.onnx")) if near in stems else near
+                meant = [nearest(Path(name).stem, models), nearest_file(name, ".onnx")]
+                if name.endswith(".onnx"):
+                    meant.reverse()
+                near = meant[0] or meant[1]
                 raise GraphoptError(
-                    f"model {name!r}: no such file{f', nearest: {meant!r}' if meant else ''}; built-in: "
+                    f"model {name!r}: no such file{f', nearest: {near!r}' if near else ''}; built-in: "
                     f"{', '.join(models)}"
                 )
-            if (ending := Path(name).suffix.lower()) in OTHER_MODELS:
-                raise GraphoptError(f"{name}: expected an ONNX model, found {OTHER_MODELS[ending]}")
+            check_format(name)
             model = load(name, limits=self.limits)
             if file is None and with_role(model, *STATE):
                 raise GraphoptError(
