@@ -17,21 +17,21 @@ from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
 
 from graphopt.cli.composition.record import HYDRA, OPTIONS, OVERRIDES, mapping, read_config, select
-from graphopt.cli.messages import counted, print_table, say
+from graphopt.cli.messages import print_table, say
 from graphopt.cli.run_folder import CONFIG, METRICS_FILE, RESULT
 from graphopt.errors import GraphoptError
 from graphopt.files import write
 from graphopt.inspection import html
 from graphopt.inspection.charts import COLORS, line_chart
-from graphopt.inspection.words import is_share, label_of, measure_text
+from graphopt.inspection.words import counted, is_share, label_of, measure_text
 from graphopt.training.callbacks import Record
 from graphopt.training.callbacks.terminal import open_console
+from graphopt.training.checkpoints import larger_is_better
 from graphopt.training.metrics import METRICS
 
 PAGE, REPORT = "compare.html", "report.html"
 LEFT_OUT = ("epoch", "step", "learning_rate", "seconds", "samples_per_second")
 PLACES = ("folder", "resume")
-FALLING = ("mae", "mse", "rmse", "perplexity")  # metrics that are better if they are less
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class _Run:
             or not math.isfinite(value)
         ):
             return math.inf
-        return float(value) if "loss" in measure or measure in FALLING else -float(value)
+        return -float(value) if larger_is_better(measure) else float(value)
 
 
 @dataclass(frozen=True)
@@ -175,17 +175,18 @@ class _Comparison:
     def _charts(self) -> Iterator[str]:
         """Yield the curve of each measure; of many runs, the best ones are drawn."""
         with_epochs = [run for run in self.runs if run.records]
+        if not with_epochs:
+            return
         drawn = with_epochs[:COLORS]
         which = f", best {COLORS} of {len(with_epochs)} runs" if len(with_epochs) > COLORS else ""
-        epochs = range(1, max((len(run.records) for run in drawn), default=0) + 1)
-        for measure in (name for name in self.measures if drawn and name != "epoch"):
+        epochs = range(1, max(len(run.records) for run in drawn) + 1)
+        for measure in (name for name in self.measures if name != "epoch"):
             factor, unit = (100, " %") if is_share(measure) else (1, "")
             lines = {}
             for run in drawn:
                 values = ", ".join(filter(None, map(run.option, self.options)))
-                numbers = [record.get(measure) for record in run.records] + [None] * (
-                    len(epochs) - len(run.records)
-                )
+                records: list[Record] = [*run.records, *({} for _ in epochs)]
+                numbers = [record.get(measure) for record in records[: len(epochs)]]
                 lines[f"{run.name}: {values}" if values else run.name] = [
                     factor * x if isinstance(x, int | float) else None for x in numbers
                 ]

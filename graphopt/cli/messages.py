@@ -109,11 +109,6 @@ def print_matrix(console: Console, title: str, names: Sequence[str], counts: Seq
         print_table(console, ["target", "predicted", "rows"], confused, texts=2)
 
 
-def counted(number: int, what: str) -> str:
-    """Return a number with its noun, in the plural unless the number is 1."""
-    return f"{number:,} {what}{'' if number == 1 else 's'}"
-
-
 @contextlib.contextmanager
 def compilations(console: Console) -> Iterator[None]:
     """Print a line whenever the compiler starts, which may take long."""

@@ -42,11 +42,8 @@ def rows_of(recipe: Recipe, record: Record | None) -> tuple[Dataset, str]:
         return held_out, f"{elsewhere or source}{len(held_out):,} rows held out by the run"
     if wanted == "trained":
         return trained, f"{source}{len(trained):,} rows that the run trained on"
-    return data, f"{source}{len(data):,} rows, of which the run trained on {_count(len(trained), len(data))}"
-
-
-def _count(part: int, whole: int) -> str:
-    return "all" if part == whole else f"{part:,}"
+    count = "all" if len(trained) == len(data) else f"{len(trained):,}"
+    return data, f"{source}{len(data):,} rows, of which the run trained on {count}"
 
 
 def _has_data_of(record: Record, recipe: Recipe) -> bool:

@@ -18,13 +18,14 @@ from hydra.types import RunMode
 from rich.console import Console
 
 from graphopt.cli.composition.recipe import Recipe
-from graphopt.cli.messages import NOT_FINITE, compilations, complain, counted, say, tell_record
+from graphopt.cli.messages import NOT_FINITE, compilations, complain, say, tell_record
 from graphopt.cli.run_folder import CHECKPOINTS, METRICS_FILE, locked, result, resumed, write_result
 from graphopt.communicator import Communicator
 from graphopt.errors import GraphoptError
 from graphopt.graph.listing import size
 from graphopt.graph.roles import Role, with_role
 from graphopt.graph.storage import save
+from graphopt.inspection.words import counted
 from graphopt.runtime.executor import NonFiniteLoss
 from graphopt.training.callbacks import JSONL, Callback, Record, Run
 from graphopt.training.callbacks.page import Page

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
 from collections.abc import Mapping, Sequence
@@ -26,7 +25,7 @@ from graphopt.files import write
 from graphopt.graph.loading import load
 from graphopt.graph.metadata import TargetSpec, labels_in, original_name
 from graphopt.graph.postprocessing import standing_for
-from graphopt.graph.roles import STATE, Role, role_of
+from graphopt.graph.roles import STATE, Role, role_of, with_role
 from graphopt.graph.values import name_of
 from graphopt.runtime.executor import Executor
 from graphopt.training.callbacks.logs import json_value
@@ -62,9 +61,6 @@ class Trained:
                 raise GraphoptError(
                     f"resume={str(asked).lower()}: expected a run of the same recipe with a checkpoint, found none"
                 )
-            if place != folder:
-                with contextlib.suppress(OSError):  # Hydra has made it
-                    folder.rmdir()
             recipe.follow(step := _step_of(checkpoint.parents[1]))
             return cls(recipe, place, checkpoint, step, record=record or Record.read(place))
         if recipe.names_folder and model.is_file():
@@ -102,8 +98,8 @@ class Trained:
         self, outputs: Mapping[str, np.ndarray], labels: Sequence[str]
     ) -> dict[str, np.ndarray]:
         """Return the label of each row of a binary classification, by the threshold of its loss."""
-        step = None if self.step is None else self.recipe.model(self.step)
-        specs = [TargetSpec.read(x) for x in step.graph.inputs if role_of(x) is Role.TARGET] if step else []
+        targets = [] if self.step is None else with_role(self.recipe.model(self.step), Role.TARGET)
+        specs = map(TargetSpec.read, targets)
         binary = [spec for spec in specs if spec and spec.threshold is not None and spec.output in outputs]
         if len(binary) != 1 or outputs[binary[0].output].size != len(outputs[binary[0].output]):
             return {}

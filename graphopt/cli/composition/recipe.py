@@ -335,11 +335,9 @@ class Recipe:
         trained, columns = executor.trained(), Columns.of(executor.model)
         if columns is None:
             return trained
-        specs = [
-            spec for x in with_role(executor.model, Role.TARGET) if (spec := TargetSpec.read(x)) is not None
-        ]
-        threshold = next((spec.threshold for spec in specs if spec.threshold is not None), 0.0)
-        return columns.before(trained, labels_in(executor.model), threshold)
+        specs = map(TargetSpec.read, with_role(executor.model, Role.TARGET))
+        thresholds = [spec.threshold for spec in specs if spec and spec.threshold is not None]
+        return columns.before(trained, labels_in(executor.model), *thresholds[:1])
 
     def executor(self, step: ir.Model, **changed: Any) -> Executor:
         """Return the executor of a training graph, with fields that differ from those of the recipe."""
@@ -381,9 +379,6 @@ class Recipe:
         OmegaConf.register_new_resolver("training_steps", training_steps, replace=True)
         fields: Any = OmegaConf.to_container(config, resolve=True)
         fields["callbacks"] = expanded(fields.get("callbacks"))
-        fit = fields.get("fit")
-        if isinstance(fit, dict) and isinstance(fit.get("metrics"), str | dict):
-            fit["metrics"] = [fit["metrics"]]  # one metric, without a list
         check_recipe(fields, self.command_line)
         self.fields: dict[str, Any] = fields
         return bool(referred)

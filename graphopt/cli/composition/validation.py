@@ -25,7 +25,7 @@ from graphopt.training import callbacks
 from graphopt.training.callbacks import Log, MLflow, Tracker
 from graphopt.training.checkpoints import Checkpoints
 from graphopt.training.fit import fit
-from graphopt.training.metrics import Wanted, named
+from graphopt.training.metrics import Wanted, listed, named
 from graphopt.training.options import FitOptions
 
 MISSING = "???"
@@ -75,7 +75,6 @@ _ADDED: dict[str, Sequence[str]] = {  # arguments that the command adds
     "fit.checkpoint": ("folder",),
     "hosts": ("step", "folder"),
 }
-_NUMBERS = ("epochs", "batch_size", "seed", "validation_every", "prefetch", "shuffle")
 ROWS = ("all", "held_out", "trained")
 _PREDICTIONS = "predictions"  # the name, without its ending, of the file that run=predict writes
 # These may name libraries to load and files to write.
@@ -127,7 +126,7 @@ def check_recipe(fields: Mapping[str, Any], command_line: CommandLine) -> None:
     for field, most in _MOST.items():
         if isinstance(leaves.get(field), int) and leaves[field] > most:
             raise GraphoptError(f"{field}: expected at most {most:,}, found {leaves[field]}")
-    FitOptions(**{name: value for name, value in training.items() if name in _NUMBERS})
+    FitOptions(**{name: x for name, x in training.items() if name not in ("metrics", "validation")})
     metrics_of(training.get("metrics"), command_line.trust)
     _check_logs(fields["callbacks"], command_line)
     if command_line.strangers:
@@ -298,9 +297,10 @@ def create(node: Any, path: str, trust: Sequence[str] = (), /, **arguments: Any)
 
 def metrics_of(wanted: Any, trust: Sequence[str] = ()) -> list[Wanted] | None:
     """Return the metrics of a recipe, in which a name with a dot is a function of a trusted package."""
-    if wanted is None:
+    metrics = listed(wanted)
+    if metrics is None:
         return None
-    chosen = [_trusted(x, "fit.metrics", trust) if isinstance(x, str) and "." in x else x for x in wanted]
+    chosen = [_trusted(x, "fit.metrics", trust) if isinstance(x, str) and "." in x else x for x in metrics]
     for metric in chosen:
         named(metric)
     return chosen
