@@ -35,13 +35,13 @@ def field_of(word: str, verbs: Iterable[str]) -> str:
 
 def check_words(words: Sequence[str], verbs: Iterable[str]) -> None:
     """Raise an error if a shell has split an argument at its spaces, or two words name models or verbs."""
-    for i, word in enumerate(words):
-        before, after = " ".join(words[max(i - 1, 0) : i]), " ".join(words[i + 1 : i + 2])
-        split = ""
+    for i, (before, word, after) in enumerate(zip(["", *words], words, [*words[1:], ""], strict=False)):
         if word.startswith("=") and before and "=" not in before:
             split = f"{before}{word}{after if word == '=' else ''}"
         elif "=" not in word and before.endswith("=") and word not in verbs and not word.endswith(".onnx"):
             split = f"{before}{word}"
+        else:
+            split = ""
         if split:
             raise GraphoptError(f"{split}: expected FIELD=VALUE, found spaces around =: remove them")
         if after and "=" in word and any(word.count(one) > word.count(other) for one, other in BRACKETS):

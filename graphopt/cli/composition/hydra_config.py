@@ -287,10 +287,10 @@ class RecipeLoader(ConfigLoaderImpl):
         """Raise an error if the value of a group is no option, or a group is deleted to which the recipe refers."""
         for override in _parsed(*overrides):
             group, line = override.key_or_group, override.input_line
-            if not group or not self.repository.group_exists(group):
-                if not group:
-                    raise GraphoptError(f"{line}: expected FIELD=VALUE, found no field")
-                is_gone = override.is_delete() and f"~pipeline.{group}" not in overrides
+            is_gone = override.is_delete() and f"~pipeline.{group}" not in overrides
+            if not group:
+                raise GraphoptError(f"{line}: expected FIELD=VALUE, found no field")
+            if not self.repository.group_exists(group):
                 if is_gone and group in _base_recipe().keys() - {"defaults", "hydra"}:
                     raise GraphoptError(
                         f"{line}: expected a recipe with {group}, found its removal: leave {line} out"
@@ -303,10 +303,10 @@ class RecipeLoader(ConfigLoaderImpl):
             options = [x for x in self.repository.get_group_options(group) if x != BASE]
             none = f": {group}=none leaves it out" if "none" in options else ""
             known = f"expected an option of {group}, {', '.join(options)}"
-            if override.is_delete():
-                if not override.value() and f"~pipeline.{group}" not in overrides and group != "experiment":
-                    raise GraphoptError(f"{line}: {known}, found its removal{none}")
-            elif not override.is_sweep_override() and not isinstance(override.value(), str | list | dict):
+            if is_gone and not override.value() and group != "experiment":
+                raise GraphoptError(f"{line}: {known}, found its removal{none}")
+            is_value = not override.is_delete() and not override.is_sweep_override()
+            if is_value and not isinstance(override.value(), str | list | dict):
                 found = override.get_value_string()
                 field = none if found in ("null", "false") else f": its fields are set by {group}.FIELD=VALUE"
                 raise GraphoptError(f"{line}: {known}, found {found}{field}")

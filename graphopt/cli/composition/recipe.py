@@ -195,7 +195,8 @@ class Recipe:
                     f"fit.validation: expected a share of the rows, such as 0.2, found {validation!r}: data={reader} "
                     "reads no file"
                 )
-            validation = self._build("data", path=validation, **self._as_read)
+            learnt = {"labels": self.data.labels, "columns": self.data.columns} if self._reads_table else {}
+            validation = self._build("data", path=validation, **learnt)
         elif validation is not None and not isinstance(validation, int | float):
             raise GraphoptError(
                 f"fit.validation: expected a share of the rows or a file, found {validation!r}"
@@ -208,12 +209,6 @@ class Recipe:
         columns, labels = self.data.columns, self.data.labels
         classes = {"classes": some(labels, 20)} if labels and self._reads_table else {}
         return classes if columns is None else {"columns": columns.summary(), **classes}
-
-    @property
-    def _as_read(self) -> dict[str, Any]:
-        """Return what a table's data have learnt, with which other data are read."""
-        learnt = {"labels": self.data.labels, "columns": self.data.columns}
-        return learnt if self._reads_table else {}
 
     @property
     def metrics(self) -> list[Wanted] | None:

@@ -67,7 +67,7 @@ class Record:
             )
         fields, hydra, overrides = (read_config(place / name) for name in (COMPOSED, OPTIONS, OVERRIDES))
         strangers = _signed(place)
-        runtime = mapping(mapping(mapping(hydra).get("hydra")).get("runtime"))
+        runtime = mapping(select(hydra, "hydra.runtime"))
         return cls(
             folder,
             mapping(fields),
