@@ -102,7 +102,8 @@ class CommandLine:
                 continue
             old = record.choices[key] if key in record.choices else record.value(key)
             if value != old:
-                texts[key] = f"{key}={_plain(value)} in place of {key}={_plain(old)}"
+                new = override.get_value_string() if override.is_sweep_override() else _plain(value)
+                texts[key] = f"{key}={new} in place of {key}={_plain(old)}"
         return list(texts.values())
 
     @property
@@ -128,6 +129,10 @@ class CommandLine:
         for override in _parsed(*self.overrides):
             line = override.input_line
             if is_multirun:
+                if override.is_sweep_override() and override.key_or_group in ("folder", "resume"):
+                    raise GraphoptError(
+                        f"{line}: expected one folder, found several: run the command for each of them, without -m"
+                    )
                 if override.is_interval_sweep() and not {"sweep", "hydra/sweeper"} & {*keys}:
                     raise GraphoptError(
                         f"{line}: expected sweep=optuna beside it, which draws from intervals"

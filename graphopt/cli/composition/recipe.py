@@ -374,6 +374,9 @@ class Recipe:
         OmegaConf.register_new_resolver("training_steps", training_steps, replace=True)
         fields: Any = OmegaConf.to_container(config, resolve=True)
         fields["callbacks"] = expanded(fields.get("callbacks"))
+        fit = fields.get("fit")
+        if isinstance(fit, dict) and isinstance(fit.get("metrics"), str | dict):
+            fit["metrics"] = [fit["metrics"]]  # one metric, without a list
         check_recipe(fields, self.command_line)
         self.fields: dict[str, Any] = fields
         return bool(referred)

@@ -25,7 +25,7 @@ from graphopt.training import callbacks
 from graphopt.training.callbacks import Log, MLflow, Tracker
 from graphopt.training.checkpoints import Checkpoints
 from graphopt.training.fit import fit
-from graphopt.training.metrics import Wanted, listed, named
+from graphopt.training.metrics import Wanted, named
 from graphopt.training.options import FitOptions
 
 MISSING = "???"
@@ -297,10 +297,9 @@ def create(node: Any, path: str, trust: Sequence[str] = (), /, **arguments: Any)
 
 def metrics_of(wanted: Any, trust: Sequence[str] = ()) -> list[Wanted] | None:
     """Return the metrics of a recipe, in which a name with a dot is a function of a trusted package."""
-    metrics = listed(wanted)
-    if metrics is None:
+    if wanted is None:
         return None
-    chosen = [_trusted(x, "fit.metrics", trust) if isinstance(x, str) and "." in x else x for x in metrics]
+    chosen = [_trusted(x, "fit.metrics", trust) if isinstance(x, str) and "." in x else x for x in wanted]
     for metric in chosen:
         named(metric)
     return chosen
@@ -426,6 +425,8 @@ def _words(hint: Any) -> str | None:
     if hint in (int, float, str):
         return str(hint.__name__)
     origin, parts = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Callable:
+        return "a function"
     if origin is Literal:
         return " or ".join(map(repr, parts))
     if inspect.isclass(origin) and issubclass(origin, Mapping) and parts[1:] == (Any,):
