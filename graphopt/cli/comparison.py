@@ -95,11 +95,7 @@ class _Run:
     def key(self, measure: str) -> float:
         """Return a number that is less for better runs."""
         value = self.final.get(measure)
-        if (
-            self.state in ("failed", "not finite")
-            or not isinstance(value, int | float)
-            or not math.isfinite(value)
-        ):
+        if self.state == "not finite" or not isinstance(value, int | float) or not math.isfinite(value):
             return math.inf
         return -float(value) if larger_is_better(measure) else float(value)
 

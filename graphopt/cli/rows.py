@@ -63,14 +63,12 @@ def _parts(recipe: Recipe) -> tuple[Dataset, Dataset | None, str]:
 
 def _selected(data: Dataset, rows: Rows) -> Dataset:
     """Return some rows of a data set, which are read when they are needed if all are."""
-    arrays = {name: _some(array, rows) for name, array in data.arrays.items()}
+    arrays = {
+        name: _SomeRows(x, rows) if isinstance(x, np.memmap | LazyArray) else x[row_index(rows)]
+        for name, x in data.arrays.items()
+    }
     table = {name: cells[row_index(rows)] for name, cells in data.table.items()}
     return dataclasses.replace(data, arrays=arrays, table=table)
-
-
-def _some(array: Array, rows: Rows) -> Array:
-    is_lazy = isinstance(array, np.memmap | LazyArray)
-    return _SomeRows(array, rows) if is_lazy else np.asarray(array[row_index(rows)])
 
 
 class _SomeRows(LazyArray):

@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import dropwhile
 from pathlib import Path
 
 import onnx_ir as ir
@@ -212,21 +213,15 @@ def _summarize(run: Run, final: Record, console: Console, *, is_complete: bool) 
         say(console, "stopped", run.stopped)
     last, seconds = run.records[-1], sum(record["seconds"] for record in run.records)
     if is_complete:
-        epochs = counted(run.epochs, "epoch")
-        say(
-            console,
-            "complete",
-            f"nothing to train: the run has its {epochs}; a larger fit.epochs continues it",
-        )
+        what = f"the run has its {counted(run.epochs, 'epoch')}; a larger fit.epochs continues it"
+        say(console, "complete", f"nothing to train: {what}")
     else:
         say(
             console, "trained", f"{counted(last['step'], 'step')} in {seconds:.1f} s, loss {last['loss']:.4g}"
         )
     if run.restored is not None:
         say(console, "restored", f"the weights of epoch {final['epoch']}")
-    if "validation_loss" in final:
-        names = list(final)
-        held_out = {name: final[name] for name in names[names.index("validation_loss") :]}
+    if held_out := {name: final[name] for name in dropwhile("validation_loss".__ne__, final)}:
         say(console, "held out", measures(held_out))
 
 
