@@ -156,7 +156,7 @@ REFUSED: list[tuple[str | list[str], str]] = [
         "fit.checkpoint.every=10",
         "fit.checkpoint.every: expected '100 steps', '1 epoch', '5 min' or null, found 10.*",
     ),
-    ("models.mlp.hidden=64", "models.mlp.hidden: expected a list of int, found 64"),
+    ("models.mlp.hidden=wide", "models.mlp.hidden: expected int or a list of int, found 'wide'"),
     ("optimizer.learning_rate=abc", "optimizer.learning_rate: expected float, found 'abc'"),
     ("optimizer.learning_rate=-1", r"AdamW\(learning_rate=-1\): expected a number in \[0, inf\), found -1"),
     ("callbacks.early_stopping=5", r".*found 5: write callbacks.early_stopping=\{patience: 5\}"),
@@ -272,7 +272,14 @@ REFUSED: list[tuple[str | list[str], str]] = [
         "linear.onnx data=csv data.path=rows.csv",
         "rows.csv: .* for quantities, choose loss=mean_squared_error, .*",
     ),
-    (f"{CSV}rows.csv data.target=price", "rows.csv: unknown column 'price'; known: a, b, target"),
+    (
+        f"{CSV}rows.csv data.target=price",
+        "rows.csv: unknown column 'price'; known: a, b, target: name the column to predict, data.target=NAME",
+    ),
+    (
+        "fit.metrics=3",
+        "fit.metrics: expected str or a mapping or a function or a list of .* or null, found 3",
+    ),
     (
         f"{CSV}rows.csv data.features=a",
         "data.features: expected a list of str or int or a mapping or null, found 'a'",

@@ -430,6 +430,24 @@ def test_runs_with_different_losses_are_ranked_by_a_metric(capsys: pytest.Captur
     )  # the title, and both: their accuracies are equal
 
 
+def test_folders_that_train_nothing_are_not_compared(capsys: pytest.CaptureFixture[str]) -> None:
+    written_run(0, ["optimizer=sgd"], [1.0], value=1.0)
+    written_run(1, ["run=report"], [])
+    Path("sweep/1/config.yaml").write_text("run: report\n")
+    comparison.compare("sweep")
+    assert capsys.readouterr().out.startswith("sweep: 1 run, best by validation loss")
+
+
+def test_a_run_of_another_cannot_fill_the_memory_of_a_comparison(capsys: pytest.CaptureFixture[str]) -> None:
+    written_run(0, ["optimizer=sgd"], [1.0], value=1.0)
+    written_run(1, ["fit.seed=1"], [2.0], value=2.0)
+    lists = "\n".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 30))
+    Path("sweep/0/config.yaml").write_text(f"a0: &a0 [1]\n{lists}\nfit: {{seed: *a29}}\n")
+    comparison.compare("sweep")
+    said = capsys.readouterr().out
+    assert "sweep: 2 runs" in said and len(said) < 2_000
+
+
 @pytest.mark.slow
 def test_a_sweep_with_a_failed_job_shows_the_others(capsys: pytest.CaptureFixture[str]) -> None:
     sweep = ["-m", "folder=runs", "optimizer.learning_rate=-1,0.01", "fit.epochs=1", "quiet=true"]

@@ -284,3 +284,27 @@ def test_workers_continue_a_run() -> None:
     run("launcher=local", "launcher.workers=2")
     assert cli.main(["resume=run", "fit.epochs=3", "launcher=local", "launcher.workers=2"]) == 0
     assert len(epochs()) == 3
+
+
+def test_a_sweep_is_no_run_but_holds_some(capsys: pytest.CaptureFixture[str]) -> None:
+    for run in ("0", "1"):
+        Path(f"sweep/{run}").mkdir(parents=True)
+        Path(f"sweep/{run}/trained.onnx").touch()
+    assert cli.main(["evaluate", "folder=sweep"]) == 1
+    assert (
+        "found sweep, which holds runs: name one of them, such as folder=sweep/0" in capsys.readouterr().err
+    )
+
+
+def test_what_a_sweep_changes_of_a_run_is_told_in_words(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([*MINE, "fit.epochs=1", "folder=one", "quiet=true"]) == 0
+    assert cli.main(["-m", "resume=one", "fit.epochs=1,2"]) == 0
+    said = capsys.readouterr().out
+    assert "recipe    one, with fit.epochs=1,2 in place of fit.epochs=1\n" in said and "Sweep" not in said
+
+
+@pytest.mark.parametrize("field", ["folder", "resume"])
+def test_a_sweep_has_one_folder(field: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["-m", "evaluate", f"{field}=a,b"]) == 1
+    assert f"{field}=a,b: expected one folder, found several: run the command" in capsys.readouterr().err
+    assert not Path("a").exists()

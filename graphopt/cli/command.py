@@ -29,12 +29,12 @@ from graphopt.cli.composition.hydra_config import (
     composing,
     known_fields,
 )
-from graphopt.cli.composition.recipe import Recipe
+from graphopt.cli.composition.recipe import Recipe, nearest_file
 from graphopt.cli.composition.record import HYDRA, write_record
 from graphopt.cli.help import help_page
 from graphopt.cli.messages import complain, line_of, say, tell_record, warn
 from graphopt.cli.processes import check_processes, installed_first
-from graphopt.cli.run_folder import CONFIG, check_no_run, leave
+from graphopt.cli.run_folder import check_no_run, leave
 from graphopt.cli.train import parameter_count, train
 from graphopt.cli.trained import Trained, write_metrics, write_predictions
 from graphopt.cli.words import check_words, field_of
@@ -210,7 +210,7 @@ def _job(command_line: CommandLine, config: DictConfig) -> float | None:
         if HydraConfig.get().mode == RunMode.MULTIRUN:  # Hydra carries it from the job's process to this one
             folder = Path(HydraConfig.get().runtime.output_dir)
             if not (folder / HYDRA).exists():  # the comparison of the sweep names jobs that have failed
-                write_record(folder, composed, command_line.record, command_line.strangers)
+                write_record(folder, composed, command_line.record, command_line.strangers, is_checked=False)
             raise GraphoptError(line_of(error)) from None
         raise SystemExit(complain(error)) from error  # Hydra passes it on without a message of its own
 
@@ -221,27 +221,25 @@ def _explained(recipe: Recipe) -> Iterator[None]:
     try:
         yield
     except GraphoptError as error:
-        record, path = recipe.command_line.record, recipe.fields["data"].get("path")
-        is_missing = record is not None and record.started_in not in ("", os.getcwd())
-        if record is not None and is_missing and "no such file" in str(error):
-            raise GraphoptError(
-                f"{error}: the run was started in {record.started_in}: start this there, too, or name the file"
-            ) from error
-        if recipe.fields[
-            "run"
-        ] == "predict" and f"unknown column {recipe.fields['data'].get('target')!r}" in str(error):
-            raise GraphoptError(f"{error}: to predict without a target, set data.target=null") from error
-        is_of_file = str(error).startswith(("data:", "data '")) and isinstance(path, str)
-        if is_of_file and not isinstance(recipe.fields["fit"].get("validation"), str):
-            raise GraphoptError(f"{path}: {error}") from error
-        if str(error) == f"{path}: no such file":
-            place = Path(str(path))
-            near = nearest(
-                place.stem, {x.stem: x.stem for x in sorted(place.parent.glob(f"*{place.suffix}"))}
-            )
-            if near:
-                raise GraphoptError(f"{error}, nearest: {str(place.with_stem(near))!r}") from error
-        raise
+        text = _told(recipe, str(error))
+        if text == str(error):
+            raise
+        raise GraphoptError(text) from error
+
+
+def _told(recipe: Recipe, text: str) -> str:
+    record, fields = recipe.command_line.record, recipe.fields
+    path, target = fields["data"].get("path"), fields["data"].get("target")
+    if record is not None and record.started_in not in ("", os.getcwd()) and "no such file" in text:
+        return f"{text}: the run was started in {record.started_in}: start this there, too, or name the file"
+    if fields["run"] == "predict" and f"unknown column {target!r}" in text:
+        return f"{text.partition(': name the column')[0]}: to predict without a target, set data.target=null"
+    if not isinstance(path, str):
+        return text
+    if text.startswith(("data:", "data '")) and not isinstance(fields["fit"].get("validation"), str):
+        return f"{path}: {text}"
+    near = nearest_file(path, Path(path).suffix) if text == f"{path}: no such file" else None
+    return f"{text}, nearest: {near!r}" if near else text
 
 
 def _with_trained(write_file: Callable[[Trained, Console], Path], recipe: Recipe, folder: Path) -> None:
@@ -260,7 +258,6 @@ def _export(write_files: Callable[[Recipe, Path, Console], str], recipe: Recipe,
     check_no_run(folder)
     written = write_files(recipe, folder, console)
     recipe.write_record(folder)
-    write(folder / CONFIG, recipe.text())
     say(console, "written", f"{folder}: {written}")
 
 

@@ -7,31 +7,31 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import dropwhile
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-import yaml  # type: ignore[import-untyped]
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
 
-from graphopt.cli.messages import counted, print_table, say
+from graphopt.cli.composition.record import HYDRA, OPTIONS, OVERRIDES, mapping, read_config, select
+from graphopt.cli.messages import print_table, say
 from graphopt.cli.run_folder import CONFIG, METRICS_FILE, RESULT
 from graphopt.errors import GraphoptError
 from graphopt.files import write
 from graphopt.inspection import html
 from graphopt.inspection.charts import COLORS, line_chart
-from graphopt.inspection.words import is_share, label_of, measure_text
+from graphopt.inspection.words import counted, is_share, label_of, measure_text
 from graphopt.training.callbacks import Record
 from graphopt.training.callbacks.logs import json_lines
 from graphopt.training.callbacks.terminal import open_console
+from graphopt.training.checkpoints import larger_is_better
 from graphopt.training.metrics import METRICS
 
 PAGE, REPORT = "compare.html", "report.html"
 LEFT_OUT = ("epoch", "step", "learning_rate", "seconds", "samples_per_second")
 PLACES = ("folder", "resume")
-FALLING = ("mae", "mse", "rmse", "perplexity")  # metrics that are better if they are less
-OVERRIDES, HYDRA = Path(".hydra", "overrides.yaml"), Path(".hydra", "hydra.yaml")
 
 
 @dataclass(frozen=True)
@@ -50,21 +50,26 @@ class _Run:
     @classmethod
     def read(cls, path: Path, name: str) -> _Run:
         """Read the files of a run; those that are missing or broken count as empty."""
-        overrides, config = _yaml(path / OVERRIDES, []), _yaml(path / CONFIG, {})
-        hydra = _yaml(path / HYDRA, {}).get("hydra", {})
-        options = dict(str(override).split("=", 1) for override in overrides if "=" in str(override))
-        records = [record for record in _json_lines(path / METRICS_FILE) if "seconds" in record]
-        result = next(iter(_json_lines(path / RESULT)), {})
-        choices, mode = hydra.get("runtime", {}).get("choices", {}), hydra.get("mode")
-        return cls(name, path, options, choices, config, mode == "MULTIRUN", records, result)
+        overrides, config, hydra = map(
+            _content, (path / HYDRA / OVERRIDES, path / CONFIG, path / HYDRA / OPTIONS)
+        )
+        lines = map(str, overrides if isinstance(overrides, list) else ())
+        return cls(
+            name,
+            path,
+            dict(line.split("=", 1) for line in lines if "=" in line),
+            mapping(select(hydra, "hydra.runtime.choices")),
+            mapping(config),
+            select(hydra, "hydra.mode") == "MULTIRUN",
+            [record for record in _json_lines(path / METRICS_FILE) if "seconds" in record],
+            next(iter(_json_lines(path / RESULT)), {}),
+        )
 
     def option(self, name: str) -> str:
         """Return the value of an option: what the command line said, or else what the recipe has."""
         if name in self.overrides:
             return self.overrides[name]
-        value: Any = self.choices.get(name, self.config)
-        for part in name.split(".") if value is self.config else ():
-            value = value.get(part) if isinstance(value, Mapping) else None
+        value = self.choices[name] if name in self.choices else select(self.config, name)
         return "" if value is None or isinstance(value, Mapping) else str(value)
 
     @property
@@ -75,12 +80,8 @@ class _Run:
     def final(self) -> Record:
         """Return the record of the epoch whose weights the run has ended with."""
         value = self.result.get("value")
-        named = (
-            x
-            for x in self.records
-            if value is not None and value in (x.get("validation_loss"), x.get("loss"))
-        )
-        return next(named, self.records[-1] if self.records else {})
+        named = [x for x in self.records if value in (x.get("validation_loss"), x.get("loss"))]
+        return next(iter((named if value is not None else []) or self.records[-1:]), {})
 
     @property
     def state(self) -> str:
@@ -94,13 +95,9 @@ class _Run:
     def key(self, measure: str) -> float:
         """Return a number that is less for better runs."""
         value = self.final.get(measure)
-        if (
-            self.state in ("failed", "not finite")
-            or not isinstance(value, int | float)
-            or not math.isfinite(value)
-        ):
+        if self.state == "not finite" or not isinstance(value, int | float) or not math.isfinite(value):
             return math.inf
-        return float(value) if "loss" in measure or measure in FALLING else -float(value)
+        return -float(value) if larger_is_better(measure) else float(value)
 
 
 @dataclass(frozen=True)
@@ -116,8 +113,9 @@ class _Comparison:
     @classmethod
     def of(cls, folder: Path) -> _Comparison:
         """Compare the runs below a folder."""
-        paths = sorted((path.parents[1] for path in folder.rglob(str(OVERRIDES))), key=_order)
+        paths = sorted((path.parents[1] for path in folder.rglob(f"{HYDRA}/{OVERRIDES}")), key=_order)
         runs = [_Run.read(path, str(path.relative_to(folder))) for path in paths]
+        runs = [run for run in runs if run.config.get("run", "train") == "train"]
         if not runs:
             raise GraphoptError(f"{folder}: expected a folder with runs, found none: give it with folder=...")
         names = dict.fromkeys(name for run in runs for name in run.overrides)
@@ -173,17 +171,18 @@ class _Comparison:
     def _charts(self) -> Iterator[str]:
         """Yield the curve of each measure; of many runs, the best ones are drawn."""
         with_epochs = [run for run in self.runs if run.records]
+        if not with_epochs:
+            return
         drawn = with_epochs[:COLORS]
         which = f", best {COLORS} of {len(with_epochs)} runs" if len(with_epochs) > COLORS else ""
-        epochs = range(1, max((len(run.records) for run in drawn), default=0) + 1)
-        for measure in (name for name in self.measures if drawn and name != "epoch"):
+        epochs = range(1, max(len(run.records) for run in drawn) + 1)
+        for measure in (name for name in self.measures if name != "epoch"):
             factor, unit = (100, " %") if is_share(measure) else (1, "")
             lines = {}
             for run in drawn:
                 values = ", ".join(filter(None, map(run.option, self.options)))
-                numbers = [record.get(measure) for record in run.records] + [None] * (
-                    len(epochs) - len(run.records)
-                )
+                records: list[Record] = [*run.records, *({} for _ in epochs)]
+                numbers = [record.get(measure) for record in records[: len(epochs)]]
                 lines[f"{run.name}: {values}" if values else run.name] = [
                     factor * x if isinstance(x, int | float) else None for x in numbers
                 ]
@@ -213,13 +212,9 @@ def compare(folder: str | os.PathLike[str]) -> Path:
 def _measures(runs: Sequence[_Run]) -> list[str]:
     """Return the names of numbers that any run has, those of held-out rows first."""
     names = dict.fromkeys(name for run in runs for name, x in run.final.items() if isinstance(x, int | float))
-    held_out = dict.fromkeys(name for run in runs for name in _after("validation_loss", list(run.final)))
-    ordered = [name for name in held_out if name in names] + [name for name in names if name not in held_out]
+    held_out = {name for run in runs for name in dropwhile("validation_loss".__ne__, run.final)}
+    ordered = sorted(names, key=lambda name: name not in held_out)
     return [*(name for name in ordered if name not in LEFT_OUT), "epoch"]
-
-
-def _after(first: str, names: list[str]) -> list[str]:
-    return names[names.index(first) :] if first in names else []
 
 
 def _decisive(measures: Sequence[str], options: Sequence[str]) -> str:
@@ -258,13 +253,11 @@ def _order(path: Path) -> tuple[tuple[int, str], ...]:
     return tuple((int(part), "") if part.isdigit() else (-1, part) for part in path.parts)
 
 
-def _yaml(path: Path, missing: Any) -> Any:
-    """Return the content of a YAML file of the type of `missing`."""
-    with contextlib.suppress(OSError, ValueError, yaml.YAMLError):
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-        if isinstance(content, type(missing)):
-            return content
-    return missing
+def _content(path: Path) -> Any:
+    """Return the content of a YAML file, or None if it is missing or broken."""
+    with contextlib.suppress(GraphoptError):
+        return read_config(path)
+    return None
 
 
 def _json_lines(path: Path) -> list[dict[str, Any]]:

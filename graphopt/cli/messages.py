@@ -6,7 +6,7 @@ import contextlib
 import logging
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from hydra.errors import HydraException, MissingConfigException
@@ -21,12 +21,14 @@ from graphopt.cli.words import reader_of
 from graphopt.errors import line, nearest, shortened, unknown
 from graphopt.runtime.executor import NonFiniteLoss
 from graphopt.targets.native import toolchain
-from graphopt.training.callbacks import Callback, Run
 from graphopt.training.callbacks.terminal import print_line
 
 PLAIN_WIDTH = 10_000  # characters, of a file or a pipe
 NOT_FINITE = 3  # the exit code after a loss or a state that is not finite
-_LOOK: dict[str, Any] = {"box": box.SIMPLE_HEAD, "pad_edge": False}  # of tables
+_NOT_FOUND = {  # of Hydra's and OmegaConf's messages: where the command line or a recipe names a field
+    r"Could not delete from config. '([^']+)' does not exist": "~{}",
+    r"Interpolation key '([^']+)' not found": "${{{}}}",
+}
 PLUGINS = {  # of recipes/sweep
     "joblib": "hydra-joblib-launcher",
     "optuna": "hydra-optuna-sweeper",
@@ -51,11 +53,6 @@ def tell_record(console: Console, command_line: CommandLine) -> None:
         say(console, "recipe", f"{record.folder}{f', with {changed}' if changed else ''}{without}")
 
 
-def wide(console: Console) -> Console:
-    """Return a console for tables, of which no column is cut in a file or a pipe."""
-    return console if console.is_terminal else Console(width=PLAIN_WIDTH, quiet=console.quiet)
-
-
 def print_table(
     console: Console, header: Sequence[str], rows: Sequence[Sequence[str]], *, title: str = "", texts: int = 1
 ) -> None:
@@ -64,18 +61,10 @@ def print_table(
     Args:
         texts: the number of columns that are text, from the first on; all others are numbers.
     """
-    columns = (
-        Column(name, justify="left" if i < texts else "right", no_wrap=True) for i, name in enumerate(header)
-    )
-    table = Table(*columns, **_LOOK)
-    for row in rows:
-        table.add_row(*map(escape, row))
-    console = wide(console)
+    if _print_whole(console, header, rows, title, texts):
+        return
     if title:
         print_line(console, title, style="bold")
-    if _width(table) <= console.width:
-        console.print(table)
-        return
     longest = max(map(len, header))
     for first, *others in rows:
         print_line(console, f"{header[0]} {first}")
@@ -83,24 +72,30 @@ def print_table(
             print_line(console, f"  {name:<{longest}}  {text}", indent=4)
 
 
-def _width(table: Table) -> int:
-    return Console(width=PLAIN_WIDTH).measure(table).maximum
+def _print_whole(
+    console: Console, header: Sequence[str], rows: Sequence[Sequence[str]], title: str, texts: int = 1
+) -> bool:
+    """Print a table if the terminal has room for it; a file or a pipe has. Return whether it was printed."""
+    columns = (
+        Column(escape(name), justify="left" if i < texts else "right", no_wrap=True)
+        for i, name in enumerate(header)
+    )
+    table = Table(*columns, box=box.SIMPLE_HEAD, pad_edge=False)
+    for row in rows:
+        table.add_row(*map(escape, row))
+    unbounded = Console(width=PLAIN_WIDTH, quiet=console.quiet)
+    if console.is_terminal and unbounded.measure(table).maximum > console.width:
+        return False
+    if title:
+        print_line(console, title, style="bold")
+    (console if console.is_terminal else unbounded).print(table)
+    return True
 
 
 def print_matrix(console: Console, title: str, names: Sequence[str], counts: Sequence[Sequence[int]]) -> None:
     """Print a confusion matrix; in a terminal that is narrower, the classes that are confused."""
     rows = [[name, *map(str, row)] for name, row in zip(names, counts, strict=True)]
-    table = Table(
-        "target \\ predicted",
-        *(Column(escape(name), justify="right", no_wrap=True) for name in names),
-        **_LOOK,
-    )
-    console = wide(console)
-    for row in rows:
-        table.add_row(*map(escape, row))
-    if _width(table) <= console.width:
-        print_line(console, title, style="bold")
-        console.print(table)
+    if _print_whole(console, ["target \\ predicted", *names], rows, title):
         return
     cells = [
         (x, names[i], names[j]) for i, row in enumerate(counts) for j, x in enumerate(row) if i != j and x
@@ -112,45 +107,6 @@ def print_matrix(console: Console, title: str, names: Sequence[str], counts: Seq
     print_line(console, f"{title}: {right:,} of {sum(map(sum, counts)):,} are right", style="bold")
     if confused:
         print_table(console, ["target", "predicted", "rows"], confused, texts=2)
-
-
-def counted(number: int, what: str) -> str:
-    """Return a number with its noun, in the plural unless the number is 1."""
-    return f"{number:,} {what}{'' if number == 1 else 's'}"
-
-
-class Header(Callback):
-    """Print the model, the data and the length of the run, as a callback of `fit`."""
-
-    reads_state = False
-    on_every_worker = False
-
-    def __init__(
-        self,
-        console: Console,
-        title: str | None,
-        model: str,
-        data: str,
-        workers: int,
-        learnt: Mapping[str, str],
-    ) -> None:
-        self._console, self._title, self._learnt = console, title, learnt
-        self._model, self._data, self._workers = model, data, workers
-
-    def on_fit_begin(self, run: Run) -> None:
-        if self._title is not None:
-            print_line(self._console, self._title, style="bold")
-        held_out = f", {run.validation_rows:,} held out" if run.validation_rows else ""
-        rows = "rows" if run.rows is None else f"{run.rows:,} rows"
-        say(self._console, "model", self._model)
-        say(self._console, "data", f"{self._data}, {rows} to train on{held_out}")
-        for topic, text in self._learnt.items():
-            say(self._console, topic, text)
-        steps = "" if run.steps is None else f", {counted(run.epochs * run.steps, 'step')}"
-        workers = f", {counted(self._workers, 'worker')}" if self._workers > 1 else ""
-        say(self._console, "run", f"{counted(run.epochs, 'epoch')}{steps}{workers}")
-        if run.resumed is not None:
-            say(self._console, "resumed", f"after step {run.step:,}, in epoch {run.epoch}: {run.resumed}")
 
 
 @contextlib.contextmanager
@@ -194,12 +150,11 @@ def line_of(error: BaseException) -> str:
     if override and isinstance(parent, DictConfig):
         names = [str(key) for key in parent if not str(key).startswith("_")]
         return _unknown_field(override[1], names, text.rpartition("use +")[2])
-    if missing := re.search(r"Could not delete from config. '([^']+)' does not exist", text):
-        near = nearest(missing[1], known_fields())
-        return f"~{missing[1]}: expected a field of the recipe, found none{f', nearest: {near!r}' if near else ''}"
-    if missing := re.search(r"Interpolation key '([^']+)' not found", text):
-        near = nearest(missing[1], known_fields())
-        return f"${{{missing[1]}}}: expected a field of the recipe, found none{f', nearest: {near!r}' if near else ''}"
+    for pattern, named in _NOT_FOUND.items():
+        if missing := re.search(pattern, text):
+            near = nearest(missing[1], known_fields())
+            meant = f", nearest: {near!r}" if near else ""
+            return f"{named.format(missing[1])}: expected a field of the recipe, found none{meant}"
     if isinstance(error, OSError) and not isinstance(error, HydraException):
         return f"{error.filename}: {error.strerror}" if error.filename else text
     if merged := re.search(r"Error merging override (.+)", text):

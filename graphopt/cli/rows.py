@@ -9,7 +9,7 @@ import numpy as np
 from graphopt.cli.composition.recipe import Recipe
 from graphopt.cli.composition.record import Record
 from graphopt.data.dataset import Array, Dataset, LazyArray
-from graphopt.data.loader import Rows, hold_out
+from graphopt.data.loader import Rows
 from graphopt.errors import GraphoptError
 from graphopt.moments import row_index
 
@@ -42,11 +42,8 @@ def rows_of(recipe: Recipe, record: Record | None) -> tuple[Dataset, str]:
         return held_out, f"{elsewhere or source}{len(held_out):,} rows held out by the run"
     if wanted == "trained":
         return trained, f"{source}{len(trained):,} rows that the run trained on"
-    return data, f"{source}{len(data):,} rows, of which the run trained on {_count(len(trained), len(data))}"
-
-
-def _count(part: int, whole: int) -> str:
-    return "all" if part == whole else f"{part:,}"
+    count = "all" if len(trained) == len(data) else f"{len(trained):,}"
+    return data, f"{source}{len(data):,} rows, of which the run trained on {count}"
 
 
 def _has_data_of(record: Record, recipe: Recipe) -> bool:
@@ -57,24 +54,21 @@ def _has_data_of(record: Record, recipe: Recipe) -> bool:
 
 def _parts(recipe: Recipe) -> tuple[Dataset, Dataset | None, str]:
     """Return the rows that trained, those held out, if there are any, and the file that has these, if one does."""
-    data, fields = recipe.data, recipe.fields["fit"]
-    if isinstance(recipe.fit["validation"], Dataset):
-        return data, recipe.fit["validation"], f"{fields['validation']}, "
-    share = recipe.fit["validation"] or 0.0
-    trained, held_out = hold_out(len(data), share, shuffle=fields["shuffle"], seed=fields["seed"])
+    data, other = recipe.data, recipe.fit["validation"]
+    if isinstance(other, Dataset):
+        return data, other, f"{recipe.fields['fit']['validation']}, "
+    trained, held_out = recipe.split(len(data))
     return _selected(data, trained), _selected(data, held_out) if len(held_out) else None, ""
 
 
 def _selected(data: Dataset, rows: Rows) -> Dataset:
     """Return some rows of a data set, which are read when they are needed if all are."""
-    arrays = {name: _some(array, rows) for name, array in data.arrays.items()}
+    arrays = {
+        name: _SomeRows(x, rows) if isinstance(x, np.memmap | LazyArray) else x[row_index(rows)]
+        for name, x in data.arrays.items()
+    }
     table = {name: cells[row_index(rows)] for name, cells in data.table.items()}
     return dataclasses.replace(data, arrays=arrays, table=table)
-
-
-def _some(array: Array, rows: Rows) -> Array:
-    is_lazy = isinstance(array, np.memmap | LazyArray)
-    return _SomeRows(array, rows) if is_lazy else np.asarray(array[row_index(rows)])
 
 
 class _SomeRows(LazyArray):

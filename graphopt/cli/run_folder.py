@@ -1,4 +1,4 @@
-"""Write the folder of a run, and find the one that a run continues."""
+"""Find the folder of a run that another run continues, and keep others out of it."""
 
 from __future__ import annotations
 
@@ -8,18 +8,15 @@ import logging
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import onnx_ir as ir
 import yaml  # type: ignore[import-untyped]
 from filelock import FileLock, Timeout
 
 from graphopt.errors import GraphoptError
 from graphopt.files import write
-from graphopt.graph.storage import save
-from graphopt.training.callbacks import JSONL, Run
 from graphopt.training.callbacks.logs import json_value
 from graphopt.training.checkpoints import find
 
@@ -29,29 +26,6 @@ OWN_FILES = (
     *(METRICS_FILE, CONFIG, CHECKPOINTS, RESULT, "step.onnx", "trained.onnx", "report.html", LOG),
     *(".hydra", LOCK, ".ray", "."),
 )
-
-
-class RunFolder(JSONL):
-    """Write the recipe, step.onnx and metrics.jsonl of a training run, once `fit` has checked the data."""
-
-    def __init__(
-        self,
-        folder: Path,
-        step: ir.Model,
-        config: str,
-        write_record: Callable[[Path], None],
-        *,
-        log_steps: bool = False,
-    ) -> None:
-        super().__init__(folder / METRICS_FILE, log_steps=log_steps)
-        self._folder, self._step, self._config, self._write_record = folder, step, config, write_record
-
-    def on_fit_begin(self, run: Run) -> None:
-        self.run, self.is_complete = run, run.resumed is not None and len(run.records) >= run.epochs
-        self._write_record(self._folder)
-        save(self._step, self._folder / "step.onnx")
-        write(self._folder / CONFIG, self._config)
-        super().on_fit_begin(run)
 
 
 def resumed(resume: bool | str, folder: Path, config: str, *, search: bool) -> tuple[Path, Path | bool]:

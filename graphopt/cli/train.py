@@ -9,6 +9,8 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from itertools import dropwhile
 from pathlib import Path
 
 import onnx_ir as ir
@@ -17,26 +19,19 @@ from hydra.types import RunMode
 from rich.console import Console
 
 from graphopt.cli.composition.recipe import Recipe
-from graphopt.cli.messages import (
-    NOT_FINITE,
-    Header,
-    compilations,
-    complain,
-    counted,
-    say,
-    tell_record,
-)
-from graphopt.cli.run_folder import CHECKPOINTS, RunFolder, locked, result, resumed, write_result
+from graphopt.cli.messages import NOT_FINITE, compilations, complain, say, tell_record
+from graphopt.cli.run_folder import CHECKPOINTS, METRICS_FILE, locked, result, resumed, write_result
 from graphopt.communicator import Communicator
 from graphopt.errors import GraphoptError
 from graphopt.graph.listing import size
 from graphopt.graph.roles import Role, with_role
 from graphopt.graph.storage import save
+from graphopt.inspection.words import counted
 from graphopt.runtime.executor import NonFiniteLoss
-from graphopt.training.callbacks import Record, Run
+from graphopt.training.callbacks import JSONL, Callback, Record, Run
 from graphopt.training.callbacks.page import Page
 from graphopt.training.callbacks.progress import ProgressBar, measures
-from graphopt.training.callbacks.terminal import open_console
+from graphopt.training.callbacks.terminal import open_console, print_line
 from graphopt.training.checkpoints import Checkpoints
 from graphopt.training.fit import fit
 from graphopt.training.progress import AnotherRun
@@ -112,21 +107,19 @@ def _train(
     console: Console,
     title: str | None,
     resume: Path | bool,
-) -> RunFolder:
+) -> _Files:
     """Train, and write the trained model, also after a signal or a loss that is not finite."""
     fields, model, data = recipe.fields["fit"], recipe.fields["model"], recipe.choices["data"]
-    (step, opened), text = recipe.program(), recipe.text()
+    step, opened = recipe.program()
     executor = opened(communicator)
-    files = RunFolder(folder, step, text, recipe.write_record, log_steps=bool(fields["log_steps"]))
-    header = Header(
-        console, title, f"{model}, {parameter_count(step)}", data, communicator.size, recipe.learnt
-    )
+    files = _Files(folder, step, recipe)
+    header = _Header(console, title, recipe, step, communicator.size)
     callbacks = recipe.callbacks(folder, is_new=not resume)
     page = Page(
         folder / "report.html",
         f"{model} on {data}",
         model=recipe.model(),
-        recipe=text,
+        recipe=recipe.text(),
         batch_size=fields["batch_size"],
         facts={
             **{name: recipe.choices[name].replace("_", " ") for name in ("loss", "optimizer")},
@@ -161,6 +154,51 @@ def _train(
     return files
 
 
+class _Files(JSONL):
+    """Write the recipe, step.onnx and metrics.jsonl of a training run, once `fit` has checked the data."""
+
+    def __init__(self, folder: Path, step: ir.Model, recipe: Recipe) -> None:
+        super().__init__(folder / METRICS_FILE, log_steps=bool(recipe.fields["fit"]["log_steps"]))
+        self._folder, self._step, self._recipe = folder, step, recipe
+
+    def on_fit_begin(self, run: Run) -> None:
+        self.run, self.is_complete = run, run.resumed is not None and len(run.records) >= run.epochs
+        self._recipe.write_record(self._folder)
+        save(self._step, self._folder / "step.onnx")
+        super().on_fit_begin(run)
+
+
+@dataclass
+class _Header(Callback):
+    """Print the model, the data and the length of the run."""
+
+    reads_state = False
+    on_every_worker = False
+    console: Console
+    title: str | None
+    recipe: Recipe
+    step: ir.Model
+    workers: int
+
+    def on_fit_begin(self, run: Run) -> None:
+        if self.title is not None:
+            print_line(self.console, self.title, style="bold")
+        held_out = f", {run.validation_rows:,} held out" if run.validation_rows else ""
+        rows = "rows" if run.rows is None else f"{run.rows:,} rows"
+        steps = "" if run.steps is None else f", {counted(run.epochs * run.steps, 'step')}"
+        workers = f", {counted(self.workers, 'worker')}" if self.workers > 1 else ""
+        lines = {
+            "model": f"{self.recipe.fields['model']}, {parameter_count(self.step)}",
+            "data": f"{self.recipe.choices['data']}, {rows} to train on{held_out}",
+            **self.recipe.learnt,
+            "run": f"{counted(run.epochs, 'epoch')}{steps}{workers}",
+        }
+        if run.resumed is not None:
+            lines["resumed"] = f"after step {run.step:,}, in epoch {run.epoch}: {run.resumed}"
+        for topic, text in lines.items():
+            say(self.console, topic, text)
+
+
 def _what_differs(recipe: Recipe) -> str:
     """Return why a run cannot continue, and what to do."""
     changed = ", ".join(recipe.command_line.replaced)
@@ -175,21 +213,15 @@ def _summarize(run: Run, final: Record, console: Console, *, is_complete: bool) 
         say(console, "stopped", run.stopped)
     last, seconds = run.records[-1], sum(record["seconds"] for record in run.records)
     if is_complete:
-        epochs = counted(run.epochs, "epoch")
-        say(
-            console,
-            "complete",
-            f"nothing to train: the run has its {epochs}; a larger fit.epochs continues it",
-        )
+        what = f"the run has its {counted(run.epochs, 'epoch')}; a larger fit.epochs continues it"
+        say(console, "complete", f"nothing to train: {what}")
     else:
         say(
             console, "trained", f"{counted(last['step'], 'step')} in {seconds:.1f} s, loss {last['loss']:.4g}"
         )
     if run.restored is not None:
         say(console, "restored", f"the weights of epoch {final['epoch']}")
-    if "validation_loss" in final:
-        names = list(final)
-        held_out = {name: final[name] for name in names[names.index("validation_loss") :]}
+    if held_out := {name: final[name] for name in dropwhile("validation_loss".__ne__, final)}:
         say(console, "held out", measures(held_out))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
 from collections.abc import Mapping, Sequence
@@ -26,7 +25,7 @@ from graphopt.files import write
 from graphopt.graph.loading import load
 from graphopt.graph.metadata import TargetSpec, labels_in, original_name
 from graphopt.graph.postprocessing import standing_for
-from graphopt.graph.roles import STATE, Role, role_of
+from graphopt.graph.roles import STATE, Role, role_of, with_role
 from graphopt.graph.values import name_of
 from graphopt.runtime.executor import Executor
 from graphopt.training.callbacks.logs import json_value
@@ -53,40 +52,31 @@ class Trained:
     @classmethod
     def find(cls, recipe: Recipe, folder: Path) -> Trained:
         """Return what the command names: `resume=PATH`, else the run in `folder=PATH`, else `model=FILE`."""
-        asked, step, model = recipe.fields.get("resume", False), folder / "step.onnx", folder / "trained.onnx"
-        recipe.follow(step if step.is_file() else model if model.is_file() else None)
+        asked, model = recipe.fields.get("resume", False), folder / "trained.onnx"
+        step, record = _step_of(folder), recipe.command_line.record
+        recipe.follow(step or (model if model.is_file() else None))
         if asked:
             place, checkpoint = resumed(asked, folder, recipe.text(), search=not recipe.names_folder)
             if isinstance(checkpoint, bool):
                 raise GraphoptError(
                     f"resume={str(asked).lower()}: expected a run of the same recipe with a checkpoint, found none"
                 )
-            if place != folder:
-                with contextlib.suppress(OSError):  # Hydra has made it
-                    folder.rmdir()
-            step = checkpoint.parents[1] / step.name
-            recipe.follow(step if step.is_file() else None)
-            record = recipe.command_line.record or Record.read(place)
-            return cls(recipe, place, checkpoint, step if step.is_file() else None, record=record)
+            recipe.follow(step := _step_of(checkpoint.parents[1]))
+            return cls(recipe, place, checkpoint, step, record=record or Record.read(place))
         if recipe.names_folder and model.is_file():
-            record = recipe.command_line.record
-            return cls(recipe, folder, None, step if step.is_file() else None, model, record)
+            return cls(recipe, folder, None, step, model, record)
         if recipe.fields["model"] in recipe.fields["models"]:
-            verb, model, train = recipe.fields["run"], recipe.fields["model"], "train first, with graphopt"
-            if recipe.names_folder and any((folder / CHECKPOINTS).glob("step-*")):
-                raise GraphoptError(
-                    f"{verb}: expected the folder of a run with trained.onnx, found {folder} with checkpoints "
-                    f"alone: take the newest, resume={folder}"
-                )
-            if recipe.names_folder:
-                raise GraphoptError(
-                    f"{verb}: expected the folder of a run with trained.onnx, found {folder} without: {train} "
-                    f"folder={folder}"
-                )
-            raise GraphoptError(
-                f"{verb}: expected a trained model, found the built-in model {model}: {train}, or name "
-                "FILE.onnx, folder=RUN or resume=RUN"
-            )
+            expected, found = "the folder of a run with trained.onnx", str(folder)
+            if not recipe.names_folder:
+                expected, found = "a trained model", f"the built-in model {recipe.fields['model']}"
+                remedy = ": train first, with graphopt, or name FILE.onnx, folder=RUN or resume=RUN"
+            elif any((folder / CHECKPOINTS).glob("step-*")):
+                remedy = f" with checkpoints alone: take the newest, resume={folder}"
+            elif runs := sorted(folder.glob(f"*/{model.name}")):
+                remedy = f", which holds runs: name one of them, such as folder={runs[0].parent}"
+            else:
+                remedy = f" without: train first, with graphopt folder={folder}"
+            raise GraphoptError(f"{recipe.fields['run']}: expected {expected}, found {found}{remedy}")
         return cls(recipe, folder)
 
     @functools.cached_property
@@ -103,14 +93,13 @@ class Trained:
         """Write the recipe to a folder that has none."""
         if not (self.folder / CONFIG).exists():
             self.recipe.write_record(self.folder)
-            write(self.folder / CONFIG, self.recipe.text())
 
     def second_labels(
         self, outputs: Mapping[str, np.ndarray], labels: Sequence[str]
     ) -> dict[str, np.ndarray]:
         """Return the label of each row of a binary classification, by the threshold of its loss."""
-        step = None if self.step is None else self.recipe.model(self.step)
-        specs = [TargetSpec.read(x) for x in step.graph.inputs if role_of(x) is Role.TARGET] if step else []
+        targets = [] if self.step is None else with_role(self.recipe.model(self.step), Role.TARGET)
+        specs = map(TargetSpec.read, targets)
         binary = [spec for spec in specs if spec and spec.threshold is not None and spec.output in outputs]
         if len(binary) != 1 or outputs[binary[0].output].size != len(outputs[binary[0].output]):
             return {}
@@ -134,6 +123,11 @@ class Trained:
         elif self.model is not None and self.step is not None:
             executor.update_state(_weights(self.step, executor, self.recipe.model(self.model)))
         return executor
+
+
+def _step_of(run: Path) -> Path | None:
+    """Return the training graph of a run, if it has one."""
+    return step if (step := run / "step.onnx").is_file() else None
 
 
 def _weights(step: Path, executor: Executor, trained: ir.Model) -> dict[str, np.ndarray]:

@@ -8,14 +8,13 @@ from pathlib import Path
 
 from hydra.core.override_parser.types import Quote, QuotedString
 
-from graphopt.cli.composition.hydra_config import BASE, RECIPES, known_fields
-from graphopt.cli.composition.recipe import OTHER_MODELS
+from graphopt.cli.composition.hydra_config import BASE, BRACKETS, RECIPES, known_fields
+from graphopt.cli.composition.recipe import check_format, nearest_file
 from graphopt.cli.run_folder import CONFIG
 from graphopt.errors import GraphoptError, nearest
 
 READERS = {"feather": "arrow", "ipc": "arrow", "pq": "parquet", "tsv": "csv", "txt": "csv"}
 BUILT_IN = ("linear", "mlp", "cnn", "transformer")  # models
-BRACKETS = (("[", "]"), ("{", "}"), ("(", ")"))
 
 
 def field_of(word: str, verbs: Iterable[str]) -> str:
@@ -26,10 +25,9 @@ def field_of(word: str, verbs: Iterable[str]) -> str:
         return f"run={word}"
     if word.endswith(".onnx"):
         return f"model={QuotedString(word, Quote.single).with_quotes()}"
-    ending = Path(word).suffix.lower()
-    if ending in OTHER_MODELS:
-        raise GraphoptError(f"{word}: expected an ONNX model, found {OTHER_MODELS[ending]}")
-    instead = nearest(word, verbs) or stands_for(word) or almost(word) or f"model={word}"
+    check_format(word)
+    near = nearest_file(word, ".onnx") if Path(word).suffix else None
+    instead = nearest(word, verbs) or _stands_for(word) or near or f"model={word}"
     raise GraphoptError(
         f"{word}: expected {', '.join(verbs)}, FILE.onnx or FIELD=VALUE, such as {instead}: see graphopt --help"
     )
@@ -37,13 +35,13 @@ def field_of(word: str, verbs: Iterable[str]) -> str:
 
 def check_words(words: Sequence[str], verbs: Iterable[str]) -> None:
     """Raise an error if a shell has split an argument at its spaces, or two words name models or verbs."""
-    for i, word in enumerate(words):
-        before, after = " ".join(words[max(i - 1, 0) : i]), " ".join(words[i + 1 : i + 2])
-        split = ""
+    for i, (before, word, after) in enumerate(zip(["", *words], words, [*words[1:], ""], strict=False)):
         if word.startswith("=") and before and "=" not in before:
             split = f"{before}{word}{after if word == '=' else ''}"
         elif "=" not in word and before.endswith("=") and word not in verbs and not word.endswith(".onnx"):
             split = f"{before}{word}"
+        else:
+            split = ""
         if split:
             raise GraphoptError(f"{split}: expected FIELD=VALUE, found spaces around =: remove them")
         if after and "=" in word and any(word.count(one) > word.count(other) for one, other in BRACKETS):
@@ -66,7 +64,7 @@ def reader_of(path: str) -> str:
     return "images" if os.path.isdir(path) else ""
 
 
-def stands_for(word: str) -> str | None:
+def _stands_for(word: str) -> str | None:
     """Return the field that a word could mean, as `FIELD=VALUE`, or None."""
     if (Path(word) / CONFIG).is_file():
         return f"folder={word}"
@@ -75,16 +73,8 @@ def stands_for(word: str) -> str | None:
     field, colon, value = word.partition(":")
     if field in known_fields():
         return f"{field}={value if colon else 'VALUE'}"
-    groups = (
-        path for path in sorted(RECIPES.glob("*/*.yaml")) if path.stem == word and word not in (BASE, "none")
-    )
-    return next(
-        (f"{path.parent.name}={word}" for path in groups), f"model={word}" if word in BUILT_IN else None
-    )
-
-
-def almost(word: str) -> str | None:
-    """Return the ONNX file whose name is almost the word, or None."""
-    place = Path(word)
-    near = nearest(place.stem, [file.stem for file in place.parent.glob("*.onnx")]) if place.suffix else None
-    return near and str(place.with_name(f"{near}.onnx"))
+    if word in (BASE, "none"):
+        return None
+    groups = [path.parent.name for path in sorted(RECIPES.glob("*/*.yaml")) if path.stem == word]
+    groups += ["model"] if word in BUILT_IN else []
+    return f"{groups[0]}={word}" if groups else None

@@ -24,6 +24,7 @@ from graphopt.graph.roles import FED, STATE, Role, role_of, with_role
 from graphopt.graph.shown import elements
 from graphopt.graph.values import is_floating, name_of
 from graphopt.inspection.plot import plot
+from graphopt.inspection.words import counted
 from graphopt.pipeline import Pipeline
 from graphopt.runtime.executor import Executor
 from graphopt.runtime.forms import medians
@@ -249,8 +250,7 @@ def _operators(model: ir.Model) -> str:
 
 
 def _counted(sizes: Sequence[int]) -> str:
-    tensors = "1 tensor" if len(sizes) == 1 else f"{len(sizes)} tensors"
-    return f"{tensors} of {sum(sizes):,} numbers"
+    return f"{counted(len(sizes), 'tensor')} of {sum(sizes):,} numbers"
 
 
 def _table(rows: Sequence[Sequence[str]]) -> Iterator[str]:

@@ -19,6 +19,11 @@ def label_of(name: str) -> str:
     return f"{target}{dot and ' '}{_WORDS.get(own, own.replace('_', ' '))}"
 
 
+def counted(number: int, what: str) -> str:
+    """Return a number with its noun, in the plural unless the number is 1."""
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
+
+
 def is_share(name: str) -> bool:
     """Return whether a measure is a share, which a person reads in percent."""
     return name.endswith("accuracy")

@@ -29,20 +29,15 @@ def check_text(file: str | PathLike[str], text: bytes) -> None:
     if len(text) > MOST_BYTES:
         raise GraphoptError(f"{file}: expected a recipe of at most {MOST_BYTES:,} bytes, found more")
     depth = 0
-    for event in _events(file, text):
-        if isinstance(event, yaml.AliasEvent):
-            raise GraphoptError(f"{file}: expected a recipe without YAML aliases, found one")
-        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-        if depth > MOST_DEEP:
-            raise GraphoptError(
-                f"{file}: expected mappings and lists of at most {MOST_DEEP} levels, found more"
-            )
-
-
-def _events(file: str | PathLike[str], text: bytes) -> Iterator[yaml.Event]:
-    """Yield the parts of a YAML text."""
     try:
-        yield from yaml.parse(text)
+        for event in yaml.parse(text):
+            if isinstance(event, yaml.AliasEvent):
+                raise GraphoptError(f"{file}: expected a recipe without YAML aliases, found one")
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            if depth > MOST_DEEP:
+                raise GraphoptError(
+                    f"{file}: expected mappings and lists of at most {MOST_DEEP} levels, found more"
+                )
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         line = "" if mark is None else f" in line {mark.line + 1}"

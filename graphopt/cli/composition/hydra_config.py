@@ -39,6 +39,7 @@ RECIPES = Path(__file__).parents[3] / "recipes"
 PRIMARY = "graphopt"
 BASE = "base"  # the base recipe of a group, which is not an option
 UNTRUSTED = "command-line"  # the provider of folders of recipes that the command line adds
+BRACKETS = (("[", "]"), ("{", "}"), ("(", ")"))
 MOST_READ = 20_000  # values of recipes, each counted as often as it is read
 _HOST = re.compile(r"[+~]*(sweep|launcher)\b")  # what starts processes: a recipe cannot set it
 _RUNS = 10_000  # the largest sweep that a recipe may ask for
@@ -101,7 +102,8 @@ class CommandLine:
                 continue
             old = record.choices[key] if key in record.choices else record.value(key)
             if value != old:
-                texts[key] = f"{key}={_plain(value)} in place of {key}={_plain(old)}"
+                new = override.get_value_string() if override.is_sweep_override() else _plain(value)
+                texts[key] = f"{key}={new} in place of {key}={_plain(old)}"
         return list(texts.values())
 
     @property
@@ -127,6 +129,10 @@ class CommandLine:
         for override in _parsed(*self.overrides):
             line = override.input_line
             if is_multirun:
+                if override.is_sweep_override() and override.key_or_group in ("folder", "resume"):
+                    raise GraphoptError(
+                        f"{line}: expected one folder, found several: run the command for each of them, without -m"
+                    )
                 if override.is_interval_sweep() and not {"sweep", "hydra/sweeper"} & {*keys}:
                     raise GraphoptError(
                         f"{line}: expected sweep=optuna beside it, which draws from intervals"
@@ -286,11 +292,11 @@ class RecipeLoader(ConfigLoaderImpl):
         """Raise an error if the value of a group is no option, or a group is deleted to which the recipe refers."""
         for override in _parsed(*overrides):
             group, line = override.key_or_group, override.input_line
-            if not group or not self.repository.group_exists(group):
-                if not group:
-                    raise GraphoptError(f"{line}: expected FIELD=VALUE, found no field")
-                is_gone = override.is_delete() and f"~pipeline.{group}" not in overrides
-                if is_gone and group in _plain_fields():
+            is_gone = override.is_delete() and f"~pipeline.{group}" not in overrides
+            if not group:
+                raise GraphoptError(f"{line}: expected FIELD=VALUE, found no field")
+            if not self.repository.group_exists(group):
+                if is_gone and group in _base_recipe().keys() - {"defaults", "hydra"}:
                     raise GraphoptError(
                         f"{line}: expected a recipe with {group}, found its removal: leave {line} out"
                     )
@@ -302,18 +308,17 @@ class RecipeLoader(ConfigLoaderImpl):
             options = [x for x in self.repository.get_group_options(group) if x != BASE]
             none = f": {group}=none leaves it out" if "none" in options else ""
             known = f"expected an option of {group}, {', '.join(options)}"
-            if override.is_delete():
-                if not override.value() and f"~pipeline.{group}" not in overrides and group != "experiment":
-                    raise GraphoptError(f"{line}: {known}, found its removal{none}")
-            elif not override.is_sweep_override() and not isinstance(override.value(), str | list | dict):
+            if is_gone and not override.value() and group != "experiment":
+                raise GraphoptError(f"{line}: {known}, found its removal{none}")
+            is_value = not override.is_delete() and not override.is_sweep_override()
+            if is_value and not isinstance(override.value(), str | list | dict):
                 found = override.get_value_string()
                 field = none if found in ("null", "false") else f": its fields are set by {group}.FIELD=VALUE"
                 raise GraphoptError(f"{line}: {known}, found {found}{field}")
 
     def _check_new_fields(self, config: DictConfig, overrides: list[str]) -> None:
         """Raise an error if the command line adds a field to the recipe that nothing in it refers to."""
-        own: Any = OmegaConf.load(RECIPES / f"{PRIMARY}.yaml")
-        known = {*own, *config.hydra.runtime.choices} - {"defaults"}
+        known = {*_base_recipe(), *config.hydra.runtime.choices} - {"defaults"}
         for override in _parsed(*overrides):
             name = override.key_or_group.partition(".")[0]
             is_new = (override.is_add() or override.is_force_add()) and name not in known
@@ -434,7 +439,7 @@ def _parsed(*overrides: str) -> list[Override]:
     except OverrideParseException as error:
         line = str(error.override)
         key = line.partition("=")[0].lstrip("+~")
-        if any(line.count(one) != line.count(other) for one, other in ("[]", "{}", "()")):
+        if any(line.count(one) != line.count(other) for one, other in BRACKETS):
             mend = f'close its brackets, and quote it if it has spaces, as in "{key}=[a, b]"'
         else:
             mend = f"write one = and no comma at the end, and quote a text, as in \"{key}='a text'\""
@@ -442,9 +447,16 @@ def _parsed(*overrides: str) -> list[Override]:
 
 
 @functools.cache
+def _base_recipe() -> dict[str, Any]:
+    """Return graphopt's own recipe, as its file has it."""
+    recipe: Any = OmegaConf.to_container(OmegaConf.load(RECIPES / f"{PRIMARY}.yaml"), resolve=False)
+    return dict(recipe)
+
+
+@functools.cache
 def known_fields() -> tuple[str, ...]:
     """Return the paths of all fields in graphopt's own recipes, those that are named most last."""
-    fields = [name for name, _ in flattened(OmegaConf.load(RECIPES / f"{PRIMARY}.yaml"))]
+    fields = [name for name, _ in flattened(_base_recipe())]
     own = [name for name in fields if not name.startswith(("defaults", "hydra", "models", "pipeline"))]
     groups = sorted(
         path for path in RECIPES.glob("*/*.yaml") if path.parent.name not in ("experiment", "sweep")
@@ -454,12 +466,6 @@ def known_fields() -> tuple[str, ...]:
     ]
     groups_alone = [path.parent.name for path in groups]
     return tuple(dict.fromkeys(x.partition("[")[0] for x in reversed([*own, *groups_alone, *parts])))
-
-
-def _plain_fields() -> set[str]:
-    """Return the fields of a recipe that are neither groups nor steps, and that every recipe has."""
-    own: Any = OmegaConf.load(RECIPES / f"{PRIMARY}.yaml")
-    return {str(name) for name in own if name not in ("defaults", "hydra")}
 
 
 def options_with(group: str, field: str) -> list[str]:

@@ -30,6 +30,7 @@ from graphopt.cli.composition.validation import (
     metrics_of,
     resolve,
 )
+from graphopt.cli.run_folder import CONFIG
 from graphopt.communicator import Communicator
 from graphopt.compiler import StepHalves, split_step
 from graphopt.data import Columns, Dataset
@@ -39,6 +40,7 @@ from graphopt.distributed.data_parallel import DataParallel
 from graphopt.distributed.launchers import Launcher
 from graphopt.distributed.local_sgd import LocalSGD
 from graphopt.errors import GraphoptError, nearest, some
+from graphopt.files import write
 from graphopt.graph.limits import Limits
 from graphopt.graph.loading import load
 from graphopt.graph.metadata import LABELS, TargetSpec, labels_in
@@ -52,7 +54,7 @@ from graphopt.training.evaluation import reported
 from graphopt.training.fit import adapt
 from graphopt.training.metrics import Wanted
 
-OTHER_MODELS = {
+_OTHER_MODELS = {
     **dict.fromkeys((".pt", ".pth", ".ckpt", ".bin"), "PyTorch's: export it with torch.onnx.export"),
     **dict.fromkeys(
         (".h5", ".keras", ".pb"), "TensorFlow's: export it with tf2onnx, or model.export(format='onnx')"
@@ -63,10 +65,21 @@ OTHER_MODELS = {
     ".ort": "ONNX Runtime's own format: name the .onnx file that it was made of",
 }
 OWN_EXECUTOR = "graphopt.Executor"
-
-
 # A training graph, and what returns the executor of one of the workers that run it.
 _Program = tuple[ir.Model, Callable[[Communicator], Executor]]
+
+
+def check_format(file: str) -> None:
+    """Raise an error if a file, by its name, has the model of another framework."""
+    if (ending := Path(file).suffix.lower()) in _OTHER_MODELS:
+        raise GraphoptError(f"{file}: expected an ONNX model, found {_OTHER_MODELS[ending]}")
+
+
+def nearest_file(missing: str, ending: str) -> str | None:
+    """Return the path of the file with an ending whose name is nearest to that of a missing one, or None."""
+    place = Path(missing)
+    near = nearest(place.stem, sorted(file.stem for file in place.parent.glob(f"*{ending}")))
+    return near and str(place.with_name(f"{near}{ending}"))
 
 
 class Recipe:
@@ -243,18 +256,15 @@ class Recipe:
         name, models = str(file or self.fields["model"]), self.fields["models"]
         if name not in models:
             if not Path(name).exists():
-                files = [path.name for path in Path(name).parent.glob("*.onnx")]
-                stems, stem = [file.removesuffix(".onnx") for file in files], Path(name).stem
-                near = nearest(stem, stems if name.endswith(".onnx") else [*models, *stems]) or nearest(
-                    stem, models
-                )
-                meant = str(Path(name).with_name(f"{near}.onnx")) if near in stems else near
+                meant = [nearest(Path(name).stem, models), nearest_file(name, ".onnx")]
+                if name.endswith(".onnx"):
+                    meant.reverse()
+                near = meant[0] or meant[1]
                 raise GraphoptError(
-                    f"model {name!r}: no such file{f', nearest: {meant!r}' if meant else ''}; built-in: "
+                    f"model {name!r}: no such file{f', nearest: {near!r}' if near else ''}; built-in: "
                     f"{', '.join(models)}"
                 )
-            if (ending := Path(name).suffix.lower()) in OTHER_MODELS:
-                raise GraphoptError(f"{name}: expected an ONNX model, found {OTHER_MODELS[ending]}")
+            check_format(name)
             model = load(name, limits=self.limits)
             if file is None and with_role(model, *STATE):
                 raise GraphoptError(
@@ -317,11 +327,9 @@ class Recipe:
         trained, columns = executor.trained(), Columns.of(executor.model)
         if columns is None:
             return trained
-        specs = [
-            spec for x in with_role(executor.model, Role.TARGET) if (spec := TargetSpec.read(x)) is not None
-        ]
-        threshold = next((spec.threshold for spec in specs if spec.threshold is not None), 0.0)
-        return columns.before(trained, labels_in(executor.model), threshold)
+        specs = map(TargetSpec.read, with_role(executor.model, Role.TARGET))
+        thresholds = [spec.threshold for spec in specs if spec and spec.threshold is not None]
+        return columns.before(trained, labels_in(executor.model), *thresholds[:1])
 
     def executor(self, step: ir.Model, **changed: Any) -> Executor:
         """Return the executor of a training graph, with fields that differ from those of the recipe."""
@@ -350,6 +358,7 @@ class Recipe:
     def write_record(self, folder: Path) -> None:
         """Write the recipe to the folder of a run, for commands that name the run."""
         write_record(folder, self.composed, self.command_line.record, self.command_line.strangers)
+        write(folder / CONFIG, self.text())
 
     def _resolve(self, config: DictConfig, steps: int) -> bool:
         """Resolve the recipe to a plain, checked mapping; return whether it refers to the steps of the run."""

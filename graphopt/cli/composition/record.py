@@ -59,20 +59,20 @@ class Record:
         """Return the record of a run; None if there is no run. An old run has its resolved recipe alone."""
         if not (folder / CONFIG).is_file():
             return None
-        resolved = _mapping(_read(folder / CONFIG))
+        resolved = mapping(read_config(folder / CONFIG))
         place = folder / HYDRA
         if not all((place / name).is_file() for name in (COMPOSED, OPTIONS, OVERRIDES)):
             return cls(
                 folder, _with_references(resolved), resolved, _choices(resolved), strangers=(_uri(folder),)
             )
-        fields, hydra, overrides = (_read(place / name) for name in (COMPOSED, OPTIONS, OVERRIDES))
+        fields, hydra, overrides = (read_config(place / name) for name in (COMPOSED, OPTIONS, OVERRIDES))
         strangers = _signed(place)
-        runtime = _mapping(_mapping(_mapping(hydra).get("hydra")).get("runtime"))
+        runtime = mapping(select(hydra, "hydra.runtime"))
         return cls(
             folder,
-            _mapping(fields),
+            mapping(fields),
             resolved,
-            {str(group): str(choice) for group, choice in _mapping(runtime.get("choices")).items()},
+            {str(group): str(choice) for group, choice in mapping(runtime.get("choices")).items()},
             tuple(map(str, overrides)) if isinstance(overrides, list) else (),
             (_uri(folder),) if strangers is None else strangers,
             strangers is not None,
@@ -81,8 +81,8 @@ class Record:
 
     def value(self, name: str) -> Any:
         """Return a field of the recipe as the run named it, or None."""
-        named = _select(self.fields, name)
-        return _select(self.resolved, name) if "${" in str(named) else named
+        named = select(self.fields, name)
+        return select(self.resolved, name) if "${" in str(named) else named
 
 
 def run_of(path: str) -> Path | None:
@@ -93,7 +93,12 @@ def run_of(path: str) -> Path | None:
 
 
 def write_record(
-    folder: Path, config: DictConfig, record: Record | None = None, strangers: tuple[str, ...] = ()
+    folder: Path,
+    config: DictConfig,
+    record: Record | None = None,
+    strangers: tuple[str, ...] = (),
+    *,
+    is_checked: bool = True,
 ) -> None:
     """Write `.hydra` as Hydra does: the recipe, Hydra's own options, and the overrides of all command lines so far.
 
@@ -101,13 +106,14 @@ def write_record(
 
     Args:
         strangers: where recipes of others came from.
+        is_checked: sign it, because the recipe has passed all checks.
     """
     hydra: Any = HydraConfig.instance().cfg
     task = list(hydra.hydra.overrides.task)
     before = [] if record is None else [line for line in record.overrides if line not in task]
     parts = {COMPOSED: config, OPTIONS: hydra, OVERRIDES: OmegaConf.create([*before, *task])}
     texts = {name: OmegaConf.to_yaml(part).encode() for name, part in parts.items()}
-    key = _key() if record is None or record.is_own else None
+    key = _key() if is_checked and (record is None or record.is_own) else None
     note = {"strangers": list(strangers), "hmac": _sum(key, texts, strangers) if key else None}
     write_folder(folder / HYDRA, {**texts, SIGNATURE: json.dumps(note).encode()})
 
@@ -143,7 +149,7 @@ def _key() -> bytes | None:
         return None
 
 
-def _read(path: Path) -> Any:
+def read_config(path: Path) -> Any:
     """Return the content of a file of a record, which anyone may have written."""
     text = read_regular(path, MOST_BYTES)
     if text is None:
@@ -159,20 +165,20 @@ def _read(path: Path) -> Any:
         raise GraphoptError(f"{path}: expected the recipe of a run: {cause(error)}") from error
 
 
-def _select(node: Any, name: str) -> Any:
+def select(node: Any, name: str) -> Any:
     for key in name.split("."):
         node = node.get(key) if isinstance(node, Mapping) else None
     return node
 
 
-def _mapping(node: Any) -> Mapping[str, Any]:
+def mapping(node: Any) -> Mapping[str, Any]:
     return node if isinstance(node, Mapping) else {}
 
 
 def _with_references(resolved: Any) -> Mapping[str, Any]:
     """Return a resolved recipe whose pipeline refers to the other parts again."""
-    fields = dict(_mapping(resolved))
-    steps = _mapping(fields.get("pipeline"))
+    fields = dict(mapping(resolved))
+    steps = mapping(fields.get("pipeline"))
     pipeline = {
         name: f"${{{name}}}" if name in fields and fields[name] == step else step
         for name, step in steps.items()
@@ -182,7 +188,7 @@ def _with_references(resolved: Any) -> Mapping[str, Any]:
 
 def _choices(resolved: Mapping[str, Any]) -> dict[str, str]:
     """Return names for the options of a recipe that does not say them: `none`, or the name of the class."""
-    parts = {name: node for name, node in resolved.items() if node is None or "_target_" in _mapping(node)}
+    parts = {name: node for name, node in resolved.items() if node is None or "_target_" in mapping(node)}
     return {
         name: "none" if node is None else str(node["_target_"]).rpartition(".")[2]
         for name, node in parts.items()

@@ -75,7 +75,6 @@ _ADDED: dict[str, Sequence[str]] = {  # arguments that the command adds
     "fit.checkpoint": ("folder",),
     "hosts": ("step", "folder"),
 }
-_NUMBERS = ("epochs", "batch_size", "seed", "validation_every", "prefetch", "shuffle")
 ROWS = ("all", "held_out", "trained")
 _PREDICTIONS = "predictions"  # the name, without its ending, of the file that run=predict writes
 # These may name libraries to load and files to write.
@@ -127,7 +126,7 @@ def check_recipe(fields: Mapping[str, Any], command_line: CommandLine) -> None:
     for field, most in _MOST.items():
         if isinstance(leaves.get(field), int) and leaves[field] > most:
             raise GraphoptError(f"{field}: expected at most {most:,}, found {leaves[field]}")
-    FitOptions(**{name: value for name, value in training.items() if name in _NUMBERS})
+    FitOptions(**{name: x for name, x in training.items() if name not in ("metrics", "validation")})
     metrics_of(training.get("metrics"), command_line.trust)
     _check_logs(fields["callbacks"], command_line)
     if command_line.strangers:
@@ -426,6 +425,8 @@ def _words(hint: Any) -> str | None:
     if hint in (int, float, str):
         return str(hint.__name__)
     origin, parts = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Callable:
+        return "a function"
     if origin is Literal:
         return " or ".join(map(repr, parts))
     if inspect.isclass(origin) and issubclass(origin, Mapping) and parts[1:] == (Any,):

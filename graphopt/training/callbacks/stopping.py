@@ -16,6 +16,7 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 
 from graphopt.errors import GraphoptError, unknown
+from graphopt.inspection.words import counted
 from graphopt.intervals import check_types, within
 from graphopt.training.callbacks.callback import Callback, Record, Run
 from graphopt.training.callbacks.logs import json_lines
@@ -132,8 +133,7 @@ class EarlyStopping(Monitor):
 
     def stalled(self, run: Run) -> None:
         best = "" if self.record is None else f": the best was epoch {self.record['epoch']}"
-        epochs = f"{self.waited} epoch{'' if self.waited == 1 else 's'}"
-        run.stop(f"{self.monitor} has not improved in {epochs}{best}")
+        run.stop(f"{self.monitor} has not improved in {counted(self.waited, 'epoch')}{best}")
 
     def on_fit_end(self, run: Run) -> None:
         if self._weights and run.has_ended:
