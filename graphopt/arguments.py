@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from graphopt.errors import GraphoptError, kind_of, nearest, unknown
 
-P = ParamSpec("P")
-R = TypeVar("R")
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 _MOST_LISTED = 20  # names of a module
 
@@ -60,16 +60,16 @@ class Checked(ABCMeta):
             return own.replace(parameters=list(own.parameters.values())[1:])
 
 
-def checked(advice: str = "") -> Callable[[Callable[P, R]], Callable[P, R]]:
+def checked(advice: str = "") -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
     """Let calls of a function name wrong arguments in one line.
 
     Args:
         advice: what to do about arguments without a name that are too many.
     """
 
-    def decorated(function: Callable[P, R]) -> Callable[P, R]:
+    def decorated(function: Callable[_P, _R]) -> Callable[_P, _R]:
         @functools.wraps(function)
-        def call(*args: P.args, **keywords: P.kwargs) -> R:
+        def call(*args: _P.args, **keywords: _P.kwargs) -> _R:
             try:
                 return function(*args, **keywords)
             except TypeError:

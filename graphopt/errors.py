@@ -12,7 +12,7 @@ LONGEST_WORD = 200  # characters of a word, or of a text in quotes
 LONG = re.compile(rf"(?<=')[^']{{{LONGEST_WORD},}}(?=')|[^\s']{{{LONGEST_WORD},}}")
 CUT = "..."
 _OWN = ("graphopt", "passes")
-LIBRARIES = (
+_FRAMEWORKS = (
     "torch",
     "keras",
     "tensorflow",
@@ -254,7 +254,7 @@ def library_of(thing: object) -> str | None:
     packages = [base.__module__.partition(".")[0] for base in kind.__mro__]
     if packages[0] in _OWN:
         return None
-    return next((name for name in packages if name in LIBRARIES), None)
+    return next((name for name in packages if name in _FRAMEWORKS), None)
 
 
 def kind_of(thing: object) -> str:

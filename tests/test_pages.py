@@ -456,6 +456,9 @@ def test_a_sweep_with_a_failed_job_shows_the_others(capsys: pytest.CaptureFixtur
     assert re.search(r"^ 1  best .*\n 0  failed   -1", said.out, re.MULTILINE)
     assert "written   runs/compare.html" in said.out
     assert said.err.splitlines()[-1].startswith("graphopt: error: AdamW(learning_rate=-1)")
+    # The job's recipe may be one that was refused: nothing vouches for it.
+    assert json.loads(Path("runs/0/.hydra/signature.json").read_text())["hmac"] is None
+    assert json.loads(Path("runs/1/.hydra/signature.json").read_text())["hmac"]
 
 
 @pytest.mark.slow

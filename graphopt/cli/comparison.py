@@ -148,6 +148,7 @@ class _Comparison:
         """Return the page: the best run, the table, and the curves."""
         best, states = self.runs[0], self.states()
         links = {i: f"{quote(run.name)}/{REPORT}" for i, run in enumerate(self.runs) if run.has_report}
+        labels = list(map(label_of, _short(self.options)))
         parts = []
         if states[0] == "best":
             shown = [name for name in self.measures if name not in ("epoch", "loss")] or ["loss"]
@@ -155,10 +156,10 @@ class _Comparison:
             figures = [
                 (_label(name), measure_text(name, x), "c1" if name == self.by else "") for name, x in numbers
             ]
-            facts = {name: best.option(name) for name in self.options}
+            facts = dict(zip(labels, map(best.option, self.options), strict=True))
             parts = [html.figures(figures), *([html.facts(facts)] if facts else [])]
             parts = [html.section(f"Best run: {best.name}", *parts)]
-        header, rows = ["run", *self.options, *map(_label, self.measures)], self.rows(measure_text)
+        header, rows = ["run", *labels, *map(_label, self.measures)], self.rows(measure_text)
         marks, texts = dict(enumerate(states)), 1 + len(self.options)
         return html.page(
             str(self.folder),

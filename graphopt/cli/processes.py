@@ -15,7 +15,7 @@ from graphopt.errors import GraphoptError
 
 HOME = Path(__file__).parents[2]  # what `graphopt` itself is imported from
 SAFE = "PYTHONSAFEPATH"  # read by Python 3.11 and later: `python -m` does not search the working directory
-PLAIN = "NO_COLOR"  # read by Optuna's log, too
+_PLAIN = "NO_COLOR"  # read by Optuna's log, too
 IN_THIS_PROCESS = "BasicLauncher"  # of Hydra
 SEARCHES_HERE = "hydra_plugins.hydra_ray_launcher"  # Ray has its workers search the working directory first
 
@@ -28,7 +28,7 @@ def installed_first() -> Iterator[None]:
     """
     path, environment = list(sys.path), dict(os.environ)
     sys.path[:] = sorted(path, key=_is_here)
-    set_here = [SAFE, *([] if sys.stderr.isatty() else [PLAIN])]
+    set_here = [SAFE, *([] if sys.stderr.isatty() else [_PLAIN])]
     for name in set_here:
         os.environ.setdefault(name, "1")
     try:

@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 
 from graphopt.cli.composition.recipe import Recipe
-from graphopt.cli.composition.record import Record
+from graphopt.cli.composition.record import RunRecord
 from graphopt.data.dataset import Array, Dataset, LazyArray
 from graphopt.data.loader import Rows
 from graphopt.errors import GraphoptError
@@ -16,7 +16,7 @@ from graphopt.moments import row_index
 DECIDING = ("seed", "shuffle", "validation")  # the fields of `fit` that decide which rows are held out
 
 
-def rows_of(recipe: Recipe, record: Record | None) -> tuple[Dataset, str]:
+def chosen_rows(recipe: Recipe, record: RunRecord | None) -> tuple[Dataset, str]:
     """Return the data that the recipe's field `rows` chooses, and what it is in words.
 
     `rows=null` is `held_out` to evaluate a run on its own data, and `all` otherwise.
@@ -46,7 +46,7 @@ def rows_of(recipe: Recipe, record: Record | None) -> tuple[Dataset, str]:
     return data, f"{source}{len(data):,} rows, of which the run trained on {count}"
 
 
-def _has_data_of(record: Record, recipe: Recipe) -> bool:
+def _has_data_of(record: RunRecord, recipe: Recipe) -> bool:
     then, now = record.resolved.get("fit"), recipe.fields["fit"]
     is_same = isinstance(then, dict) and all(then.get(name) == now.get(name) for name in DECIDING)
     return is_same and record.resolved.get("data") == recipe.fields["data"]

@@ -14,9 +14,9 @@ import onnx_ir as ir
 from rich.console import Console
 
 from graphopt.cli.composition.recipe import Recipe
-from graphopt.cli.composition.record import Record
+from graphopt.cli.composition.record import RunRecord
 from graphopt.cli.messages import print_matrix, print_table
-from graphopt.cli.rows import rows_of
+from graphopt.cli.rows import chosen_rows
 from graphopt.cli.run_folder import CHECKPOINTS, CONFIG, resumed
 from graphopt.data.dataset import Dataset
 from graphopt.data.files import write_rows
@@ -47,7 +47,7 @@ class Trained:
     checkpoint: Path | None = None
     step: Path | None = None
     model: Path | None = None
-    record: Record | None = None
+    record: RunRecord | None = None
 
     @classmethod
     def find(cls, recipe: Recipe, folder: Path) -> Trained:
@@ -62,7 +62,7 @@ class Trained:
                     f"resume={str(asked).lower()}: expected a run of the same recipe with a checkpoint, found none"
                 )
             recipe.follow(step := _step_of(checkpoint.parents[1]))
-            return cls(recipe, place, checkpoint, step, record=record or Record.read(place))
+            return cls(recipe, place, checkpoint, step, record=record or RunRecord.read(place))
         if recipe.names_folder and model.is_file():
             return cls(recipe, folder, None, step, model, record)
         if recipe.fields["model"] in recipe.fields["models"]:
@@ -82,7 +82,7 @@ class Trained:
     @functools.cached_property
     def chosen(self) -> tuple[Dataset, str]:
         """Return the rows of the data that the recipe chooses, and what they are in words."""
-        return rows_of(self.recipe, self.record)
+        return chosen_rows(self.recipe, self.record)
 
     @property
     def batches(self) -> dict[str, Any]:

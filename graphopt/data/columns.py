@@ -19,7 +19,7 @@ from graphopt.graph.emitter import Emitter
 from graphopt.moments import mean_and_scale
 
 MACHINE_LEARNING = "ai.onnx.ml"  # the domain of LabelEncoder
-LONGEST = 1_000  # characters of a number or a category
+LONGEST_CELL = 1_000  # characters of a number or a category
 _MOST_CATEGORIES = 10_000  # whatever a description allows
 _MISSING = frozenset(
     ("", "na", "n/a", "nan", "nat", "<na>", "#n/a", "null", "none", "?")
@@ -550,7 +550,7 @@ def _number(value: Any) -> float:
     if isinstance(value, int | float):
         return float(value)
     text = str(value)
-    if len(text) > LONGEST or "_" in text:  # which Python skips
+    if len(text) > LONGEST_CELL or "_" in text:  # which Python skips
         raise ValueError
     return np.nan if text.lower() in _MISSING else float(text)
 
@@ -581,9 +581,9 @@ def _check_texts(categories: Sequence[str], most: int) -> None:
             f"expected at most {most:,} categories, found {len(categories):,}: raise most, or leave it out"
         )
     for text in categories:
-        if len(text) > LONGEST or "\0" in text or not suits(str.encode, text):
+        if len(text) > LONGEST_CELL or "\0" in text or not suits(str.encode, text):
             raise GraphoptError(
-                f"expected categories of at most {LONGEST:,} characters of Unicode without NUL, found "
+                f"expected categories of at most {LONGEST_CELL:,} characters of Unicode without NUL, found "
                 f"{text[:40]!r} of {len(text):,}: leave the column out"
             )
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from graphopt.data.columns import LONGEST, Category, Column, is_missing, suits
+from graphopt.data.columns import LONGEST_CELL, Category, Column, is_missing, suits
 from graphopt.data.dataset import FEATURES, TARGET, WEIGHT, Dataset
 from graphopt.data.tables import Columns, cells, check_description, columns_of, named_in
 from graphopt.errors import GraphoptError, naming, some, unknown
@@ -78,7 +78,7 @@ def refuse_twice(path: str, kind: str, names: Iterable[str]) -> None:
 
 def is_numeral(text: str) -> bool:
     """Return whether a text is a number of not too many digits."""
-    return len(text) <= LONGEST and suits(float, text)
+    return len(text) <= LONGEST_CELL and suits(float, text)
 
 
 def option(path: str, name: str, value: str) -> str:
@@ -188,7 +188,7 @@ def _numbers(path: str, name: str, column: Any) -> np.ndarray:
     if isinstance(column, np.ndarray) and column.dtype.kind in "iufb":
         return column
     texts = ["nan" if is_missing(value) else str(value) for value in column]
-    for dtype in (np.int64, np.float64) if max(map(len, texts), default=0) <= LONGEST else ():
+    for dtype in (np.int64, np.float64) if max(map(len, texts), default=0) <= LONGEST_CELL else ():
         try:
             return np.array(texts, dtype)
         except (ValueError, OverflowError):  # also for whole numbers beyond int64

@@ -14,7 +14,7 @@ from graphopt.graph.metadata import FROZEN
 from graphopt.graph.roles import STATE, Role, role_of, with_role
 from graphopt.graph.shown import elements
 from graphopt.graph.values import is_floating, name_of
-from graphopt.inspection.table import Table
+from graphopt.inspection.table import ShownTable
 from graphopt.runtime.executor import Executor
 
 _HEADS = ("layer", "operator", "output shape", "parameters", "trains")
@@ -23,7 +23,7 @@ _HIDDEN = ("Constant", "Identity")
 
 
 @dataclass(frozen=True, repr=False)
-class Summary(Table):
+class Summary(ShownTable):
     """Hold the summary of a model, which shows itself as a table.
 
     Args:

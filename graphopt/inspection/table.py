@@ -8,7 +8,7 @@ from html import escape
 from typing import ClassVar
 
 
-class Table(ABC):
+class ShownTable(ABC):
     """Show itself as a table. A subclass implements `rows_shown`."""
 
     words: ClassVar[Collection[int]] = ()  # columns that are aligned to the left

@@ -11,10 +11,10 @@ from graphopt.errors import GraphoptError
 from graphopt.intervals import check_types
 from graphopt.runtime.device import Device, DeviceOptions
 
-P = ParamSpec("P")
-R = TypeVar("R")
-S = TypeVar("S")
-U = TypeVar("U")
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+_S = TypeVar("_S")
+_U = TypeVar("_U")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -73,8 +73,8 @@ class ExecutorOptions(DeviceOptions):
 
 
 def keywords_of(
-    options: Callable[P, object],
-) -> Callable[[Callable[Concatenate[S, U, ...], R]], Callable[Concatenate[S, U, P], R]]:
+    options: Callable[_P, object],
+) -> Callable[[Callable[Concatenate[_S, _U, ...], _R]], Callable[Concatenate[_S, _U, _P], _R]]:
     """Show the fields of a dataclass in place of `**options` in the signature of a function of two other arguments."""
 
     def shown(function: Any) -> Any:

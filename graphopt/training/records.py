@@ -6,14 +6,14 @@ from collections.abc import Iterator
 from numbers import Real
 from typing import Any
 
-from graphopt.inspection.table import Table
+from graphopt.inspection.table import ShownTable
 from graphopt.training.callbacks.callback import Record
 
 _LEFT_OUT = ("step", "samples_per_second")
 _FIRST, _LAST = 2, 8  # records that a longer table shows
 
 
-class Records(Table, list[Record]):
+class Records(ShownTable, list[Record]):
     """Hold a record for each epoch, as `fit` returns them: a list of dicts, which a table shows.
 
     >>> from graphopt.training.records import Records

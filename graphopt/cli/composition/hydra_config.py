@@ -30,7 +30,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 from omegaconf.resolvers import oc
 
 from graphopt.cli.composition.expansion import MOST_BYTES, check_expansion, check_text
-from graphopt.cli.composition.record import NOT_TAKEN, Record, run_of
+from graphopt.cli.composition.record import NOT_TAKEN, RunRecord, run_of
 from graphopt.cli.run_folder import Before
 from graphopt.errors import GraphoptError, unknown
 
@@ -60,7 +60,7 @@ class CommandLine:
     overrides: tuple[str, ...] = ()
     folders: tuple[str, ...] = ()
     arguments: tuple[str, ...] = ()
-    record: Record | None = None
+    record: RunRecord | None = None
 
     @classmethod
     def of(cls, overrides: Sequence[str], folder: str | None) -> CommandLine:
@@ -171,7 +171,7 @@ class CommandLine:
         return False
 
 
-def _record(overrides: Sequence[str]) -> Record | None:
+def _record(overrides: Sequence[str]) -> RunRecord | None:
     """Return the record of the run that `resume=PATH` names, or `folder=RUN` to evaluate or predict."""
     fields = {x.key_or_group: x.value() for x in _parsed(*overrides) if not x.is_delete()}
     for name in ("folder", "model", "resume"):
@@ -180,9 +180,9 @@ def _record(overrides: Sequence[str]) -> Record | None:
     resume, folder = fields.get("resume"), fields.get("folder")
     if isinstance(resume, str):
         run = run_of(resume)
-        return None if run is None else Record.read(run)
+        return None if run is None else RunRecord.read(run)
     uses = fields.get("run") in ("evaluate", "predict") and not resume and isinstance(folder, str)
-    return Record.read(Path(str(folder))) if uses else None
+    return RunRecord.read(Path(str(folder))) if uses else None
 
 
 def _plain(value: Any) -> str:
@@ -329,7 +329,7 @@ class RecipeLoader(ConfigLoaderImpl):
                     f"{override.input_line}: {unknown('option', name, names, known_fields())}"
                 )
 
-    def _repeatable(self, record: Record, overrides: list[str]) -> list[str]:
+    def _repeatable(self, record: RunRecord, overrides: list[str]) -> list[str]:
         """Return overrides without those that a record has already and that Hydra would not do again.
 
         Note the groups of which the record's option is kept.

@@ -31,7 +31,7 @@ _KEY, _ROOM = "key", "runs"
 
 
 @dataclass(frozen=True)
-class Record:
+class RunRecord:
     """Hold the recipe of a run.
 
     Args:
@@ -55,7 +55,7 @@ class Record:
     started_in: str = ""
 
     @classmethod
-    def read(cls, folder: Path) -> Record | None:
+    def read(cls, folder: Path) -> RunRecord | None:
         """Return the record of a run; None if there is no run. An old run has its resolved recipe alone."""
         if not (folder / CONFIG).is_file():
             return None
@@ -95,7 +95,7 @@ def run_of(path: str) -> Path | None:
 def write_record(
     folder: Path,
     config: DictConfig,
-    record: Record | None = None,
+    record: RunRecord | None = None,
     strangers: tuple[str, ...] = (),
     *,
     is_checked: bool = True,

@@ -75,7 +75,7 @@ _ADDED: dict[str, Sequence[str]] = {  # arguments that the command adds
     "fit.checkpoint": ("folder",),
     "hosts": ("step", "folder"),
 }
-ROWS = ("all", "held_out", "trained")
+_ROWS = ("all", "held_out", "trained")
 _PREDICTIONS = "predictions"  # the name, without its ending, of the file that run=predict writes
 # These may name libraries to load and files to write.
 _HOST = ("executor.provider_options", "executor.session_options", "executor.custom_ops")
@@ -99,8 +99,8 @@ def check_recipe(fields: Mapping[str, Any], command_line: CommandLine) -> None:
             raise GraphoptError(f"{field}: expected {text}, found {value!r}")
     if fields["data"].get("columns") is not None:
         _check_columns(fields["data"]["columns"])
-    if fields.get("rows") not in (*ROWS, None):
-        raise GraphoptError(unknown("rows", fields["rows"], ROWS))
+    if fields.get("rows") not in (*_ROWS, None):
+        raise GraphoptError(unknown("rows", fields["rows"], _ROWS))
     models, added = {}, dict(_ADDED)
     for name, node in fields["models"].items():
         outputs = node.get("outputs")  # null: the number that the data needs
@@ -143,7 +143,7 @@ def _check_columns(description: Any) -> None:
 def _plain(fields: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any, str]]:
     """Yield the fields that name no class, with the value and the expected type of each."""
     yield from ((key, fields.get(key), str, "a name") for key in ("model", "run", "predictions"))
-    yield "rows", fields.get("rows"), str | None, f"{', '.join(ROWS)} or null"
+    yield "rows", fields.get("rows"), str | None, f"{', '.join(_ROWS)} or null"
     yield "quiet", fields.get("quiet"), bool, "true or false"
     yield from ((key, fields.get(key), dict, "a mapping of fields") for key in PARTS)
     yield from ((f"models.{name}", x, dict, "a mapping of fields") for name, x in fields["models"].items())

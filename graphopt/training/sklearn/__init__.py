@@ -92,7 +92,7 @@ def register_skl2onnx() -> None:
     >>> [x.name for x in (*model.graph.input, *model.graph.output)]
     ['X', 'label', 'probabilities']
     """
-    _conversion().register()
+    _conversion().register_converters()
 
 
 def _conversion() -> Any:

@@ -34,7 +34,7 @@ _OF_CLASSIFIERS = {
 }
 
 
-def register() -> None:
+def register_converters() -> None:
     """Register a converter of each estimator."""
     for estimator, parser in ((OnnxClassifier, None), (OnnxRegressor, None), (Trainer, _parse_trainer)):
         skl2onnx.update_registered_converter(
@@ -56,7 +56,7 @@ def converted(fitted: Any, X: Any, dtype: str, options: dict[str, Any]) -> onnx.
             f"to_onnx: expected a fitted estimator, such as a Pipeline, found {type(fitted).__name__}: "
             f"graphopt.save writes models"
         )
-    register()
+    register_converters()
     check_is_fitted(fitted)
     try:
         X = X if hasattr(X, "shape") else np.asarray(X)
