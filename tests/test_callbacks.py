@@ -585,7 +585,7 @@ def test_a_tracker_that_cannot_begin_is_an_error_of_one_line() -> None:
 )
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, make: Any, package: str) -> None:
     monkeypatch.setitem(sys.modules, package, None)
-    message = f": expected the package {package}, found none: pip install {package}$"
+    message = f": expected the package {package}, found none: pip install {package.lower()}$"
     with pytest.raises(graphopt.GraphoptError, match=message):
         make()
 

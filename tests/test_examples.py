@@ -12,7 +12,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from PIL import Image
 
 EXAMPLES = sorted((Path(__file__).parents[1] / "examples").glob("*.py"))
 
@@ -90,6 +89,8 @@ def draw_run(result):
 
 def draw_report(result):
     """The guide's pictures are of the pages' size; their numbers differ from run to run."""
+    from PIL import Image  # of an extra
+
     for name, picture in result.items():
         kept = Path(__file__).parents[1] / "examples/pictures" / name
         assert Image.open(kept).size == Image.open(io.BytesIO(picture)).size

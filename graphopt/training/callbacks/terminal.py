@@ -19,12 +19,12 @@ def open_console(*, quiet: bool = False) -> Console:
     """Return the console of the process. A program such as mpiexec reads from a terminal without a size."""
     from rich.console import Console
 
-    return Console(quiet=quiet, force_terminal=None if _has_size() else False)
+    return Console(quiet=quiet, force_terminal=None if _is_asked() or _is_sized() else False)
 
 
 def is_watched() -> bool:
     """Return whether the output is a terminal, other than that of a worker of mpiexec, or a notebook."""
-    return (sys.stdout.isatty() and _has_size()) or "ipykernel" in sys.modules
+    return (sys.stdout.isatty() and _is_sized()) or "ipykernel" in sys.modules
 
 
 def glued(text: str) -> str:
@@ -52,10 +52,13 @@ def print_line(console: Console, text: str, indent: int = 2, *, style: str | Non
     console.print(text, markup=False, highlight=False, soft_wrap=True, style=style)
 
 
-def _has_size() -> bool:
+def _is_asked() -> bool:
+    """Return whether the environment says what the output is."""
+    return any(name in os.environ for name in _ASKED)
+
+
+def _is_sized() -> bool:
     """Return whether the output is a terminal with a size, or none at all."""
-    if any(name in os.environ for name in _ASKED):
-        return True
     try:
         return os.get_terminal_size(sys.stdout.fileno()).columns > 0
     except (AttributeError, OSError, ValueError):
