@@ -35,7 +35,7 @@ def test_scikit_learn_and_pytorch_take_the_same_steps(monkeypatch, tmp_path):
     assert "<svg" in path.read_text()
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_estimators_and_scikit_learn_s_networks_are_timed(monkeypatch):
     monkeypatch.syspath_prepend(FOLDER)  # joblib's workers import the module
     rows = benchmark("scikit_learn", monkeypatch).estimators(rounds=1, most=1)
