@@ -274,7 +274,8 @@ REFUSED: list[tuple[str | list[str], str]] = [
     ),
     (
         f"{CSV}rows.csv data.target=price",
-        "rows.csv: unknown column 'price'; known: a, b, target: name the column to predict, data.target=NAME",
+        "rows.csv: unknown column 'price'; known: a, b, target: name the column to predict, data.target=NAME, "
+        "or leave it out, data.target=null",
     ),
     (
         "fit.metrics=3",

@@ -259,9 +259,9 @@ def test_labels_of_a_binary_loss_are_predicted_by_name(capsys: pytest.CaptureFix
     ]
     assert cli.main([*table, "fit.epochs=3", "folder=named"]) == 0
     assert cli.main(["predict", "folder=named", "data.path=new.csv"]) == 1
-    assert "unknown column 'target'; known: a, b: to predict without a target, set data.target=null" in (
-        capsys.readouterr().err
-    )
+    said = capsys.readouterr().err
+    assert "unknown column 'target'; known: a, b: name the column to predict, data.target=NAME" in said
+    assert "or leave it out, data.target=null" in said
     for source in ("folder=named", "resume=named"):
         given = ["data.path=new.csv", "data.target=null", "predictions=predictions.csv"]
         assert cli.main(["predict", source, *given]) == 0

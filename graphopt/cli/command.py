@@ -229,11 +229,9 @@ def _explained(recipe: Recipe) -> Iterator[None]:
 
 def _told(recipe: Recipe, text: str) -> str:
     record, fields = recipe.command_line.record, recipe.fields
-    path, target = fields["data"].get("path"), fields["data"].get("target")
+    path = fields["data"].get("path")
     if record is not None and record.started_in not in ("", os.getcwd()) and "no such file" in text:
         return f"{text}: the run was started in {record.started_in}: start this there, too, or name the file"
-    if fields["run"] == "predict" and f"unknown column {target!r}" in text:
-        return f"{text.partition(': name the column')[0]}: to predict without a target, set data.target=null"
     if not isinstance(path, str):
         return text
     if text.startswith(("data:", "data '")) and not isinstance(fields["fit"].get("validation"), str):

@@ -83,7 +83,8 @@ def is_numeral(text: str) -> bool:
 
 def option(path: str, name: str, value: str) -> str:
     """Return how a file's option is set on the command line, or an argument of `graphopt.data.table`."""
-    return f"graphopt.data.table(..., {name}={value!r})" if path == IN_MEMORY else f"data.{name}={value}"
+    in_python = None if value == "null" else value
+    return f"graphopt.data.table(..., {name}={in_python!r})" if path == IN_MEMORY else f"data.{name}={value}"
 
 
 def _check_known(
@@ -106,8 +107,10 @@ def _check_known(
                 f"{path}: expected a column {name!r}, which the model takes, found {some(names, 20)}"
             )
         if name not in known:
-            target = option(path, "target", "NAME")
-            mend = f": name the column to predict, {target}" if name in targets else ""
+            target, none = option(path, "target", "NAME"), option(path, "target", "null")
+            mend = (
+                f": name the column to predict, {target}, or leave it out, {none}" if name in targets else ""
+            )
             raise GraphoptError(f"{path}: {unknown('column', name, names)}{mend}")
 
 
