@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +16,17 @@ from graphopt.runtime.device import Device
 from graphopt.runtime.session import Session
 from graphopt.runtime.signature import InputSpec
 from graphopt.runtime.state_buffers import StateBuffers
-from graphopt.runtime.tensors import OrtValues, Tensor, buffer, number_or_array, share, to_ort, zeros_of
+from graphopt.runtime.tensors import (
+    OrtValues,
+    Tensor,
+    buffer,
+    number_or_array,
+    share,
+    to_ort,
+    overwrite,
+    zeros_of,
+)
+from graphopt.targets.packing import PACKED
 
 if TYPE_CHECKING:
     import onnxruntime
@@ -60,6 +69,7 @@ class BoundSession:
     input                 what a call does                                    where it lies
     ====================  ==================================================  ==========================
     state, fed numbers    nothing: bound once                                 `buffers`
+    state, for the CPU    binds it again: binding copies it from the GPU      `buffers`
     `fixed`               nothing: bound once                                 the caller's memory
     small array, CPU      copies it, which is quicker than binding it         `_small_inputs`, bound once
     any, CUDA graph       copies it, since the graph has the address          `_graph_inputs`, bound once
@@ -73,7 +83,8 @@ class BoundSession:
     ====================  ==================================================  ==========================
     new state             nothing: bound once                                 `buffers`, the other set
     `fixed`               nothing: bound once                                 the caller's memory
-    number                reads it                                            `_numbers`, bound once
+    number, CPU           reads it                                            `_numbers`, bound once
+    numbers, GPU          reads them all at once, with the check              `_own_outputs`, bound once
     any, CUDA graph       reads it, or returns the buffer itself              `_own_outputs`, bound once
     any other             has the runtime allocate it                         `_places` in the results
     ====================  ==================================================  ==========================
@@ -83,6 +94,7 @@ class BoundSession:
         library: a library of the kernels that the graph calls.
         check: the name of an output that is finite if the new state is.
         shared: the names of the state that the graph writes in place.
+        packed: the names of the numbers that the graph returns in one vector, `PACKED`.
     """
 
     def __init__(
@@ -95,9 +107,11 @@ class BoundSession:
         library: Path | None = None,
         check: str | None = None,
         shared: Sequence[str] = (),
+        packed: Sequence[str] = (),
     ) -> None:
-        self.model, self.name, self.library, self.shared = model, name, library, shared
+        self.model, self.name, self.library, self.shared, self._packed = model, name, library, shared, packed
         self._device, self._report, self._as_numpy = device, list(options.report), options.as_numpy
+        self._fetched = [x for x in self._report if x not in packed] + [PACKED] * bool(packed)
         self.session = Session(device, model, library=library)
         fed = with_role(model, *FED)
         self._types = {name_of(x): InputSpec(x).dtype for x in fed}
@@ -107,24 +121,27 @@ class BoundSession:
             self._graph_inputs = {name_of(x): buffer(device, zeros_of(x)) for x in fed}
         self._numbers: dict[str, np.ndarray] = {}
         self._own_outputs: dict[str, onnxruntime.OrtValue] = {}
-        self._check = np.zeros((), np.float32) if check else None
+        self._check: np.ndarray | None = np.zeros((), np.float32) if check else None
         if self._check is not None:
             self._own_outputs[str(check)] = share(device, self._check)
         outputs = {name_of(y): y for y in model.graph.outputs}
-        for name in self._report:  # the shapes of numbers are known, and in a CUDA graph those of all
-            if device.cuda_graph:
+        for name in self._fetched:  # the shapes of numbers are known, and in a CUDA graph those of all
+            is_static = outputs[name].shape is not None and outputs[name].shape.is_static()
+            if device.cuda_graph or (name == PACKED and is_static):
                 self._own_outputs[name] = buffer(device, zeros_of(outputs[name]))
-            elif outputs[name].shape == ():
+            elif outputs[name].shape == () and device.kind == "cpu":
                 self._numbers[name] = zeros_of(outputs[name])
                 self._own_outputs[name] = share(device, self._numbers[name])
         self._place = ("cpu", 0) if options.as_numpy else (device.kind, device.index)
-        self._places = {name: i for i, name in enumerate(self._report) if name not in self._own_outputs}
+        self._places = {name: i for i, name in enumerate(self._fetched) if name not in self._own_outputs}
         buffers.share(shared)
-        self._bindings = []
+        self._bindings, self._copied_by_binding = [], []
+        on_host = self.session.inputs_on_host() if device.kind != "cpu" else []
         for source in range(2):
             after = {next_of(name): x for name, x in buffers.sets[1 - source].items()}
             inputs = {**buffers.sets[source], **buffers.fed, **self._graph_inputs, **options.fixed}
             self._bindings.append(self._binding(inputs, {**self._own_outputs, **after, **options.fixed}))
+            self._copied_by_binding.append({name: inputs[name] for name in on_host if name in inputs})
         self._options: list[Any] = [None, None]
         if device.cuda_graph:
             self._options = [device.ort.RunOptions() for _ in range(2)]
@@ -134,7 +151,7 @@ class BoundSession:
     @property
     def state_is_finite(self) -> bool:
         """Return whether the latest call found its new state to be finite; not all sessions look."""
-        return self._check is not None and math.isfinite(self._check)
+        return self._check is not None and bool(np.isfinite(self._check).all())
 
     def call(self, source: int, feeds: Mapping[str, Tensor]) -> Reported:
         """Read the state from set `source`, write the other set, and return the reported outputs of checked tensors."""
@@ -148,26 +165,35 @@ class BoundSession:
                 array = tensor
                 if not isinstance(tensor, np.ndarray):
                     array = to_ort(self._device, tensor, self._types[name]).numpy()
-                self._graph_inputs[name].update_inplace(np.asarray(array, order="C"))
+                overwrite(self._device, self._graph_inputs[name], array)
             else:
                 alive.append(self._feed(binding, name, tensor))
+        for name, value in self._copied_by_binding[source].items():
+            binding.bind_ortvalue_input(name, value)
         for name in self._places:
             binding.bind_output(name, *self._place)
         self.session.execute(binding, self._options[source])
-        if not self._places and not self._device.cuda_graph:
+        if len(self._numbers) == len(self._fetched):
             return {name: array.item() for name, array in self._numbers.items()}
         values = binding.get_outputs() if self._places else []
         reported: Reported = {}
-        for name in self._report:
+        for name in self._fetched:
             if name in self._numbers:
                 reported[name] = self._numbers[name].item()
                 continue
             value = self._own_outputs[name] if name in self._own_outputs else values[self._places[name]]
-            if self._as_numpy or not value.shape():
+            if name == PACKED:
+                reported |= self._unpacked(value.numpy())
+            elif self._as_numpy or not value.shape():
                 reported[name] = number_or_array(value.numpy())
             else:
                 reported[name] = self._kept(value)
-        return reported
+        return {name: reported[name] for name in self._report}
+
+    def _unpacked(self, vectors: np.ndarray) -> Reported:
+        """Return the numbers of a step, or of each of several, by name; keep the check."""
+        *numbers, self._check = vectors.T
+        return {name: number_or_array(np.asarray(x)) for name, x in zip(self._packed, numbers, strict=False)}
 
     def _feed(self, binding: onnxruntime.IOBinding, name: str, tensor: Tensor) -> Any:
         """Bind an input to a tensor, or to a reusable copy of a small tensor; return the object to keep alive."""
@@ -198,7 +224,7 @@ class BoundSession:
         for name in self.session.inputs:
             if name in inputs:
                 binding.bind_ortvalue_input(name, inputs[name])
-        for name in dict.fromkeys([*self._report, *self.session.outputs]):
+        for name in dict.fromkeys([*self._fetched, *self.session.outputs]):
             if name in outputs:
                 binding.bind_ortvalue_output(name, outputs[name])
             elif name in self._places:

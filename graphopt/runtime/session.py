@@ -61,13 +61,8 @@ class Session:
                 options.add_external_initializers([*weights], self._weights)
             # The first session would change denormals in this thread permanently.
             with device.flushing or contextlib.nullcontext():
-                self.ort: onnxruntime.InferenceSession = device.ort.InferenceSession(
-                    content,
-                    sess_options=options,
-                    providers=device.providers,
-                    disabled_optimizers=UNSAFE + (UNSAFE_IN_DOUBLE if is_double else []),
-                    enable_fallback=0,  # do not fall back to another provider and print a line
-                )
+                unsafe = UNSAFE + (UNSAFE_IN_DOUBLE if is_double else [])
+                self.ort: onnxruntime.InferenceSession = device.open(content, options, unsafe)
         except Exception as error:
             raise _refusal(device, model, error) from error
         if device.execution_provider not in self.ort.get_providers():
@@ -89,6 +84,12 @@ class Session:
                     self.ort.run_with_iobinding(binding, options)
         except RuntimeError as error:
             raise GraphoptError(f"onnxruntime stopped: {line(error)}") from error
+
+    def inputs_on_host(self) -> list[str]:
+        """Return the names of the inputs that are read in host memory: by operators on the CPU, or as shapes."""
+        if not hasattr(self.ort, "get_input_memory_infos"):  # onnxruntime 1.22 and older
+            return self.inputs
+        return [name for name, x in zip(self.inputs, self.ort.get_input_memory_infos(), strict=True) if x.name == "Cpu"]
 
     def compute(self, feeds: OrtValues) -> dict[str, onnxruntime.OrtValue]:
         """Run once on values and return all outputs by name, which stay on the device; ignore what is not an input."""

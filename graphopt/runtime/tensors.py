@@ -31,14 +31,37 @@ def buffer(device: Device, array: np.ndarray) -> onnxruntime.OrtValue:
     Raises:
         GraphoptError: the device does not start.
     """
+    if device.kind == "webgpu":
+        return copied(device, array)
     try:
         value = device.ort.OrtValue.ortvalue_from_shape_and_type(
             list(array.shape), array.dtype.type, device.kind, device.index
         )
     except RuntimeError as error:
         raise device.not_started() from error
-    value.update_inplace(np.asarray(array, order="C"))
+    overwrite(device, value, array)
     return value
+
+
+def copied(device: Device, array: np.ndarray) -> onnxruntime.OrtValue:
+    """Copy an array to a new value on a WebGPU device, by a session: the package has no function that allocates."""
+    value = share(device, np.asarray(array, order="C"))
+    session = device.copier(ir.DataType(value.element_type()))
+    binding = session.io_binding()
+    binding.bind_ortvalue_input("x", value)
+    binding.bind_output("y", device.kind)
+    session.run_with_iobinding(binding)
+    (result,) = binding.get_outputs()
+    return result
+
+
+def overwrite(device: Device, value: onnxruntime.OrtValue, array: np.ndarray) -> None:
+    """Copy an array into a buffer of its type and shape."""
+    array = np.asarray(array, order="C")
+    if device.kind == "webgpu":
+        device.ort.copy_tensors([share(device, array)], [value])
+    else:
+        value.update_inplace(array)
 
 
 def zeros_of(y: ir.Value) -> np.ndarray:
@@ -103,9 +126,7 @@ def to_ort(device: Device, tensor: Tensor, dtype: np.dtype[Any]) -> onnxruntime.
     """
     if isinstance(tensor, np.ndarray):
         array = np.asarray(tensor, order="C")
-        if device.kind == "cpu":
-            return share(device, array)
-        return device.ort.OrtValue.ortvalue_from_numpy(array, device.kind, device.index)
+        return share(device, array) if device.kind == "cpu" else buffer(device, array)
     if isinstance(tensor, device.ort.OrtValue):
         return tensor
     c = device.ort.capi._pybind_state
