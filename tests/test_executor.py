@@ -371,7 +371,7 @@ def test_a_loss_that_is_not_finite(policy):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"device": "tpu"}, "device: expected 'cpu', 'cuda' or 'cuda:N', found 'tpu'"),
+        ({"device": "tpu"}, "device: expected 'cpu', 'cuda', 'cuda:N' or 'webgpu', found 'tpu'"),
         ({"device": "cpu:1"}, "found 'cpu:1'"),
         ({"on_nonfinite": "explode"}, "expected 'raise', 'warn' or 'skip'"),
         ({"report": ["accuracy"]}, r"unknown outputs \['accuracy'\]; the graph has loss, y"),

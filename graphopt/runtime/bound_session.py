@@ -11,7 +11,7 @@ import numpy as np
 import onnx_ir as ir
 
 from graphopt.graph.roles import FED, with_role
-from graphopt.graph.values import name_of, next_of
+from graphopt.graph.values import is_static, name_of, next_of
 from graphopt.runtime.device import Device
 from graphopt.runtime.session import Session
 from graphopt.runtime.signature import InputSpec
@@ -21,9 +21,9 @@ from graphopt.runtime.tensors import (
     Tensor,
     buffer,
     number_or_array,
+    overwrite,
     share,
     to_ort,
-    overwrite,
     zeros_of,
 )
 from graphopt.targets.packing import PACKED
@@ -126,8 +126,7 @@ class BoundSession:
             self._own_outputs[str(check)] = share(device, self._check)
         outputs = {name_of(y): y for y in model.graph.outputs}
         for name in self._fetched:  # the shapes of numbers are known, and in a CUDA graph those of all
-            is_static = outputs[name].shape is not None and outputs[name].shape.is_static()
-            if device.cuda_graph or (name == PACKED and is_static):
+            if device.cuda_graph or (name == PACKED and is_static(outputs[name])):
                 self._own_outputs[name] = buffer(device, zeros_of(outputs[name]))
             elif outputs[name].shape == () and device.kind == "cpu":
                 self._numbers[name] = zeros_of(outputs[name])
@@ -214,6 +213,8 @@ class BoundSession:
 
     def _kept(self, value: onnxruntime.OrtValue) -> onnxruntime.OrtValue:
         """Return an output that the next run does not overwrite, as a run of ONNX Runtime 1.19 would."""
+        if self._device.kind == "webgpu":
+            return value
         vector = self._device.ort.capi._pybind_state.OrtValueVector()
         vector.push_back(value._ortvalue)
         return self._device.ort.OrtValue(vector[0])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import os
@@ -17,8 +18,8 @@ from graphopt.arguments import Checked
 from graphopt.errors import GraphoptError, line, unknown
 from graphopt.intervals import check_types
 from graphopt.runtime.denormals import Flushing, supported
+from graphopt.runtime.webgpu import LOCK, WEBGPU, copier, no_adapter, plugin_device
 from graphopt.runtime.webgpu import OPTIONS as WEBGPU_OPTIONS
-from graphopt.runtime.webgpu import WEBGPU, copier, no_adapter, plugin_device
 from graphopt.targets.target import AUTO, NATIVE, ONNXRUNTIME, Target, target_of
 
 if TYPE_CHECKING:
@@ -174,6 +175,11 @@ class Device(DeviceOptions):
         return device
 
     @property
+    def lock(self) -> contextlib.AbstractContextManager[Any]:
+        """Return the lock to hold while anything is done on the device; of other devices than WebGPU, threads share."""
+        return LOCK if self.kind == "webgpu" else contextlib.nullcontext()
+
+    @property
     def on_cpu(self) -> bool:
         """Return whether ONNX Runtime's own CPU kernels compute."""
         return self.execution_provider == CPU
@@ -264,13 +270,14 @@ class Device(DeviceOptions):
         Raises:
             Exception: the runtime rejects the graph, or the provider does not start.
         """
-        return self.ort.InferenceSession(
-            content,
-            sess_options=options or self.new_session_options(),
-            providers=self.providers,
-            disabled_optimizers=disabled_optimizers,
-            enable_fallback=0,  # do not fall back to another provider and print a line
-        )
+        with self.lock:
+            return self.ort.InferenceSession(
+                content,
+                sess_options=options or self.new_session_options(),
+                providers=self.providers,
+                disabled_optimizers=disabled_optimizers,
+                enable_fallback=0,  # do not fall back to another provider and print a line
+            )
 
     def copier(self, dtype: ir.DataType) -> onnxruntime.InferenceSession:
         """Return a session that copies a tensor to the WebGPU device.

@@ -30,6 +30,7 @@ from graphopt.runtime.session import Session
 from graphopt.runtime.signature import InputSpec, Signature, chosen_outputs, description, numbers, reporting
 from graphopt.runtime.state_buffers import StateBuffers
 from graphopt.runtime.tensors import Tensor, check_rows, number_or_array, rows_of, to_ort
+from graphopt.runtime.webgpu import LOCK
 
 
 @checked()
@@ -159,7 +160,7 @@ class Executor(ExecutorState):
         """
         self.options, self._device, self._model, self.workers = options, device, model, workers
         self._buffers, self._runner_of, self._rounds = buffers, runner_of, rounds
-        self._lock = threading.RLock()
+        self._lock = LOCK if device.kind == "webgpu" else threading.RLock()
         self.properties, self._labels = {}, None
         self._signature = Signature(device, with_role(model, *FED))
         self._report = chosen_outputs(model, options.report)
@@ -416,5 +417,7 @@ class Executor(ExecutorState):
         if key not in self._forwards:
             outputs = {name_of(y): y for y in self._model.graph.outputs}
             part = inference.extract(self._model, [outputs[name] for name in names])
+            if self._device.kind == "webgpu":
+                part = self._device.runtime_target.lower(part)
             self._forwards[key] = Session(self._device, part)
         return self._forwards[key]

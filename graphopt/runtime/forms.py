@@ -159,9 +159,7 @@ class StepForms:
             packed = pack_numbers(model, options.report, self._buffers.infinite)
         if self._several:
             model = with_shapes(unrolled(model), self._shapes)
-        return BoundSession(
-            self._device, model, self._buffers, options, name, packed=packed, **kernels
-        )
+        return BoundSession(self._device, model, self._buffers, options, name, packed=packed, **kernels)
 
     def _lowered(self) -> BoundSession | None:
         """Lower the graph and open its session; return None if the graph is to run as it is."""

@@ -77,19 +77,31 @@ class Session:
             GraphoptError: the runtime fails.
         """
         try:
-            if self.device.flushing is None:
+            if self.device.kind == "webgpu":
+                with self.device.lock:
+                    self.ort.run_with_iobinding(binding, options)
+            elif self.device.flushing is None:
                 self.ort.run_with_iobinding(binding, options)
             else:
                 with self.device.flushing:
                     self.ort.run_with_iobinding(binding, options)
         except RuntimeError as error:
+            if "requires f16" in str(error):
+                raise GraphoptError(
+                    f"device {self.device.name!r}: expected a graphics adapter with 16-bit floats, found one without: "
+                    f"leave out the precision"
+                ) from error
             raise GraphoptError(f"onnxruntime stopped: {line(error)}") from error
 
     def inputs_on_host(self) -> list[str]:
         """Return the names of the inputs that are read in host memory: by operators on the CPU, or as shapes."""
         if not hasattr(self.ort, "get_input_memory_infos"):  # onnxruntime 1.22 and older
             return self.inputs
-        return [name for name, x in zip(self.inputs, self.ort.get_input_memory_infos(), strict=True) if x.name == "Cpu"]
+        return [
+            name
+            for name, x in zip(self.inputs, self.ort.get_input_memory_infos(), strict=True)
+            if x.name == "Cpu"
+        ]
 
     def compute(self, feeds: OrtValues) -> dict[str, onnxruntime.OrtValue]:
         """Run once on values and return all outputs by name, which stay on the device; ignore what is not an input."""
@@ -123,7 +135,7 @@ def _refusal(device: Device, model: ir.Model, error: Exception) -> GraphoptError
         )
     by = "" if device.on_cpu else f"{device.execution_provider} of "
     reason = line(error)
-    if "NOT_IMPLEMENTED" in reason:
+    if "NOT_IMPLEMENTED" in reason or "node_provider_type" in reason:
         reason += ", for these element types: take another precision, runtime or provider"
     if "is not a registered function/op" in reason:
         reason += ": name the library of this custom operator with custom_ops"

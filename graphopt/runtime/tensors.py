@@ -47,11 +47,12 @@ def copied(device: Device, array: np.ndarray) -> onnxruntime.OrtValue:
     """Copy an array to a new value on a WebGPU device, by a session: the package has no function that allocates."""
     value = share(device, np.asarray(array, order="C"))
     session = device.copier(ir.DataType(value.element_type()))
-    binding = session.io_binding()
-    binding.bind_ortvalue_input("x", value)
-    binding.bind_output("y", device.kind)
-    session.run_with_iobinding(binding)
-    (result,) = binding.get_outputs()
+    with device.lock:
+        binding = session.io_binding()
+        binding.bind_ortvalue_input("x", value)
+        binding.bind_output("y", device.kind)
+        session.run_with_iobinding(binding)
+        (result,) = binding.get_outputs()
     return result
 
 
@@ -59,7 +60,8 @@ def overwrite(device: Device, value: onnxruntime.OrtValue, array: np.ndarray) ->
     """Copy an array into a buffer of its type and shape."""
     array = np.asarray(array, order="C")
     if device.kind == "webgpu":
-        device.ort.copy_tensors([share(device, array)], [value])
+        with device.lock:
+            device.ort.copy_tensors([share(device, array)], [value])
     else:
         value.update_inplace(array)
 

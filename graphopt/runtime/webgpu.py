@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import functools
+import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +26,9 @@ OPTIONS = (
     *("queryResolveBufferCacheMode", "sessionBufferPoolGenerations", "storageBufferCacheMode"),
     *("uniformBufferCacheMode", "validationMode"),
 )
+# The provider records commands of all sessions in one encoder, which is not made for several threads.
+LOCK = threading.RLock()
+atexit.register(LOCK.acquire)  # a thread that computes while the process ends would abort it
 INSTALL = "pip install onnxruntime-webgpu, or onnxruntime-ep-webgpu beside onnxruntime 1.24.4 or later"
 
 
@@ -52,7 +57,9 @@ def _register(ort: Any) -> None:
             f"device 'webgpu': expected {WEBGPU}, found an ONNX Runtime without it: {INSTALL}"
         ) from error
     try:
-        ort.set_default_logger_severity(3)  # the plugin logs a warning for each node that it leaves to the CPU
+        ort.set_default_logger_severity(
+            3
+        )  # the plugin logs a warning for each node that it leaves to the CPU
         ort.register_execution_provider_library("webgpu", onnxruntime_ep_webgpu.get_library_path())
     except Exception as error:
         raise GraphoptError(

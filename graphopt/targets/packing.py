@@ -7,6 +7,7 @@ from collections.abc import Collection
 import onnx_ir as ir
 
 from graphopt.graph.emitter import Emitter
+from graphopt.graph.rewriting import fix_names
 from graphopt.graph.roles import Role, set_role
 from graphopt.graph.values import is_floating, name_of
 from graphopt.targets.check import CHECK, add_check
@@ -32,4 +33,5 @@ def pack_numbers(model: ir.Model, names: Collection[str], infinite: Collection[s
     with Emitter(model) as op:
         numbers = [op.Reshape(y if y.dtype == dtype else op.Cast(y, to=dtype), [1]) for y in packed]
         outputs.append(set_role(op.Concat(*numbers, axis=0, _outputs=[PACKED]), Role.DIAGNOSTIC))
+    fix_names(model)
     return list(map(name_of, packed))
