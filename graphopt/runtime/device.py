@@ -148,7 +148,7 @@ class Device(DeviceOptions):
         own = target_of("webgpu") if self.kind == "webgpu" else ONNXRUNTIME
         keep("runtime_target", own if takes_native else target_of(self.target))
         keep("verify", _resolved("verify", VERIFY, self.verify))
-        if self.cuda_graph and (self.kind, self.execution_provider) != ("cuda", CUDA):
+        if self.cuda_graph and self.execution_provider not in (CUDA, WEBGPU):
             raise GraphoptError(
                 f"cuda_graph: expected device 'cuda' and its own provider, found {self.name!r} and "
                 f"{self.execution_provider}"
@@ -251,7 +251,11 @@ class Device(DeviceOptions):
 
     def _add_webgpu(self, options: onnxruntime.SessionOptions) -> None:
         """Add the WebGPU provider's options, and the plugin's device if there is a plugin."""
-        chosen = {"enableInt64": 1, **(self.provider_options or {})}
+        chosen = {
+            "enableInt64": 1,
+            "enableGraphCapture": int(self.cuda_graph),
+            **(self.provider_options or {}),
+        }
         for name, value in chosen.items():
             if name not in WEBGPU_OPTIONS:
                 raise GraphoptError(f"provider_options: {unknown('option of WebGPU', name, WEBGPU_OPTIONS)}")

@@ -21,8 +21,14 @@ WEBGPU = "WebGpuExecutionProvider"
 # Other options contain addresses of memory, which a recipe must not choose.
 # Source: onnxruntime/core/providers/webgpu/webgpu_provider_options.h
 OPTIONS = (
-    *("dawnBackendType", "defaultBufferCacheMode", "enableInt64", "enableRobustness", "forceCpuNodeNames"),
-    *("maxNumPendingDispatches", "maxStorageBufferBindingSize", "powerPreference", "preferredLayout"),
+    *("dawnBackendType", "defaultBufferCacheMode", "enableGraphCapture", "enableInt64", "enableRobustness"),
+    *(
+        "forceCpuNodeNames",
+        "maxNumPendingDispatches",
+        "maxStorageBufferBindingSize",
+        "powerPreference",
+        "preferredLayout",
+    ),
     *("queryResolveBufferCacheMode", "sessionBufferPoolGenerations", "storageBufferCacheMode"),
     *("uniformBufferCacheMode", "validationMode"),
 )
