@@ -20,7 +20,7 @@ def software_adapter() -> str:
 
     Call it before the first session on WebGPU. It does nothing where Vulkan has a GPU or drivers of its own.
     """
-    if sys.platform != "linux" or "VK_DRIVER_FILES" in os.environ:
+    if sys.platform != "linux" or os.environ.get("VK_DRIVER_FILES", str(_DRIVER)) != str(_DRIVER):
         return ""
     if ctypes.util.find_library("vulkan") and any(map(os.path.exists, _CARDS)):
         return ""

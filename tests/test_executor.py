@@ -601,9 +601,9 @@ def test_a_provider_that_is_not_installed_is_refused():
     ):
         graphopt.Executor(compiled(), provider="vulkan")
     with pytest.raises(
-        graphopt.GraphoptError, match="cuda_graph: expected device 'cuda' and its own provider"
+        graphopt.GraphoptError, match="graph_capture: expected device 'cuda' or 'webgpu' and its own"
     ):
-        graphopt.Executor(compiled(), cuda_graph=True)
+        graphopt.Executor(compiled(), graph_capture=True)
 
 
 def test_the_placement_of_operators():

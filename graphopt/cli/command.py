@@ -326,7 +326,7 @@ def _placement(recipe: Recipe, step: ir.Model) -> str:
     device = recipe.fields["executor"]["device"]
     title = f"on {device.partition(':')[0]}".ljust(11)
     try:
-        executor = recipe.executor(step, static_shapes=False, cuda_graph=False)
+        executor = recipe.executor(step, static_shapes=False, graph_capture=False)
         total = sum(sum(counts.values()) for counts in executor.placement().values())
         reasons = Counter(executor.fallbacks().values())
     except GraphoptError as error:

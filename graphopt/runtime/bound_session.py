@@ -72,7 +72,7 @@ class BoundSession:
     state, for the CPU    binds it again: binding copies it from the GPU      `buffers`
     `fixed`               nothing: bound once                                 the caller's memory
     small array, CPU      copies it, which is quicker than binding it         `_small_inputs`, bound once
-    any, CUDA graph       copies it, since the graph has the address          `_graph_inputs`, bound once
+    any, captured graph   copies it, since the graph has the address          `_graph_inputs`, bound once
     any other             binds it where it is                                the caller's memory
     ====================  ==================================================  ==========================
 
@@ -85,7 +85,7 @@ class BoundSession:
     `fixed`               nothing: bound once                                 the caller's memory
     number, CPU           reads it                                            `_numbers`, bound once
     numbers, GPU          reads them all at once, with the check              `_own_outputs`, bound once
-    any, CUDA graph       reads it, or returns the buffer itself              `_own_outputs`, bound once
+    any, captured graph   reads it, or returns the buffer itself              `_own_outputs`, bound once
     any other             has the runtime allocate it                         `_places` in the results
     ====================  ==================================================  ==========================
 
@@ -112,12 +112,12 @@ class BoundSession:
         self.model, self.name, self.library, self.shared, self._packed = model, name, library, shared, packed
         self._device, self._report, self._as_numpy = device, list(options.report), options.as_numpy
         self._fetched = [x for x in self._report if x not in packed] + [PACKED] * bool(packed)
-        self.session = Session(device, model, library=library)
+        self.session = Session(device, model, library=library, captures=device.graph_capture)
         fed = with_role(model, *FED)
         self._types = {name_of(x): InputSpec(x).dtype for x in fed}
         self._small_inputs: dict[str, np.ndarray] = {}
         self._graph_inputs: dict[str, onnxruntime.OrtValue] = {}
-        if device.cuda_graph:
+        if device.graph_capture:
             self._graph_inputs = {name_of(x): buffer(device, zeros_of(x)) for x in fed}
         self._numbers: dict[str, np.ndarray] = {}
         self._own_outputs: dict[str, onnxruntime.OrtValue] = {}
@@ -125,8 +125,8 @@ class BoundSession:
         if self._check is not None:
             self._own_outputs[str(check)] = share(device, self._check)
         outputs = {name_of(y): y for y in model.graph.outputs}
-        for name in self._fetched:  # the shapes of numbers are known, and in a CUDA graph those of all
-            if device.cuda_graph or (name == PACKED and is_static(outputs[name])):
+        for name in self._fetched:  # the shapes of numbers are known, and in a captured graph those of all
+            if device.graph_capture or (name == PACKED and is_static(outputs[name])):
                 self._own_outputs[name] = buffer(device, zeros_of(outputs[name]))
             elif outputs[name].shape == () and device.kind == "cpu":
                 self._numbers[name] = zeros_of(outputs[name])
@@ -142,7 +142,7 @@ class BoundSession:
             self._bindings.append(self._binding(inputs, {**self._own_outputs, **after, **options.fixed}))
             self._copied_by_binding.append({name: inputs[name] for name in on_host if name in inputs})
         self._options: list[Any] = [None, None]
-        if device.cuda_graph:
+        if device.graph_capture:
             self._options = [device.ort.RunOptions() for _ in range(2)]
             for number, run in enumerate(self._options, 1):
                 run.add_run_config_entry("gpu_graph_id", str(number))

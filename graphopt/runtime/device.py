@@ -54,8 +54,8 @@ class DeviceOptions(metaclass=Checked):
             by default, the device's own. Operators without a kernel run on the CPU.
         provider_options: the options of the provider. Those of WebGPU, such as `powerPreference`, hold for all sessions
             of a process: the first one's.
-        cuda_graph: capture each step as a CUDA graph, one per batch shape, and replay it. Steps with If, Loop or Scan
-            are not supported.
+        graph_capture: on a GPU, capture the commands of a step, once per batch shape, and replay them. Steps with If,
+            Loop or Scan, or with nodes on the CPU, are not supported.
         low_memory: free each buffer after its last reader, without a memory plan or buffers for reuse. Small graphs
             become slower.
         flush_denormals: compute with 0 in place of denormal numbers (below 1e-38 in float32), which are slow; on CPUs
@@ -82,7 +82,7 @@ class DeviceOptions(metaclass=Checked):
     deterministic: bool = False
     provider: str | None = None
     provider_options: Mapping[str, Any] | None = None
-    cuda_graph: bool = False
+    graph_capture: bool = False
     low_memory: bool = False
     flush_denormals: bool = True
     native: bool | Literal["auto"] | None = None
@@ -148,9 +148,9 @@ class Device(DeviceOptions):
         own = target_of("webgpu") if self.kind == "webgpu" else ONNXRUNTIME
         keep("runtime_target", own if takes_native else target_of(self.target))
         keep("verify", _resolved("verify", VERIFY, self.verify))
-        if self.cuda_graph and self.execution_provider not in (CUDA, WEBGPU):
+        if self.graph_capture and self.execution_provider not in (CUDA, WEBGPU):
             raise GraphoptError(
-                f"cuda_graph: expected device 'cuda' and its own provider, found {self.name!r} and "
+                f"graph_capture: expected device 'cuda' or 'webgpu' and its own provider, found {self.name!r} and "
                 f"{self.execution_provider}"
             )
         if self.kind == "webgpu":
@@ -189,8 +189,7 @@ class Device(DeviceOptions):
         """Return whether the runtime is onnxruntime-training."""
         return hasattr(self.ort.capi._pybind_state, "GradientGraphBuilder")
 
-    @property
-    def providers(self) -> list[Any]:
+    def _providers(self, captures: bool) -> list[Any]:
         """Return the provider with its options, followed by the CPU provider, in the form for sessions."""
         if self.kind == "webgpu":  # its options are those of the session, and a plugin's device, too
             return [] if self.plugin is not None else [WEBGPU, CPU]
@@ -199,14 +198,17 @@ class Device(DeviceOptions):
             chosen["device_id"] = self.index
         if self.threads and self.execution_provider in THREADS:
             chosen[THREADS[self.execution_provider]] = self.threads
-        if self.cuda_graph:
+        if captures:
             chosen["enable_cuda_graph"] = 1
         chosen |= self.provider_options or {}
         first = (self.execution_provider, {name: str(value) for name, value in chosen.items()})
         return [first] if self.on_cpu else [first, CPU]
 
-    def new_session_options(self) -> onnxruntime.SessionOptions:
+    def new_session_options(self, *, captures: bool = False) -> onnxruntime.SessionOptions:
         """Return options for one session.
+
+        Args:
+            captures: whether the session captures its graph, as those of steps do.
 
         Raises:
             GraphoptError: an option in `session_options` is unknown or has the wrong type, or a library of custom
@@ -222,7 +224,7 @@ class Device(DeviceOptions):
         if self.flushing is not None:
             options.add_session_config_entry(DENORMALS, "1")
         if self.kind == "webgpu":
-            self._add_webgpu(options)
+            self._add_webgpu(options, captures)
         for name, value in (self.session_options or {}).items():
             if name in SESSION_OPTIONS:
                 try:
@@ -249,11 +251,11 @@ class Device(DeviceOptions):
                 ) from error
         return options
 
-    def _add_webgpu(self, options: onnxruntime.SessionOptions) -> None:
+    def _add_webgpu(self, options: onnxruntime.SessionOptions, captures: bool) -> None:
         """Add the WebGPU provider's options, and the plugin's device if there is a plugin."""
         chosen = {
             "enableInt64": 1,
-            "enableGraphCapture": int(self.cuda_graph),
+            "enableGraphCapture": int(captures),
             **(self.provider_options or {}),
         }
         for name, value in chosen.items():
@@ -268,8 +270,13 @@ class Device(DeviceOptions):
         content: bytes,
         options: onnxruntime.SessionOptions | None = None,
         disabled_optimizers: Sequence[str] = (),
+        *,
+        captures: bool = False,
     ) -> onnxruntime.InferenceSession:
         """Open a session of a graph on the device.
+
+        Args:
+            captures: whether the session captures its graph.
 
         Raises:
             Exception: the runtime rejects the graph, or the provider does not start.
@@ -277,8 +284,8 @@ class Device(DeviceOptions):
         with self.lock:
             return self.ort.InferenceSession(
                 content,
-                sess_options=options or self.new_session_options(),
-                providers=self.providers,
+                sess_options=options or self.new_session_options(captures=captures),
+                providers=self._providers(captures),
                 disabled_optimizers=disabled_optimizers,
                 enable_fallback=0,  # do not fall back to another provider and print a line
             )
@@ -292,7 +299,9 @@ class Device(DeviceOptions):
         try:
             return copier(self.open, dtype)
         except Exception as error:
-            raise GraphoptError(no_adapter(line(error))) from error
+            if "adapter" in str(error):
+                raise GraphoptError(no_adapter()) from error
+            raise self.not_started() from error
 
     def not_started(self) -> GraphoptError:
         """Return the error for a provider that does not start."""

@@ -352,7 +352,7 @@ class Executor(ExecutorState):
         chosen = RunnerOptions(
             report=self._report,
             as_numpy=options.as_numpy,
-            static_shapes=options.static_shapes or device.cuda_graph,
+            static_shapes=options.static_shapes or device.graph_capture,
             in_place=options.in_place,
         )
         # A bound method would make a cycle, which delays the release of memory.

@@ -38,8 +38,9 @@ def on_host(session: Session, model: ir.Model) -> dict[str, str]:
         GraphoptError: onnxruntime is older than 1.24 and does not report this.
     """
     nodes = {node.name: node for node in model.graph.all_nodes()}
+    bodies = nodes.keys() - {node.name for node in model.graph}
     found = [node for provider, node in _assigned(session) if provider == CPU]
-    return {node.name: _reason(node.op_type, nodes.get(node.name)) for node in found}
+    return {node.name: _reason(node.op_type, nodes.get(node.name), node.name in bodies) for node in found}
 
 
 def _assigned(session: Session) -> Iterator[tuple[str, onnxruntime.OrtEpAssignedNode]]:
@@ -52,14 +53,16 @@ def _assigned(session: Session) -> Iterator[tuple[str, onnxruntime.OrtEpAssigned
             yield part.ep_name, node
 
 
-def _reason(op_type: str, node: ir.Node | None) -> str:
+def _reason(op_type: str, node: ir.Node | None, is_in_body: bool) -> str:
     """Return why a node runs on the CPU."""
     if node is None:
         return f"{op_type}: the runtime has made this node"
-    if _reads_shapes(node):
+    if is_in_body:
+        return f"{op_type}: in the body of one of the loops and branches, which lie on the CPU"
+    if op_type in SHAPE_READERS or _reads_shapes(node):
         return f"{op_type}: arithmetic on shapes, which lie in host memory"
     if subgraphs(node):
-        return f"{op_type}: the provider has no loops and branches; its body may run on the device"
+        return f"{op_type}: the provider has no loops and branches; most of their bodies runs on the device"
     types = dict.fromkeys(
         str(x.dtype).lower() for x in [*node.inputs, *node.outputs] if x is not None and x.dtype
     )

@@ -36,6 +36,7 @@ class Session:
     Args:
         options: modified options of the session; `Device.new_session_options()` by default.
         library: a library of the kernels that the graph calls.
+        captures: whether the session captures its graph.
 
     Raises:
         GraphoptError: the runtime rejects the graph, or the provider does not start.
@@ -47,11 +48,13 @@ class Session:
         model: ir.Model,
         options: onnxruntime.SessionOptions | None = None,
         library: Path | None = None,
+        *,
+        captures: bool = False,
     ) -> None:
         self.device = device
         is_double = any(x.dtype == ir.DataType.DOUBLE for x in model.graph.inputs)
         try:
-            options = options or device.new_session_options()
+            options = options or device.new_session_options(captures=captures)
             if library is not None:
                 options.register_custom_ops_library(str(library))
             content, weights = storage.message(model)
@@ -62,7 +65,9 @@ class Session:
             # The first session would change denormals in this thread permanently.
             with device.flushing or contextlib.nullcontext():
                 unsafe = UNSAFE + (UNSAFE_IN_DOUBLE if is_double else [])
-                self.ort: onnxruntime.InferenceSession = device.open(content, options, unsafe)
+                self.ort: onnxruntime.InferenceSession = device.open(
+                    content, options, unsafe, captures=captures
+                )
         except Exception as error:
             raise _refusal(device, model, error) from error
         if device.execution_provider not in self.ort.get_providers():

@@ -70,11 +70,11 @@ def zeros_of(y: ir.Value) -> np.ndarray:
     """Return zeros of the type and the shape of a value.
 
     Raises:
-        GraphoptError: the shape is not static, as it may be in a CUDA graph.
+        GraphoptError: the shape is not static, as it may be in a captured graph.
     """
     if y.shape is None or not y.shape.is_static():
         raise GraphoptError(
-            f"output {y.name!r}: expected a shape that follows from the batch's, as a CUDA graph needs, found "
+            f"output {y.name!r}: expected a shape that follows from the batch's, as a captured graph needs, found "
             f"{y.shape}: leave it out of `report`"
         )
     return np.zeros(y.shape.numpy(), dtype_of(y).numpy())

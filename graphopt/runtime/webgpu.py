@@ -74,11 +74,11 @@ def _register(ort: Any) -> None:
         ) from error
 
 
-def no_adapter(reason: str = "") -> str:
+def no_adapter() -> str:
     """Return the message for a machine without a graphics adapter."""
     return (
-        f"device 'webgpu': expected a graphics adapter, found none{reason and f' ({reason})'}: install the driver of "
-        f"the GPU, on Linux with Vulkan (libvulkan1 and, for AMD and Intel, mesa-vulkan-drivers), or take device='cpu'"
+        "device 'webgpu': expected a graphics adapter, found none: install the driver of the GPU, on Linux with Vulkan "
+        "(libvulkan1 and, for AMD and Intel, mesa-vulkan-drivers), or take device='cpu'"
     )
 
 
