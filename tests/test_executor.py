@@ -634,3 +634,12 @@ def test_steps_on_other_providers_equal_those_on_the_cpu(provider, activation):
         assert other.step(x=X[:size], target=T[:size])["loss"] == pytest.approx(expected, rel=1e-4)
     for name, value in other.state.items():
         np.testing.assert_allclose(value, on_cpu.state[name], rtol=1e-3, atol=1e-5)
+
+
+def test_a_number_of_another_type_is_converted() -> None:
+    """Buffers take bytes: an int32 or a Python number in them would become another number."""
+    executor = graphopt.Executor(compiled())
+    executor.update_state({"step": np.int32(7)})
+    assert executor.steps == 7
+    executor.update_state({"step": 9})
+    assert executor.steps == 9

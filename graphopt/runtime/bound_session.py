@@ -85,7 +85,7 @@ class BoundSession:
     `fixed`               nothing: bound once                                 the caller's memory
     number, CPU           reads it                                            `_numbers`, bound once
     numbers, GPU          reads them all at once, with the check              `_own_outputs`, bound once
-    any, captured graph   reads it, or returns the buffer itself              `_own_outputs`, bound once
+    any, captured graph   reads it, or returns a copy                         `_own_outputs`, bound once
     any other             has the runtime allocate it                         `_places` in the results
     ====================  ==================================================  ==========================
 
@@ -164,7 +164,7 @@ class BoundSession:
                 array = tensor
                 if not isinstance(tensor, np.ndarray):
                     array = to_ort(self._device, tensor, self._types[name]).numpy()
-                overwrite(self._device, self._graph_inputs[name], array)
+                overwrite(self._device, self._graph_inputs[name], np.asarray(array, self._types[name]))
             else:
                 alive.append(self._feed(binding, name, tensor))
         for name, value in self._copied_by_binding[source].items():
@@ -200,6 +200,8 @@ class BoundSession:
         if not isinstance(tensor, np.ndarray):
             value = to_ort(self._device, tensor, self._types[name])
             binding.bind_ortvalue_input(name, value)
+            if self._device.kind == "cuda" and value is not tensor:
+                binding.synchronize_inputs()  # the package that shares the tensor may still write it
             return value
         if self._device.kind != "cpu" or tensor.nbytes > _SMALL:
             array = tensor if tensor.flags.c_contiguous else np.ascontiguousarray(tensor)
@@ -213,6 +215,8 @@ class BoundSession:
 
     def _kept(self, value: onnxruntime.OrtValue) -> onnxruntime.OrtValue:
         """Return an output that the next run does not overwrite, as a run of ONNX Runtime 1.19 would."""
+        if self._device.graph_capture:
+            return buffer(self._device, value.numpy())
         if self._device.kind == "webgpu":
             return value
         vector = self._device.ort.capi._pybind_state.OrtValueVector()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import io
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -40,6 +41,8 @@ NATIVE_VARIABLE, VERIFY = "GRAPHOPT_NATIVE", "GRAPHOPT_VERIFY"  # of the environ
 # Integer kernels in place of float ones between quantized weights, which round otherwise than the graph does. Moving a
 # DequantizeLinear over a Reshape makes some graphs invalid (onnxruntime 1.32).
 AS_WRITTEN = {"session.disable_quant_qdq": "1", "session.qdq_matmulnbits_accuracy_level": "1"}
+# As on the CPU: float32 products in float32, and no search for the fastest convolution at each new shape.
+_CUDA_OPTIONS = {"use_tf32": 0, "cudnn_conv_algo_search": "HEURISTIC"}
 PLACEMENT = "session.record_ep_graph_assignment_info"
 
 
@@ -52,8 +55,10 @@ class DeviceOptions(metaclass=Checked):
         deterministic: use kernels that return the same numbers in each run.
         provider: an execution provider of the installed ONNX Runtime, by its full or short name, such as `openvino`;
             by default, the device's own. Operators without a kernel run on the CPU.
-        provider_options: the options of the provider. Those of WebGPU, such as `powerPreference`, hold for all sessions
-            of a process: the first one's.
+        provider_options: the options of the provider. On CUDA, `use_tf32: 1` rounds products to 10 bits and is faster,
+            `cudnn_conv_algo_search: EXHAUSTIVE` times all algorithms for each new shape, and `gpu_mem_limit` holds for
+            each session, without state and batches. On WebGPU, the first session's options, such as `powerPreference`,
+            hold for all sessions of a process.
         graph_capture: on a GPU, capture the commands of a step, once per batch shape, and replay them. Steps with If,
             Loop or Scan, or with nodes on the CPU, are not supported.
         low_memory: free each buffer after its last reader, without a memory plan or buffers for reuse. Small graphs
@@ -129,6 +134,8 @@ class Device(DeviceOptions):
             raise GraphoptError(f"threads: expected {expected}, found {self.threads}")
         keep("index", int(index or 0))
         keep("ort", _runtime())
+        if self.kind == "cuda":
+            _load_cuda(self.ort)
         keep("flushing", Flushing() if self.flush_denormals and supported() and self.kind == "cpu" else None)
         keep("plugin", plugin_device(self.ort) if self.kind == "webgpu" else None)
         keep("execution_provider", self._found_provider())
@@ -185,6 +192,11 @@ class Device(DeviceOptions):
         return self.execution_provider == CPU
 
     @property
+    def rounds_products(self) -> bool:
+        """Return whether products of float32 numbers are computed in TF32, with 10 bits."""
+        return self.kind == "cuda" and str((self.provider_options or {}).get("use_tf32", 0)) != "0"
+
+    @property
     def trains(self) -> bool:
         """Return whether the runtime is onnxruntime-training."""
         return hasattr(self.ort.capi._pybind_state, "GradientGraphBuilder")
@@ -195,7 +207,7 @@ class Device(DeviceOptions):
             return [] if self.plugin is not None else [WEBGPU, CPU]
         chosen: dict[str, Any] = {}
         if self.kind == "cuda":
-            chosen["device_id"] = self.index
+            chosen |= {"device_id": self.index, **_CUDA_OPTIONS}
         if self.threads and self.execution_provider in THREADS:
             chosen[THREADS[self.execution_provider]] = self.threads
         if captures:
@@ -342,6 +354,15 @@ def _resolved(name: str, variable: str, option: Any) -> bool | Literal["auto"]:
         what = f"environment variable {variable}" if option is None else name
         raise GraphoptError(f"{what}: expected auto, true or false, found {text!r}")
     return chosen
+
+
+@functools.cache
+def _load_cuda(ort: Any) -> None:
+    """Load CUDA and cuDNN from their wheels, if these are installed, once a process."""
+    ort.set_default_logger_severity(3)  # a warning in each session, where the GPU's folder in /sys is not to be seen
+    if hasattr(ort, "preload_dlls"):
+        with contextlib.redirect_stdout(io.StringIO()):  # it prints what it does not find
+            ort.preload_dlls()
 
 
 def _runtime() -> Any:

@@ -105,7 +105,7 @@ class Session:
         return [
             name
             for name, x in zip(self.inputs, self.ort.get_input_memory_infos(), strict=True)
-            if x.name == "Cpu"
+            if "cpu" in x.name.lower()
         ]
 
     def compute(self, feeds: OrtValues) -> dict[str, onnxruntime.OrtValue]:
@@ -115,6 +115,8 @@ class Session:
             binding.bind_ortvalue_input(name, feeds[name])
         for name in self.outputs:
             binding.bind_output(name, self.device.kind, self.device.index)
+        if self.device.kind == "cuda":
+            binding.synchronize_inputs()  # another package may still write a tensor that it shares
         self.execute(binding)
         return dict(zip(self.outputs, binding.get_outputs(), strict=True))
 

@@ -136,7 +136,7 @@ class StateBuffers:
         self.check(arrays)
         buffers = self.sets[self.current]
         for name, array in arrays.items():
-            overwrite(self._device, buffers[name], array)
+            overwrite(self._device, buffers[name], np.asarray(array, self._inputs[name].dtype))
 
     def check(self, arrays: Mapping[str, np.ndarray]) -> None:
         """Raise an error unless arrays are part of the state by name and have the right types and shapes."""

@@ -38,6 +38,8 @@ def buffer(device: Device, array: np.ndarray) -> onnxruntime.OrtValue:
             list(array.shape), array.dtype.type, device.kind, device.index
         )
     except RuntimeError as error:
+        if array.dtype.isbuiltin != 1:
+            raise unsupported(array) from error
         raise device.not_started() from error
     overwrite(device, value, array)
     return value
@@ -114,9 +116,12 @@ def share(device: Device, array: np.ndarray) -> onnxruntime.OrtValue:
     try:
         return device.ort.OrtValue.ortvalue_from_numpy(array)
     except RuntimeError as error:
-        raise GraphoptError(
-            f"expected an element type that onnxruntime takes as an array, found {array.dtype}"
-        ) from error
+        raise unsupported(array) from error
+
+
+def unsupported(array: np.ndarray) -> GraphoptError:
+    """Return the error for an array of an element type that the runtime does not take."""
+    return GraphoptError(f"expected an element type that onnxruntime takes as an array, found {array.dtype}")
 
 
 def to_ort(device: Device, tensor: Tensor, dtype: np.dtype[Any]) -> onnxruntime.OrtValue:

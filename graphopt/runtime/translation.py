@@ -62,7 +62,8 @@ class Translation:
         self._oracle = Device(threads=device.threads) if device.kind == "webgpu" else device
         self._fixed, self._several = fixed, several
         types = [y.dtype for node in plain.graph for y in node.outputs if y.dtype is not None]
-        self._unit = max(UNITS.get(dtype, 2.0**-52) for dtype in types)
+        units = UNITS | {ir.DataType.FLOAT: 2.0**-10} if device.rounds_products else UNITS
+        self._unit = max(units.get(dtype, 2.0**-52) for dtype in types)
 
     @functools.cached_property
     def _reference(self) -> Session:
