@@ -12,6 +12,7 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+from adapter import ADAPTER, LIBRARIES, missing
 from environments import environment
 from test_architecture import FLOORS
 
@@ -62,8 +63,8 @@ def requirements(page: Path) -> list[str]:
     """Return what the reader of a page has installed: by the README's first command, and what the page names."""
     text = page.read_text()
     named = re.findall(r'pip install "([^"]+)"', text)
-    extras = re.findall(r"extras? ((?:`\w+`(?:, | and )?)+)", text)
-    extras = [extra for group in extras for extra in re.findall(r"`(\w+)`", group)]
+    extras = re.findall(r"extras? ((?:`[\w-]+`(?:, | and )?)+)", text)
+    extras = [extra for group in extras for extra in re.findall(r"`([\w-]+)`", group)]
     is_cpu = any(name == "onnxruntime" for name in metadata.packages_distributions()["onnxruntime"])
     own = ",".join(["cpu" if is_cpu else "training", "sklearn", *extras])
     return [f"graphopt[{own}]", *(name.replace(".[", "graphopt[") for name in named)]
@@ -86,6 +87,8 @@ def run_on(tmp_path_factory: pytest.TempPathFactory) -> Run:
         binaries = f"{pythons[needed].parent}{os.pathsep}{os.environ['PATH']}"
         left_out = ("PYTHONPATH", "VIRTUAL_ENV")
         own = {name: value for name, value in os.environ.items() if name not in left_out}
+        if page.stem == "gpu":
+            own |= {**ADAPTER, "LD_LIBRARY_PATH": LIBRARIES}
         done = subprocess.run(
             [pythons[needed], path], cwd=folder, env={**own, "PATH": binaries}, capture_output=True, text=True
         )
@@ -104,6 +107,8 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory, run_on: Run) -> Callable
         if page not in folders:
             if packages := lacking(page.stem):
                 pytest.skip(f"expects {', '.join(packages)}")
+            if page.stem == "gpu" and (reason := missing()):
+                pytest.skip(reason)
             folder = tmp_path_factory.mktemp(page.stem)
             printed = run_on(page, "\n".join(blocks(page, "python")), folder)
             (folder / "printed.txt").write_text(printed)

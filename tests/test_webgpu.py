@@ -1,13 +1,12 @@
 """Training on a GPU by WebGPU equals training on the CPU. Without a GPU, Chromium's software adapter computes.
 
-With the plugin: pip install -e ".[webgpu-plugin,test]"; with the package, in an environment of its own:
-pip install -e ".[webgpu,test-webgpu]". Then pytest tests/test_webgpu.py.
+The README's second command installs the plugin beside onnxruntime. For the package, in an environment of its own:
+pip install -e ".[webgpu,sklearn]" pytest pytest-xdist, and pytest tests/test_webgpu.py tests/test_webgpu_forms.py.
 """
 
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import json
 import os
 import signal
@@ -21,7 +20,7 @@ from typing import Any
 import numpy as np
 import onnxruntime
 import pytest
-from adapter import software_adapter
+from adapter import missing
 from host_graphs import GRAPHS, batches
 
 import graphopt
@@ -33,18 +32,6 @@ from graphopt.graph.roles import Role, with_role
 from graphopt.training.fit import fit
 
 RNG = np.random.default_rng(0)
-
-
-def missing() -> str:
-    """Return why WebGPU cannot be tested here, or nothing."""
-    built_in = "WebGpuExecutionProvider" in onnxruntime.get_available_providers()
-    if not built_in and importlib.util.find_spec("onnxruntime_ep_webgpu") is None:
-        return (
-            "no WebGPU provider: pip install onnxruntime-webgpu, or onnxruntime-ep-webgpu beside onnxruntime"
-        )
-    if not built_in and tuple(map(int, onnxruntime.__version__.split(".")[:2])) < (1, 25):
-        return "the plugin of WebGPU needs onnxruntime 1.24.4 or later"
-    return software_adapter()
 
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
@@ -358,7 +345,7 @@ ENDINGS = {
 PROGRAM = """
 import os, signal, sys, threading
 import numpy as np
-from adapter import software_adapter
+from adapter import missing
 software_adapter()
 import graphopt, passes
 from graphopt import models

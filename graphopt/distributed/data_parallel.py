@@ -11,9 +11,15 @@ from typing import Any, NamedTuple
 import numpy as np
 import onnx_ir as ir
 
-from graphopt.communicator import SINGLE, Communicator, digest
+from graphopt.communicator import Communicator, digest
 from graphopt.compiler import StepHalves
-from graphopt.distributed.exchange import Exchange, SharedBuffers, SharedExchange, SummedBuffers
+from graphopt.distributed.exchange import (
+    Exchange,
+    SharedBuffers,
+    SharedExchange,
+    SummedBuffers,
+    WorkerOptions,
+)
 from graphopt.errors import GraphoptError, kind_of
 from graphopt.graph import storage
 from graphopt.graph.loading import load
@@ -23,7 +29,7 @@ from graphopt.graph.values import ROWS, name_of
 from graphopt.runtime.bound_session import BoundSession, Reported, RunnerOptions
 from graphopt.runtime.device import Device
 from graphopt.runtime.executor import Executor
-from graphopt.runtime.executor_options import ExecutorOptions, keywords_of
+from graphopt.runtime.executor_options import keywords_of
 from graphopt.runtime.forms import is_large_enough
 from graphopt.runtime.runners import Runner, StepRunner
 from graphopt.runtime.signature import Signature, reporting
@@ -32,10 +38,9 @@ from graphopt.runtime.tensors import Tensor, rows_of
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class DataParallelOptions(ExecutorOptions):
+class DataParallelOptions(WorkerOptions):
     """Declare the options of `DataParallel`."""
 
-    communicator: Communicator = SINGLE
     share_state: bool = True
 
 

@@ -6,12 +6,13 @@ import functools
 import math
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
-from graphopt.communicator import Communicator
+from graphopt.communicator import SINGLE, Communicator
 from graphopt.errors import GraphoptError
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.metadata import BATCH_WEIGHT
@@ -20,9 +21,25 @@ from graphopt.graph.state import owners
 from graphopt.graph.values import FIRST_ROW, ROWS, SHARE, dtype_of, name_of, of_worker, state_of
 from graphopt.runtime.bound_session import Reported
 from graphopt.runtime.device import Device
+from graphopt.runtime.executor_options import ExecutorOptions
 from graphopt.runtime.signature import numbers
 from graphopt.runtime.state_buffers import StateBuffers
 from graphopt.runtime.tensors import SUMMED, Allocate, Tensor, allocated, buffer, buffers, zeros_of
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class WorkerOptions(ExecutorOptions):
+    """Declare the options of an executor with several workers."""
+
+    communicator: Communicator = SINGLE
+
+    def opened(self) -> Device:
+        device = super().opened()
+        if device.kind == "webgpu" and self.communicator.size > 1:
+            raise GraphoptError(
+                f"device: expected cpu or cuda for {self.communicator.size} workers, found webgpu: train with one"
+            )
+        return device
 
 
 class SummedBuffers:

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import onnx_ir as ir
 
-from graphopt.communicator import SINGLE, Communicator, Survivors
+from graphopt.communicator import Survivors
+from graphopt.distributed.exchange import WorkerOptions
 from graphopt.errors import GraphoptError
 from graphopt.graph.loading import Source, load
 from graphopt.graph.roles import Role, check_trains, with_role
@@ -19,7 +20,7 @@ from graphopt.pipeline import Step, check_step
 from graphopt.runtime.bound_session import Reported, RunnerOptions
 from graphopt.runtime.device import Device
 from graphopt.runtime.executor import Executor, NonFiniteLoss
-from graphopt.runtime.executor_options import ExecutorOptions, keywords_of
+from graphopt.runtime.executor_options import keywords_of
 from graphopt.runtime.runners import Rounds, StepRunner
 from graphopt.runtime.state_buffers import StateBuffers
 from graphopt.runtime.tensors import Tensor, buffer, zeros_of
@@ -31,10 +32,9 @@ DROPPED = 3  # rounds in succession: no worker's bad luck any more
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class LocalSGDOptions(ExecutorOptions):
+class LocalSGDOptions(WorkerOptions):
     """Declare the options of `LocalSGD`."""
 
-    communicator: Communicator = SINGLE
     sync_every: int = 50
     outer: Step | None = None
 

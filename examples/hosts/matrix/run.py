@@ -33,6 +33,7 @@ GUIDE = ROOT / "examples/guides/hosts.md"
 BEGIN, END = "<!-- matrix -->", "<!-- matrix end -->"
 TITLES = "linear regression", "MLP", "CNN", "LSTM", "transformer", "Loop and If"
 JAVASCRIPT = HERE.parent / "javascript" / "test"
+EXECUTOR = "executor"
 INSTALLED, RUN = 900, 120  # seconds that an installation and 50 steps may take
 
 
@@ -43,7 +44,7 @@ class Host:
     Args:
         name: the name in the table; with one adapter, that and the installed version.
         requires: what pip installs, beside NumPy and ONNX; nothing for hosts that are not Python's.
-        adapter: the module of `adapters/` that opens a graph.
+        adapter: the module of `adapters/` that opens a graph, or `EXECUTOR`: graphopt trains itself, on WebGPU.
         fixed: export with a fixed batch and loops written out.
         target: the runtime whose defects the export avoids.
         program: the JavaScript program and its argument.
@@ -79,6 +80,12 @@ HOSTS = [
     Host("onnxruntime-web, wasm in Node", program=("in_node.js", "wasm")),
     Host("onnxruntime-web, wasm in Chromium", program=("in_browser.js", "wasm")),
     Host("onnxruntime-web, WebGPU in Chromium", target="webgpu", program=("in_browser.js", "webgpu")),
+    Host("Python, WebGPU: onnxruntime-webgpu 1.27.0", ("onnxruntime-webgpu==1.27.0", str(ROOT)), EXECUTOR),
+    Host(
+        "Python, WebGPU: plugin 0.4.0 with onnxruntime 1.32.0",
+        ("onnxruntime==1.32.0", "onnxruntime-ep-webgpu==0.4.0", str(ROOT)),
+        EXECUTOR,
+    ),
     Host("C, onnxruntime 1.32.0"),
     Host(
         "OpenVINO provider 1.24.1",
@@ -130,6 +137,7 @@ def export(folder: Path, name: str, host: Host) -> tuple[Path, list[float]]:
     rows = len(fed[0]["target"]) if host.fixed else None
     written = folder / "graphs" / f"{name}{'-fixed' * host.fixed}{'-' + host.target if host.target else ''}"
     graphopt.export_hosts(step, written, batch=rows, unroll=host.fixed, target=host.target)
+    graphopt.save(step, written / "step.onnx")
     stacked = {key: np.stack([batch[key] for batch in fed]) for key in fed[0]}
     np.savez(written / "batches.npz", **stacked)
     for key, array in stacked.items():
@@ -161,6 +169,8 @@ def command(folder: Path, graph: Path, host: Host) -> list[str]:
     """Return the command that trains a graph on a host."""
     if host.program:
         return ["node", str(JAVASCRIPT / host.program[0]), host.program[1], str(graph)]
+    if host.adapter == EXECUTOR:
+        return [str(environment(folder, host)), str(HERE / "executor.py"), str(graph)]
     if host.adapter:
         return [
             str(environment(folder, host)),
