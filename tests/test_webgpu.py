@@ -345,7 +345,7 @@ ENDINGS = {
 PROGRAM = """
 import os, signal, sys, threading
 import numpy as np
-from adapter import missing
+from adapter import software_adapter
 software_adapter()
 import graphopt, passes
 from graphopt import models
