@@ -109,8 +109,8 @@ def test_options_do_not_change_the_losses(network: str, options: dict[str, Any])
     on_cpu, on_gpu = pair(compiled(network, clip=passes.ClipGlobalNorm(0.5)), **options)
     for rows in (16, 16, 7, 16, 7):
         batch = {name: x[:rows] for name, x in BATCHES[rows % 4].items()}
-        assert on_gpu.step(batch)["loss"] == pytest.approx(on_cpu.step(batch)["loss"], rel=1e-5)
-        assert on_gpu.evaluate(batch)["loss"] == pytest.approx(on_cpu.evaluate(batch)["loss"], rel=1e-5)
+        assert on_gpu.step(batch)["loss"] == pytest.approx(on_cpu.step(batch)["loss"], rel=1e-4)
+        assert on_gpu.evaluate(batch)["loss"] == pytest.approx(on_cpu.evaluate(batch)["loss"], rel=1e-4)
     same_state(on_cpu, on_gpu)
 
 
@@ -127,6 +127,22 @@ def test_options_do_not_change_the_losses(network: str, options: dict[str, Any])
 )
 def test_pipelines_train(steps: dict[str, Any]) -> None:
     on_cpu, on_gpu = pair(compiled(**steps))
+    assert losses(on_gpu, 6) == pytest.approx(losses(on_cpu, 6), rel=1e-5)
+    same_state(on_cpu, on_gpu)
+
+
+def test_state_that_the_cpu_reads_is_read_anew_in_each_step() -> None:
+    """A binding copies to the CPU when it is made: without another, operators there see the first weights for ever."""
+    step = compiled(optimizer=passes.SGD(0.02, momentum=0.9))
+    first = graphopt.Executor(step, device="webgpu")
+    (form,) = first._runner.forms
+    state = {x.name for x in with_role(form.model, Role.PARAMETER, Role.SLOT)}
+    readers = [
+        node.name for node in form.model.graph if state & {x.name for x in node.inputs if x is not None}
+    ]
+    forced = {"forceCpuNodeNames": "\n".join(map(str, readers))}
+    on_cpu, on_gpu = pair(step, provider_options=forced)
+    assert set(readers) & set(on_gpu.fallbacks())
     assert losses(on_gpu, 6) == pytest.approx(losses(on_cpu, 6), rel=1e-5)
     same_state(on_cpu, on_gpu)
 
@@ -266,7 +282,7 @@ def test_threads_do_not_disturb_each_other() -> None:
     for thread in threads:
         thread.join()
     for i, network in enumerate(("mlp", "cnn")):
-        assert found[i] == pytest.approx(losses(graphopt.Executor(compiled(network)), 8), rel=1e-5)
+        assert found[i] == pytest.approx(losses(graphopt.Executor(compiled(network)), 8), rel=1e-4)
 
 
 class Negated(Pass):
