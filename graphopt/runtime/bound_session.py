@@ -155,23 +155,12 @@ class BoundSession:
     def call(self, source: int, feeds: Mapping[str, Tensor]) -> Reported:
         """Read the state from set `source`, write the other set, and return the reported outputs of checked tensors."""
         binding = self._bindings[source]
-        alive = []  # keeps memory alive until the run
-        for name, tensor in feeds.items():
-            small = self._small_inputs.get(name)
-            if small is not None and isinstance(tensor, np.ndarray) and small.shape == tensor.shape:
-                small[...] = tensor
-            elif name in self._graph_inputs:
-                array = tensor
-                if not isinstance(tensor, np.ndarray):
-                    array = to_ort(self._device, tensor, self._types[name]).numpy()
-                overwrite(self._device, self._graph_inputs[name], np.asarray(array, self._types[name]))
-            else:
-                alive.append(self._feed(binding, name, tensor))
-        for name, value in self._copied_by_binding[source].items():
-            binding.bind_ortvalue_input(name, value)
-        for name in self._places:
-            binding.bind_output(name, *self._place)
+        try:
+            alive = self._bind(binding, source, feeds)
+        except RuntimeError as error:  # binding may copy
+            raise self.session.stopped(error) from error
         self.session.execute(binding, self._options[source])
+        del alive
         if len(self._numbers) == len(self._fetched):
             return {name: array.item() for name, array in self._numbers.items()}
         values = binding.get_outputs() if self._places else []
@@ -189,6 +178,29 @@ class BoundSession:
                 reported[name] = self._kept(value)
         return {name: reported[name] for name in self._report}
 
+    def _bind(self, binding: onnxruntime.IOBinding, source: int, feeds: Mapping[str, Tensor]) -> list[object]:
+        """Bind what differs from call to call; return what must stay alive until the run."""
+        own = np.ndarray, self._device.ort.OrtValue
+        if self._device.kind == "cuda" and not all(isinstance(x, own) for x in feeds.values()):
+            binding.synchronize_inputs()  # the package that shares a tensor may still write it
+        alive: list[object] = []
+        for name, tensor in feeds.items():
+            small = self._small_inputs.get(name)
+            if small is not None and isinstance(tensor, np.ndarray) and small.shape == tensor.shape:
+                small[...] = tensor
+            elif name in self._graph_inputs:
+                array = tensor
+                if not isinstance(tensor, np.ndarray):
+                    array = to_ort(self._device, tensor, self._types[name]).numpy()
+                overwrite(self._device, self._graph_inputs[name], np.asarray(array, self._types[name]))
+            else:
+                alive.append(self._feed(binding, name, tensor))
+        for name, value in self._copied_by_binding[source].items():
+            binding.bind_ortvalue_input(name, value)
+        for name in self._places:
+            binding.bind_output(name, *self._place)
+        return alive
+
     def _unpacked(self, vectors: np.ndarray) -> Reported:
         """Return the numbers of a step, or of each of several, by name; keep the check."""
         *numbers, self._check = vectors.T
@@ -200,8 +212,6 @@ class BoundSession:
         if not isinstance(tensor, np.ndarray):
             value = to_ort(self._device, tensor, self._types[name])
             binding.bind_ortvalue_input(name, value)
-            if self._device.kind == "cuda" and value is not tensor:
-                binding.synchronize_inputs()  # the package that shares the tensor may still write it
             return value
         if self._device.kind != "cpu" or tensor.nbytes > _SMALL:
             array = tensor if tensor.flags.c_contiguous else np.ascontiguousarray(tensor)

@@ -313,12 +313,14 @@ class Device(DeviceOptions):
         except Exception as error:
             if "adapter" in str(error):
                 raise GraphoptError(no_adapter()) from error
-            raise self.not_started() from error
+            raise self.not_started(error) from error
 
-    def not_started(self) -> GraphoptError:
-        """Return the error for a provider that does not start."""
+    def not_started(self, reason: Exception | None = None) -> GraphoptError:
+        """Return the error for a provider that does not start, or lacks memory."""
+        found = "" if reason is None else f" ({line(reason)})"
         return GraphoptError(
-            f"device {self.name!r}: {self.execution_provider} did not start: look for its libraries and a device"
+            f"device {self.name!r}: {self.execution_provider} did not start{found}: look for its libraries, a device "
+            f"and free memory"
         )
 
     def _found_provider(self) -> str:

@@ -91,12 +91,16 @@ class Session:
                 with self.device.flushing:
                     self.ort.run_with_iobinding(binding, options)
         except RuntimeError as error:
-            if "requires f16" in str(error):
-                raise GraphoptError(
-                    f"device {self.device.name!r}: expected a graphics adapter with 16-bit floats, found one without: "
-                    f"leave out the precision"
-                ) from error
-            raise GraphoptError(f"onnxruntime stopped: {line(error)}") from error
+            raise self.stopped(error) from error
+
+    def stopped(self, error: RuntimeError) -> GraphoptError:
+        """Return the error for a run, or a copy to the device, that the runtime ends with an error."""
+        if "requires f16" in str(error):
+            return GraphoptError(
+                f"device {self.device.name!r}: expected a graphics adapter with 16-bit floats, found one without: "
+                f"leave out the precision"
+            )
+        return GraphoptError(f"onnxruntime stopped: {line(error)}")
 
     def inputs_on_host(self) -> list[str]:
         """Return the names of the inputs that are read in host memory: by operators on the CPU, or as shapes."""
@@ -111,12 +115,15 @@ class Session:
     def compute(self, feeds: OrtValues) -> dict[str, onnxruntime.OrtValue]:
         """Run once on values and return all outputs by name, which stay on the device; ignore what is not an input."""
         binding = self.ort.io_binding()
-        for name in self.inputs:
-            binding.bind_ortvalue_input(name, feeds[name])
-        for name in self.outputs:
-            binding.bind_output(name, self.device.kind, self.device.index)
         if self.device.kind == "cuda":
             binding.synchronize_inputs()  # another package may still write a tensor that it shares
+        try:
+            for name in self.inputs:
+                binding.bind_ortvalue_input(name, feeds[name])
+        except RuntimeError as error:  # binding may copy
+            raise self.stopped(error) from error
+        for name in self.outputs:
+            binding.bind_output(name, self.device.kind, self.device.index)
         self.execute(binding)
         return dict(zip(self.outputs, binding.get_outputs(), strict=True))
 

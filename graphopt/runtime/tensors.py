@@ -40,7 +40,7 @@ def buffer(device: Device, array: np.ndarray) -> onnxruntime.OrtValue:
     except RuntimeError as error:
         if array.dtype.isbuiltin != 1:
             raise unsupported(array) from error
-        raise device.not_started() from error
+        raise device.not_started(error) from error
     overwrite(device, value, array)
     return value
 
