@@ -20,7 +20,7 @@ import graphopt.models
 import passes
 from graphopt.cli.composition.validation import CALLBACKS
 from graphopt.cli.help import described
-from graphopt.hosts.check import CHECK
+from graphopt.targets.check import CHECK
 from passes.gradients import registry
 
 ROOT = Path(__file__).parents[1]

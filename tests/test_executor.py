@@ -371,7 +371,7 @@ def test_a_loss_that_is_not_finite(policy):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"device": "tpu"}, "device: expected 'cpu', 'cuda' or 'cuda:N', found 'tpu'"),
+        ({"device": "tpu"}, "device: expected 'cpu', 'cuda', 'cuda:N' or 'webgpu', found 'tpu'"),
         ({"device": "cpu:1"}, "found 'cpu:1'"),
         ({"on_nonfinite": "explode"}, "expected 'raise', 'warn' or 'skip'"),
         ({"report": ["accuracy"]}, r"unknown outputs \['accuracy'\]; the graph has loss, y"),
@@ -601,9 +601,9 @@ def test_a_provider_that_is_not_installed_is_refused():
     ):
         graphopt.Executor(compiled(), provider="vulkan")
     with pytest.raises(
-        graphopt.GraphoptError, match="cuda_graph: expected device 'cuda' and its own provider"
+        graphopt.GraphoptError, match="graph_capture: expected device 'cuda' or 'webgpu' and its own"
     ):
-        graphopt.Executor(compiled(), cuda_graph=True)
+        graphopt.Executor(compiled(), graph_capture=True)
 
 
 def test_the_placement_of_operators():
@@ -634,3 +634,12 @@ def test_steps_on_other_providers_equal_those_on_the_cpu(provider, activation):
         assert other.step(x=X[:size], target=T[:size])["loss"] == pytest.approx(expected, rel=1e-4)
     for name, value in other.state.items():
         np.testing.assert_allclose(value, on_cpu.state[name], rtol=1e-3, atol=1e-5)
+
+
+def test_a_number_of_another_type_is_converted() -> None:
+    """Buffers take bytes: an int32 or a Python number in them would become another number."""
+    executor = graphopt.Executor(compiled())
+    executor.update_state({"step": np.int32(7)})
+    assert executor.steps == 7
+    executor.update_state({"step": 9})
+    assert executor.steps == 9

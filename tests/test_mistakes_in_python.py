@@ -196,7 +196,10 @@ EXECUTORS: list[Case] = [
         "threads='2'.*expected a whole number or None, found '2'",
     ),
     (lambda t: graphopt.Executor(STEP, deterministic="yes"), "expected True or False, found 'yes'"),
-    (lambda t: graphopt.Executor(STEP, device=0), "device: expected 'cpu', 'cuda' or 'cuda:N', found 0"),
+    (
+        lambda t: graphopt.Executor(STEP, device=0),
+        "device: expected 'cpu', 'cuda', 'cuda:N' or 'webgpu', found 0",
+    ),
     (lambda t: graphopt.Executor(STEP, session_options=3), "expected a mapping or None, found 3"),
     (lambda t: graphopt.Executor(STEP, target="nativ"), "unknown target 'nativ', nearest: 'native'"),
     (lambda t: t.executor.step(X, Y), r"\{'x': ..., 'target': ...\}, found an ndarray and an ndarray"),

@@ -7,12 +7,14 @@ import contextlib
 import os
 import sys
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any, NoReturn
 
+import onnx_ir as ir
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from hydra.types import RunMode
@@ -44,12 +46,12 @@ from graphopt.graph.listing import size
 from graphopt.graph.storage import save
 from graphopt.hosts.export import CONTRACT, STATE_FILE, export_hosts
 from graphopt.inspection.report import report, saved_by_kernels
+from graphopt.inspection.words import counted
 from graphopt.on_device.artifacts import FILES, export_artifacts
 from graphopt.training.callbacks.terminal import open_console, print_line
 from graphopt.training.signals import ending
 
 INTERRUPTED = 130
-ON_CUDA = "on cuda    Executor.placement tells, after a step, how many nodes of each operator ran where\n"
 USER_ERRORS = (GraphoptError, HydraException, OmegaConfBaseException, YAMLError, OSError, MemoryError)
 
 
@@ -300,21 +302,39 @@ def _describe_columns(recipe: Recipe, folder: Path, console: Console) -> None:
 def _report(recipe: Recipe, folder: Path, console: Console) -> str:
     fields = recipe.fields["executor"]
     result = report(recipe.model(), recipe.pipeline, recipe.fields["fit"]["batch_size"])
-    step, on_cuda = result.step, str(fields["device"]).startswith("cuda")
-    if step is not None and not on_cuda and fields.get("native") is not False:
+    step, on_cpu = result.step, fields["device"] == "cpu"
+    if step is not None and on_cpu and fields.get("native") is not False:
         in_place = fields.get("in_place", False)
         result.step_time = saved_by_kernels(
             step,
             lambda native: recipe.executor(step, native=native, in_place=native and in_place),
             result.batch or 1,
         )
-    summary = result.summary() + (ON_CUDA if on_cuda else "")
+    summary = result.summary()
+    if step is not None and not on_cpu:
+        summary += _placement(recipe, step)
     write(folder / "report.txt", f"{summary}\n{result.listings()}")
     for text in summary.splitlines():
         print_line(console, text, indent=11)
     drawn = result.picture(folder / "graph.svg")
     picture = "; graph.svg, before the first pass and after the last" if drawn else ""
     return f"report.txt, with the graph after each pass{picture}"
+
+
+def _placement(recipe: Recipe, step: ir.Model) -> str:
+    """Return lines that say which nodes of a step the device runs, and which the CPU, and why."""
+    device = recipe.fields["executor"]["device"]
+    title = f"on {device.partition(':')[0]}".ljust(11)
+    try:
+        executor = recipe.executor(step, static_shapes=False, graph_capture=False)
+        total = sum(sum(counts.values()) for counts in executor.placement().values())
+        reasons = Counter(executor.fallbacks().values())
+    except GraphoptError as error:
+        return f"{title}not known: {error}\n"
+    left = reasons.total()
+    lines = [f"{title}{counted(total - left, 'node')} on the device, {left} on the CPU"]
+    lines += [f"{'':11}{count} {reason}" for reason, count in reasons.most_common()]
+    return "\n".join(lines) + "\n"
 
 
 def _compare(recipe: Recipe, folder: Path) -> None:
@@ -338,7 +358,8 @@ _RUNS: dict[str, Callable[[Recipe, Path], float | None]] = {
 
 def _version() -> str:
     versions = {}
-    for package in ("graphopt", "onnxruntime", "onnxruntime-gpu", "onnxruntime-training"):
+    runtimes = "onnxruntime", "onnxruntime-gpu", "onnxruntime-webgpu", "onnxruntime-ep-webgpu"
+    for package in ("graphopt", *runtimes, "onnxruntime-training"):
         with contextlib.suppress(metadata.PackageNotFoundError):
             versions[package] = f"{package} {metadata.version(package)}"
     graphopt = versions.pop("graphopt", "graphopt (not installed)")

@@ -20,13 +20,12 @@ from graphopt.graph.loading import load
 from graphopt.graph.roles import FED, Role, role_of, with_role
 from graphopt.graph.state import initial
 from graphopt.graph.values import ROWS, name_of
-from graphopt.runtime.bound_session import Reported, RunnerOptions
+from graphopt.runtime.bound_session import BoundSession, Reported, RunnerOptions
 from graphopt.runtime.device import Device
 from graphopt.runtime.executor import Executor
 from graphopt.runtime.executor_options import ExecutorOptions, keywords_of
 from graphopt.runtime.forms import is_large_enough
 from graphopt.runtime.runners import Runner, StepRunner
-from graphopt.runtime.session import Session
 from graphopt.runtime.signature import Signature, reporting
 from graphopt.runtime.state_buffers import StateBuffers
 from graphopt.runtime.tensors import Tensor, rows_of
@@ -178,9 +177,9 @@ class SplitRunner(Runner):
         return self._is_finite
 
     @property
-    def sessions(self) -> list[Session]:
+    def forms(self) -> list[BoundSession]:
         runners = [*(stage.runner for stage in self._stages), self._apply]
-        return [session for runner in runners for session in runner.sessions]
+        return [form for runner in runners for form in runner.forms]
 
     def _updater(self, device: Device, apply: ir.Model, buffers: StateBuffers) -> StepRunner:
         """Return the runner of the half `apply`; all workers update in the same form."""

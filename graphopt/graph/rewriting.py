@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Set
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import final
@@ -23,6 +24,7 @@ from graphopt.graph.emitter import Emitter
 from graphopt.graph.opsets import IR_VERSION
 from graphopt.graph.roles import Role, with_role
 from graphopt.graph.state import detached
+from graphopt.graph.traversal import subgraphs
 from graphopt.graph.values import name_of
 from graphopt.intervals import check_intervals, check_types
 
@@ -80,7 +82,7 @@ class Pass(ir.passes.InPlacePass, metaclass=Checked):
             with detached(model):
                 self.rewrite(model)
                 model.graph.sort()
-                NameFixPass()(model)
+                fix_names(model)
         except LIBRARIES as error:
             raise GraphoptError(f"{type(self).__name__}: {cause(error)}") from error
         return ir.passes.PassResult(model, modified=True)
@@ -99,6 +101,25 @@ class Pass(ir.passes.InPlacePass, metaclass=Checked):
         if not values:
             raise GraphoptError(f"{type(self).__name__} needs {role.value}s, found none: {advice}")
         return values
+
+
+def fix_names(model: ir.Model) -> None:
+    """Name all values and nodes, each value of a body unlike all values around it, those of later nodes included."""
+    NameFixPass()(model)
+    _separate(model.graph, set())
+
+
+def _separate(graph: ir.Graph, around: Set[str]) -> None:
+    """Rename the values of a body, and of those in it, that have the name of a value around it."""
+    own = [*graph.inputs, *graph.initializers.values(), *(y for node in graph for y in node.outputs)]
+    names = {*around, *map(name_of, own)}
+    for x in own:
+        if name_of(x) in around:
+            x.name = next(new for i in itertools.count(1) if (new := f"{x.name}_{i}") not in names)
+            names.add(x.name)
+    for node in graph:
+        for body in subgraphs(node):
+            _separate(body, names)
 
 
 @contextlib.contextmanager

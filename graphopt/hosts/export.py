@@ -27,9 +27,9 @@ from graphopt.graph.storage import whole
 from graphopt.graph.traversal import subgraphs
 from graphopt.graph.unroll import Unroll
 from graphopt.graph.values import name_of
-from graphopt.hosts.check import add_check
 from graphopt.hosts.contract import Place, contract, places
 from graphopt.runtime.checkpoint import state_bytes
+from graphopt.targets.check import add_check, not_finite
 from graphopt.targets.portable import FORMS
 from graphopt.targets.target import target_of
 
@@ -131,7 +131,7 @@ def _graphs(
         for graph in graphs.values():
             passes.UnrollLoops()(graph)
     graphs = {name: target_of(target or "portable").lower(graph) for name, graph in graphs.items()}
-    add_check(graphs["train"], initial, target)
+    add_check(graphs["train"], not_finite(initial), chained=target is not None)
     if not unroll:
         graphs["train_steps"] = graphs["train"].clone()
         Unroll()(graphs["train_steps"])

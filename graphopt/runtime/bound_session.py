@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,12 +11,22 @@ import numpy as np
 import onnx_ir as ir
 
 from graphopt.graph.roles import FED, with_role
-from graphopt.graph.values import name_of, next_of
+from graphopt.graph.values import is_static, name_of, next_of
 from graphopt.runtime.device import Device
 from graphopt.runtime.session import Session
 from graphopt.runtime.signature import InputSpec
 from graphopt.runtime.state_buffers import StateBuffers
-from graphopt.runtime.tensors import OrtValues, Tensor, buffer, number_or_array, share, to_ort, zeros_of
+from graphopt.runtime.tensors import (
+    OrtValues,
+    Tensor,
+    buffer,
+    number_or_array,
+    overwrite,
+    share,
+    to_ort,
+    zeros_of,
+)
+from graphopt.targets.packing import PACKED
 
 if TYPE_CHECKING:
     import onnxruntime
@@ -60,9 +69,10 @@ class BoundSession:
     input                 what a call does                                    where it lies
     ====================  ==================================================  ==========================
     state, fed numbers    nothing: bound once                                 `buffers`
+    state, for the CPU    binds it again: binding copies it from the GPU      `buffers`
     `fixed`               nothing: bound once                                 the caller's memory
     small array, CPU      copies it, which is quicker than binding it         `_small_inputs`, bound once
-    any, CUDA graph       copies it, since the graph has the address          `_graph_inputs`, bound once
+    any, captured graph   copies it, since the graph has the address          `_graph_inputs`, bound once
     any other             binds it where it is                                the caller's memory
     ====================  ==================================================  ==========================
 
@@ -73,8 +83,9 @@ class BoundSession:
     ====================  ==================================================  ==========================
     new state             nothing: bound once                                 `buffers`, the other set
     `fixed`               nothing: bound once                                 the caller's memory
-    number                reads it                                            `_numbers`, bound once
-    any, CUDA graph       reads it, or returns the buffer itself              `_own_outputs`, bound once
+    number, CPU           reads it                                            `_numbers`, bound once
+    numbers, GPU          reads them all at once, with the check              `_own_outputs`, bound once
+    any, captured graph   reads it, or returns a copy                         `_own_outputs`, bound once
     any other             has the runtime allocate it                         `_places` in the results
     ====================  ==================================================  ==========================
 
@@ -83,6 +94,7 @@ class BoundSession:
         library: a library of the kernels that the graph calls.
         check: the name of an output that is finite if the new state is.
         shared: the names of the state that the graph writes in place.
+        packed: the names of the numbers that the graph returns in one vector, `PACKED`.
     """
 
     def __init__(
@@ -95,38 +107,42 @@ class BoundSession:
         library: Path | None = None,
         check: str | None = None,
         shared: Sequence[str] = (),
+        packed: Sequence[str] = (),
     ) -> None:
-        self.model, self.name, self.library, self.shared = model, name, library, shared
+        self.model, self.name, self.library, self.shared, self._packed = model, name, library, shared, packed
         self._device, self._report, self._as_numpy = device, list(options.report), options.as_numpy
-        self.session = Session(device, model, library=library)
+        self._fetched = [x for x in self._report if x not in packed] + [PACKED] * bool(packed)
+        self.session = Session(device, model, library=library, captures=device.graph_capture)
         fed = with_role(model, *FED)
         self._types = {name_of(x): InputSpec(x).dtype for x in fed}
         self._small_inputs: dict[str, np.ndarray] = {}
         self._graph_inputs: dict[str, onnxruntime.OrtValue] = {}
-        if device.cuda_graph:
+        if device.graph_capture:
             self._graph_inputs = {name_of(x): buffer(device, zeros_of(x)) for x in fed}
         self._numbers: dict[str, np.ndarray] = {}
         self._own_outputs: dict[str, onnxruntime.OrtValue] = {}
-        self._check = np.zeros((), np.float32) if check else None
+        self._check: np.ndarray | None = np.zeros((), np.float32) if check else None
         if self._check is not None:
             self._own_outputs[str(check)] = share(device, self._check)
         outputs = {name_of(y): y for y in model.graph.outputs}
-        for name in self._report:  # the shapes of numbers are known, and in a CUDA graph those of all
-            if device.cuda_graph:
+        for name in self._fetched:  # the shapes of numbers are known, and in a captured graph those of all
+            if device.graph_capture or (name == PACKED and is_static(outputs[name])):
                 self._own_outputs[name] = buffer(device, zeros_of(outputs[name]))
-            elif outputs[name].shape == ():
+            elif outputs[name].shape == () and device.kind == "cpu":
                 self._numbers[name] = zeros_of(outputs[name])
                 self._own_outputs[name] = share(device, self._numbers[name])
         self._place = ("cpu", 0) if options.as_numpy else (device.kind, device.index)
-        self._places = {name: i for i, name in enumerate(self._report) if name not in self._own_outputs}
+        self._places = {name: i for i, name in enumerate(self._fetched) if name not in self._own_outputs}
         buffers.share(shared)
-        self._bindings = []
+        self._bindings, self._copied_by_binding = [], []
+        on_host = self.session.inputs_on_host() if device.kind != "cpu" else []
         for source in range(2):
             after = {next_of(name): x for name, x in buffers.sets[1 - source].items()}
             inputs = {**buffers.sets[source], **buffers.fed, **self._graph_inputs, **options.fixed}
             self._bindings.append(self._binding(inputs, {**self._own_outputs, **after, **options.fixed}))
+            self._copied_by_binding.append({name: inputs[name] for name in on_host if name in inputs})
         self._options: list[Any] = [None, None]
-        if device.cuda_graph:
+        if device.graph_capture:
             self._options = [device.ort.RunOptions() for _ in range(2)]
             for number, run in enumerate(self._options, 1):
                 run.add_run_config_entry("gpu_graph_id", str(number))
@@ -134,7 +150,7 @@ class BoundSession:
     @property
     def state_is_finite(self) -> bool:
         """Return whether the latest call found its new state to be finite; not all sessions look."""
-        return self._check is not None and math.isfinite(self._check)
+        return self._check is not None and bool(np.isfinite(self._check).all())
 
     def call(self, source: int, feeds: Mapping[str, Tensor]) -> Reported:
         """Read the state from set `source`, write the other set, and return the reported outputs of checked tensors."""
@@ -148,26 +164,35 @@ class BoundSession:
                 array = tensor
                 if not isinstance(tensor, np.ndarray):
                     array = to_ort(self._device, tensor, self._types[name]).numpy()
-                self._graph_inputs[name].update_inplace(np.asarray(array, order="C"))
+                overwrite(self._device, self._graph_inputs[name], np.asarray(array, self._types[name]))
             else:
                 alive.append(self._feed(binding, name, tensor))
+        for name, value in self._copied_by_binding[source].items():
+            binding.bind_ortvalue_input(name, value)
         for name in self._places:
             binding.bind_output(name, *self._place)
         self.session.execute(binding, self._options[source])
-        if not self._places and not self._device.cuda_graph:
+        if len(self._numbers) == len(self._fetched):
             return {name: array.item() for name, array in self._numbers.items()}
         values = binding.get_outputs() if self._places else []
         reported: Reported = {}
-        for name in self._report:
+        for name in self._fetched:
             if name in self._numbers:
                 reported[name] = self._numbers[name].item()
                 continue
             value = self._own_outputs[name] if name in self._own_outputs else values[self._places[name]]
-            if self._as_numpy or not value.shape():
+            if name == PACKED:
+                reported |= self._unpacked(value.numpy())
+            elif self._as_numpy or not value.shape():
                 reported[name] = number_or_array(value.numpy())
             else:
                 reported[name] = self._kept(value)
-        return reported
+        return {name: reported[name] for name in self._report}
+
+    def _unpacked(self, vectors: np.ndarray) -> Reported:
+        """Return the numbers of a step, or of each of several, by name; keep the check."""
+        *numbers, self._check = vectors.T
+        return {name: number_or_array(np.asarray(x)) for name, x in zip(self._packed, numbers, strict=False)}
 
     def _feed(self, binding: onnxruntime.IOBinding, name: str, tensor: Tensor) -> Any:
         """Bind an input to a tensor, or to a reusable copy of a small tensor; return the object to keep alive."""
@@ -175,6 +200,8 @@ class BoundSession:
         if not isinstance(tensor, np.ndarray):
             value = to_ort(self._device, tensor, self._types[name])
             binding.bind_ortvalue_input(name, value)
+            if self._device.kind == "cuda" and value is not tensor:
+                binding.synchronize_inputs()  # the package that shares the tensor may still write it
             return value
         if self._device.kind != "cpu" or tensor.nbytes > _SMALL:
             array = tensor if tensor.flags.c_contiguous else np.ascontiguousarray(tensor)
@@ -188,6 +215,10 @@ class BoundSession:
 
     def _kept(self, value: onnxruntime.OrtValue) -> onnxruntime.OrtValue:
         """Return an output that the next run does not overwrite, as a run of ONNX Runtime 1.19 would."""
+        if self._device.graph_capture:
+            return buffer(self._device, value.numpy())
+        if self._device.kind == "webgpu":
+            return value
         vector = self._device.ort.capi._pybind_state.OrtValueVector()
         vector.push_back(value._ortvalue)
         return self._device.ort.OrtValue(vector[0])
@@ -198,7 +229,7 @@ class BoundSession:
         for name in self.session.inputs:
             if name in inputs:
                 binding.bind_ortvalue_input(name, inputs[name])
-        for name in dict.fromkeys([*self._report, *self.session.outputs]):
+        for name in dict.fromkeys([*self._fetched, *self.session.outputs]):
             if name in outputs:
                 binding.bind_ortvalue_output(name, outputs[name])
             elif name in self._places:

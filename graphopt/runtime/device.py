@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+import io
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import onnx_ir as ir
+
 from graphopt.arguments import Checked
 from graphopt.errors import GraphoptError, line, unknown
 from graphopt.intervals import check_types
 from graphopt.runtime.denormals import Flushing, supported
+from graphopt.runtime.webgpu import LOCK, WEBGPU, copier, no_adapter, plugin_device
+from graphopt.runtime.webgpu import OPTIONS as WEBGPU_OPTIONS
 from graphopt.targets.target import AUTO, NATIVE, ONNXRUNTIME, Target, target_of
 
 if TYPE_CHECKING:
@@ -34,6 +41,8 @@ NATIVE_VARIABLE, VERIFY = "GRAPHOPT_NATIVE", "GRAPHOPT_VERIFY"  # of the environ
 # Integer kernels in place of float ones between quantized weights, which round otherwise than the graph does. Moving a
 # DequantizeLinear over a Reshape makes some graphs invalid (onnxruntime 1.32).
 AS_WRITTEN = {"session.disable_quant_qdq": "1", "session.qdq_matmulnbits_accuracy_level": "1"}
+# As on the CPU: float32 products in float32, and no search for the fastest convolution at each new shape.
+_CUDA_OPTIONS = {"use_tf32": 0, "cudnn_conv_algo_search": "HEURISTIC"}
 PLACEMENT = "session.record_ep_graph_assignment_info"
 
 
@@ -46,9 +55,12 @@ class DeviceOptions(metaclass=Checked):
         deterministic: use kernels that return the same numbers in each run.
         provider: an execution provider of the installed ONNX Runtime, by its full or short name, such as `openvino`;
             by default, the device's own. Operators without a kernel run on the CPU.
-        provider_options: the options of the provider.
-        cuda_graph: capture each step as a CUDA graph, one per batch shape, and replay it. Steps with If, Loop or Scan
-            are not supported.
+        provider_options: the options of the provider. On CUDA, `use_tf32: 1` rounds products to 10 bits and is faster,
+            `cudnn_conv_algo_search: EXHAUSTIVE` times all algorithms for each new shape, and `gpu_mem_limit` holds for
+            each session, without state and batches. On WebGPU, the first session's options, such as `powerPreference`,
+            hold for all sessions of a process.
+        graph_capture: on a GPU, capture the commands of a step, once per batch shape, and replay them. Steps with If,
+            Loop or Scan, or with nodes on the CPU, are not supported.
         low_memory: free each buffer after its last reader, without a memory plan or buffers for reuse. Small graphs
             become slower.
         flush_denormals: compute with 0 in place of denormal numbers (below 1e-38 in float32), which are slow; on CPUs
@@ -75,7 +87,7 @@ class DeviceOptions(metaclass=Checked):
     deterministic: bool = False
     provider: str | None = None
     provider_options: Mapping[str, Any] | None = None
-    cuda_graph: bool = False
+    graph_capture: bool = False
     low_memory: bool = False
     flush_denormals: bool = True
     native: bool | Literal["auto"] | None = None
@@ -94,7 +106,7 @@ class Device(DeviceOptions):
     'CPUExecutionProvider'
 
     Args:
-        name: `cpu`, `cuda` or `cuda:N`.
+        name: `cpu`, `cuda` or `cuda:N` (NVIDIA), or `webgpu` (any GPU, by Vulkan, Metal or D3D12).
 
     Raises:
         GraphoptError: no ONNX Runtime is installed, it lacks the device or the provider, or an option is invalid.
@@ -106,26 +118,28 @@ class Device(DeviceOptions):
     ort: Any = field(init=False, repr=False)
     flushing: Flushing | None = field(init=False, repr=False)
     execution_provider: str = field(init=False, repr=False)
+    plugin: Any = field(init=False, repr=False)  # its device, where the provider is a plugin
     runtime_target: Target = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        if not isinstance(self.name, str):
-            raise GraphoptError(f"device: expected 'cpu', 'cuda' or 'cuda:N', found {self.name!r}")
+        if not isinstance(self.name, str) or not re.fullmatch(r"cpu|cuda(:\d+)?|webgpu", self.name):
+            raise GraphoptError(f"device: expected 'cpu', 'cuda', 'cuda:N' or 'webgpu', found {self.name!r}")
         check_types(self, "device")
         keep = functools.partial(object.__setattr__, self)
         kind, _, index = self.name.partition(":")
         keep("kind", kind)
-        if self.kind not in ("cpu", "cuda") or (index and (self.kind == "cpu" or not index.isdigit())):
-            raise GraphoptError(f"device: expected 'cpu', 'cuda' or 'cuda:N', found {self.name!r}")
         if self.threads is not None and not 1 <= self.threads <= MOST_THREADS:
             least = "1 or more, or None for the runtime's choice"
             expected = least if self.threads < 1 else f"at most {MOST_THREADS:,}"
             raise GraphoptError(f"threads: expected {expected}, found {self.threads}")
         keep("index", int(index or 0))
         keep("ort", _runtime())
+        if self.kind == "cuda":
+            _load_cuda(self.ort)
         keep("flushing", Flushing() if self.flush_denormals and supported() and self.kind == "cpu" else None)
-        self.new_session_options()  # rejects unknown session options
+        keep("plugin", plugin_device(self.ort) if self.kind == "webgpu" else None)
         keep("execution_provider", self._found_provider())
+        self.new_session_options()  # rejects unknown options
         if (self.native is True or self.target == NATIVE) and not self.on_cpu:
             raise GraphoptError(
                 f"native: expected the device 'cpu' and its own provider, found {self.execution_provider}: leave it out"
@@ -138,13 +152,16 @@ class Device(DeviceOptions):
                 f"target={self.target!r}: leave one out"
             )
         keep("native", _resolved("native", NATIVE_VARIABLE, native))
-        keep("runtime_target", ONNXRUNTIME if takes_native else target_of(self.target))
+        own = target_of("webgpu") if self.kind == "webgpu" else ONNXRUNTIME
+        keep("runtime_target", own if takes_native else target_of(self.target))
         keep("verify", _resolved("verify", VERIFY, self.verify))
-        if self.cuda_graph and (self.kind, self.execution_provider) != ("cuda", CUDA):
+        if self.graph_capture and self.execution_provider not in (CUDA, WEBGPU):
             raise GraphoptError(
-                f"cuda_graph: expected device 'cuda' and its own provider, found {self.name!r} and "
+                f"graph_capture: expected device 'cuda' or 'webgpu' and its own provider, found {self.name!r} and "
                 f"{self.execution_provider}"
             )
+        if self.kind == "webgpu":
+            self.copier(ir.DataType.FLOAT)  # starts the device
 
     @classmethod
     def of(cls, device: str | Device, options: DeviceOptions) -> Device:
@@ -165,31 +182,45 @@ class Device(DeviceOptions):
         return device
 
     @property
+    def lock(self) -> contextlib.AbstractContextManager[Any]:
+        """Return the lock to hold while anything is done on the device; of other devices than WebGPU, threads share."""
+        return LOCK if self.kind == "webgpu" else contextlib.nullcontext()
+
+    @property
     def on_cpu(self) -> bool:
         """Return whether ONNX Runtime's own CPU kernels compute."""
         return self.execution_provider == CPU
+
+    @property
+    def rounds_products(self) -> bool:
+        """Return whether products of float32 numbers are computed in TF32, with 10 bits."""
+        return self.kind == "cuda" and str((self.provider_options or {}).get("use_tf32", 0)) != "0"
 
     @property
     def trains(self) -> bool:
         """Return whether the runtime is onnxruntime-training."""
         return hasattr(self.ort.capi._pybind_state, "GradientGraphBuilder")
 
-    @property
-    def providers(self) -> list[Any]:
+    def _providers(self, captures: bool) -> list[Any]:
         """Return the provider with its options, followed by the CPU provider, in the form for sessions."""
+        if self.kind == "webgpu":  # its options are those of the session, and a plugin's device, too
+            return [] if self.plugin is not None else [WEBGPU, CPU]
         chosen: dict[str, Any] = {}
         if self.kind == "cuda":
-            chosen["device_id"] = self.index
+            chosen |= {"device_id": self.index, **_CUDA_OPTIONS}
         if self.threads and self.execution_provider in THREADS:
             chosen[THREADS[self.execution_provider]] = self.threads
-        if self.cuda_graph:
+        if captures:
             chosen["enable_cuda_graph"] = 1
         chosen |= self.provider_options or {}
         first = (self.execution_provider, {name: str(value) for name, value in chosen.items()})
         return [first] if self.on_cpu else [first, CPU]
 
-    def new_session_options(self) -> onnxruntime.SessionOptions:
+    def new_session_options(self, *, captures: bool = False) -> onnxruntime.SessionOptions:
         """Return options for one session.
+
+        Args:
+            captures: whether the session captures its graph, as those of steps do.
 
         Raises:
             GraphoptError: an option in `session_options` is unknown or has the wrong type, or a library of custom
@@ -204,6 +235,8 @@ class Device(DeviceOptions):
             options.add_session_config_entry(name, entry)
         if self.flushing is not None:
             options.add_session_config_entry(DENORMALS, "1")
+        if self.kind == "webgpu":
+            self._add_webgpu(options, captures)
         for name, value in (self.session_options or {}).items():
             if name in SESSION_OPTIONS:
                 try:
@@ -230,6 +263,58 @@ class Device(DeviceOptions):
                 ) from error
         return options
 
+    def _add_webgpu(self, options: onnxruntime.SessionOptions, captures: bool) -> None:
+        """Add the WebGPU provider's options, and the plugin's device if there is a plugin."""
+        chosen = {
+            "enableInt64": 1,
+            "enableGraphCapture": int(captures),
+            **(self.provider_options or {}),
+        }
+        for name, value in chosen.items():
+            if name not in WEBGPU_OPTIONS:
+                raise GraphoptError(f"provider_options: {unknown('option of WebGPU', name, WEBGPU_OPTIONS)}")
+            options.add_session_config_entry(f"ep.{WEBGPU.lower()}.{name}", str(value))
+        if self.plugin is not None:
+            options.add_provider_for_devices([self.plugin], {})
+
+    def open(
+        self,
+        content: bytes,
+        options: onnxruntime.SessionOptions | None = None,
+        disabled_optimizers: Sequence[str] = (),
+        *,
+        captures: bool = False,
+    ) -> onnxruntime.InferenceSession:
+        """Open a session of a graph on the device.
+
+        Args:
+            captures: whether the session captures its graph.
+
+        Raises:
+            Exception: the runtime rejects the graph, or the provider does not start.
+        """
+        with self.lock:
+            return self.ort.InferenceSession(
+                content,
+                sess_options=options or self.new_session_options(captures=captures),
+                providers=self._providers(captures),
+                disabled_optimizers=disabled_optimizers,
+                enable_fallback=0,  # do not fall back to another provider and print a line
+            )
+
+    def copier(self, dtype: ir.DataType) -> onnxruntime.InferenceSession:
+        """Return a session that copies a tensor to the WebGPU device.
+
+        Raises:
+            GraphoptError: the device does not start.
+        """
+        try:
+            return copier(self.open, dtype)
+        except Exception as error:
+            if "adapter" in str(error):
+                raise GraphoptError(no_adapter()) from error
+            raise self.not_started() from error
+
     def not_started(self) -> GraphoptError:
         """Return the error for a provider that does not start."""
         return GraphoptError(
@@ -244,9 +329,15 @@ class Device(DeviceOptions):
                 f"device {self.name!r}: expected {CUDA}, found an ONNX Runtime with only {', '.join(available)}: "
                 f"pip install onnxruntime-gpu"
             )
-        wanted = self.provider or (CUDA if self.kind == "cuda" else CPU)
+        wanted = self.provider or {"cuda": CUDA, "webgpu": WEBGPU}.get(self.kind, CPU)
         names = {name.lower().removesuffix(SUFFIX.lower()): name for name in available}
+        names |= {"webgpu": WEBGPU} if self.kind == "webgpu" else {}
         short = wanted.lower().removesuffix(SUFFIX.lower())
+        if (short == "webgpu") != (self.kind == "webgpu"):
+            raise GraphoptError(
+                f"provider {wanted!r}: expected the provider of device {self.name!r}, found another device's: write "
+                f"device='webgpu' for WebGPU, and leave out the provider"
+            )
         if short not in names:
             raise GraphoptError(
                 f"provider {wanted!r}: expected a provider of the installed ONNX Runtime: {', '.join(available)}"
@@ -265,12 +356,21 @@ def _resolved(name: str, variable: str, option: Any) -> bool | Literal["auto"]:
     return chosen
 
 
+@functools.cache
+def _load_cuda(ort: Any) -> None:
+    """Load CUDA and cuDNN from their wheels, if these are installed, once a process."""
+    ort.set_default_logger_severity(3)  # a warning in each session, where the GPU's folder in /sys is not to be seen
+    if hasattr(ort, "preload_dlls"):
+        with contextlib.redirect_stdout(io.StringIO()):  # it prints what it does not find
+            ort.preload_dlls()
+
+
 def _runtime() -> Any:
     try:
         import onnxruntime
     except ImportError as error:
         raise GraphoptError(
-            "runtime: expected an ONNX Runtime, found none: pip install onnxruntime, onnxruntime-gpu or "
-            "onnxruntime-training==1.19.2, exactly one of them in an environment"
+            "runtime: expected an ONNX Runtime, found none: pip install onnxruntime, onnxruntime-gpu, "
+            "onnxruntime-webgpu or onnxruntime-training==1.19.2, exactly one of them in an environment"
         ) from error
     return onnxruntime

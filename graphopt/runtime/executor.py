@@ -6,7 +6,6 @@ import functools
 import itertools
 import threading
 import warnings
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -21,6 +20,7 @@ from graphopt.graph.loading import Source, load
 from graphopt.graph.roles import FED, Role, with_role
 from graphopt.graph.state import LEARNING_RATE
 from graphopt.graph.values import name_of
+from graphopt.runtime import placement
 from graphopt.runtime.bound_session import Reported, RunnerOptions
 from graphopt.runtime.device import Device
 from graphopt.runtime.executor_options import ExecutorOptions, keywords_of
@@ -30,6 +30,7 @@ from graphopt.runtime.session import Session
 from graphopt.runtime.signature import InputSpec, Signature, chosen_outputs, description, numbers, reporting
 from graphopt.runtime.state_buffers import StateBuffers
 from graphopt.runtime.tensors import Tensor, check_rows, number_or_array, rows_of, to_ort
+from graphopt.runtime.webgpu import LOCK
 
 
 @checked()
@@ -159,7 +160,7 @@ class Executor(ExecutorState):
         """
         self.options, self._device, self._model, self.workers = options, device, model, workers
         self._buffers, self._runner_of, self._rounds = buffers, runner_of, rounds
-        self._lock = threading.RLock()
+        self._lock = LOCK if device.kind == "webgpu" else threading.RLock()
         self.properties, self._labels = {}, None
         self._signature = Signature(device, with_role(model, *FED))
         self._report = chosen_outputs(model, options.report)
@@ -285,17 +286,20 @@ class Executor(ExecutorState):
         """Return for each execution provider the operators of a step that it runs, and how many nodes of each.
 
         Raises:
-            GraphoptError: onnxruntime is older than 1.24 and does not report this.
+            GraphoptError: onnxruntime is older than 1.24 and does not report this, or sessions depend on shapes and no
+                step has run yet.
         """
-        counts: dict[str, Counter[str]] = {}
-        for session in self._runner.sessions:
-            if not hasattr(session.ort, "get_provider_graph_assignment_info"):
-                raise GraphoptError(
-                    f"placement: expected onnxruntime 1.24 or later, found {session.device.ort.__version__}"
-                )
-            for part in session.ort.get_provider_graph_assignment_info():
-                counts.setdefault(part.ep_name, Counter()).update(node.op_type for node in part.get_nodes())
-        return {name: dict(operators.most_common()) for name, operators in counts.items()}
+        return placement.operators_by_provider(form.session for form in self._runner.forms)
+
+    def fallbacks(self) -> dict[str, str]:
+        """Return the nodes of a step that run on the CPU instead of the device, by name, each with the reason.
+
+        Raises:
+            GraphoptError: as `placement` does.
+        """
+        forms = [] if self._device.on_cpu else self._runner.forms
+        found = [placement.on_host(form.session, form.model) for form in forms]
+        return {name: reason for nodes in found for name, reason in nodes.items()}
 
     def evaluate(
         self, data: Mapping[str, Tensor] | None = None, /, *unnamed: object, **named: Tensor
@@ -348,7 +352,7 @@ class Executor(ExecutorState):
         chosen = RunnerOptions(
             report=self._report,
             as_numpy=options.as_numpy,
-            static_shapes=options.static_shapes or device.cuda_graph,
+            static_shapes=options.static_shapes or device.graph_capture,
             in_place=options.in_place,
         )
         # A bound method would make a cycle, which delays the release of memory.
@@ -416,5 +420,7 @@ class Executor(ExecutorState):
         if key not in self._forwards:
             outputs = {name_of(y): y for y in self._model.graph.outputs}
             part = inference.extract(self._model, [outputs[name] for name in names])
+            if self._device.kind == "webgpu":
+                part = self._device.runtime_target.lower(part)
             self._forwards[key] = Session(self._device, part)
         return self._forwards[key]

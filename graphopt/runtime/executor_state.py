@@ -92,7 +92,7 @@ class ExecutorState(metaclass=Checked):
     def on_device(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Copy a batch to the GPU ahead of `step`. On the CPU, return the batch itself."""
         device = self._device
-        if device.kind == "cpu" or device.cuda_graph:
+        if device.kind == "cpu" or device.graph_capture:
             return {**batch}
         arrays = {name: x for name, x in batch.items() if isinstance(x, np.ndarray)}
         return {**batch, **{name: to_ort(device, x, x.dtype) for name, x in arrays.items()}}

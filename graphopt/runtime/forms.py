@@ -24,9 +24,10 @@ from graphopt.runtime.bound_session import BoundSession, RunnerOptions
 from graphopt.runtime.device import Device
 from graphopt.runtime.signature import description
 from graphopt.runtime.state_buffers import StateBuffers
-from graphopt.runtime.tensors import Tensor
+from graphopt.runtime.tensors import Tensor, overwrite
 from graphopt.runtime.translation import Mistranslated, Translation, read_note, write_note
 from graphopt.targets.native.lowering import lower_to_kernels
+from graphopt.targets.packing import pack_numbers
 from graphopt.targets.target import ONNXRUNTIME
 
 WORTH_COMPILING = 10_000  # numbers in parameters, from which `auto` compiles kernels
@@ -102,7 +103,7 @@ class StepForms:
         marks = {name: MARK * np.asarray(buffers[name].numpy()).nbytes for name in self._buffers.updated}
         for name, mark in marks.items():
             array = np.asarray(buffers[name].numpy())
-            buffers[name].update_inplace(np.array(np.frombuffer(mark, array.dtype).reshape(array.shape)))
+            overwrite(self._device, buffers[name], np.frombuffer(mark, array.dtype).reshape(array.shape))
         self.form.call(source, feeds)
         for name, mark in marks.items():
             if mark and buffers[name].numpy().tobytes() == mark:
@@ -117,7 +118,8 @@ class StepForms:
             if self._translation is not None:
                 self._translation.check(self.form, source, feeds)
         except Mistranslated as error:
-            if self._device.verify is True or (self._several and self.native is False):
+            trusts_plain = self._device.kind != "webgpu"
+            if self._device.verify is True or not trusts_plain or (self._several and self.native is False):
                 raise
             warnings.warn(str(error), stacklevel=2)
             return False
@@ -151,9 +153,13 @@ class StepForms:
 
     def _opened(self, model: ir.Model, name: str, **kernels: Any) -> BoundSession:
         """Open the session of a graph of one step, lowered or not; of several steps if they are to run."""
+        options, packed = self._options, []
+        if self._device.kind != "cpu" and "loss" in options.report and not options.fixed:
+            model = model.clone()
+            packed = pack_numbers(model, options.report, self._buffers.infinite)
         if self._several:
             model = with_shapes(unrolled(model), self._shapes)
-        return BoundSession(self._device, model, self._buffers, self._options, name, **kernels)
+        return BoundSession(self._device, model, self._buffers, options, name, packed=packed, **kernels)
 
     def _lowered(self) -> BoundSession | None:
         """Lower the graph and open its session; return None if the graph is to run as it is."""

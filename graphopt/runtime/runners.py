@@ -16,10 +16,9 @@ import onnx_ir as ir
 
 from graphopt.errors import GraphoptError
 from graphopt.graph.roles import FED, with_role
-from graphopt.runtime.bound_session import Reported, RunnerOptions
+from graphopt.runtime.bound_session import BoundSession, Reported, RunnerOptions
 from graphopt.runtime.device import Device
 from graphopt.runtime.forms import StepForms, unrolled
-from graphopt.runtime.session import Session
 from graphopt.runtime.signature import Signature, description
 from graphopt.runtime.state_buffers import StateBuffers
 from graphopt.runtime.tensors import Tensor, check_rows
@@ -54,8 +53,8 @@ class Runner(Protocol):
         """Return whether the latest step found its new state to be finite; not all steps look."""
 
     @property
-    def sessions(self) -> list[Session]:
-        """Return the sessions of the latest step.
+    def forms(self) -> list[BoundSession]:
+        """Return the sessions of the latest step, each with its graph.
 
         Raises:
             GraphoptError: sessions depend on shapes, and no step has run yet.
@@ -133,12 +132,12 @@ class StepRunner(Runner):
         return self._forms is not None and self._forms.form.state_is_finite
 
     @property
-    def sessions(self) -> list[Session]:
+    def forms(self) -> list[BoundSession]:
         if self._forms is None:
             raise GraphoptError(
                 "placement: expected a step before it, as sessions depend on shapes, found none: run a step first"
             )
-        return [self._forms.form.session]
+        return [self._forms.form]
 
 
 class SeveralSteps:

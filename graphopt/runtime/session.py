@@ -36,6 +36,7 @@ class Session:
     Args:
         options: modified options of the session; `Device.new_session_options()` by default.
         library: a library of the kernels that the graph calls.
+        captures: whether the session captures its graph.
 
     Raises:
         GraphoptError: the runtime rejects the graph, or the provider does not start.
@@ -47,11 +48,13 @@ class Session:
         model: ir.Model,
         options: onnxruntime.SessionOptions | None = None,
         library: Path | None = None,
+        *,
+        captures: bool = False,
     ) -> None:
         self.device = device
         is_double = any(x.dtype == ir.DataType.DOUBLE for x in model.graph.inputs)
         try:
-            options = options or device.new_session_options()
+            options = options or device.new_session_options(captures=captures)
             if library is not None:
                 options.register_custom_ops_library(str(library))
             content, weights = storage.message(model)
@@ -61,12 +64,9 @@ class Session:
                 options.add_external_initializers([*weights], self._weights)
             # The first session would change denormals in this thread permanently.
             with device.flushing or contextlib.nullcontext():
-                self.ort: onnxruntime.InferenceSession = device.ort.InferenceSession(
-                    content,
-                    sess_options=options,
-                    providers=device.providers,
-                    disabled_optimizers=UNSAFE + (UNSAFE_IN_DOUBLE if is_double else []),
-                    enable_fallback=0,  # do not fall back to another provider and print a line
+                unsafe = UNSAFE + (UNSAFE_IN_DOUBLE if is_double else [])
+                self.ort: onnxruntime.InferenceSession = device.open(
+                    content, options, unsafe, captures=captures
                 )
         except Exception as error:
             raise _refusal(device, model, error) from error
@@ -82,13 +82,31 @@ class Session:
             GraphoptError: the runtime fails.
         """
         try:
-            if self.device.flushing is None:
+            if self.device.kind == "webgpu":
+                with self.device.lock:
+                    self.ort.run_with_iobinding(binding, options)
+            elif self.device.flushing is None:
                 self.ort.run_with_iobinding(binding, options)
             else:
                 with self.device.flushing:
                     self.ort.run_with_iobinding(binding, options)
         except RuntimeError as error:
+            if "requires f16" in str(error):
+                raise GraphoptError(
+                    f"device {self.device.name!r}: expected a graphics adapter with 16-bit floats, found one without: "
+                    f"leave out the precision"
+                ) from error
             raise GraphoptError(f"onnxruntime stopped: {line(error)}") from error
+
+    def inputs_on_host(self) -> list[str]:
+        """Return the names of the inputs that are read in host memory: by operators on the CPU, or as shapes."""
+        if not hasattr(self.ort, "get_input_memory_infos"):  # onnxruntime 1.22 and older
+            return self.inputs
+        return [
+            name
+            for name, x in zip(self.inputs, self.ort.get_input_memory_infos(), strict=True)
+            if "cpu" in x.name.lower()
+        ]
 
     def compute(self, feeds: OrtValues) -> dict[str, onnxruntime.OrtValue]:
         """Run once on values and return all outputs by name, which stay on the device; ignore what is not an input."""
@@ -97,6 +115,8 @@ class Session:
             binding.bind_ortvalue_input(name, feeds[name])
         for name in self.outputs:
             binding.bind_output(name, self.device.kind, self.device.index)
+        if self.device.kind == "cuda":
+            binding.synchronize_inputs()  # another package may still write a tensor that it shares
         self.execute(binding)
         return dict(zip(self.outputs, binding.get_outputs(), strict=True))
 
@@ -122,7 +142,7 @@ def _refusal(device: Device, model: ir.Model, error: Exception) -> GraphoptError
         )
     by = "" if device.on_cpu else f"{device.execution_provider} of "
     reason = line(error)
-    if "NOT_IMPLEMENTED" in reason:
+    if "NOT_IMPLEMENTED" in reason or "node_provider_type" in reason:
         reason += ", for these element types: take another precision, runtime or provider"
     if "is not a registered function/op" in reason:
         reason += ": name the library of this custom operator with custom_ops"

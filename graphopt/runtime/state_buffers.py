@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -18,7 +19,16 @@ from graphopt.graph.values import name_of, state_of
 from graphopt.runtime.device import Device
 from graphopt.runtime.session import Session
 from graphopt.runtime.signature import InputSpec
-from graphopt.runtime.tensors import Allocate, OrtValues, allocated, buffer, buffers, number_or_array
+from graphopt.runtime.tensors import (
+    Allocate,
+    OrtValues,
+    allocated,
+    buffer,
+    buffers,
+    number_or_array,
+    overwrite,
+)
+from graphopt.targets.check import not_finite
 
 if TYPE_CHECKING:
     import onnxruntime
@@ -38,6 +48,7 @@ class StateBuffers:
         state = {name: array for name, array in initial.items() if name in names}
         self._inputs = {name_of(x): InputSpec(x) for x in model.graph.inputs if x.name in initial}
         self._device, self.allocate = device, allocate
+        self.infinite = not_finite(state)  # the names of state that is not finite at first
         first, memory = buffers(device, state, allocate)
         self.sets = (first, first)
         self._are_finite = [[_finite_check(device, first, memory)]] * 2  # of all numbers in each set
@@ -125,7 +136,7 @@ class StateBuffers:
         self.check(arrays)
         buffers = self.sets[self.current]
         for name, array in arrays.items():
-            buffers[name].update_inplace(np.asarray(array, order="C"))
+            overwrite(self._device, buffers[name], np.asarray(array, self._inputs[name].dtype))
 
     def check(self, arrays: Mapping[str, np.ndarray]) -> None:
         """Raise an error unless arrays are part of the state by name and have the right types and shapes."""
@@ -157,7 +168,7 @@ class StateBuffers:
         for name, value in values.items():
             if self.hyperparameters[name] is not value:
                 array = np.asarray(value, self._inputs[name].dtype)
-                self.fed[name].update_inplace(array)
+                overwrite(self._device, self.fed[name], array)
                 self.hyperparameters[name] = number_or_array(array)
 
 
@@ -171,8 +182,8 @@ def _finite_check(device: Device, values: OrtValues, memory: Sequence[np.ndarray
         parts = [part for flat in memory for part in np.array_split(flat, _parts(flat))]
         return lambda: all([math.isfinite(np.vdot(part, part)) for part in parts])
     model, floating = _summed(values)
-    session = Session(device, model)
-    return lambda: math.isfinite(session.compute(floating)["total"].numpy())
+    session = functools.cache(lambda: Session(device, model))  # most steps check their new state themselves
+    return lambda: math.isfinite(session().compute(floating)["total"].numpy())
 
 
 def _parts(flat: np.ndarray) -> int:
@@ -191,5 +202,5 @@ def _summed(values: OrtValues) -> tuple[ir.Model, dict[str, onnxruntime.OrtValue
     model = ir.Model(ir.Graph(inputs, [], nodes=[], opset_imports={"": OPSET}), ir_version=IR_VERSION)
     with Emitter(model) as op:
         sums = [op.ReduceSum(op.Cast(x, to=ir.DataType.FLOAT), keepdims=0) for x in inputs]
-        model.graph.outputs.append(op.Sum(*sums, _outputs=["total"]))
+        model.graph.outputs.append(op.Identity(functools.reduce(op.Add, sums), _outputs=["total"]))
     return model, floating

@@ -31,25 +31,52 @@ def buffer(device: Device, array: np.ndarray) -> onnxruntime.OrtValue:
     Raises:
         GraphoptError: the device does not start.
     """
+    if device.kind == "webgpu":
+        return copied(device, array)
     try:
         value = device.ort.OrtValue.ortvalue_from_shape_and_type(
             list(array.shape), array.dtype.type, device.kind, device.index
         )
     except RuntimeError as error:
+        if array.dtype.isbuiltin != 1:
+            raise unsupported(array) from error
         raise device.not_started() from error
-    value.update_inplace(np.asarray(array, order="C"))
+    overwrite(device, value, array)
     return value
+
+
+def copied(device: Device, array: np.ndarray) -> onnxruntime.OrtValue:
+    """Copy an array to a new value on a WebGPU device, by a session: the package has no function that allocates."""
+    value = share(device, np.asarray(array, order="C"))
+    session = device.copier(ir.DataType(value.element_type()))
+    with device.lock:
+        binding = session.io_binding()
+        binding.bind_ortvalue_input("x", value)
+        binding.bind_output("y", device.kind)
+        session.run_with_iobinding(binding)
+        (result,) = binding.get_outputs()
+    return result
+
+
+def overwrite(device: Device, value: onnxruntime.OrtValue, array: np.ndarray) -> None:
+    """Copy an array into a buffer of its type and shape."""
+    array = np.asarray(array, order="C")
+    if device.kind == "webgpu":
+        with device.lock:
+            device.ort.copy_tensors([share(device, array)], [value])
+    else:
+        value.update_inplace(array)
 
 
 def zeros_of(y: ir.Value) -> np.ndarray:
     """Return zeros of the type and the shape of a value.
 
     Raises:
-        GraphoptError: the shape is not static, as it may be in a CUDA graph.
+        GraphoptError: the shape is not static, as it may be in a captured graph.
     """
     if y.shape is None or not y.shape.is_static():
         raise GraphoptError(
-            f"output {y.name!r}: expected a shape that follows from the batch's, as a CUDA graph needs, found "
+            f"output {y.name!r}: expected a shape that follows from the batch's, as a captured graph needs, found "
             f"{y.shape}: leave it out of `report`"
         )
     return np.zeros(y.shape.numpy(), dtype_of(y).numpy())
@@ -89,9 +116,12 @@ def share(device: Device, array: np.ndarray) -> onnxruntime.OrtValue:
     try:
         return device.ort.OrtValue.ortvalue_from_numpy(array)
     except RuntimeError as error:
-        raise GraphoptError(
-            f"expected an element type that onnxruntime takes as an array, found {array.dtype}"
-        ) from error
+        raise unsupported(array) from error
+
+
+def unsupported(array: np.ndarray) -> GraphoptError:
+    """Return the error for an array of an element type that the runtime does not take."""
+    return GraphoptError(f"expected an element type that onnxruntime takes as an array, found {array.dtype}")
 
 
 def to_ort(device: Device, tensor: Tensor, dtype: np.dtype[Any]) -> onnxruntime.OrtValue:
@@ -103,9 +133,7 @@ def to_ort(device: Device, tensor: Tensor, dtype: np.dtype[Any]) -> onnxruntime.
     """
     if isinstance(tensor, np.ndarray):
         array = np.asarray(tensor, order="C")
-        if device.kind == "cpu":
-            return share(device, array)
-        return device.ort.OrtValue.ortvalue_from_numpy(array, device.kind, device.index)
+        return share(device, array) if device.kind == "cpu" else buffer(device, array)
     if isinstance(tensor, device.ort.OrtValue):
         return tensor
     c = device.ort.capi._pybind_state

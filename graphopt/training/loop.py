@@ -221,7 +221,10 @@ class TrainingLoop:
         return After.FINISH if control.should_stop else After.GO_ON
 
     def _on_device(self, drawn: Drawn) -> dict[str, Tensor]:
-        return self.run.executor.on_device(drawn.arrays)
+        """Copy a batch to a GPU in the thread that draws it; the WebGPU provider is not made for threads."""
+        executor = self.run.executor
+        is_threaded = executor.device_options.kind != "webgpu"
+        return executor.on_device(drawn.arrays) if is_threaded else {**drawn.arrays}
 
     def _is_current(self) -> bool:
         """Return whether the executor has the state after exactly the steps that have ended, not after later ones."""

@@ -342,6 +342,10 @@ class Recipe:
         target = fields.pop(TARGET_KEY)
         if target != OWN_EXECUTOR:
             raise GraphoptError(f"executor: expected {OWN_EXECUTOR} with a launcher, found {target}")
+        if fields.get("device") == "webgpu":
+            raise GraphoptError(
+                "executor.device: expected cpu or cuda for workers, found webgpu: leave out the launcher"
+            )
         if fields.get("device") == "cuda":
             fields["device"] = f"cuda:{workers.local_rank}"
         elif fields.get("threads") is None:

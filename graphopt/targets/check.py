@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping, Set
+from collections.abc import Collection, Mapping, Set
 
 import numpy as np
 import onnx_ir as ir
 
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.operators import VIEWS
-from graphopt.graph.roles import Role, set_role, with_role
+from graphopt.graph.roles import STATE, Role, set_role, with_role
 from graphopt.graph.state import ACCUMULATED, LOSS_SCALE, accumulators
 from graphopt.graph.values import is_floating, is_number, is_static, next_of
 
@@ -25,7 +25,7 @@ _SPREADING: dict[str, tuple[int, ...] | None] = {
 _LARGE = 4096  # numbers
 
 
-def add_check(model: ir.Model, initial: Mapping[str, np.ndarray], target: str | None) -> None:
+def add_check(model: ir.Model, infinite: Collection[str], *, chained: bool = False) -> None:
     """Add an output that is finite only if the loss and the new state are: the sum of both.
 
     State from which arithmetic carries each infinity and NaN into other state, as from a momentum into its parameter,
@@ -34,21 +34,24 @@ def add_check(model: ir.Model, initial: Mapping[str, np.ndarray], target: str | 
 
     Args:
         model: a training graph, to which the output is added.
-        initial: the initial values of its state, by name.
-        target: the runtime that the graph is for; None for ONNX Runtime.
+        infinite: the names of state that is not finite at first.
+        chained: add one by one, for runtimes without a Sum of several inputs.
     """
-    infinite = {name for name, x in initial.items() if x.dtype.kind == "f" and not np.isfinite(x).all()}
-    dropped = (
-        {x.name for x in accumulators(model) if x.name != ACCUMULATED} if LOSS_SCALE in initial else set()
-    )
-    unchecked = {next_of(name) for name in infinite | dropped if name}
+    is_scaled = any(x.name == LOSS_SCALE for x in with_role(model, *STATE))
+    dropped = {x.name for x in accumulators(model) if x.name != ACCUMULATED} if is_scaled else set()
+    unchecked = {next_of(name) for name in {*infinite, *dropped} if name}
     following = {y for y in with_role(model, Role.NEXT) if is_floating(y) and y.name not in unchecked}
     added = [y for y in with_role(model, Role.NEXT) if y in following and not _spreads(y, following - {y})]
     with Emitter(model) as op:
         sums = [_sum(op, y) for y in [*with_role(model, Role.LOSS), *added]]
-        total = op.Sum(*sums) if target is None else functools.reduce(op.Add, sums[1:], op.Identity(sums[0]))
+        total = functools.reduce(op.Add, sums[1:], op.Identity(sums[0])) if chained else op.Sum(*sums)
     total.name = CHECK
     model.graph.outputs.append(set_role(total, Role.DIAGNOSTIC))
+
+
+def not_finite(arrays: Mapping[str, np.ndarray]) -> set[str]:
+    """Return the names of floating-point arrays that have an infinity or a NaN."""
+    return {name for name, x in arrays.items() if x.dtype.kind == "f" and not np.isfinite(x).all()}
 
 
 def _sum(op: Emitter, x: ir.Value) -> ir.Value:

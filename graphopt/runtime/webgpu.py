@@ -1,0 +1,103 @@
+"""Find ONNX Runtime's WebGPU provider, in the package onnxruntime-webgpu or in a plugin, and start it."""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import functools
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import onnx
+import onnx.helper
+
+from graphopt.errors import GraphoptError, line
+
+if TYPE_CHECKING:
+    import onnxruntime
+
+WEBGPU = "WebGpuExecutionProvider"
+# Other options contain addresses of memory, which a recipe must not choose.
+# Source: onnxruntime/core/providers/webgpu/webgpu_provider_options.h
+OPTIONS = (
+    *("dawnBackendType", "defaultBufferCacheMode", "enableGraphCapture", "enableInt64", "enableRobustness"),
+    *(
+        "forceCpuNodeNames",
+        "maxNumPendingDispatches",
+        "maxStorageBufferBindingSize",
+        "powerPreference",
+        "preferredLayout",
+    ),
+    *("queryResolveBufferCacheMode", "sessionBufferPoolGenerations", "storageBufferCacheMode"),
+    *("uniformBufferCacheMode", "validationMode"),
+)
+# The provider records commands of all sessions in one encoder, which is not made for several threads.
+LOCK = threading.RLock()
+atexit.register(LOCK.acquire)  # a thread that computes while the process ends would abort it
+INSTALL = "pip install onnxruntime-webgpu, or onnxruntime-ep-webgpu beside onnxruntime 1.24.4 or later"
+
+
+def plugin_device(ort: Any) -> Any:
+    """Return the device of the plugin beside an ONNX Runtime, or None if the provider is built in.
+
+    Raises:
+        GraphoptError: there is no plugin, it does not fit the runtime, or it finds no graphics adapter.
+    """
+    if WEBGPU in ort.get_available_providers():
+        return None
+    _register(ort)
+    devices = [device for device in ort.get_ep_devices() if device.ep_name == WEBGPU]
+    if not devices:
+        raise GraphoptError(no_adapter())
+    return max(devices, key=lambda device: device.device.type == ort.OrtHardwareDeviceType.GPU)
+
+
+@functools.cache
+def _register(ort: Any) -> None:
+    """Register the plugin, once a process."""
+    try:
+        import onnxruntime_ep_webgpu
+    except ImportError as error:
+        raise GraphoptError(
+            f"device 'webgpu': expected {WEBGPU}, found an ONNX Runtime without it: {INSTALL}"
+        ) from error
+    try:
+        ort.set_default_logger_severity(
+            3
+        )  # the plugin logs a warning for each node that it leaves to the CPU
+        ort.register_execution_provider_library("webgpu", onnxruntime_ep_webgpu.get_library_path())
+    except Exception as error:
+        raise GraphoptError(
+            f"device 'webgpu': expected a plugin that fits onnxruntime {ort.__version__}, found another: "
+            f"{line(error)}: {INSTALL}"
+        ) from error
+
+
+def no_adapter() -> str:
+    """Return the message for a machine without a graphics adapter."""
+    return (
+        "device 'webgpu': expected a graphics adapter, found none: install the driver of the GPU, on Linux with Vulkan "
+        "(libvulkan1 and, for AMD and Intel, mesa-vulkan-drivers), or take device='cpu'"
+    )
+
+
+_COPIERS: dict[int, onnxruntime.InferenceSession] = {}  # by element type
+
+
+def copier(
+    open_session: Callable[[bytes], onnxruntime.InferenceSession], element_type: int
+) -> onnxruntime.InferenceSession:
+    """Return a session that copies a tensor of any shape to the device; it lives as long as the process.
+
+    The runtime's WebGPU context ends with its last session, and a value on the device that outlives it ends the process
+    with a segmentation fault (onnxruntime-webgpu 1.27). At exit, Python releases objects in any order.
+    """
+    if element_type in _COPIERS:
+        return _COPIERS[element_type]
+    x, y = (onnx.helper.make_tensor_value_info(name, element_type, None) for name in "xy")
+    graph = onnx.helper.make_graph([onnx.helper.make_node("Identity", ["x"], ["y"])], "copy", [x], [y])
+    model = onnx.helper.make_model(graph, ir_version=8, opset_imports=[onnx.helper.make_opsetid("", 17)])
+    session = open_session(model.SerializeToString())
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(session))
+    return _COPIERS.setdefault(element_type, session)

@@ -1,0 +1,408 @@
+"""Training on a GPU by WebGPU equals training on the CPU. Without a GPU, Chromium's software adapter computes.
+
+With the plugin: pip install -e ".[webgpu-plugin,test]"; with the package, in an environment of its own:
+pip install -e ".[webgpu,test-webgpu]". Then pytest tests/test_webgpu.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime
+import pytest
+from adapter import software_adapter
+from host_graphs import GRAPHS, batches
+
+import graphopt
+import passes
+from graphopt import models
+from graphopt.cli.command import main
+from graphopt.graph.rewriting import Pass
+from graphopt.graph.roles import Role, with_role
+from graphopt.training.fit import fit
+
+RNG = np.random.default_rng(0)
+
+
+def missing() -> str:
+    """Return why WebGPU cannot be tested here, or nothing."""
+    built_in = "WebGpuExecutionProvider" in onnxruntime.get_available_providers()
+    if not built_in and importlib.util.find_spec("onnxruntime_ep_webgpu") is None:
+        return (
+            "no WebGPU provider: pip install onnxruntime-webgpu, or onnxruntime-ep-webgpu beside onnxruntime"
+        )
+    if not built_in and tuple(map(int, onnxruntime.__version__.split(".")[:2])) < (1, 25):
+        return "the plugin of WebGPU needs onnxruntime 1.24.4 or later"
+    return software_adapter()
+
+
+pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
+
+X = np.random.default_rng(1).standard_normal((64, 1, 8, 8)).astype(np.float32)
+LABELS = np.random.default_rng(2).integers(0, 10, 64)
+BATCHES = [{"x": X[i : i + 16], "target": LABELS[i : i + 16]} for i in range(0, 64, 16)]
+NETWORKS = {"mlp": models.mlp((1, 8, 8), 10, hidden=(32,)), "cnn": models.cnn((1, 8, 8), 10)}
+
+
+def compiled(network: str = "mlp", **steps: Any) -> Any:
+    return graphopt.compile(
+        NETWORKS[network], loss=passes.CrossEntropy(), **{"optimizer": passes.AdamW(1e-3), **steps}
+    )
+
+
+def pair(step: Any, **options: Any) -> tuple[graphopt.Executor, graphopt.Executor]:
+    """Return an executor on the CPU and one on the GPU."""
+    return graphopt.Executor(step, threads=1), graphopt.Executor(step, device="webgpu", **options)
+
+
+def losses(executor: graphopt.Executor, count: int = 4) -> list[float]:
+    return [executor.step(BATCHES[i % 4])["loss"] for i in range(count)]
+
+
+def same_state(first: graphopt.Executor, second: graphopt.Executor, rtol: float = 1e-3) -> None:
+    """Check that states are equal, as far as another order of sums allows."""
+    for name, x in first.state.items():
+        scale = max(1e-3, float(np.abs(x).max(initial=0.0)))
+        np.testing.assert_allclose(second.state[name], x, rtol=rtol, atol=rtol * scale, err_msg=name)
+
+
+@pytest.fixture
+def reads(monkeypatch: Any) -> Counter[str]:
+    """Count the reads of values that lie on the device."""
+    counts: Counter[str] = Counter()
+    numpy = onnxruntime.OrtValue.numpy
+
+    def counted(self: Any) -> np.ndarray:
+        counts[self.device_name()] += 1
+        return numpy(self)
+
+    monkeypatch.setattr(onnxruntime.OrtValue, "numpy", counted)
+    return counts
+
+
+@pytest.mark.parametrize("name", GRAPHS)
+def test_the_graphs_of_the_hosts_train(name: str) -> None:
+    on_cpu, on_gpu = pair(GRAPHS[name][0]())
+    for batch in batches(name)[:20]:
+        expected, found = on_cpu.step(batch), on_gpu.step(batch)
+        assert list(found) == list(expected)
+        assert found["loss"] == pytest.approx(expected["loss"], rel=1e-5)
+    assert on_gpu.steps == 20
+    for name, reason in on_gpu.fallbacks().items():
+        assert "arithmetic on shapes" in reason or "loops and branches" in reason, (name, reason)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"report": ["loss"]},
+        {"static_shapes": True},
+        {"low_memory": True},
+        {"as_numpy": False},
+        {"graph_capture": True},
+        {"graph_capture": True, "report": ["loss"]},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("network", NETWORKS)
+def test_options_do_not_change_the_losses(network: str, options: dict[str, Any]) -> None:
+    """Batches of two sizes, and evaluations between the steps."""
+    on_cpu, on_gpu = pair(compiled(network, clip=passes.ClipGlobalNorm(0.5)), **options)
+    for rows in (16, 16, 7, 16, 7):
+        batch = {name: x[:rows] for name, x in BATCHES[rows % 4].items()}
+        assert on_gpu.step(batch)["loss"] == pytest.approx(on_cpu.step(batch)["loss"], rel=1e-5)
+        assert on_gpu.evaluate(batch)["loss"] == pytest.approx(on_cpu.evaluate(batch)["loss"], rel=1e-5)
+    same_state(on_cpu, on_gpu)
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [
+        {"accumulate": passes.Accumulate(2)},
+        {"optimizer": passes.SGD(0.02, momentum=0.9), "schedule": passes.Cosine(steps=4, warmup=2)},
+        {"optimizer": passes.Lion(1e-3)},
+        {"regularizer": passes.L2(1e-3), "recompute": passes.Recompute()},
+        {"gradient": passes.Gradient(loss_scale=2.0**10), "loss_scale": passes.DynamicLossScale()},
+    ],
+    ids=lambda steps: "-".join(steps),
+)
+def test_pipelines_train(steps: dict[str, Any]) -> None:
+    on_cpu, on_gpu = pair(compiled(**steps))
+    assert losses(on_gpu, 6) == pytest.approx(losses(on_cpu, 6), rel=1e-5)
+    same_state(on_cpu, on_gpu)
+
+
+def test_several_steps_run_in_one_call() -> None:
+    on_cpu, on_gpu = pair(compiled(), steps_per_call=3)
+    found = [report["loss"] for report in on_gpu.run(BATCHES * 2)]
+    assert found == pytest.approx([report["loss"] for report in on_cpu.run(BATCHES * 2)], rel=1e-5)
+    same_state(on_cpu, on_gpu)
+
+
+def test_mixed_precision_trains_where_the_adapter_has_16_bit_floats() -> None:
+    mixed = {"gradient": passes.Gradient(loss_scale=2.0**10), "loss_scale": passes.DynamicLossScale()}
+    on_cpu, on_gpu = pair(compiled(precision=passes.MixedPrecision(), **mixed))
+    found = None
+    with contextlib.suppress(graphopt.GraphoptError):
+        found = losses(on_gpu)
+    if found is None:
+        with pytest.raises(graphopt.GraphoptError, match="expected a graphics adapter with 16-bit floats"):
+            losses(on_gpu)
+        pytest.skip("the adapter has no 16-bit floats")
+    assert found == pytest.approx(losses(on_cpu), rel=1e-2)
+
+
+def test_types_without_kernels_are_named() -> None:
+    step = compiled(precision=passes.MixedPrecision("bfloat16"))
+    with pytest.raises(graphopt.GraphoptError, match="for these element types: take another precision"):
+        graphopt.Executor(step, device="webgpu")
+
+
+def test_a_step_reads_the_device_once(reads: Counter[str], tmp_path: Path, monkeypatch: Any) -> None:
+    """By `numpy`, and by no copy to the host within the graph, as the runtime's profile says."""
+    open_options = graphopt.Device.new_session_options
+
+    def profiled(self: graphopt.Device, **captures: bool) -> Any:
+        options = open_options(self, **captures)
+        options.enable_profiling, options.profile_file_prefix = True, str(tmp_path / "profile")
+        return options
+
+    monkeypatch.setattr(graphopt.Device, "new_session_options", profiled)
+    step = compiled(clip=passes.ClipGlobalNorm(0.5), schedule=passes.Cosine(steps=20, warmup=3))
+    on_gpu = graphopt.Executor(step, device="webgpu", report=["loss", "gradient_norm", "learning_rate"])
+    losses(on_gpu)
+    reads.clear()
+    losses(on_gpu)
+    assert reads.total() == 4
+    (form,) = on_gpu._runner.forms
+    nodes = [
+        x["args"]
+        for x in json.loads(Path(form.session.ort.end_profiling()).read_text())
+        if x["cat"] == "Node"
+    ]
+    assert sum(node.get("provider") == "WebGpuExecutionProvider" for node in nodes) > 100
+    assert not any(node.get("op_name") == "MemcpyToHost" for node in nodes)
+
+
+def test_a_step_without_a_report_reads_nothing(reads: Counter[str]) -> None:
+    on_cpu, on_gpu = pair(compiled(), report=[])
+    assert on_gpu.step(BATCHES[0]) == {}
+    reads.clear()
+    assert [on_gpu.step(batch) for batch in BATCHES[1:]] == [{}] * 3
+    assert not reads
+    losses(on_cpu)
+    same_state(on_cpu, on_gpu)
+
+
+def test_values_on_the_device_are_reported_and_fed() -> None:
+    on_cpu, on_gpu = pair(compiled(), as_numpy=False)
+    expected = [on_cpu.step(batch) for batch in BATCHES]
+    found = [on_gpu.step(on_gpu.on_device(batch)) for batch in BATCHES]
+    for want, have in zip(expected, found, strict=True):  # later steps do not overwrite what a step returned
+        assert have["loss"] == pytest.approx(want["loss"], rel=1e-5)
+        np.testing.assert_allclose(have["y"].numpy(), want["y"], rtol=1e-3, atol=1e-4)
+
+
+def test_fit_and_checkpoints(tmp_path: Path) -> None:
+    on_cpu, on_gpu = pair(compiled("cnn"), report=["loss"])
+    data = {"x": X, "target": LABELS}
+    records = [fit(each, data, epochs=2, batch_size=10, validation=0.25) for each in (on_cpu, on_gpu)]
+    for expected, found in zip(*records, strict=True):
+        assert found["loss"] == pytest.approx(expected["loss"], rel=1e-5)
+        assert found["validation_loss"] == pytest.approx(expected["validation_loss"], rel=1e-5)
+    path = tmp_path / "state.safetensors"
+    on_gpu.save(path)
+    on_cpu.load(path)
+    assert on_cpu.batches == on_gpu.batches == 10
+    for name, x in on_cpu.state.items():
+        np.testing.assert_array_equal(on_gpu.state[name], x)
+    expected, found = losses(on_cpu), losses(on_gpu)
+    assert found == pytest.approx(expected, rel=1e-5)
+    on_cpu.save(path)
+    on_gpu.load(path)
+    assert losses(on_gpu) == pytest.approx(losses(on_cpu), rel=1e-5)
+
+
+def test_predictions_and_the_trained_model() -> None:
+    on_cpu, on_gpu = pair(compiled("cnn"))
+    losses(on_cpu), losses(on_gpu)
+    np.testing.assert_allclose(on_gpu.predict(x=X)["y"], on_cpu.predict(x=X)["y"], rtol=1e-3, atol=1e-4)
+    trained = graphopt.run(on_gpu.trained(), {"x": X})["y"]
+    np.testing.assert_allclose(on_gpu.predict(x=X)["y"], trained, rtol=1e-3, atol=1e-4)
+
+
+def test_state_and_hyperparameters_are_replaced() -> None:
+    on_cpu, on_gpu = pair(compiled(optimizer=passes.SGD(0.1)))
+    for executor in (on_cpu, on_gpu):
+        executor.learning_rate = 0.5
+        executor.update_state({name: x / 2 for name, x in executor.parameters.items()})
+        executor.step(BATCHES[0], learning_rate=0.25)
+    assert on_gpu.learning_rate == 0.25
+    same_state(on_cpu, on_gpu)
+
+
+@pytest.mark.parametrize("chosen", ["raise", "skip"])
+def test_a_step_that_is_not_finite_keeps_the_state(chosen: str) -> None:
+    on_gpu = graphopt.Executor(compiled(optimizer=passes.SGD(1e25)), device="webgpu", on_nonfinite=chosen)
+    on_gpu.step(BATCHES[0])
+    before = on_gpu.state
+    if chosen == "raise":
+        with pytest.raises(graphopt.NonFiniteLoss):
+            losses(on_gpu)
+    else:
+        with pytest.warns(UserWarning, match="step skipped"):
+            losses(on_gpu)
+    for name, x in before.items():
+        np.testing.assert_array_equal(on_gpu.state[name], x)
+
+
+def test_threads_do_not_disturb_each_other() -> None:
+    executors = [graphopt.Executor(compiled(network), device="webgpu") for network in ("mlp", "cnn")]
+    found: dict[int, list[float]] = {}
+    threads = [
+        threading.Thread(target=lambda i=i: found.update({i: losses(executors[i], 8)})) for i in range(2)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for i, network in enumerate(("mlp", "cnn")):
+        assert found[i] == pytest.approx(losses(graphopt.Executor(compiled(network)), 8), rel=1e-5)
+
+
+class Negated(Pass):
+    """Train uphill: add to a parameter what is to be subtracted."""
+
+    def rewrite(self, model: Any) -> None:
+        from graphopt.graph.emitter import Emitter
+        from graphopt.graph.values import swap
+
+        y = next(y for y in with_role(model, Role.NEXT) if y.producer().op_type == "Sub")
+        node = y.producer()
+        with Emitter(model) as op:
+            swap(y, op.Add(*node.inputs))
+        model.graph.remove(node, safe=True)
+
+
+def test_a_form_that_computes_other_numbers_is_an_error() -> None:
+    wrong = graphopt.Target("wrong", graphopt.Pipeline(negated=Negated(), forms=passes.Portable("webgpu")))
+    on_gpu = graphopt.Executor(compiled(optimizer=passes.SGD(0.1)), device="webgpu", target=wrong)
+    with pytest.raises(graphopt.GraphoptError, match="expected the numbers of the plain step"):
+        on_gpu.step(BATCHES[0])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"device": "webgpu:1"}, "device: expected 'cpu', 'cuda', 'cuda:N' or 'webgpu', found 'webgpu:1'"),
+        ({"device": "cpu", "provider": "webgpu"}, "write device='webgpu' for WebGPU"),
+        ({"device": "webgpu", "provider": "cpu"}, "write device='webgpu' for WebGPU"),
+        ({"device": "webgpu", "native": True}, "native: expected the device 'cpu'"),
+        ({"device": "webgpu", "in_place": True}, "in_place: expected kernels on the CPU"),
+        (
+            {"device": "webgpu", "provider_options": {"webgpuDevice": 4096}},
+            "unknown option of WebGPU 'webgpuDevice'",
+        ),
+        (
+            {"device": "webgpu", "provider_options": {"powerpreference": "low-power"}},
+            "nearest: 'powerPreference'",
+        ),
+    ],
+    ids=str,
+)
+def test_wrong_options_are_named(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(graphopt.GraphoptError, match=message):
+        graphopt.Executor(compiled(), **options)
+
+
+def test_the_command_trains_reports_and_evaluates(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    graphopt.save(NETWORKS["mlp"], "my.onnx")
+    assert main(["report", "my.onnx", "executor=webgpu", "folder=report"]) == 0
+    assert "on webgpu" in capsys.readouterr().out
+    assert "nodes on the device" in Path("report/report.txt").read_text()
+    assert main(["my.onnx", "data=digits", "executor=webgpu", "fit.epochs=1", "folder=run"]) == 0
+    assert main(["evaluate", "folder=run", "executor=cpu"]) == 0
+    on_cpu = json.loads(Path("run/metrics.json").read_text())
+    assert main(["evaluate", "folder=run"]) == 0
+    assert json.loads(Path("run/metrics.json").read_text()) == pytest.approx(on_cpu, rel=1e-5)
+
+
+ENDINGS = {
+    "returns": (0, "pass"),
+    "raises": (1, "raise RuntimeError('mine')"),
+    "fails on the device": (1, "executor.step(x=X, target=LABELS[:3])"),
+    "is not finite": (1, "executor.step(x=X * np.nan, target=LABELS)"),
+    "exits": (7, "sys.exit(7)"),
+    "is interrupted": (-signal.SIGINT, "step_for_ever(signal.SIGINT)"),
+    "is terminated": (-signal.SIGTERM, "step_for_ever(signal.SIGTERM)"),
+    "trains in a daemon thread": (
+        0,
+        "threading.Thread(target=lambda: [step() for _ in range(9999)], daemon=True).start()",
+    ),
+    "holds what it reported": (0, "sys.modules['kept'] = [executor, *reported.values()]; del executor"),
+    "holds a cycle": (0, "cycle = [reported]; cycle.append(cycle); del executor"),
+}
+PROGRAM = """
+import os, signal, sys, threading
+import numpy as np
+from adapter import software_adapter
+software_adapter()
+import graphopt, passes
+from graphopt import models
+X, LABELS = np.zeros((4, 2), np.float32), np.zeros((4, 1), np.float32)
+def step():
+    return executor.step(x=X, target=LABELS)
+def step_for_ever(number):
+    threading.Timer(0.2, os.kill, (os.getpid(), number)).start()
+    while True:
+        step()
+graph = graphopt.compile(models.linear((2,), 1), loss=passes.MeanSquaredError(), optimizer=passes.SGD(0.1))
+executor = graphopt.Executor(graph, device="webgpu", as_numpy=False, verify=False)
+reported = step()
+"""
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_a_process_ends_cleanly(ending: str) -> None:
+    code, text = ENDINGS[ending]
+    paths = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[1])])
+    done = subprocess.run(
+        [sys.executable, "-c", f"{PROGRAM}{text}\n"],
+        env={**os.environ, "PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == code, done.stderr
+    assert "terminate called" not in done.stderr
+
+
+def test_a_machine_without_an_adapter_is_told_what_to_install(tmp_path: Path) -> None:
+    hidden = {
+        "VK_DRIVER_FILES": str(tmp_path),
+        "VK_ICD_FILENAMES": str(tmp_path),
+        "XDG_RUNTIME_DIR": str(tmp_path),
+    }
+    program = "import graphopt; graphopt.Device('webgpu')"
+    environment = {**os.environ, **hidden, "PYTHONPATH": str(Path(__file__).parents[1])}
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 1
+    last = done.stderr.splitlines()[-1]
+    assert (
+        "device 'webgpu': expected a graphics adapter, found none" in last and "mesa-vulkan-drivers" in last
+    )
