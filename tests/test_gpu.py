@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -88,7 +89,7 @@ WHY = no_gpu()
 on_gpu = pytest.mark.skipif(bool(WHY), reason=WHY)
 on_a_real_gpu = pytest.mark.skipif(bool(WHY) or POSED, reason=WHY or "the CPU only poses as a GPU")
 each_network = pytest.mark.parametrize("network", NETWORKS)
-plain_and_captured = pytest.mark.parametrize("cuda_graph", [False, True])
+plain_and_captured = pytest.mark.parametrize("graph_capture", [False, True])
 FLOAT32 = {"use_tf32": 0}  # products of float32 in float32
 
 
@@ -123,12 +124,13 @@ MIXED = {
 
 
 @pytest.mark.slow
-def test_the_report_says_how_to_see_what_the_cpu_runs(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+def test_the_report_says_what_the_cpu_runs(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     monkeypatch.chdir(tmp_path)
     graphopt.save(mlp(), "my.onnx")
     arguments = ["report", "my.onnx", "folder=out"]
     assert cli.main([*arguments, "executor=cuda"]) == 0
-    assert "on cuda    Executor.placement" in capsys.readouterr().out
+    expected = "not known: " if WHY else r"[\d,]+ nodes? on the device, \d+ on the CPU"
+    assert re.search(f"on cuda    {expected}", capsys.readouterr().out)
     assert "on cuda" in Path("out/report.txt").read_text()
     assert cli.main(arguments) == 0
     assert "on cuda" not in capsys.readouterr().out
@@ -184,10 +186,10 @@ def test_tf32_is_near(network: str) -> None:
 @on_gpu
 @each_network
 @plain_and_captured
-def test_float16_is_as_on_the_cpu_but_for_rounding(network: str, cuda_graph: bool) -> None:
+def test_float16_is_as_on_the_cpu_but_for_rounding(network: str, graph_capture: bool) -> None:
     """The loss scale grows in every other step, in the loss and in the division of the gradients alike."""
     on_cpu = executor(compiled(network), "cpu")
-    on_cuda = executor(compiled(network, **MIXED), cuda_graph=cuda_graph)
+    on_cuda = executor(compiled(network, **MIXED), graph_capture=graph_capture)
     feeds = batch(on_cpu, network)
     for _ in range(6):
         assert on_cuda.step(feeds)["loss"] == pytest.approx(on_cpu.step(feeds)["loss"], rel=2e-2)
@@ -198,9 +200,11 @@ def test_float16_is_as_on_the_cpu_but_for_rounding(network: str, cuda_graph: boo
 @on_a_real_gpu
 @each_network
 @plain_and_captured
-def test_bfloat16_is_as_on_the_cpu_but_for_rounding(network: str, cuda_graph: bool) -> None:
+def test_bfloat16_is_as_on_the_cpu_but_for_rounding(network: str, graph_capture: bool) -> None:
     on_cpu = executor(compiled(network), "cpu")
-    on_cuda = executor(compiled(network, precision=passes.MixedPrecision("bfloat16")), cuda_graph=cuda_graph)
+    on_cuda = executor(
+        compiled(network, precision=passes.MixedPrecision("bfloat16")), graph_capture=graph_capture
+    )
     feeds = batch(on_cpu, network)
     for _ in range(5):
         assert on_cuda.step(feeds)["loss"] == pytest.approx(on_cpu.step(feeds)["loss"], rel=5e-2)
@@ -226,9 +230,9 @@ def test_no_operator_falls_back_but_arithmetic_on_shapes(network: str) -> None:
 
 @on_gpu
 @plain_and_captured
-def test_what_is_written_between_steps_is_read_by_the_next(cuda_graph: bool) -> None:
+def test_what_is_written_between_steps_is_read_by_the_next(graph_capture: bool) -> None:
     step = compiled("mlp")
-    on_cpu, on_cuda = executor(step, "cpu"), executor(step, cuda_graph=cuda_graph)
+    on_cpu, on_cuda = executor(step, "cpu"), executor(step, graph_capture=graph_capture)
     feeds = batch(on_cpu, "mlp")
     for i in range(5):
         rate = 1e-3 / (1 + i)
@@ -265,11 +269,11 @@ def test_a_loss_scale_that_the_cpu_reads_is_the_current_one() -> None:
 @on_gpu
 @each_network
 @pytest.mark.parametrize("report", [None, ["loss"], []])
-def test_cuda_graphs_are_the_same_steps(network: str, report: list[str] | None) -> None:
+def test_graph_captures_are_the_same_steps(network: str, report: list[str] | None) -> None:
     """Of both sets of buffers, of batches of two shapes, of changing data and hyperparameters."""
     step = compiled(network)
     plain = executor(step)
-    captured = executor(step, cuda_graph=True, report=report)
+    captured = executor(step, graph_capture=True, report=report)
     for i, rows in enumerate((32, 32, 32, 7, 32, 7, 32)):
         feeds = {name: np.roll(x, i, axis=0) for name, x in batch(plain, network, rows).items()}
         rate = 1e-3 / (1 + i)
@@ -283,8 +287,8 @@ def test_cuda_graphs_are_the_same_steps(network: str, report: list[str] | None) 
 
 
 @on_gpu
-def test_a_cuda_graph_takes_steps_of_several_threads() -> None:
-    plain, captured = executor(compiled("mlp")), executor(compiled("mlp"), cuda_graph=True)
+def test_a_graph_capture_takes_steps_of_several_threads() -> None:
+    plain, captured = executor(compiled("mlp")), executor(compiled("mlp"), graph_capture=True)
     feeds, found = batch(plain, "mlp"), []
 
     def step() -> None:
@@ -300,8 +304,8 @@ def test_a_cuda_graph_takes_steps_of_several_threads() -> None:
 
 
 @on_gpu
-def test_a_cuda_graph_of_control_flow_is_refused() -> None:
-    captured = executor(compiled("mlp", accumulate=passes.Accumulate(2)), cuda_graph=True)
+def test_a_graph_capture_of_control_flow_is_refused() -> None:
+    captured = executor(compiled("mlp", accumulate=passes.Accumulate(2)), graph_capture=True)
     with pytest.raises(GraphoptError, match="control flow"):
         captured.step(batch(captured, "mlp"))
 
@@ -315,7 +319,7 @@ def test_a_captured_output_needs_a_shape() -> None:
     step = graphopt.compile(
         nonzero, loss=passes.Losses({"y": passes.MeanSquaredError()}), optimizer=passes.SGD()
     )
-    captured = executor(step, cuda_graph=True)
+    captured = executor(step, graph_capture=True)
     target = str(with_role(step, Role.TARGET)[0].name)
     with pytest.raises(GraphoptError, match="output 'z': expected a shape that follows from the batch's"):
         captured.step({"x": np.ones((2, 4), np.float32), target: np.ones((2, 3), np.float32)})
@@ -337,8 +341,10 @@ def test_accumulated_gradients_and_several_steps_per_call_are_as_on_the_cpu() ->
 @on_gpu
 @plain_and_captured
 @pytest.mark.parametrize("on_nonfinite", ["raise", "skip"])
-def test_a_step_that_is_not_finite_changes_nothing(cuda_graph: bool, on_nonfinite: Any) -> None:
-    on_cuda = executor(compiled("mlp"), cuda_graph=cuda_graph, on_nonfinite=on_nonfinite, report=["loss"])
+def test_a_step_that_is_not_finite_changes_nothing(graph_capture: bool, on_nonfinite: Any) -> None:
+    on_cuda = executor(
+        compiled("mlp"), graph_capture=graph_capture, on_nonfinite=on_nonfinite, report=["loss"]
+    )
     feeds = batch(on_cuda, "mlp")
     on_cuda.step(feeds)
     before = on_cuda.state
@@ -357,9 +363,9 @@ def test_a_step_that_is_not_finite_changes_nothing(cuda_graph: bool, on_nonfinit
 
 @on_gpu
 @plain_and_captured
-def test_a_state_that_overflows_is_seen_though_the_loss_is_finite(cuda_graph: bool) -> None:
+def test_a_state_that_overflows_is_seen_though_the_loss_is_finite(graph_capture: bool) -> None:
     step = compiled("mlp", optimizer=passes.SGD(0.05))
-    on_cuda = executor(step, cuda_graph=cuda_graph, report=["loss"])
+    on_cuda = executor(step, graph_capture=graph_capture, report=["loss"])
     feeds = {name: 100 * x if x.dtype.kind == "f" else x for name, x in batch(on_cuda, "mlp").items()}
     on_cuda.step(feeds, learning_rate=1e-6)
     with pytest.raises(graphopt.NonFiniteLoss, match="in state"):
@@ -368,9 +374,9 @@ def test_a_state_that_overflows_is_seen_though_the_loss_is_finite(cuda_graph: bo
 
 @on_gpu
 @plain_and_captured
-def test_a_step_reads_once_from_the_gpu(cuda_graph: bool, monkeypatch: Any) -> None:
+def test_a_step_reads_once_from_the_gpu(graph_capture: bool, monkeypatch: Any) -> None:
     reads = []
-    on_cuda = executor(compiled("mlp"), cuda_graph=cuda_graph, report=["loss"])
+    on_cuda = executor(compiled("mlp"), graph_capture=graph_capture, report=["loss"])
     feeds = on_cuda.on_device(batch(on_cuda, "mlp"))
     on_cuda.step(feeds)
     numpy = onnxruntime.OrtValue.numpy
@@ -401,8 +407,8 @@ def test_batches_that_lie_on_the_gpu_are_not_copied(network: str) -> None:
 
 @on_gpu
 @plain_and_captured
-def test_values_that_stay_on_the_gpu_outlive_the_next_step(cuda_graph: bool) -> None:
-    on_cuda = executor(compiled("mlp"), cuda_graph=cuda_graph, as_numpy=False)
+def test_values_that_stay_on_the_gpu_outlive_the_next_step(graph_capture: bool) -> None:
+    on_cuda = executor(compiled("mlp"), graph_capture=graph_capture, as_numpy=False)
     expected = executor(compiled("mlp"))
     feeds = batch(on_cuda, "mlp")
     name = next(name for name in expected.reported if name not in ("loss", "learning_rate"))
@@ -440,11 +446,11 @@ def test_tensors_of_pytorch_are_read_where_they_are() -> None:
 
 @on_a_real_gpu
 @plain_and_captured
-def test_a_step_waits_for_the_kernels_of_pytorch_that_make_its_batch(cuda_graph: bool) -> None:
+def test_a_step_waits_for_the_kernels_of_pytorch_that_make_its_batch(graph_capture: bool) -> None:
     torch = pytest.importorskip("torch")
     if not torch.cuda.is_available():
         pytest.skip("this PyTorch has no CUDA")
-    on_cuda, expected = executor(compiled("mlp"), cuda_graph=cuda_graph), executor(compiled("mlp"))
+    on_cuda, expected = executor(compiled("mlp"), graph_capture=graph_capture), executor(compiled("mlp"))
     feeds = batch(on_cuda, "mlp")
     tensors = {name: torch.from_numpy(x).cuda() for name, x in feeds.items()}
     name = next(name for name, x in feeds.items() if x.dtype.kind == "f")
@@ -488,13 +494,13 @@ def test_a_gpu_that_is_not_there_is_named() -> None:
 
 @on_a_real_gpu
 @plain_and_captured
-def test_the_second_gpu_takes_the_same_steps(cuda_graph: bool) -> None:
+def test_the_second_gpu_takes_the_same_steps(graph_capture: bool) -> None:
     try:
         onnxruntime.OrtValue.ortvalue_from_numpy(np.zeros(1), "cuda", 1)
     except RuntimeError:
         pytest.skip("there is one GPU")
     first, second = (
-        executor(compiled("cnn"), device, cuda_graph=cuda_graph) for device in ("cuda:0", "cuda:1")
+        executor(compiled("cnn"), device, graph_capture=graph_capture) for device in ("cuda:0", "cuda:1")
     )
     feeds = batch(first, "cnn")
     for _ in range(3):
@@ -518,7 +524,7 @@ def test_too_little_memory_is_one_line_and_the_state_stays() -> None:
 
 
 @on_gpu
-@pytest.mark.parametrize("options", [{}, {"cuda_graph": True}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"graph_capture": True}], ids=str)
 def test_fit_and_checkpoints(options: dict[str, Any], tmp_path: Path) -> None:
     on_cpu = executor(compiled("cnn"), "cpu", report=["loss"])
     on_cuda = executor(compiled("cnn"), report=["loss"], **options)
@@ -539,7 +545,7 @@ TRAINED_AND_FAILED = """
 import numpy as np, graphopt, passes
 from graphopt import models
 step = graphopt.compile(models.mlp((4,), 3), loss=passes.CrossEntropy(), optimizer=passes.AdamW())
-executor = graphopt.Executor(step, device="cuda", cuda_graph=CAPTURED)
+executor = graphopt.Executor(step, device="cuda", graph_capture=CAPTURED)
 feeds = dict(zip(executor.inputs, (np.ones((2, 4), np.float32), np.zeros(2, np.int64))))
 for _ in range(3):
     executor.step(feeds)
@@ -552,7 +558,7 @@ except graphopt.NonFiniteLoss:
 
 @on_a_real_gpu
 @plain_and_captured
-def test_a_process_that_trained_and_failed_ends_cleanly(cuda_graph: bool) -> None:
-    code = TRAINED_AND_FAILED.replace("CAPTURED", str(cuda_graph))
+def test_a_process_that_trained_and_failed_ends_cleanly(graph_capture: bool) -> None:
+    code = TRAINED_AND_FAILED.replace("CAPTURED", str(graph_capture))
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout) == (0, "refused\n"), done.stderr[-2000:]

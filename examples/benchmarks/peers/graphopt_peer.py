@@ -43,7 +43,7 @@ def build(job: Job) -> Step:
         device=job.device,
         threads=job.threads or None,
         report=["loss"],
-        cuda_graph="graph" in job.words,
+        graph_capture="graph" in job.words,
         native="native" in job.words,
         in_place="in-place" in job.words,
         provider_options={"use_tf32": int(job.precision == "tf32")} if job.device == "cuda" else None,
