@@ -16,6 +16,7 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 PATIENCE = 900  # seconds that a peer may take to compile, or for a round
+ENDING = 30  # seconds that it may take to end
 
 # peers: the script, the environment and the words of the variant of each
 PEERS = {
@@ -97,7 +98,11 @@ class Process:
     def close(self) -> None:
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.close()
-        self._process.wait()
+        try:
+            self._process.wait(ENDING)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
         self._process.stdout.close()
 
 
