@@ -83,7 +83,7 @@ NEEDED = {
 }
 TESTS = ["-m", "pytest", "tests/test_gpu.py", "-vv", "-n", "0", "--tb=short", "--durations=5"]
 TESTS += ["-m", "exhaustive or not exhaustive", "-k", "not poses_as"]  # all but the trial without a GPU
-MOST_OF_TESTS = 300  # seconds
+MOST_OF_TESTS, LEAST = 300, 45  # seconds, of all tests, and of a row
 
 
 class Clock:
@@ -350,7 +350,7 @@ def main(given: Sequence[str] | None = None) -> None:
         write(options.work, name)
     for precision in options.precisions:
         for name in names:
-            if clock.left < 20:
+            if clock.left < LEAST:
                 print(
                     f"{name}, {precision}: no time left: --only and --precisions measure the rest", flush=True
                 )
