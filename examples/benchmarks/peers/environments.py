@@ -13,8 +13,6 @@ REQUIREMENTS = {
     "graphopt": [f"--editable={ROOT}[cpu]", "matplotlib"],
     "graphopt-training": [f"--editable={ROOT}[training]"],
     "torch": ["torch==2.13.0", "numpy", "setuptools"],
-    "graphopt-gpu": [f"--editable={ROOT}[gpu]"],
-    "torch-gpu": ["torch", "numpy", "setuptools"],
     "jax": ["jax", "jaxlib", "optax"],
     "onnxruntime-training": ["onnxruntime-training==1.19.2", "onnx==1.17.0", "torch==2.13.0", "setuptools"],
     "onnxsim": ["onnxsim==0.8.*", "onnxruntime"],

@@ -18,10 +18,13 @@ import passes
 
 def build(job: Job) -> Step:
     fused = "fused" in job.words
-    mixed = {
-        "precision": passes.MixedPrecision(),
-        "gradient": passes.Gradient(loss_scale=LOSS_SCALE),
-        "loss_scale": passes.DynamicLossScale(),
+    precisions = {
+        "float16": {
+            "precision": passes.MixedPrecision(),
+            "gradient": passes.Gradient(loss_scale=LOSS_SCALE),
+            "loss_scale": passes.DynamicLossScale(),
+        },
+        "bfloat16": {"precision": passes.MixedPrecision("bfloat16")},
     }
     optimizers = {
         "sgd": passes.SGD(job.rate, fused=fused),
@@ -33,17 +36,17 @@ def build(job: Job) -> Step:
         training=passes.TrainingMode(),
         loss=passes.CrossEntropy() if job.classifies else passes.MeanSquaredError(),
         optimizer=optimizers[job.optimizer],
-        **(mixed if "mixed" in job.words else {}),
+        **precisions.get(job.precision, {}),
     )
     executor = graphopt.Executor(
         training,
         device=job.device,
         threads=job.threads or None,
         report=["loss"],
-        cuda_graph="graph" in job.words,
+        graph_capture="graph" in job.words,
         native="native" in job.words,
         in_place="in-place" in job.words,
-        provider_options={"use_tf32": 0} if job.device == "cuda" else None,
+        provider_options={"use_tf32": int(job.precision == "tf32")} if job.device == "cuda" else None,
     )
     batches = [{"x": x, "target": target} for x, target in job.data]
     if job.device == "cuda":

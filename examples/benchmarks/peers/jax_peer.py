@@ -1,4 +1,7 @@
-"""Run JAX and optax: one jitted function per step, donated weights and optimizer state, NHWC images as in Flax."""
+"""Run JAX and optax: one jitted function per step, donated weights and optimizer state, NHWC images as in Flax.
+
+In bfloat16, products and convolutions read bfloat16, and everything else is computed as in float32 or promoted.
+"""
 
 from __future__ import annotations
 
@@ -14,19 +17,25 @@ from protocol import Job, Step, serve
 
 Weights = dict[str, Any]
 RUNNING = ("running_mean", "running_var")
+PRODUCTS = {"float32": "highest", "tf32": "tensorfloat32", "bfloat16": "highest"}
+LOWER: list[Any] = []  # the type that products read, if it is not that of the weights
+
+
+def lowered(x: jax.Array) -> jax.Array:
+    return x.astype(LOWER[0]) if LOWER else x
 
 
 def linear(w: Weights, name: str, x: jax.Array) -> jax.Array:
-    return x @ w[f"{name}.weight"] + w[f"{name}.bias"]
+    return lowered(x) @ lowered(w[f"{name}.weight"]) + lowered(w[f"{name}.bias"])
 
 
 def convolution(w: Weights, name: str, x: jax.Array, stride: int = 1) -> jax.Array:
-    kernel = w[f"{name}.weight"]
+    x, kernel = lowered(x), lowered(w[f"{name}.weight"])
     pad = kernel.shape[0] // 2
     y = lax.conv_general_dilated(
         x, kernel, (stride, stride), ((pad, pad), (pad, pad)), dimension_numbers=("NHWC", "HWIO", "NHWC")
     )
-    return y + w[f"{name}.bias"] if f"{name}.bias" in w else y
+    return y + lowered(w[f"{name}.bias"]) if f"{name}.bias" in w else y
 
 
 def mlp(w: Weights, x: jax.Array, new: Weights) -> jax.Array:
@@ -44,6 +53,7 @@ def cnn(w: Weights, x: jax.Array, new: Weights) -> jax.Array:
 
 
 def batch_norm(w: Weights, name: str, x: jax.Array, new: Weights) -> jax.Array:
+    x = x.astype(jnp.float32)
     mean, variance = x.mean((0, 1, 2)), x.var((0, 1, 2))
     count = x.size // x.shape[-1]
     for part, now in zip(RUNNING, (mean, variance * (count / (count - 1))), strict=True):
@@ -64,6 +74,7 @@ def resnet(w: Weights, x: jax.Array, new: Weights) -> jax.Array:
 
 
 def layer_norm(w: Weights, name: str, x: jax.Array) -> jax.Array:
+    x = x.astype(jnp.float32)
     mean, variance = x.mean(-1, keepdims=True), x.var(-1, keepdims=True)
     return (x - mean) * lax.rsqrt(variance + 1e-5) * w[f"{name}.weight"] + w[f"{name}.bias"]
 
@@ -83,13 +94,13 @@ def transformer(w: Weights, x: jax.Array, new: Weights) -> jax.Array:
 
 def lstm(w: Weights, x: jax.Array, new: Weights) -> jax.Array:
     """Compute an LSTM with ONNX's order of gates: i, o, f, c."""
-    recurrent = w["lstm.R"][0].T
-    gates = x.transpose(1, 0, 2) @ w["lstm.W"][0].T + w["lstm.B"][0].reshape(2, -1).sum(0)
+    recurrent = lowered(w["lstm.R"][0].T)
+    gates = lowered(x.transpose(1, 0, 2)) @ lowered(w["lstm.W"][0].T) + w["lstm.B"][0].reshape(2, -1).sum(0)
     zeros = jnp.zeros((x.shape[0], recurrent.shape[0]), x.dtype)
 
     def cell(state: tuple[jax.Array, jax.Array], gate: jax.Array) -> tuple[tuple[jax.Array, jax.Array], None]:
         h, c = state
-        i, o, f, g = jnp.split(gate + h @ recurrent, 4, axis=1)
+        i, o, f, g = jnp.split(gate + lowered(h) @ recurrent, 4, axis=1)
         c = jax.nn.sigmoid(f) * c + jax.nn.sigmoid(i) * jnp.tanh(g)
         return (jax.nn.sigmoid(o) * jnp.tanh(c), c), None
 
@@ -113,6 +124,11 @@ OPTIMIZERS = {
 
 
 def build(job: Job) -> Step:
+    if job.device == "cuda" and jax.default_backend() != "gpu":
+        raise RuntimeError(f"JAX {jax.__version__} finds no GPU: pip install 'jax[cuda13]'")
+    jax.config.update("jax_default_matmul_precision", PRODUCTS[job.precision])
+    LOWER[:] = [jnp.bfloat16] if job.precision == "bfloat16" else []
+
     def native(array: np.ndarray) -> np.ndarray:  # from OIHW to HWIO
         return array.transpose(2, 3, 1, 0) if array.ndim == 4 else array
 
@@ -129,7 +145,7 @@ def build(job: Job) -> Step:
         weights: Weights, running: Weights, x: jax.Array, target: jax.Array
     ) -> tuple[jax.Array, Weights]:
         new: Weights = {}
-        y = network({**weights, **running}, x, new)
+        y = network({**weights, **running}, x, new).astype(jnp.float32)
         if job.classifies:
             return optax.softmax_cross_entropy_with_integer_labels(y, target).mean(), new
         return ((y - target) ** 2).mean(), new

@@ -1,4 +1,4 @@
-"""Run peers as processes that `run.py` controls by the protocol of `protocol.py`, each on as many cores as threads.
+"""Run peers as processes, controlled by the protocol of `protocol.py`, each on as many cores as threads.
 
 0 threads mean all cores.
 """
@@ -16,6 +16,7 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 PATIENCE = 900  # seconds that a peer may take to compile, or for a round
+ENDING = 30  # seconds that it may take to end
 
 # peers: the script, the environment and the words of the variant of each
 PEERS = {
@@ -31,14 +32,6 @@ PEERS = {
     "onnxruntime-training": ("onnxruntime_training_peer", "onnxruntime-training", ""),
     "onnxsim": ("onnxsim_peer", "onnxsim", ""),
     "limit": ("limit", "graphopt", ""),
-    "graphopt-cuda": ("graphopt_peer", "graphopt-gpu", "cuda"),
-    "graphopt-cuda-graph": ("graphopt_peer", "graphopt-gpu", "cuda graph"),
-    "torch-cuda": ("torch_peer", "torch-gpu", "cuda"),
-    "torch-cuda-compile": ("torch_peer", "torch-gpu", "cuda compile"),
-    "graphopt-cuda-mixed": ("graphopt_peer", "graphopt-gpu", "cuda mixed"),
-    "graphopt-cuda-graph-mixed": ("graphopt_peer", "graphopt-gpu", "cuda graph mixed"),
-    "torch-cuda-mixed": ("torch_peer", "torch-gpu", "cuda mixed"),
-    "torch-cuda-compile-mixed": ("torch_peer", "torch-gpu", "cuda compile mixed"),
 }
 
 
@@ -47,14 +40,26 @@ class Failure(Exception):
 
 
 class Process:
-    """Hold a running peer: `say` writes a line to it, `hear` returns its answer."""
+    """Hold a running peer: `say` writes a line to it, `hear` returns its answer.
+
+    Args:
+        peer: the script, and the words of its variant.
+        patience: the seconds after which `hear` ends the process.
+    """
 
     def __init__(
-        self, python: Path, peer: str, folder: Path, workload: str, optimizer: str, threads: int
+        self,
+        python: Path,
+        peer: tuple[str, str],
+        folder: Path,
+        workload: str,
+        optimizer: str,
+        threads: int,
+        patience: float = PATIENCE,
     ) -> None:
-        script, _, variant = PEERS[peer]
+        script, variant = peer
         command = [str(python), str(HERE / f"{script}.py"), str(folder), workload, optimizer]
-        self._log = folder / f"{peer}.log"
+        self._log, self.patience = folder / f"{script} {variant}.log", patience
         with self._log.open("w") as log:
             self._process = subprocess.Popen(
                 [*command, "--threads", str(threads), "--variant", variant],
@@ -78,7 +83,7 @@ class Process:
             Failure: the process ended, or took too long.
         """
         assert self._process.stdout is not None
-        timer = threading.Timer(PATIENCE, self._process.kill)
+        timer = threading.Timer(self.patience, self._process.kill)
         timer.start()
         try:
             for line in self._process.stdout:
@@ -88,12 +93,17 @@ class Process:
         finally:
             timer.cancel()
         code = self._process.wait()
-        raise Failure(reason(self._log.read_text(), code))
+        raise Failure(reason(self._log.read_text(), code, self.patience))
 
     def close(self) -> None:
-        assert self._process.stdin is not None
+        assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.close()
-        self._process.wait()
+        try:
+            self._process.wait(ENDING)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._process.stdout.close()
 
 
 def confined(cores: int) -> Callable[[], None] | None:
@@ -104,10 +114,12 @@ def confined(cores: int) -> Callable[[], None] | None:
     return lambda: os.sched_setaffinity(0, chosen)
 
 
-def reason(errors: str, code: int) -> str:
+def reason(errors: str, code: int, patience: float = PATIENCE) -> str:
     """Return the line of a traceback that names the error."""
     if code < 0:
-        return f"ended by signal {-code}" + (f": out of memory, or over {PATIENCE} s" if code == -9 else "")
+        return f"ended by signal {-code}" + (
+            f": out of memory, or over {patience:.0f} s" if code == -9 else ""
+        )
     lines = [line.strip() for line in errors.splitlines() if line.strip()]
     named = [line for line in lines if re.match(r"[\w.]*(Error|Exception|Fail)\b.*: ", line)]
     return (named or lines or [f"ended with {code}"])[-1][:250]

@@ -23,7 +23,8 @@ from pathlib import Path
 import numpy as np
 
 RATES = {"sgd": 0.02, "momentum": 3e-3, "adamw": 3e-4}  # momentum 0.9; AdamW as in PyTorch, weight decay 0.01
-LOSS_SCALE = 2.0**10  # initial, for mixed precision: it skips no step
+LOSS_SCALE = 2.0**10  # initial, for float16: it skips no step
+PRECISIONS = ("float32", "tf32", "bfloat16", "float16")
 STRETCH = 0.02
 
 Step = Callable[[int], float]
@@ -35,7 +36,8 @@ class Job:
 
     Args:
         threads: the number of threads; 0 for the peer's default.
-        variant: words; `cuda`: on the GPU, with float32 products in float32; `mixed`: mixed precision in float16.
+        variant: words; `cuda`: on the GPU; a precision, in place of `float32`: `tf32` (float32, of which products read
+            10 bits), `bfloat16` or `float16` (mixed precision).
     """
 
     folder: Path
@@ -51,6 +53,10 @@ class Job:
     @property
     def device(self) -> str:
         return "cuda" if "cuda" in self.words else "cpu"
+
+    @property
+    def precision(self) -> str:
+        return next((name for name in PRECISIONS if name in self.words), "float32")
 
     @property
     def family(self) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-BASES = ("graphopt", "graphopt-cuda", "graphopt-cuda-mixed")
 FRAMEWORKS = ("graphopt", "torch", "torch-compile", "jax", "onnxruntime-training")
 HEADINGS = {
     "graphopt": "graphopt, us",
@@ -20,15 +19,6 @@ HEADINGS = {
     "onnxruntime-training": "onnxruntime-training Module",
     "onnxsim": "onnxsim",
     "limit": "limit",
-} | {
-    f"{peer}{mixed}": title
-    for mixed in ("", "-mixed")
-    for peer, title in {
-        "graphopt-cuda": "graphopt, us",
-        "graphopt-cuda-graph": "graphopt, CUDA graph",
-        "torch-cuda": "PyTorch",
-        "torch-cuda-compile": "torch.compile",
-    }.items()
 }
 
 
@@ -54,7 +44,7 @@ def ratios(chosen: Sequence[Any], titles: Mapping[str, str], short: bool = False
     notes: dict[str, int] = {}
     for workload, optimizer in dict.fromkeys((result.workload, result.optimizer) for result in chosen):
         found = {r.peer: r for r in chosen if (r.workload, r.optimizer) == (workload, optimizer)}
-        base = next((found[peer].median for peer in BASES if peer in found), None)
+        base = found["graphopt"].median if "graphopt" in found else None
         cells = []
         for peer in peers:
             median = found[peer].median if peer in found else None
@@ -63,7 +53,7 @@ def ratios(chosen: Sequence[Any], titles: Mapping[str, str], short: bool = False
             elif found[peer].error or median is None:
                 note = notes.setdefault(f"{HEADINGS[peer]}: {found[peer].error}", len(notes) + 1)
                 cells.append("-" if short else f"({note})")
-            elif peer in BASES or base is None:
+            elif peer == "graphopt" or base is None:
                 cells.append(number(median))
             else:
                 ratio = f"{median / base:.2f}"
@@ -100,7 +90,7 @@ def details(results: Sequence[Any]) -> Iterator[str]:
         yield row(
             result.workload,
             result.optimizer,
-            str(result.threads or "GPU"),
+            str(result.threads),
             result.peer,
             number(result.median),
             spread,
@@ -111,25 +101,20 @@ def details(results: Sequence[Any]) -> Iterator[str]:
         )
 
 
-def groups(table: Sequence[Any], gpu: Sequence[Any], card: str | None) -> Iterator[tuple[str, list[Any]]]:
+def groups(table: Sequence[Any]) -> Iterator[tuple[str, list[Any]]]:
     """Yield the title and the results of each table."""
     for threads in dict.fromkeys(result.threads for result in table):
         title = f"{threads} thread{'s' if threads > 1 else ''}"
         yield title, [result for result in table if result.threads == threads]
-    for precision in ("float32", "mixed precision") if gpu else ():
-        mixed = precision != "float32"
-        yield f"{card}, {precision}", [r for r in gpu if r.peer.endswith("mixed") == mixed]
 
 
-def summary(
-    table: Sequence[Any], gpu: Sequence[Any], titles: Mapping[str, str], machine: str, card: str | None
-) -> str:
+def summary(table: Sequence[Any], titles: Mapping[str, str], machine: str) -> str:
     """Return the short tables, for the guide."""
     lines = [
         "Microseconds per step of graphopt, and times of others relative to graphopt. Above 1, graphopt is faster. "
         f"{machine}."
     ]
-    for title, results in groups(table, gpu, card):
+    for title, results in groups(table):
         head, *rest = ratios(results, titles, short=True)
         lines += ["", head.replace("|  |", f"| {title} |", 1), *rest]
     return "\n".join(lines)
@@ -137,35 +122,29 @@ def summary(
 
 def brief(table: Sequence[Any], titles: Mapping[str, str]) -> str:
     """Return the first short table, with only the frameworks, for the README."""
-    title, results = next(groups(table, (), None))
+    title, results = next(groups(table))
     lines = ratios([result for result in results if result.peer in FRAMEWORKS], titles, short=True)
     return "\n".join(lines).replace("|  |", f"| {title} |", 1)
 
 
 def markdown(
-    table: Sequence[Any],
-    gpu: Sequence[Any],
-    titles: Mapping[str, str],
-    machine: str,
-    card: str | None,
-    versions: Mapping[str, str],
+    table: Sequence[Any], titles: Mapping[str, str], machine: str, versions: Mapping[str, str]
 ) -> str:
     """Return a page with all results."""
-    results = [*table, *gpu]
-    rounds = min((len(result.rounds) for result in results if result.rounds), default=0)
+    rounds = min((len(result.rounds) for result in table if result.rounds), default=0)
     lines = [
         "# graphopt beside its peers",
         "",
         "`python examples/benchmarks/peers/run.py` writes this page. Bold numbers are times relative to graphopt. "
         "Above 1, graphopt is faster. Microseconds per step are in brackets.",
         f"Times are medians of at least {rounds} rounds in which all take turns, on {machine}.",
-        "All start from the same weights and read the same rows; their losses agree to 1e-3 over 20 steps"
-        f"{', in mixed precision to 3e-2' if gpu else ''}. The limit consists of single MatMuls and Convs of the "
-        "step's shapes, and one pass over parameters and state, on the same runtime.",
+        "All start from the same weights and read the same rows; their losses agree to 1e-3 over 20 steps. The limit "
+        "consists of single MatMuls and Convs of the step's shapes, and one pass over parameters and state, on the "
+        "same runtime.",
         "",
     ]
-    for title, chosen in groups(table, gpu, card):
+    for title, chosen in groups(table):
         lines += [f"## {title}", "", *ratios(chosen, titles), ""]
-    lines += ["## All numbers", "", *details(results), "", "## Versions", ""]
+    lines += ["## All numbers", "", *details(table), "", "## Versions", ""]
     lines += [f"- {name}: {found}" for name, found in versions.items()]
     return "\n".join(lines) + "\n"

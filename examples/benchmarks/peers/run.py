@@ -5,10 +5,10 @@ and does not measure peers whose losses differ. Then peers take turns in every r
 alike. Ratios are a peer's median time divided by graphopt's. Above 1, graphopt is faster. Every process may use as many
 cores as threads. limit.py defines the limit.
 
-On a machine with an NVIDIA GPU, the program also measures four workloads there, in float32 and in mixed precision.
+gpu.py, one folder up, measures the peers on a GPU.
 
 Run it: python examples/benchmarks/peers/run.py
-    [--workloads linear cnn ...] [--peers graphopt torch ...] [--threads 1 2] [--rounds 7] [--parts table scaling gpu]
+    [--workloads linear cnn ...] [--peers graphopt torch ...] [--threads 1 2] [--rounds 7] [--parts table scaling]
 It prints tables, writes them to RESULTS.md and short ones to the guide and the README, and draws cost against batch
 size, width and depth, and compile time against the number of nodes. It keeps the results of earlier runs that it does
 not measure again. If pip needs another index, set PIP_EXTRA_INDEX_URL.
@@ -22,9 +22,7 @@ import math
 import os
 import platform
 import re
-import shutil
 import statistics
-import subprocess
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -34,11 +32,10 @@ from typing import Any
 import environments
 from environments import CACHE, ROOT, Missing
 from processes import PEERS, Failure, Process
-from report import BASES, brief, markdown, summary
+from report import brief, markdown, summary
 
 HERE = Path(__file__).resolve().parent
-REFERENCES = ("torch", "torch-cuda")
-TOLERANCE, ROUNDED = 1e-3, 3e-2  # the second one for 16 bits
+REFERENCE, TOLERANCE = "torch", 1e-3
 MARKS = "<!-- peers -->", "<!-- peers end -->"  # around the tables in pages
 
 TABLE = (
@@ -59,8 +56,7 @@ SCALING = {
 }
 SWEPT = list(dict.fromkeys(name for swept in SCALING.values() for name in swept))
 SCALED = ("graphopt", "graphopt-run", "torch", "torch-compile", "jax", "onnxruntime-training")
-GPU = (("mlp-wide", "adamw"), ("cnn", "adamw"), ("resnet", "momentum"), ("transformer", "adamw"))
-PARTS = ("table", "scaling", "gpu")
+PARTS = ("table", "scaling")
 
 
 @dataclass
@@ -94,19 +90,19 @@ def disagreement(losses: Sequence[float], reference: Sequence[float]) -> float:
     return max(x if math.isfinite(x) else math.inf for x in apart)
 
 
-def check(results: Sequence[Result]) -> None:
-    """Compare curves with PyTorch's in float32, or with the first one; record an error for peers that differ."""
+def check(results: Sequence[Result], tolerance: float = TOLERANCE) -> None:
+    """Compare curves with PyTorch's, or with the first one; record an error for peers that differ."""
     trained = [result for result in results if result.losses and not result.error]
     if not trained:
         return
-    reference = next((result for result in trained if result.peer in REFERENCES), trained[0])
+    reference = next((result for result in trained if result.peer == REFERENCE), trained[0])
     assert reference.losses is not None
     if max(reference.losses) - min(reference.losses) < 10 * TOLERANCE * abs(reference.losses[0]):
         reference.error = "its losses do not change: nothing to compare"
     for result in trained:
         assert result.losses is not None
         result.apart = disagreement(result.losses, reference.losses)
-        if not result.apart <= (ROUNDED if "mixed" in result.peer else TOLERANCE):
+        if not result.apart <= tolerance:
             result.error = (
                 f"trains something else: losses differ from {reference.peer}'s by {result.apart:.2g}"
             )
@@ -128,7 +124,8 @@ def compare(
         if isinstance(python, Missing):
             result.error = f"no environment: {python}"
             continue
-        process = Process(python, peer, options.work, workload, optimizer, threads)
+        script, _, variant = PEERS[peer]
+        process = Process(python, (script, variant), options.work, workload, optimizer, threads)
         try:
             said = process.hear()
         except Failure as failure:
@@ -157,8 +154,8 @@ def compare(
 def lines(results: Sequence[Result]) -> Iterator[str]:
     """Yield the lines to print about the peers on one workload."""
     first = results[0]
-    yield f"{first.workload}, {first.optimizer}, {first.threads or 'all'} thread(s)"
-    base = next((result.median for result in results if result.peer in BASES), None)
+    yield f"{first.workload}, {first.optimizer}, {first.threads} thread(s)"
+    base = next((result.median for result in results if result.peer == "graphopt"), None)
     for result in results:
         median = result.median
         if result.error or median is None:
@@ -181,14 +178,6 @@ def machine() -> str:
     return f"{name}, {os.cpu_count()} cores, {platform.system()}, Python {platform.python_version()}{load}"
 
 
-def gpu() -> str | None:
-    """Return the name of the GPU, or None without one."""
-    if shutil.which("nvidia-smi") is None:
-        return None
-    command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
-    return subprocess.run(command, capture_output=True, text=True).stdout.partition("\n")[0] or None
-
-
 Cell = tuple[str, str, int, Sequence[str]]  # a workload, an optimizer, threads and peers
 
 
@@ -196,8 +185,7 @@ def table_cells(options: argparse.Namespace) -> list[Cell]:
     pairs = [pair for pair in TABLE if pair[0] in options.workloads]
     if options.optimizers:
         pairs = [(name, kind) for name in dict(pairs) for kind in options.optimizers]
-    peers = [peer for peer in options.peers if "cuda" not in peer]
-    return [(*pair, threads, peers) for pair in pairs for threads in options.threads]
+    return [(*pair, threads, options.peers) for pair in pairs for threads in options.threads]
 
 
 def scaling_cells(options: argparse.Namespace) -> list[Cell]:
@@ -205,16 +193,11 @@ def scaling_cells(options: argparse.Namespace) -> list[Cell]:
     return [(name, "sgd", 1, peers) for name in SWEPT if name in options.workloads]
 
 
-def gpu_cells(options: argparse.Namespace) -> list[Cell]:
-    peers = [peer for peer in options.peers if "cuda" in peer]
-    return [(*pair, 0, peers) for pair in GPU if pair[0] in options.workloads]
-
-
-def before(path: Path) -> tuple[dict[str, list[Result]], dict[str, str], str | None]:
-    """Return the results of earlier runs by part, the versions of the peers, and the name of the GPU."""
+def before(path: Path) -> tuple[dict[str, list[Result]], dict[str, str]]:
+    """Return the results of earlier runs by part, and the versions of the peers."""
     record = json.loads(path.read_text()) if path.exists() else {}
     results = {part: [Result(**result) for result in record.get(part, [])] for part in PARTS}
-    return results, record.get("versions", {}), record.get("gpu_name")
+    return results, record.get("versions", {})
 
 
 def place(cell: tuple[str, str, int]) -> tuple[int, int]:
@@ -226,7 +209,7 @@ def place(cell: tuple[str, str, int]) -> tuple[int, int]:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     names = [*dict(TABLE), *SWEPT]
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS if gpu() else PARTS[:2])
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--workloads", nargs="+", choices=names, default=names, metavar="NAME")
     parser.add_argument(
         "--optimizers",
@@ -263,8 +246,7 @@ def prepare(options: argparse.Namespace) -> dict[str, Path | Missing]:
     """Return an interpreter for each peer, or the reason for a missing one."""
     given = dict(pair.split("=", 1) for pair in options.python)
     found: dict[str, Path | Missing] = {name: Path(path) for name, path in given.items()}
-    peers = [peer for peer in options.peers if "cuda" not in peer or "gpu" in options.parts]
-    for name in dict.fromkeys(["graphopt", *(PEERS[peer][1] for peer in peers)]):
+    for name in dict.fromkeys(["graphopt", *(PEERS[peer][1] for peer in options.peers)]):
         if name not in found:
             try:
                 found[name] = environments.python_of(name, options.environments)
@@ -290,13 +272,11 @@ def main() -> None:
     cells: dict[str, list[Cell]] = {
         "table": table_cells(options),
         "scaling": scaling_cells(options),
-        "gpu": gpu_cells(options),
     }
     workloads = {cell[0] for part in options.parts for cell in cells[part]}
     environments.call(own, str(HERE / "workloads.py"), str(options.work), *sorted(workloads))
     path = options.work / "results.json"
-    results, used, card = before(path)
-    card = gpu() if "gpu" in options.parts else card
+    results, used = before(path)
     used |= {n: environments.versions(python) for n, python in pythons.items() if isinstance(python, Path)}
     for part in options.parts:
         for workload, optimizer, threads, peers in cells[part]:
@@ -306,14 +286,13 @@ def main() -> None:
             replaced = [r for r in results[part] if r.cell != (workload, optimizer, threads)]
             results[part] = sorted(replaced + found, key=lambda result: place(result.cell))
             record: dict[str, Any] = {name: list(map(asdict, of_part)) for name, of_part in results.items()}
-            record |= {"machine": machine(), "gpu_name": card, "swept": SCALING, "versions": used}
+            record |= {"machine": machine(), "swept": SCALING, "versions": used}
             path.write_text(json.dumps(record))
-    if results["table"] or results["gpu"]:
-        named = {r.workload for part in ("table", "gpu") for r in results[part]}
-        titles = {name: (options.work / f"{name}.txt").read_text() for name in named}
-        options.write.write_text(markdown(results["table"], results["gpu"], titles, machine(), card, used))
+    if results["table"]:
+        titles = {r.workload: (options.work / f"{r.workload}.txt").read_text() for r in results["table"]}
+        options.write.write_text(markdown(results["table"], titles, machine(), used))
         print(f"written to {options.write}")
-        replace_table(options.guide, summary(results["table"], results["gpu"], titles, machine(), card))
+        replace_table(options.guide, summary(results["table"], titles, machine()))
         replace_table(options.readme, brief(results["table"], titles))
     if "scaling" in options.parts:
         environments.call(own, str(HERE / "pictures.py"), str(path), str(options.pictures))

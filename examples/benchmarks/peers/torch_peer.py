@@ -142,10 +142,13 @@ def network(job: Job) -> nn.Module:
 def build(job: Job) -> Step:
     if job.threads:
         torch.set_num_threads(job.threads)
-    torch.backends.cudnn.allow_tf32 = False  # as for matrix products
+    if job.device == "cuda" and not torch.cuda.is_available():
+        raise RuntimeError(f"PyTorch {torch.__version__} finds no GPU: install its build for CUDA")
+    torch.set_float32_matmul_precision("high" if job.precision == "tf32" else "highest")
+    torch.backends.cudnn.allow_tf32 = job.precision == "tf32"
     built = network(job).to(job.device)
-    mixed = "mixed" in job.words
-    scaler = torch.amp.GradScaler(job.device, LOSS_SCALE, enabled=mixed)
+    lower = {"bfloat16": torch.bfloat16, "float16": torch.float16}.get(job.precision)
+    scaler = torch.amp.GradScaler(job.device, LOSS_SCALE, enabled=lower is torch.float16)
     kinds = {
         "sgd": lambda weights: torch.optim.SGD(weights, job.rate, fused=True),
         "momentum": lambda weights: torch.optim.SGD(weights, job.rate, momentum=0.9, fused=True),
@@ -156,7 +159,7 @@ def build(job: Job) -> Step:
     batches = [tuple(torch.from_numpy(array).to(job.device) for array in pair) for pair in job.data]
 
     def cost(x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        with torch.autocast(job.device, torch.float16, enabled=mixed):
+        with torch.autocast(job.device, lower or torch.bfloat16, enabled=lower is not None):
             return compare(built(x), target)
 
     if "compile" in job.words:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -195,7 +195,14 @@ WORKLOADS = {
 
 
 def workload(name: str) -> Workload:
-    """Return a workload; `mlp-BATCHxWIDTHxDEPTH` is a perceptron with DEPTH hidden layers of WIDTH units."""
+    """Return a workload.
+
+    `mlp-BATCHxWIDTHxDEPTH` is a perceptron with DEPTH hidden layers of WIDTH units. `NAME-batchROWS` is the workload
+    NAME with batches of so many rows.
+    """
+    known, _, rows = name.partition("-batch")
+    if rows:
+        return replace(workload(known), batch=int(rows), title=f"{known}, batch {rows}")
     if name in WORKLOADS:
         return WORKLOADS[name]
     batch, width, depth = map(int, name.removeprefix("mlp-").split("x"))
