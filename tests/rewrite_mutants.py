@@ -104,7 +104,7 @@ SIMPLIFYING = [
     *of(
         "graphopt/graph/rewriting.py",
         "unroll",
-        ("names_differ", "                NameFixPass()(model)\n", ""),
+        ("names_differ", "                fix_names(model)\n", ""),
     ),
     *of(
         "graphopt/graph/simplify.py",

@@ -52,6 +52,10 @@ READ = {
     "step/Conv/*group=*": "sizes that the runtime gathers",
     "*-fed*": "indices that are inputs",
     "*/Resize-*none-[[]*": "sizes that are inputs",
+    **{
+        f"gradient/unknown/{name}-*": "positions, of unknown sizes"
+        for name in ("GatherND", "Pad", "Slice", "Tile")
+    },
 }
 # WGSL's functions are less exact than the CPU's. A gradient that is 0 but for rounding decides the sign of Adam's step.
 INEXACT = {"*/Sin-*": 5e-4, "*/Cos-*": 5e-4, "*/Tan-*": 5e-4, "*/DFT-*": 1e-3, "step/*": 2e-4}

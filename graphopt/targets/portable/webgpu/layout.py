@@ -45,10 +45,12 @@ def _triangle(op: Emitter, node: ir.Node) -> Sequence[ir.Value] | None:
     if x.shape is None:
         return None
     rows, columns = (
-        op.Range(0, op.Squeeze(op.shape_of(x, i, i + 1), [0]), 1) for i in (rank(x) - 2, rank(x) - 1)
+        op.Cast(op.Range(0, op.Squeeze(op.shape_of(x, i, i + 1), [0]), 1), to=ir.DataType.INT32)
+        for i in (rank(x) - 2, rank(x) - 1)
     )
     distance = op.Unsqueeze(columns, [0]) - op.Unsqueeze(rows, [1])
-    first = diagonal[0] if diagonal and diagonal[0] is not None else op.constant(0, like=distance)
+    given_first = diagonal[0] if diagonal and diagonal[0] is not None else op.constant(0)
+    first = op.Cast(given_first, to=ir.DataType.INT32)
     compare = op.GreaterOrEqual if node.attributes.get_int("upper", 1) else op.LessOrEqual
     return [op.Where(compare(distance, first), x, op.constant(0, like=x))]
 
