@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 import onnx
+import onnx_ir as ir
+from onnx import helper
 
 FLOAT, DOUBLE, INT64 = 1, 11, 7
 INT_MAX = np.iinfo(np.int64).max
@@ -840,3 +842,45 @@ NON_DIFFERENTIABLE: list[Case] = [
     case(op, (2, 3))
     for op in ("Ceil", "Floor", "Round", "Sign", "Hardmax", "RandomNormalLike", "RandomUniformLike")
 ]
+
+
+def arrays(case: Case) -> dict[str, np.ndarray]:
+    """Return a case's inputs by name."""
+    inputs = {f"x{i}": x for i, x in enumerate(case.inputs) if x is not None}
+    return {name: spaced(*x, seed=int(name[1:])) if isinstance(x, tuple) else x for name, x in inputs.items()}
+
+
+def is_fed(case: Case, name: str, x: np.ndarray) -> bool:
+    return int(name[1:]) not in case.constant if x.dtype.kind == "f" else case.fed
+
+
+def cast(x: np.ndarray, dtype: type) -> np.ndarray:
+    return x.astype(dtype) if x.dtype == np.float64 else x
+
+
+def point(case: Case, dtype: type) -> dict[str, np.ndarray]:
+    """Return what the model of a case is fed."""
+    return {name: cast(x, dtype) for name, x in arrays(case).items() if is_fed(case, name, x)}
+
+
+def model_of(case: Case, dtype: type, dims: str = "static") -> ir.Model:
+    """Return the model of one node, its floating inputs of one type; its dimensions `static`, all but the
+    `leading` ones static, or `unknown`."""
+    inputs, initializers = [], []
+    for i, (name, x) in enumerate(arrays(case).items()):
+        x = cast(x, dtype)
+        if not is_fed(case, name, x):
+            initializers.append(onnx.numpy_helper.from_array(x, name))
+            continue
+        shape: list[Any] = list(x.shape)
+        if dims == "unknown" and x.dtype.kind == "f" and i not in case.sized:
+            shape = [f"{name}_{axis}" for axis in range(x.ndim)]
+        elif dims == "leading" and x.dtype.kind == "f" and shape and i not in case.sized:
+            shape[0] = f"d{shape[0]}"
+        inputs.append(helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(x.dtype), shape))
+    names = ["" if x is None else f"x{i}" for i, x in enumerate(case.inputs)]
+    outputs = [onnx.ValueInfoProto(name=f"y{i}") for i in range(case.outputs)]
+    node = helper.make_node(case.op_type, names, [y.name for y in outputs], "node", **case.attributes)
+    graph = helper.make_graph([node], "graph", inputs, outputs[: case.used], initializers)
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", case.opset)], ir_version=10)
+    return ir.from_proto(onnx.shape_inference.infer_shapes(model, strict_mode=True, data_prop=True))

@@ -181,13 +181,17 @@ SPLITTING = [
         ),
     ),
     *of(
-        "graphopt/targets/portable.py",
+        "graphopt/targets/portable/normalizations.py",
         "portable_forms",
         (
             "same_values",
             "op.ReduceMean(op.Mul(centered, centered), axes)",
             "op.ReduceSum(op.Mul(centered, centered), axes)",
         ),
+    ),
+    *of(
+        "graphopt/targets/portable/webgpu/layout.py",
+        "portable_forms",
         (
             "same_values",
             "itertools.accumulate(sizes, initial=0)",

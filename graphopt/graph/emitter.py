@@ -44,6 +44,11 @@ class Emitter(TapeBuilder):
         inner._taken = set(ir.convenience.create_value_mapping(body))
         return inner
 
+    @property
+    def is_in_body(self) -> bool:
+        """Return whether it emits into a subgraph of a node."""
+        return self._depth > 0
+
     def value_like(self, x: ir.Value, shape: ir.Shape | None = None) -> ir.Value:
         """Return a new value for a graph input, with the type of `x`, and its shape unless `shape` is given."""
         return self._named(ir.Value(type=x.type, shape=shape or x.shape))

@@ -1,0 +1,53 @@
+"""Write normalizations as arithmetic for Tract, MNN, OpenVINO and TVM."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import onnx_ir as ir
+
+from graphopt.graph.emitter import Emitter
+from graphopt.graph.values import is_floating
+from graphopt.targets.portable.form import is_read
+
+
+def batch_normalization(op: Emitter, node: ir.Node) -> Sequence[ir.Value] | None:
+    """Write BatchNormalization as arithmetic: Tract and MNN refuse statistics that are no constants."""
+    x, *inputs = node.inputs
+    if x is None or x.shape is None or node.attributes.get_int("training_mode"):
+        return None
+    scale, bias, mean, variance = inputs
+    deviation = op.Sqrt(op.Add(variance, node.attributes.get_float("epsilon", 1e-5)))
+    factor = op.Div(_cast(op, scale, deviation), deviation)
+    axes = list(range(1, len(x.shape) - 1))
+
+    def by_channel(y: ir.Value) -> ir.Value:
+        return op.Unsqueeze(_cast(op, y, x), axes) if axes else _cast(op, y, x)
+
+    assert bias is not None and mean is not None
+    centered = op.Sub(x, by_channel(mean))
+    return [op.Add(op.Mul(centered, by_channel(factor)), by_channel(bias))]
+
+
+def layer_normalization(op: Emitter, node: ir.Node) -> Sequence[ir.Value] | None:
+    """Write LayerNormalization as reductions if its further outputs are used: OpenVINO lacks them, TVM is wrong."""
+    x, scale, *bias = node.inputs
+    used = [y for y in node.outputs[1:] if is_read(y)]
+    if x is None or x.shape is None or not used:
+        return None
+    first = node.attributes.get_int("axis", -1) % len(x.shape)
+    axes = list(range(first, len(x.shape)))
+    wide = op.Cast(x, to=used[0].dtype) if x.dtype != used[0].dtype else x
+    mean = op.ReduceMean(wide, axes)
+    centered = op.Sub(wide, mean)
+    variance = op.ReduceMean(op.Mul(centered, centered), axes)
+    inverse = op.Reciprocal(op.Sqrt(op.Add(variance, node.attributes.get_float("epsilon", 1e-5))))
+    y = op.Mul(_cast(op, op.Mul(centered, inverse), x), scale)
+    for shift in bias:
+        y = y if shift is None else op.Add(y, shift)
+    return [y, mean, inverse]
+
+
+def _cast(op: Emitter, value: ir.Value | None, model: ir.Value) -> ir.Value:
+    assert value is not None
+    return value if value.dtype == model.dtype or not is_floating(model) else op.Cast(value, to=model.dtype)

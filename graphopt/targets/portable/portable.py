@@ -1,0 +1,109 @@
+"""Rewrite operators into forms that runtimes other than ONNX Runtime's CPU provider compute correctly.
+
+A form is a traced function of a node. It returns the outputs of the form, or None where the node stays.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import onnx_ir as ir
+
+from graphopt.errors import GraphoptError, unknown
+from graphopt.graph.emitter import Emitter
+from graphopt.graph.metadata import InferenceForm
+from graphopt.graph.rewriting import Pass
+from graphopt.graph.simplify import Simplify
+from graphopt.graph.traversal import subgraphs
+from graphopt.graph.values import like, name_of, swap
+from graphopt.targets.portable.everywhere import chain_of_sums, product_of_shape
+from graphopt.targets.portable.form import Form
+from graphopt.targets.portable.normalizations import batch_normalization, layer_normalization
+from graphopt.targets.portable.webgpu import WEBGPU
+
+# Forms that cost nothing, by operator.
+ALWAYS: dict[str, Form] = {"Size": product_of_shape, "Sum": chain_of_sums}
+
+# Further forms for a runtime that has no kernel for the operator, or a wrong or slow one.
+FORMS: dict[str, Mapping[str, Form]] = {
+    "iree": {},
+    "mnn": {"BatchNormalization": batch_normalization},
+    "openvino": {"LayerNormalization": layer_normalization},
+    "tinygrad": {},
+    "tract": {"BatchNormalization": batch_normalization},
+    "tvm": {"LayerNormalization": layer_normalization},
+    "webgpu": WEBGPU,
+}
+
+
+@dataclass(frozen=True)
+class Portable(Pass):
+    """Rewrite operators that runtimes other than ONNX Runtime's CPU provider lack, or compute wrongly or slowly.
+
+    Results stay the same up to rounding.
+
+    Args:
+        target: the runtime to write for, from `graphopt.targets.portable.FORMS`. None rewrites only what costs
+            nothing.
+
+    Raises:
+        GraphoptError: `target` is unknown.
+
+    >>> from graphopt import models
+    >>> step = graphopt.compile(models.linear((2,), 1), loss=passes.MeanSquaredError(), optimizer=passes.SGD(0.1))
+    >>> "Size" in {node.op_type for node in passes.Portable()(step).model.graph}
+    False
+    """
+
+    target: str | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.target is not None and self.target not in FORMS:
+            raise GraphoptError(unknown("target", self.target, FORMS))
+
+    def rewrite(self, model: ir.Model) -> None:
+        forms = {**ALWAYS, **(FORMS[self.target] if self.target is not None else {})}
+        with Emitter(model) as op:
+            changed = _rewrite(op, model.graph, forms)
+        if changed:
+            model.graph.sort()
+            Simplify().rewrite(model)
+
+
+def _rewrite(op: Emitter, graph: ir.Graph, forms: Mapping[str, Form]) -> bool:
+    """Rewrite the nodes of a graph, of the bodies in it, and of forms; return whether any node was replaced."""
+    changed, waiting = False, list(graph)
+    while waiting:
+        node, last = waiting.pop(), graph[-1]
+        for body in subgraphs(node):
+            with op.within(body) as inner:
+                changed |= _rewrite(inner, body, forms)
+        form = forms.get(node.op_type) if node.domain == "" else None
+        results = form(op, node) if form is not None else None
+        if results is not None:
+            waiting += _emitted_after(last)
+            for own, y in zip(node.outputs, results, strict=False):
+                if own.name:
+                    _keep_inference(node, own)
+                    swap(own, like(y, own))
+            graph.remove(node, safe=True)
+            changed = True
+    return changed
+
+
+def _emitted_after(node: ir.Node) -> Iterable[ir.Node]:
+    """Return the nodes that a graph has after another, from the last to the first."""
+    assert node.graph is not None
+    return itertools.takewhile(lambda emitted: emitted is not node, reversed(node.graph))
+
+
+def _keep_inference(node: ir.Node, y: ir.Value) -> None:
+    """Let inference have the operator, if it differs from that of training by inputs, which the form does not have."""
+    form = InferenceForm.read(y)
+    if form is not None and form.inputs:
+        attributes = {name: attribute.value for name, attribute in node.attributes.items()}
+        reads = [form.inputs.get(i, "" if x is None else name_of(x)) for i, x in enumerate(node.inputs)]
+        InferenceForm(operator=(node.op_type, attributes), reads=tuple(reads), output=y.index() or 0).write(y)

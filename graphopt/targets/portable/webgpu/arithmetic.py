@@ -1,0 +1,156 @@
+"""Write elementwise operators, and LogSoftmax, as arithmetic."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import onnx_ir as ir
+
+from graphopt.graph.emitter import Emitter
+from graphopt.graph.values import constant_of, dims_of
+from graphopt.targets.portable.everywhere import chain_of_sums
+from graphopt.targets.portable.form import Form, given, is_read
+
+
+def _log_softmax(op: Emitter, node: ir.Node) -> Sequence[ir.Value]:
+    """Write LogSoftmax as x - max - log sum exp (x - max). There is no kernel for LogSoftmax."""
+    x, axis = node.inputs[0], [node.attributes.get_int("axis", -1)]
+    shifted = op.Sub(x, op.ReduceMax(x, axis))
+    return [op.Sub(shifted, op.Log(op.ReduceSum(op.Exp(shifted), axis)))]
+
+
+def _extreme(compare: str) -> Form:
+    """Return the form of Max or Min, which choose by a comparison. 1.27 has no kernels for them.
+
+    It keeps a NaN of the first operand, or of the one that is no constant.
+    """
+
+    def form(op: Emitter, node: ir.Node) -> Sequence[ir.Value]:
+        def chosen(a: ir.Value, b: ir.Value) -> ir.Value:
+            a, b = (b, a) if constant_of(a) is not None else (a, b)
+            return op.Where(getattr(op, compare)(a, b), b, a)
+
+        first, *others = map(given, node.inputs)
+        return [functools.reduce(chosen, others, first) if others else op.Identity(first)]
+
+    return form
+
+
+def _mean(op: Emitter, node: ir.Node) -> Sequence[ir.Value]:
+    """Write Mean as a Sum and a product. There is no kernel for Mean."""
+    return [chain_of_sums(op, node)[0] * (1 / len(node.inputs))]
+
+
+def _sign(op: Emitter, node: ir.Node) -> Sequence[ir.Value]:
+    """Write Sign as comparisons, which keep 0 and NaN. There is no kernel for Sign."""
+    x = given(node.inputs[0])
+    zero, one, less = (op.constant(number, like=x) for number in (0, 1, -1))
+    return [op.Where(op.Greater(x, zero), one, op.Where(op.Less(x, zero), less, x))]
+
+
+def _round(op: Emitter, node: ir.Node) -> Sequence[ir.Value]:
+    """Write Round as Floor and comparisons; halves go to the even number. There is no kernel for Round."""
+    x = given(node.inputs[0])
+    low = op.Floor(x)
+    rest, half = x - low, low * 0.5
+    odd = op.Greater(half, op.Floor(half))
+    above, tied = op.Greater(rest, 0.5), op.And(op.Equal(rest, 0.5), odd)
+    up = op.Cast(above, to=x.dtype) + op.Cast(tied, to=x.dtype)
+    return [op.Where(op.Greater(up, 0.0), low + up, op.Where(op.Greater(rest, 0.0), low, x))]
+
+
+def _selu(op: Emitter, node: ir.Node) -> Sequence[ir.Value]:
+    """Write Selu as a multiple of Elu. There is no kernel for Selu."""
+    alpha = node.attributes.get_float("alpha", 1.6732632423543772)
+    return [op.Elu(node.inputs[0], alpha=alpha) * node.attributes.get_float("gamma", 1.0507009873554805)]
+
+
+def _celu(op: Emitter, node: ir.Node) -> Sequence[ir.Value]:
+    """Write Celu as Elu with a scale. There is no kernel for Celu."""
+    alpha = node.attributes.get_float("alpha", 1.0)
+    return [op.Elu(given(node.inputs[0]) * (1 / alpha)) * alpha]
+
+
+def _softsign(op: Emitter, node: ir.Node) -> Sequence[ir.Value]:
+    """Write Softsign as x / (1 + |x|). There is no kernel for Softsign."""
+    x = given(node.inputs[0])
+    return [x / (op.Abs(x) + 1)]
+
+
+def _shrink(op: Emitter, node: ir.Node) -> Sequence[ir.Value]:
+    """Write Shrink as comparisons. There is no kernel for Shrink."""
+    x, bias = given(node.inputs[0]), node.attributes.get_float("bias", 0.0)
+    limit, zero = op.constant(node.attributes.get_float("lambd", 0.5), like=x), op.constant(0, like=x)
+    below = op.Where(op.Less(x, op.Neg(limit)), x + bias, zero)
+    return [op.Where(op.Greater(x, limit), x - bias, below)]
+
+
+def _prelu(op: Emitter, node: ir.Node) -> Sequence[ir.Value]:
+    """Write PRelu as a comparison. 1.27 has no kernel for PRelu."""
+    x, slope = map(given, node.inputs)
+    return [op.Where(op.Less(x, op.constant(0, like=x)), x * slope, x)]
+
+
+def _power(op: Emitter, node: ir.Node) -> Sequence[ir.Value] | None:
+    """Give the exponent of Pow the type of the base, and both the same shape if one has a last axis of size 1.
+
+    The kernel fails for two types. It has no variant that broadcasts such an axis to one of 4, 8 or more elements.
+    """
+    x, exponent = map(given, node.inputs)
+    shapes = [dims_of(value) for value in (x, exponent) if value.shape is not None and set(value.shape) - {1}]
+    narrow = len(shapes) == 2 and shapes[0][-1] != shapes[1][-1]
+    if x.dtype == exponent.dtype and not narrow:
+        return None
+    exponent = op.cast(exponent, x.dtype)
+    if narrow:
+        x = op.Where(op.Greater(exponent, exponent), exponent, x)  # an Expand would be simplified away
+        exponent = op.Where(op.Greater(x, x), x, exponent)
+    return [op.Pow(x, exponent)]
+
+
+def _dropout(op: Emitter, node: ir.Node) -> Sequence[ir.Value] | None:
+    """Leave out a Dropout of inference. There is no kernel for Dropout."""
+    training = constant_of(node.inputs[2]) if len(node.inputs) > 2 and node.inputs[2] is not None else False
+    if training is None or training or any(map(is_read, node.outputs[1:])):
+        return None
+    return [op.Identity(node.inputs[0])]
+
+
+def _along_no_axis(function: Callable[[Emitter, ir.Value], ir.Value]) -> Form:
+    """Return the form of a reduction along no axes, a function of each element. The kernels return their input."""
+
+    def form(op: Emitter, node: ir.Node) -> Sequence[ir.Value] | None:
+        axes = np.array([]) if len(node.inputs) < 2 or node.inputs[1] is None else constant_of(node.inputs[1])
+        whole = axes is None or axes.size or not node.attributes.get_int("noop_with_empty_axes", 0)
+        return None if whole else [function(op, given(node.inputs[0]))]
+
+    return form
+
+
+def _either(op: Emitter, node: ir.Node) -> Sequence[ir.Value]:
+    """Write Or as an And of opposites. There is no kernel for Or."""
+    return [op.Not(op.And(*map(op.Not, node.inputs)))]
+
+
+FORMS: dict[str, Form] = {
+    "Celu": _celu,
+    "Dropout": _dropout,
+    "LogSoftmax": _log_softmax,
+    "Max": _extreme("Less"),
+    "Mean": _mean,
+    "Min": _extreme("Greater"),
+    "Or": _either,
+    "PRelu": _prelu,
+    "Pow": _power,
+    "ReduceL1": _along_no_axis(lambda op, x: op.Abs(x)),
+    "ReduceL2": _along_no_axis(lambda op, x: op.Abs(x)),
+    "ReduceLogSum": _along_no_axis(lambda op, x: op.Log(x)),
+    "ReduceSumSquare": _along_no_axis(lambda op, x: op.Mul(x, x)),
+    "Round": _round,
+    "Selu": _selu,
+    "Shrink": _shrink,
+    "Sign": _sign,
+    "Softsign": _softsign,
+}

@@ -1,0 +1,237 @@
+"""Write pools as convolutions, reductions and MaxPools of one output."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import onnx_ir as ir
+
+from graphopt.graph.emitter import Emitter
+from graphopt.graph.values import dims_of, dtype_of, rank
+from graphopt.targets.portable.form import Form, given, is_read, sizes_of
+
+_MOST_COUNTS = 2**20  # numbers of a constant that says how many elements each window has
+
+
+@dataclass(frozen=True)
+class _Windows:
+    """Describe the windows of a pool: along each spatial axis their elements, strides, dilations, and the pads."""
+
+    kernel: list[int]
+    strides: list[int]
+    dilations: list[int]
+    begin: list[int]
+    end: list[int]  # including those of a last, partial window
+    declared_end: list[int]
+
+    @property
+    def extent(self) -> list[int]:
+        return [(k - 1) * dilation + 1 for k, dilation in zip(self.kernel, self.dilations, strict=True)]
+
+    @property
+    def taps(self) -> int:
+        return math.prod(self.kernel)
+
+    @property
+    def geometry(self) -> dict[str, list[int]]:
+        return {"strides": self.strides, "dilations": self.dilations, "pads": [*self.begin, *self.end]}
+
+    def tile(self, sizes: Sequence[int | None]) -> bool:
+        """Return whether windows cover each element of known sizes once, without pads."""
+        plain = self.kernel == self.strides and not any(self.begin + self.end) and set(self.dilations) == {1}
+        return plain and all(
+            size is not None and size % k == 0 for size, k in zip(sizes, self.kernel, strict=True)
+        )
+
+
+def _windows(node: ir.Node) -> _Windows | None:
+    """Return the windows of a pool; None if they depend on sizes that are unknown."""
+    sizes, windows = sizes_of(node.inputs[0]), sizes_of(node.outputs[0])
+    if sizes is None:
+        return None
+    kernel = list(node.attributes.get_ints("kernel_shape", []))
+    n = len(kernel)
+    strides, dilations = (list(node.attributes.get_ints(name, [1] * n)) for name in ("strides", "dilations"))
+    pads = list(node.attributes.get_ints("pads", [0] * 2 * n))
+    begin, end = pads[:n], pads[n:]
+    extent = [(k - 1) * dilation + 1 for k, dilation in zip(kernel, dilations, strict=True)]
+    auto_pad, spatial = node.attributes.get_string("auto_pad", "NOTSET"), sizes[2:]
+    if auto_pad == "VALID":
+        begin, end = [0] * n, [0] * n
+    elif auto_pad != "NOTSET":
+        known = [size for size in spatial if size is not None]
+        if len(known) < n:
+            return None
+        axes = zip(known, strides, extent, strict=True)
+        missing = [max((-(-size // stride) - 1) * stride + reach - size, 0) for size, stride, reach in axes]
+        less, more = [size // 2 for size in missing], [size - size // 2 for size in missing]
+        begin, end = (less, more) if auto_pad == "SAME_UPPER" else (more, less)
+    declared = list(end)
+    if node.attributes.get_int("ceil_mode", 0):
+        for i, (size, count) in enumerate(zip(spatial, (windows or [None] * (n + 2))[2:], strict=True)):
+            if size is None or count is None:
+                return None
+            end[i] = max(end[i], (count - 1) * strides[i] + extent[i] - size - begin[i])
+    return _Windows(kernel, strides, dilations, begin, end, declared)
+
+
+def _sums(op: Emitter, windows: _Windows, x: ir.Value) -> ir.Value:
+    """Return the sum of each window, by a convolution of each plane with ones, or by a reduction if windows tile it."""
+    sizes = (sizes_of(x) or [])[2:]
+    if windows.tile(sizes):
+        split = [
+            part for size, k in zip(sizes, windows.kernel, strict=True) for part in ((size or 0) // k, k)
+        ]
+        axes = [3 + 2 * i for i in range(len(sizes))]
+        return op.ReduceSum(op.Reshape(x, [0, 0, *split]), axes, keepdims=0)
+    planes = op.Reshape(x, op.Concat([-1, 1], op.shape_of(x, 2), axis=0))
+    planes.shape = ir.Shape([None, 1, *dims_of(x)[2:]])
+    ones = op.constant(np.ones([1, 1, *windows.kernel]), like=x)
+    y = op.Conv(planes, ones, **windows.geometry)
+    return op.Reshape(y, op.Concat(op.shape_of(x, 0, 2), [0] * len(sizes), axis=0))  # 0 keeps a size
+
+
+def _average_pool(op: Emitter, node: ir.Node) -> Sequence[ir.Value] | None:
+    """Divide the sums of windows by the number of their elements. 1.27 has no kernel of opset 19 for AveragePool."""
+    x, windows = given(node.inputs[0]), _windows(node)
+    if windows is None:
+        return None
+    counts = _counts(op, windows, x, node)
+    return None if counts is None else [_sums(op, windows, x) / counts]
+
+
+def _counts(op: Emitter, windows: _Windows, x: ir.Value, node: ir.Node) -> ir.Value | float | None:
+    """Return how many elements each window counts: those inside, and those of pads if they count."""
+    with_pads = bool(node.attributes.get_int("count_include_pad", 0))
+    if windows.end == windows.declared_end and (with_pads or not any(windows.begin + windows.end)):
+        return float(windows.taps)
+    sizes = (sizes_of(x) or [])[2:]
+    if None in sizes:
+        if with_pads:
+            return None
+        shape = op.Concat([1, 1], op.shape_of(x, 2), axis=0)
+        ones = op.Expand(op.constant(1, like=x), shape)
+        ones.shape = ir.Shape([1, 1, *dims_of(x)[2:]])
+        return _sums(op, windows, ones)
+    along = []
+    for i, size in enumerate(sizes):
+        before, after = (windows.begin[i], windows.declared_end[i]) if with_pads else (0, 0)
+        whole = (size or 0) + windows.begin[i] + windows.end[i]
+        first = np.arange((whole - windows.extent[i]) // windows.strides[i] + 1)[:, None] * windows.strides[i]
+        at = first - windows.begin[i] + np.arange(windows.kernel[i]) * windows.dilations[i]
+        along.append(((at >= -before) & (at < (size or 0) + after)).sum(axis=1))
+    if math.prod(map(len, along)) > _MOST_COUNTS:
+        return None
+    return op.constant(functools.reduce(np.multiply.outer, along), like=x)
+
+
+def _lp_pool(op: Emitter, node: ir.Node) -> Sequence[ir.Value] | None:
+    """Write LpPool as sums of powers. There is no kernel for LpPool."""
+    x, windows, p = given(node.inputs[0]), _windows(node), node.attributes.get_int("p", 2)
+    if windows is None:
+        return None
+    return [_root(op, _sums(op, windows, _power(op, x, p)), p)]
+
+
+def _global_lp_pool(op: Emitter, node: ir.Node) -> Sequence[ir.Value] | None:
+    """Write GlobalLpPool as a sum of powers. There is no kernel for GlobalLpPool."""
+    x, p = given(node.inputs[0]), node.attributes.get_int("p", 2)
+    if x.shape is None:
+        return None
+    return [_root(op, op.ReduceSum(_power(op, x, p), list(range(2, rank(x)))), p)]
+
+
+def _power(op: Emitter, x: ir.Value, p: int) -> ir.Value:
+    magnitude = op.Abs(x)
+    return x * x if p == 2 else magnitude if p == 1 else op.Pow(magnitude, op.constant(p, like=x))
+
+
+def _root(op: Emitter, y: ir.Value, p: int) -> ir.Value:
+    return op.Sqrt(y) if p == 2 else y if p == 1 else op.Pow(y, op.constant(1 / p, like=y))
+
+
+def _max_pool(op: Emitter, node: ir.Node) -> Sequence[ir.Value] | None:
+    """Find the positions of maxima by ArgMax. The kernel refuses to return positions, column-major ones, and SAME
+    padding of windows that have gaps between them."""
+    positions = len(node.outputs) > 1 and is_read(node.outputs[1])
+    columns = bool(node.attributes.get_int("storage_order", 0))
+    same = node.attributes.get_string("auto_pad", "NOTSET").startswith("SAME")
+    if not (positions or columns or same):
+        return None
+    x, windows = given(node.inputs[0]), _windows(node)
+    if windows is None or (positions and columns):
+        return _on_the_cpu(op, node) if positions and x.dtype == ir.DataType.FLOAT else None
+    kept = {name: node.attributes[name] for name in ("kernel_shape", "ceil_mode") if name in node.attributes}
+    geometry = {**windows.geometry, "pads": [*windows.begin, *windows.declared_end]}
+    y = op.MaxPool(x, **kept, **geometry)
+    return [y, _positions(op, windows, x)] if positions else [y]
+
+
+def _on_the_cpu(op: Emitter, node: ir.Node) -> Sequence[ir.Value]:
+    """Pool in float64, for which there are kernels on the CPU alone."""
+    y, where = op.MaxPool(op.Cast(node.inputs[0], to=ir.DataType.DOUBLE), **node.attributes, _outputs=2)
+    return [op.Cast(y, to=ir.DataType.FLOAT), where]
+
+
+def _positions(op: Emitter, windows: _Windows, x: ir.Value) -> ir.Value:
+    """Return the position of the first maximum of each window among all elements."""
+    n = len(windows.kernel)
+    lowest = op.constant(np.finfo(dtype_of(x).numpy()).min, like=x)
+    padded = op.Pad(x, [0, 0, *windows.begin, 0, 0, *windows.end], lowest)
+    planes = op.Reshape(padded, op.Concat([-1, 1], op.shape_of(padded, 2), axis=0))
+    taps = op.constant(np.eye(windows.taps).reshape(-1, 1, *windows.kernel), like=x)
+    choices = op.Conv(planes, taps, strides=windows.strides, dilations=windows.dilations)
+    chosen = op.Cast(op.ArgMax(choices, axis=1, keepdims=0), to=ir.DataType.INT32)  # [planes, windows...]
+    sizes = op.Cast(op.shape_of(x, 2), to=ir.DataType.INT32)
+    counts = op.shape_of(x, 2) + [end - reach for end, reach in zip(windows.end, windows.extent, strict=True)]
+    counts = (
+        counts + windows.begin
+    ) / windows.strides + 1  # of windows; a shape of a result would be read back
+    place = op.constant(np.zeros((), np.int32))
+    for i in range(n):
+        along = _number(op, counts, i)
+        starts = op.Range(op.constant(np.int32(0)), along, op.constant(np.int32(1))) * windows.strides[i]
+        starts = op.Reshape(starts - windows.begin[i], [-1, *[1] * (n - 1 - i)])
+        offsets = np.indices(windows.kernel)[i].ravel() * windows.dilations[i]
+        inside = op.Gather(op.constant(offsets.astype(np.int32)), chosen)
+        place = place * _number(op, sizes, i) + (starts + inside)
+    first = op.Range(
+        op.constant(np.int32(0)), _number(op, op.shape_of(planes, 0, 1), 0), op.constant(np.int32(1))
+    )
+    first = op.Reshape(first * op.ReduceProd(sizes, keepdims=0), [-1, *[1] * n])
+    shape = op.Concat(op.shape_of(x, 0, 2), counts, axis=0)
+    return op.Reshape(op.Cast(place + first, to=ir.DataType.INT64), shape)
+
+
+def _number(op: Emitter, sizes: ir.Value, i: int) -> ir.Value:
+    """Return one of some sizes as a number of 32 bits."""
+    return op.Cast(op.Gather(sizes, op.constant(np.int64(i))), to=ir.DataType.INT32)
+
+
+def _local_response(op: Emitter, node: ir.Node) -> Sequence[ir.Value] | None:
+    """Sum the squares of neighbouring channels by Slices. There is no kernel for LRN."""
+    x, size = given(node.inputs[0]), node.attributes.get_int("size", 1)
+    if x.shape is None:
+        return None
+    before, after = (size - 1) // 2, size // 2
+    pads = [0] * (2 * rank(x))
+    pads[1], pads[rank(x) + 1] = before, after
+    squares = op.Pad(x * x, pads)
+    starts = range(size)
+    near = [op.Slice(squares, [i], [i + 1 - size if i + 1 < size else 2**31 - 1], [1]) for i in starts]
+    numbers = node.attributes.get_float
+    share = functools.reduce(op.Add, near) * (numbers("alpha", 1e-4) / size) + numbers("bias", 1.0)
+    return [x / op.Pow(share, op.constant(numbers("beta", 0.75), like=x))]
+
+
+FORMS: dict[str, Form] = {
+    "AveragePool": _average_pool,
+    "GlobalLpPool": _global_lp_pool,
+    "LRN": _local_response,
+    "LpPool": _lp_pool,
+    "MaxPool": _max_pool,
+}
