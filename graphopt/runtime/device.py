@@ -152,7 +152,7 @@ class Device(DeviceOptions):
                 f"target={self.target!r}: leave one out"
             )
         keep("native", _resolved("native", NATIVE_VARIABLE, native))
-        own = target_of("webgpu") if self.kind == "webgpu" else ONNXRUNTIME
+        own = ONNXRUNTIME if self.kind == "cpu" else target_of(self.kind)
         keep("runtime_target", own if takes_native else target_of(self.target))
         keep("verify", _resolved("verify", VERIFY, self.verify))
         if self.graph_capture and self.execution_provider not in (CUDA, WEBGPU):

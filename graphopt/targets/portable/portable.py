@@ -18,6 +18,7 @@ from graphopt.graph.rewriting import Pass
 from graphopt.graph.simplify import Simplify
 from graphopt.graph.traversal import subgraphs
 from graphopt.graph.values import like, name_of, swap
+from graphopt.targets.portable.cuda import CUDA
 from graphopt.targets.portable.everywhere import chain_of_sums, product_of_shape
 from graphopt.targets.portable.form import Form
 from graphopt.targets.portable.normalizations import batch_normalization, layer_normalization
@@ -28,6 +29,7 @@ ALWAYS: dict[str, Form] = {"Size": product_of_shape, "Sum": chain_of_sums}
 
 # Further forms for a runtime that has no kernel for the operator, or a wrong or slow one.
 FORMS: dict[str, Mapping[str, Form]] = {
+    "cuda": CUDA,
     "iree": {},
     "mnn": {"BatchNormalization": batch_normalization},
     "openvino": {"LayerNormalization": layer_normalization},
