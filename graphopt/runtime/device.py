@@ -19,7 +19,7 @@ from graphopt.arguments import Checked
 from graphopt.errors import GraphoptError, line, unknown
 from graphopt.intervals import check_types
 from graphopt.runtime.denormals import Flushing, supported
-from graphopt.runtime.webgpu import LOCK, WEBGPU, copier, no_adapter, plugin_device
+from graphopt.runtime.webgpu import ENTRY, LOCK, WEBGPU, copier, no_adapter, plugin_device
 from graphopt.runtime.webgpu import OPTIONS as WEBGPU_OPTIONS
 from graphopt.targets.target import AUTO, NATIVE, ONNXRUNTIME, Target, target_of
 
@@ -273,7 +273,7 @@ class Device(DeviceOptions):
         for name, value in chosen.items():
             if name not in WEBGPU_OPTIONS:
                 raise GraphoptError(f"provider_options: {unknown('option of WebGPU', name, WEBGPU_OPTIONS)}")
-            options.add_session_config_entry(f"ep.{WEBGPU.lower()}.{name}", str(value))
+            options.add_session_config_entry(f"{ENTRY}{name}", str(value))
         if self.plugin is not None:
             options.add_provider_for_devices([self.plugin], {})
 

@@ -35,6 +35,8 @@ OPTIONS = (
 # The provider records commands of all sessions in one encoder, which is not made for several threads.
 LOCK = threading.RLock()
 atexit.register(LOCK.acquire)  # a thread that computes while the process ends would abort it
+ENTRY = f"ep.{WEBGPU.lower()}."  # begins the names of the provider's options among those of a session
+ON_CPU = "forceCpuNodeNames"
 INSTALL = "pip install onnxruntime-webgpu, or onnxruntime-ep-webgpu beside onnxruntime 1.24.4 or later"
 
 
