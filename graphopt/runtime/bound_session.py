@@ -227,7 +227,7 @@ class BoundSession:
         """Return an output that the next run does not overwrite, as a run of ONNX Runtime 1.19 would."""
         if self._device.graph_capture:
             return buffer(self._device, value.numpy())
-        if self._device.kind == "webgpu":
+        if self._device.plugin is not None:  # 1.32 keeps such values, and refuses vectors of them
             return value
         vector = self._device.ort.capi._pybind_state.OrtValueVector()
         vector.push_back(value._ortvalue)
