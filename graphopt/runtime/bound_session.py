@@ -227,10 +227,11 @@ class BoundSession:
         """Return an output that the next run does not overwrite, as a run of ONNX Runtime 1.19 would."""
         if self._device.graph_capture:
             return buffer(self._device, value.numpy())
-        if self._device.plugin is not None:  # 1.32 keeps such values, and refuses vectors of them
-            return value
         vector = self._device.ort.capi._pybind_state.OrtValueVector()
-        vector.push_back(value._ortvalue)
+        try:
+            vector.push_back(value._ortvalue)
+        except RuntimeError:  # 1.32 refuses vectors of WebGPU's values, which it keeps by itself
+            return value
         return self._device.ort.OrtValue(vector[0])
 
     def _binding(self, inputs: OrtValues, outputs: OrtValues) -> onnxruntime.IOBinding:

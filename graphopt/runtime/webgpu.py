@@ -46,13 +46,21 @@ def plugin_device(ort: Any) -> Any:
     Raises:
         GraphoptError: there is no plugin, it does not fit the runtime, or it finds no graphics adapter.
     """
-    if WEBGPU in ort.get_available_providers():
+    devices = _devices(ort)
+    if not devices and WEBGPU in ort.get_available_providers():
         return None
-    _register(ort)
-    devices = [device for device in ort.get_ep_devices() if device.ep_name == WEBGPU]
+    if not devices:  # a registered plugin is among the available providers, too
+        _register(ort)
+        devices = _devices(ort)
     if not devices:
         raise GraphoptError(no_adapter())
     return max(devices, key=lambda device: device.device.type == ort.OrtHardwareDeviceType.GPU)
+
+
+def _devices(ort: Any) -> list[Any]:
+    """Return the devices of a registered plugin."""
+    found = ort.get_ep_devices() if hasattr(ort, "get_ep_devices") else []
+    return [device for device in found if device.ep_name == WEBGPU]
 
 
 @functools.cache
