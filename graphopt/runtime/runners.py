@@ -186,7 +186,7 @@ class SeveralSteps:
                 self._fed = set()
                 self.close()
                 return None
-            if buffers.not_finite(reported) is not None:
+            if buffers.not_finite(reported, checked=self._runner.state_is_finite) is not None:
                 return None
             buffers.swap()
             return unstacked(reported, len(batches))

@@ -59,7 +59,8 @@ class Translation:
     ) -> None:
         self._device, self._plain, self._buffers = device, plain, buffers
         # Of WebGPU, the plain step is not to be trusted: some kernels are missing, and some are wrong.
-        self._oracle = Device(threads=device.threads) if device.kind == "webgpu" else device
+        on_cpu = functools.partial(Device, threads=device.threads, custom_ops=device.custom_ops)
+        self._oracle = on_cpu() if device.kind == "webgpu" else device
         self._fixed, self._several = fixed, several
         types = [y.dtype for node in plain.graph for y in node.outputs if y.dtype is not None]
         units = UNITS | {ir.DataType.FLOAT: 2.0**-10} if device.rounds_products else UNITS
