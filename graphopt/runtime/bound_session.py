@@ -172,7 +172,7 @@ class BoundSession:
                 reported[name] = self._numbers[name].item()
                 continue
             value = self._own_outputs[name] if name in self._own_outputs else values[self._places[name]]
-            if name == PACKED:
+            if name == PACKED and self._packed:
                 reported |= self._unpacked(value.numpy())
             elif self._as_numpy or not value.shape():
                 reported[name] = number_or_array(value.numpy())

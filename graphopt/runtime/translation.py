@@ -223,9 +223,11 @@ class Translation:
         ).encode()
         with contextlib.suppress(GraphoptError, OSError):
             write_folder(folder, files)
+        is_last = self._device.kind == "webgpu" and not self._several
+        runs = "take device='cpu'" if is_last else "the plain step runs"
         return (
-            f"{form.name}: expected the numbers of the plain step, found {name!r} off by {100 * error:.2g} %: the "
-            f"plain step runs; please report it with the files in {folder}"
+            f"{form.name}: expected the numbers of the plain step, found {name!r} off by {100 * error:.2g} %: {runs}; "
+            f"please report it with the files in {folder}"
         )
 
 

@@ -75,9 +75,13 @@ class Target(metaclass=Checked):
 
 
 ONNXRUNTIME = Target("onnxruntime", Pipeline(fuse=Fuse()), own_version())
-_SLOW = {
-    "webgpu": ("pool_channels_as_batch",)
-}  # fusions that a runtime computes slower: MaxPool by planes, 14 times
+_SLOW = {"webgpu": ("pool_channels_as_batch",)}  # fusions that a runtime computes slower: MaxPool by planes, 14 times
+
+
+def _portable(name: str | None) -> Target:
+    pipeline = Pipeline(fuse=Fuse(_SLOW.get(name or "", ())), forms=Portable(name))
+    return Target(name or "portable", pipeline, own_version())
+
 
 TARGETS = {
     target.name: target
@@ -85,10 +89,7 @@ TARGETS = {
         Target("plain"),
         ONNXRUNTIME,
         Target(NATIVE, Pipeline(kernels=Kernels())),
-        *(
-            Target(name or "portable", Pipeline(fuse=Fuse(_SLOW.get(name or "", ())), forms=Portable(name)))
-            for name in (None, *FORMS)
-        ),
+        *map(_portable, (None, *FORMS)),
     )
 }
 
