@@ -224,7 +224,8 @@ class Translation:
         with contextlib.suppress(GraphoptError, OSError):
             write_folder(folder, files)
         is_last = self._device.kind == "webgpu" and not self._several
-        runs = "take device='cpu'" if is_last else "the plain step runs"
+        other = "leave out graph_capture" if self._device.graph_capture else "take device='cpu'"
+        runs = other if is_last else "the plain step runs"
         return (
             f"{form.name}: expected the numbers of the plain step, found {name!r} off by {100 * error:.2g} %: {runs}; "
             f"please report it with the files in {folder}"

@@ -19,13 +19,13 @@ if TYPE_CHECKING:
     import onnxruntime
 
 WEBGPU = "WebGpuExecutionProvider"
-# Other options contain addresses of memory, which a recipe must not choose.
+# Others contain addresses of memory, which a recipe must not choose, or are for the option `graph_capture`.
 # Source: onnxruntime/core/providers/webgpu/webgpu_provider_options.h
 OPTIONS = (
-    *("dawnBackendType", "defaultBufferCacheMode", "enableGraphCapture", "enableInt64", "enableRobustness"),
-    *("forceCpuNodeNames", "maxNumPendingDispatches", "maxStorageBufferBindingSize", "powerPreference"),
-    *("preferredLayout", "queryResolveBufferCacheMode", "sessionBufferPoolGenerations"),
-    *("storageBufferCacheMode", "uniformBufferCacheMode", "validationMode"),
+    *("dawnBackendType", "defaultBufferCacheMode", "enableInt64", "enableRobustness", "forceCpuNodeNames"),
+    *("maxNumPendingDispatches", "maxStorageBufferBindingSize", "powerPreference", "preferredLayout"),
+    *("queryResolveBufferCacheMode", "sessionBufferPoolGenerations", "storageBufferCacheMode"),
+    *("uniformBufferCacheMode", "validationMode"),
 )
 # The provider records commands of all sessions in one encoder, which is not made for several threads.
 LOCK = threading.RLock()
