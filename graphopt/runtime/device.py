@@ -358,7 +358,9 @@ def _resolved(name: str, variable: str, option: Any) -> bool | Literal["auto"]:
 @functools.cache
 def _load_cuda(ort: Any) -> None:
     """Load CUDA and cuDNN from their wheels, if these are installed, once a process."""
-    ort.set_default_logger_severity(3)  # else, each session warns where the GPU's folder in /sys is not to be seen
+    ort.set_default_logger_severity(
+        3
+    )  # else, each session warns where the GPU's folder in /sys is not to be seen
     if hasattr(ort, "preload_dlls"):
         with contextlib.redirect_stdout(io.StringIO()):  # it prints what it does not find
             ort.preload_dlls()

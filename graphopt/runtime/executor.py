@@ -299,7 +299,7 @@ class Executor(ExecutorState):
             GraphoptError: as `placement` does.
         """
         forms = [] if self._device.on_cpu else self._runner.forms
-        found = [placement.on_host(form.session, form.model) for form in forms]
+        found = [placement.fallbacks(form.session, form.model) for form in forms]
         return {name: reason for nodes in found for name, reason in nodes.items()}
 
     def evaluate(

@@ -203,5 +203,7 @@ def _summed(values: OrtValues) -> tuple[ir.Model, dict[str, onnxruntime.OrtValue
     model = ir.Model(ir.Graph(inputs, [], nodes=[], opset_imports={"": OPSET}), ir_version=IR_VERSION)
     with Emitter(model) as op:
         sums = [op.ReduceSum(op.Cast(x, to=ir.DataType.FLOAT), keepdims=0) for x in inputs]
-        model.graph.outputs.append(op.Identity(functools.reduce(op.Add, sums, op.constant(0.0)), _outputs=["total"]))
+        model.graph.outputs.append(
+            op.Identity(functools.reduce(op.Add, sums, op.constant(0.0)), _outputs=["total"])
+        )
     return model, floating

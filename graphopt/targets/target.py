@@ -75,7 +75,9 @@ class Target(metaclass=Checked):
 
 
 ONNXRUNTIME = Target("onnxruntime", Pipeline(fuse=Fuse()), own_version())
-_SLOW = {"webgpu": ("pool_channels_as_batch",)}  # fusions that a runtime computes slower: MaxPool by planes, 14 times
+_SLOW = {
+    "webgpu": ("pool_channels_as_batch",)
+}  # fusions that a runtime computes slower: MaxPool by planes, 14 times
 
 
 def _portable(name: str | None) -> Target:
