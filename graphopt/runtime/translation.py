@@ -76,10 +76,12 @@ class Translation:
         Raises:
             Mistranslated: their numbers differ by more than rounding.
         """
-        verify, digest, note = self._device.verify, self._digest(form), None
-        if verify is not True and self._device.on_cpu:  # of GPUs, the runtime does not tell which one it is
-            note = read_note("steps", f"{digest}.verified.json", "difference", str)
-        message = note
+        verify, digest = self._device.verify, self._digest(form)
+        note = f"{digest}.verified.json"
+        remembers = (
+            verify is not True and self._device.on_cpu
+        )  # of GPUs, the runtime does not tell which one it is
+        message = read_note("steps", note, "difference", str) if remembers else None
         if message is None:
             try:
                 message = self._difference(form, source, feeds, digest)
@@ -87,7 +89,8 @@ class Translation:
                 if verify is True:
                     raise
                 return
-            write_note("steps", f"{digest}.verified.json", {"difference": message})
+            if self._device.on_cpu:
+                write_note("steps", note, {"difference": message})
         if message:
             raise Mistranslated(message)
 
