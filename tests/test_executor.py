@@ -576,6 +576,15 @@ def test_an_executor_gives_its_memory_back_at_once():
         gc.enable()
 
 
+def test_several_steps_report_numbers_without_numpy():
+    chosen = {"threads": 1, "report": ["loss"], "as_numpy": False}
+    expected, found = (
+        graphopt.Executor(compiled(), steps_per_call=steps, **chosen).run([{"x": X, "target": T}] * 4)
+        for steps in (1, 2)
+    )
+    assert found == expected
+
+
 def test_static_shapes_are_the_same_steps(executor):
     static = graphopt.Executor(compiled(), threads=1, static_shapes=True)
     for size in (8, 8, 3, 8, 3):

@@ -21,6 +21,7 @@ import numpy as np
 import onnxruntime
 import pytest
 from adapter import missing
+from builders import model
 from host_graphs import GRAPHS, batches
 
 import graphopt
@@ -30,9 +31,6 @@ from graphopt.cli.command import main
 from graphopt.graph.rewriting import Pass
 from graphopt.graph.roles import Role, with_role
 from graphopt.training.fit import fit
-
-RNG = np.random.default_rng(0)
-
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
 
@@ -147,11 +145,38 @@ def test_state_that_the_cpu_reads_is_read_anew_in_each_step() -> None:
     same_state(on_cpu, on_gpu)
 
 
-def test_several_steps_run_in_one_call() -> None:
-    on_cpu, on_gpu = pair(compiled(), steps_per_call=3)
-    found = [report["loss"] for report in on_gpu.run(BATCHES * 2)]
-    assert found == pytest.approx([report["loss"] for report in on_cpu.run(BATCHES * 2)], rel=1e-5)
+def test_several_steps_run_in_one_call_and_read_the_device_once(reads: Counter[str]) -> None:
+    on_cpu, on_gpu = pair(compiled(), report=["loss"], steps_per_call=2)
+    found = on_gpu.run(BATCHES)
+    reads.clear()
+    found += on_gpu.run(BATCHES)
+    assert reads.total() == 2
+    expected = [report["loss"] for report in on_cpu.run(BATCHES * 2)]
+    assert [report["loss"] for report in found] == pytest.approx(expected, rel=1e-5)
     same_state(on_cpu, on_gpu)
+
+
+def test_names_of_nodes_for_the_cpu_may_be_too_long_for_the_runtime() -> None:
+    step = compiled()
+    for node in step.graph.all_nodes():
+        node.name += "x" * 9000
+    on_cpu, on_gpu = pair(step)
+    assert losses(on_gpu) == pytest.approx(losses(on_cpu), rel=1e-5)
+
+
+def test_outputs_may_have_the_names_of_the_vector_and_the_check() -> None:
+    text = """g (float[N,64] x) => (float[N,10] y, float "graphopt.packed", float "graphopt.check") {
+        y = MatMul(x, w) "graphopt.packed" = ReduceMean<keepdims=0>(y) "graphopt.check" = ReduceMax<keepdims=0>(y) }"""
+    step = graphopt.compile(
+        model(text, w=np.random.default_rng(0).standard_normal((64, 10)) / 8),
+        loss=passes.CrossEntropy(output="y"),
+        optimizer=passes.SGD(0.1),
+    )
+    on_cpu, on_gpu = pair(step)
+    for batch in BATCHES:
+        fed = {"x": batch["x"].reshape(-1, 64), "target": batch["target"]}
+        expected, found = on_cpu.step(fed), on_gpu.step(fed)
+        assert all(found[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-6) for name in expected)
 
 
 def test_mixed_precision_trains_where_the_adapter_has_16_bit_floats() -> None:
@@ -246,6 +271,14 @@ def test_predictions_and_the_trained_model() -> None:
     np.testing.assert_allclose(on_gpu.predict(x=X)["y"], trained, rtol=1e-3, atol=1e-4)
 
 
+def test_predictions_do_not_depend_on_the_target_of_steps() -> None:
+    vector = model("g (float[N,8] x) => (float[N] y) { y = MatMul(x, w) }", w=np.cos(np.arange(8.0)))
+    step = graphopt.compile(vector, loss=passes.MeanSquaredError(), optimizer=passes.SGD(0.1))
+    x = X.reshape(-1, 8)
+    expected, found = (each.predict(x=x)["y"] for each in pair(step, target="plain"))
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
+
+
 def test_state_and_hyperparameters_are_replaced() -> None:
     on_cpu, on_gpu = pair(compiled(optimizer=passes.SGD(0.1)))
     for executor in (on_cpu, on_gpu):
@@ -317,6 +350,10 @@ def test_a_form_that_computes_other_numbers_is_an_error() -> None:
         (
             {"device": "webgpu", "provider_options": {"webgpuDevice": 4096}},
             "unknown option of WebGPU 'webgpuDevice'",
+        ),
+        (
+            {"device": "webgpu", "provider_options": {"enableGraphCapture": 1}},
+            "unknown option of WebGPU 'enableGraphCapture'",
         ),
         (
             {"device": "webgpu", "provider_options": {"powerpreference": "low-power"}},

@@ -59,10 +59,7 @@ READ = {
 }
 # WGSL's functions are less exact than the CPU's. A gradient that is 0 but for rounding decides the sign of Adam's step.
 INEXACT = {"*/Sin-*": 5e-4, "*/Cos-*": 5e-4, "*/Tan-*": 5e-4, "*/DFT-*": 1e-3, "step/*": 2e-4}
-NOISE = {
-    "step/*transformer*": ("*.attention.key.bias.next",),
-    "step/*/cnn": ("bias.*", "mean.next"),
-}
+NOISE = {"step/*transformer*": ("*.attention.key.bias.next",), "step/*/cnn": ("bias.*", "mean.next")}
 REFUSED = {
     "step/*mixed": "requires f16",  # by an adapter without 16-bit floats
     "*/unknown/Einsum-*...*": "Ellipsis dimensions mismatch",  # of a size of 1 that is unknown

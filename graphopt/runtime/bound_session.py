@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -150,7 +151,8 @@ class BoundSession:
     @property
     def state_is_finite(self) -> bool:
         """Return whether the latest call found its new state to be finite; not all sessions look."""
-        return self._check is not None and bool(np.isfinite(self._check).all())
+        check = self._check
+        return check is not None and bool(np.isfinite(check).all() if check.ndim else math.isfinite(check))
 
     def call(self, source: int, feeds: Mapping[str, Tensor]) -> Reported:
         """Read the state from set `source`, write the other set, and return the reported outputs of checked tensors."""
@@ -170,7 +172,7 @@ class BoundSession:
                 reported[name] = self._numbers[name].item()
                 continue
             value = self._own_outputs[name] if name in self._own_outputs else values[self._places[name]]
-            if name == PACKED:
+            if name == PACKED and self._packed:
                 reported |= self._unpacked(value.numpy())
             elif self._as_numpy or not value.shape():
                 reported[name] = number_or_array(value.numpy())
@@ -180,9 +182,10 @@ class BoundSession:
 
     def _bind(self, binding: onnxruntime.IOBinding, source: int, feeds: Mapping[str, Tensor]) -> list[object]:
         """Bind what differs from call to call; return what must stay alive until the run."""
-        own = np.ndarray, self._device.ort.OrtValue
-        if self._device.kind == "cuda" and not all(isinstance(x, own) for x in feeds.values()):
-            binding.synchronize_inputs()  # the package that shares a tensor may still write it
+        if self._device.kind == "cuda":
+            own = np.ndarray, self._device.ort.OrtValue
+            if not all(isinstance(x, own) for x in feeds.values()):
+                binding.synchronize_inputs()  # the package that shares a tensor may still write it
         alive: list[object] = []
         for name, tensor in feeds.items():
             small = self._small_inputs.get(name)

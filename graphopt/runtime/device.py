@@ -265,14 +265,11 @@ class Device(DeviceOptions):
 
     def _add_webgpu(self, options: onnxruntime.SessionOptions, captures: bool) -> None:
         """Add the WebGPU provider's options, and the plugin's device if there is a plugin."""
-        chosen = {
-            "enableInt64": 1,
-            "enableGraphCapture": int(captures),
-            **(self.provider_options or {}),
-        }
-        for name, value in chosen.items():
+        chosen = self.provider_options or {}
+        for name in chosen:
             if name not in WEBGPU_OPTIONS:
                 raise GraphoptError(f"provider_options: {unknown('option of WebGPU', name, WEBGPU_OPTIONS)}")
+        for name, value in {"enableInt64": 1, **chosen, "enableGraphCapture": int(captures)}.items():
             options.add_session_config_entry(f"{ENTRY}{name}", str(value))
         if self.plugin is not None:
             options.add_provider_for_devices([self.plugin], {})
@@ -363,7 +360,7 @@ def _load_cuda(ort: Any) -> None:
     """Load CUDA and cuDNN from their wheels, if these are installed, once a process."""
     ort.set_default_logger_severity(
         3
-    )  # a warning in each session, where the GPU's folder in /sys is not to be seen
+    )  # else, each session warns where the GPU's folder in /sys is not to be seen
     if hasattr(ort, "preload_dlls"):
         with contextlib.redirect_stdout(io.StringIO()):  # it prints what it does not find
             ort.preload_dlls()

@@ -31,6 +31,7 @@ from graphopt.runtime.signature import InputSpec, Signature, chosen_outputs, des
 from graphopt.runtime.state_buffers import StateBuffers
 from graphopt.runtime.tensors import Tensor, check_rows, number_or_array, rows_of, to_ort
 from graphopt.runtime.webgpu import LOCK
+from graphopt.targets.target import target_of
 
 
 @checked()
@@ -298,7 +299,7 @@ class Executor(ExecutorState):
             GraphoptError: as `placement` does.
         """
         forms = [] if self._device.on_cpu else self._runner.forms
-        found = [placement.on_host(form.session, form.model) for form in forms]
+        found = [placement.fallbacks(form.session, form.model) for form in forms]
         return {name: reason for nodes in found for name, reason in nodes.items()}
 
     def evaluate(
@@ -420,7 +421,7 @@ class Executor(ExecutorState):
         if key not in self._forwards:
             outputs = {name_of(y): y for y in self._model.graph.outputs}
             part = inference.extract(self._model, [outputs[name] for name in names])
-            if self._device.kind == "webgpu":
-                part = self._device.runtime_target.lower(part)
+            if self._device.kind != "cpu":  # whatever target steps have, the device needs its forms
+                part = target_of(self._device.kind).lower(part)
             self._forwards[key] = Session(self._device, part)
         return self._forwards[key]

@@ -31,7 +31,7 @@ def operators_by_provider(sessions: Iterable[Session]) -> dict[str, dict[str, in
     return {name: dict(operators.most_common()) for name, operators in counts.items()}
 
 
-def on_host(session: Session, model: ir.Model) -> dict[str, str]:
+def fallbacks(session: Session, model: ir.Model) -> dict[str, str]:
     """Return the nodes that a session for another device runs on the CPU, by name, each with the reason.
 
     Raises:

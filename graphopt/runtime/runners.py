@@ -124,7 +124,7 @@ class StepRunner(Runner):
         """Return the forms of the graph; several steps run in that of single ones, so that the results are equal."""
         options, single = self._options, self._single
         if single is not None:
-            options = dataclasses.replace(options, native=single.native)
+            options = dataclasses.replace(options, native=single.native, as_numpy=True)
         return StepForms(*self._parts, options, shapes, several=single is not None)
 
     @property
@@ -186,7 +186,7 @@ class SeveralSteps:
                 self._fed = set()
                 self.close()
                 return None
-            if buffers.not_finite(reported) is not None:
+            if buffers.not_finite(reported, checked=self._runner.state_is_finite) is not None:
                 return None
             buffers.swap()
             return unstacked(reported, len(batches))

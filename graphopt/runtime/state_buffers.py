@@ -48,7 +48,8 @@ class StateBuffers:
         state = {name: array for name, array in initial.items() if name in names}
         self._inputs = {name_of(x): InputSpec(x) for x in model.graph.inputs if x.name in initial}
         self._device, self.allocate = device, allocate
-        self.infinite = not_finite(state)  # the names of state that is not finite at first
+        # The names of state that is not finite at first, of which the checks of steps on GPUs know.
+        self.infinite = set() if device.kind == "cpu" else not_finite(state)
         first, memory = buffers(device, state, allocate)
         self.sets = (first, first)
         self._are_finite = [[_finite_check(device, first, memory)]] * 2  # of all numbers in each set
@@ -202,5 +203,7 @@ def _summed(values: OrtValues) -> tuple[ir.Model, dict[str, onnxruntime.OrtValue
     model = ir.Model(ir.Graph(inputs, [], nodes=[], opset_imports={"": OPSET}), ir_version=IR_VERSION)
     with Emitter(model) as op:
         sums = [op.ReduceSum(op.Cast(x, to=ir.DataType.FLOAT), keepdims=0) for x in inputs]
-        model.graph.outputs.append(op.Identity(functools.reduce(op.Add, sums), _outputs=["total"]))
+        model.graph.outputs.append(
+            op.Identity(functools.reduce(op.Add, sums, op.constant(0.0)), _outputs=["total"])
+        )
     return model, floating

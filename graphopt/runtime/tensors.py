@@ -32,7 +32,7 @@ def buffer(device: Device, array: np.ndarray) -> onnxruntime.OrtValue:
         GraphoptError: the device does not start.
     """
     if device.kind == "webgpu":
-        return copied(device, array)
+        return _copied(device, array)
     try:
         value = device.ort.OrtValue.ortvalue_from_shape_and_type(
             list(array.shape), array.dtype.type, device.kind, device.index
@@ -45,7 +45,7 @@ def buffer(device: Device, array: np.ndarray) -> onnxruntime.OrtValue:
     return value
 
 
-def copied(device: Device, array: np.ndarray) -> onnxruntime.OrtValue:
+def _copied(device: Device, array: np.ndarray) -> onnxruntime.OrtValue:
     """Copy an array to a new value on a WebGPU device, by a session: the package has no function that allocates."""
     value = share(device, np.asarray(array, order="C"))
     session = device.copier(ir.DataType(value.element_type()))
@@ -53,7 +53,10 @@ def copied(device: Device, array: np.ndarray) -> onnxruntime.OrtValue:
         binding = session.io_binding()
         binding.bind_ortvalue_input("x", value)
         binding.bind_output("y", device.kind)
-        session.run_with_iobinding(binding)
+        try:
+            session.run_with_iobinding(binding)
+        except RuntimeError as error:
+            raise device.not_started(error) from error
         (result,) = binding.get_outputs()
     return result
 

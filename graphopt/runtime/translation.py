@@ -59,7 +59,8 @@ class Translation:
     ) -> None:
         self._device, self._plain, self._buffers = device, plain, buffers
         # Of WebGPU, the plain step is not to be trusted: some kernels are missing, and some are wrong.
-        self._oracle = Device(threads=device.threads) if device.kind == "webgpu" else device
+        on_cpu = functools.partial(Device, threads=device.threads, custom_ops=device.custom_ops)
+        self._oracle = on_cpu() if device.kind == "webgpu" else device
         self._fixed, self._several = fixed, several
         types = [y.dtype for node in plain.graph for y in node.outputs if y.dtype is not None]
         units = UNITS | {ir.DataType.FLOAT: 2.0**-10} if device.rounds_products else UNITS
@@ -75,10 +76,12 @@ class Translation:
         Raises:
             Mistranslated: their numbers differ by more than rounding.
         """
-        verify, digest, note = self._device.verify, self._digest(form), None
-        if verify is not True and self._device.on_cpu:  # of GPUs, the runtime does not tell which one it is
-            note = read_note("steps", f"{digest}.verified.json", "difference", str)
-        message = note
+        verify, digest = self._device.verify, self._digest(form)
+        note = f"{digest}.verified.json"
+        remembers = (
+            verify is not True and self._device.on_cpu
+        )  # of GPUs, the runtime does not tell which one it is
+        message = read_note("steps", note, "difference", str) if remembers else None
         if message is None:
             try:
                 message = self._difference(form, source, feeds, digest)
@@ -86,7 +89,8 @@ class Translation:
                 if verify is True:
                     raise
                 return
-            write_note("steps", f"{digest}.verified.json", {"difference": message})
+            if self._device.on_cpu:
+                write_note("steps", note, {"difference": message})
         if message:
             raise Mistranslated(message)
 
@@ -222,9 +226,12 @@ class Translation:
         ).encode()
         with contextlib.suppress(GraphoptError, OSError):
             write_folder(folder, files)
+        is_last = self._device.kind == "webgpu" and not self._several
+        other = "leave out graph_capture" if self._device.graph_capture else "take device='cpu'"
+        runs = other if is_last else "the plain step runs"
         return (
-            f"{form.name}: expected the numbers of the plain step, found {name!r} off by {100 * error:.2g} %: the "
-            f"plain step runs; please report it with the files in {folder}"
+            f"{form.name}: expected the numbers of the plain step, found {name!r} off by {100 * error:.2g} %: {runs}; "
+            f"please report it with the files in {folder}"
         )
 
 

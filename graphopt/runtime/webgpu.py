@@ -5,8 +5,9 @@ from __future__ import annotations
 import atexit
 import ctypes
 import functools
+import itertools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import onnx
@@ -18,17 +19,11 @@ if TYPE_CHECKING:
     import onnxruntime
 
 WEBGPU = "WebGpuExecutionProvider"
-# Other options contain addresses of memory, which a recipe must not choose.
+# Others contain addresses of memory, which a recipe must not choose, or are for the option `graph_capture`.
 # Source: onnxruntime/core/providers/webgpu/webgpu_provider_options.h
 OPTIONS = (
-    *("dawnBackendType", "defaultBufferCacheMode", "enableGraphCapture", "enableInt64", "enableRobustness"),
-    *(
-        "forceCpuNodeNames",
-        "maxNumPendingDispatches",
-        "maxStorageBufferBindingSize",
-        "powerPreference",
-        "preferredLayout",
-    ),
+    *("dawnBackendType", "defaultBufferCacheMode", "enableInt64", "enableRobustness", "forceCpuNodeNames"),
+    *("maxNumPendingDispatches", "maxStorageBufferBindingSize", "powerPreference", "preferredLayout"),
     *("queryResolveBufferCacheMode", "sessionBufferPoolGenerations", "storageBufferCacheMode"),
     *("uniformBufferCacheMode", "validationMode"),
 )
@@ -37,6 +32,7 @@ LOCK = threading.RLock()
 atexit.register(LOCK.acquire)  # a thread that computes while the process ends would abort it
 ENTRY = f"ep.{WEBGPU.lower()}."  # begins the names of the provider's options among those of a session
 ON_CPU = "forceCpuNodeNames"
+_LONGEST = 8_192  # bytes of an entry: ConfigOptions::kMaxValueLength
 INSTALL = "pip install onnxruntime-webgpu, or onnxruntime-ep-webgpu beside onnxruntime 1.24.4 or later"
 
 
@@ -73,9 +69,7 @@ def _register(ort: Any) -> None:
             f"device 'webgpu': expected {WEBGPU}, found an ONNX Runtime without it: {INSTALL}"
         ) from error
     try:
-        ort.set_default_logger_severity(
-            3
-        )  # the plugin logs a warning for each node that it leaves to the CPU
+        ort.set_default_logger_severity(3)  # else, the plugin warns of each node that it leaves to the CPU
         ort.register_execution_provider_library("webgpu", onnxruntime_ep_webgpu.get_library_path())
     except Exception as error:
         raise GraphoptError(
@@ -103,11 +97,22 @@ def copier(
     The runtime's WebGPU context ends with its last session, and a value on the device that outlives it ends the process
     with a segmentation fault (onnxruntime-webgpu 1.27). At exit, Python releases objects in any order.
     """
-    if element_type in _COPIERS:
+    with LOCK:
+        if element_type not in _COPIERS:
+            session = _COPIERS[element_type] = open_session(_identity(element_type))
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(session))
         return _COPIERS[element_type]
+
+
+def _identity(element_type: int) -> bytes:
+    """Return a graph that copies its input."""
     x, y = (onnx.helper.make_tensor_value_info(name, element_type, None) for name in "xy")
     graph = onnx.helper.make_graph([onnx.helper.make_node("Identity", ["x"], ["y"])], "copy", [x], [y])
     model = onnx.helper.make_model(graph, ir_version=8, opset_imports=[onnx.helper.make_opsetid("", 17)])
-    session = open_session(model.SerializeToString())
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(session))
-    return _COPIERS.setdefault(element_type, session)
+    return model.SerializeToString()
+
+
+def entry(lines: Sequence[str]) -> str:
+    """Return lines as an entry of a session's options, without those for which it has no room."""
+    ends = itertools.accumulate(len(each.encode()) + 1 for each in lines)
+    return "\n".join(each for each, end in zip(lines, ends, strict=True) if end <= _LONGEST)

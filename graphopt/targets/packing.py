@@ -18,12 +18,14 @@ PACKED = "graphopt.packed"
 def pack_numbers(model: ir.Model, names: Collection[str], infinite: Collection[str]) -> list[str]:
     """Replace the floating-point numbers among a step's outputs by one vector of them; return their names in order.
 
-    The last number, `CHECK`, is finite only if the new state is.
+    The last number, `CHECK`, is finite only if the new state is. A model that has these names itself stays as it is.
 
     Args:
         names: the names of the outputs to join.
         infinite: the names of state that is not finite at first.
     """
+    if not {CHECK, PACKED}.isdisjoint(ir.convenience.create_value_mapping(model.graph)):
+        return []
     add_check(model, infinite, chained=True)
     outputs = model.graph.outputs
     packed = [y for y in outputs if (y.name in names or y.name == CHECK) and y.shape == () and is_floating(y)]

@@ -79,16 +79,19 @@ _SLOW = {
     "webgpu": ("pool_channels_as_batch",)
 }  # fusions that a runtime computes slower: MaxPool by planes, 14 times
 
+
+def _portable(name: str | None) -> Target:
+    pipeline = Pipeline(fuse=Fuse(_SLOW.get(name or "", ())), forms=Portable(name))
+    return Target(name or "portable", pipeline, own_version())
+
+
 TARGETS = {
     target.name: target
     for target in (
         Target("plain"),
         ONNXRUNTIME,
         Target(NATIVE, Pipeline(kernels=Kernels())),
-        *(
-            Target(name or "portable", Pipeline(fuse=Fuse(_SLOW.get(name or "", ())), forms=Portable(name)))
-            for name in (None, *FORMS)
-        ),
+        *map(_portable, (None, *FORMS)),
     )
 }
 

@@ -45,19 +45,8 @@ def _stays(op: Emitter, node: ir.Node) -> None:
 
 _WITHOUT_BFLOAT16 = (
     *("ArgMax", "ArgMin", "Ceil", "CumSum", "DepthToSpace", "Equal", "Floor", "Greater", "GreaterOrEqual"),
-    *(
-        "LeakyRelu",
-        "Less",
-        "LessOrEqual",
-        "Log",
-        "LogSoftmax",
-        "Mean",
-        "PRelu",
-        "Pad",
-        "Reciprocal",
-        "ReduceL2",
-    ),
-    *("ReduceLogSum", "ReduceLogSumExp", "ReduceMax", "ReduceMin", "ReduceProd", "Resize"),
+    *("LeakyRelu", "Less", "LessOrEqual", "Log", "LogSoftmax", "Mean", "PRelu", "Pad", "Reciprocal"),
+    *("ReduceL2", "ReduceLogSum", "ReduceLogSumExp", "ReduceMax", "ReduceMin", "ReduceProd", "Resize"),
 )
 CUDA: dict[str, Form] = {
     **dict.fromkeys(_WITHOUT_BFLOAT16, _in_float32),

@@ -23,18 +23,8 @@ _NARROWED = (
     *("Add", "Sub", "Mul", "Div", "Max", "Min", "Mod", "Neg", "Abs", "Sign", "Where", "Clip", "CumSum"),
     *("Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual"),
     *("ReduceMax", "ReduceMin", "ReduceSum", "ReduceProd"),
-    *(
-        "Concat",
-        "Flatten",
-        "Gather",
-        "GatherElements",
-        "GatherND",
-        "Identity",
-        "Reshape",
-        "Squeeze",
-        "Transpose",
-    ),
-    *("ScatterElements", "ScatterND"),
+    *("Concat", "Flatten", "Gather", "GatherElements", "GatherND", "Identity", "Reshape", "Squeeze"),
+    *("ScatterElements", "ScatterND", "Transpose"),
 )
 
 
@@ -63,10 +53,8 @@ def _narrowed(op: Emitter, node: ir.Node) -> Sequence[ir.Value] | None:
         return None
     inputs: list[ir.Value | None] = list(node.inputs)
     for i, x in enumerate(inputs):
-        if x is not None and formal_of(schema, i).type_str in (
-            "T",
-            "V",
-        ):  # what is computed with, not sizes or axes
+        # T and V are the types of what is computed with; those of sizes and axes have other names.
+        if x is not None and formal_of(schema, i).type_str in ("T", "V"):
             inputs[i] = _in_32_bits(op, x)
             if inputs[i] is None:
                 return None

@@ -29,13 +29,8 @@ def _space_to_depth(op: Emitter, node: ir.Node) -> Sequence[ir.Value]:
     tiles = op.Concat(heights / block, [block], widths / block, [block], axis=0)
     split = op.Reshape(x, op.Concat([0, -1], tiles, axis=0))
     moved = op.Transpose(split, perm=[0, 3, 5, 1, 2, 4])
-    shape = op.Concat([0, -1], heights / block, widths / block, axis=0)
-    return [
-        op.Reshape(
-            op.Reshape(moved, op.Concat(op.shape_of(x, 0, 1), [-1], heights / block, widths / block, axis=0)),
-            shape,
-        )
-    ]
+    shape = op.Concat(op.shape_of(x, 0, 1), [-1], heights / block, widths / block, axis=0)
+    return [op.Reshape(moved, shape)]
 
 
 def _triangle(op: Emitter, node: ir.Node) -> Sequence[ir.Value] | None:

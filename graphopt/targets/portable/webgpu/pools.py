@@ -187,21 +187,20 @@ def _positions(op: Emitter, windows: _Windows, x: ir.Value) -> ir.Value:
     choices = op.Conv(planes, taps, strides=windows.strides, dilations=windows.dilations)
     chosen = op.Cast(op.ArgMax(choices, axis=1, keepdims=0), to=ir.DataType.INT32)  # [planes, windows...]
     sizes = op.Cast(op.shape_of(x, 2), to=ir.DataType.INT32)
-    counts = op.shape_of(x, 2) + [end - reach for end, reach in zip(windows.end, windows.extent, strict=True)]
-    counts = (
-        counts + windows.begin
-    ) / windows.strides + 1  # of windows; a shape of a result would be read back
+    # The number of windows along each axis; the shape of a result would be read back.
+    room = [
+        begin + end - reach
+        for begin, end, reach in zip(windows.begin, windows.end, windows.extent, strict=True)
+    ]
+    counts = (op.shape_of(x, 2) + room) / windows.strides + 1
     place = op.constant(np.zeros((), np.int32))
     for i in range(n):
-        along = _number(op, counts, i)
-        starts = op.Range(op.constant(np.int32(0)), along, op.constant(np.int32(1))) * windows.strides[i]
+        starts = _numbers_below(op, counts, i) * windows.strides[i]
         starts = op.Reshape(starts - windows.begin[i], [-1, *[1] * (n - 1 - i)])
         offsets = np.indices(windows.kernel)[i].ravel() * windows.dilations[i]
         inside = op.Gather(op.constant(offsets.astype(np.int32)), chosen)
         place = place * _number(op, sizes, i) + (starts + inside)
-    first = op.Range(
-        op.constant(np.int32(0)), _number(op, op.shape_of(planes, 0, 1), 0), op.constant(np.int32(1))
-    )
+    first = _numbers_below(op, op.shape_of(planes, 0, 1), 0)
     first = op.Reshape(first * op.ReduceProd(sizes, keepdims=0), [-1, *[1] * n])
     shape = op.Concat(op.shape_of(x, 0, 2), counts, axis=0)
     return op.Reshape(op.Cast(place + first, to=ir.DataType.INT64), shape)
@@ -210,6 +209,12 @@ def _positions(op: Emitter, windows: _Windows, x: ir.Value) -> ir.Value:
 def _number(op: Emitter, sizes: ir.Value, i: int) -> ir.Value:
     """Return one of some sizes as a number of 32 bits."""
     return op.Cast(op.Gather(sizes, op.constant(np.int64(i))), to=ir.DataType.INT32)
+
+
+def _numbers_below(op: Emitter, sizes: ir.Value, i: int) -> ir.Value:
+    """Return the numbers from 0 to below one of some sizes."""
+    zero, one = (op.constant(np.int32(number)) for number in (0, 1))
+    return op.Range(zero, _number(op, sizes, i), one)
 
 
 def _local_response(op: Emitter, node: ir.Node) -> Sequence[ir.Value] | None:
