@@ -7,8 +7,10 @@ pip install -e ".[webgpu,sklearn]" pytest pytest-xdist, and pytest tests/test_we
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -322,12 +324,29 @@ def test_a_form_that_computes_other_numbers_is_an_error() -> None:
             {"device": "webgpu", "provider_options": {"powerpreference": "low-power"}},
             "nearest: 'powerPreference'",
         ),
+        (
+            {"device": "webgpu", "provider_options": {"powerPreference": "low"}},
+            "provider_options.powerPreference: expected 'high-performance' or 'low-power', found 'low'",
+        ),
+        ({"device": "webgpu", "provider_options": {"enableInt64": "yes"}}, "expected 0 or 1, found 'yes'"),
+        ({"device": "webgpu", "provider_options": {3: 4}}, "unknown option of WebGPU '3'"),
     ],
     ids=str,
 )
 def test_wrong_options_are_named(options: dict[str, Any], message: str) -> None:
     with pytest.raises(graphopt.GraphoptError, match=message):
         graphopt.Executor(compiled(), **options)
+
+
+def test_a_device_is_copied_with_its_options() -> None:
+    device = graphopt.Device("webgpu", provider_options={"enableInt64": True}, low_memory=True)
+    for copied in (copy.deepcopy(device), pickle.loads(pickle.dumps(device))):
+        assert (copied.name, copied.provider_options, copied.low_memory) == (
+            "webgpu",
+            {"enableInt64": True},
+            True,
+        )
+        assert losses(graphopt.Executor(compiled(), device=copied))
 
 
 def test_the_command_trains_reports_and_evaluates(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import ctypes
 import functools
+import re
 import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -12,31 +13,37 @@ from typing import TYPE_CHECKING, Any
 import onnx
 import onnx.helper
 
-from graphopt.errors import GraphoptError, line
+from graphopt.errors import GraphoptError, line, unknown
 
 if TYPE_CHECKING:
     import onnxruntime
 
 WEBGPU = "WebGpuExecutionProvider"
-# Other options contain addresses of memory, which a recipe must not choose.
+_CACHE, _FLAG, _NUMBER = "disabled|lazyRelease|simple|bucket", "0|1", "[1-9][0-9]*"
+# The option `graph_capture` sets another one. Some contain addresses of memory, which a recipe must not choose.
 # Source: onnxruntime/core/providers/webgpu/webgpu_provider_options.h
-OPTIONS = (
-    *("dawnBackendType", "defaultBufferCacheMode", "enableGraphCapture", "enableInt64", "enableRobustness"),
-    *(
-        "forceCpuNodeNames",
-        "maxNumPendingDispatches",
-        "maxStorageBufferBindingSize",
-        "powerPreference",
-        "preferredLayout",
-    ),
-    *("queryResolveBufferCacheMode", "sessionBufferPoolGenerations", "storageBufferCacheMode"),
-    *("uniformBufferCacheMode", "validationMode"),
-)
+OPTIONS = {
+    "dawnBackendType": "D3D12|Vulkan",
+    "defaultBufferCacheMode": _CACHE,
+    "enableInt64": _FLAG,
+    "enableRobustness": _FLAG,
+    "forceCpuNodeNames": "(?s:.*)",
+    "maxNumPendingDispatches": _NUMBER,
+    "maxStorageBufferBindingSize": _NUMBER,
+    "powerPreference": "high-performance|low-power",
+    "preferredLayout": "NCHW|NHWC",
+    "queryResolveBufferCacheMode": _CACHE,
+    "sessionBufferPoolGenerations": "[0-9]+",
+    "storageBufferCacheMode": _CACHE,
+    "uniformBufferCacheMode": _CACHE,
+    "validationMode": "disabled|wgpuOnly|basic|full",
+}
 # The provider records commands of all sessions in one encoder, which is not made for several threads.
 LOCK = threading.RLock()
 atexit.register(LOCK.acquire)  # a thread that computes while the process ends would abort it
 ENTRY = f"ep.{WEBGPU.lower()}."  # begins the names of the provider's options among those of a session
 ON_CPU = "forceCpuNodeNames"
+CAPTURES = f"{ENTRY}enableGraphCapture"
 INSTALL = "pip install onnxruntime-webgpu, or onnxruntime-ep-webgpu beside onnxruntime 1.24.4 or later"
 
 
@@ -82,6 +89,22 @@ def no_adapter() -> str:
         "device 'webgpu': expected a graphics adapter, found none: install the driver of the GPU, on Linux with Vulkan "
         "(libvulkan1 and, for AMD and Intel, mesa-vulkan-drivers), or take device='cpu'"
     )
+
+
+def entry_of(name: str, value: object) -> tuple[str, str]:
+    """Return the entry of a session's options for an option of the provider.
+
+    Raises:
+        GraphoptError: the option is unknown, or the provider does not take the value.
+    """
+    if name not in OPTIONS:
+        raise GraphoptError(f"provider_options: {unknown('option of WebGPU', str(name), OPTIONS)}")
+    text = str(int(value) if isinstance(value, bool) else value)
+    if not re.fullmatch(OPTIONS[name], text):
+        expected = {_FLAG: "0 or 1", _NUMBER: "1 or more", "[0-9]+": "0 or more"}.get(OPTIONS[name])
+        words = expected or " or ".join(map(repr, OPTIONS[name].split("|")))
+        raise GraphoptError(f"provider_options.{name}: expected {words}, found {value!r}")
+    return ENTRY + name, text
 
 
 _COPIERS: dict[int, onnxruntime.InferenceSession] = {}  # by element type
