@@ -1,11 +1,13 @@
 """Define the error that graphopt raises for everything that a user can correct."""
 
 import contextlib
+import copyreg
 import difflib
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from typing import Any
 
 LONGEST = 2_000  # characters of a message
 LONGEST_WORD = 200  # characters of a word, or of a text in quotes
@@ -125,6 +127,10 @@ class GraphoptError(ValueError):
     def __init__(self, message: str) -> None:
         text = shortened(message)
         super().__init__("".join(c if c.isprintable() else repr(c)[1:-1] for c in text))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copy the message as it is, whatever the class of the error makes it from."""
+        return copyreg.__newobj__, (type(self), *self.args), self.__dict__  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,14 @@
 """Check how errors name what was probably meant."""
 
+import copy
+import pickle
 import time
 
 import pytest
 
 import graphopt
 import passes
-from graphopt.errors import MEANINGS, nearest, unknown
+from graphopt.errors import MEANINGS, BlockingOperator, NoGradient, nearest, unknown
 
 OPTIONS = [
     "batch_size",
@@ -62,3 +64,11 @@ def test_long_names_and_long_lists_cost_little():
     assert nearest("a" * 10**5, names) is None
     nearest("layers.7.weigth", names)
     assert time.perf_counter() - start < 2
+
+
+def test_errors_are_copied_with_their_message():
+    """Another process, such as one of joblib, sends its error as a pickle."""
+    error = NoGradient([BlockingOperator("", "Det", ("d",), ("w",))])
+    for copied in (copy.copy(error), copy.deepcopy(error), pickle.loads(pickle.dumps(error))):
+        assert str(copied) == str(error)
+        assert copied.operators == error.operators

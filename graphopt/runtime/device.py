@@ -19,8 +19,7 @@ from graphopt.arguments import Checked
 from graphopt.errors import GraphoptError, line, unknown
 from graphopt.intervals import check_types
 from graphopt.runtime.denormals import Flushing, supported
-from graphopt.runtime.webgpu import ENTRY, LOCK, WEBGPU, copier, no_adapter, plugin_device
-from graphopt.runtime.webgpu import OPTIONS as WEBGPU_OPTIONS
+from graphopt.runtime.webgpu import CAPTURES, LOCK, WEBGPU, copier, entry_of, no_adapter, plugin_device
 from graphopt.targets.target import AUTO, NATIVE, ONNXRUNTIME, Target, target_of
 
 if TYPE_CHECKING:
@@ -163,6 +162,11 @@ class Device(DeviceOptions):
         if self.kind == "webgpu":
             self.copier(ir.DataType.FLOAT)  # starts the device
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copy the name and the options: a copy, in this process or another one, opens the device itself."""
+        chosen = {each.name: getattr(self, each.name) for each in dataclasses.fields(self) if each.init}
+        return functools.partial(type(self), **chosen), ()
+
     @classmethod
     def of(cls, device: str | Device, options: DeviceOptions) -> Device:
         """Return a device by name with options, or a given `Device` with its own options.
@@ -265,12 +269,9 @@ class Device(DeviceOptions):
 
     def _add_webgpu(self, options: onnxruntime.SessionOptions, captures: bool) -> None:
         """Add the WebGPU provider's options, and the plugin's device if there is a plugin."""
-        chosen = self.provider_options or {}
-        for name in chosen:
-            if name not in WEBGPU_OPTIONS:
-                raise GraphoptError(f"provider_options: {unknown('option of WebGPU', name, WEBGPU_OPTIONS)}")
-        for name, value in {"enableInt64": 1, **chosen, "enableGraphCapture": int(captures)}.items():
-            options.add_session_config_entry(f"{ENTRY}{name}", str(value))
+        options.add_session_config_entry(CAPTURES, str(int(captures)))
+        for name, value in {"enableInt64": 1, **(self.provider_options or {})}.items():
+            options.add_session_config_entry(*entry_of(name, value))
         if self.plugin is not None:
             options.add_provider_for_devices([self.plugin], {})
 

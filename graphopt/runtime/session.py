@@ -16,7 +16,7 @@ from graphopt.graph.metadata import RUNTIME
 from graphopt.graph.roles import TRAINING_RUNTIME
 from graphopt.runtime.device import Device
 from graphopt.runtime.tensors import OrtValues
-from graphopt.runtime.webgpu import ENTRY, ON_CPU, entry
+from graphopt.runtime.webgpu import ENTRY, ON_CPU, lines_that_fit
 from graphopt.targets.portable import nodes_on_shapes
 
 if TYPE_CHECKING:
@@ -61,7 +61,9 @@ class Session:
                 options.register_custom_ops_library(str(library))
             if device.kind == "webgpu" and not captures:
                 chosen = str((device.provider_options or {}).get(ON_CPU, ""))
-                options.add_session_config_entry(ENTRY + ON_CPU, entry([chosen, *nodes_on_shapes(model)]))
+                options.add_session_config_entry(
+                    ENTRY + ON_CPU, lines_that_fit([chosen, *nodes_on_shapes(model)])
+                )
             content, weights = storage.message(model)
             # What is too large for the message is registered, and stays alive as long as the session reads it.
             self._weights = [device.ort.OrtValue.ortvalue_from_numpy(x.numpy()) for x in weights.values()]

@@ -6,6 +6,7 @@ import atexit
 import ctypes
 import functools
 import itertools
+import re
 import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -13,26 +14,38 @@ from typing import TYPE_CHECKING, Any
 import onnx
 import onnx.helper
 
-from graphopt.errors import GraphoptError, line
+from graphopt.errors import GraphoptError, line, unknown
 
 if TYPE_CHECKING:
     import onnxruntime
 
 WEBGPU = "WebGpuExecutionProvider"
-# Others contain addresses of memory, which a recipe must not choose, or are for the option `graph_capture`.
+_CACHE, _FLAG, _NUMBER = "disabled|lazyRelease|simple|bucket", "0|1", "[1-9][0-9]*"
+# The option `graph_capture` sets another one. Some contain addresses of memory, which a recipe must not choose.
 # Source: onnxruntime/core/providers/webgpu/webgpu_provider_options.h
-OPTIONS = (
-    *("dawnBackendType", "defaultBufferCacheMode", "enableInt64", "enableRobustness", "forceCpuNodeNames"),
-    *("maxNumPendingDispatches", "maxStorageBufferBindingSize", "powerPreference", "preferredLayout"),
-    *("queryResolveBufferCacheMode", "sessionBufferPoolGenerations", "storageBufferCacheMode"),
-    *("uniformBufferCacheMode", "validationMode"),
-)
+OPTIONS = {
+    "dawnBackendType": "D3D12|Vulkan",
+    "defaultBufferCacheMode": _CACHE,
+    "enableInt64": _FLAG,
+    "enableRobustness": _FLAG,
+    "forceCpuNodeNames": "(?s:.*)",
+    "maxNumPendingDispatches": _NUMBER,
+    "maxStorageBufferBindingSize": _NUMBER,
+    "powerPreference": "high-performance|low-power",
+    "preferredLayout": "NCHW|NHWC",
+    "queryResolveBufferCacheMode": _CACHE,
+    "sessionBufferPoolGenerations": "[0-9]+",
+    "storageBufferCacheMode": _CACHE,
+    "uniformBufferCacheMode": _CACHE,
+    "validationMode": "disabled|wgpuOnly|basic|full",
+}
 # The provider records commands of all sessions in one encoder, which is not made for several threads.
 LOCK = threading.RLock()
 atexit.register(LOCK.acquire)  # a thread that computes while the process ends would abort it
 ENTRY = f"ep.{WEBGPU.lower()}."  # begins the names of the provider's options among those of a session
 ON_CPU = "forceCpuNodeNames"
 _LONGEST = 8_192  # bytes of an entry: ConfigOptions::kMaxValueLength
+CAPTURES = f"{ENTRY}enableGraphCapture"
 INSTALL = "pip install onnxruntime-webgpu, or onnxruntime-ep-webgpu beside onnxruntime 1.24.4 or later"
 
 
@@ -86,6 +99,22 @@ def no_adapter() -> str:
     )
 
 
+def entry_of(name: str, value: object) -> tuple[str, str]:
+    """Return the entry of a session's options for an option of the provider.
+
+    Raises:
+        GraphoptError: the option is unknown, or the provider does not take the value.
+    """
+    if name not in OPTIONS:
+        raise GraphoptError(f"provider_options: {unknown('option of WebGPU', str(name), OPTIONS)}")
+    text = str(int(value) if isinstance(value, bool) else value)
+    if not re.fullmatch(OPTIONS[name], text):
+        expected = {_FLAG: "0 or 1", _NUMBER: "1 or more", "[0-9]+": "0 or more"}.get(OPTIONS[name])
+        words = expected or " or ".join(map(repr, OPTIONS[name].split("|")))
+        raise GraphoptError(f"provider_options.{name}: expected {words}, found {value!r}")
+    return ENTRY + name, text
+
+
 _COPIERS: dict[int, onnxruntime.InferenceSession] = {}  # by element type
 
 
@@ -112,7 +141,7 @@ def _identity(element_type: int) -> bytes:
     return model.SerializeToString()
 
 
-def entry(lines: Sequence[str]) -> str:
+def lines_that_fit(lines: Sequence[str]) -> str:
     """Return lines as an entry of a session's options, without those for which it has no room."""
     ends = itertools.accumulate(len(each.encode()) + 1 for each in lines)
     return "\n".join(each for each, end in zip(lines, ends, strict=True) if end <= _LONGEST)
