@@ -9,7 +9,7 @@ import numpy as np
 import onnx_ir as ir
 
 from graphopt.graph.emitter import Emitter
-from graphopt.graph.values import constant_of, dims_of, dtype_of
+from graphopt.graph.values import constant_of, dims_of
 from graphopt.targets.portable.everywhere import chain_of_sums
 from graphopt.targets.portable.form import Form, given, is_read
 
@@ -129,31 +129,12 @@ def _along_no_axis(function: Callable[[Emitter, ir.Value], ir.Value]) -> Form:
     return form
 
 
-def _inverse_sinh(op: Emitter, node: ir.Node) -> Sequence[ir.Value]:
-    """Take Asinh of the magnitude. For large negative numbers, the kernel returns the logarithm of a rounded 0."""
-    x = given(node.inputs[0])
-    y = op.Asinh(op.Abs(x))
-    return [op.Where(op.Less(x, op.constant(0, like=x)), op.Neg(y), y)]
-
-
-def _log_sum_exp(op: Emitter, node: ir.Node) -> Sequence[ir.Value]:
-    """Subtract the maximum before Exp. The kernel of ReduceLogSumExp overflows from 89."""
-    x, *axes = map(given, node.inputs)
-    attributes = {**node.attributes, "keepdims": 1}
-    most = op.ReduceMax(x, *axes, **attributes)
-    least = op.constant(np.finfo(dtype_of(x).numpy()).min, like=x)
-    most = op.Where(op.Less(most, least), least, most)  # -inf minus -inf is no number
-    y = op.Log(op.ReduceSum(op.Exp(x - most), *axes, **attributes)) + most
-    return [y if node.attributes.get_int("keepdims", 1) else op.ReduceSum(y, *axes, **node.attributes)]
-
-
 def _either(op: Emitter, node: ir.Node) -> Sequence[ir.Value]:
     """Write Or as an And of opposites. There is no kernel for Or."""
     return [op.Not(op.And(*map(op.Not, node.inputs)))]
 
 
 FORMS: dict[str, Form] = {
-    "Asinh": _inverse_sinh,
     "Celu": _celu,
     "Dropout": _dropout,
     "LogSoftmax": _log_softmax,
@@ -166,7 +147,6 @@ FORMS: dict[str, Form] = {
     "ReduceL1": _along_no_axis(lambda op, x: op.Abs(x)),
     "ReduceL2": _along_no_axis(lambda op, x: op.Abs(x)),
     "ReduceLogSum": _along_no_axis(lambda op, x: op.Log(x)),
-    "ReduceLogSumExp": _log_sum_exp,
     "ReduceSumSquare": _along_no_axis(lambda op, x: op.Mul(x, x)),
     "Round": _round,
     "Selu": _selu,
