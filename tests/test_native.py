@@ -512,7 +512,7 @@ def test_wrong_options():
         Kernels(["kernel"])
     with pytest.raises(
         graphopt.GraphoptError,
-        match="unknown target 'nativ', nearest: 'native'; known: auto, iree, mnn, native",
+        match="unknown target 'nativ', nearest: 'native'; known: auto, cuda, iree, mnn, native",
     ):
         graphopt.Executor(step_of(), target="nativ")
     with pytest.raises(graphopt.GraphoptError, match="target: expected one of the options native and target"):
