@@ -313,7 +313,7 @@ REFUSED = {
         ["optimizer=[adam"],
         "optimizer=[adam: expected FIELD=VALUE, found what Hydra cannot read: close its brackets",
     ),
-    "device": (["executor.device=tpu"], "device: expected 'cpu', 'cuda' or 'cuda:N', found 'tpu'"),
+    "device": (["executor.device=tpu"], "device: expected 'cpu', 'cuda', 'cuda:N' or 'webgpu', found 'tpu'"),
     "code": (
         ["loss._target_=os.system"],
         "loss._target_: expected graphopt's own or trusted code, found 'os.system'",
