@@ -165,7 +165,7 @@ REFUSED: list[tuple[str | list[str], str]] = [
         r"callbacks=\[early_stopping\]: .*: set single fields, as in callbacks.FIELD=VALUE",
     ),
     ("executor.threads=0", "threads: expected 1 or more, or None for the runtime's choice, found 0"),
-    ("executor.device=gpu", "device: expected 'cpu', 'cuda' or 'cuda:N', found 'gpu'"),
+    ("executor.device=gpu", "device: expected 'cpu', 'cuda', 'cuda:N' or 'webgpu', found 'gpu'"),
     ("quiet=yes", "quiet: expected true or false, found 'yes'"),
     # groups
     ("~loss", f"~loss: expected an option of loss, {LOSSES}, found its removal"),
