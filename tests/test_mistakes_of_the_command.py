@@ -52,7 +52,7 @@ REFUSED: list[tuple[str | list[str], str]] = [
     ),
     ("precision=fp16", "unknown precision 'fp16', nearest: 'float16'; known: bfloat16, float16, none"),
     ("clip=norm", "unknown clip 'norm', nearest: 'global_norm'; known: global_norm, none, value"),
-    ("executor=gpu", "unknown executor 'gpu', nearest: 'cuda'; known: cpu, cuda"),
+    ("executor=gpu", "unknown executor 'gpu', nearest: 'cuda'; known: cpu, cuda, webgpu"),
     ("experiment=digit", "unknown experiment 'digit', nearest: 'digits_.*'; known: .*"),
     ("run=evalute", "unknown run 'evalute', nearest: 'evaluate'; known: .*"),
     ("rows=held", "unknown rows 'held', nearest: 'held_out'; known: all, held_out, trained"),

@@ -38,7 +38,7 @@ def buffer(device: Device, array: np.ndarray) -> onnxruntime.OrtValue:
             list(array.shape), array.dtype.type, device.kind, device.index
         )
     except RuntimeError as error:
-        if array.dtype.isbuiltin != 1:
+        if array.dtype.isbuiltin == 2:  # of another package, such as bfloat16
             raise unsupported(array) from error
         raise device.not_started(error) from error
     overwrite(device, value, array)
