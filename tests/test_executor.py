@@ -371,6 +371,7 @@ def test_a_loss_that_is_not_finite(policy):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"provider_options": {"enable_cuda_graph": 1}}, "write graph_capture=True"),
         ({"device": "tpu"}, "device: expected 'cpu', 'cuda', 'cuda:N' or 'webgpu', found 'tpu'"),
         ({"device": "cpu:1"}, "found 'cpu:1'"),
         ({"on_nonfinite": "explode"}, "expected 'raise', 'warn' or 'skip'"),

@@ -154,6 +154,11 @@ class Device(DeviceOptions):
         own = ONNXRUNTIME if self.kind == "cpu" else target_of(self.kind)
         keep("runtime_target", own if takes_native else target_of(self.target))
         keep("verify", _resolved("verify", VERIFY, self.verify))
+        if "enable_cuda_graph" in (self.provider_options or {}):
+            raise GraphoptError(
+                "provider_options: expected the option graph_capture, which captures steps alone, found "
+                "enable_cuda_graph, which captures evaluations, too: write graph_capture=True"
+            )
         if self.graph_capture and self.execution_provider not in (CUDA, WEBGPU):
             raise GraphoptError(
                 f"graph_capture: expected device 'cuda' or 'webgpu' and its own provider, found {self.name!r} and "
