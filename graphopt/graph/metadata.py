@@ -93,12 +93,10 @@ BATCH_COUNT = Flag("graphopt.batch_count")  # the number of a batch's elements p
 BATCH_CORRECTION = Flag("graphopt.batch_correction")  # n / (n - 1) of this number n
 BATCH_GRADIENT = Flag("graphopt.batch_gradient")  # a sum over a batch in the gradient of batch statistics
 POSITIONS = Flag("graphopt.positions")  # a node that counts the positions in a mask
-ATTENTION_SCORES = Flag(
-    "graphopt.attention_scores"
-)  # a value [B,...,S,T] of masked scores, which a softmax reads
-POSITION_IDS = Flag(
-    "graphopt.position_ids"
-)  # a value [B or 1,S] of the positions by which tokens are rotated
+# In self-attention: the node of scores [rows, ..., queries, keys] with all masks, before the softmax; and the node of
+# the positions of tokens, int64 [tokens] or [rows, tokens], by which a table of angles is read
+ATTENTION_SCORES = Flag("graphopt.attention_scores")
+TOKEN_POSITIONS = Flag("graphopt.token_positions")
 STOP_GRADIENT = Flag("graphopt.stop_gradient")  # a node that no gradient passes
 DERIVATIVE = Flag("graphopt.derivative")  # an output that is the derivative of another
 STORED = Flag("graphopt.stored")  # a node that rounds a weight to its form in the file
