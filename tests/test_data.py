@@ -19,7 +19,7 @@ import graphopt
 import passes
 from graphopt import data
 from graphopt.data import Batches, Dataset, prefetched
-from graphopt.data.samples import CHARACTERS
+from graphopt.data.language.tokenizer import CHARACTERS
 from graphopt.errors import GraphoptError
 
 X = np.arange(20, dtype=np.float32).reshape(5, 4)

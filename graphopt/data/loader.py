@@ -98,6 +98,7 @@ def _match(data: Dataset, inputs: Mapping[str, ir.Value]) -> list[tuple[ir.Value
         own = [name for name, value in inputs.items() if role_of(value) is role and name not in arrays]
         if len(own) == 1 and role.value in arrays and role.value not in inputs:
             arrays[own[0]] = arrays.pop(role.value)
+    arrays = {name: x for name, x in arrays.items() if name in inputs or name not in data.spare}
     if set(arrays) != set(inputs):
         is_extra = WEIGHT in arrays and WEIGHT not in inputs
         extra = " (set sample_weight of the loss to use weights)" if is_extra else ""
