@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import secrets
 import subprocess
@@ -94,8 +93,8 @@ class ChatTemplate:
 
     def _span(self, line: int, text: str, before: str, after: str) -> Span:
         """Return the characters that an answer adds."""
-        end = len(os.path.commonprefix([text, after]))
-        if not text.startswith(before) or end < len(after.rstrip()):
+        end = min(len(text), len(after))
+        if not text.startswith(before) or not text.startswith(after.rstrip()):
             raise GraphoptError(
                 f"line {line}: expected a template that renders the messages before an answer as it does in the whole "
                 f"chat, found {self._source}, which does not: mark answers in it with {{% generation %}}"

@@ -9,7 +9,7 @@ import numpy as np
 from graphopt.arguments import checked
 from graphopt.data.dataset import TARGET, Dataset
 from graphopt.data.language.documents import read_sequences, reference
-from graphopt.data.language.rows import TOKENS, arranged
+from graphopt.data.language.rows import TOKENS, arranged, marks
 from graphopt.data.language.tokenizer import Characters, Tokenizer, Vocabulary, read_text, vocabulary_of
 from graphopt.errors import GraphoptError
 
@@ -32,9 +32,10 @@ def text(
     ...}]}` in each line. Documents are joined, each with the token that ends it, and cut into rows of `context` tokens.
     An example or a chat has a row of its own, filled up on the right, and is cut off at `context`.
 
-    The array `input_ids` feeds a model with a single input. A graph may also read `target`, the next token or -100;
-    `mask`, 1 for tokens that count as targets; `segments`, the number of the text that a token belongs to in its row, 0
-    behind all texts; `attention_mask`; and `position_ids`, counted from 0 in each text.
+    The array `input_ids` feeds a model with a single input. A graph may also have these inputs, which `passes.
+    CausalLanguageModel` adds: `labels`, the tokens, or -100 for those that do not count as targets; `completion_mask`,
+    1 for those that do; and `segments`, the number of a token's text in its row, -1 behind all texts. It may also read
+    `attention_mask`, `position_ids`, counted from 0 in each text, and `target`, the next token or -100.
 
     Without a tokenizer, tokens are characters, numbered by their index in Python's `string.printable`, in an array `x`;
     other characters are omitted.
@@ -72,8 +73,9 @@ def text(
     sequences = read_sequences(path, vocabulary, completion_only=completion_only, template=template)
     pad = 0 if vocabulary.end is None else vocabulary.end
     arrays = arranged(sequences, context, source, packed=packed, pad=pad)
+    needed = marks(arrays, completion_only=completion_only, packed=packed)
     spare = [name for name in arrays if name != TOKENS]
-    return Dataset(arrays, features=TOKENS, classes=vocabulary.size, source=source, spare=spare)
+    return Dataset(arrays, features=TOKENS, classes=vocabulary.size, source=source, spare=spare, marks=needed)
 
 
 def _of_characters(path: str | None, vocabulary: Vocabulary, context: int, most: int | None) -> Dataset:

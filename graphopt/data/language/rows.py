@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from bisect import bisect_left, insort
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -12,13 +12,8 @@ from graphopt.data.dataset import TARGET, Array, LazyArray
 from graphopt.data.language.documents import Sequences
 from graphopt.errors import GraphoptError
 
-TOKENS, MASK, SEGMENTS, ATTENTION, POSITIONS = (
-    "input_ids",
-    "mask",
-    "segments",
-    "attention_mask",
-    "position_ids",
-)
+TOKENS, LABELS, COMPLETION = "input_ids", "labels", "completion_mask"
+SEGMENTS, ATTENTION, POSITIONS = "segments", "attention_mask", "position_ids"
 IGNORED = -100  # a target that does not count, as in PyTorch
 _MOST = 2**34  # tokens of all rows
 
@@ -48,6 +43,14 @@ def arranged(
     return _padded(rows, pieces, width, pad)
 
 
+def marks(arrays: Mapping[str, Array], *, completion_only: bool, packed: bool) -> list[tuple[str, ...]]:
+    """Return the names of arrays of which a graph reads one of each group, or a loss counts what it should not."""
+    groups = [(SEGMENTS,)] if packed else []
+    if not np.asarray(arrays[COMPLETION]).all():
+        groups.append((TARGET, LABELS, COMPLETION, *(() if completion_only else (SEGMENTS, ATTENTION))))
+    return groups
+
+
 def _stream(pieces: Pieces, length: int, source: str) -> dict[str, Array]:
     """Return all tokens in rows of `length`, without the last ones if they do not fill a row."""
     tokens = np.concatenate([x for x, _ in pieces])
@@ -56,7 +59,7 @@ def _stream(pieces: Pieces, length: int, source: str) -> dict[str, Array]:
         raise GraphoptError(f"{source}: expected {length:,} tokens or more, a row, found {len(tokens):,}")
     inside = tokens[: count * length].reshape(count, length)
     following = np.append(tokens[1:], np.int32(IGNORED))[: count * length].reshape(count, length)
-    return _described(inside, np.ones_like(inside), following)
+    return _described(inside, np.zeros_like(inside), following, np.ones_like(inside, np.bool_))
 
 
 def _cut(tokens: np.ndarray, counted: np.ndarray, length: int) -> Pieces:
@@ -115,12 +118,12 @@ def _padded(rows: Sequence[Sequence[int]], pieces: Pieces, width: int, pad: int)
             f"data: expected at most {_MOST:,} tokens in all rows, found more: lower data.context"
         )
     tokens = np.full((len(rows), width), pad, np.int32)
-    segments = np.zeros((len(rows), width), np.int32)
+    segments = np.full((len(rows), width), -1, np.int32)
     following = np.full((len(rows), width), IGNORED, np.int32)
     mask = np.zeros((len(rows), width), np.bool_)
     for i, row in enumerate(rows):
         at = 0
-        for number, piece in enumerate(row, 1):
+        for number, piece in enumerate(row):
             found, counted = pieces[piece]
             part = slice(at, at + len(found))
             tokens[i, part], segments[i, part], mask[i, part] = found, number, counted
@@ -130,14 +133,15 @@ def _padded(rows: Sequence[Sequence[int]], pieces: Pieces, width: int, pad: int)
 
 
 def _described(
-    tokens: np.ndarray, segments: np.ndarray, following: np.ndarray, mask: np.ndarray | None = None
+    tokens: np.ndarray, segments: np.ndarray, following: np.ndarray, counted: np.ndarray
 ) -> dict[str, Array]:
     return {
         TOKENS: tokens,
         TARGET: following,
-        MASK: segments > 0 if mask is None else mask,
+        LABELS: np.where(counted, tokens, np.int32(IGNORED)),
+        COMPLETION: counted,
         SEGMENTS: segments,
-        ATTENTION: segments > 0,
+        ATTENTION: segments >= 0,
         POSITIONS: _Positions(segments),
     }
 
@@ -152,6 +156,6 @@ class _Positions(LazyArray):
     def read(self, rows: np.ndarray) -> np.ndarray:
         segments = self._segments[rows]
         places = np.broadcast_to(np.arange(segments.shape[1]), segments.shape)
-        begins = np.diff(segments, axis=1, prepend=-1) != 0
+        begins = np.diff(segments, axis=1, prepend=-2) != 0
         starts = np.maximum.accumulate(np.where(begins, places, 0), axis=1)
-        return np.where(segments > 0, places - starts, 0)
+        return places - starts
