@@ -112,7 +112,7 @@ def original_name(value: ir.Value) -> str:
     return str(value.name) if noted is None else noted
 
 
-def copy(source: Holder, target: Holder) -> None:
+def copy(source: Holder | ir.TensorProtocol, target: Holder | ir.TensorProtocol) -> None:
     """Copy all notes of `source` to `target`."""
     target.metadata_props.update(source.metadata_props)
 
