@@ -15,6 +15,7 @@ from graphopt.graph.values import swap
 from passes.gradients.registry import RULES, parameters_of
 from passes.lowering import classical as classical
 from passes.lowering import contrib as contrib
+from passes.lowering import quantized as quantized
 from passes.lowering.registry import LOWERINGS, Lowering
 
 
