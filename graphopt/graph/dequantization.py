@@ -7,26 +7,29 @@ https://arxiv.org/abs/2305.14314, dequantizes a weight for each product).
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Sequence
-
 import onnx_ir as ir
 
 from graphopt.graph import metadata
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.metadata import InferenceForm
-from graphopt.graph.operators import RANDOM
+from graphopt.graph.operators import RANDOM, VIEWS
 from graphopt.graph.postprocessing import DEQUANTIZE
 from graphopt.graph.roles import STATE, Role, role_of
 from graphopt.graph.traversal import captured, subgraphs
-from graphopt.graph.values import bytes_of, like, name_of
+from graphopt.graph.values import bytes_of, like
 
 SMALL = 1024  # bytes of a weight in full precision that need not be saved
 _EARLY = {*STATE, Role.HYPERPARAMETER}
+_AFTER = VIEWS | {
+    "Cast",
+    "Slice",
+    "Sub",
+    "Transpose",
+}  # between integers and the product that reads them as floats
 
 
 def dequantize_late(model: ir.Model) -> bool:
-    """Give each reader of a dequantized weight a DequantizeLinear of its own, which waits for the reader's other inputs.
+    """Give each reader of a dequantized weight a DequantizeLinear of its own, which waits for its other inputs.
 
     What is computed from weights alone in between, such as a transpose or the sum with an adapter, is computed for
     each reader, too. The inference form of a training graph keeps one DequantizeLinear that waits for nothing.
@@ -38,20 +41,30 @@ def dequantize_late(model: ir.Model) -> bool:
     with Emitter(model) as op:
         late = _Late(op, weights)
         for node in weights.readers:
-            last = model.graph[-1]
+            count = len(model.graph)
             late.serve(node)
-            emitted = [*itertools.takewhile(lambda x, last=last: x is not last, reversed(model.graph))][::-1]
+            emitted = list(model.graph)[count:]
             model.graph.remove(emitted)
             model.graph.insert_before(node, emitted)
     model.graph.remove([node for node in reversed(weights.nodes) if not _is_read(node)], safe=True)
     return True
 
 
+def packed_weight(x: ir.Value) -> ir.Value | None:
+    """Return the frozen integers that a weight is dequantized from, up to its layout, or None for other values."""
+    node = x.producer()
+    while node is not None and node.domain == "" and node.op_type in _AFTER and node.inputs[0] is not None:
+        node = node.inputs[0].producer()
+    return node.inputs[0] if node is not None and _is_source(node) else None
+
+
 class _Weights:
     """Find the values that are computed from weights alone, and the nodes that read them and depend on data."""
 
     def __init__(self, graph: ir.Graph) -> None:
-        self.nodes: list[ir.Node] = []  # a DequantizeLinear of a frozen weight, and what follows from weights alone
+        self.nodes: list[
+            ir.Node
+        ] = []  # a DequantizeLinear of a frozen weight, and what follows from weights alone
         self.expanded: set[ir.Value] = set()  # their outputs
         self.readers: list[ir.Node] = []
         self.position: dict[ir.Value, int] = {}  # of values that depend on data, in the graph
@@ -97,7 +110,8 @@ class _Late:
             count = len(node.outputs)
             made = self._op.call_op(node.op_type, inputs, dict(node.attributes), outputs=count)
             copies = [made] if isinstance(made, ir.Value) else list(made)
-            metadata.copy(node, copies[0].producer())
+            if (producer := copies[0].producer()) is not None:
+                metadata.copy(node, producer)
             for y, copy in zip(node.outputs, copies, strict=True):
                 metadata.copy(y, like(copy, y))
                 self._copies[y, awaited] = copy

@@ -110,7 +110,9 @@ def viewed(
     return freeze(view)
 
 
-def _view(tensor: ir.TensorProtocol, dtype: ir.DataType, shape: list[int], bits: int | None) -> ir.TensorProtocol:
+def _view(
+    tensor: ir.TensorProtocol, dtype: ir.DataType, shape: list[int], bits: int | None
+) -> ir.TensorProtocol:
     if bits is not None and bits < dtype.bitwidth < 8:
         numbers = unpacked(tensor.numpy().reshape(1, -1), bits).ravel()
         return ir.PackedTensor(numbers[::2] | numbers[1::2] << 4, dtype, shape=shape)
@@ -122,6 +124,8 @@ def _view(tensor: ir.TensorProtocol, dtype: ir.DataType, shape: list[int], bits:
     if dtype.bitwidth < 8:
         return ir.PackedTensor(tensor.numpy().ravel(), dtype, shape=shape)
     return ir.tensor(tensor.numpy().reshape(shape))
+
+
 def stored(x: Value, name: str) -> np.ndarray:
     """Return the numbers of an initializer."""
     array = constant_of(x)
