@@ -16,7 +16,7 @@ from graphopt.errors import GraphoptError
 from graphopt.graph import metadata
 from graphopt.graph.emitter import Emitter, Input
 from graphopt.graph.operators import MICROSOFT
-from graphopt.graph.values import constant_of, name_of
+from graphopt.graph.values import constant_of, dims_of, dtype_of, name_of, rank
 from passes.lowering.registry import freeze, lowers
 
 BITS = (2, 4, 8)
@@ -101,17 +101,20 @@ def viewed(
     for node, index in list(x.uses()):
         if node.op_type == MAT_MUL and node.domain == MICROSOFT:
             node.replace_input_with(index, view)
-    taken = x.uses() or x.is_graph_output()
-    view.name = f"{x.name}.rows" if taken else name_of(x)
-    if not taken:
-        del graph.initializers[name_of(x)]
+    name = name_of(x)
+    if x.uses() or x.is_graph_output():
+        x.const_value, x.name = None, f"{name}.bytes"
+        x.const_value = _view(tensor, tensor.dtype, list(tensor.shape))
+    else:
+        del graph.initializers[name]
+    view.name = name
     metadata.copy(x, view)
     graph.register_initializer(view)
     return freeze(view)
 
 
 def _view(
-    tensor: ir.TensorProtocol, dtype: ir.DataType, shape: list[int], bits: int | None
+    tensor: ir.TensorProtocol, dtype: ir.DataType, shape: list[int], bits: int | None = None
 ) -> ir.TensorProtocol:
     if bits is not None and bits < dtype.bitwidth < 8:
         numbers = unpacked(tensor.numpy().reshape(1, -1), bits).ravel()
@@ -123,7 +126,85 @@ def _view(
         )
     if dtype.bitwidth < 8:
         return ir.PackedTensor(tensor.numpy().ravel(), dtype, shape=shape)
+    if tensor.dtype.bitwidth < 8:
+        return ir.tensor(np.frombuffer(tensor.tobytes(), np.uint8).reshape(shape))
     return ir.tensor(tensor.numpy().reshape(shape))
+
+
+@lowers("GatherBlockQuantized", domain=MICROSOFT)
+def gather_block_quantized(
+    op: Emitter,
+    data: Value,
+    indices: Value,
+    scales: Value,
+    zero_points: Input = None,
+    *,
+    bits: int = 4,
+    block_size: int = 128,
+    gather_axis: int = 0,
+    quantize_axis: int = 1,
+) -> Value:
+    """Gather packed rows of a frozen table, and dequantize only these."""
+    dims, dtype = list(dims_of(data)), dtype_of(data)
+    gathers, blocks = gather_axis % len(dims), quantize_axis % len(dims)
+    if dtype not in (ir.DataType.UINT8, ir.DataType.INT4, ir.DataType.UINT4) or bits not in BITS:
+        raise GraphoptError(
+            f"its input 0, {data.name!r}, of {dtype.name.lower()} with bits={bits} is not covered: expected uint8 with "
+            f"2, 4 or 8 bits, int4 or uint4"
+        )
+    if gathers == blocks or gathers == len(dims) - 1:
+        raise GraphoptError(
+            f"its attributes gather_axis={gather_axis} and quantize_axis={quantize_axis} are not covered: expected two "
+            f"axes, and to gather along another than the last"
+        )
+    bits = bits if dtype is ir.DataType.UINT8 else 4
+    middle = 2 ** (bits - 1) if dtype is ir.DataType.UINT8 else 0
+    rows = _gathered(op, data, indices, gathers, bits)
+    place = blocks + (rank(indices) - 1) * (blocks > gathers)
+    size = dims_of(rows)[place]
+    if not isinstance(size, int):
+        raise GraphoptError(f"expected its input 0, {data.name!r}, to have a known shape, found {data.shape}")
+    blocks_of = op.constant(np.arange(size) // block_size)
+    scale = op.Gather(op.Gather(freeze(scales), indices, axis=gathers), blocks_of, axis=place)
+    if zero_points is None:
+        zero: Value | float = float(middle)
+    else:
+        points = _gathered(op, zero_points, indices, gathers, bits)
+        zero = op.Cast(op.Gather(points, blocks_of, axis=place), to=scale.dtype)
+    numbers = op.Cast(rows, to=scale.dtype)
+    return (numbers if zero_points is None and not middle else numbers - zero) * scale
+
+
+def _gathered(op: Emitter, x: Value, indices: Value, axis: int, bits: int) -> Value:
+    """Return rows of packed integers, one number in each element; bytes hold several along the last axis."""
+    dtype = dtype_of(x)
+    if dtype is not ir.DataType.UINT8:
+        x, bits = _bytes_of(op, x)
+    rows = op.Gather(x, indices, axis=axis)
+    if bits < 8:
+        parts = [op.BitShift(rows, op.constant(shift, like=rows), direction="RIGHT") for shift in range(0, 8, bits)]
+        whole = op.Concat(*(op.Unsqueeze(part, [-1]) for part in parts), axis=-1)
+        *before, packed = dims_of(rows)
+        if not isinstance(packed, int):
+            raise GraphoptError(f"expected {x.name!r} to have a known shape, found {x.shape}")
+        numbers = op.Reshape(whole, op.Concat(op.shape_of(rows, 0, -1), [packed * 8 // bits], axis=0))
+        numbers.shape = ir.Shape([*before, packed * 8 // bits])
+        rows = op.BitwiseAnd(numbers, op.constant(2**bits - 1, like=rows))
+    if dtype is ir.DataType.INT4:  # from 0 to 15 to a number with a sign
+        rows = op.Cast(op.BitwiseXor(rows, op.constant(8, like=rows)), to=ir.DataType.INT8) - 8
+    return rows
+
+
+def _bytes_of(op: Emitter, x: Value) -> tuple[Value, int]:
+    """Return a table of 4 bits as bytes, which Gather takes, and the bits of a number: 8 if rows are not whole bytes."""
+    tensor, dims = x.const_value, list(x.shape or ())
+    if tensor is None:
+        raise GraphoptError(f"expected {x.name!r} to be an initializer, found a computed value")
+    name = f"{x.name}.bytes"
+    if dims[-1] % 2:
+        low = tensor.numpy().astype(np.int8).astype(np.uint8) & 15
+        return op.initializer(ir.tensor(low, name=name)), 8
+    return op.initializer(_view(tensor, ir.DataType.UINT8, [*dims[:-1], dims[-1] // 2]), name), 4
 
 
 def stored(x: Value, name: str) -> np.ndarray:
