@@ -93,6 +93,10 @@ BATCH_COUNT = Flag("graphopt.batch_count")  # the number of a batch's elements p
 BATCH_CORRECTION = Flag("graphopt.batch_correction")  # n / (n - 1) of this number n
 BATCH_GRADIENT = Flag("graphopt.batch_gradient")  # a sum over a batch in the gradient of batch statistics
 POSITIONS = Flag("graphopt.positions")  # a node that counts the positions in a mask
+# In self-attention: the node of scores [rows, ..., queries, keys] with all masks, before the softmax; and the node of
+# the positions of tokens, int64 [tokens] or [rows, tokens], by which a table of angles is read
+ATTENTION_SCORES = Flag("graphopt.attention_scores")
+TOKEN_POSITIONS = Flag("graphopt.token_positions")
 STOP_GRADIENT = Flag("graphopt.stop_gradient")  # a node that no gradient passes
 DERIVATIVE = Flag("graphopt.derivative")  # an output that is the derivative of another
 STORED = Flag("graphopt.stored")  # a node that rounds a weight to its form in the file
@@ -249,6 +253,7 @@ class TargetSpec(
         task: `regression`, `binary` or `classification`.
         axis, classes, ignore_index, target_probabilities: options of a classification; see `CrossEntropy`.
         from_logits: whether a classification predicts logits; otherwise, it predicts probabilities.
+        shift: by how many places the target is ahead of the prediction along axis 1, as that of a causal language model.
         threshold, labels: options of a binary loss: predictions above `threshold` mean the second label.
     """
 
@@ -259,12 +264,13 @@ class TargetSpec(
     ignore_index: int | None = None
     target_probabilities: bool = False
     from_logits: bool = True
+    shift: int = 0
     threshold: float | None = None
     labels: tuple[float, float] | None = None
 
     def check(self) -> None:
         needed = {"regression": (), "binary": (self.threshold, self.labels), "classification": (self.axis,)}
-        _check(None not in needed[self.task])
+        _check(None not in needed[self.task], self.shift in (0, 1))
 
 
 @dataclass(frozen=True)
