@@ -97,6 +97,9 @@ POSITIONS = Flag("graphopt.positions")  # a node that counts the positions in a 
 # the positions of tokens, int64 [tokens] or [rows, tokens], by which a table of angles is read
 ATTENTION_SCORES = Flag("graphopt.attention_scores")
 TOKEN_POSITIONS = Flag("graphopt.token_positions")
+# In a body that computes losses of tokens: the node of the logits of a block
+BLOCK_LOGITS = Flag("graphopt.block_logits")
+ON_DEMAND = Flag("graphopt.on_demand")  # an output that a step reports only if it is named
 STOP_GRADIENT = Flag("graphopt.stop_gradient")  # a node that no gradient passes
 DERIVATIVE = Flag("graphopt.derivative")  # an output that is the derivative of another
 STORED = Flag("graphopt.stored")  # a node that rounds a weight to its form in the file
@@ -321,6 +324,20 @@ class Detached(Note, key="graphopt.aside", expected="outputs and the parts that 
     def models(self) -> list[onnx.ModelProto]:
         """Return the parts in the order in which they were detached."""
         return [onnx.ModelProto.FromString(part) for part in self.parts]
+
+
+@dataclass(frozen=True)
+class TokenBlocks(Note, key="graphopt.token_blocks", expected="a share for label smoothing"):
+    """Mark a Scan that computes the cross-entropy of tokens in blocks from their logits.
+
+    Args:
+        label_smoothing: the share of the target that is spread over all classes.
+    """
+
+    label_smoothing: float = 0.0
+
+    def check(self) -> None:
+        _check(0 <= self.label_smoothing <= 1)
 
 
 class Kind(enum.Enum):

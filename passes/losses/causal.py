@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import onnx_ir as ir
 
 from graphopt.errors import GraphoptError
 from graphopt.graph.emitter import Emitter
-from graphopt.graph.metadata import TargetSpec
+from graphopt.graph.metadata import ON_DEMAND, TargetSpec
 from graphopt.graph.roles import Role, with_role
 from graphopt.graph.values import dims_of, like, name_of, rank
 from graphopt.intervals import within
+from passes.gradients.rules.blocks import token_losses
+from passes.losses.head import Head, find_head, losses_in_blocks
 from passes.losses.loss import Loss, new_input
 
 __all__ = ["CausalLanguageModel"]
 
 TOKENS, ATTENTION_MASK, OTHERS = "input_ids", "attention_mask", ("position_ids", "token_type_ids")
 LABELS, COMPLETION_MASK = "labels", "completion_mask"
+MANY = 4096  # classes from which on blocks pay
 
 
 @dataclass(frozen=True)
@@ -39,6 +43,11 @@ class CausalLanguageModel(Loss):
         label_smoothing: the share of the target that is spread over all classes, as in `CrossEntropy`.
         completion_only: add an input `completion_mask`, int64 [rows, tokens]: tokens where it is 0, such as those of a
             prompt, do not count.
+        blocks: the number of blocks of tokens in which a step computes the logits, their loss and its gradient, one
+            block at a time. None computes all logits at once. `auto` chooses blocks of about 8 million logits, if there
+            are at least 4,096 classes.
+
+    A step reports the logits only if the executor's `report` names them; `predict` and `evaluate` return them.
 
     Raises:
         GraphoptError: the output does not have three axes, or the input of tokens is not clear.
@@ -54,6 +63,7 @@ class CausalLanguageModel(Loss):
     ignore_index: int = -100
     label_smoothing: float = within("[0, 1]", 0.0)
     completion_only: bool = False
+    blocks: int | Literal["auto"] | None = within("[1, inf)", "auto", whole=True, choices=("auto", None))
 
     task = "classification"
 
@@ -63,6 +73,7 @@ class CausalLanguageModel(Loss):
                 f"CausalLanguageModel: expected logits of shape [rows, tokens, classes], found {prediction.name!r} of "
                 f"shape {prediction.shape}"
             )
+        ON_DEMAND.set(prediction)
         shape, masks = ir.Shape(dims_of(prediction)[:2]), []
         if self.labels:
             name = target_name.replace("target", LABELS, 1)
@@ -100,11 +111,13 @@ class CausalLanguageModel(Loss):
         following = self._following(op, target, *masks)
         counts = op.Not(op.Equal(following, self.ignore_index))
         label = op.Where(counts, following, 0)
-        log_p = op.LogSoftmax(prediction, axis=-1)
-        losses = -op.Squeeze(op.GatherElements(log_p, op.Unsqueeze(label, [2]), axis=2), [2])
-        if self.label_smoothing:
-            uniform = -op.ReduceMean(log_p, [2], keepdims=0)
-            losses = (1 - self.label_smoothing) * losses + self.label_smoothing * uniform
+        head = self._head(prediction)
+        if head is None:
+            losses = token_losses(op, prediction, label, self.label_smoothing)
+        else:
+            number = None if self.blocks == "auto" else self.blocks
+            losses = losses_in_blocks(op, head, label, self.label_smoothing, number)
+        losses = op.cast(losses, prediction.dtype)
         losses = op.Where(counts, losses, op.constant(0.0, like=losses))
         if self.reduction == "none":  # the mean of a row is over its tokens that count
             counts = op.Cast(counts, to=losses.dtype)
@@ -116,6 +129,20 @@ class CausalLanguageModel(Loss):
     ) -> ir.Value | None:
         counts = op.Not(op.Equal(self._following(op, target, *masks), self.ignore_index))
         return op.Cast(counts, to=prediction.dtype)
+
+    def _head(self, prediction: ir.Value) -> Head | None:
+        """Return the part of the model to compute in blocks, or None to compute all logits at once."""
+        classes = dims_of(prediction)[2]
+        if self.blocks is None or (self.blocks == "auto" and isinstance(classes, int) and classes < MANY):
+            return None
+        head = find_head(prediction)
+        if head is None:
+            warnings.warn(
+                f"CausalLanguageModel: expected {name_of(prediction)!r} to come out of a product with a weight, found "
+                f"{getattr(prediction.producer(), 'op_type', 'an input')}: a step holds the logits of all tokens",
+                stacklevel=2,
+            )
+        return head
 
     def _following(self, op: Emitter, target: ir.Value, *masks: ir.Value) -> ir.Value:
         """Emit the label of the token after each; those that do not count, and the last one's, are ignored."""
