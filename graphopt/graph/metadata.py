@@ -93,10 +93,6 @@ BATCH_COUNT = Flag("graphopt.batch_count")  # the number of a batch's elements p
 BATCH_CORRECTION = Flag("graphopt.batch_correction")  # n / (n - 1) of this number n
 BATCH_GRADIENT = Flag("graphopt.batch_gradient")  # a sum over a batch in the gradient of batch statistics
 POSITIONS = Flag("graphopt.positions")  # a node that counts the positions in a mask
-# In self-attention: the node of scores [rows, ..., queries, keys] with all masks, before the softmax; and the node of
-# the positions of tokens, int64 [tokens] or [rows, tokens], by which a table of angles is read
-ATTENTION_SCORES = Flag("graphopt.attention_scores")
-TOKEN_POSITIONS = Flag("graphopt.token_positions")
 # In a body that computes losses of tokens: the node of the logits of a block
 BLOCK_LOGITS = Flag("graphopt.block_logits")
 ON_DEMAND = Flag("graphopt.on_demand")  # an output that a step reports only if it is named
