@@ -214,11 +214,24 @@ def _empty(cache: ir.Value, batch: int | None) -> np.ndarray:
     """Return a cache before any token: no positions where their number is free, otherwise zeros."""
     first, *others = dims_of(cache)
     assert cache.dtype is not None
-    shape = [
-        first if isinstance(first, int) else batch or 1,
-        *(x if isinstance(x, int) else 0 for x in others),
-    ]
-    return np.zeros(shape, cache.dtype.numpy())
+    sizes = [x if isinstance(x, int) else 0 for x in others]
+    if len(others) == 3 and not isinstance(others[-1], int):
+        sizes[-1] = _head_size(cache)
+    return np.zeros([first if isinstance(first, int) else batch or 1, *sizes], cache.dtype.numpy())
+
+
+def _head_size(cache: ir.Value) -> int:
+    """Return the numbers of a key or value of one head, which onnxruntime-genai's builder does not declare."""
+    for node in cache.consumers():
+        heads, shared = (node.attributes.get_int(name, 0) for name in ("num_heads", "kv_num_heads"))
+        query, key = (*node.inputs, None, None)[:2]
+        width = None if query is None or query.shape is None else query.shape[-1]
+        count = heads if key is not None else heads + 2 * shared
+        if heads and isinstance(width, int):
+            return width // count
+    raise GraphoptError(
+        f"input {cache.name!r}: expected a static size of each head, found shape {cache.shape}: export it with one"
+    )
 
 
 def _caches(inputs: Sequence[ir.Value], outputs: Sequence[ir.Value]) -> dict[str, str]:

@@ -182,7 +182,9 @@ def _gathered(op: Emitter, x: Value, indices: Value, axis: int, bits: int) -> Va
         x, bits = _bytes_of(op, x)
     rows = op.Gather(x, indices, axis=axis)
     if bits < 8:
-        parts = [op.BitShift(rows, op.constant(shift, like=rows), direction="RIGHT") for shift in range(0, 8, bits)]
+        parts = [
+            op.BitShift(rows, op.constant(shift, like=rows), direction="RIGHT") for shift in range(0, 8, bits)
+        ]
         whole = op.Concat(*(op.Unsqueeze(part, [-1]) for part in parts), axis=-1)
         *before, packed = dims_of(rows)
         if not isinstance(packed, int):
