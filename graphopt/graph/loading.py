@@ -16,14 +16,12 @@ from graphopt.errors import GraphoptError, cause, line, root
 from graphopt.graph import checking
 from graphopt.graph.limits import Limits, check_size, limits_of, set_limits
 from graphopt.graph.not_a_model import not_a_model
-from graphopt.graph.operators import MICROSOFT, formal_of, schema_of
+from graphopt.graph.operators import MICROSOFT, RUNTIMES_OWN, formal_of, schema_of
 from graphopt.graph.postprocessing import detach_outputs
 from graphopt.graph.shown import shown
 from graphopt.graph.storage import Places, outline, parsed, read_external, read_proto, take_weights
 
 ONNX = ("", "ai.onnx")  # both names of ONNX's domain
-# Operators that ONNX Runtime writes in ONNX's domain, and the opset in which ONNX added each of them.
-RUNTIMES_OWN = {"LayerNormalization": 17, "SimplifiedLayerNormalization": math.inf}
 # Operators that onnxruntime-training has only in ONNX's domain. The checker gets a copy with another domain.
 TRAININGS_OWN = dict.fromkeys(["AveragePoolGrad", "MaxPoolGrad"], math.inf)
 
