@@ -97,6 +97,10 @@ BATCH_COUNT = Flag("graphopt.batch_count")  # the number of a batch's elements p
 BATCH_CORRECTION = Flag("graphopt.batch_correction")  # n / (n - 1) of this number n
 BATCH_GRADIENT = Flag("graphopt.batch_gradient")  # a sum over a batch in the gradient of batch statistics
 POSITIONS = Flag("graphopt.positions")  # a node that counts the positions in a mask
+# In self-attention: the node of scores [rows, ..., queries, keys] with all masks, before the softmax; and the node of
+# the positions of tokens, int64 [tokens] or [rows, tokens], by which a table of angles is read
+ATTENTION_SCORES = Flag("graphopt.attention_scores")
+TOKEN_POSITIONS = Flag("graphopt.token_positions")
 STOP_GRADIENT = Flag("graphopt.stop_gradient")  # a node that no gradient passes
 DERIVATIVE = Flag("graphopt.derivative")  # an output that is the derivative of another
 STORED = Flag("graphopt.stored")  # a node that rounds a weight to its form in the file
@@ -112,7 +116,7 @@ def original_name(value: ir.Value) -> str:
     return str(value.name) if noted is None else noted
 
 
-def copy(source: Holder, target: Holder) -> None:
+def copy(source: Holder | ir.TensorProtocol, target: Holder | ir.TensorProtocol) -> None:
     """Copy all notes of `source` to `target`."""
     target.metadata_props.update(source.metadata_props)
 
@@ -321,6 +325,19 @@ class Detached(Note, key="graphopt.aside", expected="outputs and the parts that 
     def models(self) -> list[onnx.ModelProto]:
         """Return the parts in the order in which they were detached."""
         return [onnx.ModelProto.FromString(part) for part in self.parts]
+
+
+@dataclass(frozen=True)
+class Caches(Note, key="graphopt.caches", expected="names of inputs and outputs"):
+    """Record the inputs of a decoder's file that its training graph lacks, and the outputs that are its caches.
+
+    Args:
+        inputs: the past of each cache, and what only caches read.
+        outputs: the present of each cache.
+    """
+
+    inputs: tuple[str, ...] = ()
+    outputs: tuple[str, ...] = ()
 
 
 class Kind(enum.Enum):

@@ -272,7 +272,7 @@ class Recipe:
                     "or trained.onnx of its run"
                 )
             return Columns.without(model)
-        inputs = self.data.inputs()
+        inputs = {name: x for name, x in self.data.inputs().items() if name not in self.data.spare}
         if len(inputs) != 1:
             raise GraphoptError(f"model {name}: expected data with one input, found {', '.join(inputs)}")
         task = next((step.task for step in self.described.get("loss", ()) if hasattr(step, "task")), "")
