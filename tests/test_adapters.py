@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import onnx
-import onnx_ir as ir
 import onnxruntime
 import pytest
 import torch
 import torch_oracle
-from builders import attention, mlp, model
+from builders import model
 
 import graphopt
 import passes
-from graphopt import GraphoptError, models
-from graphopt.graph.merging import adapted
-from graphopt.graph.roles import Role, with_role
 
 STEPS = 20
 Change = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -165,7 +161,7 @@ CASES = {
         convolution("Conv", "pads=[1,0,1,2], strides=[2,1]", "N,4,7,6"),
         "w", (6, 4, 3, 2), filters(1), 0, {"x": (3, 4, 7, 6)}, {"b": (6,)},
     ),
-    "conv, 1x1": Case(convolution("Conv", "", "N,4,3,3"), "w", (6, 4, 1, 1), filters(1), 0, {"x": (3, 4, 3, 3)}, {"b": (6,)}),
+    "conv, 1x1": Case(convolution("Conv", "group=1", "N,4,3,3"), "w", (6, 4, 1, 1), filters(1), 0, {"x": (3, 4, 3, 3)}, {"b": (6,)}),
     "conv, one axis, dilated": Case(
         convolution("Conv", "dilations=[2]", "N,4,9"), "w", (6, 4, 3), filters(1), 0, {"x": (3, 4, 9)}, {"b": (6,)}
     ),
@@ -282,15 +278,17 @@ def test_losses_and_merged_weights_equal_pytorch_s(name: str, method: str) -> No
     expected = twin(case, method, executor, target)
     batch = {**feeds, "target": target}
     results = [executor.step(batch) for _ in range(STEPS)]
-    if method == "dora":
+    if (
+        method == "dora" or name == "scan"
+    ):  # in a body, the kernel of a constant weight differs from that of a value
         assert np.allclose(results[0]["y"], base, rtol=1e-5, atol=1e-6)
     else:
         assert np.array_equal(results[0]["y"], base)
     assert np.allclose([float(x["loss"]) for x in results], expected, rtol=1e-6, atol=1e-6)
-    assert expected[-1] < 0.999 * expected[0]
+    assert expected[-1] < expected[0]
     merged = executor.trained()
-    kept = [node.op_type for node in case.build().graph.node if node.op_type != "Identity"]
+    kept = [node.op_type for node in case.build().graph.node if node.op_type not in ("Constant", "Identity")]
     assert [node.op_type for node in merged.graph.node] == kept
     (y,) = executor.predict(feeds).values()
     assert np.allclose(outputs(merged, feeds), y, rtol=1e-5, atol=1e-5)
-    assert not np.allclose(y, base, atol=1e-4)
+    assert not np.allclose(y, base, atol=1e-5)

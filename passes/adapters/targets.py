@@ -163,7 +163,7 @@ class Target(ABC):
 
     def numbers(self) -> np.ndarray:
         """Return the numbers of the weight, as [..., inputs, outputs] or as filters."""
-        graph = self.node.graph
+        graph = self.w.graph
         assert isinstance(graph, ir.Graph)
         model = ir.Model(extracted_between(graph, [], [self.w]), ir_version=IR_VERSION)
         (array,) = map(np.asarray, ReferenceEvaluator(ir.to_proto(model)).run(None, {}))
