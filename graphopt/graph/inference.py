@@ -18,6 +18,7 @@ from graphopt.graph.opsets import ir_version_of, rewrite_in, versions_of
 from graphopt.graph.postprocessing import restore, restore_notes, store
 from graphopt.graph.rewriting import interface_kept, needed, protect
 from graphopt.graph.roles import STATE, Role, role_of, with_role
+from graphopt.graph.scans import remove_unused_results
 from graphopt.graph.storage import declare_inputs
 from graphopt.graph.traversal import extracted_between
 from graphopt.graph.values import like, name_of, swap
@@ -51,6 +52,7 @@ def extract(model: ir.Model, outputs: Sequence[ir.Value], *, merged: bool = Fals
         _switch_to_inference(extracted.graph, merged)
     # Extract again: the first time, values that only bodies of unused nodes read were kept.
     extracted = part(extracted.graph, extracted.graph.outputs)
+    remove_unused_results(extracted.graph)
     with protect(needed(extracted)):
         IdentityEliminationPass()(extracted)
     unread = {x.name for x in model.graph.inputs if role_of(x) is Role.DATA and not x.uses()}

@@ -97,6 +97,9 @@ BATCH_COUNT = Flag("graphopt.batch_count")  # the number of a batch's elements p
 BATCH_CORRECTION = Flag("graphopt.batch_correction")  # n / (n - 1) of this number n
 BATCH_GRADIENT = Flag("graphopt.batch_gradient")  # a sum over a batch in the gradient of batch statistics
 POSITIONS = Flag("graphopt.positions")  # a node that counts the positions in a mask
+# In a body that computes losses of tokens: the node of the logits of a block
+BLOCK_LOGITS = Flag("graphopt.block_logits")
+ON_DEMAND = Flag("graphopt.on_demand")  # an output that a step reports only if it is named
 # In self-attention: the node of scores [rows, ..., queries, keys] with all masks, before the softmax; and the node of
 # the positions of tokens, int64 [tokens] or [rows, tokens], by which a table of angles is read
 ATTENTION_SCORES = Flag("graphopt.attention_scores")
@@ -257,6 +260,7 @@ class TargetSpec(
         task: `regression`, `binary` or `classification`.
         axis, classes, ignore_index, target_probabilities: options of a classification; see `CrossEntropy`.
         from_logits: whether a classification predicts logits; otherwise, it predicts probabilities.
+        shift: by how many places the target is ahead of the prediction along axis 1, as that of a causal language model.
         threshold, labels: options of a binary loss: predictions above `threshold` mean the second label.
     """
 
@@ -267,12 +271,13 @@ class TargetSpec(
     ignore_index: int | None = None
     target_probabilities: bool = False
     from_logits: bool = True
+    shift: int = 0
     threshold: float | None = None
     labels: tuple[float, float] | None = None
 
     def check(self) -> None:
         needed = {"regression": (), "binary": (self.threshold, self.labels), "classification": (self.axis,)}
-        _check(None not in needed[self.task])
+        _check(None not in needed[self.task], self.shift in (0, 1))
 
 
 @dataclass(frozen=True)
@@ -325,6 +330,20 @@ class Detached(Note, key="graphopt.aside", expected="outputs and the parts that 
     def models(self) -> list[onnx.ModelProto]:
         """Return the parts in the order in which they were detached."""
         return [onnx.ModelProto.FromString(part) for part in self.parts]
+
+
+@dataclass(frozen=True)
+class TokenBlocks(Note, key="graphopt.token_blocks", expected="a share for label smoothing"):
+    """Mark a Scan that computes the cross-entropy of tokens in blocks from their logits.
+
+    Args:
+        label_smoothing: the share of the target that is spread over all classes.
+    """
+
+    label_smoothing: float = 0.0
+
+    def check(self) -> None:
+        _check(0 <= self.label_smoothing <= 1)
 
 
 @dataclass(frozen=True)
