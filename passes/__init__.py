@@ -12,6 +12,7 @@ from graphopt.graph.unroll import Unroll as Unroll
 from graphopt.targets.onnxruntime.fuse import Fuse as Fuse
 from graphopt.targets.portable import Portable as Portable
 from passes.accumulate import Accumulate as Accumulate
+from passes.adapters import *
 from passes.clipping import *
 from passes.differentiate import Differentiate as Differentiate
 from passes.differentiate import StopGradient as StopGradient

@@ -12,6 +12,7 @@ import dataclasses
 import enum
 import functools
 import json
+import math
 import types
 import zlib
 from collections.abc import Mapping, Sequence
@@ -85,6 +86,7 @@ BATCH_WEIGHT = Text("graphopt.batch_weight")
 RUNTIME = Text("graphopt.needs_runtime")  # of a model: the package of the only runtime that runs it
 HOST = Text("graphopt.host")  # of a model: host.json; see graphopt.hosts.contract
 LABELS = Text("labels")  # of a model: the names of its classes, a list in JSON; the trained model has it, too
+ADAPTER = Flag("graphopt.is_of_adapter")  # an initializer that an adapter added or replaced, and that trains in place of others
 FROZEN = Flag("graphopt.frozen")  # an initializer that trains only if selected by name
 UNTRAINED = Flag("graphopt.untrained")  # a weight that could train but does not in this training graph
 OF_BATCH = Flag("graphopt.of_batch")  # a BatchNormalization that uses batch statistics in its inference form
@@ -280,6 +282,7 @@ class InferenceForm(
         same_as: the number of the input that the output equals.
         operator: the operator that computes the output in inference, with its attributes; `reads` are the names of
             its inputs, and `output` is the number of its output.
+        merged: whether the form holds only once adapters are merged into the weights.
     """
 
     inputs: Mapping[int, str] = field(default_factory=dict)
@@ -287,6 +290,7 @@ class InferenceForm(
     operator: tuple[str, dict[str, Any]] | None = None
     reads: tuple[str, ...] = ()
     output: int = 0
+    merged: bool = False
 
     def check(self) -> None:
         _check(all(index >= 0 for index in self.inputs), 0 <= self.output < MANY)
@@ -365,6 +369,53 @@ class Origin(Note, key="graphopt.origin", expected="what an initializer is, as g
     def reason(self) -> str:
         """Return the evidence and the names of tied initializers."""
         return "; ".join([self.why, *(f"{copy.name!r} is {copy.how}" for copy in self.copies)])
+
+
+@dataclass(frozen=True)
+class Adapted(
+    Note,
+    key="graphopt.adapter",
+    expected="an adapter, the weight that it changes, its values and how they become matrices",
+):
+    """Record how an adapter changes a weight. The note is on the first of the adapter's values, such as NAME.lora_A.
+
+    As matrices, the weight w and the values a and b are laid out so that w' = w + scale a b for LoRA: [..., K, N],
+    [..., K, r] and [..., r, N]. See `graphopt.graph.merging`.
+
+    Args:
+        adapter: the name of the adapter's class, such as `LoRA`.
+        weight: the name of the weight in the original model.
+        name: the name of the parameter from which the exporter made the weight, or that of the weight.
+        values: the names of the adapter's values, in the order in which its `merge` takes them.
+        kind: what reads the weight: `product`, `convolution`, `transposed convolution`, `embedding` or `recurrence`.
+        scale: the factor of the change.
+        alpha: the numerator of the factor.
+        rank_stabilized: whether the denominator is the root of the rank, not the rank.
+        part: the name of the part of a packed projection that it changes.
+        groups: the groups of a convolution.
+        moves: the permutations of axes and the shapes that turn the file's weight into what the product multiplies by.
+        columns: the first and the last + 1 of the outputs that it changes; None for all.
+        quantized: whether the file stores the weight in integers, into which nothing can be merged.
+    """
+
+    adapter: str
+    weight: str
+    name: str
+    values: tuple[str, ...]
+    kind: str
+    scale: float = 1.0
+    alpha: float = 1.0
+    rank_stabilized: bool = False
+    part: str = ""
+    groups: int = 1
+    moves: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    columns: tuple[int, int] | None = None
+    quantized: bool = False
+
+    def check(self) -> None:
+        kinds = ("product", "convolution", "transposed convolution", "embedding", "recurrence")
+        _check(self.kind in kinds, self.groups > 0, math.isfinite(self.scale), bool(self.values))
+        _check(all(how in ("transpose", "reshape") for how, _ in self.moves))
 
 
 @dataclass(frozen=True)

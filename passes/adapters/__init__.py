@@ -1,0 +1,6 @@
+"""Train few weights beside those of a model, which stay as they are."""
+
+from passes.adapters.adapter import Adapter as Adapter
+from passes.adapters.lora import LoRA as LoRA
+
+__all__ = ["Adapter", "LoRA"]

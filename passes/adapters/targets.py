@@ -1,0 +1,409 @@
+"""Find the weights that adapters change, and multiply by an adapter's values as the graph multiplies by the weight."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import onnx_ir as ir
+from onnx.reference import ReferenceEvaluator
+from onnx_ir import Value
+
+from graphopt.graph import metadata
+from graphopt.graph.emitter import Emitter
+from graphopt.graph.metadata import Adapted, Origin
+from graphopt.graph.opsets import IR_VERSION
+from graphopt.graph.operators import CONVOLUTIONS, MICROSOFT, RECURRENT
+from graphopt.graph.postprocessing import DEQUANTIZE
+from graphopt.graph.traversal import extracted_between
+from graphopt.graph.values import constant_of, is_floating, is_static, name_of, rank
+
+Moves = tuple[tuple[str, tuple[int, ...]], ...]
+_SHAPING = ("Flatten", "Reshape", "Squeeze", "Unsqueeze")
+_SWAPPED = {2: (1, 0), 3: (0, 2, 1)}
+
+
+@dataclass(frozen=True, eq=False)
+class Source:
+    """Hold the initializer that a weight comes from, and the moves of its numbers on the way to a product."""
+
+    weight: Value
+    moves: Moves = ()
+    quantized: bool = False
+
+    @property
+    def name(self) -> str:
+        """Return the name of the parameter from which the exporter made the weight, or that of the weight."""
+        origin = Origin.read(self.weight)
+        return origin.sources[0] if origin and len(origin.sources) == 1 else name_of(self.weight)
+
+
+def source_of(x: Value | None) -> Source | None:
+    """Return what a weight comes from: an initializer, in another layout or not; None for computed values."""
+    moves: list[tuple[str, tuple[int, ...]]] = []
+    while x is not None and (node := x.producer()) is not None and node.domain == "":
+        if node.op_type == DEQUANTIZE and node.inputs[0] is not None and node.inputs[0].is_initializer():
+            return Source(node.inputs[0], quantized=True)
+        if node.op_type == "Transpose":
+            perm = node.attributes.get_ints("perm", range(rank(node.outputs[0]))[::-1])
+            moves.append(("transpose", tuple(perm)))
+        elif node.op_type in _SHAPING and is_static(x):
+            moves.append(("reshape", x.shape.numpy()))  # type: ignore[union-attr]
+        elif node.op_type not in ("Cast", "Identity", "Slice"):
+            return None
+        x = node.inputs[0]
+        if node.op_type == "Slice" and (source := source_of(x)) is not None:
+            return source if source.quantized else None
+    if x is None or not x.is_initializer() or x.is_graph_input() or not is_floating(x) or not is_static(x):
+        return None
+    return Source(x, tuple(moves[::-1]))
+
+
+@dataclass(frozen=True, eq=False)
+class Target(ABC):
+    """Describe a weight w where a node reads it, as an adapter sees it: y = x w, for w of [..., inputs, outputs].
+
+    Args:
+        node: the node that reads the weight.
+        index: the number of the node's input.
+        source: where the weight comes from.
+        bias: what is added to y after the product, and is part of it; None for nothing.
+        y: the output, with the bias.
+        columns: the first and the last + 1 of the outputs that the adapter changes; None for all.
+    """
+
+    node: ir.Node
+    index: int
+    source: Source
+    y: Value
+    bias: Value | None = None
+    columns: tuple[int, int] | None = None
+
+    kind: ClassVar[str]
+    axis: ClassVar[int] = -1  # of the outputs in y
+    droppable: ClassVar[bool] = True  # whether x consists of activations
+
+    @property
+    def w(self) -> Value:
+        """Return the weight as the node reads it."""
+        w = self.node.inputs[self.index]
+        assert w is not None
+        return w
+
+    @property
+    def x(self) -> Value:
+        """Return what is multiplied by the weight."""
+        x = self.node.inputs[1 - self.index]
+        assert x is not None
+        return x
+
+    @property
+    def groups(self) -> int:
+        """Return the number of independent matrices of a convolution."""
+        return 1
+
+    @property
+    @abstractmethod
+    def sizes(self) -> tuple[int, int]:
+        """Return the number of inputs and of outputs of each matrix."""
+
+    @property
+    def moves(self) -> Moves:
+        """Return the moves that turn the file's weight into w of [..., inputs, outputs]."""
+        return self.source.moves
+
+    @property
+    def outputs(self) -> int:
+        """Return the number of outputs that the adapter changes."""
+        return self.columns[1] - self.columns[0] if self.columns else self.sizes[1] * self.groups
+
+    @abstractmethod
+    def shapes(self, count: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return the shapes of a [inputs, count] and b [count, outputs] in the layout in which they are stored."""
+
+    @abstractmethod
+    def down(self, op: Emitter, x: Value, a: Value) -> Value:
+        """Emit x a."""
+
+    @abstractmethod
+    def up(self, op: Emitter, h: Value, b: Value) -> Value:
+        """Emit h b."""
+
+    def spread(self, op: Emitter, vector: Value) -> Value:
+        """Emit numbers of the outputs, [outputs] or [..., 1, outputs], so that they broadcast along y."""
+        if self.axis == -1:
+            return vector
+        return op.Unsqueeze(vector, [*range(1, -self.axis)]) if rank(vector) == 1 else _swapped(op, vector)
+
+    def product(self, op: Emitter) -> Value:
+        """Emit y without its bias."""
+        y = self.y
+        if self.bias is not None:
+            beta = self.node.attributes.get_float("beta", 1.0)
+            y = y - (self.bias if beta == 1 else self.bias * beta)
+        return op.Slice(y, [self.columns[0]], [self.columns[1]], [self.axis]) if self.columns else y
+
+    def matrix(self, op: Emitter, w: Value, *, up: bool = False) -> Value:
+        """Emit the weight, or a value in the layout of the weight, as [..., inputs, outputs]."""
+        return w
+
+    def numbers(self) -> np.ndarray:
+        """Return the numbers of the weight, as [..., inputs, outputs] or as filters."""
+        graph = self.node.graph
+        assert isinstance(graph, ir.Graph)
+        model = ir.Model(extracted_between(graph, [], [self.w]), ir_version=IR_VERSION)
+        (array,) = ReferenceEvaluator(ir.to_proto(model)).run(None, {})
+        for how, numbers in self.moves[len(self.source.moves) :]:
+            array = array.transpose(numbers) if how == "transpose" else array.reshape(numbers)
+        return np.asarray(array)
+
+
+class Product(Target):
+    """Multiply by a weight on the right: MatMul, Gemm with or without transposes, MatMulNBits."""
+
+    kind = "product"
+
+    @property
+    def is_transposed(self) -> bool:
+        """Return whether the node reads the transpose of w."""
+        return bool(self.node.attributes.get_int("transB" if self.index else "transA", 0))
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        if self.node.domain == MICROSOFT:
+            return self.node.attributes.get_int("K"), self.node.attributes.get_int("N")
+        rows, columns = self.w.shape.numpy()[-2:]  # type: ignore[union-attr]
+        return (columns, rows) if self.is_transposed else (rows, columns)
+
+    @property
+    def moves(self) -> Moves:
+        return (*self.source.moves, ("transpose", (1, 0))) if self.is_transposed else self.source.moves
+
+    def shapes(self, count: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        lead = () if self.node.domain else self.w.shape.numpy()[:-2]  # type: ignore[union-attr]
+        return (*lead, self.sizes[0], count), (*lead, count, self.outputs)
+
+    def down(self, op: Emitter, x: Value, a: Value) -> Value:
+        if self.node.attributes.get_int("transA", 0):
+            return op.Gemm(x, a, transA=1)
+        return op.MatMul(x, a)
+
+    def up(self, op: Emitter, h: Value, b: Value) -> Value:
+        alpha = self.node.attributes.get_float("alpha", 1.0)
+        return op.MatMul(h if alpha == 1 else h * alpha, b)
+
+    def matrix(self, op: Emitter, w: Value, *, up: bool = False) -> Value:
+        return op.Transpose(w, perm=[1, 0]) if w is self.w and self.is_transposed else w
+
+
+class LeftProduct(Product):
+    """Multiply by a weight on the left: the node computes the transpose of x w."""
+
+    axis = -2
+
+    @property
+    def is_transposed(self) -> bool:
+        return not super().is_transposed
+
+    @property
+    def moves(self) -> Moves:
+        perm = _SWAPPED[rank(self.w)]
+        return (*self.source.moves, ("transpose", perm)) if self.is_transposed else self.source.moves
+
+    def down(self, op: Emitter, x: Value, a: Value) -> Value:
+        if self.node.attributes.get_int("transB", 0):
+            x = op.Transpose(x, perm=[1, 0])
+        return op.MatMul(_swapped(op, a), x)
+
+    def up(self, op: Emitter, h: Value, b: Value) -> Value:
+        return super().up(op, _swapped(op, b), h)
+
+    def matrix(self, op: Emitter, w: Value, *, up: bool = False) -> Value:
+        return _swapped(op, w) if w is self.w and self.is_transposed else w
+
+
+def _swapped(op: Emitter, x: Value) -> Value:
+    return op.Transpose(x, perm=[*range(rank(x) - 2), rank(x) - 1, rank(x) - 2])
+
+
+class Convolution(Target):
+    """Convolve with the filters of a Conv: a has `count` filters of the same window, and b mixes their channels."""
+
+    kind = "convolution"
+
+    @property
+    def axis(self) -> int:  # type: ignore[override]
+        return 1 - rank(self.w)
+
+    @property
+    def groups(self) -> int:
+        return self.node.attributes.get_int("group", 1)
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        first, second, *window = self.w.shape.numpy()  # type: ignore[union-attr]
+        return second * math.prod(window), first // self.groups
+
+    def shapes(self, count: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        _, second, *window = self.w.shape.numpy()  # type: ignore[union-attr]
+        return (count, second, *window), (self.outputs, count // self.groups, *[1] * len(window))
+
+    def down(self, op: Emitter, x: Value, a: Value) -> Value:
+        return op.call_op(self.node.op_type, [x, a], dict(self.node.attributes))  # type: ignore[return-value]
+
+    def up(self, op: Emitter, h: Value, b: Value) -> Value:
+        return op.Conv(h, b, group=self.groups)
+
+    def product(self, op: Emitter) -> Value:
+        return self.y if self.bias is None else self.y - self.spread(op, self.bias)
+
+    def matrix(self, op: Emitter, w: Value, *, up: bool = False) -> Value:
+        first, *rest = w.shape.numpy()  # type: ignore[union-attr]
+        parts = op.Reshape(w, [self.groups, first // self.groups, math.prod(rest)])
+        return op.Transpose(parts, perm=[0, 2, 1])
+
+
+class TransposedConvolution(Convolution):
+    """Convolve with the filters of a ConvTranspose, whose outputs are on the second axis."""
+
+    kind = "transposed convolution"
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        first, second, *window = self.w.shape.numpy()  # type: ignore[union-attr]
+        return first // self.groups * math.prod(window), second
+
+    def shapes(self, count: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        first, _, *window = self.w.shape.numpy()  # type: ignore[union-attr]
+        width = count // self.groups
+        return (first, width, *window), (self.outputs, width, *[1] * len(window))
+
+    def matrix(self, op: Emitter, w: Value, *, up: bool = False) -> Value:
+        if up:
+            return super().matrix(op, w)
+        first, second, *window = w.shape.numpy()  # type: ignore[union-attr]
+        parts = op.Reshape(w, [self.groups, first // self.groups, second, math.prod(window)])
+        return op.Reshape(op.Transpose(parts, perm=[0, 1, 3, 2]), [self.groups, -1, second])
+
+
+class Embedding(Target):
+    """Gather rows of a weight: x are indices, which choose rows of a."""
+
+    kind = "embedding"
+    droppable = False
+
+    @property
+    def x(self) -> Value:
+        x = self.node.inputs[1]
+        assert x is not None
+        return x
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        return self.w.shape.numpy()  # type: ignore[union-attr,return-value]
+
+    def shapes(self, count: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        return (self.sizes[0], count), (count, self.outputs)
+
+    def down(self, op: Emitter, x: Value, a: Value) -> Value:
+        return op.Gather(a, x)
+
+    def up(self, op: Emitter, h: Value, b: Value) -> Value:
+        return op.MatMul(h, b)
+
+
+class Recurrence(LeftProduct):
+    """Change a weight itself, of each direction of an RNN, LSTM or GRU: x is the identity, and y the weight."""
+
+    kind = "recurrence"
+    droppable = False
+
+    @property
+    def x(self) -> Value:
+        return self.w
+
+    @property
+    def is_transposed(self) -> bool:
+        return True
+
+    def down(self, op: Emitter, x: Value, a: Value) -> Value:
+        return _swapped(op, a)
+
+    def up(self, op: Emitter, h: Value, b: Value) -> Value:
+        return op.MatMul(_swapped(op, b), h)
+
+
+def targets_in(model: ir.Model) -> Iterator[Target]:
+    """Yield the places of the graph where nodes read weights that adapters can change."""
+    for node in model.graph:
+        if node.domain == "" and node.op_type in RECURRENT:
+            for index in (1, 2):
+                w = node.inputs[index]
+                if (source := source_of(w)) is not None and w is not None:
+                    yield Recurrence(node, index, source, w)
+        elif (found := _found(node)) is not None:
+            kind, index, source = found
+            yield kind(node, index, source, *_with_bias(node))
+
+
+def _found(node: ir.Node) -> tuple[type[Target], int, Source] | None:
+    """Return how a node reads a weight, as which input, and where it comes from; None if it reads none."""
+    if (node.domain, node.op_type) == (MICROSOFT, "MatMulNBits"):
+        packed = node.inputs[1]
+        return None if packed is None else (Product, 1, Source(packed, quantized=True))
+    kinds: Mapping[str, tuple[type[Target], ...]] = {
+        **dict.fromkeys(("MatMul", "Gemm"), (LeftProduct, Product)),
+        "Conv": (Convolution,),
+        "ConvTranspose": (TransposedConvolution,),
+        "Gather": (Embedding,),
+    }
+    if node.domain != "" or node.op_type not in kinds:
+        return None
+    own = kinds[node.op_type]
+    for index in (1, 0) if len(own) == 2 else (int(node.op_type in CONVOLUTIONS),):
+        w, source = node.inputs[index], source_of(node.inputs[index])
+        if w is None or source is None or not is_static(w):
+            continue
+        if node.op_type == "Gather" and (node.attributes.get_int("axis", 0) or rank(w) != 2):
+            continue
+        if len(own) == 2 and not 2 <= rank(w) <= 3:
+            continue
+        if len(own) == 2 and source_of(node.inputs[1 - index]) is not None:
+            continue  # a product of weights
+        return own[index if len(own) == 2 else 0], index, source
+    return None
+
+
+def _with_bias(node: ir.Node) -> tuple[Value, Value | None]:
+    """Return the output of a node, and the bias in it: its own, or one that an Add after it adds."""
+    y = node.outputs[0]
+    last = {"Gemm": 2, "Conv": 2, "ConvTranspose": 2, "MatMulNBits": 5}.get(node.op_type)
+    if last is not None:
+        return y, node.inputs[last] if len(node.inputs) > last else None
+    users = list(y.consumers())
+    if node.op_type == "MatMul" and len(users) == 1 and users[0].op_type == "Add" and not y.is_graph_output():
+        (other,) = [x for x in users[0].inputs if x is not y] or [None]
+        if other is not None and constant_of(other) is not None and rank(other) == 1:
+            return users[0].outputs[0], other
+    return y, None
+
+
+def note_of(target: Target, adapter: str, values: tuple[str, ...], **fields: Any) -> Adapted:
+    """Return the note of an adapter of a target."""
+    source = target.source
+    return Adapted(
+        adapter,
+        metadata.original_name(source.weight),
+        source.name,
+        values,
+        target.kind,
+        groups=target.groups,
+        moves=target.moves,
+        columns=target.columns,
+        quantized=source.quantized,
+        **fields,
+    )
