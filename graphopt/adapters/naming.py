@@ -37,7 +37,9 @@ def modules_of(weight: str, names: Names = None) -> list[Part]:
     [('head', None)]
     """
     if not isinstance(names, Mapping | None):
-        raise GraphoptError(f"names: expected names of modules by patterns of weights, found {kind_of(names)}")
+        raise GraphoptError(
+            f"names: expected names of modules by patterns of weights, found {kind_of(names)}"
+        )
     stem = _OWN.sub("", weight)
     for pattern, target in [*(names or {}).items(), *_BUILDER.items()]:
         match = _matched(pattern, weight) or _matched(pattern, stem)
@@ -74,8 +76,8 @@ def sizes_of(weight: str, parts: Sequence[Part], outputs: int, widths: Sequence[
     sizes = [size for _, size in parts if size is not None]
     if len(sizes) != len(parts):
         sizes = [*widths] if widths and len(widths) == len(parts) else []
-    if not sizes and outputs % len(parts) == 0 and len(parts) == 1:
-        sizes = [outputs // len(parts)] * len(parts)
+    if len(parts) == 1:
+        sizes = [outputs]
     if sum(sizes) != outputs:
         found = f"parts of {sizes}" if sizes else "a graph that does not split them"
         raise GraphoptError(
@@ -98,8 +100,11 @@ def matched(paths: Sequence[str], known: Mapping[str, str]) -> dict[str, str]:
     Raises:
         GraphoptError: a module has no weight.
     """
-    for before in _prefixes(paths, known):
-        renamed = {path: before(path) for path in paths}
+    first = paths[0] if paths else ""
+    more = [name.removesuffix(first) for name in known if name.endswith(f".{first}")]
+    less = [first.removesuffix(name) for name in known if first.endswith(f".{name}")]
+    for added, removed in [("", ""), *((prefix, "") for prefix in more), *(("", prefix) for prefix in less)]:
+        renamed = {path: f"{added}{path.removeprefix(removed)}" for path in paths}
         if all(name in known for name in renamed.values()):
             return {path: known[name] for path, name in renamed.items()}
     missing = [path for path in paths if path not in known]
