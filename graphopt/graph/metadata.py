@@ -95,6 +95,12 @@ BATCH_COUNT = Flag("graphopt.batch_count")  # the number of a batch's elements p
 BATCH_CORRECTION = Flag("graphopt.batch_correction")  # n / (n - 1) of this number n
 BATCH_GRADIENT = Flag("graphopt.batch_gradient")  # a sum over a batch in the gradient of batch statistics
 POSITIONS = Flag("graphopt.positions")  # a node that counts the positions in a mask
+ATTENTION_SCORES = Flag(
+    "graphopt.attention_scores"
+)  # a value [B,...,S,T] of masked scores, which a softmax reads
+POSITION_IDS = Flag(
+    "graphopt.position_ids"
+)  # a value [B or 1,S] of the positions by which tokens are rotated
 STOP_GRADIENT = Flag("graphopt.stop_gradient")  # a node that no gradient passes
 DERIVATIVE = Flag("graphopt.derivative")  # an output that is the derivative of another
 STORED = Flag("graphopt.stored")  # a node that rounds a weight to its form in the file
@@ -319,6 +325,19 @@ class Detached(Note, key="graphopt.aside", expected="outputs and the parts that 
     def models(self) -> list[onnx.ModelProto]:
         """Return the parts in the order in which they were detached."""
         return [onnx.ModelProto.FromString(part) for part in self.parts]
+
+
+@dataclass(frozen=True)
+class Caches(Note, key="graphopt.caches", expected="names of inputs and outputs"):
+    """Record the inputs of a decoder's file that its training graph lacks, and the outputs that are its caches.
+
+    Args:
+        inputs: the past of each cache, and what only caches read.
+        outputs: the present of each cache.
+    """
+
+    inputs: tuple[str, ...] = ()
+    outputs: tuple[str, ...] = ()
 
 
 class Kind(enum.Enum):
