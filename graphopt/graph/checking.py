@@ -238,7 +238,7 @@ def _check_inference(graph: ir.Graph, node: ir.Node, y: ir.Value, names: Collect
     form = InferenceForm.read(y)
     if form is None:
         return
-    if not any(role_of(x) in STATE for x in graph.inputs):
+    if not form.merged and not any(role_of(x) in STATE for x in graph.inputs):
         raise InferenceForm.wrong(y, "none in a model without parameters")
     if form.same_as not in (None, *(i for i, x in enumerate(node.inputs) if x is not None)):
         raise InferenceForm.wrong(y, "the number of an input")

@@ -15,6 +15,7 @@ from graphopt.errors import GraphoptError
 from graphopt.graph import metadata
 from graphopt.graph.metadata import Adapted
 from graphopt.graph.state import initial
+from graphopt.graph.values import name_of
 
 Merge = Callable[..., np.ndarray]
 
@@ -51,7 +52,9 @@ def merged_weights(model: ir.Model, state: Mapping[str, np.ndarray]) -> dict[str
         values = [arrays.get(name) for name in note.values]
         if w is None or any(x is None for x in values):
             missing = next(name for name in (note.weight, *note.values) if name not in arrays)
-            raise GraphoptError(f"adapter of {note.weight!r}: expected the value {missing!r}, found none in the graph")
+            raise GraphoptError(
+                f"adapter of {note.weight!r}: expected the value {missing!r}, found none in the graph"
+            )
         weights[note.weight] = merged(note, w, *(x for x in values if x is not None))
     return weights
 
@@ -59,9 +62,9 @@ def merged_weights(model: ir.Model, state: Mapping[str, np.ndarray]) -> dict[str
 def _arrays(model: ir.Model, state: Mapping[str, np.ndarray]) -> Iterable[tuple[str, np.ndarray]]:
     """Yield the values of state and of weights by their original names."""
     for value in dict.fromkeys([*model.graph.inputs, *model.graph.initializers.values()]):
-        tensor = initial(value)
-        if value.name in state:
-            yield metadata.original_name(value), state[value.name]
+        name, tensor = name_of(value), initial(value)
+        if name in state:
+            yield metadata.original_name(value), state[name]
         elif tensor is not None and tensor.dtype.is_floating_point():
             yield metadata.original_name(value), tensor.numpy()
 

@@ -86,7 +86,9 @@ BATCH_WEIGHT = Text("graphopt.batch_weight")
 RUNTIME = Text("graphopt.needs_runtime")  # of a model: the package of the only runtime that runs it
 HOST = Text("graphopt.host")  # of a model: host.json; see graphopt.hosts.contract
 LABELS = Text("labels")  # of a model: the names of its classes, a list in JSON; the trained model has it, too
-ADAPTER = Flag("graphopt.is_of_adapter")  # an initializer that an adapter added or replaced, and that trains in place of others
+ADAPTER = Flag(
+    "graphopt.is_of_adapter"
+)  # an initializer that an adapter added or replaced, and that trains in place of others
 FROZEN = Flag("graphopt.frozen")  # an initializer that trains only if selected by name
 UNTRAINED = Flag("graphopt.untrained")  # a weight that could train but does not in this training graph
 OF_BATCH = Flag("graphopt.of_batch")  # a BatchNormalization that uses batch statistics in its inference form

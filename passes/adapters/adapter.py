@@ -16,7 +16,7 @@ from graphopt.errors import GraphoptError, nearest, some
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.merging import MERGES
 from graphopt.graph.metadata import ADAPTER, InferenceForm, Kind, Origin, copy
-from graphopt.graph.rewriting import Pass, Pattern, matches, selects
+from graphopt.graph.rewriting import Pass, Pattern, matches
 from graphopt.graph.roles import STATE, role_of
 from graphopt.graph.shapes import ensure_typed
 from graphopt.graph.values import dtype_of, like, name_of
@@ -32,8 +32,8 @@ Parts = tuple[str, ...] | list[str] | Mapping[str, int] | None
 class Adapter(Pass):
     """Add a term with few weights of its own to the output of each matching product, and train these weights alone.
 
-    This is the base class of adapters. It finds the places, adds the weights, named `NAME.SUFFIX` after the weight NAME,
-    and adds the term. A subclass implements `initial`, `delta` and `merge`. Every other weight is frozen, unless
+    This is the base class of adapters. It finds the places, adds the weights, named `NAME.SUFFIX` after the weight
+    NAME, and adds the term. A subclass implements `initial`, `delta` and `merge`. Every other weight is frozen, unless
     `parameters.unfreeze` names it. `executor.trained()` merges the term into the weights of the original model.
 
     Adapters change the weights of MatMul, Gemm, MatMulNBits, Conv, ConvTranspose, Gather, RNN, LSTM and GRU. All nodes
@@ -133,8 +133,12 @@ class Adapter(Pass):
         chosen = {
             weight: targets
             for weight, targets in groups.items()
-            if not selects(self.leave_out, weight)
-            and (selects(self.pattern, weight) if self.pattern else weight not in left)
+            if not any(target.matches(self.leave_out) for target in targets)
+            and (
+                any(target.matches(self.pattern) for target in targets)
+                if self.pattern
+                else weight not in left
+            )
             and (self.pattern or targets[0].kind != "embedding")
         }
         for name in ("pattern", "leave_out"):
@@ -142,7 +146,7 @@ class Adapter(Pass):
         if not chosen:
             raise GraphoptError(
                 f"{type(self).__name__}: expected weights to adapt, found none: name them by pattern; the model has: "
-                f"{some([name_of(x) for x in groups]) or 'none that an adapter can change'}"
+                f"{some([targets[0].name for targets in groups.values()]) or 'none that an adapter can change'}"
             )
         for weight, targets in chosen.items():
             _check_alike(weight, targets)
@@ -154,40 +158,40 @@ class Adapter(Pass):
         patterns = [self.pattern] if isinstance(self.pattern, str) else self.pattern or []
         return name_of(weight) in patterns
 
-    def _check_pattern(self, field_name: str, model: ir.Model, groups: Mapping[ir.Value, list[Target]]) -> None:
+    def _check_pattern(
+        self, field_name: str, model: ir.Model, groups: Mapping[ir.Value, list[Target]]
+    ) -> None:
         """Raise an error if one of the patterns of a field matches no weight that an adapter can change."""
         given = getattr(self, field_name)
         for pattern in [given] if isinstance(given, str) else given or []:
-            if any(selects(pattern, weight) for weight in groups):
+            found = [target for targets in groups.values() for target in targets]
+            if any(target.matches(pattern) for target in found):
                 continue
-            names = [*dict.fromkeys(target.source.name for targets in groups.values() for target in targets)]
+            names = [*dict.fromkeys(target.name for target in found)]
             near = nearest(pattern.strip("*"), names)
             other = next((x for x in model.graph.initializers.values() if matches(x.name, pattern)), None)
             readers = "" if other is None else ", ".join(sorted({user.op_type for user in other.consumers()}))
-            found = f"{other.name!r}, which {readers or 'nothing'} reads" if other is not None else "none"
+            named = f"{other.name!r}, which {readers or 'nothing'} reads" if other is not None else "none"
             raise GraphoptError(
                 f"{type(self).__name__}: {field_name}={pattern!r}: expected the name of a weight that an adapter can "
-                f"change, found {found}"
+                f"change, found {named}"
                 + (f": did you mean {near!r}?" if near else "")
                 + f"; the model has: {some(names) or 'none'}"
             )
 
     def _adapt(self, model: ir.Model, targets: Sequence[Target]) -> None:
         """Add the adapters of a weight, and their terms wherever a node reads it."""
-        first = targets[0]
-        named = [(name, columns) for name, columns in self._columns(first) if not name.startswith("_")]
-        added = {}
-        for part, columns in named:
-            own = replace(first, columns=columns)
-            added[columns] = self._values(model, own, part)
+        parts = [(name, columns) for name, columns in self._columns(targets[0]) if not name.startswith("_")]
+        added = {
+            name: self._values(model, replace(targets[0], columns=columns), name) for name, columns in parts
+        }
         with Emitter(model) as op:
             for target in targets:
                 uses, terms = list(target.y.uses()), []
                 for name, columns in self._columns(target):
-                    part = replace(target, columns=columns)
-                    terms.append(
-                        _zeros(op, part) if name.startswith("_") else self.delta(op, part, part.x, *added[columns])
-                    )
+                    own = replace(target, columns=columns)
+                    is_left = name not in added
+                    terms.append(_zeros(op, own) if is_left else self.delta(op, own, own.x, *added[name]))
                 term = terms[0] if len(terms) == 1 else op.Concat(*terms, axis=target.axis)
                 _place(model, target, like(op.Add(target.y, term), target.y), uses)
 
@@ -202,7 +206,7 @@ class Adapter(Pass):
         if sum(sizes.values()) != outputs or (target.kind, target.axis) != ("product", -1):
             raise GraphoptError(
                 f"{type(self).__name__}: parts={self.parts!r}: expected parts of the {outputs} outputs of a product by "
-                f"{target.source.name!r}, found {sum(sizes.values())} of a {target.kind}: name the packed projections "
+                f"{target.name!r}, found {sum(sizes.values())} of a {target.kind}: name the packed projections "
                 "by pattern"
             )
         ends = np.cumsum([*sizes.values()]).tolist()
@@ -210,7 +214,7 @@ class Adapter(Pass):
 
     def _values(self, model: ir.Model, target: Target, part: str) -> list[ir.Value]:
         """Add the weights of an adapter, with their notes."""
-        stem = f"{target.source.name}.{part}" if part else target.source.name
+        stem = f"{target.name}.{part}" if part else target.name
         generator = np.random.default_rng([self.seed, zlib.crc32(stem.encode())])
         arrays = self.initial(target, generator)
         taken = ir.convenience.create_value_mapping(model.graph)
@@ -235,7 +239,7 @@ def _zeros(op: Emitter, target: Target) -> ir.Value:
     return op.ConstantOfShape(shape, value=ir.tensor([0], dtype=dtype_of(target.y)))
 
 
-def _place(model: ir.Model, target: Target, changed: ir.Value, uses: Sequence[ir.Usage]) -> None:
+def _place(model: ir.Model, target: Target, changed: ir.Value, uses: Sequence[tuple[ir.Node, int]]) -> None:
     """Let the readers of a target's output, or the recurrence that reads a weight, read the changed one."""
     y = target.y
     InferenceForm(same_as=0, merged=True).write(changed)
@@ -269,7 +273,7 @@ def _check_alike(weight: ir.Value, targets: Sequence[Target]) -> None:
 def _last_products(model: ir.Model, groups: Mapping[ir.Value, Sequence[Target]]) -> list[ir.Value]:
     """Return the weights of products that alone lead to an output, such as the head of a classifier."""
     by_node = {target.node: weight for weight, targets in groups.items() for target in targets}
-    found = []
+    found: list[ir.Value] = []
     for output in model.graph.outputs:
         front, seen, last = [output], {output}, set()
         while front:

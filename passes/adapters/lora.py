@@ -7,13 +7,11 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
-import onnx_ir as ir
 from onnx_ir import Value
 
 from graphopt.errors import GraphoptError
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.merging import as_matrix
-from graphopt.graph.values import rank as rank_of
 from graphopt.intervals import within
 from passes.adapters.adapter import Adapter
 from passes.adapters.targets import Target, note_of
@@ -24,21 +22,22 @@ from passes.differentiate import stop_gradient
 class LoRA(Adapter):
     """Add scale (x A) B to a product x W, where A and B have few columns and rows (Hu et al. 2021).
 
-    A is [inputs, rank] and B is [rank, outputs]. B starts at zero, so that the model starts as it is. For a convolution,
-    A has `rank` filters of the same window, and B mixes their channels. For an embedding, A has `rank` numbers for each
-    row and starts at zero, and B starts with normal random numbers. A weight W of a recurrence becomes W + scale A B,
-    for each direction. All of this is as in PEFT, except for what PEFT lacks: recurrences, transposed convolutions, and
-    A of grouped and dilated convolutions, which has the groups and the dilations of the weight.
+    A is [inputs, rank] and B is [rank, outputs]. B starts at zero, so that the model starts as it is. For a
+    convolution, A has `rank` filters of the same window, and B mixes their channels. For an embedding, A has `rank`
+    numbers for each row and starts at zero, and B starts with normal random numbers. A weight W of a recurrence becomes
+    W + scale A B, for each direction. All of this is as in PEFT, except for what PEFT lacks: recurrences, transposed
+    convolutions, and A of grouped and dilated convolutions, which has the groups and the dilations of the weight.
 
     Args:
         rank: the number of columns of A.
         alpha: the numerator of the scale.
         dropout: the share of the elements of x that a step drops before A; see `passes.TrainingMode` for the seed.
-        scaling: the scale: `standard` is alpha / rank, and `rank_stabilized` is alpha / sqrt(rank) (Kalajdzievski 2023).
+        scaling: the scale: `standard` is alpha / rank, and `rank_stabilized` is alpha / sqrt(rank) (Kalajdzievski
+            2023).
         init: the initial values of A: `kaiming` is uniform in +-1 / sqrt(inputs), and `gaussian` has the standard
             deviation 1 / rank.
-        dora: train the norms of the weight's columns, too: m (W + scale A B) / |W + scale A B|, where the gradient takes
-            the norm in the denominator for a constant (Liu et al. 2024).
+        dora: train the norms of the weight's columns, too: m (W + scale A B) / |W + scale A B|, where the gradient
+            takes the norm in the denominator for a constant (Liu et al. 2024).
 
     Raises:
         GraphoptError: the rank is larger than a weight, or not a multiple of a convolution's groups.
@@ -75,7 +74,7 @@ class LoRA(Adapter):
         return {"scale": self.scale, "alpha": float(self.alpha), "rank_stabilized": stabilized}
 
     def check(self, target: Target) -> None:
-        name, groups = target.source.name, target.groups
+        name, groups = target.name, target.groups
         most = min(target.sizes) * groups
         if self.rank > most:
             raise GraphoptError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -16,11 +16,13 @@ from onnx_ir import Value
 from graphopt.graph import metadata
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.metadata import Adapted, Origin
+from graphopt.graph.operators import MICROSOFT, RECURRENT
 from graphopt.graph.opsets import IR_VERSION
-from graphopt.graph.operators import CONVOLUTIONS, MICROSOFT, RECURRENT
 from graphopt.graph.postprocessing import DEQUANTIZE
+from graphopt.graph.rewriting import Pattern, matches, selects
 from graphopt.graph.traversal import extracted_between
 from graphopt.graph.values import constant_of, is_floating, is_static, name_of, rank
+from passes.weights.torchscript import is_generated, module_path
 
 Moves = tuple[tuple[str, tuple[int, ...]], ...]
 _SHAPING = ("Flatten", "Reshape", "Squeeze", "Unsqueeze")
@@ -34,12 +36,6 @@ class Source:
     weight: Value
     moves: Moves = ()
     quantized: bool = False
-
-    @property
-    def name(self) -> str:
-        """Return the name of the parameter from which the exporter made the weight, or that of the weight."""
-        origin = Origin.read(self.weight)
-        return origin.sources[0] if origin and len(origin.sources) == 1 else name_of(self.weight)
 
 
 def source_of(x: Value | None) -> Source | None:
@@ -85,21 +81,30 @@ class Target(ABC):
 
     kind: ClassVar[str]
     axis: ClassVar[int] = -1  # of the outputs in y
+    own_axis: ClassVar[int] = -1  # of the outputs in w
     droppable: ClassVar[bool] = True  # whether x consists of activations
+
+    @property
+    def name(self) -> str:
+        """Return the name of the parameter from which the exporter made the weight, or that of the weight."""
+        weight = self.source.weight
+        sources = () if (origin := Origin.read(weight)) is None else origin.sources
+        module = module_path(self.node) if is_generated(name_of(weight)) else ""
+        return sources[0] if len(sources) == 1 else f"{module}.weight" if module else name_of(weight)
+
+    def matches(self, pattern: Pattern) -> bool:
+        """Return whether a pattern matches one of the names of the weight."""
+        return selects(pattern, self.source.weight) or matches(self.name, pattern)
 
     @property
     def w(self) -> Value:
         """Return the weight as the node reads it."""
-        w = self.node.inputs[self.index]
-        assert w is not None
-        return w
+        return _input(self.node, self.index)
 
     @property
     def x(self) -> Value:
         """Return what is multiplied by the weight."""
-        x = self.node.inputs[1 - self.index]
-        assert x is not None
-        return x
+        return _input(self.node, 1 - self.index)
 
     @property
     def groups(self) -> int:
@@ -156,16 +161,20 @@ class Target(ABC):
         graph = self.node.graph
         assert isinstance(graph, ir.Graph)
         model = ir.Model(extracted_between(graph, [], [self.w]), ir_version=IR_VERSION)
-        (array,) = ReferenceEvaluator(ir.to_proto(model)).run(None, {})
-        for how, numbers in self.moves[len(self.source.moves) :]:
-            array = array.transpose(numbers) if how == "transpose" else array.reshape(numbers)
-        return np.asarray(array)
+        (array,) = map(np.asarray, ReferenceEvaluator(ir.to_proto(model)).run(None, {}))
+        for _, perm in self.moves[len(self.source.moves) :]:
+            array = array.transpose(perm)
+        return array
 
 
 class Product(Target):
     """Multiply by a weight on the right: MatMul, Gemm with or without transposes, MatMulNBits."""
 
     kind = "product"
+
+    @property
+    def own_axis(self) -> int:  # type: ignore[override]
+        return -2 if self.is_transposed else -1
 
     @property
     def is_transposed(self) -> bool:
@@ -234,6 +243,7 @@ class Convolution(Target):
     """Convolve with the filters of a Conv: a has `count` filters of the same window, and b mixes their channels."""
 
     kind = "convolution"
+    own_axis = 0
 
     @property
     def axis(self) -> int:  # type: ignore[override]
@@ -271,6 +281,7 @@ class TransposedConvolution(Convolution):
     """Convolve with the filters of a ConvTranspose, whose outputs are on the second axis."""
 
     kind = "transposed convolution"
+    own_axis = 1
 
     @property
     def sizes(self) -> tuple[int, int]:
@@ -298,9 +309,7 @@ class Embedding(Target):
 
     @property
     def x(self) -> Value:
-        x = self.node.inputs[1]
-        assert x is not None
-        return x
+        return _input(self.node, 1)
 
     @property
     def sizes(self) -> tuple[int, int]:
@@ -345,37 +354,43 @@ def targets_in(model: ir.Model) -> Iterator[Target]:
                 w = node.inputs[index]
                 if (source := source_of(w)) is not None and w is not None:
                     yield Recurrence(node, index, source, w)
-        elif (found := _found(node)) is not None:
-            kind, index, source = found
+        else:
+            yield from _found(node)
+
+
+_READERS: Mapping[tuple[str, str], Sequence[tuple[int, type[Target]]]] = {
+    **dict.fromkeys((("", "MatMul"), ("", "Gemm")), ((1, Product), (0, LeftProduct))),
+    (MICROSOFT, "MatMulNBits"): ((1, Product),),
+    ("", "Conv"): ((1, Convolution),),
+    ("", "ConvTranspose"): ((1, TransposedConvolution),),
+    ("", "Gather"): ((0, Embedding),),
+}
+
+
+def _found(node: ir.Node) -> Iterator[Target]:
+    """Yield what a node reads as a weight, if it reads one."""
+    readers = _READERS.get((node.domain, node.op_type), ())
+    sources = [(index, kind, _source_in(node, index)) for index, kind in readers]
+    found = [(index, kind, source) for index, kind, source in sources if source is not None]
+    for index, kind, source in found if len(found) == 1 else ():  # two are a product of weights
+        is_matrix = node.domain or len(readers) < 2 or 2 <= rank(_input(node, index)) <= 3
+        is_table = node.attributes.get_int("axis", 0) == 0 and rank(_input(node, index)) == 2
+        if is_matrix and (is_table or kind is not Embedding):
             yield kind(node, index, source, *_with_bias(node))
 
 
-def _found(node: ir.Node) -> tuple[type[Target], int, Source] | None:
-    """Return how a node reads a weight, as which input, and where it comes from; None if it reads none."""
-    if (node.domain, node.op_type) == (MICROSOFT, "MatMulNBits"):
-        packed = node.inputs[1]
-        return None if packed is None else (Product, 1, Source(packed, quantized=True))
-    kinds: Mapping[str, tuple[type[Target], ...]] = {
-        **dict.fromkeys(("MatMul", "Gemm"), (LeftProduct, Product)),
-        "Conv": (Convolution,),
-        "ConvTranspose": (TransposedConvolution,),
-        "Gather": (Embedding,),
-    }
-    if node.domain != "" or node.op_type not in kinds:
-        return None
-    own = kinds[node.op_type]
-    for index in (1, 0) if len(own) == 2 else (int(node.op_type in CONVOLUTIONS),):
-        w, source = node.inputs[index], source_of(node.inputs[index])
-        if w is None or source is None or not is_static(w):
-            continue
-        if node.op_type == "Gather" and (node.attributes.get_int("axis", 0) or rank(w) != 2):
-            continue
-        if len(own) == 2 and not 2 <= rank(w) <= 3:
-            continue
-        if len(own) == 2 and source_of(node.inputs[1 - index]) is not None:
-            continue  # a product of weights
-        return own[index if len(own) == 2 else 0], index, source
-    return None
+def _source_in(node: ir.Node, index: int) -> Source | None:
+    """Return what an input of a node comes from, if it is a weight."""
+    x = node.inputs[index]
+    if node.domain != "":
+        return None if x is None else Source(x, quantized=True)
+    return source_of(x)
+
+
+def _input(node: ir.Node, index: int) -> Value:
+    x = node.inputs[index]
+    assert x is not None
+    return x
 
 
 def _with_bias(node: ir.Node) -> tuple[Value, Value | None]:
@@ -398,7 +413,7 @@ def note_of(target: Target, adapter: str, values: tuple[str, ...], **fields: Any
     return Adapted(
         adapter,
         metadata.original_name(source.weight),
-        source.name,
+        target.name,
         values,
         target.kind,
         groups=target.groups,
