@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -12,8 +12,11 @@ from graphopt.adapters.combined import Trained, outputs_of, weight_of
 from graphopt.adapters.naming import Names, modules_of, sizes_of
 from graphopt.adapters.peft import Module
 from graphopt.errors import GraphoptError
-from graphopt.graph.metadata import Adapted
-from graphopt.graph.values import constant_of
+from graphopt.graph.merging import adapted
+from graphopt.graph.metadata import Adapted, Origin, original_name
+from graphopt.graph.roles import STATE, Role, role_of
+from graphopt.graph.state import initial
+from graphopt.graph.values import constant_of, is_floating, name_of
 
 _BUILDERS = (
     ".MatMul.weight"  # in files of onnxruntime-genai's builder, which has weights of Linear as [in, out]
@@ -57,8 +60,8 @@ def _parts(model: ir.Model, adapter: Trained, names: Names) -> Iterator[_Part]:
         note.kind == "product" and adapter.a.ndim > 2
     ):
         raise GraphoptError(
-            f"weight {note.weight!r}: expected that of a Linear, Conv, Embedding or Conv1D, which peft adapts, found that "
-            f"of a {note.kind}: save it by form='onnxruntime', or merge it, by executor.trained()"
+            f"weight {note.weight!r}: expected that of a Linear, Conv, Embedding or Conv1D, which peft adapts, "
+            f"found that of a {note.kind}: save it by form='onnxruntime', or merge it, by executor.trained()"
         )
     a, b = _as_peft(adapter, weight_of(model, note))
     outputs, parts = outputs_of(model, adapter), modules_of(note.name, names)
@@ -109,7 +112,8 @@ def _as_peft(adapter: Trained, weight: ir.Value) -> tuple[np.ndarray, np.ndarray
 
 def widths(weight: ir.Value) -> list[int] | None:
     """Return the sizes into which a graph splits the outputs of a weight's product, or None."""
-    waiting, seen = [weight], set()
+    waiting = [weight]
+    seen: set[ir.Node] = set()
     while waiting:
         x = waiting.pop(0)
         for node in x.consumers():
@@ -141,8 +145,8 @@ def _whole(parts: Sequence[_Part]) -> Module:
             covered += len(own.b)
     if 0 < covered != outputs or (covered and len({part.first for part in parts}) < len(parts)):
         raise GraphoptError(
-            f"module {first.path!r}: expected DoRA of all its {outputs} outputs, found that of {covered}: adapt all parts, or "
-            "train without dora"
+            f"module {first.path!r}: expected DoRA of all its {outputs} outputs, found that of {covered}: "
+            "adapt all parts, or train without dora"
         )
     a = np.concatenate([part.module.a for part in parts])
     return replace(first, a=a, b=b, magnitude=magnitude if covered else None, rank_stabilized=False)
@@ -158,3 +162,58 @@ def _of_attention(module: Module, attentions: set[str]) -> Module:
         if own == "out_proj" and path in attentions
         else module
     )
+
+
+def saved_modules(
+    model: ir.Model, state: Mapping[str, np.ndarray], names: Names = None
+) -> dict[str, np.ndarray]:
+    """Return the parameters of the modules that trained in full, in PyTorch's layout, by their names."""
+    own = {name for _, note in adapted(model) for name in note.values}
+    found: dict[str, np.ndarray] = {}
+    trained: set[str] = set()
+    for x in dict.fromkeys([*model.graph.inputs, *model.graph.initializers.values()]):
+        tensor, role = initial(x), role_of(x)
+        if (
+            original_name(x) in own
+            or not is_floating(x)
+            or role not in (None, Role.PARAMETER, Role.STATISTIC)
+        ):
+            continue
+        if name_of(x) not in state and tensor is None:
+            continue
+        array = state[name_of(x)] if role in STATE else tensor.numpy()  # type: ignore[union-attr]
+        name = parameter_of(x, names)
+        turned = array.ndim == 2 and (
+            name_of_parameter(x) != original_name(x) or original_name(x).endswith(_BUILDERS)
+        )
+        found[name] = array.T if turned else array
+        if role is Role.PARAMETER:
+            trained.add(name)
+    modules = {name.rpartition(".")[0] for name in trained}
+    saved = {name: x for name, x in found.items() if name.rpartition(".")[0] in modules}
+    counted = {
+        name.replace("running_mean", "num_batches_tracked")
+        for name in saved
+        if name.endswith(".running_mean")
+    }
+    return saved | {name: np.array(0) for name in counted}
+
+
+def is_turned(x: ir.Value, array: np.ndarray) -> bool:
+    """Return whether a file has the matrix of a module transposed: exporters that fold weights of Linear do so."""
+    own = original_name(x)
+    return array.ndim == 2 and (name_of_parameter(x) != own or own.endswith(_BUILDERS))
+
+
+def name_of_parameter(x: ir.Value) -> str:
+    """Return the name of the parameter that an initializer is, or from which the exporter made it."""
+    origin = Origin.read(x)
+    return origin.sources[0] if origin and len(origin.sources) == 1 else original_name(x)
+
+
+def parameter_of(x: ir.Value, names: Names = None) -> str:
+    """Return the name of an initializer's parameter in PyTorch: that of its module, and its own."""
+    name = name_of_parameter(x)
+    stem, _, own = name.rpartition(".")
+    (path, _), *others = modules_of(f"{stem.removesuffix('.Add')}.weight", names)
+    return name if others or not stem else f"{path}.{own}"

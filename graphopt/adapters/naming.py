@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from graphopt.errors import GraphoptError, kind_of
 
@@ -87,18 +87,19 @@ def sizes_of(weight: str, parts: Sequence[Part], outputs: int, widths: Sequence[
     return sizes
 
 
-def matched(paths: Sequence[str], known: Mapping[str, str]) -> dict[str, str]:
-    """Return the weights of modules: each path of an adapter, and the weight of the module of that name.
+def matched(place: str, paths: Sequence[str], known: Collection[str]) -> dict[str, str]:
+    """Return for each module of an adapter its name among those of a file.
 
     The file may have been exported from a module around that of the adapter, or from one in it: all names may differ by
     one prefix.
 
     Args:
+        place: where the adapter is, for errors.
         paths: the modules of the adapter.
-        known: the weights of the file by the names of their modules.
+        known: the modules of the file.
 
     Raises:
-        GraphoptError: a module has no weight.
+        GraphoptError: a module is not in the file.
     """
     first = paths[0] if paths else ""
     more = [name.removesuffix(first) for name in known if name.endswith(f".{first}")]
@@ -106,10 +107,10 @@ def matched(paths: Sequence[str], known: Mapping[str, str]) -> dict[str, str]:
     for added, removed in [("", ""), *((prefix, "") for prefix in more), *(("", prefix) for prefix in less)]:
         renamed = {path: f"{added}{path.removeprefix(removed)}" for path in paths}
         if all(name in known for name in renamed.values()):
-            return {path: known[name] for path, name in renamed.items()}
+            return renamed
     missing = [path for path in paths if path not in known]
     raise GraphoptError(
-        f"adapter: expected modules of the model, found {', '.join(map(repr, missing[:3]))}"
-        f"{f' and {len(missing) - 3} more' if len(missing) > 3 else ''} without a weight in it; the model has "
+        f"{place}: expected modules of the model, found {', '.join(map(repr, missing[:3]))}"
+        f"{f' and {len(missing) - 3} more' if len(missing) > 3 else ''} that it lacks; it has "
         f"{', '.join(map(repr, list(known)[:4])) or 'none that an adapter can change'}: give names="
     )

@@ -87,6 +87,18 @@ def _read(source: Source, limits: Limits) -> tuple[str, onnx.ModelProto]:
     return str(source), read_proto(Path(source), limits)
 
 
+def original_proto(source: Source) -> onnx.ModelProto:
+    """Return a copy of a model as it is in a file or in memory, with its external data."""
+    if isinstance(source, ir.Model):
+        return ir.to_proto(source)
+    _, proto = _read(source, Limits())
+    if proto is not source:
+        return proto
+    copy = onnx.ModelProto()
+    copy.CopyFrom(proto)
+    return copy
+
+
 def _from_proto(proto: onnx.ModelProto, name: str, limits: Limits) -> ir.Model:
     """Convert and check a model; errors call it `name`."""
     if not proto.opset_import or not proto.HasField("graph"):
