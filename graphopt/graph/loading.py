@@ -88,6 +88,21 @@ def _read(source: Source, limits: Limits) -> tuple[str, onnx.ModelProto, Places]
     return str(source), *read_proto(Path(source), limits)
 
 
+def original_proto(source: Source) -> onnx.ModelProto:
+    """Return a copy of a model as it is in a file or in memory, with its external data."""
+    if isinstance(source, ir.Model):
+        return ir.to_proto(source)
+    _, proto, places = _read(source, Limits())
+    for tensor in (x for x in proto.graph.initializer if x.name in places):
+        file, start, _ = places[tensor.name]
+        tensor.CopyFrom(ir.to_proto(file.tensor(ir.from_proto(tensor), start)))
+    if proto is not source:
+        return proto
+    copy = onnx.ModelProto()
+    copy.CopyFrom(proto)
+    return copy
+
+
 def _from_proto(proto: onnx.ModelProto, name: str, limits: Limits, places: Places) -> ir.Model:
     """Convert and check a model; errors call it `name`."""
     if not proto.opset_import or not proto.HasField("graph"):

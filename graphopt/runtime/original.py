@@ -1,0 +1,43 @@
+"""Put trained weights, and slots for adapters, into the model that was compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+
+from graphopt.adapters.combined import slots_of, trained_adapters
+from graphopt.adapters.slots import add_slots
+from graphopt.graph import inference
+from graphopt.graph.loading import Source, original_proto
+from graphopt.graph.merging import adapted
+from graphopt.graph.metadata import original_name
+from graphopt.graph.roles import Role, with_role
+
+
+def trained_into(
+    model: ir.Model, state: Mapping[str, np.ndarray], into: Source, *, slots: bool
+) -> onnx.ModelProto:
+    """Return a copy of the model that was compiled, with the weights of a training graph.
+
+    Args:
+        model: the training graph.
+        state: the values of its state by name.
+        into: the model that was compiled.
+        slots: add slots for adapters instead of merging them.
+
+    Raises:
+        GraphoptError: `into` is another model, or adapters cannot be merged.
+    """
+    notes = [note for _, note in adapted(model)]
+    found = trained_adapters(model, state, "slots") if slots else []
+    trained = inference.trained(model, state, merge=not slots)
+    original = original_proto(into)
+    own = {name for note in notes for name in note.values}
+    changed = {original_name(x) for x in with_role(model, Role.PARAMETER, Role.STATISTIC)} - own
+    inference.put_into(original, trained, changed | (set() if slots else {note.weight for note in notes}))
+    if found:
+        add_slots(original, slots_of(model, found))
+    return original
