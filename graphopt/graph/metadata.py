@@ -97,6 +97,7 @@ BATCH_COUNT = Flag("graphopt.batch_count")  # the number of a batch's elements p
 BATCH_CORRECTION = Flag("graphopt.batch_correction")  # n / (n - 1) of this number n
 BATCH_GRADIENT = Flag("graphopt.batch_gradient")  # a sum over a batch in the gradient of batch statistics
 POSITIONS = Flag("graphopt.positions")  # a node that counts the positions in a mask
+IN_BLOCKS = Flag("graphopt.in_blocks")  # a Scan that saves memory: its work stays in the loop
 # In a body that computes losses of tokens: the node of the logits of a block
 BLOCK_LOGITS = Flag("graphopt.block_logits")
 ON_DEMAND = Flag("graphopt.on_demand")  # an output that a step reports only if it is named
