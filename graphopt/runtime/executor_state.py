@@ -14,8 +14,10 @@ import onnx_ir as ir
 from graphopt.arguments import Checked, checked
 from graphopt.errors import GraphoptError, kind_of, nearest, unknown
 from graphopt.graph import inference
+from graphopt.graph.loading import Source, read_original
 from graphopt.graph.metadata import UNTRAINED, add_labels, labels_in
 from graphopt.graph.not_a_model import check_path
+from graphopt.graph.original import write_weights
 from graphopt.graph.roles import FED, Role, with_role
 from graphopt.graph.state import STEP, accumulators
 from graphopt.graph.values import name_of
@@ -103,16 +105,25 @@ class ExecutorState(metaclass=Checked):
         return self._model
 
     @checked()
-    def trained(self, outputs: Sequence[str] | None = None) -> onnx.ModelProto:
+    def trained(self, outputs: Sequence[str] | None = None, *, into: Source | None = None) -> onnx.ModelProto:
         """Return the inference model with the trained weights, under the names of the model that was compiled.
 
         Args:
             outputs: the names of the outputs or inner values to compute; the model's outputs by default.
+            into: the file that was compiled, or its model. The result is this file with the trained weights: it has its
+                operators and, if it is a decoder, its cache.
 
         Raises:
-            GraphoptError: the inference model has no value with one of these names.
+            GraphoptError: the inference model has no value with one of these names, or `into` is not the model that
+                was compiled.
         """
+        if outputs is not None and into is not None:
+            raise GraphoptError("trained: expected outputs or into, found both")
         trained = inference.trained(self._model, self.state, outputs)
+        if into is not None:
+            file = read_original(into)
+            write_weights(file, trained, self._model)
+            trained = file
         if self._labels is not None:
             add_labels(trained, self._labels)
         return trained
