@@ -208,50 +208,6 @@ def _computing(proto: onnx.ModelProto, outputs: Sequence[str]) -> onnx.ModelProt
     return ir.to_proto(model)
 
 
-def put_into(original: onnx.ModelProto, trained: onnx.ModelProto, names: Collection[str]) -> None:
-    """Replace weights of the original model by those of the same names in a trained one.
-
-    Args:
-        original: the model that was compiled; it is changed.
-        trained: the trained model.
-        names: the names of the weights that changed.
-
-    Raises:
-        GraphoptError: the original lacks a weight, or has it in another type. Nothing is replaced.
-    """
-    new = {x.name: x for x in trained.graph.initializer if x.name in names}
-    old = {x.name: x for x in original.graph.initializer} | _constants(original)
-    reshaped = False
-    for name, weight in new.items():
-        kept = old.get(name)
-        if kept is None:
-            raise GraphoptError(
-                f"into: expected the model that was compiled, with the weight {name!r}, found another without it"
-            )
-        if kept.data_type != weight.data_type or (
-            kept.dims != weight.dims and len(kept.dims) != len(weight.dims)
-        ):
-            raise GraphoptError(
-                f"into: weight {name!r}: expected type {weight.data_type} and shape {list(weight.dims)}, found "
-                f"{kept.data_type} and {list(kept.dims)}: give the model that was compiled"
-            )
-        reshaped = reshaped or kept.dims != weight.dims
-    for name, weight in new.items():
-        old[name].CopyFrom(weight)
-    if reshaped:  # by passes.Head
-        types = {y.name: y.type for y in trained.graph.output}
-        del original.graph.value_info[:]
-        for y in original.graph.output:
-            if y.name in types:
-                y.type.CopyFrom(types[y.name])
-
-
-def _constants(model: onnx.ModelProto) -> dict[str, onnx.TensorProto]:
-    """Return the tensors of Constant nodes by the names of their outputs."""
-    nodes = (node for node in model.graph.node if node.op_type == "Constant")
-    return {node.output[0]: x.t for node in nodes for x in node.attribute if x.name == "value"}
-
-
 def replace_weights(model: onnx.ModelProto, trained: onnx.ModelProto) -> None:
     """Replace the weights of a model by the weights of the same names in a trained one."""
     weights = {x.name: x for x in trained.graph.initializer}

@@ -348,6 +348,21 @@ class TokenBlocks(Note, key="graphopt.token_blocks", expected="a share for label
 
 
 @dataclass(frozen=True)
+class Folded(Note, key="graphopt.folded", expected="models by the names of initializers"):
+    """Record how initializers of the file are computed from weights that took their places.
+
+    Args:
+        parts: for each of these initializers, a serialized model from weights to its numbers.
+    """
+
+    parts: Mapping[str, bytes] = field(default_factory=dict)
+
+    def models(self) -> dict[str, onnx.ModelProto]:
+        """Return the models by the names of the initializers."""
+        return {name: onnx.ModelProto.FromString(part) for name, part in self.parts.items()}
+
+
+@dataclass(frozen=True)
 class Caches(Note, key="graphopt.caches", expected="names of inputs and outputs"):
     """Record the inputs of a decoder's file that its training graph lacks, and the outputs that are its caches.
 
