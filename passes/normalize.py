@@ -40,6 +40,7 @@ from passes.gradients.registry import NO_GRADIENT, RULES
 from passes.gradients.rules.shape import spread_pads
 from passes.gradients.rules.windows import cropped, halved, window_of
 from passes.lowering import classical
+from passes.lowering.caches import remove_caches, set_aside
 from passes.lowering.sequences import lower_sequences
 from passes.weights import read_origins
 
@@ -70,6 +71,8 @@ class Normalize(Pass):
       a Gelu in elementary operators becomes a Gelu.
     - Sequences become the tensors that they contain, if the graph determines these.
     - Outputs that are strings, and labels of classical models, are removed. The trained model has them again.
+    - Caches of decoders are removed: the past is empty, and inputs that only caches read go. The trained model has the
+      outputs of caches again.
     - Weights in nodes (`Constant` and `ConstantOfShape` of more than one number) become initializers, initializers
       are no longer inputs, and unknown dimensions get names.
     - A model that needs a newer opset keeps it, with a warning.
@@ -91,6 +94,10 @@ class Normalize(Pass):
         if sources:  # inputs or weights themselves
             detach_outputs(model, sources, lambda value: True)
         _rename_what_the_runtime_names(model)
+        read = [x for x in model.graph.inputs if x.uses()]
+        with interface_kept(model):
+            self._inline(model)
+        remove_caches(model)
         with interface_kept(model):
             self._prepare(model)
             infer(model)
@@ -114,6 +121,7 @@ class Normalize(Pass):
             detach_outputs(
                 model, labels, is_floating, Role.SOURCE if any(map(is_floating, outputs)) else None
             )
+        set_aside(model, read)
         for value in model.graph.initializers.values():
             if name_of(value) in origins and is_floating(value) and Origin.read(value) is None:
                 origins[name_of(value)].write(value)
@@ -129,7 +137,7 @@ class Normalize(Pass):
         for value in model.graph.outputs:
             set_role(value, role_of(value) or Role.PREDICTION)
 
-    def _prepare(self, model: ir.Model) -> None:
+    def _inline(self, model: ir.Model) -> None:
         try:
             common.InlinePass(criteria=lambda function: (function.domain, function.name) not in RULES)(model)
         except ValueError as error:  # a function has another opset than the model
@@ -137,6 +145,8 @@ class Normalize(Pass):
         common.RemoveUnusedFunctionsPass()(model)  # type: ignore[no-untyped-call]
         refuse_foreign(model)
         forget(model)
+
+    def _prepare(self, model: ir.Model) -> None:
         pads_for_output_shapes(model)
         if any(map(lowering.is_lowered, model.graph.all_nodes())):
             upgrade(model)

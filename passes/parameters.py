@@ -12,7 +12,7 @@ import onnx_ir.passes.common as common
 
 from graphopt.errors import GraphoptError, some
 from graphopt.graph import metadata
-from graphopt.graph.metadata import EXPORT_ANEW, FROZEN, UNTRAINED, Kind, LeftOut, Origin
+from graphopt.graph.metadata import ADAPTER, EXPORT_ANEW, FROZEN, UNTRAINED, Kind, LeftOut, Origin
 from graphopt.graph.operators import MATRIX_PRODUCTS, RECURRENT
 from graphopt.graph.rewriting import Pass, Pattern, selects
 from graphopt.graph.roles import STATE, Role, role_of
@@ -110,6 +110,8 @@ class Parameters(Pass):
        input. A single number in arithmetic is a literal, unless the exporter calls it a parameter;
     4. otherwise it is a parameter if a gradient flows to it from an output.
 
+    Beside adapters, such as `passes.LoRA`, only their weights train, and those that `unfreeze` names.
+
     A copy of a weight that the exporter folded, transposed or reshaped is computed from the weight (tied).
     A decision by rule 3 alone, or a tie by equal numbers alone, is uncertain: a warning counts them and
     `run=report` lists them. Patterns are shell-style, one or several. They match names of initializers, and of the
@@ -154,8 +156,10 @@ class Parameters(Pass):
         _part_constant_uses(model)
         reached = evidence.reached(model.graph)
         floating, chosen = _floating(model), []
+        if (adapters := [x for x in floating if ADAPTER.is_set(x)]) and self.pattern:
+            _check_adapters(self.pattern, adapters)
         for value in floating:
-            origin, trains = self._decide(value, value in reached)
+            origin, trains = self._decide(value, value in reached, bool(adapters))
             origin.write(value)
             if trains:
                 chosen.append(value)
@@ -175,9 +179,9 @@ class Parameters(Pass):
             quantized.promote(value)
         quantized.restore()
 
-    def _decide(self, value: ir.Value, is_reached: bool) -> tuple[Origin, bool]:
+    def _decide(self, value: ir.Value, is_reached: bool, is_adapted: bool) -> tuple[Origin, bool]:
         """Return the kind of an initializer with the reason why it trains or not, and whether it does."""
-        origin = _origin(value)
+        origin = origin_in_file(value)
         named = replace(origin, kind=Kind.PARAMETER, why="named by the user", certain=True)
         if selects(self.freeze, value):
             return replace(named, why="frozen by the user", named=True), False
@@ -189,6 +193,8 @@ class Parameters(Pass):
             ends = [f"{node.op_type} node {node.name!r}" for node in dead_ends(value)]
             why = f"no gradient passes {', '.join(ends[:3])}" if ends else "no gradient flows to it"
             return replace(origin, why=why, certain=True), False
+        if is_adapted and origin.trains and not ADAPTER.is_set(value):
+            return replace(origin, why=_BESIDE_ADAPTERS, certain=True), False
         return origin, origin.trains
 
     def _tie(self, model: ir.Model, chosen: Sequence[ir.Value]) -> list[ir.Value]:
@@ -230,6 +236,18 @@ class Parameters(Pass):
         return None if not how[1] and merged else how
 
 
+_BESIDE_ADAPTERS = "frozen beside adapters; unfreeze trains it"
+
+
+def _check_adapters(pattern: Pattern, adapters: Sequence[ir.Value]) -> None:
+    """Raise an error if the weights that alone are to train include none of an adapter."""
+    if not any(selects(pattern, value) for value in adapters):
+        raise GraphoptError(
+            f"Parameters: pattern={pattern!r}: expected names of an adapter's weights, which else do not train, found "
+            f"none, the adapters have: {some([name_of(x) for x in adapters])}: set unfreeze to train more than them"
+        )
+
+
 def _floating(model: ir.Model) -> list[ir.Value]:
     return [value for value in model.graph.initializers.values() if is_floating(value)]
 
@@ -254,7 +272,7 @@ def _is_open(value: ir.Value) -> bool:
     return origin is None or not (origin.named or origin.certain)
 
 
-def _origin(value: ir.Value) -> Origin:
+def origin_in_file(value: ir.Value) -> Origin:
     """Return the kind of an initializer from the exporter's records, its uses and its numbers."""
     if FROZEN.is_set(value):
         why = "statistics of the data that the model was fitted to; unfreeze trains them"

@@ -97,6 +97,7 @@ D = N * H
 X, W, BIAS = floats(B, S, D), floats(D, 3 * D), floats(3 * D)
 Q, K, V = floats(B, S, D), floats(B, 3, D), floats(B, 3, D)
 GAMMA, BETA = floats(D), floats(D)
+TABLES = dict(zip(("cos", "sin"), (f(floats(16, 8)) for f in (np.cos, np.sin)), strict=True))
 COS, SIN = np.cos(floats(12, H // 2)), np.sin(floats(12, H // 2))
 MASKS = {
     "lengths": ints(3, 5),
@@ -125,6 +126,40 @@ def rotary(x: np.ndarray, positions: np.ndarray, turned: int = H, **attributes: 
     cos, sin = COS[:, : turned // 2], SIN[:, : turned // 2]
     inputs = {"x": x, "positions": positions, "cos": cos, "sin": sin}
     return Case("RotaryEmbedding", inputs, attributes, weights={"cos": cos, "sin": sin})
+
+
+def group_query(
+    heads: int = 4, of_keys: int = 2, size: int = 16, lengths: Any = (S, S), packed: bool = False, **more: Any
+) -> Case:
+    """Attention of S new positions with an empty past. Options that are arrays are inputs."""
+    q, k, v = floats(B, S, heads * size), floats(B, S, of_keys * size), floats(B, S, of_keys * size)
+    names = ("cos", "sin", "positions", "bias", "sink", "k_scale", "v_scale", "q_norm", "k_norm")
+    given = {name: more.pop(name) for name in names if name in more}
+    qkv = (
+        {"q": np.concatenate([q, k, v], axis=2), "k": None, "v": None} if packed else {"q": q, "k": k, "v": v}
+    )
+    inputs = {
+        **qkv,
+        "past_key": None,
+        "past_value": None,
+        "lengths": ints(*lengths) - 1,
+        "total": np.array(S, np.int32),
+    }
+    inputs |= {name: given.get(name) for name in names}
+    runs = more.pop("runs", True)
+    weights = {
+        name: x for name, x in inputs.items() if name in ("total", "cos", "sin", "sink", "q_norm", "k_norm")
+    }
+    return Case(
+        "GroupQueryAttention",
+        inputs,
+        {"num_heads": heads, "kv_num_heads": of_keys, **more},
+        {name: x for name, x in weights.items() if x is not None},
+        outputs=("y", "present_key", "present_value"),
+        fixed_inputs=("lengths", "positions"),
+        tolerance=2e-6,
+        runs=runs,
+    )
 
 
 def n_bits(bits: int, points: str = "", size: int = 40, bias: bool = False) -> Case:
@@ -273,6 +308,29 @@ CASES = {
     "rotary, part of a head": rotary(
         floats(B, S, 16), np.array([1], np.int64), turned=4, rotary_embedding_dim=4, num_heads=2
     ),
+    "group query": group_query(),
+    "group query, as many keys": group_query(of_keys=4, scale=0.3),
+    "group query, one key": group_query(of_keys=1),
+    "group query, packed": group_query(packed=True),
+    "group query, rotary": group_query(do_rotary=1, **TABLES),
+    "group query, packed, rotary": group_query(packed=True, do_rotary=1, **TABLES),
+    "group query, interleaved": group_query(do_rotary=1, rotary_interleaved=1, **TABLES),
+    "group query, part of a head": group_query(size=32, do_rotary=1, **TABLES),
+    "group query, positions": group_query(
+        do_rotary=1, positions=np.arange(3, 3 + B * S).reshape(1, -1)[:, :S].repeat(B, 0), **TABLES
+    ),
+    "group query, softcap": group_query(softcap=2.0),
+    "group query, bias": group_query(bias=floats(B, 4, S, S)),
+    "group query, one bias for all, softcap": group_query(bias=floats(1, 1, S, S), softcap=1.5),
+    "group query, window": group_query(local_window_size=2),
+    "group query, window, softcap, bias": group_query(
+        local_window_size=3, softcap=3.0, bias=floats(B, 1, S, S)
+    ),
+    "group query, smooth": group_query(smooth_softmax=1),
+    "group query, sink": group_query(sink=floats(4)),
+    "group query, sink, window": group_query(sink=floats(4), local_window_size=2, softcap=5.0),
+    "group query, not causal": group_query(causal=0),
+    "group query, not causal, padded": group_query(causal=0, lengths=(3, 5)),
     "4 bits": n_bits(4),
     "4 bits, zero points": n_bits(4, "packed"),
     "4 bits, floating zero points": n_bits(4, "floating"),
@@ -432,6 +490,7 @@ def test_a_lowering_has_the_gradient_of_what_it_computes(name):
 def test_every_lowering_has_a_case():
     named = {case.op_type for case in ALL.values()} | {"TransposeMatMul", "SVMClassifier", "SVMRegressor"}
     named |= {"QuantizeLinear", "DequantizeLinear"}  # test_masters
+    named |= {"GatherBlockQuantized"}  # test_packed_weights
     assert {op_type for _, op_type in LOWERINGS} == named
 
 

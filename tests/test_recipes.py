@@ -93,6 +93,8 @@ def test_keys_and_defaults_are_the_class_s(path: Path) -> None:
         node = node.get("precision", node)  # float16 is about more than its group
         assert node["dtype"] == path.stem
         check({**node, "dtype": "float16"})
+    elif path.stem == "dora":
+        assert node == {"defaults": ["lora", "_self_"], "dora": True}
     elif path.stem == "exported":
         assert options(path)["as_exported"] is True
         check({**options(path), "as_exported": False})

@@ -12,11 +12,13 @@ from onnx_ir.passes.common import IdentityEliminationPass, RemoveUnusedNodesPass
 
 from graphopt.errors import GraphoptError, unknown
 from graphopt.graph import metadata
+from graphopt.graph.merging import merged_weights
 from graphopt.graph.metadata import Detached, InferenceForm
 from graphopt.graph.opsets import ir_version_of, rewrite_in, versions_of
 from graphopt.graph.postprocessing import restore, restore_notes, store
 from graphopt.graph.rewriting import interface_kept, needed, protect
 from graphopt.graph.roles import STATE, Role, role_of, with_role
+from graphopt.graph.scans import remove_unused_results
 from graphopt.graph.storage import declare_inputs
 from graphopt.graph.traversal import extracted_between
 from graphopt.graph.values import like, name_of, swap
@@ -35,8 +37,11 @@ def stand_in(node: ir.Node, outputs: Sequence[ir.Value]) -> None:
                 InferenceForm(operator=(node.op_type, attributes), reads=tuple(inputs), output=i).write(y)
 
 
-def extract(model: ir.Model, outputs: Sequence[ir.Value]) -> ir.Model:
-    """Return the part of a training graph that computes `outputs`, in its inference form."""
+def extract(model: ir.Model, outputs: Sequence[ir.Value], *, merged: bool = False) -> ir.Model:
+    """Return the part of a training graph that computes `outputs`, in its inference form.
+
+    With `merged`, it is the part without adapters, for weights into which they are merged.
+    """
 
     def part(graph: ir.Graph, outputs: Sequence[ir.Value]) -> ir.Model:
         cut = extracted_between(graph, list(graph.inputs), list(outputs))
@@ -44,9 +49,10 @@ def extract(model: ir.Model, outputs: Sequence[ir.Value]) -> ir.Model:
 
     extracted = part(model.graph, outputs)
     with interface_kept(extracted):
-        _switch_to_inference(extracted.graph)
+        _switch_to_inference(extracted.graph, merged)
     # Extract again: the first time, values that only bodies of unused nodes read were kept.
     extracted = part(extracted.graph, extracted.graph.outputs)
+    remove_unused_results(extracted.graph)
     with protect(needed(extracted)):
         IdentityEliminationPass()(extracted)
     unread = {x.name for x in model.graph.inputs if role_of(x) is Role.DATA and not x.uses()}
@@ -64,14 +70,14 @@ def _remove_unused(model: ir.Model, kept: Collection[str | None] = ()) -> None:
     RemoveUnusedOpsetsPass()(model)
 
 
-def _switch_to_inference(graph: ir.Graph) -> None:
+def _switch_to_inference(graph: ir.Graph, merged: bool) -> None:
     inputs = {value.name: value for value in graph.inputs}
     same: dict[str, ir.Value] = {}
     cast: set[ir.DataType | None] = set()
     made: dict[str, ir.Node] = {}
     for node in list(graph):
         form = InferenceForm.read(node.outputs[0])
-        if form is None:
+        if form is None or (form.merged and not merged):
             continue
         InferenceForm.remove(node.outputs[0])
         for index, name in form.inputs.items():
@@ -132,8 +138,10 @@ def trained(
         outputs: the names of the outputs or inner values to compute; the model's outputs by default.
         as_stored: store weights in the form of the original file, such as float16 or integers; otherwise as they train.
     """
-    inference = extract(model, with_role(model, Role.PREDICTION, Role.SOURCE) or with_role(model, Role.LOSS))
+    outputs_of_model = with_role(model, Role.PREDICTION, Role.SOURCE) or with_role(model, Role.LOSS)
+    inference = extract(model, outputs_of_model, merged=True)
     graph = inference.graph
+    changed = merged_weights(model, state)
     for value in [value for value in graph.inputs if role_of(value) in STATE]:
         graph.inputs.remove(value)
         graph.initializers.pop(value.name or "", None)
@@ -141,10 +149,13 @@ def trained(
         value.name = metadata.original_name(value)
         if value.name in graph.initializers:
             raise metadata.malformed(value, metadata.ORIGINAL_NAME.key, "a name that no other value has")
+        array = changed.pop(value.name, array)
         value.const_value = ir.tensor(array, name=value.name)
         graph.register_initializer(value)
     for value in list(graph.initializers.values()):
         value.name = metadata.original_name(value)
+        if value.name in changed:
+            value.const_value = ir.tensor(changed.pop(value.name), name=value.name)
     if as_stored:
         store(inference)
     for value in [*graph.inputs, *graph.outputs, *graph.initializers.values()]:

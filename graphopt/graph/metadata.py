@@ -12,6 +12,7 @@ import dataclasses
 import enum
 import functools
 import json
+import math
 import types
 import zlib
 from collections.abc import Mapping, Sequence
@@ -85,6 +86,9 @@ BATCH_WEIGHT = Text("graphopt.batch_weight")
 RUNTIME = Text("graphopt.needs_runtime")  # of a model: the package of the only runtime that runs it
 HOST = Text("graphopt.host")  # of a model: host.json; see graphopt.hosts.contract
 LABELS = Text("labels")  # of a model: the names of its classes, a list in JSON; the trained model has it, too
+ADAPTER = Flag(
+    "graphopt.is_of_adapter"
+)  # an initializer that an adapter added or replaced, and that trains in place of others
 FROZEN = Flag("graphopt.frozen")  # an initializer that trains only if selected by name
 UNTRAINED = Flag("graphopt.untrained")  # a weight that could train but does not in this training graph
 OF_BATCH = Flag("graphopt.of_batch")  # a BatchNormalization that uses batch statistics in its inference form
@@ -93,6 +97,13 @@ BATCH_COUNT = Flag("graphopt.batch_count")  # the number of a batch's elements p
 BATCH_CORRECTION = Flag("graphopt.batch_correction")  # n / (n - 1) of this number n
 BATCH_GRADIENT = Flag("graphopt.batch_gradient")  # a sum over a batch in the gradient of batch statistics
 POSITIONS = Flag("graphopt.positions")  # a node that counts the positions in a mask
+# In a body that computes losses of tokens: the node of the logits of a block
+BLOCK_LOGITS = Flag("graphopt.block_logits")
+ON_DEMAND = Flag("graphopt.on_demand")  # an output that a step reports only if it is named
+# In self-attention: the node of scores [rows, ..., queries, keys] with all masks, before the softmax; and the node of
+# the positions of tokens, int64 [tokens] or [rows, tokens], by which a table of angles is read
+ATTENTION_SCORES = Flag("graphopt.attention_scores")
+TOKEN_POSITIONS = Flag("graphopt.token_positions")
 STOP_GRADIENT = Flag("graphopt.stop_gradient")  # a node that no gradient passes
 DERIVATIVE = Flag("graphopt.derivative")  # an output that is the derivative of another
 STORED = Flag("graphopt.stored")  # a node that rounds a weight to its form in the file
@@ -108,7 +119,7 @@ def original_name(value: ir.Value) -> str:
     return str(value.name) if noted is None else noted
 
 
-def copy(source: Holder, target: Holder) -> None:
+def copy(source: Holder | ir.TensorProtocol, target: Holder | ir.TensorProtocol) -> None:
     """Copy all notes of `source` to `target`."""
     target.metadata_props.update(source.metadata_props)
 
@@ -249,6 +260,7 @@ class TargetSpec(
         task: `regression`, `binary` or `classification`.
         axis, classes, ignore_index, target_probabilities: options of a classification; see `CrossEntropy`.
         from_logits: whether a classification predicts logits; otherwise, it predicts probabilities.
+        shift: by how many places the target is ahead of the prediction along axis 1, as that of a causal language model.
         threshold, labels: options of a binary loss: predictions above `threshold` mean the second label.
     """
 
@@ -259,12 +271,13 @@ class TargetSpec(
     ignore_index: int | None = None
     target_probabilities: bool = False
     from_logits: bool = True
+    shift: int = 0
     threshold: float | None = None
     labels: tuple[float, float] | None = None
 
     def check(self) -> None:
         needed = {"regression": (), "binary": (self.threshold, self.labels), "classification": (self.axis,)}
-        _check(None not in needed[self.task])
+        _check(None not in needed[self.task], self.shift in (0, 1))
 
 
 @dataclass(frozen=True)
@@ -280,6 +293,7 @@ class InferenceForm(
         same_as: the number of the input that the output equals.
         operator: the operator that computes the output in inference, with its attributes; `reads` are the names of
             its inputs, and `output` is the number of its output.
+        merged: whether the form holds only once adapters are merged into the weights.
     """
 
     inputs: Mapping[int, str] = field(default_factory=dict)
@@ -287,6 +301,7 @@ class InferenceForm(
     operator: tuple[str, dict[str, Any]] | None = None
     reads: tuple[str, ...] = ()
     output: int = 0
+    merged: bool = False
 
     def check(self) -> None:
         _check(all(index >= 0 for index in self.inputs), 0 <= self.output < MANY)
@@ -315,6 +330,33 @@ class Detached(Note, key="graphopt.aside", expected="outputs and the parts that 
     def models(self) -> list[onnx.ModelProto]:
         """Return the parts in the order in which they were detached."""
         return [onnx.ModelProto.FromString(part) for part in self.parts]
+
+
+@dataclass(frozen=True)
+class TokenBlocks(Note, key="graphopt.token_blocks", expected="a share for label smoothing"):
+    """Mark a Scan that computes the cross-entropy of tokens in blocks from their logits.
+
+    Args:
+        label_smoothing: the share of the target that is spread over all classes.
+    """
+
+    label_smoothing: float = 0.0
+
+    def check(self) -> None:
+        _check(0 <= self.label_smoothing <= 1)
+
+
+@dataclass(frozen=True)
+class Caches(Note, key="graphopt.caches", expected="names of inputs and outputs"):
+    """Record the inputs of a decoder's file that its training graph lacks, and the outputs that are its caches.
+
+    Args:
+        inputs: the past of each cache, and what only caches read.
+        outputs: the present of each cache.
+    """
+
+    inputs: tuple[str, ...] = ()
+    outputs: tuple[str, ...] = ()
 
 
 class Kind(enum.Enum):
@@ -365,6 +407,53 @@ class Origin(Note, key="graphopt.origin", expected="what an initializer is, as g
     def reason(self) -> str:
         """Return the evidence and the names of tied initializers."""
         return "; ".join([self.why, *(f"{copy.name!r} is {copy.how}" for copy in self.copies)])
+
+
+@dataclass(frozen=True)
+class Adapted(
+    Note,
+    key="graphopt.adapter",
+    expected="an adapter, the weight that it changes, its values and how they become matrices",
+):
+    """Record how an adapter changes a weight. The note is on the first of the adapter's values, such as NAME.lora_A.
+
+    As matrices, the weight w and the values a and b are laid out so that w' = w + scale a b for LoRA: [..., K, N],
+    [..., K, r] and [..., r, N]. See `graphopt.graph.merging`.
+
+    Args:
+        adapter: the name of the adapter's class, such as `LoRA`.
+        weight: the name of the weight in the original model.
+        name: the name of the parameter from which the exporter made the weight, or that of the weight.
+        values: the names of the adapter's values, in the order in which its `merge` takes them.
+        kind: what reads the weight: `product`, `convolution`, `transposed convolution`, `embedding` or `recurrence`.
+        scale: the factor of the change.
+        alpha: the numerator of the factor.
+        rank_stabilized: whether the denominator is the root of the rank, not the rank.
+        part: the name of the part of a packed projection that it changes.
+        groups: the groups of a convolution.
+        moves: the permutations of axes and the shapes that turn the file's weight into what the product multiplies by.
+        columns: the first and the last + 1 of the outputs that it changes; None for all.
+        quantized: whether the file stores the weight in integers, into which nothing can be merged.
+    """
+
+    adapter: str
+    weight: str
+    name: str
+    values: tuple[str, ...]
+    kind: str
+    scale: float = 1.0
+    alpha: float = 1.0
+    rank_stabilized: bool = False
+    part: str = ""
+    groups: int = 1
+    moves: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    columns: tuple[int, int] | None = None
+    quantized: bool = False
+
+    def check(self) -> None:
+        kinds = ("product", "convolution", "transposed convolution", "embedding", "recurrence")
+        _check(self.kind in kinds, self.groups > 0, math.isfinite(self.scale), bool(self.values))
+        _check(all(how in ("transpose", "reshape") for how, _ in self.moves))
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,11 @@ from graphopt.graph.emitter import Emitter
 from graphopt.graph.traversal import subgraphs
 from graphopt.graph.values import swap
 from passes.gradients.registry import RULES, parameters_of
+from passes.lowering import attention as attention
 from passes.lowering import classical as classical
 from passes.lowering import contrib as contrib
+from passes.lowering import decoders as decoders
+from passes.lowering import quantized as quantized
 from passes.lowering.registry import LOWERINGS, Lowering
 
 

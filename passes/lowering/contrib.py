@@ -1,32 +1,21 @@
 """Lower operators of com.microsoft that ONNX Runtime's optimizer and quantization create.
 
-See https://github.com/microsoft/onnxruntime/blob/main/docs/ContribOperators.md. Attention is computed as by ONNX
-Runtime's CPU provider, with dimensions B batch, S query positions, T key positions including past ones, N heads, and H
-numbers per head.
+See https://github.com/microsoft/onnxruntime/blob/main/docs/ContribOperators.md.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import onnx_ir as ir
 from onnx_ir import Value
 
 from graphopt.errors import GraphoptError
 from graphopt.graph.emitter import Emitter, Input
 from graphopt.graph.operators import MICROSOFT, schema_of
-from graphopt.graph.values import constant_of, rank
-from passes.lowering.registry import freeze, lowers
-
-MASKED = -10000.0
-
-
-def _plus(x: Value, bias: Input) -> Value:
-    """Return x + bias, or x if `bias` is None."""
-    return x if bias is None else x + bias
+from graphopt.graph.values import rank
+from passes.lowering.registry import lowers, plus
 
 
 @lowers("DequantizeLinear", "Gelu", "LayerNormalization", "QuantizeLinear", domain=MICROSOFT)
@@ -39,7 +28,7 @@ def as_in_onnx(
 
 
 lowers("BiasGelu", domain=MICROSOFT)(lambda op, x, bias: op.Gelu(x + bias))
-lowers("FastGelu", domain=MICROSOFT)(lambda op, x, bias=None: op.Gelu(_plus(x, bias), approximate="tanh"))
+lowers("FastGelu", domain=MICROSOFT)(lambda op, x, bias=None: op.Gelu(plus(x, bias), approximate="tanh"))
 lowers("QuickGelu", domain=MICROSOFT)(lambda op, x, *, alpha=1.702: x * op.Sigmoid(alpha * x))
 
 
@@ -72,7 +61,7 @@ def fused_conv(
     op: Emitter, x: Value, w: Value, b: Input = None, z: Input = None, *, activation: str = "", **window: Any
 ) -> Value:
     numbers = window.pop("activation_params", ())
-    return activate(op, _plus(op.Conv(x, w, b, **window), z), activation, numbers)
+    return activate(op, plus(op.Conv(x, w, b, **window), z), activation, numbers)
 
 
 @lowers("FusedMatMul", "TransposeMatMul", domain=MICROSOFT)
@@ -126,7 +115,7 @@ def skip_layer_normalization(
     *,
     epsilon: float = 1e-12,
 ) -> Sequence[Value | None]:
-    total = _plus(x + skip, bias)
+    total = plus(x + skip, bias)
     return op.LayerNormalization(total, scale, shift, epsilon=epsilon), None, None, total
 
 
@@ -134,7 +123,7 @@ def skip_layer_normalization(
 def skip_simplified_layer_normalization(
     op: Emitter, x: Value, skip: Value, scale: Value, bias: Input = None, *, epsilon: float = 1e-12
 ) -> Sequence[Value | None]:
-    total = _plus(x + skip, bias)
+    total = plus(x + skip, bias)
     return root_mean_square(op, total, scale, epsilon=epsilon), None, None, total
 
 
@@ -186,275 +175,4 @@ def bias_dropout(
 ) -> Sequence[Value]:
     attributes = {} if seed is None else {"seed": seed}
     y, mask = op.Dropout(x + bias, ratio, training_mode, _outputs=2, **attributes)
-    return _plus(y, residual), mask
-
-
-@lowers("MatMulNBits", domain=MICROSOFT)
-def mat_mul_n_bits(
-    op: Emitter,
-    a: Value,
-    b: Value,
-    scales: Value,
-    zero_points: Input = None,
-    group_index: Input = None,
-    bias: Input = None,
-    *,
-    K: int,
-    N: int,
-    bits: int = 4,
-    block_size: int,
-    accuracy_level: int = 0,
-    node: ir.Node,
-) -> Value:
-    """Compute a w + bias for a frozen weight that stays packed: DequantizeLinear also reads two numbers per byte.
-
-    `accuracy_level`, which permits a runtime to round `a`, is ignored. The weight has three axes, [blocks, block_size,
-    N], because runtimes would fuse a weight of two axes with the product and round `a` again.
-    """
-    if bits not in (2, 4, 8):
-        raise GraphoptError(f"its attribute bits={bits} is not covered: expected 2, 4 or 8")
-    if group_index is not None:
-        raise GraphoptError(f"its input 4, {group_index.name!r}, is not covered: expected none")
-    packed, points = _stored(b, "weight"), None
-    blocks = -(-K // block_size)
-    numbers = _unpacked_numbers(packed.reshape(N, -1), bits)
-    if zero_points is None:
-        points = np.full((N, blocks), 2 ** (bits - 1), np.uint8)
-    elif zero_points.dtype == ir.DataType.UINT8:
-        points = _unpacked_numbers(_stored(zero_points, "zero points").reshape(N, -1), bits)[:, :blocks]
-    scales = _by_block(op, scales, N, blocks)
-    w = op.DequantizeLinear(
-        _integers(op, node, "weight", numbers.T.reshape(blocks, block_size, N), bits),
-        scales,
-        None if points is None else _integers(op, node, "zero_points", points.T[:, None], bits),
-        axis=1,
-        block_size=block_size,
-    )
-    if zero_points is not None and points is None:
-        w = w - scales * _by_block(op, zero_points, N, blocks)
-    w = op.Reshape(w, [blocks * block_size, N])
-    if blocks * block_size != K:
-        w = op.Slice(w, [0], [K], [0])
-    return _plus(op.MatMul(a, w), bias)
-
-
-def _stored(x: Value, name: str) -> np.ndarray:
-    """Return the numbers of an initializer."""
-    array = constant_of(x)
-    if array is None:
-        raise GraphoptError(f"expected its {name} {x.name!r} to be an initializer, found a computed value")
-    return array
-
-
-def _by_block(op: Emitter, x: Value, n: int, blocks: int) -> Value:
-    """Return the frozen numbers of each row's blocks as [blocks,1,n]."""
-    return op.Unsqueeze(op.Transpose(op.Reshape(freeze(x), [n, blocks]), perm=[1, 0]), [1])
-
-
-def _unpacked_numbers(rows: np.ndarray, bits: int) -> np.ndarray:
-    """Return the numbers of packed rows, low bits of each byte first."""
-    parts = [rows >> shift & 2**bits - 1 for shift in range(0, 8, bits)]
-    return np.stack(parts, axis=-1).reshape(len(rows), -1)
-
-
-def _integers(op: Emitter, node: ir.Node, label: str, numbers: np.ndarray, bits: int) -> Value:
-    dtype = ir.DataType.UINT8 if bits == 8 else ir.DataType.UINT4
-    return op.initializer(ir.tensor(numbers.astype(dtype.numpy()), name=f"{node.outputs[0].name}.{label}"))
-
-
-@lowers("Attention", domain=MICROSOFT)
-def attention(
-    op: Emitter,
-    x: Value,
-    weights: Value,
-    bias: Input = None,
-    mask_index: Input = None,
-    past: Input = None,
-    attention_bias: Input = None,
-    *,
-    num_heads: int,
-    unidirectional: int = 0,
-    scale: float = 0.0,
-    qkv_hidden_sizes: Sequence[int] = (),
-    mask_filter_value: float = MASKED,
-) -> Sequence[Value | None]:
-    """Compute softmax(q k^T scale + mask) v, with q, k and v concatenated in x weights + bias."""
-    sizes = list(qkv_hidden_sizes) or [_size(weights, 1) // 3] * 3
-    parts = op.Split(_plus(op.MatMul(x, weights), bias), sizes, axis=-1, _outputs=3)
-    past_key, past_value = (past and op.Gather(past, i, axis=0) for i in range(2))
-    y, k, v = multi_head_attention(
-        op,
-        *(*parts, None, mask_index, attention_bias, past_key, past_value),
-        num_heads=num_heads,
-        unidirectional=unidirectional,
-        scale=scale,
-        mask_filter_value=mask_filter_value,
-    )
-    alike = sizes[1] == sizes[2]
-    return y, op.Concat(op.Unsqueeze(k, [0]), op.Unsqueeze(v, [0]), axis=0) if alike else None
-
-
-@lowers("MultiHeadAttention", domain=MICROSOFT)
-def multi_head_attention(
-    op: Emitter,
-    query: Value,
-    key: Input = None,
-    value: Input = None,
-    bias: Input = None,
-    key_padding_mask: Input = None,
-    attention_bias: Input = None,
-    past_key: Input = None,
-    past_value: Input = None,
-    *,
-    num_heads: int,
-    unidirectional: int = 0,
-    scale: float = 0.0,
-    mask_filter_value: float = MASKED,
-) -> Sequence[Value]:
-    """Compute softmax(q k^T scale + mask) v, with q, k and v from three, two or one input, depending on their ranks."""
-    parts = _parts(op, query, key, value)
-    sizes = [_size(x, -1) * (num_heads if rank(x) == 4 else 1) for x in parts]
-    if bias is not None:
-        biases = op.Split(bias, sizes, axis=0, _outputs=3)
-        pairs = zip(parts, biases, strict=True)
-        parts = [x + (op.Reshape(b, [num_heads, 1, -1]) if rank(x) == 4 else b) for x, b in pairs]
-    q, k, v = (
-        x if rank(x) == 4 else _split_heads(op, x, num_heads, size)
-        for x, size in zip(parts, sizes, strict=True)
-    )
-    fresh = k
-    if past_key is not None:
-        k, v = op.Concat(past_key, k, axis=2), op.Concat(past_value, v, axis=2)
-    mask = _mask(op, q, k, fresh, key_padding_mask, unidirectional, mask_filter_value)
-    scores = op.MatMul((scale or 1 / math.sqrt(_size(q, -1))) * q, op.Transpose(k, perm=[0, 1, 3, 2]))
-    y = op.MatMul(op.Softmax(_plus(_plus(scores, mask), attention_bias), axis=-1), v)
-    return _merge_heads(op, y, sizes[2]), k, v
-
-
-def _parts(op: Emitter, query: Value, key: Input, value: Input) -> list[Value]:
-    """Return query, key and value as [B,S,NH], or as [B,N,S,H] if the heads are split already.
-
-    A packed query or key of [B,S,N,parts,H] contains those that are left out.
-    """
-    if key is not None and value is not None:
-        return [query, key, value]
-    packed, first = (query, []) if key is None else (key, [query])
-    if rank(packed) != 5:
-        raise GraphoptError(
-            "expected query, key and value, or a packed query or key of 5 axes, found neither"
-        )
-    count = _size(packed, 3)
-    if count not in (2, 3):
-        raise GraphoptError(f"expected 2 or 3 packed parts, found {packed.name!r} of shape {packed.shape}")
-    parts = (op.Gather(packed, i, axis=3) for i in range(count))
-    return [*first, *(op.Transpose(part, perm=[0, 2, 1, 3]) for part in parts)]
-
-
-def _split_heads(op: Emitter, x: Value, heads: int, size: int) -> Value:
-    """Reshape [B,S,NH] to [B,N,S,H]."""
-    return op.Transpose(op.Reshape(x, [0, 0, heads, size // heads]), perm=[0, 2, 1, 3])
-
-
-def _merge_heads(op: Emitter, y: Value, size: int) -> Value:
-    """Reshape [B,N,S,H] to [B,S,NH]."""
-    return op.Reshape(op.Transpose(y, perm=[0, 2, 1, 3]), [0, 0, size])
-
-
-def _mask(
-    op: Emitter, q: Value, k: Value, fresh: Value, mask: Input, unidirectional: int, masked: float
-) -> Value | None:
-    """Return the term to add to the scores, in a shape that broadcasts to [B,N,S,T], or None."""
-    padding = None if mask is None else _padding(op, q, k, mask, masked)
-    if not unidirectional:
-        return padding
-    positions, before = _length(op, q), _length(op, k) - _length(op, fresh)
-    rows = op.Unsqueeze(op.Range(0, positions, 1) + before, [1])
-    seen = op.LessOrEqual(op.Range(0, _length(op, k), 1), rows)
-    lowest = op.constant(float(np.finfo(q.dtype.numpy()).min), like=q)  # type: ignore[union-attr]
-    return op.Where(seen, op.CastLike(0.0, q) if padding is None else padding, lowest)
-
-
-def _padding(op: Emitter, q: Value, k: Value, mask: Value, masked: float) -> Value:
-    """Return `masked` for ignored keys and 0 for others, from any of the mask formats of the operators.
-
-    [B,T] and [B,S,T]: 1 for keys that count. [B]: the number of keys that count in each row. [2B]: for each row the end
-    of the keys that count, then for each row their start.
-    """
-    if rank(mask) in (2, 3):
-        unmasked = op.Unsqueeze(op.Greater(mask, 0), [1, 2] if rank(mask) == 2 else [1])
-    elif rank(mask) == 1:
-        rows = op.Shape(q, start=0, end=1)
-        zeros = op.Expand(op.CastLike(0, mask), rows)
-        bounds = op.Slice(op.Concat(mask, zeros, axis=0), [0], 2 * rows, [0])
-        bounds = op.Reshape(bounds, op.Concat([2], rows, [1, 1, 1], axis=0))
-        positions = op.CastLike(op.Range(0, _length(op, k), 1), mask)
-        end, start = op.Gather(bounds, 0, axis=0), op.Gather(bounds, 1, axis=0)
-        unmasked = op.And(op.Less(positions, end), op.GreaterOrEqual(positions, start))
-    else:
-        raise GraphoptError(
-            f"its mask {mask.name!r} of {rank(mask)} axes is not covered: expected 1 to 3 axes"
-        )
-    return op.Where(unmasked, op.CastLike(0.0, q), op.constant(masked, like=q))
-
-
-def _length(op: Emitter, x: Value) -> Value:
-    """Return the number of positions of [B,N,S,H] as a scalar."""
-    return op.Squeeze(op.Shape(x, start=2, end=3), [0])
-
-
-def _size(x: Value, axis: int) -> int:
-    assert x.shape is not None
-    size = x.shape[axis]
-    if not isinstance(size, int):
-        raise GraphoptError(f"expected a known size of {x.name!r} along axis {axis}, found {x.shape}")
-    return size
-
-
-@lowers("RotaryEmbedding", domain=MICROSOFT)
-def rotary_embedding(
-    op: Emitter,
-    x: Value,
-    position_ids: Value,
-    cosines: Value,
-    sines: Value,
-    *,
-    interleaved: int = 0,
-    num_heads: int = 0,
-    rotary_embedding_dim: int = 0,
-    scale: float = 1.0,
-) -> Value:
-    """Rotate pairs of numbers of each head by their position (Su et al., https://arxiv.org/abs/2104.09864).
-
-    The first `rotary_embedding_dim` numbers of each head rotate, by default all. A pair consists of a number of the
-    first half and one of the second half, or of neighbours if `interleaved`. If `position_ids` has rank 1, it is the
-    first position.
-    """
-    if scale != 1:
-        raise GraphoptError(f"its attribute scale={scale} is not covered: expected 1.0")
-    rotary_dim = 2 * _size(cosines, 1)
-    heads_first, axes = x, [1]
-    if rank(x) != 4:
-        head = _size(x, -1) // num_heads if num_heads else rotary_dim
-        heads_first = _split_heads(op, x, _size(x, -1) // head, _size(x, -1))
-    if rank(position_ids) == 1:
-        position_ids = position_ids + op.CastLike(op.Range(0, _length(op, heads_first), 1), position_ids)
-        axes = [0, 1]
-    cosine, sine = (op.Unsqueeze(op.Gather(freeze(cache), position_ids), axes) for cache in (cosines, sines))
-
-    def rotated(a: Value, b: Value) -> tuple[Value, Value]:
-        return a * cosine - b * sine, b * cosine + a * sine
-
-    rest = _size(heads_first, -1) - rotary_dim
-    part = heads_first
-    if rest:
-        part, tail = op.Split(heads_first, [rotary_dim, rest], axis=-1, _outputs=2)
-    if interleaved:
-        pairs = op.Reshape(part, [0, 0, 0, rotary_dim // 2, 2])
-        a, b = (op.Gather(pairs, i, axis=4) for i in range(2))
-        turn = op.Concat(*(op.Unsqueeze(x, [4]) for x in rotated(a, b)), axis=4)
-        turn = op.Reshape(turn, [0, 0, 0, rotary_dim])
-    else:
-        a, b = op.Split(part, num_outputs=2, axis=-1, _outputs=2)
-        turn = op.Concat(*rotated(a, b), axis=-1)
-    y = op.Concat(turn, tail, axis=-1) if rest else turn
-    return y if rank(x) == 4 else _merge_heads(op, y, _size(x, -1))
+    return plus(y, residual), mask

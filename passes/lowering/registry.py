@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import onnx_ir as ir
 
-from graphopt.graph.emitter import Emitter
+from graphopt.graph.emitter import Emitter, Input
 from graphopt.graph.metadata import FROZEN
 from passes.gradients.registry import F, registering
 
@@ -39,3 +39,8 @@ def freeze(x: ir.Value) -> ir.Value:
     if x.is_initializer():
         FROZEN.set(x)
     return x
+
+
+def plus(x: ir.Value, bias: Input) -> ir.Value:
+    """Return x + bias, or x if `bias` is None."""
+    return x if bias is None else x + bias

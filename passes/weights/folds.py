@@ -250,13 +250,18 @@ def _scalar(x: np.ndarray, wanted: np.ndarray, call: str) -> list[np.ndarray]:
 
 
 def groups(weights: Sequence[ir.Value]) -> list[list[ir.Value]]:
-    """Group weights with the same numbers, in any order of their axes. Each other weight is a separate group."""
-    result: dict[object, list[ir.Value]] = defaultdict(list)
+    """Group weights with the same numbers, in any order of their axes."""
+    alike: dict[object, list[ir.Value]] = defaultdict(list)
     for weight in weights:
         numbers = array(weight)
-        bits = np.ascontiguousarray(numbers).view(f"u{numbers.dtype.itemsize}")
-        total = int(bits.sum(dtype=np.uint64))  # which does not depend on the order of the numbers
-        result[numbers.dtype.str, numbers.size, total].append(weight)
+        ends = numbers.flat[:1].tobytes(), numbers.flat[-1:].tobytes()  # the same in any order of the axes
+        alike[numbers.dtype.str, numbers.size, ends].append(weight)
+    result: dict[object, list[ir.Value]] = defaultdict(list)
+    for key, group in alike.items():
+        for weight in group if len(group) > 1 else ():
+            numbers = array(weight)
+            bits = np.ascontiguousarray(numbers).view(f"u{numbers.dtype.itemsize}")
+            result[key, int(bits.sum(dtype=np.uint64))].append(weight)
     return [group for group in result.values() if len(group) > 1]
 
 

@@ -50,7 +50,7 @@ def separate_merged(model: ir.Model) -> dict[str, Origin]:
             continue
         name, y.name = name_of(y), f"{y.name}/alias"
         own = [reader for reader in x.consumers() if reader.op_type != "Identity"]
-        is_one = _is_folded(name) and _modules(own, modules) & _modules(y.consumers(), modules)
+        is_one = is_generated(name) and _modules(own, modules) & _modules(y.consumers(), modules)
         copy = x if is_one else register(model, name, array(x).copy())
         ir.convenience.replace_all_uses_with(y, copy)
         model.graph.remove(node, safe=True)
@@ -65,7 +65,7 @@ def restore_rows(model: ir.Model) -> dict[str, Origin]:
     for value in weights_in(model):
         name, readers = name_of(value), list(value.consumers())
         added = bool(readers) and all(reader.op_type == "Add" for reader in readers)
-        if not (added and _is_folded(name)) or len(value.shape or ()) < 3 or evidence.constant_value(value):
+        if not (added and is_generated(name)) or len(value.shape or ()) < 3 or evidence.constant_value(value):
             continue
         if (table := folds.gather_rows(model, value, f"{name}.table")) is not None:
             why = f"rows of a parameter{_of(readers[0])}, which {name} gathers"
@@ -79,7 +79,7 @@ def restore_masks(model: ir.Model) -> dict[str, Origin]:
     for value in weights_in(model):
         name, uses, numbers = name_of(value), list(value.uses()), array(value)
         is_factor = bool(uses) and all(node.op_type in _WEIGHTED and index < 2 for node, index in uses)
-        if not (is_factor and _is_folded(name) and evidence.is_sparse(numbers)):
+        if not (is_factor and is_generated(name) and evidence.is_sparse(numbers)):
             continue
         mask = register(model, f"{name}.mask", (numbers != 0).astype(numbers.dtype))
         with Emitter(model) as op:
@@ -104,7 +104,7 @@ def origin_of(value: ir.Value, model: ir.Model) -> Origin:
     if name.endswith(("_u", "_v")) and all(x is not None and array(x).ndim == 1 for x in pair):
         why = "a singular vector, which spectral normalization estimates"
         return Origin(Kind.BUFFER, why, certain=False, named=True)
-    if _is_folded(name):
+    if is_generated(name):
         return _folded(value, known)
     if is_buffer(name):
         return Origin(Kind.BUFFER, "its name is one that buffers have", certain=False, named=True)
@@ -147,7 +147,7 @@ def _is_product(x: ir.Value) -> bool:
 
 def _is_linear(product: ir.Node, known: Collection[str]) -> bool:
     """Return whether a product is that of a Linear layer, whose weight is missing because it was transposed."""
-    module = _module(product)
+    module = module_path(product)
     layers = [module] if module else []
     for reader in product.outputs[0].consumers():
         names = [name_of(x) for x in reader.inputs if x]
@@ -162,21 +162,22 @@ def is_buffer(name: str) -> bool:
     return any("_".join(words[i:]) in _BUFFERS for i in range(len(words))) or leaf.startswith(_PREFIXES)
 
 
-def _is_folded(name: str) -> bool:
+def is_generated(name: str) -> bool:
+    """Return whether the exporter made up a name, as it does for the values that it computes."""
     return name.startswith(("onnx::", "/")) or name.isdigit()
 
 
 def _of(node: ir.Node) -> str:
-    module = _module(node)
+    module = module_path(node)
     return f" of {module}" if module else ""
 
 
-def _module(node: ir.Node) -> str:
+def module_path(node: ir.Node) -> str:
     """Return the path of the module from which a node comes."""
     return (node.name or "").rpartition("/")[0][1:].replace("/", ".")
 
 
 def _modules(nodes: Iterable[ir.Node], known: set[str]) -> set[str]:
     """Return the modules from which nodes come. Further calls of a module, and non-modules, have a numeric suffix."""
-    paths = map(_module, nodes)
+    paths = map(module_path, nodes)
     return {path if path in known else re.sub(r"_\d+(?=\.|$)", "", path) for path in paths}

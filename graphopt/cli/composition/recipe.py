@@ -35,6 +35,7 @@ from graphopt.communicator import Communicator
 from graphopt.compiler import StepHalves, split_step
 from graphopt.data import Columns, Dataset
 from graphopt.data.foreign import as_dataset, relabelled
+from graphopt.data.language.tokenizer import tokenizer_beside
 from graphopt.data.loader import Rows, hold_out
 from graphopt.distributed.data_parallel import DataParallel
 from graphopt.distributed.launchers import Launcher
@@ -122,7 +123,7 @@ class Recipe:
     def _read(self) -> Any:
         """Return the data as it is read: a table with the columns and the classes of the model, if it notes them."""
         if not self._reads_table:
-            return self._build("data")
+            return self._build("data", **self._beside_model)
         columns, labels = self._noted
         data: Dataset = self._build("data", **({} if columns is None else {"columns": columns}))
         return data if self.fields["data"].get("labels") else relabelled(data, labels, data.source)
@@ -145,6 +146,20 @@ class Recipe:
         """Return whether the data is read by a function of columns, such as `csv`."""
         reader = resolve(self.fields["data"].get(TARGET_KEY), "data", self.command_line.trust)
         return "columns" in inspect.signature(reader).parameters
+
+    @property
+    def _beside_model(self) -> dict[str, Any]:
+        """Return the tokenizer that lies beside the model, for data of text that names none."""
+        tokenizer = self.tokenizer if "tokenizer" in self.fields["data"] else None
+        return {"tokenizer": tokenizer} if tokenizer else {}
+
+    @property
+    def tokenizer(self) -> str | None:
+        """Return the tokenizer that the data names, or else the file beside the model, if there is one."""
+        named, model = self.fields["data"].get("tokenizer"), self.fields["model"]
+        if named is None and model not in self.fields["models"]:
+            named = tokenizer_beside(model)
+        return None if named is None else str(named)
 
     @functools.cached_property
     def _noted(self) -> tuple[Columns | None, list[str] | None]:
@@ -193,6 +208,7 @@ class Recipe:
                     "reads no file"
                 )
             learnt = {"labels": self.data.labels, "columns": self.data.columns} if self._reads_table else {}
+            learnt |= self._beside_model
             validation = self._build("data", path=validation, **learnt)
         elif validation is not None and not isinstance(validation, int | float):
             raise GraphoptError(
@@ -272,7 +288,7 @@ class Recipe:
                     "or trained.onnx of its run"
                 )
             return Columns.without(model)
-        inputs = self.data.inputs()
+        inputs = {name: x for name, x in self.data.inputs().items() if name not in self.data.spare}
         if len(inputs) != 1:
             raise GraphoptError(f"model {name}: expected data with one input, found {', '.join(inputs)}")
         task = next((step.task for step in self.described.get("loss", ()) if hasattr(step, "task")), "")

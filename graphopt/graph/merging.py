@@ -1,0 +1,130 @@
+"""Merge adapters into the weights that they change.
+
+As matrices, weights multiply rows: y = x w for w of [..., K, N]. A convolution has a matrix for each group, whose K are
+the elements of a filter's window.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+
+import numpy as np
+import onnx_ir as ir
+
+from graphopt.errors import GraphoptError
+from graphopt.graph import metadata
+from graphopt.graph.metadata import Adapted
+from graphopt.graph.state import initial
+from graphopt.graph.values import name_of
+
+Merge = Callable[..., np.ndarray]
+
+MERGES: dict[str, Merge] = {}  # by the name of an adapter's class: w' = merge(w, scale, *values), of matrices
+
+
+def adapted(model: ir.Model) -> Iterator[tuple[ir.Value, Adapted]]:
+    """Yield the values that hold the note of an adapter, with the note."""
+    for value in dict.fromkeys([*model.graph.inputs, *model.graph.initializers.values()]):
+        if (note := Adapted.read(value)) is not None:
+            yield value, note
+
+
+def merged_weights(model: ir.Model, state: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Return the weights with the adapters of a training graph, by their names in the original model.
+
+    Args:
+        model: the training graph.
+        state: the values of the state by name.
+
+    Raises:
+        GraphoptError: the file stores a weight in integers, or an adapter is unknown.
+    """
+    notes = [note for _, note in adapted(model)]
+    arrays = dict(_arrays(model, state)) if notes else {}
+    weights: dict[str, np.ndarray] = {}
+    for note in notes:
+        if note.quantized:
+            raise GraphoptError(
+                f"weight {note.weight!r}: expected floating-point numbers to merge an adapter into, found integers: "
+                "save the adapter alone, or the model with slots"
+            )
+        w = weights.get(note.weight, arrays.get(note.weight))
+        values = [arrays.get(name) for name in note.values]
+        if w is None or any(x is None for x in values):
+            missing = next(name for name in (note.weight, *note.values) if name not in arrays)
+            raise GraphoptError(
+                f"adapter of {note.weight!r}: expected the value {missing!r}, found none in the graph"
+            )
+        weights[note.weight] = merged(note, w, *(x for x in values if x is not None))
+    return weights
+
+
+def _arrays(model: ir.Model, state: Mapping[str, np.ndarray]) -> Iterable[tuple[str, np.ndarray]]:
+    """Yield the values of state and of weights by their original names."""
+    for value in dict.fromkeys([*model.graph.inputs, *model.graph.initializers.values()]):
+        name, tensor = name_of(value), initial(value)
+        if name in state:
+            yield metadata.original_name(value), state[name]
+        elif tensor is not None and tensor.dtype.is_floating_point():
+            yield metadata.original_name(value), tensor.numpy()
+
+
+def merged(note: Adapted, w: np.ndarray, *values: np.ndarray) -> np.ndarray:
+    """Return a weight with an adapter, in the layout and the type of the weight in the file.
+
+    Args:
+        note: the note of the adapter.
+        w: the weight as the file has it.
+        values: the adapter's values, in the order of the note.
+
+    Raises:
+        GraphoptError: the adapter's class is unknown here, or the values do not fit the weight.
+    """
+    if note.adapter not in MERGES:
+        raise GraphoptError(
+            f"weight {note.weight!r}: expected a known adapter, found {note.adapter!r}: import the module that "
+            "defines it"
+        )
+    wide = np.float64 if w.dtype == np.float64 else np.float32
+    try:
+        moved = w.astype(wide)
+        shapes = []
+        for how, numbers in note.moves:
+            shapes.append(moved.shape)
+            moved = moved.transpose(numbers) if how == "transpose" else moved.reshape(numbers)
+        matrix = as_matrix(note, moved).copy()
+        columns = slice(*note.columns) if note.columns else slice(None)
+        factors = [as_matrix(note, x.astype(wide), up=i > 0) for i, x in enumerate(values)]
+        matrix[..., columns] = MERGES[note.adapter](matrix[..., columns], note.scale, *factors)
+        moved = _of_matrix(note, matrix, moved.shape)
+        for (how, numbers), shape in zip(note.moves[::-1], shapes[::-1], strict=True):
+            moved = moved.transpose(np.argsort(numbers)) if how == "transpose" else moved.reshape(shape)
+    except (ValueError, IndexError) as error:
+        found = ", ".join(str(list(x.shape)) for x in values)
+        raise GraphoptError(
+            f"weight {note.weight!r} of shape {list(w.shape)}: expected an adapter that fits it, found values of "
+            f"{found}: {error}"
+        ) from error
+    return np.ascontiguousarray(moved, dtype=w.dtype)
+
+
+def as_matrix(note: Adapted, x: np.ndarray, *, up: bool = False) -> np.ndarray:
+    """Return a weight or a value of an adapter as matrices [..., K, N]; `up` tells the one that gives the outputs."""
+    if "convolution" not in note.kind:
+        return x
+    if x.ndim == 1:
+        return x.reshape(note.groups, 1, -1)
+    parts = x.reshape(note.groups, x.shape[0] // note.groups, *x.shape[1:])
+    if note.kind == "convolution" or up:
+        return parts.reshape(*parts.shape[:2], -1).swapaxes(1, 2)
+    parts = parts.reshape(*parts.shape[:3], -1).swapaxes(2, 3)
+    return parts.reshape(note.groups, -1, parts.shape[-1])
+
+
+def _of_matrix(note: Adapted, matrix: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    """Return matrices as a weight of a shape."""
+    if note.kind == "convolution":
+        matrix = matrix.swapaxes(1, 2)
+    elif note.kind == "transposed convolution":
+        matrix = matrix.reshape(note.groups, shape[0] // note.groups, -1, matrix.shape[-1]).swapaxes(2, 3)
+    return matrix.reshape(shape)

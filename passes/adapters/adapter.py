@@ -1,0 +1,286 @@
+"""Add trainable terms to the outputs of products whose weights stay as they are."""
+
+from __future__ import annotations
+
+import zlib
+from abc import abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, final
+
+import numpy as np
+import onnx_ir as ir
+import onnx_ir.passes.common as common
+
+from graphopt.errors import GraphoptError, nearest, some
+from graphopt.graph.emitter import Emitter
+from graphopt.graph.merging import MERGES
+from graphopt.graph.metadata import ADAPTER, InferenceForm, Kind, Origin, copy
+from graphopt.graph.rewriting import Pass, Pattern, matches
+from graphopt.graph.roles import STATE, role_of
+from graphopt.graph.shapes import ensure_typed
+from graphopt.graph.values import dtype_of, like, name_of
+from graphopt.intervals import within
+from passes.adapters.targets import Target, note_of, targets_in
+from passes.parameters import origin_in_file
+from passes.weights.initializers import register
+
+Parts = tuple[str, ...] | list[str] | Mapping[str, int] | None
+
+
+@dataclass(frozen=True)
+class Adapter(Pass):
+    """Add a term with few weights of its own to the output of each matching product, and train these weights alone.
+
+    This is the base class of adapters. It finds the places, adds the weights, named `NAME.SUFFIX` after the weight
+    NAME, and adds the term. A subclass implements `initial`, `delta` and `merge`. Every other weight is frozen, unless
+    `parameters.unfreeze` names it. `executor.trained()` merges the term into the weights of the original model.
+
+    Adapters change the weights of MatMul, Gemm, MatMulNBits, Conv, ConvTranspose, Gather, RNN, LSTM and GRU. All nodes
+    that read one weight share an adapter.
+
+    Args:
+        pattern: shell-style patterns of names of weights, one or several: names of initializers, and of the parameters
+            from which the exporter made them. By default, as "all-linear" in PEFT, all except embeddings and the weight
+            of the last product before an output.
+        leave_out: patterns of weights to leave as they are.
+        parts: the parts of the outputs of a packed projection, which get an adapter each: their names, for parts of one
+            size, or their sizes by name. Parts whose names begin with `_` get none.
+        seed: the seed of the initial weights.
+
+    Raises:
+        GraphoptError: a pattern matches no weight that an adapter can change, nodes read a weight in different ways,
+            or an option does not fit a weight.
+
+    >>> class Scaling(passes.Adapter):
+    ...     def initial(self, target, generator):
+    ...         return {"scaling": numpy.ones(target.outputs)}
+    ...     def delta(self, op, target, x, scaling):
+    ...         return target.product(op) * target.spread(op, scaling - 1)
+    ...     @staticmethod
+    ...     def merge(w, scale, scaling):
+    ...         return w * scaling
+    >>> steps = {"adapter": Scaling("layers.0.*"), "loss": passes.CrossEntropy(), "optimizer": passes.SGD(0.1)}
+    >>> executor = graphopt.Executor(graphopt.compile(models.mlp((4,), 3, hidden=[8]), **steps))
+    >>> list(executor.parameters)
+    ['layers.0.weight.scaling']
+    """
+
+    pattern: Pattern = None
+    leave_out: Pattern = field(default=None, kw_only=True)
+    parts: Parts = field(default=None, kw_only=True)
+    seed: int = within("[0, inf)", 0, kw_only=True)
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        MERGES[cls.__name__] = cls.merge
+
+    @abstractmethod
+    def initial(self, target: Target, generator: np.random.Generator) -> dict[str, np.ndarray]:
+        """Return the initial values of the weights to add for a target, by the suffixes of their names."""
+
+    @abstractmethod
+    def delta(self, op: Emitter, target: Target, x: ir.Value, *values: ir.Value) -> ir.Value:
+        """Emit the term to add to a target's output.
+
+        Args:
+            op: the emitter.
+            target: the place, which multiplies by values as by its weight.
+            x: what the target's weight is multiplied by.
+            values: the values of `initial`, in their order.
+        """
+
+    @staticmethod
+    @abstractmethod
+    def merge(w: np.ndarray, scale: float, *values: np.ndarray) -> np.ndarray:
+        """Return a weight, as matrices [..., inputs, outputs], that computes the output with the term.
+
+        Args:
+            w: the weight of the original model.
+            scale: the factor in the adapter's note.
+            values: the values of `initial`, in their order, as matrices.
+        """
+
+    def check(self, target: Target) -> None:
+        """Raise an error if the options do not fit a target."""
+
+    def noted(self, target: Target) -> dict[str, Any]:
+        """Return further fields of the adapter's note."""
+        return {}
+
+    @final
+    def rewrite(self, model: ir.Model) -> None:
+        own = next((x for x in model.graph.inputs if role_of(x) in STATE), None)
+        if own is not None:
+            raise GraphoptError(
+                f"{type(self).__name__}: expected an inference model, found a training graph with the state "
+                f"{own.name!r}: compile the original model"
+            )
+        common.LiftSubgraphInitializersToMainGraphPass()(model)
+        ensure_typed(model)
+        for targets in self._chosen(model):
+            self._adapt(model, targets)
+
+    def _chosen(self, model: ir.Model) -> Iterable[list[Target]]:
+        """Return the targets of each weight to adapt."""
+        groups: dict[ir.Value, list[Target]] = {}
+        for target in targets_in(model):
+            weight = target.source.weight
+            trains = target.source.quantized or origin_in_file(weight).trains
+            if not ADAPTER.is_set(weight) and (trains or self._names(weight)):
+                groups.setdefault(weight, []).append(target)
+        left = [] if self.pattern else _last_products(model, groups)
+        chosen = {
+            weight: targets
+            for weight, targets in groups.items()
+            if not any(target.matches(self.leave_out) for target in targets)
+            and (
+                any(target.matches(self.pattern) for target in targets)
+                if self.pattern
+                else weight not in left
+            )
+            and (self.pattern or targets[0].kind != "embedding")
+        }
+        for name in ("pattern", "leave_out"):
+            self._check_pattern(name, model, groups)
+        if not chosen:
+            raise GraphoptError(
+                f"{type(self).__name__}: expected weights to adapt, found none: name them by pattern; the model has: "
+                f"{some([targets[0].name for targets in groups.values()]) or 'none that an adapter can change'}"
+            )
+        for weight, targets in chosen.items():
+            _check_alike(weight, targets)
+            self.check(targets[0])
+        return chosen.values()
+
+    def _names(self, weight: ir.Value) -> bool:
+        """Return whether the pattern names a weight itself, without wildcards."""
+        patterns = [self.pattern] if isinstance(self.pattern, str) else self.pattern or []
+        return name_of(weight) in patterns
+
+    def _check_pattern(
+        self, field_name: str, model: ir.Model, groups: Mapping[ir.Value, list[Target]]
+    ) -> None:
+        """Raise an error if one of the patterns of a field matches no weight that an adapter can change."""
+        given = getattr(self, field_name)
+        for pattern in [given] if isinstance(given, str) else given or []:
+            found = [target for targets in groups.values() for target in targets]
+            if any(target.matches(pattern) for target in found):
+                continue
+            names = [*dict.fromkeys(target.name for target in found)]
+            near = nearest(pattern.strip("*"), names)
+            other = next((x for x in model.graph.initializers.values() if matches(x.name, pattern)), None)
+            readers = "" if other is None else ", ".join(sorted({user.op_type for user in other.consumers()}))
+            named = f"{other.name!r}, which {readers or 'nothing'} reads" if other is not None else "none"
+            raise GraphoptError(
+                f"{type(self).__name__}: {field_name}={pattern!r}: expected the name of a weight that an adapter can "
+                f"change, found {named}"
+                + (f": did you mean {near!r}?" if near else "")
+                + f"; the model has: {some(names) or 'none'}"
+            )
+
+    def _adapt(self, model: ir.Model, targets: Sequence[Target]) -> None:
+        """Add the adapters of a weight, and their terms wherever a node reads it."""
+        parts = [(name, columns) for name, columns in self._columns(targets[0]) if not name.startswith("_")]
+        added = {
+            name: self._values(model, replace(targets[0], columns=columns), name) for name, columns in parts
+        }
+        with Emitter(model) as op:
+            for target in targets:
+                uses, terms = target.uses, []
+                for name, columns in self._columns(target):
+                    own = replace(target, columns=columns)
+                    is_left = name not in added
+                    terms.append(_zeros(op, own) if is_left else self.delta(op, own, own.x, *added[name]))
+                term = terms[0] if len(terms) == 1 else op.Concat(*terms, axis=target.axis)
+                _place(model, target, like(op.Add(target.y, term), target.y), uses)
+
+    def _columns(self, target: Target) -> list[tuple[str, tuple[int, int] | None]]:
+        """Return the parts of a target's outputs, by name."""
+        if not self.parts:
+            return [("", None)]
+        _, outputs = target.sizes
+        sizes = self.parts
+        if not isinstance(sizes, Mapping):
+            sizes = {name if name != "_" else f"_{i}": outputs // len(sizes) for i, name in enumerate(sizes)}
+        if sum(sizes.values()) != outputs or (target.kind, target.axis) != ("product", -1):
+            raise GraphoptError(
+                f"{type(self).__name__}: parts={self.parts!r}: expected parts of the {outputs} outputs of a product by "
+                f"{target.name!r}, found {sum(sizes.values())} of a {target.kind}: name the packed projections "
+                "by pattern"
+            )
+        ends = np.cumsum([*sizes.values()]).tolist()
+        return [(name, (end - size, end)) for (name, size), end in zip(sizes.items(), ends, strict=True)]
+
+    def _values(self, model: ir.Model, target: Target, part: str) -> list[ir.Value]:
+        """Add the weights of an adapter, with their notes."""
+        stem = f"{target.name}.{part}" if part else target.name
+        generator = np.random.default_rng([self.seed, zlib.crc32(stem.encode())])
+        arrays = self.initial(target, generator)
+        taken = ir.convenience.create_value_mapping(model.graph)
+        names = (stem if not i else f"{stem}.{i}" for i in range(len(taken) + 1))
+        stem = next(name for name in names if not any(f"{name}.{suffix}" in taken for suffix in arrays))
+        dtype = dtype_of(target.y)
+        values = []
+        for suffix, array in arrays.items():
+            value = register(model, f"{stem}.{suffix}", array.astype(dtype.numpy()))
+            ADAPTER.set(value)
+            Origin(Kind.PARAMETER, f"of an adapter of {target.source.weight.name}", named=True).write(value)
+            values.append(value)
+        names_of_values = tuple(map(name_of, values))
+        note = note_of(target, type(self).__name__, names_of_values, **self.noted(target))
+        replace(note, part=part).write(values[0])
+        return values
+
+
+def _zeros(op: Emitter, target: Target) -> ir.Value:
+    """Emit zeros for the outputs of a part without an adapter."""
+    shape = op.Concat(op.shape_of(target.y, 0, -1), [target.outputs], axis=0)
+    return op.ConstantOfShape(shape, value=ir.tensor([0], dtype=dtype_of(target.y)))
+
+
+def _place(model: ir.Model, target: Target, changed: ir.Value, uses: Sequence[tuple[ir.Node, int]]) -> None:
+    """Let the readers of a target's output read the changed one."""
+    y = target.y
+    InferenceForm(same_as=0, merged=True).write(changed)
+    for node, index in uses:
+        node.replace_input_with(index, changed)
+    if y.is_graph_output():
+        copy(y, changed)
+        InferenceForm.remove(y)
+        outputs = model.graph.outputs
+        outputs[:] = [changed if output is y else output for output in outputs]
+        name, y.name = y.name, f"{y.name}/base"
+        changed.name = name
+
+
+def _check_alike(weight: ir.Value, targets: Sequence[Target]) -> None:
+    """Raise an error if nodes read a weight in ways for which one adapter cannot serve."""
+    first = targets[0]
+    for other in targets[1:]:
+        if (other.kind, other.moves, other.sizes) != (first.kind, first.moves, first.sizes):
+            raise GraphoptError(
+                f"weight {weight.name!r}: expected nodes that read it in one way, found {first.node.op_type} node "
+                f"{first.node.name!r} and {other.node.op_type} node {other.node.name!r}, as in a tied embedding: leave "
+                f"it out by leave_out={weight.name!r}, or copy it for each use: "
+                f"adapter=[passes.Untie({weight.name!r}), ...]"
+            )
+
+
+def _last_products(model: ir.Model, groups: Mapping[ir.Value, Sequence[Target]]) -> list[ir.Value]:
+    """Return the weights of products that alone lead to an output, such as the head of a classifier."""
+    by_node = {target.node: weight for weight, targets in groups.items() for target in targets}
+    found: list[ir.Value] = []
+    for output in model.graph.outputs:
+        front, seen, last = [output], {output}, set()
+        while front:
+            node = front.pop().producer()
+            if node in by_node:
+                last.add(by_node[node])
+            elif node is not None:
+                new = [x for x in node.inputs if x is not None and x not in seen]
+                front += new
+                seen.update(new)
+        if len(last) == 1 and len(groups) > 1:
+            found += last
+    return found

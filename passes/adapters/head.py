@@ -1,0 +1,140 @@
+"""Replace the last product of a model, to predict other classes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import numpy as np
+import onnx_ir as ir
+
+from graphopt.errors import GraphoptError, unknown
+from graphopt.graph.metadata import ADAPTER, Kind, Origin
+from graphopt.graph.rewriting import Pass
+from graphopt.graph.shapes import ensure_typed, infer
+from graphopt.graph.traversal import ancestors
+from graphopt.graph.values import dtype_of, is_floating, name_of
+from graphopt.intervals import within
+from passes.adapters.targets import Convolution, Product, Target, targets_in
+from passes.weights.initializers import register
+
+
+@dataclass(frozen=True)
+class Head(Pass):
+    """Replace the weight and the bias of the last product before an output, and train them alone.
+
+    The product is a MatMul, a Gemm or a Conv. The initial values are those of a Linear layer in PyTorch, uniform in
+    +-1 / sqrt(inputs), or, for models that tf2onnx wrote, those of a Dense layer in Keras: uniform in
+    +-sqrt(6 / (inputs + outputs)), and a bias of zeros. Every other weight is frozen, unless another adapter adds it or
+    `parameters.unfreeze` names it.
+
+    Args:
+        output: the name of the output; by default, the only floating-point output.
+        classes: the number of outputs of the new product.
+        seed: the seed of the initial values.
+
+    Raises:
+        GraphoptError: the model has no such output, no single product leads to it, or what follows the product does not
+            fit the number of classes.
+
+    >>> steps = {"adapter": passes.Head(classes=5), "loss": passes.CrossEntropy(), "optimizer": passes.AdamW(1e-3)}
+    >>> executor = graphopt.Executor(graphopt.compile(models.mlp((4,), 3, hidden=[8]), **steps))
+    >>> {name: array.shape for name, array in executor.parameters.items()}
+    {'layers.2.bias': (5,), 'layers.2.weight': (8, 5)}
+    """
+
+    output: str | None = None
+    classes: int | None = within("[1, inf)", None, whole=True)
+    seed: int = within("[0, inf)", 0)
+
+    def rewrite(self, model: ir.Model) -> None:
+        if self.classes is None:
+            raise GraphoptError(
+                "Head: expected the number of classes, found none: set classes=10, for example"
+            )
+        ensure_typed(model)
+        target = self._target(model, self._output(model))
+        inputs, generator = target.sizes[0], np.random.default_rng(self.seed)
+        is_keras = (model.producer_name or "").startswith("tf2onnx")
+        bound = math.sqrt(6 / (inputs + self.classes)) if is_keras else 1 / math.sqrt(inputs)
+        shape = list(target.w.shape.numpy())  # type: ignore[union-attr]
+        shape[target.own_axis] = self.classes
+        numbers, read = generator.uniform(-bound, bound, shape), target.w
+        moves = target.source.moves
+        if all(
+            how == "transpose" for how, _ in moves
+        ):  # the new weight has the layout of the one in the file
+            read = target.source.weight
+            for _, perm in moves[::-1]:
+                numbers = numbers.transpose(np.argsort(perm))
+        following, before = _following(target.node), ancestors([target.w])
+        _replace(model, read, before | {target.node}, numbers)
+        if target.bias is not None:
+            bias = np.zeros(self.classes) if is_keras else generator.uniform(-bound, bound, self.classes)
+            _replace(model, target.bias, {target.node, *following}, bias)
+        for node in {*following, *before}:
+            for y in node.outputs:
+                y.shape = None
+        try:
+            infer(model)
+        except GraphoptError as error:
+            raise GraphoptError(
+                f"Head(classes={self.classes}): expected nodes after {target.node.op_type} node {target.node.name!r} "
+                f"that take any number of classes, found others: {error}"
+            ) from error
+
+    def _output(self, model: ir.Model) -> ir.Value:
+        outputs = {name_of(y): y for y in model.graph.outputs if is_floating(y)}
+        if self.output is None and len(outputs) == 1:
+            return next(iter(outputs.values()))
+        if self.output not in outputs:
+            if self.output is None:
+                raise GraphoptError(
+                    f"Head: expected a model with one floating-point output, found {', '.join(outputs) or 'none'}: "
+                    "name one by output"
+                )
+            raise GraphoptError(f"Head: {unknown('output', self.output, outputs)}")
+        return outputs[self.output]
+
+    def _target(self, model: ir.Model, output: ir.Value) -> Target:
+        """Return the last product before an output."""
+        by_node = {target.node: target for target in targets_in(model)}
+        node = output.producer()
+        while node is not None and node not in by_node:
+            computed = [x for x in node.inputs if x is not None and (x.producer() or x.is_graph_input())]
+            node = computed[0].producer() if len(computed) == 1 else None
+        target = None if node is None else by_node[node]
+        if not isinstance(target, (Product, Convolution)) or target.source.quantized or target.groups > 1:
+            raise GraphoptError(
+                f"Head: expected a MatMul, Gemm or Conv of a weight that alone leads to output {output.name!r}, found "
+                f"{'none' if node is None else f'{node.op_type} node {node.name!r}'}"
+            )
+        return target
+
+
+def _following(node: ir.Node) -> dict[ir.Node, None]:
+    """Return a node and the nodes that depend on it."""
+    found = {node: None}
+    front = [node]
+    while front:
+        new = [user for y in front.pop().outputs for user in y.consumers() if user not in found]
+        found.update(dict.fromkeys(new))
+        front += new
+    return found
+
+
+def _replace(model: ir.Model, value: ir.Value, nodes: Collection[ir.Node], numbers: np.ndarray) -> None:
+    """Let nodes read new numbers in place of a value, under its name if nothing else reads it."""
+    array, name = numbers.astype(dtype_of(value).numpy()), name_of(value)
+    uses = list(value.uses())
+    if value.is_initializer() and all(node in nodes for node, _ in uses):
+        del model.graph.initializers[name]
+        value.const_value = None
+        value.name = f"{name}/replaced"
+    new = register(model, name, np.ascontiguousarray(array))
+    ADAPTER.set(new)
+    Origin(Kind.PARAMETER, "of a new head", named=True).write(new)
+    for node, index in uses:
+        if node in nodes:
+            node.replace_input_with(index, new)

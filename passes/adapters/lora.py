@@ -1,0 +1,142 @@
+"""Adapt weights by matrices of low rank."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+from onnx_ir import Value
+
+from graphopt.errors import GraphoptError
+from graphopt.graph.emitter import Emitter
+from graphopt.graph.merging import as_matrix
+from graphopt.intervals import within
+from passes.adapters.adapter import Adapter
+from passes.adapters.targets import Target, note_of
+from passes.differentiate import stop_gradient
+
+
+@dataclass(frozen=True)
+class LoRA(Adapter):
+    """Add scale (x A) B to a product x W, where A and B have few columns and rows (Hu et al. 2021).
+
+    A is [inputs, rank] and B is [rank, outputs]. B starts at zero, so that the model starts as it is. For a
+    convolution, A has `rank` filters of the same window, and B mixes their channels. For an embedding, A has `rank`
+    numbers for each row and starts at zero, and B starts with normal random numbers. A weight W of a recurrence becomes
+    W + scale A B, for each direction. All of this is as in PEFT, except for what PEFT lacks: recurrences, transposed
+    convolutions, and A of grouped and dilated convolutions, which has the groups and the dilations of the weight.
+
+    Args:
+        rank: the number of columns of A.
+        alpha: the numerator of the scale.
+        dropout: the share of the elements of x that a step drops before A; see `passes.TrainingMode` for the seed.
+        scaling: the scale: `standard` is alpha / rank, and `rank_stabilized` is alpha / sqrt(rank) (Kalajdzievski
+            2023).
+        init: the initial values of A: `kaiming` is uniform in +-1 / sqrt(inputs), and `gaussian` has the standard
+            deviation 1 / rank.
+        dora: train the norms of the weight's columns, too: m (W + scale A B) / |W + scale A B|, where the gradient
+            takes the norm in the denominator for a constant (Liu et al. 2024).
+
+    Raises:
+        GraphoptError: the rank is larger than a weight, or not a multiple of a convolution's groups.
+
+    >>> steps = {"adapter": passes.LoRA("layers.0.*", rank=2), "loss": passes.CrossEntropy()}
+    >>> step = graphopt.compile(models.mlp((8,), 3, hidden=[16]), **steps, optimizer=passes.AdamW(1e-3))
+    >>> {name: array.shape for name, array in graphopt.Executor(step).parameters.items()}
+    {'layers.0.weight.lora_A': (8, 2), 'layers.0.weight.lora_B': (2, 16)}
+    """
+
+    rank: int = within("[1, inf)", 8)
+    alpha: float = within("(0, inf)", 16.0)
+    dropout: float = within("[0, 1)", 0.0)
+    scaling: Literal["standard", "rank_stabilized"] = "standard"
+    init: Literal["kaiming", "gaussian"] = "kaiming"
+    dora: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, known in (("scaling", ("standard", "rank_stabilized")), ("init", ("kaiming", "gaussian"))):
+            if getattr(self, name) not in known:
+                raise GraphoptError(
+                    f"LoRA({name}={getattr(self, name)!r}): expected {' or '.join(map(repr, known))}, found "
+                    f"{getattr(self, name)!r}"
+                )
+
+    @property
+    def scale(self) -> float:
+        """Return the factor of the change."""
+        return self.alpha / (self.rank if self.scaling == "standard" else math.sqrt(self.rank))
+
+    def noted(self, target: Target) -> dict[str, Any]:
+        stabilized = self.scaling == "rank_stabilized"
+        return {"scale": self.scale, "alpha": float(self.alpha), "rank_stabilized": stabilized}
+
+    def check(self, target: Target) -> None:
+        name, groups = target.name, target.groups
+        most = min(target.sizes) * groups
+        if self.rank > most:
+            raise GraphoptError(
+                f"LoRA(rank={self.rank}): weight {name!r}: expected at most {most}, the rank of "
+                f"{'x'.join(map(str, target.sizes))} numbers, found {self.rank}: leave it out, or reduce the rank"
+            )
+        if self.rank % groups:
+            raise GraphoptError(
+                f"LoRA(rank={self.rank}): weight {name!r}: expected a multiple of the {groups} groups of its "
+                f"convolution, found {self.rank}: leave it out by leave_out={name!r}"
+            )
+        if self.dropout and target.kind == "recurrence":
+            raise GraphoptError(
+                f"LoRA(dropout={self.dropout}): weight {name!r}: expected no dropout for a recurrence, whose adapter "
+                "changes the weight itself, found some: adapt it by another LoRA without dropout"
+            )
+        if self.dora and target.node.domain:
+            raise GraphoptError(
+                f"LoRA(dora=True): weight {name!r}: expected floating-point numbers, whose norms change, found packed "
+                "ones: set dora=False"
+            )
+
+    def initial(self, target: Target, generator: np.random.Generator) -> dict[str, np.ndarray]:
+        a, b = target.shapes(self.rank)
+        bound = 1 / math.sqrt(target.sizes[0])
+        if target.kind == "embedding":
+            values = {"lora_A": np.zeros(a), "lora_B": generator.standard_normal(b)}
+        elif self.init == "gaussian":
+            values = {"lora_A": generator.normal(0, 1 / self.rank, a), "lora_B": np.zeros(b)}
+        else:
+            values = {"lora_A": generator.uniform(-bound, bound, a), "lora_B": np.zeros(b)}
+        return {**values, **({"lora_magnitude": _norms(target)} if self.dora else {})}
+
+    def delta(self, op: Emitter, target: Target, x: Value, *values: Value) -> Value:
+        a, b, *magnitude = values
+        if self.dropout and target.droppable:
+            x = op.Dropout(x, op.constant(np.array(self.dropout, np.float32)), op.constant(np.array(True)))
+        change = target.up(op, self.scale * target.down(op, x, a), b)
+        if not magnitude:
+            return change
+        w, (first, last) = target.matrix(op, target.w), target.columns or (0, 0)
+        w = op.Slice(w, [first], [last], [-1]) if last else w
+        product = op.MatMul(target.matrix(op, a), target.matrix(op, b, up=True))
+        norms = op.ReduceL2(w + self.scale * product, [-2], keepdims=0)
+        norms = stop_gradient(op, op.Reshape(norms, op.shape_of(magnitude[0])))
+        factor = target.spread(op, magnitude[0] / norms)
+        return (factor - 1) * target.product(op) + factor * change
+
+    @staticmethod
+    def merge(w: np.ndarray, scale: float, *values: np.ndarray) -> np.ndarray:
+        a, b, *magnitude = values
+        changed: np.ndarray = w + scale * (a @ b)
+        if magnitude:
+            changed *= magnitude[0] / np.sqrt((changed * changed).sum(-2, keepdims=True))
+        return changed
+
+
+def _norms(target: Target) -> np.ndarray:
+    """Return the norms of the columns of a target's weight, in the shape in which they are stored."""
+    numbers = target.numbers().astype(np.float64)
+    matrix = as_matrix(note_of(target, LoRA.__name__, ("",)), numbers)
+    columns = matrix[..., slice(*target.columns)] if target.columns else matrix
+    keepdims = target.kind in ("product", "recurrence") and numbers.ndim > 2
+    norms = np.sqrt((columns * columns).sum(-2, keepdims=keepdims))
+    return norms if keepdims else norms.ravel()

@@ -1,0 +1,159 @@
+"""Remove the caches of decoders: a training graph computes all positions at once, after an empty past.
+
+A cache is an input, the past, to which nodes append positions, and an output of the model with the result, the present.
+Attention operators and Concat append, maybe after a change of layout. Other readers of the past ask for its sizes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import onnx_ir as ir
+
+from graphopt.errors import GraphoptError
+from graphopt.graph.emitter import Emitter
+from graphopt.graph.metadata import Caches
+from graphopt.graph.operators import MICROSOFT, SHAPE_READERS, VIEWS
+from graphopt.graph.postprocessing import detach_outputs
+from graphopt.graph.rewriting import remove_unused_nodes
+from graphopt.graph.roles import Role
+from graphopt.graph.shapes import places_of, read_sizes
+from graphopt.graph.values import is_floating, name_of
+
+_MOVING = VIEWS | {"Cast", "Gather", "Slice", "Split", "Transpose"}
+# Inputs of attention operators that are the past, the outputs that are the present, and the axis that grows.
+_ATTENTION = {
+    ("", "Attention"): ({4: 1, 5: 2}, 2),
+    (MICROSOFT, "Attention"): ({4: 1}, 3),
+    (MICROSOFT, "GroupQueryAttention"): ({3: 1, 4: 2}, 2),
+    (MICROSOFT, "MultiHeadAttention"): ({6: 1, 7: 2}, 2),
+}
+
+
+class _Growth(NamedTuple):
+    """A node that appends to its input number `at`, along an axis, and the outputs of the model with the result."""
+
+    node: ir.Node
+    at: int
+    axis: int
+    presents: tuple[ir.Value, ...]
+
+
+def remove_caches(model: ir.Model) -> None:
+    """Make the past of each cache empty, remove its input, and note the names."""
+    graph = model.graph
+    found = {x: growths for x in graph.inputs if (growths := _growths(x))}
+    shared = {dim for x in graph.inputs if x not in found for dim in x.shape or ()}
+    lengths = {_length(growth) for growths in found.values() for growth in growths}
+    found = {x: growths for x, growths in found.items() if not shared & {*map(_length, growths)}}
+    if not found:
+        return
+    presents = (y for growths in found.values() for growth in growths for y in growth.presents)
+    Caches(tuple(map(name_of, found)), tuple(dict.fromkeys(map(name_of, presents)))).write(model)
+    for growth in dict.fromkeys(growth for growths in found.values() for growth in growths):
+        _cut(growth)
+    for x in found:
+        x.shape = ir.Shape([0 if dim in lengths else dim for dim in x.shape or ()])
+    remove_unused_nodes(graph)
+    others = [x for x in graph.inputs if x not in found]
+    with Emitter(model) as op:
+        read_sizes(op, [node for x in found for node, _ in x.uses()], places_of(others))
+    for x in found:
+        if x.uses():
+            raise GraphoptError(
+                f"input {x.name!r}: expected a cache that only attention reads, found that "
+                f"{x.consumers()[0].op_type} node {x.consumers()[0].name!r} reads its sizes {x.shape}: name its "
+                "dimensions as those of other inputs"
+            )
+        graph.inputs.remove(x)
+    graph.sort()
+
+
+def set_aside(model: ir.Model, read: Sequence[ir.Value]) -> None:
+    """Detach the present of each cache from the outputs, and remove those of the inputs `read` that nothing reads now.
+
+    The trained model has these outputs again.
+    """
+    caches, graph = Caches.read(model), model.graph
+    if caches is None:
+        return
+    presents = [y for y in graph.outputs if name_of(y) in caches.outputs]
+    with Emitter(model) as op:
+        for y in presents:
+            name, y.name = name_of(y), f"{y.name}/computed"
+            graph.outputs[graph.outputs.index(y)] = op.Identity(y, _outputs=[name])
+    detach_outputs(
+        model, [y for y in graph.outputs if name_of(y) in caches.outputs], is_floating, Role.SOURCE
+    )
+    unread = [x for x in read if x.graph is graph and not x.uses() and not x.is_graph_output()]
+    for x in unread:
+        graph.inputs.remove(x)
+    Caches((*caches.inputs, *map(name_of, unread)), caches.outputs).write(model)
+
+
+def _length(growth: _Growth) -> int | ir.SymbolicDim:
+    past = growth.node.inputs[growth.at]
+    assert past is not None and past.shape is not None
+    return past.shape[growth.axis]
+
+
+def _growths(x: ir.Value) -> list[_Growth]:
+    """Return the nodes that append to the past `x`; none if it is no cache."""
+    if x.is_initializer() or not is_floating(x) or x.shape is None:
+        return []
+    growths, waiting = [], [x]
+    while waiting:
+        past = waiting.pop()
+        if past.is_graph_output() or past.shape is None:
+            return []
+        for node, index in past.uses():
+            if node.domain == "" and node.op_type in SHAPE_READERS and past is x:
+                continue
+            growth = _growth(node, index)
+            if growth is not None:
+                growths.append(growth)
+            elif node.domain == "" and node.op_type in _MOVING and index == 0:
+                waiting.extend(node.outputs)
+            else:
+                return []
+    symbolic = all(isinstance(_length(growth), ir.SymbolicDim) for growth in growths)
+    return growths if symbolic else []
+
+
+def _growth(node: ir.Node, index: int) -> _Growth | None:
+    past = node.inputs[index]
+    assert past is not None and past.shape is not None
+    if (node.domain, node.op_type) in _ATTENTION:
+        pairs, axis = _ATTENTION[node.domain, node.op_type]
+        grown = (
+            [node.outputs[pairs[index]]] if len(node.outputs) > pairs.get(index, len(node.outputs)) else []
+        )
+    elif node.op_type == "Concat" and node.domain == "" and index == 0:
+        axis, grown = node.attributes.get_int("axis") % len(past.shape), [node.outputs[0]]
+    else:
+        return None
+    presents = tuple(y for x in grown for y in _results(x))
+    return _Growth(node, index, axis, presents) if presents else None
+
+
+def _results(x: ir.Value) -> Iterator[ir.Value]:
+    """Yield the outputs of the model that are `x` in some layout."""
+    if x.is_graph_output():
+        yield x
+    for node in x.consumers():
+        if node.domain == "" and (node.op_type in _MOVING or node.op_type == "Concat"):
+            for y in node.outputs:
+                yield from _results(y)
+
+
+def _cut(growth: _Growth) -> None:
+    """Remove the past from the inputs of a node."""
+    node, index, *_ = growth
+    if node.op_type != "Concat":
+        node.replace_input_with(index, None)
+        return
+    rest = [x for i, x in enumerate(node.inputs) if i != index]
+    for i, x in enumerate(rest):
+        node.replace_input_with(i, x)
+    node.resize_inputs(len(rest))
