@@ -251,7 +251,7 @@ def update_model(optimizer: Optimizer, clips: Sequence[Clip]) -> onnx.ModelProto
         )
     if optimizer.slot_bits != 32:
         raise GraphoptError(
-            f"{type(optimizer).__name__}: slot_bits: expected 32 on a device, whose Optimizer keeps moments in float32, "
+            f"{type(optimizer).__name__}: slot_bits: expected 32 on a device, whose Optimizer keeps float32, "
             f"found {optimizer.slot_bits}: leave it out"
         )
     lines, gradients = [], "gradients"
