@@ -147,6 +147,8 @@ def trained(
         graph.initializers.pop(value.name or "", None)
         array = state[value.name or ""]
         value.name = metadata.original_name(value)
+        if value.name in graph.initializers:
+            raise metadata.malformed(value, metadata.ORIGINAL_NAME.key, "a name that no other value has")
         array = changed.pop(value.name, array)
         value.const_value = ir.tensor(array, name=value.name)
         graph.register_initializer(value)
