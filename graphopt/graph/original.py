@@ -22,10 +22,10 @@ from graphopt.graph.values import is_floating, name_of, tensor_bytes
 MOST_FOLDED = 2**22  # bytes of constants in a note
 _MOST_NODES = 32  # of a fold
 _MOST_GROWTH = 4  # how many times as many elements as its inputs a step of a fold may have
-_FOLDING = {
-    ("", op_type)
-    for op_type in ["Abs", "Add", "Cast", "Concat", "Constant", "Div", "Exp", "Gather", "Identity", "Log", "LogSoftmax", "Mul", "Neg", "Pow", "Reciprocal", "Relu", "Reshape", "Sigmoid", "Softmax", "Softplus", "Sqrt", "Sub", "Tanh", "Transpose"]
-}
+_ELEMENTWISE = ("Abs", "Add", "Div", "Exp", "Log", "Mul", "Neg", "Pow", "Reciprocal", "Relu", "Sqrt", "Sub")
+_ACTIVATIONS = ("LogSoftmax", "Sigmoid", "Softmax", "Softplus", "Tanh")
+_MOVING = ("Cast", "Concat", "Constant", "Gather", "Identity", "Reshape", "Transpose")
+_FOLDING = {("", op_type) for op_type in (*_ELEMENTWISE, *_ACTIVATIONS, *_MOVING)}
 
 
 def note_fold(model: ir.Model, value: ir.Value, computed: ir.Value) -> None:
