@@ -13,7 +13,7 @@ import graphopt
 import graphopt.models
 import passes
 from graphopt.data import text
-from graphopt.data.samples import CHARACTERS
+from graphopt.data.language.tokenizer import CHARACTERS
 
 CONTEXT = 32
 

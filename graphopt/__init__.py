@@ -14,6 +14,7 @@ from graphopt.distributed.data_parallel import DataParallel
 from graphopt.distributed.local_sgd import LocalSGD
 from graphopt.distributed.mpi import MPI
 from graphopt.errors import GraphoptError
+from graphopt.generation.text import TextGenerator, generate
 from graphopt.graph.listing import listing
 from graphopt.graph.loading import load
 from graphopt.graph.storage import save
@@ -58,6 +59,7 @@ __all__ = [
     "Pipeline",
     "StepHalves",
     "Target",
+    "TextGenerator",
     "Trainer",
     "adapt",
     "compile",
@@ -68,6 +70,7 @@ __all__ = [
     "from_checkpoint",
     "fit",
     "from_sklearn",
+    "generate",
     "grad",
     "listing",
     "load",

@@ -24,7 +24,7 @@ def within(
     *,
     whole: bool | None = None,
     kw_only: bool = False,
-    choices: tuple[str, ...] = (),
+    choices: tuple[str | None, ...] = (),
 ) -> Any:
     """Return a dataclass field for a number in an interval, or for a sequence or mapping of such numbers.
 
@@ -33,7 +33,7 @@ def within(
             not.
         default: a number, None, a default factory, or MISSING for none. The default itself is not checked.
         whole: require whole numbers; by default, if the default is a whole number.
-        choices: words that may stand for numbers.
+        choices: words, or None, that may stand for numbers.
     """
     whole = isinstance(default, int) if whole is None else whole
     metadata = {_KEY: (interval, whole, choices)}

@@ -13,6 +13,7 @@ from graphopt.targets.onnxruntime.fuse import Fuse as Fuse
 from graphopt.targets.portable import Portable as Portable
 from passes.accumulate import Accumulate as Accumulate
 from passes.adapters import *
+from passes.averages import *
 from passes.clipping import *
 from passes.differentiate import Differentiate as Differentiate
 from passes.differentiate import StopGradient as StopGradient
@@ -21,6 +22,7 @@ from passes.differentiate import stop_gradient as stop_gradient
 from passes.gradients import Gradient as Gradient
 from passes.gradients import GradientSource as GradientSource
 from passes.gradients.registry import gradient as gradient
+from passes.losses.causal import *
 from passes.losses.classification import *
 from passes.losses.combined import *
 from passes.losses.loss import *

@@ -23,7 +23,7 @@ FLOORS = [
     {"targets"},
     {"passes"},
     {"runtime", "compiler"},
-    {"inspection", "testing", "on_device", "hosts", "layer"},
+    {"inspection", "testing", "on_device", "hosts", "layer", "generation"},
     {"training"},
     {"distributed"},
     {"cli", "callbacks"},

@@ -19,7 +19,7 @@ import graphopt
 import passes
 from graphopt import data
 from graphopt.data import Batches, Dataset, prefetched
-from graphopt.data.samples import CHARACTERS
+from graphopt.data.language.tokenizer import CHARACTERS
 from graphopt.errors import GraphoptError
 
 X = np.arange(20, dtype=np.float32).reshape(5, 4)
@@ -427,7 +427,7 @@ def test_text_of_one_s_own(tmp_path: Path) -> None:
         data.text(str(tmp_path / "t.txt"), context=9)
     with pytest.raises(graphopt.GraphoptError, match="no such file"):
         data.text(str(tmp_path / "u.txt"))
-    with pytest.raises(graphopt.GraphoptError, match=r"data\.context: expected 1 character or more, found 0"):
+    with pytest.raises(graphopt.GraphoptError, match=r"data\.context: expected 1 token or more, found 0"):
         data.text(str(tmp_path / "t.txt"), context=0)
 
 

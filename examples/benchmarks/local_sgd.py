@@ -23,7 +23,7 @@ import graphopt.models
 import passes
 from graphopt.communicator import Communicator
 from graphopt.data import digits, text
-from graphopt.data.samples import CHARACTERS
+from graphopt.data.language.tokenizer import CHARACTERS
 
 TASKS = {"digits": (100, 0.5), "text": (25, 0.2)}  # epochs, and the share of rows to hold out
 BATCH = 32

@@ -9,20 +9,24 @@ from graphopt.data.dataset import Dataset, LazyArray
 from graphopt.data.files import csv, npy, npz
 from graphopt.data.foreign import table
 from graphopt.data.image_folders import images
+from graphopt.data.language.reader import text
+from graphopt.data.language.tokenizer import Characters, Tokenizer
 from graphopt.data.loader import Batches, Loader, hold_out, prefetched
-from graphopt.data.samples import diabetes, digits, text
+from graphopt.data.samples import diabetes, digits
 from graphopt.data.tables import Columns
 from graphopt.moments import balanced_class_weights, mean_and_scale
 
 __all__ = [
     "Batches",
     "Category",
+    "Characters",
     "Columns",
     "Dataset",
     "Date",
     "LazyArray",
     "Loader",
     "Number",
+    "Tokenizer",
     "arrow",
     "balanced_class_weights",
     "csv",

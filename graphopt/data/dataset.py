@@ -75,6 +75,9 @@ class Dataset(metaclass=Checked):
         table: columns of cells by name, that `columns` reads.
         names: the names of the features.
         source: what errors call the data, such as the path of a file.
+        spare: the names of arrays that a graph reads only if it has inputs of these names.
+        marks: groups of names of arrays, each of which tells what counts in a row; a graph that reads none of a group
+            counts what it should not.
 
     Raises:
         GraphoptError: the arrays have no rows, or different numbers of rows.
@@ -88,6 +91,8 @@ class Dataset(metaclass=Checked):
     table: Mapping[str, np.ndarray] = field(default_factory=dict, repr=False)
     names: Sequence[str] | None = None
     source: str = "data"
+    spare: Collection[str] = ()
+    marks: Sequence[Collection[str]] = ()
 
     def __post_init__(self) -> None:
         if not isinstance(self.arrays, Mapping):

@@ -150,14 +150,19 @@ def _check_form(path: str, first: Sequence[str], delimiter: str, lacks_target: b
         )
 
 
-def imported(what: str, module: str, package: str = "") -> Any:
-    """Return a module that an option needs, or raise an error that says how to install its package."""
+def imported(what: str, module: str, package: str = "", *, extra: str = "") -> Any:
+    """Return a module that an option needs, or raise an error that says how to install its package.
+
+    Args:
+        extra: the extra of graphopt that has the package and others that the option needs.
+    """
     package = package or module.partition(".")[0]
     try:
         return importlib.import_module(module)
     except ImportError as error:
+        install = f"'graphopt[{extra}]'" if extra else package.lower()
         raise GraphoptError(
-            f"{what}: expected the package {package}, found none: pip install {package.lower()}"
+            f"{what}: expected the package {package}, found none: pip install {install}"
         ) from error
 
 

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
-import string
 from pathlib import Path
 
 import numpy as np
 
 from graphopt.arguments import checked
 from graphopt.data.dataset import TARGET, Dataset
-from graphopt.data.files import imported, reading
-from graphopt.errors import GraphoptError
+from graphopt.data.files import imported
 
-CHARACTERS = string.printable
 SAMPLES = "sklearn.datasets", "scikit-learn"
 
 
@@ -51,35 +48,3 @@ def diabetes(*, standardize: bool = True) -> Dataset:
     if standardize:
         x = (x - x.mean(axis=0)) / x.std(axis=0)
     return Dataset({"x": x.astype(np.float32), TARGET: target.astype(np.float32)}, features="x")
-
-
-@checked()
-def text(path: str | None = None, *, context: int = 64, characters: int | None = 200_000) -> Dataset:
-    """Return sequences of characters; the target of each character is the next one.
-
-    Characters are numbered by their index in Python's `string.printable`. Other characters are omitted.
-
-    Args:
-        path: a text file; by default, the Python reference that Python includes for `help()`.
-        context: the length of a sequence.
-        characters: the number of characters to read; None for all.
-
-    Raises:
-        GraphoptError: the file is missing, is not text, or is shorter than a sequence.
-    """
-    if context < 1:
-        raise GraphoptError(f"data.context: expected 1 character or more, found {context}")
-    if path is None:
-        from pydoc_data.topics import topics
-
-        content = "\n".join(topics[name] for name in sorted(topics))
-    else:
-        with reading(path, "text in UTF-8"), open(path, encoding="utf-8") as file:
-            content = file.read()
-    places = {character: i for i, character in enumerate(CHARACTERS)}
-    tokens = np.array([places[c] for c in content if c in places][:characters], np.int64)
-    runs = (len(tokens) - 1) // context
-    if runs < 1:
-        raise GraphoptError(f"data=text: expected more than {context} characters, found {len(tokens)}")
-    x, following = (tokens[i : i + runs * context].reshape(runs, context) for i in (0, 1))
-    return Dataset({"x": x, TARGET: following}, features="x", classes=len(CHARACTERS))

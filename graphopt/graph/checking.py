@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import TypeVar
 
@@ -39,14 +39,17 @@ NCHWC = "com.microsoft.nchwc"
 CONVERTING = {"QuantizeLinear", "DequantizeLinear"}
 
 
-def check_proto(proto: onnx.ModelProto) -> None:
+def check_proto(proto: onnx.ModelProto, stored: Mapping[str, int] | None = None) -> None:
     """Raise an error unless text is UTF-8, shapes are possible and tensors have the size that their shape requires.
 
     Attribute references must name an attribute of the surrounding function.
+
+    Args:
+        stored: the bytes of tensors that lie in files, by name.
     """
     for message in messages(proto):
         if isinstance(message, onnx.TensorProto):
-            _check_tensor(message)
+            _check_tensor(message, stored or {})
         elif isinstance(message, onnx.TensorShapeProto):
             dims = [dim.dim_value for dim in message.dim if dim.HasField("dim_value")]
             if math.prod(max(dim, 1) for dim in dims) > _MANY:
@@ -84,6 +87,7 @@ def check_external(proto: onnx.ModelProto, folder: Path, limits: Limits) -> None
     """Raise an error unless offsets and lengths of external data are whole numbers and lie inside the files.
 
     Tensors may share bytes of a file, as tied weights do, if their total size is not much larger than the files.
+    Tensors without an offset or a length get it.
     """
     asked, sizes = 0, {}
     tensors = messages_of(onnx.TensorProto, proto)  # complete first, so that all text is known to be UTF-8
@@ -108,6 +112,9 @@ def check_external(proto: onnx.ModelProto, folder: Path, limits: Limits) -> None
             )
         asked += length
         sizes[info.location] = size
+        del tensor.external_data[:]
+        for key, value in {"location": info.location, "offset": start, "length": length}.items():
+            tensor.external_data.add(key=key, value=str(value))
     if asked > sum(sizes.values()) + limits.constant_bytes:
         raise GraphoptError(
             f"external data: expected tensors of about {sum(sizes.values()):,} bytes, the size of the files, found "
@@ -144,26 +151,30 @@ def messages(proto: Message) -> Iterator[Message]:
                         )
 
 
-def _check_tensor(tensor: onnx.TensorProto) -> None:
+def _check_tensor(tensor: onnx.TensorProto, stored: Mapping[str, int]) -> None:
     title = f"tensor {tensor.name!r}"
     if tensor.data_type not in _TYPES:
         raise GraphoptError(f"{title}: expected an element type of ONNX, found {tensor.data_type}")
     if any(dim < 0 for dim in tensor.dims):
         raise GraphoptError(f"{title}: expected dimensions of 0 or more, found {list(tensor.dims)}")
     dtype = ir.DataType(tensor.data_type)
-    expected, found, unit = _amounts(tensor, dtype, math.prod(tensor.dims))
+    expected, found, unit = _amounts(tensor, dtype, math.prod(tensor.dims), stored)
     if expected != found:
         raise GraphoptError(
             f"{title}: expected {expected:,} {unit}, as {dtype.name.lower()}{list(tensor.dims)} has, found {found:,}"
         )
 
 
-def _amounts(tensor: onnx.TensorProto, dtype: ir.DataType, count: int) -> tuple[int, int, str]:
+def _amounts(
+    tensor: onnx.TensorProto, dtype: ir.DataType, count: int, stored: Mapping[str, int]
+) -> tuple[int, int, str]:
     """Return the expected size of a tensor, its size in the file, and the unit of both."""
     if dtype is ir.DataType.STRING:
         return count, len(tensor.string_data), "texts"
     size = (count * dtype.bitwidth + 7) // 8
-    if tensor.HasField("raw_data") or tensor.data_location == EXTERNAL:
+    if tensor.data_location == EXTERNAL:
+        return size, stored.get(tensor.name, len(tensor.raw_data)), "bytes"
+    if tensor.HasField("raw_data"):
         return size, len(tensor.raw_data), "bytes"
     field = onnx.helper.tensor_dtype_to_field(tensor.data_type)
     numbers = len(getattr(tensor, field))
@@ -192,8 +203,9 @@ def check_metadata(model: ir.Model) -> None:
             if metadata.GRADIENT_OF.read(y) not in (None, *names):
                 raise malformed(y, metadata.GRADIENT_OF.key, "the name of an input")
     check_detached(model)
-    for note in (metadata.Versions, metadata.LeftOut, metadata.Misdeclared):
+    for note in (metadata.Caches, metadata.Versions, metadata.LeftOut, metadata.Misdeclared):
         note.read(model)
+    _check_folded(model)
     if notes := metadata.Notes.read(model):
         check_proto(onnx.ModelProto(graph=notes.graph()))
     for value in graph.initializers.values():
@@ -261,6 +273,16 @@ def check_detached(model: ir.Model) -> None:
         names |= {output.name for output in part.graph.output}
     if not {*detached.outputs} <= names:
         raise Detached.wrong(model, f"outputs of the model or of its parts, {', '.join(map(repr, names))}")
+
+
+def _check_folded(model: ir.Model) -> None:
+    folded = metadata.Folded.read(model)
+    try:
+        parts = {} if folded is None else folded.models()
+    except DecodeError as error:
+        raise metadata.Folded.wrong(model) from error
+    for part in parts.values():
+        check_proto(part)
 
 
 def refuse_foreign(model: ir.Model) -> None:

@@ -38,6 +38,7 @@ def forget(model: ir.Model) -> None:
     declared = {x: x.shape for x in _inferable(model.graph) if x.shape is not None}
     for x in declared:
         x.shape = None
+    shapes.shape_counts(model)
     propagate = shapes.check_expanded(model)
     _infer(model, propagate)
     while shapes.ifs(model) and shapes.fold_integers(model):

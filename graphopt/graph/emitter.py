@@ -45,6 +45,11 @@ class Emitter(TapeBuilder):
         return inner
 
     @property
+    def inputs(self) -> Sequence[ir.Value]:
+        """Return the inputs of the model."""
+        return self._model.graph.inputs
+
+    @property
     def is_in_body(self) -> bool:
         """Return whether it emits into a subgraph of a node."""
         return self._depth > 0

@@ -18,6 +18,7 @@ from graphopt.graph.opsets import ir_version_of, rewrite_in, versions_of
 from graphopt.graph.postprocessing import restore, restore_notes, store
 from graphopt.graph.rewriting import interface_kept, needed, protect
 from graphopt.graph.roles import STATE, Role, role_of, with_role
+from graphopt.graph.scans import remove_unused_results
 from graphopt.graph.storage import declare_inputs
 from graphopt.graph.traversal import extracted_between
 from graphopt.graph.values import like, name_of, swap
@@ -51,6 +52,7 @@ def extract(model: ir.Model, outputs: Sequence[ir.Value], *, merged: bool = Fals
         _switch_to_inference(extracted.graph, merged)
     # Extract again: the first time, values that only bodies of unused nodes read were kept.
     extracted = part(extracted.graph, extracted.graph.outputs)
+    remove_unused_results(extracted.graph)
     with protect(needed(extracted)):
         IdentityEliminationPass()(extracted)
     unread = {x.name for x in model.graph.inputs if role_of(x) is Role.DATA and not x.uses()}
@@ -147,6 +149,8 @@ def trained(
         graph.initializers.pop(value.name or "", None)
         array = state[value.name or ""]
         value.name = metadata.original_name(value)
+        if value.name in graph.initializers:
+            raise metadata.malformed(value, metadata.ORIGINAL_NAME.key, "a name that no other value has")
         array = changed.pop(value.name, array)
         value.const_value = ir.tensor(array, name=value.name)
         graph.register_initializer(value)
@@ -202,50 +206,6 @@ def _computing(proto: onnx.ModelProto, outputs: Sequence[str]) -> onnx.ModelProt
     model.graph.outputs[:] = [values[name] for name in outputs]
     _remove_unused(model)
     return ir.to_proto(model)
-
-
-def put_into(original: onnx.ModelProto, trained: onnx.ModelProto, names: Collection[str]) -> None:
-    """Replace weights of the original model by those of the same names in a trained one.
-
-    Args:
-        original: the model that was compiled; it is changed.
-        trained: the trained model.
-        names: the names of the weights that changed.
-
-    Raises:
-        GraphoptError: the original lacks a weight, or has it in another type. Nothing is replaced.
-    """
-    new = {x.name: x for x in trained.graph.initializer if x.name in names}
-    old = {x.name: x for x in original.graph.initializer} | _constants(original)
-    reshaped = False
-    for name, weight in new.items():
-        kept = old.get(name)
-        if kept is None:
-            raise GraphoptError(
-                f"into: expected the model that was compiled, with the weight {name!r}, found another without it"
-            )
-        if kept.data_type != weight.data_type or (
-            kept.dims != weight.dims and len(kept.dims) != len(weight.dims)
-        ):
-            raise GraphoptError(
-                f"into: weight {name!r}: expected type {weight.data_type} and shape {list(weight.dims)}, found "
-                f"{kept.data_type} and {list(kept.dims)}: give the model that was compiled"
-            )
-        reshaped = reshaped or kept.dims != weight.dims
-    for name, weight in new.items():
-        old[name].CopyFrom(weight)
-    if reshaped:  # by passes.Head
-        types = {y.name: y.type for y in trained.graph.output}
-        del original.graph.value_info[:]
-        for y in original.graph.output:
-            if y.name in types:
-                y.type.CopyFrom(types[y.name])
-
-
-def _constants(model: onnx.ModelProto) -> dict[str, onnx.TensorProto]:
-    """Return the tensors of Constant nodes by the names of their outputs."""
-    nodes = (node for node in model.graph.node if node.op_type == "Constant")
-    return {node.output[0]: x.t for node in nodes for x in node.attribute if x.name == "value"}
 
 
 def replace_weights(model: onnx.ModelProto, trained: onnx.ModelProto) -> None:

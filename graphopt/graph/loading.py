@@ -16,14 +16,12 @@ from graphopt.errors import GraphoptError, cause, line, root
 from graphopt.graph import checking
 from graphopt.graph.limits import Limits, check_size, limits_of, set_limits
 from graphopt.graph.not_a_model import not_a_model
-from graphopt.graph.operators import MICROSOFT, formal_of, schema_of
+from graphopt.graph.operators import MICROSOFT, RUNTIMES_OWN, formal_of, schema_of
 from graphopt.graph.postprocessing import detach_outputs
 from graphopt.graph.shown import shown
-from graphopt.graph.storage import is_large, parsed, read_external, read_proto, without_weights
+from graphopt.graph.storage import Places, outline, parsed, read_external, read_proto, take_weights
 
 ONNX = ("", "ai.onnx")  # both names of ONNX's domain
-# Operators that ONNX Runtime writes in ONNX's domain, and the opset in which ONNX added each of them.
-RUNTIMES_OWN = {"LayerNormalization": 17, "SimplifiedLayerNormalization": math.inf}
 # Operators that onnxruntime-training has only in ONNX's domain. The checker gets a copy with another domain.
 TRAININGS_OWN = dict.fromkeys(["AveragePoolGrad", "MaxPoolGrad"], math.inf)
 
@@ -34,8 +32,9 @@ Source = str | bytes | os.PathLike[str] | onnx.ModelProto | ir.Model
 def load(source: Source, *, limits: Limits | None = None) -> ir.Model:
     """Return a new model from a path, the bytes of a file, an onnx.ModelProto or an onnx_ir.Model, which is copied.
 
-    The onnx package reads external data into memory, and rejects paths outside the model's folder. Outputs that are
-    sequences or maps are replaced by the tensors that they consist of.
+    External data of 64 MB or more are mapped into memory: they take none until they are read. Do not write to these
+    files as long as the model is used: an error reports it. Paths outside the model's folder and links are rejected.
+    Outputs that are sequences or maps are replaced by the tensors that they consist of.
 
     Files may be untrusted: loading runs no code, reads no files except external data, and bounds the size of the
     model before expanding it. graphopt's metadata in the file is checked.
@@ -59,11 +58,13 @@ def load(source: Source, *, limits: Limits | None = None) -> ir.Model:
         read_external(model)
     else:
         limits = limits or Limits()
-        name, proto = _read(source, limits)
+        name, proto, places = _read(source, limits)
         try:
-            model = _from_proto(proto, name, limits)
+            model = _from_proto(proto, name, limits, places)
         except ir.serde.SerdeError as error:
             raise GraphoptError(f"{name}: not a valid ONNX model: {cause(error)}") from error
+        if proto is not source:
+            take_weights(model, places)
     _give_domains(model)
     for graph in model.graphs():
         for value in graph.initializers.values():
@@ -76,37 +77,47 @@ def load(source: Source, *, limits: Limits | None = None) -> ir.Model:
     return shown(model)
 
 
-def _read(source: Source, limits: Limits) -> tuple[str, onnx.ModelProto]:
-    """Return a model as it is in a file or in memory, with its name in errors."""
-    if isinstance(source, bytes):
-        return "the model", parsed(source, "the model")
-    if isinstance(source, onnx.ModelProto):
-        return "the model", source
-    if not isinstance(source, str | os.PathLike):
-        raise not_a_model(source)
-    return str(source), read_proto(Path(source), limits)
+def read_original(source: Source) -> onnx.ModelProto:
+    """Return a copy of a model as it is in a file or in memory, with all its weights.
 
-
-def original_proto(source: Source) -> onnx.ModelProto:
-    """Return a copy of a model as it is in a file or in memory, with its external data."""
+    Raises:
+        GraphoptError: the file is missing, or is not a valid ONNX model.
+    """
     if isinstance(source, ir.Model):
         return ir.to_proto(source)
-    _, proto = _read(source, Limits())
-    if proto is not source:
-        return proto
-    copy = onnx.ModelProto()
-    copy.CopyFrom(proto)
-    return copy
+    _, read, places = _read(source, Limits())
+    proto = onnx.ModelProto()
+    proto.CopyFrom(read)
+    checking.check_proto(proto, {name: length for name, (_, _, length) in places.items()})
+    for tensor in proto.graph.initializer:
+        if tensor.name in places:
+            file, start, length = places[tensor.name]
+            tensor.raw_data = file.bytes[start : start + length].tobytes()
+            tensor.ClearField("data_location")
+            del tensor.external_data[:]
+    return proto
 
 
-def _from_proto(proto: onnx.ModelProto, name: str, limits: Limits) -> ir.Model:
+def _read(source: Source, limits: Limits) -> tuple[str, onnx.ModelProto, Places]:
+    """Return a model as it is in a file or in memory, with its name in errors and the places of mapped weights."""
+    if isinstance(source, bytes):
+        return "the model", parsed(source, "the model"), {}
+    if isinstance(source, onnx.ModelProto):
+        return "the model", source, {}
+    if not isinstance(source, str | os.PathLike):
+        raise not_a_model(source)
+    return str(source), *read_proto(Path(source), limits)
+
+
+def _from_proto(proto: onnx.ModelProto, name: str, limits: Limits, places: Places) -> ir.Model:
     """Convert and check a model; errors call it `name`."""
     if not proto.opset_import or not proto.HasField("graph"):
         raise GraphoptError(f"{name}: expected an ONNX model, found no graph or no opset in it")
-    checking.check_proto(proto)
-    try:  # the checker reads less than 2 GB
-        small = without_weights(ir.from_proto(proto)) if is_large(proto) else proto
-        onnx.checker.check_model(_with_domains(small))
+    checking.check_proto(proto, {name: length for name, (_, _, length) in places.items()})
+    try:  # the checker copies what it reads, and reads less than 2 GB
+        small = outline(proto)
+        _set_domains(small)
+        onnx.checker.check_model(small)
     except (onnx.checker.ValidationError, EncodeError, ValueError) as error:
         raise GraphoptError(f"{name}: not a valid ONNX model: {line(error)}") from error
     proto = _densified(proto, limits)
@@ -124,22 +135,15 @@ def _from_proto(proto: onnx.ModelProto, name: str, limits: Limits) -> ir.Model:
     return _without(proto, {output.name: output.type for output in made_of_tensors})
 
 
-def _with_domains(proto: onnx.ModelProto) -> onnx.ModelProto:
-    """Return a model whose operators from ONNX Runtime are in the runtime's domain, not in ONNX's."""
+def _set_domains(proto: onnx.ModelProto) -> None:
+    """Put operators from ONNX Runtime into the runtime's domain, in which the checker ignores them."""
     version = next((opset.version for opset in proto.opset_import if opset.domain in ONNX), 0)
     own = {op_type for op_type, since in (RUNTIMES_OWN | TRAININGS_OWN).items() if version < since}
-    if not any(
-        node.op_type in own and node.domain in ONNX for node in checking.messages_of(onnx.NodeProto, proto)
-    ):
-        return proto
-    copy = onnx.ModelProto()
-    copy.CopyFrom(proto)
-    for node in checking.messages_of(onnx.NodeProto, copy):
-        if node.op_type in own and node.domain in ONNX:
-            node.domain = MICROSOFT
-    if all(opset.domain != MICROSOFT for opset in copy.opset_import):
-        copy.opset_import.add(domain=MICROSOFT, version=1)
-    return copy
+    nodes = [x for x in checking.messages_of(onnx.NodeProto, proto) if x.op_type in own and x.domain in ONNX]
+    for node in nodes:
+        node.domain = MICROSOFT
+    if nodes and all(opset.domain != MICROSOFT for opset in proto.opset_import):
+        proto.opset_import.add(domain=MICROSOFT, version=1)
 
 
 def _give_domains(model: ir.Model) -> None:

@@ -97,12 +97,14 @@ BATCH_COUNT = Flag("graphopt.batch_count")  # the number of a batch's elements p
 BATCH_CORRECTION = Flag("graphopt.batch_correction")  # n / (n - 1) of this number n
 BATCH_GRADIENT = Flag("graphopt.batch_gradient")  # a sum over a batch in the gradient of batch statistics
 POSITIONS = Flag("graphopt.positions")  # a node that counts the positions in a mask
-ATTENTION_SCORES = Flag(
-    "graphopt.attention_scores"
-)  # a value [B,...,S,T] of masked scores, which a softmax reads
-POSITION_IDS = Flag(
-    "graphopt.position_ids"
-)  # a value [B or 1,S] of the positions by which tokens are rotated
+IN_BLOCKS = Flag("graphopt.in_blocks")  # a Scan that saves memory: its work stays in the loop
+# In a body that computes losses of tokens: the node of the logits of a block
+BLOCK_LOGITS = Flag("graphopt.block_logits")
+ON_DEMAND = Flag("graphopt.on_demand")  # an output that a step reports only if it is named
+# In self-attention: the node of scores [rows, ..., queries, keys] with all masks, before the softmax; and the node of
+# the positions of tokens, int64 [tokens] or [rows, tokens], by which a table of angles is read
+ATTENTION_SCORES = Flag("graphopt.attention_scores")
+TOKEN_POSITIONS = Flag("graphopt.token_positions")
 STOP_GRADIENT = Flag("graphopt.stop_gradient")  # a node that no gradient passes
 DERIVATIVE = Flag("graphopt.derivative")  # an output that is the derivative of another
 STORED = Flag("graphopt.stored")  # a node that rounds a weight to its form in the file
@@ -118,7 +120,7 @@ def original_name(value: ir.Value) -> str:
     return str(value.name) if noted is None else noted
 
 
-def copy(source: Holder, target: Holder) -> None:
+def copy(source: Holder | ir.TensorProtocol, target: Holder | ir.TensorProtocol) -> None:
     """Copy all notes of `source` to `target`."""
     target.metadata_props.update(source.metadata_props)
 
@@ -259,6 +261,7 @@ class TargetSpec(
         task: `regression`, `binary` or `classification`.
         axis, classes, ignore_index, target_probabilities: options of a classification; see `CrossEntropy`.
         from_logits: whether a classification predicts logits; otherwise, it predicts probabilities.
+        shift: by how many places the target is ahead of the prediction along axis 1, as that of a causal language model.
         threshold, labels: options of a binary loss: predictions above `threshold` mean the second label.
     """
 
@@ -269,12 +272,13 @@ class TargetSpec(
     ignore_index: int | None = None
     target_probabilities: bool = False
     from_logits: bool = True
+    shift: int = 0
     threshold: float | None = None
     labels: tuple[float, float] | None = None
 
     def check(self) -> None:
         needed = {"regression": (), "binary": (self.threshold, self.labels), "classification": (self.axis,)}
-        _check(None not in needed[self.task])
+        _check(None not in needed[self.task], self.shift in (0, 1))
 
 
 @dataclass(frozen=True)
@@ -327,6 +331,35 @@ class Detached(Note, key="graphopt.aside", expected="outputs and the parts that 
     def models(self) -> list[onnx.ModelProto]:
         """Return the parts in the order in which they were detached."""
         return [onnx.ModelProto.FromString(part) for part in self.parts]
+
+
+@dataclass(frozen=True)
+class TokenBlocks(Note, key="graphopt.token_blocks", expected="a share for label smoothing"):
+    """Mark a Scan that computes the cross-entropy of tokens in blocks from their logits.
+
+    Args:
+        label_smoothing: the share of the target that is spread over all classes.
+    """
+
+    label_smoothing: float = 0.0
+
+    def check(self) -> None:
+        _check(0 <= self.label_smoothing <= 1)
+
+
+@dataclass(frozen=True)
+class Folded(Note, key="graphopt.folded", expected="models by the names of initializers"):
+    """Record how initializers of the file are computed from weights that took their places.
+
+    Args:
+        parts: for each of these initializers, a serialized model from weights to its numbers.
+    """
+
+    parts: Mapping[str, bytes] = field(default_factory=dict)
+
+    def models(self) -> dict[str, onnx.ModelProto]:
+        """Return the models by the names of the initializers."""
+        return {name: onnx.ModelProto.FromString(part) for name, part in self.parts.items()}
 
 
 @dataclass(frozen=True)

@@ -8,29 +8,36 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import math
 import os
 import stat
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import onnx
 import onnx_ir as ir
 from google.protobuf import json_format, text_format
-from google.protobuf.message import DecodeError
+from google.protobuf.message import DecodeError, Message
 
 from graphopt.arguments import checked
 from graphopt.errors import GraphoptError, kind_of, line
 from graphopt.files import replacing
-from graphopt.graph.checking import check_external
+from graphopt.graph.checking import EXTERNAL, check_external, messages_of
 from graphopt.graph.limits import Limits
+from graphopt.graph.mapped import MappedFile, like_tensor
 from graphopt.graph.not_a_model import check_path, not_a_model
+from graphopt.graph.operators import MICROSOFT, RUNTIMES_OWN
 from graphopt.graph.values import tensor_bytes
 
 LIMIT = 2**31 - 2**24  # bytes of weights; protobuf writes less than 2 GB, including the nodes
+MAPPED_FROM = 2**26  # bytes of weights in files beside a model; fewer are read into memory
+_PAGE = 4096  # bytes: where a weight in a file begins, for memory maps
 _SMALL = 1024  # bytes of a tensor that stays in the model, because shapes may depend on it
 
 Weights = dict[str, ir.TensorProtocol]
+Places = dict[str, tuple[MappedFile, int, int]]  # for a weight, its file, and its offset and length there
 
 # Exceptions of the onnx package for unreadable files, which depend on the format.
 _UNREADABLE = (
@@ -47,7 +54,12 @@ def is_large(model: ir.Model | onnx.ModelProto) -> bool:
     """Return whether a model's weights are too large for one protobuf message."""
     if isinstance(model, onnx.ModelProto):
         return sum(len(x.raw_data) for x in model.graph.initializer) > LIMIT
-    return sum(tensor_bytes(x.const_value) for x in model.graph.initializers.values()) > LIMIT
+    return weight_bytes(model) > LIMIT
+
+
+def weight_bytes(model: ir.Model) -> int:
+    """Return the bytes of a model's weights."""
+    return sum(tensor_bytes(x.const_value) for x in model.graph.initializers.values())
 
 
 def message(model: ir.Model) -> tuple[bytes, Weights]:
@@ -63,10 +75,28 @@ def skeleton(model: ir.Model) -> tuple[bytes, Weights]:
 
 def whole(model: ir.Model) -> bytes:
     """Return a model with all its weights as bytes, the same for equal models."""
-    proto = ir.to_proto(model)
+    with _runtimes_domains(model):
+        return _bytes(ir.to_proto(model))
+
+
+def _bytes(proto: onnx.ModelProto) -> bytes:
     for nodes in (proto.graph.node, *(function.node for function in proto.functions)):
         _clear_names(nodes)
     return proto.SerializeToString(deterministic=True)
+
+
+@contextlib.contextmanager
+def _runtimes_domains(model: ir.Model) -> Iterator[None]:
+    """Have operators in ONNX's domain that the runtime knows there alone, in a `with` block; see `load`."""
+    nodes = [node for graph in model.graphs() for node in graph if node.domain == MICROSOFT]
+    moved = [node for node in nodes if node.op_type in RUNTIMES_OWN]
+    try:
+        for node in moved:
+            node.domain = ""
+        yield
+    finally:
+        for node in moved:
+            node.domain = MICROSOFT
 
 
 def _clear_names(nodes: Iterable[onnx.NodeProto]) -> None:
@@ -91,11 +121,62 @@ def without_weights(model: ir.Model) -> onnx.ModelProto:
     """Return a copy of a model in which large weights are inputs."""
     with _external(model) as weights:
         proto = ir.to_proto(model)
-    declare_inputs(proto.graph, (x for x in proto.graph.initializer if x.name in weights))
-    small = [x for x in proto.graph.initializer if x.name not in weights]
-    del proto.graph.initializer[:]
-    proto.graph.initializer.extend(small)
+    _make_inputs(proto.graph, weights)
     return proto
+
+
+def message_without_weights(
+    model: ir.Model, is_taken: Callable[[ir.TensorProtocol], bool]
+) -> tuple[bytes, Weights]:
+    """Return a model as bytes in which large weights are inputs, and these by name.
+
+    Args:
+        is_taken: whether to take a weight out.
+    """
+    outputs = {x.const_value for x in model.graph.outputs}  # an input cannot be an output
+    with _external(model, lambda x: x not in outputs and is_taken(x)) as weights, _runtimes_domains(model):
+        proto = ir.to_proto(model)
+    _make_inputs(proto.graph, weights)
+    return _bytes(proto), weights
+
+
+def _make_inputs(graph: onnx.GraphProto, weights: Container[str]) -> None:
+    declare_inputs(graph, (x for x in graph.initializer if x.name in weights))
+    small = [x for x in graph.initializer if x.name not in weights]
+    del graph.initializer[:]
+    graph.initializer.extend(small)
+
+
+def outline(proto: onnx.ModelProto) -> onnx.ModelProto:
+    """Return a copy of a message in which large weights are inputs; their bytes are never copied."""
+    copy, own = onnx.ModelProto(), proto.graph
+    _copy_fields(proto, copy, "graph")
+    _copy_fields(own, copy.graph, "initializer")
+    large = [x for x in own.initializer if x.data_location == EXTERNAL or _is_raw_and_large(x)]
+    names = {x.name for x in large}
+    copy.graph.initializer.extend(x for x in own.initializer if x.name not in names)
+    declare_inputs(copy.graph, large)
+    return copy
+
+
+def _is_raw_and_large(tensor: onnx.TensorProto) -> bool:
+    """Return whether a tensor has many bytes, without a copy of them."""
+    if tensor.data_type == ir.DataType.STRING or not tensor.HasField("raw_data"):
+        return False
+    return math.prod(tensor.dims) * ir.DataType(tensor.data_type).bitwidth > 8 * _SMALL
+
+
+def _copy_fields(proto: Message, copy: Any, left_out: str) -> None:
+    """Copy all fields of a message but one."""
+    for field, value in proto.ListFields():
+        if field.name == left_out:
+            continue
+        if field.is_repeated:
+            getattr(copy, field.name).extend(value)
+        elif field.message_type is not None:
+            getattr(copy, field.name).CopyFrom(value)
+        else:
+            setattr(copy, field.name, value)
 
 
 def declare_inputs(graph: onnx.GraphProto, weights: Iterable[onnx.TensorProto]) -> None:
@@ -126,20 +207,21 @@ def save(model: ir.Model | onnx.ModelProto, path: str | os.PathLike[str]) -> Non
     path = Path(path)
     if not path.name:
         raise GraphoptError(f"save: expected the path of a file, found {os.fspath(path)!r}")
-    with replacing(path) as temporary:
+    domains = _runtimes_domains(model) if isinstance(model, ir.Model) else contextlib.nullcontext()
+    with replacing(path) as temporary, domains:
         if not is_large(model):
             onnx.save(ir.to_proto(model) if isinstance(model, ir.Model) else model, temporary)
             return
         large = model if isinstance(model, ir.Model) else ir.from_proto(model)
         with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as folder:
             written, data = Path(folder, path.name), f"{path.name}.data"
-            ir.save(large, written, external_data=data)
+            ir.save(large, written, external_data=data, alignment=_PAGE, align_threshold=0)
             os.replace(written, temporary)
             os.replace(written.with_name(data), path.with_name(data))
 
 
-def read_proto(path: Path, limits: Limits) -> onnx.ModelProto:
-    """Read a model from a file, with its external data."""
+def read_proto(path: Path, limits: Limits) -> tuple[onnx.ModelProto, Places]:
+    """Read a model from a file, and its external data; return where those of its large weights lie, by name."""
     try:
         kind = stat.S_IFMT(path.stat().st_mode)
         if kind != stat.S_IFREG:
@@ -147,7 +229,7 @@ def read_proto(path: Path, limits: Limits) -> onnx.ModelProto:
             raise GraphoptError(f"{path}: expected an ONNX file, found {found}")
         proto = onnx.load(path, load_external_data=False)
         check_external(proto, path.parent, limits)
-        onnx.load_external_data_for_model(proto, str(path.parent))
+        return proto, _read_external(proto, path.parent)
     except GraphoptError:
         raise
     except FileNotFoundError as error:
@@ -156,7 +238,48 @@ def read_proto(path: Path, limits: Limits) -> onnx.ModelProto:
         raise GraphoptError(f"{path}: {error.strerror or line(error)}") from error
     except _UNREADABLE as error:
         raise GraphoptError(f"{path}: expected an ONNX model, found another file ({line(error)})") from error
-    return proto
+
+
+def _read_external(proto: onnx.ModelProto, folder: Path) -> Places:
+    """Map the files of a model's weights if these are large, and read the rest of its external data."""
+    external = [x for x in proto.graph.initializer if x.data_location == EXTERNAL]
+    infos: dict[str, Any] = {x.name: onnx.external_data_helper.ExternalDataInfo(x) for x in external}
+    places: Places = {}
+    if sum(info.length for info in infos.values()) >= MAPPED_FROM:
+        files: dict[str, MappedFile] = {}
+        for name, info in infos.items():
+            if info.length > _SMALL:
+                if info.location not in files:
+                    _check_location(info.location, folder, name)
+                    files[info.location] = MappedFile(folder / info.location)
+                places[name] = files[info.location], info.offset, info.length
+    holders = (*proto.graph.node, *proto.functions)
+    inner = [x for holder in holders for x in messages_of(onnx.TensorProto, holder)]
+    for tensor in [*(x for x in external if x.name not in places), *inner]:
+        if tensor.data_location == EXTERNAL:
+            onnx.external_data_helper.load_external_data_for_tensor(tensor, str(folder))
+    return places
+
+
+def _check_location(location: str, folder: Path, name: str) -> None:
+    """Raise an error unless onnx reads external data at a location: not from links, nor outside the folder."""
+    nothing = onnx.TensorProto(name=name, data_location=EXTERNAL)
+    for key, value in {"location": location, "offset": "0", "length": "0"}.items():
+        nothing.external_data.add(key=key, value=value)
+    onnx.external_data_helper.load_external_data_for_tensor(nothing, str(folder))
+
+
+def take_weights(model: ir.Model, places: Places) -> None:
+    """Give a model's large weights the numbers of the files in which they lie, and keep no others in messages."""
+    for name, value in model.graph.initializers.items():
+        declared = value.const_value
+        if declared is None:
+            continue
+        if name in places:
+            file, start, _ = places[name]
+            value.const_value = file.tensor(declared, start)
+        elif isinstance(declared, ir.serde.TensorProtoTensor) and _is_raw_and_large(declared.raw):
+            value.const_value = like_tensor(ir.Tensor(declared.numpy(), declared.dtype), declared)
 
 
 def parsed(content: bytes, name: str) -> onnx.ModelProto:
@@ -170,18 +293,46 @@ def parsed(content: bytes, name: str) -> onnx.ModelProto:
 
 
 def read_external(model: ir.Model) -> None:
-    """Read the external data of a model into memory."""
+    """Read the external data of a model, or map it if it is large."""
+    external = [
+        x for graph in model.graphs() for x in graph.initializers.values() if _is_external(x.const_value)
+    ]
     try:
+        if sum(tensor_bytes(x.const_value) for x in external) >= MAPPED_FROM:
+            _map_external(external)
         ir.external_data.load_to_model(model)
     except (OSError, ValueError) as error:
         raise GraphoptError(f"the model: cannot read its external data: {line(error)}") from error
 
 
+def _is_external(tensor: ir.TensorProtocol | None) -> bool:
+    return isinstance(tensor, ir.ExternalTensor)
+
+
+def _map_external(values: Iterable[ir.Value]) -> None:
+    files: dict[str, MappedFile] = {}
+    for value in values:
+        tensor = value.const_value
+        assert isinstance(tensor, ir.ExternalTensor)
+        if tensor.nbytes <= _SMALL:
+            continue
+        if tensor.path not in files:  # onnx_ir checks the path of what it reads
+            nothing = ir.ExternalTensor(
+                tensor.location, 0, 0, tensor.dtype, shape=ir.Shape([0]), name="", base_dir=tensor.base_dir
+            )
+            nothing.numpy()
+            files[tensor.path] = MappedFile(Path(os.path.realpath(tensor.path)))
+        value.const_value = files[tensor.path].tensor(tensor, tensor.offset or 0)
+
+
 @contextlib.contextmanager
-def _external(model: ir.Model) -> Iterator[Weights]:
+def _external(
+    model: ir.Model, is_taken: Callable[[ir.TensorProtocol], bool] = lambda tensor: True
+) -> Iterator[Weights]:
     """Yield the large weights of a model by name; inside the block, the model refers to them as external data."""
     values = {k: x for k, x in model.graph.initializers.items() if tensor_bytes(x.const_value) > _SMALL}
-    weights = {name: x.const_value for name, x in values.items() if x.const_value is not None}
+    named = {name: x.const_value for name, x in values.items() if x.const_value is not None}
+    weights = {name: tensor for name, tensor in named.items() if is_taken(tensor)}
     for name, tensor in weights.items():
         values[name].const_value = ir.ExternalTensor(
             "weights", 0, tensor.nbytes, tensor.dtype, shape=ir.Shape(tensor.shape.numpy()), name=name

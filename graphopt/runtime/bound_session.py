@@ -239,7 +239,7 @@ class BoundSession:
 
     def _binding(self, inputs: OrtValues, outputs: OrtValues) -> onnxruntime.IOBinding:
         """Return a binding of the inputs and outputs that are the same in every call, reported ones first."""
-        binding = self.session.ort.io_binding()
+        binding = self.session.io_binding()
         for name in self.session.inputs:
             if name in inputs:
                 binding.bind_ortvalue_input(name, inputs[name])

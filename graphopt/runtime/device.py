@@ -8,7 +8,8 @@ import functools
 import io
 import os
 import re
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -62,6 +63,10 @@ class DeviceOptions(metaclass=Checked):
             Loop or Scan, or with nodes on the CPU, are not supported.
         low_memory: free each buffer after its last reader, without a memory plan or buffers for reuse. Small graphs
             become slower.
+        frozen: where the weights lie that do not train. `packed`: each session has copies in the layout of its kernels,
+            up to three on CPUs; the fastest for small batches. `mapped`: all sessions read the same memory, which for
+            large files is the file itself, and a GPU has one copy. `low`: as `mapped`, and each value of a step is
+            freed after its last reader, as with `low_memory`. `auto`: `packed` below 512 MB, `low` from 2 GB.
         flush_denormals: compute with 0 in place of denormal numbers (below 1e-38 in float32), which are slow; on CPUs
             with Linux and x86-64 only. Other code in the calling thread is not affected.
         native: lower steps to the machine: compile kernels for it with the system's C compiler. `auto` does so on the
@@ -88,6 +93,7 @@ class DeviceOptions(metaclass=Checked):
     provider_options: Mapping[str, Any] | None = None
     graph_capture: bool = False
     low_memory: bool = False
+    frozen: Literal["auto", "packed", "mapped", "low"] = "auto"
     flush_denormals: bool = True
     native: bool | Literal["auto"] | None = None
     target: str | Target = AUTO
@@ -119,6 +125,8 @@ class Device(DeviceOptions):
     execution_provider: str = field(init=False, repr=False)
     plugin: Any = field(init=False, repr=False)  # its device, where the provider is a plugin
     runtime_target: Target = field(init=False, repr=False)
+    # Weights that sessions share, by the identity of their tensors and whether they lie in host memory.
+    shared: MutableMapping[tuple[int, bool], Any] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not re.fullmatch(r"cpu|cuda(:\d+)?|webgpu", self.name):
@@ -133,6 +141,7 @@ class Device(DeviceOptions):
             raise GraphoptError(f"threads: expected {expected}, found {self.threads}")
         keep("index", int(index or 0))
         keep("ort", _runtime())
+        keep("shared", weakref.WeakValueDictionary())
         if self.kind == "cuda":
             _load_cuda(self.ort)
         keep("flushing", Flushing() if self.flush_denormals and supported() and self.kind == "cpu" else None)
@@ -225,11 +234,14 @@ class Device(DeviceOptions):
         first = (self.execution_provider, {name: str(value) for name, value in chosen.items()})
         return [first] if self.on_cpu else [first, CPU]
 
-    def new_session_options(self, *, captures: bool = False) -> onnxruntime.SessionOptions:
+    def new_session_options(
+        self, *, captures: bool = False, low_memory: bool = False
+    ) -> onnxruntime.SessionOptions:
         """Return options for one session.
 
         Args:
             captures: whether the session captures its graph, as those of steps do.
+            low_memory: free each buffer after its last reader, whatever the option says.
 
         Raises:
             GraphoptError: an option in `session_options` is unknown or has the wrong type, or a library of custom
@@ -239,7 +251,7 @@ class Device(DeviceOptions):
         options.log_severity_level = 4  # errors are raised, not logged
         options.intra_op_num_threads = self.threads or 0
         options.use_deterministic_compute = self.deterministic
-        options.enable_mem_pattern = options.enable_mem_reuse = not self.low_memory
+        options.enable_mem_pattern = options.enable_mem_reuse = not (self.low_memory or low_memory)
         for name, entry in {PLACEMENT: "1", **AS_WRITTEN}.items():
             options.add_session_config_entry(name, entry)
         if self.flushing is not None:

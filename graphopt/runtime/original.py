@@ -11,10 +11,8 @@ import onnx_ir as ir
 from graphopt.adapters.combined import slots_of, trained_adapters
 from graphopt.adapters.slots import add_slots
 from graphopt.graph import inference
-from graphopt.graph.loading import Source, original_proto
-from graphopt.graph.merging import adapted
-from graphopt.graph.metadata import original_name
-from graphopt.graph.roles import Role, with_role
+from graphopt.graph.loading import Source, read_original
+from graphopt.graph.original import write_weights
 
 
 def trained_into(
@@ -31,13 +29,10 @@ def trained_into(
     Raises:
         GraphoptError: `into` is another model, or adapters cannot be merged.
     """
-    notes = [note for _, note in adapted(model)]
     found = trained_adapters(model, state, "slots") if slots else []
     trained = inference.trained(model, state, merge=not slots)
-    original = original_proto(into)
-    own = {name for note in notes for name in note.values}
-    changed = {original_name(x) for x in with_role(model, Role.PARAMETER, Role.STATISTIC)} - own
-    inference.put_into(original, trained, changed | (set() if slots else {note.weight for note in notes}))
+    original = read_original(into)
+    write_weights(original, trained, model)
     if found:
         add_slots(original, slots_of(model, found))
     return original

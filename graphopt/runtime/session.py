@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import onnx_ir as ir
 
 from graphopt.errors import GraphoptError, line
 from graphopt.graph import storage
+from graphopt.graph.mapped import files_of
 from graphopt.graph.metadata import RUNTIME
 from graphopt.graph.roles import TRAINING_RUNTIME
 from graphopt.runtime.device import Device
+from graphopt.runtime.frozen import Placement, is_shareable, placement_of, shared
 from graphopt.runtime.tensors import OrtValues
 from graphopt.runtime.webgpu import ENTRY, ON_CPU, lines_that_fit
 from graphopt.targets.portable import nodes_on_shapes
@@ -34,9 +37,11 @@ class Session:
     Attributes:
         inputs: the names of the graph's inputs.
         outputs: the names of its outputs.
+        frozen: where the weights of the graph lie: `packed`, `mapped` or `low`.
 
     Args:
-        options: modified options of the session; `Device.new_session_options()` by default.
+        options: modified options of the session, whose weights are then packed; by default
+            `Device.new_session_options()`.
         library: a library of the kernels that the graph calls.
         captures: whether the session captures its graph.
 
@@ -55,8 +60,12 @@ class Session:
     ) -> None:
         self.device = device
         is_double = any(x.dtype == ir.DataType.DOUBLE for x in model.graph.inputs)
+        self.frozen: Placement = "packed" if options is not None else placement_of(device, model)
+        self._files = files_of(model)
         try:
-            options = options or device.new_session_options(captures=captures)
+            options = options or device.new_session_options(
+                captures=captures, low_memory=self.frozen == "low"
+            )
             if library is not None:
                 options.register_custom_ops_library(str(library))
             if device.kind == "webgpu" and not captures:
@@ -64,11 +73,12 @@ class Session:
                 options.add_session_config_entry(
                     ENTRY + ON_CPU, lines_that_fit([chosen, *nodes_on_shapes(model)])
                 )
-            content, weights = storage.message(model)
-            # What is too large for the message is registered, and stays alive as long as the session reads it.
-            self._weights = [device.ort.OrtValue.ortvalue_from_numpy(x.numpy()) for x in weights.values()]
-            if weights:
-                options.add_external_initializers([*weights], self._weights)
+            weights: storage.Weights = {}
+            if self.frozen == "packed":
+                content = self._packed(model, options)
+            else:
+                is_taken = functools.partial(is_shareable, device)
+                content, weights = storage.message_without_weights(model, is_taken)
             # The first session would change denormals in this thread permanently.
             with device.flushing or contextlib.nullcontext():
                 unsafe = UNSAFE + (UNSAFE_IN_DOUBLE if is_double else [])
@@ -79,15 +89,37 @@ class Session:
             raise _refusal(device, model, error) from error
         if device.execution_provider not in self.ort.get_providers():
             raise device.not_started()
-        self.inputs = [x.name for x in self.ort.get_inputs()]
+        self._all_inputs = [x.name for x in self.ort.get_inputs()]
+        self.inputs = [name for name in self._all_inputs if name not in weights]
         self.outputs = [y.name for y in self.ort.get_outputs()]
+        on_host = {*self._all_inputs} if device.kind == "cpu" else {*self.inputs_on_host()}
+        self._shared = {
+            name: shared(device, tensor, on_host=name in on_host) for name, tensor in weights.items()
+        }
+
+    def _packed(self, model: ir.Model, options: onnxruntime.SessionOptions) -> bytes:
+        """Return a graph whose weights are constants; those too large for its message are registered."""
+        content, weights = storage.message(model)
+        # They stay alive as long as the session reads them.
+        self._registered = [self.device.ort.OrtValue.ortvalue_from_numpy(x.numpy()) for x in weights.values()]
+        if weights:
+            options.add_external_initializers([*weights], self._registered)
+        return content
+
+    def io_binding(self) -> onnxruntime.IOBinding:
+        """Return a binding of the weights that the session shares with others, and of nothing else."""
+        binding = self.ort.io_binding()
+        for name, weight in self._shared.items():
+            binding.bind_ortvalue_input(name, weight.value)
+        return binding
 
     def execute(self, binding: onnxruntime.IOBinding, options: onnxruntime.RunOptions | None = None) -> None:
         """Run once on a binding.
 
         Raises:
-            GraphoptError: the runtime fails.
+            GraphoptError: the runtime fails, or a file of weights has changed.
         """
+        self._check_files()
         try:
             if self.device.kind == "webgpu":
                 with self.device.lock:
@@ -100,6 +132,11 @@ class Session:
         except RuntimeError as error:
             raise self.stopped(error) from error
 
+    def _check_files(self) -> None:
+        """Raise an error if a file of weights has changed that the session reads."""
+        for file in self._files:
+            file.check()
+
     def stopped(self, error: RuntimeError) -> GraphoptError:
         """Return the error for a run, or a copy to the device, that the runtime ends with an error."""
         if "requires f16" in str(error):
@@ -110,18 +147,18 @@ class Session:
         return GraphoptError(f"onnxruntime stopped: {line(error)}")
 
     def inputs_on_host(self) -> list[str]:
-        """Return the names of the inputs that are read in host memory: by operators on the CPU, or as shapes."""
+        """Return the names of all inputs that are read in host memory: by operators on the CPU, or as shapes."""
         if not hasattr(self.ort, "get_input_memory_infos"):  # onnxruntime 1.22 and older
             return self.inputs
         return [
             name
-            for name, x in zip(self.inputs, self.ort.get_input_memory_infos(), strict=True)
+            for name, x in zip(self._all_inputs, self.ort.get_input_memory_infos(), strict=True)
             if "cpu" in x.name.lower()
         ]
 
     def compute(self, feeds: OrtValues) -> dict[str, onnxruntime.OrtValue]:
         """Run once on values and return all outputs by name, which stay on the device; ignore what is not an input."""
-        binding = self.ort.io_binding()
+        binding = self.io_binding()
         if self.device.kind == "cuda":
             binding.synchronize_inputs()  # another package may still write a tensor that it shares
         try:
@@ -140,7 +177,9 @@ class Session:
             raise GraphoptError(
                 f"inputs: expected {', '.join(self.inputs)}, found {', '.join(feeds) or 'none'}"
             )
-        arrays = {name: feeds[name] for name in self.inputs}
+        arrays: dict[str, Any] = {name: feeds[name] for name in self.inputs}
+        arrays |= {name: weight.value for name, weight in self._shared.items()}
+        self._check_files()
         names = self.outputs
         return dict(zip(names, self.ort.run(names, arrays), strict=True)) if names else {}
 

@@ -10,6 +10,7 @@ import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from graphopt.errors import GraphoptError, kind_of
+from graphopt.graph.metadata import ON_DEMAND
 from graphopt.graph.roles import Role, check_trains, labels_of, role_of
 from graphopt.graph.values import dtype_of, is_floating, name_of
 from graphopt.runtime.device import Device
@@ -179,7 +180,7 @@ def reportable(model: ir.Model) -> list[str]:
 
 
 def chosen_outputs(model: ir.Model, report: Sequence[str] | None) -> list[str]:
-    """Return the names of the outputs to report: all, or those of `report` and the loss.
+    """Return the names of the outputs to report: those of `report` and the loss, or all that need not be named.
 
     Raises:
         GraphoptError: the graph has no state to update, or no output with one of the names.
@@ -191,7 +192,10 @@ def chosen_outputs(model: ir.Model, report: Sequence[str] | None) -> list[str]:
     unknown = [name for name in report or () if name not in names]
     if unknown:
         raise GraphoptError(f"report: unknown outputs {unknown}; the graph has {', '.join(names)}")
-    return [name for name in names if report is None or name in report or (report and name == "loss")]
+    if report is None:
+        waiting = {y.name for y in model.graph.outputs if ON_DEMAND.is_set(y)}
+        return [name for name in names if name not in waiting]
+    return [name for name in names if name in report or (report and name == "loss")]
 
 
 def reporting(model: ir.Model, names: Sequence[str]) -> ir.Model:

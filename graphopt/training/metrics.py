@@ -19,7 +19,6 @@ import onnx_ir as ir
 
 from graphopt.errors import GraphoptError, kind_of, unknown
 from graphopt.graph.metadata import TargetSpec
-from graphopt.graph.roles import Role, role_of
 from graphopt.moments import Moments
 
 # A name, a name with options such as {"top_k": {"k": 3}}, or a function of all targets and predictions
@@ -350,6 +349,8 @@ class Metrics:
 
     def batch(self, prediction: np.ndarray, target: np.ndarray) -> ScoredBatch:
         """Return what metrics see of an output and its target."""
+        if self._spec.shift:
+            prediction, target = prediction[:, : -self._spec.shift], target[:, self._spec.shift :]
         spec, predicted = self._spec, self.predicted(prediction)
         if spec.axis is None:
             if spec.labels is None:
@@ -399,7 +400,7 @@ def metrics(
 
     Each of the `wanted` metrics has to be defined for a target.
     """
-    specs = {name: TargetSpec.read(x) for name, x in inputs.items() if role_of(x) is Role.TARGET}
+    specs = {name: TargetSpec.read(x) for name, x in inputs.items()}
     tasks = list(dict.fromkeys(spec.task for spec in specs.values() if spec))
     for name, metric in map(named, wanted or ()):
         if not any(task in metric.tasks for task in tasks):

@@ -95,7 +95,9 @@ class BinaryCrossEntropy(Loss):
         w0, w1 = self._weights()
         return -(_times(w1, target) * log_p + _times(w0, 1 - target) * log_rest)
 
-    def weight(self, op: Emitter, prediction: ir.Value, target: ir.Value) -> ir.Value | None:
+    def weight(
+        self, op: Emitter, prediction: ir.Value, target: ir.Value, *others: ir.Value
+    ) -> ir.Value | None:
         if self.class_weights is None:
             return None
         w0, w1 = self._weights()
@@ -197,7 +199,9 @@ class CrossEntropy(_OverClasses):
         powers = np.exp(prediction - prediction.max(self.axis, keepdims=True))
         return powers / powers.sum(self.axis, keepdims=True)
 
-    def weight(self, op: Emitter, prediction: ir.Value, target: ir.Value) -> ir.Value | None:
+    def weight(
+        self, op: Emitter, prediction: ir.Value, target: ir.Value, *others: ir.Value
+    ) -> ir.Value | None:
         if self.target_probabilities or (self.class_weights is None and self.ignore_index is None):
             return None
         q = self._one_hot(op, prediction, target)

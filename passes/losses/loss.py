@@ -71,7 +71,7 @@ class Loss(Pass):
         prediction = self._prediction(model)
         operands = self.operands(model, prediction, target_name)
         elements = self.compare(op, prediction, *operands)
-        weights = self.weight(op, prediction, operands[0]) if operands else None
+        weights = self.weight(op, prediction, *operands) if operands else None
         if self.sample_weight:
             rows, rank = _sample_weight(model, prediction, self.row_axis), len(elements.shape or ())
             rows = op.Unsqueeze(rows, [*range(1, rank)]) if rank > 1 else rows
@@ -108,7 +108,9 @@ class Loss(Pass):
         TargetSpec(name_of(prediction), self.task, **self.metric(prediction)).write(target)
         return [target]
 
-    def weight(self, op: Emitter, prediction: ir.Value, target: ir.Value) -> ir.Value | None:
+    def weight(
+        self, op: Emitter, prediction: ir.Value, target: ir.Value, *others: ir.Value
+    ) -> ir.Value | None:
         """Emit the weight of each element in the mean, in the shape of `compare`'s result; None means equal weights."""
         return None
 

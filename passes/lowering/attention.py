@@ -10,13 +10,15 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
+import onnx_ir as ir
 from onnx_ir import Value
 
 from graphopt.errors import GraphoptError
 from graphopt.graph.emitter import Emitter, Input
-from graphopt.graph.metadata import ATTENTION_SCORES, POSITION_IDS
+from graphopt.graph.metadata import ATTENTION_SCORES, TOKEN_POSITIONS
 from graphopt.graph.operators import MICROSOFT
-from graphopt.graph.values import dtype_of, rank
+from graphopt.graph.shapes import places_of
+from graphopt.graph.values import dims_of, dtype_of, rank
 from passes.lowering.registry import freeze, lowers, plus
 
 MASKED = -10000.0
@@ -84,7 +86,7 @@ def multi_head_attention(
     )
     before = None
     if past_key is not None:
-        before = length_of(op, past_key)
+        before = op.Squeeze(op.Shape(past_key, start=2, end=3), [0])
         k, v = op.Concat(past_key, k, axis=2), op.Concat(past_value, v, axis=2)
     terms = [key_padding_mask and _padding(op, q, k, key_padding_mask, mask_filter_value), attention_bias]
     if unidirectional:
@@ -118,14 +120,15 @@ def attend(
     """
 
     def grouped(x: Value) -> Value:
-        return (
-            x if heads == of_keys else op.Reshape(x, op.Concat([0, of_keys, -1], op.shape_of(x, 3), axis=0))
-        )
+        sizes = op.Concat([0, of_keys, -1], op.shape_of(x, 3), axis=0)
+        return x if heads == of_keys else op.Reshape(x, sizes)
 
     def apart(x: Value, last: Value) -> Value:
         if heads == of_keys:
             return x
-        return op.Reshape(x, op.Concat([0, heads], op.shape_of(q, 2, 3), last, axis=0))
+        y = op.Reshape(x, op.Concat([0, heads], op.shape_of(q, 2, 3), last, axis=0))
+        y.shape = ir.Shape([*dims_of(q)[:3], dims_of(x)[3]])
+        return y
 
     q = (scale or 1 / math.sqrt(static_size(q, -1))) * q
     scores = apart(op.MatMul(grouped(q), op.Transpose(k, perm=[0, 1, 3, 2])), op.shape_of(k, 2, 3))
@@ -133,7 +136,8 @@ def attend(
         scores = softcap * op.Tanh(scores / softcap)
     for term in terms:
         scores = plus(scores, term)
-    ATTENTION_SCORES.set(scores)
+    if dims_of(q)[2] == dims_of(k)[2]:
+        ATTENTION_SCORES.mark(scores)
     if sink is None:
         weights = op.Softmax(scores, axis=-1)
     else:
@@ -180,8 +184,8 @@ def causal_mask(op: Emitter, q: Value, k: Value, before: Input = None, window: i
         before: the number of past positions, which come first in `k`.
         window: how many positions are seen; all by default.
     """
-    keys = op.Range(0, length_of(op, k), 1)
-    rows = op.Unsqueeze(plus(op.Range(0, length_of(op, q), 1), before), [1])
+    keys = positions_of(op, k)
+    rows = op.Unsqueeze(plus(positions_of(op, q), before), [1])
     seen = op.LessOrEqual(keys, rows)
     if window > 0:
         seen = op.And(seen, op.Greater(keys, rows - window))
@@ -201,7 +205,7 @@ def _padding(op: Emitter, q: Value, k: Value, mask: Value, masked: float) -> Val
         zeros = op.Expand(op.CastLike(0, mask), rows)
         bounds = op.Slice(op.Concat(mask, zeros, axis=0), [0], 2 * rows, [0])
         bounds = op.Reshape(bounds, op.Concat([2], rows, [1, 1, 1], axis=0))
-        positions = op.CastLike(op.Range(0, length_of(op, k), 1), mask)
+        positions = op.CastLike(positions_of(op, k), mask)
         end, start = op.Gather(bounds, 0, axis=0), op.Gather(bounds, 1, axis=0)
         unmasked = op.And(op.Less(positions, end), op.GreaterOrEqual(positions, start))
     else:
@@ -213,7 +217,7 @@ def _padding(op: Emitter, q: Value, k: Value, mask: Value, masked: float) -> Val
 
 def keys_before(op: Emitter, k: Value, ends: Value) -> Value:
     """Return the mask [B,1,1,T] to add to scores, by which only keys before `ends`, [B,1,1,1], are seen."""
-    return _term(op, k, op.Less(op.CastLike(op.Range(0, length_of(op, k), 1), ends), ends))
+    return _term(op, k, op.Less(op.CastLike(positions_of(op, k), ends), ends))
 
 
 def _term(op: Emitter, like: Value, seen: Value, masked: float | None = None) -> Value:
@@ -222,9 +226,13 @@ def _term(op: Emitter, like: Value, seen: Value, masked: float | None = None) ->
     return op.Where(seen, op.CastLike(0.0, like), op.constant(lowest, like=like))
 
 
-def length_of(op: Emitter, x: Value) -> Value:
-    """Return the number of positions of [B,N,S,H] as a scalar."""
-    return op.Squeeze(op.Shape(x, start=2, end=3), [0])
+def positions_of(op: Emitter, x: Value) -> Value:
+    """Return the numbers of the positions of [B,N,S,H], counted up to a size of an input of the model if it has S."""
+    dim = dims_of(x)[2]
+    source, axis = (x, 2) if isinstance(dim, int) else places_of(op.inputs).get(dim.value, (x, 2))
+    counted = op.Range(0, op.Squeeze(op.shape_of(source, axis, axis + 1), [0]), 1)
+    counted.shape = ir.Shape([dim])
+    return counted
 
 
 def static_size(x: Value, axis: int) -> int:
@@ -263,9 +271,8 @@ def rotary_embedding(
         head = static_size(x, -1) // num_heads if num_heads else rotary_dim
         heads_first = split_heads(op, x, static_size(x, -1) // head, static_size(x, -1))
     if rank(position_ids) == 1:
-        counted = op.CastLike(op.Range(0, length_of(op, heads_first), 1), position_ids)
-        position_ids = op.Unsqueeze(position_ids + counted, [0])
-    POSITION_IDS.set(position_ids)
+        counted = op.CastLike(positions_of(op, heads_first), position_ids)
+        position_ids = TOKEN_POSITIONS.mark(op.Unsqueeze(position_ids + counted, [0]))
     cosine, sine = (op.Unsqueeze(op.Gather(freeze(cache), position_ids), [1]) for cache in (cosines, sines))
 
     def rotated(a: Value, b: Value) -> tuple[Value, Value]:

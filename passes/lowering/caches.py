@@ -32,10 +32,10 @@ _ATTENTION = {
 
 
 class _Growth(NamedTuple):
-    """A node that appends to one of its inputs, along an axis, and the outputs of the model with the result."""
+    """A node that appends to its input number `at`, along an axis, and the outputs of the model with the result."""
 
     node: ir.Node
-    index: int
+    at: int
     axis: int
     presents: tuple[ir.Value, ...]
 
@@ -93,7 +93,7 @@ def set_aside(model: ir.Model, read: Sequence[ir.Value]) -> None:
 
 
 def _length(growth: _Growth) -> int | ir.SymbolicDim:
-    past = growth.node.inputs[growth.index]
+    past = growth.node.inputs[growth.at]
     assert past is not None and past.shape is not None
     return past.shape[growth.axis]
 

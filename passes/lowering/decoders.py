@@ -9,12 +9,13 @@ from onnx_ir import Value
 
 from graphopt.errors import GraphoptError
 from graphopt.graph.emitter import Emitter, Input
+from graphopt.graph.metadata import TOKEN_POSITIONS
 from graphopt.graph.operators import MICROSOFT
 from passes.lowering.attention import (
     attend,
     causal_mask,
     keys_before,
-    length_of,
+    positions_of,
     rotary_embedding,
     split_heads,
     static_size,
@@ -82,9 +83,9 @@ def group_query_attention(
     if do_rotary:
         if cos_cache is None or sin_cache is None:
             raise GraphoptError("expected inputs cos_cache and sin_cache for do_rotary=1, found none")
-        at = position_ids or op.Unsqueeze(op.Range(0, length_of(op, q), 1), [0])
+        places = position_ids or TOKEN_POSITIONS.mark(op.Unsqueeze(positions_of(op, q), [0]))
         turn = {"interleaved": rotary_interleaved}
-        q, k = (rotary_embedding(op, x, at, cos_cache, sin_cache, **turn) for x in (q, k))
+        q, k = (rotary_embedding(op, x, places, cos_cache, sin_cache, **turn) for x in (q, k))
     mask = None
     if causal:
         mask = causal_mask(op, q, k, window=local_window_size)
@@ -93,8 +94,15 @@ def group_query_attention(
     sink = head_sink
     if smooth_softmax and head_sink is None:
         sink = op.CastLike(op.ConstantOfShape([num_heads]), q)
-    numbers = {"heads": num_heads, "of_keys": kv_num_heads, "scale": scale, "softcap": softcap}
-    y = attend(op, q, k, v, [attention_bias, mask], sink=sink, **numbers)
+    y = attend(
+        op,
+        *(q, k, v, [attention_bias, mask]),
+        heads=num_heads,
+        of_keys=kv_num_heads,
+        scale=scale,
+        softcap=softcap,
+        sink=sink,
+    )
     return [y, k, v]
 
 

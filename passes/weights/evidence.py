@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import onnx_ir as ir
@@ -15,12 +15,15 @@ from passes.gradients.registry import carries
 from passes.gradients.walk import carries_gradient, passes_gradient
 from passes.weights.initializers import array, fill_value, is_weight
 
+_Rule = tuple[Callable[[ir.Value, np.ndarray], bool], str]  # whether it holds, and what it shows
+
 _BROADCASTING = ARITHMETIC | {"Where"}
 _LAYOUT = LAYOUT | {"Cast", "Concat"}  # not Gather, which may read an embedding
 _BEFORE_WAVES = _LAYOUT | {"Div", "Einsum", "MatMul", "Mul"}
 _BEFORE_STATISTICS = _LAYOUT | {"Div", "Mul", "Sub"}
 _IN_INFERENCE_FORM = "of a BatchNormalization, which the exporter wrote out in its inference form"
 _TABLE = "a table of sines and cosines of positions"
+_LARGE, _PART = 2**20, 2**12  # numbers: of an array whose parts are looked at, and of a part
 _MASKING = -10.0  # a number of at most this size, added to scores, masks them in a softmax
 
 
@@ -56,14 +59,23 @@ def constant_use(node: ir.Node, index: int) -> str | None:
 
 
 def constant_value(x: ir.Value) -> Origin | None:
-    """Return the kind of an initializer if its numbers and all its uses show that it is a constant."""
+    """Return the kind of an initializer if its numbers and all its uses show that it is a constant.
+
+    Parts of a large array show that it is none, except for a table or numbers whose uses decide.
+    """
+    if is_irregular(array(x)):
+        return _likely(x, array(x), _LIKELY[_LIKELY.index(_WAVE) :])
     numbers = _numbers(x)
     if numbers.size == 0 or not np.isfinite(numbers).all():
         return Origin(Kind.CONSTANT, "not finite: a mask" if numbers.size else "empty")
     low = numbers.min()
     if numbers.ndim > 1 and low <= _MASKING and np.isin(numbers, (0, low)).all() and numbers.max() == 0:
         return Origin(Kind.CONSTANT, "a mask: 0 and a large negative number")
-    why = next((why for is_so, why in _LIKELY if is_so(x, numbers)), None)
+    return _likely(x, numbers, _LIKELY)
+
+
+def _likely(x: ir.Value, numbers: np.ndarray, rules: Sequence[_Rule]) -> Origin | None:
+    why = next((why for is_so, why in rules if is_so(x, numbers)), None)
     return None if why is None else Origin(Kind.CONSTANT, why, certain=False)
 
 
@@ -98,6 +110,23 @@ def _is_channelwise(x: ir.Value | None) -> bool:
 def constant_table(x: ir.Value) -> Origin | None:
     """Return the kind of an initializer if it contains sines and cosines of positions, which are rarely trained."""
     return Origin(Kind.CONSTANT, _TABLE, certain=False) if _is_wave(x, _numbers(x)) else None
+
+
+def is_irregular(numbers: np.ndarray) -> bool:
+    """Return whether parts of a large array are finite, and one has many distinct numbers in no order."""
+    if numbers.size < _LARGE:
+        return False
+    flat = numbers.reshape(-1)
+    starts = np.linspace(0, numbers.size - _PART, 5, dtype=np.int64)
+    parts = [flat[start : start + _PART].astype(np.float64) for start in starts]
+    return all(np.isfinite(part).all() for part in parts) and any(map(_is_disordered, parts))
+
+
+def _is_disordered(numbers: np.ndarray) -> bool:
+    steps, distinct = np.diff(numbers), np.unique(np.round(numbers, 5))
+    return bool(
+        steps.min() < 0 < steps.max() and 8 * len(distinct) > numbers.size and (32 * numbers % 1).any()
+    )
 
 
 def _numbers(x: ir.Value) -> np.ndarray:
@@ -244,13 +273,14 @@ def _is_data(x: ir.Value | None) -> bool:
     return x is not None and x.is_graph_input() and x.const_value is None
 
 
-# What numbers and uses suggest.
-_LIKELY: tuple[tuple[Callable[[ir.Value, np.ndarray], bool], str], ...] = (
+_WAVE: _Rule = (_is_wave, _TABLE)
+# What numbers and uses suggest. Uses alone decide the rules after _WAVE, and a part of a table that one.
+_LIKELY: tuple[_Rule, ...] = (
     (_is_switch, "a mask: zeros and ones"),
     (_is_grid, "a grid, or whole numbers such as anchors and strides"),
     (_is_filter, "a symmetric filter, the same for all channels"),
     (_is_triangle, "a causal mask: a triangle of ones"),
-    (_is_wave, _TABLE),
+    _WAVE,
     (_is_frequency, "frequencies of sines and cosines"),
     (_is_input_statistic, "shifts or scales an input of the model"),
 )

@@ -5,6 +5,7 @@ Operators without a gradient are piecewise constant, random or not numeric. Othe
 
 from graphopt.graph.operators import DRAWING, PREDICATES
 from passes.gradients.registry import no_gradient, refused
+from passes.gradients.rules import blocks as blocks
 from passes.gradients.rules import control_flow as control_flow
 from passes.gradients.rules import elementwise as elementwise
 from passes.gradients.rules import linear as linear

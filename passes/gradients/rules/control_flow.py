@@ -115,7 +115,6 @@ class Back:
         return read
 
 
-@rule("Scan")
 def scan(
     op: Emitter, dy: Input, *inputs: Value, node: Node, further: list[Input], active: Active
 ) -> Gradients:

@@ -1,0 +1,1 @@
+"""Read text as rows of tokens: tokenizers, templates of chats, documents and examples."""

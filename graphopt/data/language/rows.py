@@ -1,0 +1,161 @@
+"""Arrange sequences of tokens in rows: cut them, pad them, or pack several into a row."""
+
+from __future__ import annotations
+
+import warnings
+from bisect import bisect_left, insort
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from graphopt.data.dataset import TARGET, Array, LazyArray
+from graphopt.data.language.documents import Sequences
+from graphopt.errors import GraphoptError
+
+TOKENS, LABELS, COMPLETION = "input_ids", "labels", "completion_mask"
+SEGMENTS, ATTENTION, POSITIONS = "segments", "attention_mask", "position_ids"
+IGNORED = -100  # a target that does not count, as in PyTorch
+_MOST = 2**34  # tokens of all rows
+
+Pieces = list[tuple[np.ndarray, np.ndarray]]  # the tokens of sequences, and which count
+
+
+def arranged(
+    sequences: Sequences, length: int, source: str, *, packed: bool = False, pad: int = 0
+) -> dict[str, Array]:
+    """Return rows of tokens, and the arrays that models and losses read beside them.
+
+    Documents are joined and cut into full rows. Examples have a row each, and are cut off at `length`; rows are as
+    long as the longest. If `packed`, rows hold several sequences, documents in pieces of at most `length`.
+    """
+    pieces = list(zip(sequences.tokens, sequences.counted, strict=True))
+    if sequences.are_documents and not packed:
+        return _stream(pieces, length, source)
+    if sequences.are_documents:
+        pieces = [piece for whole in pieces for piece in _cut(*whole, length)]
+    else:
+        pieces = _shortened(pieces, length, source)
+    pieces = [piece for piece in pieces if len(piece[0])]
+    rows = _packed([len(x) for x, _ in pieces], length) if packed else [[i] for i in range(len(pieces))]
+    if not rows:
+        raise GraphoptError(f"{source}: expected texts, found none with a token")
+    width = length if packed else max(len(x) for x, _ in pieces)
+    return _padded(rows, pieces, width, pad)
+
+
+def marks(arrays: Mapping[str, Array], *, completion_only: bool, packed: bool) -> list[tuple[str, ...]]:
+    """Return the names of arrays of which a graph reads one of each group, or a loss counts what it should not."""
+    groups: list[tuple[str, ...]] = [(SEGMENTS,)] if packed else []
+    if not np.asarray(arrays[COMPLETION]).all():
+        groups.append((TARGET, LABELS, COMPLETION, *(() if completion_only else (SEGMENTS, ATTENTION))))
+    return groups
+
+
+def _stream(pieces: Pieces, length: int, source: str) -> dict[str, Array]:
+    """Return all tokens in rows of `length`, without the last ones if they do not fill a row."""
+    tokens = np.concatenate([x for x, _ in pieces])
+    count = len(tokens) // length
+    if count < 1:
+        raise GraphoptError(f"{source}: expected {length:,} tokens or more, a row, found {len(tokens):,}")
+    inside = tokens[: count * length].reshape(count, length)
+    following = np.append(tokens[1:], np.int32(IGNORED))[: count * length].reshape(count, length)
+    return _described(inside, np.zeros_like(inside), following, np.ones_like(inside, np.bool_))
+
+
+def _cut(tokens: np.ndarray, counted: np.ndarray, length: int) -> Pieces:
+    """Return a document in pieces."""
+    starts = range(0, len(tokens), length)
+    return [(tokens[i : i + length], counted[i : i + length]) for i in starts]
+
+
+def _shortened(pieces: Pieces, length: int, source: str) -> Pieces:
+    """Return examples of at most `length` tokens, of which at least one counts after the first; warn of others."""
+    cut = [(x[:length], counted[:length]) for x, counted in pieces]
+    kept = [piece for piece in cut if piece[1][1:].any()]
+    long = sum(len(x) > length for x, _ in pieces)
+    lost = sum(max(0, len(x) - length) for x, _ in pieces)
+    total = sum(len(x) for x, _ in pieces)
+    texts = []
+    if long:
+        texts.append(
+            f"{long:,} of {len(pieces):,} examples have more than {length:,} tokens: {lost:,} of {total:,} tokens are "
+            "cut off: raise data.context to keep them"
+        )
+    if len(kept) < len(pieces):
+        texts.append(
+            f"{len(pieces) - len(kept):,} of {len(pieces):,} examples have no token to learn and are left out"
+        )
+    for text in texts:
+        warnings.warn(f"{source}: {text}", stacklevel=2)
+    if not kept:
+        raise GraphoptError(
+            f"{source}: expected examples with tokens to learn, found none: raise data.context"
+        )
+    return kept
+
+
+def _packed(lengths: Sequence[int], length: int) -> list[list[int]]:
+    """Return which sequences each row holds: the longest first, each in the fullest row that has room."""
+    rows: list[list[int]] = []
+    room: list[tuple[int, int]] = []  # that rows have left, in order, with their numbers
+    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        place = bisect_left(room, (lengths[i], -1))
+        if place == len(room):
+            left, row = length, len(rows)
+            rows.append([])
+        else:
+            left, row = room.pop(place)
+        rows[row].append(i)
+        if left > lengths[i]:
+            insort(room, (left - lengths[i], row))
+    return rows
+
+
+def _padded(rows: Sequence[Sequence[int]], pieces: Pieces, width: int, pad: int) -> dict[str, Array]:
+    """Return rows of sequences, filled up on the right."""
+    if len(rows) * width > _MOST:
+        raise GraphoptError(
+            f"data: expected at most {_MOST:,} tokens in all rows, found more: lower data.context"
+        )
+    tokens = np.full((len(rows), width), pad, np.int32)
+    segments = np.full((len(rows), width), -1, np.int32)
+    following = np.full((len(rows), width), IGNORED, np.int32)
+    mask = np.zeros((len(rows), width), np.bool_)
+    for i, row in enumerate(rows):
+        at = 0
+        for number, piece in enumerate(row):
+            found, counted = pieces[piece]
+            part = slice(at, at + len(found))
+            tokens[i, part], segments[i, part], mask[i, part] = found, number, counted
+            following[i, at : at + len(found) - 1] = np.where(counted[1:], found[1:], IGNORED)
+            at += len(found)
+    return _described(tokens, segments, following, mask)
+
+
+def _described(
+    tokens: np.ndarray, segments: np.ndarray, following: np.ndarray, counted: np.ndarray
+) -> dict[str, Array]:
+    return {
+        TOKENS: tokens,
+        TARGET: following,
+        LABELS: np.where(counted, tokens, np.int32(IGNORED)),
+        COMPLETION: counted,
+        SEGMENTS: segments,
+        ATTENTION: segments >= 0,
+        POSITIONS: _Positions(segments),
+    }
+
+
+class _Positions(LazyArray):
+    """Count the tokens of each segment from 0."""
+
+    def __init__(self, segments: np.ndarray) -> None:
+        super().__init__(segments.shape, np.int64)
+        self._segments = segments
+
+    def read(self, rows: np.ndarray) -> np.ndarray:
+        segments = self._segments[rows]
+        places = np.broadcast_to(np.arange(segments.shape[1]), segments.shape)
+        begins = np.diff(segments, axis=1, prepend=-2) != 0
+        starts = np.maximum.accumulate(np.where(begins, places, 0), axis=1)
+        return places - starts

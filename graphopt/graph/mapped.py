@@ -1,0 +1,98 @@
+"""Map files of weights into memory, each once for all tensors in it, and notice if a file changes."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import stat
+import weakref
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from graphopt.errors import GraphoptError
+from graphopt.graph import metadata
+
+_NO_LINKS = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+
+
+class MappedFile:
+    """Map a file into memory, from which its tensors read.
+
+    The mapping shows the file as it is at any time. A file that is replaced or deleted stays as it was here; one that
+    is written to has another size or another time of its last change, which `check` finds.
+
+    Raises:
+        OSError: the file cannot be opened.
+        GraphoptError: the path is a link, a pipe or a device, or the file has several links.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._handle = os.open(path, os.O_RDONLY | _NO_LINKS)
+        weakref.finalize(self, os.close, self._handle)
+        status = os.fstat(self._handle)
+        if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1:
+            raise GraphoptError(f"{path}: expected a regular file with one name, found another")
+        self._facts = self._now()
+        self.bytes = np.empty(0, np.uint8)
+        if status.st_size:
+            self.bytes = np.frombuffer(mmap.mmap(self._handle, 0, access=mmap.ACCESS_READ), np.uint8)
+
+    def check(self) -> None:
+        """Raise an error if the file has changed since it was mapped."""
+        if self._now() != self._facts:
+            raise GraphoptError(
+                f"{self.path}: expected the weights that were loaded, found a file that has changed since: load the "
+                "model again, and write new weights to another file"
+            )
+
+    def _now(self) -> tuple[int, int]:
+        status = os.fstat(self._handle)
+        return status.st_size, status.st_mtime_ns
+
+    def tensor(self, declared: ir.TensorProtocol, start: int) -> ir.TensorProtocol:
+        """Return the tensor at an offset of the file that is declared like another."""
+        dtype, part = declared.dtype, self.bytes[start : start + declared.nbytes]
+        if part.nbytes != declared.nbytes:
+            raise GraphoptError(
+                f"tensor {declared.name!r}: expected {declared.nbytes:,} bytes at {start:,} of {self.path}, found "
+                f"{part.nbytes:,}"
+            )
+        if dtype.bitwidth < 8:
+            return like_tensor(ir.PackedTensor(np.array(part), dtype, shape=declared.shape.numpy()), declared)
+        if start % dtype.itemsize:
+            part = np.array(part)
+        array = part.view(dtype.numpy().newbyteorder("<")).reshape(declared.shape.numpy())
+        return like_tensor(MappedTensor(array, dtype, file=self), declared)
+
+
+def like_tensor(tensor: ir.TensorProtocol, declared: ir.TensorProtocol) -> ir.TensorProtocol:
+    """Give a tensor the name, the documentation and the metadata of another, and return it."""
+    tensor.name, tensor.doc_string = declared.name, declared.doc_string
+    metadata.copy(declared, tensor)
+    return tensor
+
+
+class MappedTensor(ir.Tensor[np.ndarray]):
+    """Hold a tensor that lies in a mapped file.
+
+    Attributes:
+        file: the file.
+    """
+
+    def __init__(self, array: np.ndarray, dtype: ir.DataType, *, file: MappedFile) -> None:
+        super().__init__(array, dtype)
+        self.file = file
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copy the numbers: another process does not share the mapping."""
+        return ir.tensor, (np.array(self.numpy()), self.dtype, self.name)
+
+
+def files_of(model: ir.Model) -> list[MappedFile]:
+    """Return the files into which weights of a model are mapped."""
+    tensors = (x.const_value for x in model.graph.initializers.values())
+    return list({id(x.file): x.file for x in tensors if isinstance(x, MappedTensor)}.values())

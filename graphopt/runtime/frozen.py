@@ -1,0 +1,71 @@
+"""Decide where the frozen weights of sessions lie, and give sessions of one device the same ones."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import numpy as np
+import onnx_ir as ir
+
+from graphopt.graph.values import tensor_bytes
+from graphopt.runtime.device import Device
+from graphopt.runtime.tensors import buffer, share
+
+Placement = Literal["packed", "mapped", "low"]
+MAPPED_FROM = 2**29  # bytes of frozen weights, from which `auto` lets sessions share them
+LOW_FROM = 2**31  # bytes, from which it also frees each value of a step after its last reader
+
+
+def placement_of(device: Device, model: ir.Model) -> Placement:
+    """Return where the frozen weights of a graph lie: the option `frozen`, or what fits their size."""
+    if device.frozen != "auto":
+        return device.frozen
+    size = frozen_bytes(model)
+    if size < MAPPED_FROM or (
+        device.kind == "cpu" and not device.on_cpu
+    ):  # other providers compile constants
+        return "packed"
+    return "mapped" if size < LOW_FROM else "low"
+
+
+def frozen_bytes(model: ir.Model) -> int:
+    """Return the bytes of the weights of a graph that are no state."""
+    weights = [x.const_value for x in model.graph.initializers.values() if not x.is_graph_input()]
+    return sum(map(tensor_bytes, weights))
+
+
+class SharedWeight:
+    """Hold a weight on a device as long as a session reads it.
+
+    Attributes:
+        value: the weight as a value of ONNX Runtime. On CPUs, it is the memory of the tensor itself.
+    """
+
+    def __init__(self, device: Device, tensor: ir.TensorProtocol, *, on_host: bool) -> None:
+        self._tensor = tensor  # as long as it lives, no other object has its identity
+        array = np.ascontiguousarray(tensor.numpy())
+        if array.dtype.isbuiltin == 2:  # of another package, such as bfloat16
+            number = array.view(f"u{array.itemsize}")
+            self.value = device.ort.OrtValue.ortvalue_from_numpy_with_onnx_type(number, tensor.dtype.value)
+        else:
+            self.value = share(device, array) if on_host else buffer(device, array)
+
+
+def shared(device: Device, tensor: ir.TensorProtocol, *, on_host: bool) -> SharedWeight:
+    """Return a weight on a device, or in host memory; all sessions of the device share it."""
+    key = (id(tensor), on_host)
+    with device.lock:
+        weight = device.shared.get(key)
+        if weight is None:
+            device.shared[key] = weight = SharedWeight(device, tensor, on_host=on_host)
+    return weight
+
+
+def is_shareable(device: Device, tensor: ir.TensorProtocol) -> bool:
+    """Return whether the runtime takes a weight as a value."""
+    if tensor.dtype.bitwidth < 8:
+        return False
+    is_own = tensor.dtype.numpy().isbuiltin == 2
+    return not is_own or (
+        device.kind == "cpu" and hasattr(device.ort.OrtValue, "ortvalue_from_numpy_with_onnx_type")
+    )

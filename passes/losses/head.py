@@ -1,0 +1,166 @@
+"""Find the part of a model that computes the logits of each token alone, and compute its loss in blocks of tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import onnx_ir as ir
+
+from graphopt.graph.emitter import Emitter
+from graphopt.graph.metadata import BLOCK_LOGITS, TokenBlocks
+from graphopt.graph.operators import ELEMENTWISE_OPERATORS, MICROSOFT, VIEWS
+from graphopt.graph.roles import FED, role_of
+from graphopt.graph.traversal import values_read
+from graphopt.graph.values import constant_of, dims_of, like, name_of, rank
+from passes.gradients.rules.blocks import in_blocks, token_losses
+from passes.gradients.rules.control_flow import scan_over
+
+BLOCK = 2**23  # the numbers in a block of logits
+MOST_NODES = 64  # of a head
+_PRODUCTS = {("", "MatMul"), ("", "Gemm"), (MICROSOFT, "MatMulNBits")}
+
+
+@dataclass(frozen=True)
+class Head:
+    """Hold the nodes, in graph order, that compute the logits of a token from numbers of the same token."""
+
+    nodes: Sequence[ir.Node]
+    hidden: Sequence[ir.Value]
+    logits: ir.Value
+
+
+def find_head(logits: ir.Value) -> Head | None:
+    """Return the smallest part before the logits that begins with products with weights, or None.
+
+    Beside the product itself, it may have a bias, a soft cap, factors, casts, and the products of an adapter.
+    """
+    graph = logits.graph
+    if not isinstance(graph, ir.Graph):
+        return None
+    fed = {x for x in graph.inputs if role_of(x) in FED}
+    position = {}
+    for i, node in enumerate(graph):
+        position[node] = i
+        if not fed.isdisjoint(values_read(node)):
+            fed.update(node.outputs)
+    front, nodes, best = (
+        {logits: False},
+        [],
+        None,
+    )  # whether all ways from a value to the logits have a product
+    while len(nodes) < MOST_NODES:
+        last = [x for x in front if (node := x.producer()) is not None and _is_tokenwise(node, fed)]
+        if not last:
+            break
+        y = max(last, key=lambda x: position[x.producer()])
+        node, behind = y.producer(), front.pop(y)
+        assert node is not None
+        nodes.append(node)
+        behind = behind or (node.domain, node.op_type) in _PRODUCTS
+        for x in _tokens(node, fed):
+            front[x] = front.get(x, True) and behind
+        if all(front.values()) and (best is None or len(front) < len(best.hidden)):
+            best = Head(nodes[::-1], list(front), logits)
+        if len(front) == 1 and all(front.values()):
+            break
+    return best
+
+
+def _tokens(node: ir.Node, fed: set[ir.Value]) -> list[ir.Value]:
+    """Return the inputs of a node that have a row for each token."""
+    if node.op_type not in ELEMENTWISE_OPERATORS:
+        return [x for x in node.inputs[:1] if x is not None]
+    lead = dims_of(node.outputs[0])[:-1]
+    return [x for x in node.inputs if x in fed and x is not None and dims_of(x)[:-1] == lead and lead]
+
+
+def _is_tokenwise(node: ir.Node, fed: set[ir.Value]) -> bool:
+    """Return whether a node computes each row of its output from the same rows of its inputs."""
+    if any(x is not None and x.shape is None for x in (*node.inputs, *node.outputs)):
+        return False
+    y = node.outputs[0]
+    own = [*dict.fromkeys(_tokens(node, fed))]
+    others = [x for x in node.inputs if x is not None and x not in own]
+    if not own or any(x in fed and rank(x) > 1 for x in others):
+        return False
+    if node.op_type in VIEWS and node.op_type != "Identity":
+        return isinstance(dims_of(y)[-1], int) and dims_of(y)[-1] == dims_of(own[0])[-1] and rank(own[0]) > 1
+    if node.op_type == "MatMul":
+        return rank(others[0]) == 2 if others else False
+    if node.op_type == "Gemm":
+        return not node.attributes.get_int("transA", 0)
+    if (node.domain, node.op_type) in _PRODUCTS:
+        return True
+    flat = all(all(dim == 1 for dim in dims_of(x)[:-1]) for x in others)
+    return node.domain == "" and node.op_type in ELEMENTWISE_OPERATORS and flat
+
+
+def losses_in_blocks(
+    op: Emitter, head: Head, label: ir.Value, smoothing: float, blocks: int | None
+) -> ir.Value:
+    """Emit the cross-entropy of each token, in the shape of `label`, by a Scan over blocks of tokens.
+
+    Args:
+        blocks: the number of blocks; None for so many that a block has about `BLOCK` logits.
+    """
+    classes = dims_of(head.logits)[-1]
+    most = max(1, BLOCK // classes) if isinstance(classes, int) else 1
+    tokens = op.Size(label)
+    count = op.Max(op.Div(tokens + (most - 1), most), 1)
+    if blocks is not None:
+        count = op.Min(op.Max(tokens, 1), blocks)
+    rows = op.Div(tokens + (count - 1), count)
+    sizes = op.Concat(op.Unsqueeze(count, [0]), op.Unsqueeze(rows, [0]), axis=0)
+    behind = op.Unsqueeze(count * rows - tokens, [0])  # rows that fill up the last block
+    name = name_of(head.logits)
+    one, padded, lead = [f"{name}/tokens"], [f"{name}/padded"], [f"{name}/blocks", f"{name}/rows"]
+
+    def split(x: ir.Value, *width: int | ir.SymbolicDim) -> ir.Value:
+        size = [op.constant([dim]) if isinstance(dim, int) else op.Shape(x, start=-1) for dim in width]
+        flat = op.Reshape(x, op.Concat(op.Unsqueeze(tokens, [0]), *size, axis=0) if width else [-1])
+        none = [0] * len(width)
+        flat.shape = ir.Shape([*one, *width])
+        longer = op.Pad(flat, op.Concat([0, *none], behind, *([none] if width else []), axis=0))
+        longer.shape = ir.Shape([*padded, *width])
+        whole = op.Reshape(longer, op.Concat(sizes, *size, axis=0) if width else sizes)
+        whole.shape = ir.Shape([*lead, *width])
+        return whole
+
+    def step(op: Emitter, _: list[ir.Value], slices: list[ir.Value]) -> tuple[list[ir.Value], list[ir.Value]]:
+        *hidden, own = slices
+        logits = _copied(op, head, hidden)
+        BLOCK_LOGITS.mark(logits)
+        return [], [token_losses(op, logits, own, smoothing)]
+
+    sequences = [*(split(x, dims_of(x)[-1]) for x in head.hidden), split(label)]
+    (losses,) = scan_over(op, step, [], sequences)
+    losses.shape = ir.Shape(lead)
+    TokenBlocks(smoothing).write(in_blocks(losses))
+    longer = op.Reshape(losses, [-1])
+    longer.shape = ir.Shape(padded)
+    flat = op.Slice(longer, [0], op.Unsqueeze(tokens, [0]))
+    flat.shape = ir.Shape(one)
+    return like(op.Reshape(flat, op.shape_of(label)), ir.Value(type=losses.type, shape=label.shape))
+
+
+def _copied(op: Emitter, head: Head, hidden: Sequence[ir.Value]) -> ir.Value:
+    """Emit the nodes of a head on the rows of a block, and return their logits."""
+    copies = dict(zip(head.hidden, hidden, strict=True))
+    for node in head.nodes:
+        inputs = [None if x is None else copies.get(x, x) for x in node.inputs]
+        if node.op_type in VIEWS:  # rows stay rows
+            copies[node.outputs[0]] = copies[node.inputs[0]]  # type: ignore[index]
+            continue
+        if node.op_type in ELEMENTWISE_OPERATORS:
+            inputs = [
+                op.Reshape(x, [-1]) if x is not None and x not in copies.values() and rank(x) > 1 else x
+                for x in inputs
+            ]
+        turned = inputs[1].producer() if node.op_type == "MatMul" and inputs[1] is not None else None
+        if turned is not None and turned.op_type == "Transpose" and constant_of(inputs[1]) is None:
+            copies[node.outputs[0]] = op.Gemm(inputs[0], turned.inputs[0], transB=1)
+        else:
+            emitted = op.call_op(node.op_type, inputs, dict(node.attributes), domain=node.domain)
+            copies[node.outputs[0]] = emitted  # type: ignore[assignment]
+    return copies[head.logits]
