@@ -261,7 +261,7 @@ class TargetSpec(
         task: `regression`, `binary` or `classification`.
         axis, classes, ignore_index, target_probabilities: options of a classification; see `CrossEntropy`.
         from_logits: whether a classification predicts logits; otherwise, it predicts probabilities.
-        shift: by how many places the target is ahead of the prediction along axis 1, as that of a causal language model.
+        shift: by how many places the target is ahead of the prediction along axis 1, as in a causal language model.
         threshold, labels: options of a binary loss: predictions above `threshold` mean the second label.
     """
 

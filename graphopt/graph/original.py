@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Sequence
 
 import numpy as np
 import onnx
@@ -22,43 +20,12 @@ from graphopt.graph.traversal import ancestors, extracted_between
 from graphopt.graph.values import is_floating, name_of, tensor_bytes
 
 MOST_FOLDED = 2**22  # bytes of constants in a note
-_MOST_NODES, _MOST_GROWTH = (
-    32,
-    4,
-)  # of a fold, and how many times as many elements as its inputs a step may have
-_FOLDING = {
-    ("", op_type)
-    for op_type in (
-        *(
-            "Abs",
-            "Add",
-            "Cast",
-            "Concat",
-            "Constant",
-            "Div",
-            "Exp",
-            "Gather",
-            "Identity",
-            "Log",
-            "LogSoftmax",
-            "Mul",
-        ),
-        *(
-            "Neg",
-            "Pow",
-            "Reciprocal",
-            "Relu",
-            "Reshape",
-            "Sigmoid",
-            "Softmax",
-            "Softplus",
-            "Sqrt",
-            "Sub",
-            "Tanh",
-        ),
-        "Transpose",
-    )
-}
+_MOST_NODES = 32  # of a fold
+_MOST_GROWTH = 4  # how many times as many elements as its inputs a step of a fold may have
+_ELEMENTWISE = ("Abs", "Add", "Div", "Exp", "Log", "Mul", "Neg", "Pow", "Reciprocal", "Relu", "Sqrt", "Sub")
+_ACTIVATIONS = ("LogSoftmax", "Sigmoid", "Softmax", "Softplus", "Tanh")
+_MOVING = ("Cast", "Concat", "Constant", "Gather", "Identity", "Reshape", "Transpose")
+_FOLDING = {("", op_type) for op_type in (*_ELEMENTWISE, *_ACTIVATIONS, *_MOVING)}
 
 
 def note_fold(model: ir.Model, value: ir.Value, computed: ir.Value) -> None:
@@ -110,43 +77,55 @@ def write_weights(
             f"into: expected the file that was compiled, with weight {name!r}, found none of this name: leave out "
             "`into`, and the trained model has it"
         )
-    for name, tensors in places.items():
+    shapes = {name: [*tensor.dims] for name, tensor in places.items()}
+    for name, tensor in places.items():
         if name in folds:
             weights[name] = onnx.numpy_helper.from_array(_computed(name, folds, weights), name)
         if name in weights:
-            _replace(tensors, weights[name], name, name in changed or name in folds)
+            _replace(tensor, weights[name], name, name in changed or name in folds)
+    if any([*tensor.dims] != shapes[name] for name, tensor in places.items()):
+        _redeclare(original, trained)
 
 
-def _replace(tensors: Sequence[onnx.TensorProto], new: onnx.TensorProto, name: str, changes: bool) -> None:
-    """Replace the tensors of a name, of which bodies may have some; raise an error if none is the training graph's."""
-    alike = [x for x in tensors if (x.data_type, [*x.dims]) == (new.data_type, [*new.dims])]
-    if changes and not alike:
-        found = tensors[0]
-        kinds = [f"{onnx.TensorProto.DataType.Name(x.data_type)}{[*x.dims]}" for x in (new, found)]
-        raise GraphoptError(
-            f"into: weight {name!r}: expected the file that was compiled, with {kinds[0]}, found {kinds[1]}"
-        )
-    for old in alike if changes else ():
+def _redeclare(original: onnx.ModelProto, trained: onnx.ModelProto) -> None:
+    """Give the file the output types of its trained model, after passes.Head has changed the number of classes."""
+    types = {y.name: y.type for y in trained.graph.output}
+    del original.graph.value_info[:]
+    for y in original.graph.output:
+        if y.name in types:
+            y.type.CopyFrom(types[y.name])
+
+
+def _replace(old: onnx.TensorProto, new: onnx.TensorProto, name: str, changes: bool) -> None:
+    """Replace a tensor of the file; raise an error if it is another than the training graph's."""
+    if (old.data_type, len(old.dims)) != (new.data_type, len(new.dims)) or (
+        not changes and old.dims != new.dims
+    ):
+        if changes:
+            kinds = [f"{onnx.TensorProto.DataType.Name(x.data_type)}{[*x.dims]}" for x in (new, old)]
+            raise GraphoptError(
+                f"into: weight {name!r}: expected the file that was compiled, with {kinds[0]}, found {kinds[1]}"
+            )
+    elif changes:
         own = old.name, old.doc_string
         old.CopyFrom(new)
         old.name, old.doc_string = own
-    numbers = None if changes or not alike else onnx.numpy_helper.to_array(new).tobytes()
-    if numbers is not None and all(onnx.numpy_helper.to_array(x).tobytes() != numbers for x in alike):
+    elif any(x.tobytes() != y.tobytes() for x, y in [[*map(onnx.numpy_helper.to_array, (old, new))]]):
         raise GraphoptError(
             f"into: weight {name!r}, which does not train: expected the numbers of the file that was compiled, found "
             "others"
         )
 
 
-def _places(model: onnx.ModelProto) -> dict[str, list[onnx.TensorProto]]:
+def _places(model: onnx.ModelProto) -> dict[str, onnx.TensorProto]:
     """Return the tensors of a file by the names of their values, also those in nodes and in bodies."""
-    places: dict[str, list[onnx.TensorProto]] = defaultdict(list)
+    places: dict[str, onnx.TensorProto] = {}
     for graph in messages_of(onnx.GraphProto, model):
         for tensor in graph.initializer:
-            places[tensor.name].append(tensor)
+            places.setdefault(tensor.name, tensor)
         for node in graph.node:
             if node.op_type == "Constant" and node.domain in ONNX and node.attribute[0].HasField("t"):
-                places[node.output[0]].append(node.attribute[0].t)
+                places.setdefault(node.output[0], node.attribute[0].t)
     return places
 
 
