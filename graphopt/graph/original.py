@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Sequence
 
 import numpy as np
 import onnx
@@ -52,13 +50,16 @@ def note_fold(model: ir.Model, value: ir.Value, computed: ir.Value) -> None:
     Folded({**folds.parts, name_of(value): ir.to_proto(part).SerializeToString()}).write(model)
 
 
-def write_weights(original: onnx.ModelProto, trained: onnx.ModelProto, model: ir.Model) -> None:
+def write_weights(
+    original: onnx.ModelProto, trained: onnx.ModelProto, model: ir.Model, *, merged: bool = True
+) -> None:
     """Replace the weights of the file that was compiled by those of its trained inference model.
 
     Args:
         original: the file.
         trained: the inference model.
         model: the training graph.
+        merged: whether adapters are merged into the weights.
 
     Raises:
         GraphoptError: the file is not the one that was compiled: it lacks a weight, or a weight that does not train has
@@ -67,7 +68,7 @@ def write_weights(original: onnx.ModelProto, trained: onnx.ModelProto, model: ir
     weights = {x.name: x for x in trained.graph.initializer}
     notes = [note for _, note in adapted(model)]
     changed = {original_name(x) for x in with_role(model, Role.PARAMETER, Role.STATISTIC)}
-    changed = {*changed, *(note.weight for note in notes)}.difference(*(note.values for note in notes))
+    changed = {*changed, *(note.weight for note in notes if merged)}.difference(*(note.values for note in notes))
     places, folds = _places(original), (Folded.read(model) or Folded({})).models()
     folds = {name: part for name, part in folds.items() if name in places}
     sources = {x.name for part in folds.values() for x in part.graph.input}
@@ -111,23 +112,22 @@ def _replace(tensors: Sequence[onnx.TensorProto], new: onnx.TensorProto, name: s
         own = old.name, old.doc_string
         old.CopyFrom(new)
         old.name, old.doc_string = own
-    numbers = None if changes or not alike else onnx.numpy_helper.to_array(new).tobytes()
-    if numbers is not None and all(onnx.numpy_helper.to_array(x).tobytes() != numbers for x in alike):
+    elif any(x.tobytes() != y.tobytes() for x, y in [[*map(onnx.numpy_helper.to_array, (old, new))]]):
         raise GraphoptError(
             f"into: weight {name!r}, which does not train: expected the numbers of the file that was compiled, found "
             "others"
         )
 
 
-def _places(model: onnx.ModelProto) -> dict[str, list[onnx.TensorProto]]:
+def _places(model: onnx.ModelProto) -> dict[str, onnx.TensorProto]:
     """Return the tensors of a file by the names of their values, also those in nodes and in bodies."""
-    places: dict[str, list[onnx.TensorProto]] = defaultdict(list)
+    places: dict[str, onnx.TensorProto] = {}
     for graph in messages_of(onnx.GraphProto, model):
         for tensor in graph.initializer:
-            places[tensor.name].append(tensor)
+            places.setdefault(tensor.name, tensor)
         for node in graph.node:
             if node.op_type == "Constant" and node.domain in ONNX and node.attribute[0].HasField("t"):
-                places[node.output[0]].append(node.attribute[0].t)
+                places.setdefault(node.output[0], node.attribute[0].t)
     return places
 
 
