@@ -8,14 +8,17 @@ from typing import Any
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 import onnxruntime
 import pytest
 import torch
 import torch_oracle
-from builders import model
+from builders import mlp, model, run
 
 import graphopt
 import passes
+from graphopt import GraphoptError, models
+from graphopt.graph.roles import Role, with_role
 
 STEPS = 20
 Change = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -292,3 +295,168 @@ def test_losses_and_merged_weights_equal_pytorch_s(name: str, method: str) -> No
     (y,) = executor.predict(feeds).values()
     assert np.allclose(outputs(merged, feeds), y, rtol=1e-5, atol=1e-5)
     assert not np.allclose(y, base, atol=1e-5)
+
+
+def written_out(values: dict[str, np.ndarray], scale: float) -> onnx.ModelProto:
+    """Return `mlp()` with the nodes of LoRA in both products, as a user would write them."""
+    base = mlp()
+    weights = {x.name: onnx.numpy_helper.to_array(x) for x in base.graph.initializer}
+    return model(
+        f"""g (float[N,4] x) => (float[N,3] y) {{
+            scale = Constant<value_float = {scale}>()
+            h = Gemm<transB=1>(x, "fc0.weight", "fc0.bias")
+            a = MatMul(x, "fc0.lora_A")
+            b = Mul(scale, a)
+            c = MatMul(b, "fc0.lora_B")
+            d = Add(h, c)
+            t = Tanh(d)
+            z = Gemm<transB=1>(t, "fc1.weight", "fc1.bias")
+            e = MatMul(t, "fc1.lora_A")
+            f = Mul(scale, e)
+            i = MatMul(f, "fc1.lora_B")
+            y = Add(z, i)
+        }}""",
+        **weights,
+        **{name.replace(".weight", ""): array for name, array in values.items()},
+    )
+
+
+CLASSES = {"loss": passes.CrossEntropy()}
+COMBINATIONS: dict[str, dict[str, Any]] = {
+    "adam": {**CLASSES, "optimizer": passes.AdamW(1e-2)},
+    "sgd": {"loss": passes.MeanSquaredError(), "optimizer": passes.SGD(0.1, momentum=0.9, nesterov=True)},
+    "lion, huber": {"loss": passes.Huber(), "optimizer": passes.Lion(1e-2)},
+    "adagrad, absolute": {"loss": passes.MeanAbsoluteError(), "optimizer": passes.Adagrad(0.1)},
+    "rmsprop, schedule, clip": {
+        **CLASSES,
+        "optimizer": passes.RMSprop(1e-2),
+        "schedule": passes.Cosine(steps=10, warmup=2),
+        "clip": passes.ClipGlobalNorm(0.1),
+    },
+    "penalty": {**CLASSES, "regularizer": passes.L2(0.1, parameters="*lora_?"), "optimizer": passes.SGD(0.5)},
+    "accumulate": {**CLASSES, "optimizer": passes.Adam(1e-2), "accumulate": passes.Accumulate(2)},
+    "recompute": {**CLASSES, "optimizer": passes.Adam(1e-2), "recompute": passes.Recompute()},
+    "standardize": {
+        **CLASSES,
+        "optimizer": passes.Adam(1e-2),
+        "standardize": passes.Standardize([1.0, 2, 3, 4], [2.0, 1, 2, 1]),
+    },
+    "float16": {
+        **CLASSES,
+        "optimizer": passes.Adam(1e-2),
+        "precision": passes.MixedPrecision(),
+        "loss_scale": passes.DynamicLossScale(),
+    },
+    "bfloat16": {**CLASSES, "optimizer": passes.Adam(1e-2), "precision": passes.MixedPrecision("bfloat16")},
+    "fuse": {**CLASSES, "optimizer": passes.Adam(1e-2), "fuse": passes.Fuse()},
+}
+RATE = passes.LoRA("fc*", rank=2, alpha=3)
+
+
+@pytest.mark.parametrize(
+    "native", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["runtime", "native"]
+)
+@pytest.mark.parametrize("name", COMBINATIONS)
+def test_combinations_equal_those_of_nodes_that_a_user_writes(name: str, native: bool) -> None:
+    if native and name in ("float16", "bfloat16", "fuse"):
+        pytest.skip("not lowered to kernels")
+    steps = COMBINATIONS[name]
+    step = graphopt.compile(mlp(), adapter=RATE, **steps)
+    values = initial(step)
+    parameters = passes.Parameters("*.lora_?")
+    plain = graphopt.compile(written_out(values, 1.5), parameters=parameters, **steps)
+    rng = np.random.default_rng(0)
+    x, labels = rng.standard_normal((8, 4), np.float32), rng.integers(0, 3, 8)
+    target = labels if steps["loss"] == CLASSES["loss"] else rng.standard_normal((8, 3), np.float32)
+    if name == "bfloat16":  # for which ONNX Runtime has no kernels on CPUs
+        found, expected = ([y["loss"] for y in run(z, 3, {"x": x, "target": target})] for z in (step, plain))
+        assert np.allclose(found, expected)
+        return
+    one, other = (graphopt.Executor(x, native=native, threads=1) for x in (step, plain))
+    for _ in range(10):
+        found, expected = (executor.step(x=x, target=target) for executor in (one, other))
+        assert found["loss"] == pytest.approx(expected["loss"], rel=1e-6)
+    for key, array in one.parameters.items():
+        assert np.allclose(array, other.parameters[key.replace(".weight", "")], rtol=1e-5, atol=1e-6), key
+
+
+def initial(step: ir.Model) -> dict[str, np.ndarray]:
+    return {str(x.name): x.const_value.numpy() for x in with_role(step, Role.PARAMETER)}
+
+
+def names(step: ir.Model) -> set[str]:
+    return {str(x.name) for x in with_role(step, Role.PARAMETER)}
+
+
+def test_only_adapters_have_gradients_and_state_of_an_optimizer() -> None:
+    """A product with the shape of a frozen weight, or of its transpose, would be its gradient."""
+    step = graphopt.compile(
+        models.transformer((6,), 9, width=16, heads=2, layers=2),
+        adapter=passes.LoRA(rank=2),
+        loss=passes.CrossEntropy(axis=-1),
+        optimizer=passes.AdamW(1e-3),
+    )
+    state = {str(x.name) for x in with_role(step, Role.PARAMETER, Role.SLOT)}
+    assert state
+    assert all(".lora_" in name for name in state)
+    frozen = {
+        tuple(x.shape.numpy())
+        for x in step.graph.initializers.values()
+        if len(x.shape) == 2 and ".weight" in x.name
+    }
+    adapters = {tuple(x.shape.numpy()) for x in with_role(step, Role.PARAMETER)}
+    made = {tuple(y.shape) for node in step.graph if node.op_type in ("Gemm", "MatMul") for y in node.outputs}
+    assert frozen
+    assert not made & {size for shape in frozen - adapters for size in (shape, shape[::-1])}
+    assert not any(
+        name in step.graph.initializers and name in state
+        for name in step.graph.initializers
+        if ".lora_" not in name
+    )
+
+
+def test_workers_average_gradients_of_adapters_alone() -> None:
+    pipeline = graphopt.standard(adapter=RATE, **COMBINATIONS["adam"])
+    halves = graphopt.split_step(pipeline, mlp())
+    gradients = [str(x.name) for x in with_role(halves.grad[0], Role.GRADIENT)]
+    assert sorted(gradients) == sorted(f"{name}.grad" for name in names(halves.step))
+    assert names(halves.apply) == names(halves.step) == set(initial(pipeline(mlp())))
+
+
+def test_a_layer_has_gradients_of_adapters_and_of_inputs() -> None:
+    layer = graphopt.ForwardBackward(mlp(), adapter=RATE)
+    x = np.random.default_rng(0).standard_normal((2, 4), np.float32)
+    gradients = layer.forward(x).backward(np.ones((2, 3), np.float32))
+    assert set(gradients) == {"x", *(f"fc{i}.weight.lora_{letter}" for i in range(2) for letter in "AB")}
+    assert not gradients["fc1.weight.lora_A"].any()
+    assert gradients["fc1.weight.lora_B"].any()
+
+
+def test_several_adapters_add_up_and_merge() -> None:
+    """The second LoRA of a weight has a number in its name; a new head trains as a whole."""
+    steps = {"loss": passes.CrossEntropy(), "optimizer": passes.AdamW(1e-1)}
+    adapters = [passes.LoRA("fc0*", 2), passes.LoRA("fc0*", 1, dora=True), passes.Head(classes=5)]
+    executor = graphopt.Executor(graphopt.compile(mlp(), adapter=adapters, **steps), native=False)
+    assert sorted(executor.parameters) == [
+        *("fc0.weight.1.lora_A", "fc0.weight.1.lora_B", "fc0.weight.1.lora_magnitude"),
+        *("fc0.weight.lora_A", "fc0.weight.lora_B", "fc1.bias", "fc1.weight"),
+    ]
+    x = np.random.default_rng(0).standard_normal((8, 4), np.float32)
+    losses = [executor.step(x=x, target=np.arange(8) % 5)["loss"] for _ in range(20)]
+    assert losses[-1] < losses[0] / 2
+
+
+def test_unfrozen_weights_train_beside_adapters() -> None:
+    """As PEFT's modules_to_save do."""
+    parameters = passes.Parameters(unfreeze="fc1.*")
+    step = graphopt.compile(
+        mlp(), adapter=passes.LoRA("fc0*", 2), parameters=parameters, **COMBINATIONS["adam"]
+    )
+    assert set(initial(step)) == {"fc0.weight.lora_A", "fc0.weight.lora_B", "fc1.bias", "fc1.weight"}
+    only = passes.Parameters("*.lora_B")
+    step = graphopt.compile(mlp(), adapter=passes.LoRA("fc0*", 2), parameters=only, **COMBINATIONS["adam"])
+    executor = graphopt.Executor(step, native=False)
+    assert set(executor.parameters) == {"fc0.weight.lora_B"}
+    x = np.random.default_rng(0).standard_normal((8, 4), np.float32)
+    executor.step(x=x, target=np.zeros(8, np.int64))
+    assert np.allclose(outputs(executor.trained(), {"x": x}), executor.predict({"x": x})["y"], atol=1e-6)
