@@ -7,6 +7,7 @@ DequantizeLinear reads the bytes that the file has. It is frozen unless it is as
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import onnx_ir as ir
@@ -74,16 +75,16 @@ def _dequantized(
         numbers = np.full(rows, 2 ** (bits - 1), np.uint8)
     else:
         numbers = unpacked(stored(zero_points, "zero points").reshape(n, -1), bits)[:, :blocks].ravel()
-    tensor = ir.tensor(numbers.astype(dtype.numpy()), dtype=dtype, name=f"{b.name}.zero_points")
-    return op.DequantizeLinear(b, scale, op.initializer(tensor), axis=0)
+    zero = op.constant(numbers.astype(dtype.numpy()))
+    return op.DequantizeLinear(b, scale, zero, axis=0)
 
 
 def viewed(
-    x: Value, name: str, dtype: ir.DataType | None, shape: list[int], bits: int | None = None
+    x: Value, name: str, dtype: ir.DataType | None, shape: Sequence[int], bits: int | None = None
 ) -> Value:
     """Return a frozen initializer with the bytes of another in another shape or type, which MatMulNBits nodes read.
 
-    It has the name of the other one, which goes if nothing else reads it. No byte of it is copied unless 2 bits
+    It takes the place of the other one, and its name, unless other nodes read that. No byte is copied unless 2 bits
     become 4.
     """
     tensor, graph = x.const_value, x.graph
@@ -101,20 +102,18 @@ def viewed(
     for node, index in list(x.uses()):
         if node.op_type == MAT_MUL and node.domain == MICROSOFT:
             node.replace_input_with(index, view)
-    name = name_of(x)
+    view.name = name_of(x)
     if x.uses() or x.is_graph_output():
-        x.const_value, x.name = None, f"{name}.bytes"
-        x.const_value = _view(tensor, tensor.dtype, list(tensor.shape))
+        view.name += ".rows"
     else:
-        del graph.initializers[name]
-    view.name = name
+        del graph.initializers[name_of(x)]
     metadata.copy(x, view)
     graph.register_initializer(view)
     return freeze(view)
 
 
 def _view(
-    tensor: ir.TensorProtocol, dtype: ir.DataType, shape: list[int], bits: int | None = None
+    tensor: ir.TensorProtocol, dtype: ir.DataType, shape: Sequence[int], bits: int | None = None
 ) -> ir.TensorProtocol:
     if bits is not None and bits < dtype.bitwidth < 8:
         numbers = unpacked(tensor.numpy().reshape(1, -1), bits).ravel()
@@ -182,7 +181,9 @@ def _gathered(op: Emitter, x: Value, indices: Value, axis: int, bits: int) -> Va
         x, bits = _bytes_of(op, x)
     rows = op.Gather(x, indices, axis=axis)
     if bits < 8:
-        parts = [op.BitShift(rows, op.constant(shift, like=rows), direction="RIGHT") for shift in range(0, 8, bits)]
+        parts = [
+            op.BitShift(rows, op.constant(shift, like=rows), direction="RIGHT") for shift in range(0, 8, bits)
+        ]
         whole = op.Concat(*(op.Unsqueeze(part, [-1]) for part in parts), axis=-1)
         *before, packed = dims_of(rows)
         if not isinstance(packed, int):
@@ -196,11 +197,11 @@ def _gathered(op: Emitter, x: Value, indices: Value, axis: int, bits: int) -> Va
 
 
 def _bytes_of(op: Emitter, x: Value) -> tuple[Value, int]:
-    """Return a table of 4 bits as bytes, which Gather takes, and the bits of a number: 8 if rows are not whole bytes."""
-    tensor, dims = x.const_value, list(x.shape or ())
+    """Return a table of 4 bits as bytes, which Gather takes, and the bits of a number: 8 if rows are no whole bytes."""
+    tensor = x.const_value
     if tensor is None:
         raise GraphoptError(f"expected {x.name!r} to be an initializer, found a computed value")
-    name = f"{x.name}.bytes"
+    name, dims = f"{x.name}.bytes", tensor.shape.numpy()
     if dims[-1] % 2:
         low = tensor.numpy().astype(np.int8).astype(np.uint8) & 15
         return op.initializer(ir.tensor(low, name=name)), 8
