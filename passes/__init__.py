@@ -13,6 +13,7 @@ from graphopt.targets.onnxruntime.fuse import Fuse as Fuse
 from graphopt.targets.portable import Portable as Portable
 from passes.accumulate import Accumulate as Accumulate
 from passes.adapters import *
+from passes.averages import *
 from passes.clipping import *
 from passes.differentiate import Differentiate as Differentiate
 from passes.differentiate import StopGradient as StopGradient

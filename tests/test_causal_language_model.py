@@ -89,7 +89,9 @@ def by_graphopt(
 ) -> tuple[dict[str, Any], graphopt.Executor]:
     """Return the loss and the gradients of a step of gradient descent."""
     optimizer = passes.SGD(1.0)
-    executor = graphopt.Executor(graphopt.compile(model, loss=loss, optimizer=optimizer, **steps), native=False)
+    executor = graphopt.Executor(
+        graphopt.compile(model, loss=loss, optimizer=optimizer, **steps), native=False
+    )
     before = executor.parameters
     reported = executor.step(feeds)
     found = {name: before[name] - array for name, array in executor.parameters.items()}
@@ -176,9 +178,15 @@ def test_frozen_weights_have_no_gradients_in_the_blocks() -> None:
         optimizer=passes.SGD(1.0),
     )
     (scan,) = [node for node in step.graph if node.op_type == "Scan"]
-    assert [str(y.shape) for y in scan.outputs] == ["[logits/blocks,logits/rows]", "[logits/blocks,logits/rows,4]"]
+    assert [str(y.shape) for y in scan.outputs] == [
+        "[logits/blocks,logits/rows]",
+        "[logits/blocks,logits/rows,4]",
+    ]
     found, _ = by_graphopt(
-        decoder(), passes.CausalLanguageModel(blocks=2), {"input_ids": IDS}, parameters=passes.Parameters("table")
+        decoder(),
+        passes.CausalLanguageModel(blocks=2),
+        {"input_ids": IDS},
+        parameters=passes.Parameters("table"),
     )
     expected = by_torch("product", IDS, IDS)
     check(found, {"loss": expected["loss"], "table": expected["table"]})
@@ -201,7 +209,9 @@ def test_the_logits_are_outputs_of_prediction_and_evaluation_but_not_of_a_step()
     part = inference.extract(executor.model, with_role(executor.model, Role.LOSS))
     (scan,) = [node for node in part.graph if node.op_type == "Scan"]
     assert "Gemm" not in {node.op_type for node in subgraphs(scan)[0]}, "evaluation computes no gradient"
-    named = graphopt.Executor(graphopt.compile(decoder(), loss=loss, optimizer=passes.SGD(1.0)), report=["logits"])
+    named = graphopt.Executor(
+        graphopt.compile(decoder(), loss=loss, optimizer=passes.SGD(1.0)), report=["logits"]
+    )
     assert named.step(input_ids=IDS).keys() == {"loss", "logits"}
 
 
@@ -220,7 +230,10 @@ STEPS: dict[str, dict[str, Any]] = {
     "accumulated": {"accumulate": passes.Accumulate(2)},
     "clipped": {"clip": passes.ClipGlobalNorm(0.1)},
     "with a penalty": {"regularizer": passes.L2(0.1)},
-    "in 16 bits": {"precision": passes.MixedPrecision("bfloat16"), "gradient": passes.Gradient(loss_scale=64.0)},
+    "in 16 bits": {
+        "precision": passes.MixedPrecision("bfloat16"),
+        "gradient": passes.Gradient(loss_scale=64.0),
+    },
     "for programs of others": {"fuse": passes.Fuse()},
 }
 
@@ -263,7 +276,9 @@ def test_mistakes_are_named() -> None:
     table = (WEIGHTS["table"] @ WEIGHTS["head"]).astype(np.float32)
     two.graph.initializer.append(onnx.numpy_helper.from_array(table, "table"))
     for name in (None, "c"):
-        with pytest.raises(graphopt.GraphoptError, match=r"name of the input of token ids.*the model has a, b"):
+        with pytest.raises(
+            graphopt.GraphoptError, match=r"name of the input of token ids.*the model has a, b"
+        ):
             graphopt.compile(two, loss=passes.CausalLanguageModel(tokens=name))
     graphopt.compile(two, loss=passes.CausalLanguageModel(tokens="b"))
     with pytest.raises(graphopt.GraphoptError, match=r"expected logits of shape \[rows, tokens, classes\]"):

@@ -16,6 +16,7 @@ from graphopt.arguments import checked
 from graphopt.communicator import SINGLE, Communicator
 from graphopt.errors import GraphoptError, kind_of
 from graphopt.graph import inference
+from graphopt.graph.dequantization import dequantize_late
 from graphopt.graph.loading import Source, load
 from graphopt.graph.roles import FED, Role, with_role
 from graphopt.graph.state import LEARNING_RATE
@@ -421,6 +422,7 @@ class Executor(ExecutorState):
         if key not in self._forwards:
             outputs = {name_of(y): y for y in self._model.graph.outputs}
             part = inference.extract(self._model, [outputs[name] for name in names])
+            dequantize_late(part)
             if self._device.kind != "cpu":  # whatever target steps have, the device needs its forms
                 part = target_of(self._device.kind).lower(part)
             self._forwards[key] = Session(self._device, part)

@@ -13,6 +13,7 @@ import onnx_ir as ir
 
 from graphopt.errors import GraphoptError, some
 from graphopt.graph import roles, state
+from graphopt.graph.dequantization import dequantize_late
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.metadata import GRADIENT_OF, UNTRAINED, Kind, Origin
 from graphopt.graph.rewriting import Pass
@@ -78,6 +79,7 @@ class GradientSource(Pass):
                 GRADIENT_OF.write(gradient, name_of(parameter))
                 model.graph.outputs.append(roles.set_role(gradient, Role.GRADIENT))
         sizes_of_inputs(model)
+        dequantize_late(model)
 
 
 def _reached(

@@ -13,6 +13,7 @@ import numpy as np
 from graphopt.arguments import Checked, check_function
 from graphopt.errors import GraphoptError, kind_of, nearest
 from graphopt.graph.roles import Role, with_role
+from graphopt.graph.state import averages
 from graphopt.intervals import check_intervals, check_types
 from graphopt.runtime.executor import Executor
 from graphopt.runtime.tensors import Tensor
@@ -23,8 +24,10 @@ Record = dict[str, Any]
 
 
 def copied_weights(executor: Executor) -> dict[str, np.ndarray]:
-    """Return copies of the parameters and statistics of an executor, without what belongs to its optimizer."""
-    names = {value.name for value in with_role(executor.model, Role.PARAMETER, Role.STATISTIC)}
+    """Return copies of the parameters, their averages and statistics, without what belongs to the optimizer."""
+    model = executor.model
+    weights = [*with_role(model, Role.PARAMETER, Role.STATISTIC), *averages(model)]
+    names = {value.name for value in weights}
     return {name: array for name, array in executor.state.items() if name in names}
 
 

@@ -1,0 +1,149 @@
+"""Dequantize frozen weights where they are used, so that one of them at a time is in memory in full precision.
+
+A DequantizeLinear of constants depends on nothing. A runtime folds it, or runs all of them first, and an output that
+the backward pass reads again stays alive: both hold the weights as floats (QLoRA, Dettmers et al. 2023,
+https://arxiv.org/abs/2305.14314, dequantizes a weight for each product).
+"""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+
+from graphopt.graph import metadata
+from graphopt.graph.emitter import Emitter
+from graphopt.graph.metadata import InferenceForm
+from graphopt.graph.operators import RANDOM, VIEWS
+from graphopt.graph.postprocessing import DEQUANTIZE
+from graphopt.graph.roles import STATE, Role, role_of
+from graphopt.graph.traversal import captured, subgraphs
+from graphopt.graph.values import bytes_of, like
+
+SMALL = 1024  # bytes of a weight in full precision that need not be saved
+_EARLY = {*STATE, Role.HYPERPARAMETER}
+_AFTER = VIEWS | {
+    "Cast",
+    "Slice",
+    "Sub",
+    "Transpose",
+}  # between integers and the product that reads them as floats
+
+
+def dequantize_late(model: ir.Model) -> bool:
+    """Give each reader of a dequantized weight a DequantizeLinear of its own, which waits for its other inputs.
+
+    What is computed from weights alone in between, such as a transpose or the sum with an adapter, is computed for
+    each reader, too. The inference form of a training graph keeps one DequantizeLinear that waits for nothing.
+    Return whether anything changed.
+    """
+    weights = _Weights(model.graph)
+    if not weights.expanded:
+        return False
+    with Emitter(model) as op:
+        late = _Late(op, weights)
+        for node in weights.readers:
+            count = len(model.graph)
+            late.serve(node)
+            emitted = list(model.graph)[count:]
+            model.graph.remove(emitted)
+            model.graph.insert_before(node, emitted)
+    model.graph.remove([node for node in reversed(weights.nodes) if not _is_read(node)], safe=True)
+    return True
+
+
+def packed_weight(x: ir.Value) -> ir.Value | None:
+    """Return the frozen integers that a weight is dequantized from, up to its layout, or None for other values."""
+    node = x.producer()
+    while node is not None and node.domain == "" and node.op_type in _AFTER and node.inputs[0] is not None:
+        node = node.inputs[0].producer()
+    return node.inputs[0] if node is not None and _is_source(node) else None
+
+
+class _Weights:
+    """Find the values that are computed from weights alone, and the nodes that read them and depend on data."""
+
+    def __init__(self, graph: ir.Graph) -> None:
+        self.nodes: list[
+            ir.Node
+        ] = []  # a DequantizeLinear of a frozen weight, and what follows from weights alone
+        self.expanded: set[ir.Value] = set()  # their outputs
+        self.readers: list[ir.Node] = []
+        self.position: dict[ir.Value, int] = {}  # of values that depend on data, in the graph
+        self.position.update((x, -1) for x in graph.inputs if role_of(x) not in _EARLY)
+        for i, node in enumerate(graph):
+            read = [x for x in [*node.inputs, *captured(node)] if x is not None]
+            if node.op_type in RANDOM or any(x in self.position for x in read):
+                self.position.update((y, i) for y in node.outputs)
+                if not self.expanded.isdisjoint(node.inputs):
+                    self.readers.append(node)
+            elif not subgraphs(node) and (_is_source(node) or not self.expanded.isdisjoint(node.inputs)):
+                self.nodes.append(node)
+                self.expanded.update(node.outputs)
+
+    def latest(self, node: ir.Node) -> ir.Value:
+        """Return the input of a reader that is computed last."""
+        return max((x for x in node.inputs if x in self.position), key=lambda x: self.position[x])
+
+
+class _Late:
+    """Emit copies of what is computed from weights alone, for one reader or several that wait for the same value."""
+
+    def __init__(self, op: Emitter, weights: _Weights) -> None:
+        self._op, self._weights = op, weights
+        self._zeros: dict[ir.Value, ir.Value] = {}
+        self._copies: dict[tuple[ir.Value, ir.Value], ir.Value] = {}
+
+    def serve(self, node: ir.Node) -> None:
+        """Let a reader read copies."""
+        awaited = self._weights.latest(node)
+        for i, x in enumerate(node.inputs):
+            if x in self._weights.expanded:
+                node.replace_input_with(i, self._copy(x, awaited))
+
+    def _copy(self, x: ir.Value, awaited: ir.Value) -> ir.Value:
+        node = x.producer()
+        if x not in self._weights.expanded or node is None:
+            return x
+        if (x, awaited) not in self._copies:
+            inputs = [None if y is None else self._copy(y, awaited) for y in node.inputs]
+            if _is_source(node):
+                inputs[1] = self._after(inputs[1], awaited)
+            count = len(node.outputs)
+            made = self._op.call_op(node.op_type, inputs, dict(node.attributes), outputs=count)
+            copies = [made] if isinstance(made, ir.Value) else list(made)
+            if (producer := copies[0].producer()) is not None:
+                metadata.copy(node, producer)
+            for y, copy in zip(node.outputs, copies, strict=True):
+                metadata.copy(y, like(copy, y))
+                self._copies[y, awaited] = copy
+        return self._copies[x, awaited]
+
+    def _after(self, scale: ir.Value | None, awaited: ir.Value) -> ir.Value:
+        """Return a scale reshaped by a shape that depends on another value. A size of 0 means the size of the scale."""
+        op = self._op
+        assert scale is not None and scale.shape is not None
+        if awaited not in self._zeros:
+            self._zeros[awaited] = _zero(op, awaited)
+        zero, rank = self._zeros[awaited], len(scale.shape)
+        form = InferenceForm(same_as=0)
+        if rank == 0:
+            return form.write(like(op.Squeeze(form.write(op.Reshape(scale, zero + 1)), [0]), scale))
+        shape = zero if rank == 1 else op.Expand(zero, [rank])
+        return form.write(like(op.Reshape(scale, shape), scale))
+
+
+def _zero(op: Emitter, x: ir.Value) -> ir.Value:
+    """Return the int64 vector [0], the index of the only one of at most one element of `x`, which no runtime folds."""
+    first = op.cast(op.Slice(op.Reshape(x, [-1]), [0], [1], [0]), ir.DataType.FLOAT)
+    return op.ReduceSum(op.Cast(op.Less(op.Abs(first), 0.0), to=ir.DataType.INT64), [0])
+
+
+def _is_source(node: ir.Node) -> bool:
+    """Return whether a node dequantizes a frozen weight that is not small."""
+    x = node.inputs[0] if node.op_type == DEQUANTIZE and node.domain == "" else None
+    if x is None or not x.is_initializer() or x.is_graph_input():
+        return False
+    return bytes_of(node.outputs[0]) > SMALL
+
+
+def _is_read(node: ir.Node) -> bool:
+    return any(y.uses() or y.is_graph_output() for y in node.outputs)

@@ -1,0 +1,227 @@
+"""Lower operators of com.microsoft whose weights are stored in 2, 4 or 8 bits, in blocks that share a scale.
+
+See https://github.com/microsoft/onnxruntime/blob/main/docs/ContribOperators.md. A weight stays packed:
+DequantizeLinear reads the bytes that the file has. It is frozen unless it is asked for by name.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import onnx_ir as ir
+from onnx_ir import Value
+
+from graphopt.errors import GraphoptError
+from graphopt.graph import metadata
+from graphopt.graph.emitter import Emitter, Input
+from graphopt.graph.operators import MICROSOFT
+from graphopt.graph.values import constant_of, dims_of, dtype_of, name_of, rank
+from passes.lowering.registry import freeze, lowers
+
+BITS = (2, 4, 8)
+MAT_MUL = "MatMulNBits"
+
+
+@lowers(MAT_MUL, domain=MICROSOFT)
+def mat_mul_n_bits(
+    op: Emitter,
+    a: Value,
+    b: Value,
+    scales: Value,
+    zero_points: Input = None,
+    group_index: Input = None,
+    bias: Input = None,
+    *,
+    K: int,
+    N: int,
+    bits: int = 4,
+    block_size: int,
+    accuracy_level: int = 0,
+    node: ir.Node,
+) -> Value:
+    """Compute a w^T + bias for a packed weight [N,K], whose rows of blocks become the rows of one DequantizeLinear.
+
+    One scale for each row is the form that runtimes compute fastest and do not fuse with the product, which would
+    round `a`. `accuracy_level`, which permits a runtime to round `a`, is ignored.
+    """
+    if bits not in BITS:
+        raise GraphoptError(f"its attribute bits={bits} is not covered: expected 2, 4 or 8")
+    if group_index is not None:
+        raise GraphoptError(
+            f"its input 4, {group_index.name!r}, is not covered: expected none: quantize without reordering (act_order)"
+        )
+    blocks = -(-K // block_size)
+    w = op.Reshape(_dequantized(op, b, scales, zero_points, N, blocks, bits, block_size), [N, -1])
+    w.shape = ir.Shape([N, blocks * block_size])
+    if blocks * block_size != K:
+        w = op.Slice(w, [0], [K], [1])
+    y = op.MatMul(a, op.Transpose(w, perm=[1, 0]))
+    return y if bias is None else y + bias
+
+
+def _dequantized(
+    op: Emitter, b: Value, scales: Value, zero_points: Input, n: int, blocks: int, bits: int, block_size: int
+) -> Value:
+    """Return the weight as [n * blocks, block_size]."""
+    rows, dtype = n * blocks, integer_type(bits)
+    b = viewed(b, "weight", dtype, [rows, block_size], bits)
+    scale = viewed(scales, "scales", None, [rows])
+    if zero_points is not None and zero_points.dtype != ir.DataType.UINT8:
+        points = viewed(zero_points, "zero points", None, [rows])
+        return op.DequantizeLinear(b, scale, axis=0) - op.Unsqueeze(scale * points, [1])
+    if zero_points is None:
+        numbers = np.full(rows, 2 ** (bits - 1), np.uint8)
+    else:
+        numbers = unpacked(stored(zero_points, "zero points").reshape(n, -1), bits)[:, :blocks].ravel()
+    zero = op.constant(numbers.astype(dtype.numpy()))
+    return op.DequantizeLinear(b, scale, zero, axis=0)
+
+
+def viewed(
+    x: Value, name: str, dtype: ir.DataType | None, shape: Sequence[int], bits: int | None = None
+) -> Value:
+    """Return a frozen initializer with the bytes of another in another shape or type, which MatMulNBits nodes read.
+
+    It takes the place of the other one, and its name, unless other nodes read that. No byte is copied unless 2 bits
+    become 4.
+    """
+    tensor, graph = x.const_value, x.graph
+    if tensor is None or graph is None or not x.is_initializer() or x.is_graph_input():
+        raise GraphoptError(f"expected its {name} {x.name!r} to be an initializer, found a computed value")
+    dtype = dtype or tensor.dtype
+    if tensor.dtype == dtype and list(tensor.shape) == shape:
+        return freeze(x)
+    expected = math.prod(shape) * (bits or dtype.bitwidth)
+    if tensor.nbytes * 8 != expected:
+        raise GraphoptError(
+            f"expected its {name} {x.name!r} to have {expected // 8:,} bytes, found {tensor.nbytes:,}"
+        )
+    view = ir.val(None, const_value=_view(tensor, dtype, shape, bits))
+    for node, index in list(x.uses()):
+        if node.op_type == MAT_MUL and node.domain == MICROSOFT:
+            node.replace_input_with(index, view)
+    view.name = name_of(x)
+    if x.uses() or x.is_graph_output():
+        view.name += ".rows"
+    else:
+        del graph.initializers[name_of(x)]
+    metadata.copy(x, view)
+    graph.register_initializer(view)
+    return freeze(view)
+
+
+def _view(
+    tensor: ir.TensorProtocol, dtype: ir.DataType, shape: Sequence[int], bits: int | None = None
+) -> ir.TensorProtocol:
+    if bits is not None and bits < dtype.bitwidth < 8:
+        numbers = unpacked(tensor.numpy().reshape(1, -1), bits).ravel()
+        return ir.PackedTensor(numbers[::2] | numbers[1::2] << 4, dtype, shape=shape)
+    if isinstance(tensor, ir.ExternalTensor):
+        place = tensor.location, tensor.offset, tensor.length
+        return ir.ExternalTensor(
+            *place, dtype, shape=ir.Shape(shape), name=tensor.name or "", base_dir=tensor.base_dir
+        )
+    if dtype.bitwidth < 8:
+        return ir.PackedTensor(tensor.numpy().ravel(), dtype, shape=shape)
+    if tensor.dtype.bitwidth < 8:
+        return ir.tensor(np.frombuffer(tensor.tobytes(), np.uint8).reshape(shape))
+    return ir.tensor(tensor.numpy().reshape(shape))
+
+
+@lowers("GatherBlockQuantized", domain=MICROSOFT)
+def gather_block_quantized(
+    op: Emitter,
+    data: Value,
+    indices: Value,
+    scales: Value,
+    zero_points: Input = None,
+    *,
+    bits: int = 4,
+    block_size: int = 128,
+    gather_axis: int = 0,
+    quantize_axis: int = 1,
+) -> Value:
+    """Gather packed rows of a frozen table, and dequantize only these."""
+    dims, dtype = list(dims_of(data)), dtype_of(data)
+    gathers, blocks = gather_axis % len(dims), quantize_axis % len(dims)
+    if dtype not in (ir.DataType.UINT8, ir.DataType.INT4, ir.DataType.UINT4) or bits not in BITS:
+        raise GraphoptError(
+            f"its input 0, {data.name!r}, of {dtype.name.lower()} with bits={bits} is not covered: expected uint8 with "
+            f"2, 4 or 8 bits, int4 or uint4"
+        )
+    if gathers == blocks or gathers == len(dims) - 1:
+        raise GraphoptError(
+            f"its attributes gather_axis={gather_axis} and quantize_axis={quantize_axis} are not covered: expected two "
+            f"axes, and to gather along another than the last"
+        )
+    bits = bits if dtype is ir.DataType.UINT8 else 4
+    middle = 2 ** (bits - 1) if dtype is ir.DataType.UINT8 else 0
+    rows = _gathered(op, data, indices, gathers, bits)
+    place = blocks + (rank(indices) - 1) * (blocks > gathers)
+    size = dims_of(rows)[place]
+    if not isinstance(size, int):
+        raise GraphoptError(f"expected its input 0, {data.name!r}, to have a known shape, found {data.shape}")
+    blocks_of = op.constant(np.arange(size) // block_size)
+    scale = op.Gather(op.Gather(freeze(scales), indices, axis=gathers), blocks_of, axis=place)
+    if zero_points is None:
+        zero: Value | float = float(middle)
+    else:
+        points = _gathered(op, zero_points, indices, gathers, bits)
+        zero = op.Cast(op.Gather(points, blocks_of, axis=place), to=scale.dtype)
+    numbers = op.Cast(rows, to=scale.dtype)
+    return (numbers if zero_points is None and not middle else numbers - zero) * scale
+
+
+def _gathered(op: Emitter, x: Value, indices: Value, axis: int, bits: int) -> Value:
+    """Return rows of packed integers, one number in each element; bytes hold several along the last axis."""
+    dtype = dtype_of(x)
+    if dtype is not ir.DataType.UINT8:
+        x, bits = _bytes_of(op, x)
+    rows = op.Gather(x, indices, axis=axis)
+    if bits < 8:
+        parts = [
+            op.BitShift(rows, op.constant(shift, like=rows), direction="RIGHT") for shift in range(0, 8, bits)
+        ]
+        whole = op.Concat(*(op.Unsqueeze(part, [-1]) for part in parts), axis=-1)
+        *before, packed = dims_of(rows)
+        if not isinstance(packed, int):
+            raise GraphoptError(f"expected {x.name!r} to have a known shape, found {x.shape}")
+        numbers = op.Reshape(whole, op.Concat(op.shape_of(rows, 0, -1), [packed * 8 // bits], axis=0))
+        numbers.shape = ir.Shape([*before, packed * 8 // bits])
+        rows = op.BitwiseAnd(numbers, op.constant(2**bits - 1, like=rows))
+    if dtype is ir.DataType.INT4:  # from 0 to 15 to a number with a sign
+        rows = op.Cast(op.BitwiseXor(rows, op.constant(8, like=rows)), to=ir.DataType.INT8) - 8
+    return rows
+
+
+def _bytes_of(op: Emitter, x: Value) -> tuple[Value, int]:
+    """Return a table of 4 bits as bytes, which Gather takes, and the bits of a number: 8 if rows are no whole bytes."""
+    tensor = x.const_value
+    if tensor is None:
+        raise GraphoptError(f"expected {x.name!r} to be an initializer, found a computed value")
+    name, dims = f"{x.name}.bytes", tensor.shape.numpy()
+    if dims[-1] % 2:
+        low = tensor.numpy().astype(np.int8).astype(np.uint8) & 15
+        return op.initializer(ir.tensor(low, name=name)), 8
+    return op.initializer(_view(tensor, ir.DataType.UINT8, [*dims[:-1], dims[-1] // 2]), name), 4
+
+
+def stored(x: Value, name: str) -> np.ndarray:
+    """Return the numbers of an initializer."""
+    array = constant_of(x)
+    if array is None:
+        raise GraphoptError(f"expected its {name} {x.name!r} to be an initializer, found a computed value")
+    return array
+
+
+def unpacked(rows: np.ndarray, bits: int) -> np.ndarray:
+    """Return the numbers of packed rows, low bits of each byte first."""
+    parts = [rows >> shift & 2**bits - 1 for shift in range(0, 8, bits)]
+    return np.stack(parts, axis=-1).reshape(len(rows), -1)
+
+
+def integer_type(bits: int) -> ir.DataType:
+    """Return the smallest type of opset 21 that holds so many bits."""
+    return ir.DataType.UINT8 if bits == 8 else ir.DataType.UINT4

@@ -1,0 +1,372 @@
+"""Frozen weights of 2, 4 and 8 bits stay packed in training graphs and in memory, and compute as floats do."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import onnxruntime
+import pytest
+import torch
+from onnx import TensorProto, helper, numpy_helper
+
+import graphopt
+import passes
+from graphopt import GraphoptError
+from graphopt.graph.dequantization import packed_weight
+
+RNG = np.random.default_rng(5)
+OLD = tuple(map(int, onnxruntime.__version__.split(".")[:2])) < (1, 24)
+MICROSOFT = "com.microsoft"
+
+
+def numbers_in(packed: np.ndarray, bits: int) -> np.ndarray:
+    """Return the numbers in bytes along the last axis, low bits first."""
+    parts = [packed >> shift & 2**bits - 1 for shift in range(0, 8, bits)]
+    return np.stack(parts, -1).reshape(*packed.shape[:-1], -1)
+
+
+def graph(nodes, weights, inputs, outputs, opset=21):
+    made = helper.make_graph(nodes, "g", inputs, outputs, weights)
+    opsets = [helper.make_opsetid("", opset), helper.make_opsetid(MICROSOFT, 1)]
+    return helper.make_model(made, opset_imports=opsets, ir_version=10)
+
+
+def info(name, shape, code=TensorProto.FLOAT):
+    return helper.make_tensor_value_info(name, code, shape)
+
+
+class Packed:
+    """A MatMulNBits between a trained gain of its inputs and a trained bias, and its weight as floats, [K,N]."""
+
+    def __init__(self, bits=4, block=32, size=96, points="", rank=3, bias=False, outputs=5, dtype=np.float32):
+        rows = -(-size // block)
+        q = RNG.integers(0, 256, (outputs, rows, block * bits // 8), np.uint8)
+        s = (RNG.uniform(0.08, 0.16, (outputs, rows)) / 2 ** (bits - 1)).astype(dtype)
+        z = np.full((outputs, rows), 2.0 ** (bits - 1), np.float32)
+        weights = {"w.Q": q, "w.scales": s}
+        if points == "packed":
+            weights["w.zeros"] = RNG.integers(0, 256, (outputs, -(-rows * bits // 8)), np.uint8)
+            z = numbers_in(weights["w.zeros"], bits)[:, :rows].astype(np.float32)
+        elif points == "floating":
+            weights["w.zeros"] = z = (z + RNG.uniform(-2, 2, z.shape)).astype(dtype)
+        inputs = ["h", *weights]
+        if bias:
+            weights["w.bias"] = RNG.standard_normal(outputs).astype(dtype)
+            inputs += [""] * (5 - len(inputs)) + ["w.bias"]
+        weights |= {"gain": RNG.standard_normal(size).astype(dtype), "shift": np.zeros(outputs, dtype)}
+        steps = numbers_in(q, bits).astype(np.float32) - z.astype(np.float32)[..., None]
+        floats = (steps * s.astype(np.float32)[..., None]).reshape(outputs, -1)[:, :size]
+        self.w, self.weights, self.rank = floats.T.copy(), weights, rank
+        code = helper.np_dtype_to_tensor_dtype(np.dtype(dtype))
+        shape = ["M", *[4] * (rank - 2)]
+        attributes = {"K": size, "N": outputs, "bits": bits, "block_size": block}
+        nodes = [
+            helper.make_node("Mul", ["x", "gain"], ["h"]),
+            helper.make_node("MatMulNBits", inputs, ["p"], domain=MICROSOFT, name="proj", **attributes),
+            helper.make_node("Add", ["p", "shift"], ["y"]),
+        ]
+        stored = [numpy_helper.from_array(array, name) for name, array in weights.items()]
+        ends = [info("x", [*shape, size], code)], [info("y", [*shape, outputs], code)]
+        self.proto = graph(nodes, stored, *ends)
+        self.x = RNG.standard_normal((3, *shape[1:], size)).astype(dtype)
+        self.t = RNG.standard_normal((3, *shape[1:], outputs)).astype(dtype)
+
+
+FORMS = [
+    *({"bits": bits, "block": block} for bits, block in itertools.product((2, 4, 8), (16, 32, 128, 256))),
+    *(
+        {"bits": bits, "points": points, "bias": True}
+        for bits in (2, 4, 8)
+        for points in ("packed", "floating")
+    ),
+    *({"bits": bits, "size": 40, "block": 16, "points": "packed"} for bits in (2, 4, 8)),
+    {"rank": 2, "bias": True},
+    {"rank": 4, "size": 50},
+    {"rank": 2, "outputs": 1, "block": 64},
+]
+
+
+def runs_on_the_kernel(form):
+    floating = form.get("points") == "floating" and form["bits"] == 8  # which the CPU provider lacks
+    return not floating and not (OLD and (form.get("bits") != 4 or form.get("bias")))
+
+
+def trained_by_torch(packed, rate, steps):
+    """Return the losses of SGD of the gain and the biases, by PyTorch's autograd with the weight as floats."""
+    names = [name for name in ("gain", "shift", "w.bias") if name in packed.weights]
+    own = {name: torch.tensor(packed.weights[name], requires_grad=True) for name in names}
+    optimizer, losses = torch.optim.SGD(own.values(), rate), []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        y = (torch.tensor(packed.x) * own["gain"]) @ torch.tensor(packed.w) + own["shift"]
+        y = y + own["w.bias"] if "w.bias" in own else y
+        loss = torch.nn.functional.mse_loss(y, torch.tensor(packed.t))
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def by_runtime(proto, **feeds):
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 4
+    session = onnxruntime.InferenceSession(proto.SerializeToString(), options, ["CPUExecutionProvider"])
+    return session.run(None, feeds)[0]
+
+
+def compiled(proto, **steps):
+    return graphopt.compile(
+        proto, loss=passes.MeanSquaredError(), **({"optimizer": passes.SGD(0.01)} | steps)
+    )
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_what_is_not_packed_trains_as_with_float_weights(form):
+    packed = Packed(**form)
+    step = compiled(packed.proto)
+    executor = graphopt.Executor(step, threads=1)
+    assert set(executor.parameters) == {"gain", "shift", "w.bias"} & packed.weights.keys()
+    y = executor.predict(x=packed.x)["y"]
+    exact = (packed.x * packed.weights["gain"]) @ packed.w + packed.weights.get("w.bias", 0)
+    np.testing.assert_allclose(y, exact, rtol=1e-6, atol=1e-6 * np.abs(exact).max())
+    if runs_on_the_kernel(form):
+        np.testing.assert_allclose(y, by_runtime(packed.proto, x=packed.x), atol=2e-6 * np.abs(y).max())
+    losses = [executor.step(x=packed.x, target=packed.t)["loss"] for _ in range(20)]
+    np.testing.assert_allclose(losses, trained_by_torch(packed, 0.01, 20), rtol=2e-6)
+    assert losses[-1] < losses[0]
+
+
+def dequantizing(model):
+    return [node for node in model.graph if node.op_type == "DequantizeLinear"]
+
+
+def test_the_bytes_of_the_file_are_in_the_training_graph_once():
+    packed = Packed(size=1024, outputs=64)
+    step = compiled(packed.proto)
+    forward, backward = dequantizing(step)
+    assert forward.inputs[0] is backward.inputs[0]
+    assert forward.inputs[0].name == "w.Q" and forward.inputs[0].dtype is ir.DataType.UINT4
+    assert forward.inputs[0].const_value.tobytes() == packed.weights["w.Q"].tobytes()
+    large = [x for x in step.graph.initializers.values() if x.const_value.nbytes > 4096]
+    assert {x.name for x in large} == {"w.Q", "w.scales"}
+
+
+def test_each_use_waits_for_what_it_is_multiplied_with():
+    """The scale of a DequantizeLinear depends on the other operand, so that no runtime computes it earlier."""
+    step = compiled(Packed(size=1024, outputs=64).proto)
+    for node in dequantizing(step):
+        assert not node.inputs[1].is_initializer()
+        (user,) = node.outputs[0].consumers()
+        while user.op_type in ("Reshape", "Transpose"):
+            (user,) = user.outputs[0].consumers()
+        assert user.op_type in ("MatMul", "Gemm")
+        assert packed_weight(user.inputs[1]).name == "w.Q"
+        other, before, seen = user.inputs[0], [node.inputs[1]], set()
+        while before:
+            x = before.pop()
+            seen.add(x)
+            before.extend(x.producer().inputs if x.producer() else ())
+        assert other in seen
+
+
+@pytest.mark.parametrize("native", [False, True])
+@pytest.mark.parametrize("batch", ["M", 3])
+def test_no_session_has_the_weight_as_floats(batch, native, tmp_path, monkeypatch):
+    """Not even of a fixed batch size, of which a runtime knows all shapes."""
+    packed = Packed(size=1024, outputs=64)
+    for value in (packed.proto.graph.input[0], packed.proto.graph.output[0]):
+        value.type.tensor_type.shape.dim[0].Clear()
+        helper_dim = value.type.tensor_type.shape.dim[0]
+        helper_dim.dim_value, helper_dim.dim_param = (0, batch) if batch == "M" else (batch, "")
+        if batch != "M":
+            helper_dim.ClearField("dim_param")
+    written = []
+    new = graphopt.Device.new_session_options
+
+    def writing(self, **more):
+        options = new(self, **more)
+        written.append(tmp_path / f"{len(written)}.onnx")
+        options.optimized_model_filepath = str(written[-1])
+        return options
+
+    monkeypatch.setattr(graphopt.Device, "new_session_options", writing)
+    executor = graphopt.Executor(compiled(packed.proto), threads=1, native=native, verify=False)
+    executor.step(x=packed.x, target=packed.t)
+    executor.predict(x=packed.x)
+    found = [path for path in written if path.exists()]
+    assert len(found) >= 2
+    for path in found:
+        weights = onnx.load(path).graph.initializer
+        assert max(len(x.raw_data) for x in weights if x.data_type == TensorProto.FLOAT) <= 64 * 32 * 4
+        assert any(x.data_type == TensorProto.UINT4 for x in weights)
+
+
+def test_a_weight_that_two_products_share_is_stored_once():
+    packed = Packed(size=64, outputs=64, block=32)
+    second = helper.make_node("MatMulNBits", ["y1", "w.Q", "w.scales"], ["y"], domain=MICROSOFT)
+    second.attribute.extend(packed.proto.graph.node[1].attribute)
+    packed.proto.graph.node[2].output[0] = "y1"
+    packed.proto.graph.node.append(second)
+    step = compiled(packed.proto)
+    assert {node.inputs[0].name for node in dequantizing(step)} == {"w.Q"}
+    found = graphopt.Executor(step, threads=1).predict(x=packed.x)["y"]
+    np.testing.assert_allclose(
+        found, (packed.x * packed.weights["gain"]) @ packed.w @ packed.w, rtol=1e-5, atol=1e-5
+    )
+
+
+def test_the_trained_model_dequantizes_once_and_waits_for_nothing():
+    packed = Packed(size=1024, outputs=64)
+    executor = graphopt.Executor(compiled(packed.proto), threads=1)
+    executor.step(x=packed.x, target=packed.t)
+    trained = executor.trained()
+    onnx.checker.check_model(trained, full_check=True)
+    operators = [node.op_type for node in trained.graph.node]
+    assert operators == ["Mul", "DequantizeLinear", "Reshape", "Transpose", "MatMul", "Add"]
+    np.testing.assert_allclose(
+        executor.predict(x=packed.x)["y"], by_runtime(trained, x=packed.x), rtol=1e-5, atol=1e-4
+    )
+
+
+def test_packed_weights_compose_with_other_passes():
+    packed = Packed(size=128, outputs=64)
+    steps = {
+        "recompute": passes.Recompute(),
+        "clip": passes.ClipGlobalNorm(10.0),
+        "accumulate": passes.Accumulate(1),
+    }
+    plain, other = (graphopt.Executor(compiled(packed.proto, **more), threads=1) for more in ({}, steps))
+    for _ in range(3):
+        losses = [x.step(x=packed.x, target=packed.t)["loss"] for x in (plain, other)]
+        np.testing.assert_allclose(*losses, rtol=1e-5)
+
+
+def test_half_precision_dequantizes_to_half():
+    packed = Packed(size=128, outputs=64, dtype=np.float16)
+    executor = graphopt.Executor(compiled(packed.proto, optimizer=passes.SGD(0.01)), threads=1)
+    y = executor.predict(x=packed.x)["y"]
+    exact = (packed.x * packed.weights["gain"]).astype(np.float32) @ packed.w
+    np.testing.assert_allclose(y, exact, atol=2e-2 * np.abs(exact).max())
+    losses = [executor.step(x=packed.x, target=packed.t)["loss"] for _ in range(10)]
+    assert losses[-1] < losses[0]
+
+
+def test_groups_and_wrong_sizes_are_refused():
+    packed = Packed(size=64)
+    group = numpy_helper.from_array(np.zeros(64, np.int32), "order")
+    packed.proto.graph.initializer.append(group)
+    packed.proto.graph.node[1].input.extend(["", "order"])
+    with pytest.raises(
+        GraphoptError, match=r"input 4, 'order', is not covered: .*quantize without reordering"
+    ):
+        compiled(packed.proto)
+    packed = Packed(size=64)
+    packed.proto.graph.node[1].attribute[0].i = 320
+    with pytest.raises(GraphoptError, match=r"weight 'w.Q' to have 800 bytes, found 160"):
+        compiled(packed.proto)
+
+
+def embedding(kind, bits, width, block, points):
+    """Return a table of packed rows, and the table as floats."""
+    blocks, rows = -(-width // block), 11
+    scales = RNG.uniform(0.01, 0.02, (rows, blocks)).astype(np.float32)
+    low = -8 if kind == "int4" else 0
+    if kind == "uint8":
+        data = RNG.integers(0, 256, (rows, width * bits // 8), np.uint8)
+        zeros = RNG.integers(0, 256, (rows, -(-blocks * bits // 8)), np.uint8)
+        weights = [numpy_helper.from_array(data, "e"), numpy_helper.from_array(zeros, "z")]
+        q, z = numbers_in(data, bits), numbers_in(zeros, bits)[:, :blocks]
+        middle = 2 ** (bits - 1)
+    else:
+        q, z = (RNG.integers(low, low + 16, shape) for shape in ((rows, width), (rows, blocks)))
+        code, middle = getattr(TensorProto, kind.upper()), 0
+        pairs = (("e", q), ("z", z))
+        weights = [helper.make_tensor(name, code, x.shape, x.ravel()) for name, x in pairs]
+    z = z if points else np.full_like(z, middle)
+    floats = (q.astype(np.float32) - np.repeat(z, block, 1)[:, :width]) * np.repeat(scales, block, 1)[
+        :, :width
+    ]
+    weights = [*weights[: 1 + points], numpy_helper.from_array(scales, "s")]
+    weights += [numpy_helper.from_array(RNG.standard_normal((width, 3)).astype(np.float32), "w")]
+    attributes = {"block_size": block, "quantize_axis": 1, "gather_axis": 0}
+    attributes |= {"bits": bits} if kind == "uint8" else {}
+    nodes = [
+        helper.make_node(
+            "GatherBlockQuantized",
+            ["e", "ids", "s", "z"][: 3 + points],
+            ["r"],
+            domain=MICROSOFT,
+            **attributes,
+        ),
+        helper.make_node("MatMul", ["r", "w"], ["y"]),
+    ]
+    shape = ["N", "T"]
+    return graph(nodes, weights, [info("ids", shape, TensorProto.INT64)], [info("y", [*shape, 3])]), floats
+
+
+TABLES = [("uint8", 4), ("uint8", 8), ("uint8", 2), ("int4", 4), ("uint4", 4)]
+
+
+@pytest.mark.parametrize(("width", "block"), [(64, 32), (48, 16), (40, 16), (128, 128)])
+@pytest.mark.parametrize("points", [False, True])
+@pytest.mark.parametrize(("kind", "bits"), TABLES)
+def test_rows_of_a_packed_table_are_gathered_packed(kind, bits, points, width, block):
+    proto, table = embedding(kind, bits, width, block, points)
+    ids = RNG.integers(-11, 11, (2, 5))
+    step = compiled(proto)
+    executor = graphopt.Executor(step, threads=1)
+    assert set(executor.parameters) == {"w"}
+    found = executor.predict(ids=ids)["y"]
+    np.testing.assert_allclose(
+        found, table[ids] @ numpy_helper.to_array(proto.graph.initializer[-1]), rtol=1e-5, atol=1e-5
+    )
+    if not OLD:
+        np.testing.assert_allclose(found, by_runtime(proto, ids=ids), rtol=1e-6, atol=1e-6)
+    target = RNG.standard_normal((2, 5, 3)).astype(np.float32)
+    losses = [executor.step(ids=ids, target=target)["loss"] for _ in range(5)]
+    assert losses[-1] < losses[0]
+    floats = [x.const_value.size for x in step.graph.initializers.values() if x.dtype is ir.DataType.FLOAT]
+    assert max(floats) < table.size
+
+
+def test_a_table_of_odd_rows_of_4_bits_is_gathered():
+    proto, table = embedding("int4", 4, 33, 16, True)
+    ids = RNG.integers(0, 11, (2, 5))
+    found = graphopt.Executor(compiled(proto), threads=1).predict(ids=ids)["y"]
+    w = numpy_helper.to_array(proto.graph.initializer[-1])
+    np.testing.assert_allclose(found, table[ids] @ w, rtol=1e-6, atol=1e-6)
+
+
+def test_a_head_and_an_embedding_share_packed_bytes():
+    """As in files of onnxruntime-genai's builder with shared embeddings."""
+    vocabulary, width, block = 40, 64, 32
+    q = RNG.integers(0, 256, (vocabulary, width // block, block // 2), np.uint8)
+    scales = RNG.uniform(0.01, 0.02, (vocabulary, width // block)).astype(np.float32)
+    weights = {"head.Q4": q, "head.scales": scales, "flat": np.array([vocabulary, width // 2])}
+    weights["gain"] = np.ones(width, np.float32)
+    gathers = {"bits": 4, "block_size": block, "gather_axis": 0, "quantize_axis": 1}
+    multiplies = {"K": width, "N": vocabulary, "bits": 4, "block_size": block}
+    nodes = [
+        helper.make_node("Reshape", ["head.Q4", "flat"], ["table"]),
+        helper.make_node(
+            "GatherBlockQuantized", ["table", "ids", "head.scales"], ["e"], domain=MICROSOFT, **gathers
+        ),
+        helper.make_node("Mul", ["e", "gain"], ["h"]),
+        helper.make_node(
+            "MatMulNBits", ["h", "head.Q4", "head.scales"], ["y"], domain=MICROSOFT, **multiplies
+        ),
+    ]
+    stored = [numpy_helper.from_array(array, name) for name, array in weights.items()]
+    inputs, outputs = [info("ids", ["N", "T"], TensorProto.INT64)], [info("y", ["N", "T", vocabulary])]
+    proto = graph(nodes, stored, inputs, outputs)
+    floats = ((numbers_in(q, 4).astype(np.float32) - 8) * scales[..., None]).reshape(vocabulary, width)
+    ids = RNG.integers(0, vocabulary, (2, 5))
+    step = compiled(proto)
+    executor = graphopt.Executor(step, threads=1)
+    assert set(executor.parameters) == {"gain"}
+    np.testing.assert_allclose(executor.predict(ids=ids)["y"], floats[ids] @ floats.T, rtol=1e-5, atol=1e-5)
+    assert {node.inputs[0].name for node in dequantizing(step)} == {"head.Q4.rows"}
+    assert [x.name for x in proto.graph.initializer] == list(weights)
