@@ -11,11 +11,11 @@ import onnx
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
+from test_causal_language_model import by_graphopt, decoder
 from torch import nn
 
 import graphopt
 import passes
-from test_causal_language_model import by_graphopt, decoder
 
 TOKENS, WIDTH, HEADS, CLASSES = 9, 16, 2, 11
 HALF = WIDTH // HEADS // 2
@@ -35,7 +35,9 @@ class Decoder(nn.Module):
         self.positions = positions
         self.table = nn.Embedding(CLASSES, WIDTH)
         self.learnt = nn.Embedding(2 * TOKENS, WIDTH) if positions == "learnt" else None
-        self.attention = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True) if positions == "module" else None
+        self.attention = (
+            nn.MultiheadAttention(WIDTH, HEADS, batch_first=True) if positions == "module" else None
+        )
         self.q, self.k, self.v, self.o = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4))
         self.head = nn.Linear(WIDTH, CLASSES, bias=False)
 
@@ -48,9 +50,7 @@ class Decoder(nn.Module):
             mask = places[:, None] < places[None]
             y, _ = self.attention(x, x, x, attn_mask=mask, need_weights=True)
             return self.head(torch.tanh(x + y))
-        q, k, v = (
-            layer(x).unflatten(2, (HEADS, -1)).transpose(1, 2) for layer in (self.q, self.k, self.v)
-        )
+        q, k, v = (layer(x).unflatten(2, (HEADS, -1)).transpose(1, 2) for layer in (self.q, self.k, self.v))
         if self.positions == "rotary":
             angles = places[:, None] * 0.5 ** torch.arange(HALF)
             q, k = (self.rotated(x, angles.cos(), angles.sin()) for x in (q, k))
@@ -90,7 +90,11 @@ def builder_s() -> tuple[nn.Module, onnx.ModelProto]:
     )
     layers = {"wq": module.q, "wk": module.k, "wv": module.v, "wo": module.o, "head": module.head}
     weights = {name: layer.weight.T.detach().numpy() for name, layer in layers.items()}
-    weights |= {"table": module.table.weight.detach().numpy(), "cosines": np.cos(ANGLES), "sines": np.sin(ANGLES)}
+    weights |= {
+        "table": module.table.weight.detach().numpy(),
+        "cosines": np.cos(ANGLES),
+        "sines": np.sin(ANGLES),
+    }
     for name, array in weights.items():
         array = np.ascontiguousarray(array, np.float32)
         proto.graph.initializer.append(onnx.numpy_helper.from_array(array, name))
@@ -145,7 +149,9 @@ def test_prediction_and_the_trained_model_know_no_segments() -> None:
 
 
 def test_other_mixtures_of_tokens_are_refused() -> None:
-    with pytest.raises(graphopt.GraphoptError, match=r"packed=True\): expected attention alone .* found no attention"):
+    with pytest.raises(
+        graphopt.GraphoptError, match=r"packed=True\): expected attention alone .* found no attention"
+    ):
         graphopt.compile(decoder(), loss=passes.CausalLanguageModel(packed=True))
     recurrent = onnx.parser.parse_model(
         '<ir_version: 10, opset_import: ["" : 21]> g (int64[N,5] input_ids) => (float[N,5,3] logits) '

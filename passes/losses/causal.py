@@ -16,15 +16,15 @@ from graphopt.graph.roles import Role, role_of, with_role
 from graphopt.graph.values import dims_of, like, name_of, rank
 from graphopt.intervals import within
 from passes.gradients.rules.blocks import token_losses
-from passes.losses.head import Head, find_head, losses_in_blocks
+from passes.losses.head import TokenHead, find_head, losses_in_blocks
 from passes.losses.loss import Loss, new_input
 from passes.losses.packing import keep_apart
 
 __all__ = ["CausalLanguageModel"]
 
-TOKENS, ATTENTION_MASK, OTHERS = "input_ids", "attention_mask", ("position_ids", "token_type_ids")
-LABELS, COMPLETION_MASK, SEGMENTS = "labels", "completion_mask", "segments"
-MANY = 4096  # classes from which on blocks pay
+_TOKENS, _ATTENTION_MASK, _OTHERS = "input_ids", "attention_mask", ("position_ids", "token_type_ids")
+_LABELS, _COMPLETION_MASK, _SEGMENTS = "labels", "completion_mask", "segments"
+_MANY_CLASSES = 4096  # classes from which on blocks pay
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class CausalLanguageModel(Loss):
 
     tokens: str | None = None
     labels: bool = False
-    ignore_index: int = -100
+    ignore_index: int = within("(-inf, inf)", -100)
     label_smoothing: float = within("[0, 1]", 0.0)
     completion_only: bool = False
     packed: bool = False
@@ -81,19 +81,19 @@ class CausalLanguageModel(Loss):
         ON_DEMAND.set(prediction)
         shape, masks = ir.Shape(dims_of(prediction)[:2]), []
         if self.labels:
-            name = target_name.replace("target", LABELS, 1)
+            name = target_name.replace("target", _LABELS, 1)
             target = new_input(model, name, ir.DataType.INT64, shape)
         else:
             target = self._tokens(model.graph)
             shape = ir.Shape(dims_of(target))
-            masks = [x for x in with_role(model, Role.DATA) if x.name == ATTENTION_MASK and x.shape == shape]
+            masks = [x for x in with_role(model, Role.DATA) if x.name == _ATTENTION_MASK and x.shape == shape]
         if not TargetSpec.is_on(target):
             TargetSpec(name_of(prediction), self.task, **self.metric(prediction)).write(target)
         if self.completion_only:
-            name = target_name.replace("target", COMPLETION_MASK, 1)
+            name = target_name.replace("target", _COMPLETION_MASK, 1)
             masks.append(new_input(model, name, ir.DataType.INT64, shape))
         if self.packed:
-            name = target_name.replace("target", SEGMENTS, 1)
+            name = target_name.replace("target", _SEGMENTS, 1)
             masks.append(new_input(model, name, ir.DataType.INT64, shape))
         return [target, *masks]
 
@@ -102,10 +102,10 @@ class CausalLanguageModel(Loss):
         inputs = {name_of(x): x for x in graph.inputs if role_of(x) is Role.DATA}
         whole = {name: x for name, x in inputs.items() if x.dtype is not None and x.dtype.is_integer()}
         named = whole if self.tokens is None else inputs
-        if (name := self.tokens or TOKENS) in named:
+        if (name := self.tokens or _TOKENS) in named:
             found = [named[name]]
         else:
-            found = [x for name, x in whole.items() if name not in (ATTENTION_MASK, *OTHERS)]
+            found = [x for name, x in whole.items() if name not in (_ATTENTION_MASK, *_OTHERS)]
         if self.tokens not in (None, *inputs) or len(found) != 1 or rank(found[0]) != 2:
             raise GraphoptError(
                 f"CausalLanguageModel(tokens={self.tokens!r}): expected the name of the input of token ids, of shape "
@@ -139,10 +139,12 @@ class CausalLanguageModel(Loss):
         counts = op.Not(op.Equal(self._following(op, target, *masks), self.ignore_index))
         return op.Cast(counts, to=prediction.dtype)
 
-    def _head(self, prediction: ir.Value) -> Head | None:
+    def _head(self, prediction: ir.Value) -> TokenHead | None:
         """Return the part of the model to compute in blocks, or None to compute all logits at once."""
         classes = dims_of(prediction)[2]
-        if self.blocks is None or (self.blocks == "auto" and isinstance(classes, int) and classes < MANY):
+        if self.blocks is None or (
+            self.blocks == "auto" and isinstance(classes, int) and classes < _MANY_CLASSES
+        ):
             return None
         head = find_head(prediction)
         if head is None:

@@ -15,7 +15,7 @@ from graphopt.graph.roles import Role, role_of
 from graphopt.graph.traversal import ancestors, values_read
 from graphopt.graph.values import dims_of, dtype_of, like
 
-POSITION_IDS = "position_ids"
+_POSITION_IDS = "position_ids"
 # Operators that mix the tokens of a row otherwise than attention.
 _MIXING = CONVOLUTIONS | POOLS | RECURRENT | {"CumSum", "Loop", "Scan"}
 _BETWEEN = {"Cast", "Dropout", "Identity", "Mul", "Reshape", "Squeeze", "Unsqueeze", "Where"}
@@ -117,7 +117,7 @@ def _masked(op: Emitter, scores: ir.Value, same: ir.Value, segments: ir.Value) -
 
 def _positions(graph: ir.Graph) -> Sequence[ir.Value]:
     """Return the whole numbers of positions that the graph reads or counts."""
-    fed = [x for x in graph.inputs if x.name == POSITION_IDS and role_of(x) is Role.DATA]
+    fed = [x for x in graph.inputs if x.name == _POSITION_IDS and role_of(x) is Role.DATA]
     return [*fed, *(y for node in graph if TOKEN_POSITIONS.is_set(node) for y in node.outputs)]
 
 
@@ -130,10 +130,8 @@ def _added(graph: ir.Graph, tokens: ir.Value, read: set[ir.Value]) -> Iterator[i
             continue
         if y.shape[1] != dims_of(tokens)[1] or not any(x in read and _is_hidden(x, y) for x in node.inputs):
             continue
-        for x in node.inputs:
-            if x is not None and x not in read and x not in fed and x.shape is not None and len(x.shape) > 1:
-                if x.shape[-2] != 1:
-                    yield x
+        others = (x for x in node.inputs if x is not None and x not in read and x not in fed)
+        yield from (x for x in others if x.shape is not None and len(x.shape) > 1 and x.shape[-2] != 1)
 
 
 def _is_hidden(x: ir.Value | None, y: ir.Value) -> bool:
