@@ -49,7 +49,8 @@ def extract(model: ir.Model, outputs: Sequence[ir.Value], *, merged: bool = Fals
 
     extracted = part(model.graph, outputs)
     with interface_kept(extracted):
-        _switch_to_inference(extracted.graph, merged)
+        predicts = not any(role_of(y) is Role.LOSS for y in outputs)
+        _switch_to_inference(extracted.graph, merged, predicts)
     # Extract again: the first time, values that only bodies of unused nodes read were kept.
     extracted = part(extracted.graph, extracted.graph.outputs)
     remove_unused_results(extracted.graph)
@@ -70,14 +71,14 @@ def _remove_unused(model: ir.Model, kept: Collection[str | None] = ()) -> None:
     RemoveUnusedOpsetsPass()(model)
 
 
-def _switch_to_inference(graph: ir.Graph, merged: bool) -> None:
+def _switch_to_inference(graph: ir.Graph, merged: bool, predicts: bool) -> None:
     inputs = {value.name: value for value in graph.inputs}
     same: dict[str, ir.Value] = {}
     cast: set[ir.DataType | None] = set()
     made: dict[str, ir.Node] = {}
     for node in list(graph):
         form = InferenceForm.read(node.outputs[0])
-        if form is None or (form.merged and not merged):
+        if form is None or (form.merged and not merged) or (form.predicting and not predicts):
             continue
         InferenceForm.remove(node.outputs[0])
         for index, name in form.inputs.items():
