@@ -294,6 +294,7 @@ class InferenceForm(
         operator: the operator that computes the output in inference, with its attributes; `reads` are the names of
             its inputs, and `output` is the number of its output.
         merged: whether the form holds only once adapters are merged into the weights.
+        unpaired: whether the form holds only where no loss reads several rows of each example; see `passes.PairLoss`.
     """
 
     inputs: Mapping[int, str] = field(default_factory=dict)
@@ -302,6 +303,7 @@ class InferenceForm(
     reads: tuple[str, ...] = ()
     output: int = 0
     merged: bool = False
+    unpaired: bool = False
 
     def check(self) -> None:
         _check(all(index >= 0 for index in self.inputs), 0 <= self.output < MANY)
