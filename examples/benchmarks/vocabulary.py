@@ -105,7 +105,10 @@ def torch_step(data: dict[str, np.ndarray], weights: dict[str, np.ndarray]) -> d
     target = torch.tensor(data["labels"])[:, 1:].reshape(-1)
     loss = torch.nn.functional.cross_entropy(logits[:, :-1].reshape(len(target), -1), target)
     loss.backward()
-    return {"loss": loss.detach().numpy(), **{name: x.grad.numpy() for name, x in w.items() if x.grad is not None}}
+    return {
+        "loss": loss.detach().numpy(),
+        **{name: x.grad.numpy() for name, x in w.items() if x.grad is not None},
+    }
 
 
 def main(

@@ -105,9 +105,7 @@ class CausalLanguageModel(Loss):
             )
         return found[0]
 
-    def compare(
-        self, op: Emitter, prediction: ir.Value, target: ir.Value, *masks: ir.Value
-    ) -> ir.Value:
+    def compare(self, op: Emitter, prediction: ir.Value, target: ir.Value, *masks: ir.Value) -> ir.Value:
         following = self._following(op, target, *masks)
         counts = op.Not(op.Equal(following, self.ignore_index))
         label = op.Where(counts, following, 0)

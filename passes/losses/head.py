@@ -44,7 +44,11 @@ def find_head(logits: ir.Value) -> Head | None:
         position[node] = i
         if not fed.isdisjoint(values_read(node)):
             fed.update(node.outputs)
-    front, nodes, best = {logits: False}, [], None  # whether all ways from a value to the logits have a product
+    front, nodes, best = (
+        {logits: False},
+        [],
+        None,
+    )  # whether all ways from a value to the logits have a product
     while len(nodes) < MOST_NODES:
         last = [x for x in front if (node := x.producer()) is not None and _is_tokenwise(node, fed)]
         if not last:
