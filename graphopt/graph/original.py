@@ -112,22 +112,23 @@ def _replace(tensors: Sequence[onnx.TensorProto], new: onnx.TensorProto, name: s
         own = old.name, old.doc_string
         old.CopyFrom(new)
         old.name, old.doc_string = own
-    elif any(x.tobytes() != y.tobytes() for x, y in [[*map(onnx.numpy_helper.to_array, (old, new))]]):
+    numbers = None if changes or not alike else onnx.numpy_helper.to_array(new).tobytes()
+    if numbers is not None and all(onnx.numpy_helper.to_array(x).tobytes() != numbers for x in alike):
         raise GraphoptError(
             f"into: weight {name!r}, which does not train: expected the numbers of the file that was compiled, found "
             "others"
         )
 
 
-def _places(model: onnx.ModelProto) -> dict[str, onnx.TensorProto]:
+def _places(model: onnx.ModelProto) -> dict[str, list[onnx.TensorProto]]:
     """Return the tensors of a file by the names of their values, also those in nodes and in bodies."""
-    places: dict[str, onnx.TensorProto] = {}
+    places: dict[str, list[onnx.TensorProto]] = defaultdict(list)
     for graph in messages_of(onnx.GraphProto, model):
         for tensor in graph.initializer:
-            places.setdefault(tensor.name, tensor)
+            places[tensor.name].append(tensor)
         for node in graph.node:
             if node.op_type == "Constant" and node.domain in ONNX and node.attribute[0].HasField("t"):
-                places.setdefault(node.output[0], node.attribute[0].t)
+                places[node.output[0]].append(node.attribute[0].t)
     return places
 
 
