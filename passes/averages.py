@@ -66,6 +66,8 @@ class Average(Pass):
             raise GraphoptError(f"{name} needs an optimizer's update, found none: run the optimizer first")
         if state.averages(model):
             raise GraphoptError(f"{name}: expected a model without averages, found some: use one average")
+        if state.accumulators(model):
+            raise GraphoptError(f"{name}: expected it before Accumulate, found it after: run it first")
         chosen = [w for w in trained if selects(self.parameters, w)]
         if not chosen:
             known = ", ".join(map(name_of, trained))
@@ -73,7 +75,8 @@ class Average(Pass):
                 f"{name}: parameters={self.parameters!r} matches no parameter; the model trains: {known}"
             )
         with Emitter(model) as op:
-            share = self._share(model, op)
+            wide = max((wide_type(w) for w in chosen), key=lambda dtype: dtype.itemsize)
+            share = self._share(op, op.Cast(op.Add(state.counter(model), 1), to=wide))
             for w in chosen:
                 initial = state.initial(w)
                 assert initial is not None
@@ -85,9 +88,9 @@ class Average(Pass):
                 moved = average + op.cast(share, average.dtype) * (new - average)
                 state.set_next(model, average, moved)
 
-    def _share(self, model: ir.Model, op: Emitter) -> ir.Value:
-        """Emit the share of the parameters after this update in their averages, from 0 to 1."""
-        since = op.Cast(op.Add(state.counter(model), 1), to=ir.DataType.FLOAT) - float(self.start)
+    def _share(self, op: Emitter, t: ir.Value) -> ir.Value:
+        """Emit the share of the parameters after update `t` in their averages, from 0 to 1."""
+        since = t - float(self.start)
         count = op.Floor(since / float(self.every)) if self.every > 1 else since
         share = op.Where(
             op.Greater(count, 0.0), self.share(op, op.Max(count, 1.0)), op.constant(1.0, like=since)

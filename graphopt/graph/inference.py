@@ -126,6 +126,7 @@ def trained(
     outputs: Sequence[str] | None = None,
     *,
     as_stored: bool = True,
+    merge: bool = True,
 ) -> onnx.ModelProto:
     """Return the inference model inside a training graph, with the values of `state` as its weights.
 
@@ -137,11 +138,12 @@ def trained(
         state: the values of the state by name.
         outputs: the names of the outputs or inner values to compute; the model's outputs by default.
         as_stored: store weights in the form of the original file, such as float16 or integers; otherwise as they train.
+        merge: merge adapters into the weights; otherwise leave them out.
     """
     outputs_of_model = with_role(model, Role.PREDICTION, Role.SOURCE) or with_role(model, Role.LOSS)
     inference = extract(model, outputs_of_model, merged=True)
     graph = inference.graph
-    changed = merged_weights(model, state)
+    changed = merged_weights(model, state) if merge else {}
     for value in [value for value in graph.inputs if role_of(value) in STATE]:
         graph.inputs.remove(value)
         graph.initializers.pop(value.name or "", None)

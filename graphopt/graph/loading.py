@@ -77,6 +77,27 @@ def load(source: Source, *, limits: Limits | None = None) -> ir.Model:
     return shown(model)
 
 
+def read_original(source: Source) -> onnx.ModelProto:
+    """Return a copy of a model as it is in a file or in memory, with all its weights.
+
+    Raises:
+        GraphoptError: the file is missing, or is not a valid ONNX model.
+    """
+    if isinstance(source, ir.Model):
+        return ir.to_proto(source)
+    _, read, places = _read(source, Limits())
+    proto = onnx.ModelProto()
+    proto.CopyFrom(read)
+    checking.check_proto(proto, {name: length for name, (_, _, length) in places.items()})
+    for tensor in proto.graph.initializer:
+        if tensor.name in places:
+            file, start, length = places[tensor.name]
+            tensor.raw_data = file.bytes[start : start + length].tobytes()
+            tensor.ClearField("data_location")
+            del tensor.external_data[:]
+    return proto
+
+
 def _read(source: Source, limits: Limits) -> tuple[str, onnx.ModelProto, Places]:
     """Return a model as it is in a file or in memory, with its name in errors and the places of mapped weights."""
     if isinstance(source, bytes):

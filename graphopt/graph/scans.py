@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
+from graphopt.graph import metadata
 from graphopt.graph.opsets import IR_VERSION
 from graphopt.graph.traversal import ancestors, values_read
 
@@ -50,6 +51,7 @@ def _shrink(node: ir.Node) -> None:
     RemoveUnusedNodesPass()(ir.Model(body, ir_version=IR_VERSION))
     made = [ir.Value(type=y.type, shape=y.shape) for y in outputs]
     other = ir.node("Scan", [node.inputs[i] for i in inputs], attributes, outputs=made)
+    metadata.copy(node, other)
     assert isinstance(node.graph, ir.Graph)
     ir.convenience.replace_nodes_and_values(node.graph, node, [node], [other], outputs, made)
 

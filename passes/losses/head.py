@@ -13,7 +13,7 @@ from graphopt.graph.operators import ELEMENTWISE_OPERATORS, MICROSOFT, VIEWS
 from graphopt.graph.roles import FED, role_of
 from graphopt.graph.traversal import values_read
 from graphopt.graph.values import constant_of, dims_of, like, name_of, rank
-from passes.gradients.rules.blocks import token_losses
+from passes.gradients.rules.blocks import in_blocks, token_losses
 from passes.gradients.rules.control_flow import scan_over
 
 BLOCK = 2**23  # the numbers in a block of logits
@@ -113,14 +113,17 @@ def losses_in_blocks(
     rows = op.Div(tokens + (count - 1), count)
     sizes = op.Concat(op.Unsqueeze(count, [0]), op.Unsqueeze(rows, [0]), axis=0)
     behind = op.Unsqueeze(count * rows - tokens, [0])  # rows that fill up the last block
-    lead = [f"{name_of(head.logits)}/blocks", f"{name_of(head.logits)}/rows"]
+    name = name_of(head.logits)
+    one, padded, lead = [f"{name}/tokens"], [f"{name}/padded"], [f"{name}/blocks", f"{name}/rows"]
 
     def split(x: ir.Value, *width: int | ir.SymbolicDim) -> ir.Value:
         size = [op.constant([dim]) if isinstance(dim, int) else op.Shape(x, start=-1) for dim in width]
         flat = op.Reshape(x, op.Concat(op.Unsqueeze(tokens, [0]), *size, axis=0) if width else [-1])
         none = [0] * len(width)
-        padded = op.Pad(flat, op.Concat([0, *none], behind, *([none] if width else []), axis=0))
-        whole = op.Reshape(padded, op.Concat(sizes, *size, axis=0) if width else sizes)
+        flat.shape = ir.Shape([*one, *width])
+        longer = op.Pad(flat, op.Concat([0, *none], behind, *([none] if width else []), axis=0))
+        longer.shape = ir.Shape([*padded, *width])
+        whole = op.Reshape(longer, op.Concat(sizes, *size, axis=0) if width else sizes)
         whole.shape = ir.Shape([*lead, *width])
         return whole
 
@@ -133,10 +136,11 @@ def losses_in_blocks(
     sequences = [*(split(x, dims_of(x)[-1]) for x in head.hidden), split(label)]
     (losses,) = scan_over(op, step, [], sequences)
     losses.shape = ir.Shape(lead)
-    node = losses.producer()
-    assert node is not None
-    TokenBlocks(smoothing).write(node)
-    flat = op.Slice(op.Reshape(losses, [-1]), [0], op.Unsqueeze(tokens, [0]))
+    TokenBlocks(smoothing).write(in_blocks(losses))
+    longer = op.Reshape(losses, [-1])
+    longer.shape = ir.Shape(padded)
+    flat = op.Slice(longer, [0], op.Unsqueeze(tokens, [0]))
+    flat.shape = ir.Shape(one)
     return like(op.Reshape(flat, op.shape_of(label)), ir.Value(type=losses.type, shape=label.shape))
 
 
