@@ -76,7 +76,7 @@ def test_only_answers_of_chats_count(template: str, tmp_path: Path) -> None:
     found = data.text(path, tokenizer=file, context=128, completion_only=True)
     rest = "" if template == MARKED else "\n"
     for chat, row, mask in zip(
-        CHATS, *(np.asarray(found.arrays[x]) for x in ("input_ids", "completion_mask"))
+        CHATS, *(np.asarray(found.arrays[x]) for x in ("input_ids", "completion_mask")), strict=True
     ):
         answers = [x["content"] + "<|im_end|>" + rest for x in chat if x["role"] == "assistant"]
         assert decoded(file, row[mask]) == "".join(answers)
@@ -92,7 +92,7 @@ def test_a_chat_may_be_a_prompt_and_its_completion(file: str, tmp_path: Path) ->
     )
     found = data.text(path, tokenizer=file, context=128, completion_only=True)
     for chat, row, mask in zip(
-        CHATS, *(np.asarray(found.arrays[x]) for x in ("input_ids", "completion_mask"))
+        CHATS, *(np.asarray(found.arrays[x]) for x in ("input_ids", "completion_mask")), strict=True
     ):
         assert decoded(file, row[mask]) == chat[-1]["content"] + "<|im_end|>\n"
 
@@ -123,7 +123,7 @@ def test_packed_rows_hold_every_text_once(file: str, tmp_path: Path) -> None:
     expected = sorted([*tokens_of(file, text), *tokens_of(file, END)][:32] for text in texts)
     packed = []
     for tokens, segments, places, targets in zip(
-        *(found[name] for name in ("input_ids", "segments", "position_ids", "target"))
+        *(found[name] for name in ("input_ids", "segments", "position_ids", "target")), strict=True
     ):
         assert (np.diff(segments[segments >= 0]) >= 0).all()
         for segment in range(segments.max() + 1):
@@ -145,7 +145,7 @@ def test_what_is_cut_off_is_told(file: str, tmp_path: Path) -> None:
     long = {"prompt": RHYME, "completion": " yes"}
     path = save_lines(tmp_path / "a.jsonl", [{"prompt": "Up", "completion": " above"}, long])
     total = len(tokens_of(file, RHYME + " yes")) + 1
-    with pytest.warns(UserWarning) as found:
+    with pytest.warns(UserWarning, match="tokens are cut off|no token to learn") as found:
         rows = data.text(path, tokenizer=file, context=20, completion_only=True)
     texts = [str(warning.message) for warning in found]
     assert (
@@ -155,7 +155,7 @@ def test_what_is_cut_off_is_told(file: str, tmp_path: Path) -> None:
     assert "1 of 2 examples have no token to learn and are left out" in texts[1]
     assert len(rows) == 1
     with (
-        pytest.warns(UserWarning),
+        pytest.warns(UserWarning, match="have no token to learn"),
         pytest.raises(graphopt.GraphoptError, match="expected examples with tokens to learn, found none"),
     ):
         data.text(save_lines(tmp_path / "b.jsonl", [long]), tokenizer=file, context=20, completion_only=True)
@@ -250,7 +250,7 @@ def test_templates_have_limits(template: str, tmp_path: Path, monkeypatch: pytes
     file = str(save_tokenizer(tmp_path, template))
     path = save_lines(tmp_path / "a.jsonl", [{"messages": CHATS[0]}])
     with pytest.raises(
-        graphopt.GraphoptError, match="needs more|more memory|recursion|too many|digits|too big|long"
+        graphopt.GraphoptError, match=r"needs more|more memory|recursion|too many|digits|too big|long"
     ):
         data.text(path, tokenizer=file)
 
