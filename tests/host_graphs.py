@@ -1,4 +1,4 @@
-"""Six training graphs and their batches, on which hosts are compared with Python."""
+"""Training graphs and their batches, on which hosts are compared with Python."""
 
 from __future__ import annotations
 
@@ -119,6 +119,16 @@ def control_flow() -> ir.Model:
     )
 
 
+def lora() -> ir.Model:
+    """Return a step that trains adapters alone: the weights of the model are not state."""
+    return graphopt.compile(
+        graphopt.models.transformer((6,), 9, width=16, heads=2, layers=1),
+        adapter=passes.LoRA(rank=2, alpha=4),
+        loss=passes.CrossEntropy(axis=-1),
+        optimizer=passes.AdamW(learning_rate=3e-3),
+    )
+
+
 def _numbers(random: np.random.Generator, *shape: int) -> np.ndarray:
     return random.standard_normal(shape).astype(np.float32)
 
@@ -136,10 +146,13 @@ GRAPHS: dict[str, tuple[Callable[[], ir.Model], Callable[[np.random.Generator], 
 }
 
 
+WITH_ADAPTERS = GRAPHS | {"lora": (lora, GRAPHS["transformer"][1])}
+
+
 def batches(name: str, steps: int = STEPS) -> list[Batch]:
     """Return the batches of a graph, the same in each call."""
     random = np.random.default_rng(1)
-    return [GRAPHS[name][1](random) for _ in range(steps)]
+    return [WITH_ADAPTERS[name][1](random) for _ in range(steps)]
 
 
 def roots() -> ir.Model:

@@ -68,7 +68,9 @@ def write_weights(
     weights = {x.name: x for x in trained.graph.initializer}
     notes = [note for _, note in adapted(model)]
     changed = {original_name(x) for x in with_role(model, Role.PARAMETER, Role.STATISTIC)}
-    changed = {*changed, *(note.weight for note in notes if merged)}.difference(*(note.values for note in notes))
+    changed = {*changed, *(note.weight for note in notes if merged)}.difference(
+        *(note.values for note in notes)
+    )
     places, folds = _places(original), (Folded.read(model) or Folded({})).models()
     folds = {name: part for name, part in folds.items() if name in places}
     sources = {x.name for part in folds.values() for x in part.graph.input}
