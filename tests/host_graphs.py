@@ -1,4 +1,4 @@
-"""Training graphs and their batches, on which hosts are compared with Python."""
+"""Seven training graphs and their batches, on which hosts are compared with Python."""
 
 from __future__ import annotations
 
@@ -119,11 +119,10 @@ def control_flow() -> ir.Model:
     )
 
 
-def lora() -> ir.Model:
-    """Return a step that trains adapters alone: the weights of the model are not state."""
+def adapter() -> ir.Model:
     return graphopt.compile(
         graphopt.models.transformer((6,), 9, width=16, heads=2, layers=1),
-        adapter=passes.LoRA(rank=2, alpha=4),
+        adapter=passes.LoRA(rank=2, dora=True),
         loss=passes.CrossEntropy(axis=-1),
         optimizer=passes.AdamW(learning_rate=3e-3),
     )
@@ -142,17 +141,18 @@ GRAPHS: dict[str, tuple[Callable[[], ir.Model], Callable[[np.random.Generator], 
         transformer,
         lambda r: {"x": r.integers(0, 9, (4, 6)), "target": r.integers(0, 9, (4, 6))},
     ),
+    "adapter": (
+        adapter,
+        lambda r: {"x": r.integers(0, 9, (4, 6)), "target": r.integers(0, 9, (4, 6))},
+    ),
     "control_flow": (control_flow, lambda r: {"x": _numbers(r, 5, 4), "target": _numbers(r, 5, 4)}),
 }
-
-
-WITH_ADAPTERS = GRAPHS | {"lora": (lora, GRAPHS["transformer"][1])}
 
 
 def batches(name: str, steps: int = STEPS) -> list[Batch]:
     """Return the batches of a graph, the same in each call."""
     random = np.random.default_rng(1)
-    return [WITH_ADAPTERS[name][1](random) for _ in range(steps)]
+    return [GRAPHS[name][1](random) for _ in range(steps)]
 
 
 def roots() -> ir.Model:

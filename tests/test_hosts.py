@@ -14,7 +14,7 @@ import onnxruntime
 import pytest
 import safetensors.numpy
 from builders import linear, model
-from host_graphs import BAD, BAD_AT, WITH_ADAPTERS, batches, with_bad_batches
+from host_graphs import BAD, BAD_AT, GRAPHS, batches, with_bad_batches
 
 import graphopt
 import passes
@@ -65,10 +65,10 @@ class Host:
         return bytes(content)
 
 
-@pytest.fixture(scope="module", params=WITH_ADAPTERS)
+@pytest.fixture(scope="module", params=GRAPHS)
 def exported(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     name: str = request.param
-    step, folder = WITH_ADAPTERS[name][0](), tmp_path_factory.mktemp(name)
+    step, folder = GRAPHS[name][0](), tmp_path_factory.mktemp(name)
     graphopt.export_hosts(step, folder)
     return step, folder, batches(name, STEPS)
 
@@ -288,10 +288,10 @@ def test_the_program_of_a_language_comes_with_the_graphs(language: str, tmp_path
         assert (tmp_path / language / path).read_bytes() == (source / path).read_bytes()
 
 
-@pytest.mark.parametrize("name", WITH_ADAPTERS)
+@pytest.mark.parametrize("name", GRAPHS)
 @pytest.mark.slow
 def test_without_loops_a_host_trains_the_same(name: str, tmp_path: Path) -> None:
-    step, fed = WITH_ADAPTERS[name][0](), batches(name, 3)
+    step, fed = GRAPHS[name][0](), batches(name, 3)
     graphopt.export_hosts(step, tmp_path, batch=len(fed[0]["target"]), unroll=True)
     contract = json.loads((tmp_path / "host.json").read_text())
     for graph in contract["graphs"]:
@@ -303,7 +303,7 @@ def test_without_loops_a_host_trains_the_same(name: str, tmp_path: Path) -> None
 
 
 def test_forms_of_a_target_train_the_same_and_are_named(tmp_path: Path) -> None:
-    step, fed = WITH_ADAPTERS["cnn"][0](), batches("cnn", 3)
+    step, fed = GRAPHS["cnn"][0](), batches("cnn", 3)
     graphopt.export_hosts(step, tmp_path, target="tract")
     operators = {node.op_type for node in onnx.load(tmp_path / "train.onnx").graph.node}
     assert not {"BatchNormalization", "Size"} & operators
@@ -316,7 +316,7 @@ def test_forms_of_a_target_train_the_same_and_are_named(tmp_path: Path) -> None:
 
 
 def test_the_state_of_adapters_is_theirs_alone_and_the_model_is_in_one_file(tmp_path: Path) -> None:
-    step = WITH_ADAPTERS["lora"][0]()
+    step = GRAPHS["adapter"][0]()
     graphopt.export_hosts(step, tmp_path)
     contract = json.loads((tmp_path / "host.json").read_text())
     parameters = [x["name"] for x in contract["state"] if x["role"] == "parameter"]
@@ -330,8 +330,8 @@ def test_the_state_of_adapters_is_theirs_alone_and_the_model_is_in_one_file(tmp_
 
 
 def test_graphs_for_a_target_contain_their_weights(tmp_path: Path) -> None:
-    graphopt.export_hosts(WITH_ADAPTERS["lora"][0](), tmp_path, target="tract")
+    graphopt.export_hosts(GRAPHS["adapter"][0](), tmp_path, target="tract")
     assert not (tmp_path / "weights.bin").exists()
-    host, (batch,) = Host(tmp_path), batches("lora", 1)
+    host, (batch,) = Host(tmp_path), batches("adapter", 1)
     first = host.run("train", batch)["loss"]
     assert host.run("train", batch)["loss"] < first

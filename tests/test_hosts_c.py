@@ -14,7 +14,7 @@ import onnx_ir as ir
 import onnxruntime
 import pytest
 from builders import model
-from host_graphs import BAD, BAD_AT, WITH_ADAPTERS, Batch, batches, with_bad_batches
+from host_graphs import BAD, BAD_AT, GRAPHS, Batch, batches, with_bad_batches
 
 import graphopt
 import passes
@@ -64,10 +64,10 @@ def train(
 refused: dict[Path, list[str]] = {}  # what a run said of bad batches, by the file that it wrote
 
 
-@pytest.mark.parametrize("name", WITH_ADAPTERS)
+@pytest.mark.parametrize("name", GRAPHS)
 @pytest.mark.slow
 def test_c_trains_and_evaluates_as_python_does(name: str, program: Path, tmp_path: Path) -> None:
-    step, fed = WITH_ADAPTERS[name][0](), batches(name, STEPS)
+    step, fed = GRAPHS[name][0](), batches(name, STEPS)
     graphopt.export_hosts(step, tmp_path / "host")
     found = train(program, tmp_path / "host", None, fed, tmp_path / "saved.safetensors")
     executor = graphopt.Executor(step)
@@ -78,7 +78,7 @@ def test_c_trains_and_evaluates_as_python_does(name: str, program: Path, tmp_pat
 
 @pytest.mark.slow
 def test_checkpoints_cross(program: Path, tmp_path: Path) -> None:
-    step, fed = WITH_ADAPTERS["cnn"][0](), batches("cnn", 30)
+    step, fed = GRAPHS["cnn"][0](), batches("cnn", 30)
     graphopt.export_hosts(step, tmp_path / "host")
     whole, executor = graphopt.Executor(step), graphopt.Executor(step)
     initial, first, second, third = (
@@ -98,7 +98,7 @@ def test_checkpoints_cross(program: Path, tmp_path: Path) -> None:
 
 
 def test_a_damaged_state_is_refused(program: Path, tmp_path: Path) -> None:
-    graphopt.export_hosts(WITH_ADAPTERS["linear"][0](), tmp_path / "host")
+    graphopt.export_hosts(GRAPHS["linear"][0](), tmp_path / "host")
     damaged = tmp_path / "damaged.safetensors"
     damaged.write_bytes((tmp_path / "host" / "state.safetensors").read_bytes()[:-4])
     with pytest.raises(subprocess.CalledProcessError) as refused:
@@ -177,8 +177,8 @@ def damage(host: Path, folder: Path) -> None:
 def test_every_mistake_is_told_in_one_line(build: Path, tmp_path: Path) -> None:
     """The listing has the code of each mistake, too: those of graphopt.h."""
     for name, step in (
-        ("mlp", WITH_ADAPTERS["mlp"][0]()),
-        ("linear", WITH_ADAPTERS["linear"][0]()),
+        ("mlp", GRAPHS["mlp"][0]()),
+        ("linear", GRAPHS["linear"][0]()),
         ("sequences", sequences()),
     ):
         graphopt.export_hosts(step, tmp_path / name)

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 from builders import linear, model
-from host_graphs import BAD, BAD_AT, STEPS, WITH_ADAPTERS, batches, with_bad_batches
+from host_graphs import BAD, BAD_AT, STEPS, GRAPHS, batches, with_bad_batches
 
 import graphopt
 import passes
@@ -63,7 +63,7 @@ class Reference:
     """A host folder, and what Python's executor computes on the same batches."""
 
     def __init__(self, name: str, folder: Path) -> None:
-        self.name, self.folder, self.step = name, folder, WITH_ADAPTERS[name][0]()
+        self.name, self.folder, self.step = name, folder, GRAPHS[name][0]()
         graphopt.export_hosts(self.step, folder)
         write_batches(folder, batches(name))
         self.executor = graphopt.Executor(self.step, threads=1)
@@ -73,7 +73,7 @@ class Reference:
         return [float(executor.step(batch)["loss"]) for batch in batches(self.name)[begin:end]]
 
 
-@pytest.fixture(scope="module", params=WITH_ADAPTERS)
+@pytest.fixture(scope="module", params=GRAPHS)
 def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Reference:
     return Reference(request.param, tmp_path_factory.mktemp(request.param))
 
@@ -174,7 +174,7 @@ def test_it_trains_in_16_bits(tmp_path: Path) -> None:
 def test_a_bad_batch_does_not_spoil_the_state(name: str, runtime: str, tmp_path: Path) -> None:
     """Good batches train as they do without the bad ones, bit for bit, in single steps and in several per call."""
     is_rate = name == "rate"
-    step = WITH_ADAPTERS["linear"][0]() if is_rate else BAD[name][0]()
+    step = GRAPHS["linear"][0]() if is_rate else BAD[name][0]()
     fed = batches("linear", 14) if is_rate else with_bad_batches(name)
     graphopt.export_hosts(step, tmp_path)
     write_batches(tmp_path, fed)
@@ -201,9 +201,9 @@ LISTING = Path(__file__).parent / "listings" / "javascript_mistakes.txt"  # UPDA
 @pytest.fixture(scope="module")
 def errors(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     folder = tmp_path_factory.mktemp("errors")
-    step = WITH_ADAPTERS["mlp"][0]()
+    step = GRAPHS["mlp"][0]()
     graphopt.export_hosts(step, folder / "mlp")
-    graphopt.export_hosts(WITH_ADAPTERS["linear"][0](), folder / "linear")
+    graphopt.export_hosts(GRAPHS["linear"][0](), folder / "linear")
     graphopt.save(step, folder / "step.onnx")
     sequences = graphopt.compile(
         model("g (int64[B,T] x) => (float[B,T,5] y) { y = Gather(table, x) }", table=np.ones((9, 5))),
