@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -222,6 +223,49 @@ def test_metrics_compare_the_logits_with_the_next_token() -> None:
     assert found["perplexity"] == pytest.approx(np.exp(found["loss"]), rel=1e-5)
     logits, valid = executor.predict(input_ids=IDS)["logits"][:, :-1], SOME[:, 1:] != -100
     assert found["accuracy"] == pytest.approx((logits.argmax(-1) == SOME[:, 1:])[valid].mean())
+
+
+def test_validation_without_metrics_computes_no_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    loss = passes.CausalLanguageModel(blocks=2)
+    executor = graphopt.Executor(graphopt.compile(decoder(), loss=loss, optimizer=passes.SGD(1.0)))
+    expected = executor.evaluate(input_ids=IDS)["loss"]
+    assert executor.losses(input_ids=IDS) == {"loss": expected}
+    monkeypatch.setattr(graphopt.Executor, "evaluate", None)
+    assert graphopt.evaluate(executor, {"input_ids": IDS}) == {"loss": pytest.approx(expected)}
+
+
+@pytest.mark.parametrize("unroll", [False, True])
+def test_hosts_train_without_logits(tmp_path: Path, unroll: bool) -> None:
+    loss = passes.CausalLanguageModel(blocks=2)
+    step = graphopt.compile(decoder(tokens="5"), loss=loss, optimizer=passes.SGD(1.0))
+    graphopt.export_hosts(step, tmp_path / "host", batch=ROWS, unroll=unroll)
+    train = onnx.load(tmp_path / "host/train.onnx")
+    assert "logits" not in {y.name for y in train.graph.output}
+    assert sum(node.op_type == "Scan" for node in train.graph.node) == (0 if unroll else 1)
+    state = {name: array for name, array in graphopt.Executor(step).state.items()}
+    named = {x.name for x in train.graph.input}
+    feeds = {"input_ids": IDS, "learning_rate": np.array(1.0, np.float32)} | {k: x for k, x in state.items() if k in named}
+    found = graphopt.run(train, feeds)
+    expected = by_torch("product", IDS, IDS)
+    np.testing.assert_allclose(state["head"] - found["head.next"], expected["head"], atol=1e-6)
+    assert "logits" in {y.name for y in onnx.load(tmp_path / "host/evaluate.onnx").graph.output}
+
+
+def test_workers_train_as_one() -> None:
+    loss = passes.CausalLanguageModel(labels=True, blocks=2)
+    pipeline = graphopt.standard(loss=loss, optimizer=passes.SGD(1.0))
+    halves = graphopt.split_step(pipeline, decoder())
+    (grad,) = halves.grad
+    state = graphopt.Executor(halves.step).state
+    parts = [slice(0, 1), slice(1, 3)]
+    initial = {x.name: state[x.name] for x in grad.graph.inputs if x.name in state}
+    found = [graphopt.run(grad, {"input_ids": IDS[p], "labels": SOME[p], **initial}) for p in parts]
+    names = [name for name in found[0] if name.endswith(".grad")]
+    rows = sum(part["rows"] for part in found)
+    expected = by_torch("product", IDS, SOME)
+    for name in names:
+        mean = sum(part[name] * part["rows"] for part in found) / rows
+        np.testing.assert_allclose(mean, expected[name.removesuffix(".grad")], atol=1e-6)
 
 
 STEPS: dict[str, dict[str, Any]] = {
