@@ -337,7 +337,9 @@ class Metrics:
     def __init__(self, spec: TargetSpec, wanted: Sequence[Wanted] | None = None) -> None:
         self._spec = spec
         self._empty = True
-        default = () if spec.shift else DEFAULTS[spec.task]  # of a language model, logits take more than their loss
+        default = (
+            () if spec.shift else DEFAULTS[spec.task]
+        )  # of a language model, logits take more than their loss
         chosen = [named(metric) for metric in (default if wanted is None else wanted)]
         for name, _ in chosen:
             if [other for other, _ in chosen].count(name) > 1:
