@@ -54,7 +54,7 @@ def put_in(model: ir.Model, part: ir.Model, inputs: Mapping[str, ir.Value], pref
 def before_training(model: ir.Model, prediction: ir.Value) -> ir.Model:
     """Return the part of a graph that computes a prediction, without adapters, with the initial weights as constants.
 
-    Frozen weights are the graph's own, so that the part adds the initial values of weights that train, and nothing else.
+    Frozen weights are the graph's own, so that the part adds the initial values of weights that train, no more.
     """
     part = inference.extract(model, [prediction], merged=True)
     owners = {name_of(x): x for x in with_role(model, *STATE)}

@@ -110,9 +110,11 @@ def split_outputs(model: ir.Model, op: Emitter, prediction: ir.Value, count: int
         InferenceForm(same_as=0, unpaired=True).write(parts[0])
         name, y.name = y.name, f"{y.name}/rows"
         result = op.Identity(parts[0], _outputs=[name])
-        metadata.copy(y, result)
+        for note in (metadata.ORIGINAL_NAME.key, metadata.ON_DEMAND.key):
+            if note in metadata.all_of(y):
+                metadata.all_of(result)[note] = metadata.all_of(y).pop(note)
+        metadata.ROLE.remove(y)
         set_role(result, Role.PREDICTION)
-        metadata.remove_own(y)
         model.graph.outputs[model.graph.outputs.index(y)] = result
         if y is prediction:
             found = parts
@@ -192,9 +194,10 @@ class InfoNCE(PairLoss):
 
 @dataclass(frozen=True)
 class Triplet(PairLoss):
-    """Compute max(0, d(a, p) - d(a, n) + margin), for embeddings a, p and n of `NAME`, `NAME_positive`, `NAME_negative`.
+    """Compute max(0, d(a, p) - d(a, n) + margin), for embeddings of an anchor a, a positive p and a negative n.
 
-    PyTorch's TripletMarginLoss and sentence-transformers' TripletLoss, whose margin is 5 by default.
+    They are those of `NAME`, `NAME_positive` and `NAME_negative`. It is PyTorch's TripletMarginLoss, and
+    sentence-transformers' TripletLoss, whose margin is 5 by default.
 
     Args:
         margin: the difference of distances from which on a triplet has no loss.
@@ -235,7 +238,7 @@ class Triplet(PairLoss):
 
 @dataclass(frozen=True)
 class CosineSimilarity(PairLoss):
-    """Compute (cos(a, b) - t)^2, for embeddings a and b of `NAME` and `NAME_other`, and an input `target` for each pair.
+    """Compute (cos(a, b) - t)^2, for embeddings a and b of `NAME` and `NAME_other`, and a target t of each pair.
 
     It is sentence-transformers' CosineSimilarityLoss.
 
