@@ -31,6 +31,7 @@ from graphopt.on_device.artifacts import (
 from graphopt.pipeline import Pipeline
 from graphopt.runtime.device import Device
 from graphopt.runtime.executor import Executor, NonFiniteLoss, run
+from graphopt.runtime.saved_adapter import save_adapter
 from graphopt.targets.target import Target, lower
 from graphopt.training.callbacks import Callback
 from graphopt.training.checkpoints import Checkpoints
@@ -81,6 +82,7 @@ __all__ = [
     "register_skl2onnx",
     "run",
     "save",
+    "save_adapter",
     "split_step",
     "standard",
     "state_from_checkpoint",

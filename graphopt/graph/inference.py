@@ -51,7 +51,8 @@ def extract(model: ir.Model, outputs: Sequence[ir.Value], *, merged: bool = Fals
 
     extracted = part(model.graph, outputs)
     with interface_kept(extracted):
-        _switch_to_inference(extracted.graph, merged, paired=any(role_of(y) in _OF_LOSS for y in outputs))
+        predicts = not any(role_of(y) in _OF_LOSS for y in outputs)
+        _switch_to_inference(extracted.graph, merged, predicts)
     # Extract again: the first time, values that only bodies of unused nodes read were kept.
     extracted = part(extracted.graph, extracted.graph.outputs)
     remove_unused_results(extracted.graph)
@@ -72,14 +73,14 @@ def _remove_unused(model: ir.Model, kept: Collection[str | None] = ()) -> None:
     RemoveUnusedOpsetsPass()(model)
 
 
-def _switch_to_inference(graph: ir.Graph, merged: bool, paired: bool) -> None:
+def _switch_to_inference(graph: ir.Graph, merged: bool, predicts: bool) -> None:
     inputs = {value.name: value for value in graph.inputs}
     same: dict[str, ir.Value] = {}
     cast: set[ir.DataType | None] = set()
     made: dict[str, ir.Node] = {}
     for node in list(graph):
         form = InferenceForm.read(node.outputs[0])
-        if form is None or (form.merged and not merged) or (form.unpaired and paired):
+        if form is None or (form.merged and not merged) or (form.predicting and not predicts):
             continue
         InferenceForm.remove(node.outputs[0])
         for index, name in form.inputs.items():
@@ -88,7 +89,7 @@ def _switch_to_inference(graph: ir.Graph, merged: bool, paired: bool) -> None:
             x, y = node.inputs[form.same_as], node.outputs[0]
             assert x is not None
             same[name_of(y)] = x
-            if form.unpaired and x.is_graph_input():
+            if form.predicting and x.is_graph_input():
                 x.shape = y.shape
             if y.is_graph_output():
                 x.type = y.type
@@ -130,6 +131,7 @@ def trained(
     outputs: Sequence[str] | None = None,
     *,
     as_stored: bool = True,
+    merge: bool = True,
 ) -> onnx.ModelProto:
     """Return the inference model inside a training graph, with the values of `state` as its weights.
 
@@ -141,12 +143,13 @@ def trained(
         state: the values of the state by name.
         outputs: the names of the outputs or inner values to compute; the model's outputs by default.
         as_stored: store weights in the form of the original file, such as float16 or integers; otherwise as they train.
+        merge: merge adapters into the weights; otherwise leave them out.
     """
     outputs_of_model = with_role(model, Role.PREDICTION, Role.SOURCE) or with_role(model, Role.LOSS)
     inference = extract(model, outputs_of_model, merged=True)
     graph = inference.graph
     averaged = {owner: state[name] for name, owner in averages_read(model).items()}
-    changed = merged_weights(model, {**state, **averaged})
+    changed = merged_weights(model, {**state, **averaged}) if merge else {}
     for value in [value for value in graph.inputs if role_of(value) in STATE]:
         graph.inputs.remove(value)
         graph.initializers.pop(value.name or "", None)

@@ -95,7 +95,7 @@ def stack_inputs(
         rows.shape = x.shape
         for user, index in uses:
             user.replace_input_with(index, rows)
-        replaced[x] = InferenceForm(same_as=0, unpaired=True).write(rows)
+        replaced[x] = InferenceForm(same_as=0, predicting=True).write(rows)
     return replaced
 
 
@@ -107,7 +107,7 @@ def split_outputs(model: ir.Model, op: Emitter, prediction: ir.Value, count: int
         if y.shape is None or not len(y.shape) or isinstance(dims_of(y)[0], int):
             continue
         parts = split_rows(op, y, count)
-        InferenceForm(same_as=0, unpaired=True).write(parts[0])
+        InferenceForm(same_as=0, predicting=True).write(parts[0])
         name, y.name = y.name, f"{y.name}/rows"
         result = op.Identity(parts[0], _outputs=[name])
         for note in (metadata.ORIGINAL_NAME.key, metadata.ON_DEMAND.key):

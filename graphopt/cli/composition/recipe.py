@@ -8,6 +8,7 @@ import inspect
 import json
 import math
 import os
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -44,7 +45,7 @@ from graphopt.errors import GraphoptError, nearest, some
 from graphopt.files import write
 from graphopt.graph.limits import Limits
 from graphopt.graph.loading import load
-from graphopt.graph.metadata import LABELS, TargetSpec, labels_in
+from graphopt.graph.metadata import LABELS, Caches, TargetSpec, labels_in
 from graphopt.graph.roles import STATE, Role, with_role
 from graphopt.pipeline import Pipeline
 from graphopt.runtime.device import Device
@@ -337,10 +338,15 @@ class Recipe:
             LABELS.write(program[0], json.dumps(list(self.data.labels)))
         return program
 
-    @staticmethod
-    def inference(executor: Executor) -> onnx.ModelProto | ir.Model:
-        """Return the trained model, which takes the columns of a table if the data had some."""
-        trained, columns = executor.trained(), Columns.of(executor.model)
+    def inference(self, executor: Executor) -> onnx.ModelProto | ir.Model:
+        """Return the trained model, with the columns of a table if the data had some, and with a decoder's caches."""
+        columns = Columns.of(executor.model)
+        if Caches.is_on(executor.model):
+            try:
+                return executor.trained(into=Path(self.fields["model"]))
+            except GraphoptError as error:  # of a weight that has another form in the file
+                warnings.warn(f"the trained model has no cache: {error}", stacklevel=2)
+        trained = executor.trained()
         if columns is None:
             return trained
         specs = map(TargetSpec.read, with_role(executor.model, Role.TARGET))
