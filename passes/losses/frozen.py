@@ -60,7 +60,9 @@ def before_training(model: ir.Model, prediction: ir.Value) -> ir.Model:
     owners = {name_of(x): x for x in with_role(model, *STATE)}
     for x in [x for x in part.graph.inputs if role_of(x) in STATE]:
         part.graph.inputs.remove(x)
-        x.const_value = state.initial(owners[name_of(x)])
+        initial = state.initial(owners[name_of(x)])
+        assert initial is not None  # its name must stay, which is that of the value in the caller's file
+        x.const_value = ir.tensor(initial.numpy(), dtype=initial.dtype, name=x.name)
         ROLE.remove(x)
         part.graph.register_initializer(x)
     return part

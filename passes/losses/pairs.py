@@ -21,6 +21,7 @@ from passes.losses.loss import Loss, new_input
 __all__ = ["CosineEmbedding", "CosineSimilarity", "InfoNCE", "PairLoss", "Triplet"]
 
 _PAIRS = "pairs"  # the dimension of examples, each of which has several rows
+_ROWS = "/rows"  # the end of the name of an output with the rows of all companions
 _ZERO = 1e-24  # the least square of a norm
 
 
@@ -108,7 +109,7 @@ def split_outputs(model: ir.Model, op: Emitter, prediction: ir.Value, count: int
             continue
         parts = split_rows(op, y, count)
         InferenceForm(same_as=0, predicting=True).write(parts[0])
-        name, y.name = y.name, f"{y.name}/rows"
+        name, y.name = y.name, f"{y.name}{_ROWS}"
         result = op.Identity(parts[0], _outputs=[name])
         for note in (metadata.ORIGINAL_NAME.key, metadata.ON_DEMAND.key):
             if note in metadata.all_of(y):
@@ -140,8 +141,9 @@ def _cosine(op: Emitter, x: ir.Value, y: ir.Value) -> ir.Value:
 
 def _check_embeddings(loss: PairLoss, prediction: ir.Value) -> None:
     if len(dims_of(prediction)) != 2:
+        name = name_of(prediction).removesuffix(_ROWS)
         raise GraphoptError(
-            f"{type(loss).__name__}: expected embeddings of shape [rows, numbers], found {prediction.name!r} of shape "
+            f"{type(loss).__name__}: expected embeddings of shape [rows, numbers], found {name!r} of shape "
             f"{prediction.shape}: pool them in the model, or name another output"
         )
 

@@ -32,8 +32,8 @@ class DPO(PairLoss):
     d is log p(chosen) / r(chosen) - log p(rejected) / r(rejected), for the probabilities p of the model and r of a
     reference. Inputs of the model, such as `input_ids`, have the prompts with the chosen completions, and those such as
     `input_ids_rejected` the same prompts with the rejected ones. `completion_mask` and `completion_mask_rejected`,
-    int64 [rows, tokens], are 1 where a token belongs to a completion. Each step reports `reward_margin`, the mean of beta d,
-    and `reward_accuracy`, the share of examples in which d is positive.
+    int64 [rows, tokens], are 1 where a token belongs to a completion. Each step reports `reward_margin`, the mean
+    of beta d, and `reward_accuracy`, the share of examples in which d is positive.
 
     Args:
         beta: the factor of d: the larger, the closer the model stays to the reference.
