@@ -11,6 +11,7 @@ import onnx_ir as ir
 from graphopt.errors import GraphoptError, some
 from graphopt.graph import metadata
 from graphopt.graph.emitter import Emitter
+from graphopt.graph.mapped import RoomyTensor
 from graphopt.graph.metadata import FROZEN
 from graphopt.graph.rewriting import Pass, Pattern, selects
 from graphopt.graph.shapes import ensure_typed
@@ -150,7 +151,7 @@ def _rounded(x: np.ndarray) -> np.ndarray:
 
 
 def _integers(packed: np.ndarray, dtype: ir.DataType, shape: list[int]) -> ir.TensorProtocol:
-    return ir.tensor(packed) if dtype.bitwidth == 8 else ir.PackedTensor(packed.ravel(), dtype, shape=shape)
+    return ir.tensor(packed) if dtype.bitwidth == 8 else RoomyTensor(packed, dtype, shape)
 
 
 def _weights(model: ir.Model) -> Iterator[tuple[ir.Value, int]]:

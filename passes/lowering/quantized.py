@@ -16,6 +16,7 @@ from onnx_ir import Value
 from graphopt.errors import GraphoptError
 from graphopt.graph import metadata
 from graphopt.graph.emitter import Emitter, Input
+from graphopt.graph.mapped import RoomyTensor
 from graphopt.graph.operators import MICROSOFT
 from graphopt.graph.values import constant_of, dims_of, dtype_of, name_of, rank
 from passes.lowering.registry import freeze, lowers
@@ -88,8 +89,7 @@ def viewed(
 ) -> Value:
     """Return a frozen initializer with the bytes of another in another shape or type, which MatMulNBits nodes read.
 
-    It takes the place of the other one, and its name, unless other nodes read that. No byte is copied unless 2 bits
-    become 4.
+    It takes the place of the other one, and its name, unless other nodes read that. Two bits become 4.
     """
     tensor, graph = x.const_value, x.graph
     if tensor is None or graph is None or not x.is_initializer() or x.is_graph_input():
@@ -121,14 +121,14 @@ def _view(
 ) -> ir.TensorProtocol:
     if bits is not None and bits < dtype.bitwidth < 8:
         numbers = unpacked(tensor.numpy().reshape(1, -1), bits).ravel()
-        return ir.PackedTensor(numbers[::2] | numbers[1::2] << 4, dtype, shape=shape)
+        return RoomyTensor(numbers[::2] | numbers[1::2] << 4, dtype, shape)
     if isinstance(tensor, ir.ExternalTensor):
         place = tensor.location, tensor.offset, tensor.length
         return ir.ExternalTensor(
             *place, dtype, shape=ir.Shape(shape), name=tensor.name or "", base_dir=tensor.base_dir
         )
     if dtype.bitwidth < 8:
-        return ir.PackedTensor(tensor.numpy().ravel(), dtype, shape=shape)
+        return RoomyTensor(tensor.numpy(), dtype, shape)
     if tensor.dtype.bitwidth < 8:
         return ir.tensor(np.frombuffer(tensor.tobytes(), np.uint8).reshape(shape))
     return ir.tensor(tensor.numpy().reshape(shape))
