@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import subprocess
 import sys
 
@@ -478,6 +479,8 @@ def test_a_layer_of_4_bits_takes_less_than_a_third_of_floats(tmp_path):
         graphopt.save(step, path)
         assert path.stat().st_size < 0.2 * 4 * width * width * count
         run = [sys.executable, "-c", MEMORY, str(path)]
-        peaks.append(1024 * int(subprocess.run(run, check=True, capture_output=True, text=True).stdout))
+        own = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}  # what is freed goes back to the system
+        found = subprocess.run(run, check=True, capture_output=True, text=True, env=own).stdout
+        peaks.append(1024 * int(found))
     slope = (peaks[1] - peaks[0]) / (layers[1] - layers[0])
-    assert slope < 0.3 * 4 * width * width
+    assert slope < 0.3 * 4 * width * width, slope / (4 * width * width)

@@ -13,7 +13,6 @@ from onnx import numpy_helper
 import graphopt
 import passes
 from graphopt import GraphoptError, cli
-from passes.quantize_weights import quantized
 
 RNG = np.random.default_rng(3)
 SIZES = (96, 40, 8)

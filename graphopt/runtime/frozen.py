@@ -45,11 +45,10 @@ class SharedWeight:
     def __init__(self, device: Device, tensor: ir.TensorProtocol, *, on_host: bool) -> None:
         self._tensor = tensor  # as long as it lives, no other object has its identity
         if tensor.dtype.bitwidth == 4:
-            if not isinstance(tensor, RoomyTensor):
-                packed = np.frombuffer(tensor.tobytes(), np.uint8)
-                self._tensor = (tensor, tensor := RoomyTensor(packed, tensor.dtype, tensor.shape.numpy()))
+            roomy = tensor if isinstance(tensor, RoomyTensor) else _roomy(tensor)
+            self._room = roomy.room
             self.value = device.ort.OrtValue.ortvalue_from_numpy_with_onnx_type(
-                tensor.room, tensor.dtype.value
+                roomy.room, tensor.dtype.value
             )
             return
         array = np.ascontiguousarray(tensor.numpy())
@@ -58,6 +57,11 @@ class SharedWeight:
             self.value = device.ort.OrtValue.ortvalue_from_numpy_with_onnx_type(number, tensor.dtype.value)
         else:
             self.value = share(device, array) if on_host else buffer(device, array)
+
+
+def _roomy(tensor: ir.TensorProtocol) -> RoomyTensor:
+    packed = np.frombuffer(tensor.tobytes(), np.uint8)
+    return RoomyTensor(packed, tensor.dtype, tensor.shape.numpy())
 
 
 def shared(device: Device, tensor: ir.TensorProtocol, *, on_host: bool) -> SharedWeight:
