@@ -14,6 +14,7 @@ from graphopt.distributed.data_parallel import DataParallel
 from graphopt.distributed.local_sgd import LocalSGD
 from graphopt.distributed.mpi import MPI
 from graphopt.errors import GraphoptError
+from graphopt.generation.text import TextGenerator, generate
 from graphopt.graph.listing import listing
 from graphopt.graph.loading import load
 from graphopt.graph.storage import save
@@ -30,6 +31,7 @@ from graphopt.on_device.artifacts import (
 from graphopt.pipeline import Pipeline
 from graphopt.runtime.device import Device
 from graphopt.runtime.executor import Executor, NonFiniteLoss, run
+from graphopt.runtime.saved_adapter import save_adapter
 from graphopt.targets.target import Target, lower
 from graphopt.training.callbacks import Callback
 from graphopt.training.checkpoints import Checkpoints
@@ -57,6 +59,7 @@ __all__ = [
     "Pipeline",
     "StepHalves",
     "Target",
+    "TextGenerator",
     "Trainer",
     "adapt",
     "compile",
@@ -67,6 +70,7 @@ __all__ = [
     "from_checkpoint",
     "fit",
     "from_sklearn",
+    "generate",
     "grad",
     "listing",
     "load",
@@ -78,6 +82,7 @@ __all__ = [
     "register_skl2onnx",
     "run",
     "save",
+    "save_adapter",
     "split_step",
     "standard",
     "state_from_checkpoint",

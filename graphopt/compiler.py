@@ -49,6 +49,7 @@ def standard(
     recompute: Steps = None,
     clip: Steps = None,
     optimizer: Steps = None,
+    average: Steps = None,
     schedule: Steps = None,
     loss_scale: Steps = None,
     accumulate: Steps = None,
@@ -169,6 +170,8 @@ def compile(model: Source, **steps: Any) -> ir.Model:
             `passes.ReportGradients()` only report them.
         optimizer: updates the parameters, for example `passes.AdamW(learning_rate=1e-3)`; `passes.Group` sets another
             rate or weight decay for some of them.
+        average: averages the parameters over the steps for evaluation, prediction and export, for example
+            `passes.EMA(0.999)`; `passes.SWA(start=1000)` takes the plain mean.
         schedule: sets the learning rate of each step, for example `passes.Cosine(steps=1000, warmup=100)`.
         loss_scale: adapts the scale of the loss of a model in 16 bits, for example `passes.DynamicLossScale()`, which
             skips a step whose gradients overflow and reduces the scale. The default gradient then starts from a scale

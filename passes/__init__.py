@@ -13,6 +13,7 @@ from graphopt.targets.onnxruntime.fuse import Fuse as Fuse
 from graphopt.targets.portable import Portable as Portable
 from passes.accumulate import Accumulate as Accumulate
 from passes.adapters import *
+from passes.averages import *
 from passes.clipping import *
 from passes.differentiate import Differentiate as Differentiate
 from passes.differentiate import StopGradient as StopGradient
@@ -24,7 +25,10 @@ from passes.gradients.registry import gradient as gradient
 from passes.losses.causal import *
 from passes.losses.classification import *
 from passes.losses.combined import *
+from passes.losses.distillation import *
 from passes.losses.loss import *
+from passes.losses.pairs import *
+from passes.losses.preference import *
 from passes.mixed_precision import DynamicLossScale as DynamicLossScale
 from passes.mixed_precision import MixedPrecision as MixedPrecision
 from passes.normalize import Normalize as Normalize

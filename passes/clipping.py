@@ -15,7 +15,7 @@ from graphopt.graph.rewriting import Pass, Pattern, retire, selects
 from graphopt.graph.roles import Role, set_role, with_role
 from graphopt.graph.values import name_of, report_of, value_of, wide_type
 from graphopt.intervals import within
-from passes.optimizers import call_kernel
+from passes.optimizers.optimizer import call_kernel
 
 __all__ = ["Clip", "ClipGlobalNorm", "ClipValue", "GradientNorm", "ReportGradients"]
 

@@ -476,6 +476,8 @@ REFUSED = {
         {"optimizer": passes.SGD(groups=(passes.Group("*.bias", 2.0),))},
         r"^SGD: groups: expected none .*: leave them out",
     ),
+    "bits": ({"optimizer": passes.AdamW(slot_bits=8)}, r"^AdamW: slot_bits: expected 32 on a device"),
+    "average": ({"average": passes.EMA()}, r"^average=EMA.*: leave it out, or average"),
     "kernel": ({"optimizer": passes.Lion()}, r"optimizer=Lion.*: use SGD, Adam or AdamW"),
     "optimizer": ({"optimizer": None}, r"expected one optimizer, found 0"),
     "gradient": ({"gradient": None}, r"add passes.Gradient"),
@@ -503,7 +505,7 @@ TRANSLATED = {
     "beta1",
     "beta2",
 }
-TRANSLATED |= {"epsilon", "max_norm", "limit", "fused", "flat", "rate_in_velocity"}
+TRANSLATED |= {"epsilon", "max_norm", "limit", "fused", "flat", "rate_in_velocity", "slot_bits"}
 
 
 @pytest.mark.parametrize(

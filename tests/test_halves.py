@@ -32,6 +32,12 @@ PIPELINES: dict[str, dict[str, Any]] = {
     "lion": {"optimizer": passes.Lion(1e-3)},
     "rmsprop": {"optimizer": passes.RMSprop(1e-3)},
     "adagrad": {"optimizer": passes.Adagrad(1e-2)},
+    "lamb": {"optimizer": passes.LAMB(1e-2)},
+    "muon": {"optimizer": passes.Muon(1e-2)},
+    "adafactor": {"optimizer": passes.Adafactor(1e-2)},
+    "schedule-free": {"optimizer": passes.ScheduleFreeAdamW(1e-2)},
+    "8 bits": {"optimizer": passes.AdamW(1e-3, slot_bits=8)},
+    "average": {"optimizer": passes.AdamW(1e-3), "average": passes.EMA(0.9)},
     "loss scale": {
         "optimizer": passes.AdamW(1e-3),
         "gradient": passes.Gradient(loss_scale=1024.0),

@@ -328,6 +328,7 @@ def test_half_precision_parameters_go_to_a_fused_kernel_in_single():
         passes.Adagrad(fused=True),
         passes.RMSprop(fused=True),
         passes.Lion(fused=True),
+        passes.Muon(fused=True),
     ],
     ids=lambda optimizer: type(optimizer).__name__,
 )

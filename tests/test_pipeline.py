@@ -28,6 +28,7 @@ def full_pipeline(**steps):
         regularizer=passes.L2(1e-3, parameters="*.weight"),
         clip=passes.ClipGlobalNorm(1.0),
         optimizer=passes.AdamW(0.01),
+        average=passes.EMA(0.9),
         schedule=passes.Cosine(steps=10, warmup=2),
         **steps,
     )
@@ -88,7 +89,7 @@ def test_the_contract_of_a_training_graph():
         f"fc{i}.{kind}{slot}"
         for i in (0, 1)
         for kind in ("weight", "bias")
-        for slot in ("", ".exp_sum", ".exp_sum_sq")
+        for slot in ("", ".exp_sum", ".exp_sum_sq", ".average")
     }
     reported = [name for name in outputs if not name.endswith(".next")]
     assert reported == ["loss", "data_loss", "penalty", "y", "gradient_norm", "learning_rate"]

@@ -151,6 +151,7 @@ def test_every_pass_of_a_family_has_a_recipe() -> None:
         "clip": passes.Clip,
         "schedule": passes.Schedule,
         "optimizer": passes.Optimizer,
+        "average": passes.Average,
     }
     for group, family in families.items():
         named = {yaml.safe_load(path.read_text()).get("_target_") for path in (FOLDER / group).glob("*.yaml")}

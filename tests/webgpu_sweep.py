@@ -131,6 +131,10 @@ OPTIMIZERS = {
     "adagrad": passes.Adagrad(0.05, initial_accumulator=0.01),
     "rmsprop": passes.RMSprop(0.01, epsilon=1e-2, momentum=0.8, centered=True),
     "lion": passes.Lion(1e-3, weight_decay=0.1),
+    "lamb": passes.LAMB(0.01, weight_decay=0.1),
+    "muon": passes.Muon(0.01),
+    "adafactor": passes.Adafactor(0.01),
+    "schedule-free": passes.ScheduleFreeAdamW(0.01, weight_decay=0.1),
     "groups": passes.AdamW(0.01, groups=(passes.Group("*", learning_rate=0.5, weight_decay=0.0),)),
 }
 SCHEDULES = {
@@ -153,6 +157,8 @@ PARTS: dict[str, dict[str, Any]] = {
     "l2": {"regularizer": passes.L2(0.01)},
     "elastic": {"regularizer": passes.ElasticPenalty(0.01)},
     "accumulate": {"accumulate": passes.Accumulate(2), "optimizer": passes.AdamW(0.01)},
+    "ema": {"average": passes.EMA(0.9)},
+    "swa": {"average": passes.SWA(start=2, every=2)},
     "loss scale": {
         "gradient": passes.Gradient(loss_scale=2.0**10),
         "loss_scale": passes.DynamicLossScale(interval=2),

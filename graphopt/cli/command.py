@@ -33,6 +33,7 @@ from graphopt.cli.composition.hydra_config import (
 )
 from graphopt.cli.composition.recipe import Recipe, nearest_file
 from graphopt.cli.composition.record import HYDRA, write_record
+from graphopt.cli.generation import write_text
 from graphopt.cli.help import help_page
 from graphopt.cli.messages import complain, line_of, say, tell_record, warn
 from graphopt.cli.processes import check_processes, installed_first
@@ -348,6 +349,7 @@ _RUNS: dict[str, Callable[[Recipe, Path], float | None]] = {
     "train": partial(train, main=main),
     "evaluate": partial(_with_trained, write_metrics),
     "predict": partial(_with_trained, write_predictions),
+    "generate": write_text,
     "compile": partial(_export, _compile),
     "hosts": partial(_export, _hosts),
     "artifacts": partial(_export, _artifacts),

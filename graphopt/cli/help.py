@@ -26,6 +26,7 @@ USAGE = {
     "evaluate folder=runs/mine": "compute metrics of what a run has trained",
     "predict folder=runs/mine": "write its outputs",
     "resume=runs/mine": "continue a run, with its own recipe",
+    'generate my.onnx prompt="Once upon"': "continue a text",
     "compile my.onnx": "write step.onnx without training",
     "hosts my.onnx": "write files for hosts in other languages",
     "artifacts my.onnx": "write artifacts for onnxruntime-training on a device",
@@ -47,6 +48,7 @@ _OWN = {  # what the fields of a recipe that build nothing are for
     "resume": "true: continue the newest run of the same recipe; or the path of a run or of a checkpoint; also for "
     "run=evaluate and run=predict",
     "predictions": "the file that run=predict writes in the folder: .npz, .csv or .parquet",
+    "prompt": "the text that run=generate continues; -: from the input; null: the model starts a text",
     "rows": "of a run's own data, for run=evaluate and run=predict: all, held_out or trained; null: held_out to "
     "evaluate a run that held rows out, otherwise all",
     "quiet": "print nothing while training, except warnings and errors",

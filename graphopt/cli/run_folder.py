@@ -175,5 +175,5 @@ def _identity_of(folder: Path) -> dict[str, Any]:
 
 def _identity(config: str) -> dict[str, Any]:
     """Return what makes two recipes the same."""
-    others = ("folder", "launcher", "predictions", "quiet", "resume", "rows", "run")
+    others = ("folder", "generate", "launcher", "predictions", "prompt", "quiet", "resume", "rows", "run")
     return {name: value for name, value in (yaml.safe_load(config) or {}).items() if name not in others}

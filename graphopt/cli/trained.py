@@ -23,7 +23,7 @@ from graphopt.data.files import write_rows
 from graphopt.errors import GraphoptError
 from graphopt.files import write
 from graphopt.graph.loading import load
-from graphopt.graph.metadata import TargetSpec, labels_in, original_name
+from graphopt.graph.metadata import Caches, TargetSpec, labels_in, original_name
 from graphopt.graph.postprocessing import standing_for
 from graphopt.graph.roles import STATE, Role, role_of, with_role
 from graphopt.graph.values import name_of
@@ -88,6 +88,11 @@ class Trained:
     def batches(self) -> dict[str, Any]:
         """Return how the data is read."""
         return {name: self.recipe.fields["fit"][name] for name in ("batch_size", "allow_nan")}
+
+    @property
+    def caches(self) -> bool:
+        """Return whether the trained model has caches, which its training graph lacks."""
+        return self.step is not None and Caches.is_on(self.recipe.model(self.step))
 
     def prepare(self) -> None:
         """Write the recipe to a folder that has none."""
@@ -168,7 +173,7 @@ def write_predictions(trained: Trained, _: Console) -> Path:
     """Write the outputs on the chosen rows of the recipe's data to a file, and return its path."""
     recipe = trained.recipe
     path = trained.folder / recipe.fields["predictions"]
-    if trained.checkpoint is None:
+    if trained.checkpoint is None and not trained.caches:
         model = recipe.model(trained.model)
     else:
         model = load(trained.executor().trained(), limits=recipe.limits)

@@ -14,11 +14,19 @@ from graphopt.cli.run_folder import CONFIG
 from graphopt.errors import GraphoptError, nearest
 
 READERS = {"feather": "arrow", "ipc": "arrow", "pq": "parquet", "tsv": "csv", "txt": "csv"}
+_OF_TEXT = ("jsonl", "ndjson")
+PROMPT = "prompt="  # the field of a text, which needs no quotes of Hydra's
 BUILT_IN = ("linear", "mlp", "cnn", "transformer")  # models
 
 
 def field_of(word: str, verbs: Iterable[str]) -> str:
     """Return a word as `key=value`: FILE.onnx sets `model`, a verb sets `run`."""
+    if word.startswith(PROMPT):
+        text = word.removeprefix(PROMPT)
+        is_quoted = len(text) > 1 and text[0] == text[-1] and text[0] in "'\""
+        if text in ("", "null", "~") or is_quoted:
+            return word
+        return PROMPT + QuotedString(text.replace("${", "\\${"), Quote.single).with_quotes()
     if "=" in word or word.startswith("~"):
         return word
     if word in verbs:
@@ -44,7 +52,12 @@ def check_words(words: Sequence[str], verbs: Iterable[str]) -> None:
             split = ""
         if split:
             raise GraphoptError(f"{split}: expected FIELD=VALUE, found spaces around =: remove them")
-        if after and "=" in word and any(word.count(one) > word.count(other) for one, other in BRACKETS):
+        if (
+            after
+            and "=" in word
+            and not word.startswith(PROMPT)
+            and any(word.count(one) > word.count(other) for one, other in BRACKETS)
+        ):
             raise GraphoptError(
                 f'{word}: expected its brackets to close, found a space: quote it, as in "{" ".join(words[i:])}"'
             )
@@ -61,6 +74,8 @@ def reader_of(path: str) -> str:
     kind = READERS.get(kind, kind)
     if kind in ("arrow", "csv", "npy", "npz", "parquet"):
         return kind
+    if kind in _OF_TEXT:
+        return "text"
     return "images" if os.path.isdir(path) else ""
 
 

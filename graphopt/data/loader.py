@@ -103,8 +103,8 @@ def _match(data: Dataset, inputs: Mapping[str, ir.Value]) -> list[tuple[ir.Value
     for names in data.marks:
         if not any(name in arrays for name in names):
             warnings.warn(
-                f"{data.source}: expected a graph that reads {' or '.join(names)}, found {', '.join(inputs)}: it counts "
-                "tokens that are padding, or of another text: set an option of the loss that reads them",
+                f"{data.source}: expected a graph that reads {' or '.join(names)}, found {', '.join(inputs)}: it "
+                "counts tokens that are padding, or of another text: set an option of the loss that reads them",
                 stacklevel=2,
             )
     if set(arrays) != set(inputs):

@@ -203,8 +203,9 @@ def check_metadata(model: ir.Model) -> None:
             if metadata.GRADIENT_OF.read(y) not in (None, *names):
                 raise malformed(y, metadata.GRADIENT_OF.key, "the name of an input")
     check_detached(model)
-    for note in (metadata.Versions, metadata.LeftOut, metadata.Misdeclared):
+    for note in (metadata.Caches, metadata.Versions, metadata.LeftOut, metadata.Misdeclared):
         note.read(model)
+    _check_folded(model)
     if notes := metadata.Notes.read(model):
         check_proto(onnx.ModelProto(graph=notes.graph()))
     for value in graph.initializers.values():
@@ -272,6 +273,16 @@ def check_detached(model: ir.Model) -> None:
         names |= {output.name for output in part.graph.output}
     if not {*detached.outputs} <= names:
         raise Detached.wrong(model, f"outputs of the model or of its parts, {', '.join(map(repr, names))}")
+
+
+def _check_folded(model: ir.Model) -> None:
+    folded = metadata.Folded.read(model)
+    try:
+        parts = {} if folded is None else folded.models()
+    except DecodeError as error:
+        raise metadata.Folded.wrong(model) from error
+    for part in parts.values():
+        check_proto(part)
 
 
 def refuse_foreign(model: ir.Model) -> None:

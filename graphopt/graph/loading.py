@@ -16,14 +16,12 @@ from graphopt.errors import GraphoptError, cause, line, root
 from graphopt.graph import checking
 from graphopt.graph.limits import Limits, check_size, limits_of, set_limits
 from graphopt.graph.not_a_model import not_a_model
-from graphopt.graph.operators import MICROSOFT, formal_of, schema_of
+from graphopt.graph.operators import MICROSOFT, RUNTIMES_OWN, formal_of, schema_of
 from graphopt.graph.postprocessing import detach_outputs
 from graphopt.graph.shown import shown
 from graphopt.graph.storage import Places, outline, parsed, read_external, read_proto, take_weights
 
 ONNX = ("", "ai.onnx")  # both names of ONNX's domain
-# Operators that ONNX Runtime writes in ONNX's domain, and the opset in which ONNX added each of them.
-RUNTIMES_OWN = {"LayerNormalization": 17, "SimplifiedLayerNormalization": math.inf}
 # Operators that onnxruntime-training has only in ONNX's domain. The checker gets a copy with another domain.
 TRAININGS_OWN = dict.fromkeys(["AveragePoolGrad", "MaxPoolGrad"], math.inf)
 
@@ -71,12 +69,41 @@ def load(source: Source, *, limits: Limits | None = None) -> ir.Model:
     for graph in model.graphs():
         for value in graph.initializers.values():
             if value.const_value is not None:  # whatever the file declares
-                value.shape = ir.Shape(value.const_value.shape.numpy())
+                value.shape = _shape_of_initial(value, value.const_value.shape.numpy())
     set_limits(model, limits)
     check_size(model)
     checking.check_domains(model)
     checking.check_metadata(model)
     return shown(model)
+
+
+def read_original(source: Source) -> onnx.ModelProto:
+    """Return a copy of a model as it is in a file or in memory, with all its weights.
+
+    Raises:
+        GraphoptError: the file is missing, or is not a valid ONNX model.
+    """
+    if isinstance(source, ir.Model):
+        return ir.to_proto(source)
+    _, read, places = _read(source, Limits())
+    proto = onnx.ModelProto()
+    proto.CopyFrom(read)
+    checking.check_proto(proto, {name: length for name, (_, _, length) in places.items()})
+    for tensor in proto.graph.initializer:
+        if tensor.name in places:
+            file, start, length = places[tensor.name]
+            tensor.raw_data = file.bytes[start : start + length].tobytes()
+            tensor.ClearField("data_location")
+            del tensor.external_data[:]
+    return proto
+
+
+def _shape_of_initial(value: ir.Value, dims: tuple[int, ...]) -> ir.Shape:
+    """Return the shape of an initial value; where an input is empty, as the rank of an adapter is, the declared one."""
+    declared = value.shape if value.is_graph_input() and value.shape is not None else ()
+    if len(declared) != len(dims):
+        return ir.Shape(dims)
+    return ir.Shape([x if size == 0 else size for x, size in zip(declared, dims, strict=True)])
 
 
 def _read(source: Source, limits: Limits) -> tuple[str, onnx.ModelProto, Places]:

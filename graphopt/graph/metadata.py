@@ -97,6 +97,7 @@ BATCH_COUNT = Flag("graphopt.batch_count")  # the number of a batch's elements p
 BATCH_CORRECTION = Flag("graphopt.batch_correction")  # n / (n - 1) of this number n
 BATCH_GRADIENT = Flag("graphopt.batch_gradient")  # a sum over a batch in the gradient of batch statistics
 POSITIONS = Flag("graphopt.positions")  # a node that counts the positions in a mask
+IN_BLOCKS = Flag("graphopt.in_blocks")  # a Scan that saves memory: its work stays in the loop
 # In a body that computes losses of tokens: the node of the logits of a block
 BLOCK_LOGITS = Flag("graphopt.block_logits")
 ON_DEMAND = Flag("graphopt.on_demand")  # an output that a step reports only if it is named
@@ -260,7 +261,7 @@ class TargetSpec(
         task: `regression`, `binary` or `classification`.
         axis, classes, ignore_index, target_probabilities: options of a classification; see `CrossEntropy`.
         from_logits: whether a classification predicts logits; otherwise, it predicts probabilities.
-        shift: by how many places the target is ahead of the prediction along axis 1, as that of a causal language model.
+        shift: by how many places the target is ahead of the prediction along axis 1, as in a causal language model.
         threshold, labels: options of a binary loss: predictions above `threshold` mean the second label.
     """
 
@@ -294,6 +295,7 @@ class InferenceForm(
         operator: the operator that computes the output in inference, with its attributes; `reads` are the names of
             its inputs, and `output` is the number of its output.
         merged: whether the form holds only once adapters are merged into the weights.
+        predicting: whether the form holds only for predictions, and not for the evaluation of the loss.
     """
 
     inputs: Mapping[int, str] = field(default_factory=dict)
@@ -302,6 +304,7 @@ class InferenceForm(
     reads: tuple[str, ...] = ()
     output: int = 0
     merged: bool = False
+    predicting: bool = False
 
     def check(self) -> None:
         _check(all(index >= 0 for index in self.inputs), 0 <= self.output < MANY)
@@ -344,6 +347,21 @@ class TokenBlocks(Note, key="graphopt.token_blocks", expected="a share for label
 
     def check(self) -> None:
         _check(0 <= self.label_smoothing <= 1)
+
+
+@dataclass(frozen=True)
+class Folded(Note, key="graphopt.folded", expected="models by the names of initializers"):
+    """Record how initializers of the file are computed from weights that took their places.
+
+    Args:
+        parts: for each of these initializers, a serialized model from weights to its numbers.
+    """
+
+    parts: Mapping[str, bytes] = field(default_factory=dict)
+
+    def models(self) -> dict[str, onnx.ModelProto]:
+        """Return the models by the names of the initializers."""
+        return {name: onnx.ModelProto.FromString(part) for name, part in self.parts.items()}
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ nothing of others.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,6 +15,8 @@ import onnx
 import onnx_ir as ir
 
 MICROSOFT = "com.microsoft"  # the domain of ONNX Runtime's own operators
+# Operators that ONNX Runtime has in ONNX's domain, and the opset in which ONNX added each of them.
+RUNTIMES_OWN = {"LayerNormalization": 17, "SimplifiedLayerNormalization": math.inf}
 
 # Operators that draw random numbers. Evaluators draw different ones; with a seed, an evaluator repeats its own.
 DRAWING = frozenset(

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
+from graphopt.graph import metadata
 from graphopt.graph.opsets import IR_VERSION
 from graphopt.graph.traversal import ancestors, values_read
 
@@ -39,7 +41,7 @@ def _shrink(node: ir.Node) -> None:
     rows = [i for i in range(states, len(body.inputs)) if body.inputs[i] in read] or [states]
     inputs = [*(i for i in kept if i < states), *rows]
     outputs = [node.outputs[i] for i in kept]
-    attributes = {
+    attributes: dict[str, Any] = {
         "body": body,
         "num_scan_inputs": len(rows),
         **_chosen(node, "input", [i - states for i in rows]),
@@ -50,6 +52,7 @@ def _shrink(node: ir.Node) -> None:
     RemoveUnusedNodesPass()(ir.Model(body, ir_version=IR_VERSION))
     made = [ir.Value(type=y.type, shape=y.shape) for y in outputs]
     other = ir.node("Scan", [node.inputs[i] for i in inputs], attributes, outputs=made)
+    metadata.copy(node, other)
     assert isinstance(node.graph, ir.Graph)
     ir.convenience.replace_nodes_and_values(node.graph, node, [node], [other], outputs, made)
 

@@ -25,6 +25,7 @@ STEP = "step"
 LEARNING_RATE = "learning_rate"
 LOSS_SCALE = "loss_scale"
 ACCUMULATED = "accumulated"  # how many gradients are, and of a parameter NAME.accumulated which
+AVERAGE = "average"  # of a parameter: its average over the steps
 
 RESERVED = {STEP, LEARNING_RATE, LOSS_SCALE, ACCUMULATED, "loss", "target", "sample_weight"}
 
@@ -112,6 +113,16 @@ def accumulators(model: ir.Model) -> list[ir.Value]:
     if all(x.name != ACCUMULATED for x in slots):
         return []
     return [x for x in slots if (KIND.read(x) or _cut(x)[1]) == ACCUMULATED]
+
+
+def averages(model: ir.Model) -> list[ir.Value]:
+    """Return the slots that contain averages of parameters; see `passes.Average`."""
+    return [x for x in with_role(model, Role.SLOT) if KIND.read(x) == AVERAGE]
+
+
+def averages_read(model: ir.Model) -> dict[str, str]:
+    """Return the parameters that inference reads averages of, by the names of the averages."""
+    return {name_of(x): OWNER.read(x) or "" for x in averages(model) if ORIGINAL_NAME.read(x) is not None}
 
 
 def _cut(slot: ir.Value) -> tuple[str, str]:

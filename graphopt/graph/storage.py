@@ -29,6 +29,7 @@ from graphopt.graph.checking import EXTERNAL, check_external, messages_of
 from graphopt.graph.limits import Limits
 from graphopt.graph.mapped import MappedFile, RoomyTensor, like_tensor
 from graphopt.graph.not_a_model import check_path, not_a_model
+from graphopt.graph.operators import MICROSOFT, RUNTIMES_OWN
 from graphopt.graph.values import tensor_bytes
 
 LIMIT = 2**31 - 2**24  # bytes of weights; protobuf writes less than 2 GB, including the nodes
@@ -75,13 +76,28 @@ def skeleton(model: ir.Model) -> tuple[bytes, Weights]:
 
 def whole(model: ir.Model) -> bytes:
     """Return a model with all its weights as bytes, the same for equal models."""
-    return _bytes(ir.to_proto(model))
+    with _runtimes_domains(model):
+        return _bytes(ir.to_proto(model))
 
 
 def _bytes(proto: onnx.ModelProto) -> bytes:
     for nodes in (proto.graph.node, *(function.node for function in proto.functions)):
         _clear_names(nodes)
     return proto.SerializeToString(deterministic=True)
+
+
+@contextlib.contextmanager
+def _runtimes_domains(model: ir.Model) -> Iterator[None]:
+    """Have operators in ONNX's domain that the runtime knows there alone, in a `with` block; see `load`."""
+    nodes = [node for graph in model.graphs() for node in graph if node.domain == MICROSOFT]
+    moved = [node for node in nodes if node.op_type in RUNTIMES_OWN]
+    try:
+        for node in moved:
+            node.domain = ""
+        yield
+    finally:
+        for node in moved:
+            node.domain = MICROSOFT
 
 
 def _clear_names(nodes: Iterable[onnx.NodeProto]) -> None:
@@ -119,7 +135,7 @@ def message_without_weights(
         is_taken: whether to take a weight out.
     """
     outputs = {x.const_value for x in model.graph.outputs}  # an input cannot be an output
-    with _external(model, lambda x: x not in outputs and is_taken(x)) as weights:
+    with _external(model, lambda x: x not in outputs and is_taken(x)) as weights, _runtimes_domains(model):
         proto = ir.to_proto(model)
     _make_inputs(proto.graph, weights)
     return _bytes(proto), weights
@@ -192,7 +208,8 @@ def save(model: ir.Model | onnx.ModelProto, path: str | os.PathLike[str]) -> Non
     path = Path(path)
     if not path.name:
         raise GraphoptError(f"save: expected the path of a file, found {os.fspath(path)!r}")
-    with replacing(path) as temporary:
+    domains = _runtimes_domains(model) if isinstance(model, ir.Model) else contextlib.nullcontext()
+    with replacing(path) as temporary, domains:
         if not is_large(model):
             onnx.save(ir.to_proto(model) if isinstance(model, ir.Model) else model, temporary)
             return

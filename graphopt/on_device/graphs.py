@@ -37,6 +37,7 @@ from graphopt.graph.unroll import Unroll
 from graphopt.graph.values import COUNTERS, gradient_of, like, name_of, next_of
 from graphopt.pipeline import Pipeline
 from passes.accumulate import Accumulate
+from passes.averages import Average
 from passes.clipping import Clip, ClipGlobalNorm, ClipValue
 from passes.optimizers import SGD, Adam, AdamW, Optimizer
 from passes.schedules import Schedule
@@ -47,6 +48,7 @@ _REFUSED = {  # steps of a pipeline, and why
     Schedule: "whose program sets the rate: leave it out, and call Optimizer.set_learning_rate each step",
     Accumulate: "where Module adds gradients up until lazy_reset_grad(): leave it out, and call Optimizer.step less "
     "often",
+    Average: "whose Optimizer keeps none: leave it out, or average the checkpoints' parameters in your program",
     Unroll: "whose program calls Module for each step: leave it out",
 }
 COUNTED = 2**24  # the largest count that float32 represents exactly
@@ -246,6 +248,11 @@ def update_model(optimizer: Optimizer, clips: Sequence[Clip]) -> onnx.ModelProto
         raise GraphoptError(
             f"{type(optimizer).__name__}: groups: expected none on a device, whose Optimizer has one rate and one "
             f"weight decay for all parameters, found {len(optimizer.groups)}: leave them out"
+        )
+    if optimizer.slot_bits != 32:
+        raise GraphoptError(
+            f"{type(optimizer).__name__}: slot_bits: expected 32 on a device, whose Optimizer keeps float32, "
+            f"found {optimizer.slot_bits}: leave it out"
         )
     lines, gradients = [], "gradients"
     for i, clip in enumerate(clips):

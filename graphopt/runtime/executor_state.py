@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar, Literal, NoReturn
 
 import numpy as np
 import onnx
@@ -14,6 +14,7 @@ import onnx_ir as ir
 from graphopt.arguments import Checked, checked
 from graphopt.errors import GraphoptError, kind_of, nearest, unknown
 from graphopt.graph import inference
+from graphopt.graph.loading import Source
 from graphopt.graph.metadata import UNTRAINED, add_labels, labels_in
 from graphopt.graph.not_a_model import check_path
 from graphopt.graph.roles import FED, Role, with_role
@@ -22,6 +23,7 @@ from graphopt.graph.values import name_of
 from graphopt.runtime.checkpoint import Property, load_state, save_state
 from graphopt.runtime.device import Device
 from graphopt.runtime.executor_options import ExecutorOptions
+from graphopt.runtime.original import trained_into
 from graphopt.runtime.runners import Rounds
 from graphopt.runtime.signature import reportable
 from graphopt.runtime.state_buffers import StateBuffers
@@ -103,16 +105,41 @@ class ExecutorState(metaclass=Checked):
         return self._model
 
     @checked()
-    def trained(self, outputs: Sequence[str] | None = None) -> onnx.ModelProto:
+    def trained(
+        self,
+        outputs: Sequence[str] | None = None,
+        *,
+        into: Source | None = None,
+        adapters: Literal["merged", "slots"] = "merged",
+    ) -> onnx.ModelProto:
         """Return the inference model with the trained weights, under the names of the model that was compiled.
 
         Args:
             outputs: the names of the outputs or inner values to compute; the model's outputs by default.
+            into: the model that was compiled, whose nodes, inputs and outputs stay as they are: a path, bytes, an
+                onnx.ModelProto or an onnx_ir.Model. By default, the model is written anew from the training graph,
+                without operators and outputs that training has removed.
+            adapters: merge adapters into the weights (`merged`), or add inputs for them to the model `into` (`slots`):
+                its outputs are those of the model without adapters until a file of `graphopt.save_adapter` is active.
 
         Raises:
-            GraphoptError: the inference model has no value with one of these names.
+            GraphoptError: the inference model has no value with one of these names, `into` is another model, or
+                adapters cannot be merged into integers.
         """
-        trained = inference.trained(self._model, self.state, outputs)
+        if adapters not in ("merged", "slots"):
+            raise GraphoptError(f"trained: adapters: expected 'merged' or 'slots', found {adapters!r}")
+        if into is not None:
+            if outputs is not None:
+                raise GraphoptError(
+                    "trained: outputs: expected none with into, whose outputs stay, found some"
+                )
+            trained = trained_into(self._model, self.state, into, slots=adapters == "slots")
+        elif adapters == "slots":
+            raise GraphoptError(
+                "trained: into: expected the model that gets slots, found None: name its file"
+            )
+        else:
+            trained = inference.trained(self._model, self.state, outputs)
         if self._labels is not None:
             add_labels(trained, self._labels)
         return trained

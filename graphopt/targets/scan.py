@@ -10,6 +10,7 @@ from typing import Any
 import onnx_ir as ir
 
 from graphopt.graph.emitter import Emitter
+from graphopt.graph.metadata import IN_BLOCKS
 from graphopt.graph.operators import ELEMENTWISE_OPERATORS, MATRIX_PRODUCTS
 from graphopt.graph.rewriting import remove_unused_nodes
 from graphopt.graph.values import like
@@ -118,8 +119,8 @@ def _described(side: str, rows: Sequence[ScanRows]) -> dict[str, list[int]]:
 
 
 def is_scan(node: ir.Node) -> bool:
-    """Return whether a node is a Scan whose body and attributes have an entry for each of its inputs and outputs."""
-    if node.domain != "" or node.op_type != "Scan":
+    """Return whether a node is a Scan whose work may move, and which describes each of its inputs and outputs."""
+    if node.domain != "" or node.op_type != "Scan" or IN_BLOCKS.is_set(node):
         return False
     body, read = node.attributes["body"].as_graph(), node.attributes["num_scan_inputs"].as_int()
     written = len(node.outputs) - (len(node.inputs) - read)

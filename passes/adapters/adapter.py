@@ -21,7 +21,7 @@ from graphopt.graph.roles import STATE, role_of
 from graphopt.graph.shapes import ensure_typed
 from graphopt.graph.values import dtype_of, like, name_of
 from graphopt.intervals import within
-from passes.adapters.targets import Recurrence, Target, note_of, targets_in
+from passes.adapters.targets import Target, note_of, targets_in
 from passes.parameters import origin_in_file
 from passes.weights.initializers import register
 
@@ -187,7 +187,7 @@ class Adapter(Pass):
         }
         with Emitter(model) as op:
             for target in targets:
-                uses, terms = list(target.y.uses()), []
+                uses, terms = target.uses, []
                 for name, columns in self._columns(target):
                     own = replace(target, columns=columns)
                     is_left = name not in added
@@ -240,12 +240,9 @@ def _zeros(op: Emitter, target: Target) -> ir.Value:
 
 
 def _place(model: ir.Model, target: Target, changed: ir.Value, uses: Sequence[tuple[ir.Node, int]]) -> None:
-    """Let the readers of a target's output, or the recurrence that reads a weight, read the changed one."""
+    """Let the readers of a target's output read the changed one."""
     y = target.y
     InferenceForm(same_as=0, merged=True).write(changed)
-    if isinstance(target, Recurrence):
-        target.node.replace_input_with(target.index, changed)
-        return
     for node, index in uses:
         node.replace_input_with(index, changed)
     if y.is_graph_output():

@@ -2,20 +2,86 @@
 
 from __future__ import annotations
 
+import glob
 import math
-from dataclasses import dataclass
+import os
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
+import onnx_ir as ir
+import onnx_ir.passes.common as common
 from onnx_ir import Value
 
+from graphopt.adapters.naming import Names
 from graphopt.errors import GraphoptError
 from graphopt.graph.emitter import Emitter
-from graphopt.graph.merging import as_matrix
+from graphopt.graph.merging import adapted, as_matrix
+from graphopt.graph.metadata import original_name
+from graphopt.graph.rewriting import Pass
+from graphopt.graph.shapes import ensure_typed
 from graphopt.intervals import within
 from passes.adapters.adapter import Adapter
+from passes.adapters.loaded import Given, given_by, set_value
 from passes.adapters.targets import Target, note_of
 from passes.differentiate import stop_gradient
+
+
+@dataclass(frozen=True)
+class LoadedLoRA(Pass):
+    """Add the adapters of a folder of peft, or of an adapter file of ONNX Runtime, to continue their training.
+
+    Ranks and scales, and whether the norms train (DoRA), come from there. Modules that trained in full replace the
+    model's weights and train, too. Names of modules may differ from those of the file by one prefix.
+
+    Files may be untrusted: tensors come from safetensors or from ONNX Runtime's format, nothing is unpickled, and no
+    path in a config is followed.
+
+    Args:
+        path: the folder of peft, with adapter_config.json and adapter_model.safetensors, or the adapter file.
+        names: the modules by patterns of names of weights, if these do not tell them; see `graphopt.save_adapter`.
+        dropout: the share of the elements of x that a step drops before A.
+
+    Raises:
+        GraphoptError: a file is missing or malformed, or has an adapter of a module that the model lacks, or of another
+            shape.
+
+    >>> steps = {"loss": passes.CrossEntropy(), "optimizer": passes.AdamW(1e-3)}
+    >>> step = graphopt.compile(models.mlp((4,), 3, hidden=[8]), adapter=passes.LoRA("layers.0.*", rank=2), **steps)
+    >>> graphopt.save_adapter(graphopt.Executor(step), "adapter", form="peft")
+    >>> again = graphopt.compile(models.mlp((4,), 3, hidden=[8]), adapter=passes.LoadedLoRA("adapter"), **steps)
+    >>> list(graphopt.Executor(again).parameters)
+    ['layers.0.weight.lora_A', 'layers.0.weight.lora_B']
+    """
+
+    path: str | os.PathLike[str]
+    names: Names = None
+    dropout: float = within("[0, 1)", 0.0)
+
+    def rewrite(self, model: ir.Model) -> None:
+        common.LiftSubgraphInitializersToMainGraphPass()(model)
+        ensure_typed(model)
+        everything = given_by(model, self.path, self.names)
+        alike: dict[str, list[Given]] = {}
+        for given in everything:
+            alike.setdefault(repr(replace(given, weight="", arrays={})), []).append(given)
+        for first, *others in alike.values():
+            root = math.sqrt(first.rank) if first.rank_stabilized else first.rank
+            LoRA(
+                [glob.escape(given.weight) for given in (first, *others)],
+                rank=first.rank,
+                alpha=first.scale * root,
+                dropout=self.dropout,
+                scaling="rank_stabilized" if first.rank_stabilized else "standard",
+                dora=first.dora,
+                parts=dict(first.sizes) or None,
+            ).rewrite(model)
+        notes = {(note.weight, note.part): note for _, note in adapted(model)}
+        for given in everything:
+            for part, arrays in given.arrays.items():
+                weight = original_name(model.graph.initializers[given.weight])
+                for name, array in zip(notes[weight, part].values, arrays, strict=True):
+                    set_value(model.graph.initializers[name], array, os.fspath(self.path))
 
 
 @dataclass(frozen=True)
@@ -63,6 +129,11 @@ class LoRA(Adapter):
                     f"LoRA({name}={getattr(self, name)!r}): expected {' or '.join(map(repr, known))}, found "
                     f"{getattr(self, name)!r}"
                 )
+
+    @staticmethod
+    def load(path: str | os.PathLike[str], names: Names = None, *, dropout: float = 0.0) -> LoadedLoRA:
+        """Return the pass that adds the adapters of a folder of peft or of an adapter file; see `LoadedLoRA`."""
+        return LoadedLoRA(path, names, dropout)
 
     @property
     def scale(self) -> float:

@@ -20,7 +20,7 @@ from graphopt.graph.operators import MICROSOFT, RECURRENT
 from graphopt.graph.opsets import IR_VERSION
 from graphopt.graph.postprocessing import DEQUANTIZE
 from graphopt.graph.rewriting import Pattern, matches, selects
-from graphopt.graph.traversal import extracted_between
+from graphopt.graph.traversal import extracted_between, subgraphs
 from graphopt.graph.values import constant_of, is_floating, is_static, name_of, rank
 from passes.weights.torchscript import is_generated, module_path
 
@@ -109,6 +109,11 @@ class Target(ABC):
         return _input(self.node, 1 - self.index)
 
     @property
+    def uses(self) -> Sequence[tuple[ir.Node, int]]:
+        """Return the nodes and the numbers of the inputs that read the output."""
+        return list(self.y.uses())
+
+    @property
     def groups(self) -> int:
         """Return the number of independent matrices of a convolution."""
         return 1
@@ -160,7 +165,7 @@ class Target(ABC):
 
     def numbers(self) -> np.ndarray:
         """Return the numbers of the weight, as [..., inputs, outputs] or as filters."""
-        graph = self.node.graph
+        graph = self.w.graph
         assert isinstance(graph, ir.Graph)
         model = ir.Model(extracted_between(graph, [], [self.w]), ir_version=IR_VERSION)
         (array,) = map(np.asarray, ReferenceEvaluator(ir.to_proto(model)).run(None, {}))
@@ -327,37 +332,93 @@ class Embedding(Target):
         return op.MatMul(h, b)
 
 
-class Recurrence(LeftProduct):
-    """Change a weight itself, of each direction of an RNN, LSTM or GRU: x is the identity, and y the weight."""
+@dataclass(frozen=True, eq=False)
+class WeightItself(Target):
+    """Change a weight instead of an output: x is the identity, and y the weight.
 
-    kind = "recurrence"
+    Recurrences and bodies of control flow read such weights. Each direction of a recurrence has an adapter.
+
+    Args:
+        transposed: whether the nodes read the transpose of w.
+        readers: the nodes and the numbers of the inputs that read the weight.
+    """
+
+    transposed: bool = True
+    readers: Sequence[tuple[ir.Node, int]] = ()
+
     droppable = False
 
     @property
-    def x(self) -> Value:
-        return self.w
+    def kind(self) -> str:  # type: ignore[override]
+        return "recurrence" if self.node.op_type in RECURRENT else "product"
 
     @property
-    def is_transposed(self) -> bool:
-        return True
+    def axis(self) -> int:  # type: ignore[override]
+        return -2 if self.transposed else -1
+
+    own_axis = axis
+
+    @property
+    def w(self) -> Value:
+        return self.y
+
+    @property
+    def x(self) -> Value:
+        return self.y
+
+    @property
+    def uses(self) -> Sequence[tuple[ir.Node, int]]:
+        return self.readers
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        rows, columns = self.w.shape.numpy()[-2:]  # type: ignore[union-attr]
+        return (columns, rows) if self.transposed else (rows, columns)
+
+    @property
+    def moves(self) -> Moves:
+        return (*self.source.moves, *([("transpose", _SWAPPED[rank(self.w)])] if self.transposed else []))
+
+    def shapes(self, count: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        lead = self.w.shape.numpy()[:-2]  # type: ignore[union-attr]
+        return (*lead, self.sizes[0], count), (*lead, count, self.outputs)
 
     def down(self, op: Emitter, x: Value, a: Value) -> Value:
-        return _swapped(op, a)
+        return _swapped(op, a) if self.transposed else a
 
     def up(self, op: Emitter, h: Value, b: Value) -> Value:
-        return op.MatMul(_swapped(op, b), h)
+        return op.MatMul(_swapped(op, b), h) if self.transposed else op.MatMul(h, b)
+
+    def matrix(self, op: Emitter, w: Value, *, up: bool = False) -> Value:
+        return _swapped(op, w) if w is self.w and self.transposed else w
 
 
 def targets_in(model: ir.Model) -> Iterator[Target]:
     """Yield the places of the graph where nodes read weights that adapters can change."""
+    inside: dict[Value, Target] = {}
     for node in model.graph:
-        if node.domain == "" and node.op_type in RECURRENT:
-            for index in (1, 2):
-                w = node.inputs[index]
-                if (source := source_of(w)) is not None and w is not None:
-                    yield Recurrence(node, index, source, w)
-        else:
-            yield from _found(node)
+        yield from _recurrences(node)
+        yield from _found(node)
+        for target in (
+            target for body in subgraphs(node) for inner in body.all_nodes() for target in _found(inner)
+        ):
+            inside.setdefault(target.source.weight, target)
+    for weight, target in inside.items():
+        moves = target.moves
+        if isinstance(target, Product) and all(perm == _SWAPPED.get(rank(weight)) for _, perm in moves):
+            readers = [(node, index) for node, index in weight.uses() if node.graph is not model.graph]
+            source = Source(weight, quantized=target.source.quantized)
+            yield WeightItself(
+                target.node, target.index, source, weight, transposed=bool(len(moves) % 2), readers=readers
+            )
+
+
+def _recurrences(node: ir.Node) -> Iterator[Target]:
+    """Yield the weights of a recurrence."""
+    for index in (1, 2) if node.domain == "" and node.op_type in RECURRENT else ():
+        w = _input(node, index)
+        if (source := source_of(w)) is not None and is_floating(w):
+            yield WeightItself(node, index, source, w, readers=((node, index),))
 
 
 _READERS: Mapping[tuple[str, str], Sequence[tuple[int, type[Target]]]] = {

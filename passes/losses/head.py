@@ -13,16 +13,16 @@ from graphopt.graph.operators import ELEMENTWISE_OPERATORS, MICROSOFT, VIEWS
 from graphopt.graph.roles import FED, role_of
 from graphopt.graph.traversal import values_read
 from graphopt.graph.values import constant_of, dims_of, like, name_of, rank
-from passes.gradients.rules.blocks import token_losses
+from passes.gradients.rules.blocks import in_blocks, token_losses
 from passes.gradients.rules.control_flow import scan_over
 
-BLOCK = 2**23  # the numbers in a block of logits
-MOST_NODES = 64  # of a head
+_BLOCK = 2**23  # the numbers in a block of logits
+_MOST_NODES = 64  # of a head
 _PRODUCTS = {("", "MatMul"), ("", "Gemm"), (MICROSOFT, "MatMulNBits")}
 
 
 @dataclass(frozen=True)
-class Head:
+class TokenHead:
     """Hold the nodes, in graph order, that compute the logits of a token from numbers of the same token."""
 
     nodes: Sequence[ir.Node]
@@ -30,7 +30,7 @@ class Head:
     logits: ir.Value
 
 
-def find_head(logits: ir.Value) -> Head | None:
+def find_head(logits: ir.Value) -> TokenHead | None:
     """Return the smallest part before the logits that begins with products with weights, or None.
 
     Beside the product itself, it may have a bias, a soft cap, factors, casts, and the products of an adapter.
@@ -39,18 +39,16 @@ def find_head(logits: ir.Value) -> Head | None:
     if not isinstance(graph, ir.Graph):
         return None
     fed = {x for x in graph.inputs if role_of(x) in FED}
-    position = {}
-    for i, node in enumerate(graph):
-        position[node] = i
-        if not fed.isdisjoint(values_read(node)):
-            fed.update(node.outputs)
-    front, nodes, best = (
-        {logits: False},
-        [],
-        None,
-    )  # whether all ways from a value to the logits have a product
-    while len(nodes) < MOST_NODES:
-        last = [x for x in front if (node := x.producer()) is not None and _is_tokenwise(node, fed)]
+    position: dict[ir.Node | None, int] = {}
+    for i, each in enumerate(graph):
+        position[each] = i
+        if not fed.isdisjoint(values_read(each)):
+            fed.update(each.outputs)
+    front = {logits: False}  # whether all ways from a value to the logits have a product
+    nodes: list[ir.Node] = []
+    best = None
+    while len(nodes) < _MOST_NODES:
+        last = [x for x in front if (made := x.producer()) is not None and _is_tokenwise(made, fed)]
         if not last:
             break
         y = max(last, key=lambda x: position[x.producer()])
@@ -61,7 +59,7 @@ def find_head(logits: ir.Value) -> Head | None:
         for x in _tokens(node, fed):
             front[x] = front.get(x, True) and behind
         if all(front.values()) and (best is None or len(front) < len(best.hidden)):
-            best = Head(nodes[::-1], list(front), logits)
+            best = TokenHead(nodes[::-1], list(front), logits)
         if len(front) == 1 and all(front.values()):
             break
     return best
@@ -97,15 +95,15 @@ def _is_tokenwise(node: ir.Node, fed: set[ir.Value]) -> bool:
 
 
 def losses_in_blocks(
-    op: Emitter, head: Head, label: ir.Value, smoothing: float, blocks: int | None
+    op: Emitter, head: TokenHead, label: ir.Value, smoothing: float, blocks: int | None
 ) -> ir.Value:
     """Emit the cross-entropy of each token, in the shape of `label`, by a Scan over blocks of tokens.
 
     Args:
-        blocks: the number of blocks; None for so many that a block has about `BLOCK` logits.
+        blocks: the number of blocks; None for so many that a block has about `_BLOCK` logits.
     """
     classes = dims_of(head.logits)[-1]
-    most = max(1, BLOCK // classes) if isinstance(classes, int) else 1
+    most = max(1, _BLOCK // classes) if isinstance(classes, int) else 1
     tokens = op.Size(label)
     count = op.Max(op.Div(tokens + (most - 1), most), 1)
     if blocks is not None:
@@ -113,14 +111,17 @@ def losses_in_blocks(
     rows = op.Div(tokens + (count - 1), count)
     sizes = op.Concat(op.Unsqueeze(count, [0]), op.Unsqueeze(rows, [0]), axis=0)
     behind = op.Unsqueeze(count * rows - tokens, [0])  # rows that fill up the last block
-    lead = [f"{name_of(head.logits)}/blocks", f"{name_of(head.logits)}/rows"]
+    name = name_of(head.logits)
+    one, padded, lead = [f"{name}/tokens"], [f"{name}/padded"], [f"{name}/blocks", f"{name}/rows"]
 
     def split(x: ir.Value, *width: int | ir.SymbolicDim) -> ir.Value:
         size = [op.constant([dim]) if isinstance(dim, int) else op.Shape(x, start=-1) for dim in width]
         flat = op.Reshape(x, op.Concat(op.Unsqueeze(tokens, [0]), *size, axis=0) if width else [-1])
         none = [0] * len(width)
-        padded = op.Pad(flat, op.Concat([0, *none], behind, *([none] if width else []), axis=0))
-        whole = op.Reshape(padded, op.Concat(sizes, *size, axis=0) if width else sizes)
+        flat.shape = ir.Shape([*one, *width])
+        longer = op.Pad(flat, op.Concat([0, *none], behind, *([none] if width else []), axis=0))
+        longer.shape = ir.Shape([*padded, *width])
+        whole = op.Reshape(longer, op.Concat(sizes, *size, axis=0) if width else sizes)
         whole.shape = ir.Shape([*lead, *width])
         return whole
 
@@ -133,14 +134,15 @@ def losses_in_blocks(
     sequences = [*(split(x, dims_of(x)[-1]) for x in head.hidden), split(label)]
     (losses,) = scan_over(op, step, [], sequences)
     losses.shape = ir.Shape(lead)
-    node = losses.producer()
-    assert node is not None
-    TokenBlocks(smoothing).write(node)
-    flat = op.Slice(op.Reshape(losses, [-1]), [0], op.Unsqueeze(tokens, [0]))
+    TokenBlocks(smoothing).write(in_blocks(losses))
+    longer = op.Reshape(losses, [-1])
+    longer.shape = ir.Shape(padded)
+    flat = op.Slice(longer, [0], op.Unsqueeze(tokens, [0]))
+    flat.shape = ir.Shape(one)
     return like(op.Reshape(flat, op.shape_of(label)), ir.Value(type=losses.type, shape=label.shape))
 
 
-def _copied(op: Emitter, head: Head, hidden: Sequence[ir.Value]) -> ir.Value:
+def _copied(op: Emitter, head: TokenHead, hidden: Sequence[ir.Value]) -> ir.Value:
     """Emit the nodes of a head on the rows of a block, and return their logits."""
     copies = dict(zip(head.hidden, hidden, strict=True))
     for node in head.nodes:

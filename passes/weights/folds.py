@@ -12,6 +12,7 @@ import onnx_ir as ir
 
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.metadata import Copy
+from graphopt.graph.original import note_fold
 from graphopt.graph.values import like, name_of
 from passes.differentiate import stop_gradient
 from passes.weights.initializers import array, register, replace_by
@@ -45,6 +46,12 @@ _FEWEST = 8  # the fewest equal elements that indicate a tie
 _COMMON = (0.0, 1.0, 2.0, 0.5, -1.0)
 
 
+def _compute_instead(model: ir.Model, value: ir.Value, computed: ir.Value) -> None:
+    """Replace an initializer by a computed value, and note how to write the initializer into the file again."""
+    note_fold(model, value, computed)
+    replace_by(model, value, computed)
+
+
 def gather_rows(model: ir.Model, value: ir.Value, name: str) -> ir.Value | None:
     """Gather an initializer from a table `name` of its distinct rows, and return it, or None if no rows repeat."""
     numbers = array(value)
@@ -65,7 +72,7 @@ def gather_rows(model: ir.Model, value: ir.Value, name: str) -> ir.Value | None:
     with Emitter(model) as op:
         gathered = op.Gather(table, np.array(indices, np.int64).reshape(rows.shape[:-1]))
         perm = np.insert(np.arange(numbers.ndim - 1), axis, numbers.ndim - 1).tolist()
-        replace_by(model, value, op.Transpose(gathered, perm=perm))
+        _compute_instead(model, value, op.Transpose(gathered, perm=perm))
     return table
 
 
@@ -122,7 +129,7 @@ def move(
         parts = [op.Reshape(source, [-1]) for source in sources]
         whole = op.Concat(*parts, axis=0) if len(parts) > 1 else parts[0]
         gathered = op.Gather(whole, index)
-        replace_by(model, value, stop_gradient(op, gathered) if detached else gathered)
+        _compute_instead(model, value, stop_gradient(op, gathered) if detached else gathered)
     return sources[-1]
 
 
@@ -143,7 +150,7 @@ def compute_by_inverse(model: ir.Model, value: ir.Value, name: str, calls: Seque
     with Emitter(model) as op:
         for call in calls:
             last = _traced(call.capitalize())(op, last)
-        replace_by(model, value, last)
+        _compute_instead(model, value, last)
     return True
 
 
@@ -175,7 +182,7 @@ def compute(
             last = step(op, last)
         if last.shape != value.shape:
             last = op.Reshape(last, np.array(wanted.shape, np.int64))
-        replace_by(model, value, stop_gradient(op, last) if detached else last)
+        _compute_instead(model, value, stop_gradient(op, last) if detached else last)
 
 
 def _chains(
@@ -307,5 +314,5 @@ def tie(model: ir.Model, weight: ir.Value, copy: ir.Value, how: str, steps: Sequ
             computed = step(op, computed)
     if steps:
         like(computed, copy)
-    replace_by(model, copy, computed)
+    _compute_instead(model, copy, computed)
     return Copy(name, shape, f"{how} {weight.name}")

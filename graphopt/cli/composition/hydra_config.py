@@ -172,7 +172,7 @@ class CommandLine:
 
 
 def _record(overrides: Sequence[str]) -> RunRecord | None:
-    """Return the record of the run that `resume=PATH` names, or `folder=RUN` to evaluate or predict."""
+    """Return the record of the run that `resume=PATH` names, or `folder=RUN` to evaluate, predict or generate."""
     fields = {x.key_or_group: x.value() for x in _parsed(*overrides) if not x.is_delete()}
     for name in ("folder", "model", "resume"):
         if name in fields and fields[name] in (None, ""):
@@ -181,7 +181,7 @@ def _record(overrides: Sequence[str]) -> RunRecord | None:
     if isinstance(resume, str):
         run = run_of(resume)
         return None if run is None else RunRecord.read(run)
-    uses = fields.get("run") in ("evaluate", "predict") and not resume and isinstance(folder, str)
+    uses = fields.get("run") in ("evaluate", "predict", "generate") and not resume and isinstance(folder, str)
     return RunRecord.read(Path(str(folder))) if uses else None
 
 

@@ -8,6 +8,7 @@ import inspect
 import json
 import math
 import os
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ from graphopt.communicator import Communicator
 from graphopt.compiler import StepHalves, split_step
 from graphopt.data import Columns, Dataset
 from graphopt.data.foreign import as_dataset, relabelled
+from graphopt.data.language.tokenizer import tokenizer_beside
 from graphopt.data.loader import Rows, hold_out
 from graphopt.distributed.data_parallel import DataParallel
 from graphopt.distributed.launchers import Launcher
@@ -43,7 +45,7 @@ from graphopt.errors import GraphoptError, nearest, some
 from graphopt.files import write
 from graphopt.graph.limits import Limits
 from graphopt.graph.loading import load
-from graphopt.graph.metadata import LABELS, TargetSpec, labels_in
+from graphopt.graph.metadata import LABELS, Caches, TargetSpec, labels_in
 from graphopt.graph.roles import STATE, Role, with_role
 from graphopt.pipeline import Pipeline
 from graphopt.runtime.device import Device
@@ -122,7 +124,7 @@ class Recipe:
     def _read(self) -> Any:
         """Return the data as it is read: a table with the columns and the classes of the model, if it notes them."""
         if not self._reads_table:
-            return self._build("data")
+            return self._build("data", **self._beside_model)
         columns, labels = self._noted
         data: Dataset = self._build("data", **({} if columns is None else {"columns": columns}))
         return data if self.fields["data"].get("labels") else relabelled(data, labels, data.source)
@@ -145,6 +147,20 @@ class Recipe:
         """Return whether the data is read by a function of columns, such as `csv`."""
         reader = resolve(self.fields["data"].get(TARGET_KEY), "data", self.command_line.trust)
         return "columns" in inspect.signature(reader).parameters
+
+    @property
+    def _beside_model(self) -> dict[str, Any]:
+        """Return the tokenizer that lies beside the model, for data of text that names none."""
+        tokenizer = self.tokenizer if "tokenizer" in self.fields["data"] else None
+        return {"tokenizer": tokenizer} if tokenizer else {}
+
+    @property
+    def tokenizer(self) -> str | None:
+        """Return the tokenizer that the data names, or else the file beside the model, if there is one."""
+        named, model = self.fields["data"].get("tokenizer"), self.fields["model"]
+        if named is None and model not in self.fields["models"]:
+            named = tokenizer_beside(model)
+        return None if named is None else str(named)
 
     @functools.cached_property
     def _noted(self) -> tuple[Columns | None, list[str] | None]:
@@ -193,6 +209,7 @@ class Recipe:
                     "reads no file"
                 )
             learnt = {"labels": self.data.labels, "columns": self.data.columns} if self._reads_table else {}
+            learnt |= self._beside_model
             validation = self._build("data", path=validation, **learnt)
         elif validation is not None and not isinstance(validation, int | float):
             raise GraphoptError(
@@ -321,10 +338,15 @@ class Recipe:
             LABELS.write(program[0], json.dumps(list(self.data.labels)))
         return program
 
-    @staticmethod
-    def inference(executor: Executor) -> onnx.ModelProto | ir.Model:
-        """Return the trained model, which takes the columns of a table if the data had some."""
-        trained, columns = executor.trained(), Columns.of(executor.model)
+    def inference(self, executor: Executor) -> onnx.ModelProto | ir.Model:
+        """Return the trained model, with the columns of a table if the data had some, and with a decoder's caches."""
+        columns = Columns.of(executor.model)
+        if Caches.is_on(executor.model):
+            try:
+                return executor.trained(into=Path(self.fields["model"]))
+            except GraphoptError as error:  # of a weight that has another form in the file
+                warnings.warn(f"the trained model has no cache: {error}", stacklevel=2)
+        trained = executor.trained()
         if columns is None:
             return trained
         specs = map(TargetSpec.read, with_role(executor.model, Role.TARGET))

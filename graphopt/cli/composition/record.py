@@ -26,7 +26,18 @@ HYDRA = ".hydra"
 COMPOSED, OPTIONS, OVERRIDES = "config.yaml", "hydra.yaml", "overrides.yaml"
 SIGNATURE = "signature.json"  # of the three files, by a key in the user's cache, and the folders of recipes
 # What a run has from its command line alone: another run does not take it from the record.
-NOT_TAKEN = ("folder", "hydra", "launcher", "predictions", "quiet", "resume", "rows", "run", "trust")
+NOT_TAKEN = (
+    "folder",
+    "hydra",
+    "launcher",
+    "predictions",
+    "prompt",
+    "quiet",
+    "resume",
+    "rows",
+    "run",
+    "trust",
+)
 _KEY, _ROOM = "key", "runs"
 
 

@@ -19,6 +19,7 @@ from graphopt.cli.run_folder import OWN_FILES
 from graphopt.data.files import EXPANSION, check_ending
 from graphopt.data.tables import check_description
 from graphopt.errors import GraphoptError, unknown
+from graphopt.generation.sampling import GenerateOptions
 from graphopt.graph.limits import Limits
 from graphopt.hosts.export import export_hosts
 from graphopt.training import callbacks
@@ -53,10 +54,11 @@ NAMED: dict[str, Sequence[str]] = {  # the names that recipes may use, by path; 
 }
 
 OF_COMMAND = ("log_steps", "checkpoint")  # fields of `fit` that are no arguments of the function
-PARTS = ("data", "executor", "fit", "hosts", "limits", "models", "pipeline")
+PARTS = ("data", "executor", "fit", "generate", "hosts", "limits", "models", "pipeline")
 PLAIN: dict[str, Any] = {  # what takes the fields of the parts that name no class or function
     "fit": fit,
     "fit.checkpoint": Checkpoints,
+    "generate": GenerateOptions,
     "hosts": export_hosts,
     "limits": Limits,
 }
@@ -75,6 +77,10 @@ _ADDED: dict[str, Sequence[str]] = {  # arguments that the command adds
     "fit.checkpoint": ("folder",),
     "hosts": ("step", "folder"),
 }
+# Fields of recipes that name files to read.
+_FILES = re.compile(
+    r"model|fit\.validation|generate\.(adapter|tokenizer)|data\.(.*\.)?(path|tokenizer|chat_template)"
+)
 _ROWS = ("all", "held_out", "trained")
 _PREDICTIONS = "predictions"  # the name, without its ending, of the file that run=predict writes
 # These may name libraries to load and files to write.
@@ -144,6 +150,7 @@ def _plain(fields: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any, str]]:
     """Yield the fields that name no class, with the value and the expected type of each."""
     yield from ((key, fields.get(key), str, "a name") for key in ("model", "run", "predictions"))
     yield "rows", fields.get("rows"), str | None, f"{', '.join(_ROWS)} or null"
+    yield "prompt", fields.get("prompt"), str | None, "a text in quotes, or null"
     yield "quiet", fields.get("quiet"), bool, "true or false"
     yield from ((key, fields.get(key), dict, "a mapping of fields") for key in PARTS)
     yield from ((f"models.{name}", x, dict, "a mapping of fields") for name, x in fields["models"].items())
@@ -164,7 +171,7 @@ def _check_untrusted(models: Iterable[str], leaves: Mapping[str, Any], command_l
             raise GraphoptError("resume: expected a path on the command line alone, found it in a recipe")
         if field == "predictions" and os.path.splitext(value)[0] != _PREDICTIONS:
             raise _elsewhere(field, f"{_PREDICTIONS} with .npz, .csv or .parquet", value)
-        is_file = field in ("model", "fit.validation") or re.fullmatch(r"data\.(.*\.)?path", field)
+        is_file = _FILES.fullmatch(field)
         if is_file and value != MISSING and (field != "model" or value not in models):
             for path in map(os.path.realpath, (value, *_beneath(value))):
                 if not any(os.path.commonpath((path, folder)) == folder for folder in folders):

@@ -45,7 +45,7 @@ def arranged(
 
 def marks(arrays: Mapping[str, Array], *, completion_only: bool, packed: bool) -> list[tuple[str, ...]]:
     """Return the names of arrays of which a graph reads one of each group, or a loss counts what it should not."""
-    groups = [(SEGMENTS,)] if packed else []
+    groups: list[tuple[str, ...]] = [(SEGMENTS,)] if packed else []
     if not np.asarray(arrays[COMPLETION]).all():
         groups.append((TARGET, LABELS, COMPLETION, *(() if completion_only else (SEGMENTS, ATTENTION))))
     return groups

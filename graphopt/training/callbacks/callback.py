@@ -13,6 +13,7 @@ import numpy as np
 from graphopt.arguments import Checked, check_function
 from graphopt.errors import GraphoptError, kind_of, nearest
 from graphopt.graph.roles import Role, with_role
+from graphopt.graph.state import averages
 from graphopt.intervals import check_intervals, check_types
 from graphopt.runtime.executor import Executor
 from graphopt.runtime.tensors import Tensor
@@ -23,8 +24,10 @@ Record = dict[str, Any]
 
 
 def copied_weights(executor: Executor) -> dict[str, np.ndarray]:
-    """Return copies of the parameters and statistics of an executor, without what belongs to its optimizer."""
-    names = {value.name for value in with_role(executor.model, Role.PARAMETER, Role.STATISTIC)}
+    """Return copies of the parameters, their averages and statistics, without what belongs to the optimizer."""
+    model = executor.model
+    weights = [*with_role(model, Role.PARAMETER, Role.STATISTIC), *averages(model)]
+    names = {value.name for value in weights}
     return {name: array for name, array in executor.state.items() if name in names}
 
 
@@ -66,6 +69,7 @@ class Run:
         restored: the record of the epoch whose weights a callback has restored at the end, or None.
         held_out_rows: the numbers of the held-out rows in the data; None if other data or no rows are held out.
         names: the names of the features, if the data has them.
+        row_tokens: the mean number of tokens of a row of text; None for other data.
         notes: lines that callbacks have for the person who watches; `ProgressBar` prints and removes them.
     """
 
@@ -87,6 +91,7 @@ class Run:
     restored: Record | None = None
     held_out_rows: Sequence[int] | np.ndarray | None = None
     names: Sequence[str] | None = None
+    row_tokens: float | None = None
     notes: list[str] = field(default_factory=list)
 
     @property

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from graphopt.errors import GraphoptError
-from graphopt.graph.state import LEARNING_RATE
+from graphopt.graph.state import LEARNING_RATE, averages
 from graphopt.inspection.words import label_of
 from graphopt.intervals import within
 from graphopt.runtime.executor import NonFiniteLoss
@@ -221,7 +221,8 @@ class WeightAverage(Callback):
     After each step, average = decay * average + (1 - decay) * parameter, from the parameters after the first step on
     (Polyak and Juditsky, Acceleration of Stochastic Approximation by Averaging, 1992; Kingma and Ba, Adam, 2015,
     section 7.2; PyTorch's `get_ema_multi_avg_fn`). Training goes on with the parameters themselves. Other state, such
-    as running means, is not averaged. The average of 16-bit parameters is in float32.
+    as running means, is not averaged. The average of 16-bit parameters is in float32. `passes.EMA` keeps the average
+    in the training graph instead, where hosts in other languages have it, too.
 
     Args:
         decay: the weight of the previous average.
@@ -239,6 +240,11 @@ class WeightAverage(Callback):
         self._own: dict[str, np.ndarray] = {}  # the parameters, while the executor has the average
 
     def on_fit_begin(self, run: Run) -> None:
+        if averages(run.executor.model):
+            raise GraphoptError(
+                "WeightAverage: expected a training graph without averages, found some: leave this callback out, or "
+                "the graph's average"
+            )
         run.averaged = self._average or None
 
     def on_step_end(self, run: Run, record: Record) -> None:

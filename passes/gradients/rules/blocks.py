@@ -10,13 +10,20 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from graphopt.graph.emitter import Emitter, Input
-from graphopt.graph.metadata import BLOCK_LOGITS, TokenBlocks
+from graphopt.graph.metadata import BLOCK_LOGITS, IN_BLOCKS, TokenBlocks
 from graphopt.graph.operators import SHAPE_READERS
 from graphopt.graph.traversal import ancestors
-from graphopt.graph.values import dims_of, is_floating, like, wide_type
+from graphopt.graph.values import is_floating, like, wide_type
 from passes.gradients.registry import Active, Gradients, rule
 from passes.gradients.rules.control_flow import copied_body, emit_scan, finish, scan
 from passes.gradients.walk import backward, zeros
+
+
+def in_blocks(y: ir.Value) -> ir.Node:
+    """Keep the work of the Scan that computes `y` in its loop, and return the Scan."""
+    node = IN_BLOCKS.mark(y).producer()
+    assert node is not None
+    return node
 
 
 def token_losses(op: Emitter, logits: ir.Value, label: ir.Value, smoothing: float) -> ir.Value:
@@ -72,6 +79,7 @@ def scan_or_blocks(
     models = [*outer, node.outputs[0], *(inputs[i] for i in wanted)]
     starts = [zeros(op, x) for x in outer]
     results = emit_scan(op, body, starts, sequences, models, [(0, 0)] * (1 + len(wanted)))
+    in_blocks(results[-1])
     _read_shapes_elsewhere(op, node, dy)
     if node not in ancestors([dy]):  # otherwise, the weights depend on the losses
         ir.convenience.replace_all_uses_with(node.outputs[0], results[len(outer)])

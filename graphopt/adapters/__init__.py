@@ -1,0 +1,1 @@
+"""Read and write adapters in the formats of other libraries."""

@@ -1,0 +1,255 @@
+"""Turn the adapters of a graph into those of modules, as peft has them, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import onnx_ir as ir
+
+from graphopt.adapters.combined import Trained, outputs_of, weight_of
+from graphopt.adapters.naming import Names, modules_of, sizes_of
+from graphopt.adapters.peft import Module
+from graphopt.errors import GraphoptError
+from graphopt.graph.merging import adapted
+from graphopt.graph.metadata import Adapted, Origin, original_name
+from graphopt.graph.operators import VIEWS
+from graphopt.graph.roles import STATE, Role, role_of
+from graphopt.graph.state import initial
+from graphopt.graph.values import constant_of, is_floating, name_of
+
+_BUILDERS = (
+    ".MatMul.weight"  # in files of onnxruntime-genai's builder, which has weights of Linear as [in, out]
+)
+_ATTENTION = ".in_proj_weight"  # of PyTorch's MultiheadAttention, in which peft adapts two weights
+_FOLLOWED = ("Add", "Cast", "Identity", "MatMul", "Reshape")
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Hold what an adapter changes of a module: the rows of B, which begin at `first` of the module's outputs."""
+
+    module: Module
+    first: int
+    outputs: int
+
+
+def modules(model: ir.Model, adapters: Sequence[Trained], names: Names = None) -> list[Module]:
+    """Return the adapters of a training graph as those of modules.
+
+    Args:
+        model: the training graph.
+        adapters: its adapters.
+        names: see `graphopt.adapters.naming.modules_of`.
+
+    Raises:
+        GraphoptError: peft has no adapter for such a weight, or the parts of a packed weight are unknown.
+    """
+    found: dict[str, list[_Part]] = {}
+    for adapter in adapters:
+        for part in _parts(model, adapter, names):
+            found.setdefault(part.module.path, []).append(part)
+    attentions = {x.note.name.removesuffix(_ATTENTION) for x in adapters if x.note.name.endswith(_ATTENTION)}
+    return [_of_attention(_whole(parts), attentions) for parts in found.values()]
+
+
+def _parts(model: ir.Model, adapter: Trained, names: Names) -> Iterator[_Part]:
+    """Yield the modules of one adapter: several if the weight is packed."""
+    note, weight = adapter.note, weight_of(model, adapter.note)
+    _check_convolution(weight, note, is_dora=adapter.magnitude is not None)
+    if note.kind in ("recurrence", "transposed convolution") or (
+        note.kind == "product" and adapter.a.ndim > 2
+    ):
+        raise GraphoptError(
+            f"weight {note.weight!r}: expected that of a Linear, Conv, Embedding or Conv1D, which peft adapts, "
+            f"found that of a {note.kind}: save it by form='onnxruntime', or merge it, by executor.trained()"
+        )
+    a, b = _as_peft(adapter, weight)
+    outputs, parts = outputs_of(model, adapter), modules_of(note.name, names)
+    sizes = sizes_of(note.name, parts, outputs, widths(weight))
+    start, stop = note.columns or (0, outputs)
+    for (path, _), end, size in zip(parts, np.cumsum(sizes).tolist(), sizes, strict=True):
+        first, last = max(start, end - size), min(stop, end)
+        if first < last:
+            rows = slice(first - start, last - start)
+            magnitude = None if adapter.magnitude is None else adapter.magnitude.ravel()[rows]
+            module = Module(
+                path,
+                a,
+                b[rows],
+                note.scale,
+                magnitude,
+                is_embedding=note.kind == "embedding",
+                keeps_inputs_first=_keeps_inputs_first(note),
+                rank_stabilized=note.rank_stabilized,
+            )
+            yield _Part(module, first - end + size, size)
+
+
+def _check_convolution(weight: ir.Value, note: Adapted, *, is_dora: bool) -> None:
+    """Raise an error for a convolution for which peft computes something else."""
+    if note.kind != "convolution":
+        return
+    problem = (
+        "DoRA of groups, whose norms peft takes of other numbers" if is_dora and note.groups > 1 else None
+    )
+    for node in readers_of(weight):
+        x = node.inputs[0].producer() if node.op_type == "Conv" and node.inputs[0] is not None else None
+        if any(size > 1 for size in node.attributes.get_ints("dilations", [1])):
+            problem = "dilations, which peft's A lacks"
+        elif (
+            x is not None and x.op_type == "Pad" and x.attributes.get_string("mode", "constant") != "constant"
+        ):
+            problem = "padding by other numbers than 0, which peft's A lacks"
+    if problem:
+        raise GraphoptError(
+            f"weight {note.weight!r}: expected a convolution of which peft computes the same, found one with "
+            f"{problem}: save it by form='onnxruntime', or merge it, by executor.trained()"
+        )
+
+
+def readers_of(weight: ir.Value) -> Iterator[ir.Node]:
+    """Yield the nodes that read a weight, through others that reshape or turn it."""
+    for node in weight.consumers():
+        if node.op_type in VIEWS | {"Cast", "Transpose"}:
+            yield from readers_of(node.outputs[0])
+        else:
+            yield node
+
+
+def _keeps_inputs_first(note: Adapted) -> bool:
+    """Return whether the module of a product has its weight as [in, out]: its own weight is in the file, not turned."""
+    turns = sum(how == "transpose" for how, _ in note.moves) % 2
+    return (
+        note.kind == "product"
+        and note.name == note.weight
+        and not turns
+        and not note.name.endswith(_BUILDERS)
+    )
+
+
+def _as_peft(adapter: Trained, weight: ir.Value) -> tuple[np.ndarray, np.ndarray]:
+    """Return A and B in peft's layout."""
+    note, a, b = adapter.note, adapter.a, adapter.b
+    if note.kind != "convolution":
+        return a.T, b.T
+    window = a.shape[2:] if weight.shape is None else weight.shape.numpy()[2:]  # as the module has it
+    width = a.shape[1]
+    grouped = a.reshape(note.groups, -1, width, *window)
+    whole = np.zeros((*grouped.shape[:2], note.groups, *grouped.shape[2:]), a.dtype)
+    for group in range(note.groups):  # peft's A reads all channels
+        whole[group, :, group] = grouped[group]
+    return whole.reshape(len(a), -1, *window), b.reshape(*b.shape[:2], *[1] * len(window))
+
+
+def widths(weight: ir.Value) -> list[int] | None:
+    """Return the sizes into which a graph splits the outputs of a weight's product, or None."""
+    waiting = [weight]
+    seen: set[ir.Node] = set()
+    while waiting:
+        x = waiting.pop(0)
+        for node in x.consumers():
+            if node.op_type == "Split" and x is node.inputs[0]:
+                sizes = constant_of(node.inputs[1]) if len(node.inputs) > 1 else None
+                return None if sizes is None else sizes.tolist()
+            if node.op_type in _FOLLOWED and node not in seen and len(seen) < 16:
+                seen.add(node)
+                waiting.extend(node.outputs)
+    return None
+
+
+def _whole(parts: Sequence[_Part]) -> Module:
+    """Return the adapter of a module from those of its parts."""
+    first, outputs = parts[0].module, parts[0].outputs
+    if len(parts) == 1 and len(first.b) == outputs:
+        return first
+    rank = sum(part.module.b.shape[1] for part in parts)
+    b = np.zeros((outputs, rank, *first.b.shape[2:]), first.b.dtype)
+    magnitude = np.zeros(outputs, first.b.dtype)
+    column = covered = 0
+    for part in parts:
+        own = part.module
+        rows = slice(part.first, part.first + len(own.b))
+        b[rows, column : column + own.b.shape[1]] = own.b * (own.scale / first.scale)
+        column += own.b.shape[1]
+        if own.magnitude is not None:
+            magnitude[rows] = own.magnitude
+            covered += len(own.b)
+    if 0 < covered != outputs or (covered and len({part.first for part in parts}) < len(parts)):
+        raise GraphoptError(
+            f"module {first.path!r}: expected DoRA of all its {outputs} outputs, found that of {covered}: "
+            "adapt all parts, or train without dora"
+        )
+    a = np.concatenate([part.module.a for part in parts])
+    return replace(first, a=a, b=b, magnitude=magnitude if covered else None, rank_stabilized=False)
+
+
+def _of_attention(module: Module, attentions: set[str]) -> Module:
+    """Return the adapter of a module with the path that it has in peft's MultiheadAttention."""
+    path, _, own = module.path.rpartition(".")
+    if own == "in_proj_weight":
+        return replace(module, path=path)
+    return (
+        replace(module, path=f"{path}.base_layer.out_proj")
+        if own == "out_proj" and path in attentions
+        else module
+    )
+
+
+def saved_modules(
+    model: ir.Model, state: Mapping[str, np.ndarray], paths: Collection[str], names: Names = None
+) -> dict[str, np.ndarray]:
+    """Return the parameters of the modules that trained in full, in PyTorch's layout, by their names.
+
+    Of the modules with adapters, whose paths are given, these are the parameters that train.
+    """
+    own = {name for _, note in adapted(model) for name in note.values}
+    found: dict[str, np.ndarray] = {}
+    trained: set[str] = set()
+    for x in dict.fromkeys([*model.graph.inputs, *model.graph.initializers.values()]):
+        tensor, role = initial(x), role_of(x)
+        if (
+            original_name(x) in own
+            or not is_floating(x)
+            or role not in (None, Role.PARAMETER, Role.STATISTIC)
+        ):
+            continue
+        if name_of(x) not in state and tensor is None:
+            continue
+        array = state[name_of(x)] if role in STATE else tensor.numpy()  # type: ignore[union-attr]
+        name = parameter_of(x, names)
+        turned = array.ndim == 2 and (
+            name_of_parameter(x) != original_name(x) or original_name(x).endswith(_BUILDERS)
+        )
+        found[name] = array.T if turned else array
+        if role is Role.PARAMETER:
+            trained.add(name)
+    whole = {name.rpartition(".")[0] for name in trained} - {*paths}
+    saved = {name: x for name, x in found.items() if name in trained or name.rpartition(".")[0] in whole}
+    counted = {
+        name.replace("running_mean", "num_batches_tracked")
+        for name in saved
+        if name.endswith(".running_mean")
+    }
+    return saved | {name: np.array(0) for name in counted}
+
+
+def is_turned(x: ir.Value, array: np.ndarray) -> bool:
+    """Return whether a file has the matrix of a module transposed: exporters that fold weights of Linear do so."""
+    own = original_name(x)
+    return array.ndim == 2 and (name_of_parameter(x) != own or own.endswith(_BUILDERS))
+
+
+def name_of_parameter(x: ir.Value) -> str:
+    """Return the name of the parameter that an initializer is, or from which the exporter made it."""
+    origin = Origin.read(x)
+    return origin.sources[0] if origin and len(origin.sources) == 1 else original_name(x)
+
+
+def parameter_of(x: ir.Value, names: Names = None) -> str:
+    """Return the name of an initializer's parameter in PyTorch: that of its module, and its own."""
+    name = name_of_parameter(x)
+    stem, _, own = name.rpartition(".")
+    (path, _), *others = modules_of(f"{stem.removesuffix('.Add')}.weight", names)
+    return name if others or not stem else f"{path}.{own}"

@@ -1,0 +1,295 @@
+"""Write and read folders of the library peft: adapter_config.json and adapter_model.safetensors.
+
+Source: https://huggingface.co/docs/peft/developer_guides/checkpoint, and peft 0.21 itself. peft loads a folder with
+wrong names without an error and then computes the base model, so everything is checked here.
+"""
+
+from __future__ import annotations
+
+import collections
+import json
+import math
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import safetensors
+import safetensors.numpy
+
+from graphopt.errors import GraphoptError, kind_of, line
+
+_N = TypeVar("_N", int, float)
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+PREFIX = "base_model.model."
+_MOST_CONFIG = 2**22  # bytes
+_MOST_WILD = 3  # repetitions in a pattern, whose time grows with a power of their number
+_PATTERN = re.compile(r"\^?(?:[\w-]|\.\*?|\\\.|\\d\+)+", re.ASCII)
+_BASE, _ATTENTION = "base_layer.", ".base_layer.out_proj"
+# What a tensor of a module is, by the end of its name.
+_A, _B, _MAGNITUDE = ".lora_A.weight", ".lora_B.weight", ".lora_magnitude_vector"
+_ROWS, _WIDTH = ".lora_embedding_A", ".lora_embedding_B"
+_PARTS = re.compile(r"(?P<path>.+)\.lora_(?P<part>A|B|embedding_A|embedding_B|magnitude_vector)(\.weight)?")
+# Fields of a config that do not change what its adapter computes.
+_HARMLESS = {
+    "auto_mapping", "base_model_name_or_path", "bias", "eva_config", "exclude_modules", "fan_in_fan_out",
+    "inference_mode", "init_lora_weights", "layers_pattern", "layers_to_transform", "loftq_config", "lora_dropout",
+    "lora_ga_config", "megatron_core", "modules_to_save", "peft_type", "peft_version", "qalora_group_size", "revision",
+    "runtime_config", "target_modules", "task_type", "use_dora", "use_rslora", "alpha_pattern", "rank_pattern",
+    "lora_alpha", "r", "ephemeral_gpu_offload", "ensure_weight_tying",
+}  # fmt: skip
+_CHANGED = {
+    "pissa",
+    "olora",
+    "corda",
+    "loftq",
+    "lora_ga",
+    "mica",
+}  # initializations that change the base model
+
+
+@dataclass(frozen=True)
+class Module:
+    """Hold the adapter of one module as peft has it: the change of its weight is `scale * b @ a`.
+
+    Args:
+        path: the module, such as `model.layers.0.self_attn.q_proj`.
+        a: `[r, in]`, of a convolution `[r, in, *kernel]`, of an embedding `[r, rows]`.
+        b: `[out, r]`, of a convolution `[out, r / groups, 1, ...]`, of an embedding `[width, r]`.
+        scale: alpha / r, or alpha / sqrt(r) if `rank_stabilized`.
+        magnitude: the norms of DoRA, `[out]`.
+        is_embedding: whether the module is an embedding.
+        keeps_inputs_first: whether the base keeps its weight as `[in, out]`, as GPT-2's Conv1D does.
+    """
+
+    path: str
+    a: np.ndarray
+    b: np.ndarray
+    scale: float = 1.0
+    magnitude: np.ndarray | None = None
+    is_embedding: bool = False
+    keeps_inputs_first: bool = False
+    rank_stabilized: bool = False
+
+    @property
+    def rank(self) -> int:
+        """Return the rank."""
+        return len(self.a)
+
+    @property
+    def alpha(self) -> float:
+        """Return the numerator of the scale."""
+        return self.scale * (math.sqrt(self.rank) if self.rank_stabilized else self.rank)
+
+
+@dataclass(frozen=True)
+class PeftAdapter:
+    """Hold what a folder has: the adapters of modules, and the parameters of modules that trained in full."""
+
+    modules: Sequence[Module]
+    saved: Mapping[str, np.ndarray] = field(default_factory=dict)
+
+
+def contents(adapter: PeftAdapter) -> dict[str, bytes]:
+    """Return the files of a folder by name.
+
+    Raises:
+        GraphoptError: the modules have something of which a folder holds one for all.
+    """
+    modules = list(adapter.modules)
+    with_magnitude = {module.magnitude is not None for module in modules}
+    if len(with_magnitude) > 1:
+        plain = next(module.path for module in modules if module.magnitude is None)
+        raise GraphoptError(
+            f"{CONFIG}: expected DoRA in all modules or in none, found {plain!r} without: save "
+            "the adapters of each kind to a folder of its own"
+        )
+    stabilized = bool(modules) and all(module.rank_stabilized for module in modules)
+    modules = [replace(module, rank_stabilized=stabilized) for module in modules]
+    arrays = {f"{PREFIX}{name}": x for module in modules for name, x in _tensors(module)}
+    if len(arrays) < sum(3 if module.magnitude is not None else 2 for module in modules):
+        twice, _ = collections.Counter(module.path for module in modules).most_common(1)[0]
+        raise GraphoptError(
+            f"{CONFIG}: expected one adapter of a module, found several of {twice!r}: give names="
+        )
+    arrays |= {f"{PREFIX}{_saved(name, modules)}": x for name, x in adapter.saved.items()}
+    config = _config(modules, adapter.saved, dora=True in with_magnitude, stabilized=stabilized)
+    contiguous = {name: np.asarray(x, order="C") for name, x in arrays.items()}
+    return {
+        CONFIG: json.dumps(config, indent=2).encode(),
+        WEIGHTS: safetensors.numpy.save(contiguous, metadata={"format": "pt"}),
+    }
+
+
+def _tensors(module: Module) -> Iterator[tuple[str, np.ndarray]]:
+    """Yield the tensors of a module with their names."""
+    yield module.path + (_ROWS if module.is_embedding else _A), module.a
+    yield module.path + (_WIDTH if module.is_embedding else _B), module.b
+    if module.magnitude is not None:
+        dims = [1, -1] + [1] * (module.a.ndim - 2) if module.a.ndim > 2 else [-1]
+        yield module.path + _MAGNITUDE, module.magnitude.reshape(dims)
+
+
+def _saved(name: str, modules: Sequence[Module]) -> str:
+    """Return the name in a folder of a parameter that trained in full; beside an adapter, it is its base's."""
+    path, _, own = name.rpartition(".")
+    return f"{path}.{_BASE}{own}" if path in {module.path for module in modules} else name
+
+
+def _config(
+    modules: Sequence[Module], saved: Mapping[str, np.ndarray], *, dora: bool, stabilized: bool
+) -> dict[str, Any]:
+    """Return the config: the most frequent rank and alpha, and the exceptions by module."""
+    ranks = {module.path: module.rank for module in modules}
+    alphas = {module.path: float(f"{module.alpha:.7g}") for module in modules}
+    rank, alpha = _most_common(ranks), _most_common(alphas)
+    others = {name.rpartition(".")[0] for name in saved} - ranks.keys()
+    return {
+        "peft_type": "LORA",
+        "task_type": None,
+        "base_model_name_or_path": None,
+        "inference_mode": True,
+        "r": rank,
+        "lora_alpha": alpha,
+        "rank_pattern": {f"^{path}": r for path, r in ranks.items() if r != rank},
+        "alpha_pattern": {f"^{path}": x for path, x in alphas.items() if x != alpha},
+        "target_modules": sorted({path.removesuffix(_ATTENTION) for path in ranks}),
+        "modules_to_save": sorted(others) or None,
+        "use_rslora": stabilized,
+        "use_dora": dora,
+        "fan_in_fan_out": any(module.keeps_inputs_first for module in modules),
+        "lora_dropout": 0.0,
+        "bias": "none" if all(name.rpartition(".")[0] in others for name in saved) else "lora_only",
+        "init_lora_weights": True,
+    }
+
+
+def _most_common(numbers: Mapping[str, _N]) -> _N:
+    return collections.Counter(numbers.values()).most_common(1)[0][0]
+
+
+def read(folder: str | os.PathLike[str]) -> PeftAdapter:
+    """Return what a folder has; its config and its tensors are checked, and it names no other file.
+
+    Raises:
+        GraphoptError: a file is missing, is malformed or too large, or the adapter is of another kind than LoRA.
+    """
+    config = _read_config(Path(folder) / CONFIG)
+    path = Path(folder) / WEIGHTS
+    parts: dict[str, dict[str, np.ndarray]] = {}
+    saved: dict[str, np.ndarray] = {}
+    for key, array in read_tensors(path).items():
+        name = key.removeprefix(PREFIX)
+        match = _PARTS.fullmatch(name)
+        if match:
+            parts.setdefault(match["path"], {})[match["part"]] = array
+        elif name == key or ".lora_" in name:
+            raise GraphoptError(
+                f"{path}: expected tensors named like {PREFIX}MODULE{_A}, found {key!r}: graphopt reads LoRA alone"
+            )
+        else:
+            saved[name.replace(f".{_BASE}", ".")] = array
+    if not parts and not saved:
+        raise GraphoptError(f"{path}: expected tensors of an adapter, found none")
+    return PeftAdapter([_module(path, name, found, config) for name, found in parts.items()], saved)
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    try:
+        if path.stat().st_size > _MOST_CONFIG:
+            raise GraphoptError(
+                f"{path}: expected at most {_MOST_CONFIG:,} bytes, found {path.stat().st_size:,}"
+            )
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise GraphoptError(f"{path}: expected a folder of peft with this file: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise GraphoptError(f"{path}: expected JSON, found another form: {line(error)}") from error
+    kind = config.get("peft_type") if isinstance(config, dict) else None
+    if kind != "LORA":
+        raise GraphoptError(
+            f"{path}: expected peft_type 'LORA', found {kind!r}: graphopt reads LoRA and DoRA alone"
+        )
+    for name, value in config.items():
+        if value and name not in _HARMLESS:
+            raise GraphoptError(
+                f"{path}: expected no {name!r}, which graphopt does not know, found {value!r}"
+            )
+    if config.get("init_lora_weights") in _CHANGED:
+        raise GraphoptError(
+            f"{path}: expected an adapter of the base model, found init_lora_weights="
+            f"{config['init_lora_weights']!r}, which changes the base: convert it with peft's save_pretrained(..., "
+            "path_initial_model_for_weight_conversion=...)"
+        )
+    for name in ("rank_pattern", "alpha_pattern"):
+        if not isinstance(config.get(name) or {}, dict):
+            raise GraphoptError(f"{path}: {name}: expected names and numbers, found {kind_of(config[name])}")
+    for name, value in [
+        ("lora_alpha", config.get("lora_alpha", 8)),
+        *(config.get("alpha_pattern") or {}).items(),
+    ]:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise GraphoptError(f"{path}: {name}: expected a finite number, found {value!r}")
+    return {**config, "file": path}
+
+
+def read_tensors(path: Path) -> dict[str, np.ndarray]:
+    """Return the tensors of a safetensors file by name."""
+    try:
+        with safetensors.safe_open(path, framework="numpy") as file:
+            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - the file is not a mapping
+    except FileNotFoundError as error:
+        pickled = path.with_suffix(".bin").exists()
+        found = (
+            f"{path.with_suffix('.bin').name}, which may run code: save it anew with peft"
+            if pickled
+            else "none"
+        )
+        raise GraphoptError(f"{path}: expected the file of an adapter, found {found}") from error
+    except (OSError, AttributeError, TypeError, ValueError, safetensors.SafetensorError) as error:
+        raise GraphoptError(f"{path}: expected tensors in safetensors form: {line(error)}") from error
+
+
+def _module(path: Path, name: str, found: Mapping[str, np.ndarray], config: Mapping[str, Any]) -> Module:
+    """Return the adapter of a module from its tensors."""
+    is_embedding = "embedding_A" in found
+    names = ("embedding_A", "embedding_B") if is_embedding else ("A", "B")
+    expected = {*names, *(("magnitude_vector",) if config.get("use_dora") else ())}
+    if found.keys() != expected:
+        raise GraphoptError(
+            f"{path}: module {name!r}: expected lora_{', lora_'.join(sorted(expected))}, found lora_"
+            f"{', lora_'.join(sorted(found))}"
+        )
+    a, b = (found[part] for part in names)
+    magnitude = found.get("magnitude_vector")
+    if (
+        a.ndim < 2
+        or a.ndim != b.ndim
+        or 0 in (*a.shape, *b.shape)
+        or len(a) % b.shape[1]
+        or any(size != 1 for size in b.shape[2:])
+        or (is_embedding and a.ndim != 2)
+        or (magnitude is not None and magnitude.size != len(b))
+        or any(x.dtype.kind not in "fV" for x in found.values())
+    ):
+        shapes = ", ".join(f"lora_{part} {x.dtype}{list(x.shape)}" for part, x in found.items())
+        raise GraphoptError(f"{path}: module {name!r}: expected matrices of one rank, found {shapes}")
+    alpha = float(_of_module(config, "alpha_pattern", name, config.get("lora_alpha", 8)))
+    stabilized = config.get("use_rslora") is True
+    scale = alpha / (math.sqrt(len(a)) if stabilized else len(a))
+    flat = None if magnitude is None else magnitude.reshape(-1)
+    return Module(name, a, b, scale, flat, is_embedding, rank_stabilized=stabilized)
+
+
+def _of_module(config: Mapping[str, Any], field: str, name: str, default: float) -> float:
+    """Return the exception of a module, or the default: the first pattern that matches the end of its name."""
+    for pattern, number in (config.get(field) or {}).items():
+        if not _PATTERN.fullmatch(pattern) or pattern.count("*") + pattern.count("+") > _MOST_WILD:
+            raise GraphoptError(f"{config['file']}: {field}: expected names of modules, found {pattern!r}")
+        if re.match(rf"(.*\.)?({pattern})$", name):
+            return number
+    return default

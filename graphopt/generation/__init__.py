@@ -1,0 +1,1 @@
+"""Continue texts by language models. This package imports `data`, `graph` and `runtime`."""

@@ -1,0 +1,276 @@
+"""Compute the logits of the next token: with a cache of keys and values, or of the whole text each time."""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from graphopt.errors import GraphoptError, line, some
+from graphopt.graph.roles import Role, role_of
+from graphopt.graph.values import dims_of, name_of, rank
+from graphopt.runtime.device import Device
+from graphopt.runtime.executor import Executor
+from graphopt.runtime.session import Session
+from graphopt.runtime.tensors import to_ort
+
+_IDS, _MASK, _POSITIONS = "input_ids", "attention_mask", "position_ids"
+_ZERO = ("token_type_ids", "segments", "labels", "completion_mask")
+_PLACES = "cache_position"
+_USES_CACHE = "use_cache_branch"  # of optimum's merged decoders
+_KNOWN = (_MASK, _POSITIONS, *_ZERO, _PLACES, _USES_CACHE)
+_LOGITS = "logits"
+_PAST = re.compile(r"past(_key_values)?")
+
+_Run = Callable[[dict[str, Any]], Mapping[str, Any]]
+
+
+class Decoder(ABC):
+    """Read a text token by token, and return the logits of what follows."""
+
+    @abstractmethod
+    def read(self, tokens: Sequence[int]) -> np.ndarray:
+        """Return the logits [classes] of the token after a text and all tokens that were read before."""
+
+    @abstractmethod
+    def clear(self) -> None:
+        """Forget the text."""
+
+
+def decoder_of(model: ir.Model | Executor, device: Device, adapter: Path | None = None) -> Decoder:
+    """Return what computes the logits of a model's file, or of the current weights of an executor.
+
+    Raises:
+        GraphoptError: the model does not take tokens, or does not return logits.
+    """
+    if isinstance(model, Executor):
+        if adapter is not None:
+            raise GraphoptError(
+                f"adapter={str(adapter)!r}: expected a model's file beside it, found an executor: leave it out"
+            )
+        return _Whole(_Inputs(x for x in model.inputs.values() if role_of(x) is Role.DATA), model.predict)
+    graph = model.graph
+    inputs = [x for x in graph.inputs if not x.is_initializer()]
+    caches = _caches(inputs, graph.outputs)
+    session = _Session(device, model, adapter)
+    feeds = _Inputs([x for x in inputs if x.name not in caches])
+    logits = _logits([y for y in graph.outputs if y.name not in caches.values()])
+    if caches:
+        pairs = [(x, caches[name_of(x)]) for x in inputs if x.name in caches]
+        return _Cached(feeds, session, name_of(logits), pairs)
+    return _Whole(feeds, session, name_of(logits))
+
+
+class _Session:
+    """Run a model with an adapter; binding would ignore it."""
+
+    def __init__(self, device: Device, model: ir.Model, adapter: Path | None) -> None:
+        self._session, self._device = Session(device, model), device
+        self._options = device.ort.RunOptions()
+        if adapter is not None:
+            self._adapter = _adapter(device, adapter)  # the options do not keep it alive
+            self._options.add_active_adapter(self._adapter)
+
+    def __call__(self, feeds: dict[str, Any]) -> dict[str, Any]:
+        values = {
+            name: to_ort(self._device, x, x.dtype) if isinstance(x, np.ndarray) else x
+            for name, x in feeds.items()
+        }
+        names = self._session.outputs
+        try:
+            found = self._session.ort.run_with_ort_values(names, values, self._options)
+        except RuntimeError as error:
+            raise self._session.stopped(error) from error
+        except Exception as error:  # of which onnxruntime's own are direct subclasses
+            raise GraphoptError(f"onnxruntime: {line(error)}") from error
+        return dict(zip(names, found, strict=True))
+
+
+def _adapter(device: Device, path: Path) -> Any:
+    """Load an adapter's file of ONNX Runtime."""
+    if not hasattr(device.ort, "LoraAdapter"):
+        raise GraphoptError(
+            f"adapter: expected an ONNX Runtime with adapters, 1.20 or later, found {device.ort.__version__}"
+        )
+    if not path.is_file():
+        raise GraphoptError(f"{path}: expected an adapter's file, such as a.onnx_adapter, found none")
+    adapter = device.ort.LoraAdapter()
+    try:
+        adapter.Load(str(path))
+    except Exception as error:  # of which onnxruntime's own are direct subclasses
+        raise GraphoptError(f"{path}: expected an adapter of ONNX Runtime: {line(error)}") from error
+    return adapter
+
+
+class _Inputs:
+    """Make what a decoder reads beside its cache."""
+
+    def __init__(self, values: Iterable[ir.Value]) -> None:
+        self._values = {name_of(x): x for x in values}
+        self.ids = self._ids()
+        self.batch, self.length = (
+            dim if isinstance(dim, int) else None for dim in dims_of(self._values[self.ids])
+        )
+        for name, x in self._values.items():
+            if name not in (self.ids, *_KNOWN):
+                raise GraphoptError(
+                    f"input {name!r}: expected tokens, {_MASK}, {_POSITIONS} or caches of attention, found {x.dtype} "
+                    f"of shape {x.shape}, which generate does not know"
+                )
+
+    def _ids(self) -> str:
+        whole = [
+            name
+            for name, x in self._values.items()
+            if name not in _KNOWN and x.dtype is not None and x.dtype.is_integer() and rank(x) == 2
+        ]
+        found = [name for name in whole if name == _IDS] or whole
+        if len(found) != 1:
+            raise GraphoptError(
+                f"model: expected an input of tokens, whole numbers of shape [rows, length], such as {_IDS}, found "
+                f"{some([f'{name} {x.dtype} {x.shape}' for name, x in self._values.items()]) or 'none'}"
+            )
+        return found[0]
+
+    def feeds(self, tokens: Sequence[int], before: int, *, filled: int = 0) -> dict[str, np.ndarray]:
+        """Return what the inputs read of tokens, which follow `before` others; `filled` tokens fill a row up."""
+        count = len(tokens)
+        places = np.arange(before, before + count + filled)
+        made = {
+            self.ids: np.array([*tokens, *[0] * filled]),
+            _MASK: np.arange(self._width(_MASK) or before + count + filled) < before + count,
+            _POSITIONS: places,
+            _PLACES: places,
+            _USES_CACHE: np.array([before > 0]),
+            **{name: np.zeros(count + filled) for name in _ZERO},
+        }
+        return {name: self._as_declared(x, made[name]) for name, x in self._values.items()}
+
+    def _width(self, name: str) -> int | None:
+        """Return the static length of an input's rows."""
+        last = dims_of(self._values[name])[-1] if name in self._values else None
+        return last if isinstance(last, int) else None
+
+    def _as_declared(self, x: ir.Value, row: np.ndarray) -> np.ndarray:
+        """Return a row in the type of an input, as often as the batch has rows."""
+        assert x.dtype is not None
+        array = row.astype(x.dtype.numpy())
+        return array if rank(x) == 1 else np.tile(array, (*[1] * (rank(x) - 2), self.batch or 1, 1))
+
+
+class _Whole(Decoder):
+    """Compute the logits of a whole text for each token; of a row of fixed length, of its last tokens."""
+
+    def __init__(self, inputs: _Inputs, run: _Run, logits: str = _LOGITS) -> None:
+        self._inputs, self._run, self._logits = inputs, run, logits
+        self.clear()
+
+    def clear(self) -> None:
+        self._tokens: list[int] = []
+
+    def read(self, tokens: Sequence[int]) -> np.ndarray:
+        self._tokens += tokens
+        length = self._inputs.length
+        seen = self._tokens if length is None else self._tokens[-length:]
+        filled = 0 if length is None else length - len(seen)
+        outputs = self._run(self._inputs.feeds(seen, 0, filled=filled))
+        name = self._logits if self._logits in outputs else next(iter(outputs))
+        return _last(outputs[name], len(seen) - 1)
+
+
+class _Cached(Decoder):
+    """Compute the logits of new tokens by the keys and values of those before."""
+
+    def __init__(
+        self, inputs: _Inputs, run: _Run, logits: str, caches: Sequence[tuple[ir.Value, str]]
+    ) -> None:
+        self._inputs, self._run, self._logits, self._caches = inputs, run, logits, caches
+        if inputs.length not in (None, 1):
+            raise GraphoptError(
+                f"input {inputs.ids!r}: expected one token or any number of them beside a cache, found "
+                f"{inputs.length} in each call: export it with a dynamic length"
+            )
+        self.clear()
+
+    def clear(self) -> None:
+        self._before = 0
+        self._past: dict[str, Any] = {name_of(x): _empty(x, self._inputs.batch) for x, _ in self._caches}
+
+    def read(self, tokens: Sequence[int]) -> np.ndarray:
+        parts = [tokens] if self._inputs.length is None else [[token] for token in tokens]
+        for part in parts:
+            outputs = self._run({**self._inputs.feeds(part, self._before), **self._past})
+            self._past = {name_of(x): outputs[present] for x, present in self._caches}
+            self._before += len(part)
+        return _last(outputs[self._logits], len(part) - 1)
+
+
+def _empty(cache: ir.Value, batch: int | None) -> np.ndarray:
+    """Return a cache before any token: no positions where their number is free, otherwise zeros."""
+    first, *others = dims_of(cache)
+    assert cache.dtype is not None
+    sizes = [x if isinstance(x, int) else 0 for x in others]
+    if len(others) == 3 and not isinstance(others[-1], int):
+        sizes[-1] = _head_size(cache)
+    return np.zeros([first if isinstance(first, int) else batch or 1, *sizes], cache.dtype.numpy())
+
+
+def _head_size(cache: ir.Value) -> int:
+    """Return the numbers of a key or value of one head, which onnxruntime-genai's builder does not declare."""
+    for node in cache.consumers():
+        heads, shared = (node.attributes.get_int(name, 0) for name in ("num_heads", "kv_num_heads"))
+        query, key = (*node.inputs, None, None)[:2]
+        width = None if query is None or query.shape is None else query.shape[-1]
+        count = heads if key is not None else heads + 2 * shared
+        if heads and isinstance(width, int):
+            return width // count
+    raise GraphoptError(
+        f"input {cache.name!r}: expected a static size of each head, found shape {cache.shape}: export it with one"
+    )
+
+
+def _caches(inputs: Sequence[ir.Value], outputs: Sequence[ir.Value]) -> dict[str, str]:
+    """Return the outputs that replace inputs of floating-point numbers for the next token, by the inputs' names."""
+    past = [x for x in inputs if x.name not in _KNOWN and x.dtype is not None and x.dtype.is_floating_point()]
+    names = [name_of(y) for y in outputs]
+    found = {name_of(x): _PAST.sub("present", name_of(x), count=1) for x in past}
+    if not set(found.values()) <= set(names):
+        others = [name for name in names if name != _LOGITS][-len(past) :]
+        found = dict(zip(found, others, strict=False))
+    by_name = {name_of(y): y for y in outputs}
+    for x in past:
+        y = by_name.get(found.get(name_of(x), ""))
+        if y is None or rank(y) != rank(x):
+            raise GraphoptError(
+                f"input {x.name!r}: expected an output that replaces it for the next token, such as "
+                f"{_PAST.sub('present', name_of(x), count=1)!r}, found {some(names)}"
+            )
+    return found
+
+
+def _logits(outputs: Sequence[ir.Value]) -> ir.Value:
+    """Return the output of logits: the one of this name, or the first one of numbers."""
+    numbers = [y for y in outputs if y.dtype is None or y.dtype.is_floating_point()]
+    named = [y for y in numbers if y.name == _LOGITS]
+    if not numbers:
+        raise GraphoptError(
+            f"model: expected an output of logits, floating-point numbers of shape [rows, length, tokens], found "
+            f"{some([name_of(y) for y in outputs]) or 'none'}"
+        )
+    return (named or numbers)[0]
+
+
+def _last(logits: Any, place: int) -> np.ndarray:
+    """Return the logits at a place of the first row, or those of the only place that a model returns."""
+    array = np.asarray(logits if isinstance(logits, np.ndarray) else logits.numpy())
+    if array.ndim not in (2, 3):
+        raise GraphoptError(
+            f"model: expected logits of shape [rows, length, tokens], found an output of shape {list(array.shape)}"
+        )
+    row = array[0]
+    return row if row.ndim == 1 else row[place if len(row) > place else -1]

@@ -1,0 +1,147 @@
+"""Continue a text, or answer in a chat, by a language model."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from graphopt.arguments import Checked, checked
+from graphopt.data.language.chats import ChatTemplate, check_messages
+from graphopt.data.language.tokenizer import Tokenizer, Vocabulary, vocabulary_of
+from graphopt.errors import GraphoptError
+from graphopt.generation.decoder import decoder_of
+from graphopt.generation.sampling import Sampling
+from graphopt.graph.loading import Source, load
+from graphopt.runtime.device import Device
+from graphopt.runtime.executor import Executor
+
+Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]] | None
+
+
+class TextGenerator(metaclass=Checked):
+    """Write what follows a text, by a language model that stays loaded.
+
+    A model reads tokens, and returns the logits of the next token at each position. If it takes the keys and values of
+    earlier tokens, such as files of onnxruntime-genai's model builder and of optimum, they are kept; otherwise, the
+    model computes the whole text for each token. A model of rows of a fixed length reads the last tokens.
+
+    Args:
+        model: a path, an onnx.ModelProto, an onnx_ir.Model, or an executor, whose current weights count.
+        tokenizer: tokenizer.json, its folder, `characters`, or a tokenizer; by default, the file beside the model.
+        adapter: a file of ONNX Runtime with the adapter of a model that has inputs for it.
+        device: where the model computes; by default, on the CPU. An executor has its own device.
+
+    Raises:
+        GraphoptError: there is no tokenizer, or the model is no language model.
+
+    >>> from graphopt import models
+    >>> model = models.transformer((8,), 100, width=8, layers=1)
+    >>> writer = graphopt.TextGenerator(model, "characters")
+    >>> len(writer.generate("The ", max_tokens=5))
+    5
+    """
+
+    def __init__(
+        self,
+        model: Source | Executor,
+        tokenizer: str | os.PathLike[str] | Vocabulary | None = None,
+        *,
+        adapter: str | os.PathLike[str] | None = None,
+        device: str | Device | None = None,
+    ) -> None:
+        near = model if isinstance(model, str | os.PathLike) else None
+        self.vocabulary = vocabulary_of(tokenizer, near)
+        chosen = device if isinstance(device, Device) else Device(device or "cpu")
+        loaded = model if isinstance(model, Executor) else load(model)
+        self._decoder = decoder_of(loaded, chosen, None if adapter is None else Path(adapter))
+
+    def generate(self, prompt: Prompt = None, **options: Any) -> str:
+        """Return what follows a prompt; `graphopt.generate` explains the arguments."""
+        return "".join(self.stream(prompt, **options))
+
+    def stream(self, prompt: Prompt = None, **options: Any) -> Iterator[str]:
+        """Yield what follows a prompt, piece by piece, as soon as each is a whole character."""
+        text = self.vocabulary.stream()
+        return filter(None, map(text, self.tokens(self.encoded(prompt), **options)))
+
+    def encoded(self, prompt: Prompt) -> list[int]:
+        """Return the tokens of a prompt."""
+        if prompt is None or (not isinstance(prompt, str) and not len(prompt)):
+            prompt = ""
+        if isinstance(prompt, str):
+            first = self.vocabulary.end if self.vocabulary.start is None else self.vocabulary.start
+            tokens = self.vocabulary.encode(prompt) or ([] if first is None else [first])
+            if not tokens:
+                raise GraphoptError(
+                    "prompt: expected a text, because the tokenizer has no token that starts one, found none"
+                )
+            return tokens
+        if all(isinstance(token, int | np.integer) for token in prompt):
+            return [int(token) for token in prompt]  # type: ignore[arg-type]
+        messages = [*prompt]
+        check_messages(messages, "prompt")
+        if not isinstance(self.vocabulary, Tokenizer):
+            raise GraphoptError(
+                "prompt: expected text for a tokenizer of characters, found messages of a chat"
+            )
+        chat = ChatTemplate(self.vocabulary).prompt(messages)
+        return next(self.vocabulary.encoded([chat], special=False))[0].tolist()
+
+    def tokens(self, prompt: Sequence[int], **options: Any) -> Iterator[int]:
+        """Yield the tokens that follow others, up to one that ends a text."""
+        chosen = Sampling(**options)
+        size = self.vocabulary.size
+        if wrong := [token for token in prompt if not 0 <= token < size]:
+            raise GraphoptError(f"prompt: expected tokens from 0 to {size - 1:,}, found {wrong[0]}")
+        if not prompt:
+            raise GraphoptError("prompt: expected a token or more, found none")
+        return self._following(prompt, chosen)
+
+    def _following(self, prompt: Sequence[int], chosen: Sampling) -> Iterator[int]:
+        random = np.random.default_rng(chosen.seed)
+        self._decoder.clear()
+        read = list(prompt)
+        for _ in range(chosen.max_tokens):
+            logits = self._decoder.read(read)
+            if not np.isfinite(logits.max()):
+                raise GraphoptError(
+                    "model: expected finite logits, found NaN or infinity: it was not trained well"
+                )
+            token = chosen.choose(logits, random)
+            if token in self.vocabulary.ends:
+                return
+            yield token
+            read = [token]
+
+
+@checked("name the options")
+def generate(
+    model: Source | Executor,
+    prompt: Prompt = None,
+    *,
+    tokenizer: str | os.PathLike[str] | Vocabulary | None = None,
+    adapter: str | os.PathLike[str] | None = None,
+    device: str | Device | None = None,
+    **options: Any,
+) -> str:
+    """Return what a language model writes after a prompt, until it ends the text or `max_tokens` are written.
+
+    Args:
+        model, tokenizer, adapter, device: as in `graphopt.TextGenerator`.
+        prompt: a text, tokens, or the messages of a chat, which the template of the tokenizer turns into text. Without
+            a prompt, the model starts a text.
+        options: `max_tokens`, 100 by default; `temperature`, 0 for the most likely token each time; `top_k`, `top_p`
+            and `seed`.
+
+    Raises:
+        GraphoptError: there is no tokenizer, the model is no language model, or an option is wrong.
+
+    >>> from graphopt import models
+    >>> model = models.transformer((8,), 100, width=8, layers=1)
+    >>> text = graphopt.generate(model, "The ", tokenizer="characters", max_tokens=5, temperature=0.8)
+    """
+    return TextGenerator(model, tokenizer, adapter=adapter, device=device).generate(prompt, **options)

@@ -1,0 +1,169 @@
+"""Write trained weights into the file that was compiled, which keeps its operators, caches and quantized weights."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+from onnx.reference import ReferenceEvaluator
+
+from graphopt.errors import GraphoptError
+from graphopt.graph.checking import messages_of
+from graphopt.graph.emitter import Emitter
+from graphopt.graph.loading import ONNX
+from graphopt.graph.merging import adapted
+from graphopt.graph.metadata import Folded, original_name
+from graphopt.graph.roles import Role, with_role
+from graphopt.graph.traversal import ancestors, extracted_between
+from graphopt.graph.values import is_floating, name_of, tensor_bytes
+
+MOST_FOLDED = 2**22  # bytes of constants in a note
+_MOST_NODES = 32  # of a fold
+_MOST_GROWTH = 4  # how many times as many elements as its inputs a step of a fold may have
+_ELEMENTWISE = ("Abs", "Add", "Div", "Exp", "Log", "Mul", "Neg", "Pow", "Reciprocal", "Relu", "Sqrt", "Sub")
+_ACTIVATIONS = ("LogSoftmax", "Sigmoid", "Softmax", "Softplus", "Tanh")
+_MOVING = ("Cast", "Concat", "Constant", "Gather", "Identity", "Reshape", "Transpose")
+_FOLDING = {("", op_type) for op_type in (*_ELEMENTWISE, *_ACTIVATIONS, *_MOVING)}
+
+
+def note_fold(model: ir.Model, value: ir.Value, computed: ir.Value) -> None:
+    """Note how an initializer of the file is computed from weights, of which its readers read the result from now on.
+
+    A fold by many numbers, such as the places of elements, has no note.
+    """
+    nodes = ancestors([computed])
+    read = dict.fromkeys(x for node in nodes for x in node.inputs if x is not None and x.is_initializer())
+    roots = [x for x in [*read, computed] if x.is_initializer() and is_floating(x)]
+    if sum(tensor_bytes(x.const_value) for x in read if x not in roots) > MOST_FOLDED:
+        return
+    if computed in roots:
+        same = ir.val(computed.name, computed.dtype, computed.shape)
+        graph = ir.Graph([same], [], nodes=[], opset_imports=dict(model.opset_imports))
+        with Emitter(part := ir.Model(graph, ir_version=model.ir_version)) as op:
+            graph.outputs.append(op.Identity(same))
+    else:
+        part = ir.Model(extracted_between(model.graph, roots, [computed]), ir_version=model.ir_version)
+    part.graph.outputs[0].name = f"{value.name}.folded"
+    folds = Folded.read(model) or Folded({})
+    Folded({**folds.parts, name_of(value): ir.to_proto(part).SerializeToString()}).write(model)
+
+
+def write_weights(
+    original: onnx.ModelProto, trained: onnx.ModelProto, model: ir.Model, *, merged: bool = True
+) -> None:
+    """Replace the weights of the file that was compiled by those of its trained inference model.
+
+    Args:
+        original: the file.
+        trained: the inference model.
+        model: the training graph.
+        merged: whether adapters are merged into the weights.
+
+    Raises:
+        GraphoptError: the file is not the one that was compiled: it lacks a weight, or a weight that does not train has
+            other numbers.
+    """
+    weights = {x.name: x for x in trained.graph.initializer}
+    notes = [note for _, note in adapted(model)]
+    changed = {original_name(x) for x in with_role(model, Role.PARAMETER, Role.STATISTIC)}
+    changed = {*changed, *(note.weight for note in notes if merged)}.difference(
+        *(note.values for note in notes)
+    )
+    places, folds = _places(original), (Folded.read(model) or Folded({})).models()
+    folds = {name: part for name, part in folds.items() if name in places}
+    sources = {x.name for part in folds.values() for x in part.graph.input}
+    for name in sorted(changed - sources - places.keys()):
+        raise GraphoptError(
+            f"into: expected the file that was compiled, with weight {name!r}, found none of this name: leave out "
+            "`into`, and the trained model has it"
+        )
+    reshaped = False
+    for name, tensors in places.items():
+        if name in folds:
+            weights[name] = onnx.numpy_helper.from_array(_computed(name, folds, weights), name)
+        if name in weights:
+            before = [*tensors[0].dims]
+            _replace(tensors, weights[name], name, name in changed or name in folds)
+            reshaped = reshaped or [*tensors[0].dims] != before
+    if reshaped:
+        _redeclare(original, trained)
+
+
+def _redeclare(original: onnx.ModelProto, trained: onnx.ModelProto) -> None:
+    """Give the file the output types of its trained model, after passes.Head has changed the number of classes."""
+    types = {y.name: y.type for y in trained.graph.output}
+    del original.graph.value_info[:]
+    for y in original.graph.output:
+        if y.name in types:
+            y.type.CopyFrom(types[y.name])
+
+
+def _replace(tensors: Sequence[onnx.TensorProto], new: onnx.TensorProto, name: str, changes: bool) -> None:
+    """Replace the tensors of a name, of which bodies may have some; raise an error if none is the training graph's."""
+    typed = [x for x in tensors if (x.data_type, len(x.dims)) == (new.data_type, len(new.dims))]
+    alike = [x for x in typed if x.dims == new.dims] or (typed if changes else [])
+    if changes and not alike:
+        found = tensors[0]
+        kinds = [f"{onnx.TensorProto.DataType.Name(x.data_type)}{[*x.dims]}" for x in (new, found)]
+        raise GraphoptError(
+            f"into: weight {name!r}: expected the file that was compiled, with {kinds[0]}, found {kinds[1]}"
+        )
+    for old in alike if changes else ():
+        own = old.name, old.doc_string
+        old.CopyFrom(new)
+        old.name, old.doc_string = own
+    numbers = None if changes or not alike else onnx.numpy_helper.to_array(new).tobytes()
+    if numbers is not None and all(onnx.numpy_helper.to_array(x).tobytes() != numbers for x in alike):
+        raise GraphoptError(
+            f"into: weight {name!r}, which does not train: expected the numbers of the file that was compiled, found "
+            "others"
+        )
+
+
+def _places(model: onnx.ModelProto) -> dict[str, list[onnx.TensorProto]]:
+    """Return the tensors of a file by the names of their values, also those in nodes and in bodies."""
+    places: dict[str, list[onnx.TensorProto]] = defaultdict(list)
+    for graph in messages_of(onnx.GraphProto, model):
+        for tensor in graph.initializer:
+            places[tensor.name].append(tensor)
+        for node in graph.node:
+            if node.op_type == "Constant" and node.domain in ONNX and node.attribute[0].HasField("t"):
+                places[node.output[0]].append(node.attribute[0].t)
+    return places
+
+
+def _computed(
+    name: str, folds: dict[str, onnx.ModelProto], weights: dict[str, onnx.TensorProto], depth: int = 0
+) -> np.ndarray:
+    """Return the numbers of an initializer of the file that is computed from weights."""
+    part = folds[name]
+    for x in [x.name for x in part.graph.input if x.name not in weights]:
+        if depth > len(folds) or x not in folds:
+            raise GraphoptError(
+                f"into: weight {name!r}: expected the weight {x!r} that it is made of, found none"
+            )
+        weights[x] = onnx.numpy_helper.from_array(_computed(x, folds, weights, depth + 1), x)
+    feeds = {x.name: onnx.numpy_helper.to_array(weights[x.name]) for x in part.graph.input}
+    _check_small(part, name, sum(array.size for array in feeds.values()))
+    (numbers,) = ReferenceEvaluator(part).run(None, feeds)
+    return np.asarray(numbers)
+
+
+def _check_small(part: onnx.ModelProto, name: str, elements: int) -> None:
+    """Raise an error if a note, which may come from a stranger, is not a small computation."""
+    inferred = onnx.shape_inference.infer_shapes(part, data_prop=True).graph
+    shapes = [x.type.tensor_type.shape.dim for x in [*inferred.value_info, *inferred.output]]
+    sizes = [
+        math.prod(dim.dim_value if dim.HasField("dim_value") else elements for dim in shape)
+        for shape in shapes
+    ]
+    nodes = part.graph.node
+    known = len(sizes) >= len(nodes) <= _MOST_NODES and {(x.domain, x.op_type) for x in nodes} <= _FOLDING
+    if not known or max(sizes, default=0) > _MOST_GROWTH * elements + MOST_FOLDED:
+        raise GraphoptError(
+            f"into: weight {name!r}: expected a small computation from other weights, found another"
+        )

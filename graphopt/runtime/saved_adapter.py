@@ -1,0 +1,86 @@
+"""Save the adapters of an executor without the model."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from pathlib import Path
+from typing import Literal
+
+from graphopt.adapters import adapter_file, peft
+from graphopt.adapters.combined import arrays_of, trained_adapters
+from graphopt.adapters.modules import modules, saved_modules
+from graphopt.adapters.naming import Names
+from graphopt.adapters.peft import PeftAdapter
+from graphopt.arguments import checked
+from graphopt.errors import GraphoptError, kind_of, unknown
+from graphopt.files import write_folder
+from graphopt.graph.metadata import original_name
+from graphopt.graph.not_a_model import check_path
+from graphopt.graph.roles import Role, with_role
+from graphopt.graph.values import name_of
+from graphopt.runtime.executor_state import ExecutorState
+
+FORMS = ("onnxruntime", "peft")
+
+
+@checked()
+def save_adapter(
+    executor: ExecutorState,
+    path: str | os.PathLike[str],
+    *,
+    form: Literal["onnxruntime", "peft"] = "onnxruntime",
+    names: Names = None,
+) -> None:
+    """Save the adapters that an executor has trained, without the model.
+
+    An adapter file of ONNX Runtime is for a model with slots, `executor.trained(into=..., adapters="slots")`. Its B has
+    the scale in it. ONNX Runtime loads it by `onnxruntime.LoraAdapter`, and onnxruntime-genai by `Adapters`. A folder
+    of peft is for the PyTorch module that was exported, and has the modules that trained in full, too.
+
+    Args:
+        executor: the executor, of a graph with `passes.LoRA`.
+        path: the file, or the folder of peft, to write.
+        form: `onnxruntime` or `peft`.
+        names: names of modules by patterns of names of weights, if the file's names do not tell the modules:
+            `{"m.*": "*"}` removes a prefix. `*` stands for any text, and the text for `*` in the name. Several names
+            are the parts of a packed weight, of which a mapping has the numbers of outputs. Names of
+            onnxruntime-genai's builder are known: `model.layers.0.attn.o_proj.MatMul.weight` is
+            `model.layers.0.self_attn.o_proj`.
+
+    Raises:
+        GraphoptError: the graph has no adapters, or the form has none for such a weight. Nothing is written.
+
+    >>> step = graphopt.compile(
+    ...     models.mlp((4,), 3, hidden=[8]),
+    ...     adapter=passes.LoRA("layers.0.*", rank=2), loss=passes.CrossEntropy(), optimizer=passes.AdamW(1e-3))
+    >>> graphopt.save_adapter(graphopt.Executor(step), "adapter", form="peft")
+    >>> sorted(os.listdir("adapter"))
+    ['adapter_config.json', 'adapter_model.safetensors']
+    """
+    if not isinstance(executor, ExecutorState):
+        raise GraphoptError(f"save_adapter: expected an executor first, found {kind_of(executor)}")
+    if form not in FORMS:
+        raise GraphoptError(f"save_adapter: {unknown('form', str(form), FORMS)}")
+    check_path(path, "save_adapter", "save_adapter(executor, 'a.onnx_adapter')")
+    model, state = executor.model, executor.state
+    found = trained_adapters(model, state, "save_adapter")
+    if form == "peft":
+        adapters = modules(model, found, names)
+        paths = {module.path for module in adapters}
+        adapter = PeftAdapter(adapters, saved_modules(model, state, paths, names))
+        write_folder(path, peft.contents(adapter))
+        return
+    if names is not None:
+        raise GraphoptError(
+            "save_adapter: names: expected none for an adapter file, whose names are those of slots"
+        )
+    own = {name for adapter in found for name in adapter.note.values}
+    others = [name_of(x) for x in with_role(model, Role.PARAMETER) if original_name(x) not in own]
+    if others:
+        warnings.warn(
+            f"save_adapter: the adapter file lacks {others[0]!r}{' and others' if others[1:] else ''}, which "
+            "trained in full: they are in executor.trained(into=..., adapters='slots')",
+            stacklevel=3,
+        )
+    adapter_file.write(arrays_of(model, found), Path(path))

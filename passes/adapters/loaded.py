@@ -1,0 +1,222 @@
+"""Read adapters that other libraries, or other runs, have trained, in the layout of a graph."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+
+from graphopt.adapters import adapter_file, peft
+from graphopt.adapters.combined import axes_of
+from graphopt.adapters.modules import is_turned, parameter_of, widths
+from graphopt.adapters.naming import Names, matched, modules_of, sizes_of
+from graphopt.adapters.peft import Module
+from graphopt.adapters.slots import FACTOR, A, B
+from graphopt.errors import GraphoptError, some
+from graphopt.graph.merging import as_matrix
+from graphopt.graph.metadata import ADAPTER, Kind, Origin
+from graphopt.graph.values import is_floating, name_of
+from passes.adapters.targets import Target, note_of, targets_in
+
+_STATISTICS = ("running_mean", "running_var")
+_COUNT = "num_batches_tracked"
+
+
+@dataclass(frozen=True)
+class Given:
+    """Hold what a file gives to a weight: the options of `LoRA`, and the values of each part by name."""
+
+    weight: str
+    rank: int
+    scale: float
+    rank_stabilized: bool = False
+    dora: bool = False
+    sizes: tuple[tuple[str, int], ...] = ()  # of the parts; those whose names begin with `_` have no adapter
+    arrays: Mapping[str, Sequence[np.ndarray]] = field(default_factory=dict)
+
+
+def given_by(model: ir.Model, path: str | os.PathLike[str], names: Names) -> list[Given]:
+    """Return what a folder of peft or an adapter file gives to the weights of a model.
+
+    Modules that trained in full are set in the model.
+
+    Raises:
+        GraphoptError: it is malformed, or is of another model.
+    """
+    known: dict[str, Target] = {}
+    for target in targets_in(model):
+        known.setdefault(target.name, target)
+    place = os.fspath(path)
+    return _of_folder(model, place, known, names) if Path(path).is_dir() else _of_file(place, known)
+
+
+def _of_folder(model: ir.Model, place: str, known: Mapping[str, Target], names: Names) -> list[Given]:
+    """Return what a folder of peft gives to each weight, and set the weights that trained in full."""
+    adapter = peft.read(place)
+    modules = {module.path.replace(".base_layer.", "."): module for module in adapter.modules}
+    owners = {path: name for name in known for path, _ in modules_of(name, names)}
+    owners |= {
+        name.removesuffix(".in_proj_weight"): name for name in known if name.endswith(".in_proj_weight")
+    }
+    renamed = matched(place, [*modules], owners)
+    groups: dict[str, dict[str, Module]] = {}
+    for path, owner in renamed.items():
+        groups.setdefault(owners[owner], {})[owner] = modules[path]
+    given = [_of_modules(place, known[name], several, names) for name, several in groups.items()]
+    _set_saved(model, place, adapter.saved, names)
+    return given
+
+
+def _of_modules(place: str, target: Target, modules: Mapping[str, Module], names: Names) -> Given:
+    """Return what the adapters of a weight's modules give to it."""
+    parts = modules_of(target.name, names)
+    stabilized, dora = (
+        all(x)
+        for x in zip(*((m.rank_stabilized, m.magnitude is not None) for m in modules.values()), strict=True)
+    )
+    rank = max(module.rank for module in modules.values())
+    scale = next(iter(modules.values())).scale
+    scale = scale if scale > 0 else 1.0
+    if len(parts) == 1:
+        (module,) = modules.values()
+        arrays = _in_graph(place, target, module, rank, scale)
+        return Given(name_of(target.source.weight), rank, scale, stabilized, dora, (), {"": arrays})
+    sizes = [(path, len(modules[path].b) if path in modules else size) for path, size in parts]
+    ends = sizes_of(target.name, sizes, target.outputs, widths(target.source.weight))
+    labels = [
+        path.rpartition(".")[2] if path in modules else f"_{path.rpartition('.')[2]}" for path, _ in parts
+    ]
+    values = {
+        label: _in_graph(place, target, modules[path], rank, scale, size)
+        for label, (path, _), size in zip(labels, parts, ends, strict=True)
+        if path in modules
+    }
+    return Given(
+        name_of(target.source.weight), rank, scale, False, dora, tuple(zip(labels, ends, strict=True)), values
+    )
+
+
+def _in_graph(
+    place: str, target: Target, module: Module, rank: int, scale: float, outputs: int | None = None
+) -> list[np.ndarray]:
+    """Return the values of a module's adapter in the layout of the graph, with zeros up to a rank."""
+    axis_a, axis_b, axis = axes_of(target.kind)
+    shapes = [list(shape) for shape in target.shapes(module.rank)]
+    if outputs is not None:
+        shapes[1][axis] = outputs
+    a, b = module.a, module.b
+    try:
+        if target.kind == "convolution":
+            _check_dilations(place, target, module)
+            a, b = _of_groups(a, target.groups).reshape(shapes[0]), b.reshape(shapes[1])
+        else:
+            a, b = a.T, b.T
+        fits = [*a.shape] == shapes[0] and [*b.shape] == shapes[1]
+    except GraphoptError:
+        raise
+    except ValueError:
+        fits = False
+    if not fits or module.is_embedding != (target.kind == "embedding"):
+        raise GraphoptError(
+            f"{place}: module {module.path!r}: expected an adapter of the {target.kind} by {target.name!r}, of shapes "
+            f"{shapes[0]} and {shapes[1]} in the graph, found {list(module.a.shape)} and {list(module.b.shape)}"
+        )
+    wide_a, wide_b = ([(0, 0)] * x.ndim for x in (a, b))
+    more = (rank - module.rank) // (target.groups if axis_b == 1 else 1)
+    wide_a[axis_a], wide_b[axis_b] = (0, rank - module.rank), (0, more)
+    values = [np.pad(a, wide_a), np.pad(b, wide_b) * (module.scale / scale)]
+    return values if module.magnitude is None else [*values, module.magnitude]
+
+
+def _check_dilations(place: str, target: Target, module: Module) -> None:
+    """Raise an error for an adapter of a dilated convolution, whose A peft computes without dilations."""
+    if any(size > 1 for size in target.node.attributes.get_ints("dilations", [1])):
+        raise GraphoptError(
+            f"{place}: module {module.path!r}: expected a convolution without dilations, found one with some, which "
+            "peft's A lacks, so that it cannot be merged: train without this module"
+        )
+
+
+def _of_groups(a: np.ndarray, groups: int) -> np.ndarray:
+    """Return the filters of each group of a convolution, which read the channels of the group alone."""
+    parts = a.reshape(groups, len(a) // groups, groups, -1, *a.shape[2:])
+    own = np.stack([parts[group, :, group] for group in range(groups)])
+    if np.count_nonzero(own) != np.count_nonzero(a):
+        raise GraphoptError(
+            "convolution: expected an adapter whose filters read the channels of their own group, found one of peft's, "
+            "which read all of them, so that it cannot be merged: train without this module"
+        )
+    return own
+
+
+def _of_file(place: str, known: Mapping[str, Target]) -> list[Given]:
+    """Return what an adapter file of ONNX Runtime gives to each weight."""
+    arrays = adapter_file.read(Path(place))
+    by_weight = {name_of(target.source.weight): target for target in known.values()}
+    by_weight |= known
+    stems = dict.fromkeys(name.rpartition(".")[0] for name in arrays)
+    needed = {f"{stem}.{suffix}" for stem in stems for suffix in (A, B)}
+    wrong = [stem for stem in stems if stem not in by_weight]
+    wrong += sorted(needed ^ (arrays.keys() - {f"{stem}.{FACTOR}" for stem in stems}))
+    if wrong or not stems:
+        found, own = some([*map(repr, wrong)]) or "none", some([*map(repr, known)]) or "none"
+        raise GraphoptError(
+            f"{place}: expected lora_A and lora_B for weights of the model, found {found}; the model has {own}"
+        )
+    return [
+        _of_slots(place, by_weight[stem], *(arrays.get(f"{stem}.{suffix}") for suffix in (A, B, FACTOR)))
+        for stem in stems
+    ]
+
+
+def _of_slots(
+    place: str, target: Target, a: np.ndarray | None, b: np.ndarray | None, factor: np.ndarray | None
+) -> Given:
+    """Return what the slots of a weight give to it."""
+    assert a is not None and b is not None
+    axis = axes_of(target.kind)[0]
+    rank = a.shape[axis] * (target.groups if axis == 1 else 1) if a.ndim > 1 else 0
+    shapes = target.shapes(rank) if rank else ((), ())
+    if not rank or (a.shape, b.shape) != shapes or (factor is not None and factor.size != target.outputs):
+        raise GraphoptError(
+            f"{place}: {target.name!r}: expected A and B of shapes {[*shapes[0]]} and {[*shapes[1]]}, found "
+            f"{list(a.shape)} and {list(b.shape)}"
+        )
+    weight = name_of(target.source.weight)
+    if factor is None:
+        return Given(weight, rank, 1.0, arrays={"": [a, b]})
+    if not factor.all():
+        raise GraphoptError(f"{place}: {target.name!r}: expected factors other than 0, found 0")
+    shape = [-1] + [1] * (b.ndim - 1) if "convolution" in target.kind else [-1]
+    b = b / factor.reshape(shape)
+    note = note_of(target, "LoRA", ("",))
+    matrix = as_matrix(note, target.numbers()) + as_matrix(note, a) @ as_matrix(note, b, up=True)
+    norms = np.sqrt((matrix * matrix).sum(-2)).ravel()
+    return Given(weight, rank, 1.0, dora=True, arrays={"": [a, b, factor * norms]})
+
+
+def _set_saved(model: ir.Model, place: str, saved: Mapping[str, np.ndarray], names: Names) -> None:
+    """Set the weights of modules that trained in full."""
+    numbers = {name: x for name, x in saved.items() if not name.endswith(_COUNT)}
+    known = {parameter_of(x, names): x for x in model.graph.initializers.values() if is_floating(x)}
+    for name, own in matched(place, [*numbers], {name: name for name in known}).items():
+        value, array = known[own], numbers[name]
+        set_value(value, array.T if is_turned(value, array) else array, f"{place}: {name!r}")
+        if not name.endswith(_STATISTICS):
+            ADAPTER.set(value)
+            Origin(Kind.PARAMETER, "of a module that trained in full", named=True).write(value)
+
+
+def set_value(value: ir.Value, array: np.ndarray, where: str) -> None:
+    """Set an initializer to numbers of its shape; errors begin with `where`."""
+    assert value.shape is not None and value.dtype is not None
+    shape = value.shape.numpy()
+    if array.size != np.prod(shape, dtype=int) or (array.ndim > 1 and array.shape != tuple(shape)):
+        raise GraphoptError(
+            f"{where}: expected shape {[*shape]}, that of {value.name!r}, found {list(array.shape)}"
+        )
+    value.const_value = ir.tensor(array.reshape(shape).astype(value.dtype.numpy()), name=value.name)

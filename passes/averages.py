@@ -1,0 +1,159 @@
+"""Average the parameters over the steps of a training: the pipeline's step `average`."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass, field
+from typing import final
+
+import onnx_ir as ir
+
+from graphopt.errors import GraphoptError
+from graphopt.graph import metadata, state
+from graphopt.graph.emitter import Emitter
+from graphopt.graph.metadata import InferenceForm
+from graphopt.graph.rewriting import Pass, Pattern, selects
+from graphopt.graph.roles import Role, with_role
+from graphopt.graph.state import AVERAGE
+from graphopt.graph.values import name_of, next_of, wide_type
+from graphopt.intervals import within
+
+__all__ = ["EMA", "SWA", "Average"]
+
+
+@dataclass(frozen=True)
+class Average(Pass):
+    """Add state `NAME.average` for parameters: an average over the updates. Run it after the optimizer.
+
+    This is the base class of averages. A subclass implements `share`. Until the average starts, it equals the
+    parameter. Evaluation, prediction, export and the choice of the best epoch use the averages, and training goes on
+    with the parameters themselves. Other state, such as running means, is not averaged.
+
+    Args:
+        start: the number of the update from which on parameters are averaged.
+        every: the number of updates from one averaged parameter to the next.
+        parameters: shell-style patterns of the names of the parameters to average, one or several.
+        infer: evaluate, predict and export with the averages; otherwise they are state alone.
+
+    Raises:
+        GraphoptError: the model has no optimizer, it has averages already, no parameter matches, or a number is outside
+            its interval.
+
+    >>> class Halfway(passes.Average):
+    ...     def share(self, op, count):
+    ...         return op.constant(0.5, like=count)
+    >>> steps = {"optimizer": passes.SGD(0.1), "average": Halfway()}
+    >>> step = graphopt.compile(models.linear((2,), 1), loss=passes.MeanSquaredError(), **steps)
+    >>> sorted(graphopt.Executor(step).state)[:2]
+    ['layers.0.bias', 'layers.0.bias.average']
+    """
+
+    start: int = within("[1, inf)", 1, kw_only=True)
+    every: int = within("[1, inf)", 1, kw_only=True)
+    parameters: Pattern = field(default="*", kw_only=True)
+    infer: bool = field(default=True, kw_only=True)
+
+    @abstractmethod
+    def share(self, op: Emitter, count: ir.Value) -> ir.Value:
+        """Emit the share of the parameter in the new average; `count` is how many it already contains, at least 1."""
+
+    @final
+    def rewrite(self, model: ir.Model) -> None:
+        name = type(self).__name__
+        following = {name_of(y): y for y in with_role(model, Role.NEXT)}
+        trained = [w for w in with_role(model, Role.PARAMETER) if next_of(w) in following]
+        if not trained:
+            raise GraphoptError(f"{name} needs an optimizer's update, found none: run the optimizer first")
+        if state.averages(model):
+            raise GraphoptError(f"{name}: expected a model without averages, found some: use one average")
+        if state.accumulators(model):
+            raise GraphoptError(f"{name}: expected it before Accumulate, found it after: run it first")
+        chosen = [w for w in trained if selects(self.parameters, w)]
+        if not chosen:
+            known = ", ".join(map(name_of, trained))
+            raise GraphoptError(
+                f"{name}: parameters={self.parameters!r} matches no parameter; the model trains: {known}"
+            )
+        with Emitter(model) as op:
+            wide = max((wide_type(w) for w in chosen), key=lambda dtype: dtype.itemsize)
+            share = self._share(op, op.Cast(op.Add(state.counter(model), 1), to=wide))
+            for w in chosen:
+                initial = state.initial(w)
+                assert initial is not None
+                start = initial.numpy().astype(wide_type(w).numpy())
+                average = state.declare_slot(model, w, AVERAGE, start)
+                if self.infer:
+                    _infer_with(op, w, average)
+                new = op.cast(following[next_of(w)], average.dtype)
+                moved = average + op.cast(share, average.dtype) * (new - average)
+                state.set_next(model, average, moved)
+
+    def _share(self, op: Emitter, t: ir.Value) -> ir.Value:
+        """Emit the share of the parameters after update `t` in their averages, from 0 to 1."""
+        since = t - float(self.start)
+        count = op.Floor(since / float(self.every)) if self.every > 1 else since
+        share = op.Where(
+            op.Greater(count, 0.0), self.share(op, op.Max(count, 1.0)), op.constant(1.0, like=since)
+        )
+        if self.every == 1:
+            return share
+        due = op.Or(op.Less(since, 0.0), op.Equal(count * float(self.every), since))
+        return op.Where(due, share, op.constant(0.0, like=since))
+
+
+def _infer_with(op: Emitter, w: ir.Value, average: ir.Value) -> None:
+    """Let inference read the average in place of a parameter, under the name and in the form of the parameter."""
+    notes = dict(metadata.all_of(average))
+    metadata.copy(w, average)
+    metadata.all_of(average).update(notes)
+    metadata.ORIGINAL_NAME.write(average, metadata.original_name(w))
+    uses = list(w.uses())
+    read = InferenceForm(inputs={0: name_of(average)}).write(op.Identity(w))
+    for user, index in uses:
+        user.replace_input_with(index, read)
+
+
+@dataclass(frozen=True)
+class EMA(Average):
+    """Keep an exponential moving average of the parameters: a + (1 - decay) (w - a), from the first one on.
+
+    Polyak and Juditsky 1992. PyTorch's `AveragedModel` with `get_ema_multi_avg_fn(decay)` does the same.
+
+    Args:
+        decay: the weight of the previous average.
+
+    >>> steps = {"optimizer": passes.SGD(0.1), "average": passes.EMA(0.99)}
+    >>> executor = graphopt.Executor(graphopt.compile(models.linear((1,), 1), loss=passes.MeanSquaredError(), **steps))
+    >>> zero, one = numpy.zeros((4, 1), numpy.float32), numpy.ones((4, 1), numpy.float32)
+    >>> for _ in range(3):
+    ...     report = executor.step(x=zero, target=one)
+    >>> {name: round(float(x[0]), 4) for name, x in executor.state.items() if "bias" in name}
+    {'layers.0.bias': 0.488, 'layers.0.bias.average': 0.2044}
+    >>> bool(executor.predict(x=zero)["y"][0] == executor.state["layers.0.bias.average"])
+    True
+    """
+
+    decay: float = within("[0, 1)", 0.999)
+
+    def share(self, op: Emitter, count: ir.Value) -> ir.Value:
+        return op.constant(1 - self.decay, like=count)
+
+
+@dataclass(frozen=True)
+class SWA(Average):
+    """Keep the mean of the parameters since an update (Izmailov et al. 2018), as PyTorch's `AveragedModel` does.
+
+    Average once per epoch, late in the training, at a constant or cyclic rate. Afterwards, the running statistics of
+    BatchNormalization fit the last parameters, not their mean.
+
+    >>> steps = {"optimizer": passes.SGD(0.1), "average": passes.SWA(start=2)}
+    >>> executor = graphopt.Executor(graphopt.compile(models.linear((1,), 1), loss=passes.MeanSquaredError(), **steps))
+    >>> zero, one = numpy.zeros((4, 1), numpy.float32), numpy.ones((4, 1), numpy.float32)
+    >>> for _ in range(3):
+    ...     report = executor.step(x=zero, target=one)
+    >>> {name: round(float(x[0]), 4) for name, x in executor.state.items() if "bias" in name}
+    {'layers.0.bias': 0.488, 'layers.0.bias.average': 0.424}
+    """
+
+    def share(self, op: Emitter, count: ir.Value) -> ir.Value:
+        return 1 / (count + 1.0)

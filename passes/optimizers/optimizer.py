@@ -1,0 +1,312 @@
+"""Define the base class of optimizers, which update parameters from their gradients."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Literal, final
+
+import numpy as np
+import onnx_ir as ir
+from onnx_ir import Value
+
+from graphopt.arguments import Checked
+from graphopt.errors import GraphoptError, kind_of
+from graphopt.graph import state
+from graphopt.graph.emitter import Emitter
+from graphopt.graph.metadata import InferenceForm
+from graphopt.graph.operators import MICROSOFT
+from graphopt.graph.rewriting import Pass, Pattern, selects
+from graphopt.graph.roles import Role, needs_training_runtime, with_role
+from graphopt.graph.state import LEARNING_RATE
+from graphopt.graph.traversal import ancestors
+from graphopt.graph.values import gradient_of, like, name_of, wide_type
+from graphopt.intervals import check_intervals, check_types, within
+from passes.optimizers.slots import Slot, slot
+
+__all__ = ["Group", "Optimizer"]
+
+ValueTuple = tuple[Value, ...]
+
+
+@dataclass(frozen=True)
+class Group(metaclass=Checked):
+    """Set the learning rate, the weight decay or the optimizer of the parameters whose names match `pattern`.
+
+    Args:
+        pattern: shell-style patterns of names, one or several.
+        learning_rate: the factor by which the optimizer's rate is multiplied.
+        weight_decay: the weight decay; None for the optimizer's.
+        optimizer: another optimizer for them. Its rate keeps its ratio to that of the main optimizer, which a schedule
+            changes.
+
+    >>> passes.AdamW(groups=(passes.Group("*.bias", weight_decay=0.0),)).groups[0].learning_rate
+    1.0
+    >>> passes.Muon(0.02, groups=(passes.Group("*embed*", optimizer=passes.AdamW(3e-4)),)).learning_rate
+    0.02
+    """
+
+    pattern: Pattern
+    learning_rate: float = within("[0, inf)", 1.0)
+    weight_decay: float | None = within("[0, inf)", None)
+    optimizer: Optimizer | None = None
+
+    def __post_init__(self) -> None:
+        check_intervals(self)
+        check_types(self)
+        check_optimizer(self.optimizer, "Group(optimizer)")
+
+
+@dataclass(frozen=True)
+class _Row:
+    """Hold a parameter, its gradient, the optimizer that updates it with its factor of the rate, and its slots."""
+
+    w: Value
+    gradient: Value
+    optimizer: Optimizer
+    factor: float
+    slots: Sequence[Slot]
+
+
+@dataclass(frozen=True)
+class Optimizer(Pass):
+    """Add an output `NAME.next` for every parameter that has a gradient, and the hyperparameter `learning_rate`.
+
+    This is the base class of optimizers. A subclass implements `update`, and `slots` if it has state. 16-bit
+    parameters are updated in float32, the type of their slots.
+
+    Args:
+        learning_rate: the rate of all parameters. Unless a schedule computes it, feed the input to change it.
+        weight_decay: the multiple of the parameter that is added to its gradient. AdamW, Lion and others instead
+            subtract this multiple times the rate from the parameter.
+        groups: rates, weight decays and optimizers for some parameters; the first group that matches a parameter's
+            name applies.
+        slot_bits: 8 stores slots of 4,096 or more numbers in blocks of 256 8-bit codes and a float32 scale (Dettmers
+            et al. 2022), as bitsandbytes does, in a quarter of the memory. The step computes in float32.
+        fused: use one kernel of onnxruntime-training for all parameters. Only AdamW and SGD without momentum have
+            such a kernel, for float32 and 16-bit parameters.
+
+    Raises:
+        GraphoptError: a number is outside its interval, the graph has no gradients, a group matches no parameter, or
+            the optimizer has no kernel. Rates, decays and epsilons are finite and at least 0. Moments' factors are in
+            [0, 1).
+
+    >>> class SignDescent(passes.Optimizer):
+    ...     def update(self, op, w, g, rate, t):
+    ...         return (w - rate * op.Sign(g),)
+    >>> SignDescent(learning_rate=0.01).learning_rate
+    0.01
+    """
+
+    learning_rate: float = within("[0, inf)", 1e-3)
+    weight_decay: float = within("[0, inf)", 0.0, kw_only=True)
+    groups: tuple[Group, ...] = field(default=(), kw_only=True)
+    slot_bits: Literal[8, 32] = field(default=32, kw_only=True)
+    fused: bool = field(default=False, kw_only=True)
+
+    decoupled: ClassVar[bool] = False
+    unsigned: ClassVar[tuple[str, ...]] = ()  # the slots without negative numbers
+    exact: ClassVar[tuple[str, ...]] = ()  # the slots that 8 bits are too few for
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        name = type(self).__name__
+        if self.slot_bits not in (8, 32):
+            raise GraphoptError(f"{name}(slot_bits={self.slot_bits!r}): expected 8 or 32")
+        if self.fused and self.slot_bits == 8:
+            raise GraphoptError(f"{name}: expected slot_bits=32 with fused=True, found 8: set one of them")
+
+    def slots(self) -> dict[str, float]:
+        """Return the initial value of each slot of a parameter, by the slot's name."""
+        return {}
+
+    @abstractmethod
+    def update(self, op: Emitter, w: Value, g: Value, rate: Value, t: Value, *slots: Value) -> ValueTuple:
+        """Emit the new parameter and its new slots; `t` is the number of the step, starting at 1.
+
+        What `shared` returns follows the slots.
+        """
+
+    def kernel(self, decay: float) -> tuple[str, dict[str, Any]] | None:
+        """Return the name and attributes of the fused kernel, or None.
+
+        The inputs of the kernel are the rate, the number of the step if there are slots, and the tensors.
+        """
+        return None
+
+    def of(self, w: Value) -> Optimizer:
+        """Return the optimizer that updates a parameter, by default this one."""
+        return self
+
+    def initial(self, w: Value) -> dict[str, np.ndarray]:
+        """Return the initial value of each slot of a parameter: by default, `slots` in the shape of the parameter."""
+        assert w.shape is not None
+        dims, dtype = w.shape.numpy(), wide_type(w).numpy()
+        return {name: np.full(dims, number, dtype) for name, number in self.slots().items()}
+
+    def point(self, op: Emitter, w: Value, *slots: Value) -> Value | None:
+        """Emit what the step computes with in place of a parameter, or return None; inference reads the parameter."""
+        return None
+
+    def shared(self, model: ir.Model, op: Emitter, rate: Value, t: Value) -> ValueTuple:
+        """Emit the numbers that the updates of all parameters share."""
+        return ()
+
+    def decayed(self, op: Emitter, w: Value, g: Value, rate: Value) -> tuple[Value, Value]:
+        """Emit the weight decay; return the parameter and its gradient."""
+        if not self.weight_decay:
+            return w, g
+        if self.decoupled:
+            return w * (1 - rate * self.weight_decay), g
+        return w, g + self.weight_decay * w
+
+    @final
+    def rewrite(self, model: ir.Model) -> None:
+        gradients = self.required(model, Role.GRADIENT, "run Gradient first")
+        if self.fused and self.kernel(0.0) is None:
+            raise GraphoptError(
+                f"{type(self).__name__}: fused: onnxruntime-training has no kernel for {self}, only for AdamW and for "
+                f"SGD without momentum: leave it out"
+            )
+        parameters = {gradient_of(p): p for p in with_role(model, Role.PARAMETER)}
+        for group in self.groups:
+            if not any(selects(group.pattern, parameter) for parameter in parameters.values()):
+                raise GraphoptError(
+                    f"{type(self).__name__}: groups: pattern {group.pattern!r} matches no parameter; the model trains: "
+                    f"{', '.join(map(name_of, parameters.values()))}"
+                )
+        for gradient in gradients:
+            model.graph.outputs.remove(gradient)
+        types = {wide_type(p) for p in parameters.values()}
+        rate_type = ir.DataType.DOUBLE if ir.DataType.DOUBLE in types else ir.DataType.FLOAT
+        initial = np.array(self.learning_rate, rate_type.numpy())
+        rate = state.declare(model, LEARNING_RATE, initial, Role.HYPERPARAMETER)
+        counter = state.counter(model)
+        rows = [self._row(model, parameters[name_of(gradient)], gradient) for gradient in gradients]
+        with Emitter(model) as op:
+            step = op.Add(counter, 1)
+            update = self._fused_updates if self.fused else self._updates
+            for row, (w, *slots) in update(model, op, rows, rate, step):
+                state.set_next(model, row.w, op.Identity(op.cast(w, row.w.dtype)))
+                for held, value in zip(row.slots, slots, strict=True):
+                    held.write(model, op, value)
+
+    def _row(self, model: ir.Model, w: Value, gradient: Value) -> _Row:
+        """Declare the slots of a parameter, and find out which optimizer updates it."""
+        group = next((group for group in self.groups if selects(group.pattern, w)), Group(None))
+        optimizer, factor = (group.optimizer or self).of(w), group.learning_rate
+        if optimizer.learning_rate != self.learning_rate:
+            if not self.learning_rate:
+                raise GraphoptError(
+                    f"{type(self).__name__}: learning_rate: expected one above 0, to which the rate of "
+                    f"{type(optimizer).__name__} keeps its ratio, found 0: set another rate"
+                )
+            factor *= optimizer.learning_rate / self.learning_rate
+        if group.weight_decay is not None:
+            optimizer = replace(optimizer, weight_decay=group.weight_decay)
+        slots = []
+        for name, start in optimizer.initial(w).items():
+            bits = 32 if name in optimizer.exact else optimizer.slot_bits
+            slots.append(slot(model, w, name, start, bits, signed=name not in optimizer.unsigned))
+        return _Row(w, gradient, optimizer, factor, slots)
+
+    def _updates(
+        self, model: ir.Model, op: Emitter, rows: Sequence[_Row], base: Value, step: Value
+    ) -> Iterator[tuple[_Row, ValueTuple]]:
+        """Emit the update of each parameter, from its gradient and its slots."""
+        shared: dict[str, ValueTuple] = {}  # by optimizer
+        for row in rows:
+            optimizer, slots = row.optimizer, [held.read(op) for held in row.slots]
+            read_at(op, row.w, optimizer.point(op, op.cast(row.w, wide_type(row.w)), *slots))
+            key = repr(replace(optimizer, weight_decay=0.0, groups=()))
+            if key not in shared:
+                shared[key] = optimizer.shared(model, op, base, step)
+            rate = base if row.factor == 1 else base * row.factor
+            given = (row.w, row.gradient, rate, step, *shared[key])
+            w, g, own_rate, t, *numbers = (op.cast(x, wide_type(row.w)) for x in given)
+            w, g = optimizer.decayed(op, w, g, own_rate)
+            yield row, optimizer.update(op, w, g, own_rate, t, *slots, *numbers)
+
+    def _fused_updates(
+        self, model: ir.Model, op: Emitter, rows: Sequence[_Row], base: Value, step: Value
+    ) -> Iterator[tuple[_Row, ValueTuple]]:
+        """Emit a kernel of onnxruntime-training for all parameters of each rate and weight decay."""
+        groups: dict[tuple[float, float], list[_Row]] = {}
+        for row in rows:
+            if type(row.optimizer) is not type(self):
+                raise GraphoptError(
+                    f"{type(self).__name__}: fused: expected one optimizer for all parameters, found "
+                    f"{type(row.optimizer).__name__} for {row.w.name!r}: set fused=False"
+                )
+            groups.setdefault((row.factor, row.optimizer.weight_decay), []).append(row)
+        for (factor, decay), alike in groups.items():
+            kernel = self.kernel(decay)
+            assert kernel is not None
+            inputs = []
+            for row in alike:
+                w, g = (op.cast(x, wide_type(row.w)) for x in (row.w, row.gradient))
+                g = g if self.decoupled or not decay else g + decay * w
+                inputs.append((w, g, *(held.read(op) for held in row.slots)))
+            columns = list(zip(*inputs, strict=True))
+            updated = [columns[0], *columns[2:]]  # all but the gradients
+            scalars = (base if factor == 1 else base * factor, step)[: len(updated)]
+            results = call_kernel(op, model, kernel[0], scalars, columns, updated, **kernel[1])
+            yield from zip(alike, zip(*results, strict=True), strict=True)
+
+
+def check_optimizer(optimizer: Any, where: str) -> None:
+    """Raise an error unless an option is an optimizer or None."""
+    if optimizer is not None and not isinstance(optimizer, Optimizer):
+        raise GraphoptError(
+            f"{where}: expected an optimizer such as passes.AdamW(), found {kind_of(optimizer)}"
+        )
+
+
+def read_at(op: Emitter, w: Value, point: Value | None) -> None:
+    """Let all readers of a parameter so far read `point` in its place in training, but not in inference."""
+    if point is None:
+        return
+    made = ancestors([point])
+    uses = [(user, index) for user, index in w.uses() if user not in made]
+    read = op.cast(point, w.dtype)
+    for x in (point, read):
+        InferenceForm(same_as=0).write(x)
+    for user, index in uses:
+        user.replace_input_with(index, read)
+
+
+def call_kernel(
+    op: Emitter,
+    model: ir.Model,
+    op_type: str,
+    scalars: Sequence[Value],
+    columns: Sequence[Sequence[Value]],
+    updated: Sequence[Sequence[Value]],
+    **attributes: Any,
+) -> list[list[Value]]:
+    """Emit a kernel of onnxruntime-training that updates all tensors of a step at once; return those of its outputs.
+
+    It updates in place. SequenceConstruct copies its inputs, so that the buffers of the state do not change.
+
+    Args:
+        scalars: the first inputs. The first output of a kernel that has any is a flag that it has run.
+        columns: the tensors of the other inputs, each of which is a sequence of float32 tensors.
+        updated: the columns that the kernel updates and returns.
+    """
+    for x in (x for column in columns for x in column):
+        if x.dtype != ir.DataType.FLOAT:
+            raise GraphoptError(
+                f"fused: {op_type} of onnxruntime-training expects float32, found {x.name!r} of {x.dtype}: set "
+                f"fused=False"
+            )
+    needs_training_runtime(model)
+    sequences = [op.SequenceConstruct(*column) for column in columns]
+    count = bool(scalars) + len(updated)
+    node = ir.node(op_type, [*scalars, *sequences], attributes, domain=MICROSOFT, num_outputs=count)
+    model.graph.append(node)
+    results = []
+    for sequence, column in zip(node.outputs[-len(updated) :], updated, strict=True):
+        sequence.type = ir.SequenceType(ir.TensorType(ir.DataType.FLOAT))
+        results.append([like(op.SequenceAt(sequence, i), x) for i, x in enumerate(column)])
+    return results

@@ -1,0 +1,166 @@
+"""Averages of parameters in the graph, against PyTorch's AveragedModel."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from builders import mlp, model, run
+from test_optimizers import T, X, torch_loss, torch_mlp
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+import graphopt
+import passes
+from graphopt.errors import GraphoptError
+
+FEEDS = {"x": X.astype(np.float32), "target": T.astype(np.float32)}
+STEPS = {"loss": passes.MeanSquaredError(), "optimizer": passes.SGD(0.1, momentum=0.9)}
+AVERAGES = {
+    "EMA": (passes.EMA(0.9), 1, 1, get_ema_multi_avg_fn(0.9)),
+    "late EMA": (passes.EMA(0.8, start=11, every=3), 11, 3, get_ema_multi_avg_fn(0.8)),
+    "SWA": (passes.SWA(), 1, 1, None),
+    "late SWA": (passes.SWA(start=40, every=10), 40, 10, None),
+}
+
+
+@pytest.mark.parametrize("name", AVERAGES)
+@pytest.mark.slow
+def test_a_hundred_averages_are_pytorchs(name: str) -> None:
+    average, start, every, function = AVERAGES[name]
+    proto = mlp(dtype=np.float64)
+    step = graphopt.compile(proto, average=average, **STEPS)
+    weights = {name.replace(".", "_"): torch.nn.Parameter(w.detach()) for name, w in torch_mlp(proto).items()}
+    module = torch.nn.ParameterDict(weights)
+    averaged = AveragedModel(module, multi_avg_fn=function)
+    reference = torch.optim.SGD(module.parameters(), 0.1, 0.9)
+    for t, outputs in enumerate(run(step, 100, {"x": X, "target": T}), 1):
+        reference.zero_grad()
+        torch_loss({name.replace("_", "."): w for name, w in module.items()}).backward()
+        reference.step()
+        if t >= start and (t - start) % every == 0:
+            averaged.update_parameters(module)
+        wanted = averaged.module if t >= start else module
+        for key, w in wanted.items():
+            found = outputs[f"{key.replace('_', '.')}.average.next"]
+            np.testing.assert_allclose(found, w.detach().numpy(), rtol=1e-6, atol=1e-9)
+
+
+def trained(**options: Any) -> graphopt.Executor:
+    executor = graphopt.Executor(graphopt.compile(mlp(), **STEPS, **options), threads=1)
+    for _ in range(10):
+        executor.step(FEEDS)
+    return executor
+
+
+def weights(proto: onnx.ModelProto) -> dict[str, np.ndarray]:
+    return {x.name: onnx.numpy_helper.to_array(x) for x in proto.graph.initializer}
+
+
+def test_inference_has_the_averages_and_training_the_parameters(tmp_path: Any) -> None:
+    executor, plain = trained(average=passes.EMA(0.9)), trained()
+    for name, array in plain.parameters.items():
+        np.testing.assert_array_equal(executor.parameters[name], array)
+    averages = {name: executor.state[f"{name}.average"] for name in plain.parameters}
+    assert all(np.abs(averages[name] - array).max() > 1e-3 for name, array in plain.parameters.items())
+    found = weights(executor.trained())
+    assert found.keys() == weights(mlp()).keys()
+    assert all(np.array_equal(found[name], array) for name, array in averages.items())
+    y = graphopt.run(executor.trained(), {"x": FEEDS["x"]})["y"]
+    np.testing.assert_array_equal(executor.predict(x=FEEDS["x"])["y"], y)
+    assert executor.evaluate(FEEDS)["loss"] == pytest.approx(np.square(y - T).mean(), rel=1e-5)
+    plain.update_state(averages)
+    np.testing.assert_array_equal(plain.predict(x=FEEDS["x"])["y"], y)
+    graphopt.save(executor.model, tmp_path / "step.onnx")
+    executor.save(tmp_path / "state")
+    again = graphopt.Executor(graphopt.compile(mlp(), average=passes.EMA(0.9), **STEPS))
+    again.load(tmp_path / "state")
+    np.testing.assert_array_equal(again.predict(x=FEEDS["x"])["y"], y)
+
+
+def test_averages_may_be_state_alone_and_of_some_parameters() -> None:
+    average = passes.EMA(0.9, parameters="*.weight", infer=False)
+    executor = trained(average=average)
+    assert {n for n in executor.state if "average" in n} == {"fc0.weight.average", "fc1.weight.average"}
+    assert all(np.array_equal(x, executor.parameters[n]) for n, x in weights(executor.trained()).items())
+
+
+def test_weights_of_16_bits_have_averages_of_32_and_are_exported_in_16() -> None:
+    steps = {"loss": passes.MeanSquaredError(), "optimizer": passes.AdamW(0.01), "average": passes.EMA(0.9)}
+    executor = graphopt.Executor(graphopt.compile(mlp(dtype=np.float16), **steps), threads=1)
+    for _ in range(5):
+        executor.step(x=X.astype(np.float16), target=T.astype(np.float16))
+    for name, array in weights(executor.trained()).items():
+        average = executor.state[f"{name}.average"]
+        assert (average.dtype, array.dtype) == (np.float32, np.float16)
+        np.testing.assert_array_equal(array, average.astype(np.float16))
+
+
+def test_weights_in_a_body_and_in_dropout_s_inference_form_are_averaged() -> None:
+    network = model(
+        """g (float[N,4] x) => (float[N,3] y) {
+            h = MatMul(x, w)  d = Dropout(h)  n = ReduceMax<keepdims=0>(x)  zero = Constant<value_float=0.0>()
+            positive = Greater(n, zero)
+            y = If(positive) <then_branch = a () => (float[N,3] p) { p = Add(d, b) },
+                             else_branch = c () => (float[N,3] q) { q = Sub(d, b) }> }""",
+        w=np.random.default_rng(0).standard_normal((4, 3)),
+        b=np.ones(3),
+    )
+    steps = {**STEPS, "average": passes.EMA(0.5), "training": passes.TrainingMode()}
+    executor = graphopt.Executor(graphopt.compile(network, **steps))
+    for _ in range(3):
+        executor.step(FEEDS)
+    found = weights(executor.trained())
+    assert all(np.array_equal(found[name], executor.state[f"{name}.average"]) for name in ("w", "b"))
+    y = graphopt.run(executor.trained(), {"x": FEEDS["x"]})["y"]
+    np.testing.assert_allclose(y, FEEDS["x"] @ found["w"] + found["b"], atol=1e-5)
+
+
+def test_the_best_epoch_s_averages_are_restored() -> None:
+    """Weights that validation has measured are the averages."""
+    executor = graphopt.Executor(graphopt.compile(mlp(), average=passes.EMA(0.9), **STEPS), threads=1)
+    stop = graphopt.callbacks.EarlyStopping(patience=2)
+    arrays = {"x": np.tile(FEEDS["x"], (4, 1)), "target": np.tile(FEEDS["target"], (4, 1))}
+    arrays["target"][48:] *= -0.5  # so that validation soon grows worse
+    options = {
+        "epochs": 12,
+        "batch_size": 16,
+        "shuffle": False,
+        "validation": {k: x[-16:] for k, x in arrays.items()},
+    }
+    train = {name: x[:48] for name, x in arrays.items()}
+    records = graphopt.fit(executor, train, callbacks=[stop], **options)
+    best = min(records, key=lambda record: record["validation_loss"])
+    assert best is not records[-1]
+    assert stop.record is not None
+    assert stop.record["epoch"] == best["epoch"]
+    rest = {name: x[-16:] for name, x in arrays.items()}
+    assert executor.evaluate(rest)["loss"] == pytest.approx(best["validation_loss"], rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("steps", "message"),
+    [
+        ({"optimizer": None, "average": passes.EMA()}, "^EMA needs an optimizer's update, found none"),
+        ({"average": [passes.EMA(), passes.SWA()]}, "^SWA: expected a model without averages, found some"),
+        (
+            {"average": passes.SWA(parameters="nothing")},
+            r"^SWA: parameters='nothing' matches no parameter; the model trains: fc0.bias",
+        ),
+        (
+            {"average": passes.Accumulate(2), "accumulate": passes.EMA()},
+            "^EMA: expected it before Accumulate",
+        ),
+    ],
+)
+def test_mistakes_are_told_in_a_line(steps: dict[str, Any], message: str) -> None:
+    with pytest.raises(GraphoptError, match=message):
+        graphopt.compile(mlp(), **{**STEPS, **steps})
+
+
+def test_a_callback_that_averages_too_is_refused() -> None:
+    executor = graphopt.Executor(graphopt.compile(mlp(), average=passes.EMA(), **STEPS))
+    with pytest.raises(GraphoptError, match=r"^WeightAverage: expected a training graph without averages"):
+        graphopt.fit(executor, FEEDS, callbacks=[graphopt.callbacks.WeightAverage()], epochs=1)
