@@ -448,7 +448,7 @@ MEMORY = """
 import sys, numpy as np, graphopt
 def kilobytes(): return int(next(line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM")))
 executor = graphopt.Executor(sys.argv[1], threads=1, native=False, verify=False)
-x = np.ones((4, 1024), np.float32)
+x = np.ones((4, 2048), np.float32)
 executor.step(x=x, target=x)
 open("/proc/self/clear_refs", "w").write("5")  # forget the peak of reading the file
 executor.step(x=x, target=x)
@@ -461,7 +461,7 @@ print(kilobytes())
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="/proc has the peak")
 def test_a_layer_of_4_bits_takes_less_than_a_third_of_floats(tmp_path):
     """By the slope of the peak memory of a step over the number of layers."""
-    peaks, width, layers = [], 1024, (8, 40)
+    peaks, width, layers = [], 2048, (3, 11)
     for count in layers:
         weights, lines, last = {}, [], "x"
         for i in range(count):
