@@ -25,7 +25,10 @@ from graphopt.moments import Moments
 Wanted = str | Mapping[str, Any] | Callable[[np.ndarray, np.ndarray], float]
 
 AVERAGES = ("macro", "micro", "weighted", "binary")
-TAKEN = ("epoch", "step", "rows", "loss", "validation_loss", "learning_rate", "seconds", "samples_per_second")
+TAKEN = (
+    *("epoch", "step", "rows", "loss", "validation_loss", "learning_rate", "seconds"),
+    *("samples_per_second", "tokens_per_second"),
+)
 
 
 @dataclass(frozen=True)

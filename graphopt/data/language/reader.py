@@ -9,7 +9,7 @@ import numpy as np
 from graphopt.arguments import checked
 from graphopt.data.dataset import TARGET, Dataset
 from graphopt.data.language.documents import read_sequences, reference
-from graphopt.data.language.rows import TOKENS, arranged, marks
+from graphopt.data.language.rows import ATTENTION, TOKENS, arranged, marks
 from graphopt.data.language.tokenizer import Characters, Tokenizer, Vocabulary, read_text, vocabulary_of
 from graphopt.errors import GraphoptError
 
@@ -75,7 +75,15 @@ def text(
     arrays = arranged(sequences, context, source, packed=packed, pad=pad)
     needed = marks(arrays, completion_only=completion_only, packed=packed)
     spare = [name for name in arrays if name != TOKENS]
-    return Dataset(arrays, features=TOKENS, classes=vocabulary.size, source=source, spare=spare, marks=needed)
+    return Dataset(
+        arrays,
+        features=TOKENS,
+        classes=vocabulary.size,
+        source=source,
+        spare=spare,
+        marks=needed,
+        tokens=int(np.count_nonzero(np.asarray(arrays[ATTENTION]))),
+    )
 
 
 def _of_characters(path: str | None, vocabulary: Vocabulary, context: int, most: int | None) -> Dataset:
@@ -85,4 +93,5 @@ def _of_characters(path: str | None, vocabulary: Vocabulary, context: int, most:
     if runs < 1:
         raise GraphoptError(f"data=text: expected more than {context} characters, found {len(tokens)}")
     x, following = (tokens[i : i + runs * context].reshape(runs, context) for i in (0, 1))
-    return Dataset({"x": x, TARGET: following}, features="x", classes=vocabulary.size, spare=[TARGET])
+    arrays = {"x": x, TARGET: following}
+    return Dataset(arrays, features="x", classes=vocabulary.size, spare=[TARGET], tokens=x.size)
