@@ -25,7 +25,10 @@ from passes.gradients.registry import gradient as gradient
 from passes.losses.causal import *
 from passes.losses.classification import *
 from passes.losses.combined import *
+from passes.losses.distillation import *
 from passes.losses.loss import *
+from passes.losses.pairs import *
+from passes.losses.preference import *
 from passes.mixed_precision import DynamicLossScale as DynamicLossScale
 from passes.mixed_precision import MixedPrecision as MixedPrecision
 from passes.normalize import Normalize as Normalize

@@ -40,7 +40,7 @@ from passes.gradients.registry import NO_GRADIENT, RULES
 from passes.gradients.rules.shape import spread_pads
 from passes.gradients.rules.windows import cropped, halved, window_of
 from passes.lowering import classical
-from passes.lowering.caches import remove_caches, set_aside
+from passes.lowering.caches import choose_branches, remove_caches, set_aside
 from passes.lowering.sequences import lower_sequences
 from passes.weights import read_origins
 
@@ -144,6 +144,7 @@ class Normalize(Pass):
             raise GraphoptError(f"cannot inline the model's functions: {line(error)}") from error
         common.RemoveUnusedFunctionsPass()(model)  # type: ignore[no-untyped-call]
         refuse_foreign(model)
+        choose_branches(model)
         forget(model)
 
     def _prepare(self, model: ir.Model) -> None:

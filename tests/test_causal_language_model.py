@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import onnx
-import onnx_ir as ir
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -194,7 +193,7 @@ def test_frozen_weights_have_no_gradients_in_the_blocks() -> None:
 
 def test_the_logits_are_outputs_of_prediction_and_evaluation_but_not_of_a_step() -> None:
     loss = passes.CausalLanguageModel(blocks=2)
-    found, executor = by_graphopt(decoder(), loss, {"input_ids": IDS})
+    _, executor = by_graphopt(decoder(), loss, {"input_ids": IDS})
     assert executor.reported == ["loss"]
     assert executor.outputs == ["loss", "logits"]
     trained = executor.trained()

@@ -7,14 +7,18 @@ inputs.
 
 from __future__ import annotations
 
+import functools
 import itertools
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+import numpy as np
 import onnx
 import onnx_ir as ir
 
 from graphopt.graph import shapes
+from graphopt.graph.checking import messages_of
 from graphopt.graph.metadata import Misdeclared
 from graphopt.graph.storage import without_weights
 from graphopt.graph.traversal import subgraphs
@@ -23,6 +27,8 @@ from graphopt.graph.values import is_static
 Dim = int | ir.SymbolicDim
 Declared = dict[ir.Value, ir.Shape]
 
+_COUNT = "graphopt.count"  # the name of nodes that only inference has
+_WHOLE = onnx.numpy_helper.from_array(np.zeros(1, np.int64))
 _ROUNDS = 4  # of inference, each with the declared shapes that the one before lacked
 # The first sizes of inputs that are tried: odd and even, small and large, so that no rounding goes unnoticed.
 TRIED = (61, 7, 94)
@@ -38,7 +44,6 @@ def forget(model: ir.Model) -> None:
     declared = {x: x.shape for x in _inferable(model.graph) if x.shape is not None}
     for x in declared:
         x.shape = None
-    shapes.shape_counts(model)
     propagate = shapes.check_expanded(model)
     _infer(model, propagate)
     while shapes.ifs(model) and shapes.fold_integers(model):
@@ -78,10 +83,51 @@ def _infer(model: ir.Model, propagate: bool) -> None:
 
 
 def _typed(proto: onnx.ModelProto, propagate: bool) -> ir.Graph:
+    version = next((opset.version for opset in proto.opset_import if opset.domain == ""), 1)
+    added = [_count_by_shape(graph, version) for graph in messages_of(onnx.GraphProto, proto) if propagate]
     try:
-        return ir.from_proto(onnx.shape_inference.infer_shapes(proto, data_prop=propagate)).graph
+        typed = onnx.shape_inference.infer_shapes(proto, data_prop=propagate)
     except shapes.INFERENCE_ERRORS:
-        return ir.from_proto(proto).graph
+        typed = proto
+    for graph in messages_of(onnx.GraphProto, typed) if any(added) else ():
+        nodes = [node for node in graph.node if node.name != _COUNT]
+        del graph.node[:]
+        graph.node.extend(nodes)
+    return ir.from_proto(typed).graph
+
+
+def _count_by_shape(graph: onnx.GraphProto, version: int) -> bool:
+    """Replace each Range(a, b, 1) of a copy for inference by ConstantOfShape(b - a), whose size ONNX infers.
+
+    Returns: Whether there is one.
+    """
+    numbers = {node.output[0]: node.attribute[0].t for node in graph.node if node.op_type == "Constant"}
+    numbers |= {x.name: x for x in graph.initializer}
+
+    def is_number(name: str, number: int) -> bool:
+        tensor = numbers.get(name)
+        if tensor is None or tensor.data_type != onnx.TensorProto.INT64 or math.prod(tensor.dims) != 1:
+            return False
+        return int(onnx.numpy_helper.to_array(tensor).item()) == number
+
+    counts = {x.output[0] for x in graph.node if x.op_type == "Range" and is_number(x.input[2], 1)}
+    make, nodes = functools.partial(onnx.helper.make_node, name=_COUNT), []
+    for node in graph.node:
+        if counts.isdisjoint(node.output):
+            nodes.append(node)
+            continue
+        (start, limit, _), y = node.input, node.output[0]
+        if not is_number(start, 0):
+            nodes.append(make("Sub", [limit, start], [f"{y}/count"]))
+            limit = f"{y}/count"
+        axis, axes = {"axes": [0]} if version < 13 else {}, [] if version < 13 else [f"{y}/axis"]
+        nodes += [make("Constant", [], axes, value_ints=[0])] if axes else []
+        nodes.append(make("Unsqueeze", [limit, *axes], [f"{y}/size"], **axis))
+        nodes.append(onnx.helper.make_node("ConstantOfShape", [f"{y}/size"], [y], node.name, value=_WHOLE))
+    if counts:
+        del graph.node[:]
+        graph.node.extend(nodes)
+    return bool(counts)
 
 
 def _pairs(graph: ir.Graph, typed: ir.Graph) -> shapes.Pairs:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
+from collections.abc import Sequence
 
 import numpy as np
 import onnx
@@ -50,13 +52,16 @@ def note_fold(model: ir.Model, value: ir.Value, computed: ir.Value) -> None:
     Folded({**folds.parts, name_of(value): ir.to_proto(part).SerializeToString()}).write(model)
 
 
-def write_weights(original: onnx.ModelProto, trained: onnx.ModelProto, model: ir.Model) -> None:
+def write_weights(
+    original: onnx.ModelProto, trained: onnx.ModelProto, model: ir.Model, *, merged: bool = True
+) -> None:
     """Replace the weights of the file that was compiled by those of its trained inference model.
 
     Args:
         original: the file.
         trained: the inference model.
         model: the training graph.
+        merged: whether adapters are merged into the weights.
 
     Raises:
         GraphoptError: the file is not the one that was compiled: it lacks a weight, or a weight that does not train has
@@ -65,7 +70,9 @@ def write_weights(original: onnx.ModelProto, trained: onnx.ModelProto, model: ir
     weights = {x.name: x for x in trained.graph.initializer}
     notes = [note for _, note in adapted(model)]
     changed = {original_name(x) for x in with_role(model, Role.PARAMETER, Role.STATISTIC)}
-    changed = {*changed, *(note.weight for note in notes)}.difference(*(note.values for note in notes))
+    changed = {*changed, *(note.weight for note in notes if merged)}.difference(
+        *(note.values for note in notes)
+    )
     places, folds = _places(original), (Folded.read(model) or Folded({})).models()
     folds = {name: part for name, part in folds.items() if name in places}
     sources = {x.name for part in folds.values() for x in part.graph.input}
@@ -74,13 +81,15 @@ def write_weights(original: onnx.ModelProto, trained: onnx.ModelProto, model: ir
             f"into: expected the file that was compiled, with weight {name!r}, found none of this name: leave out "
             "`into`, and the trained model has it"
         )
-    shapes = {name: [*tensor.dims] for name, tensor in places.items()}
-    for name, tensor in places.items():
+    reshaped = False
+    for name, tensors in places.items():
         if name in folds:
             weights[name] = onnx.numpy_helper.from_array(_computed(name, folds, weights), name)
         if name in weights:
-            _replace(tensor, weights[name], name, name in changed or name in folds)
-    if any([*tensor.dims] != shapes[name] for name, tensor in places.items()):
+            before = [*tensors[0].dims]
+            _replace(tensors, weights[name], name, name in changed or name in folds)
+            reshaped = reshaped or [*tensors[0].dims] != before
+    if reshaped:
         _redeclare(original, trained)
 
 
@@ -93,36 +102,37 @@ def _redeclare(original: onnx.ModelProto, trained: onnx.ModelProto) -> None:
             y.type.CopyFrom(types[y.name])
 
 
-def _replace(old: onnx.TensorProto, new: onnx.TensorProto, name: str, changes: bool) -> None:
-    """Replace a tensor of the file; raise an error if it is another than the training graph's."""
-    if (old.data_type, len(old.dims)) != (new.data_type, len(new.dims)) or (
-        not changes and old.dims != new.dims
-    ):
-        if changes:
-            kinds = [f"{onnx.TensorProto.DataType.Name(x.data_type)}{[*x.dims]}" for x in (new, old)]
-            raise GraphoptError(
-                f"into: weight {name!r}: expected the file that was compiled, with {kinds[0]}, found {kinds[1]}"
-            )
-    elif changes:
+def _replace(tensors: Sequence[onnx.TensorProto], new: onnx.TensorProto, name: str, changes: bool) -> None:
+    """Replace the tensors of a name, of which bodies may have some; raise an error if none is the training graph's."""
+    typed = [x for x in tensors if (x.data_type, len(x.dims)) == (new.data_type, len(new.dims))]
+    alike = [x for x in typed if x.dims == new.dims] or (typed if changes else [])
+    if changes and not alike:
+        found = tensors[0]
+        kinds = [f"{onnx.TensorProto.DataType.Name(x.data_type)}{[*x.dims]}" for x in (new, found)]
+        raise GraphoptError(
+            f"into: weight {name!r}: expected the file that was compiled, with {kinds[0]}, found {kinds[1]}"
+        )
+    for old in alike if changes else ():
         own = old.name, old.doc_string
         old.CopyFrom(new)
         old.name, old.doc_string = own
-    elif any(x.tobytes() != y.tobytes() for x, y in [[*map(onnx.numpy_helper.to_array, (old, new))]]):
+    numbers = None if changes or not alike else onnx.numpy_helper.to_array(new).tobytes()
+    if numbers is not None and all(onnx.numpy_helper.to_array(x).tobytes() != numbers for x in alike):
         raise GraphoptError(
             f"into: weight {name!r}, which does not train: expected the numbers of the file that was compiled, found "
             "others"
         )
 
 
-def _places(model: onnx.ModelProto) -> dict[str, onnx.TensorProto]:
+def _places(model: onnx.ModelProto) -> dict[str, list[onnx.TensorProto]]:
     """Return the tensors of a file by the names of their values, also those in nodes and in bodies."""
-    places: dict[str, onnx.TensorProto] = {}
+    places: dict[str, list[onnx.TensorProto]] = defaultdict(list)
     for graph in messages_of(onnx.GraphProto, model):
         for tensor in graph.initializer:
-            places.setdefault(tensor.name, tensor)
+            places[tensor.name].append(tensor)
         for node in graph.node:
             if node.op_type == "Constant" and node.domain in ONNX and node.attribute[0].HasField("t"):
-                places.setdefault(node.output[0], node.attribute[0].t)
+                places[node.output[0]].append(node.attribute[0].t)
     return places
 
 

@@ -24,7 +24,7 @@ from graphopt.graph.rewriting import needed, protect
 from graphopt.graph.simplify import fold
 from graphopt.graph.storage import without_weights
 from graphopt.graph.traversal import forward_nodes, subgraphs
-from graphopt.graph.values import constant_number, constant_of, is_static
+from graphopt.graph.values import constant_of, is_static
 
 INFERENCE_ERRORS = (onnx.shape_inference.InferenceError, ValueError)  # exceptions of ONNX's inference
 Pairs = Iterator[tuple[ir.Value, ir.Value]]
@@ -241,35 +241,6 @@ def shape_states(graph: ir.Graph) -> bool:
                 states = zip(node.inputs[2:], body.inputs[2:], body.outputs[1:], node.outputs, strict=False)
                 new |= any([_shape_state(body, *state) for state in states])
     return new
-
-
-def shape_counts(model: ir.Model) -> None:
-    """Give each Range(0, n, 1), where n is a size of an input of the model, this size, which ONNX does not infer."""
-    for node in model.graph.all_nodes():
-        if node.op_type != "Range" or node.domain != "":
-            continue
-        start, limit, step = node.inputs
-        dim = _size_read(limit, model) if constant_number(start) == 0 and constant_number(step) == 1 else None
-        if dim is not None:
-            node.outputs[0].shape = ir.Shape([dim])
-
-
-def _size_read(number: ir.Value | None, model: ir.Model) -> int | ir.SymbolicDim | None:
-    """Return the dimension of an input whose size a number is, or None."""
-    node = None if number is None else number.producer()
-    while node is not None and node.op_type in ("Cast", "Identity", "Reshape", "Squeeze"):
-        node = None if node.inputs[0] is None else node.inputs[0].producer()
-    index = None
-    if node is not None and node.op_type == "Gather":
-        index, sizes = constant_number(node.inputs[1]), node.inputs[0]
-        node = None if sizes is None or index is None else sizes.producer()
-    x = node.inputs[0] if node is not None and node.op_type == "Shape" else None
-    if node is None or x is None or x.shape is None or x not in model.graph.inputs:
-        return None
-    dims = list(x.shape)[node.attributes.get_int("start", 0) : node.attributes.get_int("end", None)]
-    if index is not None:
-        dims = [dims[int(index)]] if -len(dims) <= index < len(dims) else []
-    return dims[0] if len(dims) == 1 else None
 
 
 def _shape_state(

@@ -32,7 +32,7 @@ def trained_into(
     found = trained_adapters(model, state, "slots") if slots else []
     trained = inference.trained(model, state, merge=not slots)
     original = read_original(into)
-    write_weights(original, trained, model)
+    write_weights(original, trained, model, merged=not slots)
     if found:
         add_slots(original, slots_of(model, found))
     return original

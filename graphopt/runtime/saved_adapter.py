@@ -66,7 +66,9 @@ def save_adapter(
     model, state = executor.model, executor.state
     found = trained_adapters(model, state, "save_adapter")
     if form == "peft":
-        adapter = PeftAdapter(modules(model, found, names), saved_modules(model, state, names))
+        adapters = modules(model, found, names)
+        paths = {module.path for module in adapters}
+        adapter = PeftAdapter(adapters, saved_modules(model, state, paths, names))
         write_folder(path, peft.contents(adapter))
         return
     if names is not None:

@@ -16,13 +16,13 @@ from graphopt.graph.values import constant_of, dims_of, like, name_of, rank
 from passes.gradients.rules.blocks import in_blocks, token_losses
 from passes.gradients.rules.control_flow import scan_over
 
-BLOCK = 2**23  # the numbers in a block of logits
-MOST_NODES = 64  # of a head
+_BLOCK = 2**23  # the numbers in a block of logits
+_MOST_NODES = 64  # of a head
 _PRODUCTS = {("", "MatMul"), ("", "Gemm"), (MICROSOFT, "MatMulNBits")}
 
 
 @dataclass(frozen=True)
-class Head:
+class TokenHead:
     """Hold the nodes, in graph order, that compute the logits of a token from numbers of the same token."""
 
     nodes: Sequence[ir.Node]
@@ -30,7 +30,7 @@ class Head:
     logits: ir.Value
 
 
-def find_head(logits: ir.Value) -> Head | None:
+def find_head(logits: ir.Value) -> TokenHead | None:
     """Return the smallest part before the logits that begins with products with weights, or None.
 
     Beside the product itself, it may have a bias, a soft cap, factors, casts, and the products of an adapter.
@@ -39,18 +39,16 @@ def find_head(logits: ir.Value) -> Head | None:
     if not isinstance(graph, ir.Graph):
         return None
     fed = {x for x in graph.inputs if role_of(x) in FED}
-    position = {}
-    for i, node in enumerate(graph):
-        position[node] = i
-        if not fed.isdisjoint(values_read(node)):
-            fed.update(node.outputs)
-    front, nodes, best = (
-        {logits: False},
-        [],
-        None,
-    )  # whether all ways from a value to the logits have a product
-    while len(nodes) < MOST_NODES:
-        last = [x for x in front if (node := x.producer()) is not None and _is_tokenwise(node, fed)]
+    position: dict[ir.Node | None, int] = {}
+    for i, each in enumerate(graph):
+        position[each] = i
+        if not fed.isdisjoint(values_read(each)):
+            fed.update(each.outputs)
+    front = {logits: False}  # whether all ways from a value to the logits have a product
+    nodes: list[ir.Node] = []
+    best = None
+    while len(nodes) < _MOST_NODES:
+        last = [x for x in front if (made := x.producer()) is not None and _is_tokenwise(made, fed)]
         if not last:
             break
         y = max(last, key=lambda x: position[x.producer()])
@@ -61,7 +59,7 @@ def find_head(logits: ir.Value) -> Head | None:
         for x in _tokens(node, fed):
             front[x] = front.get(x, True) and behind
         if all(front.values()) and (best is None or len(front) < len(best.hidden)):
-            best = Head(nodes[::-1], list(front), logits)
+            best = TokenHead(nodes[::-1], list(front), logits)
         if len(front) == 1 and all(front.values()):
             break
     return best
@@ -97,15 +95,15 @@ def _is_tokenwise(node: ir.Node, fed: set[ir.Value]) -> bool:
 
 
 def losses_in_blocks(
-    op: Emitter, head: Head, label: ir.Value, smoothing: float, blocks: int | None
+    op: Emitter, head: TokenHead, label: ir.Value, smoothing: float, blocks: int | None
 ) -> ir.Value:
     """Emit the cross-entropy of each token, in the shape of `label`, by a Scan over blocks of tokens.
 
     Args:
-        blocks: the number of blocks; None for so many that a block has about `BLOCK` logits.
+        blocks: the number of blocks; None for so many that a block has about `_BLOCK` logits.
     """
     classes = dims_of(head.logits)[-1]
-    most = max(1, BLOCK // classes) if isinstance(classes, int) else 1
+    most = max(1, _BLOCK // classes) if isinstance(classes, int) else 1
     tokens = op.Size(label)
     count = op.Max(op.Div(tokens + (most - 1), most), 1)
     if blocks is not None:
@@ -144,7 +142,7 @@ def losses_in_blocks(
     return like(op.Reshape(flat, op.shape_of(label)), ir.Value(type=losses.type, shape=label.shape))
 
 
-def _copied(op: Emitter, head: Head, hidden: Sequence[ir.Value]) -> ir.Value:
+def _copied(op: Emitter, head: TokenHead, hidden: Sequence[ir.Value]) -> ir.Value:
     """Emit the nodes of a head on the rows of a block, and return their logits."""
     copies = dict(zip(head.hidden, hidden, strict=True))
     for node in head.nodes:

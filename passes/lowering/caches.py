@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+import numpy as np
 import onnx_ir as ir
 
 from graphopt.errors import GraphoptError
@@ -18,7 +19,7 @@ from graphopt.graph.operators import MICROSOFT, SHAPE_READERS, VIEWS
 from graphopt.graph.postprocessing import detach_outputs
 from graphopt.graph.rewriting import remove_unused_nodes
 from graphopt.graph.roles import Role
-from graphopt.graph.shapes import places_of, read_sizes
+from graphopt.graph.shapes import fold_integers, places_of, read_sizes
 from graphopt.graph.values import is_floating, name_of
 
 _MOVING = VIEWS | {"Cast", "Gather", "Slice", "Split", "Transpose"}
@@ -40,6 +41,33 @@ class _Growth(NamedTuple):
     presents: tuple[ir.Value, ...]
 
 
+def choose_branches(model: ir.Model) -> None:
+    """Drop branches with caches that a Boolean input chooses, such as `use_cache_branch`, for those without."""
+    graph = model.graph
+    choices = [x for x in graph.inputs if x.dtype is ir.DataType.BOOL and not x.is_initializer()]
+    for choice in [x for x in choices if all(node.op_type == "If" for node in x.consumers())]:
+        growths = [growth for x in graph.inputs for growth in _growths(x)]
+        for node in choice.consumers():
+            bodies = [node.attributes.get_graph(name) for name in ("then_branch", "else_branch")]
+            within = [[growth for growth in growths if growth.node.graph is body] for body in bodies]
+            if bool(within[0]) == bool(within[1]):
+                continue
+            dropped = 0 if within[0] else 1
+            presents = (y for growth in within[dropped] for y in growth.presents)
+            results = [node.outputs[bodies[dropped].outputs.index(y)] for y in presents]
+            caches = Caches.read(model) or Caches()
+            names = (*caches.outputs, *(name_of(y) for y in results if y.is_graph_output()))
+            Caches(caches.inputs, tuple(dict.fromkeys(names))).write(model)
+            value = np.full([1] * len(choice.shape or ()), bool(dropped))
+            constant = ir.val(f"{name_of(node)}/chosen", const_value=ir.tensor(value))
+            graph.register_initializer(constant)
+            node.replace_input_with(0, constant)
+            fold_integers(model)
+            for inner in bodies[dropped].all_nodes():  # which still count as readers
+                for k in range(len(inner.inputs)):
+                    inner.replace_input_with(k, None)
+
+
 def remove_caches(model: ir.Model) -> None:
     """Make the past of each cache empty, remove its input, and note the names."""
     graph = model.graph
@@ -50,7 +78,9 @@ def remove_caches(model: ir.Model) -> None:
     if not found:
         return
     presents = (y for growths in found.values() for growth in growths for y in growth.presents)
-    Caches(tuple(map(name_of, found)), tuple(dict.fromkeys(map(name_of, presents)))).write(model)
+    caches = Caches.read(model) or Caches()
+    outputs = dict.fromkeys((*caches.outputs, *map(name_of, presents)))
+    Caches((*caches.inputs, *map(name_of, found)), tuple(outputs)).write(model)
     for growth in dict.fromkeys(growth for growths in found.values() for growth in growths):
         _cut(growth)
     for x in found:
