@@ -150,7 +150,7 @@ def test_every_way_out_computes_what_the_executor_does(name: str, dora: bool, tm
     other = trained(proto, passes.LoRA("w", rank=4, dora=dora), feeds)  # of another rank
     graphopt.save_adapter(other, path)
     np.testing.assert_allclose(with_adapter(slots, path, feeds), other.predict(feeds)["y"], **close)
-    again = trained(proto, passes.LoRA.load(path), feeds, steps=0)
+    again = trained(proto, passes.LoadedLoRA(path), feeds, steps=0)
     np.testing.assert_allclose(again.predict(feeds)["y"], other.predict(feeds)["y"], **close)
 
 
