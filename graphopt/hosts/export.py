@@ -134,7 +134,9 @@ def _graphs(
 ) -> dict[str, ir.Model]:
     """Return the graphs to export, by name, lowered for the target; state is plain inputs, the opset the oldest."""
     evaluated, predicted = with_role(model, *REPORTED), with_role(model, Role.PREDICTION)
-    graphs = {"train": model.clone(), "evaluate": inference.extract(model, evaluated)}
+    train = model.clone()
+    train.graph.outputs[:] = [y for y in train.graph.outputs if not metadata.ON_DEMAND.is_set(y)]
+    graphs = {"train": train, "evaluate": inference.extract(model, evaluated)}
     if predicted:
         graphs["predict"] = inference.extract(model, predicted)
     if unroll:
