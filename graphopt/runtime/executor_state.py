@@ -125,10 +125,11 @@ class ExecutorState(metaclass=Checked):
                 without operators and outputs that training has removed.
             adapters: merge adapters into the weights (`merged`), or add inputs for them to the model `into` (`slots`):
                 its outputs are those of the model without adapters until a file of `graphopt.save_adapter` is active.
+                Nothing can be merged into integers: without `into`, adapters of quantized weights stay operators.
 
         Raises:
-            GraphoptError: the inference model has no value with one of these names, `into` is another model, or
-                adapters cannot be merged into integers.
+            GraphoptError: the inference model has no value with one of these names, or `into` is another model, or
+                stores weights with adapters in integers.
         """
         if adapters not in ("merged", "slots"):
             raise GraphoptError(f"trained: adapters: expected 'merged' or 'slots', found {adapters!r}")
@@ -143,7 +144,10 @@ class ExecutorState(metaclass=Checked):
                 "trained: into: expected the model that gets slots, found None: name its file"
             )
         else:
-            trained = inference.trained(self._model, self.state, outputs)
+            packed = any(note.quantized for _, note in adapted(self._model))
+            trained = inference.trained(
+                self._model, self.state, outputs, adapters="kept" if packed else "merged"
+            )
         if self._labels is not None:
             add_labels(trained, self._labels)
         return trained
