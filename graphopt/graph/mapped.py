@@ -6,6 +6,7 @@ import mmap
 import os
 import stat
 import weakref
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +63,7 @@ class MappedFile:
                 f"{part.nbytes:,}"
             )
         if dtype.bitwidth < 8:
-            return like_tensor(ir.PackedTensor(np.array(part), dtype, shape=declared.shape.numpy()), declared)
+            return like_tensor(RoomyTensor(part, dtype, declared.shape.numpy()), declared)
         if start % dtype.itemsize:
             part = np.array(part)
         array = part.view(dtype.numpy().newbyteorder("<")).reshape(declared.shape.numpy())
@@ -90,6 +91,28 @@ class MappedTensor(ir.Tensor[np.ndarray]):
     def __reduce__(self) -> tuple[Any, ...]:
         """Copy the numbers: another process does not share the mapping."""
         return ir.tensor, (np.array(self.numpy()), self.dtype, self.name)
+
+
+class RoomyTensor(ir.PackedTensor[np.ndarray]):
+    """Hold packed numbers of 4 bits in memory that a runtime takes without a copy.
+
+    The runtime takes an array for a value of 4 bits only if it has a byte for each number. The second half of such an
+    array is never written or read, so that it takes no memory.
+
+    Attributes:
+        room: the array, whose first half are the packed numbers.
+    """
+
+    def __init__(self, packed: np.ndarray, dtype: ir.DataType, shape: Sequence[int]) -> None:
+        self.room = np.empty(shape, np.uint8)
+        own = self.room.reshape(-1)[: packed.size]
+        own[:] = packed.ravel()
+        super().__init__(own, dtype, shape=shape)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copy the packed numbers alone."""
+        packed = np.frombuffer(self.tobytes(), np.uint8)
+        return RoomyTensor, (packed, self.dtype, self.shape.numpy())
 
 
 def files_of(model: ir.Model) -> list[MappedFile]:
