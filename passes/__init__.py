@@ -25,7 +25,10 @@ from passes.gradients.registry import gradient as gradient
 from passes.losses.causal import *
 from passes.losses.classification import *
 from passes.losses.combined import *
+from passes.losses.distillation import *
 from passes.losses.loss import *
+from passes.losses.pairs import *
+from passes.losses.preference import *
 from passes.mixed_precision import DynamicLossScale as DynamicLossScale
 from passes.mixed_precision import MixedPrecision as MixedPrecision
 from passes.normalize import Normalize as Normalize
@@ -34,6 +37,7 @@ from passes.ort_gradient import OrtGradient as OrtGradient
 from passes.parameters import Parameters as Parameters
 from passes.parameters import SortInitializers as SortInitializers
 from passes.parameters import Untie as Untie
+from passes.quantize_weights import QuantizeWeights as QuantizeWeights
 from passes.recompute import Recompute as Recompute
 from passes.regularizers import *
 from passes.schedules import *

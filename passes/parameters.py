@@ -12,7 +12,7 @@ import onnx_ir.passes.common as common
 
 from graphopt.errors import GraphoptError, some
 from graphopt.graph import metadata
-from graphopt.graph.metadata import ADAPTER, EXPORT_ANEW, FROZEN, UNTRAINED, Kind, LeftOut, Origin
+from graphopt.graph.metadata import ADAPTER, EXPORT_ANEW, FROZEN, QUANTIZED, UNTRAINED, Kind, LeftOut, Origin
 from graphopt.graph.operators import MATRIX_PRODUCTS, RECURRENT
 from graphopt.graph.rewriting import Pass, Pattern, selects
 from graphopt.graph.roles import STATE, Role, role_of
@@ -275,8 +275,10 @@ def _is_open(value: ir.Value) -> bool:
 def origin_in_file(value: ir.Value) -> Origin:
     """Return the kind of an initializer from the exporter's records, its uses and its numbers."""
     if FROZEN.is_set(value):
-        why = "statistics of the data that the model was fitted to; unfreeze trains them"
-        return Origin(Kind.CONSTANT, why)
+        of_data = "statistics of the data that the model was fitted to; unfreeze trains them"
+        return Origin(
+            Kind.CONSTANT, of_data if QUANTIZED.read(value) is None else "packed; unfreeze trains it"
+        )
     uses = list(value.uses())
     if uses and all(node.op_type == "BatchNormalization" and index in (3, 4) for node, index in uses):
         return Origin(Kind.BUFFER, "running statistics")

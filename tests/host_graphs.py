@@ -1,4 +1,4 @@
-"""Six training graphs and their batches, on which hosts are compared with Python."""
+"""Seven training graphs and their batches, on which hosts are compared with Python."""
 
 from __future__ import annotations
 
@@ -119,6 +119,15 @@ def control_flow() -> ir.Model:
     )
 
 
+def adapter() -> ir.Model:
+    return graphopt.compile(
+        graphopt.models.transformer((6,), 9, width=16, heads=2, layers=1),
+        adapter=passes.LoRA(rank=2, dora=True),
+        loss=passes.CrossEntropy(axis=-1),
+        optimizer=passes.AdamW(learning_rate=3e-3),
+    )
+
+
 def _numbers(random: np.random.Generator, *shape: int) -> np.ndarray:
     return random.standard_normal(shape).astype(np.float32)
 
@@ -130,6 +139,10 @@ GRAPHS: dict[str, tuple[Callable[[], ir.Model], Callable[[np.random.Generator], 
     "lstm": (lstm, lambda r: {"x": _numbers(r, 5, 7, 3), "target": _numbers(r, 7, 2)}),
     "transformer": (
         transformer,
+        lambda r: {"x": r.integers(0, 9, (4, 6)), "target": r.integers(0, 9, (4, 6))},
+    ),
+    "adapter": (
+        adapter,
         lambda r: {"x": r.integers(0, 9, (4, 6)), "target": r.integers(0, 9, (4, 6))},
     ),
     "control_flow": (control_flow, lambda r: {"x": _numbers(r, 5, 4), "target": _numbers(r, 5, 4)}),

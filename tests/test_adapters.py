@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 import onnxruntime
 import pytest
 import torch
 import torch_oracle
-from builders import model
+from builders import attention, mlp, model, run
 
 import graphopt
 import passes
+from graphopt import GraphoptError, models
+from graphopt.graph.merging import MERGES, adapted, merged_weights
+from graphopt.graph.roles import Role, with_role
+from graphopt.inspection.report import report
 
 STEPS = 20
 Change = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -32,8 +37,6 @@ class Case:
     outputs: int  # the axis of the outputs in the weight
     feeds: dict[str, tuple[int, ...]] = field(default_factory=lambda: {"x": (5, 6)})
     more: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    magnitude: tuple[int, ...] = ()  # the shape along which norms broadcast with the weight, without the axis
-    rank: int = 2
     normed: tuple[int, ...] = ()  # the axes over which norms sum
     rows: int = 0  # of an embedding
 
@@ -76,10 +79,6 @@ def transposed_filters(groups: int) -> Change:
         return torch.cat([torch.einsum("or,ir...->io...", y.flatten(1), x) for x, y in pairs])
 
     return change
-
-
-def gemm(x: str, w: str, attributes: str, rows: int = 5) -> str:
-    return f"g (float[{x}] x) => (float[M,K] y) {{ y = Gemm<{attributes}>({w}) }}"
 
 
 def convolution(kind: str, attributes: str, dims: str, out: str = "N,C,D,E,F") -> str:
@@ -161,7 +160,9 @@ CASES = {
         convolution("Conv", "pads=[1,0,1,2], strides=[2,1]", "N,4,7,6"),
         "w", (6, 4, 3, 2), filters(1), 0, {"x": (3, 4, 7, 6)}, {"b": (6,)},
     ),
-    "conv, 1x1": Case(convolution("Conv", "group=1", "N,4,3,3"), "w", (6, 4, 1, 1), filters(1), 0, {"x": (3, 4, 3, 3)}, {"b": (6,)}),
+    "conv, 1x1": Case(
+        convolution("Conv", "group=1", "N,4,3,3"), "w", (6, 4, 1, 1), filters(1), 0, {"x": (3, 4, 3, 3)}, {"b": (6,)}
+    ),
     "conv, one axis, dilated": Case(
         convolution("Conv", "dilations=[2]", "N,4,9"), "w", (6, 4, 3), filters(1), 0, {"x": (3, 4, 9)}, {"b": (6,)}
     ),
@@ -262,6 +263,7 @@ def outputs(proto: onnx.ModelProto, feeds: dict[str, np.ndarray]) -> np.ndarray:
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.sample(40)
 def test_losses_and_merged_weights_equal_pytorch_s(name: str, method: str) -> None:
     case = CASES[name]
     if name == "conv transpose, groups" and method == "dora":
@@ -292,3 +294,489 @@ def test_losses_and_merged_weights_equal_pytorch_s(name: str, method: str) -> No
     (y,) = executor.predict(feeds).values()
     assert np.allclose(outputs(merged, feeds), y, rtol=1e-5, atol=1e-5)
     assert not np.allclose(y, base, atol=1e-5)
+
+
+def written_out(values: dict[str, np.ndarray], scale: float) -> onnx.ModelProto:
+    """Return `mlp()` with the nodes of LoRA in both products, as a user would write them."""
+    base = mlp()
+    weights = {x.name: onnx.numpy_helper.to_array(x) for x in base.graph.initializer}
+    return model(
+        f"""g (float[N,4] x) => (float[N,3] y) {{
+            scale = Constant<value_float = {scale}>()
+            h = Gemm<transB=1>(x, "fc0.weight", "fc0.bias")
+            a = MatMul(x, "fc0.lora_A")
+            b = Mul(scale, a)
+            c = MatMul(b, "fc0.lora_B")
+            d = Add(h, c)
+            t = Tanh(d)
+            z = Gemm<transB=1>(t, "fc1.weight", "fc1.bias")
+            e = MatMul(t, "fc1.lora_A")
+            f = Mul(scale, e)
+            i = MatMul(f, "fc1.lora_B")
+            y = Add(z, i)
+        }}""",
+        **weights,
+        **{name.replace(".weight", ""): array for name, array in values.items()},
+    )
+
+
+CLASSES = {"loss": passes.CrossEntropy()}
+COMBINATIONS: dict[str, dict[str, Any]] = {
+    "adam": {**CLASSES, "optimizer": passes.AdamW(1e-2)},
+    "sgd": {"loss": passes.MeanSquaredError(), "optimizer": passes.SGD(0.1, momentum=0.9, nesterov=True)},
+    "lion, huber": {"loss": passes.Huber(), "optimizer": passes.Lion(1e-2)},
+    "adagrad, absolute": {"loss": passes.MeanAbsoluteError(), "optimizer": passes.Adagrad(0.1)},
+    "rmsprop, schedule, clip": {
+        **CLASSES,
+        "optimizer": passes.RMSprop(1e-2),
+        "schedule": passes.Cosine(steps=10, warmup=2),
+        "clip": passes.ClipGlobalNorm(0.1),
+    },
+    "penalty": {**CLASSES, "regularizer": passes.L2(0.1, parameters="*lora_?"), "optimizer": passes.SGD(0.5)},
+    "accumulate": {**CLASSES, "optimizer": passes.Adam(1e-2), "accumulate": passes.Accumulate(2)},
+    "recompute": {**CLASSES, "optimizer": passes.Adam(1e-2), "recompute": passes.Recompute()},
+    "standardize": {
+        **CLASSES,
+        "optimizer": passes.Adam(1e-2),
+        "standardize": passes.Standardize([1.0, 2, 3, 4], [2.0, 1, 2, 1]),
+    },
+    "float16": {
+        **CLASSES,
+        "optimizer": passes.Adam(1e-2),
+        "precision": passes.MixedPrecision(),
+        "loss_scale": passes.DynamicLossScale(),
+    },
+    "bfloat16": {**CLASSES, "optimizer": passes.Adam(1e-2), "precision": passes.MixedPrecision("bfloat16")},
+    "fuse": {**CLASSES, "optimizer": passes.Adam(1e-2), "fuse": passes.Fuse()},
+}
+RATE = passes.LoRA("fc*", rank=2, alpha=3)
+
+
+@pytest.mark.parametrize(
+    "native", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["runtime", "native"]
+)
+@pytest.mark.parametrize("name", COMBINATIONS)
+def test_combinations_equal_those_of_nodes_that_a_user_writes(name: str, native: bool) -> None:
+    if native and name in ("float16", "bfloat16", "fuse"):
+        pytest.skip("not lowered to kernels")
+    steps = COMBINATIONS[name]
+    step = graphopt.compile(mlp(), adapter=RATE, **steps)
+    values = initial(step)
+    parameters = passes.Parameters("*.lora_?")
+    plain = graphopt.compile(written_out(values, 1.5), parameters=parameters, **steps)
+    rng = np.random.default_rng(0)
+    x, labels = rng.standard_normal((8, 4), np.float32), rng.integers(0, 3, 8)
+    target = labels if steps["loss"] == CLASSES["loss"] else rng.standard_normal((8, 3), np.float32)
+    if name == "bfloat16":  # for which ONNX Runtime has no kernels on CPUs
+        found, expected = ([y["loss"] for y in run(z, 3, {"x": x, "target": target})] for z in (step, plain))
+        assert np.allclose(found, expected)
+        return
+    one, other = (graphopt.Executor(x, native=native, threads=1) for x in (step, plain))
+    for _ in range(10):
+        found, expected = (executor.step(x=x, target=target) for executor in (one, other))
+        assert found["loss"] == pytest.approx(expected["loss"], rel=1e-6)
+    for key, array in one.parameters.items():
+        assert np.allclose(array, other.parameters[key.replace(".weight", "")], rtol=1e-5, atol=1e-6), key
+
+
+def initial(step: ir.Model) -> dict[str, np.ndarray]:
+    return {str(x.name): x.const_value.numpy() for x in with_role(step, Role.PARAMETER)}
+
+
+def names(step: ir.Model) -> set[str]:
+    return {str(x.name) for x in with_role(step, Role.PARAMETER)}
+
+
+def test_only_adapters_have_gradients_and_state_of_an_optimizer() -> None:
+    """A product with the shape of a frozen weight, or of its transpose, would be its gradient."""
+    step = graphopt.compile(
+        models.transformer((6,), 9, width=16, heads=2, layers=2),
+        adapter=passes.LoRA(rank=2),
+        loss=passes.CrossEntropy(axis=-1),
+        optimizer=passes.AdamW(1e-3),
+    )
+    state = {str(x.name) for x in with_role(step, Role.PARAMETER, Role.SLOT)}
+    assert state
+    assert all(".lora_" in name for name in state)
+    frozen = {
+        tuple(x.shape.numpy())
+        for x in step.graph.initializers.values()
+        if len(x.shape) == 2 and ".weight" in x.name
+    }
+    adapters = {tuple(x.shape.numpy()) for x in with_role(step, Role.PARAMETER)}
+    made = {tuple(y.shape) for node in step.graph if node.op_type in ("Gemm", "MatMul") for y in node.outputs}
+    assert frozen
+    assert not made & {size for shape in frozen - adapters for size in (shape, shape[::-1])}
+    assert not any(
+        name in step.graph.initializers and name in state
+        for name in step.graph.initializers
+        if ".lora_" not in name
+    )
+
+
+def test_workers_average_gradients_of_adapters_alone() -> None:
+    pipeline = graphopt.standard(adapter=RATE, **COMBINATIONS["adam"])
+    halves = graphopt.split_step(pipeline, mlp())
+    gradients = [str(x.name) for x in with_role(halves.grad[0], Role.GRADIENT)]
+    assert sorted(gradients) == sorted(f"{name}.grad" for name in names(halves.step))
+    assert names(halves.apply) == names(halves.step) == set(initial(pipeline(mlp())))
+
+
+def test_a_layer_has_gradients_of_adapters_and_of_inputs() -> None:
+    layer = graphopt.ForwardBackward(mlp(), adapter=RATE)
+    x = np.random.default_rng(0).standard_normal((2, 4), np.float32)
+    gradients = layer.forward(x).backward(np.ones((2, 3), np.float32))
+    assert set(gradients) == {"x", *(f"fc{i}.weight.lora_{letter}" for i in range(2) for letter in "AB")}
+    assert not gradients["fc1.weight.lora_A"].any()
+    assert gradients["fc1.weight.lora_B"].any()
+
+
+def test_several_adapters_add_up_and_merge() -> None:
+    """The second LoRA of a weight has a number in its name; a new head trains as a whole."""
+    steps = {"loss": passes.CrossEntropy(), "optimizer": passes.AdamW(1e-1)}
+    adapters = [passes.LoRA("fc0*", 2), passes.LoRA("fc0*", 1, dora=True), passes.Head(classes=5)]
+    executor = graphopt.Executor(graphopt.compile(mlp(), adapter=adapters, **steps), native=False)
+    assert sorted(executor.parameters) == [
+        *("fc0.weight.1.lora_A", "fc0.weight.1.lora_B", "fc0.weight.1.lora_magnitude"),
+        *("fc0.weight.lora_A", "fc0.weight.lora_B", "fc1.bias", "fc1.weight"),
+    ]
+    x = np.random.default_rng(0).standard_normal((8, 4), np.float32)
+    losses = [executor.step(x=x, target=np.arange(8) % 5)["loss"] for _ in range(20)]
+    assert losses[-1] < losses[0] / 2
+
+
+def test_unfrozen_weights_train_beside_adapters() -> None:
+    """As PEFT's modules_to_save do."""
+    parameters = passes.Parameters(unfreeze="fc1.*")
+    step = graphopt.compile(
+        mlp(), adapter=passes.LoRA("fc0*", 2), parameters=parameters, **COMBINATIONS["adam"]
+    )
+    assert set(initial(step)) == {"fc0.weight.lora_A", "fc0.weight.lora_B", "fc1.bias", "fc1.weight"}
+    only = passes.Parameters("*.lora_B")
+    step = graphopt.compile(mlp(), adapter=passes.LoRA("fc0*", 2), parameters=only, **COMBINATIONS["adam"])
+    executor = graphopt.Executor(step, native=False)
+    assert set(executor.parameters) == {"fc0.weight.lora_B"}
+    x = np.random.default_rng(0).standard_normal((8, 4), np.float32)
+    executor.step(x=x, target=np.zeros(8, np.int64))
+    assert np.allclose(outputs(executor.trained(), {"x": x}), executor.predict({"x": x})["y"], atol=1e-6)
+
+
+def test_a_trainer_takes_adapters_and_merges_them() -> None:
+    trainer = graphopt.Trainer(
+        mlp(), adapter=RATE, loss=passes.CrossEntropy(), optimizer=passes.AdamW(1e-2), max_iter=3
+    )
+    x = np.random.default_rng(0).standard_normal((20, 4), np.float32)
+    trainer.fit(x, np.arange(20) % 3)
+    assert np.allclose(trainer.predict(x), outputs(trainer.to_onnx(), {"x": x}), atol=1e-5)
+    trainer.set_params(adapter__rank=1).fit(x, np.arange(20) % 3)
+
+
+def packed(parts: Any, **options: Any) -> ir.Model:
+    rng = np.random.default_rng(0)
+    base = model(
+        "g (float[N,T,6] x) => (float[N,T,8] y) { p = MatMul(x, qkv)\n y = Add(p, b) }",
+        qkv=rng.standard_normal((6, 8)),
+        b=rng.standard_normal(8),
+    )
+    adapter = passes.LoRA("qkv", 2, 4, parts=parts, **options)
+    return graphopt.compile(base, adapter=adapter, loss=passes.MeanSquaredError(), optimizer=passes.Adam(0.1))
+
+
+@pytest.mark.parametrize("dora", [False, True])
+def test_parts_of_packed_projections_have_adapters_of_their_own(dora: bool) -> None:
+    """The columns of a part without an adapter stay as they are."""
+    executor = graphopt.Executor(packed({"q": 4, "_k": 2, "v": 2}, dora=dora), native=False)
+    shapes = {name: array.shape for name, array in executor.parameters.items() if "magnitude" not in name}
+    assert shapes == {
+        **{"qkv.q.lora_A": (6, 2), "qkv.q.lora_B": (2, 4)},
+        **{"qkv.v.lora_A": (6, 2), "qkv.v.lora_B": (2, 2)},
+    }
+    rng = np.random.default_rng(1)
+    feeds = {"x": rng.standard_normal((2, 3, 6), np.float32)}
+    before = executor.predict(feeds)["y"]
+    for _ in range(5):
+        executor.step(feeds, target=rng.standard_normal((2, 3, 8), np.float32))
+    y, merged = executor.predict(feeds)["y"], executor.trained()
+    assert np.allclose(outputs(merged, feeds), y, atol=1e-5)
+    assert np.array_equal(y[..., 4:6], before[..., 4:6])
+    assert not np.isclose(y, before).all(axis=(0, 1))[[0, 3, 6, 7]].any()
+    w = onnx.numpy_helper.to_array(next(x for x in merged.graph.initializer if x.name == "qkv"))
+    state, original = executor.parameters, np.random.default_rng(0).standard_normal((6, 8)).astype(np.float32)
+    for part, columns in {"q": slice(0, 4), "v": slice(6, 8)}.items():
+        changed = original[:, columns] + 2 * state[f"qkv.{part}.lora_A"] @ state[f"qkv.{part}.lora_B"]
+        if dora:
+            changed *= state[f"qkv.{part}.lora_magnitude"] / np.linalg.norm(changed, axis=0)
+        assert np.allclose(w[:, columns], changed, atol=1e-6)
+
+
+def test_parts_of_one_size_are_named_alone() -> None:
+    assert set(initial(packed(("k", "_")))) == {"qkv.k.lora_A", "qkv.k.lora_B"}
+
+
+def test_initial_values_depend_on_the_seed_and_the_name_alone() -> None:
+    def start(**options: Any) -> dict[str, np.ndarray]:
+        return initial(graphopt.compile(mlp(), adapter=passes.LoRA(**{"rank": 2, **options}), **CLASSES))
+
+    one, same, other = start(pattern="fc*"), start(pattern=["fc1*", "fc0*"]), start(pattern="fc*", seed=1)
+    assert all(np.array_equal(one[name], same[name]) for name in one)
+    assert not np.array_equal(one["fc0.weight.lora_A"], other["fc0.weight.lora_A"])
+    assert not np.array_equal(one["fc0.weight.lora_A"][:3], one["fc1.weight.lora_A"][:3])
+    assert abs(one["fc0.weight.lora_A"]).max() <= 1 / 2
+    assert abs(start(pattern="fc*", init="gaussian", rank=2)["fc1.weight.lora_A"].std() - 1 / 2) < 0.2
+
+
+def test_dropout_is_of_training_alone() -> None:
+    steps = {**COMBINATIONS["sgd"], "training": passes.TrainingMode(as_exported=True, seed=3)}
+    executor = graphopt.Executor(graphopt.compile(mlp(), adapter=passes.LoRA("fc*", 2, dropout=0.5), **steps))
+    rng = np.random.default_rng(0)
+    x, target = rng.standard_normal((8, 4), np.float32), rng.standard_normal((8, 3), np.float32)
+    assert np.array_equal(executor.step(x=x, target=target)["y"], outputs(mlp(), {"x": x}))
+    seen = [executor.step(x=x, target=target)["y"] for _ in range(4)]
+    assert not np.allclose(seen[1], seen[2])
+    assert np.allclose(executor.predict({"x": x})["y"], outputs(executor.trained(), {"x": x}), atol=1e-6)
+
+
+def test_a_saved_step_still_merges(tmp_path: Any) -> None:
+    step = graphopt.compile(
+        mlp(), adapter=passes.LoRA(["fc0*", "fc1*"], 2, dora=True), **COMBINATIONS["adam"]
+    )
+    graphopt.save(step, tmp_path / "step.onnx")
+    executors = graphopt.Executor(step), graphopt.Executor(tmp_path / "step.onnx")
+    x = np.random.default_rng(0).standard_normal((8, 4), np.float32)
+    for executor in executors:
+        executor.step(x=x, target=np.zeros(8, np.int64))
+    one, other = (executor.trained().SerializeToString() for executor in executors)
+    assert one == other
+
+
+def test_halves_of_float16_files_train_float32_adapters() -> None:
+    base = mlp(dtype=np.float16)
+    steps = {"loss": passes.MeanSquaredError(), "optimizer": passes.Adam(1e-2)}
+    executor = graphopt.Executor(graphopt.compile(base, adapter=RATE, **steps))
+    assert {x.dtype for x in executor.parameters.values()} == {np.dtype(np.float32)}
+    x = np.random.default_rng(0).standard_normal((8, 4)).astype(np.float16)
+    assert np.array_equal(
+        executor.step(x=x, target=np.zeros((8, 3), np.float16))["y"], outputs(base, {"x": x})
+    )
+    merged = executor.trained()
+    assert {x.data_type for x in merged.graph.initializer} == {onnx.TensorProto.FLOAT16}
+    assert np.allclose(outputs(merged, {"x": x}), executor.predict({"x": x})["y"], atol=1e-2)
+
+
+def quantized() -> onnx.ModelProto:
+    """Return a product with a weight of 4-bit integers, and one with another."""
+    rng = np.random.default_rng(0)
+    proto = model(
+        """g (float[N,8] x) => (float[N,4] y) {
+            w = DequantizeLinear<axis=0, block_size=4>(q, scale)
+            h = MatMul(x, w)
+            t = Tanh(h)
+            y = MatMul(t, v)
+        }""",
+        scale=rng.uniform(0.1, 0.2, (2, 6)),
+        v=rng.standard_normal((6, 4)),
+    )
+    q = onnx.helper.make_tensor("q", onnx.TensorProto.INT4, (8, 6), rng.integers(-8, 8, 48).tolist())
+    proto.graph.initializer.append(q)
+    return proto
+
+
+FITTED = {"loss": passes.MeanSquaredError(), "optimizer": passes.Adam(1e-2)}
+
+
+@pytest.mark.parametrize("dora", [False, True])
+def test_integers_stay_as_they_are_below_an_adapter(dora: bool) -> None:
+    step = graphopt.compile(quantized(), adapter=passes.LoRA("q", 2, dora=dora), **FITTED)
+    executor = graphopt.Executor(step, native=False)
+    rng = np.random.default_rng(1)
+    x, target = rng.standard_normal((5, 8), np.float32), rng.standard_normal((5, 4), np.float32)
+    results = [executor.step(x=x, target=target) for _ in range(10)]
+    assert np.allclose(results[0]["y"], outputs(quantized(), {"x": x}), atol=1e-6 if dora else 0)
+    assert results[-1]["loss"] < results[0]["loss"]
+    assert {name.partition(".")[0] for name in executor.parameters} == {"q"}
+    trained = executor.trained()
+    assert {"q", "q.lora_A", "q.lora_B"} <= {tensor.name for tensor in trained.graph.initializer}
+    assert np.allclose(outputs(trained, {"x": x}), executor.predict(x=x)["y"], atol=1e-6)
+    with pytest.raises(
+        GraphoptError, match="weight 'q': expected floating-point numbers to merge an adapter into"
+    ):
+        executor.trained(into=quantized())
+
+
+TIED = """g (int64[N,T] ids) => (float[N,T,9] y) {
+    e = Gather(w, ids)
+    t = Transpose<perm=[1,0]>(w)
+    y = MatMul(e, t)
+}"""
+
+
+def tied() -> onnx.ModelProto:
+    return model(TIED, w=np.random.default_rng(0).standard_normal((9, 4)))
+
+
+def test_tied_weights_take_an_adapter_for_each_use_once_they_are_copied() -> None:
+    steps = {"loss": passes.CrossEntropy(axis=-1), "optimizer": passes.Adam(0.1)}
+    adapter = [passes.Untie("w"), passes.LoRA(["w", "w.1"], 2)]
+    executor = graphopt.Executor(graphopt.compile(tied(), adapter=adapter, **steps))
+    assert set(executor.parameters) == {f"{name}.lora_{letter}" for name in ("w", "w.1") for letter in "AB"}
+    ids = np.arange(6).reshape(2, 3)
+    executor.step(ids=ids, target=ids)
+    assert np.allclose(
+        outputs(executor.trained(), {"ids": ids}), executor.predict({"ids": ids})["y"], atol=1e-5
+    )
+
+
+WRONG: dict[str, tuple[Any, Any, str]] = {
+    "typing error": (mlp, lambda: passes.LoRA("fc0.wieght"), "'fc0.wieght'.*found none: did you mean 'fc"),
+    "a bias": (
+        mlp,
+        lambda: passes.LoRA("*.bias"),
+        r"found 'fc0.bias', which Gemm reads; the model has: fc0.weight",
+    ),
+    "left out": (mlp, lambda: passes.LoRA(leave_out="x"), "leave_out='x': expected the name of a weight"),
+    "all left out": (
+        mlp,
+        lambda: passes.LoRA("fc0*", leave_out="fc0*"),
+        "expected weights to adapt, found none",
+    ),
+    "rank": (
+        mlp,
+        lambda: passes.LoRA("fc0*", rank=5),
+        "weight 'fc0.weight': expected at most 4, the rank of 4x8",
+    ),
+    "scaling": (
+        mlp,
+        lambda: passes.LoRA(scaling="root"),
+        "expected 'standard' or 'rank_stabilized', found 'root'",
+    ),
+    "tied": (tied, lambda: passes.LoRA("w", 2), r"Gather node .* and MatMul node .*Untie\('w'\)"),
+    "parts": (
+        mlp,
+        lambda: passes.LoRA("fc0*", 2, parts={"q": 4, "k": 5}),
+        "expected parts of the 8 outputs.*found 9",
+    ),
+    "groups": (
+        CASES["conv, groups"].build,
+        lambda: passes.LoRA("w", rank=3),
+        "weight 'w': expected a multiple of the 2 groups of its convolution, found 3",
+    ),
+    "dropout": (
+        CASES["lstm"].build,
+        lambda: passes.LoRA("w", rank=2, dropout=0.1),
+        "expected no dropout for a recur",
+    ),
+    "classes": (mlp, lambda: passes.Head(), "Head: expected the number of classes, found none"),
+    "output": (mlp, lambda: passes.Head("z", 3), "Head: unknown output 'z'"),
+    "no head": (
+        attention,
+        lambda: passes.Head(classes=3),
+        "a weight that alone leads to output 'y', found none",
+    ),
+    "a class": (mlp, lambda: passes.LoRA, "write adapter=passes.LoRA"),
+    "a word": (mlp, lambda: "lora", "write adapter=passes.LoRA"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_errors_say_what_to_do(name: str) -> None:
+    source, adapter, message = WRONG[name]
+    with pytest.raises(GraphoptError, match=message):
+        graphopt.compile(source(), adapter=adapter(), **CLASSES, optimizer=passes.SGD(0.1))
+
+
+def test_a_pattern_that_leaves_out_the_adapters_is_an_error() -> None:
+    with pytest.raises(GraphoptError, match="set unfreeze to train more than them"):
+        graphopt.compile(mlp(), adapter=RATE, parameters=passes.Parameters("*.bias"), **CLASSES)
+
+
+def test_by_default_the_head_and_embeddings_have_no_adapter() -> None:
+    model_of_text = models.transformer((6,), 9, width=16, heads=2, layers=1)
+    step = graphopt.compile(model_of_text, adapter=passes.LoRA(rank=2), loss=passes.CrossEntropy(axis=-1))
+    adapted = {name.removesuffix(".weight.lora_A") for name in initial(step) if name.endswith("A")}
+    assert adapted == {
+        *(f"blocks.0.attention.{name}" for name in ("query", "key", "value", "output")),
+        *("blocks.0.hidden", "blocks.0.output"),
+    }
+
+
+def test_a_head_has_the_initial_values_of_the_exporter_s_framework() -> None:
+    base = mlp()
+    one = initial(graphopt.compile(base, adapter=passes.Head(classes=50), **CLASSES))
+    assert set(one) == {"fc1.weight", "fc1.bias"}
+    assert 0.9 / 8**0.5 < abs(one["fc1.weight"]).max() <= 1 / 8**0.5
+    base.producer_name = "tf2onnx"
+    other = initial(graphopt.compile(base, adapter=passes.Head(classes=50), **CLASSES))
+    assert not other["fc1.bias"].any()
+    assert 0.8 * (6 / 58) ** 0.5 < abs(other["fc1.weight"]).max() <= (6 / 58) ** 0.5
+
+
+def test_a_step_with_an_adapter_of_another_program_names_it(tmp_path: Any) -> None:
+    class Shift(passes.Adapter):
+        def initial(self, target: Any, generator: np.random.Generator) -> dict[str, np.ndarray]:
+            return {"shift": np.zeros(target.outputs)}
+
+        def delta(self, op: Any, target: Any, x: ir.Value, *values: ir.Value) -> ir.Value:
+            return target.spread(op, values[0]) * target.product(op)
+
+        @staticmethod
+        def merge(w: np.ndarray, scale: float, *values: np.ndarray) -> np.ndarray:
+            return w * (1 + values[0])
+
+    step = graphopt.compile(mlp(), adapter=Shift(["fc0*", "fc1*"]), **COMBINATIONS["sgd"])
+    executor = graphopt.Executor(step)
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((8, 4), np.float32)
+    for _ in range(3):
+        executor.step(x=x, target=rng.standard_normal((8, 3), np.float32))
+    assert np.allclose(outputs(executor.trained(), {"x": x}), executor.predict({"x": x})["y"], atol=1e-6)
+    merge = MERGES.pop("Shift")
+    with pytest.raises(GraphoptError, match="expected a known adapter, found 'Shift': import the module"):
+        executor.trained()
+    assert merge is Shift.merge
+
+
+def test_a_report_says_what_adapters_change() -> None:
+    pipeline = graphopt.standard(adapter=passes.LoRA(["fc0*", "fc1*"], 2), **COMBINATIONS["adam"])
+    text = report(mlp(), pipeline).summary()
+    assert "adapters   LoRA of 2 weights: 46 numbers, 68.66% of the model's" in text
+    assert "fc0.weight.lora_A  float[4,2]   8  of an adapter of fc0.weight" in text
+    assert "fc0.weight  float[8,4]  32  frozen beside adapters; unfreeze trains it" in text
+
+
+@pytest.mark.parametrize(
+    ("field_name", "value"),
+    [
+        ("kind", "tree"),
+        ("groups", 0),
+        ("moves", (("reverse", (1, 0)),)),
+        ("values", ()),
+        ("scale", float("inf")),
+    ],
+)
+def test_malformed_notes_are_refused(field_name: str, value: Any) -> None:
+    step = graphopt.compile(mlp(), adapter=RATE, **COMBINATIONS["adam"])
+    holder, note = next(adapted(step))
+    state = initial(step)
+    replace(note, **{field_name: value}).write(holder)
+    with pytest.raises(GraphoptError, match=r"metadata 'graphopt\.adapter': expected an adapter"):
+        merged_weights(step, state)
+
+
+@pytest.mark.parametrize(
+    ("field_name", "value", "message"),
+    [
+        ("groups", 3, "expected an adapter that fits it"),
+        ("moves", (("reshape", (7, 1)),), "expected an adapter that fits it"),
+        ("columns", (2, 9), "expected an adapter that fits it"),
+        ("weight", "nothing", "expected the value 'nothing', found none"),
+        ("values", ("a", "b"), "expected the value 'a', found none"),
+    ],
+)
+def test_notes_that_do_not_fit_are_refused(field_name: str, value: Any, message: str) -> None:
+    case = CASES["conv"] if field_name == "groups" else CASES["matmul"]
+    step = graphopt.compile(case.build(), adapter=passes.LoRA("w", 2), **COMBINATIONS["sgd"])
+    holder, note = next(adapted(step))
+    state = initial(step)
+    replace(note, **{field_name: value}).write(holder)
+    with pytest.raises(GraphoptError, match=message):
+        merged_weights(step, state)

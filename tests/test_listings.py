@@ -67,6 +67,12 @@ GRAPHS = {
         optimizer=passes.SGD(),
         loss_scale=passes.DynamicLossScale(),
     ),
+    "mlp_lora": lambda: graphopt.compile(
+        mlp((4, 3)), adapter=passes.LoRA(rank=2), loss=passes.MeanSquaredError(), optimizer=passes.SGD()
+    ),
+    "linear_dora": lambda: graphopt.compile(
+        linear(), adapter=passes.LoRA("w", rank=1, dora=True), loss=passes.MeanSquaredError()
+    ),
     "cnn_standardized": lambda: graphopt.compile(
         cnn(), standardize=passes.Standardize([0.5], [2.0]), loss=passes.CrossEntropy()
     ),

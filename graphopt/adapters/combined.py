@@ -13,7 +13,7 @@ from graphopt.errors import GraphoptError
 from graphopt.graph.merging import adapted, as_matrix, merged
 from graphopt.graph.metadata import Adapted, original_name
 from graphopt.graph.postprocessing import standing_for
-from graphopt.graph.state import initial
+from graphopt.graph.state import averages_read, initial
 from graphopt.graph.values import name_of
 
 LORA = "LoRA"  # the adapter whose values the formats of other libraries have
@@ -35,25 +35,27 @@ def trained_adapters(model: ir.Model, state: Mapping[str, np.ndarray], needed_by
     Raises:
         GraphoptError: it has none, or one that is not low-rank.
     """
-    names = {original_name(x): name_of(x) for x in model.graph.inputs}
+    state = {**state, **{owner: state[name] for name, owner in averages_read(model).items()}}
+    values = {original_name(x): x for x in [*model.graph.inputs, *model.graph.initializers.values()]}
     found = []
     for _, note in adapted(model):
-        if note.adapter != LORA or len(note.values) not in (2, 3):
+        if note.adapter != LORA or len(note.values) not in (2, 3) or not {*note.values} <= {*values}:
             raise GraphoptError(
                 f"{needed_by}: weight {note.weight!r}: expected an adapter of low rank, found {note.adapter!r}: merge "
                 "it, by executor.trained()"
             )
-        values = [state.get(names.get(name, name)) for name in note.values]
-        if any(x is None for x in values):
-            raise GraphoptError(
-                f"{needed_by}: adapter of {note.weight!r}: expected its values, found others' state"
-            )
-        found.append(Trained(note, *(x for x in values if x is not None)))
+        found.append(Trained(note, *(_array(values[name], state) for name in note.values)))
     if not found:
         raise GraphoptError(
             f"{needed_by}: expected a training graph with adapters, found none: compile with adapter=passes.LoRA(...)"
         )
     return found
+
+
+def _array(x: ir.Value, state: Mapping[str, np.ndarray]) -> np.ndarray:
+    """Return the numbers of a value of an adapter, which does not train if the loss does not depend on it."""
+    tensor = initial(x)
+    return state[name_of(x)] if tensor is None or name_of(x) in state else tensor.numpy()
 
 
 def arrays_of(model: ir.Model, adapters: Sequence[Trained]) -> dict[str, np.ndarray]:

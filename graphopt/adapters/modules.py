@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -14,6 +14,7 @@ from graphopt.adapters.peft import Module
 from graphopt.errors import GraphoptError
 from graphopt.graph.merging import adapted
 from graphopt.graph.metadata import Adapted, Origin, original_name
+from graphopt.graph.operators import VIEWS
 from graphopt.graph.roles import STATE, Role, role_of
 from graphopt.graph.state import initial
 from graphopt.graph.values import constant_of, is_floating, name_of
@@ -55,7 +56,8 @@ def modules(model: ir.Model, adapters: Sequence[Trained], names: Names = None) -
 
 def _parts(model: ir.Model, adapter: Trained, names: Names) -> Iterator[_Part]:
     """Yield the modules of one adapter: several if the weight is packed."""
-    note = adapter.note
+    note, weight = adapter.note, weight_of(model, adapter.note)
+    _check_convolution(weight, note, is_dora=adapter.magnitude is not None)
     if note.kind in ("recurrence", "transposed convolution") or (
         note.kind == "product" and adapter.a.ndim > 2
     ):
@@ -63,9 +65,9 @@ def _parts(model: ir.Model, adapter: Trained, names: Names) -> Iterator[_Part]:
             f"weight {note.weight!r}: expected that of a Linear, Conv, Embedding or Conv1D, which peft adapts, "
             f"found that of a {note.kind}: save it by form='onnxruntime', or merge it, by executor.trained()"
         )
-    a, b = _as_peft(adapter, weight_of(model, note))
+    a, b = _as_peft(adapter, weight)
     outputs, parts = outputs_of(model, adapter), modules_of(note.name, names)
-    sizes = sizes_of(note.name, parts, outputs, widths(weight_of(model, note)))
+    sizes = sizes_of(note.name, parts, outputs, widths(weight))
     start, stop = note.columns or (0, outputs)
     for (path, _), end, size in zip(parts, np.cumsum(sizes).tolist(), sizes, strict=True):
         first, last = max(start, end - size), min(stop, end)
@@ -83,6 +85,37 @@ def _parts(model: ir.Model, adapter: Trained, names: Names) -> Iterator[_Part]:
                 rank_stabilized=note.rank_stabilized,
             )
             yield _Part(module, first - end + size, size)
+
+
+def _check_convolution(weight: ir.Value, note: Adapted, *, is_dora: bool) -> None:
+    """Raise an error for a convolution for which peft computes something else."""
+    if note.kind != "convolution":
+        return
+    problem = (
+        "DoRA of groups, whose norms peft takes of other numbers" if is_dora and note.groups > 1 else None
+    )
+    for node in readers_of(weight):
+        x = node.inputs[0].producer() if node.op_type == "Conv" and node.inputs[0] is not None else None
+        if any(size > 1 for size in node.attributes.get_ints("dilations", [1])):
+            problem = "dilations, which peft's A lacks"
+        elif (
+            x is not None and x.op_type == "Pad" and x.attributes.get_string("mode", "constant") != "constant"
+        ):
+            problem = "padding by other numbers than 0, which peft's A lacks"
+    if problem:
+        raise GraphoptError(
+            f"weight {note.weight!r}: expected a convolution of which peft computes the same, found one with "
+            f"{problem}: save it by form='onnxruntime', or merge it, by executor.trained()"
+        )
+
+
+def readers_of(weight: ir.Value) -> Iterator[ir.Node]:
+    """Yield the nodes that read a weight, through others that reshape or turn it."""
+    for node in weight.consumers():
+        if node.op_type in VIEWS | {"Cast", "Transpose"}:
+            yield from readers_of(node.outputs[0])
+        else:
+            yield node
 
 
 def _keeps_inputs_first(note: Adapted) -> bool:
@@ -165,9 +198,12 @@ def _of_attention(module: Module, attentions: set[str]) -> Module:
 
 
 def saved_modules(
-    model: ir.Model, state: Mapping[str, np.ndarray], names: Names = None
+    model: ir.Model, state: Mapping[str, np.ndarray], paths: Collection[str], names: Names = None
 ) -> dict[str, np.ndarray]:
-    """Return the parameters of the modules that trained in full, in PyTorch's layout, by their names."""
+    """Return the parameters of the modules that trained in full, in PyTorch's layout, by their names.
+
+    Of the modules with adapters, whose paths are given, these are the parameters that train.
+    """
     own = {name for _, note in adapted(model) for name in note.values}
     found: dict[str, np.ndarray] = {}
     trained: set[str] = set()
@@ -189,8 +225,8 @@ def saved_modules(
         found[name] = array.T if turned else array
         if role is Role.PARAMETER:
             trained.add(name)
-    modules = {name.rpartition(".")[0] for name in trained}
-    saved = {name: x for name, x in found.items() if name.rpartition(".")[0] in modules}
+    whole = {name.rpartition(".")[0] for name in trained} - {*paths}
+    saved = {name: x for name, x in found.items() if name in trained or name.rpartition(".")[0] in whole}
     counted = {
         name.replace("running_mean", "num_batches_tracked")
         for name in saved

@@ -30,7 +30,7 @@ from graphopt.training.checkpoints import larger_is_better
 from graphopt.training.metrics import METRICS
 
 PAGE, REPORT = "compare.html", "report.html"
-LEFT_OUT = ("epoch", "step", "learning_rate", "seconds", "samples_per_second")
+LEFT_OUT = ("epoch", "step", "learning_rate", "seconds", "samples_per_second", "tokens_per_second")
 PLACES = ("folder", "resume")
 
 

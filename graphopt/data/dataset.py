@@ -78,6 +78,7 @@ class Dataset(metaclass=Checked):
         spare: the names of arrays that a graph reads only if it has inputs of these names.
         marks: groups of names of arrays, each of which tells what counts in a row; a graph that reads none of a group
             counts what it should not.
+        tokens: the number of tokens of all rows of text, without padding.
 
     Raises:
         GraphoptError: the arrays have no rows, or different numbers of rows.
@@ -93,6 +94,7 @@ class Dataset(metaclass=Checked):
     source: str = "data"
     spare: Collection[str] = ()
     marks: Sequence[Collection[str]] = ()
+    tokens: int | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.arrays, Mapping):

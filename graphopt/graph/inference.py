@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping, Sequence
+from typing import Literal
 
 import numpy as np
 import onnx
@@ -19,10 +20,14 @@ from graphopt.graph.postprocessing import restore, restore_notes, store
 from graphopt.graph.rewriting import interface_kept, needed, protect
 from graphopt.graph.roles import STATE, Role, role_of, with_role
 from graphopt.graph.scans import remove_unused_results
+from graphopt.graph.state import averages_read
 from graphopt.graph.storage import declare_inputs
 from graphopt.graph.traversal import extracted_between
 from graphopt.graph.values import like, name_of, swap
 
+Adapters = Literal["merged", "left out", "kept"]
+
+_OF_LOSS = (Role.LOSS, Role.METRIC)
 INITIALIZERS_ALONE_SINCE = 4  # IR version; in older ones, each initializer is also an input
 
 
@@ -49,7 +54,8 @@ def extract(model: ir.Model, outputs: Sequence[ir.Value], *, merged: bool = Fals
 
     extracted = part(model.graph, outputs)
     with interface_kept(extracted):
-        _switch_to_inference(extracted.graph, merged)
+        predicts = not any(role_of(y) in _OF_LOSS for y in outputs)
+        _switch_to_inference(extracted.graph, merged, predicts)
     # Extract again: the first time, values that only bodies of unused nodes read were kept.
     extracted = part(extracted.graph, extracted.graph.outputs)
     remove_unused_results(extracted.graph)
@@ -70,14 +76,14 @@ def _remove_unused(model: ir.Model, kept: Collection[str | None] = ()) -> None:
     RemoveUnusedOpsetsPass()(model)
 
 
-def _switch_to_inference(graph: ir.Graph, merged: bool) -> None:
+def _switch_to_inference(graph: ir.Graph, merged: bool, predicts: bool) -> None:
     inputs = {value.name: value for value in graph.inputs}
     same: dict[str, ir.Value] = {}
     cast: set[ir.DataType | None] = set()
     made: dict[str, ir.Node] = {}
     for node in list(graph):
         form = InferenceForm.read(node.outputs[0])
-        if form is None or (form.merged and not merged):
+        if form is None or (form.merged and not merged) or (form.predicting and not predicts):
             continue
         InferenceForm.remove(node.outputs[0])
         for index, name in form.inputs.items():
@@ -86,6 +92,8 @@ def _switch_to_inference(graph: ir.Graph, merged: bool) -> None:
             x, y = node.inputs[form.same_as], node.outputs[0]
             assert x is not None
             same[name_of(y)] = x
+            if form.predicting and x.is_graph_input():
+                x.shape = y.shape
             if y.is_graph_output():
                 x.type = y.type
             elif x.dtype != y.dtype:
@@ -126,7 +134,7 @@ def trained(
     outputs: Sequence[str] | None = None,
     *,
     as_stored: bool = True,
-    merge: bool = True,
+    adapters: Adapters = "merged",
 ) -> onnx.ModelProto:
     """Return the inference model inside a training graph, with the values of `state` as its weights.
 
@@ -138,12 +146,13 @@ def trained(
         state: the values of the state by name.
         outputs: the names of the outputs or inner values to compute; the model's outputs by default.
         as_stored: store weights in the form of the original file, such as float16 or integers; otherwise as they train.
-        merge: merge adapters into the weights; otherwise leave them out.
+        adapters: whether they are merged into the weights, left out, or kept as operators.
     """
     outputs_of_model = with_role(model, Role.PREDICTION, Role.SOURCE) or with_role(model, Role.LOSS)
-    inference = extract(model, outputs_of_model, merged=True)
+    inference = extract(model, outputs_of_model, merged=adapters != "kept")
     graph = inference.graph
-    changed = merged_weights(model, state) if merge else {}
+    averaged = {owner: state[name] for name, owner in averages_read(model).items()}
+    changed = merged_weights(model, {**state, **averaged}) if adapters == "merged" else {}
     for value in [value for value in graph.inputs if role_of(value) in STATE]:
         graph.inputs.remove(value)
         graph.initializers.pop(value.name or "", None)

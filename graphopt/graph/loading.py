@@ -69,7 +69,7 @@ def load(source: Source, *, limits: Limits | None = None) -> ir.Model:
     for graph in model.graphs():
         for value in graph.initializers.values():
             if value.const_value is not None:  # whatever the file declares
-                value.shape = ir.Shape(value.const_value.shape.numpy())
+                value.shape = _shape_of_initial(value, value.const_value.shape.numpy())
     set_limits(model, limits)
     check_size(model)
     checking.check_domains(model)
@@ -96,6 +96,14 @@ def read_original(source: Source) -> onnx.ModelProto:
             tensor.ClearField("data_location")
             del tensor.external_data[:]
     return proto
+
+
+def _shape_of_initial(value: ir.Value, dims: tuple[int, ...]) -> ir.Shape:
+    """Return the shape of an initial value; where an input is empty, as the rank of an adapter is, the declared one."""
+    declared = value.shape if value.is_graph_input() and value.shape is not None else ()
+    if len(declared) != len(dims):
+        return ir.Shape(dims)
+    return ir.Shape([x if size == 0 else size for x, size in zip(declared, dims, strict=True)])
 
 
 def _read(source: Source, limits: Limits) -> tuple[str, onnx.ModelProto, Places]:

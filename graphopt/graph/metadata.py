@@ -295,6 +295,7 @@ class InferenceForm(
         operator: the operator that computes the output in inference, with its attributes; `reads` are the names of
             its inputs, and `output` is the number of its output.
         merged: whether the form holds only once adapters are merged into the weights.
+        predicting: whether the form holds only for predictions, and not for the evaluation of the loss.
     """
 
     inputs: Mapping[int, str] = field(default_factory=dict)
@@ -303,6 +304,7 @@ class InferenceForm(
     reads: tuple[str, ...] = ()
     output: int = 0
     merged: bool = False
+    predicting: bool = False
 
     def check(self) -> None:
         _check(all(index >= 0 for index in self.inputs), 0 <= self.output < MANY)

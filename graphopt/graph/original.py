@@ -52,13 +52,16 @@ def note_fold(model: ir.Model, value: ir.Value, computed: ir.Value) -> None:
     Folded({**folds.parts, name_of(value): ir.to_proto(part).SerializeToString()}).write(model)
 
 
-def write_weights(original: onnx.ModelProto, trained: onnx.ModelProto, model: ir.Model) -> None:
+def write_weights(
+    original: onnx.ModelProto, trained: onnx.ModelProto, model: ir.Model, *, merged: bool = True
+) -> None:
     """Replace the weights of the file that was compiled by those of its trained inference model.
 
     Args:
         original: the file.
         trained: the inference model.
         model: the training graph.
+        merged: whether adapters are merged into the weights.
 
     Raises:
         GraphoptError: the file is not the one that was compiled: it lacks a weight, or a weight that does not train has
@@ -67,7 +70,9 @@ def write_weights(original: onnx.ModelProto, trained: onnx.ModelProto, model: ir
     weights = {x.name: x for x in trained.graph.initializer}
     notes = [note for _, note in adapted(model)]
     changed = {original_name(x) for x in with_role(model, Role.PARAMETER, Role.STATISTIC)}
-    changed = {*changed, *(note.weight for note in notes)}.difference(*(note.values for note in notes))
+    changed = {*changed, *(note.weight for note in notes if merged)}.difference(
+        *(note.values for note in notes)
+    )
     places, folds = _places(original), (Folded.read(model) or Folded({})).models()
     folds = {name: part for name, part in folds.items() if name in places}
     sources = {x.name for part in folds.values() for x in part.graph.input}

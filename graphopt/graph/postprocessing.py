@@ -205,13 +205,20 @@ def standing_for(x: ir.Value) -> np.ndarray | None:
     return next((result for node in x.consumers() if (result := dequantized(node)) is not None), None)
 
 
+def is_dequantized(node: ir.Node) -> bool:
+    """Return whether a node is a DequantizeLinear of constants."""
+    if node.op_type != DEQUANTIZE or node.domain != "":
+        return False
+    read = [x for i, x in enumerate(node.inputs) if x is not None or i < 2]
+    return all(x is not None and ir.convenience.get_const_tensor(x) is not None for x in read)
+
+
 def dequantized(node: ir.Node) -> np.ndarray | None:
     """Return (q - zero) scale in float32 for a DequantizeLinear of constants, or None for another node."""
-    if node.op_type != DEQUANTIZE or node.domain != "":
+    if not is_dequantized(node):
         return None
     q, scale, zero = (constant_of(x) for x in [*node.inputs, None][:3])
-    if q is None or scale is None or (zero is None and len(node.inputs) > 2 and node.inputs[2] is not None):
-        return None
+    assert q is not None and scale is not None
     floating = is_floating(node.inputs[0])
     wide = q.astype(np.float32 if floating else np.int64)
     if zero is not None and not floating:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
@@ -40,7 +41,7 @@ def _shrink(node: ir.Node) -> None:
     rows = [i for i in range(states, len(body.inputs)) if body.inputs[i] in read] or [states]
     inputs = [*(i for i in kept if i < states), *rows]
     outputs = [node.outputs[i] for i in kept]
-    attributes = {
+    attributes: dict[str, Any] = {
         "body": body,
         "num_scan_inputs": len(rows),
         **_chosen(node, "input", [i - states for i in rows]),

@@ -120,6 +120,11 @@ def averages(model: ir.Model) -> list[ir.Value]:
     return [x for x in with_role(model, Role.SLOT) if KIND.read(x) == AVERAGE]
 
 
+def averages_read(model: ir.Model) -> dict[str, str]:
+    """Return the parameters that inference reads averages of, by the names of the averages."""
+    return {name_of(x): OWNER.read(x) or "" for x in averages(model) if ORIGINAL_NAME.read(x) is not None}
+
+
 def _cut(slot: ir.Value) -> tuple[str, str]:
     """Return the owner and the kind of a slot by its name, for graphs that were saved without these notes."""
     owner, _, kind = name_of(slot).rpartition(".")

@@ -7,6 +7,7 @@ import math
 _WORDS = {
     **{"f1": "F1", "mae": "MAE", "mse": "MSE", "r2": "R²", "rmse": "RMSE", "roc_auc": "ROC AUC"},
     "samples_per_second": "samples/s",
+    "tokens_per_second": "tokens/s",
 }
 _SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 _TIMES = "\N{MULTIPLICATION SIGN}"

@@ -104,8 +104,8 @@ class ForwardBackward(metaclass=Checked):
         threads: the number of threads per operator; by default, the runtime's choice.
         engine: `graphs` runs `forward_model` and `backward_model` on any ONNX Runtime; `agent` runs one graph in two
             parts on onnxruntime-training's TrainingAgent; `auto` chooses the agent if it is available.
-        normalize, parameters, sort, training, gradient, simplify, fuse: the passes of these steps, or None to omit a
-            step; see `compile`. `gradient` emits the gradients of weighted outputs;
+        normalize, adapter, parameters, sort, training, gradient, simplify, fuse: the passes of these steps, or None to
+            omit a step; see `compile`. `gradient` emits the gradients of weighted outputs;
             `passes.VectorJacobianProduct()` by default.
 
     Raises:
@@ -129,6 +129,7 @@ class ForwardBackward(metaclass=Checked):
         threads: int | None = None,
         engine: Literal["auto", "graphs", "agent"] = "auto",
         normalize: Steps | Default = DEFAULT,
+        adapter: Steps = None,
         parameters: Steps | Default = DEFAULT,
         sort: Steps | Default = DEFAULT,
         training: Steps | Default = DEFAULT,

@@ -241,7 +241,7 @@ class Device(DeviceOptions):
 
         Args:
             captures: whether the session captures its graph, as those of steps do.
-            low_memory: free each buffer after its last reader, whatever the option says.
+            low_memory: free each buffer after its last reader, whatever the option says, and keep none for the next run.
 
         Raises:
             GraphoptError: an option in `session_options` is unknown or has the wrong type, or a library of custom
@@ -252,6 +252,7 @@ class Device(DeviceOptions):
         options.intra_op_num_threads = self.threads or 0
         options.use_deterministic_compute = self.deterministic
         options.enable_mem_pattern = options.enable_mem_reuse = not (self.low_memory or low_memory)
+        options.enable_cpu_mem_arena = not low_memory
         for name, entry in {PLACEMENT: "1", **AS_WRITTEN}.items():
             options.add_session_config_entry(name, entry)
         if self.flushing is not None:

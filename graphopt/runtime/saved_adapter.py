@@ -51,6 +51,7 @@ def save_adapter(
     Raises:
         GraphoptError: the graph has no adapters, or the form has none for such a weight. Nothing is written.
 
+    >>> import os
     >>> step = graphopt.compile(
     ...     models.mlp((4,), 3, hidden=[8]),
     ...     adapter=passes.LoRA("layers.0.*", rank=2), loss=passes.CrossEntropy(), optimizer=passes.AdamW(1e-3))
@@ -66,7 +67,9 @@ def save_adapter(
     model, state = executor.model, executor.state
     found = trained_adapters(model, state, "save_adapter")
     if form == "peft":
-        adapter = PeftAdapter(modules(model, found, names), saved_modules(model, state, names))
+        adapters = modules(model, found, names)
+        paths = {module.path for module in adapters}
+        adapter = PeftAdapter(adapters, saved_modules(model, state, paths, names))
         write_folder(path, peft.contents(adapter))
         return
     if names is not None:

@@ -213,7 +213,7 @@ class Trainer(Estimator):
         model: the inference model: a path, an onnx.ModelProto or an onnx_ir.Model.
         loss: a loss pass; `passes.MeanSquaredError()` by default.
         optimizer: an optimizer pass; `passes.SGD(0.01)` by default.
-        regularizer, clip, training, parameters: passes of the standard pipeline, see `graphopt.compile`.
+        regularizer, clip, training, adapter, parameters: passes of the standard pipeline, see `graphopt.compile`.
         schedule: `constant`, `invscaling`, `optimal` or `adaptive`, as in scikit-learn's SGDRegressor, or a schedule
             pass. `invscaling` counts steps; SGDRegressor has one step per row. `adaptive` counts epochs of `fit`.
         max_iter: the number of epochs.
@@ -247,6 +247,7 @@ class Trainer(Estimator):
     regularizer: Step | None = None
     clip: Step | None = None
     training: Step | None = None
+    adapter: Step | None = None
     parameters: Step | None = None
     schedule: str | Step | None = "constant"
     max_iter: int = 100
@@ -435,6 +436,7 @@ class Trainer(Estimator):
             "regularizer": self.regularizer,
             "clip": self.clip,
             "training": self.training,
+            "adapter": self.adapter,
             "parameters": DEFAULT if self.parameters is None else self.parameters,
         }
         chosen = self.device, self.threads, self.batch_size

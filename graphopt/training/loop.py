@@ -50,7 +50,7 @@ class TrainingLoop:
         self.run = run = Run(
             executor, options.epochs, source.steps, source.count, validation_rows, step=executor.batches
         )
-        run.names = source.names
+        run.names, run.row_tokens = source.names, source.row_tokens
         if held_out is not None:
             run.evaluated = functools.partial(held_out.evaluated, executor)
             run.held_out_rows = held_out.rows
@@ -242,7 +242,10 @@ class TrainingLoop:
         if validates or is_last:
             measured = self._evaluate()
             record |= {name: value for name, value in measured.items() if name not in record}
-        return {**record, "seconds": self._seconds, "samples_per_second": run.row / self._seconds}
+        record |= {"seconds": self._seconds, "samples_per_second": run.row / self._seconds}
+        if run.row_tokens is not None:
+            record["tokens_per_second"] = record["samples_per_second"] * run.row_tokens
+        return record
 
     def _evaluate(self) -> Record:
         """Return the measures on held-out rows, `validation_loss` first."""

@@ -9,7 +9,7 @@ from typing import Any
 from graphopt.inspection.table import ShownTable
 from graphopt.training.callbacks.callback import Record
 
-_LEFT_OUT = ("step", "samples_per_second")
+_LEFT_OUT = ("step", "samples_per_second", "tokens_per_second")
 _FIRST, _LAST = 2, 8  # records that a longer table shows
 
 

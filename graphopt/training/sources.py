@@ -43,6 +43,7 @@ class Epochs(ABC):
     count: int | None = None  # the number of rows of an epoch, if the data tells
     steps: int | None  # the number of steps of an epoch, if the data tells
     names: Sequence[str] | None = None  # of the features, if the data has them
+    row_tokens: float | None = None  # the mean number of tokens of a row of text
     is_lazy = False  # whether rows are read when a batch needs them
     identity: Mapping[str, Any]  # what a checkpoint and the run that continues it have in common
     before = 0  # the number of epochs in earlier calls of `fit`
@@ -89,6 +90,8 @@ class RowEpochs(Epochs):
         self._workers = executor.workers
         self.count, self.steps = len(rows), math.ceil(len(rows) / options.batch_size)
         self.is_lazy, self.names = batches.is_lazy, batches.data.names
+        tokens = batches.data.tokens
+        self.row_tokens = None if tokens is None else tokens / len(batches.data)
         self.identity = {"seed": options.seed, "shuffle": options.shuffle, "rows": len(rows)}
         self.before = round(executor.batches / self.steps)
 

@@ -111,10 +111,13 @@ def _in_graph(
     a, b = module.a, module.b
     try:
         if target.kind == "convolution":
+            _check_dilations(place, target, module)
             a, b = _of_groups(a, target.groups).reshape(shapes[0]), b.reshape(shapes[1])
         else:
             a, b = a.T, b.T
         fits = [*a.shape] == shapes[0] and [*b.shape] == shapes[1]
+    except GraphoptError:
+        raise
     except ValueError:
         fits = False
     if not fits or module.is_embedding != (target.kind == "embedding"):
@@ -127,6 +130,15 @@ def _in_graph(
     wide_a[axis_a], wide_b[axis_b] = (0, rank - module.rank), (0, more)
     values = [np.pad(a, wide_a), np.pad(b, wide_b) * (module.scale / scale)]
     return values if module.magnitude is None else [*values, module.magnitude]
+
+
+def _check_dilations(place: str, target: Target, module: Module) -> None:
+    """Raise an error for an adapter of a dilated convolution, whose A peft computes without dilations."""
+    if any(size > 1 for size in target.node.attributes.get_ints("dilations", [1])):
+        raise GraphoptError(
+            f"{place}: module {module.path!r}: expected a convolution without dilations, found one with some, which "
+            "peft's A lacks, so that it cannot be merged: train without this module"
+        )
 
 
 def _of_groups(a: np.ndarray, groups: int) -> np.ndarray:

@@ -26,6 +26,7 @@ from passes.weights.torchscript import is_generated, module_path
 
 Moves = tuple[tuple[str, tuple[int, ...]], ...]
 _SHAPING = ("Flatten", "Reshape", "Squeeze", "Unsqueeze")
+_OF_QUANTIZED = ("Slice", "Sub")  # the padding of the last block, and floating zero points
 _SWAPPED = {2: (1, 0), 3: (0, 2, 1)}
 
 
@@ -49,11 +50,12 @@ def source_of(x: Value | None) -> Source | None:
             moves.append(("transpose", tuple(perm)))
         elif node.op_type in _SHAPING and is_static(x):
             moves.append(("reshape", x.shape.numpy()))  # type: ignore[union-attr]
-        elif node.op_type not in ("Cast", "Identity", "Slice"):
+        elif node.op_type not in ("Cast", "Identity", *_OF_QUANTIZED):
             return None
         x = node.inputs[0]
-        if node.op_type == "Slice" and (source := source_of(x)) is not None:
-            return source if source.quantized else None
+        if node.op_type in _OF_QUANTIZED:
+            source = source_of(x)
+            return source if source is not None and source.quantized else None
     if x is None or not x.is_initializer() or x.is_graph_input() or not is_floating(x) or not is_static(x):
         return None
     return Source(x, tuple(moves[::-1]))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -12,18 +11,17 @@ import onnx_ir as ir
 from graphopt.errors import GraphoptError
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.metadata import ON_DEMAND, TargetSpec
-from graphopt.graph.roles import Role, with_role
+from graphopt.graph.roles import Role, role_of, with_role
 from graphopt.graph.values import dims_of, like, name_of, rank
 from graphopt.intervals import within
-from passes.gradients.rules.blocks import token_losses
-from passes.losses.head import Head, find_head, losses_in_blocks
+from passes.losses.head import losses_of_tokens
 from passes.losses.loss import Loss, new_input
+from passes.losses.packing import keep_apart
 
 __all__ = ["CausalLanguageModel"]
 
-TOKENS, ATTENTION_MASK, OTHERS = "input_ids", "attention_mask", ("position_ids", "token_type_ids")
-LABELS, COMPLETION_MASK = "labels", "completion_mask"
-MANY = 4096  # classes from which on blocks pay
+_TOKENS, _ATTENTION_MASK, _OTHERS = "input_ids", "attention_mask", ("position_ids", "token_type_ids")
+_LABELS, _COMPLETION_MASK, _SEGMENTS = "labels", "completion_mask", "segments"
 
 
 @dataclass(frozen=True)
@@ -43,6 +41,9 @@ class CausalLanguageModel(Loss):
         label_smoothing: the share of the target that is spread over all classes, as in `CrossEntropy`.
         completion_only: add an input `completion_mask`, int64 [rows, tokens]: tokens where it is 0, such as those of a
             prompt, do not count.
+        packed: add an input `segments`, int64 [rows, tokens], with the number of the sequence of each token, for rows
+            that hold several: a token reads, and predicts, tokens of its own sequence alone, and its position counts
+            from the first of them. Tokens with a negative number are padding, and do not count.
         blocks: the number of blocks of tokens in which a step computes the logits, their loss and its gradient, one
             block at a time. None computes all logits at once. `auto` chooses blocks of about 8 million logits, if there
             are at least 4,096 classes.
@@ -60,9 +61,10 @@ class CausalLanguageModel(Loss):
 
     tokens: str | None = None
     labels: bool = False
-    ignore_index: int = -100
+    ignore_index: int = within("(-inf, inf)", -100)
     label_smoothing: float = within("[0, 1]", 0.0)
     completion_only: bool = False
+    packed: bool = False
     blocks: int | Literal["auto"] | None = within("[1, inf)", "auto", whole=True, choices=("auto", None))
 
     task = "classification"
@@ -76,28 +78,31 @@ class CausalLanguageModel(Loss):
         ON_DEMAND.set(prediction)
         shape, masks = ir.Shape(dims_of(prediction)[:2]), []
         if self.labels:
-            name = target_name.replace("target", LABELS, 1)
+            name = target_name.replace("target", _LABELS, 1)
             target = new_input(model, name, ir.DataType.INT64, shape)
         else:
-            target = self._tokens(model)
+            target = self._tokens(model.graph)
             shape = ir.Shape(dims_of(target))
-            masks = [x for x in with_role(model, Role.DATA) if x.name == ATTENTION_MASK and x.shape == shape]
+            masks = [x for x in with_role(model, Role.DATA) if x.name == _ATTENTION_MASK and x.shape == shape]
         if not TargetSpec.is_on(target):
             TargetSpec(name_of(prediction), self.task, **self.metric(prediction)).write(target)
         if self.completion_only:
-            name = target_name.replace("target", COMPLETION_MASK, 1)
+            name = target_name.replace("target", _COMPLETION_MASK, 1)
+            masks.append(new_input(model, name, ir.DataType.INT64, shape))
+        if self.packed:
+            name = target_name.replace("target", _SEGMENTS, 1)
             masks.append(new_input(model, name, ir.DataType.INT64, shape))
         return [target, *masks]
 
-    def _tokens(self, model: ir.Model) -> ir.Value:
+    def _tokens(self, graph: ir.Graph) -> ir.Value:
         """Return the input of token ids."""
-        inputs = {name_of(x): x for x in with_role(model, Role.DATA)}
+        inputs = {name_of(x): x for x in graph.inputs if role_of(x) is Role.DATA}
         whole = {name: x for name, x in inputs.items() if x.dtype is not None and x.dtype.is_integer()}
         named = whole if self.tokens is None else inputs
-        if (name := self.tokens or TOKENS) in named:
+        if (name := self.tokens or _TOKENS) in named:
             found = [named[name]]
         else:
-            found = [x for name, x in whole.items() if name not in (ATTENTION_MASK, *OTHERS)]
+            found = [x for name, x in whole.items() if name not in (_ATTENTION_MASK, *_OTHERS)]
         if self.tokens not in (None, *inputs) or len(found) != 1 or rank(found[0]) != 2:
             raise GraphoptError(
                 f"CausalLanguageModel(tokens={self.tokens!r}): expected the name of the input of token ids, of shape "
@@ -109,13 +114,12 @@ class CausalLanguageModel(Loss):
         following = self._following(op, target, *masks)
         counts = op.Not(op.Equal(following, self.ignore_index))
         label = op.Where(counts, following, 0)
-        head = self._head(prediction)
-        if head is None:
-            losses = token_losses(op, prediction, label, self.label_smoothing)
-        else:
-            number = None if self.blocks == "auto" else self.blocks
-            losses = losses_in_blocks(op, head, label, self.label_smoothing, number)
-        losses = op.cast(losses, prediction.dtype)
+        if self.packed and isinstance(prediction.graph, ir.Graph):
+            keep_apart(op, prediction.graph, self._tokens(prediction.graph), masks[-1])
+            prediction.graph.sort()
+        losses = losses_of_tokens(
+            op, prediction, label, self.label_smoothing, self.blocks, type(self).__name__
+        )
         losses = op.Where(counts, losses, op.constant(0.0, like=losses))
         if self.reduction == "none":  # the mean of a row is over its tokens that count
             counts = op.Cast(counts, to=losses.dtype)
@@ -128,25 +132,17 @@ class CausalLanguageModel(Loss):
         counts = op.Not(op.Equal(self._following(op, target, *masks), self.ignore_index))
         return op.Cast(counts, to=prediction.dtype)
 
-    def _head(self, prediction: ir.Value) -> Head | None:
-        """Return the part of the model to compute in blocks, or None to compute all logits at once."""
-        classes = dims_of(prediction)[2]
-        if self.blocks is None or (self.blocks == "auto" and isinstance(classes, int) and classes < MANY):
-            return None
-        head = find_head(prediction)
-        if head is None:
-            warnings.warn(
-                f"CausalLanguageModel: expected {name_of(prediction)!r} to come out of a product with a weight, found "
-                f"{getattr(prediction.producer(), 'op_type', 'an input')}: a step holds the logits of all tokens",
-                stacklevel=2,
-            )
-        return head
-
     def _following(self, op: Emitter, target: ir.Value, *masks: ir.Value) -> ir.Value:
         """Emit the label of the token after each; those that do not count, and the last one's, are ignored."""
         labels: ir.Value = op.cast(target, ir.DataType.INT64)
+        if self.packed:
+            *others, segments = masks
+            past_end = op.Expand(op.constant([[-1]]), op.Concat(op.Shape(target, end=1), [1], axis=0))
+            before = op.Concat(past_end, op.Slice(segments, [0], [-1], [1]), axis=1)
+            same = op.And(op.Equal(before, segments), op.GreaterOrEqual(segments, 0))
+            masks = (*others, same)
         for mask in masks:
-            labels = op.Where(op.Cast(mask, to=ir.DataType.BOOL), labels, self.ignore_index)
+            labels = op.Where(op.cast(mask, ir.DataType.BOOL), labels, self.ignore_index)
         end = op.Expand(op.constant([[self.ignore_index]]), op.Concat(op.Shape(target, end=1), [1], axis=0))
         return like(op.Concat(op.Slice(labels, [1], [2**62], [1]), end, axis=1), labels)
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import onnx_ir as ir
 
 from graphopt.graph.emitter import Emitter
-from graphopt.graph.metadata import BLOCK_LOGITS, TokenBlocks
+from graphopt.graph.metadata import BLOCK_LOGITS, STOP_GRADIENT, InferenceForm, TokenBlocks
 from graphopt.graph.operators import ELEMENTWISE_OPERATORS, MICROSOFT, VIEWS
 from graphopt.graph.roles import FED, role_of
 from graphopt.graph.traversal import values_read
@@ -16,13 +18,14 @@ from graphopt.graph.values import constant_of, dims_of, like, name_of, rank
 from passes.gradients.rules.blocks import in_blocks, token_losses
 from passes.gradients.rules.control_flow import scan_over
 
-BLOCK = 2**23  # the numbers in a block of logits
-MOST_NODES = 64  # of a head
+_MANY_CLASSES = 4096  # from which on blocks pay
+_BLOCK = 2**23  # the numbers in a block of logits
+_MOST_NODES = 64  # of a head
 _PRODUCTS = {("", "MatMul"), ("", "Gemm"), (MICROSOFT, "MatMulNBits")}
 
 
 @dataclass(frozen=True)
-class Head:
+class TokenHead:
     """Hold the nodes, in graph order, that compute the logits of a token from numbers of the same token."""
 
     nodes: Sequence[ir.Node]
@@ -30,7 +33,7 @@ class Head:
     logits: ir.Value
 
 
-def find_head(logits: ir.Value) -> Head | None:
+def find_head(logits: ir.Value) -> TokenHead | None:
     """Return the smallest part before the logits that begins with products with weights, or None.
 
     Beside the product itself, it may have a bias, a soft cap, factors, casts, and the products of an adapter.
@@ -39,18 +42,16 @@ def find_head(logits: ir.Value) -> Head | None:
     if not isinstance(graph, ir.Graph):
         return None
     fed = {x for x in graph.inputs if role_of(x) in FED}
-    position = {}
-    for i, node in enumerate(graph):
-        position[node] = i
-        if not fed.isdisjoint(values_read(node)):
-            fed.update(node.outputs)
-    front, nodes, best = (
-        {logits: False},
-        [],
-        None,
-    )  # whether all ways from a value to the logits have a product
-    while len(nodes) < MOST_NODES:
-        last = [x for x in front if (node := x.producer()) is not None and _is_tokenwise(node, fed)]
+    position: dict[ir.Node | None, int] = {}
+    for i, each in enumerate(graph):
+        position[each] = i
+        if not fed.isdisjoint(values_read(each)):
+            fed.update(each.outputs)
+    front = {logits: False}  # whether all ways from a value to the logits have a product
+    nodes: list[ir.Node] = []
+    best = None
+    while len(nodes) < _MOST_NODES:
+        last = [x for x in front if (made := x.producer()) is not None and _is_tokenwise(made, fed)]
         if not last:
             break
         y = max(last, key=lambda x: position[x.producer()])
@@ -61,7 +62,7 @@ def find_head(logits: ir.Value) -> Head | None:
         for x in _tokens(node, fed):
             front[x] = front.get(x, True) and behind
         if all(front.values()) and (best is None or len(front) < len(best.hidden)):
-            best = Head(nodes[::-1], list(front), logits)
+            best = TokenHead(nodes[::-1], list(front), logits)
         if len(front) == 1 and all(front.values()):
             break
     return best
@@ -80,6 +81,9 @@ def _is_tokenwise(node: ir.Node, fed: set[ir.Value]) -> bool:
     if any(x is not None and x.shape is None for x in (*node.inputs, *node.outputs)):
         return False
     y = node.outputs[0]
+    form = InferenceForm.read(y)
+    if STOP_GRADIENT.is_set(node) or (form is not None and not form.merged):
+        return False  # a copy in a body would not switch to inference
     own = [*dict.fromkeys(_tokens(node, fed))]
     others = [x for x in node.inputs if x is not None and x not in own]
     if not own or any(x in fed and rank(x) > 1 for x in others):
@@ -96,16 +100,47 @@ def _is_tokenwise(node: ir.Node, fed: set[ir.Value]) -> bool:
     return node.domain == "" and node.op_type in ELEMENTWISE_OPERATORS and flat
 
 
+def losses_of_tokens(
+    op: Emitter,
+    prediction: ir.Value,
+    label: ir.Value,
+    smoothing: float,
+    blocks: int | Literal["auto"] | None,
+    loss: str,
+) -> ir.Value:
+    """Emit the cross-entropy of each token, in the shape of `label`, in blocks if that is wanted and possible.
+
+    Args:
+        prediction: the logits, with the classes along the last axis.
+        blocks: the number of blocks; None for all logits at once; `auto` for blocks if there are many classes.
+        loss: what wants them, for the warning.
+    """
+    classes, head = dims_of(prediction)[-1], None
+    if blocks is not None and (blocks != "auto" or not isinstance(classes, int) or classes >= _MANY_CLASSES):
+        head = find_head(prediction)
+        if head is None:
+            warnings.warn(
+                f"{loss}: expected {name_of(prediction)!r} to come out of a product with a weight, found "
+                f"{getattr(prediction.producer(), 'op_type', 'an input')}: a step holds the logits of all tokens",
+                stacklevel=2,
+            )
+    if head is None:
+        losses = token_losses(op, prediction, label, smoothing)
+    else:
+        losses = losses_in_blocks(op, head, label, smoothing, None if blocks == "auto" else blocks)
+    return op.cast(losses, prediction.dtype)
+
+
 def losses_in_blocks(
-    op: Emitter, head: Head, label: ir.Value, smoothing: float, blocks: int | None
+    op: Emitter, head: TokenHead, label: ir.Value, smoothing: float, blocks: int | None
 ) -> ir.Value:
     """Emit the cross-entropy of each token, in the shape of `label`, by a Scan over blocks of tokens.
 
     Args:
-        blocks: the number of blocks; None for so many that a block has about `BLOCK` logits.
+        blocks: the number of blocks; None for so many that a block has about `_BLOCK` logits.
     """
     classes = dims_of(head.logits)[-1]
-    most = max(1, BLOCK // classes) if isinstance(classes, int) else 1
+    most = max(1, _BLOCK // classes) if isinstance(classes, int) else 1
     tokens = op.Size(label)
     count = op.Max(op.Div(tokens + (most - 1), most), 1)
     if blocks is not None:
@@ -144,7 +179,7 @@ def losses_in_blocks(
     return like(op.Reshape(flat, op.shape_of(label)), ir.Value(type=losses.type, shape=label.shape))
 
 
-def _copied(op: Emitter, head: Head, hidden: Sequence[ir.Value]) -> ir.Value:
+def _copied(op: Emitter, head: TokenHead, hidden: Sequence[ir.Value]) -> ir.Value:
     """Emit the nodes of a head on the rows of a block, and return their logits."""
     copies = dict(zip(head.hidden, hidden, strict=True))
     for node in head.nodes:

@@ -73,7 +73,8 @@ class Loss(Pass):
         elements = self.compare(op, prediction, *operands)
         weights = self.weight(op, prediction, *operands) if operands else None
         if self.sample_weight:
-            rows, rank = _sample_weight(model, prediction, self.row_axis), len(elements.shape or ())
+            source, rank = self.rows_of(prediction, operands), len(elements.shape or ())
+            rows = _sample_weight(model, source, self.row_axis)
             rows = op.Unsqueeze(rows, [*range(1, rank)]) if rank > 1 else rows
             elements = elements * rows
             weights = rows if weights is None else weights * rows
@@ -117,6 +118,10 @@ class Loss(Pass):
     def target_type(self, prediction: ir.Value) -> tuple[ir.DataType, ir.Shape]:
         """Return the element type and shape of the target, by default those of the prediction."""
         return dtype_of(prediction), ir.Shape(dims_of(prediction))
+
+    def rows_of(self, prediction: ir.Value, operands: Sequence[ir.Value]) -> ir.Value:
+        """Return the value that has a row for each loss, by default the prediction."""
+        return prediction
 
     @property
     def row_axis(self) -> int:

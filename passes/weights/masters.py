@@ -16,8 +16,8 @@ import onnx_ir as ir
 
 from graphopt.graph import metadata, state
 from graphopt.graph.emitter import Emitter
-from graphopt.graph.metadata import FROZEN, QUANTIZED, STOP_GRADIENT, STORED, STORED_TYPE, InferenceForm
-from graphopt.graph.postprocessing import DEQUANTIZE, broadcastable, dequantized
+from graphopt.graph.metadata import QUANTIZED, STOP_GRADIENT, STORED, STORED_TYPE, InferenceForm
+from graphopt.graph.postprocessing import DEQUANTIZE, broadcastable, dequantized, is_dequantized
 from graphopt.graph.roles import Role, set_role
 from graphopt.graph.values import constant_of, dtype_of, is_floating, like, name_of
 from passes.weights.initializers import array, replace_by
@@ -32,7 +32,22 @@ class Quantized:
 
     integers: ir.TensorProtocol
     node: ir.Node  # one of the nodes that read them, all of which are alike
-    numbers: np.ndarray  # what the integers stand for
+
+    @property
+    def numbers(self) -> np.ndarray:
+        """Return what the integers stand for."""
+        numbers = dequantized(self.node)
+        assert numbers is not None
+        return numbers
+
+    def shown(self, name: str) -> ir.TensorProtocol:
+        """Return a tensor of what the integers stand for, which is computed whenever it is read."""
+        y = self.node.outputs[0]
+        assert y.dtype is not None
+        dtype, shape = y.dtype, ir.Shape(self.integers.shape)
+        return ir.LazyTensor(
+            lambda: ir.tensor(self.numbers.astype(dtype.numpy()), dtype=dtype), dtype, shape, name=name
+        )
 
 
 def promote_with_master(
@@ -63,12 +78,10 @@ class QuantizedWeights:
         self._model = model
         self._found: dict[str, Quantized] = {}
         for integers, nodes in _quantized(model.graph).items():
-            numbers, y = dequantized(nodes[0]), nodes[0].outputs[0]
-            assert numbers is not None and integers.const_value is not None and y.dtype is not None
+            assert integers.const_value is not None
             name = name_of(integers)
-            self._found[name] = Quantized(integers.const_value, nodes[0], numbers)
-            tensor = ir.tensor(numbers.astype(y.dtype.numpy()), dtype=y.dtype, name=name)
-            shown = ir.val(name, const_value=tensor)
+            self._found[name] = quantized = Quantized(integers.const_value, nodes[0])
+            shown = ir.val(name, const_value=quantized.shown(name))
             metadata.copy(integers, shown)
             QUANTIZED.write(shown, name)
             del model.graph.initializers[name]
@@ -114,7 +127,7 @@ def _quantized(graph: ir.Graph) -> dict[ir.Value, list[ir.Node]]:
 def _is_weight(x: ir.Value, nodes: Sequence[ir.Node]) -> bool:
     first = nodes[0]
     scale = constant_of(first.inputs[1])
-    if scale is None or dequantized(first) is None or FROZEN.is_set(x):
+    if scale is None or not is_dequantized(first):
         return False
     alike = all([*node.inputs] == [*first.inputs] and node.attributes == first.attributes for node in nodes)
     steps = scale.astype(np.float32)

@@ -147,6 +147,7 @@ class Page(Callback):
                 label = {"loss": "training", "validation_loss": "held out"}.get(name, label_of(name))
                 lines.setdefault(chart, {})[label] = [_number(record.get(name)) for record in run.records]
         speed = lines.pop("samples_per_second", {})
+        lines.pop("tokens_per_second", None)
         best = _best(run.records)
         for chart, of_chart in lines.items() if epochs else ():
             unit, factor = (" %", 100.0) if is_share(chart) else ("", 1.0)
@@ -196,7 +197,7 @@ def _figures(run: Run, final: Record, best: Record) -> Iterator[tuple[str, str, 
     names = list(final)
     held_out = names[names.index("validation_loss") + 1 :] if "validation_loss" in final else []
     for name in held_out:
-        if _is_number(final[name]) and name not in (*_POSITIONS, "samples_per_second"):
+        if _is_number(final[name]) and name not in (*_POSITIONS, "samples_per_second", "tokens_per_second"):
             yield label_of(name), measure_text(name, final[name]), "c1"
     for name in [name for name in ("validation_loss", "loss") if name in final]:
         yield {"loss": "training loss"}.get(name, label_of(name)), readable(final[name]), ""

@@ -27,7 +27,10 @@ BARS = "▁▂▃▄▅▆▇█"
 WIDTH = 12  # of the sparkline
 _WIDE = 110  # columns of a terminal that has room for long bars
 _LINES = 30  # of epochs that a notebook shows
-SHOWN_SEPARATELY = ("epoch", "step", "rows", "loss", "learning_rate", "seconds", "samples_per_second")
+SHOWN_SEPARATELY = (
+    *("epoch", "step", "rows", "loss", "learning_rate", "seconds"),
+    *("samples_per_second", "tokens_per_second"),
+)
 
 
 class ProgressBar(Callback):
@@ -100,7 +103,10 @@ class ProgressBar(Callback):
         if len(self._recent) > 1:
             error = statistics.stdev(self._recent) / math.sqrt(len(self._recent))
         speed = self._rows / (now - self._start)
-        fields = _fields({**record, "loss": loss, "samples_per_second": speed}, shown=False, error=error)
+        shown = {**record, "loss": loss, "samples_per_second": speed}
+        if run.row_tokens is not None:
+            shown["tokens_per_second"] = speed * run.row_tokens
+        fields = _fields(shown, shown=False, error=error)
         left, total = "", None if run.steps is None else run.epochs * run.steps
         if total is not None:
             seconds = (now - self._start) * (total - record["step"]) / max(record["step"] - self._first, 1)
@@ -248,6 +254,8 @@ def _fields(record: Mapping[str, Any], *, shown: bool = True, error: float | Non
     fields += _measures(record) if shown else []
     if record.get("learning_rate") is not None:
         fields.append(f"rate {record['learning_rate']:.2e}")
+    if "tokens_per_second" in record:
+        return [*fields, f"{record['tokens_per_second']:,.0f} tokens/s"]
     return [*fields, f"{record['samples_per_second']:,.0f} samples/s"]
 
 

@@ -13,7 +13,7 @@ from graphopt.graph.emitter import Emitter, Input
 from graphopt.graph.metadata import BLOCK_LOGITS, IN_BLOCKS, TokenBlocks
 from graphopt.graph.operators import SHAPE_READERS
 from graphopt.graph.traversal import ancestors
-from graphopt.graph.values import dims_of, is_floating, like, wide_type
+from graphopt.graph.values import is_floating, like, wide_type
 from passes.gradients.registry import Active, Gradients, rule
 from passes.gradients.rules.control_flow import copied_body, emit_scan, finish, scan
 from passes.gradients.walk import backward, zeros
