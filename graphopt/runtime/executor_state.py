@@ -26,6 +26,7 @@ from graphopt.graph.values import name_of
 from graphopt.runtime.checkpoint import Property, load_state, save_state
 from graphopt.runtime.device import Device
 from graphopt.runtime.executor_options import ExecutorOptions
+from graphopt.runtime.frozen import FrozenPlacement, placement_of
 from graphopt.runtime.original import trained_into
 from graphopt.runtime.runners import Rounds
 from graphopt.runtime.signature import reportable
@@ -65,10 +66,11 @@ class ExecutorState(metaclass=Checked):
     def __repr__(self) -> str:
         weights = [x for x in with_role(self._model, Role.PARAMETER) if x.shape is not None]
         sizes = sum(int(np.prod(x.shape.numpy())) for x in weights if x.shape is not None)
+        shared = "" if self.frozen == "packed" else f", frozen weights {self.frozen}"
         return (
             f"{type(self).__name__}({self._model.graph.name!r}, device={self.device!r}, "
             f"provider={self._device.execution_provider!r}, target={str(self._device.target)!r}: "
-            f"{self.batches:,} batches so far, {sizes:,} parameters in {len(weights)} tensors)"
+            f"{self.batches:,} batches so far, {sizes:,} parameters in {len(weights)} tensors{shared})"
         )
 
     def __reduce__(self) -> NoReturn:
@@ -89,6 +91,15 @@ class ExecutorState(metaclass=Checked):
     def device_options(self) -> Device:
         """Return the device with its options."""
         return self._device
+
+    @property
+    def frozen(self) -> FrozenPlacement:
+        """Return where the weights lie that do not train: the option `frozen`, or what `auto` chose by their size.
+
+        `packed`: in each session; `mapped`: in memory that all sessions share; `low`: so, and values of a step are
+        freed early.
+        """
+        return placement_of(self._device, self._model)
 
     @property
     def in_place(self) -> bool:
@@ -125,11 +136,11 @@ class ExecutorState(metaclass=Checked):
                 without operators and outputs that training has removed.
             adapters: merge adapters into the weights (`merged`), or add inputs for them to the model `into` (`slots`):
                 its outputs are those of the model without adapters until a file of `graphopt.save_adapter` is active.
-                Nothing can be merged into integers: without `into`, adapters of quantized weights stay operators.
+                Nothing can be merged into integers: if the model has quantized weights with adapters, adapters stay
+                operators.
 
         Raises:
-            GraphoptError: the inference model has no value with one of these names, or `into` is another model, or
-                stores weights with adapters in integers.
+            GraphoptError: the inference model has no value with one of these names, or `into` is another model.
         """
         if adapters not in ("merged", "slots"):
             raise GraphoptError(f"trained: adapters: expected 'merged' or 'slots', found {adapters!r}")
