@@ -40,6 +40,7 @@ from passes.gradients.registry import NO_GRADIENT, RULES
 from passes.gradients.rules.shape import spread_pads
 from passes.gradients.rules.windows import cropped, halved, window_of
 from passes.lowering import classical
+from passes.lowering.attention import mark_scores
 from passes.lowering.caches import choose_branches, remove_caches, set_aside
 from passes.lowering.sequences import lower_sequences
 from passes.weights import read_origins
@@ -125,6 +126,7 @@ class Normalize(Pass):
         for value in model.graph.initializers.values():
             if name_of(value) in origins and is_floating(value) and Origin.read(value) is None:
                 origins[name_of(value)].write(value)
+        mark_scores(model.graph)
         check_constants(model)
         make_room(model)
         for value in model.graph.inputs:

@@ -12,6 +12,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import onnx
@@ -123,6 +124,7 @@ def _count_by_shape(graph: onnx.GraphProto, version: int) -> dict[str, onnx.Node
         if not is_number(start, 0):
             nodes.append(make("Sub", [limit, start], [f"{y}/count"]))
             limit = f"{y}/count"
+        axis: dict[str, Any]
         axis, axes = {"axes": [0]} if version < 13 else {}, [] if version < 13 else [f"{y}/axis"]
         nodes += [make("Constant", [], axes, value_ints=[0])] if axes else []
         nodes.append(make("Unsqueeze", [limit, *axes], [f"{y}/size"], **axis))

@@ -78,8 +78,8 @@ def write_weights(
     sources = {x.name for part in folds.values() for x in part.graph.input}
     for name in sorted(changed - sources - places.keys()):
         raise GraphoptError(
-            f"into: expected the file that was compiled, with weight {name!r}, found none of this name: leave out "
-            "`into`, and the trained model has it"
+            f"into: expected the file that was compiled, with weight {name!r}, found none of this name, as if "
+            "an exporter had merged equal weights: leave out into, and the trained model has it"
         )
     reshaped = False
     for name, tensors in places.items():
@@ -105,7 +105,9 @@ def _redeclare(original: onnx.ModelProto, trained: onnx.ModelProto) -> None:
 def _replace(tensors: Sequence[onnx.TensorProto], new: onnx.TensorProto, name: str, changes: bool) -> None:
     """Replace the tensors of a name, of which bodies may have some; raise an error if none is the training graph's."""
     typed = [x for x in tensors if (x.data_type, len(x.dims)) == (new.data_type, len(new.dims))]
-    alike = [x for x in typed if x.dims == new.dims] or (typed if changes else [])
+    alike = [x for x in typed if x.dims == new.dims]
+    if changes and not alike:  # passes.Head changes the number of classes
+        alike = [x for x in typed if sum(a != b for a, b in zip(x.dims, new.dims, strict=True)) == 1]
     if changes and not alike:
         found = tensors[0]
         kinds = [f"{onnx.TensorProto.DataType.Name(x.data_type)}{[*x.dims]}" for x in (new, found)]

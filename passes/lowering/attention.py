@@ -16,7 +16,7 @@ from onnx_ir import Value
 from graphopt.errors import GraphoptError
 from graphopt.graph.emitter import Emitter, Input
 from graphopt.graph.metadata import ATTENTION_SCORES, TOKEN_POSITIONS
-from graphopt.graph.operators import MICROSOFT
+from graphopt.graph.operators import ARITHMETIC, MICROSOFT, VIEWS
 from graphopt.graph.shapes import places_of
 from graphopt.graph.values import dims_of, dtype_of, rank
 from passes.lowering.registry import freeze, lowers, plus
@@ -292,3 +292,33 @@ def rotary_embedding(
         turn = op.Concat(*rotated(a, b), axis=-1)
     y = op.Concat(turn, tail, axis=-1) if rest else turn
     return y if rank(x) == 4 else merge_heads(op, y, static_size(x, -1))
+
+
+_BETWEEN = (
+    ARITHMETIC | VIEWS | {"Cast", "Clip", "Dropout", "Tanh", "Where"}
+)  # product and softmax, or softmax and product
+
+
+def mark_scores(graph: ir.Graph) -> None:
+    """Mark the scores of self-attention that is written out: a softmax along the last axis between two products."""
+    sizes = {dim for x in graph.inputs for dim in x.shape or ()}
+    for node in graph:
+        scores = node.inputs[0] if node.op_type == "Softmax" and node.domain == "" else None
+        maker = None if scores is None else scores.producer()
+        if scores is None or maker is None or scores.shape is None or len(scores.shape) < 3:
+            continue
+        known = [dim for dim in scores.shape[-2:] if isinstance(dim, int) or dim in sizes]
+        if (len(known) < 2 or known[0] == known[1]) and _leads(maker, back=True) and _leads(node, back=False):
+            ATTENTION_SCORES.set(maker)
+
+
+def _leads(node: ir.Node, *, back: bool, steps: int = 8) -> bool:
+    """Return whether a product is a few steps before or behind a node."""
+    values = node.inputs if back else node.outputs[:1]
+    around = [x.producer() for x in values if x] if back else [y for x in values if x for y in x.consumers()]
+    for other in [other for other in around if other is not None and other.domain == ""]:
+        if other.op_type == "MatMul" or (
+            other.op_type in _BETWEEN and steps and _leads(other, back=back, steps=steps - 1)
+        ):
+            return True
+    return back and node.op_type == "MatMul"
