@@ -17,7 +17,7 @@ from graphopt.graph.emitter import Emitter
 from graphopt.graph.merging import MERGES
 from graphopt.graph.metadata import ADAPTER, InferenceForm, Kind, Origin, copy
 from graphopt.graph.rewriting import Pass, Pattern, matches
-from graphopt.graph.roles import STATE, role_of
+from graphopt.graph.roles import STATE, Role, role_of
 from graphopt.graph.shapes import ensure_typed
 from graphopt.graph.values import dtype_of, like, name_of
 from graphopt.intervals import within
@@ -271,7 +271,7 @@ def _last_products(model: ir.Model, groups: Mapping[ir.Value, Sequence[Target]])
     """Return the weights of products that alone lead to an output and to no other product, as a classifier's head."""
     by_node = {target.node: weight for weight, targets in groups.items() for target in targets}
     found: list[ir.Value] = []
-    for output in model.graph.outputs:
+    for output in (y for y in model.graph.outputs if role_of(y) is not Role.SOURCE):
         last = _met([output], by_node, lambda x: [x.producer()], lambda node: node.inputs)
         if len(last) == 1 and len(groups) > 1:
             (node,) = last
@@ -290,9 +290,11 @@ def _met(
     front, seen, met = [*start], set[ir.Node](), set[ir.Node]()
     while front:
         for node in neighbours(front.pop()):
+            if node is None or node in seen:
+                continue
             if node in nodes:
                 met.add(node)
-            elif node is not None and node not in seen:
+            else:
                 seen.add(node)
                 front += [x for x in values(node) if x is not None]
     return met
