@@ -778,3 +778,23 @@ def test_notes_that_do_not_fit_are_refused(field_name: str, value: Any, message:
     replace(note, **{field_name: value}).write(holder)
     with pytest.raises(GraphoptError, match=message):
         merged_weights(step, state)
+
+
+def test_a_product_that_leads_to_an_output_and_to_another_product_is_no_head() -> None:
+    """Keys and values of a decoder are outputs, too."""
+    rng = np.random.default_rng(0)
+    decoder = model(
+        """g (float[N,6] x) => (float[N,5] y, float[N,4] present) {
+            k = MatMul(x, keys)
+            present = Identity(k)
+            h = Tanh(k)
+            y = MatMul(h, head)
+        }""",
+        keys=rng.standard_normal((6, 4)),
+        head=rng.standard_normal((4, 5)),
+    )
+    loss = passes.CrossEntropy(output="y")
+    assert set(initial(graphopt.compile(decoder, adapter=passes.LoRA(rank=2), loss=loss))) == {
+        "keys.lora_A",
+        "keys.lora_B",
+    }

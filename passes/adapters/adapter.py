@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, final
 
@@ -268,19 +268,33 @@ def _check_alike(weight: ir.Value, targets: Sequence[Target]) -> None:
 
 
 def _last_products(model: ir.Model, groups: Mapping[ir.Value, Sequence[Target]]) -> list[ir.Value]:
-    """Return the weights of products that alone lead to an output, such as the head of a classifier."""
+    """Return the weights of products that alone lead to an output and to no other product, as a classifier's head."""
     by_node = {target.node: weight for weight, targets in groups.items() for target in targets}
     found: list[ir.Value] = []
     for output in (y for y in model.graph.outputs if role_of(y) is not Role.SOURCE):
-        front, seen, last = [output], {output}, set()
-        while front:
-            node = front.pop().producer()
-            if node in by_node:
-                last.add(by_node[node])
-            elif node is not None:
-                new = [x for x in node.inputs if x is not None and x not in seen]
-                front += new
-                seen.update(new)
+        last = _met([output], by_node, lambda x: [x.producer()], lambda node: node.inputs)
         if len(last) == 1 and len(groups) > 1:
-            found += last
+            (node,) = last
+            if not _met(node.outputs, by_node, lambda x: x.consumers(), lambda node: node.outputs):
+                found.append(by_node[node])
     return found
+
+
+def _met(
+    start: Iterable[ir.Value],
+    nodes: Collection[ir.Node],
+    neighbours: Callable[[ir.Value], Iterable[ir.Node | None]],
+    values: Callable[[ir.Node], Iterable[ir.Value | None]],
+) -> set[ir.Node]:
+    """Return the nodes among some that a walk from values meets first, in the direction of the functions."""
+    front, seen, met = [*start], set[ir.Node](), set[ir.Node]()
+    while front:
+        for node in neighbours(front.pop()):
+            if node is None or node in seen:
+                continue
+            if node in nodes:
+                met.add(node)
+            else:
+                seen.add(node)
+                front += [x for x in values(node) if x is not None]
+    return met
