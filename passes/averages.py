@@ -105,6 +105,7 @@ def _infer_with(op: Emitter, w: ir.Value, average: ir.Value) -> None:
     """Let inference read the average in place of a parameter, under the name and in the form of the parameter."""
     notes = dict(metadata.all_of(average))
     metadata.copy(w, average)
+    metadata.Adapted.remove(average)
     metadata.all_of(average).update(notes)
     metadata.ORIGINAL_NAME.write(average, metadata.original_name(w))
     uses = list(w.uses())
