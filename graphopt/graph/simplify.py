@@ -170,7 +170,12 @@ def _note_gradients(model: ir.Model) -> None:
 
 def simplify_algebra(model: ir.Model) -> bool:
     """Rewrite the arithmetic of a training graph whose gradients stay readable; return whether anything changed."""
-    algebra = [combine_scalar_factors(), _square_as_product(), _mask_before_upsampling()]
+    algebra = [
+        combine_scalar_factors(),
+        _square_as_product(),
+        _mask_before_upsampling(),
+        _rows_of_transposed(),
+    ]
     changed = bool(RewriteRuleSet(algebra, commute=True).apply_to_model(model))
     return share_gelu_distribution(model) or changed
 
@@ -194,6 +199,43 @@ def _square_as_product() -> RewriteRule:
         lambda op, x, two: op.Pow(x, two),
         lambda op, x, two: op.Mul(x, x),
         lambda context, x, two: is_number(two) and constant_number(two) == 2,
+    )
+
+
+def _rows_of_transposed() -> RewriteRule:
+    """Return the rule that rewrites rows of a weight's transpose, as tied embeddings have, as columns of the weight.
+
+    It saves a transposed copy of the weight in each step.
+    """
+
+    def are_rows(
+        context: Any, weight: ir.Value, indices: ir.Value, transposed: ir.Value, rows: ir.Value
+    ) -> bool:
+        moved, read = transposed.producer(), rows.producer()
+        assert moved is not None and read is not None
+        return (
+            weight.is_initializer()
+            and moved.attributes.get_ints("perm", [1, 0]) == [1, 0]
+            and weight.shape is not None
+            and len(weight.shape) == 2
+            and read.attributes.get_int("axis", 0) == 0
+            and indices.shape is not None
+        )
+
+    def rewritten(op: Any, weight: ir.Value, indices: ir.Value, transposed: ir.Value, rows: ir.Value) -> Any:
+        rank = len(indices.shape or ())
+        columns = op.Gather(weight, indices, axis=1)
+        return op.Transpose(columns, perm=[*range(1, rank + 1), 0])
+
+    return RewriteRule(
+        lambda op, weight, indices: op.Gather(
+            op.Transpose(weight, _outputs=["transposed"], _allow_other_attributes=True),
+            indices,
+            _outputs=["rows"],
+            _allow_other_attributes=True,
+        ),
+        rewritten,
+        are_rows,
     )
 
 

@@ -16,6 +16,7 @@ from collections.abc import Callable, Container, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnx
 import onnx_ir as ir
 from google.protobuf import json_format, text_format
@@ -26,7 +27,7 @@ from graphopt.errors import GraphoptError, kind_of, line
 from graphopt.files import replacing
 from graphopt.graph.checking import EXTERNAL, check_external, messages_of
 from graphopt.graph.limits import Limits
-from graphopt.graph.mapped import MappedFile, like_tensor
+from graphopt.graph.mapped import MappedFile, RoomyTensor, like_tensor
 from graphopt.graph.not_a_model import check_path, not_a_model
 from graphopt.graph.operators import MICROSOFT, RUNTIMES_OWN
 from graphopt.graph.values import tensor_bytes
@@ -37,7 +38,9 @@ _PAGE = 4096  # bytes: where a weight in a file begins, for memory maps
 _SMALL = 1024  # bytes of a tensor that stays in the model, because shapes may depend on it
 
 Weights = dict[str, ir.TensorProtocol]
-Places = dict[str, tuple[MappedFile, int, int]]  # for a weight, its file, and its offset and length there
+WeightPlaces = dict[
+    str, tuple[MappedFile, int, int]
+]  # for a weight, its file, and its offset and length there
 
 # Exceptions of the onnx package for unreadable files, which depend on the format.
 _UNREADABLE = (
@@ -220,7 +223,7 @@ def save(model: ir.Model | onnx.ModelProto, path: str | os.PathLike[str]) -> Non
             os.replace(written.with_name(data), path.with_name(data))
 
 
-def read_proto(path: Path, limits: Limits) -> tuple[onnx.ModelProto, Places]:
+def read_proto(path: Path, limits: Limits) -> tuple[onnx.ModelProto, WeightPlaces]:
     """Read a model from a file, and its external data; return where those of its large weights lie, by name."""
     try:
         kind = stat.S_IFMT(path.stat().st_mode)
@@ -240,11 +243,11 @@ def read_proto(path: Path, limits: Limits) -> tuple[onnx.ModelProto, Places]:
         raise GraphoptError(f"{path}: expected an ONNX model, found another file ({line(error)})") from error
 
 
-def _read_external(proto: onnx.ModelProto, folder: Path) -> Places:
+def _read_external(proto: onnx.ModelProto, folder: Path) -> WeightPlaces:
     """Map the files of a model's weights if these are large, and read the rest of its external data."""
     external = [x for x in proto.graph.initializer if x.data_location == EXTERNAL]
     infos: dict[str, Any] = {x.name: onnx.external_data_helper.ExternalDataInfo(x) for x in external}
-    places: Places = {}
+    places: WeightPlaces = {}
     if sum(info.length for info in infos.values()) >= MAPPED_FROM:
         files: dict[str, MappedFile] = {}
         for name, info in infos.items():
@@ -269,7 +272,7 @@ def _check_location(location: str, folder: Path, name: str) -> None:
     onnx.external_data_helper.load_external_data_for_tensor(nothing, str(folder))
 
 
-def take_weights(model: ir.Model, places: Places) -> None:
+def take_weights(model: ir.Model, places: WeightPlaces) -> None:
     """Give a model's large weights the numbers of the files in which they lie, and keep no others in messages."""
     for name, value in model.graph.initializers.items():
         declared = value.const_value
@@ -278,8 +281,14 @@ def take_weights(model: ir.Model, places: Places) -> None:
         if name in places:
             file, start, _ = places[name]
             value.const_value = file.tensor(declared, start)
-        elif isinstance(declared, ir.serde.TensorProtoTensor) and _is_raw_and_large(declared.raw):
-            value.const_value = like_tensor(ir.Tensor(declared.numpy(), declared.dtype), declared)
+        elif isinstance(declared, ir.serde.TensorProtoTensor) and declared.dtype is not ir.DataType.STRING:
+            own: ir.TensorProtocol  # a small tensor would keep all of the message alive
+            if declared.dtype.bitwidth == 4 and _is_raw_and_large(declared.raw):
+                packed = np.frombuffer(declared.raw.raw_data, np.uint8)
+                own = RoomyTensor(packed, declared.dtype, declared.shape.numpy())
+            else:
+                own = ir.Tensor(declared.numpy(), declared.dtype)
+            value.const_value = like_tensor(own, declared)
 
 
 def parsed(content: bytes, name: str) -> onnx.ModelProto:

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 CPU, CUDA = "CPUExecutionProvider", "CUDAExecutionProvider"
 SUFFIX = "ExecutionProvider"
 THREADS = {"OpenVINOExecutionProvider": "num_of_threads", "XnnpackExecutionProvider": "intra_op_num_threads"}
+_FROZEN = ("auto", "packed", "mapped", "low")
 MOST_THREADS = 1_024  # more would take the memory, or end the process
 SESSION_OPTIONS = (
     *("enable_cpu_mem_arena", "enable_mem_pattern", "enable_mem_reuse", "execution_mode", "execution_order"),
@@ -139,6 +140,8 @@ class Device(DeviceOptions):
             least = "1 or more, or None for the runtime's choice"
             expected = least if self.threads < 1 else f"at most {MOST_THREADS:,}"
             raise GraphoptError(f"threads: expected {expected}, found {self.threads}")
+        if self.frozen not in _FROZEN:
+            raise GraphoptError(f"frozen: expected {', '.join(_FROZEN)}, found {self.frozen!r}")
         keep("index", int(index or 0))
         keep("ort", _runtime())
         keep("shared", weakref.WeakValueDictionary())
@@ -241,7 +244,7 @@ class Device(DeviceOptions):
 
         Args:
             captures: whether the session captures its graph, as those of steps do.
-            low_memory: free each buffer after its last reader, whatever the option says.
+            low_memory: free each buffer after its last reader, whatever the option says, and keep none for the next run.
 
         Raises:
             GraphoptError: an option in `session_options` is unknown or has the wrong type, or a library of custom
@@ -252,6 +255,7 @@ class Device(DeviceOptions):
         options.intra_op_num_threads = self.threads or 0
         options.use_deterministic_compute = self.deterministic
         options.enable_mem_pattern = options.enable_mem_reuse = not (self.low_memory or low_memory)
+        options.enable_cpu_mem_arena = not low_memory
         for name, entry in {PLACEMENT: "1", **AS_WRITTEN}.items():
             options.add_session_config_entry(name, entry)
         if self.flushing is not None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import numpy as np
 import onnx_ir as ir
 
-from graphopt.graph.traversal import dependencies
+from graphopt.graph.traversal import dependencies, values_read
 
 
 class Reach:
@@ -16,9 +17,10 @@ class Reach:
         self._index = {node: i for i, node in enumerate(graph)}
         self._before = [mask & ~(1 << i) for i, mask in enumerate(dependencies(graph).values())]
         self._after = [0] * len(self._index)
-        for i, before in enumerate(self._before):
-            for j in _bits(before):
-                self._after[j] |= 1 << i
+        for node, i in reversed(self._index.items()):
+            for producer in {x.producer() for x in values_read(node)}:
+                if producer in self._index:
+                    self._after[self._index[producer]] |= self._after[i] | 1 << i
 
     def is_convex(self, nodes: Iterable[ir.Node], node: ir.Node) -> bool:
         """Return whether no path between a node and the others leads through a third."""
@@ -60,8 +62,8 @@ class Reach:
         return inside, before & ~inside, after & ~inside
 
 
-def _bits(mask: int) -> Iterable[int]:
-    while mask:
-        low = mask & -mask
-        yield low.bit_length() - 1
-        mask ^= low
+def _bits(mask: int) -> list[int]:
+    """Return the places of the ones in a mask, by NumPy: an integer of many digits is copied for each operation."""
+    content = np.frombuffer(mask.to_bytes(mask.bit_length() // 8 + 1, "little"), np.uint8)
+    places: list[int] = np.flatnonzero(np.unpackbits(content, bitorder="little")).tolist()
+    return places
