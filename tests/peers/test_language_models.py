@@ -42,27 +42,38 @@ LABELS = np.where(RNG.random(IDS.shape) < 0.3, -100, IDS)
 class Logits(torch.nn.Module):
     """Return a model's logits alone, as exports for inference do."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, *inputs: str) -> None:
         super().__init__()
-        self.model = model
+        self.model, self.inputs = model, inputs
+        self.options = {} if model.config.model_type == "bert" else {"use_cache": False}
 
-    def forward(self, input_ids: Any) -> Any:
-        return self.model(input_ids=input_ids, use_cache=False).logits
+    def forward(self, *tensors: Any) -> Any:
+        return self.model(**dict(zip(self.inputs, tensors, strict=True)), **self.options).logits
 
 
-def exported(model: Any, path: Path) -> Path:
-    """Export a decoder without a cache, with any number of rows."""
+def unequal(model: Any) -> Any:
+    """Change the weights, as exporters merge equal ones, such as those of new normalizations."""
+    with torch.no_grad():
+        for x in model.parameters():
+            x.add_(0.1 * torch.randn(x.shape))
+    return model
+
+
+def exported(model: Any, path: Path, *inputs: str, dynamo: bool = True) -> Path:
+    """Export a model without a cache, by either exporter."""
+    inputs = inputs or ("input_ids",)
+    rows = torch.export.Dim("rows", min=2, max=64)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.onnx.export(
-            Logits(model),
-            (torch.tensor(IDS),),
+            Logits(model, *inputs),
+            tuple(torch.tensor(IDS) for _ in inputs),
             path,
-            dynamo=True,
+            dynamo=dynamo,
             verbose=False,
-            input_names=["input_ids"],
+            input_names=list(inputs),
             output_names=["logits"],
-            dynamic_shapes={"input_ids": {0: torch.export.Dim("rows", min=2, max=64)}},
+            dynamic_shapes=(tuple({0: rows} for _ in inputs),) if dynamo else None,
         )
     return path
 
@@ -74,15 +85,109 @@ def test_losses_are_those_of_transformers(name: str, blocks: int | None, tmp_pat
     model = transformers.AutoModelForCausalLM.from_config(
         DECODERS[name](), attn_implementation="eager" if name == "gemma2" else "sdpa"
     ).eval()
-    path = exported(model, tmp_path / "model.onnx")
+    path = exported(unequal(model), tmp_path / "model.onnx")
     loss = passes.CausalLanguageModel(labels=True, blocks=blocks)
-    step = graphopt.compile(str(path), loss=loss, optimizer=passes.SGD(0.1))
+    step = graphopt.compile(str(path), loss=loss, optimizer=passes.SGD(0.02))
     executor = graphopt.Executor(step, native=False)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.02)
     for _ in range(10):
         optimizer.zero_grad()
         expected = model(input_ids=torch.tensor(IDS), labels=torch.tensor(LABELS)).loss
         expected.backward()
         optimizer.step()
         found = executor.step(input_ids=IDS, labels=LABELS)["loss"]
+        assert found == pytest.approx(float(expected.detach()), rel=1e-5)
+
+
+SEGMENTS = np.array([[0, 0, 0, 0, 1, 1, 1], [0, 0, 1, 1, 1, 1, -1], [0, 0, 0, 0, 0, 0, 0]])
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "qwen3"])
+def test_packed_rows_train_as_their_sequences(name: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(DECODERS[name](), attn_implementation="sdpa").eval()
+    path = exported(model, tmp_path / "model.onnx")
+    loss = passes.CausalLanguageModel(packed=True, blocks=2)
+    executor = graphopt.Executor(
+        graphopt.compile(str(path), loss=loss, optimizer=passes.SGD(0.1)), native=False
+    )
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for _ in range(5):
+        optimizer.zero_grad()
+        terms, count = [], 0
+        for row, segments in zip(IDS, SEGMENTS, strict=True):
+            for segment in {*segments.tolist()} - {-1}:
+                ids = torch.tensor(row[segments == segment][None])
+                terms.append(model(input_ids=ids, labels=ids).loss * (ids.shape[1] - 1))
+                count += ids.shape[1] - 1
+        expected = torch.stack(terms).sum() / count
+        expected.backward()
+        optimizer.step()
+        found = executor.step(input_ids=IDS, segments=SEGMENTS)["loss"]
+        assert found == pytest.approx(float(expected.detach()), abs=1e-5)
+
+
+@pytest.mark.parametrize("blocks", [None, 2])
+def test_a_masked_language_model_trains_by_cross_entropy(blocks: int | None, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    config = transformers.BertConfig(
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        vocab_size=41,
+        max_position_embeddings=16,
+        hidden_dropout_prob=0,
+        attention_probs_dropout_prob=0,
+    )
+    model = transformers.BertForMaskedLM(config).eval()
+    path = exported(model, tmp_path / "model.onnx")
+    loss = passes.CrossEntropy(axis=-1, ignore_index=-100, blocks=blocks)
+    executor = graphopt.Executor(
+        graphopt.compile(str(path), loss=loss, optimizer=passes.SGD(0.1)), native=False
+    )
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    masked = np.where(LABELS == -100, IDS, 0)
+    for _ in range(5):
+        optimizer.zero_grad()
+        expected = model(input_ids=torch.tensor(masked), labels=torch.tensor(LABELS)).loss
+        expected.backward()
+        optimizer.step()
+        found = executor.step(input_ids=masked, target=LABELS)["loss"]
+        assert found == pytest.approx(float(expected.detach()), abs=1e-5)
+
+
+@pytest.mark.parametrize("shifted", [False, True])
+def test_an_encoder_decoder_trains_on_its_labels(shifted: bool, tmp_path: Path) -> None:
+    """The user shifts the labels, or feeds the decoder one more token and lets the loss shift."""
+    torch.manual_seed(0)
+    config = transformers.T5Config(
+        d_model=16,
+        d_kv=8,
+        d_ff=24,
+        num_layers=1,
+        num_heads=2,
+        vocab_size=41,
+        dropout_rate=0,
+        decoder_start_token_id=0,
+    )
+    model = transformers.T5ForConditionalGeneration(config).eval()
+    path = exported(unequal(model), tmp_path / "model.onnx", "input_ids", "decoder_input_ids", dynamo=False)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    labels = IDS[:, ::-1].copy() if not shifted else IDS[:, :-1]
+    start = np.zeros((3, 1), np.int64)
+    loss: Any = passes.CrossEntropy(axis=-1, ignore_index=-100)
+    feeds = {"decoder_input_ids": np.concatenate([start, labels[:, :-1]], 1), "target": labels}
+    if shifted:
+        loss = passes.CausalLanguageModel(tokens="decoder_input_ids", blocks=2)
+        feeds = {"decoder_input_ids": np.concatenate([start, labels], 1)}
+    executor = graphopt.Executor(
+        graphopt.compile(str(path), loss=loss, optimizer=passes.SGD(0.1)), native=False
+    )
+    for _ in range(5):
+        optimizer.zero_grad()
+        expected = model(input_ids=torch.tensor(IDS), labels=torch.tensor(labels)).loss
+        expected.backward()
+        optimizer.step()
+        found = executor.step(input_ids=IDS, **feeds)["loss"]
         assert found == pytest.approx(float(expected.detach()), abs=1e-5)
