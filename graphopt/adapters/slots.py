@@ -18,7 +18,7 @@ from onnx.helper import get_attribute_value, make_node, make_tensor_value_info, 
 from graphopt.errors import GraphoptError, nearest
 from graphopt.graph.operators import RECURRENT, VIEWS
 
-A, B, FACTOR = "lora_A", "lora_B", "lora_factor"
+LORA_A, LORA_B, LORA_FACTOR = "lora_A", "lora_B", "lora_factor"
 # The operators that multiply by a weight, by the kind of an adapter, with the numbers of the input that is the weight.
 _PRODUCTS: dict[str, dict[str, tuple[int, ...]]] = {
     "product": {"MatMul": (0, 1), "Gemm": (0, 1), "MatMulNBits": (1,)},
@@ -90,9 +90,9 @@ def add_slots(model: onnx.ModelProto, slots: Sequence[Slot]) -> None:
     found = [(slot, list(_readers(model, slot))) for slot in slots]
     names = {x.name for x in [*model.graph.input, *model.graph.initializer]}
     for slot in slots:
-        if f"{slot.name}.{A}" in names:
+        if f"{slot.name}.{LORA_A}" in names:
             raise GraphoptError(
-                f"slots: expected a model without the input '{slot.name}.{A}', found one with slots: take the original"
+                f"slots: expected a model without '{slot.name}.{LORA_A}', found one with slots: take the original"
             )
     for slot, readers in found:
         _declare(model.graph, slot, readers[0].dtype)
@@ -144,26 +144,28 @@ def _nodes(graph: onnx.GraphProto) -> Iterator[tuple[onnx.GraphProto, onnx.NodeP
 
 def _declare(graph: onnx.GraphProto, slot: Slot, dtype: int) -> None:
     """Add the inputs of a slot, with their defaults."""
-    symbols = {A: f"{slot.name}.rank", B: f"{slot.name}.rank"}
+    symbols = {LORA_A: f"{slot.name}.rank", LORA_B: f"{slot.name}.rank"}
     if "convolution" in slot.kind:  # groups may share the rank
-        symbols[B] += "_of_group"
+        symbols[LORA_B] += "_of_group"
         if slot.kind != "convolution":
-            symbols[A] += "_of_group"
+            symbols[LORA_A] += "_of_group"
     kind = tensor_dtype_to_np_dtype(dtype)
-    declared = [(A, np.zeros(slot.a, kind)), (B, np.zeros(slot.b, kind))]
+    declared = [(LORA_A, np.zeros(slot.a, kind)), (LORA_B, np.zeros(slot.b, kind))]
     if slot.factor:
-        declared.append((FACTOR, np.ones(1, kind)))
-        symbols[FACTOR] = f"{slot.name}.outputs"
+        declared.append((LORA_FACTOR, np.ones(1, kind)))
+        symbols[LORA_FACTOR] = f"{slot.name}.outputs"
     for suffix, default in declared:
         name = f"{slot.name}.{suffix}"
-        dims = [symbols[suffix]] if suffix == FACTOR else [dim or symbols[suffix] for dim in default.shape]
+        dims = (
+            [symbols[suffix]] if suffix == LORA_FACTOR else [dim or symbols[suffix] for dim in default.shape]
+        )
         graph.initializer.append(numpy_helper.from_array(default, name))
         graph.input.append(make_tensor_value_info(name, dtype, dims))
 
 
 def _join(reader: _Reader, slot: Slot) -> None:
     """Insert the nodes that add the product with a slot to what a node computes."""
-    a, b, factor = (f"{slot.name}.{suffix}" for suffix in (A, B, FACTOR))
+    a, b, factor = (f"{slot.name}.{suffix}" for suffix in (LORA_A, LORA_B, LORA_FACTOR))
     node, nodes = reader.node, reader.graph.node
     place = next(i for i, other in enumerate(nodes) if other.output == node.output)
     if slot.kind == "recurrence":
