@@ -594,10 +594,13 @@ def test_integers_stay_as_they_are_below_an_adapter(dora: bool) -> None:
     assert np.allclose(results[0]["y"], outputs(quantized(), {"x": x}), atol=1e-6 if dora else 0)
     assert results[-1]["loss"] < results[0]["loss"]
     assert {name.partition(".")[0] for name in executor.parameters} == {"q"}
+    trained = executor.trained()
+    assert {"q", "q.lora_A", "q.lora_B"} <= {tensor.name for tensor in trained.graph.initializer}
+    assert np.allclose(outputs(trained, {"x": x}), executor.predict(x=x)["y"], atol=1e-6)
     with pytest.raises(
         GraphoptError, match="weight 'q': expected floating-point numbers to merge an adapter into"
     ):
-        executor.trained()
+        executor.trained(into=quantized())
 
 
 TIED = """g (int64[N,T] ids) => (float[N,T,9] y) {

@@ -29,6 +29,7 @@ from graphopt.inspection.words import counted
 from graphopt.pipeline import Pipeline
 from graphopt.runtime.executor import Executor
 from graphopt.runtime.forms import medians
+from graphopt.runtime.frozen import frozen_bytes, placement_by_size
 from graphopt.runtime.signature import InputSpec
 from graphopt.targets.native.lowering import plan
 
@@ -152,6 +153,8 @@ def _summary(result: Report) -> Iterator[str]:
             yield result.step_time
         if result.batch is not None and result.step is not None:
             yield from _memory(estimate(final, result.batch), result.batch)
+            if (frozen := frozen_bytes(final)) >= 1_000_000:
+                yield f"frozen     {_megabytes(frozen)} of weights: {_FROZEN[placement_by_size(final)]}"
     stages = [
         (f"  {name}", str(size(model)), f"{time:.3f}", text) for name, text, model, time in result.stages
     ]
@@ -176,6 +179,13 @@ def _native(model: ir.Model) -> Iterator[str]:
     }
     counts = {**kernels.counts, "functions": functions}
     yield from _table([(f"  {name}", str(counts.get(name, 0)), text) for name, text in rows.items()])
+
+
+_FROZEN = {
+    "packed": "packed by each session, which takes up to three times as much",
+    "mapped": "mapped, shared by all sessions",
+    "low": "mapped, shared by all sessions, and values of a step are freed early (low)",
+}
 
 
 def _memory(memory: Memory, batch: int) -> Iterator[str]:

@@ -26,6 +26,7 @@ from graphopt.graph.values import name_of
 from graphopt.runtime.checkpoint import Property, load_state, save_state
 from graphopt.runtime.device import Device
 from graphopt.runtime.executor_options import ExecutorOptions
+from graphopt.runtime.frozen import FrozenPlacement, placement_of
 from graphopt.runtime.original import trained_into
 from graphopt.runtime.runners import Rounds
 from graphopt.runtime.signature import reportable
@@ -65,10 +66,11 @@ class ExecutorState(metaclass=Checked):
     def __repr__(self) -> str:
         weights = [x for x in with_role(self._model, Role.PARAMETER) if x.shape is not None]
         sizes = sum(int(np.prod(x.shape.numpy())) for x in weights if x.shape is not None)
+        shared = "" if self.frozen == "packed" else f", frozen weights {self.frozen}"
         return (
             f"{type(self).__name__}({self._model.graph.name!r}, device={self.device!r}, "
             f"provider={self._device.execution_provider!r}, target={str(self._device.target)!r}: "
-            f"{self.batches:,} batches so far, {sizes:,} parameters in {len(weights)} tensors)"
+            f"{self.batches:,} batches so far, {sizes:,} parameters in {len(weights)} tensors{shared})"
         )
 
     def __reduce__(self) -> NoReturn:
@@ -89,6 +91,15 @@ class ExecutorState(metaclass=Checked):
     def device_options(self) -> Device:
         """Return the device with its options."""
         return self._device
+
+    @property
+    def frozen(self) -> FrozenPlacement:
+        """Return where the weights lie that do not train: the option `frozen`, or what `auto` chose by their size.
+
+        `packed`: in each session; `mapped`: in memory that all sessions share; `low`: so, and values of a step are
+        freed early.
+        """
+        return placement_of(self._device, self._model)
 
     @property
     def in_place(self) -> bool:
@@ -125,10 +136,11 @@ class ExecutorState(metaclass=Checked):
                 without operators and outputs that training has removed.
             adapters: merge adapters into the weights (`merged`), or add inputs for them to the model `into` (`slots`):
                 its outputs are those of the model without adapters until a file of `graphopt.save_adapter` is active.
+                Nothing can be merged into integers: if the model has quantized weights with adapters, adapters stay
+                operators.
 
         Raises:
-            GraphoptError: the inference model has no value with one of these names, `into` is another model, or
-                adapters cannot be merged into integers.
+            GraphoptError: the inference model has no value with one of these names, or `into` is another model.
         """
         if adapters not in ("merged", "slots"):
             raise GraphoptError(f"trained: adapters: expected 'merged' or 'slots', found {adapters!r}")
@@ -143,7 +155,10 @@ class ExecutorState(metaclass=Checked):
                 "trained: into: expected the model that gets slots, found None: name its file"
             )
         else:
-            trained = inference.trained(self._model, self.state, outputs)
+            packed = any(note.quantized for _, note in adapted(self._model))
+            trained = inference.trained(
+                self._model, self.state, outputs, adapters="kept" if packed else "merged"
+            )
         if self._labels is not None:
             add_labels(trained, self._labels)
         return trained
