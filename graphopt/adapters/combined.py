@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
-from graphopt.adapters.slots import LORA_A, LORA_B, LORA_FACTOR, Slot
+from graphopt.adapters.slots import LORA_A, LORA_B, LORA_FACTOR, AdapterSlot
 from graphopt.errors import GraphoptError
 from graphopt.graph.merging import adapted, as_matrix, merged
 from graphopt.graph.metadata import Adapted, original_name
@@ -75,7 +75,7 @@ def arrays_of(model: ir.Model, adapters: Sequence[TrainedAdapter]) -> dict[str, 
     return arrays
 
 
-def slots_of(model: ir.Model, adapters: Sequence[TrainedAdapter]) -> list[Slot]:
+def slots_of(model: ir.Model, adapters: Sequence[TrainedAdapter]) -> list[AdapterSlot]:
     """Return the slots for the weights of adapters."""
     slots = []
     for name, several in _by_name(adapters).items():
@@ -84,7 +84,9 @@ def slots_of(model: ir.Model, adapters: Sequence[TrainedAdapter]) -> list[Slot]:
         a, b = list(several[0].a.shape), list(several[0].b.shape)
         a[axis_a] = b[axis_b] = 0
         b[axis] = outputs_of(model, several[0])
-        slots.append(Slot(name, note.weight, note.kind, a, b, any(x.magnitude is not None for x in several)))
+        slots.append(
+            AdapterSlot(name, note.weight, note.kind, a, b, any(x.magnitude is not None for x in several))
+        )
     return slots
 
 

@@ -6,7 +6,7 @@ One file takes adapters of every rank: y' = f y + (x A) B, with `NAME.lora_A` an
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,7 +37,7 @@ _PASSING = VIEWS | {"Cast", "DequantizeLinear", "Transpose"}
 
 
 @dataclass(frozen=True)
-class Slot:
+class AdapterSlot:
     """Describe the slots of one weight.
 
     Args:
@@ -81,8 +81,15 @@ class _Reader:
         return self.emit("Transpose", x, perm=[*range(rank - 2), rank - 1, rank - 2])
 
 
-def add_slots(model: onnx.ModelProto, slots: Sequence[Slot]) -> None:
+def add_slots(
+    model: onnx.ModelProto, slots: Sequence[AdapterSlot], arrays: Mapping[str, np.ndarray] | None = None
+) -> None:
     """Add slots to a model in place.
+
+    Args:
+        model: the model.
+        slots: the slots.
+        arrays: by name, numbers that fill the slots for good, which are then no inputs.
 
     Raises:
         GraphoptError: the model lacks a weight or a product that reads it, or has slots already. Nothing is changed.
@@ -95,12 +102,12 @@ def add_slots(model: onnx.ModelProto, slots: Sequence[Slot]) -> None:
                 f"slots: expected a model without '{slot.name}.{LORA_A}', found one with slots: take the original"
             )
     for slot, readers in found:
-        _declare(model.graph, slot, readers[0].dtype)
+        _declare(model.graph, slot, readers[0].dtype, arrays or {})
         for reader in readers:
             _join(reader, slot)
 
 
-def _readers(model: onnx.ModelProto, slot: Slot) -> Iterator[_Reader]:
+def _readers(model: onnx.ModelProto, slot: AdapterSlot) -> Iterator[_Reader]:
     """Yield the products that read a weight, through nodes that only turn, cast or dequantize it."""
     types = {x.name: x.data_type for x in model.graph.initializer}
     for _, node in _nodes(model.graph):
@@ -142,8 +149,8 @@ def _nodes(graph: onnx.GraphProto) -> Iterator[tuple[onnx.GraphProto, onnx.NodeP
                 yield from _nodes(body)
 
 
-def _declare(graph: onnx.GraphProto, slot: Slot, dtype: int) -> None:
-    """Add the inputs of a slot, with their defaults."""
+def _declare(graph: onnx.GraphProto, slot: AdapterSlot, dtype: int, arrays: Mapping[str, np.ndarray]) -> None:
+    """Add the inputs of a slot, with their defaults, or the numbers that fill it."""
     symbols = {LORA_A: f"{slot.name}.rank", LORA_B: f"{slot.name}.rank"}
     if "convolution" in slot.kind:  # groups may share the rank
         symbols[LORA_B] += "_of_group"
@@ -156,6 +163,11 @@ def _declare(graph: onnx.GraphProto, slot: Slot, dtype: int) -> None:
         symbols[LORA_FACTOR] = f"{slot.name}.outputs"
     for suffix, default in declared:
         name = f"{slot.name}.{suffix}"
+        if name in arrays:
+            graph.initializer.append(
+                numpy_helper.from_array(np.ascontiguousarray(arrays[name].astype(kind)), name)
+            )
+            continue
         dims = (
             [symbols[suffix]] if suffix == LORA_FACTOR else [dim or symbols[suffix] for dim in default.shape]
         )
@@ -163,7 +175,7 @@ def _declare(graph: onnx.GraphProto, slot: Slot, dtype: int) -> None:
         graph.input.append(make_tensor_value_info(name, dtype, dims))
 
 
-def _join(reader: _Reader, slot: Slot) -> None:
+def _join(reader: _Reader, slot: AdapterSlot) -> None:
     """Insert the nodes that add the product with a slot to what a node computes."""
     a, b, factor = (f"{slot.name}.{suffix}" for suffix in (LORA_A, LORA_B, LORA_FACTOR))
     node, nodes = reader.node, reader.graph.node
@@ -189,7 +201,7 @@ def _join(reader: _Reader, slot: Slot) -> None:
         nodes.insert(place + offset, new)
 
 
-def _delta(reader: _Reader, slot: Slot, a: str, b: str) -> str:
+def _delta(reader: _Reader, slot: AdapterSlot, a: str, b: str) -> str:
     """Emit the product of a node's input with A and B."""
     node = reader.node
     attributes: dict[str, Any] = {x.name: get_attribute_value(x) for x in node.attribute}
@@ -215,7 +227,7 @@ def _delta(reader: _Reader, slot: Slot, a: str, b: str) -> str:
     return delta
 
 
-def _with_bias(reader: _Reader, slot: Slot, delta: str, factor: str) -> tuple[str, str]:
+def _with_bias(reader: _Reader, slot: AdapterSlot, delta: str, factor: str) -> tuple[str, str]:
     """Take the bias from a node, add it to delta, and return both that and the factor as they broadcast."""
     node, axes = reader.node, len(slot.a) - 2
     if reader.index == 0 and slot.kind == "product":
