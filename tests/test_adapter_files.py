@@ -233,7 +233,7 @@ def test_ranks_and_alphas_that_differ_are_exceptions() -> None:
         Module("b.fc", numbers(2, 8), numbers(6, 2), 1.5),
         Module("c", numbers(4, 8), numbers(6, 4), 0.5),
     ]
-    config = json.loads(peft.contents(PeftAdapter(modules))["adapter_config.json"])
+    config = json.loads(peft.folder_contents(PeftAdapter(modules))["adapter_config.json"])
     assert (config["r"], config["lora_alpha"]) == (2, 3.0)
     assert (config["rank_pattern"], config["alpha_pattern"]) == ({"^c": 4}, {"^c": 2.0})
     assert config["target_modules"] == ["a.fc", "b.fc", "c"]
@@ -242,7 +242,7 @@ def test_ranks_and_alphas_that_differ_are_exceptions() -> None:
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     arrays = {"lora_A": numbers(2, 8), "lora_B": numbers(6, 2)}
-    files = peft.contents(PeftAdapter([Module("w", arrays["lora_A"], arrays["lora_B"])]))
+    files = peft.folder_contents(PeftAdapter([Module("w", arrays["lora_A"], arrays["lora_B"])]))
     for name, content in files.items():
         (tmp_path / name).write_bytes(content)
     return tmp_path

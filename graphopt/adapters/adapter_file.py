@@ -20,7 +20,7 @@ from graphopt.files import replacing
 _VERSION = 1
 
 
-def write(arrays: Mapping[str, np.ndarray], path: Path) -> None:
+def write_adapter_file(arrays: Mapping[str, np.ndarray], path: Path) -> None:
     """Write arrays by the names of inputs to an adapter file atomically."""
     runtime = _runtime(path)
     values = {name: _value(runtime, np.asarray(x, order="C")) for name, x in arrays.items()}
@@ -32,7 +32,7 @@ def write(arrays: Mapping[str, np.ndarray], path: Path) -> None:
         file.export_adapter(temporary)
 
 
-def read(path: Path) -> dict[str, np.ndarray]:
+def read_adapter_file(path: Path) -> dict[str, np.ndarray]:
     """Return the arrays of an adapter file by the names of inputs.
 
     Raises:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
-from graphopt.adapters.slots import FACTOR, A, B, Slot
+from graphopt.adapters.slots import LORA_A, LORA_B, LORA_FACTOR, AdapterSlot
 from graphopt.errors import GraphoptError
 from graphopt.graph.merging import adapted, as_matrix, merged
 from graphopt.graph.metadata import Adapted, original_name
@@ -16,11 +16,11 @@ from graphopt.graph.postprocessing import standing_for
 from graphopt.graph.state import averages_read, initial
 from graphopt.graph.values import name_of
 
-LORA = "LoRA"  # the adapter whose values the formats of other libraries have
+_LORA = "LoRA"  # the adapter whose values the formats of other libraries have
 
 
 @dataclass(frozen=True)
-class Trained:
+class TrainedAdapter:
     """Hold an adapter with its numbers: the note, A, B and the magnitude of DoRA, as the graph stores them."""
 
     note: Adapted
@@ -29,7 +29,9 @@ class Trained:
     magnitude: np.ndarray | None = None
 
 
-def trained_adapters(model: ir.Model, state: Mapping[str, np.ndarray], needed_by: str) -> list[Trained]:
+def trained_adapters(
+    model: ir.Model, state: Mapping[str, np.ndarray], needed_by: str
+) -> list[TrainedAdapter]:
     """Return the adapters of a training graph.
 
     Raises:
@@ -39,12 +41,12 @@ def trained_adapters(model: ir.Model, state: Mapping[str, np.ndarray], needed_by
     values = {original_name(x): x for x in [*model.graph.inputs, *model.graph.initializers.values()]}
     found = []
     for _, note in adapted(model):
-        if note.adapter != LORA or len(note.values) not in (2, 3) or not {*note.values} <= {*values}:
+        if note.adapter != _LORA or len(note.values) not in (2, 3) or not {*note.values} <= {*values}:
             raise GraphoptError(
                 f"{needed_by}: weight {note.weight!r}: expected an adapter of low rank, found {note.adapter!r}: merge "
                 "it, by executor.trained()"
             )
-        found.append(Trained(note, *(_array(values[name], state) for name in note.values)))
+        found.append(TrainedAdapter(note, *(_array(values[name], state) for name in note.values)))
     if not found:
         raise GraphoptError(
             f"{needed_by}: expected a training graph with adapters, found none: compile with adapter=passes.LoRA(...)"
@@ -58,7 +60,7 @@ def _array(x: ir.Value, state: Mapping[str, np.ndarray]) -> np.ndarray:
     return state[name_of(x)] if tensor is None or name_of(x) in state else tensor.numpy()
 
 
-def arrays_of(model: ir.Model, adapters: Sequence[Trained]) -> dict[str, np.ndarray]:
+def arrays_of(model: ir.Model, adapters: Sequence[TrainedAdapter]) -> dict[str, np.ndarray]:
     """Return the arrays of an adapter file by the names of a model's slots.
 
     Raises:
@@ -67,13 +69,13 @@ def arrays_of(model: ir.Model, adapters: Sequence[Trained]) -> dict[str, np.ndar
     arrays: dict[str, np.ndarray] = {}
     for name, several in _by_name(adapters).items():
         a, b, factor = _combined(model, several)
-        arrays |= {f"{name}.{A}": a, f"{name}.{B}": b}
+        arrays |= {f"{name}.{LORA_A}": a, f"{name}.{LORA_B}": b}
         if factor is not None:
-            arrays[f"{name}.{FACTOR}"] = factor
+            arrays[f"{name}.{LORA_FACTOR}"] = factor
     return arrays
 
 
-def slots_of(model: ir.Model, adapters: Sequence[Trained]) -> list[Slot]:
+def slots_of(model: ir.Model, adapters: Sequence[TrainedAdapter]) -> list[AdapterSlot]:
     """Return the slots for the weights of adapters."""
     slots = []
     for name, several in _by_name(adapters).items():
@@ -82,13 +84,15 @@ def slots_of(model: ir.Model, adapters: Sequence[Trained]) -> list[Slot]:
         a, b = list(several[0].a.shape), list(several[0].b.shape)
         a[axis_a] = b[axis_b] = 0
         b[axis] = outputs_of(model, several[0])
-        slots.append(Slot(name, note.weight, note.kind, a, b, any(x.magnitude is not None for x in several)))
+        slots.append(
+            AdapterSlot(name, note.weight, note.kind, a, b, any(x.magnitude is not None for x in several))
+        )
     return slots
 
 
-def _by_name(adapters: Sequence[Trained]) -> dict[str, list[Trained]]:
+def _by_name(adapters: Sequence[TrainedAdapter]) -> dict[str, list[TrainedAdapter]]:
     """Return the adapters of each weight by the name of its slots."""
-    groups: dict[str, list[Trained]] = {}
+    groups: dict[str, list[TrainedAdapter]] = {}
     for adapter in adapters:
         groups.setdefault(adapter.note.weight, []).append(adapter)
     names = [several[0].note.name for several in groups.values()]
@@ -103,7 +107,7 @@ def axes_of(kind: str) -> tuple[int, int, int]:
     return {"convolution": (0, 1, 0), "transposed convolution": (1, 1, 0)}.get(kind, (-1, -2, -1))
 
 
-def outputs_of(model: ir.Model, adapter: Trained) -> int:
+def outputs_of(model: ir.Model, adapter: TrainedAdapter) -> int:
     """Return the number of outputs of a product, of which an adapter may change some."""
     note, b = adapter.note, adapter.b
     if note.columns is None:
@@ -132,7 +136,7 @@ def _moved(note: Adapted, w: np.ndarray) -> np.ndarray:
 
 
 def _combined(
-    model: ir.Model, adapters: Sequence[Trained]
+    model: ir.Model, adapters: Sequence[TrainedAdapter]
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
     """Return A, B and the factor of one weight, the sum of whose terms is A B."""
     note = adapters[0].note
@@ -163,7 +167,7 @@ def _combined(
     return _joined(all_a, axis_a, note), _joined(all_b, axis_b, note), None if w is None else factor
 
 
-def _ratio(note: Adapted, w: np.ndarray, adapter: Trained) -> np.ndarray:
+def _ratio(note: Adapted, w: np.ndarray, adapter: TrainedAdapter) -> np.ndarray:
     """Return the magnitudes of DoRA over the norms of the weight with the change, for each output."""
     columns = slice(*note.columns) if note.columns else slice(None)
     matrix = as_matrix(note, _moved(note, merged(note, w, adapter.a, adapter.b)))[..., columns]

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import onnx_ir as ir
 
-from graphopt.adapters.combined import Trained, outputs_of, weight_of
+from graphopt.adapters.combined import TrainedAdapter, outputs_of, weight_of
 from graphopt.adapters.naming import Names, modules_of, sizes_of
 from graphopt.adapters.peft import Module
 from graphopt.errors import GraphoptError
@@ -35,7 +35,7 @@ class _Part:
     outputs: int
 
 
-def modules(model: ir.Model, adapters: Sequence[Trained], names: Names = None) -> list[Module]:
+def modules(model: ir.Model, adapters: Sequence[TrainedAdapter], names: Names = None) -> list[Module]:
     """Return the adapters of a training graph as those of modules.
 
     Args:
@@ -54,7 +54,7 @@ def modules(model: ir.Model, adapters: Sequence[Trained], names: Names = None) -
     return [_of_attention(_whole(parts), attentions) for parts in found.values()]
 
 
-def _parts(model: ir.Model, adapter: Trained, names: Names) -> Iterator[_Part]:
+def _parts(model: ir.Model, adapter: TrainedAdapter, names: Names) -> Iterator[_Part]:
     """Yield the modules of one adapter: several if the weight is packed."""
     note, weight = adapter.note, weight_of(model, adapter.note)
     _check_convolution(weight, note, is_dora=adapter.magnitude is not None)
@@ -129,7 +129,7 @@ def _keeps_inputs_first(note: Adapted) -> bool:
     )
 
 
-def _as_peft(adapter: Trained, weight: ir.Value) -> tuple[np.ndarray, np.ndarray]:
+def _as_peft(adapter: TrainedAdapter, weight: ir.Value) -> tuple[np.ndarray, np.ndarray]:
     """Return A and B in peft's layout."""
     note, a, b = adapter.note, adapter.a, adapter.b
     if note.kind != "convolution":

@@ -24,8 +24,8 @@ from graphopt.errors import GraphoptError, kind_of, line
 
 _N = TypeVar("_N", int, float)
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-PREFIX = "base_model.model."
+_CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_PREFIX = "base_model.model."
 _MOST_CONFIG = 2**22  # bytes
 _MOST_WILD = 3  # repetitions in a pattern, whose time grows with a power of their number
 _PATTERN = re.compile(r"\^?(?:[\w-]|\.\*?|\\\.|\\d\+)+", re.ASCII)
@@ -94,7 +94,7 @@ class PeftAdapter:
     saved: Mapping[str, np.ndarray] = field(default_factory=dict)
 
 
-def contents(adapter: PeftAdapter) -> dict[str, bytes]:
+def folder_contents(adapter: PeftAdapter) -> dict[str, bytes]:
     """Return the files of a folder by name.
 
     Raises:
@@ -105,23 +105,23 @@ def contents(adapter: PeftAdapter) -> dict[str, bytes]:
     if len(with_magnitude) > 1:
         plain = next(module.path for module in modules if module.magnitude is None)
         raise GraphoptError(
-            f"{CONFIG}: expected DoRA in all modules or in none, found {plain!r} without: save "
+            f"{_CONFIG}: expected DoRA in all modules or in none, found {plain!r} without: save "
             "the adapters of each kind to a folder of its own"
         )
     stabilized = bool(modules) and all(module.rank_stabilized for module in modules)
     modules = [replace(module, rank_stabilized=stabilized) for module in modules]
-    arrays = {f"{PREFIX}{name}": x for module in modules for name, x in _tensors(module)}
+    arrays = {f"{_PREFIX}{name}": x for module in modules for name, x in _tensors(module)}
     if len(arrays) < sum(3 if module.magnitude is not None else 2 for module in modules):
         twice, _ = collections.Counter(module.path for module in modules).most_common(1)[0]
         raise GraphoptError(
-            f"{CONFIG}: expected one adapter of a module, found several of {twice!r}: give names="
+            f"{_CONFIG}: expected one adapter of a module, found several of {twice!r}: give names="
         )
-    arrays |= {f"{PREFIX}{_saved(name, modules)}": x for name, x in adapter.saved.items()}
+    arrays |= {f"{_PREFIX}{_saved(name, modules)}": x for name, x in adapter.saved.items()}
     config = _config(modules, adapter.saved, dora=True in with_magnitude, stabilized=stabilized)
     contiguous = {name: np.asarray(x, order="C") for name, x in arrays.items()}
     return {
-        CONFIG: json.dumps(config, indent=2).encode(),
-        WEIGHTS: safetensors.numpy.save(contiguous, metadata={"format": "pt"}),
+        _CONFIG: json.dumps(config, indent=2).encode(),
+        _WEIGHTS: safetensors.numpy.save(contiguous, metadata={"format": "pt"}),
     }
 
 
@@ -172,24 +172,24 @@ def _most_common(numbers: Mapping[str, _N]) -> _N:
     return collections.Counter(numbers.values()).most_common(1)[0][0]
 
 
-def read(folder: str | os.PathLike[str]) -> PeftAdapter:
+def read_folder(folder: str | os.PathLike[str]) -> PeftAdapter:
     """Return what a folder has; its config and its tensors are checked, and it names no other file.
 
     Raises:
         GraphoptError: a file is missing, is malformed or too large, or the adapter is of another kind than LoRA.
     """
-    config = _read_config(Path(folder) / CONFIG)
-    path = Path(folder) / WEIGHTS
+    config = _read_config(Path(folder) / _CONFIG)
+    path = Path(folder) / _WEIGHTS
     parts: dict[str, dict[str, np.ndarray]] = {}
     saved: dict[str, np.ndarray] = {}
-    for key, array in read_tensors(path).items():
-        name = key.removeprefix(PREFIX)
+    for key, array in _read_tensors(path).items():
+        name = key.removeprefix(_PREFIX)
         match = _PARTS.fullmatch(name)
         if match:
             parts.setdefault(match["path"], {})[match["part"]] = array
         elif name == key or ".lora_" in name:
             raise GraphoptError(
-                f"{path}: expected tensors named like {PREFIX}MODULE{_A}, found {key!r}: graphopt reads LoRA alone"
+                f"{path}: expected tensors named like {_PREFIX}MODULE{_A}, found {key!r}: graphopt reads LoRA alone"
             )
         else:
             saved[name.replace(f".{_BASE}", ".")] = array
@@ -237,7 +237,7 @@ def _read_config(path: Path) -> dict[str, Any]:
     return {**config, "file": path}
 
 
-def read_tensors(path: Path) -> dict[str, np.ndarray]:
+def _read_tensors(path: Path) -> dict[str, np.ndarray]:
     """Return the tensors of a safetensors file by name."""
     try:
         with safetensors.safe_open(path, framework="numpy") as file:

@@ -18,7 +18,7 @@ from onnx.helper import get_attribute_value, make_node, make_tensor_value_info, 
 from graphopt.errors import GraphoptError, nearest
 from graphopt.graph.operators import RECURRENT, VIEWS
 
-A, B, FACTOR = "lora_A", "lora_B", "lora_factor"
+LORA_A, LORA_B, LORA_FACTOR = "lora_A", "lora_B", "lora_factor"
 # The operators that multiply by a weight, by the kind of an adapter, with the numbers of the input that is the weight.
 _PRODUCTS: dict[str, dict[str, tuple[int, ...]]] = {
     "product": {"MatMul": (0, 1), "Gemm": (0, 1), "MatMulNBits": (1,)},
@@ -37,7 +37,7 @@ _PASSING = VIEWS | {"Cast", "DequantizeLinear", "Transpose"}
 
 
 @dataclass(frozen=True)
-class Slot:
+class AdapterSlot:
     """Describe the slots of one weight.
 
     Args:
@@ -82,7 +82,7 @@ class _Reader:
 
 
 def add_slots(
-    model: onnx.ModelProto, slots: Sequence[Slot], arrays: Mapping[str, np.ndarray] | None = None
+    model: onnx.ModelProto, slots: Sequence[AdapterSlot], arrays: Mapping[str, np.ndarray] | None = None
 ) -> None:
     """Add slots to a model in place.
 
@@ -97,9 +97,9 @@ def add_slots(
     found = [(slot, list(_readers(model, slot))) for slot in slots]
     names = {x.name for x in [*model.graph.input, *model.graph.initializer]}
     for slot in slots:
-        if f"{slot.name}.{A}" in names:
+        if f"{slot.name}.{LORA_A}" in names:
             raise GraphoptError(
-                f"slots: expected a model without the input '{slot.name}.{A}', found one with slots: take the original"
+                f"slots: expected a model without '{slot.name}.{LORA_A}', found one with slots: take the original"
             )
     for slot, readers in found:
         _declare(model.graph, slot, readers[0].dtype, arrays or {})
@@ -107,7 +107,7 @@ def add_slots(
             _join(reader, slot)
 
 
-def _readers(model: onnx.ModelProto, slot: Slot) -> Iterator[_Reader]:
+def _readers(model: onnx.ModelProto, slot: AdapterSlot) -> Iterator[_Reader]:
     """Yield the products that read a weight, through nodes that only turn, cast or dequantize it."""
     types = {x.name: x.data_type for x in model.graph.initializer}
     for _, node in _nodes(model.graph):
@@ -149,18 +149,18 @@ def _nodes(graph: onnx.GraphProto) -> Iterator[tuple[onnx.GraphProto, onnx.NodeP
                 yield from _nodes(body)
 
 
-def _declare(graph: onnx.GraphProto, slot: Slot, dtype: int, arrays: Mapping[str, np.ndarray]) -> None:
+def _declare(graph: onnx.GraphProto, slot: AdapterSlot, dtype: int, arrays: Mapping[str, np.ndarray]) -> None:
     """Add the inputs of a slot, with their defaults, or the numbers that fill it."""
-    symbols = {A: f"{slot.name}.rank", B: f"{slot.name}.rank"}
+    symbols = {LORA_A: f"{slot.name}.rank", LORA_B: f"{slot.name}.rank"}
     if "convolution" in slot.kind:  # groups may share the rank
-        symbols[B] += "_of_group"
+        symbols[LORA_B] += "_of_group"
         if slot.kind != "convolution":
-            symbols[A] += "_of_group"
+            symbols[LORA_A] += "_of_group"
     kind = tensor_dtype_to_np_dtype(dtype)
-    declared = [(A, np.zeros(slot.a, kind)), (B, np.zeros(slot.b, kind))]
+    declared = [(LORA_A, np.zeros(slot.a, kind)), (LORA_B, np.zeros(slot.b, kind))]
     if slot.factor:
-        declared.append((FACTOR, np.ones(1, kind)))
-        symbols[FACTOR] = f"{slot.name}.outputs"
+        declared.append((LORA_FACTOR, np.ones(1, kind)))
+        symbols[LORA_FACTOR] = f"{slot.name}.outputs"
     for suffix, default in declared:
         name = f"{slot.name}.{suffix}"
         if name in arrays:
@@ -168,14 +168,16 @@ def _declare(graph: onnx.GraphProto, slot: Slot, dtype: int, arrays: Mapping[str
                 numpy_helper.from_array(np.ascontiguousarray(arrays[name].astype(kind)), name)
             )
             continue
-        dims = [symbols[suffix]] if suffix == FACTOR else [dim or symbols[suffix] for dim in default.shape]
+        dims = (
+            [symbols[suffix]] if suffix == LORA_FACTOR else [dim or symbols[suffix] for dim in default.shape]
+        )
         graph.initializer.append(numpy_helper.from_array(default, name))
         graph.input.append(make_tensor_value_info(name, dtype, dims))
 
 
-def _join(reader: _Reader, slot: Slot) -> None:
+def _join(reader: _Reader, slot: AdapterSlot) -> None:
     """Insert the nodes that add the product with a slot to what a node computes."""
-    a, b, factor = (f"{slot.name}.{suffix}" for suffix in (A, B, FACTOR))
+    a, b, factor = (f"{slot.name}.{suffix}" for suffix in (LORA_A, LORA_B, LORA_FACTOR))
     node, nodes = reader.node, reader.graph.node
     place = next(i for i, other in enumerate(nodes) if other.output == node.output)
     if slot.kind == "recurrence":
@@ -199,7 +201,7 @@ def _join(reader: _Reader, slot: Slot) -> None:
         nodes.insert(place + offset, new)
 
 
-def _delta(reader: _Reader, slot: Slot, a: str, b: str) -> str:
+def _delta(reader: _Reader, slot: AdapterSlot, a: str, b: str) -> str:
     """Emit the product of a node's input with A and B."""
     node = reader.node
     attributes: dict[str, Any] = {x.name: get_attribute_value(x) for x in node.attribute}
@@ -225,7 +227,7 @@ def _delta(reader: _Reader, slot: Slot, a: str, b: str) -> str:
     return delta
 
 
-def _with_bias(reader: _Reader, slot: Slot, delta: str, factor: str) -> tuple[str, str]:
+def _with_bias(reader: _Reader, slot: AdapterSlot, delta: str, factor: str) -> tuple[str, str]:
     """Take the bias from a node, add it to delta, and return both that and the factor as they broadcast."""
     node, axes = reader.node, len(slot.a) - 2
     if reader.index == 0 and slot.kind == "product":

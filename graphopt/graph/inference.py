@@ -25,7 +25,7 @@ from graphopt.graph.storage import declare_inputs
 from graphopt.graph.traversal import extracted_between
 from graphopt.graph.values import like, name_of, swap
 
-Adapters = Literal["merged", "left out", "kept"]
+_Adapters = Literal["merged", "left out", "kept"]
 
 _OF_LOSS = (Role.LOSS, Role.METRIC)
 INITIALIZERS_ALONE_SINCE = 4  # IR version; in older ones, each initializer is also an input
@@ -134,7 +134,7 @@ def trained(
     outputs: Sequence[str] | None = None,
     *,
     as_stored: bool = True,
-    adapters: Adapters = "merged",
+    adapters: _Adapters = "merged",
 ) -> onnx.ModelProto:
     """Return the inference model inside a training graph, with the values of `state` as its weights.
 

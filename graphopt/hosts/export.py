@@ -36,7 +36,7 @@ from graphopt.targets.portable import FORMS
 from graphopt.targets.target import target_of
 
 STATE_FILE, CONTRACT = "state.safetensors", "host.json"
-INFERENCE, WEIGHTS_FILE = "inference.onnx", "weights.bin"
+INFERENCE, _WEIGHTS_FILE = "inference.onnx", "weights.bin"
 _LARGE, _MANY, _ALIGNED = 2**10, 2**22, 64  # bytes: of a weight and of all graphs' in a file of their own
 _LOWEST_OPSET = 14  # importers and ONNX's evaluator have fewer operators, or wrong ones, of earlier opsets
 LANGUAGES = {"c": ("*", "abi/*"), "javascript": ("*",)}  # in which there is a program, and its files
@@ -108,7 +108,7 @@ def export_hosts(
         "files": {
             **{name: f"{name}.onnx" for name in models},
             **{"inference": INFERENCE, "state": STATE_FILE},
-            **({"weights": WEIGHTS_FILE} if shared else {}),
+            **({"weights": _WEIGHTS_FILE} if shared else {}),
         },
         "batch": batch,
         "target": target,
@@ -121,7 +121,7 @@ def export_hosts(
         {
             **{f"{name}.onnx": whole(graph) for name, graph in models.items()},
             INFERENCE: trained.SerializeToString(),
-            **({WEIGHTS_FILE: shared} if shared else {}),
+            **({_WEIGHTS_FILE: shared} if shared else {}),
             STATE_FILE: content,
             CONTRACT: json.dumps(described, indent=1).encode() + b"\n",
             **(_program(language) if language is not None else {}),
@@ -177,11 +177,11 @@ def _shared(models: Sequence[ir.Model], trained: onnx.ModelProto, has_adapters: 
         offset, size = place(tensor.tobytes())
         shape = ir.Shape(tensor.shape.numpy())
         x.const_value = ir.ExternalTensor(
-            WEIGHTS_FILE, offset, size, tensor.dtype, shape=shape, name=name_of(x)
+            _WEIGHTS_FILE, offset, size, tensor.dtype, shape=shape, name=name_of(x)
         )
     for y in tensors:
         offset, size = place(y.raw_data)
-        onnx.external_data_helper.set_external_data(y, WEIGHTS_FILE, offset=offset, length=size)
+        onnx.external_data_helper.set_external_data(y, _WEIGHTS_FILE, offset=offset, length=size)
         y.ClearField("raw_data")
     return b"".join(content)
 

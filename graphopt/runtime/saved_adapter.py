@@ -21,7 +21,7 @@ from graphopt.graph.roles import Role, with_role
 from graphopt.graph.values import name_of
 from graphopt.runtime.executor_state import ExecutorState
 
-FORMS = ("onnxruntime", "peft")
+_FORMS = ("onnxruntime", "peft")
 
 
 @checked()
@@ -61,8 +61,8 @@ def save_adapter(
     """
     if not isinstance(executor, ExecutorState):
         raise GraphoptError(f"save_adapter: expected an executor first, found {kind_of(executor)}")
-    if form not in FORMS:
-        raise GraphoptError(f"save_adapter: {unknown('form', str(form), FORMS)}")
+    if form not in _FORMS:
+        raise GraphoptError(f"save_adapter: {unknown('form', str(form), _FORMS)}")
     check_path(path, "save_adapter", "save_adapter(executor, 'a.onnx_adapter')")
     model, state = executor.model, executor.state
     found = trained_adapters(model, state, "save_adapter")
@@ -70,7 +70,7 @@ def save_adapter(
         adapters = modules(model, found, names)
         paths = {module.path for module in adapters}
         adapter = PeftAdapter(adapters, saved_modules(model, state, paths, names))
-        write_folder(path, peft.contents(adapter))
+        write_folder(path, peft.folder_contents(adapter))
         return
     if names is not None:
         raise GraphoptError(
@@ -84,4 +84,4 @@ def save_adapter(
             "trained in full: they are in executor.trained(into=..., adapters='slots')",
             stacklevel=3,
         )
-    adapter_file.write(arrays_of(model, found), Path(path))
+    adapter_file.write_adapter_file(arrays_of(model, found), Path(path))

@@ -15,7 +15,7 @@ from graphopt.adapters.combined import axes_of
 from graphopt.adapters.modules import is_turned, parameter_of, widths
 from graphopt.adapters.naming import Names, matched, modules_of, sizes_of
 from graphopt.adapters.peft import Module
-from graphopt.adapters.slots import FACTOR, A, B
+from graphopt.adapters.slots import LORA_A, LORA_B, LORA_FACTOR
 from graphopt.errors import GraphoptError, some
 from graphopt.graph.merging import as_matrix
 from graphopt.graph.metadata import ADAPTER, Kind, Origin
@@ -56,7 +56,7 @@ def given_by(model: ir.Model, path: str | os.PathLike[str], names: Names) -> lis
 
 def _of_folder(model: ir.Model, place: str, known: Mapping[str, Target], names: Names) -> list[Given]:
     """Return what a folder of peft gives to each weight, and set the weights that trained in full."""
-    adapter = peft.read(place)
+    adapter = peft.read_folder(place)
     modules = {module.path.replace(".base_layer.", "."): module for module in adapter.modules}
     owners = {path: name for name in known for path, _ in modules_of(name, names)}
     owners |= {
@@ -155,20 +155,24 @@ def _of_groups(a: np.ndarray, groups: int) -> np.ndarray:
 
 def _of_file(place: str, known: Mapping[str, Target]) -> list[Given]:
     """Return what an adapter file of ONNX Runtime gives to each weight."""
-    arrays = adapter_file.read(Path(place))
+    arrays = adapter_file.read_adapter_file(Path(place))
     by_weight = {name_of(target.source.weight): target for target in known.values()}
     by_weight |= known
     stems = dict.fromkeys(name.rpartition(".")[0] for name in arrays)
-    needed = {f"{stem}.{suffix}" for stem in stems for suffix in (A, B)}
+    needed = {f"{stem}.{suffix}" for stem in stems for suffix in (LORA_A, LORA_B)}
     wrong = [stem for stem in stems if stem not in by_weight]
-    wrong += sorted(needed ^ (arrays.keys() - {f"{stem}.{FACTOR}" for stem in stems}))
+    wrong += sorted(needed ^ (arrays.keys() - {f"{stem}.{LORA_FACTOR}" for stem in stems}))
     if wrong or not stems:
         found, own = some([*map(repr, wrong)]) or "none", some([*map(repr, known)]) or "none"
         raise GraphoptError(
             f"{place}: expected lora_A and lora_B for weights of the model, found {found}; the model has {own}"
         )
     return [
-        _of_slots(place, by_weight[stem], *(arrays.get(f"{stem}.{suffix}") for suffix in (A, B, FACTOR)))
+        _of_slots(
+            place,
+            by_weight[stem],
+            *(arrays.get(f"{stem}.{suffix}") for suffix in (LORA_A, LORA_B, LORA_FACTOR)),
+        )
         for stem in stems
     ]
 
