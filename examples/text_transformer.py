@@ -7,31 +7,18 @@ from __future__ import annotations
 
 import math
 
-import numpy as np
-
 import graphopt
 import graphopt.models
 import passes
-from graphopt.data import text
-from graphopt.data.language.tokenizer import CHARACTERS
+from graphopt.data import Characters, text
 
 CONTEXT = 32
-
-
-def write(executor: graphopt.Executor, start: str, length: int) -> str:
-    """Continue a text, each time by the most likely character."""
-    tokens = [CHARACTERS.index(character) for character in start]
-    while len(tokens) < len(start) + length:
-        seen = tokens[-CONTEXT:]
-        padded = np.array([seen + [0] * (CONTEXT - len(seen))])
-        tokens.append(int(executor.predict(x=padded)["y"][0, len(seen) - 1].argmax()))
-    return "".join(CHARACTERS[token] for token in tokens)
 
 
 def main() -> list[float]:
     epochs, batch_size, data = 2, 16, text(context=CONTEXT, characters=50_000)
     step = graphopt.compile(
-        graphopt.models.transformer((CONTEXT,), len(CHARACTERS), width=32, heads=4, layers=1),
+        graphopt.models.transformer((CONTEXT,), Characters.size, width=32, heads=4, layers=1),
         loss=passes.CrossEntropy(axis=-1),
         clip=passes.ClipGlobalNorm(1.0),
         optimizer=passes.AdamW(learning_rate=5e-3, groups=(passes.Group("*.bias", weight_decay=0.0),)),
@@ -42,7 +29,7 @@ def main() -> list[float]:
     for record in graphopt.fit(executor, data, epochs=epochs, batch_size=batch_size, validation=0.1):
         losses.append(record["validation_loss"])
         print(f"epoch {record['epoch']}  loss {record['loss']:.3f}  validation {losses[-1]:.3f}")
-    print(repr(write(executor, "The ", 60)))
+    print(repr(graphopt.generate(executor, "The ", tokenizer="characters", max_tokens=60)))
     return losses
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -224,6 +225,72 @@ def test_metrics_compare_the_logits_with_the_next_token() -> None:
     assert found["accuracy"] == pytest.approx((logits.argmax(-1) == SOME[:, 1:])[valid].mean())
 
 
+def test_validation_without_metrics_computes_no_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    loss = passes.CausalLanguageModel(blocks=2)
+    executor = graphopt.Executor(graphopt.compile(decoder(), loss=loss, optimizer=passes.SGD(1.0)))
+    expected = executor.evaluate(input_ids=IDS)["loss"]
+    assert executor.losses(input_ids=IDS) == {"loss": expected}
+    monkeypatch.setattr(graphopt.Executor, "evaluate", None)
+    assert graphopt.evaluate(executor, {"input_ids": IDS}) == {"loss": pytest.approx(expected)}
+
+
+@pytest.mark.parametrize("unroll", [False, True])
+def test_hosts_train_without_logits(tmp_path: Path, unroll: bool) -> None:
+    loss = passes.CausalLanguageModel(blocks=2)
+    step = graphopt.compile(decoder(tokens="5"), loss=loss, optimizer=passes.SGD(1.0))
+    graphopt.export_hosts(step, tmp_path / "host", batch=ROWS, unroll=unroll)
+    train = onnx.load(tmp_path / "host/train.onnx")
+    assert "logits" not in {y.name for y in train.graph.output}
+    assert sum(node.op_type == "Scan" for node in train.graph.node) == (0 if unroll else 1)
+    state = {name: array for name, array in graphopt.Executor(step).state.items()}
+    named = {x.name for x in train.graph.input}
+    feeds = {"input_ids": IDS, "learning_rate": np.array(1.0, np.float32)} | {
+        k: x for k, x in state.items() if k in named
+    }
+    found = graphopt.run(train, feeds)
+    expected = by_torch("product", IDS, IDS)
+    np.testing.assert_allclose(state["head"] - found["head.next"], expected["head"], atol=1e-6)
+    assert "logits" in {y.name for y in onnx.load(tmp_path / "host/evaluate.onnx").graph.output}
+
+
+def test_workers_train_as_one() -> None:
+    loss = passes.CausalLanguageModel(labels=True, blocks=2)
+    pipeline = graphopt.standard(loss=loss, optimizer=passes.SGD(1.0))
+    halves = graphopt.split_step(pipeline, decoder())
+    (grad,) = halves.grad
+    state = graphopt.Executor(halves.step).state
+    parts = [slice(0, 1), slice(1, 3)]
+    initial = {x.name: state[x.name] for x in grad.graph.inputs if x.name in state}
+    found = [graphopt.run(grad, {"input_ids": IDS[p], "labels": SOME[p], **initial}) for p in parts]
+    names = [name for name in found[0] if name.endswith(".grad")]
+    rows = sum(part["rows"] for part in found)
+    expected = by_torch("product", IDS, SOME)
+    for name in names:
+        mean = sum(part[name] * part["rows"] for part in found) / rows
+        np.testing.assert_allclose(mean, expected[name.removesuffix(".grad")], atol=1e-6)
+
+
+@pytest.mark.parametrize("ignored", [None, -100])
+def test_cross_entropy_computes_blocks_too(ignored: int | None) -> None:
+    loss = passes.CrossEntropy(axis=-1, ignore_index=ignored, label_smoothing=0.1, blocks=2)
+    target = IDS if ignored is None else SOME
+    found, executor = by_graphopt(decoder("bias"), loss, {"input_ids": IDS, "target": target})
+    w = {name: torch.tensor(array, requires_grad=True) for name, array in WEIGHTS.items()}
+    logits = HEADS["bias"][1](torch.tanh(w["table"][torch.tensor(IDS)]), w)
+    expected = F.cross_entropy(logits.flatten(0, 1), torch.tensor(target).flatten(), label_smoothing=0.1)
+    expected.backward()
+    gradients = {name: x.grad.numpy() for name, x in w.items() if x.grad is not None}
+    check(found, {"loss": expected.detach().numpy(), **gradients})
+    assert executor.reported == ["loss"]
+    for wrong in (
+        {"axis": 1},
+        {"axis": -1, "from_logits": False},
+        {"axis": -1, "target_probabilities": True},
+    ):
+        with pytest.raises(graphopt.GraphoptError, match="leave blocks out"):
+            graphopt.compile(decoder(), loss=passes.CrossEntropy(blocks=2, **wrong))
+
+
 STEPS: dict[str, dict[str, Any]] = {
     "recomputed": {"recompute": passes.Recompute()},
     "accumulated": {"accumulate": passes.Accumulate(2)},
@@ -251,6 +318,20 @@ def test_blocks_train_as_all_logits_at_once(name: str) -> None:
 
     tolerance = {"rtol": 2e-2 if name == "in 16 bits" else 1e-5}
     np.testing.assert_allclose(losses(3, False), losses(None, False), **tolerance)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_an_adapter_of_the_head_is_in_the_blocks_and_its_dropout_is_not(dropout: float) -> None:
+    def losses(blocks: int | None) -> list[float]:
+        adapter = passes.LoRA("head", rank=2, dropout=dropout)
+        loss = passes.CausalLanguageModel(blocks=blocks)
+        step = graphopt.compile(decoder("bias"), adapter=adapter, loss=loss, optimizer=passes.SGD(0.1))
+        assert len([node for node in step.graph if node.op_type == "Scan"]) == (blocks is not None)
+        executor = graphopt.Executor(step, native=False)
+        trained = [executor.step(input_ids=IDS)["loss"] for _ in range(4)]
+        return [*trained, executor.evaluate(input_ids=IDS)["loss"]]
+
+    np.testing.assert_allclose(losses(2), losses(None), rtol=1e-6)
 
 
 def test_a_head_without_a_product_holds_all_logits_with_a_warning() -> None:

@@ -191,7 +191,9 @@ def test_checkpoints_cross_and_are_the_model(exported: Any, tmp_path: Path) -> N
         back.run("train", batch)
     close(back.state, whole.state, rtol=1e-4)
 
-    (tmp_path / "inference.onnx").write_bytes((folder / "inference.onnx").read_bytes())
+    for name in ("inference.onnx", "weights.bin"):
+        if (folder / name).exists():
+            (tmp_path / name).write_bytes((folder / name).read_bytes())
     (tmp_path / "state.safetensors").write_bytes(back.checkpoint())
     x = fed[0]["x"]
     expected = graphopt.run(whole.trained(), {"x": x})["y"]
@@ -311,3 +313,25 @@ def test_forms_of_a_target_train_the_same_and_are_named(tmp_path: Path) -> None:
         close(host.run("train", batch), executor.step(batch), rtol=1e-4)
     with pytest.raises(graphopt.GraphoptError, match="unknown target 'abacus'; known: cuda, iree"):
         graphopt.export_hosts(step, tmp_path, target="abacus")
+
+
+def test_the_state_of_adapters_is_theirs_alone_and_the_model_is_in_one_file(tmp_path: Path) -> None:
+    step = GRAPHS["adapter"][0]()
+    graphopt.export_hosts(step, tmp_path)
+    contract = json.loads((tmp_path / "host.json").read_text())
+    parameters = [x["name"] for x in contract["state"] if x["role"] == "parameter"]
+    assert parameters and all(".lora_" in name for name in parameters)
+    assert contract["files"]["weights"] == "weights.bin"
+    base = sum(x.const_value.nbytes for x in step.graph.initializers.values() if x not in step.graph.inputs)
+    assert (tmp_path / "weights.bin").stat().st_size < 1.1 * base  # once, not once for each graph
+    for name in ("train", "train_steps", "evaluate", "predict", "inference"):
+        graph = onnx.load(tmp_path / f"{name}.onnx", load_external_data=False).graph
+        assert all(len(x.raw_data) < 1024 for x in graph.initializer), name
+
+
+def test_graphs_for_a_target_contain_their_weights(tmp_path: Path) -> None:
+    graphopt.export_hosts(GRAPHS["adapter"][0](), tmp_path, target="tract")
+    assert not (tmp_path / "weights.bin").exists()
+    host, (batch,) = Host(tmp_path), batches("adapter", 1)
+    first = host.run("train", batch)["loss"]
+    assert host.run("train", batch)["loss"] < first

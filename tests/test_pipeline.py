@@ -42,6 +42,7 @@ def losses(step, count=5):
 @pytest.mark.slow
 def test_any_prefix_can_be_saved_loaded_and_continued(tmp_path, cut):
     pipeline = full_pipeline(
+        quantize=passes.QuantizeWeights("fc1.*"),
         adapter=passes.LoRA("fc0.*", rank=2, dora=True),
         parameters=passes.Parameters(unfreeze="*"),
         precision=passes.MixedPrecision(),

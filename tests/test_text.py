@@ -329,3 +329,15 @@ def test_a_loss_that_counts_padding_is_told(file: str, tmp_path: Path) -> None:
     rows = np.count_nonzero(np.asarray(found.arrays["segments"]) >= 0) / len(found)
     assert records[-1]["tokens_per_second"] == pytest.approx(rows * records[-1]["samples_per_second"])
     assert "tokens_per_second" not in repr(records) and records[-1]["perplexity"] < found.classes
+
+
+def test_rows_of_a_fixed_length(file: str, tmp_path: Path) -> None:
+    path = save_lines(tmp_path / "a.jsonl", [{"prompt": "Up", "completion": " above"}] * 4)
+    model = graphopt.models.transformer((16,), 320, width=16, layers=1)
+    step = graphopt.compile(model, loss=passes.CausalLanguageModel(labels=True), optimizer=passes.SGD())
+    with pytest.raises(graphopt.GraphoptError, match="set context=16 and pad_to=context of the data"):
+        graphopt.fit(graphopt.Executor(step), data.text(path, tokenizer=file), epochs=1)
+    rows = data.text(path, tokenizer=file, context=16, pad_to="context")
+    assert graphopt.fit(graphopt.Executor(step), rows, epochs=1)[0]["loss"] > 0
+    with pytest.raises(graphopt.GraphoptError, match="unknown pad_to 'max_length'"):
+        data.text(path, tokenizer=file, pad_to="max_length")

@@ -132,7 +132,7 @@ class _Column:
         self._dtype = np.dtype(value.dtype.numpy())
         self._allow_nan = allow_nan
         self._table = data if data.names and array is data.arrays.get(str(data.features)) else None
-        self._labels = labels_of(value)
+        self._labels, self._is_text = labels_of(value), data.tokens is not None
         self._is_target = role_of(value) is Role.TARGET
         self._check_type(value.dtype)
         self._shape = self._row_shape(value.shape)
@@ -208,6 +208,8 @@ class _Column:
         mend = ": for class numbers, choose loss=cross_entropy" if is_class else ""
         if len(static) == len(shape) - 1 and math.prod(static) == math.prod(found) and found:
             mend = ": reshape each row, which has as many numbers"
+        if self._is_text and len(static) == len(found) == 1:
+            mend = f": set context={static[0]} and pad_to=context of the data for rows of this length"
         raise GraphoptError(
             f"data {self.name!r}: expected rows of shape {_text(list(shape)[1:])}, found {_text(found)}{mend}"
         )

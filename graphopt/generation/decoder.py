@@ -12,10 +12,13 @@ import numpy as np
 import onnx_ir as ir
 
 from graphopt.errors import GraphoptError, line, some
+from graphopt.graph.loading import load
 from graphopt.graph.roles import Role, role_of
 from graphopt.graph.values import dims_of, name_of, rank
+from graphopt.pipeline import Pipeline
 from graphopt.runtime.device import Device
 from graphopt.runtime.executor import Executor
+from graphopt.runtime.original import trained_into
 from graphopt.runtime.session import Session
 from graphopt.runtime.tensors import to_ort
 
@@ -54,6 +57,9 @@ def decoder_of(model: ir.Model | Executor, device: Device, adapter: Path | None 
                 f"adapter={str(adapter)!r}: expected a model's file beside it, found an executor: leave it out"
             )
         return _Whole(_Inputs(x for x in model.inputs.values() if role_of(x) is Role.DATA), model.predict)
+    has_slots = any(x.is_initializer() for x in model.graph.inputs)
+    if adapter is not None and (adapter.is_dir() or not has_slots):
+        model, adapter = _merged(model, adapter), None
     graph = model.graph
     inputs = [x for x in graph.inputs if not x.is_initializer()]
     caches = _caches(inputs, graph.outputs)
@@ -91,6 +97,25 @@ class _Session:
         return dict(zip(names, found, strict=True))
 
 
+def _merged(model: ir.Model, adapter: Path) -> ir.Model:
+    """Return a model with an adapter in its weights."""
+    import passes
+
+    if not adapter.exists():
+        raise _no_adapter(adapter)
+    steps = {"normalize": passes.Normalize(), "adapter": passes.LoRA.load(adapter)}
+    prepared = Pipeline(**steps, parameters=passes.Parameters())(load(model))
+    initial = prepared.graph.initializers.items()
+    state = {name: x.const_value.numpy() for name, x in initial if x.const_value is not None}
+    return load(trained_into(prepared, state, model, slots=False))
+
+
+def _no_adapter(path: Path) -> GraphoptError:
+    return GraphoptError(
+        f"{path}: expected an adapter, a file such as a.onnx_adapter or a folder of peft, found none"
+    )
+
+
 def _adapter(device: Device, path: Path) -> Any:
     """Load an adapter's file of ONNX Runtime."""
     if not hasattr(device.ort, "LoraAdapter"):
@@ -98,7 +123,7 @@ def _adapter(device: Device, path: Path) -> Any:
             f"adapter: expected an ONNX Runtime with adapters, 1.20 or later, found {device.ort.__version__}"
         )
     if not path.is_file():
-        raise GraphoptError(f"{path}: expected an adapter's file, such as a.onnx_adapter, found none")
+        raise _no_adapter(path)
     adapter = device.ort.LoraAdapter()
     try:
         adapter.Load(str(path))

@@ -32,7 +32,8 @@ class TextGenerator(metaclass=Checked):
     Args:
         model: a path, an onnx.ModelProto, an onnx_ir.Model, or an executor, whose current weights count.
         tokenizer: tokenizer.json, its folder, `characters`, or a tokenizer; by default, the file beside the model.
-        adapter: a file of ONNX Runtime with the adapter of a model that has inputs for it.
+        adapter: an adapter's file of ONNX Runtime, or a folder of peft. It is active in a model with slots for the
+            file, and otherwise merged into the weights.
         device: where the model computes; by default, on the CPU. An executor has its own device.
 
     Raises:

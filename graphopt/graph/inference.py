@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping, Sequence
+from typing import Literal
 
 import numpy as np
 import onnx
@@ -23,6 +24,8 @@ from graphopt.graph.state import averages_read
 from graphopt.graph.storage import declare_inputs
 from graphopt.graph.traversal import extracted_between
 from graphopt.graph.values import like, name_of, swap
+
+Adapters = Literal["merged", "left out", "kept"]
 
 _OF_LOSS = (Role.LOSS, Role.METRIC)
 INITIALIZERS_ALONE_SINCE = 4  # IR version; in older ones, each initializer is also an input
@@ -131,7 +134,7 @@ def trained(
     outputs: Sequence[str] | None = None,
     *,
     as_stored: bool = True,
-    merge: bool = True,
+    adapters: Adapters = "merged",
 ) -> onnx.ModelProto:
     """Return the inference model inside a training graph, with the values of `state` as its weights.
 
@@ -143,13 +146,13 @@ def trained(
         state: the values of the state by name.
         outputs: the names of the outputs or inner values to compute; the model's outputs by default.
         as_stored: store weights in the form of the original file, such as float16 or integers; otherwise as they train.
-        merge: merge adapters into the weights; otherwise leave them out.
+        adapters: whether they are merged into the weights, left out, or kept as operators.
     """
     outputs_of_model = with_role(model, Role.PREDICTION, Role.SOURCE) or with_role(model, Role.LOSS)
-    inference = extract(model, outputs_of_model, merged=True)
+    inference = extract(model, outputs_of_model, merged=adapters != "kept")
     graph = inference.graph
     averaged = {owner: state[name] for name, owner in averages_read(model).items()}
-    changed = merged_weights(model, {**state, **averaged}) if merge else {}
+    changed = merged_weights(model, {**state, **averaged}) if adapters == "merged" else {}
     for value in [value for value in graph.inputs if role_of(value) in STATE]:
         graph.inputs.remove(value)
         graph.initializers.pop(value.name or "", None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -98,7 +99,7 @@ def read_original(source: Source) -> onnx.ModelProto:
     return proto
 
 
-def _shape_of_initial(value: ir.Value, dims: tuple[int, ...]) -> ir.Shape:
+def _shape_of_initial(value: ir.Value, dims: Sequence[int]) -> ir.Shape:
     """Return the shape of an initial value; where an input is empty, as the rank of an adapter is, the declared one."""
     declared = value.shape if value.is_graph_input() and value.shape is not None else ()
     if len(declared) != len(dims):

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 import mmap
 import os
 import stat
 import weakref
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,7 @@ import onnx_ir as ir
 from graphopt.errors import GraphoptError
 from graphopt.graph import metadata
 
+_PRIVATE = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
 _NO_LINKS = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
 
 
@@ -62,7 +66,7 @@ class MappedFile:
                 f"{part.nbytes:,}"
             )
         if dtype.bitwidth < 8:
-            return like_tensor(ir.PackedTensor(np.array(part), dtype, shape=declared.shape.numpy()), declared)
+            return like_tensor(RoomyTensor(part, dtype, declared.shape.numpy()), declared)
         if start % dtype.itemsize:
             part = np.array(part)
         array = part.view(dtype.numpy().newbyteorder("<")).reshape(declared.shape.numpy())
@@ -90,6 +94,32 @@ class MappedTensor(ir.Tensor[np.ndarray]):
     def __reduce__(self) -> tuple[Any, ...]:
         """Copy the numbers: another process does not share the mapping."""
         return ir.tensor, (np.array(self.numpy()), self.dtype, self.name)
+
+
+class RoomyTensor(ir.PackedTensor[np.ndarray]):
+    """Hold packed numbers of 4 bits in memory that a runtime takes without a copy.
+
+    The runtime takes an array for a value of 4 bits only if it has a byte for each number. The second half of such an
+    array is never written or read, so that it takes no memory.
+
+    Attributes:
+        room: the array, whose first half are the packed numbers.
+    """
+
+    def __init__(self, packed: np.ndarray, dtype: ir.DataType, shape: Sequence[int]) -> None:
+        pages = mmap.mmap(-1, max(1, math.prod(shape)), **_PRIVATE)
+        if hasattr(mmap, "MADV_NOHUGEPAGE"):
+            with contextlib.suppress(OSError):  # a kernel without huge pages
+                pages.madvise(mmap.MADV_NOHUGEPAGE)
+        self.room = np.frombuffer(pages, np.uint8, math.prod(shape)).reshape(shape)
+        own = self.room.reshape(-1)[: packed.size]
+        own[:] = packed.ravel()
+        super().__init__(own, dtype, shape=shape)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copy the packed numbers alone."""
+        packed = np.frombuffer(self.tobytes(), np.uint8)
+        return RoomyTensor, (packed, self.dtype, self.shape.numpy())
 
 
 def files_of(model: ir.Model) -> list[MappedFile]:

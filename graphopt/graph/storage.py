@@ -16,6 +16,7 @@ from collections.abc import Callable, Container, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnx
 import onnx_ir as ir
 from google.protobuf import json_format, text_format
@@ -26,7 +27,7 @@ from graphopt.errors import GraphoptError, kind_of, line
 from graphopt.files import replacing
 from graphopt.graph.checking import EXTERNAL, check_external, messages_of
 from graphopt.graph.limits import Limits
-from graphopt.graph.mapped import MappedFile, like_tensor
+from graphopt.graph.mapped import MappedFile, RoomyTensor, like_tensor
 from graphopt.graph.not_a_model import check_path, not_a_model
 from graphopt.graph.operators import MICROSOFT, RUNTIMES_OWN
 from graphopt.graph.values import tensor_bytes
@@ -280,8 +281,14 @@ def take_weights(model: ir.Model, places: WeightPlaces) -> None:
         if name in places:
             file, start, _ = places[name]
             value.const_value = file.tensor(declared, start)
-        elif isinstance(declared, ir.serde.TensorProtoTensor) and _is_raw_and_large(declared.raw):
-            value.const_value = like_tensor(ir.Tensor(declared.numpy(), declared.dtype), declared)
+        elif isinstance(declared, ir.serde.TensorProtoTensor) and declared.dtype is not ir.DataType.STRING:
+            own: ir.TensorProtocol  # a small tensor would keep all of the message alive
+            if declared.dtype.bitwidth == 4 and _is_raw_and_large(declared.raw):
+                packed = np.frombuffer(declared.raw.raw_data, np.uint8)
+                own = RoomyTensor(packed, declared.dtype, declared.shape.numpy())
+            else:
+                own = ir.Tensor(declared.numpy(), declared.dtype)
+            value.const_value = like_tensor(own, declared)
 
 
 def parsed(content: bytes, name: str) -> onnx.ModelProto:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,7 @@ from graphopt.errors import GraphoptError, unknown
 from graphopt.files import write_folder
 from graphopt.graph import inference, metadata
 from graphopt.graph.loading import Source, load
+from graphopt.graph.merging import adapted
 from graphopt.graph.metadata import HOST, original_name
 from graphopt.graph.opsets import ir_version_of, rewrite_in
 from graphopt.graph.roles import FED, STATE, Role, check_trains, role_of, with_role
@@ -26,7 +28,7 @@ from graphopt.graph.state import take_initial
 from graphopt.graph.storage import whole
 from graphopt.graph.traversal import subgraphs
 from graphopt.graph.unroll import Unroll
-from graphopt.graph.values import name_of
+from graphopt.graph.values import name_of, tensor_bytes
 from graphopt.hosts.contract import Place, contract, places
 from graphopt.runtime.checkpoint import state_bytes
 from graphopt.targets.check import add_check, not_finite
@@ -34,7 +36,8 @@ from graphopt.targets.portable import FORMS
 from graphopt.targets.target import target_of
 
 STATE_FILE, CONTRACT = "state.safetensors", "host.json"
-INFERENCE = "inference.onnx"
+INFERENCE, WEIGHTS_FILE = "inference.onnx", "weights.bin"
+_LARGE, _MANY, _ALIGNED = 2**10, 2**22, 64  # bytes: of a weight and of all graphs' in a file of their own
 _LOWEST_OPSET = 14  # importers and ONNX's evaluator have fewer operators, or wrong ones, of earlier opsets
 LANGUAGES = {"c": ("*", "abi/*"), "javascript": ("*",)}  # in which there is a program, and its files
 REPORTED = (Role.LOSS, Role.METRIC, Role.PREDICTION)  # in evaluation
@@ -60,6 +63,8 @@ def export_hosts(
     - `evaluate.onnx` and `predict.onnx` are the inference form, with the same names.
     - `state.safetensors` contains the initial state. A checkpoint is the same file with other numbers.
     - `inference.onnx` is the trained model, which reads its weights from `state.safetensors`.
+    - `weights.bin` contains the weights that do not train, once for all graphs, if the model has adapters or many of
+      them; graphs for a target contain theirs. A browser that trains adapters downloads it once.
     - `host.json` lists names, types, shapes, and the output that replaces each state.
 
     Args:
@@ -91,14 +96,20 @@ def export_hosts(
     initial = take_initial(model)
     if batch is not None:
         _fix_batch(model, batch)
-    trained = inference.trained(model, initial, as_stored=False)
+    trained = inference.trained(model, initial, as_stored=False, adapters="kept")
     model.graph.outputs[:] = [y for y in model.graph.outputs if role_of(y) is not Role.SOURCE]
     models = _graphs(model, initial, unroll, target)
     content = state_bytes({name_of(x): initial[name_of(x)] for x in with_role(model, *STATE)})
     where = places(content)
+    trained = _with_weights_in_state(trained, model, where)
+    shared = b"" if target is not None else _shared([*models.values()], trained, any(adapted(model)))
     described = {
         **contract(model, initial, where, models),
-        "files": {**{name: f"{name}.onnx" for name in models}, "inference": INFERENCE, "state": STATE_FILE},
+        "files": {
+            **{name: f"{name}.onnx" for name in models},
+            **{"inference": INFERENCE, "state": STATE_FILE},
+            **({"weights": WEIGHTS_FILE} if shared else {}),
+        },
         "batch": batch,
         "target": target,
     }
@@ -109,7 +120,8 @@ def export_hosts(
         folder,
         {
             **{f"{name}.onnx": whole(graph) for name, graph in models.items()},
-            INFERENCE: _with_weights_in_state(trained, model, where).SerializeToString(),
+            INFERENCE: trained.SerializeToString(),
+            **({WEIGHTS_FILE: shared} if shared else {}),
             STATE_FILE: content,
             CONTRACT: json.dumps(described, indent=1).encode() + b"\n",
             **(_program(language) if language is not None else {}),
@@ -122,7 +134,9 @@ def _graphs(
 ) -> dict[str, ir.Model]:
     """Return the graphs to export, by name, lowered for the target; state is plain inputs, the opset the oldest."""
     evaluated, predicted = with_role(model, *REPORTED), with_role(model, Role.PREDICTION)
-    graphs = {"train": model.clone(), "evaluate": inference.extract(model, evaluated)}
+    train = model.clone()
+    train.graph.outputs[:] = [y for y in train.graph.outputs if not metadata.ON_DEMAND.is_set(y)]
+    graphs = {"train": train, "evaluate": inference.extract(model, evaluated)}
     if predicted:
         graphs["predict"] = inference.extract(model, predicted)
     if unroll:
@@ -140,6 +154,44 @@ def _graphs(
         RemoveUnusedOpsetsPass()(graph)
         graph.ir_version = ir_version_of(rewrite_in([graph], _LOWEST_OPSET))
     return graphs
+
+
+def _shared(models: Sequence[ir.Model], trained: onnx.ModelProto, has_adapters: bool) -> bytes:
+    """Move weights of several graphs to one file, to which they refer, and return its content, which may be empty."""
+    places: dict[bytes, tuple[int, int]] = {}
+    content: list[bytes] = []
+
+    def place(numbers: bytes) -> tuple[int, int]:
+        key = hashlib.sha256(numbers).digest()
+        if key not in places:
+            offset = sum(map(len, content))
+            places[key] = offset, len(numbers)
+            content.append(numbers + bytes(-len(numbers) % _ALIGNED))
+        return places[key]
+
+    weights = dict(pair for model in models for pair in _large_weights(model))
+    tensors = [x for x in trained.graph.initializer if len(x.raw_data) >= _LARGE]
+    if not has_adapters and sum(x.nbytes for x in weights.values()) < _MANY:
+        return b""
+    for x, tensor in weights.items():
+        offset, size = place(tensor.tobytes())
+        shape = ir.Shape(tensor.shape.numpy())
+        x.const_value = ir.ExternalTensor(
+            WEIGHTS_FILE, offset, size, tensor.dtype, shape=shape, name=name_of(x)
+        )
+    for y in tensors:
+        offset, size = place(y.raw_data)
+        onnx.external_data_helper.set_external_data(y, WEIGHTS_FILE, offset=offset, length=size)
+        y.ClearField("raw_data")
+    return b"".join(content)
+
+
+def _large_weights(model: ir.Model) -> Iterator[tuple[ir.Value, ir.TensorProtocol]]:
+    """Yield the initializers of a graph that are large enough for a file of their own, with their numbers."""
+    for x in model.graph.initializers.values():
+        tensor = x.const_value
+        if tensor is not None and not x.is_graph_input() and tensor_bytes(tensor) >= _LARGE:
+            yield x, tensor
 
 
 def _program(language: str) -> dict[str, bytes]:

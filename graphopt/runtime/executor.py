@@ -315,6 +315,16 @@ class Executor(ExecutorState):
             self._of(Role.LOSS, Role.METRIC, Role.PREDICTION), fed_by(self, data, unnamed, named)
         )
 
+    def losses(
+        self, data: Mapping[str, Tensor] | None = None, /, *unnamed: object, **named: Tensor
+    ) -> Reported:
+        """Return the losses on some data as `evaluate` does, without the model's outputs.
+
+        Raises:
+            GraphoptError: as `step` does.
+        """
+        return self._forward(self._of(Role.LOSS, Role.METRIC), fed_by(self, data, unnamed, named))
+
     def predict(
         self, data: Mapping[str, Tensor] | None = None, /, *unnamed: object, **named: Tensor
     ) -> Reported:

@@ -7,6 +7,7 @@ from typing import Literal
 import numpy as np
 import onnx_ir as ir
 
+from graphopt.graph.mapped import RoomyTensor
 from graphopt.graph.values import tensor_bytes
 from graphopt.runtime.device import Device
 from graphopt.runtime.tensors import buffer, share
@@ -45,12 +46,24 @@ class SharedWeight:
 
     def __init__(self, device: Device, tensor: ir.TensorProtocol, *, on_host: bool) -> None:
         self._tensor = tensor  # as long as it lives, no other object has its identity
+        if tensor.dtype.bitwidth == 4:
+            roomy = tensor if isinstance(tensor, RoomyTensor) else _roomy(tensor)
+            self._room = roomy.room
+            self.value = device.ort.OrtValue.ortvalue_from_numpy_with_onnx_type(
+                roomy.room, tensor.dtype.value
+            )
+            return
         array = np.ascontiguousarray(tensor.numpy())
         if array.dtype.isbuiltin == 2:  # of another package, such as bfloat16
             number = array.view(f"u{array.itemsize}")
             self.value = device.ort.OrtValue.ortvalue_from_numpy_with_onnx_type(number, tensor.dtype.value)
         else:
             self.value = share(device, array) if on_host else buffer(device, array)
+
+
+def _roomy(tensor: ir.TensorProtocol) -> RoomyTensor:
+    packed = np.frombuffer(tensor.tobytes(), np.uint8)
+    return RoomyTensor(packed, tensor.dtype, tensor.shape.numpy())
 
 
 def shared(device: Device, tensor: ir.TensorProtocol, *, on_host: bool) -> SharedWeight:
@@ -66,8 +79,14 @@ def shared(device: Device, tensor: ir.TensorProtocol, *, on_host: bool) -> Share
 def is_shareable(device: Device, tensor: ir.TensorProtocol) -> bool:
     """Return whether the runtime takes a weight as a value."""
     if tensor.dtype.bitwidth < 8:
-        return False
-    is_own = tensor.dtype.numpy().isbuiltin == 2
-    return not is_own or (
-        device.kind == "cpu" and hasattr(device.ort.OrtValue, "ortvalue_from_numpy_with_onnx_type")
-    )
+        return is_packed(device, tensor)
+    return tensor.dtype.numpy().isbuiltin != 2 or _takes_types(device)
+
+
+def is_packed(device: Device, tensor: ir.TensorProtocol) -> bool:
+    """Return whether a weight has 4 bits, which kernels read as they are, and the runtime takes it as a value."""
+    return tensor.dtype.bitwidth == 4 and device.on_cpu and _takes_types(device)
+
+
+def _takes_types(device: Device) -> bool:
+    return device.kind == "cpu" and hasattr(device.ort.OrtValue, "ortvalue_from_numpy_with_onnx_type")

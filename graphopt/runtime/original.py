@@ -30,7 +30,7 @@ def trained_into(
         GraphoptError: `into` is another model, or adapters cannot be merged.
     """
     found = trained_adapters(model, state, "slots") if slots else []
-    trained = inference.trained(model, state, merge=not slots)
+    trained = inference.trained(model, state, adapters="left out" if slots else "merged")
     original = read_original(into)
     write_weights(original, trained, model, merged=not slots)
     if found:

@@ -17,7 +17,7 @@ from graphopt.graph.mapped import files_of
 from graphopt.graph.metadata import RUNTIME
 from graphopt.graph.roles import TRAINING_RUNTIME
 from graphopt.runtime.device import Device
-from graphopt.runtime.frozen import FrozenPlacement, is_shareable, placement_of, shared
+from graphopt.runtime.frozen import FrozenPlacement, is_packed, is_shareable, placement_of, shared
 from graphopt.runtime.tensors import OrtValues
 from graphopt.runtime.webgpu import ENTRY, ON_CPU, lines_that_fit
 from graphopt.targets.portable import nodes_on_shapes
@@ -75,7 +75,7 @@ class Session:
                 )
             weights: storage.Weights = {}
             if self.frozen == "packed":
-                content = self._packed(model, options)
+                content, weights = self._packed(model, options)
             else:
                 is_taken = functools.partial(is_shareable, device)
                 content, weights = storage.message_without_weights(model, is_taken)
@@ -97,14 +97,19 @@ class Session:
             name: shared(device, tensor, on_host=name in on_host) for name, tensor in weights.items()
         }
 
-    def _packed(self, model: ir.Model, options: onnxruntime.SessionOptions) -> bytes:
-        """Return a graph whose weights are constants; those too large for its message are registered."""
+    def _packed(self, model: ir.Model, options: onnxruntime.SessionOptions) -> tuple[bytes, storage.Weights]:
+        """Return a graph whose weights are constants, except for those of 4 bits, and these.
+
+        Weights that are too large for its message are registered.
+        """
+        if not storage.is_large(model):
+            return storage.message_without_weights(model, functools.partial(is_packed, self.device))
         content, weights = storage.message(model)
         # They stay alive as long as the session reads them.
         self._registered = [self.device.ort.OrtValue.ortvalue_from_numpy(x.numpy()) for x in weights.values()]
         if weights:
             options.add_external_initializers([*weights], self._registered)
-        return content
+        return content, {}
 
     def io_binding(self) -> onnxruntime.IOBinding:
         """Return a binding of the weights that the session shares with others, and of nothing else."""

@@ -223,13 +223,17 @@ class HeldOut:
             self._feeds = lambda: map(batches.take, Batches.split(chosen, batch_size))
 
     def evaluated(
-        self, executor: Executor, workers: Communicator = SINGLE
+        self, executor: Executor, workers: Communicator = SINGLE, *, outputs: bool = True
     ) -> Iterator[tuple[dict[str, np.ndarray], Mapping[str, Any]]]:
-        """Yield the data and the evaluation of each batch; the workers evaluate different batches at the same time."""
+        """Yield the data and the evaluation of each batch; the workers evaluate different batches at the same time.
+
+        Without `outputs`, it consists of the losses alone.
+        """
+        compute = executor.evaluate if outputs else executor.losses
         left = iter(self._feeds())
         while group := list(itertools.islice(left, workers.size)):
             own = workers.rank
-            values: Mapping[int, Any] = {own: executor.evaluate(group[own])} if own < len(group) else {}
+            values: Mapping[int, Any] = {own: compute(group[own])} if own < len(group) else {}
             if workers.size > 1:
                 values = _exchanged(workers, values)
             yield from ((group[i], value) for i, value in values.items())
@@ -240,9 +244,11 @@ class HeldOut:
         """Return the mean losses and the metrics over the rows."""
         chosen = metrics_of(executor.inputs, self._metrics)
         mean = Mean()
-        for feeds, values in self.evaluated(executor, executor.workers):
+        outputs = any(not metric.is_empty for _, metric in chosen.values())
+        for feeds, values in self.evaluated(executor, executor.workers, outputs=outputs):
             for target, (output, metric) in chosen.items():
-                metric.add(values[output], feeds[target])
+                if outputs:
+                    metric.add(values[output], feeds[target])
             mean.add(len(next(iter(feeds.values()))), values)
         measured = mean.result()
         for target, (_, metric) in chosen.items():

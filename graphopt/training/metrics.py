@@ -337,11 +337,19 @@ class Metrics:
     def __init__(self, spec: TargetSpec, wanted: Sequence[Wanted] | None = None) -> None:
         self._spec = spec
         self._empty = True
-        chosen = [named(metric) for metric in (DEFAULTS[spec.task] if wanted is None else wanted)]
+        default = (
+            () if spec.shift else DEFAULTS[spec.task]
+        )  # of a language model, logits take more than their loss
+        chosen = [named(metric) for metric in (default if wanted is None else wanted)]
         for name, _ in chosen:
             if [other for other, _ in chosen].count(name) > 1:
                 raise GraphoptError(f"metrics: expected each metric once, found {name!r} twice")
         self._metrics = {name: metric for name, metric in chosen if spec.task in metric.tasks}
+
+    @property
+    def is_empty(self) -> bool:
+        """Return whether there is no metric to compute."""
+        return not self._metrics
 
     def predicted(self, prediction: np.ndarray) -> np.ndarray:
         """Return the predicted labels, class numbers or numbers."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -15,8 +14,7 @@ from graphopt.graph.metadata import ON_DEMAND, TargetSpec
 from graphopt.graph.roles import Role, role_of, with_role
 from graphopt.graph.values import dims_of, like, name_of, rank
 from graphopt.intervals import within
-from passes.gradients.rules.blocks import token_losses
-from passes.losses.head import TokenHead, find_head, losses_in_blocks
+from passes.losses.head import losses_of_tokens
 from passes.losses.loss import Loss, new_input
 from passes.losses.packing import keep_apart
 
@@ -24,7 +22,6 @@ __all__ = ["CausalLanguageModel"]
 
 _TOKENS, _ATTENTION_MASK, _OTHERS = "input_ids", "attention_mask", ("position_ids", "token_type_ids")
 _LABELS, _COMPLETION_MASK, _SEGMENTS = "labels", "completion_mask", "segments"
-_MANY_CLASSES = 4096  # classes from which on blocks pay
 
 
 @dataclass(frozen=True)
@@ -120,13 +117,9 @@ class CausalLanguageModel(Loss):
         if self.packed and isinstance(prediction.graph, ir.Graph):
             keep_apart(op, prediction.graph, self._tokens(prediction.graph), masks[-1])
             prediction.graph.sort()
-        head = self._head(prediction)
-        if head is None:
-            losses = token_losses(op, prediction, label, self.label_smoothing)
-        else:
-            number = None if self.blocks == "auto" else self.blocks
-            losses = losses_in_blocks(op, head, label, self.label_smoothing, number)
-        losses = op.cast(losses, prediction.dtype)
+        losses = losses_of_tokens(
+            op, prediction, label, self.label_smoothing, self.blocks, type(self).__name__
+        )
         losses = op.Where(counts, losses, op.constant(0.0, like=losses))
         if self.reduction == "none":  # the mean of a row is over its tokens that count
             counts = op.Cast(counts, to=losses.dtype)
@@ -138,22 +131,6 @@ class CausalLanguageModel(Loss):
     ) -> ir.Value | None:
         counts = op.Not(op.Equal(self._following(op, target, *masks), self.ignore_index))
         return op.Cast(counts, to=prediction.dtype)
-
-    def _head(self, prediction: ir.Value) -> TokenHead | None:
-        """Return the part of the model to compute in blocks, or None to compute all logits at once."""
-        classes = dims_of(prediction)[2]
-        if self.blocks is None or (
-            self.blocks == "auto" and isinstance(classes, int) and classes < _MANY_CLASSES
-        ):
-            return None
-        head = find_head(prediction)
-        if head is None:
-            warnings.warn(
-                f"CausalLanguageModel: expected {name_of(prediction)!r} to come out of a product with a weight, found "
-                f"{getattr(prediction.producer(), 'op_type', 'an input')}: a step holds the logits of all tokens",
-                stacklevel=2,
-            )
-        return head
 
     def _following(self, op: Emitter, target: ir.Value, *masks: ir.Value) -> ir.Value:
         """Emit the label of the token after each; those that do not count, and the last one's, are ignored."""

@@ -11,12 +11,14 @@ import onnx_ir as ir
 
 from graphopt.errors import GraphoptError
 from graphopt.graph.emitter import Emitter
+from graphopt.graph.metadata import ON_DEMAND
 from graphopt.graph.rewriting import Read
 from graphopt.graph.values import dims_of, is_floating, rank, wide_type
 from graphopt.intervals import within
 from graphopt.moments import weights_of
 from passes.differentiate import stop_gradient
 from passes.gradients.rules.control_flow import scan_over
+from passes.losses.head import losses_of_tokens
 from passes.losses.loss import Loss, epsilon, new_input, positive
 
 __all__ = ["BinaryCrossEntropy", "CTC", "CrossEntropy", "Hinge", "KLDivergence"]
@@ -152,6 +154,9 @@ class CrossEntropy(_OverClasses):
             classes. `balanced` lets `graphopt.adapt` and recipes learn them from the labels of the training rows, as
             `graphopt.data.balanced_class_weights` does.
         ignore_index: the integer target that adds nothing to the loss or to its count.
+        blocks: the number of blocks of tokens in which a step computes the logits and their loss, as in
+            `CausalLanguageModel`, for large vocabularies. It needs logits along the last axis, integer targets and
+            equal class weights. None computes all logits at once.
 
     >>> step = graphopt.compile(models.linear((1,), 4), loss=passes.CrossEntropy())
     >>> zero, target = numpy.zeros((2, 1), numpy.float32), numpy.array([0, 3])
@@ -165,6 +170,7 @@ class CrossEntropy(_OverClasses):
         "[0, inf)", None, choices=("balanced",)
     )
     ignore_index: int | None = None
+    blocks: int | Literal["auto"] | None = within("[1, inf)", None, whole=True, choices=("auto",))
 
     @property
     def learns(self) -> bool:
@@ -182,6 +188,8 @@ class CrossEntropy(_OverClasses):
         return replace(self, class_weights=weights_of(read(target_name), classes, self.ignore_index))
 
     def compare(self, op: Emitter, prediction: ir.Value, target: ir.Value) -> ir.Value:
+        if self.blocks is not None:
+            return self._in_blocks(op, prediction, target)
         log_p = _log_probabilities(op, prediction, self.from_logits, self.axis)
         q = target if self.target_probabilities else self._one_hot(op, prediction, target)
         if self.label_smoothing:
@@ -191,6 +199,25 @@ class CrossEntropy(_OverClasses):
         if self.class_weights is not None:
             q = q * self._weights(op, prediction)
         return -op.ReduceSum(q * log_p, [self.axis], keepdims=0)
+
+    def _in_blocks(self, op: Emitter, prediction: ir.Value, target: ir.Value) -> ir.Value:
+        is_last = self.axis in (-1, rank(prediction) - 1)
+        if not (is_last and self.from_logits) or self.target_probabilities or self.class_weights is not None:
+            raise GraphoptError(
+                f"CrossEntropy(blocks={self.blocks!r}): expected logits with classes along the last axis, axis=-1, "
+                f"class numbers as targets and no class weights, found axis={self.axis} of {rank(prediction)} axes, "
+                f"from_logits={self.from_logits}, target_probabilities={self.target_probabilities}, "
+                f"class_weights={self.class_weights}: leave blocks out"
+            )
+        ON_DEMAND.set(prediction)
+        counts = self._counts(op, target)
+        label = target if counts is None else op.Where(counts, target, 0)
+        losses = losses_of_tokens(op, prediction, label, self.label_smoothing, self.blocks, "CrossEntropy")
+        return losses if counts is None else op.Where(counts, losses, op.constant(0.0, like=losses))
+
+    def _counts(self, op: Emitter, target: ir.Value) -> ir.Value | None:
+        """Emit whether each label counts; None if all do."""
+        return None if self.ignore_index is None else op.Not(op.Equal(target, self.ignore_index))
 
     def probabilities(self, prediction: np.ndarray) -> np.ndarray:
         """Return the probability of each class, along `axis`."""
@@ -204,6 +231,8 @@ class CrossEntropy(_OverClasses):
     ) -> ir.Value | None:
         if self.target_probabilities or (self.class_weights is None and self.ignore_index is None):
             return None
+        if self.blocks is not None and (counts := self._counts(op, target)) is not None:
+            return op.Cast(counts, to=prediction.dtype)
         q = self._one_hot(op, prediction, target)
         if self.class_weights is not None:
             q = q * self._weights(op, prediction)

@@ -54,13 +54,15 @@ def put_in(model: ir.Model, part: ir.Model, inputs: Mapping[str, ir.Value], pref
 def before_training(model: ir.Model, prediction: ir.Value) -> ir.Model:
     """Return the part of a graph that computes a prediction, without adapters, with the initial weights as constants.
 
-    Frozen weights are the graph's own, so that the part adds the initial values of weights that train, and nothing else.
+    Frozen weights are the graph's own, so that the part adds the initial values of weights that train, no more.
     """
     part = inference.extract(model, [prediction], merged=True)
     owners = {name_of(x): x for x in with_role(model, *STATE)}
     for x in [x for x in part.graph.inputs if role_of(x) in STATE]:
         part.graph.inputs.remove(x)
-        x.const_value = state.initial(owners[name_of(x)])
+        initial = state.initial(owners[name_of(x)])
+        assert initial is not None  # its name must stay, which is that of the value in the caller's file
+        x.const_value = ir.tensor(initial.numpy(), dtype=initial.dtype, name=x.name)
         ROLE.remove(x)
         part.graph.register_initializer(x)
     return part

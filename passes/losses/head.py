@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import onnx_ir as ir
 
 from graphopt.graph.emitter import Emitter
-from graphopt.graph.metadata import BLOCK_LOGITS, TokenBlocks
+from graphopt.graph.metadata import BLOCK_LOGITS, STOP_GRADIENT, InferenceForm, TokenBlocks
 from graphopt.graph.operators import ELEMENTWISE_OPERATORS, MICROSOFT, VIEWS
 from graphopt.graph.roles import FED, role_of
 from graphopt.graph.traversal import values_read
@@ -16,6 +18,7 @@ from graphopt.graph.values import constant_of, dims_of, like, name_of, rank
 from passes.gradients.rules.blocks import in_blocks, token_losses
 from passes.gradients.rules.control_flow import scan_over
 
+_MANY_CLASSES = 4096  # from which on blocks pay
 _BLOCK = 2**23  # the numbers in a block of logits
 _MOST_NODES = 64  # of a head
 _PRODUCTS = {("", "MatMul"), ("", "Gemm"), (MICROSOFT, "MatMulNBits")}
@@ -78,6 +81,9 @@ def _is_tokenwise(node: ir.Node, fed: set[ir.Value]) -> bool:
     if any(x is not None and x.shape is None for x in (*node.inputs, *node.outputs)):
         return False
     y = node.outputs[0]
+    form = InferenceForm.read(y)
+    if STOP_GRADIENT.is_set(node) or (form is not None and not form.merged):
+        return False  # a copy in a body would not switch to inference
     own = [*dict.fromkeys(_tokens(node, fed))]
     others = [x for x in node.inputs if x is not None and x not in own]
     if not own or any(x in fed and rank(x) > 1 for x in others):
@@ -92,6 +98,37 @@ def _is_tokenwise(node: ir.Node, fed: set[ir.Value]) -> bool:
         return True
     flat = all(all(dim == 1 for dim in dims_of(x)[:-1]) for x in others)
     return node.domain == "" and node.op_type in ELEMENTWISE_OPERATORS and flat
+
+
+def losses_of_tokens(
+    op: Emitter,
+    prediction: ir.Value,
+    label: ir.Value,
+    smoothing: float,
+    blocks: int | Literal["auto"] | None,
+    loss: str,
+) -> ir.Value:
+    """Emit the cross-entropy of each token, in the shape of `label`, in blocks if that is wanted and possible.
+
+    Args:
+        prediction: the logits, with the classes along the last axis.
+        blocks: the number of blocks; None for all logits at once; `auto` for blocks if there are many classes.
+        loss: what wants them, for the warning.
+    """
+    classes, head = dims_of(prediction)[-1], None
+    if blocks is not None and (blocks != "auto" or not isinstance(classes, int) or classes >= _MANY_CLASSES):
+        head = find_head(prediction)
+        if head is None:
+            warnings.warn(
+                f"{loss}: expected {name_of(prediction)!r} to come out of a product with a weight, found "
+                f"{getattr(prediction.producer(), 'op_type', 'an input')}: a step holds the logits of all tokens",
+                stacklevel=2,
+            )
+    if head is None:
+        losses = token_losses(op, prediction, label, smoothing)
+    else:
+        losses = losses_in_blocks(op, head, label, smoothing, None if blocks == "auto" else blocks)
+    return op.cast(losses, prediction.dtype)
 
 
 def losses_in_blocks(

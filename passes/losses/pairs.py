@@ -21,6 +21,7 @@ from passes.losses.loss import Loss, new_input
 __all__ = ["CosineEmbedding", "CosineSimilarity", "InfoNCE", "PairLoss", "Triplet"]
 
 _PAIRS = "pairs"  # the dimension of examples, each of which has several rows
+_ROWS = "/rows"  # the end of the name of an output with the rows of all companions
 _ZERO = 1e-24  # the least square of a norm
 
 
@@ -108,11 +109,13 @@ def split_outputs(model: ir.Model, op: Emitter, prediction: ir.Value, count: int
             continue
         parts = split_rows(op, y, count)
         InferenceForm(same_as=0, predicting=True).write(parts[0])
-        name, y.name = y.name, f"{y.name}/rows"
+        name, y.name = y.name, f"{y.name}{_ROWS}"
         result = op.Identity(parts[0], _outputs=[name])
-        metadata.copy(y, result)
+        for note in (metadata.ORIGINAL_NAME.key, metadata.ON_DEMAND.key):
+            if note in metadata.all_of(y):
+                metadata.all_of(result)[note] = metadata.all_of(y).pop(note)
+        metadata.ROLE.remove(y)
         set_role(result, Role.PREDICTION)
-        metadata.remove_own(y)
         model.graph.outputs[model.graph.outputs.index(y)] = result
         if y is prediction:
             found = parts
@@ -138,8 +141,9 @@ def _cosine(op: Emitter, x: ir.Value, y: ir.Value) -> ir.Value:
 
 def _check_embeddings(loss: PairLoss, prediction: ir.Value) -> None:
     if len(dims_of(prediction)) != 2:
+        name = name_of(prediction).removesuffix(_ROWS)
         raise GraphoptError(
-            f"{type(loss).__name__}: expected embeddings of shape [rows, numbers], found {prediction.name!r} of shape "
+            f"{type(loss).__name__}: expected embeddings of shape [rows, numbers], found {name!r} of shape "
             f"{prediction.shape}: pool them in the model, or name another output"
         )
 
@@ -192,9 +196,10 @@ class InfoNCE(PairLoss):
 
 @dataclass(frozen=True)
 class Triplet(PairLoss):
-    """Compute max(0, d(a, p) - d(a, n) + margin), for embeddings a, p and n of `NAME`, `NAME_positive`, `NAME_negative`.
+    """Compute max(0, d(a, p) - d(a, n) + margin), for embeddings of an anchor a, a positive p and a negative n.
 
-    PyTorch's TripletMarginLoss and sentence-transformers' TripletLoss, whose margin is 5 by default.
+    They are those of `NAME`, `NAME_positive` and `NAME_negative`. It is PyTorch's TripletMarginLoss, and
+    sentence-transformers' TripletLoss, whose margin is 5 by default.
 
     Args:
         margin: the difference of distances from which on a triplet has no loss.
@@ -235,7 +240,7 @@ class Triplet(PairLoss):
 
 @dataclass(frozen=True)
 class CosineSimilarity(PairLoss):
-    """Compute (cos(a, b) - t)^2, for embeddings a and b of `NAME` and `NAME_other`, and an input `target` for each pair.
+    """Compute (cos(a, b) - t)^2, for embeddings a and b of `NAME` and `NAME_other`, and a target t of each pair.
 
     It is sentence-transformers' CosineSimilarityLoss.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -26,18 +27,19 @@ _REJECTED, _REFERENCE = "rejected", "reference"
 
 @dataclass(frozen=True)
 class DPO(PairLoss):
-    """Compute -log sigmoid(beta d), where d is how much more than the reference the model prefers the chosen completion.
+    """Compute -log sigmoid(beta d), where d compares a chosen with a rejected completion (Rafailov et al. 2023).
 
-    Rafailov et al. 2023. d is log p(chosen) / r(chosen) - log p(rejected) / r(rejected), for the probabilities p of the
-    model and r of the reference. Inputs of the model, such as `input_ids`, have the prompts with the chosen completions,
-    and those such as `input_ids_rejected` the same prompts with the rejected ones. `completion_mask` and
-    `completion_mask_rejected`, int64 [rows, tokens], are 1 where a token belongs to a completion. Each step reports
-    `reward_margin`, the mean of beta d, and `reward_accuracy`, the share of examples in which it is positive.
+    d is log p(chosen) / r(chosen) - log p(rejected) / r(rejected), for the probabilities p of the model and r of a
+    reference. Inputs of the model, such as `input_ids`, have the prompts with the chosen completions, and those such as
+    `input_ids_rejected` the same prompts with the rejected ones. `completion_mask` and `completion_mask_rejected`,
+    int64 [rows, tokens], are 1 where a token belongs to a completion. Each step reports `reward_margin`, the mean
+    of beta d, and `reward_accuracy`, the share of examples in which d is positive.
 
     Args:
         beta: the factor of d: the larger, the closer the model stays to the reference.
-        loss_type: the function of d, as in TRL: `sigmoid`; `hinge` for max(0, 1 - beta d); `ipo` for (d - 1 / (2 beta))^2
-            of means over tokens (Azar et al. 2023); `robust` for noisy preferences (Chowdhury et al. 2024).
+        loss_type: the function of d, as in TRL: `sigmoid`; `hinge` for max(0, 1 - beta d); `ipo` for
+            (d - 1 / (2 beta))^2 of means over tokens (Azar et al. 2023); `robust` for noisy preferences (Chowdhury et
+            al. 2024).
         label_smoothing: the probability that a preference is the wrong way round, of `sigmoid` and `robust`.
         average: take the means of log-probabilities over the tokens of a completion, not their sums.
         reference: `initial` for the model before training, whose adapters are off and whose weights the graph shares
@@ -133,7 +135,7 @@ def _robust(op: Emitter, d: ir.Value, beta: float, noise: float) -> ir.Value:
     return ((1 - noise) * op.Softplus(-beta * d) - noise * op.Softplus(beta * d)) / (1 - 2 * noise)
 
 
-_FUNCTIONS = {
+_FUNCTIONS: dict[str, Callable[[Emitter, ir.Value, float, float], ir.Value]] = {
     "sigmoid": _sigmoid,
     "robust": _robust,
     "hinge": lambda op, d, beta, noise: op.Relu(1 - beta * d),

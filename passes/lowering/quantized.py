@@ -16,6 +16,7 @@ from onnx_ir import Value
 from graphopt.errors import GraphoptError
 from graphopt.graph import metadata
 from graphopt.graph.emitter import Emitter, Input
+from graphopt.graph.mapped import RoomyTensor
 from graphopt.graph.operators import MICROSOFT
 from graphopt.graph.values import constant_of, dims_of, dtype_of, name_of, rank
 from passes.lowering.registry import freeze, lowers
@@ -53,30 +54,34 @@ def mat_mul_n_bits(
             f"its input 4, {group_index.name!r}, is not covered: expected none: quantize without reordering (act_order)"
         )
     blocks = -(-K // block_size)
-    w = op.Reshape(_dequantized(op, b, scales, zero_points, N, blocks, bits, block_size), [N, -1])
-    w.shape = ir.Shape([N, blocks * block_size])
-    if blocks * block_size != K:
-        w = op.Slice(w, [0], [K], [1])
-    y = op.MatMul(a, op.Transpose(w, perm=[1, 0]))
+    rows, dtype = N * blocks, integer_type(bits)
+    q = viewed(b, "weight", dtype, [rows, block_size], bits)
+    scale, shift = viewed(scales, "scales", None, [rows]), None
+    zero: Input = None
+    if zero_points is None:
+        zero = op.constant(np.full(rows, 2 ** (bits - 1)).astype(dtype.numpy()))
+    elif zero_points.dtype is ir.DataType.UINT8:
+        points = unpacked(stored(zero_points, "zero points").reshape(N, -1), bits)[:, :blocks]
+        zero = op.constant(points.ravel().astype(dtype.numpy()))
+    else:
+        shift = op.Unsqueeze(scale * viewed(zero_points, "zero points", None, [rows]), [1])
+    y = op.MatMul(a, op.Transpose(dequantized_rows(op, q, scale, zero, N, K, shift), perm=[1, 0]))
     return y if bias is None else y + bias
 
 
-def _dequantized(
-    op: Emitter, b: Value, scales: Value, zero_points: Input, n: int, blocks: int, bits: int, block_size: int
+def dequantized_rows(
+    op: Emitter, q: Value, scale: Value, zero: Input, n: int, k: int, shift: Input = None
 ) -> Value:
-    """Return the weight as [n * blocks, block_size]."""
-    rows, dtype = n * blocks, integer_type(bits)
-    b = viewed(b, "weight", dtype, [rows, block_size], bits)
-    scale = viewed(scales, "scales", None, [rows])
-    if zero_points is not None and zero_points.dtype != ir.DataType.UINT8:
-        points = viewed(zero_points, "zero points", None, [rows])
-        return op.DequantizeLinear(b, scale, axis=0) - op.Unsqueeze(scale * points, [1])
-    if zero_points is None:
-        numbers = np.full(rows, 2 ** (bits - 1), np.uint8)
-    else:
-        numbers = unpacked(stored(zero_points, "zero points").reshape(n, -1), bits)[:, :blocks].ravel()
-    zero = op.constant(numbers.astype(dtype.numpy()))
-    return op.DequantizeLinear(b, scale, zero, axis=0)
+    """Return a weight [n,k] from integers, of which each row is a block of one of its rows, without padding.
+
+    Args:
+        shift: what to subtract from each row of the integers after they are multiplied by the scale.
+    """
+    rows = op.DequantizeLinear(q, scale, zero, axis=0)
+    padded = dims_of(q)[0] * dims_of(q)[1] // n
+    w = op.Reshape(rows if shift is None else rows - shift, [n, -1])
+    w.shape = ir.Shape([n, padded])
+    return w if padded == k else op.Slice(w, [0], [k], [1])
 
 
 def viewed(
@@ -84,8 +89,7 @@ def viewed(
 ) -> Value:
     """Return a frozen initializer with the bytes of another in another shape or type, which MatMulNBits nodes read.
 
-    It takes the place of the other one, and its name, unless other nodes read that. No byte is copied unless 2 bits
-    become 4.
+    It takes the place of the other one, and its name, unless other nodes read that. Two bits become 4.
     """
     tensor, graph = x.const_value, x.graph
     if tensor is None or graph is None or not x.is_initializer() or x.is_graph_input():
@@ -117,14 +121,14 @@ def _view(
 ) -> ir.TensorProtocol:
     if bits is not None and bits < dtype.bitwidth < 8:
         numbers = unpacked(tensor.numpy().reshape(1, -1), bits).ravel()
-        return ir.PackedTensor(numbers[::2] | numbers[1::2] << 4, dtype, shape=shape)
+        return RoomyTensor(numbers[::2] | numbers[1::2] << 4, dtype, shape)
     if isinstance(tensor, ir.ExternalTensor):
         place = tensor.location, tensor.offset, tensor.length
         return ir.ExternalTensor(
             *place, dtype, shape=ir.Shape(shape), name=tensor.name or "", base_dir=tensor.base_dir
         )
     if dtype.bitwidth < 8:
-        return ir.PackedTensor(tensor.numpy().ravel(), dtype, shape=shape)
+        return RoomyTensor(tensor.numpy(), dtype, shape)
     if tensor.dtype.bitwidth < 8:
         return ir.tensor(np.frombuffer(tensor.tobytes(), np.uint8).reshape(shape))
     return ir.tensor(tensor.numpy().reshape(shape))
@@ -157,7 +161,7 @@ def gather_block_quantized(
             f"axes, and to gather along another than the last"
         )
     bits = bits if dtype is ir.DataType.UINT8 else 4
-    middle = 2 ** (bits - 1) if dtype is ir.DataType.UINT8 else 0
+    middle = 0 if dtype is ir.DataType.UINT4 else 2 ** (bits - 1)
     rows = _gathered(op, data, indices, gathers, bits)
     place = blocks + (rank(indices) - 1) * (blocks > gathers)
     size = dims_of(rows)[place]
@@ -191,8 +195,8 @@ def _gathered(op: Emitter, x: Value, indices: Value, axis: int, bits: int) -> Va
         numbers = op.Reshape(whole, op.Concat(op.shape_of(rows, 0, -1), [packed * 8 // bits], axis=0))
         numbers.shape = ir.Shape([*before, packed * 8 // bits])
         rows = op.BitwiseAnd(numbers, op.constant(2**bits - 1, like=rows))
-    if dtype is ir.DataType.INT4:  # from 0 to 15 to a number with a sign
-        rows = op.Cast(op.BitwiseXor(rows, op.constant(8, like=rows)), to=ir.DataType.INT8) - 8
+    if dtype is ir.DataType.INT4:  # from a number with a sign to one from 0 to 15, whose middle is 8
+        rows = op.BitwiseXor(rows, op.constant(8, like=rows))
     return rows
 
 

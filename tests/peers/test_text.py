@@ -223,3 +223,22 @@ def test_a_trained_file_continues_as_its_weights_do_in_transformers(
     assert records[-1]["loss"] < 0.1
     assert graphopt.generate(executor, "Twinkle,", tokenizer=folder) == RHYME[8:40]
     assert json.loads((folder / "genai_config.json").read_text())["model"]["eos_token_id"] == 0
+
+
+def test_packed_rows_have_the_loss_of_separate_rows(built: tuple[Any, Path], tmp_path: Path) -> None:
+    import passes
+
+    _, folder = built
+    pairs = [{"prompt": RHYME[:i], "completion": RHYME[i : 3 * i]} for i in range(3, 30, 2)]
+    path = save_lines(tmp_path / "a.jsonl", pairs)
+    options: dict[str, Any] = {"tokenizer": str(folder), "context": 96, "completion_only": True}
+    losses = []
+    for packed in (False, True):
+        rows = data.text(path, packed=packed, **options)
+        loss = passes.CausalLanguageModel(completion_only=True, packed=packed)
+        executor = graphopt.Executor(
+            graphopt.compile(folder / "model.onnx", loss=loss, optimizer=passes.SGD())
+        )
+        losses.append(graphopt.evaluate(executor, rows, batch_size=100)["loss"])
+    assert len(rows) < len(pairs) / 2
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)

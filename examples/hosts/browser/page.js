@@ -133,14 +133,15 @@ function setRate() {
 }
 
 async function download() {
-  for (const [name, bytes] of Object.entries(await trainer.trained())) {
+  const files = await trainer.trained();
+  for (const [name, bytes] of Object.entries(files)) {
     const link = document.createElement("a");
     link.href = URL.createObjectURL(new Blob([bytes]));
     link.download = name;
     link.click();
     setTimeout(() => URL.revokeObjectURL(link.href), 1000);
   }
-  say("Downloaded inference.onnx and state.safetensors. Keep them in one folder.");
+  say(`Downloaded ${Object.keys(files).join(", ")}. Keep them in one folder.`);
 }
 
 async function store() {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 
@@ -11,7 +12,9 @@ from graphopt.data.dataset import TARGET, Dataset
 from graphopt.data.language.documents import read_sequences, reference
 from graphopt.data.language.rows import ATTENTION, TOKENS, arranged, marks
 from graphopt.data.language.tokenizer import Characters, Tokenizer, Vocabulary, read_text, vocabulary_of
-from graphopt.errors import GraphoptError
+from graphopt.errors import GraphoptError, unknown
+
+_PADDED_TO = ("longest", "context")
 
 
 @checked()
@@ -22,6 +25,7 @@ def text(
     context: int = 64,
     completion_only: bool = False,
     packed: bool = False,
+    pad_to: Literal["longest", "context"] = "longest",
     chat_template: str | None = None,
     characters: int | None = 200_000,
 ) -> Dataset:
@@ -47,6 +51,7 @@ def text(
         context: the length of a row.
         completion_only: only tokens of completions, or of the assistant's messages, count as targets.
         packed: rows hold several texts. The loss or the model has to separate them by `segments`.
+        pad_to: fill rows of examples up to the longest one, or to `context`, for a model of a fixed length.
         chat_template: the file of a template of chats, in Jinja; by default, the tokenizer's own.
         characters: the number of characters to read without a tokenizer; None for all.
 
@@ -61,6 +66,8 @@ def text(
     """
     if context < 1:
         raise GraphoptError(f"data.context: expected 1 token or more, found {context}")
+    if pad_to not in _PADDED_TO:
+        raise GraphoptError(f"data.{unknown('pad_to', str(pad_to), _PADDED_TO)}")
     vocabulary = Characters() if tokenizer is None else vocabulary_of(tokenizer)
     if not isinstance(vocabulary, Tokenizer):
         if completion_only or packed or chat_template is not None:
@@ -72,7 +79,7 @@ def text(
     template = None if chat_template is None else Path(chat_template)
     sequences = read_sequences(path, vocabulary, completion_only=completion_only, template=template)
     pad = 0 if vocabulary.end is None else vocabulary.end
-    arrays = arranged(sequences, context, source, packed=packed, pad=pad)
+    arrays = arranged(sequences, context, source, packed=packed, filled=pad_to == "context", pad=pad)
     needed = marks(arrays, completion_only=completion_only, packed=packed)
     spare = [name for name in arrays if name != TOKENS]
     return Dataset(

@@ -21,12 +21,19 @@ Pieces = list[tuple[np.ndarray, np.ndarray]]  # the tokens of sequences, and whi
 
 
 def arranged(
-    sequences: Sequences, length: int, source: str, *, packed: bool = False, pad: int = 0
+    sequences: Sequences,
+    length: int,
+    source: str,
+    *,
+    packed: bool = False,
+    filled: bool = False,
+    pad: int = 0,
 ) -> dict[str, Array]:
     """Return rows of tokens, and the arrays that models and losses read beside them.
 
     Documents are joined and cut into full rows. Examples have a row each, and are cut off at `length`; rows are as
-    long as the longest. If `packed`, rows hold several sequences, documents in pieces of at most `length`.
+    long as the longest, or of `length` if they are `filled`. If `packed`, rows hold several sequences, documents in
+    pieces of at most `length`.
     """
     pieces = list(zip(sequences.tokens, sequences.counted, strict=True))
     if sequences.are_documents and not packed:
@@ -39,7 +46,7 @@ def arranged(
     rows = _packed([len(x) for x, _ in pieces], length) if packed else [[i] for i in range(len(pieces))]
     if not rows:
         raise GraphoptError(f"{source}: expected texts, found none with a token")
-    width = length if packed else max(len(x) for x, _ in pieces)
+    width = length if packed or filled else max(len(x) for x, _ in pieces)
     return _padded(rows, pieces, width, pad)
 
 

@@ -113,7 +113,7 @@ export class Trainer {
   /** Replace the state by that of a checkpoint. If the checkpoint does not fit, nothing is replaced. */
   load(checkpoint: Uint8Array | ArrayBuffer): Promise<void>;
 
-  /** Return the trained model as two files: `inference.onnx`, and `state.safetensors` that holds its weights. */
+  /** Return the trained model: `inference.onnx`, and `state.safetensors` and perhaps `weights.bin` with its weights. */
   trained(): Promise<Record<string, Uint8Array>>;
 
   /** Give back the sessions, and the state on the device. */

@@ -18,6 +18,7 @@ export class Trainer {
   #initial; // the file of the initial state, whose layout checkpoints have
   #held = {}; // tensors by name: state and hyperparameters
   #sessions = {}; // promises, by the name of the graph
+  #weights; // a promise: the file of weights that do not train, which all graphs read
   #steps = 0; // that were done
   #last = Promise.resolve(); // the newest call: a session runs one at a time
   #disposed = false;
@@ -101,8 +102,9 @@ export class Trainer {
   }
 
   async trained() {
-    const { inference, state } = this.host.files;
-    return { [inference]: await this.#read(inference), [state]: await this.save() };
+    const { inference, state, weights } = this.host.files;
+    const shared = weights ? { [weights]: await (this.#weights ??= this.#read(weights)) } : {};
+    return { [inference]: await this.#read(inference), [state]: await this.save(), ...shared };
   }
 
   dispose() {
@@ -130,6 +132,8 @@ export class Trainer {
     const floats = this.host.state.filter(({ type }) => type.startsWith("float"));
     const preferredOutputLocation = Object.fromEntries(floats.map(({ next }) => [next, "gpu-buffer"]));
     const options = { ...(this.#onDevice && { preferredOutputLocation }), ...this.#options };
+    const path = this.host.files.weights;
+    if (path) options.externalData = [{ path, data: await (this.#weights ??= this.#read(path)) }];
     const content = await this.#read(file);
     const session = await this.#ort.InferenceSession.create(content, options).catch((error) => {
       throw new GraphoptError(`${file}: ONNX Runtime cannot open it: ${String(error.message).split("\n")[0]}`);

@@ -31,8 +31,8 @@ export async function scenario(ort, files, { checkpoint, from = 0, save = 20, ..
   const evaluated = (await trainer.evaluate(feeds[0])).loss;
   const { target, ...data } = feeds[0];
   const predicted = numbers((await trainer.predict(data)).y);
-  const { "inference.onnx": graph, "state.safetensors": weights } = await trainer.trained();
-  const externalData = [{ path: "state.safetensors", data: weights }];
+  const { "inference.onnx": graph, ...weights } = await trainer.trained();
+  const externalData = Object.entries(weights).map(([path, data]) => ({ path, data }));
   const session = await ort.InferenceSession.create(graph, { externalData });
   const trained = numbers((await session.run(data)).y);
   const end = await trainer.save();

@@ -1,0 +1,188 @@
+"""Store the weights of products in few bits, as a frozen base for adapters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import onnx_ir as ir
+
+from graphopt.errors import GraphoptError, some
+from graphopt.graph import metadata
+from graphopt.graph.emitter import Emitter
+from graphopt.graph.mapped import RoomyTensor
+from graphopt.graph.metadata import FROZEN
+from graphopt.graph.rewriting import Pass, Pattern, selects
+from graphopt.graph.shapes import ensure_typed
+from graphopt.graph.values import dtype_of, is_static, like, name_of
+from passes.lowering.quantized import BITS, dequantized_rows, integer_type
+from passes.lowering.registry import freeze
+from passes.parameters import origin_in_file
+from passes.weights.initializers import array, is_weight, replace_by
+
+BLOCKS = (16, 32, 64, 128, 256)
+_PIECE = 2**20  # numbers that are quantized at once
+_WHERE = {"MatMul": 1, "Gemm": 1}  # the input that a weight is, by operator
+
+
+@dataclass(frozen=True)
+class QuantizeWeights(Pass):
+    """Store the weights of matrix products in a few bits, and freeze them: a base for adapters (QLoRA).
+
+    Each block of numbers along the summed axis has a scale. Rounding is that of ONNX Runtime's
+    `MatMulNBitsQuantizer` with its default algorithm, number by number. A product with such a weight dequantizes it
+    anew in the forward and in the backward pass, so that one weight at a time is in memory in full precision
+    (Dettmers et al. 2023, https://arxiv.org/abs/2305.14314). Weights that another operator also reads, such as an
+    embedding that is the transpose of the last layer, are left as they are.
+
+    Args:
+        pattern: quantize only the weights with these names, shell-style, one or several; by default, all that train
+            in the exported program.
+        leave_out: do not quantize these.
+        bits: 2, 4 or 8.
+        block: the numbers that share a scale: 16, 32, 64, 128 or 256.
+        symmetric: whether 0 is in the middle of the range; otherwise, each block has a zero point.
+
+    Raises:
+        GraphoptError: an option has another value, a pattern matches no weight that can be quantized, or a weight is
+            not finite.
+
+    >>> steps = {"quantize": passes.QuantizeWeights(bits=4), "adapter": passes.LoRA("layers.0.*", rank=2)}
+    >>> step = graphopt.compile(models.mlp((64,), 3), **steps, loss=passes.CrossEntropy(), optimizer=passes.SGD(0.1))
+    >>> step.graph.initializers["layers.0.weight"].dtype
+    UINT4
+    """
+
+    pattern: Pattern = None
+    leave_out: Pattern = None
+    bits: int = 4
+    block: int = 32
+    symmetric: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, known in (("bits", BITS), ("block", BLOCKS)):
+            if getattr(self, name) not in known:
+                raise GraphoptError(
+                    f"QuantizeWeights({name}={getattr(self, name)!r}): expected {', '.join(map(str, known[:-1]))} or "
+                    f"{known[-1]}, found {getattr(self, name)!r}"
+                )
+
+    def rewrite(self, model: ir.Model) -> None:
+        ensure_typed(model)
+        weights = dict(_weights(model))
+        for field in ("pattern", "leave_out"):
+            _check(field, getattr(self, field), weights)
+        chosen = [w for w in weights if self._chooses(w)]
+        if not chosen:
+            raise GraphoptError(
+                f"QuantizeWeights: expected weights of MatMul or Gemm, found none: the model has "
+                f"{some([repr(x.name) for x in weights]) or 'none that only such products read'}"
+            )
+        with Emitter(model) as op:
+            for w in chosen:
+                self._quantize(op, model, w, weights[w])
+
+    def _chooses(self, w: ir.Value) -> bool:
+        if selects(self.leave_out, w):
+            return False
+        return selects(self.pattern, w) if self.pattern else origin_in_file(w).trains
+
+    def _quantize(self, op: Emitter, model: ir.Model, w: ir.Value, summed: int) -> None:
+        """Replace a weight by integers, of which each row belongs to one output and to one block of inputs."""
+        numbers, name = array(w), name_of(w)
+        outputs = numbers if summed else numbers.T
+        n, k = outputs.shape
+        rows = n * -(-k // self.block)
+        pieces = zip(*self._pieces(outputs, name), strict=True)
+        packed, scales, points = (np.concatenate(piece) for piece in pieces)
+        dtype, stored = integer_type(self.bits), dtype_of(w)
+        q = ir.val(f"{name}.packed", const_value=_integers(packed, dtype, [rows, self.block]))
+        scale = ir.tensor(scales.astype(stored.numpy()), dtype=stored, name=f"{name}.scales")
+        zero = op.constant(points.astype(dtype.numpy()))
+        model.graph.register_initializer(q)
+        result = dequantized_rows(op, q, freeze(op.initializer(scale)), zero, n, k)
+        replace_by(model, w, like(result if summed else op.Transpose(result, perm=[1, 0]), w))
+        metadata.copy(w, q)
+        FROZEN.set(q)
+        w.const_value = None
+        w.name = f"{name}/float"
+        q.name = name
+
+    def _pieces(self, outputs: np.ndarray, name: str) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+        """Yield packed integers, scales and zero points of some outputs after the other."""
+        n, k = outputs.shape
+        step = max(1, _PIECE // k)
+        for start in range(0, n, step):
+            rows = np.ascontiguousarray(outputs[start : start + step], np.float32)
+            if not np.isfinite(rows).all():
+                raise GraphoptError(
+                    f"QuantizeWeights: expected finite numbers in {name!r}, found others: name it in leave_out"
+                )
+            blocks = np.pad(rows, ((0, 0), (0, -k % self.block))).reshape(-1, self.block)
+            q, scales, points = quantized(blocks, self.bits, symmetric=self.symmetric)
+            yield q if self.bits == 8 else q[:, ::2] | q[:, 1::2] << 4, scales, points
+
+
+def quantized(blocks: np.ndarray, bits: int, *, symmetric: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return the integers, the scale and the zero point of each block, as ONNX Runtime's quantizer does.
+
+    See BlockwiseQuantizer in onnxruntime/core/mlas/lib/q4_dq.cpp. A symmetric scale has the opposite sign of the
+    number that is largest in magnitude, which becomes 0, the integer of the largest magnitude below the middle.
+    """
+    top, middle, low, high = 2**bits - 1, 2 ** (bits - 1), blocks.min(1), blocks.max(1)
+    if symmetric:
+        scales = np.where(np.abs(high) > np.abs(low), high, low) / np.float32(-middle)
+        points = np.full(len(blocks), middle, np.float32)
+    else:
+        low, high = np.minimum(low, 0), np.maximum(high, 0)
+        scales = (high - low) / np.float32(top)
+        points = np.divide(-low, scales, out=np.zeros_like(low), where=scales != 0)
+        points = _rounded(np.clip(points, 0, top))
+    inverse = np.divide(np.float32(1), scales, out=np.zeros_like(scales), where=scales != 0)
+    numbers = np.clip(_rounded(blocks * inverse[:, None] + points[:, None]), 0, top)
+    return numbers.astype(np.uint8), scales, points.astype(np.uint8)
+
+
+def _rounded(x: np.ndarray) -> np.ndarray:
+    """Round halves up, as C rounds numbers that are not negative; others are clipped to 0."""
+    return np.floor(x + np.float32(0.5))
+
+
+def _integers(packed: np.ndarray, dtype: ir.DataType, shape: list[int]) -> ir.TensorProtocol:
+    return ir.tensor(packed) if dtype.bitwidth == 8 else RoomyTensor(packed, dtype, shape)
+
+
+def _weights(model: ir.Model) -> Iterator[tuple[ir.Value, int]]:
+    """Yield the matrices that only products read, and the axis that these sum over."""
+    for w in list(model.graph.initializers.values()):
+        if is_weight(w) and is_static(w) and len(w.shape or ()) == 2 and not w.is_graph_output():
+            axes = set(_summed(w, 0))
+            if axes and None not in axes:
+                yield w, min(axis for axis in axes if axis is not None)
+
+
+def _summed(x: ir.Value, first: int) -> Iterator[int | None]:
+    """Yield for each reader the axis of the weight that it sums over, or None if it is no product.
+
+    Args:
+        first: the axis of the weight that is the first one of `x`.
+    """
+    for node, index in x.uses():
+        if node.domain == "" and node.op_type == "Transpose" and not node.outputs[0].is_graph_output():
+            yield from _summed(node.outputs[0], 1 - first)
+        elif node.domain == "" and node.op_type == "Identity" and not node.outputs[0].is_graph_output():
+            yield from _summed(node.outputs[0], first)
+        elif node.domain == "" and _WHERE.get(node.op_type) == index:
+            yield 1 - first if node.attributes.get_int("transB", 0) else first
+        else:
+            yield None
+
+
+def _check(field: str, pattern: Pattern, weights: Iterable[ir.Value]) -> None:
+    if pattern and not any(selects(pattern, w) for w in weights):
+        raise GraphoptError(
+            f"QuantizeWeights: {field}={pattern!r} matches no weight that only MatMul and Gemm read; the model has "
+            f"{some([repr(x.name) for x in weights]) or 'none'}"
+        )

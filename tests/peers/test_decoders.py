@@ -1,0 +1,247 @@
+"""Files of published decoders train as PyTorch does, and go back into the file with its cache."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import importlib
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+import torch
+
+import graphopt
+import passes
+
+tokenizers = pytest.importorskip("tokenizers")
+transformers = pytest.importorskip("transformers")
+og = pytest.importorskip("onnxruntime_genai")
+
+
+def imported_builder() -> Any:
+    """Import onnxruntime-genai's builder, whose package `builders` has the name of a module of these tests."""
+    own = sys.modules.pop("builders", None)
+    sys.path.insert(0, str(Path(og.__file__).parent / "models"))
+    try:
+        return importlib.import_module("onnxruntime_genai.models.builder")
+    finally:
+        sys.path.pop(0)
+        del sys.modules["builders"]
+        if own is not None:
+            sys.modules["builders"] = own
+
+
+builder = imported_builder()
+
+ROWS, TOKENS, CLASSES, WINDOW = 3, 12, 97, 8
+RATE, STEPS, GENERATED = 1e-3, 20, 20
+IDS = np.random.default_rng(0).integers(3, CLASSES, (ROWS, TOKENS))
+TARGET = np.roll(IDS, -1, axis=1)
+PROMPT = IDS[0, :5]
+
+SMALL = {
+    **{"vocab_size": CLASSES, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64},
+    **{"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "attn_implementation": "eager"},
+}
+PLAIN = {"rope_type": "default", "rope_theta": 10000.0}
+# The builder rounds the root of the width to two digits.
+GEMMA = {**SMALL, "hidden_size": 64, "head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": WINDOW}
+CONFIGS: dict[str, Callable[[], Any]] = {
+    "llama": lambda: transformers.LlamaConfig(**SMALL, head_dim=16),
+    "gemma2": lambda: transformers.Gemma2Config(**GEMMA),
+    "qwen3": lambda: transformers.Qwen3Config(**SMALL, head_dim=16),
+    "tied llama": lambda: transformers.LlamaConfig(**SMALL, head_dim=16, tie_word_embeddings=True),
+    "gemma3": lambda: transformers.Gemma3TextConfig(
+        **GEMMA,
+        layer_types=["sliding_attention", "full_attention"],
+        rope_parameters={**PLAIN, "full_attention": PLAIN, "sliding_attention": PLAIN},
+    ),
+    "phi": lambda: transformers.PhiConfig(
+        **{**SMALL, "hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2},
+        partial_rotary_factor=0.5,
+        layer_norm_eps=1e-6,  # the builder's
+    ),
+    "phi3": lambda: transformers.Phi3Config(
+        **{**SMALL, "hidden_size": 64}, original_max_position_embeddings=64, rope_parameters=PLAIN
+    ),
+    # The builder writes no window for Mistral.
+    "mistral": lambda: transformers.MistralConfig(**SMALL, head_dim=16, sliding_window=None),
+}
+FULL_RUN = [pytest.param(name, marks=pytest.mark.exhaustive) for name in [*CONFIGS][2:]]
+NAMES = ["llama", "gemma2", *FULL_RUN]
+
+Decoder = tuple[Path, Any]  # a folder with model.onnx, and PyTorch's model
+
+
+@functools.cache
+def network(name: str) -> Any:
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(CONFIGS[name](), attn_implementation="eager").eval()
+    with torch.no_grad():
+        for parameter in model.parameters():  # the builder drops what is zero
+            parameter.add_(0.02 * torch.randn_like(parameter))
+    return model
+
+
+@pytest.fixture(scope="session")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Decoder]:
+    """Return a function that builds a decoder by onnxruntime-genai's builder, once."""
+
+    @functools.cache
+    def build(name: str, precision: str = "fp32", *more: str) -> Decoder:
+        folder = tmp_path_factory.mktemp("decoder")
+        source, target = folder / "source", folder / "built"
+        model = network(name)
+        model.save_pretrained(source)
+        words = {f"t{i}": i for i in range(CLASSES)}
+        tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="t0"))
+        transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="t0").save_pretrained(
+            source
+        )
+        arguments = ["", str(source), str(target), precision, "cpu", str(folder / "cache")]
+        options = builder.parse_extra_options(*arguments, list(more))
+        if name == "gemma3":  # the builder reads these fields of older versions of transformers
+            config = options["hf_details"]["hf_config"]
+            config.rope_local_base_freq, config.rope_theta = PLAIN["rope_theta"], PLAIN["rope_theta"]
+        builder.create_model(*arguments, **options)
+        return target, model
+
+    return build
+
+
+def session(model: str | onnx.ModelProto) -> onnxruntime.InferenceSession:
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 4
+    source = model if isinstance(model, str) else model.SerializeToString()
+    return onnxruntime.InferenceSession(source, options, providers=["CPUExecutionProvider"])
+
+
+def prefill(model: str | onnx.ModelProto, ids: np.ndarray = IDS) -> dict[str, np.ndarray]:
+    """Return what a decoder's file computes from tokens after an empty past, by name."""
+    running = session(model)
+    feeds: dict[str, np.ndarray] = {"input_ids": ids, "attention_mask": np.ones_like(ids)}
+    for x in running.get_inputs():
+        if x.name.startswith("past"):
+            window = WINDOW if "sliding" in str(x.shape[2]) else 0
+            size = x.shape[3] if isinstance(x.shape[3], int) else head_size(model)
+            feeds[x.name] = np.zeros((len(ids), x.shape[1], window, size), np.float32)
+    outputs = [y.name for y in running.get_outputs()]
+    return dict(zip(outputs, running.run(outputs, feeds), strict=True))
+
+
+def head_size(model: str | onnx.ModelProto) -> int:
+    proto = onnx.load(model) if isinstance(model, str) else model
+    weights = {x.name: x.dims for x in proto.graph.initializer}
+    node = next(x for x in proto.graph.node if x.op_type == "GroupQueryAttention")
+    output = next(x for x in proto.graph.node if node.output[0] in x.input)
+    columns = next((a.i for a in output.attribute if a.name == "K"), weights[output.input[1]][0])
+    return int(columns) // next(a.i for a in node.attribute if a.name == "num_heads")
+
+
+def compiled(path: Path | str) -> graphopt.Executor:
+    step = graphopt.compile(
+        path,
+        loss=passes.CrossEntropy(axis=-1),
+        optimizer=passes.AdamW(RATE, weight_decay=0.0),
+    )
+    return graphopt.Executor(step, threads=1)
+
+
+def logits(executor: graphopt.Executor, ids: np.ndarray = IDS) -> np.ndarray:
+    return np.asarray(executor.predict(input_ids=ids)["logits"])
+
+
+def greedy(folder: Path) -> list[int]:
+    """Return the tokens that onnxruntime-genai generates with the cache."""
+    model = og.Model(str(folder))
+    parameters = og.GeneratorParams(model)
+    length = len(PROMPT) + GENERATED
+    parameters.set_search_options(max_length=length, min_length=length, do_sample=False)
+    generator = og.Generator(model, parameters)
+    generator.append_tokens(PROMPT[None].astype(np.int32))
+    tokens = []
+    while not generator.is_done():
+        generator.generate_next_token()
+        tokens.append(int(generator.get_next_tokens()[0]))
+    return tokens
+
+
+def with_model(folder: Path, model: onnx.ModelProto, target: Path) -> Path:
+    """Return a folder like another with another model."""
+    shutil.copytree(folder, target)
+    (target / "model.onnx.data").unlink()
+    graphopt.save(model, target / "model.onnx")
+    return target
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_logits_are_those_of_the_file_and_of_pytorch(name, built):
+    folder, model = built(name)
+    executor = compiled(folder / "model.onnx")
+    assert list(executor.inputs) == ["input_ids", "target"]
+    found = logits(executor)
+    np.testing.assert_allclose(found, prefill(str(folder / "model.onnx"))["logits"], atol=2e-6)
+    with torch.no_grad():
+        np.testing.assert_allclose(found, model(torch.tensor(IDS)).logits.numpy(), atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_losses_are_those_of_pytorch_and_tokens_those_of_the_cache(name, built, tmp_path):
+    folder, model = built(name)
+    path = str(folder / "model.onnx")
+    executor, own = compiled(path), copy.deepcopy(model)
+    same = executor.trained(into=path)
+    for name, before in prefill(path).items():
+        np.testing.assert_array_equal(prefill(same)[name], before)
+    first = greedy(folder)
+    assert greedy(with_model(folder, same, tmp_path / "same")) == first
+    optimizer = torch.optim.AdamW(own.parameters(), RATE, weight_decay=0.0)
+    losses = []
+    for _ in range(STEPS):
+        found = executor.step(input_ids=IDS, target=TARGET)["loss"]
+        logits_of_torch = own(torch.tensor(IDS)).logits.flatten(0, 1)
+        loss = torch.nn.functional.cross_entropy(logits_of_torch, torch.tensor(TARGET).flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append((found, loss.item()))
+    np.testing.assert_allclose(*np.transpose(losses), atol=1e-5)
+    trained = executor.trained(into=path)
+    assert [x.name for x in trained.graph.input] == [x.name for x in onnx.load(path).graph.input]
+    np.testing.assert_allclose(prefill(trained)["logits"], logits(executor), atol=2e-6)
+    tokens = list(PROMPT)
+    for _ in range(GENERATED):
+        tokens.append(int(logits(executor, np.array([tokens]))[0, -1].argmax()))
+    after = greedy(with_model(folder, trained, tmp_path / "trained"))
+    assert after == tokens[len(PROMPT) :] and after != first
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama", *FULL_RUN, pytest.param("gemma2", marks=pytest.mark.exhaustive)])
+def test_what_is_not_packed_in_4_bits_trains(name, built):
+    folder, _ = built(name, "int4", "accuracy_level=0", "block_size=16")
+    path = str(folder / "model.onnx")
+    executor = compiled(path)
+    np.testing.assert_allclose(logits(executor), prefill(path)["logits"], atol=1e-5)
+    losses = [executor.step(input_ids=IDS, target=TARGET)["loss"] for _ in range(STEPS)]
+    assert losses[-1] < losses[0]
+    trained = executor.trained(into=path)
+    np.testing.assert_allclose(prefill(trained)["logits"], logits(executor), atol=1e-5)
+
+
+@pytest.mark.slow
+def test_another_file_is_refused(built):
+    folder, _ = built("llama")
+    other, _ = built("gemma2")
+    with pytest.raises(graphopt.GraphoptError, match="expected the file that was compiled, with "):
+        compiled(folder / "model.onnx").trained(into=str(other / "model.onnx"))
