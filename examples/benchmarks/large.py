@@ -1,8 +1,8 @@
 """Fine-tune a decoder of the shape of Qwen3-0.6B with LoRA, beside PyTorch with peft.
 
-It has random weights (2.4 GB), rank 8 on the packed query, key and value (graphopt) or on query and value (PyTorch), and
-one row of 512 tokens. Each trains in a process of its own on one thread, one after the other. The peak is VmHWM: it
-contains the pages of mapped files, which the system may drop at any time; the second number is without them.
+It has random weights (2.4 GB), rank 8 on packed query, key and value (graphopt) or on query and value (PyTorch), and
+one row of 512 tokens. Each trains in a process of its own on one thread, one after the other. The peak is VmHWM, with
+the pages of mapped files, which the system may drop at any time; the second number is without them.
 
     python examples/benchmarks/large.py --folder /tmp/qwen3
 
