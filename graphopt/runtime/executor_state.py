@@ -26,8 +26,8 @@ from graphopt.graph.values import name_of
 from graphopt.runtime.checkpoint import Property, load_state, save_state
 from graphopt.runtime.device import Device
 from graphopt.runtime.executor_options import ExecutorOptions
-from graphopt.runtime.original import trained_into
 from graphopt.runtime.frozen import FrozenPlacement, placement_of
+from graphopt.runtime.original import trained_into
 from graphopt.runtime.runners import Rounds
 from graphopt.runtime.signature import reportable
 from graphopt.runtime.state_buffers import StateBuffers
