@@ -21,7 +21,7 @@ from rich.console import Console
 from graphopt.cli.composition.recipe import Recipe
 from graphopt.cli.messages import NOT_FINITE, compilations, complain, say, tell_record
 from graphopt.cli.run_folder import CHECKPOINTS, METRICS_FILE, locked, result, resumed, write_result
-from graphopt.cli.trained import ADAPTER_FILES, MODELS, write_trained
+from graphopt.cli.trained import ADAPTER_FILES, MODEL, write_trained
 from graphopt.communicator import Communicator
 from graphopt.errors import GraphoptError
 from graphopt.graph.listing import size
@@ -90,7 +90,7 @@ def _lead(recipe: Recipe, communicator: Communicator, folder: Path) -> float:
             write_result(folder, value)
     _summarize(run, final, console, is_complete=files.is_complete)
     checkpoints = "" if recipe.fields["fit"].get("checkpoint") is None else ", checkpoints"
-    models = [name for name in (*MODELS, *ADAPTER_FILES) if (folder / name).exists()]
+    models = [name for name in (MODEL, *ADAPTER_FILES) if (folder / name).exists()]
     written = f"report.html, step.onnx, {', '.join(models)}, metrics.jsonl, config.yaml{checkpoints}"
     say(console, "written", f"{folder}: {written}")
     return value

@@ -39,10 +39,7 @@ from graphopt.training.checkpoints import read
 from graphopt.training.evaluation import evaluate, predict
 
 _METRICS = "metrics.json"
-MODELS = (
-    "trained.onnx",
-    "slots.onnx",
-)  # which hold trained weights, and slots for adapters of quantized weights
+MODEL = "trained.onnx"
 ADAPTER_FILES = "adapter.onnx_adapter", "adapter.safetensors"  # for slots, and the state of adapters
 
 
@@ -147,17 +144,9 @@ def _step_of(run: Path) -> Path | None:
 
 
 def write_trained(recipe: Recipe, executor: Executor, folder: Path) -> Path:
-    """Write trained.onnx to the folder of a run; with adapters of low rank, also the file of these, and their state.
-
-    Adapters of quantized weights cannot be merged: the model is then slots.onnx, for the adapter file.
-    """
-    notes = [note for _, note in adapted(executor.model)]
-    (name, slots), (file, state) = MODELS, ADAPTER_FILES
-    if any(note.quantized for note in notes):
-        name = slots
-        save(executor.trained(into=Path(recipe.fields["model"]), adapters="slots"), folder / name)
-    else:
-        save(recipe.inference(executor), folder / name)
+    """Write trained.onnx to the folder of a run; with adapters of low rank, also the file of these, and their state."""
+    notes, (file, state) = [note for _, note in adapted(executor.model)], ADAPTER_FILES
+    save(recipe.inference(executor), folder / MODEL)
     if notes:
         values = {
             name: x for name, x in executor.parameters.items() if any(name in note.values for note in notes)
@@ -169,7 +158,7 @@ def write_trained(recipe: Recipe, executor: Executor, folder: Path) -> Path:
         ):  # of adapters that have no such file
             warnings.simplefilter("ignore")
             save_adapter(executor, folder / file)
-    return folder / name
+    return folder / MODEL
 
 
 def _weights(step: Path, executor: Executor, trained: ir.Model) -> dict[str, np.ndarray]:

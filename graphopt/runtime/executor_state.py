@@ -136,11 +136,11 @@ class ExecutorState(metaclass=Checked):
                 without operators and outputs that training has removed.
             adapters: merge adapters into the weights (`merged`), or add inputs for them to the model `into` (`slots`):
                 its outputs are those of the model without adapters until a file of `graphopt.save_adapter` is active.
-                Nothing can be merged into integers: without `into`, adapters of quantized weights stay operators.
+                Nothing can be merged into integers: if the model has quantized weights with adapters, adapters stay
+                operators.
 
         Raises:
-            GraphoptError: the inference model has no value with one of these names, or `into` is another model, or
-                stores weights with adapters in integers.
+            GraphoptError: the inference model has no value with one of these names, or `into` is another model.
         """
         if adapters not in ("merged", "slots"):
             raise GraphoptError(f"trained: adapters: expected 'merged' or 'slots', found {adapters!r}")
