@@ -12,6 +12,7 @@ import pytest
 from builders import mlp, model
 
 import graphopt
+import passes
 from graphopt.errors import GraphoptError
 from graphopt.graph import storage
 from graphopt.graph.emitter import Emitter
@@ -83,3 +84,19 @@ def test_a_second_lowering_of_an_operator_is_refused() -> None:
 
     with pytest.raises(GraphoptError, match=r"com\.microsoft::QuickGelu: expected one rule, found a second"):
         lowers("QuickGelu", domain="com.microsoft")(lambda op, x: x)
+
+
+def test_nodes_lead_to_those_that_they_come_before() -> None:
+    from graphopt.targets.native.reach import Reach
+
+    step = graphopt.compile(mlp((4, 3)), loss=passes.MeanSquaredError(), optimizer=passes.AdamW(0.1))
+    reach, nodes = Reach(step.graph), list(step.graph)
+    before = {node: set[ir.Node]() for node in nodes}
+    for node in nodes:
+        for x in node.inputs:
+            if x is not None and (producer := x.producer()) is not None:
+                before[node] |= {producer, *before[producer]}
+    for node in nodes:
+        assert {other for other in nodes if reach.leads(node, [other])} == {
+            o for o in nodes if node in before[o]
+        }

@@ -236,7 +236,7 @@ LARGE = """
     within("compile", 0.1)
     graphopt.save(step, path + ".step")
     within("save", 0.1)
-    executor = graphopt.Executor(path + ".step", threads=1)
+    executor = graphopt.Executor(step, threads=1)
     x = np.ones((8, 2048), np.float32)
     losses = [executor.step(x=x, target=x)["loss"] for _ in range(3)]
     predicted = executor.predict(x=x)["y"]
@@ -248,6 +248,9 @@ LARGE = """
     within("checkpoint", 0.3)
     graphopt.save(executor.trained(), path + ".trained")
     print("trained", memory("VmHWM") / size)
+    del executor
+    again = graphopt.Executor(path + ".step", threads=1)
+    assert again.step(x=x, target=x)["loss"] == losses[0]
     np.testing.assert_allclose(graphopt.run(path + ".trained", {"x": x})["y"], predicted, rtol=1e-5, atol=1e-6)
 """
 

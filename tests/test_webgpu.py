@@ -114,6 +114,18 @@ def test_options_do_not_change_the_losses(network: str, options: dict[str, Any])
     same_state(on_cpu, on_gpu)
 
 
+@pytest.mark.parametrize("graph_capture", [False, True])
+@pytest.mark.parametrize("frozen", ["packed", "mapped", "low"])
+def test_sessions_on_the_device_share_frozen_weights(frozen: str, graph_capture: bool) -> None:
+    step = compiled("mlp", parameters=passes.Parameters(freeze="layers.1.weight"))
+    on_cpu, on_gpu = pair(step, frozen=frozen, graph_capture=graph_capture)
+    for batch in BATCHES[:3]:
+        assert on_gpu.step(batch)["loss"] == pytest.approx(on_cpu.step(batch)["loss"], rel=1e-4)
+        assert on_gpu.evaluate(batch)["loss"] == pytest.approx(on_cpu.evaluate(batch)["loss"], rel=1e-4)
+        on_gpu.predict(batch)
+    assert (len(on_gpu.device_options.shared) > 0) == (frozen != "packed")
+
+
 @pytest.mark.parametrize(
     "steps",
     [

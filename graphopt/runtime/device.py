@@ -244,7 +244,7 @@ class Device(DeviceOptions):
 
         Args:
             captures: whether the session captures its graph, as those of steps do.
-            low_memory: free each buffer after its last reader, whatever the option says, and keep none for the next run.
+            low_memory: free each buffer after its last reader, whatever the option says, and keep none for later.
 
         Raises:
             GraphoptError: an option in `session_options` is unknown or has the wrong type, or a library of custom
