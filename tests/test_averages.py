@@ -164,3 +164,17 @@ def test_a_callback_that_averages_too_is_refused() -> None:
     executor = graphopt.Executor(graphopt.compile(mlp(), average=passes.EMA(), **STEPS))
     with pytest.raises(GraphoptError, match=r"^WeightAverage: expected a training graph without averages"):
         graphopt.fit(executor, FEEDS, callbacks=[graphopt.callbacks.WeightAverage()], epochs=1)
+
+
+def test_adapters_merge_by_their_averages() -> None:
+    steps = {**STEPS, "adapter": passes.LoRA("*.weight", rank=2), "average": passes.EMA(0.8)}
+    steps["optimizer"] = passes.AdamW(0.02)
+    executor = graphopt.Executor(graphopt.compile(mlp(), **steps), threads=1)
+    for _ in range(10):
+        executor.step(FEEDS)
+    y = graphopt.run(executor.trained(), {"x": FEEDS["x"]})["y"]
+    np.testing.assert_allclose(executor.predict(x=FEEDS["x"])["y"], y, atol=1e-6)
+    averages = {n.removesuffix(".average"): x for n, x in executor.state.items() if n.endswith(".average")}
+    assert averages.keys() == executor.parameters.keys()
+    executor.update_state(averages)
+    np.testing.assert_allclose(graphopt.run(executor.trained(), {"x": FEEDS["x"]})["y"], y, atol=1e-6)

@@ -44,6 +44,15 @@ def test_estimators_and_scikit_learn_s_networks_are_timed(monkeypatch):
 
 
 @pytest.mark.slow
+def test_steps_with_adapters_are_timed(monkeypatch):
+    sizes = {"width": 64, "layers": 1, "tokens": 4, "batch": 2, "rounds": 1}
+    rows = benchmark("adapters", monkeypatch).main(**sizes, native=False)
+    assert all(row.state == pytest.approx(3 * row.trained, abs=1e-4) for row in rows.values())
+    shares = [rows[form].trained for form in ("LoRA, q and v", "LoRA", "DoRA", "full")]
+    assert shares == sorted(shares)
+
+
+@pytest.mark.slow
 def test_compiling_is_timed(monkeypatch):
     rows = benchmark("compile_time", monkeypatch).main("squeezenet")
     ((before, after, seconds),) = rows.values()

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 from builders import linear, model
-from host_graphs import BAD, BAD_AT, STEPS, GRAPHS, batches, with_bad_batches
+from host_graphs import BAD, BAD_AT, GRAPHS, STEPS, batches, with_bad_batches
 
 import graphopt
 import passes

@@ -1,15 +1,27 @@
-"""Models of more than protobuf's 2 GB."""
+"""Models of more than protobuf's 2 GB, and frozen weights that lie in files."""
 
 from __future__ import annotations
 
+import os
+import shutil
+import subprocess
+import sys
+import textwrap
+
 import numpy as np
 import onnx
+import onnx_ir as ir
 import pytest
 from builders import mlp, model
 
 import graphopt
 import passes
 from graphopt.graph import storage
+from graphopt.graph.mapped import MappedTensor
+from graphopt.inspection.report import report
+from graphopt.runtime import frozen as placements
+from graphopt.runtime.frozen import placement_by_size
+from passes.weights.evidence import is_irregular
 
 STEPS = {"loss": passes.MeanSquaredError(), "optimizer": passes.Adam(0.01)}
 FEEDS = {
@@ -60,6 +72,213 @@ def test_a_model_with_weights_beside_it_is_checked(tmp_path, monkeypatch):
     proto.graph.node[0].attribute.add(name="unknown", i=1, type=onnx.AttributeProto.INT)
     with pytest.raises(graphopt.GraphoptError, match="not a valid ONNX model"):
         graphopt.load(proto)
+
+
+@pytest.fixture
+def mapped(tmp_path, monkeypatch):
+    """Return the path of a model whose weights are mapped, as though they had 64 MB."""
+    monkeypatch.setattr(storage, "MAPPED_FROM", 1)
+    onnx.save(small(), tmp_path / "m.onnx", save_as_external_data=True, location="w", size_threshold=0)
+    return tmp_path / "m.onnx"
+
+
+def compiled(source):
+    return graphopt.compile(source, parameters=passes.Parameters(freeze="fc0.weight"), **STEPS)
+
+
+@pytest.mark.parametrize("source", ["path", "ir"])
+def test_mapped_weights_are_those_of_the_file_from_load_to_session(mapped, source):
+    step = compiled(mapped if source == "path" else ir.load(mapped))
+    weight = step.graph.initializers["fc0.weight"].const_value
+    assert isinstance(weight, MappedTensor)
+    executor = graphopt.Executor(step, frozen="mapped", native=False)
+    executor.step(FEEDS)
+    executor.predict(FEEDS)
+    (shared,) = executor.device_options.shared.values()  # one for all sessions
+    assert shared.value.data_ptr() == weight.numpy().ctypes.data
+
+
+@pytest.mark.parametrize("native", [False, True])
+@pytest.mark.parametrize("frozen", ["packed", "mapped", "low"])
+def test_weights_train_alike_wherever_they_lie(mapped, tmp_path, frozen, native):
+    """Steps, several steps in a call, evaluation, prediction, checkpoints and the trained model."""
+    found, executors = {}, {}
+    for name, options in {"plain": {"frozen": "packed", "native": False}, "now": {"frozen": frozen}}.items():
+        executor = graphopt.Executor(compiled(mapped), threads=1, **{"native": native, **options})
+        losses = [executor.step(FEEDS)["loss"], *(x["loss"] for x in executor.run([FEEDS] * 3))]
+        executor.save(tmp_path / name)
+        graphopt.save(executor.trained(), tmp_path / f"{name}.onnx")
+        predicted = executor.predict(FEEDS)["out"]
+        np.testing.assert_allclose(
+            graphopt.run(tmp_path / f"{name}.onnx", {"x": FEEDS["x"]})["out"], predicted, rtol=1e-5, atol=1e-6
+        )
+        found[name], executors[name] = [*losses, executor.evaluate(FEEDS)["loss"], predicted.sum()], executor
+    np.testing.assert_allclose(found["now"], found["plain"], rtol=2e-5)
+    assert (frozen == "packed") != (f"frozen weights {frozen}" in repr(executors["now"]))
+    executors["plain"].load(tmp_path / "now")
+
+
+def test_a_file_that_changes_beneath_its_weights_is_an_error(mapped):
+    executor = graphopt.Executor(compiled(mapped), frozen="mapped")
+    executor.step(FEEDS)
+    weights = mapped.with_name("w")
+    content = weights.read_bytes()
+    os.replace(shutil.copy(weights, mapped.with_name("copy")), weights)  # another file: ours stays as it was
+    executor.step(FEEDS)
+    again = graphopt.Executor(compiled(mapped), frozen="mapped")
+    weights.write_bytes(content[:-4] + b"aaaa")
+    os.utime(weights, ns=(1, 1))
+    for call in (again.step, again.predict, again.evaluate):
+        with pytest.raises(
+            graphopt.GraphoptError, match="found a file that has changed since: load the model again"
+        ):
+            call(FEEDS)
+    executor.step(FEEDS)
+
+
+@pytest.mark.parametrize("kind", ["symbolic", "hard", "outside", "short"])
+def test_weights_behind_links_are_not_mapped(mapped, kind):
+    weights = mapped.with_name("w")
+    if kind == "symbolic":
+        weights.rename(mapped.with_name("other"))
+        weights.symlink_to("other")
+    elif kind == "hard":
+        os.link(weights, mapped.with_name("other"))
+    elif kind == "short":
+        os.truncate(weights, 100)
+    else:
+        proto = onnx.load(mapped, load_external_data=False)
+        for tensor in proto.graph.initializer:
+            tensor.external_data[0].value = "../w"
+        (mapped.parent / "in").mkdir()
+        mapped = mapped.parent / "in" / "m.onnx"
+        mapped.write_bytes(proto.SerializeToString())
+    found = {"symbolic": "symbolic link", "hard": "multiple hard links", "short": "found a file of 100 bytes"}
+    with pytest.raises(graphopt.GraphoptError, match=found.get(kind, r"'?\.\./w")):
+        graphopt.load(mapped)
+
+
+def test_the_place_of_weights_follows_from_their_size(mapped, monkeypatch):
+    step = compiled(mapped)
+    assert placement_by_size(step) == "packed"
+    monkeypatch.setattr(placements, "_MAPPED_FROM", 1000)
+    assert placement_by_size(step) == graphopt.Executor(step).frozen == "mapped"
+    monkeypatch.setattr(placements, "_LOW_FROM", 1000)
+    assert graphopt.Executor(step).frozen == "low"
+    assert graphopt.Executor(step, frozen="packed").frozen == "packed"
+    with pytest.raises(graphopt.GraphoptError, match="frozen: expected"):
+        graphopt.Executor(step, frozen="sideways")
+
+
+def test_a_report_says_where_large_frozen_weights_lie(monkeypatch):
+    proto = mlp((512, 512, 3))
+    pipeline = graphopt.standard(parameters=passes.Parameters(freeze="fc0.weight"), **STEPS)
+    assert (
+        "frozen     1.05 MB of weights: packed by each session" in report(proto, pipeline, batch=4).summary()
+    )
+
+
+def test_rows_of_a_tied_embedding_need_no_transposed_copy():
+    proto = model(
+        "g (int64[N,T] ids) => (float[N,T,9] y) { e = Transpose(w) h = Gather(e, ids) k = MatMul(h, p) "
+        "t = Tanh(k) y = MatMul(t, w) }",
+        w=np.random.default_rng(0).standard_normal((4, 9)), p=np.eye(4) + 0.1,
+    )  # fmt: skip
+    step = graphopt.compile(proto, parameters=passes.Parameters("p"), **STEPS)
+    assert not any(x.const_value for node in step.graph if node.op_type == "Transpose" for x in node.inputs)
+    executor, ids = graphopt.Executor(step), np.array([[1, 8, 0], [3, 3, 2]])
+    np.testing.assert_allclose(
+        executor.predict(ids=ids)["y"], graphopt.run(proto, {"ids": ids})["y"], rtol=1e-5, atol=1e-6
+    )
+
+
+def test_parts_show_that_a_large_array_is_no_constant():
+    rng, n = np.random.default_rng(0), 1100
+    assert is_irregular(rng.standard_normal((n, n)).astype(np.float32))
+    padded = rng.standard_normal((n, n))
+    padded[-600:] = 0
+    assert is_irregular(padded)
+    for constant in (
+        np.tri(n), np.triu(np.full((n, n), -np.inf), 1), np.zeros((n, n)), np.arange(n * n).reshape(n, n),
+        np.tile(np.arange(n), (n, 1)), rng.integers(0, 2, (n, n)),
+        np.linspace(0, 1, n * n), rng.integers(-9, 9, (n, n)) / 8,
+    ):  # fmt: skip
+        assert not is_irregular(constant.astype(np.float32))
+
+
+LARGE = """
+    import sys, threading, time
+    import numpy as np
+    import graphopt, passes
+
+    def memory(name):
+        return next(int(x.split()[1]) for x in open("/proc/self/status") if x.startswith(name)) * 1024
+
+    peaks = {"RssAnon": 0}
+    def watch():
+        while True:
+            peaks["RssAnon"] = max(peaks["RssAnon"], memory("RssAnon"))
+            time.sleep(0.005)
+
+    threading.Thread(target=watch, daemon=True).start()
+    path, size = sys.argv[1], float(sys.argv[2])
+    before = memory("RssAnon")
+
+    def within(part, anonymous):
+        time.sleep(0.02)
+        print(part, memory("VmHWM") / size, (peaks["RssAnon"] - before) / size, flush=True)
+        assert memory("VmHWM") - before <= 1.3 * size and peaks["RssAnon"] - before <= anonymous * size
+
+    step = graphopt.compile(
+        path, parameters=passes.Parameters("layers.0.weight"), loss=passes.MeanSquaredError(),
+        optimizer=passes.SGD(1e-3),
+    )
+    within("compile", 0.1)
+    graphopt.save(step, path + ".step")
+    within("save", 0.1)
+    executor = graphopt.Executor(path + ".step", threads=1)
+    x = np.ones((8, 2048), np.float32)
+    losses = [executor.step(x=x, target=x)["loss"] for _ in range(3)]
+    predicted = executor.predict(x=x)["y"]
+    executor.evaluate(x=x, target=x)
+    assert losses[2] < losses[0] and executor.frozen == "low"
+    within("run", 0.3)
+    executor.save(path + ".state")
+    executor.load(path + ".state")
+    within("checkpoint", 0.3)
+    graphopt.save(executor.trained(), path + ".trained")
+    print("trained", memory("VmHWM") / size)
+    np.testing.assert_allclose(graphopt.run(path + ".trained", {"x": x})["y"], predicted, rtol=1e-5, atol=1e-6)
+"""
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("gigabytes", [3, 6])
+def test_memory_of_a_large_model_is_that_of_its_file(tmp_path, gigabytes):
+    """Takes three times as much space on the disk."""
+    width, path = 2048, tmp_path / "m.onnx"
+    count = gigabytes * 10**9 // (4 * width * width)
+    rng = np.random.default_rng(0)
+    proto = model("g (float[N,2048] x) => (float[N,2048] y) { y = Identity(x) }")
+    del proto.graph.node[:]
+    row = rng.standard_normal((width, width)).astype(np.float32) / np.float32(np.sqrt(width))
+    with (tmp_path / "w").open("wb") as file:
+        for i in range(count):
+            tensor = onnx.TensorProto(
+                name=f"layers.{i}.weight", data_type=1, dims=(width, width), data_location=1
+            )
+            for key, value in {"location": "w", "offset": file.tell(), "length": row.nbytes}.items():
+                tensor.external_data.add(key=key, value=str(value))
+            np.roll(row, i).tofile(file)
+            proto.graph.initializer.append(tensor)
+            x = f"t{i - 1}" if i else "x"
+            proto.graph.node.add(op_type="MatMul", input=[x, tensor.name], output=[f"h{i}"])
+            proto.graph.node.add(op_type="Tanh", input=[f"h{i}"], output=[f"t{i}" if i < count - 1 else "y"])
+    path.write_bytes(proto.SerializeToString())
+    program = [sys.executable, "-c", textwrap.dedent(LARGE), str(path), str((tmp_path / "w").stat().st_size)]
+    done = subprocess.run(program, capture_output=True, text=True, check=False, timeout=1800)
+    print(done.stdout)
+    assert done.returncode == 0, done.stderr[-2000:]
 
 
 @pytest.mark.exhaustive

@@ -172,7 +172,7 @@ MISTAKES = {
     r"leave_out='\*.bias' matches no weight": lambda: passes.QuantizeWeights(leave_out="*.bias")(
         graphopt.load(mlp())
     ),
-    r"expected finite numbers in 'w', found others": lambda: passes.QuantizeWeights()(
+    r"expected finite numbers in 'w', found others": lambda: passes.QuantizeWeights("w")(
         graphopt.load(products(np.full((32, 4), np.nan, np.float32)))
     ),
     r"expected weights of MatMul or Gemm, found none": lambda: passes.QuantizeWeights()(

@@ -33,6 +33,7 @@ FILES = sorted(
 EXPERIMENTS = sorted(path.stem for path in (FOLDER / "experiment").glob("*.yaml"))
 REQUIRED = {  # what a recipe leaves to be set, for the test to set
     "loss/custom": {"function": lambda op, p, t: op.Abs(p - t)},
+    "adapter/loaded": {"path": "folder"},
     "loss/several": {"losses": {"y": passes.MeanSquaredError()}},
 }
 FROM_ELSEWHERE = {"executor": {"step"}}

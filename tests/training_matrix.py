@@ -191,6 +191,33 @@ class RateInVelocity(torch.optim.Optimizer):
                 w.sub_(scaled + group["momentum"] * v if group["nesterov"] else v)
 
 
+class ScheduleFree(torch.optim.Optimizer):
+    """Defazio et al. 2024, algorithm 1. Training has y in the parameters, and `eval` puts x there."""
+
+    def __init__(self, parameters: Any, lr: float, eps: float) -> None:
+        super().__init__(parameters, {"lr": lr, "eps": eps})
+        self.t, self.total, self.most = 0, 0.0, 0.0
+
+    @torch.no_grad()
+    def step(self) -> None:
+        (group,) = self.param_groups
+        self.most = max(self.most, group["lr"])
+        self.t, self.total = self.t + 1, self.total + self.most**2
+        for y in group["params"]:
+            state = self.state[y] or {"x": y.clone(), "z": y.clone(), "v": torch.zeros_like(y)}
+            self.state[y] = state
+            state["v"].mul_(0.999).add_(0.001 * y.grad**2)
+            root = (state["v"] / (1 - 0.999**self.t)).sqrt()
+            state["z"].sub_(group["lr"] * y.grad / (root + group["eps"]))
+            state["x"].lerp_(state["z"], self.most**2 / self.total)
+            y.copy_(0.9 * state["x"] + 0.1 * state["z"])
+
+    @torch.no_grad()
+    def eval(self) -> None:
+        for y, state in self.state.items():
+            y.copy_(state["x"])
+
+
 # A large epsilon keeps rounding of gradients near zero small: their quotient has no jump there.
 OPTIMIZERS: dict[str, tuple[passes.Optimizer, Callable[[Any], torch.optim.Optimizer]]] = {
     "SGD": (passes.SGD(0.1), lambda p: torch.optim.SGD(p, 0.1)),
@@ -227,6 +254,10 @@ OPTIMIZERS: dict[str, tuple[passes.Optimizer, Callable[[Any], torch.optim.Optimi
     "centered RMSprop": (
         passes.RMSprop(0.01, epsilon=1e-1, momentum=0.8, centered=True),
         lambda p: torch.optim.RMSprop(p, 0.01, eps=1e-1, momentum=0.8, centered=True),
+    ),
+    "schedule-free": (
+        passes.ScheduleFreeAdamW(0.02, epsilon=1e-2),
+        lambda p: ScheduleFree(p, 0.02, 1e-2),
     ),
     "Lion": (passes.Lion(1e-3, weight_decay=0.1), lambda p: Lion(p, 1e-3, (0.9, 0.99), 0.1)),
 }
@@ -460,6 +491,7 @@ def expected(training: Training) -> Trained:
         optimizer.zero_grad()
         if scheduler:
             scheduler.step()
+    getattr(optimizer, "eval", lambda: None)()
     sure = {name: optimizer.state[w].get("sure") for name, w in parameters.items()}
     after = {name: tensor.detach().numpy() for name, tensor in module.state_dict().items()}
     return Trained(
@@ -502,7 +534,11 @@ def differences(found: Trained, wanted: Trained) -> dict[str, float]:
         )
     left = [name for name, value in wanted.after.items() if value.ndim and name not in names]
     if left:
-        others = [name for name in found.before if name not in names and found.before[name].ndim]
+        others = [
+            name
+            for name in found.before
+            if name not in names and found.before[name].ndim and not name.endswith(".z")
+        ]
         before = np.concatenate([found.before[name].ravel() for name in others])
         moves = np.concatenate([(found.after[name] - found.before[name]).ravel() for name in others])
         theirs = np.concatenate([wanted.before[name].ravel() for name in left]).astype(np.float32)

@@ -1,8 +1,9 @@
 """Measure a step that trains adapters beside one that trains the whole model: its time, and its state.
 
-The model is a transformer of graphopt. `full` trains all weights. The other forms train adapters of rank 8 of all linear
-layers, or of two projections of each attention. All forms take turns in every round, with kernels of their own where
-`auto` takes them. `state` is the share of the optimizer's state and of the weights that train, in numbers of the model.
+The model is a transformer of graphopt. `full` trains all weights. The other forms train adapters of rank 8 of all
+linear layers, or of two projections of each attention. All forms take turns in every round, with kernels of their own
+where `auto` takes them. `trained` and `state` are what trains, and that with the optimizer's moments, in shares of the
+model's numbers.
 
 Run it: python examples/benchmarks/adapters.py [--width 256] [--layers 4] [--tokens 64] [--batch 8] [--rounds 9]
 """

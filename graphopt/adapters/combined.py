@@ -13,7 +13,7 @@ from graphopt.errors import GraphoptError
 from graphopt.graph.merging import adapted, as_matrix, merged
 from graphopt.graph.metadata import Adapted, original_name
 from graphopt.graph.postprocessing import standing_for
-from graphopt.graph.state import initial
+from graphopt.graph.state import averages_read, initial
 from graphopt.graph.values import name_of
 
 LORA = "LoRA"  # the adapter whose values the formats of other libraries have
@@ -35,6 +35,7 @@ def trained_adapters(model: ir.Model, state: Mapping[str, np.ndarray], needed_by
     Raises:
         GraphoptError: it has none, or one that is not low-rank.
     """
+    state = {**state, **{owner: state[name] for name, owner in averages_read(model).items()}}
     values = {original_name(x): x for x in [*model.graph.inputs, *model.graph.initializers.values()]}
     found = []
     for _, note in adapted(model):

@@ -42,7 +42,7 @@ def modules_of(weight: str, names: Names = None) -> list[Part]:
         )
     stem = _OWN.sub("", weight)
     for pattern, target in [*(names or {}).items(), *_BUILDER.items()]:
-        match = _matched(pattern, weight) or _matched(pattern, stem)
+        match = _matched(pattern, stem) or _matched(pattern, weight)
         if match:
             parts = {target: None} if isinstance(target, str) else dict.fromkeys(target)
             sizes = target if isinstance(target, Mapping) else parts

@@ -6,7 +6,7 @@ One file takes adapters of every rank: y' = f y + (x A) B, with `NAME.lora_A` an
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -81,8 +81,15 @@ class _Reader:
         return self.emit("Transpose", x, perm=[*range(rank - 2), rank - 1, rank - 2])
 
 
-def add_slots(model: onnx.ModelProto, slots: Sequence[Slot]) -> None:
+def add_slots(
+    model: onnx.ModelProto, slots: Sequence[Slot], arrays: Mapping[str, np.ndarray] | None = None
+) -> None:
     """Add slots to a model in place.
+
+    Args:
+        model: the model.
+        slots: the slots.
+        arrays: by name, numbers that fill the slots for good, which are then no inputs.
 
     Raises:
         GraphoptError: the model lacks a weight or a product that reads it, or has slots already. Nothing is changed.
@@ -95,7 +102,7 @@ def add_slots(model: onnx.ModelProto, slots: Sequence[Slot]) -> None:
                 f"slots: expected a model without the input '{slot.name}.{A}', found one with slots: take the original"
             )
     for slot, readers in found:
-        _declare(model.graph, slot, readers[0].dtype)
+        _declare(model.graph, slot, readers[0].dtype, arrays or {})
         for reader in readers:
             _join(reader, slot)
 
@@ -142,8 +149,8 @@ def _nodes(graph: onnx.GraphProto) -> Iterator[tuple[onnx.GraphProto, onnx.NodeP
                 yield from _nodes(body)
 
 
-def _declare(graph: onnx.GraphProto, slot: Slot, dtype: int) -> None:
-    """Add the inputs of a slot, with their defaults."""
+def _declare(graph: onnx.GraphProto, slot: Slot, dtype: int, arrays: Mapping[str, np.ndarray]) -> None:
+    """Add the inputs of a slot, with their defaults, or the numbers that fill it."""
     symbols = {A: f"{slot.name}.rank", B: f"{slot.name}.rank"}
     if "convolution" in slot.kind:  # groups may share the rank
         symbols[B] += "_of_group"
@@ -156,6 +163,11 @@ def _declare(graph: onnx.GraphProto, slot: Slot, dtype: int) -> None:
         symbols[FACTOR] = f"{slot.name}.outputs"
     for suffix, default in declared:
         name = f"{slot.name}.{suffix}"
+        if name in arrays:
+            graph.initializer.append(
+                numpy_helper.from_array(np.ascontiguousarray(arrays[name].astype(kind)), name)
+            )
+            continue
         dims = [symbols[suffix]] if suffix == FACTOR else [dim or symbols[suffix] for dim in default.shape]
         graph.initializer.append(numpy_helper.from_array(default, name))
         graph.input.append(make_tensor_value_info(name, dtype, dims))

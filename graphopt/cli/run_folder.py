@@ -24,6 +24,7 @@ METRICS_FILE, CONFIG, CHECKPOINTS, RESULT = "metrics.jsonl", "config.yaml", "che
 LOCK, LOG = ".lock", "graphopt.log"
 OWN_FILES = (
     *(METRICS_FILE, CONFIG, CHECKPOINTS, RESULT, "step.onnx", "trained.onnx", "report.html", LOG),
+    *("adapter.onnx_adapter", "adapter.safetensors"),
     *(".hydra", LOCK, ".ray", "."),
 )
 

@@ -21,6 +21,7 @@ from rich.console import Console
 from graphopt.cli.composition.recipe import Recipe
 from graphopt.cli.messages import NOT_FINITE, compilations, complain, say, tell_record
 from graphopt.cli.run_folder import CHECKPOINTS, METRICS_FILE, locked, result, resumed, write_result
+from graphopt.cli.trained import ADAPTER_FILES, MODEL, write_trained
 from graphopt.communicator import Communicator
 from graphopt.errors import GraphoptError
 from graphopt.graph.listing import size
@@ -89,7 +90,8 @@ def _lead(recipe: Recipe, communicator: Communicator, folder: Path) -> float:
             write_result(folder, value)
     _summarize(run, final, console, is_complete=files.is_complete)
     checkpoints = "" if recipe.fields["fit"].get("checkpoint") is None else ", checkpoints"
-    written = f"report.html, step.onnx, trained.onnx, metrics.jsonl, config.yaml{checkpoints}"
+    models = [name for name in (MODEL, *ADAPTER_FILES) if (folder / name).exists()]
+    written = f"report.html, step.onnx, {', '.join(models)}, metrics.jsonl, config.yaml{checkpoints}"
     say(console, "written", f"{folder}: {written}")
     return value
 
@@ -128,7 +130,7 @@ def _train(
         callbacks=callbacks,
     )
     own = [files, header, ProgressBar(console, epochs=title is None), page]
-    checkpoint, trained = fields.get("checkpoint"), folder / "trained.onnx"
+    checkpoint = fields.get("checkpoint")
     try:
         fit(
             executor,
@@ -144,12 +146,12 @@ def _train(
         spoiled = executor.in_place and isinstance(error, NonFiniteLoss)
         if executor.batches and not spoiled:
             with deferred():
-                save(recipe.inference(executor), trained)
-                say(console, "stopped", f"after step {executor.batches}: {trained}")
+                written = write_trained(recipe, executor, folder)
+                say(console, "stopped", f"after step {executor.batches}: {written}")
                 page.write()
         raise
     with deferred():
-        save(recipe.inference(executor), trained)
+        write_trained(recipe, executor, folder)
         page.write()
     return files
 

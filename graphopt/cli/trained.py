@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,16 +25,22 @@ from graphopt.data.files import write_rows
 from graphopt.errors import GraphoptError
 from graphopt.files import write
 from graphopt.graph.loading import load
+from graphopt.graph.merging import adapted
 from graphopt.graph.metadata import Caches, TargetSpec, labels_in, original_name
 from graphopt.graph.postprocessing import standing_for
 from graphopt.graph.roles import STATE, Role, role_of, with_role
+from graphopt.graph.storage import save
 from graphopt.graph.values import name_of
+from graphopt.runtime.checkpoint import load_state, save_state
 from graphopt.runtime.executor import Executor
+from graphopt.runtime.saved_adapter import save_adapter
 from graphopt.training.callbacks.logs import json_value
 from graphopt.training.checkpoints import read
 from graphopt.training.evaluation import evaluate, predict
 
 _METRICS = "metrics.json"
+MODEL = "trained.onnx"
+ADAPTER_FILES = "adapter.onnx_adapter", "adapter.safetensors"  # for slots, and the state of adapters
 
 
 @dataclass(frozen=True)
@@ -135,10 +143,31 @@ def _step_of(run: Path) -> Path | None:
     return step if (step := run / "step.onnx").is_file() else None
 
 
+def write_trained(recipe: Recipe, executor: Executor, folder: Path) -> Path:
+    """Write trained.onnx to the folder of a run; with adapters of low rank, also the file of these, and their state."""
+    notes, (file, state) = [note for _, note in adapted(executor.model)], ADAPTER_FILES
+    save(recipe.inference(executor), folder / MODEL)
+    if notes:
+        values = {
+            name: x for name, x in executor.parameters.items() if any(name in note.values for note in notes)
+        }
+        save_state(values, folder / state, {})
+        with (
+            warnings.catch_warnings(),
+            contextlib.suppress(GraphoptError),
+        ):  # of adapters that have no such file
+            warnings.simplefilter("ignore")
+            save_adapter(executor, folder / file)
+    return folder / MODEL
+
+
 def _weights(step: Path, executor: Executor, trained: ir.Model) -> dict[str, np.ndarray]:
     """Return the state of a training graph that an inference model has, under the names of the graph."""
-    weights = {}
+    state = step.with_name(ADAPTER_FILES[1])
+    weights = load_state(state)[0] if any(adapted(executor.model)) and state.is_file() else {}
     for value in executor.model.graph.inputs:
+        if value.name in weights:
+            continue
         weight = trained.graph.initializers.get(original_name(value)) if role_of(value) in STATE else None
         numbers = None if weight is None else standing_for(weight)
         if numbers is not None and value.dtype is not None:

@@ -84,22 +84,25 @@ def _infer(model: ir.Model, propagate: bool) -> None:
 
 def _typed(proto: onnx.ModelProto, propagate: bool) -> ir.Graph:
     version = next((opset.version for opset in proto.opset_import if opset.domain == ""), 1)
-    added = [_count_by_shape(graph, version) for graph in messages_of(onnx.GraphProto, proto) if propagate]
+    counts: dict[str, onnx.NodeProto] = {}
+    for graph in messages_of(onnx.GraphProto, proto) if propagate else ():
+        counts |= _count_by_shape(graph, version)
     try:
         typed = onnx.shape_inference.infer_shapes(proto, data_prop=propagate)
     except shapes.INFERENCE_ERRORS:
         typed = proto
-    for graph in messages_of(onnx.GraphProto, typed) if any(added) else ():
+    for graph in messages_of(onnx.GraphProto, typed) if counts else ():
         nodes = [node for node in graph.node if node.name != _COUNT]
+        nodes = [counts.get(node.output[0], node) if node.output else node for node in nodes]
         del graph.node[:]
         graph.node.extend(nodes)
     return ir.from_proto(typed).graph
 
 
-def _count_by_shape(graph: onnx.GraphProto, version: int) -> bool:
+def _count_by_shape(graph: onnx.GraphProto, version: int) -> dict[str, onnx.NodeProto]:
     """Replace each Range(a, b, 1) of a copy for inference by ConstantOfShape(b - a), whose size ONNX infers.
 
-    Returns: Whether there is one.
+    Returns: The nodes that were replaced, by the names of their outputs.
     """
     numbers = {node.output[0]: node.attribute[0].t for node in graph.node if node.op_type == "Constant"}
     numbers |= {x.name: x for x in graph.initializer}
@@ -110,10 +113,10 @@ def _count_by_shape(graph: onnx.GraphProto, version: int) -> bool:
             return False
         return int(onnx.numpy_helper.to_array(tensor).item()) == number
 
-    counts = {x.output[0] for x in graph.node if x.op_type == "Range" and is_number(x.input[2], 1)}
+    counts = {x.output[0]: x for x in graph.node if x.op_type == "Range" and is_number(x.input[2], 1)}
     make, nodes = functools.partial(onnx.helper.make_node, name=_COUNT), []
     for node in graph.node:
-        if counts.isdisjoint(node.output):
+        if counts.keys().isdisjoint(node.output):
             nodes.append(node)
             continue
         (start, limit, _), y = node.input, node.output[0]
@@ -124,10 +127,11 @@ def _count_by_shape(graph: onnx.GraphProto, version: int) -> bool:
         nodes += [make("Constant", [], axes, value_ints=[0])] if axes else []
         nodes.append(make("Unsqueeze", [limit, *axes], [f"{y}/size"], **axis))
         nodes.append(onnx.helper.make_node("ConstantOfShape", [f"{y}/size"], [y], node.name, value=_WHOLE))
+    counts = {name: onnx.NodeProto.FromString(node.SerializeToString()) for name, node in counts.items()}
     if counts:
         del graph.node[:]
         graph.node.extend(nodes)
-    return bool(counts)
+    return counts
 
 
 def _pairs(graph: ir.Graph, typed: ir.Graph) -> shapes.Pairs:

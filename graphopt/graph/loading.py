@@ -20,7 +20,7 @@ from graphopt.graph.not_a_model import not_a_model
 from graphopt.graph.operators import MICROSOFT, RUNTIMES_OWN, formal_of, schema_of
 from graphopt.graph.postprocessing import detach_outputs
 from graphopt.graph.shown import shown
-from graphopt.graph.storage import Places, outline, parsed, read_external, read_proto, take_weights
+from graphopt.graph.storage import WeightPlaces, outline, parsed, read_external, read_proto, take_weights
 
 ONNX = ("", "ai.onnx")  # both names of ONNX's domain
 # Operators that onnxruntime-training has only in ONNX's domain. The checker gets a copy with another domain.
@@ -107,7 +107,7 @@ def _shape_of_initial(value: ir.Value, dims: Sequence[int]) -> ir.Shape:
     return ir.Shape([x if size == 0 else size for x, size in zip(declared, dims, strict=True)])
 
 
-def _read(source: Source, limits: Limits) -> tuple[str, onnx.ModelProto, Places]:
+def _read(source: Source, limits: Limits) -> tuple[str, onnx.ModelProto, WeightPlaces]:
     """Return a model as it is in a file or in memory, with its name in errors and the places of mapped weights."""
     if isinstance(source, bytes):
         return "the model", parsed(source, "the model"), {}
@@ -118,7 +118,7 @@ def _read(source: Source, limits: Limits) -> tuple[str, onnx.ModelProto, Places]
     return str(source), *read_proto(Path(source), limits)
 
 
-def _from_proto(proto: onnx.ModelProto, name: str, limits: Limits, places: Places) -> ir.Model:
+def _from_proto(proto: onnx.ModelProto, name: str, limits: Limits, places: WeightPlaces) -> ir.Model:
     """Convert and check a model; errors call it `name`."""
     if not proto.opset_import or not proto.HasField("graph"):
         raise GraphoptError(f"{name}: expected an ONNX model, found no graph or no opset in it")

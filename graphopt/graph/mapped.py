@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 import mmap
 import os
 import stat
@@ -16,6 +18,7 @@ import onnx_ir as ir
 from graphopt.errors import GraphoptError
 from graphopt.graph import metadata
 
+_PRIVATE = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
 _NO_LINKS = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
 
 
@@ -104,7 +107,11 @@ class RoomyTensor(ir.PackedTensor[np.ndarray]):
     """
 
     def __init__(self, packed: np.ndarray, dtype: ir.DataType, shape: Sequence[int]) -> None:
-        self.room = np.empty(shape, np.uint8)
+        pages = mmap.mmap(-1, max(1, math.prod(shape)), **_PRIVATE)
+        if hasattr(mmap, "MADV_NOHUGEPAGE"):
+            with contextlib.suppress(OSError):  # a kernel without huge pages
+                pages.madvise(mmap.MADV_NOHUGEPAGE)
+        self.room = np.frombuffer(pages, np.uint8, math.prod(shape)).reshape(shape)
         own = self.room.reshape(-1)[: packed.size]
         own[:] = packed.ravel()
         super().__init__(own, dtype, shape=shape)

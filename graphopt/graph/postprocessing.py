@@ -132,9 +132,10 @@ def restore_notes(proto: onnx.ModelProto, model: ir.Model) -> None:
     docs = {x.name: x.doc_string for x in said.value_info}
     order = {name: i for i, name in enumerate(docs)}
     unread = {x.name: x for x in said.initializer if x.name not in taken}
-    weights = [*graph.initializer, *unread.values()]
-    del graph.initializer[:]
-    graph.initializer.extend(sorted(weights, key=lambda x: order.get(x.name, len(order))))
+    graph.initializer.extend(unread.values())
+    graph.initializer.sort(
+        key=lambda x: order.get(x.name, len(order))
+    )  # in place: a message keeps what it loses
     for weight in graph.initializer:
         if docs.get(weight.name):
             weight.doc_string = docs[weight.name]

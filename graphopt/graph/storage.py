@@ -38,7 +38,9 @@ _PAGE = 4096  # bytes: where a weight in a file begins, for memory maps
 _SMALL = 1024  # bytes of a tensor that stays in the model, because shapes may depend on it
 
 Weights = dict[str, ir.TensorProtocol]
-Places = dict[str, tuple[MappedFile, int, int]]  # for a weight, its file, and its offset and length there
+WeightPlaces = dict[
+    str, tuple[MappedFile, int, int]
+]  # for a weight, its file, and its offset and length there
 
 # Exceptions of the onnx package for unreadable files, which depend on the format.
 _UNREADABLE = (
@@ -221,7 +223,7 @@ def save(model: ir.Model | onnx.ModelProto, path: str | os.PathLike[str]) -> Non
             os.replace(written.with_name(data), path.with_name(data))
 
 
-def read_proto(path: Path, limits: Limits) -> tuple[onnx.ModelProto, Places]:
+def read_proto(path: Path, limits: Limits) -> tuple[onnx.ModelProto, WeightPlaces]:
     """Read a model from a file, and its external data; return where those of its large weights lie, by name."""
     try:
         kind = stat.S_IFMT(path.stat().st_mode)
@@ -241,11 +243,11 @@ def read_proto(path: Path, limits: Limits) -> tuple[onnx.ModelProto, Places]:
         raise GraphoptError(f"{path}: expected an ONNX model, found another file ({line(error)})") from error
 
 
-def _read_external(proto: onnx.ModelProto, folder: Path) -> Places:
+def _read_external(proto: onnx.ModelProto, folder: Path) -> WeightPlaces:
     """Map the files of a model's weights if these are large, and read the rest of its external data."""
     external = [x for x in proto.graph.initializer if x.data_location == EXTERNAL]
     infos: dict[str, Any] = {x.name: onnx.external_data_helper.ExternalDataInfo(x) for x in external}
-    places: Places = {}
+    places: WeightPlaces = {}
     if sum(info.length for info in infos.values()) >= MAPPED_FROM:
         files: dict[str, MappedFile] = {}
         for name, info in infos.items():
@@ -270,7 +272,7 @@ def _check_location(location: str, folder: Path, name: str) -> None:
     onnx.external_data_helper.load_external_data_for_tensor(nothing, str(folder))
 
 
-def take_weights(model: ir.Model, places: Places) -> None:
+def take_weights(model: ir.Model, places: WeightPlaces) -> None:
     """Give a model's large weights the numbers of the files in which they lie, and keep no others in messages."""
     for name, value in model.graph.initializers.items():
         declared = value.const_value

@@ -18,7 +18,8 @@ from graphopt.errors import BlockingOperator, GraphoptError, NoGradient, some
 from graphopt.graph.listing import listing, operator_of, size, type_of
 from graphopt.graph.loading import Source, load
 from graphopt.graph.memory import Memory, estimate
-from graphopt.graph.metadata import EXPORT_ANEW, RUNTIME, LeftOut, Misdeclared, Origin
+from graphopt.graph.merging import adapted
+from graphopt.graph.metadata import EXPORT_ANEW, RUNTIME, Adapted, LeftOut, Misdeclared, Origin
 from graphopt.graph.operators import MICROSOFT
 from graphopt.graph.roles import FED, STATE, Role, role_of, with_role
 from graphopt.graph.shown import elements
@@ -28,6 +29,7 @@ from graphopt.inspection.words import counted
 from graphopt.pipeline import Pipeline
 from graphopt.runtime.executor import Executor
 from graphopt.runtime.forms import medians
+from graphopt.runtime.frozen import frozen_bytes, placement_by_size
 from graphopt.runtime.signature import InputSpec
 from graphopt.targets.native.lowering import plan
 
@@ -133,6 +135,7 @@ def _summary(result: Report) -> Iterator[str]:
     decided = [model for _, _, model, _ in result.stages if with_role(model, Role.PARAMETER)]
     reached = [model for model in decided if with_role(model, Role.GRADIENT)]
     yield from _weights((reached or decided or [final])[0])
+    yield from _adapters((reached or decided or [final])[0], sum(elements([x]) for x in weights))
     if wrong := Misdeclared.read(final):
         yield f"shapes     {wrong.count} of the file are wrong, such as {wrong.example}: inferred ones replace them"
     if result.blocked:
@@ -150,6 +153,8 @@ def _summary(result: Report) -> Iterator[str]:
             yield result.step_time
         if result.batch is not None and result.step is not None:
             yield from _memory(estimate(final, result.batch), result.batch)
+            if (frozen := frozen_bytes(final)) >= 1_000_000:
+                yield f"frozen     {_megabytes(frozen)} of weights: {_FROZEN[placement_by_size(final)]}"
     stages = [
         (f"  {name}", str(size(model)), f"{time:.3f}", text) for name, text, model, time in result.stages
     ]
@@ -174,6 +179,13 @@ def _native(model: ir.Model) -> Iterator[str]:
     }
     counts = {**kernels.counts, "functions": functions}
     yield from _table([(f"  {name}", str(counts.get(name, 0)), text) for name, text in rows.items()])
+
+
+_FROZEN = {
+    "packed": "packed by each session, which takes up to three times as much",
+    "mapped": "mapped, shared by all sessions",
+    "low": "mapped, shared by all sessions, and values of a step are freed early (low)",
+}
 
 
 def _memory(memory: Memory, batch: int) -> Iterator[str]:
@@ -218,6 +230,18 @@ def _weights(model: ir.Model) -> Iterator[str]:
             "not known  requires_grad=False and torch.no_grad() stand in no file, and detach() only in files of "
             "dynamo=True: set parameters.freeze, and StopGradient"
         )
+
+
+def _adapters(model: ir.Model, total: int) -> Iterator[str]:
+    """Say how many weights adapters change, and the share of their numbers in those of the model."""
+    values = {name_of(x): x for x in [*model.graph.inputs, *model.graph.initializers.values()]}
+    notes: dict[str, list[Adapted]] = {}
+    for _, note in adapted(model):
+        notes.setdefault(note.adapter, []).append(note)
+    for name, own in notes.items():
+        count = elements(values[x] for note in own for x in note.values if x in values)
+        weights = counted(len({note.weight for note in own}), "weight")
+        yield f"adapters   {name} of {weights}: {count:,} numbers, {count / max(total, 1):.2%} of the model's"
 
 
 def _blocked(step: str, error: GraphoptError) -> Iterator[str]:

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 CPU, CUDA = "CPUExecutionProvider", "CUDAExecutionProvider"
 SUFFIX = "ExecutionProvider"
 THREADS = {"OpenVINOExecutionProvider": "num_of_threads", "XnnpackExecutionProvider": "intra_op_num_threads"}
+_FROZEN = ("auto", "packed", "mapped", "low")
 MOST_THREADS = 1_024  # more would take the memory, or end the process
 SESSION_OPTIONS = (
     *("enable_cpu_mem_arena", "enable_mem_pattern", "enable_mem_reuse", "execution_mode", "execution_order"),
@@ -139,6 +140,8 @@ class Device(DeviceOptions):
             least = "1 or more, or None for the runtime's choice"
             expected = least if self.threads < 1 else f"at most {MOST_THREADS:,}"
             raise GraphoptError(f"threads: expected {expected}, found {self.threads}")
+        if self.frozen not in _FROZEN:
+            raise GraphoptError(f"frozen: expected {', '.join(_FROZEN)}, found {self.frozen!r}")
         keep("index", int(index or 0))
         keep("ort", _runtime())
         keep("shared", weakref.WeakValueDictionary())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import os
 import threading
 from collections.abc import Mapping, Sequence
@@ -15,6 +17,7 @@ from graphopt.arguments import Checked, checked
 from graphopt.errors import GraphoptError, kind_of, nearest, unknown
 from graphopt.graph import inference
 from graphopt.graph.loading import Source
+from graphopt.graph.merging import adapted
 from graphopt.graph.metadata import UNTRAINED, add_labels, labels_in
 from graphopt.graph.not_a_model import check_path
 from graphopt.graph.roles import FED, Role, with_role
@@ -23,6 +26,7 @@ from graphopt.graph.values import name_of
 from graphopt.runtime.checkpoint import Property, load_state, save_state
 from graphopt.runtime.device import Device
 from graphopt.runtime.executor_options import ExecutorOptions
+from graphopt.runtime.frozen import FrozenPlacement, placement_of
 from graphopt.runtime.original import trained_into
 from graphopt.runtime.runners import Rounds
 from graphopt.runtime.signature import reportable
@@ -30,7 +34,8 @@ from graphopt.runtime.state_buffers import StateBuffers
 from graphopt.runtime.tensors import Tensor, to_ort
 
 _SETTABLE = ("learning_rate", "properties", "state")
-_BATCHES = "graphopt.batches"  # a property of checkpoints
+_BATCHES = "graphopt.batches"  # properties of checkpoints
+_BASE = "graphopt.base"  # of adapters: a digest of the weights beside which they train
 
 
 class ExecutorState(metaclass=Checked):
@@ -61,10 +66,11 @@ class ExecutorState(metaclass=Checked):
     def __repr__(self) -> str:
         weights = [x for x in with_role(self._model, Role.PARAMETER) if x.shape is not None]
         sizes = sum(int(np.prod(x.shape.numpy())) for x in weights if x.shape is not None)
+        shared = "" if self.frozen == "packed" else f", frozen weights {self.frozen}"
         return (
             f"{type(self).__name__}({self._model.graph.name!r}, device={self.device!r}, "
             f"provider={self._device.execution_provider!r}, target={str(self._device.target)!r}: "
-            f"{self.batches:,} batches so far, {sizes:,} parameters in {len(weights)} tensors)"
+            f"{self.batches:,} batches so far, {sizes:,} parameters in {len(weights)} tensors{shared})"
         )
 
     def __reduce__(self) -> NoReturn:
@@ -85,6 +91,15 @@ class ExecutorState(metaclass=Checked):
     def device_options(self) -> Device:
         """Return the device with its options."""
         return self._device
+
+    @property
+    def frozen(self) -> FrozenPlacement:
+        """Return where the weights lie that do not train: the option `frozen`, or what `auto` chose by their size.
+
+        `packed`: in each session; `mapped`: in memory that all sessions share; `low`: so, and values of a step are
+        freed early.
+        """
+        return placement_of(self._device, self._model)
 
     @property
     def in_place(self) -> bool:
@@ -121,10 +136,11 @@ class ExecutorState(metaclass=Checked):
                 without operators and outputs that training has removed.
             adapters: merge adapters into the weights (`merged`), or add inputs for them to the model `into` (`slots`):
                 its outputs are those of the model without adapters until a file of `graphopt.save_adapter` is active.
+                Nothing can be merged into integers: if the model has quantized weights with adapters, adapters stay
+                operators.
 
         Raises:
-            GraphoptError: the inference model has no value with one of these names, `into` is another model, or
-                adapters cannot be merged into integers.
+            GraphoptError: the inference model has no value with one of these names, or `into` is another model.
         """
         if adapters not in ("merged", "slots"):
             raise GraphoptError(f"trained: adapters: expected 'merged' or 'slots', found {adapters!r}")
@@ -139,7 +155,10 @@ class ExecutorState(metaclass=Checked):
                 "trained: into: expected the model that gets slots, found None: name its file"
             )
         else:
-            trained = inference.trained(self._model, self.state, outputs)
+            packed = any(note.quantized for _, note in adapted(self._model))
+            trained = inference.trained(
+                self._model, self.state, outputs, adapters="kept" if packed else "merged"
+            )
         if self._labels is not None:
             add_labels(trained, self._labels)
         return trained
@@ -254,6 +273,7 @@ class ExecutorState(metaclass=Checked):
             for name, array in new.items():
                 self._model.graph.initializers[name].const_value = ir.tensor(np.array(array), name=name)
             if new:  # frozen weights are constants of the sessions
+                self.__dict__.pop("_base", None)
                 self._open()
 
     def reset_gradients(self) -> None:
@@ -294,6 +314,8 @@ class ExecutorState(metaclass=Checked):
         check_path(path, "save", "executor.save('state.safetensors')")
         with self._lock:
             arrays, properties = self._buffers.arrays(), {**self.properties, _BATCHES: self.batches}
+        if checksum and (base := self._base) is not None:
+            properties[_BASE] = base
         save_state(arrays, path, properties if checksum else None)
 
     @checked()
@@ -312,10 +334,28 @@ class ExecutorState(metaclass=Checked):
                 f"{path}: expected the state of this training graph, found another's: "
                 f"{', '.join(unlike[:5])} are not in both"
             )
+        if (base := properties.pop(_BASE, None)) not in (None, self._base):
+            raise GraphoptError(
+                f"{path}: expected adapters of this model, whose weights that do not train have the digest "
+                f"{str(self._base)[:12]}, found those of a model with {str(base)[:12]}: compile the model that they "
+                "were trained on"
+            )
         with self._lock:
             self.update_state(arrays)
             self.set_batches(int(properties.pop(_BATCHES, self.steps)))
             self.properties = properties
+
+    @functools.cached_property
+    def _base(self) -> str | None:
+        """Return a digest of the weights that do not train beside adapters; None without adapters."""
+        if not any(adapted(self._model)):
+            return None
+        sums = hashlib.sha256()
+        for name, value in sorted(self._model.graph.initializers.items()):
+            if value.const_value is not None and not value.is_graph_input():
+                sums.update(f"{name}:{value.const_value.dtype}:{value.const_value.shape};".encode())
+                sums.update(value.const_value.tobytes())
+        return sums.hexdigest()
 
     def _of(self, *roles: Role) -> list[str]:
         """Return the names of the inputs and outputs with one of the roles."""

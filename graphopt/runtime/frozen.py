@@ -12,21 +12,23 @@ from graphopt.graph.values import tensor_bytes
 from graphopt.runtime.device import Device
 from graphopt.runtime.tensors import buffer, share
 
-Placement = Literal["packed", "mapped", "low"]
-MAPPED_FROM = 2**29  # bytes of frozen weights, from which `auto` lets sessions share them
-LOW_FROM = 2**31  # bytes, from which it also frees each value of a step after its last reader
+FrozenPlacement = Literal["packed", "mapped", "low"]
+_MAPPED_FROM = 2**29  # bytes of frozen weights, from which `auto` lets sessions share them
+_LOW_FROM = 2**31  # bytes, from which it also frees each value of a step after its last reader
 
 
-def placement_of(device: Device, model: ir.Model) -> Placement:
+def placement_of(device: Device, model: ir.Model) -> FrozenPlacement:
     """Return where the frozen weights of a graph lie: the option `frozen`, or what fits their size."""
     if device.frozen != "auto":
         return device.frozen
+    is_compiled = device.kind == "cpu" and not device.on_cpu  # by other providers, which want constants
+    return "packed" if is_compiled else placement_by_size(model)
+
+
+def placement_by_size(model: ir.Model) -> FrozenPlacement:
+    """Return where `auto` puts the frozen weights of a graph."""
     size = frozen_bytes(model)
-    if size < MAPPED_FROM or (
-        device.kind == "cpu" and not device.on_cpu
-    ):  # other providers compile constants
-        return "packed"
-    return "mapped" if size < LOW_FROM else "low"
+    return "packed" if size < _MAPPED_FROM else "mapped" if size < _LOW_FROM else "low"
 
 
 def frozen_bytes(model: ir.Model) -> int:

@@ -8,10 +8,11 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
-from graphopt.adapters.combined import slots_of, trained_adapters
+from graphopt.adapters.combined import arrays_of, slots_of, trained_adapters
 from graphopt.adapters.slots import add_slots
 from graphopt.graph import inference
 from graphopt.graph.loading import Source, read_original
+from graphopt.graph.merging import adapted
 from graphopt.graph.original import write_weights
 
 
@@ -24,15 +25,17 @@ def trained_into(
         model: the training graph.
         state: the values of its state by name.
         into: the model that was compiled.
-        slots: add slots for adapters instead of merging them.
+        slots: add slots for adapters. Otherwise, adapters are merged into the weights, or, if one of these is
+            quantized, stay operators.
 
     Raises:
-        GraphoptError: `into` is another model, or adapters cannot be merged.
+        GraphoptError: `into` is another model, or adapters can neither be merged nor stay operators.
     """
-    found = trained_adapters(model, state, "slots") if slots else []
-    trained = inference.trained(model, state, adapters="left out" if slots else "merged")
+    beside = slots or any(note.quantized for _, note in adapted(model))
+    found = trained_adapters(model, state, "trained") if beside else []
+    trained = inference.trained(model, state, adapters="left out" if beside else "merged")
     original = read_original(into)
-    write_weights(original, trained, model, merged=not slots)
+    write_weights(original, trained, model, merged=not beside)
     if found:
-        add_slots(original, slots_of(model, found))
+        add_slots(original, slots_of(model, found), {} if slots else arrays_of(model, found))
     return original

@@ -51,6 +51,7 @@ def save_adapter(
     Raises:
         GraphoptError: the graph has no adapters, or the form has none for such a weight. Nothing is written.
 
+    >>> import os
     >>> step = graphopt.compile(
     ...     models.mlp((4,), 3, hidden=[8]),
     ...     adapter=passes.LoRA("layers.0.*", rank=2), loss=passes.CrossEntropy(), optimizer=passes.AdamW(1e-3))

@@ -17,7 +17,7 @@ from graphopt.graph.mapped import files_of
 from graphopt.graph.metadata import RUNTIME
 from graphopt.graph.roles import TRAINING_RUNTIME
 from graphopt.runtime.device import Device
-from graphopt.runtime.frozen import Placement, is_packed, is_shareable, placement_of, shared
+from graphopt.runtime.frozen import FrozenPlacement, is_packed, is_shareable, placement_of, shared
 from graphopt.runtime.tensors import OrtValues
 from graphopt.runtime.webgpu import ENTRY, ON_CPU, lines_that_fit
 from graphopt.targets.portable import nodes_on_shapes
@@ -60,7 +60,7 @@ class Session:
     ) -> None:
         self.device = device
         is_double = any(x.dtype == ir.DataType.DOUBLE for x in model.graph.inputs)
-        self.frozen: Placement = "packed" if options is not None else placement_of(device, model)
+        self.frozen: FrozenPlacement = "packed" if options is not None else placement_of(device, model)
         self._files = files_of(model)
         try:
             options = options or device.new_session_options(

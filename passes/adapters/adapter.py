@@ -17,7 +17,7 @@ from graphopt.graph.emitter import Emitter
 from graphopt.graph.merging import MERGES
 from graphopt.graph.metadata import ADAPTER, InferenceForm, Kind, Origin, copy
 from graphopt.graph.rewriting import Pass, Pattern, matches
-from graphopt.graph.roles import STATE, role_of
+from graphopt.graph.roles import STATE, Role, role_of
 from graphopt.graph.shapes import ensure_typed
 from graphopt.graph.values import dtype_of, like, name_of
 from graphopt.intervals import within
@@ -271,7 +271,7 @@ def _last_products(model: ir.Model, groups: Mapping[ir.Value, Sequence[Target]])
     """Return the weights of products that alone lead to an output, such as the head of a classifier."""
     by_node = {target.node: weight for weight, targets in groups.items() for target in targets}
     found: list[ir.Value] = []
-    for output in model.graph.outputs:
+    for output in (y for y in model.graph.outputs if role_of(y) is not Role.SOURCE):
         front, seen, last = [output], {output}, set()
         while front:
             node = front.pop().producer()

@@ -31,7 +31,7 @@ class Head(Pass):
 
     Args:
         output: the name of the output; by default, the only floating-point output.
-        classes: the number of outputs of the new product.
+        classes: the number of outputs of the new product, at most a million.
         seed: the seed of the initial values.
 
     Raises:
@@ -45,7 +45,7 @@ class Head(Pass):
     """
 
     output: str | None = None
-    classes: int | None = within("[1, inf)", None, whole=True)
+    classes: int | None = within("[1, 1000000]", None, whole=True)
     seed: int = within("[0, inf)", 0)
 
     def rewrite(self, model: ir.Model) -> None:

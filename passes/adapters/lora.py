@@ -97,7 +97,8 @@ class LoRA(Adapter):
     Args:
         rank: the number of columns of A.
         alpha: the numerator of the scale.
-        dropout: the share of the elements of x that a step drops before A; see `passes.TrainingMode` for the seed.
+        dropout: the share of the elements of x that a step drops before A, but not before W; `passes.TrainingMode` has
+            the seed.
         scaling: the scale: `standard` is alpha / rank, and `rank_stabilized` is alpha / sqrt(rank) (Kalajdzievski
             2023).
         init: the initial values of A: `kaiming` is uniform in +-1 / sqrt(inputs), and `gaussian` has the standard

@@ -20,7 +20,7 @@ from graphopt.graph.postprocessing import detach_outputs
 from graphopt.graph.rewriting import remove_unused_nodes
 from graphopt.graph.roles import Role
 from graphopt.graph.shapes import fold_integers, places_of, read_sizes
-from graphopt.graph.values import is_floating, name_of
+from graphopt.graph.values import constant_of, is_floating, name_of
 
 _MOVING = VIEWS | {"Cast", "Gather", "Slice", "Split", "Transpose"}
 # Inputs of attention operators that are the past, the outputs that are the present, and the axis that grows.
@@ -71,6 +71,7 @@ def choose_branches(model: ir.Model) -> None:
 def remove_caches(model: ir.Model) -> None:
     """Make the past of each cache empty, remove its input, and note the names."""
     graph = model.graph
+    _skip_empty(graph)
     found = {x: growths for x in graph.inputs if (growths := _growths(x))}
     shared = {dim for x in graph.inputs if x not in found for dim in x.shape or ()}
     lengths = {_length(growth) for growths in found.values() for growth in growths}
@@ -151,6 +152,19 @@ def _growths(x: ir.Value) -> list[_Growth]:
     return growths if symbolic else []
 
 
+def _skip_empty(graph: ir.Graph) -> None:
+    """Let the readers of a Concat of an input and nothing, by which exporters begin a cache, read the input."""
+    for x in graph.inputs:
+        for node in [node for node in x.consumers() if node.op_type == "Concat" and node.domain == ""]:
+            arrays = [constant_of(y) for y in node.inputs if y is not x]
+            empty = (
+                all(array is not None and not array.size for array in arrays) and node.inputs.count(x) == 1
+            )
+            if empty and not node.outputs[0].is_graph_output() and node.graph is graph:
+                ir.convenience.replace_all_uses_with(node.outputs[0], x)
+                graph.remove(node, safe=True)
+
+
 def _growth(node: ir.Node, index: int) -> _Growth | None:
     past = node.inputs[index]
     assert past is not None and past.shape is not None
@@ -159,7 +173,7 @@ def _growth(node: ir.Node, index: int) -> _Growth | None:
         grown = (
             [node.outputs[pairs[index]]] if len(node.outputs) > pairs.get(index, len(node.outputs)) else []
         )
-    elif node.op_type == "Concat" and node.domain == "" and index == 0:
+    elif node.op_type == "Concat" and node.domain == "" and index == 0 and len(node.inputs) > 1:
         axis, grown = node.attributes.get_int("axis") % len(past.shape), [node.outputs[0]]
     else:
         return None

@@ -161,7 +161,7 @@ def gather_block_quantized(
             f"axes, and to gather along another than the last"
         )
     bits = bits if dtype is ir.DataType.UINT8 else 4
-    middle = 2 ** (bits - 1) if dtype is ir.DataType.UINT8 else 0
+    middle = 0 if dtype is ir.DataType.UINT4 else 2 ** (bits - 1)
     rows = _gathered(op, data, indices, gathers, bits)
     place = blocks + (rank(indices) - 1) * (blocks > gathers)
     size = dims_of(rows)[place]
@@ -195,8 +195,8 @@ def _gathered(op: Emitter, x: Value, indices: Value, axis: int, bits: int) -> Va
         numbers = op.Reshape(whole, op.Concat(op.shape_of(rows, 0, -1), [packed * 8 // bits], axis=0))
         numbers.shape = ir.Shape([*before, packed * 8 // bits])
         rows = op.BitwiseAnd(numbers, op.constant(2**bits - 1, like=rows))
-    if dtype is ir.DataType.INT4:  # from 0 to 15 to a number with a sign
-        rows = op.Cast(op.BitwiseXor(rows, op.constant(8, like=rows)), to=ir.DataType.INT8) - 8
+    if dtype is ir.DataType.INT4:  # from a number with a sign to one from 0 to 15, whose middle is 8
+        rows = op.BitwiseXor(rows, op.constant(8, like=rows))
     return rows
 
 

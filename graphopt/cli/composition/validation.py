@@ -79,7 +79,7 @@ _ADDED: dict[str, Sequence[str]] = {  # arguments that the command adds
 }
 # Fields of recipes that name files to read.
 _FILES = re.compile(
-    r"model|fit\.validation|generate\.(adapter|tokenizer)|data\.(.*\.)?(path|tokenizer|chat_template)"
+    r"model|adapter\.path|fit\.validation|generate\.(adapter|tokenizer)|data\.(.*\.)?(path|tokenizer|chat_template)"
 )
 _ROWS = ("all", "held_out", "trained")
 _PREDICTIONS = "predictions"  # the name, without its ending, of the file that run=predict writes

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,7 +15,6 @@ bitsandbytes = pytest.importorskip("bitsandbytes")
 transformers = pytest.importorskip("transformers")
 jax = pytest.importorskip("jax")
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
 from builders import mlp, run  # noqa: E402
 
 import graphopt  # noqa: E402

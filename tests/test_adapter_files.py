@@ -1,0 +1,481 @@
+"""Adapters in the formats of other libraries, and models with slots, against ONNX Runtime and NumPy alone."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import pickle
+import random
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import onnxruntime
+import pytest
+import safetensors.numpy
+from builders import model
+
+import graphopt
+import passes
+from graphopt import models
+from graphopt.adapters import peft
+from graphopt.adapters.naming import matched, modules_of
+from graphopt.adapters.peft import Module, PeftAdapter
+from graphopt.graph.metadata import Adapted
+
+pytestmark = pytest.mark.usefixtures("plain")
+needs_files = pytest.mark.skipif(
+    not hasattr(onnxruntime, "AdapterFormat"), reason="this onnxruntime has no adapter files"
+)
+R = np.random.default_rng(0)
+
+
+def numbers(*shape: int) -> np.ndarray:
+    return R.standard_normal(shape).astype(np.float32)
+
+
+def with_adapter(proto: onnx.ModelProto, path: Path | None, feeds: Mapping[str, Any]) -> np.ndarray:
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3
+    session = onnxruntime.InferenceSession(proto.SerializeToString(), options)
+    run = onnxruntime.RunOptions()
+    if path is not None:
+        adapter = onnxruntime.LoraAdapter()
+        adapter.Load(str(path))
+        run.add_active_adapter(adapter)
+    return session.run(["y"], feeds, run)[0]
+
+
+X = {"x": numbers(6, 8)}
+IMAGES = {"x": numbers(2, 4, 8, 8)}
+# Networks, their weights, and feeds: each kind of product, in each layout.
+NETWORKS: dict[str, tuple[str, dict[str, np.ndarray], Mapping[str, Any]]] = {
+    "MatMul": ("g (float[N,8] x) => (float[N,6] y) { y = MatMul(x, w) }", {"w": numbers(8, 6)}, X),
+    "MatMul, three axes": (
+        "g (float[N,4,8] x) => (float[N,4,6] y) { h = MatMul(x, w)\n y = Add(h, b) }",
+        {"w": numbers(8, 6), "b": numbers(6)},
+        {"x": numbers(3, 4, 8)},
+    ),
+    "MatMul, left": (
+        "g (float[N,8,5] x) => (float[N,6,5] y) { y = MatMul(w, x) }",
+        {"w": numbers(6, 8)},
+        {"x": numbers(3, 8, 5)},
+    ),
+    "Gemm": (
+        "g (float[N,8] x) => (float[N,6] y) { y = Gemm<alpha=0.5, beta=2.0, transB=1>(x, w, b) }",
+        {"w": numbers(6, 8), "b": numbers(6)},
+        X,
+    ),
+    "Gemm, transA": (
+        "g (float[8,N] x) => (float[N,6] y) { y = Gemm<transA=1>(x, w, b) }",
+        {"w": numbers(8, 6), "b": numbers(6)},
+        {"x": numbers(8, 5)},
+    ),
+    "Transpose": (
+        "g (float[N,8] x) => (float[N,6] y) { t = Transpose<perm=[1,0]>(w)\n y = MatMul(x, t) }",
+        {"w": numbers(6, 8)},
+        X,
+    ),
+    "Gather": (
+        "g (int64[N] x) => (float[N,6] y) { y = Gather(w, x) }",
+        {"w": numbers(8, 6)},
+        {"x": np.array([1, 7, 2])},
+    ),
+    "Conv": (
+        "g (float[N,4,8,8] x) => (float[N,6,4,4] y) { y = Conv<pads=[1,1,1,1], strides=[2,2]>(x, w, b) }",
+        {"w": numbers(6, 4, 3, 3), "b": numbers(6)},
+        IMAGES,
+    ),
+    "Conv, groups": (
+        "g (float[N,4,8,8] x) => (float[N,6,8,8] y) { y = Conv<pads=[2,2,2,2], dilations=[2,2], group=2>(x, w) }",
+        {"w": numbers(6, 2, 3, 3)},
+        IMAGES,
+    ),
+    "ConvTranspose": (
+        "g (float[N,4,8,8] x) => (float[N,6,10,10] y) { y = ConvTranspose(x, w, b) }",
+        {"w": numbers(4, 6, 3, 3), "b": numbers(6)},
+        IMAGES,
+    ),
+    "LSTM": (
+        "g (float[5,N,8] x) => (float[5,1,N,6] y) { y = LSTM<hidden_size=6>(x, w, r) }",
+        {"w": numbers(1, 24, 8), "r": numbers(1, 24, 6)},
+        {"x": numbers(5, 2, 8)},
+    ),
+}
+
+
+def trained(
+    proto: onnx.ModelProto, adapter: Any, feeds: Mapping[str, Any], steps: int = 4
+) -> graphopt.Executor:
+    step = graphopt.compile(
+        proto, adapter=adapter, loss=passes.MeanSquaredError(), optimizer=passes.SGD(0.05)
+    )
+    executor = graphopt.Executor(step)
+    target = np.zeros_like(executor.predict(feeds)["y"])
+    for _ in range(steps):
+        executor.step({**feeds, "target": target})
+    return executor
+
+
+@needs_files
+@pytest.mark.parametrize("dora", [False, True])
+@pytest.mark.parametrize("name", NETWORKS)
+def test_every_way_out_computes_what_the_executor_does(name: str, dora: bool, tmp_path: Path) -> None:
+    text, weights, feeds = NETWORKS[name]
+    proto = model(text, **weights)
+    executor = trained(proto, passes.LoRA("w", rank=2, dora=dora), feeds)
+    expected = executor.predict(feeds)["y"]
+    plain = graphopt.run(proto, feeds)["y"]
+    assert abs(expected - plain).max() > 1e-3
+    close = {"rtol": 1e-5, "atol": 1e-5}
+    np.testing.assert_allclose(graphopt.run(executor.trained(), feeds)["y"], expected, **close)
+    merged = executor.trained(into=proto)
+    assert [node.op_type for node in merged.graph.node] == [node.op_type for node in proto.graph.node]
+    np.testing.assert_allclose(graphopt.run(merged, feeds)["y"], expected, **close)
+
+    slots = executor.trained(into=proto, adapters="slots")
+    onnx.checker.check_model(slots)
+    np.testing.assert_allclose(
+        with_adapter(slots, None, feeds), plain, rtol=0 if not dora else 1e-6, atol=1e-6
+    )
+    path = tmp_path / "a.onnx_adapter"
+    graphopt.save_adapter(executor, path)
+    np.testing.assert_allclose(with_adapter(slots, path, feeds), expected, **close)
+    other = trained(proto, passes.LoRA("w", rank=4, dora=dora), feeds)  # of another rank
+    graphopt.save_adapter(other, path)
+    np.testing.assert_allclose(with_adapter(slots, path, feeds), other.predict(feeds)["y"], **close)
+    again = trained(proto, passes.LoadedLoRA(path), feeds, steps=0)
+    np.testing.assert_allclose(again.predict(feeds)["y"], other.predict(feeds)["y"], **close)
+
+
+@pytest.mark.parametrize("dora", [False, True])
+@pytest.mark.parametrize(
+    "name", [name for name in NETWORKS if name not in ("ConvTranspose", "LSTM", "Conv, groups")]
+)
+def test_a_folder_of_peft_is_read_as_it_was_written(name: str, dora: bool, tmp_path: Path) -> None:
+    text, weights, feeds = NETWORKS[name]
+    proto = model(text, **weights)
+    executor = trained(proto, passes.LoRA("w", rank=2, alpha=3, dora=dora), feeds)
+    graphopt.save_adapter(executor, tmp_path / "a", form="peft")
+    again = trained(proto, passes.LoRA.load(tmp_path / "a"), feeds, steps=0)
+    np.testing.assert_allclose(again.predict(feeds)["y"], executor.predict(feeds)["y"], rtol=1e-5, atol=1e-6)
+    assert not again.parameters.keys() ^ executor.parameters.keys()
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [("ConvTranspose", "transposed convolution"), ("LSTM", "recurrence"), ("Conv, groups", "dilations")],
+)
+def test_what_peft_lacks_is_refused(name: str, problem: str, tmp_path: Path) -> None:
+    text, weights, feeds = NETWORKS[name]
+    executor = trained(model(text, **weights), passes.LoRA("w", rank=2), feeds, steps=0)
+    with pytest.raises(graphopt.GraphoptError, match=problem):
+        graphopt.save_adapter(executor, tmp_path / "a", form="peft")
+    assert not (tmp_path / "a").exists()
+
+
+PACKED = """g (float[N,8] x) => (float[N,12] y) {
+    h = MatMul(x, w)
+    q, k, v = Split<axis=1>(h, s)
+    y = Concat<axis=1>(v, k, q)
+}"""
+
+
+@needs_files
+def test_parts_of_a_packed_weight_are_modules_of_peft_and_one_slot(tmp_path: Path) -> None:
+    sizes = np.array([6, 3, 3])
+    name = "m.0.attn.qkv_proj.MatMul.weight"
+    proto = model(PACKED, w=numbers(8, 12), s=sizes)
+    for x in proto.graph.initializer:
+        x.name = name if x.name == "w" else x.name
+    proto.graph.node[0].input[1] = name
+    feeds = {"x": X["x"]}
+    for parts in (None, {"q": 6, "_": 3, "v": 3}, {"q": 6, "k": 3, "v": 3}):
+        executor = trained(proto, passes.LoRA("*qkv*", rank=2, parts=parts), feeds)
+        expected = executor.predict(feeds)["y"]
+        graphopt.save_adapter(executor, tmp_path / "a", form="peft")
+        found = safetensors.numpy.load_file(tmp_path / "a" / "adapter_model.safetensors")
+        labels = {key.split(".")[-3] for key in found}
+        assert labels == {"q_proj", "v_proj"} | (set() if parts and "_" in parts else {"k_proj"})
+        assert found["base_model.model.m.0.self_attn.q_proj.lora_B.weight"].shape == (6, 2)
+        again = trained(proto, passes.LoRA.load(tmp_path / "a"), feeds, steps=0)
+        np.testing.assert_allclose(again.predict(feeds)["y"], expected, rtol=1e-5, atol=1e-6)
+        path = tmp_path / "a.onnx_adapter"
+        graphopt.save_adapter(executor, path)
+        slots = executor.trained(into=proto, adapters="slots")
+        assert [x.name for x in slots.graph.input] == ["x", f"{name}.lora_A", f"{name}.lora_B"]
+        np.testing.assert_allclose(with_adapter(slots, path, feeds), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_names_of_modules() -> None:
+    assert modules_of("model.layers.0.mlp.up_proj.MatMul.weight_Q4") == [("model.layers.0.mlp.up_proj", None)]
+    assert [path for path, _ in modules_of("a.attn.qkv_proj.MatMul.weight")] == [
+        f"a.self_attn.{x}_proj" for x in "qkv"
+    ]
+    assert modules_of("w.c.weight", {"w.*": {"*.q": 3, "*.k": 4}}) == [("c.q", 3), ("c.k", 4)]
+    with pytest.raises(graphopt.GraphoptError, match="at most as many"):
+        modules_of("w.c.weight", {"w.c": "*"})
+    assert matched("a", ["x.q"], ["m.x.q"]) == {"x.q": "m.x.q"}
+    assert matched("a", ["m.x.q"], ["x.q"]) == {"m.x.q": "x.q"}
+    with pytest.raises(graphopt.GraphoptError, match=r"'y.q' that it lacks; it has 'm.x.q'"):
+        matched("a", ["x.q", "y.q"], ["m.x.q"])
+
+
+def test_ranks_and_alphas_that_differ_are_exceptions() -> None:
+    modules = [
+        Module("a.fc", numbers(2, 8), numbers(6, 2), 1.5),
+        Module("b.fc", numbers(2, 8), numbers(6, 2), 1.5),
+        Module("c", numbers(4, 8), numbers(6, 4), 0.5),
+    ]
+    config = json.loads(peft.contents(PeftAdapter(modules))["adapter_config.json"])
+    assert (config["r"], config["lora_alpha"]) == (2, 3.0)
+    assert (config["rank_pattern"], config["alpha_pattern"]) == ({"^c": 4}, {"^c": 2.0})
+    assert config["target_modules"] == ["a.fc", "b.fc", "c"]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    arrays = {"lora_A": numbers(2, 8), "lora_B": numbers(6, 2)}
+    files = peft.contents(PeftAdapter([Module("w", arrays["lora_A"], arrays["lora_B"])]))
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
+    return tmp_path
+
+
+def config(folder: Path, **fields: Any) -> None:
+    path = folder / "adapter_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
+
+
+def tensors(folder: Path, **arrays: np.ndarray) -> None:
+    safetensors.numpy.save_file(
+        {f"base_model.model.{name.replace('__', '.')}": x for name, x in arrays.items()},
+        folder / "adapter_model.safetensors",
+    )
+
+
+A, B = numbers(2, 8), numbers(6, 2)
+# What is done to a folder, and what the error says.
+WRONG: dict[str, tuple[Any, str]] = {
+    "no config": (
+        lambda f: (f / "adapter_config.json").unlink(),
+        "adapter_config.json: expected a folder of peft",
+    ),
+    "no tensors": (
+        lambda f: (f / "adapter_model.safetensors").unlink(),
+        "expected the file of an adapter, found none",
+    ),
+    "pickled": (
+        lambda f: (f / "adapter_model.safetensors").rename(f / "adapter_model.bin"),
+        "adapter_model.bin, which may run code",
+    ),
+    "not JSON": (lambda f: (f / "adapter_config.json").write_text("{"), "expected JSON"),
+    "deep": (lambda f: (f / "adapter_config.json").write_text("[" * 10**6), "expected JSON"),
+    "a list": (
+        lambda f: (f / "adapter_config.json").write_text("[]"),
+        "expected peft_type 'LORA', found None",
+    ),
+    "large": (
+        lambda f: (f / "adapter_config.json").write_text(" " * 2**23),
+        "expected at most 4,194,304 bytes",
+    ),
+    "another kind": (lambda f: config(f, peft_type="IA3"), "found 'IA3'"),
+    "an option": (lambda f: config(f, lora_bias=True), "expected no 'lora_bias'"),
+    "a changed base": (lambda f: config(f, init_lora_weights="pissa"), "which changes the base"),
+    "alpha": (lambda f: config(f, lora_alpha="8"), "lora_alpha: expected a finite number, found '8'"),
+    "alphas": (lambda f: config(f, alpha_pattern=[1]), "alpha_pattern: expected names and numbers"),
+    "a slow pattern": (lambda f: config(f, alpha_pattern={"(a+)+$": 1}), "expected names of modules"),
+    "stars": (lambda f: config(f, alpha_pattern={".*.*.*.*.*x": 1}), "expected names of modules"),
+    "not safetensors": (
+        lambda f: (f / "adapter_model.safetensors").write_bytes(b"x" * 99),
+        "safetensors form",
+    ),
+    "pickle as safetensors": (
+        lambda f: (f / "adapter_model.safetensors").write_bytes(pickle.dumps({"a": A})),
+        "safetensors form",
+    ),
+    "empty": (lambda f: tensors(f), "expected tensors of an adapter, found none"),
+    "a missing tensor": (lambda f: tensors(f, w__lora_A__weight=A), "expected lora_A, lora_B, found lora_A"),
+    "no magnitude": (lambda f: config(f, use_dora=True), "lora_magnitude_vector, found"),
+    "ranks": (
+        lambda f: tensors(f, w__lora_A__weight=A, w__lora_B__weight=numbers(6, 3)),
+        "expected matrices of one rank",
+    ),
+    "integers": (
+        lambda f: tensors(f, w__lora_A__weight=A.astype(int), w__lora_B__weight=B),
+        "expected matrices of one rank",
+    ),
+    "rank 0": (
+        lambda f: tensors(f, w__lora_A__weight=A[:0], w__lora_B__weight=B[:, :0]),
+        "expected matrices of one rank",
+    ),
+    "another shape": (
+        lambda f: tensors(f, w__lora_A__weight=numbers(2, 9), w__lora_B__weight=B),
+        r"module 'w': expected an adapter of the product by 'w'.*\[2, 9\]",
+    ),
+    "another module": (
+        lambda f: tensors(f, v__lora_A__weight=A, v__lora_B__weight=B),
+        "found 'v' that it lacks; it has 'w'",
+    ),
+    "another name": (lambda f: tensors(f, w__lora_E=A), "graphopt reads LoRA alone"),
+    "a saved module": (
+        lambda f: tensors(f, w__lora_A__weight=A, w__lora_B__weight=B, head__weight=A),
+        "found 'head.weight' that it lacks",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_folder_is_an_error_of_one_line(name: str, folder: Path) -> None:
+    spoil, message = WRONG[name]
+    proto = model(NETWORKS["MatMul"][0], **NETWORKS["MatMul"][1])
+    trained(proto, passes.LoRA.load(folder), X, steps=0)
+    spoil(folder)
+    with pytest.raises(graphopt.GraphoptError, match=message) as error:
+        trained(proto, passes.LoRA.load(folder), X, steps=0)
+    assert "\n" not in str(error.value)
+
+
+def test_no_path_in_a_config_is_followed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config(folder, base_model_name_or_path="/nonexistent", auto_mapping={"base_model_class": "os.system"})
+    opened: list[str] = []
+    real = Path.open
+    monkeypatch.setattr(Path, "open", lambda self, *a, **k: opened.append(str(self)) or real(self, *a, **k))
+    trained(model(NETWORKS["MatMul"][0], **NETWORKS["MatMul"][1]), passes.LoRA.load(folder), X, steps=0)
+    assert all(str(folder) in path for path in opened)
+
+
+@needs_files
+def test_a_wrong_adapter_file_is_an_error_of_one_line(tmp_path: Path) -> None:
+    proto = model(NETWORKS["MatMul"][0], **NETWORKS["MatMul"][1])
+    path = tmp_path / "a.onnx_adapter"
+    graphopt.save_adapter(trained(proto, passes.LoRA("w", rank=2), X, steps=0), path)
+    good = path.read_bytes()
+    draw = random.Random(0)
+    for i in range(200):
+        content = bytearray(good)
+        for _ in range(draw.randint(1, 4)):
+            content[draw.randrange(len(content))] = draw.randrange(256)
+        path.write_bytes(content[: draw.randrange(len(content))] if i % 3 == 0 else content)
+        with contextlib.suppress(graphopt.GraphoptError):  # and no other error
+            trained(proto, passes.LoRA.load(path), X, steps=0)
+    other = model("g (float[N,8] x) => (float[N,6] y) { y = MatMul(x, v) }", v=numbers(8, 6))
+    path.write_bytes(good)
+    with pytest.raises(graphopt.GraphoptError, match=r"found 'w'.*the model has 'v'"):
+        trained(other, passes.LoRA.load(path), X, steps=0)
+    with pytest.raises(graphopt.GraphoptError, match="found none"):
+        trained(proto, passes.LoRA.load(tmp_path / "none"), X, steps=0)
+
+
+def test_mistakes_of_a_call(tmp_path: Path) -> None:
+    text, weights, feeds = NETWORKS["MatMul"]
+    proto = model(text, **weights)
+    executor = trained(proto, passes.LoRA("w", rank=2), feeds, steps=0)
+    mistakes = {
+        "unknown form 'hf'": lambda: graphopt.save_adapter(executor, tmp_path / "a", form="hf"),  # type: ignore[arg-type]
+        "expected an executor first": lambda: graphopt.save_adapter(proto, tmp_path / "a"),  # type: ignore[arg-type]
+        "expected 'merged' or 'slots'": lambda: executor.trained(into=proto, adapters="slot"),  # type: ignore[arg-type]
+        "name its file": lambda: executor.trained(adapters="slots"),
+        "expected none for an adapter file": lambda: graphopt.save_adapter(
+            executor, tmp_path / "a", names={"*": "*"}
+        ),
+        "with the weight 'w'": lambda: executor.trained(
+            into=model("g (float[N,8] x) => (float[N,6] y) { y = MatMul(x, v) }", v=weights["w"]),
+            adapters="slots",
+        ),
+        "one with slots": lambda: executor.trained(
+            into=executor.trained(into=proto, adapters="slots"), adapters="slots"
+        ),
+        "training graph with adapters": lambda: graphopt.save_adapter(
+            graphopt.Executor(
+                graphopt.compile(proto, loss=passes.MeanSquaredError(), optimizer=passes.SGD(0.1))
+            ),
+            tmp_path / "a",
+        ),
+    }
+    for message, call in mistakes.items():
+        with pytest.raises(graphopt.GraphoptError, match=message):
+            call()
+    assert not list(tmp_path.iterdir())
+
+
+def test_notes_survive_saving(tmp_path: Path) -> None:
+    text, weights, feeds = NETWORKS["MatMul"]
+    executor = trained(model(text, **weights), passes.LoRA("w", rank=2), feeds)
+    graphopt.save_adapter(executor, tmp_path / "a", form="peft")
+    step = graphopt.compile(
+        model(text, **weights),
+        adapter=passes.LoRA("w", rank=2),
+        loss=passes.MeanSquaredError(),
+        optimizer=passes.SGD(0.05),
+    )
+    graphopt.save(step, tmp_path / "step.onnx")
+    again = graphopt.Executor(tmp_path / "step.onnx")
+    again.state = executor.state
+    graphopt.save_adapter(again, tmp_path / "b", form="peft")
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
+    assert Adapted.is_on(next(x for x in again.model.graph.inputs if x.name == "w.lora_A"))
+
+
+def test_a_checkpoint_has_adapters_alone_and_knows_their_base(tmp_path: Path) -> None:
+    def compiled(seed: int) -> ir.Model:
+        network = models.mlp((4,), 3, hidden=[64, 64], seed=seed)
+        return graphopt.compile(
+            network, adapter=passes.LoRA(rank=1), loss=passes.CrossEntropy(), optimizer=passes.AdamW(0.01)
+        )
+
+    data = {"x": numbers(12, 4), "target": np.arange(12) % 3}
+    executor = graphopt.Executor(compiled(0))
+    executor.step(data)
+    path = tmp_path / "a.safetensors"
+    executor.save(path)
+    assert path.stat().st_size < 8_000 < 64 * 64 * 4
+    graphopt.Executor(compiled(0)).load(path)
+    other = graphopt.Executor(compiled(1))
+    before = other.state
+    with pytest.raises(graphopt.GraphoptError, match="expected adapters of this model"):
+        other.load(path)
+    for name, array in other.state.items():
+        np.testing.assert_array_equal(array, before[name])
+    graphopt.fit(executor, data, epochs=1, batch_size=4, checkpoint=tmp_path / "run", verbose=False)
+    (state,) = (tmp_path / "run").glob("step-*/state.safetensors")
+    assert state.stat().st_size < 8_000
+    with pytest.raises(graphopt.GraphoptError, match="that of another training graph"):
+        graphopt.fit(
+            other, data, epochs=2, batch_size=4, checkpoint=tmp_path / "run", resume=True, verbose=False
+        )
+
+
+@needs_files
+@pytest.mark.slow
+def test_the_command_trains_continues_and_evaluates_adapters(tmp_path: Path) -> None:
+    def command(*arguments: str) -> str:
+        done = subprocess.run(
+            [sys.executable, "-m", "graphopt", *arguments],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr + done.stdout
+        return done.stdout
+
+    graphopt.save(models.mlp((1, 8, 8), 10, hidden=[32]), tmp_path / "base.onnx")
+    common = ["base.onnx", "data=digits", "fit.epochs=1"]
+    said = command(*common, "adapter=lora", "adapter.rank=2", "folder=first")
+    assert "adapter.onnx_adapter" in said
+    command("run=evaluate", "folder=first")
+    measured = json.loads((tmp_path / "first" / "metrics.json").read_text())
+    epoch = json.loads((tmp_path / "first" / "metrics.jsonl").read_text().splitlines()[-1])
+    assert measured["accuracy"] == pytest.approx(epoch["accuracy"], abs=1e-6)
+    merged = graphopt.load(tmp_path / "first" / "trained.onnx")
+    assert not [name for name in merged.graph.initializers if "lora" in name]
+    command(*common, "adapter=loaded", "adapter.path=first/adapter.onnx_adapter", "folder=second")
+    shutil.rmtree(tmp_path / "first")
