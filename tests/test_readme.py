@@ -29,6 +29,7 @@ NOT_RUN = {"java", "kotlin", "csharp", "rust", "swift"}  # as the page says
 NUMBERS = (
     *("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"),
     *("eleven", "twelve", "thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen"),
+    *("nineteen", "twenty"),
 )
 
 
