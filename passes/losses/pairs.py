@@ -13,7 +13,7 @@ from graphopt.errors import GraphoptError
 from graphopt.graph import metadata
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.metadata import InferenceForm, TargetSpec
-from graphopt.graph.roles import FED, Role, role_of, set_role, with_role
+from graphopt.graph.roles import FED, Role, role_of, set_role
 from graphopt.graph.values import dims_of, dtype_of, name_of
 from graphopt.intervals import within
 from passes.losses.loss import Loss, new_input
@@ -72,7 +72,7 @@ def stack_inputs(
     model: ir.Model, op: Emitter, companions: Sequence[str], loss: str
 ) -> dict[ir.Value, ir.Value]:
     """Replace each input with rows by the rows of a new input of its name and of its companions; return both."""
-    fed = [x for x in with_role(model, *FED) if x.shape is not None and len(x.shape) > 0]
+    fed = [x for x in model.graph.inputs if role_of(x) in (None, *FED) and not x.is_initializer() and x.shape]
     stacked = [x for x in fed if not isinstance(dims_of(x)[0], int)]
     if not stacked:
         shapes = ", ".join(f"{x.name!r} of shape {x.shape}" for x in fed)
@@ -81,9 +81,8 @@ def stack_inputs(
         )
     replaced = {}
     for x in stacked:
-        name, role, place = name_of(x), role_of(x), model.graph.inputs.index(x)
+        name, role, place = name_of(x), role_of(x) or Role.DATA, model.graph.inputs.index(x)
         shape = ir.Shape([ir.SymbolicDim(_PAIRS), *dims_of(x)[1:]])
-        assert role is not None
         TargetSpec.remove(x)
         del model.graph.inputs[place]
         x.name = f"{name}/first"
