@@ -322,7 +322,7 @@ def test_a_loss_that_counts_padding_is_told(file: str, tmp_path: Path) -> None:
     pairs = [{"prompt": "Up", "completion": " above" * i} for i in range(1, 11)]
     found = data.text(save_lines(tmp_path / "a.jsonl", pairs), tokenizer=file)
     with pytest.warns(
-        UserWarning, match="expected a graph that reads target or labels or completion_mask or segments"
+        UserWarning, match="the loss counts padding, because the graph has no input 'labels': set labels"
     ):
         trained(found)
     records = trained(found, labels=True)

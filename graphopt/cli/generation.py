@@ -16,6 +16,7 @@ from graphopt.data.language.tokenizer import OF_CHARACTERS
 from graphopt.errors import GraphoptError
 from graphopt.generation.text import Prompt, TextGenerator
 from graphopt.inspection.words import counted
+from graphopt.runtime.executor import Executor
 from graphopt.training.callbacks.terminal import open_console
 
 _INPUT = "-"  # a prompt that is read from the input
@@ -47,6 +48,7 @@ def _prompt(recipe: Recipe) -> str | None:
 
 def _writer(recipe: Recipe, trained: Trained, tokenizer: str | None, adapter: str | None) -> TextGenerator:
     """Return the model of a file, or what a run has trained, with its tokenizer."""
+    source = trained.executor() if trained.checkpoint is not None else recipe.model(trained.model)
     reads_text = recipe.choices["data"] == "text"
     named = tokenizer or recipe.tokenizer or (OF_CHARACTERS if reads_text else None)
     if named is None:
@@ -54,9 +56,9 @@ def _writer(recipe: Recipe, trained: Trained, tokenizer: str | None, adapter: st
             f"generate: expected tokenizer.json beside {trained.model or recipe.fields['model']}, found none: name one "
             f"by generate.tokenizer=FILE, or generate.tokenizer={OF_CHARACTERS} for single characters"
         )
-    if trained.checkpoint is not None:
-        return TextGenerator(trained.executor(), named, adapter=adapter)
-    return TextGenerator(recipe.model(trained.model), named, adapter=adapter, device=recipe.device)
+    if isinstance(source, Executor):
+        return TextGenerator(source, named, adapter=adapter)
+    return TextGenerator(source, named, adapter=adapter, device=recipe.device)
 
 
 def _write(writer: TextGenerator, console: Console, tokens: Iterator[int]) -> None:

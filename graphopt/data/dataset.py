@@ -76,8 +76,8 @@ class Dataset(metaclass=Checked):
         names: the names of the features.
         source: what errors call the data, such as the path of a file.
         spare: the names of arrays that a graph reads only if it has inputs of these names.
-        marks: groups of names of arrays, each of which tells what counts in a row; a graph that reads none of a group
-            counts what it should not.
+        marks: groups of names of arrays that tell what counts in a row, each with the warning for a graph that reads
+            none of the group.
         tokens: the number of tokens of all rows of text, without padding.
 
     Raises:
@@ -93,7 +93,7 @@ class Dataset(metaclass=Checked):
     names: Sequence[str] | None = None
     source: str = "data"
     spare: Collection[str] = ()
-    marks: Sequence[Collection[str]] = ()
+    marks: Sequence[tuple[Collection[str], str]] = ()
     tokens: int | None = None
 
     def __post_init__(self) -> None:

@@ -100,13 +100,9 @@ def _match(data: Dataset, inputs: Mapping[str, ir.Value]) -> list[tuple[ir.Value
         if len(own) == 1 and role.value in arrays and role.value not in inputs:
             arrays[own[0]] = arrays.pop(role.value)
     arrays = {name: x for name, x in arrays.items() if name in inputs or name not in data.spare}
-    for names in data.marks:
+    for names, warning in data.marks:
         if not any(name in arrays for name in names):
-            warnings.warn(
-                f"{data.source}: expected a graph that reads {' or '.join(names)}, found {', '.join(inputs)}: it "
-                "counts tokens that are padding, or of another text: set an option of the loss that reads them",
-                stacklevel=2,
-            )
+            warnings.warn(f"{data.source}: {warning}", stacklevel=2)
     if set(arrays) != set(inputs):
         is_extra = WEIGHT in arrays and WEIGHT not in inputs
         extra = " (set sample_weight of the loss to use weights)" if is_extra else ""

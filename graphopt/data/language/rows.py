@@ -50,11 +50,19 @@ def arranged(
     return _padded(rows, pieces, width, pad)
 
 
-def marks(arrays: Mapping[str, Array], *, completion_only: bool, packed: bool) -> list[tuple[str, ...]]:
-    """Return the names of arrays of which a graph reads one of each group, or a loss counts what it should not."""
-    groups: list[tuple[str, ...]] = [(SEGMENTS,)] if packed else []
+def marks(
+    arrays: Mapping[str, Array], *, completion_only: bool, packed: bool
+) -> list[tuple[tuple[str, ...], str]]:
+    """Return the names of arrays of which a graph reads one of each group, with the warning for one that does not."""
+    groups: list[tuple[tuple[str, ...], str]] = []
+    if packed:
+        alone = "texts in one row read each other, because the graph has no input 'segments': set packed of the loss"
+        groups.append(((SEGMENTS,), alone))
     if not np.asarray(arrays[COMPLETION]).all():
-        groups.append((TARGET, LABELS, COMPLETION, *(() if completion_only else (SEGMENTS, ATTENTION))))
+        counted = "prompts and padding" if completion_only else "padding"
+        wrong = f"the loss counts {counted}, because the graph has no input 'labels': set labels of the loss, such as "
+        names = (TARGET, LABELS, COMPLETION, *(() if completion_only else (SEGMENTS, ATTENTION)))
+        groups.append((names, wrong + "loss.labels=true"))
     return groups
 
 
