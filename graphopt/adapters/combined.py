@@ -80,7 +80,7 @@ def slots_of(model: ir.Model, adapters: Sequence[TrainedAdapter]) -> list[Adapte
     slots = []
     for name, several in _by_name(adapters).items():
         note = several[0].note
-        axis_a, axis_b, axis = axes_of(note.kind)
+        axis_a, axis_b, axis = rank_axes(note.kind)
         a, b = list(several[0].a.shape), list(several[0].b.shape)
         a[axis_a] = b[axis_b] = 0
         b[axis] = outputs_of(model, several[0])
@@ -102,7 +102,7 @@ def _by_name(adapters: Sequence[TrainedAdapter]) -> dict[str, list[TrainedAdapte
     }
 
 
-def axes_of(kind: str) -> tuple[int, int, int]:
+def rank_axes(kind: str) -> tuple[int, int, int]:
     """Return the axes of the rank in A and in B of a kind of adapters, and the axis of the outputs in B."""
     return {"convolution": (0, 1, 0), "transposed convolution": (1, 1, 0)}.get(kind, (-1, -2, -1))
 
@@ -111,7 +111,7 @@ def outputs_of(model: ir.Model, adapter: TrainedAdapter) -> int:
     """Return the number of outputs of a product, of which an adapter may change some."""
     note, b = adapter.note, adapter.b
     if note.columns is None:
-        return b.shape[axes_of(note.kind)[2]]
+        return b.shape[rank_axes(note.kind)[2]]
     weight = weight_of(model, note)
     dims = [*weight.shape.numpy()] if weight.shape is not None else []
     if note.quantized:  # [N, blocks, bytes], or a matrix whose other dimension is the number of inputs
@@ -140,7 +140,7 @@ def _combined(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
     """Return A, B and the factor of one weight, the sum of whose terms is A B."""
     note = adapters[0].note
-    axis_a, axis_b, axis = axes_of(note.kind)
+    axis_a, axis_b, axis = rank_axes(note.kind)
     outputs = outputs_of(model, adapters[0])
     factor = np.ones(outputs, adapters[0].b.dtype)
     w = _numbers(model, note) if any(x.magnitude is not None for x in adapters) else None
@@ -172,7 +172,9 @@ def _ratio(note: Adapted, w: np.ndarray, adapter: TrainedAdapter) -> np.ndarray:
     columns = slice(*note.columns) if note.columns else slice(None)
     matrix = as_matrix(note, _moved(note, merged(note, w, adapter.a, adapter.b)))[..., columns]
     norms = np.sqrt((matrix * matrix).sum(-2))
-    if adapter.magnitude is None or (norms.ndim > 1 and norms.size != adapter.b.shape[axes_of(note.kind)[2]]):
+    if adapter.magnitude is None or (
+        norms.ndim > 1 and norms.size != adapter.b.shape[rank_axes(note.kind)[2]]
+    ):
         raise GraphoptError(
             f"weight {note.weight!r}: expected one factor for each output, as slots for DoRA have it, found "
             f"{list(norms.shape)}: merge the adapter, by executor.trained()"

@@ -234,16 +234,8 @@ def _update_in_place(model: ir.Model) -> None:
     graph.sort()
 
 
-def update_model(optimizer: Optimizer, clips: Sequence[Clip]) -> onnx.ModelProto:
-    """Return the model with which onnxruntime-training's Optimizer updates parameters.
-
-    A model may contain only one node with an optimizer's kernel at its top level. Earlier arithmetic, such as momentum,
-    is in a branch of an If, where SGDOptimizerV2 computes a - rate * b in place on sequences. Optimizer stores the
-    moments, also in its checkpoints.
-
-    Raises:
-        GraphoptError: the optimizer or a clipping has no kernel, or parameters are in groups.
-    """
+def _check_options(optimizer: Optimizer) -> None:
+    """Raise an error if Optimizer lacks an option."""
     if optimizer.groups:
         raise GraphoptError(
             f"{type(optimizer).__name__}: groups: expected none on a device, whose Optimizer has one rate and one "
@@ -254,6 +246,19 @@ def update_model(optimizer: Optimizer, clips: Sequence[Clip]) -> onnx.ModelProto
             f"{type(optimizer).__name__}: slot_bits: expected 32 on a device, whose Optimizer keeps float32, "
             f"found {optimizer.slot_bits}: leave it out"
         )
+
+
+def update_model(optimizer: Optimizer, clips: Sequence[Clip]) -> onnx.ModelProto:
+    """Return the model with which onnxruntime-training's Optimizer updates parameters.
+
+    A model may contain only one node with an optimizer's kernel at its top level. Earlier arithmetic, such as momentum,
+    is in a branch of an If, where SGDOptimizerV2 computes a - rate * b in place on sequences. Optimizer stores the
+    moments, also in its checkpoints.
+
+    Raises:
+        GraphoptError: the optimizer or a clipping has no kernel, or parameters are in groups.
+    """
+    _check_options(optimizer)
     lines, gradients = [], "gradients"
     for i, clip in enumerate(clips):
         lines.append(f"clipped_{i} = {_clipping(clip, gradients)}")

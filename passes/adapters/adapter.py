@@ -21,7 +21,7 @@ from graphopt.graph.roles import STATE, Role, role_of
 from graphopt.graph.shapes import ensure_typed
 from graphopt.graph.values import dtype_of, like, name_of
 from graphopt.intervals import within
-from passes.adapters.targets import Target, note_of, targets_in
+from passes.adapters.targets import AdapterTarget, note_of, targets_in
 from passes.parameters import origin_in_file
 from passes.weights.initializers import register
 
@@ -76,11 +76,11 @@ class Adapter(Pass):
         MERGES[cls.__name__] = cls.merge
 
     @abstractmethod
-    def initial(self, target: Target, generator: np.random.Generator) -> dict[str, np.ndarray]:
+    def initial(self, target: AdapterTarget, generator: np.random.Generator) -> dict[str, np.ndarray]:
         """Return the initial values of the weights to add for a target, by the suffixes of their names."""
 
     @abstractmethod
-    def delta(self, op: Emitter, target: Target, x: ir.Value, *values: ir.Value) -> ir.Value:
+    def delta(self, op: Emitter, target: AdapterTarget, x: ir.Value, *values: ir.Value) -> ir.Value:
         """Emit the term to add to a target's output.
 
         Args:
@@ -101,10 +101,10 @@ class Adapter(Pass):
             values: the values of `initial`, in their order, as matrices.
         """
 
-    def check(self, target: Target) -> None:
+    def check(self, target: AdapterTarget) -> None:
         """Raise an error if the options do not fit a target."""
 
-    def noted(self, target: Target) -> dict[str, Any]:
+    def noted(self, target: AdapterTarget) -> dict[str, Any]:
         """Return further fields of the adapter's note."""
         return {}
 
@@ -121,9 +121,9 @@ class Adapter(Pass):
         for targets in self._chosen(model):
             self._adapt(model, targets)
 
-    def _chosen(self, model: ir.Model) -> Iterable[list[Target]]:
+    def _chosen(self, model: ir.Model) -> Iterable[list[AdapterTarget]]:
         """Return the targets of each weight to adapt."""
-        groups: dict[ir.Value, list[Target]] = {}
+        groups: dict[ir.Value, list[AdapterTarget]] = {}
         for target in targets_in(model):
             weight = target.source.weight
             trains = target.source.quantized or origin_in_file(weight).trains
@@ -159,7 +159,7 @@ class Adapter(Pass):
         return name_of(weight) in patterns
 
     def _check_pattern(
-        self, field_name: str, model: ir.Model, groups: Mapping[ir.Value, list[Target]]
+        self, field_name: str, model: ir.Model, groups: Mapping[ir.Value, list[AdapterTarget]]
     ) -> None:
         """Raise an error if one of the patterns of a field matches no weight that an adapter can change."""
         given = getattr(self, field_name)
@@ -179,7 +179,7 @@ class Adapter(Pass):
                 + f"; the model has: {some(names) or 'none'}"
             )
 
-    def _adapt(self, model: ir.Model, targets: Sequence[Target]) -> None:
+    def _adapt(self, model: ir.Model, targets: Sequence[AdapterTarget]) -> None:
         """Add the adapters of a weight, and their terms wherever a node reads it."""
         parts = [(name, columns) for name, columns in self._columns(targets[0]) if not name.startswith("_")]
         added = {
@@ -195,7 +195,7 @@ class Adapter(Pass):
                 term = terms[0] if len(terms) == 1 else op.Concat(*terms, axis=target.axis)
                 _place(model, target, like(op.Add(target.y, term), target.y), uses)
 
-    def _columns(self, target: Target) -> list[tuple[str, tuple[int, int] | None]]:
+    def _columns(self, target: AdapterTarget) -> list[tuple[str, tuple[int, int] | None]]:
         """Return the parts of a target's outputs, by name."""
         if not self.parts:
             return [("", None)]
@@ -212,7 +212,7 @@ class Adapter(Pass):
         ends = np.cumsum([*sizes.values()]).tolist()
         return [(name, (end - size, end)) for (name, size), end in zip(sizes.items(), ends, strict=True)]
 
-    def _values(self, model: ir.Model, target: Target, part: str) -> list[ir.Value]:
+    def _values(self, model: ir.Model, target: AdapterTarget, part: str) -> list[ir.Value]:
         """Add the weights of an adapter, with their notes."""
         stem = f"{target.name}.{part}" if part else target.name
         generator = np.random.default_rng([self.seed, zlib.crc32(stem.encode())])
@@ -233,13 +233,15 @@ class Adapter(Pass):
         return values
 
 
-def _zeros(op: Emitter, target: Target) -> ir.Value:
+def _zeros(op: Emitter, target: AdapterTarget) -> ir.Value:
     """Emit zeros for the outputs of a part without an adapter."""
     shape = op.Concat(op.shape_of(target.y, 0, -1), [target.outputs], axis=0)
     return op.ConstantOfShape(shape, value=ir.tensor([0], dtype=dtype_of(target.y)))
 
 
-def _place(model: ir.Model, target: Target, changed: ir.Value, uses: Sequence[tuple[ir.Node, int]]) -> None:
+def _place(
+    model: ir.Model, target: AdapterTarget, changed: ir.Value, uses: Sequence[tuple[ir.Node, int]]
+) -> None:
     """Let the readers of a target's output read the changed one."""
     y = target.y
     InferenceForm(same_as=0, merged=True).write(changed)
@@ -254,7 +256,7 @@ def _place(model: ir.Model, target: Target, changed: ir.Value, uses: Sequence[tu
         changed.name = name
 
 
-def _check_alike(weight: ir.Value, targets: Sequence[Target]) -> None:
+def _check_alike(weight: ir.Value, targets: Sequence[AdapterTarget]) -> None:
     """Raise an error if nodes read a weight in ways for which one adapter cannot serve."""
     first = targets[0]
     for other in targets[1:]:
@@ -267,7 +269,7 @@ def _check_alike(weight: ir.Value, targets: Sequence[Target]) -> None:
             )
 
 
-def _last_products(model: ir.Model, groups: Mapping[ir.Value, Sequence[Target]]) -> list[ir.Value]:
+def _last_products(model: ir.Model, groups: Mapping[ir.Value, Sequence[AdapterTarget]]) -> list[ir.Value]:
     """Return the weights of products that alone lead to an output and to no other product, as a classifier's head."""
     by_node = {target.node: weight for weight, targets in groups.items() for target in targets}
     found: list[ir.Value] = []

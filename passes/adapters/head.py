@@ -16,7 +16,7 @@ from graphopt.graph.shapes import ensure_typed, infer
 from graphopt.graph.traversal import ancestors
 from graphopt.graph.values import dtype_of, is_floating, name_of
 from graphopt.intervals import within
-from passes.adapters.targets import Convolution, Product, Target, targets_in
+from passes.adapters.targets import AdapterTarget, Convolution, Product, targets_in
 from passes.weights.initializers import register
 
 
@@ -97,7 +97,7 @@ class Head(Pass):
             raise GraphoptError(f"Head: {unknown('output', self.output, outputs)}")
         return outputs[self.output]
 
-    def _target(self, model: ir.Model, output: ir.Value) -> Target:
+    def _target(self, model: ir.Model, output: ir.Value) -> AdapterTarget:
         """Return the last product before an output."""
         by_node = {target.node: target for target in targets_in(model)}
         node = output.producer()

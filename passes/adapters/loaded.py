@@ -11,7 +11,7 @@ import numpy as np
 import onnx_ir as ir
 
 from graphopt.adapters import adapter_file, peft
-from graphopt.adapters.combined import axes_of
+from graphopt.adapters.combined import rank_axes
 from graphopt.adapters.modules import is_turned, parameter_of, widths
 from graphopt.adapters.naming import Names, matched, modules_of, sizes_of
 from graphopt.adapters.peft import Module
@@ -20,7 +20,7 @@ from graphopt.errors import GraphoptError, some
 from graphopt.graph.merging import as_matrix
 from graphopt.graph.metadata import ADAPTER, Kind, Origin
 from graphopt.graph.values import is_floating, name_of
-from passes.adapters.targets import Target, note_of, targets_in
+from passes.adapters.targets import AdapterTarget, note_of, targets_in
 
 _STATISTICS = ("running_mean", "running_var")
 _COUNT = "num_batches_tracked"
@@ -47,14 +47,14 @@ def given_by(model: ir.Model, path: str | os.PathLike[str], names: Names) -> lis
     Raises:
         GraphoptError: it is malformed, or is of another model.
     """
-    known: dict[str, Target] = {}
+    known: dict[str, AdapterTarget] = {}
     for target in targets_in(model):
         known.setdefault(target.name, target)
     place = os.fspath(path)
     return _of_folder(model, place, known, names) if Path(path).is_dir() else _of_file(place, known)
 
 
-def _of_folder(model: ir.Model, place: str, known: Mapping[str, Target], names: Names) -> list[Given]:
+def _of_folder(model: ir.Model, place: str, known: Mapping[str, AdapterTarget], names: Names) -> list[Given]:
     """Return what a folder of peft gives to each weight, and set the weights that trained in full."""
     adapter = peft.read_folder(place)
     modules = {module.path.replace(".base_layer.", "."): module for module in adapter.modules}
@@ -71,7 +71,7 @@ def _of_folder(model: ir.Model, place: str, known: Mapping[str, Target], names: 
     return given
 
 
-def _of_modules(place: str, target: Target, modules: Mapping[str, Module], names: Names) -> Given:
+def _of_modules(place: str, target: AdapterTarget, modules: Mapping[str, Module], names: Names) -> Given:
     """Return what the adapters of a weight's modules give to it."""
     parts = modules_of(target.name, names)
     stabilized, dora = (
@@ -101,10 +101,10 @@ def _of_modules(place: str, target: Target, modules: Mapping[str, Module], names
 
 
 def _in_graph(
-    place: str, target: Target, module: Module, rank: int, scale: float, outputs: int | None = None
+    place: str, target: AdapterTarget, module: Module, rank: int, scale: float, outputs: int | None = None
 ) -> list[np.ndarray]:
     """Return the values of a module's adapter in the layout of the graph, with zeros up to a rank."""
-    axis_a, axis_b, axis = axes_of(target.kind)
+    axis_a, axis_b, axis = rank_axes(target.kind)
     shapes = [list(shape) for shape in target.shapes(module.rank)]
     if outputs is not None:
         shapes[1][axis] = outputs
@@ -132,7 +132,7 @@ def _in_graph(
     return values if module.magnitude is None else [*values, module.magnitude]
 
 
-def _check_dilations(place: str, target: Target, module: Module) -> None:
+def _check_dilations(place: str, target: AdapterTarget, module: Module) -> None:
     """Raise an error for an adapter of a dilated convolution, whose A peft computes without dilations."""
     if any(size > 1 for size in target.node.attributes.get_ints("dilations", [1])):
         raise GraphoptError(
@@ -153,7 +153,7 @@ def _of_groups(a: np.ndarray, groups: int) -> np.ndarray:
     return own
 
 
-def _of_file(place: str, known: Mapping[str, Target]) -> list[Given]:
+def _of_file(place: str, known: Mapping[str, AdapterTarget]) -> list[Given]:
     """Return what an adapter file of ONNX Runtime gives to each weight."""
     arrays = adapter_file.read_adapter_file(Path(place))
     by_weight = {name_of(target.source.weight): target for target in known.values()}
@@ -178,11 +178,11 @@ def _of_file(place: str, known: Mapping[str, Target]) -> list[Given]:
 
 
 def _of_slots(
-    place: str, target: Target, a: np.ndarray | None, b: np.ndarray | None, factor: np.ndarray | None
+    place: str, target: AdapterTarget, a: np.ndarray | None, b: np.ndarray | None, factor: np.ndarray | None
 ) -> Given:
     """Return what the slots of a weight give to it."""
     assert a is not None and b is not None
-    axis = axes_of(target.kind)[0]
+    axis = rank_axes(target.kind)[0]
     rank = a.shape[axis] * (target.groups if axis == 1 else 1) if a.ndim > 1 else 0
     shapes = target.shapes(rank) if rank else ((), ())
     if not rank or (a.shape, b.shape) != shapes or (factor is not None and factor.size != target.outputs):

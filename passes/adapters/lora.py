@@ -23,7 +23,7 @@ from graphopt.graph.shapes import ensure_typed
 from graphopt.intervals import within
 from passes.adapters.adapter import Adapter
 from passes.adapters.loaded import Given, given_by, set_value
-from passes.adapters.targets import Target, note_of
+from passes.adapters.targets import AdapterTarget, note_of
 from passes.differentiate import stop_gradient
 
 
@@ -141,11 +141,11 @@ class LoRA(Adapter):
         """Return the factor of the change."""
         return self.alpha / (self.rank if self.scaling == "standard" else math.sqrt(self.rank))
 
-    def noted(self, target: Target) -> dict[str, Any]:
+    def noted(self, target: AdapterTarget) -> dict[str, Any]:
         stabilized = self.scaling == "rank_stabilized"
         return {"scale": self.scale, "alpha": float(self.alpha), "rank_stabilized": stabilized}
 
-    def check(self, target: Target) -> None:
+    def check(self, target: AdapterTarget) -> None:
         name, groups = target.name, target.groups
         most = min(target.sizes) * groups
         if self.rank > most:
@@ -169,7 +169,7 @@ class LoRA(Adapter):
                 "ones: set dora=False"
             )
 
-    def initial(self, target: Target, generator: np.random.Generator) -> dict[str, np.ndarray]:
+    def initial(self, target: AdapterTarget, generator: np.random.Generator) -> dict[str, np.ndarray]:
         a, b = target.shapes(self.rank)
         bound = 1 / math.sqrt(target.sizes[0])
         if target.kind == "embedding":
@@ -180,7 +180,7 @@ class LoRA(Adapter):
             values = {"lora_A": generator.uniform(-bound, bound, a), "lora_B": np.zeros(b)}
         return {**values, **({"lora_magnitude": _norms(target)} if self.dora else {})}
 
-    def delta(self, op: Emitter, target: Target, x: Value, *values: Value) -> Value:
+    def delta(self, op: Emitter, target: AdapterTarget, x: Value, *values: Value) -> Value:
         a, b, *magnitude = values
         if self.dropout and target.droppable:
             x = op.Dropout(x, op.constant(np.array(self.dropout, np.float32)), op.constant(np.array(True)))
@@ -204,7 +204,7 @@ class LoRA(Adapter):
         return changed
 
 
-def _norms(target: Target) -> np.ndarray:
+def _norms(target: AdapterTarget) -> np.ndarray:
     """Return the norms of the columns of a target's weight, in the shape in which they are stored."""
     numbers = target.numbers().astype(np.float64)
     matrix = as_matrix(note_of(target, LoRA.__name__, ("",)), numbers)

@@ -31,7 +31,7 @@ _SWAPPED = {2: (1, 0), 3: (0, 2, 1)}
 
 
 @dataclass(frozen=True, eq=False)
-class Source:
+class WeightSource:
     """Hold the initializer that a weight comes from, and the moves of its numbers on the way to a product."""
 
     weight: Value
@@ -39,12 +39,12 @@ class Source:
     quantized: bool = False
 
 
-def source_of(x: Value | None) -> Source | None:
+def source_of(x: Value | None) -> WeightSource | None:
     """Return what a weight comes from: an initializer, in another layout or not; None for computed values."""
     moves: list[tuple[str, tuple[int, ...]]] = []
     while x is not None and (node := x.producer()) is not None and node.domain == "":
         if node.op_type == DEQUANTIZE and node.inputs[0] is not None and node.inputs[0].is_initializer():
-            return Source(node.inputs[0], quantized=True)
+            return WeightSource(node.inputs[0], quantized=True)
         if node.op_type == "Transpose":
             perm = node.attributes.get_ints("perm", range(rank(node.outputs[0]))[::-1])
             moves.append(("transpose", tuple(perm)))
@@ -58,11 +58,11 @@ def source_of(x: Value | None) -> Source | None:
             return source if source is not None and source.quantized else None
     if x is None or not x.is_initializer() or x.is_graph_input() or not is_floating(x) or not is_static(x):
         return None
-    return Source(x, tuple(moves[::-1]))
+    return WeightSource(x, tuple(moves[::-1]))
 
 
 @dataclass(frozen=True, eq=False)
-class Target(ABC):
+class AdapterTarget(ABC):
     """Describe a weight w where a node reads it, as an adapter sees it: y = x w, for w of [..., inputs, outputs].
 
     Args:
@@ -76,7 +76,7 @@ class Target(ABC):
 
     node: ir.Node
     index: int
-    source: Source
+    source: WeightSource
     y: Value
     bias: Value | None = None
     columns: tuple[int, int] | None = None
@@ -174,7 +174,7 @@ class Target(ABC):
         return array
 
 
-class Product(Target):
+class Product(AdapterTarget):
     """Multiply by a weight on the right: MatMul, Gemm with or without transposes, MatMulNBits."""
 
     kind = "product"
@@ -246,7 +246,7 @@ def _swapped(op: Emitter, x: Value) -> Value:
     return op.Transpose(x, perm=[*range(rank(x) - 2), rank(x) - 1, rank(x) - 2])
 
 
-class Convolution(Target):
+class Convolution(AdapterTarget):
     """Convolve with the filters of a Conv: a has `count` filters of the same window, and b mixes their channels."""
 
     kind = "convolution"
@@ -308,7 +308,7 @@ class TransposedConvolution(Convolution):
         return op.Reshape(op.Transpose(parts, perm=[0, 1, 3, 2]), [self.groups, -1, second])
 
 
-class Embedding(Target):
+class Embedding(AdapterTarget):
     """Gather rows of a weight: x are indices, which choose rows of a."""
 
     kind = "embedding"
@@ -333,7 +333,7 @@ class Embedding(Target):
 
 
 @dataclass(frozen=True, eq=False)
-class WeightItself(Target):
+class WeightItself(AdapterTarget):
     """Change a weight instead of an output: x is the identity, and y the weight.
 
     Recurrences and bodies of control flow read such weights. Each direction of a recurrence has an adapter.
@@ -393,9 +393,9 @@ class WeightItself(Target):
         return _swapped(op, w) if w is self.w and self.transposed else w
 
 
-def targets_in(model: ir.Model) -> Iterator[Target]:
+def targets_in(model: ir.Model) -> Iterator[AdapterTarget]:
     """Yield the places of the graph where nodes read weights that adapters can change."""
-    inside: dict[Value, Target] = {}
+    inside: dict[Value, AdapterTarget] = {}
     for node in model.graph:
         yield from _recurrences(node)
         yield from _found(node)
@@ -407,13 +407,13 @@ def targets_in(model: ir.Model) -> Iterator[Target]:
         moves = target.moves
         if isinstance(target, Product) and all(perm == _SWAPPED.get(rank(weight)) for _, perm in moves):
             readers = [(node, index) for node, index in weight.uses() if node.graph is not model.graph]
-            source = Source(weight, quantized=target.source.quantized)
+            source = WeightSource(weight, quantized=target.source.quantized)
             yield WeightItself(
                 target.node, target.index, source, weight, transposed=bool(len(moves) % 2), readers=readers
             )
 
 
-def _recurrences(node: ir.Node) -> Iterator[Target]:
+def _recurrences(node: ir.Node) -> Iterator[AdapterTarget]:
     """Yield the weights of a recurrence."""
     for index in (1, 2) if node.domain == "" and node.op_type in RECURRENT else ():
         w = _input(node, index)
@@ -421,7 +421,7 @@ def _recurrences(node: ir.Node) -> Iterator[Target]:
             yield WeightItself(node, index, source, w, readers=((node, index),))
 
 
-_READERS: Mapping[tuple[str, str], Sequence[tuple[int, type[Target]]]] = {
+_READERS: Mapping[tuple[str, str], Sequence[tuple[int, type[AdapterTarget]]]] = {
     **dict.fromkeys((("", "MatMul"), ("", "Gemm")), ((1, Product), (0, LeftProduct))),
     (MICROSOFT, "MatMulNBits"): ((1, Product),),
     ("", "Conv"): ((1, Convolution),),
@@ -430,7 +430,7 @@ _READERS: Mapping[tuple[str, str], Sequence[tuple[int, type[Target]]]] = {
 }
 
 
-def _found(node: ir.Node) -> Iterator[Target]:
+def _found(node: ir.Node) -> Iterator[AdapterTarget]:
     """Yield what a node reads as a weight, if it reads one."""
     readers = _READERS.get((node.domain, node.op_type), ())
     sources = [(index, kind, _source_in(node, index)) for index, kind in readers]
@@ -442,11 +442,11 @@ def _found(node: ir.Node) -> Iterator[Target]:
             yield kind(node, index, source, *_with_bias(node))
 
 
-def _source_in(node: ir.Node, index: int) -> Source | None:
+def _source_in(node: ir.Node, index: int) -> WeightSource | None:
     """Return what an input of a node comes from, if it is a weight."""
     x = node.inputs[index]
     if node.domain != "":
-        return None if x is None else Source(x, quantized=True)
+        return None if x is None else WeightSource(x, quantized=True)
     return source_of(x)
 
 
@@ -470,7 +470,7 @@ def _with_bias(node: ir.Node) -> tuple[Value, Value | None]:
     return y, None
 
 
-def note_of(target: Target, adapter: str, values: tuple[str, ...], **fields: Any) -> Adapted:
+def note_of(target: AdapterTarget, adapter: str, values: tuple[str, ...], **fields: Any) -> Adapted:
     """Return the note of an adapter of a target."""
     source = target.source
     return Adapted(

@@ -67,43 +67,54 @@ def group_query_attention(
     padding, except if `causal` is 0: `seqlens_k` then masks them. `total_sequence_length`, `query_seqlens` and
     `sliding_window_cache` have no effect.
     """
-    for past in (past_key, past_value):
-        if past is not None and past.shape is not None and past.shape[2] != 0:
-            raise GraphoptError(
-                f"its past {past.name!r} is not covered: expected an input that only caches read"
-            )
-    if {k_quant_type, v_quant_type} != {"NONE"}:
-        raise GraphoptError(
-            "its quantized cache is not covered: export with k_quant_type and v_quant_type NONE"
-        )
+    _check_cache(past_key, past_value, k_quant_type, v_quant_type)
     q, k, v = _heads(op, query, key, value, num_heads, kv_num_heads)
     if q_norm_weight is not None and k_norm_weight is not None:
         q = root_mean_square(op, q, q_norm_weight, epsilon=q_norm_epsilon or qk_norm_epsilon)
         k = root_mean_square(op, k, k_norm_weight, epsilon=k_norm_epsilon or qk_norm_epsilon)
     if do_rotary:
-        if cos_cache is None or sin_cache is None:
-            raise GraphoptError("expected inputs cos_cache and sin_cache for do_rotary=1, found none")
-        places = position_ids or TOKEN_POSITIONS.mark(op.Unsqueeze(positions_of(op, q), [0]))
-        turn = {"interleaved": rotary_interleaved}
-        q, k = (rotary_embedding(op, x, places, cos_cache, sin_cache, **turn) for x in (q, k))
+        caches = cos_cache, sin_cache
+        q, k = _rotated(op, (q, k), position_ids, caches, interleaved=rotary_interleaved)
     mask = None
     if causal:
         mask = causal_mask(op, q, k, window=local_window_size)
     elif seqlens_k is not None:
         mask = keys_before(op, k, op.Reshape(seqlens_k, [-1, 1, 1, 1]) + 1)
-    sink = head_sink
     if smooth_softmax and head_sink is None:
-        sink = op.CastLike(op.ConstantOfShape([num_heads]), q)
-    y = attend(
-        op,
-        *(q, k, v, [attention_bias, mask]),
-        heads=num_heads,
-        of_keys=kv_num_heads,
-        scale=scale,
-        softcap=softcap,
-        sink=sink,
-    )
+        head_sink = op.CastLike(op.ConstantOfShape([num_heads]), q)
+    sizes = {"heads": num_heads, "of_keys": kv_num_heads}
+    y = attend(op, q, k, v, [attention_bias, mask], **sizes, scale=scale, softcap=softcap, sink=head_sink)
     return [y, k, v]
+
+
+def _check_cache(past_key: Input, past_value: Input, *kinds: str) -> None:
+    """Raise an error if there is a past, or a cache is quantized."""
+    for past in (past_key, past_value):
+        if past is not None and past.shape is not None and past.shape[2] != 0:
+            raise GraphoptError(
+                f"its past {past.name!r} is not covered: expected an input that only caches read"
+            )
+    if {*kinds} != {"NONE"}:
+        raise GraphoptError(
+            "its quantized cache is not covered: export with k_quant_type and v_quant_type NONE"
+        )
+
+
+def _rotated(
+    op: Emitter,
+    heads: tuple[Value, Value],
+    position_ids: Input,
+    caches: tuple[Input, Input],
+    *,
+    interleaved: int,
+) -> tuple[Value, Value]:
+    """Return query and key rotated by the positions, by default those in the row."""
+    cos, sin = caches
+    if cos is None or sin is None:
+        raise GraphoptError("expected inputs cos_cache and sin_cache for do_rotary=1, found none")
+    places = position_ids or TOKEN_POSITIONS.mark(op.Unsqueeze(positions_of(op, heads[0]), [0]))
+    q, k = (rotary_embedding(op, x, places, cos, sin, interleaved=interleaved) for x in heads)
+    return q, k
 
 
 def _heads(

@@ -18,7 +18,7 @@ from graphopt.graph.emitter import Emitter
 from graphopt.graph.values import wide_type
 
 BLOCK = 256
-LEAST = 4096  # numbers: smaller slots stay whole
+_LEAST = 4096  # numbers: smaller slots stay whole
 _CELLS = 256  # for each factor of e, so that a cell contains at most one bound between two numbers of a table
 
 
@@ -126,6 +126,6 @@ def slot(model: ir.Model, w: ir.Value, name: str, start: np.ndarray, bits: int, 
         bits: 8 or 32.
         signed: whether the numbers may be negative.
     """
-    if bits == 8 and start.size >= LEAST and w.shape is not None and start.shape == tuple(w.shape.numpy()):
+    if bits == 8 and start.size >= _LEAST and w.shape is not None and start.shape == tuple(w.shape.numpy()):
         return QuantizedSlot(model, w, name, start, signed)
     return Slot(model, w, name, start)

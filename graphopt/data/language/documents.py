@@ -22,7 +22,7 @@ _KINDS = ((_TEXT,), (PROMPT, COMPLETION), (MESSAGES,))
 
 
 @dataclass(frozen=True)
-class Sequences:
+class Tokenized:
     """Hold tokens of several texts.
 
     Args:
@@ -38,7 +38,7 @@ class Sequences:
 
 def read_sequences(
     path: str | None, vocabulary: Tokenizer, *, completion_only: bool = False, template: Path | None = None
-) -> Sequences:
+) -> Tokenized:
     """Read a file, or all files of text in a folder, as sequences of tokens; without a path, Python's reference.
 
     Raises:
@@ -132,10 +132,10 @@ def _kind(file: Path, line: int, item: dict[str, Any]) -> tuple[str, ...]:
         return kind
 
 
-def _documents(texts: Iterable[str], vocabulary: Tokenizer) -> Sequences:
+def _documents(texts: Iterable[str], vocabulary: Tokenizer) -> Tokenized:
     """Return texts, each with the token that ends it."""
     tokens = [_ended(found, vocabulary) for found, _ in vocabulary.encoded(texts)]
-    return Sequences(tokens, [np.ones(len(x), np.bool_) for x in tokens], are_documents=True)
+    return Tokenized(tokens, [np.ones(len(x), np.bool_) for x in tokens], are_documents=True)
 
 
 def _ended(tokens: np.ndarray, vocabulary: Tokenizer) -> np.ndarray:
@@ -150,7 +150,7 @@ def _examples(
     vocabulary: Tokenizer,
     completion_only: bool,
     template: Path | None,
-) -> Sequences:
+) -> Tokenized:
     """Return prompts with their completions, or chats, and which tokens the model is to write."""
     plain = [(line, item) for line, item in items if isinstance(item.get(PROMPT), str)]
     if len(plain) == len(items):
@@ -171,7 +171,7 @@ def _marked(
     completion_only: bool,
     *,
     is_ended: bool,
-) -> Sequences:
+) -> Tokenized:
     """Return the tokens of texts, and those in the spans that the model is to write.
 
     A template of chats writes the tokens that start and end a text itself.
@@ -188,4 +188,4 @@ def _marked(
             found = ended
         tokens.append(found)
         counted.append(inside if completion_only else np.ones(len(found), np.bool_))
-    return Sequences(tokens, counted, are_documents=False)
+    return Tokenized(tokens, counted, are_documents=False)

@@ -80,7 +80,7 @@ def _limit(megabytes: int, seconds: int) -> None:
             resource.setrlimit(what, (most, most))
 
 
-def main() -> None:
+def _main() -> None:
     asked, limits = json.loads(sys.stdin.buffer.read())
     _limit(**limits)
     rendered: list[str] = []
@@ -101,4 +101,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    _main()

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from graphopt.data.dataset import TARGET, Array, LazyArray
-from graphopt.data.language.documents import Sequences
+from graphopt.data.language.documents import Tokenized
 from graphopt.errors import GraphoptError
 
 TOKENS, LABELS, COMPLETION = "input_ids", "labels", "completion_mask"
@@ -21,7 +21,7 @@ Pieces = list[tuple[np.ndarray, np.ndarray]]  # the tokens of sequences, and whi
 
 
 def arranged(
-    sequences: Sequences,
+    sequences: Tokenized,
     length: int,
     source: str,
     *,
