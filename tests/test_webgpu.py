@@ -455,7 +455,7 @@ def test_a_process_ends_cleanly(ending: str) -> None:
         env={**os.environ, "PYTHONPATH": paths},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=180,
     )
     assert done.returncode == code, done.stderr
     assert "terminate called" not in done.stderr
