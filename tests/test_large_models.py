@@ -207,7 +207,7 @@ def test_parts_show_that_a_large_array_is_no_constant():
 
 
 LARGE = """
-    import sys, threading, time
+    import os, sys, threading, time
     import numpy as np
     import graphopt, passes
 
@@ -246,8 +246,12 @@ LARGE = """
     executor.save(path + ".state")
     executor.load(path + ".state")
     within("checkpoint", 0.3)
-    graphopt.save(executor.trained(), path + ".trained")
-    print("trained", memory("VmHWM") / size)
+    executor.save_trained(path + ".into", into=path)
+    within("trained into the file", 0.3)
+    assert os.path.getsize(path + ".into.data") >= size
+    os.remove(path + ".into.data")
+    executor.save_trained(path + ".trained")
+    within("trained", 0.3)
     del executor
     again = graphopt.Executor(path + ".step", threads=1)
     assert again.step(x=x, target=x)["loss"] == losses[0]
