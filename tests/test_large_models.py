@@ -20,6 +20,7 @@ import passes
 from graphopt.graph import merging, parts, storage
 from graphopt.graph.mapped import MappedTensor
 from graphopt.inspection.report import report
+from graphopt.runtime import forms
 from graphopt.runtime import frozen as placements
 from graphopt.runtime.frozen import placement_by_size
 from passes.weights.evidence import is_irregular
@@ -241,6 +242,15 @@ def test_the_place_of_weights_follows_from_their_size(mapped, monkeypatch):
     assert graphopt.Executor(step, frozen="packed").frozen == "packed"
     with pytest.raises(graphopt.GraphoptError, match="frozen: expected"):
         graphopt.Executor(step, frozen="sideways")
+
+
+@pytest.mark.parametrize(("frozen", "native"), [("mapped", "auto"), ("low", "auto"), ("low", True)])
+def test_only_who_insists_waits_for_kernels_of_a_large_model(mapped, monkeypatch, frozen, native):
+    asked = []
+    monkeypatch.setattr(forms, "WORTH_COMPILING", 1)
+    monkeypatch.setattr(forms, "lower_to_kernels", lambda *args, **options: asked.append(args))
+    graphopt.Executor(compiled(mapped), frozen=frozen, native=native).step(FEEDS)
+    assert bool(asked) == ((frozen, native) != ("low", "auto"))
 
 
 def test_a_report_says_where_large_frozen_weights_lie(monkeypatch):
