@@ -274,12 +274,14 @@ def _is_open(value: ir.Value) -> bool:
 
 def origin_in_file(value: ir.Value) -> Origin:
     """Return the kind of an initializer from the exporter's records, its uses and its numbers."""
-    if FROZEN.is_set(value):
-        of_data = "statistics of the data that the model was fitted to; unfreeze trains them"
-        return Origin(
-            Kind.CONSTANT, of_data if QUANTIZED.read(value) is None else "packed; unfreeze trains it"
-        )
     uses = list(value.uses())
+    if FROZEN.is_set(value):
+        why = "statistics of the data that the model was fitted to; unfreeze trains them"
+        if QUANTIZED.read(value) is not None:
+            why = "packed; unfreeze trains it"
+        elif any(node.op_type in ("DequantizeLinear", "Gather", "Reshape") for node, _ in uses):
+            why = "a table or scales that an operator keeps; unfreeze trains them"
+        return Origin(Kind.CONSTANT, why)
     if uses and all(node.op_type == "BatchNormalization" and index in (3, 4) for node, index in uses):
         return Origin(Kind.BUFFER, "running statistics")
     if uses and all(node.op_type in ("DequantizeLinear", "QuantizeLinear") and index for node, index in uses):

@@ -206,6 +206,8 @@ class _Column:
             mend = ": reshape each row, which has as many numbers"
         if self._is_text and len(static) == len(found) == 1:
             mend = f": set context={static[0]} and pad_to=context of the data for rows of this length"
+            if self._is_target:
+                mend = ": set axis=-1 of the loss if logits have classes last, or choose loss=causal_language_model"
         raise GraphoptError(
             f"data {self.name!r}: expected rows of shape {_text(list(shape)[1:])}, found {_text(found)}{mend}"
         )
