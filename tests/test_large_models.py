@@ -23,6 +23,7 @@ from graphopt.inspection.report import report
 from graphopt.runtime import forms
 from graphopt.runtime import frozen as placements
 from graphopt.runtime.frozen import placement_by_size
+from graphopt.targets.target import ONNXRUNTIME
 from passes.weights.evidence import is_irregular
 
 STEPS = {"loss": passes.MeanSquaredError(), "optimizer": passes.Adam(0.01)}
@@ -251,6 +252,19 @@ def test_only_who_insists_waits_for_kernels_of_a_large_model(mapped, monkeypatch
     monkeypatch.setattr(forms, "lower_to_kernels", lambda *args, **options: asked.append(args))
     graphopt.Executor(compiled(mapped), frozen=frozen, native=native).step(FEEDS)
     assert bool(asked) == ((frozen, native) != ("low", "auto"))
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"native": False}, {"verify": True}, {"verify": False}], ids=lambda x: str(x)
+)
+def test_by_default_the_plain_step_of_a_large_model_runs(mapped, monkeypatch, options):
+    monkeypatch.delenv("GRAPHOPT_VERIFY", raising=False)
+    lowered = []
+    monkeypatch.setattr(
+        ONNXRUNTIME.__class__, "lower", lambda self, model: lowered.append(model) or model.clone()
+    )
+    graphopt.Executor(compiled(mapped), frozen="low", **options).step(FEEDS)
+    assert bool(lowered) == bool(options)
 
 
 def test_a_report_says_where_large_frozen_weights_lie(monkeypatch):

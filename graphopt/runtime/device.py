@@ -81,7 +81,8 @@ class DeviceOptions(metaclass=Checked):
         verify: compare the first step of each form that was rewritten for speed (fused, kernels, in place, several
             steps per call) with the plain step, once per form on a machine. If they differ by more than rounding, the
             plain step runs and a warning names a reproducer. True compares each time and raises an error, False does
-            not compare; None takes the environment variable GRAPHOPT_VERIFY, or `auto`.
+            not compare; `auto` runs the plain step where `frozen` is `low` and `native` is `auto`, as each step
+            takes long there; None takes the environment variable GRAPHOPT_VERIFY, or `auto`.
         session_options: options of ONNX Runtime's sessions by name: attributes of SessionOptions, such as
             `inter_op_num_threads`, and configuration entries, such as `session.intra_op.allow_spinning`. Options that
             read or write files are not supported, because recipes may set them.

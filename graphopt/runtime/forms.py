@@ -139,6 +139,8 @@ class StepForms:
     def _for_runtime(self) -> BoundSession:
         """Return the graph lowered for the runtime, or the plain one if that fails."""
         target, device = self._device.runtime_target, self._device
+        if self._is_low and target is ONNXRUNTIME and device.native == device.verify == "auto":
+            return self._plain()
         name = "several steps per call" if self._several else f"the step for {target.name}"
         try:
             lowered = target.lower(self._model)
