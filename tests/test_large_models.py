@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 import subprocess
@@ -16,11 +17,13 @@ from builders import mlp, model
 
 import graphopt
 import passes
-from graphopt.graph import storage
+from graphopt.graph import merging, parts, storage
 from graphopt.graph.mapped import MappedTensor
 from graphopt.inspection.report import report
+from graphopt.runtime import forms
 from graphopt.runtime import frozen as placements
 from graphopt.runtime.frozen import placement_by_size
+from graphopt.targets.target import ONNXRUNTIME
 from passes.weights.evidence import is_irregular
 
 STEPS = {"loss": passes.MeanSquaredError(), "optimizer": passes.Adam(0.01)}
@@ -136,6 +139,78 @@ def test_a_file_that_changes_beneath_its_weights_is_an_error(mapped):
     executor.step(FEEDS)
 
 
+def test_a_trained_file_is_the_same_however_it_is_written(mapped, tmp_path, monkeypatch):
+    """Weights by reference, merged adapters, slots, and the file that was compiled; in one file and in two."""
+    monkeypatch.setattr(merging, "_LAZY_FROM", 1)
+    steps = [compiled(mapped), graphopt.compile(mapped, adapter=passes.LoRA("fc*.weight", rank=2), **STEPS)]
+    for step, options in itertools.product(steps, ({}, {"into": mapped}, {"into": ir.load(mapped)})):
+        executor = graphopt.Executor(step)
+        executor.step(FEEDS)
+        if step is steps[1] and options and isinstance(options["into"], ir.Model):
+            options = {**options, "adapters": "slots"}
+        proto = executor.trained(**options)
+        assert not any(x.external_data for x in proto.graph.initializer)
+        onnx.save(proto, tmp_path / "plain.onnx")
+        executor.save_trained(tmp_path / "one.onnx", **options)
+        assert (tmp_path / "one.onnx").read_bytes() == (tmp_path / "plain.onnx").read_bytes()
+        with monkeypatch.context() as context:
+            context.setattr(parts, "LIMIT", 1000)
+            context.setattr(storage, "LIMIT", 1000)
+            for name in ("usual", "streamed"):
+                (tmp_path / name).mkdir(exist_ok=True)
+            graphopt.save(proto, tmp_path / "usual" / "m.onnx")
+            context.setattr(parts.ModelParts, "message", None)
+            executor.save_trained(tmp_path / "streamed" / "m.onnx", **options)
+        for name in ("m.onnx", "m.onnx.data"):
+            assert (tmp_path / "streamed" / name).read_bytes() == (tmp_path / "usual" / name).read_bytes()
+        found = [
+            graphopt.run(tmp_path / name, {"x": FEEDS["x"]})["out"] for name in ("one.onnx", "usual/m.onnx")
+        ]
+        np.testing.assert_array_equal(*found)
+
+
+def test_a_trained_file_may_replace_the_one_that_is_mapped(mapped, monkeypatch):
+    monkeypatch.setattr(parts, "LIMIT", 1000)
+    executor = graphopt.Executor(compiled(mapped), frozen="mapped")
+    executor.step(FEEDS)
+    path = mapped.with_name("w.onnx")
+    path.with_name("w.onnx.data").write_bytes(mapped.with_name("w").read_bytes())
+    proto = onnx.load(mapped, load_external_data=False)
+    for tensor in proto.graph.initializer:
+        tensor.external_data[0].value = "w.onnx.data"
+    path.write_bytes(proto.SerializeToString())
+    other = graphopt.Executor(compiled(path), frozen="mapped")
+    other.step(FEEDS)
+    predicted = other.predict(FEEDS)["out"]
+    other.save_trained(path)
+    np.testing.assert_array_equal(other.predict(FEEDS)["out"], predicted)
+    np.testing.assert_allclose(graphopt.run(path, {"x": FEEDS["x"]})["out"], predicted, rtol=1e-5)
+
+
+def test_a_trained_file_is_not_written_from_weights_that_have_changed(mapped, tmp_path):
+    executor = graphopt.Executor(compiled(mapped))
+    os.utime(mapped.with_name("w"), ns=(1, 1))
+    for call in (executor.trained, lambda: executor.save_trained(tmp_path / "trained.onnx")):
+        with pytest.raises(graphopt.GraphoptError, match="found a file that has changed since"):
+            call()
+    with pytest.raises(
+        graphopt.GraphoptError, match=r"save_trained: into: expected the model that gets slots"
+    ):
+        executor.save_trained(tmp_path / "trained.onnx", adapters="slots")
+    assert not (tmp_path / "trained.onnx").exists()
+
+
+def test_a_weight_that_differs_from_the_file_is_found_wherever_it_lies(mapped):
+    executor = graphopt.Executor(compiled(mapped))
+    weights = mapped.with_name("w")
+    content = bytearray(weights.read_bytes())
+    content[100] ^= 1
+    weights.unlink()  # the mapped one stays
+    weights.write_bytes(content)
+    with pytest.raises(graphopt.GraphoptError, match="expected the numbers of the file that was compiled"):
+        executor.trained(into=mapped)
+
+
 @pytest.mark.parametrize("kind", ["symbolic", "hard", "outside", "short"])
 def test_weights_behind_links_are_not_mapped(mapped, kind):
     weights = mapped.with_name("w")
@@ -168,6 +243,28 @@ def test_the_place_of_weights_follows_from_their_size(mapped, monkeypatch):
     assert graphopt.Executor(step, frozen="packed").frozen == "packed"
     with pytest.raises(graphopt.GraphoptError, match="frozen: expected"):
         graphopt.Executor(step, frozen="sideways")
+
+
+@pytest.mark.parametrize(("frozen", "native"), [("mapped", "auto"), ("low", "auto"), ("low", True)])
+def test_only_who_insists_waits_for_kernels_of_a_large_model(mapped, monkeypatch, frozen, native):
+    asked = []
+    monkeypatch.setattr(forms, "WORTH_COMPILING", 1)
+    monkeypatch.setattr(forms, "lower_to_kernels", lambda *args, **options: asked.append(args))
+    graphopt.Executor(compiled(mapped), frozen=frozen, native=native).step(FEEDS)
+    assert bool(asked) == ((frozen, native) != ("low", "auto"))
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"native": False}, {"verify": True}, {"verify": False}], ids=lambda x: str(x)
+)
+def test_by_default_the_plain_step_of_a_large_model_runs(mapped, monkeypatch, options):
+    monkeypatch.delenv("GRAPHOPT_VERIFY", raising=False)
+    lowered = []
+    monkeypatch.setattr(
+        ONNXRUNTIME.__class__, "lower", lambda self, model: lowered.append(model) or model.clone()
+    )
+    graphopt.Executor(compiled(mapped), frozen="low", **options).step(FEEDS)
+    assert bool(lowered) == bool(options)
 
 
 def test_a_report_says_where_large_frozen_weights_lie(monkeypatch):
@@ -207,7 +304,7 @@ def test_parts_show_that_a_large_array_is_no_constant():
 
 
 LARGE = """
-    import sys, threading, time
+    import os, sys, threading, time
     import numpy as np
     import graphopt, passes
 
@@ -246,8 +343,12 @@ LARGE = """
     executor.save(path + ".state")
     executor.load(path + ".state")
     within("checkpoint", 0.3)
-    graphopt.save(executor.trained(), path + ".trained")
-    print("trained", memory("VmHWM") / size)
+    executor.save_trained(path + ".into", into=path)
+    within("trained into the file", 0.3)
+    assert os.path.getsize(path + ".into.data") >= size
+    os.remove(path + ".into.data")
+    executor.save_trained(path + ".trained")
+    within("trained", 0.3)
     del executor
     again = graphopt.Executor(path + ".step", threads=1)
     assert again.step(x=x, target=x)["loss"] == losses[0]

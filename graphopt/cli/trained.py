@@ -29,7 +29,6 @@ from graphopt.graph.merging import adapted
 from graphopt.graph.metadata import Caches, TargetSpec, labels_in, original_name
 from graphopt.graph.postprocessing import standing_for
 from graphopt.graph.roles import STATE, Role, role_of, with_role
-from graphopt.graph.storage import save
 from graphopt.graph.values import name_of
 from graphopt.runtime.checkpoint import load_state, save_state
 from graphopt.runtime.executor import Executor
@@ -146,7 +145,7 @@ def _step_of(run: Path) -> Path | None:
 def write_trained(recipe: Recipe, executor: Executor, folder: Path) -> Path:
     """Write trained.onnx to the folder of a run; with adapters of low rank, also the file of these, and their state."""
     notes, (file, state) = [note for _, note in adapted(executor.model)], ADAPTER_FILES
-    save(recipe.inference(executor), folder / MODEL)
+    recipe.save_trained(executor, folder / MODEL)
     if notes:
         values = {
             name: x for name, x in executor.parameters.items() if any(name in note.values for note in notes)

@@ -107,7 +107,7 @@ def _merged(model: ir.Model, adapter: Path) -> ir.Model:
     prepared = Pipeline(**steps, parameters=passes.Parameters())(load(model))
     initial = prepared.graph.initializers.items()
     state = {name: x.const_value.numpy() for name, x in initial if x.const_value is not None}
-    return load(trained_into(prepared, state, model, slots=False))
+    return load(trained_into(prepared, state, model, slots=False).message())
 
 
 def _no_adapter(path: Path) -> GraphoptError:

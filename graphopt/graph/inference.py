@@ -16,6 +16,7 @@ from graphopt.graph import metadata
 from graphopt.graph.merging import merged_weights
 from graphopt.graph.metadata import Detached, InferenceForm
 from graphopt.graph.opsets import ir_version_of, rewrite_in, versions_of
+from graphopt.graph.parts import ModelParts
 from graphopt.graph.postprocessing import restore, restore_notes, store
 from graphopt.graph.rewriting import interface_kept, needed, protect
 from graphopt.graph.roles import STATE, Role, role_of, with_role
@@ -131,11 +132,22 @@ def _operator(
 def trained(
     model: ir.Model,
     state: Mapping[str, np.ndarray],
-    outputs: Sequence[str] | None = None,
     *,
     as_stored: bool = True,
     adapters: _Adapters = "merged",
 ) -> onnx.ModelProto:
+    """Return the inference model inside a training graph as one message; see `trained_parts`."""
+    return trained_parts(model, state, as_stored=as_stored, adapters=adapters).message()
+
+
+def trained_parts(
+    model: ir.Model,
+    state: Mapping[str, np.ndarray],
+    outputs: Sequence[str] | None = None,
+    *,
+    as_stored: bool = True,
+    adapters: _Adapters = "merged",
+) -> ModelParts:
     """Return the inference model inside a training graph, with the values of `state` as its weights.
 
     Inputs, outputs and weights have the names of the model that was compiled. The file has the opset and IR version
@@ -160,13 +172,14 @@ def trained(
         value.name = metadata.original_name(value)
         if value.name in graph.initializers:
             raise metadata.malformed(value, metadata.ORIGINAL_NAME.key, "a name that no other value has")
-        array = changed.pop(value.name, array)
-        value.const_value = ir.tensor(array, name=value.name)
+        value.const_value = changed.pop(value.name, None) or ir.tensor(array)
+        value.const_value.name = value.name
         graph.register_initializer(value)
     for value in list(graph.initializers.values()):
         value.name = metadata.original_name(value)
         if value.name in changed:
-            value.const_value = ir.tensor(changed.pop(value.name), name=value.name)
+            value.const_value = changed.pop(value.name)
+            value.const_value.name = value.name
     if as_stored:
         store(inference)
     for value in [*graph.inputs, *graph.outputs, *graph.initializers.values()]:
@@ -175,11 +188,11 @@ def trained(
         setattr(inference, name, getattr(model, name))
     metadata.copy(model, inference)
     metadata.remove_own(inference)
-    proto = _as_it_came(inference, model)
-    return proto if outputs is None else _computing(proto, outputs)
+    found = _as_it_came(inference, model)
+    return found if outputs is None else ModelParts(_computing(found.proto, outputs), found.weights)
 
 
-def _as_it_came(inference: ir.Model, model: ir.Model) -> onnx.ModelProto:
+def _as_it_came(inference: ir.Model, model: ir.Model) -> ModelParts:
     """Restore an inference model's detached outputs, and the opset and IR version of the original file.
 
     If an operator has no equivalent in that opset, use the lowest opset that has one.
@@ -195,14 +208,15 @@ def _as_it_came(inference: ir.Model, model: ir.Model) -> onnx.ModelProto:
     if version != opset or inference.functions:
         ir_version = max(ir_version, ir_version_of(version), 8 if inference.functions else 0)
     inference.ir_version = ir_version
-    proto = ir.to_proto(inference)
+    whole = ModelParts.of(inference)
+    proto = whole.proto
     parts = [ir.to_proto(rewritten[i]) if i in rewritten else part for i, part in enumerate(parts)]
     if parts:
         restore(proto, parts, detached.outputs)
     restore_notes(proto, model)
     if ir_version < INITIALIZERS_ALONE_SINCE:
         declare_inputs(proto.graph, proto.graph.initializer)
-    return proto
+    return whole
 
 
 def _computing(proto: onnx.ModelProto, outputs: Sequence[str]) -> onnx.ModelProto:

@@ -18,9 +18,18 @@ from graphopt.graph import checking
 from graphopt.graph.limits import Limits, check_size, limits_of, set_limits
 from graphopt.graph.not_a_model import not_a_model
 from graphopt.graph.operators import MICROSOFT, RUNTIMES_OWN, formal_of, schema_of
+from graphopt.graph.parts import ModelParts
 from graphopt.graph.postprocessing import detach_outputs
 from graphopt.graph.shown import shown
-from graphopt.graph.storage import WeightPlaces, outline, parsed, read_external, read_proto, take_weights
+from graphopt.graph.storage import (
+    WeightPlaces,
+    Weights,
+    outline,
+    parsed,
+    read_external,
+    read_proto,
+    take_weights,
+)
 
 ONNX = ("", "ai.onnx")  # both names of ONNX's domain
 # Operators that onnxruntime-training has only in ONNX's domain. The checker gets a copy with another domain.
@@ -78,25 +87,28 @@ def load(source: Source, *, limits: Limits | None = None) -> ir.Model:
     return shown(model)
 
 
-def read_original(source: Source) -> onnx.ModelProto:
-    """Return a copy of a model as it is in a file or in memory, with all its weights.
+def read_original(source: Source) -> ModelParts:
+    """Return a copy of a model as it is in a file or in memory; large weights in files are mapped, not copied.
 
     Raises:
         GraphoptError: the file is missing, or is not a valid ONNX model.
     """
     if isinstance(source, ir.Model):
-        return ir.to_proto(source)
+        model = _cloned(source)
+        read_external(model)
+        return ModelParts.of(model)
     _, read, places = _read(source, Limits())
-    proto = onnx.ModelProto()
-    proto.CopyFrom(read)
+    proto = read
+    if read is source:
+        proto = onnx.ModelProto()
+        proto.CopyFrom(read)
     checking.check_proto(proto, {name: length for name, (_, _, length) in places.items()})
+    weights: Weights = {}
     for tensor in proto.graph.initializer:
         if tensor.name in places:
-            file, start, length = places[tensor.name]
-            tensor.raw_data = file.bytes[start : start + length].tobytes()
-            tensor.ClearField("data_location")
-            del tensor.external_data[:]
-    return proto
+            file, start, _ = places[tensor.name]
+            weights[tensor.name] = file.tensor(ir.serde.deserialize_tensor(tensor), start)
+    return ModelParts(proto, weights)
 
 
 def _shape_of_initial(value: ir.Value, dims: Sequence[int]) -> ir.Shape:

@@ -53,6 +53,11 @@ class MappedFile:
                 "model again, and write new weights to another file"
             )
 
+    def is_same(self, other: MappedFile) -> bool:
+        """Return whether another mapping shows the same file, unchanged since both were made."""
+        own, others = os.fstat(self._handle), os.fstat(other._handle)
+        return os.path.samestat(own, others) and self._facts == other._facts == self._now()
+
     def _now(self) -> tuple[int, int]:
         status = os.fstat(self._handle)
         return status.st_size, status.st_mtime_ns
@@ -90,6 +95,17 @@ class MappedTensor(ir.Tensor[np.ndarray]):
     def __init__(self, array: np.ndarray, dtype: ir.DataType, *, file: MappedFile) -> None:
         super().__init__(array, dtype)
         self.file = file
+
+    def is_at_place_of(self, other: ir.TensorProtocol) -> bool:
+        """Return whether another tensor has the same bytes of the same file."""
+        return (
+            isinstance(other, MappedTensor)
+            and self.file.is_same(other.file)
+            and (self._place(), self.nbytes) == (other._place(), other.nbytes)
+        )
+
+    def _place(self) -> int:
+        return int(self.numpy().ctypes.data - self.file.bytes.ctypes.data)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copy the numbers: another process does not share the mapping."""

@@ -6,7 +6,8 @@ the elements of a filter's window.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 
 import numpy as np
 import onnx_ir as ir
@@ -17,6 +18,7 @@ from graphopt.graph.metadata import Adapted
 from graphopt.graph.state import initial
 from graphopt.graph.values import name_of
 
+_LAZY_FROM = 2**24  # bytes of a weight
 Merge = Callable[..., np.ndarray]
 
 MERGES: dict[str, Merge] = {}  # by the name of an adapter's class: w' = merge(w, scale, *values), of matrices
@@ -29,8 +31,10 @@ def adapted(model: ir.Model) -> Iterator[tuple[ir.Value, Adapted]]:
             yield value, note
 
 
-def merged_weights(model: ir.Model, state: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+def merged_weights(model: ir.Model, state: Mapping[str, np.ndarray]) -> dict[str, ir.TensorProtocol]:
     """Return the weights with the adapters of a training graph, by their names in the original model.
+
+    Large ones are computed when they are read.
 
     Args:
         model: the training graph.
@@ -41,22 +45,30 @@ def merged_weights(model: ir.Model, state: Mapping[str, np.ndarray]) -> dict[str
     """
     notes = [note for _, note in adapted(model)]
     arrays = dict(_arrays(model, state)) if notes else {}
-    weights: dict[str, np.ndarray] = {}
+    weights: dict[str, ir.TensorProtocol] = {}
     for note in notes:
         if note.quantized:
             raise GraphoptError(
                 f"weight {note.weight!r}: expected floating-point numbers to merge an adapter into, found integers: "
                 "save the adapter alone, or the model with slots"
             )
-        w = weights.get(note.weight, arrays.get(note.weight))
-        values = [arrays.get(name) for name in note.values]
-        if w is None or any(x is None for x in values):
+        values = [arrays[name] for name in note.values if name in arrays]
+        if note.weight not in arrays or len(values) < len(note.values):
             missing = next(name for name in (note.weight, *note.values) if name not in arrays)
             raise GraphoptError(
                 f"adapter of {note.weight!r}: expected the value {missing!r}, found none in the graph"
             )
-        weights[note.weight] = merged(note, w, *(x for x in values if x is not None))
+        base = weights.get(note.weight) or ir.tensor(arrays[note.weight])
+        merge = partial(_merged, note, base, values)
+        is_small = base.nbytes < _LAZY_FROM
+        weights[note.weight] = (
+            merge() if is_small else ir.LazyTensor(merge, base.dtype, ir.Shape(base.shape.numpy()))
+        )
     return weights
+
+
+def _merged(note: Adapted, base: ir.TensorProtocol, values: Sequence[np.ndarray]) -> ir.TensorProtocol:
+    return ir.tensor(merged(note, base.numpy(), *values))
 
 
 def _arrays(model: ir.Model, state: Mapping[str, np.ndarray]) -> Iterable[tuple[str, np.ndarray]]:

@@ -15,8 +15,10 @@ from graphopt.errors import GraphoptError
 from graphopt.graph.checking import messages_of
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.loading import ONNX
+from graphopt.graph.mapped import MappedTensor
 from graphopt.graph.merging import adapted
 from graphopt.graph.metadata import Folded, original_name
+from graphopt.graph.parts import ModelParts, are_equal
 from graphopt.graph.roles import Role, with_role
 from graphopt.graph.traversal import ancestors, extracted_between
 from graphopt.graph.values import is_floating, name_of, tensor_bytes
@@ -52,9 +54,7 @@ def note_fold(model: ir.Model, value: ir.Value, computed: ir.Value) -> None:
     Folded({**folds.parts, name_of(value): ir.to_proto(part).SerializeToString()}).write(model)
 
 
-def write_weights(
-    original: onnx.ModelProto, trained: onnx.ModelProto, model: ir.Model, *, merged: bool = True
-) -> None:
+def write_weights(original: ModelParts, trained: ModelParts, model: ir.Model, *, merged: bool = True) -> None:
     """Replace the weights of the file that was compiled by those of its trained inference model.
 
     Args:
@@ -67,13 +67,13 @@ def write_weights(
         GraphoptError: the file is not the one that was compiled: it lacks a weight, or a weight that does not train has
             other numbers.
     """
-    weights = {x.name: x for x in trained.graph.initializer}
+    weights = {x.name: x for x in trained.proto.graph.initializer}
     notes = [note for _, note in adapted(model)]
     changed = {original_name(x) for x in with_role(model, Role.PARAMETER, Role.STATISTIC)}
     changed = {*changed, *(note.weight for note in notes if merged)}.difference(
         *(note.values for note in notes)
     )
-    places, folds = _places(original), (Folded.read(model) or Folded({})).models()
+    places, folds = _places(original.proto), (Folded.read(model) or Folded({})).models()
     folds = {name: part for name, part in folds.items() if name in places}
     sources = {x.name for part in folds.values() for x in part.graph.input}
     for name in sorted(changed - sources - places.keys()):
@@ -84,13 +84,17 @@ def write_weights(
     reshaped = False
     for name, tensors in places.items():
         if name in folds:
-            weights[name] = onnx.numpy_helper.from_array(_computed(name, folds, weights), name)
+            weights[name] = onnx.numpy_helper.from_array(_computed(name, folds, weights, trained), name)
         if name in weights:
             before = [*tensors[0].dims]
-            _replace(tensors, weights[name], name, name in changed or name in folds)
+            alike = _alike(tensors, weights[name], name, name in changed or name in folds)
+            if name in changed or name in folds:
+                _replace(alike, weights[name], original, trained)
+            else:
+                _check_unchanged(alike, weights[name], original, trained)
             reshaped = reshaped or [*tensors[0].dims] != before
     if reshaped:
-        _redeclare(original, trained)
+        _redeclare(original.proto, trained.proto)
 
 
 def _redeclare(original: onnx.ModelProto, trained: onnx.ModelProto) -> None:
@@ -102,8 +106,10 @@ def _redeclare(original: onnx.ModelProto, trained: onnx.ModelProto) -> None:
             y.type.CopyFrom(types[y.name])
 
 
-def _replace(tensors: Sequence[onnx.TensorProto], new: onnx.TensorProto, name: str, changes: bool) -> None:
-    """Replace the tensors of a name, of which bodies may have some; raise an error if none is the training graph's."""
+def _alike(
+    tensors: Sequence[onnx.TensorProto], new: onnx.TensorProto, name: str, changes: bool
+) -> Sequence[onnx.TensorProto]:
+    """Return the tensors that a weight stands for, of those of its name; raise an error if none may be replaced."""
     typed = [x for x in tensors if (x.data_type, len(x.dims)) == (new.data_type, len(new.dims))]
     alike = [x for x in typed if x.dims == new.dims]
     if changes and not alike:  # passes.Head changes the number of classes
@@ -114,15 +120,36 @@ def _replace(tensors: Sequence[onnx.TensorProto], new: onnx.TensorProto, name: s
         raise GraphoptError(
             f"into: weight {name!r}: expected the file that was compiled, with {kinds[0]}, found {kinds[1]}"
         )
-    for old in alike if changes else ():
+    return alike
+
+
+def _replace(
+    tensors: Sequence[onnx.TensorProto], new: onnx.TensorProto, original: ModelParts, trained: ModelParts
+) -> None:
+    """Replace tensors of the file by a weight of its trained inference model."""
+    for old in tensors:
         own = old.name, old.doc_string
         old.CopyFrom(new)
         old.name, old.doc_string = own
-    numbers = None if changes or not alike else onnx.numpy_helper.to_array(new).tobytes()
-    if numbers is not None and all(onnx.numpy_helper.to_array(x).tobytes() != numbers for x in alike):
+        if trained.refers(new):
+            original.weights[old.name] = trained.weights[new.name]
+
+
+def _check_unchanged(
+    tensors: Sequence[onnx.TensorProto], new: onnx.TensorProto, original: ModelParts, trained: ModelParts
+) -> None:
+    """Raise an error if no tensor of the file has the numbers of a weight that does not train."""
+    weight = trained.weights.get(new.name) if trained.refers(new) else None
+    if isinstance(weight, MappedTensor):
+        for old in [x for x in tensors if original.refers(x)]:
+            if weight.is_at_place_of(original.weights[old.name]):
+                original.weights[old.name] = weight  # whose pages are in memory
+                return
+    numbers = trained.numbers(new)
+    if tensors and not any(are_equal(original.numbers(x), numbers) for x in tensors):
         raise GraphoptError(
-            f"into: weight {name!r}, which does not train: expected the numbers of the file that was compiled, found "
-            "others"
+            f"into: weight {new.name!r}, which does not train: expected the numbers of the file that was compiled, "
+            "found others"
         )
 
 
@@ -139,7 +166,11 @@ def _places(model: onnx.ModelProto) -> dict[str, list[onnx.TensorProto]]:
 
 
 def _computed(
-    name: str, folds: dict[str, onnx.ModelProto], weights: dict[str, onnx.TensorProto], depth: int = 0
+    name: str,
+    folds: dict[str, onnx.ModelProto],
+    weights: dict[str, onnx.TensorProto],
+    trained: ModelParts,
+    depth: int = 0,
 ) -> np.ndarray:
     """Return the numbers of an initializer of the file that is computed from weights."""
     part = folds[name]
@@ -148,8 +179,8 @@ def _computed(
             raise GraphoptError(
                 f"into: weight {name!r}: expected the weight {x!r} that it is made of, found none"
             )
-        weights[x] = onnx.numpy_helper.from_array(_computed(x, folds, weights, depth + 1), x)
-    feeds = {x.name: onnx.numpy_helper.to_array(weights[x.name]) for x in part.graph.input}
+        weights[x] = onnx.numpy_helper.from_array(_computed(x, folds, weights, trained, depth + 1), x)
+    feeds = {x.name: trained.numbers(weights[x.name]) for x in part.graph.input}
     _check_small(part, name, sum(array.size for array in feeds.values()))
     (numbers,) = ReferenceEvaluator(part).run(None, feeds)
     return np.asarray(numbers)

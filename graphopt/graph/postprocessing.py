@@ -6,6 +6,7 @@ These are outputs that cannot be trained on (labels, maps), documentation, and t
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -182,10 +183,15 @@ def store(model: ir.Model) -> None:
     RemoveUnusedNodesPass()(model)
     for value in graph.initializers.values():
         stored_type = STORED_TYPE.read(value)
-        if stored_type is not None and value.const_value is not None:
+        if stored_type is not None and (tensor := value.const_value) is not None:
             dtype = ir.DataType[stored_type]
-            value.const_value = ir.tensor(value.const_value.numpy().astype(dtype.numpy()), name=value.name)
+            rounded = partial(_rounded, tensor, dtype)
+            value.const_value = ir.LazyTensor(rounded, dtype, ir.Shape(tensor.shape.numpy()), name=value.name)
             value.type = ir.TensorType(dtype)
+
+
+def _rounded(tensor: ir.TensorProtocol, dtype: ir.DataType) -> ir.TensorProtocol:
+    return ir.tensor(tensor.numpy().astype(dtype.numpy()))
 
 
 def _computed(model: ir.Model, weight: ir.Value, y: ir.Value) -> ir.TensorProtocol:

@@ -72,7 +72,7 @@ def message(model: ir.Model) -> tuple[bytes, Weights]:
 
 def skeleton(model: ir.Model) -> tuple[bytes, Weights]:
     """Return a model as bytes without its large weights, to which it refers as external data, and these by name."""
-    with _external(model) as weights:
+    with external(model) as weights:
         return whole(model), weights
 
 
@@ -122,7 +122,7 @@ def model_digest(model: ir.Model) -> str:
 
 def without_weights(model: ir.Model) -> onnx.ModelProto:
     """Return a copy of a model in which large weights are inputs."""
-    with _external(model) as weights:
+    with external(model) as weights:
         proto = ir.to_proto(model)
     _make_inputs(proto.graph, weights)
     return proto
@@ -137,7 +137,7 @@ def message_without_weights(
         is_taken: whether to take a weight out.
     """
     outputs = {x.const_value for x in model.graph.outputs}  # an input cannot be an output
-    with _external(model, lambda x: x not in outputs and is_taken(x)) as weights, _runtimes_domains(model):
+    with external(model, lambda x: x not in outputs and is_taken(x)) as weights, _runtimes_domains(model):
         proto = ir.to_proto(model)
     _make_inputs(proto.graph, weights)
     return _bytes(proto), weights
@@ -207,20 +207,44 @@ def save(model: ir.Model | onnx.ModelProto, path: str | os.PathLike[str]) -> Non
     if not isinstance(model, ir.Model | onnx.ModelProto):
         raise not_a_model(model, "save")
     check_path(path, "save", "save(model, 'model.onnx')")
+    path = path_of_file(path, "save")
+    if isinstance(model, onnx.ModelProto):
+        if is_large(model):
+            write_large(ir.from_proto(model), path)
+        else:
+            write_message(model, path)
+        return
+    with _runtimes_domains(model):
+        if is_large(model):
+            write_large(model, path)
+        else:
+            write_message(ir.to_proto(model), path)
+
+
+def path_of_file(path: str | os.PathLike[str], call: str) -> Path:
+    """Return a path that names a file, or raise an error."""
     path = Path(path)
     if not path.name:
-        raise GraphoptError(f"save: expected the path of a file, found {os.fspath(path)!r}")
-    domains = _runtimes_domains(model) if isinstance(model, ir.Model) else contextlib.nullcontext()
-    with replacing(path) as temporary, domains:
-        if not is_large(model):
-            onnx.save(ir.to_proto(model) if isinstance(model, ir.Model) else model, temporary)
-            return
-        large = model if isinstance(model, ir.Model) else ir.from_proto(model)
-        with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as folder:
-            written, data = Path(folder, path.name), f"{path.name}.data"
-            ir.save(large, written, external_data=data, alignment=_PAGE, align_threshold=0)
-            os.replace(written, temporary)
-            os.replace(written.with_name(data), path.with_name(data))
+        raise GraphoptError(f"{call}: expected the path of a file, found {os.fspath(path)!r}")
+    return path
+
+
+def write_message(proto: onnx.ModelProto, path: Path) -> None:
+    """Write a model to one file atomically."""
+    with replacing(path) as temporary:
+        onnx.save(proto, temporary)
+
+
+def write_large(model: ir.Model, path: Path) -> None:
+    """Write a model to a file, and its weights, one at a time, to another beside it."""
+    with (
+        replacing(path) as temporary,
+        tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as folder,
+    ):
+        written, data = Path(folder, path.name), f"{path.name}.data"
+        ir.save(model, written, external_data=data, alignment=_PAGE, align_threshold=0)
+        os.replace(written, temporary)
+        os.replace(written.with_name(data), path.with_name(data))
 
 
 def read_proto(path: Path, limits: Limits) -> tuple[onnx.ModelProto, WeightPlaces]:
@@ -335,7 +359,7 @@ def _map_external(values: Iterable[ir.Value]) -> None:
 
 
 @contextlib.contextmanager
-def _external(
+def external(
     model: ir.Model, is_taken: Callable[[ir.TensorProtocol], bool] = lambda tensor: True
 ) -> Iterator[Weights]:
     """Yield the large weights of a model by name; inside the block, the model refers to them as external data."""

@@ -72,15 +72,17 @@ class DeviceOptions(metaclass=Checked):
             with Linux and x86-64 only. Other code in the calling thread is not affected.
         native: lower steps to the machine: compile kernels for it with the system's C compiler. `auto` does so on the
             CPU for models of 10,000 parameters or more without 16-bit floats, keeps the faster form, and runs the
-            graph as it is without a compiler; True insists; None takes the environment variable GRAPHOPT_NATIVE, or
-            `auto`.
+            graph as it is without a compiler, or where `frozen` is `low`, as for files from 2 GB: there, compiling
+            and measuring both forms would take minutes. True insists; None takes the environment variable
+            GRAPHOPT_NATIVE, or `auto`.
         target: what steps are lowered for: `native` and `onnxruntime` are as `native=True` and `native=False`,
             `plain` runs the graph as it is, and a `graphopt.Target` has passes of its own. `auto` takes the option
             `native`.
         verify: compare the first step of each form that was rewritten for speed (fused, kernels, in place, several
             steps per call) with the plain step, once per form on a machine. If they differ by more than rounding, the
             plain step runs and a warning names a reproducer. True compares each time and raises an error, False does
-            not compare; None takes the environment variable GRAPHOPT_VERIFY, or `auto`.
+            not compare; `auto` runs the plain step where `frozen` is `low` and `native` is `auto`, as each step
+            takes long there; None takes the environment variable GRAPHOPT_VERIFY, or `auto`.
         session_options: options of ONNX Runtime's sessions by name: attributes of SessionOptions, such as
             `inter_op_num_threads`, and configuration entries, such as `session.intra_op.allow_spinning`. Options that
             read or write files are not supported, because recipes may set them.

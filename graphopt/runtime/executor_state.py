@@ -20,8 +20,10 @@ from graphopt.graph.loading import Source
 from graphopt.graph.merging import adapted
 from graphopt.graph.metadata import UNTRAINED, add_labels, labels_in
 from graphopt.graph.not_a_model import check_path
+from graphopt.graph.parts import ModelParts
 from graphopt.graph.roles import FED, Role, with_role
 from graphopt.graph.state import STEP, accumulators
+from graphopt.graph.storage import path_of_file
 from graphopt.graph.values import name_of
 from graphopt.runtime.checkpoint import Property, load_state, save_state
 from graphopt.runtime.device import Device
@@ -142,25 +144,58 @@ class ExecutorState(metaclass=Checked):
         Raises:
             GraphoptError: the inference model has no value with one of these names, or `into` is another model.
         """
+        return self._trained("trained", outputs, into, adapters).message()
+
+    @checked()
+    def save_trained(
+        self,
+        path: str | os.PathLike[str],
+        outputs: Sequence[str] | None = None,
+        *,
+        into: Source | None = None,
+        adapters: Literal["merged", "slots"] = "merged",
+    ) -> None:
+        """Write the model that `trained` returns to the file that `graphopt.save` would write.
+
+        Beyond 2 GB, weights are written one at a time: those that do not train go from the mapped file of the model to
+        the new one, and adapters are merged into one weight after the other. Smaller models are one message in memory.
+
+        Args:
+            path: the file to write; beyond 2 GB, its weights are in `PATH.data`.
+            outputs: as in `trained`.
+            into: as in `trained`.
+            adapters: as in `trained`.
+
+        Raises:
+            GraphoptError: as in `trained`, or the file cannot be written. Nothing is changed.
+        """
+        check_path(path, "save_trained", "executor.save_trained('trained.onnx')")
+        path = path_of_file(path, "save_trained")
+        self._trained("save_trained", outputs, into, adapters).save(path)
+
+    def _trained(
+        self, call: str, outputs: Sequence[str] | None, into: Source | None, adapters: str
+    ) -> ModelParts:
+        """Return the inference model with the trained weights; errors name the method `call`."""
         if adapters not in ("merged", "slots"):
-            raise GraphoptError(f"trained: adapters: expected 'merged' or 'slots', found {adapters!r}")
+            raise GraphoptError(f"{call}: adapters: expected 'merged' or 'slots', found {adapters!r}")
         if into is not None:
             if outputs is not None:
                 raise GraphoptError(
-                    "trained: outputs: expected none with into, whose outputs stay, found some"
+                    f"{call}: outputs: expected none with into, whose outputs stay, found some"
                 )
             trained = trained_into(self._model, self.state, into, slots=adapters == "slots")
         elif adapters == "slots":
             raise GraphoptError(
-                "trained: into: expected the model that gets slots, found None: name its file"
+                f"{call}: into: expected the model that gets slots, found None: name its file"
             )
         else:
             packed = any(note.quantized for _, note in adapted(self._model))
-            trained = inference.trained(
+            trained = inference.trained_parts(
                 self._model, self.state, outputs, adapters="kept" if packed else "merged"
             )
         if self._labels is not None:
-            add_labels(trained, self._labels)
+            add_labels(trained.proto, self._labels)
         return trained
 
     @property

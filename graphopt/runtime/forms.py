@@ -22,6 +22,7 @@ from graphopt.graph.unroll import Unroll
 from graphopt.graph.values import name_of
 from graphopt.runtime.bound_session import BoundSession, RunnerOptions
 from graphopt.runtime.device import Device
+from graphopt.runtime.frozen import placement_of
 from graphopt.runtime.signature import description
 from graphopt.runtime.state_buffers import StateBuffers
 from graphopt.runtime.tensors import Tensor, overwrite
@@ -67,6 +68,7 @@ class StepForms:
         if options.verified and device.verify:
             self._translation = Translation(device, model, buffers, options.fixed, several=several)
         self._digest: str | None = None
+        self._is_low = placement_of(device, model) == "low"  # its first steps would take minutes
         self.is_settled = False
         lowered = None if options.native is False else self._lowered()
         measures = device.native == "auto" and options.native is None
@@ -137,6 +139,8 @@ class StepForms:
     def _for_runtime(self) -> BoundSession:
         """Return the graph lowered for the runtime, or the plain one if that fails."""
         target, device = self._device.runtime_target, self._device
+        if self._is_low and target is ONNXRUNTIME and device.native == device.verify == "auto":
+            return self._plain()
         name = "several steps per call" if self._several else f"the step for {target.name}"
         try:
             lowered = target.lower(self._model)
@@ -169,7 +173,7 @@ class StepForms:
         is_large = is_large_enough([model]) if options.is_large is None else options.is_large
         # Of 16-bit floats, kernels round each result and ONNX Runtime some: they may overflow in one form alone.
         types = (y.dtype for node in model.graph.all_nodes() for y in node.outputs)
-        if native == "auto" and (not is_large or any(dtype in HALVES for dtype in types)):
+        if native == "auto" and (not is_large or self._is_low or any(dtype in HALVES for dtype in types)):
             return None
         try:
             lowered = lower_to_kernels(model, threads=self._device.threads, in_place=options.in_place)

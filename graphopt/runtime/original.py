@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import numpy as np
-import onnx
 import onnx_ir as ir
 
 from graphopt.adapters.combined import arrays_of, slots_of, trained_adapters
@@ -14,11 +13,12 @@ from graphopt.graph import inference
 from graphopt.graph.loading import Source, read_original
 from graphopt.graph.merging import adapted
 from graphopt.graph.original import write_weights
+from graphopt.graph.parts import ModelParts
 
 
 def trained_into(
     model: ir.Model, state: Mapping[str, np.ndarray], into: Source, *, slots: bool
-) -> onnx.ModelProto:
+) -> ModelParts:
     """Return a copy of the model that was compiled, with the weights of a training graph.
 
     Args:
@@ -33,9 +33,9 @@ def trained_into(
     """
     beside = slots or any(note.quantized for _, note in adapted(model))
     found = trained_adapters(model, state, "trained") if beside else []
-    trained = inference.trained(model, state, adapters="left out" if beside else "merged")
+    trained = inference.trained_parts(model, state, adapters="left out" if beside else "merged")
     original = read_original(into)
     write_weights(original, trained, model, merged=not beside)
     if found:
-        add_slots(original, slots_of(model, found), {} if slots else arrays_of(model, found))
+        add_slots(original.proto, slots_of(model, found), {} if slots else arrays_of(model, found))
     return original

@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import onnx
 import onnx_ir as ir
 from omegaconf import DictConfig, OmegaConf
 
@@ -47,6 +46,7 @@ from graphopt.graph.limits import Limits
 from graphopt.graph.loading import load
 from graphopt.graph.metadata import LABELS, Caches, TargetSpec, labels_in
 from graphopt.graph.roles import STATE, Role, with_role
+from graphopt.graph.storage import save
 from graphopt.pipeline import Pipeline
 from graphopt.runtime.device import Device
 from graphopt.runtime.executor import Executor
@@ -338,20 +338,21 @@ class Recipe:
             LABELS.write(program[0], json.dumps(list(self.data.labels)))
         return program
 
-    def inference(self, executor: Executor) -> onnx.ModelProto | ir.Model:
-        """Return the trained model, with the columns of a table if the data had some, and with a decoder's caches."""
+    def save_trained(self, executor: Executor, path: Path) -> None:
+        """Write the trained model, with the columns of a table if the data had some, and with a decoder's caches."""
         columns = Columns.of(executor.model)
         if Caches.is_on(executor.model):
             try:
-                return executor.trained(into=Path(self.fields["model"]))
+                executor.save_trained(path, into=Path(self.fields["model"]))
+                return
             except GraphoptError as error:  # of a weight that has another form in the file
                 warnings.warn(f"the trained model has no cache: {error}", stacklevel=2)
-        trained = executor.trained()
         if columns is None:
-            return trained
+            executor.save_trained(path)
+            return
         specs = map(TargetSpec.read, with_role(executor.model, Role.TARGET))
         thresholds = [spec.threshold for spec in specs if spec and spec.threshold is not None]
-        return columns.before(trained, labels_in(executor.model), *thresholds[:1])
+        save(columns.before(executor.trained(), labels_in(executor.model), *thresholds[:1]), path)
 
     def executor(self, step: ir.Model, **changed: Any) -> Executor:
         """Return the executor of a training graph, with fields that differ from those of the recipe."""
