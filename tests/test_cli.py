@@ -259,10 +259,10 @@ REFUSED = {
         "data.path: expected a value, found none: set data.path=...",
     ),
     "a value that is gone": (["~data.path"], "data.path: expected a value, found none: add +data.path=..."),
-    "recipe": (["optimizer=foo"], "unknown optimizer 'foo'; known: adagrad, adam, adamw"),
+    "recipe": (["optimizer=foo"], "unknown optimizer 'foo'; known: adafactor, adagrad, adam, adamw"),
     "group": (
         ["optimizr=adam"],
-        "unknown option 'optimizr', nearest: 'optimizer'; known: accumulate, callbacks, clip",
+        "unknown option 'optimizr', nearest: 'optimizer'; known: accumulate, adapter, average, callbacks, clip",
     ),
     "field": (["optimizer.lr=1"], "optimizer: unknown field 'lr', nearest: 'learning_rate'; known: beta1"),
     "added field": (
@@ -383,7 +383,7 @@ def test_trusted_code_runs(monkeypatch: pytest.MonkeyPatch, here: Path) -> None:
 def test_help_names_the_groups_and_what_each_field_is_for(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["--help", "optimizer=sgd"]) == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert "optimizer: adagrad, adam, adamw" in said
+    assert "optimizer: adafactor, adagrad, adam, adamw" in said
     assert "optimizer.momentum=0.0 the decay of the velocity. 0 turns it off." in said
     assert "--config-dir FOLDER" in said
 

@@ -54,7 +54,7 @@ class DPO(PairLoss):
     >>> model = models.transformer((6,), 16, vocabulary=16)
     >>> step = graphopt.compile(model, loss=passes.DPO(beta=0.1), optimizer=passes.AdamW(1e-3))
     >>> list(graphopt.Executor(step).inputs)
-    ['x', 'x_rejected', 'completion_mask', 'completion_mask_rejected']
+    ['x', 'completion_mask', 'x_rejected', 'completion_mask_rejected']
     """
 
     beta: float = within("(0, inf)", 0.1)

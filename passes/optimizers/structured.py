@@ -143,7 +143,7 @@ class Adafactor(Optimizer):
     >>> step = graphopt.compile(models.linear((6,), 3), loss=passes.MeanSquaredError(), optimizer=passes.Adafactor())
     >>> state = graphopt.Executor(step).state
     >>> {name: state[name].shape for name in state if ".weight." in name}
-    {'layers.0.weight.row_var': (3, 1), 'layers.0.weight.col_var': (1, 6)}
+    {'layers.0.weight.row_var': (6, 1), 'layers.0.weight.col_var': (1, 3)}
     """
 
     learning_rate: float = within("[0, inf)", 1e-2)
