@@ -173,12 +173,25 @@ def _growth(node: ir.Node, index: int) -> _Growth | None:
         grown = (
             [node.outputs[pairs[index]]] if len(node.outputs) > pairs.get(index, len(node.outputs)) else []
         )
-    elif node.op_type == "Concat" and node.domain == "" and index == 0 and len(node.inputs) > 1:
+    elif node.op_type == "Concat" and node.domain == "" and index == 0 and _feeds_attention(node):
         axis, grown = node.attributes.get_int("axis") % len(past.shape), [node.outputs[0]]
     else:
         return None
     presents = tuple(y for x in grown for y in _results(x))
     return _Growth(node, index, axis, presents) if presents else None
+
+
+def _feeds_attention(node: ir.Node) -> bool:
+    """Return whether a Concat appends what is computed, and something computes with the result."""
+    appended, front = [x for x in node.inputs[1:] if x is not None], [node.outputs[0]]
+    if not appended or any(x.producer() is None for x in appended):
+        return False
+    while front:
+        for reader in front.pop().consumers():
+            if reader.domain or (reader.op_type not in _MOVING and reader.op_type != "Concat"):
+                return True
+            front += reader.outputs
+    return False
 
 
 def _results(x: ir.Value) -> Iterator[ir.Value]:
