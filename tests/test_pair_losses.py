@@ -113,6 +113,7 @@ def test_values_and_gradients_are_pytorchs(name: str, weighted: bool) -> None:
 @pytest.mark.parametrize("name", ["InfoNCE of negatives", "CosineSimilarity"])
 @pytest.mark.slow
 def test_a_pair_loss_fits_evaluates_and_exports(name: str) -> None:
+    assert issubclass(passes.InfoNCE, passes.PairLoss)
     """Rows of a pair stay together when `fit` shuffles them, and prediction reads the first of them alone."""
     loss = LOSSES[name][0]
     executor = graphopt.Executor(graphopt.compile(mlp(), loss=loss, optimizer=passes.AdamW(0.05)), threads=1)
