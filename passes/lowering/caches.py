@@ -182,12 +182,16 @@ def _growth(node: ir.Node, index: int) -> _Growth | None:
 
 
 def _feeds_attention(node: ir.Node) -> bool:
-    """Return whether a Concat appends what is computed, and something computes with the result."""
+    """Return whether a Concat appends what is computed, and what it returns is computed with, or leaves a body."""
     appended, front = [x for x in node.inputs[1:] if x is not None], [node.outputs[0]]
-    if not appended or any(x.producer() is None for x in appended):
+    if not appended or any(x.is_graph_input() or x.is_initializer() for x in appended):
         return False
+    of_bodies = node.graph is not node.inputs[0].graph  # type: ignore[union-attr]
     while front:
-        for reader in front.pop().consumers():
+        y = front.pop()
+        if of_bodies and y.is_graph_output():
+            return True
+        for reader in y.consumers():
             if reader.domain or (reader.op_type not in _MOVING and reader.op_type != "Concat"):
                 return True
             front += reader.outputs
