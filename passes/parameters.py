@@ -15,7 +15,7 @@ from graphopt.graph import metadata
 from graphopt.graph.metadata import ADAPTER, EXPORT_ANEW, FROZEN, QUANTIZED, UNTRAINED, Kind, LeftOut, Origin
 from graphopt.graph.operators import MATRIX_PRODUCTS, RECURRENT
 from graphopt.graph.rewriting import Pass, Pattern, selects
-from graphopt.graph.roles import STATE, Role, role_of
+from graphopt.graph.roles import Role, check_inference, role_of
 from graphopt.graph.shapes import ensure_typed
 from graphopt.graph.shown import elements
 from graphopt.graph.values import constant_copy_of, is_floating, name_of
@@ -140,12 +140,7 @@ class Parameters(Pass):
     retie: Pattern = None
 
     def rewrite(self, model: ir.Model) -> None:
-        own = next((x for x in model.graph.inputs if role_of(x) in STATE), None)
-        if own is not None:
-            raise GraphoptError(
-                f"Parameters: expected an inference model, found a training graph with the state {own.name!r}: "
-                f"compile the original model"
-            )
+        check_inference(model, "Parameters")
         common.LiftSubgraphInitializersToMainGraphPass()(model)
         ensure_typed(model)
         quantized = QuantizedWeights(model)

@@ -87,6 +87,16 @@ def check_trains(model: ir.Model, name: str) -> None:
     )
 
 
+def check_inference(model: ir.Model, name: str) -> None:
+    """Raise an error, which names a pass, if a model has state."""
+    own = next((x for x in model.graph.inputs if role_of(x) in STATE), None)
+    if own is not None:
+        raise GraphoptError(
+            f"{name}: expected an inference model, found a training graph with the state {own.name!r}: compile the "
+            "original model"
+        )
+
+
 def only(model: ir.Model, role: Role, needed_by: str) -> ir.Value:
     """Return the only value with `role`; errors name the pass that needs it."""
     values = with_role(model, role)

@@ -17,7 +17,7 @@ from graphopt.graph.emitter import Emitter
 from graphopt.graph.merging import MERGES
 from graphopt.graph.metadata import ADAPTER, InferenceForm, Kind, Origin, copy
 from graphopt.graph.rewriting import Pass, Pattern, matches
-from graphopt.graph.roles import STATE, Role, role_of
+from graphopt.graph.roles import Role, check_inference, role_of
 from graphopt.graph.shapes import ensure_typed
 from graphopt.graph.values import dtype_of, like, name_of
 from graphopt.intervals import within
@@ -110,12 +110,7 @@ class Adapter(Pass):
 
     @final
     def rewrite(self, model: ir.Model) -> None:
-        own = next((x for x in model.graph.inputs if role_of(x) in STATE), None)
-        if own is not None:
-            raise GraphoptError(
-                f"{type(self).__name__}: expected an inference model, found a training graph with the state "
-                f"{own.name!r}: compile the original model"
-            )
+        check_inference(model, type(self).__name__)
         common.LiftSubgraphInitializersToMainGraphPass()(model)
         ensure_typed(model)
         for targets in self._chosen(model):

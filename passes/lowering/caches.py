@@ -182,7 +182,7 @@ def _growth(node: ir.Node, index: int) -> _Growth | None:
 
 
 def _feeds_attention(node: ir.Node) -> bool:
-    """Return whether a Concat appends what is computed, and what it returns is computed with, or leaves a body."""
+    """Return whether a Concat appends a computed value, and another operator reads the result or a body returns it."""
     appended, front = [x for x in node.inputs[1:] if x is not None], [node.outputs[0]]
     if not appended or any(x.is_graph_input() or x.is_initializer() for x in appended):
         return False
