@@ -12,6 +12,7 @@ import textwrap
 import numpy as np
 import onnx
 import onnx_ir as ir
+import onnxruntime
 import pytest
 from builders import mlp, model
 
@@ -26,6 +27,7 @@ from graphopt.runtime.frozen import placement_by_size
 from graphopt.targets.target import ONNXRUNTIME
 from passes.weights.evidence import is_irregular
 
+HAS_ADAPTERS = hasattr(onnxruntime, "LoraAdapter")  # versions without them refuse products of rank 0
 STEPS = {"loss": passes.MeanSquaredError(), "optimizer": passes.Adam(0.01)}
 FEEDS = {
     "x": np.random.default_rng(0).standard_normal((6, 64)).astype(np.float32),
@@ -146,7 +148,7 @@ def test_a_trained_file_is_the_same_however_it_is_written(mapped, tmp_path, monk
     for step, options in itertools.product(steps, ({}, {"into": mapped}, {"into": ir.load(mapped)})):
         executor = graphopt.Executor(step)
         executor.step(FEEDS)
-        if step is steps[1] and options and isinstance(options["into"], ir.Model):
+        if HAS_ADAPTERS and step is steps[1] and options and isinstance(options["into"], ir.Model):
             options = {**options, "adapters": "slots"}
         proto = executor.trained(**options)
         assert not any(x.external_data for x in proto.graph.initializer)
