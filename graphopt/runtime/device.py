@@ -19,6 +19,7 @@ import onnx_ir as ir
 from graphopt.arguments import Checked
 from graphopt.errors import GraphoptError, line, unknown
 from graphopt.intervals import check_types
+from graphopt.runtime.arena import share_arena
 from graphopt.runtime.denormals import Flushing, supported
 from graphopt.runtime.webgpu import CAPTURES, LOCK, WEBGPU, copier, entry_of, no_adapter, plugin_device
 from graphopt.targets.target import AUTO, NATIVE, ONNXRUNTIME, Target, target_of
@@ -67,13 +68,14 @@ class DeviceOptions(metaclass=Checked):
         frozen: where the weights lie that do not train. `packed`: each session has copies in the layout of its kernels,
             up to three on CPUs; the fastest for small batches. `mapped`: all sessions read the same memory, which for
             large files is the file itself, and a GPU has one copy. `low`: as `mapped`, and each value of a step is
-            freed after its last reader, as with `low_memory`. `auto`: `packed` below 512 MB, `low` from 2 GB.
+            freed after its last reader, as with `low_memory`; on CPUs, these sessions share the memory of values,
+            which the process keeps. `auto`: `packed` below 512 MB, `low` from 2 GB.
         flush_denormals: compute with 0 in place of denormal numbers (below 1e-38 in float32), which are slow; on CPUs
             with Linux and x86-64 only. Other code in the calling thread is not affected.
         native: lower steps to the machine: compile kernels for it with the system's C compiler. `auto` does so on the
             CPU for models of 10,000 parameters or more without 16-bit floats, keeps the faster form, and runs the
-            graph as it is without a compiler, or where `frozen` is `low`, as for files from 2 GB: there, compiling
-            and measuring both forms would take minutes. True insists; None takes the environment variable
+            graph as it is without a compiler. Where `frozen` is `low`, as for files from 2 GB, it takes kernels
+            without measuring both forms, which would take minutes. True insists; None takes the environment variable
             GRAPHOPT_NATIVE, or `auto`.
         target: what steps are lowered for: `native` and `onnxruntime` are as `native=True` and `native=False`,
             `plain` runs the graph as it is, and a `graphopt.Target` has passes of its own. `auto` takes the option
@@ -81,8 +83,7 @@ class DeviceOptions(metaclass=Checked):
         verify: compare the first step of each form that was rewritten for speed (fused, kernels, in place, several
             steps per call) with the plain step, once per form on a machine. If they differ by more than rounding, the
             plain step runs and a warning names a reproducer. True compares each time and raises an error, False does
-            not compare; `auto` runs the plain step where `frozen` is `low` and `native` is `auto`, as each step
-            takes long there; None takes the environment variable GRAPHOPT_VERIFY, or `auto`.
+            not compare; None takes the environment variable GRAPHOPT_VERIFY, or `auto`.
         session_options: options of ONNX Runtime's sessions by name: attributes of SessionOptions, such as
             `inter_op_num_threads`, and configuration entries, such as `session.intra_op.allow_spinning`. Options that
             read or write files are not supported, because recipes may set them.
@@ -246,7 +247,8 @@ class Device(DeviceOptions):
 
         Args:
             captures: whether the session captures its graph, as those of steps do.
-            low_memory: free each buffer after its last reader, whatever the option says, and keep none for later.
+            low_memory: free each buffer after its last reader, whatever the option says; all sessions of a process
+                that do so share the memory.
 
         Raises:
             GraphoptError: an option in `session_options` is unknown or has the wrong type, or a library of custom
@@ -258,6 +260,8 @@ class Device(DeviceOptions):
         options.use_deterministic_compute = self.deterministic
         options.enable_mem_pattern = options.enable_mem_reuse = not (self.low_memory or low_memory)
         options.enable_cpu_mem_arena = not low_memory
+        if low_memory and self.on_cpu:
+            share_arena(self.ort, options)
         for name, entry in {PLACEMENT: "1", **AS_WRITTEN}.items():
             options.add_session_config_entry(name, entry)
         if self.flushing is not None:

@@ -66,13 +66,16 @@ class StepForms:
         self._model = model if several else with_shapes(model, shapes)
         self._translation = None
         if options.verified and device.verify:
-            self._translation = Translation(device, model, buffers, options.fixed, several=several)
+            self._translation = Translation(
+                device, model, buffers, options.fixed, options.report, several=several
+            )
         self._digest: str | None = None
-        self._is_low = placement_of(device, model) == "low"  # its first steps would take minutes
+        self._is_low = placement_of(device, model) == "low"  # to measure steps would take minutes
         self.is_settled = False
         lowered = None if options.native is False else self._lowered()
         measures = device.native == "auto" and options.native is None
-        self._measures = lowered is not None and measures and not (device.deterministic or options.in_place)
+        settled = device.deterministic or options.in_place or self._is_low
+        self._measures = lowered is not None and measures and not settled
         self.native: bool | None = None if self._measures else lowered is not None
         self.form = lowered or self._for_runtime()
 
@@ -173,7 +176,7 @@ class StepForms:
         is_large = is_large_enough([model]) if options.is_large is None else options.is_large
         # Of 16-bit floats, kernels round each result and ONNX Runtime some: they may overflow in one form alone.
         types = (y.dtype for node in model.graph.all_nodes() for y in node.outputs)
-        if native == "auto" and (not is_large or self._is_low or any(dtype in HALVES for dtype in types)):
+        if native == "auto" and (not is_large or any(dtype in HALVES for dtype in types)):
             return None
         try:
             lowered = lower_to_kernels(model, threads=self._device.threads, in_place=options.in_place)

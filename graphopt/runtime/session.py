@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -161,8 +161,14 @@ class Session:
             if "cpu" in x.name.lower()
         ]
 
-    def compute(self, feeds: OrtValues) -> dict[str, onnxruntime.OrtValue]:
-        """Run once on values and return all outputs by name, which stay on the device; ignore what is not an input."""
+    def compute(self, feeds: OrtValues, leave_out: Container[str] = ()) -> dict[str, onnxruntime.OrtValue]:
+        """Run once on values and return the outputs by name, which stay on the device; ignore what is not an input.
+
+        If the sessions of the process share memory, the system gets back what is free of it.
+
+        Args:
+            leave_out: names of outputs that are not wanted.
+        """
         binding = self.io_binding()
         if self.device.kind == "cuda":
             binding.synchronize_inputs()  # another package may still write a tensor that it shares
@@ -171,10 +177,15 @@ class Session:
                 binding.bind_ortvalue_input(name, feeds[name])
         except RuntimeError as error:  # binding may copy
             raise self.stopped(error) from error
-        for name in self.outputs:
+        names = [name for name in self.outputs if name not in leave_out]
+        for name in names:
             binding.bind_output(name, self.device.kind, self.device.index)
-        self.execute(binding)
-        return dict(zip(self.outputs, binding.get_outputs(), strict=True))
+        options = None
+        if self.frozen == "low" and self.device.on_cpu:
+            options = self.device.ort.RunOptions()
+            options.add_run_config_entry("memory.enable_memory_arena_shrinkage", "cpu:0")
+        self.execute(binding, options)
+        return dict(zip(names, binding.get_outputs(), strict=True))
 
     def compute_arrays(self, feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Run once on arrays and return all outputs by name; ignore what is not an input."""

@@ -8,7 +8,7 @@ import hashlib
 import io
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -33,7 +33,7 @@ Arrays = dict[str, np.ndarray]
 STEPS = 2  # of a call of several
 TRIALS = 8  # steps on noisy numbers, to see how much of a difference is rounding
 NOISE = 16  # roundings
-LARGEST = 2**26  # bytes of inputs and constants that a reproducer has
+LARGEST = 2**26  # bytes of inputs and constants that a reproducer has, and of weights that become noisy
 UNITS = {ir.DataType.FLOAT16: 2.0**-10, ir.DataType.BFLOAT16: 2.0**-7, ir.DataType.FLOAT: 2.0**-23}
 
 
@@ -51,17 +51,27 @@ class Translation:
     Args:
         plain: the graph of one plain step.
         fixed: values for inputs and outputs that stay where they are.
+        report: the names of the outputs that the forms return.
         several: whether the forms run several steps per call, on stacked batches.
     """
 
     def __init__(
-        self, device: Device, plain: ir.Model, buffers: StateBuffers, fixed: OrtValues, *, several: bool
+        self,
+        device: Device,
+        plain: ir.Model,
+        buffers: StateBuffers,
+        fixed: OrtValues,
+        report: Sequence[str],
+        *,
+        several: bool,
     ) -> None:
         self._device, self._plain, self._buffers = device, plain, buffers
         # Of WebGPU, the plain step is not to be trusted: some kernels are missing, and some are wrong.
         on_cpu = functools.partial(Device, threads=device.threads, custom_ops=device.custom_ops)
         self._oracle = on_cpu() if device.kind == "webgpu" else device
         self._fixed, self._several = fixed, several
+        compared = {*report, *fixed, *map(next_of, buffers.updated)}
+        self._left_out = {name_of(y) for y in plain.graph.outputs} - compared
         types = [y.dtype for node in plain.graph for y in node.outputs if y.dtype is not None]
         units = UNITS | {ir.DataType.FLOAT: 2.0**-10} if device.rounds_products else UNITS
         self._unit = max(units.get(dtype, 2.0**-52) for dtype in types)
@@ -144,7 +154,7 @@ class Translation:
         if self._oracle is not self._device:
             arrays, fed = {**_arrays(fed), **arrays}, {}
         values = {name: to_ort(self._oracle, x, x.dtype) for name, x in arrays.items()}
-        return _arrays(session.compute({**values, **fed, **self._fixed}))
+        return _arrays(session.compute({**values, **fed, **self._fixed}, self._left_out))
 
     def _beyond_rounding(
         self, errors: dict[str, float], limit: float, expected: Arrays, state: Arrays, data: Arrays
@@ -155,9 +165,8 @@ class Translation:
             noisy = {name: self._noisy(x, rng) for name, x in state.items()}
             fed = {name: self._noisy(x, rng) if name in noisy_inputs else x for name, x in data.items()}
             model = self._plain.clone()
-            for name, x in model.graph.initializers.items():  # weights that do not train
-                if x.const_value is not None and x.const_value.size > 1:
-                    x.const_value = ir.tensor(self._noisy(x.const_value.numpy(), rng), name=name)
+            for x, tensor in _smallest_weights(model):
+                x.const_value = ir.tensor(self._noisy(tensor.numpy(), rng), name=x.name)
             found = self._stepped(Session(self._oracle, model), noisy, fed)
             noise = self._errors(expected, found, state, noisy)
             bounds = {name: 10 * (limit + 2 * noise.get(name, 0.0)) for name in errors}
@@ -233,6 +242,16 @@ class Translation:
             f"{form.name}: expected the numbers of the plain step, found {name!r} off by {100 * error:.2g} %: {runs}; "
             f"please report it with the files in {folder}"
         )
+
+
+def _smallest_weights(model: ir.Model) -> Iterator[tuple[ir.Value, ir.TensorProtocol]]:
+    """Yield the weights that do not train, from the smallest on, as many as have `LARGEST` bytes together."""
+    weights = [(x, x.const_value) for x in model.graph.initializers.values() if x.const_value is not None]
+    room = LARGEST
+    for x, tensor in sorted(weights, key=lambda pair: tensor_bytes(pair[1])):
+        room -= tensor_bytes(tensor)
+        if room >= 0 and tensor.size > 1:
+            yield x, tensor
 
 
 def read_note(room: str, name: str, key: str, kind: type[_T]) -> _T | None:

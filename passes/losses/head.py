@@ -138,7 +138,7 @@ def losses_in_blocks(
     """Emit the cross-entropy of each token, in the shape of `label`, by a Scan over blocks of tokens.
 
     Args:
-        blocks: the number of blocks; None for so many that a block has about `_BLOCK` logits, and at least `_ROWS` rows.
+        blocks: the number of blocks; None for so many that a block has about `_BLOCK` logits, at least `_ROWS` rows.
     """
     classes = dims_of(head.logits)[-1]
     most = max(_ROWS, _BLOCK // classes) if isinstance(classes, int) else _ROWS
