@@ -304,10 +304,11 @@ static void gemm_region(const gemm_product *g, const int64_t batch[2], int64_t i
         /* Tiles of the first panel fetch A for the next tile, if that is a line for each step of k. The others fetch
          * the next panel of B, if it is not in a cache yet, each a share of its rows or columns, evenly: too many lines
          * at once wait for each other. */
-        const int fetch_b = !g->panels && (r < k_blocks || g->k * g->n * size > 1 << 20);
+        const int is_large = g->k * g->n * size > 1 << 20, fetch_b = is_large || (!g->panels && r < k_blocks);
         const int64_t a_line = a_row == 1 ? a_column * size : a_row == depth && a_column == 1 ? 64 : 0;
-        const int64_t piece = sb.column == 1 ? sb.row : sb.column, pieces = sb.column == 1 ? depth : GEMM_NR;
-        const int64_t share = (pieces + tiles - 1) / tiles, bytes = (sb.column == 1 ? GEMM_NR : depth) * size;
+        const int by_rows = g->panels || sb.column == 1;
+        const int64_t piece = g->panels ? GEMM_NR : by_rows ? sb.row : sb.column, pieces = by_rows ? depth : GEMM_NR;
+        const int64_t share = (pieces + tiles - 1) / tiles, bytes = (by_rows ? GEMM_NR : depth) * size;
         const int64_t pairs = share * ((bytes + 127) / 128), steps = (depth + 1) / 2;
         const int64_t repeat = steps > pairs ? steps / pairs : 1;
         int64_t of_a[GEMM_KC / 2], of_b[GEMM_KC / 2], p = 0;
@@ -321,7 +322,9 @@ static void gemm_region(const gemm_product *g, const int64_t batch[2], int64_t i
             const int vectors = width > LANES ? 2 : 1, whole = width == vectors * LANES;
             const float *b_from = b + p0 * sb.row + j * sb.column;
             const int64_t p_next = end < j1 ? p0 : last ? 0 : p0 + depth;
-            const float *b_next = b + p_next * sb.row + (end < j1 ? end : j0) * sb.column;
+            const int64_t j_next = end < j1 ? end : j0;
+            const float *b_next = g->panels ? g->panels + (j_next / GEMM_NR * g->k + p_next) * GEMM_NR
+                                            : b + p_next * sb.row + j_next * sb.column;
             int64_t b_row = sb.row;
             int keep = whole && sb.column == 1 && vectors > 1 && tiles > 1; /* by the first tile */
             if (g->panels) {
