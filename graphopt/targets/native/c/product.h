@@ -1,7 +1,6 @@
 /* Matrix products as ONNX Runtime calls them. Operands and results may be stored transposed. */
 #pragma once
-#include "calls.h"
-#include "gemm.h"
+#include "weight.h"
 
 /* A bias or NULL, with its strides, and the product that it is added to. With `relu`, it has one element for each row. */
 typedef struct {
@@ -113,8 +112,14 @@ OrtStatus *product(Context *context, const ProductForm *form) {
     int64_t da[MOST_AXES], db[MOST_AXES], dc[MOST_AXES], la[MOST_AXES], lb[MOST_AXES], logical[MOST_AXES];
     int64_t sa[MOST_AXES], sb[MOST_AXES], sc[MOST_AXES], strides_a[MOST_AXES], strides_b[MOST_AXES], strides_c[MOST_AXES];
     gemm_product g = {0};
+    Weight weight = {0};
     CHECK(input(context, 0, &g.a, da, form->rank_a));
-    CHECK(input(context, 1, &g.b, db, form->rank_b));
+    if (form->weight.bits) {
+        CHECK(find_weight(context, &form->weight, form->rank_bias < 0 ? 2 : 3, &weight));
+        db[0] = form->weight.rows, db[1] = form->weight.columns;
+        weight.is_transposed = form->b[0] == 1;
+        g.source = fill_panel, g.source_user = &weight;
+    } else CHECK(input(context, 1, &g.b, db, form->rank_b));
     const int rank = form->rank_c;
     strides_of(form->rank_a, da, strides_a), strides_of(form->rank_b, db, strides_b);
     for (int i = 0; i < rank; i++) {
@@ -159,9 +164,9 @@ OrtStatus *product(Context *context, const ProductForm *form) {
         g.a_strides.batch[at] = sa[i], g.b_strides.batch[at] = sb[i], g.c_strides.batch[at] = sc[i];
     }
     g.threads = context->ort ? thread_count : 1, g.parallel_for = run_parallel, g.pool = context;
-    if (turns(&g)) return compute_turned(&g);
+    if (!g.source && turns(&g)) return compute_turned(&g);
     /* B is packed once if it is the same in all calls, or if all products of a call have it and it is transposed. */
-    const int common = !g.b_strides.batch[0] && !g.b_strides.batch[1];
+    const int common = !g.source && !g.b_strides.batch[0] && !g.b_strides.batch[1];
     if (common) g.panels = kept_panels(context, &g);
     const int packs = common && !g.panels && g.b_strides.column != 1 && g.batch[0] * g.batch[1] > 1;
     const size_t panels = packs ? gemm_panel_bytes(&g) + 64 : 0;
