@@ -309,8 +309,7 @@ static void gemm_region(const gemm_product *g, const int64_t batch[2], int64_t i
         /* Tiles of the first panel fetch A for the next tile, if that is a line for each step of k. The others fetch
          * the next panel of B, if it is not in a cache yet, each a share of its rows or columns, evenly: too many lines
          * at once wait for each other. */
-        const int is_large = g->k * g->n * size > 1 << 20;
-        const int fetch_b = !g->source && (is_large || (!g->panels && r < k_blocks));
+        const int fetch_b = !g->source && (r < k_blocks || g->k * g->n * size > 1 << 20);
         const int64_t a_line = a_row == 1 ? a_column * size : a_row == depth && a_column == 1 ? 64 : 0;
         const int by_rows = g->panels || sb.column == 1;
         const int64_t piece = g->panels ? GEMM_NR : by_rows ? sb.row : sb.column, pieces = by_rows ? depth : GEMM_NR;
