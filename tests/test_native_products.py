@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import itertools
+import threading
 
 import numpy as np
 import onnx
@@ -262,9 +264,12 @@ def test_a_transpose_in_a_branch_stays_there():
 
 def native(proto, feeds):
     """Return what kernels compute."""
-    lowered = lower_to_kernels(load(proto), without=["kernels"], threads=2)
-    device = Device("cpu", threads=2, native=False)
-    return Session(device, lowered.model, library=lowered.library).compute_arrays(feeds)
+    return session_of(proto).compute_arrays(feeds)
+
+
+def session_of(proto, threads=2):
+    lowered = lower_to_kernels(load(proto), without=["kernels"], threads=threads)
+    return Session(Device("cpu", threads=threads, native=False), lowered.model, library=lowered.library)
 
 
 def test_scaled_products_stay():
@@ -278,3 +283,52 @@ def test_a_wrong_inner_dimension_is_an_error():
     session = Session(Device("cpu", native=False), lowered.model, library=lowered.library)
     with pytest.raises(onnxruntime.capi.onnxruntime_pybind11_state.InvalidArgument, match="another shape"):
         session.compute_arrays({"a": np.ones((2, 3), np.float32), "b": np.ones((4, 2), np.float32)})
+
+
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize(("k", "n"), [(1, 1), (7, 3), (300, 77), (256, 64), (40, 33)])
+def test_a_weight_is_packed_once(k, n, turned):
+    w = RNG.standard_normal((n, k) if turned else (k, n)).astype(np.float32)
+    text = f"g (float[M,{k}] a, float[{','.join(map(str, w.shape))}] w) => (float[M,{n}] y) {{ "
+    fed = model(f"{text} y = Gemm<transB={int(turned)}>(a, w) }}")
+    frozen = onnx.ModelProto.FromString(fed.SerializeToString())
+    del frozen.graph.input[1]
+    frozen.graph.initializer.append(onnx.numpy_helper.from_array(w, "w"))
+    one, other = session_of(frozen), session_of(fed)
+    for m in (1, 5, 600, 64, 1):
+        a = RNG.standard_normal((m, k)).astype(np.float32)
+        y = one.compute_arrays({"a": a})["y"]
+        np.testing.assert_array_equal(y, other.compute_arrays({"a": a, "w": w})["y"])
+        exact = a.astype(np.float64) @ (w.T if turned else w)
+        np.testing.assert_allclose(y, exact, rtol=1e-5, atol=1e-4)
+
+
+def test_threads_may_call_a_new_session_at_once():
+    w = RNG.standard_normal((300, 77)).astype(np.float32)
+    proto = model("g (float[M,300] a) => (float[M,77] y) { y = MatMul(a, w) }")
+    proto.graph.initializer.append(onnx.numpy_helper.from_array(w, "w"))
+    a = RNG.standard_normal((20, 300)).astype(np.float32)
+    for _ in range(20):
+        session, barrier = session_of(proto), threading.Barrier(4)
+
+        def call(session=session, barrier=barrier):
+            barrier.wait()
+            return session.compute_arrays({"a": a})["y"]
+
+        with concurrent.futures.ThreadPoolExecutor(4) as pool:
+            results = [task.result() for task in [pool.submit(call) for _ in range(4)]]
+        for y in results:
+            np.testing.assert_allclose(y, a.astype(np.float64) @ w, rtol=1e-5, atol=1e-4)
+            np.testing.assert_array_equal(y, results[0])
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize(("m", "k"), [(1, 1), (16, 9), (65, 512), (1024, 700)])
+def test_a_narrow_product_is_the_first_columns_of_a_wide_one(m, k, threads):
+    a, b = (RNG.standard_normal((k, size)).astype(np.float32) for size in (m, 100))
+    for n in (1, 2, 8, 16, 17, 32, 33):
+        proto = model(f"""g (float[{k},{m}] a, float[{k},{n}] b, float[{k},100] c)
+            => (float[{m},{n}] x, float[{m},100] y) {{ x = Gemm<transA=1>(a, b) y = Gemm<transA=1>(a, c) }}""")
+        found = session_of(proto, threads).compute_arrays({"a": a, "b": b[:, :n], "c": b})
+        np.testing.assert_array_equal(found["x"], found["y"][:, :n])
+        np.testing.assert_allclose(found["x"], a.T.astype(np.float64) @ b[:, :n], rtol=1e-5, atol=1e-4)

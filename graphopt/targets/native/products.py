@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import onnx_ir as ir
 
@@ -10,6 +11,7 @@ from graphopt.graph.operators import MATRIX_PRODUCTS
 from graphopt.graph.values import constant_of
 from graphopt.targets.native.forms import NodeForms, NodeKind, has_sizes, rank_of, sizes_of
 from graphopt.targets.native.library import MOST_AXES, Kernel, Replacement
+from graphopt.targets.native.weights import weight_of
 
 _MOST_UNUSED = 2**30  # elements that Slices drop
 
@@ -44,8 +46,12 @@ def product_kernel(node: ir.Node, forms: NodeForms) -> Replacement | None:
     a, axes_a = _before_transposes(a, axes_a)
     b, axes_b = _before_transposes(b, axes_b)
     rank_bias = -1 if bias is None else rank_of(bias)
-    form = [len(axes_a), len(axes_b), rank, axes_a, axes_b, axes_y, rank_bias, int(is_transposed)]
-    return Kernel.calling("product", form, [a, b, bias], nodes[-1].outputs), nodes
+    form: list[Any] = [len(axes_a), len(axes_b), rank, axes_a, axes_b, axes_y, rank_bias, int(is_transposed)]
+    weight = weight_of(b, forms)
+    if weight is None:
+        return Kernel.calling("product", form, [a, b, bias], nodes[-1].outputs), nodes
+    q, *others = weight.values
+    return Kernel.calling("product", [*form, weight.form], [a, q, bias, *others], nodes[-1].outputs), nodes
 
 
 def accepts_product(node: ir.Node, forms: NodeForms) -> bool:

@@ -2,12 +2,21 @@
 #pragma once
 #include "ort.h"
 
+/* A matrix of integers of 4 or 8 bits, and how it is dequantized: the number in row r and column c has scale
+ * r / row_block * row_step + c / column_block, and the zero point there. `pitch` elements lie from one row to the next. */
+typedef struct {
+    int bits, is_signed; /* 0 bits stand for a matrix of floats, which has no such form */
+    int rank, rank_scale, rank_zero; /* as they are stored; -1 without zero points */
+    int64_t rows, columns, pitch, row_block, row_step, column_block;
+} WeightForm;
+
 /* The axes of operands and of the result may be stored in another order: `a[i]` is the stored axis that axis i of A is. */
 typedef struct {
     int rank_a, rank_b, rank_c;
     unsigned char a[MOST_AXES], b[MOST_AXES], c[MOST_AXES];
     int rank_bias;      /* -1 without a bias */
     int is_bias_transposed; /* the last axis of the bias, a vector, is the rows of C */
+    WeightForm weight;      /* of operand B; scales and zero points are the last inputs */
 } ProductForm;
 
 /* This is what the graph says of a convolution. The axes of x and y are images, channels and space, those of w are

@@ -28,6 +28,9 @@ typedef struct {
 typedef void (*gemm_epilogue)(void *user, const int64_t batch[2], int64_t row0, int64_t row1, int64_t column0,
                               int64_t column1);
 
+/* A source of B writes rows p to p + depth and columns j to j + width of it, to rows of `padded` elements. */
+typedef void (*gemm_source)(void *user, int64_t p, int64_t depth, int64_t j, int64_t width, int64_t padded, float *to);
+
 /* parallel_for runs task(user, 0) to task(user, count - 1), in any order and on any threads, and returns when all are
  * done. */
 typedef void (*gemm_task)(void *user, size_t index);
@@ -39,6 +42,8 @@ typedef struct {
     float *c;
     gemm_strides a_strides, b_strides, c_strides;
     const float *panels;    /* or NULL; in place of b, all of B as gemm_panels packs it, if it is the same in all batches */
+    gemm_source source;     /* or NULL; in place of b, if B is the same in all batches */
+    void *source_user;
     int accumulate;         /* C += A B */
     gemm_epilogue epilogue; /* or NULL */
     void *user;             /* for the epilogue */
@@ -265,7 +270,7 @@ static void gemm_region(const gemm_product *g, const int64_t batch[2], int64_t i
                         char *scratch) {
     const gemm_strides sa = g->a_strides, sb = g->b_strides, sc = g->c_strides;
     const float *a = g->a + batch[0] * sa.batch[0] + batch[1] * sa.batch[1];
-    const float *b = g->b + batch[0] * sb.batch[0] + batch[1] * sb.batch[1];
+    const float *b = g->b ? g->b + batch[0] * sb.batch[0] + batch[1] * sb.batch[1] : NULL;
     float *c = g->c + batch[0] * sc.batch[0] + batch[1] * sc.batch[1];
     float *tile = (float *)(((uintptr_t)scratch + 63) / 64 * 64), *b_panel = tile + GEMM_MR * GEMM_NR;
     float *a_block = b_panel + gemm_panel_rows(g) * GEMM_NR;
@@ -304,10 +309,11 @@ static void gemm_region(const gemm_product *g, const int64_t batch[2], int64_t i
         /* Tiles of the first panel fetch A for the next tile, if that is a line for each step of k. The others fetch
          * the next panel of B, if it is not in a cache yet, each a share of its rows or columns, evenly: too many lines
          * at once wait for each other. */
-        const int fetch_b = !g->panels && (r < k_blocks || g->k * g->n * size > 1 << 20);
+        const int fetch_b = !g->source && (r < k_blocks || g->k * g->n * size > 1 << 20);
         const int64_t a_line = a_row == 1 ? a_column * size : a_row == depth && a_column == 1 ? 64 : 0;
-        const int64_t piece = sb.column == 1 ? sb.row : sb.column, pieces = sb.column == 1 ? depth : GEMM_NR;
-        const int64_t share = (pieces + tiles - 1) / tiles, bytes = (sb.column == 1 ? GEMM_NR : depth) * size;
+        const int by_rows = g->panels || sb.column == 1;
+        const int64_t piece = g->panels ? GEMM_NR : by_rows ? sb.row : sb.column, pieces = by_rows ? depth : GEMM_NR;
+        const int64_t share = (pieces + tiles - 1) / tiles, bytes = (by_rows ? GEMM_NR : depth) * size;
         const int64_t pairs = share * ((bytes + 127) / 128), steps = (depth + 1) / 2;
         const int64_t repeat = steps > pairs ? steps / pairs : 1;
         int64_t of_a[GEMM_KC / 2], of_b[GEMM_KC / 2], p = 0;
@@ -319,17 +325,21 @@ static void gemm_region(const gemm_product *g, const int64_t batch[2], int64_t i
         for (int64_t j = j0, done = j0; j < j1; j += GEMM_NR) {
             const int64_t width = gemm_min(GEMM_NR, j1 - j), end = j + width;
             const int vectors = width > LANES ? 2 : 1, whole = width == vectors * LANES;
-            const float *b_from = b + p0 * sb.row + j * sb.column;
-            const int64_t p_next = end < j1 ? p0 : last ? 0 : p0 + depth;
-            const float *b_next = b + p_next * sb.row + (end < j1 ? end : j0) * sb.column;
-            int64_t b_row = sb.row;
-            int keep = whole && sb.column == 1 && vectors > 1 && tiles > 1; /* by the first tile */
-            if (g->panels) {
-                b_from = g->panels + (j / GEMM_NR * g->k + p0) * GEMM_NR, b_row = GEMM_NR, keep = 0;
-            } else if (!whole || sb.column != 1) {
-                gemm_pack(depth, width, vectors * LANES, b_from, sb.row, sb.column,
-                          (g->k - p0 - 1) * sb.row + (g->n - j - 1) * sb.column + 1, b_panel);
-                b_from = b_panel, b_row = vectors * LANES;
+            const int64_t p_next = end < j1 ? p0 : last ? 0 : p0 + depth, j_next = end < j1 ? end : j0;
+            const float *b_from = b_panel, *b_next = NULL;
+            int64_t b_row = vectors * LANES;
+            int keep = 0; /* by the first tile */
+            if (g->source) {
+                g->source(g->source_user, p0, depth, j, width, b_row, b_panel);
+            } else if (g->panels) {
+                b_from = g->panels + (j / GEMM_NR * g->k + p0) * GEMM_NR, b_row = GEMM_NR;
+                b_next = g->panels + (j_next / GEMM_NR * g->k + p_next) * GEMM_NR;
+            } else {
+                const float *at = b + p0 * sb.row + j * sb.column;
+                b_next = b + p_next * sb.row + j_next * sb.column;
+                if (whole && sb.column == 1) b_from = at, b_row = sb.row, keep = vectors > 1 && tiles > 1;
+                else gemm_pack(depth, width, b_row, at, sb.row, sb.column,
+                               (g->k - p0 - 1) * sb.row + (g->n - j - 1) * sb.column + 1, b_panel);
             }
             for (int64_t t = 0, i = 0; t < tiles; t++, i += mr) {
                 const float *from = block + (a_panel ? t * a_panel : i * a_row), *ahead = from;

@@ -2,6 +2,7 @@
  * releases only append. Version 19 is that of ONNX Runtime 1.19. */
 #pragma once
 #include <math.h>
+#include <stdatomic.h>
 #include <stddef.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -46,7 +47,9 @@ typedef struct {
     void (*ReleaseStatus)(OrtStatus *);
     UNUSED(94, 98);
     void (*ReleaseTensorTypeAndShapeInfo)(OrtTensorTypeAndShapeInfo *);
-    UNUSED(100, 273);
+    UNUSED(100, 248);
+    OrtStatus *(*KernelInfoGetConstantInput_tensor)(const void *info, size_t, int *is_constant, const OrtValue **);
+    UNUSED(250, 273);
     OrtStatus *(*KernelContext_ParallelFor)(const OrtKernelContext *, task_t, size_t total, size_t batches, void *);
 } OrtApi;
 
@@ -96,7 +99,7 @@ typedef struct {
     OrtKernelContext *ort;       /* or NULL, within a task */
     const Tensor *tensors;       /* or NULL */
     const int *inputs, *outputs; /* their places among the tensors */
-    void **packed;               /* or NULL; where a product whose second operand stays the same keeps it packed */
+    void *_Atomic *packed;       /* or NULL; where a product whose second operand stays the same keeps it packed */
 } Context;
 
 /* A kernel is the operator that ONNX Runtime knows, followed by its description. */
@@ -107,6 +110,13 @@ typedef struct {
     size_t inputs, outputs;
     OrtStatus *(*compute)(Context *);
 } Kernel;
+
+/* A node of a session calls a kernel. */
+typedef struct {
+    const Kernel *kernel;
+    int is_frozen; /* the second input is a weight that stays the same */
+    void *_Atomic packed;
+} Node;
 
 static const OrtApi *api;
 
@@ -125,13 +135,22 @@ static size_t output_count(const OrtCustomOp *op) { return ((const Kernel *)op)-
 static int required(const OrtCustomOp *op, size_t i) { return (void)op, (void)i, 0; }
 static int one(const OrtCustomOp *op) { return (void)op, 1; }
 static int latest(const OrtCustomOp *op) { return (void)op, 0x7fffffff; }
-static void destroy(void *kernel) { (void)kernel; }
-static OrtStatus *create(const OrtCustomOp *op, const OrtApi *a, const void *info, void **kernel) {
-    (void)a, (void)info;
-    *kernel = (void *)op;
-    return NULL;
+static void destroy(void *node) {
+    free(atomic_load(&((Node *)node)->packed));
+    free(node);
 }
-static OrtStatus *compute(void *kernel, OrtKernelContext *ort) { return ((Kernel *)kernel)->compute(&(Context){ort}); }
+static OrtStatus *create(const OrtCustomOp *op, const OrtApi *a, const void *info, void **made) {
+    const OrtValue *value;
+    Node *node = calloc(1, sizeof *node);
+    if (!node) return a->CreateStatus(1, "native kernel: out of memory");
+    *made = node;
+    node->kernel = (const Kernel *)op;
+    return input_count(op) < 2 ? NULL : a->KernelInfoGetConstantInput_tensor(info, 1, &node->is_frozen, &value);
+}
+static OrtStatus *compute(void *made, OrtKernelContext *ort) {
+    Node *node = made;
+    return node->kernel->compute(&(Context){.ort = ort, .packed = node->is_frozen ? &node->packed : NULL});
+}
 
 #define KERNEL(name, types, inputs, outputs)                                                                         \
     {{API_VERSION, NULL, name_of, provider_of, input_type, input_count, output_type, output_count, NULL, destroy,    \

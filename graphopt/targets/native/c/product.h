@@ -1,9 +1,6 @@
 /* Matrix products as ONNX Runtime calls them. Operands and results may be stored transposed. */
 #pragma once
-#include <stdatomic.h>
-
-#include "calls.h"
-#include "gemm.h"
+#include "weight.h"
 
 /* A bias or NULL, with its strides, and the product that it is added to. With `relu`, it has one element for each row. */
 typedef struct {
@@ -12,6 +9,8 @@ typedef struct {
     const gemm_product *to;
     int relu;
 } Bias;
+
+enum { MOST_ROWS = 512 }; /* of a product whose operand B is kept in panels between steps */
 
 static int64_t thread_count;
 
@@ -66,13 +65,61 @@ static int64_t strides_of(int rank, const int64_t *dims, int64_t *strides) {
     return stride;
 }
 
+/* Return B in panels that are kept between calls, and pack them first if they are new; NULL if B may change, or if there
+ * are so many rows that to pack B takes little of a product's time. */
+static const float *kept_panels(Context *context, const gemm_product *g) {
+    float *panels = context->packed ? atomic_load(context->packed) : NULL;
+    if (!context->packed || (!panels && !context->tensors && g->m * g->batch[0] * g->batch[1] > MOST_ROWS)) return panels;
+    if (!panels) {
+        void *expected = NULL;
+        panels = allocate(gemm_panel_bytes(g) + 64);
+        gemm_panels(g, align64(panels));
+        if (!atomic_compare_exchange_strong(context->packed, &expected, panels)) free(panels), panels = expected;
+    }
+    return align64(panels);
+}
+
+/* Return whether to compute C^T = B^T A^T: C is narrow, and columns of A lie together, which are then read in order. */
+static int turns(const gemm_product *g) {
+    return g->a_strides.row == 1 && g->n <= GEMM_NR && 2 * g->n <= g->m && g->batch[0] * g->batch[1] == 1 && !g->epilogue;
+}
+
+/* Return the product whose result is the transpose of another's. */
+static gemm_product turned(const gemm_product *g, float *c) {
+    gemm_product t = *g;
+    t.m = g->n, t.n = g->m, t.a = g->b, t.b = g->a, t.c = c, t.panels = NULL;
+    t.a_strides = (gemm_strides){g->b_strides.column, g->b_strides.row, {0, 0}};
+    t.b_strides = (gemm_strides){g->a_strides.column, g->a_strides.row, {0, 0}};
+    t.c_strides = (gemm_strides){g->m, 1, {0, 0}};
+    return t;
+}
+
+static OrtStatus *compute_turned(const gemm_product *g) {
+    gemm_product t = turned(g, NULL);
+    const size_t bytes = ((size_t)(g->m * g->n) * sizeof(float) + 63) / 64 * 64;
+    char *memory = borrow(bytes + gemm_scratch(&t));
+    if (!memory) return out_of_memory();
+    t.c = (float *)memory, t.scratch = memory + bytes;
+    gemm(&t);
+    for (int64_t i = 0; i < g->m; i++)
+        for (int64_t j = 0; j < g->n; j++) g->c[i * g->c_strides.row + j] = t.c[j * g->m + i];
+    give_back(memory);
+    return NULL;
+}
+
 /* Compute the output of the operator from its first two inputs, and add its third input, a bias. */
 OrtStatus *product(Context *context, const ProductForm *form) {
     int64_t da[MOST_AXES], db[MOST_AXES], dc[MOST_AXES], la[MOST_AXES], lb[MOST_AXES], logical[MOST_AXES];
     int64_t sa[MOST_AXES], sb[MOST_AXES], sc[MOST_AXES], strides_a[MOST_AXES], strides_b[MOST_AXES], strides_c[MOST_AXES];
     gemm_product g = {0};
+    Weight weight = {0};
     CHECK(input(context, 0, &g.a, da, form->rank_a));
-    CHECK(input(context, 1, &g.b, db, form->rank_b));
+    if (form->weight.bits) {
+        CHECK(find_weight(context, &form->weight, form->rank_bias < 0 ? 2 : 3, &weight));
+        db[0] = form->weight.rows, db[1] = form->weight.columns;
+        weight.is_transposed = form->b[0] == 1;
+        g.source = fill_panel, g.source_user = &weight;
+    } else CHECK(input(context, 1, &g.b, db, form->rank_b));
     const int rank = form->rank_c;
     strides_of(form->rank_a, da, strides_a), strides_of(form->rank_b, db, strides_b);
     for (int i = 0; i < rank; i++) {
@@ -116,17 +163,13 @@ OrtStatus *product(Context *context, const ProductForm *form) {
         g.batch[at] = logical[i];
         g.a_strides.batch[at] = sa[i], g.b_strides.batch[at] = sb[i], g.c_strides.batch[at] = sc[i];
     }
-    /* B is packed once if it is the same in all calls, or if all products of a call have it and it is transposed. */
-    const int common = !g.b_strides.batch[0] && !g.b_strides.batch[1];
-    const int packs = common && !context->packed && g.b_strides.column != 1 && g.batch[0] * g.batch[1] > 1;
-    const size_t panels = packs ? gemm_panel_bytes(&g) + 64 : 0;
-    if (common && context->packed) {
-        const int is_new = !*context->packed;
-        if (is_new) *context->packed = allocate(gemm_panel_bytes(&g) + 64);
-        g.panels = align64(*context->packed);
-        if (is_new) gemm_panels(&g, align64(*context->packed));
-    }
     g.threads = context->ort ? thread_count : 1, g.parallel_for = run_parallel, g.pool = context;
+    if (!g.source && turns(&g)) return compute_turned(&g);
+    /* B is packed once if it is the same in all calls, or if all products of a call have it and it is transposed. */
+    const int common = !g.source && !g.b_strides.batch[0] && !g.b_strides.batch[1];
+    if (common) g.panels = kept_panels(context, &g);
+    const int packs = common && !g.panels && g.b_strides.column != 1 && g.batch[0] * g.batch[1] > 1;
+    const size_t panels = packs ? gemm_panel_bytes(&g) + 64 : 0;
     char *memory = borrow(panels + gemm_scratch(&g));
     if (!memory) return out_of_memory();
     g.scratch = memory + panels;

@@ -143,8 +143,8 @@ static void scan_task(void *user, size_t task) {
         if (c->count == 0) memcpy(c->result[i] + skipped[body + i], tensors[body + i].data, bytes[body + i]);
     }
     OrtStatus *status = NULL;
-    void *packed[s->steps + 1];
-    memset(packed, 0, sizeof packed);
+    void *_Atomic packed[s->steps + 1];
+    memset((void *)packed, 0, sizeof packed);
     for (int64_t t = 0; t < c->count && !status; t++) {
         char *to[s->results + 1];
         for (int i = 0; i < s->sequences; i++) {
