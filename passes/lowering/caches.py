@@ -6,6 +6,7 @@ Attention operators and Concat append, maybe after a change of layout. Other rea
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -15,7 +16,7 @@ import onnx_ir as ir
 from graphopt.errors import GraphoptError
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.metadata import Caches
-from graphopt.graph.operators import MICROSOFT, SHAPE_READERS, VIEWS
+from graphopt.graph.operators import MICROSOFT, SCATTERING, SHAPE_READERS, VIEWS
 from graphopt.graph.postprocessing import detach_outputs
 from graphopt.graph.rewriting import remove_unused_nodes
 from graphopt.graph.roles import Role
@@ -72,6 +73,7 @@ def remove_caches(model: ir.Model) -> None:
     """Make the past of each cache empty, remove its input, and note the names."""
     graph = model.graph
     _skip_empty(graph)
+    _warn_of_fixed(graph)
     found = {x: growths for x in graph.inputs if (growths := _growths(x))}
     shared = {dim for x in graph.inputs if x not in found for dim in x.shape or ()}
     lengths = {_length(growth) for growths in found.values() for growth in growths}
@@ -150,6 +152,24 @@ def _growths(x: ir.Value) -> list[_Growth]:
                 return []
     symbolic = all(isinstance(_length(growth), ir.SymbolicDim) for growth in growths)
     return growths if symbolic else []
+
+
+def _warn_of_fixed(graph: ir.Graph) -> None:
+    """Warn of inputs into which nodes write positions, and which the model returns: caches of a fixed size."""
+    found = []
+    for x in graph.inputs:
+        readers = [node for node in x.consumers() if node.domain == "" and node.op_type in SCATTERING]
+        written = [node for node in readers if node.inputs[0] is x and any(_results(node.outputs[0]))]
+        if written and not x.is_initializer() and is_floating(x):
+            found.append((x, written[0].op_type))
+    if found:
+        names = ", ".join(repr(name_of(x)) for x, _ in found)
+        x, kind = found[0]
+        warnings.warn(
+            f"inputs {names}: caches of a fixed size stay inputs of the training graph, found {kind} into {x.name!r} "
+            f"of shape {x.shape}: feed zeros and positions from 0, or export the model with a dynamic cache or none",
+            stacklevel=2,
+        )
 
 
 def _skip_empty(graph: ir.Graph) -> None:
