@@ -386,6 +386,25 @@ def test_rows_of_a_dequantized_table_are_gathered_packed(kind, form, points):
         np.testing.assert_array_equal(graphopt.run(executor.trained(), {"ids": ids})["r"], r)
 
 
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_two_gathers_share_a_table(kind):
+    """As an encoder and a decoder do."""
+    proto = quantized_table(kind, "blocks", True)
+    proto.graph.node[3].output[0] = "first"
+    proto.graph.input.append(info("others", ["N", "T"], TensorProto.INT64))
+    proto.graph.node.append(helper.make_node("Gather", ["table", "others"], ["e2"]))
+    proto.graph.node.append(helper.make_node("MatMul", ["e2", "w"], ["second"]))
+    proto.graph.node.append(helper.make_node("Add", ["first", "second"], ["y"]))
+    steps = {"loss": passes.MeanSquaredError(output="y"), "parameters": passes.Parameters(freeze="q")}
+    step = compiled(proto, **steps)
+    bits = [x for x in step.graph.initializers.values() if x.const_value.size >= 24 * 16]
+    assert len(bits) == 1 and not dequantizing(step)
+    feeds = {name: RNG.integers(0, 24, (2, 5)) for name in ("ids", "others")}
+    expected = onnxruntime.InferenceSession(proto.SerializeToString()).run(["y"], feeds)[0]
+    found = graphopt.Executor(step, threads=1).predict(**feeds)["y"]
+    np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-6)
+
+
 def test_a_head_and_an_embedding_share_packed_bytes():
     """As in files of onnxruntime-genai's builder with shared embeddings."""
     vocabulary, width, block = 40, 64, 32

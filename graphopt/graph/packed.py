@@ -39,13 +39,16 @@ def gathered(op: Emitter, x: Value, indices: Value, axis: int, bits: int) -> Val
 def _as_bytes(op: Emitter, x: Value) -> tuple[Value, int]:
     """Return a table of 4 bits as bytes, which Gather takes, and the bits of a number: 8 if rows are no whole bytes."""
     tensor = x.const_value
-    if tensor is None:
+    if tensor is None or x.graph is None:
         raise GraphoptError(f"expected {x.name!r} to be an initializer, found a computed value")
     name, dims = f"{x.name}.bytes", tensor.shape.numpy()
-    if dims[-1] % 2:
+    bits = 8 if dims[-1] % 2 else 4
+    if name in x.graph.initializers:  # of another Gather of the table
+        return x.graph.initializers[name], bits
+    if bits == 8:
         low = tensor.numpy().astype(np.int8).astype(np.uint8) & 15
-        return op.initializer(ir.tensor(low, name=name)), 8
-    return op.initializer(view_of(tensor, ir.DataType.UINT8, [*dims[:-1], dims[-1] // 2]), name), 4
+        return op.initializer(ir.tensor(low, name=name)), bits
+    return op.initializer(view_of(tensor, ir.DataType.UINT8, [*dims[:-1], dims[-1] // 2]), name), bits
 
 
 def view_of(
