@@ -7,7 +7,7 @@ Attention operators and Concat append, maybe after a change of layout. Other rea
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -103,8 +103,10 @@ def remove_caches(model: ir.Model) -> None:
     graph.sort()
 
 
-def set_aside(model: ir.Model, read: Sequence[ir.Value]) -> None:
+def set_aside(model: ir.Model, read: Collection[str]) -> None:
     """Detach the present of each cache from the outputs, and remove those of the inputs `read` that nothing reads now.
+
+    `read` are names, because a conversion to another opset makes new values.
 
     The trained model has these outputs again.
     """
@@ -119,7 +121,7 @@ def set_aside(model: ir.Model, read: Sequence[ir.Value]) -> None:
     detach_outputs(
         model, [y for y in graph.outputs if name_of(y) in caches.outputs], is_floating, Role.SOURCE
     )
-    unread = [x for x in read if x.graph is graph and not x.uses() and not x.is_graph_output()]
+    unread = [x for x in graph.inputs if name_of(x) in read and not x.uses() and not x.is_graph_output()]
     for x in unread:
         graph.inputs.remove(x)
     Caches((*caches.inputs, *map(name_of, unread)), caches.outputs).write(model)
