@@ -261,7 +261,9 @@ STATIC = {
 
 @pytest.mark.parametrize("kind", STATIC)
 def test_a_cache_of_a_fixed_size_stays_with_a_warning(kind):
-    """Fed with zeros, and positions from 0, the model trains as PyTorch does with its attention over all places."""
+    """Fed with zeros, and positions from 0, the model trains as PyTorch does with zeros in the other places."""
+    if OLD and kind == "TensorScatter":
+        pytest.skip("onnxruntime 1.19 has no opset 24")
     inputs = "int64[B] at" if kind == "TensorScatter" else "int64[B,2,S,3] indices"
     proto = onnx.parser.parse_model(
         f"""{HEADER.format(opset=24)} g (float[B,S,{D}] x, float[B,2,7,8] past, {inputs})
