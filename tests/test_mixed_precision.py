@@ -238,9 +238,17 @@ def test_a_step_whose_gradients_are_not_finite_changes_the_scale_alone() -> None
     assert 0 < executor.state["step"] < 41
 
 
-@pytest.mark.parametrize("target", ["plain", "onnxruntime"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"target": "plain"},
+        {"target": "onnxruntime"},
+        pytest.param({"native": True}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("exponent", [16, 20, 40, 80, 100, 126, 127])
-def test_an_overflow_changes_the_scale_alone(exponent: int, target: str) -> None:
+def test_an_overflow_changes_the_scale_alone(exponent: int, options: dict[str, Any]) -> None:
     """A step either updates as float32 does, or leaves the state unchanged and halves the scale."""
     steps = {"optimizer": passes.SGD(0.1)}
     step = compiled(
@@ -249,7 +257,7 @@ def test_an_overflow_changes_the_scale_alone(exponent: int, target: str) -> None
         precision=passes.MixedPrecision("float16"),
         loss_scale=passes.DynamicLossScale(),
     )
-    exact, executor = graphopt.Executor(compiled(**steps)), graphopt.Executor(step, threads=1, target=target)
+    exact, executor = graphopt.Executor(compiled(**steps)), graphopt.Executor(step, threads=1, **options)
     before = executor.parameters
     exact.step(x=X, target=T)
     executor.step(x=X, target=T)
