@@ -45,6 +45,7 @@ class _Growth(NamedTuple):
 def choose_branches(model: ir.Model) -> None:
     """Drop branches with caches that a Boolean input chooses, such as `use_cache_branch`, for those without."""
     graph = model.graph
+    _skip_empty(graph)
     choices = [x for x in graph.inputs if x.dtype is ir.DataType.BOOL and not x.is_initializer()]
     for choice in [x for x in choices if all(node.op_type == "If" for node in x.consumers())]:
         growths = [growth for x in graph.inputs for growth in _growths(x)]
@@ -54,7 +55,10 @@ def choose_branches(model: ir.Model) -> None:
             if bool(within[0]) == bool(within[1]):
                 continue
             dropped = 0 if within[0] else 1
-            presents = (y for growth in within[dropped] for y in growth.presents)
+            presents = dict.fromkeys(y for growth in within[dropped] for y in growth.presents)
+            for x in graph.inputs:  # caches of an encoder's output, which the branch returns as they are
+                if is_floating(x) and all(reader.graph is bodies[dropped] for reader in x.consumers()):
+                    presents |= dict.fromkeys(_results(x))
             results = [node.outputs[bodies[dropped].outputs.index(y)] for y in presents]
             caches = Caches.read(model) or Caches()
             names = (*caches.outputs, *(name_of(y) for y in results if y.is_graph_output()))
@@ -182,9 +186,9 @@ def _skip_empty(graph: ir.Graph) -> None:
             empty = (
                 all(array is not None and not array.size for array in arrays) and node.inputs.count(x) == 1
             )
-            if empty and not node.outputs[0].is_graph_output() and node.graph is graph:
+            if empty and not node.outputs[0].is_graph_output() and node.graph is not None:
                 ir.convenience.replace_all_uses_with(node.outputs[0], x)
-                graph.remove(node, safe=True)
+                node.graph.remove(node, safe=True)
 
 
 def _growth(node: ir.Node, index: int) -> _Growth | None:
