@@ -26,6 +26,7 @@ from graphopt.graph.values import constant_of, like, name_of, next_of
 from graphopt.intervals import within
 
 _WIDE = ir.DataType.FLOAT
+_LARGEST_SCALE = 2.0**96  # by which rates can be divided without underflow
 
 # The operators that run in 16 bits in addition to products. They move numbers or round each number once, and run in 16
 # bits if all their floating inputs do. Operators whose gradient compares an input with the output, such as MaxPool, are
@@ -148,9 +149,9 @@ def _cast(op: Emitter, x: ir.Value, dtype: ir.DataType) -> ir.Value:
 class DynamicLossScale(Pass):
     """Skip a step whose gradients overflow, and adapt the scale of the loss.
 
-    If a gradient is not finite, the step leaves all state unchanged and reduces the scale. After `interval` steps with
-    finite gradients the scale grows. The scale becomes state. Run the pass after the optimizer and the schedule, and
-    before `Accumulate`.
+    If a gradient is not finite, or the scale is larger than 2**96, the step leaves all state unchanged and reduces the
+    scale. After `interval` steps with finite gradients the scale grows, to 2**96 at most. The scale becomes state. Run
+    the pass after the optimizer and the schedule, and before `Accumulate`.
 
     Args:
         growth: the factor of the scale after `interval` steps in which all gradients were finite.
@@ -184,7 +185,8 @@ class DynamicLossScale(Pass):
         states = {next_of(x): x for x in with_role(model, *STATE)}
         with Emitter(model) as op:
             sums = [op.ReduceSum(op.Cast(gradient, to=_WIDE), keepdims=0) for gradient in gradients]
-            finite = op.Less(op.Abs(op.Sum(*sums)), math.inf)
+            is_invertible = op.LessOrEqual(scale, _LARGEST_SCALE)
+            finite = op.And(op.Less(op.Abs(op.Sum(*sums)), math.inf), is_invertible)
             for y in following:
                 x = states[name_of(y)]
                 model.graph.outputs.remove(y)
@@ -193,6 +195,6 @@ class DynamicLossScale(Pass):
             steps = state.declare_slot(model, LOSS_SCALE, "steps", np.array(0, np.int64))
             done = op.Add(steps, 1)
             grows = op.GreaterOrEqual(done, self.interval)
-            grown = op.Where(grows, self.growth * scale, scale)
+            grown = op.Where(grows, op.Min(self.growth * scale, _LARGEST_SCALE), scale)
             state.set_next(model, set_role(scale, Role.SLOT), op.Where(finite, grown, self.backoff * scale))
             state.set_next(model, steps, op.Where(op.And(finite, op.Not(grows)), done, 0))

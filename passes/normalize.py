@@ -95,7 +95,7 @@ class Normalize(Pass):
         if sources:  # inputs or weights themselves
             detach_outputs(model, sources, lambda value: True)
         _rename_what_the_runtime_names(model)
-        read = [x for x in model.graph.inputs if x.uses()]
+        read = {name_of(x) for x in model.graph.inputs if x.uses()}
         with interface_kept(model):
             self._inline(model)
         remove_caches(model)

@@ -17,6 +17,7 @@ from onnx_ir import Value
 
 from graphopt.errors import GraphoptError, NoGradient
 from graphopt.graph.emitter import Emitter
+from graphopt.graph.metadata import TokenBlocks
 from graphopt.graph.opsets import ORT_TRAINING_IR_VERSION, ORT_TRAINING_OPSET
 from graphopt.graph.roles import TRAINING_RUNTIME, needs_training_runtime
 from graphopt.graph.storage import whole
@@ -51,6 +52,11 @@ class OrtGradient(GradientSource):
         wrt = [x for x in wrt if any(user in path for user in x.consumers())]
         if not wrt:
             return {}
+        if any(TokenBlocks.read(node) for node in path):
+            raise GraphoptError(
+                "OrtGradient: expected a loss of all logits at once, found one in blocks of tokens, which "
+                f"{TRAINING_RUNTIME} cannot differentiate: set blocks=None of the loss, or use Gradient"
+            )
         seeds = {y: seed for y, seed in seeds.items() if y.producer() in path}
         for node in path:
             fit_to_builder(op, node)

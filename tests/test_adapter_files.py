@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import onnx
 import onnx_ir as ir
@@ -25,6 +26,7 @@ import graphopt
 import passes
 from graphopt import models
 from graphopt.adapters import peft
+from graphopt.adapters.adapter_file import read_adapter_file, write_adapter_file
 from graphopt.adapters.naming import matched, modules_of
 from graphopt.adapters.peft import Module, PeftAdapter
 from graphopt.graph.metadata import Adapted
@@ -152,6 +154,65 @@ def test_every_way_out_computes_what_the_executor_does(name: str, dora: bool, tm
     np.testing.assert_allclose(with_adapter(slots, path, feeds), other.predict(feeds)["y"], **close)
     again = trained(proto, passes.LoadedLoRA(path), feeds, steps=0)
     np.testing.assert_allclose(again.predict(feeds)["y"], other.predict(feeds)["y"], **close)
+
+
+def in_halves(name: str, stored: np.dtype, computes: str) -> tuple[onnx.ModelProto, dict[str, Any]]:
+    """Return a network whose weights are stored in 16 bits, and which multiplies in another type or in the same."""
+    text, weights, feeds = NETWORKS[name]
+    text = text.replace("float[", f"{computes}[")
+    if computes != stored.name:
+        casts = "\n".join(f"{x} = Cast<to=1>({x}_stored)" for x in weights)
+        text = text.replace("{", f"{{ {casts}\n", 1)
+        weights = {f"{x}_stored": w for x, w in weights.items()}
+    proto = model(text)
+    for x, w in weights.items():
+        proto.graph.initializer.append(onnx.numpy_helper.from_array(w.astype(stored), x))
+    return proto, {
+        x: v.astype(np.float16 if computes == "float16" else np.float32) if v.dtype.kind == "f" else v
+        for x, v in feeds.items()
+    }
+
+
+@needs_files
+@pytest.mark.parametrize("dora", [False, True])
+@pytest.mark.parametrize(
+    ("name", "stored", "computes"),
+    [
+        *((name, np.dtype(np.float16), "float16") for name in NETWORKS),
+        *((name, np.dtype(np.float16), "float") for name in ("MatMul", "Gemm", "Conv")),
+        *((name, np.dtype(ml_dtypes.bfloat16), "float") for name in ("MatMul", "Gemm", "Conv")),
+    ],
+)
+def test_adapters_of_models_of_16_bits(
+    name: str, stored: np.dtype, computes: str, dora: bool, tmp_path: Path
+) -> None:
+    """ONNX Runtime's outputs with the adapter in a slot, and after each way back, are those of the executor."""
+    proto, feeds = in_halves(name, stored, computes)
+    adapter = passes.LoRA("w*", rank=2, dora=dora)
+    executor = trained(proto, adapter, feeds)
+    expected = executor.predict(feeds)["y"].astype(np.float32)
+    plain = graphopt.run(proto, feeds)["y"]
+    assert abs(expected - plain).max() > 1e-3
+    close = {"rtol": 1e-5, "atol": 1e-5} if computes == "float" else {"rtol": 2e-2, "atol": 5e-3}
+    slots = executor.trained(into=proto, adapters="slots")
+    onnx.checker.check_model(slots)
+    files = [(tmp_path / "a.onnx_adapter", "onnxruntime")]
+    if name not in ("ConvTranspose", "LSTM", "Conv, groups"):
+        files.append((tmp_path / "a", "peft"))
+    for path, form in files:
+        graphopt.save_adapter(executor, path, form=form)
+        again = trained(proto, passes.LoRA.load(path), feeds, steps=0)
+        np.testing.assert_allclose(again.predict(feeds)["y"], expected, **close)
+    np.testing.assert_allclose(with_adapter(slots, files[0][0], feeds), expected, **close)
+
+
+@needs_files
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32])
+def test_an_adapter_file_keeps_the_type_of_its_numbers(dtype: Any, tmp_path: Path) -> None:
+    array = numbers(3, 5).astype(dtype)
+    write_adapter_file({"a": array}, tmp_path / "a")
+    found = read_adapter_file(tmp_path / "a")["a"]
+    assert found.dtype == array.dtype and (found == array).all()
 
 
 @pytest.mark.parametrize("dora", [False, True])

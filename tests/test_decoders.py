@@ -253,6 +253,48 @@ def test_an_input_that_is_no_cache_stays(past, nodes):
     assert [x.name for x in model.graph.inputs] == ["x", "past"] and Caches.read(model) is None
 
 
+STATIC = {
+    "TensorScatter": "present = TensorScatter<axis = 2>(past, h, at)",
+    "ScatterND": "present = ScatterND(past, indices, h)",
+}
+
+
+@pytest.mark.parametrize("kind", STATIC)
+def test_a_cache_of_a_fixed_size_stays_with_a_warning(kind):
+    """Fed with zeros, and positions from 0, the model trains as PyTorch does with zeros in the other places."""
+    if OLD and kind == "TensorScatter":
+        pytest.skip("onnxruntime 1.19 has no opset 24")
+    inputs = "int64[B] at" if kind == "TensorScatter" else "int64[B,2,S,3] indices"
+    proto = onnx.parser.parse_model(
+        f"""{HEADER.format(opset=24)} g (float[B,S,{D}] x, float[B,2,7,8] past, {inputs})
+            => (float[B,2,7,8] y, float[B,2,7,8] present) {{
+            m = MatMul(x, w) four = Constant<value = int64[4] {{0, 0, 2, 8}}>() r = Reshape(m, four)
+            h = Transpose<perm = [0, 2, 1, 3]>(r) {STATIC[kind]} y = Tanh(present) }}"""
+    )
+    w = RNG.standard_normal((D, D)).astype(np.float32)
+    proto.graph.initializer.append(onnx.numpy_helper.from_array(w, "w"))
+    options = {"loss": passes.MeanSquaredError(output="y"), "optimizer": passes.SGD(0.1)}
+    with pytest.warns(
+        UserWarning,
+        match=rf"^inputs 'past': caches of a fixed size .* found {kind} into 'past' of shape \[B,2,7,8\]",
+    ):
+        step = graphopt.compile(proto, **options)
+    assert Caches.read(step) is None
+    x, target = (RNG.standard_normal(shape).astype(np.float32) for shape in ((B, S, D), (B, 2, 7, 8)))
+    places = np.stack(np.indices((B, 2, S)), axis=-1)
+    feeds = {"at": np.zeros(B, np.int64)} if kind == "TensorScatter" else {"indices": places}
+    executor = graphopt.Executor(step, threads=1)
+    own = torch.tensor(w, requires_grad=True)
+    for _ in range(4):
+        h = (torch.tensor(x) @ own).reshape(B, S, 2, 8).transpose(1, 2)
+        y = torch.tanh(torch.nn.functional.pad(h, (0, 0, 0, 7 - S)))
+        loss = torch.nn.functional.mse_loss(y, torch.tensor(target))
+        (gradient,) = torch.autograd.grad(loss, own)
+        found = executor.step(x=x, past=np.zeros_like(target), target=target, **feeds)["loss"]
+        assert found == pytest.approx(loss.item(), rel=1e-5)
+        own = (own - 0.1 * gradient).detach().requires_grad_()
+
+
 def test_a_past_that_is_computed_is_refused():
     text = f"""{HEADER.format(opset=21)} g (float[B,S,16] x, float[B,2,P,8] past, int32[B] n, int32 total)
         => (float[B,S,16] y) {{ twice = Add(past, past) y = com.microsoft.GroupQueryAttention<num_heads = 2,

@@ -11,8 +11,10 @@ from typing import Any
 import joblib
 import numpy as np
 import onnx
+import onnx_ir as ir
 import onnxruntime
 import pytest
+import torch
 from scipy.sparse import csr_array
 from skl2onnx import to_onnx
 from sklearn.base import clone
@@ -436,6 +438,47 @@ def test_a_model_of_scikit_learns_converter(tmp_path: Path) -> None:
     assert list(ours.classes_) == [0, 1, 2]
 
 
+def test_an_adapter_trains_as_pytorch_trains_it() -> None:
+    X, lora = X_IRIS.astype(np.float32), passes.LoRA("layers.0*", rank=2, alpha=4)
+    base = ir.to_proto(models.mlp((4,), 3, hidden=[8]))
+    steps = {"loss": passes.CrossEntropy(), "optimizer": passes.SGD(0.1)}
+    start = graphopt.Executor(graphopt.compile(base, adapter=lora, **steps)).parameters
+    a, b = (torch.tensor(start[f"layers.0.weight.lora_{x}"], requires_grad=True) for x in "AB")
+    w = {x.name: torch.tensor(onnx.numpy_helper.to_array(x).copy()) for x in base.graph.initializer}
+    optimizer, losses = torch.optim.AdamW([a, b], 0.05, weight_decay=0.01), []
+    for _ in range(21):
+        hidden = torch.tensor(X) @ (w["layers.0.weight"] + 2 * a @ b) + w["layers.0.bias"]
+        logits = torch.relu(hidden) @ w["layers.2.weight"] + w["layers.2.bias"]
+        losses.append(torch.nn.functional.cross_entropy(logits, torch.tensor(Y_IRIS)))
+        if len(losses) <= 20:
+            optimizer.zero_grad()
+            losses[-1].backward()
+            optimizer.step()
+    options = {"solver": passes.AdamW(0.05), "batch_size": 150, "max_iter": 20, "alpha": 0.0}
+    ours = graphopt.OnnxClassifier(base, adapter=lora, **options).fit(X, Y_IRIS)
+    np.testing.assert_allclose(ours.loss_curve_, [x.item() for x in losses[:20]], rtol=2e-5)
+    np.testing.assert_allclose(ours.predict_proba(X), logits.softmax(1).detach(), atol=1e-4)
+    weights = {x.name: onnx.numpy_helper.to_array(x) for x in ours.get_trained_onnx().graph.initializer}
+    assert set(weights) == set(w)
+    for name in set(w) - {"layers.0.weight"}:
+        np.testing.assert_array_equal(weights[name], w[name])
+    assert clone(ours).adapter == lora and ours.get_params()["adapter__rank"] == 2
+    assert ours.set_params(adapter__rank=4).fit(X, Y_IRIS).score(X, Y_IRIS) > 0.8
+
+
+def test_a_head_predicts_other_classes() -> None:
+    X = X_IRIS.astype(np.float32)
+    ours = graphopt.OnnxClassifier(
+        models.mlp((4,), 7), adapter=passes.Head(classes=3), learning_rate_init=0.05, **OPTIONS
+    ).fit(X, Y_IRIS)
+    assert ours.score(X, Y_IRIS) > 0.8 and ours.predict_proba(X).shape == (150, 3)
+    target = Y_DIABETES.astype(np.float32)
+    lora = passes.LoRA("layers.0*", rank=2)
+    other = graphopt.OnnxRegressor(models.mlp((10,), 1), adapter=lora, learning_rate_init=0.01, **OPTIONS)
+    curve = other.fit(X_DIABETES.astype(np.float32), target).loss_curve_
+    assert curve[-1] < curve[0]
+
+
 def test_passes_in_place_of_names() -> None:
     ours = graphopt.OnnxClassifier(
         solver=passes.AdamW(0.01), loss=passes.CrossEntropy(label_smoothing=0.1, from_logits=False), **OPTIONS
@@ -472,6 +515,11 @@ def test_a_model_of_another_size_is_one_line() -> None:
 @pytest.mark.parametrize(
     ("options", "error"),
     [
+        (
+            {"adapter": passes.LoRA("*")},
+            "adapter: expected a model whose weights it adapts, found a new perceptron",
+        ),
+        ({"adapter": passes.LoRA}, r"adapter: expected a pass, found the class LoRA: create it"),
         ({"solver": "lion"}, "unknown solver 'lion'; known: adam, sgd"),
         ({"activation": "gelu"}, "unknown activation 'gelu'"),
         ({"alpha": -1.0}, r"alpha=-1.0\): expected a number in \[0, inf\)"),

@@ -12,6 +12,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 import pytest
+import torch
 from builders import attention, mlp, model, run
 from gradient_cases import CASES
 from test_gradient import model_of, run_in_onnxruntime, seeded
@@ -235,6 +236,66 @@ def test_a_step_whose_gradients_are_not_finite_changes_the_scale_alone() -> None
     for _ in range(40):
         executor.step(x=100 * X, target=T)
     assert 0 < executor.state["step"] < 41
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"target": "plain"},
+        {"target": "onnxruntime"},
+        pytest.param({"native": True}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("exponent", [16, 20, 40, 80, 100, 126, 127])
+def test_an_overflow_changes_the_scale_alone(exponent: int, options: dict[str, Any]) -> None:
+    """A step either updates as float32 does, or leaves the state unchanged and halves the scale."""
+    steps = {"optimizer": passes.SGD(0.1)}
+    step = compiled(
+        **steps,
+        gradient=passes.Gradient(loss_scale=2.0**exponent),
+        precision=passes.MixedPrecision("float16"),
+        loss_scale=passes.DynamicLossScale(),
+    )
+    exact, executor = graphopt.Executor(compiled(**steps)), graphopt.Executor(step, threads=1, **options)
+    before = executor.parameters
+    exact.step(x=X, target=T)
+    executor.step(x=X, target=T)
+    is_skipped = float(executor.state["loss_scale"]) == 2.0 ** (exponent - 1)
+    assert is_skipped or executor.state["loss_scale"] == 2.0**exponent
+    for name, x in executor.parameters.items():
+        np.testing.assert_allclose(
+            x, before[name] if is_skipped else exact.parameters[name], atol=1e-3 * (not is_skipped)
+        )
+
+
+def test_the_scale_and_the_weights_are_those_of_torchs_grad_scaler() -> None:
+    """Gradients of about 1e10 overflow in float32 at scales of about 2**95."""
+    x, target = 1e5 * X, 1e5 * T
+    step = graphopt.compile(
+        mlp((4, 3)),
+        loss=passes.MeanSquaredError(),
+        optimizer=passes.SGD(1e-12),
+        gradient=passes.Gradient(loss_scale=2.0**96),
+        loss_scale=passes.DynamicLossScale(interval=3),
+    )
+    executor = graphopt.Executor(step, target="plain")
+    w = {name: torch.tensor(value.copy(), requires_grad=True) for name, value in executor.parameters.items()}
+    optimizer = torch.optim.SGD(w.values(), 1e-12)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**96, growth_interval=3)
+    scales = []
+    for _ in range(20):
+        executor.step(x=x, target=target)
+        y = torch.tensor(x) @ w["fc0.weight"].T + w["fc0.bias"]
+        optimizer.zero_grad()
+        scaler.scale(torch.nn.functional.mse_loss(y, torch.tensor(target))).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        scales.append(scaler.get_scale())
+        assert executor.state["loss_scale"] == scales[-1]
+        for name, value in executor.parameters.items():
+            np.testing.assert_allclose(value, w[name].detach(), rtol=1e-5)
+    assert min(scales) < 2.0**96 and max(scales) > min(scales)
 
 
 def test_accumulated_gradients_that_are_not_finite_are_thrown_away() -> None:

@@ -98,7 +98,7 @@ def feeds_of(step: ir.Model) -> dict[str, np.ndarray]:
 
 
 def compiled(source: Any, **steps: Any) -> ir.Model:
-    return graphopt.compile(source, loss=passes.MeanSquaredError(), **steps)
+    return graphopt.compile(source, **{"loss": passes.MeanSquaredError(), **steps})
 
 
 @training
@@ -392,6 +392,22 @@ def test_mixed_precision_takes_the_steps_of_the_rules(name: str) -> None:
         feeds = {key: array for key, array in feeds_of(step).items() if key in executor.inputs}
         losses.append([executor.step(feeds)["loss"] for _ in range(5)])
     np.testing.assert_allclose(losses[1], losses[0], rtol=2e-3)
+
+
+@training
+def test_a_loss_in_blocks_of_tokens_is_refused() -> None:
+    tokens, losses = np.random.default_rng(0).integers(0, 20, (4, 6)), []
+    for gradient, blocks in ((passes.OrtGradient(), None), (passes.Gradient(), 3)):
+        loss = passes.CausalLanguageModel(blocks=blocks)
+        step = compiled(models.transformer((6,), 20), loss=loss, gradient=gradient, optimizer=passes.SGD(0.1))
+        executor = graphopt.Executor(step, threads=1)
+        losses.append([executor.step(x=tokens)["loss"] for _ in range(5)])
+    np.testing.assert_allclose(*losses, rtol=1e-5)
+    for loss in (passes.CausalLanguageModel(blocks=3), passes.CrossEntropy(axis=-1, blocks=2)):
+        with pytest.raises(
+            graphopt.GraphoptError, match=r"found one in blocks of tokens, .*: set blocks=None"
+        ):
+            compiled(models.transformer((6,), 20), loss=loss, gradient=passes.OrtGradient())
 
 
 @training

@@ -123,7 +123,7 @@ def by_runtime(proto, **feeds):
 
 def compiled(proto, **steps):
     return graphopt.compile(
-        proto, loss=passes.MeanSquaredError(), **({"optimizer": passes.SGD(0.01)} | steps)
+        proto, **({"loss": passes.MeanSquaredError(), "optimizer": passes.SGD(0.01)} | steps)
     )
 
 
@@ -338,6 +338,71 @@ def test_a_table_of_odd_rows_of_4_bits_is_gathered():
     found = graphopt.Executor(compiled(proto), threads=1).predict(ids=ids)["y"]
     w = numpy_helper.to_array(proto.graph.initializer[-1])
     np.testing.assert_allclose(found, table[ids] @ w, rtol=1e-6, atol=1e-6)
+
+
+def quantized_table(kind, form, points, axis=0):
+    """Return a graph that gathers from a dequantized table, with a scale, one for each row or column, or blocks."""
+    rows, width, block = 24, 32, 8
+    low, high = {"int8": (-128, 128), "uint8": (0, 256), "int4": (-8, 8), "uint4": (0, 16)}[kind]
+    code, along = getattr(TensorProto, kind.upper()), {"rows": 0}.get(form, 1)
+    shape = {"one": (), "rows": (rows,), "columns": (width,), "blocks": (rows, width // block)}[form]
+    scale = RNG.uniform(0.01, 0.02, shape).astype(np.float32)
+    integers = {"q": RNG.integers(low, high, (rows, width)), "z": RNG.integers(low, high, shape)}
+    weights = [helper.make_tensor(name, code, x.shape, x.ravel()) for name, x in integers.items()]
+    weights = [*weights[: 1 + points], numpy_helper.from_array(scale, "s")]
+    size = rows if axis else width
+    weights.append(numpy_helper.from_array(RNG.standard_normal((size, 3)).astype(np.float32), "w"))
+    attributes = {"block_size": block} if form == "blocks" else {}
+    read = ["q", "s", "z"][: 2 + points]
+    nodes = [
+        helper.make_node("DequantizeLinear", read, ["table"], axis=along, **attributes),
+        helper.make_node("Gather", ["table", "ids"], ["e"], axis=axis),
+        helper.make_node("Transpose", ["e"], ["r"], perm=[1, 2, 0] if axis else [0, 1, 2]),
+        helper.make_node("MatMul", ["r", "w"], ["y"]),
+    ]
+    inputs = [info("ids", ["N", "T"], TensorProto.INT64)]
+    return graph(nodes, weights, inputs, [info("y", ["N", "T", 3]), info("r", ["N", "T", size])])
+
+
+@pytest.mark.parametrize("points", [False, True])
+@pytest.mark.parametrize("form", ["one", "rows", "columns", "blocks"])
+@pytest.mark.parametrize("kind", ["int8", "uint8", "int4", "uint4"])
+def test_rows_of_a_dequantized_table_are_gathered_packed(kind, form, points):
+    """They equal the rows of the file bit for bit, and no node dequantizes the table."""
+    for axis in (0, 1) if kind.endswith("8") and form != "blocks" else (0,):
+        proto = quantized_table(kind, form, points, axis)
+        ids = RNG.integers(-24, 24, (2, 5))
+        steps = {"loss": passes.MeanSquaredError(output="y"), "parameters": passes.Parameters(freeze="q")}
+        step = compiled(proto, **steps)
+        assert not dequantizing(step)
+        executor = graphopt.Executor(step, threads=1)
+        assert set(executor.parameters) == {"w"}
+        y, r = onnxruntime.InferenceSession(proto.SerializeToString()).run(["y", "r"], {"ids": ids})
+        np.testing.assert_array_equal(executor.predict(ids=ids)["r"], r)
+        found = executor.step(ids=ids, target=np.zeros_like(y))["loss"]
+        assert found == pytest.approx(np.square(y).mean(), rel=1e-5)
+        trained = onnxruntime.InferenceSession(executor.trained(into=proto).SerializeToString())
+        np.testing.assert_array_equal(trained.run(["r"], {"ids": ids})[0], r)
+        np.testing.assert_array_equal(graphopt.run(executor.trained(), {"ids": ids})["r"], r)
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_two_gathers_share_a_table(kind):
+    """As an encoder and a decoder do."""
+    proto = quantized_table(kind, "blocks", True)
+    proto.graph.node[3].output[0] = "first"
+    proto.graph.input.append(info("others", ["N", "T"], TensorProto.INT64))
+    proto.graph.node.append(helper.make_node("Gather", ["table", "others"], ["e2"]))
+    proto.graph.node.append(helper.make_node("MatMul", ["e2", "w"], ["second"]))
+    proto.graph.node.append(helper.make_node("Add", ["first", "second"], ["y"]))
+    steps = {"loss": passes.MeanSquaredError(output="y"), "parameters": passes.Parameters(freeze="q")}
+    step = compiled(proto, **steps)
+    bits = [x for x in step.graph.initializers.values() if x.const_value.size >= 24 * 16]
+    assert len(bits) == 1 and not dequantizing(step)
+    feeds = {name: RNG.integers(0, 24, (2, 5)) for name in ("ids", "others")}
+    expected = onnxruntime.InferenceSession(proto.SerializeToString()).run(["y"], feeds)[0]
+    found = graphopt.Executor(step, threads=1).predict(**feeds)["y"]
+    np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-6)
 
 
 def test_a_head_and_an_embedding_share_packed_bytes():

@@ -40,6 +40,12 @@ CASES = {
             else_branch = no () => (float[3] q) { q = Exp(a) }> }""",
         {"a": numbers(3), "c": np.array(True)},
     ),
+    "products by a weight and its transpose": (
+        "openvino",
+        """g (float[N,2] x) => (float[N,2] y) { w = Constant<value = float[2,2] {1.0, 2.0, 3.0, 4.0}>()
+            h = MatMul(x, w) y = Gemm<transB = 1>(h, w) }""",
+        {"x": numbers(4, 2)},
+    ),
     "log softmax": (
         "webgpu",
         "g (float[N,3,5] x) => (float[N,3,5] y) { y = LogSoftmax<axis=1>(x) }",

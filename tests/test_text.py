@@ -173,7 +173,7 @@ def test_what_is_cut_off_is_told(file: str, tmp_path: Path) -> None:
         ('{"text": 1}\n', "line 1: text: expected text, found an int"),
         (
             '{"texts": "a"}\n',
-            "line 1: expected an object with text, prompt and completion, messages, found texts",
+            "line 1: expected an object with chosen and rejected, text, prompt and completion, messages, found texts",
         ),
         (
             '{"text": "a"}\n{"prompt": "a", "completion": "b"}\n',

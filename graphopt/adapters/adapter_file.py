@@ -6,6 +6,8 @@ Source: https://onnxruntime.ai/docs/genai/tutorials/finetune.html, and `onnxrunt
 
 from __future__ import annotations
 
+import ctypes
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -43,7 +45,7 @@ def read_adapter_file(path: Path) -> dict[str, np.ndarray]:
         raise GraphoptError(f"{path}: expected an adapter file of ONNX Runtime, found none")
     try:
         values = runtime.AdapterFormat.read_adapter(str(path)).get_parameters()
-        arrays = {name: np.array(value.numpy()) for name, value in values.items()}
+        arrays = {name: _array(value) for name, value in values.items()}
     except (RuntimeError, ValueError) as error:
         raise GraphoptError(
             f"{path}: expected an adapter file of ONNX Runtime, found another file: {line(error)[-200:]}"
@@ -61,6 +63,14 @@ def _value(runtime: Any, array: np.ndarray) -> Any:
         kind = onnx.TensorProto.BFLOAT16
         return runtime.OrtValue.ortvalue_from_numpy_with_onnx_type(array.view(np.uint16), kind)
     return runtime.OrtValue.ortvalue_from_numpy(array)
+
+
+def _array(value: Any) -> np.ndarray:
+    if value.data_type() != "tensor(bfloat16)":
+        return np.array(value.numpy())
+    shape = value.shape()
+    content = ctypes.string_at(value.data_ptr(), math.prod(shape) * np.dtype(ml_dtypes.bfloat16).itemsize)
+    return np.frombuffer(content, ml_dtypes.bfloat16).reshape(shape)
 
 
 def _runtime(path: Path) -> Any:

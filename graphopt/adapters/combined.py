@@ -11,7 +11,7 @@ import onnx_ir as ir
 from graphopt.adapters.slots import LORA_A, LORA_B, LORA_FACTOR, AdapterSlot
 from graphopt.errors import GraphoptError
 from graphopt.graph.merging import adapted, as_matrix, merged
-from graphopt.graph.metadata import Adapted, original_name
+from graphopt.graph.metadata import STORED, Adapted, original_name
 from graphopt.graph.postprocessing import standing_for
 from graphopt.graph.state import averages_read, initial
 from graphopt.graph.values import name_of
@@ -61,18 +61,28 @@ def _array(x: ir.Value, state: Mapping[str, np.ndarray]) -> np.ndarray:
 
 
 def arrays_of(model: ir.Model, adapters: Sequence[TrainedAdapter]) -> dict[str, np.ndarray]:
-    """Return the arrays of an adapter file by the names of a model's slots.
+    """Return the arrays of an adapter file by the names of a model's slots, in the type in which the model multiplies.
 
     Raises:
         GraphoptError: DoRA changes the outputs of a product by other than one factor each.
     """
     arrays: dict[str, np.ndarray] = {}
+    types = {original_name(x): _stored_type(x) for x in model.graph.inputs}
     for name, several in _by_name(adapters).items():
-        a, b, factor = _combined(model, several)
-        arrays |= {f"{name}.{LORA_A}": a, f"{name}.{LORA_B}": b}
-        if factor is not None:
-            arrays[f"{name}.{LORA_FACTOR}"] = factor
+        found = zip((LORA_A, LORA_B, LORA_FACTOR), _combined(model, several), strict=True)
+        dtype = types.get(several[0].note.values[0])
+        for suffix, x in found:
+            if x is not None:
+                arrays[f"{name}.{suffix}"] = x if dtype is None else x.astype(dtype.numpy())
     return arrays
+
+
+def _stored_type(x: ir.Value) -> ir.DataType | None:
+    """Return the type to which the graph rounds a value, of fewer bits than its state, or None."""
+    rounded = (
+        node.outputs[0].dtype for node in x.consumers() if STORED.is_set(node) and node.op_type == "Cast"
+    )
+    return next(rounded, None)
 
 
 def slots_of(model: ir.Model, adapters: Sequence[TrainedAdapter]) -> list[AdapterSlot]:
@@ -183,7 +193,7 @@ def _ratio(note: Adapted, w: np.ndarray, adapter: TrainedAdapter) -> np.ndarray:
 
 
 def _numbers(model: ir.Model, note: Adapted) -> np.ndarray:
-    """Return the numbers of the weight of an adapter with DoRA."""
+    """Return the numbers of the weight of an adapter with DoRA, of 32 bits or more."""
     weight = weight_of(model, note)
     tensor = initial(weight)
     numbers = standing_for(weight) if note.quantized else tensor.numpy() if tensor is not None else None
@@ -192,7 +202,7 @@ def _numbers(model: ir.Model, note: Adapted) -> np.ndarray:
             f"weight {note.weight!r}: expected floating-point numbers, whose norms DoRA divides by, found packed ones: "
             "train without dora"
         )
-    return numbers
+    return numbers if numbers.dtype.itemsize > 4 else numbers.astype(np.float32)
 
 
 def _joined(parts: Sequence[np.ndarray], axis: int, note: Adapted) -> np.ndarray:

@@ -150,13 +150,19 @@ class Dataset(metaclass=Checked):
     def feeding(self, names: Collection[str]) -> dict[str, Array]:
         """Return the arrays by name, the features under the name of the only input that has no array.
 
+        If inputs without arrays are companions of one of them, such as `NAME_rejected`, arrays are renamed alike.
+
         Args:
             names: the names of the model's inputs.
         """
         missing = [name for name in names if name not in self.arrays]
-        if self.features is None or self.features in names or len(missing) != 1:
+        if self.features is None or self.features in names or not missing:
             return dict(self.arrays)
-        return {missing[0] if name == self.features else name: x for name, x in self.arrays.items()}
+        first = min(missing, key=len)
+        renamed = {f"{self.features}{name.removeprefix(first)}": name for name in missing}
+        if not all(name.startswith(first) for name in missing) or not set(renamed) <= set(self.arrays):
+            return dict(self.arrays)
+        return {renamed.get(name, name): x for name, x in self.arrays.items()}
 
     def outputs(self, task: str) -> int:
         """Return the number of outputs that a model needs per row, or per position of a sequence.

@@ -94,7 +94,10 @@ def fixed_batch(inputs: Mapping[str, ir.Value]) -> int | None:
 
 def _match(data: Dataset, inputs: Mapping[str, ir.Value]) -> list[tuple[ir.Value, Array]]:
     """Pair the graph's inputs with arrays by name."""
-    arrays = data.feeding([name for name, value in inputs.items() if role_of(value) is Role.DATA])
+    features = [name for name, value in inputs.items() if role_of(value) is Role.DATA]
+    ends = {name.removeprefix(f"{data.features}") for name in data.arrays}
+    companions = [f"{name}{end}" for name in features for end in ends if end.startswith("_")]
+    arrays = data.feeding([*features, *(name for name in companions if name in inputs)])
     for role in (Role.TARGET, Role.SAMPLE_WEIGHT):  # a model that computes its own loss may use other names
         own = [name for name, value in inputs.items() if role_of(value) is role and name not in arrays]
         if len(own) == 1 and role.value in arrays and role.value not in inputs:
@@ -107,7 +110,6 @@ def _match(data: Dataset, inputs: Mapping[str, ir.Value]) -> list[tuple[ir.Value
         is_extra = WEIGHT in arrays and WEIGHT not in inputs
         extra = " (set sample_weight of the loss to use weights)" if is_extra else ""
         expected, found = (", ".join(map(repr, names)) for names in (inputs, arrays))
-        features = [name for name, value in inputs.items() if role_of(value) is Role.DATA]
         if data.features in arrays and len(features) > 1:
             names = ", ".join(f"{name!r}: ..." for name in features)
             extra = f"{extra}: as X, write {{{names}}}"

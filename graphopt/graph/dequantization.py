@@ -13,12 +13,11 @@ from graphopt.graph import metadata
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.metadata import InferenceForm
 from graphopt.graph.operators import RANDOM, VIEWS
-from graphopt.graph.postprocessing import DEQUANTIZE
 from graphopt.graph.roles import STATE, Role, role_of
+from graphopt.graph.tables import dequantizes_frozen, gather_packed_rows
 from graphopt.graph.traversal import captured, subgraphs
-from graphopt.graph.values import bytes_of, like
+from graphopt.graph.values import like
 
-SMALL = 1024  # bytes of a weight in full precision that need not be saved
 _EARLY = {*STATE, Role.HYPERPARAMETER}
 _AFTER = VIEWS | {
     "Cast",
@@ -31,13 +30,15 @@ _AFTER = VIEWS | {
 def dequantize_late(model: ir.Model) -> bool:
     """Give each reader of a dequantized weight a DequantizeLinear of its own, which waits for its other inputs.
 
+    A Gather of rows dequantizes these alone.
     What is computed from weights alone in between, such as a transpose or the sum with an adapter, is computed for
     each reader, too. The inference form of a training graph keeps one DequantizeLinear that waits for nothing.
     Return whether anything changed.
     """
+    gathers = gather_packed_rows(model)
     weights = _Weights(model.graph)
     if not weights.expanded:
-        return False
+        return gathers
     with Emitter(model) as op:
         late = _Late(op, weights)
         for node in weights.readers:
@@ -55,7 +56,7 @@ def packed_weight(x: ir.Value) -> ir.Value | None:
     node = x.producer()
     while node is not None and node.domain == "" and node.op_type in _AFTER and node.inputs[0] is not None:
         node = node.inputs[0].producer()
-    return node.inputs[0] if node is not None and _is_source(node) else None
+    return node.inputs[0] if node is not None and dequantizes_frozen(node) else None
 
 
 class _Weights:
@@ -75,7 +76,9 @@ class _Weights:
                 self.position.update((y, i) for y in node.outputs)
                 if not self.expanded.isdisjoint(node.inputs):
                     self.readers.append(node)
-            elif not subgraphs(node) and (_is_source(node) or not self.expanded.isdisjoint(node.inputs)):
+            elif not subgraphs(node) and (
+                dequantizes_frozen(node) or not self.expanded.isdisjoint(node.inputs)
+            ):
                 self.nodes.append(node)
                 self.expanded.update(node.outputs)
 
@@ -105,7 +108,7 @@ class _Late:
             return x
         if (x, awaited) not in self._copies:
             inputs = [None if y is None else self._copy(y, awaited) for y in node.inputs]
-            if _is_source(node):
+            if dequantizes_frozen(node):
                 inputs[1] = self._after(inputs[1], awaited)
             count = len(node.outputs)
             made = self._op.call_op(node.op_type, inputs, dict(node.attributes), outputs=count)
@@ -135,14 +138,6 @@ def _zero(op: Emitter, x: ir.Value) -> ir.Value:
     """Return the int64 vector [0], the index of the only one of at most one element of `x`, which no runtime folds."""
     first = op.cast(op.Slice(op.Reshape(x, [-1]), [0], [1], [0]), ir.DataType.FLOAT)
     return op.ReduceSum(op.Cast(op.Less(op.Abs(first), 0.0), to=ir.DataType.INT64), [0])
-
-
-def _is_source(node: ir.Node) -> bool:
-    """Return whether a node dequantizes a frozen weight that is not small."""
-    x = node.inputs[0] if node.op_type == DEQUANTIZE and node.domain == "" else None
-    if x is None or not x.is_initializer() or x.is_graph_input():
-        return False
-    return bytes_of(node.outputs[0]) > SMALL
 
 
 def _is_read(node: ir.Node) -> bool:

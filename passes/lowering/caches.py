@@ -6,7 +6,8 @@ Attention operators and Concat append, maybe after a change of layout. Other rea
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import warnings
+from collections.abc import Collection, Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -15,7 +16,7 @@ import onnx_ir as ir
 from graphopt.errors import GraphoptError
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.metadata import Caches
-from graphopt.graph.operators import MICROSOFT, SHAPE_READERS, VIEWS
+from graphopt.graph.operators import MICROSOFT, SCATTERING, SHAPE_READERS, VIEWS
 from graphopt.graph.postprocessing import detach_outputs
 from graphopt.graph.rewriting import remove_unused_nodes
 from graphopt.graph.roles import Role
@@ -44,6 +45,7 @@ class _Growth(NamedTuple):
 def choose_branches(model: ir.Model) -> None:
     """Drop branches with caches that a Boolean input chooses, such as `use_cache_branch`, for those without."""
     graph = model.graph
+    _skip_empty(graph)
     choices = [x for x in graph.inputs if x.dtype is ir.DataType.BOOL and not x.is_initializer()]
     for choice in [x for x in choices if all(node.op_type == "If" for node in x.consumers())]:
         growths = [growth for x in graph.inputs for growth in _growths(x)]
@@ -53,7 +55,10 @@ def choose_branches(model: ir.Model) -> None:
             if bool(within[0]) == bool(within[1]):
                 continue
             dropped = 0 if within[0] else 1
-            presents = (y for growth in within[dropped] for y in growth.presents)
+            presents = dict.fromkeys(y for growth in within[dropped] for y in growth.presents)
+            for x in graph.inputs:  # caches of an encoder's output, which the branch returns as they are
+                if is_floating(x) and all(reader.graph is bodies[dropped] for reader in x.consumers()):
+                    presents |= dict.fromkeys(_results(x))
             results = [node.outputs[bodies[dropped].outputs.index(y)] for y in presents]
             caches = Caches.read(model) or Caches()
             names = (*caches.outputs, *(name_of(y) for y in results if y.is_graph_output()))
@@ -72,6 +77,7 @@ def remove_caches(model: ir.Model) -> None:
     """Make the past of each cache empty, remove its input, and note the names."""
     graph = model.graph
     _skip_empty(graph)
+    _warn_of_fixed(graph)
     found = {x: growths for x in graph.inputs if (growths := _growths(x))}
     shared = {dim for x in graph.inputs if x not in found for dim in x.shape or ()}
     lengths = {_length(growth) for growths in found.values() for growth in growths}
@@ -101,8 +107,10 @@ def remove_caches(model: ir.Model) -> None:
     graph.sort()
 
 
-def set_aside(model: ir.Model, read: Sequence[ir.Value]) -> None:
+def set_aside(model: ir.Model, read: Collection[str]) -> None:
     """Detach the present of each cache from the outputs, and remove those of the inputs `read` that nothing reads now.
+
+    `read` are names, because a conversion to another opset makes new values.
 
     The trained model has these outputs again.
     """
@@ -117,7 +125,7 @@ def set_aside(model: ir.Model, read: Sequence[ir.Value]) -> None:
     detach_outputs(
         model, [y for y in graph.outputs if name_of(y) in caches.outputs], is_floating, Role.SOURCE
     )
-    unread = [x for x in read if x.graph is graph and not x.uses() and not x.is_graph_output()]
+    unread = [x for x in graph.inputs if name_of(x) in read and not x.uses() and not x.is_graph_output()]
     for x in unread:
         graph.inputs.remove(x)
     Caches((*caches.inputs, *map(name_of, unread)), caches.outputs).write(model)
@@ -152,6 +160,24 @@ def _growths(x: ir.Value) -> list[_Growth]:
     return growths if symbolic else []
 
 
+def _warn_of_fixed(graph: ir.Graph) -> None:
+    """Warn of inputs into which nodes write positions, and which the model returns: caches of a fixed size."""
+    found = []
+    for x in graph.inputs:
+        readers = [node for node in x.consumers() if node.domain == "" and node.op_type in SCATTERING]
+        written = [node for node in readers if node.inputs[0] is x and any(_results(node.outputs[0]))]
+        if written and not x.is_initializer() and is_floating(x):
+            found.append((x, written[0].op_type))
+    if found:
+        names = ", ".join(repr(name_of(x)) for x, _ in found)
+        x, kind = found[0]
+        warnings.warn(
+            f"inputs {names}: caches of a fixed size stay inputs of the training graph, found {kind} into {x.name!r} "
+            f"of shape {x.shape}: feed zeros and positions from 0, or export the model with a dynamic cache or none",
+            stacklevel=2,
+        )
+
+
 def _skip_empty(graph: ir.Graph) -> None:
     """Let the readers of a Concat of an input and nothing, by which exporters begin a cache, read the input."""
     for x in graph.inputs:
@@ -160,9 +186,9 @@ def _skip_empty(graph: ir.Graph) -> None:
             empty = (
                 all(array is not None and not array.size for array in arrays) and node.inputs.count(x) == 1
             )
-            if empty and not node.outputs[0].is_graph_output() and node.graph is graph:
+            if empty and not node.outputs[0].is_graph_output() and node.graph is not None:
                 ir.convenience.replace_all_uses_with(node.outputs[0], x)
-                graph.remove(node, safe=True)
+                node.graph.remove(node, safe=True)
 
 
 def _growth(node: ir.Node, index: int) -> _Growth | None:

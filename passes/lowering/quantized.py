@@ -16,8 +16,8 @@ from onnx_ir import Value
 from graphopt.errors import GraphoptError
 from graphopt.graph import metadata
 from graphopt.graph.emitter import Emitter, Input
-from graphopt.graph.mapped import RoomyTensor
 from graphopt.graph.operators import MICROSOFT
+from graphopt.graph.packed import gathered, unpacked, view_of
 from graphopt.graph.values import constant_of, dims_of, dtype_of, name_of, rank
 from passes.lowering.registry import freeze, lowers
 
@@ -102,7 +102,7 @@ def viewed(
         raise GraphoptError(
             f"expected its {name} {x.name!r} to have {expected // 8:,} bytes, found {tensor.nbytes:,}"
         )
-    view = ir.val(None, const_value=_view(tensor, dtype, shape, bits))
+    view = ir.val(None, const_value=view_of(tensor, dtype, shape, bits))
     for node, index in list(x.uses()):
         if node.op_type == MAT_MUL and node.domain == MICROSOFT:
             node.replace_input_with(index, view)
@@ -114,24 +114,6 @@ def viewed(
     metadata.copy(x, view)
     graph.register_initializer(view)
     return freeze(view)
-
-
-def _view(
-    tensor: ir.TensorProtocol, dtype: ir.DataType, shape: Sequence[int], bits: int | None = None
-) -> ir.TensorProtocol:
-    if bits is not None and bits < dtype.bitwidth < 8:
-        numbers = unpacked(tensor.numpy().reshape(1, -1), bits).ravel()
-        return RoomyTensor(numbers[::2] | numbers[1::2] << 4, dtype, shape)
-    if isinstance(tensor, ir.ExternalTensor):
-        place = tensor.location, tensor.offset, tensor.length
-        return ir.ExternalTensor(
-            *place, dtype, shape=ir.Shape(shape), name=tensor.name or "", base_dir=tensor.base_dir
-        )
-    if dtype.bitwidth < 8:
-        return RoomyTensor(tensor.numpy(), dtype, shape)
-    if tensor.dtype.bitwidth < 8:
-        return ir.tensor(np.frombuffer(tensor.tobytes(), np.uint8).reshape(shape))
-    return ir.tensor(tensor.numpy().reshape(shape))
 
 
 @lowers("GatherBlockQuantized", domain=MICROSOFT)
@@ -162,7 +144,7 @@ def gather_block_quantized(
         )
     bits = bits if dtype is ir.DataType.UINT8 else 4
     middle = 0 if dtype is ir.DataType.UINT4 else 2 ** (bits - 1)
-    rows = _gathered(op, data, indices, gathers, bits)
+    rows = gathered(op, data, indices, gathers, bits)
     place = blocks + (rank(indices) - 1) * (blocks > gathers)
     size = dims_of(rows)[place]
     if not isinstance(size, int):
@@ -172,44 +154,10 @@ def gather_block_quantized(
     if zero_points is None:
         zero: Value | float = float(middle)
     else:
-        points = _gathered(op, zero_points, indices, gathers, bits)
+        points = gathered(op, zero_points, indices, gathers, bits)
         zero = op.Cast(op.Gather(points, blocks_of, axis=place), to=scale.dtype)
     numbers = op.Cast(rows, to=scale.dtype)
     return (numbers if zero_points is None and not middle else numbers - zero) * scale
-
-
-def _gathered(op: Emitter, x: Value, indices: Value, axis: int, bits: int) -> Value:
-    """Return rows of packed integers, one number in each element; bytes hold several along the last axis."""
-    dtype = dtype_of(x)
-    if dtype is not ir.DataType.UINT8:
-        x, bits = _bytes_of(op, x)
-    rows = op.Gather(x, indices, axis=axis)
-    if bits < 8:
-        parts = [
-            op.BitShift(rows, op.constant(shift, like=rows), direction="RIGHT") for shift in range(0, 8, bits)
-        ]
-        whole = op.Concat(*(op.Unsqueeze(part, [-1]) for part in parts), axis=-1)
-        *before, packed = dims_of(rows)
-        if not isinstance(packed, int):
-            raise GraphoptError(f"expected {x.name!r} to have a known shape, found {x.shape}")
-        numbers = op.Reshape(whole, op.Concat(op.shape_of(rows, 0, -1), [packed * 8 // bits], axis=0))
-        numbers.shape = ir.Shape([*before, packed * 8 // bits])
-        rows = op.BitwiseAnd(numbers, op.constant(2**bits - 1, like=rows))
-    if dtype is ir.DataType.INT4:  # from a number with a sign to one from 0 to 15, whose middle is 8
-        rows = op.BitwiseXor(rows, op.constant(8, like=rows))
-    return rows
-
-
-def _bytes_of(op: Emitter, x: Value) -> tuple[Value, int]:
-    """Return a table of 4 bits as bytes, which Gather takes, and the bits of a number: 8 if rows are no whole bytes."""
-    tensor = x.const_value
-    if tensor is None:
-        raise GraphoptError(f"expected {x.name!r} to be an initializer, found a computed value")
-    name, dims = f"{x.name}.bytes", tensor.shape.numpy()
-    if dims[-1] % 2:
-        low = tensor.numpy().astype(np.int8).astype(np.uint8) & 15
-        return op.initializer(ir.tensor(low, name=name)), 8
-    return op.initializer(_view(tensor, ir.DataType.UINT8, [*dims[:-1], dims[-1] // 2]), name), 4
 
 
 def stored(x: Value, name: str) -> np.ndarray:
@@ -218,12 +166,6 @@ def stored(x: Value, name: str) -> np.ndarray:
     if array is None:
         raise GraphoptError(f"expected its {name} {x.name!r} to be an initializer, found a computed value")
     return array
-
-
-def unpacked(rows: np.ndarray, bits: int) -> np.ndarray:
-    """Return the numbers of packed rows, low bits of each byte first."""
-    parts = [rows >> shift & 2**bits - 1 for shift in range(0, 8, bits)]
-    return np.stack(parts, axis=-1).reshape(len(rows), -1)
 
 
 def integer_type(bits: int) -> ir.DataType:

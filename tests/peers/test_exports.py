@@ -90,6 +90,14 @@ class Cached(torch.nn.Module):
         return found.logits, *(x for layer in cache.layers for x in (layer.keys, layer.values))
 
 
+class First(Cached):
+    """Write the cache of a decoder, of which there is none before."""
+
+    def forward(self, *inputs: Any) -> Any:
+        empty = torch.zeros(inputs[0].shape[0], HEADS, 0, HEAD)
+        return super().forward(*inputs, *4 * [empty])
+
+
 @functools.cache
 def network(name: str) -> Any:
     torch.manual_seed(0)
@@ -109,18 +117,20 @@ def feeds_of(name: str, cache: bool, start: int = 0, count: int = TOKENS) -> dic
     return {"input_ids": tokens, "attention_mask": mask, "position_ids": positions}
 
 
-def exported(name: str, cache: bool, dynamo: bool, path: Path) -> Path:
-    """Export a model with sizes that differ from those of the tests."""
-    past = 3 if cache else 0
+def exported(name: str, cache: bool, dynamo: bool, path: Path, first: bool = False) -> Path:
+    """Export a model with sizes that differ from those of the tests; the `first` pass has no cache before it."""
+    past = 3 if cache and not first else 0
     feeds = feeds_of(name, cache, past)
     caches = [f"past_key_values.{i}.{kind}" for i in range(2) for kind in ("key", "value")] if cache else []
     presents = [x.replace("past_key_values", "present") for x in caches]
     tensors = [torch.tensor(x) for x in feeds.values()]
-    tensors += [torch.randn(ROWS, HEADS, past, HEAD) for _ in caches]
+    kept = [] if first else caches
+    tensors += [torch.randn(ROWS, HEADS, past, HEAD) for _ in kept]
     dims = [{0: "rows"} if x.ndim == 3 else {0: "rows", 1: f"length of {n}"} for n, x in feeds.items()]
-    dims += [{0: "rows", 2: "past"} for _ in caches]
-    names = [*feeds, *caches]
-    module = (Cached(network(name), [*feeds]) if cache else Logits(network(name), *feeds)).eval()
+    dims += [{0: "rows", 2: "past"} for _ in kept]
+    names = [*feeds, *kept]
+    kind = First if first else Cached
+    module = (kind(network(name), [*feeds]) if cache else Logits(network(name), *feeds)).eval()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         automatic = tuple({i: torch.export.Dim.DYNAMIC for i in x} for x in dims)
@@ -143,7 +153,7 @@ def exported(name: str, cache: bool, dynamo: bool, path: Path) -> Path:
 
 def compiled(path: Path, name: str, dynamo: bool) -> graphopt.Executor:
     """Compile a file; transformers does not train the positions of Whisper's encoder, which TorchScript renames."""
-    positions = "*encoder.embed_positions*" if dynamo else "onnx::Add_*"
+    positions = "*encoder.embed_positions*" if dynamo else "*onnx::Add_*"
     step = graphopt.compile(
         path,
         parameters=passes.Parameters(freeze=positions if name == "whisper" else None),
@@ -188,6 +198,8 @@ def by_cache(model: onnx.ModelProto, name: str) -> np.ndarray:
     parts, start = [], 0
     for stop in range(3, TOKENS + 1):
         feeds = {x: array for x, array in feeds_of(name, True, start, stop - start).items() if x in inputs}
+        if "use_cache_branch" in inputs:
+            feeds["use_cache_branch"] = np.array([start > 0])
         found = running.run(
             ["logits", *(x.replace("past_key_values", "present") for x in caches)], feeds | past
         )
@@ -196,6 +208,34 @@ def by_cache(model: onnx.ModelProto, name: str) -> np.ndarray:
         parts.append(found[0])
         start = stop
     return np.concatenate(parts, axis=1)
+
+
+def merged(name: str, folder: Path) -> onnx.ModelProto:
+    """Return both passes of a decoder as branches of an If that share weights, as optimum merges them."""
+    later, first = (
+        onnx.load(exported(name, True, False, folder / f"{i}.onnx", first=bool(i))) for i in range(2)
+    )
+    weights: dict[tuple[Any, ...], onnx.TensorProto] = {}
+    bodies = []
+    for prefix, model in (("later", later), ("first", first)):
+        graph = model.graph
+        names = {x.name: x.name for x in graph.input}
+        for x in graph.initializer:
+            array = onnx.numpy_helper.to_array(x)
+            same = weights.setdefault((array.dtype.str, array.shape, array.tobytes()), x)
+            same.name = names[x.name] = same.name if same is not x else f"{prefix}/{x.name}"
+        for node in graph.node:
+            node.input[:] = [x and names.get(x, f"{prefix}/{x}") for x in node.input]
+            node.output[:] = [x and f"{prefix}/{x}" for x in node.output]
+        outputs = [onnx.helper.make_empty_tensor_value_info(f"{prefix}/{y.name}") for y in graph.output]
+        bodies.append(onnx.helper.make_graph(graph.node, prefix, [], outputs))
+    choice = onnx.helper.make_tensor_value_info("use_cache_branch", onnx.TensorProto.BOOL, [1])
+    results = [y.name for y in later.graph.output]
+    node = onnx.helper.make_node("If", [choice.name], results, then_branch=bodies[0], else_branch=bodies[1])
+    graph = onnx.helper.make_graph(
+        [node], "merged", [*later.graph.input, choice], later.graph.output, weights.values()
+    )
+    return onnx.helper.make_model(graph, opset_imports=later.opset_import, ir_version=later.ir_version)
 
 
 ALL = [(name, dynamo) for name in MODELS for dynamo in (True, False)]
@@ -229,6 +269,26 @@ def test_a_decoder_with_a_cache_trains_and_generates_after_it(
     path = exported(name, True, dynamo, tmp_path / "model.onnx")
     executor, feeds = compiled(path, name, dynamo), feeds_of(name, cache=True)
     before = by_cache(executor.trained(into=path), name)
+    equal_training(executor, name, feeds)
+    found = by_cache(executor.trained(into=path), name)
+    assert abs(found - before).max() > 1e-3
+    feeds = {x: array for x, array in feeds.items() if x in executor.inputs}
+    np.testing.assert_allclose(found, executor.predict(**feeds)["logits"], atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("gpt2", marks=pytest.mark.slow),
+        *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("llama", "t5", "whisper")),
+    ],
+)
+def test_a_merged_decoder_trains_and_generates_after_its_cache(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "merged.onnx"
+    onnx.save(merged(name, tmp_path), path)
+    executor, feeds = compiled(path, name, False), feeds_of(name, cache=True)
+    before = by_cache(executor.trained(into=path), name)
+    np.testing.assert_allclose(by_cache(onnx.load(path), name), before, atol=1e-5)
     equal_training(executor, name, feeds)
     found = by_cache(executor.trained(into=path), name)
     assert abs(found - before).max() > 1e-3

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import warnings
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ datasets = pytest.importorskip("datasets")
 tokenizers = pytest.importorskip("tokenizers")
 
 from builders import mlp, run  # noqa: E402
+from language import save_lines  # noqa: E402
 
 import graphopt  # noqa: E402
 import passes  # noqa: E402
@@ -142,6 +144,16 @@ def test_dpo_is_trls(decoder: Any, options: dict[str, Any], tmp_path: Path) -> N
     feeds = {}
     for name in ("input_ids", "completion_mask"):
         feeds[name], feeds[f"{name}_rejected"] = (x.numpy() for x in batch[name].chunk(2))
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(special))
+    path = save_lines(tmp_path / "pairs.jsonl", EXAMPLES)
+    rows = graphopt.data.text(path, tokenizer=str(tmp_path)).arrays
+    for end in ("", "_rejected"):
+        both = [
+            (x[f"input_ids{end}"], np.asarray(x[f"completion_mask{end}"], np.int64)) for x in (rows, feeds)
+        ]
+        mine, theirs = ([tuple(t * m) for t, m in zip(*pair, strict=True)] for pair in both)
+        assert sorted(mine) == sorted(theirs)
     step = graphopt.compile(tmp_path / "model.onnx", loss=passes.DPO(**options), optimizer=passes.SGD(0.1))
     executor, optimizer = graphopt.Executor(step), torch.optim.SGD(model.parameters(), 0.1)
     for _ in range(5):

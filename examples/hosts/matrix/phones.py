@@ -1,4 +1,4 @@
-"""Write which operators of the six graphs the providers for phones lack, into the guide `examples/guides/hosts.md`.
+"""Write which operators of the seven graphs the providers for phones lack, into the guide `examples/guides/hosts.md`.
 
     python examples/hosts/matrix/phones.py
 
@@ -23,7 +23,7 @@ import graphopt  # noqa: E402
 
 GUIDE = ROOT / "examples/guides/hosts.md"
 BEGIN, END = "<!-- phones -->", "<!-- phones end -->"
-TITLES = "linear regression", "MLP", "CNN", "LSTM", "transformer", "Loop and If"
+TITLES = "linear regression", "MLP", "CNN", "LSTM", "transformer", "adapter", "Loop and If"
 
 PROVIDERS = {
     # https://onnxruntime.ai/docs/execution-providers/CoreML-ExecutionProvider.html, ML Program

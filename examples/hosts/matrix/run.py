@@ -1,4 +1,4 @@
-"""Train six graphs on every host, and write the table of the guide `examples/guides/hosts.md`.
+"""Train seven graphs on every host, and write the table of the guide `examples/guides/hosts.md`.
 
     python examples/hosts/matrix/run.py [--only WORD]... [--folder FOLDER]
 
@@ -31,7 +31,7 @@ import graphopt  # noqa: E402
 
 GUIDE = ROOT / "examples/guides/hosts.md"
 BEGIN, END = "<!-- matrix -->", "<!-- matrix end -->"
-TITLES = "linear regression", "MLP", "CNN", "LSTM", "transformer", "Loop and If"
+TITLES = "linear regression", "MLP", "CNN", "LSTM", "transformer", "adapter", "Loop and If"
 JAVASCRIPT = HERE.parent / "javascript" / "test"
 EXECUTOR = "executor"
 INSTALLED, RUN = 900, 120  # seconds that an installation and 50 steps may take

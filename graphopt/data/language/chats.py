@@ -22,7 +22,7 @@ _PER_SECOND = 100  # renderings for which it has a second more
 _LONGEST = 2**20  # characters of a template
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
-PROMPT, COMPLETION, MESSAGES = "prompt", "completion", "messages"
+PROMPT, COMPLETION, MESSAGES, TOOLS = "prompt", "completion", "messages", "tools"
 Message = Mapping[str, Any]
 Span = tuple[int, int]  # characters of a text, from one to before another
 
@@ -150,7 +150,7 @@ def _answers(chat: Message) -> list[tuple[dict[str, Any], dict[str, Any]]]:
 def _asked(messages: Sequence[Message], begins: bool, chat: Message | None = None) -> dict[str, Any]:
     """Return the variables of a rendering; fields that are null are left out."""
     plain = [{name: x for name, x in message.items() if x is not None} for message in messages]
-    return {"messages": plain, "tools": (chat or {}).get("tools"), "add_generation_prompt": begins}
+    return {"messages": plain, TOOLS: (chat or {}).get(TOOLS), "add_generation_prompt": begins}
 
 
 def _answer(content: str, megabytes: int, seconds: int) -> dict[str, Any]:

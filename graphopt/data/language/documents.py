@@ -1,10 +1,10 @@
-"""Read files of text, and of JSON lines that hold texts, prompts with completions, or chats, as sequences of tokens."""
+"""Read files of text, and of JSON lines of texts, completions, chats or preferences, as sequences of tokens."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +12,15 @@ import numpy as np
 
 from graphopt.data.files import reading
 from graphopt.data.language.chats import COMPLETION, MESSAGES, PROMPT, ChatTemplate, Span, check_messages
+from graphopt.data.language.preferences import CHOSEN, REJECTED, check_preference, completions
 from graphopt.data.language.tokenizer import Tokenizer, read_text
 from graphopt.errors import GraphoptError, kind_of, naming
 
 _LINES = (".jsonl", ".ndjson", ".json")
 _TEXTS = (".txt", ".md", ".text")
 _TEXT = "text"
-_KINDS = ((_TEXT,), (PROMPT, COMPLETION), (MESSAGES,))
+_PREFERENCE = (CHOSEN, REJECTED)
+_KINDS = (_PREFERENCE, (_TEXT,), (PROMPT, COMPLETION), (MESSAGES,))
 
 
 @dataclass(frozen=True)
@@ -29,11 +31,13 @@ class Tokenized:
         tokens: the tokens of each text.
         counted: for each text, which of its tokens are targets.
         are_documents: whether the texts may be cut anywhere, as an example of a prompt and its completion may not.
+        per_example: the number of texts of an example: 2 of a preference, the chosen one first.
     """
 
     tokens: Sequence[np.ndarray]
     counted: Sequence[np.ndarray]
     are_documents: bool
+    per_example: int = 1
 
 
 def read_sequences(
@@ -69,8 +73,12 @@ def read_sequences(
                 f"{path}: expected prompts and completions, or chats, for completion_only, found texts"
             )
         return _documents((item[_TEXT] for _, _, item in found), vocabulary)
+    items = [(line, item) for _, line, item in found]
     with naming(path):
-        return _examples([(line, item) for _, line, item in found], vocabulary, completion_only, template)
+        if kind == _PREFERENCE:
+            items = [(line, example) for line, item in items for example in completions(item)]
+            return replace(_examples(items, vocabulary, True, template), per_example=2)
+        return _examples(items, vocabulary, completion_only, template)
 
 
 def reference() -> str:
@@ -123,6 +131,9 @@ def _kind(file: Path, line: int, item: dict[str, Any]) -> tuple[str, ...]:
                 f"expected an object with {', '.join(' and '.join(kind) for kind in _KINDS)}, found "
                 f"{', '.join(item) or 'none of them'}"
             )
+        if kind == _PREFERENCE:
+            check_preference(item)
+            return kind
         is_chat = kind == (MESSAGES,) or isinstance(item[kind[0]], list)
         for name in kind:
             if is_chat:

@@ -10,7 +10,7 @@ import numpy as np
 from graphopt.arguments import checked
 from graphopt.data.dataset import TARGET, Dataset
 from graphopt.data.language.documents import read_sequences, reference
-from graphopt.data.language.rows import ATTENTION, TOKENS, arranged, marks
+from graphopt.data.language.rows import ATTENTION, REJECTED_ROWS, TOKENS, arranged, marks
 from graphopt.data.language.tokenizer import Characters, Tokenizer, Vocabulary, read_text, vocabulary_of
 from graphopt.errors import GraphoptError, unknown
 
@@ -34,7 +34,10 @@ def text(
     A text file, or each text file in a folder, is a document. A file of JSON lines (.jsonl) has a document
     `{"text": ...}`, an example `{"prompt": ..., "completion": ...}` or a chat `{"messages": [{"role": ..., "content":
     ...}]}` in each line. Documents are joined, each with the token that ends it, and cut into rows of `context` tokens.
-    An example or a chat has a row of its own, filled up on the right, and is cut off at `context`.
+    An example or a chat has a row of its own, filled up on the right, and is cut off at `context`. A preference is
+    `{"prompt": ..., "chosen": ..., "rejected": ...}`, of texts or of lists of messages, or two chats `chosen` and
+    `rejected` that begin alike. It has a row of the prompt with the chosen completion, and one with the rejected
+    completion in arrays such as `input_ids_rejected`, as `passes.DPO` reads them. Only completions count.
 
     The array `input_ids` feeds a model with a single input. A graph may also have these inputs, which `passes.
     CausalLanguageModel` adds: `labels`, the tokens, or -100 for those that do not count as targets; `completion_mask`,
@@ -78,6 +81,8 @@ def text(
     source = "data=text" if path is None else path
     template = None if chat_template is None else Path(chat_template)
     sequences = read_sequences(path, vocabulary, completion_only=completion_only, template=template)
+    if packed and sequences.per_example > 1:
+        raise GraphoptError(f"{source}: data.packed: expected false for preferences, found true")
     pad = 0 if vocabulary.end is None else vocabulary.end
     arrays = arranged(sequences, context, source, packed=packed, filled=pad_to == "context", pad=pad)
     needed = marks(arrays, completion_only=completion_only, packed=packed)
@@ -89,7 +94,11 @@ def text(
         source=source,
         spare=spare,
         marks=needed,
-        tokens=int(np.count_nonzero(np.asarray(arrays[ATTENTION]))),
+        tokens=sum(
+            int(np.count_nonzero(np.asarray(arrays[name])))
+            for name in (ATTENTION, f"{ATTENTION}{REJECTED_ROWS}")
+            if name in arrays
+        ),
     )
 
 

@@ -15,6 +15,7 @@ from graphopt.errors import GraphoptError
 TOKENS, LABELS, COMPLETION = "input_ids", "labels", "completion_mask"
 SEGMENTS, ATTENTION, POSITIONS = "segments", "attention_mask", "position_ids"
 IGNORED = -100  # a target that does not count, as in PyTorch
+REJECTED_ROWS = "_rejected"  # what the names of arrays of rejected completions end with
 _MOST = 2**34  # tokens of all rows
 
 Pieces = list[tuple[np.ndarray, np.ndarray]]  # the tokens of sequences, and which count
@@ -33,7 +34,7 @@ def arranged(
 
     Documents are joined and cut into full rows. Examples have a row each, and are cut off at `length`; rows are as
     long as the longest, or of `length` if they are `filled`. If `packed`, rows hold several sequences, documents in
-    pieces of at most `length`.
+    pieces of at most `length`. Rejected completions have arrays of their own.
     """
     pieces = list(zip(sequences.tokens, sequences.counted, strict=True))
     if sequences.are_documents and not packed:
@@ -41,13 +42,16 @@ def arranged(
     if sequences.are_documents:
         pieces = [piece for whole in pieces for piece in _cut(*whole, length)]
     else:
-        pieces = _shortened(pieces, length, source)
+        pieces = _shortened(pieces, length, source, sequences.per_example)
     pieces = [piece for piece in pieces if len(piece[0])]
     rows = _packed([len(x) for x, _ in pieces], length) if packed else [[i] for i in range(len(pieces))]
     if not rows:
         raise GraphoptError(f"{source}: expected texts, found none with a token")
     width = length if packed or filled else max(len(x) for x, _ in pieces)
-    return _padded(rows, pieces, width, pad)
+    if sequences.per_example == 1:
+        return _padded(rows, pieces, width, pad)
+    chosen, rejected = (_padded(rows[i::2], pieces, width, pad) for i in range(2))
+    return {**chosen, **{f"{name}{REJECTED_ROWS}": x for name, x in rejected.items()}}
 
 
 def marks(
@@ -55,6 +59,10 @@ def marks(
 ) -> list[tuple[tuple[str, ...], str]]:
     """Return the names of arrays of which a graph reads one of each group, with the warning for one that does not."""
     groups: list[tuple[tuple[str, ...], str]] = []
+    if (other := f"{COMPLETION}{REJECTED_ROWS}") in arrays:
+        unread = f"rejected completions are not read, because the graph has no input {other!r}: set loss=dpo"
+        groups.append(((other,), unread))
+        completion_only = True
     if packed:
         alone = "texts in one row read each other, because the graph has no input 'segments': set packed of the loss"
         groups.append(((SEGMENTS,), alone))
@@ -83,22 +91,26 @@ def _cut(tokens: np.ndarray, counted: np.ndarray, length: int) -> Pieces:
     return [(tokens[i : i + length], counted[i : i + length]) for i in starts]
 
 
-def _shortened(pieces: Pieces, length: int, source: str) -> Pieces:
-    """Return examples of at most `length` tokens, of which at least one counts after the first; warn of others."""
-    cut = [(x[:length], counted[:length]) for x, counted in pieces]
-    kept = [piece for piece in cut if piece[1][1:].any()]
-    long = sum(len(x) > length for x, _ in pieces)
+def _shortened(pieces: Pieces, length: int, source: str, per_example: int) -> Pieces:
+    """Return examples, each text of which has at most `length` tokens and a token that counts after the first.
+
+    Warn of others.
+    """
+    examples = [pieces[i : i + per_example] for i in range(0, len(pieces), per_example)]
+    cut = [[(x[:length], counted[:length]) for x, counted in example] for example in examples]
+    kept = [example for example in cut if all(counted[1:].any() for _, counted in example)]
+    long = sum(any(len(x) > length for x, _ in example) for example in examples)
     lost = sum(max(0, len(x) - length) for x, _ in pieces)
     total = sum(len(x) for x, _ in pieces)
     texts = []
     if long:
         texts.append(
-            f"{long:,} of {len(pieces):,} examples have more than {length:,} tokens: {lost:,} of {total:,} tokens are "
-            "cut off: raise data.context to keep them"
+            f"{long:,} of {len(examples):,} examples have more than {length:,} tokens: {lost:,} of {total:,} tokens "
+            "are cut off: raise data.context to keep them"
         )
-    if len(kept) < len(pieces):
+    if len(kept) < len(examples):
         texts.append(
-            f"{len(pieces) - len(kept):,} of {len(pieces):,} examples have no token to learn and are left out"
+            f"{len(examples) - len(kept):,} of {len(examples):,} examples have no token to learn and are left out"
         )
     for text in texts:
         warnings.warn(f"{source}: {text}", stacklevel=2)
@@ -106,7 +118,7 @@ def _shortened(pieces: Pieces, length: int, source: str) -> Pieces:
         raise GraphoptError(
             f"{source}: expected examples with tokens to learn, found none: raise data.context"
         )
-    return kept
+    return [piece for example in kept for piece in example]
 
 
 def _packed(lengths: Sequence[int], length: int) -> list[list[int]]:

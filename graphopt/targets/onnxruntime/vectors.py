@@ -13,6 +13,7 @@ from graphopt.graph.operators import ELEMENTWISE_OPERATORS
 from graphopt.graph.shapes import Places, places_of, size_of
 from graphopt.graph.values import constant_of, is_number, like
 
+_HALVES: tuple[ir.DataType | None, ...] = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 _WIDE = 64  # columns of a sum over rows
 _MOST = 4096  # numbers in a vector
 _LEAST = 3  # operators that pay for a Concat and a Split
@@ -99,9 +100,14 @@ def _is_short(shape: ir.Shape) -> bool:
 
 
 def _is_elementwise(node: ir.Node, shape: ir.Shape) -> bool:
-    """Return whether a node computes each element of a vector from elements in the same place and from scalars."""
+    """Return whether a node computes each element of a vector from elements in the same place and from scalars.
+
+    A cast from 16 bits does not count: ONNX Runtime's CPU provider may leave its operand in float32, which a Concat
+    would round.
+    """
     return (
         node.op_type in ELEMENTWISE_OPERATORS
+        and not (node.op_type == "Cast" and any(x is not None and x.dtype in _HALVES for x in node.inputs))
         and node.domain == ""
         and all(x is not None and (x.shape == shape or is_number(x)) for x in node.inputs)
         and any(x.shape == shape for x in node.inputs if x is not None)

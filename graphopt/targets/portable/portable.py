@@ -22,6 +22,7 @@ from graphopt.targets.portable.cuda import CUDA
 from graphopt.targets.portable.everywhere import chain_of_sums, product_of_shape
 from graphopt.targets.portable.form import Form
 from graphopt.targets.portable.normalizations import batch_normalization, layer_normalization
+from graphopt.targets.portable.products import product_by_a_copy
 from graphopt.targets.portable.webgpu import WEBGPU
 
 # Forms that cost nothing, by operator.
@@ -32,7 +33,7 @@ FORMS: dict[str, Mapping[str, Form]] = {
     "cuda": CUDA,
     "iree": {},
     "mnn": {"BatchNormalization": batch_normalization},
-    "openvino": {"LayerNormalization": layer_normalization},
+    "openvino": {"Gemm": product_by_a_copy, "LayerNormalization": layer_normalization},
     "tinygrad": {},
     "tract": {"BatchNormalization": batch_normalization},
     "tvm": {"LayerNormalization": layer_normalization},

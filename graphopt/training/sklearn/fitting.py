@@ -82,7 +82,8 @@ class EstimatorOptions:
         validation_fraction: the share of rows that `early_stopping` holds out.
         beta_1, beta_2, epsilon: options of the solver `adam`.
         n_iter_no_change: the number of epochs without improvement after which training stops.
-        training, parameters: passes of the standard pipeline, see `graphopt.compile`.
+        adapter, training, parameters: passes of the standard pipeline, see `graphopt.compile`. An adapter needs a
+            `model`.
         dtype: the type of the perceptron's numbers: `float32`, `float64`, or `auto` for float32 if the features are of
             this type and float64 otherwise, as in scikit-learn. Most runtimes want float32. A model has its own type.
         device: see `Executor`.
@@ -114,6 +115,7 @@ class EstimatorOptions:
     beta_2: float = within("[0, 1)", 0.999)
     epsilon: float = within("(0, inf)", 1e-8)
     n_iter_no_change: float = within("[1, inf]", 10, whole=False)
+    adapter: Step | Sequence[Step] | None = None
     training: Step | None = None
     parameters: Step | None = None
     dtype: str = "auto"
@@ -128,7 +130,7 @@ class EstimatorOptions:
             value = getattr(self, name)
             if isinstance(value, str) and value not in known:
                 raise GraphoptError(unknown(name, value, known))
-        for name in ("loss", "solver", "learning_rate", "training", "parameters"):
+        for name in ("loss", "solver", "learning_rate", "adapter", "training", "parameters"):
             value = getattr(self, name)
             if isinstance(value, type):
                 raise GraphoptError(
@@ -350,7 +352,7 @@ class Fitting(EstimatorOptions, Estimator, BaseEstimator):  # type: ignore[misc]
         first = self._structure is None or not (self.warm_start or incremental)
         model = network.serialized(self.model) if first and self.model is not None else None
         if first:
-            self._interface = None if model is None else network.interface(model)
+            self._interface = None if model is None else network.interface(model, self.adapter)
         X, y = self._validated(X, y, reset=first)
         if first:
             self._dtype, self._planned = X.dtype.name, len(X) * self.max_iter
@@ -394,7 +396,12 @@ class Fitting(EstimatorOptions, Estimator, BaseEstimator):  # type: ignore[misc]
         return (self.n_features_in_, *hidden, self.n_outputs_)
 
     def _structure_of(self, model: bytes, *, has_weights: bool) -> Structure:
+        if self.adapter is not None and self._interface is None:
+            raise GraphoptError(
+                "adapter: expected a model whose weights it adapts, found a new perceptron: set model"
+            )
         steps = {
+            "adapter": self.adapter,
             "parameters": self.parameters or DEFAULT,
             "training": self.training or DEFAULT,
             "loss": dataclasses.replace(self._loss(), sample_weight=has_weights),

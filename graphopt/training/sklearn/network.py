@@ -28,6 +28,7 @@ from graphopt.graph.roles import Role, role_of
 from graphopt.graph.storage import whole
 from graphopt.graph.values import dims_of, dtype_of, rank
 from graphopt.intervals import within
+from graphopt.pipeline import Pipeline
 
 # How each activation of scikit-learn is emitted. The last two are for outputs alone.
 _ACTIVATIONS: dict[str, Callable[[Any, ir.Value], ir.Value]] = {
@@ -150,13 +151,16 @@ def serialized(source: Source) -> bytes:
     return proto.SerializeToString()
 
 
-def interface(model: bytes) -> Interface:
-    """Return the interface of a serialized model, which needs one input, one floating-point output and any batch."""
+def interface(model: bytes, adapter: Any = None) -> Interface:
+    """Return the interface of a serialized model, which needs one input, one floating-point output and any batch.
+
+    With an adapter, it is that of the adapted model: a head may predict other classes.
+    """
     loaded = load(onnx.load_model_from_string(model))
     predictions = {
         y.name for y in loaded.graph.outputs if y.dtype is not None and y.dtype.is_floating_point()
     }
-    passes.Normalize()(loaded)
+    Pipeline(normalize=passes.Normalize(), adapter=adapter).rewrite(loaded)
     inputs = [x for x in loaded.graph.inputs if x.name not in loaded.graph.initializers]
     outputs = [y for y in loaded.graph.outputs if y.name in predictions]
     for kind, values in (("input", inputs), ("floating-point output", outputs)):
