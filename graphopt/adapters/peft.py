@@ -29,7 +29,8 @@ _PREFIX = "base_model.model."
 _MOST_CONFIG = 2**22  # bytes
 _MOST_WILD = 3  # repetitions in a pattern, whose time grows with a power of their number
 _PATTERN = re.compile(r"\^?(?:[\w-]|\.\*?|\\\.|\\d\+)+", re.ASCII)
-_BASE, _ATTENTION = "base_layer.", ".base_layer.out_proj"
+_BASE = "base_layer."
+_OUT = ".base_layer.out_proj"  # of a MultiheadAttention, whose change peft adds twice
 # What a tensor of a module is, by the end of its name.
 _A, _B, _MAGNITUDE = ".lora_A.weight", ".lora_B.weight", ".lora_magnitude_vector"
 _ROWS, _WIDTH = ".lora_embedding_A", ".lora_embedding_B"
@@ -157,7 +158,7 @@ def _config(
         "lora_alpha": alpha,
         "rank_pattern": {f"^{path}": r for path, r in ranks.items() if r != rank},
         "alpha_pattern": {f"^{path}": x for path, x in alphas.items() if x != alpha},
-        "target_modules": sorted({path.removesuffix(_ATTENTION) for path in ranks}),
+        "target_modules": sorted(ranks),
         "modules_to_save": sorted(others) or None,
         "use_rslora": stabilized,
         "use_dora": dora,
@@ -195,7 +196,14 @@ def read_folder(folder: str | os.PathLike[str]) -> PeftAdapter:
             saved[name.replace(f".{_BASE}", ".")] = array
     if not parts and not saved:
         raise GraphoptError(f"{path}: expected tensors of an adapter, found none")
-    return PeftAdapter([_module(path, name, found, config) for name, found in parts.items()], saved)
+    modules = [_module(path, name, found, config) for name, found in parts.items()]
+    for module in modules:
+        if module.path.endswith(_OUT) and module.b.any():
+            raise GraphoptError(
+                f"{path}: module {module.path.removesuffix(_OUT)!r}: expected no change of the last product of a "
+                "MultiheadAttention, which peft adds twice, found one: merge it in peft, and export the model anew"
+            )
+    return PeftAdapter([module for module in modules if not module.path.endswith(_OUT)], saved)
 
 
 def _read_config(path: Path) -> dict[str, Any]:
