@@ -88,6 +88,11 @@ def check_types(options: Any, owner: str | None = None) -> None:
             raise GraphoptError(
                 f"{owner or kind.__name__}({name}={value!r}): expected {words}, found {value!r}"
             )
+        for x in value if isinstance(value, list | tuple) and {str, tuple} <= {*kinds} else ():
+            if not isinstance(x, str):
+                raise GraphoptError(
+                    f"{owner or kind.__name__}({name}={value!r}): expected words, found {x!r}"
+                )
 
 
 @functools.cache
@@ -129,7 +134,7 @@ def _numbers(value: Any) -> Iterable[Any]:
 
 
 def _lies_in(number: Any, interval: str) -> bool:
-    if not isinstance(number, Real):
+    if not isinstance(number, Real) or isinstance(number, bool):
         return False
     try:
         number = float(number)

@@ -129,7 +129,8 @@ def trained(
 def test_every_way_out_computes_what_the_executor_does(name: str, dora: bool, tmp_path: Path) -> None:
     text, weights, feeds = NETWORKS[name]
     proto = model(text, **weights)
-    executor = trained(proto, passes.LoRA("w", rank=2, dora=dora), feeds)
+    names = [name for name in weights if name != "b"]
+    executor = trained(proto, passes.LoRA(names, rank=2, dora=dora), feeds)
     expected = executor.predict(feeds)["y"]
     plain = graphopt.run(proto, feeds)["y"]
     assert abs(expected - plain).max() > 1e-3
@@ -147,7 +148,7 @@ def test_every_way_out_computes_what_the_executor_does(name: str, dora: bool, tm
     path = tmp_path / "a.onnx_adapter"
     graphopt.save_adapter(executor, path)
     np.testing.assert_allclose(with_adapter(slots, path, feeds), expected, **close)
-    other = trained(proto, passes.LoRA("w", rank=4, dora=dora), feeds)  # of another rank
+    other = trained(proto, passes.LoRA(names, rank=4, dora=dora), feeds)  # of another rank
     graphopt.save_adapter(other, path)
     np.testing.assert_allclose(with_adapter(slots, path, feeds), other.predict(feeds)["y"], **close)
     again = trained(proto, passes.LoadedLoRA(path), feeds, steps=0)
@@ -288,6 +289,18 @@ WRONG: dict[str, tuple[Any, str]] = {
     "another kind": (lambda f: config(f, peft_type="IA3"), "found 'IA3'"),
     "an option": (lambda f: config(f, lora_bias=True), "expected no 'lora_bias'"),
     "a changed base": (lambda f: config(f, init_lora_weights="pissa"), "which changes the base"),
+    "a changed base, after steps": (
+        lambda f: config(f, init_lora_weights="pissa_niter_4"),
+        "which changes the base",
+    ),
+    "an initialization": (
+        lambda f: config(f, init_lora_weights=["pissa"]),
+        "init_lora_weights: expected a word",
+    ),
+    "not finite": (
+        lambda f: tensors(f, w__lora_A__weight=A, w__lora_B__weight=B * np.nan),
+        "'w.lora_B': expected finite numbers",
+    ),
     "alpha": (lambda f: config(f, lora_alpha="8"), "lora_alpha: expected a finite number, found '8'"),
     "alphas": (lambda f: config(f, alpha_pattern=[1]), "alpha_pattern: expected names and numbers"),
     "a slow pattern": (lambda f: config(f, alpha_pattern={"(a+)+$": 1}), "expected names of modules"),

@@ -239,6 +239,11 @@ def saved_modules(
             name_of_parameter(x) != original_name(x) or original_name(x).endswith(_BUILDERS)
         )
         found[name] = array.T if turned else array
+        if role is Role.PARAMETER and "." not in name:
+            raise GraphoptError(
+                f"weight {name!r}: expected a parameter of a module, as peft saves it, found one whose module the file "
+                "does not tell: leave it frozen, or merge the adapter, by executor.trained()"
+            )
         if role is Role.PARAMETER:
             trained.add(name)
     whole = {name.rpartition(".")[0] for name in trained} - {*paths}

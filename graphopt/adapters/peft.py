@@ -43,14 +43,8 @@ _HARMLESS = {
     "runtime_config", "target_modules", "task_type", "use_dora", "use_rslora", "alpha_pattern", "rank_pattern",
     "lora_alpha", "r", "ephemeral_gpu_offload", "ensure_weight_tying",
 }  # fmt: skip
-_CHANGED = {
-    "pissa",
-    "olora",
-    "corda",
-    "loftq",
-    "lora_ga",
-    "mica",
-}  # initializations that change the base model
+# Initializations that change the base model, some of them with a number of iterations after the name.
+_CHANGED = ("pissa", "olora", "corda", "loftq", "lora_ga", "mica")
 
 
 @dataclass(frozen=True)
@@ -227,10 +221,15 @@ def _read_config(path: Path) -> dict[str, Any]:
             raise GraphoptError(
                 f"{path}: expected no {name!r}, which graphopt does not know, found {value!r}"
             )
-    if config.get("init_lora_weights") in _CHANGED:
+    initialization = config.get("init_lora_weights", True)
+    if not isinstance(initialization, bool | str | None):
+        raise GraphoptError(
+            f"{path}: init_lora_weights: expected a word, true or false, found {kind_of(initialization)}"
+        )
+    if isinstance(initialization, str) and initialization.startswith(_CHANGED):
         raise GraphoptError(
             f"{path}: expected an adapter of the base model, found init_lora_weights="
-            f"{config['init_lora_weights']!r}, which changes the base: convert it with peft's save_pretrained(..., "
+            f"{initialization!r}, which changes the base: convert it with peft's save_pretrained(..., "
             "path_initial_model_for_weight_conversion=...)"
         )
     for name in ("rank_pattern", "alpha_pattern"):

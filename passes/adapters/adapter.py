@@ -41,8 +41,8 @@ class Adapter(Pass):
 
     Args:
         pattern: shell-style patterns of names of weights, one or several: names of initializers, and of the parameters
-            from which the exporter made them. By default, as "all-linear" in PEFT, all except embeddings and the weight
-            of the last product before an output.
+            from which the exporter made them. By default, as "all-linear" in PEFT, all except embeddings, the weight
+            of the last product before an output, and weights that the adapter does not fit.
         leave_out: patterns of weights to leave as they are.
         parts: the parts of the outputs of a packed projection, which get an adapter each: their names, for parts of one
             size, or their sizes by name. Parts whose names begin with `_` get none.
@@ -101,6 +101,10 @@ class Adapter(Pass):
             values: the values of `initial`, in their order, as matrices.
         """
 
+    def fits(self, target: AdapterTarget) -> bool:
+        """Return whether a target is adapted without a pattern."""
+        return True
+
     def check(self, target: AdapterTarget) -> None:
         """Raise an error if the options do not fit a target."""
 
@@ -134,7 +138,7 @@ class Adapter(Pass):
                 if self.pattern
                 else weight not in left
             )
-            and (self.pattern or targets[0].kind != "embedding")
+            and (self.pattern or (targets[0].kind != "embedding" and self.fits(targets[0])))
         }
         for name in ("pattern", "leave_out"):
             self._check_pattern(name, model, groups)
@@ -198,6 +202,13 @@ class Adapter(Pass):
         sizes = self.parts
         if not isinstance(sizes, Mapping):
             sizes = {name if name != "_" else f"_{i}": outputs // len(sizes) for i, name in enumerate(sizes)}
+        wrong = next(
+            (x for x in sizes.values() if not isinstance(x, int) or isinstance(x, bool) or x < 1), None
+        )
+        if wrong is not None:
+            raise GraphoptError(
+                f"{type(self).__name__}: parts={self.parts!r}: expected numbers of outputs, found {wrong!r}"
+            )
         if sum(sizes.values()) != outputs or (target.kind, target.axis) != ("product", -1):
             raise GraphoptError(
                 f"{type(self).__name__}: parts={self.parts!r}: expected parts of the {outputs} outputs of a product by "

@@ -93,7 +93,9 @@ class AdapterTarget(ABC):
         sources = () if (origin := Origin.read(weight)) is None else origin.sources
         if len(sources) == 1:
             return sources[0]
-        return (is_generated(name_of(weight)) and weight_of(self.node, self.bias)) or name_of(weight)
+        return (is_generated(name_of(weight)) and weight_of(self.node, self.index, self.bias)) or name_of(
+            weight
+        )
 
     def matches(self, pattern: Pattern) -> bool:
         """Return whether a pattern matches one of the names of the weight."""

@@ -193,9 +193,16 @@ def _is_known(node: ir.Node, path: str) -> bool:
     return any(name.startswith(f"{path}.") for name in names)
 
 
-def weight_of(node: ir.Node, bias: ir.Value | None) -> str:
-    """Return the name of the parameter that a product folded, or "": its bias tells it more reliably than its scope."""
+def weight_of(node: ir.Node, index: int, bias: ir.Value | None) -> str:
+    """Return the name of the parameter that input `index` of a node was folded from, or "".
+
+    The name of a bias tells it more reliably than the scope. A recurrence has a node for each layer.
+    """
     path, own = module_path(node), "" if bias is None else name_of(bias)
+    if node.op_type in RECURRENT:
+        layer = re.search(r"_(\d+)$", node.name or "")
+        end = f"weight_{'ih' if index == 1 else 'hh'}_l{layer[1] if layer else 0}"
+        return f"{path}.{end}" if path else ""
     if bias is None or is_generated(own) or any(module_path(reader) != path for reader in bias.consumers()):
         own = ""
     for end, weight in ((".bias", ".weight"), (".in_proj_bias", ".in_proj_weight")):
