@@ -395,6 +395,13 @@ def test_mistakes_of_a_call(tmp_path: Path) -> None:
         "expected an executor first": lambda: graphopt.save_adapter(proto, tmp_path / "a"),  # type: ignore[arg-type]
         "expected 'merged' or 'slots'": lambda: executor.trained(into=proto, adapters="slot"),  # type: ignore[arg-type]
         "name its file": lambda: executor.trained(adapters="slots"),
+        "a file to write, found a folder": lambda: graphopt.save_adapter(executor, tmp_path),
+        "the name of a module, or of several, found an int": lambda: graphopt.save_adapter(
+            executor,
+            tmp_path / "a",
+            form="peft",
+            names={"*": 5},  # type: ignore[dict-item]
+        ),
         "expected none for an adapter file": lambda: graphopt.save_adapter(
             executor, tmp_path / "a", names={"*": "*"}
         ),
@@ -416,6 +423,30 @@ def test_mistakes_of_a_call(tmp_path: Path) -> None:
         with pytest.raises(graphopt.GraphoptError, match=message):
             call()
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("form", ["slots", "packed"])
+def test_a_file_with_adapters_takes_others(form: str) -> None:
+    """Slots are inputs, and adapters of packed weights stay beside them, with names that new adapters must not take."""
+    proto = model(NETWORKS["MatMul"][0], w=numbers(16, 16))
+    proto.graph.input[0].type.tensor_type.shape.dim[1].dim_value = 16
+    proto.graph.output[0].type.tensor_type.shape.dim[1].dim_value = 16
+    feeds = {"x": numbers(3, 16)}
+    steps = {"loss": passes.MeanSquaredError(), "optimizer": passes.SGD(0.05), "adapter": passes.LoRA("w", 2)}
+    quantize = passes.QuantizeWeights(block=16) if form == "packed" else None
+    executor = graphopt.Executor(graphopt.compile(proto, quantize=quantize, **steps))
+    executor.step({**feeds, "target": np.zeros((3, 16), np.float32)})
+    adapted = executor.trained() if form == "packed" else executor.trained(into=proto, adapters="slots")
+    before = adapted.SerializeToString()
+    again = graphopt.Executor(graphopt.compile(adapted, **steps))
+    assert adapted.SerializeToString() == before
+    expected = graphopt.run(adapted, feeds)["y"]
+    np.testing.assert_allclose(again.predict(feeds)["y"], expected, rtol=1e-6, atol=1e-6)
+    assert again.step({**feeds, "target": np.zeros((3, 16), np.float32)})["loss"] > 0
+    merged = again.trained(into=adapted) if form == "slots" else again.trained()
+    np.testing.assert_allclose(
+        graphopt.run(merged, feeds)["y"], again.predict(feeds)["y"], rtol=1e-5, atol=1e-5
+    )
 
 
 def test_notes_survive_saving(tmp_path: Path) -> None:

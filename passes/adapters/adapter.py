@@ -15,7 +15,7 @@ import onnx_ir.passes.common as common
 from graphopt.errors import GraphoptError, nearest, some
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.merging import MERGES
-from graphopt.graph.metadata import ADAPTER, InferenceForm, Kind, Origin, copy
+from graphopt.graph.metadata import ADAPTER, InferenceForm, Kind, Origin, copy, original_name
 from graphopt.graph.rewriting import Pass, Pattern, matches
 from graphopt.graph.roles import Role, check_inference, role_of
 from graphopt.graph.shapes import ensure_typed
@@ -223,7 +223,8 @@ class Adapter(Pass):
         stem = f"{target.name}.{part}" if part else target.name
         generator = np.random.default_rng([self.seed, zlib.crc32(stem.encode())])
         arrays = self.initial(target, generator)
-        taken = ir.convenience.create_value_mapping(model.graph)
+        values_by_name = ir.convenience.create_value_mapping(model.graph)
+        taken = {*values_by_name, *map(original_name, values_by_name.values())}
         names = (stem if not i else f"{stem}.{i}" for i in range(len(taken) + 1))
         stem = next(name for name in names if not any(f"{name}.{suffix}" in taken for suffix in arrays))
         dtype = dtype_of(target.y)
