@@ -705,6 +705,13 @@ def test_by_default_the_head_and_embeddings_have_no_adapter() -> None:
     }
 
 
+def test_a_step_with_an_adapter_is_no_model_to_train() -> None:
+    step = graphopt.compile(mlp(), adapter=passes.LoRA(rank=2), **CLASSES, optimizer=passes.SGD(0.1))
+    for adapter in (None, passes.LoRA(rank=2)):
+        with pytest.raises(GraphoptError, match="expected an inference model, found a training graph"):
+            graphopt.compile(step, adapter=adapter, **CLASSES, optimizer=passes.SGD(0.1))
+
+
 def test_by_default_convolutions_whose_groups_do_not_fit_have_no_adapter() -> None:
     text = "g (float[N,6,5] x) => (float[N,4] y) { h = Conv<group=6>(x, depth, b)\n k = Conv(h, wide)\n"
     text += "c = Conv(k, point)\n p = ReduceMean<keepdims=0>(c, axes)\n y = MatMul(p, head) }"
