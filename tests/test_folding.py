@@ -280,3 +280,27 @@ def test_simplify_keeps_what_has_another_form_in_inference(lines, forms, trainin
     read = {name: x for name, x in feeds.items() if name in {v.name for v in extracted.graph.inputs}}
     (found,) = evaluator(extracted).run(None, read)
     np.testing.assert_array_equal(found, np.full((1, 3), inference, np.float32))
+
+
+def test_rows_of_a_transposed_frozen_weight_are_its_columns():
+    """As of a tied embedding: a step copies no weight."""
+    proto = onnx.parser.parse_model(
+        """<ir_version: 10, opset_import: ["" : 21]> g (int64[N,3] ids) => (float[N,3,5] y) {
+        table = Transpose<perm = [1, 0]>(w) rows = Gather(table, ids) x = Mul(rows, scale) y = MatMul(x, w) }"""
+    )
+    w = np.random.default_rng(0).standard_normal((4, 5)).astype(np.float32)
+    scale = np.array([1, 2, 3, 4], np.float32)
+    for name, array in {"w": w, "scale": scale}.items():
+        proto.graph.initializer.append(onnx.numpy_helper.from_array(array, name))
+    step = graphopt.compile(
+        proto,
+        parameters=passes.Parameters("scale", freeze="w"),
+        loss=passes.CrossEntropy(axis=-1),
+        optimizer=passes.SGD(0.1),
+    )
+    assert not [node for node in step.graph if node.op_type == "Transpose" and node.inputs[0].name == "w"]
+    feeds = {"ids": ints([0, 4, 2], [1, 1, 3]), "target": ints([0, 1, 2], [3, 4, 0])}
+    logits = (w.T[feeds["ids"]] * scale) @ w
+    logits -= np.log(np.exp(logits).sum(axis=-1, keepdims=True))
+    expected = -np.take_along_axis(logits, feeds["target"][..., None], axis=-1).mean()
+    assert graphopt.Executor(step).step(feeds)["loss"] == pytest.approx(expected, rel=1e-5)

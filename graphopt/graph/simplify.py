@@ -25,7 +25,7 @@ from graphopt.graph.operators import GROWING, PREDICATES, VIEWS
 from graphopt.graph.rewriting import Pass, interface_kept, needed, protect, seams
 from graphopt.graph.roles import STATE, Role, with_role
 from graphopt.graph.traversal import results_when_ready
-from graphopt.graph.values import constant_number, is_floating, is_number, like
+from graphopt.graph.values import constant_number, dims_of, is_floating, is_number, like
 
 # Operators with the same result in every implementation, bit for bit. The runtime folds all others.
 EXACT = (
@@ -215,7 +215,7 @@ def _rows_of_transposed() -> RewriteRule:
         assert moved is not None and read is not None
         return (
             weight.is_initializer()
-            and moved.attributes.get_ints("perm", [1, 0]) == [1, 0]
+            and tuple(moved.attributes.get_ints("perm", (1, 0))) == (1, 0)
             and weight.shape is not None
             and len(weight.shape) == 2
             and read.attributes.get_int("axis", 0) == 0
@@ -225,6 +225,7 @@ def _rows_of_transposed() -> RewriteRule:
     def rewritten(op: Any, weight: ir.Value, indices: ir.Value, transposed: ir.Value, rows: ir.Value) -> Any:
         rank = len(indices.shape or ())
         columns = op.Gather(weight, indices, axis=1)
+        columns.type, columns.shape = weight.type, ir.Shape([dims_of(weight)[0], *dims_of(indices)])
         return op.Transpose(columns, perm=[*range(1, rank + 1), 0])
 
     return RewriteRule(

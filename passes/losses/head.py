@@ -20,6 +20,7 @@ from passes.gradients.rules.control_flow import scan_over
 
 _MANY_CLASSES = 4096  # from which on blocks pay
 _BLOCK = 2**23  # the numbers in a block of logits
+_ROWS = 128  # the fewest tokens of a block, which reads all weights of the head
 _MOST_NODES = 64  # of a head
 _PRODUCTS = {("", "MatMul"), ("", "Gemm"), (MICROSOFT, "MatMulNBits")}
 
@@ -137,10 +138,10 @@ def losses_in_blocks(
     """Emit the cross-entropy of each token, in the shape of `label`, by a Scan over blocks of tokens.
 
     Args:
-        blocks: the number of blocks; None for so many that a block has about `_BLOCK` logits.
+        blocks: the number of blocks; None for so many that a block has about `_BLOCK` logits, and at least `_ROWS` rows.
     """
     classes = dims_of(head.logits)[-1]
-    most = max(1, _BLOCK // classes) if isinstance(classes, int) else 1
+    most = max(_ROWS, _BLOCK // classes) if isinstance(classes, int) else _ROWS
     tokens = op.Size(label)
     count = op.Max(op.Div(tokens + (most - 1), most), 1)
     if blocks is not None:

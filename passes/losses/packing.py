@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 import onnx_ir as ir
@@ -10,7 +10,7 @@ import onnx_ir as ir
 from graphopt.errors import GraphoptError
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.metadata import ATTENTION_SCORES, TOKEN_POSITIONS, InferenceForm
-from graphopt.graph.operators import CONVOLUTIONS, POOLS, RECURRENT, SHAPE_READERS
+from graphopt.graph.operators import CONVOLUTIONS, ELEMENTWISE_OPERATORS, POOLS, RECURRENT, SHAPE_READERS
 from graphopt.graph.roles import Role, role_of
 from graphopt.graph.traversal import ancestors, values_read
 from graphopt.graph.values import dims_of, dtype_of, like
@@ -52,7 +52,7 @@ def keep_apart(op: Emitter, graph: ir.Graph, tokens: ir.Value, segments: ir.Valu
         own = op.Min(x, op.cast(restarted, x.dtype))
         own.shape = segments.shape
         _replace(x, InferenceForm(same_as=0, predicting=True).write(own))
-    for x in dict.fromkeys(_added(graph, tokens, read)):
+    for x in dict.fromkeys(_added(graph, tokens, read - _from_products(scores))):
         _replace(x, _gathered(op, x, restarted))
 
 
@@ -88,6 +88,18 @@ def _scores(graph: ir.Graph, read: set[ir.Value]) -> Iterator[ir.Value]:
         is_square = queries == keys or not isinstance(queries, int) or not isinstance(keys, int)
         if is_last and is_square and not is_known and _weighs(node.outputs[0], read):
             yield x
+
+
+def _from_products(scores: Iterable[ir.Value]) -> set[ir.Value]:
+    """Return the scores, and what elementwise operators compute them from, back to the products."""
+    found, todo = set[ir.Value](), list(scores)
+    while todo:
+        y = todo.pop()
+        maker = y.producer()
+        found.add(y)
+        if maker is not None and maker.op_type in ELEMENTWISE_OPERATORS:
+            todo.extend(x for x in maker.inputs if x is not None and x not in found)
+    return found
 
 
 def _weighs(weights: ir.Value, read: set[ir.Value]) -> bool:
