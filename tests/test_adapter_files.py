@@ -297,6 +297,7 @@ WRONG: dict[str, tuple[Any, str]] = {
         lambda f: config(f, init_lora_weights=["pissa"]),
         "init_lora_weights: expected a word",
     ),
+    "another rank": (lambda f: config(f, r=9), "module 'w': expected rank 9, that of the config, found 2"),
     "not finite": (
         lambda f: tensors(f, w__lora_A__weight=A, w__lora_B__weight=B * np.nan),
         "'w.lora_B': expected finite numbers",

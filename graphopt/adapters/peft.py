@@ -285,6 +285,11 @@ def _module(path: Path, name: str, found: Mapping[str, np.ndarray], config: Mapp
     ):
         shapes = ", ".join(f"lora_{part} {x.dtype}{list(x.shape)}" for part, x in found.items())
         raise GraphoptError(f"{path}: module {name!r}: expected matrices of one rank, found {shapes}")
+    if not config.get("rank_pattern") and config.get("r", len(a)) != len(a):
+        raise GraphoptError(
+            f"{path}: module {name!r}: expected rank {config['r']!r}, that of the config, found {len(a)}: take both "
+            "files from one folder"
+        )
     alpha = float(_of_module(config, "alpha_pattern", name, config.get("lora_alpha", 8)))
     stabilized = config.get("use_rslora") is True
     scale = alpha / (math.sqrt(len(a)) if stabilized else len(a))
