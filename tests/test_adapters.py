@@ -660,6 +660,7 @@ WRONG: dict[str, tuple[Any, Any, str]] = {
     ),
     "half a part": (mlp, lambda: passes.LoRA("fc0*", 2, parts={"q": 8.0}), "numbers of outputs, found 8.0"),
     "a flag": (mlp, lambda: passes.LoRA(rank=True), r"LoRA\(rank=True\): expected a whole number in"),
+    "no names": (mlp, lambda: passes.LoRA([]), r"LoRA: pattern=\[\]: expected names of weights, found none"),
     "a number": (mlp, lambda: passes.LoRA(["fc0*", 1]), r"LoRA\(pattern=.*\): expected words, found 1"),
     "groups": (
         CASES["conv, groups"].build,

@@ -162,6 +162,10 @@ class Adapter(Pass):
     ) -> None:
         """Raise an error if one of the patterns of a field matches no weight that an adapter can change."""
         given = getattr(self, field_name)
+        if given is not None and not given and not isinstance(given, str):
+            raise GraphoptError(
+                f"{type(self).__name__}: {field_name}={given!r}: expected names of weights, found none: leave it out"
+            )
         for pattern in [given] if isinstance(given, str) else given or []:
             found = [target for targets in groups.values() for target in targets]
             if any(target.matches(pattern) for target in found):
