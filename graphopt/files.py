@@ -24,6 +24,10 @@ def making(path: str | os.PathLike[str], what: str = "folder") -> Iterator[None]
 def replacing(path: str | os.PathLike[str]) -> Iterator[str]:
     """Yield a temporary path in the same folder; replace `path` by it if the block succeeds."""
     target = Path(path)
+    if target.is_dir():
+        raise GraphoptError(
+            f"{path}: expected the path of a file to write, found a folder: name a file in it"
+        )
     with making(target):
         handle, temporary = tempfile.mkstemp(target.suffix, f".{target.name}.", target.parent)
     os.close(handle)

@@ -88,6 +88,11 @@ def check_types(options: Any, owner: str | None = None) -> None:
             raise GraphoptError(
                 f"{owner or kind.__name__}({name}={value!r}): expected {words}, found {value!r}"
             )
+        for x in value if isinstance(value, list | tuple) and name in _of_words(kind) else ():
+            if not isinstance(x, str):
+                raise GraphoptError(
+                    f"{owner or kind.__name__}({name}={value!r}): expected words, found {x!r}"
+                )
 
 
 @functools.cache
@@ -105,6 +110,17 @@ def _declared(kind: Any) -> dict[str, tuple[tuple[type, ...], str]]:
             alike = [other for part in parts for other in _ALIKE.get(part, ())]
             *words, last = dict.fromkeys(_WORDS[part] for part in parts)
             found[field.name] = (*parts, *alike), " or ".join([", ".join(words), last] if words else [last])
+    return found
+
+
+@functools.cache
+def _of_words(kind: Any) -> set[str]:
+    """Return the names of the fields whose sequences hold nothing but words."""
+    found = set()
+    for name, hint in typing.get_type_hints(kind).items():
+        items = [typing.get_args(part) for part in _parts(hint) if typing.get_origin(part) in (list, tuple)]
+        if items and all({*one} <= {str, ...} for one in items):
+            found.add(name)
     return found
 
 
@@ -129,7 +145,7 @@ def _numbers(value: Any) -> Iterable[Any]:
 
 
 def _lies_in(number: Any, interval: str) -> bool:
-    if not isinstance(number, Real):
+    if not isinstance(number, Real) or isinstance(number, bool):
         return False
     try:
         number = float(number)

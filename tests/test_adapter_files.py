@@ -131,7 +131,8 @@ def trained(
 def test_every_way_out_computes_what_the_executor_does(name: str, dora: bool, tmp_path: Path) -> None:
     text, weights, feeds = NETWORKS[name]
     proto = model(text, **weights)
-    executor = trained(proto, passes.LoRA("w", rank=2, dora=dora), feeds)
+    names = [name for name in weights if name != "b"]
+    executor = trained(proto, passes.LoRA(names, rank=2, dora=dora), feeds)
     expected = executor.predict(feeds)["y"]
     plain = graphopt.run(proto, feeds)["y"]
     assert abs(expected - plain).max() > 1e-3
@@ -149,7 +150,7 @@ def test_every_way_out_computes_what_the_executor_does(name: str, dora: bool, tm
     path = tmp_path / "a.onnx_adapter"
     graphopt.save_adapter(executor, path)
     np.testing.assert_allclose(with_adapter(slots, path, feeds), expected, **close)
-    other = trained(proto, passes.LoRA("w", rank=4, dora=dora), feeds)  # of another rank
+    other = trained(proto, passes.LoRA(names, rank=4, dora=dora), feeds)  # of another rank
     graphopt.save_adapter(other, path)
     np.testing.assert_allclose(with_adapter(slots, path, feeds), other.predict(feeds)["y"], **close)
     again = trained(proto, passes.LoadedLoRA(path), feeds, steps=0)
@@ -349,6 +350,19 @@ WRONG: dict[str, tuple[Any, str]] = {
     "another kind": (lambda f: config(f, peft_type="IA3"), "found 'IA3'"),
     "an option": (lambda f: config(f, lora_bias=True), "expected no 'lora_bias'"),
     "a changed base": (lambda f: config(f, init_lora_weights="pissa"), "which changes the base"),
+    "a changed base, after steps": (
+        lambda f: config(f, init_lora_weights="pissa_niter_4"),
+        "which changes the base",
+    ),
+    "an initialization": (
+        lambda f: config(f, init_lora_weights=["pissa"]),
+        "init_lora_weights: expected a word",
+    ),
+    "another rank": (lambda f: config(f, r=9), "module 'w': expected rank 9, that of the config, found 2"),
+    "not finite": (
+        lambda f: tensors(f, w__lora_A__weight=A, w__lora_B__weight=B * np.nan),
+        "'w.lora_B': expected finite numbers",
+    ),
     "alpha": (lambda f: config(f, lora_alpha="8"), "lora_alpha: expected a finite number, found '8'"),
     "alphas": (lambda f: config(f, alpha_pattern=[1]), "alpha_pattern: expected names and numbers"),
     "a slow pattern": (lambda f: config(f, alpha_pattern={"(a+)+$": 1}), "expected names of modules"),
@@ -443,6 +457,12 @@ def test_mistakes_of_a_call(tmp_path: Path) -> None:
         "expected an executor first": lambda: graphopt.save_adapter(proto, tmp_path / "a"),  # type: ignore[arg-type]
         "expected 'merged' or 'slots'": lambda: executor.trained(into=proto, adapters="slot"),  # type: ignore[arg-type]
         "name its file": lambda: executor.trained(adapters="slots"),
+        "the name of a module, or of several, found an int": lambda: graphopt.save_adapter(
+            executor,
+            tmp_path / "a",
+            form="peft",
+            names={"*": 5},  # type: ignore[dict-item]
+        ),
         "expected none for an adapter file": lambda: graphopt.save_adapter(
             executor, tmp_path / "a", names={"*": "*"}
         ),
@@ -460,10 +480,36 @@ def test_mistakes_of_a_call(tmp_path: Path) -> None:
             tmp_path / "a",
         ),
     }
+    if hasattr(onnxruntime, "AdapterFormat"):
+        mistakes["a file to write, found a folder"] = lambda: graphopt.save_adapter(executor, tmp_path)
     for message, call in mistakes.items():
         with pytest.raises(graphopt.GraphoptError, match=message):
             call()
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("form", [pytest.param("slots", marks=needs_files), "packed"])
+def test_a_file_with_adapters_takes_others(form: str) -> None:
+    """Slots are inputs, and adapters of packed weights stay beside them, with names that new adapters must not take."""
+    proto = model(NETWORKS["MatMul"][0], w=numbers(16, 16))
+    proto.graph.input[0].type.tensor_type.shape.dim[1].dim_value = 16
+    proto.graph.output[0].type.tensor_type.shape.dim[1].dim_value = 16
+    feeds = {"x": numbers(3, 16)}
+    steps = {"loss": passes.MeanSquaredError(), "optimizer": passes.SGD(0.05), "adapter": passes.LoRA("w", 2)}
+    quantize = passes.QuantizeWeights(block=16) if form == "packed" else None
+    executor = graphopt.Executor(graphopt.compile(proto, quantize=quantize, **steps))
+    executor.step({**feeds, "target": np.zeros((3, 16), np.float32)})
+    adapted = executor.trained() if form == "packed" else executor.trained(into=proto, adapters="slots")
+    before = adapted.SerializeToString()
+    again = graphopt.Executor(graphopt.compile(adapted, **steps))
+    assert adapted.SerializeToString() == before
+    expected = graphopt.run(adapted, feeds)["y"]
+    np.testing.assert_allclose(again.predict(feeds)["y"], expected, rtol=1e-6, atol=1e-6)
+    assert again.step({**feeds, "target": np.zeros((3, 16), np.float32)})["loss"] > 0
+    merged = again.trained(into=adapted) if form == "slots" else again.trained()
+    np.testing.assert_allclose(
+        graphopt.run(merged, feeds)["y"], again.predict(feeds)["y"], rtol=1e-5, atol=1e-5
+    )
 
 
 def test_notes_survive_saving(tmp_path: Path) -> None:

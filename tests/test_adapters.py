@@ -653,6 +653,15 @@ WRONG: dict[str, tuple[Any, Any, str]] = {
         lambda: passes.LoRA("fc0*", 2, parts={"q": 4, "k": 5}),
         "expected parts of the 8 outputs.*found 9",
     ),
+    "a part without outputs": (
+        mlp,
+        lambda: passes.LoRA("fc0*", 2, parts={"q": 8, "k": 0}),
+        "parts=.*: expected numbers of outputs, found 0",
+    ),
+    "half a part": (mlp, lambda: passes.LoRA("fc0*", 2, parts={"q": 8.0}), "numbers of outputs, found 8.0"),
+    "a flag": (mlp, lambda: passes.LoRA(rank=True), r"LoRA\(rank=True\): expected a whole number in"),
+    "no names": (mlp, lambda: passes.LoRA([]), r"LoRA: pattern=\[\]: expected names of weights, found none"),
+    "a number": (mlp, lambda: passes.LoRA(["fc0*", 1]), r"LoRA\(pattern=.*\): expected words, found 1"),
     "groups": (
         CASES["conv, groups"].build,
         lambda: passes.LoRA("w", rank=3),
@@ -695,6 +704,32 @@ def test_by_default_the_head_and_embeddings_have_no_adapter() -> None:
         *(f"blocks.0.attention.{name}" for name in ("query", "key", "value", "output")),
         *("blocks.0.hidden", "blocks.0.output"),
     }
+
+
+def test_a_step_with_an_adapter_is_no_model_to_train() -> None:
+    step = graphopt.compile(mlp(), adapter=passes.LoRA(rank=2), **CLASSES, optimizer=passes.SGD(0.1))
+    for adapter in (None, passes.LoRA(rank=2)):
+        with pytest.raises(GraphoptError, match="expected an inference model, found a training graph"):
+            graphopt.compile(step, adapter=adapter, **CLASSES, optimizer=passes.SGD(0.1))
+
+
+def test_by_default_convolutions_whose_groups_do_not_fit_have_no_adapter() -> None:
+    text = "g (float[N,6,5] x) => (float[N,4] y) { h = Conv<group=6>(x, depth, b)\n k = Conv(h, wide)\n"
+    text += "c = Conv(k, point)\n p = ReduceMean<keepdims=0>(c, axes)\n y = MatMul(p, head) }"
+    shapes = {"depth": (6, 1, 3), "b": (6,), "point": (16, 16, 1), "head": (16, 4), "wide": (16, 6, 1)}
+    weights = {name: np.ones(shape, np.float32) for name, shape in shapes.items()}
+    for rank, names in ((4, {"wide", "point"}), (6, {"depth", "wide", "point"})):
+        base = model(text, **weights, axes=np.array([2]))
+        step = graphopt.compile(base, adapter=passes.LoRA(rank=rank), **CLASSES)
+        assert {name.partition(".")[0] for name in initial(step)} == names
+
+
+def test_a_head_of_packed_weights_says_what_to_leave_out() -> None:
+    quantize = passes.QuantizeWeights(block=16)
+    with pytest.raises(
+        GraphoptError, match=r"of packed weights: .*QuantizeWeights\(leave_out='fc1.weight'\)"
+    ):
+        graphopt.compile(mlp(), quantize=quantize, adapter=passes.Head(classes=3), **CLASSES)
 
 
 def test_a_head_has_the_initial_values_of_the_exporter_s_framework() -> None:

@@ -47,7 +47,7 @@ def test_documents_are_joined_and_cut_into_rows(file: str, tmp_path: Path) -> No
         assert np.asarray(arrays["target"]).ravel()[:-1].tolist() == whole[1 : len(whole) // 8 * 8]
         assert np.asarray(arrays["completion_mask"]).all() and np.asarray(arrays["attention_mask"]).all()
     with pytest.raises(
-        graphopt.GraphoptError, match=f"expected 999 tokens or more, a row, found {len(whole)}"
+        graphopt.GraphoptError, match=f"expected 999 tokens or more, a row, found {len(whole)}: reduce"
     ):
         data.text(lines, tokenizer=file, context=999)
 
@@ -191,6 +191,16 @@ def test_wrong_lines_are_named(content: str, message: str, file: str, tmp_path: 
     with pytest.raises(graphopt.GraphoptError, match=message) as error:
         data.text(str(tmp_path / "a.jsonl"), tokenizer=file, context=4)
     assert len(str(error.value)) < 2_500
+
+
+def test_a_mark_of_the_byte_order_is_no_text(file: str, tmp_path: Path) -> None:
+    line = b'{"text": "a b a b"}'
+    (tmp_path / "a.jsonl").write_bytes(line)
+    (tmp_path / "b.jsonl").write_bytes(b"\xef\xbb\xbf" + line)
+    one, other = (
+        data.text(str(tmp_path / name), tokenizer=file, context=2) for name in ("a.jsonl", "b.jsonl")
+    )
+    assert np.array_equal(one.arrays["input_ids"], other.arrays["input_ids"])
 
 
 def test_a_line_that_is_no_text_is_an_error(file: str, tmp_path: Path) -> None:
@@ -339,5 +349,5 @@ def test_rows_of_a_fixed_length(file: str, tmp_path: Path) -> None:
         graphopt.fit(graphopt.Executor(step), data.text(path, tokenizer=file), epochs=1)
     rows = data.text(path, tokenizer=file, context=16, pad_to="context")
     assert graphopt.fit(graphopt.Executor(step), rows, epochs=1)[0]["loss"] > 0
-    with pytest.raises(graphopt.GraphoptError, match="unknown pad_to 'max_length'"):
+    with pytest.raises(graphopt.GraphoptError, match=r"data\.pad_to: unknown length 'max_length'; known"):
         data.text(path, tokenizer=file, pad_to="max_length")

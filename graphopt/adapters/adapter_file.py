@@ -48,7 +48,7 @@ def read_adapter_file(path: Path) -> dict[str, np.ndarray]:
         arrays = {name: _array(value) for name, value in values.items()}
     except (RuntimeError, ValueError) as error:
         raise GraphoptError(
-            f"{path}: expected an adapter file of ONNX Runtime, found another file: {line(error)[-200:]}"
+            f"{path}: expected an adapter file of ONNX Runtime, found another file: {line(error).rpartition(') ')[2]}"
         ) from error
     wrong = next((name for name, x in arrays.items() if x.dtype.kind not in "fV"), None)
     if wrong is not None:

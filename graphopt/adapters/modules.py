@@ -13,7 +13,7 @@ from graphopt.adapters.naming import Names, modules_of, sizes_of
 from graphopt.adapters.peft import Module
 from graphopt.errors import GraphoptError
 from graphopt.graph.merging import adapted
-from graphopt.graph.metadata import Adapted, Origin, original_name
+from graphopt.graph.metadata import EXPORTED_CALL, Adapted, Origin, original_name
 from graphopt.graph.operators import VIEWS
 from graphopt.graph.roles import STATE, Role, role_of
 from graphopt.graph.state import initial
@@ -22,7 +22,9 @@ from graphopt.graph.values import constant_of, is_floating, name_of
 _BUILDERS = (
     ".MatMul.weight"  # in files of onnxruntime-genai's builder, which has weights of Linear as [in, out]
 )
-_ATTENTION = ".in_proj_weight"  # of PyTorch's MultiheadAttention, in which peft adapts two weights
+# Of PyTorch's MultiheadAttention: peft adapts the first weight by the module's name, and adds the change of the other
+# twice.
+_IN, _OUT = ".in_proj_weight", ".out_proj.weight"
 _FOLLOWED = ("Add", "Cast", "Identity", "MatMul", "Reshape")
 
 
@@ -50,14 +52,14 @@ def modules(model: ir.Model, adapters: Sequence[TrainedAdapter], names: Names = 
     for adapter in adapters:
         for part in _parts(model, adapter, names):
             found.setdefault(part.module.path, []).append(part)
-    attentions = {x.note.name.removesuffix(_ATTENTION) for x in adapters if x.note.name.endswith(_ATTENTION)}
-    return [_of_attention(_whole(parts), attentions) for parts in found.values()]
+    return [_whole(parts) for parts in found.values()]
 
 
 def _parts(model: ir.Model, adapter: TrainedAdapter, names: Names) -> Iterator[_Part]:
     """Yield the modules of one adapter: several if the weight is packed."""
     note, weight = adapter.note, weight_of(model, adapter.note)
     _check_convolution(weight, note, is_dora=adapter.magnitude is not None)
+    _check_attention(model, note)
     if note.kind in ("recurrence", "transposed convolution") or (
         note.kind == "product" and adapter.a.ndim > 2
     ):
@@ -75,7 +77,7 @@ def _parts(model: ir.Model, adapter: TrainedAdapter, names: Names) -> Iterator[_
             rows = slice(first - start, last - start)
             magnitude = None if adapter.magnitude is None else adapter.magnitude.ravel()[rows]
             module = Module(
-                path,
+                path.removesuffix(".in_proj_weight"),
                 a,
                 b[rows],
                 note.scale,
@@ -94,6 +96,8 @@ def _check_convolution(weight: ir.Value, note: Adapted, *, is_dora: bool) -> Non
     problem = (
         "DoRA of groups, whose norms peft takes of other numbers" if is_dora and note.groups > 1 else None
     )
+    if _is_folded(weight, note):
+        problem = "numbers of other modules that the exporter folded into it, such as BatchNormalization"
     for node in readers_of(weight):
         x = node.inputs[0].producer() if node.op_type == "Conv" and node.inputs[0] is not None else None
         if any(size > 1 for size in node.attributes.get_ints("dilations", [1])):
@@ -107,6 +111,25 @@ def _check_convolution(weight: ir.Value, note: Adapted, *, is_dora: bool) -> Non
             f"weight {note.weight!r}: expected a convolution of which peft computes the same, found one with "
             f"{problem}: save it by form='onnxruntime', or merge it, by executor.trained()"
         )
+
+
+def _check_attention(model: ir.Model, note: Adapted) -> None:
+    """Raise an error for the last product of a MultiheadAttention, for which peft computes something else."""
+    attention = note.name.removesuffix(_OUT)
+    values = [*model.graph.inputs, *model.graph.initializers.values()]
+    known = {original_name(x) for x in values} if note.name.endswith(_OUT) else set()
+    if known & {f"{attention}{_IN}", f"{attention}.in_proj_bias"}:
+        raise GraphoptError(
+            f"weight {note.name!r}: expected one of which peft computes the same, found that of a MultiheadAttention, "
+            "whose change peft adds twice or not at all: leave it out, save it by form='onnxruntime', or merge it, by "
+            "executor.trained()"
+        )
+
+
+def _is_folded(weight: ir.Value, note: Adapted) -> bool:
+    """Return whether the exporter multiplied the weight of a convolution by others, and named it anew."""
+    calls = [EXPORTED_CALL.read(node) or "" for node in readers_of(weight)]
+    return note.weight.startswith("onnx::") or any("batch_norm" in call for call in calls)
 
 
 def readers_of(weight: ir.Value) -> Iterator[ir.Node]:
@@ -164,6 +187,11 @@ def _whole(parts: Sequence[_Part]) -> Module:
     first, outputs = parts[0].module, parts[0].outputs
     if len(parts) == 1 and len(first.b) == outputs:
         return first
+    if any(part.outputs != outputs or part.module.a.shape[1:] != first.a.shape[1:] for part in parts):
+        raise GraphoptError(
+            f"module {first.path!r}: expected adapters of one weight, found those of several, whose own modules the "
+            "file does not tell: give names="
+        )
     rank = sum(part.module.b.shape[1] for part in parts)
     b = np.zeros((outputs, rank, *first.b.shape[2:]), first.b.dtype)
     magnitude = np.zeros(outputs, first.b.dtype)
@@ -183,18 +211,6 @@ def _whole(parts: Sequence[_Part]) -> Module:
         )
     a = np.concatenate([part.module.a for part in parts])
     return replace(first, a=a, b=b, magnitude=magnitude if covered else None, rank_stabilized=False)
-
-
-def _of_attention(module: Module, attentions: set[str]) -> Module:
-    """Return the adapter of a module with the path that it has in peft's MultiheadAttention."""
-    path, _, own = module.path.rpartition(".")
-    if own == "in_proj_weight":
-        return replace(module, path=path)
-    return (
-        replace(module, path=f"{path}.base_layer.out_proj")
-        if own == "out_proj" and path in attentions
-        else module
-    )
 
 
 def saved_modules(
@@ -223,6 +239,11 @@ def saved_modules(
             name_of_parameter(x) != original_name(x) or original_name(x).endswith(_BUILDERS)
         )
         found[name] = array.T if turned else array
+        if role is Role.PARAMETER and "." not in name:
+            raise GraphoptError(
+                f"weight {name!r}: expected a parameter of a module, as peft saves it, found one whose module the file "
+                "does not tell: leave it frozen, or merge the adapter, by executor.trained()"
+            )
         if role is Role.PARAMETER:
             trained.add(name)
     whole = {name.rpartition(".")[0] for name in trained} - {*paths}

@@ -44,6 +44,12 @@ def modules_of(weight: str, names: Names = None) -> list[Part]:
     for pattern, target in [*(names or {}).items(), *_BUILDER.items()]:
         match = _matched(pattern, stem) or _matched(pattern, weight)
         if match:
+            if not isinstance(target, str | Sequence | Mapping) or not all(
+                isinstance(x, str) for x in target
+            ):
+                raise GraphoptError(
+                    f"names: {pattern!r}: expected the name of a module, or of several, found {kind_of(target)}"
+                )
             parts = {target: None} if isinstance(target, str) else dict.fromkeys(target)
             sizes = target if isinstance(target, Mapping) else parts
             return [(_filled(pattern, name, match), sizes[name]) for name in parts]

@@ -29,7 +29,8 @@ _PREFIX = "base_model.model."
 _MOST_CONFIG = 2**22  # bytes
 _MOST_WILD = 3  # repetitions in a pattern, whose time grows with a power of their number
 _PATTERN = re.compile(r"\^?(?:[\w-]|\.\*?|\\\.|\\d\+)+", re.ASCII)
-_BASE, _ATTENTION = "base_layer.", ".base_layer.out_proj"
+_BASE = "base_layer."
+_OUT = ".base_layer.out_proj"  # of a MultiheadAttention, whose change peft adds twice
 # What a tensor of a module is, by the end of its name.
 _A, _B, _MAGNITUDE = ".lora_A.weight", ".lora_B.weight", ".lora_magnitude_vector"
 _ROWS, _WIDTH = ".lora_embedding_A", ".lora_embedding_B"
@@ -42,14 +43,8 @@ _HARMLESS = {
     "runtime_config", "target_modules", "task_type", "use_dora", "use_rslora", "alpha_pattern", "rank_pattern",
     "lora_alpha", "r", "ephemeral_gpu_offload", "ensure_weight_tying",
 }  # fmt: skip
-_CHANGED = {
-    "pissa",
-    "olora",
-    "corda",
-    "loftq",
-    "lora_ga",
-    "mica",
-}  # initializations that change the base model
+# Initializations that change the base model, some of them with a number of iterations after the name.
+_CHANGED = ("pissa", "olora", "corda", "loftq", "lora_ga", "mica")
 
 
 @dataclass(frozen=True)
@@ -157,7 +152,7 @@ def _config(
         "lora_alpha": alpha,
         "rank_pattern": {f"^{path}": r for path, r in ranks.items() if r != rank},
         "alpha_pattern": {f"^{path}": x for path, x in alphas.items() if x != alpha},
-        "target_modules": sorted({path.removesuffix(_ATTENTION) for path in ranks}),
+        "target_modules": sorted(ranks),
         "modules_to_save": sorted(others) or None,
         "use_rslora": stabilized,
         "use_dora": dora,
@@ -195,7 +190,14 @@ def read_folder(folder: str | os.PathLike[str]) -> PeftAdapter:
             saved[name.replace(f".{_BASE}", ".")] = array
     if not parts and not saved:
         raise GraphoptError(f"{path}: expected tensors of an adapter, found none")
-    return PeftAdapter([_module(path, name, found, config) for name, found in parts.items()], saved)
+    modules = [_module(path, name, found, config) for name, found in parts.items()]
+    for module in modules:
+        if module.path.endswith(_OUT) and module.b.any():
+            raise GraphoptError(
+                f"{path}: module {module.path.removesuffix(_OUT)!r}: expected no change of the last product of a "
+                "MultiheadAttention, which peft adds twice, found one: merge it in peft, and export the model anew"
+            )
+    return PeftAdapter([module for module in modules if not module.path.endswith(_OUT)], saved)
 
 
 def _read_config(path: Path) -> dict[str, Any]:
@@ -219,10 +221,15 @@ def _read_config(path: Path) -> dict[str, Any]:
             raise GraphoptError(
                 f"{path}: expected no {name!r}, which graphopt does not know, found {value!r}"
             )
-    if config.get("init_lora_weights") in _CHANGED:
+    initialization = config.get("init_lora_weights", True)
+    if not isinstance(initialization, bool | str | None):
+        raise GraphoptError(
+            f"{path}: init_lora_weights: expected a word, true or false, found {kind_of(initialization)}"
+        )
+    if isinstance(initialization, str) and initialization.startswith(_CHANGED):
         raise GraphoptError(
             f"{path}: expected an adapter of the base model, found init_lora_weights="
-            f"{config['init_lora_weights']!r}, which changes the base: convert it with peft's save_pretrained(..., "
+            f"{initialization!r}, which changes the base: convert it with peft's save_pretrained(..., "
             "path_initial_model_for_weight_conversion=...)"
         )
     for name in ("rank_pattern", "alpha_pattern"):
@@ -278,6 +285,11 @@ def _module(path: Path, name: str, found: Mapping[str, np.ndarray], config: Mapp
     ):
         shapes = ", ".join(f"lora_{part} {x.dtype}{list(x.shape)}" for part, x in found.items())
         raise GraphoptError(f"{path}: module {name!r}: expected matrices of one rank, found {shapes}")
+    if not config.get("rank_pattern") and config.get("r", len(a)) != len(a):
+        raise GraphoptError(
+            f"{path}: module {name!r}: expected rank {config['r']!r}, that of the config, found {len(a)}: take both "
+            "files from one folder"
+        )
     alpha = float(_of_module(config, "alpha_pattern", name, config.get("lora_alpha", 8)))
     stabilized = config.get("use_rslora") is True
     scale = alpha / (math.sqrt(len(a)) if stabilized else len(a))

@@ -68,7 +68,8 @@ class _Reader:
 
     def emit(self, op_type: str, *inputs: str, to: str = "", **attributes: Any) -> str:
         """Make a node, and return the name of its output."""
-        name = to or f"{self.node.output[0]}.slot.{len(self.made)}"
+        output = next(filter(None, self.node.output))
+        name = to or f"{output}.slot.{self.index}.{len(self.made)}"
         self.made.append(make_node(op_type, inputs, [name], f"{name}/slot", **attributes))
         return name
 

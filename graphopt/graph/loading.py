@@ -73,7 +73,9 @@ def load(source: Source, *, limits: Limits | None = None) -> ir.Model:
             model = _from_proto(proto, name, limits, places)
         except ir.serde.SerdeError as error:
             raise GraphoptError(f"{name}: not a valid ONNX model: {cause(error)}") from error
-        if proto is not source:
+        if proto is source:
+            _name_apart(model)
+        else:
             take_weights(model, places)
     _give_domains(model)
     for graph in model.graphs():
@@ -109,6 +111,16 @@ def read_original(source: Source) -> ModelParts:
             file, start, _ = places[tensor.name]
             weights[tensor.name] = file.tensor(ir.serde.deserialize_tensor(tensor), start)
     return ModelParts(proto, weights)
+
+
+def _name_apart(model: ir.Model) -> None:
+    """Give tensors names of their own, so that a weight that is renamed keeps its name in the caller's model."""
+    for graph in model.graphs():
+        for value in graph.initializers.values():
+            tensor = value.const_value
+            if isinstance(tensor, ir.TensorProtoTensor) and tensor.dtype is not ir.DataType.STRING:
+                own = lambda tensor=tensor: tensor  # noqa: E731
+                value.const_value = ir.LazyTensor(own, tensor.dtype, tensor.shape, name=tensor.name)
 
 
 def _shape_of_initial(value: ir.Value, dims: Sequence[int]) -> ir.Shape:

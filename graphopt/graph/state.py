@@ -17,7 +17,7 @@ import onnx_ir as ir
 from graphopt.errors import GraphoptError
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.metadata import KIND, ORIGINAL_NAME, OWNER, ROLE
-from graphopt.graph.roles import Role, role_of, set_role, with_role
+from graphopt.graph.roles import Role, check_inference, role_of, set_role, with_role
 from graphopt.graph.values import Named, name_of, next_of
 
 INITIAL = "graphopt.initial"
@@ -154,7 +154,7 @@ def make_room(model: ir.Model) -> None:
     Initializers regain their names in the trained model.
 
     Raises:
-        GraphoptError: an input or output, which cannot be renamed, has such a name.
+        GraphoptError: an input or output, which cannot be renamed, has such a name, or the model has state.
     """
     values = ir.convenience.create_value_mapping(model.graph)
     for name, value in list(values.items()):
@@ -162,6 +162,7 @@ def make_room(model: ir.Model) -> None:
         if name in RESERVED and not (value.is_graph_input() or value.is_graph_output()):
             _rename(value, values)
         elif suffix.isidentifier() and weight in model.graph.initializers:
+            check_inference(model, "Normalize")
             reason = f"expected no input or output named like what training makes of weight {weight!r}"
             _rename(value, values, f"{name!r}: {reason}: rename it in the model")
 

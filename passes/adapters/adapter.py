@@ -15,7 +15,7 @@ import onnx_ir.passes.common as common
 from graphopt.errors import GraphoptError, nearest, some
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.merging import MERGES
-from graphopt.graph.metadata import ADAPTER, InferenceForm, Kind, Origin, copy
+from graphopt.graph.metadata import ADAPTER, InferenceForm, Kind, Origin, copy, original_name
 from graphopt.graph.rewriting import Pass, Pattern, matches
 from graphopt.graph.roles import Role, check_inference, role_of
 from graphopt.graph.shapes import ensure_typed
@@ -41,8 +41,8 @@ class Adapter(Pass):
 
     Args:
         pattern: shell-style patterns of names of weights, one or several: names of initializers, and of the parameters
-            from which the exporter made them. By default, as "all-linear" in PEFT, all except embeddings and the weight
-            of the last product before an output.
+            from which the exporter made them. By default, as "all-linear" in PEFT, all except embeddings, the weight
+            of the last product before an output, and weights that the adapter does not fit.
         leave_out: patterns of weights to leave as they are.
         parts: the parts of the outputs of a packed projection, which get an adapter each: their names, for parts of one
             size, or their sizes by name. Parts whose names begin with `_` get none.
@@ -101,6 +101,10 @@ class Adapter(Pass):
             values: the values of `initial`, in their order, as matrices.
         """
 
+    def fits(self, target: AdapterTarget) -> bool:
+        """Return whether a target is adapted without a pattern."""
+        return True
+
     def check(self, target: AdapterTarget) -> None:
         """Raise an error if the options do not fit a target."""
 
@@ -134,7 +138,7 @@ class Adapter(Pass):
                 if self.pattern
                 else weight not in left
             )
-            and (self.pattern or targets[0].kind != "embedding")
+            and (self.pattern or (targets[0].kind != "embedding" and self.fits(targets[0])))
         }
         for name in ("pattern", "leave_out"):
             self._check_pattern(name, model, groups)
@@ -158,6 +162,10 @@ class Adapter(Pass):
     ) -> None:
         """Raise an error if one of the patterns of a field matches no weight that an adapter can change."""
         given = getattr(self, field_name)
+        if given is not None and not given and not isinstance(given, str):
+            raise GraphoptError(
+                f"{type(self).__name__}: {field_name}={given!r}: expected names of weights, found none: leave it out"
+            )
         for pattern in [given] if isinstance(given, str) else given or []:
             found = [target for targets in groups.values() for target in targets]
             if any(target.matches(pattern) for target in found):
@@ -198,6 +206,13 @@ class Adapter(Pass):
         sizes = self.parts
         if not isinstance(sizes, Mapping):
             sizes = {name if name != "_" else f"_{i}": outputs // len(sizes) for i, name in enumerate(sizes)}
+        wrong = next(
+            (x for x in sizes.values() if not isinstance(x, int) or isinstance(x, bool) or x < 1), None
+        )
+        if wrong is not None:
+            raise GraphoptError(
+                f"{type(self).__name__}: parts={self.parts!r}: expected numbers of outputs, found {wrong!r}"
+            )
         if sum(sizes.values()) != outputs or (target.kind, target.axis) != ("product", -1):
             raise GraphoptError(
                 f"{type(self).__name__}: parts={self.parts!r}: expected parts of the {outputs} outputs of a product by "
@@ -212,7 +227,8 @@ class Adapter(Pass):
         stem = f"{target.name}.{part}" if part else target.name
         generator = np.random.default_rng([self.seed, zlib.crc32(stem.encode())])
         arrays = self.initial(target, generator)
-        taken = ir.convenience.create_value_mapping(model.graph)
+        values_by_name = ir.convenience.create_value_mapping(model.graph)
+        taken = {*values_by_name, *map(original_name, values_by_name.values())}
         names = (stem if not i else f"{stem}.{i}" for i in range(len(taken) + 1))
         stem = next(name for name in names if not any(f"{name}.{suffix}" in taken for suffix in arrays))
         dtype = dtype_of(target.y)

@@ -108,9 +108,16 @@ class Head(Pass):
         if not isinstance(target, (Product, Convolution)) or target.source.quantized or target.groups > 1:
             raise GraphoptError(
                 f"Head: expected a MatMul, Gemm or Conv of a weight that alone leads to output {output.name!r}, found "
-                f"{'none' if node is None else f'{node.op_type} node {node.name!r}'}"
+                f"{'none' if node is None else f'{node.op_type} node {node.name!r}'}{_advice(target)}"
             )
         return target
+
+
+def _advice(target: AdapterTarget | None) -> str:
+    """Return what to do about a target that a head cannot replace."""
+    if target is None or not target.source.quantized:
+        return ""
+    return f" of packed weights: leave them out of quantize, by QuantizeWeights(leave_out={target.name!r})"
 
 
 def _following(node: ir.Node) -> dict[ir.Node, None]:

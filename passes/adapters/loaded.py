@@ -223,4 +223,8 @@ def set_value(value: ir.Value, array: np.ndarray, where: str) -> None:
         raise GraphoptError(
             f"{where}: expected shape {[*shape]}, that of {value.name!r}, found {list(array.shape)}"
         )
+    if not np.isfinite(array).all():
+        raise GraphoptError(
+            f"{where}: {value.name!r}: expected finite numbers, found others: train the adapter anew"
+        )
     value.const_value = ir.tensor(array.reshape(shape).astype(value.dtype.numpy()), name=value.name)

@@ -145,6 +145,10 @@ class LoRA(Adapter):
         stabilized = self.scaling == "rank_stabilized"
         return {"scale": self.scale, "alpha": float(self.alpha), "rank_stabilized": stabilized}
 
+    def fits(self, target: AdapterTarget) -> bool:
+        groups = target.groups
+        return groups == 1 or not (self.rank % groups or self.rank > min(target.sizes) * groups)
+
     def check(self, target: AdapterTarget) -> None:
         name, groups = target.name, target.groups
         most = min(target.sizes) * groups

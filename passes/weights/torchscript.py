@@ -173,8 +173,42 @@ def _of(node: ir.Node) -> str:
 
 
 def module_path(node: ir.Node) -> str:
-    """Return the path of the module from which a node comes."""
-    return (node.name or "").rpartition("/")[0][1:].replace("/", ".")
+    """Return the path of the module from which a node comes.
+
+    A Sequential is a scope of its own, whose children repeat its name: `/layer/layer.0/Gemm`. So do the children of a
+    ModuleList of the same name in a module `layer`, which names of other parameters tell.
+    """
+    path: list[str] = []
+    for scope in (node.name or "").split("/")[1:-1]:
+        is_child = bool(path) and scope.startswith(f"{path[-1]}.") and scope.rpartition(".")[2].isdigit()
+        if is_child and not _is_known(node, ".".join([*path, scope])):
+            path.pop()
+        path.append(scope)
+    return ".".join(path)
+
+
+def _is_known(node: ir.Node, path: str) -> bool:
+    """Return whether a parameter has a path."""
+    names = getattr(node.graph, "initializers", ())
+    return any(name.startswith(f"{path}.") for name in names)
+
+
+def weight_of(node: ir.Node, index: int, bias: ir.Value | None) -> str:
+    """Return the name of the parameter that input `index` of a node was folded from, or "".
+
+    The name of a bias tells it more reliably than the scope. A recurrence has a node for each layer.
+    """
+    path, own = module_path(node), "" if bias is None else name_of(bias)
+    if node.op_type in RECURRENT:
+        layer = re.search(r"_(\d+)$", node.name or "")
+        end = f"weight_{'ih' if index == 1 else 'hh'}_l{layer[1] if layer else 0}"
+        return f"{path}.{end}" if path else ""
+    if bias is None or is_generated(own) or any(module_path(reader) != path for reader in bias.consumers()):
+        own = ""
+    for end, weight in ((".bias", ".weight"), (".in_proj_bias", ".in_proj_weight")):
+        if own.endswith(end):
+            return f"{own.removesuffix(end)}{weight}"
+    return f"{path}.weight" if path else ""
 
 
 def _modules(nodes: Iterable[ir.Node], known: set[str]) -> set[str]:

@@ -101,7 +101,7 @@ def _files(path: Path) -> list[Path]:
 
 def _objects(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield the number and the object of each line that is not empty."""
-    with reading(path, "JSON lines in UTF-8"), open(path, encoding="utf-8") as file:
+    with reading(path, "JSON lines in UTF-8"), open(path, encoding="utf-8-sig") as file:
         for number, line in enumerate(file, 1):
             if not line.strip():
                 continue

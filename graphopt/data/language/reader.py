@@ -67,10 +67,10 @@ def text(
     >>> rows.arrays["x"].shape, graphopt.data.Characters().decode(rows.arrays["target"][1])
     ((4, 7), 'twinkle')
     """
-    if context < 1:
-        raise GraphoptError(f"data.context: expected 1 token or more, found {context}")
+    if not isinstance(context, int) or context < 1:
+        raise GraphoptError(f"data.context: expected 1 token or more, found {context!r}")
     if pad_to not in _PADDED_TO:
-        raise GraphoptError(f"data.{unknown('pad_to', str(pad_to), _PADDED_TO)}")
+        raise GraphoptError(f"data.pad_to: {unknown('length', str(pad_to), _PADDED_TO)}")
     vocabulary = Characters() if tokenizer is None else vocabulary_of(tokenizer)
     if not isinstance(vocabulary, Tokenizer):
         if completion_only or packed or chat_template is not None:

@@ -79,7 +79,9 @@ def _stream(pieces: Pieces, length: int, source: str) -> dict[str, Array]:
     tokens = np.concatenate([x for x, _ in pieces])
     count = len(tokens) // length
     if count < 1:
-        raise GraphoptError(f"{source}: expected {length:,} tokens or more, a row, found {len(tokens):,}")
+        raise GraphoptError(
+            f"{source}: expected {length:,} tokens or more, a row, found {len(tokens):,}: reduce data.context"
+        )
     inside = tokens[: count * length].reshape(count, length)
     following = np.append(tokens[1:], np.int32(IGNORED))[: count * length].reshape(count, length)
     return _described(inside, np.zeros_like(inside), following, np.ones_like(inside, np.bool_))
