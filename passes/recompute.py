@@ -212,7 +212,7 @@ def _rerun(model: ir.Model, forward: _Forward, choice: _Choice) -> None:
 
 def _zero(op: Emitter, tokens: Iterable[ir.Value]) -> ir.Value:
     """Return the int64 vector [0], computed from `tokens` as |x| < 0 so that no runtime can fold it."""
-    firsts = [op.Cast(op.Slice(op.Reshape(x, [-1]), [0], [1], [0]), to=ir.DataType.FLOAT) for x in tokens]
+    firsts = [op.first(x) for x in tokens]
     whole = op.Concat(*firsts, axis=0) if len(firsts) > 1 else firsts[0]
     never = op.Cast(op.Less(op.Abs(whole), 0.0), to=ir.DataType.INT64)
     return op.ReduceMax(never, keepdims=1)

@@ -136,8 +136,7 @@ class _Late:
 
 def _zero(op: Emitter, x: ir.Value) -> ir.Value:
     """Return the int64 vector [0], the index of the only one of at most one element of `x`, which no runtime folds."""
-    first = op.cast(op.Slice(op.Reshape(x, [-1]), [0], [1], [0]), ir.DataType.FLOAT)
-    return op.ReduceSum(op.Cast(op.Less(op.Abs(first), 0.0), to=ir.DataType.INT64), [0])
+    return op.ReduceSum(op.Cast(op.Less(op.Abs(op.first(x)), 0.0), to=ir.DataType.INT64), [0])
 
 
 def _is_read(node: ir.Node) -> bool:

@@ -164,6 +164,16 @@ class Emitter(TapeBuilder):
         bounds = {"start": start} if start else {}
         return self.Shape(x, **bounds, **({} if end is None else {"end": end}))
 
+    def first(self, x: ir.Value) -> ir.Value:
+        """Return the first element of `x` as a vector of float32, which is empty if `x` is.
+
+        The inference of shapes writes a dimension for each element of a long vector that a Slice reads, so that a
+        tensor is flattened last.
+        """
+        axes = range(0 if x.shape is None else len(x.shape))
+        corner = self.Slice(x, [0 for _ in axes], [1 for _ in axes], [*axes]) if axes else x
+        return self.cast(self.Reshape(corner, [-1]), ir.DataType.FLOAT)
+
     def count(self, x: ir.Value, axes: Sequence[int] | None = None) -> ir.Value | float:
         """Return the number of elements of `x` along `axes` (all by default), in the element type of `x`.
 
