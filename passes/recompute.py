@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import onnx_ir as ir
@@ -39,7 +39,8 @@ class Recompute(Pass):
     Args:
         budget: the largest share of the bytes stored without this pass that stored and recomputed values may take at
             any time. None minimizes them.
-        batch: the size to assume for symbolic dimensions when bytes are counted.
+        batch: the size to assume for symbolic dimensions when bytes are counted, or sizes by their names, as for long
+            sequences: `{"batch": 1, "sequence": 512}`.
 
     Raises:
         GraphoptError: `budget` is not in (0, 1], the model has no gradients, or the budget is too small for the model.
@@ -49,7 +50,7 @@ class Recompute(Pass):
     """
 
     budget: float | None = within("(0, 1]", None)
-    batch: int = 32
+    batch: int | Mapping[str, int] = 32
 
     def rewrite(self, model: ir.Model) -> None:
         self.required(model, Role.GRADIENT, "run Gradient first")
@@ -81,7 +82,7 @@ class _Choice:
 class _Forward:
     """Analyse the forward pass of a model with gradients, and the values that the backward pass reads from it."""
 
-    def __init__(self, model: ir.Model, batch: int) -> None:
+    def __init__(self, model: ir.Model, batch: memory.Sizes) -> None:
         self.nodes = {node for node in forward_nodes(model) if node.op_type != "Constant"}
         self.backward = [node for node in model.graph if node not in self.nodes]
         sized = dict(zip(model.graph, memory.with_sizes(model, batch).graph, strict=True))

@@ -300,8 +300,8 @@ def test_the_command_continues_texts(
     train += [
         "loss=cross_entropy",
         "loss.axis=-1",
-        "optimizer.learning_rate=0.01",
-        "fit.epochs=12",
+        "optimizer.learning_rate=0.003",
+        "fit.epochs=20",
         "fit.batch_size=8",
     ]
     assert main([*train, "fit.checkpoint=null", "quiet=true"]) == 0

@@ -274,7 +274,8 @@ def test_executors_with_little_memory_share_it(mapped):
     "options", [{}, {"native": False}, {"verify": True}, {"verify": False}], ids=lambda x: str(x)
 )
 def test_without_kernels_the_plain_step_of_a_large_model_runs(mapped, monkeypatch, options):
-    monkeypatch.delenv("GRAPHOPT_VERIFY", raising=False)
+    for name in ("GRAPHOPT_NATIVE", "GRAPHOPT_VERIFY"):
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(forms, "lower_to_kernels", lambda *args, **options: None)
     lowered = []
     monkeypatch.setattr(

@@ -108,7 +108,7 @@ def test_a_merged_decoder_trains_by_its_branch_without_a_cache(crossed: bool, op
         feeds["encoded"] = RNG.standard_normal((B, E, D)).astype(np.float32)
     expected = run(proto, feeds, {})["logits"]
     np.testing.assert_allclose(by_cache(proto, feeds), expected, atol=1e-5)
-    step = graphopt.compile(proto, loss=passes.CausalLanguageModel(), optimizer=passes.SGD(0.1))
+    step = graphopt.compile(proto, loss=passes.CausalLanguageModel(), optimizer=passes.SGD(0.01))
     executor = graphopt.Executor(step, threads=1)
     assert {*executor.predict(**feeds)} == {"logits"}
     assert list(executor.inputs) == list(feeds)

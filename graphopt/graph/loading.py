@@ -16,6 +16,7 @@ from graphopt.arguments import checked
 from graphopt.errors import GraphoptError, cause, line, root
 from graphopt.graph import checking
 from graphopt.graph.limits import Limits, check_size, limits_of, set_limits
+from graphopt.graph.mapped import like_tensor
 from graphopt.graph.not_a_model import not_a_model
 from graphopt.graph.operators import MICROSOFT, RUNTIMES_OWN, formal_of, schema_of
 from graphopt.graph.parts import ModelParts
@@ -120,7 +121,7 @@ def _name_apart(model: ir.Model) -> None:
             tensor = value.const_value
             if isinstance(tensor, ir.TensorProtoTensor) and tensor.dtype is not ir.DataType.STRING:
                 own = lambda tensor=tensor: tensor  # noqa: E731
-                value.const_value = ir.LazyTensor(own, tensor.dtype, tensor.shape, name=tensor.name)
+                value.const_value = like_tensor(ir.LazyTensor(own, tensor.dtype, tensor.shape), tensor)
 
 
 def _shape_of_initial(value: ir.Value, dims: Sequence[int]) -> ir.Shape:
