@@ -97,9 +97,8 @@ def _update_if(model: ir.Model, op: Emitter, apply: ir.Value, continued: _Values
     outside = ancestors([*graph.outputs, apply, *continued.values(), *restarted.values()])
     inside = ancestors(updates.values()) - outside
     moved = [node for node in graph if node in inside]
-    graph.remove(
-        [node for node in graph if node not in outside]
-    )  # others that nothing reads would read what moves
+    # A node that stays although nothing reads it would read what moves.
+    graph.remove([node for node in graph if node not in outside])
     then_branch = _body(op, "then_branch", moved, {**updates, **restarted})
     else_branch = _body(op, "else_branch", [], {**{x: x for x in updates}, **continued})
     branches = {"then_branch": then_branch, "else_branch": else_branch}

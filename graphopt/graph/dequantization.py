@@ -30,10 +30,9 @@ _AFTER = VIEWS | {
 def dequantize_late(model: ir.Model) -> bool:
     """Give each reader of a dequantized weight a DequantizeLinear of its own, which waits for its other inputs.
 
-    A Gather of rows dequantizes these alone.
-    What is computed from weights alone in between, such as a transpose or the sum with an adapter, is computed for
-    each reader, too. The inference form of a training graph keeps one DequantizeLinear that waits for nothing.
-    Return whether anything changed.
+    A Gather of rows dequantizes these rows alone. What is computed from weights alone in between, such as a transpose
+    or the sum with an adapter, is computed for each reader, too. The inference form of a training graph keeps one
+    DequantizeLinear that waits for nothing. Return whether anything changed.
     """
     gathers = gather_packed_rows(model)
     weights = _Weights(model.graph)
