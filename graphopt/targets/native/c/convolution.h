@@ -37,6 +37,7 @@ static OrtStatus *multiply(Context *context, const Convolution *u, int sums) {
     Bias bias = {.bias = u->bias, .row = 1, .batch = u->filters, .to = &g, .relu = u->relu};
     if (!sums && (u->bias || u->relu)) g.epilogue = add_bias;
     g.user = &bias, g.threads = thread_count, g.parallel_for = run_parallel, g.pool = context;
+    g.pieces = pieces_for(&g, 0);
     g.scratch = borrow(gemm_scratch(&g));
     if (!g.scratch) return out_of_memory();
     for (int64_t c = 0; c < (sums ? u->channels : 1); c++) {
