@@ -40,6 +40,10 @@ LARGE = {
     "groups": ("Conv<pads = [1,1,1,1], group = 2>(x, w)", (1, 36, 60, 61), (34, 18, 3, 3)),
     "channels": ("Conv<dilations = [2,1], pads = [1,0,0,1]>(x, w)", (19, 7, 61, 60), (40, 7, 30, 59)),
     "small images": ("Conv<pads = [1,1,1,1]>(x, w)", (37, 70, 4, 3), (50, 70, 3, 3)),
+    "few places": ("Conv<pads = [1,1,1,1]>(x, w)", (8, 70, 2, 2), (300, 70, 3, 3)),
+    "few places, transposed": ("ConvTranspose<pads = [1,1,1,1]>(x, w)", (7, 190, 2, 3), (190, 210, 3, 3)),
+    "few terms": ("Conv<pads = [1,1,1,1], strides = [1,2]>(x, w)", (90, 3, 3, 5), (70, 3, 2, 4)),
+    "few places of groups": ("Conv<pads = [1,1,1,1], group = 2>(x, w)", (5, 30, 2, 3), (280, 15, 3, 3)),
 }
 # Nodes that stay: space would not lie last any more.
 KEPT = {
@@ -70,6 +74,8 @@ def drawn(rng, number):
     dilations = np.ones_like(kernel) if transposed and max(strides) > 1 else rng.integers(1, 3, axes)
     reach = (kernel - 1) * dilations + 1
     sizes = reach + rng.integers(0, [40, 14, 7][axes - 1], axes)
+    if rng.random() < 0.25:  # few places, many filters
+        sizes, filters = reach + rng.integers(0, 2, axes), int(rng.choice([50, 67, 130])) * group
     if rng.random() < 0.2 and not transposed:  # as large as the image
         kernel, dilations, sizes = sizes, np.ones_like(kernel), sizes + 1
         reach = kernel

@@ -148,8 +148,11 @@ def place_kernels(model: ir.Model, without: Sequence[str] = ()) -> Plan:
             if kind in lowerings:
                 _lower_nodes(result, kind, graph, functools.partial(kernel_of, forms=forms))
         if "kernels" in lowerings:
+            places = {node: i for i, node in enumerate(graph)}
             for cluster in find_clusters(graph, forms, least=1 if graph in loops else 2):
-                cluster.nodes = {node: cluster.nodes[node] for node in graph if node in cluster.nodes}
+                cluster.nodes = {
+                    node: cluster.nodes[node] for node in sorted(cluster.nodes, key=places.__getitem__)
+                }
                 _replace(result, "kernels", graph, cluster_kernel(cluster), list(cluster.nodes))
             graph.sort()
     for graph in [*reversed(loops), model.graph] if "scans" in lowerings else []:

@@ -7,6 +7,7 @@
 #pragma once
 #include "direct.h"
 #include "grouped.h"
+#include "unfolded.h"
 
 enum {
     LEAST_OF_GROUP = 8, /* channels and filters of a group: fewer fill too little of a vector */
@@ -72,7 +73,7 @@ static OrtStatus *convolve(Context *context, Convolution *u) {
     if (flat && same(u->places, once) && same(u->tap_moves, once) && same(u->sizes, u->taps) &&
         side_by_side(u->taps, u->w_steps) && u->y_image == 1 && !u->bias && !u->relu)
         return multiply(context, u, 1);
-    return convolve_directly(context, u);
+    return unfolds(u) ? convolve_unfolded(context, u) : convolve_directly(context, u);
 }
 
 /* Read an operand, and the size and the stride of each axis from where it is stored. */

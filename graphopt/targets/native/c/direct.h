@@ -273,6 +273,35 @@ static void share(Context *context, Direct *d, task_t task, int64_t count) {
     if (d->tasks > 1) run_parallel(context, task, (size_t)count, d);
 }
 
+/* Find how far all taps of a place reach. */
+static void find_reach(Direct *d) {
+    for (int i = 0; i < 3; i++) {
+        const int64_t last = (d->u->taps[i] - 1) * d->u->tap_moves[i];
+        d->lowest[i] = gemm_min(last, 0) - d->u->pads[i];
+        d->reach[i] = (last < 0 ? -last : last) + 1;
+    }
+}
+
+/* Lay out a copy for so many places: channel by channel or, for `lines`, line by line. */
+static void lay_out(Direct *d, const int64_t many[3], int lines) {
+    for (int i = 0; i < 3; i++) d->extents[i] = (many[i] - 1) * d->u->place_moves[i] + d->reach[i];
+    d->steps[2] = 1, d->steps[1] = d->extents[2] * (lines ? d->channels : 1), d->steps[0] = d->steps[1] * d->extents[1];
+    d->channel = lines ? d->extents[2] : d->steps[0] * d->extents[0];
+    d->image = gemm_padded(d->channels * product_of(d->extents));
+}
+
+/* Find where terms lie in a copy, and rows if they may be any places. */
+static void find_places(const Direct *d, int64_t rows) {
+    const Convolution *u = d->u;
+    int64_t of_terms[4] = {d->channel}, of_rows[4] = {d->image}, start = 0;
+    for (int i = 0; i < 3; i++) {
+        of_terms[i + 1] = u->tap_moves[i] * d->steps[i], of_rows[i + 1] = u->place_moves[i] * d->steps[i];
+        start -= (d->lowest[i] + u->pads[i]) * d->steps[i];
+    }
+    find(d->terms, u->taps, of_terms, start, d->terms_at);
+    find(rows, u->places, of_rows, 0, d->rows_at);
+}
+
 static OrtStatus *convolve_directly(Context *context, const Convolution *u) {
     const int64_t taps = product_of(u->taps), rows = u->images * product_of(u->places);
     const int64_t planes = u->images * u->groups * u->places[0];
@@ -282,11 +311,7 @@ static OrtStatus *convolve_directly(Context *context, const Convolution *u) {
     if (rows == 0 || u->filters == 0) return NULL;
     Direct d = {.u = u, .channels = u->channels, .parts = 1, .row = upto(u->filters, LANES)};
     d.panels = gemm_parts(u->filters, WIDTH);
-    for (int i = 0; i < 3; i++) {
-        const int64_t last = (u->taps[i] - 1) * u->tap_moves[i];
-        d.lowest[i] = gemm_min(last, 0) - u->pads[i];
-        d.reach[i] = (last < 0 ? -last : last) + 1;
-    }
+    find_reach(&d);
     int64_t many[3] = {anywhere ? u->places[0] : 1, u->places[1], u->places[2]}; /* places that a copy is for */
     if (anywhere) {
         d.channels = gemm_min(u->channels, BLOCK / (taps * u->groups * d.panels * WIDTH + 1) + 1);
@@ -302,10 +327,7 @@ static OrtStatus *convolve_directly(Context *context, const Convolution *u) {
         d.sums = (many[1] * many[2] + LANES) * d.row;
         d.tasks = gemm_min(threads, planes * d.parts);
     }
-    for (int i = 0; i < 3; i++) d.extents[i] = (many[i] - 1) * u->place_moves[i] + d.reach[i];
-    d.steps[2] = 1, d.steps[1] = d.extents[2] * (anywhere ? 1 : d.channels), d.steps[0] = d.steps[1] * d.extents[1];
-    d.channel = anywhere ? d.steps[0] * d.extents[0] : d.extents[2];
-    d.image = gemm_padded(d.channels * product_of(d.extents));
+    lay_out(&d, many, !anywhere);
     d.terms = d.channels * taps, d.panel = (d.terms + LANES) * WIDTH;
     d.slices = taps >= LANES && side_by_side(u->taps, u->w_steps) ? d.channels : 1;
     const int64_t filters = u->groups * d.panels * d.panel, copies = anywhere ? u->groups * u->images * d.image : 0;
@@ -315,13 +337,7 @@ static OrtStatus *convolve_directly(Context *context, const Convolution *u) {
     if (!memory) return out_of_memory();
     d.w = align64(memory), d.copies = d.w + filters, d.c = d.copies + copies;
     d.terms_at = (int64_t *)(d.c + sums), d.rows_at = d.terms_at + d.terms;
-    int64_t of_terms[4] = {d.channel}, of_rows[4] = {d.image}, start = 0;
-    for (int i = 0; i < 3; i++) {
-        of_terms[i + 1] = u->tap_moves[i] * d.steps[i], of_rows[i + 1] = u->place_moves[i] * d.steps[i];
-        start -= (d.lowest[i] + u->pads[i]) * d.steps[i];
-    }
-    find(d.terms, u->taps, of_terms, start, d.terms_at);
-    if (anywhere) find(rows, u->places, of_rows, 0, d.rows_at);
+    find_places(&d, anywhere ? rows : 0);
     do {
         d.channels = gemm_min(d.channels, u->channels - d.first), d.terms = d.channels * taps;
         d.slices = gemm_min(d.slices, d.channels);
