@@ -144,6 +144,8 @@ GEMM_INLINE void work_on(PackJob *const *jobs) {
     int64_t blocks, const char *a, const char *b, float *c, int64_t c_row, int accumulate, PackJob *const *jobs
 
 #ifdef __AMX_BF16__
+#define GEMM_HAS_TILES
+
 /* Any code that ran before may have used or released the tiles. */
 static inline void begin_tiles(void) {
     struct {

@@ -7,6 +7,7 @@
 #pragma once
 #include "direct.h"
 #include "grouped.h"
+#include "tiled.h"
 #include "unfolded.h"
 
 enum {
@@ -73,6 +74,7 @@ static OrtStatus *convolve(Context *context, Convolution *u) {
     if (flat && same(u->places, once) && same(u->tap_moves, once) && same(u->sizes, u->taps) &&
         side_by_side(u->taps, u->w_steps) && u->y_image == 1 && !u->bias && !u->relu)
         return multiply(context, u, 1);
+    if (fills_tiles(u)) return convolve_in_tiles(context, u);
     return unfolds(u) ? convolve_unfolded(context, u) : convolve_directly(context, u);
 }
 
