@@ -10,6 +10,8 @@
 #pragma once
 #include "direct.h"
 
+enum { TILES_AHEAD = 2 }; /* tiles of filters from those that are read to those that are fetched into the cache */
+
 /* All tasks share this. Rows are the places of all images. */
 typedef struct {
     Direct d; /* the copy of the input, and where terms and rows lie in it */
@@ -98,7 +100,7 @@ static void convolve_panel(const Unfolded *a, int64_t panel, int64_t first, int6
             const int stays = place_of(a, group, row, &y) >= WIDTH && whole; /* where the tile writes it */
             tiles[filters - 1][two](gemm_begin(d->terms, b + 1, blocks) - term,
                                     (const char *)(u->w + group * u->w_batch + filter * u->w_filter), u->w_filter * size,
-                                    NULL, a->weights_at + term,
+                                    TILES_AHEAD * filters * u->w_filter * size, NULL, a->weights_at + term,
                                     a->windows + (group * a->panels + panel) * d->terms * WIDTH + term * (two ? WIDTH : LANES),
                                     stays ? y + filter * u->y_filter : c + (unit - first) * GEMM_MR * WIDTH,
                                     stays ? u->y_filter : WIDTH, b > 0);
