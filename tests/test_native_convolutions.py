@@ -44,6 +44,21 @@ LARGE = {
     "few places": ("Conv<pads = [1,1,1,1]>(x, w)", (8, 70, 2, 2), (300, 70, 3, 3)),
     "few places, transposed": ("ConvTranspose<pads = [1,1,1,1]>(x, w)", (7, 190, 2, 3), (190, 210, 3, 3)),
     "few terms": ("Conv<pads = [1,1,1,1], strides = [1,2]>(x, w)", (90, 3, 3, 5), (70, 3, 2, 4)),
+    "lanes of groups": (
+        "Conv<pads = [2,2,1,1], strides = [2,1], group = 37>(x, w)",
+        (5, 37, 9, 11),
+        (37, 1, 4, 3),
+    ),
+    "lanes of groups, transposed": (
+        "ConvTranspose<pads = [1,1,1,1], strides = [2,2], output_padding = [1,0], group = 21>(x, w)",
+        (3, 21, 5, 19),
+        (21, 1, 5, 3),
+    ),
+    "gradient of weights of groups": (
+        "Conv<pads = [2,2,2,2], group = 40>(x, w)",
+        (1, 320, 6, 5),
+        (40, 8, 6, 5),
+    ),
     "few places of groups": ("Conv<pads = [1,1,1,1], group = 2>(x, w)", (5, 30, 2, 3), (280, 15, 3, 3)),
 }
 # Nodes that stay: space would not lie last any more.
@@ -253,6 +268,48 @@ def test_transposed_operands_and_results(forms):
         assert_close(
             session(graph, 2, lowered).compute_arrays(feeds), session(graph, 2).compute_arrays(feeds)
         )
+
+
+# Matrix products that are summed over a batch: gradients of pointwise kernels, from x[N,9,P] and a gradient g[N,17,P].
+SUMMED = {
+    "rows": "t_ = Transpose<perm = [0,2,1]>(x) p_ = MatMul(g, t_) y_ = ReduceSum<keepdims = 0>(p_, zero)",
+    "columns": "t_ = Transpose<perm = [0,2,1]>(g) p_ = MatMul(x, t_) y_ = ReduceSum<keepdims = 1>(p_, zero)",
+    "stored first": "a_ = Transpose<perm = [1,0,2]>(h) t_ = Transpose<perm = [0,2,1]>(x) p_ = MatMul(a_, t_) "
+    "y_ = ReduceSum<keepdims = 0>(p_, zero)",
+}
+ALONE = {
+    "terms first": "t_ = Transpose<perm = [0,2,1]>(g) u_ = MatMul(t_, w) v_ = Transpose<perm = [0,2,1]>(u_) "
+    "p_ = MatMul(v_, u_) y_ = ReduceSum<keepdims = 0>(p_, zero)",
+    "read twice": "t_ = Transpose<perm = [0,2,1]>(x) p_ = MatMul(g, t_) s_ = ReduceSum<keepdims = 0>(p_, zero) "
+    "y_ = Add(p_, s_)",
+    "another axis": "t_ = Transpose<perm = [0,2,1]>(x) p_ = MatMul(g, t_) y_ = ReduceSum<keepdims = 0>(p_, one)",
+}
+
+
+def summed(forms):
+    texts = [text.replace("_", str(i)) for i, text in enumerate(forms.values())]
+    shapes = ["A_,B_,C_" if "keepdims = 1" in text or "Add" in text else "A_,B_" for text in forms.values()]
+    outputs = ", ".join(f"float[{shape.replace('_', str(i))}] y{i}" for i, shape in enumerate(shapes))
+    proto = model(
+        f"g (float[N,9,P] x, float[N,17,P] g, float[17,N,P] h, float[17,9] w) => ({outputs}) {{ {' '.join(texts)} }}",
+        zero=np.array([0]),
+        one=np.array([1]),
+    )
+    return load(onnx.shape_inference.infer_shapes(proto))
+
+
+def test_products_summed_over_a_batch_are_one_convolution():
+    rng = np.random.default_rng(8)
+    graph = summed(SUMMED)
+    assert plan(graph, ["kernels"]).counts == {"convolutions": len(SUMMED)}
+    lowered = {threads: lower_to_kernels(graph, PLAIN, threads) for threads in (1, 2)}
+    for batch, terms in (1, 1), (3, 4), (8, 70), (2, 300):
+        shapes = {"x": (batch, 9, terms), "g": (batch, 17, terms), "h": (17, batch, terms), "w": (17, 9)}
+        feeds = {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
+        found = [session(graph, threads, each).compute_arrays(feeds) for threads, each in lowered.items()]
+        assert_close(found[0], session(graph, 1).compute_arrays(feeds))
+        assert all(np.array_equal(found[1][name], values) for name, values in found[0].items())
+    assert plan(summed(ALONE), ["kernels"]).counts["convolutions"] == 0
 
 
 @pytest.mark.parametrize("name", STAYS)

@@ -32,11 +32,12 @@ typedef struct {
 } Direct;
 
 #define TILE_OPERANDS                                                                                                  \
-    int64_t terms, const char *a, int64_t a_row, const int64_t *rows_at, const int64_t *terms_at, const float *b,      \
-        float *c, int64_t c_row, int accumulate
+    int64_t terms, const char *a, int64_t a_row, int64_t ahead, const int64_t *rows_at, const int64_t *terms_at,       \
+        const float *b, float *c, int64_t c_row, int accumulate
 
 /* Add terms to mr rows of `vectors` vectors of sums. Row i of a term lies at a + terms_at[term] + i * a_row, or, if
- * `anywhere`, at a + terms_at[term] + rows_at[i]. mr, vectors and anywhere are constants. */
+ * `anywhere`, at a + terms_at[term] + rows_at[i]. What lies `ahead` of the rows is fetched into the cache. mr, vectors and
+ * anywhere are constants. */
 GEMM_INLINE void add_terms(int mr, int vectors, int anywhere, TILE_OPERANDS) {
     Lanes sums[GEMM_MR][2] = {{{0}}};
     int64_t a_row3 = 3 * a_row;
@@ -44,6 +45,7 @@ GEMM_INLINE void add_terms(int mr, int vectors, int anywhere, TILE_OPERANDS) {
 #pragma GCC unroll 2
     for (int64_t t = 0; t < terms; t++, b += vectors * LANES) {
         const char *a0 = a + terms_at[t], *a5 = a0 + 5 * a_row, *a10 = a0 + 10 * a_row;
+        if (!anywhere) __builtin_prefetch(a0 + ahead);
         const Lanes b0 = AT(b), b1 = AT(b + (vectors - 1) * LANES);
 #pragma GCC unroll 14
         for (int i = 0; i < mr; i++) {
@@ -60,7 +62,7 @@ GEMM_INLINE void add_terms(int mr, int vectors, int anywhere, TILE_OPERANDS) {
 typedef void (*Tile)(TILE_OPERANDS);
 #define TILE(name, mr, vectors, anywhere)                                                            \
     GEMM_WIDE static void name(TILE_OPERANDS) {                                                      \
-        add_terms(mr, vectors, anywhere, terms, a, a_row, rows_at, terms_at, b, c, c_row, accumulate); \
+        add_terms(mr, vectors, anywhere, terms, a, a_row, ahead, rows_at, terms_at, b, c, c_row, accumulate); \
     }
 #define TILES(mr)                                            \
     TILE(tile_1_##mr, mr, 1, 0) TILE(tile_2_##mr, mr, 2, 0) \
@@ -183,7 +185,7 @@ static void add_block(const Direct *d, int64_t group, int64_t panel, int64_t ter
     const int two = d->u->filters - panel * WIDTH > LANES;
     const float *w = d->w + (group * d->panels + panel) * d->panel + term * (two ? WIDTH : LANES);
     const Tile tile = tiles[rows - 1][(rows_at ? 2 : 0) + two];
-    tile(terms, (const char *)a, step * (int64_t)sizeof *a, rows_at, d->terms_at + term, w, c + panel * WIDTH, d->row,
+    tile(terms, (const char *)a, step * (int64_t)sizeof *a, 0, rows_at, d->terms_at + term, w, c + panel * WIDTH, d->row,
          term > 0 || d->first > 0);
 }
 

@@ -10,9 +10,13 @@
 #pragma once
 #include "direct.h"
 
+enum { TILES_AHEAD = 2 }; /* tiles of filters from those that are read to those that are fetched into the cache */
+
 /* All tasks share this. Rows are the places of all images. */
 typedef struct {
     Direct d; /* the copy of the input, and where terms and rows lie in it */
+    const float *input; /* the copy, or the input itself if no tap leaves it */
+    int64_t group; /* the distance of groups there */
     int64_t rows, panels;
     int64_t filter_tiles, together; /* of a group; the units (tiles of filters) that take turns */
     int64_t *weights_at; /* where terms lie in a filter, in bytes */
@@ -25,17 +29,24 @@ static int unfolds(const Convolution *u) {
     return rows > 0 && terms > 0 && 4 * terms * rows <= (terms + 2 * rows) * u->filters;
 }
 
+/* Return whether no tap of any place leaves the input. */
+static int stays_inside(const Direct *d) {
+    int inside = 1;
+    for (int i = 0; i < 3; i++) inside = inside && d->lowest[i] >= 0 && d->lowest[i] + d->extents[i] <= d->u->sizes[i];
+    return inside;
+}
+
 /* Unfold the windows of a panel of rows: one row of lanes for each term. */
 static void unfold_panel(void *user, size_t index) {
     const Unfolded *a = user;
     const Direct *d = &a->d;
     const int64_t group = (int64_t)index / a->panels, first = (int64_t)index % a->panels * WIDTH;
-    const char *copies = (const char *)(d->copies + group * d->u->images * d->image);
+    const char *input = (const char *)(a->input + group * a->group);
     const int64_t *restrict rows_at = d->rows_at + first;
     const int64_t width = a->rows - first > LANES ? WIDTH : LANES;
     float *restrict to = a->windows + (int64_t)index * d->terms * WIDTH;
     for (int64_t t = 0; t < d->terms; t++, to += width) {
-        const char *from = copies + d->terms_at[t];
+        const char *from = input + d->terms_at[t];
         for (int64_t i = 0; i < width; i++) to[i] = *(const float *)(from + rows_at[i]);
     }
 }
@@ -89,7 +100,7 @@ static void convolve_panel(const Unfolded *a, int64_t panel, int64_t first, int6
             const int stays = place_of(a, group, row, &y) >= WIDTH && whole; /* where the tile writes it */
             tiles[filters - 1][two](gemm_begin(d->terms, b + 1, blocks) - term,
                                     (const char *)(u->w + group * u->w_batch + filter * u->w_filter), u->w_filter * size,
-                                    NULL, a->weights_at + term,
+                                    TILES_AHEAD * filters * u->w_filter * size, NULL, a->weights_at + term,
                                     a->windows + (group * a->panels + panel) * d->terms * WIDTH + term * (two ? WIDTH : LANES),
                                     stays ? y + filter * u->y_filter : c + (unit - first) * GEMM_MR * WIDTH,
                                     stays ? u->y_filter : WIDTH, b > 0);
@@ -119,7 +130,10 @@ static OrtStatus *convolve_unfolded(Context *context, const Convolution *u) {
     a.together = u->w_filter < u->w_channel && d->terms > GEMM_KC ? u->groups * a.filter_tiles : 1;
     find_reach(d);
     lay_out(d, u->places, 0);
-    const int64_t copies = u->groups * u->images * d->image, windows = u->groups * a.panels * d->terms * WIDTH;
+    const int inside = stays_inside(d);
+    if (inside) memcpy(d->steps, u->steps, sizeof d->steps), d->channel = u->x_channel, d->image = u->x_image;
+    a.group = inside ? u->channels * u->x_channel : u->images * d->image;
+    const int64_t copies = inside ? 0 : u->groups * a.group, windows = u->groups * a.panels * d->terms * WIDTH;
     const int64_t listed = 2 * d->terms + upto(rows, WIDTH), sums = u->groups * a.filter_tiles * GEMM_MR * WIDTH;
     void *memory = borrow((size_t)(copies + windows + sums) * sizeof(float) + (size_t)listed * sizeof(int64_t) + 64);
     if (!memory) return out_of_memory();
@@ -130,7 +144,9 @@ static OrtStatus *convolve_unfolded(Context *context, const Convolution *u) {
     find_places(d, rows);
     find(d->terms, u->taps, of_weights, 0, a.weights_at);
     for (int64_t i = rows; i < upto(rows, WIDTH); i++) d->rows_at[i] = d->rows_at[0];
-    share(context, d, copy_image, u->groups * u->images);
+    a.input = d->copies;
+    if (!inside) share(context, d, copy_image, u->groups * u->images);
+    else a.input = u->x + d->lowest[0] * u->steps[0] + d->lowest[1] * u->steps[1] + d->lowest[2] * u->steps[2];
     share(context, d, unfold_panel, u->groups * a.panels);
     share(context, d, convolve_filters, d->tasks);
     give_back(memory);
