@@ -131,7 +131,7 @@ OrtStatus *convolution(Context *context, const ConvolutionForm *form) {
     for (int i = 0; form->transposed && i < axes; i++) strides[missing + i] = form->strides[i];
     int empty = 0; /* a part that no tap reaches */
     for (int i = 0; form->transposed && i < axes; i++) empty = empty || (w[i + 2] < form->strides[i] && !u.bias);
-    if (empty) memset(u.y, 0, (size_t)elements * sizeof(float));
+    if (empty && elements) memset(u.y, 0, (size_t)elements * sizeof(float));
     for (int64_t part = 0; part < product_of(strides); part++) {
         Convolution v = u;
         int64_t rest = part;
