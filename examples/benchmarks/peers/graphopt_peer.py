@@ -1,8 +1,8 @@
 """Run graphopt's training graph on the ONNX Runtime of this environment.
 
-The variant `native` lowers steps to the machine, `in-place` also writes the new state over the old one, `run` runs
-several steps in one call of the runtime, `fused` uses onnxruntime-training's optimizer kernels, and `graph` a CUDA
-graph.
+The variant `native` lowers steps to the machine, `high` and `medium` are precisions of its products, `in-place` also
+writes the new state over the old one, `run` runs several steps in one call of the runtime, `fused` uses
+onnxruntime-training's optimizer kernels, and `graph` a CUDA graph.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ def build(job: Job) -> Step:
         graph_capture="graph" in job.words,
         native="native" in job.words,
         in_place="in-place" in job.words,
+        matmul_precision=next((name for name in ("high", "medium") if name in job.words), "highest"),
         provider_options={"use_tf32": int(job.precision == "tf32")} if job.device == "cuda" else None,
     )
     batches = [{"x": x, "target": target} for x, target in job.data]

@@ -21,6 +21,8 @@ ENDING = 30  # seconds that it may take to end
 # peers: the script, the environment and the words of the variant of each
 PEERS = {
     "graphopt": ("graphopt_peer", "graphopt", "native"),
+    "graphopt-high": ("graphopt_peer", "graphopt", "native high"),
+    "graphopt-medium": ("graphopt_peer", "graphopt", "native medium"),
     "graphopt-in-place": ("graphopt_peer", "graphopt", "native in-place"),
     "graphopt-run": ("graphopt_peer", "graphopt", "native run"),
     "graphopt-plain": ("graphopt_peer", "graphopt", ""),
@@ -28,6 +30,10 @@ PEERS = {
     "graphopt-1.19-fused": ("graphopt_peer", "graphopt-training", "fused"),
     "torch": ("torch_peer", "torch", ""),
     "torch-compile": ("torch_peer", "torch", "compile"),
+    "torch-medium": ("torch_peer", "torch", "medium"),
+    "torch-compile-medium": ("torch_peer", "torch", "compile medium"),
+    "torch-autocast": ("torch_peer", "torch", "bfloat16"),
+    "torch-compile-autocast": ("torch_peer", "torch", "compile bfloat16"),
     "jax": ("jax_peer", "jax", ""),
     "onnxruntime-training": ("onnxruntime_training_peer", "onnxruntime-training", ""),
     "onnxsim": ("onnxsim_peer", "onnxsim", ""),

@@ -8,6 +8,8 @@ from typing import Any
 FRAMEWORKS = ("graphopt", "torch", "torch-compile", "jax", "onnxruntime-training")
 HEADINGS = {
     "graphopt": "graphopt, us",
+    "graphopt-high": "graphopt, `high`",
+    "graphopt-medium": "graphopt, `medium`",
     "graphopt-in-place": "graphopt, `in_place`",
     "graphopt-run": "graphopt `run`",
     "graphopt-plain": "graphopt, `native=False`",
@@ -15,6 +17,10 @@ HEADINGS = {
     "graphopt-1.19-fused": "same, `fused`",
     "torch": "PyTorch",
     "torch-compile": "torch.compile",
+    "torch-medium": "PyTorch, `bf16` products",
+    "torch-compile-medium": "torch.compile, `bf16` products",
+    "torch-autocast": "PyTorch, autocast",
+    "torch-compile-autocast": "torch.compile, autocast",
     "jax": "JAX jit + optax",
     "onnxruntime-training": "onnxruntime-training Module",
     "onnxsim": "onnxsim",
@@ -138,9 +144,9 @@ def markdown(
         "`python examples/benchmarks/peers/run.py` writes this page. Bold numbers are times relative to graphopt. "
         "Above 1, graphopt is faster. Microseconds per step are in brackets.",
         f"Times are medians of at least {rounds} rounds in which all take turns, on {machine}.",
-        "All start from the same weights and read the same rows; their losses agree to 1e-3 over 20 steps. The limit "
-        "consists of single MatMuls and Convs of the step's shapes, and one pass over parameters and state, on the "
-        "same runtime.",
+        "All start from the same weights and read the same rows; their losses agree to 1e-3 over 20 steps (to 5e-2 if "
+        "operands are rounded to bfloat16). The limit consists of single MatMuls and Convs of the step's shapes, and "
+        "one pass over parameters and state, on the same runtime.",
         "",
     ]
     for title, chosen in groups(table):

@@ -35,7 +35,7 @@ from processes import PEERS, Failure, Process
 from report import brief, markdown, summary
 
 HERE = Path(__file__).resolve().parent
-REFERENCE, TOLERANCE = "torch", 1e-3
+REFERENCE, TOLERANCE, ROUNDED = "torch", 1e-3, 5e-2
 MARKS = "<!-- peers -->", "<!-- peers end -->"  # around the tables in pages
 
 TABLE = (
@@ -91,7 +91,10 @@ def disagreement(losses: Sequence[float], reference: Sequence[float]) -> float:
 
 
 def check(results: Sequence[Result], tolerance: float = TOLERANCE) -> None:
-    """Compare curves with PyTorch's, or with the first one; record an error for peers that differ."""
+    """Compare curves with PyTorch's, or with the first one; record an error for peers that differ.
+
+    Those that round the operands of products to bfloat16 may differ by `ROUNDED`.
+    """
     trained = [result for result in results if result.losses and not result.error]
     if not trained:
         return
@@ -102,7 +105,8 @@ def check(results: Sequence[Result], tolerance: float = TOLERANCE) -> None:
     for result in trained:
         assert result.losses is not None
         result.apart = disagreement(result.losses, reference.losses)
-        if not result.apart <= tolerance:
+        rounds = result.peer.endswith(("medium", "autocast"))
+        if not result.apart <= (max(ROUNDED, tolerance) if rounds else tolerance):
             result.error = (
                 f"trains something else: losses differ from {reference.peer}'s by {result.apart:.2g}"
             )

@@ -146,6 +146,11 @@ def build(job: Job) -> Step:
         raise RuntimeError(f"PyTorch {torch.__version__} finds no GPU: install its build for CUDA")
     torch.set_float32_matmul_precision("high" if job.precision == "tf32" else "highest")
     torch.backends.cudnn.allow_tf32 = job.precision == "tf32"
+    if (
+        "medium" in job.words
+    ):  # on CPUs, this and not torch.set_float32_matmul_precision chooses oneDNN's products
+        for kind in (torch.backends.mkldnn.matmul, torch.backends.mkldnn.conv, torch.backends.mkldnn.rnn):
+            kind.fp32_precision = "bf16"
     built = network(job).to(job.device)
     lower = {"bfloat16": torch.bfloat16, "float16": torch.float16}.get(job.precision)
     scaler = torch.amp.GradScaler(job.device, LOSS_SCALE, enabled=lower is torch.float16)
