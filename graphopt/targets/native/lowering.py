@@ -6,7 +6,7 @@ import functools
 import json
 import os
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -16,19 +16,19 @@ from graphopt.errors import GraphoptError, unknown
 from graphopt.graph.checking import KERNELS
 from graphopt.graph.rewriting import Pass, remove_unused_nodes
 from graphopt.graph.shapes import infer_anew
-from graphopt.graph.storage import skeleton
+from graphopt.graph.storage import Weights, skeleton
 from graphopt.graph.values import like, swap
 from graphopt.targets.native.cache import cache_folder, own_version, read_cached, read_model, write_cached
 from graphopt.targets.native.clusters import find_clusters
 from graphopt.targets.native.convolutions import convolution_kernel
 from graphopt.targets.native.forms import NodeForms, is_well_formed
 from graphopt.targets.native.kernels import cluster_kernel
-from graphopt.targets.native.library import Kernel, Replacement, parts, source
+from graphopt.targets.native.library import Kernel, Replacement, objects, parts, source
 from graphopt.targets.native.new_state import add_state_check, write_in_place
 from graphopt.targets.native.products import product_kernel
 from graphopt.targets.native.scans import bodies, move_into_bodies, note_rows, scan_kernel
 from graphopt.targets.native.sizes import read_shapes_early, unify_sizes
-from graphopt.targets.native.toolchain import build, digest_of
+from graphopt.targets.native.toolchain import PROCESSORS, build, digest_of
 from graphopt.targets.updates import fold_updates
 
 KERNEL_KINDS = ("kernels", "products", "convolutions", "scans")
@@ -77,18 +77,43 @@ def lower_to_kernels(
     """
     if set(KERNEL_KINDS) <= set(without):
         return None
-    threads = threads or os.cpu_count() or 1
+    threads = threads_of(threads)
+    digest, weights = _digest_of(model, without, threads, in_place)
+    return _kept(digest, weights) or lower_as(digest, model, without, threads, in_place=in_place)
+
+
+def threads_of(chosen: int | None) -> int:
+    """Return the number of threads of a session; by default, one for each processor."""
+    return chosen or os.cpu_count() or 1
+
+
+def kept_kernels(model: ir.Model, threads: int) -> Lowered | None:
+    """Return what `lower_to_kernels` has left in the cache for a graph; None if it is not there."""
+    return _kept(*_digest_of(model, (), threads, False))
+
+
+def digest_of_graph(model: ir.Model, threads: int) -> str:
+    """Return the digest of a graph by which the cache knows its lowered form."""
+    return _digest_of(model, (), threads, False)[0]
+
+
+def _digest_of(model: ir.Model, without: Sequence[str], threads: int, in_place: bool) -> tuple[str, Weights]:
+    """Return the digest by which the cache knows a lowered graph, and the weights that it does not keep."""
     content, weights = skeleton(model)
-    digest = digest_of(content.hex(), str([*sorted(without), threads, in_place]), own_version())
+    return digest_of(content.hex(), str([*sorted(without), threads, in_place]), own_version()), weights
+
+
+def lower_as(
+    digest: str, model: ir.Model, without: Sequence[str], threads: int, *, in_place: bool = False
+) -> Lowered | None:
+    """Lower a graph as `lower_to_kernels` does, and keep it by a digest."""
     try:
-        if (kept := _kept(digest, weights)) is not None:
-            return kept
         result = plan(model, without)
         if not result.calls:
             return None
         shared, variants = write_in_place(result.model, result.calls) if in_place else ([], [])
         kernels = [*result.kernels, *variants]
-        library = build(source(kernels, threads), parts(kernels))
+        library = build(source(kernels, threads), objects(kernels, PROCESSORS), parts(kernels))
         content, _ = skeleton(result.model)
         note = {"library": library.name, "check": result.check, "shared": shared}
         write_cached(f"{digest}.onnx", content)
@@ -98,7 +123,7 @@ def lower_to_kernels(
     return Lowered(result.model, library, result.check, shared, digest)
 
 
-def _kept(digest: str, weights: Mapping[str, ir.TensorProtocol]) -> Lowered | None:
+def _kept(digest: str, weights: Weights) -> Lowered | None:
     """Return a graph that was lowered before, with its weights; None if the cache lacks it or is damaged."""
     model, text = read_model(f"{digest}.onnx", weights), read_cached(f"{digest}.json")
     note = json.loads(text) if text else {}
