@@ -17,6 +17,7 @@ from graphopt.runtime.device import Device
 from graphopt.runtime.session import Session
 from graphopt.targets.native import toolchain
 from graphopt.targets.native.lowering import lower_to_kernels, plan
+from graphopt.targets.native.precision import obstacle
 
 pytestmark = pytest.mark.skipif(toolchain.compiler() is None, reason="needs a C compiler")
 
@@ -40,6 +41,25 @@ LARGE = {
     "groups": ("Conv<pads = [1,1,1,1], group = 2>(x, w)", (1, 36, 60, 61), (34, 18, 3, 3)),
     "channels": ("Conv<dilations = [2,1], pads = [1,0,0,1]>(x, w)", (19, 7, 61, 60), (40, 7, 30, 59)),
     "small images": ("Conv<pads = [1,1,1,1]>(x, w)", (37, 70, 4, 3), (50, 70, 3, 3)),
+    "few places": ("Conv<pads = [1,1,1,1]>(x, w)", (8, 70, 2, 2), (300, 70, 3, 3)),
+    "few places, transposed": ("ConvTranspose<pads = [1,1,1,1]>(x, w)", (7, 190, 2, 3), (190, 210, 3, 3)),
+    "few terms": ("Conv<pads = [1,1,1,1], strides = [1,2]>(x, w)", (90, 3, 3, 5), (70, 3, 2, 4)),
+    "lanes of groups": (
+        "Conv<pads = [2,2,1,1], strides = [2,1], group = 37>(x, w)",
+        (5, 37, 9, 11),
+        (37, 1, 4, 3),
+    ),
+    "lanes of groups, transposed": (
+        "ConvTranspose<pads = [1,1,1,1], strides = [2,2], output_padding = [1,0], group = 21>(x, w)",
+        (3, 21, 5, 19),
+        (21, 1, 5, 3),
+    ),
+    "gradient of weights of groups": (
+        "Conv<pads = [2,2,2,2], group = 40>(x, w)",
+        (1, 320, 6, 5),
+        (40, 8, 6, 5),
+    ),
+    "few places of groups": ("Conv<pads = [1,1,1,1], group = 2>(x, w)", (5, 30, 2, 3), (280, 15, 3, 3)),
 }
 # Nodes that stay: space would not lie last any more.
 KEPT = {
@@ -70,6 +90,8 @@ def drawn(rng, number):
     dilations = np.ones_like(kernel) if transposed and max(strides) > 1 else rng.integers(1, 3, axes)
     reach = (kernel - 1) * dilations + 1
     sizes = reach + rng.integers(0, [40, 14, 7][axes - 1], axes)
+    if rng.random() < 0.25:  # few places, many filters
+        sizes, filters = reach + rng.integers(0, 2, axes), int(rng.choice([50, 67, 130])) * group
     if rng.random() < 0.2 and not transposed:  # as large as the image
         kernel, dilations, sizes = sizes, np.ones_like(kernel), sizes + 1
         reach = kernel
@@ -152,6 +174,31 @@ def test_random_convolutions_are_the_runtimes(random_convolutions):
             assert np.array_equal(values, found[2][name]), name
 
 
+@pytest.mark.parametrize(("precision", "bound"), [("high", 6e-5), ("medium", 3e-2)])
+@pytest.mark.slow
+def test_random_convolutions_of_bfloat16_numbers(random_convolutions, precision, bound):
+    """Errors are roundings of operands; large enough convolutions run in tiles, on each of several threads alike."""
+    if (reason := obstacle(precision)) is not None:
+        pytest.skip(reason)
+    graph, weights, shapes = random_convolutions
+    rng = np.random.default_rng(1)
+    lowered = {threads: lower_to_kernels(graph, PLAIN, threads, precision=precision) for threads in (1, 2)}
+    sessions = {threads: session(graph, threads, found) for threads, found in lowered.items()}
+    plain, in_tiles = session(graph, 1), 0
+    for batch in 0, 1, 6:
+        feeds = weights | {
+            name: rng.standard_normal([batch, *shape]).astype(np.float32) for name, shape in shapes.items()
+        }
+        found = {threads: each.compute_arrays(feeds) for threads, each in sessions.items()}
+        for name, values in plain.compute_arrays(feeds).items() if batch else ():
+            error = np.abs(found[1][name] - values).max(initial=0) / values.std()
+            assert error < bound, (name, error)
+            in_tiles += error > 3e-6
+        for name, values in found[1].items():
+            assert np.array_equal(values, found[2][name]), name
+    assert in_tiles > 20
+
+
 @pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="needs an x86 processor")
 @pytest.mark.parametrize("fewer", [["-mno-avx512f"], ["-mno-avx512f", "-mno-avx2"]], ids=["avx2", "baseline"])
 def test_random_convolutions_on_older_processors(random_convolutions, fewer, monkeypatch):
@@ -221,6 +268,48 @@ def test_transposed_operands_and_results(forms):
         assert_close(
             session(graph, 2, lowered).compute_arrays(feeds), session(graph, 2).compute_arrays(feeds)
         )
+
+
+# Matrix products that are summed over a batch: gradients of pointwise kernels, from x[N,9,P] and a gradient g[N,17,P].
+SUMMED = {
+    "rows": "t_ = Transpose<perm = [0,2,1]>(x) p_ = MatMul(g, t_) y_ = ReduceSum<keepdims = 0>(p_, zero)",
+    "columns": "t_ = Transpose<perm = [0,2,1]>(g) p_ = MatMul(x, t_) y_ = ReduceSum<keepdims = 1>(p_, zero)",
+    "stored first": "a_ = Transpose<perm = [1,0,2]>(h) t_ = Transpose<perm = [0,2,1]>(x) p_ = MatMul(a_, t_) "
+    "y_ = ReduceSum<keepdims = 0>(p_, zero)",
+}
+ALONE = {
+    "terms first": "t_ = Transpose<perm = [0,2,1]>(g) u_ = MatMul(t_, w) v_ = Transpose<perm = [0,2,1]>(u_) "
+    "p_ = MatMul(v_, u_) y_ = ReduceSum<keepdims = 0>(p_, zero)",
+    "read twice": "t_ = Transpose<perm = [0,2,1]>(x) p_ = MatMul(g, t_) s_ = ReduceSum<keepdims = 0>(p_, zero) "
+    "y_ = Add(p_, s_)",
+    "another axis": "t_ = Transpose<perm = [0,2,1]>(x) p_ = MatMul(g, t_) y_ = ReduceSum<keepdims = 0>(p_, one)",
+}
+
+
+def summed(forms):
+    texts = [text.replace("_", str(i)) for i, text in enumerate(forms.values())]
+    shapes = ["A_,B_,C_" if "keepdims = 1" in text or "Add" in text else "A_,B_" for text in forms.values()]
+    outputs = ", ".join(f"float[{shape.replace('_', str(i))}] y{i}" for i, shape in enumerate(shapes))
+    proto = model(
+        f"g (float[N,9,P] x, float[N,17,P] g, float[17,N,P] h, float[17,9] w) => ({outputs}) {{ {' '.join(texts)} }}",
+        zero=np.array([0]),
+        one=np.array([1]),
+    )
+    return load(onnx.shape_inference.infer_shapes(proto))
+
+
+def test_products_summed_over_a_batch_are_one_convolution():
+    rng = np.random.default_rng(8)
+    graph = summed(SUMMED)
+    assert plan(graph, ["kernels"]).counts == {"convolutions": len(SUMMED)}
+    lowered = {threads: lower_to_kernels(graph, PLAIN, threads) for threads in (1, 2)}
+    for batch, terms in (1, 1), (3, 4), (8, 70), (2, 300):
+        shapes = {"x": (batch, 9, terms), "g": (batch, 17, terms), "h": (17, batch, terms), "w": (17, 9)}
+        feeds = {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
+        found = [session(graph, threads, each).compute_arrays(feeds) for threads, each in lowered.items()]
+        assert_close(found[0], session(graph, 1).compute_arrays(feeds))
+        assert all(np.array_equal(found[1][name], values) for name, values in found[0].items())
+    assert plan(summed(ALONE), ["kernels"]).counts["convolutions"] == 0
 
 
 @pytest.mark.parametrize("name", STAYS)

@@ -31,6 +31,7 @@ from graphopt.runtime.tensors import Tensor, overwrite
 from graphopt.runtime.translation import Mistranslated, Translation, read_note, write_note
 from graphopt.targets.native.background import Lowering
 from graphopt.targets.native.lowering import Lowered, kept_kernels, lower_to_kernels, threads_of
+from graphopt.targets.native.precision import obstacle
 from graphopt.targets.packing import pack_numbers
 from graphopt.targets.target import ONNXRUNTIME
 
@@ -82,6 +83,7 @@ class StepForms:
         self._lowering: Lowering | None = (
             None  # the process that lowers the graph, while the plain graph runs
         )
+        self._warn_of_precision()
         is_free = device.native == "auto" and options.native is None
         self._may_measure = is_free and not (device.deterministic or options.in_place or self._is_low)
         self._take(None if options.native is False else self._lowered())
@@ -190,6 +192,12 @@ class StepForms:
             model = with_shapes(unrolled(model), self._shapes)
         return BoundSession(self._device, model, self._buffers, options, name, packed=packed, **kernels)
 
+    def _warn_of_precision(self) -> None:
+        """Warn if the processor lacks instructions for the precision of products."""
+        reason = obstacle(self._device.matmul_precision) if self._device.on_cpu else None
+        if reason is not None:
+            warnings.warn(f"matmul_precision: {reason}; products run as 'highest'", stacklevel=2)
+
     def _lowered(self) -> BoundSession | None:
         """Lower the graph and open its session; return None if the graph is to run as it is."""
         native, options, model = self._device.native, self._options, self._model
@@ -204,19 +212,26 @@ class StepForms:
 
     def _begun(self) -> BoundSession | None:
         """Lower the graph, or have a process lower it if that takes long and the session may change its form."""
-        model, threads = self._model, threads_of(self._device.threads)
+        model, facts = self._model, self._kernel_facts
         is_long = len(model.graph) >= LONG and weight_bytes(model) <= SMALL_MODEL and sys.executable
-        if is_long and self._may_measure and not self._several and kept_kernels(model, threads) is None:
-            self._lowering = Lowering(model, threads)
+        if is_long and self._may_measure and not self._several and kept_kernels(model, *facts) is None:
+            self._lowering = Lowering(model, *facts)
             return None
-        return self._bound(lower_to_kernels(model, threads=threads, in_place=self._options.in_place))
+        threads, precision = facts
+        in_place = self._options.in_place
+        return self._bound(lower_to_kernels(model, threads=threads, in_place=in_place, precision=precision))
+
+    @property
+    def _kernel_facts(self) -> tuple[int, str]:
+        """Return what kernels depend on in addition to the graph: the number of threads and the precision."""
+        return threads_of(self._device.threads), self._device.matmul_precision
 
     def _finished(self) -> BoundSession | None:
         """Return the session of the graph that a process has lowered."""
         lowering, self._lowering = self._lowering, None
         assert lowering is not None
         lowering.finish()
-        return self._bound(kept_kernels(self._model, threads_of(self._device.threads)))
+        return self._bound(kept_kernels(self._model, *self._kernel_facts))
 
     def _bound(self, lowered: Lowered | None) -> BoundSession | None:
         if lowered is None:

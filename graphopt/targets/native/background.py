@@ -16,7 +16,8 @@ import onnx_ir as ir
 from graphopt.errors import GraphoptError, line
 from graphopt.graph.storage import whole
 from graphopt.targets.native.cache import cache_folder, own_version
-from graphopt.targets.native.lowering import digest_of_graph, lower_as
+from graphopt.targets.native.lowering import KernelOptions, digest_of_graph, lower_as
+from graphopt.targets.native.precision import pieces_for
 from graphopt.targets.native.toolchain import logger
 
 _CODE = f"import sys; sys.path[:] = sys.argv[1].split(chr(10)); from {__name__} import main; main()"
@@ -28,25 +29,27 @@ class Lowering:
 
     Args:
         threads: the number of threads of a session.
+        precision: of matrix products.
 
     Raises:
         GraphoptError: the process cannot be started.
     """
 
-    def __init__(self, model: ir.Model, threads: int) -> None:
+    def __init__(self, model: ir.Model, threads: int, precision: str) -> None:
         self._folder = tempfile.TemporaryDirectory(dir=cache_folder())
         (Path(self._folder.name) / "step.onnx").write_bytes(whole(model))
-        facts = ["\n".join(sys.path), self._folder.name, digest_of_graph(model, threads), own_version()]
+        options = KernelOptions((), threads, False, pieces_for(precision))
+        facts = ["\n".join(sys.path), self._folder.name, digest_of_graph(model, options), own_version()]
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-c", _CODE, *facts, str(threads)],
+                [sys.executable, "-c", _CODE, *facts, str(threads), str(options.pieces)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
             )
         except OSError as error:
             raise GraphoptError(f"native: expected a process that compiles, found none: {error}") from error
-        self._end = weakref.finalize(self, _ended, self._process)
+        self._end = weakref.finalize(self, _ended, self._process, self._folder)
         logger.info("compiling for this machine, once for this graph; steps run without kernels meanwhile")
 
     @property
@@ -67,21 +70,21 @@ class Lowering:
             else f"native: the process that compiles ended with {code}"
         )
         self._end()
-        self._folder.cleanup()
         if code:
             raise GraphoptError(text)
 
 
-def _ended(process: subprocess.Popen[bytes]) -> None:
+def _ended(process: subprocess.Popen[bytes], folder: tempfile.TemporaryDirectory[str]) -> None:
     process.kill()
     process.wait()
     if process.stdin is not None:
         process.stdin.close()
+    folder.cleanup()
 
 
 def main() -> None:
     """Lower the graph that the arguments name; end when the process that asked for it does."""
-    _, _, name, digest, version, threads = sys.argv
+    _, _, name, digest, version, threads, pieces = sys.argv
     folder = Path(name)
     threading.Thread(target=_end_with_input, daemon=True).start()
     try:
@@ -90,7 +93,7 @@ def main() -> None:
                 "native: expected the same version of graphopt in another process, found another"
             )
         model = ir.from_proto(onnx.load_model(folder / "step.onnx"))
-        lower_as(digest, model, (), int(threads))
+        lower_as(digest, model, KernelOptions((), int(threads), False, int(pieces)))
     except Exception as error:  # noqa: BLE001 (the process that trains tells of whatever fails)
         text = (
             str(error)

@@ -8,9 +8,16 @@ from typing import Any
 
 import onnx_ir as ir
 
-from graphopt.targets.native.forms import NodeForms, rank_of
+from graphopt.targets.native.forms import NodeForms, has_sizes, rank_of, sizes_of
 from graphopt.targets.native.library import FEW_FILTERS, Kernel, Replacement
-from graphopt.targets.native.products import Stored, axes_of, only_reader, permutation, stored_before
+from graphopt.targets.native.products import (
+    Stored,
+    accepts_product,
+    axes_of,
+    only_reader,
+    permutation,
+    stored_before,
+)
 
 _LEAST_TERMS = 16  # of a sum, below which storing results takes longest
 _MOST_REACH = 4096  # the product over axes of the largest stride, dilation or pad: copies grow with it
@@ -22,7 +29,11 @@ def convolution_kernel(node: ir.Node, forms: NodeForms) -> Replacement | None:
     The kernel takes in what arranges the axes of the operands and the result, and a Relu.
     """
     attributes = forms.attributes_of(node)
-    if attributes is None or not _accepts(node, attributes):
+    if attributes is None:
+        return None
+    if node.op_type == "ReduceSum":
+        return _sum_of_products(node, attributes, forms)
+    if not _accepts(node, attributes):
         return None
     x, w, bias = [*node.inputs, None][:3]
     assert x is not None and w is not None
@@ -44,6 +55,45 @@ def convolution_kernel(node: ir.Node, forms: NodeForms) -> Replacement | None:
         *(attributes["group"], int(is_transposed), int(bias is not None), int(relu)),
     ]
     return Kernel.calling("convolution", form, [x, w, bias], nodes[-1].outputs), nodes
+
+
+def _sum_of_products(node: ir.Node, attributes: Mapping[str, Any], forms: NodeForms) -> Replacement | None:
+    """Return the kernel of matrix products that are summed over a batch, as in gradients of pointwise kernels.
+
+    It is a convolution: columns of B are images, rows of A are filters, and the batch is channels.
+    """
+    y = node.inputs[0]
+    product = None if y is None else y.producer()
+    form = forms.of(node)
+    if y is None or product is None or product.op_type != "MatMul" or form is None or form.reduced != (0,):
+        return None
+    a, b = product.inputs
+    if (
+        only_reader(y) is not node
+        or not accepts_product(product, forms)
+        or rank_of(a) != 3
+        or rank_of(b) != 3
+    ):
+        return None
+    assert a is not None and b is not None
+    if not has_sizes(a) or not has_sizes(b) or sizes_of(a)[0] != sizes_of(b)[0]:
+        return None
+    (w, axes_w), (x, axes_x) = (_with_terms_last(v, axis) for v, axis in ((a, 2), (b, 1)))
+    if axes_w is None or axes_x is None:
+        return None
+    once, none = [1], [0]
+    axes_y = [-1, 1, 0] if attributes["keepdims"] else [1, 0]
+    form_ = [3, 3, len(axes_y), 1, axes_x, axes_w, axes_y, once, once, none, none, none, 1, 0, 0, 0]
+    return Kernel.calling("convolution", form_, [x, w], node.outputs), [product, node]
+
+
+def _with_terms_last(x: ir.Value, axis: int) -> tuple[ir.Value, list[int] | None]:
+    """Return where a batch of matrices is stored with an axis last, and its stored axes: the others, then that one."""
+    order = [3 - axis, 0, axis]
+    for stored, axes, _ in stored_before(x):
+        if rank_of(stored) == 3 and axes[axis] == 2 and -1 not in axes:
+            return stored, [axes[i] for i in order]
+    return x, None
 
 
 def _accepts(node: ir.Node, attributes: Mapping[str, Any]) -> bool:

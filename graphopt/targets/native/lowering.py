@@ -25,6 +25,7 @@ from graphopt.targets.native.forms import NodeForms, is_well_formed
 from graphopt.targets.native.kernels import cluster_kernel
 from graphopt.targets.native.library import Kernel, Replacement, objects, parts, source
 from graphopt.targets.native.new_state import add_state_check, write_in_place
+from graphopt.targets.native.precision import pieces_for
 from graphopt.targets.native.products import product_kernel
 from graphopt.targets.native.scans import bodies, move_into_bodies, note_rows, scan_kernel
 from graphopt.targets.native.sizes import read_shapes_early, unify_sizes
@@ -60,8 +61,23 @@ class Lowered:
     digest: str  # a hash of the graph that was lowered, and of all that its kernels depend on
 
 
+@dataclass(frozen=True)
+class KernelOptions:
+    """Hold what a lowered graph depends on in addition to the graph."""
+
+    without: tuple[str, ...]  # the lowerings to leave out, by name
+    threads: int  # of a session
+    in_place: bool  # let kernels write the new state over the old one
+    pieces: int  # as `source` takes them
+
+
 def lower_to_kernels(
-    model: ir.Model, without: Sequence[str] = (), threads: int | None = None, *, in_place: bool = False
+    model: ir.Model,
+    without: Sequence[str] = (),
+    threads: int | None = None,
+    *,
+    in_place: bool = False,
+    precision: str = "highest",
 ) -> Lowered | None:
     """Return a copy of a graph with kernels in place of nodes; None if nothing changes.
 
@@ -71,15 +87,17 @@ def lower_to_kernels(
         without: the lowerings to leave out, by name.
         threads: the number of threads of a session; by default, one for each processor.
         in_place: let kernels write the new state over the old one.
+        precision: of matrix products and convolutions: `highest`, `high` or `medium`. Without instructions for it, it
+            is `highest`.
 
     Raises:
         GraphoptError: there is no compiler, it fails, or the cache folder cannot be written to.
     """
     if set(KERNEL_KINDS) <= set(without):
         return None
-    threads = threads_of(threads)
-    digest, weights = _digest_of(model, without, threads, in_place)
-    return _kept(digest, weights) or lower_as(digest, model, without, threads, in_place=in_place)
+    options = KernelOptions(tuple(sorted(without)), threads_of(threads), in_place, pieces_for(precision))
+    digest, weights = _digest_of(model, options)
+    return _kept(digest, weights) or lower_as(digest, model, options)
 
 
 def threads_of(chosen: int | None) -> int:
@@ -87,33 +105,36 @@ def threads_of(chosen: int | None) -> int:
     return chosen or os.cpu_count() or 1
 
 
-def kept_kernels(model: ir.Model, threads: int) -> Lowered | None:
+def kept_kernels(model: ir.Model, threads: int, precision: str) -> Lowered | None:
     """Return what `lower_to_kernels` has left in the cache for a graph; None if it is not there."""
-    return _kept(*_digest_of(model, (), threads, False))
+    return _kept(*_digest_of(model, KernelOptions((), threads, False, pieces_for(precision))))
 
 
-def digest_of_graph(model: ir.Model, threads: int) -> str:
+def digest_of_graph(model: ir.Model, options: KernelOptions) -> str:
     """Return the digest of a graph by which the cache knows its lowered form."""
-    return _digest_of(model, (), threads, False)[0]
+    return _digest_of(model, options)[0]
 
 
-def _digest_of(model: ir.Model, without: Sequence[str], threads: int, in_place: bool) -> tuple[str, Weights]:
+def _digest_of(model: ir.Model, options: KernelOptions) -> tuple[str, Weights]:
     """Return the digest by which the cache knows a lowered graph, and the weights that it does not keep."""
     content, weights = skeleton(model)
-    return digest_of(content.hex(), str([*sorted(without), threads, in_place]), own_version()), weights
+    return digest_of(content.hex(), repr(options), own_version()), weights
 
 
-def lower_as(
-    digest: str, model: ir.Model, without: Sequence[str], threads: int, *, in_place: bool = False
-) -> Lowered | None:
+def lower_as(digest: str, model: ir.Model, options: KernelOptions) -> Lowered | None:
     """Lower a graph as `lower_to_kernels` does, and keep it by a digest."""
     try:
-        result = plan(model, without)
+        result = plan(model, options.without)
         if not result.calls:
             return None
-        shared, variants = write_in_place(result.model, result.calls) if in_place else ([], [])
+        shared, variants = write_in_place(result.model, result.calls) if options.in_place else ([], [])
         kernels = [*result.kernels, *variants]
-        library = build(source(kernels, threads), objects(kernels, PROCESSORS), parts(kernels))
+        sources = (
+            source(kernels, options.threads, options.pieces),
+            objects(kernels, PROCESSORS),
+            parts(kernels),
+        )
+        library = build(*sources)
         content, _ = skeleton(result.model)
         note = {"library": library.name, "check": result.check, "shared": shared}
         write_cached(f"{digest}.onnx", content)

@@ -5,8 +5,11 @@
  * Operands may be stored transposed. Kernels have up to three axes; the missing ones come first and have size 1.
  */
 #pragma once
+#include "depthwise.h"
 #include "direct.h"
 #include "grouped.h"
+#include "tiled.h"
+#include "unfolded.h"
 
 enum {
     LEAST_OF_GROUP = 8, /* channels and filters of a group: fewer fill too little of a vector */
@@ -37,6 +40,7 @@ static OrtStatus *multiply(Context *context, const Convolution *u, int sums) {
     Bias bias = {.bias = u->bias, .row = 1, .batch = u->filters, .to = &g, .relu = u->relu};
     if (!sums && (u->bias || u->relu)) g.epilogue = add_bias;
     g.user = &bias, g.threads = thread_count, g.parallel_for = run_parallel, g.pool = context;
+    g.pieces = pieces_for(&g, 0);
     g.scratch = borrow(gemm_scratch(&g));
     if (!g.scratch) return out_of_memory();
     for (int64_t c = 0; c < (sums ? u->channels : 1); c++) {
@@ -63,7 +67,7 @@ static OrtStatus *convolve(Context *context, Convolution *u) {
     skip_last(u), skip_last(u);
     for (int i = 0; i < 3; i++) skip_unread(u, i);
     if (u->filters < FEW_FILTERS || (u->groups > 1 && gemm_min(u->channels, u->filters) < LEAST_OF_GROUP))
-        return convolve_groups(context, u);
+        return has_small_groups(u) ? convolve_small_groups(context, u) : convolve_groups(context, u);
     const int flat = same(u->pads, none) && side_by_side(u->sizes, u->steps) && product_of(u->sizes) >= LANES;
     if (flat && same(u->taps, once) && same(u->place_moves, once) && same(u->sizes, u->places) &&
         side_by_side(u->places, u->y_steps))
@@ -71,7 +75,8 @@ static OrtStatus *convolve(Context *context, Convolution *u) {
     if (flat && same(u->places, once) && same(u->tap_moves, once) && same(u->sizes, u->taps) &&
         side_by_side(u->taps, u->w_steps) && u->y_image == 1 && !u->bias && !u->relu)
         return multiply(context, u, 1);
-    return convolve_directly(context, u);
+    if (fills_tiles(u)) return convolve_in_tiles(context, u);
+    return unfolds(u) ? convolve_unfolded(context, u) : convolve_directly(context, u);
 }
 
 /* Read an operand, and the size and the stride of each axis from where it is stored. */
@@ -89,7 +94,7 @@ static OrtStatus *read_operand(Context *context, size_t index, const float **dat
 
 /* Compute the output of the operator from its first two inputs, and add its third input, a bias. */
 OrtStatus *convolution(Context *context, const ConvolutionForm *form) {
-    int64_t stored_y[5], steps[5], x[5], w[5], y[5], x_steps[5], w_steps[5], y_steps[5] = {0};
+    int64_t stored_y[5], steps[5], x[5], w[5], y[5] = {1, 1, 1, 1, 1}, x_steps[5], w_steps[5], y_steps[5] = {0};
     Convolution u = {.relu = form->relu, .groups = form->groups};
     CHECK(read_operand(context, 0, &u.x, form->rank_x, form->x, x, x_steps));
     CHECK(read_operand(context, 1, &u.w, form->rank_w, form->w, w, w_steps));
@@ -107,8 +112,9 @@ OrtStatus *convolution(Context *context, const ConvolutionForm *form) {
         if (y[i + 2] < 0) return unlike();
     }
     for (int j = 0; j < form->rank_y; j++) stored_y[j] = form->y[j] < 0 ? 1 : y[form->y[j]];
-    CHECK(output(context, 0, &u.y, stored_y, form->rank_y));
     const int64_t elements = strides_of(form->rank_y, stored_y, steps);
+    if (elements != y[0] * y[1] * product_of(y + 2)) return unlike(); /* an axis that is not stored has another size than 1 */
+    CHECK(output(context, 0, &u.y, stored_y, form->rank_y));
     for (int j = 0; j < form->rank_y; j++)
         if (form->y[j] >= 0) y_steps[form->y[j]] = steps[j];
     if (form->biased) {
@@ -125,7 +131,7 @@ OrtStatus *convolution(Context *context, const ConvolutionForm *form) {
     for (int i = 0; form->transposed && i < axes; i++) strides[missing + i] = form->strides[i];
     int empty = 0; /* a part that no tap reaches */
     for (int i = 0; form->transposed && i < axes; i++) empty = empty || (w[i + 2] < form->strides[i] && !u.bias);
-    if (empty) memset(u.y, 0, (size_t)elements * sizeof(float));
+    if (empty && elements) memset(u.y, 0, (size_t)elements * sizeof(float));
     for (int64_t part = 0; part < product_of(strides); part++) {
         Convolution v = u;
         int64_t rest = part;

@@ -32,11 +32,12 @@ typedef struct {
 } Direct;
 
 #define TILE_OPERANDS                                                                                                  \
-    int64_t terms, const char *a, int64_t a_row, const int64_t *rows_at, const int64_t *terms_at, const float *b,      \
-        float *c, int64_t c_row, int accumulate
+    int64_t terms, const char *a, int64_t a_row, int64_t ahead, const int64_t *rows_at, const int64_t *terms_at,       \
+        const float *b, float *c, int64_t c_row, int accumulate
 
 /* Add terms to mr rows of `vectors` vectors of sums. Row i of a term lies at a + terms_at[term] + i * a_row, or, if
- * `anywhere`, at a + terms_at[term] + rows_at[i]. mr, vectors and anywhere are constants. */
+ * `anywhere`, at a + terms_at[term] + rows_at[i]. What lies `ahead` of the rows is fetched into the cache. mr, vectors and
+ * anywhere are constants. */
 GEMM_INLINE void add_terms(int mr, int vectors, int anywhere, TILE_OPERANDS) {
     Lanes sums[GEMM_MR][2] = {{{0}}};
     int64_t a_row3 = 3 * a_row;
@@ -44,6 +45,7 @@ GEMM_INLINE void add_terms(int mr, int vectors, int anywhere, TILE_OPERANDS) {
 #pragma GCC unroll 2
     for (int64_t t = 0; t < terms; t++, b += vectors * LANES) {
         const char *a0 = a + terms_at[t], *a5 = a0 + 5 * a_row, *a10 = a0 + 10 * a_row;
+        if (!anywhere) __builtin_prefetch(a0 + ahead);
         const Lanes b0 = AT(b), b1 = AT(b + (vectors - 1) * LANES);
 #pragma GCC unroll 14
         for (int i = 0; i < mr; i++) {
@@ -60,7 +62,7 @@ GEMM_INLINE void add_terms(int mr, int vectors, int anywhere, TILE_OPERANDS) {
 typedef void (*Tile)(TILE_OPERANDS);
 #define TILE(name, mr, vectors, anywhere)                                                            \
     GEMM_WIDE static void name(TILE_OPERANDS) {                                                      \
-        add_terms(mr, vectors, anywhere, terms, a, a_row, rows_at, terms_at, b, c, c_row, accumulate); \
+        add_terms(mr, vectors, anywhere, terms, a, a_row, ahead, rows_at, terms_at, b, c, c_row, accumulate); \
     }
 #define TILES(mr)                                            \
     TILE(tile_1_##mr, mr, 1, 0) TILE(tile_2_##mr, mr, 2, 0) \
@@ -183,7 +185,7 @@ static void add_block(const Direct *d, int64_t group, int64_t panel, int64_t ter
     const int two = d->u->filters - panel * WIDTH > LANES;
     const float *w = d->w + (group * d->panels + panel) * d->panel + term * (two ? WIDTH : LANES);
     const Tile tile = tiles[rows - 1][(rows_at ? 2 : 0) + two];
-    tile(terms, (const char *)a, step * (int64_t)sizeof *a, rows_at, d->terms_at + term, w, c + panel * WIDTH, d->row,
+    tile(terms, (const char *)a, step * (int64_t)sizeof *a, 0, rows_at, d->terms_at + term, w, c + panel * WIDTH, d->row,
          term > 0 || d->first > 0);
 }
 
@@ -273,6 +275,35 @@ static void share(Context *context, Direct *d, task_t task, int64_t count) {
     if (d->tasks > 1) run_parallel(context, task, (size_t)count, d);
 }
 
+/* Find how far all taps of a place reach. */
+static void find_reach(Direct *d) {
+    for (int i = 0; i < 3; i++) {
+        const int64_t last = (d->u->taps[i] - 1) * d->u->tap_moves[i];
+        d->lowest[i] = gemm_min(last, 0) - d->u->pads[i];
+        d->reach[i] = (last < 0 ? -last : last) + 1;
+    }
+}
+
+/* Lay out a copy for so many places: channel by channel or, for `lines`, line by line. */
+static void lay_out(Direct *d, const int64_t many[3], int lines) {
+    for (int i = 0; i < 3; i++) d->extents[i] = (many[i] - 1) * d->u->place_moves[i] + d->reach[i];
+    d->steps[2] = 1, d->steps[1] = d->extents[2] * (lines ? d->channels : 1), d->steps[0] = d->steps[1] * d->extents[1];
+    d->channel = lines ? d->extents[2] : d->steps[0] * d->extents[0];
+    d->image = gemm_padded(d->channels * product_of(d->extents));
+}
+
+/* Find where terms lie in a copy, and rows if they may be any places. */
+static void find_places(const Direct *d, int64_t rows) {
+    const Convolution *u = d->u;
+    int64_t of_terms[4] = {d->channel}, of_rows[4] = {d->image}, start = 0;
+    for (int i = 0; i < 3; i++) {
+        of_terms[i + 1] = u->tap_moves[i] * d->steps[i], of_rows[i + 1] = u->place_moves[i] * d->steps[i];
+        start -= (d->lowest[i] + u->pads[i]) * d->steps[i];
+    }
+    find(d->terms, u->taps, of_terms, start, d->terms_at);
+    find(rows, u->places, of_rows, 0, d->rows_at);
+}
+
 static OrtStatus *convolve_directly(Context *context, const Convolution *u) {
     const int64_t taps = product_of(u->taps), rows = u->images * product_of(u->places);
     const int64_t planes = u->images * u->groups * u->places[0];
@@ -282,11 +313,7 @@ static OrtStatus *convolve_directly(Context *context, const Convolution *u) {
     if (rows == 0 || u->filters == 0) return NULL;
     Direct d = {.u = u, .channels = u->channels, .parts = 1, .row = upto(u->filters, LANES)};
     d.panels = gemm_parts(u->filters, WIDTH);
-    for (int i = 0; i < 3; i++) {
-        const int64_t last = (u->taps[i] - 1) * u->tap_moves[i];
-        d.lowest[i] = gemm_min(last, 0) - u->pads[i];
-        d.reach[i] = (last < 0 ? -last : last) + 1;
-    }
+    find_reach(&d);
     int64_t many[3] = {anywhere ? u->places[0] : 1, u->places[1], u->places[2]}; /* places that a copy is for */
     if (anywhere) {
         d.channels = gemm_min(u->channels, BLOCK / (taps * u->groups * d.panels * WIDTH + 1) + 1);
@@ -302,10 +329,7 @@ static OrtStatus *convolve_directly(Context *context, const Convolution *u) {
         d.sums = (many[1] * many[2] + LANES) * d.row;
         d.tasks = gemm_min(threads, planes * d.parts);
     }
-    for (int i = 0; i < 3; i++) d.extents[i] = (many[i] - 1) * u->place_moves[i] + d.reach[i];
-    d.steps[2] = 1, d.steps[1] = d.extents[2] * (anywhere ? 1 : d.channels), d.steps[0] = d.steps[1] * d.extents[1];
-    d.channel = anywhere ? d.steps[0] * d.extents[0] : d.extents[2];
-    d.image = gemm_padded(d.channels * product_of(d.extents));
+    lay_out(&d, many, !anywhere);
     d.terms = d.channels * taps, d.panel = (d.terms + LANES) * WIDTH;
     d.slices = taps >= LANES && side_by_side(u->taps, u->w_steps) ? d.channels : 1;
     const int64_t filters = u->groups * d.panels * d.panel, copies = anywhere ? u->groups * u->images * d.image : 0;
@@ -315,13 +339,7 @@ static OrtStatus *convolve_directly(Context *context, const Convolution *u) {
     if (!memory) return out_of_memory();
     d.w = align64(memory), d.copies = d.w + filters, d.c = d.copies + copies;
     d.terms_at = (int64_t *)(d.c + sums), d.rows_at = d.terms_at + d.terms;
-    int64_t of_terms[4] = {d.channel}, of_rows[4] = {d.image}, start = 0;
-    for (int i = 0; i < 3; i++) {
-        of_terms[i + 1] = u->tap_moves[i] * d.steps[i], of_rows[i + 1] = u->place_moves[i] * d.steps[i];
-        start -= (d.lowest[i] + u->pads[i]) * d.steps[i];
-    }
-    find(d.terms, u->taps, of_terms, start, d.terms_at);
-    if (anywhere) find(rows, u->places, of_rows, 0, d.rows_at);
+    find_places(&d, anywhere ? rows : 0);
     do {
         d.channels = gemm_min(d.channels, u->channels - d.first), d.terms = d.channels * taps;
         d.slices = gemm_min(d.slices, d.channels);

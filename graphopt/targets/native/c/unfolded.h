@@ -1,0 +1,154 @@
+/* Convolutions whose places are lanes, if those of all images are fewer than filters, or windows have few terms.
+ *
+ *     sums[filter][places] += w[filter, term] * windows[term][places]
+ *
+ * The windows of the input are unfolded, which moves less memory than to pack the filters and to transpose the results.
+ * Each element of a filter is read where it lies.
+ *
+ * As in gemm.h, each sum is always added up in one order.
+ */
+#pragma once
+#include "direct.h"
+
+enum { TILES_AHEAD = 2 }; /* tiles of filters from those that are read to those that are fetched into the cache */
+
+/* All tasks share this. Rows are the places of all images. */
+typedef struct {
+    Direct d; /* the copy of the input, and where terms and rows lie in it */
+    const float *input; /* the copy, or the input itself if no tap leaves it */
+    int64_t group; /* the distance of groups there */
+    int64_t rows, panels;
+    int64_t filter_tiles, together; /* of a group; the units (tiles of filters) that take turns */
+    int64_t *weights_at; /* where terms lie in a filter, in bytes */
+    float *windows, *c;
+} Unfolded;
+
+/* Return whether to unfold windows moves less memory than direct.h does. */
+static int unfolds(const Convolution *u) {
+    const int64_t terms = u->channels * product_of(u->taps), rows = u->images * product_of(u->places);
+    return rows > 0 && terms > 0 && 4 * terms * rows <= (terms + 2 * rows) * u->filters;
+}
+
+/* Return whether no tap of any place leaves the input. */
+static int stays_inside(const Direct *d) {
+    int inside = 1;
+    for (int i = 0; i < 3; i++) inside = inside && d->lowest[i] >= 0 && d->lowest[i] + d->extents[i] <= d->u->sizes[i];
+    return inside;
+}
+
+/* Unfold the windows of a panel of rows: one row of lanes for each term. */
+static void unfold_panel(void *user, size_t index) {
+    const Unfolded *a = user;
+    const Direct *d = &a->d;
+    const int64_t group = (int64_t)index / a->panels, first = (int64_t)index % a->panels * WIDTH;
+    const char *input = (const char *)(a->input + group * a->group);
+    const int64_t *restrict rows_at = d->rows_at + first;
+    const int64_t width = a->rows - first > LANES ? WIDTH : LANES;
+    float *restrict to = a->windows + (int64_t)index * d->terms * WIDTH;
+    for (int64_t t = 0; t < d->terms; t++, to += width) {
+        const char *from = input + d->terms_at[t];
+        for (int64_t i = 0; i < width; i++) to[i] = *(const float *)(from + rows_at[i]);
+    }
+}
+
+/* Find where a row of a group lies in the result, and return how many rows follow it side by side, itself included. */
+static int64_t place_of(const Unfolded *a, int64_t group, int64_t row, float **y) {
+    const Convolution *u = a->d.u;
+    const int64_t many = product_of(u->places), joined = side_by_side(u->places, u->y_steps);
+    const int64_t run = !joined ? u->places[2] : u->y_image == many ? a->rows : many;
+    int64_t at[4];
+    indices(u->places, row, at);
+    *y = u->y + group * u->y_batch + at[0] * u->y_image;
+    for (int i = 0; i < 3; i++) *y += at[i + 1] * u->y_steps[i];
+    return (row / run + 1) * run - row;
+}
+
+/* Write the sums of some rows and filters to the result. */
+static void store_lanes(const Unfolded *a, int64_t group, int64_t first, int64_t end, int64_t filter, int64_t filters,
+                        const float *c) {
+    const Convolution *u = a->d.u;
+    const float *bias = u->bias ? u->bias + group * u->filters + filter : NULL;
+    const int64_t step = side_by_side(u->places, u->y_steps) ? 1 : u->y_steps[2];
+    for (int64_t r = first, length; r < end; r += length, c += length) {
+        float *y;
+        length = gemm_min(place_of(a, group, r, &y), end - r);
+        for (int64_t f = 0; f < filters; f++)
+            finish(y + (filter + f) * u->y_filter, c + f * WIDTH, step, length, bias ? bias[f] : 0, u->relu);
+    }
+}
+
+/* Find the filters of a unit, and return its group. */
+static int64_t filters_of(const Unfolded *a, int64_t unit, int64_t *filter, int64_t *filters) {
+    const int64_t part = unit % a->filter_tiles, all = a->d.u->filters;
+    *filter = gemm_begin(all, part, a->filter_tiles);
+    *filters = gemm_begin(all, part + 1, a->filter_tiles) - *filter;
+    return unit / a->filter_tiles;
+}
+
+/* Compute a panel of rows for units from `first` to `end`, block by block of terms. */
+static void convolve_panel(const Unfolded *a, int64_t panel, int64_t first, int64_t end, float *c) {
+    const Direct *d = &a->d;
+    const Convolution *u = d->u;
+    const int64_t row = panel * WIDTH, last = gemm_min(a->rows, row + WIDTH), two = last - row > LANES;
+    const int64_t blocks = gemm_parts(d->terms, GEMM_KC), size = sizeof(float);
+    const int whole = last - row == WIDTH && !u->bias && !u->relu && (u->y_steps[2] == 1 || u->places[2] == 1);
+    int64_t filter, filters;
+    float *y;
+    for (int64_t b = 0; b < blocks; b++)
+        for (int64_t unit = first; unit < end; unit++) {
+            const int64_t group = filters_of(a, unit, &filter, &filters), term = gemm_begin(d->terms, b, blocks);
+            const int stays = place_of(a, group, row, &y) >= WIDTH && whole; /* where the tile writes it */
+            tiles[filters - 1][two](gemm_begin(d->terms, b + 1, blocks) - term,
+                                    (const char *)(u->w + group * u->w_batch + filter * u->w_filter), u->w_filter * size,
+                                    TILES_AHEAD * filters * u->w_filter * size, NULL, a->weights_at + term,
+                                    a->windows + (group * a->panels + panel) * d->terms * WIDTH + term * (two ? WIDTH : LANES),
+                                    stays ? y + filter * u->y_filter : c + (unit - first) * GEMM_MR * WIDTH,
+                                    stays ? u->y_filter : WIDTH, b > 0);
+            if (!stays && b == blocks - 1)
+                store_lanes(a, group, row, last, filter, filters, c + (unit - first) * GEMM_MR * WIDTH);
+        }
+}
+
+/* Compute some of the filters, for all rows. */
+static void convolve_filters(void *user, size_t task) {
+    const Unfolded *a = user;
+    const int64_t units = a->d.u->groups * a->filter_tiles;
+    const int64_t first = gemm_begin(units, (int64_t)task, a->d.tasks), end = gemm_begin(units, (int64_t)task + 1, a->d.tasks);
+    for (int64_t unit = first; unit < end; unit += a->together)
+        for (int64_t panel = 0; panel < a->panels; panel++)
+            convolve_panel(a, panel, unit, gemm_min(unit + a->together, end), a->c + first * GEMM_MR * WIDTH);
+}
+
+static OrtStatus *convolve_unfolded(Context *context, const Convolution *u) {
+    const int64_t taps = product_of(u->taps), rows = u->images * product_of(u->places);
+    Unfolded a = {.rows = rows, .panels = gemm_parts(rows, WIDTH), .filter_tiles = gemm_parts(u->filters, GEMM_MR)};
+    Direct *d = &a.d;
+    if (u->filters == 0) return NULL;
+    d->u = u, d->channels = u->channels, d->terms = u->channels * taps;
+    const double work = 2.0 * (double)(rows * u->groups) * (double)(u->filters * d->terms);
+    d->tasks = gemm_min(work > 1e6 ? thread_count : 1, u->groups * a.filter_tiles);
+    a.together = u->w_filter < u->w_channel && d->terms > GEMM_KC ? u->groups * a.filter_tiles : 1;
+    find_reach(d);
+    lay_out(d, u->places, 0);
+    const int inside = stays_inside(d);
+    if (inside) memcpy(d->steps, u->steps, sizeof d->steps), d->channel = u->x_channel, d->image = u->x_image;
+    a.group = inside ? u->channels * u->x_channel : u->images * d->image;
+    const int64_t copies = inside ? 0 : u->groups * a.group, windows = u->groups * a.panels * d->terms * WIDTH;
+    const int64_t listed = 2 * d->terms + upto(rows, WIDTH), sums = u->groups * a.filter_tiles * GEMM_MR * WIDTH;
+    void *memory = borrow((size_t)(copies + windows + sums) * sizeof(float) + (size_t)listed * sizeof(int64_t) + 64);
+    if (!memory) return out_of_memory();
+    a.windows = align64(memory), a.c = a.windows + windows, d->copies = a.c + sums;
+    d->terms_at = (int64_t *)(d->copies + copies), d->rows_at = d->terms_at + d->terms;
+    a.weights_at = d->rows_at + upto(rows, WIDTH);
+    const int64_t of_weights[4] = {u->w_channel, u->w_steps[0], u->w_steps[1], u->w_steps[2]};
+    find_places(d, rows);
+    find(d->terms, u->taps, of_weights, 0, a.weights_at);
+    for (int64_t i = rows; i < upto(rows, WIDTH); i++) d->rows_at[i] = d->rows_at[0];
+    a.input = d->copies;
+    if (!inside) share(context, d, copy_image, u->groups * u->images);
+    else a.input = u->x + d->lowest[0] * u->steps[0] + d->lowest[1] * u->steps[1] + d->lowest[2] * u->steps[2];
+    share(context, d, unfold_panel, u->groups * a.panels);
+    share(context, d, convolve_filters, d->tasks);
+    give_back(memory);
+    return NULL;
+}
