@@ -210,7 +210,7 @@ def test_the_command_says_that_the_compiler_runs(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setenv("GRAPHOPT_NATIVE", "auto")
+    monkeypatch.setenv("GRAPHOPT_NATIVE", "true")
     line = "kernels   compiling for this machine, once for this graph"
     for run, quiet, said in (("first", False, True), ("second", False, False), ("third", True, False)):
         if quiet:

@@ -6,6 +6,7 @@ import functools
 import hashlib
 import math
 import statistics
+import sys
 import time
 import timeit
 import warnings
@@ -18,6 +19,7 @@ import onnx_ir as ir
 from graphopt.errors import GraphoptError, line
 from graphopt.graph.roles import FED, Role, with_role
 from graphopt.graph.simplify import fold
+from graphopt.graph.storage import weight_bytes
 from graphopt.graph.unroll import Unroll
 from graphopt.graph.values import name_of
 from graphopt.runtime.bound_session import BoundSession, RunnerOptions
@@ -27,12 +29,17 @@ from graphopt.runtime.signature import description
 from graphopt.runtime.state_buffers import StateBuffers
 from graphopt.runtime.tensors import Tensor, overwrite
 from graphopt.runtime.translation import Mistranslated, Translation, read_note, write_note
-from graphopt.targets.native.lowering import lower_to_kernels
+from graphopt.targets.native.background import Lowering
+from graphopt.targets.native.lowering import Lowered, kept_kernels, lower_to_kernels, threads_of
 from graphopt.targets.native.precision import obstacle
 from graphopt.targets.packing import pack_numbers
 from graphopt.targets.target import ONNXRUNTIME
 
 WORTH_COMPILING = 10_000  # numbers in parameters, from which `auto` compiles kernels
+LONG = (
+    500  # nodes, from which lowering takes longer than a second: another process then does it while steps run
+)
+SMALL_MODEL = 2**26  # bytes of constants that such a process reads
 HALVES = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 MARK = b"\xa5"  # no step computes a state of these bytes alone
 ROUNDS, SECONDS = 5, 1.0  # of measuring: so many turns, fewer if they take longer
@@ -73,25 +80,40 @@ class StepForms:
         self._digest: str | None = None
         self._is_low = placement_of(device, model) == "low"  # to measure steps would take minutes
         self.is_settled = False
+        self._lowering: Lowering | None = (
+            None  # the process that lowers the graph, while the plain graph runs
+        )
         self._warn_of_precision()
-        lowered = None if options.native is False else self._lowered()
-        measures = device.native == "auto" and options.native is None
-        settled = device.deterministic or options.in_place or self._is_low
-        self._measures = lowered is not None and measures and not settled
-        self.native: bool | None = None if self._measures else lowered is not None
-        self.form = lowered or self._for_runtime()
+        is_free = device.native == "auto" and options.native is None
+        self._may_measure = is_free and not (device.deterministic or options.in_place or self._is_low)
+        self._take(None if options.native is False else self._lowered())
+
+    def _take(self, lowered: BoundSession | None) -> None:
+        """Run kernels, or what the graph is for the runtime; the plain graph as long as another process lowers it."""
+        self._measures = lowered is not None and self._may_measure
+        self.native: bool | None = None if self._measures or self._lowering else lowered is not None
+        self.form = lowered or (self._plain() if self._lowering else self._for_runtime())
+
+    def wait(self) -> None:
+        """Wait for the process that lowers the graph, if there is one."""
+        if self._lowering is not None:
+            self._take(self._guarded(self._finished))
 
     def settle(self, source: int, feeds: Mapping[str, Tensor]) -> None:
         """Choose the form to run: not kernels, and then not a lowered graph, that compute other numbers.
 
-        This checks the forms and measures them on a step, unless the machine remembers. A step reads one set of state
-        buffers and writes the other, so that it can be repeated.
+        As long as another process lowers the graph, the plain one runs. Then this checks the forms and measures them
+        on a step, unless the machine remembers. A step reads one set of state buffers and writes the other, so that it
+        can be repeated.
 
         Raises:
             GraphoptError: the option `verify` is True, and a form differs from the plain graph; or the provider does
                 not write the new state.
             Mistranslated: a form of several steps differs from the plain graph.
         """
+        if self._lowering is not None and self._lowering.is_running:
+            return
+        self.wait()
         if not self._device.on_cpu:
             self._check_delivery(source, feeds)
         if self.native is not False and not self._agrees(source, feeds):
@@ -186,17 +208,44 @@ class StepForms:
         types = (y.dtype for node in model.graph.all_nodes() for y in node.outputs)
         if native == "auto" and (not is_large or any(dtype in HALVES for dtype in types)):
             return None
+        return self._guarded(self._begun)
+
+    def _begun(self) -> BoundSession | None:
+        """Lower the graph, or have a process lower it if that takes long and the session may change its form."""
+        model, facts = self._model, self._kernel_facts
+        is_long = len(model.graph) >= LONG and weight_bytes(model) <= SMALL_MODEL and sys.executable
+        if is_long and self._may_measure and not self._several and kept_kernels(model, *facts) is None:
+            self._lowering = Lowering(model, *facts)
+            return None
+        threads, precision = facts
+        in_place = self._options.in_place
+        return self._bound(lower_to_kernels(model, threads=threads, in_place=in_place, precision=precision))
+
+    @property
+    def _kernel_facts(self) -> tuple[int, str]:
+        """Return what kernels depend on in addition to the graph: the number of threads and the precision."""
+        return threads_of(self._device.threads), self._device.matmul_precision
+
+    def _finished(self) -> BoundSession | None:
+        """Return the session of the graph that a process has lowered."""
+        lowering, self._lowering = self._lowering, None
+        assert lowering is not None
+        lowering.finish()
+        return self._bound(kept_kernels(self._model, *self._kernel_facts))
+
+    def _bound(self, lowered: Lowered | None) -> BoundSession | None:
+        if lowered is None:
+            return None
+        self._digest = lowered.digest
+        check = None if self._several else lowered.check
+        kernels = {"library": lowered.library, "check": check, "shared": lowered.shared}
+        return self._opened(lowered.model, "kernels", **kernels)
+
+    def _guarded(self, session_of: Callable[[], BoundSession | None]) -> BoundSession | None:
+        """Return a session of kernels; None after a warning if there is none, unless the user insists."""
+        native = self._device.native
         try:
-            precision = self._device.matmul_precision
-            lowered = lower_to_kernels(
-                model, threads=self._device.threads, in_place=options.in_place, precision=precision
-            )
-            if lowered is None:
-                return None
-            self._digest = lowered.digest
-            check = None if self._several else lowered.check
-            kernels = {"library": lowered.library, "check": check, "shared": lowered.shared}
-            return self._opened(lowered.model, "kernels", **kernels)
+            return session_of()
         except GraphoptError as error:
             if native is True:
                 raise

@@ -126,6 +126,11 @@ class StepRunner(Runner):
             forms.settle(source, feeds)
         return forms.form.call(source, feeds)
 
+    def wait(self) -> None:
+        """Wait until the graph is lowered, if another process does that."""
+        if self._forms is not None:
+            self._forms.wait()
+
     @property
     def native(self) -> bool | None:
         """Return whether steps are lowered to the machine; None as long as a measurement is to decide."""
@@ -135,6 +140,7 @@ class StepRunner(Runner):
         """Return the forms of the graph; several steps run in that of single ones, so that the results are equal."""
         options, single = self._options, self._single
         if single is not None:
+            single.wait()
             options = dataclasses.replace(options, native=single.native, as_numpy=True)
         return StepForms(*self._parts, options, shapes, several=single is not None)
 

@@ -90,7 +90,7 @@ def _compute(loops: Loops) -> list[str]:
     lines.append("CHECK(in_parallel(context, task_@, a->tasks, a));")
     for i, total in enumerate(numbers.totals):
         lines += _merged(i, total, first + i)
-    return ["static OrtStatus *compute_@(Context *context) {", *indented([*lines, "return NULL;"]), "}", ""]
+    return ["OrtStatus *compute_@(Context *context) {", *indented([*lines, "return NULL;"]), "}", ""]
 
 
 def _extents(loops: Loops, symbols: Mapping[Size, str]) -> list[str]:

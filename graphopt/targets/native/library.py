@@ -12,7 +12,9 @@ import onnx_ir as ir
 MOST_AXES = 4  # of the operands of a matrix product
 FEW_FILTERS = 5  # of a group of a convolution: fewer fill too little of a vector
 
-_CALLS = "calls.h"
+_CALLS, _CLUSTERS = "calls.h", "functions.h"  # the headers of products and convolutions, and of clusters
+_CONVOLUTION, _PRODUCT = "convolution", "product"  # headers that define these functions, the first one both
+_FEW = 4  # kernels, which take a compiler as long as it takes to start
 _LIMITS = f"#define MOST_AXES {MOST_AXES}\n#define FEW_FILTERS {FEW_FILTERS}\n"
 
 
@@ -29,7 +31,7 @@ class Kernel:
     code: str
     inputs: tuple[ir.Value, ...]
     outputs: tuple[ir.Value, ...]
-    header: str = "functions.h"  # that its code needs
+    header: str = _CLUSTERS  # that its code needs
     aligned: Sequence[tuple[int, int]] = ()  # inputs and outputs that may share memory: reads come first
     nodes: int = 0  # of the cluster that it computes
 
@@ -43,8 +45,7 @@ class Kernel:
     ) -> Kernel:
         """Return a kernel whose name, `@` in its code, is a prefix and a hash of its code."""
         types = [x.dtype.value for x in (*inputs, *outputs) if x.dtype is not None]
-        code = f"static const unsigned char types_@[] = {braced(types)};\n\n{code}"
-        name = prefix + hashlib.sha256(code.encode()).hexdigest()[:16]
+        name = prefix + hashlib.sha256(f"{types}\n{code}".encode()).hexdigest()[:16]
         return Kernel(name, code.replace("@", name), tuple(inputs), tuple(outputs), **facts)
 
     @staticmethod
@@ -62,7 +63,7 @@ class Kernel:
             form: the members of the structure.
             before: declarations that the structure refers to.
         """
-        code = f"""{before}static OrtStatus *compute_@(Context *context) {{
+        code = f"""{before}OrtStatus *compute_@(Context *context) {{
     static const {function.capitalize()}Form form = {braced(form)};
     return {function}(context, &form);
 }}
@@ -74,17 +75,21 @@ Replacement = tuple[Kernel, Sequence[ir.Node]]  # a kernel, and the nodes that i
 
 
 def source(kernels: Sequence[Kernel], threads: int, pieces: int = 0) -> str:
-    """Return the C source of a library that registers kernels with a session.
+    """Return the C source of a library that registers kernels with a session, which objects define in part.
 
     Args:
         threads: the number of threads among which matrix products are split.
         pieces: how many bfloat16 numbers stand for a number of their operands; 0 keeps float32.
     """
-    unique = {kernel.name: kernel for kernel in kernels}
-    ordered = [unique[name] for name in sorted(unique)]
-    headers = dict.fromkeys(["ort.h", *(x.header for x in ordered)])
+    ordered = _unique(kernels)
+    headers = dict.fromkeys(["ort.h", *(x.header for x in ordered if x.header != _CLUSTERS)])
     includes = "\n".join(f'#include "{name}"' for name in headers)
-    code = "".join(f"{x.code}\n" for x in ordered)
+    code = "".join(f"OrtStatus *compute_{x.name}(Context *);\n" for x in ordered)
+    code += "".join(f"\n{x.code}" for x in ordered if x.header != _CLUSTERS)
+    types = {x.name: [y.dtype.value for y in (*x.inputs, *x.outputs) if y.dtype is not None] for x in ordered}
+    tables = "".join(
+        f"static const unsigned char types_{name}[] = {braced(own)};\n" for name, own in types.items()
+    )
     entries = "".join(
         f"    KERNEL({x.name}, types_{x.name}, {len(x.inputs)}, {len(x.outputs)}),\n" for x in ordered
     )
@@ -94,7 +99,11 @@ def source(kernels: Sequence[Kernel], threads: int, pieces: int = 0) -> str:
     begin += f"    scan_threads = {threads};\n" if "scan.h" in headers else ""
     return f"""{_LIMITS}{includes}
 
-{code}static Kernel kernels[] = {{
+const OrtApi *api;
+
+{code}
+{tables}
+static Kernel kernels[] = {{
 {entries}}};
 
 EXPORT OrtStatus *RegisterCustomOps(OrtSessionOptions *options, const OrtApiBase *base) {{
@@ -103,8 +112,27 @@ EXPORT OrtStatus *RegisterCustomOps(OrtSessionOptions *options, const OrtApiBase
 """
 
 
+def objects(kernels: Sequence[Kernel], most: int) -> list[str]:
+    """Return the C sources of at most so many objects, which together have the kernels of clusters."""
+    codes = sorted((x.code for x in _unique(kernels) if x.header == _CLUSTERS), key=len)
+    return [
+        f'#include "ort.h"\n#include "{_CLUSTERS}"\n\n{code}' for code in map("\n".join, _dealt(codes, most))
+    ]
+
+
 def parts(kernels: Sequence[Kernel]) -> list[str]:
     """Return the C sources that are linked with a library, which are the same for all models."""
-    return (
-        [f'{_LIMITS}#include "convolution.h"\n'] if any(kernel.header == _CALLS for kernel in kernels) else []
-    )
+    called = [kernel.code for kernel in kernels if kernel.header == _CALLS]
+    convolves = any(f"{_CONVOLUTION.capitalize()}Form" in code for code in called)
+    return [f'{_LIMITS}#include "{_CONVOLUTION if convolves else _PRODUCT}.h"\n'] if called else []
+
+
+def _unique(kernels: Sequence[Kernel]) -> list[Kernel]:
+    """Return each kernel once, in the order of their names."""
+    return [kernel for _, kernel in sorted({kernel.name: kernel for kernel in kernels}.items())]
+
+
+def _dealt(codes: Sequence[str], most: int) -> list[Sequence[str]]:
+    """Return codes, in the order of their lengths, in at most so many parts of about the same length."""
+    count = min(most, -(-len(codes) // _FEW))
+    return [codes[i::count] for i in range(count)]

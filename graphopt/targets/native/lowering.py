@@ -6,7 +6,7 @@ import functools
 import json
 import os
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -16,20 +16,20 @@ from graphopt.errors import GraphoptError, unknown
 from graphopt.graph.checking import KERNELS
 from graphopt.graph.rewriting import Pass, remove_unused_nodes
 from graphopt.graph.shapes import infer_anew
-from graphopt.graph.storage import skeleton
+from graphopt.graph.storage import Weights, skeleton
 from graphopt.graph.values import like, swap
 from graphopt.targets.native.cache import cache_folder, own_version, read_cached, read_model, write_cached
 from graphopt.targets.native.clusters import find_clusters
 from graphopt.targets.native.convolutions import convolution_kernel
 from graphopt.targets.native.forms import NodeForms, is_well_formed
 from graphopt.targets.native.kernels import cluster_kernel
-from graphopt.targets.native.library import Kernel, Replacement, parts, source
+from graphopt.targets.native.library import Kernel, Replacement, objects, parts, source
 from graphopt.targets.native.new_state import add_state_check, write_in_place
 from graphopt.targets.native.precision import pieces_for
 from graphopt.targets.native.products import product_kernel
 from graphopt.targets.native.scans import bodies, move_into_bodies, note_rows, scan_kernel
 from graphopt.targets.native.sizes import read_shapes_early, unify_sizes
-from graphopt.targets.native.toolchain import build, digest_of
+from graphopt.targets.native.toolchain import PROCESSORS, build, digest_of
 from graphopt.targets.updates import fold_updates
 
 KERNEL_KINDS = ("kernels", "products", "convolutions", "scans")
@@ -61,6 +61,16 @@ class Lowered:
     digest: str  # a hash of the graph that was lowered, and of all that its kernels depend on
 
 
+@dataclass(frozen=True)
+class KernelOptions:
+    """Hold what a lowered graph depends on in addition to the graph."""
+
+    without: tuple[str, ...]  # the lowerings to leave out, by name
+    threads: int  # of a session
+    in_place: bool  # let kernels write the new state over the old one
+    pieces: int  # as `source` takes them
+
+
 def lower_to_kernels(
     model: ir.Model,
     without: Sequence[str] = (),
@@ -85,19 +95,46 @@ def lower_to_kernels(
     """
     if set(KERNEL_KINDS) <= set(without):
         return None
-    threads = threads or os.cpu_count() or 1
-    pieces = pieces_for(precision)
+    options = KernelOptions(tuple(sorted(without)), threads_of(threads), in_place, pieces_for(precision))
+    digest, weights = _digest_of(model, options)
+    return _kept(digest, weights) or lower_as(digest, model, options)
+
+
+def threads_of(chosen: int | None) -> int:
+    """Return the number of threads of a session; by default, one for each processor."""
+    return chosen or os.cpu_count() or 1
+
+
+def kept_kernels(model: ir.Model, threads: int, precision: str) -> Lowered | None:
+    """Return what `lower_to_kernels` has left in the cache for a graph; None if it is not there."""
+    return _kept(*_digest_of(model, KernelOptions((), threads, False, pieces_for(precision))))
+
+
+def digest_of_graph(model: ir.Model, options: KernelOptions) -> str:
+    """Return the digest of a graph by which the cache knows its lowered form."""
+    return _digest_of(model, options)[0]
+
+
+def _digest_of(model: ir.Model, options: KernelOptions) -> tuple[str, Weights]:
+    """Return the digest by which the cache knows a lowered graph, and the weights that it does not keep."""
     content, weights = skeleton(model)
-    digest = digest_of(content.hex(), str([*sorted(without), threads, in_place, pieces]), own_version())
+    return digest_of(content.hex(), repr(options), own_version()), weights
+
+
+def lower_as(digest: str, model: ir.Model, options: KernelOptions) -> Lowered | None:
+    """Lower a graph as `lower_to_kernels` does, and keep it by a digest."""
     try:
-        if (kept := _kept(digest, weights)) is not None:
-            return kept
-        result = plan(model, without)
+        result = plan(model, options.without)
         if not result.calls:
             return None
-        shared, variants = write_in_place(result.model, result.calls) if in_place else ([], [])
+        shared, variants = write_in_place(result.model, result.calls) if options.in_place else ([], [])
         kernels = [*result.kernels, *variants]
-        library = build(source(kernels, threads, pieces), parts(kernels))
+        sources = (
+            source(kernels, options.threads, options.pieces),
+            objects(kernels, PROCESSORS),
+            parts(kernels),
+        )
+        library = build(*sources)
         content, _ = skeleton(result.model)
         note = {"library": library.name, "check": result.check, "shared": shared}
         write_cached(f"{digest}.onnx", content)
@@ -107,7 +144,7 @@ def lower_to_kernels(
     return Lowered(result.model, library, result.check, shared, digest)
 
 
-def _kept(digest: str, weights: Mapping[str, ir.TensorProtocol]) -> Lowered | None:
+def _kept(digest: str, weights: Weights) -> Lowered | None:
     """Return a graph that was lowered before, with its weights; None if the cache lacks it or is damaged."""
     model, text = read_model(f"{digest}.onnx", weights), read_cached(f"{digest}.json")
     note = json.loads(text) if text else {}

@@ -176,7 +176,7 @@ def _form_of(
         results.append([places[y], int(y not in homes), backward])
         homes.discard(y)
     functions = dict.fromkeys(step.function for step in steps if step.function != "NULL")
-    before = [f"static OrtStatus *{name}(Context *);" for name in functions]
+    before = [f"OrtStatus *{name}(Context *);" for name in functions]
     rows = []
     for i, step in enumerate(steps):
         for kind, values in (("inputs", step.inputs), ("outputs", step.outputs)):

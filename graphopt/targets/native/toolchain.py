@@ -17,6 +17,7 @@ import signal
 import subprocess
 import tempfile
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from graphopt.errors import GraphoptError
@@ -30,6 +31,8 @@ FLAGS = (
     *("-std=gnu11", "-O3", _PROCESSOR, "-fPIC", "-fvisibility=hidden", "-fopenmp-simd"),
     *("-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off", "-w"),
 )
+_OBJECT, _PART, _LIBRARY = ["-c"], ["-c", "-ffp-contract=fast"], ["-shared", "-lm"]
+PROCESSORS = os.cpu_count() or 1
 SECONDS = 300
 BYTES = 2**32
 
@@ -56,29 +59,33 @@ def compiler() -> tuple[str, ...] | None:
     return None
 
 
-def build(source: str, parts: Sequence[str] = ()) -> Path:
+def build(source: str, objects: Sequence[str] = (), parts: Sequence[str] = ()) -> Path:
     """Return the library of a C source; compile it unless the cache has it.
 
     Args:
-        parts: C sources to link with it, each of which is compiled once for all libraries. They add products without
-            rounding the products.
+        objects: C sources to link with it, which are compiled side by side.
+        parts: further ones, the same for all libraries. They add products without rounding the products.
 
     Raises:
         GraphoptError: there is no compiler, or it fails.
     """
-    objects = [_compiled(part, "o", ["-c", "-ffp-contract=fast"]) for part in parts]
-    return _compiled(source, "so", ["-shared", "-lm"], objects)
-
-
-def _compiled(source: str, suffix: str, flags: Sequence[str], objects: Sequence[Path] = ()) -> Path:
-    """Return the file that the compiler makes of a C source and objects; make it unless the cache has it."""
-    name = f"{digest_of(source, *flags, *(each.name for each in objects))}.{suffix}"
-    folder = cache_folder()
+    wanted = [(code, _PART) for code in parts] + [(code, _OBJECT) for code in objects]
+    linked = {f"{digest_of(code, *flags)}.o": (code, flags) for code, flags in wanted}
+    name, folder = f"{digest_of(source, *_LIBRARY, *linked)}.so", cache_folder()
     if read_cached(name) is not None:
         return folder / name
-    logger.info("compiling for this machine, once for %s", "all graphs" if suffix == "o" else "this graph")
-    with tempfile.TemporaryDirectory(dir=folder) as work:
-        code, target = Path(work) / "kernels.c", Path(work) / f"kernels.{suffix}"
+    logger.info("compiling for this machine, once for this graph")
+    with ThreadPoolExecutor(PROCESSORS) as pool:
+        missing = [(own, *each) for own, each in linked.items() if read_cached(own) is None]
+        for made in [pool.submit(_compiled, *each) for each in missing]:
+            made.result()
+    return _compiled(name, source, _LIBRARY, [folder / own for own in linked])
+
+
+def _compiled(name: str, source: str, flags: Sequence[str], objects: Sequence[Path] = ()) -> Path:
+    """Return a file of the cache that the compiler makes of a C source and objects."""
+    with tempfile.TemporaryDirectory(dir=cache_folder()) as work:
+        code, target = Path(work) / "kernels.c", Path(work) / name
         code.write_text(source)
         files = [str(code), *map(str, objects), "-o", str(target)]
         failed, said = _run([*_command(), *FLAGS, f"-I{FOLDER}", *files, *flags], Path(work))

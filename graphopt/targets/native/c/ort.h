@@ -118,7 +118,7 @@ typedef struct {
     void *_Atomic packed;
 } Node;
 
-static const OrtApi *api;
+extern const OrtApi *api; /* the library defines it */
 
 #define CHECK(call)                    \
     do {                               \

@@ -1,0 +1,131 @@
+"""Tests that plain steps run while another process lowers a graph and compiles its kernels."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from builders import mlp
+
+import graphopt
+import passes
+from graphopt.runtime import forms
+from graphopt.targets.native import toolchain
+
+pytestmark = pytest.mark.skipif(toolchain.compiler() is None, reason="needs a C compiler")
+
+RNG = np.random.default_rng(0)
+BATCHES = [
+    {
+        "x": RNG.standard_normal((8, 4)).astype(np.float32),
+        "target": RNG.standard_normal((8, 3)).astype(np.float32),
+    }
+    for _ in range(4)
+]
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """Give a test a cache folder of its own."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "graphopt" / "native"
+
+
+@pytest.fixture
+def step(cache, monkeypatch):
+    """Return a small training graph that counts as one that takes long to lower."""
+    monkeypatch.setattr(forms, "LONG", 1)
+    network = mlp((4, 200, 60, 3))
+    return graphopt.compile(network, loss=passes.MeanSquaredError(), optimizer=passes.AdamW(0.01))
+
+
+def lowered_meanwhile(executor, steps=400):
+    """Return the losses of steps, the first of which run while another process lowers the graph."""
+    losses = []
+    for batch in itertools.cycle(BATCHES):
+        losses.append(executor.step(batch)["loss"])
+        if executor._runner.native is not None or len(losses) == steps:
+            return losses
+        time.sleep(0.05)
+
+
+@pytest.mark.slow
+def test_plain_steps_run_while_another_process_lowers(cache, step):
+    executor = graphopt.Executor(step, native="auto")
+    assert executor._runner.native is None
+    losses = lowered_meanwhile(executor)
+    assert executor._runner.native is not None
+    assert [*cache.glob("*.so")]
+    assert [*cache.glob("*.time.json")]
+    assert not [path for path in cache.iterdir() if path.is_dir()]
+    plain = graphopt.Executor(step, native=False)
+    expected = [plain.step(batch)["loss"] for batch, _ in zip(itertools.cycle(BATCHES), losses, strict=False)]
+    np.testing.assert_allclose(losses, expected, rtol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{"native": True}, {"deterministic": True}, {"in_place": True}])
+def test_steps_wait_for_kernels_that_they_must_have(cache, step, options):
+    executor = graphopt.Executor(step, **{"native": "auto", **options})
+    assert executor._runner.native is True
+    assert [*cache.glob("*.so")]
+
+
+@pytest.mark.slow
+def test_calls_of_several_steps_wait_for_kernels(cache, step):
+    executor = graphopt.Executor(step, native="auto", steps_per_call=2)
+    assert len(executor.run(BATCHES)) == 4
+    assert [*cache.glob("*.so")]
+
+
+@pytest.mark.slow
+def test_if_the_process_that_lowers_ends_plain_steps_go_on(cache, step):
+    executor = graphopt.Executor(step, native="auto")
+    executor._runner._forms._lowering._process.kill()
+    with pytest.warns(UserWarning, match="the process that compiles ended with -?[0-9]+; steps run without"):
+        lowered_meanwhile(executor)
+    assert executor._runner.native is False
+
+
+@pytest.mark.slow
+def test_if_the_process_that_lowers_fails_its_error_is_told(cache, step, monkeypatch):
+    monkeypatch.setenv("CC", "false")
+    toolchain.compiler.cache_clear()
+    executor = graphopt.Executor(step, native="auto")
+    with pytest.warns(UserWarning, match="false does not compile the kernels"):
+        lowered_meanwhile(executor)
+    toolchain.compiler.cache_clear()
+    assert executor._runner.native is False
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.name != "posix", reason="asks the system for processes")
+def test_the_process_that_lowers_ends_with_the_one_that_trains(cache, step, tmp_path):
+    graphopt.save(step, tmp_path / "step.onnx")
+    program = f"""import graphopt, time
+from graphopt.runtime import forms
+forms.LONG = 1
+executor = graphopt.Executor({str(tmp_path / "step.onnx")!r}, native="auto")
+print(executor._runner._forms._lowering._process.pid, flush=True)
+time.sleep(60)"""
+    environment = {**os.environ, "XDG_CACHE_HOME": str(cache.parents[1])}
+    process = subprocess.Popen([sys.executable, "-c", program], env=environment, stdout=subprocess.PIPE)
+    inner = int(process.stdout.readline())
+    process.kill()
+    process.communicate()
+    for _ in range(100):
+        try:
+            os.kill(inner, 0)
+            state = Path(f"/proc/{inner}/stat")
+            if state.exists() and state.read_text().rsplit(")", 1)[1].split()[0] == "Z":
+                return
+        except ProcessLookupError:
+            return
+        time.sleep(0.1)
+    pytest.fail("it runs on")
