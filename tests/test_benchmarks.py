@@ -197,6 +197,44 @@ def test_peers_train_the_same_in_mixed_precision_but_for_rounding(peers, tmp_pat
     assert runs["torch", "float16"] != runs["torch", ""]
 
 
+def test_peers_train_the_same_with_products_of_bfloat16_but_for_rounding(peers, tmp_path, monkeypatch):
+    """PyTorch's own modes, and graphopt's, beside float32."""
+    monkeypatch.delenv("GRAPHOPT_NATIVE", raising=False)
+    protocol = peers("protocol")
+    peers("workloads").write(tmp_path, "mlp-small")
+    variants = [("graphopt", f"native {x}") for x in ("high", "medium")]
+    variants += [("torch", x) for x in ("", "bfloat16")]  # `medium` would hold for the whole process
+    runs = {
+        (name, variant): protocol.losses(
+            peers(f"{name}_peer").build, protocol.Job(tmp_path, "mlp-small", "adamw", 1, variant)
+        )[1]
+        for name, variant in variants
+    }
+    for (_, variant), found in runs.items():
+        bound = 1e-5 if variant in ("", "native high") else 3e-2
+        np.testing.assert_allclose(found, runs["torch", ""], rtol=bound)
+
+
+def test_the_page_of_precisions_keeps_what_is_not_measured_again(peers, tmp_path, monkeypatch):
+    precision = benchmark("precision", monkeypatch)
+    page = tmp_path / "page.md"
+    page.write_text("# old\n\n## Trained to the end\n\na table\n\n## Shares of the limits\n\nold shares\n")
+    short = ["--networks", "mlp-small", "--steps", "3", "--write", str(page)]
+    monkeypatch.setattr(precision, "milliseconds", lambda step: 1.0)
+    monkeypatch.setattr(precision, "peaks", lambda folder: [200.0, 2000.0, 10.0])
+    precision.main(["--parts", "losses", "roofline", *short])
+    text = page.read_text()
+    assert (
+        "| MLP 64-256-256-10, batch 32 | adamw |" in text and "a table" in text and "old shares" not in text
+    )
+    assert text.index("Losses beside") < text.index("Trained to") < text.index("Shares of")
+    # 3 products of 32 rows: forward, by the data (not of the first layer) and by the weights
+    flops = 2 * 32 * (3 * (256 * 256 + 256 * 10) + 2 * 64 * 256)
+    assert (
+        f"| {flops * 1e-9:.2f} |" in text and f"highest | 1.00 | {flops / 200 * 1e-6 * 100:.0f} % |" in text
+    )
+
+
 @pytest.fixture
 def gpu(peers, monkeypatch):
     monkeypatch.syspath_prepend(FOLDER)
