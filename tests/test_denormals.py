@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import subprocess
 import sys
 import threading
@@ -14,7 +15,7 @@ from builders import mlp, model
 
 import graphopt
 import passes
-from graphopt.runtime.denormals import supported
+from graphopt.runtime.denormals import Flushing, supported
 
 pytestmark = pytest.mark.skipif(not supported(), reason="Linux on x86-64 alone")
 TINY = np.finfo(np.float32).tiny
@@ -94,6 +95,28 @@ def test_training_goes_on_bit_for_bit_among_denormals(tmp_path: Path) -> None:
         again.step(batch([n % 7, n]))
     for name, array in whole.state.items():
         np.testing.assert_array_equal(again.state[name], array)
+
+
+def test_modes_that_the_caller_has_set_stay_as_they_are() -> None:
+    """FE_UPWARD is 0x800 in C's headers for x86; PyTorch's `set_flush_denormal` would set FTZ and DAZ."""
+    libc, seen = ctypes.PyDLL(None), []
+
+    def rounded_upward() -> None:
+        executor = graphopt.Executor(
+            graphopt.compile(mlp(), loss=passes.MeanSquaredError(), optimizer=passes.SGD(0.1)), threads=1
+        )
+        libc.fesetround(0x800)
+        for _ in range(3):
+            executor.step(x=np.ones((2, 4), np.float32), target=np.zeros((2, 3), np.float32))
+        seen.append((libc.fegetround(), denormal()))
+        with Flushing():
+            executor.step(x=np.ones((2, 4), np.float32), target=np.zeros((2, 3), np.float32))
+            seen.append((libc.fegetround(), denormal()))
+
+    thread = threading.Thread(target=rounded_upward)
+    thread.start()
+    thread.join()
+    assert seen == [(0x800, True), (0x800, False)]
 
 
 @pytest.mark.slow

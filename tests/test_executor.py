@@ -344,11 +344,13 @@ else:
     ],
 )
 def test_data_that_does_not_fit_is_refused_before_anything_runs(executor, feeds, message):
-    before = executor.state
-    with pytest.raises(graphopt.GraphoptError, match=message):
-        executor.step(feeds)
-    for name, value in executor.state.items():
-        np.testing.assert_array_equal(value, before[name])
+    for _ in range(2):  # before the first step, and after it
+        before = executor.state
+        with pytest.raises(graphopt.GraphoptError, match=message):
+            executor.step(feeds)
+        for name, value in executor.state.items():
+            np.testing.assert_array_equal(value, before[name])
+        executor.step(x=X, target=T)
 
 
 @pytest.mark.parametrize("policy", ["raise", "warn", "skip"])

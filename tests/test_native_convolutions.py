@@ -17,6 +17,7 @@ from graphopt.runtime.device import Device
 from graphopt.runtime.session import Session
 from graphopt.targets.native import toolchain
 from graphopt.targets.native.lowering import lower_to_kernels, plan
+from graphopt.targets.native.precision import obstacle
 
 pytestmark = pytest.mark.skipif(toolchain.compiler() is None, reason="needs a C compiler")
 
@@ -171,6 +172,31 @@ def test_random_convolutions_are_the_runtimes(random_convolutions):
             assert_close(found[1], plain.compute_arrays(feeds))
         for name, values in found[1].items():
             assert np.array_equal(values, found[2][name]), name
+
+
+@pytest.mark.parametrize(("precision", "bound"), [("high", 6e-5), ("medium", 3e-2)])
+@pytest.mark.slow
+def test_random_convolutions_of_bfloat16_numbers(random_convolutions, precision, bound):
+    """Errors are roundings of operands; large enough convolutions run in tiles, on each of several threads alike."""
+    if (reason := obstacle(precision)) is not None:
+        pytest.skip(reason)
+    graph, weights, shapes = random_convolutions
+    rng = np.random.default_rng(1)
+    lowered = {threads: lower_to_kernels(graph, PLAIN, threads, precision=precision) for threads in (1, 2)}
+    sessions = {threads: session(graph, threads, found) for threads, found in lowered.items()}
+    plain, in_tiles = session(graph, 1), 0
+    for batch in 0, 1, 6:
+        feeds = weights | {
+            name: rng.standard_normal([batch, *shape]).astype(np.float32) for name, shape in shapes.items()
+        }
+        found = {threads: each.compute_arrays(feeds) for threads, each in sessions.items()}
+        for name, values in plain.compute_arrays(feeds).items() if batch else ():
+            error = np.abs(found[1][name] - values).max(initial=0) / values.std()
+            assert error < bound, (name, error)
+            in_tiles += error > 3e-6
+        for name, values in found[1].items():
+            assert np.array_equal(values, found[2][name]), name
+    assert in_tiles > 20
 
 
 @pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="needs an x86 processor")

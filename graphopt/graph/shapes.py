@@ -125,7 +125,7 @@ def infer_anew(model: ir.Model) -> None:
         forget()
         name_dimensions(model.graph.inputs, _new_names(model))
         with contextlib.suppress(*INFERENCE_ERRORS):
-            _take_types(model.graph, onnx.shape_inference.infer_shapes(without_weights(model)))
+            _take_types(model.graph, onnx.shape_inference.infer_shapes(without_weights(model)).graph)
     for x, kind in declared.items():
         x.type = x.type or kind
 
@@ -169,7 +169,7 @@ def check_expanded(model: ir.Model) -> bool:
         typed = onnx.shape_inference.infer_shapes(without_weights(probe))
     except INFERENCE_ERRORS as error:
         raise GraphoptError(f"cannot infer the model's shapes: {line(error)}") from error
-    _take_types(probe.graph, typed)
+    _take_types(probe.graph, typed.graph)
     if any(node.op_type in GROWING and not is_static(node.outputs[0]) for node in probe.graph.all_nodes()):
         fold_integers(probe)
     check_constants(probe)
@@ -204,14 +204,22 @@ def _infer_all(model: ir.Model, propagate: bool) -> None:
             typed = _inferred(proto, data_prop=False)
         except INFERENCE_ERRORS as error:
             raise GraphoptError(f"cannot infer the model's shapes: {line(error)}") from error
-    _take_types(model.graph, typed)
+    _take_types(model.graph, typed.graph)
 
 
-def _take_types(graph: ir.Graph, typed: onnx.ModelProto) -> None:
+def _take_types(graph: ir.Graph, typed: onnx.GraphProto) -> None:
     """Copy types and shapes to a graph and its bodies from the values of the same names in a typed copy."""
-    for value, inferred in pairs(graph, ir.from_proto(typed).graph):
-        if inferred.type is not None:
-            value.type, value.shape = inferred.type, value.shape if inferred.shape is None else inferred.shape
+    named = {x.name: x.type for x in (*typed.input, *typed.value_info, *typed.output)}
+    for value in [*graph.inputs, *(y for node in graph for y in node.outputs)]:
+        found = named.get(value.name or "")
+        if found is not None and (kind := ir.serde.deserialize_type_proto_for_type(found)) is not None:
+            shape = ir.serde.deserialize_type_proto_for_shape(found)
+            value.type, value.shape = kind, value.shape if shape is None else shape
+    for node, twin in zip(graph, typed.node, strict=True):
+        if bodies := subgraphs(node):
+            typed_bodies = [x.g for x in twin.attribute if x.type == onnx.AttributeProto.GRAPH]
+            for body, typed_body in zip(bodies, typed_bodies, strict=True):
+                _take_types(body, typed_body)
 
 
 def pairs(graph: ir.Graph, typed: ir.Graph) -> Pairs:

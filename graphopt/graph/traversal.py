@@ -21,15 +21,17 @@ def extracted_between(graph: ir.Graph, inputs: Sequence[ir.Value], outputs: Sequ
 
 def subgraphs(node: ir.Node) -> list[ir.Graph]:
     """Return the subgraphs of a node: the branches of an If, or the body of a loop."""
-    attributes = node.attributes.values()
-    return [x.as_graph() for x in attributes if x.type == ir.AttributeType.GRAPH]
+    attributes = node.attributes.data.values()  # of the dictionary inside, which is faster
+    return [x.as_graph() for x in attributes if x.type is ir.AttributeType.GRAPH]
 
 
 def captured(node: ir.Node) -> list[ir.Value]:
     """Return the outer values that a node's subgraphs use."""
+    graphs = subgraphs(node)
+    if not graphs:
+        return []
     inside: set[ir.Value] = set()
     used: dict[ir.Value, None] = {}
-    graphs = subgraphs(node)
     for graph in graphs:
         inside.update(graph.inputs, graph.initializers.values())
         for inner in graph:

@@ -22,6 +22,8 @@ from graphopt.intervals import check_types
 from graphopt.runtime.arena import share_arena
 from graphopt.runtime.denormals import Flushing, supported
 from graphopt.runtime.webgpu import CAPTURES, LOCK, WEBGPU, copier, entry_of, no_adapter, plugin_device
+from graphopt.targets.native.precision import PIECES, MatmulPrecision
+from graphopt.targets.native.precision import UNITS as PRODUCT_UNITS
 from graphopt.targets.target import AUTO, NATIVE, ONNXRUNTIME, Target, target_of
 
 if TYPE_CHECKING:
@@ -43,8 +45,8 @@ NATIVE_VARIABLE, VERIFY = "GRAPHOPT_NATIVE", "GRAPHOPT_VERIFY"  # of the environ
 # Integer kernels in place of float ones between quantized weights, which round otherwise than the graph does. Moving a
 # DequantizeLinear over a Reshape makes some graphs invalid (onnxruntime 1.32).
 AS_WRITTEN = {"session.disable_quant_qdq": "1", "session.qdq_matmulnbits_accuracy_level": "1"}
-# As on the CPU: float32 products in float32, and no search for the fastest convolution at each new shape.
-_CUDA_OPTIONS = {"use_tf32": 0, "cudnn_conv_algo_search": "HEURISTIC"}
+# As on the CPU, no search for the fastest convolution at each new shape.
+_CUDA_OPTIONS = {"cudnn_conv_algo_search": "HEURISTIC"}
 PLACEMENT = "session.record_ep_graph_assignment_info"
 
 
@@ -80,6 +82,12 @@ class DeviceOptions(metaclass=Checked):
         target: what steps are lowered for: `native` and `onnxruntime` are as `native=True` and `native=False`,
             `plain` runs the graph as it is, and a `graphopt.Target` has passes of its own. `auto` takes the option
             `native`.
+        matmul_precision: the precision in which matrix products, convolutions, attention and recurrent layers multiply
+            float32 numbers; sums are float32, and so is all else. `highest` multiplies float32 numbers. `high` takes
+            each as the sum of two bfloat16 numbers and leaves out the product of the smaller ones: results differ by
+            about 1e-5. `medium` rounds them to bfloat16: about 1e-2. On CPUs, both need kernels (`native`) and a
+            processor with AMX, or for `medium` one by AMD with AVX-512 BF16; elsewhere `highest` runs, and a warning
+            says so. On CUDA, both set `use_tf32`, as in PyTorch.
         verify: compare the first step of each form that was rewritten for speed (fused, kernels, in place, several
             steps per call) with the plain step, once per form on a machine. If they differ by more than rounding, the
             plain step runs and a warning names a reproducer. True compares each time and raises an error, False does
@@ -101,6 +109,7 @@ class DeviceOptions(metaclass=Checked):
     flush_denormals: bool = True
     native: bool | Literal["auto"] | None = None
     target: str | Target = AUTO
+    matmul_precision: MatmulPrecision = "highest"
     verify: bool | Literal["auto"] | None = None
     session_options: Mapping[str, Any] | None = None
     custom_ops: Sequence[str | Path] | None = None
@@ -143,6 +152,10 @@ class Device(DeviceOptions):
             least = "1 or more, or None for the runtime's choice"
             expected = least if self.threads < 1 else f"at most {MOST_THREADS:,}"
             raise GraphoptError(f"threads: expected {expected}, found {self.threads}")
+        if self.matmul_precision not in PIECES:
+            raise GraphoptError(
+                f"matmul_precision: expected {', '.join(PIECES)}, found {self.matmul_precision!r}"
+            )
         if self.frozen not in _FROZEN:
             raise GraphoptError(f"frozen: expected {', '.join(_FROZEN)}, found {self.frozen!r}")
         keep("index", int(index or 0))
@@ -215,10 +228,17 @@ class Device(DeviceOptions):
         """Return whether ONNX Runtime's own CPU kernels compute."""
         return self.execution_provider == CPU
 
-    @property
-    def rounds_products(self) -> bool:
-        """Return whether products of float32 numbers are computed in TF32, with 10 bits."""
-        return self.kind == "cuda" and str((self.provider_options or {}).get("use_tf32", 0)) != "0"
+    @functools.cached_property
+    def product_unit(self) -> float | None:
+        """Return the rounding of operands in products of float32 numbers; None if these are not rounded."""
+        if self.kind == "cuda":
+            return None if self._cuda_options()["use_tf32"] in (0, "0") else 2.0**-10
+        return PRODUCT_UNITS.get(self.matmul_precision) if self.on_cpu else None
+
+    def _cuda_options(self) -> dict[str, Any]:
+        """Return the options of the CUDA provider."""
+        rounds = {"use_tf32": int(self.matmul_precision != "highest")}
+        return {**_CUDA_OPTIONS, **rounds, **(self.provider_options or {})}
 
     @property
     def trains(self) -> bool:
@@ -231,7 +251,7 @@ class Device(DeviceOptions):
             return [] if self.plugin is not None else [WEBGPU, CPU]
         chosen: dict[str, Any] = {}
         if self.kind == "cuda":
-            chosen |= {"device_id": self.index, **_CUDA_OPTIONS}
+            chosen |= {"device_id": self.index, **self._cuda_options()}
         if self.threads and self.execution_provider in THREADS:
             chosen[THREADS[self.execution_provider]] = self.threads
         if captures:

@@ -94,6 +94,8 @@ def fed_by(
     Raises:
         GraphoptError: they have no names.
     """
+    if type(data) is dict and not (more or named):
+        return data
     if data is not None and (more or not isinstance(data, Mapping)):
         names = ", ".join(f"{name!r}: ..." for name in executor.inputs)
         raise GraphoptError(
@@ -189,7 +191,25 @@ class Executor(ExecutorState):
             return self._rounds.step(feeds, self._train if rows_of(feeds) else self._pass)
 
     def _train(self, feeds: Mapping[str, Tensor]) -> Reported:
-        """Check tensors that differ in shape or type from the last ones, and run one step."""
+        """Run one step, and keep its new state if it is finite."""
+        buffers, runner = self._buffers, self._runner
+        form = runner.filled(feeds)
+        if form is None:
+            feeds = self._fed(feeds)
+        if self._signature.labels:
+            self._signature.check_labels(feeds)
+        if form is None:
+            reported, is_finite = runner.step(buffers.current, feeds), runner.state_is_finite
+        else:
+            reported, is_finite = form.call(buffers.current, {}), form.state_is_finite
+        wrong = buffers.not_finite(reported, checked=is_finite)
+        if wrong is None or self._keeps(wrong, reported):
+            buffers.swap()
+            buffers.batches += 1
+        return reported
+
+    def _fed(self, feeds: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Set hyperparameters, check tensors unless they are like the last ones, and return the tensors."""
         if self._checked != description(feeds):
             fed, feeds = self._split(feeds)
             if self._checked != (facts := description(feeds)):
@@ -198,12 +218,7 @@ class Executor(ExecutorState):
                 self._runner.check(feeds)
                 self._checked = facts
             self.set_hyperparameters(**fed)
-        self._signature.check_labels(feeds)
-        reported = self._runner.step(self._buffers.current, feeds)
-        if self._accept(reported):
-            self._buffers.swap()
-            self._buffers.batches += 1
-        return reported
+        return feeds
 
     def _pass(self, feeds: Mapping[str, Tensor]) -> Reported:
         """Count a batch without rows, which trains nothing."""
@@ -386,11 +401,8 @@ class Executor(ExecutorState):
         self._forwards: dict[tuple[str, ...], Session] = {}  # by the names of their outputs
         self._evaluated: dict[tuple[str, ...], Any] = {}  # descriptions of the tensors that were checked last
 
-    def _accept(self, reported: Reported) -> bool:
-        """Return whether to keep the state after a step; raise an error or warn if it is not finite."""
-        wrong = self._buffers.not_finite(reported, checked=self._runner.state_is_finite)
-        if wrong is None:
-            return True
+    def _keeps(self, wrong: str, reported: Reported) -> bool:
+        """Return whether to keep the state after a step that is not finite; raise an error, or warn."""
         changed = ", and the state has changed in place" if self.in_place else ""
         message, chosen = f"step {self.batches}: {wrong}{changed}", self.options.on_nonfinite
         if chosen == "raise":

@@ -28,6 +28,7 @@ from graphopt.runtime.state_buffers import StateBuffers
 from graphopt.runtime.tensors import Tensor, overwrite
 from graphopt.runtime.translation import Mistranslated, Translation, read_note, write_note
 from graphopt.targets.native.lowering import lower_to_kernels
+from graphopt.targets.native.precision import obstacle
 from graphopt.targets.packing import pack_numbers
 from graphopt.targets.target import ONNXRUNTIME
 
@@ -72,6 +73,7 @@ class StepForms:
         self._digest: str | None = None
         self._is_low = placement_of(device, model) == "low"  # to measure steps would take minutes
         self.is_settled = False
+        self._warn_of_precision()
         lowered = None if options.native is False else self._lowered()
         measures = device.native == "auto" and options.native is None
         settled = device.deterministic or options.in_place or self._is_low
@@ -168,6 +170,12 @@ class StepForms:
             model = with_shapes(unrolled(model), self._shapes)
         return BoundSession(self._device, model, self._buffers, options, name, packed=packed, **kernels)
 
+    def _warn_of_precision(self) -> None:
+        """Warn if the processor lacks instructions for the precision of products."""
+        reason = obstacle(self._device.matmul_precision) if self._device.on_cpu else None
+        if reason is not None:
+            warnings.warn(f"matmul_precision: {reason}; products run as 'highest'", stacklevel=2)
+
     def _lowered(self) -> BoundSession | None:
         """Lower the graph and open its session; return None if the graph is to run as it is."""
         native, options, model = self._device.native, self._options, self._model
@@ -179,7 +187,10 @@ class StepForms:
         if native == "auto" and (not is_large or any(dtype in HALVES for dtype in types)):
             return None
         try:
-            lowered = lower_to_kernels(model, threads=self._device.threads, in_place=options.in_place)
+            precision = self._device.matmul_precision
+            lowered = lower_to_kernels(
+                model, threads=self._device.threads, in_place=options.in_place, precision=precision
+            )
             if lowered is None:
                 return None
             self._digest = lowered.digest

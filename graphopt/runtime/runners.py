@@ -41,6 +41,13 @@ class Runner(Protocol):
             GraphoptError: a tensor is missing, is unknown, or has the wrong type or shape. Nothing has changed.
         """
 
+    def filled(self, feeds: Mapping[str, Any]) -> BoundSession | None:
+        """Copy small arrays, like those of the latest step, into its inputs; return the session that is to run.
+
+        Return None if a tensor is not a small array or not like the latest one. It is then to be checked and fed.
+        """
+        return None
+
     def step(self, source: int, feeds: Mapping[str, Tensor]) -> Reported:
         """Read the state from set `source`, write the other set, and return the reported outputs of checked tensors.
 
@@ -107,6 +114,10 @@ class StepRunner(Runner):
             if key not in self._by_shapes:
                 self._by_shapes[key] = self._opened(shapes)
             self._forms = self._by_shapes[key]
+
+    def filled(self, feeds: Mapping[str, Any]) -> BoundSession | None:
+        forms = self._forms
+        return forms.form if forms is not None and forms.is_settled and forms.form.fill(feeds) else None
 
     def step(self, source: int, feeds: Mapping[str, Tensor]) -> Reported:
         forms = self._forms

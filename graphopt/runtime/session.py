@@ -87,6 +87,9 @@ class Session:
                 )
         except Exception as error:
             raise _refusal(device, model, error) from error
+        # The wrapper in Python takes 0.3 us; without options, the runtime makes new ones for each run, in 0.7 us.
+        self._run, self._options = self.ort._sess.run_with_iobinding, device.ort.RunOptions()
+        self._flushing = device.flushing
         if device.execution_provider not in self.ort.get_providers():
             raise device.not_started()
         self._all_inputs = [x.name for x in self.ort.get_inputs()]
@@ -124,15 +127,15 @@ class Session:
         Raises:
             GraphoptError: the runtime fails, or a file of weights has changed.
         """
-        self._check_files()
+        if self._files:
+            self._check_files()
         try:
-            if self.device.kind == "webgpu":
-                with self.device.lock:
-                    self.ort.run_with_iobinding(binding, options)
-            elif self.device.flushing is None:
-                self.ort.run_with_iobinding(binding, options)
+            if self._flushing is not None:
+                self._flushing.call(self._run, binding._iobinding, options or self._options)
+            elif self.device.kind != "webgpu":
+                self._run(binding._iobinding, options or self._options)
             else:
-                with self.device.flushing:
+                with self.device.lock:
                     self.ort.run_with_iobinding(binding, options)
         except RuntimeError as error:
             raise self.stopped(error) from error

@@ -108,7 +108,7 @@ class Signature:
             name_of(x) for x in values if role_of(x) is Role.DATA and not x.uses() and not x.is_graph_output()
         ]
         self._shared = shared_dimensions(values)
-        self._labels = {name_of(x): labels for x in values if (labels := labels_of(x)) is not None}
+        self.labels = {name_of(x): labels for x in values if (labels := labels_of(x)) is not None}
 
     def completed(self, tensors: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return tensors with integers in the type of their input, and with zeros for inputs that nothing reads."""
@@ -162,7 +162,7 @@ class Signature:
 
     def check_labels(self, tensors: Mapping[str, Tensor]) -> None:
         """Raise an error if labels in host memory are invalid for the loss."""
-        for name, labels in self._labels.items():
+        for name, labels in self.labels.items():
             array = on_host(self._device, tensors[name]) if name in tensors else None
             if array is not None and not labels.fit(array):
                 label = array[labels.wrong(array)][0]

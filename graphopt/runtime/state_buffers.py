@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from math import isfinite
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -52,7 +52,7 @@ class StateBuffers:
         self.infinite = set() if device.kind == "cpu" else not_finite(state)
         first, memory = buffers(device, state, allocate)
         self.sets = (first, first)
-        self._are_finite = [[_finite_check(device, first, memory)]] * 2  # of all numbers in each set
+        self._are_finite = [_finite_check(device, first, memory)] * 2  # of all numbers in each set
         self.updated = {state_of(y) for y in with_role(model, Role.NEXT)} & first.keys()
         self._double({name: array for name, array in state.items() if name in self.updated})
         scaled = LOSS_SCALE in names  # with a loss scale, the step discards gradients that overflow
@@ -67,7 +67,7 @@ class StateBuffers:
         first = self.sets[0]
         second, memory = buffers(self._device, arrays, self.allocate)
         self.sets = (first, first | second)
-        self._are_finite = [self._are_finite[0], [_finite_check(self._device, second, memory)]]
+        self._are_finite = [self._are_finite[0], _finite_check(self._device, second, memory)]
 
     def share(self, names: Collection[str]) -> None:
         """Give state one buffer, which a step reads and writes in place. Bindings from before are for two buffers."""
@@ -75,7 +75,8 @@ class StateBuffers:
         left = {name: x.numpy() for name, x in second.items() if x is not first[name] and name not in names}
         if names and len(left) < sum(x is not first[name] for name, x in second.items()):
             self._double(left)
-            self._are_finite[1] += self._are_finite[0]
+            shared, own = self._are_finite
+            self._are_finite[1] = lambda: shared() and own()
 
     def separate(self) -> None:
         """Give all state that steps update two buffers again. Bindings from before are for one buffer."""
@@ -92,22 +93,22 @@ class StateBuffers:
         Args:
             checked: whether the step itself found the new state to be finite.
         """
-        if "loss" not in reported:
+        loss = reported.get("loss")
+        if loss is None:
             return None
-        loss = reported["loss"]
-        if not (math.isfinite(loss) if isinstance(loss, float) else np.isfinite(loss).all()):
+        if not (isfinite(loss) if isinstance(loss, float) else np.isfinite(loss).all()):
             return f"expected a finite loss, found {loss}"
-        name = None if checked else self.spoiled()
-        if name is None:
+        if checked or self._are_finite[1 - self.current]():
             return None
-        return f"expected finite numbers in state {name!r}, found others, though the loss is finite"
+        name = self.spoiled()
+        return name and f"expected finite numbers in state {name!r}, found others, though the loss is finite"
 
     def spoiled(self) -> str | None:
         """Return the name of a state that the last step has made infinite or NaN, or None.
 
         A state that was already non-finite before the step does not count.
         """
-        if all(are_finite() for are_finite in self._are_finite[1 - self.current]):
+        if self._are_finite[1 - self.current]():
             return None
         before, after = self.sets[self.current], self.sets[1 - self.current]
         for name, value in after.items():
@@ -181,10 +182,13 @@ def _finite_check(device: Device, values: OrtValues, memory: Sequence[np.ndarray
     """
     if device.kind == "cpu":
         parts = [part for flat in memory for part in np.array_split(flat, _parts(flat))]
-        return lambda: all([math.isfinite(np.vdot(part, part)) for part in parts])
+        if len(parts) == 1:
+            (whole,) = parts
+            return lambda: isfinite(np.vdot(whole, whole))
+        return lambda: all([isfinite(np.vdot(part, part)) for part in parts])
     model, floating = _summed(values)
     session = functools.cache(lambda: Session(device, model))  # most steps check their new state themselves
-    return lambda: math.isfinite(session().compute(floating)["total"].numpy())
+    return lambda: isfinite(session().compute(floating)["total"].numpy())
 
 
 def _parts(flat: np.ndarray) -> int:

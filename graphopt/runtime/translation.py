@@ -73,7 +73,7 @@ class Translation:
         compared = {*report, *fixed, *map(next_of, buffers.updated)}
         self._left_out = {name_of(y) for y in plain.graph.outputs} - compared
         types = [y.dtype for node in plain.graph for y in node.outputs if y.dtype is not None]
-        units = UNITS | {ir.DataType.FLOAT: 2.0**-10} if device.rounds_products else UNITS
+        units = UNITS | {ir.DataType.FLOAT: device.product_unit or UNITS[ir.DataType.FLOAT]}
         self._unit = max(units.get(dtype, 2.0**-52) for dtype in types)
 
     @functools.cached_property

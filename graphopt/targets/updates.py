@@ -7,7 +7,7 @@ of the loss, on which all gradients depend linearly.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import onnx_ir as ir
@@ -18,7 +18,6 @@ from graphopt.graph.operators import BILINEAR, JOINTLY_LINEAR, LINEAR_IN_FIRST
 from graphopt.graph.rewriting import interface_kept
 from graphopt.graph.roles import Role, with_role
 from graphopt.graph.simplify import combine_scalar_factors
-from graphopt.graph.traversal import values_read
 from graphopt.graph.values import constant_number, is_number, like, next_of
 from graphopt.targets.scan import hoist_weight_gradients
 
@@ -97,12 +96,12 @@ def fold_rate_into_loss_gradient(model: ir.Model) -> bool:
     following = [y.producer() for y in with_role(model, Role.NEXT) if y.name in names]
     updates = dict(filter(None, map(_rate_and_update, filter(None, following))))
     replaced = False
-    nodes = list(model.graph)
+    places = {node: i for i, node in enumerate(model.graph)}
     with Emitter(model) as op:
-        for i, root in enumerate(nodes):
+        for root in places:
             scalars = [*filter(is_number, root.inputs)] if root.op_type == "Mul" and updates else []
             factor = min(scalars, key=lambda x: constant_number(x) is None, default=None)
-            ends = [] if factor is None else _ends(root.outputs[0], nodes[i + 1 :], updates)
+            ends = [] if factor is None else _ends(root.outputs[0], places, updates)
             rates = {product.inputs[0] for product in ends}
             if factor is None or len(rates) != 1:
                 continue
@@ -135,21 +134,24 @@ def _rate_and_update(node: ir.Node) -> tuple[ir.Node, ir.Node] | None:
     return (product, node) if wide and is_number(product.inputs[0]) else None
 
 
-def _ends(root: ir.Value, nodes: Sequence[ir.Node], updates: Collection[ir.Node]) -> list[ir.Node]:
-    """Return the products of updates if they alone depend on `root`, all linearly; `nodes` follow it in order."""
-    scaled, ends, seen = {root}, [], set()
-    for node in nodes:
-        if not scaled.intersection(values_read(node)):
-            continue
-        seen.add(node)
+def _ends(root: ir.Value, places: Mapping[ir.Node, int], updates: Collection[ir.Node]) -> list[ir.Node]:
+    """Return the products of updates if they alone depend on `root`, all linearly.
+
+    Args:
+        places: the place of each node in the order of the graph.
+    """
+    scaled, ends, waiting = {root}, [], {*root.consumers()}
+    while waiting:
+        node = min(waiting, key=lambda node: places.get(node, -1))
+        waiting.remove(node)
         if node in updates and node.inputs[0] not in scaled:
             ends.append(node)
-        elif _is_linear(node, [x in scaled for x in node.inputs]):
+        elif node in places and _is_linear(node, [x in scaled for x in node.inputs]):
             scaled.update(node.outputs)
+            waiting.update(reader for y in node.outputs for reader in y.consumers())
         else:
             return []
-    whole = all(seen.issuperset(x.consumers()) and not x.is_graph_output() for x in scaled)
-    return ends if whole else []
+    return [] if any(x.is_graph_output() for x in scaled) else ends
 
 
 def _is_linear(node: ir.Node, scaled: Sequence[bool]) -> bool:

@@ -8,6 +8,7 @@ gives), or it is a total: the result of any other reduction, which nothing in th
 from __future__ import annotations
 
 import math
+from collections import ChainMap
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -29,18 +30,20 @@ class Cluster:
     space: Space = field(default_factory=Space)
     axes: dict[ir.Value, Axes] = field(default_factory=dict)  # of the values that the nodes produce
     read: dict[tuple[ir.Node, int], Axes] = field(default_factory=dict)  # of operands, by node and index
+    operands: dict[ir.Value, Axes] = field(default_factory=dict)  # of operands, by value
     columns: frozenset[int] = frozenset()  # that reductions reduce whose results are read inside
     totals: dict[ir.Value, Axes] = field(default_factory=dict)  # the axes of what totals are sums of
 
-    def known(self) -> dict[ir.Value, Axes]:
+    def known(self) -> Mapping[ir.Value, Axes]:
         """Return the axes of all values that the cluster reads or produces."""
-        read = {x: axes for (node, i), axes in self.read.items() if (x := node.inputs[i]) is not None}
-        return read | self.axes
+        return ChainMap(self.axes, self.operands)
 
-    def agrees(self) -> bool:
-        """Return whether what reads a value says of its axes what the node says that produces it."""
-        read = ((node.inputs[i], axes) for (node, i), axes in self.read.items())
-        return all(x is None or self.axes.get(x, axes) == axes for x, axes in read)
+    def agrees(self, node: ir.Node) -> bool:
+        """Return whether what reads a value that a node reads or produces says of its axes what its producer says."""
+        read = [(node, i) for i in range(len(node.inputs))]
+        read += [(use.node, use.idx) for y in node.outputs for use in y.uses()]
+        pairs = ((reader.inputs[i], self.read.get((reader, i))) for reader, i in read)
+        return all(x is None or axes is None or self.axes.get(x, axes) == axes for x, axes in pairs)
 
     def has_sizes(self) -> bool:
         """Return whether what the cluster reads from outside says the size of each of its dimensions."""
@@ -58,15 +61,15 @@ class Cluster:
     def _serves(self, rows: Sequence[int], columns: Sequence[int]) -> bool:
         """Return whether all values vary as they should, if these dimensions are rows and columns."""
         outer, inner = set(rows), set(columns)
-        produced = {y: set(varying(axes)) for y, axes in self.axes.items()}
-        read = [set(varying(axes)) for axes in self.read.values()]
-        summed = [set(varying(axes)) for axes in self.totals.values()]
+        results = {*map(varying, {axes for y, axes in self.axes.items() if y not in self.totals})}
+        others = {*map(varying, {*self.read.values(), *(self.axes[y] for y in self.totals)})}
+        summed = {*map(varying, {*self.totals.values()})}
         return (
             (not self.columns or self.columns == inner)
-            and all(axes >= inner or axes.isdisjoint(inner) for axes in [*produced.values(), *read])
-            and all(axes in (outer | inner, outer, set()) or y in self.totals for y, axes in produced.items())
+            and all(inner.issubset(axes) or inner.isdisjoint(axes) for axes in results | others)
+            and all({*axes} in (outer | inner, outer, set()) for axes in results)
             # without columns of their own, rows may be taken twice
-            and all(axes == outer | inner or (self.columns and axes == outer) for axes in summed)
+            and all({*axes} == outer | inner or (self.columns and {*axes} == outer) for axes in summed)
         )
 
 
@@ -89,7 +92,7 @@ def _grown_from(
     seeds: Sequence[ir.Node], graph: ir.Graph, free: dict[ir.Node, NodeForm], least: int
 ) -> list[Cluster]:
     """Return the clusters that grow from nodes in some order."""
-    reach, clusters = Reach(graph), []
+    reach, clusters = Reach(graph, free), []
     for seed in seeds:
         first = _with(Cluster(), seed, free[seed]) if seed in free else None
         if first is None:
@@ -171,8 +174,9 @@ def _with(cluster: Cluster, node: ir.Node, form: NodeForm) -> Cluster | None:
         return None
     nodes, axes = {**cluster.nodes, node: form}, {**cluster.axes, **placement[1]}
     read = cluster.read | {(node, i): each for i, each in placement[0].items()}
-    grown = Cluster(nodes, space, axes, read, cluster.columns, dict(cluster.totals))
-    if not grown.agrees() or (form.reduced and not _reduce(grown, node, form)):
+    own = {x: each for i, each in placement[0].items() if (x := node.inputs[i]) is not None}
+    grown = Cluster(nodes, space, axes, read, cluster.operands | own, cluster.columns, dict(cluster.totals))
+    if not grown.agrees(node) or (form.reduced and not _reduce(grown, node, form)):
         return None
     return grown if grown.rows() is not None else None
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 import onnx_ir as ir
 
 from graphopt.targets.native.clusters import Cluster
-from graphopt.targets.native.forms import has_sizes, sizes_of
+from graphopt.targets.native.forms import Size, has_sizes, sizes_of
 from graphopt.targets.native.lanes import LaneLoops
 from graphopt.targets.native.library import Kernel, braced
 from graphopt.targets.native.loops import Loops, indented, size_of, stored_type
@@ -81,10 +81,10 @@ def _task(loops: Loops) -> list[str]:
 def _compute(loops: Loops) -> list[str]:
     """Return the function that ONNX Runtime calls: it checks shapes, makes outputs and starts tasks."""
     numbers = loops.numbers
-    symbols: dict[str, str] = {}
+    symbols: dict[Size, str] = {}
     lines = ["args_@ arguments, *a = &arguments;"]
     for i, x in enumerate(numbers.inputs):
-        lines += _input(i, x, symbols)
+        lines += _input(i, x, symbols, numbers.fixed)
     lines += _extents(loops, symbols)
     for i, y in enumerate(numbers.outputs):
         sizes = ["1" if d is None else numbers.size(d) for d in numbers.cluster.axes[y]]
@@ -103,12 +103,12 @@ def _compute(loops: Loops) -> list[str]:
     return ["static OrtStatus *compute_@(Context *context) {", *indented([*lines, "return NULL;"]), "}", ""]
 
 
-def _extents(loops: Loops, symbols: Mapping[str, str]) -> list[str]:
+def _extents(loops: Loops, symbols: Mapping[Size, str]) -> list[str]:
     """Return the statements that set the numbers of rows, columns and tasks."""
     numbers = loops.numbers
     lines = []
     for i, size in enumerate(numbers.cluster.space.sizes.values()):
-        lines.append(f"a->n{i} = {size if isinstance(size, int) else symbols[size]};")
+        lines.append(f"a->n{i} = {symbols.get(size, size)};")
     lines.append(f"a->rows = {numbers.product(numbers.rows)};")
     lines.append(f"a->columns = {numbers.product(numbers.columns)};")
     lines.append(f"a->tasks = (a->rows * a->columns + {_GRAIN - 1}) / {_GRAIN};")
@@ -120,8 +120,8 @@ def _extents(loops: Loops, symbols: Mapping[str, str]) -> list[str]:
     return lines
 
 
-def _input(i: int, x: ir.Value, symbols: dict[str, str]) -> list[str]:
-    """Return the statements that read an input and check its shape; note the names of sizes."""
+def _input(i: int, x: ir.Value, symbols: dict[Size, str], fixed: Collection[Size]) -> list[str]:
+    """Return the statements that read an input and check its shape; note where sizes come from that are not fixed."""
     sizes = sizes_of(x)
     lines = [
         f"int64_t d{i}[{max(len(sizes), 1)}];",
@@ -130,7 +130,7 @@ def _input(i: int, x: ir.Value, symbols: dict[str, str]) -> list[str]:
     unlike = []
     for p, size in enumerate(sizes):
         actual = f"d{i}[{p}]"
-        expected = str(size) if isinstance(size, int) else symbols.setdefault(size, actual)
+        expected = str(size) if size == 1 or size in fixed else symbols.setdefault(size, actual)
         if expected != actual:
             unlike.append(f"{actual} != {expected}")
     return [*lines, f"if ({' || '.join(unlike)}) return unlike();"] if unlike else lines

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import functools
-import math
 
 from graphopt.targets.native.loops import Loops, VectorLoop, indented
 from graphopt.targets.native.numbers import ALL, ELEMENT, ROW, Scalar, Store, TaskTotal
 from graphopt.targets.native.operators import REDUCTIONS
 
 _LANES = 16
-_MOST_COLUMNS = 31  # with 32 and more, vectors along the rows are faster
 _BY_ROW, _BY_COLUMN = "l * columns + j", f"j * {_LANES} + l"
 
 
@@ -25,13 +23,11 @@ class LaneLoops(Loops):
     def fits(self) -> bool:
         """Return whether rows are reduced, are short, and are all or none of what each value has."""
         numbers = self.numbers
-        sizes = [numbers.cluster.space.sizes[d] for d in numbers.columns]
-        count = math.prod(size if isinstance(size, int) else _MOST_COLUMNS + 1 for size in sizes)
         axes = [axes for _, axes in numbers.read] + [x.axes for x in numbers.stores]
         rows = set(numbers.rows)
         return (
             numbers.reduces_rows
-            and count <= _MOST_COLUMNS
+            and bool(numbers.fixed)
             and all(self.has_whole_rows(each) or rows.isdisjoint(each) for each in axes)
             and all(rows.isdisjoint(total.axes) for total in numbers.totals)
         )

@@ -73,11 +73,12 @@ class Kernel:
 Replacement = tuple[Kernel, Sequence[ir.Node]]  # a kernel, and the nodes that it replaces
 
 
-def source(kernels: Sequence[Kernel], threads: int) -> str:
+def source(kernels: Sequence[Kernel], threads: int, pieces: int = 0) -> str:
     """Return the C source of a library that registers kernels with a session.
 
     Args:
         threads: the number of threads among which matrix products are split.
+        pieces: how many bfloat16 numbers stand for a number of their operands; 0 keeps float32.
     """
     unique = {kernel.name: kernel for kernel in kernels}
     ordered = [unique[name] for name in sorted(unique)]
@@ -87,7 +88,9 @@ def source(kernels: Sequence[Kernel], threads: int) -> str:
     entries = "".join(
         f"    KERNEL({x.name}, types_{x.name}, {len(x.inputs)}, {len(x.outputs)}),\n" for x in ordered
     )
-    begin = f"    begin_products(base->GetApi(API_VERSION), {threads});\n" if _CALLS in headers else ""
+    begin = (
+        f"    begin_products(base->GetApi(API_VERSION), {threads}, {pieces});\n" if _CALLS in headers else ""
+    )
     begin += f"    scan_threads = {threads};\n" if "scan.h" in headers else ""
     return f"""{_LIMITS}{includes}
 

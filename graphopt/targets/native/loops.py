@@ -26,7 +26,6 @@ from graphopt.targets.native.operators import REDUCTIONS, STORED_TYPES
 from graphopt.targets.native.space import Axes
 
 
-
 def stored_type(x: ir.Value) -> str:
     """Return the C type of a value's elements in memory."""
     return STORED_TYPES[dtype_of(x)]
@@ -125,7 +124,8 @@ class Loops:
         lines = [f"const int64_t columns = {self.numbers.product(self.numbers.columns)};"]
         lines += [f"{x.ctype} *restrict s_{x.name} = allocate(sizeof({x.ctype}) * columns);" for x in scratch]
         lines += [*self._before_rows(), *self._totals_start()]
-        lines += ["for (int64_t r = row0; r < row1; r++) {", *indented(self._row()), "}"]
+        row = [*self._row(), *self._next_row()]
+        lines += [*self._first_row(), "for (int64_t r = row0; r < row1; r++) {", *indented(row), "}"]
         lines += [f"free(s_{x.name});" for x in scratch]
         lines += ["end_far_stores();"] if self.far else []
         return [self._signature(), *indented(lines), "}", ""]
@@ -161,7 +161,7 @@ class Loops:
     def _row(self) -> list[str]:
         """Return what is computed of each row: what it reads, its loops and its own numbers by turns, its results."""
         numbers = self.numbers
-        lines = self._row_indices()
+        lines = []
         for (x, axes), number in numbers.read.items():
             if number.extent is ELEMENT:
                 lines.append(f"const {self._pointer(x, axes, f'p_{number.name}')}")
@@ -197,16 +197,28 @@ class Loops:
         """Return the declaration of a pointer to a row's first element of an input or output."""
         return f"{stored_type(x)} *{name} = a->{self.names[x]} + {self.offset(axes)};"
 
-    def _row_indices(self) -> list[str]:
-        """Return the declarations of a row's indices along the dimensions that some value lacks."""
+    def _row_indices(self) -> list[int]:
+        """Return the dimensions of rows along which indices are counted: from the first that some value lacks."""
         rows, axes = self.numbers.rows, [axes for _, axes in self.numbers.read]
         axes += [x.axes for x in self.numbers.stores] + [x.axes for x in self.numbers.totals]
-        needed = {d for each in axes if not self.has_whole_rows(each) for d in each if d in rows}
+        needed = [rows.index(d) for each in axes if not self.has_whole_rows(each) for d in each if d in rows]
+        return [*range(min(needed, default=len(rows)), len(rows))]
+
+    def _first_row(self) -> list[str]:
+        """Return the declarations of the first row's indices."""
+        rows, size = self.numbers.rows, self.numbers.size
+        strides = {i: self.numbers.product(rows[i + 1 :]) for i in self._row_indices()}
         return [
-            f"const int64_t i{i} = r / ({self.numbers.product(rows[i + 1 :])}) % {self.numbers.size(d)};"
-            for i, d in enumerate(rows)
-            if d in needed
+            f"int64_t i{i} = row0 / AT_LEAST_1({stride}) % AT_LEAST_1({size(rows[i])});"
+            for i, stride in strides.items()
         ]
+
+    def _next_row(self) -> list[str]:
+        """Return the statement that goes on to the next row's indices."""
+        step = ""
+        for i in self._row_indices():
+            step = f"if (++i{i} == {self.numbers.size(self.numbers.rows[i])}) {{ i{i} = 0; {step} }}"
+        return [step] if step else []
 
     def has_whole_rows(self, axes: Axes) -> bool:
         return [d for d in axes if d in self.numbers.rows] == self.numbers.rows

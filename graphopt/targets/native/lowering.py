@@ -25,6 +25,7 @@ from graphopt.targets.native.forms import NodeForms, is_well_formed
 from graphopt.targets.native.kernels import cluster_kernel, has_large_outputs
 from graphopt.targets.native.library import Kernel, Replacement, parts, source
 from graphopt.targets.native.new_state import add_state_check, write_in_place
+from graphopt.targets.native.precision import pieces_for
 from graphopt.targets.native.products import product_kernel
 from graphopt.targets.native.scans import bodies, move_into_bodies, note_rows, scan_kernel
 from graphopt.targets.native.sizes import read_shapes_early, unify_sizes
@@ -61,7 +62,12 @@ class Lowered:
 
 
 def lower_to_kernels(
-    model: ir.Model, without: Sequence[str] = (), threads: int | None = None, *, in_place: bool = False
+    model: ir.Model,
+    without: Sequence[str] = (),
+    threads: int | None = None,
+    *,
+    in_place: bool = False,
+    precision: str = "highest",
 ) -> Lowered | None:
     """Return a copy of a graph with kernels in place of nodes; None if nothing changes.
 
@@ -71,6 +77,8 @@ def lower_to_kernels(
         without: the lowerings to leave out, by name.
         threads: the number of threads of a session; by default, one for each processor.
         in_place: let kernels write the new state over the old one.
+        precision: of matrix products and convolutions: `highest`, `high` or `medium`. Without instructions for it, it
+            is `highest`.
 
     Raises:
         GraphoptError: there is no compiler, it fails, or the cache folder cannot be written to.
@@ -78,8 +86,9 @@ def lower_to_kernels(
     if set(KERNEL_KINDS) <= set(without):
         return None
     threads = threads or os.cpu_count() or 1
+    pieces = pieces_for(precision)
     content, weights = skeleton(model)
-    digest = digest_of(content.hex(), str([*sorted(without), threads, in_place]), own_version())
+    digest = digest_of(content.hex(), str([*sorted(without), threads, in_place, pieces]), own_version())
     try:
         if (kept := _kept(digest, weights)) is not None:
             return kept
@@ -88,7 +97,7 @@ def lower_to_kernels(
             return None
         shared, variants = write_in_place(result.model, result.calls) if in_place else ([], [])
         kernels = [*result.kernels, *variants]
-        library = build(source(kernels, threads), parts(kernels))
+        library = build(source(kernels, threads, pieces), parts(kernels))
         content, _ = skeleton(result.model)
         note = {"library": library.name, "check": result.check, "shared": shared}
         write_cached(f"{digest}.onnx", content)
@@ -140,9 +149,14 @@ def place_kernels(model: ir.Model, without: Sequence[str] = ()) -> Plan:
             if kind in lowerings:
                 _lower_nodes(result, kind, graph, functools.partial(kernel_of, forms=forms))
         if "kernels" in lowerings:
+            places = {node: i for i, node in enumerate(graph)}
             for cluster in find_clusters(graph, forms, least=1 if graph in loops else 2):
-                cluster.nodes = {node: cluster.nodes[node] for node in graph if node in cluster.nodes}
-                _replace(result, "kernels", graph, cluster_kernel(cluster, is_large=is_large), list(cluster.nodes))
+                cluster.nodes = {
+                    node: cluster.nodes[node] for node in sorted(cluster.nodes, key=places.__getitem__)
+                }
+                _replace(
+                    result, "kernels", graph, cluster_kernel(cluster, is_large=is_large), list(cluster.nodes)
+                )
             graph.sort()
     for graph in [*reversed(loops), model.graph] if "scans" in lowerings else []:
         _lower_nodes(result, "scans", graph, functools.partial(scan_kernel, forms=forms, calls=result.calls))

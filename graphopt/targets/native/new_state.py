@@ -56,7 +56,7 @@ def write_in_place(model: ir.Model, calls: Mapping[ir.Node, Kernel]) -> tuple[li
         the names of the state that may share a buffer with its next value, and the other kernels that the graph calls.
     """
     inputs = {x.name: x for x in model.graph.inputs}
-    reach = Reach(model.graph)
+    reach = Reach(model.graph, model.graph)
     shared: list[str] = []
     waits: dict[ir.Node, dict[ir.Value, None]] = {}
     for y in with_role(model, Role.NEXT):

@@ -6,6 +6,7 @@ A row is passed over several times if numbers need the sum of the whole row.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -19,6 +20,9 @@ from graphopt.targets.native.forms import NodeForm, NodeKind, ctype_of, number_o
 from graphopt.targets.native.operators import FOLDED, REDUCING, cast, expression, in_type, literal, power
 from graphopt.targets.native.space import Axes, varying
 
+FEW_COLUMNS = (
+    31  # loops over so few are faster if the compiler knows how many; other sizes are not in the code
+)
 _ROUNDED = "(float)(_Float16){0}"  # to a 16-bit float; too large a number becomes infinite
 
 
@@ -75,7 +79,12 @@ class Store:
 
 @dataclass
 class Numbers:
-    """Hold the numbers of a cluster, in an order in which they can be computed."""
+    """Hold the numbers of a cluster, in an order in which they can be computed.
+
+    Attributes:
+        fixed: the sizes that the code of the kernel contains; others come from the shapes of its inputs, so that
+            clusters of other sizes have the same code.
+    """
 
     cluster: Cluster
     all: list[Scalar] = field(default_factory=list)
@@ -87,6 +96,10 @@ class Numbers:
         split = self.cluster.rows()
         assert split is not None
         self.rows, self.columns = self.dimensions[:split], self.dimensions[split:]
+        sizes = self.cluster.space.sizes
+        columns = [size for d in self.columns if isinstance(size := sizes[d], int)]
+        are_known = len(columns) == len(self.columns) and bool(self.rows)
+        self.fixed = {*columns} if are_known and math.prod(columns) <= FEW_COLUMNS else set()
         self._same: dict[tuple[str, str, tuple[Scalar, ...]], Scalar] = {}
         self._of: dict[ir.Value, Scalar] = {}
         for node, form in self.cluster.nodes.items():
@@ -120,9 +133,9 @@ class Numbers:
         return any(x.reduces for x in self.all)
 
     def size(self, dimension: int) -> str:
-        """Return the size of a dimension in C: a number, or a field of the kernel's arguments."""
+        """Return the size of a dimension in C: a number if it is fixed, else a field of the kernel's arguments."""
         size = self.cluster.space.sizes[dimension]
-        return str(size) if isinstance(size, int) else f"a->n{self.dimensions.index(dimension)}"
+        return str(size) if size in self.fixed else f"a->n{self.dimensions.index(dimension)}"
 
     def product(self, dimensions: Sequence[int]) -> str:
         return " * ".join(map(self.size, dimensions)) or "1"

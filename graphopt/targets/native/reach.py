@@ -11,10 +11,15 @@ from graphopt.graph.traversal import dependencies, values_read
 
 
 class Reach:
-    """Keep, for each node, the nodes that lead to it and those that it leads to, as bit masks."""
+    """Keep, for each node, the nodes that lead to it and those that it leads to, as bit masks.
 
-    def __init__(self, graph: ir.Graph) -> None:
+    Args:
+        asked: the nodes that questions are about, until they are made one.
+    """
+
+    def __init__(self, graph: ir.Graph, asked: Iterable[ir.Node]) -> None:
         self._index = {node: i for i, node in enumerate(graph)}
+        self._asked = sum(1 << self._index[node] for node in asked)
         self._before = [mask & ~(1 << i) for i, mask in enumerate(dependencies(graph).values())]
         self._after = [0] * len(self._index)
         for node, i in reversed(self._index.items()):
@@ -38,18 +43,19 @@ class Reach:
         """Make nodes lead to another."""
         i, (inside, before, _) = self._index[node], self._around(nodes)
         before, after = before | inside, self._after[i] | 1 << i
-        for j in _bits(after):
+        for j in _bits(after & self._asked):
             self._before[j] |= before
-        for j in _bits(before):
+        for j in _bits(before & self._asked):
             self._after[j] |= after
 
     def contract(self, nodes: Iterable[ir.Node]) -> None:
         """Make nodes one: whatever leads to one of them leads to all."""
         inside, before, after = self._around(nodes)
-        for i in _bits(before | inside):
-            self._after[i] |= (after | inside) & ~(1 << i)
-        for i in _bits(after | inside):
-            self._before[i] |= (before | inside) & ~(1 << i)
+        self._asked &= ~inside
+        for i in _bits(before & self._asked):
+            self._after[i] |= after | inside
+        for i in _bits(after & self._asked):
+            self._before[i] |= before | inside
 
     def _around(self, nodes: Iterable[ir.Node]) -> tuple[int, int, int]:
         """Return nodes, the others that lead to them, and the others that they lead to."""

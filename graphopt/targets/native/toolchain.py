@@ -99,6 +99,21 @@ def digest_of(*texts: str) -> str:
     return hashlib.sha256("\0".join([*texts, *_environment(_command())]).encode()).hexdigest()[:32]
 
 
+@functools.cache
+def macros() -> frozenset[str]:
+    """Return the names of the macros that the compiler defines for this processor; none without a compiler."""
+    command = compiler()
+    if command is None:
+        return frozenset()
+    listed = subprocess.run(
+        [*command, *FLAGS, "-dM", "-E", "-x", "c", os.devnull],
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+    )
+    return frozenset(words[1] for words in map(str.split, listed.stdout.splitlines()) if len(words) > 1)
+
+
 def _command() -> tuple[str, ...]:
     command = compiler()
     if command is None:

@@ -29,7 +29,8 @@ typedef struct {
     int transposed, biased, relu;
 } ConvolutionForm;
 
-/* Set ONNX Runtime's functions and the number of threads that share a product, before the other calls. */
-void begin_products(const OrtApi *functions, int64_t threads);
+/* Before the other calls, set ONNX Runtime's functions, the number of threads that share a product, and how many bfloat16
+ * numbers stand for a number of its operands; 0 keeps float32. */
+void begin_products(const OrtApi *functions, int64_t threads, int pieces);
 OrtStatus *product(Context *context, const ProductForm *form);
 OrtStatus *convolution(Context *context, const ConvolutionForm *form);

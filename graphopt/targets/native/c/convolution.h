@@ -8,6 +8,7 @@
 #include "depthwise.h"
 #include "direct.h"
 #include "grouped.h"
+#include "tiled.h"
 #include "unfolded.h"
 
 enum {
@@ -39,6 +40,7 @@ static OrtStatus *multiply(Context *context, const Convolution *u, int sums) {
     Bias bias = {.bias = u->bias, .row = 1, .batch = u->filters, .to = &g, .relu = u->relu};
     if (!sums && (u->bias || u->relu)) g.epilogue = add_bias;
     g.user = &bias, g.threads = thread_count, g.parallel_for = run_parallel, g.pool = context;
+    g.pieces = pieces_for(&g, 0);
     g.scratch = borrow(gemm_scratch(&g));
     if (!g.scratch) return out_of_memory();
     for (int64_t c = 0; c < (sums ? u->channels : 1); c++) {
@@ -73,6 +75,7 @@ static OrtStatus *convolve(Context *context, Convolution *u) {
     if (flat && same(u->places, once) && same(u->tap_moves, once) && same(u->sizes, u->taps) &&
         side_by_side(u->taps, u->w_steps) && u->y_image == 1 && !u->bias && !u->relu)
         return multiply(context, u, 1);
+    if (fills_tiles(u)) return convolve_in_tiles(context, u);
     return unfolds(u) ? convolve_unfolded(context, u) : convolve_directly(context, u);
 }
 
@@ -128,7 +131,7 @@ OrtStatus *convolution(Context *context, const ConvolutionForm *form) {
     for (int i = 0; form->transposed && i < axes; i++) strides[missing + i] = form->strides[i];
     int empty = 0; /* a part that no tap reaches */
     for (int i = 0; form->transposed && i < axes; i++) empty = empty || (w[i + 2] < form->strides[i] && !u.bias);
-    if (empty) memset(u.y, 0, (size_t)elements * sizeof(float));
+    if (empty && elements) memset(u.y, 0, (size_t)elements * sizeof(float));
     for (int64_t part = 0; part < product_of(strides); part++) {
         Convolution v = u;
         int64_t rest = part;

@@ -10,11 +10,25 @@ typedef struct {
     int relu;
 } Bias;
 
-enum { MOST_ROWS = 512 }; /* of a product whose operand B is kept in panels between steps */
+enum {
+    MOST_ROWS = 512,        /* of a product whose operand B is kept in panels between steps */
+    KEPT_ROWS = 64,         /* the rows of such a product, as far as its pieces go */
+    LEAST_TERMS = 1 << 16,  /* of a product whose operands are bfloat16 numbers */
+};
 
 static int64_t thread_count;
+static int pieces_of_all;
 
-void begin_products(const OrtApi *functions, int64_t threads) { api = functions, thread_count = threads; }
+void begin_products(const OrtApi *functions, int64_t threads, int pieces) {
+    api = functions, thread_count = threads, pieces_of_all = pieces;
+}
+
+/* Return how many bfloat16 numbers stand for a number of a product's operands: none of a small product, in which most of
+ * a tile would be zeros. What is kept in panels has the same pieces for any number of rows. */
+static int pieces_for(const gemm_product *g, int is_kept) {
+    const int64_t rows = is_kept ? KEPT_ROWS : g->m, least = gemm_min(gemm_min(rows, g->n), g->k);
+    return least >= 16 && rows * g->n * g->k >= LEAST_TERMS ? pieces_of_all : 0;
+}
 
 /* One buffer is kept between calls, so that a step does not ask the system for pages again and again. */
 static _Atomic(size_t *) spare;
@@ -164,6 +178,7 @@ OrtStatus *product(Context *context, const ProductForm *form) {
         g.a_strides.batch[at] = sa[i], g.b_strides.batch[at] = sb[i], g.c_strides.batch[at] = sc[i];
     }
     g.threads = context->ort ? thread_count : 1, g.parallel_for = run_parallel, g.pool = context;
+    g.pieces = pieces_for(&g, context->packed != NULL);
     if (!g.source && turns(&g)) return compute_turned(&g);
     /* B is packed once if it is the same in all calls, or if all products of a call have it and it is transposed. */
     const int common = !g.source && !g.b_strides.batch[0] && !g.b_strides.batch[1];

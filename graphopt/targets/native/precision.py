@@ -1,0 +1,61 @@
+"""Choose the numbers in which kernels multiply: float32, or bfloat16 where the processor has instructions for it."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import platform
+import sys
+from pathlib import Path
+from typing import Literal
+
+from graphopt.targets.native.toolchain import macros
+
+MatmulPrecision = Literal["highest", "high", "medium"]
+# How many bfloat16 numbers stand for a float32 operand of a product; 0 keeps float32.
+PIECES: dict[str, int] = {"highest": 0, "high": 2, "medium": 1}
+UNITS = {"high": 2.0**-16, "medium": 2.0**-8}  # the rounding of an operand
+_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA = 158, 0x1023, 18  # of Linux on x86-64
+
+
+def obstacle(precision: str) -> str | None:
+    """Return why kernels multiply in float32 although a lower precision is allowed; or None."""
+    if precision == "highest":
+        return None
+    found = macros()
+    if "__AMX_BF16__" in found:
+        return None if _may_use_tiles() else "the operating system does not let processes use AMX"
+    if precision == "medium" and "__AVX512BF16__" in found and _is_amd():
+        return None  # twice the rate of float32 there, and no more than that on Intel's processors
+    expected = "AMX" if precision == "high" else "AMX, or AVX-512 BF16 by AMD"
+    return f"expected a processor with {expected}, found one without"
+
+
+@functools.cache
+def _may_use_tiles() -> bool:
+    """Ask Linux, once for all threads of a process, for the registers of AMX; return whether it gives them."""
+    if sys.platform != "linux" or platform.machine() != "x86_64":
+        return False
+    libc = ctypes.CDLL(None, use_errno=True)
+    return libc.syscall(_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA) == 0
+
+
+def described(precision: str) -> str:
+    """Say how kernels multiply on this machine, in one line."""
+    reason = obstacle(precision)
+    if reason is not None:
+        return f"as 'highest', not {precision!r}: {reason}"
+    operands = {0: "float32", 1: "bfloat16", 2: "the sum of two bfloat16 numbers"}
+    return f"as {precision!r}: each number of an operand is {operands[PIECES[precision]]}"
+
+
+def pieces_for(precision: str) -> int:
+    """Return how many bfloat16 numbers stand for a float32 operand on this machine; 0 keeps float32."""
+    return 0 if obstacle(precision) else PIECES[precision]
+
+
+def _is_amd() -> bool:
+    try:
+        return "AuthenticAMD" in Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return False

@@ -1,0 +1,135 @@
+"""The option matmul_precision: kernels that multiply bfloat16 numbers, where the processor has instructions for it."""
+
+import numpy as np
+import onnx
+import pytest
+
+import graphopt
+import passes
+from graphopt.targets.native import precision
+from graphopt.targets.native.toolchain import compiler
+
+BOUNDS = {"high": 2e-5, "medium": 1e-2}  # of errors, in standard deviations of a product of normal numbers
+needs_compiler = pytest.mark.skipif(compiler() is None, reason="no C compiler: install gcc or clang")
+
+
+@pytest.fixture(params=["high", "medium"])
+def allowed(request, monkeypatch):
+    """A precision that this machine has instructions for."""
+    monkeypatch.delenv("GRAPHOPT_NATIVE", raising=False)
+    if (reason := precision.obstacle(request.param)) is not None:
+        pytest.skip(reason)
+    return request.param
+
+
+def network(rng):
+    """Return a perceptron with products of several shapes, from ONNX's own text."""
+    model = onnx.parser.parse_model(
+        """<ir_version: 8, opset_import: ["": 17]>
+        network (float[batch, 70] x) => (float[batch, 33] y) {
+            a = MatMul (x, w0)
+            b = Add (a, b0)
+            c = Tanh (b)
+            y = MatMul (c, w1)
+        }"""
+    )
+    for name, shape in {"w0": (70, 150), "b0": (150,), "w1": (150, 33)}.items():
+        array = (rng.standard_normal(shape) / np.sqrt(shape[0])).astype(np.float32)
+        model.graph.initializer.append(onnx.numpy_helper.from_array(array, name))
+    return model
+
+
+def in_float64(weights, x, target):
+    """Return the loss, and the gradients of the weights, in NumPy."""
+    w0, b0, w1 = (weights[name].astype(np.float64) for name in ("w0", "b0", "w1"))
+    c = np.tanh(x @ w0 + b0)
+    error = c @ w1 - target
+    dy = 2 * error / error.size
+    da = (dy @ w1.T) * (1 - c**2)
+    return np.mean(error**2), {"w0": x.T @ da, "b0": da.sum(0), "w1": c.T @ dy}
+
+
+@needs_compiler
+def test_gradients_are_those_of_numpy_but_for_rounding(allowed) -> None:
+    rng = np.random.default_rng(3)
+    step = graphopt.compile(network(rng), loss=passes.MeanSquaredError(), optimizer=passes.SGD(1.0))
+    executor = graphopt.Executor(step, native=True, verify=True, matmul_precision=allowed)
+    x = rng.standard_normal((96, 70)).astype(np.float32)
+    target = rng.standard_normal((96, 33)).astype(np.float32)
+    before = {name: np.array(value) for name, value in executor.state.items()}
+    loss = executor.step(x=x, target=target)["loss"]
+    expected, gradients = in_float64(before, x, target)
+    assert abs(loss - expected) < BOUNDS[allowed] * expected
+    after, exact = executor.state, graphopt.Executor(step, native=True)
+    exact.step(x=x, target=target)
+    for name, gradient in gradients.items():
+        found = before[name] - np.asarray(after[name])
+        error = np.abs(found - gradient).max() / gradient.std()
+        assert error < 3 * BOUNDS[allowed], (name, error)
+    assert not np.array_equal(after["w0"], exact.state["w0"]), "the precision changes nothing"
+
+
+@needs_compiler
+def test_numbers_do_not_depend_on_threads(allowed) -> None:
+    rng = np.random.default_rng(4)
+    step = graphopt.compile(network(rng), loss=passes.MeanSquaredError(), optimizer=passes.AdamW())
+    x = rng.standard_normal((300, 70)).astype(np.float32)
+    target = rng.standard_normal((300, 33)).astype(np.float32)
+    states = []
+    for threads in 1, 2, 3:
+        executor = graphopt.Executor(step, native=True, threads=threads, matmul_precision=allowed)
+        for _ in range(3):
+            executor.step(x=x, target=target)
+        states.append(executor.state)
+    for other in states[1:]:
+        for name, value in states[0].items():
+            np.testing.assert_array_equal(value, other[name], name)
+
+
+@needs_compiler
+def test_without_instructions_the_highest_precision_runs_and_says_so(monkeypatch) -> None:
+    monkeypatch.setattr(precision, "macros", lambda: frozenset({"__AVX2__"}))
+    step = graphopt.compile(
+        network(np.random.default_rng(5)),
+        loss=passes.MeanSquaredError(),
+        optimizer=passes.SGD(0.1),
+    )
+    feeds = {"x": np.ones((20, 70), np.float32), "target": np.zeros((20, 33), np.float32)}
+    expected = graphopt.Executor(step, native=True)
+    expected.step(feeds)
+    with pytest.warns(
+        UserWarning, match="matmul_precision: expected a processor with AMX, found one without"
+    ):
+        executor = graphopt.Executor(step, native=True, matmul_precision="high")
+    executor.step(feeds)
+    for name, value in expected.state.items():
+        np.testing.assert_array_equal(value, executor.state[name], name)
+    assert precision.described("high").startswith("as 'highest', not 'high': ")
+    assert precision.described("highest") == "as 'highest': each number of an operand is float32"
+
+
+def test_the_operating_system_may_refuse_the_registers(monkeypatch) -> None:
+    monkeypatch.setattr(precision, "macros", lambda: frozenset({"__AMX_BF16__", "__AVX512BF16__"}))
+    monkeypatch.setattr(precision, "_may_use_tiles", lambda: False)
+    assert precision.obstacle("high") == "the operating system does not let processes use AMX"
+    assert precision.pieces_for("high") == 0
+
+
+@pytest.mark.parametrize("amd", [True, False])
+def test_vectors_alone_are_for_medium_and_amd(monkeypatch, amd) -> None:
+    monkeypatch.setattr(precision, "macros", lambda: frozenset({"__AVX512BF16__"}))
+    monkeypatch.setattr(precision, "_is_amd", lambda: amd)
+    assert precision.pieces_for("medium") == (1 if amd else 0)
+    assert precision.pieces_for("high") == 0
+
+
+def test_unknown_precision() -> None:
+    with pytest.raises(graphopt.GraphoptError, match=r"matmul_precision: expected .*found .low"):
+        graphopt.Device("cpu", matmul_precision="low")
+
+
+def test_on_cuda_it_sets_tf32(monkeypatch) -> None:
+    device = graphopt.Device("cpu", matmul_precision="high")
+    object.__setattr__(device, "kind", "cuda")
+    assert device._cuda_options()["use_tf32"] == 1
+    assert device.product_unit == 2.0**-10
