@@ -155,3 +155,24 @@ def test_small_models_have_two_sets():
     executor = graphopt.Executor(step_of(mlp((4, 8, 3))), in_place=True, native="auto")
     executor.run(batches())
     assert not shared(executor)
+
+
+@pytest.mark.slow
+def test_large_state_is_stored_past_the_caches():
+    """Of sizes that no vector divides, on one thread, on two, in place, and as the runtime computes it."""
+    sgd = passes.SGD(0.01, momentum=0.9)
+    step = graphopt.compile(mlp((641, 901, 3)), loss=passes.MeanSquaredError(), optimizer=sgd)
+    assert any("store_far" in kernel.code for kernel in plan(step).kernels)
+    rng = np.random.default_rng(2)
+    batch = {
+        name: rng.standard_normal((7, size)).astype(np.float32) for name, size in (("x", 641), ("target", 3))
+    }
+    executors = [*pair(step, threads=1), graphopt.Executor(step, native=True, threads=2)]
+    plain = graphopt.Executor(step, native=False, threads=1)
+    for _ in range(4):
+        for executor in (*executors, plain):
+            executor.step(batch)
+    assert_same_state(executors[:2])
+    assert_same_state(executors[1:])
+    for name, value in plain.state.items():
+        np.testing.assert_allclose(executors[0].state[name], value, rtol=1e-4, atol=1e-6, err_msg=name)

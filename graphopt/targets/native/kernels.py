@@ -7,25 +7,35 @@ from collections.abc import Collection, Iterator, Mapping
 import onnx_ir as ir
 
 from graphopt.targets.native.clusters import Cluster
-from graphopt.targets.native.forms import Size, sizes_of
+from graphopt.targets.native.forms import Size, has_sizes, sizes_of
 from graphopt.targets.native.lanes import LaneLoops
 from graphopt.targets.native.library import Kernel, braced
-from graphopt.targets.native.loops import Loops, indented, stored_type
+from graphopt.targets.native.loops import Loops, indented, size_of, stored_type
 from graphopt.targets.native.numbers import Numbers, TaskTotal, scheduled
 from graphopt.targets.native.operators import REDUCTIONS
 
 _GRAIN = 16384  # elements of a task
+_LARGE = 2**20  # numbers of all outputs of a graph
 _MOST_TASKS = 16  # of a kernel with totals, of which each task has a part
 
 
-def cluster_kernel(cluster: Cluster) -> Kernel:
-    """Return the kernel of a cluster. In its lines, `@` stands for the kernel's name."""
+def has_large_outputs(graph: ir.Graph) -> bool:
+    """Return whether no cache keeps a graph's outputs, such as the new state, until the next step."""
+    return sum(size_of(y) for y in graph.outputs if has_sizes(y)) >= _LARGE
+
+
+def cluster_kernel(cluster: Cluster, *, is_large: bool = False) -> Kernel:
+    """Return the kernel of a cluster. In its lines, `@` stands for the kernel's name.
+
+    Args:
+        is_large: no cache keeps the graph's outputs until the next step.
+    """
     numbers = Numbers(cluster)
     fields = {x: f"in{i}" for i, x in enumerate(numbers.inputs)}
     fields |= {y: f"out{i}" for i, y in enumerate(numbers.outputs)}
     stages = scheduled(numbers)
     lanes = LaneLoops(numbers, stages, fields)
-    loops = lanes if lanes.fits else Loops(numbers, stages, fields)
+    loops = lanes if lanes.fits else Loops(numbers, stages, fields, is_large)
     lines = [*_arguments(numbers), *loops.function(), *_task(loops), *_compute(loops)]
     facts = {"aligned": tuple(_aligned(loops)), "nodes": len(cluster.nodes)}
     return Kernel.named("k", "\n".join(lines) + "\n", numbers.inputs, numbers.outputs, **facts)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 
 import onnx_ir as ir
 
 from graphopt.graph.values import dtype_of
+from graphopt.targets.native.forms import sizes_of
 from graphopt.targets.native.numbers import (
     ALL,
     ELEMENT,
@@ -27,6 +29,11 @@ from graphopt.targets.native.space import Axes
 def stored_type(x: ir.Value) -> str:
     """Return the C type of a value's elements in memory."""
     return STORED_TYPES[dtype_of(x)]
+
+
+def size_of(y: ir.Value) -> int:
+    """Return the number of a value's elements; 0 if it is not known."""
+    return math.prod(size if isinstance(size, int) else 0 for size in sizes_of(y))
 
 
 def indented(lines: Iterable[str]) -> list[str]:
@@ -93,11 +100,23 @@ class Loops:
     numbers: Numbers
     stages: Stages
     names: dict[ir.Value, str]  # the fields of the kernel's arguments that point to inputs and outputs
+    is_large: bool = False  # no cache keeps the graph's outputs
 
     @property
     def splits_columns(self) -> bool:
         """Return whether a task may compute some of the columns."""
         return bool(self.numbers.dimensions) and not self.numbers.reduces_rows
+
+    @functools.cached_property
+    def far(self) -> list[Store]:
+        """Return the outputs that nothing reads in this step, if no cache keeps the graph's outputs until the next."""
+        if not self.is_large or self.numbers.rows or not self.splits_columns or self.stages.count > 1:
+            return []
+        return [store for store in self.numbers.stores_of(ELEMENT) if self._is_far(store.output)]
+
+    def _is_far(self, y: ir.Value) -> bool:
+        is_read = any(use.node not in self.numbers.cluster.nodes for use in y.uses())
+        return y.is_graph_output() and not is_read and y.dtype == ir.DataType.FLOAT
 
     def function(self) -> list[str]:
         """Return the function `body`; `@` stands for the kernel's name."""
@@ -108,6 +127,7 @@ class Loops:
         row = [*self._row(), *self._next_row()]
         lines += [*self._first_row(), "for (int64_t r = row0; r < row1; r++) {", *indented(row), "}"]
         lines += [f"free(s_{x.name});" for x in scratch]
+        lines += ["end_far_stores();"] if self.far else []
         return [self._signature(), *indented(lines), "}", ""]
 
     def _signature(self) -> str:
@@ -151,10 +171,27 @@ class Loops:
             lines.append(self._pointer(store.output, store.axes, f"q_{self.names[store.output]}"))
         for stage in range(self.stages.count):
             lines += [self._constant(x, "") for x in self.stages.computed(stage, ROW)]
-            lines += self._columns_of(stage).lines()
+            loop = self._columns_of(stage).lines()
+            lines += self._in_blocks(loop) if self.far else loop
         for store in [*numbers.stores_of(ROW), *numbers.stores_of(ALL)]:
             lines.append(f"a->{self.names[store.output]}[{self.offset(store.axes)}] = {store.number.name};")
         return lines
+
+    def _in_blocks(self, loop: list[str]) -> list[str]:
+        """Return the loop over all columns around that over a block of them, whose results are stored at once."""
+        block, stores = [], []
+        for store in self.far:
+            name = self.names[store.output]
+            is_far = ["columns >= LEAST_FAR"]
+            is_far += [f"(void *)a->{name} != a->{self.names[x]}" for x in self.numbers.inputs]
+            block.append(f"{stored_type(store.output)} y_{name}[FAR_BLOCK];")
+            stores.append(f"store_far(q_{name} + j0, y_{name}, j1 - j0, {' && '.join(is_far)});")
+        return [
+            "for (int64_t j0 = column0, j1; j0 < column1; j0 = j1) {",
+            "    j1 = j0 + FAR_BLOCK < column1 ? j0 + FAR_BLOCK : column1;",
+            *indented([*block, *loop, *stores]),
+            "}",
+        ]
 
     def _pointer(self, x: ir.Value, axes: Axes, name: str) -> str:
         """Return the declaration of a pointer to a row's first element of an input or output."""
@@ -220,6 +257,7 @@ class Loops:
 
     def _loop(self, stage: int) -> VectorLoop:
         first, end = ("column0", "column1") if self.splits_columns else ("0", "columns")
+        first, end = ("j0", "j1") if self.far else (first, end)
         head = f"for (int64_t j = {first}; j < {end}; j++)"
         return VectorLoop(head, {ELEMENT}, functools.partial(self._place, stage))
 
@@ -242,6 +280,8 @@ class Loops:
 
     def _output(self, store: Store) -> str:
         """Return where a loop stores a number of an output."""
+        if store in self.far:
+            return f"y_{self.names[store.output]}[j - j0]"
         return f"q_{self.names[store.output]}[j]"
 
     def _reduce_row(self, loop: VectorLoop, how: str, x: Scalar) -> None:

@@ -22,7 +22,7 @@ from graphopt.targets.native.cache import cache_folder, own_version, read_cached
 from graphopt.targets.native.clusters import find_clusters
 from graphopt.targets.native.convolutions import convolution_kernel
 from graphopt.targets.native.forms import NodeForms, is_well_formed
-from graphopt.targets.native.kernels import cluster_kernel
+from graphopt.targets.native.kernels import cluster_kernel, has_large_outputs
 from graphopt.targets.native.library import Kernel, Replacement, objects, parts, source
 from graphopt.targets.native.new_state import add_state_check, write_in_place
 from graphopt.targets.native.precision import pieces_for
@@ -177,6 +177,7 @@ def place_kernels(model: ir.Model, without: Sequence[str] = ()) -> Plan:
         result.check = add_state_check(model, forms)
     if {"kernels", "scans"} <= lowerings:
         move_into_bodies(model.graph, forms)
+    is_large = has_large_outputs(model.graph)
     loops = bodies(model.graph) if "scans" in lowerings else []
     for body in loops:
         note_rows(body, forms)
@@ -190,7 +191,9 @@ def place_kernels(model: ir.Model, without: Sequence[str] = ()) -> Plan:
                 cluster.nodes = {
                     node: cluster.nodes[node] for node in sorted(cluster.nodes, key=places.__getitem__)
                 }
-                _replace(result, "kernels", graph, cluster_kernel(cluster), list(cluster.nodes))
+                _replace(
+                    result, "kernels", graph, cluster_kernel(cluster, is_large=is_large), list(cluster.nodes)
+                )
             graph.sort()
     for graph in [*reversed(loops), model.graph] if "scans" in lowerings else []:
         _lower_nodes(result, "scans", graph, functools.partial(scan_kernel, forms=forms, calls=result.calls))
