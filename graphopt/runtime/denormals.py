@@ -9,7 +9,6 @@ import threading
 from collections.abc import Callable
 from typing import TypeVar
 
-S = TypeVar("S")
 T = TypeVar("T")
 
 FLUSH = 0x8040  # the bits FTZ and DAZ of the register MXCSR: denormal results are 0, and denormal operands count as 0
@@ -36,13 +35,13 @@ class Flushing(threading.local):
         # References that are made once, and attributes that are read at once: a step takes only some microseconds.
         self._modes = libc.fegetmode, libc.fesetmode, ctypes.byref(before), ctypes.byref(flushing)
 
-    def call(self, run: Callable[[S, T], None], binding: S, options: T) -> None:
-        """Call a function of two arguments."""
+    def call(self, function: Callable[..., T], *arguments: object) -> T:
+        """Return what a function returns."""
         get, put, before, flushing = self._modes
         get(before)
         put(flushing)
         try:
-            run(binding, options)
+            return function(*arguments)
         finally:
             put(before)
 

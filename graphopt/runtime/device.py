@@ -56,7 +56,7 @@ class DeviceOptions(metaclass=Checked):
 
     Args:
         threads: the number of threads per operator; by default, the runtime's choice.
-        deterministic: use kernels that return the same numbers in each run.
+        deterministic: use kernels that return the same numbers in each run, and evaluate in one form.
         provider: an execution provider of the installed ONNX Runtime, by its full or short name, such as `openvino`;
             by default, the device's own. Operators without a kernel run on the CPU.
         provider_options: the options of the provider. On CUDA, `use_tf32: 1` rounds products to 10 bits and is faster,
@@ -79,7 +79,8 @@ class DeviceOptions(metaclass=Checked):
             graph as it is without a compiler; a graph of 500 nodes or more also runs as it is while another process
             compiles, unless steps are `deterministic`. Where `frozen` is `low`, as for files from 2 GB, it takes
             kernels without measuring both forms, which would take minutes. True insists; None takes the environment
-            variable GRAPHOPT_NATIVE, or `auto`.
+            variable GRAPHOPT_NATIVE, or `auto`. Evaluations and predictions that take longer than a second run in
+            kernels, too, or with the weights as constants as long as the state stays the same, where that is faster.
         target: what steps are lowered for: `native` and `onnxruntime` are as `native=True` and `native=False`,
             `plain` runs the graph as it is, and a `graphopt.Target` has passes of its own. `auto` takes the option
             `native`.

@@ -15,8 +15,6 @@ import onnx_ir as ir
 from graphopt.arguments import checked
 from graphopt.communicator import SINGLE, Communicator
 from graphopt.errors import GraphoptError, kind_of
-from graphopt.graph import inference
-from graphopt.graph.dequantization import dequantize_late
 from graphopt.graph.loading import Source, load
 from graphopt.graph.roles import FED, Role, with_role
 from graphopt.graph.state import LEARNING_RATE
@@ -24,15 +22,22 @@ from graphopt.graph.values import name_of
 from graphopt.runtime import placement
 from graphopt.runtime.bound_session import Reported, RunnerOptions
 from graphopt.runtime.device import Device
+from graphopt.runtime.evaluation import Evaluation, evaluation_of
 from graphopt.runtime.executor_options import ExecutorOptions, keywords_of
 from graphopt.runtime.executor_state import ExecutorState
 from graphopt.runtime.runners import Batch, Pace, Rounds, Runner, SeveralSteps, StepRunner, alike
 from graphopt.runtime.session import Session
 from graphopt.runtime.signature import InputSpec, Signature, chosen_outputs, description, numbers, reporting
 from graphopt.runtime.state_buffers import StateBuffers
-from graphopt.runtime.tensors import Tensor, check_rows, number_or_array, rows_of, to_ort
+from graphopt.runtime.tensors import Tensor, check_rows, rows_of
 from graphopt.runtime.webgpu import LOCK
-from graphopt.targets.target import target_of
+
+# The outputs that methods compute.
+_COMPUTED = {
+    "evaluate": (Role.LOSS, Role.METRIC, Role.PREDICTION),
+    "losses": (Role.LOSS, Role.METRIC),
+    "predict": (Role.PREDICTION,),
+}
 
 
 @checked()
@@ -96,6 +101,8 @@ def fed_by(
     """
     if type(data) is dict and not (more or named):
         return data
+    if data is None and not more:
+        return named
     if data is not None and (more or not isinstance(data, Mapping)):
         names = ", ".join(f"{name!r}: ..." for name in executor.inputs)
         raise GraphoptError(
@@ -326,9 +333,7 @@ class Executor(ExecutorState):
         Raises:
             GraphoptError: as `step` does.
         """
-        return self._forward(
-            self._of(Role.LOSS, Role.METRIC, Role.PREDICTION), fed_by(self, data, unnamed, named)
-        )
+        return self._forward("evaluate", fed_by(self, data, unnamed, named))
 
     def losses(
         self, data: Mapping[str, Tensor] | None = None, /, *unnamed: object, **named: Tensor
@@ -338,7 +343,7 @@ class Executor(ExecutorState):
         Raises:
             GraphoptError: as `step` does.
         """
-        return self._forward(self._of(Role.LOSS, Role.METRIC), fed_by(self, data, unnamed, named))
+        return self._forward("losses", fed_by(self, data, unnamed, named))
 
     def predict(
         self, data: Mapping[str, Tensor] | None = None, /, *unnamed: object, **named: Tensor
@@ -348,12 +353,7 @@ class Executor(ExecutorState):
         Raises:
             GraphoptError: as `step` does, or the model has no output other than its own loss.
         """
-        outputs = self._of(Role.PREDICTION)
-        if not outputs:
-            raise GraphoptError(
-                "predict: expected an output other than the model's own loss, found none: use evaluate"
-            )
-        return self._forward(outputs, fed_by(self, data, unnamed, named))
+        return self._forward("predict", fed_by(self, data, unnamed, named))
 
     @property
     def learning_rate(self) -> float:
@@ -361,7 +361,7 @@ class Executor(ExecutorState):
         if LEARNING_RATE in self.hyperparameters:
             return float(self.hyperparameters[LEARNING_RATE])
         if LEARNING_RATE in self.outputs:
-            return float(self._forward([LEARNING_RATE], {})[LEARNING_RATE])
+            return float(self._forward(LEARNING_RATE, {})[LEARNING_RATE])
         raise GraphoptError("learning_rate: expected an optimizer in the training graph, found none: add one")
 
     @learning_rate.setter
@@ -398,12 +398,12 @@ class Executor(ExecutorState):
             Pace(1 if alone or (steps is None and not device.on_cpu) else steps),
             insists=device.verify is True,
         )
-        self._forwards: dict[tuple[str, ...], Session] = {}  # by the names of their outputs
-        self._evaluated: dict[tuple[str, ...], Any] = {}  # descriptions of the tensors that were checked last
+        self._evaluations: dict[str, Evaluation] = {}  # by the names of their methods
 
     def _keeps(self, wrong: str, reported: Reported) -> bool:
         """Return whether to keep the state after a step that is not finite; raise an error, or warn."""
         changed = ", and the state has changed in place" if self.in_place else ""
+        self._buffers.version += self.in_place
         message, chosen = f"step {self.batches}: {wrong}{changed}", self.options.on_nonfinite
         if chosen == "raise":
             raise NonFiniteLoss(
@@ -418,34 +418,30 @@ class Executor(ExecutorState):
         tensors = {name: tensor for name, tensor in feeds.items() if name not in fed}
         return fed, dict(self._signature.completed(tensors))
 
-    def _forward(self, names: Sequence[str], feeds: Mapping[str, Any]) -> Reported:
-        """Compute outputs of the graph in its inference form, with the fed hyperparameters."""
+    def _forward(self, call: str, feeds: Mapping[str, Any]) -> Reported:
+        """Compute the outputs of a method in the graph's inference form, with the fed hyperparameters."""
         with self._lock:
-            fed, feeds = self._split(feeds)
-            session, key, facts = self._forward_session(names), tuple(names), description(feeds)
-            if self._evaluated.get(key) != facts:
-                self._signature.check(feeds, session.inputs)
-                self._evaluated[key] = facts
-            self._signature.check_labels(feeds)
-            self.set_hyperparameters(**fed)
-            values = self._buffers.read()
-            for name, accepted in self._signature.accepted.items():
-                if name in session.inputs:
-                    values[name] = to_ort(self._device, feeds[name], accepted.dtype)
-            outputs, as_numpy = session.compute(values), self.options.as_numpy
-            return {
-                name: number_or_array(x.numpy()) if as_numpy or not x.shape() else x
-                for name, x in outputs.items()
-            }
+            evaluation = self._evaluations.get(call) or self._evaluation(call)
+            fed: dict[str, Any] = {}
+            if evaluation.checked != description(feeds):
+                fed, feeds = self._split(feeds)
+                if evaluation.checked != (facts := description(feeds)):
+                    self._signature.check(feeds, evaluation.inputs)
+                    evaluation.expect(facts)
+            if self._signature.labels:
+                self._signature.check_labels(feeds)
+            if fed:
+                self.set_hyperparameters(**fed)
+            return evaluation.compute(feeds)
 
-    def _forward_session(self, names: Sequence[str]) -> Session:
-        """Return the session of the part of the graph that computes outputs; open it on first use."""
-        key = tuple(names)
-        if key not in self._forwards:
-            outputs = {name_of(y): y for y in self._model.graph.outputs}
-            part = inference.extract(self._model, [outputs[name] for name in names])
-            dequantize_late(part)
-            if self._device.kind != "cpu":  # whatever target steps have, the device needs its forms
-                part = target_of(self._device.kind).lower(part)
-            self._forwards[key] = Session(self._device, part)
-        return self._forwards[key]
+    def _evaluation(self, call: str) -> Evaluation:
+        """Open what computes the outputs of a method."""
+        names = [LEARNING_RATE] if call == LEARNING_RATE else self._of(*_COMPUTED[call])
+        if not names:
+            raise GraphoptError(
+                "predict: expected an output other than the model's own loss, found none: use evaluate"
+            )
+        alone = self._rounds is None and self.workers.size == 1
+        chosen = {"as_numpy": self.options.as_numpy, "alone": alone}
+        opened = evaluation_of(self._device, self._model, self._buffers, names, **chosen)
+        return self._evaluations.setdefault(call, opened)

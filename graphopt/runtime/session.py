@@ -196,11 +196,27 @@ class Session:
             raise GraphoptError(
                 f"inputs: expected {', '.join(self.inputs)}, found {', '.join(feeds) or 'none'}"
             )
-        arrays: dict[str, Any] = {name: feeds[name] for name in self.inputs}
-        arrays |= {name: weight.value for name, weight in self._shared.items()}
-        self._check_files()
-        names = self.outputs
-        return dict(zip(names, self.ort.run(names, arrays), strict=True)) if names else {}
+        return dict(zip(self.outputs, self.run({name: feeds[name] for name in self.inputs}), strict=True))
+
+    def run(self, feeds: Mapping[str, Any]) -> list[np.ndarray]:
+        """Run once on arrays for all inputs, and return all outputs in order.
+
+        Raises:
+            GraphoptError: the runtime fails, or a file of weights has changed.
+        """
+        if self._shared:
+            feeds = {**feeds, **{name: weight.value for name, weight in self._shared.items()}}
+        if self._files:
+            self._check_files()
+        if not self.outputs:
+            return []
+        run = self.ort._sess.run
+        try:
+            if self._flushing is None:
+                return run(self.outputs, feeds, self._options)
+            return self._flushing.call(run, self.outputs, feeds, self._options)
+        except RuntimeError as error:
+            raise self.stopped(error) from error
 
 
 def _refusal(device: Device, model: ir.Model, error: Exception) -> GraphoptError:

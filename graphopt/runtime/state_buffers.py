@@ -58,6 +58,7 @@ class StateBuffers:
         scaled = LOSS_SCALE in names  # with a loss scale, the step discards gradients that overflow
         self._may_overflow = {name_of(x) for x in accumulators(model) if scaled and x.name != ACCUMULATED}
         self.current = self.batches = 0  # the set to read, and the number of batches that trained
+        self.version = 0  # a number of the state at hand, which grows when it changes
         fed = {name: array for name, array in initial.items() if name not in names}
         self.fed = {name: buffer(device, array) for name, array in fed.items()}
         self.hyperparameters: dict[str, Any] = {name: number_or_array(array) for name, array in fed.items()}
@@ -86,6 +87,7 @@ class StateBuffers:
     def swap(self) -> None:
         """Make the next step read the set that the last one wrote."""
         self.current ^= 1
+        self.version += 1
 
     def not_finite(self, reported: Mapping[str, Any], *, checked: bool = False) -> str | None:
         """Describe a non-finite loss or state after a step, or return None; without a report of the loss, as well.
@@ -139,6 +141,7 @@ class StateBuffers:
         buffers = self.sets[self.current]
         for name, array in arrays.items():
             overwrite(self._device, buffers[name], np.asarray(array, self._inputs[name].dtype))
+        self.version += 1
 
     def check(self, arrays: Mapping[str, np.ndarray]) -> None:
         """Raise an error unless arrays are part of the state by name and have the right types and shapes."""

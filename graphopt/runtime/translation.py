@@ -10,7 +10,7 @@ import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import onnx_ir as ir
@@ -20,7 +20,6 @@ from graphopt.files import write, write_folder
 from graphopt.graph.roles import FED, Role, with_role
 from graphopt.graph.storage import skeleton, whole
 from graphopt.graph.values import dtype_of, name_of, next_of, tensor_bytes
-from graphopt.runtime.bound_session import BoundSession
 from graphopt.runtime.device import Device
 from graphopt.runtime.session import Session
 from graphopt.runtime.state_buffers import StateBuffers
@@ -35,6 +34,17 @@ TRIALS = 8  # steps on noisy numbers, to see how much of a difference is roundin
 NOISE = 16  # roundings
 LARGEST = 2**26  # bytes of inputs and constants that a reproducer has, and of weights that become noisy
 UNITS = {ir.DataType.FLOAT16: 2.0**-10, ir.DataType.BFLOAT16: 2.0**-7, ir.DataType.FLOAT: 2.0**-23}
+
+
+class Form(Protocol):
+    """Compute what a graph does, from a set of state buffers; see `BoundSession`."""
+
+    model: ir.Model
+    name: str
+    library: Path | None
+    shared: Sequence[str]
+
+    def call(self, source: int, feeds: Mapping[str, Tensor]) -> dict[str, Any]: ...
 
 
 class Mistranslated(GraphoptError):
@@ -80,7 +90,7 @@ class Translation:
     def _reference(self) -> Session:
         return Session(self._oracle, self._plain)
 
-    def check(self, form: BoundSession, source: int, feeds: Mapping[str, Tensor]) -> None:
+    def check(self, form: Form, source: int, feeds: Mapping[str, Tensor]) -> None:
         """Run a form and the plain step from the state in set `source`, which stays as it is.
 
         Raises:
@@ -104,7 +114,7 @@ class Translation:
         if message:
             raise Mistranslated(message)
 
-    def _difference(self, form: BoundSession, source: int, feeds: Mapping[str, Tensor], digest: str) -> str:
+    def _difference(self, form: Form, source: int, feeds: Mapping[str, Tensor], digest: str) -> str:
         """Return the line that tells of a difference, or an empty one."""
         if self._several:
             feeds = {name: x[:STEPS] for name, x in feeds.items()}
@@ -124,7 +134,7 @@ class Translation:
         errors = self._beyond_rounding(errors, limit, expected, state, data)
         return self._reported(form, errors, state | data, digest) if errors else ""
 
-    def _run(self, form: BoundSession, source: int, feeds: Mapping[str, Tensor], state: Arrays) -> Arrays:
+    def _run(self, form: Form, source: int, feeds: Mapping[str, Tensor], state: Arrays) -> Arrays:
         """Return the numbers of a form; put back the state that it replaces in place."""
         reported = {
             name: np.array(x.numpy() if hasattr(x, "numpy") else x)
@@ -203,7 +213,7 @@ class Translation:
         distance = float(np.linalg.norm(y - x)) - slack
         return distance / max(float(np.linalg.norm(x)), 1e-300) if distance > 0 else 0.0
 
-    def _digest(self, form: BoundSession) -> str:
+    def _digest(self, form: Form) -> str:
         """Return a hash of a form and of what its numbers depend on, and of how they are compared."""
         parts = [skeleton(form.model)[0], skeleton(self._plain)[0], Path(__file__).read_bytes()]
         library, device = form.library and form.library.name, self._device
@@ -211,7 +221,7 @@ class Translation:
         text = repr((library, list(form.shared), self._several, *facts))
         return hashlib.sha256(b"\0".join([*parts, text.encode()])).hexdigest()[:32]
 
-    def _reported(self, form: BoundSession, errors: Mapping[str, float], inputs: Arrays, digest: str) -> str:
+    def _reported(self, form: Form, errors: Mapping[str, float], inputs: Arrays, digest: str) -> str:
         """Write a reproducer, and return the line that tells of a difference."""
         errors = dict(sorted(errors.items(), key=lambda item: -item[1]))
         name, error = next(iter(errors.items()))
