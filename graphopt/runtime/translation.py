@@ -204,7 +204,7 @@ class Translation:
         if x.dtype.kind not in "fV" or x.shape != y.shape:
             return 0.0 if np.array_equal(x, y) else math.inf
         x, y = x.astype(np.float64), y.astype(np.float64)
-        slack = 0.0
+        slack = 0.0 if x.ndim else 4 * self._unit  # a loss near 0 is a difference of numbers near 1
         if starts:
             slack = 4 * self._unit * float(np.linalg.norm(x))
             x, y = x - starts[0], y - starts[1]
