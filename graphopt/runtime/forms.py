@@ -83,6 +83,7 @@ class StepForms:
         self._lowering: Lowering | None = (
             None  # the process that lowers the graph, while the plain graph runs
         )
+        self._is_late = False  # whether plain steps ran before
         self._warn_of_precision()
         is_free = device.native == "auto" and options.native is None
         self._may_measure = is_free and not (device.deterministic or options.in_place or self._is_low)
@@ -97,6 +98,7 @@ class StepForms:
     def wait(self) -> None:
         """Wait for the process that lowers the graph, if there is one."""
         if self._lowering is not None:
+            self._is_late = True
             self._take(self._guarded(self._finished))
 
     def settle(self, source: int, feeds: Mapping[str, Tensor]) -> None:
@@ -145,7 +147,7 @@ class StepForms:
         """Return whether the form computes what the plain graph does; warn, or raise an error, if it does not."""
         try:
             if self._translation is not None:
-                self._translation.check(self.form, source, feeds)
+                self._translation.check(self.form, source, feeds, is_first=not self._is_late)
         except Mistranslated as error:
             trusts_plain = self._device.kind != "webgpu"
             if self._device.verify is True or not trusts_plain or (self._several and self.native is False):
