@@ -16,7 +16,7 @@
  *     sums[place][image][filters] += copy[image][taps + shift] * w[taps][filters]
  */
 #pragma once
-#include "unfolded.h"
+#include "pairs.h"
 
 #ifdef GEMM_HAS_TILES
 
@@ -24,89 +24,9 @@ enum {
     LEAST_LINES = 16,         /* of a tile, below which too much of it is zeros */
     MOST_STRIDE = 1 << 26,    /* of 16 elements that one instruction gathers or scatters */
     WINDOWS = 128,            /* that are stored together */
-    SLACK = 64,               /* elements behind a copy that a window may read */
     CHUNK = 3 << 18,          /* bytes of copies that a task has in its L2 cache */
     BLOCKS_TOGETHER = 8,      /* of both operands, in the L1 cache */
 };
-
-/* An operand, and where its copy has the element of an index: phase (index - lowest) % stride, at the quotient. */
-typedef struct {
-    const float *from;
-    int64_t images, channels, image, channel, sizes[3], steps[3], lowest[3], strides[3], extents[3];
-    int64_t plane, phase, pair; /* elements of an image's plane, of a phase, of a pair of channels with all its phases */
-    int64_t piece;              /* from high to low pieces */
-    int pieces;
-    int32_t *to;
-} PairedCopy;
-
-/* Lay out a copy whose planes are multiples of some size, and return how many elements it has. */
-static int64_t lay_out_pairs(PairedCopy *x, int64_t most_pairs, int64_t multiple) {
-    x->plane = upto(product_of(x->extents), multiple), x->phase = x->plane * x->images;
-    x->pair = ((x->phase * product_of(x->strides) + SLACK + 15) / 16 | 1) * 16;
-    x->piece = most_pairs * x->pair;
-    return x->piece * x->pieces;
-}
-
-/* Return where a shift by some indices lies. */
-static int64_t shift_of(const PairedCopy *x, const int64_t indices[3]) {
-    int64_t phase = 0, at = 0;
-    for (int i = 0; i < 3; i++)
-        phase = phase * x->strides[i] + indices[i] % x->strides[i], at = at * x->extents[i] + indices[i] / x->strides[i];
-    return phase * x->phase + at;
-}
-
-/* Copy elements that are `stride` apart of a pair of lines. */
-static void copy_pairs(const float *first, const float *second, int64_t stride, int64_t count, int pieces, int64_t piece, int32_t *to) {
-    const __m512i places = _mm512_mullo_epi32(_mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0),
-                                              _mm512_set1_epi32((int)stride));
-    const __m512 zero = _mm512_setzero_ps();
-    for (int64_t i = 0; i < count; i += 16, first += 16 * stride, second += second ? 16 * stride : 0) {
-        const __mmask16 some = (__mmask16)(count - i >= 16 ? 0xffff : (1u << (count - i)) - 1);
-        __m512 u, v = zero;
-        Line high, low;
-        if (stride == 1) {
-            u = _mm512_maskz_loadu_ps(some, first);
-            if (second) v = _mm512_maskz_loadu_ps(some, second);
-        } else {
-            u = _mm512_mask_i32gather_ps(zero, some, places, first, 4);
-            if (second) v = _mm512_mask_i32gather_ps(zero, some, places, second, 4);
-        }
-        if (pieces == 2) split_pairs(u, v, &high, &low), _mm512_mask_storeu_epi32(to + piece + i, some, low);
-        else high = round_pairs(u, v, 0);
-        _mm512_mask_storeu_epi32(to + i, some, high);
-    }
-}
-
-/* Copy an image of a pair of channels, which is number pair * images + image. */
-static void copy_image_in_pairs(void *user, size_t index) {
-    const PairedCopy *x = user;
-    const int64_t pair = (int64_t)index / x->images, image = (int64_t)index % x->images, phases = product_of(x->strides);
-    const float *first = x->from + 2 * pair * x->channel + image * x->image;
-    int32_t *to = x->to + pair * x->pair + image * x->plane;
-    for (int64_t phase = 0; phase < phases; phase++)
-        for (int piece = 0; piece < x->pieces; piece++)
-            memset(to + phase * x->phase + piece * x->piece, 0, (size_t)x->plane * sizeof *to);
-    if (image == x->images - 1)
-        for (int piece = 0; piece < x->pieces; piece++)
-            memset(to + x->plane + (phases - 1) * x->phase + piece * x->piece, 0, (size_t)(x->pair - phases * x->phase) * sizeof *to);
-    if (2 * pair >= x->channels) return; /* all zeros */
-    const int64_t end = x->lowest[2] + x->extents[2] * x->strides[2]; /* of indices on the last axis */
-    for (int64_t i = 0; i < x->sizes[0]; i++)
-        for (int64_t j = 0; j < x->sizes[1]; j++) {
-            const int64_t at[3] = {i - x->lowest[0], j - x->lowest[1], 0};
-            if (at[0] < 0 || at[1] < 0 || at[0] >= x->extents[0] * x->strides[0] || at[1] >= x->extents[1] * x->strides[1]) continue;
-            for (int64_t phase = 0; phase < x->strides[2]; phase++) {
-                int64_t k = x->lowest[2] + phase; /* the first index of the phase in the image */
-                if (k < 0) k += (-k + x->strides[2] - 1) / x->strides[2] * x->strides[2];
-                const int64_t last = gemm_min(x->sizes[2], end), count = k < last ? (last - k + x->strides[2] - 1) / x->strides[2] : 0;
-                const int64_t indices[3] = {at[0], at[1], k - x->lowest[2]};
-                const float *line = first + i * x->steps[0] + j * x->steps[1] + k * x->steps[2];
-                if (count > 0)
-                    copy_pairs(line, 2 * pair + 1 < x->channels ? line + x->channel : NULL, x->strides[2] * x->steps[2], count,
-                               x->pieces, x->piece, to + shift_of(x, indices));
-            }
-        }
-}
 
 /* Tiles of A and of B of a product. Blocks lie at a + a_places[i] and b + b_places[i]; both in bytes. */
 typedef struct {
@@ -330,10 +250,11 @@ static int sums_over_taps(const Convolution *u) { return product_of(u->taps) > p
 static int fills_tiles(const Convolution *u) {
     const int by_taps = sums_over_taps(u);
     const int64_t lines = by_taps ? u->images : u->channels, rows = u->images * product_of(u->places);
-    const int64_t stride = by_taps ? u->y_filter : 2 * u->w_channel;
+    const int64_t across = by_taps ? u->y_filter : 2 * u->w_channel;
+    const int64_t along = u->steps[2] * (by_taps ? u->tap_moves[2] : u->place_moves[2]);
     for (int i = 0; i < 3; i++)
         if (by_taps && u->tap_moves[i] < 1) return 0;
-    return pieces_of_all && gemm_min(lines, u->filters) >= LEAST_LINES && stride < MOST_STRIDE && u->steps[2] * u->place_moves[2] < MOST_STRIDE &&
+    return pieces_of_all && gemm_min(lines, u->filters) >= LEAST_LINES && across < MOST_STRIDE && along < MOST_STRIDE && u->w_steps[2] < MOST_STRIDE &&
            !(by_taps && (u->bias || u->relu)) && 2.0 * (double)rows * (double)(u->filters * u->channels * product_of(u->taps)) > 1e6;
 }
 
