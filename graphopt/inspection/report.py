@@ -174,6 +174,7 @@ def _native(model: ir.Model) -> Iterator[str]:
         "kernels": f"in place of {sum(nodes)} nodes, the largest of {max(nodes)}",
         "products": "with the transposes around them",
         "convolutions": "with the transposes around them, and gradients of both operands",
+        "pools": "whose windows tile the input, gradients of maxima, and Resize by whole factors",
         "scans": "each with the kernels of its body",
         "functions": "to compile: kernels with equal code are one function",
     }

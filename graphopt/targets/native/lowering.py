@@ -1,4 +1,4 @@
-"""Lower a graph to the machine: products, clusters of nodes and scans become kernels of a compiled library."""
+"""Lower a graph to the machine: products, pools, clusters of nodes and scans become kernels of a compiled library."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ from graphopt.targets.native.forms import NodeForms, is_well_formed
 from graphopt.targets.native.kernels import cluster_kernel, has_large_outputs
 from graphopt.targets.native.library import Kernel, Replacement, objects, parts, source
 from graphopt.targets.native.new_state import add_state_check, write_in_place
+from graphopt.targets.native.pools import pool_gradient_kernel, pool_kernel
 from graphopt.targets.native.precision import pieces_for
 from graphopt.targets.native.products import product_kernel
 from graphopt.targets.native.scans import bodies, move_into_bodies, note_rows, scan_kernel
@@ -32,7 +33,13 @@ from graphopt.targets.native.sizes import read_shapes_early, unify_sizes
 from graphopt.targets.native.toolchain import PROCESSORS, build, digest_of
 from graphopt.targets.updates import fold_updates
 
-KERNEL_KINDS = ("kernels", "products", "convolutions", "scans")
+KERNEL_KINDS = ("kernels", "products", "convolutions", "pools", "scans")
+_BY_NODE = (
+    ("pools", pool_gradient_kernel),  # which has pools inside
+    ("pools", pool_kernel),
+    ("convolutions", convolution_kernel),
+    ("products", product_kernel),
+)
 
 
 @dataclass
@@ -182,7 +189,7 @@ def place_kernels(model: ir.Model, without: Sequence[str] = ()) -> Plan:
     for body in loops:
         note_rows(body, forms)
     for graph in [*model.graphs()]:
-        for kind, kernel_of in (("convolutions", convolution_kernel), ("products", product_kernel)):
+        for kind, kernel_of in _BY_NODE:
             if kind in lowerings:
                 _lower_nodes(result, kind, graph, functools.partial(kernel_of, forms=forms))
         if "kernels" in lowerings:
@@ -208,7 +215,8 @@ class Kernels(Pass):
     """Put calls of kernels in place of nodes. Only an executor can run them, which compiles them, too.
 
     Args:
-        leave_out: the lowerings to leave out: `convolutions`, `products`, `kernels` (of other operators) or `scans`.
+        leave_out: the lowerings to leave out: `convolutions`, `products`, `pools`, `kernels` (of other operators) or
+            `scans`.
 
     Raises:
         GraphoptError: `leave_out` contains an unknown name.
