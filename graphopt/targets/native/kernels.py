@@ -15,7 +15,7 @@ from graphopt.targets.native.numbers import Numbers, TaskTotal, scheduled
 from graphopt.targets.native.operators import REDUCTIONS
 
 _GRAIN = 16384  # elements of a task
-_LARGE = 2**20  # numbers of all outputs of a graph
+_LARGE = 2**24  # numbers of all outputs of a graph: with fewer, a cache of tens of megabytes may keep them
 _MOST_TASKS = 16  # of a kernel with totals, of which each task has a part
 
 
