@@ -11,7 +11,7 @@ import graphopt
 import passes
 from graphopt.graph.loading import load
 from graphopt.graph.values import next_of
-from graphopt.targets.native import toolchain
+from graphopt.targets.native import kernels, toolchain
 from graphopt.targets.native.lowering import plan
 from graphopt.targets.native.new_state import write_in_place
 
@@ -158,8 +158,10 @@ def test_small_models_have_two_sets():
 
 
 @pytest.mark.slow
-def test_large_state_is_stored_past_the_caches():
+def test_large_state_is_stored_past_the_caches(monkeypatch, tmp_path):
     """Of sizes that no vector divides, on one thread, on two, in place, and as the runtime computes it."""
+    monkeypatch.setattr(kernels, "_LARGE", 2**20)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     sgd = passes.SGD(0.01, momentum=0.9)
     step = graphopt.compile(mlp((641, 901, 3)), loss=passes.MeanSquaredError(), optimizer=sgd)
     assert any("store_far" in kernel.code for kernel in plan(step).kernels)
