@@ -6,7 +6,11 @@ import pytest
 
 import graphopt
 import passes
+from graphopt.graph.loading import load
+from graphopt.runtime.device import Device
+from graphopt.runtime.session import Session
 from graphopt.targets.native import precision
+from graphopt.targets.native.lowering import lower_to_kernels
 from graphopt.targets.native.toolchain import compiler
 
 BOUNDS = {"high": 2e-5, "medium": 1e-2}  # of errors, in standard deviations of a product of normal numbers
@@ -133,3 +137,76 @@ def test_on_cuda_it_sets_tf32(monkeypatch) -> None:
     object.__setattr__(device, "kind", "cuda")
     assert device._cuda_options()["use_tf32"] == 1
     assert device.product_unit == 2.0**-10
+
+
+def lowered_session(proto, threads, chosen):
+    """Return a session of a graph whose nodes kernels compute in a precision."""
+    found = lower_to_kernels(
+        load(onnx.shape_inference.infer_shapes(proto)), threads=threads, precision=chosen
+    )
+    return Session(Device("cpu", threads=threads, native=False), found.model, library=found.library)
+
+
+@needs_compiler
+@pytest.mark.parametrize(("k", "n"), [(300, 77), (256, 64), (40, 33), (7, 3)])
+def test_weights_that_stay_are_packed_once_for_any_number_of_rows(allowed, k, n) -> None:
+    rng = np.random.default_rng(k)
+    proto = onnx.parser.parse_model(
+        f"""<ir_version: 8, opset_import: ["": 17]>
+        g (float[M, {k}] a) => (float[M, {n}] y) {{ y = Gemm<transB = 1>(a, w) }}"""
+    )
+    w = rng.standard_normal((n, k)).astype(np.float32)
+    proto.graph.initializer.append(onnx.numpy_helper.from_array(w, "w"))
+    sessions = [lowered_session(proto, threads, allowed) for threads in (1, 2)]
+    for rows in 1, 5, 600, 64, 1:
+        a = rng.standard_normal((rows, k)).astype(np.float32)
+        one, two = (session.compute_arrays({"a": a})["y"] for session in sessions)
+        exact = a.astype(np.float64) @ w.T
+        assert np.abs(one - exact).max() < 3 * BOUNDS[allowed] * np.sqrt(k)
+        np.testing.assert_array_equal(one, two)
+
+
+@needs_compiler
+@pytest.mark.parametrize("layer", ["RNN", "GRU", "LSTM"])
+@pytest.mark.slow
+def test_recurrent_layers_and_attention_on_any_threads(allowed, layer, monkeypatch) -> None:
+    """Beside the plain step of ONNX Runtime, in float32."""
+    rng = np.random.default_rng(6)
+    gates, hidden, features = {"RNN": 1, "GRU": 3, "LSTM": 4}[layer], 64, 48
+    proto = onnx.parser.parse_model(
+        f"""<ir_version: 8, opset_import: ["": 17]>
+        g (float[5, N, {features}] x) => (float[N, {hidden}] y)
+        <int64[1] first = {{0}}, float scale = {{0.125}}> {{
+            z, h = {layer}<hidden_size = {hidden}>(x, w, r)
+            s = Squeeze(z, one)
+            t = Transpose<perm = [1, 0, 2]>(s)
+            u = Transpose<perm = [0, 2, 1]>(t)
+            p = MatMul(t, u)
+            q = Mul(p, scale)
+            a = Softmax(q)
+            m = MatMul(a, t)
+            y = ReduceMean<axes = [1], keepdims = 0>(m)
+        }}"""
+    )
+    shapes = {"w": (1, gates * hidden, features), "r": (1, gates * hidden, hidden)}
+    arrays = {name: rng.standard_normal(shape).astype(np.float32) / 8 for name, shape in shapes.items()}
+    arrays["one"] = np.array([1])
+    proto.graph.initializer.extend(onnx.numpy_helper.from_array(x, name) for name, x in arrays.items())
+    step = graphopt.compile(proto, loss=passes.MeanSquaredError(), optimizer=passes.SGD(1e3))
+    feeds = {
+        "x": rng.standard_normal((5, 70, features)).astype(np.float32),
+        "target": rng.standard_normal((70, hidden)).astype(np.float32),
+    }
+    plain = graphopt.Executor(step, native=False)
+    executors = [
+        graphopt.Executor(step, native=True, threads=threads, matmul_precision=allowed) for threads in (1, 2)
+    ]
+    before = plain.state
+    for executor in (plain, *executors):
+        executor.step(feeds)
+    for name, value in plain.state.items():
+        one, two = (executor.state[name] for executor in executors)
+        np.testing.assert_array_equal(one, two, name)
+        moved = value - before[name]
+        if moved.dtype.kind == "f":
+            assert np.abs(one - value).max() <= 20 * BOUNDS[allowed] * moved.std(), name

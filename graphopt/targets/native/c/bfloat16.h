@@ -22,7 +22,7 @@ enum {
     TILE_LINES = 16,
     BLOCK_TERMS = 32,
     BLOCK_LINES = 32, /* rows of A or columns of B */
-    PANELS_ROWS = 256, /* of a block of A, which fits the L2 cache */
+    ROWS_TOGETHER = 256, /* of A, whose panels fit the L2 cache */
     PANEL_TERMS = 512,
 };
 
@@ -266,12 +266,12 @@ static void multiply_panels(int pieces, int64_t blocks, const Line *a, const Lin
 static inline int64_t panel_lines(int64_t terms, int pieces) { return (terms + BLOCK_TERMS - 1) / BLOCK_TERMS * BLOCK_LINES * pieces; }
 
 static inline size_t low_task_elements(const gemm_product *g) {
-    const int64_t terms = gemm_min(g->k, PANEL_TERMS), panels = (gemm_min(g->m, PANELS_ROWS) + BLOCK_LINES - 1) / BLOCK_LINES;
+    const int64_t terms = gemm_min(g->k, PANEL_TERMS), panels = (gemm_min(g->m, ROWS_TOGETHER) + BLOCK_LINES - 1) / BLOCK_LINES;
     const int64_t filled = g->source ? terms * BLOCK_LINES : 0;
     return (size_t)((panels + 2) * panel_lines(terms, g->pieces) * 16 + filled + 64);
 }
 
-/* Return the job to pack columns of B as a panel, the second of two every other time. */
+/* Return the job to pack columns of B as a panel. With a source, it first fills `filled`. */
 static PackJob job_of_b(const gemm_product *g, const float *b, int64_t p, int64_t terms, int64_t j, int64_t price, float *filled,
                         Line *to) {
     const gemm_strides s = g->b_strides;
@@ -285,7 +285,7 @@ static PackJob job_of_b(const gemm_product *g, const float *b, int64_t p, int64_
     return job;
 }
 
-/* Compute rows i0 to i1 and columns j0 to j1 of one product. Between, the tiles must have begun. */
+/* Compute rows i0 to i1 and columns j0 to j1 of one product, between begin_tiles and end_tiles. */
 static void low_region(const gemm_product *g, const int64_t batch[2], int64_t i0, int64_t i1, int64_t j0, int64_t j1,
                        char *scratch) {
     const gemm_strides sa = g->a_strides, sb = g->b_strides, sc = g->c_strides;
@@ -295,8 +295,8 @@ static void low_region(const gemm_product *g, const int64_t batch[2], int64_t i0
     Line *panels_of_b = (Line *)(((uintptr_t)scratch + 63) / 64 * 64);
     const int64_t largest = panel_lines(gemm_min(g->k, PANEL_TERMS), g->pieces), all_blocks = (g->k + BLOCK_TERMS - 1) / BLOCK_TERMS;
     Line *panels_of_a = panels_of_b + 2 * largest;
-    float *filled = (float *)(panels_of_a + (gemm_min(g->m, PANELS_ROWS) + BLOCK_LINES - 1) / BLOCK_LINES * largest);
-    const int64_t row_blocks = gemm_parts(i1 - i0, PANELS_ROWS), k_blocks = gemm_parts(g->k, PANEL_TERMS);
+    float *filled = (float *)(panels_of_a + (gemm_min(g->m, ROWS_TOGETHER) + BLOCK_LINES - 1) / BLOCK_LINES * largest);
+    const int64_t row_blocks = gemm_parts(i1 - i0, ROWS_TOGETHER), k_blocks = gemm_parts(g->k, PANEL_TERMS);
     for (int64_t r = 0; r < row_blocks * k_blocks; r++) {
         const int64_t row0 = i0 + gemm_begin(i1 - i0, r / k_blocks, row_blocks);
         const int64_t rows = i0 + gemm_begin(i1 - i0, r / k_blocks + 1, row_blocks) - row0;
