@@ -18,7 +18,7 @@ import onnx_ir as ir
 import onnx_ir.passes.common as common
 import onnxscript.rewriter
 import onnxscript.version_converter
-from onnxscript.rewriter import RewriteRule, RewriteRuleSet
+from onnxscript.rewriter import RewriteRule
 
 import passes.lowering as lowering
 from graphopt.data.tables import Columns
@@ -33,6 +33,7 @@ from graphopt.graph.opsets import IR_VERSION, OPSET
 from graphopt.graph.postprocessing import detach_outputs, remember
 from graphopt.graph.rewriting import Pass, interface_kept, needed, protect
 from graphopt.graph.roles import Role, role_of, set_role
+from graphopt.graph.rules import rule_set
 from graphopt.graph.shapes import fold_shapes, infer, is_ceiled
 from graphopt.graph.state import make_room
 from graphopt.graph.values import constant_of, dims_of, is_floating, name_of, swap
@@ -60,7 +61,7 @@ def _gelu_rule(scaled: Callable[[Any], Any], grouped: Callable[[Any, Any], Any])
 
 
 # Exporters before opset 20 write x (1 + erf(x / sqrt 2)) / 2, Hendrycks and Gimpel, https://arxiv.org/abs/1606.08415
-GELU = RewriteRuleSet([_gelu_rule(*forms) for forms in itertools.product(_SCALED, _GROUPED)], commute=True)
+GELU = rule_set([_gelu_rule(*forms) for forms in itertools.product(_SCALED, _GROUPED)], commute=True)
 
 
 @dataclass(frozen=True)
@@ -113,7 +114,7 @@ class Normalize(Pass):
             classical.freeze_scaling(model)
             if model.producer_name == "skl2onnx":
                 classical.freeze_preprocessing(model)
-            onnxscript.rewriter.rewrite(model, [classical.LOGISTIC])
+            onnxscript.rewriter.rewrite(model, rule_set([classical.LOGISTIC]))
         outputs = model.graph.outputs
         labels = [
             y for y in outputs if y.dtype == ir.DataType.STRING or (is_classical and not is_floating(y))

@@ -21,6 +21,7 @@ from graphopt.graph.listing import operator_of
 from graphopt.graph.metadata import TOKEN_POSITIONS
 from graphopt.graph.operators import GROWING, POOLS, schema_of
 from graphopt.graph.rewriting import needed, protect
+from graphopt.graph.rules import rule_set
 from graphopt.graph.simplify import fold
 from graphopt.graph.storage import without_weights
 from graphopt.graph.traversal import forward_nodes, subgraphs
@@ -45,7 +46,7 @@ def fold_shapes(model: ir.Model) -> None:
     """
     while fold_integers(model):
         infer(model)
-    onnxscript.rewriter.rewrite(model, [materialize_reshape_shape_rule])
+    onnxscript.rewriter.rewrite(model, rule_set([materialize_reshape_shape_rule]))
 
 
 def ifs(model: ir.Model) -> int:
@@ -56,7 +57,7 @@ def ifs(model: ir.Model) -> int:
 def fold_integers(model: ir.Model) -> bool:
     """Fold integers and booleans that are constant, once, and return whether fewer If nodes remain."""
     before = ifs(model)
-    onnxscript.rewriter.rewrite(model, [STATIC_DIMENSION])
+    onnxscript.rewriter.rewrite(model, rule_set([STATIC_DIMENSION]))
     nodes = list(model.graph.all_nodes())
     dropouts = [node for node in nodes if node.op_type == "Dropout" and node.domain == ""]
     positions = [node for node in nodes if TOKEN_POSITIONS.is_set(node)]

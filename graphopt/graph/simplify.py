@@ -13,7 +13,7 @@ import onnx_ir as ir
 import onnx_ir.passes.common as common
 import onnxscript.optimizer
 import onnxscript.rewriter
-from onnxscript.rewriter import RewriteRule, RewriteRuleSet
+from onnxscript.rewriter import RewriteRule
 from onnxscript.rewriter.rules import common as rules
 
 from graphopt.errors import GraphoptError, cause
@@ -24,6 +24,7 @@ from graphopt.graph.metadata import GRADIENT_OF, UNTRAINED
 from graphopt.graph.operators import GROWING, PREDICATES, VIEWS
 from graphopt.graph.rewriting import Pass, interface_kept, needed, protect, seams
 from graphopt.graph.roles import STATE, Role, with_role
+from graphopt.graph.rules import rule_set
 from graphopt.graph.traversal import results_when_ready
 from graphopt.graph.values import constant_number, dims_of, is_floating, is_number, like
 
@@ -75,7 +76,7 @@ def _rewrite(model: ir.Model) -> None:
     chosen += [rule for rule in rules.expand_before_binary_op_rules if str(rule.name).endswith(readers)]
     if chosen:
         with _RULES:
-            onnxscript.rewriter.rewrite(model, chosen)
+            onnxscript.rewriter.rewrite(model, rule_set(chosen))
 
 
 def fold(model: ir.Model, *, only_integers: bool = False) -> None:
@@ -176,7 +177,7 @@ def simplify_algebra(model: ir.Model) -> bool:
         _mask_before_upsampling(),
         _rows_of_transposed(),
     ]
-    changed = bool(RewriteRuleSet(algebra, commute=True).apply_to_model(model))
+    changed = bool(rule_set(algebra, commute=True).apply_to_model(model))
     return share_gelu_distribution(model) or changed
 
 

@@ -11,12 +11,13 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import onnx_ir as ir
-from onnxscript.rewriter import RewriteRule, RewriteRuleSet
+from onnxscript.rewriter import RewriteRule
 
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.operators import BILINEAR, JOINTLY_LINEAR, LINEAR_IN_FIRST
 from graphopt.graph.rewriting import interface_kept
 from graphopt.graph.roles import Role, with_role
+from graphopt.graph.rules import rule_set
 from graphopt.graph.simplify import combine_scalar_factors
 from graphopt.graph.values import constant_number, is_number, like, next_of
 from graphopt.targets.scan import hoist_weight_gradients
@@ -75,7 +76,7 @@ def _descent(op: Any, state: Any, scalar: Any, a: Any, b: Any, g: ir.Value) -> A
 
 def _applied(rule: Callable[[], RewriteRule]) -> Rewriting:
     """Return the rewriting that applies a rule wherever it matches, by rules of its own in each thread."""
-    return lambda model: RewriteRuleSet([rule()], commute=True).apply_to_model(model)
+    return lambda model: rule_set([rule()], commute=True).apply_to_model(model)
 
 
 def _folded(pattern: Callable[..., Any], gemm: Callable[..., Any], fits: Callable[..., bool]) -> Rewriting:
