@@ -36,7 +36,11 @@ FUSIONS = [
         "fusion",
         ("scaled_gradients", "JOINTLY_LINEAR and all(scaled)", "JOINTLY_LINEAR and any(scaled)"),
         ("scaled_gradients", "len(rates) != 1", "len(rates) < 1"),
-        ("scaled_gradients", "return [] if any(x.is_graph_output() for x in scaled) else ends", "return ends"),
+        (
+            "scaled_gradients",
+            "return [] if any(x.is_graph_output() for x in scaled) else ends",
+            "return ends",
+        ),
     ),
     *of(
         "graphopt/targets/onnxruntime/convolution.py",

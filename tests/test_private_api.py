@@ -1,4 +1,4 @@
-"""What we take of onnxscript, Hydra and Ray that is private: in one file each, and as it was when we took it."""
+"""What we take of onnxscript, ONNX Runtime, Hydra and Ray that is private: in one file each, and as it was when we took it."""
 
 from __future__ import annotations
 
@@ -6,11 +6,14 @@ import inspect
 from importlib import metadata
 from pathlib import Path
 
+import onnxruntime
 import pytest
+from builders import linear
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.config_repository import CachingConfigRepository, ConfigRepository
 from hydra.plugins.config_source import ConfigSource
 from onnxscript import TapeBuilder
+from onnxscript.rewriter import RewriteRule
 
 from graphopt.distributed.ray import ray_trainer
 from graphopt.graph.emitter import Emitter
@@ -42,6 +45,22 @@ def test_onnxscript_has_the_methods_that_the_emitter_takes(name: str) -> None:
     ours = getattr(Emitter, name)
     if ours is not theirs:
         assert list(inspect.signature(ours).parameters) == list(inspect.signature(theirs).parameters), version
+
+
+def test_onnxscript_s_rules_have_the_pattern_by_whose_last_operator_they_are_tried() -> None:
+    version = (
+        f"onnxscript {metadata.version('onnxscript')}: the pattern of a rule, of graphopt/graph/rules.py"
+    )
+    rule = RewriteRule(lambda op, x: op.Neg(op.Abs(x)), lambda op, x: op.Identity(x))
+    (root,) = rule._target_pattern.output_nodes
+    assert root.op_identifier() == ("", "Neg", ""), version
+
+
+def test_onnxruntime_has_the_session_within_a_session_that_steps_call() -> None:
+    session = onnxruntime.InferenceSession(linear().SerializeToString(), providers=["CPUExecutionProvider"])
+    version = f"onnxruntime {onnxruntime.__version__}: what runs a step, of graphopt/runtime/session.py"
+    assert hasattr(session._sess, "run") and hasattr(session._sess, "run_with_iobinding"), version
+    assert hasattr(session.io_binding(), "_iobinding"), version
 
 
 @pytest.mark.parametrize(("owner", "name"), OF_HYDRA)
