@@ -90,7 +90,8 @@ def test_nodes_lead_to_those_that_they_come_before() -> None:
     from graphopt.targets.native.reach import Reach
 
     step = graphopt.compile(mlp((4, 3)), loss=passes.MeanSquaredError(), optimizer=passes.AdamW(0.1))
-    reach, nodes = Reach(step.graph), list(step.graph)
+    nodes = list(step.graph)
+    reach = Reach(step.graph, nodes)
     before = {node: set[ir.Node]() for node in nodes}
     for node in nodes:
         for x in node.inputs:

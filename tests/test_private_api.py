@@ -1,4 +1,4 @@
-"""What we take of onnxscript, ONNX Runtime, Hydra and Ray that is private: in one file each, and as it was when we took it."""
+"""What we take of other packages that is private: in one file each, and as it was when we took it."""
 
 from __future__ import annotations
 
