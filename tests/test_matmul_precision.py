@@ -9,6 +9,7 @@ import passes
 from graphopt.graph.loading import load
 from graphopt.runtime.device import Device
 from graphopt.runtime.session import Session
+from graphopt.runtime.translation import Translation
 from graphopt.targets.native import precision
 from graphopt.targets.native.lowering import lower_to_kernels
 from graphopt.targets.native.toolchain import compiler
@@ -90,6 +91,36 @@ def test_numbers_do_not_depend_on_threads(allowed) -> None:
             np.testing.assert_array_equal(value, other[name], name)
 
 
+def test_without_kernels_a_warning_says_so(allowed) -> None:
+    step = graphopt.compile(
+        network(np.random.default_rng(5)), loss=passes.MeanSquaredError(), optimizer=passes.SGD(0.1)
+    )
+    with pytest.warns(
+        UserWarning, match="expected kernels on the CPU, or CUDA, found neither; products run as"
+    ):
+        graphopt.Executor(step, native=False, matmul_precision=allowed)
+
+
+@needs_compiler
+def test_only_forms_with_kernels_may_differ_by_the_rounding_of_products(allowed, monkeypatch) -> None:
+    units = {}
+
+    def note(self, form, *_):
+        units[form.library is not None] = self._unit
+        return ""
+
+    monkeypatch.setattr(Translation, "_difference", note)
+    step = graphopt.compile(
+        network(np.random.default_rng(5)), loss=passes.MeanSquaredError(), optimizer=passes.SGD(0.1)
+    )
+    feeds = {"x": np.ones((20, 70), np.float32), "target": np.zeros((20, 33), np.float32)}
+    graphopt.Executor(step, native=True, verify=True, matmul_precision=allowed).step(feeds)
+    with pytest.warns(UserWarning, match="found neither"):
+        plain = graphopt.Executor(step, native=False, verify=True, matmul_precision=allowed)
+    plain.step(feeds)
+    assert units == {True: precision.UNITS[allowed], False: 2.0**-23}
+
+
 @needs_compiler
 def test_without_instructions_the_highest_precision_runs_and_says_so(monkeypatch) -> None:
     monkeypatch.setattr(precision, "macros", lambda: frozenset({"__AVX2__"}))
@@ -113,7 +144,7 @@ def test_without_instructions_the_highest_precision_runs_and_says_so(monkeypatch
 
 
 def test_the_operating_system_may_refuse_the_registers(monkeypatch) -> None:
-    monkeypatch.setattr(precision, "macros", lambda: frozenset({"__AMX_BF16__", "__AVX512BF16__"}))
+    monkeypatch.setattr(precision, "macros", lambda: frozenset({"__AMX_BF16__", *precision._OF_VECTORS}))
     monkeypatch.setattr(precision, "_may_use_tiles", lambda: False)
     assert precision.obstacle("high") == "the operating system does not let processes use AMX"
     assert precision.pieces_for("high") == 0
@@ -121,7 +152,7 @@ def test_the_operating_system_may_refuse_the_registers(monkeypatch) -> None:
 
 @pytest.mark.parametrize("amd", [True, False])
 def test_vectors_alone_are_for_medium_and_amd(monkeypatch, amd) -> None:
-    monkeypatch.setattr(precision, "macros", lambda: frozenset({"__AVX512BF16__"}))
+    monkeypatch.setattr(precision, "macros", lambda: frozenset(precision._OF_VECTORS))
     monkeypatch.setattr(precision, "_is_amd", lambda: amd)
     assert precision.pieces_for("medium") == (1 if amd else 0)
     assert precision.pieces_for("high") == 0

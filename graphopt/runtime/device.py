@@ -22,7 +22,7 @@ from graphopt.intervals import check_types
 from graphopt.runtime.arena import share_arena
 from graphopt.runtime.denormals import Flushing, supported
 from graphopt.runtime.webgpu import CAPTURES, LOCK, WEBGPU, copier, entry_of, no_adapter, plugin_device
-from graphopt.targets.native.precision import PIECES, MatmulPrecision
+from graphopt.targets.native.precision import PIECES, MatmulPrecision, obstacle
 from graphopt.targets.native.precision import UNITS as PRODUCT_UNITS
 from graphopt.targets.target import AUTO, NATIVE, ONNXRUNTIME, Target, target_of
 
@@ -232,10 +232,11 @@ class Device(DeviceOptions):
 
     @functools.cached_property
     def product_unit(self) -> float | None:
-        """Return the rounding of operands in products of float32 numbers; None if these are not rounded."""
+        """Return the rounding of operands in products of float32 numbers, on CPUs of kernels; None without rounding."""
         if self.kind == "cuda":
             return None if self._cuda_options()["use_tf32"] in (0, "0") else 2.0**-10
-        return PRODUCT_UNITS.get(self.matmul_precision) if self.on_cpu else None
+        is_rounded = self.on_cpu and obstacle(self.matmul_precision) is None
+        return PRODUCT_UNITS.get(self.matmul_precision) if is_rounded else None
 
     def _cuda_options(self) -> dict[str, Any]:
         """Return the options of the CUDA provider."""

@@ -193,8 +193,13 @@ class StepForms:
         return BoundSession(self._device, model, self._buffers, options, name, packed=packed, **kernels)
 
     def _warn_of_precision(self) -> None:
-        """Warn if the processor lacks instructions for the precision of products."""
-        reason = obstacle(self._device.matmul_precision) if self._device.on_cpu else None
+        """Warn if products run in a higher precision than they may."""
+        device, reason = self._device, None
+        if device.matmul_precision != "highest" and device.kind != "cuda":
+            if device.on_cpu and device.native:
+                reason = obstacle(device.matmul_precision)
+            else:
+                reason = "expected kernels on the CPU, or CUDA, found neither"
         if reason is not None:
             warnings.warn(f"matmul_precision: {reason}; products run as 'highest'", stacklevel=2)
 

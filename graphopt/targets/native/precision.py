@@ -15,17 +15,19 @@ MatmulPrecision = Literal["highest", "high", "medium"]
 # How many bfloat16 numbers stand for a float32 operand of a product; 0 keeps float32.
 PIECES: dict[str, int] = {"highest": 0, "high": 2, "medium": 1}
 UNITS = {"high": 2.0**-16, "medium": 2.0**-8}  # the rounding of an operand
+_OF_VECTORS = {"__AVX512BF16__", "__AVX512BW__", "__AVX512DQ__"}  # the macros that bfloat16.h needs
 _ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA = 158, 0x1023, 18  # of Linux on x86-64
 
 
 def obstacle(precision: str) -> str | None:
-    """Return why kernels multiply in float32 although a lower precision is allowed; or None."""
+    """Return why kernels multiply in float32 although a lower precision is allowed, or None if they do not."""
     if precision == "highest":
         return None
     found = macros()
-    if "__AMX_BF16__" in found:
+    has_vectors = found >= _OF_VECTORS
+    if has_vectors and "__AMX_BF16__" in found:
         return None if _may_use_tiles() else "the operating system does not let processes use AMX"
-    if precision == "medium" and "__AVX512BF16__" in found and _is_amd():
+    if precision == "medium" and has_vectors and _is_amd():
         return None  # twice the rate of float32 there, and no more than that on Intel's processors
     expected = "AMX" if precision == "high" else "AMX, or AVX-512 BF16 by AMD"
     return f"expected a processor with {expected}, found one without"

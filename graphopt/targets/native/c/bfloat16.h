@@ -19,6 +19,7 @@
 #include <immintrin.h>
 
 enum {
+    HAS_BFLOAT16 = 1,
     TILE_LINES = 16,
     BLOCK_TERMS = 32,
     BLOCK_LINES = 32, /* rows of A or columns of B */
@@ -349,6 +350,7 @@ static inline void low_panels(const gemm_product *g, float *panels) {
 }
 #else
 /* Without these instructions, all products are of float32 and none of this is called. */
+enum { HAS_BFLOAT16 = 0 };
 #define low_region gemm_region
 static inline size_t low_task_elements(const gemm_product *g) { return (void)g, 0; }
 static inline size_t low_panel_bytes(const gemm_product *g) { return (void)g, 0; }

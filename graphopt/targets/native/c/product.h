@@ -20,7 +20,7 @@ static int64_t thread_count;
 static int pieces_of_all;
 
 void begin_products(const OrtApi *functions, int64_t threads, int pieces) {
-    api = functions, thread_count = threads, pieces_of_all = pieces;
+    api = functions, thread_count = threads, pieces_of_all = HAS_BFLOAT16 ? pieces : 0;
 }
 
 /* Return how many bfloat16 numbers stand for a number of a product's operands: none of a small product, in which most of
