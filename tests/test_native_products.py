@@ -26,7 +26,7 @@ pytestmark = pytest.mark.skipif(toolchain.compiler() is None, reason="needs a C 
 # The text of a graph, and the shapes of its inputs a, b and c.
 GRAPHS = {
     "plain": ("y = MatMul(a, b)", (5, 7), (7, 3)),
-    "large": ("y = MatMul(a, b)", (150, 300), (300, 77)),
+    "large": ("y = MatMul(a, b)", (150, 301), (301, 77)),
     "batches": ("y = MatMul(a, b)", (2, 3, 5, 7), (2, 3, 7, 4)),
     "one right": ("y = MatMul(a, b)", (2, 3, 5, 7), (7, 4)),
     "one left": ("y = MatMul(a, b)", (5, 7), (2, 3, 7, 4)),
