@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 import onnx_ir as ir
 
+from graphopt.targets.bfloat16 import is_of_bfloat16
 from graphopt.targets.native.forms import NodeForm, NodeForms, NodeKind, is_scalar, operands_of, sizes_of
 from graphopt.targets.native.reach import Reach
 from graphopt.targets.native.space import Axes, Space, placed, varying
@@ -80,7 +81,8 @@ def find_clusters(graph: ir.Graph, forms: NodeForms, least: int = 2) -> list[Clu
     the backward pass reads is better computed there; what both passes read, in the forward pass.
 
     Args:
-        least: the number of nodes that a cluster has at least, without views.
+        least: the number of nodes that a cluster has at least, without views. One is enough if it is of bfloat16
+            numbers, because ONNX Runtime has no kernels for them.
     """
     computed = {node: form for node in graph if (form := forms.of(node)) is not None}
     orders = (list(computed), list(reversed(computed)))
@@ -99,7 +101,7 @@ def _grown_from(
             continue
         cluster = _grown(first, free, reach)
         count = sum(form.kind is not NodeKind.VIEW for form in cluster.nodes.values())
-        if count >= least and cluster.has_sizes():
+        if count >= (1 if any(map(is_of_bfloat16, cluster.nodes)) else least) and cluster.has_sizes():
             clusters.append(cluster)
             reach.contract(cluster.nodes)
             for node in cluster.nodes:

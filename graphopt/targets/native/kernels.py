@@ -12,7 +12,7 @@ from graphopt.targets.native.lanes import LaneLoops
 from graphopt.targets.native.library import Kernel, braced
 from graphopt.targets.native.loops import Loops, indented, size_of, stored_type
 from graphopt.targets.native.numbers import Numbers, TaskTotal, scheduled
-from graphopt.targets.native.operators import REDUCTIONS
+from graphopt.targets.native.operators import REDUCTIONS, stored
 
 _GRAIN = 16384  # elements of a task
 _LARGE = 2**24  # numbers of all outputs of a graph: with fewer, a cache of tens of megabytes may keep them
@@ -143,7 +143,7 @@ def _merged(i: int, total: TaskTotal, output: int) -> list[str]:
         f"for (int64_t i = 0; i < a->length{i}; i++) {{",
         f"    {total.operand.ctype} x = a->sum{i}[i];",
         f"    for (int64_t t = 1; t < a->tasks; t++) {{ {step} }}",
-        f"    a->out{output}[i] = {total.after.format('x')};",
+        f"    {stored(total.output.dtype, f'a->out{output}[i]', total.after.format('x'))}",
         "}",
         f"if ((void *)a->sum{i} != (void *)a->out{output}) free(a->sum{i});",
     ]

@@ -24,6 +24,7 @@ enum {
     BLOCK_TERMS = 32,
     BLOCK_LINES = 32, /* rows of A or columns of B */
     ROWS_TOGETHER = 256, /* of A, whose panels fit the L2 cache */
+    COLUMNS_TOGETHER = 512, /* of a result of bfloat16 numbers, whose sums fit it, too */
     PANEL_TERMS = 512,
 };
 
@@ -53,9 +54,14 @@ GEMM_INLINE void split_pairs(__m512 x, __m512 y, Line *high, Line *low) {
     *low = pairs_of(_mm512_add_epi32((Line)r, half), _mm512_add_epi32((Line)s, half));
 }
 
+/* Return a mask of the first of some elements. */
+GEMM_INLINE uint32_t first_of(int64_t many, int64_t most) {
+    return many >= most ? (uint32_t)(((uint64_t)1 << most) - 1) : many > 0 ? (1u << many) - 1 : 0;
+}
+
 /* Load the first of 16 numbers, and zeros. */
 GEMM_INLINE __m512 load_first(const float *from, int64_t many) {
-    return _mm512_maskz_loadu_ps((__mmask16)(many >= 16 ? 0xffff : many > 0 ? (1u << many) - 1 : 0), from);
+    return _mm512_maskz_loadu_ps((__mmask16)first_of(many, 16), from);
 }
 
 /* Pack a tile of each piece: up to 16 lines of up to 32 terms of an operand, of which the terms or the lines are
@@ -87,23 +93,56 @@ GEMM_INLINE void pack_tile(const float *from, int64_t stride, int64_t lines, int
     }
 }
 
-typedef void (*tile_packer)(const float *from, int64_t stride, int64_t lines, int64_t terms, int64_t ahead, Line *to);
+/* Pack a tile of an operand that is stored as bfloat16 numbers; see pack_tile. */
+GEMM_INLINE void pack_narrow_tile(const bfloat16 *from, int64_t stride, int64_t lines, int64_t terms, int64_t ahead, Line *to,
+                                  int are_terms_contiguous, int is_b) {
+    Line x[16];
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; i++) {
+        const bfloat16 *at = from + (are_terms_contiguous ? i : 2 * i) * stride, *other = at + stride;
+        __builtin_prefetch(at + ahead);
+        if (are_terms_contiguous) x[i] = _mm512_maskz_loadu_epi16(i < lines ? first_of(terms, 32) : 0, at);
+        else {
+            const __mmask16 some = (__mmask16)first_of(lines, 16);
+            const __m256i u = _mm256_maskz_loadu_epi16(2 * i < terms ? some : 0, at);
+            const __m256i v = _mm256_maskz_loadu_epi16(2 * i + 1 < terms ? some : 0, other);
+            x[i] = _mm512_or_si512(_mm512_cvtepu16_epi32(u), _mm512_slli_epi32(_mm512_cvtepu16_epi32(v), 16));
+        }
+    }
+    if (are_terms_contiguous == is_b) {
+        gemm_transpose((float *)x, 16, (float *)to, 16);
+        return;
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; i++) to[i] = x[i];
+}
+
+/* `from` is an array of float or of bfloat16. */
+typedef void (*tile_packer)(const void *from, int64_t stride, int64_t lines, int64_t terms, int64_t ahead, Line *to);
 #define PACKER(name, are_terms_contiguous, pieces, is_b)                                                                \
-    static void name(const float *from, int64_t stride, int64_t lines, int64_t terms, int64_t ahead, Line *to) {        \
+    static void name(const void *from, int64_t stride, int64_t lines, int64_t terms, int64_t ahead, Line *to) {         \
         if (lines >= 16 && terms >= 32)                                                                                 \
             pack_tile(from, stride, lines, terms, ahead, to, are_terms_contiguous, pieces, is_b, 1);                    \
         else pack_tile(from, stride, lines, terms, ahead, to, are_terms_contiguous, pieces, is_b, 0);                   \
     }
 PACKER(lines_1a, 0, 1, 0) PACKER(lines_1b, 0, 1, 1) PACKER(lines_2a, 0, 2, 0) PACKER(lines_2b, 0, 2, 1)
 PACKER(terms_1a, 1, 1, 0) PACKER(terms_1b, 1, 1, 1) PACKER(terms_2a, 1, 2, 0) PACKER(terms_2b, 1, 2, 1)
-/* By which is contiguous, terms or lines; the number of pieces; and the operand. */
-static const tile_packer tile_packers[2][2][2] = {{{lines_1a, lines_1b}, {lines_2a, lines_2b}},
-                                                  {{terms_1a, terms_1b}, {terms_2a, terms_2b}}};
+#define NARROW_PACKER(name, are_terms_contiguous, is_b)                                                                 \
+    static void name(const void *from, int64_t stride, int64_t lines, int64_t terms, int64_t ahead, Line *to) {         \
+        pack_narrow_tile(from, stride, lines, terms, ahead, to, are_terms_contiguous, is_b);                            \
+    }
+NARROW_PACKER(lines_0a, 0, 0) NARROW_PACKER(lines_0b, 0, 1) NARROW_PACKER(terms_0a, 1, 0) NARROW_PACKER(terms_0b, 1, 1)
+/* By which is contiguous, terms or lines; the number of pieces, 0 of bfloat16 numbers; and the operand. */
+static const tile_packer tile_packers[2][3][2] = {{{lines_0a, lines_0b}, {lines_1a, lines_1b}, {lines_2a, lines_2b}},
+                                                  {{terms_0a, terms_0b}, {terms_1a, terms_1b}, {terms_2a, terms_2b}}};
+
+static inline int64_t size_of(int is_narrow) { return is_narrow ? sizeof(bfloat16) : sizeof(float); }
 
 /* A panel of an operand to pack, a tile at a time. The work for it grows by 2 with each block that is multiplied, and a
  * tile takes `price`. */
 typedef struct {
-    const float *from;
+    const char *from;
+    int is_narrow; /* an array of bfloat16, not of float */
     int64_t line, term, lines, terms, ahead; /* strides, numbers, and where the panel after this one lies */
     int pieces, is_b;
     Line *to;
@@ -111,23 +150,26 @@ typedef struct {
 } PackJob;
 
 /* Pack a tile in which neither terms nor lines are contiguous, by a copy. */
-static void pack_apart(const PackJob *x, const float *from, int64_t lines, int64_t terms, Line *to) {
+static void pack_apart(const PackJob *x, const char *from, int64_t lines, int64_t terms, Line *to) {
     float copy[TILE_LINES * BLOCK_TERMS] = {0};
     for (int64_t i = 0; i < lines; i++)
-        for (int64_t t = 0; t < gemm_min(terms, BLOCK_TERMS); t++) copy[i * BLOCK_TERMS + t] = from[i * x->line + t * x->term];
-    tile_packers[1][x->pieces - 1][x->is_b](copy, BLOCK_TERMS, 16, BLOCK_TERMS, 0, to);
+        for (int64_t t = 0; t < gemm_min(terms, BLOCK_TERMS); t++) {
+            const char *at = from + (i * x->line + t * x->term) * size_of(x->is_narrow);
+            copy[i * BLOCK_TERMS + t] = x->is_narrow ? from_bfloat16(*(const bfloat16 *)at) : *(const float *)at;
+        }
+    tile_packers[1][x->pieces][x->is_b](copy, BLOCK_TERMS, 16, BLOCK_TERMS, 0, to);
 }
 
 /* Pack the next tile. */
 static void pack_next(PackJob *x) {
     const int64_t block = x->done / 2, half = x->done % 2, terms = x->terms - block * BLOCK_TERMS;
     const int64_t lines = gemm_min(x->lines - half * TILE_LINES, TILE_LINES);
-    const float *from = x->from + half * TILE_LINES * x->line + block * BLOCK_TERMS * x->term;
+    const char *from = x->from + (half * TILE_LINES * x->line + block * BLOCK_TERMS * x->term) * size_of(x->is_narrow);
     Line *to = x->to + (block * x->pieces * 2 + half) * TILE_LINES;
     x->done++;
     if (lines <= 0) return; /* nothing reads this tile */
     if (x->term != 1 && x->line != 1) pack_apart(x, from, lines, terms, to);
-    else tile_packers[x->term == 1][x->pieces - 1][x->is_b](from, x->term == 1 ? x->line : x->term, lines, terms, x->ahead, to);
+    else tile_packers[x->term == 1][x->is_narrow ? 0 : x->pieces][x->is_b](from, x->term == 1 ? x->line : x->term, lines, terms, x->ahead, to);
 }
 
 static void pack_rest(PackJob *x) {
@@ -269,34 +311,49 @@ static inline int64_t panel_lines(int64_t terms, int pieces) { return (terms + B
 static inline size_t low_task_elements(const gemm_product *g) {
     const int64_t terms = gemm_min(g->k, PANEL_TERMS), panels = (gemm_min(g->m, ROWS_TOGETHER) + BLOCK_LINES - 1) / BLOCK_LINES;
     const int64_t filled = g->source ? terms * BLOCK_LINES : 0;
-    return (size_t)((panels + 2) * panel_lines(terms, g->pieces) * 16 + filled + 64);
+    const int64_t sums = g->is_narrow[2] ? ROWS_TOGETHER * COLUMNS_TOGETHER : 0;
+    return (size_t)((panels + 2) * panel_lines(terms, g->pieces) * 16 + filled + sums + 64);
 }
 
 /* Return the job to pack columns of B as a panel. With a source, it first fills `filled`. */
-static PackJob job_of_b(const gemm_product *g, const float *b, int64_t p, int64_t terms, int64_t j, int64_t price, float *filled,
+static PackJob job_of_b(const gemm_product *g, const char *b, int64_t p, int64_t terms, int64_t j, int64_t price, float *filled,
                         Line *to) {
     const gemm_strides s = g->b_strides;
     const int64_t columns = gemm_min(BLOCK_LINES, g->n - j);
-    PackJob job = {b + p * s.row + j * s.column, s.column, s.row, columns, terms, BLOCK_LINES * s.column, g->pieces, 1, to,
+    PackJob job = {b + (p * s.row + j * s.column) * size_of(g->is_narrow[1]), g->is_narrow[1], s.column, s.row, columns, terms, BLOCK_LINES * s.column, g->pieces, 1, to,
                    price, 0, 0, (terms + BLOCK_TERMS - 1) / BLOCK_TERMS * 2};
     if (g->source) {
         g->source(g->source_user, p, terms, j, columns, BLOCK_LINES, filled);
-        job.from = filled, job.line = 1, job.term = BLOCK_LINES, job.ahead = 0;
+        job.from = (const char *)filled, job.line = 1, job.term = BLOCK_LINES, job.ahead = 0;
     }
     return job;
 }
 
+/* Return where a batch of an operand begins. */
+static const char *batch_of(const float *x, int is_narrow, const gemm_strides *s, const int64_t batch[2]) {
+    return x ? (const char *)x + (batch[0] * s->batch[0] + batch[1] * s->batch[1]) * size_of(is_narrow) : NULL;
+}
+
+/* Round rows of sums to bfloat16 numbers. */
+static void round_rows(const float *from, int64_t from_row, bfloat16 *to, int64_t to_row, int64_t rows, int64_t columns) {
+    for (int64_t i = 0; i < rows; i++, from += from_row, to += to_row)
+        for (int64_t j = 0; j < columns; j += 16) {
+            const __mmask16 some = (__mmask16)first_of(columns - j, 16);
+            _mm256_mask_storeu_epi16(to + j, some, (__m256i)_mm512_cvtneps_pbh(_mm512_maskz_loadu_ps(some, from + j)));
+        }
+}
+
 /* Compute rows i0 to i1 and columns j0 to j1 of one product, between begin_tiles and end_tiles. */
-static void low_region(const gemm_product *g, const int64_t batch[2], int64_t i0, int64_t i1, int64_t j0, int64_t j1,
-                       char *scratch) {
-    const gemm_strides sa = g->a_strides, sb = g->b_strides, sc = g->c_strides;
-    const float *a = g->a + batch[0] * sa.batch[0] + batch[1] * sa.batch[1];
-    const float *b = g->b ? g->b + batch[0] * sb.batch[0] + batch[1] * sb.batch[1] : NULL;
-    float *c = g->c + batch[0] * sc.batch[0] + batch[1] * sc.batch[1];
+static void low_columns(const gemm_product *g, const int64_t batch[2], int64_t i0, int64_t i1, int64_t j0, int64_t j1,
+                        char *scratch) {
+    const gemm_strides sa = g->a_strides, sc = g->c_strides;
+    const char *a = batch_of(g->a, g->is_narrow[0], &sa, batch), *b = batch_of(g->b, g->is_narrow[1], &g->b_strides, batch);
+    char *result = (char *)batch_of(g->c, g->is_narrow[2], &sc, batch);
     Line *panels_of_b = (Line *)(((uintptr_t)scratch + 63) / 64 * 64);
     const int64_t largest = panel_lines(gemm_min(g->k, PANEL_TERMS), g->pieces), all_blocks = (g->k + BLOCK_TERMS - 1) / BLOCK_TERMS;
     Line *panels_of_a = panels_of_b + 2 * largest;
     float *filled = (float *)(panels_of_a + (gemm_min(g->m, ROWS_TOGETHER) + BLOCK_LINES - 1) / BLOCK_LINES * largest);
+    float *sums = filled; /* there is no source then */
     const int64_t row_blocks = gemm_parts(i1 - i0, ROWS_TOGETHER), k_blocks = gemm_parts(g->k, PANEL_TERMS);
     for (int64_t r = 0; r < row_blocks * k_blocks; r++) {
         const int64_t row0 = i0 + gemm_begin(i1 - i0, r / k_blocks, row_blocks);
@@ -306,7 +363,9 @@ static void low_region(const gemm_product *g, const int64_t batch[2], int64_t i0
         const int64_t depth = gemm_min(end_of_p, g->k) - p0, blocks = (end_of_p - p0) / BLOCK_TERMS;
         const int64_t size = panel_lines(depth, g->pieces), panels = (rows + BLOCK_LINES - 1) / BLOCK_LINES;
         const int accumulate = g->accumulate || p0 > 0, last = p0 + depth == g->k;
-        PackJob job_b = {0}, job_a = {a + row0 * sa.row + p0 * sa.column, sa.row, sa.column, gemm_min(rows, BLOCK_LINES), depth,
+        const int64_t c_row = g->is_narrow[2] ? COLUMNS_TOGETHER : sc.row, a_panel = BLOCK_LINES * sa.row * size_of(g->is_narrow[0]);
+        float *c = g->is_narrow[2] ? sums : (float *)result + row0 * sc.row + j0;
+        PackJob job_b = {0}, job_a = {a + (row0 * sa.row + p0 * sa.column) * size_of(g->is_narrow[0]), g->is_narrow[0], sa.row, sa.column, gemm_min(rows, BLOCK_LINES), depth,
                               BLOCK_LINES * sa.row, g->pieces, 0, panels_of_a, 1, 0, 0, 2 * blocks};
         pack_rest(&job_a);
         if (!g->panels) job_b = job_of_b(g, b, p0, depth, j0, panels, filled, panels_of_b);
@@ -320,20 +379,29 @@ static void low_region(const gemm_product *g, const int64_t batch[2], int64_t i0
                 PackJob *jobs[3] = {NULL}, **job = jobs;
                 if (job_b.done < job_b.tiles) *job++ = &job_b;
                 if (j == j0 && i + BLOCK_LINES < rows) {
-                    job_a.from += BLOCK_LINES * sa.row, job_a.lines = gemm_min(rows - i - BLOCK_LINES, BLOCK_LINES);
+                    job_a.from += a_panel, job_a.lines = gemm_min(rows - i - BLOCK_LINES, BLOCK_LINES);
                     job_a.to += size, job_a.done = job_a.work = 0, *job++ = &job_a;
                 }
                 multiply_panels(g->pieces, blocks, panels_of_a + i / BLOCK_LINES * size, panel, gemm_min(rows - i, BLOCK_LINES), columns,
-                                c + (row0 + i) * sc.row + j, sc.row, accumulate, jobs);
+                                c + i * c_row + j - j0, c_row, accumulate, jobs);
                 pack_rest(&job_a);
             }
             pack_rest(&job_b);
+            if (last && g->is_narrow[2])
+                round_rows(c + j - j0, c_row, (bfloat16 *)result + row0 * sc.row + j, sc.row, rows, columns);
             if (last && g->epilogue && (end == j1 || (end - done) * rows >= 32768)) {
                 g->epilogue(g->user, batch, row0, row0 + rows, done, end);
                 done = end;
             }
         }
     }
+}
+
+/* Compute rows and columns of one product, as low_columns does. Sums of a narrow result stay in a cache. */
+static void low_region(const gemm_product *g, const int64_t batch[2], int64_t i0, int64_t i1, int64_t j0, int64_t j1,
+                       char *scratch) {
+    const int64_t step = g->is_narrow[2] ? COLUMNS_TOGETHER : j1 - j0;
+    for (int64_t j = j0; j < j1; j += step) low_columns(g, batch, i0, i1, j, gemm_min(j + step, j1), scratch);
 }
 
 /* Return how many bytes all of B has in panels. */
@@ -344,7 +412,7 @@ static inline size_t low_panel_bytes(const gemm_product *g) {
 /* Pack all of B in panels. */
 static inline void low_panels(const gemm_product *g, float *panels) {
     for (int64_t j = 0; j < g->n; j += BLOCK_LINES) {
-        PackJob job = job_of_b(g, g->b, 0, g->k, j, 1, NULL, (Line *)panels + j / BLOCK_LINES * panel_lines(g->k, g->pieces));
+        PackJob job = job_of_b(g, (const char *)g->b, 0, g->k, j, 1, NULL, (Line *)panels + j / BLOCK_LINES * panel_lines(g->k, g->pieces));
         pack_rest(&job);
     }
 }
