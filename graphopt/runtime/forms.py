@@ -123,7 +123,11 @@ class StepForms:
             self.form, self._measures, self.native = self._for_runtime(), False, False
         if self._measures:
             self._measure(source, feeds)
-        if self.native is False and self.form.model is not self._plain_model and not self._agrees(source, feeds):
+        if (
+            self.native is False
+            and self.form.model is not self._plain_model
+            and not self._agrees(source, feeds)
+        ):
             self.form = self._plain()
         self.is_settled, self._translation = True, None
 

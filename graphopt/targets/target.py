@@ -75,7 +75,9 @@ class Target(metaclass=Checked):
 
 
 ONNXRUNTIME = Target("onnxruntime", Pipeline(fuse=Fuse()), own_version())
-_CPU_ALONE = ("compute_bfloat16_in_float32",)  # fusions for ONNX Runtime's CPU provider, which others may not need
+_CPU_ALONE = (
+    "compute_bfloat16_in_float32",
+)  # fusions for ONNX Runtime's CPU provider, which others may not need
 _SLOW = {
     "webgpu": ("pool_channels_as_batch",)
 }  # fusions that a runtime computes slower: MaxPool by planes, 14 times

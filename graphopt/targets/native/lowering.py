@@ -51,6 +51,7 @@ class Plan:
     check: str | None = None  # the name of an output that is finite if the new state is, or None
     calls: dict[ir.Node, Kernel] = field(default_factory=dict)  # the nodes that call kernels
     counts: Counter[str] = field(default_factory=Counter)  # the number of calls, by lowering
+    wide: list[ir.Node] = field(default_factory=list)  # of bfloat16, which run in float32
 
     @property
     def kernels(self) -> list[Kernel]:
@@ -181,7 +182,9 @@ def place_kernels(model: ir.Model, without: Sequence[str] = ()) -> Plan:
     forms = NodeForms(dict(model.opset_imports))
     unify_sizes(model, forms)
     separate_biases(model)
-    compute_bfloat16_in_float32(model, functools.partial(_computes, forms=forms, lowerings=lowerings))
+    result.wide = compute_bfloat16_in_float32(
+        model, functools.partial(_computes, forms=forms, lowerings=lowerings)
+    )
     if "kernels" in lowerings:
         read_shapes_early(model, forms)
         result.check = add_state_check(model, forms)

@@ -18,7 +18,16 @@ from graphopt.graph.operators import CHOOSING
 from graphopt.graph.values import dtype_of
 from graphopt.targets.native.clusters import Cluster, leaves
 from graphopt.targets.native.forms import NodeForm, NodeKind, ctype_of, number_of, operands_of
-from graphopt.targets.native.operators import FOLDED, REDUCING, ROUNDED, cast, expression, in_type, literal, power
+from graphopt.targets.native.operators import (
+    FOLDED,
+    REDUCING,
+    ROUNDED,
+    cast,
+    expression,
+    in_type,
+    literal,
+    power,
+)
 from graphopt.targets.native.space import Axes, varying
 
 FEW_COLUMNS = (

@@ -50,7 +50,17 @@ def product_kernel(node: ir.Node, forms: NodeForms) -> Replacement | None:
     a, b = _before_cast(a), _before_cast(b)
     rank_bias = -1 if bias is None else rank_of(bias)
     narrow = [int(x.dtype == ir.DataType.BFLOAT16) for x in (a, b, y)]
-    form: list[Any] = [len(axes_a), len(axes_b), rank, axes_a, axes_b, axes_y, rank_bias, int(is_transposed), narrow]
+    form: list[Any] = [
+        len(axes_a),
+        len(axes_b),
+        rank,
+        axes_a,
+        axes_b,
+        axes_y,
+        rank_bias,
+        int(is_transposed),
+        narrow,
+    ]
     weight = weight_of(b, forms) if not narrow[2] else None
     if weight is None:
         return Kernel.calling("product", form, [a, b, bias], nodes[-1].outputs), nodes
@@ -80,7 +90,7 @@ def _are_multiplied(types: set[ir.DataType | None]) -> bool:
 
 
 def separate_biases(model: ir.Model) -> None:
-    """Write each Gemm of bfloat16 with a bias as one without it, and an Add, which a cluster computes with what follows."""
+    """Write a Gemm of bfloat16 with a bias as one without it, and an Add: clusters compute that with what follows."""
     with Emitter(model) as op:
         for node in list(model.graph):
             y, bias = node.outputs[0], [*node.inputs, None][2:3]
@@ -96,13 +106,19 @@ def _before_cast(x: ir.Value) -> ir.Value:
     """Return the parameter that a value is, rounded to bfloat16, or the value itself."""
     node = x.producer()
     before = node.inputs[0] if node is not None and node.op_type == "Cast" and node.domain == "" else None
-    is_rounded = x.dtype == ir.DataType.BFLOAT16 and before is not None and before.dtype == ir.DataType.FLOAT
-    return before if is_rounded and before.producer() is None else x
+    if x.dtype != ir.DataType.BFLOAT16 or before is None or before.dtype != ir.DataType.FLOAT:
+        return x
+    return before if before.producer() is None else x
 
 
 def _added_vector(y: ir.Value, node: ir.Node, forms: NodeForms) -> ir.Value | None:
     """Return the vector that an Add adds to each row of a product, if no cluster computes it without more traffic."""
-    if node.op_type != "Add" or node.domain != "" or y.dtype != ir.DataType.FLOAT or _is_in_reach(node.outputs[0], forms):
+    if (
+        node.op_type != "Add"
+        or node.domain != ""
+        or y.dtype != ir.DataType.FLOAT
+        or _is_in_reach(node.outputs[0], forms)
+    ):
         return None
     bias = node.inputs[1] if node.inputs[0] is y else node.inputs[0]
     if bias is None or not has_sizes(bias) or not 1 <= rank_of(bias) <= rank_of(y):

@@ -23,7 +23,7 @@ from graphopt.targets.updates import UPDATES, Rewriting
 
 # Recipes use the names.
 FUSIONS: dict[str, Rewriting] = {
-    "compute_bfloat16_in_float32": compute_bfloat16_in_float32,
+    "compute_bfloat16_in_float32": lambda model: bool(compute_bfloat16_in_float32(model)),
     "transposed_convolution_as_convolution": transposed_convolution_as_convolution,
     "widen_convolution_products": widen_convolution_products,
     "pool_channels_as_batch": pool_channels_as_batch,
