@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterator, Mapping
 
 import onnx_ir as ir
 
+from graphopt.targets.native.channels import ChannelLoops
 from graphopt.targets.native.clusters import Cluster
 from graphopt.targets.native.forms import Size, has_sizes, sizes_of
 from graphopt.targets.native.lanes import LaneLoops
@@ -36,6 +37,8 @@ def cluster_kernel(cluster: Cluster, *, is_large: bool = False) -> Kernel:
     stages = scheduled(numbers)
     lanes = LaneLoops(numbers, stages, fields)
     loops = lanes if lanes.fits else Loops(numbers, stages, fields, is_large)
+    if cluster.has_channels:
+        loops = ChannelLoops(numbers, stages, fields)
     lines = [*_arguments(numbers), *loops.function(), *_task(loops), *_compute(loops)]
     facts = {"aligned": tuple(_aligned(loops)), "nodes": len(cluster.nodes)}
     return Kernel.named("k", "\n".join(lines) + "\n", numbers.inputs, numbers.outputs, **facts)

@@ -51,6 +51,7 @@ class VectorLoop:
     body: list[str] = field(default_factory=list)
     after: list[str] = field(default_factory=list)
     clauses: str = ""
+    around: str = ""  # the first line of a loop around it
     declared: set[Scalar] = field(default_factory=set)
 
     def load(self, x: Scalar) -> None:
@@ -86,6 +87,7 @@ class VectorLoop:
         if not self.body:
             return self.before + self.after
         loop = [f"#pragma omp simd{self.clauses}", f"{self.head} {{", *indented(self.body), "}"]
+        loop = [f"{self.around} {{", *indented(loop), "}"] if self.around else loop
         return [*self.before, *loop, *self.after]
 
 

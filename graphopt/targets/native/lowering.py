@@ -26,6 +26,7 @@ from graphopt.targets.native.forms import NodeForms, is_well_formed
 from graphopt.targets.native.kernels import cluster_kernel, has_large_outputs
 from graphopt.targets.native.library import Kernel, Replacement, objects, parts, source
 from graphopt.targets.native.new_state import add_state_check, write_in_place
+from graphopt.targets.native.normalizations import write_out_normalizations
 from graphopt.targets.native.pools import pool_gradient_kernel, pool_kernel
 from graphopt.targets.native.precision import multiplies_bfloat16, pieces_for
 from graphopt.targets.native.products import accepts_product, product_kernel, separate_biases
@@ -186,6 +187,7 @@ def place_kernels(model: ir.Model, without: Sequence[str] = ()) -> Plan:
         model, functools.partial(_computes, forms=forms, lowerings=lowerings)
     )
     if "kernels" in lowerings:
+        write_out_normalizations(model, forms)
         read_shapes_early(model, forms)
         result.check = add_state_check(model, forms)
     if {"kernels", "scans"} <= lowerings:

@@ -102,12 +102,12 @@ class Numbers:
 
     def __post_init__(self) -> None:
         self.dimensions = self.cluster.space.dimensions
-        split = self.cluster.rows()
+        split = self.cluster.split()
         assert split is not None
-        self.rows, self.columns = self.dimensions[:split], self.dimensions[split:]
+        self.rows, self.columns = split
         sizes = self.cluster.space.sizes
         columns = [size for d in self.columns if isinstance(size := sizes[d], int)]
-        are_known = len(columns) == len(self.columns) and bool(self.rows)
+        are_known = len(columns) == len(self.columns) and bool(self.rows) and not self.cluster.has_channels
         self.fixed = {*columns} if are_known and math.prod(columns) <= FEW_COLUMNS else set()
         self._same: dict[tuple[str, str, tuple[Scalar, ...]], Scalar] = {}
         self._of: dict[ir.Value, Scalar] = {}
