@@ -200,9 +200,9 @@ class StepForms:
     def _warn_of_precision(self) -> None:
         """Warn if products run in a higher precision than they may."""
         device, reason = self._device, None
-        if device.matmul_precision != "highest" and device.kind != "cuda":
+        if device.product_precision != "highest" and device.kind != "cuda":
             if device.on_cpu and device.native:
-                reason = obstacle(device.matmul_precision)
+                reason = obstacle(device.product_precision)
             else:
                 reason = "expected kernels on the CPU, or CUDA, found neither"
         if reason is not None:
@@ -234,7 +234,7 @@ class StepForms:
     @property
     def _kernel_facts(self) -> tuple[int, str]:
         """Return what kernels depend on in addition to the graph: the number of threads and the precision."""
-        return threads_of(self._device.threads), self._device.matmul_precision
+        return threads_of(self._device.threads), self._device.product_precision
 
     def _finished(self) -> BoundSession | None:
         """Return the session of the graph that a process has lowered."""

@@ -28,7 +28,7 @@ from graphopt.targets.native.library import Kernel, Replacement, objects, parts,
 from graphopt.targets.native.new_state import add_state_check, write_in_place
 from graphopt.targets.native.normalizations import write_out_normalizations
 from graphopt.targets.native.pools import pool_gradient_kernel, pool_kernel
-from graphopt.targets.native.precision import multiplies_bfloat16, pieces_for
+from graphopt.targets.native.precision import chosen_precision, multiplies_bfloat16, pieces_for
 from graphopt.targets.native.products import accepts_product, product_kernel, separate_biases
 from graphopt.targets.native.scans import bodies, move_into_bodies, note_rows, scan_kernel
 from graphopt.targets.native.sizes import read_shapes_early, unify_sizes
@@ -87,7 +87,7 @@ def lower_to_kernels(
     threads: int | None = None,
     *,
     in_place: bool = False,
-    precision: str = "highest",
+    precision: str | None = None,
 ) -> Lowered | None:
     """Return a copy of a graph with kernels in place of nodes; None if nothing changes.
 
@@ -97,15 +97,16 @@ def lower_to_kernels(
         without: the lowerings to leave out, by name.
         threads: the number of threads of a session; by default, one for each processor.
         in_place: let kernels write the new state over the old one.
-        precision: of matrix products and convolutions: `highest`, `high` or `medium`. Without instructions for it, it
-            is `highest`.
+        precision: of matrix products and convolutions: `highest`, `high` or `medium`; by default, the environment's.
+            Without instructions for it, it is `highest`.
 
     Raises:
         GraphoptError: there is no compiler, it fails, or the cache folder cannot be written to.
     """
     if set(KERNEL_KINDS) <= set(without):
         return None
-    options = KernelOptions(tuple(sorted(without)), threads_of(threads), in_place, pieces_for(precision))
+    pieces = pieces_for(chosen_precision(precision))
+    options = KernelOptions(tuple(sorted(without)), threads_of(threads), in_place, pieces)
     digest, weights = _digest_of(model, options)
     return _kept(digest, weights) or lower_as(digest, model, options)
 

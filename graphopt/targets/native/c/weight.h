@@ -71,7 +71,7 @@ GEMM_WIDE static void dequantize(const Weight *w, int64_t row, int64_t rows, int
 
 static void fill_panel(void *user, int64_t p, int64_t depth, int64_t j, int64_t width, int64_t padded, float *to) {
     const Weight *w = user;
-    float rows[GEMM_NR * GEMM_KC];
+    float rows[BLOCK_LINES * GEMM_KC]; /* of a panel, in any precision */
     if (!w->is_transposed) {
         dequantize(w, p, depth, j, width, to, padded);
         return;
