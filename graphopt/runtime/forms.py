@@ -29,6 +29,7 @@ from graphopt.runtime.signature import description
 from graphopt.runtime.state_buffers import StateBuffers
 from graphopt.runtime.tensors import Tensor, overwrite
 from graphopt.runtime.translation import Mistranslated, Translation, read_note, write_note
+from graphopt.targets.bfloat16 import compute_bfloat16_in_float32, is_of_bfloat16
 from graphopt.targets.native.background import Lowering
 from graphopt.targets.native.lowering import Lowered, kept_kernels, lower_to_kernels, threads_of
 from graphopt.targets.native.precision import obstacle
@@ -40,7 +41,6 @@ LONG = (
     500  # nodes, from which lowering takes longer than a second: another process then does it while steps run
 )
 SMALL_MODEL = 2**26  # bytes of constants that such a process reads
-HALVES = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 MARK = b"\xa5"  # no step computes a state of these bytes alone
 ROUNDS, SECONDS = 5, 1.0  # of measuring: so many turns, fewer if they take longer
 
@@ -72,10 +72,11 @@ class StepForms:
         self._device, self._buffers, self._options = device, buffers, options
         self._shapes, self._several = shapes, several
         self._model = model if several else with_shapes(model, shapes)
+        self._plain_model = _runnable(device, self._model)
         self._translation = None
         if options.verified and device.verify:
             self._translation = Translation(
-                device, model, buffers, options.fixed, options.report, several=several
+                device, _runnable(device, model), buffers, options.fixed, options.report, several=several
             )
         self._digest: str | None = None
         self._is_low = placement_of(device, model) == "low"  # to measure steps would take minutes
@@ -122,7 +123,11 @@ class StepForms:
             self.form, self._measures, self.native = self._for_runtime(), False, False
         if self._measures:
             self._measure(source, feeds)
-        if self.native is False and self.form.model is not self._model and not self._agrees(source, feeds):
+        if (
+            self.native is False
+            and self.form.model is not self._plain_model
+            and not self._agrees(source, feeds)
+        ):
             self.form = self._plain()
         self.is_settled, self._translation = True, None
 
@@ -180,7 +185,7 @@ class StepForms:
             return form
 
     def _plain(self) -> BoundSession:
-        return self._opened(self._model, "the plain step")
+        return self._opened(self._plain_model, "the plain step")
 
     def _opened(self, model: ir.Model, name: str, **kernels: Any) -> BoundSession:
         """Open the session of a graph of one step, lowered or not; of several steps if they are to run."""
@@ -209,9 +214,9 @@ class StepForms:
         if not self._device.on_cpu or not native:
             return None
         is_large = is_large_enough([model]) if options.is_large is None else options.is_large
-        # Of 16-bit floats, kernels round each result and ONNX Runtime some: they may overflow in one form alone.
+        # Of float16, kernels round each result and ONNX Runtime some: they may overflow in one form alone.
         types = (y.dtype for node in model.graph.all_nodes() for y in node.outputs)
-        if native == "auto" and (not is_large or any(dtype in HALVES for dtype in types)):
+        if native == "auto" and (not is_large or ir.DataType.FLOAT16 in types):
             return None
         return self._guarded(self._begun)
 
@@ -261,6 +266,15 @@ class StepForms:
                 raise GraphoptError(f"{text}; pass native=False, and please report it") from error
         warnings.warn(f"{text}; steps run without kernels of their own", stacklevel=2)
         return None
+
+
+def _runnable(device: Device, model: ir.Model) -> ir.Model:
+    """Return a graph as a device can run it: the CPU does not compute in bfloat16."""
+    if not device.on_cpu or not any(map(is_of_bfloat16, model.graph.all_nodes())):
+        return model
+    model = model.clone()
+    compute_bfloat16_in_float32(model)
+    return model
 
 
 def unrolled(model: ir.Model) -> ir.Model:

@@ -80,6 +80,11 @@ def pieces_for(precision: str) -> int:
     return 0 if obstacle(precision) else PIECES[precision]
 
 
+def multiplies_bfloat16() -> bool:
+    """Return whether products of bfloat16 numbers have kernels on this machine; else they are products of float32."""
+    return obstacle("medium") is None
+
+
 def _cpuinfo() -> str:
     try:
         return Path("/proc/cpuinfo").read_text()

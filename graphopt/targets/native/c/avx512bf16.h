@@ -26,9 +26,14 @@ GEMM_INLINE void split_pairs(__m512 x, __m512 y, Line *high, Line *low) {
     *low = pairs_of(_mm512_add_epi32((Line)r, half), _mm512_add_epi32((Line)s, half));
 }
 
+/* Return a mask of the first of some elements. */
+GEMM_INLINE uint32_t first_of(int64_t many, int64_t most) {
+    return many >= most ? (uint32_t)(((uint64_t)1 << most) - 1) : many > 0 ? (1u << many) - 1 : 0;
+}
+
 /* Load the first of 16 numbers, and zeros. */
 GEMM_INLINE __m512 load_first(const float *from, int64_t many) {
-    return _mm512_maskz_loadu_ps((__mmask16)(many >= 16 ? 0xffff : many > 0 ? (1u << many) - 1 : 0), from);
+    return _mm512_maskz_loadu_ps((__mmask16)first_of(many, 16), from);
 }
 
 /* Pack a tile of each piece: up to 16 lines of up to 32 terms of an operand, of which the terms or the lines are
@@ -60,31 +65,61 @@ GEMM_INLINE void pack_tile(const float *from, int64_t stride, int64_t lines, int
     }
 }
 
-typedef void (*tile_packer)(const float *from, int64_t stride, int64_t lines, int64_t terms, int64_t ahead, Line *to);
+/* Pack a tile of an operand that is stored as bfloat16 numbers; see pack_tile. */
+GEMM_INLINE void pack_narrow_tile(const bfloat16 *from, int64_t stride, int64_t lines, int64_t terms, int64_t ahead, Line *to,
+                                  int are_terms_contiguous, int is_b) {
+    Line x[16];
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; i++) {
+        const bfloat16 *at = from + (are_terms_contiguous ? i : 2 * i) * stride, *other = at + stride;
+        __builtin_prefetch(at + ahead);
+        if (are_terms_contiguous) x[i] = _mm512_maskz_loadu_epi16(i < lines ? first_of(terms, 32) : 0, at);
+        else {
+            const __mmask16 some = (__mmask16)first_of(lines, 16);
+            const __m256i u = _mm256_maskz_loadu_epi16(2 * i < terms ? some : 0, at);
+            const __m256i v = _mm256_maskz_loadu_epi16(2 * i + 1 < terms ? some : 0, other);
+            x[i] = _mm512_or_si512(_mm512_cvtepu16_epi32(u), _mm512_slli_epi32(_mm512_cvtepu16_epi32(v), 16));
+        }
+    }
+    if (are_terms_contiguous == is_b) {
+        gemm_transpose((float *)x, 16, (float *)to, 16);
+        return;
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; i++) to[i] = x[i];
+}
+
+/* `from` is an array of float or of bfloat16. */
+typedef void (*tile_packer)(const void *from, int64_t stride, int64_t lines, int64_t terms, int64_t ahead, Line *to);
 #define PACKER(name, are_terms_contiguous, pieces, is_b)                                                                \
-    static void name(const float *from, int64_t stride, int64_t lines, int64_t terms, int64_t ahead, Line *to) {        \
+    static void name(const void *from, int64_t stride, int64_t lines, int64_t terms, int64_t ahead, Line *to) {         \
         if (lines >= 16 && terms >= 32)                                                                                 \
             pack_tile(from, stride, lines, terms, ahead, to, are_terms_contiguous, pieces, is_b, 1);                    \
         else pack_tile(from, stride, lines, terms, ahead, to, are_terms_contiguous, pieces, is_b, 0);                   \
     }
 PACKER(lines_1a, 0, 1, 0) PACKER(lines_1b, 0, 1, 1) PACKER(lines_2a, 0, 2, 0) PACKER(lines_2b, 0, 2, 1)
 PACKER(terms_1a, 1, 1, 0) PACKER(terms_1b, 1, 1, 1) PACKER(terms_2a, 1, 2, 0) PACKER(terms_2b, 1, 2, 1)
-/* By which is contiguous, terms or lines; the number of pieces; and the operand. */
-static const tile_packer tile_packers[2][2][2] = {{{lines_1a, lines_1b}, {lines_2a, lines_2b}},
-                                                  {{terms_1a, terms_1b}, {terms_2a, terms_2b}}};
+#define NARROW_PACKER(name, are_terms_contiguous, is_b)                                                                 \
+    static void name(const void *from, int64_t stride, int64_t lines, int64_t terms, int64_t ahead, Line *to) {         \
+        pack_narrow_tile(from, stride, lines, terms, ahead, to, are_terms_contiguous, is_b);                            \
+    }
+NARROW_PACKER(lines_0a, 0, 0) NARROW_PACKER(lines_0b, 0, 1) NARROW_PACKER(terms_0a, 1, 0) NARROW_PACKER(terms_0b, 1, 1)
+/* By which is contiguous, terms or lines; the number of pieces, 0 of bfloat16 numbers; and the operand. */
+static const tile_packer tile_packers[2][3][2] = {{{lines_0a, lines_0b}, {lines_1a, lines_1b}, {lines_2a, lines_2b}},
+                                                  {{terms_0a, terms_0b}, {terms_1a, terms_1b}, {terms_2a, terms_2b}}};
 
 /* Pack a tile in which neither terms nor lines are contiguous, by a copy. */
-static void pack_apart(const PackJob *x, const float *from, int64_t lines, int64_t terms, Line *to) {
+static void pack_apart(const PackJob *x, const char *from, int64_t lines, int64_t terms, Line *to) {
     float copy[TILE_LINES * BLOCK_TERMS] = {0};
     for (int64_t i = 0; i < lines; i++)
-        for (int64_t t = 0; t < gemm_min(terms, BLOCK_TERMS); t++) copy[i * BLOCK_TERMS + t] = from[i * x->line + t * x->term];
-    tile_packers[1][x->pieces - 1][x->is_b](copy, BLOCK_TERMS, 16, BLOCK_TERMS, 0, to);
+        for (int64_t t = 0; t < gemm_min(terms, BLOCK_TERMS); t++) copy[i * BLOCK_TERMS + t] = number_of(x, from, i, t);
+    tile_packers[1][x->pieces][x->is_b](copy, BLOCK_TERMS, 16, BLOCK_TERMS, 0, to);
 }
 
 /* Pack a tile. */
-static void pack_lines(const PackJob *x, const float *from, int64_t lines, int64_t terms, Line *to) {
+static void pack_lines(const PackJob *x, const char *from, int64_t lines, int64_t terms, Line *to) {
     if (x->term != 1 && x->line != 1) pack_apart(x, from, lines, terms, to);
-    else tile_packers[x->term == 1][x->pieces - 1][x->is_b](from, x->term == 1 ? x->line : x->term, lines, terms, x->ahead, to);
+    else tile_packers[x->term == 1][x->is_narrow ? 0 : x->pieces][x->is_b](from, x->term == 1 ? x->line : x->term, lines, terms, x->ahead, to);
 }
 
 #ifdef __AMX_BF16__

@@ -31,21 +31,31 @@ enum {
     BLOCK_TERMS = 32,
     BLOCK_LINES = 32, /* rows of A or columns of B */
     ROWS_TOGETHER = 256, /* of A, whose panels fit the L2 cache */
+    COLUMNS_TOGETHER = 512, /* of a result of bfloat16 numbers, whose sums fit it, too */
     PANEL_TERMS = 512,
 };
 
 #ifdef TILES_OF_PROCESSOR
 enum { HAS_BFLOAT16 = 1 };
 
+static inline int64_t size_of(int is_narrow) { return is_narrow ? sizeof(bfloat16) : sizeof(float); }
+
 /* A panel of an operand to pack, a tile at a time. The work for it grows by 2 with each block that is multiplied, and a
  * tile takes `price`. */
 typedef struct {
-    const float *from;
+    const char *from;
+    int is_narrow; /* an array of bfloat16, not of float */
     int64_t line, term, lines, terms, ahead; /* strides, numbers, and where the panel after this one lies */
     int pieces, is_b;
     Line *to;
     int64_t price, work, done, tiles;
 } PackJob;
+
+/* Return a number of an operand, from where a tile begins. */
+static inline float number_of(const PackJob *x, const char *from, int64_t line, int64_t term) {
+    const char *at = from + (line * x->line + term * x->term) * size_of(x->is_narrow);
+    return x->is_narrow ? from_bfloat16(*(const bfloat16 *)at) : *(const float *)at;
+}
 
 static void pack_next(PackJob *x);
 
@@ -65,7 +75,7 @@ GEMM_INLINE void work_on(PackJob *const *jobs) {
 static void pack_next(PackJob *x) {
     const int64_t block = x->done / 2, half = x->done % 2, terms = x->terms - block * BLOCK_TERMS;
     const int64_t lines = gemm_min(x->lines - half * TILE_LINES, TILE_LINES);
-    const float *from = x->from + half * TILE_LINES * x->line + block * BLOCK_TERMS * x->term;
+    const char *from = x->from + (half * TILE_LINES * x->line + block * BLOCK_TERMS * x->term) * size_of(x->is_narrow);
     Line *to = x->to + (block * x->pieces * 2 + half) * TILE_LINES;
     x->done++;
     if (lines <= 0) return; /* nothing reads this tile */
@@ -107,34 +117,47 @@ static inline int64_t panel_lines(int64_t terms, int pieces) { return (terms + B
 static inline size_t low_task_elements(const gemm_product *g) {
     const int64_t terms = gemm_min(g->k, PANEL_TERMS), panels = (gemm_min(g->m, ROWS_TOGETHER) + BLOCK_LINES - 1) / BLOCK_LINES;
     const int64_t filled = g->source ? terms * BLOCK_LINES : 0;
-    return (size_t)((panels + 2) * panel_lines(terms, g->pieces) * 16 + filled + 64);
+    const int64_t sums = g->is_narrow[2] ? ROWS_TOGETHER * COLUMNS_TOGETHER : 0;
+    return (size_t)((panels + 2) * panel_lines(terms, g->pieces) * 16 + filled + sums + 64);
 }
 
 /* Return the job to pack columns of B as a panel. With a source, it first fills `filled`. */
-static PackJob job_of_b(const gemm_product *g, const float *b, int64_t p, int64_t terms, int64_t j, int64_t price, float *filled,
+static PackJob job_of_b(const gemm_product *g, const char *b, int64_t p, int64_t terms, int64_t j, int64_t price, float *filled,
                         Line *to) {
     const gemm_strides s = g->b_strides;
     const int64_t columns = gemm_min(BLOCK_LINES, g->n - j);
-    PackJob job = {b + p * s.row + j * s.column, s.column, s.row, columns, terms, BLOCK_LINES * s.column, g->pieces, 1, to,
+    PackJob job = {b + (p * s.row + j * s.column) * size_of(g->is_narrow[1]), g->is_narrow[1], s.column, s.row, columns, terms, BLOCK_LINES * s.column, g->pieces, 1, to,
                    price, 0, 0, (terms + BLOCK_TERMS - 1) / BLOCK_TERMS * 2};
     if (g->source) {
         g->source(g->source_user, p, terms, j, columns, BLOCK_LINES, filled);
-        job.from = filled, job.line = 1, job.term = BLOCK_LINES, job.ahead = 0;
+        job.from = (const char *)filled, job.line = 1, job.term = BLOCK_LINES, job.ahead = 0;
     }
     return job;
 }
 
+/* Return where a batch of an operand begins. */
+static const char *batch_of(const float *x, int is_narrow, const gemm_strides *s, const int64_t batch[2]) {
+    return x ? (const char *)x + (batch[0] * s->batch[0] + batch[1] * s->batch[1]) * size_of(is_narrow) : NULL;
+}
+
+/* Round rows of sums to bfloat16 numbers. */
+static void round_rows(const float *restrict from, int64_t from_row, bfloat16 *restrict to, int64_t to_row, int64_t rows,
+                       int64_t columns) {
+    for (int64_t i = 0; i < rows; i++, from += from_row, to += to_row)
+        for (int64_t j = 0; j < columns; j++) to[j] = to_bfloat16(rounded_to_bfloat16(from[j]));
+}
+
 /* Compute rows i0 to i1 and columns j0 to j1 of one product, between begin_tiles and end_tiles. */
-static void low_region(const gemm_product *g, const int64_t batch[2], int64_t i0, int64_t i1, int64_t j0, int64_t j1,
-                       char *scratch) {
-    const gemm_strides sa = g->a_strides, sb = g->b_strides, sc = g->c_strides;
-    const float *a = g->a + batch[0] * sa.batch[0] + batch[1] * sa.batch[1];
-    const float *b = g->b ? g->b + batch[0] * sb.batch[0] + batch[1] * sb.batch[1] : NULL;
-    float *c = g->c + batch[0] * sc.batch[0] + batch[1] * sc.batch[1];
+static void low_columns(const gemm_product *g, const int64_t batch[2], int64_t i0, int64_t i1, int64_t j0, int64_t j1,
+                        char *scratch) {
+    const gemm_strides sa = g->a_strides, sc = g->c_strides;
+    const char *a = batch_of(g->a, g->is_narrow[0], &sa, batch), *b = batch_of(g->b, g->is_narrow[1], &g->b_strides, batch);
+    char *result = (char *)batch_of(g->c, g->is_narrow[2], &sc, batch);
     Line *panels_of_b = (Line *)(((uintptr_t)scratch + 63) / 64 * 64);
     const int64_t largest = panel_lines(gemm_min(g->k, PANEL_TERMS), g->pieces), all_blocks = (g->k + BLOCK_TERMS - 1) / BLOCK_TERMS;
     Line *panels_of_a = panels_of_b + 2 * largest;
     float *filled = (float *)(panels_of_a + (gemm_min(g->m, ROWS_TOGETHER) + BLOCK_LINES - 1) / BLOCK_LINES * largest);
+    float *sums = filled; /* there is no source then */
     const int64_t row_blocks = gemm_parts(i1 - i0, ROWS_TOGETHER), k_blocks = gemm_parts(g->k, PANEL_TERMS);
     for (int64_t r = 0; r < row_blocks * k_blocks; r++) {
         const int64_t row0 = i0 + gemm_begin(i1 - i0, r / k_blocks, row_blocks);
@@ -144,7 +167,9 @@ static void low_region(const gemm_product *g, const int64_t batch[2], int64_t i0
         const int64_t depth = gemm_min(end_of_p, g->k) - p0, blocks = (end_of_p - p0) / BLOCK_TERMS;
         const int64_t size = panel_lines(depth, g->pieces), panels = (rows + BLOCK_LINES - 1) / BLOCK_LINES;
         const int accumulate = g->accumulate || p0 > 0, last = p0 + depth == g->k;
-        PackJob job_b = {0}, job_a = {a + row0 * sa.row + p0 * sa.column, sa.row, sa.column, gemm_min(rows, BLOCK_LINES), depth,
+        const int64_t c_row = g->is_narrow[2] ? COLUMNS_TOGETHER : sc.row, a_panel = BLOCK_LINES * sa.row * size_of(g->is_narrow[0]);
+        float *c = g->is_narrow[2] ? sums : (float *)result + row0 * sc.row + j0;
+        PackJob job_b = {0}, job_a = {a + (row0 * sa.row + p0 * sa.column) * size_of(g->is_narrow[0]), g->is_narrow[0], sa.row, sa.column, gemm_min(rows, BLOCK_LINES), depth,
                               BLOCK_LINES * sa.row, g->pieces, 0, panels_of_a, 1, 0, 0, 2 * blocks};
         pack_rest(&job_a);
         if (!g->panels) job_b = job_of_b(g, b, p0, depth, j0, panels, filled, panels_of_b);
@@ -158,20 +183,29 @@ static void low_region(const gemm_product *g, const int64_t batch[2], int64_t i0
                 PackJob *jobs[3] = {NULL}, **job = jobs;
                 if (job_b.done < job_b.tiles) *job++ = &job_b;
                 if (j == j0 && i + BLOCK_LINES < rows) {
-                    job_a.from += BLOCK_LINES * sa.row, job_a.lines = gemm_min(rows - i - BLOCK_LINES, BLOCK_LINES);
+                    job_a.from += a_panel, job_a.lines = gemm_min(rows - i - BLOCK_LINES, BLOCK_LINES);
                     job_a.to += size, job_a.done = job_a.work = 0, *job++ = &job_a;
                 }
                 multiply_panels(g->pieces, blocks, panels_of_a + i / BLOCK_LINES * size, panel, gemm_min(rows - i, BLOCK_LINES), columns,
-                                c + (row0 + i) * sc.row + j, sc.row, accumulate, jobs);
+                                c + i * c_row + j - j0, c_row, accumulate, jobs);
                 pack_rest(&job_a);
             }
             pack_rest(&job_b);
+            if (last && g->is_narrow[2])
+                round_rows(c + j - j0, c_row, (bfloat16 *)result + row0 * sc.row + j, sc.row, rows, columns);
             if (last && g->epilogue && (end == j1 || (end - done) * rows >= 32768)) {
                 g->epilogue(g->user, batch, row0, row0 + rows, done, end);
                 done = end;
             }
         }
     }
+}
+
+/* Compute rows and columns of one product, as low_columns does. Sums of a narrow result stay in a cache. */
+static void low_region(const gemm_product *g, const int64_t batch[2], int64_t i0, int64_t i1, int64_t j0, int64_t j1,
+                       char *scratch) {
+    const int64_t step = g->is_narrow[2] ? COLUMNS_TOGETHER : j1 - j0;
+    for (int64_t j = j0; j < j1; j += step) low_columns(g, batch, i0, i1, j, gemm_min(j + step, j1), scratch);
 }
 
 /* Return how many bytes all of B has in panels. */
@@ -182,7 +216,7 @@ static inline size_t low_panel_bytes(const gemm_product *g) {
 /* Pack all of B in panels. */
 static inline void low_panels(const gemm_product *g, float *panels) {
     for (int64_t j = 0; j < g->n; j += BLOCK_LINES) {
-        PackJob job = job_of_b(g, g->b, 0, g->k, j, 1, NULL, (Line *)panels + j / BLOCK_LINES * panel_lines(g->k, g->pieces));
+        PackJob job = job_of_b(g, (const char *)g->b, 0, g->k, j, 1, NULL, (Line *)panels + j / BLOCK_LINES * panel_lines(g->k, g->pieces));
         pack_rest(&job);
     }
 }

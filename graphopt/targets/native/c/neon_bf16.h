@@ -17,10 +17,10 @@ static inline void split_four(float32x4_t x, uint16_t *high, uint16_t *low) {
 }
 
 /* Pack a tile of each piece: up to 16 lines of up to 32 terms. */
-static void pack_lines(const PackJob *x, const float *from, int64_t lines, int64_t terms, Line *to) {
+static void pack_lines(const PackJob *x, const char *from, int64_t lines, int64_t terms, Line *to) {
     float copy[TILE_LINES][BLOCK_TERMS] = {{0}};
     for (int64_t i = 0; i < lines; i++)
-        for (int64_t t = 0; t < gemm_min(terms, BLOCK_TERMS); t++) copy[i][t] = from[i * x->line + t * x->term];
+        for (int64_t t = 0; t < gemm_min(terms, BLOCK_TERMS); t++) copy[i][t] = number_of(x, from, i, t);
     for (int group = 0; group < BLOCK_TERMS / 4; group++)
         for (int i = 0; i < TILE_LINES; i++) {
             char *at = (char *)to + group * GROUP_BYTES + i * 8;
