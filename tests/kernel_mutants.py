@@ -27,22 +27,17 @@ MUTANTS = [
         "LOAD_B(0) MULTIPLY",
     ),
     *of(  # the last of an odd number of terms
-        *("bfloat16.h", LOWER, "products", "is_the_runtimes or packed_once or dynamic"),
-        "depth = gemm_min(end_of_p, g->k) - p0,",
-        "depth = gemm_min(end_of_p, g->k) - p0 - g->k % 2,",
+        *("matrix.h", ("highest", *LOWER), "products", "is_the_runtimes"),
+        "* cut->unit, g->k);",
+        "* cut->unit, g->k - g->k % 2);",
     ),
     *of(  # the rows of the second tile of a block
         *("bfloat16.h", LOWER, "products", "is_the_runtimes"),
-        "x->from + half * TILE_LINES * x->line",
-        "x->from + half * (TILE_LINES - 1) * x->line",
+        "x->from + (half * TILE_LINES * x->line",
+        "x->from + (half * (TILE_LINES - 1) * x->line",
     ),
     *of(  # blocks of k
-        *("bfloat16.h", LOWER, "products", "wide_one or takes_in"),
-        "g->accumulate || p0 > 0,",
-        "g->accumulate,",
-    ),
-    *of(
-        *("float32.h", ("highest",), "products", "is_the_runtimes"),
+        *("matrix.h", ("highest", *LOWER), "products", "is_the_runtimes or wide_one"),
         "g->accumulate || p0 > 0,",
         "g->accumulate,",
     ),

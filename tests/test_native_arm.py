@@ -47,14 +47,25 @@ static void in_turn(void *pool, gemm_task task, size_t count, void *user) {
 
 static float drawn(void) { return (float)(rand() % 65536) / 32768 - 1 + (float)(rand() % 4096) / (1 << 27); }
 
-/* Return the largest error, in roundings of float32 of the sum of the terms' sizes. */
-static double worst(int64_t m, int64_t n, int64_t k, int turned, int packed, int threads, int pieces) {
+/* Round numbers, and return them as bfloat16 numbers. */
+static void *narrowed(float *x, int64_t many) {
+    bfloat16 *y = malloc(many * sizeof *y);
+    for (int64_t i = 0; i < many; i++) x[i] = rounded_to_bfloat16(x[i]), y[i] = to_bfloat16(x[i]);
+    return y;
+}
+
+/* Return the largest error, in roundings of float32 of the sum of the terms' sizes; with `narrow`, operands and results
+ * are bfloat16 numbers, and the rounding of a result is no error. */
+static double worst(int64_t m, int64_t n, int64_t k, int turned, int packed, int threads, int pieces, int narrow) {
     float *a = malloc(m * k * 4), *b = malloc(k * n * 4), *c = malloc(m * n * 4);
     for (int64_t i = 0; i < m * k; i++) a[i] = drawn();
     for (int64_t i = 0; i < k * n; i++) b[i] = drawn();
-    for (int64_t i = 0; i < m * n; i++) c[i] = 1;
-    gemm_product g = {.m = m, .n = n, .k = k, .batch = {1, 1}, .a = a, .b = b, .c = c, .pieces = pieces};
-    g.threads = threads, g.parallel_for = in_turn, g.accumulate = 1;
+    for (int64_t i = 0; i < m * n; i++) c[i] = !narrow;
+    void *stored[3] = {a, b, c};
+    if (narrow) stored[0] = narrowed(a, m * k), stored[1] = narrowed(b, k * n), stored[2] = narrowed(c, m * n);
+    gemm_product g = {.m = m, .n = n, .k = k, .batch = {1, 1}, .a = stored[0], .b = stored[1], .c = stored[2]};
+    g.pieces = pieces, g.threads = threads, g.parallel_for = in_turn, g.accumulate = !narrow;
+    for (int i = 0; i < 3; i++) g.is_narrow[i] = narrow;
     g.a_strides = turned & 1 ? (gemm_strides){1, m, {0, 0}} : (gemm_strides){k, 1, {0, 0}};
     g.b_strides = turned & 2 ? (gemm_strides){1, k, {0, 0}} : (gemm_strides){n, 1, {0, 0}};
     g.c_strides = (gemm_strides){n, 1, {0, 0}};
@@ -65,15 +76,18 @@ static double worst(int64_t m, int64_t n, int64_t k, int turned, int packed, int
     double most = 0;
     for (int64_t i = 0; i < m; i++)
         for (int64_t j = 0; j < n; j++) {
-            double sum = 1, size = 1;
+            double sum = !narrow, size = 1;
             for (int64_t p = 0; p < k; p++) {
                 const float x = a[turned & 1 ? p * m + i : i * k + p], y = b[turned & 2 ? j * k + p : p * n + j];
                 sum += term(x, y, pieces), size += x * y < 0 ? -x * y : x * y;
             }
-            double error = (c[i * n + j] - sum) / size * (1 << 23) / (k + 2);
-            if (error < 0) error = -error;
+            const float result = narrow ? from_bfloat16(((bfloat16 *)stored[2])[i * n + j]) : c[i * n + j];
+            double error = result < sum ? sum - result : result - sum;
+            if (narrow) error -= (sum < 0 ? -sum : sum) / 256;
+            error *= (1 << 23) / size / (k + 2);
             if (!(error <= most)) most = error;
         }
+    for (int i = 0; narrow && i < 3; i++) free(stored[i]);
     free(a), free(b), free(c), free(g.scratch), free(panels);
     return most;
 }
@@ -82,9 +96,10 @@ int main(void) {
     const int64_t sizes[][3] = {{1, 1, 1}, {16, 16, 32}, {33, 47, 65}, {70, 40, 600}, {300, 75, 33}, {8, 130, 96}};
     double most = 0;
     for (unsigned s = 0; s < sizeof sizes / sizeof *sizes; s++)
-        for (int way = 0; way < 32; way++) {
-            const int turned = way & 3, packed = way >> 2 & 1, threads = way >> 3 & 1 ? 3 : 1, pieces = (way >> 4) + 1;
-            const double error = worst(sizes[s][0], sizes[s][1], sizes[s][2], turned, packed, threads, pieces);
+        for (int way = 0; way < 48; way++) {
+            const int turned = way & 3, packed = way >> 2 & 1, threads = way >> 3 & 1 ? 3 : 1, form = way >> 4;
+            const int64_t *d = sizes[s];
+            const double error = worst(d[0], d[1], d[2], turned, packed, threads, form == 1 ? 2 : 1, form == 2);
             if (!(error <= most)) most = error;
         }
     printf("%g\\n", most);

@@ -154,19 +154,17 @@ static void low_columns(const gemm_product *g, const int64_t batch[2], int64_t i
     const char *a = batch_of(g->a, g->is_narrow[0], &sa, batch), *b = batch_of(g->b, g->is_narrow[1], &g->b_strides, batch);
     char *result = (char *)batch_of(g->c, g->is_narrow[2], &sc, batch);
     Line *panels_of_b = (Line *)(((uintptr_t)scratch + 63) / 64 * 64);
-    const int64_t largest = panel_lines(gemm_min(g->k, PANEL_TERMS), g->pieces), all_blocks = (g->k + BLOCK_TERMS - 1) / BLOCK_TERMS;
+    const int64_t largest = panel_lines(gemm_min(g->k, PANEL_TERMS), g->pieces);
     Line *panels_of_a = panels_of_b + 2 * largest;
     float *filled = (float *)(panels_of_a + (gemm_min(g->m, ROWS_TOGETHER) + BLOCK_LINES - 1) / BLOCK_LINES * largest);
     float *sums = filled; /* there is no source then */
-    const int64_t row_blocks = gemm_parts(i1 - i0, ROWS_TOGETHER), k_blocks = gemm_parts(g->k, PANEL_TERMS);
-    for (int64_t r = 0; r < row_blocks * k_blocks; r++) {
-        const int64_t row0 = i0 + gemm_begin(i1 - i0, r / k_blocks, row_blocks);
-        const int64_t rows = i0 + gemm_begin(i1 - i0, r / k_blocks + 1, row_blocks) - row0;
-        const int64_t p0 = gemm_begin(all_blocks, r % k_blocks, k_blocks) * BLOCK_TERMS;
-        const int64_t end_of_p = gemm_begin(all_blocks, r % k_blocks + 1, k_blocks) * BLOCK_TERMS;
-        const int64_t depth = gemm_min(end_of_p, g->k) - p0, blocks = (end_of_p - p0) / BLOCK_TERMS;
+    const gemm_cut cut = gemm_cut_of(g, i1 - i0, ROWS_TOGETHER, PANEL_TERMS, BLOCK_TERMS);
+    for (int64_t r = 0; r < cut.row_parts * cut.k_parts; r++) {
+        const gemm_block own = gemm_block_of(g, &cut, i0, i1, r);
+        const int64_t row0 = own.row0, rows = own.rows, p0 = own.p0, depth = own.depth;
+        const int64_t blocks = (depth + BLOCK_TERMS - 1) / BLOCK_TERMS;
         const int64_t size = panel_lines(depth, g->pieces), panels = (rows + BLOCK_LINES - 1) / BLOCK_LINES;
-        const int accumulate = g->accumulate || p0 > 0, last = p0 + depth == g->k;
+        const int accumulate = own.accumulate, last = own.last;
         const int64_t c_row = g->is_narrow[2] ? COLUMNS_TOGETHER : sc.row, a_panel = BLOCK_LINES * sa.row * size_of(g->is_narrow[0]);
         float *c = g->is_narrow[2] ? sums : (float *)result + row0 * sc.row + j0;
         PackJob job_b = {0}, job_a = {a + (row0 * sa.row + p0 * sa.column) * size_of(g->is_narrow[0]), g->is_narrow[0], sa.row, sa.column, gemm_min(rows, BLOCK_LINES), depth,

@@ -107,15 +107,13 @@ static void gemm_region(const gemm_product *g, const int64_t batch[2], int64_t i
     float *c = g->c + batch[0] * sc.batch[0] + batch[1] * sc.batch[1];
     float *tile = (float *)(((uintptr_t)scratch + 63) / 64 * 64), *b_panel = tile + GEMM_MR * GEMM_NR;
     float *a_block = b_panel + gemm_panel_rows(g) * GEMM_NR;
-    const int64_t row_blocks = gemm_parts(i1 - i0, gemm_block_rows(g)), k_blocks = gemm_parts(g->k, GEMM_KC);
+    const gemm_cut cut = gemm_cut_of(g, i1 - i0, gemm_block_rows(g), GEMM_KC, 1);
     const int64_t size = sizeof(float);
-    for (int64_t r = 0; r < row_blocks * k_blocks; r++) {
-        const int64_t row0 = i0 + gemm_begin(i1 - i0, r / k_blocks, row_blocks);
-        const int64_t rows = i0 + gemm_begin(i1 - i0, r / k_blocks + 1, row_blocks) - row0;
-        const int64_t p0 = gemm_begin(g->k, r % k_blocks, k_blocks);
-        const int64_t depth = gemm_begin(g->k, r % k_blocks + 1, k_blocks) - p0;
+    for (int64_t r = 0; r < cut.row_parts * cut.k_parts; r++) {
+        const gemm_block own = gemm_block_of(g, &cut, i0, i1, r);
+        const int64_t row0 = own.row0, rows = own.rows, p0 = own.p0, depth = own.depth;
         const int64_t tiles = gemm_parts(rows, GEMM_MR), low = rows / tiles, higher = rows % tiles;
-        const int accumulate = g->accumulate || p0 > 0, last = p0 + depth == g->k;
+        const int accumulate = own.accumulate, last = own.last;
         int64_t rest = (g->m - row0 - 1) * sa.row + (g->k - p0 - 1) * sa.column + 1;
         const float *block = a + row0 * sa.row + p0 * sa.column;
         int64_t a_row = sa.row, a_column = sa.column, a_panel = 0, mr;
@@ -142,7 +140,7 @@ static void gemm_region(const gemm_product *g, const int64_t batch[2], int64_t i
         /* Tiles of the first panel fetch A for the next tile, if that is a line for each step of k. The others fetch
          * the next panel of B, if it is not in a cache yet, each a share of its rows or columns, evenly: too many lines
          * at once wait for each other. */
-        const int fetch_b = !g->source && (r < k_blocks || g->k * g->n * size > 1 << 20);
+        const int fetch_b = !g->source && (r < cut.k_parts || g->k * g->n * size > 1 << 20);
         const int64_t a_line = a_row == 1 ? a_column * size : a_row == depth && a_column == 1 ? 64 : 0;
         const int by_rows = g->panels || sb.column == 1;
         const int64_t piece = g->panels ? GEMM_NR : by_rows ? sb.row : sb.column, pieces = by_rows ? depth : GEMM_NR;

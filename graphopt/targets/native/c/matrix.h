@@ -81,6 +81,31 @@ static inline int64_t gemm_begin(int64_t size, int64_t part, int64_t parts) {
     return size / parts * part + gemm_min(part, size % parts);
 }
 
+/* How rows and k are cut: into parts of rows, and parts of k that consist of units. */
+typedef struct {
+    int64_t row_parts, k_parts, unit;
+} gemm_cut;
+
+/* A block of rows and of k. `last` is whether its sums are final. */
+typedef struct {
+    int64_t row0, rows, p0, depth;
+    int accumulate, last;
+} gemm_block;
+
+/* Cut rows and k into parts of nearly the same size, which have so many rows and so many terms at most. */
+static inline gemm_cut gemm_cut_of(const gemm_product *g, int64_t rows, int64_t most_rows, int64_t most_terms, int64_t unit) {
+    return (gemm_cut){gemm_parts(rows, most_rows), gemm_parts(g->k, most_terms), unit};
+}
+
+/* Return a block of rows i0 to i1. Blocks of the same rows follow each other. */
+static inline gemm_block gemm_block_of(const gemm_product *g, const gemm_cut *cut, int64_t i0, int64_t i1, int64_t index) {
+    const int64_t row = index / cut->k_parts, k = index % cut->k_parts, units = (g->k + cut->unit - 1) / cut->unit;
+    const int64_t first = gemm_begin(i1 - i0, row, cut->row_parts), p0 = gemm_begin(units, k, cut->k_parts) * cut->unit;
+    const int64_t end = gemm_min(gemm_begin(units, k + 1, cut->k_parts) * cut->unit, g->k);
+    return (gemm_block){i0 + first, gemm_begin(i1 - i0, row + 1, cut->row_parts) - first, p0, end - p0,
+                        g->accumulate || p0 > 0, end == g->k};
+}
+
 #define GEMM_INLINE static inline __attribute__((always_inline))
 #ifdef __clang__
 #define GEMM_WIDE __attribute__((min_vector_width(8 * GEMM_BYTES))) /* otherwise clang halves vectors of 64 bytes */
