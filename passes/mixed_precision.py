@@ -50,7 +50,8 @@ class MixedPrecision(Pass):
     and `DynamicLossScale`.
 
     Args:
-        dtype: `float16`, or `bfloat16`, which has the range of float32 but kernels on fewer runtimes.
+        dtype: `float16`, or `bfloat16`, which has the range of float32. ONNX Runtime computes with it on CUDA, and the
+            kernels of an executor do on CPUs.
         keep: shell-style patterns of the names of nodes to leave in float32, one or several.
 
     Raises:

@@ -11,11 +11,13 @@ import os
 import shutil
 import sys
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
+VARIABLE = "GRAPHOPT_MATMUL_PRECISION"
 RULES = Path("passes/gradients/rules")
 
 # Where an operating system can, processes start as copies of one that has loaded what takes seconds.
@@ -34,6 +36,7 @@ class Mutant:
         tests: the file of the tests.
         chosen: which tests are tried, in place of cases of operators: an expression of pytest's `-k`.
         folder: relative to the repository.
+        precision: in which the tests multiply, or none.
     """
 
     file: str
@@ -43,6 +46,7 @@ class Mutant:
     tests: str = "test_gradient.py"
     chosen: str = ""
     folder: Path = RULES
+    precision: str = ""
 
     def __str__(self) -> str:
         return f"{self.file}: {self.old} -> {self.new}"
@@ -337,7 +341,8 @@ def tested(folder: Path, mutant: Mutant) -> str | None:
         *(["-k", chosen] if chosen else []),
     ]
     report = folder / "report"
-    process = PROCESSES.Process(target=run_pytest, args=(str(folder), arguments, str(report)))
+    variables = {VARIABLE: mutant.precision} if mutant.precision else {}
+    process = PROCESSES.Process(target=run_pytest, args=(str(folder), arguments, str(report), variables))
     process.start()
     process.join()
     lines = report.read_text().splitlines()
@@ -350,9 +355,10 @@ def tested(folder: Path, mutant: Mutant) -> str | None:
     )
 
 
-def run_pytest(folder: str, arguments: list[str], report: str) -> None:
+def run_pytest(folder: str, arguments: list[str], report: str, variables: Mapping[str, str]) -> None:
     """Run tests of a copy of the tree in this process, and end it with pytest's exit status."""
     os.chdir(folder)
+    os.environ.update(variables)
     os.environ["XDG_CACHE_HOME"] = str(
         Path(folder, "cache")
     )  # compiled kernels, by a digest that may lack a change

@@ -135,6 +135,17 @@ NATIVE = [
         ("test_random_clusters", '"{0} / ({C})AT_LEAST_1({N})"', '"{0} / ({C})(AT_LEAST_1({N}) + 1)"'),
     ),
     *of(
+        "graphopt/targets/native/channels.py",
+        "native_channels",
+        ("pytorchs", "stride = plane * a->rows", "stride = plane"),
+        ("pytorchs", "own < columns", "own + plane < columns"),
+    ),
+    *of(
+        "graphopt/targets/native/normalizations.py",
+        "native_channels",
+        ("pytorchs", "swap(y, like(results[0], y))", "pass"),
+    ),
+    *of(
         "graphopt/targets/native/convolutions.py",
         "native_convolutions",
         ("random_convolutions_are", "dilations, pads[:axes], end", "dilations, pads[axes:], end"),

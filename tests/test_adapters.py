@@ -13,7 +13,7 @@ import onnxruntime
 import pytest
 import torch
 import torch_oracle
-from builders import attention, mlp, model, run
+from builders import attention, mlp, model
 
 import graphopt
 import passes
@@ -357,7 +357,7 @@ RATE = passes.LoRA("fc*", rank=2, alpha=3)
 )
 @pytest.mark.parametrize("name", COMBINATIONS)
 def test_combinations_equal_those_of_nodes_that_a_user_writes(name: str, native: bool) -> None:
-    if native and name in ("float16", "bfloat16", "fuse"):
+    if native and name in ("float16", "fuse"):
         pytest.skip("not lowered to kernels")
     steps = COMBINATIONS[name]
     step = graphopt.compile(mlp(), adapter=RATE, **steps)
@@ -367,16 +367,14 @@ def test_combinations_equal_those_of_nodes_that_a_user_writes(name: str, native:
     rng = np.random.default_rng(0)
     x, labels = rng.standard_normal((8, 4), np.float32), rng.integers(0, 3, 8)
     target = labels if steps["loss"] == CLASSES["loss"] else rng.standard_normal((8, 3), np.float32)
-    if name == "bfloat16":  # for which ONNX Runtime has no kernels on CPUs
-        found, expected = ([y["loss"] for y in run(z, 3, {"x": x, "target": target})] for z in (step, plain))
-        assert np.allclose(found, expected)
-        return
+    rounding = 1e-2 if name == "bfloat16" else 1e-6
     one, other = (graphopt.Executor(x, native=native, threads=1) for x in (step, plain))
     for _ in range(10):
         found, expected = (executor.step(x=x, target=target) for executor in (one, other))
-        assert found["loss"] == pytest.approx(expected["loss"], rel=1e-6)
+        assert found["loss"] == pytest.approx(expected["loss"], rel=rounding)
     for key, array in one.parameters.items():
-        assert np.allclose(array, other.parameters[key.replace(".weight", "")], rtol=1e-5, atol=1e-6), key
+        other_array = other.parameters[key.replace(".weight", "")]
+        assert np.allclose(array, other_array, rtol=10 * rounding, atol=rounding), key
 
 
 def initial(step: ir.Model) -> dict[str, np.ndarray]:

@@ -71,6 +71,7 @@ def test_each_fusion_is_seen_and_can_be_left_out():
         "fold_momentum_into_gemm": lambda step: any("beta" in node.attributes for node in _updates(step)),
     }
     elsewhere = {
+        "compute_bfloat16_in_float32",
         "join_small_vectors",
         "pool_channels_as_batch",
         "transposed_convolution_as_convolution",

@@ -21,7 +21,8 @@ needs_compiler = pytest.mark.skipif(compiler() is None, reason="no C compiler: i
 @pytest.fixture(params=["high", "medium"])
 def allowed(request, monkeypatch):
     """A precision that this machine has instructions for."""
-    monkeypatch.delenv("GRAPHOPT_NATIVE", raising=False)
+    for name in ("GRAPHOPT_NATIVE", precision.VARIABLE):
+        monkeypatch.delenv(name, raising=False)
     if (reason := precision.obstacle(request.param)) is not None:
         pytest.skip(reason)
     return request.param
@@ -153,9 +154,36 @@ def test_the_operating_system_may_refuse_the_registers(monkeypatch) -> None:
 @pytest.mark.parametrize("amd", [True, False])
 def test_vectors_alone_are_for_medium_and_amd(monkeypatch, amd) -> None:
     monkeypatch.setattr(precision, "macros", lambda: frozenset(precision._OF_VECTORS))
-    monkeypatch.setattr(precision, "_is_amd", lambda: amd)
+    monkeypatch.setattr(precision, "_cpuinfo", lambda: "vendor_id : AuthenticAMD" if amd else "")
     assert precision.pieces_for("medium") == (1 if amd else 0)
     assert precision.pieces_for("high") == 0
+
+
+def test_the_environment_sets_the_default(allowed, monkeypatch) -> None:
+    monkeypatch.setenv(precision.VARIABLE, allowed)
+    found = [graphopt.Device("cpu", **options) for options in ({}, {"matmul_precision": "highest"})]
+    assert [device.product_precision for device in found] == [allowed, "highest"]
+    rng = np.random.default_rng(5)
+    a, w = (rng.standard_normal((64, 64)).astype(np.float32) for _ in range(2))
+    proto = onnx.parser.parse_model(
+        """<ir_version: 8, opset_import: ["": 17]>
+        g (float[64, 64] a, float[64, 64] w) => (float[64, 64] y) { y = MatMul(a, w) }"""
+    )
+    one, other, highest = (
+        lowered_session(proto, 1, chosen).compute_arrays({"a": a, "w": w})["y"]
+        for chosen in (None, allowed, "highest")
+    )
+    np.testing.assert_array_equal(one, other)
+    assert not np.array_equal(one, highest)
+
+
+def test_unknown_precision_of_the_environment(monkeypatch) -> None:
+    monkeypatch.setenv(precision.VARIABLE, "low")
+    with pytest.raises(
+        graphopt.GraphoptError,
+        match="environment variable GRAPHOPT_MATMUL_PRECISION: expected highest, high, medium, found 'low'",
+    ):
+        graphopt.Device("cpu")
 
 
 def test_unknown_precision() -> None:

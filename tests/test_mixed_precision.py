@@ -405,8 +405,6 @@ def test_a_node_can_be_kept_and_numbers_beyond_the_range_are() -> None:
 def test_bfloat16_has_products_alone_that_the_opset_defines() -> None:
     step = compiled(precision=passes.MixedPrecision("bfloat16"))
     assert operators(step, ir.DataType.BFLOAT16) >= {"Gemm", "Relu"}
-    with pytest.raises(graphopt.GraphoptError, match=r"refuses the graph.*take another precision"):
-        graphopt.Executor(step).step(x=X, target=T)
     with pytest.raises(
         graphopt.GraphoptError,
         match="Conv, ConvTranspose, Gemm, MatMul nodes of float32 that support bfloat16",

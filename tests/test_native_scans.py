@@ -8,6 +8,7 @@ import onnxruntime
 import pytest
 import test_recurrent as recurrent
 from builders import model
+from precisions import assert_equal_in_float32, assert_near
 
 import graphopt
 import passes
@@ -308,7 +309,7 @@ def test_gradients_of_recurrent_layers(variant, dynamic, within, monkeypatch):
     assert_same(found, computed(graph, feeds, within(graph)))
 
 
-def trained(layer, features=24, hidden=40):
+def trained(layer, rate=0.1, features=24, hidden=40):
     """Return the step of a layer of a size that products share among threads, and of a head."""
     gates = recurrent.GATES[layer]
     proto = model(
@@ -324,14 +325,14 @@ def trained(layer, features=24, hidden=40):
         b=RNG.standard_normal((2, 2 * gates * hidden)),
         v=RNG.standard_normal((2 * hidden, 3)),
     )
-    return graphopt.compile(proto, loss=passes.MeanSquaredError(), optimizer=passes.SGD(0.1))
+    return graphopt.compile(proto, loss=passes.MeanSquaredError(), optimizer=passes.SGD(rate))
 
 
 @pytest.mark.parametrize("layer", recurrent.GATES)
 @pytest.mark.slow
 def test_a_training_step_is_the_plain_one_on_any_threads(layer, within, monkeypatch):
     monkeypatch.setattr(recurrent.recurrent, "LARGE", 0)
-    graph = load(trained(layer))
+    graph = load(trained(layer, 1e3))  # gradients are most of the new weights
     lowered = {threads: lower_to_kernels(graph, threads=threads) for threads in (1, 2)}
     assert plan(graph).counts["scans"] == 4
     hoisted = graph.clone()
@@ -347,9 +348,11 @@ def test_a_training_step_is_the_plain_one_on_any_threads(layer, within, monkeypa
         found = {threads: computed(graph, feeds, each, threads) for threads, each in lowered.items()}
         expected = computed(graph, feeds)
         for name, values in expected.items():
-            np.testing.assert_allclose(found[1][name], values, rtol=1e-4, atol=1e-5, err_msg=name)
+            assert_near(found[1][name], values, name, layers=7)
         assert_same(found[2], found[1])
-        assert_same(found[1], computed(graph, feeds, within(graph)))
+        packed = "in the runtime's Scan, weights are not packed, and few rows are multiplied in float32"
+        for name, values in computed(graph, feeds, within(graph)).items():
+            assert_equal_in_float32(found[1][name], values, packed, layers=7)
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ import numpy as np
 import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
+from precisions import UNIT, assert_equal_in_float32, assert_near
 
 import graphopt
 import passes
@@ -119,8 +120,10 @@ def test_products_dequantize_weights(layout, dtype, has_zero):
             exact = {"x": feeds["a"].astype(np.float64) @ matrix}
             exact["y"] = feeds["b"].astype(np.float64) @ matrix.T + feeds["c"]
             for name, expected in exact.items():
-                np.testing.assert_allclose(one[name], expected, rtol=1e-4, atol=1e-3)
-                np.testing.assert_array_equal(one[name], plain[name])
+                assert_near(one[name], expected)
+                assert_equal_in_float32(
+                    one[name], plain[name], "fed weights have no panels for any number of rows"
+                )
                 np.testing.assert_array_equal(two[name], one[name])
 
 
@@ -140,4 +143,4 @@ def test_steps_over_a_base_of_few_bits_are_the_runtimes(options):
     native, plain = (graphopt.Executor(step, native=native, threads=2) for native in (True, False))
     for _ in range(5):
         feeds = {name: x for name in native.inputs}
-        assert native.step(feeds)["loss"] == pytest.approx(plain.step(feeds)["loss"], rel=1e-5)
+        assert native.step(feeds)["loss"] == pytest.approx(plain.step(feeds)["loss"], rel=max(1e-5, UNIT))

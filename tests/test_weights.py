@@ -398,6 +398,15 @@ def test_fresh_weights_are_no_constants(lines: str, c: np.ndarray) -> None:
     assert sorted(trained(loaded)) == ["c", "w"]
 
 
+def test_many_fresh_weights_are_no_grid() -> None:
+    """So many numbers of a linear layer of PyTorch, whose exporter transposes them, fill each step of five decimals."""
+    bound = 1 / np.sqrt(768)
+    w = np.random.default_rng(0).uniform(-bound, bound, (192, 768))
+    text = "g (float[N,2,768] x) => (float[N,2,192] y) { t = Transpose(w)\n y = MatMul(x, t) }"
+    loaded, said = decided(model(text, w=w))
+    assert [*trained(loaded)] == ["w"] and not said
+
+
 def test_running_statistics_are_buffers() -> None:
     text = "g (float[N,4] x) => (float[N,3] y) { h = BatchNormalization(x, a, b, c, d)\n y = MatMul(h, w) }"
     rng = np.random.default_rng(1)

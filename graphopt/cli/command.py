@@ -49,7 +49,7 @@ from graphopt.hosts.export import CONTRACT, STATE_FILE, export_hosts
 from graphopt.inspection.report import report, saved_by_kernels
 from graphopt.inspection.words import counted
 from graphopt.on_device.artifacts import FILES, export_artifacts
-from graphopt.targets.native.precision import described
+from graphopt.targets.native.precision import chosen_precision, described
 from graphopt.training.callbacks.terminal import open_console, print_line
 from graphopt.training.signals import ending
 
@@ -315,7 +315,7 @@ def _report(recipe: Recipe, folder: Path, console: Console) -> str:
     summary = result.summary()
     if step is not None and not on_cpu:
         summary += _placement(recipe, step)
-    precision = fields.get("matmul_precision", "highest")
+    precision = chosen_precision(fields.get("matmul_precision"))
     if step is not None and on_cpu and precision != "highest":
         summary += f"products   {described(precision)}\n"
     write(folder / "report.txt", f"{summary}\n{result.listings()}")

@@ -31,6 +31,7 @@ from graphopt.runtime.executor import Executor
 from graphopt.runtime.forms import medians
 from graphopt.runtime.frozen import frozen_bytes, placement_by_size
 from graphopt.runtime.signature import InputSpec
+from graphopt.targets.bfloat16 import computes_bfloat16
 from graphopt.targets.native.lowering import plan
 
 MOST_DRAWN = 200  # nodes: reports do not draw larger graphs
@@ -168,6 +169,8 @@ def _native(model: ir.Model) -> Iterator[str]:
         yield "native     nothing to lower"
         return
     yield f"native     {size(model)} nodes become {size(kernels.model)}, on a CPU with a C compiler"
+    if narrow := sum(map(computes_bfloat16, model.graph.all_nodes())):
+        yield _in_bfloat16(narrow, kernels.wide)
     nodes = [kernel.nodes for kernel in kernels.kernels]
     functions = len({kernel.name for kernel in kernels.kernels})
     rows = {
@@ -180,6 +183,14 @@ def _native(model: ir.Model) -> Iterator[str]:
     }
     counts = {**kernels.counts, "functions": functions}
     yield from _table([(f"  {name}", str(counts.get(name, 0)), text) for name, text in rows.items()])
+
+
+def _in_bfloat16(nodes: int, wide: Sequence[ir.Node]) -> str:
+    """Say which nodes that compute with bfloat16 numbers run in float32."""
+    names = some([f"{node.op_type} {name_of(node)!r}" for node in wide])
+    return f"  bfloat16   {nodes - len(wide)} of {counted(nodes, 'node')}" + (
+        f"; in float32, between casts: {names}" if wide else ""
+    )
 
 
 _FROZEN = {

@@ -22,8 +22,8 @@ from graphopt.intervals import check_types
 from graphopt.runtime.arena import share_arena
 from graphopt.runtime.denormals import Flushing, supported
 from graphopt.runtime.webgpu import CAPTURES, LOCK, WEBGPU, copier, entry_of, no_adapter, plugin_device
-from graphopt.targets.native.precision import PIECES, MatmulPrecision, obstacle
 from graphopt.targets.native.precision import UNITS as PRODUCT_UNITS
+from graphopt.targets.native.precision import MatmulPrecision, chosen_precision, obstacle
 from graphopt.targets.target import AUTO, NATIVE, ONNXRUNTIME, Target, target_of
 
 if TYPE_CHECKING:
@@ -89,8 +89,9 @@ class DeviceOptions(metaclass=Checked):
             float32 numbers; sums are float32, and so is all else. `highest` multiplies float32 numbers. `high` takes
             each as the sum of two bfloat16 numbers and leaves out the product of the smaller ones: results differ by
             about 1e-5. `medium` rounds them to bfloat16: about 1e-2. On CPUs, both need kernels (`native`) and a
-            processor with AMX, or for `medium` one by AMD with AVX-512 BF16; elsewhere `highest` runs, and a warning
-            says so. On CUDA, both set `use_tf32`, as in PyTorch.
+            processor with AMX, or for `medium` AVX-512 BF16 by AMD or ARM's BFMMLA; elsewhere `highest` runs, and a
+            warning says so. On CUDA, both set `use_tf32`, as in PyTorch. None takes the environment variable
+            GRAPHOPT_MATMUL_PRECISION, or `highest`.
         verify: compare the first step of each form that was rewritten for speed (fused, kernels, in place, several
             steps per call) with the plain step, once per form on a machine. If they differ by more than rounding, the
             plain step runs and a warning names a reproducer. True compares each time and raises an error, False does
@@ -112,7 +113,7 @@ class DeviceOptions(metaclass=Checked):
     flush_denormals: bool = True
     native: bool | Literal["auto"] | None = None
     target: str | Target = AUTO
-    matmul_precision: MatmulPrecision = "highest"
+    matmul_precision: MatmulPrecision | None = None
     verify: bool | Literal["auto"] | None = None
     session_options: Mapping[str, Any] | None = None
     custom_ops: Sequence[str | Path] | None = None
@@ -141,6 +142,7 @@ class Device(DeviceOptions):
     execution_provider: str = field(init=False, repr=False)
     plugin: Any = field(init=False, repr=False)  # its device, where the provider is a plugin
     runtime_target: Target = field(init=False, repr=False)
+    product_precision: str = field(init=False, repr=False)  # the option or the environment's
     # Weights that sessions share, by the identity of their tensors and whether they lie in host memory.
     shared: MutableMapping[tuple[int, bool], Any] = field(init=False, repr=False)
 
@@ -155,10 +157,7 @@ class Device(DeviceOptions):
             least = "1 or more, or None for the runtime's choice"
             expected = least if self.threads < 1 else f"at most {MOST_THREADS:,}"
             raise GraphoptError(f"threads: expected {expected}, found {self.threads}")
-        if self.matmul_precision not in PIECES:
-            raise GraphoptError(
-                f"matmul_precision: expected {', '.join(PIECES)}, found {self.matmul_precision!r}"
-            )
+        keep("product_precision", chosen_precision(self.matmul_precision))
         if self.frozen not in _FROZEN:
             raise GraphoptError(f"frozen: expected {', '.join(_FROZEN)}, found {self.frozen!r}")
         keep("index", int(index or 0))
@@ -236,12 +235,12 @@ class Device(DeviceOptions):
         """Return the rounding of operands in products of float32 numbers, on CPUs of kernels; None without rounding."""
         if self.kind == "cuda":
             return None if self._cuda_options()["use_tf32"] in (0, "0") else 2.0**-10
-        is_rounded = self.on_cpu and obstacle(self.matmul_precision) is None
-        return PRODUCT_UNITS.get(self.matmul_precision) if is_rounded else None
+        is_rounded = self.on_cpu and obstacle(self.product_precision) is None
+        return PRODUCT_UNITS.get(self.product_precision) if is_rounded else None
 
     def _cuda_options(self) -> dict[str, Any]:
         """Return the options of the CUDA provider."""
-        rounds = {"use_tf32": int(self.matmul_precision != "highest")}
+        rounds = {"use_tf32": int(self.product_precision != "highest")}
         return {**_CUDA_OPTIONS, **rounds, **(self.provider_options or {})}
 
     @property

@@ -30,6 +30,7 @@ from graphopt.runtime.state_buffers import StateBuffers
 from graphopt.runtime.switch import ROUNDS, Rehearsed, Switch
 from graphopt.runtime.tensors import Tensor, overwrite
 from graphopt.runtime.translation import Mistranslated, Sample, Translation, read_note, write_note
+from graphopt.targets.bfloat16 import compute_bfloat16_in_float32, is_of_bfloat16
 from graphopt.targets.native.lowering import (
     Lowered,
     kept_kernels,
@@ -44,7 +45,6 @@ from graphopt.targets.target import ONNXRUNTIME
 WORTH_COMPILING = 10_000  # numbers in parameters, from which `auto` compiles kernels
 LONG = 500  # nodes, from which lowering takes longer than a second: another process does it while steps run
 SMALL_MODEL = 2**26  # bytes of constants that such a process reads
-HALVES = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 MARK = b"\xa5"  # no step computes a state of these bytes alone
 SECONDS = 1.0  # of measuring, after which there are no more rounds
 
@@ -78,10 +78,11 @@ class StepForms:
         self._device, self._buffers, self._options = device, buffers, options
         self._shapes, self._several = shapes, several
         self._model = model if several else with_shapes(model, shapes)
+        self._plain_model = _runnable(device, self._model)
         self._translation = None
         if options.verified and device.verify:
             self._translation = Translation(
-                device, model, buffers, options.fixed, options.report, several=several
+                device, _runnable(device, model), buffers, options.fixed, options.report, several=several
             )
         self._digest: str | None = None
         self._is_low = placement_of(device, model) == "low"  # to measure steps would take minutes
@@ -143,7 +144,7 @@ class StepForms:
             self.form, self._measures, self.native = self.for_runtime(), False, False
         if self._measures:
             self._measure(source, feeds)
-        is_lowered = self.native is False and self.form.model is not self._model
+        is_lowered = self.native is False and self.form.model is not self._plain_model
         if is_lowered and not self.agrees(self.form, source, feeds):
             self.form = self._plain()
 
@@ -216,7 +217,7 @@ class StepForms:
             return form
 
     def _plain(self) -> BoundSession:
-        return self._opened(self._model, "the plain step")
+        return self._opened(self._plain_model, "the plain step")
 
     def _opened(self, model: ir.Model, name: str, **kernels: Any) -> BoundSession:
         """Open the session of a graph of one step, lowered or not; of several steps if they are to run."""
@@ -231,9 +232,9 @@ class StepForms:
     def _warn_of_precision(self) -> None:
         """Warn if products run in a higher precision than they may."""
         device, reason = self._device, None
-        if device.matmul_precision != "highest" and device.kind != "cuda":
+        if device.product_precision != "highest" and device.kind != "cuda":
             if device.on_cpu and device.native:
-                reason = obstacle(device.matmul_precision)
+                reason = obstacle(device.product_precision)
             else:
                 reason = "expected kernels on the CPU, or CUDA, found neither"
         if reason is not None:
@@ -245,9 +246,9 @@ class StepForms:
         if not self._device.on_cpu or not native:
             return None
         is_large = is_large_enough([model]) if options.is_large is None else options.is_large
-        # Of 16-bit floats, kernels round each result and ONNX Runtime some: they may overflow in one form alone.
+        # Of float16, kernels round each result and ONNX Runtime some: they may overflow in one form alone.
         types = (y.dtype for node in model.graph.all_nodes() for y in node.outputs)
-        if native == "auto" and (not is_large or any(dtype in HALVES for dtype in types)):
+        if native == "auto" and (not is_large or ir.DataType.FLOAT16 in types):
             return None
         return self._guarded(self._begun)
 
@@ -269,7 +270,7 @@ class StepForms:
     @property
     def _kernel_facts(self) -> tuple[int, str]:
         """Return what kernels depend on in addition to the graph: the number of threads and the precision."""
-        return threads_of(self._device.threads), self._device.matmul_precision
+        return threads_of(self._device.threads), self._device.product_precision
 
     def kernels(self, rehearsal: Rehearsed) -> BoundSession | None:
         """Return the graph with the kernels that a process has prepared; None after a warning if there are none."""
@@ -303,6 +304,15 @@ class StepForms:
                 raise GraphoptError(f"{text}; pass native=False, and please report it") from error
         warnings.warn(f"{text}; steps run without kernels of their own", stacklevel=2)
         return None
+
+
+def _runnable(device: Device, model: ir.Model) -> ir.Model:
+    """Return a graph as a device can run it: the CPU does not compute in bfloat16."""
+    if not device.on_cpu or not any(map(is_of_bfloat16, model.graph.all_nodes())):
+        return model
+    model = model.clone()
+    compute_bfloat16_in_float32(model)
+    return model
 
 
 def unrolled(model: ir.Model) -> ir.Model:

@@ -161,7 +161,7 @@ def _lower(task: _Task, model: ir.Model) -> None:
     """Leave the lowered graph in the cache, with its kernels."""
     shaped, device = with_shapes(model, task.shapes), task.device
     if task.native:
-        lower_to_kernels(shaped, threads=device.threads, precision=device.matmul_precision)
+        lower_to_kernels(shaped, threads=device.threads, precision=device.product_precision)
     else:
         device.runtime_target.lower(shaped)
 

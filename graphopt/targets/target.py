@@ -75,13 +75,16 @@ class Target(metaclass=Checked):
 
 
 ONNXRUNTIME = Target("onnxruntime", Pipeline(fuse=Fuse()), own_version())
+_CPU_ALONE = (
+    "compute_bfloat16_in_float32",
+)  # fusions for ONNX Runtime's CPU provider, which others may not need
 _SLOW = {
     "webgpu": ("pool_channels_as_batch",)
 }  # fusions that a runtime computes slower: MaxPool by planes, 14 times
 
 
 def _portable(name: str | None) -> Target:
-    pipeline = Pipeline(fuse=Fuse(_SLOW.get(name or "", ())), forms=Portable(name))
+    pipeline = Pipeline(fuse=Fuse((*_CPU_ALONE, *_SLOW.get(name or "", ()))), forms=Portable(name))
     return Target(name or "portable", pipeline, own_version())
 
 

@@ -180,7 +180,8 @@ def _is_grid(x: ir.Value, numbers: np.ndarray) -> bool:
         return False
     if np.abs(numbers).max() > 1 and not (32 * numbers % 1).any():
         return True
-    return even and 2 * len(distinct) <= numbers.size
+    # Many random numbers fill each step of the rounding.
+    return even and steps[0] > 1e-4 and 2 * len(distinct) <= numbers.size
 
 
 def _is_filter(x: ir.Value, numbers: np.ndarray) -> bool:

@@ -71,6 +71,7 @@ def _sum_of_products(node: ir.Node, attributes: Mapping[str, Any], forms: NodeFo
     if (
         only_reader(y) is not node
         or not accepts_product(product, forms)
+        or y.dtype != ir.DataType.FLOAT
         or rank_of(a) != 3
         or rank_of(b) != 3
     ):

@@ -6,13 +6,14 @@ from collections.abc import Collection, Iterator, Mapping
 
 import onnx_ir as ir
 
+from graphopt.targets.native.channels import ChannelLoops
 from graphopt.targets.native.clusters import Cluster
 from graphopt.targets.native.forms import Size, has_sizes, sizes_of
 from graphopt.targets.native.lanes import LaneLoops
 from graphopt.targets.native.library import Kernel, braced
 from graphopt.targets.native.loops import Loops, indented, size_of, stored_type
 from graphopt.targets.native.numbers import Numbers, TaskTotal, scheduled
-from graphopt.targets.native.operators import REDUCTIONS
+from graphopt.targets.native.operators import REDUCTIONS, stored
 
 _GRAIN = 16384  # elements of a task
 _LARGE = 2**24  # numbers of all outputs of a graph: with fewer, a cache of tens of megabytes may keep them
@@ -36,6 +37,8 @@ def cluster_kernel(cluster: Cluster, *, is_large: bool = False) -> Kernel:
     stages = scheduled(numbers)
     lanes = LaneLoops(numbers, stages, fields)
     loops = lanes if lanes.fits else Loops(numbers, stages, fields, is_large)
+    if cluster.has_channels:
+        loops = ChannelLoops(numbers, stages, fields)
     lines = [*_arguments(numbers), *loops.function(), *_task(loops), *_compute(loops)]
     facts = {"aligned": tuple(_aligned(loops)), "nodes": len(cluster.nodes)}
     return Kernel.named("k", "\n".join(lines) + "\n", numbers.inputs, numbers.outputs, **facts)
@@ -143,7 +146,7 @@ def _merged(i: int, total: TaskTotal, output: int) -> list[str]:
         f"for (int64_t i = 0; i < a->length{i}; i++) {{",
         f"    {total.operand.ctype} x = a->sum{i}[i];",
         f"    for (int64_t t = 1; t < a->tasks; t++) {{ {step} }}",
-        f"    a->out{output}[i] = {total.after.format('x')};",
+        f"    {stored(total.output.dtype, f'a->out{output}[i]', total.after.format('x'))}",
         "}",
         f"if ((void *)a->sum{i} != (void *)a->out{output}) free(a->sum{i});",
     ]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import functools
 
-from graphopt.targets.native.loops import Loops, VectorLoop, indented
+from graphopt.targets.native.loops import Loops, VectorLoop, indented, stored_type
 from graphopt.targets.native.numbers import ALL, ELEMENT, ROW, Scalar, Store, TaskTotal
-from graphopt.targets.native.operators import REDUCTIONS
+from graphopt.targets.native.operators import REDUCTIONS, loaded
 
 _LANES = 16
 _BY_ROW, _BY_COLUMN = "l * columns + j", f"j * {_LANES} + l"
@@ -61,13 +61,14 @@ class LaneLoops(Loops):
                 lines.append(f"const {self._pointer(x, axes, f'restrict p_{number.name}')}")
             if self.is_transposed(number):
                 lines.append(f"{number.ctype} x_{number.name}[columns * {_LANES}];")
-                lines += _transposed(f"x_{number.name}[{_BY_COLUMN}] = p_{number.name}[{_BY_ROW}];")
+                element = loaded(x.dtype, f"p_{number.name}[{_BY_ROW}]")
+                lines += _transposed(f"x_{number.name}[{_BY_COLUMN}] = {element};")
         of_elements = numbers.stores_of(ELEMENT)
         for store in numbers.stores:
             name = self.names[store.output]
             lines.append(self._pointer(store.output, store.axes, f"restrict q_{name}"))
             if store in of_elements:
-                lines.append(f"{store.number.ctype} y_{name}[columns * {_LANES}];")
+                lines.append(f"{stored_type(store.output)} y_{name}[columns * {_LANES}];")
         lines += [
             f"{x.ctype} r_{x.name}[{_LANES}];" for x in numbers.all if x.extent is ROW and not x.is_read
         ]
@@ -96,7 +97,8 @@ class LaneLoops(Loops):
             of_elements = self.numbers.stores_of(ELEMENT)
             for store in self.numbers.stores:
                 if store not in of_elements:
-                    loop.store(store.number, f"q_{self.names[store.output]}[{'l' if store.axes else '0'}]")
+                    place = f"q_{self.names[store.output]}[{'l' if store.axes else '0'}]"
+                    loop.store(store.number, place, store.output.dtype)
         for i, total in enumerate(self.numbers.totals):
             if total.operand.extent is not ELEMENT and self.stages.of[total.operand] == stage:
                 self._add_lanes(loop, i, total, "0")
@@ -109,7 +111,9 @@ class LaneLoops(Loops):
     def _place(self, stage: int, x: Scalar, computes_rows: bool = False) -> tuple[str | None, str | None]:
         if x.source is not None:
             place = f"p_{x.name}[{'l' if x.extent is ROW else 'j'}]"
-            return f"x_{x.name}[{_BY_COLUMN}]" if self.is_transposed(x) else place, None
+            if self.is_transposed(x):
+                return f"x_{x.name}[{_BY_COLUMN}]", None
+            return loaded(x.source[0].dtype, place), None
         is_earlier = self.stages.of[x] < stage
         if x.extent is ROW:
             array = f"r_{x.name}[l]"

@@ -22,7 +22,7 @@ from graphopt.targets.native.numbers import (
     Store,
     TaskTotal,
 )
-from graphopt.targets.native.operators import REDUCTIONS, STORED_TYPES
+from graphopt.targets.native.operators import REDUCTIONS, STORED_TYPES, loaded, stored
 from graphopt.targets.native.space import Axes
 
 
@@ -51,6 +51,7 @@ class VectorLoop:
     body: list[str] = field(default_factory=list)
     after: list[str] = field(default_factory=list)
     clauses: str = ""
+    around: str = ""  # the first line of a loop around it
     declared: set[Scalar] = field(default_factory=set)
 
     def load(self, x: Scalar) -> None:
@@ -65,10 +66,10 @@ class VectorLoop:
         if stored:
             self.store(x, stored)
 
-    def store(self, x: Scalar, place: str) -> None:
-        """Store a number in memory."""
+    def store(self, x: Scalar, place: str, dtype: ir.DataType | None = None) -> None:
+        """Store a number in memory, in an array of its C type or of an element type."""
         self.load(x)
-        self.body.append(f"{place} = {x.name};")
+        self.body.append(stored(dtype, place, x.name))
 
     def accumulate(self, how: str, x: Scalar, place: str) -> None:
         """Reduce a number to what lies in memory."""
@@ -86,6 +87,7 @@ class VectorLoop:
         if not self.body:
             return self.before + self.after
         loop = [f"#pragma omp simd{self.clauses}", f"{self.head} {{", *indented(self.body), "}"]
+        loop = [f"{self.around} {{", *indented(loop), "}"] if self.around else loop
         return [*self.before, *loop, *self.after]
 
 
@@ -153,7 +155,9 @@ class Loops:
 
     def _constant(self, x: Scalar, place: str) -> str:
         """Return the declaration of a number that is read at a place, or computed from others."""
-        code = x.expression if x.source is None else f"a->{self.names[x.source[0]]}[{place}]"
+        code = x.expression
+        if x.source is not None:
+            code = loaded(x.source[0].dtype, f"a->{self.names[x.source[0]]}[{place}]")
         return f"const {x.ctype} {x.name} = {code};"
 
     # --- A row ---
@@ -174,7 +178,8 @@ class Loops:
             loop = self._columns_of(stage).lines()
             lines += self._in_blocks(loop) if self.far else loop
         for store in [*numbers.stores_of(ROW), *numbers.stores_of(ALL)]:
-            lines.append(f"a->{self.names[store.output]}[{self.offset(store.axes)}] = {store.number.name};")
+            place = f"a->{self.names[store.output]}[{self.offset(store.axes)}]"
+            lines.append(stored(store.output.dtype, place, store.number.name))
         return lines
 
     def _in_blocks(self, loop: list[str]) -> list[str]:
@@ -252,7 +257,7 @@ class Loops:
                 self._add_to_total(loop, i, total)
         for store in self.numbers.stores_of(ELEMENT):
             if self.stages.of.get(store.number, 0) == stage:
-                loop.store(store.number, self._output(store))
+                loop.store(store.number, self._output(store), store.output.dtype)
         return loop
 
     def _loop(self, stage: int) -> VectorLoop:
@@ -264,7 +269,7 @@ class Loops:
     def _place(self, stage: int, x: Scalar) -> tuple[str | None, str | None]:
         """Return where a loop finds a number, and where it leaves it for later ones."""
         if x.source is not None:
-            return f"p_{x.name}[j]", None
+            return loaded(x.source[0].dtype, f"p_{x.name}[j]"), None
         if x not in self.stages.kept:
             return None, None
         stored, computed = self._stored(x), self.stages.of[x]

@@ -6,7 +6,7 @@ import functools
 import json
 import os
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from graphopt.graph.rewriting import Pass, remove_unused_nodes
 from graphopt.graph.shapes import infer_anew
 from graphopt.graph.storage import Weights, skeleton
 from graphopt.graph.values import like, swap
+from graphopt.targets.bfloat16 import compute_bfloat16_in_float32
 from graphopt.targets.native.cache import cache_folder, own_version, read_cached, read_model, write_cached
 from graphopt.targets.native.clusters import find_clusters
 from graphopt.targets.native.convolutions import convolution_kernel
@@ -25,9 +26,10 @@ from graphopt.targets.native.forms import NodeForms, is_well_formed
 from graphopt.targets.native.kernels import cluster_kernel, has_large_outputs
 from graphopt.targets.native.library import Kernel, Replacement, objects, parts, parts_for, source
 from graphopt.targets.native.new_state import add_state_check, write_in_place
+from graphopt.targets.native.normalizations import write_out_normalizations
 from graphopt.targets.native.pools import pool_gradient_kernel, pool_kernel
-from graphopt.targets.native.precision import pieces_for
-from graphopt.targets.native.products import product_kernel
+from graphopt.targets.native.precision import chosen_precision, multiplies_bfloat16, pieces_for
+from graphopt.targets.native.products import accepts_product, product_kernel, separate_biases
 from graphopt.targets.native.scans import bodies, move_into_bodies, note_rows, scan_kernel
 from graphopt.targets.native.sizes import read_shapes_early, unify_sizes
 from graphopt.targets.native.toolchain import (
@@ -58,6 +60,7 @@ class Plan:
     check: str | None = None  # the name of an output that is finite if the new state is, or None
     calls: dict[ir.Node, Kernel] = field(default_factory=dict)  # the nodes that call kernels
     counts: Counter[str] = field(default_factory=Counter)  # the number of calls, by lowering
+    wide: list[ir.Node] = field(default_factory=list)  # of bfloat16, which run in float32
 
     @property
     def kernels(self) -> list[Kernel]:
@@ -92,7 +95,7 @@ def lower_to_kernels(
     threads: int | None = None,
     *,
     in_place: bool = False,
-    precision: str = "highest",
+    precision: str | None = None,
 ) -> Lowered | None:
     """Return a copy of a graph with kernels in place of nodes; None if nothing changes.
 
@@ -102,15 +105,16 @@ def lower_to_kernels(
         without: the lowerings to leave out, by name.
         threads: the number of threads of a session; by default, one for each processor.
         in_place: let kernels write the new state over the old one.
-        precision: of matrix products and convolutions: `highest`, `high` or `medium`. Without instructions for it, it
-            is `highest`.
+        precision: of matrix products and convolutions: `highest`, `high` or `medium`; by default, the environment's.
+            Without instructions for it, it is `highest`.
 
     Raises:
         GraphoptError: there is no compiler, it fails, or the cache folder cannot be written to.
     """
     if set(KERNEL_KINDS) <= set(without):
         return None
-    options = KernelOptions(tuple(sorted(without)), threads_of(threads), in_place, pieces_for(precision))
+    pieces = pieces_for(chosen_precision(precision))
+    options = KernelOptions(tuple(sorted(without)), threads_of(threads), in_place, pieces)
     digest, weights = _digest_of(model, options)
     return _kept(digest, weights) or _lower_as(digest, model, options)
 
@@ -138,7 +142,7 @@ def kept_kernels(model: ir.Model, threads: int, precision: str) -> Lowered | Non
 def _digest_of(model: ir.Model, options: KernelOptions) -> tuple[str, Weights]:
     """Return the digest by which the cache knows a lowered graph, and the weights that it does not keep."""
     content, weights = skeleton(model)
-    return digest_of(content.hex(), repr(options), own_version()), weights
+    return digest_of(content.hex(), repr(options), str(multiplies_bfloat16()), own_version()), weights
 
 
 def _lower_as(digest: str, model: ir.Model, options: KernelOptions) -> Lowered | None:
@@ -195,7 +199,12 @@ def place_kernels(model: ir.Model, without: Sequence[str] = ()) -> Plan:
     infer_anew(model)
     forms = NodeForms(dict(model.opset_imports))
     unify_sizes(model, forms)
+    separate_biases(model)
+    result.wide = compute_bfloat16_in_float32(
+        model, functools.partial(_computes, forms=forms, lowerings=lowerings)
+    )
     if "kernels" in lowerings:
+        write_out_normalizations(model, forms)
         read_shapes_early(model, forms)
         result.check = add_state_check(model, forms)
     if {"kernels", "scans"} <= lowerings:
@@ -224,6 +233,13 @@ def place_kernels(model: ir.Model, without: Sequence[str] = ()) -> Plan:
     if result.calls:
         model.opset_imports[KERNELS] = 1
     return result
+
+
+def _computes(node: ir.Node, forms: NodeForms, lowerings: Collection[str]) -> bool:
+    """Return whether kernels compute a node in its own types."""
+    if forms.of(node) is not None:
+        return "kernels" in lowerings
+    return "products" in lowerings and accepts_product(node, forms)
 
 
 @dataclass(frozen=True)

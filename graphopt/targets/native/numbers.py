@@ -15,15 +15,24 @@ from typing import Any
 import onnx_ir as ir
 
 from graphopt.graph.operators import CHOOSING
+from graphopt.graph.values import dtype_of
 from graphopt.targets.native.clusters import Cluster, leaves
 from graphopt.targets.native.forms import NodeForm, NodeKind, ctype_of, number_of, operands_of
-from graphopt.targets.native.operators import FOLDED, REDUCING, cast, expression, in_type, literal, power
+from graphopt.targets.native.operators import (
+    FOLDED,
+    REDUCING,
+    ROUNDED,
+    cast,
+    expression,
+    in_type,
+    literal,
+    power,
+)
 from graphopt.targets.native.space import Axes, varying
 
 FEW_COLUMNS = (
     31  # loops over so few are faster if the compiler knows how many; other sizes are not in the code
 )
-_ROUNDED = "(float)(_Float16){0}"  # to a 16-bit float; too large a number becomes infinite
 
 
 class Extent(IntEnum):
@@ -93,12 +102,12 @@ class Numbers:
 
     def __post_init__(self) -> None:
         self.dimensions = self.cluster.space.dimensions
-        split = self.cluster.rows()
+        split = self.cluster.split()
         assert split is not None
-        self.rows, self.columns = self.dimensions[:split], self.dimensions[split:]
+        self.rows, self.columns = split
         sizes = self.cluster.space.sizes
         columns = [size for d in self.columns if isinstance(size := sizes[d], int)]
-        are_known = len(columns) == len(self.columns) and bool(self.rows)
+        are_known = len(columns) == len(self.columns) and bool(self.rows) and not self.cluster.has_channels
         self.fixed = {*columns} if are_known and math.prod(columns) <= FEW_COLUMNS else set()
         self._same: dict[tuple[str, str, tuple[Scalar, ...]], Scalar] = {}
         self._of: dict[ir.Value, Scalar] = {}
@@ -197,8 +206,8 @@ class Numbers:
             self._of[y] = self._map(after.replace("{N}", str(len(xs))), ctype, result)
         else:
             self._of[y] = self._map(self._expression(node, form, xs), ctype_of(y), *xs)
-        if y.dtype == ir.DataType.FLOAT16 and y in self._of and node.op_type not in CHOOSING:
-            self._of[y] = self._map(_ROUNDED, ctype_of(y), self._of[y])
+        if (rounded := ROUNDED.get(dtype_of(y))) and y in self._of and node.op_type not in CHOOSING:
+            self._of[y] = self._map(rounded, ctype_of(y), self._of[y])
 
     def _expression(self, node: ir.Node, form: NodeForm, xs: Sequence[Scalar]) -> str:
         y = node.outputs[0]
@@ -227,6 +236,7 @@ class Numbers:
         after = after.replace("{N}", self.product(reduced))
         term = self._map(before, x.ctype, x)
         if y in self.cluster.totals:
+            after = ROUNDED.get(dtype_of(y), "{0}").replace("{0}", after)
             self.totals.append(TaskTotal(how, term, y, varying(self.cluster.axes[y]), after))
         else:
             total = self._reduced(how, term) if reduced else term

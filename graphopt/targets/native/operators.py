@@ -17,12 +17,15 @@ import onnx_ir as ir
 CTYPES = {
     ir.DataType.FLOAT: "float",
     ir.DataType.FLOAT16: "float",
+    ir.DataType.BFLOAT16: "float",
     ir.DataType.DOUBLE: "double",
     ir.DataType.INT64: "int64_t",
     ir.DataType.INT32: "int32_t",
     ir.DataType.BOOL: "uint8_t",
 }
-STORED_TYPES = {**CTYPES, ir.DataType.FLOAT16: "_Float16"}
+STORED_TYPES = {**CTYPES, ir.DataType.FLOAT16: "_Float16", ir.DataType.BFLOAT16: "bfloat16"}
+# A number rounded to a type that it is not computed in; too large a number becomes infinite.
+ROUNDED = {ir.DataType.FLOAT16: "(float)(_Float16){0}", ir.DataType.BFLOAT16: "rounded_to_bfloat16({0})"}
 _SUFFIXES = {"float": {"{F}": "f", "{T}": "_float"}, "double": {"{F}": "", "{T}": ""}}
 FLOATING = frozenset(_SUFFIXES)
 
@@ -209,8 +212,18 @@ def cast(to: ir.DataType, source: str) -> str:
         return "{0} != 0"
     if source == CTYPES[ir.DataType.BOOL]:  # compilers make vectors of a choice, not of a conversion
         return "{0} ? 1 : 0"
+    rounded = ROUNDED.get(to, f"({CTYPES[to]}){{0}}")
     # GCC takes casts there and back for trunc, which keeps -0
     if source not in FLOATING and CTYPES[to] in FLOATING:
-        return f"{{0}} == 0 ? 0 : ({STORED_TYPES[to]}){{0}}"
-    rounded = "{0}" if STORED_TYPES[to] == CTYPES[to] else f"({STORED_TYPES[to]}){{0}}"
-    return rounded if source == CTYPES[to] else f"({CTYPES[to]}){rounded}"
+        return f"{{0}} == 0 ? 0 : {rounded}"
+    return "{0}" if source == CTYPES[to] and to not in ROUNDED else rounded
+
+
+def loaded(dtype: ir.DataType | None, place: str) -> str:
+    """Return the C expression of a number that lies in memory."""
+    return f"from_bfloat16({place})" if dtype == ir.DataType.BFLOAT16 else place
+
+
+def stored(dtype: ir.DataType | None, place: str, number: str) -> str:
+    """Return the C statement that stores a number in memory; it is one of the type."""
+    return f"{place} = {f'to_bfloat16({number})' if dtype == ir.DataType.BFLOAT16 else number};"

@@ -7,19 +7,21 @@ from typing import Any
 
 import onnx_ir as ir
 
+from graphopt.graph.emitter import Emitter
 from graphopt.graph.operators import MATRIX_PRODUCTS
-from graphopt.graph.values import constant_of
+from graphopt.graph.values import constant_of, like, swap
 from graphopt.targets.native.forms import NodeForms, NodeKind, has_sizes, rank_of, sizes_of
 from graphopt.targets.native.library import MOST_AXES, Kernel, Replacement
+from graphopt.targets.native.precision import multiplies_bfloat16
 from graphopt.targets.native.weights import weight_of
 
 _MOST_UNUSED = 2**30  # elements that Slices drop
 
 
 def product_kernel(node: ir.Node, forms: NodeForms) -> Replacement | None:
-    """Return the kernel of a matrix product of float32, and the nodes that it replaces; None for any other node.
+    """Return the kernel of a matrix product, and the nodes that it replaces; None for any other node.
 
-    The kernel takes in a bias, and transposes of the operands and the result.
+    The kernel takes in a bias, transposes of the operands and the result, and casts of parameters to bfloat16.
     """
     if not accepts_product(node, forms):
         return None
@@ -45,9 +47,21 @@ def product_kernel(node: ir.Node, forms: NodeForms) -> Replacement | None:
         axes_y = [_transposed(list(range(rank)))[axis] for axis in axes_y]
     a, axes_a = _before_transposes(a, axes_a)
     b, axes_b = _before_transposes(b, axes_b)
+    a, b = _before_cast(a), _before_cast(b)
     rank_bias = -1 if bias is None else rank_of(bias)
-    form: list[Any] = [len(axes_a), len(axes_b), rank, axes_a, axes_b, axes_y, rank_bias, int(is_transposed)]
-    weight = weight_of(b, forms)
+    narrow = [int(x.dtype == ir.DataType.BFLOAT16) for x in (a, b, y)]
+    form: list[Any] = [
+        len(axes_a),
+        len(axes_b),
+        rank,
+        axes_a,
+        axes_b,
+        axes_y,
+        rank_bias,
+        int(is_transposed),
+        narrow,
+    ]
+    weight = weight_of(b, forms) if not narrow[2] else None
     if weight is None:
         return Kernel.calling("product", form, [a, b, bias], nodes[-1].outputs), nodes
     q, *others = weight.values
@@ -64,15 +78,47 @@ def accepts_product(node: ir.Node, forms: NodeForms) -> bool:
     return (
         min(ranks) >= 2
         and max(ranks) == rank_of(y) <= MOST_AXES
-        and all(x is not None and x.dtype == ir.DataType.FLOAT for x in (a, b, y))
+        and _are_multiplied({x.dtype for x in (a, b, y) if x is not None})
         and attributes.get("alpha", 1.0) == attributes.get("beta", 1.0) == 1.0
         and (bias is None or 0 <= rank_of(bias) <= 2)
     )
 
 
+def _are_multiplied(types: set[ir.DataType | None]) -> bool:
+    """Return whether product.h computes products of these types of operands and results."""
+    return types == {ir.DataType.FLOAT} or (types == {ir.DataType.BFLOAT16} and multiplies_bfloat16())
+
+
+def separate_biases(model: ir.Model) -> None:
+    """Write a Gemm of bfloat16 with a bias as one without it, and an Add: clusters compute that with what follows."""
+    with Emitter(model) as op:
+        for node in list(model.graph):
+            y, bias = node.outputs[0], [*node.inputs, None][2:3]
+            if node.op_type != "Gemm" or node.domain or y.dtype != ir.DataType.BFLOAT16 or bias == [None]:
+                continue
+            product = op.Gemm(*node.inputs[:2], **node.attributes)
+            swap(y, like(op.Add(like(product, y), bias[0]), y))
+            model.graph.remove(node, safe=True)
+    model.graph.sort()
+
+
+def _before_cast(x: ir.Value) -> ir.Value:
+    """Return the parameter that a value is, rounded to bfloat16, or the value itself."""
+    node = x.producer()
+    before = node.inputs[0] if node is not None and node.op_type == "Cast" and node.domain == "" else None
+    if x.dtype != ir.DataType.BFLOAT16 or before is None or before.dtype != ir.DataType.FLOAT:
+        return x
+    return before if before.producer() is None else x
+
+
 def _added_vector(y: ir.Value, node: ir.Node, forms: NodeForms) -> ir.Value | None:
     """Return the vector that an Add adds to each row of a product, if no cluster computes it without more traffic."""
-    if node.op_type != "Add" or node.domain != "" or _is_in_reach(node.outputs[0], forms):
+    if (
+        node.op_type != "Add"
+        or node.domain != ""
+        or y.dtype != ir.DataType.FLOAT
+        or _is_in_reach(node.outputs[0], forms)
+    ):
         return None
     bias = node.inputs[1] if node.inputs[0] is y else node.inputs[0]
     if bias is None or not has_sizes(bias) or not 1 <= rank_of(bias) <= rank_of(y):

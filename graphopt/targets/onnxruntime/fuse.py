@@ -11,6 +11,7 @@ from graphopt.graph.metadata import GRADIENT_OF, InferenceForm
 from graphopt.graph.rewriting import Pass, interface_kept
 from graphopt.graph.roles import STATE, with_role
 from graphopt.graph.simplify import Simplify
+from graphopt.targets.bfloat16 import compute_bfloat16_in_float32
 from graphopt.targets.onnxruntime.convolution import (
     pool_channels_as_batch,
     transposed_convolution_as_convolution,
@@ -22,6 +23,7 @@ from graphopt.targets.updates import UPDATES, Rewriting
 
 # Recipes use the names.
 FUSIONS: dict[str, Rewriting] = {
+    "compute_bfloat16_in_float32": lambda model: bool(compute_bfloat16_in_float32(model)),
     "transposed_convolution_as_convolution": transposed_convolution_as_convolution,
     "widen_convolution_products": widen_convolution_products,
     "pool_channels_as_batch": pool_channels_as_batch,

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import onnx_ir as ir
 
 from graphopt.graph.emitter import Emitter
+from graphopt.targets.bfloat16 import in_float32, is_of_bfloat16
 from graphopt.targets.portable.form import Form
 
 
@@ -27,16 +28,9 @@ def _even_pads(op: Emitter, node: ir.Node) -> Sequence[ir.Value] | None:
     return [op.Slice(y, first, last, list(range(2, 2 + len(least))))]
 
 
-def _in_float32(op: Emitter, node: ir.Node) -> Sequence[ir.Value] | None:
-    """Compute an operator on bfloat16 in float32. There are no kernels for bfloat16, on the CPU neither."""
-    if all(x is None or x.dtype != ir.DataType.BFLOAT16 for x in node.inputs):
-        return None
-    wide = [
-        op.Cast(x, to=ir.DataType.FLOAT) if x is not None and x.dtype == ir.DataType.BFLOAT16 else x
-        for x in node.inputs
-    ]
-    y = getattr(op, node.op_type)(*wide, **node.attributes)
-    return [op.Cast(y, to=ir.DataType.BFLOAT16) if node.outputs[0].dtype == ir.DataType.BFLOAT16 else y]
+def _without_bfloat16(op: Emitter, node: ir.Node) -> Sequence[ir.Value] | None:
+    """Compute an operator on bfloat16 in float32: there is no kernel for it."""
+    return in_float32(op, node) if is_of_bfloat16(node) else None
 
 
 def _stays(op: Emitter, node: ir.Node) -> None:
@@ -49,7 +43,7 @@ _WITHOUT_BFLOAT16 = (
     *("ReduceL2", "ReduceLogSum", "ReduceLogSumExp", "ReduceMax", "ReduceMin", "ReduceProd", "Resize"),
 )
 CUDA: dict[str, Form] = {
-    **dict.fromkeys(_WITHOUT_BFLOAT16, _in_float32),
+    **dict.fromkeys(_WITHOUT_BFLOAT16, _without_bfloat16),
     "ConvTranspose": _even_pads,
     "Size": _stays,
     "Sum": _stays,

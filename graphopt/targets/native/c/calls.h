@@ -16,6 +16,7 @@ typedef struct {
     unsigned char a[MOST_AXES], b[MOST_AXES], c[MOST_AXES];
     int rank_bias;      /* -1 without a bias */
     int is_bias_transposed; /* the last axis of the bias, a vector, is the rows of C */
+    int is_narrow[3];       /* A, B or C is an array of bfloat16 numbers */
     WeightForm weight;      /* of operand B; scales and zero points are the last inputs */
 } ProductForm;
 

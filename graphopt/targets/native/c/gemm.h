@@ -10,6 +10,9 @@
 #include "float32.h"
 #include "bfloat16.h"
 
+/* Return the columns of a panel of B. */
+static inline int64_t gemm_columns(const gemm_product *g) { return g->pieces ? BLOCK_LINES : GEMM_NR; }
+
 /* Split the rows and the columns of each product so that a task has the least to compute and to read. */
 static inline void gemm_split(const gemm_product *g, int64_t *row_ways, int64_t *column_ways) {
     const int64_t products = g->batch[0] * g->batch[1];
@@ -18,7 +21,7 @@ static inline void gemm_split(const gemm_product *g, int64_t *row_ways, int64_t 
     if (products >= 4 * g->threads) return;
     for (int64_t ways = 1; ways <= g->threads; ways++) {
         const int64_t other = g->threads / ways, rows = (g->m + ways - 1) / ways;
-        const int64_t columns = (gemm_parts(g->n, GEMM_NR) + other - 1) / other * GEMM_NR;
+        const int64_t columns = (gemm_parts(g->n, gemm_columns(g)) + other - 1) / other * gemm_columns(g);
         const int64_t cost = rows * columns + 4 * rows + 8 * columns;
         if (cost < best) best = cost, *row_ways = ways, *column_ways = other;
     }
@@ -55,7 +58,7 @@ static inline size_t gemm_elements(const gemm_product *g) {
 static void gemm_run(void *user, size_t index) {
     const gemm_plan *plan = user;
     const gemm_product *g = plan->of;
-    const int64_t panels = gemm_parts(g->n, GEMM_NR), end = gemm_begin(plan->units, (int64_t)index + 1, plan->tasks);
+    const int64_t width = gemm_columns(g), panels = gemm_parts(g->n, width), end = gemm_begin(plan->units, (int64_t)index + 1, plan->tasks);
     char *scratch = (char *)g->scratch + index * gemm_elements(g) * sizeof(float);
     const gemm_compute compute = g->pieces ? low_region : gemm_region;
     if (g->pieces) begin_tiles();
@@ -64,8 +67,8 @@ static void gemm_run(void *user, size_t index) {
         const int64_t number = u / plan->column_ways / plan->row_ways;
         const int64_t batch[2] = {number / g->batch[1], number % g->batch[1]};
         const int64_t i0 = gemm_begin(g->m, i, plan->row_ways), i1 = gemm_begin(g->m, i + 1, plan->row_ways);
-        const int64_t j0 = gemm_begin(panels, j, plan->column_ways) * GEMM_NR;
-        const int64_t j1 = gemm_min(gemm_begin(panels, j + 1, plan->column_ways) * GEMM_NR, g->n);
+        const int64_t j0 = gemm_begin(panels, j, plan->column_ways) * width;
+        const int64_t j1 = gemm_min(gemm_begin(panels, j + 1, plan->column_ways) * width, g->n);
         if (i0 < i1 && j0 < j1) compute(g, batch, i0, i1, j0, j1, scratch);
     }
     if (g->pieces) end_tiles();

@@ -1,5 +1,6 @@
 /* The description of a matrix product, and what float32.h and bfloat16.h have in common to compute it. */
 #pragma once
+#include "narrow.h"
 #include <stddef.h>
 #include <stdint.h>
 #include <string.h>
@@ -34,6 +35,7 @@ typedef struct {
     gemm_epilogue epilogue; /* or NULL */
     void *user;             /* for the epilogue */
     int pieces;             /* the bfloat16 numbers that stand for a number of A or B; 0 keeps float32 */
+    int is_narrow[3];       /* a, b or c points to bfloat16 numbers; pieces is 1 then, and nothing accumulates */
     void *scratch;          /* as many bytes as gemm_scratch says */
     int64_t threads;        /* 1 needs no parallel_for */
     gemm_parallel_for parallel_for;

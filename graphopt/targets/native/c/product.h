@@ -26,6 +26,7 @@ void begin_products(const OrtApi *functions, int64_t threads, int pieces) {
 /* Return how many bfloat16 numbers stand for a number of a product's operands: none of a small product, in which most of
  * a tile would be zeros. What is kept in panels has the same pieces for any number of rows. */
 static int pieces_for(const gemm_product *g, int is_kept) {
+    if (g->is_narrow[2]) return 1;
     const int64_t rows = is_kept ? KEPT_ROWS : g->m, least = gemm_min(gemm_min(rows, g->n), g->k);
     return least >= 16 && rows * g->n * g->k >= LEAST_TERMS ? pieces_of_all : 0;
 }
@@ -127,6 +128,8 @@ OrtStatus *product(Context *context, const ProductForm *form) {
     int64_t sa[MOST_AXES], sb[MOST_AXES], sc[MOST_AXES], strides_a[MOST_AXES], strides_b[MOST_AXES], strides_c[MOST_AXES];
     gemm_product g = {0};
     Weight weight = {0};
+    memcpy(g.is_narrow, form->is_narrow, sizeof g.is_narrow);
+    if (g.is_narrow[2] && !HAS_BFLOAT16) return api->CreateStatus(1, "native kernel: expected a processor with bfloat16");
     CHECK(input(context, 0, &g.a, da, form->rank_a));
     if (form->weight.bits) {
         CHECK(find_weight(context, &form->weight, form->rank_bias < 0 ? 2 : 3, &weight));
@@ -179,7 +182,7 @@ OrtStatus *product(Context *context, const ProductForm *form) {
     }
     g.threads = context->ort ? thread_count : 1, g.parallel_for = run_parallel, g.pool = context;
     g.pieces = pieces_for(&g, context->packed != NULL);
-    if (!g.source && turns(&g)) return compute_turned(&g);
+    if (!g.source && !g.is_narrow[2] && turns(&g)) return compute_turned(&g);
     /* B is packed once if it is the same in all calls, or if all products of a call have it and it is transposed. */
     const int common = !g.source && !g.b_strides.batch[0] && !g.b_strides.batch[1];
     if (common) g.panels = kept_panels(context, &g);

@@ -71,13 +71,16 @@ GEMM_WIDE static void dequantize(const Weight *w, int64_t row, int64_t rows, int
 
 static void fill_panel(void *user, int64_t p, int64_t depth, int64_t j, int64_t width, int64_t padded, float *to) {
     const Weight *w = user;
-    float rows[GEMM_NR * GEMM_KC];
+    float rows[BLOCK_LINES * GEMM_KC]; /* of a panel, in any precision */
     if (!w->is_transposed) {
         dequantize(w, p, depth, j, width, to, padded);
         return;
     }
-    dequantize(w, j, width, p, depth, rows, depth);
-    gemm_pack(depth, width, padded, rows, 1, depth, width * depth, to);
+    for (int64_t done = 0, part; done < depth; done += part, to += part * padded) {
+        part = gemm_min(depth - done, GEMM_KC);
+        dequantize(w, j, width, p + done, part, rows, part);
+        gemm_pack(part, width, padded, rows, 1, part, width * part, to);
+    }
 }
 
 /* Return an input that a weight is made of, in `data`. Fail if it has not so many elements. */

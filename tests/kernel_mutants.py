@@ -1,0 +1,79 @@
+"""Wrong kernels: each a change of a line of C, in a precision in which tests run.
+
+`python tests/kernel_mutants.py [NUMBER ...]` tries them, prints what each is noticed by, and those that are not.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from mutants import Mutant, unnoticed
+
+C = Path("graphopt/targets/native/c")
+LOWER = ("medium", "high")
+
+
+def of(file: str, precisions: tuple[str, ...], tests: str, chosen: str, old: str, new: str) -> list[Mutant]:
+    """Return a mutant of a file for each precision: which tests of a file notice it, and the change."""
+    tests = f"test_native_{tests}.py"
+    return [Mutant(file, "", old, new, tests, chosen, C, precision) for precision in precisions]
+
+
+MUTANTS = [
+    *of(  # the product of low and high pieces
+        *("avx512bf16.h", ("high",), "products", "is_the_runtimes"),
+        "LOAD_B(0) MULTIPLY LOAD_A(1) MULTIPLY",
+        "LOAD_B(0) MULTIPLY",
+    ),
+    *of(  # the last of an odd number of terms
+        *("bfloat16.h", LOWER, "products", "is_the_runtimes or packed_once or dynamic"),
+        "depth = gemm_min(end_of_p, g->k) - p0,",
+        "depth = gemm_min(end_of_p, g->k) - p0 - g->k % 2,",
+    ),
+    *of(  # the rows of the second tile of a block
+        *("bfloat16.h", LOWER, "products", "is_the_runtimes"),
+        "x->from + half * TILE_LINES * x->line",
+        "x->from + half * (TILE_LINES - 1) * x->line",
+    ),
+    *of(  # blocks of k
+        *("bfloat16.h", LOWER, "products", "wide_one or takes_in"),
+        "g->accumulate || p0 > 0,",
+        "g->accumulate,",
+    ),
+    *of(
+        *("float32.h", ("highest",), "products", "is_the_runtimes"),
+        "g->accumulate || p0 > 0,",
+        "g->accumulate,",
+    ),
+    *of(  # where the second part of a weight begins
+        *("weight.h", LOWER, "weights", "dequantize"),
+        "dequantize(w, j, width, p + done, part",
+        "dequantize(w, j, width, p, part",
+    ),
+    *of(  # the product of low and high pieces
+        *("tiled.h", ("high",), "convolutions", "random and runtimes"),
+        "READ_B(b) ADD READ_A(a + p->a_piece) ADD",
+        "READ_B(b) ADD",
+    ),
+    *of(  # the last channel of filters
+        *("tiled.h", LOWER, "convolutions", "random and runtimes"),
+        "odd = gemm_min(16, rest / 2)",
+        "odd = gemm_min(15, rest / 2)",
+    ),
+    *of(  # the last of an even number of channels
+        *("pairs.h", LOWER, "convolutions", "random and runtimes"),
+        "2 * pair + 1 < x->channels ?",
+        "2 * pair + 2 < x->channels ?",
+    ),
+    *of(  # zeros around an image
+        *("pairs.h", LOWER, "convolutions", "random and runtimes"),
+        "if (k < 0) k +=",
+        "if (k < -1) k +=",
+    ),
+]
+
+if __name__ == "__main__":
+    numbers = [int(number) for number in sys.argv[1:]] or range(len(MUTANTS))
+    left = unnoticed([MUTANTS[number] for number in numbers])
+    print(f"{len(numbers) - len(left)} of {len(numbers)} noticed")

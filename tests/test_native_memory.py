@@ -1,0 +1,191 @@
+"""Kernels touch no memory beside their tensors, in each precision: guard pages around inputs and outputs, sanitizers.
+
+`python tests/test_native_memory.py KIND PRECISION COUNT` compares results under the sanitizers, libasan loaded first.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import mmap
+import sys
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto
+from precisions import assert_near
+from random_convolutions import convolutions
+from sanitizer import APART, run_sanitized, sanitize
+from test_native_products import graph_from
+from test_native_weights import LAYOUTS, products, quantized
+
+from graphopt.graph.loading import load
+from graphopt.runtime.device import Device
+from graphopt.runtime.session import Session
+from graphopt.targets.native import toolchain
+from graphopt.targets.native.lowering import lower_to_kernels
+from graphopt.targets.native.precision import PIECES, obstacle
+
+pytestmark = [
+    pytest.mark.skipif(toolchain.compiler() is None, reason="needs a C compiler"),
+    pytest.mark.skipif(sys.platform != "linux", reason="needs mprotect and libasan"),
+]
+PAGE = mmap.PAGESIZE
+
+
+@pytest.fixture(params=PIECES)
+def precision(request):
+    if (reason := obstacle(request.param)) is not None:
+        pytest.skip(reason)
+    return request.param
+
+
+def guarded(shape, at_end):
+    """Return an array that ends or begins where memory does: an access beyond it ends the process."""
+    size = 4 * int(np.prod(shape))
+    pages = max(1, -(-size // PAGE)) * PAGE
+    memory = np.frombuffer(mmap.mmap(-1, pages + 2 * PAGE), np.uint8)
+    for edge in 0, PAGE + pages:
+        assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(memory.ctypes.data + edge), PAGE, 0) == 0
+    begin = PAGE + (pages - size if at_end else 0)
+    return memory[begin : begin + size].view(np.float32).reshape(shape)
+
+
+def bound_results(session, feeds, shapes, at_end):
+    """Run a session whose inputs and outputs lie in guarded memory."""
+    binding, arrays = session.io_binding(), {}
+    for name, array in feeds.items():
+        arrays[name] = guarded(array.shape, at_end)
+        arrays[name][...] = array
+        binding.bind_input(name, "cpu", 0, np.float32, array.shape, arrays[name].ctypes.data)
+    for name, shape in shapes.items():
+        arrays[name] = guarded(shape, at_end)
+        arrays[name][...] = np.nan
+        binding.bind_output(name, "cpu", 0, np.float32, shape, arrays[name].ctypes.data)
+    session.execute(binding)
+    return {name: arrays[name] for name in shapes}
+
+
+def opened(graph, threads, precision, options=None):
+    """Return sessions of a graph as it is, and of its kernels."""
+    device = Device("cpu", threads=threads, native=False, session_options=options)
+    lowered = lower_to_kernels(graph, ["kernels"], threads, precision=precision)
+    return Session(device, graph), Session(device, lowered.model, library=lowered.library)
+
+
+def compare_in_guarded_memory(graph, feeds, precision):
+    for threads in 1, 2:
+        plain, native = opened(graph, threads, precision)
+        expected = plain.compute_arrays(feeds)
+        shapes = {name: array.shape for name, array in expected.items()}
+        for at_end in True, False:
+            for name, found in bound_results(native, feeds, shapes, at_end).items():
+                assert_near(found, expected[name], name, precision=precision)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("batch", [1, 6])
+def test_convolutions_in_guarded_memory(precision, batch):
+    graph, weights, shapes = convolutions(150)
+    rng = np.random.default_rng(batch)
+    x = {name: rng.standard_normal([batch, *shape]).astype(np.float32) for name, shape in shapes.items()}
+    compare_in_guarded_memory(graph, weights | x, precision)
+
+
+LARGE = [
+    ("y = MatMul(a, b)", (150, 300), (300, 77)),
+    ("y = Gemm<transA=1, transB=1>(a, b)", (600, 45), (70, 600)),
+    ("y = Gemm<transB=1>(a, b, c)", (33, 64), (96, 64), (96,)),
+    ("p = MatMul(a, b) y = Transpose<perm=[0,2,1]>(p)", (3, 50, 70), (70, 41)),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(len(LARGE)))
+def test_products_in_guarded_memory(precision, number):
+    text, *shapes = LARGE[number]
+    rng = np.random.default_rng(number)
+    graph = load(graph_from(text, *shapes))
+    arrays = [rng.standard_normal(shape).astype(np.float32) for shape in shapes]
+    compare_in_guarded_memory(graph, dict(zip("abc", arrays, strict=False)), precision)
+
+
+# --- Under sanitizers, which see what kernels allocate themselves ---
+
+
+def compare(graph, feeds, precision):
+    for threads in 1, 2:
+        plain, native = opened(graph, threads, precision, APART)
+        for each in feeds:
+            found = native.compute_arrays(each)
+            empty = any(0 in array.shape for array in each.values())
+            for name, expected in {} if empty else plain.compute_arrays(each).items():
+                assert_near(found[name], expected, name, precision=precision)
+
+
+def check_convolutions(precision, count):
+    graph, weights, shapes = convolutions(count)
+    rng = np.random.default_rng(2)
+    batches = [
+        weights | {x: rng.standard_normal([batch, *sizes]).astype(np.float32) for x, sizes in shapes.items()}
+        for batch in (0, 1, 6)
+    ]
+    compare(graph, batches, precision)
+
+
+def check_products(precision, count):
+    for text, *shapes in LARGE[:count]:
+        rng = np.random.default_rng(3)
+        arrays = [rng.standard_normal(shape).astype(np.float32) for shape in shapes]
+        compare(load(graph_from(text, *shapes)), [dict(zip("abc", arrays, strict=False))], precision)
+
+
+def check_weights(precision, count):
+    """Check frozen weights: in 4 and 8 bits, and as floats, which are packed once."""
+    kinds = itertools.product(LAYOUTS, (TensorProto.UINT4, TensorProto.INT8), ((300, 77), (32, 600)))
+    rng = np.random.default_rng(4)
+    for i, (layout, dtype, sizes) in enumerate(itertools.islice(kinds, count)):
+        tensors, nodes, matrix = quantized(layout, dtype, *sizes, has_zero=i % 3 != 0, rng=rng)
+        if i % 4 == 3:
+            nodes, tensors = [], [onnx.numpy_helper.from_array(matrix, "w")]
+        shapes = {"a": matrix.shape[:1], "b": matrix.shape[1:]}
+        batches = [
+            {name: rng.standard_normal((rows, *shape)).astype(np.float32) for name, shape in shapes.items()}
+            | {"c": np.zeros(matrix.shape[0], np.float32)}
+            for rows in (1, 5, 70, 600)
+        ]
+        compare(load(products(nodes, tensors, matrix, is_fed=False)), batches, precision)
+
+
+CHECKS = {"convolutions": check_convolutions, "products": check_products, "weights": check_weights}
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    """A cache folder that has what one test has compiled."""
+    return tmp_path_factory.mktemp("cache")
+
+
+def under_sanitizers(kind, precision, count, cache):
+    assert "right" in run_sanitized(__file__, kind, precision, str(count), cache=cache)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "count"), [("convolutions", 40), ("products", 2), ("weights", 4)])
+def test_a_sample_under_sanitizers(kind, count, precision, cache):
+    under_sanitizers(kind, precision, count, cache)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("kind", "count"), [("convolutions", 150), ("products", len(LARGE)), ("weights", 28)]
+)
+def test_kernels_under_sanitizers(kind, count, precision, cache):
+    under_sanitizers(kind, precision, count, cache)
+
+
+if __name__ == "__main__":
+    sanitize()
+    CHECKS[sys.argv[1]](sys.argv[2], int(sys.argv[3]))
+    print("right")
