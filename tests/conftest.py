@@ -18,6 +18,7 @@ import onnx_ir as ir
 import pytest
 
 from graphopt.graph.rewriting import Pass
+from graphopt.runtime import forms
 from graphopt.targets.onnxruntime.fuse import FUSIONS
 
 SAMPLE = 3  # cases of a parametrized test that run by default; the others are marked `slow`, which CI runs
@@ -45,6 +46,12 @@ def log_files_are_closed() -> Iterator[None]:
 def plain(monkeypatch: pytest.MonkeyPatch) -> None:
     """Run steps as their graphs say: a test compares small numbers bit by bit, or watches what processes start."""
     monkeypatch.setenv("GRAPHOPT_NATIVE", "false")
+
+
+@pytest.fixture(autouse=True)
+def small_graphs_wait_for_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lower a small graph before its first step on every machine, not from the second graph on alone."""
+    monkeypatch.setattr(forms, "lacks_parts", lambda model: False)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -358,3 +358,11 @@ def test_workers_apart_send_fewer_bytes(monkeypatch):
     (together, often), (apart, seldom) = found.values()
     assert 25 < often / seldom < 30
     assert max(together, apart) < 2.5
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(toolchain.compiler() is None, reason="needs a C compiler")
+def test_openings_are_timed(monkeypatch):
+    rows = benchmark("opening", monkeypatch).main("--seconds=1")
+    assert [row[0].split()[0] for row in rows] == ["perceptron", "perceptron"]
+    assert all(int(row[-3]) > 0 and int(row[-2]) > 0 for row in rows)

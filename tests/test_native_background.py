@@ -16,7 +16,10 @@ from builders import mlp
 import graphopt
 import passes
 from graphopt.runtime import forms
+from graphopt.runtime.switch import ROUNDS
+from graphopt.runtime.translation import Translation
 from graphopt.targets.native import toolchain
+from graphopt.targets.native.lowering import lacks_parts
 
 pytestmark = pytest.mark.skipif(toolchain.compiler() is None, reason="needs a C compiler")
 
@@ -70,6 +73,88 @@ def test_plain_steps_run_while_another_process_lowers(cache, step):
 
 
 @pytest.mark.slow
+def test_the_other_process_compares_kernels_with_the_plain_step(cache, step, monkeypatch):
+    monkeypatch.setattr(Translation, "_difference", lambda *_: pytest.fail("this process compares"))
+    executor = graphopt.Executor(step, native="auto")
+    lowered_meanwhile(executor)
+    assert [*cache.parent.glob("steps/*.verified.json")]
+
+
+@pytest.mark.slow
+def test_the_first_small_graph_on_a_machine_does_not_wait_either(cache, monkeypatch):
+    monkeypatch.setattr(forms, "lacks_parts", lacks_parts)
+    network = mlp((4, 200, 60, 3))
+    step = graphopt.compile(network, loss=passes.MeanSquaredError(), optimizer=passes.AdamW(0.01))
+    executor = graphopt.Executor(step, native="auto")
+    assert executor._runner.native is None
+    lowered_meanwhile(executor)
+    other = graphopt.compile(network, loss=passes.MeanSquaredError(), optimizer=passes.SGD(0.01))
+    assert graphopt.Executor(other, native="auto")._runner._forms._switch is None
+
+
+@pytest.mark.slow
+def test_the_state_goes_on_while_forms_change(cache, step):
+    executor, plain = graphopt.Executor(step, native="auto"), graphopt.Executor(step, native=False)
+    steps = len(lowered_meanwhile(executor))
+    for batch in itertools.islice(itertools.cycle(BATCHES), steps):
+        plain.step(batch)
+    assert executor.state.keys() == plain.state.keys()
+    for name, expected in plain.state.items():
+        np.testing.assert_allclose(executor.state[name], expected, rtol=1e-3, atol=1e-5, err_msg=name)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.name != "posix", reason="the compiler is a script of the shell")
+def test_kernels_that_the_other_process_finds_to_be_wrong_are_refused(cache, step, monkeypatch, tmp_path):
+    wrong = tmp_path / "cc"
+    found = toolchain.compiler()[0]
+    wrong.write_text(
+        f'#!/bin/sh\nfor x in "$@"; do case $x in *.c) sed -i "s/ - / + /" $x;; esac; done\nexec {found} "$@"\n'
+    )
+    wrong.chmod(0o700)
+    monkeypatch.setenv("CC", str(wrong))
+    toolchain.compiler.cache_clear()
+    executor = graphopt.Executor(step, native="auto")
+    with pytest.warns(
+        UserWarning, match=r"kernels: expected the numbers of the plain step, found '.*' off by"
+    ):
+        losses = lowered_meanwhile(executor)
+    toolchain.compiler.cache_clear()
+    assert executor._runner.native is False
+    plain = graphopt.Executor(step, native=False)
+    expected = [plain.step(batch)["loss"] for batch, _ in zip(itertools.cycle(BATCHES), losses, strict=False)]
+    np.testing.assert_allclose(losses, expected, rtol=1e-3)
+
+
+@pytest.mark.slow
+def test_batches_of_another_shape_do_not_count_in_a_race(cache, step):
+    executor = graphopt.Executor(step, native="auto")
+    small = {name: x[:3] for name, x in BATCHES[0].items()}
+    while executor._runner.native is None:
+        executor.step(small)
+        executor.step(BATCHES[0])
+        race = executor._runner._forms._switch and executor._runner._forms._switch._race
+        if race is not None:
+            assert sum(map(len, race._times)) <= 2 * (ROUNDS + 1)
+        time.sleep(0.02)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc").exists(), reason="looks for processes")
+@pytest.mark.parametrize("is_left", [True, False])
+def test_no_process_is_left(cache, step, is_left):
+    executor = graphopt.Executor(step, native="auto")
+    processes = [executor._runner._forms._switch._rehearsal._process.pid]
+    if is_left:
+        executor.step(BATCHES[0])
+        del executor
+    else:
+        lowered_meanwhile(executor)
+    assert not [pid for pid in processes if Path(f"/proc/{pid}").exists()]
+    assert not [path for path in cache.iterdir() if path.is_dir()]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"native": True}, {"deterministic": True}, {"in_place": True}])
 def test_steps_wait_for_kernels_that_they_must_have(cache, step, options):
     executor = graphopt.Executor(step, **{"native": "auto", **options})
@@ -87,7 +172,7 @@ def test_calls_of_several_steps_wait_for_kernels(cache, step):
 @pytest.mark.slow
 def test_if_the_process_that_lowers_ends_plain_steps_go_on(cache, step):
     executor = graphopt.Executor(step, native="auto")
-    executor._runner._forms._lowering._process.kill()
+    executor._runner._forms._switch._rehearsal._process.kill()
     with pytest.warns(UserWarning, match="the process that compiles ended with -?[0-9]+; steps run without"):
         lowered_meanwhile(executor)
     assert executor._runner.native is False
@@ -110,9 +195,11 @@ def test_the_process_that_lowers_ends_with_the_one_that_trains(cache, step, tmp_
     graphopt.save(step, tmp_path / "step.onnx")
     program = f"""import graphopt, time
 from graphopt.runtime import forms
+from graphopt.runtime.switch import ROUNDS
+from graphopt.runtime.translation import Translation
 forms.LONG = 1
 executor = graphopt.Executor({str(tmp_path / "step.onnx")!r}, native="auto")
-print(executor._runner._forms._lowering._process.pid, flush=True)
+print(executor._runner._forms._switch._rehearsal._process.pid, flush=True)
 time.sleep(60)"""
     environment = {**os.environ, "XDG_CACHE_HOME": str(cache.parents[1])}
     process = subprocess.Popen([sys.executable, "-c", program], env=environment, stdout=subprocess.PIPE)

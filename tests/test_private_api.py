@@ -47,13 +47,14 @@ def test_onnxscript_has_the_methods_that_the_emitter_takes(name: str) -> None:
         assert list(inspect.signature(ours).parameters) == list(inspect.signature(theirs).parameters), version
 
 
-def test_onnxscript_s_rules_have_the_pattern_by_whose_last_operator_they_are_tried() -> None:
+def test_onnxscript_s_rules_have_the_pattern_by_whose_operators_they_are_tried() -> None:
     version = (
         f"onnxscript {metadata.version('onnxscript')}: the pattern of a rule, of graphopt/graph/rules.py"
     )
     rule = RewriteRule(lambda op, x: op.Neg(op.Abs(x)), lambda op, x: op.Identity(x))
     (root,) = rule._target_pattern.output_nodes
     assert root.op_identifier() == ("", "Neg", ""), version
+    assert root.inputs[0].producer().op_identifier() == ("", "Abs", ""), version
 
 
 def test_onnxruntime_has_the_session_within_a_session_that_steps_call() -> None:

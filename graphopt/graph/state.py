@@ -67,6 +67,15 @@ def take_initial(model: ir.Model) -> dict[str, np.ndarray]:
     return taken
 
 
+def put_initial(model: ir.Model, arrays: Mapping[str, np.ndarray]) -> None:
+    """Give state and hyperparameters initial values, which `take_initial` takes."""
+    for value in model.graph.inputs:
+        name = name_of(value)
+        if name in arrays:
+            value.const_value = ir.tensor(arrays[name], name=name)
+            model.graph.register_initializer(value)
+
+
 def promote(model: ir.Model, initializer: ir.Value, role: Role) -> ir.Value:
     """Turn an initializer into an input with an initial value; inside a pass only."""
     _detach(model.graph, initializer)

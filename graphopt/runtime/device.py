@@ -76,11 +76,12 @@ class DeviceOptions(metaclass=Checked):
             with Linux and x86-64 only. Other code in the calling thread is not affected.
         native: lower steps to the machine: compile kernels for it with the system's C compiler. `auto` does so on the
             CPU for models of 10,000 parameters or more without 16-bit floats, keeps the faster form, and runs the
-            graph as it is without a compiler; a graph of 500 nodes or more also runs as it is while another process
-            compiles, unless steps are `deterministic`. Where `frozen` is `low`, as for files from 2 GB, it takes
-            kernels without measuring both forms, which would take minutes. True insists; None takes the environment
-            variable GRAPHOPT_NATIVE, or `auto`. Evaluations and predictions that take longer than a second run in
-            kernels, too, or with the weights as constants as long as the state stays the same, where that is faster.
+            graph as it is without a compiler. A graph of 500 nodes or more also runs as it is while another process
+            compiles and compares, and then in both forms in turns, unless steps are `deterministic`. Where `frozen` is
+            `low`, as for files from 2 GB, it takes kernels without measuring both forms, which would take minutes.
+            True insists; None takes the environment variable GRAPHOPT_NATIVE, or `auto`. Evaluations and predictions
+            that take longer than a second run in kernels, too, or with the weights as constants as long as the state
+            stays the same, where that is faster.
         target: what steps are lowered for: `native` and `onnxruntime` are as `native=True` and `native=False`,
             `plain` runs the graph as it is, and a `graphopt.Target` has passes of its own. `auto` takes the option
             `native`.

@@ -393,7 +393,8 @@ class Executor(ExecutorState):
         alone = self._rounds is not None or self.in_place or self.workers.size > 1
         steps = options.steps_per_call
         self._several = SeveralSteps(
-            functools.partial(runner_of, single=single),
+            runner_of,
+            single,
             self._signature.accepted if options.as_numpy or not arrays else (),
             Pace(1 if alone or (steps is None and not device.on_cpu) else steps),
             insists=device.verify is True,

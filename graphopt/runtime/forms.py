@@ -22,27 +22,31 @@ from graphopt.graph.simplify import fold
 from graphopt.graph.storage import weight_bytes
 from graphopt.graph.unroll import Unroll
 from graphopt.graph.values import name_of
-from graphopt.runtime.bound_session import BoundSession, RunnerOptions
+from graphopt.runtime.bound_session import BoundSession, Reported, RunnerOptions
 from graphopt.runtime.device import Device
 from graphopt.runtime.frozen import placement_of
 from graphopt.runtime.signature import description
 from graphopt.runtime.state_buffers import StateBuffers
+from graphopt.runtime.switch import ROUNDS, Rehearsed, Switch
 from graphopt.runtime.tensors import Tensor, overwrite
-from graphopt.runtime.translation import Mistranslated, Translation, read_note, write_note
+from graphopt.runtime.translation import Mistranslated, Sample, Translation, read_note, write_note
 from graphopt.targets.bfloat16 import compute_bfloat16_in_float32, is_of_bfloat16
-from graphopt.targets.native.background import Lowering
-from graphopt.targets.native.lowering import Lowered, kept_kernels, lower_to_kernels, threads_of
+from graphopt.targets.native.lowering import (
+    Lowered,
+    kept_kernels,
+    lacks_parts,
+    lower_to_kernels,
+    threads_of,
+)
 from graphopt.targets.native.precision import obstacle
 from graphopt.targets.packing import pack_numbers
 from graphopt.targets.target import ONNXRUNTIME
 
 WORTH_COMPILING = 10_000  # numbers in parameters, from which `auto` compiles kernels
-LONG = (
-    500  # nodes, from which lowering takes longer than a second: another process then does it while steps run
-)
+LONG = 500  # nodes, from which lowering takes longer than a second: another process does it while steps run
 SMALL_MODEL = 2**26  # bytes of constants that such a process reads
 MARK = b"\xa5"  # no step computes a state of these bytes alone
-ROUNDS, SECONDS = 5, 1.0  # of measuring: so many turns, fewer if they take longer
+SECONDS = 1.0  # of measuring, after which there are no more rounds
 
 
 class StepForms:
@@ -54,6 +58,7 @@ class StepForms:
         model: the plain graph of one step.
         shapes: fixed shapes of the data.
         several: run several steps per call, on stacked batches.
+        rehearse: starts a process that prepares a form; without it, `auto` prepares kernels before the first step.
 
     Raises:
         GraphoptError: `native` is True, and the device is not the CPU, there is no compiler, or it fails.
@@ -68,6 +73,7 @@ class StepForms:
         shapes: Mapping[str, Sequence[int]] | None = None,
         *,
         several: bool = False,
+        rehearse: Callable[..., Rehearsed] | None = None,
     ) -> None:
         self._device, self._buffers, self._options = device, buffers, options
         self._shapes, self._several = shapes, several
@@ -81,55 +87,66 @@ class StepForms:
         self._digest: str | None = None
         self._is_low = placement_of(device, model) == "low"  # to measure steps would take minutes
         self.is_settled = False
-        self._lowering: Lowering | None = (
-            None  # the process that lowers the graph, while the plain graph runs
-        )
+        self._rehearse = rehearse
+        self._switch: Switch | None = None  # while another process prepares a form, and forms are measured
         self._warn_of_precision()
         is_free = device.native == "auto" and options.native is None
         self._may_measure = is_free and not (device.deterministic or options.in_place or self._is_low)
-        self._take(None if options.native is False else self._lowered())
-
-    def _take(self, lowered: BoundSession | None) -> None:
-        """Run kernels, or what the graph is for the runtime; the plain graph as long as another process lowers it."""
+        lowered = None if options.native is False else self._lowered()
         self._measures = lowered is not None and self._may_measure
-        self.native: bool | None = None if self._measures or self._lowering else lowered is not None
-        self.form = lowered or (self._plain() if self._lowering else self._for_runtime())
+        self.native: bool | None = None if self._measures or self._switch else lowered is not None
+        self.form = lowered or (self._switch.form if self._switch else self.for_runtime())
 
     def wait(self) -> None:
-        """Wait for the process that lowers the graph, if there is one."""
-        if self._lowering is not None:
-            self._take(self._guarded(self._finished))
+        """Wait for the process that prepares a form, if there is one."""
+        if self._switch is not None:
+            self._switch.wait()
+
+    def step(self, source: int, feeds: Mapping[str, Tensor]) -> Reported:
+        """Run a step in the form that is chosen, or in one that is measured."""
+        if not self.is_settled:
+            self.settle(source, feeds)
+        if self._switch is None:
+            return self.form.call(source, feeds)
+        reported = self._switch.call(source, feeds)
+        self.form = self._switch.form
+        return reported
 
     def settle(self, source: int, feeds: Mapping[str, Tensor]) -> None:
         """Choose the form to run: not kernels, and then not a lowered graph, that compute other numbers.
 
-        As long as another process lowers the graph, the plain one runs. Then this checks the forms and measures them
-        on a step, unless the machine remembers. A step reads one set of state buffers and writes the other, so that it
-        can be repeated.
+        As long as another process prepares a form, or forms are measured on steps that train, the choice is open; see
+        `Switch`. Otherwise, this measures forms on a step, unless the machine remembers. A step reads one set of state
+        buffers and writes the other, so that it can be repeated.
 
         Raises:
             GraphoptError: the option `verify` is True, and a form differs from the plain graph; or the provider does
                 not write the new state.
             Mistranslated: a form of several steps differs from the plain graph.
         """
-        if self._lowering is not None and self._lowering.is_running:
-            return
-        self.wait()
+        if self._switch is not None:
+            self._switch.advance(self, source, feeds)
+            self.form, self.native = self._switch.form, self._switch.native
+            if self.native is None:
+                return
+            self._switch = None
+        else:
+            self._choose(source, feeds)
+        self.is_settled, self._translation = True, None
+
+    def _choose(self, source: int, feeds: Mapping[str, Tensor]) -> None:
+        """Choose the form to run by a step that does not train."""
         if not self._device.on_cpu:
             self._check_delivery(source, feeds)
-        if self.native is not False and not self._agrees(source, feeds):
+        if self.native is not False and not self.agrees(self.form, source, feeds):
             if self.form.shared:
                 self._buffers.separate()
-            self.form, self._measures, self.native = self._for_runtime(), False, False
+            self.form, self._measures, self.native = self.for_runtime(), False, False
         if self._measures:
             self._measure(source, feeds)
-        if (
-            self.native is False
-            and self.form.model is not self._plain_model
-            and not self._agrees(source, feeds)
-        ):
+        is_lowered = self.native is False and self.form.model is not self._plain_model
+        if is_lowered and not self.agrees(self.form, source, feeds):
             self.form = self._plain()
-        self.is_settled, self._translation = True, None
 
     def _check_delivery(self, source: int, feeds: Mapping[str, Tensor]) -> None:
         """Check on one step that a provider writes the new state where the executor reads it."""
@@ -146,11 +163,15 @@ class StepForms:
                     f"found {name!r} as before: take another provider"
                 )
 
-    def _agrees(self, source: int, feeds: Mapping[str, Tensor]) -> bool:
-        """Return whether the form computes what the plain graph does; warn, or raise an error, if it does not."""
+    def sample(self, source: int, feeds: Mapping[str, Tensor]) -> Sample | None:
+        """Return the numbers of a step, on which another process may compare forms; None if it is not to do so."""
+        return None if self._translation is None else self._translation.sample(source, feeds)
+
+    def agrees(self, form: BoundSession, source: int, feeds: Mapping[str, Tensor]) -> bool:
+        """Return whether a form computes what the plain graph does; warn, or raise an error, if it does not."""
         try:
             if self._translation is not None:
-                self._translation.check(self.form, source, feeds)
+                self._translation.check(form, source, feeds)
         except Mistranslated as error:
             trusts_plain = self._device.kind != "webgpu"
             if self._device.verify is True or not trusts_plain or (self._several and self.native is False):
@@ -161,14 +182,25 @@ class StepForms:
 
     def _measure(self, source: int, feeds: Mapping[str, Tensor]) -> None:
         """Take the faster form: that of kernels or the other one."""
-        key = (self._digest, self._device.ort.__version__, self._device.threads, description(feeds))
-        kernels, other = self.form, functools.cache(self._for_runtime)
+        kernels, other = self.form, functools.cache(self.for_runtime)
         calls = [lambda: kernels.call(source, feeds), lambda: other().call(source, feeds)]
-        self.native = fastest(key, calls) == 0
+        self.native = fastest(self._key(description(feeds)), calls) == 0
         if not self.native:
             self.form = other()
 
-    def _for_runtime(self) -> BoundSession:
+    def _key(self, facts: Sequence[object]) -> tuple[object, ...]:
+        """Return what decides which form is the fastest."""
+        return self._digest, self._device.ort.__version__, self._device.threads, facts
+
+    def fastest(self, facts: Sequence[object]) -> int | None:
+        """Return 0 if kernels are the fastest form on batches like that, 1 if another is, None if it is not known."""
+        return remembered(self._key(facts))
+
+    def note_fastest(self, facts: Sequence[object], seconds: Sequence[float]) -> None:
+        """Note how long the forms take."""
+        remember(self._key(facts), seconds)
+
+    def for_runtime(self) -> BoundSession:
         """Return the graph lowered for the runtime, or the plain one if that fails."""
         target, device = self._device.runtime_target, self._device
         if self._is_low and target is ONNXRUNTIME and device.native == device.verify == "auto":
@@ -223,25 +255,31 @@ class StepForms:
     def _begun(self) -> BoundSession | None:
         """Lower the graph, or have a process lower it if that takes long and the session may change its form."""
         model, facts = self._model, self._kernel_facts
-        is_long = len(model.graph) >= LONG and weight_bytes(model) <= SMALL_MODEL and sys.executable
-        if is_long and self._may_measure and not self._several and kept_kernels(model, *facts) is None:
-            self._lowering = Lowering(model, *facts)
+        kept = kept_kernels(model, *facts) if self._may_measure else None
+        may_wait = self._may_measure and not self._several and weight_bytes(model) <= SMALL_MODEL
+        is_long = sys.executable and (len(model.graph) >= LONG or lacks_parts(model))
+        if kept is None and may_wait and is_long and self._rehearse is not None:
+            self._switch = Switch(self._plain(), self._rehearse)
             return None
         threads, precision = facts
         in_place = self._options.in_place
-        return self._bound(lower_to_kernels(model, threads=threads, in_place=in_place, precision=precision))
+        return self._bound(
+            kept or lower_to_kernels(model, threads=threads, in_place=in_place, precision=precision)
+        )
 
     @property
     def _kernel_facts(self) -> tuple[int, str]:
         """Return what kernels depend on in addition to the graph: the number of threads and the precision."""
         return threads_of(self._device.threads), self._device.product_precision
 
-    def _finished(self) -> BoundSession | None:
-        """Return the session of the graph that a process has lowered."""
-        lowering, self._lowering = self._lowering, None
-        assert lowering is not None
-        lowering.finish()
-        return self._bound(kept_kernels(self._model, *self._kernel_facts))
+    def kernels(self, rehearsal: Rehearsed) -> BoundSession | None:
+        """Return the graph with the kernels that a process has prepared; None after a warning if there are none."""
+
+        def prepared() -> BoundSession | None:
+            rehearsal.wait()
+            return self._bound(kept_kernels(self._model, *self._kernel_facts))
+
+        return self._guarded(prepared)
 
     def _bound(self, lowered: Lowered | None) -> BoundSession | None:
         if lowered is None:
@@ -313,13 +351,24 @@ def is_large_enough(models: Sequence[ir.Model]) -> bool:
 
 def fastest(key: Sequence[object], calls: Sequence[Callable[[], object]]) -> int:
     """Return the index of the fastest call, by the median of calls in turns; the machine remembers it by the key."""
-    note = f"{hashlib.sha256(repr(key).encode()).hexdigest()[:32]}.time.json"
-    index = read_note("native", note, "fastest", int)
-    if index is None:
-        seconds = medians(calls)
-        index = seconds.index(min(seconds))
-        write_note("native", note, {"fastest": index, "seconds": seconds})
+    index = remembered(key)
+    return remember(key, medians(calls)) if index is None else index
+
+
+def remembered(key: Sequence[object]) -> int | None:
+    """Return the index of the fastest form, if the machine remembers it."""
+    return read_note("native", _note_of(key), "fastest", int)
+
+
+def remember(key: Sequence[object], seconds: Sequence[float]) -> int:
+    """Note and return the index of the fastest form."""
+    index = seconds.index(min(seconds))
+    write_note("native", _note_of(key), {"fastest": index, "seconds": [*seconds]})
     return index
+
+
+def _note_of(key: Sequence[object]) -> str:
+    return f"{hashlib.sha256(repr(key).encode()).hexdigest()[:32]}.time.json"
 
 
 def medians(calls: Sequence[Callable[[], object]]) -> list[float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import time
 import warnings
@@ -19,6 +20,7 @@ from graphopt.graph.roles import FED, with_role
 from graphopt.runtime.bound_session import BoundSession, Reported, RunnerOptions
 from graphopt.runtime.device import Device
 from graphopt.runtime.forms import StepForms, unrolled
+from graphopt.runtime.rehearsal import Rehearsal
 from graphopt.runtime.signature import Signature, description
 from graphopt.runtime.state_buffers import StateBuffers
 from graphopt.runtime.tensors import Tensor, check_rows
@@ -122,9 +124,7 @@ class StepRunner(Runner):
     def step(self, source: int, feeds: Mapping[str, Tensor]) -> Reported:
         forms = self._forms
         assert forms is not None
-        if not forms.is_settled:
-            forms.settle(source, feeds)
-        return forms.form.call(source, feeds)
+        return forms.step(source, feeds)
 
     def wait(self) -> None:
         """Wait until the graph is lowered, if another process does that."""
@@ -142,7 +142,9 @@ class StepRunner(Runner):
         if single is not None:
             single.wait()
             options = dataclasses.replace(options, native=single.native, as_numpy=True)
-        return StepForms(*self._parts, options, shapes, several=single is not None)
+        device, model, _ = self._parts
+        rehearse = functools.partial(Rehearsal, device, model, options.report, shapes)
+        return StepForms(*self._parts, options, shapes, several=single is not None, rehearse=rehearse)
 
     @property
     def state_is_finite(self) -> bool:
@@ -161,16 +163,24 @@ class SeveralSteps:
     """Run several steps in one call, by a graph whose Scan iterates over stacked batches.
 
     Args:
-        runner_of: creates a runner of several steps per call.
+        runner_of: creates a runner of several steps per call from that of single steps.
+        single: the runner of single steps, if several steps may run in a call.
         fed: the names of the inputs that can be stacked: all but hyperparameters; none if reports cannot be.
         pace: chooses the number of steps per call.
         insists: whether it is an error if the steps compute other numbers than single steps.
     """
 
     def __init__(
-        self, runner_of: Callable[[], StepRunner], fed: Collection[str], pace: Pace, *, insists: bool
+        self,
+        runner_of: Callable[..., StepRunner],
+        single: StepRunner | None,
+        fed: Collection[str],
+        pace: Pace,
+        *,
+        insists: bool,
     ) -> None:
         self.pace, self._runner_of, self._fed, self._insists = pace, runner_of, {*fed}, insists
+        self._single = single
         self._runner: StepRunner | None = None
         self._checked: list[Any] | None = None  # the description of the arrays that were checked last
 
@@ -185,9 +195,11 @@ class SeveralSteps:
             return None
         if not all(isinstance(x, np.ndarray) for x in first.values()):
             return None
+        if not self.pace.is_chosen and self._single is not None and self._single.native is None:
+            return None  # the form of single steps is not settled
         with self.pace.timed(len(batches)):
             if self._runner is None:
-                self._runner = self._runner_of()
+                self._runner = self._runner_of(single=self._single)
             stacked = {name: np.array([*map(itemgetter(name), batches)]) for name in first}
             if self._checked != (facts := description(stacked)):
                 check_rows(first)
@@ -252,6 +264,11 @@ class Pace:
         self._chosen = chosen
         self._alone: list[float] = []
         self._together: list[float] = []
+
+    @property
+    def is_chosen(self) -> bool:
+        """Return whether the user has chosen a number of steps per call."""
+        return self._chosen is not None
 
     @property
     def steps(self) -> int:

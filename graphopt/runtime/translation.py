@@ -9,6 +9,7 @@ import io
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -32,8 +33,22 @@ Arrays = dict[str, np.ndarray]
 STEPS = 2  # of a call of several
 TRIALS = 8  # steps on noisy numbers, to see how much of a difference is rounding
 NOISE = 16  # roundings
+LARGEST_STATE = 2**28  # bytes of a state that another process reads
 LARGEST = 2**26  # bytes of inputs and constants that a reproducer has, and of weights that become noisy
 UNITS = {ir.DataType.FLOAT16: 2.0**-10, ir.DataType.BFLOAT16: 2.0**-7, ir.DataType.FLOAT: 2.0**-23}
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Hold the numbers of one step: state and hyperparameters, values that stay where they are, and a batch."""
+
+    state: Arrays
+    fixed: Arrays
+    batch: Arrays
+
+    @property
+    def nbytes(self) -> int:
+        return sum(x.nbytes for each in (self.state, self.fixed, self.batch) for x in each.values())
 
 
 class Form(Protocol):
@@ -117,16 +132,30 @@ class Translation:
         if message:
             raise Mistranslated(message)
 
+    def sample(self, source: int, feeds: Mapping[str, Tensor]) -> Sample | None:
+        """Return the numbers of a step, on which another process may compare it.
+
+        Return None if they are large, or if forms are to be compared in this process each time.
+        """
+        state = {**self._buffers.sets[source], **self._buffers.fed}
+        if self._device.verify is True or sum(x.numpy().nbytes for x in state.values()) > LARGEST_STATE:
+            return None
+        return Sample(_arrays(state), _arrays(self._fixed), self._batch(feeds))
+
+    def _batch(self, feeds: Mapping[str, Tensor]) -> Arrays:
+        """Return tensors as arrays of the types that the graph has."""
+        types = {name_of(x): np.dtype(dtype_of(x).numpy()) for x in with_role(self._plain, *FED)}
+        batch: Arrays = {}
+        for name, x in feeds.items():
+            array = x if isinstance(x, np.ndarray) else to_ort(self._device, x, types[name]).numpy()
+            batch[name] = np.asarray(array, types[name])  # a scalar may have another type
+        return batch
+
     def _difference(self, form: Form, source: int, feeds: Mapping[str, Tensor], digest: str) -> str:
         """Return the line that tells of a difference, or an empty one."""
         if self._several:
             feeds = {name: x[:STEPS] for name, x in feeds.items()}
-        types = {name_of(x): np.dtype(dtype_of(x).numpy()) for x in with_role(self._plain, *FED)}
-        data: Arrays = {}
-        for name, x in feeds.items():
-            array = x if isinstance(x, np.ndarray) else to_ort(self._device, x, types[name]).numpy()
-            data[name] = np.asarray(array, types[name])  # a scalar may have another type
-        state = _arrays(self._buffers.sets[source])
+        data, state = self._batch(feeds), _arrays(self._buffers.sets[source])
         expected = self._stepped(self._reference, state, data)
         if not all(np.isfinite(x).all() for x in expected.values() if x.dtype.kind == "f"):
             return ""

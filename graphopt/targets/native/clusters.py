@@ -212,7 +212,7 @@ def _neighbors(cluster: Cluster) -> list[ir.Node]:
         for x in operands_of(node, form).values():
             if (producer := x.producer()) is not None:
                 nodes.append(producer)
-            if not is_scalar(x) and x not in cluster.axes:
+            if x not in cluster.axes and not is_scalar(x):
                 nodes += [use.node for use in x.uses()]
     return [node for node in dict.fromkeys(nodes) if node not in cluster.nodes]
 

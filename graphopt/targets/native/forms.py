@@ -141,7 +141,7 @@ def has_sizes(x: ir.Value) -> bool:
 
 def is_scalar(x: ir.Value) -> bool:
     """Return whether a value has one element, whatever its rank."""
-    return all(size == 1 for size in sizes_of(x))
+    return all(isinstance(dim, int) and dim == 1 for dim in dims_of(x))
 
 
 def operands_of(node: ir.Node, form: NodeForm) -> dict[int, ir.Value]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -123,8 +123,20 @@ def objects(kernels: Sequence[Kernel], most: int) -> list[str]:
 def parts(kernels: Sequence[Kernel]) -> list[str]:
     """Return the C sources that are linked with a library, which are the same for all models."""
     called = [kernel.code for kernel in kernels if kernel.header == _CALLS]
-    convolves = any(f"{_CONVOLUTION.capitalize()}Form" in code for code in called)
-    return [f'{_LIMITS}#include "{_CONVOLUTION if convolves else _PRODUCT}.h"\n'] if called else []
+    if any(f"{_CONVOLUTION.capitalize()}Form" in code for code in called):
+        return [_part(_CONVOLUTION)]
+    return [_part(_PRODUCT)] if called else []
+
+
+def parts_for(operators: Collection[str]) -> list[str]:
+    """Return what `parts` probably returns for the kernels of a graph with these operators."""
+    if not {"Conv", "ConvTranspose"}.isdisjoint(operators):
+        return [_part(_CONVOLUTION)]
+    return [] if {"Gemm", "MatMul"}.isdisjoint(operators) else [_part(_PRODUCT)]
+
+
+def _part(header: str) -> str:
+    return f'{_LIMITS}#include "{header}.h"\n'
 
 
 def _unique(kernels: Sequence[Kernel]) -> list[Kernel]:

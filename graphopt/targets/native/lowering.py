@@ -24,7 +24,7 @@ from graphopt.targets.native.clusters import find_clusters
 from graphopt.targets.native.convolutions import convolution_kernel
 from graphopt.targets.native.forms import NodeForms, is_well_formed
 from graphopt.targets.native.kernels import cluster_kernel, has_large_outputs
-from graphopt.targets.native.library import Kernel, Replacement, objects, parts, source
+from graphopt.targets.native.library import Kernel, Replacement, objects, parts, parts_for, source
 from graphopt.targets.native.new_state import add_state_check, write_in_place
 from graphopt.targets.native.normalizations import write_out_normalizations
 from graphopt.targets.native.pools import pool_gradient_kernel, pool_kernel
@@ -32,7 +32,15 @@ from graphopt.targets.native.precision import chosen_precision, multiplies_bfloa
 from graphopt.targets.native.products import accepts_product, product_kernel, separate_biases
 from graphopt.targets.native.scans import bodies, move_into_bodies, note_rows, scan_kernel
 from graphopt.targets.native.sizes import read_shapes_early, unify_sizes
-from graphopt.targets.native.toolchain import PROCESSORS, build, digest_of
+from graphopt.targets.native.toolchain import (
+    PART,
+    PROCESSORS,
+    Objects,
+    are_compiled,
+    build,
+    compiler,
+    digest_of,
+)
 from graphopt.targets.updates import fold_updates
 
 KERNEL_KINDS = ("kernels", "products", "convolutions", "pools", "scans")
@@ -108,7 +116,7 @@ def lower_to_kernels(
     pieces = pieces_for(chosen_precision(precision))
     options = KernelOptions(tuple(sorted(without)), threads_of(threads), in_place, pieces)
     digest, weights = _digest_of(model, options)
-    return _kept(digest, weights) or lower_as(digest, model, options)
+    return _kept(digest, weights) or _lower_as(digest, model, options)
 
 
 def threads_of(chosen: int | None) -> int:
@@ -116,14 +124,19 @@ def threads_of(chosen: int | None) -> int:
     return chosen or os.cpu_count() or 1
 
 
+def lacks_parts(model: ir.Model) -> bool:
+    """Return whether the parts of libraries that a graph probably needs are still to be compiled, which takes long."""
+    return compiler() is not None and not are_compiled(likely_parts(model))
+
+
+def likely_parts(model: ir.Model) -> list[str]:
+    """Return the C sources that all libraries share, as far as this graph needs them, by its operators."""
+    return parts_for({node.op_type for node in model.graph.all_nodes()})
+
+
 def kept_kernels(model: ir.Model, threads: int, precision: str) -> Lowered | None:
     """Return what `lower_to_kernels` has left in the cache for a graph; None if it is not there."""
     return _kept(*_digest_of(model, KernelOptions((), threads, False, pieces_for(precision))))
-
-
-def digest_of_graph(model: ir.Model, options: KernelOptions) -> str:
-    """Return the digest of a graph by which the cache knows its lowered form."""
-    return _digest_of(model, options)[0]
 
 
 def _digest_of(model: ir.Model, options: KernelOptions) -> tuple[str, Weights]:
@@ -132,20 +145,23 @@ def _digest_of(model: ir.Model, options: KernelOptions) -> tuple[str, Weights]:
     return digest_of(content.hex(), repr(options), str(multiplies_bfloat16()), own_version()), weights
 
 
-def lower_as(digest: str, model: ir.Model, options: KernelOptions) -> Lowered | None:
+def _lower_as(digest: str, model: ir.Model, options: KernelOptions) -> Lowered | None:
     """Lower a graph as `lower_to_kernels` does, and keep it by a digest."""
     try:
-        result = plan(model, options.without)
-        if not result.calls:
-            return None
-        shared, variants = write_in_place(result.model, result.calls) if options.in_place else ([], [])
-        kernels = [*result.kernels, *variants]
-        sources = (
-            source(kernels, options.threads, options.pieces),
-            objects(kernels, PROCESSORS),
-            parts(kernels),
-        )
-        library = build(*sources)
+        with Objects() as begun:
+            if compiler() is not None:
+                begun.add(likely_parts(model), PART)  # compiled while this plans
+            result = plan(model, options.without)
+            if not result.calls:
+                return None
+            shared, variants = write_in_place(result.model, result.calls) if options.in_place else ([], [])
+            kernels = [*result.kernels, *variants]
+            sources = (
+                source(kernels, options.threads, options.pieces),
+                objects(kernels, PROCESSORS),
+                parts(kernels),
+            )
+            library = build(*sources, begun)
         content, _ = skeleton(result.model)
         note = {"library": library.name, "check": result.check, "shared": shared}
         write_cached(f"{digest}.onnx", content)

@@ -17,7 +17,7 @@ import signal
 import subprocess
 import tempfile
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from graphopt.errors import GraphoptError
@@ -31,7 +31,7 @@ FLAGS = (
     *("-std=gnu11", "-O3", _PROCESSOR, "-fPIC", "-fvisibility=hidden", "-fopenmp-simd"),
     *("-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off", "-w"),
 )
-_OBJECT, _PART, _LIBRARY = ["-c"], ["-c", "-ffp-contract=fast"], ["-shared", "-lm"]
+_OBJECT, PART, _LIBRARY = ["-c"], ["-c", "-ffp-contract=fast"], ["-shared", "-lm"]  # how to compile a source
 PROCESSORS = os.cpu_count() or 1
 SECONDS = 300
 BYTES = 2**32
@@ -59,26 +59,73 @@ def compiler() -> tuple[str, ...] | None:
     return None
 
 
-def build(source: str, objects: Sequence[str] = (), parts: Sequence[str] = ()) -> Path:
+class Objects:
+    """Compile C sources side by side.
+
+    >>> with Objects() as objects:
+    ...     objects.add([])
+    []
+    """
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(PROCESSORS)
+        self._begun: dict[str, Future[Path]] = {}
+
+    def __enter__(self) -> Objects:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.shutdown(cancel_futures=True)
+
+    def add(self, sources: Sequence[str], flags: Sequence[str] = _OBJECT) -> list[str]:
+        """Begin to compile sources that the cache lacks, and return the names of their objects."""
+        names = [_object_of(source, flags) for source in sources]
+        for name, source in zip(names, sources, strict=True):
+            if name not in self._begun and read_cached(name) is None:
+                self._begun[name] = self._pool.submit(_compiled, name, source, flags)
+        return names
+
+    def wait(self) -> None:
+        """Wait until all are compiled.
+
+        Raises:
+            GraphoptError: the compiler fails.
+        """
+        for made in self._begun.values():
+            made.result()
+
+
+def are_compiled(parts: Sequence[str]) -> bool:
+    """Return whether the cache has the objects of sources that are the same for all libraries."""
+    return all(read_cached(_object_of(source, PART)) is not None for source in parts)
+
+
+def _object_of(source: str, flags: Sequence[str]) -> str:
+    return f"{digest_of(source, *flags)}.o"
+
+
+def build(
+    source: str, objects: Sequence[str] = (), parts: Sequence[str] = (), begun: Objects | None = None
+) -> Path:
     """Return the library of a C source; compile it unless the cache has it.
 
     Args:
         objects: C sources to link with it, which are compiled side by side.
         parts: further ones, the same for all libraries. They add products without rounding the products.
+        begun: objects that are being compiled, some of these perhaps.
 
     Raises:
         GraphoptError: there is no compiler, or it fails.
     """
-    wanted = [(code, _PART) for code in parts] + [(code, _OBJECT) for code in objects]
-    linked = {f"{digest_of(code, *flags)}.o": (code, flags) for code, flags in wanted}
+    linked = [_object_of(code, PART) for code in parts] + [_object_of(code, _OBJECT) for code in objects]
     name, folder = f"{digest_of(source, *_LIBRARY, *linked)}.so", cache_folder()
     if read_cached(name) is not None:
         return folder / name
     logger.info("compiling for this machine, once for this graph")
-    with ThreadPoolExecutor(PROCESSORS) as pool:
-        missing = [(own, *each) for own, each in linked.items() if read_cached(own) is None]
-        for made in [pool.submit(_compiled, *each) for each in missing]:
-            made.result()
+    with begun or Objects() as made:
+        made.add(parts, PART)
+        made.add(objects)
+        made.wait()
     return _compiled(name, source, _LIBRARY, [folder / own for own in linked])
 
 
