@@ -358,3 +358,22 @@ def test_workers_apart_send_fewer_bytes(monkeypatch):
     (together, often), (apart, seldom) = found.values()
     assert 25 < often / seldom < 30
     assert max(together, apart) < 2.5
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "one",
+        "gat",
+        "tabular",
+        "gru",
+        *(pytest.param(x, marks=pytest.mark.exhaustive) for x in ("vit", "regnet")),
+    ],
+)
+@pytest.mark.slow
+def test_architectures_train_as_in_float64(name, monkeypatch):
+    monkeypatch.syspath_prepend(FOLDER)
+    program = benchmark("architectures", monkeypatch)
+    found = program.measured(name, 1, 2, 0.01, forms=("highest", "eager"))
+    assert found["apart"]["highest"] < program.BOUND and set(found["ms"]) == {"highest", "eager"}
+    assert program.page({f"{name} 1": {part: dict.fromkeys(program.FORMS, 1.0) for part in found}})
