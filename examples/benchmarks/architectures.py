@@ -179,7 +179,7 @@ def page(results: dict[str, dict[str, Any]]) -> str:
         f"`python examples/benchmarks/architectures.py` writes this page, here on {machine()}, PyTorch "
         f"{torch.__version__}. All are trained by AdamW, from the same weights on the same batches. Times are medians "
         "of rounds in which all take turns. Bold numbers are times relative to graphopt's with `highest`: above 1, "
-        "graphopt is faster. Milliseconds per step are in brackets.",
+        "graphopt is faster. Milliseconds per step are in brackets. A dash stands for what was not measured.",
     ]
     for threads in sorted({int(key.split()[1]) for key in results}):
         lines += ["", f"## {threads} thread{'s' * (threads > 1)}", "", row("", *FORMS.values())]
@@ -187,7 +187,10 @@ def page(results: dict[str, dict[str, Any]]) -> str:
         for name, network in NETWORKS.items():
             ms = results.get(f"{name} {threads}", {}).get("ms")
             if ms:
-                ratios = (f"**{ms[form] / ms['highest']:.2f}** ({number(ms[form])})" for form in [*FORMS][1:])
+                times = [
+                    (ms[form] / ms["highest"], ms[form]) if form in ms else None for form in [*FORMS][1:]
+                ]
+                ratios = (f"**{ratio[0]:.2f}** ({number(ratio[1])})" if ratio else "-" for ratio in times)
                 lines.append(row(network.title, number(ms["highest"]), *ratios))
     lines += [
         "",
@@ -201,7 +204,9 @@ def page(results: dict[str, dict[str, Any]]) -> str:
     ]
     for name, network in NETWORKS.items():
         if found := results.get(f"{name} 1", {}).get("apart"):
-            lines.append(row(network.title, *(f"{found[form]:.0e}" for form in FORMS)))
+            lines.append(
+                row(network.title, *(f"{found[form]:.0e}" if form in found else "-" for form in FORMS))
+            )
     numbers = json.dumps(results, indent=None, separators=(",", ":"))
     return "\n".join(lines) + f"\n\n<!-- {numbers} -->\n"
 
