@@ -37,6 +37,8 @@ from graphopt.graph.rules import rule_set
 from graphopt.graph.shapes import fold_shapes, infer, is_ceiled
 from graphopt.graph.state import make_room
 from graphopt.graph.values import constant_of, dims_of, is_floating, name_of, swap
+from graphopt.targets.native.forms import NodeForms
+from graphopt.targets.native.sizes import unify_sizes
 from passes.gradients.registry import NO_GRADIENT, RULES
 from passes.gradients.rules.shape import spread_pads
 from passes.gradients.rules.windows import cropped, halved, window_of
@@ -62,6 +64,14 @@ def _gelu_rule(scaled: Callable[[Any], Any], grouped: Callable[[Any, Any], Any])
 
 # Exporters before opset 20 write x (1 + erf(x / sqrt 2)) / 2, Hendrycks and Gimpel, https://arxiv.org/abs/1606.08415
 GELU = rule_set([_gelu_rule(*forms) for forms in itertools.product(_SCALED, _GROUPED)], commute=True)
+
+
+def _name_sizes(model: ir.Model) -> None:
+    """Give sizes of outputs that follow from those of inputs their names, so that targets have them, too."""
+    given = {str(dim) for x in model.graph.inputs for dim in x.shape or ()}
+    outputs = (dim for y in model.graph.outputs for dim in y.shape or () if not isinstance(dim, int))
+    if any(str(dim) not in given for dim in outputs):
+        unify_sizes(model, NodeForms(dict(model.opset_imports)))
 
 
 @dataclass(frozen=True)
@@ -108,6 +118,7 @@ class Normalize(Pass):
             if any(node.op_type == "Erf" for node in model.graph):
                 GELU.apply_to_model(model)
         infer(model)
+        _name_sizes(model)
         pad_all_axes(model)
         whole_windows(model)
         if is_classical:

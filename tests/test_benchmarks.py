@@ -366,3 +366,22 @@ def test_openings_are_timed(monkeypatch):
     rows = benchmark("opening", monkeypatch).main("--seconds=1")
     assert [row[0].split()[0] for row in rows] == ["perceptron", "perceptron"]
     assert all(int(row[-3]) > 0 and int(row[-2]) > 0 for row in rows)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "one",
+        "gat",
+        "tabular",
+        "gru",
+        *(pytest.param(x, marks=pytest.mark.exhaustive) for x in ("vit", "regnet")),
+    ],
+)
+@pytest.mark.slow
+def test_architectures_train_as_in_float64(name, monkeypatch):
+    monkeypatch.syspath_prepend(FOLDER)
+    program = benchmark("architectures", monkeypatch)
+    found = program.measured(name, 1, 2, 0.01, forms=("highest", "eager"))
+    assert found["apart"]["highest"] < program.BOUND and set(found["ms"]) == {"highest", "eager"}
+    assert program.page({f"{name} 1": {part: dict.fromkeys(program.FORMS, 1.0) for part in found}})

@@ -3,6 +3,7 @@
 import numpy as np
 import onnx
 import pytest
+from builders import model
 
 import graphopt
 import passes
@@ -120,6 +121,32 @@ def test_only_forms_with_kernels_may_differ_by_the_rounding_of_products(allowed,
         plain = graphopt.Executor(step, native=False, verify=True, matmul_precision=allowed)
     plain.step(feeds)
     assert units == {True: precision.UNITS[allowed], False: 2.0**-23}
+
+
+@needs_compiler
+def test_a_gradient_that_is_0_but_for_rounding_is_no_difference(allowed) -> None:
+    """Of the keys' bias, which no softmax sees: AdamW divides it by its own size, and so moves the bias by rounding."""
+    random = np.random.default_rng(0)
+    text = """g (float[N,32,128] x) => (float[N,32,128] y) {
+        q = MatMul(x, query)
+        p = MatMul(x, key)
+        k = Add(p, bias)
+        v = MatMul(x, value)
+        t = Transpose <perm = [0, 2, 1]> (k)
+        s = MatMul(q, t)
+        a = Softmax(s)
+        m = MatMul(a, v)
+        y = Add(x, m)
+    }"""
+    weights = {name: random.standard_normal((128, 128)) / 40 for name in ("query", "key", "value")}
+    step = graphopt.compile(
+        model(text, **weights, bias=np.zeros(128)),
+        loss=passes.MeanSquaredError(),
+        optimizer=passes.AdamW(1e-3),
+    )
+    executor = graphopt.Executor(step, native=True, verify=True, matmul_precision=allowed)
+    x, target = random.standard_normal((2, 8, 32, 128), np.float32)
+    executor.step(x=x, target=target)
 
 
 @needs_compiler

@@ -23,9 +23,12 @@ import graphopt
 import passes
 from graphopt import models
 from graphopt.errors import GraphoptError
+from graphopt.graph.shapes import infer_anew
 from graphopt.runtime.session import Session
 from graphopt.targets.native import toolchain
+from graphopt.targets.native.forms import NodeForms
 from graphopt.targets.native.lowering import lower_to_kernels, plan
+from graphopt.targets.native.sizes import unify_sizes
 
 pytestmark = pytest.mark.skipif(toolchain.compiler() is None, reason="needs a C compiler")
 FLOAT = onnx.TensorProto.FLOAT
@@ -290,3 +293,32 @@ def main(name, seeds):
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parent))
     main(sys.argv[1], int(sys.argv[2]))
+
+
+def test_sizes_follow_through_joined_cut_and_expanded_tensors():
+    """Names that inference invents for the batch are found to be the batch, and a head's width a number."""
+    text = """g (float[N,4] x) => (float[N,2] y) {
+        n = Shape <start = 0, end = 1> (x)
+        t = Concat <axis = 0> (n, four)
+        e = Expand(token, t)
+        j = Concat <axis = 1> (x, e)
+        c = Slice(j, zero, four, one)
+        h = Reshape(c, heads)
+        f = Reshape(h, flat)
+        y = Gemm(f, w)
+    }"""
+    numbers = {"four": [4], "zero": [0], "one": [1], "heads": [0, 2, -1], "flat": [0, -1]}
+    arrays = {name: np.array(array) for name, array in numbers.items()}
+    step = graphopt.load(model(text, token=np.ones((1, 4)), w=np.ones((4, 2)), **arrays))
+    infer_anew(step)
+    for i, node in enumerate(step.graph):
+        for y in node.outputs:
+            if y.name in {*"ejcy"}:
+                y.shape = ir.Shape([f"u{i}" if not isinstance(dim, int) else dim for dim in y.shape])
+            elif y.name == "h":
+                y.shape = ir.Shape([*y.shape[:2], "width"])
+    unify_sizes(step, NodeForms(dict(step.opset_imports)))
+    shapes = {y.name: str(y.shape) for node in step.graph for y in node.outputs}
+    assert {name: shapes[name] for name in "ejchfy"} == {
+        "e": "[N,4]", "j": "[N,8]", "c": "[N,4]", "h": "[N,2,2]", "f": "[N,4]", "y": "[N,2]"
+    }  # fmt: skip

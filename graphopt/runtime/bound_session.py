@@ -116,6 +116,7 @@ class BoundSession:
         self.session = Session(device, model, library=library, captures=device.graph_capture)
         fed = with_role(model, *FED)
         self._types = {name_of(x): InputSpec(x).dtype for x in fed}
+        self._count = len(fed)
         self._small_inputs: dict[str, tuple[np.ndarray, tuple[int, ...], np.dtype[Any]]] = {}
         self._graph_inputs: dict[str, onnxruntime.OrtValue] = {}
         if device.graph_capture:
@@ -132,6 +133,7 @@ class BoundSession:
             elif outputs[name].shape == () and device.kind == "cpu":
                 self._numbers[name] = zeros_of(outputs[name])
                 self._own_outputs[name] = share(device, self._numbers[name])
+        self._has_numbers_alone = len(self._numbers) == len(self._fetched)
         self._place = ("cpu", 0) if options.as_numpy else (device.kind, device.index)
         self._places = {name: i for i, name in enumerate(self._fetched) if name not in self._own_outputs}
         buffers.share(shared)
@@ -157,29 +159,31 @@ class BoundSession:
 
     def fill(self, feeds: Mapping[str, Any]) -> bool:
         """Copy all tensors into the small arrays of the latest call; return False if one is not like its array."""
-        for name, (array, shape, dtype) in self._small_inputs.items():
+        small = self._small_inputs
+        if not len(feeds) == len(small) == self._count:
+            return False
+        for name, (array, shape, dtype) in small.items():
             tensor = feeds.get(name)
-            if not isinstance(tensor, np.ndarray) or tensor.shape != shape or tensor.dtype != dtype:
+            if not isinstance(tensor, np.ndarray) or tensor.shape != shape or tensor.dtype is not dtype:
                 return False
             array[...] = tensor
-        return len(feeds) == len(self._small_inputs) == len(self._types)
+        return True
 
     def call(self, source: int, feeds: Mapping[str, Tensor]) -> Reported:
         """Read the state from set `source`, write the other set, and return the reported outputs of checked tensors."""
         binding = self._bindings[source]
-        alive: list[object] = []
         if feeds or self._rebinds:
             try:
                 alive = self._bind(binding, source, feeds)
             except RuntimeError as error:  # binding may copy
                 raise self.session.stopped(error) from error
-        self.session.execute(binding, self._options[source])
-        del alive
+            self.session.execute(binding, self._options[source])
+            del alive
+        else:
+            self.session.execute(binding, self._options[source])
+        if self._has_numbers_alone:
+            return {name: array.item() for name, array in self._numbers.items()}
         reported: Reported = {}
-        if len(self._numbers) == len(self._fetched):
-            for name, array in self._numbers.items():
-                reported[name] = array.item()
-            return reported
         values = binding.get_outputs() if self._places else []
         for name in self._fetched:
             if name in self._numbers:

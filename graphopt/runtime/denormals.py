@@ -33,11 +33,11 @@ class Flushing(threading.local):
         libc.fegetmode(ctypes.byref(now))
         flushing = Modes(now.control, now.mxcsr | FLUSH)
         # References that are made once, and attributes that are read at once: a step takes only some microseconds.
-        self._modes = libc.fegetmode, libc.fesetmode, ctypes.byref(before), ctypes.byref(flushing)
+        self.modes = libc.fegetmode, libc.fesetmode, ctypes.byref(before), ctypes.byref(flushing)
 
     def call(self, function: Callable[..., T], *arguments: object) -> T:
         """Return what a function returns."""
-        get, put, before, flushing = self._modes
+        get, put, before, flushing = self.modes
         get(before)
         put(flushing)
         try:
@@ -46,12 +46,12 @@ class Flushing(threading.local):
             put(before)
 
     def __enter__(self) -> None:
-        get, put, before, flushing = self._modes
+        get, put, before, flushing = self.modes
         get(before)
         put(flushing)
 
     def __exit__(self, *_: object) -> None:
-        put, before = self._modes[1:3]
+        put, before = self.modes[1:3]
         put(before)
 
 

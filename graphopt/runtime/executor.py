@@ -191,7 +191,8 @@ class Executor(ExecutorState):
                 a label in host memory. Nothing has run.
             NonFiniteLoss: the loss or the new state is infinite or NaN, and `on_nonfinite` is `raise`.
         """
-        feeds = fed_by(self, data, unnamed, named)
+        is_plain = type(data) is dict and not unnamed and not named
+        feeds = data if is_plain and data is not None else fed_by(self, data, unnamed, named)
         with self._lock:
             if self._rounds is None:
                 return self._train(feeds)
@@ -199,12 +200,12 @@ class Executor(ExecutorState):
 
     def _train(self, feeds: Mapping[str, Tensor]) -> Reported:
         """Run one step, and keep its new state if it is finite."""
-        buffers, runner = self._buffers, self._runner
+        buffers, runner, signature = self._buffers, self._runner, self._signature
         form = runner.filled(feeds)
         if form is None:
             feeds = self._fed(feeds)
-        if self._signature.labels:
-            self._signature.check_labels(feeds)
+        if signature.labels:
+            signature.check_labels(feeds)
         if form is None:
             reported, is_finite = runner.step(buffers.current, feeds), runner.state_is_finite
         else:

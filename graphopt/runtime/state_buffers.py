@@ -187,8 +187,8 @@ def _finite_check(device: Device, values: OrtValues, memory: Sequence[np.ndarray
         parts = [part for flat in memory for part in np.array_split(flat, _parts(flat))]
         if len(parts) == 1:
             (whole,) = parts
-            return lambda: isfinite(np.vdot(whole, whole))
-        return lambda: all([isfinite(np.vdot(part, part)) for part in parts])
+            return lambda: isfinite(whole.dot(whole))  # the function `vdot` takes half as long again
+        return lambda: all([isfinite(part.dot(part)) for part in parts])
     model, floating = _summed(values)
     session = functools.cache(lambda: Session(device, model))  # most steps check their new state themselves
     return lambda: isfinite(session().compute(floating)["total"].numpy())

@@ -75,6 +75,20 @@ class _Sizes:
                 for size, scale, result in zip(x, scales.ravel(), to, strict=True):
                     if scale == 1:
                         self._note(result, self.of(size))
+        elif node.op_type == "Slice" and len(node.inputs) > 3 and (axes := fixed(node.inputs[3])) is not None:
+            cut = {int(axis) % max(len(x), 1) for axis in axes.ravel()}
+            for place, (size, result) in enumerate(zip(x, to, strict=False)):
+                if place not in cut:
+                    self._note(result, self.of(size))
+        elif node.op_type == "Expand" and (wanted := _sizes_in(node.inputs[1])) is not None:
+            padded = [1] * (len(to) - len(x)) + x
+            for size, own, result in zip(wanted[::-1], padded[::-1], to[::-1], strict=False):
+                if own == 1 or self.of(own) == self.of(size):
+                    self._note(result, self.of(size))
+        elif node.op_type == "Gemm" and len(x) == len(to) == 2:
+            self._note(to[0], self.of(x[1 if attributes["transA"] else 0]))
+        elif node.op_type == "Concat" and all(map(has_sizes, inputs)):
+            self._joined([sizes_of(each) for each in (*inputs, y)], attributes["axis"] % max(len(to), 1))
         elif node.op_type in ELEMENTWISE_OPERATORS and all(map(has_sizes, inputs)):
             self._broadcast([sizes_of(each) for each in inputs], to)
         elif node.op_type in MATRIX_PRODUCTS and all(map(has_sizes, inputs)) and len(to) > 2:
@@ -91,7 +105,7 @@ class _Sizes:
 
     def _reshaped(self, x: Sequence[Size], to: Sequence[Size]) -> None:
         """Solve for the only size that is not known, as both have the same number of elements."""
-        open_ = [size for size in to if self._is_open(size)]
+        open_ = [size for size in to if self._is_open(size) and size not in x]
         if len(open_) != 1:
             return
         powers: Counter[str] = Counter()
@@ -106,12 +120,37 @@ class _Sizes:
         left = tuple(sorted((name, power) for name, power in powers.items() if power))
         self._note(open_[0], _Product(number, left))
 
+    def _joined(self, tensors: Sequence[Sequence[Size]], axis: int) -> None:
+        """Note that tensors which are joined, and the result, have the same sizes along the other axes."""
+        for place, sizes in enumerate(zip(*tensors, strict=False)):
+            if place != axis:
+                found = self.of(min(sizes, key=self._is_open))
+                for size in sizes:
+                    self._note(size, found)
+
     def _broadcast(self, operands: Sequence[Sequence[Size]], to: Sequence[Size]) -> None:
         """Note sizes that all operands have, if they do not have size 1."""
         for place, size in enumerate(reversed(to)):
             found = {self.of(x[-1 - place]) for x in operands if place < len(x)} - {_Product(Fraction(1))}
             if len(found) == 1:
                 self._note(size, *found)
+
+
+def _sizes_in(vector: ir.Value | None) -> list[Size] | None:
+    """Return the sizes that a vector of sizes has, if it is joined from constants and parts of shapes."""
+    node, constant = None if vector is None else vector.producer(), fixed(vector)
+    if constant is not None:
+        return [int(size) for size in constant.ravel()]
+    if node is None or node.domain:
+        return None
+    if node.op_type == "Concat":
+        parts = [_sizes_in(x) for x in node.inputs]
+        return None if None in parts else [size for part in parts for size in part or ()]
+    x = node.inputs[0] if node.inputs else None
+    if node.op_type != "Shape" or x is None or not has_sizes(x):
+        return None
+    rank = len(sizes_of(x))
+    return sizes_of(x)[node.attributes.get_int("start", 0) : node.attributes.get_int("end", rank)]
 
 
 def read_shapes_early(model: ir.Model, forms: NodeForms) -> None:

@@ -222,14 +222,21 @@ def max_pool(op: Emitter, dy: Value, x: Value, *, y: Value, node: Node, ceil_mod
     float64, because ONNX Runtime has no such ConvTranspose, nor for 16 bits: the CPU provider computes them in
     float32, so that some readers see rounded numbers and others do not.
     """
+    window = tiling(x, node, ceil_mode)
+    if window is None:
+        return [scatter_back(op, dy, maxima(op, node, x), x)]
+    chosen = mask(op, op.Equal(x, repeat_window(op, window, y, x)), x)
+    share = dy / (average(op, window, chosen) * float(np.prod(window.kernel)))
+    return [chosen * repeat_window(op, window, share, x)]
+
+
+def tiling(x: Value, node: Node, ceil_mode: int) -> Window | None:
+    """Return the window of a pool of float32 with known sizes, if its windows have no overlaps and no gaps."""
     sized = all(isinstance(size, int) for size in dims_of(x)[2:])
-    if sized and not ceil_mode and x.dtype == ir.DataType.FLOAT:
-        window = window_of(x, node)
-        if window.extent == window.strides == window.kernel:  # no overlaps, no gaps
-            chosen = mask(op, op.Equal(x, repeat_window(op, window, y, x)), x)
-            share = dy / (average(op, window, chosen) * float(np.prod(window.kernel)))
-            return [chosen * repeat_window(op, window, share, x)]
-    return [scatter_back(op, dy, maxima(op, node, x), x)]
+    if not sized or ceil_mode or x.dtype != ir.DataType.FLOAT:
+        return None
+    window = window_of(x, node)
+    return window if window.extent == window.strides == window.kernel else None
 
 
 def maxima(op: Emitter, node: Node, x: Value) -> Value:
@@ -250,9 +257,14 @@ def average(op: Emitter, window: Window, x: Value) -> Value:
 def average_pool(
     op: Emitter, dy: Value, x: Value, *, node: Node, ceil_mode: int, count_include_pad: int
 ) -> Gradients:
-    """Treat an average as a convolution with equal weights, divided by the number of counted elements."""
+    """Treat an average as a convolution with equal weights, divided by the number of counted elements.
+
+    If windows tile the input, each element gets the share of its window.
+    """
     window = window_of(x, node)
     share = dy / divisor(op, window, x, dy, ceil_mode, count_include_pad)
+    if tiling(x, node, ceil_mode) is not None:
+        return [repeat_window(op, window, share, x)]
     return [spread_window(op, window, share, x)]
 
 
