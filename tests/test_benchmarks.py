@@ -379,7 +379,7 @@ def test_openings_are_timed(monkeypatch):
     ],
 )
 @pytest.mark.slow
-def test_architectures_train_as_in_float64(name, monkeypatch):
+def test_architectures_train_as_in_float64(name, peers, monkeypatch):
     monkeypatch.syspath_prepend(FOLDER)
     program = benchmark("architectures", monkeypatch)
     found = program.measured(name, 1, 2, 0.01, forms=("highest", "eager"))
