@@ -65,7 +65,8 @@ needs_products = pytest.mark.skipif(
 
 @pytest.fixture(autouse=True)
 def _kernels(monkeypatch):
-    monkeypatch.delenv("GRAPHOPT_NATIVE", raising=False)
+    for name in ("GRAPHOPT_NATIVE", "GRAPHOPT_MATMUL_PRECISION"):
+        monkeypatch.delenv(name, raising=False)
 
 
 def step_of(network: str, **steps: Any) -> ir.Model:
