@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Collection
 
 import numpy as np
 import onnx_ir as ir
@@ -47,9 +48,16 @@ def replace_by(model: ir.Model, value: ir.Value, computed: ir.Value) -> None:
     del model.graph.initializers[name_of(value)]
 
 
-def register(model: ir.Model, name: str, numbers: np.ndarray) -> ir.Value:
-    """Register an initializer under a name, or under a similar free one."""
-    taken = ir.convenience.create_value_mapping(model.graph)
+def register(
+    model: ir.Model, name: str, numbers: np.ndarray, taken: Collection[str] | None = None
+) -> ir.Value:
+    """Register an initializer under a name, or under a similar free one.
+
+    Args:
+        taken: the names of the model's values, if they are known.
+    """
+    if taken is None:
+        taken = ir.convenience.create_value_mapping(model.graph)
     names = itertools.chain([name], (f"{name}.{i}" for i in itertools.count(1)))
     free = next(candidate for candidate in names if candidate not in taken)
     value = ir.val(free, const_value=ir.tensor(numbers, name=free))

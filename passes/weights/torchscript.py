@@ -44,14 +44,18 @@ def separate_merged(model: ir.Model) -> dict[str, Origin]:
     """
     parted: dict[str, Origin] = {}
     modules = {path.rpartition(".")[0] for path in map(str, model.graph.initializers)}
+    taken = set(ir.convenience.create_value_mapping(model.graph))
     for node in [node for node in model.graph if node.op_type == "Identity"]:
         x, y = node.inputs[0], node.outputs[0]
         if x is None or not is_weight(x) or y.is_graph_output():
             continue
         name, y.name = name_of(y), f"{y.name}/alias"
+        taken.discard(name)
+        taken.add(name_of(y))
         own = [reader for reader in x.consumers() if reader.op_type != "Identity"]
         is_one = is_generated(name) and _modules(own, modules) & _modules(y.consumers(), modules)
-        copy = x if is_one else register(model, name, array(x).copy())
+        copy = x if is_one else register(model, name, array(x).copy(), taken)
+        taken.add(name_of(copy))
         ir.convenience.replace_all_uses_with(y, copy)
         model.graph.remove(node, safe=True)
         if not is_one:
