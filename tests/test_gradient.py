@@ -301,3 +301,32 @@ def test_a_loss_that_is_a_function_of_functions_has_a_gradient() -> None:
         "t = Constant<value = int64[3] {1, 3, 0}>() y = SoftmaxCrossEntropyLoss(x, t, w) }"
     )
     check_gradient(model, {"x": spaced(3, 4), "w": np.arange(1.0, 5.0)})
+
+
+PARTS = [
+    [(0, 4), (4, 8), (8, 12)],  # all of it
+    [(8, 12), (0, 4), (4, 8)],
+    [(0, 5), (5, 9)],  # the rest stays 0
+    [(1, 4), (4, 8)],
+    [(0, 4), (5, 12)],  # apart
+    [(0, 6), (3, 9)],  # overlapping
+    [(0, 6), (0, 6), (6, 12)],  # two of which are joined
+]
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize("parts", PARTS, ids=str)
+def test_gradients_of_parts_add_up(parts: list[tuple[int, int]], axis: int) -> None:
+    """Those that lie side by side are joined."""
+    shape = [12, 3] if axis == 0 else [3, 12]
+    nodes = [f"axes = Constant<value_ints=[{axis}]>()"]
+    for i, (start, end) in enumerate(parts):
+        nodes += [f"a{i} = Constant<value_ints=[{start}]>()", f"b{i} = Constant<value_ints=[{end}]>()"]
+        nodes += [f"p{i} = Slice(x, a{i}, b{i}, axes)", f"t{i} = Sin(p{i})", f"s{i} = ReduceSum(t{i})"]
+    sums = ", ".join(f"s{i}" for i in range(len(parts)))
+    model = parsed(
+        f"g (float[{shape[0]},{shape[1]}] x) => (float[1,1] y) {{ {' '.join(nodes)} y = Sum({sums}) }}"
+    )
+    check_gradient(model, {"x": spaced(*shape)})
+    operators = [node.op_type for node in gradient_model(model).graph]
+    assert ("Concat" in operators) == (parts not in PARTS[4:6])

@@ -28,6 +28,7 @@ from passes.gradients.registry import (
     parameters_of,
     rule,
 )
+from passes.gradients.side_by_side import side_by_side
 
 
 def backward(
@@ -62,8 +63,9 @@ def backward(
 
 def _add(op: Emitter, gradients: dict[ir.Value, ir.Value], x: ir.Value, gradient: ir.Value) -> None:
     if x in gradients:
-        uniform = is_uniform(gradients[x]) and is_uniform(gradient)
-        gradient = gradients[x] + gradient
+        known = gradients[x]
+        uniform = is_uniform(known) and is_uniform(gradient)
+        gradient = side_by_side(op, known, gradient) or known + gradient
         if not uniform:
             gradient.shape = x.shape
     gradients[x] = gradient
