@@ -75,7 +75,7 @@ class DeviceOptions(metaclass=Checked):
         flush_denormals: compute with 0 in place of denormal numbers (below 1e-38 in float32), which are slow; on CPUs
             with Linux and x86-64 only. Other code in the calling thread is not affected.
         native: lower steps to the machine: compile kernels for it with the system's C compiler. `auto` does so on the
-            CPU for models of 10,000 parameters or more without 16-bit floats, keeps the faster form, and runs the
+            CPU for models of 10,000 parameters or more without float16 values, keeps the faster form, and runs the
             graph as it is without a compiler. A graph of 500 nodes or more also runs as it is while another process
             compiles and compares, and then in both forms in turns, unless steps are `deterministic`. Where `frozen` is
             `low`, as for files from 2 GB, it takes kernels without measuring both forms, which would take minutes.

@@ -181,9 +181,9 @@ def _compare(task: _Task, model: ir.Model, sample: Sample) -> None:
 
 
 def _listen(told: threading.Event) -> None:
-    """Note a byte of this process's input, a pipe from the one that started it; end at the end of the pipe.
+    """Note when a byte arrives on standard input, and end this process when standard input closes.
 
-    That comes when the other process ends, in whatever way.
+    It is a pipe from the process that started this one, and closes when that process ends, in whatever way.
     """
     while os.read(
         sys.stdin.fileno(), 1

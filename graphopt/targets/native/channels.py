@@ -9,8 +9,7 @@ from __future__ import annotations
 import functools
 
 from graphopt.targets.native.loops import Loops, VectorLoop
-from graphopt.targets.native.numbers import ELEMENT, Scalar, Store
-from graphopt.targets.native.operators import loaded
+from graphopt.targets.native.numbers import ELEMENT
 from graphopt.targets.native.space import Axes
 
 
@@ -20,6 +19,8 @@ class ChannelLoops(Loops):
     In C, `plane` is the number of a plane's elements, `at` the place of a plane in a tensor, from the
     first plane of its channel, and `own` its place among the planes of its channel.
     """
+
+    element, left = "at + j", "own + j"
 
     def _before_rows(self) -> list[str]:
         rows = self.numbers.rows
@@ -39,15 +40,3 @@ class ChannelLoops(Loops):
             functools.partial(self._place, stage),
             around="for (int64_t at = 0, own = 0; own < columns; at += stride, own += plane)",
         )
-
-    def _place(self, stage: int, x: Scalar) -> tuple[str | None, str | None]:
-        if x.source is not None:
-            return loaded(x.source[0].dtype, f"p_{x.name}[at + j]"), None
-        if x not in self.stages.kept:
-            return None, None
-        stored, computed = self._stored(x), self.stages.of[x]
-        kept = f"{stored}[at + j]" if stored else f"s_{x.name}[own + j]"
-        return kept if computed < stage else None, kept if computed == stage and not stored else None
-
-    def _output(self, store: Store) -> str:
-        return f"q_{self.names[store.output]}[at + j]"

@@ -6,6 +6,7 @@ import functools
 import math
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import onnx_ir as ir
 
@@ -103,6 +104,9 @@ class Loops:
     stages: Stages
     names: dict[ir.Value, str]  # the fields of the kernel's arguments that point to inputs and outputs
     is_large: bool = False  # no cache keeps the graph's outputs
+
+    element: ClassVar[str] = "j"  # in C, the place of an element in a row of an input or output
+    left: ClassVar[str] = "j"  # and in a row that one loop leaves for the next
 
     @property
     def splits_columns(self) -> bool:
@@ -269,11 +273,11 @@ class Loops:
     def _place(self, stage: int, x: Scalar) -> tuple[str | None, str | None]:
         """Return where a loop finds a number, and where it leaves it for later ones."""
         if x.source is not None:
-            return loaded(x.source[0].dtype, f"p_{x.name}[j]"), None
+            return loaded(x.source[0].dtype, f"p_{x.name}[{self.element}]"), None
         if x not in self.stages.kept:
             return None, None
         stored, computed = self._stored(x), self.stages.of[x]
-        kept = f"{stored or f's_{x.name}'}[j]"
+        kept = f"{stored}[{self.element}]" if stored else f"s_{x.name}[{self.left}]"
         return kept if computed < stage else None, kept if computed == stage and not stored else None
 
     def _stored(self, x: Scalar) -> str | None:
@@ -287,7 +291,7 @@ class Loops:
         """Return where a loop stores a number of an output."""
         if store in self.far:
             return f"y_{self.names[store.output]}[j - j0]"
-        return f"q_{self.names[store.output]}[j]"
+        return f"q_{self.names[store.output]}[{self.element}]"
 
     def _reduce_row(self, loop: VectorLoop, how: str, x: Scalar) -> None:
         """Reduce a number along the row."""
