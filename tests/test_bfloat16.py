@@ -321,19 +321,33 @@ def test_kernels_train_as_the_plain_step_does(network: str, optimizer: str) -> N
 
 
 @needs_compiler
-def test_it_trains_as_pytorchs_autocast_does() -> None:
+@pytest.mark.parametrize(
+    ("own", "of_torch"),
+    [
+        (passes.SGD(0.1), functools.partial(torch.optim.SGD, lr=0.1)),
+        (
+            passes.SGD(0.05, momentum=0.9, nesterov=True),
+            functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9, nesterov=True),
+        ),
+        (
+            passes.AdamW(1e-3, weight_decay=0.01),
+            functools.partial(torch.optim.AdamW, lr=1e-3, weight_decay=0.01),
+        ),
+    ],
+    ids=["sgd", "momentum", "adamw"],
+)
+def test_it_trains_as_pytorchs_autocast_does(own: passes.Optimizer, of_torch: Any) -> None:
     """Twenty steps from the same weights; both differ from float32 by more than from each other, or as much."""
     proto, _, x, labels = NETWORKS["mlp"]
-    sgd = passes.SGD(0.1)
-    found = losses(step_of("mlp", optimizer=sgd), "mlp", 20, native=True)
-    single = losses(step_of("mlp", optimizer=sgd, precision=None), "mlp", 20, native=True)
+    found = losses(step_of("mlp", optimizer=own), "mlp", 20, native=True)
+    single = losses(step_of("mlp", optimizer=own, precision=None), "mlp", 20, native=True)
     weights = {name: w.const_value.numpy() for name, w in load(proto).graph.initializers.items()}
     layers = [torch.nn.Linear(*shape) for shape in ((64, 100), (100, 72), (72, 10))]
     network = torch.nn.Sequential(layers[0], torch.nn.ReLU(), layers[1], torch.nn.ReLU(), layers[2])
     for layer, index in zip(layers, (0, 2, 4), strict=True):
         layer.weight.data = torch.tensor(weights[f"layers.{index}.weight"].T.copy())
         layer.bias.data = torch.tensor(weights[f"layers.{index}.bias"].copy())
-    optimizer, expected = torch.optim.SGD(network.parameters(), 0.1), []
+    optimizer, expected = of_torch(network.parameters()), []
     for _ in range(20):
         with torch.autocast("cpu", torch.bfloat16):
             loss = torch.nn.functional.cross_entropy(network(torch.tensor(x)), torch.tensor(labels))
