@@ -547,6 +547,45 @@ def test_small_arrays_of_changing_shapes_and_kinds_are_the_ones_fed(plain, execu
     )
 
 
+def test_small_outputs_are_those_of_the_batch_and_stay(executor):
+    """They are written to the same arrays as long as the shapes stay, and the caller has copies."""
+
+    def expected(x):
+        w = executor.state
+        return np.tanh(x @ w["fc0.weight"].T + w["fc0.bias"]) @ w["fc1.weight"].T + w["fc1.bias"]
+
+    kept = []
+    for i, size in enumerate([8, 8, 8, 2, 2, 5000, 5000, 8, 3, 3, 7000, 3]):
+        x, target = np.resize(X * (i + 1), (size, 4)), np.resize(T, (size, 3))
+        kept.append((expected(x), executor.step(x=x, target=target)["y"]))
+        kept += [(expected(x), executor.predict(x=x)["y"]) for _ in range(3)]
+    for right, y in kept:
+        np.testing.assert_allclose(y, right, rtol=1e-5, atol=1e-5)
+
+
+def test_a_declared_shape_that_does_not_hold_is_no_error():
+    """The runtime refuses an array of another shape than its output, so the array is only for outputs that fit."""
+    model = onnx.parser.parse_model("""
+        <ir_version: 8, opset_import: ["": 17]>
+        m (float[N, 4] x) => (float[N, 3] y, int64[N] found)
+        <float[4, 3] w = {1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12}, float[1] zero = {0}, int64[1] rest = {-1}, bool[1] true = {1}>
+        { y = MatMul(x, w)
+          is_positive = Greater(y, zero)
+          places = NonZero(is_positive)
+          length = Compress(rest, true)
+          found = Reshape(places, length) }
+    """)
+    step = graphopt.compile(model, loss=passes.MeanSquaredError(output="y"), optimizer=passes.SGD(0.0))
+    executor = graphopt.Executor(step)
+    for i in (2, 2, 4, 3, 0, 4):
+        x = np.full((2, 4), -1, np.float32)
+        x[:, :i] = 10
+        expected = np.ravel(np.nonzero(x @ np.arange(1, 13, dtype=np.float32).reshape(4, 3) > 0))
+        reported = executor.step(x=x, target=np.zeros((2, 3), np.float32))
+        np.testing.assert_array_equal(reported["found"], expected)
+        np.testing.assert_array_equal(executor.predict(x=x)["found"], expected)
+
+
 def test_a_device_has_the_options_of_a_device(executor):
     device = graphopt.Device("cpu", threads=1)
     first, second = (graphopt.Executor(compiled(), device=device) for _ in range(2))

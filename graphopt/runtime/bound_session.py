@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import onnx_ir as ir
+from numpy import ndarray
 
+from graphopt.errors import GraphoptError
 from graphopt.graph.roles import FED, with_role
 from graphopt.graph.values import is_static, name_of, next_of
 from graphopt.runtime.device import Device
@@ -72,7 +73,7 @@ class BoundSession:
     state, fed numbers    nothing: bound once                                 `buffers`
     state, for the CPU    binds it again: binding copies it from the GPU      `buffers`
     `fixed`               nothing: bound once                                 the caller's memory
-    small array, CPU      copies it, which is quicker than binding it         `_small_inputs`, bound once
+    small array, CPU      copies it, which is quicker than binding it         `_arrays`, bound once
     any, captured graph   copies it, since the graph has the address          `_graph_inputs`, bound once
     any other             binds it where it is                                the caller's memory
     ====================  ==================================================  ==========================
@@ -84,9 +85,10 @@ class BoundSession:
     ====================  ==================================================  ==========================
     new state             nothing: bound once                                 `buffers`, the other set
     `fixed`               nothing: bound once                                 the caller's memory
-    number, CPU           reads it                                            `_numbers`, bound once
+    number, CPU           reads it                                            `_host_outputs`, bound once
     numbers, GPU          reads them all at once, with the check              `_own_outputs`, bound once
     any, captured graph   reads it, or returns a copy                         `_own_outputs`, bound once
+    small array, CPU      copies it, as long as inputs keep their shapes      `_host_outputs`, bound by the first call
     any other             has the runtime allocate it                         `_places` in the results
     ====================  ==================================================  ==========================
 
@@ -96,6 +98,9 @@ class BoundSession:
         check: the name of an output that is finite if the new state is.
         shared: the names of the state that the graph writes in place.
         packed: the names of the numbers that the graph returns in one vector, `PACKED`.
+
+    Attributes:
+        state_is_finite: whether the latest call found its new state to be finite; not all sessions look.
     """
 
     def __init__(
@@ -117,13 +122,15 @@ class BoundSession:
         fed = with_role(model, *FED)
         self._types = {name_of(x): InputSpec(x).dtype for x in fed}
         self._count = len(fed)
-        self._small_inputs: dict[str, tuple[np.ndarray, tuple[int, ...], np.dtype[Any]]] = {}
+        # Of arrays that were fed last on the CPU: the copy of a small one, shape and element type.
+        self._arrays: dict[str, tuple[ndarray | None, tuple[int, ...], np.dtype[Any]]] = {}
         self._graph_inputs: dict[str, onnxruntime.OrtValue] = {}
         if device.graph_capture:
             self._graph_inputs = {name_of(x): buffer(device, zeros_of(x)) for x in fed}
-        self._numbers: dict[str, np.ndarray] = {}
+        self._host_outputs: dict[str, ndarray] = {}
         self._own_outputs: dict[str, onnxruntime.OrtValue] = {}
-        self._check: np.ndarray | None = np.zeros((), np.float32) if check else None
+        self.state_is_finite = False
+        self._check: ndarray | None = np.zeros((), np.float32) if check else None
         if self._check is not None:
             self._own_outputs[str(check)] = share(device, self._check)
         outputs = {name_of(y): y for y in model.graph.outputs}
@@ -131,11 +138,14 @@ class BoundSession:
             if device.graph_capture or (name == PACKED and is_static(outputs[name])):
                 self._own_outputs[name] = buffer(device, zeros_of(outputs[name]))
             elif outputs[name].shape == () and device.kind == "cpu":
-                self._numbers[name] = zeros_of(outputs[name])
-                self._own_outputs[name] = share(device, self._numbers[name])
-        self._has_numbers_alone = len(self._numbers) == len(self._fetched)
+                self._host_outputs[name] = zeros_of(outputs[name])
+                self._own_outputs[name] = share(device, self._host_outputs[name])
         self._place = ("cpu", 0) if options.as_numpy else (device.kind, device.index)
         self._places = {name: i for i, name in enumerate(self._fetched) if name not in self._own_outputs}
+        named = {str(dim) for x in fed for dim in x.shape or ()}
+        may_keep = device.kind == "cpu" and options.as_numpy and not shared
+        self._follow = [name for name in self._places if may_keep and _follows(outputs[name], named)]
+        self._has_kept = False
         buffers.share(shared)
         self._bindings, self._copied_by_binding = [], []
         on_host = self.session.inputs_on_host() if device.kind != "cpu" else []
@@ -151,43 +161,61 @@ class BoundSession:
             for number, run in enumerate(self._options, 1):
                 run.add_run_config_entry("gpu_graph_id", str(number))
 
-    @property
-    def state_is_finite(self) -> bool:
-        """Return whether the latest call found its new state to be finite; not all sessions look."""
-        check = self._check
-        return check is not None and bool(np.isfinite(check).all() if check.ndim else math.isfinite(check))
-
-    def fill(self, feeds: Mapping[str, Any]) -> bool:
-        """Copy all tensors into the small arrays of the latest call; return False if one is not like its array."""
-        small = self._small_inputs
-        if not len(feeds) == len(small) == self._count:
+    def fill(self, source: int, feeds: Mapping[str, Any]) -> bool:
+        """Feed arrays to the next call from set `source`; return False if one is not like that of the latest call."""
+        arrays = self._arrays
+        if not len(feeds) == len(arrays) == self._count:
             return False
-        for name, (array, shape, dtype) in small.items():
+        for name, (array, shape, dtype) in arrays.items():
             tensor = feeds.get(name)
-            if not isinstance(tensor, np.ndarray) or tensor.shape != shape or tensor.dtype is not dtype:
+            if not isinstance(tensor, ndarray) or tensor.shape != shape or tensor.dtype is not dtype:
                 return False
-            array[...] = tensor
+            if array is not None:
+                array[...] = tensor
+            elif tensor.flags.c_contiguous:
+                self._bindings[source].bind_cpu_input(name, tensor)
+            else:
+                return False
         return True
 
     def call(self, source: int, feeds: Mapping[str, Tensor]) -> Reported:
         """Read the state from set `source`, write the other set, and return the reported outputs of checked tensors."""
         binding = self._bindings[source]
+        if feeds and self.fill(source, feeds):
+            feeds = {}
+        alive: list[object] = []
         if feeds or self._rebinds:
             try:
                 alive = self._bind(binding, source, feeds)
             except RuntimeError as error:  # binding may copy
                 raise self.session.stopped(error) from error
+        try:
             self.session.execute(binding, self._options[source])
-            del alive
-        else:
+        except GraphoptError:
+            if not self._has_kept:
+                raise
+            self._release_outputs()  # the graph declares a shape that does not follow from the inputs'
+            self._follow = []
             self.session.execute(binding, self._options[source])
-        if self._has_numbers_alone:
-            return {name: array.item() for name, array in self._numbers.items()}
+        del alive
+        reported: Reported = {}
+        for name, array in self._host_outputs.items():
+            reported[name] = array.copy() if array.ndim else array.item()
+        if len(reported) < len(self._fetched):
+            reported = self._fetch(binding, reported)
+        if self._check is not None:
+            self.state_is_finite = bool(np.isfinite(self._check).all())
+        if self._follow and not self._has_kept and len(self._arrays) == self._count:
+            self._keep_outputs(reported)
+        return reported
+
+    def _fetch(self, binding: onnxruntime.IOBinding, read: Reported) -> Reported:
+        """Return the outputs of a run, of which some have been read."""
         reported: Reported = {}
         values = binding.get_outputs() if self._places else []
         for name in self._fetched:
-            if name in self._numbers:
-                reported[name] = self._numbers[name].item()
+            if name in read:
+                reported[name] = read[name]
                 continue
             value = self._own_outputs[name] if name in self._own_outputs else values[self._places[name]]
             if name == PACKED and self._packed:
@@ -198,20 +226,42 @@ class BoundSession:
                 reported[name] = self._kept(value)
         return {name: reported[name] for name in self._report}
 
+    def _keep_outputs(self, reported: Reported) -> None:
+        """Have the next calls, whose inputs have the same shapes, write small outputs to the same arrays."""
+        kept = dict(self._host_outputs)
+        for name in self._follow:
+            array = reported[name]
+            if array.dtype.kind in "fiub" and 0 < array.nbytes <= _SMALL:
+                kept[name] = np.empty_like(array)
+                for each in self._bindings:
+                    each.bind_ortvalue_output(name, share(self._device, kept[name]))
+        self._host_outputs = {name: kept[name] for name in self._fetched if name in kept}
+        self._has_kept, self._rebinds = True, not self._places.keys() <= kept.keys()
+
+    def _release_outputs(self) -> None:
+        """Have the runtime allocate outputs again."""
+        for each in self._bindings:
+            for name in self._places:
+                each.bind_output(name, *self._place)
+        self._host_outputs = {name: x for name, x in self._host_outputs.items() if name not in self._places}
+        self._has_kept, self._rebinds = False, True
+
     def _bind(self, binding: onnxruntime.IOBinding, source: int, feeds: Mapping[str, Tensor]) -> list[object]:
         """Bind what differs from call to call; return what must stay alive until the run."""
         if self._device.kind == "cuda":
-            own = np.ndarray, self._device.ort.OrtValue
+            own = ndarray, self._device.ort.OrtValue
             if not all(isinstance(x, own) for x in feeds.values()):
                 binding.synchronize_inputs()  # the package that shares a tensor may still write it
+        if self._has_kept and feeds:
+            self._release_outputs()
         alive: list[object] = []
         for name, tensor in feeds.items():
-            small = self._small_inputs.get(name)
-            if small is not None and isinstance(tensor, np.ndarray) and small[1] == tensor.shape:
-                small[0][...] = tensor
+            small = self._arrays[name][0] if name in self._arrays else None
+            if small is not None and isinstance(tensor, ndarray) and small.shape == tensor.shape:
+                small[...] = tensor
             elif name in self._graph_inputs:
                 array = tensor
-                if not isinstance(tensor, np.ndarray):
+                if not isinstance(tensor, ndarray):
                     array = to_ort(self._device, tensor, self._types[name]).numpy()
                 overwrite(self._device, self._graph_inputs[name], np.asarray(array, self._types[name]))
             else:
@@ -219,27 +269,30 @@ class BoundSession:
         for name, value in self._copied_by_binding[source].items():
             binding.bind_ortvalue_input(name, value)
         for name in self._places:
-            binding.bind_output(name, *self._place)
+            if name not in self._host_outputs:
+                binding.bind_output(name, *self._place)
         return alive
 
-    def _unpacked(self, vectors: np.ndarray) -> Reported:
+    def _unpacked(self, vectors: ndarray) -> Reported:
         """Return the numbers of a step, or of each of several, by name; keep the check."""
         *numbers, self._check = vectors.T
         return {name: number_or_array(np.asarray(x)) for name, x in zip(self._packed, numbers, strict=False)}
 
     def _feed(self, binding: onnxruntime.IOBinding, name: str, tensor: Tensor) -> Any:
         """Bind an input to a tensor, or to a reusable copy of a small tensor; return the object to keep alive."""
-        self._small_inputs.pop(name, None)
-        if not isinstance(tensor, np.ndarray):
+        self._arrays.pop(name, None)
+        if not isinstance(tensor, ndarray):
             value = to_ort(self._device, tensor, self._types[name])
             binding.bind_ortvalue_input(name, value)
             return value
         if self._device.kind != "cpu" or tensor.nbytes > _SMALL:
             array = tensor if tensor.flags.c_contiguous else np.ascontiguousarray(tensor)
             binding.bind_cpu_input(name, array)
+            if self._device.kind == "cpu":
+                self._arrays[name] = None, tensor.shape, tensor.dtype
             return array
         small = np.array(tensor, self._types[name], order="C")
-        self._small_inputs[name] = small, small.shape, small.dtype
+        self._arrays[name] = small, small.shape, small.dtype
         value = share(self._device, small)
         for each in self._bindings:
             each.bind_ortvalue_input(name, value)
@@ -268,3 +321,9 @@ class BoundSession:
             elif name in self._places:
                 binding.bind_output(name, *self._place)
         return binding
+
+
+def _follows(output: ir.Value, named: Collection[str]) -> bool:
+    """Return whether an array has a shape that follows from the inputs', which have dimensions of these names."""
+    shape = output.shape
+    return bool(shape) and all(isinstance(dim, int) or str(dim) in named for dim in shape or ())

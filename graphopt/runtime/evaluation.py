@@ -11,10 +11,8 @@ import timeit
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import onnx_ir as ir
 
 from graphopt.graph import inference
@@ -88,6 +86,13 @@ class Evaluation:
         """Take note of the description of tensors that have been checked, and will be computed with."""
         self.checked = facts
 
+    def filled(self, feeds: Mapping[str, Tensor]) -> BoundSession | None:
+        """Feed arrays like those of the latest call; return the session that is to run.
+
+        Return None if a tensor is no such array, or if the session may be another.
+        """
+        return None
+
     def compute(self, feeds: Mapping[str, Tensor]) -> Reported:
         """Return the outputs for checked tensors, of which those that are not inputs are ignored."""
         fed = {name: to_ort(self._device, feeds[name], dtype) for name, dtype in self._types.items()}
@@ -96,29 +101,6 @@ class Evaluation:
             name: number_or_array(x.numpy()) if self._options.as_numpy or not x.shape() else x
             for name, x in outputs.items()
         }
-
-
-class Constant:
-    """Compute outputs as arrays by a graph whose weights are constants."""
-
-    def __init__(self, device: Device, model: ir.Model, buffers: StateBuffers) -> None:
-        self.model, self.name = model, CONSTANT
-        self.library: Path | None = None
-        self.shared: Sequence[str] = ()
-        self._device, self._session = device, Session(device, model)
-        self._fed = {name: x for name, x in buffers.fed.items() if name in self._session.inputs}
-        self._types = {name_of(x): InputSpec(x).dtype for x in with_role(model, *FED)}
-
-    def call(self, source: int, feeds: Mapping[str, Tensor]) -> Reported:
-        """Return the outputs for checked tensors."""
-        arrays = {}
-        for name, x in feeds.items():
-            is_array = isinstance(x, np.ndarray)
-            arrays[name] = x if is_array else to_ort(self._device, x, self._types[name]).numpy()
-        for name, value in self._fed.items():
-            arrays[name] = value.numpy()
-        results = self._session.run(arrays)
-        return {name: number_or_array(y) for name, y in zip(self._session.outputs, results, strict=True)}
 
 
 @dataclass(frozen=True)
@@ -145,6 +127,9 @@ class ChosenEvaluation(Evaluation):
     The machine remembers the choice, and later executors run so from the start.
     """
 
+    _constant: BoundSession | None  # with the state at hand
+    _settled: BoundSession | None  # the form of the latest call, if more calls do not change it
+
     def _open(self) -> None:
         facts = (self._device.ort.__version__, self._device.threads, self._device.native, own_version())
         self._digest = hashlib.sha256(skeleton(self._part)[0] + repr(facts).encode())
@@ -160,7 +145,7 @@ class ChosenEvaluation(Evaluation):
         )
         self._kernels: BoundSession | None = None
         self._has_tried_kernels = False
-        self._constant: Form | None = None
+        self._constant = self._settled = None
 
     def expect(self, facts: list[Any]) -> None:
         super().expect(facts)
@@ -176,6 +161,12 @@ class ChosenEvaluation(Evaluation):
             self._choices[self._note] = Choice(bool(kernels), waits or 0) if is_known else None
         self._choice = Choice() if self._device.deterministic else self._choices[self._note]
 
+    def filled(self, feeds: Mapping[str, Tensor]) -> BoundSession | None:
+        form, buffers = self._settled, self._buffers
+        if form is None or self._version != buffers.version or self._sets is not buffers.sets:
+            return None
+        return form if form.fill(buffers.current, feeds) else None
+
     def compute(self, feeds: Mapping[str, Tensor]) -> Reported:
         if self._sets is not self._buffers.sets:
             self._bind()
@@ -185,13 +176,16 @@ class ChosenEvaluation(Evaluation):
         if self._choice is None and self._seconds.get(self._note, 0.0) > TRIED:
             self._choice = self._choices[self._note] = self._measured(source, feeds)
         if self._choice is not None:
-            return self._form(self._choice, source, feeds).call(source, feeds)
+            form = self._form(self._choice, source, feeds)
+            is_last = form is self._constant or self._choice.waits == NEVER
+            self._settled = form if is_last else None
+            return form.call(source, feeds)
         begun = time.perf_counter()
         reported = self._plain.call(source, feeds)
         self._seconds[self._note] = self._seconds.get(self._note, 0.0) + time.perf_counter() - begun
         return reported
 
-    def _form(self, choice: Choice, source: int, feeds: Mapping[str, Tensor]) -> Form:
+    def _form(self, choice: Choice, source: int, feeds: Mapping[str, Tensor]) -> BoundSession:
         """Return the form of the call that begins."""
         if self._version != self._buffers.version:
             self._version, self._calls, self._constant = self._buffers.version, 0, None
@@ -244,7 +238,7 @@ class ChosenEvaluation(Evaluation):
             return False
         return True
 
-    def _with_constants(self) -> Form:
+    def _with_constants(self) -> BoundSession:
         """Return the graph with the state at hand as constants."""
         model = self._part.clone()
         inputs = with_role(model, *STATE)
@@ -253,8 +247,6 @@ class ChosenEvaluation(Evaluation):
             x.const_value = ir.tensor(arrays[name_of(x)], name=x.name)
             model.graph.inputs.remove(x)
             model.graph.register_initializer(x)
-        if self._options.as_numpy:
-            return Constant(self._device, model, self._buffers)
         return BoundSession(self._device, model, self._buffers, self._options, CONSTANT)
 
 

@@ -20,7 +20,7 @@ from graphopt.graph.roles import FED, Role, with_role
 from graphopt.graph.state import LEARNING_RATE
 from graphopt.graph.values import name_of
 from graphopt.runtime import placement
-from graphopt.runtime.bound_session import Reported, RunnerOptions
+from graphopt.runtime.bound_session import BoundSession, Reported, RunnerOptions
 from graphopt.runtime.device import Device
 from graphopt.runtime.evaluation import Evaluation, evaluation_of
 from graphopt.runtime.executor_options import ExecutorOptions, keywords_of
@@ -143,6 +143,7 @@ class Executor(ExecutorState):
 
     workers: Communicator
     _checked: list[Any] | None  # the description of the tensors that were checked last
+    _settled: BoundSession | None  # what runs steps on tensors like the last ones
 
     @keywords_of(ExecutorOptions)
     def __init__(self, step: Source, **options: Any) -> None:
@@ -201,13 +202,16 @@ class Executor(ExecutorState):
     def _train(self, feeds: Mapping[str, Tensor]) -> Reported:
         """Run one step, and keep its new state if it is finite."""
         buffers, runner, signature = self._buffers, self._runner, self._signature
-        form = runner.filled(feeds)
+        form = self._settled
+        if form is not None and not form.fill(buffers.current, feeds):
+            form = None
         if form is None:
             feeds = self._fed(feeds)
         if signature.labels:
             signature.check_labels(feeds)
         if form is None:
             reported, is_finite = runner.step(buffers.current, feeds), runner.state_is_finite
+            self._settled = runner.settled
         else:
             reported, is_finite = form.call(buffers.current, {}), form.state_is_finite
         wrong = buffers.not_finite(reported, checked=is_finite)
@@ -389,7 +393,7 @@ class Executor(ExecutorState):
             self._runner: Runner = (single := runner_of())
         else:
             self._runner, single = self._runner_of(chosen), None
-        self._checked = None
+        self._checked = self._settled = None
         arrays = any(y.name in self._report and y.shape != () for y in model.graph.outputs)
         alone = self._rounds is not None or self.in_place or self.workers.size > 1
         steps = options.steps_per_call
@@ -425,7 +429,8 @@ class Executor(ExecutorState):
         with self._lock:
             evaluation = self._evaluations.get(call) or self._evaluation(call)
             fed: dict[str, Any] = {}
-            if evaluation.checked != description(feeds):
+            form = evaluation.filled(feeds)
+            if form is None and evaluation.checked != description(feeds):
                 fed, feeds = self._split(feeds)
                 if evaluation.checked != (facts := description(feeds)):
                     self._signature.check(feeds, evaluation.inputs)
@@ -434,7 +439,7 @@ class Executor(ExecutorState):
                 self._signature.check_labels(feeds)
             if fed:
                 self.set_hyperparameters(**fed)
-            return evaluation.compute(feeds)
+            return evaluation.compute(feeds) if form is None else form.call(self._buffers.current, {})
 
     def _evaluation(self, call: str) -> Evaluation:
         """Open what computes the outputs of a method."""

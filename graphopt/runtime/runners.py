@@ -43,11 +43,9 @@ class Runner(Protocol):
             GraphoptError: a tensor is missing, is unknown, or has the wrong type or shape. Nothing has changed.
         """
 
-    def filled(self, feeds: Mapping[str, Any]) -> BoundSession | None:
-        """Copy small arrays, like those of the latest step, into its inputs; return the session that is to run.
-
-        Return None if a tensor is not a small array or not like the latest one. It is then to be checked and fed.
-        """
+    @property
+    def settled(self) -> BoundSession | None:
+        """Return the session that runs all steps on tensors like those of the latest step, if it is one and known."""
         return None
 
     def step(self, source: int, feeds: Mapping[str, Tensor]) -> Reported:
@@ -117,9 +115,9 @@ class StepRunner(Runner):
                 self._by_shapes[key] = self._opened(shapes)
             self._forms = self._by_shapes[key]
 
-    def filled(self, feeds: Mapping[str, Any]) -> BoundSession | None:
-        forms = self._forms
-        return forms.form if forms is not None and forms.is_settled and forms.form.fill(feeds) else None
+    @property
+    def settled(self) -> BoundSession | None:
+        return self._forms.form if self._forms is not None and self._forms.is_settled else None
 
     def step(self, source: int, feeds: Mapping[str, Tensor]) -> Reported:
         forms = self._forms
