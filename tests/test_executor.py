@@ -568,7 +568,8 @@ def test_a_declared_shape_that_does_not_hold_is_no_error():
     model = onnx.parser.parse_model("""
         <ir_version: 8, opset_import: ["": 17]>
         m (float[N, 4] x) => (float[N, 3] y, int64[N] found)
-        <float[4, 3] w = {1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12}, float[1] zero = {0}, int64[1] rest = {-1}, bool[1] true = {1}>
+        <float[4, 3] w = {1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12}, float[1] zero = {0}, int64[1] rest = {-1},
+         bool[1] true = {1}>
         { y = MatMul(x, w)
           is_positive = Greater(y, zero)
           places = NonZero(is_positive)
