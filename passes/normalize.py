@@ -16,7 +16,6 @@ import onnx
 import onnx.inliner
 import onnx_ir as ir
 import onnx_ir.passes.common as common
-import onnxscript.rewriter
 import onnxscript.version_converter
 from onnxscript.rewriter import RewriteRule
 
@@ -33,7 +32,7 @@ from graphopt.graph.opsets import IR_VERSION, OPSET
 from graphopt.graph.postprocessing import detach_outputs, remember
 from graphopt.graph.rewriting import Pass, interface_kept, needed, protect
 from graphopt.graph.roles import Role, role_of, set_role
-from graphopt.graph.rules import rule_set
+from graphopt.graph.rules import rewrite, rule_set
 from graphopt.graph.shapes import fold_shapes, infer, is_ceiled
 from graphopt.graph.state import make_room
 from graphopt.graph.values import constant_of, dims_of, is_floating, name_of, swap
@@ -125,7 +124,7 @@ class Normalize(Pass):
             classical.freeze_scaling(model)
             if model.producer_name == "skl2onnx":
                 classical.freeze_preprocessing(model)
-            onnxscript.rewriter.rewrite(model, rule_set([classical.LOGISTIC]))
+            rewrite(model, [classical.LOGISTIC])
         outputs = model.graph.outputs
         labels = [
             y for y in outputs if y.dtype == ir.DataType.STRING or (is_classical and not is_floating(y))

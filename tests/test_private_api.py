@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[1]
 
 # Methods of TapeBuilder that Emitter overrides or calls.
 OF_ONNXSCRIPT = [
-    *("_add_initializer", "_add_node", "_constant_propagation", "_get_schema"),
+    *("_add_initializer", "_add_node", "_cast_inputs", "_constant_propagation", "_get_schema"),
     *("_infer_shapes", "_partition_inputs_attributes", "_promote_constant"),
 ]
 OF_HYDRA = [

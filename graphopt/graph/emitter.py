@@ -6,6 +6,7 @@ node, and so does arithmetic such as `1 - y * y`. A Python number takes the elem
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import math
@@ -18,9 +19,10 @@ import onnx_ir as ir
 from onnxscript import BuilderFeature, OnnxFunction, TapeBuilder
 
 from graphopt.errors import GraphoptError
-from graphopt.graph.metadata import SHAPE_INFERENCE_ERROR
+from graphopt.graph.node_inference import infer_outputs
 from graphopt.graph.operators import schema_of
 from graphopt.graph.traversal import subgraphs
+from graphopt.graph.values import is_static
 
 Input = ir.Value | None  # of a node: None if it is left out
 
@@ -34,6 +36,7 @@ class Emitter(TapeBuilder):
         self._graph = model.graph
         self.versions = model.opset_imports
         self._constants: dict[tuple[Any, ...], ir.Value] = {}
+        self._written: dict[tuple[Any, ...] | None, ir.Value] = {}  # constants by how Python writes them
         self._depth = 0
         self._taken: set[str | None] = set()
 
@@ -99,27 +102,46 @@ class Emitter(TapeBuilder):
     def _infer_shapes(self, node: ir.Node) -> None:
         if subgraphs(node):
             return  # the caller sets the types of such a node
-        super()._infer_shapes(node)
-        problem = SHAPE_INFERENCE_ERROR.read(node)
-        SHAPE_INFERENCE_ERROR.remove(node)
-        if problem is not None:
+        try:
+            self._infer(node)
+        except Exception as error:
             inputs = ", ".join("-" if x is None else f"{x.name}: {x.type}{x.shape}" for x in node.inputs)
-            raise GraphoptError(f"cannot emit {node.op_type}({inputs}): {problem.strip()}")
+            raise GraphoptError(f"cannot emit {node.op_type}({inputs}): {str(error).strip()}") from error
 
     def infer(self, node: ir.Node) -> None:
-        """Infer the types and shapes of an existing node's outputs from its inputs."""
+        """Infer the types and shapes of an existing node's outputs from its inputs, as far as ONNX does."""
         node.version = node.version or self.versions.get(node.domain)
         self._constant_propagation(node)
-        super()._infer_shapes(node)
-        SHAPE_INFERENCE_ERROR.remove(node)
+        with contextlib.suppress(Exception):
+            self._infer(node)
+
+    def _infer(self, node: ir.Node) -> None:
+        if all(y.type is not None and is_static(y) for y in node.outputs):
+            return  # of a constant
+        for y, (kind, shape) in zip(node.outputs, infer_outputs(node, node.version or 0), strict=True):
+            if kind is not None:
+                y.merge_shapes(shape)
+                y.type = kind
+
+    def _cast_inputs(self, schema: onnx.defs.OpSchema | None, inputs: Sequence[Any]) -> Sequence[Input]:
+        """Skip the slow search for types if all inputs are values."""
+        if all(x is None or isinstance(x, ir.Value) for x in inputs):
+            return inputs
+        return super()._cast_inputs(schema, inputs)
 
     def _promote_constant(self, value: Any, dtype: ir.DataType | None) -> ir.Value:
+        numbers = value if isinstance(value, list | tuple) else [value]
+        written = (repr(value), dtype) if all(type(x) in (bool, int, float) for x in numbers) else None
+        if written in self._written:
+            return self._written[written]
         if isinstance(value, (np.ndarray, np.generic)) and dtype is not None:
             value = value.astype(dtype.numpy())
         tensor = ir.tensor(value, dtype=dtype)
         key = (tensor.dtype, tuple(tensor.shape.dims), tensor.tobytes())
         if key not in self._constants:
             self._constants[key] = self.call_op("Constant", [], {"value": tensor})  # type: ignore[assignment]
+        if written is not None:
+            self._written[written] = self._constants[key]
         return self._constants[key]
 
     def trace(

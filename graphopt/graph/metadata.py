@@ -111,7 +111,6 @@ STORED = Flag("graphopt.stored")  # a node that rounds a weight to its form in t
 STORED_TYPE = Text("graphopt.stored_type")  # of a state: the narrower type of its numbers in the file
 QUANTIZED = Text("graphopt.quantized")  # of an initializer: which integers it stands for
 EXPORTED_CALL = Text("pkg.torch.onnx.fx_node")  # of a node: the call that PyTorch exported it from
-SHAPE_INFERENCE_ERROR = Text("pkg.onnxscript.shape_inference_error")  # of a node: what onnxscript says
 
 
 def original_name(value: ir.Value) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import final
@@ -24,7 +24,7 @@ from graphopt.graph.emitter import Emitter
 from graphopt.graph.opsets import IR_VERSION
 from graphopt.graph.roles import Role, with_role
 from graphopt.graph.state import detached
-from graphopt.graph.traversal import subgraphs
+from graphopt.graph.traversal import all_nodes, subgraphs
 from graphopt.graph.values import name_of
 from graphopt.intervals import check_intervals, check_types
 
@@ -81,8 +81,9 @@ class Pass(ir.passes.InPlacePass, metaclass=Checked):
         try:
             with detached(model):
                 self.rewrite(model)
-                model.graph.sort()
-                fix_names(model)
+                if not _is_in_order(model):
+                    model.graph.sort()
+                    fix_names(model)
         except LIBRARIES as error:
             raise GraphoptError(f"{type(self).__name__}: {cause(error)}") from error
         return ir.passes.PassResult(model, modified=True)
@@ -101,6 +102,31 @@ class Pass(ir.passes.InPlacePass, metaclass=Checked):
         if not values:
             raise GraphoptError(f"{type(self).__name__} needs {role.value}s, found none: {advice}")
         return values
+
+
+def _is_in_order(model: ir.Model) -> bool:
+    """Return whether nodes follow what they read, and values have names that differ, as nodes of a graph have."""
+    names: list[str | None] = []  # of values
+    before: set[ir.Node] = set()
+
+    def visit(graph: ir.Graph) -> bool:
+        own: list[str | None] = []
+        names.extend(x.name for x in {*graph.inputs, *graph.initializers.values()})
+        for node in graph:
+            producers = {x.producer() for x in node.inputs if x is not None} - {None}
+            if not producers <= before or not all(map(visit, subgraphs(node))):
+                return False
+            before.add(node)
+            own.append(node.name)
+            names.extend(y.name for y in node.outputs)
+        return _differ(own)
+
+    return not model.functions and visit(model.graph) and _differ(names)
+
+
+def _differ(names: Sequence[str | None]) -> bool:
+    """Return whether there are no two equal names, and none is missing."""
+    return all(names) and len(set(names)) == len(names)
 
 
 def fix_names(model: ir.Model) -> None:
@@ -171,10 +197,11 @@ def needed(model: ir.Model) -> list[ir.Node]:
     compute something else in inference, or show where a step is cut for several workers. Some keep outer values from
     becoming outputs of bodies, which would be invalid.
     """
-    results = {output for graph in model.graphs() if graph is not model.graph for output in graph.outputs}
+    nodes = list(all_nodes(model.graph))
+    results = {output for node in nodes for body in subgraphs(node) for output in body.outputs}
     return [
         node
-        for node in model.graph.all_nodes()
+        for node in nodes
         if metadata.STOP_GRADIENT.is_set(node)
         or metadata.STORED.is_set(node)
         or _is_seam(node)

@@ -9,7 +9,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import onnx_ir as ir
+from onnx_ir.passes.common import RemoveUnusedFunctionsPass, RemoveUnusedNodesPass, RemoveUnusedOpsetsPass
 from onnxscript.rewriter import RewriteRule, RewriteRuleSet
+
+from graphopt.graph.traversal import all_nodes
 
 if TYPE_CHECKING:
     from onnxscript.rewriter._pattern_ir import NodePattern
@@ -40,24 +43,49 @@ class _Operators:
         return True
 
 
-class _Rooted:
-    """A rule that is not matched with nodes whose operators, or operands' operators, its pattern lacks."""
+class _InTurn:
+    """Rules that are tried in turn, as one rule: it has the other properties of the one that matched last.
 
-    def __init__(self, rule: RewriteRule) -> None:
-        self._rule = rule
-        roots = rule._target_pattern.output_nodes
-        self._operators = _Operators(roots[0]) if len(roots) == 1 else None
+    A rule is not matched with nodes whose operators, or operands' operators, its pattern lacks.
+    """
+
+    def __init__(self, rules: Sequence[RewriteRule]) -> None:
+        self._rules: list[tuple[RewriteRule, _Operators | None]] = []
+        for rule in rules:
+            roots = rule._target_pattern.output_nodes
+            self._rules.append((rule, _Operators(roots[0]) if len(roots) == 1 else None))
+        self._of: dict[tuple[str, str], list[tuple[RewriteRule, _Operators | None]]] = {}
+        self._last = rules[0]
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._rule, name)
+        return getattr(self._last, name)
+
+    def graph_pre_visitor(self) -> None:
+        """Prepare the rules for a graph."""
+        for rule, _ in self._rules:
+            if rule.graph_pre_visitor is not None:
+                rule.graph_pre_visitor()
+
+    def graph_post_visitor(self) -> None:
+        """Have the rules clean up after a graph."""
+        for rule, _ in self._rules:
+            if rule.graph_post_visitor is not None:
+                rule.graph_post_visitor()
 
     def try_rewrite(
         self, model: ir.Model, graph: ir.Graph | ir.Function, node: ir.Node, **options: Any
     ) -> Any:
         """Return the nodes to replace a node by, or None."""
-        if self._operators is not None and not self._operators.fit(node):
-            return None
-        return self._rule.try_rewrite(model, graph, node, **options)
+        operator = node.domain, node.op_type
+        if operator not in self._of:
+            self._of[operator] = [x for x in self._rules if x[1] is None or x[1].own in (None, operator)]
+        for rule, operators in self._of[operator]:
+            if operators is None or operators.fit(node):
+                found = rule.try_rewrite(model, graph, node, **options)
+                if found is not None:
+                    self._last = rule
+                    return found
+        return None
 
 
 def rule_set(rules: Sequence[RewriteRule], *, commute: bool = False) -> RewriteRuleSet:
@@ -67,5 +95,18 @@ def rule_set(rules: Sequence[RewriteRule], *, commute: bool = False) -> RewriteR
         commute: match operands of commutative operators in any order.
     """
     found = RewriteRuleSet(rules, commute=commute)
-    found.rules = [_Rooted(rule) for rule in found.rules]  # type: ignore[misc]
+    found.rules = [_InTurn(found.rules)]  # type: ignore[list-item]
     return found
+
+
+def rewrite(model: ir.Model, rules: Sequence[RewriteRule]) -> None:
+    """Apply rules, and remove nodes, functions and opsets that nothing uses, as onnxscript's `rewrite` does."""
+    if rule_set(rules).apply_to_model(model):
+        RemoveUnusedNodesPass()(model)
+    if model.functions:
+        RemoveUnusedFunctionsPass()(model)  # type: ignore[no-untyped-call]
+        RemoveUnusedOpsetsPass()(model)
+        return
+    used = {"", *(node.domain for node in all_nodes(model.graph))}
+    for domain in model.opset_imports.keys() - used:
+        del model.opset_imports[domain]

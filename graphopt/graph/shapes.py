@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 import numpy as np
 import onnx
 import onnx_ir as ir
-import onnxscript.rewriter
+from onnx_ir.passes.common import RemoveUnusedNodesPass
 from onnxscript.rewriter.pattern import RewriteRule
 from onnxscript.rewriter.rules.common import materialize_reshape_shape_rule
 
@@ -21,10 +21,10 @@ from graphopt.graph.listing import operator_of
 from graphopt.graph.metadata import TOKEN_POSITIONS
 from graphopt.graph.operators import GROWING, POOLS, schema_of
 from graphopt.graph.rewriting import needed, protect
-from graphopt.graph.rules import rule_set
+from graphopt.graph.rules import rewrite
 from graphopt.graph.simplify import fold
 from graphopt.graph.storage import without_weights
-from graphopt.graph.traversal import forward_nodes, subgraphs
+from graphopt.graph.traversal import all_nodes, forward_nodes, subgraphs
 from graphopt.graph.values import constant_of, is_static
 
 INFERENCE_ERRORS = (onnx.shape_inference.InferenceError, ValueError)  # exceptions of ONNX's inference
@@ -46,7 +46,8 @@ def fold_shapes(model: ir.Model) -> None:
     """
     while fold_integers(model):
         infer(model)
-    onnxscript.rewriter.rewrite(model, rule_set([materialize_reshape_shape_rule]))
+    rewrite(model, [materialize_reshape_shape_rule])
+    RemoveUnusedNodesPass()(model)
 
 
 def ifs(model: ir.Model) -> int:
@@ -57,8 +58,8 @@ def ifs(model: ir.Model) -> int:
 def fold_integers(model: ir.Model) -> bool:
     """Fold integers and booleans that are constant, once, and return whether fewer If nodes remain."""
     before = ifs(model)
-    onnxscript.rewriter.rewrite(model, rule_set([STATIC_DIMENSION]))
-    nodes = list(model.graph.all_nodes())
+    rewrite(model, [STATIC_DIMENSION])
+    nodes = list(all_nodes(model.graph))
     dropouts = [node for node in nodes if node.op_type == "Dropout" and node.domain == ""]
     positions = [node for node in nodes if TOKEN_POSITIONS.is_set(node)]
     with protect([*dropouts, *positions, *needed(model)]):  # a later pass may enable Dropout, or count anew
@@ -100,7 +101,7 @@ def infer(model: ir.Model) -> None:
             )
         _infer_all(model, propagate)
     name_dimensions((x for graph in model.graphs() for x in graph.inputs), names)
-    name_dimensions((output for node in model.graph.all_nodes() for output in node.outputs), names)
+    name_dimensions((output for node in all_nodes(model.graph) for output in node.outputs), names)
 
 
 def infer_anew(model: ir.Model) -> None:
@@ -109,7 +110,7 @@ def infer_anew(model: ir.Model) -> None:
     What cannot be inferred has no shape. A type stays declared only if inference does not know the operator: ONNX
     Runtime compares all declared types with its own.
     """
-    computed = [y for node in model.graph.all_nodes() for y in node.outputs]
+    computed = [y for node in all_nodes(model.graph) for y in node.outputs]
     inner = [x for graph in model.graphs() if graph is not model.graph for x in graph.inputs]
     declared = {x: x.type for x in [*computed, *inner]}
 
@@ -134,7 +135,7 @@ def infer_anew(model: ir.Model) -> None:
 def _new_names(model: ir.Model) -> Iterator[str]:
     """Return names of dimensions that the model lacks."""
     values = [x for graph in model.graphs() for x in graph.inputs]
-    values += [y for node in model.graph.all_nodes() for y in node.outputs]
+    values += [y for node in all_nodes(model.graph) for y in node.outputs]
     taken = {dim.value for x in values for dim in x.shape or () if not isinstance(dim, int)}
     return (name for i in itertools.count() if (name := f"unknown_{i}") not in taken)
 
@@ -171,7 +172,7 @@ def check_expanded(model: ir.Model) -> bool:
     except INFERENCE_ERRORS as error:
         raise GraphoptError(f"cannot infer the model's shapes: {line(error)}") from error
     _take_types(probe.graph, typed.graph)
-    if any(node.op_type in GROWING and not is_static(node.outputs[0]) for node in probe.graph.all_nodes()):
+    if any(node.op_type in GROWING and not is_static(node.outputs[0]) for node in all_nodes(probe.graph)):
         fold_integers(probe)
     check_constants(probe)
     values = ir.convenience.create_value_mapping(probe.graph).values()
@@ -190,7 +191,7 @@ def _infer_all(model: ir.Model, propagate: bool) -> None:
     a window that begins beyond the elements. The model may contain such sizes.
     """
     proto = without_weights(model)
-    ceiled = any(map(is_ceiled, model.graph.all_nodes()))
+    ceiled = any(map(is_ceiled, all_nodes(model.graph)))
     for opset in proto.opset_import:
         if ceiled and (opset.domain, opset.version) == ("", 21):
             opset.version = 22

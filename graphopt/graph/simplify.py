@@ -12,7 +12,6 @@ from typing import Any
 import onnx_ir as ir
 import onnx_ir.passes.common as common
 import onnxscript.optimizer
-import onnxscript.rewriter
 from onnxscript.rewriter import RewriteRule
 from onnxscript.rewriter.rules import common as rules
 
@@ -24,8 +23,8 @@ from graphopt.graph.metadata import GRADIENT_OF, UNTRAINED
 from graphopt.graph.operators import GROWING, PREDICATES, VIEWS
 from graphopt.graph.rewriting import Pass, interface_kept, needed, protect, seams
 from graphopt.graph.roles import STATE, Role, with_role
-from graphopt.graph.rules import rule_set
-from graphopt.graph.traversal import results_when_ready
+from graphopt.graph.rules import rewrite, rule_set
+from graphopt.graph.traversal import all_nodes, results_when_ready
 from graphopt.graph.values import constant_number, dims_of, is_floating, is_number, like
 
 # Operators with the same result in every implementation, bit for bit. The runtime folds all others.
@@ -68,7 +67,7 @@ _RULES = threading.Lock()  # onnxscript's rules keep what they match
 
 
 def _rewrite(model: ir.Model) -> None:
-    nodes = list(model.graph.all_nodes())
+    nodes = list(all_nodes(model.graph))
     present = {node.op_type for node in nodes}
     chosen = [rule for op_type, own in REWRITE_RULES.items() if op_type in present for rule in own]
     expanded = [node.outputs[0] for node in nodes if node.op_type == "Expand"]
@@ -76,7 +75,7 @@ def _rewrite(model: ir.Model) -> None:
     chosen += [rule for rule in rules.expand_before_binary_op_rules if str(rule.name).endswith(readers)]
     if chosen:
         with _RULES:
-            onnxscript.rewriter.rewrite(model, rule_set(chosen))
+            rewrite(model, chosen)
 
 
 def fold(model: ir.Model, *, only_integers: bool = False) -> None:
@@ -117,7 +116,7 @@ def fold(model: ir.Model, *, only_integers: bool = False) -> None:
 
 
 def _splits_of_many(model: ir.Model) -> Iterator[ir.Node]:
-    for node in model.graph.all_nodes():
+    for node in all_nodes(model.graph):
         x = node.inputs[0] if node.op_type == "SplitToSequence" and node.domain == "" else None
         if x is not None and any(isinstance(dim, int) and dim > MOST_SPLIT_OUTPUTS for dim in x.shape or ()):
             yield node
@@ -324,6 +323,6 @@ class Simplify(Pass):
                 changed = simplify_algebra(model)
             if changed:
                 simplify(model)
-        for node in model.graph.all_nodes():
+        for node in all_nodes(model.graph):
             metadata.remove_foreign(node)
         results_when_ready(model.graph)
