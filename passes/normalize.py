@@ -34,11 +34,10 @@ from graphopt.graph.rewriting import Pass, interface_kept, needed, protect
 from graphopt.graph.roles import Role, role_of, set_role
 from graphopt.graph.rules import rewrite, rule_set
 from graphopt.graph.shapes import fold_shapes, has_short_vectors, infer, is_ceiled
+from graphopt.graph.sizes import unify_sizes
 from graphopt.graph.state import make_room
 from graphopt.graph.traversal import all_nodes
 from graphopt.graph.values import constant_of, dims_of, is_floating, name_of, swap
-from graphopt.targets.native.forms import NodeForms
-from graphopt.targets.native.sizes import unify_sizes
 from passes.gradients.registry import NO_GRADIENT, RULES
 from passes.gradients.rules.shape import spread_pads
 from passes.gradients.rules.windows import cropped, halved, window_of
@@ -71,7 +70,7 @@ def _name_sizes(model: ir.Model) -> None:
     given = {str(dim) for x in model.graph.inputs for dim in x.shape or ()}
     outputs = (dim for y in model.graph.outputs for dim in y.shape or () if not isinstance(dim, int))
     if any(str(dim) not in given for dim in outputs):
-        unify_sizes(model, NodeForms(dict(model.opset_imports)))
+        unify_sizes(model)
 
 
 @dataclass(frozen=True)
