@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import inspect
 import logging
 import time
@@ -69,8 +71,9 @@ class Pipeline(Mapping[str, tuple[Step, ...]], metaclass=Checked):
         """Run the steps on a model itself, as a call does on a copy, and return it."""
         for name, step in self._steps.items():
             start = time.perf_counter()
-            for item in step:
-                item(model)
+            with _garbage_waits():
+                for item in step:
+                    item(model)
             _log.info("%s: %s, %.3f s, %d nodes", name, step, time.perf_counter() - start, len(model.graph))
             if observe is not None:
                 observe(name, model)
@@ -105,6 +108,18 @@ class Pipeline(Mapping[str, tuple[Step, ...]], metaclass=Checked):
         if name not in self._steps:
             raise GraphoptError(unknown("step", name, self._steps))
         return list(self._steps).index(name)
+
+
+@contextlib.contextmanager
+def _garbage_waits() -> Iterator[None]:
+    """Collect no garbage during the block: that goes through all nodes of the model again and again, which live on."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def check_step(item: Any, name: str) -> None:

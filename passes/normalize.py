@@ -33,11 +33,11 @@ from graphopt.graph.postprocessing import detach_outputs, remember
 from graphopt.graph.rewriting import Pass, interface_kept, needed, protect
 from graphopt.graph.roles import Role, role_of, set_role
 from graphopt.graph.rules import rewrite, rule_set
-from graphopt.graph.shapes import fold_shapes, infer, is_ceiled
+from graphopt.graph.shapes import fold_shapes, has_short_vectors, infer, is_ceiled
+from graphopt.graph.sizes import unify_sizes
 from graphopt.graph.state import make_room
+from graphopt.graph.traversal import all_nodes
 from graphopt.graph.values import constant_of, dims_of, is_floating, name_of, swap
-from graphopt.targets.native.forms import NodeForms
-from graphopt.targets.native.sizes import unify_sizes
 from passes.gradients.registry import NO_GRADIENT, RULES
 from passes.gradients.rules.shape import spread_pads
 from passes.gradients.rules.windows import cropped, halved, window_of
@@ -70,7 +70,7 @@ def _name_sizes(model: ir.Model) -> None:
     given = {str(dim) for x in model.graph.inputs for dim in x.shape or ()}
     outputs = (dim for y in model.graph.outputs for dim in y.shape or () if not isinstance(dim, int))
     if any(str(dim) not in given for dim in outputs):
-        unify_sizes(model, NodeForms(dict(model.opset_imports)))
+        unify_sizes(model)
 
 
 @dataclass(frozen=True)
@@ -107,16 +107,17 @@ class Normalize(Pass):
         _rename_what_the_runtime_names(model)
         read = {name_of(x) for x in model.graph.inputs if x.uses()}
         with interface_kept(model):
-            self._inline(model)
+            propagate = self._inline(model)
         remove_caches(model)
         with interface_kept(model):
-            self._prepare(model)
-            infer(model)
-            lower_sequences(model)
+            propagate = self._prepare(model, propagate)
+            infer(model, propagate)
+            if lower_sequences(model):
+                propagate = propagate and has_short_vectors(model)
             fold_shapes(model)
             if any(node.op_type == "Erf" for node in model.graph):
                 GELU.apply_to_model(model)
-        infer(model)
+        infer(model, propagate)
         _name_sizes(model)
         pad_all_axes(model)
         whole_windows(model)
@@ -150,7 +151,7 @@ class Normalize(Pass):
         for value in model.graph.outputs:
             set_role(value, role_of(value) or Role.PREDICTION)
 
-    def _inline(self, model: ir.Model) -> None:
+    def _inline(self, model: ir.Model) -> bool:
         try:
             common.InlinePass(criteria=lambda function: (function.domain, function.name) not in RULES)(model)
         except ValueError as error:  # a function has another opset than the model
@@ -158,16 +159,16 @@ class Normalize(Pass):
         common.RemoveUnusedFunctionsPass()(model)  # type: ignore[no-untyped-call]
         refuse_foreign(model)
         choose_branches(model)
-        forget(model)
+        return forget(model)
 
-    def _prepare(self, model: ir.Model) -> None:
+    def _prepare(self, model: ir.Model, propagate: bool) -> bool:
         pads_for_output_shapes(model)
-        if any(map(lowering.is_lowered, model.graph.all_nodes())):
+        if any(map(lowering.is_lowered, all_nodes(model.graph))):
             upgrade(model)
             with Emitter(model) as op:
                 lowering.lower_operators(op, model.graph)
-            forget(model)
-        expand(model)
+            propagate = forget(model)
+        expand(model, propagate)
         convert(model)
         common.RemoveInitializersFromInputsPass()(model)
         materialize(model)
@@ -181,9 +182,10 @@ class Normalize(Pass):
             ) from error
         common.RemoveUnusedNodesPass()(model)
         common.NameFixPass()(model)
+        return propagate
 
 
-def expand(model: ir.Model) -> None:
+def expand(model: ir.Model, propagate: bool) -> None:
     """Replace every operator that ONNX defines as a function by the body of the function, unless it has a rule."""
     known = RULES.keys() | NO_GRADIENT
     functions = [name for name in _function_names() if ("", name) not in known]
@@ -194,7 +196,7 @@ def expand(model: ir.Model) -> None:
         attributes = ir.convenience.convert_attributes(defaults | dict(node.attributes))
         node.attributes.update({x.name: x for x in attributes})
     if nodes:
-        infer(model)
+        infer(model, propagate)
     for node in nodes:
         body = _body(node, version, functions)
         arguments = zip(body.inputs, [x for x in node.inputs if x is not None], strict=True)
@@ -248,7 +250,7 @@ def _rename_what_the_runtime_names(model: ir.Model) -> None:
 def upgrade(model: ir.Model) -> None:
     """Convert the default domain from an older opset to the working opset."""
     version = model.opset_imports.setdefault("", OPSET)
-    if version < 9 and any(node.op_type == "Scan" for node in model.graph.all_nodes()):
+    if version < 9 and any(node.op_type == "Scan" for node in all_nodes(model.graph)):
         raise GraphoptError(
             f"Scan of opset {version} has a batch axis, which onnx's converter drops: export with opset 9 or newer"
         )
@@ -270,7 +272,7 @@ def convert(model: ir.Model) -> None:
     upgrade(model)
     version = model.opset_imports[""]
     if version > OPSET:
-        nodes = [node for node in model.graph.all_nodes() if node.domain == "" and not _is_older(node)]
+        nodes = [node for node in all_nodes(model.graph) if node.domain == "" and not _is_older(node)]
         newer = {x.op_type for x in nodes if onnx.defs.get_schema(x.op_type, version).since_version > OPSET}
         if newer:
             warnings.warn(
@@ -280,7 +282,7 @@ def convert(model: ir.Model) -> None:
             )
             return
         model.opset_imports[""] = OPSET
-        for node in model.graph.all_nodes():
+        for node in all_nodes(model.graph):
             node.version = node.version if node.domain else None
     model.ir_version = IR_VERSION
 
@@ -337,7 +339,7 @@ def pads_for_output_shapes(model: ir.Model) -> None:
 
 def pad_all_axes(model: ir.Model) -> None:
     """Extend a Pad of some axes to all axes. ONNX Runtime 1.31 moves a Transpose incorrectly past a Pad with `axes`."""
-    for node in model.graph.all_nodes():
+    for node in all_nodes(model.graph):
         if node.op_type != "Pad" or node.domain != "" or len(node.inputs) < 4:
             continue
         x, pads, _, axes = node.inputs
@@ -354,7 +356,7 @@ def pad_all_axes(model: ir.Model) -> None:
 
 def whole_windows(model: ir.Model) -> None:
     """Drop the `ceil_mode` of pools where it adds no window. Before opset 22 ONNX infers one window too many."""
-    for node in filter(is_ceiled, model.graph.all_nodes()):
+    for node in filter(is_ceiled, all_nodes(model.graph)):
         x, y = node.inputs[0], node.outputs[0]
         assert x is not None
         sizes, counts = dims_of(x)[2:], dims_of(y)[2:]

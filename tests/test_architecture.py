@@ -82,6 +82,17 @@ def test_imports_go_down(path: Path) -> None:
         assert other == room or FLOOR[other] < FLOOR[room], f"{name_of(path)} imports {module}"
 
 
+def test_passes_know_no_target() -> None:
+    """A compiled model is plain: `passes` lists the passes of targets that a pipeline may end with, and no more."""
+    users = {
+        name_of(path)
+        for path in SOURCES
+        if name_of(path).startswith("passes/")
+        and any(room_of(name) == "targets" for name in imports(ast.parse(path.read_text())))
+    }
+    assert users == {"passes/__init__.py"}
+
+
 @pytest.mark.slow
 def test_no_imports_circle() -> None:
     graph = {

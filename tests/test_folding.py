@@ -12,9 +12,9 @@ from onnx import helper
 
 import graphopt
 import passes
+from graphopt.graph.folding import EXACT, EXACT_INTEGERS, SMALL_CONSTANT, fold
 from graphopt.graph.inference import extract
 from graphopt.graph.metadata import InferenceForm
-from graphopt.graph.simplify import EXACT, EXACT_INTEGERS, SMALL_CONSTANT, fold
 from graphopt.runtime.executor import run
 from graphopt.testing.reference import evaluator
 

@@ -24,11 +24,10 @@ import passes
 from graphopt import models
 from graphopt.errors import GraphoptError
 from graphopt.graph.shapes import infer_anew
+from graphopt.graph.sizes import unify_sizes
 from graphopt.runtime.session import Session
 from graphopt.targets.native import toolchain
-from graphopt.targets.native.forms import NodeForms
 from graphopt.targets.native.lowering import lower_to_kernels, plan
-from graphopt.targets.native.sizes import unify_sizes
 
 pytestmark = pytest.mark.skipif(toolchain.compiler() is None, reason="needs a C compiler")
 FLOAT = onnx.TensorProto.FLOAT
@@ -317,7 +316,7 @@ def test_sizes_follow_through_joined_cut_and_expanded_tensors():
                 y.shape = ir.Shape([f"u{i}" if not isinstance(dim, int) else dim for dim in y.shape])
             elif y.name == "h":
                 y.shape = ir.Shape([*y.shape[:2], "width"])
-    unify_sizes(step, NodeForms(dict(step.opset_imports)))
+    unify_sizes(step)
     shapes = {y.name: str(y.shape) for node in step.graph for y in node.outputs}
     assert {name: shapes[name] for name in "ejchfy"} == {
         "e": "[N,4]", "j": "[N,8]", "c": "[N,4]", "h": "[N,2,2]", "f": "[N,4]", "y": "[N,2]"

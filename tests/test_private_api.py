@@ -13,10 +13,12 @@ from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.config_repository import CachingConfigRepository, ConfigRepository
 from hydra.plugins.config_source import ConfigSource
 from onnxscript import TapeBuilder
+from onnxscript.optimizer._constant_folding import FoldConstantsPass
 from onnxscript.rewriter import RewriteRule
 
 from graphopt.distributed.ray import ray_trainer
 from graphopt.graph.emitter import Emitter
+from graphopt.graph.folding import _Folding
 
 ROOT = Path(__file__).parents[1]
 
@@ -45,6 +47,16 @@ def test_onnxscript_has_the_methods_that_the_emitter_takes(name: str) -> None:
     ours = getattr(Emitter, name)
     if ours is not theirs:
         assert list(inspect.signature(ours).parameters) == list(inspect.signature(theirs).parameters), version
+
+
+def test_onnxscript_has_the_folding_that_infers_a_node_by_a_method() -> None:
+    version = f"onnxscript {metadata.version('onnxscript')}: FoldConstantsPass, of graphopt/graph/folding.py"
+    for name in ("_do_inference", "visit_node"):
+        theirs = getattr(FoldConstantsPass, name, None)
+        assert theirs is not None, version
+        assert list(inspect.signature(getattr(_Folding, name)).parameters) == list(
+            inspect.signature(theirs).parameters
+        ), version
 
 
 def test_onnxscript_s_rules_have_the_pattern_by_whose_operators_they_are_tried() -> None:
@@ -81,8 +93,10 @@ def test_private_names_stay_in_their_files() -> None:
     sources = [path for folder in ("graphopt", "passes") for path in (ROOT / folder).rglob("*.py")]
     internal = {path.name for path in sources if "hydra._internal" in path.read_text()}
     overriding = {path.name for path in sources if "TapeBuilder" in path.read_text()}
+    folding = {path.name for path in sources if "_constant_folding" in path.read_text()}
     of_ray = {path.name for path in sources if "ray.train.v2" in path.read_text()}
-    assert (internal, overriding, of_ray) == ({"hydra_config.py"}, {"emitter.py"}, {"ray.py"})
+    found = internal, overriding, folding, of_ray
+    assert found == ({"hydra_config.py"}, {"emitter.py"}, {"folding.py"}, {"ray.py"})
 
 
 def test_their_next_minor_versions_are_not_taken_unseen() -> None:

@@ -11,7 +11,8 @@ import functools
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -19,10 +20,10 @@ import onnx
 import onnx_ir as ir
 
 from graphopt.graph import shapes
-from graphopt.graph.checking import messages_of
 from graphopt.graph.metadata import Misdeclared
 from graphopt.graph.storage import without_weights
-from graphopt.graph.traversal import subgraphs
+from graphopt.graph.traversal import all_nodes, subgraphs
+from graphopt.graph.typed_messages import bodies_in, declared_in, shape_of, type_of, types_in
 from graphopt.graph.values import is_static
 
 Dim = int | ir.SymbolicDim
@@ -36,10 +37,12 @@ TRIED = (61, 7, 94)
 _FEW = (2, 3, 5)  # sizes that all inputs have at once, because a Slice such as [-3:3] depends on them alone
 
 
-def forget(model: ir.Model) -> None:
+def forget(model: ir.Model) -> bool:
     """Infer the shape of every value from the inputs and weights, whatever the model declares.
 
     The model gets a note of the values whose declared shapes are wrong.
+
+    Returns: What `graphopt.graph.shapes.check_expanded` returns.
     """
     shapes.name_dimensions(model.graph.inputs, (f"unknown_{i}" for i in itertools.count()))
     declared = {x: x.shape for x in _inferable(model.graph) if x.shape is not None}
@@ -52,6 +55,7 @@ def forget(model: ir.Model) -> None:
     kept = _keep_undetermined(model, declared, propagate)
     _name_sizes(model, declared, kept, propagate)
     _note_wrong(model, declared)
+    return propagate
 
 
 def _inferable(graph: ir.Graph) -> Iterator[ir.Value]:
@@ -65,8 +69,10 @@ def _inferable(graph: ir.Graph) -> Iterator[ir.Value]:
             yield from _inferable(body)
 
 
-def _is_inferred_wrongly(node: ir.Node) -> bool:
+def _is_inferred_wrongly(node: ir.Node | None) -> bool:
     """Return whether ONNX's inference ignores attributes of a node that decide its shape (onnx 1.23)."""
+    if node is None:
+        return False
     if node.op_type == "ConvTranspose":
         return "output_shape" in node.attributes
     policy = node.attributes.get_string("keep_aspect_ratio_policy", "stretch")
@@ -77,27 +83,63 @@ def _infer(model: ir.Model, propagate: bool) -> None:
     """Infer what can be inferred. Errors are left to `graphopt.graph.shapes.infer`, once the model is converted."""
     more = True
     while more:
-        for value, inferred in _pairs(model.graph, _typed(without_weights(model), propagate)):
-            value.type = value.type or inferred.type
-            value.shape = value.shape if inferred.shape is None else inferred.shape
+        for value, found in types_in(model.graph, _Copy.of(model, propagate).typed()):
+            if not _is_inferred_wrongly(value.producer()):
+                shape = shape_of(found)
+                value.type = value.type or type_of(found)
+                value.shape = value.shape if shape is None else shape
         more = shapes.shape_states(model.graph)
 
 
-def _typed(proto: onnx.ModelProto, propagate: bool) -> ir.Graph:
-    version = next((opset.version for opset in proto.opset_import if opset.domain == ""), 1)
-    counts: dict[str, onnx.NodeProto] = {}
-    for graph in messages_of(onnx.GraphProto, proto) if propagate else ():
-        counts |= _count_by_shape(graph, version)
-    try:
-        typed = onnx.shape_inference.infer_shapes(proto, data_prop=propagate)
-    except shapes.INFERENCE_ERRORS:
-        typed = proto
-    for graph in messages_of(onnx.GraphProto, typed) if counts else ():
-        nodes = [node for node in graph.node if node.name != _COUNT]
-        nodes = [counts.get(node.output[0], node) if node.output else node for node in nodes]
-        del graph.node[:]
-        graph.node.extend(nodes)
-    return ir.from_proto(typed).graph
+@dataclass(frozen=True)
+class _Copy:
+    """A message of a model for inference.
+
+    Args:
+        proto: the message.
+        propagate: whether inference propagates data.
+        replaced: nodes of the model that the message has another form of, by the names of their outputs.
+    """
+
+    proto: onnx.ModelProto
+    propagate: bool
+    replaced: dict[str, onnx.NodeProto]
+
+    @staticmethod
+    def of(model: ir.Model, propagate: bool) -> _Copy:
+        proto = without_weights(model)
+        replaced: dict[str, onnx.NodeProto] = {}
+        if propagate and any(node.op_type == "Range" for node in all_nodes(model.graph)):
+            version = next((opset.version for opset in proto.opset_import if opset.domain == ""), 1)
+            for graph in _graphs(proto.graph):
+                replaced |= _count_by_shape(graph, version)
+        return _Copy(proto, propagate, replaced)
+
+    def dimensions(self, names: Collection[str]) -> list[tuple[onnx.TensorShapeProto.Dimension, str]]:
+        """Return the dimensions that have one of some names, with these."""
+        graph = self.proto.graph
+        shaped = [x.type.tensor_type.shape for x in (*graph.input, *graph.value_info, *graph.output)]
+        return [(dim, dim.dim_param) for shape in shaped for dim in shape.dim if dim.dim_param in names]
+
+    def typed(self) -> onnx.GraphProto:
+        """Return the graph with inferred types."""
+        try:
+            typed = onnx.shape_inference.infer_shapes(self.proto, data_prop=self.propagate)
+        except shapes.INFERENCE_ERRORS:
+            typed = onnx.ModelProto()
+            typed.CopyFrom(self.proto)
+        for graph in _graphs(typed.graph) if self.replaced else ():
+            nodes = [node for node in graph.node if node.name != _COUNT]
+            nodes = [self.replaced.get(node.output[0], node) if node.output else node for node in nodes]
+            del graph.node[:]
+            graph.node.extend(nodes)
+        return typed.graph
+
+
+def _graphs(graph: onnx.GraphProto) -> list[onnx.GraphProto]:
+    """Return the message of a graph, and those of its bodies."""
+    bodies = [x.g for node in graph.node for x in node.attribute if x.type == onnx.AttributeProto.GRAPH]
+    return [graph, *(inner for body in bodies for inner in _graphs(body))]
 
 
 def _count_by_shape(graph: onnx.GraphProto, version: int) -> dict[str, onnx.NodeProto]:
@@ -134,14 +176,6 @@ def _count_by_shape(graph: onnx.GraphProto, version: int) -> dict[str, onnx.Node
         del graph.node[:]
         graph.node.extend(nodes)
     return counts
-
-
-def _pairs(graph: ir.Graph, typed: ir.Graph) -> shapes.Pairs:
-    """Yield each inferable value with that of the same name in a typed copy."""
-    for value, inferred in shapes.pairs(graph, typed):
-        node = value.producer()
-        if node is None or not _is_inferred_wrongly(node):
-            yield value, inferred
 
 
 def _keep_undetermined(model: ir.Model, declared: Declared, propagate: bool) -> set[ir.Value]:
@@ -198,20 +232,27 @@ def _resolved(
     shapes_now = {x: x.shape for x in values}
     for value in values:
         value.shape = None
-    proto = without_weights(model)
+    copy = _Copy.of(model, propagate)
     for value, shape in shapes_now.items():
         value.shape = shape
+    names = {
+        x: [*map(_name, shape)]
+        for x, shape in shapes_now.items()
+        if shape is not None and not shape.is_static()
+    }
+    names = {x: its for x, its in names.items() if not _is_inferred_wrongly(x.producer())}
+    inputs = copy.dimensions(symbols)
     distinct = [{name: start + 6 * i + i * i for i, name in enumerate(symbols)} for start in TRIED]
     meanings: dict[str, set[int | str]] = {}  # a number, or the names of inputs' dimensions of this size
     distinguished: Counter[str] = Counter()
     for sizes in [*distinct, *(dict.fromkeys(symbols, size) for size in _FEW)] if symbols else ():
+        for dim, name in inputs:
+            dim.dim_value = sizes[name]
         once: dict[str, int] = {}
-        typed = _typed(_with_sizes(proto, sizes), propagate)
-        known = set(_known(typed))
-        for value, sized in _pairs(model.graph, typed):
-            for dim, size in zip(shapes_now.get(value) or (), sized.shape or (), strict=False):
-                if sized in known and isinstance(size, int) and _name(dim):
-                    once.setdefault(_name(dim), size)
+        for value, sized in _known(model.graph, copy.typed()):
+            for name, size in zip(names.get(value, ()), sized, strict=False):
+                if name:
+                    once.setdefault(name, size)
         for name, size in once.items():
             found: set[int | str] = {size, *(symbol for symbol, its in sizes.items() if its == size)}
             meanings[name] = meanings.get(name, found) & found
@@ -219,29 +260,29 @@ def _resolved(
     return {name: found.pop() for name, found in meanings.items() if distinguished[name] > 1 and found}
 
 
-def _known(graph: ir.Graph) -> Iterator[ir.Value]:
-    """Yield the values whose static shapes follow from static shapes alone.
+def _known(graph: ir.Graph, typed: onnx.GraphProto) -> Iterator[tuple[ir.Value, Sequence[int]]]:
+    """Yield the values whose static shapes follow from static shapes alone, with these, from a graph's message.
 
     ONNX takes the number for the result of broadcasting a number and an unknown size, which may be larger.
     """
-    known = set(filter(is_static, [*graph.inputs, *graph.initializers.values()]))
-    yield from known
+    declared = declared_in(typed)
+    known = {x for x in graph.initializers.values() if is_static(x)}
+
+    def known_of(x: ir.Value) -> Iterator[tuple[ir.Value, Sequence[int]]]:
+        found = declared.get(x.name or "")
+        shape = None if found is None else shape_of(found)
+        if shape is not None and shape.is_static():
+            known.add(x)
+            yield x, shape.numpy()
+
+    for x in graph.inputs:
+        yield from known_of(x)
     for node in graph:
-        for body in subgraphs(node):
-            yield from _known(body)
         if all(x is None or x in known or x.graph is not graph for x in node.inputs):
-            known.update(filter(is_static, node.outputs))
-            yield from filter(is_static, node.outputs)
-
-
-def _with_sizes(proto: onnx.ModelProto, sizes: Mapping[str, int]) -> onnx.ModelProto:
-    sized = onnx.ModelProto()
-    sized.CopyFrom(proto)
-    for value in [*sized.graph.input, *sized.graph.value_info, *sized.graph.output]:
-        for dim in value.type.tensor_type.shape.dim:
-            if dim.dim_param in sizes:
-                dim.dim_value = sizes[dim.dim_param]
-    return sized
+            for y in node.outputs:
+                yield from known_of(y)
+    for body, typed_body in bodies_in(graph, typed):
+        yield from _known(body, typed_body)
 
 
 def _numbers_declared(model: ir.Model, declared: Declared, names: set[str]) -> dict[str, int]:

@@ -176,8 +176,7 @@ class Note:
         if text is None:
             return None
         try:
-            note: N = _decoded(cls, json.loads(text))
-            note.check()
+            note: N = (_noted if len(text) <= _SHORT else _noted.__wrapped__)(cls, text)  # type: ignore[arg-type]
         except (json.JSONDecodeError, RecursionError) as error:
             raise cls.wrong(holder, "JSON") from error
         except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -211,6 +210,15 @@ def malformed(holder: Holder, key: str, expected: str) -> GraphoptError:
 
 
 _fields_of = functools.cache(get_type_hints)
+_SHORT = 1024  # characters of a note that is decoded once
+
+
+@functools.lru_cache(maxsize=2**12)
+def _noted(kind: type[N], text: str) -> N:
+    """Return the note that a text contains. Nobody changes a note."""
+    note: N = _decoded(kind, json.loads(text))
+    note.check()
+    return note
 
 
 def _encoded(x: Any) -> Any:

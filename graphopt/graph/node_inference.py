@@ -9,7 +9,7 @@ import onnx_ir as ir
 
 from graphopt.graph.values import name_of
 
-# The type and the shape of an output; None stands for what ONNX does not infer.
+# The type and the shape of an output; None stands for what ONNX does not infer. Shapes are frozen.
 Inferred = tuple[ir.TypeProtocol | None, ir.Shape | None]
 
 _MOST_NUMBERS = 20  # of a constant that inference reads
@@ -36,9 +36,7 @@ def infer_outputs(node: ir.Node, version: int) -> list[Inferred]:
         if len(_known) >= _MOST_KNOWN:
             _known.clear()
         _known[kind] = found
-    return [
-        (its and ir.TensorType(its.dtype), None if shape is None else shape.copy()) for its, shape in found
-    ]
+    return [(its and ir.TensorType(its.dtype), shape) for its, shape in found]
 
 
 def _kind(node: ir.Node, version: int) -> Hashable | None:

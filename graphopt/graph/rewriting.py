@@ -244,6 +244,8 @@ def matches(name: str | None, pattern: Pattern) -> bool:
 
 def selects(pattern: Pattern, value: ir.Value) -> bool:
     """Return whether a pattern matches an initializer's name, or that of a parameter it was made from or tied to."""
+    if not pattern:
+        return False
     origin = metadata.Origin.read(value)
     names = () if origin is None else (*origin.sources, *(copy.name for copy in origin.copies))
     return any(matches(name, pattern) for name in (value.name, *names))

@@ -16,19 +16,19 @@ from onnxscript.rewriter.rules.common import materialize_reshape_shape_rule
 
 from graphopt.errors import GraphoptError, line
 from graphopt.graph.emitter import Emitter
+from graphopt.graph.folding import fold
 from graphopt.graph.limits import check_constants
 from graphopt.graph.listing import operator_of
 from graphopt.graph.metadata import TOKEN_POSITIONS
 from graphopt.graph.operators import GROWING, POOLS, schema_of
 from graphopt.graph.rewriting import needed, protect
 from graphopt.graph.rules import rewrite
-from graphopt.graph.simplify import fold
 from graphopt.graph.storage import without_weights
 from graphopt.graph.traversal import all_nodes, forward_nodes, subgraphs
+from graphopt.graph.typed_messages import shape_of, take_types, types_in
 from graphopt.graph.values import constant_of, is_static
 
 INFERENCE_ERRORS = (onnx.shape_inference.InferenceError, ValueError)  # exceptions of ONNX's inference
-Pairs = Iterator[tuple[ir.Value, ir.Value]]
 _inferred = functools.partial(onnx.shape_inference.infer_shapes, check_type=True, strict_mode=True)
 _LONG = 2**20  # elements of a vector, which ONNX's inference propagates in about a second
 
@@ -84,11 +84,18 @@ STATIC_DIMENSION = RewriteRule(
 )
 
 
-def infer(model: ir.Model) -> None:
-    """Infer the type and shape of every value, including values in bodies, and name unknown dimensions."""
+def infer(model: ir.Model, propagate: bool | None = None) -> None:
+    """Infer the type and shape of every value, including values in bodies, and name unknown dimensions.
+
+    Args:
+        model: the model.
+        propagate: what `check_expanded` returned before the form of the model changed; by default, the model is
+            checked.
+    """
     names = _new_names(model)
     name_dimensions(model.graph.inputs, names)
-    propagate = check_expanded(model)
+    if propagate is None:
+        propagate = check_expanded(model)
     _infer_all(model, propagate)
     while shape_states(model.graph):
         _infer_all(model, propagate)
@@ -127,7 +134,7 @@ def infer_anew(model: ir.Model) -> None:
         forget()
         name_dimensions(model.graph.inputs, _new_names(model))
         with contextlib.suppress(*INFERENCE_ERRORS):
-            _take_types(model.graph, onnx.shape_inference.infer_shapes(without_weights(model)).graph)
+            take_types(model.graph, onnx.shape_inference.infer_shapes(without_weights(model)).graph)
     for x, kind in declared.items():
         x.type = x.type or kind
 
@@ -171,12 +178,26 @@ def check_expanded(model: ir.Model) -> bool:
         typed = onnx.shape_inference.infer_shapes(without_weights(probe))
     except INFERENCE_ERRORS as error:
         raise GraphoptError(f"cannot infer the model's shapes: {line(error)}") from error
-    _take_types(probe.graph, typed.graph)
+    take_types(probe.graph, typed.graph)
     if any(node.op_type in GROWING and not is_static(node.outputs[0]) for node in all_nodes(probe.graph)):
         fold_integers(probe)
     check_constants(probe)
-    values = ir.convenience.create_value_mapping(probe.graph).values()
-    return not any(is_static(x) and x.shape.rank() == 1 and x.shape[0] > _LONG for x in values)  # type: ignore
+    return not any(map(_is_long, ir.convenience.create_value_mapping(probe.graph).values()))
+
+
+def has_short_vectors(model: ir.Model) -> bool:
+    """Return whether all vectors are short enough for data propagation, where only few nodes are new since a check."""
+    try:
+        typed = onnx.shape_inference.infer_shapes(without_weights(model))
+    except INFERENCE_ERRORS:
+        return False
+    return not any(
+        _is_long(ir.Value(shape=shape_of(found))) for _, found in types_in(model.graph, typed.graph)
+    )
+
+
+def _is_long(x: ir.Value) -> bool:
+    return is_static(x) and x.shape.rank() == 1 and x.shape[0] > _LONG  # type: ignore
 
 
 def is_ceiled(node: ir.Node) -> bool:
@@ -206,33 +227,7 @@ def _infer_all(model: ir.Model, propagate: bool) -> None:
             typed = _inferred(proto, data_prop=False)
         except INFERENCE_ERRORS as error:
             raise GraphoptError(f"cannot infer the model's shapes: {line(error)}") from error
-    _take_types(model.graph, typed.graph)
-
-
-def _take_types(graph: ir.Graph, typed: onnx.GraphProto) -> None:
-    """Copy types and shapes to a graph and its bodies from the values of the same names in a typed copy."""
-    named = {x.name: x.type for x in (*typed.input, *typed.value_info, *typed.output)}
-    for value in [*graph.inputs, *(y for node in graph for y in node.outputs)]:
-        found = named.get(value.name or "")
-        if found is not None and (kind := ir.serde.deserialize_type_proto_for_type(found)) is not None:
-            shape = ir.serde.deserialize_type_proto_for_shape(found)
-            value.type, value.shape = kind, value.shape if shape is None else shape
-    for node, twin in zip(graph, typed.node, strict=True):
-        if bodies := subgraphs(node):
-            typed_bodies = [x.g for x in twin.attribute if x.type == onnx.AttributeProto.GRAPH]
-            for body, typed_body in zip(bodies, typed_bodies, strict=True):
-                _take_types(body, typed_body)
-
-
-def pairs(graph: ir.Graph, typed: ir.Graph) -> Pairs:
-    """Yield each value of a graph and its bodies with that of the same name in a typed copy."""
-    named = ir.convenience.create_value_mapping(typed, include_subgraphs=False)
-    for value in [*graph.inputs, *(y for node in graph for y in node.outputs)]:
-        if value.name in named:
-            yield value, named[value.name]
-    for node, twin in zip(graph, typed, strict=True):
-        for body, typed_body in zip(subgraphs(node), subgraphs(twin), strict=True):
-            yield from pairs(body, typed_body)
+    take_types(model.graph, typed.graph)
 
 
 def shape_states(graph: ir.Graph) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,37 +10,19 @@ from typing import Any
 
 import onnx_ir as ir
 import onnx_ir.passes.common as common
-import onnxscript.optimizer
 from onnxscript.rewriter import RewriteRule
 from onnxscript.rewriter.rules import common as rules
 
-from graphopt.errors import GraphoptError, cause
 from graphopt.graph import metadata
 from graphopt.graph.emitter import Emitter
+from graphopt.graph.folding import fold
 from graphopt.graph.inference import stand_in
-from graphopt.graph.metadata import GRADIENT_OF, UNTRAINED
-from graphopt.graph.operators import GROWING, PREDICATES, VIEWS
+from graphopt.graph.metadata import GRADIENT_OF
 from graphopt.graph.rewriting import Pass, interface_kept, needed, protect, seams
-from graphopt.graph.roles import STATE, Role, with_role
+from graphopt.graph.roles import STATE, with_role
 from graphopt.graph.rules import rewrite, rule_set
 from graphopt.graph.traversal import all_nodes, results_when_ready
 from graphopt.graph.values import constant_number, dims_of, is_floating, is_number, like
-
-# Operators with the same result in every implementation, bit for bit. The runtime folds all others.
-EXACT = (
-    VIEWS
-    | PREDICATES
-    | {
-        *("Abs", "Add", "Div", "Mul", "Neg", "Reciprocal", "Sub"),
-        *("Cast", "Concat", "Gather", "GatherND", "Shape", "Size", "Slice", "Transpose", "Where"),
-    }
-)
-EXACT_INTEGERS = EXACT | {
-    *("Clip", "ConstantOfShape", "CumSum", "Expand", "Max", "Min", "Mod", "NonZero", "Range", "ReduceMax"),
-    *("ReduceMin", "ReduceProd", "ReduceSum", "ScatterND", "Sign", "Tile"),
-}
-SMALL_CONSTANT = 100  # elements
-MOST_SPLIT_OUTPUTS = 4096  # outputs of a Split: the time of folding grows with the square of their number
 
 # Keep the node 1 / x: ONNX Runtime turns (1 / x) y into y / x, which takes longer and rounds differently.
 _RECIPROCAL = RewriteRule(
@@ -76,50 +57,6 @@ def _rewrite(model: ir.Model) -> None:
     if chosen:
         with _RULES:
             rewrite(model, chosen)
-
-
-def fold(model: ir.Model, *, only_integers: bool = False) -> None:
-    """Replace nodes whose inputs are all constant by initializers, in place.
-
-    Nodes that depend on a weight stay, because the weight may be trained or differentiated by. Before parameters are
-    chosen, every floating-point initializer counts as a weight; afterwards, those marked as untrained do.
-
-    Args:
-        only_integers: fold integers and booleans, including those that follow from shapes, which are inferred in
-            between; by default, fold floating-point numbers too.
-    """
-    chosen = bool(with_role(model, Role.PARAMETER))
-    initializers = (x for graph in model.graphs() for x in graph.initializers.values())
-    weights = {x for x in initializers if is_floating(x) and (not chosen or UNTRAINED.is_set(x))}
-
-    def should_fold(node: ir.Node) -> bool | None:
-        y = node.outputs[0]
-        if any(x is not None and x.dtype is ir.DataType.STRING for x in [*node.inputs, *node.outputs]):
-            return False
-        if is_floating(y) and only_integers:
-            return False
-        exact = EXACT if is_floating(y) else EXACT_INTEGERS
-        if node.op_type not in exact or not weights.isdisjoint(node.inputs):
-            return False
-        if node.op_type not in GROWING:
-            return None
-        return y.shape is not None and y.shape.is_static() and math.prod(y.shape.numpy()) <= SMALL_CONSTANT
-
-    try:
-        with protect(_splits_of_many(model)):  # onnxscript would write a tensor for each output
-            options = {"onnx_shape_inference": only_integers, "should_fold": should_fold}
-            onnxscript.optimizer.fold_constants(model, **options)
-    except RuntimeError as error:  # of a node whose constants it cannot compute with
-        raise GraphoptError(
-            f"expected constants that can be computed, found others: {cause(error)}"
-        ) from error
-
-
-def _splits_of_many(model: ir.Model) -> Iterator[ir.Node]:
-    for node in all_nodes(model.graph):
-        x = node.inputs[0] if node.op_type == "SplitToSequence" and node.domain == "" else None
-        if x is not None and any(isinstance(dim, int) and dim > MOST_SPLIT_OUTPUTS for dim in x.shape or ()):
-            yield node
 
 
 @contextlib.contextmanager

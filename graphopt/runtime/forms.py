@@ -17,8 +17,8 @@ import numpy as np
 import onnx_ir as ir
 
 from graphopt.errors import GraphoptError, line
+from graphopt.graph.folding import fold
 from graphopt.graph.roles import FED, Role, with_role
-from graphopt.graph.simplify import fold
 from graphopt.graph.storage import weight_bytes
 from graphopt.graph.unroll import Unroll
 from graphopt.graph.values import name_of

@@ -9,10 +9,10 @@ import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from graphopt.graph.emitter import Emitter
+from graphopt.graph.folding import MOST_SPLIT_OUTPUTS
 from graphopt.graph.operators import SEQUENCE_READERS
 from graphopt.graph.rewriting import remove_unused_nodes
-from graphopt.graph.simplify import MOST_SPLIT_OUTPUTS
-from graphopt.graph.traversal import subgraphs
+from graphopt.graph.traversal import all_nodes, subgraphs
 from graphopt.graph.values import constant_number, constant_of, dims_of, like, swap
 
 _Size = int | ir.SymbolicDim
@@ -20,18 +20,21 @@ Content = list[ir.Value] | ir.Value  # the tensors of a sequence, listed or stac
 _Contents = dict[ir.Value | None, Content]
 
 
-def lower_sequences(model: ir.Model) -> None:
+def lower_sequences(model: ir.Model) -> bool:
     """Replace nodes that read sequences by nodes that read tensors, including in bodies. Types must be known.
 
     The content of a sequence is known if nodes insert its elements one by one at known positions, or if each turn of a
     Loop appends tensors of one shape, which become a scan output of the Loop. Other sequences stay.
+
+    Returns: Whether the model has such nodes.
     """
-    if not any(node.op_type in SEQUENCE_READERS for node in model.graph.all_nodes()):
-        return
+    if not any(node.op_type in SEQUENCE_READERS for node in all_nodes(model.graph)):
+        return False
     sizes = {dim for x in model.graph.inputs for dim in x.shape or ()}
     with Emitter(model) as op:
         _lower(op, model.graph, {}, sizes)
     RemoveUnusedNodesPass()(model)
+    return True
 
 
 def _lower(op: Emitter, graph: ir.Graph, contents: _Contents, sizes: Container[_Size]) -> None:

@@ -15,16 +15,15 @@ from dataclasses import dataclass, field, replace
 
 import onnx_ir as ir
 
+from graphopt.graph.sizes import has_sizes, sizes_of
 from graphopt.targets.bfloat16 import is_of_bfloat16
 from graphopt.targets.native.forms import (
     NodeForm,
     NodeForms,
     NodeKind,
-    has_sizes,
     is_scalar,
     operands_of,
     rank_of,
-    sizes_of,
 )
 from graphopt.targets.native.reach import Reach
 from graphopt.targets.native.space import Axes, Space, placed, varying

@@ -8,7 +8,8 @@ from typing import Any
 
 import onnx_ir as ir
 
-from graphopt.targets.native.forms import NodeForms, has_sizes, rank_of, sizes_of
+from graphopt.graph.sizes import has_sizes, sizes_of
+from graphopt.targets.native.forms import NodeForms, rank_of
 from graphopt.targets.native.library import FEW_FILTERS, Kernel, Replacement
 from graphopt.targets.native.products import (
     Stored,

@@ -11,14 +11,12 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-import numpy as np
 import onnx_ir as ir
 
 from graphopt.graph.operators import full_attributes, schema_of
-from graphopt.graph.values import constant_of, dims_of, dtype_of
+from graphopt.graph.sizes import fixed, has_sizes, sizes_of
+from graphopt.graph.values import dims_of, dtype_of
 from graphopt.targets.native.operators import CTYPES, FLOATING, REDUCING, ROW_OPERATORS, expression
-
-Size = int | str
 
 _MOST_OPERANDS = 64  # of a node
 
@@ -114,29 +112,14 @@ def _follows_schema(node: ir.Node, version: int) -> bool:
     )
 
 
-def fixed(x: ir.Value | None) -> np.ndarray | None:
-    """Return the array of a value that nobody can feed, or None if the value may change."""
-    return None if x is None or x.is_graph_input() else constant_of(x)
-
-
 def ctype_of(x: ir.Value) -> str:
     """Return the C type that kernels compute a value in."""
     return CTYPES[dtype_of(x)]
 
 
-def sizes_of(x: ir.Value) -> list[Size]:
-    """Return the dimensions of a value: numbers, and names of symbols."""
-    return [dim if isinstance(dim, int) else str(dim.value) for dim in dims_of(x)]
-
-
 def rank_of(x: ir.Value | None) -> int:
     """Return the number of a value's axes; -1 if it is unknown."""
     return -1 if x is None or x.shape is None else len(x.shape)
-
-
-def has_sizes(x: ir.Value) -> bool:
-    """Return whether all dimensions of a value are numbers or have names."""
-    return x.shape is not None and not x.shape.has_unknown_dim()
 
 
 def is_scalar(x: ir.Value) -> bool:

@@ -6,9 +6,9 @@ from collections.abc import Collection, Iterator, Mapping
 
 import onnx_ir as ir
 
+from graphopt.graph.sizes import Size, has_sizes, sizes_of
 from graphopt.targets.native.channels import ChannelLoops
 from graphopt.targets.native.clusters import Cluster
-from graphopt.targets.native.forms import Size, has_sizes, sizes_of
 from graphopt.targets.native.lanes import LaneLoops
 from graphopt.targets.native.library import Kernel, braced
 from graphopt.targets.native.loops import Loops, indented, size_of, stored_type

@@ -10,8 +10,8 @@ from typing import ClassVar
 
 import onnx_ir as ir
 
+from graphopt.graph.sizes import sizes_of
 from graphopt.graph.values import dtype_of
-from graphopt.targets.native.forms import sizes_of
 from graphopt.targets.native.numbers import (
     ALL,
     ELEMENT,

@@ -16,6 +16,7 @@ from graphopt.errors import GraphoptError, unknown
 from graphopt.graph.checking import KERNELS
 from graphopt.graph.rewriting import Pass, remove_unused_nodes
 from graphopt.graph.shapes import infer_anew
+from graphopt.graph.sizes import unify_sizes
 from graphopt.graph.storage import Weights, skeleton
 from graphopt.graph.values import like, swap
 from graphopt.targets.bfloat16 import compute_bfloat16_in_float32
@@ -31,7 +32,7 @@ from graphopt.targets.native.pools import pool_gradient_kernel, pool_kernel
 from graphopt.targets.native.precision import chosen_precision, multiplies_bfloat16, pieces_for
 from graphopt.targets.native.products import accepts_product, product_kernel, separate_biases
 from graphopt.targets.native.scans import bodies, move_into_bodies, note_rows, scan_kernel
-from graphopt.targets.native.sizes import read_shapes_early, unify_sizes
+from graphopt.targets.native.sizes import read_shapes_early
 from graphopt.targets.native.toolchain import (
     PART,
     PROCESSORS,
@@ -198,7 +199,7 @@ def place_kernels(model: ir.Model, without: Sequence[str] = ()) -> Plan:
     fold_updates(model, leave_out=["fold_momentum_into_gemm"])  # kernels compute no beta C
     infer_anew(model)
     forms = NodeForms(dict(model.opset_imports))
-    unify_sizes(model, forms)
+    unify_sizes(model)
     separate_biases(model)
     result.wide = compute_bfloat16_in_float32(
         model, functools.partial(_computes, forms=forms, lowerings=lowerings)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from graphopt.graph.emitter import Emitter
+from graphopt.graph.sizes import has_sizes, sizes_of
 from graphopt.graph.values import like, swap
-from graphopt.targets.native.forms import NodeForms, has_sizes, rank_of, sizes_of
+from graphopt.targets.native.forms import NodeForms, rank_of
 from graphopt.targets.portable.normalizations import batch_normalization
 
 _LEAST_OPSET = 13  # whose Unsqueeze has its axes as an input

@@ -9,7 +9,8 @@ from typing import Any
 
 import onnx_ir as ir
 
-from graphopt.targets.native.forms import NodeForms, fixed, rank_of
+from graphopt.graph.sizes import fixed
+from graphopt.targets.native.forms import NodeForms, rank_of
 from graphopt.targets.native.library import Kernel, Replacement
 
 _KINDS = {"MaxPool": 0, "AveragePool": 1, "Resize": 2}  # as pool.h numbers them

@@ -9,8 +9,9 @@ import onnx_ir as ir
 
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.operators import MATRIX_PRODUCTS
+from graphopt.graph.sizes import has_sizes, sizes_of
 from graphopt.graph.values import constant_of, like, swap
-from graphopt.targets.native.forms import NodeForms, NodeKind, has_sizes, rank_of, sizes_of
+from graphopt.targets.native.forms import NodeForms, NodeKind, rank_of
 from graphopt.targets.native.library import MOST_AXES, Kernel, Replacement
 from graphopt.targets.native.precision import multiplies_bfloat16
 from graphopt.targets.native.weights import weight_of

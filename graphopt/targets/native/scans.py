@@ -9,9 +9,10 @@ from typing import Any
 import onnx_ir as ir
 
 from graphopt.graph.operators import LITERALS, VIEWS
+from graphopt.graph.sizes import sizes_of
 from graphopt.graph.traversal import subgraphs
 from graphopt.graph.values import constant_of, dtype_of
-from graphopt.targets.native.forms import NodeForms, rank_of, sizes_of
+from graphopt.targets.native.forms import NodeForms, rank_of
 from graphopt.targets.native.library import Kernel, Replacement, braced
 from graphopt.targets.native.operators import STORED_TYPES
 from graphopt.targets.native.products import accepts_product

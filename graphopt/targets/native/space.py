@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 
 import onnx_ir as ir
 
-from graphopt.targets.native.forms import NodeForm, NodeKind, Size, operands_of, rank_of, sizes_of
+from graphopt.graph.sizes import Size, sizes_of
+from graphopt.targets.native.forms import NodeForm, NodeKind, operands_of, rank_of
 
 Axes = tuple[int | None, ...]  # for each axis of a value, the dimension of the space that it varies over
 # The axes of what a node reads, by the index of the input, and of what it produces.
