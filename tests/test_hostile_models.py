@@ -296,6 +296,15 @@ EXPANDING = {
         + "f = Cast<to=1>(c34) m = MatMul(x, w)\n y = Add(m, f) }",
         w=W,
     ),
+    "34 sequences of integers that are joined": model(
+        "g (float[N,4] x) => (float[N,3] y) { c0 = Constant<value_ints=[1]>()\n"
+        + "\n".join(
+            f"s{i} = SequenceConstruct(c{i}, c{i}) c{i + 1} = ConcatFromSequence<axis=0>(s{i})"
+            for i in range(34)
+        )
+        + "f = Cast<to=1>(c34) r = ReduceMax<keepdims=0>(f) m = MatMul(x, w) y = Add(m, r) }",
+        w=W,
+    ),
     "a range": model(
         f"g (float[N,4] x) => (float[N,3] y) {{ a = Constant<value_int=0>() b = Constant<value_int={2**33}>() "
         "d = Constant<value_int=1>() r = Range(a, b, d) f = Cast<to=1>(r) s = ReduceSum<keepdims=0>(f) "
