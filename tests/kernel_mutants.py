@@ -47,24 +47,34 @@ MUTANTS = [
         "dequantize(w, j, width, p, part",
     ),
     *of(  # the product of low and high pieces
-        *("tiled.h", ("high",), "convolutions", "random and runtimes"),
+        *("tiled.h", ("high",), "convolutions", "SHIFTED-high"),
         "READ_B(b) ADD READ_A(a + p->a_piece) ADD",
         "READ_B(b) ADD",
     ),
     *of(  # the last channel of filters
-        *("tiled.h", LOWER, "convolutions", "random and runtimes"),
+        *("tiled.h", LOWER, "convolutions", "bfloat16 and SHIFTED"),
         "odd = gemm_min(16, rest / 2)",
         "odd = gemm_min(15, rest / 2)",
     ),
     *of(  # the last of an even number of channels
-        *("pairs.h", LOWER, "convolutions", "random and runtimes"),
+        *("pairs.h", LOWER, "convolutions", "bfloat16 and SHIFTED"),
         "2 * pair + 1 < x->channels ?",
         "2 * pair + 2 < x->channels ?",
     ),
     *of(  # zeros around an image
-        *("pairs.h", LOWER, "convolutions", "random and runtimes"),
+        *("pairs.h", LOWER, "convolutions", "bfloat16 and SHIFTED"),
         "if (k < 0) k +=",
         "if (k < -1) k +=",
+    ),
+    *of(  # the last term of a window
+        *("gathered.h", LOWER, "convolutions", "bfloat16 and GATHERED"),
+        "if (term < d->terms)",
+        "if (term + 1 < d->terms)",
+    ),
+    *of(  # filters after the first ones
+        *("gathered.h", LOWER, "convolutions", "large and GATHERED and transposed"),
+        "column1, a->first + row0,",
+        "column1, row0,",
     ),
 ]
 

@@ -8,11 +8,22 @@ from __future__ import annotations
 
 import numpy as np
 
+from graphopt.targets.native import library
 from graphopt.targets.native.precision import UNITS, chosen_precision, obstacle
 
 PRECISION = "highest" if obstacle(chosen_precision(None)) else chosen_precision(None)
 UNIT = UNITS.get(PRECISION, 2.0**-23)
 FLOAT32 = 1e-5  # for sums of some thousand terms
+
+
+FORMS = ("AS_PRODUCTS", "GATHERED", "SHIFTED")  # of convolutions of bfloat16 numbers, in choice.h
+
+
+def compute_in(form: str | None, monkeypatch, tmp_path_factory) -> None:
+    """Compute all convolutions in one form, as far as it can; None lets each have the one of least time."""
+    if form is not None:  # with a cache of its own, which knows graphs, and not this form
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / form))
+        monkeypatch.setattr(library, "_LIMITS", f"{library._LIMITS}#define ONLY_FORM {form}\n")
 
 
 def product_error(precision: str = PRECISION) -> float:

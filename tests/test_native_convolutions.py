@@ -9,7 +9,7 @@ import onnx
 import onnxruntime
 import pytest
 from builders import model
-from precisions import FLOAT32, assert_near, pieces_of
+from precisions import FLOAT32, FORMS, PRECISION, assert_near, compute_in, pieces_of
 from random_convolutions import convolutions
 
 import graphopt
@@ -120,11 +120,15 @@ def test_random_convolutions_are_the_runtimes(random_convolutions):
 
 
 @pytest.mark.parametrize("precision", ["high", "medium"])
+@pytest.mark.parametrize("form", [None, *FORMS])
 @pytest.mark.slow
-def test_random_convolutions_of_bfloat16_numbers(random_convolutions, precision):
-    """Large enough convolutions run in tiles, and are those of bfloat16 numbers; others are of float32 numbers."""
+def test_random_convolutions_of_bfloat16_numbers(
+    random_convolutions, precision, form, monkeypatch, tmp_path_factory
+):
+    """Those that run in tiles are of bfloat16 numbers; others are of float32 numbers."""
     if (reason := obstacle(precision)) is not None:
         pytest.skip(reason)
+    compute_in(form, monkeypatch, tmp_path_factory)
     graph, weights, shapes = random_convolutions
     rng = np.random.default_rng(1)
     lowered = {threads: lower_to_kernels(graph, PLAIN, threads, precision=precision) for threads in (1, 2)}
@@ -147,7 +151,7 @@ def test_random_convolutions_of_bfloat16_numbers(random_convolutions, precision)
             # A ConvTranspose with strides is a sum of several, of which some may be large enough for tiles.
             assert np.minimum(*errors).max(initial=0) < FLOAT32, name
             in_tiles += errors[1].max(initial=0) < errors[0].max(initial=0)
-    assert in_tiles > 20
+    assert in_tiles > (5 if form == "AS_PRODUCTS" else 20 if form else 0)
 
 
 def of_pieces(convolutions, feeds, precision):
@@ -181,9 +185,11 @@ def test_random_convolutions_on_older_processors(random_convolutions, fewer, mon
     assert_close(found, session(graph, 1).compute_arrays(feeds))
 
 
+@pytest.mark.parametrize("form", [None, *(FORMS if PRECISION != "highest" else ())])
 @pytest.mark.parametrize("name", LARGE)
 @pytest.mark.slow
-def test_parts_of_large_convolutions(name):
+def test_parts_of_large_convolutions(name, form, monkeypatch, tmp_path_factory):
+    compute_in(form, monkeypatch, tmp_path_factory)
     text, x, w = LARGE[name]
     rng = np.random.default_rng(5)
     sizes = [f"float[{', '.join(map(str, shape))}]" for shape in (x, w)]

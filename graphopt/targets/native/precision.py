@@ -71,7 +71,8 @@ def described(precision: str) -> str:
     reason = obstacle(precision)
     if reason is not None:
         return f"as 'highest', not {precision!r}: {reason}"
-    operands = {0: "float32", 1: "bfloat16", 2: "the sum of two bfloat16 numbers"}
+    where = ", where that takes less time"
+    operands = {0: "float32", 1: f"bfloat16{where}", 2: f"the sum of two bfloat16 numbers{where}"}
     return f"as {precision!r}: each number of an operand is {operands[PIECES[precision]]}"
 
 

@@ -5,11 +5,9 @@
  * Operands may be stored transposed. Kernels have up to three axes; the missing ones come first and have size 1.
  */
 #pragma once
+#include "choice.h"
 #include "depthwise.h"
-#include "direct.h"
 #include "grouped.h"
-#include "tiled.h"
-#include "unfolded.h"
 
 enum {
     LEAST_OF_GROUP = 8, /* channels and filters of a group: fewer fill too little of a vector */
@@ -27,8 +25,8 @@ static void skip_last(Convolution *u) {
 }
 
 /* Compute products one after the other: of each image with a kernel of size 1 or, with `sums`, of images with kernels of
- * the same size, summed over channels. */
-static OrtStatus *multiply(Context *context, const Convolution *u, int sums) {
+ * the same size, summed over channels. Operands are so many bfloat16 numbers, or float32. */
+static OrtStatus *multiply(Context *context, const Convolution *u, int sums, int pieces) {
     gemm_product g = {.m = u->filters, .k = u->channels, .n = product_of(u->places), .batch = {u->images, u->groups}};
     g.a_strides = (gemm_strides){u->w_filter, u->w_channel, {0, u->w_batch}};
     g.b_strides = (gemm_strides){u->x_channel, 1, {u->x_image, u->channels * u->x_channel}};
@@ -40,7 +38,7 @@ static OrtStatus *multiply(Context *context, const Convolution *u, int sums) {
     Bias bias = {.bias = u->bias, .row = 1, .batch = u->filters, .to = &g, .relu = u->relu};
     if (!sums && (u->bias || u->relu)) g.epilogue = add_bias;
     g.user = &bias, g.threads = thread_count, g.parallel_for = run_parallel, g.pool = context;
-    g.pieces = pieces_for(&g, 0);
+    g.pieces = pieces;
     g.scratch = borrow(gemm_scratch(&g));
     if (!g.scratch) return out_of_memory();
     for (int64_t c = 0; c < (sums ? u->channels : 1); c++) {
@@ -69,13 +67,14 @@ static OrtStatus *convolve(Context *context, Convolution *u) {
     if (u->filters < FEW_FILTERS || (u->groups > 1 && gemm_min(u->channels, u->filters) < LEAST_OF_GROUP))
         return has_small_groups(u) ? convolve_small_groups(context, u) : convolve_groups(context, u);
     const int flat = same(u->pads, none) && side_by_side(u->sizes, u->steps) && product_of(u->sizes) >= LANES;
-    if (flat && same(u->taps, once) && same(u->place_moves, once) && same(u->sizes, u->places) &&
-        side_by_side(u->places, u->y_steps))
-        return multiply(context, u, 0);
-    if (flat && same(u->places, once) && same(u->tap_moves, once) && same(u->sizes, u->taps) &&
-        side_by_side(u->taps, u->w_steps) && u->y_image == 1 && !u->bias && !u->relu)
-        return multiply(context, u, 1);
-    if (fills_tiles(u)) return convolve_in_tiles(context, u);
+    const int of_images = flat && same(u->taps, once) && same(u->place_moves, once) && same(u->sizes, u->places) &&
+                          side_by_side(u->places, u->y_steps);
+    const int of_channels = flat && same(u->places, once) && same(u->tap_moves, once) && same(u->sizes, u->taps) &&
+                            side_by_side(u->taps, u->w_steps) && u->y_image == 1 && !u->bias && !u->relu;
+    const Form form = cheapest(u, of_images || of_channels, !of_images);
+    if (form == GATHERED) return convolve_gathered(context, u);
+    if (form == SHIFTED) return convolve_in_tiles(context, u);
+    if (of_images || of_channels) return multiply(context, u, !of_images, form == AS_PRODUCTS ? pieces_of_all : 0);
     return unfolds(u) ? convolve_unfolded(context, u) : convolve_directly(context, u);
 }
 

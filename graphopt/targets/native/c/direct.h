@@ -261,12 +261,14 @@ static void store_places(void *user, size_t task) {
 
 /* Find where terms or rows lie in a copy, in bytes: at the sum of their indices times their moves. */
 static void find(int64_t many, const int64_t sizes[3], const int64_t moves[4], int64_t start, int64_t *found) {
-    int64_t at[4] = {0};
-    for (int64_t n = 0; n < many; n++, advance(sizes, at)) {
-        found[n] = start;
-        for (int i = 0; i < 4; i++) found[n] += at[i] * moves[i];
-        found[n] *= (int64_t)sizeof(float);
-    }
+    const int64_t size = sizeof(float), step = moves[3] * size;
+    const int64_t *end = found + many;
+    for (int64_t c = 0; found < end; c++)
+        for (int64_t i = 0; i < sizes[0]; i++)
+            for (int64_t j = 0; j < sizes[1]; j++) {
+                int64_t at = (start + c * moves[0] + i * moves[1] + j * moves[2]) * size;
+                for (int64_t k = 0; k < sizes[2]; k++, at += step) *found++ = at;
+            }
 }
 
 /* Run tasks, on one thread if there is work for one only. */

@@ -21,7 +21,6 @@
 #ifdef GEMM_HAS_TILES
 
 enum {
-    LEAST_LINES = 16,         /* of a tile, below which too much of it is zeros */
     MOST_STRIDE = 1 << 26,    /* of 16 elements that one instruction gathers or scatters */
     WINDOWS = 128,            /* that are stored together */
     CHUNK = 3 << 18,          /* bytes of copies that a task has in its L2 cache */
@@ -246,16 +245,14 @@ static void store_taps(void *user, size_t index) {
 /* Return whether kernels are larger than results, as in gradients of weights. */
 static int sums_over_taps(const Convolution *u) { return product_of(u->taps) > product_of(u->places); }
 
-/* Return whether tiles can compute a convolution, and are filled well enough. */
-static int fills_tiles(const Convolution *u) {
+/* Return whether tiles can compute a convolution. */
+static int can_shift(const Convolution *u) {
     const int by_taps = sums_over_taps(u);
-    const int64_t lines = by_taps ? u->images : u->channels, rows = u->images * product_of(u->places);
     const int64_t across = by_taps ? u->y_filter : 2 * u->w_channel;
     const int64_t along = u->steps[2] * (by_taps ? u->tap_moves[2] : u->place_moves[2]);
     for (int i = 0; i < 3; i++)
         if (by_taps && u->tap_moves[i] < 1) return 0;
-    return pieces_of_all && gemm_min(lines, u->filters) >= LEAST_LINES && across < MOST_STRIDE && along < MOST_STRIDE && u->w_steps[2] < MOST_STRIDE &&
-           !(by_taps && (u->bias || u->relu)) && 2.0 * (double)rows * (double)(u->filters * u->channels * product_of(u->taps)) > 1e6;
+    return across < MOST_STRIDE && along < MOST_STRIDE && u->w_steps[2] < MOST_STRIDE && !(by_taps && (u->bias || u->relu));
 }
 
 /* Find where each block of terms lies: in filters or their copy, and in the copy of the input. */
@@ -351,7 +348,4 @@ static OrtStatus *convolve_in_tiles(Context *context, const Convolution *u) {
     give_back(memory);
     return NULL;
 }
-#else
-static int fills_tiles(const Convolution *u) { return (void)u, 0; }
-static OrtStatus *convolve_in_tiles(Context *context, const Convolution *u) { return (void)context, (void)u, NULL; }
 #endif

@@ -15,7 +15,8 @@ enum { TILES_AHEAD = 2 }; /* tiles of filters from those that are read to those 
 /* All tasks share this. Rows are the places of all images. */
 typedef struct {
     Direct d; /* the copy of the input, and where terms and rows lie in it */
-    const float *input; /* the copy, or the input itself if no tap leaves it */
+    int inside; /* whether no tap leaves the input */
+    const float *input; /* the copy, or the input itself */
     int64_t group; /* the distance of groups there */
     int64_t rows, panels;
     int64_t filter_tiles, together; /* of a group; the units (tiles of filters) that take turns */
@@ -63,9 +64,9 @@ static int64_t place_of(const Unfolded *a, int64_t group, int64_t row, float **y
     return (row / run + 1) * run - row;
 }
 
-/* Write the sums of some rows and filters to the result. */
+/* Write the sums of some rows and filters to the result. Those of a filter are c_row elements after the one before. */
 static void store_lanes(const Unfolded *a, int64_t group, int64_t first, int64_t end, int64_t filter, int64_t filters,
-                        const float *c) {
+                        const float *c, int64_t c_row) {
     const Convolution *u = a->d.u;
     const float *bias = u->bias ? u->bias + group * u->filters + filter : NULL;
     const int64_t step = side_by_side(u->places, u->y_steps) ? 1 : u->y_steps[2];
@@ -73,7 +74,7 @@ static void store_lanes(const Unfolded *a, int64_t group, int64_t first, int64_t
         float *y;
         length = gemm_min(place_of(a, group, r, &y), end - r);
         for (int64_t f = 0; f < filters; f++)
-            finish(y + (filter + f) * u->y_filter, c + f * WIDTH, step, length, bias ? bias[f] : 0, u->relu);
+            finish(y + (filter + f) * u->y_filter, c + f * c_row, step, length, bias ? bias[f] : 0, u->relu);
     }
 }
 
@@ -105,7 +106,7 @@ static void convolve_panel(const Unfolded *a, int64_t panel, int64_t first, int6
                                     stays ? y + filter * u->y_filter : c + (unit - first) * GEMM_MR * WIDTH,
                                     stays ? u->y_filter : WIDTH, b > 0);
             if (!stays && b == blocks - 1)
-                store_lanes(a, group, row, last, filter, filters, c + (unit - first) * GEMM_MR * WIDTH);
+                store_lanes(a, group, row, last, filter, filters, c + (unit - first) * GEMM_MR * WIDTH, WIDTH);
         }
 }
 
@@ -119,34 +120,50 @@ static void convolve_filters(void *user, size_t task) {
             convolve_panel(a, panel, unit, gemm_min(unit + a->together, end), a->c + first * GEMM_MR * WIDTH);
 }
 
-static OrtStatus *convolve_unfolded(Context *context, const Convolution *u) {
-    const int64_t taps = product_of(u->taps), rows = u->images * product_of(u->places);
-    Unfolded a = {.rows = rows, .panels = gemm_parts(rows, WIDTH), .filter_tiles = gemm_parts(u->filters, GEMM_MR)};
-    Direct *d = &a.d;
-    if (u->filters == 0) return NULL;
-    d->u = u, d->channels = u->channels, d->terms = u->channels * taps;
-    const double work = 2.0 * (double)(rows * u->groups) * (double)(u->filters * d->terms);
-    d->tasks = gemm_min(work > 1e6 ? thread_count : 1, u->groups * a.filter_tiles);
-    a.together = u->w_filter < u->w_channel && d->terms > GEMM_KC ? u->groups * a.filter_tiles : 1;
+/* Lay out a copy of the input, if a tap leaves it, and return how many elements it has. */
+static int64_t lay_out_windows(Unfolded *a) {
+    Direct *d = &a->d;
+    const Convolution *u = d->u;
+    a->rows = u->images * product_of(u->places), a->panels = gemm_parts(a->rows, WIDTH);
+    d->channels = u->channels, d->terms = u->channels * product_of(u->taps);
     find_reach(d);
     lay_out(d, u->places, 0);
-    const int inside = stays_inside(d);
-    if (inside) memcpy(d->steps, u->steps, sizeof d->steps), d->channel = u->x_channel, d->image = u->x_image;
-    a.group = inside ? u->channels * u->x_channel : u->images * d->image;
-    const int64_t copies = inside ? 0 : u->groups * a.group, windows = u->groups * a.panels * d->terms * WIDTH;
-    const int64_t listed = 2 * d->terms + upto(rows, WIDTH), sums = u->groups * a.filter_tiles * GEMM_MR * WIDTH;
+    a->inside = stays_inside(d);
+    if (a->inside) memcpy(d->steps, u->steps, sizeof d->steps), d->channel = u->x_channel, d->image = u->x_image;
+    a->group = a->inside ? u->channels * u->x_channel : u->images * d->image;
+    return a->inside ? 0 : u->groups * a->group;
+}
+
+/* Return how many numbers say where terms and rows lie. */
+static int64_t listed_windows(const Unfolded *a) { return 2 * a->d.terms + upto(a->rows, WIDTH); }
+
+/* Find where terms and rows lie, and copy the input if a tap leaves it. */
+static void find_windows(Context *context, Unfolded *a, int64_t *lists, float *copies) {
+    Direct *d = &a->d;
+    const Convolution *u = d->u;
+    const int64_t of_weights[4] = {u->w_channel, u->w_steps[0], u->w_steps[1], u->w_steps[2]};
+    d->copies = copies, d->terms_at = lists, d->rows_at = lists + d->terms, a->weights_at = d->rows_at + upto(a->rows, WIDTH);
+    find_places(d, a->rows);
+    find(d->terms, u->taps, of_weights, 0, a->weights_at);
+    for (int64_t i = a->rows; i < upto(a->rows, WIDTH); i++) d->rows_at[i] = d->rows_at[0];
+    a->input = d->copies;
+    if (!a->inside) share(context, d, copy_image, u->groups * u->images);
+    else a->input = u->x + d->lowest[0] * u->steps[0] + d->lowest[1] * u->steps[1] + d->lowest[2] * u->steps[2];
+}
+
+static OrtStatus *convolve_unfolded(Context *context, const Convolution *u) {
+    Unfolded a = {.d = {.u = u}, .filter_tiles = gemm_parts(u->filters, GEMM_MR)};
+    Direct *d = &a.d;
+    if (u->filters == 0) return NULL;
+    const int64_t copies = lay_out_windows(&a), listed = listed_windows(&a);
+    const double work = 2.0 * (double)(a.rows * u->groups) * (double)(u->filters * d->terms);
+    d->tasks = gemm_min(work > 1e6 ? thread_count : 1, u->groups * a.filter_tiles);
+    a.together = u->w_filter < u->w_channel && d->terms > GEMM_KC ? u->groups * a.filter_tiles : 1;
+    const int64_t windows = u->groups * a.panels * d->terms * WIDTH, sums = u->groups * a.filter_tiles * GEMM_MR * WIDTH;
     void *memory = borrow((size_t)(copies + windows + sums) * sizeof(float) + (size_t)listed * sizeof(int64_t) + 64);
     if (!memory) return out_of_memory();
-    a.windows = align64(memory), a.c = a.windows + windows, d->copies = a.c + sums;
-    d->terms_at = (int64_t *)(d->copies + copies), d->rows_at = d->terms_at + d->terms;
-    a.weights_at = d->rows_at + upto(rows, WIDTH);
-    const int64_t of_weights[4] = {u->w_channel, u->w_steps[0], u->w_steps[1], u->w_steps[2]};
-    find_places(d, rows);
-    find(d->terms, u->taps, of_weights, 0, a.weights_at);
-    for (int64_t i = rows; i < upto(rows, WIDTH); i++) d->rows_at[i] = d->rows_at[0];
-    a.input = d->copies;
-    if (!inside) share(context, d, copy_image, u->groups * u->images);
-    else a.input = u->x + d->lowest[0] * u->steps[0] + d->lowest[1] * u->steps[1] + d->lowest[2] * u->steps[2];
+    a.windows = align64(memory), a.c = a.windows + windows;
+    find_windows(context, &a, (int64_t *)(a.c + sums + copies), a.c + sums);
     share(context, d, unfold_panel, u->groups * a.panels);
     share(context, d, convolve_filters, d->tasks);
     give_back(memory);
