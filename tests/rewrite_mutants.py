@@ -108,10 +108,10 @@ SIMPLIFYING = [
     *of(
         "graphopt/graph/rewriting.py",
         "unroll",
-        ("names_differ", "                fix_names(model)\n", ""),
+        ("names_differ", "                    fix_names(model)\n", ""),
     ),
     *of(
-        "graphopt/graph/simplify.py",
+        "graphopt/graph/folding.py",
         "folding",
         ("weights_are_not_folded", "not weights.isdisjoint(node.inputs)", "False"),
     ),
