@@ -74,14 +74,14 @@ def opened(graph, threads, precision, options=None):
     return Session(device, graph), Session(device, lowered.model, library=lowered.library)
 
 
-def compare_in_guarded_memory(graph, feeds, precision):
+def compare_in_guarded_memory(graph, feeds, precision, layers=1):
     for threads in 1, 2:
         plain, native = opened(graph, threads, precision)
         expected = plain.compute_arrays(feeds)
         shapes = {name: array.shape for name, array in expected.items()}
         for at_end in True, False:
             for name, found in bound_results(native, feeds, shapes, at_end).items():
-                assert_near(found, expected[name], name, layers=2, precision=precision)  # of 10^6 numbers
+                assert_near(found, expected[name], name, layers=layers, precision=precision)
 
 
 @pytest.mark.slow
@@ -92,7 +92,8 @@ def test_convolutions_in_guarded_memory(precision, form, batch, monkeypatch, tmp
     graph, weights, shapes = convolutions(150)
     rng = np.random.default_rng(batch)
     x = {name: rng.standard_normal([batch, *shape]).astype(np.float32) for name, shape in shapes.items()}
-    compare_in_guarded_memory(graph, weights | x, precision)
+    layers = 2 if precision == "medium" else 1  # of a million numbers, some are far off
+    compare_in_guarded_memory(graph, weights | x, precision, layers)
 
 
 LARGE = [

@@ -143,9 +143,9 @@ class BoundSession:
         self._place = ("cpu", 0) if options.as_numpy else (device.kind, device.index)
         self._places = {name: i for i, name in enumerate(self._fetched) if name not in self._own_outputs}
         named = {str(dim) for x in fed for dim in x.shape or ()}
-        may_keep = device.kind == "cpu" and options.as_numpy and not shared
-        self._follow = [name for name in self._places if may_keep and _follows(outputs[name], named)]
-        self._has_kept = False
+        may_reuse = device.kind == "cpu" and options.as_numpy and not shared
+        self._follow = [name for name in self._places if may_reuse and _follows(outputs[name], named)]
+        self._reuses = False
         buffers.share(shared)
         self._bindings, self._copied_by_binding = [], []
         on_host = self.session.inputs_on_host() if device.kind != "cpu" else []
@@ -192,7 +192,7 @@ class BoundSession:
         try:
             self.session.execute(binding, self._options[source])
         except GraphoptError:
-            if not self._has_kept:
+            if not self._reuses:
                 raise
             self._release_outputs()  # the graph declares a shape that does not follow from the inputs'
             self._follow = []
@@ -205,8 +205,8 @@ class BoundSession:
             reported = self._fetch(binding, reported)
         if self._check is not None:
             self.state_is_finite = bool(np.isfinite(self._check).all())
-        if self._follow and not self._has_kept and len(self._arrays) == self._count:
-            self._keep_outputs(reported)
+        if self._follow and not self._reuses and len(self._arrays) == self._count:
+            self._reuse_arrays(reported)
         return reported
 
     def _fetch(self, binding: onnxruntime.IOBinding, read: Reported) -> Reported:
@@ -226,17 +226,17 @@ class BoundSession:
                 reported[name] = self._kept(value)
         return {name: reported[name] for name in self._report}
 
-    def _keep_outputs(self, reported: Reported) -> None:
+    def _reuse_arrays(self, reported: Reported) -> None:
         """Have the next calls, whose inputs have the same shapes, write small outputs to the same arrays."""
-        kept = dict(self._host_outputs)
+        reused = dict(self._host_outputs)
         for name in self._follow:
             array = reported[name]
             if array.dtype.kind in "fiub" and 0 < array.nbytes <= _SMALL:
-                kept[name] = np.empty_like(array)
+                reused[name] = np.empty_like(array)
                 for each in self._bindings:
-                    each.bind_ortvalue_output(name, share(self._device, kept[name]))
-        self._host_outputs = {name: kept[name] for name in self._fetched if name in kept}
-        self._has_kept, self._rebinds = True, not self._places.keys() <= kept.keys()
+                    each.bind_ortvalue_output(name, share(self._device, reused[name]))
+        self._host_outputs = {name: reused[name] for name in self._fetched if name in reused}
+        self._reuses, self._rebinds = True, not self._places.keys() <= reused.keys()
 
     def _release_outputs(self) -> None:
         """Have the runtime allocate outputs again."""
@@ -244,7 +244,7 @@ class BoundSession:
             for name in self._places:
                 each.bind_output(name, *self._place)
         self._host_outputs = {name: x for name, x in self._host_outputs.items() if name not in self._places}
-        self._has_kept, self._rebinds = False, True
+        self._reuses, self._rebinds = False, True
 
     def _bind(self, binding: onnxruntime.IOBinding, source: int, feeds: Mapping[str, Tensor]) -> list[object]:
         """Bind what differs from call to call; return what must stay alive until the run."""
@@ -252,7 +252,7 @@ class BoundSession:
             own = ndarray, self._device.ort.OrtValue
             if not all(isinstance(x, own) for x in feeds.values()):
                 binding.synchronize_inputs()  # the package that shares a tensor may still write it
-        if self._has_kept and feeds:
+        if self._reuses and feeds:
             self._release_outputs()
         alive: list[object] = []
         for name, tensor in feeds.items():
