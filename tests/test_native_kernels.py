@@ -35,6 +35,7 @@ from random_clusters import SPECIAL, Graph, Part, grown
 import graphopt
 import passes
 from graphopt.runtime.denormals import Flushing, supported
+from graphopt.targets.native import library
 from graphopt.targets.native.lowering import lower_to_kernels, plan
 from graphopt.targets.native.operators import (
     FOLDED,
@@ -334,6 +335,14 @@ def explained(
 def test_random_clusters() -> None:
     graph = grown(0, PARTS, OPSET)
     assert check(graph) > 0.7 * sum(len(part.nodes) for part in graph.parts)
+
+
+@pytest.mark.slow
+def test_random_clusters_in_blocks(monkeypatch, tmp_path) -> None:
+    """Loops over large arrays fetch one block while they compute another: here, of three numbers."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(library, "_LIMITS", f"{library._LIMITS}#define FETCHED 3\n#define LEAST_FETCHED 1\n")
+    check(grown(GRAPHS, PARTS, OPSET))
 
 
 @pytest.mark.exhaustive

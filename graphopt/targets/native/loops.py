@@ -113,10 +113,15 @@ class Loops:
         """Return whether a task may compute some of the columns."""
         return bool(self.numbers.dimensions) and not self.numbers.reduces_rows
 
+    @property
+    def has_blocks(self) -> bool:
+        """Return whether one loop over blocks of columns reads and writes all elements."""
+        return self.splits_columns and self.stages.count == 1 and self.element == "j"
+
     @functools.cached_property
     def far(self) -> list[Store]:
         """Return the outputs that nothing reads in this step, if no cache keeps the graph's outputs until the next."""
-        if not self.is_large or self.numbers.rows or not self.splits_columns or self.stages.count > 1:
+        if not self.is_large or self.numbers.rows or not self.has_blocks:
             return []
         return [store for store in self.numbers.stores_of(ELEMENT) if self._is_far(store.output)]
 
@@ -129,6 +134,9 @@ class Loops:
         scratch = [x for x in self.stages.kept if self._stored(x) is None]
         lines = [f"const int64_t columns = {self.numbers.product(self.numbers.columns)};"]
         lines += [f"{x.ctype} *restrict s_{x.name} = allocate(sizeof({x.ctype}) * columns);" for x in scratch]
+        if self.has_blocks and not self.far:
+            lines.append("const int fetches = columns >= FETCHED && a->rows * columns >= LEAST_FETCHED;")
+            lines.append("const int64_t block = fetches ? FETCHED : columns;")
         lines += [*self._before_rows(), *self._totals_start()]
         row = [*self._row(), *self._next_row()]
         lines += [*self._first_row(), "for (int64_t r = row0; r < row1; r++) {", *indented(row), "}"]
@@ -180,14 +188,35 @@ class Loops:
         for stage in range(self.stages.count):
             lines += [self._constant(x, "") for x in self.stages.computed(stage, ROW)]
             loop = self._columns_of(stage).lines()
-            lines += self._in_blocks(loop) if self.far else loop
+            lines += self._in_blocks(loop) if self.has_blocks else loop
         for store in [*numbers.stores_of(ROW), *numbers.stores_of(ALL)]:
             place = f"a->{self.names[store.output]}[{self.offset(store.axes)}]"
             lines.append(stored(store.output.dtype, place, store.number.name))
         return lines
 
     def _in_blocks(self, loop: list[str]) -> list[str]:
-        """Return the loop over all columns around that over a block of them, whose results are stored at once."""
+        """Return the loop over all columns around that over a block of them."""
+        before, size, after = self._far_block() if self.far else self._fetched_block()
+        return [
+            "for (int64_t j0 = column0, j1; j0 < column1; j0 = j1) {",
+            f"    j1 = j0 + {size} < column1 ? j0 + {size} : column1;",
+            *indented([*before, *loop, *after]),
+            "}",
+        ]
+
+    def _fetched_block(self) -> tuple[list[str], str, list[str]]:
+        """Return what comes before a block, its size, and what comes after: memory is fetched for a later block."""
+        places = [f"p_{x.name}" for (_, axes), x in self.numbers.read.items() if self._is_contiguous(x, axes)]
+        places += [f"q_{self.names[store.output]}" for store in self.numbers.stores_of(ELEMENT)]
+        fetched = [f"if (fetches) fetch_next({place} + j0, sizeof *{place});" for place in places]
+        return fetched, "block", []
+
+    def _is_contiguous(self, x: Scalar, axes: Axes) -> bool:
+        """Return whether an input's rows lie one after the other."""
+        return x.extent is ELEMENT and [*axes] == self.numbers.dimensions
+
+    def _far_block(self) -> tuple[list[str], str, list[str]]:
+        """Return what comes before a block, its size, and what comes after: results are stored at once."""
         block, stores = [], []
         for store in self.far:
             name = self.names[store.output]
@@ -195,12 +224,7 @@ class Loops:
             is_far += [f"(void *)a->{name} != a->{self.names[x]}" for x in self.numbers.inputs]
             block.append(f"{stored_type(store.output)} y_{name}[FAR_BLOCK];")
             stores.append(f"store_far(q_{name} + j0, y_{name}, j1 - j0, {' && '.join(is_far)});")
-        return [
-            "for (int64_t j0 = column0, j1; j0 < column1; j0 = j1) {",
-            "    j1 = j0 + FAR_BLOCK < column1 ? j0 + FAR_BLOCK : column1;",
-            *indented([*block, *loop, *stores]),
-            "}",
-        ]
+        return block, "FAR_BLOCK", stores
 
     def _pointer(self, x: ir.Value, axes: Axes, name: str) -> str:
         """Return the declaration of a pointer to a row's first element of an input or output."""
@@ -266,7 +290,7 @@ class Loops:
 
     def _loop(self, stage: int) -> VectorLoop:
         first, end = ("column0", "column1") if self.splits_columns else ("0", "columns")
-        first, end = ("j0", "j1") if self.far else (first, end)
+        first, end = ("j0", "j1") if self.has_blocks else (first, end)
         head = f"for (int64_t j = {first}; j < {end}; j++)"
         return VectorLoop(head, {ELEMENT}, functools.partial(self._place, stage))
 

@@ -50,17 +50,15 @@ GEMM_INLINE void gemm_store(int mr, int vectors, Lanes sums[GEMM_MR][2], float *
         const char *b, int64_t b_row, char *kept, float *c, int64_t c_row, int accumulate
 
 /* Compute mr rows times `vectors` vectors of C. With `keep`, what is read of B is written to `kept`, without gaps. Every
- * second step fetches two lines into the cache, from ahead + places[step / 2]. mr, vectors and keep are constants, so
- * that the sums stay in registers. */
+ * second step fetches two lines into the cache, from ahead + places[step / 2], and a row of C as long as there are any:
+ * rows that are fetched all at once wait for each other. mr, vectors and keep are constants, so that the sums stay in
+ * registers. */
 GEMM_INLINE void gemm_tile(int mr, int vectors, int keep, GEMM_OPERANDS) {
     Lanes sums[GEMM_MR][2] = {{{0}}};
     const char *a5 = a + 5 * a_row, *a10 = a + 10 * a_row;
     int64_t a_row3 = 3 * a_row;
     __asm__("" : "+r"(a_row3)); /* three pointers and two strides: a compiler that knows more makes 14 pointers */
-    for (int i = 0; i < mr; i++) {
-        __builtin_prefetch(c + i * c_row, 1);
-        if (vectors > 1 && GEMM_BYTES == 64) __builtin_prefetch(c + i * c_row + LANES, 1);
-    }
+    const float *line = c;
 #pragma GCC unroll 2
     for (int64_t p = 0; p < k; p++) {
         Lanes b0 = AT(b), b1 = AT(b + (vectors - 1) * GEMM_BYTES);
@@ -78,7 +76,14 @@ GEMM_INLINE void gemm_tile(int mr, int vectors, int keep, GEMM_OPERANDS) {
             sums[i][0] += x * b0;
             if (vectors > 1) sums[i][1] += x * b1;
         }
-        if (p % 2 == 0) __builtin_prefetch(ahead + places[p / 2]), __builtin_prefetch(ahead + places[p / 2] + 64);
+        if (p % 2 == 0) {
+            __builtin_prefetch(ahead + places[p / 2]), __builtin_prefetch(ahead + places[p / 2] + 64);
+            if (p < 2 * mr) {
+                __builtin_prefetch(line, 1);
+                if (vectors > 1 && GEMM_BYTES == 64) __builtin_prefetch(line + LANES, 1);
+                line += c_row;
+            }
+        }
         a += a_column, a5 += a_column, a10 += a_column, b += b_row;
     }
     gemm_store(mr, vectors, sums, c, c_row, accumulate);

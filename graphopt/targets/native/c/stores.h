@@ -1,4 +1,5 @@
-/* Store results that nothing reads soon past the caches, where the processor can: their old lines are not read then. */
+/* Move rows between memory and caches: fetch what a loop reads and writes before it does, and store results that nothing
+ * reads soon past the caches, where the processor can: their old lines are not read then. */
 #pragma once
 #include <stdint.h>
 #include <string.h>
@@ -7,6 +8,10 @@ enum {
     FAR_BLOCK = 512,   /* numbers that are stored at once */
     LEAST_FAR = 16384, /* numbers of a result */
 };
+#ifndef FETCHED /* tests have smaller ones */
+#define FETCHED 256             /* numbers that are fetched at once */
+#define LEAST_FETCHED (1 << 17) /* numbers of what a loop computes: with fewer, its operands are in a near cache */
+#endif
 
 #if defined(__AVX512F__)
 #define FAR_BYTES 64
@@ -28,6 +33,12 @@ typedef float FarLanes __attribute__((vector_size(FAR_BYTES)));
 #define STORE_FAR(to, x) __builtin_ia32_movntps(to, x)
 #endif
 #endif
+
+/* Fetch the lines of the block after the one at hand, of numbers with so many bytes each. The processor's own fetching
+ * ends with each page. */
+static inline void fetch_next(const void *numbers, size_t bytes) {
+    for (size_t i = 0; i < FETCHED * bytes; i += 64) __builtin_prefetch((const char *)numbers + FETCHED * bytes + i);
+}
 
 /* Store numbers; is_far says that the cache has no line of what they replace. */
 static inline void store_far(float *to, const float *from, int64_t count, int is_far) {
