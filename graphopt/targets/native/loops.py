@@ -116,7 +116,7 @@ class Loops:
     @property
     def has_blocks(self) -> bool:
         """Return whether one loop over blocks of columns reads and writes all elements."""
-        return self.splits_columns and self.stages.count == 1 and self.element == "j"
+        return self.splits_columns and self.stages.count == 1
 
     @functools.cached_property
     def far(self) -> list[Store]:
