@@ -9,7 +9,7 @@ import math
 import time
 import timeit
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,10 +86,12 @@ class Evaluation:
         """Take note of the description of tensors that have been checked, and will be computed with."""
         self.checked = facts
 
-    def filled(self, feeds: Mapping[str, Tensor]) -> BoundSession | None:
-        """Feed arrays like those of the latest call; return the session that is to run.
+    def again(
+        self, feeds: Mapping[str, Tensor], check: Callable[[Mapping[str, Any]], None] | None
+    ) -> Reported | None:
+        """Compute outputs from arrays like those of the latest call, after a check.
 
-        Return None if a tensor is no such array, or if the session may be another.
+        Return None if a tensor is no such array, or if the form of the graph may be another.
         """
         return None
 
@@ -161,11 +163,13 @@ class ChosenEvaluation(Evaluation):
             self._choices[self._note] = Choice(bool(kernels), waits or 0) if is_known else None
         self._choice = Choice() if self._device.deterministic else self._choices[self._note]
 
-    def filled(self, feeds: Mapping[str, Tensor]) -> BoundSession | None:
+    def again(
+        self, feeds: Mapping[str, Tensor], check: Callable[[Mapping[str, Any]], None] | None
+    ) -> Reported | None:
         form, buffers = self._settled, self._buffers
         if form is None or self._version != buffers.version or self._sets is not buffers.sets:
             return None
-        return form if form.fill(buffers.current, feeds) else None
+        return form.again(buffers.current, feeds, check)
 
     def compute(self, feeds: Mapping[str, Tensor]) -> Reported:
         if self._sets is not self._buffers.sets:
