@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     import onnxruntime
 
 Reported = dict[str, Any]
-_SMALL = 65536  # bytes
+_COPIED, _SMALL = 32768, 65536  # bytes up to which arrays are copied in, and out
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -321,7 +321,7 @@ class BoundSession:
             value = to_ort(self._device, tensor, self._types[name])
             binding.bind_ortvalue_input(name, value)
             return value
-        if self._device.kind != "cpu" or tensor.nbytes > _SMALL:
+        if self._device.kind != "cpu" or tensor.nbytes > _COPIED:
             array = tensor if tensor.flags.c_contiguous else np.ascontiguousarray(tensor)
             binding.bind_cpu_input(name, array)
             if self._device.kind == "cpu":
