@@ -547,6 +547,29 @@ def test_small_arrays_of_changing_shapes_and_kinds_are_the_ones_fed(plain, execu
     )
 
 
+@pytest.mark.parametrize("rows", [8, 5000])
+def test_arrays_of_any_layout_and_values_are_read_as_they_are(executor, rows):
+    """NumPy computes the loss; the layout changes between batches of one shape, and values come between arrays."""
+    x, target = np.resize(X, (rows, 4)), np.resize(T, (rows, 3))
+    layouts = [
+        np.ascontiguousarray,
+        np.ascontiguousarray,
+        np.asfortranarray,
+        lambda array: np.repeat(array, 2, axis=1)[:, ::2],
+        onnxruntime.OrtValue.ortvalue_from_numpy,
+        np.ascontiguousarray,
+        lambda array: array[::-1][::-1],
+        np.asfortranarray,
+    ]
+    for i, laid in enumerate(layouts):
+        x = (x + np.float32(0.1 * i)).astype(np.float32)
+        w = {name: array.astype(np.float64) for name, array in executor.state.items()}
+        y = np.tanh(x @ w["fc0.weight"].T + w["fc0.bias"]) @ w["fc1.weight"].T + w["fc1.bias"]
+        np.testing.assert_allclose(executor.predict(x=laid(x))["y"], y, rtol=1e-4, atol=1e-5)
+        loss = executor.step(x=laid(x), target=target)["loss"]
+        assert loss == pytest.approx(np.mean((y - target) ** 2), rel=1e-5)
+
+
 def test_small_outputs_are_those_of_the_batch_and_stay(executor):
     """They are written to the same arrays as long as the shapes stay, and the caller has copies."""
 

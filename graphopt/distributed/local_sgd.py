@@ -261,7 +261,7 @@ class _RoundBuffers(StateBuffers):
         self._outer.step(self._shared.current, {})
         if self._shared.spoiled() is not None:
             return False
-        self._shared.swap()
+        self._shared.advance({})
         return True
 
     def _own(self, name: str) -> np.ndarray:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +22,7 @@ from graphopt.runtime.tensors import (
     OrtValues,
     Tensor,
     buffer,
+    is_finite,
     number_or_array,
     overwrite,
     share,
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     import onnxruntime
 
 Reported = dict[str, Any]
-_SMALL = 65536  # bytes
+_COPIED, _SMALL = 32768, 65536  # bytes up to which arrays are copied in, and out
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -85,10 +86,10 @@ class BoundSession:
     ====================  ==================================================  ==========================
     new state             nothing: bound once                                 `buffers`, the other set
     `fixed`               nothing: bound once                                 the caller's memory
-    number, CPU           reads it                                            `_host_outputs`, bound once
+    number, CPU           reads it                                            `_readers`, bound once
     numbers, GPU          reads them all at once, with the check              `_own_outputs`, bound once
     any, captured graph   reads it, or returns a copy                         `_own_outputs`, bound once
-    small array, CPU      copies it, as long as inputs keep their shapes      `_host_outputs`, bound by the first call
+    small array, CPU      copies it, as long as inputs keep their shapes      `_readers`, bound by the first call
     any other             has the runtime allocate it                         `_places` in the results
     ====================  ==================================================  ==========================
 
@@ -121,13 +122,16 @@ class BoundSession:
         self.session = Session(device, model, library=library, captures=device.graph_capture)
         fed = with_role(model, *FED)
         self._types = {name_of(x): InputSpec(x).dtype for x in fed}
-        self._count = len(fed)
-        # Of arrays that were fed last on the CPU: the copy of a small one, shape and element type.
+        # Of arrays that were fed last on the CPU: the copy of a small one, shape and element type; the same in a list
+        # if all inputs were such arrays.
         self._arrays: dict[str, tuple[ndarray | None, tuple[int, ...], np.dtype[Any]]] = {}
+        self._alike: list[tuple[str, ndarray | None, tuple[int, ...], np.dtype[Any]]] | None = None
+        self._note_arrays()
+        self._alive: dict[str, object] = {}  # what inputs are bound to
         self._graph_inputs: dict[str, onnxruntime.OrtValue] = {}
         if device.graph_capture:
             self._graph_inputs = {name_of(x): buffer(device, zeros_of(x)) for x in fed}
-        self._host_outputs: dict[str, ndarray] = {}
+        self._readers: dict[str, Callable[[], Any]] = {}
         self._own_outputs: dict[str, onnxruntime.OrtValue] = {}
         self.state_is_finite = False
         self._check: ndarray | None = np.zeros((), np.float32) if check else None
@@ -138,14 +142,14 @@ class BoundSession:
             if device.graph_capture or (name == PACKED and is_static(outputs[name])):
                 self._own_outputs[name] = buffer(device, zeros_of(outputs[name]))
             elif outputs[name].shape == () and device.kind == "cpu":
-                self._host_outputs[name] = zeros_of(outputs[name])
-                self._own_outputs[name] = share(device, self._host_outputs[name])
+                own = zeros_of(outputs[name])
+                self._readers[name], self._own_outputs[name] = own.item, share(device, own)
         self._place = ("cpu", 0) if options.as_numpy else (device.kind, device.index)
         self._places = {name: i for i, name in enumerate(self._fetched) if name not in self._own_outputs}
         named = {str(dim) for x in fed for dim in x.shape or ()}
         may_reuse = device.kind == "cpu" and options.as_numpy and not shared
         self._follow = [name for name in self._places if may_reuse and _follows(outputs[name], named)]
-        self._reuses = False
+        self._reuses = self._reads_all = False
         buffers.share(shared)
         self._bindings, self._copied_by_binding = [], []
         on_host = self.session.inputs_on_host() if device.kind != "cpu" else []
@@ -154,59 +158,75 @@ class BoundSession:
             inputs = {**buffers.sets[source], **buffers.fed, **self._graph_inputs, **options.fixed}
             self._bindings.append(self._binding(inputs, {**self._own_outputs, **after, **options.fixed}))
             self._copied_by_binding.append({name: inputs[name] for name in on_host if name in inputs})
+        self._binders = [each._iobinding.bind_input for each in self._bindings]
         self._rebinds = bool(self._places or any(self._copied_by_binding))
         self._options: list[Any] = [None, None]
         if device.graph_capture:
             self._options = [device.ort.RunOptions() for _ in range(2)]
             for number, run in enumerate(self._options, 1):
                 run.add_run_config_entry("gpu_graph_id", str(number))
+        self._prepare()
 
-    def fill(self, source: int, feeds: Mapping[str, Any]) -> bool:
-        """Feed arrays to the next call from set `source`; return False if one is not like that of the latest call."""
-        arrays = self._arrays
-        if not len(feeds) == len(arrays) == self._count:
-            return False
-        for name, (array, shape, dtype) in arrays.items():
+    def _prepare(self) -> None:
+        """Prepare the run of each binding, after which what `_readers` read is known."""
+        bound = zip(self._bindings, self._options, strict=True)
+        self._runs = [self.session.prepared(each, run, [*self._readers.items()]) for each, run in bound]
+
+    def again(
+        self,
+        source: int,
+        feeds: Mapping[str, Any],
+        check: Callable[[Mapping[str, Any]], None] | None = None,
+    ) -> Reported | None:
+        """Do what `call` does for arrays like those of the latest call; return None if one is not like that.
+
+        Args:
+            check: raises an error if the arrays' numbers are wrong.
+        """
+        alike = self._alike
+        if alike is None or len(feeds) != len(alike):
+            return None
+        for name, array, shape, dtype in alike:
             tensor = feeds.get(name)
             if not isinstance(tensor, ndarray) or tensor.shape != shape or tensor.dtype is not dtype:
-                return False
+                return None
             if array is not None:
                 array[...] = tensor
-            elif tensor.flags.c_contiguous:
-                self._bindings[source].bind_cpu_input(name, tensor)
-            else:
-                return False
-        return True
-
-    def call(self, source: int, feeds: Mapping[str, Tensor]) -> Reported:
-        """Read the state from set `source`, write the other set, and return the reported outputs of checked tensors."""
-        binding = self._bindings[source]
-        if feeds and self.fill(source, feeds):
-            feeds = {}
-        alive: list[object] = []
-        if feeds or self._rebinds:
-            try:
-                alive = self._bind(binding, source, feeds)
-            except RuntimeError as error:  # binding may copy
-                raise self.session.stopped(error) from error
+            else:  # the runtime copies an array that is not contiguous
+                self._binders[source](name, tensor)
+                self._alive[name] = tensor
+        if check is not None:
+            check(feeds)
+        if self._rebinds:
+            self._bind(source, {})
         try:
-            self.session.execute(binding, self._options[source])
+            reported = self._runs[source]()
         except GraphoptError:
             if not self._reuses:
                 raise
             self._release_outputs()  # the graph declares a shape that does not follow from the inputs'
             self._follow = []
-            self.session.execute(binding, self._options[source])
-        del alive
-        reported: Reported = {}
-        for name, array in self._host_outputs.items():
-            reported[name] = array.copy() if array.ndim else array.item()
+            return None
+        return reported if self._reads_all else self._completed(source, reported)
+
+    def call(self, source: int, feeds: Mapping[str, Tensor]) -> Reported:
+        """Read the state from set `source`, write the other set, and return the reported outputs of checked tensors."""
+        reported = self.again(source, feeds)
+        if reported is None:
+            self._bind(source, feeds)
+            reported = self._completed(source, self._runs[source]())
+        return reported
+
+    def _completed(self, source: int, reported: Reported) -> Reported:
+        """Return the outputs of a run, of which some have been read; look at its check, and prepare the next run."""
         if len(reported) < len(self._fetched):
-            reported = self._fetch(binding, reported)
+            reported = self._fetch(self._bindings[source], reported)
         if self._check is not None:
-            self.state_is_finite = bool(np.isfinite(self._check).all())
-        if self._follow and not self._reuses and len(self._arrays) == self._count:
+            self.state_is_finite = is_finite(self._check)
+        if self._follow and not self._reuses and self._alike is not None:
             self._reuse_arrays(reported)
+        is_open = self._check is not None or (self._follow and not self._reuses)
+        self._reads_all = not is_open and len(self._readers) == len(self._fetched)
         return reported
 
     def _fetch(self, binding: onnxruntime.IOBinding, read: Reported) -> Reported:
@@ -228,33 +248,49 @@ class BoundSession:
 
     def _reuse_arrays(self, reported: Reported) -> None:
         """Have the next calls, whose inputs have the same shapes, write small outputs to the same arrays."""
-        reused = dict(self._host_outputs)
+        readers = dict(self._readers)
         for name in self._follow:
             array = reported[name]
             if array.dtype.kind in "fiub" and 0 < array.nbytes <= _SMALL:
-                reused[name] = np.empty_like(array)
+                reused = np.empty_like(array)
+                readers[name] = reused.copy
                 for each in self._bindings:
-                    each.bind_ortvalue_output(name, share(self._device, reused[name]))
-        self._host_outputs = {name: reused[name] for name in self._fetched if name in reused}
-        self._reuses, self._rebinds = True, not self._places.keys() <= reused.keys()
+                    each.bind_ortvalue_output(name, share(self._device, reused))
+        self._readers = {name: readers[name] for name in self._fetched if name in readers}
+        self._reuses, self._rebinds = True, not self._places.keys() <= readers.keys()
+        self._prepare()
 
     def _release_outputs(self) -> None:
         """Have the runtime allocate outputs again."""
         for each in self._bindings:
             for name in self._places:
                 each.bind_output(name, *self._place)
-        self._host_outputs = {name: x for name, x in self._host_outputs.items() if name not in self._places}
-        self._reuses, self._rebinds = False, True
+        self._readers = {name: read for name, read in self._readers.items() if name not in self._places}
+        self._reuses, self._reads_all, self._rebinds = False, False, True
+        self._prepare()
 
-    def _bind(self, binding: onnxruntime.IOBinding, source: int, feeds: Mapping[str, Tensor]) -> list[object]:
-        """Bind what differs from call to call; return what must stay alive until the run."""
+    def _bind(self, source: int, feeds: Mapping[str, Tensor]) -> None:
+        """Bind what differs from call to call."""
+        try:
+            if feeds:
+                self._alike = None
+                self._bind_inputs(self._bindings[source], feeds)
+            for name, value in self._copied_by_binding[source].items():
+                self._bindings[source].bind_ortvalue_input(name, value)
+        except RuntimeError as error:  # binding may copy
+            raise self.session.stopped(error) from error
+        for name in self._places:
+            if name not in self._readers:
+                self._bindings[source].bind_output(name, *self._place)
+
+    def _bind_inputs(self, binding: onnxruntime.IOBinding, feeds: Mapping[str, Tensor]) -> None:
+        """Bind inputs to tensors, or copy them to memory that is bound."""
         if self._device.kind == "cuda":
             own = ndarray, self._device.ort.OrtValue
             if not all(isinstance(x, own) for x in feeds.values()):
                 binding.synchronize_inputs()  # the package that shares a tensor may still write it
-        if self._reuses and feeds:
+        if self._reuses:
             self._release_outputs()
-        alive: list[object] = []
         for name, tensor in feeds.items():
             small = self._arrays[name][0] if name in self._arrays else None
             if small is not None and isinstance(tensor, ndarray) and small.shape == tensor.shape:
@@ -265,13 +301,13 @@ class BoundSession:
                     array = to_ort(self._device, tensor, self._types[name]).numpy()
                 overwrite(self._device, self._graph_inputs[name], np.asarray(array, self._types[name]))
             else:
-                alive.append(self._feed(binding, name, tensor))
-        for name, value in self._copied_by_binding[source].items():
-            binding.bind_ortvalue_input(name, value)
-        for name in self._places:
-            if name not in self._host_outputs:
-                binding.bind_output(name, *self._place)
-        return alive
+                self._alive[name] = self._feed(binding, name, tensor)
+        self._note_arrays()
+
+    def _note_arrays(self) -> None:
+        """Note what arrays have to be like for `again`."""
+        is_whole = len(self._arrays) == len(self._types)
+        self._alike = [(name, *facts) for name, facts in self._arrays.items()] if is_whole else None
 
     def _unpacked(self, vectors: ndarray) -> Reported:
         """Return the numbers of a step, or of each of several, by name; keep the check."""
@@ -285,7 +321,7 @@ class BoundSession:
             value = to_ort(self._device, tensor, self._types[name])
             binding.bind_ortvalue_input(name, value)
             return value
-        if self._device.kind != "cpu" or tensor.nbytes > _SMALL:
+        if self._device.kind != "cpu" or tensor.nbytes > _COPIED:
             array = tensor if tensor.flags.c_contiguous else np.ascontiguousarray(tensor)
             binding.bind_cpu_input(name, array)
             if self._device.kind == "cpu":

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import platform
 import sys
 import threading
 from collections.abc import Callable
-from typing import TypeVar
-
-T = TypeVar("T")
+from typing import Any
 
 FLUSH = 0x8040  # the bits FTZ and DAZ of the register MXCSR: denormal results are 0, and denormal operands count as 0
 
@@ -21,29 +20,14 @@ class Modes(ctypes.Structure):
 
 
 class Flushing(threading.local):
-    """Compute with 0 in place of denormal numbers in the calling thread, in `call` or inside a `with` block.
+    """Compute with 0 in place of denormal numbers in the calling thread, inside a `with` block.
 
     ONNX Runtime's `session.set_denormal_as_zero` affects the threads of its pools and, permanently, the thread that
     created the first session of the process. NumPy would flush denormal numbers in that thread, too.
     """
 
     def __init__(self) -> None:
-        libc = ctypes.PyDLL(None)
-        before, now = Modes(), Modes()
-        libc.fegetmode(ctypes.byref(now))
-        flushing = Modes(now.control, now.mxcsr | FLUSH)
-        # References that are made once, and attributes that are read at once: a step takes only some microseconds.
-        self.modes = libc.fegetmode, libc.fesetmode, ctypes.byref(before), ctypes.byref(flushing)
-
-    def call(self, function: Callable[..., T], *arguments: object) -> T:
-        """Return what a function returns."""
-        get, put, before, flushing = self.modes
-        get(before)
-        put(flushing)
-        try:
-            return function(*arguments)
-        finally:
-            put(before)
+        self.modes = modes()
 
     def __enter__(self) -> None:
         get, put, before, flushing = self.modes
@@ -53,6 +37,30 @@ class Flushing(threading.local):
     def __exit__(self, *_: object) -> None:
         put, before = self.modes[1:3]
         put(before)
+
+
+Switches = tuple[Callable[[Any], None], Callable[[Any], None], Any, Any]
+AS_THEY_ARE: Switches = (lambda _: None, lambda _: None, None, None)  # `modes` where nothing is to change
+
+
+def modes() -> Switches:
+    """Return functions that get and set the modes, memory for the modes before, and the modes that flush.
+
+    They are made once and not looked up again, since a step takes only some microseconds.
+    """
+    libc = _libc()
+    before, now = Modes(), Modes()
+    libc.fegetmode(ctypes.byref(now))
+    flushing = Modes(now.control, now.mxcsr | FLUSH)
+    return libc.fegetmode, libc.fesetmode, ctypes.byref(before), ctypes.byref(flushing)
+
+
+@functools.cache
+def _libc() -> ctypes.PyDLL:
+    """Return the C library, whose functions keep the interpreter's lock, and whose results are not converted."""
+    libc = ctypes.PyDLL(None)
+    libc.fegetmode.restype = libc.fesetmode.restype = None
+    return libc
 
 
 def supported() -> bool:

@@ -9,7 +9,7 @@ import math
 import time
 import timeit
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,8 +33,9 @@ from graphopt.targets.native.cache import own_version
 from graphopt.targets.target import target_of
 
 TRIED = 1.0  # seconds of evaluations after which other forms are measured
-GAIN = 0.95  # of the time of evaluations with weights as inputs, for which constant weights are worth their memory
-SECONDS, MOST = 0.2, 200  # of measuring each form, and its calls
+GAIN = 0.99  # of the time of evaluations with weights as inputs, for which constant weights are worth their memory
+ROUNDS = 2  # of measuring the forms in turns, as other programs may run
+SECONDS, MOST = 0.1, 200  # of measuring a form in a round, and its calls
 NEVER = -1
 CONSTANT = "constant weights"
 
@@ -86,10 +87,12 @@ class Evaluation:
         """Take note of the description of tensors that have been checked, and will be computed with."""
         self.checked = facts
 
-    def filled(self, feeds: Mapping[str, Tensor]) -> BoundSession | None:
-        """Feed arrays like those of the latest call; return the session that is to run.
+    def again(
+        self, feeds: Mapping[str, Tensor], check: Callable[[Mapping[str, Any]], None] | None
+    ) -> Reported | None:
+        """Compute outputs from arrays like those of the latest call, after a check.
 
-        Return None if a tensor is no such array, or if the session may be another.
+        Return None if a tensor is no such array, or if the form of the graph may be another.
         """
         return None
 
@@ -131,7 +134,7 @@ class ChosenEvaluation(Evaluation):
     _settled: BoundSession | None  # the form of the latest call, if more calls do not change it
 
     def _open(self) -> None:
-        facts = (self._device.ort.__version__, self._device.threads, self._device.native, own_version())
+        facts = (self._device.ort.__version__, self._device.threads, self._device.native, own_version(), GAIN)
         self._digest = hashlib.sha256(skeleton(self._part)[0] + repr(facts).encode())
         self._choices: dict[str, Choice | None] = {}  # by the names of their notes
         self._seconds: dict[str, float] = {}
@@ -161,11 +164,13 @@ class ChosenEvaluation(Evaluation):
             self._choices[self._note] = Choice(bool(kernels), waits or 0) if is_known else None
         self._choice = Choice() if self._device.deterministic else self._choices[self._note]
 
-    def filled(self, feeds: Mapping[str, Tensor]) -> BoundSession | None:
+    def again(
+        self, feeds: Mapping[str, Tensor], check: Callable[[Mapping[str, Any]], None] | None
+    ) -> Reported | None:
         form, buffers = self._settled, self._buffers
         if form is None or self._version != buffers.version or self._sets is not buffers.sets:
             return None
-        return form if form.fill(buffers.current, feeds) else None
+        return form.again(buffers.current, feeds, check)
 
     def compute(self, feeds: Mapping[str, Tensor]) -> Reported:
         if self._sets is not self._buffers.sets:
@@ -202,9 +207,10 @@ class ChosenEvaluation(Evaluation):
         begun = time.perf_counter()
         constant = self._with_constants()
         opening = time.perf_counter() - begun
-        plain, fixed = (steady(form, source, feeds) for form in (self._plain, constant))
         kernels = self._with_kernels(source, feeds)
-        compiled = math.inf if kernels is None else steady(kernels, source, feeds)
+        forms = [self._plain, constant] if kernels is None else [self._plain, constant, kernels]
+        rounds = [[steady(form, source, feeds) for form in forms] for _ in range(ROUNDS)]
+        plain, fixed, compiled = [*map(min, *rounds), math.inf][:3]
         varying = min(plain, compiled)
         is_faster = fixed < GAIN * varying and self._agrees(constant, source, feeds)
         choice = Choice(compiled < plain, math.ceil(opening / (varying - fixed)) if is_faster else NEVER)

@@ -213,9 +213,8 @@ class SeveralSteps:
                 self._fed = set()
                 self.close()
                 return None
-            if buffers.not_finite(reported, checked=self._runner.state_is_finite) is not None:
+            if buffers.advance(reported, self._runner.state_is_finite, len(batches)) is not None:
                 return None
-            buffers.swap()
             return unstacked(reported, len(batches))
 
     def close(self) -> None:

@@ -25,6 +25,7 @@ from graphopt.runtime.tensors import (
     allocated,
     buffer,
     buffers,
+    is_finite,
     number_or_array,
     overwrite,
 )
@@ -84,26 +85,24 @@ class StateBuffers:
         first = self.sets[0]
         self._double({name: first[name].numpy() for name in first if name in self.updated})
 
-    def swap(self) -> None:
-        """Make the next step read the set that the last one wrote."""
-        self.current ^= 1
-        self.version += 1
-
-    def not_finite(self, reported: Mapping[str, Any], *, checked: bool = False) -> str | None:
-        """Describe a non-finite loss or state after a step, or return None; without a report of the loss, as well.
+    def advance(self, reported: Mapping[str, Any], is_checked: bool = False, batches: int = 1) -> str | None:
+        """Make the next step read the set that the last one wrote, unless numbers are not finite; then say which.
 
         Args:
-            checked: whether the step itself found the new state to be finite.
+            reported: what the step reports; without the loss, nothing is checked.
+            is_checked: whether the step itself found the new state to be finite.
+            batches: the number of batches of the step.
         """
         loss = reported.get("loss")
-        if loss is None:
-            return None
-        if not (isfinite(loss) if isinstance(loss, float) else np.isfinite(loss).all()):
-            return f"expected a finite loss, found {loss}"
-        if checked or self._are_finite[1 - self.current]():
-            return None
-        name = self.spoiled()
-        return name and f"expected finite numbers in state {name!r}, found others, though the loss is finite"
+        if loss is not None:
+            if not (isfinite(loss) if isinstance(loss, float) else is_finite(loss)):
+                return f"expected a finite loss, found {loss}"
+            if not (is_checked or self._are_finite[1 - self.current]()) and (name := self.spoiled()):
+                return f"expected finite numbers in state {name!r}, found others, though the loss is finite"
+        self.current ^= 1
+        self.version += 1
+        self.batches += batches
+        return None
 
     def spoiled(self) -> str | None:
         """Return the name of a state that the last step has made infinite or NaN, or None.
@@ -186,8 +185,10 @@ def _finite_check(device: Device, values: OrtValues, memory: Sequence[np.ndarray
     if device.kind == "cpu":
         parts = [part for flat in memory for part in np.array_split(flat, _parts(flat))]
         if len(parts) == 1:
-            (whole,) = parts
-            return lambda: isfinite(whole.dot(whole))  # the function `vdot` takes half as long again
+            # The function `vdot` takes half as long again, and so does a new number for each sum.
+            whole, total = parts[0], np.zeros((), parts[0].dtype)
+            dot = whole.dot
+            return lambda: isfinite(dot(whole, total))
         return lambda: all([isfinite(part.dot(part)) for part in parts])
     model, floating = _summed(values)
     session = functools.cache(lambda: Session(device, model))  # most steps check their new state themselves

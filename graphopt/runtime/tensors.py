@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
+from math import isfinite
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -169,6 +170,11 @@ def on_host(device: Device, tensor: Tensor) -> np.ndarray | None:
 def number_or_array(array: np.ndarray) -> Any:
     """Return an array, or a Python number for an array of rank 0."""
     return array if array.ndim else array.item()
+
+
+def is_finite(numbers: Any) -> bool:
+    """Return whether a number, or all of an array, are finite; for a number, `numpy.isfinite` takes a microsecond."""
+    return isfinite(numbers) if np.ndim(numbers) == 0 else bool(np.isfinite(numbers).all())
 
 
 def check_rows(feeds: Mapping[str, Tensor]) -> None:
