@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator
+from typing import Any
 
+import numpy as np
 import onnx_ir as ir
 from onnxscript.optimizer._constant_folding import (
     DEFAULT_CONSTANT_FOLD_INPUT_SIZE_LIMIT,
@@ -103,6 +105,13 @@ class _Folding(FoldConstantsPass):
         return operator not in registry.op_evaluators or (
             operator == ("", "Add") and is_floating(node.outputs[0])
         )
+
+    def _prepare_folded_tensor(
+        self, node: ir.Node, output_name: str, output_array: Any
+    ) -> ir.Tensor[Any] | None:
+        if not isinstance(output_array, np.ndarray) or output_array.size > self.output_size_limit:
+            return super()._prepare_folded_tensor(node, output_name, output_array)
+        return ir.Tensor(output_array, name=output_name)
 
     def _do_inference(self, node: ir.Node) -> None:
         if all(y.type is not None and is_static(y) for y in node.outputs):

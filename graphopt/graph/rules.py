@@ -9,13 +9,27 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import onnx_ir as ir
-from onnx_ir.passes.common import RemoveUnusedFunctionsPass, RemoveUnusedNodesPass, RemoveUnusedOpsetsPass
+from onnx_ir.passes.common import RemoveUnusedFunctionsPass, RemoveUnusedOpsetsPass
 from onnxscript.rewriter import RewriteRule, RewriteRuleSet
+from onnxscript.rewriter._pattern_ir import StringConstantPattern
 
+from graphopt.graph.rewriting import remove_unused
 from graphopt.graph.traversal import all_nodes
 
 if TYPE_CHECKING:
     from onnxscript.rewriter._pattern_ir import NodePattern
+
+
+_Kind = tuple[
+    tuple[str, str] | None, ...
+]  # the operators of a node, and of the nodes that compute its operands
+
+
+def _kind(node: ir.Node) -> _Kind:
+    producers = [None if x is None else x.producer() for x in node.inputs]
+    return (node.domain, node.op_type), *[
+        None if own is None else (own.domain, own.op_type) for own in producers
+    ]
 
 
 class _Operators:
@@ -26,10 +40,19 @@ class _Operators:
     """
 
     def __init__(self, pattern: NodePattern) -> None:
-        found = pattern.op_identifier()
-        self.own = None if found is None else found[:2]  # None stands for any operator
+        names = pattern.domain, pattern.op
+        is_one = all(isinstance(name, StringConstantPattern) for name in names)
+        self.own = (str(names[0]), str(names[1])) if is_one else None  # None stands for any operator
         producers = [(i, x.producer()) for i, x in enumerate(pattern.inputs) if x is not None]
         self._operands = [(i, _Operators(producer)) for i, producer in producers if producer is not None]
+
+    def may_fit(self, kind: _Kind) -> bool:
+        """Return whether nodes of a kind may have the operators of the pattern, whatever computes more."""
+        operator, *producers = kind
+        return self.own in (None, operator) and all(
+            i < len(producers) and (own := producers[i]) is not None and operators.own in (None, own)
+            for i, operators in self._operands
+        )
 
     def fit(self, node: ir.Node | None) -> bool:
         """Return whether a node and the producers of its operands have the operators of the pattern."""
@@ -54,7 +77,9 @@ class _InTurn:
         for rule in rules:
             roots = rule._target_pattern.output_nodes
             self._rules.append((rule, _Operators(roots[0]) if len(roots) == 1 else None))
-        self._of: dict[tuple[str, str], list[tuple[RewriteRule, _Operators | None]]] = {}
+        self._any = any(operators is None or operators.own is None for _, operators in self._rules)
+        self._own = {operators.own for _, operators in self._rules if operators is not None}
+        self._of: dict[_Kind, list[tuple[RewriteRule, _Operators | None]]] = {}
         self._last = rules[0]
 
     def __getattr__(self, name: str) -> Any:
@@ -76,10 +101,12 @@ class _InTurn:
         self, model: ir.Model, graph: ir.Graph | ir.Function, node: ir.Node, **options: Any
     ) -> Any:
         """Return the nodes to replace a node by, or None."""
-        operator = node.domain, node.op_type
-        if operator not in self._of:
-            self._of[operator] = [x for x in self._rules if x[1] is None or x[1].own in (None, operator)]
-        for rule, operators in self._of[operator]:
+        if not self._any and (node.domain, node.op_type) not in self._own:
+            return None
+        kind = _kind(node)
+        if kind not in self._of:
+            self._of[kind] = [x for x in self._rules if x[1] is None or x[1].may_fit(kind)]
+        for rule, operators in self._of[kind]:
             if operators is None or operators.fit(node):
                 found = rule.try_rewrite(model, graph, node, **options)
                 if found is not None:
@@ -102,7 +129,7 @@ def rule_set(rules: Sequence[RewriteRule], *, commute: bool = False) -> RewriteR
 def rewrite(model: ir.Model, rules: Sequence[RewriteRule]) -> None:
     """Apply rules, and remove nodes, functions and opsets that nothing uses, as onnxscript's `rewrite` does."""
     if rule_set(rules).apply_to_model(model):
-        RemoveUnusedNodesPass()(model)
+        remove_unused(model)
     if model.functions:
         RemoveUnusedFunctionsPass()(model)  # type: ignore[no-untyped-call]
         RemoveUnusedOpsetsPass()(model)
