@@ -5,7 +5,7 @@ onnxscript matches each rule with each node in full, which took two fifths of th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import onnx_ir as ir
@@ -14,7 +14,7 @@ from onnxscript.rewriter import RewriteRule, RewriteRuleSet
 from onnxscript.rewriter._pattern_ir import StringConstantPattern
 
 from graphopt.graph.rewriting import remove_unused
-from graphopt.graph.traversal import all_nodes
+from graphopt.graph.traversal import all_nodes, subgraphs
 
 if TYPE_CHECKING:
     from onnxscript.rewriter._pattern_ir import NodePattern
@@ -97,18 +97,20 @@ class _InTurn:
             if rule.graph_post_visitor is not None:
                 rule.graph_post_visitor()
 
+    def knows(self, node: ir.Node) -> bool:
+        """Return whether a rule may have a node's operator."""
+        return self._any or (node.domain, node.op_type) in self._own
+
     def try_rewrite(
         self, model: ir.Model, graph: ir.Graph | ir.Function, node: ir.Node, **options: Any
     ) -> Any:
         """Return the nodes to replace a node by, or None."""
-        if not self._any and (node.domain, node.op_type) not in self._own:
-            return None
         kind = _kind(node)
         if kind not in self._of:
             self._of[kind] = [x for x in self._rules if x[1] is None or x[1].may_fit(kind)]
         for rule, operators in self._of[kind]:
             if operators is None or operators.fit(node):
-                found = rule.try_rewrite(model, graph, node, **options)
+                found = rule.try_rewrite(model, node.graph or graph, node, **options)
                 if found is not None:
                     self._last = rule
                     return found
@@ -121,9 +123,34 @@ def rule_set(rules: Sequence[RewriteRule], *, commute: bool = False) -> RewriteR
     Args:
         commute: match operands of commutative operators in any order.
     """
-    found = RewriteRuleSet(rules, commute=commute)
+    found = _RuleSet(rules, commute=commute)
     found.rules = [_InTurn(found.rules)]  # type: ignore[list-item]
     return found
+
+
+class _RuleSet(RewriteRuleSet):
+    """Rules that see of a graph the nodes whose operators they have, and those with bodies."""
+
+    def _apply_to_graph_or_function(
+        self, model: ir.Model, graph_or_function: ir.Graph | ir.Function, **options: Any
+    ) -> int:
+        seen: Any = graph_or_function
+        if isinstance(seen, ir.Graph):
+            seen = _Seen(seen, self.rules[0])
+        return super()._apply_to_graph_or_function(model, seen, **options)
+
+
+class _Seen:
+    """A graph of which only nodes are seen that rules may rewrite."""
+
+    def __init__(self, graph: ir.Graph, rules: Any) -> None:
+        self._graph, self._rules = graph, rules
+
+    def __iter__(self) -> Iterator[ir.Node]:
+        return (node for node in self._graph if self._rules.knows(node) or subgraphs(node))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._graph, name)
 
 
 def rewrite(model: ir.Model, rules: Sequence[RewriteRule]) -> None:
