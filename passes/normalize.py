@@ -18,6 +18,7 @@ import onnx_ir as ir
 import onnx_ir.passes.common as common
 import onnxscript.version_converter
 from onnxscript.rewriter import RewriteRule
+from onnxscript.version_converter import _version_converter
 
 import passes.lowering as lowering
 from graphopt.data.tables import Columns
@@ -33,7 +34,7 @@ from graphopt.graph.postprocessing import detach_outputs, remember
 from graphopt.graph.rewriting import Pass, interface_kept, needed, protect
 from graphopt.graph.roles import Role, role_of, set_role
 from graphopt.graph.rules import rewrite, rule_set
-from graphopt.graph.shapes import fold_shapes, infer, is_ceiled
+from graphopt.graph.shapes import fold_shapes, infer, is_ceiled, is_inferred
 from graphopt.graph.sizes import unify_sizes
 from graphopt.graph.state import make_room
 from graphopt.graph.traversal import all_nodes
@@ -112,7 +113,8 @@ class Normalize(Pass):
         remove_caches(model)
         with interface_kept(model):
             propagate = self._prepare(model, propagate)
-            infer(model, propagate)
+            if not is_inferred(model):
+                infer(model, propagate)
             if lower_sequences(model):
                 propagate = propagate and are_vectors_short(model.graph, lambda x: x.shape)
             fold_shapes(model)
@@ -268,7 +270,10 @@ def upgrade(model: ir.Model) -> None:
         level = converter.level
         converter.setLevel(logging.ERROR)  # it warns whenever it falls back to onnx's converter
         try:
-            onnxscript.version_converter.convert_version(model, OPSET, fallback=True)
+            if model.opset_imports[""] < 18:
+                onnxscript.version_converter.convert_version(model, OPSET, fallback=True)
+            else:  # the same without sweeps for functions and unused nodes
+                _version_converter.convert_version(model, OPSET)
         finally:
             converter.setLevel(level)
         model.functions.update(functions)

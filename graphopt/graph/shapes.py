@@ -110,6 +110,18 @@ def infer(model: ir.Model, propagate: bool | None = None) -> None:
     name_dimensions((output for node in all_nodes(model.graph) for output in node.outputs), names)
 
 
+def is_inferred(model: ir.Model) -> bool:
+    """Return whether all values have types, and shapes whose dimensions have names.
+
+    A pool that rounds up is inferred wrongly before opset 22, so that the answer is no.
+    """
+    nodes = list(all_nodes(model.graph))
+    values = [y for node in nodes for y in node.outputs if y.name]
+    shapes = [y.shape for y in values if y.type is not None and y.shape is not None]
+    is_named = all(_is_known(dim) for shape in shapes for dim in shape)
+    return len(shapes) == len(values) and is_named and not any(map(is_ceiled, nodes))
+
+
 def infer_anew(model: ir.Model) -> None:
     """Infer the types and shapes of all computed values from inputs and weights, whatever the model declares.
 
@@ -319,6 +331,10 @@ def name_dimensions(values: Iterable[ir.Value], names: Iterator[str]) -> None:
 
 def _named(dim: int | ir.SymbolicDim, names: Iterator[str]) -> int | str:
     """Return a dimension, or a new name if it is unknown, which some exporters write as -1 or `?`."""
-    if isinstance(dim, int):
-        return dim if dim >= 0 else next(names)
-    return next(names) if dim.value in (None, "?") else dim.value
+    if not _is_known(dim):
+        return next(names)
+    return dim if isinstance(dim, int) else str(dim.value)
+
+
+def _is_known(dim: int | ir.SymbolicDim) -> bool:
+    return dim >= 0 if isinstance(dim, int) else dim.value not in (None, "?")
