@@ -65,18 +65,21 @@ class Pipeline(Mapping[str, tuple[Step, ...]], metaclass=Checked):
         Raises:
             GraphoptError: the model cannot be read, or a pass rejects it.
         """
-        return self.rewrite(load(source), observe)
+        with _garbage_waits():
+            return self.rewrite(load(source), observe)
 
     def rewrite(self, model: ir.Model, observe: Callable[[str, ir.Model], None] | None = None) -> ir.Model:
         """Run the steps on a model itself, as a call does on a copy, and return it."""
-        for name, step in self._steps.items():
-            start = time.perf_counter()
-            with _garbage_waits():
+        with _garbage_waits():
+            for name, step in self._steps.items():
+                start = time.perf_counter()
                 for item in step:
                     item(model)
-            _log.info("%s: %s, %.3f s, %d nodes", name, step, time.perf_counter() - start, len(model.graph))
-            if observe is not None:
-                observe(name, model)
+                _log.info(
+                    "%s: %s, %.3f s, %d nodes", name, step, time.perf_counter() - start, len(model.graph)
+                )
+                if observe is not None:
+                    observe(name, model)
         return model
 
     @property

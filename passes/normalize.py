@@ -18,6 +18,7 @@ import onnx_ir as ir
 import onnx_ir.passes.common as common
 import onnxscript.version_converter
 from onnxscript.rewriter import RewriteRule
+from onnxscript.version_converter import _version_converter
 
 import passes.lowering as lowering
 from graphopt.data.tables import Columns
@@ -26,14 +27,14 @@ from graphopt.graph import operators
 from graphopt.graph.checking import refuse_foreign
 from graphopt.graph.declarations import forget
 from graphopt.graph.emitter import Emitter
-from graphopt.graph.limits import check_constants
+from graphopt.graph.limits import are_vectors_short, check_constants
 from graphopt.graph.metadata import ORIGINAL_NAME, Origin, original_name
 from graphopt.graph.opsets import IR_VERSION, OPSET
 from graphopt.graph.postprocessing import detach_outputs, remember
 from graphopt.graph.rewriting import Pass, interface_kept, needed, protect
 from graphopt.graph.roles import Role, role_of, set_role
 from graphopt.graph.rules import rewrite, rule_set
-from graphopt.graph.shapes import fold_shapes, has_short_vectors, infer, is_ceiled
+from graphopt.graph.shapes import fold_shapes, infer, is_ceiled, is_inferred
 from graphopt.graph.sizes import unify_sizes
 from graphopt.graph.state import make_room
 from graphopt.graph.traversal import all_nodes
@@ -47,6 +48,7 @@ from passes.lowering.caches import choose_branches, remove_caches, set_aside
 from passes.lowering.sequences import lower_sequences
 from passes.weights import read_origins
 
+_SEVERAL = 2  # numbers
 NAMES_OF_THE_RUNTIME = ("gemm_input_shape", "gemm_output_shape")
 
 _SCALED: list[Callable[[Any], Any]] = [lambda x: x / math.sqrt(2), lambda x: x * math.sqrt(0.5)]
@@ -111,9 +113,10 @@ class Normalize(Pass):
         remove_caches(model)
         with interface_kept(model):
             propagate = self._prepare(model, propagate)
-            infer(model, propagate)
+            if not is_inferred(model):
+                infer(model, propagate)
             if lower_sequences(model):
-                propagate = propagate and has_short_vectors(model)
+                propagate = propagate and are_vectors_short(model.graph, lambda x: x.shape)
             fold_shapes(model)
             if any(node.op_type == "Erf" for node in model.graph):
                 GELU.apply_to_model(model)
@@ -172,7 +175,7 @@ class Normalize(Pass):
         convert(model)
         common.RemoveInitializersFromInputsPass()(model)
         materialize(model)
-        common.LiftConstantsToInitializersPass(lift_all_constants=False, size_limit=2)(model)
+        lift(model)
         try:
             with protect(needed(model)):
                 common.IdentityEliminationPass()(model)
@@ -257,14 +260,30 @@ def upgrade(model: ir.Model) -> None:
     if version < OPSET:
         functions = dict(model.functions)  # they keep their opset, and the converter would inline them
         model.functions.clear()
+        if version == 17 and not any(map(_changes_in_18, all_nodes(model.graph))):
+            model.opset_imports[""] = (
+                18  # from which onnxscript converts the nodes, where onnx builds a new model
+            )
+            for node in all_nodes(model.graph):
+                node.version = node.version if node.domain else None
         converter = logging.getLogger(onnxscript.version_converter.__name__)
         level = converter.level
         converter.setLevel(logging.ERROR)  # it warns whenever it falls back to onnx's converter
         try:
-            onnxscript.version_converter.convert_version(model, OPSET, fallback=True)
+            if model.opset_imports[""] < 18:
+                onnxscript.version_converter.convert_version(model, OPSET, fallback=True)
+            else:  # the same without sweeps for functions and unused nodes
+                _version_converter.convert_version(model, OPSET)
         finally:
             converter.setLevel(level)
         model.functions.update(functions)
+
+
+def _changes_in_18(node: ir.Node) -> bool:
+    """Return whether a node of opset 17 needs another form in opset 18."""
+    if node.domain or node.op_type not in operators.CHANGED_IN_18:
+        return False
+    return "axes" in node.attributes or node.op_type == "Split"
 
 
 def convert(model: ir.Model) -> None:
@@ -310,6 +329,15 @@ def materialize(model: ir.Model) -> None:
         tensor = ir.tensor(np.full(shape, array.item(), array.dtype))
         model.graph.register_initializer(swap(node.outputs[0], ir.val(None, const_value=tensor)))
         model.graph.remove(node, safe=True)
+
+
+def lift(model: ir.Model) -> None:
+    """Replace `Constant` nodes of several numbers by initializers."""
+    constants = (node for node in all_nodes(model.graph) if node.op_type == "Constant" and node.domain == "")
+    with protect(
+        node for node in constants if (x := node.attributes.get("value")) and x.value.size < _SEVERAL
+    ):
+        common.LiftConstantsToInitializersPass(lift_all_constants=False, size_limit=_SEVERAL)(model)
 
 
 def pads_for_output_shapes(model: ir.Model) -> None:

@@ -296,6 +296,14 @@ EXPANDING = {
         + "f = Cast<to=1>(c34) m = MatMul(x, w)\n y = Add(m, f) }",
         w=W,
     ),
+    "34 concatenations of as many integers as a product says": model(
+        "g (float[N,4] x) => (float[N,3] y) { a = Constant<value_ints=[0]>() b = Constant<value_ints=[8]>()\n"
+        "n = Mul(b, b) c0 = Slice(sizes, a, n)\n"
+        + "\n".join(f"c{i + 1} = Concat<axis=0>(c{i}, c{i})" for i in range(34))
+        + "f = Cast<to=1>(c34) r = ReduceMax<keepdims=0>(f) m = MatMul(x, w) y = Add(m, r) }",
+        w=W,
+        sizes=np.arange(100),
+    ),
     "34 sequences of integers that are joined": model(
         "g (float[N,4] x) => (float[N,3] y) { c0 = Constant<value_ints=[1]>()\n"
         + "\n".join(

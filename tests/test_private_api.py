@@ -15,6 +15,8 @@ from hydra.plugins.config_source import ConfigSource
 from onnxscript import TapeBuilder
 from onnxscript.optimizer._constant_folding import FoldConstantsPass
 from onnxscript.rewriter import RewriteRule
+from onnxscript.rewriter._pattern_ir import StringConstantPattern
+from onnxscript.version_converter import _version_converter
 
 from graphopt.distributed.ray import ray_trainer
 from graphopt.graph.emitter import Emitter
@@ -51,7 +53,7 @@ def test_onnxscript_has_the_methods_that_the_emitter_takes(name: str) -> None:
 
 def test_onnxscript_has_the_folding_that_infers_a_node_by_a_method() -> None:
     version = f"onnxscript {metadata.version('onnxscript')}: FoldConstantsPass, of graphopt/graph/folding.py"
-    for name in ("_do_inference", "visit_node"):
+    for name in ("_do_inference", "_prepare_folded_tensor", "visit_node"):
         theirs = getattr(FoldConstantsPass, name, None)
         assert theirs is not None, version
         assert list(inspect.signature(getattr(_Folding, name)).parameters) == list(
@@ -65,8 +67,18 @@ def test_onnxscript_s_rules_have_the_pattern_by_whose_operators_they_are_tried()
     )
     rule = RewriteRule(lambda op, x: op.Neg(op.Abs(x)), lambda op, x: op.Identity(x))
     (root,) = rule._target_pattern.output_nodes
-    assert root.op_identifier() == ("", "Neg", ""), version
-    assert root.inputs[0].producer().op_identifier() == ("", "Abs", ""), version
+    for pattern, op_type in ((root, "Neg"), (root.inputs[0].producer(), "Abs")):
+        assert (str(pattern.domain), str(pattern.op)) == ("", op_type), version
+        assert isinstance(pattern.domain, StringConstantPattern), version
+        assert isinstance(pattern.op, StringConstantPattern), version
+
+
+def test_onnxscript_has_the_converter_that_normalize_calls() -> None:
+    version = f"onnxscript {metadata.version('onnxscript')}: convert_version, of passes/normalize.py"
+    assert list(inspect.signature(_version_converter.convert_version).parameters) == [
+        "model",
+        "target_version",
+    ], version
 
 
 def test_onnxruntime_has_the_session_within_a_session_that_steps_call() -> None:

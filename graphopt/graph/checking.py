@@ -6,6 +6,7 @@ by construction.
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 from collections import Counter
@@ -16,7 +17,7 @@ from typing import TypeVar
 import onnx
 import onnx.external_data_helper as external
 import onnx_ir as ir
-from google.protobuf.descriptor import FieldDescriptor
+from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import DecodeError, Message
 
 from graphopt.errors import GraphoptError
@@ -47,15 +48,19 @@ def check_proto(proto: onnx.ModelProto, stored: Mapping[str, int] | None = None)
     Args:
         stored: the bytes of tensors that lie in files, by name.
     """
+    refers = False
     for message in messages(proto):
-        if isinstance(message, onnx.TensorProto):
+        if isinstance(message, onnx.AttributeProto):
+            refers |= message.HasField("ref_attr_name")
+        elif isinstance(message, onnx.TensorProto):
             _check_tensor(message, stored or {})
         elif isinstance(message, onnx.TensorShapeProto):
             dims = [dim.dim_value for dim in message.dim if dim.HasField("dim_value")]
             if math.prod(max(dim, 1) for dim in dims) > _MANY:
                 raise GraphoptError(f"expected shapes of at most {_MANY:,} elements, found {dims}")
-    _check_references(proto.graph, "the graph", ())
-    for function in proto.functions:
+    if refers:
+        _check_references(proto.graph, "the graph", ())
+    for function in proto.functions if refers else ():
         own = [*function.attribute, *(attribute.name for attribute in function.attribute_proto)]
         _check_references(function, f"function {function.domain}::{function.name}", own)
 
@@ -79,8 +84,37 @@ def check_domains(model: ir.Model) -> None:
 
 
 def messages_of(kind: type[M], proto: Message) -> list[M]:
-    """Return all messages of a type in a model."""
-    return [message for message in messages(proto) if isinstance(message, kind)]
+    """Return all messages of a type in a model whose text was checked: other messages than their owners are skipped."""
+    found: list[M] = []
+    waiting: list[Message] = [proto]
+    while waiting:
+        message = waiting.pop()
+        if isinstance(message, kind):
+            found.append(message)
+        for name, is_repeated in _fields_to(kind.DESCRIPTOR, message.DESCRIPTOR):
+            if is_repeated:
+                waiting.extend(getattr(message, name))
+            elif message.HasField(name):
+                waiting.append(getattr(message, name))
+    return found
+
+
+@functools.cache
+def _fields_to(kind: Descriptor, owner: Descriptor) -> list[tuple[str, bool]]:
+    """Return the fields of messages through which they may own messages of a kind, and whether they are repeated."""
+    fields = [field for field in owner.fields if field.message_type is not None]
+    return [(field.name, field.is_repeated) for field in fields if kind in _owned(field.message_type)]
+
+
+@functools.cache
+def _owned(owner: Descriptor) -> set[Descriptor]:
+    """Return the kinds of messages that messages of a kind may own, at any depth, and this kind."""
+    found, waiting = {owner}, [owner]
+    while waiting:
+        inner = {field.message_type for field in waiting.pop().fields} - found - {None}
+        found |= inner
+        waiting.extend(inner)
+    return found
 
 
 def check_external(proto: onnx.ModelProto, folder: Path, limits: Limits) -> None:
@@ -90,7 +124,7 @@ def check_external(proto: onnx.ModelProto, folder: Path, limits: Limits) -> None
     Tensors without an offset or a length get it.
     """
     asked, sizes = 0, {}
-    tensors = messages_of(onnx.TensorProto, proto)  # complete first, so that all text is known to be UTF-8
+    tensors = [x for x in [*messages(proto)] if isinstance(x, onnx.TensorProto)]  # all text is UTF-8, then
     for tensor in [tensor for tensor in tensors if tensor.data_location == EXTERNAL]:
         try:
             info = external.ExternalDataInfo(tensor)

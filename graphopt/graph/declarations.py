@@ -7,12 +7,10 @@ inputs.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -20,16 +18,16 @@ import onnx
 import onnx_ir as ir
 
 from graphopt.graph import shapes
+from graphopt.graph.limits import are_surely_small, are_vectors_short
 from graphopt.graph.metadata import Misdeclared
 from graphopt.graph.storage import without_weights
-from graphopt.graph.traversal import all_nodes, subgraphs
-from graphopt.graph.typed_messages import bodies_in, declared_in, shape_of, type_of, types_in
-from graphopt.graph.values import is_static
+from graphopt.graph.traversal import subgraphs
+from graphopt.graph.typed_messages import bodies_in, declared_in, shape_of, sizes_of, type_of, types_in
+from graphopt.graph.values import is_static, name_of
 
 Dim = int | ir.SymbolicDim
 Declared = dict[ir.Value, ir.Shape]
 
-_COUNT = "graphopt.count"  # the name of nodes that only inference has
 _WHOLE = onnx.numpy_helper.from_array(np.zeros(1, np.int64))
 _ROUNDS = 4  # of inference, each with the declared shapes that the one before lacked
 # The first sizes of inputs that are tried: odd and even, small and large, so that no rounding goes unnoticed.
@@ -48,14 +46,39 @@ def forget(model: ir.Model) -> bool:
     declared = {x: x.shape for x in _inferable(model.graph) if x.shape is not None}
     for x in declared:
         x.shape = None
-    propagate = shapes.check_expanded(model)
-    _infer(model, propagate)
+    message = _infer_small(model)
+    propagate = message is not None or shapes.check_expanded(model)
+    if message is None:
+        _infer(model, propagate)
     while shapes.ifs(model) and shapes.fold_integers(model):
         _infer(model, propagate)
+        message = None
     kept = _keep_undetermined(model, declared, propagate)
-    _name_sizes(model, declared, kept, propagate)
+    _name_sizes(model, declared, kept, message if not kept else None, propagate)
     _note_wrong(model, declared)
     return propagate
+
+
+def _infer_small(model: ir.Model) -> onnx.ModelProto | None:
+    """Infer with data propagation a model whose vectors and constants are small for sure.
+
+    Returns: The message of the model; None, and no shapes, if `graphopt.graph.shapes.check_expanded` must look closely.
+    """
+    message = without_weights(model)
+    try:
+        plain = onnx.shape_inference.infer_shapes(message)
+    except shapes.INFERENCE_ERRORS:
+        return None
+    known = {x: shape_of(found) for x, found in types_in(model.graph, plain.graph)}
+    if not are_vectors_short(model.graph, known.get):
+        return None
+    _count_ranges(message)
+    _infer(model, True, message)
+    if are_surely_small(model):
+        return message
+    for x in _inferable(model.graph):
+        x.shape = None
+    return None
 
 
 def _inferable(graph: ir.Graph) -> Iterator[ir.Value]:
@@ -71,69 +94,63 @@ def _inferable(graph: ir.Graph) -> Iterator[ir.Value]:
 
 def _is_inferred_wrongly(node: ir.Node | None) -> bool:
     """Return whether ONNX's inference ignores attributes of a node that decide its shape (onnx 1.23)."""
-    if node is None:
+    if node is None or node.op_type not in ("ConvTranspose", "Resize"):
         return False
     if node.op_type == "ConvTranspose":
         return "output_shape" in node.attributes
-    policy = node.attributes.get_string("keep_aspect_ratio_policy", "stretch")
-    return node.op_type == "Resize" and policy != "stretch"
+    return node.attributes.get_string("keep_aspect_ratio_policy", "stretch") != "stretch"
 
 
-def _infer(model: ir.Model, propagate: bool) -> None:
-    """Infer what can be inferred. Errors are left to `graphopt.graph.shapes.infer`, once the model is converted."""
+def _infer(model: ir.Model, propagate: bool, message: onnx.ModelProto | None = None) -> None:
+    """Infer what can be inferred. Errors are left to `graphopt.graph.shapes.infer`, once the model is converted.
+
+    Args:
+        model: the model.
+        propagate: whether inference propagates data.
+        message: the model's message, by default a new one.
+    """
     more = True
     while more:
-        for value, found in types_in(model.graph, _Copy.of(model, propagate).typed()):
+        typed = _typed(message or _message(model, propagate), propagate)
+        for value, found in types_in(model.graph, typed):
             if not _is_inferred_wrongly(value.producer()):
                 shape = shape_of(found)
                 value.type = value.type or type_of(found)
                 value.shape = value.shape if shape is None else shape
-        more = shapes.shape_states(model.graph)
+        more, message = shapes.shape_states(model.graph), None
 
 
-@dataclass(frozen=True)
-class _Copy:
-    """A message of a model for inference.
+def _message(model: ir.Model, propagate: bool) -> onnx.ModelProto:
+    """Return a message of a model for inference."""
+    message = without_weights(model)
+    if propagate:
+        _count_ranges(message)
+    return message
 
-    Args:
-        proto: the message.
-        propagate: whether inference propagates data.
-        replaced: nodes of the model that the message has another form of, by the names of their outputs.
-    """
 
-    proto: onnx.ModelProto
-    propagate: bool
-    replaced: dict[str, onnx.NodeProto]
+def _typed(message: onnx.ModelProto, propagate: bool) -> onnx.GraphProto:
+    """Return the graph of a message with inferred types."""
+    try:
+        return onnx.shape_inference.infer_shapes(message, data_prop=propagate).graph
+    except shapes.INFERENCE_ERRORS:
+        return message.graph
 
-    @staticmethod
-    def of(model: ir.Model, propagate: bool) -> _Copy:
-        proto = without_weights(model)
-        replaced: dict[str, onnx.NodeProto] = {}
-        if propagate and any(node.op_type == "Range" for node in all_nodes(model.graph)):
-            version = next((opset.version for opset in proto.opset_import if opset.domain == ""), 1)
-            for graph in _graphs(proto.graph):
-                replaced |= _count_by_shape(graph, version)
-        return _Copy(proto, propagate, replaced)
 
-    def dimensions(self, names: Collection[str]) -> list[tuple[onnx.TensorShapeProto.Dimension, str]]:
-        """Return the dimensions that have one of some names, with these."""
-        graph = self.proto.graph
-        shaped = [x.type.tensor_type.shape for x in (*graph.input, *graph.value_info, *graph.output)]
-        return [(dim, dim.dim_param) for shape in shaped for dim in shape.dim if dim.dim_param in names]
+def _dimensions(
+    message: onnx.ModelProto, names: Collection[str]
+) -> list[tuple[onnx.TensorShapeProto.Dimension, str]]:
+    """Return the dimensions that have one of some names, with these."""
+    graph = message.graph
+    shaped = [x.type.tensor_type.shape for x in (*graph.input, *graph.value_info, *graph.output)]
+    return [(dim, dim.dim_param) for shape in shaped for dim in shape.dim if dim.dim_param in names]
 
-    def typed(self) -> onnx.GraphProto:
-        """Return the graph with inferred types."""
-        try:
-            typed = onnx.shape_inference.infer_shapes(self.proto, data_prop=self.propagate)
-        except shapes.INFERENCE_ERRORS:
-            typed = onnx.ModelProto()
-            typed.CopyFrom(self.proto)
-        for graph in _graphs(typed.graph) if self.replaced else ():
-            nodes = [node for node in graph.node if node.name != _COUNT]
-            nodes = [self.replaced.get(node.output[0], node) if node.output else node for node in nodes]
-            del graph.node[:]
-            graph.node.extend(nodes)
-        return typed.graph
+
+def _count_ranges(message: onnx.ModelProto) -> None:
+    """Replace each Range(a, b, 1) of a message for inference by ConstantOfShape(b - a), whose size ONNX infers."""
+    version = next((opset.version for opset in message.opset_import if opset.domain == ""), 1)
+    for graph in _graphs(message.graph):
+        if any(node.op_type == "Range" for node in graph.node):
+            _count_by_shape(graph, version)
 
 
 def _graphs(graph: onnx.GraphProto) -> list[onnx.GraphProto]:
@@ -142,11 +159,7 @@ def _graphs(graph: onnx.GraphProto) -> list[onnx.GraphProto]:
     return [graph, *(inner for body in bodies for inner in _graphs(body))]
 
 
-def _count_by_shape(graph: onnx.GraphProto, version: int) -> dict[str, onnx.NodeProto]:
-    """Replace each Range(a, b, 1) of a copy for inference by ConstantOfShape(b - a), whose size ONNX infers.
-
-    Returns: The nodes that were replaced, by the names of their outputs.
-    """
+def _count_by_shape(graph: onnx.GraphProto, version: int) -> None:
     numbers = {node.output[0]: node.attribute[0].t for node in graph.node if node.op_type == "Constant"}
     numbers |= {x.name: x for x in graph.initializer}
 
@@ -157,7 +170,7 @@ def _count_by_shape(graph: onnx.GraphProto, version: int) -> dict[str, onnx.Node
         return int(onnx.numpy_helper.to_array(tensor).item()) == number
 
     counts = {x.output[0]: x for x in graph.node if x.op_type == "Range" and is_number(x.input[2], 1)}
-    make, nodes = functools.partial(onnx.helper.make_node, name=_COUNT), []
+    make, nodes = onnx.helper.make_node, []
     for node in graph.node:
         if counts.keys().isdisjoint(node.output):
             nodes.append(node)
@@ -171,11 +184,10 @@ def _count_by_shape(graph: onnx.GraphProto, version: int) -> dict[str, onnx.Node
         nodes += [make("Constant", [], axes, value_ints=[0])] if axes else []
         nodes.append(make("Unsqueeze", [limit, *axes], [f"{y}/size"], **axis))
         nodes.append(onnx.helper.make_node("ConstantOfShape", [f"{y}/size"], [y], node.name, value=_WHOLE))
-    counts = {name: onnx.NodeProto.FromString(node.SerializeToString()) for name, node in counts.items()}
     if counts:
+        copies = [onnx.NodeProto.FromString(node.SerializeToString()) for node in nodes]
         del graph.node[:]
-        graph.node.extend(nodes)
-    return counts
+        graph.node.extend(copies)
 
 
 def _keep_undetermined(model: ir.Model, declared: Declared, propagate: bool) -> set[ir.Value]:
@@ -200,15 +212,22 @@ def _inputs_have_shapes(value: ir.Value) -> bool:
     return node is None or all(x is None or x.shape is not None for x in node.inputs)
 
 
-def _name_sizes(model: ir.Model, declared: Declared, kept: set[ir.Value], propagate: bool) -> None:
+def _name_sizes(
+    model: ir.Model,
+    declared: Declared,
+    kept: set[ir.Value],
+    message: onnx.ModelProto | None,
+    propagate: bool,
+) -> None:
     """Replace names that inference made up by sizes of the inputs and by numbers, if these are equal to them."""
     dynamic = _symbols_of(model.graph.inputs)
     values = [*_inferable(model.graph)]
     made_up = _symbols_of(values) - dynamic
     if not made_up:
         return
-    sizes = _resolved(model, [x for x in values if x not in kept], sorted(dynamic), propagate)
-    sizes = {name: size for name, size in sizes.items() if name in made_up}
+    unkept = [x for x in values if x not in kept]
+    message = message or _without_shapes(model, unkept, propagate)
+    sizes = _resolved(model, message, _with_names(unkept, made_up), sorted(dynamic), propagate)
     if not dynamic:  # nothing is dynamic but what depends on data
         sizes |= _numbers_declared(model, declared, made_up - sizes.keys())
     sizes |= _names_of_outputs(model, declared, made_up - sizes.keys())
@@ -225,31 +244,49 @@ def _name(dim: Dim) -> str:
     return "" if isinstance(dim, int) or dim.value is None else dim.value
 
 
+def _without_shapes(model: ir.Model, values: Sequence[ir.Value], propagate: bool) -> onnx.ModelProto:
+    """Return a message of a model for inference in which some values have no shapes."""
+    shapes_now = [x.shape for x in values]
+    for x in values:
+        x.shape = None
+    message = _message(model, propagate)
+    for x, shape in zip(values, shapes_now, strict=True):
+        x.shape = shape
+    return message
+
+
+def _with_names(values: Sequence[ir.Value], names: Collection[str]) -> dict[ir.Value, list[str]]:
+    """Return the values whose shapes have one of some names, with these, and the empty name for other dimensions."""
+    found = {x: [name if (name := _name(dim)) in names else "" for dim in x.shape or ()] for x in values}
+    return {x: own for x, own in found.items() if any(own) and not _is_inferred_wrongly(x.producer())}
+
+
 def _resolved(
-    model: ir.Model, values: Sequence[ir.Value], symbols: Sequence[str], propagate: bool
+    model: ir.Model,
+    message: onnx.ModelProto,
+    names: dict[ir.Value, list[str]],
+    symbols: Sequence[str],
+    propagate: bool,
 ) -> dict[str, int | str]:
     """Return the sizes of inputs, or the numbers, that names stand for at all sizes that are tried."""
-    shapes_now = {x: x.shape for x in values}
-    for value in values:
-        value.shape = None
-    copy = _Copy.of(model, propagate)
-    for value, shape in shapes_now.items():
-        value.shape = shape
-    names = {
-        x: [*map(_name, shape)]
-        for x, shape in shapes_now.items()
-        if shape is not None and not shape.is_static()
-    }
-    names = {x: its for x, its in names.items() if not _is_inferred_wrongly(x.producer())}
-    inputs = copy.dimensions(symbols)
+    inputs = _dimensions(message, symbols)
     distinct = [{name: start + 6 * i + i * i for i, name in enumerate(symbols)} for start in TRIED]
     meanings: dict[str, set[int | str]] = {}  # a number, or the names of inputs' dimensions of this size
     distinguished: Counter[str] = Counter()
-    for sizes in [*distinct, *(dict.fromkeys(symbols, size) for size in _FEW)] if symbols else ():
+    tried = [*distinct, *(dict.fromkeys(symbols, size) for size in _FEW)]
+    for i, sizes in enumerate(tried if symbols else ()):
+        if i == 2:  # a name without a meaning now gets none
+            names = {x: own for x, own in names.items() if any(map(meanings.get, own))}
+            for dim, name in inputs:
+                dim.dim_param = name
+            message = _part(message, {name_of(x) for x in names})
+            inputs = _dimensions(message, symbols)
+        if not names:
+            break
         for dim, name in inputs:
             dim.dim_value = sizes[name]
         once: dict[str, int] = {}
-        for value, sized in _known(model.graph, copy.typed()):
+        for value, sized in _known(model.graph, _typed(message, propagate)):
             for name, size in zip(names.get(value, ()), sized, strict=False):
                 if name:
                     once.setdefault(name, size)
@@ -258,6 +295,25 @@ def _resolved(
             meanings[name] = meanings.get(name, found) & found
         distinguished.update(once.keys() if sizes in distinct else ())
     return {name: found.pop() for name, found in meanings.items() if distinguished[name] > 1 and found}
+
+
+def _part(message: onnx.ModelProto, wanted: set[str]) -> onnx.ModelProto:
+    """Return a message with the nodes alone that compute some values; the message itself if these are most nodes."""
+    nodes = []
+    for node in reversed(message.graph.node):
+        if not wanted.isdisjoint(node.output):
+            nodes.append(node)
+            bodies = [x.g for x in node.attribute if x.type == onnx.AttributeProto.GRAPH]
+            inner = (own for body in bodies for graph in _graphs(body) for own in graph.node)
+            wanted.update(node.input, *(own.input for own in inner))
+            wanted.update(y.name for body in bodies for graph in _graphs(body) for y in graph.output)
+    if 2 * len(nodes) > len(message.graph.node):
+        return message
+    part = onnx.ModelProto()
+    part.CopyFrom(message)
+    del part.graph.node[:]
+    part.graph.node.extend(reversed(nodes))
+    return part
 
 
 def _known(graph: ir.Graph, typed: onnx.GraphProto) -> Iterator[tuple[ir.Value, Sequence[int]]]:
@@ -270,10 +326,10 @@ def _known(graph: ir.Graph, typed: onnx.GraphProto) -> Iterator[tuple[ir.Value, 
 
     def known_of(x: ir.Value) -> Iterator[tuple[ir.Value, Sequence[int]]]:
         found = declared.get(x.name or "")
-        shape = None if found is None else shape_of(found)
-        if shape is not None and shape.is_static():
+        sizes = None if found is None else sizes_of(found)
+        if sizes is not None:
             known.add(x)
-            yield x, shape.numpy()
+            yield x, sizes
 
     for x in graph.inputs:
         yield from known_of(x)

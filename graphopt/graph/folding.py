@@ -5,13 +5,17 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator
+from typing import Any
 
+import numpy as np
 import onnx_ir as ir
 from onnxscript.optimizer._constant_folding import (
     DEFAULT_CONSTANT_FOLD_INPUT_SIZE_LIMIT,
     DEFAULT_CONSTANT_FOLD_OUTPUT_SIZE_LIMIT,
     FoldConstantsPass,
+    Replacement,
     _merge_shapes,
+    basic_constant_propagation,
     registry,
 )
 
@@ -85,11 +89,21 @@ def fold(model: ir.Model, *, only_integers: bool = False) -> None:
 class _Folding(FoldConstantsPass):
     """onnxscript's folding, which infers nodes that are alike once, and looks closely only at nodes that may change."""
 
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self._changed: set[ir.Value | None] = set()  # values that have another shape, or a constant, since
+
     def visit_node(self, node: ir.Node, root: ir.Graph | ir.Function) -> None:
-        if not self._stays(node):
+        if node.op_type == "Constant" and node.domain == "":
+            basic_constant_propagation([node])
+        elif not self._stays(node):
             super().visit_node(node, root)
         elif self.shape_inference:
             self._do_inference(node)
+
+    def replace_node(self, node: ir.Node, replacement: Replacement, root: ir.Graph | ir.Function) -> None:
+        self._changed.update(replacement.new_outputs)
+        super().replace_node(node, replacement, root)
 
     def _stays(self, node: ir.Node) -> bool:
         """Return whether a node surely stays: no evaluator takes it, or its inputs are neither known nor constant."""
@@ -104,14 +118,27 @@ class _Folding(FoldConstantsPass):
             operator == ("", "Add") and is_floating(node.outputs[0])
         )
 
+    def _prepare_folded_tensor(
+        self, node: ir.Node, output_name: str, output_array: Any
+    ) -> ir.Tensor[Any] | None:
+        if not isinstance(output_array, np.ndarray) or output_array.size > self.output_size_limit:
+            return super()._prepare_folded_tensor(node, output_name, output_array)
+        return ir.Tensor(output_array, name=output_name)
+
     def _do_inference(self, node: ir.Node) -> None:
         if all(y.type is not None and is_static(y) for y in node.outputs):
+            return
+        is_typed = all(y.type is not None and y.shape is not None for y in node.outputs)
+        if is_typed and self._changed.isdisjoint(node.inputs):  # as inference of the whole graph found it
             return
         with contextlib.suppress(Exception):
             found = infer_outputs(node, self._opset_imports[node.domain])
             for y, (kind, shape) in zip(node.outputs, found, strict=True):
                 if kind is not None:
-                    y.shape, y.type = _merge_shapes(y.shape, shape), kind
+                    before = y.shape
+                    y.shape, y.type = _merge_shapes(before, shape), kind
+                    if y.shape != before:
+                        self._changed.add(y)
 
 
 def _splits_of_many(model: ir.Model) -> Iterator[ir.Node]:

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import graphlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import onnx_ir as ir
 
 from graphopt.errors import GraphoptError
-from graphopt.graph.operators import SHAPE_READERS
+from graphopt.graph.operators import GROWING, SHAPE_READERS
 from graphopt.graph.traversal import subgraphs, values_read
 from graphopt.graph.values import bytes_of, is_static, tensor_bytes
 from graphopt.intervals import check_intervals, within
 
 _KEY = "graphopt.limits"
+_LONG = 2**20  # elements of a vector, which ONNX's inference propagates in about a second
 PER_BYTE = 32  # bytes of constants per byte of weights: 4-bit weights may become several float32 constants
 
 
@@ -107,20 +108,35 @@ def graphs_with_depth(whole: ir.Graph | ir.Function) -> Iterator[tuple[ir.Graph 
 
 def check_constants(model: ir.Model) -> None:
     """Raise an error if values of known shape that nodes compute from constants are too large."""
-    stored = sum(tensor_bytes(x.const_value) for graph in model.graphs() for x in graph.initializers.values())
-    allowed = limits_of(model).constant_bytes + PER_BYTE * stored
-    constant: set[ir.Value] = set()
-    sizes = {y: bytes_of(y) for y in _computed(model.graph, constant) if is_static(y)}
+    sizes = _sizes(model, set())
     total = sum(sizes.values())
-    if total > allowed:
+    if total > _allowed(model):
         largest = max(sizes, key=sizes.__getitem__)
         node = largest.producer()
         assert node is not None
         raise GraphoptError(
-            f"{node.op_type} node {node.name!r}: expected constants of at most {allowed:,} bytes in the model, found "
-            f"{total:,}, of which {largest.name!r} of shape {largest.shape} takes {sizes[largest]:,}: "
+            f"{node.op_type} node {node.name!r}: expected constants of at most {_allowed(model):,} bytes in the model, "
+            f"found {total:,}, of which {largest.name!r} of shape {largest.shape} takes {sizes[largest]:,}: "
             f"limits.constant_bytes={total} allows it"
         )
+
+
+def are_surely_small(model: ir.Model) -> bool:
+    """Return whether constants surely take no more than is allowed: the sizes of those that may be large are known."""
+    constant: set[ir.Value] = set()
+    total = sum(_sizes(model, constant).values())
+    known = all(is_static(y) for y in constant if (node := y.producer()) and node.op_type in GROWING)
+    return known and total <= _allowed(model)
+
+
+def _allowed(model: ir.Model) -> int:
+    stored = sum(tensor_bytes(x.const_value) for graph in model.graphs() for x in graph.initializers.values())
+    return limits_of(model).constant_bytes + PER_BYTE * stored
+
+
+def _sizes(model: ir.Model, constant: set[ir.Value]) -> dict[ir.Value, int]:
+    """Return the bytes of values of known shape that nodes compute from constants; `constant` gets all constants."""
+    return {y: bytes_of(y) for y in _computed(model.graph, constant) if is_static(y)}
 
 
 def _computed(graph: ir.Graph, constant: set[ir.Value]) -> Iterator[ir.Value]:
@@ -133,3 +149,40 @@ def _computed(graph: ir.Graph, constant: set[ir.Value]) -> Iterator[ir.Value]:
         if constant.issuperset(values_read(node)) if shaped is None else is_static(shaped):
             constant.update(node.outputs)
             yield from node.outputs
+
+
+def are_vectors_short(graph: ir.Graph, known: Callable[[ir.Value], ir.Shape | None]) -> bool:
+    """Return whether ONNX's data propagation surely computes no long vector.
+
+    It computes vectors from sizes and from constant vectors, node by node. Of all that it does, only a Concat and a new
+    axis of a value make more numbers, at most as many as there are in the operands together.
+
+    Args:
+        graph: a graph.
+        known: returns the shape of a value that inference finds without data propagation, if it does.
+    """
+    counts = {x: _count(x.shape, 1) for x in (*graph.inputs, *graph.initializers.values())}
+    _count_numbers(graph, known, counts)
+    return max(counts.values(), default=0) <= _LONG
+
+
+def _count_numbers(
+    graph: ir.Graph, known: Callable[[ir.Value], ir.Shape | None], counts: dict[ir.Value, int]
+) -> None:
+    """Bound the numbers of each vector of a graph, and the rank of each other value."""
+    for node in graph:
+        most = min(sum(counts.get(x, 1) for x in values_read(node)), _LONG + 1)
+        for body in subgraphs(node):
+            counts.update((x, _count(known(x), most)) for x in body.inputs)
+            counts.update((x, _count(x.shape, 1)) for x in body.initializers.values())
+            _count_numbers(body, known, counts)
+            most = min(most + sum(counts.get(y, 1) for y in body.outputs), _LONG + 1)
+        counts.update((y, _count(known(y), most)) for y in node.outputs)
+
+
+def _count(shape: ir.Shape | None, otherwise: int) -> int:
+    if shape is None:
+        return otherwise
+    if shape.rank() != 1:
+        return shape.rank()
+    return dim if isinstance(dim := shape[0], int) else otherwise

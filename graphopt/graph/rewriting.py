@@ -228,6 +228,23 @@ def retire(model: ir.Model, output: ir.Value) -> None:
     output.name = f"{output.name}.before.{len(model.graph)}"
 
 
+def remove_unused(model: ir.Model) -> None:
+    """Remove nodes and initializers that nothing uses, and keep unused outputs, which onnx_ir's pass looks for."""
+    _remove_unused(model.graph)
+    for name, x in list(model.graph.initializers.items()):
+        if not (x.uses() or x.is_graph_output() or x.is_graph_input()):
+            del model.graph.initializers[name]
+
+
+def _remove_unused(graph: ir.Graph) -> None:
+    for node in reversed(graph):
+        if any(y.uses() or y.is_graph_output() for y in node.outputs):
+            for body in subgraphs(node):
+                _remove_unused(body)
+        else:
+            graph.remove(node, safe=True)
+
+
 def remove_unused_nodes(body: ir.Graph) -> None:
     """Remove the nodes of a body whose outputs nothing reads."""
     RemoveUnusedNodesPass()(ir.Model(body, ir_version=IR_VERSION))

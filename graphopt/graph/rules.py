@@ -5,17 +5,31 @@ onnxscript matches each rule with each node in full, which took two fifths of th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import onnx_ir as ir
-from onnx_ir.passes.common import RemoveUnusedFunctionsPass, RemoveUnusedNodesPass, RemoveUnusedOpsetsPass
+from onnx_ir.passes.common import RemoveUnusedFunctionsPass, RemoveUnusedOpsetsPass
 from onnxscript.rewriter import RewriteRule, RewriteRuleSet
+from onnxscript.rewriter._pattern_ir import StringConstantPattern
 
-from graphopt.graph.traversal import all_nodes
+from graphopt.graph.rewriting import remove_unused
+from graphopt.graph.traversal import all_nodes, subgraphs
 
 if TYPE_CHECKING:
     from onnxscript.rewriter._pattern_ir import NodePattern
+
+
+_Kind = tuple[
+    tuple[str, str] | None, ...
+]  # the operators of a node, and of the nodes that compute its operands
+
+
+def _kind(node: ir.Node) -> _Kind:
+    producers = [None if x is None else x.producer() for x in node.inputs]
+    return (node.domain, node.op_type), *[
+        None if own is None else (own.domain, own.op_type) for own in producers
+    ]
 
 
 class _Operators:
@@ -26,10 +40,19 @@ class _Operators:
     """
 
     def __init__(self, pattern: NodePattern) -> None:
-        found = pattern.op_identifier()
-        self.own = None if found is None else found[:2]  # None stands for any operator
+        names = pattern.domain, pattern.op
+        is_one = all(isinstance(name, StringConstantPattern) for name in names)
+        self.own = (str(names[0]), str(names[1])) if is_one else None  # None stands for any operator
         producers = [(i, x.producer()) for i, x in enumerate(pattern.inputs) if x is not None]
         self._operands = [(i, _Operators(producer)) for i, producer in producers if producer is not None]
+
+    def may_fit(self, kind: _Kind) -> bool:
+        """Return whether nodes of a kind may have the operators of the pattern, whatever computes more."""
+        operator, *producers = kind
+        return self.own in (None, operator) and all(
+            i < len(producers) and (own := producers[i]) is not None and operators.own in (None, own)
+            for i, operators in self._operands
+        )
 
     def fit(self, node: ir.Node | None) -> bool:
         """Return whether a node and the producers of its operands have the operators of the pattern."""
@@ -54,7 +77,9 @@ class _InTurn:
         for rule in rules:
             roots = rule._target_pattern.output_nodes
             self._rules.append((rule, _Operators(roots[0]) if len(roots) == 1 else None))
-        self._of: dict[tuple[str, str], list[tuple[RewriteRule, _Operators | None]]] = {}
+        self._any = any(operators is None or operators.own is None for _, operators in self._rules)
+        self._own = {operators.own for _, operators in self._rules if operators is not None}
+        self._of: dict[_Kind, list[tuple[RewriteRule, _Operators | None]]] = {}
         self._last = rules[0]
 
     def __getattr__(self, name: str) -> Any:
@@ -72,16 +97,20 @@ class _InTurn:
             if rule.graph_post_visitor is not None:
                 rule.graph_post_visitor()
 
+    def knows(self, node: ir.Node) -> bool:
+        """Return whether a rule may have a node's operator."""
+        return self._any or (node.domain, node.op_type) in self._own
+
     def try_rewrite(
         self, model: ir.Model, graph: ir.Graph | ir.Function, node: ir.Node, **options: Any
     ) -> Any:
         """Return the nodes to replace a node by, or None."""
-        operator = node.domain, node.op_type
-        if operator not in self._of:
-            self._of[operator] = [x for x in self._rules if x[1] is None or x[1].own in (None, operator)]
-        for rule, operators in self._of[operator]:
+        kind = _kind(node)
+        if kind not in self._of:
+            self._of[kind] = [x for x in self._rules if x[1] is None or x[1].may_fit(kind)]
+        for rule, operators in self._of[kind]:
             if operators is None or operators.fit(node):
-                found = rule.try_rewrite(model, graph, node, **options)
+                found = rule.try_rewrite(model, node.graph or graph, node, **options)
                 if found is not None:
                     self._last = rule
                     return found
@@ -94,15 +123,40 @@ def rule_set(rules: Sequence[RewriteRule], *, commute: bool = False) -> RewriteR
     Args:
         commute: match operands of commutative operators in any order.
     """
-    found = RewriteRuleSet(rules, commute=commute)
+    found = _RuleSet(rules, commute=commute)
     found.rules = [_InTurn(found.rules)]  # type: ignore[list-item]
     return found
+
+
+class _RuleSet(RewriteRuleSet):
+    """Rules that see of a graph the nodes whose operators they have, and those with bodies."""
+
+    def _apply_to_graph_or_function(
+        self, model: ir.Model, graph_or_function: ir.Graph | ir.Function, **options: Any
+    ) -> int:
+        seen: Any = graph_or_function
+        if isinstance(seen, ir.Graph):
+            seen = _Seen(seen, self.rules[0])
+        return super()._apply_to_graph_or_function(model, seen, **options)
+
+
+class _Seen:
+    """A graph of which only nodes are seen that rules may rewrite."""
+
+    def __init__(self, graph: ir.Graph, rules: Any) -> None:
+        self._graph, self._rules = graph, rules
+
+    def __iter__(self) -> Iterator[ir.Node]:
+        return (node for node in self._graph if self._rules.knows(node) or subgraphs(node))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._graph, name)
 
 
 def rewrite(model: ir.Model, rules: Sequence[RewriteRule]) -> None:
     """Apply rules, and remove nodes, functions and opsets that nothing uses, as onnxscript's `rewrite` does."""
     if rule_set(rules).apply_to_model(model):
-        RemoveUnusedNodesPass()(model)
+        remove_unused(model)
     if model.functions:
         RemoveUnusedFunctionsPass()(model)  # type: ignore[no-untyped-call]
         RemoveUnusedOpsetsPass()(model)

@@ -17,20 +17,19 @@ from onnxscript.rewriter.rules.common import materialize_reshape_shape_rule
 from graphopt.errors import GraphoptError, line
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.folding import fold
-from graphopt.graph.limits import check_constants
+from graphopt.graph.limits import are_vectors_short, check_constants
 from graphopt.graph.listing import operator_of
 from graphopt.graph.metadata import TOKEN_POSITIONS
 from graphopt.graph.operators import GROWING, POOLS, schema_of
 from graphopt.graph.rewriting import needed, protect
 from graphopt.graph.rules import rewrite
 from graphopt.graph.storage import without_weights
-from graphopt.graph.traversal import all_nodes, forward_nodes, subgraphs
-from graphopt.graph.typed_messages import shape_of, take_types, types_in
+from graphopt.graph.traversal import all_nodes, forward_nodes, sort, subgraphs
+from graphopt.graph.typed_messages import take_types
 from graphopt.graph.values import constant_of, is_static
 
 INFERENCE_ERRORS = (onnx.shape_inference.InferenceError, ValueError)  # exceptions of ONNX's inference
 _inferred = functools.partial(onnx.shape_inference.infer_shapes, check_type=True, strict_mode=True)
-_LONG = 2**20  # elements of a vector, which ONNX's inference propagates in about a second
 
 
 def ensure_typed(model: ir.Model) -> None:
@@ -111,6 +110,18 @@ def infer(model: ir.Model, propagate: bool | None = None) -> None:
     name_dimensions((output for node in all_nodes(model.graph) for output in node.outputs), names)
 
 
+def is_inferred(model: ir.Model) -> bool:
+    """Return whether all values have types, and shapes whose dimensions have names.
+
+    A pool that rounds up is inferred wrongly before opset 22, so that the answer is no.
+    """
+    nodes = list(all_nodes(model.graph))
+    values = [y for node in nodes for y in node.outputs if y.name]
+    shapes = [y.shape for y in values if y.type is not None and y.shape is not None]
+    is_named = all(_is_known(dim) for shape in shapes for dim in shape)
+    return len(shapes) == len(values) and is_named and not any(map(is_ceiled, nodes))
+
+
 def infer_anew(model: ir.Model) -> None:
     """Infer the types and shapes of all computed values from inputs and weights, whatever the model declares.
 
@@ -182,22 +193,7 @@ def check_expanded(model: ir.Model) -> bool:
     if any(node.op_type in GROWING and not is_static(node.outputs[0]) for node in all_nodes(probe.graph)):
         fold_integers(probe)
     check_constants(probe)
-    return not any(map(_is_long, ir.convenience.create_value_mapping(probe.graph).values()))
-
-
-def has_short_vectors(model: ir.Model) -> bool:
-    """Return whether all vectors are short enough for data propagation, where only few nodes are new since a check."""
-    try:
-        typed = onnx.shape_inference.infer_shapes(without_weights(model))
-    except INFERENCE_ERRORS:
-        return False
-    return not any(
-        _is_long(ir.Value(shape=shape_of(found))) for _, found in types_in(model.graph, typed.graph)
-    )
-
-
-def _is_long(x: ir.Value) -> bool:
-    return is_static(x) and x.shape.rank() == 1 and x.shape[0] > _LONG  # type: ignore
+    return are_vectors_short(probe.graph, lambda x: x.shape)
 
 
 def is_ceiled(node: ir.Node) -> bool:
@@ -285,7 +281,7 @@ def sizes_of_inputs(model: ir.Model) -> None:
     ]
     with Emitter(model) as op:
         read_sizes(op, inner, places_of(model.graph.inputs))
-    model.graph.sort()
+    sort(model.graph)
 
 
 Places = Mapping[str | None, tuple[ir.Value, int]]  # for each dimension's name, a value and an axis with it
@@ -335,6 +331,10 @@ def name_dimensions(values: Iterable[ir.Value], names: Iterator[str]) -> None:
 
 def _named(dim: int | ir.SymbolicDim, names: Iterator[str]) -> int | str:
     """Return a dimension, or a new name if it is unknown, which some exporters write as -1 or `?`."""
-    if isinstance(dim, int):
-        return dim if dim >= 0 else next(names)
-    return next(names) if dim.value in (None, "?") else dim.value
+    if not _is_known(dim):
+        return next(names)
+    return dim if isinstance(dim, int) else str(dim.value)
+
+
+def _is_known(dim: int | ir.SymbolicDim) -> bool:
+    return dim >= 0 if isinstance(dim, int) else dim.value not in (None, "?")

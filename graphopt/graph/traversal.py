@@ -54,6 +54,22 @@ def values_read(node: ir.Node) -> list[ir.Value]:
     return [x for x in [*node.inputs, *captured(node)] if x is not None]
 
 
+def sort(graph: ir.Graph) -> None:
+    """Sort a graph, unless it is sorted: telling that takes less."""
+    before: set[ir.Node] = set()
+
+    def is_sorted(graph: ir.Graph) -> bool:
+        for node in graph:
+            producers = {x.producer() for x in node.inputs if x is not None} - {None}
+            if not producers <= before or not all(map(is_sorted, subgraphs(node))):
+                return False
+            before.add(node)
+        return True
+
+    if not is_sorted(graph):
+        graph.sort()
+
+
 def ancestors(values: Iterable[ir.Value], known: Collection[ir.Node] = ()) -> set[ir.Node]:
     """Return the nodes that compute `values`; stop at nodes in `known`."""
     result: set[ir.Node] = set()

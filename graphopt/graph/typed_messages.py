@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Iterator, Sequence
 
 import onnx
 import onnx_ir as ir
@@ -28,9 +29,10 @@ def declared_in(typed: onnx.GraphProto) -> dict[str, onnx.TypeProto]:
 
 def bodies_in(graph: ir.Graph, typed: onnx.GraphProto) -> Iterator[tuple[ir.Graph, onnx.GraphProto]]:
     """Yield the subgraphs of a graph's nodes, each with its message."""
-    for node, twin in zip(graph, typed.node, strict=True):
-        if bodies := subgraphs(node):
-            messages = [x.g for x in twin.attribute if x.type == onnx.AttributeProto.GRAPH]
+    owners = [bodies for node in graph if (bodies := subgraphs(node))]
+    if owners:
+        found = ([x.g for x in node.attribute if x.type == onnx.AttributeProto.GRAPH] for node in typed.node)
+        for bodies, messages in zip(owners, filter(None, found), strict=True):
             yield from zip(bodies, messages, strict=True)
 
 
@@ -55,10 +57,21 @@ def shape_of(found: onnx.TypeProto) -> ir.Shape | None:
         return ir.serde.deserialize_type_proto_for_shape(found)
     if not found.tensor_type.HasField("shape"):
         return None
-    dims = found.tensor_type.shape.dim
+    return _shape(found.tensor_type.shape.SerializeToString())
+
+
+@functools.lru_cache(2**14)
+def _shape(content: bytes) -> ir.Shape:
+    dims = onnx.TensorShapeProto.FromString(content).dim
     return ir.Shape(map(_dim_of, dims), [dim.denotation or None for dim in dims], frozen=True)
 
 
 def _dim_of(dim: onnx.TensorShapeProto.Dimension) -> int | str | None:
     kind = dim.WhichOneof("value")
     return None if kind is None else dim.dim_value if kind == "dim_value" else dim.dim_param
+
+
+def sizes_of(found: onnx.TypeProto) -> Sequence[int] | None:
+    """Return the sizes of a tensor of static shape from the message of its type, or None."""
+    shape = shape_of(found)
+    return None if shape is None or not shape.is_static() else shape.numpy()

@@ -10,7 +10,7 @@ import onnx_ir as ir
 
 from graphopt.errors import GraphoptError, line
 from graphopt.graph.emitter import Emitter
-from graphopt.graph.traversal import subgraphs
+from graphopt.graph.traversal import sort, subgraphs
 from graphopt.graph.values import swap
 from passes.gradients.registry import RULES, parameters_of
 from passes.lowering import attention as attention
@@ -28,7 +28,7 @@ def is_lowered(node: ir.Node) -> bool:
 
 def lower_operators(op: Emitter, graph: ir.Graph) -> None:
     """Replace every operator that has a lowering by standard operators, including in bodies."""
-    graph.sort()
+    sort(graph)
     for node in list(graph):
         for body in subgraphs(node):
             with op.within(body) as inner:
@@ -39,7 +39,7 @@ def lower_operators(op: Emitter, graph: ir.Graph) -> None:
             op.infer(node)
         if classical.is_tree(node):
             classical.type_tree(node)
-    graph.sort()
+    sort(graph)
 
 
 def _replace(op: Emitter, graph: ir.Graph, node: ir.Node) -> None:

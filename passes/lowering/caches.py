@@ -21,6 +21,7 @@ from graphopt.graph.postprocessing import detach_outputs
 from graphopt.graph.rewriting import remove_unused_nodes
 from graphopt.graph.roles import Role
 from graphopt.graph.shapes import fold_integers, places_of, read_sizes
+from graphopt.graph.traversal import sort
 from graphopt.graph.values import constant_of, is_floating, name_of
 
 _MOVING = VIEWS | {"Cast", "Gather", "Slice", "Split", "Transpose"}
@@ -104,7 +105,7 @@ def remove_caches(model: ir.Model) -> None:
                 "dimensions as those of other inputs"
             )
         graph.inputs.remove(x)
-    graph.sort()
+    sort(graph)
 
 
 def set_aside(model: ir.Model, read: Collection[str]) -> None:

@@ -6,13 +6,12 @@ from collections.abc import Container, Iterable, Iterator, Sequence
 
 import numpy as np
 import onnx_ir as ir
-from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.folding import MOST_SPLIT_OUTPUTS
 from graphopt.graph.operators import SEQUENCE_READERS
-from graphopt.graph.rewriting import remove_unused_nodes
-from graphopt.graph.traversal import all_nodes, subgraphs
+from graphopt.graph.rewriting import remove_unused, remove_unused_nodes
+from graphopt.graph.traversal import all_nodes, sort, subgraphs
 from graphopt.graph.values import constant_number, constant_of, dims_of, like, swap
 
 _Size = int | ir.SymbolicDim
@@ -33,13 +32,13 @@ def lower_sequences(model: ir.Model) -> bool:
     sizes = {dim for x in model.graph.inputs for dim in x.shape or ()}
     with Emitter(model) as op:
         _lower(op, model.graph, {}, sizes)
-    RemoveUnusedNodesPass()(model)
+    remove_unused(model)
     return True
 
 
 def _lower(op: Emitter, graph: ir.Graph, contents: _Contents, sizes: Container[_Size]) -> None:
     """Lower the nodes of a graph in order; `sizes` are the dimensions that are equal in all turns of a loop."""
-    graph.sort()
+    sort(graph)
     for node in list(graph):
         if node.domain != "":
             continue
@@ -58,7 +57,7 @@ def _lower(op: Emitter, graph: ir.Graph, contents: _Contents, sizes: Container[_
         if before is not None and (result := _read(op, node, before)) is not None:
             _replace(op, node.outputs[0], result)
             graph.remove(node, safe=True)
-    graph.sort()
+    sort(graph)
 
 
 def _type(op: Emitter, node: ir.Node) -> None:

@@ -7,6 +7,7 @@ import warnings
 import onnx_ir as ir
 
 from graphopt.graph.metadata import Kind, LeftOut, Origin
+from graphopt.graph.traversal import sort
 from graphopt.graph.values import name_of
 from passes.weights import detached, exported_program, torchscript
 from passes.weights.initializers import literals_in, weights_in
@@ -30,7 +31,7 @@ def read_origins(model: ir.Model) -> dict[str, Origin]:
         restored = exported_program.separate_parameters(program) | exported_program.invert(program)
         restored |= exported_program.restore_gathers(program) | exported_program.recompute(program)
         restored |= exported_program.restore_biases(program)
-        model.graph.sort()
+        sort(model.graph)
         if left_out := exported_program.parameters_left_out(program):
             LeftOut(tuple(left_out)).write(model)
         return exported_program.program_origins(program) | restored
@@ -46,7 +47,7 @@ def read_origins(model: ir.Model) -> dict[str, Origin]:
     if model.producer_name == "pytorch":
         restored = torchscript.separate_merged(model)
         restored |= torchscript.restore_rows(model) | torchscript.restore_masks(model)
-        model.graph.sort()
+        sort(model.graph)
         origins = {name_of(x): torchscript.origin_of(x, model) for x in weights_in(model)}
         literal = Origin(Kind.CONSTANT, "a literal of the exported program")
         return origins | dict.fromkeys(literals_in(model), literal) | restored
