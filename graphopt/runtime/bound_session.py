@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     import onnxruntime
 
 Reported = dict[str, Any]
-_COPIED, _SMALL = 32768, 65536  # bytes up to which arrays are copied in, and out
+_COPIED, _SMALL = 16384, 65536  # bytes up to which arrays are copied in, and out
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
