@@ -48,7 +48,7 @@ from passes.lowering.caches import choose_branches, remove_caches, set_aside
 from passes.lowering.sequences import lower_sequences
 from passes.weights import read_origins
 
-_SEVERAL = 2  # numbers
+_SEVERAL = 2  # numbers of the smallest constants that become initializers
 NAMES_OF_THE_RUNTIME = ("gemm_input_shape", "gemm_output_shape")
 
 _SCALED: list[Callable[[Any], Any]] = [lambda x: x / math.sqrt(2), lambda x: x * math.sqrt(0.5)]
@@ -261,9 +261,8 @@ def upgrade(model: ir.Model) -> None:
         functions = dict(model.functions)  # they keep their opset, and the converter would inline them
         model.functions.clear()
         if version == 17 and not any(map(_changes_in_18, all_nodes(model.graph))):
-            model.opset_imports[""] = (
-                18  # from which onnxscript converts the nodes, where onnx builds a new model
-            )
+            # From opset 18 on, onnxscript converts the nodes; below it, onnx builds a new model.
+            model.opset_imports[""] = 18
             for node in all_nodes(model.graph):
                 node.version = node.version if node.domain else None
         converter = logging.getLogger(onnxscript.version_converter.__name__)

@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
+import torch
 from builders import attention, linear, mlp, model
 
 import graphopt
@@ -93,6 +94,48 @@ def test_attention_and_layer_normalization():
         for native in (False, True)
     ]
     np.testing.assert_allclose(*losses, rtol=1e-5)
+
+
+OPTIMIZERS = {
+    "sgd": (passes.SGD(0.1), lambda weights: torch.optim.SGD(weights, 0.1)),
+    "momentum": (passes.SGD(0.1, momentum=0.9), lambda weights: torch.optim.SGD(weights, 0.1, momentum=0.9)),
+    "adamw": (
+        passes.AdamW(0.01, weight_decay=0.1),
+        lambda weights: torch.optim.AdamW(weights, 0.01, weight_decay=0.1),
+    ),
+}
+
+
+@pytest.mark.parametrize("norm", [None, 0.05])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.slow
+def test_large_arrays_train_as_in_pytorch(optimizer, norm):
+    """Loops over weights, activations and gradients have blocks; PyTorch trains in float64."""
+    sizes, (ours, theirs) = (300, 700, 500, 10), OPTIMIZERS[optimizer]
+    clip = passes.ClipGlobalNorm(norm) if norm else None
+    step = step_of(mlp(sizes), optimizer=ours, clip=clip)
+    executor = graphopt.Executor(step, native=True, threads=2, matmul_precision="highest")
+    start = executor.parameters
+    weights = {name: torch.tensor(x, dtype=torch.float64) for name, x in start.items()}
+    reference = theirs([x.requires_grad_() for x in weights.values()])
+    for batch in batches(5, rows=300, shape=(300,), out=(10,)):
+        x, target = (torch.tensor(x, dtype=torch.float64) for x in (batch["x"], batch["target"]))
+        for i in range(3):
+            x = torch.nn.functional.linear(x, weights[f"fc{i}.weight"], weights[f"fc{i}.bias"])
+            x = x.tanh() if i < 2 else x
+        loss = torch.nn.functional.mse_loss(x, target)
+        reference.zero_grad()
+        loss.backward()
+        if norm:
+            assert torch.nn.utils.clip_grad_norm_(weights.values(), norm) > norm
+        reference.step()
+        assert executor.step(batch)["loss"] == pytest.approx(loss.item(), rel=1e-5)
+    for name, x in executor.parameters.items():
+        expected = weights[name].detach().numpy()
+        change = np.sqrt(
+            np.mean(np.square(expected - start[name]))
+        )  # a number that is left out is as far off
+        np.testing.assert_allclose(x, expected, rtol=0, atol=0.02 * change, err_msg=name)
 
 
 def test_several_steps_in_a_call_are_lowered_too():

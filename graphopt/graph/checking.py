@@ -84,7 +84,7 @@ def check_domains(model: ir.Model) -> None:
 
 
 def messages_of(kind: type[M], proto: Message) -> list[M]:
-    """Return all messages of a type in a model whose text was checked: other messages than their owners are skipped."""
+    """Return all messages of a type in a model whose text was checked; skip messages that cannot own any."""
     found: list[M] = []
     waiting: list[Message] = [proto]
     while waiting:
@@ -124,7 +124,8 @@ def check_external(proto: onnx.ModelProto, folder: Path, limits: Limits) -> None
     Tensors without an offset or a length get it.
     """
     asked, sizes = 0, {}
-    tensors = [x for x in [*messages(proto)] if isinstance(x, onnx.TensorProto)]  # all text is UTF-8, then
+    # All messages first, so that all text is known to be UTF-8.
+    tensors = [x for x in [*messages(proto)] if isinstance(x, onnx.TensorProto)]
     for tensor in [tensor for tensor in tensors if tensor.data_location == EXTERNAL]:
         try:
             info = external.ExternalDataInfo(tensor)

@@ -24,7 +24,7 @@ from graphopt.graph.emitter import Emitter
 from graphopt.graph.opsets import IR_VERSION
 from graphopt.graph.roles import Role, with_role
 from graphopt.graph.state import detached
-from graphopt.graph.traversal import all_nodes, subgraphs
+from graphopt.graph.traversal import all_nodes, is_sorted, subgraphs
 from graphopt.graph.values import name_of
 from graphopt.intervals import check_intervals, check_types
 
@@ -81,7 +81,7 @@ class Pass(ir.passes.InPlacePass, metaclass=Checked):
         try:
             with detached(model):
                 self.rewrite(model)
-                if not _is_in_order(model):
+                if model.functions or not (is_sorted(model.graph) and _has_names(model)):
                     model.graph.sort()
                     fix_names(model)
         except LIBRARIES as error:
@@ -104,24 +104,19 @@ class Pass(ir.passes.InPlacePass, metaclass=Checked):
         return values
 
 
-def _is_in_order(model: ir.Model) -> bool:
-    """Return whether nodes follow what they read, and values have names that differ, as nodes of a graph have."""
+def _has_names(model: ir.Model) -> bool:
+    """Return whether all values have different names, and so have the nodes of each graph."""
     names: list[str | None] = []  # of values
-    before: set[ir.Node] = set()
 
     def visit(graph: ir.Graph) -> bool:
-        own: list[str | None] = []
         names.extend(x.name for x in {*graph.inputs, *graph.initializers.values()})
         for node in graph:
-            producers = {x.producer() for x in node.inputs if x is not None} - {None}
-            if not producers <= before or not all(map(visit, subgraphs(node))):
-                return False
-            before.add(node)
-            own.append(node.name)
             names.extend(y.name for y in node.outputs)
-        return _differ(own)
+            if not all(map(visit, subgraphs(node))):
+                return False
+        return _differ([node.name for node in graph])
 
-    return not model.functions and visit(model.graph) and _differ(names)
+    return visit(model.graph) and _differ(names)
 
 
 def _differ(names: Sequence[str | None]) -> bool:
@@ -226,23 +221,6 @@ def retire(model: ir.Model, output: ir.Value) -> None:
     """Remove an output's role and rename it, so that another value can have its role and name."""
     metadata.ROLE.remove(output)
     output.name = f"{output.name}.before.{len(model.graph)}"
-
-
-def remove_unused(model: ir.Model) -> None:
-    """Remove nodes and initializers that nothing uses, and keep unused outputs, which onnx_ir's pass looks for."""
-    _remove_unused(model.graph)
-    for name, x in list(model.graph.initializers.items()):
-        if not (x.uses() or x.is_graph_output() or x.is_graph_input()):
-            del model.graph.initializers[name]
-
-
-def _remove_unused(graph: ir.Graph) -> None:
-    for node in reversed(graph):
-        if any(y.uses() or y.is_graph_output() for y in node.outputs):
-            for body in subgraphs(node):
-                _remove_unused(body)
-        else:
-            graph.remove(node, safe=True)
 
 
 def remove_unused_nodes(body: ir.Graph) -> None:

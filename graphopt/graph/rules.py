@@ -9,20 +9,18 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import onnx_ir as ir
-from onnx_ir.passes.common import RemoveUnusedFunctionsPass, RemoveUnusedOpsetsPass
+from onnx_ir.passes.common import RemoveUnusedFunctionsPass, RemoveUnusedNodesPass, RemoveUnusedOpsetsPass
 from onnxscript.rewriter import RewriteRule, RewriteRuleSet
 from onnxscript.rewriter._pattern_ir import StringConstantPattern
 
-from graphopt.graph.rewriting import remove_unused
 from graphopt.graph.traversal import all_nodes, subgraphs
 
 if TYPE_CHECKING:
     from onnxscript.rewriter._pattern_ir import NodePattern
 
 
-_Kind = tuple[
-    tuple[str, str] | None, ...
-]  # the operators of a node, and of the nodes that compute its operands
+# The operators of a node, and of the nodes that compute its operands.
+_Kind = tuple[tuple[str, str] | None, ...]
 
 
 def _kind(node: ir.Node) -> _Kind:
@@ -129,7 +127,7 @@ def rule_set(rules: Sequence[RewriteRule], *, commute: bool = False) -> RewriteR
 
 
 class _RuleSet(RewriteRuleSet):
-    """Rules that see of a graph the nodes whose operators they have, and those with bodies."""
+    """Rules that visit only the nodes whose operators they have, and those with bodies."""
 
     def _apply_to_graph_or_function(
         self, model: ir.Model, graph_or_function: ir.Graph | ir.Function, **options: Any
@@ -141,7 +139,7 @@ class _RuleSet(RewriteRuleSet):
 
 
 class _Seen:
-    """A graph of which only nodes are seen that rules may rewrite."""
+    """A graph whose iteration skips nodes that no rule may rewrite."""
 
     def __init__(self, graph: ir.Graph, rules: Any) -> None:
         self._graph, self._rules = graph, rules
@@ -156,7 +154,7 @@ class _Seen:
 def rewrite(model: ir.Model, rules: Sequence[RewriteRule]) -> None:
     """Apply rules, and remove nodes, functions and opsets that nothing uses, as onnxscript's `rewrite` does."""
     if rule_set(rules).apply_to_model(model):
-        remove_unused(model)
+        RemoveUnusedNodesPass()(model)
     if model.functions:
         RemoveUnusedFunctionsPass()(model)  # type: ignore[no-untyped-call]
         RemoveUnusedOpsetsPass()(model)

@@ -191,7 +191,7 @@ class Executor(ExecutorState):
             NonFiniteLoss: the loss or the new state is infinite or NaN, and `on_nonfinite` is `raise`.
         """
         feeds = data if type(data) is dict and not (unnamed or named) else fed_by(self, data, unnamed, named)
-        self._lock.acquire()  # as `with` does, in half its time
+        self._lock.acquire()  # as `with` does, in half the time
         try:
             if self._rounds is None:
                 return self._train(feeds)
@@ -429,7 +429,7 @@ class Executor(ExecutorState):
     ) -> Reported:
         """Compute the outputs of a method in the graph's inference form, with the fed hyperparameters."""
         feeds = data if type(data) is dict and not (unnamed or named) else fed_by(self, data, unnamed, named)
-        self._lock.acquire()  # as `with` does, in half its time
+        self._lock.acquire()  # as `with` does, in half the time
         try:
             evaluation = self._evaluations.get(call) or self._evaluation(call)
             check = self._signature.check_labels if self._signature.labels else None

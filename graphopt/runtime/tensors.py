@@ -173,7 +173,7 @@ def number_or_array(array: np.ndarray) -> Any:
 
 
 def is_finite(numbers: Any) -> bool:
-    """Return whether a number, or all of an array, are finite; for a number, `numpy.isfinite` takes a microsecond."""
+    """Return whether a number, or each number of an array, is finite: `numpy.isfinite` takes a microsecond for one."""
     return isfinite(numbers) if np.ndim(numbers) == 0 else bool(np.isfinite(numbers).all())
 
 

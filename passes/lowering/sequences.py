@@ -6,11 +6,12 @@ from collections.abc import Container, Iterable, Iterator, Sequence
 
 import numpy as np
 import onnx_ir as ir
+from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.folding import MOST_SPLIT_OUTPUTS
 from graphopt.graph.operators import SEQUENCE_READERS
-from graphopt.graph.rewriting import remove_unused, remove_unused_nodes
+from graphopt.graph.rewriting import remove_unused_nodes
 from graphopt.graph.traversal import all_nodes, sort, subgraphs
 from graphopt.graph.values import constant_number, constant_of, dims_of, like, swap
 
@@ -32,7 +33,7 @@ def lower_sequences(model: ir.Model) -> bool:
     sizes = {dim for x in model.graph.inputs for dim in x.shape or ()}
     with Emitter(model) as op:
         _lower(op, model.graph, {}, sizes)
-    remove_unused(model)
+    RemoveUnusedNodesPass()(model)
     return True
 
 

@@ -21,7 +21,7 @@ class ChannelLoops(Loops):
     """
 
     element, left = "at + j", "own + j"
-    has_blocks = False  # a plane is one
+    has_blocks = False  # each loop passes over a whole plane
 
     def _before_rows(self) -> list[str]:
         rows = self.numbers.rows

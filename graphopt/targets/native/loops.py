@@ -205,7 +205,7 @@ class Loops:
         ]
 
     def _fetched_block(self) -> tuple[list[str], str, list[str]]:
-        """Return what comes before a block, its size, and what comes after: memory is fetched for a later block."""
+        """Return what comes before a block, its size, and what comes after: the memory of the next block is fetched."""
         places = [f"p_{x.name}" for (_, axes), x in self.numbers.read.items() if self._is_contiguous(x, axes)]
         places += [f"q_{self.names[store.output]}" for store in self.numbers.stores_of(ELEMENT)]
         fetched = [f"if (fetches) fetch_next({place} + j0, sizeof *{place});" for place in places]
