@@ -17,7 +17,6 @@ tries the script without a GPU, on small batches.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import datetime
 import json
 import os
@@ -31,6 +30,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent / "peers"))
 
@@ -81,7 +81,8 @@ NEEDED = {
     "torch": "pip install torch",
     "jax": 'pip install "jax[cuda13]" optax',
 }
-TESTS = ["-m", "pytest", "tests/test_gpu.py", "-vv", "-n", "0", "--tb=short", "--durations=5"]
+WORKERS = max(1, min(8, (os.cpu_count() or 1) // 2))
+TESTS = ["-m", "pytest", "tests/test_gpu.py", "-vv", "-n", str(WORKERS), "--tb=short", "--durations=5"]
 TESTS += ["-m", "exhaustive or not exhaustive", "-k", "not poses_as"]  # all but the trial without a GPU
 MOST_OF_TESTS, LEAST = 300, 45  # seconds, of all tests, and of a row
 
@@ -156,65 +157,72 @@ def tested(seconds: float, log: Path) -> dict[str, object]:
             end = ""
         except subprocess.TimeoutExpired:
             end = f", stopped after {seconds:.0f} s"
-    found = re.findall(r"^(\S+::.+?) (PASSED|FAILED|ERROR|SKIPPED)\b", log.read_text(), re.MULTILINE)
-    failed = [name for name, outcome in found if outcome in ("FAILED", "ERROR")]
-    counts = Counter(outcome.lower() for _, outcome in found)
+    found = re.findall(
+        r"^\[gw\d+\].*? (PASSED|FAILED|ERROR|SKIPPED) (\S+::.+?) *$", log.read_text(), re.MULTILINE
+    )
+    failed = [name for outcome, name in found if outcome in ("FAILED", "ERROR")]
+    counts = Counter(outcome.lower() for outcome, _ in found)
     summary = (", ".join(f"{count} {outcome}" for outcome, count in counts.items()) or "none ran") + end
     print(summary, *failed, sep="\n  ", flush=True)
     return {"summary": summary, "failed": failed}
 
 
-@contextlib.contextmanager
-def peers_of(
-    results: Mapping[str, Result], precision: str, options: argparse.Namespace, clock: Clock
-) -> Iterator[dict[str, Process]]:
-    """Start all peers of a cell and yield those that trained; when they end, note the memory that each gives back."""
-    started = {}
-    for peer, result in results.items():
-        script, words = PEERS[peer]
-        variant = " ".join(filter(None, [*words.split(), precision, "cuda" * (options.device == "cuda")]))
-        work = (options.work, result.workload, result.optimizer, result.threads)
-        started[peer] = Process(PYTHON, (script, variant), *work, patience=clock.left + 1)
-    running = {}
-    for peer, process in started.items():
-        try:
-            process.patience = clock.left + 1
-            said = process.hear()
-        except Failure as failure:
-            results[peer].error = str(failure)
-            continue
-        running[peer], result = process, results[peer]
-        result.losses, result.compile, result.samples = said["losses"], said["compile"], said["samples"]
-    try:
-        yield running
-    finally:
-        before = memory_used() if options.device == "cuda" else None
-        for peer, process in running.items():
+class Cell:
+    """Hold the peers of a workload in a precision: they start together, and compile side by side with other cells."""
+
+    def __init__(self, name: str, precision: str, peers: Sequence[str], options: argparse.Namespace) -> None:
+        self.name, self.precision, self._options = name, precision, options
+        self.results = {peer: Result(name, ROWS[base_of(name)], options.threads, peer) for peer in peers}
+        self._running: dict[str, Process] = {}
+        for peer in peers:
+            script, words = PEERS[peer]
+            variant = " ".join(filter(None, [words, precision, "cuda" * (options.device == "cuda")]))
+            work = (options.work, name, ROWS[base_of(name)], options.threads)
+            self._running[peer] = Process(PYTHON, (script, variant), *work)
+
+    def wait(self, seconds: float) -> None:
+        """Wait until the peers have taken their first steps, and compare their losses; those that fail are left out."""
+        end = time.monotonic() + seconds
+        for peer, process in list(self._running.items()):
+            process.patience = max(0.0, end - time.monotonic()) + 1
+            if (said := self._heard(peer)) is not None:
+                result = self.results[peer]
+                result.losses, result.compile, result.samples = (
+                    said["losses"],
+                    said["compile"],
+                    said["samples"],
+                )
+        check(list(self.results.values()), TOLERANCES[self.precision])
+
+    def time(self, clock: Clock) -> None:
+        """Time the peers in turns."""
+        for i in range(self._options.rounds):
+            turn = [peer for peer in self._running if not self.results[peer].error]
+            for peer in turn[i % len(turn) :] + turn[: i % len(turn)] if turn and clock.left else ():
+                if (said := self._heard(peer, str(self._options.seconds))) is not None:
+                    self.results[peer].rounds.append(statistics.median(said["times"]))
+                    if self._options.device == "cpu":
+                        self.results[peer].peak = said["peak"]
+
+    def close(self) -> None:
+        """End the peers; on a GPU, note the memory that each gives back."""
+        before = memory_used() if self._options.device == "cuda" and self._running else None
+        while self._running:
+            peer, process = self._running.popitem()
             process.close()
             if before is not None and (after := memory_used()) is not None:
-                results[peer].peak, before = before - after, after
+                self.results[peer].peak, before = before - after, after
 
-
-def measured(
-    name: str, precision: str, peers: Sequence[str], options: argparse.Namespace, clock: Clock
-) -> list[Result]:
-    """Compare the losses of the peers on a workload, and time them in turns."""
-    results = {peer: Result(name, ROWS[base_of(name)], options.threads, peer) for peer in peers}
-    with peers_of(results, precision, options, clock) as running:
-        check(list(results.values()), TOLERANCES[precision])
-        for i in range(options.rounds):
-            turn = [peer for peer in running if not results[peer].error]
-            for peer in turn[i % len(turn) :] + turn[: i % len(turn)] if turn and clock.left else ():
-                try:
-                    running[peer].say(str(options.seconds))
-                    said = running[peer].hear()
-                except (Failure, BrokenPipeError) as failure:
-                    results[peer].error = str(failure)
-                    continue
-                results[peer].rounds.append(statistics.median(said["times"]))
-                if options.device == "cpu":
-                    results[peer].peak = said["peak"]
-    return list(results.values())
+    def _heard(self, peer: str, said: str | None = None) -> dict[str, Any] | None:
+        """Return the answer of a peer; if it has ended, keep the reason and return None."""
+        try:
+            if said is not None:
+                self._running[peer].say(said)
+            return self._running[peer].hear()
+        except (Failure, BrokenPipeError) as failure:
+            self.results[peer].error = str(failure)
+            del self._running[peer]
+            return None
 
 
 def base_of(name: str) -> str:
@@ -298,6 +306,12 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--precisions", nargs="+", choices=PRECISIONS, default=MEASURED, metavar="PRECISION")
     parser.add_argument("--no-tests", action="store_true")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument(
+        "--at-once",
+        type=int,
+        default=1,
+        help="the workloads whose peers compile side by side: cores, divided by 4",
+    )
     parser.add_argument("--seconds", type=float, default=0.4, help="the seconds per peer and round")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--small", action="store_true", help="batches of eight rows")
@@ -348,18 +362,31 @@ def main(given: Sequence[str] | None = None) -> None:
     names = [f"{name}-batch8" if options.small else name for name in options.only]
     for name in names:
         write(options.work, name)
-    for precision in options.precisions:
-        for name in names:
-            if clock.left < LEAST:
-                print(
-                    f"{name}, {precision}: no time left: --only and --precisions measure the rest", flush=True
+    wanted = [(precision, name) for precision in options.precisions for name in names]
+    for i in range(0, len(wanted), options.at_once):
+        together = wanted[i : i + options.at_once]
+        if clock.left < LEAST:
+            unmeasured = ", ".join(f"{name} in {precision}" for precision, name in together)
+            print(f"{unmeasured}: no time left: --only and --precisions measure the rest", flush=True)
+            continue
+        cells = [Cell(name, precision, peers, options) for precision, name in together]
+        try:
+            for cell in cells:
+                cell.wait(clock.left)
+            for cell in cells:
+                cell.time(clock)
+                cell.close()
+                before = results.get(cell.precision, [])
+                rest = [r for r in before if r.workload != cell.name or r.peer not in peers]
+                found = list(cell.results.values())
+                results[cell.precision] = sorted(
+                    [*rest, *found], key=lambda r: list(ROWS).index(base_of(r.workload))
                 )
-                continue
-            found = measured(name, precision, peers, options, clock)
-            rest = [r for r in results.get(precision, []) if r.workload != name or r.peer not in peers]
-            results[precision] = sorted([*rest, *found], key=lambda r: list(ROWS).index(base_of(r.workload)))
-            save()
-            print(f"{precision}, {clock.left:.0f} s left", *table(found), sep="\n", flush=True)
+                save()
+                print(f"{cell.precision}, {clock.left:.0f} s left", *table(found), sep="\n", flush=True)
+        finally:
+            for cell in cells:
+                cell.close()
     print(f"written to {options.write}")
 
 

@@ -65,7 +65,7 @@ class Process:
     ) -> None:
         script, variant = peer
         command = [str(python), str(HERE / f"{script}.py"), str(folder), workload, optimizer]
-        self._log, self.patience = folder / f"{script} {variant}.log", patience
+        self._log, self.patience = folder / f"{workload} {script} {variant}.log", patience
         with self._log.open("w") as log:
             self._process = subprocess.Popen(
                 [*command, "--threads", str(threads), "--variant", variant],
