@@ -84,7 +84,7 @@ def test_the_graphs_of_the_hosts_train(name: str) -> None:
     for batch in batches(name)[:20]:
         expected, found = on_cpu.step(batch), on_gpu.step(batch)
         assert list(found) == list(expected)
-        assert found["loss"] == pytest.approx(expected["loss"], rel=1e-5)
+        assert found["loss"] == pytest.approx(expected["loss"], rel=1e-4)  # an NVIDIA H200 needs 6e-5
     assert on_gpu.steps == 20
     for name, reason in on_gpu.fallbacks().items():
         assert "arithmetic on shapes" in reason or "loops and branches" in reason, (name, reason)

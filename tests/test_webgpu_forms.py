@@ -2,7 +2,7 @@
 
 The cases are those of the gradient rules, and steps with each loss, optimizer, schedule and layer. They run in another
 process, so that a crash ends one case alone. All of them: pytest -m "exhaustive or not exhaustive"
-tests/test_webgpu_forms.py, or python tests/webgpu_sweep.py, which prints a table.
+tests/test_webgpu_forms.py, or python tests/gpu_sweep.py, which prints a table.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
+from gpu_sweep import CASES, NOT_HERE, Result, Worker
 from test_webgpu import missing
-from webgpu_sweep import CASES, NOT_HERE, Result, Worker
 
 pytestmark = [pytest.mark.skipif(bool(missing()), reason=missing()), pytest.mark.slow]
 

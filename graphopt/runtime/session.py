@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 # It rewrites 1 / b * a to a / b, and loses a if another rule removes its node (microsoft/onnxruntime#32416).
 UNSAFE = ["DivMulFusion"]
+# It makes one Split of Slices. On CUDA, an uneven Split copies a table of all positions to the device in each step.
+SLOW_ON_CUDA = ["GatherSliceToSplitFusion"]
 # onnxruntime 1.19 fuses a Transpose and a MatMul into an operator that has no kernel for double.
 UNSAFE_IN_DOUBLE = ["MatmulTransposeFusion"]
 
@@ -82,9 +84,10 @@ class Session:
                 content, weights = storage.message_without_weights(model, is_taken)
             # The first session would change denormals in this thread permanently.
             with device.flushing or contextlib.nullcontext():
-                unsafe = UNSAFE + (UNSAFE_IN_DOUBLE if is_double else [])
+                disabled = UNSAFE + (UNSAFE_IN_DOUBLE if is_double else [])
+                disabled = disabled + (SLOW_ON_CUDA if device.kind == "cuda" else [])
                 self.ort: onnxruntime.InferenceSession = device.open(
-                    content, options, unsafe, captures=captures
+                    content, options, disabled, captures=captures
                 )
         except Exception as error:
             raise _refusal(device, model, error) from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Mapping
 from math import isfinite
 from typing import TYPE_CHECKING, Any
@@ -149,11 +150,23 @@ def to_ort(device: Device, tensor: Tensor, dtype: np.dtype[Any]) -> onnxruntime.
             "numpy.asarray makes one of it"
         )
     try:
-        if dtype == np.bool_:  # ONNX Runtime does not accept bool through DLPack
-            return to_ort(device, np.from_dlpack(tensor), dtype)
-        return device.ort.OrtValue(c.OrtValue.from_dlpack(tensor.__dlpack__()))
-    except (BufferError, RuntimeError) as error:
+        if dtype != np.bool_:
+            return device.ort.OrtValue(c.OrtValue.from_dlpack(tensor.__dlpack__()))
+        if (own := on_host(device, tensor)) is not None:
+            return to_ort(device, own, dtype)
+        return device.ort.OrtValue(c.OrtValue.from_dlpack(_as_bytes(tensor).__dlpack__(), True))
+    except (AttributeError, BufferError, RuntimeError) as error:
         raise GraphoptError(f"expected a tensor to share: {line(error)}") from error
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    """Return a tensor of truth values on a GPU as one of bytes, which ONNX Runtime takes for them through DLPack.
+
+    Raises:
+        AttributeError: the tensor's package is not as PyTorch or CuPy.
+    """
+    package = sys.modules[type(tensor).__module__.partition(".")[0]]
+    return tensor.view(package.uint8)
 
 
 def on_host(device: Device, tensor: Tensor) -> np.ndarray | None:

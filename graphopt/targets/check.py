@@ -13,7 +13,7 @@ from graphopt.graph.emitter import Emitter
 from graphopt.graph.operators import VIEWS
 from graphopt.graph.roles import STATE, Role, set_role, with_role
 from graphopt.graph.state import ACCUMULATED, LOSS_SCALE, accumulators
-from graphopt.graph.values import is_floating, is_number, is_static, next_of
+from graphopt.graph.values import constant_of, is_floating, is_number, is_static, next_of
 
 CHECK = "graphopt.check"
 
@@ -43,10 +43,56 @@ def add_check(model: ir.Model, infinite: Collection[str], *, chained: bool = Fal
     following = {y for y in with_role(model, Role.NEXT) if is_floating(y) and y.name not in unchecked}
     added = [y for y in with_role(model, Role.NEXT) if y in following and not _spreads(y, following - {y})]
     with Emitter(model) as op:
-        sums = [_sum(op, y) for y in [*with_role(model, Role.LOSS), *added]]
+        sums = [_sum(op, y) for y in [*with_role(model, Role.LOSS), *_joined(added)]]
         total = functools.reduce(op.Add, sums[1:], op.Identity(sums[0])) if chained else op.Sum(*sums)
     total.name = CHECK
     model.graph.outputs.append(set_role(total, Role.DIAGNOSTIC))
+
+
+def _joined(values: Collection[ir.Value]) -> list[ir.Value]:
+    """Return values, and in place of those that a vector is cut into without rest, that vector."""
+    bare = {y: _unviewed(y) for y in values}
+    roots = {y: _root(x) for y, x in bare.items()}
+    whole = {root for root in roots.values() if set(_parts(root)) <= set(bare.values())}
+    return list(dict.fromkeys(root if root in whole else y for y, root in roots.items()))
+
+
+def _unviewed(x: ir.Value) -> ir.Value:
+    """Return the value whose numbers a value has in another shape, which may be itself."""
+    while (y := _first_input(x, VIEWS)) is not None:
+        x = y
+    return x
+
+
+def _root(x: ir.Value) -> ir.Value:
+    """Return the value that Splits and Slices cut a value from, which may be itself."""
+    while (y := _first_input(x, {"Slice", "Split"})) is not None:
+        x = y
+    return x
+
+
+def _first_input(x: ir.Value, operators: Set[str]) -> ir.Value | None:
+    node = x.producer()
+    return node.inputs[0] if node is not None and node.op_type in operators and not node.domain else None
+
+
+def _parts(x: ir.Value) -> list[ir.Value]:
+    """Return the parts into which a Split, or Slices one after the other, cut a whole vector; or the value itself."""
+    cuts = [node for node in x.consumers() if node.op_type in ("Slice", "Split") and not node.domain]
+    if len(cuts) == 1 and cuts[0].op_type == "Split":
+        return [part for y in cuts[0].outputs for part in _parts(y)]
+    spans = sorted(map(_span, cuts))
+    ends = [0, *(end for _, end in spans)]
+    if not cuts or ends[:-1] != [start for start, _ in spans] or ends[-1:] != [*(x.shape or ())]:
+        return [x]
+    return [part for node in cuts for part in _parts(node.outputs[0])]
+
+
+def _span(node: ir.Node) -> tuple[int, int]:
+    """Return the first and the last position that a Slice of a vector reads, -1 for what is not known."""
+    bounds = [constant_of(bound) for bound in node.inputs[1:3]]
+    is_known = len(node.inputs) == 4 and all(bound is not None and bound.size == 1 for bound in bounds)
+    return (bounds[0].item(), bounds[1].item()) if is_known else (-1, -1)  # type: ignore[union-attr]
 
 
 def not_finite(arrays: Mapping[str, np.ndarray]) -> set[str]:

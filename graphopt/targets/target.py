@@ -78,9 +78,15 @@ ONNXRUNTIME = Target("onnxruntime", Pipeline(fuse=Fuse()), own_version())
 _CPU_ALONE = (
     "compute_bfloat16_in_float32",
 )  # fusions for ONNX Runtime's CPU provider, which others may not need
-_SLOW = {
-    "webgpu": ("pool_channels_as_batch",)
-}  # fusions that a runtime computes slower: MaxPool by planes, 14 times
+_SLOW = {  # fusions that a runtime computes slower: WebGPU's MaxPool by planes 14 times
+    "cuda": (
+        "transposed_convolution_as_convolution",
+        "widen_convolution_products",
+        "pool_channels_as_batch",
+        "join_small_vectors",  # its own form joins more
+    ),
+    "webgpu": ("pool_channels_as_batch",),
+}
 
 
 def _portable(name: str | None) -> Target:

@@ -12,12 +12,13 @@ from graphopt.graph.rewriting import Pass, interface_kept
 from graphopt.graph.roles import STATE, with_role
 from graphopt.graph.simplify import Simplify
 from graphopt.targets.bfloat16 import compute_bfloat16_in_float32
+from graphopt.targets.joining import join_small_vectors
 from graphopt.targets.onnxruntime.convolution import (
     pool_channels_as_batch,
     transposed_convolution_as_convolution,
     widen_convolution_products,
 )
-from graphopt.targets.onnxruntime.vectors import column_sums_as_product, join_small_vectors
+from graphopt.targets.onnxruntime.vectors import column_sums_as_product
 from graphopt.targets.scan import vectorize_steps
 from graphopt.targets.updates import UPDATES, Rewriting
 

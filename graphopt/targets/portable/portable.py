@@ -6,7 +6,7 @@ A form is a traced function of a node. It returns the outputs of the form, or No
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import onnx_ir as ir
@@ -14,11 +14,11 @@ import onnx_ir as ir
 from graphopt.errors import GraphoptError, unknown
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.metadata import InferenceForm
-from graphopt.graph.rewriting import Pass
+from graphopt.graph.rewriting import Pass, interface_kept
 from graphopt.graph.simplify import Simplify
 from graphopt.graph.traversal import subgraphs
 from graphopt.graph.values import like, name_of, swap
-from graphopt.targets.portable.cuda import CUDA
+from graphopt.targets.portable.cuda import CUDA, join_small_arrays
 from graphopt.targets.portable.everywhere import chain_of_sums, product_of_shape
 from graphopt.targets.portable.form import Form
 from graphopt.targets.portable.normalizations import batch_normalization, layer_normalization
@@ -39,6 +39,9 @@ FORMS: dict[str, Mapping[str, Form]] = {
     "tvm": {"LayerNormalization": layer_normalization},
     "webgpu": WEBGPU,
 }
+
+# What a runtime computes faster as another graph.
+REWRITINGS: dict[str, Callable[[ir.Model], bool]] = {"cuda": join_small_arrays}
 
 
 @dataclass(frozen=True)
@@ -69,8 +72,11 @@ class Portable(Pass):
 
     def rewrite(self, model: ir.Model) -> None:
         forms = {**ALWAYS, **(FORMS[self.target] if self.target is not None else {})}
+        rewriting = REWRITINGS.get(self.target or "")
+        with interface_kept(model):
+            changed = rewriting is not None and rewriting(model)
         with Emitter(model) as op:
-            changed = _rewrite(op, model.graph, forms)
+            changed |= _rewrite(op, model.graph, forms)
         if changed:
             model.graph.sort()
             Simplify().rewrite(model)

@@ -1,6 +1,7 @@
-"""Run many graphs on WebGPU and on the CPU, each case in a process that may crash, and tell how they differ.
+"""Run many graphs on a GPU and on the CPU, each case in a process that may crash, and tell how they differ.
 
-python tests/webgpu_sweep.py [PATTERN ...] prints a line for each case that fails, differs, or needs the CPU.
+python tests/gpu_sweep.py [--device webgpu|cuda] [--jobs 1] [PATTERN ...] prints a line for each case that fails,
+differs, or needs the CPU.
 """
 
 from __future__ import annotations
@@ -15,8 +16,10 @@ import tempfile
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from queue import Queue
 from typing import Any
 
 import numpy as np
@@ -46,7 +49,7 @@ Graph = tuple[ir.Model, list[Arrays]]  # the feeds of each call; the state of on
 
 @dataclass
 class Result:
-    """Hold how a graph ran on WebGPU.
+    """Hold how a graph ran on a GPU.
 
     Args:
         case: its name.
@@ -441,10 +444,12 @@ def _calls(session: Any, state: Arrays, fed: Sequence[Arrays]) -> list[Arrays]:
     return results
 
 
-def on_webgpu(graph: ir.Model, int64: bool, folder: str) -> tuple[Any, Arrays]:
+def on_gpu(kind: str, graph: ir.Model, int64: bool, folder: str) -> tuple[Any, Arrays]:
     """Open a session that writes its profile into a folder; return it and the initial state of the graph."""
-    assert not software_adapter()
-    device = Device("webgpu", threads=1, provider_options={"enableInt64": int(int64)})
+    if kind == "webgpu":
+        assert not software_adapter()
+    own = {"webgpu": {"enableInt64": int(int64)}, "cuda": {"use_tf32": 0}}
+    device = Device(kind, threads=1, provider_options=own[kind])
     options = device.new_session_options()
     options.enable_profiling, options.profile_file_prefix = True, str(Path(folder) / "profile")
     state = take_initial(graph)
@@ -465,8 +470,8 @@ def error_of(found: np.ndarray, expected: np.ndarray) -> float:
     return distance(np.where(finite, found, 0), np.where(finite, expected, 0), 1e-3)
 
 
-def run(name: str, int64: bool = True) -> Result:
-    """Run a case."""
+def run(name: str, int64: bool = True, kind: str = "webgpu") -> Result:
+    """Run a case on a kind of device."""
     try:
         graph, fed = CASES[name]()
         expected = on_cpu(graph, fed) if graph.graph.outputs else []
@@ -474,10 +479,10 @@ def run(name: str, int64: bool = True) -> Result:
         return Result(name, f"{NOT_HERE}: {str(error).splitlines()[0]}")
     if not expected:
         return Result(name, f"{NOT_HERE}: there is no gradient")
-    lowered = graphopt.lower(graph, "webgpu").clone()
+    lowered = graphopt.lower(graph, kind).clone()
     names = nodes_on_shapes(lowered)
     with tempfile.TemporaryDirectory() as folder:
-        session, state = on_webgpu(lowered, int64, folder)
+        session, state = on_gpu(kind, lowered, int64, folder)
         found = _calls(session, state, fed)
         events = json.loads(Path(session.end_profiling()).read_text())
     result = Result(name)
@@ -507,9 +512,9 @@ def worker() -> None:
     out = sys.stdout
     sys.stdout = sys.stderr
     for line in sys.stdin:
-        name, int64 = json.loads(line)
+        name, int64, kind = json.loads(line)
         try:
-            result = run(name, int64)
+            result = run(name, int64, kind)
         except Exception as error:  # noqa: BLE001 - whatever fails is the result
             result = Result(name, f"{type(error).__name__}: {str(error).splitlines()[0][:400]}")
         out.write(json.dumps(asdict(result)) + "\n")
@@ -519,7 +524,8 @@ def worker() -> None:
 class Worker:
     """Run cases in a process, which is replaced when it dies."""
 
-    def __init__(self) -> None:
+    def __init__(self, kind: str = "webgpu") -> None:
+        self._kind = kind
         self._process: Any = None
 
     def run(self, name: str, int64: bool = True) -> Result:
@@ -532,7 +538,7 @@ class Worker:
         timer = threading.Timer(SECONDS, process.kill)
         timer.start()
         try:
-            process.stdin.write(json.dumps([name, int64]) + "\n")
+            process.stdin.write(json.dumps([name, int64, self._kind]) + "\n")
             process.stdin.flush()
             line = process.stdout.readline()
         except BrokenPipeError:
@@ -550,21 +556,35 @@ class Worker:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("patterns", nargs="*", default=["*"])
+    parser.add_argument("--device", choices=("webgpu", "cuda"), default="webgpu")
+    parser.add_argument("--jobs", type=int, default=1, help="the number of processes")
     parser.add_argument("--worker", action="store_true")
     arguments = parser.parse_args()
     if arguments.worker:
         worker()
         return
     names = [name for name in CASES if any(fnmatch.fnmatchcase(name, p) for p in arguments.patterns)]
-    pool, counts = Worker(), Counter[str]()
-    for i, name in enumerate(names):
-        result = pool.run(name)
-        wrong = {key: f"{error:.1e}" for key, error in result.errors.items() if not error <= TOLERANCE}
-        kind = "failed" if result.failed else "wrong" if wrong else "cpu" if result.cpu else "fine"
-        counts[kind] += 1
-        if kind != "fine":
-            print(f"{i}/{len(names)} {kind}: {name}: {result.failed or wrong or result.cpu}", flush=True)
-    pool.close()
+    idle, counts = Queue[Worker](), Counter[str]()
+    for _ in range(arguments.jobs):
+        idle.put(Worker(arguments.device))
+
+    def swept(name: str) -> Result:
+        own = idle.get()
+        try:
+            return own.run(name)
+        finally:
+            idle.put(own)
+
+    with ThreadPoolExecutor(arguments.jobs) as pool:
+        for i, result in enumerate(pool.map(swept, names)):
+            wrong = {key: f"{error:.1e}" for key, error in result.errors.items() if not error <= TOLERANCE}
+            kind = "failed" if result.failed else "wrong" if wrong else "cpu" if result.cpu else "fine"
+            counts[kind] += 1
+            if kind != "fine":
+                what = result.failed or wrong or result.cpu
+                print(f"{i}/{len(names)} {kind}: {result.case}: {what}", flush=True)
+    while not idle.empty():
+        idle.get().close()
     print(dict(counts))
 
 
