@@ -85,6 +85,27 @@ FUSIONS = [
         ("looks_like", "in ([0], [-2])", "in ([0], [-2], [1], [-1])"),
     ),
     *of(
+        "graphopt/targets/portable/cuda.py",
+        "portable_forms",
+        ("same_values and gradient", "padded = [size + pads[i] + pads[n + i]", "padded = [size + pads[i]"),
+        (
+            "same_values and gradient",
+            "_positions(places, dilations, padded)",
+            "_positions(places, strides, padded)",
+        ),
+        ("same_values and gradient", "[0, group, filters // group, -1]", "[0, filters // group, group, -1]"),
+        ("same_values and split", "end = start + count * size", "end = start + size"),
+        ("same_values and Reduce", "if axis < last]", "if axis <= last]"),
+        ("same_values and stacks", "m == 1 != n for m, n in pairs", "False for m, n in pairs"),
+    ),
+    *of(
+        "graphopt/targets/check.py",
+        "state_check",
+        ("not_state", "or ends[-1:] != [*(x.shape or ())]", ""),
+        ("not_state", "ends[:-1] != [start for start, _ in spans]", "False"),
+        ("not_state", "set(_parts(root)) <= set(bare.values())", "True"),
+    ),
+    *of(
         "graphopt/targets/scan.py",
         "scan_fusion",
         ("its_own_way", "if first and first.direction == second.direction else", "if first else"),

@@ -449,7 +449,8 @@ reported = step()
 @pytest.mark.parametrize("ending", ENDINGS)
 def test_a_process_ends_cleanly(ending: str) -> None:
     code, text = ENDINGS[ending]
-    paths = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[1])])
+    own = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
+    paths = os.pathsep.join([*own, os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
         [sys.executable, "-c", f"{PROGRAM}{text}\n"],
         env={**os.environ, "PYTHONPATH": paths},
@@ -468,7 +469,11 @@ def test_a_machine_without_an_adapter_is_told_what_to_install(tmp_path: Path) ->
         "XDG_RUNTIME_DIR": str(tmp_path),
     }
     program = "import graphopt; graphopt.Device('webgpu')"
-    environment = {**os.environ, **hidden, "PYTHONPATH": str(Path(__file__).parents[1])}
+    environment = {
+        **os.environ,
+        **hidden,
+        "PYTHONPATH": f"{Path(__file__).parents[1]}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
+    }
     done = subprocess.run(
         [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=60
     )

@@ -214,7 +214,7 @@ def join_small_arrays(model: ir.Model) -> bool:
     def fits(shape: Sequence[int]) -> bool:
         return len(shape) > 0 and math.prod(shape) <= _MOST_JOINED
 
-    return join_arrays(model, fits, least=2)
+    return join_arrays(model, fits, least=1)
 
 
 _WITHOUT_BFLOAT16 = (
