@@ -17,6 +17,7 @@ from graphopt.graph.emitter import Emitter
 from graphopt.graph.values import constant_of, dims_of, rank
 from graphopt.targets.bfloat16 import in_float32, is_of_bfloat16
 from graphopt.targets.joining import join_arrays
+from graphopt.targets.portable.everywhere import ALONG_NO_AXIS, celu, mean
 from graphopt.targets.portable.form import Form, given, sizes_of
 
 _MOST_ADDRESSES = (
@@ -47,8 +48,13 @@ def _without_bfloat16(op: Emitter, node: ir.Node) -> Sequence[ir.Value] | None:
     return in_float32(op, node) if is_of_bfloat16(node) else None
 
 
-def _of_each_or_float32(op: Emitter, node: ir.Node) -> Sequence[ir.Value] | None:
-    return _of_each(op, node) or _without_bfloat16(op, node)
+def _first_of(*forms: Form) -> Form:
+    """Return the form that is the first of some that applies."""
+
+    def form(op: Emitter, node: ir.Node) -> Sequence[ir.Value] | None:
+        return next((found for own in forms if (found := own(op, node)) is not None), None)
+
+    return form
 
 
 def _stays(op: Emitter, node: ir.Node) -> None:
@@ -103,17 +109,6 @@ def _in_two_steps(op: Emitter, node: ir.Node) -> Sequence[ir.Value] | None:
     attributes = dict(node.attributes)
     partial: ir.Value = op.call_op(node.op_type, [x, op.constant([*range(last, rank(x))])], attributes)  # type: ignore[assignment]
     return [op.call_op(node.op_type, [partial, op.constant(first)], attributes)]  # type: ignore[list-item]
-
-
-def _of_each(op: Emitter, node: ir.Node) -> Sequence[ir.Value] | None:
-    """Compute what a reduction over no axes computes of each number: the kernels return the numbers as they are."""
-    axes = constant_of(node.inputs[1]) if len(node.inputs) > 1 else np.array([])
-    if axes is None or axes.size or not node.attributes.get_int("noop_with_empty_axes", 0):
-        return None
-    x = given(node.inputs[0])
-    if node.op_type == "ReduceSumSquare":
-        return [op.Mul(x, x)]
-    return [op.Log(x) if node.op_type == "ReduceLogSum" else op.Abs(x)]
 
 
 def _expanded(op: Emitter, node: ir.Node) -> Sequence[ir.Value] | None:
@@ -219,17 +214,21 @@ def join_small_arrays(model: ir.Model) -> bool:
 
 _WITHOUT_BFLOAT16 = (
     *("ArgMax", "ArgMin", "Ceil", "CumSum", "DepthToSpace", "Equal", "Floor", "Greater", "GreaterOrEqual"),
-    *("LeakyRelu", "Less", "LessOrEqual", "Log", "LogSoftmax", "Mean", "PRelu", "Pad", "Reciprocal"),
+    *("LeakyRelu", "Less", "LessOrEqual", "Log", "LogSoftmax", "PRelu", "Pad", "Reciprocal"),
     *("ReduceL2", "ReduceLogSum", "ReduceLogSumExp", "ReduceMax", "ReduceMin", "ReduceProd", "Resize"),
 )
 CUDA: dict[str, Form] = {
-    **dict.fromkeys(_WITHOUT_BFLOAT16, _without_bfloat16),
+    **ALONG_NO_AXIS,
+    **{
+        name: _first_of(*filter(None, [_without_bfloat16, ALONG_NO_AXIS.get(name)]))
+        for name in _WITHOUT_BFLOAT16
+    },
+    "Celu": celu,
     "Concat": _in_parts,
     "Conv": _unfolded,
     "ConvTranspose": _even_pads,
     "MatMul": _expanded,
-    **dict.fromkeys(("ReduceL1", "ReduceSumSquare"), _of_each),
-    **dict.fromkeys(("ReduceL2", "ReduceLogSum"), _of_each_or_float32),
+    "Mean": _first_of(_without_bfloat16, mean),
     "ReduceMean": _in_two_steps,
     "ReduceSum": _in_two_steps,
     "ScatterND": _by_element,

@@ -1,14 +1,16 @@
-"""Write operators in forms that cost nothing on any runtime."""
+"""Write operators in forms that any runtime computes."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+import numpy as np
 import onnx_ir as ir
 
 from graphopt.graph.emitter import Emitter
-from graphopt.targets.portable.form import given
+from graphopt.graph.values import constant_of
+from graphopt.targets.portable.form import Form, given
 
 
 def product_of_shape(op: Emitter, node: ir.Node) -> Sequence[ir.Value]:
@@ -20,3 +22,34 @@ def chain_of_sums(op: Emitter, node: ir.Node) -> Sequence[ir.Value]:
     """Write a Sum as Adds, from the first to the last. WebGPU has no kernel for Sum."""
     first, *others = map(given, node.inputs)
     return [functools.reduce(op.Add, others, first) if others else op.Identity(first)]
+
+
+def mean(op: Emitter, node: ir.Node) -> Sequence[ir.Value]:
+    """Write Mean as a Sum and a product. WebGPU and CUDA have no kernel for Mean."""
+    return [chain_of_sums(op, node)[0] * (1 / len(node.inputs))]
+
+
+def celu(op: Emitter, node: ir.Node) -> Sequence[ir.Value]:
+    """Write Celu as Elu with a scale. WebGPU and CUDA have no kernel for Celu."""
+    alpha = node.attributes.get_float("alpha", 1.0)
+    return [op.Elu(given(node.inputs[0]) * (1 / alpha)) * alpha]
+
+
+def _along_no_axis(function: Callable[[Emitter, ir.Value], ir.Value]) -> Form:
+    """Return the form of a reduction along no axes, a function of each element. WebGPU's and CUDA's kernels return
+    their input."""
+
+    def form(op: Emitter, node: ir.Node) -> Sequence[ir.Value] | None:
+        axes = np.array([]) if len(node.inputs) < 2 or node.inputs[1] is None else constant_of(node.inputs[1])
+        whole = axes is None or axes.size or not node.attributes.get_int("noop_with_empty_axes", 0)
+        return None if whole else [function(op, given(node.inputs[0]))]
+
+    return form
+
+
+ALONG_NO_AXIS: dict[str, Form] = {
+    "ReduceL1": _along_no_axis(lambda op, x: op.Abs(x)),
+    "ReduceL2": _along_no_axis(lambda op, x: op.Abs(x)),
+    "ReduceLogSum": _along_no_axis(lambda op, x: op.Log(x)),
+    "ReduceSumSquare": _along_no_axis(lambda op, x: op.Mul(x, x)),
+}

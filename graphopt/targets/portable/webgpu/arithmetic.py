@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-import numpy as np
 import onnx_ir as ir
 
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.values import constant_of, dims_of
-from graphopt.targets.portable.everywhere import chain_of_sums
+from graphopt.targets.portable.everywhere import ALONG_NO_AXIS, celu, mean
 from graphopt.targets.portable.form import Form, given, is_read
 
 
@@ -38,11 +37,6 @@ def _extreme(compare: str) -> Form:
     return form
 
 
-def _mean(op: Emitter, node: ir.Node) -> Sequence[ir.Value]:
-    """Write Mean as a Sum and a product. There is no kernel for Mean."""
-    return [chain_of_sums(op, node)[0] * (1 / len(node.inputs))]
-
-
 def _sign(op: Emitter, node: ir.Node) -> Sequence[ir.Value]:
     """Write Sign as comparisons, which keep 0 and NaN. There is no kernel for Sign."""
     x = given(node.inputs[0])
@@ -65,12 +59,6 @@ def _selu(op: Emitter, node: ir.Node) -> Sequence[ir.Value]:
     """Write Selu as a multiple of Elu. There is no kernel for Selu."""
     alpha = node.attributes.get_float("alpha", 1.6732632423543772)
     return [op.Elu(node.inputs[0], alpha=alpha) * node.attributes.get_float("gamma", 1.0507009873554805)]
-
-
-def _celu(op: Emitter, node: ir.Node) -> Sequence[ir.Value]:
-    """Write Celu as Elu with a scale. There is no kernel for Celu."""
-    alpha = node.attributes.get_float("alpha", 1.0)
-    return [op.Elu(given(node.inputs[0]) * (1 / alpha)) * alpha]
 
 
 def _softsign(op: Emitter, node: ir.Node) -> Sequence[ir.Value]:
@@ -118,36 +106,22 @@ def _dropout(op: Emitter, node: ir.Node) -> Sequence[ir.Value] | None:
     return [op.Identity(node.inputs[0])]
 
 
-def _along_no_axis(function: Callable[[Emitter, ir.Value], ir.Value]) -> Form:
-    """Return the form of a reduction along no axes, a function of each element. The kernels return their input."""
-
-    def form(op: Emitter, node: ir.Node) -> Sequence[ir.Value] | None:
-        axes = np.array([]) if len(node.inputs) < 2 or node.inputs[1] is None else constant_of(node.inputs[1])
-        whole = axes is None or axes.size or not node.attributes.get_int("noop_with_empty_axes", 0)
-        return None if whole else [function(op, given(node.inputs[0]))]
-
-    return form
-
-
 def _either(op: Emitter, node: ir.Node) -> Sequence[ir.Value]:
     """Write Or as an And of opposites. There is no kernel for Or."""
     return [op.Not(op.And(*map(op.Not, node.inputs)))]
 
 
 FORMS: dict[str, Form] = {
-    "Celu": _celu,
+    **ALONG_NO_AXIS,
+    "Celu": celu,
     "Dropout": _dropout,
     "LogSoftmax": _log_softmax,
     "Max": _extreme("Less"),
-    "Mean": _mean,
+    "Mean": mean,
     "Min": _extreme("Greater"),
     "Or": _either,
     "PRelu": _prelu,
     "Pow": _power,
-    "ReduceL1": _along_no_axis(lambda op, x: op.Abs(x)),
-    "ReduceL2": _along_no_axis(lambda op, x: op.Abs(x)),
-    "ReduceLogSum": _along_no_axis(lambda op, x: op.Log(x)),
-    "ReduceSumSquare": _along_no_axis(lambda op, x: op.Mul(x, x)),
     "Round": _round,
     "Selu": _selu,
     "Shrink": _shrink,
