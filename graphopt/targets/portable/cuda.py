@@ -20,11 +20,10 @@ from graphopt.targets.joining import join_arrays
 from graphopt.targets.portable.everywhere import ALONG_NO_AXIS, celu, mean
 from graphopt.targets.portable.form import Form, given, sizes_of
 
-_MOST_ADDRESSES = (
-    32  # that a kernel takes: more are copied to the device in each step, which no captured graph repeats
-)
+# Addresses that a kernel takes. More are copied to the device in each step, which a captured graph does not repeat.
+_MOST_ADDRESSES = 32
 _MOST_JOINED = 2**18  # numbers of an array: to join larger ones takes longer than it saves
-_MOST_UNFOLDED = 2**22  # numbers of a row of the batch
+_MOST_UNFOLDED = 2**22  # numbers of a row of the batch that are unfolded at once
 
 
 def _even_pads(op: Emitter, node: ir.Node) -> Sequence[ir.Value] | None:
