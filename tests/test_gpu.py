@@ -345,8 +345,32 @@ def test_a_graph_capture_takes_steps_of_several_threads() -> None:
 @on_gpu
 def test_a_graph_capture_of_control_flow_is_refused() -> None:
     captured = executor(compiled("mlp", accumulate=passes.Accumulate(2)), graph_capture=True)
-    with pytest.raises(GraphoptError, match="control flow"):
+    with pytest.raises(GraphoptError, match=r"control flow.*UnrollLoops"):
         captured.step(batch(captured, "mlp"))
+
+
+@on_gpu
+def test_a_graph_capture_takes_loops_that_are_written_out() -> None:
+    recurrent = model(
+        """g (float[N,16,4] x) => (float[N,10] y) {
+            steps = Transpose<perm=[1,0,2]>(x)
+            all, last = LSTM<hidden_size=8>(steps, w, r, b)
+            one = Constant<value_ints=[0]>()
+            h = Squeeze(last, one)
+            y = MatMul(h, head)
+        }""",
+        **{
+            name: RNG.standard_normal(shape) / 4
+            for name, shape in {"w": (1, 32, 4), "r": (1, 32, 8), "b": (1, 64), "head": (8, 10)}.items()
+        },
+    )
+    step = graphopt.compile(recurrent, loss=passes.CrossEntropy(), optimizer=passes.AdamW(1e-3, epsilon=1e-4))
+    written_out = passes.UnrollLoops()(step.clone()).model
+    on_cpu, on_cuda = executor(step, "cpu"), executor(written_out, graph_capture=True)
+    feeds = dict(zip(on_cpu.inputs, (IMAGES.reshape(32, 16, 4), LABELS), strict=True))
+    for _ in range(4):
+        assert on_cuda.step(feeds)["loss"] == pytest.approx(on_cpu.step(feeds)["loss"], rel=1e-4)
+    same(on_cpu, on_cuda)
 
 
 @on_gpu

@@ -268,6 +268,8 @@ def _refusal(device: Device, model: ir.Model, error: Exception) -> GraphoptError
     reason = line(error)
     if "NOT_IMPLEMENTED" in reason or "node_provider_type" in reason:
         reason += ", for these element types: take another precision, runtime or provider"
+    if "control flow nodes" in reason:
+        reason += ": leave out graph_capture, or write loops out with passes.UnrollLoops"
     if "is not a registered function/op" in reason:
         reason += ": name the library of this custom operator with custom_ops"
     return GraphoptError(f"{by}onnxruntime {version} refuses the graph: {reason}")

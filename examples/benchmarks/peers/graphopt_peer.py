@@ -2,7 +2,7 @@
 
 The variant `native` lowers steps to the machine, `high` and `medium` are precisions of its products, `in-place` also
 writes the new state over the old one, `run` runs several steps in one call of the runtime, `fused` uses
-onnxruntime-training's optimizer kernels, and `graph` a CUDA graph.
+onnxruntime-training's optimizer kernels, and `graph` a CUDA graph, for which loops are written out.
 """
 
 from __future__ import annotations
@@ -38,6 +38,8 @@ def build(job: Job) -> Step:
         optimizer=optimizers[job.optimizer],
         **precisions.get(job.precision, {}),
     )
+    if "graph" in job.words:
+        training = passes.UnrollLoops()(training).model
     executor = graphopt.Executor(
         training,
         device=job.device,
