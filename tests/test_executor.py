@@ -502,6 +502,24 @@ def test_an_empty_report_reads_nothing(executor):
 
 
 @pytest.mark.slow
+def test_a_state_that_overflows_gives_no_warning_of_numpy() -> None:
+    program = """
+import numpy as np, graphopt, passes
+from graphopt import models
+step = graphopt.compile(models.mlp((4,), 3), loss=passes.CrossEntropy(), optimizer=passes.SGD(0.1))
+executor = graphopt.Executor(step, threads=1)
+try:
+    executor.step({"x": np.full((2, 4), 1e30, np.float32), "target": np.array([0, 1])})
+    executor.step({"x": np.full((2, 4), 1e30, np.float32), "target": np.array([0, 1])})
+except graphopt.NonFiniteLoss:
+    print("refused")
+"""
+    command = [sys.executable, "-W", "error::RuntimeWarning", "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert (done.stdout, done.stderr) == ("refused\n", "")
+
+
+@pytest.mark.slow
 def test_tensors_of_other_packages_are_read_where_they_are(executor):
     torch = pytest.importorskip("torch")
     expected = executor.step(x=X, target=T)["loss"]
