@@ -16,7 +16,7 @@ import onnx_ir as ir
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.values import constant_of, dims_of, rank
 from graphopt.targets.bfloat16 import in_float32, is_of_bfloat16
-from graphopt.targets.joining import join_arrays
+from graphopt.targets.joining import join_arrays_by_size
 from graphopt.targets.portable.everywhere import ALONG_NO_AXIS, celu, mean
 from graphopt.targets.portable.form import Form, given, sizes_of
 
@@ -204,11 +204,7 @@ def _positions(sizes: Sequence[int], steps: Sequence[int], image: Sequence[int])
 
 def join_small_arrays(model: ir.Model) -> bool:
     """Compute new state that elementwise operators compute alike as one vector: each kernel takes a microsecond."""
-
-    def fits(shape: Sequence[int]) -> bool:
-        return len(shape) > 0 and math.prod(shape) <= _MOST_JOINED
-
-    return join_arrays(model, fits, least=1)
+    return join_arrays_by_size(model, _MOST_JOINED)
 
 
 _WITHOUT_BFLOAT16 = (
