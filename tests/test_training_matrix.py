@@ -1,7 +1,7 @@
 """Trainings are PyTorch's: each optimizer, on each kind of network, in each form in which a step can run.
 
 CI runs pairs that cover; `pytest -m exhaustive tests/test_training_matrix.py` runs each optimizer on each network from
-each exporter, fused and not, as a graph, lowered, and lowered in place.
+each exporter, fused and not, as a graph, lowered to kernels and in place, and as the graphs for CUDA and WebGPU.
 """
 
 from __future__ import annotations
@@ -10,12 +10,22 @@ import itertools
 import random
 
 import pytest
-from training_matrix import FACTORS, NETWORKS, Training, differences, expected, pairs, trained
+from training_matrix import (
+    FACTORS,
+    KERNELS,
+    NETWORKS,
+    TARGETS,
+    Training,
+    differences,
+    expected,
+    pairs,
+    trained,
+)
 
 from graphopt.targets.native import toolchain
 
 OF_LOSSES, OF_MOVES = 1e-5, 2e-4  # the largest relative errors; float32 reaches 5e-7 and 6e-5
-PRODUCT = ("network", "optimizer", "exporter", "fuse", "native")
+PRODUCT = ("network", "optimizer", "exporter", "fuse", "form")
 PAIRS = [Training(**choice) for choice in pairs(FACTORS)]
 
 
@@ -33,7 +43,7 @@ def product() -> list[Training]:
 
 def wrong(training: Training) -> dict[str, float]:
     """Return what is not PyTorch's, with its relative error."""
-    if training.native != "off" and toolchain.compiler() is None:
+    if training.form in KERNELS and toolchain.compiler() is None:
         pytest.skip("needs a C compiler")
     found = differences(trained(training), expected(training))
     return {
@@ -47,6 +57,14 @@ def wrong(training: Training) -> dict[str, float]:
 @pytest.mark.slow
 def test_plain_descent_trains_each_network(loss: str, static: bool) -> None:
     trainings = [Training(network=name, loss=loss, static=static) for name in NETWORKS]
+    assert {training.network: found for training in trainings if (found := wrong(training))} == {}
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("optimizer", ["SGD", "momentum", "AdamW"])
+@pytest.mark.slow
+def test_what_gpus_run_trains_each_network(optimizer: str, target: str) -> None:
+    trainings = [Training(network=name, optimizer=optimizer, form=target) for name in NETWORKS]
     assert {training.network: found for training in trainings if (found := wrong(training))} == {}
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
-from gpu_sweep import CASES, NOT_HERE, Result, Worker
+from gpu_sweep import CASES, NOT_HERE, Result, Worker, is_noise
 from test_webgpu import missing
 
 pytestmark = [pytest.mark.skipif(bool(missing()), reason=missing()), pytest.mark.slow]
@@ -57,9 +57,8 @@ READ = {
         for name in ("GatherND", "Pad", "Slice", "Tile")
     },
 }
-# WGSL's functions are less exact than the CPU's. A gradient that is 0 but for rounding decides the sign of Adam's step.
+# WGSL's functions are less exact than the CPU's.
 INEXACT = {"*/Sin-*": 5e-4, "*/Cos-*": 5e-4, "*/Tan-*": 5e-4, "*/DFT-*": 1e-3, "step/*": 2e-4}
-NOISE = {"step/*transformer*": ("*.attention.key.bias.next",), "step/*/cnn": ("bias.*", "mean.next")}
 REFUSED = {
     "step/*mixed": "requires f16",  # by an adapter without 16-bit floats
     "*/unknown/Einsum-*...*": "Ellipsis dimensions mismatch",  # of a size of 1 that is unknown
@@ -86,12 +85,8 @@ def checked(result: Result) -> None:
         pytest.skip(result.failed)
     assert not result.failed
     tolerance = max([5e-5, *of(case, INEXACT)])
-    noise = [pattern for patterns in of(case, NOISE) for pattern in patterns]
     for name, error in result.errors.items():
-        assert error <= tolerance or any(fnmatch.fnmatchcase(name, pattern) for pattern in noise), (
-            name,
-            error,
-        )
+        assert error <= tolerance or is_noise(case, name), (name, error)
     named = set().union(*of(case, ON_THE_CPU))
     left = {node.split(" ")[0] for node in result.cpu if not is_on_shapes(node)}
     assert left <= named

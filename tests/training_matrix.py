@@ -290,6 +290,7 @@ LOSSES: dict[str, tuple[passes.Loss, Callable[..., torch.Tensor]]] = {
     "squares": (passes.MeanSquaredError(), nn.functional.mse_loss),
 }
 
+KERNELS, TARGETS = ("kernels", "in place"), ("cuda", "webgpu")  # among forms; the CPU runs what targets write
 FACTORS: dict[str, Sequence[Any]] = {
     "network": list(NETWORKS),
     "optimizer": list(OPTIMIZERS),
@@ -299,7 +300,7 @@ FACTORS: dict[str, Sequence[Any]] = {
     "exporter": ["dynamo", "torchscript"],
     "static": [False, True],
     "fuse": [True, False],
-    "native": ["off", "on", "in place"],
+    "form": ["graph", "kernels", "in place", "cuda", "webgpu"],
     "per_call": [1, 4],
     "accumulate": [1, 2],
     "penalty": [False, True],
@@ -318,7 +319,7 @@ class Training:
     exporter: str = "torchscript"
     static: bool = False
     fuse: bool = True
-    native: str = "off"
+    form: str = "graph"
     per_call: int = 1
     accumulate: int = 1
     penalty: bool = False
@@ -458,8 +459,9 @@ def trained(training: Training) -> Trained:
         compiled(training),
         threads=1,
         steps_per_call=training.per_call,
-        native=training.native != "off",
-        in_place=training.native == "in place",
+        native=training.form in KERNELS,
+        in_place=training.form == "in place",
+        target=training.form if training.form in TARGETS else "auto",
     )
     before = {name: np.array(value) for name, value in executor.state.items()}
     rows = [

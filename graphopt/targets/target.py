@@ -75,10 +75,10 @@ class Target(metaclass=Checked):
 
 
 ONNXRUNTIME = Target("onnxruntime", Pipeline(fuse=Fuse()), own_version())
-_CPU_ALONE = (
-    "compute_bfloat16_in_float32",
-)  # fusions for ONNX Runtime's CPU provider, which others may not need
-_SLOW = {  # fusions that a runtime computes slower: WebGPU's MaxPool by planes 14 times
+# Fusions for ONNX Runtime's CPU provider, which others may not need.
+_CPU_ALONE = ("compute_bfloat16_in_float32",)
+# Fusions that another runtime does not need, or computes slower: WebGPU takes 14 times as long for MaxPool by planes.
+_LEFT_OUT = {
     "cuda": (
         "transposed_convolution_as_convolution",
         "widen_convolution_products",
@@ -90,7 +90,7 @@ _SLOW = {  # fusions that a runtime computes slower: WebGPU's MaxPool by planes 
 
 
 def _portable(name: str | None) -> Target:
-    pipeline = Pipeline(fuse=Fuse((*_CPU_ALONE, *_SLOW.get(name or "", ()))), forms=Portable(name))
+    pipeline = Pipeline(fuse=Fuse((*_CPU_ALONE, *_LEFT_OUT.get(name or "", ()))), forms=Portable(name))
     return Target(name or "portable", pipeline, own_version())
 
 

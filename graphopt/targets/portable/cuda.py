@@ -48,7 +48,7 @@ def _without_bfloat16(op: Emitter, node: ir.Node) -> Sequence[ir.Value] | None:
 
 
 def _first_of(*forms: Form) -> Form:
-    """Return the form that is the first of some that applies."""
+    """Return a form that tries others in order, and takes the first that applies."""
 
     def form(op: Emitter, node: ir.Node) -> Sequence[ir.Value] | None:
         return next((found for own in forms if (found := own(op, node)) is not None), None)

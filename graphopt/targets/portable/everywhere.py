@@ -25,7 +25,7 @@ def chain_of_sums(op: Emitter, node: ir.Node) -> Sequence[ir.Value]:
 
 
 def mean(op: Emitter, node: ir.Node) -> Sequence[ir.Value]:
-    """Write Mean as a Sum and a product. WebGPU and CUDA have no kernel for Mean."""
+    """Write Mean as Adds and a product. WebGPU and CUDA have no kernel for Mean."""
     return [chain_of_sums(op, node)[0] * (1 / len(node.inputs))]
 
 
@@ -36,8 +36,10 @@ def celu(op: Emitter, node: ir.Node) -> Sequence[ir.Value]:
 
 
 def _along_no_axis(function: Callable[[Emitter, ir.Value], ir.Value]) -> Form:
-    """Return the form of a reduction along no axes, a function of each element. WebGPU's and CUDA's kernels return
-    their input."""
+    """Return the form of a reduction along no axes, which is a function of each element.
+
+    WebGPU's and CUDA's kernels return their input.
+    """
 
     def form(op: Emitter, node: ir.Node) -> Sequence[ir.Value] | None:
         axes = np.array([]) if len(node.inputs) < 2 or node.inputs[1] is None else constant_of(node.inputs[1])

@@ -40,7 +40,7 @@ FORMS: dict[str, Mapping[str, Form]] = {
     "webgpu": WEBGPU,
 }
 
-# What a runtime computes faster as another graph.
+# Rewritings of whole graphs before the forms, which make a runtime faster.
 REWRITINGS: dict[str, Callable[[ir.Model], bool]] = {"cuda": join_small_arrays}
 
 
@@ -72,9 +72,10 @@ class Portable(Pass):
 
     def rewrite(self, model: ir.Model) -> None:
         forms = {**ALWAYS, **(FORMS[self.target] if self.target is not None else {})}
-        rewriting = REWRITINGS.get(self.target or "")
-        with interface_kept(model):
-            changed = rewriting is not None and rewriting(model)
+        changed = False
+        if self.target in REWRITINGS:
+            with interface_kept(model):
+                changed = REWRITINGS[self.target](model)
         with Emitter(model) as op:
             changed |= _rewrite(op, model.graph, forms)
         if changed:
