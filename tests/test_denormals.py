@@ -16,6 +16,7 @@ from builders import mlp, model
 import graphopt
 import passes
 from graphopt.runtime.denormals import Flushing, supported
+from graphopt.targets.native import toolchain
 
 pytestmark = pytest.mark.skipif(not supported(), reason="Linux on x86-64 alone")
 TINY = np.finfo(np.float32).tiny
@@ -59,11 +60,15 @@ def test_moments_of_rows_seen_once_end_at_zero(optimizer: Any, slot: str, thread
         assert denormal()
 
 
-def test_several_steps_in_a_call_and_predictions_flush_as_well() -> None:
+@pytest.mark.parametrize("native", [False, True])
+def test_several_steps_in_a_call_and_predictions_flush_as_well(native: bool) -> None:
+    """In one form: by default, a machine may take kernels for several steps alone, which round otherwise."""
+    if native and toolchain.compiler() is None:
+        pytest.skip("needs a C compiler")
     step = graphopt.compile(
         embedding(), loss=passes.MeanSquaredError(), optimizer=passes.SGD(0.01, momentum=0.5)
     )
-    one, several = (graphopt.Executor(step, threads=1, steps_per_call=n) for n in (1, 16))
+    one, several = (graphopt.Executor(step, threads=1, steps_per_call=n, native=native) for n in (1, 16))
     batches = [batch([*range(40)]), *[batch([7] * 40)] * 200]
     losses = [[x["loss"] for x in executor.iterate(batches)] for executor in (one, several)]
     assert losses[0] == losses[1]
