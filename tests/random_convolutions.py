@@ -10,7 +10,9 @@ from graphopt.graph.loading import load
 
 
 def drawn(rng, number, with_relu):
-    """Return a statement that convolves input x of a number with its weights, and the shapes of both and of a bias."""
+    """Return a statement that convolves input x of a number with its weights, the shapes of both and of a bias, and the
+    least sizes of x along the axes of space.
+    """
     axes, transposed = int(rng.choice([1, 2, 2, 2, 3])), rng.random() < 0.35
     group = int(rng.choice([1, 1, 1, 2, 5, 18]))
     sizes = [16, 17, 18, 33, 40] if group <= 2 else [1, 1, 2, 3, 9]
@@ -38,6 +40,9 @@ def drawn(rng, number, with_relu):
     )
     if transposed:
         pads[:] = np.minimum(pads, np.tile((sizes - 1) * strides + reach - 1, 2) // 2)
+        least = -(-(2 * np.maximum(*pads.reshape(2, -1)) - reach + 1) // strides) + 1
+    else:
+        least = reach - pads.reshape(2, -1).sum(axis=0)
     text = ", ".join(f"{name} = [{','.join(map(str, values))}]" for name, values in attributes.items())
     bias, relu = rng.random() < 0.5, (rng.random() < 0.3) and with_relu
     operands = f"x{number}, w{number}" + (f", b{number}" if bias else "")
@@ -46,23 +51,36 @@ def drawn(rng, number, with_relu):
     if relu:
         statement += f"\ny{number} = Relu(z{number})"
     shape = [channels, filters // group] if transposed else [filters, channels // group]
-    return statement, [channels, *sizes], [*shape, *kernel], [filters] if bias else None
+    least = np.maximum(least, 1).tolist()
+    return statement, [channels, *sizes], [*shape, *kernel], [filters] if bias else None, least
 
 
-def convolutions(count, relu=True):
+def convolutions(count, relu=True, seed=0):
     """Return a graph of many convolutions whose batch is not known, its weights, and the shapes of its inputs."""
-    rng = np.random.default_rng(0)
-    statements, inputs, outputs, shapes, weights = [], [], [], {}, {}
+    graph, weights, shapes, _ = _graph_of(count, relu, seed, is_open=False)
+    return graph, weights, shapes
+
+
+def open_convolutions(count, seed):
+    """Return a graph of many convolutions of images of any sizes, its weights, and the least shapes of its inputs."""
+    graph, weights, shapes, least = _graph_of(count, True, seed, is_open=True)
+    return graph, weights, {name: [shape[0], *least[name]] for name, shape in shapes.items()}
+
+
+def _graph_of(count, relu, seed, is_open):
+    rng = np.random.default_rng(seed)
+    statements, inputs, outputs, shapes, weights, fewest = [], [], [], {}, {}, {}
     for i in range(count):
-        statement, x, w, b = drawn(rng, i, relu)
+        statement, x, w, b, least = drawn(rng, i, relu)
         statements.append(statement)
-        inputs.append(f"float[N, {', '.join(map(str, x))}] x{i}")
+        space = [f"S{i}_{axis}" for axis in range(len(x) - 1)] if is_open else x[1:]
+        inputs.append(f"float[N, {', '.join(map(str, [x[0], *space]))}] x{i}")
         inputs.append(f"float[{', '.join(map(str, w))}] w{i}")
         outputs.append(f"float[{', '.join('ABCDE'[: len(w)])}] y{i}")
-        shapes[f"x{i}"] = x
+        shapes[f"x{i}"], fewest[f"x{i}"] = x, least
         weights[f"w{i}"] = rng.standard_normal(w).astype(np.float32)
         if b:
             inputs.append(f"float[{b[0]}] b{i}")
             weights[f"b{i}"] = rng.standard_normal(b).astype(np.float32)
     proto = model(f"g ({', '.join(inputs)}) => ({', '.join(outputs)}) {{ {' '.join(statements)} }}")
-    return load(onnx.shape_inference.infer_shapes(proto)), weights, shapes
+    return load(onnx.shape_inference.infer_shapes(proto)), weights, shapes, fewest

@@ -14,8 +14,9 @@ import numpy as np
 import onnx
 import pytest
 from onnx import TensorProto
+from builders import model
 from precisions import FORMS, assert_near, compute_in
-from random_convolutions import convolutions
+from random_convolutions import convolutions, open_convolutions
 from sanitizer import APART, run_sanitized, sanitize
 from test_native_products import graph_from
 from test_native_weights import LAYOUTS, products, quantized
@@ -161,7 +162,84 @@ def check_weights(precision, count):
         compare(load(products(nodes, tensors, matrix, is_fed=False)), batches, precision)
 
 
-CHECKS = {"convolutions": check_convolutions, "products": check_products, "weights": check_weights}
+OPEN = (
+    40  # operators of a graph whose sizes are open: each graph is compiled once, and computed in many sizes
+)
+
+
+def check_open_convolutions(precision, count):
+    """Check images of random sizes, so many for each convolution, from the smallest that its window fits."""
+    for seed in range(0, count, 50):
+        graph, weights, least = open_convolutions(OPEN, seed)
+        rng = np.random.default_rng(seed)
+        batches = []
+        for batch in rng.integers(1, 4, min(count - seed, 50)):
+            shapes = {
+                name: [batch, channels, *(n + rng.integers(0, [40, 14, 7][len(space) - 1]) for n in space)]
+                for name, (channels, *space) in least.items()
+            }
+            x = {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
+            batches.append(weights | x)
+        compare(graph, batches, precision)
+
+
+def check_open_products(precision, count):
+    """Check matrices of random sizes, stored as they are and transposed, with rows of a batch or without."""
+    forms = [
+        ("y = MatMul(a, b)", "MK", "KN"),
+        ("y = Gemm<transA=1>(a, b, c)", "KM", "KN", "N"),
+        ("y = Gemm<transB=1>(a, b)", "MK", "NK"),
+        ("y = Gemm<transA=1, transB=1>(a, b)", "KM", "NK"),
+        ("p = MatMul(a, b) y = Transpose<perm=[0,2,1]>(p)", "BMK", "KN"),
+        ("y = MatMul(a, b)", "BMK", "BKN"),
+    ]
+    rng = np.random.default_rng(5)
+    for text, *axes in forms:
+        graph = load(graph_from(text, *map(list, axes)))
+        batches = []
+        for _ in range(count):
+            most = int(rng.choice([4, 20, 70, 300]))
+            sizes = {axis: int(rng.integers(1, most)) for axis in "MKN"} | {"B": int(rng.integers(1, 4))}
+            arrays = [
+                rng.standard_normal([sizes[axis] for axis in shape]).astype(np.float32) for shape in axes
+            ]
+            batches.append(dict(zip("abc", arrays, strict=False)))
+        compare(graph, batches, precision)
+
+
+def check_open_pools(precision, count):
+    """Check windows of each size that tile images of random sizes, with elements left over or without."""
+    windows = [[1], [2], [3], [2, 2], [1, 2], [2, 1], [3, 2], [3, 3], [2, 2, 2], [1, 2, 3]]
+    rng = np.random.default_rng(6)
+    for window in windows:
+        axes = len(window)
+        inputs, least, statements, outputs = [], {}, [], []
+        for i, kind in enumerate(("MaxPool", "AveragePool")):
+            inputs.append(f"float[N, C, {', '.join(f'S{i}_{a}' for a in range(axes))}] x{i}")
+            outputs.append(f"float[{', '.join('ABCDE'[: axes + 2])}] y{i}")
+            statements.append(f"y{i} = {kind}<kernel_shape = {window}, strides = {window}>(x{i})")
+            least[f"x{i}"] = window
+        proto = model(f"g ({', '.join(inputs)}) => ({', '.join(outputs)}) {{ {' '.join(statements)} }}")
+        batches = []
+        for _ in range(count):
+            images = rng.integers(1, 4, 2).tolist()
+            shapes = {
+                name: images + [n + int(rng.integers(0, 40)) for n in size] for name, size in least.items()
+            }
+            batches.append(
+                {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
+            )
+        compare(load(onnx.shape_inference.infer_shapes(proto)), batches, precision)
+
+
+CHECKS = {
+    "convolutions": check_convolutions,
+    "products": check_products,
+    "weights": check_weights,
+    "open convolutions": check_open_convolutions,
+    "open products": check_open_products,
+    "open pools": check_open_pools,
+}
 
 
 @pytest.fixture(scope="module")
@@ -175,14 +253,24 @@ def under_sanitizers(kind, precision, count, cache):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "count"), [("convolutions", 40), ("products", 2), ("weights", 4)])
+@pytest.mark.parametrize(
+    ("kind", "count"),
+    [
+        *(("convolutions", 40), ("products", 2), ("weights", 4)),
+        *(("open convolutions", 8), ("open products", 5), ("open pools", 2)),
+    ],
+)
 def test_a_sample_under_sanitizers(kind, count, precision, cache):
     under_sanitizers(kind, precision, count, cache)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
-    ("kind", "count"), [("convolutions", 150), ("products", len(LARGE)), ("weights", 28)]
+    ("kind", "count"),
+    [
+        *(("convolutions", 150), ("products", len(LARGE)), ("weights", 28)),
+        *(("open convolutions", 200), ("open products", 60), ("open pools", 20)),
+    ],
 )
 def test_kernels_under_sanitizers(kind, count, precision, cache):
     under_sanitizers(kind, precision, count, cache)

@@ -198,11 +198,13 @@ static OrtStatus *convolve_small_groups(Context *context, const Convolution *u) 
     for (int i = 2; i >= 0; i--) a.parts[i] = size, size *= u->place_moves[i];
     const int64_t inputs = product_of(u->sizes), taps = product_of(u->taps);
     a.copy = size * LANES, a.image = upto(inputs, LANES) * LANES;
-    a.kernel = upto(taps, LANES) * LANES, a.result = upto(product_of(u->places), LANES) * LANES;
+    const int64_t places = product_of(u->places), last = u->places[2];
+    a.kernel = upto(taps, LANES) * LANES;
+    a.result = upto(places - last + upto(last, LANES), LANES) * LANES; /* squares of the last line are read whole */
     const int64_t threads = (double)(u->groups * u->images) * (double)(u->channels * u->filters * inputs) > 1e4 ? thread_count : 1;
     a.cuts = u->images ? gemm_min(u->images, gemm_parts(threads, a.blocks)) : 1;
     a.tasks = gemm_min(threads, a.blocks * a.cuts);
-    void *memory = borrow((size_t)(a.tasks * lane_elements(&a)) * sizeof(float) + (size_t)(inputs + taps) * sizeof(int64_t) + 64);
+    void *memory = borrow((size_t)(a.tasks * lane_elements(&a)) * sizeof(float) + (size_t)(inputs + taps) * sizeof(int64_t) + TO_ALIGN);
     if (!memory) return out_of_memory();
     a.scratch = align64(memory);
     a.terms_at = (int64_t *)(a.scratch + a.tasks * lane_elements(&a)), a.inputs_at = a.terms_at + taps;

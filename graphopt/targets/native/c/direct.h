@@ -337,7 +337,7 @@ static OrtStatus *convolve_directly(Context *context, const Convolution *u) {
     const int64_t filters = u->groups * d.panels * d.panel, copies = anywhere ? u->groups * u->images * d.image : 0;
     const int64_t sums = anywhere ? u->groups * d.sums : d.tasks * (d.image + d.sums);
     const int64_t listed = d.terms + (anywhere ? rows : 0);
-    void *memory = borrow((size_t)(filters + copies + sums) * sizeof(float) + (size_t)listed * sizeof(int64_t) + 64);
+    void *memory = borrow((size_t)(filters + copies + sums) * sizeof(float) + (size_t)listed * sizeof(int64_t) + TO_ALIGN);
     if (!memory) return out_of_memory();
     d.w = align64(memory), d.copies = d.w + filters, d.c = d.copies + copies;
     d.terms_at = (int64_t *)(d.c + sums), d.rows_at = d.terms_at + d.terms;

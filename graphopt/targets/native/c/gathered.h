@@ -129,11 +129,12 @@ static OrtStatus *convolve_gathered(Context *context, const Convolution *u) {
     const int64_t panels = (g->n + BLOCK_LINES - 1) / BLOCK_LINES, c_row = direct ? u->y_filter : spread(g->n);
     const int64_t filters = stride ? 0 : together * a.row, sums = direct ? 0 : together * c_row;
     const size_t windows = (size_t)(panels * a.lines) * sizeof(Line), scratch = gemm_scratch(g);
-    void *memory = borrow(windows + scratch + (size_t)(copies + filters + sums) * sizeof(float) + (size_t)listed * sizeof(int64_t) + 256);
+    const size_t before = (windows + scratch + (size_t)listed * sizeof(int64_t) + 63) / 64 * 64;
+    void *memory = borrow(before + (size_t)(copies + filters + sums) * sizeof(float) + TO_ALIGN);
     if (!memory) return out_of_memory();
     a.windows = align64(memory), g->scratch = (char *)a.windows + windows;
     int64_t *lists = (int64_t *)((char *)g->scratch + scratch);
-    a.c = align64(lists + listed), a.filters = a.c + sums;
+    a.c = (float *)((char *)a.windows + before), a.filters = a.c + sums;
     find_windows(context, &a.of, lists, a.filters + filters);
     g->panels = (const float *)a.windows, g->c_strides = (gemm_strides){c_row, 1, {0, 0}};
     for (a.group = 0; a.group < u->groups; a.group++) {

@@ -31,6 +31,10 @@ static int pieces_for(const gemm_product *g, int is_kept) {
     return least >= 16 && rows * g->n * g->k >= LEAST_TERMS ? pieces_of_all : 0;
 }
 
+#ifdef __SANITIZE_ADDRESS__
+static void *borrow(size_t bytes) { return find_memory(bytes); }
+static void give_back(void *data) { free(data); }
+#else
 /* One buffer is kept between calls, so that a step does not ask the system for pages again and again. */
 static _Atomic(size_t *) spare;
 
@@ -46,10 +50,9 @@ static void *borrow(size_t bytes) {
 }
 
 static void give_back(void *data) { free(atomic_exchange(&spare, (size_t *)((char *)data - 64))); }
+#endif
 
 static OrtStatus *out_of_memory(void) { return api->CreateStatus(1, "native kernel: out of memory"); }
-
-static void *align64(void *data) { return (void *)(((uintptr_t)data + 63) / 64 * 64); }
 
 static void add_bias(void *user, const int64_t batch[2], int64_t row0, int64_t row1, int64_t column0, int64_t column1) {
     static const float none = 0;
@@ -87,7 +90,7 @@ static const float *kept_panels(Context *context, const gemm_product *g) {
     if (!context->packed || (!panels && !context->tensors && g->m * g->batch[0] * g->batch[1] > MOST_ROWS)) return panels;
     if (!panels) {
         void *expected = NULL;
-        panels = allocate(gemm_panel_bytes(g) + 64);
+        panels = allocate(gemm_panel_bytes(g) + TO_ALIGN);
         gemm_panels(g, align64(panels));
         if (!atomic_compare_exchange_strong(context->packed, &expected, panels)) free(panels), panels = expected;
     }
@@ -187,7 +190,7 @@ OrtStatus *product(Context *context, const ProductForm *form) {
     const int common = !g.source && !g.b_strides.batch[0] && !g.b_strides.batch[1];
     if (common) g.panels = kept_panels(context, &g);
     const int packs = common && !g.panels && g.b_strides.column != 1 && g.batch[0] * g.batch[1] > 1;
-    const size_t panels = packs ? gemm_panel_bytes(&g) + 64 : 0;
+    const size_t panels = packs ? gemm_panel_bytes(&g) + TO_ALIGN : 0;
     char *memory = borrow(panels + gemm_scratch(&g));
     if (!memory) return out_of_memory();
     g.scratch = memory + panels;

@@ -40,7 +40,23 @@ static inline int64_t scan_product(const int64_t *dims, size_t rank) {
     return product;
 }
 
+/* A sanitizer sees each access between the tensors that a task owns. */
+#ifdef __SANITIZE_ADDRESS__
+void __asan_poison_memory_region(const volatile void *address, size_t bytes);
+static inline size_t scan_padded(size_t bytes) { return bytes / 64 * 64 + 64; }
+#else
 static inline size_t scan_padded(size_t bytes) { return (bytes + 63) / 64 * 64; }
+#endif
+
+/* Return the next part of a task's memory. */
+static inline char *scan_part(char **next, size_t bytes) {
+    char *part = *next;
+    *next += scan_padded(bytes);
+#ifdef __SANITIZE_ADDRESS__
+    __asan_poison_memory_region(part + bytes, (size_t)(*next - part) - bytes);
+#endif
+    return part;
+}
 
 static inline int scan_alike(const Tensor *x, const Tensor *y) {
     return x->rank == y->rank && memcmp(x->dims, y->dims, x->rank * sizeof *x->dims) == 0;
@@ -116,7 +132,7 @@ static void scan_task(void *user, size_t task) {
     const int body = s->inputs, computed = s->inputs + s->states + s->sequences;
     const int64_t first = c->rows * (int64_t)task / (int64_t)c->tasks, end = c->rows * (int64_t)(task + 1) / (int64_t)c->tasks;
     Tensor tensors[s->tensors];
-    size_t bytes[s->tensors], skipped[s->tensors], memory = 64;
+    size_t bytes[s->tensors], skipped[s->tensors], memory = TO_ALIGN;
     int64_t many = 0;
     memcpy(tensors, c->tensors, sizeof tensors);
     memcpy(bytes, c->bytes, sizeof bytes);
@@ -133,11 +149,11 @@ static void scan_task(void *user, size_t task) {
     char *buffer[s->states + 1][2];
     for (int i = 0; i < s->states; i++) memory += 2 * scan_padded(bytes[body + i]);
     for (int i = computed; i < s->tensors; i++) memory += c->owned[i] ? scan_padded(bytes[i]) : 0;
-    char *allocated = allocate(memory), *next = (char *)(((uintptr_t)allocated + 63) / 64 * 64);
+    char *allocated = allocate(memory), *next = align64(allocated);
     for (int i = 0; i < s->states; i++)
-        for (int j = 0; j < 2; j++) buffer[i][j] = next, next += scan_padded(bytes[body + i]);
+        for (int j = 0; j < 2; j++) buffer[i][j] = scan_part(&next, bytes[body + i]);
     for (int i = computed; i < s->tensors; i++)
-        if (c->owned[i]) tensors[i].data = next, next += scan_padded(bytes[i]);
+        if (c->owned[i]) tensors[i].data = scan_part(&next, bytes[i]);
     for (int i = 0; i < s->states; i++) {
         tensors[body + i].data = c->initial[i] + skipped[body + i];
         if (c->count == 0) memcpy(c->result[i] + skipped[body + i], tensors[body + i].data, bytes[body + i]);

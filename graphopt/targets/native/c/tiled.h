@@ -329,11 +329,12 @@ static OrtStatus *convolve_in_tiles(Context *context, const Convolution *u) {
     const int64_t units = by_taps ? (u->images + 31) / 32 * t.panels * shifts : (t.flow + WINDOWS - 1) / WINDOWS;
     /* The last tile of images reads beyond the last image; what it computes there is dropped. */
     const int64_t beyond = by_taps ? 32 * t.x.plane : 0;
-    char *memory = borrow((size_t)(filter_bytes + (sums + copies + beyond) * 4 + (2 * t.blocks + shifts) * 8 + 256));
+    const int64_t numbers = upto(sums + copies + beyond, 16);
+    char *memory = borrow((size_t)(filter_bytes + numbers * 4 + (2 * t.blocks + shifts) * 8 + TO_ALIGN));
     if (!memory) return out_of_memory();
     t.filters = align64(memory), t.sums = (float *)(t.filters + filter_bytes);
     t.x.to = (int32_t *)(t.sums + sums), t.w.to = t.x.to + t.x.piece * t.pieces + beyond;
-    t.a_places = (int64_t *)align64(t.x.to + copies + beyond), t.b_places = t.a_places + t.blocks, t.shifts = t.b_places + t.blocks;
+    t.a_places = (int64_t *)(t.sums + numbers), t.b_places = t.a_places + t.blocks, t.shifts = t.b_places + t.blocks;
     t.tasks = gemm_min(thread_count, units);
     find_blocks(&t);
     for (t.group = 0; t.group < u->groups; t.group++) {

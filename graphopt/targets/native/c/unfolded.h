@@ -160,7 +160,7 @@ static OrtStatus *convolve_unfolded(Context *context, const Convolution *u) {
     d->tasks = gemm_min(work > 1e6 ? thread_count : 1, u->groups * a.filter_tiles);
     a.together = u->w_filter < u->w_channel && d->terms > GEMM_KC ? u->groups * a.filter_tiles : 1;
     const int64_t windows = u->groups * a.panels * d->terms * WIDTH, sums = u->groups * a.filter_tiles * GEMM_MR * WIDTH;
-    void *memory = borrow((size_t)(copies + windows + sums) * sizeof(float) + (size_t)listed * sizeof(int64_t) + 64);
+    void *memory = borrow((size_t)(copies + windows + sums) * sizeof(float) + (size_t)listed * sizeof(int64_t) + TO_ALIGN);
     if (!memory) return out_of_memory();
     a.windows = align64(memory), a.c = a.windows + windows;
     find_windows(context, &a, (int64_t *)(a.c + sums + copies), a.c + sums);
