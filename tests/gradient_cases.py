@@ -124,8 +124,24 @@ COUNT = "how many elements a last, partial window counts depends on the spatial 
 ROIS = np.array([[0.3, 0.4, 3.7, 4.6], [-1.37, 1.13, 2.59, 6.17], [1.23, 2.34, 1.91, 2.83]])
 ROIS_POOLED = np.array([[0, 0, 0, 4, 4], [1, 1, 2, 4, 6], [0, 3, 1, 3, 1.0]])
 
-# Extremes that come more than once: PyTorch shares the gradient among them, too.
+# Extremes that come more than once. As in PyTorch, a reduction shares the gradient among them, and a pool does not.
 TIES = np.array([[1.0, 3.0, 3.0, 0.5], [2.0, 2.0, -1.0, -1.0]])
+
+
+def tied(*shape: int) -> np.ndarray:
+    """Return 0, 1 and 2 at random: most windows have equal maxima."""
+    return np.random.default_rng(0).integers(0, 3, shape).astype(float)
+
+
+TIED_POOLS = [
+    ((2, 3, 6, 4), dict(kernel_shape=[2, 2], strides=[2, 2])),
+    ((2, 2, 7, 8), dict(kernel_shape=[3, 2], strides=[3, 2])),
+    ((1, 2, 5, 7), dict(kernel_shape=[2, 3], strides=[2, 3], pads=[0, 1, 1, 1])),
+    ((2, 2, 13), dict(kernel_shape=[4], strides=[4], pads=[1, 2])),
+    ((1, 2, 4, 4, 6), dict(kernel_shape=[2, 2, 3], strides=[2, 2, 3])),
+    ((1, 2, 5, 4), dict(kernel_shape=[2, 2], strides=[2, 2], ceil_mode=1)),
+    ((1, 2, 5, 6), dict(kernel_shape=[3, 3])),
+]
 
 BROADCASTS = [
     ((2, 3), (2, 3)),
@@ -683,7 +699,12 @@ CASES: list[Case] = [
         for k in (0, 1)
     ),
     case("ReduceMax", TIES, once="equal extremes"),
-    case("GlobalMaxPool", TIES[None], once="equal extremes"),
+    *(case("MaxPool", tied(*shape), once="equal extremes", **a) for shape, a in TIED_POOLS),
+    *(
+        case("GlobalMaxPool", tied(*shape), once="equal extremes")
+        for shape in ((2, 3, 5), (2, 2, 3, 4), (1, 2, 3, 3, 3))
+    ),
+    case("MaxRoiPool", tied(2, 2, 6, 8), ROIS_POOLED, once="equal extremes", pooled_shape=[2, 3]),
     case("ReduceL2", np.array([[1.5, 0, 2], [0, 0, 0], [-1, 2, 0]]), ints(1), once="a norm of 0"),
     case("ReduceL1", np.array([[1.5, 0, 2], [0, 0, 0], [-1, 2, 0]]), ints(1), once="a norm of 0"),
     case("ReduceLogSumExp", (2, 3, 2), ints(-1)),

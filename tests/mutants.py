@@ -142,9 +142,11 @@ MUTANTS = [
         "windows.py",
         (
             "MaxPool",
-            "share = dy / (average(op, window, chosen) * float(np.prod(window.kernel)))",
-            "share = dy",
+            "np.arange(math.prod(window.kernel), 0, -1)",
+            "np.arange(1, math.prod(window.kernel) + 1)",
         ),
+        ("MaxPool", "first = mask(op, op.Equal(score, ", "first = mask(op, op.LessOrEqual(score, "),
+        ("GlobalMaxPool", "op.ArgMax(planes, axis=2)", "op.ArgMax(planes, axis=2, select_last_index=1)"),
         ("MaxPool", "[0] * (rank(x) + 2) + missing", "missing + [0] * (rank(x) + 2)"),
         (
             "AveragePool",

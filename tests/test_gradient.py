@@ -187,7 +187,7 @@ KINKS: list[tuple[type, Case, list[Any]]] = [
     (
         np.float32,
         case_of("MaxPool", [[[[1.0, 1, 0, 2, 5, 5, 5]]]], kernel_shape=[3], strides=[3]),
-        [[[[0.5, 0.5, 0, 0, 0.5, 0.5, 0]]]],
+        [[[[1, 0, 0, 0, 1, 0, 0]]]],
     ),
 ]
 

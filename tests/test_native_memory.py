@@ -13,8 +13,8 @@ import sys
 import numpy as np
 import onnx
 import pytest
-from onnx import TensorProto
 from builders import model
+from onnx import TensorProto
 from precisions import FORMS, assert_near, compute_in
 from random_convolutions import convolutions, open_convolutions
 from sanitizer import APART, run_sanitized, sanitize

@@ -27,13 +27,20 @@ NEAREST = 'mode = "nearest", coordinate_transformation_mode = "asymmetric", near
 
 # The gradient of a maximum; `_` is replaced by a number.
 GRADIENT = """u_ = Resize<{nearest}>(y_, , scales_)  e_ = Equal({x}, u_)  c_ = Cast<to = 1>(e_)
-    a_ = AveragePool<kernel_shape = {window}, strides = {window}>(c_)  k_ = Mul({average}, size_)
-    q_ = Div(dy_, k_)  {gating}
-    r_ = Resize<{nearest}>({share}, , scales_)  dx_ = Mul(c_, r_)"""
-GATING = "h_ = HardSigmoid<alpha = 1e30, beta = -1e-30>(y_)  s_ = Mul(q_, h_)"
+    k_ = Mul(c_, scores_)  a_ = MaxPool<kernel_shape = {window}, strides = {window}>({score})
+    q_ = Resize<{nearest}>(a_, , scales_)  f_ = Equal({ranked}, q_)  m_ = Cast<to = 1>(f_)  {gating}
+    r_ = Resize<{nearest}>({share}, , scales_)  dx_ = Mul(m_, r_)"""
+GATING = "h_ = HardSigmoid<alpha = 1e30, beta = -1e-30>(y_)  s_ = Mul(dy_, h_)"
 FORM = {
-    **{"nearest": NEAREST, "window": "[2,2]", "x": "x_", "average": "a_", "gating": GATING, "share": "s_"},
+    **{"nearest": NEAREST, "window": "[2,2]", "x": "x_", "score": "k_", "ranked": "k_"},
+    **{"gating": GATING, "share": "s_"},
 }
+
+
+def scores(window, counts):
+    """Return numbers that fall in each window from its first element to its last."""
+    taps = np.arange(np.prod(window), 0, -1, dtype=np.float32).reshape(1, 1, *window)
+    return np.tile(taps, [1, 1, *counts])
 
 
 def ints(numbers):
@@ -73,8 +80,8 @@ def random_pools():
             text = f"y{i} = Resize<{NEAREST}>(x{i}, , scales{i})"
         elif kind == "gradient":
             names, y = names | {f"y{i}": small, f"dy{i}": small}, f"dx{i}"
-            weights |= factors | {f"size{i}": np.array(float(np.prod(window)))}
-            form = FORM | {"window": ints(window)} | ({"share": "q_", "gating": ""} if i % 3 else {})
+            weights |= factors | {f"scores{i}": scores(window, small[1:])}
+            form = FORM | {"window": ints(window)} | ({"share": f"dy{i}", "gating": ""} if i % 3 else {})
             text = (
                 GRADIENT.format(**form).replace("_ ", f"{i} ").replace("_,", f"{i},").replace("_)", f"{i})")
             )
@@ -142,7 +149,7 @@ def test_random_pools_of_nan_and_infinities(random_pools):
     found = session(graph, 1, lower_to_kernels(graph, PLAIN, 1)).compute_arrays(feeds)
     expected = session(graph, 1).compute_arrays(feeds)
     for node in graph.graph:
-        if node.op_type == "MaxPool":
+        if node.op_type == "MaxPool" and node.inputs[0].name in feeds:
             x = torch.tensor(feeds[node.inputs[0].name])
             pool = getattr(torch.nn.functional, f"max_pool{x.ndim - 2}d")
             expected[node.outputs[0].name] = pool(x, node.attributes.get_ints("kernel_shape")).numpy()
@@ -162,18 +169,22 @@ def test_random_pools_on_older_processors(random_pools, fewer, monkeypatch):
 
 CHANGED = {
     "another x": {"x": "v_"},
-    "another gate": {"gating": GATING.replace("(y_)", "(dy_)")},
     "another window": {"window": "[2,1]"},
-    "another average": {"average": "dy_"},
+    "a maximum of others": {"score": "x_"},
+    "another score": {"ranked": "c_"},
     "another rounding": {"nearest": NEAREST.replace("floor", "ceil")},
-    "another share": {"share": "dy_"},
+    "another share": {"share": "a_"},
 }
 
 
-def gradient(outputs="float[N,3,8,6] dx_", size=4.0, **form):
+def gradient(outputs="float[N,3,8,6] dx_", ranks=None, **form):
     text = GRADIENT.format(**FORM | form)
     inputs = "float[N,3,8,6] x_, float[1,3,8,6] v_, float[N,3,4,3] y_, float[N,3,4,3] dy_"
-    weights = {"scales_": np.array([1, 1, 2, 2], np.float32), "size_": np.array(size)}
+    ranks = scores([2, 2], [4, 3]) if ranks is None else ranks
+    weights = {"scales_": np.array([1, 1, 2, 2], np.float32), "scores_": ranks}
+    if ranks.shape[2:] != (8, 6):
+        text = text.replace("scores_", "tiled_", 1)
+        text, weights = f"tiled_ = Tile(scores_, many_) {text}", weights | {"many_": np.array([1, 1, 4, 3])}
     return plan(
         load(onnx.shape_inference.infer_shapes(model(f"g ({inputs}) => ({outputs}) {{ {text} }}", **weights)))
     )
@@ -189,14 +200,25 @@ def test_another_formula_is_no_gradient(name):
     assert gradients(gradient(**CHANGED[name])) == 0
 
 
-@pytest.mark.parametrize("name", ["u_", "c_", "a_", "k_", "q_", "h_", "s_", "r_"])
+def test_another_gate_stays_beside_the_gradient():
+    found = gradient(gating=GATING.replace("(y_)", "(dy_)"))
+    (kernel,) = [kernel for kernel in found.kernels if kernel.name.startswith("u")]
+    assert [x.name.split("/")[0] for x in kernel.inputs] == ["x_", "y_", "s_"]
+
+
+@pytest.mark.parametrize("name", ["u_", "c_", "a_", "k_", "q_", "f_", "m_", "h_", "s_", "r_"])
 def test_a_gradient_whose_parts_are_read_elsewhere_stays(name):
-    shape = "A,B,C,D"
-    assert gradients(gradient(f"float[N,3,8,6] dx_, float[{shape}] {name}")) == 0
+    kind = "bool" if name == "f_" else "float"
+    assert gradients(gradient(f"float[N,3,8,6] dx_, {kind}[A,B,C,D] {name}")) == 0
 
 
-def test_a_gradient_of_another_size_stays():
-    assert gradients(gradient(size=5.0)) == 0
+def test_a_gradient_of_other_scores_stays():
+    ranks = scores([2, 2], [4, 3])
+    taps = ranks[:, :, :2, :2]
+    assert gradients(gradient(ranks=ranks)) == gradients(gradient(ranks=taps)) == 1
+    swapped = np.where(np.arange(8).reshape(1, 1, 8, 1) < 2, 5 - ranks, ranks)
+    for others in (ranks[..., ::-1], ranks + 1, swapped, taps + 1):
+        assert gradients(gradient(ranks=np.ascontiguousarray(others))) == 0
 
 
 STAYS = [

@@ -492,7 +492,7 @@ def global_average_pool(x: Tensor, **_: Any) -> Tensor:
 
 @operator("GlobalMaxPool")
 def global_max_pool(x: Tensor, **_: Any) -> Tensor:
-    return torch.amax(x, spatial(x), keepdim=True)
+    return x.flatten(2).max(dim=2, keepdim=True)[0].reshape(*x.shape[:2], *[1] * len(spatial(x)))
 
 
 @operator("GlobalLpPool")
@@ -520,7 +520,7 @@ def max_roi_pool(
                 max(ends[1][0], 0) : max(ends[1][1], 0),
             ]
             results.append(
-                torch.amax(part, (1, 2)) if part.numel() else torch.zeros(x.shape[1], dtype=x.dtype)
+                part.flatten(1).max(dim=1)[0] if part.numel() else torch.zeros(x.shape[1], dtype=x.dtype)
             )
     return torch.stack(results).reshape(len(rois), *pooled_shape, -1).movedim(-1, 1)
 

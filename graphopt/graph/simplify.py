@@ -22,7 +22,7 @@ from graphopt.graph.rewriting import Pass, interface_kept, needed, protect, seam
 from graphopt.graph.roles import STATE, with_role
 from graphopt.graph.rules import rewrite, rule_set
 from graphopt.graph.traversal import all_nodes, results_when_ready
-from graphopt.graph.values import constant_number, dims_of, is_floating, is_number, like
+from graphopt.graph.values import constant_number, constant_of, dims_of, is_floating, is_number, like
 
 # Keep the node 1 / x: ONNX Runtime turns (1 / x) y into y / x, which takes longer and rounds differently.
 _RECIPROCAL = RewriteRule(
@@ -178,23 +178,30 @@ def _rows_of_transposed() -> RewriteRule:
 
 
 def _mask_before_upsampling() -> RewriteRule:
-    """Return the rule that rewrites [x = p] up(g) [x > 0] as [x = p] up(g [p > 0]), where p is a window's maximum.
+    """Return the rule that rewrites f up(g) [x > 0] as f up(g [p > 0]), where f marks the first maximum p of a window.
 
-    The results are bit-identical. The gradient of a 2 x 2 MaxPool and a Relu on 64 x 32 x 28 x 28 takes 2.8 ms instead
-    of 4.0.
+    The results are bit-identical in windows without NaN.
     """
 
-    def pattern(op: Any, x: Any, p: Any, share: Any, scales: Any) -> Any:
+    def pattern(op: Any, x: Any, p: Any, share: Any, scores: Any, scales: Any) -> Any:
         up = op.Resize(p, None, scales, _outputs=["up"], _allow_other_attributes=True)
-        chosen = op.Cast(op.Equal(x, up), _outputs=["chosen"], _allow_other_attributes=True)
+        score = op.Mul(op.Cast(op.Equal(x, up), _allow_other_attributes=True), scores)
+        most = op.MaxPool(score, _outputs=["most"], _allow_other_attributes=True)
+        highest = op.Resize(most, None, scales, _outputs=["highest"], _allow_other_attributes=True)
+        chosen = op.Cast(op.Equal(score, highest), _outputs=["chosen"], _allow_other_attributes=True)
         spread = op.Resize(share, None, scales, _outputs=["spread"], _allow_other_attributes=True)
         mask = op.HardSigmoid(x, _outputs=["mask"], _allow_other_attributes=True)
         return op.Mul(op.Mul(chosen, spread), mask)
 
-    def is_alike(context: Any, p: Any, share: Any, **values: Any) -> bool:
-        up, spread = (values[name].producer().attributes for name in ("up", "spread"))
-        nearest = up == spread and up.get_string("mode", "nearest") == "nearest"
-        return nearest and p.shape is not None and p.shape == share.shape
+    def is_alike(context: Any, p: Any, share: Any, scales: Any, **values: Any) -> bool:
+        factors, window = constant_of(scales), values["most"].producer().attributes
+        sizes = [list(window.get_ints(name, [])) for name in ("kernel_shape", "strides")]
+        if factors is None or any([1, 1, *size] != factors.tolist() for size in sizes):
+            return False
+        up, *others = (values[name].producer().attributes for name in ("up", "highest", "spread"))
+        nearest = all(up == other for other in others) and up.get_string("mode", "nearest") == "nearest"
+        unpadded = not any(window.get_ints("pads", [])) and p.shape is not None
+        return nearest and unpadded and p.shape == share.shape
 
     def rewritten(
         op: Any, p: Any, share: Any, scales: Any, chosen: Any, spread: Any, mask: Any, **_: Any

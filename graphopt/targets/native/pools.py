@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import onnx_ir as ir
 
 from graphopt.graph.sizes import fixed
@@ -83,68 +83,87 @@ def _repeats(node: ir.Node, attributes: Mapping[str, Any]) -> list[int] | None:
 
 
 def pool_gradient_kernel(node: ir.Node, forms: NodeForms) -> Replacement | None:
-    """Return the kernel of chosen * repeated(dy / (average of chosen * size) * gate), where chosen is whether x is y.
+    """Return the kernel of first * repeated(dy * gate), where `first` is whether x is the first maximum of its window.
 
-    This is the gradient of a MaxPool, which y is, and of a Relu before it: the gate is a HardSigmoid of y.
+    This is the gradient of a MaxPool, which y is, and of a Relu before it: the gate is a HardSigmoid of y. The elements
+    that equal y get scores from the first to the last, and the first one has the highest score of its window.
     """
     for chosen, spread in _orders(node) if _is(node, "Mul") else ():
-        cast, repeat = _made(chosen, "Cast"), _made(spread, "Resize")
-        equal = None if cast is None else _made(cast.inputs[0], "Equal")
-        if cast is None or repeat is None or equal is None or cast.graph is not node.graph:
+        first, repeat = _made(chosen, "Cast"), _made(spread, "Resize")
+        if first is None or repeat is None or first.graph is not node.graph:
             continue
-        for x, up in _orders(equal):
-            again = _made(up, "Resize")
-            share = None if again is None else _share(repeat.inputs[0], again.inputs[0], forms)
-            if again is None or share is None:
+        equal = _made(first.inputs[0], "Equal")
+        for score, highest in _orders(equal) if equal is not None else ():
+            rank = _made(score, "Mul")
+            up = _made(highest, "Resize")
+            most = None if up is None else _made(up.inputs[0], "MaxPool")
+            if rank is None or up is None or most is None or most.inputs[0] is not score:
                 continue
-            nodes = [again, equal, cast, *share.nodes, repeat, node]
-            windows = [_window(each, forms) for each in (again, share.average, repeat)]
+            found = _scored(rank, forms)
+            if found is None:
+                continue
+            x, y, window, inner = found
+            dy, gate, gating = _gated(repeat.inputs[0], y, forms)
+            nodes = [*inner, rank, most, up, equal, first, *gating, repeat, node]
             if (
-                windows[0] is not None
-                and windows[0] == windows[1] == windows[2]
-                and math.prod(windows[0]) == share.size
-                and share.average.inputs[0] is chosen
+                all(_window(each, forms) == window for each in (most, up, repeat))
                 and _are_alike(x, node.outputs[0])
-                and _are_alike(again.inputs[0], share.dy)
+                and _are_alike(y, dy)
+                and not any(each in nodes for each in (x.producer(), y.producer(), dy.producer()))
                 and _stays_inside(nodes)
             ):
-                form = [len(windows[0]), _padded(windows[0]), *share.gate]
-                inputs = [x, again.inputs[0], share.dy]
-                return Kernel.calling("unpool", form, inputs, node.outputs, "pool.h"), nodes
+                form = [len(window), _padded(window), *gate]
+                return Kernel.calling("unpool", form, [x, y, dy], node.outputs, "pool.h"), nodes
     return None
 
 
-@dataclass(frozen=True)
-class _Share:
-    """Describe dy / (average * size) * gate."""
+def _scored(rank: ir.Node, forms: NodeForms) -> tuple[ir.Value, ir.Value, list[int], list[ir.Node]] | None:
+    """Return x and y of [x = repeated y] * scores, the window, and the nodes that compute the first factor."""
+    for mask, scores in _orders(rank):
+        cast = _made(mask, "Cast")
+        equal = None if cast is None else _made(cast.inputs[0], "Equal")
+        for x, repeated in _orders(equal) if equal is not None else ():
+            up = _made(repeated, "Resize")
+            window = _window(up, forms)
+            if cast is None or equal is None or up is None or window is None or x is None:
+                continue
+            y = up.inputs[0]
+            if y is not None and _count_down(scores, window):
+                return x, y, window, [up, equal, cast]
+    return None
 
-    dy: ir.Value
-    average: ir.Node
-    size: float
-    gate: list[Any]  # as pool.h has it
-    nodes: list[ir.Node]
+
+def _count_down(scores: ir.Value | None, window: list[int]) -> bool:
+    """Return whether each window of the scores of an image has its number of taps first, then one less, down to 1."""
+    taps = np.arange(math.prod(window), 0, -1).reshape(1, 1, *window)
+    tile = _made(scores, "Tile")
+    if tile is not None:
+        pattern, repeats = fixed(tile.inputs[0]), fixed(tile.inputs[1])
+        return pattern is not None and np.array_equal(pattern, taps) and repeats is not None
+    found = fixed(scores)
+    if (
+        found is None
+        or found.ndim != taps.ndim
+        or any(n % k for n, k in zip(found.shape, taps.shape, strict=True))
+    ):
+        return False
+    repeats = np.array(found.shape) // taps.shape
+    return np.array_equal(found, np.tile(taps, repeats))
 
 
-def _share(share: ir.Value | None, y: ir.Value | None, forms: NodeForms) -> _Share | None:
-    """Return what computes the share of an element in the gradient of the maximum y; None if another formula does."""
-    gate: list[Any] = [0, 0, 0]
-    gating: list[ir.Node] = []
-    divide = _made(share, "Div")
+def _gated(
+    share: ir.Value | None, y: ir.Value, forms: NodeForms
+) -> tuple[ir.Value | None, list[Any], list[ir.Node]]:
+    """Return dy and the gate of dy * HardSigmoid(y), as pool.h has it, and its nodes; without a gate, `share` is dy."""
     product = _made(share, "Mul")
-    for quotient, factor in _orders(product) if product is not None else ():
+    for dy, factor in _orders(product) if product is not None else ():
         mask = _made(factor, "HardSigmoid")
-        if product is not None and mask is not None and mask.inputs[0] is y and _made(quotient, "Div"):
+        if product is not None and mask is not None and mask.inputs[0] is y:
             attributes = forms.attributes_of(mask) or {}
-            gate = [1, *(f"{attributes[name].hex()}f" for name in ("alpha", "beta"))]
-            divide, gating = _made(quotient, "Div"), [mask, product]
-    scaled = None if divide is None else _made(divide.inputs[1], "Mul")
-    if divide is None or scaled is None or divide.inputs[0] is None or any("n" in str(x) for x in gate):
-        return None
-    for pooled, size in _orders(scaled):
-        average, number = _made(pooled, "AveragePool"), fixed(size)
-        if average is not None and number is not None and number.ndim == 0:
-            return _Share(divide.inputs[0], average, float(number), gate, [average, scaled, divide, *gating])
-    return None
+            slope = [f"{attributes[name].hex()}f" for name in ("alpha", "beta")]
+            if not any("n" in number for number in slope):
+                return dy, [1, *slope], [mask, product]
+    return share, [0, 0, 0], []
 
 
 def _orders(node: ir.Node) -> list[tuple[ir.Value | None, ir.Value | None]]:
@@ -163,9 +182,10 @@ def _is(node: ir.Node, op_type: str) -> bool:
     return node.domain == "" and node.op_type == op_type
 
 
-def _are_alike(x: ir.Value | None, y: ir.Value) -> bool:
+def _are_alike(x: ir.Value | None, y: ir.Value | None) -> bool:
     return (
         x is not None
+        and y is not None
         and x.dtype == y.dtype == ir.DataType.FLOAT
         and x.shape is not None
         and x.shape == y.shape

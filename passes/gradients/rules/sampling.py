@@ -199,7 +199,7 @@ def roi_align(
 def max_roi_pool(
     op: Emitter, x: Value, rois: Value, *, pooled_shape: list[int], spatial_scale: float
 ) -> list[Value]:
-    """Take the maximum of each bin, one axis at a time (Girshick, Fast R-CNN, https://arxiv.org/abs/1504.08083)."""
+    """Take the first maximum of each bin, one axis at a time (Girshick, Fast R-CNN, https://arxiv.org/abs/1504.08083)."""
     assert x.dtype is not None
     batch, *corners = op.Split(rois, num_outputs=5, axis=1, _outputs=5)
     largest = op.Gather(x, op.Squeeze(op.Cast(batch, to=ir.DataType.INT64), [1]), axis=0)
@@ -215,7 +215,8 @@ def max_roi_pool(
         inside = op.And(op.GreaterOrEqual(pixel, first), op.Less(pixel, last))
         spread_over, axis = ([1, 2], 3) if i else ([1, 4], 2)
         values = op.Where(op.Unsqueeze(inside, spread_over), op.Unsqueeze(largest, [axis]), empty)
-        largest = op.ReduceMax(values, [4 if i else 3], keepdims=0)
+        axis = 4 if i else 3
+        largest = op.Squeeze(op.GatherElements(values, op.ArgMax(values, axis=axis), axis=axis), [axis])
     return [op.Where(op.Equal(largest, empty), op.CastLike(0.0, x), largest)]
 
 

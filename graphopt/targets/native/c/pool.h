@@ -19,7 +19,7 @@ typedef struct {
     int kind;
 } PoolForm;
 
-/* The gradient of a maximum, which all elements that are equal to it share. */
+/* The gradient of a maximum, for the first of the elements that are equal to it. */
 typedef struct {
     int axes, kernel[3];
     int gated;         /* multiply with HardSigmoid of the maximum */
@@ -104,27 +104,30 @@ POOL_INLINE void pool_repeat(const Pool *p, const float *x, float *y, int64_t k,
     POOL_TAPS(p, k, row, t) pool_write(y + row, t, k, many, each, each);
 }
 
-/* Compute the gradient of so many windows: chosen * (given / (average of chosen * size) * gate). */
-POOL_INLINE void pool_share(const Pool *p, int64_t large, int64_t small, int64_t k, int64_t many) {
+/* Compute the gradient of so many windows: first * given * gate. If no element equals the maximum, all are first, as in the
+ * graph: then they are NaN. */
+POOL_INLINE void pool_first(const Pool *p, int64_t large, int64_t small, int64_t k, int64_t many) {
     const UnpoolForm *form = p->unpool;
-    const Lanes none = {0}, one = pool_all(1), size = pool_all((float)(p->kernel[0] * p->kernel[1] * k));
+    const Lanes none = {0}, one = pool_all(1);
     const Lanes most = pool_read(p->small + small, 0, 1, many);
-    Lanes count = none, before = none;
-    POOL_TAPS(p, k, row, t) count += pool_choose(pool_read(p->large + large + row, t, k, many) == most, one, none);
-    Lanes share = pool_read(p->given + small, 0, 1, many) / (count / size * size);
+    Lanes before = none, share = pool_read(p->given + small, 0, 1, many);
+    Ints unlike = ~(Ints){0}, later = {0};
+    POOL_TAPS(p, k, row, t) unlike &= pool_read(p->large + large + row, t, k, many) != most;
     if (form->gated) {
         const Lanes gate = form->alpha * most + form->beta;
         share *= pool_choose(gate < none, none, pool_choose(gate > one, one, gate));
     }
     POOL_TAPS(p, k, row, t) {
-        const Lanes x = pool_choose(pool_read(p->large + large + row, t, k, many) == most, one, none) * share;
+        const Ints equal = pool_read(p->large + large + row, t, k, many) == most;
+        const Lanes x = pool_choose((equal & ~later) | unlike, one, none) * share;
+        later |= equal;
         pool_write(p->to + large + row, t, k, many, x, before);
         before = x;
     }
 }
 
 POOL_INLINE void pool_block(const Pool *p, int64_t large, int64_t small, int64_t k, int64_t many) {
-    if (p->unpool) pool_share(p, large, small, k, many);
+    if (p->unpool) pool_first(p, large, small, k, many);
     else if (p->kind == POOL_REPEAT) pool_repeat(p, p->small + small, p->to + large, k, many);
     else if (p->kind == POOL_AVERAGE) pool_reduce(p, p->large + large, p->to + small, k, many, 1);
     else pool_reduce(p, p->large + large, p->to + small, k, many, 0);
