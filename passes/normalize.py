@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import logging
 import math
 import warnings
 from collections.abc import Callable, Sequence
@@ -16,9 +15,7 @@ import onnx
 import onnx.inliner
 import onnx_ir as ir
 import onnx_ir.passes.common as common
-import onnxscript.version_converter
 from onnxscript.rewriter import RewriteRule
-from onnxscript.version_converter import _version_converter
 
 import passes.lowering as lowering
 from graphopt.data.tables import Columns
@@ -46,6 +43,7 @@ from passes.lowering import classical
 from passes.lowering.attention import mark_scores
 from passes.lowering.caches import choose_branches, remove_caches, set_aside
 from passes.lowering.sequences import lower_sequences
+from passes.upgrades import upgrade
 from passes.weights import read_origins
 
 _SEVERAL = 2  # numbers of the smallest constants that become initializers
@@ -166,8 +164,8 @@ class Normalize(Pass):
 
     def _prepare(self, model: ir.Model, propagate: bool) -> bool:
         pads_for_output_shapes(model)
+        upgrade(model)
         if any(map(lowering.is_lowered, all_nodes(model.graph))):
-            upgrade(model)
             with Emitter(model) as op:
                 lowering.lower_operators(op, model.graph)
             propagate = forget(model)
@@ -250,44 +248,8 @@ def _rename_what_the_runtime_names(model: ir.Model) -> None:
             value.name = f"from_file/{value.name}"
 
 
-def upgrade(model: ir.Model) -> None:
-    """Convert the default domain from an older opset to the working opset."""
-    version = model.opset_imports.setdefault("", OPSET)
-    if version < 9 and any(node.op_type == "Scan" for node in all_nodes(model.graph)):
-        raise GraphoptError(
-            f"Scan of opset {version} has a batch axis, which onnx's converter drops: export with opset 9 or newer"
-        )
-    if version < OPSET:
-        functions = dict(model.functions)  # they keep their opset, and the converter would inline them
-        model.functions.clear()
-        if version == 17 and not any(map(_changes_in_18, all_nodes(model.graph))):
-            # From opset 18 on, onnxscript converts the nodes; below it, onnx builds a new model.
-            model.opset_imports[""] = 18
-            for node in all_nodes(model.graph):
-                node.version = node.version if node.domain else None
-        converter = logging.getLogger(onnxscript.version_converter.__name__)
-        level = converter.level
-        converter.setLevel(logging.ERROR)  # it warns whenever it falls back to onnx's converter
-        try:
-            if model.opset_imports[""] < 18:
-                onnxscript.version_converter.convert_version(model, OPSET, fallback=True)
-            else:  # the same without sweeps for functions and unused nodes
-                _version_converter.convert_version(model, OPSET)
-        finally:
-            converter.setLevel(level)
-        model.functions.update(functions)
-
-
-def _changes_in_18(node: ir.Node) -> bool:
-    """Return whether a node of opset 17 needs another form in opset 18."""
-    if node.domain or node.op_type not in operators.CHANGED_IN_18:
-        return False
-    return "axes" in node.attributes or node.op_type == "Split"
-
-
 def convert(model: ir.Model) -> None:
-    """Convert the default domain to the working opset. A model that needs a newer opset keeps it."""
-    upgrade(model)
+    """Convert the default domain from a newer opset to the working opset, unless the model needs the newer one."""
     version = model.opset_imports[""]
     if version > OPSET:
         nodes = [node for node in all_nodes(model.graph) if node.domain == "" and not _is_older(node)]

@@ -35,6 +35,8 @@ from graphopt.graph.storage import (
 ONNX = ("", "ai.onnx")  # both names of ONNX's domain
 # Operators that onnxruntime-training has only in ONNX's domain. The checker gets a copy with another domain.
 TRAININGS_OWN = dict.fromkeys(["AveragePoolGrad", "MaxPoolGrad"], math.inf)
+# Operators that ONNX declared deprecated in some opsets, in which ONNX Runtime runs them.
+DEPRECATED = ("GroupNormalization",)
 
 Source = str | bytes | os.PathLike[str] | onnx.ModelProto | ir.Model
 
@@ -170,9 +172,10 @@ def _from_proto(proto: onnx.ModelProto, name: str, limits: Limits, places: Weigh
 
 
 def _set_domains(proto: onnx.ModelProto) -> None:
-    """Put operators from ONNX Runtime into the runtime's domain, in which the checker ignores them."""
+    """Put operators that ONNX Runtime runs and the checker refuses into the runtime's domain, which it ignores."""
     version = next((opset.version for opset in proto.opset_import if opset.domain in ONNX), 0)
     own = {op_type for op_type, since in (RUNTIMES_OWN | TRAININGS_OWN).items() if version < since}
+    own |= {op_type for op_type in DEPRECATED if (x := schema_of("", op_type, version)) and x.deprecated}
     nodes = [x for x in checking.messages_of(onnx.NodeProto, proto) if x.op_type in own and x.domain in ONNX]
     for node in nodes:
         node.domain = MICROSOFT
