@@ -28,6 +28,7 @@ from graphopt.graph.limits import are_vectors_short, check_constants
 from graphopt.graph.metadata import ORIGINAL_NAME, Origin, original_name
 from graphopt.graph.opsets import IR_VERSION, OPSET
 from graphopt.graph.postprocessing import detach_outputs, remember
+from graphopt.graph.ranks import find_ranks
 from graphopt.graph.rewriting import Pass, interface_kept, needed, protect
 from graphopt.graph.roles import Role, role_of, set_role
 from graphopt.graph.rules import rewrite, rule_set
@@ -43,7 +44,7 @@ from passes.lowering import classical
 from passes.lowering.attention import mark_scores
 from passes.lowering.caches import choose_branches, remove_caches, set_aside
 from passes.lowering.sequences import lower_sequences
-from passes.upgrades import upgrade
+from passes.upgrades import align, upgrade
 from passes.weights import read_origins
 
 _SEVERAL = 2  # numbers of the smallest constants that become initializers
@@ -153,13 +154,18 @@ class Normalize(Pass):
             set_role(value, role_of(value) or Role.PREDICTION)
 
     def _inline(self, model: ir.Model) -> bool:
+        def is_inlined(function: ir.Function) -> bool:
+            return (function.domain, function.name) not in RULES
+
+        align(model, filter(is_inlined, model.functions.values()))
         try:
-            common.InlinePass(criteria=lambda function: (function.domain, function.name) not in RULES)(model)
-        except ValueError as error:  # a function has another opset than the model
+            common.InlinePass(criteria=is_inlined)(model)
+        except ValueError as error:  # functions have other opsets of further domains than the model
             raise GraphoptError(f"cannot inline the model's functions: {line(error)}") from error
         common.RemoveUnusedFunctionsPass()(model)  # type: ignore[no-untyped-call]
         refuse_foreign(model)
         choose_branches(model)
+        find_ranks(model)
         return forget(model)
 
     def _prepare(self, model: ir.Model, propagate: bool) -> bool:

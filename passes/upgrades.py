@@ -8,7 +8,7 @@ See https://github.com/onnx/onnx/blob/main/docs/Changelog.md.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,7 @@ from graphopt.errors import GraphoptError, line
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.listing import operator_of
 from graphopt.graph.opsets import OPSET
-from graphopt.graph.traversal import all_nodes, sort, subgraphs
+from graphopt.graph.traversal import sort, subgraphs
 from graphopt.graph.values import constant_of, rank, swap
 from passes.lowering.registry import freeze
 
@@ -36,9 +36,7 @@ _MODES = {"bilinear": "linear", "bicubic": "cubic"}  # of GridSample: names befo
 
 
 def upgrade(model: ir.Model) -> None:
-    """Convert the default domain from an older opset to the working opset.
-
-    Functions keep their opset.
+    """Convert the default domain from an older opset to the working opset. Functions keep their opset.
 
     Raises:
         GraphoptError: a node means something that the working opset cannot express. The error names the node.
@@ -47,26 +45,41 @@ def upgrade(model: ir.Model) -> None:
     if version >= OPSET:
         return
     model.opset_imports[""] = OPSET
-    changed = {
-        name: [change for since, change in its.items() if version < since] for name, its in CHANGES.items()
-    }
     with Emitter(model) as op:
-        _upgrade(op, model.graph, version, changed)
-    for node in all_nodes(model.graph):
-        node.version = node.version if node.domain else None
+        _upgrade(op, model.graph, version)
 
 
-def _upgrade(op: Emitter, graph: ir.Graph, version: int, changed: dict[str, list[Change]]) -> None:
+def align(model: ir.Model, functions: Iterable[ir.Function]) -> None:
+    """Bring a model and functions to one opset, so that the functions can be inlined: the working opset or a newer one.
+
+    Raises:
+        GraphoptError: as `upgrade` does; also if a change depends on an attribute of the function.
+    """
+    version = model.opset_imports.setdefault("", OPSET)
+    versions = {function: function.opset_imports.get("", version) for function in functions}
+    if {*versions.values()} <= {version}:
+        return
+    upgrade(model)
+    newest = max(OPSET, version, *versions.values())
+    with Emitter(model) as op:
+        for function, its in versions.items():
+            if its < OPSET:
+                _upgrade(op.within(function.graph), function.graph, its)
+            function.opset_imports[""] = newest
+    model.opset_imports[""] = newest
+
+
+def _upgrade(op: Emitter, graph: ir.Graph, version: int) -> None:
     sort(graph)
     for node in list(graph):
         for body in subgraphs(node):
             with op.within(body) as inner:
-                _upgrade(inner, body, version, changed)
+                _upgrade(inner, body, version)
         if node.domain:
             continue
         node.version = None
         node.attributes.pop("consumed_inputs", None)
-        for change in changed.get(node.op_type, ()):
+        for change in [x for since, x in CHANGES.get(node.op_type, {}).items() if version < since]:
             try:
                 result = change(op, node)
             except ValueError as error:  # a GraphoptError too
@@ -101,6 +114,10 @@ def since(opset: int, *op_types: str) -> Callable[[Change], Change]:
 def _attribute(node: ir.Node, name: str, default: Any = None) -> Any:
     """Remove an attribute of a node and return its value."""
     attribute = node.attributes.pop(name, None)
+    if attribute is not None and attribute.is_ref():
+        raise GraphoptError(
+            f"expected an attribute {name} with a value, found a reference: inline the function"
+        )
     return default if attribute is None else attribute.value
 
 
