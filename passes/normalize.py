@@ -171,10 +171,11 @@ class Normalize(Pass):
     def _prepare(self, model: ir.Model, propagate: bool) -> bool:
         pads_for_output_shapes(model)
         upgrade(model)
-        if any(map(lowering.is_lowered, all_nodes(model.graph))):
+        before = 0
+        while count := sum(map(lowering.is_lowered, all_nodes(model.graph))):
             with Emitter(model) as op:
-                lowering.lower_operators(op, model.graph)
-            propagate = forget(model)
+                lowering.lower_operators(op, model.graph, is_last=count == before)
+            before, propagate = count, forget(model)
         expand(model, propagate)
         convert(model)
         common.RemoveInitializersFromInputsPass()(model)
