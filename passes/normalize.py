@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import logging
 import math
 import warnings
 from collections.abc import Callable, Sequence
@@ -16,9 +15,7 @@ import onnx
 import onnx.inliner
 import onnx_ir as ir
 import onnx_ir.passes.common as common
-import onnxscript.version_converter
 from onnxscript.rewriter import RewriteRule
-from onnxscript.version_converter import _version_converter
 
 import passes.lowering as lowering
 from graphopt.data.tables import Columns
@@ -31,6 +28,7 @@ from graphopt.graph.limits import are_vectors_short, check_constants
 from graphopt.graph.metadata import ORIGINAL_NAME, Origin, original_name
 from graphopt.graph.opsets import IR_VERSION, OPSET
 from graphopt.graph.postprocessing import detach_outputs, remember
+from graphopt.graph.ranks import find_ranks
 from graphopt.graph.rewriting import Pass, interface_kept, needed, protect
 from graphopt.graph.roles import Role, role_of, set_role
 from graphopt.graph.rules import rewrite, rule_set
@@ -46,6 +44,7 @@ from passes.lowering import classical
 from passes.lowering.attention import mark_scores
 from passes.lowering.caches import choose_branches, remove_caches, set_aside
 from passes.lowering.sequences import lower_sequences
+from passes.upgrades import align, upgrade
 from passes.weights import read_origins
 
 _SEVERAL = 2  # numbers of the smallest constants that become initializers
@@ -155,22 +154,28 @@ class Normalize(Pass):
             set_role(value, role_of(value) or Role.PREDICTION)
 
     def _inline(self, model: ir.Model) -> bool:
+        def is_inlined(function: ir.Function) -> bool:
+            return (function.domain, function.name) not in RULES
+
+        align(model, filter(is_inlined, model.functions.values()))
         try:
-            common.InlinePass(criteria=lambda function: (function.domain, function.name) not in RULES)(model)
-        except ValueError as error:  # a function has another opset than the model
+            common.InlinePass(criteria=is_inlined)(model)
+        except ValueError as error:  # functions have other opsets of further domains than the model
             raise GraphoptError(f"cannot inline the model's functions: {line(error)}") from error
         common.RemoveUnusedFunctionsPass()(model)  # type: ignore[no-untyped-call]
         refuse_foreign(model)
         choose_branches(model)
+        find_ranks(model)
         return forget(model)
 
     def _prepare(self, model: ir.Model, propagate: bool) -> bool:
         pads_for_output_shapes(model)
-        if any(map(lowering.is_lowered, all_nodes(model.graph))):
-            upgrade(model)
+        upgrade(model)
+        before = 0
+        while count := sum(map(lowering.is_lowered, all_nodes(model.graph))):
             with Emitter(model) as op:
-                lowering.lower_operators(op, model.graph)
-            propagate = forget(model)
+                lowering.lower_operators(op, model.graph, is_last=count == before)
+            before, propagate = count, forget(model)
         expand(model, propagate)
         convert(model)
         common.RemoveInitializersFromInputsPass()(model)
@@ -250,44 +255,8 @@ def _rename_what_the_runtime_names(model: ir.Model) -> None:
             value.name = f"from_file/{value.name}"
 
 
-def upgrade(model: ir.Model) -> None:
-    """Convert the default domain from an older opset to the working opset."""
-    version = model.opset_imports.setdefault("", OPSET)
-    if version < 9 and any(node.op_type == "Scan" for node in all_nodes(model.graph)):
-        raise GraphoptError(
-            f"Scan of opset {version} has a batch axis, which onnx's converter drops: export with opset 9 or newer"
-        )
-    if version < OPSET:
-        functions = dict(model.functions)  # they keep their opset, and the converter would inline them
-        model.functions.clear()
-        if version == 17 and not any(map(_changes_in_18, all_nodes(model.graph))):
-            # From opset 18 on, onnxscript converts the nodes; below it, onnx builds a new model.
-            model.opset_imports[""] = 18
-            for node in all_nodes(model.graph):
-                node.version = node.version if node.domain else None
-        converter = logging.getLogger(onnxscript.version_converter.__name__)
-        level = converter.level
-        converter.setLevel(logging.ERROR)  # it warns whenever it falls back to onnx's converter
-        try:
-            if model.opset_imports[""] < 18:
-                onnxscript.version_converter.convert_version(model, OPSET, fallback=True)
-            else:  # the same without sweeps for functions and unused nodes
-                _version_converter.convert_version(model, OPSET)
-        finally:
-            converter.setLevel(level)
-        model.functions.update(functions)
-
-
-def _changes_in_18(node: ir.Node) -> bool:
-    """Return whether a node of opset 17 needs another form in opset 18."""
-    if node.domain or node.op_type not in operators.CHANGED_IN_18:
-        return False
-    return "axes" in node.attributes or node.op_type == "Split"
-
-
 def convert(model: ir.Model) -> None:
-    """Convert the default domain to the working opset. A model that needs a newer opset keeps it."""
-    upgrade(model)
+    """Convert the default domain from a newer opset to the working opset, unless the model needs the newer one."""
     version = model.opset_imports[""]
     if version > OPSET:
         nodes = [node for node in all_nodes(model.graph) if node.domain == "" and not _is_older(node)]

@@ -276,3 +276,58 @@ def test_a_noted_graph_is_checked(graph):
             entry.value = json.dumps({"packed": base64.b64encode(Notes.pack(graph).packed).decode()})
     with pytest.raises(GraphoptError, match="expected"):
         graphopt.load(step)
+
+
+def test_an_operator_of_the_runtime_waits_for_the_shapes_before_it():
+    """A Reshape by computed sizes stands between two of them, as where ONNX Runtime's optimizer fuses no attention."""
+    proto = model(
+        """g (float[N,T,4] x) => (float[N,T,4] y) {
+            s = com.microsoft.SkipLayerNormalization(x, x, g, b)
+            shape = Shape(s)
+            n = Slice(shape, zero, two)
+            to = Concat<axis=0>(n, heads)
+            h = Reshape(s, to)
+            r = Softmax(h)
+            back = Concat<axis=0>(n, four)
+            m = Reshape(r, back)
+            p = MatMul(m, w)
+            y = com.microsoft.SkipLayerNormalization(p, s, g, b)
+        }""",
+        opset=17, g=RNG.uniform(1, 2, 4), b=np.ones(4), w=RNG.standard_normal((4, 4)),
+        zero=np.array([0]), two=np.array([2]), heads=np.array([2, 2]), four=np.array([4]),
+    )  # fmt: skip
+    proto.opset_import.add(domain="com.microsoft", version=1)
+    executor = opened(proto)
+    x = RNG.standard_normal((2, 3, 4)).astype(np.float32)
+    np.testing.assert_allclose(executor.predict(x=x)["y"], run(proto, {"x": x})[0], rtol=1e-4, atol=1e-5)
+    executor.step(x=x, target=x)
+    assert {"g", "b", "w"} <= set(executor.parameters)
+
+
+def test_a_recurrent_output_of_another_declared_rank_trains():
+    proto = model(
+        'g (float[T,N,4] x) => (float[T,N,6] y) { y = RNN<hidden_size=3, direction="bidirectional">(x, w, r) }',
+        opset=14, w=RNG.standard_normal((2, 3, 4)), r=RNG.standard_normal((2, 3, 3)),
+    )  # fmt: skip
+    executor = opened(proto)
+    x = RNG.standard_normal((5, 2, 4)).astype(np.float32)
+    y = executor.predict(x=x)["y"]
+    np.testing.assert_allclose(y, run(proto, {"x": x})[0], rtol=1e-5, atol=1e-6)
+    losses = [executor.step(x=x, target=np.zeros_like(y))["loss"] for _ in range(3)]
+    assert losses[2] < losses[0] == pytest.approx(np.mean(y**2), rel=1e-5)
+
+
+def test_a_function_of_an_older_opset_keeps_its_meaning():
+    proto = onnx.parser.parse_model(
+        """<ir_version: 8, opset_import: ["" : 18, "local" : 1]>
+        g (float[N,2,4] x) => (float[N,2,4] y) { h = local.Part(x) y = Mul(h, w) }
+        <domain: "local", opset_import: ["" : 12]>
+        Part (a) => (c) { m = ReduceSum<axes=[-1]>(a) s = Softmax<axis=1>(a) b = Mul(s, m) c = Abs(b) }"""
+    )  # fmt: skip
+    proto.graph.initializer.append(numpy_helper.from_array(W.T[:1, :4].reshape(1, 4).copy(), "w"))
+    x = RNG.standard_normal((3, 2, 4)).astype(np.float32)
+    expected = run(proto, {"x": x})[0]
+    executor = opened(proto)
+    np.testing.assert_allclose(executor.predict(x=x)["y"], expected, rtol=1e-5, atol=1e-6)
+    loss = executor.step(x=x, target=np.zeros_like(expected))["loss"]
+    assert loss == pytest.approx(np.mean(expected**2), rel=1e-5)

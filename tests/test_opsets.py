@@ -18,7 +18,6 @@ from sklearn.neural_network import MLPClassifier
 
 import graphopt
 import passes
-from graphopt.graph.operators import CHANGED_IN_18
 from graphopt.graph.opsets import rewrite_in
 
 
@@ -40,44 +39,6 @@ def check(found, proto, predicted, feeds, opset=None):
     outputs = graphopt.run(onnx.ModelProto.FromString(found.SerializeToString()), feeds)
     for name, y in predicted.items():
         np.testing.assert_allclose(outputs[name], y, rtol=1e-4, atol=1e-5)
-
-
-# Nodes of opset 17 whose operators opset 18 gave further options alone.
-SAME_IN_18 = {
-    "LpPool": "float[1,2,4] x => LpPool<kernel_shape=[2], p=2>(x)",
-    "OptionalGetElement": "optional(float[2]) x => OptionalGetElement(x)",
-    "OptionalHasElement": "optional(float[2]) x => OptionalHasElement(x)",
-    "Pad": "float[2,3] x, int64[4] pads => Pad<mode='reflect'>(x, pads)",
-    "Resize": "float[1,1,2,2] x, float[4] s => Resize<mode='linear'>(x, , s)",
-    "ScatterElements": "float[2,3] x, int64[2,1] at, float[2,1] u => ScatterElements<axis=1>(x, at, u)",
-    "ScatterND": "float[2,3] x, int64[1,1] at, float[1,3] u => ScatterND(x, at, u)",
-    "ReduceMax": "float[2,3] x => ReduceMax<keepdims=0>(x)",
-}
-
-
-@pytest.mark.parametrize("op_type", SAME_IN_18)
-def test_onnx_converts_nodes_to_opset_18_as_they_are(op_type):
-    inputs, _, call = SAME_IN_18[op_type].partition(" => ")
-    call = call.replace("'", '"')
-    kind = "bool" if op_type == "OptionalHasElement" else "float"
-    proto = onnx.parser.parse_model(
-        f'<ir_version: 8, opset_import: ["" : 17]> g ({inputs}) => ({kind} y) {{ y = {call} }}'
-    )
-    (before,), (after,) = proto.graph.node, onnx.version_converter.convert_version(proto, 18).graph.node
-    attributes = {x.name: x for x in after.attribute}
-    assert (after.op_type, after.input) == (before.op_type, before.input)
-    assert all(attributes.pop(x.name) == x for x in before.attribute)
-    defaults = onnx.defs.get_schema(op_type, 18).attributes
-    assert all(
-        defaults[name].default_value == x for name, x in attributes.items()
-    )  # onnx writes one of LpPool
-
-
-def test_the_operators_that_changed_in_opset_18_are_known():
-    schemas = [x for x in onnx.defs.get_all_schemas_with_history() if x.domain == ""]
-    before = {x.name for x in schemas if x.since_version < 18}
-    changed = {x.name for x in schemas if x.since_version == 18} & before
-    assert changed == CHANGED_IN_18 | SAME_IN_18.keys()
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,6 @@ from onnxscript import TapeBuilder
 from onnxscript.optimizer._constant_folding import FoldConstantsPass
 from onnxscript.rewriter import RewriteRule
 from onnxscript.rewriter._pattern_ir import StringConstantPattern
-from onnxscript.version_converter import _version_converter
 
 from graphopt.distributed.ray import ray_trainer
 from graphopt.graph.emitter import Emitter
@@ -71,14 +70,6 @@ def test_onnxscript_s_rules_have_the_pattern_by_whose_operators_they_are_tried()
         assert (str(pattern.domain), str(pattern.op)) == ("", op_type), version
         assert isinstance(pattern.domain, StringConstantPattern), version
         assert isinstance(pattern.op, StringConstantPattern), version
-
-
-def test_onnxscript_has_the_converter_that_normalize_calls() -> None:
-    version = f"onnxscript {metadata.version('onnxscript')}: convert_version, of passes/normalize.py"
-    assert list(inspect.signature(_version_converter.convert_version).parameters) == [
-        "model",
-        "target_version",
-    ], version
 
 
 def test_onnxruntime_has_the_session_within_a_session_that_steps_call() -> None:

@@ -1,8 +1,8 @@
-"""Replace the shapes that a file declares by inferred ones: exporters and builders declare wrong ones.
+"""Replace the shapes and types that a file declares by inferred ones: exporters and builders declare wrong ones.
 
-A declared shape stays only where inference finds none, as for outputs of custom operators. An inferred dimension
-without a name gets the name of an input's dimension, or a number, if inference finds this size for several sizes of the
-inputs.
+A declared shape or type stays only where inference finds none, as for outputs of custom operators. An inferred
+dimension without a name gets the name of an input's dimension, or a number, if inference finds this size for several
+sizes of the inputs.
 """
 
 from __future__ import annotations
@@ -46,10 +46,15 @@ def forget(model: ir.Model) -> bool:
     declared = {x: x.shape for x in _inferable(model.graph) if x.shape is not None}
     for x in declared:
         x.shape = None
+    types = {y: y.type for y in _inferable(model.graph) if y.producer() is not None}
+    for y in types:
+        y.type = None
     message = _infer_small(model)
     propagate = message is not None or shapes.check_expanded(model)
     if message is None:
         _infer(model, propagate)
+    for y, kind in types.items():
+        y.type = y.type or kind
     while shapes.ifs(model) and shapes.fold_integers(model):
         _infer(model, propagate)
         message = None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import graphlib
 import math
 import os
 from collections.abc import Sequence
@@ -31,10 +33,13 @@ from graphopt.graph.storage import (
     read_proto,
     take_weights,
 )
+from graphopt.graph.traversal import is_sorted
 
 ONNX = ("", "ai.onnx")  # both names of ONNX's domain
 # Operators that onnxruntime-training has only in ONNX's domain. The checker gets a copy with another domain.
 TRAININGS_OWN = dict.fromkeys(["AveragePoolGrad", "MaxPoolGrad"], math.inf)
+# Operators that ONNX declared deprecated in some opsets, in which ONNX Runtime runs them.
+DEPRECATED = ("GroupNormalization",)
 
 Source = str | bytes | os.PathLike[str] | onnx.ModelProto | ir.Model
 
@@ -79,9 +84,13 @@ def load(source: Source, *, limits: Limits | None = None) -> ir.Model:
         else:
             take_weights(model, places)
     _give_domains(model)
+    for whole in (model.graph, *model.functions.values()):
+        if not is_sorted(whole):
+            whole.sort()
     for graph in model.graphs():
         for value in graph.initializers.values():
             if value.const_value is not None:  # whatever the file declares
+                value.type = ir.TensorType(value.const_value.dtype)
                 value.shape = _shape_of_initial(value, value.const_value.shape.numpy())
     set_limits(model, limits)
     check_size(model)
@@ -150,7 +159,7 @@ def _from_proto(proto: onnx.ModelProto, name: str, limits: Limits, places: Weigh
     checking.check_proto(proto, {name: length for name, (_, _, length) in places.items()})
     try:  # the checker copies what it reads, and reads less than 2 GB
         small = outline(proto)
-        _set_domains(small)
+        _make_checkable(small)
         onnx.checker.check_model(small)
     except (onnx.checker.ValidationError, EncodeError, ValueError) as error:
         raise GraphoptError(f"{name}: not a valid ONNX model: {line(error)}") from error
@@ -158,7 +167,8 @@ def _from_proto(proto: onnx.ModelProto, name: str, limits: Limits, places: Weigh
     for value in proto.graph.input:
         if _holds_map(value.type):
             raise GraphoptError(f"{name}: input {value.name!r}: expected a tensor, found a map")
-    made_of_tensors = [output for output in proto.graph.output if not output.type.HasField("tensor_type")]
+    typed = [output for output in proto.graph.output if output.type.WhichOneof("value")]
+    made_of_tensors = [output for output in typed if not output.type.HasField("tensor_type")]
     for output in made_of_tensors:
         kind = output.type.WhichOneof("value")
         if kind not in ("sequence_type", "map_type"):
@@ -169,19 +179,63 @@ def _from_proto(proto: onnx.ModelProto, name: str, limits: Limits, places: Weigh
     return _without(proto, {output.name: output.type for output in made_of_tensors})
 
 
-def _set_domains(proto: onnx.ModelProto) -> None:
-    """Put operators from ONNX Runtime into the runtime's domain, in which the checker ignores them."""
-    version = next((opset.version for opset in proto.opset_import if opset.domain in ONNX), 0)
+def _make_checkable(proto: onnx.ModelProto) -> None:
+    """Write a message as the checker wants it where ONNX Runtime runs it as it is.
+
+    The order of nodes, both names of ONNX's domain, and missing types and shapes of inputs and outputs are such cases.
+    Operators that the runtime has and the checker refuses get the runtime's domain, which the checker ignores.
+    """
+    nodes = checking.messages_of(onnx.NodeProto, proto)
+    for holder in (*nodes, *proto.opset_import, *(x for f in proto.functions for x in f.opset_import)):
+        if holder.domain in ONNX:
+            holder.domain = ""
+    version = next((opset.version for opset in proto.opset_import if not opset.domain), 0)
     own = {op_type for op_type, since in (RUNTIMES_OWN | TRAININGS_OWN).items() if version < since}
-    nodes = [x for x in checking.messages_of(onnx.NodeProto, proto) if x.op_type in own and x.domain in ONNX]
+    own |= {op_type for op_type in DEPRECATED if (x := schema_of("", op_type, version)) and x.deprecated}
+    nodes = [x for x in nodes if x.op_type in own and not x.domain]
     for node in nodes:
         node.domain = MICROSOFT
     if nodes and all(opset.domain != MICROSOFT for opset in proto.opset_import):
         proto.opset_import.add(domain=MICROSOFT, version=1)
+    for whole in (*checking.messages_of(onnx.GraphProto, proto), *proto.functions):
+        _sort(whole)
+    for value in (*proto.graph.input, *proto.graph.output):
+        if value.type.HasField("tensor_type"):
+            value.type.tensor_type.shape.SetInParent()
+    for value in proto.graph.output:
+        if not value.HasField("type"):
+            value.type.CopyFrom(onnx.helper.make_tensor_type_proto(onnx.TensorProto.FLOAT, []))
+
+
+def _sort(whole: onnx.GraphProto | onnx.FunctionProto) -> None:
+    """Put the nodes of a message behind those whose outputs they read, unless they form a cycle."""
+    makers = {y: i for i, node in enumerate(whole.node) for y in node.output if y}
+    needed = [
+        {makers[x] for x in _names_read(node) if x in makers} - {i} for i, node in enumerate(whole.node)
+    ]
+    if all(max(its, default=-1) < i for i, its in enumerate(needed)):
+        return
+    with contextlib.suppress(graphlib.CycleError):
+        order = [*graphlib.TopologicalSorter(dict(enumerate(needed))).static_order()]
+        copies = [onnx.NodeProto.FromString(whole.node[i].SerializeToString()) for i in order]
+        del whole.node[:]
+        whole.node.extend(copies)
+
+
+def _names_read(node: onnx.NodeProto) -> set[str]:
+    """Return the names that a node and its bodies read."""
+    if not any(attribute.type == onnx.AttributeProto.GRAPH for attribute in node.attribute):
+        return set(node.input)
+    inner = checking.messages_of(onnx.NodeProto, node)
+    results = (y.name for body in checking.messages_of(onnx.GraphProto, node) for y in body.output)
+    return {*results, *(x for each in inner for x in each.input)}
 
 
 def _give_domains(model: ir.Model) -> None:
     """Put operators from ONNX Runtime that ONNX did not have in the model's opset into the runtime's domain."""
+    for whole in (model.graph, *model.functions.values()):
+        if (version := whole.opset_imports.pop(ONNX[1], None)) is not None:
+            whole.opset_imports.setdefault("", version)
     version = model.opset_imports.get("", 0)
     for node in [*model.graph.all_nodes(), *(x for f in model.functions.values() for x in f.all_nodes())]:
         if node.domain == "" and version < RUNTIMES_OWN.get(node.op_type, 0):

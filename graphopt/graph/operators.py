@@ -87,14 +87,6 @@ SHAPE_READERS = frozenset({"Shape", "Size"})
 # Operators that make much of little: numbers in an input say how many elements the output has.
 GROWING = frozenset({"ConstantOfShape", "Expand", "OneHot", "Pad", "Range", "Tile"})
 
-# Operators that opset 18 changed other than by further options: axes became an input, and outputs are counted.
-CHANGED_IN_18 = frozenset(
-    {
-        *("ReduceL1", "ReduceL2", "ReduceLogSum", "ReduceLogSumExp", "ReduceMax", "ReduceMean", "ReduceMin"),
-        *("ReduceProd", "ReduceSumSquare", "Split"),
-    }
-)
-
 # Pools: each window of the spatial axes becomes one number. With `ceil_mode`, a last partial window counts.
 POOLS = frozenset({"AveragePool", "LpPool", "MaxPool"})
 

@@ -54,11 +54,11 @@ def values_read(node: ir.Node) -> list[ir.Value]:
     return [x for x in [*node.inputs, *captured(node)] if x is not None]
 
 
-def is_sorted(graph: ir.Graph) -> bool:
+def is_sorted(graph: ir.Graph | ir.Function) -> bool:
     """Return whether all nodes, also in bodies, follow the nodes whose outputs they read."""
     before: set[ir.Node] = set()
 
-    def visit(graph: ir.Graph) -> bool:
+    def visit(graph: ir.Graph | ir.Function) -> bool:
         for node in graph:
             producers = {x.producer() for x in node.inputs if x is not None} - {None}
             if not producers <= before or not all(map(visit, subgraphs(node))):

@@ -78,7 +78,10 @@ def wide_type(x: ir.Value) -> ir.DataType:
 def dims_of(x: ir.Value) -> tuple[int | ir.SymbolicDim, ...]:
     """Return the dimensions of `x`, numbers or symbols."""
     if x.shape is None:
-        raise GraphoptError(f"the gradient by {x.name!r} needs its rank, which could not be inferred")
+        raise GraphoptError(
+            f"the gradient by {x.name!r} needs its rank, which could not be inferred: declare the shapes of the "
+            f"model's inputs, or of {x.name!r} in value_info"
+        )
     return tuple(x.shape)
 
 

@@ -26,20 +26,33 @@ def is_lowered(node: ir.Node) -> bool:
     return (node.domain, node.op_type) in LOWERINGS and (node.domain, node.op_type) not in RULES
 
 
-def lower_operators(op: Emitter, graph: ir.Graph) -> None:
-    """Replace every operator that has a lowering by standard operators, including in bodies."""
+def lower_operators(op: Emitter, graph: ir.Graph, is_last: bool = True) -> None:
+    """Replace every operator that has a lowering by standard operators, including in bodies.
+
+    Args:
+        op: the emitter of the graph's model.
+        graph: the graph.
+        is_last: whether an input without a type or a rank is an error. If not, such a node waits: the shapes of a whole
+            model tell more than those of one node after the other.
+    """
     sort(graph)
     for node in list(graph):
         for body in subgraphs(node):
             with op.within(body) as inner:
-                lower_operators(inner, body)
+                lower_operators(inner, body, is_last)
         if is_lowered(node):
+            if not is_last and any(map(_is_unknown, node.inputs)):
+                continue
             _replace(op, graph, node)
         elif any(output.type is None or output.shape is None for output in node.outputs):
             op.infer(node)
         if classical.is_tree(node):
             classical.type_tree(node)
     sort(graph)
+
+
+def _is_unknown(x: ir.Value | None) -> bool:
+    return x is not None and (x.dtype is None or x.shape is None)
 
 
 def _replace(op: Emitter, graph: ir.Graph, node: ir.Node) -> None:
@@ -75,7 +88,7 @@ def _call(op: Emitter, function: Lowering, node: ir.Node) -> Sequence[ir.Value |
     for i, x in enumerate(node.inputs):
         if x is not None and i >= len(inputs):
             raise GraphoptError(f"its input {i}, {x.name!r}, is not covered")
-        if x is not None and (x.dtype is None or x.shape is None):
+        if x is not None and _is_unknown(x):
             raise GraphoptError(
                 f"the type or the rank of its input {x.name!r} cannot be inferred: declare them in the model"
             )
