@@ -39,6 +39,7 @@ NO_GRADIENT: set[tuple[str, str]] = set()
 WITH_LOCAL_DERIVATIVES: set[tuple[str, str]] = set()
 UNIFORM: set[tuple[str, str]] = set()  # rules that accept one scalar as the gradient of all elements
 REFUSED: dict[tuple[str, str], str] = {}
+REPLACED: set[tuple[str, str]] = set()  # operators whose rule `gradient` has set
 
 # Operators whose integers represent floating-point numbers and carry their gradients.
 QUANTIZING = {("", "QuantizeLinear"), ("", "DynamicQuantizeLinear")}
@@ -93,6 +94,7 @@ def gradient(domain: str, op_type: str) -> Callable[[F], F]:
     """
 
     def register(function: F) -> F:
+        REPLACED.add((domain, op_type))
         RULES[domain, op_type] = _scripted(function) if isinstance(function, OnnxFunction) else function
         for facts in (NO_GRADIENT, UNIFORM, WITH_LOCAL_DERIVATIVES):  # of the rule that it replaces
             facts.discard((domain, op_type))
