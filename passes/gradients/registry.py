@@ -56,11 +56,12 @@ def registering(table: dict[tuple[str, str], Any], domain: str, op_types: Sequen
 
     def register(function: F) -> F:
         for op_type in op_types:
-            if table.setdefault((domain, op_type), function) is not function:
+            if table.get((domain, op_type), function) is not function:
                 raise GraphoptError(
                     f"{'::'.join(filter(None, (domain, op_type)))}: expected one rule, found a second: "
                     f"passes.gradient replaces a rule"
                 )
+        table.update(dict.fromkeys([(domain, op_type) for op_type in op_types], function))
         return function
 
     return register
@@ -82,7 +83,8 @@ def gradient(domain: str, op_type: str) -> Callable[[F], F]:
 
     The rule is a traced function as `passes.gradients.registry` describes, or an `@onnxscript.script` function that
     takes the gradients of the operator's outputs, then the inputs, and returns the gradients of the inputs. It replaces
-    an existing rule. A function in a model that has a rule is not inlined, so that the rule applies.
+    an existing rule: of several, the last one counts. A function in a model that has a rule is not inlined, so that
+    the rule applies.
 
     Args:
         domain: the domain of the operator, "" for ONNX.
@@ -124,7 +126,11 @@ def no_gradient(*op_types: str, domain: str = "") -> None:
 
 def refused(reason: str, *op_types: str, domain: str = "") -> None:
     """Declare operators that block gradients. The error contains `reason`, which says what to do instead."""
-    REFUSED.update({(domain, op_type): reason for op_type in op_types})
+    for op_type in op_types:
+        if REFUSED.setdefault((domain, op_type), reason) != reason:
+            raise GraphoptError(
+                f"{op_type}: expected one reason for which it is refused, found a second: {reason}"
+            )
 
 
 def carries(node: Node, index: int) -> bool:
