@@ -7,6 +7,7 @@ graphopt, passes`.
 from typing import TYPE_CHECKING, Any
 
 from graphopt import deferred as deferred  # isort: skip (before anything imports onnx_ir)
+from graphopt import namesakes as namesakes  # isort: skip (before anything imports passes)
 from graphopt import callbacks as callbacks
 from graphopt.arguments import no_attribute
 from graphopt.compiler import StepHalves, compile, grad, split_step, standard

@@ -760,8 +760,10 @@ def test_a_step_with_an_adapter_of_another_program_names_it(tmp_path: Any) -> No
     for _ in range(3):
         executor.step(x=x, target=rng.standard_normal((8, 3), np.float32))
     assert np.allclose(outputs(executor.trained(), {"x": x}), executor.predict({"x": x})["y"], atol=1e-6)
-    merge = MERGES.pop("Shift")
-    with pytest.raises(GraphoptError, match="expected a known adapter, found 'Shift': import the module"):
+    (name,) = {note.adapter for _, note in adapted(executor.model)}
+    assert name == f"{__name__}.{Shift.__qualname__}"
+    merge = MERGES.pop(name)
+    with pytest.raises(GraphoptError, match=f"expected a known adapter, found '{name}': import the module"):
         executor.trained()
     assert merge is Shift.merge
 

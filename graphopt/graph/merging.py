@@ -6,8 +6,13 @@ the elements of a filter's window.
 
 from __future__ import annotations
 
+import itertools
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from pathlib import Path
+from types import FunctionType
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -19,9 +24,72 @@ from graphopt.graph.state import initial
 from graphopt.graph.values import name_of
 
 _LAZY_FROM = 2**24  # bytes of a weight
+_PLAIN = (bool, int, float, str)
 Merge = Callable[..., np.ndarray]
 
-MERGES: dict[str, Merge] = {}  # by the name of an adapter's class: w' = merge(w, scale, *values), of matrices
+MERGES: dict[str, Merge] = {}  # by the name in an adapter's note: w' = merge(w, scale, *values), of matrices
+
+
+def register_merge(kind: type, merge: Merge) -> str:
+    """Register how a class of adapters merges its values, and return the name for the notes of its adapters.
+
+    Classes of `passes` have their own names, and others those of their modules before them. A class that inherits
+    `merge` has the name of its base class. A class of the same name takes the place of an earlier one with the same
+    code, as in a cell of a notebook that runs again. With other code it gets a new name, so that the weights of each
+    graph are merged by the class with which it was compiled.
+
+    Raises:
+        GraphoptError: `passes` has another adapter of this name.
+    """
+    inherited = next((name for name, other in MERGES.items() if other is merge), None)
+    if inherited is not None:
+        return inherited
+    is_own = kind.__module__.partition(".")[0] == "passes"
+    name = kind.__name__ if is_own else f"{_module_of(kind)}.{kind.__qualname__}"
+    names = itertools.chain([name], (f"{name}@{i}" for i in itertools.count(2)))
+    chosen = next(x for x in names if x not in MERGES or _alike(MERGES[x], merge))
+    if is_own and chosen != name:
+        raise GraphoptError(
+            f"adapter {name}: expected one class of this name in passes, found two: rename one"
+        )
+    MERGES[chosen] = merge
+    return chosen
+
+
+def _module_of(kind: type) -> str:
+    """Return the name under which other programs import the module of a class, also if it is the program itself."""
+    if kind.__module__ not in ("__main__", "__mp_main__"):
+        return kind.__module__
+    module = sys.modules.get(kind.__module__)
+    spec, file = getattr(module, "__spec__", None), getattr(module, "__file__", None)
+    return str(spec.name) if spec else Path(file).stem if file else "__main__"
+
+
+def _alike(first: Any, second: Any) -> bool:
+    """Return whether two functions have the same code, and read the same variables."""
+    if not (isinstance(first, FunctionType) and isinstance(second, FunctionType)):
+        return first is second
+    values = _read_by(first), _read_by(second)
+    return (
+        first.__code__ == second.__code__
+        and first.__globals__ is second.__globals__
+        and len(values[0]) == len(values[1])
+        and all(
+            x is y or (type(x) is type(y) and isinstance(x, _PLAIN) and x == y)
+            for x, y in zip(*values, strict=True)
+        )
+    )
+
+
+def _read_by(function: FunctionType) -> list[Any]:
+    """Return the values of the variables around a function, and the defaults of its arguments."""
+    values = [*(function.__defaults__ or ()), *itertools.chain(*(function.__kwdefaults__ or {}).items())]
+    for cell in function.__closure__ or ():
+        try:
+            values.append(cell.cell_contents)
+        except ValueError:  # it has no value yet
+            values.append(cell)
+    return values
 
 
 def adapted(model: ir.Model) -> Iterator[tuple[ir.Value, Adapted]]:

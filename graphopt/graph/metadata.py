@@ -446,7 +446,7 @@ class Adapted(
     [..., K, r] and [..., r, N]. See `graphopt.graph.merging`.
 
     Args:
-        adapter: the name of the adapter's class, such as `LoRA`.
+        adapter: the name of the adapter's class, such as `LoRA` or `my.module.Scaling`; see `register_merge`.
         weight: the name of the weight in the original model.
         name: the name of the parameter from which the exporter made the weight, or that of the weight.
         values: the names of the adapter's values, in the order in which its `merge` takes them.

@@ -7,6 +7,7 @@ from collections.abc import Hashable
 import onnx
 import onnx_ir as ir
 
+from graphopt.graph.operators import STANDARD
 from graphopt.graph.values import name_of
 
 # The type and the shape of an output; None stands for what ONNX does not infer. Shapes are frozen.
@@ -31,7 +32,11 @@ def infer_outputs(node: ir.Node, version: int) -> list[Inferred]:
     found = None if kind is None else _known.get(kind)
     if found is None:
         found = _infer(node, version)
-        if kind is None or not all(type(its) is ir.TensorType for its, _ in found):
+        if (
+            kind is None
+            or node.domain not in STANDARD
+            or not all(type(its) is ir.TensorType for its, _ in found)
+        ):
             return found
         if len(_known) >= _MOST_KNOWN:
             _known.clear()

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar, cast
 
 import onnx
 import onnx_ir as ir
 
+F = TypeVar("F", bound=Callable[..., Any])
+
+STANDARD = ("", "ai.onnx.ml", "ai.onnx.preview.training")  # the domains of ONNX, whose operators never change
 MICROSOFT = "com.microsoft"  # the domain of ONNX Runtime's own operators
 # Operators that ONNX Runtime has in ONNX's domain, and the opset in which ONNX added each of them.
 RUNTIMES_OWN = {"LayerNormalization": 17, "SimplifiedLayerNormalization": math.inf}
@@ -108,7 +111,18 @@ INTEGER_OPERATORS = {
 CHOOSING = frozenset({"Abs", "Cast", "Identity", "Max", "Min", "Neg", "Relu", "Sign", "Where"})
 
 
-@functools.cache
+def _cached_for_onnx(function: F) -> F:
+    """Cache the results of a function of a domain, unless it is a user's, who may register schemas at any time."""
+    cached = functools.cache(function)
+
+    @functools.wraps(function)
+    def looked_up(domain: str, *others: Any) -> Any:
+        return (cached if domain in STANDARD else function)(domain, *others)
+
+    return cast(F, looked_up)
+
+
+@_cached_for_onnx
 def schema_of(domain: str, op_type: str, version: int) -> onnx.defs.OpSchema | None:
     """Return the schema of an operator in an opset, or None if it is unknown there."""
     try:
@@ -122,7 +136,7 @@ def formal_of(schema: onnx.defs.OpSchema, index: int) -> onnx.defs.OpSchema.Form
     return schema.inputs[min(index, len(schema.inputs) - 1)]
 
 
-@functools.cache
+@_cached_for_onnx
 def defaults(domain: str, op_type: str, version: int) -> dict[str, Any]:
     """Return the default values of an operator's attributes; of an unknown operator, an empty mapping."""
     schema = schema_of(domain, op_type, version)
@@ -131,7 +145,7 @@ def defaults(domain: str, op_type: str, version: int) -> dict[str, Any]:
     return {name: ir.serde.deserialize_attribute(proto).value for name, proto in protos.items() if proto.name}
 
 
-@functools.cache
+@_cached_for_onnx
 def input_name(domain: str, op_type: str, version: int, index: int) -> str:
     """Return the name of an operator's input, or its index if the operator is unknown."""
     schema = schema_of(domain, op_type, version)

@@ -61,7 +61,7 @@ class Target(metaclass=Checked):
         if not self.version:
             return self.pipeline.rewrite(step.clone())
         content, weights = skeleton(step)
-        texts = [self.name, repr(self.pipeline), self.version]
+        texts = [self.name, repr(self.pipeline), self.version, own_version()]
         digest = hashlib.sha256(b"\0".join([content, *(text.encode() for text in texts)])).hexdigest()[:32]
         with contextlib.suppress(GraphoptError, OSError):
             if (model := read_model(f"{digest}.onnx", weights, _ROOM)) is not None:

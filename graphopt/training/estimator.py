@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
+import hashlib
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar, cast
 
@@ -25,6 +25,7 @@ from graphopt.graph.inference import replace_weights
 from graphopt.graph.loading import Source, load
 from graphopt.graph.metadata import TargetSpec
 from graphopt.graph.roles import Role, labels_of, with_role
+from graphopt.graph.storage import model_digest
 from graphopt.graph.values import dtype_of, is_floating, name_of
 from graphopt.pipeline import Step
 from graphopt.runtime.device import NATIVE_VARIABLE
@@ -54,34 +55,68 @@ _SHARED = 2**22  # bytes of a model up to which its training graph is cached for
 
 @dataclass(frozen=True)
 class Structure:
-    """Describe all that determines an executor: a model, or its bytes, the steps of `compile`, and a device.
+    """Describe what determines an executor: a model, the steps of `compile`, and a device.
 
     Args:
+        model: the model, or its bytes; equal structures have equal digests.
+        digest: the digest of the model when it was read; see `digest_of`.
         rows: the rows of a batch. Short steps run in one thread, unless `threads` says otherwise.
         planned: the rows of all epochs, or 0 if they are unknown. Short trainings compile no kernels.
     """
 
-    model: Source | bytes
+    model: Source | bytes = field(compare=False)
+    digest: str
     steps: tuple[tuple[str, Any], ...]
     device: str
     threads: int | None
     rows: int = 0
     planned: int = 0
 
-    def executor(self) -> Executor:
-        """Return a new executor, which reports the losses; equal structures share one training graph."""
-        compiled: Callable[..., ir.Model] = _compiled
-        if isinstance(self.model, bytes) and len(self.model) <= _SHARED:
-            with contextlib.suppress(TypeError):  # an option of a pass is a list, for example
-                hash(self.steps)
-                compiled = _shared
-        step = compiled(self.model, self.steps)
+    @property
+    def is_complete(self) -> bool:
+        """Return whether equal structures have equal training graphs: no step reads more than its fields."""
+        from passes.gradients.registry import REPLACED
+
+        return not REPLACED and all(_is_plain(step) for _, step in self.steps)
+
+    def step(self) -> ir.Model:
+        """Return the training graph, which complete structures of small models share."""
+        if self.is_complete and isinstance(self.model, bytes) and len(self.model) <= _SHARED:
+            return _shared(self.model, self.steps)
+        return _compiled(self.model, self.steps)
+
+    def executor(self, step: ir.Model) -> Executor:
+        """Return a new executor of the training graph, which reports the losses."""
         threads, native = self.threads, None
         if threads is None and self.device == "cpu":
             threads = 1 if _operations(step, self.rows) < _SHORT_STEP else _allowed_threads()
         if self.planned and NATIVE_VARIABLE not in os.environ:
             native = False if _operations(step, self.planned) < _SHORT_FIT else None
         return Executor(step, device=self.device, threads=threads, native=native, report=reported(step))
+
+
+def digest_of(model: Source | bytes) -> str:
+    """Return the digest of a model, or of the file that a path names, as it is now."""
+    return hashlib.sha256(model).hexdigest() if isinstance(model, bytes) else model_digest(load(model))
+
+
+def _is_plain(option: Any) -> bool:
+    """Return whether an option is a number, or a pass of the library that is described by numbers.
+
+    Everything else may stand for something that changes: a function, a class of the user's, the name of a file.
+    """
+    if option is None or option is DEFAULT or isinstance(option, bool | int | float):
+        return True
+    library = type(option).__module__.partition(".")[0] in ("graphopt", "passes")
+    return (
+        library
+        and dataclasses.is_dataclass(option)
+        and all(
+            _is_plain(value) or (isinstance(field.default, str | tuple) and value == field.default)
+            for field in dataclasses.fields(option)
+            for value in [getattr(option, field.name)]
+        )
+    )
 
 
 def _operations(step: ir.Model, rows: int) -> float:
@@ -116,6 +151,7 @@ class Estimator(metaclass=Checked):
     model: Source | None
     _structure: Structure | None = None
     _executor: Executor | None = None
+    _compiled: str | None = None  # the digest of its training graph, unless the structure is complete
     _kept: Mapping[str, np.ndarray] | None = None  # the state of an estimator that was pickled
     _initial: tuple[Mapping[str, np.ndarray], Mapping[str, Any]] = ({}, {})  # state and hyperparameters
 
@@ -154,18 +190,28 @@ class Estimator(metaclass=Checked):
             state["model"] = ir.to_proto(self.model)
         return state if self._executor is None else {**state, "_kept": self._executor.state}
 
-    def _running(self, structure: Structure | None = None) -> Executor:
-        """Return the executor of a structure, or of the last one; a new executor continues the state, where it fits."""
+    def _running(self, structure: Structure | None = None, *, anew: bool = False) -> Executor:
+        """Return the executor of a structure, or of the last one; a new executor continues the state, where it fits.
+
+        Args:
+            anew: compile a structure again whose steps read files or functions, which may have changed.
+        """
         structure = structure or self._structure
         assert structure is not None
-        if self._executor is None or structure != self._structure:
+        is_same = self._executor is not None and structure == self._structure
+        if self._executor is not None and is_same and (structure.is_complete or not anew):
+            return self._executor
+        step = structure.step()
+        compiled = None if structure.is_complete else model_digest(step)
+        if self._executor is None or not is_same or compiled != self._compiled:
             before = self._kept or {} if self._executor is None else self._executor.state
-            executor = structure.executor()
+            executor = structure.executor(step)
             state = executor.state
             fitting = (name for name, x in before.items() if name in state and _alike(x, state[name]))
             executor.update_state({name: before[name] for name in fitting})
             self._initial = state, dict(executor.hyperparameters)
             self._structure, self._executor, self._kept = structure, executor, None
+            self._compiled = compiled
         return self._executor
 
     def _predictor(self, dtype: str, classes: np.ndarray | None) -> onnx.ModelProto:
@@ -210,7 +256,7 @@ class Trainer(Estimator):
     """Train an ONNX model on arrays: an estimator for scikit-learn's tools, such as clone, GridSearchCV and pickle.
 
     Args:
-        model: the inference model: a path, an onnx.ModelProto or an onnx_ir.Model.
+        model: the inference model: a path, an onnx.ModelProto or an onnx_ir.Model. Each `fit` reads it again.
         loss: a loss pass; `passes.MeanSquaredError()` by default.
         optimizer: an optimizer pass; `passes.SGD(0.01)` by default.
         regularizer, clip, training, adapter, parameters: passes of the standard pipeline, see `graphopt.compile`.
@@ -261,6 +307,7 @@ class Trainer(Estimator):
 
     # Without annotations: these are no options.
     _weighted = False  # whether rows have weights
+    _digest = ""  # of the model, as it was last read
     _row = cast("tuple[int, ...] | None", None)  # the shape of a row of the targets
     _transient = (*Estimator._transient, "_structure")
 
@@ -392,7 +439,7 @@ class Trainer(Estimator):
         warm: bool,
     ) -> Trainer:
         self._weighted = WEIGHT in data
-        executor = self._running()
+        executor = self._running(anew=True)
         state, hyperparameters = self._initial
         if not warm:
             executor.update_state(state)
@@ -419,8 +466,8 @@ class Trainer(Estimator):
             self.classes_ = labels.all() if labels.high < math.inf else np.unique(data[TARGET])
         return self
 
-    def _running(self, structure: Structure | None = None) -> Executor:
-        """Return an executor for the current options."""
+    def _running(self, structure: Structure | None = None, *, anew: bool = False) -> Executor:
+        """Return an executor for the current options; with `anew`, files and functions are read again."""
         import passes
 
         schedule = self.schedule
@@ -439,8 +486,17 @@ class Trainer(Estimator):
             "adapter": self.adapter,
             "parameters": DEFAULT if self.parameters is None else self.parameters,
         }
+        last = self._structure
+        if anew or last is None or last.model is not self.model:
+            digest = digest_of(self.model)
+            if self._kept is not None and not anew and digest != self._digest:
+                raise GraphoptError(
+                    "model: expected the model that the pickled trainer had trained, found another one, or other "
+                    "weights in it: fit trains it"
+                )
+            self._digest = digest
         chosen = self.device, self.threads, self.batch_size
-        return super()._running(Structure(self.model, tuple(steps.items()), *chosen))
+        return super()._running(Structure(self.model, self._digest, tuple(steps.items()), *chosen), anew=anew)
 
     def _loss(self, weighted: bool, **fields: Any) -> Any:
         import passes

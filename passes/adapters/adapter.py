@@ -14,7 +14,7 @@ import onnx_ir.passes.common as common
 
 from graphopt.errors import GraphoptError, nearest, some
 from graphopt.graph.emitter import Emitter
-from graphopt.graph.merging import MERGES
+from graphopt.graph.merging import register_merge
 from graphopt.graph.metadata import ADAPTER, InferenceForm, Kind, Origin, copy, original_name
 from graphopt.graph.rewriting import Pass, Pattern, matches
 from graphopt.graph.roles import Role, check_inference, role_of
@@ -34,7 +34,8 @@ class Adapter(Pass):
 
     This is the base class of adapters. It finds the places, adds the weights, named `NAME.SUFFIX` after the weight
     NAME, and adds the term. A subclass implements `initial`, `delta` and `merge`. Every other weight is frozen, unless
-    `parameters.unfreeze` names it. `executor.trained()` merges the term into the weights of the original model.
+    `parameters.unfreeze` names it. `executor.trained()` merges the term into the weights of the original model, by the
+    class with which the graph was compiled. In another program, it is found by its module and its name.
 
     Adapters change the weights of MatMul, Gemm, MatMulNBits, Conv, ConvTranspose, Gather, RNN, LSTM and GRU. All nodes
     that read one weight share an adapter.
@@ -73,7 +74,7 @@ class Adapter(Pass):
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        MERGES[cls.__name__] = cls.merge
+        register_merge(cls, cls.merge)
 
     @abstractmethod
     def initial(self, target: AdapterTarget, generator: np.random.Generator) -> dict[str, np.ndarray]:
@@ -239,7 +240,8 @@ class Adapter(Pass):
             Origin(Kind.PARAMETER, f"of an adapter of {target.source.weight.name}", named=True).write(value)
             values.append(value)
         names_of_values = tuple(map(name_of, values))
-        note = note_of(target, type(self).__name__, names_of_values, **self.noted(target))
+        name = register_merge(type(self), self.merge)
+        note = note_of(target, name, names_of_values, **self.noted(target))
         replace(note, part=part).write(values[0])
         return values
 

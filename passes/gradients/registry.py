@@ -39,6 +39,7 @@ NO_GRADIENT: set[tuple[str, str]] = set()
 WITH_LOCAL_DERIVATIVES: set[tuple[str, str]] = set()
 UNIFORM: set[tuple[str, str]] = set()  # rules that accept one scalar as the gradient of all elements
 REFUSED: dict[tuple[str, str], str] = {}
+REPLACED: set[tuple[str, str]] = set()  # operators whose rule `gradient` has set
 
 # Operators whose integers represent floating-point numbers and carry their gradients.
 QUANTIZING = {("", "QuantizeLinear"), ("", "DynamicQuantizeLinear")}
@@ -55,11 +56,12 @@ def registering(table: dict[tuple[str, str], Any], domain: str, op_types: Sequen
 
     def register(function: F) -> F:
         for op_type in op_types:
-            if table.setdefault((domain, op_type), function) is not function:
+            if table.get((domain, op_type), function) is not function:
                 raise GraphoptError(
                     f"{'::'.join(filter(None, (domain, op_type)))}: expected one rule, found a second: "
                     f"passes.gradient replaces a rule"
                 )
+        table.update(dict.fromkeys([(domain, op_type) for op_type in op_types], function))
         return function
 
     return register
@@ -81,7 +83,8 @@ def gradient(domain: str, op_type: str) -> Callable[[F], F]:
 
     The rule is a traced function as `passes.gradients.registry` describes, or an `@onnxscript.script` function that
     takes the gradients of the operator's outputs, then the inputs, and returns the gradients of the inputs. It replaces
-    an existing rule. A function in a model that has a rule is not inlined, so that the rule applies.
+    an existing rule: of several, the last one counts. A function in a model that has a rule is not inlined, so that
+    the rule applies.
 
     Args:
         domain: the domain of the operator, "" for ONNX.
@@ -93,6 +96,7 @@ def gradient(domain: str, op_type: str) -> Callable[[F], F]:
     """
 
     def register(function: F) -> F:
+        REPLACED.add((domain, op_type))
         RULES[domain, op_type] = _scripted(function) if isinstance(function, OnnxFunction) else function
         for facts in (NO_GRADIENT, UNIFORM, WITH_LOCAL_DERIVATIVES):  # of the rule that it replaces
             facts.discard((domain, op_type))
@@ -122,7 +126,11 @@ def no_gradient(*op_types: str, domain: str = "") -> None:
 
 def refused(reason: str, *op_types: str, domain: str = "") -> None:
     """Declare operators that block gradients. The error contains `reason`, which says what to do instead."""
-    REFUSED.update({(domain, op_type): reason for op_type in op_types})
+    for op_type in op_types:
+        if REFUSED.setdefault((domain, op_type), reason) != reason:
+            raise GraphoptError(
+                f"{op_type}: expected one reason for which it is refused, found a second: {reason}"
+            )
 
 
 def carries(node: Node, index: int) -> bool:

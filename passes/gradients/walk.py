@@ -275,7 +275,8 @@ def expansion(*op_types: str) -> Callable[[Callable[..., Sequence[ir.Value]]], R
             gradients = backward(op, part, seeds, wrt)
             return [gradients.pop(x, None) for x in inputs]
 
+        registered = rule(*op_types)(differentiated)
         EXPANSIONS.update(dict.fromkeys(op_types, function))
-        return rule(*op_types)(differentiated)
+        return registered
 
     return register

@@ -34,7 +34,7 @@ from graphopt.intervals import check_intervals, within
 from graphopt.pipeline import Step
 from graphopt.runtime.executor import Executor
 from graphopt.training.callbacks.callback import copied_weights
-from graphopt.training.estimator import FEATURES, Estimator, Structure
+from graphopt.training.estimator import FEATURES, Estimator, Structure, digest_of
 from graphopt.training.sklearn import network
 
 RATES = ("constant", "invscaling", "adaptive")
@@ -365,12 +365,12 @@ class Fitting(EstimatorOptions, Estimator, BaseEstimator):  # type: ignore[misc]
         random = check_random_state(self.random_state)
         start: Mapping[str, np.ndarray] = {}
         if not first:
-            assert self._structure is not None and isinstance(self._structure.model, bytes)
-            start, model = copied_weights(self._running()), self._structure.model
+            start, model = copied_weights(self._running()), self._same_model()
         elif model is None:
             start = network.initial_weights(self._sizes(), self.activation, self._dtype, random)
             model = self._perceptron()
-        executor = self._running(self._structure_of(model, has_weights=weights is not None))
+        structure = self._structure_of(model, has_weights=weights is not None)
+        executor = self._running(structure, anew=True)
         if first or not incremental:
             executor.update_state({**self._initial[0], **start})
             self._rate = self._base_rate()
@@ -410,7 +410,18 @@ class Fitting(EstimatorOptions, Estimator, BaseEstimator):  # type: ignore[misc]
             "schedule": None if isinstance(self.learning_rate, str) else self.learning_rate,
         }
         rows = 200 if self.batch_size == "auto" else int(self.batch_size)
-        return Structure(model, tuple(steps.items()), self.device, self.threads, rows, self._planned)
+        chosen = self.device, self.threads, rows, self._planned
+        return Structure(model, digest_of(model), tuple(steps.items()), *chosen)
+
+    def _same_model(self) -> bytes:
+        """Return the model that trains, or raise an error if `model` is another one now."""
+        assert self._structure is not None and isinstance(self._structure.model, bytes)
+        if self.model is not None and digest_of(network.serialized(self.model)) != self._structure.digest:
+            raise GraphoptError(
+                "model: expected the model that the last fit has trained, found another one, or other weights in it: "
+                "warm_start=False and fit begin with it"
+            )
+        return self._structure.model
 
     def _train(self, rows: dict[str, np.ndarray], random: Any, epochs: int) -> None:
         """Train, and draw the random numbers that scikit-learn's networks would draw."""

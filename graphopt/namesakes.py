@@ -1,0 +1,42 @@
+"""Refuse a module of another project that has the name of the package `passes`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
+from types import ModuleType
+
+from graphopt.errors import GraphoptError
+
+_NAME = "passes"
+_OWN = Path(__file__).parents[1] / _NAME / "__init__.py"
+
+
+class _Checked:
+    """Find the package only if Python's search ends at graphopt's own."""
+
+    @staticmethod
+    def find_spec(
+        name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if name == _NAME:
+            found = PathFinder.find_spec(name)
+            _check(None if found is None else found.origin)
+        return None
+
+
+def _check(file: str | None) -> None:
+    """Raise an error if a file is another one than that of the package; a folder without code has no file."""
+    if file is None or Path(file).resolve() == _OWN.resolve():
+        return
+    kind, place = ("folder", Path(file).parent) if Path(file).stem == "__init__" else ("file", Path(file))
+    raise GraphoptError(
+        f"{place}: expected another name: this {kind} hides graphopt's package {_NAME!r}, which graphopt imports: "
+        f"rename the {kind}"
+    )
+
+
+_check(getattr(sys.modules.get(_NAME), "__file__", None))
+sys.meta_path.insert(0, _Checked)
