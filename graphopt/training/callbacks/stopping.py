@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 import statistics
@@ -16,6 +15,7 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 
 from graphopt.errors import GraphoptError, unknown
+from graphopt.files import read_regular
 from graphopt.inspection.words import counted
 from graphopt.intervals import check_types, within
 from graphopt.training.callbacks.callback import Callback, Record, Run
@@ -194,10 +194,10 @@ class MedianStopping(Monitor):
 
     def _others(self, epoch: int) -> Iterator[float | None]:
         for path in Path(self.folder).glob("*/metrics.jsonl"):
-            with contextlib.suppress(OSError, ValueError):
-                for record in json_lines(path.read_text(encoding="utf-8")):
-                    if "seconds" in record and record["epoch"] == epoch:
-                        yield record.get(self.monitor)
+            for record in json_lines((read_regular(path) or b"").decode(errors="replace")):
+                value = record.get(self.monitor)
+                if "seconds" in record and record.get("epoch") == epoch and isinstance(value, int | float):
+                    yield value
 
 
 @dataclass
