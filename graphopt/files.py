@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import enum
 import errno
 import json
 import math
@@ -11,9 +12,21 @@ import stat
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from graphopt.errors import GraphoptError
+
+
+class Access(enum.Enum):
+    """Say what is done with the file that an argument names: a recipe of others may name some files only."""
+
+    READ = "read"
+    WRITE = "write"
+
+
+ReadPath = Annotated[str | os.PathLike[str], Access.READ]
+ReadName = Annotated[str, Access.READ]  # a path as text
+WritePath = Annotated[str | os.PathLike[str], Access.WRITE]
 
 NO_LINKS = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
 _FOLDER = getattr(os, "O_DIRECTORY", 0)

@@ -27,7 +27,7 @@ import safetensors.numpy
 from graphopt.arguments import Checked
 from graphopt.communicator import Communicator
 from graphopt.errors import GraphoptError, kind_of, unknown
-from graphopt.files import json_of, making, read_file, read_regular, write
+from graphopt.files import WritePath, json_of, making, read_file, read_regular, write
 from graphopt.intervals import check_intervals, check_types, within
 from graphopt.runtime.checkpoint import state_bytes
 
@@ -96,7 +96,7 @@ class Checkpoints(metaclass=Checked):
     [1, 2, 3]
     """
 
-    folder: str | os.PathLike[str]
+    folder: WritePath
     every: str | None = "1 min"
     keep: int = within("[1, inf)", 2)
     best: str | None = "validation_loss"

@@ -19,7 +19,7 @@ from typing import Any
 
 from graphopt.data.files import imported
 from graphopt.errors import GraphoptError, line, unknown
-from graphopt.files import json_of, making, open_to_append, replacing
+from graphopt.files import WritePath, json_of, making, open_to_append, replacing
 from graphopt.intervals import check_types
 from graphopt.training.callbacks.callback import Callback, Record, Run
 
@@ -73,7 +73,7 @@ class FileLog(Log):
         path: the file. If it exists, a new run replaces it, and a resumed run continues it.
     """
 
-    path: str | os.PathLike[str]
+    path: WritePath
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -205,7 +205,7 @@ class TensorBoard(Log):
     'TensorBoard'
     """
 
-    path: str | os.PathLike[str]
+    path: WritePath
 
     def __post_init__(self) -> None:
         self._writers = imported("TensorBoard", "tensorboardX")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import statistics
 import time
 from abc import ABC, abstractmethod
@@ -15,7 +14,7 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 
 from graphopt.errors import GraphoptError, unknown
-from graphopt.files import read_regular
+from graphopt.files import ReadPath, read_regular
 from graphopt.inspection.words import counted
 from graphopt.intervals import check_types, within
 from graphopt.training.callbacks.callback import Callback, Record, Run
@@ -169,7 +168,7 @@ class MedianStopping(Monitor):
 
     on_every_worker = False
 
-    folder: str | os.PathLike[str] = "."
+    folder: ReadPath = "."
     patience: int = within("[1, inf)", 1)
     at_least: int = within("[1, inf)", 4)
     warmup: int = within("[0, inf)", 0)
