@@ -125,8 +125,7 @@ class GraphoptError(ValueError):
     """
 
     def __init__(self, message: str) -> None:
-        text = shortened(message)
-        super().__init__("".join(c if c.isprintable() else repr(c)[1:-1] for c in text))
+        super().__init__(escaped(shortened(message)))
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copy the message as it is, whatever the class of the error makes it from."""
@@ -162,6 +161,20 @@ class NoGradient(GraphoptError):
         super().__init__(
             f"no gradient rule for {'; '.join(map(str, operators))}: {remedy} or freeze the parameters that they block"
         )
+
+
+def escaped(text: str, keep: str = "") -> str:
+    """Return text in which line breaks and what would control a terminal or reorder its line are escapes.
+
+    Args:
+        keep: characters that stay as they are.
+
+    >>> escaped("a\nb\x1b[31m\u202e")
+    'a\\nb\\x1b[31m\\u202e'
+    """
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c in keep else repr(c)[1:-1] for c in text)
 
 
 def _quoted(names: Iterable[str]) -> str:

@@ -13,7 +13,7 @@ from typing import Any, cast
 import onnx_ir as ir
 
 from graphopt.arguments import Checked
-from graphopt.errors import GraphoptError, kind_of, library_of, unknown
+from graphopt.errors import GraphoptError, escaped, kind_of, library_of, unknown
 from graphopt.graph.loading import Source, load
 from graphopt.graph.rewriting import Pass, Read
 
@@ -75,8 +75,9 @@ class Pipeline(Mapping[str, tuple[Step, ...]], metaclass=Checked):
                 start = time.perf_counter()
                 for item in step:
                     item(model)
+                seconds = time.perf_counter() - start
                 _log.info(
-                    "%s: %s, %.3f s, %d nodes", name, step, time.perf_counter() - start, len(model.graph)
+                    "%s: %s, %.3f s, %d nodes", escaped(name), escaped(str(step)), seconds, len(model.graph)
                 )
                 if observe is not None:
                     observe(name, model)

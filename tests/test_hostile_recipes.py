@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import os
+import pkgutil
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -18,6 +21,7 @@ from builders import mlp
 from omegaconf import OmegaConf
 
 from graphopt import cli
+from graphopt.cli.composition import validation
 from graphopt.cli.processes import check_processes, installed_first
 from graphopt.errors import GraphoptError
 
@@ -1115,7 +1119,7 @@ def test_a_link_in_the_run_of_someone_else_is_not_read(place: str, capfd: pytest
     path.symlink_to(Path("../secret.yaml").resolve())
     capfd.readouterr()
     assert cli.main(["evaluate", "folder=../evil/run"]) == 1
-    assert "expected a file of at most 100,000 bytes, found another" in capfd.readouterr().err
+    assert f"{place}: expected only folders and files with one name" in capfd.readouterr().err
     assert seen == []
 
 
@@ -1151,3 +1155,94 @@ def test_continuing_the_run_of_someone_else_does_not_make_it_one_s_own(
     assert cli.main(["evaluate", "folder=../evil/run"]) == 1
     assert "data.path: expected a file below the working directory" in capfd.readouterr().err
     assert seen == []
+
+
+def _kinds() -> dict[str, Any]:
+    """Return all classes and functions that a recipe may name, and those of its parts."""
+    names = [name for group in validation.NAMED.values() for name in group]
+    library = [name for name in validation._passes()]
+    return {name: pkgutil.resolve_name(name) for name in (*names, *library)} | validation.PLAIN
+
+
+PATH_LIKE = re.compile(r"PathLike|\bPath\b")
+PATH_NAMES = {"path", "file", "folder", "teacher", "tokenizer", "chat_template"}
+
+
+@pytest.mark.parametrize("name", _kinds())
+def test_every_path_of_what_a_recipe_names_is_annotated(name: str) -> None:
+    """A field that takes a path says in its type whether it is read or written."""
+    kind = _kinds()[name]
+    options = getattr(kind, "Options", None) or kind
+    known = validation.accesses(kind)
+    given = {"step", "resume", "checkpoint", *validation._ADDED.get(name, ())}
+    for owner in (*getattr(options, "__mro__", ()), options):
+        for field, hint in inspect.get_annotations(owner).items():
+            is_path = PATH_LIKE.search(str(hint)) or ("Path" not in str(hint) and field in PATH_NAMES)
+            is_marked = re.search(r"(Read|Write)(Path|Name)", str(hint))
+            if is_path and not is_marked and field in inspect.signature(kind).parameters:
+                assert field in given, f"{name}.{field}: write ReadPath or WritePath of graphopt.files"
+            if is_marked and field in inspect.signature(kind).parameters:
+                assert field in known
+
+
+READS: dict[str, tuple[str, str]] = {
+    "a teacher": (
+        "defaults: [override /loss: distillation]\nloss: {teacher: ../secret.onnx}",
+        "loss.teacher: expected a file below the working directory",
+    ),
+    "a teacher in the pipeline": (
+        "pipeline: {loss: {_target_: passes.Distillation, teacher: ../secret.onnx}}",
+        "pipeline.loss.teacher: expected a file below",
+    ),
+    "a teacher in a step of its own": (
+        "pipeline: {mine: [{_target_: passes.Distillation, teacher: ../secret.onnx}]}",
+        "pipeline.mine[0].teacher: expected a file below",
+    ),
+    "a teacher behind a link": (
+        "defaults: [override /loss: distillation]\nloss: {teacher: ../evil/above/secret.onnx}",
+        "loss.teacher: expected a file below",
+    ),
+    "an adapter": (
+        "adapter: {_target_: passes.LoadedLoRA, path: ../secret}",
+        "adapter.path: expected a file below",
+    ),
+    "an adapter in the pipeline": (
+        "pipeline: {adapter: {_target_: passes.LoadedLoRA, path: ../secret}}",
+        "pipeline.adapter.path: expected a file below",
+    ),
+    "a folder of runs": (
+        "callbacks: {median_stopping: {folder: ../outside}}",
+        "callbacks.median_stopping.folder: expected a file below",
+    ),
+    "a tokenizer to continue a text": (
+        "generate: {tokenizer: ../secret.json}",
+        "generate.tokenizer: expected a file below",
+    ),
+    "a template beside a tokenizer": (
+        "defaults: [override /data: text]\ndata: {path: train.npz, tokenizer: ../evil/files/tokenizer.json}",
+        "data.tokenizer: expected a file below",
+    ),
+    "a template beside a model": ("model: ../evil/files/my.onnx", "model: expected a file below"),
+}
+
+
+@pytest.mark.parametrize("attack", READS)
+def test_a_recipe_reads_no_file_of_the_user(attack: str, capfd: pytest.CaptureFixture[str]) -> None:
+    text, error = READS[attack]
+    Path("../evil/files").mkdir()
+    for name in ("tokenizer.json", "my.onnx"):
+        Path("../evil/files", name).write_text("{}")
+    Path("../evil/files/chat_template.jinja").symlink_to("../../secret.yaml")
+    named = ["data=npz", "data.path=train.npz"] if "data" not in text else []
+    model = [] if "model:" in text else ["model=my.onnx"]
+    assert run(experiment(text), [*named, *model], ["folder=out"]) == 1
+    said = capfd.readouterr().err
+    assert said.count("\n") == 1 and error in said, said
+    assert seen == [] and not Path("out").exists()
+
+
+def test_a_recipe_reads_a_file_that_the_command_line_names(capfd: pytest.CaptureFixture[str]) -> None:
+    global seen
+    seen = None
+    text = "defaults: [override /loss: distillation]\nloss: {teacher: ../secret.onnx}"
+    assert run(experiment(text), [*NAMED, "loss.teacher=../secret.onnx"], ["folder=out"]) == 0

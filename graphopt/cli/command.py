@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import io
 import os
 import sys
 import warnings
@@ -41,7 +42,7 @@ from graphopt.cli.run_folder import check_no_run, leave
 from graphopt.cli.train import parameter_count, train
 from graphopt.cli.trained import Trained, write_metrics, write_predictions
 from graphopt.cli.words import check_words, field_of
-from graphopt.errors import GraphoptError, cause, nearest, unknown
+from graphopt.errors import GraphoptError, cause, escaped, nearest, unknown
 from graphopt.files import write
 from graphopt.graph.listing import size
 from graphopt.graph.storage import save
@@ -124,7 +125,8 @@ def _run(arguments: argparse.Namespace) -> None:
     check_words(words, _RUNS)
     overrides = words if arguments.shell_completion else [field_of(word, _RUNS) for word in words]
     command_line = CommandLine.of(overrides, arguments.config_dir)
-    with composing(command_line) as hydra:
+    shows = arguments.help or arguments.hydra_help or arguments.cfg or arguments.info
+    with composing(command_line) as hydra, _escaping() if shows else contextlib.nullcontext():
         if arguments.help:
             config = hydra.config_loader.load_configuration(PRIMARY, overrides, RunMode.RUN)
             groups = hydra.format_config_groups(lambda group: not group.startswith("hydra"))
@@ -154,6 +156,14 @@ def _run(arguments: argparse.Namespace) -> None:
         else:
             mode = RunMode.MULTIRUN if arguments.multirun or command_line.is_sweep else RunMode.RUN
             _start(hydra, command_line, overrides, mode)
+
+
+@contextlib.contextmanager
+def _escaping() -> Iterator[None]:
+    """Print what a `with` block prints without control characters: a recipe may have any."""
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        yield
+    sys.stdout.write(escaped(printed.getvalue(), keep="\n\t"))
 
 
 def _start(hydra: Any, command_line: CommandLine, overrides: list[str], mode: RunMode) -> None:

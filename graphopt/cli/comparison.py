@@ -15,11 +15,12 @@ from urllib.parse import quote
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
 
-from graphopt.cli.composition.record import HYDRA, OPTIONS, OVERRIDES, mapping, read_config, select
+from graphopt.cli.composition.expansion import read_config
+from graphopt.cli.composition.record import HYDRA, OPTIONS, OVERRIDES, enter, mapping, select
 from graphopt.cli.messages import print_table, say
 from graphopt.cli.run_folder import CONFIG, METRICS_FILE, RESULT
 from graphopt.errors import GraphoptError
-from graphopt.files import write
+from graphopt.files import read_regular, write
 from graphopt.inspection import html
 from graphopt.inspection.charts import COLORS, line_chart
 from graphopt.inspection.words import counted, is_share, label_of, measure_text
@@ -114,6 +115,8 @@ class _Comparison:
     def of(cls, folder: Path) -> _Comparison:
         """Compare the runs below a folder."""
         paths = sorted((path.parents[1] for path in folder.rglob(f"{HYDRA}/{OVERRIDES}")), key=_order)
+        for path in paths:
+            enter(path)
         runs = [_Run.read(path, str(path.relative_to(folder))) for path in paths]
         runs = [run for run in runs if run.config.get("run", "train") == "train"]
         if not runs:
@@ -263,6 +266,5 @@ def _content(path: Path) -> Any:
 
 def _json_lines(path: Path) -> list[dict[str, Any]]:
     """Return the whole lines of a file that hold mappings."""
-    with contextlib.suppress(OSError, ValueError):
-        return json_lines(path.read_text(encoding="utf-8"))
-    return []
+    content = read_regular(path)
+    return [] if content is None else json_lines(content.decode(errors="replace"))

@@ -13,7 +13,7 @@ from graphopt.cli.composition.recipe import Recipe
 from graphopt.cli.messages import say, tell_record
 from graphopt.cli.trained import Trained
 from graphopt.data.language.tokenizer import OF_CHARACTERS
-from graphopt.errors import GraphoptError
+from graphopt.errors import GraphoptError, escaped
 from graphopt.generation.text import Prompt, TextGenerator
 from graphopt.inspection.words import counted
 from graphopt.runtime.executor import Executor
@@ -79,5 +79,5 @@ def _write(writer: TextGenerator, console: Console, tokens: Iterator[int]) -> No
 
 def _show(text: str) -> None:
     """Write text without characters that would control the terminal."""
-    sys.stdout.write("".join(c if c.isprintable() or c in _KEPT else repr(c)[1:-1] for c in text))
+    sys.stdout.write(escaped(text, keep=_KEPT))
     sys.stdout.flush()

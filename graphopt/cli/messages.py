@@ -18,10 +18,10 @@ from rich.table import Column, Table
 
 from graphopt.cli.composition.hydra_config import BASE, RECIPES, CommandLine, known_fields, options_with
 from graphopt.cli.words import reader_of
-from graphopt.errors import line, nearest, shortened, unknown
+from graphopt.errors import escaped, line, nearest, shortened, unknown
 from graphopt.runtime.executor import NonFiniteLoss
 from graphopt.targets.native import toolchain
-from graphopt.training.callbacks.terminal import print_line
+from graphopt.training.callbacks.terminal import open_console, print_line
 
 PLAIN_WIDTH = 10_000  # characters, of a file or a pipe
 NOT_FINITE = 3  # the exit code after a loss or a state that is not finite
@@ -77,13 +77,13 @@ def _print_whole(
 ) -> bool:
     """Print a table if the terminal has room for it; a file or a pipe has. Return whether it was printed."""
     columns = (
-        Column(escape(name), justify="left" if i < texts else "right", no_wrap=True)
+        Column(escape(escaped(name)), justify="left" if i < texts else "right", no_wrap=True)
         for i, name in enumerate(header)
     )
     table = Table(*columns, box=box.SIMPLE_HEAD, pad_edge=False)
     for row in rows:
-        table.add_row(*map(escape, row))
-    unbounded = Console(width=PLAIN_WIDTH, quiet=console.quiet)
+        table.add_row(*(escape(escaped(text)) for text in row))
+    unbounded = open_console(width=PLAIN_WIDTH, quiet=console.quiet)
     if console.is_terminal and unbounded.measure(table).maximum > console.width:
         return False
     if title:
@@ -129,12 +129,13 @@ def compilations(console: Console) -> Iterator[None]:
 
 def warn(message: Warning | str, *_: Any, **__: Any) -> None:
     """Print a warning in one line; this is a `warnings.showwarning`."""
-    print(f"graphopt: warning: {shortened(' '.join(str(message).split()))}", file=sys.stderr)
+    text = escaped(shortened(" ".join(str(message).split())))
+    print(f"graphopt: warning: {text}", file=sys.stderr)
 
 
 def complain(error: BaseException) -> int:
     """Print an error in one line, and return the exit code."""
-    print(f"graphopt: error: {shortened(line_of(error))}", file=sys.stderr)
+    print(f"graphopt: error: {escaped(shortened(line_of(error)))}", file=sys.stderr)
     return NOT_FINITE if isinstance(error, NonFiniteLoss) else 1
 
 

@@ -8,15 +8,15 @@ import logging
 import math
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml  # type: ignore[import-untyped]
 from filelock import FileLock, Timeout
 
-from graphopt.errors import GraphoptError
-from graphopt.files import write
+from graphopt.cli.composition.expansion import MOST_BYTES, read_config
+from graphopt.errors import GraphoptError, escaped
+from graphopt.files import check_folder, json_of, open_to_append, read_file, write
 from graphopt.training.callbacks.logs import json_value
 from graphopt.training.checkpoints import find
 
@@ -27,9 +27,41 @@ OWN_FILES = (
     *("adapter.onnx_adapter", "adapter.safetensors"),
     *(".hydra", LOCK, ".ray", "."),
 )
+_OF_SWEEPS = ("multirun.yaml", "optimization_results.yaml")  # which Hydra writes
 
 
-def resumed(resume: bool | str, folder: Path, config: str, *, search: bool) -> tuple[Path, Path | bool]:
+def check_run(folder: Path, *, whole: bool = False) -> None:
+    """Raise an error if the folder of a run has links, devices or files with several names, and follow none.
+
+    Args:
+        whole: look at all that the folder has, as in a run of someone else; otherwise at what runs read and write, and
+            at the runs of a sweep.
+    """
+    if not folder.is_dir():
+        return
+    if whole:
+        check_folder(folder)
+    else:
+        check_folder(folder, lambda name: name.isdigit() or name.casefold() in (*OWN_FILES, *_OF_SWEEPS))
+
+
+class LineFormatter(logging.Formatter):
+    """Format a record as one line: names of steps may have line breaks. graphopt.yaml has Hydra use this class."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return escaped(super().format(record))
+
+
+class LogFile(logging.FileHandler):
+    """Add to the log file of a run, which must not be a link. graphopt.yaml has Hydra use this class."""
+
+    def _open(self) -> Any:
+        return open(open_to_append(self.baseFilename), self.mode, encoding=self.encoding)
+
+
+def resumed(
+    resume: bool | str, folder: Path, fields: Mapping[str, Any], *, search: bool
+) -> tuple[Path, Path | bool]:
     """Return the folder of a run, and the checkpoint that it continues, or False for a new run.
 
     A run that ended before its first checkpoint gives True instead: it starts over.
@@ -37,12 +69,13 @@ def resumed(resume: bool | str, folder: Path, config: str, *, search: bool) -> t
     Args:
         resume: True for the newest run of the same recipe; the path of a run or of a checkpoint; False for a new run.
         folder: the folder that Hydra has made for the run.
-        config: the recipe.
+        fields: the recipe.
         search: look for the newest run in neighbouring folders, too, because the folder's name is the time.
     """
     if not resume:
         return folder, False
     if isinstance(resume, str):
+        check_run(Path(resume))
         checkpoint = find(resume)
         run = checkpoint.parents[1]
         if not (run / CONFIG).is_file():
@@ -50,12 +83,12 @@ def resumed(resume: bool | str, folder: Path, config: str, *, search: bool) -> t
         if run.resolve() != folder.resolve():
             leave(folder, run)
         return run, checkpoint
-    wanted = _identity(config)
+    wanted = _identity(fields)
     candidates = folder.resolve().parents[1].glob(f"*/*/{CONFIG}") if search else ()
     places = [folder, *(Path(os.path.relpath(path.parent)) for path in candidates)]
     places = [path for path in dict.fromkeys(places) if (path / CONFIG).is_file()]
     for place in sorted(places, key=lambda path: (path != folder, -path.stat().st_mtime)):
-        if _identity_of(place) == wanted:
+        if _is_run_of(place, wanted, is_named=place == folder):
             with contextlib.suppress(GraphoptError):
                 checkpoint = find(place)
                 if place != folder:
@@ -78,11 +111,16 @@ def write_result(folder: Path, value: float) -> None:
     write(folder / RESULT, json.dumps({"value": json_value(value)}))
 
 
-def result(folder: Path, config: str) -> float | None:
+def result(folder: Path, fields: Mapping[str, Any]) -> float | None:
     """Return what a complete run of the same recipe in a folder has noted, or None if there is no such run."""
-    if not (folder / RESULT).is_file() or _identity_of(folder) != _identity(config):
+    if not (folder / RESULT).is_file() or _identity_of(folder) != _identity(fields):
         return None
-    value = json.loads((folder / RESULT).read_text(encoding="utf-8"))["value"]
+    noted = json_of(read_file(folder / RESULT, MOST_BYTES), str(folder / RESULT))
+    value = noted.get("value", ...) if isinstance(noted, dict) else ...
+    if isinstance(value, bool) or not isinstance(value, int | float | None):
+        raise GraphoptError(
+            f'{folder / RESULT}: expected {{"value": NUMBER}} or null: remove it, to run this job again'
+        )
     return math.inf if value is None else float(value)
 
 
@@ -170,11 +208,25 @@ def _leaves(fields: Any, name: str = "") -> dict[str, str]:
     return {leaf: value for part in parts for leaf, value in part.items()}
 
 
+def _is_run_of(folder: Path, wanted: Mapping[str, Any], *, is_named: bool) -> bool:
+    """Return whether a folder has a run of a recipe; another folder than the named one may have what is refused."""
+    try:
+        check_run(folder)
+        return _identity_of(folder) == wanted
+    except GraphoptError:
+        if is_named:
+            raise
+        return False
+
+
 def _identity_of(folder: Path) -> dict[str, Any]:
-    return _identity((folder / CONFIG).read_text(encoding="utf-8"))
+    """Return what makes the recipe of a run the same as another."""
+    config = read_config(folder / CONFIG)
+    if not isinstance(config, dict):
+        raise GraphoptError(f"{folder / CONFIG}: expected the recipe of a run, found no mapping")
+    return _identity(config)
 
 
-def _identity(config: str) -> dict[str, Any]:
-    """Return what makes two recipes the same."""
+def _identity(config: Mapping[str, Any]) -> dict[str, Any]:
     others = ("folder", "generate", "launcher", "predictions", "prompt", "quiet", "resume", "rows", "run")
-    return {name: value for name, value in (yaml.safe_load(config) or {}).items() if name not in others}
+    return {name: value for name, value in config.items() if name not in others}

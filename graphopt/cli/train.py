@@ -71,7 +71,7 @@ def _lead(recipe: Recipe, communicator: Communicator, folder: Path) -> float:
     title = f"[{hydra.job.num}] {' '.join(hydra.overrides.task)}" if _is_sweep() else None
     folder, resume = _open(recipe, folder)
     with locked(folder, is_new=not resume), compilations(console):
-        if title and (value := result(folder, recipe.text())) is not None:
+        if title and (value := result(folder, recipe.fields)) is not None:
             say(console, "complete", f"{title}: {folder}")
             return value
         tell_record(console, recipe.command_line)
@@ -99,7 +99,7 @@ def _lead(recipe: Recipe, communicator: Communicator, folder: Path) -> float:
 def _open(recipe: Recipe, folder: Path) -> tuple[Path, Path | bool]:
     """Return the folder of the run, and what it continues; a sweep that is run again continues its runs."""
     resume = recipe.fields.get("resume", False) or _is_sweep()
-    return resumed(resume, folder, recipe.text(), search=not _is_sweep() and not recipe.names_folder)
+    return resumed(resume, folder, recipe.fields, search=not _is_sweep() and not recipe.names_folder)
 
 
 def _train(

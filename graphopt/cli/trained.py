@@ -63,7 +63,7 @@ class Trained:
         step, record = _step_of(folder), recipe.command_line.record
         recipe.follow(step or (model if model.is_file() else None))
         if asked:
-            place, checkpoint = resumed(asked, folder, recipe.text(), search=not recipe.names_folder)
+            place, checkpoint = resumed(asked, folder, recipe.fields, search=not recipe.names_folder)
             if isinstance(checkpoint, bool):
                 raise GraphoptError(
                     f"resume={str(asked).lower()}: expected a run of the same recipe with a checkpoint, found none"

@@ -14,6 +14,7 @@ from graphopt.data.files import EXPANSION, check_ratio, imported, reading
 from graphopt.data.tables import Columns
 from graphopt.data.tabular import of_columns
 from graphopt.errors import GraphoptError
+from graphopt.files import ReadName
 
 _ROWS = 65_536  # of a Parquet file, that are read at once
 _NUMBER = 8  # bytes
@@ -26,7 +27,7 @@ _Opened = tuple[list[str], Callable[[list[str]], dict[str, np.ndarray]]]
 
 @checked()
 def parquet(
-    path: str,
+    path: ReadName,
     *,
     target: str | Sequence[str] | None = TARGET,
     features: Sequence[str] | Mapping[str, Any] | None = None,

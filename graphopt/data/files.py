@@ -21,7 +21,7 @@ from graphopt.data.dataset import TARGET, Dataset
 from graphopt.data.tables import Columns
 from graphopt.data.tabular import is_numeral, of_columns, refuse_twice
 from graphopt.errors import GraphoptError, line, some
-from graphopt.files import replacing
+from graphopt.files import ReadName, replacing
 
 EXPANSION = 100  # bytes of data for each byte of a compressed file
 _UNSUSPICIOUS = 2**30  # bytes of data that a file of any size may expand to
@@ -36,7 +36,7 @@ _WRITTEN = (".npz", ".csv", ".parquet")
 
 
 @checked()
-def npz(path: str, *, expansion: int = EXPANSION) -> Dataset:
+def npz(path: ReadName, *, expansion: int = EXPANSION) -> Dataset:
     """Read the arrays of a NumPy archive: the model's inputs by name, and `target`.
 
     Args:
@@ -61,7 +61,7 @@ def npz(path: str, *, expansion: int = EXPANSION) -> Dataset:
 
 
 @checked()
-def npy(path: str) -> Dataset:
+def npy(path: ReadName) -> Dataset:
     """Memory-map the arrays of a folder of `NAME.npy` files, so that each batch reads only its own rows.
 
     Args:
@@ -78,7 +78,7 @@ def npy(path: str) -> Dataset:
 
 @checked()
 def csv(
-    path: str,
+    path: ReadName,
     *,
     target: str | int | Sequence[str | int] | None = TARGET,
     features: Sequence[str | int] | Mapping[str, Any] | None = None,

@@ -17,6 +17,7 @@ from graphopt.data.dataset import TARGET, Dataset, LazyArray
 from graphopt.data.files import EXPANSION, check_ratio, imported, reading, reason
 from graphopt.data.tabular import refuse_twice
 from graphopt.errors import GraphoptError
+from graphopt.files import ReadName
 
 # Formats that Pillow reads itself, without other programs.
 FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
@@ -29,7 +30,7 @@ _PILLOW = "data=images", "PIL.Image", "Pillow"
 
 @checked()
 def images(
-    path: str,
+    path: ReadName,
     *,
     size: Sequence[int] | None = None,
     channels: int = 3,

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from graphopt.arguments import Checked
+from graphopt.files import ReadName
 from graphopt.intervals import check_intervals, check_types, within
 
 
@@ -76,5 +77,5 @@ class GenerateOptions(Sampling):
     """
 
     chat: bool = False
-    tokenizer: str | None = None
-    adapter: str | None = None
+    tokenizer: ReadName | None = None
+    adapter: ReadName | None = None

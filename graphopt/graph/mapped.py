@@ -16,10 +16,10 @@ import numpy as np
 import onnx_ir as ir
 
 from graphopt.errors import GraphoptError
+from graphopt.files import NO_LINKS
 from graphopt.graph import metadata
 
 _PRIVATE = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
-_NO_LINKS = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
 
 
 class MappedFile:
@@ -35,7 +35,7 @@ class MappedFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._handle = os.open(path, os.O_RDONLY | _NO_LINKS)
+        self._handle = os.open(path, os.O_RDONLY | NO_LINKS)
         weakref.finalize(self, os.close, self._handle)
         status = os.fstat(self._handle)
         if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1:

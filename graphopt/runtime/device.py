@@ -18,6 +18,7 @@ import onnx_ir as ir
 
 from graphopt.arguments import Checked
 from graphopt.errors import GraphoptError, line, unknown
+from graphopt.files import ReadPath
 from graphopt.intervals import check_types
 from graphopt.runtime.arena import share_arena
 from graphopt.runtime.denormals import Flushing, supported
@@ -116,7 +117,7 @@ class DeviceOptions(metaclass=Checked):
     matmul_precision: MatmulPrecision | None = None
     verify: bool | Literal["auto"] | None = None
     session_options: Mapping[str, Any] | None = None
-    custom_ops: Sequence[str | Path] | None = None
+    custom_ops: Sequence[ReadPath] | None = None
 
 
 @dataclass(frozen=True, eq=False)

@@ -17,7 +17,7 @@ import numpy as np
 import onnx_ir as ir
 
 from graphopt.errors import GraphoptError
-from graphopt.files import write, write_folder
+from graphopt.files import read_regular, write, write_folder
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.operators import PRODUCTS
 from graphopt.graph.roles import FED, Role, with_role
@@ -27,7 +27,7 @@ from graphopt.runtime.device import Device
 from graphopt.runtime.session import Session
 from graphopt.runtime.state_buffers import StateBuffers
 from graphopt.runtime.tensors import OrtValues, Tensor, overwrite, to_ort
-from graphopt.targets.native.cache import cache_folder, read_regular
+from graphopt.targets.native.cache import cache_folder
 
 _T = TypeVar("_T")
 Arrays = dict[str, np.ndarray]

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import math
 import os
 import re
 import shutil
+import sys
 import tempfile
 import time
 import uuid
@@ -26,14 +26,15 @@ import safetensors.numpy
 
 from graphopt.arguments import Checked
 from graphopt.communicator import Communicator
-from graphopt.errors import GraphoptError, unknown
-from graphopt.files import making, write
+from graphopt.errors import GraphoptError, kind_of, unknown
+from graphopt.files import WritePath, json_of, making, read_file, read_regular, write
 from graphopt.intervals import check_intervals, check_types, within
 from graphopt.runtime.checkpoint import state_bytes
 
 _STATE, _CALLBACKS = "state.safetensors", "callbacks.safetensors"
 _PROGRESS, _MANIFEST = "progress.json", "manifest.json"
 NEWEST, BEST = "newest", "best"  # files that name a checkpoint
+_LONGEST_NAME = 1000  # bytes
 _FOLDER = re.compile(r"step-(\d+)")
 _EVERY = re.compile(r"([0-9]+) *(step|epoch)s?")
 _TIME = re.compile(r"([0-9]+\.?[0-9]*|\.[0-9]+) *(?:(s|seconds?)|(min|minutes?)|(h|hours?))")
@@ -95,7 +96,7 @@ class Checkpoints(metaclass=Checked):
     [1, 2, 3]
     """
 
-    folder: str | os.PathLike[str]
+    folder: WritePath
     every: str | None = "1 min"
     keep: int = within("[1, inf)", 2)
     best: str | None = "validation_loss"
@@ -232,7 +233,8 @@ class Checkpoints(metaclass=Checked):
 
     def newest(self) -> Checkpoint | None:
         """Return the newest checkpoint that is whole, or None; warn of newer ones that are damaged."""
-        first, paths = _pointer(self._folder / NEWEST), self._folder.glob("step-*")
+        first = _pointer(self._folder / NEWEST)
+        paths = [path for path in self._folder.glob("step-*") if not path.is_symlink()]
         for path in sorted(paths, key=lambda path: (path.name == first, path.name), reverse=True):
             try:
                 return read(path)
@@ -286,9 +288,9 @@ def read(path: str | os.PathLike[str]) -> Checkpoint:
     """Return the contents of a checkpoint; raise an error if it is missing, incomplete or damaged."""
     folder = Path(path)
     try:
-        sums = json.loads((folder / _MANIFEST).read_text(encoding="utf-8"))["sha256"]
+        sums = json_of(read_file(folder / _MANIFEST), str(folder / _MANIFEST))["sha256"]
         names = (_STATE, _PROGRESS, _CALLBACKS) if _CALLBACKS in sums else (_STATE, _PROGRESS)
-        contents = {name: (folder / name).read_bytes() for name in names}
+        contents = {name: read_file(folder / name, sys.maxsize) for name in names}
         for name, content in contents.items():
             if hashlib.sha256(content).hexdigest() != sums[name]:
                 raise GraphoptError(
@@ -296,7 +298,14 @@ def read(path: str | os.PathLike[str]) -> Checkpoint:
                 )
         state = safetensors.numpy.load(contents[_STATE])
         arrays = safetensors.numpy.load(contents[_CALLBACKS]) if _CALLBACKS in contents else {}
-        return Checkpoint(folder, state, arrays, json.loads(contents[_PROGRESS]))
+        progress = json_of(contents[_PROGRESS], str(folder / _PROGRESS))
+        if not isinstance(progress, dict):
+            raise GraphoptError(
+                f"{folder / _PROGRESS}: expected an object in JSON, found {kind_of(progress)}"
+            )
+        return Checkpoint(folder, state, arrays, progress)
+    except GraphoptError:
+        raise
     except OSError as error:
         raise GraphoptError(f"{error.filename}: expected a checkpoint of fit: {error.strerror}") from error
     except (ValueError, KeyError, TypeError, safetensors.SafetensorError) as error:
@@ -331,9 +340,8 @@ def find(path: str | os.PathLike[str]) -> Path:
 
 
 def _pointer(path: Path) -> str | None:
-    with contextlib.suppress(OSError, UnicodeDecodeError):
-        return path.read_text(encoding="utf-8").strip()
-    return None
+    content = read_regular(path, _LONGEST_NAME)
+    return None if content is None else content.decode(errors="replace").strip()
 
 
 def _point(path: Path, name: str) -> None:

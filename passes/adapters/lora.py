@@ -15,6 +15,7 @@ from onnx_ir import Value
 
 from graphopt.adapters.naming import Names
 from graphopt.errors import GraphoptError
+from graphopt.files import ReadPath
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.merging import adapted, as_matrix
 from graphopt.graph.metadata import original_name
@@ -54,7 +55,7 @@ class LoadedLoRA(Pass):
     ['layers.0.weight.lora_A', 'layers.0.weight.lora_B']
     """
 
-    path: str | os.PathLike[str]
+    path: ReadPath
     names: Names = None
     dropout: float = within("[0, 1)", 0.0)
 

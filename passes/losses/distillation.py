@@ -10,6 +10,7 @@ from typing import Any
 import onnx_ir as ir
 
 from graphopt.errors import GraphoptError, kind_of
+from graphopt.files import ReadPath
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.loading import load
 from graphopt.graph.roles import Role, with_role
@@ -47,7 +48,7 @@ class Distillation(Loss):
     ['x', 'teacher', 'target']
     """
 
-    teacher: str | os.PathLike[str] | None = None
+    teacher: ReadPath | None = None
     loss: Loss | None = None
     temperature: float = within("(0, inf)", 2.0)
     alpha: float = within("[0, 1]", 0.5)

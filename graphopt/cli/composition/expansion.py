@@ -5,12 +5,15 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from os import PathLike
+from pathlib import Path
 from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
-from graphopt.errors import GraphoptError
+from graphopt.errors import GraphoptError, cause
+from graphopt.files import check_plain, read_file
 
 MOST_BYTES = 100_000  # of a recipe; graphopt's largest has 6,000
 MOST_DEEP = 50  # levels of a recipe's mappings and lists
@@ -24,20 +27,50 @@ ESCAPED = re.compile(r"(?<!\\)(\\\\)*\\\$\{")
 _Path = tuple[Any, ...]
 
 
+def read_config(path: Path) -> Any:
+    """Return the content of a file of a run in YAML, which anyone may have written.
+
+    Raises:
+        GraphoptError: there is no such file, it is a link, or its text is refused.
+    """
+    try:
+        text = read_file(path, MOST_BYTES)
+        check_text(path, text)
+        config = OmegaConf.create(text.decode())
+        check_expansion(config)
+        content = OmegaConf.to_container(config, resolve=False)
+    except GraphoptError:
+        raise
+    except OSError as error:
+        raise GraphoptError(f"{path}: expected the recipe of a run: {error.strerror}") from error
+    except (yaml.YAMLError, OmegaConfBaseException, ValueError, TypeError, RecursionError) as error:
+        raise GraphoptError(f"{path}: expected the recipe of a run: {cause(error)}") from error
+    check_plain(content, str(path))
+    return content
+
+
 def check_text(file: str | PathLike[str], text: bytes) -> None:
     """Raise an error if a recipe is large or deep, or has YAML aliases: few lines can expand without end."""
     if len(text) > MOST_BYTES:
         raise GraphoptError(f"{file}: expected a recipe of at most {MOST_BYTES:,} bytes, found more")
     depth = 0
     try:
-        for event in yaml.parse(text):
+        for event in yaml.parse(text.decode()):
             if isinstance(event, yaml.AliasEvent):
                 raise GraphoptError(f"{file}: expected a recipe without YAML aliases, found one")
+            if isinstance(event, yaml.ScalarEvent) and not depth and event.value:
+                raise GraphoptError(f"{file}: expected a mapping or a list, found {event.value[:80]!r}")
             depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
             if depth > MOST_DEEP:
                 raise GraphoptError(
                     f"{file}: expected mappings and lists of at most {MOST_DEEP} levels, found more"
                 )
+    except UnicodeDecodeError as error:
+        raise GraphoptError(
+            f"{file}: expected text in UTF-8, found byte {error.start:,}, which is not"
+        ) from error
+    except yaml.reader.ReaderError as error:
+        raise GraphoptError(f"{file}: expected YAML, found the character {chr(error.character)!r}") from error
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         line = "" if mark is None else f" in line {mark.line + 1}"

@@ -30,9 +30,10 @@ from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 from omegaconf.resolvers import oc
 
 from graphopt.cli.composition.expansion import MOST_BYTES, check_expansion, check_text
-from graphopt.cli.composition.record import NOT_TAKEN, RunRecord, run_of
+from graphopt.cli.composition.record import NOT_TAKEN, RunRecord, enter, run_of
 from graphopt.cli.run_folder import Before
 from graphopt.errors import GraphoptError, unknown
+from graphopt.files import check_plain, read_file
 
 # A path, because `recipes` could be a package in the working directory.
 RECIPES = Path(__file__).parents[3] / "recipes"
@@ -213,6 +214,7 @@ class _Reader(CachingConfigRepository):
                 _check_file(source, config_path)
         result = super().load_config(config_path)
         if result is not None and result.provider == UNTRUSTED:
+            check_plain(OmegaConf.to_container(result.config, resolve=False), config_path)
             self._left -= 1 + sum(1 for _ in flattened(result.config))
             if self._left < 0:
                 raise GraphoptError(
@@ -229,8 +231,10 @@ def _check_file(source: ConfigSource, config_path: str) -> None:
     file = folder.joinpath(name)
     if isinstance(file, Path) and not file.resolve().is_relative_to(Path(str(folder)).resolve()):
         raise GraphoptError(f"{file}: expected a recipe below its folder, found a link to {file.resolve()}")
-    with file.open("rb") as stream:
-        check_text(str(file), stream.read(MOST_BYTES + 1))
+    if isinstance(file, Path):
+        check_text(str(file), read_file(file.resolve(), MOST_BYTES))
+    else:
+        check_text(str(file), file.read_bytes())
 
 
 class RecipeLoader(ConfigLoaderImpl):
@@ -249,6 +253,7 @@ class RecipeLoader(ConfigLoaderImpl):
         self._own = ConfigLoaderImpl(search_path)
         self._command_line, self._record = command_line, command_line.record
         self.before: Before | None = None  # what the folder has, once a recipe is composed
+        self._entered: set[str] = set()  # the folders of runs that were checked
         self._kept: dict[str, str] = {}  # the options that the recipe has from the record
 
     def load_configuration(
@@ -276,6 +281,10 @@ class RecipeLoader(ConfigLoaderImpl):
                 )
             check_expansion(config)
             if config_name is not None:
+                places = config.hydra.run.dir, config.hydra.sweep.dir
+                for place in {*places} - self._entered:
+                    enter(Path(place))
+                self._entered |= {*places}
                 self.before = self.before or Before(Path(config.hydra.run.dir))
         except COMPOSITION_ERRORS as error:
             if isinstance(error, GraphoptError):

@@ -41,7 +41,7 @@ from graphopt.distributed.data_parallel import DataParallel
 from graphopt.distributed.launchers import Launcher
 from graphopt.distributed.local_sgd import LocalSGD
 from graphopt.errors import GraphoptError, nearest, some
-from graphopt.files import write
+from graphopt.files import check_plain, write
 from graphopt.graph.limits import Limits
 from graphopt.graph.loading import load
 from graphopt.graph.metadata import LABELS, Caches, TargetSpec, labels_in
@@ -397,6 +397,7 @@ class Recipe:
 
         OmegaConf.register_new_resolver("training_steps", training_steps, replace=True)
         fields: Any = OmegaConf.to_container(config, resolve=True)
+        check_plain(fields, "recipe")
         fields["callbacks"] = expanded(fields.get("callbacks"))
         fit = fields.get("fit")
         if isinstance(fit, dict) and isinstance(fit.get("metrics"), str | dict):

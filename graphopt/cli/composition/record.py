@@ -10,17 +10,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml  # type: ignore[import-untyped]
 from filelock import FileLock
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
-from graphopt.cli.composition.expansion import MOST_BYTES, check_expansion, check_text
-from graphopt.cli.run_folder import CHECKPOINTS, CONFIG
-from graphopt.errors import GraphoptError, cause
-from graphopt.files import write_folder
-from graphopt.targets.native.cache import cache_folder, read_cached, read_regular, write_cached
+from graphopt.cli.composition.expansion import MOST_BYTES, read_config
+from graphopt.cli.run_folder import CHECKPOINTS, CONFIG, METRICS_FILE, check_run
+from graphopt.errors import GraphoptError
+from graphopt.files import json_of, read_regular, write_folder
+from graphopt.targets.native.cache import cache_folder, read_cached, write_cached
 
 HYDRA = ".hydra"
 COMPOSED, OPTIONS, OVERRIDES = "config.yaml", "hydra.yaml", "overrides.yaml"
@@ -68,6 +66,7 @@ class RunRecord:
     @classmethod
     def read(cls, folder: Path) -> RunRecord | None:
         """Return the record of a run; None if there is no run. An old run has its resolved recipe alone."""
+        strangers = enter(folder)
         if not (folder / CONFIG).is_file():
             return None
         resolved = mapping(read_config(folder / CONFIG))
@@ -77,7 +76,6 @@ class RunRecord:
                 folder, _with_references(resolved), resolved, _choices(resolved), strangers=(_uri(folder),)
             )
         fields, hydra, overrides = (read_config(place / name) for name in (COMPOSED, OPTIONS, OVERRIDES))
-        strangers = _signed(place)
         runtime = mapping(select(hydra, "hydra.runtime"))
         return cls(
             folder,
@@ -94,6 +92,22 @@ class RunRecord:
         """Return a field of the recipe as the run named it, or None."""
         named = select(self.fields, name)
         return select(self.resolved, name) if "${" in str(named) else named
+
+
+def enter(folder: Path) -> tuple[str, ...] | None:
+    """Check the folder of a run before anything in it is read or written: all of it, if the run is someone else's.
+
+    Return the folders of recipes in the signature of the run, or None if it is not this user's.
+
+    Raises:
+        GraphoptError: it has links, devices, pipes or files with several names.
+    """
+    check_run(folder)
+    strangers = _signed(folder / HYDRA)
+    holds_run = any((folder / name).exists() for name in (HYDRA, CHECKPOINTS, METRICS_FILE))
+    if strangers is None and holds_run:
+        check_run(folder, whole=True)
+    return strangers
 
 
 def run_of(path: str) -> Path | None:
@@ -133,9 +147,9 @@ def _signed(place: Path) -> tuple[str, ...] | None:
     """Return the folders of recipes in a signature by this user, or None if there is none."""
     texts = {name: read_regular(place / name, MOST_BYTES) or b"" for name in (COMPOSED, OPTIONS, OVERRIDES)}
     try:
-        note = json.loads(read_regular(place / SIGNATURE, MOST_BYTES) or b"null")
+        note = json_of(read_regular(place / SIGNATURE, MOST_BYTES) or b"null", SIGNATURE)
         strangers, found = tuple(map(str, note["strangers"])), str(note["hmac"])
-    except (ValueError, KeyError, TypeError, RecursionError):
+    except (GraphoptError, KeyError, TypeError):
         return None
     key = _key()
     is_own = key is not None and hmac.compare_digest(_sum(key, texts, strangers).encode(), found.encode())
@@ -158,22 +172,6 @@ def _key() -> bytes | None:
             return key
     except (GraphoptError, OSError):
         return None
-
-
-def read_config(path: Path) -> Any:
-    """Return the content of a file of a record, which anyone may have written."""
-    text = read_regular(path, MOST_BYTES)
-    if text is None:
-        raise GraphoptError(f"{path}: expected a file of at most {MOST_BYTES:,} bytes, found another")
-    try:
-        check_text(path, text)
-        config = OmegaConf.create(text.decode())
-        check_expansion(config)
-        return OmegaConf.to_container(config, resolve=False)
-    except GraphoptError:
-        raise
-    except (yaml.YAMLError, OmegaConfBaseException, ValueError, TypeError, RecursionError) as error:
-        raise GraphoptError(f"{path}: expected the recipe of a run: {cause(error)}") from error
 
 
 def select(node: Any, name: str) -> Any:

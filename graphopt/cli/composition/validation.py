@@ -10,20 +10,22 @@ import pkgutil
 import re
 import types
 import typing
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from graphopt.cli.composition.hydra_config import CommandLine, flattened, on_the_command_line
 from graphopt.cli.run_folder import OWN_FILES
 from graphopt.data.files import EXPANSION, check_ending
+from graphopt.data.language.tokenizer import BESIDE
 from graphopt.data.tables import check_description
 from graphopt.errors import GraphoptError, unknown
+from graphopt.files import Access, ReadPath, WritePath
 from graphopt.generation.sampling import GenerateOptions
 from graphopt.graph.limits import Limits
 from graphopt.hosts.export import export_hosts
 from graphopt.training import callbacks
-from graphopt.training.callbacks import Log, MLflow, Tracker
+from graphopt.training.callbacks import MLflow, Tracker
 from graphopt.training.checkpoints import Checkpoints
 from graphopt.training.fit import fit
 from graphopt.training.metrics import Wanted, named
@@ -54,6 +56,8 @@ NAMED: dict[str, Sequence[str]] = {  # the names that recipes may use, by path; 
 }
 
 OF_COMMAND = ("log_steps", "checkpoint")  # fields of `fit` that are no arguments of the function
+# Fields that no class or function takes as they are.
+_OWN = {"model": ReadPath, "fit.validation": ReadPath, "predictions": WritePath, "resume": ReadPath}
 PARTS = ("data", "executor", "fit", "generate", "hosts", "limits", "models", "pipeline")
 PLAIN: dict[str, Any] = {  # what takes the fields of the parts that name no class or function
     "fit": fit,
@@ -77,10 +81,6 @@ _ADDED: dict[str, Sequence[str]] = {  # arguments that the command adds
     "fit.checkpoint": ("folder",),
     "hosts": ("step", "folder"),
 }
-# Fields of recipes that name files to read.
-_FILES = re.compile(
-    r"model|adapter\.path|fit\.validation|generate\.(adapter|tokenizer)|data\.(.*\.)?(path|tokenizer|chat_template)"
-)
 _ROWS = ("all", "held_out", "trained")
 _PREDICTIONS = "predictions"  # the name, without its ending, of the file that run=predict writes
 # These may name libraries to load and files to write.
@@ -136,7 +136,8 @@ def check_recipe(fields: Mapping[str, Any], command_line: CommandLine) -> None:
     metrics_of(training.get("metrics"), command_line.trust)
     _check_logs(fields["callbacks"], command_line)
     if command_line.strangers:
-        _check_untrusted(fields["models"], leaves, command_line)
+        _check_untrusted(leaves, command_line)
+        _check_paths(fields, command_line)
 
 
 def _check_columns(description: Any) -> None:
@@ -158,26 +159,83 @@ def _plain(fields: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any, str]]:
     yield "resume", fields.get("resume", False), bool | str, "true, false or a path"
 
 
-def _check_untrusted(models: Iterable[str], leaves: Mapping[str, Any], command_line: CommandLine) -> None:
-    """Raise an error if a recipe sets options of the machine, raises limits, or names files of the user."""
-    folders = [os.path.realpath(x.removeprefix("file://")) for x in (os.getcwd(), *command_line.strangers)]
+def _check_untrusted(leaves: Mapping[str, Any], command_line: CommandLine) -> None:
+    """Raise an error if a recipe sets options of the machine or raises limits."""
     for field, value in leaves.items():
         is_guarded = field.startswith(_HOST) or field in LIMITS
         if is_guarded and value != LIMITS.get(field) and not command_line.names(field):
             raise on_the_command_line(field)
-        if not isinstance(value, str) or command_line.names(field):
+
+
+def _check_paths(fields: Mapping[str, Any], command_line: CommandLine) -> None:
+    """Raise an error if a recipe names a file of the user, to read or to write."""
+    folders = [os.path.realpath(x.removeprefix("file://")) for x in (os.getcwd(), *command_line.strangers)]
+    for field, value, access in paths_in(fields, command_line.trust):
+        if command_line.names(field) or value == MISSING:
             continue
         if field == "resume":
             raise GraphoptError("resume: expected a path on the command line alone, found it in a recipe")
-        if field == "predictions" and os.path.splitext(value)[0] != _PREDICTIONS:
-            raise _elsewhere(field, f"{_PREDICTIONS} with .npz, .csv or .parquet", value)
-        is_file = _FILES.fullmatch(field)
-        if is_file and value != MISSING and (field != "model" or value not in models):
-            for path in map(os.path.realpath, (value, *_beneath(value))):
+        if field == "predictions":
+            if os.path.splitext(value)[0] != _PREDICTIONS:
+                raise _elsewhere(field, f"{_PREDICTIONS} with .npz, .csv or .parquet", value)
+        elif access is Access.WRITE:
+            if not field.startswith("callbacks."):  # which `_check_logs` checks
+                raise on_the_command_line(field)
+        else:
+            beside = [
+                path for name in BESIDE if os.path.lexists(path := os.path.join(os.path.dirname(value), name))
+            ]
+            for path in map(os.path.realpath, (value, *beside, *_beneath(value))):
                 if not any(os.path.commonpath((path, folder)) == folder for folder in folders):
                     raise _elsewhere(
                         field, "a file below the working directory or the recipe's folder", value
                     )
+
+
+def paths_in(fields: Mapping[str, Any], trust: Sequence[str] = ()) -> Iterator[tuple[str, str, Access]]:
+    """Yield each path that a recipe names, with its field, by the annotations of what takes it."""
+    for field, hint in _OWN.items():
+        value = functools.reduce(lambda node, name: node.get(name), field.split("."), fields)
+        if isinstance(value, str) and (field != "model" or value not in fields["models"]):
+            yield field, value, access_of(hint) or Access.READ
+    for key, node in fields.items():
+        own = {name: x for name, x in node.items() if x != fields.get(name)} if key == "pipeline" else node
+        yield from _paths_of(own, str(key), trust)
+
+
+def _paths_of(node: Any, path: str, trust: Sequence[str]) -> Iterator[tuple[str, str, Access]]:
+    if isinstance(node, list):
+        for i, value in enumerate(node):
+            yield from _paths_of(value, f"{path}[{i}]", trust)
+    elif isinstance(node, Mapping):
+        target = resolve(node[TARGET_KEY], path, trust) if TARGET_KEY in node else PLAIN.get(path)
+        known = {} if target is None else accesses(target)
+        for name, value in node.items():
+            field = f"{path}.{name}"
+            for text in value if isinstance(value, list) else [value]:
+                if name in known and isinstance(text, str):
+                    yield field, text, known[name]
+            yield from _paths_of(value, field, trust)
+
+
+def accesses(target: Any) -> dict[str, Access]:
+    """Return the arguments of a class or a function that are paths, and what is done with the files there."""
+    hints = _hints(target, include_extras=True)
+    return {name: access for name, hint in hints.items() if (access := access_of(hint)) is not None}
+
+
+def access_of(hint: Any) -> Access | None:
+    """Return what is done with the file that an argument of a type names; None if it names none.
+
+    A path without an annotation, as in packages that the user trusts, counts as one to read.
+    """
+    if typing.get_origin(hint) is typing.Annotated:
+        marks = [mark for mark in hint.__metadata__ if isinstance(mark, Access)]
+        return marks[0] if marks else access_of(hint.__origin__)
+    kind = typing.get_origin(hint) or hint
+    if inspect.isclass(kind) and issubclass(kind, os.PathLike):
+        return Access.READ
+    return next((found for part in typing.get_args(hint) if (found := access_of(part))), None)
 
 
 def _elsewhere(field: str, expected: str, path: str, place: Path | None = None) -> GraphoptError:
@@ -201,26 +259,31 @@ def _beneath(folder: str) -> Iterator[str]:
 def _check_logs(callbacks: Mapping[str, Any], command_line: CommandLine) -> None:
     """Raise an error if a log replaces a file of the run, or a recipe logs to other places than the run's folder."""
     for name, node in callbacks.items():
-        key, path = f"callbacks.{name}", node.get("path")
+        key = f"callbacks.{name}"
         kind = resolve(node[TARGET_KEY], key, command_line.trust)
-        if not (inspect.isclass(kind) and issubclass(kind, Log)):
-            continue
-        if issubclass(kind, Tracker | MLflow):
+        if inspect.isclass(kind) and issubclass(kind, Tracker | MLflow):
             for field, value in flattened(node, key) if command_line.strangers else ():
                 is_class = field == f"{key}.{TARGET_KEY}"
                 is_short = is_class and value == CALLBACKS.get(name)
                 if not command_line.names(key if is_short else field):
                     raise on_the_command_line(key if is_class else field)
-        elif isinstance(path, str):
+        for field, path in _written(node, key, command_line.trust):
             place = os.path.normpath(path)
             top = place.split(os.sep)[0]
             if top.casefold() in OWN_FILES:
                 raise GraphoptError(
-                    f"{key}.path: expected a name that the run's own files do not have, found {path!r}"
+                    f"{field}: expected a name that the run's own files do not have, found {path!r}"
                 )
             outside = os.path.isabs(place) or top == os.pardir
-            if outside and command_line.strangers and not command_line.names(f"{key}.path"):
-                raise _elsewhere(f"{key}.path", "a file below the run's folder", path)
+            if outside and command_line.strangers and not command_line.names(field):
+                raise _elsewhere(field, "a file below the run's folder", path)
+
+
+def _written(node: Mapping[str, Any], key: str, trust: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Yield the fields of a callback that name files to write, and these."""
+    for field, path, access in _paths_of(node, key, trust):
+        if access is Access.WRITE and path != MISSING:
+            yield field, path
 
 
 def check_new_logs(
@@ -228,10 +291,10 @@ def check_new_logs(
 ) -> None:
     """Raise an error if a recipe's log is outside the run's folder by a link, or replaces a file there."""
     for name, node in callbacks.items():
-        field, path = f"callbacks.{name}.path", node.get("path")
-        if isinstance(path, str) and not command_line.names(field):
-            place = Path(folder, path)
-            if not place.resolve().is_relative_to(folder.resolve()) or (is_new and place.is_file()):
+        for field, path in _written(node, f"callbacks.{name}", command_line.trust):
+            place, is_named = Path(folder, path), command_line.names(field)
+            is_inside = place.resolve().is_relative_to(folder.resolve())
+            if not is_named and (not is_inside or (is_new and place.is_file())):
                 raise _elsewhere(field, "a new file in the run's folder", path, place)
 
 
@@ -406,12 +469,14 @@ def _within(name: str, packages: Sequence[str]) -> bool:
     return any(name == package or name.startswith(f"{package.rstrip('.')}.") for package in packages)
 
 
-def _hints(target: Any) -> dict[str, Any]:
+def _hints(target: Any, *, include_extras: bool = False) -> dict[str, Any]:
     if dataclasses.is_dataclass(options := getattr(target, "Options", None)):
         target = options
     is_plain_class = inspect.isclass(target) and not hasattr(target, "__dataclass_fields__")
     try:
-        return typing.get_type_hints(target.__init__ if is_plain_class else target)
+        return typing.get_type_hints(
+            target.__init__ if is_plain_class else target, None, None, include_extras
+        )
     except (NameError, TypeError):  # a user's annotations may not resolve
         return {}
 

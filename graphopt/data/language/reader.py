@@ -13,20 +13,21 @@ from graphopt.data.language.documents import read_sequences, reference
 from graphopt.data.language.rows import ATTENTION, REJECTED_ROWS, TOKENS, arranged, marks
 from graphopt.data.language.tokenizer import Characters, Tokenizer, Vocabulary, read_text, vocabulary_of
 from graphopt.errors import GraphoptError, unknown
+from graphopt.files import ReadName
 
 _PADDED_TO = ("longest", "context")
 
 
 @checked()
 def text(
-    path: str | None = None,
+    path: ReadName | None = None,
     *,
-    tokenizer: str | Vocabulary | None = None,
+    tokenizer: ReadName | Vocabulary | None = None,
     context: int = 64,
     completion_only: bool = False,
     packed: bool = False,
     pad_to: Literal["longest", "context"] = "longest",
-    chat_template: str | None = None,
+    chat_template: ReadName | None = None,
     characters: int | None = 200_000,
 ) -> Dataset:
     """Return rows of tokens; the target of each token is the next one.

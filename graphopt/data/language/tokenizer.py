@@ -27,6 +27,7 @@ _MOST_TOKENS = 2**24  # of a vocabulary
 _CONFIGS = ("special_tokens_map.json", "tokenizer_config.json")  # which name tokens, the later one first
 _ENDS = "eos_token_id"  # one or several, in:
 _GENERATION = ("generation_config.json", "genai_config.json")
+BESIDE = (FILE, TEMPLATE_FILE, *_CONFIGS, *_GENERATION)  # what is read beside a model or a tokenizer
 
 Encoded = tuple[np.ndarray, np.ndarray]  # tokens, and where each starts and ends in its text
 

@@ -9,7 +9,6 @@ import functools
 import hashlib
 import os
 import shutil
-import stat
 import sys
 from collections.abc import Mapping
 from importlib import metadata
@@ -19,12 +18,11 @@ import onnx
 import onnx_ir as ir
 
 from graphopt.errors import GraphoptError
-from graphopt.files import replacing
+from graphopt.files import read_regular, replacing
 
 _PACKAGES = ("graphopt", "onnx", "onnx_ir", "onnxscript", "numpy")
 _SOURCES = ("graph", "targets", "arguments.py", "errors.py", "files.py", "intervals.py", "pipeline.py")
 SUM = ".sum"  # the suffix of the file with the size and the hash of another
-_NO_LINKS = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
 
 
 def cache_folder(room: str = "native") -> Path:
@@ -48,22 +46,6 @@ def cache_folder(room: str = "native") -> Path:
     if hasattr(os, "getuid") and (status.st_uid != os.getuid() or status.st_mode & 0o022):
         raise GraphoptError(f"{folder}: expected a folder that only you can write to: chmod 700 {folder}")
     return folder
-
-
-def read_regular(path: Path, most: int = 2**31) -> bytes | None:
-    """Return the content of a regular file of at most so many bytes; None for a link, a pipe, a folder or no file."""
-    try:
-        handle = os.open(path, os.O_RDONLY | _NO_LINKS)
-    except OSError:
-        return None
-    try:
-        status = os.fstat(handle)
-        if not stat.S_ISREG(status.st_mode) or status.st_size > most:
-            return None
-        with open(handle, "rb", closefd=False) as file:
-            return file.read()
-    finally:
-        os.close(handle)
 
 
 def read_cached(name: str, room: str = "native") -> bytes | None:

@@ -21,7 +21,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from graphopt.errors import GraphoptError
-from graphopt.targets.native.cache import cache_folder, read_cached, read_regular, write_cached
+from graphopt.files import read_regular
+from graphopt.targets.native.cache import cache_folder, read_cached, write_cached
 
 logger = logging.getLogger(__name__)
 FOLDER = Path(__file__).parent / "c"

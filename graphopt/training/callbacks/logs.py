@@ -19,7 +19,7 @@ from typing import Any
 
 from graphopt.data.files import imported
 from graphopt.errors import GraphoptError, line, unknown
-from graphopt.files import making, replacing
+from graphopt.files import WritePath, json_of, making, open_to_append, replacing
 from graphopt.intervals import check_types
 from graphopt.training.callbacks.callback import Callback, Record, Run
 
@@ -73,7 +73,7 @@ class FileLog(Log):
         path: the file. If it exists, a new run replaces it, and a resumed run continues it.
     """
 
-    path: str | os.PathLike[str]
+    path: WritePath
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -107,7 +107,7 @@ class FileLog(Log):
             self._warn_once(f"{self._path}: {error.strerror if isinstance(error, OSError) else error}")
 
     def _append(self, text: str) -> None:
-        with open(self._path, "a", encoding="utf-8", newline="") as file:
+        with open(open_to_append(self._path), "a", encoding="utf-8", newline="") as file:
             file.write(text)
 
     def _read(self) -> list[Record]:
@@ -182,8 +182,8 @@ def json_lines(text: str) -> list[Record]:
     """Return the mappings in the lines of a text; a line that is being written, or is no JSON, is left out."""
     found = []
     for row in text.splitlines():
-        with contextlib.suppress(ValueError):
-            found.append(json.loads(row))
+        with contextlib.suppress(GraphoptError):
+            found.append(json_of(row, "a line"))
     return [record for record in found if isinstance(record, dict)]
 
 
@@ -205,7 +205,7 @@ class TensorBoard(Log):
     'TensorBoard'
     """
 
-    path: str | os.PathLike[str]
+    path: WritePath
 
     def __post_init__(self) -> None:
         self._writers = imported("TensorBoard", "tensorboardX")

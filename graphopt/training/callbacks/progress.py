@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from graphopt.errors import escaped
 from graphopt.inspection.words import duration, label_of
 from graphopt.training.callbacks.callback import Callback, Record, Run
 from graphopt.training.callbacks.terminal import glued, open_console, print_line
@@ -189,14 +190,13 @@ class _Cell:
     def show(self, run: Run, record: Record, of_run: Sequence[str], of_step: Sequence[str]) -> None:
         """Show where the run is."""
         steps = "" if run.steps is None else f"/{run.epochs * run.steps}"
-        self._now = "  ".join(
-            [f"epoch {_epoch(run, record)}", f"step {record['step']}{steps}", *of_step, *of_run]
-        )
+        fields = [f"epoch {_epoch(run, record)}", f"step {record['step']}{steps}", *of_step, *of_run]
+        self._now = escaped("  ".join(fields))
         self._handle.update(self)
 
     def add(self, line: str) -> None:
         """Add a line that stays."""
-        self._lines.append(line.replace(glued(" "), " "))
+        self._lines.append(escaped(line.replace(glued(" "), " ")))
         self._count += 1
 
     def end(self) -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-import os
 import statistics
 import time
 from abc import ABC, abstractmethod
@@ -16,6 +14,7 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 
 from graphopt.errors import GraphoptError, unknown
+from graphopt.files import ReadPath, read_regular
 from graphopt.inspection.words import counted
 from graphopt.intervals import check_types, within
 from graphopt.training.callbacks.callback import Callback, Record, Run
@@ -169,7 +168,7 @@ class MedianStopping(Monitor):
 
     on_every_worker = False
 
-    folder: str | os.PathLike[str] = "."
+    folder: ReadPath = "."
     patience: int = within("[1, inf)", 1)
     at_least: int = within("[1, inf)", 4)
     warmup: int = within("[0, inf)", 0)
@@ -194,10 +193,10 @@ class MedianStopping(Monitor):
 
     def _others(self, epoch: int) -> Iterator[float | None]:
         for path in Path(self.folder).glob("*/metrics.jsonl"):
-            with contextlib.suppress(OSError, ValueError):
-                for record in json_lines(path.read_text(encoding="utf-8")):
-                    if "seconds" in record and record["epoch"] == epoch:
-                        yield record.get(self.monitor)
+            for record in json_lines((read_regular(path) or b"").decode(errors="replace")):
+                value = record.get(self.monitor)
+                if "seconds" in record and record.get("epoch") == epoch and isinstance(value, int | float):
+                    yield value
 
 
 @dataclass

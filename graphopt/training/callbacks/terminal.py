@@ -5,7 +5,10 @@ from __future__ import annotations
 import os
 import sys
 import textwrap
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from graphopt.errors import escaped
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -15,11 +18,24 @@ _ASKED = ("COLUMNS", "FORCE_COLOR", "TTY_COMPATIBLE")  # variables that say what
 _NARROWEST = 20  # columns of a text beside its indent
 
 
-def open_console(*, quiet: bool = False) -> Console:
-    """Return the console of the process. A program such as mpiexec reads from a terminal without a size."""
-    from rich.console import Console
+def open_console(*, quiet: bool = False, width: int | None = None) -> Console:
+    """Return a console of the process, which escapes control characters of texts.
 
-    return Console(quiet=quiet, force_terminal=None if _is_asked() or _is_sized() else False)
+    A program such as mpiexec reads from a terminal without a size.
+
+    Args:
+        quiet: print nothing.
+        width: the columns of a line; None for those of the terminal.
+    """
+    from rich.console import Console
+    from rich.segment import Segment
+
+    class Plain(Console):
+        def render(self, *what: Any, **options: Any) -> Iterable[Segment]:
+            for segment in super().render(*what, **options):
+                yield segment if segment.control else segment._replace(text=escaped(segment.text, keep="\n"))
+
+    return Plain(quiet=quiet, width=width, force_terminal=None if _is_asked() or _is_sized() else False)
 
 
 def is_watched() -> bool:
@@ -48,6 +64,7 @@ def broken(text: str, width: int, indent: int) -> str:
 
 def print_line(console: Console, text: str, indent: int = 2, *, style: str | None = None) -> None:
     """Print a line, broken between words if a terminal is narrower."""
+    text = escaped(text, keep=_GLUE)
     text = broken(text, console.width, indent) if console.is_terminal else text.replace(_GLUE, " ")
     console.print(text, markup=False, highlight=False, soft_wrap=True, style=style)
 
