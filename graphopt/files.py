@@ -53,8 +53,12 @@ def making(path: str | os.PathLike[str], what: str = "folder") -> Iterator[None]
 
 
 @contextlib.contextmanager
-def replacing(path: str | os.PathLike[str]) -> Iterator[str]:
-    """Yield a temporary path in the same folder; replace `path` by it if the block succeeds."""
+def replacing(path: str | os.PathLike[str], mode: int = 0o666) -> Iterator[str]:
+    """Yield a temporary path in the same folder; replace `path` by it if the block succeeds.
+
+    Args:
+        mode: who may read and write the file, which the process may narrow.
+    """
     target = Path(path)
     if target.is_dir():
         raise GraphoptError(
@@ -65,7 +69,7 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[str]:
     os.close(handle)
     try:
         yield temporary
-        os.chmod(temporary, 0o666 & ~_umask())
+        os.chmod(temporary, mode & ~_umask())
         os.replace(temporary, target)
     finally:
         with contextlib.suppress(FileNotFoundError):
@@ -132,6 +136,14 @@ def read_file(path: str | os.PathLike[str], most: int = 2**31) -> bytes:
         found = found or (f"{status.st_size:,}" if status.st_size > most else "one that cannot be read")
         raise GraphoptError(f"{os.fspath(path)}: expected a file of at most {most:,} bytes, found {found}")
     return content
+
+
+def check_file(path: str | os.PathLike[str]) -> None:
+    """Raise an error if a path, after links, leads to something else than a file: a device or a pipe may never end."""
+    place = Path(path)
+    if place.exists() and not place.is_file():
+        found = "a folder" if place.is_dir() else "a device or a pipe"
+        raise GraphoptError(f"{os.fspath(path)}: expected a file, found {found}")
 
 
 def json_of(text: bytes | str, where: str) -> Any:

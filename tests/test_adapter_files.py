@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import pickle
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -345,7 +347,7 @@ WRONG: dict[str, tuple[Any, str]] = {
     ),
     "large": (
         lambda f: (f / "adapter_config.json").write_text(" " * 2**23),
-        "expected at most 4,194,304 bytes",
+        "expected a file of at most 4,194,304 bytes",
     ),
     "another kind": (lambda f: config(f, peft_type="IA3"), "found 'IA3'"),
     "an option": (lambda f: config(f, lora_bias=True), "expected no 'lora_bias'"),
@@ -366,7 +368,19 @@ WRONG: dict[str, tuple[Any, str]] = {
     "alpha": (lambda f: config(f, lora_alpha="8"), "lora_alpha: expected a finite number, found '8'"),
     "alphas": (lambda f: config(f, alpha_pattern=[1]), "alpha_pattern: expected names and numbers"),
     "a slow pattern": (lambda f: config(f, alpha_pattern={"(a+)+$": 1}), "expected names of modules"),
-    "stars": (lambda f: config(f, alpha_pattern={".*.*.*.*.*x": 1}), "expected names of modules"),
+    "an alpha of 401 digits": (
+        lambda f: config(f, lora_alpha=10**400),
+        "lora_alpha: expected a number of at most",
+    ),
+    "half of a character": (lambda f: config(f, revision="\ud800"), "revision: expected text"),
+    "a pipe": (
+        lambda f: ((f / "adapter_config.json").unlink(), os.mkfifo(f / "adapter_config.json")),
+        "found a pipe",
+    ),
+    "a pipe of tensors": (
+        lambda f: ((f / "adapter_model.safetensors").unlink(), os.mkfifo(f / "adapter_model.safetensors")),
+        "found a device or a pipe",
+    ),
     "not safetensors": (
         lambda f: (f / "adapter_model.safetensors").write_bytes(b"x" * 99),
         "safetensors form",
@@ -586,3 +600,22 @@ def test_the_command_trains_continues_and_evaluates_adapters(tmp_path: Path) -> 
     assert not [name for name in merged.graph.initializers if "lora" in name]
     command(*common, "adapter=loaded", "adapter.path=first/adapter.onnx_adapter", "folder=second")
     shutil.rmtree(tmp_path / "first")
+
+
+def test_patterns_of_modules_match_as_regular_expressions_do() -> None:
+    draws = np.random.default_rng(0)
+    tokens = [".*", ".", r"\.", r"\d+", "a", "b", "1", "a.b", "-"]
+    for _ in range(5000):
+        pattern = "".join(draws.choice(tokens, draws.integers(1, 6)))
+        pattern = f"^{pattern}" if draws.random() < 0.3 else pattern
+        name = "".join(draws.choice([*"ab1.-", "12"], draws.integers(0, 8)))
+        assert peft._ends_with(pattern, name) == bool(re.match(rf"(.*\.)?({pattern})$", name)), (
+            pattern,
+            name,
+        )
+
+
+def test_a_pattern_of_many_wildcards_ends() -> None:
+    """Regular expressions would take longer than the age of the universe."""
+    assert not peft._ends_with(20 * ".*a" + "x", 2000 * "a")
+    assert peft._ends_with(r".*\d+.*\d+.*\d+", 2000 * "1")

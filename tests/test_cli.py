@@ -334,7 +334,10 @@ REFUSED = {
     "limit": (["limits.nodes=2"], "found 3: limits.nodes=3 allows it"),
     "limit's value": (["limits.nodes=many"], "limits.nodes: expected int, found 'many'"),
     "limit's interval": (["limits.depth=-1"], "Limits(depth=-1): expected a whole number in [0, inf)"),
-    "a limit of 400 digits": ([f"limits.depth=1{'0' * 400}"], "limits.depth: expected a number of at most 39 digits"),
+    "a limit of 400 digits": (
+        [f"limits.depth=1{'0' * 400}"],
+        "limits.depth: expected a number of at most 39 digits",
+    ),
     "unknown limit": (["+limits.seconds=3"], "limits: unknown field 'seconds'; known: constant_bytes"),
 }
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import csv
 import itertools
+import json
 import os
 import re
 import shutil
@@ -19,8 +21,13 @@ from rich.table import Table
 
 from graphopt import cli
 from graphopt.cli.messages import complain, print_matrix, print_table, say, warn
+from graphopt.data.files import write_rows
+from graphopt.data.language.chats import ChatTemplate
+from graphopt.data.language.tokenizer import Tokenizer
 from graphopt.errors import GraphoptError
 from graphopt.files import check_folder, json_of, open_to_append, read_regular, write_folder
+from graphopt.runtime.checkpoint import load_state, save_state
+from graphopt.targets.native.cache import cache_folder
 from graphopt.training.callbacks.terminal import open_console
 
 pytestmark = [
@@ -396,3 +403,100 @@ def test_json_of_others_is_plain_or_refused_in_one_line(name: str) -> None:
         with pytest.raises(GraphoptError, match=r"^file: ") as caught:
             json_of(JSON[name], "file")
         assert str(caught.value).isprintable()
+
+
+@pytest.mark.parametrize("kind", ["a pipe", "a socket", "a device"])
+def test_a_checkpoint_that_is_no_file_is_refused(kind: str, canary: Path) -> None:
+    KINDS[kind](Path("state.safetensors"), canary)
+    with pytest.raises(GraphoptError, match="expected a file, found a device or a pipe"):
+        load_state("state.safetensors")
+
+
+@pytest.mark.parametrize("text", ["[1]", "9" * 500, _deep("[", "]", 200), '{"a": "\\ud800"}', "{"])
+def test_properties_of_a_checkpoint_are_plain(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("graphopt.runtime.checkpoint.json.dumps", lambda *_, **__: text)
+    save_state({"a": np.zeros(3)}, tmp_path / "a", {})
+    with pytest.raises(GraphoptError):
+        load_state(tmp_path / "a")
+
+
+def test_the_key_that_signs_runs_is_the_user_s(canary: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    arguments = [*MINE, "fit.epochs=1"]
+    assert _end([*arguments, "folder=a"], capfd)[0] == 0
+    key = cache_folder("runs") / "key"
+    assert key.stat().st_mode & 0o777 == 0o600
+    key.chmod(0o644)  # as older versions left it
+    assert _end([*arguments, "folder=b"], capfd)[0] == 0
+    assert key.stat().st_mode & 0o777 == 0o600
+
+
+FORMULAS = ["=cmd|' /C calc'!A0", "+1", "-1+1", "@SUM(A1)", "\t=1", "\r=1", "plain", "a=b"]
+
+
+def test_predictions_are_no_formulas(tmp_path: Path) -> None:
+    """Spreadsheets compute cells that begin so (OWASP, CSV injection); numbers stay numbers."""
+    numbers = np.linspace(-1, 1, len(FORMULAS))
+    write_rows(tmp_path / "a.csv", {"=y": numbers, "label": np.array(FORMULAS)}, {})
+    with open(tmp_path / "a.csv", newline="", encoding="utf-8") as file:
+        header, *rows = csv.reader(file)
+    assert header == ["'=y", "label"] and [float(row[0]) for row in rows] == pytest.approx(numbers)
+    assert [row[1] for row in rows] == [*(f"'{x}" for x in FORMULAS[:6]), *FORMULAS[6:]]
+
+
+TOKENIZER: dict[str, Any] = {
+    "version": "1.0",
+    "model": {"type": "WordLevel", "vocab": {"a": 0, "?": 1}, "unk_token": "?"},
+    **dict.fromkeys(("normalizer", "pre_tokenizer", "post_processor", "decoder", "truncation", "padding")),
+    "added_tokens": [],
+}
+PANICS: dict[str, dict[str, Any]] = {
+    "chunks of 0": {"pre_tokenizer": {"type": "FixedLength", "length": 0}},
+    "a table that is none": {"normalizer": {"type": "Precompiled", "precompiled_charsmap": "/////w=="}},
+    "a table with a wild index": {
+        "normalizer": {"type": "Precompiled", "precompiled_charsmap": "BAAAAP////8="}
+    },
+    "merges without a token": {"model": {"type": "BPE", "vocab": {"a": 0, "b": 1}, "merges": ["a b"]}},
+    "a template without its token": {
+        "post_processor": {
+            "type": "TemplateProcessing",
+            "single": [{"SpecialToken": {"id": "x", "type_id": 0}}],
+            "pair": [],
+            "special_tokens": {},
+        }
+    },
+}
+
+
+@pytest.mark.parametrize("case", PANICS)
+@pytest.mark.slow
+def test_a_tokenizer_that_panics_is_refused_in_one_line(case: str, tmp_path: Path) -> None:
+    pytest.importorskip("tokenizers")
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps({**TOKENIZER, **PANICS[case]}))
+    with pytest.raises(GraphoptError, match=r"tokenizer\.json: expected a tokenizer"):
+        Tokenizer(path)
+
+
+@pytest.mark.slow
+def test_files_beside_a_tokenizer_are_plain(tmp_path: Path) -> None:
+    pytest.importorskip("tokenizers")
+    (tmp_path / "tokenizer.json").write_text(json.dumps(TOKENIZER))
+    for text in ('{"eos_token": "\\ud800"}', '{"eos_token": %s}' % (401 * "9"), _deep("[", "]", 2000)):
+        (tmp_path / "tokenizer_config.json").write_text(text)
+        with pytest.raises(GraphoptError, match=r"tokenizer_config\.json: "):
+            Tokenizer(tmp_path)
+
+
+@pytest.mark.slow
+def test_marks_in_marks_leave_nothing_in_a_chat(tmp_path: Path) -> None:
+    pytest.importorskip("tokenizers")
+    (tmp_path / "tokenizer.json").write_text(json.dumps(TOKENIZER))
+    (tmp_path / "chat_template.jinja").write_text(
+        "a{% generation %}b{% generation %}c{% endgeneration %}d{% endgeneration %}e"
+        "{% generation %}f{% endgeneration %}"
+    )
+    template = ChatTemplate(Tokenizer(tmp_path))
+    chat = {"messages": [{"role": "user", "content": "x"}]}
+    assert template.render([(1, chat)], finds_answers=True) == (["abcdef"], [[(1, 4), (5, 6)]])

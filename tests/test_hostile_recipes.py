@@ -1191,7 +1191,7 @@ READS: dict[str, tuple[str, str]] = {
         "loss.teacher: expected a file below the working directory",
     ),
     "a teacher in the pipeline": (
-        "pipeline: {loss: {_target_: passes.Distillation, teacher: ../secret.onnx}}",
+        "defaults: [override /loss: distillation]\npipeline: {loss: {teacher: ../secret.onnx}}",
         "pipeline.loss.teacher: expected a file below",
     ),
     "a teacher in a step of its own": (

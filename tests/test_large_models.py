@@ -217,8 +217,9 @@ def test_a_weight_that_differs_from_the_file_is_found_wherever_it_lies(mapped):
 def test_weights_behind_links_are_not_mapped(mapped, kind):
     weights = mapped.with_name("w")
     if kind == "symbolic":
-        weights.rename(mapped.with_name("other"))
-        weights.symlink_to("other")
+        (mapped.parent.parent / "elsewhere").mkdir()
+        weights.rename(mapped.parent.parent / "elsewhere/w")
+        weights.symlink_to(mapped.parent.parent / "elsewhere/w")
     elif kind == "hard":
         os.link(weights, mapped.with_name("other"))
     elif kind == "short":
@@ -233,6 +234,41 @@ def test_weights_behind_links_are_not_mapped(mapped, kind):
     found = {"symbolic": "symbolic link", "hard": "multiple hard links", "short": "found a file of 100 bytes"}
     with pytest.raises(graphopt.GraphoptError, match=found.get(kind, r"'?\.\./w")):
         graphopt.load(mapped)
+
+
+@pytest.mark.parametrize("name", ["w", "in a cache"])
+@pytest.mark.parametrize("is_mapped", [True, False])
+def test_links_in_the_folder_of_a_model_or_its_cache_are_followed(mapped, monkeypatch, name, is_mapped):
+    """As in the cache of Hugging Face, whose files are links to blobs."""
+    if not is_mapped:
+        monkeypatch.setattr(storage, "MAPPED_FROM", 2**40)
+    expected = {k: x.const_value.numpy().copy() for k, x in graphopt.load(mapped).graph.initializers.items()}
+    blobs, place = mapped.parent / "models--a/blobs", mapped.parent / "models--a/snapshots/1/onnx"
+    if name == "w":
+        blobs, place = mapped.parent / "blobs", mapped.parent
+    blobs.mkdir(parents=True)
+    place.mkdir(parents=True, exist_ok=True)
+    for file in ("w", mapped.name):
+        mapped.with_name(file).rename(blobs / f"blob-{file}")
+        (place / file).symlink_to(os.path.relpath(blobs / f"blob-{file}", place))
+    found = graphopt.load(place / mapped.name).graph.initializers
+    assert expected.keys() == found.keys()
+    for key, array in expected.items():
+        np.testing.assert_array_equal(found[key].const_value.numpy(), array)
+
+
+def test_a_file_that_is_cut_beneath_its_weights_is_an_error(mapped):
+    """Reading memory beyond the end of a mapped file would end the process."""
+    model = graphopt.load(mapped)
+    os.truncate(mapped.with_name("w"), 0)
+    read = [
+        x.const_value for x in model.graph.initializers.values() if isinstance(x.const_value, MappedTensor)
+    ]
+    assert read
+    for tensor in read:
+        for call in (tensor.numpy, tensor.tobytes, lambda tensor=tensor: np.asarray(tensor)):
+            with pytest.raises(graphopt.GraphoptError, match="found a file that has changed since"):
+                call()
 
 
 def test_the_place_of_weights_follows_from_their_size(mapped, monkeypatch):

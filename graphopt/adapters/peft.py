@@ -21,13 +21,13 @@ import safetensors
 import safetensors.numpy
 
 from graphopt.errors import GraphoptError, kind_of, line
+from graphopt.files import check_file, json_of, read_file
 
 _N = TypeVar("_N", int, float)
 
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _MOST_CONFIG = 2**22  # bytes
-_MOST_WILD = 3  # repetitions in a pattern, whose time grows with a power of their number
 _PATTERN = re.compile(r"\^?(?:[\w-]|\.\*?|\\\.|\\d\+)+", re.ASCII)
 _BASE = "base_layer."
 _OUT = ".base_layer.out_proj"  # of a MultiheadAttention, whose change peft adds twice
@@ -202,15 +202,9 @@ def read_folder(folder: str | os.PathLike[str]) -> PeftAdapter:
 
 def _read_config(path: Path) -> dict[str, Any]:
     try:
-        if path.stat().st_size > _MOST_CONFIG:
-            raise GraphoptError(
-                f"{path}: expected at most {_MOST_CONFIG:,} bytes, found {path.stat().st_size:,}"
-            )
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = json_of(read_file(path.resolve(), _MOST_CONFIG), str(path))
     except OSError as error:
         raise GraphoptError(f"{path}: expected a folder of peft with this file: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise GraphoptError(f"{path}: expected JSON, found another form: {line(error)}") from error
     kind = config.get("peft_type") if isinstance(config, dict) else None
     if kind != "LORA":
         raise GraphoptError(
@@ -246,6 +240,7 @@ def _read_config(path: Path) -> dict[str, Any]:
 
 def _read_tensors(path: Path) -> dict[str, np.ndarray]:
     """Return the tensors of a safetensors file by name."""
+    check_file(path)
     try:
         with safetensors.safe_open(path, framework="numpy") as file:
             return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - the file is not a mapping
@@ -300,8 +295,28 @@ def _module(path: Path, name: str, found: Mapping[str, np.ndarray], config: Mapp
 def _of_module(config: Mapping[str, Any], field: str, name: str, default: float) -> float:
     """Return the exception of a module, or the default: the first pattern that matches the end of its name."""
     for pattern, number in (config.get(field) or {}).items():
-        if not _PATTERN.fullmatch(pattern) or pattern.count("*") + pattern.count("+") > _MOST_WILD:
+        if not _PATTERN.fullmatch(pattern):
             raise GraphoptError(f"{config['file']}: {field}: expected names of modules, found {pattern!r}")
-        if re.match(rf"(.*\.)?({pattern})$", name):
+        if _ends_with(pattern, name):
             return number
     return default
+
+
+def _ends_with(pattern: str, name: str) -> bool:
+    """Return whether a pattern matches the end of a name after a dot, or all of it, in linear time."""
+    places = {0} | (set() if pattern.startswith("^") else {i + 1 for i, c in enumerate(name) if c == "."})
+    for token in re.findall(r"\.\*|\\d\+|\\\.|[^^]", pattern):
+        if not places:
+            return False
+        if token == ".*":
+            places = {*range(min(places), len(name) + 1)}
+        elif token == r"\d+":
+            ends: set[int] = set()
+            for i, c in enumerate(name):
+                if c.isdecimal() and (i in places or i in ends):
+                    ends.add(i + 1)
+            places = ends
+        else:
+            c = token[-1]
+            places = {i + 1 for i in places if i < len(name) and (token == "." or name[i] == c)}
+    return len(name) in places

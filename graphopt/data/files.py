@@ -21,7 +21,7 @@ from graphopt.data.dataset import TARGET, Dataset
 from graphopt.data.tables import Columns
 from graphopt.data.tabular import is_numeral, of_columns, refuse_twice
 from graphopt.errors import GraphoptError, line, some
-from graphopt.files import ReadName, replacing
+from graphopt.files import ReadName, check_file, replacing
 
 EXPANSION = 100  # bytes of data for each byte of a compressed file
 _UNSUSPICIOUS = 2**30  # bytes of data that a file of any size may expand to
@@ -32,6 +32,7 @@ _BROKEN = (
     *(lzma.LZMAError, struct.error, tokenize.TokenError, zipfile.BadZipFile, zlib.error),
 )
 _DELIMITERS = ";\t|,"
+_FORMULAS = ("=", "+", "-", "@", "\t", "\r", "\n")  # with which a cell begins that a spreadsheet computes
 _WRITTEN = (".npz", ".csv", ".parquet")
 
 
@@ -174,10 +175,7 @@ def reading(path: str | Path, expected: str, *errors: type[Exception]) -> Iterat
     """
     broken: tuple[type[Exception], ...] = (OSError, *_BROKEN, *errors)
     try:
-        place = Path(path)
-        if place.exists() and not place.is_file():  # a device or a pipe may never end
-            found = "a folder" if place.is_dir() else "a device or a pipe"
-            raise GraphoptError(f"{path}: expected a file, found {found}")
+        check_file(path)
         yield
     except GraphoptError:
         raise
@@ -225,7 +223,8 @@ def write_rows(path: Path, arrays: Mapping[str, np.ndarray], columns: Mapping[st
     """Write arrays with the same number of rows to a file that ends in .npz, .csv or .parquet.
 
     A table has a column for each array, or several, NAME_0, NAME_1, ..., if a row of the array has several numbers.
-    `columns` has other ends of the names of an array's columns.
+    `columns` has other ends of the names of an array's columns. In .csv, texts that spreadsheets take for formulas
+    begin with an apostrophe.
     """
     arrays = {name: array.astype(str) if array.dtype == object else array for name, array in arrays.items()}
     table: dict[str, np.ndarray] = {}
@@ -244,5 +243,13 @@ def write_rows(path: Path, arrays: Mapping[str, np.ndarray], columns: Mapping[st
             return
         with open(temporary, "w", newline="", encoding="utf-8") as text:
             writer = csv_files.writer(text)
-            writer.writerow(table)
-            writer.writerows(zip(*(column.astype(str) for column in table.values()), strict=True))
+            writer.writerow(map(_cell, table))
+            columns_of_text = (
+                [*map(_cell, x)] if x.dtype.kind == "U" else x.astype(str) for x in table.values()
+            )
+            writer.writerows(zip(*columns_of_text, strict=True))
+
+
+def _cell(text: str) -> str:
+    """Return text that a spreadsheet does not run as a formula."""
+    return f"'{text}" if text.startswith(_FORMULAS) else text

@@ -31,6 +31,8 @@ ANY_CORE = {
     "PRTE_MCA_hwloc_default_binding_policy": "none",
     "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
 }
+# Workers of one machine exchange arrays by shared memory, and listen on no network.
+NO_NETWORK = {"OMPI_MCA_btl": "^tcp"}
 OPEN_MPI_5 = re.compile(r"Open MPI\) ([5-9]|\d\d)\.")  # and later: they tolerate faults
 WORKERS_END = getattr(signal, "SIGUSR1", signal.SIGTERM)
 # The command, which searches the same folders for modules as this process. `python -m` would search the working
@@ -131,7 +133,13 @@ class LocalLauncher(MPILauncher):
                 "MPI or MPICH"
             )
         MPI(None)  # raises an error if mpi4py is missing
-        environment = {**ANY_CORE, **(AS_ROOT if os.geteuid() == 0 else {}), **_terminal(), **os.environ}
+        environment = {
+            **ANY_CORE,
+            **NO_NETWORK,
+            **(AS_ROOT if os.geteuid() == 0 else {}),
+            **_terminal(),
+            **os.environ,
+        }
         command = [mpiexec, *self._tolerance(mpiexec), "-n", str(self.workers or os.cpu_count() or 1)]
         sys.stdout.flush()
         process = subprocess.Popen(

@@ -53,6 +53,11 @@ class MappedFile:
                 "model again, and write new weights to another file"
             )
 
+    def check_size(self) -> None:
+        """Raise an error if the file has become shorter since it was mapped."""
+        if os.fstat(self._handle).st_size < self._facts[0]:
+            self.check()
+
     def is_same(self, other: MappedFile) -> bool:
         """Return whether another mapping shows the same file, unchanged since both were made."""
         own, others = os.fstat(self._handle), os.fstat(other._handle)
@@ -95,6 +100,15 @@ class MappedTensor(ir.Tensor[np.ndarray]):
     def __init__(self, array: np.ndarray, dtype: ir.DataType, *, file: MappedFile) -> None:
         super().__init__(array, dtype)
         self.file = file
+
+    def numpy(self) -> np.ndarray:
+        """Return the numbers; reading beyond the end of a file that was cut would end the process."""
+        self.file.check_size()
+        return super().numpy()
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        self.file.check_size()
+        return np.array(self._raw, dtype, copy=True) if copy else np.asarray(self._raw, dtype)
 
     def is_at_place_of(self, other: ir.TensorProtocol) -> bool:
         """Return whether another tensor has the same bytes of the same file."""

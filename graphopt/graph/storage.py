@@ -34,6 +34,7 @@ from graphopt.graph.values import tensor_bytes
 
 LIMIT = 2**31 - 2**24  # bytes of weights; protobuf writes less than 2 GB, including the nodes
 MAPPED_FROM = 2**26  # bytes of weights in files beside a model; fewer are read into memory
+_SNAPSHOTS = "snapshots"  # a folder of models in the cache of Hugging Face
 _PAGE = 4096  # bytes: where a weight in a file begins, for memory maps
 _SMALL = 1024  # bytes of a tensor that stays in the model, because shapes may depend on it
 
@@ -270,22 +271,45 @@ def read_proto(path: Path, limits: Limits) -> tuple[onnx.ModelProto, WeightPlace
 def _read_external(proto: onnx.ModelProto, folder: Path) -> WeightPlaces:
     """Map the files of a model's weights if these are large, and read the rest of its external data."""
     external = [x for x in proto.graph.initializer if x.data_location == EXTERNAL]
+    folders = {x.name: _folder_of(x, folder) for x in external}
     infos: dict[str, Any] = {x.name: onnx.external_data_helper.ExternalDataInfo(x) for x in external}
     places: WeightPlaces = {}
     if sum(info.length for info in infos.values()) >= MAPPED_FROM:
-        files: dict[str, MappedFile] = {}
+        files: dict[Path, MappedFile] = {}
         for name, info in infos.items():
             if info.length > _SMALL:
-                if info.location not in files:
-                    _check_location(info.location, folder, name)
-                    files[info.location] = MappedFile(folder / info.location)
-                places[name] = files[info.location], info.offset, info.length
+                file = folders[name] / info.location
+                if file not in files:
+                    _check_location(info.location, folders[name], name)
+                    files[file] = MappedFile(file)
+                places[name] = files[file], info.offset, info.length
     holders = (*proto.graph.node, *proto.functions)
     inner = [x for holder in holders for x in messages_of(onnx.TensorProto, holder)]
-    for tensor in [*(x for x in external if x.name not in places), *inner]:
-        if tensor.data_location == EXTERNAL:
-            onnx.external_data_helper.load_external_data_for_tensor(tensor, str(folder))
+    left = [(x, folders[x.name]) for x in external if x.name not in places]
+    left += [(x, _folder_of(x, folder)) for x in inner if x.data_location == EXTERNAL]
+    for tensor, own in left:
+        onnx.external_data_helper.load_external_data_for_tensor(tensor, str(own))
     return places
+
+
+def _folder_of(tensor: onnx.TensorProto, folder: Path) -> Path:
+    """Return the folder in which a tensor's external data lies, and have the tensor name the file there.
+
+    A link may lead to a file in the folder of the model, or in the cache of Hugging Face that the folder belongs to,
+    `models--NAME/snapshots/REVISION`, whose files are links to `models--NAME/blobs`. ONNX Runtime follows it, too.
+    """
+    entry = next(entry for entry in tensor.external_data if entry.key == "location")
+    if not (folder / entry.value).is_symlink():
+        return folder
+    file, here = Path(os.path.realpath(folder / entry.value)), Path(os.path.abspath(folder))
+    caches = [place.parent for place in (here, *here.parents) if place.name == _SNAPSHOTS]
+    if not any(file.is_relative_to(os.path.realpath(place)) for place in (here, *caches)):
+        raise GraphoptError(
+            f"tensor {tensor.name!r}: external data {entry.value!r}: expected a file in the folder of the model, found "
+            "a symbolic link to another: copy the model with cp -rL"
+        )
+    entry.value = file.name
+    return file.parent
 
 
 def _check_location(location: str, folder: Path, name: str) -> None:

@@ -11,8 +11,8 @@ import numpy as np
 import safetensors
 import safetensors.numpy
 
-from graphopt.errors import GraphoptError
-from graphopt.files import replacing
+from graphopt.errors import GraphoptError, kind_of
+from graphopt.files import check_file, json_of, replacing
 
 _CHECKSUM = "graphopt.sha256"
 _PROPERTIES = "graphopt.properties"
@@ -56,6 +56,7 @@ def load_state(path: str | os.PathLike[str]) -> tuple[dict[str, np.ndarray], dic
     Raises:
         GraphoptError: the file is missing, is not a checkpoint, or is damaged.
     """
+    check_file(path)
     try:
         with safetensors.safe_open(path, framework="numpy") as file:
             arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - the file is not a mapping
@@ -69,7 +70,10 @@ def load_state(path: str | os.PathLike[str]) -> tuple[dict[str, np.ndarray], dic
         raise GraphoptError(
             f"{path}: expected checksum {expected}, found another: the file is damaged; do not use it"
         )
-    return arrays, json.loads(written or "{}")
+    properties = json_of(written or "{}", f"{path}: {_PROPERTIES}")
+    if not isinstance(properties, dict):
+        raise GraphoptError(f"{path}: expected properties by name, found {kind_of(properties)}")
+    return arrays, properties
 
 
 def _contiguous(state: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:

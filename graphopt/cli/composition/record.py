@@ -37,6 +37,7 @@ NOT_TAKEN = (
     "trust",
 )
 _KEY, _ROOM = "key", "runs"
+_SECRET = 0o600  # this user alone reads and writes the key
 
 
 @dataclass(frozen=True)
@@ -168,7 +169,8 @@ def _key() -> bytes | None:
             key = read_cached(_KEY, _ROOM)
             if key is None:
                 key = secrets.token_bytes(32)
-                write_cached(_KEY, key, _ROOM)
+                write_cached(_KEY, key, _ROOM, mode=_SECRET)
+            (cache_folder(_ROOM) / _KEY).chmod(_SECRET)  # older versions let others read it
             return key
     except (GraphoptError, OSError):
         return None

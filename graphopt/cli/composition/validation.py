@@ -195,7 +195,8 @@ def _check_paths(fields: Mapping[str, Any], command_line: CommandLine) -> None:
 def paths_in(fields: Mapping[str, Any], trust: Sequence[str] = ()) -> Iterator[tuple[str, str, Access]]:
     """Yield each path that a recipe names, with its field, by the annotations of what takes it."""
     for field, hint in _OWN.items():
-        value = functools.reduce(lambda node, name: node.get(name), field.split("."), fields)
+        group, _, name = field.rpartition(".")
+        value = (fields[group] if group else fields).get(name)
         if isinstance(value, str) and (field != "model" or value not in fields["models"]):
             yield field, value, access_of(hint) or Access.READ
     for key, node in fields.items():

@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import re
 import secrets
-import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from graphopt.data.files import imported
+from graphopt.data.language.confined import answer
 from graphopt.data.language.tokenizer import EXTRA, TEMPLATE_FILE, Tokenizer, read_text
 from graphopt.errors import GraphoptError, kind_of, naming
 
@@ -102,14 +101,20 @@ class ChatTemplate:
         return len(before), end
 
     def _unmarked(self, text: str) -> tuple[str, list[Span]]:
-        """Return a text without its marks, and the characters between them."""
+        """Return a text without its marks, and the characters between them; marks in others add none."""
         start, end = self._marks
-        first, *others = text.split(start)
-        plain, spans = first, []
-        for part in others:
-            inside, _, outside = part.partition(end)
-            spans.append((len(plain), len(plain) + len(inside)))
-            plain += inside + outside
+        plain, depth, begin = "", 0, 0
+        spans: list[Span] = []
+        for part in re.split(f"({re.escape(start)}|{re.escape(end)})", text):
+            if part == start:
+                begin = begin if depth else len(plain)
+                depth += 1
+            elif part == end:
+                depth -= 1
+                if not depth:
+                    spans.append((begin, len(plain)))
+            else:
+                plain += part
         return plain, spans
 
     def _rendered(self, chats: Sequence[Mapping[str, Any]], lines: Sequence[int] = ()) -> list[str]:
@@ -123,11 +128,11 @@ class ChatTemplate:
             "seconds": _SECONDS + len(chats) // _PER_SECOND,
         }
         with naming(self._source):
-            answer = _answer(f"[{content}, {json.dumps(limits)}]", **limits)
-        if "error" in answer:
-            place = f"line {lines[answer['number']]}: " if lines else ""
-            raise GraphoptError(f"{place}expected a chat that {self._source} renders: {answer['error']}")
-        texts: list[str] = answer["texts"]
+            found = answer(_PROGRAM, content, "a template that renders chats", **limits)
+        if "error" in found:
+            place = f"line {lines[found['number']]}: " if lines else ""
+            raise GraphoptError(f"{place}expected a chat that {self._source} renders: {found['error']}")
+        texts: list[str] = found["texts"]
         return texts
 
 
@@ -151,23 +156,6 @@ def _asked(messages: Sequence[Message], begins: bool, chat: Message | None = Non
     """Return the variables of a rendering; fields that are null are left out."""
     plain = [{name: x for name, x in message.items() if x is not None} for message in messages]
     return {"messages": plain, TOOLS: (chat or {}).get(TOOLS), "add_generation_prompt": begins}
-
-
-def _answer(content: str, megabytes: int, seconds: int) -> dict[str, Any]:
-    """Run the program that renders."""
-    try:
-        done = subprocess.run(
-            [sys.executable, str(_PROGRAM)],
-            input=content.encode(),
-            capture_output=True,
-            timeout=2 * seconds,
-            check=True,
-        )
-        return dict(json.loads(done.stdout))
-    except (subprocess.TimeoutExpired, subprocess.CalledProcessError) as error:
-        raise GraphoptError(
-            f"expected a template that renders chats within {seconds} s and {megabytes:,} MB, found one that needs more"
-        ) from error
 
 
 def check_messages(messages: Any, what: str = "messages") -> None:

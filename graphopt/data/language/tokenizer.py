@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import string
@@ -15,7 +16,9 @@ import numpy as np
 
 from graphopt.arguments import Checked
 from graphopt.data.files import imported, reading
-from graphopt.errors import GraphoptError, kind_of
+from graphopt.data.language.confined import answer
+from graphopt.errors import GraphoptError, kind_of, naming
+from graphopt.files import json_of, read_file
 
 CHARACTERS = string.printable
 OF_CHARACTERS = "characters"  # the name of the tokenizer of characters
@@ -27,6 +30,14 @@ _MOST_TOKENS = 2**24  # of a vocabulary
 _CONFIGS = ("special_tokens_map.json", "tokenizer_config.json")  # which name tokens, the later one first
 _ENDS = "eos_token_id"  # one or several, in:
 _GENERATION = ("generation_config.json", "genai_config.json")
+_MOST_BYTES = 2**26  # of a file of options; vocabularies lie in tokenizer.json
+_PROGRAM = Path(__file__).with_name("trial.py")
+_MEGABYTES, _SECONDS, _MEMORY = (
+    2_048,
+    20,
+    64,
+)  # of a process that tries a tokenizer, and bytes for each of its file
+_WHOLE = f"a tokenizer ({FILE}) of the package tokenizers"
 BESIDE = (FILE, TEMPLATE_FILE, *_CONFIGS, *_GENERATION)  # what is read beside a model or a tokenizer
 
 Encoded = tuple[np.ndarray, np.ndarray]  # tokens, and where each starts and ends in its text
@@ -114,8 +125,11 @@ class Tokenizer(Vocabulary):
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path) / FILE if Path(path).is_dir() else Path(path)
         library = imported(str(self.path), "tokenizers", extra=EXTRA)
-        with reading(self.path, f"a tokenizer ({FILE}) of the package tokenizers", Exception):
-            self._tokenizer = library.Tokenizer.from_str(self.path.read_text(encoding="utf-8"))
+        with reading(self.path, _WHOLE):
+            text = self.path.read_text(encoding="utf-8")
+        _try(self.path, text)
+        with reading(self.path, _WHOLE, Exception):
+            self._tokenizer = library.Tokenizer.from_str(text)
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self.size = max(self._tokenizer.get_vocab().values(), default=-1) + 1
@@ -136,7 +150,7 @@ class Tokenizer(Vocabulary):
         """
         left = iter(texts)
         while part := list(islice(left, _TOGETHER)):
-            with reading(self.path, "a tokenizer that reads the texts", Exception):
+            with reading(self.path, "a tokenizer that reads the texts", Exception), _panics():
                 found = self._tokenizer.encode_batch(part, add_special_tokens=special)
             for encoding in found:
                 yield np.array(encoding.ids, np.int32), np.array(encoding.offsets, np.int64).reshape(-1, 2)
@@ -184,6 +198,29 @@ class Tokenizer(Vocabulary):
         return None if text is None else self._tokenizer.token_to_id(text)
 
 
+def _try(path: Path, text: str) -> None:
+    """Raise an error if the library cannot read a tokenizer: in a process of its own, which a panic may end."""
+    content = json.dumps(text)
+    megabytes = _MEGABYTES + len(content) * _MEMORY // 2**20
+    with naming(str(path)):
+        found = answer(
+            _PROGRAM, content, _WHOLE, megabytes=megabytes, seconds=_SECONDS + len(content) // 2**20
+        )
+    if "error" in found:
+        raise GraphoptError(f"{path}: expected {_WHOLE}: {found['error']}")
+
+
+@contextlib.contextmanager
+def _panics() -> Iterator[None]:
+    """Raise a panic of the library, which is no Exception, as an error, in a `with` block."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise ValueError(f"the library panics: {error}") from error
+
+
 def vocabulary_of(
     tokenizer: str | os.PathLike[str] | Vocabulary | None, near: str | os.PathLike[str] | None = None
 ) -> Vocabulary:
@@ -229,7 +266,7 @@ def _object(path: Path) -> dict[str, Any]:
     if not path.exists():
         return {}
     with reading(path, "an object in JSON"):
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = json_of(read_file(path.resolve(), _MOST_BYTES), str(path))
     if not isinstance(found, dict):
         raise GraphoptError(f"{path}: expected an object in JSON, found {kind_of(found)}")
     return found

@@ -55,8 +55,11 @@ def read_cached(name: str, room: str = "native") -> bytes | None:
     return content if content is not None and noted == _sum(content) else None
 
 
-def write_cached(name: str, content: bytes, room: str = "native") -> Path:
+def write_cached(name: str, content: bytes, room: str = "native", mode: int = 0o666) -> Path:
     """Write a file to the cache, and return its path once it is on the disk.
+
+    Args:
+        mode: who may read and write it, which the process may narrow.
 
     Raises:
         OSError: the folder cannot be written to.
@@ -65,7 +68,7 @@ def write_cached(name: str, content: bytes, room: str = "native") -> Path:
     for target, data in ((path, content), (path.with_name(name + SUM), _sum(content))):
         if target.is_dir() and not target.is_symlink():
             shutil.rmtree(target)
-        with replacing(target) as temporary, Path(temporary).open("wb") as file:
+        with replacing(target, mode) as temporary, Path(temporary).open("wb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())

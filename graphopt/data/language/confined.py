@@ -1,0 +1,40 @@
+"""Run a program in a process of its own, with limits of time and memory: files of others may crash or never end."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from graphopt.errors import GraphoptError
+
+
+def answer(program: Path, asked: str, what: str, *, megabytes: int, seconds: int) -> dict[str, Any]:
+    """Return the answer in JSON of a program that reads `[asked, limits]` in JSON, and sets the limits itself.
+
+    Args:
+        program: a file in Python, which imports nothing of graphopt.
+        asked: JSON.
+        what: what the process reads, for errors.
+        megabytes: the memory that it may take.
+        seconds: the processor time that it may take.
+
+    Raises:
+        GraphoptError: the process needs more, or crashes.
+    """
+    limits = json.dumps({"megabytes": megabytes, "seconds": seconds})
+    try:
+        done = subprocess.run(
+            [sys.executable, str(program)],
+            input=f"[{asked}, {limits}]".encode(),
+            capture_output=True,
+            timeout=2 * seconds,
+            check=True,
+        )
+        return dict(json.loads(done.stdout))
+    except (subprocess.TimeoutExpired, subprocess.CalledProcessError) as error:
+        raise GraphoptError(
+            f"expected {what} within {seconds} s and {megabytes:,} MB, found one that needs more, or crashes"
+        ) from error
