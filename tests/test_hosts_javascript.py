@@ -261,9 +261,9 @@ def test_the_page_trains_learns_a_drawn_digit_and_keeps_the_model(tmp_path: Path
 NODE = """
 import * as ort from "onnxruntime-node";
 import { Trainer } from "../../../../graphopt/hosts/javascript/index.js";
-const feeds = JSON.parse(process.argv[3]);
+const feeds = JSON.parse(process.argv[2]);
 try {
-  const trainer = await Trainer.create(ort, process.argv[2]);
+  const trainer = await Trainer.create(ort, process.argv[1]);
   await trainer.run([feeds, feeds]);
   await trainer.step(feeds);
   await trainer.evaluate(feeds);

@@ -202,7 +202,9 @@ export class Trainer {
     const read = (written.length && this.#options.report) || reports;
     const steps = graph === "train_steps" ? Object.values(feeds)[0].dims[0] : undefined;
     for (const name of [...state, ...hyperparameters]) feeds[name] = this.#held[name];
-    const found = await session.run(feeds, this.#outputs(graph));
+    const found = await session.run(feeds, this.#outputs(graph)).catch((error) => {
+      throw new GraphoptError(`${this.host.files[graph]}: ONNX Runtime cannot run it: ${String(error.message).split("\n")[0]}`);
+    });
     this.#checkOutputs(graph, found, steps);
     return {
       reports: Object.fromEntries(read.map((name) => [name, valueOf(found[name])])),
