@@ -83,7 +83,7 @@ MUTANTS = [
         FAULTS,
         ("epoch", "(random.permutation(rows) if shuffle", "(random.choice(rows, len(rows)) if shuffle"),
         ("epoch", "in random.permutation(len(batches))", "in random.choice(len(batches), len(batches))"),
-        ("epoch", "-random.integers(len(rows))", "0"),
+        ("neighbouring", "-random.integers(len(rows))", "0"),
         ("epoch", "yield batches[i][start:]", "yield batches[i]"),
         ("epoch", "start = max(start - len(batches[i]), 0)", "start = 0"),
         ("epoch", "math.ceil(len(self._data) / self._batch_size)", "len(self._data) // self._batch_size"),
