@@ -9,6 +9,7 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
+import fuzz_hosts
 import numpy as np
 import onnx_ir as ir
 import onnxruntime
@@ -192,3 +193,20 @@ def test_every_mistake_is_told_in_one_line(build: Path, tmp_path: Path) -> None:
     if os.environ.get("UPDATE_LISTINGS"):
         LISTING.write_text(found)
     assert found == LISTING.read_text()
+
+
+def fuzzed(count: int, seed: int) -> None:
+    if fuzz_hosts.library() is None or shutil.which("gcc") is None:
+        pytest.skip("needs gcc and ONNX Runtime's library")
+    assert fuzz_hosts.failures(count, seed) == []
+
+
+@pytest.mark.slow
+def test_hostile_folders_are_taken_or_refused_in_one_line() -> None:
+    """Under sanitizers. Such a folder once wrote a kilobyte of the program's memory to a checkpoint."""
+    fuzzed(40, seed=0)
+
+
+@pytest.mark.exhaustive
+def test_many_hostile_folders_are_taken_or_refused_in_one_line() -> None:
+    fuzzed(2000, seed=1)

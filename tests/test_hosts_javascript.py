@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import random
 import re
 import shutil
 import subprocess
@@ -13,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import fuzz_hosts
 import numpy as np
 import pytest
 from builders import linear, model
@@ -254,3 +256,39 @@ def test_the_page_trains_learns_a_drawn_digit_and_keeps_the_model(tmp_path: Path
     assert float(found["trained"].split()[0]) > 90 > 30 > float(found["before"].split()[0])
     assert (found["learned"], found["best"]) == ("Learned your 3.", "3")
     assert set(found["downloads"]) == {"inference.onnx", "state.safetensors"}
+
+
+NODE = """
+import * as ort from "onnxruntime-node";
+import { Trainer } from "../../../../graphopt/hosts/javascript/index.js";
+const feeds = JSON.parse(process.argv[2]);
+try {
+  const trainer = await Trainer.create(ort, process.argv[1]);
+  await trainer.run([feeds, feeds]);
+  await trainer.step(feeds);
+  await trainer.evaluate(feeds);
+  console.log(JSON.stringify({ told: "nothing", bytes: (await trainer.save()).length }));
+} catch (error) {
+  console.log(JSON.stringify({ told: `${error.name}: ${error.message}` }));
+}
+"""
+
+
+@pytest.mark.slow
+def test_a_graph_that_computes_another_type_or_shape_is_refused(tmp_path: Path) -> None:
+    """Its numbers would become state, or be written to a checkpoint, as those of the contract."""
+    fed = {name: x.tolist() for name, x in batches("linear")[0].items()}
+    taken = set()
+    for number in range(12):
+        files = fuzz_hosts.files_of("linear")
+        fuzz_hosts.another_output(random.Random(number), files)
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        for name, content in files.items():
+            (folder / name).write_bytes(content)
+        command = ["node", "--input-type=module", "-e", NODE, folder, json.dumps(fed)]
+        done = subprocess.run(command, capture_output=True, text=True, cwd=TESTS, check=False)
+        found = json.loads(done.stdout)["told"] if done.returncode == 0 else done.stderr
+        assert found.startswith("GraphoptError: ") and "\n" not in found, (number, found)
+        taken.add(found.partition("expected")[2][:12])
+    assert len(taken) > 3

@@ -194,7 +194,7 @@ def _marked(
             inside |= (places[:, 1] > start) & (places[:, 0] < end) & (places[:, 1] > places[:, 0])
         if not is_ended:
             ended = _ended(found, vocabulary)
-            inside = np.append(inside, [True] * (len(ended) - len(found)))
+            inside = np.append(inside, np.ones(len(ended) - len(found), np.bool_))
             inside[ended.size - 1 :] |= ended[-1:] == vocabulary.end
             found = ended
         tokens.append(found)

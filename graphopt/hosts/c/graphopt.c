@@ -6,28 +6,40 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/stat.h>
 
 #define CHECK "graphopt.check"  // the output that is finite only if the loss and the new state are
 #define TRY(call) do { GraphoptCode code_ = (call); if (code_) return code_; } while (0)
 #define RUN(call) TRY(checked(call))
-enum { FLOAT = 1, INT64 = 7, RANK = 16 };
+enum { FLOAT = 1, INT64 = 7, RANK = 16, TYPES = 17 };
+
+/* ONNX's types by number: their names in NumPy and in safetensors, and the bytes of one number, of which C feeds some. */
+static const struct { const char *name, *stored; size_t bytes; } types[TYPES] = {
+    [0] = {"no tensor of numbers", "", 0}, [1] = {"float32", "F32", 4}, [2] = {"uint8", "U8", 1}, [3] = {"int8", "I8", 1},
+    [4] = {"uint16", "U16", 2}, [5] = {"int16", "I16", 2}, [6] = {"int32", "I32", 4}, [7] = {"int64", "I64", 8},
+    [8] = {"text", "", 0}, [9] = {"bool", "BOOL", 1}, [10] = {"float16", "F16", 2}, [11] = {"float64", "F64", 8},
+    [12] = {"uint32", "U32", 4}, [13] = {"uint64", "U64", 8}, [14] = {"complex64", "", 0}, [15] = {"complex128", "", 0},
+    [16] = {"bfloat16", "BF16", 2}};
 
 typedef struct {
+    const char *file;
     OrtSession *session;
     size_t inputs, outputs;
     char **input, **output;
+    OrtValue **given, **made;        // of a run
 } Graph;
 
 typedef struct {
     const char *name;
-    ONNXTensorElementDataType type;
+    ONNXTensorElementDataType type;  // below TYPES
     size_t rank, bytes;              // bytes of one number
     int64_t dims[RANK];              // -1 where a size is open
     const char *symbols[RANK];       // names of open sizes
     int64_t sizes[RANK];             // of the value
     OrtValue *value;                 // NULL until it is fed
     OrtTypeInfo *info;               // owns the names
-    size_t offset, length;           // of a state, in the file of the state; length 0: no state
+    int is_state, is_replaced;       // whether an output has its next numbers
+    size_t offset, length;           // of a state, in the file of the state
     double low, high, ignored;       // labels; NaN: none
 } Input;
 
@@ -50,7 +62,7 @@ static GraphoptCode fail(GraphoptCode code, const char *format, ...) {
     va_start(given, format);
     vsnprintf(message, sizeof message, format, given);
     va_end(given);
-    for (char *c = message; *c; c++) if (*c == '\n') *c = ' ';
+    for (char *c = message; *c; c++) if ((unsigned char)*c < ' ' || *c == 127) *c = ' ';
     return code;
 }
 
@@ -64,7 +76,10 @@ static GraphoptCode checked(OrtStatus *status) {
 static GraphoptCode read_file(const char *folder, const char *name, char **data, size_t *size) {
     char path[4096];
     long end;
-    snprintf(path, sizeof path, "%s%s%s", folder, *folder ? "/" : "", name);
+    struct stat about;
+    int length = snprintf(path, sizeof path, "%s%s%s", folder, *folder ? "/" : "", name);
+    if (length >= (int)sizeof path) return fail(GRAPHOPT_FILE, "%.40s...: expected a shorter path, found %d bytes", path, length);
+    if (!stat(path, &about) && !S_ISREG(about.st_mode)) return fail(GRAPHOPT_FILE, "%s: expected a file, found none: write it with export_hosts", path);
     FILE *file = fopen(path, "rb");
     if (!file) return fail(GRAPHOPT_FILE, "%s: expected a file, found none: write it with export_hosts", path);
     if (fseek(file, 0, SEEK_END) || (end = ftell(file)) < 0 || !(*data = calloc(1, (size_t)end + 1)))
@@ -81,22 +96,30 @@ static const char *field(const char *host, const char *list, const char *name, c
     snprintf(text, sizeof text, "\"%s\": [", list);
     const char *found = strstr(host, text), *end;
     snprintf(text, sizeof text, "\"name\": \"%s\"", name);
-    if (!found || !(found = strstr(found, text)) || !(end = strchr(found, '}'))) return NULL;
+    if (!found || !(found = strstr(found, text)) || !(end = strchr(found + strlen(text), '}'))) return NULL;
     snprintf(text, sizeof text, "\"%s\": ", key);
     found = strstr(found, text);
     return found && found < end ? found + strlen(text) : NULL;
 }
 
-/* Finds the place of a tensor in a safetensors file: 8 bytes with the size of a header in JSON; it; the numbers. */
-static int place(const char *file, size_t size, const char *name, size_t *offset, size_t *length) {
-    char text[4096], *entry;
+/* Finds the place of a tensor in a safetensors file: 8 bytes with the size of a header in JSON; it; the numbers. Returns 0
+   for none, -1 for one that lies beyond the file, and -2 for one of another type. */
+static int place(const char *file, size_t size, const Input *x, size_t *offset, size_t *length) {
+    char text[4096], *entry, *last;
     uint64_t header;
     memcpy(&header, file, 8);
-    snprintf(text, sizeof text, "\"%s\":{", name);
-    if (!(entry = strstr(file + 8, text)) || !(entry = strstr(entry, "\"data_offsets\":["))) return 0;
-    uint64_t begin = strtoull(entry + 16, &entry, 10), end = strtoull(entry + 1, NULL, 10), numbers = size - 8 - header;
+    snprintf(text, sizeof text, "\"%s\":{", x->name);
+    *offset = *length = 0;
+    if (!(entry = strstr(file + 8, text))) return 0;
+    if (!(last = strchr(entry + strlen(text), '}')) || (uint64_t)(last - file - 8) >= header) return -1;
+    snprintf(text, sizeof text, "\"dtype\":\"%s\"", types[x->type].stored);
+    const char *type = strstr(entry, text), *offsets = strstr(entry, "\"data_offsets\":[");
+    if (!type || type > last) return -2;
+    if (!offsets || offsets > last) return -1;
+    uint64_t begin = strtoull(offsets + 16, &entry, 10), end = *entry == ',' ? strtoull(entry + 1, NULL, 10) : 0;
+    if (begin > end || end > size - 8 - header) return -1;
     *offset = (size_t)(8 + header + begin), *length = (size_t)(end - begin);
-    return begin <= end && end <= numbers ? 1 : -1;
+    return 1;
 }
 
 static GraphoptCode check_state(const char *path, const char *file, size_t size) {
@@ -110,28 +133,75 @@ static GraphoptCode check_state(const char *path, const char *file, size_t size)
 static GraphoptCode open_graph(OrtEnv *env, const char *folder, const char *name, Graph *g) {
     char path[4096];
     snprintf(path, sizeof path, "%s/%s", folder, name);
+    g->file = name;
     RUN(ort->CreateSession(env, path, NULL, &g->session));
     RUN(ort->SessionGetInputCount(g->session, &g->inputs));
     RUN(ort->SessionGetOutputCount(g->session, &g->outputs));
     g->input = calloc(g->inputs + 1, sizeof(char *)), g->output = calloc(g->outputs + 1, sizeof(char *));
+    g->given = calloc(g->inputs + 1, sizeof(OrtValue *)), g->made = calloc(g->outputs + 1, sizeof(OrtValue *));
+    if (!g->input || !g->output || !g->given || !g->made) return fail(GRAPHOPT_RUNTIME, "memory: expected more");
     for (size_t i = 0; i < g->inputs; i++) RUN(ort->SessionGetInputName(g->session, i, memory, &g->input[i]));
     for (size_t i = 0; i < g->outputs; i++) RUN(ort->SessionGetOutputName(g->session, i, memory, &g->output[i]));
     return GRAPHOPT_OK;
 }
 
+/* Writes the type and the shape of an input to a text. */
+static const char *shape(const Input *x, char *text, size_t room) {
+    size_t used = (size_t)snprintf(text, room, "%s [", types[x->type].name);
+    for (size_t i = 0; i < x->rank && used < room; i++) {
+        char number[24];
+        snprintf(number, sizeof number, "%lld", (long long)x->dims[i]);
+        const char *size = x->dims[i] >= 0 ? number : x->symbols[i] && *x->symbols[i] ? x->symbols[i] : "?";
+        used += (size_t)snprintf(text + used, room - used, "%s%s", i ? "," : "", size);
+    }
+    if (used < room) snprintf(text + used, room - used, "]");
+    return text;
+}
+
+/* Reads a type and sizes, -1 for those that are open; type 0 for what is no tensor that C can read. */
+static GraphoptCode read_shape(const OrtTensorTypeAndShapeInfo *found, Input *x) {
+    x->type = 0, x->rank = 0;
+    if (!found) return GRAPHOPT_OK;
+    RUN(ort->GetTensorElementType(found, &x->type));
+    RUN(ort->GetDimensionsCount(found, &x->rank));
+    if (x->type < 0 || x->type >= TYPES || x->rank > RANK) x->type = 0, x->rank = 0;
+    x->bytes = types[x->type].bytes;
+    RUN(ort->GetDimensions(found, x->dims, x->rank));
+    return GRAPHOPT_OK;
+}
+
+/* Checks that an input has the type and the shape that host.json says. */
+static GraphoptCode check_described(const GraphoptTrainer *t, const Input *x) {
+    const char *type = field(t->host, "feeds", x->name, "type"), *sizes = field(t->host, "feeds", x->name, "shape");
+    const char *own = types[x->type].name;
+    char text[256], *end;
+    int alike = !type || (!strncmp(type + 1, own, strlen(own)) && type[1 + strlen(own)] == '"');
+    if (sizes && *sizes == '[') {
+        sizes++;
+        for (size_t i = 0; alike && i < x->rank; i++) {
+            sizes += strspn(sizes, ", \n");
+            const long long size = strtoll(sizes, &end, 10);
+            alike = end > sizes ? size == x->dims[i] : x->dims[i] < 0 && (*sizes == '"' || *sizes == 'n');
+            if (end == sizes && *sizes == '"') end += 1 + strcspn(sizes + 1, "\""), end += *end == '"';
+            else if (end == sizes) end += strspn(sizes, "nul");
+            sizes = end;
+        }
+        alike = alike && sizes[strspn(sizes, " \n")] == ']';
+    }
+    if (alike) return GRAPHOPT_OK;
+    return fail(GRAPHOPT_FILE, "host.json: %s: expected %s as in train.onnx, found another type or shape: write it with export_hosts",
+                x->name, shape(x, text, sizeof text));
+}
+
 static GraphoptCode describe(const GraphoptTrainer *t, size_t index, Input *x) {
-    static const size_t bytes[17] = {[1] = 4, 1, 1, 2, 2, 4, 8, [9] = 1, 2, 8, 4, 8, [16] = 2};  // of ONNX's types
-    const OrtTensorTypeAndShapeInfo *described;
+    const OrtTensorTypeAndShapeInfo *described = NULL;
     x->name = t->train.input[index];
     RUN(ort->SessionGetInputTypeInfo(t->train.session, index, &x->info));
     RUN(ort->CastTypeInfoToTensorInfo(x->info, &described));
-    RUN(ort->GetTensorElementType(described, &x->type));
-    RUN(ort->GetDimensionsCount(described, &x->rank));
-    x->bytes = bytes[x->type > 0 && x->type < 17 ? x->type : 0];
-    if (x->rank > RANK || !x->bytes)
-        return fail(GRAPHOPT_FILE, "%s: expected numbers of %d axes at most: C cannot feed it", x->name, RANK);
-    RUN(ort->GetDimensions(described, x->dims, x->rank));
+    TRY(read_shape(described, x));
+    if (!x->bytes) return fail(GRAPHOPT_FILE, "%s: expected numbers of %d axes at most: C cannot feed it", x->name, RANK);
     RUN(ort->GetSymbolicDimensions(described, x->symbols, x->rank));
+    TRY(check_described(t, x));
     const char *labels = field(t->host, "feeds", x->name, "labels"), *ignored = field(t->host, "feeds", x->name, "ignored");
     char *next;
     x->low = x->high = x->ignored = NAN;
@@ -144,21 +214,6 @@ static Input *find(GraphoptTrainer *t, const char *name, size_t length) {
     for (Input *x = t->input; x < t->input + t->train.inputs; x++)
         if (strlen(x->name) == length && !strncmp(x->name, name, length)) return x;
     return NULL;
-}
-
-/* Writes the type and the shape of an input to a text. */
-static const char *shape(const Input *x, char *text, size_t room) {
-    static const char *names[17] = {"?", "float32", "uint8", "int8", "uint16", "int16", "int32", "int64", "?", "bool",
-                                    "float16", "float64", "uint32", "uint64", "?", "?", "bfloat16"};
-    size_t used = (size_t)snprintf(text, room, "%s [", names[x->type]);
-    for (size_t i = 0; i < x->rank && used < room; i++) {
-        char number[24];
-        snprintf(number, sizeof number, "%lld", (long long)x->dims[i]);
-        const char *size = x->dims[i] >= 0 ? number : x->symbols[i] && *x->symbols[i] ? x->symbols[i] : "?";
-        used += (size_t)snprintf(text + used, room - used, "%s%s", i ? "," : "", size);
-    }
-    if (used < room) snprintf(text + used, room - used, "]");
-    return text;
 }
 
 /* Checks the numbers of labels and of hyperparameters. */
@@ -183,7 +238,7 @@ GraphoptCode graphopt_feed(GraphoptTrainer *t, const char *name, const void *num
     char text[256];
     int64_t sizes[RANK + 1] = {0};
     size_t count = 1, open = 0;
-    if (!x || x->length) return fail(GRAPHOPT_FEED, "%s: expected a feed or a hyperparameter in host.json, found none", name);
+    if (!x || x->is_state) return fail(GRAPHOPT_FEED, "%s: expected a feed or a hyperparameter in host.json, found none", name);
     shape(x, text, sizeof text);
     if (!numbers) return fail(GRAPHOPT_FEED, "%s: expected %s, found no numbers", name, text);
     for (size_t i = 0; i < x->rank; i++) {
@@ -196,9 +251,10 @@ GraphoptCode graphopt_feed(GraphoptTrainer *t, const char *name, const void *num
     }
     if (open > 1)
         return fail(GRAPHOPT_FEED, "%s: expected the sizes of %s, of which %zu are open, found none: pass dims", name, text, open);
+    if (count > SIZE_MAX / x->bytes) count = 0;
     if (open && count && bytes && !(bytes % (count * x->bytes))) {
         for (size_t i = 0; i < x->rank; i++) if (sizes[i] < 0) sizes[i] = (int64_t)(bytes / (count * x->bytes));
-    } else if (!count || open || count > SIZE_MAX / x->bytes || count * x->bytes != bytes) {
+    } else if (!count || open || count * x->bytes != bytes) {
         const char *unit = open ? " a row" : "";
         return fail(GRAPHOPT_FEED, "%s: expected %zu bytes%s, of %s, found %zu", name, count * x->bytes, unit, text, bytes);
     }
@@ -240,7 +296,61 @@ static GraphoptCode check_feeds(GraphoptTrainer *t, const Graph *g) {
 static Input *state_of(GraphoptTrainer *t, const char *output) {
     size_t length = strlen(output);
     Input *x = length > 5 && !strcmp(output + length - 5, ".next") ? find(t, output, length - 5) : NULL;
-    return x && x->length ? x : NULL;
+    return x && x->is_state ? x : NULL;
+}
+
+/* Checks an output that this program reads: the loss and the check are one number, and new numbers of a state are like the
+   old ones. When a folder is opened, sizes may be open; they are not after a step. */
+static GraphoptCode check_output(GraphoptTrainer *t, const Graph *g, size_t index, const OrtTensorTypeAndShapeInfo *found, int is_open) {
+    static const Input number = {.type = FLOAT};
+    const char *name = g->output[index];
+    int is_number = !strcmp(name, "loss") || !strcmp(name, CHECK);
+    const Input *x = is_number ? &number : g == &t->train ? state_of(t, name) : NULL;
+    Input y = {.name = name};
+    char expected[128], other[128];
+    if (!x) return GRAPHOPT_OK;
+    TRY(read_shape(found, &y));
+    int alike = y.type == x->type && (is_number || y.rank == x->rank);
+    for (size_t i = 0; alike && i < y.rank; i++)
+        alike = y.dims[i] == (is_number ? 1 : x->dims[i]) || (is_open && y.dims[i] < 0);
+    if (alike) return GRAPHOPT_OK;
+    return fail(GRAPHOPT_FILE, "%s: output %s: expected %s, found %s: write it with export_hosts", g->file, name,
+                shape(x, expected, sizeof expected), shape(&y, other, sizeof other));
+}
+
+/* Checks all outputs of a graph when it is opened. */
+static GraphoptCode check_outputs(GraphoptTrainer *t, const Graph *g) {
+    int has_loss = 0;
+    for (size_t i = 0; i < g->outputs; i++) {
+        OrtTypeInfo *info;
+        const OrtTensorTypeAndShapeInfo *found = NULL;
+        RUN(ort->SessionGetOutputTypeInfo(g->session, i, &info));
+        GraphoptCode code = checked(ort->CastTypeInfoToTensorInfo(info, &found));
+        if (!code) code = check_output(t, g, i, found, 1);
+        ort->ReleaseTypeInfo(info);
+        TRY(code);
+        Input *x = state_of(t, g->output[i]);
+        if (x) x->is_replaced = 1;
+        if (!strcmp(g->output[i], "loss")) has_loss = 1;
+    }
+    if (!has_loss) return fail(GRAPHOPT_FILE, "%s: expected an output loss, found none: write it with export_hosts", g->file);
+    for (Input *x = t->input; g == &t->train && x < t->input + g->inputs; x++)
+        if (x->is_state && !x->is_replaced)
+            return fail(GRAPHOPT_FILE, "%s: expected an output %s.next, found none: write it with export_hosts", g->file, x->name);
+    return GRAPHOPT_OK;
+}
+
+/* Checks what a step has computed, before any of it is read. */
+static GraphoptCode check_made(GraphoptTrainer *t, const Graph *g) {
+    for (size_t i = 0; i < g->outputs; i++) {
+        OrtTensorTypeAndShapeInfo *found = NULL;
+        OrtStatus *status = ort->GetTensorTypeAndShape(g->made[i], &found);
+        if (status) ort->ReleaseStatus(status), found = NULL;  // a sequence, which nobody may read
+        GraphoptCode code = check_output(t, g, i, found, 0);
+        if (found) ort->ReleaseTensorTypeAndShapeInfo(found);
+        TRY(code);
+    }
+    return GRAPHOPT_OK;
 }
 
 static int is_finite(OrtValue *value, size_t bytes) {
@@ -278,18 +388,18 @@ static GraphoptCode adopt(GraphoptTrainer *t, OrtValue **outputs, float loss) {
 }
 
 static GraphoptCode run(GraphoptTrainer *t, const Graph *g, float *loss) {
-    OrtValue *inputs[g->inputs], *outputs[g->outputs];
     float *number, found = NAN;
-    memset(outputs, 0, sizeof outputs);
     TRY(check_feeds(t, g));
-    for (size_t i = 0; i < g->inputs; i++) inputs[i] = find(t, g->input[i], strlen(g->input[i]))->value;
-    RUN(ort->Run(g->session, NULL, (const char *const *)g->input, (const OrtValue *const *)inputs, g->inputs,
-                 (const char *const *)g->output, g->outputs, outputs));
-    for (size_t i = 0; i < g->outputs; i++)
-        if (!strcmp(g->output[i], "loss") && !checked(ort->GetTensorMutableData(outputs[i], (void **)&number))) found = *number;
+    for (size_t i = 0; i < g->inputs; i++) g->given[i] = find(t, g->input[i], strlen(g->input[i]))->value;
+    for (size_t i = 0; i < g->outputs; i++) g->made[i] = NULL;
+    RUN(ort->Run(g->session, NULL, (const char *const *)g->input, (const OrtValue *const *)g->given, g->inputs,
+                 (const char *const *)g->output, g->outputs, g->made));
+    GraphoptCode code = check_made(t, g);
+    for (size_t i = 0; !code && i < g->outputs; i++)
+        if (!strcmp(g->output[i], "loss") && !(code = checked(ort->GetTensorMutableData(g->made[i], (void **)&number)))) found = *number;
     if (loss) *loss = found;
-    GraphoptCode code = g == &t->train ? adopt(t, outputs, found) : GRAPHOPT_OK;
-    for (size_t i = 0; i < g->outputs; i++) if (outputs[i]) ort->ReleaseValue(outputs[i]);
+    if (!code && g == &t->train) code = adopt(t, g->made, found);
+    for (size_t i = 0; i < g->outputs; i++) if (g->made[i]) ort->ReleaseValue(g->made[i]);
     return code;
 }
 
@@ -302,16 +412,19 @@ GraphoptCode graphopt_load(GraphoptTrainer *t, const char *path) {
     GraphoptCode code = read_file("", path, &file, &size);
     if (!code) code = check_state(path, file, size);
     for (Input *x = t->input; !code && x < t->input + t->train.inputs; x++) {
-        int found = x->length ? place(file, size, x->name, &offset, &length) : 1;
-        if (found < 0) code = fail(GRAPHOPT_FILE, "%s: expected all numbers of its header, found a file that is cut", path);
-        else if (x->length && (!found || length != x->length))
+        int found = x->is_state ? place(file, size, x, &offset, &length) : 1;
+        if (found == -1) code = fail(GRAPHOPT_FILE, "%s: expected all numbers of its header, found a file that is cut", path);
+        else if (found == -2)
+            code = fail(GRAPHOPT_FILE, "%s: state %s: expected %s, found another type: take a checkpoint of this training graph", path,
+                        x->name, types[x->type].name);
+        else if (x->is_state && (!found || length != x->length))
             code = fail(GRAPHOPT_FILE, "%s: state %s: expected %zu bytes, found %zu: take a checkpoint of this training graph", path,
                         x->name, x->length, found ? length : (size_t)0);
     }
     for (Input *x = t->input; !code && x < t->input + t->train.inputs; x++) {
         void *data;
-        if (!x->length) continue;
-        place(file, size, x->name, &offset, &length);
+        if (!x->is_state) continue;
+        place(file, size, x, &offset, &length);
         if (!(code = checked(ort->GetTensorMutableData(x->value, &data)))) memcpy(data, file + offset, length);
     }
     free(file);
@@ -321,17 +434,17 @@ GraphoptCode graphopt_load(GraphoptTrainer *t, const char *path) {
 GraphoptCode graphopt_save(GraphoptTrainer *t, const char *path) {
     for (Input *x = t->input; x < t->input + t->train.inputs; x++) {
         void *data;
-        if (!x->length) continue;
+        if (!x->is_state) continue;
         RUN(ort->GetTensorMutableData(x->value, &data));
         memcpy(t->state + x->offset, data, x->length);
     }
     char part[4096];
-    snprintf(part, sizeof part, "%s.part", path);
-    FILE *file = fopen(part, "wb");
+    int length = snprintf(part, sizeof part, "%s.part", path);
+    FILE *file = length < (int)sizeof part ? fopen(part, "wb") : NULL;
     int written = file && fwrite(t->state, 1, t->size, file) == t->size;
     if (file && fclose(file)) written = 0;
     if (written && !rename(part, path)) return GRAPHOPT_OK;
-    remove(part);
+    if (file) remove(part);
     return fail(GRAPHOPT_FILE, "%s: expected a path to write to, found none", path);
 }
 
@@ -339,13 +452,21 @@ GraphoptCode graphopt_save(GraphoptTrainer *t, const char *path) {
 static GraphoptCode begin(GraphoptTrainer *t, const char *folder) {
     for (Input *x = t->input; x < t->input + t->train.inputs; x++) {
         const char *initial;
-        int found = place(t->state, t->size, x->name, &x->offset, &x->length);
-        if (found < 0) return fail(GRAPHOPT_FILE, "%s/state.safetensors: expected all numbers of its header", folder);
-        if (!found) x->length = 0;
+        int found = place(t->state, t->size, x, &x->offset, &x->length);
+        if (found == -1) return fail(GRAPHOPT_FILE, "%s/state.safetensors: expected all numbers of its header", folder);
+        if (found == -2)
+            return fail(GRAPHOPT_FILE, "%s/state.safetensors: state %s: expected %s, found another type", folder, x->name, types[x->type].name);
+        if (!found && field(t->host, "state", x->name, "next"))
+            return fail(GRAPHOPT_FILE, "%s/state.safetensors: expected state %s, found none: write it with export_hosts", folder, x->name);
         if (found) {
             size_t bytes = x->bytes;
-            for (size_t i = 0; i < x->rank; i++) bytes = x->dims[i] < 0 ? 0 : bytes * (size_t)x->dims[i];
-            if (bytes != x->length)
+            int fits = 1;
+            for (size_t i = 0; i < x->rank; i++) {
+                fits = fits && x->dims[i] >= 0 && (!x->dims[i] || bytes <= SIZE_MAX / (size_t)x->dims[i]);
+                bytes = fits ? bytes * (size_t)x->dims[i] : 0;
+            }
+            x->is_state = 1;
+            if (!fits || bytes != x->length)
                 return fail(GRAPHOPT_FILE, "%s/state.safetensors: state %s: expected %zu bytes, found %zu", folder, x->name, bytes, x->length);
             memcpy(x->sizes, x->dims, sizeof x->sizes);
             RUN(ort->CreateTensorAsOrtValue(memory, x->dims, x->rank, x->type, &x->value));
@@ -376,9 +497,11 @@ static GraphoptCode open_trainer(GraphoptTrainer *t, const char *folder) {
     RUN(ort->GetAllocatorWithDefaultOptions(&memory));
     TRY(open_graph(t->env, folder, "train.onnx", &t->train));
     TRY(open_graph(t->env, folder, "evaluate.onnx", &t->evaluate));
-    if (!(t->input = calloc(t->train.inputs, sizeof *t->input))) return fail(GRAPHOPT_RUNTIME, "memory: expected more");
+    if (!(t->input = calloc(t->train.inputs + 1, sizeof *t->input))) return fail(GRAPHOPT_RUNTIME, "memory: expected more");
     for (size_t i = 0; i < t->train.inputs; i++) TRY(describe(t, i, &t->input[i]));
-    return begin(t, folder);
+    TRY(begin(t, folder));
+    TRY(check_outputs(t, &t->train));
+    return check_outputs(t, &t->evaluate);
 }
 
 GraphoptCode graphopt_open(const char *folder, GraphoptTrainer **trainer) {
@@ -391,7 +514,7 @@ GraphoptCode graphopt_open(const char *folder, GraphoptTrainer **trainer) {
 static void close_graph(Graph *g) {
     for (size_t i = 0; g->input && i < g->inputs; i++) if (g->input[i]) checked(ort->AllocatorFree(memory, g->input[i]));
     for (size_t i = 0; g->output && i < g->outputs; i++) if (g->output[i]) checked(ort->AllocatorFree(memory, g->output[i]));
-    free(g->input), free(g->output);
+    free(g->input), free(g->output), free(g->given), free(g->made);
     if (g->session) ort->ReleaseSession(g->session);
 }
 

@@ -48,8 +48,16 @@ export function contractOf(bytes) {
     throw new GraphoptError(`host.json: expected JSON, found '${text.slice(0, 30)}': write it with export_hosts again`);
   }
   const found = `${host?.format ?? "other JSON"}${host?.version === undefined ? "" : ` version ${host.version}`}`;
-  if (found === "graphopt.host version 1") return host;
-  throw new GraphoptError(`host.json: expected graphopt.host version 1, found ${found}: install another graphopt`);
+  if (found !== "graphopt.host version 1")
+    throw new GraphoptError(`host.json: expected graphopt.host version 1, found ${found}: install another graphopt`);
+  const isObject = (x) => x && typeof x === "object";
+  const isSize = (x) => Number.isSafeInteger(x) && x >= 0;
+  const isState = ({ next, shape }) => typeof next === "string" && Array.isArray(shape) && shape.every(isSize);
+  const lists = [host.feeds, host.state, host.hyperparameters, host.reports];
+  const isEntry = (x) => isObject(x) && typeof x.name === "string" && typeof x.type === "string";
+  const isWhole = isObject(host.files) && isObject(host.graphs) && isObject(host.graphs.train);
+  if (isWhole && lists.every((list) => Array.isArray(list) && list.every(isEntry)) && host.state.every(isState)) return host;
+  throw new GraphoptError("host.json: expected its entries, found others: write it with export_hosts again");
 }
 
 /** Return the entries of a safetensors file by name, and its numbers. */

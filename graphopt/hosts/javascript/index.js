@@ -140,9 +140,11 @@ export class Trainer {
     });
     const { state, hyperparameters } = this.host.graphs[graph];
     const missing = [...state, ...hyperparameters].find((name) => !session.inputNames.includes(name));
-    if (missing === undefined) return session;
+    const absent = this.#outputs(graph).find((name) => !session.outputNames.includes(name));
+    if (missing === undefined && absent === undefined) return session;
     await session.release();
-    throw new GraphoptError(`${file}: expected a plain input '${missing}', found none: write it with export_hosts`);
+    const what = missing === undefined ? `an output '${absent}'` : `a plain input '${missing}'`;
+    throw new GraphoptError(`${file}: expected ${what}, found none: write it with export_hosts`);
   }
 
   /** Do one training step; if its loss or new state is not finite, keep the old state. */
@@ -161,6 +163,32 @@ export class Trainer {
     return batches.map((_, i) => this.#row(reports, i));
   }
 
+  /** Return the names of what a graph reports and, in training, of the new state and of what tells whether it is finite. */
+  #outputs(graph) {
+    const { check, state, graphs } = this.host;
+    if (!graph.startsWith("train")) return graphs[graph].reports;
+    const read = this.#options.report ?? graphs[graph].reports;
+    return [...new Set([...read, "loss", ...(check ? [check] : []), ...state.map(({ next }) => next)])]; // older folders: loss
+  }
+
+  /** Check that a graph computed what host.json says, before any of it becomes state or is reported. */
+  #checkOutputs(graph, found, steps) {
+    const told = (type, dims) => `${type} [${dims}]`;
+    const number = steps === undefined ? [] : [steps];
+    const expected = Object.fromEntries(this.host.state.map(({ next, type, shape }) => [next, told(type, shape)]));
+    const loss = this.host.reports.find(({ name }) => name === "loss");
+    if (loss) expected.loss = told(loss.type, number);
+    if (this.host.check) expected[this.host.check] = told("float32", number);
+    for (const [name, { type, dims }] of Object.entries(found)) {
+      const other = told(type, dims);
+      if ((expected[name] ?? other) === other) continue;
+      for (const tensor of Object.values(found)) tensor.dispose();
+      throw new GraphoptError(
+        `${this.host.files[graph]}: output '${name}': expected ${expected[name]}, found ${other}: write it with export_hosts`,
+      );
+    }
+  }
+
   /** Run a graph on feeds and the state; return what it reports, the next state, and whether one is not finite. */
   async #run(graph, feeds) {
     this.#sessions[graph] ??= this.#open(graph);
@@ -172,8 +200,12 @@ export class Trainer {
     const written = graph.startsWith("train") ? this.host.state : [];
     const check = written.length ? ["loss", ...(this.host.check ? [this.host.check] : [])] : []; // older folders: loss
     const read = (written.length && this.#options.report) || reports;
+    const steps = graph === "train_steps" ? Object.values(feeds)[0].dims[0] : undefined;
     for (const name of [...state, ...hyperparameters]) feeds[name] = this.#held[name];
-    const found = await session.run(feeds, [...new Set([...read, ...check, ...written.map(({ next }) => next)])]);
+    const found = await session.run(feeds, this.#outputs(graph)).catch((error) => {
+      throw new GraphoptError(`${this.host.files[graph]}: ONNX Runtime cannot run it: ${String(error.message).split("\n")[0]}`);
+    });
+    this.#checkOutputs(graph, found, steps);
     return {
       reports: Object.fromEntries(read.map((name) => [name, valueOf(found[name])])),
       next: Object.fromEntries(written.map(({ name, next }) => [name, found[next]])),
@@ -266,6 +298,18 @@ export class Trainer {
     const [expected, length] = [own.numbers.length, found.numbers.length];
     if (length !== expected)
       throw new GraphoptError(`checkpoint: expected ${expected} bytes after its header, found ${length}: it is cut`);
+    const begin = bytes.length - found.numbers.length;
+    for (const { name, type, shape, offset, bytes: size } of this.host.state) {
+      const { dtype, shape: dims, data_offsets: at } = found.entries[name] ?? {};
+      const whole = Array.isArray(at) && at.every((n) => Number.isSafeInteger(n) && n >= 0) && at.length === 2;
+      if (!whole || at[0] > at[1] || at[1] > length)
+        throw new GraphoptError(`checkpoint: state '${name}': expected its place in the file, found ${JSON.stringify(at)}`);
+      const [own, here] = [`${STORED[type]} [${shape}] of ${size} bytes`, `${dtype} [${dims}] of ${at[1] - at[0]} bytes`];
+      if (own !== here || sizeOf(shape) * arrayClass(this.#ort, type).BYTES_PER_ELEMENT !== size)
+        throw new GraphoptError(`host.json: state '${name}': expected ${here} as in its file, found ${own}`);
+      if (bytes === this.#initial && begin + at[0] !== offset)
+        throw new GraphoptError(`host.json: state '${name}': expected offset ${begin + at[0]}, found ${offset}`);
+    }
     const tensors = this.host.state.map(({ name, type, shape }) => {
       const { buffer } = found.numbers.slice(...found.entries[name].data_offsets);
       const Numbers = arrayClass(this.#ort, type);
@@ -276,6 +320,8 @@ export class Trainer {
   }
 }
 
+const STORED = { float32: "F32", float64: "F64", float16: "F16", int64: "I64", int32: "I32", int16: "I16", int8: "I8" };
+Object.assign(STORED, { uint8: "U8", uint16: "U16", uint32: "U32", uint64: "U64", bool: "BOOL", bfloat16: "BF16" });
 const isWhole = (x) => Number.isInteger(x) && x > 0;
 const reports = (host) => host.graphs.train.reports;
 const OPTIONS = {

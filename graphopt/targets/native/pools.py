@@ -93,7 +93,9 @@ def pool_gradient_kernel(node: ir.Node, forms: NodeForms) -> Replacement | None:
         if first is None or repeat is None or first.graph is not node.graph:
             continue
         equal = _made(first.inputs[0], "Equal")
-        for score, highest in _orders(equal) if equal is not None else ():
+        if equal is None:
+            continue
+        for score, highest in _orders(equal):
             rank = _made(score, "Mul")
             up = _made(highest, "Resize")
             most = None if up is None else _made(up.inputs[0], "MaxPool")
@@ -104,6 +106,8 @@ def pool_gradient_kernel(node: ir.Node, forms: NodeForms) -> Replacement | None:
                 continue
             x, y, window, inner = found
             dy, gate, gating = _gated(repeat.inputs[0], y, forms)
+            if dy is None:
+                continue
             nodes = [*inner, rank, most, up, equal, first, *gating, repeat, node]
             if (
                 all(_window(each, forms) == window for each in (most, up, repeat))

@@ -10,6 +10,7 @@ const files = (name) => readFile(join(folder, name));
 const otherFiles = (name) => readFile(join(otherFolder, name));
 const host = JSON.parse(await files("host.json"));
 const half = { ...host, feeds: [{ ...host.feeds[0], type: "bfloat16" }, host.feeds[1]] };
+const withState = (changed) => ({ ...host, state: [{ ...host.state[0], ...changed }, ...host.state.slice(1)] });
 const bytesOf = (object) => new TextEncoder().encode(JSON.stringify(object));
 const instead = (replaced) => async (name) => replaced[name] ?? files(name);
 
@@ -20,6 +21,7 @@ const x = Float32Array.from({ length: 16 }, (_, i) => i / 8);
 const target = BigInt64Array.of(1n, 3n);
 const before = await trainer.save();
 const renamed = new TextDecoder("latin1").decode(before).replace("layers.0.bias", "layers.9.bias");
+const placed = new TextDecoder("latin1").decode(before).replace(/"data_offsets":\[0,/, '"data_offsets":[9,');
 const shaped = new TextDecoder("latin1").decode(before).replace("[8,16]", "[16,8]");
 
 const closed = await Trainer.create(ort, files);
@@ -52,6 +54,12 @@ const MISTAKES = {
   "null for JSON": () => named({ "host.json": bytesOf(null) }),
   "another version": () => named({ "host.json": bytesOf({ ...host, version: 2 }) }),
   "a damaged state": () => named({ "state.safetensors": new Uint8Array(3) }),
+  "no files in JSON": () => named({ "host.json": bytesOf({ ...host, files: undefined }) }),
+  "a state of another size": () => named({ "host.json": bytesOf(withState({ shape: [4] })) }),
+  "a state of another type": () => named({ "host.json": bytesOf(withState({ type: "int32" })) }),
+  "a state elsewhere": () => named({ "host.json": bytesOf(withState({ offset: 8 })) }),
+  "a state without sizes": () => named({ "host.json": bytesOf(withState({ shape: null })) }),
+  "a place that is none": () => named({ "state.safetensors": Buffer.from(placed, "latin1") }),
   "a type of no array": async () => (await named({ "host.json": bytesOf(half) })).step({ x, target }),
   "a graph of state with defaults": async () => named({ "train.onnx": await readFile(stepFile) }),
   "a file that is no graph": () => named({ "train.onnx": new Uint8Array(9) }),

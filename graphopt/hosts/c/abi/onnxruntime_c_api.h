@@ -38,7 +38,8 @@ typedef struct OrtApi {
     OrtStatus *(*SessionGetOutputCount)(const OrtSession *, size_t *);
     ORT_UNUSED(32, 32);
     OrtStatus *(*SessionGetInputTypeInfo)(const OrtSession *, size_t, OrtTypeInfo **);
-    ORT_UNUSED(34, 35);
+    OrtStatus *(*SessionGetOutputTypeInfo)(const OrtSession *, size_t, OrtTypeInfo **);
+    ORT_UNUSED(35, 35);
     OrtStatus *(*SessionGetInputName)(const OrtSession *, size_t, OrtAllocator *, char **);
     OrtStatus *(*SessionGetOutputName)(const OrtSession *, size_t, OrtAllocator *, char **);
     ORT_UNUSED(38, 47);
@@ -52,7 +53,9 @@ typedef struct OrtApi {
     OrtStatus *(*GetDimensionsCount)(const OrtTensorTypeAndShapeInfo *, size_t *);
     OrtStatus *(*GetDimensions)(const OrtTensorTypeAndShapeInfo *, int64_t *, size_t);
     OrtStatus *(*GetSymbolicDimensions)(const OrtTensorTypeAndShapeInfo *, const char **, size_t);
-    ORT_UNUSED(64, 75);
+    ORT_UNUSED(64, 64);
+    OrtStatus *(*GetTensorTypeAndShape)(const OrtValue *, OrtTensorTypeAndShapeInfo **);
+    ORT_UNUSED(66, 75);
     OrtStatus *(*AllocatorFree)(OrtAllocator *, void *);
     ORT_UNUSED(77, 77);
     OrtStatus *(*GetAllocatorWithDefaultOptions)(OrtAllocator **);
@@ -64,6 +67,7 @@ typedef struct OrtApi {
     void (*ReleaseValue)(OrtValue *);
     ORT_UNUSED(97, 97);
     void (*ReleaseTypeInfo)(OrtTypeInfo *);
+    void (*ReleaseTensorTypeAndShapeInfo)(OrtTensorTypeAndShapeInfo *);
 } OrtApi;
 
 typedef struct {

@@ -1,0 +1,142 @@
+"""Faults in the newest rooms: language, tables, generation, callbacks, batches, portable forms, pools and hosts.
+
+`python tests/room_mutants.py [NUMBER ...]` tries them, prints what each is noticed by, and those that are not.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from mutants import unnoticed
+from rewrite_mutants import of
+
+FAULTS = "room_faults"
+
+MUTANTS = [
+    *of(
+        "graphopt/data/language/documents.py",
+        FAULTS,
+        ("completion", "inside[ended.size - 1 :] |= ended[-1:] == vocabulary.end", "pass"),
+        ("completion", "(places[:, 1] > start)", "(places[:, 1] >= start)"),
+        ("completion or chat", "(places[:, 0] < end)", "(places[:, 0] <= end)"),
+        ("completion or chat", "special=not is_ended", "special=True"),
+        ("document", "and tokens[-1] == vocabulary.end)", "and False)"),
+        ("chat", "inside |= (places", "inside = (places"),
+    ),
+    *of(
+        "graphopt/data/columns.py",
+        FAULTS,
+        ("constant", "divisor >= 10 * np.finfo(np.float64).eps", "divisor > 0"),
+        ("constant", "divisor >= 10 * np.finfo(np.float64).eps", "divisor >= 100 * np.finfo(np.float64).eps"),
+        ("constant", "filled.min(), np.ptp(filled)", "filled.min(), filled.max()"),
+        ("date", "np.rint(there.mean())", "np.floor(there.mean())"),
+        ("date", "np.rint(there.mean())", "np.ceil(there.mean())"),
+        ("category", "numbers.get(text, -1)", "numbers.get(text, 0)"),
+        ("category", "key=lambda text: (-counts[text], _order(text))", "key=lambda text: _order(text)[::-1]"),
+        ("category", "key=lambda text: (-counts[text], _order(text))", "key=lambda text: counts[text]"),
+        ("marked", "np.isnan(values)] if self.add_indicator", "~np.isnan(values)] if self.add_indicator"),
+        ("marked", '"median": np.median', '"median": np.mean'),
+    ),
+    *of(
+        "graphopt/generation/sampling.py",
+        FAULTS,
+        ("top_p", "[:-1] <= 1 - self.top_p", "[:-1] < 1 - self.top_p"),
+        ("top_p", "[:-1] <= 1 - self.top_p", "[:-1] <= self.top_p"),
+        ("top_p", "return rates / rates.sum()", "return rates"),
+        ("temperature", "/ self.temperature", "* self.temperature"),
+        ("temperature", "scores < np.partition", "scores <= np.partition"),
+        ("temperature", "np.partition(scores, -self.top_k)[-self.top_k]", "np.sort(scores)[self.top_k]"),
+    ),
+    *of(
+        "graphopt/generation/decoder.py",
+        FAULTS,
+        ("mask", "+ count + filled) < before + count", "+ count + filled) <= before + count"),
+        ("mask", "+ count + filled) < before + count", "+ count + filled) < count"),
+        ("mask", "np.arange(before, before + count + filled)", "np.arange(0, count + filled)"),
+        ("mask", "[*tokens, *[0] * filled]", "[*[0] * filled, *tokens]"),
+        ("anew", "self._tokens += tokens", "self._tokens = [*tokens]"),
+        (
+            "anew",
+            "        self._tokens: list[int] = []",
+            "        self._tokens = getattr(self, '_tokens', [])",
+        ),
+        ("anew", "_last(outputs[name], len(seen) - 1)", "_last(outputs[name], 0) * -1"),
+    ),
+    *of(
+        "graphopt/generation/text.py",
+        FAULTS,
+        ("anew", "        self._decoder.clear()\n", ""),
+        ("anew", "read = [token]", "read = [*read, token]"),
+    ),
+    *of(
+        "graphopt/training/callbacks/steering.py",
+        FAULTS,
+        ("adaptive", "self.least - self.tolerance", "self.least + self.tolerance"),
+        ("adaptive", 'self.least = min(self.least, record["loss"])', 'self.least = record["loss"]'),
+        ("adaptive", "self.waited >= self.patience and", "self.waited > self.patience and"),
+        ("adaptive", "            self.waited = 0\n\n\n", "            pass\n\n\n"),
+        ("adaptive", "learning_rate /= 5", "learning_rate /= 4"),
+        ("plateau", "executor.learning_rate * self.factor,", "executor.learning_rate * self.factor**2,"),
+    ),
+    *of(
+        "graphopt/data/loader.py",
+        FAULTS,
+        ("epoch", "(random.permutation(rows) if shuffle", "(random.choice(rows, len(rows)) if shuffle"),
+        ("epoch", "in random.permutation(len(batches))", "in random.choice(len(batches), len(batches))"),
+        ("neighbouring", "-random.integers(len(rows))", "0"),
+        ("epoch", "yield batches[i][start:]", "yield batches[i]"),
+        ("epoch", "start = max(start - len(batches[i]), 0)", "start = 0"),
+        ("epoch", "math.ceil(len(self._data) / self._batch_size)", "len(self._data) // self._batch_size"),
+        ("held_out", "count = math.ceil(rows * share)", "count = int(rows * share)"),
+        ("held_out", "np.delete(np.arange(rows), chosen), chosen", "np.arange(rows), chosen"),
+        ("held_out", "range(rows - count), range(rows - count, rows)", "range(rows - count), range(rows)"),
+    ),
+    *of(
+        "graphopt/targets/portable/webgpu/arithmetic.py",
+        FAULTS,
+        ("halves", "op.Greater(half, op.Floor(half))", "op.Less(op.Floor(half), op.Floor(half))"),
+        ("halves", "op.And(op.Equal(rest, 0.5), odd)", "op.Equal(rest, 0.5)"),
+        ("halves", "op.Greater(rest, 0.5), op.And", "op.Greater(rest, 0.75), op.And"),
+        ("halves", "op.Where(op.Greater(rest, 0.0), low, x)", "x"),
+    ),
+    *of(
+        "graphopt/targets/portable/webgpu/pools.py",
+        FAULTS,
+        (
+            "channels",
+            "before, after = (size - 1) // 2, size // 2",
+            "before, after = size // 2, (size - 1) // 2",
+        ),
+        ("channels", 'numbers("alpha", 1e-4) / size', 'numbers("alpha", 1e-4)'),
+        (
+            "channels",
+            "pads[1], pads[rank(x) + 1] = before, after",
+            "pads[1], pads[rank(x) + 1] = after, before",
+        ),
+        ("channels", 'numbers("beta", 0.75)', 'numbers("bias", 0.75)'),
+    ),
+    *of(
+        "graphopt/targets/native/pools.py",
+        "native_pools",
+        ("other_scores", "np.array_equal(found, np.tile(taps, repeats))", "True"),
+        ("other_scores", "np.array_equal(pattern, taps)", "True"),
+        ("formula", "most.inputs[0] is not score", "False"),
+        ("formula", "not any(each in nodes for each in (x.producer(), y.producer(), dy.producer()))", "True"),
+        ("gate", "mask.inputs[0] is y", "True"),
+        ("read_elsewhere", "and _stays_inside(nodes)", ""),
+    ),
+    *of(
+        "graphopt/hosts/c/graphopt.c",
+        "hosts_c",
+        ("hostile", "y.type == x->type && (is_number || y.rank == x->rank)", "1"),
+        ("hostile", "y.dims[i] == (is_number ? 1 : x->dims[i])", "1"),
+        ("hostile", "GraphoptCode code = check_made(t, g);", "GraphoptCode code = GRAPHOPT_OK;"),
+        ("hostile", "if (!has_loss) return", "if (0) return"),
+        ("hostile", "begin > end || end > size - 8 - header", "begin > end"),
+    ),
+]
+
+if __name__ == "__main__":
+    numbers = [int(number) for number in sys.argv[1:]] or range(len(MUTANTS))
+    left = unnoticed([MUTANTS[number] for number in numbers])
+    print(f"{len(numbers) - len(left)} of {len(numbers)} noticed")
