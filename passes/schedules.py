@@ -57,17 +57,17 @@ class Schedule(Pass):
 
     @final
     def rewrite(self, model: ir.Model) -> None:
-        if isinstance(self, _Planned) and self.steps is None:
-            kind = type(self).__name__
-            raise GraphoptError(
-                f"{kind}(steps=None): expected the number of steps of the training, found none: write {kind}(steps=...)"
-                ", epochs times the batches of an epoch, or graphopt.adapt(..., epochs=..., batch_size=...)"
-            )
         hyperparameters = roles.with_role(model, Role.HYPERPARAMETER)
         base = next((x for x in hyperparameters if x.name == LEARNING_RATE), None)
         if base is None:
             raise GraphoptError(
                 "a schedule needs the hyperparameter 'learning_rate', found none: run the optimizer first"
+            )
+        if isinstance(self, _Planned) and self.steps is None:
+            kind = type(self).__name__
+            raise GraphoptError(
+                f"{kind}(steps=None): expected the number of steps of the training, found none: write {kind}(steps=...)"
+                ", epochs times the batches of an epoch, or graphopt.adapt(..., epochs=..., batch_size=...)"
             )
         users = list(base.uses())
         base.name = f"base_{LEARNING_RATE}"

@@ -409,7 +409,7 @@ class Trainer(Estimator):
 
     def get_state(self) -> dict[str, np.ndarray]:
         """Return copies of all state by name: parameters, optimizer slots and counters."""
-        return self._running().state
+        return {name: array.copy() for name, array in self._running().state.items()}
 
     def set_state(self, state: Mapping[str, np.ndarray]) -> None:
         """Replace all or part of the state. A `fit` with `warm_start` continues from it.
