@@ -96,6 +96,14 @@ class Pipeline(Mapping[str, tuple[Step, ...]], metaclass=Checked):
 
         return Pipeline(**{name: tuple(map(adapted, step)) for name, step in self._steps.items()})
 
+    def planned(self, steps: int) -> Pipeline:
+        """Return the pipeline for a training of so many steps."""
+
+        def planned(item: Step) -> Step:
+            return item.planned(steps) if isinstance(item, Pass) else item
+
+        return Pipeline(**{name: tuple(map(planned, step)) for name, step in self._steps.items()})
+
     def without(self, name: str) -> Pipeline:
         """Return the pipeline without the step `name`, if it has one."""
         return Pipeline(**{key: step for key, step in self._steps.items() if key != name})

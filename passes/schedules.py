@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import final
 
 import numpy as np
@@ -63,6 +63,12 @@ class Schedule(Pass):
             raise GraphoptError(
                 "a schedule needs the hyperparameter 'learning_rate', found none: run the optimizer first"
             )
+        if isinstance(self, _Planned) and self.steps is None:
+            kind = type(self).__name__
+            raise GraphoptError(
+                f"{kind}(steps=None): expected the number of steps of the training, found none: write {kind}(steps=...)"
+                ", epochs times the batches of an epoch, or graphopt.adapt(..., epochs=..., batch_size=...)"
+            )
         users = list(base.uses())
         base.name = f"base_{LEARNING_RATE}"
         counter = state.counter(model)
@@ -82,12 +88,13 @@ class Schedule(Pass):
 
         Args:
             base: the optimizer's learning rate.
-            steps: the number of rates to compute.
+            steps: the number of rates to compute; that of the training for a schedule that has no number of its own.
         """
+        own = self.planned(steps)
         model = ir.Model(ir.Graph([], [], nodes=[], opset_imports={"": OPSET}), ir_version=IR_VERSION)
         with state.detached(model):
             state.declare(model, LEARNING_RATE, np.array(base), Role.HYPERPARAMETER)
-        evaluator = ReferenceEvaluator(ir.to_proto(self(model).model))
+        evaluator = ReferenceEvaluator(ir.to_proto(own(model).model))
         return np.array([evaluator.run([LEARNING_RATE], {STEP: np.array(t)}) for t in range(steps)]).ravel()
 
 
@@ -104,15 +111,24 @@ class Constant(Schedule):
 
 
 @dataclass(frozen=True)
-class _Finite(Schedule):
+class _Planned(Schedule):
+    """Take `steps` steps; None stands for the steps of the training."""
+
+    steps: int | None = within("[1, inf)", None, whole=True)
+
+    def planned(self, steps: int) -> _Planned:
+        return self if self.steps is not None else replace(self, steps=steps)
+
+
+@dataclass(frozen=True)
+class _Finite(_Planned):
     """Decrease the rate from base to base * `end` in `steps` steps, then keep it."""
 
-    steps: int = within("[1, inf)", 1000)
     end: float = within("[0, inf)", 0.0)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.steps <= self.warmup:
+        if self.steps is not None and self.steps <= self.warmup:
             raise GraphoptError(
                 f"{type(self).__name__}(steps={self.steps}): expected more than warmup={self.warmup}, found "
                 f"{self.steps}"
@@ -124,6 +140,7 @@ class _Finite(Schedule):
 
     @final
     def rate(self, op: Emitter, base: ir.Value, t: ir.Value) -> ir.Value:
+        assert self.steps is not None
         progress = op.Min(t / float(self.steps - self.warmup), 1.0)
         factor = self.fall(op, progress)
         return base * (factor if self.end == 0 else self.end + (1 - self.end) * factor)
@@ -134,7 +151,8 @@ class Linear(_Finite):
     """Decrease the rate linearly: base (1 - p), where p is the share of completed steps.
 
     Args:
-        steps: the number of steps until the rate is lowest, including the warm-up.
+        steps: the number of steps until the rate is lowest, including the warm-up; None for the whole training, which
+            `graphopt.adapt`, estimators and recipes know.
         end: the last rate, as a share of the base rate.
 
     >>> passes.Linear(steps=4).rates(0.1, 5).round(4).tolist()
@@ -152,7 +170,8 @@ class Cosine(_Finite):
     Loshchilov, Hutter 2017.
 
     Args:
-        steps: the number of steps until the rate is lowest, including the warm-up.
+        steps: the number of steps until the rate is lowest, including the warm-up; None for the whole training, which
+            `graphopt.adapt`, estimators and recipes know.
         end: the last rate, as a share of the base rate.
 
     >>> passes.Cosine(steps=4, end=0.1).rates(0.1, 5).round(4).tolist()
@@ -168,7 +187,8 @@ class Polynomial(_Finite):
     """Decrease the rate polynomially: base (1 - p)^power, where p is the share of completed steps.
 
     Args:
-        steps: the number of steps until the rate is lowest, including the warm-up.
+        steps: the number of steps until the rate is lowest, including the warm-up; None for the whole training, which
+            `graphopt.adapt`, estimators and recipes know.
         end: the last rate, as a share of the base rate.
         power: the exponent. 1 equals `Linear`.
 
@@ -219,11 +239,11 @@ class Exponential(Schedule):
 
 
 @dataclass(frozen=True)
-class OneCycle(Schedule):
+class OneCycle(_Planned):
     """Increase the rate to base and then decrease it below its first value, each by half a cosine (Smith, Topin 2019).
 
     Args:
-        steps: the number of steps of the whole cycle.
+        steps: the number of steps of the whole cycle; None for the whole training, as for `Cosine`.
         rise: the share of the steps in which the rate grows.
         start: the divisor of base that gives the first rate.
         finish: the divisor of the first rate that gives the last rate.
@@ -232,20 +252,20 @@ class OneCycle(Schedule):
     [0.01, 0.1, 0.075, 0.025, 0.0]
     """
 
-    steps: int = within("[1, inf)", 1000)
     rise: float = within("(0, 1)", 0.3)
     start: float = within("(0, inf)", 25.0)
     finish: float = within("(0, inf)", 1e4)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 < self.rise * self.steps - 1 < self.steps - 1:
+        if self.steps is not None and not 0 < self.rise * self.steps - 1 < self.steps - 1:
             raise GraphoptError(
                 f"{self}: expected a share `rise` that leaves at least one step to rise and one to fall, found "
                 f"{self.rise} of {self.steps} steps"
             )
 
     def rate(self, op: Emitter, base: ir.Value, t: ir.Value) -> ir.Value:
+        assert self.steps is not None
         top, last = self.rise * self.steps - 1, self.steps - 1
         up = _half_cosine(op, op.Min(t / top, 1.0))
         down = _half_cosine(op, op.Min(op.Max(t - top, 0.0) / (last - top), 1.0))

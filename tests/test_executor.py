@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import pickle
 import subprocess
 import sys
 import weakref
@@ -145,6 +147,34 @@ def test_state_is_copied_never_shared():
     np.testing.assert_array_equal(before, weight)
     again = graphopt.Executor(step)
     np.testing.assert_array_equal(again.state["w"], weight)
+
+
+CHANGES = {
+    "an array": lambda e: e.parameters["fc0.bias"].__setitem__(..., 7),
+    "an item": lambda e: e.state["fc0.bias"].fill(7),
+    "a name": lambda e: e.parameters.__setitem__("fc0.bias", np.full(8, 7, np.float32)),
+    "a name of the state": lambda e: e.state.__setitem__("fc0.bias", np.full(8, 7, np.float32)),
+    "several": lambda e: e.state.update({"fc0.bias": np.full(8, 7, np.float32)}),
+    "a union": lambda e: e.state.__ior__({"fc0.bias": np.full(8, 7, np.float32)}),
+    "a name less": lambda e: e.state.pop("fc0.bias"),
+    "a hyperparameter": lambda e: e.hyperparameters.__setitem__("learning_rate", 7.0),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_a_copy_of_the_state_cannot_be_changed(executor, change):
+    before, rate = executor.state, executor.learning_rate
+    with pytest.raises(ValueError, match=r"read-only|write executor\.(update_state|set_hyperparameters)\("):
+        change(executor)
+    assert executor.learning_rate == executor.hyperparameters["learning_rate"] == rate
+    for name, array in executor.state.items():
+        np.testing.assert_array_equal(array, before[name])
+    kept = pickle.loads(pickle.dumps(copy.deepcopy(before)))
+    kept["fc0.bias"] = np.full(before["fc0.bias"].shape, 7, np.float32)
+    executor.state = kept
+    executor.set_hyperparameters(learning_rate=0.5)
+    assert (executor.parameters["fc0.bias"] == 7).all()
+    assert executor.learning_rate == executor.hyperparameters["learning_rate"] == 0.5
 
 
 def test_state_can_be_read_and_put_back(executor):

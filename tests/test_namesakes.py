@@ -39,7 +39,7 @@ class Finder:
     def find_spec(name, path=None, target=None):
         if name in ("graphopt", "passes", "recipes"):
             return PathFinder.find_spec(name, [{str(ROOT)!r}])
-sys.meta_path.append(Finder)
+sys.meta_path.insert(sys.meta_path.index(PathFinder) + 1, Finder)
 """
 
 

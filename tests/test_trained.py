@@ -12,6 +12,7 @@ import numpy as np
 import onnx
 import pyarrow.parquet
 import pytest
+import safetensors.numpy
 import sklearn.metrics as sk
 import yaml
 from builders import mlp
@@ -179,3 +180,34 @@ def test_a_run_s_recipe_is_not_overwritten() -> None:
     assert yaml.safe_load(Path("run/config.yaml").read_text())["run"] == "train"
     assert cli.main(["evaluate", "model=run/trained.onnx", *NPZ, "folder=out"]) == 0
     assert yaml.safe_load(Path("out/config.yaml").read_text())["run"] == "evaluate"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("source", ["run", "checkpoint"])
+@pytest.mark.parametrize("kind", ["compile", "hosts"])
+def test_an_exported_step_has_the_state_of_the_run(kind: str, source: str) -> None:
+    resume = "run" if source == "run" else str(max(Path("run/checkpoints").glob("step-*")))
+    assert cli.main([kind, f"resume={resume}", "folder=out"]) == 0
+    weights = {x.name: onnx.numpy_helper.to_array(x) for x in onnx.load("run/trained.onnx").graph.initializer}
+    if kind == "compile":
+        step = onnx.load("out/step.onnx")
+        found = {x.name: onnx.numpy_helper.to_array(x) for x in step.graph.initializer}
+        assert found["step"] == 3 * 3
+        assert any(np.any(x) for name, x in found.items() if name.endswith("exp_sum_sq"))
+    else:
+        found = safetensors.numpy.load_file("out/state.safetensors")
+    assert weights
+    for name, x in weights.items():
+        np.testing.assert_array_equal(found[name], x)
+
+
+@pytest.mark.parametrize("kind", ["artifacts", "report", "compare"])
+def test_what_uses_no_state_refuses_a_run(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([kind, "resume=run", "folder=out"]) == 1
+    assert f"graphopt: error: {kind}: expected no resume, found resume=run" in capsys.readouterr().err
+    assert not Path("out/report.txt").exists()
+
+
+def test_a_run_to_export_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["my.onnx", "run=hosts", "resume=true", "folder=out"]) == 1
+    assert "hosts: expected resume=RUN, the folder of a run, found resume=true" in capsys.readouterr().err

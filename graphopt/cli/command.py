@@ -273,14 +273,30 @@ def _export(write_files: Callable[[Recipe, Path, Console], str], recipe: Recipe,
     say(console, "written", f"{folder}: {written}")
 
 
+def _training_graph(recipe: Recipe, folder: Path) -> ir.Model:
+    """Return the training graph, with the state of the run or the checkpoint that `resume` names, if it does."""
+    return Trained.resumed(recipe, folder).graph() if recipe.fields.get("resume") else recipe.compile()
+
+
+def _check_no_resume(recipe: Recipe) -> None:
+    """Raise an error if `resume` names a run whose state would not be used."""
+    run, resume = recipe.fields["run"], recipe.fields.get("resume")
+    if resume:
+        raise GraphoptError(
+            f"{run}: expected no resume, found resume={resume}: it uses no state of a run; model=RUN/trained.onnx "
+            "starts from the weights that a run has trained"
+        )
+
+
 def _compile(recipe: Recipe, folder: Path, console: Console) -> str:
     if recipe.fields.get("launcher"):
+        _check_no_resume(recipe)
         halves = recipe.halves()
         stages = {f"grad.{i}.onnx": stage for i, stage in enumerate(halves.grad)}
         grad = stages if len(stages) > 1 else {"grad.onnx": halves.grad[0]}
         graphs = {"step.onnx": halves.step, **grad, "apply.onnx": halves.apply}
     else:
-        graphs = {"step.onnx": recipe.compile()}
+        graphs = {"step.onnx": _training_graph(recipe, folder)}
     for name, graph in graphs.items():
         save(graph, folder / name)
     say(console, "model", f"{recipe.fields['model']}, {parameter_count(graphs['step.onnx'])}")
@@ -289,7 +305,7 @@ def _compile(recipe: Recipe, folder: Path, console: Console) -> str:
 
 def _hosts(recipe: Recipe, folder: Path, console: Console) -> str:
     fields = recipe.fields["hosts"]
-    export_hosts(recipe.compile(), folder, **fields)
+    export_hosts(_training_graph(recipe, folder), folder, **fields)
     _describe_columns(recipe, folder, console)
     graphs = sorted(folder.glob("*.onnx"))
     say(console, "state", f"{(folder / STATE_FILE).stat().st_size / 1e6:.3g} MB, which a host holds twice")
@@ -299,6 +315,7 @@ def _hosts(recipe: Recipe, folder: Path, console: Console) -> str:
 
 
 def _artifacts(recipe: Recipe, folder: Path, console: Console) -> str:
+    _check_no_resume(recipe)
     export_artifacts(recipe.model(), recipe.pipeline, folder)
     _describe_columns(recipe, folder, console)
     return ", ".join(FILES)
@@ -312,6 +329,7 @@ def _describe_columns(recipe: Recipe, folder: Path, console: Console) -> None:
 
 
 def _report(recipe: Recipe, folder: Path, console: Console) -> str:
+    _check_no_resume(recipe)
     fields = recipe.fields["executor"]
     result = report(recipe.model(), recipe.pipeline, recipe.fields["fit"]["batch_size"])
     step, on_cpu = result.step, fields["device"] == "cpu"
@@ -353,6 +371,7 @@ def _placement(recipe: Recipe, step: ir.Model) -> str:
 
 
 def _compare(recipe: Recipe, folder: Path) -> None:
+    _check_no_resume(recipe)
     if not recipe.names_folder:
         leave(folder, folder.parents[1])
         folder = folder.parents[1]

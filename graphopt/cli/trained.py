@@ -29,12 +29,13 @@ from graphopt.graph.merging import adapted
 from graphopt.graph.metadata import Caches, TargetSpec, labels_in, original_name
 from graphopt.graph.postprocessing import standing_for
 from graphopt.graph.roles import STATE, Role, role_of, with_role
+from graphopt.graph.state import put_initial, take_initial
 from graphopt.graph.values import name_of
 from graphopt.runtime.checkpoint import load_state, save_state
 from graphopt.runtime.executor import Executor
 from graphopt.runtime.saved_adapter import save_adapter
 from graphopt.training.callbacks.logs import json_value
-from graphopt.training.checkpoints import read
+from graphopt.training.checkpoints import find, read
 from graphopt.training.evaluation import evaluate, predict
 
 _METRICS = "metrics.json"
@@ -86,6 +87,18 @@ class Trained:
             raise GraphoptError(f"{recipe.fields['run']}: expected {expected}, found {found}{remedy}")
         return cls(recipe, folder)
 
+    @classmethod
+    def resumed(cls, recipe: Recipe, folder: Path) -> Trained:
+        """Return the checkpoint that `resume=PATH` names, whose graph another folder gets."""
+        resume = recipe.fields["resume"]
+        if not isinstance(resume, str):
+            raise GraphoptError(
+                f"{recipe.fields['run']}: expected resume=RUN, the folder of a run, found resume={str(resume).lower()}"
+            )
+        checkpoint = find(resume)
+        recipe.follow(step := _step_of(checkpoint.parents[1]))
+        return cls(recipe, folder, checkpoint, step)
+
     @functools.cached_property
     def chosen(self) -> tuple[Dataset, str]:
         """Return the rows of the data that the recipe chooses, and what they are in words."""
@@ -118,10 +131,10 @@ class Trained:
         above = outputs[binary[0].output].reshape(-1) > binary[0].threshold
         return {"label": np.array(labels)[above.astype(int)]}
 
-    def executor(self) -> Executor:
-        """Return the executor of the training graph, with the trained weights."""
+    def graph(self) -> ir.Model:
+        """Return the training graph, with the state of the checkpoint if there is one."""
         if self.step is not None:
-            executor = self.recipe.executor(self.recipe.model(self.step))
+            step = self.recipe.model(self.step)
         elif self.checkpoint is not None and self.recipe.described.learns:
             raise GraphoptError(
                 f"{self.checkpoint}: expected step.onnx in the folder of the run, which has what it learnt from its "
@@ -129,10 +142,20 @@ class Trained:
             )
         else:
             step = self.recipe.compile(self.model, is_trained=self.checkpoint is None)
-            executor = self.recipe.executor(step)
         if self.checkpoint is not None:
-            executor.update_state(read(self.checkpoint).state)
-        elif self.model is not None and self.step is not None:
+            before, state = take_initial(step), read(self.checkpoint).state
+            for name, x in state.items():
+                if name not in before or (x.dtype, x.shape) != (before[name].dtype, before[name].shape):
+                    raise GraphoptError(
+                        f"{self.checkpoint}: expected the state of {self.step or 'the recipe'}, found another {name!r}"
+                    )
+            put_initial(step, {**before, **state})
+        return step
+
+    def executor(self) -> Executor:
+        """Return the executor of the training graph, with the trained weights."""
+        executor = self.recipe.executor(self.graph())
+        if self.checkpoint is None and self.model is not None and self.step is not None:
             executor.update_state(_weights(self.step, executor, self.recipe.model(self.model)))
         return executor
 

@@ -72,6 +72,10 @@ class Pass(ir.passes.InPlacePass, metaclass=Checked):
         """
         return self
 
+    def planned(self, steps: int) -> Pass:
+        """Return the pass for a training of so many steps, if it has no number of its own."""
+        return self
+
     @final
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         if not isinstance(model, ir.Model):

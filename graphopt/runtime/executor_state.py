@@ -32,11 +32,12 @@ from graphopt.runtime.frozen import FrozenPlacement, placement_of
 from graphopt.runtime.original import trained_into
 from graphopt.runtime.runners import Rounds
 from graphopt.runtime.signature import reportable
-from graphopt.runtime.state_buffers import StateBuffers
+from graphopt.runtime.state_buffers import Copies, StateBuffers
 from graphopt.runtime.tensors import Tensor, to_ort
 
 _SETTABLE = ("learning_rate", "properties", "state")
 _BATCHES = "graphopt.batches"  # properties of checkpoints
+_SETTER = "update_state({name: array})"
 _BASE = "graphopt.base"  # of adapters: a digest of the weights beside which they train
 
 
@@ -224,9 +225,12 @@ class ExecutorState(metaclass=Checked):
 
     @property
     def state(self) -> dict[str, np.ndarray]:
-        """Return copies of all state by name: parameters, optimizer slots and counters."""
+        """Return copies of all state by name: parameters, optimizer slots and counters.
+
+        They cannot be written to. `update_state`, or `executor.state = arrays`, changes the state.
+        """
         with self._lock:
-            return self._buffers.arrays()
+            return Copies(self._buffers.arrays(), _SETTER)
 
     @state.setter
     def state(self, arrays: Mapping[str, np.ndarray]) -> None:
@@ -273,9 +277,12 @@ class ExecutorState(metaclass=Checked):
 
     @property
     def parameters(self) -> dict[str, np.ndarray]:
-        """Return copies of the parameters by name, in alphabetical order."""
+        """Return copies of the parameters by name, in alphabetical order.
+
+        They cannot be written to. `update_state` changes parameters.
+        """
         with self._lock:
-            return self._buffers.arrays(sorted(self._of(Role.PARAMETER)))
+            return Copies(self._buffers.arrays(sorted(self._of(Role.PARAMETER))), _SETTER)
 
     def contiguous(self, *, frozen: bool = False) -> np.ndarray:
         """Return the parameters concatenated into one vector, in alphabetical order.

@@ -6,7 +6,7 @@ import functools
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from math import isfinite
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 import onnx_ir as ir
@@ -36,6 +36,32 @@ if TYPE_CHECKING:
     import onnxruntime
 
 
+class Copies(dict[str, Any]):
+    """Hold what an executor has by name, and refuse to be changed, which would not change the executor.
+
+    Args:
+        setter: the method of an executor that changes it, as it is called.
+    """
+
+    def __init__(self, values: Mapping[str, Any], setter: str) -> None:
+        super().__init__(values)
+        self._setter = setter
+        for x in values.values():
+            if isinstance(x, np.ndarray):
+                x.flags.writeable = False
+
+    def _refuse(self, *given: Any, **named: Any) -> NoReturn:
+        raise GraphoptError(
+            f"expected no change of a copy, which would not change the executor, found one: write "
+            f"executor.{self._setter}, or copy the values, dict(...)"
+        )
+
+    __setitem__ = __delitem__ = __ior__ = clear = pop = popitem = setdefault = update = _refuse  # type: ignore[assignment]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, (dict(self),)
+
+
 class StateBuffers:
     """Hold hyperparameters and two sets of state: a step reads the `current` set and writes the other.
 
@@ -63,7 +89,8 @@ class StateBuffers:
         self.version = 0  # a number of the state at hand, which grows when it changes
         fed = {name: array for name, array in initial.items() if name not in names}
         self.fed = {name: buffer(device, array) for name, array in fed.items()}
-        self.hyperparameters: dict[str, Any] = {name: number_or_array(array) for name, array in fed.items()}
+        self.hyperparameters: dict[str, Any] = {}
+        self._note({name: number_or_array(np.array(array)) for name, array in fed.items()})
 
     def _double(self, arrays: Mapping[str, np.ndarray]) -> None:
         """Give part of the state two buffers, and the rest one."""
@@ -174,7 +201,11 @@ class StateBuffers:
             if self.hyperparameters[name] is not value:
                 array = np.asarray(value, self._inputs[name].dtype)
                 overwrite(self._device, self.fed[name], array)
-                self.hyperparameters[name] = number_or_array(array)
+                self._note({name: number_or_array(np.array(array))})
+
+    def _note(self, values: Mapping[str, Any]) -> None:
+        """Note the values of hyperparameters."""
+        self.hyperparameters = Copies({**self.hyperparameters, **values}, "set_hyperparameters(name=value)")
 
 
 # A dot product that overflows is the answer of a check; to tell NumPy so in each step takes half a microsecond.

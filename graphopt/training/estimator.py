@@ -24,6 +24,7 @@ from graphopt.errors import GraphoptError, unknown
 from graphopt.graph.inference import replace_weights
 from graphopt.graph.loading import Source, load
 from graphopt.graph.metadata import TargetSpec
+from graphopt.graph.rewriting import Pass
 from graphopt.graph.roles import Role, labels_of, with_role
 from graphopt.graph.storage import model_digest
 from graphopt.graph.values import dtype_of, is_floating, name_of
@@ -190,6 +191,25 @@ class Estimator(metaclass=Checked):
             state["model"] = ir.to_proto(self.model)
         return state if self._executor is None else {**state, "_kept": self._executor.state}
 
+    @staticmethod
+    def _steps_of(schedule: Any, epochs: int, rows: int, batch: int, *, goes_on: bool) -> int | None:
+        """Return the steps of a training if a schedule needs their number, which is not known if it goes on later."""
+        if not _needs_steps(schedule):
+            return None
+        if goes_on:
+            raise GraphoptError(
+                f"{type(schedule).__name__}(steps=None): expected the number of steps of the whole training, found "
+                "none: partial_fit and warm_start do not know when it ends: write steps=..."
+            )
+        return epochs * math.ceil(rows / max(batch, 1))
+
+    @staticmethod
+    def _planned_by(schedule: Any, steps: int | None) -> Any:
+        """Return a schedule for a training of so many steps; None before `fit` if it needs their number."""
+        if not _needs_steps(schedule):
+            return schedule
+        return None if steps is None else schedule.planned(steps)
+
     def _running(self, structure: Structure | None = None, *, anew: bool = False) -> Executor:
         """Return the executor of a structure, or of the last one; a new executor continues the state, where it fits.
 
@@ -308,6 +328,7 @@ class Trainer(Estimator):
     # Without annotations: these are no options.
     _weighted = False  # whether rows have weights
     _digest = ""  # of the model, as it was last read
+    _steps = cast("int | None", None)  # of the last training, if the schedule needs their number
     _row = cast("tuple[int, ...] | None", None)  # the shape of a row of the targets
     _transient = (*Estimator._transient, "_structure")
 
@@ -388,7 +409,7 @@ class Trainer(Estimator):
 
     def get_state(self) -> dict[str, np.ndarray]:
         """Return copies of all state by name: parameters, optimizer slots and counters."""
-        return self._running().state
+        return {name: array.copy() for name, array in self._running().state.items()}
 
     def set_state(self, state: Mapping[str, np.ndarray]) -> None:
         """Replace all or part of the state. A `fit` with `warm_start` continues from it.
@@ -439,6 +460,8 @@ class Trainer(Estimator):
         warm: bool,
     ) -> Trainer:
         self._weighted = WEIGHT in data
+        rows = len(next(iter(data.values())))
+        self._steps = self._steps_of(self.schedule, epochs, rows, self.batch_size, goes_on=warm)
         executor = self._running(anew=True)
         state, hyperparameters = self._initial
         if not warm:
@@ -476,6 +499,7 @@ class Trainer(Estimator):
                 raise GraphoptError(unknown("schedule", schedule, SCHEDULES))
             name = SCHEDULES[schedule]
             schedule = getattr(passes, name)() if name else None
+        schedule = self._planned_by(schedule, self._steps)
         steps = {
             "loss": self._loss(self._weighted),
             "optimizer": self.optimizer or passes.SGD(0.01),
@@ -528,6 +552,10 @@ def probabilities_of(loss: Any, output: np.ndarray) -> np.ndarray:
         return probabilities
     columns = probabilities.reshape(len(output), -1)
     return columns if columns.shape[1] > 1 else np.concatenate([1 - columns, columns], axis=1)
+
+
+def _needs_steps(schedule: Any) -> bool:
+    return isinstance(schedule, Pass) and schedule.planned(2**31) is not schedule
 
 
 def _alike(x: np.ndarray, y: np.ndarray) -> bool:

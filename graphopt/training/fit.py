@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -130,12 +131,15 @@ def adapt(
     shuffle: Shuffle = True,
     seed: int = 0,
     allow_nan: bool = False,
+    epochs: int | None = None,
+    batch_size: int = FitOptions.batch_size,
 ) -> Pipeline:
     """Return a pipeline whose passes have learnt from the training rows of a data set.
 
     `passes.Standardize()` learns means and standard deviations, and `class_weights="balanced"` of `passes.CrossEntropy`
-    and `passes.BinaryCrossEntropy` learns class weights. Held-out rows do not count. Give `validation`, `shuffle` and
-    `seed` as to `fit`.
+    and `passes.BinaryCrossEntropy` learns class weights. Held-out rows do not count. With `epochs`, a schedule such as
+    `passes.Cosine()` learns the steps of the training. Give `validation`, `shuffle`, `seed`, `epochs` and `batch_size`
+    as to `fit`.
 
     Args:
         pipeline: the pipeline; it is not changed.
@@ -146,6 +150,8 @@ def adapt(
         shuffle: whether held-out rows are drawn, as in `fit`.
         seed: the seed of what is drawn.
         allow_nan: accept NaN and infinities in arrays that no pass learns from.
+        epochs: the number of epochs of the training, if a schedule needs it.
+        batch_size: the number of rows of a batch.
 
     Raises:
         GraphoptError: the data does not fit the model, or a pass cannot learn from it.
@@ -158,7 +164,7 @@ def adapt(
     True
     """
     check_pipeline(pipeline, "adapt", "adapt(graphopt.standard(...), model, data)")
-    if not pipeline.learns:
+    if not pipeline.learns and epochs is None:
         return pipeline
     if not has_rows(data):
         raise GraphoptError(
@@ -167,6 +173,9 @@ def adapt(
         )
     data, loaded = as_dataset(data), load(model)
     rows, _ = hold_out(len(data), _share(validation), shuffle=shuffle, seed=seed)
+    if epochs is not None:
+        options = FitOptions(epochs=epochs, batch_size=batch_size)
+        pipeline = pipeline.planned(options.epochs * math.ceil(len(rows) / options.batch_size))
     return pipeline.adapted(loaded, TrainingRows(data, loaded, rows, allow_nan=allow_nan).read)
 
 

@@ -178,6 +178,7 @@ class Fitting(EstimatorOptions, Estimator, BaseEstimator):  # type: ignore[misc]
     _interface: network.Interface | None = None  # of a model that was given
     _dtype = "float64"  # of the features
     _planned = 0  # rows of all epochs of the first fit
+    _steps: int | None = None  # of the last training, if the schedule needs their number
     numeric = False  # whether targets have to be numbers
 
     def fit(self: _Self, X: Any, y: Any, sample_weight: Any = None) -> _Self:
@@ -362,6 +363,9 @@ class Fitting(EstimatorOptions, Estimator, BaseEstimator):  # type: ignore[misc]
         weights = self._weights(y, sample_weight, incremental=incremental)
         if weights is not None:
             rows[WEIGHT] = weights
+        count = len(X) - math.ceil(len(X) * self.validation_fraction if self.early_stopping else 0)
+        length = self.max_iter, count, min(self._batch_rows(), count)
+        self._steps = self._steps_of(self.learning_rate, *length, goes_on=incremental or self.warm_start)
         random = check_random_state(self.random_state)
         start: Mapping[str, np.ndarray] = {}
         if not first:
@@ -400,6 +404,7 @@ class Fitting(EstimatorOptions, Estimator, BaseEstimator):  # type: ignore[misc]
             raise GraphoptError(
                 "adapter: expected a model whose weights it adapts, found a new perceptron: set model"
             )
+        schedule = self._planned_by(self.learning_rate, self._steps)
         steps = {
             "adapter": self.adapter,
             "parameters": self.parameters or DEFAULT,
@@ -407,11 +412,14 @@ class Fitting(EstimatorOptions, Estimator, BaseEstimator):  # type: ignore[misc]
             "loss": dataclasses.replace(self._loss(), sample_weight=has_weights),
             "regularizer": network.WeightPenalty(self.alpha) if self.alpha else None,
             "optimizer": self._optimizer(),
-            "schedule": None if isinstance(self.learning_rate, str) else self.learning_rate,
+            "schedule": None if isinstance(self.learning_rate, str) else schedule,
         }
-        rows = 200 if self.batch_size == "auto" else int(self.batch_size)
+        rows = self._batch_rows()
         chosen = self.device, self.threads, rows, self._planned
         return Structure(model, digest_of(model), tuple(steps.items()), *chosen)
+
+    def _batch_rows(self) -> int:
+        return 200 if self.batch_size == "auto" else int(self.batch_size)
 
     def _same_model(self) -> bytes:
         """Return the model that trains, or raise an error if `model` is another one now."""
@@ -430,7 +438,7 @@ class Fitting(EstimatorOptions, Estimator, BaseEstimator):  # type: ignore[misc]
             rows, held_out = self._split(rows, random)
         feeds = self._feeds(executor, rows)
         count = len(rows[FEATURES])
-        size = min(200 if self.batch_size == "auto" else int(self.batch_size), count)
+        size = min(self._batch_rows(), count)
         order = np.arange(count)
         rates = [name for name in executor.hyperparameters if name.endswith("learning_rate")]
         self.n_iter_ = 0
