@@ -321,8 +321,8 @@ def test_a_recurrent_output_of_another_declared_rank_trains():
 def test_a_function_whose_opset_means_something_else_is_refused(made):
     proto = onnx.parser.parse_model(
         """<ir_version: 8, opset_import: ["" : 18, "local" : 1]>
-        g (float[N,4] x) => (float[N,4] y) { h = local.Part(x) y = Mul(h, w) }
+        g (float[N,4] x) => (float[N,4] y) { h = local.Part(x) y = Mul(h, x) }
         <domain: "local", opset_import: ["" : 12]> Part (a) => (c) { c = Softmax<axis=0>(a) }"""
     )
-    with pytest.raises(GraphoptError, match="opset|version"):
+    with pytest.raises(GraphoptError, match=r"opset|version"):
         opened(made(proto))
