@@ -17,8 +17,9 @@ import onnx_ir as ir
 from graphopt.errors import GraphoptError, line
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.listing import operator_of
+from graphopt.graph.operators import schema_of
 from graphopt.graph.opsets import OPSET
-from graphopt.graph.traversal import sort, subgraphs
+from graphopt.graph.traversal import all_nodes, sort, subgraphs
 from graphopt.graph.values import constant_of, rank, swap
 from passes.lowering.registry import freeze
 
@@ -50,23 +51,22 @@ def upgrade(model: ir.Model) -> None:
 
 
 def align(model: ir.Model, functions: Iterable[ir.Function]) -> None:
-    """Bring a model and functions to one opset, so that the functions can be inlined: the working opset or a newer one.
+    """Give functions the model's opset, so that they can be inlined, if their operators are the same in both.
 
     Raises:
-        GraphoptError: as `upgrade` does; also if a change depends on an attribute of the function.
+        GraphoptError: an operator changed in between. ONNX's checker and ONNX Runtime refuse such files.
     """
     version = model.opset_imports.setdefault("", OPSET)
-    versions = {function: function.opset_imports.get("", version) for function in functions}
-    if {*versions.values()} <= {version}:
-        return
-    upgrade(model)
-    newest = max(OPSET, version, *versions.values())
-    with Emitter(model) as op:
-        for function, its in versions.items():
-            if its < OPSET:
-                _upgrade(op.within(function.graph), function.graph, its)
-            function.opset_imports[""] = newest
-    model.opset_imports[""] = newest
+    for function in functions:
+        own = function.opset_imports.get("", version)
+        for node in all_nodes(function) if own != version else ():
+            here, there = (schema_of("", node.op_type, opset) for opset in (own, version))
+            if node.domain == "" and (here and here.since_version) != (there and there.since_version):
+                raise GraphoptError(
+                    f"function {function.domain}::{function.name}: expected operators that are the same in its opset "
+                    f"{own} and the model's opset {version}, found {node.op_type}: inline the function before"
+                )
+        function.opset_imports[""] = version
 
 
 def _upgrade(op: Emitter, graph: ir.Graph, version: int) -> None:
