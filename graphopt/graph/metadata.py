@@ -393,6 +393,15 @@ class Kind(enum.Enum):
     CONSTANT = "constant"  # a constant of the program
 
 
+class Evidence(enum.Enum):
+    """Say what tells the kind of an initializer. The first that exists decides."""
+
+    USER = "the user"
+    RECORD = "a record of the exporter"
+    NAME = "its name"  # and that nothing speaks against it
+    USE = "its use and its numbers"
+
+
 class Layout(enum.Enum):
     """Say how a file stores the numbers of the parameter that an initializer was made from."""
 
@@ -418,7 +427,8 @@ class Origin(Note, key="graphopt.origin", expected="what an initializer is, as g
     reports read them.
 
     Args:
-        why: the evidence, as a phrase that a report shows.
+        why: the reason, as a phrase that a report shows.
+        evidence: what tells the kind.
         certain: whether the user or the exporter declared the kind; otherwise, a rule decided, and it is unsure.
         named: whether its name is its path: that of a parameter or buffer of the exported program.
         by_exporter: whether the exporter that wrote it merges equal weights.
@@ -430,6 +440,7 @@ class Origin(Note, key="graphopt.origin", expected="what an initializer is, as g
 
     kind: Kind
     why: str
+    evidence: Evidence = Evidence.USE
     certain: bool = True
     named: bool = False
     by_exporter: bool = False

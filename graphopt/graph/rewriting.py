@@ -238,7 +238,7 @@ def matches(name: str | None, pattern: Pattern) -> bool:
 
 
 def selects(pattern: Pattern, value: ir.Value) -> bool:
-    """Return whether a pattern matches an initializer's name, its path, or those of what it was made from or tied to."""
+    """Return whether a pattern matches a name of an initializer."""
     return bool(pattern) and any(matches(name, pattern) for name in names_of(value))
 
 
