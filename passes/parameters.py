@@ -32,7 +32,7 @@ from passes.gradients.walk import dead_ends
 from passes.lowering.classical import is_tree
 from passes.weights import FOLDED_BY_TF2ONNX, evidence, folds
 from passes.weights.initializers import array, register
-from passes.weights.layers import warn_of_biases
+from passes.weights.layers import warn_of_parts
 from passes.weights.masters import QuantizedWeights
 
 
@@ -268,7 +268,7 @@ def _check(field: str, pattern: Pattern, floating: Sequence[ir.Value]) -> None:
             f"{field}={pattern!r} matches no floating-point initializer; the model has: "
             f"{', '.join(names) or 'none'}"
         )
-    warn_of_biases(field, pattern, floating)
+    warn_of_parts(field, pattern, floating)
 
 
 def _read(value: ir.Value) -> Origin:

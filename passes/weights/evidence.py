@@ -222,9 +222,9 @@ def is_regular(numbers: np.ndarray) -> bool:
     """
     flat = numbers.astype(np.float64).ravel()
     distinct = np.unique(flat)
-    if flat.size == 0 or distinct.size == 1:
-        return flat.size > 0 and distinct[0] not in (0, 1) and _are_short(flat)
-    if _are_short(flat) or (flat.size >= 16 and distinct.size <= flat.size / 4):
+    if distinct.size < 2:
+        return not np.isin(distinct, (0, 1)).any() and _are_short(distinct)
+    if all(map(_is_written, distinct[:256])) or (flat.size >= 16 and distinct.size <= flat.size / 4):
         return True
     if flat.size >= 8 and (flat == 0).mean() >= 0.5:
         return True
@@ -233,6 +233,11 @@ def is_regular(numbers: np.ndarray) -> bool:
         return True
     spread = 1e-5 * np.ptp(flat)
     return flat.size >= 6 and any(np.abs(x - x[::-1]).max() <= spread for x in (flat, flat[1:]))
+
+
+def _is_written(number: float) -> bool:
+    """Return whether six digits tell a number of float32 from all others, as of a few in a hundred by chance."""
+    return len(np.format_float_scientific(np.float32(number), trim="-").partition("e")[0].lstrip("-")) <= 7
 
 
 def _are_short(numbers: np.ndarray) -> bool:

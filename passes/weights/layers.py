@@ -1,4 +1,4 @@
-"""Find the weights of layers whose biases a pattern selects."""
+"""Warn about patterns that select a part of a layer, where the file does not tell the rest."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Iterable
 import onnx_ir as ir
 
 from graphopt.errors import some
+from graphopt.graph.metadata import Origin
 from graphopt.graph.operators import LAYOUT, PRODUCTS
 from graphopt.graph.rewriting import Pattern, matches, names_of, selects
 
@@ -15,10 +16,11 @@ _ENDS = {".bias": ".weight", ".in_proj_bias": ".in_proj_weight"}
 _PASSED = LAYOUT | {"Cast", "Mul"}
 
 
-def warn_of_biases(place: str, pattern: Pattern, values: Iterable[ir.Value]) -> None:
-    """Warn about biases that a pattern selects without the weights of the same layers.
+def warn_of_parts(place: str, pattern: Pattern, values: Iterable[ir.Value]) -> None:
+    """Warn about biases that a pattern selects without the weights of their layers, and about parts of joined values.
 
-    The pattern matches the path that such a weight should have, but the file does not tell which one has it.
+    The pattern matches the path that such a weight should have, but the file does not tell which one has it. An
+    exporter joins parameters, such as both directions of an LSTM, into values that train as a whole.
 
     Args:
         place: the option that has the pattern.
@@ -38,6 +40,18 @@ def warn_of_biases(place: str, pattern: Pattern, values: Iterable[ir.Value]) -> 
         weight = _weight(bias)
         if weight in values and not selects(pattern, weight):
             apart += [(bias, path, weight) for path in paths if path not in known and matches(path, pattern)]
+    joined = {}
+    for value in values:
+        origin, missing = Origin.read(value), [name for name in names_of(value) if not matches(name, pattern)]
+        if (
+            origin is not None
+            and value.name in missing
+            and len(origin.sources) > len(set(origin.sources) & {*missing}) > 0
+        ):
+            joined[value] = [name for name in origin.sources if name in missing]
+    if joined:
+        pairs = [f"{value.name!r}, which has {some(rest)}, too" for value, rest in joined.items()]
+        warnings.warn(f"{place}={pattern!r}: selects {some(pairs)}: the exporter joined them", stacklevel=2)
     if apart:
         pairs = [f"{bias.name!r} and not {path!r}, which may be {x.name!r}" for bias, path, x in apart]
         warnings.warn(

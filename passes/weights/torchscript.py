@@ -98,9 +98,9 @@ class ExportedModule:
         return ".".join(path) in self._parents
 
     def paths(self, nodes: Iterable[ir.Node]) -> set[str]:
-        """Return the modules from which nodes come. Further calls of a module without a name have a number, too."""
-        paths = map(self.path, nodes)
-        return {path if path in self._parents else re.sub(r"_\d+(?=\.|$)", "", path) for path in paths}
+        """Return the modules from which nodes may come. In further calls, one without a name has a number, too."""
+        found = set(map(self.path, nodes))
+        return found | {re.sub(r"_\d+(?=\.|$)", "", path) for path in found - self._parents}
 
     def sources(self, value: ir.Value) -> tuple[tuple[str, ...], Layout]:
         """Return the paths of the parameters that a folded value was made from, and how it stores their numbers.
