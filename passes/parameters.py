@@ -115,17 +115,22 @@ class Parameters(Pass):
     1. the fields of this pass;
     2. records of PyTorch's exporters about parameters and buffers, and about values folded, merged or computed from
        them; records of scikit-learn's and TensorFlow's converters;
-    3. its use in the graph: running statistics, initial values of scatters and recurrences, the unit scale of a
-       normalization; and its numbers: masks, tables of sines and cosines, frequencies, statistics of the model's
-       input. A single number in arithmetic is a literal, unless the exporter calls it a parameter;
-    4. otherwise it is a parameter if a gradient flows to it from an output.
+    3. in files of PyTorch's older exporter, its name: `weight` and other names of parameters in PyTorch's modules;
+       names of buffers, such as `mask` or `running_mean`, if its numbers or its use fit them;
+    4. its use in the graph: running statistics, initial values of scatters and recurrences, bounds, the values of
+       OneHot, the unit scale of a normalization, integers behind a scale; and its numbers: masks, tables of sines and
+       cosines, frequencies, statistics of the model's input. A single number in arithmetic is a literal, unless the
+       exporter calls it a parameter;
+    5. otherwise it is a parameter if a gradient flows to it from an output.
 
     Beside adapters, such as `passes.LoRA`, only their weights train, and those that `unfreeze` names.
 
     A copy of a weight that the exporter folded, transposed or reshaped is computed from the weight (tied).
-    A decision by rule 3 alone, or a tie by equal numbers alone, is uncertain: a warning counts them and
-    `run=report` lists them. Patterns are shell-style, one or several. They match names of initializers, and of the
-    parameters from which the exporter made them, such as the weight whose transpose is in the file.
+    A decision by uses and numbers, by a name that parameters and buffers have, or a tie by equal numbers, is unsure: a
+    warning says which of them train, and `run=report` lists them, each with the option that changes it. Patterns are
+    shell-style, one or several. They match names of initializers, and the paths of the parameters from which the
+    exporter made them, such as that of the weight whose transpose is in the file. A pattern that reaches a bias but not
+    the weight beside it, or a part of what the exporter joined, is warned of.
 
     Args:
         pattern: train only these.
@@ -373,17 +378,21 @@ def _warn(values: Sequence[ir.Value]) -> None:
         return
     numbers = elements(value for value, _ in unsure)
     count = "1 initializer" if len(unsure) == 1 else f"{len(unsure)} initializers"
-    ways = []
-    for trains, what in (
-        (True, "train, and change if they are buffers or constants, until freeze names them"),
-        (False, "do not train, and learn nothing if they are parameters, until unfreeze names them"),
-    ):
-        named = [f"{value.name!r} ({origin.reason})" for value, origin in unsure if origin.trains == trains]
-        if named:
-            ways.append(f"{some(named, 4)} {what}")
+    ways = {
+        "trained, which changes them if they are buffers": [x for x in unsure if x[1].trains],
+        "not trained, which keeps them from learning if they are parameters": [
+            x for x in unsure if not x[1].trains
+        ],
+    }
+    reasons = [
+        f"{way}: {some([f'{value.name!r} ({origin.reason})' for value, origin in group], 4)}"
+        for way, group in ways.items()
+        if group
+    ]
     warnings.warn(
-        f"the model file does not say whether {count} of {numbers:,} numbers should train, so a rule decides: "
-        f"{'; '.join(ways)}: set freeze, unfreeze, untie or retie of Parameters, and run=report lists what trains",
+        f"the model file does not say whether {count} of {numbers:,} numbers should train, so a rule decides; "
+        f"{'; '.join(reasons)}: set freeze, unfreeze, untie or retie of Parameters to change it, and run=report lists "
+        f"what trains",
         stacklevel=2,
     )
 

@@ -292,8 +292,10 @@ def _is_filter(x: ir.Value, numbers: np.ndarray) -> bool:
 
 def _spread(x: ir.Value) -> list[ir.Value]:
     """Return what Expand, Tile and Concat make of a value, or the value itself."""
-    spread = [user.outputs[0] for user in x.consumers() if user.op_type in ("Concat", "Expand", "Tile")]
-    return spread if len(spread) == len(x.consumers()) and spread else [x]
+    users = x.consumers()
+    if not users or any(user.op_type not in ("Concat", "Expand", "Tile") for user in users):
+        return [x]
+    return [y for user in users for y in _spread(user.outputs[0])]
 
 
 def _is_triangle(x: ir.Value, numbers: np.ndarray) -> bool:

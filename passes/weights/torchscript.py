@@ -72,7 +72,10 @@ class ExportedModule:
         for node in model.graph.all_nodes():
             if node.op_type not in _BESIDE:
                 self._operators[self.path(node)].add(node.op_type)
-        self.is_narrow = all(array(x).dtype.itemsize < 4 for x in self.known.values() if is_weight(x))
+        types = [
+            x.const_value.dtype for x in self.known.values() if x.const_value is not None and is_weight(x)
+        ]
+        self.is_narrow = all(dtype.bitwidth < 32 for dtype in types)
 
     def path(self, node: ir.Node) -> str:
         """Return the path of the module from which a node comes.
