@@ -856,10 +856,38 @@ def test_a_copy_of_fewer_bits_is_unsure() -> None:
     assert "0.weight, transposed by the exporter and rounded to float16" in said[0]
 
 
-@pytest.mark.parametrize("tool", ["onnxslim", "onnxsim"])
+TOOLS = {"onnxslim": "slim", "onnxsim": "simplify"}
+
+
+def rewritten(tool: str, proto: onnx.ModelProto) -> onnx.ModelProto:
+    result = getattr(pytest.importorskip(tool), TOOLS[tool])(proto)
+    return result[0] if isinstance(result, tuple) else result
+
+
+@pytest.mark.parametrize("fill", [1.0, 0.6])
+def test_a_deviation_that_starts_with_equal_numbers_trains(fill: float) -> None:
+    made = named("std", torch.full((8,), fill), lambda m, x: m.head(m.layer(x) * 0.5 + m.p), True)
+    loaded, _ = decided(export(Row(lambda: made, V))[1])
+    assert "std" in trained(loaded) and not origin(loaded, "std").certain
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+def test_a_pattern_reaches_what_a_tool_folded(tool: str) -> None:
+    module = PATHS["nested lists"]()
+    file = io.BytesIO()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.onnx.export(
+            module, (torch.randn(T),), file, dynamo=False, do_constant_folding=False, input_names=["x"]
+        )
+    proto = rewritten(tool, onnx.load_model_from_string(file.getvalue()))
+    for child in ("0.0", "0.1", "1.0"):
+        found = trained(decided(proto, pattern=f"{child}.*")[0])
+        assert numbers_in(found.values()) == numbers(module.get_submodule(child).parameters()), child
+
+
+@pytest.mark.parametrize("tool", TOOLS)
 def test_a_batch_normalization_that_a_tool_folded_is_said(tool: str) -> None:
-    simplify = {"onnxslim": "slim", "onnxsim": "simplify"}
-    function = getattr(pytest.importorskip(tool), simplify[tool])
     module = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU())
     file = io.BytesIO()
     with warnings.catch_warnings():
@@ -868,8 +896,7 @@ def test_a_batch_normalization_that_a_tool_folded_is_said(tool: str) -> None:
             randomized(module), (torch.randn(IMG),), file, dynamo=False, do_constant_folding=False,
             training=torch.onnx.TrainingMode.PRESERVE, input_names=["x"], output_names=["y"],
         )  # fmt: skip
-    result = function(onnx.load_model_from_string(file.getvalue()))
-    loaded, said = decided(result[0] if isinstance(result, tuple) else result)
+    loaded, said = decided(rewritten(tool, onnx.load_model_from_string(file.getvalue())))
     assert {path for name in trained(loaded) for path in origin(loaded, name).sources} == {
         "0.weight",
         "0.bias",

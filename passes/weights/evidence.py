@@ -218,12 +218,12 @@ def is_short(x: ir.Value) -> bool:
 def is_regular(numbers: np.ndarray) -> bool:
     """Return whether numbers are short, few, mostly zeros, in order or symmetric, unlike those of a trained weight.
 
-    Zeros and ones are how weights start.
+    A weight may start with equal numbers, but not with a whole number above 1.
     """
     flat = numbers.astype(np.float64).ravel()
     distinct = np.unique(flat)
     if distinct.size < 2:
-        return not np.isin(distinct, (0, 1)).any() and _are_short(distinct)
+        return bool((distinct > 1).any() and not (distinct % 1).any())
     if all(map(_is_written, distinct[:256])) or (flat.size >= 16 and distinct.size <= flat.size / 4):
         return True
     if flat.size >= 8 and (flat == 0).mean() >= 0.5:

@@ -56,6 +56,7 @@ _READERS = RECURRENT | {"Add", "Concat", "Div", "Expand", "Gather", "MatMul", "M
 _READERS_OF_LITERALS = ARITHMETIC | {"Clip", "Concat", "Where"}
 _WEIGHTED = CONVOLUTIONS | MATRIX_PRODUCTS
 # Operators that a layer may have beside its own.
+_OF_LINEAR = {"Add", "Gemm", "MatMul"}
 _BESIDE = {"Cast", "Constant", "ConstantOfShape", "Identity", "Pad", "Shape", "Transpose"}
 
 
@@ -77,15 +78,15 @@ class ExportedModule:
         ]
         self.is_narrow = all(dtype.bitwidth < 32 for dtype in types)
 
-    def path(self, node: ir.Node) -> str:
-        """Return the path of the module from which a node comes.
+    def path(self, x: ir.Node | ir.Value) -> str:
+        """Return the path of the module from which a node comes, or a value that is named after one.
 
         A Sequential is a scope of its own, whose children repeat its name: `/layer/layer.0/Gemm`. So do the children
         of a ModuleList of the same name in a module `layer`, which names of other parameters tell. In further calls of
         a module, scopes end in a number: `/layer/layer.0_1/Gemm`.
         """
         path: list[str] = []
-        for scope in (node.name or "").split("/")[1:-1]:
+        for scope in (x.name or "").split("/")[1:-1]:
             first = re.sub(r"_\d+$", "", scope)
             is_numbered = re.search(r"\.\d+$", first) is not None
             if is_numbered or (self._has([*path, first]) and not self._has([*path, scope])):
@@ -115,6 +116,11 @@ class ExportedModule:
             paths, layout = self._read(node, index)
             if paths and self.known.keys().isdisjoint(paths):
                 return paths, layout
+        path = f"{self.path(value)}.weight"
+        if re.fullmatch(r"/.+/Transpose_output_0", name_of(value)) and path not in self.known:
+            return (
+                path,
+            ), Layout.TRANSPOSED  # of a Linear layer, by a tool that folded what the exporter had not
         return (), Layout.SAME
 
     def _read(self, node: ir.Node, index: int) -> tuple[tuple[str, ...], Layout]:
@@ -148,7 +154,7 @@ class ExportedModule:
             for end, weight in ((".bias", ".weight"), (".in_proj_bias", ".in_proj_weight")):
                 if bias.endswith(end) and not is_generated(bias):
                     return (f"{bias.removesuffix(end)}{weight}",)
-        return (f"{path}.weight",) if path and self._operators[path] <= {"MatMul", "Add"} else ()
+        return (f"{path}.weight",) if path and self._operators[path] <= _OF_LINEAR else ()
 
 
 def separate_merged(module: ExportedModule) -> dict[str, Origin]:
@@ -280,7 +286,7 @@ def _folded(value: ir.Value, module: ExportedModule) -> Origin:
     if is_table and all(reader.op_type in ARITHMETIC for reader in readers):
         return Origin(Kind.CONSTANT, "a table of a few numbers, such as sizes of boxes", certain=False)
     sources, layout = module.sources(value)
-    path = "" if sources else next(filter(None, map(module.path, readers)), "")
+    path = "" if sources else next(filter(None, map(module.path, (*readers, value))), "")
     origin = Origin(
         Kind.PARAMETER, "", certain=False, by_exporter=True, sources=sources, module=path, layout=layout
     )
