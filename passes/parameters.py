@@ -268,10 +268,9 @@ def _floating(model: ir.Model) -> list[ir.Value]:
 
 def _check(field: str, pattern: Pattern, floating: Sequence[ir.Value]) -> None:
     if pattern and not any(selects(pattern, value) for value in floating):
-        names = [" (".join(names_of(value)[:2]) + ")" * (len(names_of(value)) > 1) for value in floating]
+        names = [" or ".join(names_of(value)[:2]) for value in floating]
         raise GraphoptError(
-            f"{field}={pattern!r} matches no floating-point initializer; the model has: "
-            f"{', '.join(names) or 'none'}"
+            f"{field}={pattern!r} matches no floating-point initializer; the model has: {', '.join(names) or 'none'}"
         )
     warn_of_parts(field, pattern, floating)
 
@@ -309,14 +308,9 @@ def origin_in_file(value: ir.Value) -> Origin:
     if not is_recorded and (origin := evidence.of_integers(value)):
         return origin
     if written is not None and written.certain:
-        looks = (
-            evidence.constant_value(value) if written.by_exporter else None
-        )  # which has no record beside the name
-        return (
-            written
-            if looks is None
-            else replace(written, why=f"{written.why}, but {looks.why}", certain=False)
-        )
+        # A name is no record, and no file records that a parameter does not require a gradient.
+        looks = evidence.constant_value(value) if written.by_exporter else None
+        return replace(written, why=f"{written.why}, but {looks.why}", certain=False) if looks else written
     if written is not None and written.kind is Kind.COMPUTED and written.sources and not written.by_exporter:
         return written
     if _is_open(value):

@@ -41,14 +41,11 @@ def warn_of_parts(place: str, pattern: Pattern, values: Iterable[ir.Value]) -> N
         if weight in values and not selects(pattern, weight):
             apart += [(bias, path, weight) for path in paths if path not in known and matches(path, pattern)]
     joined = {}
-    for value in values:
-        origin, missing = Origin.read(value), [name for name in names_of(value) if not matches(name, pattern)]
-        if (
-            origin is not None
-            and value.name in missing
-            and len(origin.sources) > len(set(origin.sources) & {*missing}) > 0
-        ):
-            joined[value] = [name for name in origin.sources if name in missing]
+    for value in [value for value in values if not matches(value.name, pattern)]:
+        origin = Origin.read(value)
+        rest = [] if origin is None else [path for path in origin.sources if not matches(path, pattern)]
+        if origin is not None and 0 < len(rest) < len(origin.sources):
+            joined[value] = rest
     if joined:
         pairs = [f"{value.name!r}, which has {some(rest)}, too" for value, rest in joined.items()]
         warnings.warn(f"{place}={pattern!r}: selects {some(pairs)}: the exporter joined them", stacklevel=2)

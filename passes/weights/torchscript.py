@@ -30,13 +30,7 @@ _PARAMETERS = re.compile(
 # Names that only buffers have, in PyTorch's modules and in common libraries.
 _STATE = {
     *("running_mean", "running_var", "running_std", "num_batches_tracked", "position_ids", "inv_freq"),
-    *(
-        "relative_coords_table",
-        "relative_position_index",
-        "final_logits_bias",
-        "embed_scale",
-        "alphas_cumprod",
-    ),
+    *("relative_coords_table", "relative_position_index", "final_logits_bias", "embed_scale"),
     *("attention_mask", "attn_mask", "causal_mask", "tril", "triu", "cos_cached", "sin_cached", "alibi"),
     *("default_boxes", "prior_boxes", "priors", "dboxes", "ema", "embed_avg", "cluster_size"),
 }
@@ -55,8 +49,8 @@ _STATISTICS = ("mean", "std", "var")
 _READERS = RECURRENT | {"Add", "Concat", "Div", "Expand", "Gather", "MatMul", "Mul", "PRelu", "Sub"}
 _READERS_OF_LITERALS = ARITHMETIC | {"Clip", "Concat", "Where"}
 _WEIGHTED = CONVOLUTIONS | MATRIX_PRODUCTS
-# Operators that a layer may have beside its own.
 _OF_LINEAR = {"Add", "Gemm", "MatMul"}
+# Operators that a layer may have beside its own.
 _BESIDE = {"Cast", "Constant", "ConstantOfShape", "Identity", "Pad", "Shape", "Transpose"}
 
 
@@ -116,11 +110,10 @@ class ExportedModule:
             paths, layout = self._read(node, index)
             if paths and self.known.keys().isdisjoint(paths):
                 return paths, layout
-        path = f"{self.path(value)}.weight"
-        if re.fullmatch(r"/.+/Transpose_output_0", name_of(value)) and path not in self.known:
-            return (
-                path,
-            ), Layout.TRANSPOSED  # of a Linear layer, by a tool that folded what the exporter had not
+        module = self.path(value)
+        is_linear = self._operators[module] <= _OF_LINEAR and f"{module}.weight" not in self.known
+        if is_linear and re.fullmatch(r"/.+/Transpose_output_0", name_of(value)):
+            return (f"{module}.weight",), Layout.TRANSPOSED  # by a tool that folded what the exporter had not
         return (), Layout.SAME
 
     def _read(self, node: ir.Node, index: int) -> tuple[tuple[str, ...], Layout]:
