@@ -479,6 +479,32 @@ def test_what_is_constant_by_its_use_does_not_train(name: str, producer: str) ->
     assert trained(loaded).keys() >= {"head.weight" if producer else "w"}
 
 
+@pytest.mark.parametrize("exporter", EXPORTERS)
+def test_a_head_that_another_tool_added_trains(exporter: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        proto = export(nn.Sequential(nn.Linear(8, 6), nn.Tanh()).eval(), torch.randn(3, 8), exporter)
+    rng, make = np.random.default_rng(0), onnx.helper.make_node
+    arrays = {
+        "centres": rng.normal(size=(6, 4)),
+        "shift": rng.normal(size=4),
+        "margin": np.cos(0.5),
+        "s": 16.0,
+    }
+    for name, x in arrays.items():
+        proto.graph.initializer.append(onnx.numpy_helper.from_array(np.array(x, np.float32), name))
+    proto.graph.node.extend(
+        [
+            make("MatMul", ["y", "centres"], ["a"]),
+            make("Add", ["a", "shift"], ["b"]),
+            make("Mul", ["b", "margin"], ["c"]),
+            make("Mul", ["c", "s"], ["z"]),
+        ]
+    )
+    proto.graph.output.append(onnx.helper.make_tensor_value_info("z", 1, [3, 4]))
+    assert sorted(trained(decided(proto)[0])) == ["0.bias", "0.weight", "centres", "shift"]
+
+
 @pytest.mark.parametrize("name", ["dense", "embedding"])
 def test_weights_of_whole_numbers_without_a_scale_train(name: str) -> None:
     text = {"dense": "MatMul(x, v)", "embedding": "MatMul(t, v)"}[name]

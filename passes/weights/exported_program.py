@@ -16,7 +16,7 @@ import numpy as np
 import onnx_ir as ir
 
 from graphopt.errors import some
-from graphopt.graph.metadata import EXPORTED_CALL, Evidence, Kind, Layout, Origin, Text
+from graphopt.graph.metadata import EXPORTED_CALL, Evidence, Kind, Layout, Origin, Text, all_of
 from graphopt.graph.operators import CONVOLUTIONS
 from graphopt.graph.values import constant_copy_of, dtype_of, name_of
 from passes.weights import folds
@@ -170,9 +170,15 @@ def restore_records(program: ExportedProgram) -> None:
 def program_origins(program: ExportedProgram) -> dict[str, Origin]:
     """Return the kind of each floating-point initializer and constant that the signature determines, by its name.
 
-    Keras's variables are not parameters for PyTorch's exporter: their values are constants, as literals are.
+    Keras's variables are not parameters for PyTorch's exporter: their values are constants, as literals are. What
+    nodes read that another tool added after the program, such as a head, is neither.
     """
-    weights = weights_in(program.model)
+    added = _added(program.model.graph)
+    weights = [
+        value
+        for value in weights_in(program.model)
+        if name_of(value) in program.kinds or program.sources(value) or not added & {*value.consumers()}
+    ]
     if any(map(program.is_parameter, program.names())):
         constants = dict.fromkeys(literals_in(program.model), _constant(()))
         return constants | {name_of(value): _origin(program, value) for value in weights}
@@ -183,6 +189,15 @@ def program_origins(program: ExportedProgram) -> dict[str, Origin]:
             is_computed = bool(sources) and fill_value(value) != 0
             origins[name] = _computed(sources, "in its place") if is_computed else _constant(sources)
     return origins
+
+
+def _added(graph: ir.Graph) -> set[ir.Node]:
+    """Return the nodes without a record after which no node has one."""
+    added: set[ir.Node] = set()
+    for node in reversed(graph):
+        if not all_of(node) and all(added.issuperset(y.consumers()) for y in node.outputs):
+            added.add(node)
+    return added
 
 
 def _origin(program: ExportedProgram, value: ir.Value) -> Origin:
