@@ -230,7 +230,7 @@ def _weights(model: ir.Model) -> Iterator[str]:
         else:
             rows["frozen" if origin.trains else origin.kind.value].append(row)
         if not origin.certain:
-            rows["unsure"].append(row)
+            rows["unsure"].append((*row[:3], _way(value, origin)))
     for what, group in rows.items():
         if group or what == "trains":
             yield f"{what:10} {_counted([count for _, _, count, _ in group]) if group else 'nothing'}"
@@ -242,6 +242,18 @@ def _weights(model: ir.Model) -> Iterator[str]:
             "not known  requires_grad=False and torch.no_grad() stand in no file, and detach() only in files of "
             "dynamo=True: set parameters.freeze, and StopGradient"
         )
+
+
+def _way(value: ir.Value, origin: Origin) -> str:
+    """Say what became of an initializer whose kind is unsure, and which option changes it."""
+    name = name_of(value)
+    if role_of(value) is not Role.PARAMETER:
+        way, option = "does not train", f"parameters.unfreeze={name}"
+    elif origin.copies:
+        way, option = "trains", f"parameters.untie={origin.copies[0].name}"
+    else:
+        way, option = "trains", f"parameters.freeze={name}"
+    return f"{way} ({origin.reason}); {option} changes it"
 
 
 def _adapters(model: ir.Model, total: int) -> Iterator[str]:
