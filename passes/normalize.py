@@ -24,7 +24,7 @@ from graphopt.graph import operators
 from graphopt.graph.checking import refuse_foreign
 from graphopt.graph.declarations import forget
 from graphopt.graph.emitter import Emitter
-from graphopt.graph.limits import are_vectors_short, check_constants
+from graphopt.graph.limits import check_constants
 from graphopt.graph.metadata import ORIGINAL_NAME, Origin, original_name
 from graphopt.graph.opsets import IR_VERSION, OPSET
 from graphopt.graph.postprocessing import detach_outputs, remember
@@ -115,7 +115,7 @@ class Normalize(Pass):
             if not is_inferred(model):
                 infer(model, propagate)
             if lower_sequences(model):
-                propagate = propagate and are_vectors_short(model.graph, lambda x: x.shape)
+                propagate = forget(model)
             fold_shapes(model)
             if any(node.op_type == "Erf" for node in model.graph):
                 GELU.apply_to_model(model)

@@ -477,6 +477,54 @@ def test_vectors_updated_end_to_end_are_the_same_bit_for_bit(optimizer):
         np.testing.assert_array_equal(executors[1].state[name], value)
 
 
+LAYERS = """g (float[4,8] x) => (float[4,3] y, float[4,8] a, float[4,8] b, float[4,8] c) {
+    p = MatMul(x, w) a = Tanh(p) q = MatMul(a, w) b = Tanh(q) r = MatMul(b, w) c = Tanh(r) y = MatMul(c, v)
+}"""
+LAYERS_IN_A_SCAN = """g (float[T,8] x) => (float[1,3] y) {
+    fa, fb = Scan <num_scan_inputs=1, body = s (float[8] ha, float[8] hb, float[8] i) => (float[8] na, float[8] nb) {
+        pa = MatMul(i, w) qa = Add(pa, ha) na = Tanh(qa) pb = MatMul(na, w) qb = Add(pb, hb) nb = Tanh(qb)
+    }> (start, start, x)
+    z = MatMul(fb, v) y = Unsqueeze(z, first)
+}"""
+
+
+@pytest.mark.parametrize("target", ["onnxruntime", "cuda", "webgpu", "portable"])
+@pytest.mark.parametrize("text", [LAYERS, LAYERS_IN_A_SCAN], ids=["outputs", "states"])
+def test_what_is_computed_from_each_other_is_not_joined(text, target):
+    rng = np.random.default_rng(0)
+    arrays = {"w": rng.standard_normal((8, 8)) / 3, "v": rng.standard_normal((8, 3))}
+    arrays |= {"start": np.zeros(8, np.float32), "first": np.array([0])} if "Scan" in text else {}
+    proto = model(text, **arrays)
+    step = graphopt.compile(
+        proto,
+        parameters=passes.Parameters(["w", "v"]),
+        loss=passes.CrossEntropy(output="y"),
+        optimizer=passes.SGD(0.1),
+    )
+    x, rows = rng.standard_normal((4, 8)).astype(np.float32), 1 if "Scan" in text else 4
+    losses = []
+    for form in (step, graphopt.lower(step, target)):
+        executor = graphopt.Executor(form, target="plain")
+        losses.append([executor.step(x=x, target=np.arange(rows) % 3)["loss"] for _ in range(3)])
+    np.testing.assert_allclose(losses[1], losses[0], rtol=1e-5)
+
+
+@pytest.mark.parametrize("target", ["onnxruntime", "cuda", "portable"])
+def test_a_fusion_that_fails_is_left_out(target, monkeypatch):
+    def fail(model):
+        raise ValueError("Graph contains a cycle")
+
+    step = graphopt.compile(models.linear((3,), 2), loss=passes.MeanSquaredError(), optimizer=passes.SGD(0.1))
+    monkeypatch.setitem(FUSIONS, "column_sums_as_product", fail)
+    monkeypatch.setattr("graphopt.targets.target.read_model", lambda *_: None)
+    with pytest.warns(
+        UserWarning, match=f"the fusions for {target} failed: .*cycle: the graph is lowered without"
+    ):
+        lowered = graphopt.lower(step, target)
+    executor = graphopt.Executor(lowered, target="plain")
+    assert executor.step(x=np.ones((2, 3), np.float32), target=np.ones((2, 2), np.float32))["loss"] > 0
+
+
 def test_no_transpose_that_a_gemm_can_do():
     proto = model(
         """g (float[N,5,4] x) => (float[N,5,3] y) {

@@ -20,12 +20,11 @@ from graphopt.graph.folding import fold
 from graphopt.graph.limits import are_vectors_short, check_constants
 from graphopt.graph.listing import operator_of
 from graphopt.graph.metadata import TOKEN_POSITIONS
-from graphopt.graph.operators import GROWING, POOLS, schema_of
+from graphopt.graph.operators import GROWING, POOLS, SEQUENCE_READERS, schema_of
 from graphopt.graph.rewriting import needed, protect
 from graphopt.graph.rules import rewrite
-from graphopt.graph.storage import without_weights
 from graphopt.graph.traversal import all_nodes, forward_nodes, sort, subgraphs
-from graphopt.graph.typed_messages import take_types
+from graphopt.graph.typed_messages import message_for_inference, take_types
 from graphopt.graph.values import constant_of, is_static
 
 INFERENCE_ERRORS = (onnx.shape_inference.InferenceError, ValueError)  # exceptions of ONNX's inference
@@ -91,7 +90,7 @@ def infer(model: ir.Model, propagate: bool | None = None) -> None:
         propagate: what `check_expanded` returned before the form of the model changed; by default, the model is
             checked.
     """
-    names = _new_names(model)
+    names = new_names(model)
     name_dimensions(model.graph.inputs, names)
     if propagate is None:
         propagate = check_expanded(model)
@@ -143,14 +142,16 @@ def infer_anew(model: ir.Model) -> None:
         infer(model)
     except GraphoptError:
         forget()
-        name_dimensions(model.graph.inputs, _new_names(model))
+        name_dimensions(model.graph.inputs, new_names(model))
         with contextlib.suppress(*INFERENCE_ERRORS):
-            take_types(model.graph, onnx.shape_inference.infer_shapes(without_weights(model)).graph)
+            take_types(
+                model.graph, onnx.shape_inference.infer_shapes(message_for_inference(model, False)).graph
+            )
     for x, kind in declared.items():
         x.type = x.type or kind
 
 
-def _new_names(model: ir.Model) -> Iterator[str]:
+def new_names(model: ir.Model) -> Iterator[str]:
     """Return names of dimensions that the model lacks."""
     values = [x for graph in model.graphs() for x in graph.inputs]
     values += [y for node in all_nodes(model.graph) for y in node.outputs]
@@ -186,7 +187,7 @@ def check_expanded(model: ir.Model) -> bool:
     """
     probe = model.clone()
     try:
-        typed = onnx.shape_inference.infer_shapes(without_weights(probe))
+        typed = onnx.shape_inference.infer_shapes(message_for_inference(probe, False))
     except INFERENCE_ERRORS as error:
         raise GraphoptError(f"cannot infer the model's shapes: {line(error)}") from error
     take_types(probe.graph, typed.graph)
@@ -207,7 +208,7 @@ def _infer_all(model: ir.Model, propagate: bool) -> None:
     Pools of opset 21 with `ceil_mode` are inferred as of opset 22, which differs only there: before, inference counted
     a window that begins beyond the elements. The model may contain such sizes.
     """
-    proto = without_weights(model)
+    proto = message_for_inference(model, propagate)
     ceiled = any(map(is_ceiled, all_nodes(model.graph)))
     for opset in proto.opset_import:
         if ceiled and (opset.domain, opset.version) == ("", 21):
@@ -224,6 +225,30 @@ def _infer_all(model: ir.Model, propagate: bool) -> None:
         except INFERENCE_ERRORS as error:
             raise GraphoptError(f"cannot infer the model's shapes: {line(error)}") from error
     take_types(model.graph, typed.graph)
+
+
+def reads_sequence(node: ir.Node | None) -> bool:
+    """Return whether a node takes a tensor from a sequence."""
+    return node is not None and node.domain == "" and node.op_type in SEQUENCE_READERS
+
+
+def separate_elements(model: ir.Model) -> bool:
+    """Give the open sizes of each tensor that is taken from a sequence names of their own.
+
+    ONNX's inference gives all elements of a sequence one shape, also where their sizes differ.
+
+    Returns:
+        whether the model has such sizes.
+    """
+    named = {dim for x in model.graph.inputs for dim in x.shape or ()}
+    found = False
+    for node in all_nodes(model.graph):
+        for y in node.outputs if reads_sequence(node) else ():
+            dims = list(enumerate(y.shape or ()))
+            own = [dim if isinstance(dim, int) or dim in named else f"{y.name}/{i}" for i, dim in dims]
+            if y.shape is not None and y.shape != own:
+                y.shape, found = ir.Shape(own), True
+    return found
 
 
 def shape_states(graph: ir.Graph) -> bool:
@@ -255,8 +280,8 @@ def _shape_state(
     if after.shape is None or len(after.shape) != len(before.shape):
         return False
     common = ir.Shape([d if d == e else None for d, e in zip(before.shape, after.shape, strict=True)])
-    fixed = sum(isinstance(dim, int) for dim in common)
-    if fixed < sum(isinstance(dim, int) for dim in before.shape):
+    triples = zip(initial.shape, before.shape, after.shape, strict=False)
+    if len(initial.shape) == len(before.shape) and any(_is_known(c) and c == d != e for c, d, e in triples):
         before.shape = common
         for node in body.all_nodes():
             for output in node.outputs:

@@ -1,20 +1,27 @@
-"""Tell which names of sizes mean one size: ONNX's inference gives the same size new names after a Reshape."""
+"""Tell which sizes are equal, by formulas of the inputs' sizes: ONNX's inference gives the same size several names.
+
+A name that inference made up becomes a number or the name of an input's size only if its formula is that, for all
+positive sizes of the inputs (`graphopt.graph.formulas`). Sizes that are equal at some sizes are not equal.
+
+onnx-shape-inference 0.4.0, which keeps formulas too, is not used: it takes x[:, :128] for 128 columns, and the first
+of two sizes that broadcast against each other for the result.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from fractions import Fraction
-from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 
-from graphopt.graph.operators import ELEMENTWISE_OPERATORS, MATRIX_PRODUCTS, full_attributes, schema_of
+from graphopt.graph.formulas import Formula, number, symbol
+from graphopt.graph.operators import full_attributes, schema_of
+from graphopt.graph.size_rules import RULES, VALUES, Maybe, Read
 from graphopt.graph.values import constant_of, dims_of
 
 Size = int | str
+
+_MOST_VALUES = 64  # elements of a vector whose formulas are kept
 
 
 def fixed(x: ir.Value | None) -> np.ndarray | None:
@@ -32,142 +39,138 @@ def has_sizes(x: ir.Value) -> bool:
     return x.shape is not None and not x.shape.has_unknown_dim()
 
 
-@dataclass(frozen=True)
-class _Product:
-    """A size: a number times powers of named sizes."""
-
-    number: Fraction
-    powers: tuple[tuple[str, int], ...] = ()
-
-
 def unify_sizes(model: ir.Model) -> None:
     """Give sizes that follow from others the names, or the numbers, of those."""
-    versions = model.opset_imports
-    sizes = _Sizes({str(dim) for x in model.graph.inputs for dim in x.shape or ()})
+    named = {str(dim) for x in model.graph.inputs for dim in x.shape or ()}
     graphs = list(model.graphs())
+    names = Counter(name for graph in graphs for name in _names_in(graph))
+    if named.issuperset(names):
+        return
+    sizes, shared = _Sizes(model, named), {name for name, count in names.items() if count > 1}
     for graph in graphs:
-        for node in graph:
-            if node.domain == "" and schema_of("", node.op_type, versions.get("", 1)) is not None:
-                sizes.learn(node, full_attributes(node, versions))
+        for node in graph:  # what holds in a body, which may not run, does not hold outside
+            sizes.learn(node, set() if graph is model.graph else shared)
     for graph in graphs:
         for x in [*graph.inputs, *(y for node in graph for y in node.outputs)]:
-            if has_sizes(x):
-                x.shape = ir.Shape([sizes.simplest(size) for size in sizes_of(x)])
+            if x.shape is not None and not x.shape.is_static():
+                x.shape = ir.Shape([sizes.simplest(dim) for dim in x.shape])
+
+
+def _names_in(graph: ir.Graph) -> set[str]:
+    values = [*graph.inputs, *(y for node in graph for y in node.outputs)]
+    return {str(dim.value) for x in values for dim in x.shape or () if not isinstance(dim, int) and dim.value}
 
 
 class _Sizes:
-    """Hold what is known of names."""
+    """Hold what is known of names, and of the elements of vectors of sizes."""
 
-    def __init__(self, named: set[str]) -> None:
+    def __init__(self, model: ir.Model, named: set[str]) -> None:
+        self._versions = model.opset_imports
         self._named = named  # by inputs; inference invented all other names, each for one axis of one value
-        self._known: dict[str, _Product] = {}
-        self._names: dict[_Product, str] = {}
+        self._may_be_fed = model.ir_version >= 4  # before, each initializer is an input
+        self._known: dict[str, Formula] = {}
+        self._names: dict[Formula, str] = {}
+        self._values: dict[ir.Value, list[Maybe] | None] = {}
+        self._outside: set[str] = set()
 
-    def of(self, size: Size) -> _Product:
+    def of(self, size: Size) -> Formula:
+        """Return the formula of a size."""
         if isinstance(size, int):
-            return _Product(Fraction(size))
-        return self._known.get(size, _Product(Fraction(1), ((size, 1),)))
+            return number(size)
+        return self._known.get(size) or symbol(size, int(size in self._named))
 
-    def simplest(self, size: Size) -> Size:
-        """Return a number or one name for a size."""
-        found = self.of(size)
-        if not found.powers and found.number.denominator == 1:
-            return int(found.number)
-        if found.number == 1 and len(found.powers) == 1 and found.powers[0][1] == 1:
-            return found.powers[0][0]
-        return self._names.setdefault(found, str(size))
+    def of_shape(self, x: ir.Value) -> list[Formula] | None:
+        """Return the formulas of a value's dimensions, or None if one has no name."""
+        return list(map(self.of, sizes_of(x))) if has_sizes(x) else None
 
-    def learn(self, node: ir.Node, attributes: Mapping[str, Any]) -> None:
-        """Derive the sizes of a node's first output from those of its inputs."""
-        inputs, y = [x for x in node.inputs if x is not None], node.outputs[0] if node.outputs else None
-        if y is None or not inputs or not all(map(has_sizes, [inputs[0], y])):
-            return
-        x, to = sizes_of(inputs[0]), sizes_of(y)
-        if node.op_type == "Reshape":
-            self._reshaped(x, to)
-        elif node.op_type == "Flatten":
-            axis = attributes["axis"] + len(x) * (attributes["axis"] < 0)
-            for part, size in zip((x[:axis], x[axis:]), to, strict=False):
-                self._reshaped(part, [size])
-        elif node.op_type == "Resize":
-            scales = fixed(node.inputs[2]) if len(node.inputs) > 2 else None
-            if scales is not None and scales.size == len(x) == len(to) and not attributes.get("axes"):
-                for size, scale, result in zip(x, scales.ravel(), to, strict=True):
-                    if scale == 1:
-                        self._note(result, self.of(size))
-        elif node.op_type == "Slice" and len(node.inputs) > 3 and (axes := fixed(node.inputs[3])) is not None:
-            cut = {int(axis) % max(len(x), 1) for axis in axes.ravel()}
-            for place, (size, result) in enumerate(zip(x, to, strict=False)):
-                if place not in cut:
-                    self._note(result, self.of(size))
-        elif node.op_type == "Expand" and (wanted := _sizes_in(node.inputs[1])) is not None:
-            padded = [1] * (len(to) - len(x)) + x
-            for size, own, result in zip(wanted[::-1], padded[::-1], to[::-1], strict=False):
-                if own == 1 or self.of(own) == self.of(size):
-                    self._note(result, self.of(size))
-        elif node.op_type == "Gemm" and len(x) == len(to) == 2:
-            self._note(to[0], self.of(x[1 if attributes["transA"] else 0]))
-        elif node.op_type == "Concat" and all(map(has_sizes, inputs)):
-            self._joined([sizes_of(each) for each in (*inputs, y)], attributes["axis"] % max(len(to), 1))
-        elif node.op_type in ELEMENTWISE_OPERATORS and all(map(has_sizes, inputs)):
-            self._broadcast([sizes_of(each) for each in inputs], to)
-        elif node.op_type in MATRIX_PRODUCTS and all(map(has_sizes, inputs)) and len(to) > 2:
-            self._broadcast([sizes_of(each)[:-2] for each in inputs], to[:-2])
-
-    def _is_open(self, size: Size) -> bool:
+    def is_open(self, size: Size) -> bool:
         """Return whether a size is a name that was invented for one axis and is not known yet."""
-        return isinstance(size, str) and size not in self._named and size not in self._known
+        is_known = size in self._named or size in self._known or size in self._outside
+        return isinstance(size, str) and not is_known
 
-    def _note(self, size: Size, found: _Product) -> None:
+    def simplest(self, dim: int | ir.SymbolicDim) -> int | str | None:
+        """Return a number or one name for a size."""
+        if isinstance(dim, int) or dim.value is None:
+            return dim if isinstance(dim, int) else None
+        name = str(dim.value)
+        found = self.of(name)
+        if found.number is not None and found.number.denominator == 1 and found.number >= 0:
+            return int(found.number)
+        if found.name is not None:
+            return found.name
+        return self._names.setdefault(found, name)
+
+    def values(self, x: ir.Value | None) -> list[Maybe] | None:
+        """Return the formulas of the elements of a vector or scalar of integers, or None if it is no such vector."""
+        if x is None:
+            return None
+        if x not in self._values:
+            may_change = x.is_graph_input() and self._may_be_fed
+            tensor = None if may_change else ir.convenience.get_const_tensor(x)
+            is_short = tensor is not None and tensor.size <= _MOST_VALUES and len(tensor.shape) < 2
+            if tensor is None or not is_short or tensor.dtype not in _INTEGERS:
+                return None
+            self._values[x] = [number(int(each)) for each in tensor.numpy().ravel()]
+        return self._values[x]
+
+    def learn(self, node: ir.Node, outside: set[str]) -> None:
+        """Derive the sizes of a node's outputs from those of its inputs, and the elements of a short vector.
+
+        Args:
+            node: the node.
+            outside: names about which the node says nothing, because it may not run.
+        """
+        if node.domain or not node.outputs or (node.op_type not in RULES and node.op_type not in VALUES):
+            return
+        version = self._versions.get("", 1)
+        if schema_of("", node.op_type, version) is None:
+            return
+        self._outside = outside
+        is_vector = node.op_type in VALUES and self._is_vector(node.outputs[0])
+        is_new = node.op_type in RULES and any(map(self._is_new, node.outputs))
+        if not is_vector and not is_new and node.op_type != "Concat":
+            return
+        read = Read(node, full_attributes(node, self._versions), version, self)
+        try:
+            if is_vector and (found := VALUES[node.op_type](read)) is not None and len(found) <= _MOST_VALUES:
+                self._values[node.outputs[0]] = found
+            if node.op_type in RULES:
+                for y, sizes in zip(node.outputs, RULES[node.op_type](read), strict=False):
+                    if y.shape is not None and sizes is not None and len(sizes) == len(y.shape):
+                        for dim, formula in zip(y.shape, sizes, strict=True):
+                            if not isinstance(dim, int) and dim.value is not None:
+                                self._note(dim.value, formula)
+            if node.op_type == "Concat":
+                self._joined(node)
+        except (ArithmeticError, LookupError, ValueError):  # too long; or malformed, which inference says
+            return
+
+    def _is_new(self, y: ir.Value) -> bool:
+        return y.shape is not None and any(
+            not isinstance(dim, int) and dim.value is not None and self.is_open(dim.value) for dim in y.shape
+        )
+
+    def _is_vector(self, y: ir.Value) -> bool:
+        return y.dtype in _INTEGERS and y.shape is not None and len(y.shape) < 2
+
+    def _note(self, size: Size, found: Maybe) -> None:
         """Note what an open name means."""
-        if self._is_open(size) and all(name != size for name, _ in found.powers):
+        if found is None or not self.is_open(size) or size in found.names:
+            return
+        if found.number is None or (found.number >= 0 and found.number.denominator == 1):
             self._known[str(size)] = found
 
-    def _reshaped(self, x: Sequence[Size], to: Sequence[Size]) -> None:
-        """Solve for the only size that is not known, as both have the same number of elements."""
-        open_ = [size for size in to if self._is_open(size) and size not in x]
-        if len(open_) != 1:
-            return
-        powers: Counter[str] = Counter()
-        number = Fraction(1)
-        for sizes, sign in ((x, 1), ([size for size in to if size != open_[0]], -1)):
-            for each in map(self.of, sizes):
-                if each.number == 0:
-                    return
-                number *= each.number**sign
-                for name, power in each.powers:
-                    powers[name] += sign * power
-        left = tuple(sorted((name, power) for name, power in powers.items() if power))
-        self._note(open_[0], _Product(number, left))
-
-    def _joined(self, tensors: Sequence[Sequence[Size]], axis: int) -> None:
+    def _joined(self, node: ir.Node) -> None:
         """Note that tensors which are joined, and the result, have the same sizes along the other axes."""
-        for place, sizes in enumerate(zip(*tensors, strict=False)):
+        tensors = [x for x in (*node.inputs, node.outputs[0]) if x is not None]
+        if not all(map(has_sizes, tensors)) or not dims_of(node.outputs[0]):
+            return
+        axis = node.attributes.get_int("axis", 1) % len(dims_of(node.outputs[0]))
+        for place, sizes in enumerate(zip(*map(sizes_of, tensors), strict=False)):
             if place != axis:
-                found = self.of(min(sizes, key=self._is_open))
+                found = self.of(min(sizes, key=self.is_open))
                 for size in sizes:
                     self._note(size, found)
 
-    def _broadcast(self, operands: Sequence[Sequence[Size]], to: Sequence[Size]) -> None:
-        """Note sizes that all operands have, if they do not have size 1."""
-        for place, size in enumerate(reversed(to)):
-            found = {self.of(x[-1 - place]) for x in operands if place < len(x)} - {_Product(Fraction(1))}
-            if len(found) == 1:
-                self._note(size, *found)
 
-
-def _sizes_in(vector: ir.Value | None) -> list[Size] | None:
-    """Return the sizes that a vector of sizes has, if it is joined from constants and parts of shapes."""
-    node, constant = None if vector is None else vector.producer(), fixed(vector)
-    if constant is not None:
-        return [int(size) for size in constant.ravel()]
-    if node is None or node.domain:
-        return None
-    if node.op_type == "Concat":
-        parts = [_sizes_in(x) for x in node.inputs]
-        return None if None in parts else [size for part in parts for size in part or ()]
-    x = node.inputs[0] if node.inputs else None
-    if node.op_type != "Shape" or x is None or not has_sizes(x):
-        return None
-    rank = len(sizes_of(x))
-    return sizes_of(x)[node.attributes.get_int("start", 0) : node.attributes.get_int("end", rank)]
+_INTEGERS = (ir.DataType.INT64, ir.DataType.INT32, ir.DataType.BOOL)

@@ -1,14 +1,132 @@
-"""Read the types and shapes that ONNX's inference writes into a message of a model, without another model of it."""
+"""Write a model as a message for ONNX's inference, and read the types and shapes that this writes into the message."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
 
+import numpy as np
 import onnx
 import onnx_ir as ir
 
+from graphopt.graph.storage import without_weights
 from graphopt.graph.traversal import subgraphs
+
+_WHOLE = onnx.numpy_helper.from_array(np.zeros(1, np.int64))
+_ANY = onnx.numpy_helper.from_array(np.ones(1, bool))
+_SHORT = 64  # elements of a vector that bodies get
+_BOUNDS = (1, 2)  # the inputs of a Slice that say where it begins and ends
+
+
+def message_for_inference(model: ir.Model, propagate: bool) -> onnx.ModelProto:
+    """Return a message of a model in which ONNX's inference finds what it would not, and guesses nothing.
+
+    Args:
+        model: the model.
+        propagate: whether inference will propagate data.
+    """
+    message = without_weights(model)
+    version = next((opset.version for opset in message.opset_import if opset.domain == ""), 1)
+    fed = {x.name for x in message.graph.input}
+    constants: dict[str, onnx.TensorProto] = {}
+    for graph in _graphs(message.graph):
+        constants |= {x.name: x for x in graph.initializer if x.name not in fed}
+        constants |= {x.output[0]: x.attribute[0].t for x in graph.node if x.op_type == "Constant"}
+        if graph is not message.graph:
+            _bring_in(graph, constants)
+    for graph in _graphs(message.graph) if propagate else ():
+        if any(node.op_type == "Range" for node in graph.node):
+            _count_by_shape(graph, version)
+        if any(_is_bounded(node) and not constants.keys() >= {*_bounds(node)} for node in graph.node):
+            _hide_bounds(graph, constants)
+    return message
+
+
+def _bring_in(body: onnx.GraphProto, constants: Mapping[str, onnx.TensorProto]) -> None:
+    """Give a body copies of the short vectors around it that it reads: ONNX does not look outside a body."""
+    own = {y for node in body.node for y in node.output} | {x.name for x in body.initializer}
+    copies: dict[str, onnx.NodeProto] = {}
+    for node in body.node:
+        for i, name in enumerate(node.input):
+            tensor = None if name in own else constants.get(name)
+            if (
+                tensor is not None
+                and tensor.data_type == onnx.TensorProto.INT64
+                and math.prod(tensor.dims) <= _SHORT
+            ):
+                inner = f"{name}/inside {body.name}"
+                copies[inner] = onnx.helper.make_node("Constant", [], [inner], value=tensor)
+                node.input[i] = inner
+    if copies:
+        _replace_nodes(body, [*copies.values(), *body.node])
+
+
+def _is_bounded(node: onnx.NodeProto) -> bool:
+    return node.op_type == "Slice" and not node.domain and len(node.input) > _BOUNDS[-1]
+
+
+def _bounds(node: onnx.NodeProto) -> list[str]:
+    return [node.input[i] for i in _BOUNDS]
+
+
+def _hide_bounds(graph: onnx.GraphProto, constants: Collection[str]) -> None:
+    """Hide the number of the bounds of a Slice that are not constant, which ONNX 1.23 takes for 0 in a vector."""
+    nodes, make = [], onnx.helper.make_node
+    for node in graph.node:
+        place = next((i for i in _BOUNDS if _is_bounded(node) and node.input[i] not in constants), None)
+        if place is None:
+            nodes.append(node)
+            continue
+        hidden, y = onnx.NodeProto.FromString(node.SerializeToString()), node.output[0]
+        nodes.append(make("Constant", [], [f"{y}/any"], value=_ANY))
+        nodes.append(make("Compress", [node.input[place], f"{y}/any"], [f"{y}/bound"]))
+        hidden.input[place] = f"{y}/bound"
+        nodes.append(hidden)
+    _replace_nodes(graph, nodes)
+
+
+def _replace_nodes(graph: onnx.GraphProto, nodes: list[onnx.NodeProto]) -> None:
+    copies = [onnx.NodeProto.FromString(node.SerializeToString()) for node in nodes]
+    del graph.node[:]
+    graph.node.extend(copies)
+
+
+def _graphs(graph: onnx.GraphProto) -> list[onnx.GraphProto]:
+    """Return the message of a graph, and those of its bodies."""
+    bodies = [x.g for node in graph.node for x in node.attribute if x.type == onnx.AttributeProto.GRAPH]
+    return [graph, *(inner for body in bodies for inner in _graphs(body))]
+
+
+def _count_by_shape(graph: onnx.GraphProto, version: int) -> None:
+    """Replace each Range(a, b, 1) by ConstantOfShape(b - a), whose size ONNX infers."""
+    numbers = {node.output[0]: node.attribute[0].t for node in graph.node if node.op_type == "Constant"}
+    numbers |= {x.name: x for x in graph.initializer}
+
+    def is_number(name: str, number: int) -> bool:
+        tensor = numbers.get(name)
+        if tensor is None or tensor.data_type != onnx.TensorProto.INT64 or math.prod(tensor.dims) != 1:
+            return False
+        return int(onnx.numpy_helper.to_array(tensor).item()) == number
+
+    counts = {x.output[0]: x for x in graph.node if x.op_type == "Range" and is_number(x.input[2], 1)}
+    make, nodes = onnx.helper.make_node, []
+    for node in graph.node:
+        if counts.keys().isdisjoint(node.output):
+            nodes.append(node)
+            continue
+        (start, limit, _), y = node.input, node.output[0]
+        if not is_number(start, 0):
+            nodes.append(make("Sub", [limit, start], [f"{y}/count"]))
+            limit = f"{y}/count"
+        axis: dict[str, Any]
+        axis, axes = {"axes": [0]} if version < 13 else {}, [] if version < 13 else [f"{y}/axis"]
+        nodes += [make("Constant", [], axes, value_ints=[0])] if axes else []
+        nodes.append(make("Unsqueeze", [limit, *axes], [f"{y}/size"], **axis))
+        nodes.append(onnx.helper.make_node("ConstantOfShape", [f"{y}/size"], [y], node.name, value=_WHOLE))
+    if counts:
+        _replace_nodes(graph, nodes)
 
 
 def types_in(graph: ir.Graph, typed: onnx.GraphProto) -> Iterator[tuple[ir.Value, onnx.TypeProto]]:
@@ -69,9 +187,3 @@ def _shape(content: bytes) -> ir.Shape:
 def _dim_of(dim: onnx.TensorShapeProto.Dimension) -> int | str | None:
     kind = dim.WhichOneof("value")
     return None if kind is None else dim.dim_value if kind == "dim_value" else dim.dim_param
-
-
-def sizes_of(found: onnx.TypeProto) -> Sequence[int] | None:
-    """Return the sizes of a tensor of static shape from the message of its type, or None."""
-    shape = shape_of(found)
-    return None if shape is None or not shape.is_static() else shape.numpy()

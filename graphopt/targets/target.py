@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import warnings
 from dataclasses import dataclass, field
 
 import onnx_ir as ir
 
 from graphopt.arguments import Checked, checked
-from graphopt.errors import GraphoptError, kind_of, unknown
+from graphopt.errors import GraphoptError, cause, kind_of, unknown
 from graphopt.graph.loading import Source, load
 from graphopt.graph.storage import skeleton
 from graphopt.intervals import check_types
@@ -21,6 +22,7 @@ from graphopt.targets.portable import FORMS, Portable
 
 AUTO, NATIVE = "auto", "native"
 _ROOM = "targets"  # of the cache
+_FUSIONS = "fuse"  # the step that a target can do without
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,16 @@ class Target(metaclass=Checked):
         with contextlib.suppress(GraphoptError, OSError):
             if (model := read_model(f"{digest}.onnx", weights, _ROOM)) is not None:
                 return model
-        model = self.pipeline.rewrite(step.clone())
+        try:
+            model = self.pipeline.rewrite(step.clone())
+        except Exception as error:
+            if _FUSIONS not in self.pipeline or TARGETS.get(self.name) is not self:  # steps of somebody else
+                raise
+            warnings.warn(
+                f"the fusions for {self.name} failed: {cause(error)}: the graph is lowered without them",
+                stacklevel=2,
+            )
+            return self.pipeline.without(_FUSIONS).rewrite(step.clone())
         content, left = skeleton(model)
         if all(weights.get(name) is tensor for name, tensor in left.items()):  # it has no weights of its own
             with contextlib.suppress(GraphoptError, OSError):  # a cache that cannot be written to forgets

@@ -1,0 +1,622 @@
+"""Derive the sizes of operators' outputs, and the elements of vectors of sizes, as formulas.
+
+A rule returns one list for each output, with a formula for each axis, or None for what it does not know. What a rule
+says holds for all positive sizes of the inputs at which the model runs without an error.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any, Protocol
+
+import onnx_ir as ir
+
+from graphopt.graph.formulas import (
+    Formula,
+    ceiling,
+    floor,
+    is_nonnegative,
+    largest,
+    number,
+    quotient,
+    smallest,
+)
+from graphopt.graph.operators import ELEMENTWISE_OPERATORS, POOLS
+
+Maybe = Formula | None
+Sizes = list[Maybe] | None  # of one output
+
+_REDUCTIONS = (
+    *("ReduceL1", "ReduceL2", "ReduceLogSum", "ReduceLogSumExp", "ReduceMax", "ReduceMean", "ReduceMin"),
+    *("ReduceProd", "ReduceSum", "ReduceSumSquare", "ArgMax", "ArgMin"),
+)
+_FAR = 2**31 - 1  # the end of a slice that exporters write for the end of an axis
+_ALIGNED_SINCE = 7  # opset; before, an attribute said which axes broadcast
+_UNEVEN_SINCE = 18  # opset; before, a Split without sizes made equal parts
+_MOST_BITS = 12  # of the denominator of a scale that float32 multiplies exactly
+
+
+class _Facts(Protocol):
+    """Say what is known of values."""
+
+    def of_shape(self, x: ir.Value) -> list[Formula] | None: ...
+
+    def values(self, x: ir.Value | None) -> list[Maybe] | None: ...
+
+    def of(self, size: int | str) -> Formula: ...
+
+    def is_open(self, size: int | str) -> bool: ...
+
+
+@dataclass(frozen=True)
+class Read:
+    """Read a node and what is known of its inputs."""
+
+    node: ir.Node
+    attributes: dict[str, Any]
+    version: int
+    facts: _Facts
+
+    def input(self, i: int) -> ir.Value | None:
+        """Return an input, or None where it is missing."""
+        return self.node.inputs[i] if i < len(self.node.inputs) else None
+
+    def shape(self, i: int) -> list[Formula] | None:
+        """Return the sizes of an input, or None if one is unknown."""
+        x = self.input(i)
+        return None if x is None else self.facts.of_shape(x)
+
+    def values(self, i: int) -> list[Maybe] | None:
+        """Return the elements of an input that is a short vector of integers."""
+        return self.facts.values(self.input(i))
+
+    def numbers(self, i: int) -> list[int] | None:
+        """Return the elements of an input that are all constant."""
+        return _numbers(self.values(i))
+
+    def option(self, i: int, name: str) -> list[Maybe] | None:
+        """Return integers from an input, or from the attribute that older opsets have."""
+        if name in self.attributes:
+            given = self.attributes[name]
+            return [number(int(each)) for each in (given if isinstance(given, Sequence) else [given])]
+        return self.values(i)
+
+    def axes(self, i: int, name: str, rank: int) -> list[int] | None:
+        """Return axes from an input or an attribute, counted from the front."""
+        axes = _numbers(self.option(i, name))
+        return None if axes is None else [axis % rank for axis in axes]
+
+    @property
+    def to(self) -> list[Maybe] | None:
+        """The sizes of the first output that are known already."""
+        y = self.node.outputs[0]
+        if y.shape is None:
+            return None
+        names = [dim if isinstance(dim, int) else dim.value for dim in y.shape]
+        return [None if x is None or self.facts.is_open(x) else self.facts.of(x) for x in names]
+
+
+def _numbers(values: Sequence[Maybe] | None) -> list[int] | None:
+    found = [None if x is None else x.number for x in values or ()]
+    if values is None or any(x is None or x.denominator != 1 for x in found):
+        return None
+    return [int(x) for x in found if x is not None]
+
+
+def broadcast(shapes: Sequence[Sequence[Maybe]]) -> list[Maybe]:
+    """Return the sizes of arrays of some sizes once they broadcast against each other."""
+    rank = max(map(len, shapes))
+    padded = [[*[number(1)] * (rank - len(shape)), *shape] for shape in shapes]
+    return [_broadcast(place) for place in zip(*padded, strict=True)]
+
+
+def _broadcast(sizes: Sequence[Maybe]) -> Maybe:
+    """Return the size of an axis: all sizes but 1 are equal."""
+    left = {x for x in sizes if x is None or x.number != 1}
+    if len(left) < 2:
+        return next(iter(left), number(1))
+    for x in left:
+        if x is not None and x.number is not None and x.number > 1:
+            return x
+    known = [x for x in left if x is not None]
+    return largest(*known) if len(known) == len(left) and all(map(_is_positive, known)) else None
+
+
+def _is_positive(x: Formula) -> bool:
+    return is_nonnegative(x - 1)
+
+
+def _elementwise(read: Read) -> list[Sizes]:
+    shapes = [read.facts.of_shape(x) for x in read.node.inputs if x is not None]
+    known = [shape for shape in shapes if shape is not None]
+    is_known = known and len(known) == len(shapes) and read.version >= _ALIGNED_SINCE
+    return [broadcast(known) if is_known else None]
+
+
+def _matmul(read: Read) -> list[Sizes]:
+    a, b = read.shape(0), read.shape(1)
+    if a is None or b is None or min(len(a), len(b)) < 2:
+        return [None]
+    return [[*broadcast([a[:-2], b[:-2]]), a[-2], b[-1]]]
+
+
+def _gemm(read: Read) -> list[Sizes]:
+    a, b = read.shape(0), read.shape(1)
+    rows = a[1 if read.attributes.get("transA") else 0] if a is not None and len(a) == 2 else None
+    columns = b[0 if read.attributes.get("transB") else 1] if b is not None and len(b) == 2 else None
+    return [[rows, columns]]
+
+
+def _reshape(read: Read) -> list[Sizes]:
+    x, wanted, to = read.shape(0), read.option(1, "shape"), read.to
+    if to is None:
+        return [None]
+    result: list[Maybe] = list(to)
+    if wanted is not None and len(wanted) == len(to):
+        for i, size in enumerate(wanted):
+            if size is not None and size.number == 0 and not read.attributes.get("allowzero"):
+                result[i] = x[i] if x is not None and i < len(x) else to[i]
+            elif size is not None and size.number == -1:
+                result[i] = to[i]
+            elif size is not None and _is_positive(size):
+                result[i] = size
+    return [_solved(x, result)]
+
+
+def _solved(x: list[Formula] | None, result: list[Maybe]) -> list[Maybe]:
+    """Solve for the only size that is not known, as input and output have the same number of elements."""
+    if x is None or result.count(None) != 1:
+        return result
+    known = [size for size in result if size is not None]
+    if any(size.number == 0 for size in known):
+        return result
+    return [quotient(x, known) if size is None else size for size in result]
+
+
+def _flatten(read: Read) -> list[Sizes]:
+    x = read.shape(0)
+    if x is None:
+        return [None]
+    axis = read.attributes["axis"] + len(x) * (read.attributes["axis"] < 0)
+    return [[_volume(x[:axis]), _volume(x[axis:])]]
+
+
+def _volume(sizes: Sequence[Formula]) -> Formula:
+    return functools.reduce(Formula.__mul__, sizes, number(1))
+
+
+def _slice(read: Read) -> list[Sizes]:
+    x, starts, ends = read.shape(0), read.option(1, "starts"), read.option(2, "ends")
+    if x is None or starts is None or ends is None:
+        return [None]
+    has_axes = "axes" in read.attributes or read.input(3) is not None
+    axes = read.axes(3, "axes", len(x)) if has_axes else list(range(len(starts)))
+    steps = read.numbers(4) if read.input(4) is not None else [1] * len(starts)
+    if axes is None:
+        return [None]
+    result: list[Maybe] = list(x)
+    for i, axis in enumerate(axes):
+        step = steps[i] if steps is not None else 0
+        result[axis] = _sliced(x[axis], starts[i], ends[i], step)
+    return [result]
+
+
+def _sliced(size: Formula, start: Maybe, end: Maybe, step: int) -> Maybe:
+    if start is None or end is None or step == 0:
+        return None
+    if step < 0:
+        is_whole = step == -1 and start.number in (-1, _FAR, 2**63 - 1) and (end.number or 0) < -_FAR
+        return size if is_whole else None
+    first, last = _bound(size, start), _bound(size, end)
+    if first is None or last is None:
+        return None
+    return largest(number(0), ceiling((last - first) * Fraction(1, step)))
+
+
+def _bound(size: Formula, bound: Formula) -> Maybe:
+    """Return where a slice begins or ends: a bound below 0 counts from the end."""
+    if bound.number is not None and bound.number >= _FAR:
+        return size
+    if is_nonnegative(bound):
+        return smallest(bound, size)
+    return largest(number(0), size + bound) if is_nonnegative(bound * -1 - 1) else None
+
+
+def _concat(read: Read) -> list[Sizes]:
+    shapes = [None if x is None else read.facts.of_shape(x) for x in read.node.inputs]
+    known = [shape for shape in shapes if shape is not None]
+    if len(known) < len(shapes) or not known or not known[0]:
+        return [None]
+    axis = read.attributes.get("axis", 1) % len(known[0])
+    total = functools.reduce(Formula.__add__, (shape[axis] for shape in known))
+    return [[total if i == axis else None for i in range(len(known[0]))]]
+
+
+def _split(read: Read) -> list[Sizes]:
+    x, count = read.shape(0), len(read.node.outputs)
+    if x is None:
+        return []
+    axis = read.attributes["axis"] % len(x)
+    parts: Sequence[Maybe] | None = None
+    if "split" in read.attributes or read.input(1) is not None:
+        parts = read.option(1, "split")
+    elif read.version < _UNEVEN_SINCE:
+        parts = [quotient([x[axis]], [number(count)])] * count
+    elif x[axis].number is not None or count == 2:
+        each = ceiling(x[axis] * Fraction(1, count))
+        parts = [*[each] * (count - 1), x[axis] - each * (count - 1)]
+    if parts is None or len(parts) != count:
+        return []
+    return [[*x[:axis], part, *x[axis + 1 :]] for part in parts]
+
+
+def _pad(read: Read) -> list[Sizes]:
+    x = read.shape(0)
+    pads = read.option(1, "pads") if "paddings" not in read.attributes else None
+    if x is None or pads is None:
+        return [None]
+    has_axes = read.input(3) is not None
+    axes = read.axes(3, "axes", len(x)) if has_axes else list(range(len(x)))
+    if axes is None or len(pads) != 2 * len(axes):
+        return [None]
+    result: list[Maybe] = list(x)
+    for i, axis in enumerate(axes):
+        begin, end = pads[i], pads[i + len(axes)]
+        result[axis] = None if begin is None or end is None else x[axis] + begin + end
+    return [result]
+
+
+def _windows(read: Read) -> list[Sizes]:
+    """Count windows of a convolution or a pool along each axis, as ONNX Runtime does since opset 22."""
+    x, w = read.shape(0), read.shape(1)
+    is_pool = read.node.op_type in POOLS
+    if x is None or (w is None and not is_pool):
+        return []
+    n = len(x) - 2
+    kernel = read.attributes.get("kernel_shape")
+    taps = [number(int(k)) for k in kernel] if kernel else (w or [])[2:]
+    strides, dilations = (list(read.attributes.get(name) or [1] * n) for name in ("strides", "dilations"))
+    pads = list(read.attributes.get("pads") or [0] * (2 * n))
+    mode = _text(read.attributes.get("auto_pad"))
+    counts: list[Maybe] = []
+    for i, size in enumerate(x[2:]):
+        by = Fraction(1, strides[i])
+        if mode.startswith("SAME"):
+            counts.append(ceiling(size * by))
+            continue
+        begin, end = (0, 0) if mode == "VALID" else (pads[i], pads[i + n])
+        room = size + begin + end - (taps[i] - 1) * dilations[i] - 1
+        if read.attributes.get(
+            "ceil_mode"
+        ):  # a last window that begins in the padding at the end does not count
+            count = smallest(ceiling(room * by) + 1, ceiling((size + begin) * by))
+        else:
+            count = floor(room * by) + 1
+        # Where no window fits, the runtime rounds to 0, not down, and counts one.
+        counts.append(count if count.number is None or is_nonnegative(room) else None)
+    channels = x[1] if is_pool or w is None else w[0]
+    return [[x[0], channels, *counts]] * len(read.node.outputs)
+
+
+def _text(value: Any) -> str:
+    return value.decode() if isinstance(value, bytes) else value or "NOTSET"
+
+
+def _transposed_windows(read: Read) -> list[Sizes]:
+    x, w = read.shape(0), read.shape(1)
+    if x is None or w is None:
+        return [None]
+    n, channels = len(x) - 2, w[1] * int(read.attributes.get("group") or 1)
+    if "output_shape" in read.attributes:
+        return [[x[0], channels, *map(number, read.attributes["output_shape"][-n:])]]
+    names = ("strides", "dilations", "output_padding")
+    strides, dilations, more = (
+        list(read.attributes.get(name) or [int(name in names[:2])] * n) for name in names
+    )
+    pads = list(read.attributes.get("pads") or [0] * (2 * n))
+    mode = _text(read.attributes.get("auto_pad"))
+    sizes: list[Maybe] = []
+    for i, size in enumerate(x[2:]):
+        if mode.startswith("SAME"):
+            sizes.append(size * strides[i] if not more[i] else None)
+            continue
+        crop = 0 if mode == "VALID" else pads[i] + pads[i + n]
+        sizes.append((size - 1) * strides[i] + more[i] + (w[i + 2] - 1) * dilations[i] + 1 - crop)
+    return [[x[0], channels, *sizes]]
+
+
+def _resize(read: Read) -> list[Sizes]:
+    """Derive sizes from given sizes, or from scales that float32, in which the runtime multiplies, has exactly."""
+    x = read.shape(0)
+    policy = _text(read.attributes.get("keep_aspect_ratio_policy"))
+    if x is None or read.attributes.get("axes") or policy not in ("NOTSET", "stretch"):
+        return [None]
+    sizes = read.values(3)
+    if read.node.op_type == "Resize" and sizes and len(sizes) == len(x):
+        return [sizes]
+    at = 2 if read.node.op_type == "Resize" and read.version > 10 else 1
+    scales = None if (given := read.input(at)) is None or given.is_graph_input() else _array(given)
+    if "scales" in read.attributes:
+        scales = list(read.attributes["scales"])
+    if scales is None or len(scales) != len(x):
+        return [None]
+    return [[_scaled(size, Fraction(float(scale))) for size, scale in zip(x, scales, strict=True)]]
+
+
+def _array(x: ir.Value) -> list[float] | None:
+    tensor = ir.convenience.get_const_tensor(x)
+    return None if tensor is None else [float(each) for each in tensor.numpy().ravel()]
+
+
+def _scaled(size: Formula, scale: Fraction) -> Maybe:
+    is_exact = scale.denominator <= 2**_MOST_BITS and scale.numerator <= 2**_MOST_BITS
+    return floor(size * scale) if is_exact and scale > 0 else None
+
+
+def _expand(read: Read) -> list[Sizes]:
+    x, wanted = read.shape(0), read.values(1)
+    return [None if x is None or wanted is None else broadcast([x, wanted])]
+
+
+def _tile(read: Read) -> list[Sizes]:
+    x, repeats = read.shape(0), read.values(1)
+    if x is None or repeats is None or len(repeats) != len(x):
+        return [None]
+    return [[None if n is None else size * n for size, n in zip(x, repeats, strict=True)]]
+
+
+def _reduction(read: Read) -> list[Sizes]:
+    x, y = read.shape(0), read.node.outputs[0]
+    if x is None or y.shape is None:
+        return [None]
+    if "axis" in read.attributes:
+        axes: list[int] | None = [read.attributes["axis"] % len(x)]
+    elif "axes" in read.attributes or read.input(1) is not None:
+        axes = read.axes(1, "axes", len(x))
+    else:
+        axes = [] if read.attributes.get("noop_with_empty_axes") else list(range(len(x)))
+    if axes is None:
+        return [None]
+    is_kept = bool(read.attributes.get("keepdims", 1))
+    return [[number(1) if i in axes else size for i, size in enumerate(x) if is_kept or i not in axes]]
+
+
+def _squeeze(read: Read) -> list[Sizes]:
+    x = read.shape(0)
+    axes = None if x is None else read.axes(1, "axes", len(x))
+    return [None if x is None or axes is None else [size for i, size in enumerate(x) if i not in axes]]
+
+
+def _unsqueeze(read: Read) -> list[Sizes]:
+    x, y = read.shape(0), read.node.outputs[0]
+    axes = None if y.shape is None else read.axes(1, "axes", len(y.shape))
+    if x is None or y.shape is None or axes is None or len(y.shape) != len(x) + len({*axes}):
+        return [None]
+    sizes = iter(x)
+    return [[number(1) if i in axes else next(sizes) for i in range(len(y.shape))]]
+
+
+def _of_sizes(read: Read) -> list[Sizes]:
+    return [read.values(0)]
+
+
+def _range(read: Read) -> list[Sizes]:
+    start, limit, step = (values[0] if (values := read.values(i)) else None for i in range(3))
+    if start is None or limit is None or step is None or not step.number:
+        return [None]
+    return [[largest(number(0), ceiling((limit - start) * (1 / step.number)))]]
+
+
+def _top(read: Read) -> list[Sizes]:
+    x, k = read.shape(0), read.option(1, "k")
+    if x is None or not k:
+        return []
+    axis = read.attributes.get("axis", -1) % len(x)
+    return [[*x[:axis], k[0], *x[axis + 1 :]]] * 2
+
+
+def _one_hot(read: Read) -> list[Sizes]:
+    x, depth = read.shape(0), read.values(1)
+    if x is None or not depth:
+        return [None]
+    axis = read.attributes.get("axis", -1) % (len(x) + 1)
+    return [[*x[:axis], depth[0], *x[axis:]]]
+
+
+def _depth_to_space(read: Read) -> list[Sizes]:
+    x, block = read.shape(0), read.attributes["blocksize"]
+    if x is None or len(x) != 4:
+        return [None]
+    if read.node.op_type == "DepthToSpace":
+        return [[x[0], quotient([x[1]], [number(block**2)]), x[2] * block, x[3] * block]]
+    return [[x[0], x[1] * block**2, *(quotient([size], [number(block)]) for size in x[2:])]]
+
+
+RULES: dict[str, Callable[[Read], list[Sizes]]] = {
+    **dict.fromkeys(ELEMENTWISE_OPERATORS, _elementwise),
+    **dict.fromkeys([*POOLS, "Conv", "ConvInteger"], _windows),
+    **dict.fromkeys(_REDUCTIONS, _reduction),
+    "Concat": _concat,
+    "ConstantOfShape": _of_sizes,
+    "ConvTranspose": _transposed_windows,
+    "DepthToSpace": _depth_to_space,
+    "Expand": _expand,
+    "Flatten": _flatten,
+    "Gemm": _gemm,
+    "MatMul": _matmul,
+    "OneHot": _one_hot,
+    "Pad": _pad,
+    "Range": _range,
+    "Reshape": _reshape,
+    "Resize": _resize,
+    "Slice": _slice,
+    "SpaceToDepth": _depth_to_space,
+    "Split": _split,
+    "Squeeze": _squeeze,
+    "Tile": _tile,
+    "TopK": _top,
+    "Unsqueeze": _unsqueeze,
+    "Upsample": _resize,
+}
+
+
+def _shape_values(read: Read) -> list[Maybe] | None:
+    x = read.input(0)
+    if x is None or x.shape is None:
+        return None
+    dims = [None if not isinstance(d, int) and d.value is None else d for d in x.shape]
+    sizes = [None if d is None else read.facts.of(d if isinstance(d, int) else str(d.value)) for d in dims]
+    return sizes[read.attributes.get("start", 0) : read.attributes.get("end")]
+
+
+def _size_value(read: Read) -> list[Maybe] | None:
+    x = read.shape(0)
+    return None if x is None else [_volume(x)]
+
+
+def _same(read: Read) -> list[Maybe] | None:
+    return read.values(0)
+
+
+def _cast(read: Read) -> list[Maybe] | None:
+    """Take integers of another type, but not from floats, which round."""
+    return read.values(0) if read.attributes["to"] in (ir.DataType.INT64, ir.DataType.INT32) else None
+
+
+def _gathered(read: Read) -> list[Maybe] | None:
+    x, places = read.values(0), read.numbers(1)
+    if x is None or places is None or not all(-len(x) <= i < len(x) for i in places):
+        return None
+    return [x[i] for i in places]
+
+
+def _cut(read: Read) -> list[Maybe] | None:
+    x = read.values(0)
+    starts, ends = _numbers(read.option(1, "starts")), _numbers(read.option(2, "ends"))
+    steps = read.numbers(4) if read.input(4) is not None else [1]
+    if x is None or starts is None or ends is None or not steps or len(starts) != 1:
+        return None
+    return x[starts[0] : ends[0] : steps[0]]
+
+
+def _joined(read: Read) -> list[Maybe] | None:
+    parts = [read.facts.values(x) for x in read.node.inputs]
+    if None in parts:
+        shapes = [None if x is None else read.facts.of_shape(x) for x in read.node.inputs]
+        lengths = [None if not shape else shape[0].number for shape in shapes]
+        if None in lengths:
+            return None
+        unknown: list[list[Maybe]] = [[None] * min(int(n or 0), 99) for n in lengths]
+        parts = [gap if part is None else part for part, gap in zip(parts, unknown, strict=True)]
+    return [x for part in parts for x in part or ()]
+
+
+def _each(function: Callable[..., Maybe]) -> Callable[[Read], list[Maybe] | None]:
+    """Return a rule that computes elements from those of vectors that broadcast."""
+
+    def rule(read: Read) -> list[Maybe] | None:
+        inputs = [read.facts.values(x) for x in read.node.inputs]
+        known = [x for x in inputs if x is not None]
+        if len(known) < len(inputs) or not known:
+            return None
+        count = max(map(len, known))
+        if any(len(x) not in (1, count) for x in known):
+            return None
+        rows = zip(*(x * count if len(x) == 1 else x for x in known), strict=True)
+        return [None if None in row else function(*row) for row in rows]
+
+    return rule
+
+
+def _divided(a: Formula, b: Formula) -> Maybe:
+    """Return an integer quotient, which the runtime rounds to zero."""
+    if not is_nonnegative(a) or not _is_positive(b):
+        return None
+    return floor(a * (1 / b.number)) if b.number is not None else quotient([a], [b]) if a == b else None
+
+
+def _rest(a: Formula, b: Formula) -> Maybe:
+    whole = _divided(a, b)
+    return None if whole is None else a - whole * b
+
+
+def _truth(is_true: bool, is_false: bool) -> Maybe:
+    return number(1) if is_true else number(0) if is_false else None
+
+
+def _equal(a: Formula, b: Formula) -> Maybe:
+    return _truth(a == b, _is_positive(a - b) or _is_positive(b - a))
+
+
+def _less(a: Formula, b: Formula) -> Maybe:
+    return _truth(_is_positive(b - a), is_nonnegative(a - b))
+
+
+def _where(read: Read) -> list[Maybe] | None:
+    parts = [read.values(i) for i in range(3)]
+    known = [part for part in parts if part is not None]
+    if len(known) < 3:
+        return None
+    count = max(map(len, known))
+    if any(len(part) not in (1, count) for part in known):
+        return None
+    conditions, a, b = (part * count if len(part) == 1 else part for part in known)
+    return [
+        x if (x == y or (c is not None and c.number == 1)) else y if c is not None and c.number == 0 else None
+        for c, x, y in zip(conditions, a, b, strict=True)
+    ]
+
+
+def _filled(read: Read) -> list[Maybe] | None:
+    count, fill = read.numbers(0), read.attributes.get("value")
+    if count is None or len(count) != 1 or not 0 <= count[0] <= 99 or (fill is not None and fill.size != 1):
+        return None
+    return [number(0 if fill is None else int(fill.numpy().item()))] * count[0]
+
+
+def _reduced(function: Callable[..., Formula]) -> Callable[[Read], list[Maybe] | None]:
+    def rule(read: Read) -> list[Maybe] | None:
+        x, at = read.values(0), read.input(0)
+        known = [each for each in x or () if each is not None]
+        if not x or len(known) < len(x) or at is None or at.shape is None or len(at.shape) != 1:
+            return None
+        if read.attributes.get("noop_with_empty_axes") and read.input(1) is None:
+            return x
+        return [function(*known)]
+
+    return rule
+
+
+VALUES: dict[str, Callable[[Read], list[Maybe] | None]] = {
+    **dict.fromkeys(["Identity", "Reshape", "Squeeze", "Unsqueeze"], _same),
+    "Abs": _each(lambda a: a if is_nonnegative(a) else None),
+    "Add": _each(Formula.__add__),
+    "Cast": _cast,
+    "Concat": _joined,
+    "ConstantOfShape": _filled,
+    "Div": _each(_divided),
+    "Equal": _each(_equal),
+    "Gather": _gathered,
+    "Greater": _each(lambda a, b: _less(b, a)),
+    "GreaterOrEqual": _each(lambda a, b: _less(b - 1, a)),
+    "Less": _each(_less),
+    "LessOrEqual": _each(lambda a, b: _less(a - 1, b)),
+    "Max": _each(largest),
+    "Min": _each(smallest),
+    "Mod": _each(_rest),
+    "Mul": _each(Formula.__mul__),
+    "Neg": _each(lambda a: a * -1),
+    "Not": _each(lambda a: number(1) - a),
+    "ReduceMax": _reduced(largest),
+    "ReduceMin": _reduced(smallest),
+    "ReduceProd": _reduced(lambda *sizes: _volume(sizes)),
+    "ReduceSum": _reduced(lambda *sizes: functools.reduce(Formula.__add__, sizes)),
+    "Shape": _shape_values,
+    "Size": _size_value,
+    "Slice": _cut,
+    "Sub": _each(Formula.__sub__),
+    "Where": _where,
+}

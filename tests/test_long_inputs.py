@@ -1,0 +1,145 @@
+"""Networks with open sizes train as in PyTorch at lengths far from those of the example that was exported.
+
+A size that follows from a length by rounding, a minimum or a maximum is no number, whatever it is for short inputs.
+"""
+
+from __future__ import annotations
+
+import io
+import warnings
+from collections.abc import Callable
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import graphopt
+import passes
+
+CHANNELS, CLASSES = 4, 3
+LENGTHS = (300, 1600, 127, 128, 159, 160, 511)
+
+
+class Net(nn.Module):
+    """Compute classes from the mean over time of a sequence whose length an inner part changes."""
+
+    def __init__(self, change: Callable[[nn.Module, torch.Tensor], torch.Tensor], *layers: nn.Module) -> None:
+        super().__init__()
+        self.change, self.layers = change, nn.ModuleList(layers)
+        self.first, self.last = nn.Conv1d(CHANNELS, CHANNELS, 1), nn.Linear(CHANNELS, CLASSES)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = torch.tanh(self.change(self, torch.tanh(self.first(x))))
+        return self.last(h.flatten(2).mean(2))
+
+
+def stack(net: Net, x: torch.Tensor) -> torch.Tensor:
+    for layer in net.layers:
+        x = torch.relu(layer(x))
+    return x
+
+
+def strided(count: int, kernel: int = 3, stride: int = 2, **options) -> list[nn.Module]:
+    pad = kernel // 2
+    return [nn.Conv1d(CHANNELS, CHANNELS, kernel, stride, pad, **options) for _ in range(count)]
+
+
+def causal(net: Net, x: torch.Tensor) -> torch.Tensor:
+    for i, layer in enumerate(net.layers):
+        x = torch.relu(layer(functional.pad(x, (2 * 2**i, 0)))) + x
+    return x
+
+
+def to_multiple(net: Net, x: torch.Tensor) -> torch.Tensor:
+    padded = functional.pad(x, (0, (64 - x.shape[2] % 64) % 64))
+    return padded.reshape(x.shape[0], CHANNELS, -1, 64).mean(3)
+
+
+def framed(net: Net, x: torch.Tensor) -> torch.Tensor:
+    return net.layers[0](functional.pad(x, (200, 200))) ** 2
+
+
+def divided(net: Net, x: torch.Tensor) -> torch.Tensor:
+    return x[:, :, : x.shape[2] // 100 + 1]
+
+
+NETWORKS: dict[str, tuple[Callable, list[nn.Module], int]] = {  # with the least length
+    "the first 128": (lambda net, x: x[:, :, :128], [], 1),
+    "the last 100": (lambda net, x: x[:, :, -100:], [], 1),
+    "from 100 on": (lambda net, x: x[:, :, 100:], [], 101),
+    "every 128th": (lambda net, x: x[:, :, ::128], [], 1),
+    "a hundredth": (divided, [], 1),
+    "averages of 128": (lambda net, x: functional.avg_pool1d(x, 128), [], 128),
+    "maxima": (lambda net, x: functional.max_pool2d(x[..., None], (64, 1), (50, 1))[..., 0], [], 64),
+    "seven strides of 2": (stack, strided(7), 1),
+    "patches": (stack, [nn.Conv1d(CHANNELS, CHANNELS, 64, 64)], 64),
+    "frames, hop 160": (framed, [nn.Conv1d(CHANNELS, CHANNELS, 400, 160)], 1),
+    "causal": (causal, [nn.Conv1d(CHANNELS, CHANNELS, 3, dilation=2**i) for i in range(3)], 1),
+    "to half": (lambda net, x: functional.interpolate(x, scale_factor=0.5), [], 2),
+    "to a 128th": (lambda net, x: functional.interpolate(x, scale_factor=1 / 128), [], 128),
+    "padded to a multiple": (to_multiple, [], 1),
+    "a transposed convolution": (
+        stack, [nn.Conv1d(CHANNELS, CHANNELS, 4, 4), nn.ConvTranspose1d(CHANNELS, CHANNELS, 3, 2)], 4,
+    ),
+}  # fmt: skip
+
+
+def exported(net: nn.Module, x: torch.Tensor, dynamo: bool, optimize: bool) -> onnx.ModelProto:
+    options = {"input_names": ["x"], "output_names": ["y"]}
+    buffer = io.BytesIO()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if dynamo:
+            dims = {0: torch.export.Dim.DYNAMIC, 2: torch.export.Dim.DYNAMIC}
+            program = torch.onnx.export(
+                net,
+                (x,),
+                dynamo=True,
+                dynamic_shapes={"x": dims},
+                optimize=optimize,
+                verbose=False,
+                **options,
+            )
+            return program.model_proto
+        torch.onnx.export(
+            net, (x,), buffer, dynamo=False, opset_version=17, dynamic_axes={"x": {0: "N", 2: "S"}}, **options
+        )
+    return onnx.load_from_string(buffer.getvalue())
+
+
+@pytest.mark.slow
+@pytest.mark.sample(12)
+@pytest.mark.parametrize("form", ["TorchScript", "optimized", "not optimized"])
+@pytest.mark.parametrize("name", NETWORKS)
+def test_gradients_at_any_length_are_pytorchs(name, form):
+    torch.manual_seed(0)
+    change, layers, least = NETWORKS[name]
+    net = Net(change, *layers).eval()
+    for parameter in net.parameters():
+        parameter.data.mul_(2)
+    example = torch.randn(2, CHANNELS, 400)
+    proto = exported(net, example, form != "TorchScript", form == "optimized")
+    step = graphopt.compile(
+        proto, loss=passes.CrossEntropy(), clip=passes.ReportGradients(), optimizer=passes.SGD(0.0)
+    )
+    executor = graphopt.Executor(step, native=False)
+    rng = np.random.default_rng(0)
+    for length in (n for n in LENGTHS if n >= least):
+        x, target = (
+            torch.tensor(rng.standard_normal((3, CHANNELS, length)), dtype=torch.float32),
+            torch.arange(3),
+        )
+        net.zero_grad()
+        loss = functional.cross_entropy(net(x), target)
+        loss.backward()
+        found = executor.step(x=x.numpy(), target=target.numpy())
+        assert found["loss"] == pytest.approx(loss.item(), rel=1e-4)
+        wanted = {name: p.grad.numpy() for name, p in net.named_parameters() if f"{name}.gradient" in found}
+        assert wanted
+        for key, gradient in wanted.items():
+            np.testing.assert_allclose(
+                found[f"{key}.gradient"], gradient, rtol=2e-3, atol=2e-6, err_msg=f"{length} {key}"
+            )
