@@ -277,11 +277,13 @@ def origin_in_file(value: ir.Value) -> Origin:
         elif any(node.op_type in ("DequantizeLinear", "Gather", "Reshape") for node, _ in uses):
             why = "a table or scales that an operator keeps; unfreeze trains them"
         return Origin(Kind.CONSTANT, why)
+    written = Origin.read(value)
+    if written is not None and written.certain and written.named:
+        return written
     if uses and all(node.op_type == "BatchNormalization" and index in (3, 4) for node, index in uses):
         return Origin(Kind.BUFFER, "running statistics")
     if uses and all(node.op_type in ("DequantizeLinear", "QuantizeLinear") and index for node, index in uses):
         return Origin(Kind.CONSTANT, "the scale of a quantization")
-    written = Origin.read(value)
     if written is not None and not written.trains:
         return replace(written, certain=written.certain or evidence.constant_value(value) is not None)
     if written is not None and written.kind is Kind.COMPUTED and written.sources:

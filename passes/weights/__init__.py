@@ -6,10 +6,10 @@ import warnings
 
 import onnx_ir as ir
 
-from graphopt.graph.metadata import Kind, LeftOut, Origin
+from graphopt.graph.metadata import Exported, Kind, LeftOut, Origin
 from graphopt.graph.traversal import sort
 from graphopt.graph.values import name_of
-from passes.weights import detached, exported_program, torchscript
+from passes.weights import detached, exported_program, records, torchscript
 from passes.weights.initializers import literals_in, weights_in
 
 FOLDED_BY_TF2ONNX = "const_fold_opt__"  # with a number: the names of constants that tf2onnx computes
@@ -23,6 +23,9 @@ def read_origins(model: ir.Model) -> dict[str, Origin]:
     folded functions and gathers again, and dropped biases are restored. The model notes which parameters the file does
     not contain in any form.
     """
+    if (exported := Exported.read(model)) is not None and (origins := records.origins(model, exported)):
+        detached.stop_at_padding(model)
+        return origins
     program = exported_program.ExportedProgram(model)
     if program.paths:
         detached.stop(program)
