@@ -17,7 +17,7 @@ from torch import nn
 from torch.onnx import symbolic_helper
 from torch.utils import _pytree as pytree
 
-from graphopt.errors import GraphoptError, line
+from graphopt.errors import GraphoptError, line, some
 from graphopt.exporting import tracing
 from graphopt.graph.loading import load
 from graphopt.graph.metadata import (
@@ -67,7 +67,7 @@ def exported(
     with _errors(exporter), tracing.traced(module):
         model = run_exporter(module, args, kwargs, shapes, leaves, inputs, outputs, opset)
     model = load(model)
-    _write_notes(model, module, exporter)
+    _write_notes(model, module, exporter, args, kwargs)
     draws = [node for node in all_nodes(model.graph) if node.op_type in DRAWING and node.domain == ""]
     if draws and any(part.training for part in module.modules()):
         raise tracing.refuse(
@@ -152,7 +152,9 @@ def _dynamo(
     """Export by torch.export, and mark the nodes of `detach` and Dropout."""
     given = {id(x): dict(shapes.get(name, {})) for name, x in leaves.items()}
     bound = inspect.signature(module.forward).bind(*args, **kwargs).arguments
-    sized = {name: pytree.tree_map(lambda x: given.get(id(x)) or None, value) for name, value in bound.items()}
+    sized = {
+        name: pytree.tree_map(lambda x: given.get(id(x)) or None, value) for name, value in bound.items()
+    }
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         program = torch.onnx.export(
@@ -168,6 +170,9 @@ def _dynamo(
             opset_version=opset,
         )
     assert program is not None
+    signature = program.exported_program.graph_signature
+    if changed := [*signature.buffers_to_mutate.values(), *signature.parameters_to_mutate.values()]:
+        raise tracing.changing(changed)
     model = program.model
     for graph in model.graphs():
         for value in graph.initializers.values():  # which share memory with the module
@@ -179,8 +184,12 @@ def _dynamo(
     stops = [node for node, call in calls.items() if _DETACH in call and node.op_type == "Identity"]
     for node in stops:
         STOP_GRADIENT.set(node)
-    graphs = [x for x in program.exported_program.graph_module.modules() if isinstance(x, torch.fx.GraphModule)]
-    wanted = {x.name for graph in graphs for x in graph.graph.nodes if "aten.detach" in str(x.target) and x.users}
+    graphs = [
+        x for x in program.exported_program.graph_module.modules() if isinstance(x, torch.fx.GraphModule)
+    ]
+    wanted = {
+        x.name for graph in graphs for x in graph.graph.nodes if "aten.detach" in str(x.target) and x.users
+    }
     marked = {calls[node].partition(" ")[0].lstrip("%") for node in stops}
     if lost := wanted - marked:
         raise tracing.refuse(f"{sorted(lost)[0]}, which PyTorch's exporter drops", "export by torchscript")
@@ -221,7 +230,6 @@ def _torchscript(
                 input_names=names,
                 output_names=outputs,
                 opset_version=opset,
-                custom_opsets={_OWN: 1},
             )
     finally:
         for name in symbols:
@@ -237,7 +245,22 @@ def _torchscript(
             PaddingIndex(node.attributes.get_int("padding_idx", 0)).write(node)
             node.attributes.pop("padding_idx")
     model.opset_imports.pop(_OWN, None)
+    _separate(model, module)
     return model
+
+
+def _separate(model: ir.Model, module: nn.Module) -> None:
+    """Separate weights with equal numbers, which the exporter merges if the module is in eval mode."""
+    paths = tracing.weights_of(module)
+    for node in [node for node in model.graph if node.op_type == "Identity"]:
+        x, y = node.inputs[0], node.outputs[0]
+        if x is None or x.const_value is None or y.name not in paths:
+            continue
+        name, y.name = name_of(y), f"{y.name}/merged"
+        own = ir.val(name, const_value=ir.Tensor(x.const_value.numpy().copy(), x.dtype, name=name))
+        model.graph.register_initializer(own)
+        ir.convenience.replace_all_uses_with(y, own, replace_graph_outputs=True)
+        model.graph.remove(node, safe=True)
 
 
 def _stop(g: Any, x: Any) -> Any:
@@ -255,14 +278,20 @@ def _gather(g: Any, weight: Any, indices: Any, padding: int, scaled: bool, spars
     return result.setType(kind)
 
 
-def _write_notes(model: ir.Model, module: nn.Module, exporter: str) -> None:
+def _write_notes(
+    model: ir.Model, module: nn.Module, exporter: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
     """Write what the module's parameters, buffers, normalizations and dropouts are."""
     groups: dict[int, tuple[torch.Tensor, list[str]]] = {}
-    weights = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+    weights = [
+        *module.named_parameters(remove_duplicate=False),
+        *module.named_buffers(remove_duplicate=False),
+    ]
     for path, x in weights:
         groups.setdefault(id(x), (x, []))[1].append(path)
     persistent = module.state_dict().keys()
     noted: dict[str, ModuleWeight] = {}
+    gone: list[str] = []
     for x, paths in groups.values():
         kind = Kind.BUFFER
         if isinstance(x, nn.Parameter):
@@ -271,6 +300,12 @@ def _write_notes(model: ir.Model, module: nn.Module, exporter: str) -> None:
         if len(names) > 1:
             raise GraphoptError(f"export: expected one initializer for {names}, found {len(names)}")
         noted |= {name: ModuleWeight(kind, tuple(paths), paths[0] in persistent) for name in names}
+        if not names and kind is not Kind.BUFFER:
+            gone += paths[:1]
+    if gone and (lost := tracing.reached(module, gone, args, kwargs)):
+        raise tracing.refuse(
+            f"parameters {some(lost)}, which PyTorch's exporter leaves out", "try the other exporter"
+        )
     Exported(exporter, noted).write(model)
     switched = tracing.in_training(module)
     for node in all_nodes(model.graph):
@@ -313,13 +348,19 @@ def _verify(
         given = _named_inputs(module, *example)
         ordered = given if given.keys() == set(names) else dict(zip(names, given.values(), strict=False))
         feeds = {name: x.detach().cpu().numpy() for name, x in ordered.items()}
-        expected = [x for x in pytree.tree_leaves(tracing.predicted(module, *example)) if isinstance(x, torch.Tensor)]
+        expected = [
+            x for x in pytree.tree_leaves(tracing.predicted(module, *example)) if isinstance(x, torch.Tensor)
+        ]
         found = run(model, feeds)
         for (name, ours), theirs in zip(found.items(), expected, strict=True):
-            wanted = theirs.detach().cpu().float().numpy() if theirs.is_floating_point() else theirs.cpu().numpy()
+            wanted = (
+                theirs.detach().cpu().float().numpy() if theirs.is_floating_point() else theirs.cpu().numpy()
+            )
             if ours.shape != wanted.shape:
                 raise _other(name, f"shape {list(ours.shape)} in place of {list(wanted.shape)}")
-            if ours.size and not np.allclose(ours, wanted, _TOLERANCE, _TOLERANCE * np.abs(wanted).max(), True):
+            if ours.size and not np.allclose(
+                ours, wanted, _TOLERANCE, _TOLERANCE * np.abs(wanted).max(), True
+            ):
                 raise _other(name, f"numbers that differ by {np.abs(ours - wanted).max():.2g}")
 
 

@@ -12,6 +12,7 @@ from unittest import mock
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
 
 from graphopt.errors import GraphoptError, some
 
@@ -50,8 +51,12 @@ class _Stops(TorchFunctionMode):
             raise refuse("a gradient's hook", "remove it, or write the change of the gradient as a function")
         if func is nn.functional.embedding:
             _check_embedding(*args, **kwargs)
-        if func in _DROPOUTS and inspect.signature(func).bind(*args, **kwargs).arguments.get("training", True):
-            raise refuse(f"{func.__name__} in training", "call eval() of the module that calls it, or use Dropout")
+        if func in _DROPOUTS and inspect.signature(func).bind(*args, **kwargs).arguments.get(
+            "training", True
+        ):
+            raise refuse(
+                f"{func.__name__} in training", "call eval() of the module that calls it, or use Dropout"
+            )
         name = getattr(func, "__name__", "")
         if not torch.is_grad_enabled():
             if name.endswith("_") and not name.startswith("__") and _requires_grad(args[:1]):
@@ -115,9 +120,7 @@ def check(module: nn.Module) -> None:
         if isinstance(part, nn.modules.instancenorm._InstanceNorm) and part.training and tracks:
             raise refuse(f"{name}, whose running statistics are those of instances", "call its eval()")
     for path, weight in module.named_parameters():
-        if getattr(weight, "_backward_hooks", None) or getattr(
-            weight, "_post_accumulate_grad_hooks", None
-        ):
+        if getattr(weight, "_backward_hooks", None) or getattr(weight, "_post_accumulate_grad_hooks", None):
             raise refuse(f"the gradient's hook of parameter {path}", "remove it")
         if weight.device.type == "meta":
             raise GraphoptError(f"export: parameter {path}: expected numbers, found a tensor on 'meta'")
@@ -150,15 +153,27 @@ def in_inference_form(module: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def _attributes_kept(module: nn.Module) -> Iterator[None]:
+    """Restore the attributes that forward and its hooks set, such as the weights of weight_norm."""
+    before = {part: dict(part.__dict__) for part in module.modules()}
+    try:
+        yield
+    finally:
+        for part, attributes in before.items():
+            part.__dict__.clear()
+            part.__dict__.update(attributes)
+
+
+@contextlib.contextmanager
 def traced(module: nn.Module) -> Iterator[None]:
     """Let a module's forward write where gradients stop.
 
     Raises:
         GraphoptError: forward changes parameters or buffers, or does what no graph shows.
     """
-    before = _weights(module)
-    versions = {path: (x, x._version) for path, x in before.items()}
+    versions = {path: x._version for path, x in weights_of(module).items()}
     with contextlib.ExitStack() as stack:
+        stack.enter_context(_attributes_kept(module))
         stack.enter_context(in_inference_form(module))
         stack.enter_context(mock.patch.object(torch.autograd.Function, "apply", classmethod(_apply)))
         if not isinstance(module, torch.jit.ScriptModule):
@@ -166,10 +181,13 @@ def traced(module: nn.Module) -> Iterator[None]:
         elif "prim::Enter" in str(module.inlined_graph):
             raise refuse("torch.no_grad() in a scripted module", "export the module before torch.jit.script")
         yield
-    after = _weights(module)
-    changed = [p for p, (x, n) in versions.items() if after.get(p) is not x or x._version != n]
-    if changed := [*changed, *(path for path in after if path not in before)]:
-        raise refuse(f"changes of {some(changed)} in forward", "change parameters and buffers outside forward")
+    if changed := [path for path, x in weights_of(module).items() if x._version != versions.get(path)]:
+        raise changing(changed)
+
+
+def changing(paths: Sequence[str]) -> GraphoptError:
+    """Return the error for a forward that changes parameters or buffers."""
+    return refuse(f"that forward changes {some(paths)}", "change parameters and buffers outside forward")
 
 
 @contextlib.contextmanager
@@ -178,8 +196,13 @@ def _forward_replaced(module: nn.Module) -> Iterator[None]:
 
     @functools.wraps(forward)
     def marked(*args: Any, **kwargs: Any) -> Any:
+        before = weights_of(module)
         with _Stops():
-            return forward(*args, **kwargs)
+            result = forward(*args, **kwargs)
+        after = weights_of(module)
+        if changed := [path for path in {**before, **after} if before.get(path) is not after.get(path)]:
+            raise changing(changed)
+        return result
 
     module.forward = marked
     try:
@@ -191,7 +214,8 @@ def _forward_replaced(module: nn.Module) -> Iterator[None]:
             module.forward = own
 
 
-def _weights(module: nn.Module) -> dict[str, torch.Tensor]:
+def weights_of(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Return parameters and buffers by all their paths."""
     return {
         **dict(module.named_parameters(remove_duplicate=False)),
         **dict(module.named_buffers(remove_duplicate=False)),
@@ -202,12 +226,30 @@ def predicted(module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) ->
     """Return what a module predicts in the form that its file has, in which dropout keeps all elements."""
     attention = nn.functional.scaled_dot_product_attention
 
-    def attend(q: Any, k: Any, v: Any, attn_mask: Any = None, dropout_p: float = 0.0, *rest: Any, **more: Any) -> Any:
+    def attend(
+        q: Any, k: Any, v: Any, attn_mask: Any = None, dropout_p: float = 0.0, *rest: Any, **more: Any
+    ) -> Any:
         return attention(q, k, v, attn_mask, 0.0, *rest, **more)
 
     with contextlib.ExitStack() as stack:
-        stack.enter_context(torch.no_grad())
+        stack.enter_context(_attributes_kept(module))
         stack.enter_context(in_inference_form(module))
         stack.enter_context(mock.patch.object(nn.functional, "dropout", lambda input, *_, **__: input))
         stack.enter_context(mock.patch.object(nn.functional, "scaled_dot_product_attention", attend))
         return module(*args, **kwargs)
+
+
+def reached(
+    module: nn.Module, paths: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> list[str]:
+    """Return the paths of the parameters that a gradient reaches from the module's outputs."""
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    asked = [path for path in paths if parameters[path].requires_grad]
+    outputs = pytree.tree_leaves(predicted(module, args, kwargs))
+    ends = [
+        y.sum() for y in outputs if isinstance(y, torch.Tensor) and y.requires_grad and not y.is_complex()
+    ]
+    if not ends or not asked:
+        return []
+    gradients = torch.autograd.grad(ends, [parameters[path] for path in asked], allow_unused=True)
+    return [path for path, gradient in zip(asked, gradients, strict=True) if gradient is not None]
