@@ -31,7 +31,9 @@ def read_origins(model: ir.Model) -> dict[str, Origin]:
         detached.stop(program)
         detached.stop_at_padding(model)
         exported_program.restore_records(program)
-        restored = exported_program.separate_parameters(program) | exported_program.invert(program)
+        restored = exported_program.separate_layouts(program) | exported_program.separate_parameters(program)
+        exported_program.keep_zeros(program)
+        restored |= exported_program.invert(program)
         restored |= exported_program.restore_gathers(program) | exported_program.recompute(program)
         restored |= exported_program.restore_biases(program)
         sort(model.graph)
@@ -49,7 +51,7 @@ def read_origins(model: ir.Model) -> dict[str, Origin]:
         return {name_of(x): torchscript.origin_of(x, model) for x in buffers}
     if model.producer_name == "pytorch":
         restored = torchscript.separate_merged(model)
-        restored |= torchscript.restore_rows(model) | torchscript.restore_masks(model)
+        restored |= torchscript.restore_rows(model) | torchscript.keep_zeros(model)
         sort(model.graph)
         origins = {name_of(x): torchscript.origin_of(x, model) for x in weights_in(model)}
         literal = Origin(Kind.CONSTANT, "a literal of the exported program")

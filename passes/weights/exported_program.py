@@ -16,16 +16,19 @@ import numpy as np
 import onnx_ir as ir
 
 from graphopt.errors import some
-from graphopt.graph.metadata import EXPORTED_CALL, Kind, Origin, Text
+from graphopt.graph.metadata import EXPORTED_CALL, ZEROS_STAY, Kind, Origin, Text
 from graphopt.graph.operators import CONVOLUTIONS
 from graphopt.graph.values import constant_copy_of, dtype_of, name_of
-from passes.weights import folds
+from passes.weights import evidence, folds
 from passes.weights.initializers import array, fill_value, is_weight, literals_in, register, weights_in
 
 FOLDED_FROM = Text("pkg.onnxscript.optimizer.folded_from")
 _SIGNATURE = Text("pkg.torch.export.ExportedProgram.graph_signature")
 _KIND = Text("pkg.torch.export.graph_signature.InputSpec.kind")
 _PLACEHOLDER = Text("pkg.torch.onnx.original_node_name")
+_SCOPES = Text(
+    "pkg.torch.onnx.name_scopes"
+)  # of a node: the modules around it, from the outermost, and its call
 
 _KINDS = {"PARAMETER": Kind.PARAMETER, "BUFFER": Kind.BUFFER, "CONSTANT_TENSOR": Kind.CONSTANT}
 
@@ -46,6 +49,22 @@ _MAKING = {
     *("arange", "full", "full_like", "ones", "ones_like", "scalar_tensor", "scalar_tensor_default", "val"),
     *("zeros", "zeros_like"),
 }
+# Calls that make masks of zeros and ones, and those that put zeros in place of numbers.
+_MASKING = {
+    "eye",
+    "ne",
+    "gt",
+    "ge",
+    "lt",
+    "le",
+    "tril",
+    "triu",
+    "ones",
+    "zeros",
+    "ones_like",
+    "lift_fresh_copy",
+}
+_CUTTING = {"masked_fill", "tril", "triu", "where"}
 _TURNING = {"permute", "t", "transpose"}
 # Calls in this list that may repeat numbers.
 _REPEATING = {"embedding", "expand", "index", "index_select", "repeat", "tile"}
@@ -107,11 +126,7 @@ class ExportedProgram:
 
     def folded_from(self, value: ir.Value) -> tuple[str, ...]:
         """Return the names from which the exporter computed a value."""
-        try:
-            names = ast.literal_eval(FOLDED_FROM.read(value) or "[]")
-        except (MemoryError, RecursionError, SyntaxError, ValueError):
-            return ()
-        return tuple(map(str, names)) if isinstance(names, list) else ()
+        return _names_in(FOLDED_FROM.read(value))
 
     def sources(self, value: ir.Value) -> tuple[str, ...]:
         """Return the parameters, buffers and constants from which the exporter computed a value."""
@@ -137,6 +152,20 @@ class ExportedProgram:
             if (call := Call.of(node)) is not None:
                 groups[node.graph, call].append(node)
         return [(call, nodes) for (_, call), nodes in groups.items()]
+
+
+def _names_in(text: str | None) -> tuple[str, ...]:
+    """Return the names in a list that the exporter wrote as text."""
+    try:
+        names = ast.literal_eval(text or "[]")
+    except (MemoryError, RecursionError, SyntaxError, ValueError):
+        return ()
+    return tuple(map(str, names)) if isinstance(names, list) else ()
+
+
+def _scope(node: ir.Node) -> str:
+    """Return the path of the module from which a node comes."""
+    return "".join(_names_in(_SCOPES.read(node))[-2:-1])
 
 
 def is_stripped(model: ir.Model) -> bool:
@@ -266,6 +295,89 @@ def separate_parameters(program: ExportedProgram) -> dict[str, Origin]:
             parted[name_of(copies[x, name])] = origin
             node.replace_input_with(index, copies[x, name])
     return parted
+
+
+def separate_layouts(program: ExportedProgram) -> dict[str, Origin]:
+    """Separate values that the exporter folded from several parameters and merged, and return uncertain kinds by name.
+
+    A call that reads a value `view_1` which the file lacks, by an initializer `view`, reads what was merged with it. If
+    `view` comes from parameter `0.gamma` and its reader is in module `0`, then `view_1` comes from `1.gamma` if its
+    reader is in module `1` and the file lacks that parameter. In one module, the parameters that the file lacks are
+    taken in their order, which is uncertain. Each becomes an initializer with the record of what it was folded from.
+    """
+    edges: dict[ir.Value, dict[str, list[tuple[ir.Node, int]]]] = {}
+    homes: dict[ir.Value, str] = {}
+    computed = {name_of(y) for node in program.model.graph.all_nodes() for y in node.outputs}
+    present = program.names() | computed | {*program.paths, *program.inputs}
+    for call, nodes in program.calls():
+        uses = [(x, node, i) for node in nodes for i, x in enumerate(node.inputs) if x and is_weight(x)]
+        absent = [name for name in call.arguments if name not in present]
+        for x, node, index in uses:
+            if not program.parameters_of(x) and not program.is_parameter(name_of(x)):
+                continue
+            own = name_of(x) if name_of(x) in call.arguments else program.placeholders.get(name_of(x), "")
+            if own in call.arguments:
+                homes.setdefault(x, _scope(node))
+            elif len(merged := [name for name in absent if _is_like(name, x)]) == 1:
+                edges.setdefault(x, {}).setdefault(merged[0], []).append((node, index))
+    uncertain: dict[str, Origin] = {}
+    for x, groups in edges.items():
+        for name, uses_of_name in groups.items():
+            sources = program.sources(x) or (name_of(x),)
+            found = _sources_elsewhere(program, sources, homes.get(x), _scope(uses_of_name[0][0]))
+            if found is None:
+                continue
+            others, certain = found
+            copy = register(program.model, name, array(x).copy())
+            renamed = dict(zip(sources, others, strict=True))
+            names = [renamed.get(source, source) for source in program.folded_from(x) or sources]
+            FOLDED_FROM.write(copy, repr(names))
+            for node, index in uses_of_name:
+                node.replace_input_with(index, copy)
+            if not certain:
+                why = f"{some(others)} or another parameter, merged with {x.name} by the exporter"
+                uncertain[name_of(copy)] = Origin(Kind.PARAMETER, why, certain=False, sources=others)
+    return uncertain
+
+
+def _is_like(name: str, x: ir.Value) -> bool:
+    """Return whether a value of the program may be one that only has another layout than a parameter, as x is."""
+    return call_of(name) == call_of(name_of(x)) or call_of(name) in _LAYOUT
+
+
+def _sources_elsewhere(
+    program: ExportedProgram, sources: tuple[str, ...], home: str | None, scope: str
+) -> tuple[tuple[str, ...], bool] | None:
+    """Return what a value in a module was folded from, and whether that is certain, if an equal one elsewhere is known.
+
+    Args:
+        sources: what the equal value was folded from.
+        home: the path of the module that reads the equal value, if it is known.
+        scope: the path of the module.
+    """
+    missing = [path for path in program.kinds if program.is_parameter(path) and path not in program.names()]
+    parents = [source.rpartition(".")[0] for source in sources]
+    start = parents[0] if home is None else home
+    if scope != start:
+        moved = tuple(_moved(source, start, scope) for source in sources)
+        return (moved, True) if moved != sources and all(path in program.kinds for path in moved) else None
+    others = [path for path in missing if path.rpartition(".")[0] == parents[0]]
+    return ((others[0],), False) if len(sources) == 1 and others else None
+
+
+def _moved(path: str, start: str, end: str) -> str:
+    """Return a path in a module as the same path in another one."""
+    inside = path.startswith(f"{start}.") if start else True
+    return f"{end}.{path.removeprefix(f'{start}.') if start else path}".lstrip(".") if inside else path
+
+
+def keep_zeros(program: ExportedProgram) -> None:
+    """Mark values that the exporter multiplied by a mask, as of pruning, so that their zeros stay."""
+    for value in weights_in(program.model):
+        calls, sources = set(program.calls_of(value)), program.sources(value)
+        masked = "mul" in calls and (len(program.parameters_of(value)) < len(sources) or calls & _MASKING)
+        if program.parameters_of(value) and (masked or calls & _CUTTING) and evidence.is_sparse(array(value)):
+            ZEROS_STAY.set(value)
 
 
 def invert(program: ExportedProgram) -> dict[str, Origin]:

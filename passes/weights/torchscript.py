@@ -14,10 +14,10 @@ import numpy as np
 import onnx_ir as ir
 
 from graphopt.graph.emitter import Emitter
-from graphopt.graph.metadata import Kind, Origin
+from graphopt.graph.metadata import ZEROS_STAY, Kind, Origin
 from graphopt.graph.operators import ARITHMETIC, CONVOLUTIONS, MATRIX_PRODUCTS, RECURRENT
 from graphopt.graph.values import name_of
-from passes.weights import evidence, folds
+from passes.weights import evidence, folds, zeros
 from passes.weights.initializers import array, is_weight, register, weights_in
 
 # Names of buffers in PyTorch's modules and in common libraries, without a prefix such as `pixel_` or `anchor_`.
@@ -34,7 +34,6 @@ _PREFIXES = ("running_", "num_batches", "alphas_cumprod", "ema_", "gaussian_", "
 # Operators that read a folded value of which the exporter only changed the layout: a transpose, a new axis.
 _READERS = RECURRENT | {"Add", "Concat", "Div", "Expand", "Gather", "MatMul", "Mul", "PRelu", "Sub"}
 _READERS_OF_LITERALS = ARITHMETIC | {"Clip", "Concat", "Where"}
-_WEIGHTED = CONVOLUTIONS | MATRIX_PRODUCTS
 
 
 def separate_merged(model: ir.Model) -> dict[str, Origin]:
@@ -77,25 +76,15 @@ def restore_rows(model: ir.Model) -> dict[str, Origin]:
     return restored
 
 
-def restore_masks(model: ir.Model) -> dict[str, Origin]:
-    """Multiply folded weights by their masks again, as those of pruning, so that their zeros stay; return the kinds."""
+def keep_zeros(model: ir.Model) -> dict[str, Origin]:
+    """Mark folded weights with zeros, as those of pruning, so that their zeros stay; return the kinds."""
     restored: dict[str, Origin] = {}
     for value in weights_in(model):
-        name, uses, numbers = name_of(value), list(value.uses()), array(value)
-        is_factor = bool(uses) and all(node.op_type in _WEIGHTED and index < 2 for node, index in uses)
-        if not (is_factor and is_generated(name) and evidence.is_sparse(numbers)):
-            continue
-        mask = register(model, f"{name}.mask", (numbers != 0).astype(numbers.dtype))
-        with Emitter(model) as op:
-            masked = op.Mul(value, mask)
-        for node, index in uses:
-            node.replace_input_with(index, masked)
-        zeros = int((numbers == 0).sum())
-        why = (
-            f"computed by the exporter from parameters{_of(uses[0][0])}: {zeros:,} numbers are 0 and stay so"
-        )
-        restored[name] = Origin(Kind.COMPUTED, f"{why}, as of pruning", certain=False, by_exporter=True)
-        restored[name_of(mask)] = Origin(Kind.CONSTANT, f"where {name} is not 0", certain=False)
+        name = name_of(value)
+        if is_generated(name) and zeros.is_factor(value) and evidence.is_sparse(array(value)):
+            ZEROS_STAY.set(value)
+            why = f"computed by the exporter from parameters{_of(next(iter(value.consumers())))}"
+            restored[name] = Origin(Kind.COMPUTED, why, certain=False, by_exporter=True)
     return restored
 
 
