@@ -112,8 +112,8 @@ class Parameters(Pass):
 
     Beside adapters, such as `passes.LoRA`, only their weights train, and those that `unfreeze` names.
 
-    Zeros of a mask that the exporter folded into a weight stay zero. So do those of a pruned weight, of which at least an
-    eighth are 0, if no record says how it trained; that is uncertain, and `unfreeze` trains them.
+    Zeros of a mask that the exporter folded into a weight stay zero. So do those of a pruned weight, of which at least
+    an eighth are 0, if no record says how it trained; that is uncertain, and `unfreeze` trains them.
 
     A copy of a weight that the exporter folded, transposed or reshaped is computed from the weight (tied).
     A decision by rule 3 alone, or a tie by equal numbers alone, is uncertain: a warning counts them and

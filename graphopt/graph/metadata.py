@@ -32,7 +32,7 @@ N = TypeVar("N", bound="Note")
 PREFIX = "graphopt."
 MANY = 64  # an upper bound for opsets, IR versions and outputs of an operator
 MOST_TEXT = 2**26  # bytes of a file's documentation, decompressed
-EXPORT_ANEW = "torch.onnx.export(..., optimize=False) keeps them"
+EXPORT_ANEW = "graphopt.export(module, example) or torch.onnx.export(..., optimize=False) keeps them"
 
 
 @dataclass(frozen=True)
@@ -113,6 +113,7 @@ DERIVATIVE = Flag("graphopt.derivative")  # an output that is the derivative of 
 STORED = Flag("graphopt.stored")  # a node that rounds a weight to its form in the file
 STORED_TYPE = Text("graphopt.stored_type")  # of a state: the narrower type of its numbers in the file
 QUANTIZED = Text("graphopt.quantized")  # of an initializer: which integers it stands for
+EXPORTED_GRAPH = Text("pkg.torch.export.ExportedProgram.graph_signature")  # of a graph: what PyTorch exported
 EXPORTED_CALL = Text("pkg.torch.onnx.fx_node")  # of a node: the call that PyTorch exported it from
 
 

@@ -16,14 +16,13 @@ import numpy as np
 import onnx_ir as ir
 
 from graphopt.errors import some
-from graphopt.graph.metadata import EXPORTED_CALL, ZEROS_STAY, Kind, Origin, Text
+from graphopt.graph.metadata import EXPORTED_CALL, EXPORTED_GRAPH, ZEROS_STAY, Kind, Origin, Text
 from graphopt.graph.operators import CONVOLUTIONS
 from graphopt.graph.values import constant_copy_of, dtype_of, name_of
 from passes.weights import evidence, folds
 from passes.weights.initializers import array, fill_value, is_weight, literals_in, register, weights_in
 
 FOLDED_FROM = Text("pkg.onnxscript.optimizer.folded_from")
-_SIGNATURE = Text("pkg.torch.export.ExportedProgram.graph_signature")
 _KIND = Text("pkg.torch.export.graph_signature.InputSpec.kind")
 _PLACEHOLDER = Text("pkg.torch.onnx.original_node_name")
 _SCOPES = Text(
@@ -107,7 +106,7 @@ class ExportedProgram:
 
     def __init__(self, model: ir.Model) -> None:
         self.model = model
-        inputs, _, outputs = (_SIGNATURE.read(model.graph) or "").partition("# outputs")
+        inputs, _, outputs = (EXPORTED_GRAPH.read(model.graph) or "").partition("# outputs")
         records = re.findall(r"^(\w+): (\w+) target='([^']*)'", inputs, re.MULTILINE)
         targets = {target for _, _, target in records}
         for x in weights_in(model):
@@ -170,7 +169,7 @@ def _scope(node: ir.Node) -> str:
 
 def is_stripped(model: ir.Model) -> bool:
     """Return whether this exporter wrote a file from which another tool removed its records."""
-    if model.producer_name != "pytorch" or _SIGNATURE.read(model.graph) is not None:
+    if model.producer_name != "pytorch" or EXPORTED_GRAPH.read(model.graph) is not None:
         return False
     return any(re.fullmatch(r"val_\d+", name_of(x)) for x in model.graph.initializers.values()) or any(
         re.match(r"node_\w+", node.name or "") for node in model.graph

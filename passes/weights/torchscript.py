@@ -13,9 +13,8 @@ from dataclasses import replace
 import numpy as np
 import onnx_ir as ir
 
-from graphopt.graph.emitter import Emitter
 from graphopt.graph.metadata import ZEROS_STAY, Kind, Origin
-from graphopt.graph.operators import ARITHMETIC, CONVOLUTIONS, MATRIX_PRODUCTS, RECURRENT
+from graphopt.graph.operators import ARITHMETIC, RECURRENT
 from graphopt.graph.values import name_of
 from passes.weights import evidence, folds, zeros
 from passes.weights.initializers import array, is_weight, register, weights_in
