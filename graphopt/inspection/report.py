@@ -260,10 +260,8 @@ def _lost(model: ir.Model, final: ir.Model) -> Iterator[str]:
     if EXPORTED_GRAPH.read(model.graph) is None:
         stops = "which weights are buffers, detach(), torch.no_grad()"
     yield f"not known  requires_grad=False, {stops} and the modes of modules: PyTorch's exporter did not write them"
-    folded = sum(Origin.read(x).kind is Kind.COMPUTED for x in _decided(final))  # type: ignore[union-attr]
-    missing = (LeftOut.read(final) or LeftOut()).names
-    if folded or missing:
-        yield f"folded     {counted(folded, 'weight')} computed from others, {counted(len(missing), 'parameter')} left out"
+    if folded := sum(Origin.read(x).kind is Kind.COMPUTED for x in _decided(final)):  # type: ignore[union-attr]
+        yield f"folded     {counted(folded, 'weight')} computed from others, in whose place they train"
     yield "to keep it graphopt.export(module, example), or torch.onnx.export(..., optimize=False) and parameters.freeze"
 
 
