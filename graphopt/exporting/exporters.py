@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import io
+import os
+import tempfile
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -15,6 +16,7 @@ import onnx_ir as ir
 import torch
 from torch import nn
 from torch.onnx import symbolic_helper
+from torch.onnx import utils as registry
 from torch.utils import _pytree as pytree
 
 from graphopt.errors import GraphoptError, line, some
@@ -127,8 +129,8 @@ def _errors(exporter: str) -> Iterator[None]:
     except GraphoptError:
         raise
     except Exception as error:  # exporters raise errors of many kinds
-        causes, found = [error], error
-        while (found := found.__cause__ or found.__context__) is not None and found not in causes:
+        causes: list[BaseException] = [error]
+        while (found := causes[-1].__cause__ or causes[-1].__context__) is not None and found not in causes:
             causes.append(found)
         if own := next((x for x in causes if isinstance(x, GraphoptError)), None):
             raise own from None
@@ -169,7 +171,7 @@ def _dynamo(
             output_names=outputs,
             opset_version=opset,
         )
-    assert program is not None
+    assert program is not None and program.exported_program is not None
     signature = program.exported_program.graph_signature
     if changed := [*signature.buffers_to_mutate.values(), *signature.parameters_to_mutate.values()]:
         raise tracing.changing(changed)
@@ -210,14 +212,14 @@ def _torchscript(
     names = list(inputs or leaves)
     axes = {own: dict(shapes[name]) for own, name in zip(names, leaves, strict=False) if name in shapes}
     opset = opset or _OPSET
-    file = io.BytesIO()
-    symbols = {"aten::detach": _stop, "aten::detach_": _stop, "aten::embedding": _gather}
-    try:
-        for name, symbol in symbols.items():
-            torch.onnx.register_custom_op_symbolic(name, symbol, opset)
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", category=DeprecationWarning)
-            warnings.filterwarnings("ignore", category=UserWarning)
+    symbols: dict[str, Any] = {"aten::detach": _stop, "aten::detach_": _stop, "aten::embedding": _gather}
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+        file = os.path.join(folder, "module.onnx")
+        warnings.filterwarnings("ignore", category=DeprecationWarning)
+        warnings.filterwarnings("ignore", category=UserWarning)
+        try:
+            for name, symbol in symbols.items():
+                registry.register_custom_op_symbolic(name, symbol, opset)
             torch.onnx.export(
                 module,
                 args,
@@ -231,10 +233,10 @@ def _torchscript(
                 output_names=outputs,
                 opset_version=opset,
             )
-    finally:
-        for name in symbols:
-            torch.onnx.unregister_custom_op_symbolic(name, opset)
-    model = ir.from_proto(onnx.load_from_string(file.getvalue()))
+        finally:
+            for name in symbols:
+                registry.unregister_custom_op_symbolic(name, opset)
+        model = ir.from_proto(onnx.load(file))
     for node in list(all_nodes(model.graph)):
         if node.domain != _OWN:
             continue

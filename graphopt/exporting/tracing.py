@@ -97,7 +97,7 @@ def _detached(result: Any) -> Any:
 def _apply(cls: type, *args: Any, **kwargs: Any) -> Any:
     """Refuse an autograd function, except those of PyTorch's own control flow."""
     if cls.__module__.startswith(_OF_TORCH):
-        return _APPLY.__func__(cls, *args, **kwargs)  # type: ignore[attr-defined]
+        return _APPLY.__func__(cls, *args, **kwargs)
     how = "write the gradient with detach(), or register a rule by passes.gradient"
     if cls.__module__ == "torch.utils.checkpoint":
         how = "pass use_reentrant=False, or disable checkpoints during the export"

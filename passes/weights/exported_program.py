@@ -64,6 +64,8 @@ _MASKING = {
     "lift_fresh_copy",
 }
 _CUTTING = {"masked_fill", "tril", "triu", "where"}
+# The nodes inside of onnxscript's Softplus.
+_SOFTPLUS = {"beta", "beta_0_cast", "beta_cast", "self_scaled", "threshold", "threshold_cast", "tmp"}
 _TURNING = {"permute", "t", "transpose"}
 # Calls in this list that may repeat numbers.
 _REPEATING = {"embedding", "expand", "index", "index_select", "repeat", "tile"}
@@ -383,11 +385,28 @@ def invert(program: ExportedProgram) -> dict[str, Origin]:
     """Recompute values that the exporter computed from one parameter, and return the kinds of these parameters."""
     inverted: dict[str, Origin] = {}
     for value in weights_in(program.model):
-        paths, calls = program.sources(value), program.calls_of(value)
-        is_one = len(paths) == 1 and program.is_parameter(paths[0])
-        if is_one and folds.compute_by_inverse(program.model, value, paths[0], calls):
-            inverted[paths[0]] = _named(Kind.PARAMETER, f", from which {value.name} is computed again")
+        paths, calls = program.parameters_of(value), _functions(program, value)
+        masked = ZEROS_STAY.is_set(value) and calls[-1:] == ["mul"]
+        if masked:
+            calls = [call for call in calls[:-1] if call not in _MAKING | _MASKING]
+        if len(paths) != 1 or (len(program.sources(value)) > 1 and not masked):
+            continue
+        if folds.compute_by_inverse(program.model, value, paths[0], calls, masked):
+            origin = _named(Kind.PARAMETER, f", from which {value.name} is computed again")
+            inverted[paths[0]] = replace(origin, certain=not masked)
     return inverted
+
+
+def _functions(program: ExportedProgram, value: ir.Value) -> list[str]:
+    """Return the calls that made a folded value, the last one last; the nodes of onnxscript's Softplus are one."""
+    calls = program.calls_of(value)
+    if "self_scaled" not in calls:
+        return calls if set(calls) <= _MAKING | _MASKING | folds.FUNCTIONS | {"mul"} else []
+    # Beside them, its product has a name `softplus_2`, and the call `softplus` if it is not the value itself.
+    outer = [call for call in calls if call not in _SOFTPLUS]
+    last, times = outer[-1], outer.count("softplus")
+    rest = [call for call in outer[:-1] if call != "softplus"]
+    return [*rest, *["softplus"] * (times - 1 - (last == "softplus")), last] if times == 2 else []
 
 
 def restore_gathers(program: ExportedProgram) -> dict[str, Origin]:
