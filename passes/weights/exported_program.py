@@ -66,6 +66,8 @@ _MASKING = {
 _CUTTING = {"masked_fill", "tril", "triu", "where"}
 # The nodes inside of onnxscript's Softplus.
 _SOFTPLUS = {"beta", "beta_0_cast", "beta_cast", "self_scaled", "threshold", "threshold_cast", "tmp"}
+_JOINING = {"cat", "stack"}
+_FILLING = {"full", "full_like", "ones", "ones_like", "zeros", "zeros_like"}
 _TURNING = {"permute", "t", "transpose"}
 # Calls in this list that may repeat numbers.
 _REPEATING = {"embedding", "expand", "index", "index_select", "repeat", "tile"}
@@ -228,9 +230,12 @@ def _origin(program: ExportedProgram, value: ir.Value) -> Origin:
         return _constant(sources)
     if _is_moved(program, value):
         others = [source for source in sources if source not in parameters]
+        calls = set(program.calls_of(value))
+        filled = bool(calls & _JOINING and calls & _FILLING)
         joined = f", joined with {some(others)}, which is no parameter" if others else ""
+        joined += ", joined with numbers of the program, which train, too" if filled else ""
         why = f"{some(parameters)}, laid out anew by the exporter{joined}"
-        return Origin(Kind.PARAMETER, why, certain=not others, sources=parameters)
+        return Origin(Kind.PARAMETER, why, certain=not joined, sources=parameters)
     present = not program.model.graph.initializers.keys().isdisjoint(parameters)
     return _computed(parameters, "beside it" if present else "in its place")
 
@@ -393,7 +398,7 @@ def invert(program: ExportedProgram) -> dict[str, Origin]:
             continue
         if folds.compute_by_inverse(program.model, value, paths[0], calls, masked):
             origin = _named(Kind.PARAMETER, f", from which {value.name} is computed again")
-            inverted[paths[0]] = replace(origin, certain=not masked)
+            inverted[paths[0]] = replace(origin, certain=not masked, named=not masked)
     return inverted
 
 
