@@ -66,8 +66,6 @@ _MASKING = {
 _CUTTING = {"masked_fill", "tril", "triu", "where"}
 # The nodes inside of onnxscript's Softplus.
 _SOFTPLUS = {"beta", "beta_0_cast", "beta_cast", "self_scaled", "threshold", "threshold_cast", "tmp"}
-_JOINING = {"cat", "stack"}
-_FILLING = {"full", "full_like", "ones", "ones_like", "zeros", "zeros_like"}
 _TURNING = {"permute", "t", "transpose"}
 # Calls in this list that may repeat numbers.
 _REPEATING = {"embedding", "expand", "index", "index_select", "repeat", "tile"}
@@ -230,12 +228,9 @@ def _origin(program: ExportedProgram, value: ir.Value) -> Origin:
         return _constant(sources)
     if _is_moved(program, value):
         others = [source for source in sources if source not in parameters]
-        calls = set(program.calls_of(value))
-        filled = bool(calls & _JOINING and calls & _FILLING)
         joined = f", joined with {some(others)}, which is no parameter" if others else ""
-        joined += ", joined with numbers of the program, which train, too" if filled else ""
         why = f"{some(parameters)}, laid out anew by the exporter{joined}"
-        return Origin(Kind.PARAMETER, why, certain=not joined, sources=parameters)
+        return Origin(Kind.PARAMETER, why, certain=not others, sources=parameters)
     present = not program.model.graph.initializers.keys().isdisjoint(parameters)
     return _computed(parameters, "beside it" if present else "in its place")
 
@@ -489,14 +484,33 @@ def restore_biases(program: ExportedProgram) -> dict[str, Origin]:
 
 
 def parameters_left_out(program: ExportedProgram) -> list[str]:
-    """Return the parameters that the file does not contain in any form, as of a BatchNormalization in a convolution."""
+    """Return the parameters that the file does not contain in any form.
+
+    They are those of a BatchNormalization in a convolution, and those from which a bias was computed that starts at
+    zero and that the exporter dropped: its call reads a value that the file lacks.
+    """
     present = program.names()
     taken = {name for call, _ in program.calls() for name in call.arguments}
     gone = {name: path for name, path in program.paths.items() if path not in present}
     mean = ".running_mean"
-    folded = {path.removesuffix(mean) for path in gone.values() if path.endswith(mean)}
+    folded = {path.removesuffix(mean) for path in gone.values() if path.endswith(mean)} | _without_bias(
+        program
+    )
     return [
         path
         for name, path in gone.items()
         if program.is_parameter(path) and (name in taken or path.rpartition(".")[0] in folded)
     ]
+
+
+def _without_bias(program: ExportedProgram) -> set[str]:
+    """Return the modules in which a product lacks the bias that its call computes from something."""
+    nodes = program.model.graph.all_nodes()
+    known = {name_of(y) for node in nodes for y in node.outputs} | program.names()
+    known |= {*program.paths, *program.inputs, *(call.name for call, _ in program.calls())}
+    return {
+        _scope(node)
+        for call, own in program.calls()
+        for node in own
+        if node.op_type in _BIASED and len(node.inputs) == 2 and not known.issuperset(call.arguments)
+    }
