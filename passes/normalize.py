@@ -332,7 +332,11 @@ def materialize(model: ir.Model) -> None:
 
 def lift(model: ir.Model) -> None:
     """Replace `Constant` nodes of several numbers by initializers."""
-    constants = (node for node in all_nodes(model.graph) if node.op_type == "Constant" and node.domain == "")
+    constants = [node for node in all_nodes(model.graph) if node.op_type == "Constant" and node.domain == ""]
+    for node in constants:
+        if (floats := node.attributes.pop("value_floats", None)) is not None:
+            tensor = ir.tensor(np.array(floats.as_floats(), np.float32), name=node.outputs[0].name)
+            node.attributes.add(ir.AttrTensor("value", tensor))
     with protect(
         node for node in constants if (x := node.attributes.get("value")) and x.value.size < _SEVERAL
     ):

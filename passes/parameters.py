@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import onnx_ir as ir
@@ -12,9 +12,18 @@ import onnx_ir.passes.common as common
 
 from graphopt.errors import GraphoptError, some
 from graphopt.graph import metadata
-from graphopt.graph.metadata import ADAPTER, EXPORT_ANEW, FROZEN, QUANTIZED, UNTRAINED, Kind, LeftOut, Origin
-from graphopt.graph.operators import MATRIX_PRODUCTS, RECURRENT
-from graphopt.graph.rewriting import Pass, Pattern, selects
+from graphopt.graph.metadata import (
+    ADAPTER,
+    EXPORT_ANEW,
+    FROZEN,
+    QUANTIZED,
+    UNTRAINED,
+    Evidence,
+    Kind,
+    LeftOut,
+    Origin,
+)
+from graphopt.graph.rewriting import Pass, Pattern, names_of, selects
 from graphopt.graph.roles import Role, check_inference, role_of
 from graphopt.graph.shapes import ensure_typed
 from graphopt.graph.shown import elements
@@ -23,6 +32,7 @@ from passes.gradients.walk import dead_ends
 from passes.lowering.classical import is_tree
 from passes.weights import FOLDED_BY_TF2ONNX, evidence, folds, zeros
 from passes.weights.initializers import array, register
+from passes.weights.layers import warn_of_parts
 from passes.weights.masters import QuantizedWeights
 
 
@@ -105,10 +115,13 @@ class Parameters(Pass):
     1. the fields of this pass;
     2. records of PyTorch's exporters about parameters and buffers, and about values folded, merged or computed from
        them; records of scikit-learn's and TensorFlow's converters;
-    3. its use in the graph: running statistics, initial values of scatters and recurrences, the unit scale of a
-       normalization; and its numbers: masks, tables of sines and cosines, frequencies, statistics of the model's
-       input. A single number in arithmetic is a literal, unless the exporter calls it a parameter;
-    4. otherwise it is a parameter if a gradient flows to it from an output.
+    3. in files of PyTorch's older exporter, its name: `weight` and other names of parameters in PyTorch's modules;
+       names of buffers, such as `mask` or `running_mean`, if its numbers or its use fit them;
+    4. its use in the graph: running statistics, initial values of scatters and recurrences, bounds, the values of
+       OneHot, the unit scale of a normalization, integers behind a scale; and its numbers: masks, tables of sines and
+       cosines, frequencies, statistics of the model's input. A single number in arithmetic is a literal, unless the
+       exporter calls it a parameter;
+    5. otherwise it is a parameter if a gradient flows to it from an output.
 
     Beside adapters, such as `passes.LoRA`, only their weights train, and those that `unfreeze` names.
 
@@ -116,9 +129,11 @@ class Parameters(Pass):
     an eighth are 0, if no record says how it trained; that is uncertain, and `unfreeze` trains them.
 
     A copy of a weight that the exporter folded, transposed or reshaped is computed from the weight (tied).
-    A decision by rule 3 alone, or a tie by equal numbers alone, is uncertain: a warning counts them and
-    `run=report` lists them. Patterns are shell-style, one or several. They match names of initializers, and of the
-    parameters from which the exporter made them, such as the weight whose transpose is in the file.
+    A decision by uses and numbers, by a name that parameters and buffers have, or a tie by equal numbers, is unsure: a
+    warning says which of them train, and `run=report` lists them, each with the option that changes it. Patterns are
+    shell-style, one or several. They match names of initializers, and the paths of the parameters from which the
+    exporter made them, such as that of the weight whose transpose is in the file. A pattern that reaches a bias but not
+    the weight beside it, or a part of what the exporter joined, is warned of.
 
     Args:
         pattern: train only these.
@@ -183,13 +198,15 @@ class Parameters(Pass):
     def _decide(self, value: ir.Value, is_reached: bool, is_adapted: bool) -> tuple[Origin, bool]:
         """Return the kind of an initializer with the reason why it trains or not, and whether it does."""
         origin = origin_in_file(value)
-        named = replace(origin, kind=Kind.PARAMETER, why="named by the user", certain=True)
+        named = replace(
+            origin, kind=Kind.PARAMETER, why="named by the user", evidence=Evidence.USER, certain=True
+        )
         if selects(self.freeze, value):
             return replace(named, why="frozen by the user", named=True), False
         if selects(self.unfreeze, value) or selects(self.pattern, value):
             return named, not self.pattern or selects(self.pattern, value)
         if self.pattern:
-            return replace(origin, why="not named by the user", certain=True), False
+            return replace(origin, why="not named by the user", evidence=Evidence.USER, certain=True), False
         if origin.trains and not is_reached:
             ends = [f"{node.op_type} node {node.name!r}" for node in dead_ends(value)]
             why = f"no gradient passes {', '.join(ends[:3])}" if ends else "no gradient flows to it"
@@ -240,7 +257,9 @@ class Parameters(Pass):
         if how is None or self._is_asked(weight, copy):
             return how
         first, second = _read(weight), _read(copy)
-        if (first.named and second.named) or first.sources or second.sources or not folds.tells(weight):
+        if (first.named and second.named) or not folds.tells(weight):
+            return None
+        if any(x.sources and not x.by_exporter for x in (first, second)):
             return None
         merged = first.by_exporter or second.by_exporter or _numberless(weight) == _numberless(copy)
         return None if not how[1] and merged else how
@@ -262,12 +281,13 @@ def _floating(model: ir.Model) -> list[ir.Value]:
     return [value for value in model.graph.initializers.values() if is_floating(value)]
 
 
-def _check(field: str, pattern: Pattern, floating: Iterable[ir.Value]) -> None:
+def _check(field: str, pattern: Pattern, floating: Sequence[ir.Value]) -> None:
     if pattern and not any(selects(pattern, value) for value in floating):
+        names = [" or ".join(names_of(value)[:2]) for value in floating]
         raise GraphoptError(
-            f"{field}={pattern!r} matches no floating-point initializer; the model has: "
-            f"{', '.join(name_of(value) for value in floating) or 'none'}"
+            f"{field}={pattern!r} matches no floating-point initializer; the model has: {', '.join(names) or 'none'}"
         )
+    warn_of_parts(field, pattern, floating)
 
 
 def _read(value: ir.Value) -> Origin:
@@ -292,36 +312,43 @@ def origin_in_file(value: ir.Value) -> Origin:
         elif any(node.op_type in ("DequantizeLinear", "Gather", "Reshape") for node, _ in uses):
             why = "a table or scales that an operator keeps; unfreeze trains them"
         return Origin(Kind.CONSTANT, why)
-    written = Origin.read(value)
-    if written is not None and written.certain and written.named:
-        return written
     if uses and all(node.op_type == "BatchNormalization" and index in (3, 4) for node, index in uses):
         return Origin(Kind.BUFFER, "running statistics")
     if uses and all(node.op_type in ("DequantizeLinear", "QuantizeLinear") and index for node, index in uses):
         return Origin(Kind.CONSTANT, "the scale of a quantization")
+    written = Origin.read(value)
     if written is not None and not written.trains:
         return replace(written, certain=written.certain or evidence.constant_value(value) is not None)
-    if written is not None and written.kind is Kind.COMPUTED and written.sources:
-        return written
-    reasons = [evidence.constant_use(*use) for use in uses] if _is_open(value) else []
-    if reasons and reasons[0] is not None and all(reasons):
-        return Origin(Kind.CONSTANT, reasons[0], certain=False)
-    if _is_open(value) and (origin := evidence.written_out(value)):
+    is_recorded = written is not None and written.certain and written.named
+    if not is_recorded and (origin := evidence.of_integers(value)):
         return origin
+    if written is not None and written.certain:
+        # A name is no record, and no file records that a parameter does not require a gradient.
+        looks = evidence.constant_value(value) if written.by_exporter else None
+        return replace(written, why=f"{written.why}, but {looks.why}", certain=False) if looks else written
+    if written is not None and written.kind is Kind.COMPUTED and written.sources and not written.by_exporter:
+        return written
+    if _is_open(value):
+        reasons = [evidence.constant_use(*use) for use in uses]
+        if reasons and reasons[0] is not None and all(reasons):
+            return Origin(Kind.CONSTANT, reasons[0], certain=False)
+        if origin := evidence.written_out(value):
+            return origin
     if written is None and evidence.is_literal(value):
         return Origin(Kind.CONSTANT, "one number, taken for a literal", certain=evidence.is_short(value))
-    origin = evidence.constant_table(value) if written and written.certain else evidence.constant_value(value)
-    if origin is not None:
+    if origin := evidence.constant_value(value):
         return replace(origin, named=written is not None and written.named)
     if written is None and name_of(value).startswith(FOLDED_BY_TF2ONNX):
         why = "folded by tf2onnx, of a variable or of numbers of the program"
         return Origin(Kind.PARAMETER, why, certain=False)
-    if written is None:
-        return Origin(Kind.PARAMETER, "a gradient flows to it")
-    # A single number is as likely a buffer, and so are numbers that the exporter folded and adds.
-    is_factor = all(node.op_type in MATRIX_PRODUCTS | RECURRENT for node, _ in uses)
-    named = written.named or (is_factor and written.kind is Kind.PARAMETER)
-    return replace(written, certain=written.certain or (named and bool(value.shape)))
+    return written or Origin(Kind.PARAMETER, "a gradient flows to it")
+
+
+def _is_doubted(value: ir.Value) -> bool:
+    """Return whether a value is a parameter by a record, and has the numbers of a table that is rarely trained."""
+    origin = _read(value)
+    is_recorded = origin.evidence in (Evidence.RECORD, Evidence.NAME) and origin.certain
+    return origin.trains and is_recorded and evidence.is_table(value)
 
 
 def _part_constant_uses(model: ir.Model) -> None:
@@ -347,17 +374,36 @@ def _numberless(value: ir.Value) -> str:
 
 def _warn(values: Sequence[ir.Value]) -> None:
     """Warn about initializers that only a rule decided."""
-    unsure = [(value, origin) for value in values if not (origin := _read(value)).certain]
-    if unsure:
-        reasons = [f"{value.name!r} ({origin.reason})" for value, origin in unsure]
-        numbers = elements(value for value, _ in unsure)
-        count = "1 initializer" if len(unsure) == 1 else f"{len(unsure)} initializers"
+    doubted = [value for value in values if _is_doubted(value)]
+    if doubted:
+        names = some([repr(value.name) for value in doubted], 4)
         warnings.warn(
-            f"the model file does not say whether {count} of {numbers:,} numbers should train, so a rule decides: "
-            f"{some(reasons, 4)}: set freeze, unfreeze, untie or retie of Parameters to change it, and "
-            f"run=report lists what trains",
+            f"{names}: recorded as parameters, which train, with numbers that modules often keep, a table of sines and "
+            f"cosines: no file records requires_grad=False, so freeze them by Parameters if they have it",
             stacklevel=2,
         )
+    unsure = [(value, origin) for value in values if not (origin := _read(value)).certain]
+    if not unsure:
+        return
+    numbers = elements(value for value, _ in unsure)
+    count = "1 initializer" if len(unsure) == 1 else f"{len(unsure)} initializers"
+    ways = {
+        "trained, which changes them if they are buffers": [x for x in unsure if x[1].trains],
+        "not trained, which keeps them from learning if they are parameters": [
+            x for x in unsure if not x[1].trains
+        ],
+    }
+    reasons = [
+        f"{way}: {some([f'{value.name!r} ({origin.reason})' for value, origin in group], 4)}"
+        for way, group in ways.items()
+        if group
+    ]
+    warnings.warn(
+        f"the model file does not say whether {count} of {numbers:,} number{'s' * (numbers != 1)} should train, so a rule decides; "
+        f"{'; '.join(reasons)}: set freeze, unfreeze, untie or retie of Parameters to change it, and run=report lists "
+        f"what trains",
+        stacklevel=2,
+    )
 
 
 def _nothing_to_train(model: ir.Model, floating: Sequence[ir.Value]) -> str:

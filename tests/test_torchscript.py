@@ -480,7 +480,7 @@ def test_what_the_exporter_computed_is_unsure(name: str) -> None:
     assert any(repr(value) in line for value in folded for line in said)
 
 
-@pytest.mark.parametrize("name", ["linear of sequences", "attention", "learned positions"])
+@pytest.mark.parametrize("name", ["linear of sequences", "attention", "LSTM", "PReLU"])
 def test_a_transposed_weight_of_a_layer_is_certain(name: str) -> None:
     assert decided(export(ROWS[name])[1])[1] == []
 
@@ -527,3 +527,378 @@ def test_a_single_number_with_a_name_is_unsure() -> None:
     own = Own(lambda m, x: torch.minimum(m.layer(x), m.upper), layer=lin(), upper=2.5)
     loaded, said = decided(export(Row(lambda: own, V))[1])
     assert not origin(loaded, "upper").certain and "'upper'" in said[0]
+
+
+def called(module: nn.Module, function: Callable) -> nn.Module:
+    return Own(lambda m, x: m.last(function(m.m, x)), m=module, last=lin(3))
+
+
+def twice(m, x):
+    return torch.tanh(m(torch.tanh(m(x))))
+
+
+def feed() -> nn.Module:
+    return nn.Sequential(lin(12), nn.ReLU(), nn.Linear(12, 8))
+
+
+def transformer() -> nn.Module:
+    return nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+
+
+class Network(nn.Module):
+    """Blocks with layers of each kind that the exporter folds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter = lin(bias=False)
+        self.blocks = nn.ModuleList(
+            nn.ModuleDict({"up": lin(12), "down": nn.Linear(12, 8)}) for _ in range(2)
+        )
+        self.attend = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.norm = nn.GroupNorm(2, 6)
+        self.head = nn.Sequential(nn.PReLU(6), lin(4))
+
+    def forward(self, x):
+        h = self.enter(x)
+        for block in self.blocks:
+            h = h + block["down"](torch.tanh(block["up"](h)))
+        h = self.attend(h, h, h, need_weights=False)[0]
+        return self.head(self.norm(h))
+
+
+# Modules of which each parameter is in the file, laid out in some way.
+PATHS: dict[str, Callable[[], nn.Module]] = {
+    "layers of each kind": Network,
+    "encoder": lambda: nn.TransformerEncoder(transformer(), 2, enable_nested_tensor=False),
+    "nested lists": lambda: nn.Sequential(nn.Sequential(feed(), lin(bias=False)), nn.Sequential(feed())),
+    "numbered names": lambda: Own(
+        lambda m, x: m.fc_1(torch.tanh(m.fc(torch.tanh(m.fc_2(x))))), fc=lin(), fc_1=lin(), fc_2=lin()
+    ),
+    "recurrent": lambda: Own(
+        lambda m, x: m.head(m.rnn(x)[0]),
+        rnn=nn.LSTM(8, 4, num_layers=2, batch_first=True, bidirectional=True),
+        head=lin(),
+    ),
+}
+SHARED: dict[str, Callable[[], nn.Module]] = {
+    "a layer": lambda: called(lin(), twice),
+    "a layer without a bias": lambda: called(lin(bias=False), twice),
+    "a Sequential": lambda: called(feed(), twice),
+    "three times": lambda: called(feed(), lambda m, x: m(twice(m, x))),
+    "two halves": lambda: called(feed(), lambda m, x: m(x[:, :3]) * m(x[:, 3:])),
+    "a module that has a Sequential": lambda: called(Own(lambda m, x: x + m.net(x), net=feed()), twice),
+    "a Sequential in a Sequential": lambda: called(
+        nn.Sequential(nn.Sequential(feed(), nn.ReLU()), lin()), twice
+    ),
+    "a list of a Sequential": lambda: called(nn.ModuleList([feed()]), lambda m, x: twice(m[0], x)),
+    "without biases": lambda: called(nn.Sequential(lin(12, False), nn.Linear(12, 8, bias=False)), twice),
+    "with norms": lambda: called(nn.Sequential(nn.LayerNorm(8), feed()), lambda m, x: x + m(x + m(x))),
+    "an encoder's layer": lambda: called(transformer(), twice),
+    "numbered names": lambda: called(
+        Own(lambda m, x: m.a_1(torch.tanh(m.a(x))), a=lin(bias=False), a_1=lin(bias=False)), twice
+    ),
+}
+
+
+def numbers(parameters) -> int:
+    return sum(parameter.numel() for parameter in parameters)
+
+
+def numbers_in(values) -> int:
+    return sum(int(np.prod(value.shape.numpy())) for value in values)
+
+
+@pytest.mark.parametrize("name", PATHS)
+def test_each_parameter_has_its_path(name: str) -> None:
+    module, proto = export(Row(PATHS[name], T))
+    loaded, said = decided(proto)
+    found = {path for value in trained(loaded) for path in origin(loaded, value).sources or (value,)}
+    assert found == dict(module.named_parameters()).keys() and not said
+
+
+@pytest.mark.parametrize("name", [*PATHS, *SHARED])
+@pytest.mark.sample(6)
+def test_a_pattern_reaches_the_weights_of_a_module(name: str) -> None:
+    module, proto = export(Row((PATHS | SHARED)[name], T))
+    for child in [path for path, part in module.named_modules() if path and [*part.parameters()]]:
+        own = numbers(module.get_submodule(child).parameters())
+        assert numbers_in(trained(decided(proto, pattern=f"{child}.*")[0]).values()) == own, child
+        if own < (whole := numbers(module.parameters())):
+            frozen, said = decided(proto, freeze=f"{child}.*")
+            assert numbers_in(trained(frozen).values()) == whole - own and not said, child
+    for path, parameter in module.named_parameters():
+        frozen, said = decided(proto, freeze=path)
+        assert numbers_in(trained(frozen).values()) == whole - parameter.numel() or "which has" in said[0], (
+            path
+        )
+
+
+@pytest.mark.parametrize("name", SHARED)
+@pytest.mark.sample(6)
+def test_a_module_that_is_called_again_trains_once(name: str) -> None:
+    twin, proto = export(Row(SHARED[name], T))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        step = graphopt.compile(proto, loss=passes.MeanSquaredError(), optimizer=passes.SGD(0.1))
+    executor, optimizer = (
+        graphopt.Executor(step, threads=1, native=False),
+        torch.optim.SGD(twin.parameters(), 0.1),
+    )
+    assert sum(x.size for x in executor.parameters.values()) == numbers(twin.parameters())
+    for seed in range(4):
+        x = torch.randn(T, generator=torch.Generator().manual_seed(seed))
+        y = twin(x)
+        loss = F.mse_loss(y, torch.ones_like(y))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        found = executor.step(x=x.numpy(), target=np.ones(y.shape, np.float32))["loss"]
+        assert found == pytest.approx(loss.item(), rel=1e-5), seed
+
+
+def test_groups_reach_the_weights_of_a_module() -> None:
+    module, proto = export(Row(Network, T))
+    still = passes.Group("blocks.1.*", learning_rate=0.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step = graphopt.compile(
+            proto, loss=passes.MeanSquaredError(), optimizer=passes.SGD(0.1, groups=(still,))
+        )
+    executor = graphopt.Executor(step, native=False)
+    before = {name: np.array(x) for name, x in executor.parameters.items()}
+    executor.step(x=np.ones(T, np.float32), target=np.zeros((2, 6, 4), np.float32))
+    kept = [x.size for name, x in executor.parameters.items() if np.array_equal(x, before[name])]
+    assert sum(kept) == numbers(module.blocks[1].parameters())
+
+
+def test_what_has_no_path_belongs_to_the_module_that_reads_it() -> None:
+    summed = {"a": normal(8, 4), "b": normal(8, 4)}
+    inner = Own(lambda m, x: torch.tanh(x) @ (m.a + m.b), summed)
+    _, proto = export(Row(lambda: Own(lambda m, x: m.inner(m.first(x)), inner=inner, first=lin()), V))
+    assert numbers_in(trained(decided(proto, pattern="inner.*")[0]).values()) == 32
+
+
+def test_a_pattern_that_reaches_a_part_of_a_joined_value_is_said() -> None:
+    _, proto = export(Row(PATHS["recurrent"], T))
+    _, said = decided(proto, freeze="rnn.weight_ih_l0")
+    assert any("which has rnn.weight_ih_l0_reverse, too" in line for line in said)
+    assert decided(proto, freeze=["rnn.weight_ih_l0", "rnn.weight_ih_l0_reverse"])[1] == []
+
+
+def test_a_pattern_that_reaches_a_bias_without_its_weight_is_said() -> None:
+    text = (
+        "g (float[N,4] x) => (float[N,4] y) { h = MatMul(x, W)\n a = Add(h, layer.bias)\n y = MatMul(a, V) }"
+    )
+    rng = np.random.default_rng(0)
+    arrays = {"W": rng.normal(size=(4, 4)), "bias": rng.normal(size=4), "V": rng.normal(size=(4, 4))}
+    proto = model(text.replace("layer.bias", "bias"), **arrays)
+    for node in proto.graph.node:
+        node.input[:] = ["layer.bias" if x == "bias" else x for x in node.input]
+    next(x for x in proto.graph.initializer if x.name == "bias").name = "layer.bias"
+    _, said = decided(proto, freeze="layer.*")
+    assert any("'layer.bias' and not 'layer.weight', which may be 'W'" in line for line in said)
+    for pattern in ("*.bias", ["layer.*", "W"]):
+        assert decided(proto, freeze=pattern)[1] == []
+    group = passes.Group("layer.*", learning_rate=0.0)
+    with pytest.warns(UserWarning, match="SGD: groups: pattern='layer.\\*': expected the weights of layers"):
+        graphopt.compile(proto, loss=passes.MeanSquaredError(), optimizer=passes.SGD(0.1, groups=(group,)))
+
+
+def scaled(m, x):
+    return m.head(torch.tanh(m.layer(x)) * torch.sigmoid(m.p))
+
+
+def shifted(m, x):
+    return m.head(torch.tanh(m.layer(x) + m.p))
+
+
+def divided(m, x):
+    return m.head(torch.tanh(m.layer(x) / (m.p.abs() + 0.1)))
+
+
+NAMES = (
+    "std",
+    "log_std",
+    "means",
+    "mask",
+    "token_mask",
+    "pe",
+    "window",
+    "grid",
+    "cos",
+    "strides",
+    "anchors",
+    "freqs",
+)
+
+
+def named(name: str, x: torch.Tensor, function: Callable, is_parameter: bool) -> nn.Module:
+    made = Own(lambda m, x: function(m, x), layer=lin(), head=lin(3))
+    if is_parameter:
+        made.register_parameter(name, nn.Parameter(x))
+    else:
+        made.register_buffer(name, x)
+    made.function = lambda m, x: function(Named(m, name), x)
+    return made
+
+
+class Named:
+    """Give a module's attribute the name `p`."""
+
+    def __init__(self, module: nn.Module, name: str) -> None:
+        self.p, self.layer, self.head = getattr(module, name), module.layer, module.head
+
+
+@pytest.mark.parametrize("function", [scaled, shifted, divided])
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.sample(8)
+def test_a_parameter_with_the_name_of_a_buffer_trains_and_is_unsure(name: str, function: Callable) -> None:
+    made = named(name, torch.randn(8, generator=torch.Generator().manual_seed(0)), function, True)
+    loaded, said = decided(export(Row(lambda: made, V))[1])
+    assert name in trained(loaded) and not origin(loaded, name).certain
+    assert any("; trained, which changes" in line and f"{name!r}" in line for line in said)
+
+
+REGULAR = {
+    "mask": [1.0, 0, 1, 1, 0, 0, 1, 0],
+    "window": torch.hann_window(8),
+    "window_": torch.hamming_window(8, periodic=False),
+    "freq": torch.logspace(0, 3, 8),
+    "n_": -2 * math.pi * torch.arange(-8, 0.0) / 16000,
+    "pixel_mean": [123.675, 116.28, 103.53, 123.675, 116.28, 103.53, 103.53, 116.28],
+    "std": [0.229, 0.224, 0.225, 0.229, 0.224, 0.225, 0.229, 0.224],
+    "slopes": 2.0 ** -torch.arange(1.0, 9),
+    "t": torch.linspace(0, 1, 8),
+    "running_var": [1.51234, 0.71234, 0.63421, 1.12345, 0.91234, 1.21234, 0.81234, 0.51234],
+    "mel_basis": [0.0, 0, 0.0123456, 0.123456, 0.056789, 0, 0, 0],
+}
+
+
+@pytest.mark.parametrize("function", [shifted, lambda m, x: m.head(torch.tanh(m.layer(x)) * m.p)])
+@pytest.mark.parametrize("name", REGULAR)
+@pytest.mark.sample(8)
+def test_a_buffer_with_regular_numbers_does_not_train(name: str, function: Callable) -> None:
+    made = named(name, torch.as_tensor(REGULAR[name]), function, False)
+    loaded, said = decided(export(Row(lambda: made, V))[1])
+    assert name not in trained(loaded)
+    assert origin(loaded, name).certain or any(
+        "; not trained, which keeps" in line and f"{name!r}" in line for line in said
+    )
+
+
+def test_a_mean_beside_a_deviation_does_not_train() -> None:
+    generator = torch.Generator().manual_seed(0)
+    own = Own(
+        lambda m, x: m.layer(x) * m.target_std + m.target_mean,
+        layer=lin(),
+        target_std=torch.rand(8, generator=generator),
+        target_mean=torch.randn(8, generator=generator),
+    )
+    loaded, said = decided(export(Row(lambda: own, V))[1])
+    assert {*trained(loaded)} == {"layer.weight", "layer.bias"} and "'target_std'" in said[0]
+
+
+BUFFERS: dict[str, Callable[[], nn.Module]] = {
+    "random Fourier features": lambda: Own(
+        lambda m, x: m.o(torch.cos(x @ m.B + m.phase)), o=lin(), B=normal(8, 8), phase=normal(8)
+    ),
+    "reservoir": lambda: Own(
+        lambda m, x: m.o(torch.tanh(torch.tanh(x @ m.w_in) @ m.w_res)),
+        o=lin(),
+        w_in=normal(8, 8),
+        w_res=normal(8, 8),
+    ),
+    "adjacency": lambda: Own(lambda m, x: m.o(m.adj @ x), o=lin(), adj=torch.softmax(normal(3, 3), 1)),
+    "teacher": lambda: Own(
+        lambda m, x: m.o(F.linear(x, m.teacher_w, m.teacher_b)),
+        o=lin(),
+        teacher_w=normal(8, 8),
+        teacher_b=normal(8),
+    ),
+    "codebook": lambda: Own(
+        lambda m, x: m.o(x + m.codes[(x[:, None] - m.codes).abs().sum(2).argmin(1)]),
+        o=lin(),
+        codes=normal(5, 8),
+    ),
+    "learned positions": lambda: Own(lambda m, x: m.o(x + m.pos_embed), {"pos_embed": normal(1, 8)}, o=lin()),
+}
+
+
+@pytest.mark.parametrize("name", BUFFERS)
+def test_a_name_that_no_module_of_pytorch_has_is_unsure(name: str) -> None:
+    module, proto = export(Row(BUFFERS[name], V))
+    loaded, said = decided(proto)
+    own = {name for name in trained(loaded) if not name.startswith("o.")}
+    assert own and own <= module.state_dict().keys()
+    assert all(not origin(loaded, name).certain and f"{name!r}" in said[0] for name in own)
+    assert all(origin(loaded, name).certain for name in trained(loaded).keys() - own)
+
+
+@pytest.mark.parametrize("spread", [lambda k: k.expand(4, 1, 5, 5), lambda k: k.repeat(4, 1, 1, 1)])
+def test_a_filter_that_is_spread_over_the_channels_does_not_train(spread: Callable) -> None:
+    own = Own(
+        lambda m, x: F.conv2d(m.first(x), spread(m.k), groups=4), first=nn.Conv2d(3, 4, 3), k=gaussian(1)
+    )
+    _, proto = export(Row(lambda: own, IMG))
+    assert {*trained(decided(proto)[0])} == {"first.weight", "first.bias"}
+
+
+class HalfLinear(nn.Linear):
+    """Compute with fewer bits than the parameters have, as autocast does."""
+
+    def forward(self, x):
+        return F.linear(x.half(), self.weight.half(), self.bias.half()).float()
+
+
+def test_a_copy_of_fewer_bits_is_unsure() -> None:
+    loaded, said = decided(export(Row(lambda: nn.Sequential(HalfLinear(8, 8), lin()), T))[1])
+    assert [origin(loaded, name).certain for name in trained(loaded)].count(False) == 2
+    assert "0.weight, transposed by the exporter and rounded to float16" in said[0]
+
+
+TOOLS = {"onnxslim": "slim", "onnxsim": "simplify"}
+
+
+def rewritten(tool: str, proto: onnx.ModelProto) -> onnx.ModelProto:
+    result = getattr(pytest.importorskip(tool), TOOLS[tool])(proto)
+    return result[0] if isinstance(result, tuple) else result
+
+
+@pytest.mark.parametrize("fill", [1.0, 0.6])
+def test_a_deviation_that_starts_with_equal_numbers_trains(fill: float) -> None:
+    made = named("std", torch.full((8,), fill), lambda m, x: m.head(m.layer(x) * 0.5 + m.p), True)
+    loaded, _ = decided(export(Row(lambda: made, V))[1])
+    assert "std" in trained(loaded) and not origin(loaded, "std").certain
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+def test_a_pattern_reaches_what_a_tool_folded(tool: str) -> None:
+    module = PATHS["nested lists"]()
+    file = io.BytesIO()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.onnx.export(
+            module, (torch.randn(T),), file, dynamo=False, do_constant_folding=False, input_names=["x"]
+        )
+    proto = rewritten(tool, onnx.load_model_from_string(file.getvalue()))
+    for child in ("0.0", "0.1", "1.0"):
+        found = trained(decided(proto, pattern=f"{child}.*")[0])
+        assert numbers_in(found.values()) == numbers(module.get_submodule(child).parameters()), child
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+def test_a_batch_normalization_that_a_tool_folded_is_said(tool: str) -> None:
+    module = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU())
+    file = io.BytesIO()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.onnx.export(
+            randomized(module), (torch.randn(IMG),), file, dynamo=False, do_constant_folding=False,
+            training=torch.onnx.TrainingMode.PRESERVE, input_names=["x"], output_names=["y"],
+        )  # fmt: skip
+    loaded, said = decided(rewritten(tool, onnx.load_model_from_string(file.getvalue())))
+    assert {path for name in trained(loaded) for path in origin(loaded, name).sources} == {
+        "0.weight",
+        "0.bias",
+    }
+    assert "BatchNormalization, in whose place it trains" in said[0]

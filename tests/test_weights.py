@@ -319,6 +319,45 @@ def test_what_the_exporter_leaves_out_is_said() -> None:
     assert "left out   norm.weight, norm.bias" in found
 
 
+def unsure(loaded: ir.Model) -> set[str]:
+    values = [*loaded.graph.inputs, *loaded.graph.initializers.values()]
+    return {x.name for x in values if (found := Origin.read(x)) and not found.certain}
+
+
+class Sines(nn.Module):
+    """A parameter that starts as sines of positions."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        table = torch.tensor(WAVES[:5], dtype=torch.float32)
+        if kind == "embedding":
+            self.table = nn.Embedding.from_pretrained(table, freeze=False)
+        elif kind == "buffer":
+            self.register_buffer("table", table)
+        else:
+            self.table = nn.Parameter(table)
+        self.out = nn.Linear(8, 11)
+
+    def forward(self, x):
+        table = self.table(torch.arange(5)) if isinstance(self.table, nn.Module) else self.table
+        return self.out(torch.tanh(nn.functional.one_hot(x, 11).float()[..., :8] + table)).mean(1)
+
+
+@pytest.mark.parametrize("kind", ["parameter", "embedding", "buffer"])
+@pytest.mark.parametrize("optimize", [False, True])
+@pytest.mark.slow
+def test_a_record_wins_over_numbers_that_look_like_sines(kind: str, optimize: bool) -> None:
+    module = Sines(kind)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        proto = export(module, tokens(Attention), "dynamo", optimize=optimize)
+    loaded, said = decided(proto)
+    expected = sum(parameter.numel() for parameter in module.parameters())
+    assert sum(int(np.prod(value.shape.numpy())) for value in trained(loaded).values()) == expected
+    assert not unsure(loaded) and not any("does not say whether" in line for line in said)
+    assert any("recorded as parameters" in line for line in said) == (kind != "buffer")
+
+
 WAVES = np.sin(np.arange(12)[:, None] * (1 / 10 ** (np.arange(8) // 2 / 4)) + np.pi / 2 * (np.arange(8) % 2))
 GRAPHS = {
     "a mask": ("a = Add(x, c)\n s = Softmax(a)", np.triu(np.full((4, 4), -1e9), 1), "float[4,4]"),
@@ -370,6 +409,121 @@ def test_constants_are_told_by_their_use_and_their_numbers(name: str) -> None:
     assert sorted(trained(loaded)) == ["b", "w"]
     assert origin(loaded, "c").kind is Kind.CONSTANT
     assert origin(loaded, "c").certain or name != "a mask"
+
+
+rng = np.random.default_rng(7)
+INTEGERS = rng.integers(-127, 128, (8, 6)).astype(np.float32)
+SCALES = rng.uniform(0.001, 0.002, 6).astype(np.float32)
+# What is constant by its use: a graph from x [N, 8] to y [N, 6], what does not train, and the arrays.
+CONSTANTS: dict[str, tuple[str, set[str], dict[str, np.ndarray]]] = {
+    "values of OneHot": (
+        "d = Constant<value_int=6>()\n i = ArgMax<axis=1, keepdims=0>(h)\n o = OneHot(i, d, v)\n y = Mul(h, o)",
+        {"v"},
+        {"v": np.array([0.1, 0.9])},
+    ),
+    "a bound of Max": ("m = Max(h, v)\n y = Sqrt(m)", {"v"}, {"v": np.array([[1.234567e-7]])}),
+    "a bound of Min": ("y = Min(h, v)", {"v"}, {"v": np.array(0.7182818)}),
+    "a number in an initial state": (
+        "s = Constant<value_ints=[1, 1, 6]>()\n z = Expand(v, s)\n a = Constant<value_ints=[0]>()\n"
+        "t = Unsqueeze(h, a)\n t1 = Transpose<perm=[1, 0, 2]>(t)\n n = Constant<value_ints=[1]>()\n"
+        "l = Transpose<perm=[1, 0, 2]>(t1)\n k, k1 = GRU<hidden_size=6>(t1, W, R, , , z)\n y = Squeeze(k1, a)",
+        {"v"},
+        {"v": np.array([[[0.25]]]), "W": rng.normal(size=(1, 18, 6)), "R": rng.normal(size=(1, 18, 6))},
+    ),
+    "factors of a margin": (
+        "a = Mul(h, c)\n b = Mul(a, s)\n y = Sub(one, b)",
+        {"c", "s", "one"},
+        {"c": np.array(np.cos(0.5)), "s": np.array(16.0), "one": np.array(1.0)},
+    ),
+    "integers, scaled before the product": (
+        "q = Mul(v, s)\n y = MatMul(x, q)",
+        {"v", "s"},
+        {"v": INTEGERS, "s": SCALES},
+    ),
+    "integers, scaled after the product": (
+        "p = MatMul(x, v)\n m = Mul(p, s)\n y = Add(m, b)",
+        {"v", "s"},
+        {"v": INTEGERS, "s": SCALES, "b": rng.normal(size=6)},
+    ),
+    "integers with zero points": (
+        "z = Sub(v, o)\n q = Mul(z, s)\n t = Transpose(q)\n y = Gemm<transB=1>(x, t)",
+        {"v", "s"},
+        {"v": np.abs(INTEGERS), "s": SCALES, "o": rng.integers(1, 9, 6).astype(np.float32)},
+    ),
+    "three values": (
+        "p = MatMul(x, v)\n y = Mul(p, s)",
+        {"v", "s"},
+        {"v": np.sign(INTEGERS) * (np.abs(INTEGERS) > 40), "s": np.array([0.0123456])},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CONSTANTS)
+@pytest.mark.parametrize("producer", ["", "pytorch"])
+def test_what_is_constant_by_its_use_does_not_train(name: str, producer: str) -> None:
+    lines, constant, arrays = CONSTANTS[name]
+    arrays = arrays | {"w": np.random.default_rng(0).normal(size=(8, 6))}
+    if "(h" not in lines:
+        lines = (
+            f"{lines}\n u = Mul(h, y)".replace("y =", "y0 =")
+            .replace("(h, y)", "(h, y0)")
+            .replace("u =", "y =")
+        )
+    proto = model(f"g (float[N,8] x) => (float[N,6] y) {{ h = MatMul(x, w)\n {lines} }}", **arrays)
+    if producer:  # another tool added nodes to a file of PyTorch
+        proto.graph.node[0].name, proto.producer_name = "/head/MatMul", producer
+        proto.graph.node[0].input[1] = proto.graph.initializer[-1].name = "head.weight"
+        assert {x.name for x in proto.graph.initializer} == {*arrays, "head.weight"} - {"w"}
+    loaded, _ = decided(proto)
+    assert not constant & trained(loaded).keys()
+    assert trained(loaded).keys() >= {"head.weight" if producer else "w"}
+
+
+@pytest.mark.parametrize("exporter", EXPORTERS)
+def test_a_head_that_another_tool_added_trains(exporter: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        proto = export(nn.Sequential(nn.Linear(8, 6), nn.Tanh()).eval(), torch.randn(3, 8), exporter)
+    rng, make = np.random.default_rng(0), onnx.helper.make_node
+    arrays = {
+        "centres": rng.normal(size=(6, 4)),
+        "shift": rng.normal(size=4),
+        "margin": np.cos(0.5),
+        "s": 16.0,
+    }
+    for name, x in arrays.items():
+        proto.graph.initializer.append(onnx.numpy_helper.from_array(np.array(x, np.float32), name))
+    proto.graph.node.extend(
+        [
+            make("MatMul", ["y", "centres"], ["a"]),
+            make("Add", ["a", "shift"], ["b"]),
+            make("Mul", ["b", "margin"], ["c"]),
+            make("Mul", ["c", "s"], ["z"]),
+        ]
+    )
+    proto.graph.output.append(onnx.helper.make_tensor_value_info("z", 1, [3, 4]))
+    assert sorted(trained(decided(proto)[0])) == ["0.bias", "0.weight", "centres", "shift"]
+
+
+@pytest.mark.parametrize("name", ["dense", "embedding"])
+def test_weights_of_whole_numbers_without_a_scale_train(name: str) -> None:
+    text = {"dense": "MatMul(x, v)", "embedding": "MatMul(t, v)"}[name]
+    lines = f"g (float[N,8] x) => (float[N,6] y) {{ t = Tanh(x)\n y = {text} }}"
+    assert [*trained(decided(model(lines, v=INTEGERS))[0])] == ["v"]
+
+
+@pytest.mark.parametrize("producer", ["", "tf2onnx", "skl2onnx"])
+def test_numbers_in_a_constant_train_in_each_form(producer: str) -> None:
+    text = "g (float[N,4] x) => (float[N,4] y) { h = MatMul(x, w)\n b = Constant()\n y = Add(h, b) }"
+    bias = np.array([0.31, -0.72, 1.93, 0.54], np.float32)
+    forms = {"value_floats": bias.tolist(), "value": onnx.numpy_helper.from_array(bias)}
+    for name, form in forms.items():
+        proto = model(text, w=np.random.default_rng(0).normal(size=(4, 4)))
+        node = next(node for node in proto.graph.node if node.op_type == "Constant")
+        node.attribute.append(onnx.helper.make_attribute(name, form))
+        proto.producer_name = producer
+        found = trained(decided(proto)[0])
+        assert sorted(found) == ["b", "w"], name
 
 
 @pytest.mark.parametrize("name", [name for name in GRAPHS if name != "infinities"])
@@ -460,7 +614,10 @@ def test_the_report_lists_what_trains_and_why() -> None:
         if line and line[0] in ("trains", "frozen", "tied", "buffer", "constant", "unsure")
     ]
     assert heads == ["trains", "tied", "buffer", "constant", "unsure"]
-    assert ["mask", "float[5,5]", "25", "its", "name", "is", "one", "that", "buffers", "have"] in lines
+    assert any(line[:3] == ["mask", "float[5,5]", "25"] and "regular" in line for line in lines)
+    assert any(line[1:5] == ["float[8,8]", "64", "query.weight,", "transposed"] for line in lines)
+    temperature = next(line for line in found[found.index("unsure") :].splitlines() if "temperature" in line)
+    assert temperature.endswith("parameters.freeze=temperature changes it")
 
 
 def test_roles_and_reasons_survive_saving(tmp_path) -> None:

@@ -13,7 +13,7 @@ from graphopt.adapters.naming import Names, modules_of, sizes_of
 from graphopt.adapters.peft import Module
 from graphopt.errors import GraphoptError
 from graphopt.graph.merging import adapted
-from graphopt.graph.metadata import EXPORTED_CALL, Adapted, Origin, original_name
+from graphopt.graph.metadata import EXPORTED_CALL, Adapted, Kind, Layout, Origin, original_name
 from graphopt.graph.operators import VIEWS
 from graphopt.graph.roles import STATE, Role, role_of
 from graphopt.graph.state import initial
@@ -235,10 +235,7 @@ def saved_modules(
             continue
         array = state[name_of(x)] if role in STATE else tensor.numpy()  # type: ignore[union-attr]
         name = parameter_of(x, names)
-        turned = array.ndim == 2 and (
-            name_of_parameter(x) != original_name(x) or original_name(x).endswith(_BUILDERS)
-        )
-        found[name] = array.T if turned else array
+        found[name] = array.T if is_turned(x, array) else array
         if role is Role.PARAMETER and "." not in name:
             raise GraphoptError(
                 f"weight {name!r}: expected a parameter of a module, as peft saves it, found one whose module the file "
@@ -258,14 +255,22 @@ def saved_modules(
 
 def is_turned(x: ir.Value, array: np.ndarray) -> bool:
     """Return whether a file has the matrix of a module transposed: exporters that fold weights of Linear do so."""
-    own = original_name(x)
-    return array.ndim == 2 and (name_of_parameter(x) != own or own.endswith(_BUILDERS))
+    origin = Origin.read(x)
+    is_recorded = origin is not None and origin.layout is Layout.TRANSPOSED
+    return array.ndim == 2 and (is_recorded or original_name(x).endswith(_BUILDERS))
 
 
 def name_of_parameter(x: ir.Value) -> str:
     """Return the name of the parameter that an initializer is, or from which the exporter made it."""
     origin = Origin.read(x)
-    return origin.sources[0] if origin and len(origin.sources) == 1 else original_name(x)
+    if (
+        origin is None
+        or len(origin.sources) != 1
+        or Layout.ANEW is origin.layout
+        or origin.kind is Kind.COMPUTED
+    ):
+        return original_name(x)
+    return origin.sources[0]
 
 
 def parameter_of(x: ir.Value, names: Names = None) -> str:

@@ -399,6 +399,24 @@ class Kind(enum.Enum):
     CONSTANT = "constant"  # a constant of the program
 
 
+class Evidence(enum.Enum):
+    """Say what tells the kind of an initializer. The first that exists decides."""
+
+    USER = "the user"
+    EXPORT = "graphopt.export"  # which knew the module
+    RECORD = "a record of the exporter"
+    NAME = "its name"  # and that nothing speaks against it
+    USE = "its use and its numbers"
+
+
+class Layout(enum.Enum):
+    """Say how a file stores the numbers of the parameter that an initializer was made from."""
+
+    SAME = "as in the framework"
+    TRANSPOSED = "transposed"
+    ANEW = "laid out anew"  # reshaped, reordered, or joined with others
+
+
 @dataclass(frozen=True)
 class Copy:
     """Record how to compute an initializer from the weight that the exporter derived it from."""
@@ -410,23 +428,32 @@ class Copy:
 
 @dataclass(frozen=True)
 class Origin(Note, key="graphopt.origin", expected="what an initializer is, as graphopt writes it"):
-    """Record the kind of a floating-point initializer and the evidence for it.
+    """Record what a floating-point initializer is: its path in the framework, its layout, its kind and the evidence.
+
+    `passes.weights` derives the records, for each exporter in its own way. Patterns, groups, adapters, warnings and
+    reports read them.
 
     Args:
-        why: the evidence, as a phrase that a report shows.
-        certain: whether the user or the exporter declared the kind; otherwise, a rule decided.
-        named: whether it has the name of a parameter or buffer of the exported program.
+        why: the reason, as a phrase that a report shows.
+        evidence: what tells the kind.
+        certain: whether the user or the exporter declared the kind; otherwise, a rule decided, and it is unsure.
+        named: whether its name is its path: that of a parameter or buffer of the exported program.
         by_exporter: whether the exporter that wrote it merges equal weights.
-        sources: the parameters and buffers that the exporter derived it from.
+        sources: the paths of the parameters and buffers that the exporter derived it from.
+        module: the path of the module that reads it, if the file does not tell its own.
+        layout: how the numbers of its source are stored.
         copies: the initializers that were tied to it.
     """
 
     kind: Kind
     why: str
+    evidence: Evidence = Evidence.USE
     certain: bool = True
     named: bool = False
     by_exporter: bool = False
     sources: tuple[str, ...] = ()
+    module: str = ""
+    layout: Layout = Layout.SAME
     copies: tuple[Copy, ...] = ()
 
     @property

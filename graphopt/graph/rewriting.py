@@ -238,9 +238,17 @@ def matches(name: str | None, pattern: Pattern) -> bool:
 
 
 def selects(pattern: Pattern, value: ir.Value) -> bool:
-    """Return whether a pattern matches an initializer's name, or that of a parameter it was made from or tied to."""
-    if not pattern:
-        return False
-    origin = metadata.Origin.read(value)
-    names = () if origin is None else (*origin.sources, *(copy.name for copy in origin.copies))
-    return any(matches(name, pattern) for name in (value.name, *names))
+    """Return whether a pattern matches a name of an initializer."""
+    return bool(pattern) and any(matches(name, pattern) for name in names_of(value))
+
+
+def names_of(value: ir.Value) -> list[str]:
+    """Return the names by which patterns select an initializer: its own, its paths in the framework, and its copies'.
+
+    An initializer whose path the file does not tell belongs to the module that reads it: `encoder.onnx::Add_7`.
+    """
+    name, origin = str(value.name), metadata.Origin.read(value)
+    if origin is None:
+        return [name]
+    module = [f"{origin.module}.{name}"] if origin.module else []
+    return [name, *origin.sources, *module, *(copy.name for copy in origin.copies)]

@@ -242,7 +242,7 @@ def _weights(model: ir.Model) -> Iterator[str]:
         else:
             rows["frozen" if origin.trains else origin.kind.value].append(row)
         if not origin.certain:
-            rows["unsure"].append(row)
+            rows["unsure"].append((*row[:3], _way(value, origin)))
     for what, group in rows.items():
         if group or what == "trains":
             yield f"{what:10} {_counted([count for _, _, count, _ in group]) if group else 'nothing'}"
@@ -268,6 +268,18 @@ def _lost(model: ir.Model, final: ir.Model) -> Iterator[str]:
 def _decided(model: ir.Model) -> list[ir.Value]:
     values = dict.fromkeys([*model.graph.inputs, *model.graph.initializers.values()])
     return [x for x in values if Origin.read(x) is not None]
+
+
+def _way(value: ir.Value, origin: Origin) -> str:
+    """Say what became of an initializer whose kind is unsure, and which option changes it."""
+    name = name_of(value)
+    if role_of(value) is not Role.PARAMETER:
+        way, option = "does not train", f"parameters.unfreeze={name}"
+    elif origin.copies:
+        way, option = "trains", f"parameters.untie={origin.copies[0].name}"
+    else:
+        way, option = "trains", f"parameters.freeze={name}"
+    return f"{way} ({origin.reason}); {option} changes it"
 
 
 def _adapters(model: ir.Model, total: int) -> Iterator[str]:

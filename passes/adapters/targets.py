@@ -22,7 +22,6 @@ from graphopt.graph.postprocessing import DEQUANTIZE
 from graphopt.graph.rewriting import Pattern, matches, selects
 from graphopt.graph.traversal import extracted_between, subgraphs
 from graphopt.graph.values import constant_of, is_floating, is_static, name_of, rank
-from passes.weights.torchscript import is_generated, weight_of
 
 Moves = tuple[tuple[str, tuple[int, ...]], ...]
 _SHAPING = ("Flatten", "Reshape", "Squeeze", "Unsqueeze")
@@ -91,11 +90,7 @@ class AdapterTarget(ABC):
         """Return the name of the parameter from which the exporter made the weight, or that of the weight."""
         weight = self.source.weight
         sources = () if (origin := Origin.read(weight)) is None else origin.sources
-        if len(sources) == 1:
-            return sources[0]
-        return (is_generated(name_of(weight)) and weight_of(self.node, self.index, self.bias)) or name_of(
-            weight
-        )
+        return sources[0] if len(sources) == 1 else name_of(weight)
 
     def matches(self, pattern: Pattern) -> bool:
         """Return whether a pattern matches one of the names of the weight."""

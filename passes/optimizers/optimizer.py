@@ -24,6 +24,7 @@ from graphopt.graph.traversal import ancestors
 from graphopt.graph.values import gradient_of, like, name_of, wide_type
 from graphopt.intervals import check_intervals, check_types, within
 from passes.optimizers.slots import Slot, slot
+from passes.weights.layers import warn_of_parts
 
 __all__ = ["Group", "Optimizer"]
 
@@ -176,6 +177,7 @@ class Optimizer(Pass):
                     f"{type(self).__name__}: groups: pattern {group.pattern!r} matches no parameter; the model trains: "
                     f"{', '.join(map(name_of, parameters.values()))}"
                 )
+            warn_of_parts(f"{type(self).__name__}: groups: pattern", group.pattern, parameters.values())
         for gradient in gradients:
             model.graph.outputs.remove(gradient)
         types = {wide_type(p) for p in parameters.values()}

@@ -6,7 +6,7 @@ import warnings
 
 import onnx_ir as ir
 
-from graphopt.graph.metadata import Exported, Kind, LeftOut, Origin
+from graphopt.graph.metadata import Evidence, Exported, Kind, LeftOut, Origin
 from graphopt.graph.traversal import sort
 from graphopt.graph.values import name_of
 from passes.weights import detached, exported_program, records, torchscript
@@ -47,17 +47,20 @@ def read_origins(model: ir.Model) -> dict[str, Origin]:
             "torch.onnx.export wrote, or check run=report",
             stacklevel=2,
         )
+        module = torchscript.ExportedModule(model)
         buffers = [x for x in weights_in(model) if torchscript.is_buffer(name_of(x))]
-        return {name_of(x): torchscript.origin_of(x, model) for x in buffers}
+        return {name_of(x): origin for x in buffers if (origin := torchscript.origin_of(x, module))}
     if model.producer_name == "pytorch":
-        restored = torchscript.separate_merged(model)
-        restored |= torchscript.restore_rows(model) | torchscript.keep_zeros(model)
+        module = torchscript.ExportedModule(model)
+        restored = torchscript.separate_merged(module)
+        restored |= torchscript.restore_rows(module) | torchscript.keep_zeros(module)
         sort(model.graph)
-        origins = {name_of(x): torchscript.origin_of(x, model) for x in weights_in(model)}
-        literal = Origin(Kind.CONSTANT, "a literal of the exported program")
+        found = {name_of(x): torchscript.origin_of(x, module) for x in weights_in(model)}
+        origins = {name: origin for name, origin in found.items() if origin is not None}
+        literal = Origin(Kind.CONSTANT, "a literal of the exported program", Evidence.RECORD)
         return origins | dict.fromkeys(literals_in(model), literal) | restored
     if (model.producer_name or "").startswith("tf2onnx"):
         variables = [name for x in weights_in(model) if "ReadVariableOp" in (name := name_of(x))]
-        origin = Origin(Kind.PARAMETER, "a variable of the exported program", named=True)
+        origin = Origin(Kind.PARAMETER, "a variable of the exported program", Evidence.NAME, named=True)
         return dict.fromkeys(variables, origin)
     return {}

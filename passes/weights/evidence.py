@@ -8,9 +8,9 @@ import numpy as np
 import onnx_ir as ir
 
 from graphopt.graph.metadata import Kind, Origin
-from graphopt.graph.operators import ARITHMETIC, INITIAL_STATES, LAYOUT, SCATTERING
+from graphopt.graph.operators import ARITHMETIC, INITIAL_STATES, LAYOUT, PRODUCTS, SCATTERING
 from graphopt.graph.traversal import subgraphs
-from graphopt.graph.values import is_floating
+from graphopt.graph.values import constant_of, is_floating
 from passes.gradients.registry import carries
 from passes.gradients.walk import carries_gradient, passes_gradient
 from passes.weights.initializers import array, fill_value, is_weight
@@ -24,6 +24,10 @@ _BEFORE_STATISTICS = _LAYOUT | {"Div", "Mul", "Sub"}
 _IN_INFERENCE_FORM = "of a BatchNormalization, which the exporter wrote out in its inference form"
 _TABLE = "a table of sines and cosines of positions"
 _LARGE, _PART = 2**20, 2**12  # numbers: of an array whose parts are looked at, and of a part
+# Functions that keep a parameter positive or in an interval. What is constant is stored after them.
+_CONSTRAINING = {"Abs", "Clip", "Exp", "HardSigmoid", "Relu", "Sigmoid", "Softmax", "Softplus", "Tanh"}
+_BEFORE_SCALES = {"Cast", "CastLike", "Gather", "Reshape", "Squeeze", "Sub", "Transpose", "Unsqueeze"}
+_EPSILON = 1e-3  # at most: a number that keeps a divisor or a logarithm from zero
 _MASKING = -10.0  # a number of at most this size, added to scores, masks them in a softmax
 
 
@@ -47,10 +51,14 @@ def constant_use(node: ir.Node, index: int) -> str | None:
         return None
     if node.op_type in SCATTERING and index == 0 and fill_value(x) is not None:
         return "the initial value of a scatter"
-    if node.op_type == "Clip" and index > 0:
-        return "a bound of Clip"
+    if (node.op_type == "Clip" and index > 0) or (node.op_type in ("Max", "Min") and array(x).size == 1):
+        return f"a bound of {node.op_type}"
+    if node.op_type == "OneHot":
+        return "the values of OneHot"
     if index in INITIAL_STATES.get(node.op_type, ()) and fill_value(x) == 0:
         return "the zero initial state of a recurrence"
+    if node.op_type == "Expand" and array(x).size == 1:
+        return "one number, which Expand spreads"
     if node.op_type == "InstanceNormalization" and index in (1, 2):
         scale, bias = node.inputs[1], node.inputs[2]
         if fill_value(scale) == 1 and fill_value(bias) == 0:
@@ -68,6 +76,8 @@ def constant_value(x: ir.Value) -> Origin | None:
     numbers = _numbers(x)
     if numbers.size == 0 or not np.isfinite(numbers).all():
         return Origin(Kind.CONSTANT, "not finite: a mask" if numbers.size else "empty")
+    if _is_constrained(x):
+        return None
     low = numbers.min()
     if numbers.ndim > 1 and low <= _MASKING and np.isin(numbers, (0, low)).all() and numbers.max() == 0:
         return Origin(Kind.CONSTANT, "a mask: 0 and a large negative number")
@@ -107,9 +117,62 @@ def _is_channelwise(x: ir.Value | None) -> bool:
     return x is not None and is_weight(x) and sum(dim != 1 for dim in array(x).shape) == 1
 
 
-def constant_table(x: ir.Value) -> Origin | None:
-    """Return the kind of an initializer if it contains sines and cosines of positions, which are rarely trained."""
-    return Origin(Kind.CONSTANT, _TABLE, certain=False) if _is_wave(x, _numbers(x)) else None
+def _is_constrained(x: ir.Value) -> bool:
+    """Return whether only functions that constrain a parameter read an initializer."""
+    uses = list(x.uses())
+    return bool(uses) and all(node.op_type in _CONSTRAINING and index == 0 for node, index in uses)
+
+
+def is_table(x: ir.Value) -> bool:
+    """Return whether an initializer contains sines and cosines of positions, which are rarely trained."""
+    return _is_wave(x, _numbers(x))
+
+
+def of_integers(x: ir.Value) -> Origin | None:
+    """Return the kind of an initializer if it has the integers of a quantized weight, or the scales of one."""
+    users = list(x.consumers())
+    if users and all(user.op_type == "Mul" for user in users):
+        others = (y for user in users for y in user.inputs if y is not x)
+        if all(map(_has_integers, others)):
+            return Origin(Kind.CONSTANT, "the scale of a quantized weight", certain=False)
+    if _is_whole(array(x)) and _is_scaled(x):
+        return Origin(Kind.CONSTANT, "whole numbers behind a scale, as of a quantized weight", certain=False)
+    return None
+
+
+def _is_scaled(x: ir.Value) -> bool:
+    """Return whether an initializer, or a product with it, is multiplied by an initializer."""
+    front = [x]
+    while front:
+        for user in front.pop().consumers():
+            if user.op_type == "Mul" and any(is_weight(y) for y in user.inputs):
+                return True
+            if user.op_type in _BEFORE_SCALES | PRODUCTS:
+                front.extend(user.outputs)
+    return False
+
+
+def _has_integers(x: ir.Value | None) -> bool:
+    """Return whether a value is an initializer of few bits or of whole numbers, or a product with one."""
+    node = None if x is None else x.producer()
+    if node is not None:
+        if node.op_type in _BEFORE_SCALES:
+            return _has_integers(node.inputs[0])
+        return node.op_type in PRODUCTS and _has_integers(node.inputs[1])
+    numbers = constant_of(x)
+    if x is None or x.dtype is None or numbers is None:
+        return False
+    return x.dtype.bitwidth <= 8 if x.dtype.is_integer() else _is_whole(numbers)
+
+
+def _is_whole(numbers: np.ndarray) -> bool:
+    """Return whether an array has three and more different numbers, all of them integers of eight bits."""
+    if numbers.size < 16:
+        return False
+    parts = (numbers.reshape(-1)[:_PART], numbers)
+    if not all(np.isfinite(x).all() and not (x.astype(np.float32) % 1).any() for x in parts):
+        return False
+    return bool(np.abs(numbers).max() <= 255 and len(np.unique(numbers)) >= 3)
 
 
 def is_irregular(numbers: np.ndarray) -> bool:
@@ -149,7 +212,36 @@ def is_literal(x: ir.Value) -> bool:
 
 def is_short(x: ir.Value) -> bool:
     """Return whether a single number has at most three digits, as numbers that people write do."""
-    return all(float(f"{n:.3g}") == float(f"{n:.6g}") for n in array(x).ravel())
+    return _are_short(array(x).ravel())
+
+
+def is_regular(numbers: np.ndarray) -> bool:
+    """Return whether numbers are short, few, mostly zeros, in order or symmetric, unlike those of a trained weight.
+
+    A weight may start with equal numbers, but not with a whole number above 1.
+    """
+    flat = numbers.astype(np.float64).ravel()
+    distinct = np.unique(flat)
+    if distinct.size < 2:
+        return bool((distinct > 1).any() and not (distinct % 1).any())
+    if all(map(_is_written, distinct[:256])) or (flat.size >= 16 and distinct.size <= flat.size / 4):
+        return True
+    if flat.size >= 8 and (flat == 0).mean() >= 0.5:
+        return True
+    steps = np.diff(flat)
+    if flat.size >= 6 and ((steps >= 0).all() or (steps <= 0).all()):
+        return True
+    spread = 1e-5 * np.ptp(flat)
+    return flat.size >= 6 and any(np.abs(x - x[::-1]).max() <= spread for x in (flat, flat[1:]))
+
+
+def _is_written(number: float) -> bool:
+    """Return whether six digits tell a number of float32 from all others, as of a few in a hundred by chance."""
+    return len(np.format_float_scientific(np.float32(number), trim="-").partition("e")[0].lstrip("-")) <= 7
+
+
+def _are_short(numbers: np.ndarray) -> bool:
+    return all(float(f"{n:.3g}") == float(f"{n:.6g}") for n in numbers[:256])
 
 
 def is_sparse(numbers: np.ndarray) -> bool:
@@ -170,12 +262,13 @@ def _is_grid(x: ir.Value, numbers: np.ndarray) -> bool:
     """Return whether numbers are multiples of 1/32, one above 1, or form or repeat an arithmetic progression."""
     if numbers.size < 2 or np.ptp(numbers) == 0 or array(x).dtype.itemsize < 4:
         return False
+    line = max(numbers.shape) == numbers.size
+    steps, largest = np.diff(numbers.ravel().astype(np.float64)), np.abs(numbers).max()
+    if line and len(steps) > 2 and np.allclose(steps, steps.mean(), rtol=1e-3, atol=1e-6 * largest):
+        return True
     distinct = np.unique(np.round(numbers.astype(np.float64), 5))
     steps = np.diff(distinct)
     even = len(distinct) > 3 and np.allclose(steps, steps[0], rtol=1e-3, atol=1e-6)
-    line = max(numbers.shape) == numbers.size
-    if line and even and bool((np.diff(numbers.ravel()) > 0).all() or (np.diff(numbers.ravel()) < 0).all()):
-        return True
     if any(user.op_type not in _BROADCASTING | _LAYOUT for user in x.consumers()):
         return False
     if np.abs(numbers).max() > 1 and not (32 * numbers % 1).any():
@@ -186,7 +279,7 @@ def _is_grid(x: ir.Value, numbers: np.ndarray) -> bool:
 
 def _is_filter(x: ir.Value, numbers: np.ndarray) -> bool:
     """Return whether filters of a convolution are equal and symmetric, or whole numbers, and not an identity."""
-    uses = list(x.uses())
+    uses = [use for y in _spread(x) for use in y.uses()]
     if numbers.ndim < 3 or not all(node.op_type == "Conv" and index == 1 for node, index in uses):
         return False
     if np.ptp(numbers) == 0 or np.isin(numbers, (0, 1)).all() or numbers[0, 0].size < 3:
@@ -195,6 +288,14 @@ def _is_filter(x: ir.Value, numbers: np.ndarray) -> bool:
     symmetric = all(np.allclose(np.abs(numbers), np.abs(np.flip(numbers, axis)), atol=1e-7) for axis in axes)
     equal = np.allclose(numbers, numbers[:1, :1], atol=1e-7)
     return (symmetric and equal) or not (numbers % 1).any()
+
+
+def _spread(x: ir.Value) -> list[ir.Value]:
+    """Return what Expand, Tile and Concat make of a value, or the value itself."""
+    users = x.consumers()
+    if not users or any(user.op_type not in ("Concat", "Expand", "Tile") for user in users):
+        return [x]
+    return [y for user in users for y in _spread(user.outputs[0])]
 
 
 def _is_triangle(x: ir.Value, numbers: np.ndarray) -> bool:

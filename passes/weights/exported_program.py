@@ -16,7 +16,17 @@ import numpy as np
 import onnx_ir as ir
 
 from graphopt.errors import some
-from graphopt.graph.metadata import EXPORTED_CALL, EXPORTED_GRAPH, ZEROS_STAY, Kind, Origin, Text
+from graphopt.graph.metadata import (
+    EXPORTED_CALL,
+    EXPORTED_GRAPH,
+    ZEROS_STAY,
+    Evidence,
+    Kind,
+    Layout,
+    Origin,
+    Text,
+    all_of,
+)
 from graphopt.graph.operators import CONVOLUTIONS
 from graphopt.graph.values import constant_copy_of, dtype_of, name_of
 from passes.weights import evidence, folds
@@ -200,9 +210,15 @@ def restore_records(program: ExportedProgram) -> None:
 def program_origins(program: ExportedProgram) -> dict[str, Origin]:
     """Return the kind of each floating-point initializer and constant that the signature determines, by its name.
 
-    Keras's variables are not parameters for PyTorch's exporter: their values are constants, as literals are.
+    Keras's variables are not parameters for PyTorch's exporter: their values are constants, as literals are. What
+    nodes read that another tool added after the program, such as a head, is neither.
     """
-    weights = weights_in(program.model)
+    added = _added(program.model.graph)
+    weights = [
+        value
+        for value in weights_in(program.model)
+        if name_of(value) in program.kinds or program.sources(value) or not added & {*value.consumers()}
+    ]
     if any(map(program.is_parameter, program.names())):
         constants = dict.fromkeys(literals_in(program.model), _constant(()))
         return constants | {name_of(value): _origin(program, value) for value in weights}
@@ -215,6 +231,15 @@ def program_origins(program: ExportedProgram) -> dict[str, Origin]:
     return origins
 
 
+def _added(graph: ir.Graph) -> set[ir.Node]:
+    """Return the nodes without a record after which no node has one."""
+    added: set[ir.Node] = set()
+    for node in reversed(graph):
+        if not all_of(node) and all(added.issuperset(y.consumers()) for y in node.outputs):
+            added.add(node)
+    return added
+
+
 def _origin(program: ExportedProgram, value: ir.Value) -> Origin:
     """Return the kind of an initializer of a program whose parameters are known."""
     name, sources, parameters = name_of(value), program.sources(value), program.parameters_of(value)
@@ -223,30 +248,40 @@ def _origin(program: ExportedProgram, value: ir.Value) -> Origin:
     layer = name.removesuffix("_bias")
     if program.is_parameter(layer):
         why = f"made by the exporter, which folded a BatchNormalization into {layer}"
-        return Origin(Kind.COMPUTED, why, certain=False, sources=(layer,))
+        return Origin(Kind.COMPUTED, why, Evidence.RECORD, certain=False, sources=(layer,))
     if not parameters or not DETACHING.isdisjoint(program.calls_of(value)):
         return _constant(sources)
     if _is_moved(program, value):
         others = [source for source in sources if source not in parameters]
         joined = f", joined with {some(others)}, which is no parameter" if others else ""
-        why = f"{some(parameters)}, laid out anew by the exporter{joined}"
-        return Origin(Kind.PARAMETER, why, certain=not others, sources=parameters)
+        layout = _layout(program, value)
+        why = f"{some(parameters)}, {layout.value} by the exporter{joined}"
+        return Origin(
+            Kind.PARAMETER, why, Evidence.RECORD, certain=not others, sources=parameters, layout=layout
+        )
     present = not program.model.graph.initializers.keys().isdisjoint(parameters)
     return _computed(parameters, "beside it" if present else "in its place")
 
 
+def _layout(program: ExportedProgram, value: ir.Value) -> Layout:
+    """Return the layout of a folded value with the numbers of parameters: a matrix that no view changes is turned."""
+    is_turned = array(value).ndim == 2 and _TURNING.issuperset({*program.calls_of(value)} - {"val"})
+    return Layout.TRANSPOSED if is_turned else Layout.ANEW
+
+
 def _named(kind: Kind, more: str = "") -> Origin:
-    return Origin(kind, f"a {kind.value} of the exported program{more}", named=True)
+    why = f"a {kind.value} of the exported program{more}"
+    return Origin(kind, why, Evidence.RECORD, named=True)
 
 
 def _computed(sources: tuple[str, ...], where: str) -> Origin:
     why = f"computed from {some(sources)} by the exporter, and trains {where}"
-    return Origin(Kind.COMPUTED, why, certain=False, sources=sources)
+    return Origin(Kind.COMPUTED, why, Evidence.RECORD, certain=False, sources=sources)
 
 
 def _constant(sources: tuple[str, ...]) -> Origin:
     why = f"computed from {some(sources)}" if sources else "a constant of the exported program"
-    return Origin(Kind.CONSTANT, why, sources=sources)
+    return Origin(Kind.CONSTANT, why, Evidence.RECORD, sources=sources)
 
 
 def _is_moved(program: ExportedProgram, value: ir.Value) -> bool:

@@ -7,7 +7,7 @@ import warnings
 import onnx_ir as ir
 
 from graphopt.errors import some
-from graphopt.graph.metadata import Exported, Kind, Origin
+from graphopt.graph.metadata import Evidence, Exported, Kind, Origin
 from graphopt.graph.values import name_of
 from passes.weights.initializers import literals_in, weights_in
 
@@ -28,10 +28,12 @@ def origins(model: ir.Model, exported: Exported) -> dict[str, Origin]:
             stacklevel=2,
         )
         return {}
-    constant = Origin(Kind.CONSTANT, "a constant of the exported module")
+    constant = Origin(Kind.CONSTANT, "a constant of the exported module", Evidence.EXPORT)
     found = dict.fromkeys([*map(name_of, weights_in(model)), *literals_in(model)], constant)
     for name, weight in exported.weights.items():
         others = tuple(path for path in weight.paths if path != name)
         shared = f", also {some(others)}" if others else ""
-        found[name] = Origin(weight.kind, f"{_WHY[weight.kind]}{shared}", named=True, sources=others)
+        found[name] = Origin(
+            weight.kind, f"{_WHY[weight.kind]}{shared}", Evidence.EXPORT, named=True, sources=others
+        )
     return found
