@@ -15,6 +15,7 @@ from graphopt.distributed.data_parallel import DataParallel
 from graphopt.distributed.local_sgd import LocalSGD
 from graphopt.distributed.mpi import MPI
 from graphopt.errors import GraphoptError
+from graphopt.exporting.export import export
 from graphopt.generation.text import TextGenerator, generate
 from graphopt.graph.listing import listing
 from graphopt.graph.loading import load
@@ -66,6 +67,7 @@ __all__ = [
     "compile",
     "dot",
     "evaluate",
+    "export",
     "export_artifacts",
     "export_hosts",
     "from_checkpoint",

@@ -30,7 +30,7 @@ from graphopt.graph.shown import elements
 from graphopt.graph.values import constant_copy_of, is_floating, name_of
 from passes.gradients.walk import dead_ends
 from passes.lowering.classical import is_tree
-from passes.weights import FOLDED_BY_TF2ONNX, evidence, folds
+from passes.weights import FOLDED_BY_TF2ONNX, evidence, folds, zeros
 from passes.weights.initializers import array, register
 from passes.weights.layers import warn_of_parts
 from passes.weights.masters import QuantizedWeights
@@ -125,6 +125,9 @@ class Parameters(Pass):
 
     Beside adapters, such as `passes.LoRA`, only their weights train, and those that `unfreeze` names.
 
+    Zeros of a mask that the exporter folded into a weight stay zero. So do those of a pruned weight, of which at least
+    an eighth are 0, if no record says how it trained; that is uncertain, and `unfreeze` trains them.
+
     A copy of a weight that the exporter folded, transposed or reshaped is computed from the weight (tied).
     A decision by uses and numbers, by a name that parameters and buffers have, or a tie by equal numbers, is unsure: a
     warning says which of them train, and `run=report` lists them, each with the option that changes it. Patterns are
@@ -178,6 +181,7 @@ class Parameters(Pass):
         if not chosen:
             raise GraphoptError(_nothing_to_train(model, floating))
         roots = self._tie(model, chosen)
+        pruned = [value for value in roots if self._keeps_zeros(value)]
         if missing := (LeftOut.read(model) or LeftOut()).names:
             names = some([repr(name) for name in missing], 4)
             warnings.warn(
@@ -186,7 +190,9 @@ class Parameters(Pass):
             )
         _warn([value for value in floating if value in reached and (value in roots or value not in chosen)])
         for value in roots:
-            quantized.promote(value)
+            weight = quantized.promote(value)
+            if value in pruned:
+                zeros.keep(model, weight)
         quantized.restore()
 
     def _decide(self, value: ir.Value, is_reached: bool, is_adapted: bool) -> tuple[Origin, bool]:
@@ -208,6 +214,15 @@ class Parameters(Pass):
         if is_adapted and origin.trains and not ADAPTER.is_set(value):
             return replace(origin, why=_BESIDE_ADAPTERS, certain=True), False
         return origin, origin.trains
+
+    def _keeps_zeros(self, value: ir.Value) -> bool:
+        """Return whether the zeros of a weight stay, and say so in its origin."""
+        origin = _read(value)
+        recorded = origin.named or origin.by_exporter or bool(origin.sources)
+        if selects(self.unfreeze, value) or QUANTIZED.read(value) or not zeros.stay(value, recorded):
+            return False
+        replace(origin, why=f"{origin.why}; {zeros.why(value)}", certain=False).write(value)
+        return True
 
     def _tie(self, model: ir.Model, chosen: Sequence[ir.Value]) -> list[ir.Value]:
         """Compute copies from their original weights, and return the weights."""

@@ -11,7 +11,15 @@ import onnx_ir as ir
 from graphopt.errors import GraphoptError
 from graphopt.graph import metadata, state
 from graphopt.graph.emitter import Emitter
-from graphopt.graph.metadata import BATCH_CORRECTION, OF_BATCH, POSITIONS, STOP_GRADIENT, InferenceForm
+from graphopt.graph.metadata import (
+    BATCH_CORRECTION,
+    IN_TRAINING,
+    OF_BATCH,
+    POSITIONS,
+    STOP_GRADIENT,
+    CumulativeAverage,
+    InferenceForm,
+)
 from graphopt.graph.rewriting import Pass, Pattern, matches
 from graphopt.graph.roles import Role
 from graphopt.graph.shapes import ensure_typed
@@ -127,7 +135,9 @@ def _names(node: ir.Node) -> list[str]:
 
 
 def _is_in_training(node: ir.Node) -> bool:
-    """Return whether the file has a node in training mode."""
+    """Return whether the file has a node in training mode, or notes that its module is."""
+    if IN_TRAINING.is_set(node):
+        return True
     if node.op_type == "BatchNormalization":
         return bool(node.attributes.get_int("training_mode", 0))
     return bool(constant_of(node.inputs[2])) if len(node.inputs) > 2 else False
@@ -176,9 +186,16 @@ def _normalize_batches(
     """Switch the live calls of a BatchNormalization to batch statistics, and move its running statistics in turn."""
     running = [_statistic(model, calls, index) for index in (3, 4)]
     following = running
+    batches = _batches(model, calls, running[0])
     for node in calls:
         if node in live:
-            following = _normalize_batch(model, node, following, unbiased)
+            if batches is None:
+                share: float | ir.Value = 1 - node.attributes.get_float("momentum", 0.9)
+            else:
+                with Emitter(model) as op:
+                    batches = batches + 1
+                    share = op.Cast(op.Reciprocal(batches), to=running[0].dtype)
+            following = _normalize_batch(model, node, following, unbiased, share)
         elif following is not running:
             with Emitter(model) as op:
                 for index, statistic in zip((3, 4), following, strict=True):
@@ -187,12 +204,31 @@ def _normalize_batches(
     with Emitter(model) as op:
         for old, new in zip(running, following, strict=True):
             state.set_next(model, old, op.Identity(new))
+        if batches is not None:
+            counted = next(x for x in model.graph.inputs if x.name == _batches_of(running[0]))
+            state.set_next(model, counted, op.Identity(batches))
+
+
+def _batches_of(mean: ir.Value) -> str:
+    return f"{name_of(mean)}.batches"
+
+
+def _batches(model: ir.Model, calls: Sequence[ir.Node], mean: ir.Value) -> ir.Value | None:
+    """Declare the number of batches of which running statistics are means; None if they are moving averages."""
+    note = CumulativeAverage.read(calls[0])
+    if note is None:
+        return None
+    return state.declare(model, _batches_of(mean), np.array(note.batches, np.float32), Role.STATISTIC)
 
 
 def _normalize_batch(
-    model: ir.Model, node: ir.Node, running: Sequence[ir.Value], unbiased: bool
+    model: ir.Model, node: ir.Node, running: Sequence[ir.Value], unbiased: bool, share: float | ir.Value
 ) -> list[ir.Value]:
-    """Switch a BatchNormalization to batch statistics, and return the running statistics after it."""
+    """Switch a BatchNormalization to batch statistics, and return the running statistics after it.
+
+    Args:
+        share: that of the batch in the statistics after it.
+    """
     x = node.inputs[0]
     if x is None or x.shape is None:
         raise GraphoptError(
@@ -200,7 +236,6 @@ def _normalize_batch(
             f"unknown rank: declare its shape"
         )
     axes = [0, *range(2, len(x.shape))]
-    momentum = node.attributes.get_float("momentum", 0.9)
     following = []
     with Emitter(model) as op:
         mean = op.ReduceMean(x, axes, keepdims=0)
@@ -212,7 +247,7 @@ def _normalize_batch(
             if unbiased and index == 4:  # times n / (n - 1); a 16-bit number cannot represent large n
                 n = op.Cast(op.ReduceProd(op.Gather(op.shape_of(x), axes), keepdims=0), to=wide_type(old))
                 new = BATCH_CORRECTION.mark(new * op.Cast(n / op.Max(n - 1, 1), to=old.dtype))
-            following.append(momentum * old + (1 - momentum) * new)
+            following.append((1 - share) * old + share * new)
     _drop_statistics(node)
     OF_BATCH.set(node)
     return following

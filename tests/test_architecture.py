@@ -23,7 +23,7 @@ FLOORS = [
     {"targets"},
     {"passes"},
     {"runtime", "compiler"},
-    {"inspection", "testing", "on_device", "hosts", "layer", "generation"},
+    {"inspection", "testing", "on_device", "hosts", "layer", "generation", "exporting"},
     {"training"},
     {"distributed"},
     {"cli", "callbacks"},

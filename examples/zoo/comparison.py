@@ -24,6 +24,7 @@ Pairs = dict[
     str, tuple[str, Move]
 ]  # for each weight, the initializer that contains it, and how the exporter rearranged its numbers
 
+RECORDED = "graphopt"  # begins the names of the exporters of graphopt.export
 STEPS = 10
 TOLERANCE = 1e-4
 CHAOS = 0.3  # the share of a difference that the framework's own rounding must explain
@@ -157,6 +158,7 @@ class Export:
     initial: Arrays
     proto: onnx.ModelProto
     batches: Sequence[Batch]
+    recorded: bool = False  # by graphopt.export: what trains, and how, needs no options
 
 
 def exported(case: Case, exporter: str) -> Export:
@@ -165,7 +167,7 @@ def exported(case: Case, exporter: str) -> Export:
     batches = model.batches(STEPS + 1)
     initial = model.parameters()
     try:
-        return Export(model, initial, model.export(), batches)
+        return Export(model, initial, model.export(), batches, exporter.startswith(RECORDED))
     except NotExported:
         raise
     except Exception as error:
@@ -178,7 +180,7 @@ def judge(row: Row, case: Case, optimizer: Any, export: Export) -> None:
     theirs = model.train(optimizer, batches, double=False)
     if not all(map(math.isfinite, theirs.losses)):
         raise ValueError(f"the framework's own losses are not finite: {theirs.losses}")
-    ours = train_here(export.proto, case, optimizer, batches)
+    ours = train_here(export, case, optimizer)
     pairs = same(initial, [*constants(export.proto), *ours.initial.items()])
     row.ours, row.theirs = sum(ours.trained.values()), sum(in_export(theirs, pairs).values())
     differences(row, ours, theirs, pairs)
@@ -281,12 +283,14 @@ def listed(counts: Mapping[str, int]) -> str:
     return ", ".join(some[:4]) + more or "nothing"
 
 
-def train_here(proto: onnx.ModelProto, case: Case, optimizer: Any, batches: Sequence[Batch]) -> Training:
+def train_here(export: Export, case: Case, optimizer: Any) -> Training:
     """Compile an export, train it on all batches except the last, and predict the last one with the trained model."""
-    steps = {"loss": case.loss, "optimizer": optimizer, "training": case.training}
+    batches, steps = export.batches, {"loss": case.loss, "optimizer": optimizer}
+    if not export.recorded:
+        steps |= {"training": case.training, "parameters": passes.Parameters(freeze=case.freeze)}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        step = graphopt.compile(proto, parameters=passes.Parameters(freeze=case.freeze), **steps)
+        step = graphopt.compile(export.proto, **steps)
     weights = with_role(step, Role.PARAMETER)
     numbers = {str(value.name): math.prod(value.shape) for value in weights}
     initial = {str(value.name): value.const_value.numpy() for value in weights}

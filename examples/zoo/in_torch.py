@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import io
 import tempfile
 import warnings
@@ -14,11 +15,13 @@ from unittest import mock
 
 import numpy as np
 import onnx
+import onnx_ir
 import onnxruntime
 import torch
-from comparison import Batch, Case, Model, NotExported, Training, relative
+from comparison import RECORDED, Batch, Case, Model, NotExported, Training, relative
 from torch import nn
 
+import graphopt
 import passes
 
 EXPORTERS = ("dynamo, dynamic", "torchscript, static")
@@ -96,6 +99,11 @@ def perturb(module: nn.Module) -> None:
             part.drop_prob = 0.0
 
 
+def trains(module: nn.Module) -> bool:
+    """Return whether a module trains in training mode: only BatchNormalization then behaves otherwise."""
+    return any(isinstance(part, NORMALIZATIONS) for part in module.modules())
+
+
 def merge_equal(module: nn.Module) -> None:
     """Share one parameter among all with the same numbers, as tools do that rewrite files."""
     first: dict[Any, nn.Parameter] = {}
@@ -151,7 +159,7 @@ class TorchModel(Model):
 
     def train(self, optimizer: Any, batches: Sequence[Batch], double: bool) -> Training:
         module = copy.deepcopy(self.module)
-        module.train(any(isinstance(part, NORMALIZATIONS) for part in module.modules()))
+        module.train(trains(module))
         if double:
             module.double()
         masters = Masters(module)
@@ -180,9 +188,30 @@ class TorchModel(Model):
             warnings.simplefilter("ignore")
             axes = {0: "batch", **({1: "length"} if self.case.lengths else {})} if self.dynamic else {}
             module = copy.deepcopy(self.module)
+            module.train(trains(module))
             module = torch.jit.script(module) if self.case.script else module
+            if self.exporter.startswith(RECORDED):
+                return self._recorded(module, inputs, axes)
+            module.eval()
             proto = export(module, inputs, self.exporter, axes)
             proto = TOOLS.get(self.exporter.rpartition(", ")[2], lambda proto: proto)(proto)
+        self._check(proto)
+        return proto
+
+    def _recorded(
+        self, module: nn.Module, inputs: tuple[torch.Tensor, ...], axes: dict[int, str]
+    ) -> onnx.ModelProto:
+        """Export by graphopt.export, which records what trains."""
+        names = [f"x{i}" for i in range(len(inputs))]
+        arguments = list(inspect.signature(module.forward).parameters)
+        shapes = {
+            name: {i: axis for i, axis in axes.items() if i < x.ndim}
+            for name, x in zip(arguments, inputs, strict=False)
+        }
+        exporter = "torchscript" if "torchscript" in self.exporter else "dynamo"
+        how = {"exporter": exporter, "input_names": names, "output_names": ["y"]}
+        model = graphopt.export(module, inputs, dynamic_shapes=shapes if len(axes) > 1 else None, **how)
+        proto = onnx_ir.to_proto(model)
         self._check(proto)
         return proto
 

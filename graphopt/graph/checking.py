@@ -238,7 +238,13 @@ def check_metadata(model: ir.Model) -> None:
             if metadata.GRADIENT_OF.read(y) not in (None, *names):
                 raise malformed(y, metadata.GRADIENT_OF.key, "the name of an input")
     check_detached(model)
-    for note in (metadata.Caches, metadata.Versions, metadata.LeftOut, metadata.Misdeclared):
+    for note in (
+        metadata.Caches,
+        metadata.Exported,
+        metadata.Versions,
+        metadata.LeftOut,
+        metadata.Misdeclared,
+    ):
         note.read(model)
     _check_folded(model)
     if notes := metadata.Notes.read(model):

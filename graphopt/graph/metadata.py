@@ -32,7 +32,7 @@ N = TypeVar("N", bound="Note")
 PREFIX = "graphopt."
 MANY = 64  # an upper bound for opsets, IR versions and outputs of an operator
 MOST_TEXT = 2**26  # bytes of a file's documentation, decompressed
-EXPORT_ANEW = "torch.onnx.export(..., optimize=False) keeps them"
+EXPORT_ANEW = "graphopt.export(module, example) or torch.onnx.export(..., optimize=False) keeps them"
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,10 @@ ADAPTER = Flag(
     "graphopt.is_of_adapter"
 )  # an initializer that an adapter added or replaced, and that trains in place of others
 FROZEN = Flag("graphopt.frozen")  # an initializer that trains only if selected by name
+ZEROS_STAY = Flag("graphopt.zeros_stay")  # an initializer that was pruned or masked, whose zeros do not train
 UNTRAINED = Flag("graphopt.untrained")  # a weight that could train but does not in this training graph
+# A BatchNormalization or Dropout whose module is in training mode, and which is in its inference form in the file
+IN_TRAINING = Flag("graphopt.in_training")
 OF_BATCH = Flag("graphopt.of_batch")  # a BatchNormalization that uses batch statistics in its inference form
 # Several workers compute the second input of these nodes from the rows of all:
 BATCH_COUNT = Flag("graphopt.batch_count")  # the number of a batch's elements per channel
@@ -110,6 +113,7 @@ DERIVATIVE = Flag("graphopt.derivative")  # an output that is the derivative of 
 STORED = Flag("graphopt.stored")  # a node that rounds a weight to its form in the file
 STORED_TYPE = Text("graphopt.stored_type")  # of a state: the narrower type of its numbers in the file
 QUANTIZED = Text("graphopt.quantized")  # of an initializer: which integers it stands for
+EXPORTED_GRAPH = Text("pkg.torch.export.ExportedProgram.graph_signature")  # of a graph: what PyTorch exported
 EXPORTED_CALL = Text("pkg.torch.onnx.fx_node")  # of a node: the call that PyTorch exported it from
 
 
@@ -130,8 +134,9 @@ def all_of(holder: Holder) -> dict[str, str]:
 
 
 def remove_own(holder: Holder) -> None:
-    """Remove graphopt's notes except that an initializer is frozen."""
-    for key in [key for key in holder.metadata_props if key.startswith(PREFIX) and key != FROZEN.key]:
+    """Remove graphopt's notes except that an initializer is frozen, and what a module's export recorded."""
+    kept = (FROZEN.key, Exported.KEY)
+    for key in [key for key in holder.metadata_props if key.startswith(PREFIX) and key not in kept]:
         del holder.metadata_props[key]
 
 
@@ -388,6 +393,7 @@ class Kind(enum.Enum):
     """Classify an initializer by its role in the exported program."""
 
     PARAMETER = "parameter"  # trained in that program
+    FROZEN = "frozen"  # a parameter with requires_grad=False
     COMPUTED = "computed"  # computed by the exporter from parameters that the file no longer contains
     BUFFER = "buffer"  # state that is not trained: running statistics, tables, masks
     CONSTANT = "constant"  # a constant of the program
@@ -397,6 +403,7 @@ class Evidence(enum.Enum):
     """Say what tells the kind of an initializer. The first that exists decides."""
 
     USER = "the user"
+    EXPORT = "graphopt.export"  # which knew the module
     RECORD = "a record of the exporter"
     NAME = "its name"  # and that nothing speaks against it
     USE = "its use and its numbers"
@@ -505,6 +512,72 @@ class Adapted(
         kinds = ("product", "convolution", "transposed convolution", "embedding", "recurrence")
         _check(self.kind in kinds, self.groups > 0, math.isfinite(self.scale), bool(self.values))
         _check(all(how in ("transpose", "reshape") for how, _ in self.moves))
+
+
+@dataclass(frozen=True)
+class ModuleWeight:
+    """Record what an initializer is in the module from which it was exported.
+
+    Args:
+        kind: `parameter`, `frozen` or `buffer`.
+        paths: its paths in the module, more than one if several modules share it.
+        persistent: whether the module's state_dict contains it.
+    """
+
+    kind: Kind
+    paths: tuple[str, ...]
+    persistent: bool = True
+
+
+@dataclass(frozen=True)
+class Exported(
+    Note,
+    key="graphopt.exported",
+    expected="an exporter and a module's parameters and buffers, as graphopt.export writes them",
+):
+    """Record what no ONNX file says about a PyTorch module: which of its initializers train in the module.
+
+    Nodes carry the rest: `STOP_GRADIENT`, `IN_TRAINING`, `CumulativeAverage` and `PaddingIndex`.
+
+    Args:
+        exporter: `dynamo` or `torchscript`.
+        weights: parameters and buffers by the names of their initializers. Other initializers are constants.
+    """
+
+    exporter: str
+    weights: Mapping[str, ModuleWeight]
+
+    def check(self) -> None:
+        kinds = (Kind.PARAMETER, Kind.FROZEN, Kind.BUFFER)
+        _check(all(weight.kind in kinds and weight.paths for weight in self.weights.values()))
+
+
+@dataclass(frozen=True)
+class CumulativeAverage(Note, key="graphopt.cumulative_average", expected="a number of batches"):
+    """Mark a BatchNormalization whose running statistics are the means of all batches (`momentum=None`).
+
+    Args:
+        batches: how many batches they are means of.
+    """
+
+    batches: int
+
+    def check(self) -> None:
+        _check(0 <= self.batches < 2**53)
+
+
+@dataclass(frozen=True)
+class PaddingIndex(Note, key="graphopt.padding_index", expected="a row of a table"):
+    """Mark a Gather through which one row of its table gets no gradient.
+
+    Args:
+        index: the row.
+    """
+
+    index: int
+
+    def check(self) -> None:
+        _check(0 <= self.index < 2**31)
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,17 @@ from graphopt.graph.listing import listing, operator_of, size, type_of
 from graphopt.graph.loading import Source, load
 from graphopt.graph.memory import Memory, estimate
 from graphopt.graph.merging import adapted
-from graphopt.graph.metadata import EXPORT_ANEW, RUNTIME, Adapted, LeftOut, Misdeclared, Origin
+from graphopt.graph.metadata import (
+    EXPORT_ANEW,
+    EXPORTED_GRAPH,
+    RUNTIME,
+    Adapted,
+    Exported,
+    Kind,
+    LeftOut,
+    Misdeclared,
+    Origin,
+)
 from graphopt.graph.operators import MICROSOFT
 from graphopt.graph.roles import FED, STATE, Role, role_of, with_role
 from graphopt.graph.shown import elements
@@ -131,6 +141,8 @@ def saved_by_kernels(model: ir.Model, opened: Callable[[bool], Executor], batch:
 def _summary(result: Report) -> Iterator[str]:
     weights, final = list(result.model.graph.initializers.values()), result.final
     opset = result.model.opset_imports.get("", 0)
+    if result.model.producer_name == "pytorch":
+        yield from _lost(result.model, result.final)
     yield f"model      opset {opset}, {size(result.model)} nodes, {_counted([elements([x]) for x in weights])}"
     yield f"operators  {_operators(result.model)}"
     decided = [model for _, _, model, _ in result.stages if with_role(model, Role.PARAMETER)]
@@ -237,11 +249,25 @@ def _weights(model: ir.Model) -> Iterator[str]:
             yield from _table([(f"  {name}", shape, f"{count:,}", why) for name, shape, count, why in group])
     if missing := LeftOut.read(model):
         yield f"left out   {', '.join(missing.names)}: by the exporter, which folds and drops parameters; {EXPORT_ANEW}"
-    if model.producer_name == "pytorch":
-        yield (
-            "not known  requires_grad=False and torch.no_grad() stand in no file, and detach() only in files of "
-            "dynamo=True: set parameters.freeze, and StopGradient"
-        )
+
+
+def _lost(model: ir.Model, final: ir.Model) -> Iterator[str]:
+    """Say what PyTorch's exporter did not write into a file, and the line that keeps it."""
+    if (exported := Exported.read(model)) is not None:
+        yield f"recorded   by graphopt.export, exporter={exported.exporter}: what trains in the module trains here"
+        return
+    stops = "torch.no_grad()"
+    if EXPORTED_GRAPH.read(model.graph) is None:
+        stops = "which weights are buffers, detach(), torch.no_grad()"
+    yield f"not known  requires_grad=False, {stops} and the modes of modules: PyTorch's exporter did not write them"
+    if folded := sum(Origin.read(x).kind is Kind.COMPUTED for x in _decided(final)):  # type: ignore[union-attr]
+        yield f"folded     {counted(folded, 'weight')} computed from others, in whose place they train"
+    yield "to keep it graphopt.export(module, example), or torch.onnx.export(..., optimize=False) and parameters.freeze"
+
+
+def _decided(model: ir.Model) -> list[ir.Value]:
+    values = dict.fromkeys([*model.graph.inputs, *model.graph.initializers.values()])
+    return [x for x in values if Origin.read(x) is not None]
 
 
 def _way(value: ir.Value, origin: Origin) -> str:

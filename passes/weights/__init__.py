@@ -6,10 +6,10 @@ import warnings
 
 import onnx_ir as ir
 
-from graphopt.graph.metadata import Evidence, Kind, LeftOut, Origin
+from graphopt.graph.metadata import Evidence, Exported, Kind, LeftOut, Origin
 from graphopt.graph.traversal import sort
 from graphopt.graph.values import name_of
-from passes.weights import detached, exported_program, torchscript
+from passes.weights import detached, exported_program, records, torchscript
 from passes.weights.initializers import literals_in, weights_in
 
 FOLDED_BY_TF2ONNX = "const_fold_opt__"  # with a number: the names of constants that tf2onnx computes
@@ -23,12 +23,17 @@ def read_origins(model: ir.Model) -> dict[str, Origin]:
     folded functions and gathers again, and dropped biases are restored. The model notes which parameters the file does
     not contain in any form.
     """
+    if (exported := Exported.read(model)) is not None and (origins := records.origins(model, exported)):
+        detached.stop_at_padding(model)
+        return origins
     program = exported_program.ExportedProgram(model)
     if program.paths:
         detached.stop(program)
         detached.stop_at_padding(model)
         exported_program.restore_records(program)
-        restored = exported_program.separate_parameters(program) | exported_program.invert(program)
+        restored = exported_program.separate_layouts(program) | exported_program.separate_parameters(program)
+        exported_program.keep_zeros(program)
+        restored |= exported_program.invert(program)
         restored |= exported_program.restore_gathers(program) | exported_program.recompute(program)
         restored |= exported_program.restore_biases(program)
         sort(model.graph)
@@ -48,7 +53,7 @@ def read_origins(model: ir.Model) -> dict[str, Origin]:
     if model.producer_name == "pytorch":
         module = torchscript.ExportedModule(model)
         restored = torchscript.separate_merged(module)
-        restored |= torchscript.restore_rows(module) | torchscript.restore_masks(module)
+        restored |= torchscript.restore_rows(module) | torchscript.keep_zeros(module)
         sort(model.graph)
         found = {name_of(x): torchscript.origin_of(x, module) for x in weights_in(model)}
         origins = {name: origin for name, origin in found.items() if origin is not None}

@@ -14,7 +14,14 @@ import onnx_ir as ir
 
 from graphopt.errors import GraphoptError
 from graphopt.graph.emitter import Emitter
-from graphopt.graph.metadata import EXPORT_ANEW, EXPORTED_CALL, STOP_GRADIENT, InferenceForm, Text
+from graphopt.graph.metadata import (
+    EXPORT_ANEW,
+    EXPORTED_CALL,
+    STOP_GRADIENT,
+    InferenceForm,
+    PaddingIndex,
+    Text,
+)
 from graphopt.graph.traversal import ancestors
 from graphopt.graph.values import like, name_of
 from passes.differentiate import stop_gradient
@@ -63,13 +70,14 @@ def stop_at_padding(model: ir.Model) -> None:
     The exported program has it as the third argument of `aten.embedding`; -1, the default, is none.
     """
     for node in [node for node in model.graph if node.op_type == "Gather" and node.domain == ""]:
-        padding = _PADDING.search(EXPORTED_CALL.read(node) or "")
+        call = _PADDING.search(EXPORTED_CALL.read(node) or "")
+        padding = PaddingIndex.read(node) or (call and PaddingIndex(int(call[1])))
         indices, y = node.inputs[1], node.outputs[0]
         if padding is None or indices is None or y.is_graph_output():
             continue
         uses = list(y.uses())
         with Emitter(model) as op:
-            padded = op.Unsqueeze(op.Equal(indices, op.constant(int(padding[1]), like=indices)), [-1])
+            padded = op.Unsqueeze(op.Equal(indices, op.constant(padding.index, like=indices)), [-1])
             chosen = InferenceForm(same_as=2).write(op.Where(padded, stop_gradient(op, y), y))
         for user, index in uses:
             user.replace_input_with(index, chosen)

@@ -16,16 +16,28 @@ import numpy as np
 import onnx_ir as ir
 
 from graphopt.errors import some
-from graphopt.graph.metadata import EXPORTED_CALL, Evidence, Kind, Layout, Origin, Text, all_of
+from graphopt.graph.metadata import (
+    EXPORTED_CALL,
+    EXPORTED_GRAPH,
+    ZEROS_STAY,
+    Evidence,
+    Kind,
+    Layout,
+    Origin,
+    Text,
+    all_of,
+)
 from graphopt.graph.operators import CONVOLUTIONS
 from graphopt.graph.values import constant_copy_of, dtype_of, name_of
-from passes.weights import folds
+from passes.weights import evidence, folds
 from passes.weights.initializers import array, fill_value, is_weight, literals_in, register, weights_in
 
 FOLDED_FROM = Text("pkg.onnxscript.optimizer.folded_from")
-_SIGNATURE = Text("pkg.torch.export.ExportedProgram.graph_signature")
 _KIND = Text("pkg.torch.export.graph_signature.InputSpec.kind")
 _PLACEHOLDER = Text("pkg.torch.onnx.original_node_name")
+_SCOPES = Text(
+    "pkg.torch.onnx.name_scopes"
+)  # of a node: the modules around it, from the outermost, and its call
 
 _KINDS = {"PARAMETER": Kind.PARAMETER, "BUFFER": Kind.BUFFER, "CONSTANT_TENSOR": Kind.CONSTANT}
 
@@ -46,6 +58,24 @@ _MAKING = {
     *("arange", "full", "full_like", "ones", "ones_like", "scalar_tensor", "scalar_tensor_default", "val"),
     *("zeros", "zeros_like"),
 }
+# Calls that make masks of zeros and ones, and those that put zeros in place of numbers.
+_MASKING = {
+    "eye",
+    "ne",
+    "gt",
+    "ge",
+    "lt",
+    "le",
+    "tril",
+    "triu",
+    "ones",
+    "zeros",
+    "ones_like",
+    "lift_fresh_copy",
+}
+_CUTTING = {"masked_fill", "tril", "triu", "where"}
+# The nodes inside of onnxscript's Softplus.
+_SOFTPLUS = {"beta", "beta_0_cast", "beta_cast", "self_scaled", "threshold", "threshold_cast", "tmp"}
 _TURNING = {"permute", "t", "transpose"}
 # Calls in this list that may repeat numbers.
 _REPEATING = {"embedding", "expand", "index", "index_select", "repeat", "tile"}
@@ -88,7 +118,7 @@ class ExportedProgram:
 
     def __init__(self, model: ir.Model) -> None:
         self.model = model
-        inputs, _, outputs = (_SIGNATURE.read(model.graph) or "").partition("# outputs")
+        inputs, _, outputs = (EXPORTED_GRAPH.read(model.graph) or "").partition("# outputs")
         records = re.findall(r"^(\w+): (\w+) target='([^']*)'", inputs, re.MULTILINE)
         targets = {target for _, _, target in records}
         for x in weights_in(model):
@@ -107,11 +137,7 @@ class ExportedProgram:
 
     def folded_from(self, value: ir.Value) -> tuple[str, ...]:
         """Return the names from which the exporter computed a value."""
-        try:
-            names = ast.literal_eval(FOLDED_FROM.read(value) or "[]")
-        except (MemoryError, RecursionError, SyntaxError, ValueError):
-            return ()
-        return tuple(map(str, names)) if isinstance(names, list) else ()
+        return _names_in(FOLDED_FROM.read(value))
 
     def sources(self, value: ir.Value) -> tuple[str, ...]:
         """Return the parameters, buffers and constants from which the exporter computed a value."""
@@ -139,9 +165,23 @@ class ExportedProgram:
         return [(call, nodes) for (_, call), nodes in groups.items()]
 
 
+def _names_in(text: str | None) -> tuple[str, ...]:
+    """Return the names in a list that the exporter wrote as text."""
+    try:
+        names = ast.literal_eval(text or "[]")
+    except (MemoryError, RecursionError, SyntaxError, ValueError):
+        return ()
+    return tuple(map(str, names)) if isinstance(names, list) else ()
+
+
+def _scope(node: ir.Node) -> str:
+    """Return the path of the module from which a node comes."""
+    return "".join(_names_in(_SCOPES.read(node))[-2:-1])
+
+
 def is_stripped(model: ir.Model) -> bool:
     """Return whether this exporter wrote a file from which another tool removed its records."""
-    if model.producer_name != "pytorch" or _SIGNATURE.read(model.graph) is not None:
+    if model.producer_name != "pytorch" or EXPORTED_GRAPH.read(model.graph) is not None:
         return False
     return any(re.fullmatch(r"val_\d+", name_of(x)) for x in model.graph.initializers.values()) or any(
         re.match(r"node_\w+", node.name or "") for node in model.graph
@@ -293,15 +333,115 @@ def separate_parameters(program: ExportedProgram) -> dict[str, Origin]:
     return parted
 
 
+def separate_layouts(program: ExportedProgram) -> dict[str, Origin]:
+    """Separate values that the exporter folded from several parameters and merged, and return uncertain kinds by name.
+
+    A call that reads a value `view_1` which the file lacks, by an initializer `view`, reads what was merged with it. If
+    `view` comes from parameter `0.gamma` and its reader is in module `0`, then `view_1` comes from `1.gamma` if its
+    reader is in module `1` and the file lacks that parameter. In one module, the parameters that the file lacks are
+    taken in their order, which is uncertain. Each becomes an initializer with the record of what it was folded from.
+    """
+    edges: dict[ir.Value, dict[str, list[tuple[ir.Node, int]]]] = {}
+    homes: dict[ir.Value, str] = {}
+    computed = {name_of(y) for node in program.model.graph.all_nodes() for y in node.outputs}
+    present = program.names() | computed | {*program.paths, *program.inputs}
+    for call, nodes in program.calls():
+        uses = [(x, node, i) for node in nodes for i, x in enumerate(node.inputs) if x and is_weight(x)]
+        absent = [name for name in call.arguments if name not in present]
+        for x, node, index in uses:
+            if not program.parameters_of(x) and not program.is_parameter(name_of(x)):
+                continue
+            own = name_of(x) if name_of(x) in call.arguments else program.placeholders.get(name_of(x), "")
+            if own in call.arguments:
+                homes.setdefault(x, _scope(node))
+            elif len(merged := [name for name in absent if _is_like(name, x)]) == 1:
+                edges.setdefault(x, {}).setdefault(merged[0], []).append((node, index))
+    uncertain: dict[str, Origin] = {}
+    for x, groups in edges.items():
+        for name, uses_of_name in groups.items():
+            sources = program.sources(x) or (name_of(x),)
+            found = _sources_elsewhere(program, sources, homes.get(x), _scope(uses_of_name[0][0]))
+            if found is None:
+                continue
+            others, certain = found
+            copy = register(program.model, name, array(x).copy())
+            renamed = dict(zip(sources, others, strict=True))
+            names = [renamed.get(source, source) for source in program.folded_from(x) or sources]
+            FOLDED_FROM.write(copy, repr(names))
+            for node, index in uses_of_name:
+                node.replace_input_with(index, copy)
+            if not certain:
+                why = f"{some(others)} or another parameter, merged with {x.name} by the exporter"
+                uncertain[name_of(copy)] = Origin(Kind.PARAMETER, why, certain=False, sources=others)
+    return uncertain
+
+
+def _is_like(name: str, x: ir.Value) -> bool:
+    """Return whether a value of the program may be one that only has another layout than a parameter, as x is."""
+    return call_of(name) == call_of(name_of(x)) or call_of(name) in _LAYOUT
+
+
+def _sources_elsewhere(
+    program: ExportedProgram, sources: tuple[str, ...], home: str | None, scope: str
+) -> tuple[tuple[str, ...], bool] | None:
+    """Return what a value in a module was folded from, and whether that is certain, if an equal one elsewhere is known.
+
+    Args:
+        sources: what the equal value was folded from.
+        home: the path of the module that reads the equal value, if it is known.
+        scope: the path of the module.
+    """
+    missing = [path for path in program.kinds if program.is_parameter(path) and path not in program.names()]
+    parents = [source.rpartition(".")[0] for source in sources]
+    start = parents[0] if home is None else home
+    if scope != start:
+        moved = tuple(_moved(source, start, scope) for source in sources)
+        return (moved, True) if moved != sources and all(path in program.kinds for path in moved) else None
+    others = [path for path in missing if path.rpartition(".")[0] == parents[0]]
+    return ((others[0],), False) if len(sources) == 1 and others else None
+
+
+def _moved(path: str, start: str, end: str) -> str:
+    """Return a path in a module as the same path in another one."""
+    inside = path.startswith(f"{start}.") if start else True
+    return f"{end}.{path.removeprefix(f'{start}.') if start else path}".lstrip(".") if inside else path
+
+
+def keep_zeros(program: ExportedProgram) -> None:
+    """Mark values that the exporter multiplied by a mask, as of pruning, so that their zeros stay."""
+    for value in weights_in(program.model):
+        calls, sources = set(program.calls_of(value)), program.sources(value)
+        masked = "mul" in calls and (len(program.parameters_of(value)) < len(sources) or calls & _MASKING)
+        if program.parameters_of(value) and (masked or calls & _CUTTING) and evidence.is_sparse(array(value)):
+            ZEROS_STAY.set(value)
+
+
 def invert(program: ExportedProgram) -> dict[str, Origin]:
     """Recompute values that the exporter computed from one parameter, and return the kinds of these parameters."""
     inverted: dict[str, Origin] = {}
     for value in weights_in(program.model):
-        paths, calls = program.sources(value), program.calls_of(value)
-        is_one = len(paths) == 1 and program.is_parameter(paths[0])
-        if is_one and folds.compute_by_inverse(program.model, value, paths[0], calls):
-            inverted[paths[0]] = _named(Kind.PARAMETER, f", from which {value.name} is computed again")
+        paths, calls = program.parameters_of(value), _functions(program, value)
+        masked = ZEROS_STAY.is_set(value) and calls[-1:] == ["mul"]
+        if masked:
+            calls = [call for call in calls[:-1] if call not in _MAKING | _MASKING]
+        if len(paths) != 1 or (len(program.sources(value)) > 1 and not masked):
+            continue
+        if folds.compute_by_inverse(program.model, value, paths[0], calls, masked):
+            origin = _named(Kind.PARAMETER, f", from which {value.name} is computed again")
+            inverted[paths[0]] = replace(origin, certain=not masked, named=not masked)
     return inverted
+
+
+def _functions(program: ExportedProgram, value: ir.Value) -> list[str]:
+    """Return the calls that made a folded value, the last one last; the nodes of onnxscript's Softplus are one."""
+    calls = program.calls_of(value)
+    if "self_scaled" not in calls:
+        return calls if set(calls) <= _MAKING | _MASKING | folds.FUNCTIONS | {"mul"} else []
+    # Beside them, its product has a name `softplus_2`, and the call `softplus` if it is not the value itself.
+    outer = [call for call in calls if call not in _SOFTPLUS]
+    last, times = outer[-1], outer.count("softplus")
+    rest = [call for call in outer[:-1] if call != "softplus"]
+    return [*rest, *["softplus"] * (times - 1 - (last == "softplus")), last] if times == 2 else []
 
 
 def restore_gathers(program: ExportedProgram) -> dict[str, Origin]:
@@ -379,14 +519,33 @@ def restore_biases(program: ExportedProgram) -> dict[str, Origin]:
 
 
 def parameters_left_out(program: ExportedProgram) -> list[str]:
-    """Return the parameters that the file does not contain in any form, as of a BatchNormalization in a convolution."""
+    """Return the parameters that the file does not contain in any form.
+
+    They are those of a BatchNormalization in a convolution, and those from which a bias was computed that starts at
+    zero and that the exporter dropped: its call reads a value that the file lacks.
+    """
     present = program.names()
     taken = {name for call, _ in program.calls() for name in call.arguments}
     gone = {name: path for name, path in program.paths.items() if path not in present}
     mean = ".running_mean"
-    folded = {path.removesuffix(mean) for path in gone.values() if path.endswith(mean)}
+    folded = {path.removesuffix(mean) for path in gone.values() if path.endswith(mean)} | _without_bias(
+        program
+    )
     return [
         path
         for name, path in gone.items()
         if program.is_parameter(path) and (name in taken or path.rpartition(".")[0] in folded)
     ]
+
+
+def _without_bias(program: ExportedProgram) -> set[str]:
+    """Return the modules in which a product lacks the bias that its call computes from something."""
+    nodes = program.model.graph.all_nodes()
+    known = {name_of(y) for node in nodes for y in node.outputs} | program.names()
+    known |= {*program.paths, *program.inputs, *(call.name for call, _ in program.calls())}
+    return {
+        _scope(node)
+        for call, own in program.calls()
+        for node in own
+        if node.op_type in _BIASED and len(node.inputs) == 2 and not known.issuperset(call.arguments)
+    }

@@ -37,6 +37,7 @@ _UNARY: dict[str, tuple[_Function, _Function | None]] = {
     "sqrt": (np.sqrt, np.square),
     "tanh": (np.tanh, np.arctanh),
 }
+FUNCTIONS = set(_UNARY)
 _ARITHMETIC: dict[str, Callable[..., np.ndarray]] = {
     **{"add": np.add, "sub": np.subtract, "rsub": np.subtract},
     **{"mul": np.multiply, "div": np.divide, "pow": np.power},
@@ -133,23 +134,50 @@ def move(
     return sources[-1]
 
 
-def compute_by_inverse(model: ir.Model, value: ir.Value, name: str, calls: Sequence[str]) -> bool:
-    """Compute an initializer from the parameter `name` by calls, if they have an inverse, and return whether it did."""
-    inverses = [inverse for call in reversed(calls) if (inverse := _UNARY.get(call, (None, None))[1])]
-    if not 0 < len(inverses) == len(calls) <= 2:
+def compute_by_inverse(
+    model: ir.Model, value: ir.Value, name: str, calls: Sequence[str], masked: bool = False
+) -> bool:
+    """Compute an initializer from the parameter `name` by functions, if they have an inverse, and return whether.
+
+    The exporter records no order except that the last function is the last. Numbers must have one order only: there is
+    no x with exp(exp(-x)) < 1.
+
+    Args:
+        calls: the functions; the last of them is applied last.
+        masked: whether a mask of zeros and ones multiplies the result, so that the zeros of the initializer stay.
+    """
+    if not 0 < len(calls) <= _MOST_CALLS or any(_UNARY.get(call, (None, None))[1] is None for call in calls):
         return False
-    numbers = array(value).astype(np.float64)
-    with np.errstate(all="ignore"):
-        for inverse in inverses:
-            numbers = inverse(numbers)
+    wanted = array(value).astype(np.float64)
+    kept = wanted != 0 if masked else np.ones(wanted.shape, bool)
     existing = model.graph.initializers.get(name)
-    other = numbers if existing is None else array(existing)
-    if not np.isfinite(numbers).all() or not np.allclose(other, numbers, rtol=1e-4, atol=1e-5):
+    found = []
+    for first in dict.fromkeys(itertools.permutations(calls[:-1])):
+        order, numbers = (*first, calls[-1]), wanted[kept]
+        with np.errstate(all="ignore"):
+            for call in reversed(order):
+                inverse = _UNARY[call][1]
+                assert inverse is not None
+                numbers = inverse(numbers)
+        equal = existing is None or (
+            array(existing).size == wanted.size
+            and np.allclose(array(existing).reshape(wanted.shape)[kept], numbers, rtol=1e-4, atol=1e-5)
+        )
+        if np.isfinite(numbers).all() and equal:
+            found.append((order, numbers))
+    if len(found) != 1:
         return False
-    last = existing or register(model, name, np.asarray(numbers, array(value).dtype))
+    order, numbers = found[0]
+    if existing is None:
+        start = np.ones(wanted.shape)
+        start[kept] = numbers
+        existing = register(model, name, start.astype(array(value).dtype))
+    last = existing
     with Emitter(model) as op:
-        for call in calls:
+        for call in order:
             last = _traced(call.capitalize())(op, last)
+        if masked:
+            last = last * op.constant(kept.astype(array(value).dtype))
         _compute_instead(model, value, last)
     return True
 

@@ -15,11 +15,10 @@ import numpy as np
 import onnx_ir as ir
 
 from graphopt.errors import some
-from graphopt.graph.emitter import Emitter
-from graphopt.graph.metadata import Evidence, Kind, Layout, Origin
-from graphopt.graph.operators import ARITHMETIC, CONVOLUTIONS, MATRIX_PRODUCTS, RECURRENT
+from graphopt.graph.metadata import ZEROS_STAY, Evidence, Kind, Layout, Origin
+from graphopt.graph.operators import ARITHMETIC, CONVOLUTIONS, RECURRENT
 from graphopt.graph.values import name_of
-from passes.weights import evidence, folds
+from passes.weights import evidence, folds, zeros
 from passes.weights.initializers import array, is_weight, register, weights_in
 
 # Names of parameters in PyTorch's modules, after the path of the module.
@@ -48,7 +47,6 @@ _STATISTICS = ("mean", "std", "var")
 # Operators that read a folded value of which the exporter only changed the layout: a transpose, a new axis.
 _READERS = RECURRENT | {"Add", "Concat", "Div", "Expand", "Gather", "MatMul", "Mul", "PRelu", "Sub"}
 _READERS_OF_LITERALS = ARITHMETIC | {"Clip", "Concat", "Where"}
-_WEIGHTED = CONVOLUTIONS | MATRIX_PRODUCTS
 _OF_LINEAR = {"Add", "Gemm", "MatMul"}
 # Operators that a layer may have beside its own.
 _BESIDE = {"Cast", "Constant", "ConstantOfShape", "Identity", "Pad", "Shape", "Transpose"}
@@ -191,25 +189,16 @@ def restore_rows(module: ExportedModule) -> dict[str, Origin]:
     return restored
 
 
-def restore_masks(module: ExportedModule) -> dict[str, Origin]:
-    """Multiply folded weights by their masks again, as those of pruning, so that their zeros stay; return the kinds."""
+def keep_zeros(module: ExportedModule) -> dict[str, Origin]:
+    """Mark folded weights with zeros, as those of pruning, so that their zeros stay; return the kinds."""
     restored: dict[str, Origin] = {}
     model = module.model
     for value in weights_in(model):
-        name, uses, numbers = name_of(value), list(value.uses()), array(value)
-        is_factor = bool(uses) and all(node.op_type in _WEIGHTED and index < 2 for node, index in uses)
-        if not (is_factor and is_generated(name) and evidence.is_sparse(numbers)):
-            continue
-        mask = register(model, f"{name}.mask", (numbers != 0).astype(numbers.dtype))
-        with Emitter(model) as op:
-            masked = op.Mul(value, mask)
-        for node, index in uses:
-            node.replace_input_with(index, masked)
-        zeros = int((numbers == 0).sum())
-        why = f"computed by the exporter from parameters{_of(module, [uses[0][0]])}"
-        why = f"{why}: {zeros:,} numbers are 0 and stay so, as of pruning"
-        restored[name] = Origin(Kind.COMPUTED, why, certain=False, by_exporter=True)
-        restored[name_of(mask)] = Origin(Kind.CONSTANT, f"where {name} is not 0", certain=False)
+        name = name_of(value)
+        if is_generated(name) and zeros.is_factor(value) and evidence.is_sparse(array(value)):
+            ZEROS_STAY.set(value)
+            why = f"computed by the exporter from parameters{_of(module, value.consumers()[:1])}"
+            restored[name] = Origin(Kind.COMPUTED, why, certain=False, by_exporter=True)
     return restored
 
 

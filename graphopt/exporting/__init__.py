@@ -1,0 +1,1 @@
+"""Export PyTorch modules with what no ONNX file records. Imports `runtime` and `graph`."""

@@ -1,0 +1,374 @@
+"""Run PyTorch's exporters so that they fold nothing, and write notes of how the module trains into the model."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import os
+import tempfile
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import torch
+from torch import nn
+from torch.onnx import symbolic_helper
+from torch.onnx import utils as registry
+from torch.utils import _pytree as pytree
+
+from graphopt.errors import GraphoptError, line, some
+from graphopt.exporting import tracing
+from graphopt.graph.loading import load
+from graphopt.graph.metadata import (
+    EXPORTED_CALL,
+    IN_TRAINING,
+    STOP_GRADIENT,
+    CumulativeAverage,
+    Exported,
+    Kind,
+    ModuleWeight,
+    PaddingIndex,
+)
+from graphopt.graph.operators import DRAWING
+from graphopt.graph.traversal import all_nodes
+from graphopt.graph.values import constant_of, name_of
+from graphopt.runtime.executor import run
+
+_Shapes = Mapping[str, Mapping[int, str]] | None
+_OPSET = 20  # the newest of the older exporter
+_OWN = "graphopt"  # the domain of operators that stand for what the older exporter drops
+_DETACH = "target=torch.ops.aten.detach"
+_TOLERANCE = 1e-3  # of predictions: kernels of PyTorch and of the runtime round in other orders
+
+
+def exported(
+    module: nn.Module,
+    example: Any,
+    exporter: str,
+    shapes: _Shapes,
+    inputs: Sequence[str] | None,
+    outputs: Sequence[str] | None,
+    opset: int | None,
+    verify: bool,
+) -> ir.Model:
+    """Export a module with notes of how it trains; see `graphopt.export`."""
+    args, kwargs = _arguments(example)
+    tracing.check(module)
+    tracing.initialize(module, args, kwargs)
+    leaves = _named_inputs(module, args, kwargs)
+    if shapes is None:
+        args, kwargs = _with_rows((args, kwargs))
+        leaves = _named_inputs(module, args, kwargs)
+        shapes = _batch(leaves)
+    if unknown := [name for name in shapes if name not in leaves]:
+        raise GraphoptError(f"dynamic_shapes: expected names of inputs, {list(leaves)}, found {unknown[0]!r}")
+    run_exporter = _dynamo if exporter == "dynamo" else _torchscript
+    with _errors(exporter), tracing.traced(module):
+        model = run_exporter(module, args, kwargs, shapes, leaves, inputs, outputs, opset)
+    model = load(model)
+    _write_notes(model, module, exporter, args, kwargs)
+    draws = [node for node in all_nodes(model.graph) if node.op_type in DRAWING and node.domain == ""]
+    if draws and any(part.training for part in module.modules()):
+        raise tracing.refuse(
+            f"that {draws[0].op_type} node {draws[0].name!r} draws random numbers in training only",
+            "call eval() of the part that draws them, such as stochastic depth, or pass them as an input",
+        )
+    if verify and not draws:
+        _verify(model, module, args, kwargs, shapes)
+    return model
+
+
+def _arguments(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if isinstance(example, Mapping):
+        return (), dict(example)
+    return (tuple(example) if isinstance(example, tuple | list) else (example,)), {}
+
+
+def _named_inputs(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the tensors of an example by the names of their arguments; tensors in containers have a number."""
+    forward = inspect.signature(module.forward)
+    given: dict[str, Any] = {}
+    for name, value in forward.bind(*args, **kwargs).arguments.items():
+        kind = forward.parameters[name].kind
+        if kind is inspect.Parameter.VAR_POSITIONAL:
+            given |= {f"{name}_{i}": x for i, x in enumerate(value)}
+        else:
+            given |= value if kind is inspect.Parameter.VAR_KEYWORD else {name: value}
+    found: dict[str, Any] = {}
+    for name, value in given.items():
+        tensors = [x for x in pytree.tree_leaves(value) if isinstance(x, torch.Tensor)]
+        alone = tensors == [value] if isinstance(value, torch.Tensor) else False
+        found |= {name: value} if alone else {f"{name}_{i}": x for i, x in enumerate(tensors)}
+    return found
+
+
+def _with_rows(example: Any) -> Any:
+    """Repeat the rows of an example of one row: torch.export fixes the size of dimensions of size 1."""
+    tensors = [x for x in pytree.tree_leaves(example) if isinstance(x, torch.Tensor) and x.ndim]
+    if not tensors or any(len(x) != 1 for x in tensors):
+        return example
+    return pytree.tree_map(
+        lambda x: torch.cat([x, x]) if isinstance(x, torch.Tensor) and x.ndim else x, example
+    )
+
+
+def _batch(leaves: Mapping[str, torch.Tensor]) -> dict[str, dict[int, str]]:
+    """Name dimension 0 of the inputs that have as many rows as the first."""
+    rows = next((len(x) for x in leaves.values() if x.ndim), None)
+    return {name: {0: "batch"} for name, x in leaves.items() if x.ndim and len(x) == rows}
+
+
+@contextlib.contextmanager
+def _errors(exporter: str) -> Iterator[None]:
+    """Turn errors of PyTorch's exporter into one line."""
+    try:
+        yield
+    except GraphoptError:
+        raise
+    except Exception as error:  # exporters raise errors of many kinds
+        causes: list[BaseException] = [error]
+        while (found := causes[-1].__cause__ or causes[-1].__context__) is not None and found not in causes:
+            causes.append(found)
+        if own := next((x for x in causes if isinstance(x, GraphoptError)), None):
+            raise own from None
+        other = "torchscript" if exporter == "dynamo" else "dynamo"
+        raise GraphoptError(
+            f"export: PyTorch's exporter refuses the module: {type(causes[-1]).__name__}: {line(causes[-1])[:300]}: "
+            f"change the module, fix sizes by dynamic_shapes={{}}, or try exporter={other!r}"
+        ) from error
+
+
+def _dynamo(
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    shapes: Mapping[str, Mapping[int, str]],
+    leaves: Mapping[str, torch.Tensor],
+    inputs: Sequence[str] | None,
+    outputs: Sequence[str] | None,
+    opset: int | None,
+) -> ir.Model:
+    """Export by torch.export, and mark the nodes of `detach` and Dropout."""
+    given = {id(x): dict(shapes.get(name, {})) for name, x in leaves.items()}
+    bound = inspect.signature(module.forward).bind(*args, **kwargs).arguments
+    sized = {
+        name: pytree.tree_map(lambda x: given.get(id(x)) or None, value) for name, value in bound.items()
+    }
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        program = torch.onnx.export(
+            module,
+            args,
+            kwargs=kwargs or None,
+            dynamo=True,
+            optimize=False,
+            verbose=False,
+            dynamic_shapes=sized if any(given.values()) else None,
+            input_names=inputs,
+            output_names=outputs,
+            opset_version=opset,
+        )
+    assert program is not None and program.exported_program is not None
+    signature = program.exported_program.graph_signature
+    if changed := [*signature.buffers_to_mutate.values(), *signature.parameters_to_mutate.values()]:
+        raise tracing.changing(changed)
+    model = program.model
+    for graph in model.graphs():
+        for value in graph.initializers.values():  # which share memory with the module
+            tensor = value.const_value
+            if tensor is not None:
+                value.const_value = ir.Tensor(tensor.numpy().copy(), tensor.dtype, name=value.name)
+    nodes = list(all_nodes(model.graph))
+    calls = {node: EXPORTED_CALL.read(node) or "" for node in nodes}
+    stops = [node for node, call in calls.items() if _DETACH in call and node.op_type == "Identity"]
+    for node in stops:
+        STOP_GRADIENT.set(node)
+    graphs = [
+        x for x in program.exported_program.graph_module.modules() if isinstance(x, torch.fx.GraphModule)
+    ]
+    wanted = {
+        x.name for graph in graphs for x in graph.graph.nodes if "aten.detach" in str(x.target) and x.users
+    }
+    marked = {calls[node].partition(" ")[0].lstrip("%") for node in stops}
+    if lost := wanted - marked:
+        raise tracing.refuse(f"{sorted(lost)[0]}, which PyTorch's exporter drops", "export by torchscript")
+    return model
+
+
+def _torchscript(
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    shapes: Mapping[str, Mapping[int, str]],
+    leaves: Mapping[str, torch.Tensor],
+    inputs: Sequence[str] | None,
+    outputs: Sequence[str] | None,
+    opset: int | None,
+) -> ir.Model:
+    """Export by the older exporter, with operators for `detach` and embeddings, which become standard ones."""
+    names = list(inputs or leaves)
+    axes = {own: dict(shapes[name]) for own, name in zip(names, leaves, strict=False) if name in shapes}
+    opset = opset or _OPSET
+    symbols: dict[str, Any] = {"aten::detach": _stop, "aten::detach_": _stop, "aten::embedding": _gather}
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+        file = os.path.join(folder, "module.onnx")
+        warnings.filterwarnings("ignore", category=DeprecationWarning)
+        warnings.filterwarnings("ignore", category=UserWarning)
+        try:
+            for name, symbol in symbols.items():
+                registry.register_custom_op_symbolic(name, symbol, opset)
+            torch.onnx.export(
+                module,
+                args,
+                file,
+                kwargs=kwargs or None,
+                dynamo=False,
+                training=torch.onnx.TrainingMode.PRESERVE,
+                do_constant_folding=False,
+                dynamic_axes=axes,
+                input_names=names,
+                output_names=outputs,
+                opset_version=opset,
+            )
+        finally:
+            for name in symbols:
+                registry.unregister_custom_op_symbolic(name, opset)
+        model = ir.from_proto(onnx.load(file))
+    for node in list(all_nodes(model.graph)):
+        if node.domain != _OWN:
+            continue
+        node.domain = ""
+        if node.op_type == "Identity":
+            STOP_GRADIENT.set(node)
+        else:
+            PaddingIndex(node.attributes.get_int("padding_idx", 0)).write(node)
+            node.attributes.pop("padding_idx")
+    model.opset_imports.pop(_OWN, None)
+    _separate(model, module)
+    return model
+
+
+def _separate(model: ir.Model, module: nn.Module) -> None:
+    """Separate weights with equal numbers, which the exporter merges if the module is in eval mode."""
+    paths = tracing.weights_of(module)
+    for node in [node for node in model.graph if node.op_type == "Identity"]:
+        x, y = node.inputs[0], node.outputs[0]
+        if x is None or x.const_value is None or y.name not in paths:
+            continue
+        name, y.name = name_of(y), f"{y.name}/merged"
+        own = ir.val(name, const_value=ir.Tensor(x.const_value.numpy().copy(), x.dtype, name=name))
+        model.graph.register_initializer(own)
+        ir.convenience.replace_all_uses_with(y, own, replace_graph_outputs=True)
+        model.graph.remove(node, safe=True)
+
+
+def _stop(g: Any, x: Any) -> Any:
+    return g.op(f"{_OWN}::Identity", x).setType(x.type())
+
+
+@symbolic_helper.parse_args("v", "v", "i", "b", "b")
+def _gather(g: Any, weight: Any, indices: Any, padding: int, scaled: bool, sparse: bool) -> Any:
+    if padding < 0:
+        return g.op("Gather", weight, indices)
+    result = g.op(f"{_OWN}::Gather", weight, indices, padding_idx_i=padding)
+    sizes = [weight.type().sizes(), indices.type().sizes()]
+    known = None not in sizes
+    kind = weight.type().with_sizes([*sizes[1], sizes[0][-1]]) if known else weight.type().with_sizes(None)
+    return result.setType(kind)
+
+
+def _write_notes(
+    model: ir.Model, module: nn.Module, exporter: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """Write what the module's parameters, buffers, normalizations and dropouts are."""
+    groups: dict[int, tuple[torch.Tensor, list[str]]] = {}
+    weights = [
+        *module.named_parameters(remove_duplicate=False),
+        *module.named_buffers(remove_duplicate=False),
+    ]
+    for path, x in weights:
+        groups.setdefault(id(x), (x, []))[1].append(path)
+    persistent = module.state_dict().keys()
+    noted: dict[str, ModuleWeight] = {}
+    gone: list[str] = []
+    for x, paths in groups.values():
+        kind = Kind.BUFFER
+        if isinstance(x, nn.Parameter):
+            kind = Kind.PARAMETER if x.requires_grad else Kind.FROZEN
+        names = [path for path in paths if path in model.graph.initializers]
+        if len(names) > 1:
+            raise GraphoptError(f"export: expected one initializer for {names}, found {len(names)}")
+        noted |= {name: ModuleWeight(kind, tuple(paths), paths[0] in persistent) for name in names}
+        if not names and kind is not Kind.BUFFER:
+            gone += paths[:1]
+    if gone and (lost := tracing.reached(module, gone, args, kwargs)):
+        raise tracing.refuse(
+            f"parameters {some(lost)}, which PyTorch's exporter leaves out", "try the other exporter"
+        )
+    Exported(exporter, noted).write(model)
+    switched = tracing.in_training(module)
+    for node in all_nodes(model.graph):
+        if node.domain == "" and node.op_type == "BatchNormalization":
+            _note_normalization(node, switched)
+        elif node.domain == "" and node.op_type == "Dropout" and len(node.inputs) > 2:
+            if constant_of(node.inputs[2]):
+                IN_TRAINING.set(node)
+            node.resize_inputs(2)
+
+
+def _note_normalization(node: ir.Node, modules: Mapping[str, nn.Module]) -> None:
+    mean = node.inputs[3]
+    path = "" if mean is None else name_of(mean).rpartition(".")[0]
+    part: Any = modules.get(path)
+    if part is None or part.running_mean is None:
+        return
+    IN_TRAINING.set(node)
+    momentum = part.momentum if part.track_running_stats else 0.0
+    node.attributes.add(ir.AttrFloat32("momentum", 0.9 if momentum is None else 1 - momentum))
+    if momentum is None:
+        CumulativeAverage(int(part.num_batches_tracked)).write(node)
+
+
+def _verify(
+    model: ir.Model,
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    shapes: Mapping[str, Mapping[int, str]],
+) -> None:
+    """Compare what the file and the module predict, also for other numbers of rows if these may vary."""
+    names = [name_of(x) for x in model.graph.inputs]
+    rows = {id(x) for name, x in _named_inputs(module, args, kwargs).items() if 0 in shapes.get(name, {})}
+
+    def turned(x: Any) -> Any:
+        return torch.cat([x.flip(0), x[:1]]) if id(x) in rows else x
+
+    for example in [(args, kwargs), pytree.tree_map(turned, (args, kwargs))][: 2 if rows else 1]:
+        given = _named_inputs(module, *example)
+        ordered = given if given.keys() == set(names) else dict(zip(names, given.values(), strict=False))
+        feeds = {name: x.detach().cpu().numpy() for name, x in ordered.items()}
+        expected = [
+            x for x in pytree.tree_leaves(tracing.predicted(module, *example)) if isinstance(x, torch.Tensor)
+        ]
+        found = run(model, feeds)
+        for (name, ours), theirs in zip(found.items(), expected, strict=True):
+            wanted = (
+                theirs.detach().cpu().float().numpy() if theirs.is_floating_point() else theirs.cpu().numpy()
+            )
+            if ours.shape != wanted.shape:
+                raise _other(name, f"shape {list(ours.shape)} in place of {list(wanted.shape)}")
+            if ours.size and not np.allclose(
+                ours, wanted, _TOLERANCE, _TOLERANCE * np.abs(wanted).max(), True
+            ):
+                raise _other(name, f"numbers that differ by {np.abs(ours - wanted).max():.2g}")
+
+
+def _other(name: str, what: str) -> GraphoptError:
+    return GraphoptError(
+        f"export: output {name!r}: expected what the module predicts, found {what}: PyTorch's exporter has written "
+        f"another function, whose control flow or sizes follow from the example: try the other exporter, or "
+        f"dynamic_shapes={{}}"
+    )
