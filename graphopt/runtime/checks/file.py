@@ -19,7 +19,7 @@ from graphopt.graph.roles import STATE, Role, with_role
 from graphopt.graph.traversal import extracted_between
 from graphopt.graph.values import name_of
 from graphopt.runtime.checks.findings import Finding
-from graphopt.runtime.checks.slopes import Arrays
+from graphopt.runtime.checks.slopes import Arrays, norm_of
 from graphopt.runtime.device import Device
 from graphopt.runtime.session import Session
 
@@ -120,14 +120,14 @@ def _finding(name: str, x: np.ndarray, y: np.ndarray, unit: float, noisy: Any) -
     a, b = x.astype(np.float64), y.astype(np.float64)
     same = np.isfinite(a) == np.isfinite(b)
     a, b = np.nan_to_num(a, posinf=0, neginf=0), np.nan_to_num(b, posinf=0, neginf=0)
-    scale = max(float(np.linalg.norm(a)), float(np.linalg.norm(b)), 1e-300)
-    off = float(np.linalg.norm(a - b)) / scale
+    scale = max(norm_of(a), norm_of(b), 1e-300)
+    off = norm_of(a - b) / scale
     at = np.unravel_index(np.argmax(np.abs(a - b)), a.shape) if a.size else ()
     numbers = (float(a[at]), float(b[at])) if a.size else (0.0, 0.0)
     limit = LIMIT * unit if unit < 1e-6 else 30 * unit
     if not same.all() or off > limit:
         for other in noisy():
-            noise = float(np.linalg.norm(np.nan_to_num(other[name].astype(np.float64)) - b)) / scale
+            noise = norm_of(np.nan_to_num(other[name].astype(np.float64)) - b) / scale
             if same.all() and off <= 10 * (limit + 2 * noise):
                 break
         else:

@@ -34,6 +34,8 @@ from graphopt.runtime.checks.slopes import (
     Arrays,
     Precision,
     Slope,
+    dot,
+    norm_of,
     sizes_of,
     slope_along,
 )
@@ -211,7 +213,7 @@ class _Step:
         yield from self._updates(origin)
 
     def _norm(self, name: str) -> float:
-        return float(np.linalg.norm(self.gradients[name]))
+        return norm_of(self.gradients[name])
 
     def losses(self) -> Iterator[tuple[Callable[[Arrays], float], Precision]]:
         """Yield functions that compute the loss at points, the most precise one that runs first."""
@@ -300,11 +302,11 @@ def _compared(
     name: str, expected: np.ndarray, found: np.ndarray, w: np.ndarray, optimizer: str, norm: float
 ) -> Finding:
     """Compare the update of a parameter with that of the formula."""
-    slack = 8 * SINGLE.unit * float(np.linalg.norm(w))
-    lengths = [float(np.linalg.norm(x)) for x in (expected, found)]
-    off = float(np.linalg.norm(found - expected)) - slack
+    slack = 8 * SINGLE.unit * norm_of(w)
+    lengths = [norm_of(x) for x in (expected, found)]
+    off = norm_of(found - expected) - slack
     verdict = "agrees" if off <= 1e-3 * lengths[0] else "differs"
-    along = float(np.vdot(found, expected)) / lengths[0] if lengths[0] else lengths[1]
+    along = dot(found, expected) / lengths[0] if lengths[0] else lengths[1]
     return Finding("update", name, verdict, lengths[0], along, norm, optimizer)  # type: ignore[arg-type]
 
 
@@ -315,7 +317,7 @@ class _Slopes:
         self._step, self._names = step, list(names)
         self._point = {name: step.state[name].astype(np.float64) for name in names}
         self._sizes = sizes_of(self._point)
-        self._norms = {name: float(np.linalg.norm(step.gradients[name])) for name in names}
+        self._norms = {name: norm_of(step.gradients[name]) for name in names}
         self._found: dict[str, Slope] = {}
 
     def findings(self) -> Iterator[Finding]:
@@ -378,7 +380,7 @@ class _Slopes:
         return 2e-6 * max(self._norms.values()) * length
 
     def _along(self, direction: Mapping[str, np.ndarray]) -> Slope:
-        found = sum(float(np.vdot(self._step.gradients[name], d)) for name, d in direction.items())
+        found = sum(dot(self._step.gradients[name], d) for name, d in direction.items())
         least = self._least(direction)
         return slope_along(self._loss, self._point, self._start, direction, found, least, self._precision)
 

@@ -58,6 +58,16 @@ class Slope:
     verdict: Verdict
 
 
+def dot(x: np.ndarray, y: np.ndarray) -> float:
+    """Return the inner product of two arrays, without the threads of a library, which would spin later."""
+    return float(np.multiply(x, y).sum())
+
+
+def norm_of(x: np.ndarray) -> float:
+    """Return the Euclidean norm of an array."""
+    return math.sqrt(dot(x, x))
+
+
 def sizes_of(parameters: Arrays) -> dict[str, float]:
     """Return the root mean square of each parameter, or `SMALLEST` of one that is all 0."""
     return {
