@@ -279,7 +279,7 @@ def stale(**other: Any) -> Edit:
     """Take the gradients of a graph that was compiled from other weights, which are constants there."""
 
     def edit(step: ir.Model) -> None:
-        for node in step.graph:
+        for node in list(step.graph):
             y = node.outputs[0]
             if GRADIENT_OF.read(y) in other:
                 step.graph.insert_after(

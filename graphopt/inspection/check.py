@@ -50,7 +50,8 @@ def check(
             squared error, and without an optimizer no update.
 
     Raises:
-        GraphoptError: the model cannot be compiled, or the data does not fit. A difference is no error: the table has it.
+        GraphoptError: the model cannot be compiled, or the data does not fit. A difference is in the table, and is no
+            error.
 
     >>> from graphopt import models
     >>> table = graphopt.check(models.linear((2,), 1), loss=passes.MeanSquaredError(), optimizer=passes.SGD(0.1))

@@ -50,6 +50,7 @@ CONVERTED = 2**28  # bytes of state and weights up to which they are converted t
 CHECKED = 2**30  # bytes of state up to which gradients are checked
 MANY = 2**20  # numbers in parameters from which two groups of them are checked
 NARROW = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
+WHOLE = "the whole gradient"
 SOURCES = tuple(sorted(Path(__file__).parent.glob("*.py")))
 
 
@@ -360,13 +361,16 @@ class _Slopes:
         for names, direction in groups:
             slope = self._along(direction)
             norm = math.sqrt(sum(self._norms[name] ** 2 for name in names))
-            title = names[0] if len(names) == 1 else f"{len(names)} parameters, {names[0]} to {names[-1]}"
-            if slope.verdict == "differs":
+            title = WHOLE if direction is whole else _titled(names)
+            if slope.verdict != "agrees" and (title != WHOLE or slope.verdict == "differs"):
                 single = [self._of_one(name) for name in names]
                 wrong = [x for x in single if x.verdict == "differs"]
                 if wrong:
-                    yield from sorted(wrong, key=lambda x: -abs((x.found or 0) - (x.expected or 0)))
+                    yield from sorted(wrong, key=_difference, reverse=True)
                     return
+                if all(x.verdict == "agrees" for x in single):
+                    yield self._finding(title, slope, norm, "agrees")
+                    continue
             verdict = "not checked" if slope.verdict == "differs" and len(names) > 1 else slope.verdict
             yield self._finding(title, slope, norm, verdict)
 
@@ -416,7 +420,7 @@ class _Slopes:
             square += own**2 * float(np.square(d).sum())
 
         def slope_of(part: Mapping[str, np.ndarray]) -> Slope:
-            least = max(self._least(part), 0.05 * math.sqrt(square))
+            least = max(self._least(part), 0.02 * math.sqrt(square))
             return slope_along(self._loss, self._point, self._start, part, 0.0, least, self._precision)
 
         slope = slope_of(direction)
@@ -436,6 +440,16 @@ class _Slopes:
                     return
         count = sum(int(np.count_nonzero(d)) for d in direction.values())
         yield self._finding(f"{count:,} entries that are 0", slope, 0.0, slope.verdict)
+
+
+def _titled(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{len(names)} parameters, {names[0]} to {names[-1]}"
+
+
+def _difference(finding: Finding) -> float:
+    """Return by how much a finding's numbers differ."""
+    assert finding.found is not None and finding.expected is not None
+    return abs(finding.found - finding.expected)
 
 
 def _in(model: ir.Model, dtype: ir.DataType) -> None:

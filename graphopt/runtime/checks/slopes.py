@@ -147,7 +147,7 @@ def slope_along(
         between = min(after, before) - allowed <= found <= max(after, before) + allowed
         if off <= allowed + doubt / 3 and (doubt <= 0.3 * abs(found) or off <= least):
             return Slope(expected, found, doubt, "agrees")
-        clear = off > 4 * doubt + 2 * allowed and not between
+        clear = off > 4 * doubt + 1.2 * allowed and not between
         if doubt < best.doubt:
             best = Slope(expected, found, doubt, "differs" if clear else "not checked")
         if clear and doubt < 0.05 * off:
