@@ -13,8 +13,18 @@ Arrays = dict[str, np.ndarray]
 Direction = Mapping[str, np.ndarray]
 Verdict = Literal["agrees", "differs", "not checked"]
 
-LADDER = (1.0, 0.5, 0.125, 0.0625, 4.0, 8.0)  # multiples of the step; pairs of them are extrapolated
+LADDER = (
+    1.0,
+    0.5,
+    0.125,
+    0.0625,
+    4.0,
+    8.0,
+    16.0,
+    32.0,
+)  # multiples of the step; pairs of them are extrapolated
 MOVED = 0.01  # the largest step along a direction, relative to a parameter's own size
+FARTHEST = 0.3  # where rounding hides the slope of smaller steps
 SMALLEST = 1e-2  # the size of parameters that are all 0, such as new biases
 
 
@@ -136,7 +146,7 @@ def slope_along(
     for large, small in zip(LADDER[::2], LADDER[1::2], strict=True):
         if small > large:
             large, small = small, large
-        if large * first > 4 * most:
+        if large * first * relative > FARTHEST:
             continue
         (wide, *_), (narrow, after, before) = at(large), at(small)
         if not all(map(math.isfinite, (wide, narrow, after, before))):
