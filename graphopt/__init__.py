@@ -21,6 +21,7 @@ from graphopt.graph.listing import listing
 from graphopt.graph.loading import load
 from graphopt.graph.storage import save
 from graphopt.hosts.export import export_hosts
+from graphopt.inspection.check import check
 from graphopt.inspection.plot import dot, mermaid, plot
 from graphopt.inspection.summary import summary
 from graphopt.layer.layer import ForwardBackward
@@ -64,6 +65,7 @@ __all__ = [
     "TextGenerator",
     "Trainer",
     "adapt",
+    "check",
     "compile",
     "dot",
     "evaluate",

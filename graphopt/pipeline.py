@@ -14,6 +14,7 @@ import onnx_ir as ir
 
 from graphopt.arguments import Checked
 from graphopt.errors import GraphoptError, escaped, kind_of, library_of, unknown
+from graphopt.graph import provenance
 from graphopt.graph.loading import Source, load
 from graphopt.graph.rewriting import Pass, Read
 
@@ -66,7 +67,9 @@ class Pipeline(Mapping[str, tuple[Step, ...]], metaclass=Checked):
             GraphoptError: the model cannot be read, or a pass rejects it.
         """
         with _garbage_waits():
-            return self.rewrite(load(source), observe)
+            model = self.rewrite(load(source), observe)
+            provenance.note(model, source, self._steps)
+            return model
 
     def rewrite(self, model: ir.Model, observe: Callable[[str, ir.Model], None] | None = None) -> ir.Model:
         """Run the steps on a model itself, as a call does on a copy, and return it."""

@@ -399,7 +399,8 @@ def _warn(values: Sequence[ir.Value]) -> None:
         if group
     ]
     warnings.warn(
-        f"the model file does not say whether {count} of {numbers:,} number{'s' * (numbers != 1)} should train, so a rule decides; "
+        f"the model file does not say whether {count} of {numbers:,} number{'s' * (numbers != 1)} should train, so a "
+        f"rule decides; "
         f"{'; '.join(reasons)}: set freeze, unfreeze, untie or retie of Parameters to change it, and run=report lists "
         f"what trains",
         stacklevel=2,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import onnx_ir as ir
@@ -53,6 +54,8 @@ class QuantizeWeights(Pass):
     >>> step.graph.initializers["layers.0.weight"].dtype
     UINT4
     """
+
+    alters: ClassVar[str] = "rounds weights"
 
     pattern: Pattern = None
     leave_out: Pattern = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import onnx_ir as ir
@@ -49,6 +49,8 @@ class Standardize(Pass):
     >>> [node.op_type for node in step.graph][:2]
     ['Sub', 'Div']
     """
+
+    alters: ClassVar[str] = "scales the inputs"
 
     mean: _Numbers | Mapping[str, _Numbers] | None = field(default=None, repr=False)
     scale: _Numbers | Mapping[str, _Numbers] | None = field(default=None, repr=False)

@@ -24,6 +24,7 @@ from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
 from yaml import YAMLError  # type: ignore[import-untyped]
 
+from graphopt.cli.check import write_check
 from graphopt.cli.comparison import say_compared
 from graphopt.cli.composition.hydra_config import (
     COMPOSITION_ERRORS,
@@ -387,6 +388,7 @@ _RUNS: dict[str, Callable[[Recipe, Path], float | None]] = {
     "hosts": partial(_export, _hosts),
     "artifacts": partial(_export, _artifacts),
     "report": partial(_export, _report),
+    "check": write_check,
     "compare": _compare,
 }
 

@@ -16,7 +16,7 @@ from google.protobuf.message import EncodeError
 
 from graphopt.arguments import checked
 from graphopt.errors import GraphoptError, cause, line, root
-from graphopt.graph import checking
+from graphopt.graph import checking, provenance
 from graphopt.graph.limits import Limits, check_size, limits_of, set_limits
 from graphopt.graph.mapped import like_tensor
 from graphopt.graph.not_a_model import not_a_model
@@ -71,6 +71,7 @@ def load(source: Source, *, limits: Limits | None = None) -> ir.Model:
     if isinstance(source, ir.Model):
         limits = limits or limits_of(source)
         model = _cloned(source)
+        provenance.carry(source, model)
         read_external(model)
     else:
         limits = limits or Limits()

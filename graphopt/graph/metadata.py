@@ -109,6 +109,7 @@ ON_DEMAND = Flag("graphopt.on_demand")  # an output that a step reports only if 
 ATTENTION_SCORES = Flag("graphopt.attention_scores")
 TOKEN_POSITIONS = Flag("graphopt.token_positions")
 STOP_GRADIENT = Flag("graphopt.stop_gradient")  # a node that no gradient passes
+SURROGATE = Flag("graphopt.surrogate")  # a node whose gradient is another than its slope on purpose
 DERIVATIVE = Flag("graphopt.derivative")  # an output that is the derivative of another
 STORED = Flag("graphopt.stored")  # a node that rounds a weight to its form in the file
 STORED_TYPE = Text("graphopt.stored_type")  # of a state: the narrower type of its numbers in the file

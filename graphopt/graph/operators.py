@@ -26,6 +26,9 @@ DRAWING = frozenset(
     {"Bernoulli", "Multinomial", "RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike"}
 )
 
+# Step functions: the derivative is 0 wherever it exists.
+STEP_FUNCTIONS = frozenset({"Ceil", "Floor", "Hardmax", "Round", "Sign"})
+
 # Operators that need not compute the same numbers when they run again.
 RANDOM = DRAWING | {"Dropout"}
 

@@ -8,7 +8,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import final
+from typing import ClassVar, final
 
 import numpy as np
 import onnx
@@ -52,7 +52,12 @@ class Pass(ir.passes.InPlacePass, metaclass=Checked):
     runs, initial values of state are detached (see `graphopt.graph.state`), so that any rewriter is safe.
 
     A pass that learns options from data says so in `learns`, and `adapted` returns the pass with these options.
+
+    Attributes:
+        alters: how the pass makes predictions other than those of the file, for a pass that does so on purpose.
     """
+
+    alters: ClassVar[str] = ""
 
     def __post_init__(self) -> None:
         check_intervals(self)
@@ -202,6 +207,7 @@ def needed(model: ir.Model) -> list[ir.Node]:
         node
         for node in nodes
         if metadata.STOP_GRADIENT.is_set(node)
+        or metadata.SURROGATE.is_set(node)
         or metadata.STORED.is_set(node)
         or _is_seam(node)
         or any(map(metadata.InferenceForm.is_on, node.outputs))

@@ -93,10 +93,16 @@ class DeviceOptions(metaclass=Checked):
             processor with AMX, or for `medium` AVX-512 BF16 by AMD or ARM's BFMMLA; elsewhere `highest` runs, and a
             warning says so. On CUDA, both set `use_tf32`, as in PyTorch. None takes the environment variable
             GRAPHOPT_MATMUL_PRECISION, or `highest`.
-        verify: compare the first step of each form that was rewritten for speed (fused, kernels, in place, several
-            steps per call) with the plain step, once per form on a machine. If they differ by more than rounding, the
-            plain step runs and a warning names a reproducer. True compares each time and raises an error, False does
-            not compare; None takes the environment variable GRAPHOPT_VERIFY, or `auto`.
+        verify: what to check before the first update. `first` checks the plain step on the first batch, once per graph,
+            form of the batch and machine: its predictions are those of the file run by ONNX Runtime as it is, its
+            gradient is the slope of the loss by central differences (the whole gradient, a random direction in each
+            group of parameters, and one among the entries that are 0), and the optimizer's update follows its formula.
+            A disagreement is an error that names a reproducer. Then, the first step of each form that was rewritten
+            for speed (fused, kernels, in place, several steps per call) is compared with the plain step. If they
+            differ by more than rounding, the plain step runs, and a warning names a reproducer. `full` checks the
+            gradient of each parameter. True does what `first` does each time, and raises an error for other forms,
+            too. False checks and compares nothing. `auto` is the same as `first`; None takes the environment variable
+            GRAPHOPT_VERIFY, or `first`.
         session_options: options of ONNX Runtime's sessions by name: attributes of SessionOptions, such as
             `inter_op_num_threads`, and configuration entries, such as `session.intra_op.allow_spinning`. Options that
             read or write files are not supported, because recipes may set them.
@@ -115,7 +121,7 @@ class DeviceOptions(metaclass=Checked):
     native: bool | Literal["auto"] | None = None
     target: str | Target = AUTO
     matmul_precision: MatmulPrecision | None = None
-    verify: bool | Literal["auto"] | None = None
+    verify: bool | Literal["auto", "first", "full"] | None = None
     session_options: Mapping[str, Any] | None = None
     custom_ops: Sequence[ReadPath] | None = None
 
@@ -184,7 +190,9 @@ class Device(DeviceOptions):
         keep("native", _resolved("native", NATIVE_VARIABLE, native))
         own = ONNXRUNTIME if self.kind == "cpu" else target_of(self.kind)
         keep("runtime_target", own if takes_native else target_of(self.target))
-        keep("verify", _resolved("verify", VERIFY, self.verify))
+        keep("verify", _resolved("verify", VERIFY, self.verify, ("first", "full")))
+        if self.verify == "auto":
+            keep("verify", "first")
         if "enable_cuda_graph" in (self.provider_options or {}):
             raise GraphoptError(
                 "provider_options: expected the option graph_capture, which captures steps alone, found "
@@ -328,7 +336,7 @@ class Device(DeviceOptions):
 
     def open(
         self,
-        content: bytes,
+        content: bytes | str,
         options: onnxruntime.SessionOptions | None = None,
         disabled_optimizers: Sequence[str] = (),
         *,
@@ -337,6 +345,7 @@ class Device(DeviceOptions):
         """Open a session of a graph on the device.
 
         Args:
+            content: the graph as bytes, or the path of its file.
             captures: whether the session captures its graph.
 
         Raises:
@@ -396,14 +405,16 @@ class Device(DeviceOptions):
         return names[short]
 
 
-def _resolved(name: str, variable: str, option: Any) -> bool | Literal["auto"]:
-    """Return an option, or the environment's."""
-    words: dict[str, bool | Literal["auto"]] = {"true": True, "false": False, "auto": "auto"}
+def _resolved(name: str, variable: str, option: Any, further: Sequence[str] = ()) -> bool | str:
+    """Return an option, or the environment's: a Boolean, `auto`, or a further word."""
+    words: dict[str, bool | str] = {"true": True, "false": False, "auto": "auto"}
+    words |= {word: word for word in further}
     text = os.environ.get(variable, "auto") if option is None else option
     chosen = words.get(str(text).lower())
     if chosen is None:
         what = f"environment variable {variable}" if option is None else name
-        raise GraphoptError(f"{what}: expected auto, true or false, found {text!r}")
+        expected = f"{', '.join(['auto', *further, 'true'])} or false"
+        raise GraphoptError(f"{what}: expected {expected}, found {text!r}")
     return chosen
 
 

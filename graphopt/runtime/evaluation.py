@@ -21,6 +21,7 @@ from graphopt.graph.roles import FED, STATE, with_role
 from graphopt.graph.storage import skeleton
 from graphopt.graph.values import name_of
 from graphopt.runtime.bound_session import BoundSession, Reported, RunnerOptions
+from graphopt.runtime.checks.verdicts import read_note, write_note
 from graphopt.runtime.device import Device
 from graphopt.runtime.forms import StepForms
 from graphopt.runtime.frozen import placement_of
@@ -28,7 +29,7 @@ from graphopt.runtime.session import Session
 from graphopt.runtime.signature import InputSpec
 from graphopt.runtime.state_buffers import StateBuffers
 from graphopt.runtime.tensors import Tensor, number_or_array, to_ort
-from graphopt.runtime.translation import Form, Mistranslated, Translation, read_note, write_note
+from graphopt.runtime.translation import Form, Mistranslated, Translation
 from graphopt.targets.native.cache import own_version
 from graphopt.targets.target import target_of
 

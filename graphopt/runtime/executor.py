@@ -21,6 +21,7 @@ from graphopt.graph.state import LEARNING_RATE
 from graphopt.graph.values import name_of
 from graphopt.runtime import placement
 from graphopt.runtime.bound_session import BoundSession, Reported, RunnerOptions
+from graphopt.runtime.checks.first_check import FirstCheck
 from graphopt.runtime.device import Device
 from graphopt.runtime.evaluation import Evaluation, evaluation_of
 from graphopt.runtime.executor_options import ExecutorOptions, keywords_of
@@ -141,6 +142,7 @@ class Executor(ExecutorState):
 
     workers: Communicator
     _checked: list[Any] | None  # the description of the tensors that were checked last
+    _first: FirstCheck | None  # until the first step
     _settled: BoundSession | None  # what runs steps on tensors like the last ones
 
     @keywords_of(ExecutorOptions)
@@ -174,6 +176,8 @@ class Executor(ExecutorState):
         self.properties, self._labels = {}, None
         self._signature = Signature(device, with_role(model, *FED))
         self._report = chosen_outputs(model, options.report)
+        is_checked = device.verify and workers.size == 1 and rounds is None
+        self._first = FirstCheck(device, model, buffers) if is_checked else None
         self._open()
 
     def step(
@@ -208,6 +212,7 @@ class Executor(ExecutorState):
             feeds, runner = self._fed(feeds), self._runner
             if check is not None:
                 check(feeds)
+            self._check_first(feeds)
             reported, is_finite = runner.step(buffers.current, feeds), runner.state_is_finite
             self._settled = runner.settled
         else:
@@ -216,6 +221,16 @@ class Executor(ExecutorState):
         if wrong is not None and self._keeps(wrong, reported):
             buffers.advance({})
         return reported
+
+    def _check_first(self, feeds: Mapping[str, Tensor]) -> None:
+        """Check the plain step on the first batch that has rows, before the first update.
+
+        Raises:
+            Disagreement: it disagrees with its file, with its loss, or with the rule of its optimizer.
+        """
+        if self._first is not None and rows_of(feeds) != 0:
+            self._first.check(self._signature.arrays(feeds))
+            self._first = None
 
     def _fed(self, feeds: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Set hyperparameters, check tensors unless they are like the last ones, and return the tensors."""
@@ -285,6 +300,10 @@ class Executor(ExecutorState):
     def _call(self, batches: Sequence[Batch]) -> Iterable[Reported]:
         """Run a step on each of several batches with the same shapes, in one call if they can be stacked."""
         with self._lock:
+            if self._first is not None and len(batches) > 1:
+                feeds = self._fed(batches[0])
+                self._signature.check_labels(feeds)
+                self._check_first(feeds)
             reported = self._several.step(self._buffers, batches)
         return map(self._alone, batches) if reported is None else reported
 

@@ -23,13 +23,14 @@ from graphopt.graph.storage import weight_bytes
 from graphopt.graph.unroll import Unroll
 from graphopt.graph.values import name_of
 from graphopt.runtime.bound_session import BoundSession, Reported, RunnerOptions
+from graphopt.runtime.checks.verdicts import read_note, write_note
 from graphopt.runtime.device import Device
 from graphopt.runtime.frozen import placement_of
 from graphopt.runtime.signature import description
 from graphopt.runtime.state_buffers import StateBuffers
 from graphopt.runtime.switch import ROUNDS, Rehearsed, Switch
 from graphopt.runtime.tensors import Tensor, overwrite
-from graphopt.runtime.translation import Mistranslated, Sample, Translation, read_note, write_note
+from graphopt.runtime.translation import Mistranslated, Sample, Translation
 from graphopt.targets.bfloat16 import compute_bfloat16_in_float32, is_of_bfloat16
 from graphopt.targets.native.lowering import (
     Lowered,
@@ -203,7 +204,7 @@ class StepForms:
     def for_runtime(self) -> BoundSession:
         """Return the graph lowered for the runtime, or the plain one if that fails."""
         target, device = self._device.runtime_target, self._device
-        if self._is_low and target is ONNXRUNTIME and device.native == device.verify == "auto":
+        if self._is_low and target is ONNXRUNTIME and (device.native, device.verify) == ("auto", "first"):
             return self._plain()
         name = "several steps per call" if self._several else f"the step for {target.name}"
         try:

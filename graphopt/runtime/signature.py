@@ -160,6 +160,15 @@ class Signature:
         check_shared(self._shared, shapes)
         return shapes
 
+    def arrays(self, tensors: Mapping[str, Tensor]) -> dict[str, np.ndarray]:
+        """Return tensors as arrays of the types that the inputs have."""
+        arrays: dict[str, np.ndarray] = {}
+        for name, x in tensors.items():
+            dtype = self.accepted[name].dtype
+            array = x if isinstance(x, np.ndarray) else to_ort(self._device, x, dtype).numpy()
+            arrays[name] = np.asarray(array, dtype)  # a scalar may have another type
+        return arrays
+
     def check_labels(self, tensors: Mapping[str, Tensor]) -> None:
         """Raise an error if labels in host memory are invalid for the loss."""
         for name, labels in self.labels.items():

@@ -2,41 +2,40 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import hashlib
-import io
-import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import numpy as np
 import onnx_ir as ir
 
 from graphopt.errors import GraphoptError
-from graphopt.files import read_regular, write, write_folder
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.operators import PRODUCTS
 from graphopt.graph.roles import FED, Role, with_role
-from graphopt.graph.storage import skeleton, whole
-from graphopt.graph.values import dtype_of, name_of, next_of, tensor_bytes
+from graphopt.graph.values import name_of, next_of, tensor_bytes
+from graphopt.runtime.checks.verdicts import (
+    LARGEST,
+    ROOM,
+    Arrays,
+    digest_of,
+    read_note,
+    write_note,
+    write_reproducer,
+)
 from graphopt.runtime.device import Device
 from graphopt.runtime.session import Session
+from graphopt.runtime.signature import Signature
 from graphopt.runtime.state_buffers import StateBuffers
 from graphopt.runtime.tensors import OrtValues, Tensor, overwrite, to_ort
-from graphopt.targets.native.cache import cache_folder
-
-_T = TypeVar("_T")
-Arrays = dict[str, np.ndarray]
 
 STEPS = 2  # of a call of several
 TRIALS = 8  # steps on noisy numbers, to see how much of a difference is rounding
 NOISE = 16  # roundings
 LARGEST_STATE = 2**28  # bytes of a state that another process reads
-LARGEST = 2**26  # bytes of inputs and constants that a reproducer has, and of weights that become noisy
 UNITS = {ir.DataType.FLOAT16: 2.0**-10, ir.DataType.BFLOAT16: 2.0**-7, ir.DataType.FLOAT: 2.0**-23}
 
 
@@ -97,6 +96,7 @@ class Translation:
         on_cpu = functools.partial(Device, threads=device.threads, custom_ops=device.custom_ops)
         self._oracle = on_cpu() if device.kind == "webgpu" else device
         self._fixed, self._several = fixed, several
+        self._signature = Signature(device, with_role(plain, *FED))
         compared = {*report, *fixed, *map(next_of, buffers.updated)}
         self._left_out = {name_of(y) for y in plain.graph.outputs} - compared
         types = [y.dtype for node in plain.graph for y in node.outputs if y.dtype is not None]
@@ -121,7 +121,7 @@ class Translation:
         remembers = (
             verify is not True and self._device.on_cpu
         )  # of GPUs, the runtime does not tell which one it is
-        message = read_note("steps", note, "difference", str) if remembers else None
+        message = read_note(ROOM, note, "difference", str) if remembers else None
         if message is None:
             try:
                 message = self._difference(form, source, feeds, digest)
@@ -130,7 +130,7 @@ class Translation:
                     raise
                 return
             if self._device.on_cpu:
-                write_note("steps", note, {"difference": message})
+                write_note(ROOM, note, {"difference": message})
         if message:
             raise Mistranslated(message)
 
@@ -142,22 +142,13 @@ class Translation:
         state = {**self._buffers.sets[source], **self._buffers.fed}
         if self._device.verify is True or sum(x.numpy().nbytes for x in state.values()) > LARGEST_STATE:
             return None
-        return Sample(_arrays(state), _arrays(self._fixed), self._batch(feeds))
-
-    def _batch(self, feeds: Mapping[str, Tensor]) -> Arrays:
-        """Return tensors as arrays of the types that the graph has."""
-        types = {name_of(x): np.dtype(dtype_of(x).numpy()) for x in with_role(self._plain, *FED)}
-        batch: Arrays = {}
-        for name, x in feeds.items():
-            array = x if isinstance(x, np.ndarray) else to_ort(self._device, x, types[name]).numpy()
-            batch[name] = np.asarray(array, types[name])  # a scalar may have another type
-        return batch
+        return Sample(_arrays(state), _arrays(self._fixed), self._signature.arrays(feeds))
 
     def _difference(self, form: Form, source: int, feeds: Mapping[str, Tensor], digest: str) -> str:
         """Return the line that tells of a difference, or an empty one."""
         if self._several:
             feeds = {name: x[:STEPS] for name, x in feeds.items()}
-        data, state = self._batch(feeds), _arrays(self._buffers.sets[source])
+        data, state = self._signature.arrays(feeds), _arrays(self._buffers.sets[source])
         expected = self._stepped(self._reference, state, data)
         if not all(np.isfinite(x).all() for x in expected.values() if x.dtype.kind == "f"):
             return ""
@@ -251,36 +242,29 @@ class Translation:
 
     def _digest(self, form: Form) -> str:
         """Return a hash of a form and of what its numbers depend on, and of how they are compared."""
-        parts = [skeleton(form.model)[0], skeleton(self._plain)[0], Path(__file__).read_bytes()]
         library, device = form.library and form.library.name, self._device
         facts = (device.ort.__version__, device.execution_provider, device.threads)
-        text = repr((library, list(form.shared), self._several, *facts))
-        return hashlib.sha256(b"\0".join([*parts, text.encode()])).hexdigest()[:32]
+        return digest_of(
+            [form.model, self._plain],
+            [Path(__file__)],
+            (library, list(form.shared), self._several, *facts),
+        )
 
     def _reported(self, form: Form, errors: Mapping[str, float], inputs: Arrays, digest: str) -> str:
         """Write a reproducer, and return the line that tells of a difference."""
         errors = dict(sorted(errors.items(), key=lambda item: -item[1]))
         name, error = next(iter(errors.items()))
-        folder = cache_folder("steps") / f"difference-{digest[:16]}"
-        constants = [x.const_value for x in self._plain.graph.initializers.values()]
-        is_small = sum(x.nbytes for x in inputs.values()) + sum(map(tensor_bytes, constants)) <= LARGEST
-        written = whole if is_small else lambda model: skeleton(model)[0]
-        files: dict[str, bytes] = {"rewritten.onnx": written(form.model), "plain.onnx": written(self._plain)}
-        if is_small:
-            archive = io.BytesIO()
-            np.savez(archive, **inputs)  # type: ignore[arg-type]
-            files["inputs.npz"] = archive.getvalue()
-        files["difference.json"] = json.dumps(
+        folder = write_reproducer(
+            digest,
+            {"rewritten": form.model, "plain": self._plain},
+            inputs,
             {
                 "form": form.name,
                 "library": form.library and form.library.name,
                 "onnxruntime": self._device.ort.__version__,
                 "relative_differences": {name: str(error) for name, error in errors.items()},
             },
-            indent=1,
-        ).encode()
-        with contextlib.suppress(GraphoptError, OSError):
-            write_folder(folder, files)
+        )
         is_last = self._device.kind == "webgpu" and not self._several
         other = "leave out graph_capture" if self._device.graph_capture else "take device='cpu'"
         runs = other if is_last else "the plain step runs"
@@ -315,20 +299,6 @@ def _smallest_weights(model: ir.Model) -> Iterator[tuple[ir.Value, ir.TensorProt
         room -= tensor_bytes(tensor)
         if room >= 0 and tensor.size > 1:
             yield x, tensor
-
-
-def read_note(room: str, name: str, key: str, kind: type[_T]) -> _T | None:
-    """Return what a note in the cache says, or None if there is none."""
-    with contextlib.suppress(GraphoptError, OSError, ValueError, KeyError, TypeError):
-        value = json.loads(read_regular(cache_folder(room) / name) or b"")[key]
-        return value if isinstance(value, kind) else None
-    return None
-
-
-def write_note(room: str, name: str, note: Mapping[str, object]) -> None:
-    """Write a note to the cache; if that fails, the cache forgets."""
-    with contextlib.suppress(GraphoptError, OSError):
-        write(cache_folder(room) / name, json.dumps(note))
 
 
 def _arrays(values: OrtValues) -> Arrays:

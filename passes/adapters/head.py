@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import onnx_ir as ir
@@ -43,6 +44,8 @@ class Head(Pass):
     >>> {name: array.shape for name, array in executor.parameters.items()}
     {'layers.2.bias': (5,), 'layers.2.weight': (8, 5)}
     """
+
+    alters: ClassVar[str] = "replaces the last layer"
 
     output: str | None = None
     classes: int | None = within("[1, 1000000]", None, whole=True)

@@ -6,7 +6,7 @@ import glob
 import math
 import os
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import onnx_ir as ir
@@ -54,6 +54,8 @@ class LoadedLoRA(Pass):
     >>> list(graphopt.Executor(again).parameters)
     ['layers.0.weight.lora_A', 'layers.0.weight.lora_B']
     """
+
+    alters: ClassVar[str] = "adds a trained adapter"
 
     path: ReadPath
     names: Names = None

@@ -40,6 +40,7 @@ WITH_LOCAL_DERIVATIVES: set[tuple[str, str]] = set()
 UNIFORM: set[tuple[str, str]] = set()  # rules that accept one scalar as the gradient of all elements
 REFUSED: dict[tuple[str, str], str] = {}
 REPLACED: set[tuple[str, str]] = set()  # operators whose rule `gradient` has set
+SURROGATES: set[tuple[str, str]] = set()  # rules of users that are not the derivative on purpose
 
 # Operators whose integers represent floating-point numbers and carry their gradients.
 QUANTIZING = {("", "QuantizeLinear"), ("", "DynamicQuantizeLinear")}
@@ -78,7 +79,7 @@ def one_line_rules(table: Mapping[str, Rule]) -> None:
         rule(op_type)(function)
 
 
-def gradient(domain: str, op_type: str) -> Callable[[F], F]:
+def gradient(domain: str, op_type: str, *, surrogate: bool = False) -> Callable[[F], F]:
     """Register the decorated function as the gradient rule of an operator, or of a function in models, in any domain.
 
     The rule is a traced function as `passes.gradients.registry` describes, or an `@onnxscript.script` function that
@@ -89,8 +90,10 @@ def gradient(domain: str, op_type: str) -> Callable[[F], F]:
     Args:
         domain: the domain of the operator, "" for ONNX.
         op_type: the name of the operator or the function.
+        surrogate: whether the rule is not the derivative on purpose, as of a step function. Executors then do not
+            compare the gradient of what is before the operator with the slope of the loss.
 
-    >>> @passes.gradient("my.domain", "Step")
+    >>> @passes.gradient("my.domain", "Step", surrogate=True)
     ... def straight_through(op, dy, x, *, threshold):
     ...     return [dy * op.Cast(op.Less(op.Abs(x), threshold), to=dy.dtype)]
     """
@@ -98,8 +101,15 @@ def gradient(domain: str, op_type: str) -> Callable[[F], F]:
     def register(function: F) -> F:
         REPLACED.add((domain, op_type))
         RULES[domain, op_type] = _scripted(function) if isinstance(function, OnnxFunction) else function
-        for facts in (NO_GRADIENT, UNIFORM, WITH_LOCAL_DERIVATIVES):  # of the rule that it replaces
+        for facts in (
+            NO_GRADIENT,
+            UNIFORM,
+            WITH_LOCAL_DERIVATIVES,
+            SURROGATES,
+        ):  # of the rule that it replaces
             facts.discard((domain, op_type))
+        if surrogate:
+            SURROGATES.add((domain, op_type))
         return function
 
     return register

@@ -9,7 +9,7 @@ import onnx_ir as ir
 
 from graphopt.errors import BlockingOperator, GraphoptError, NoGradient
 from graphopt.graph.emitter import Emitter, Input
-from graphopt.graph.metadata import STOP_GRADIENT
+from graphopt.graph.metadata import STOP_GRADIENT, SURROGATE
 from graphopt.graph.operators import full_attributes
 from graphopt.graph.traversal import ancestors, captured
 from graphopt.graph.values import dims_of, dtype_of, is_floating, like, name_of
@@ -19,6 +19,7 @@ from passes.gradients.registry import (
     QUANTIZING,
     REFUSED,
     RULES,
+    SURROGATES,
     UNIFORM,
     WITH_LOCAL_DERIVATIVES,
     Active,
@@ -96,6 +97,8 @@ def spread(op: Emitter, value: ir.Value, x: ir.Value) -> ir.Value:
 def _apply(op: Emitter, node: ir.Node, dys: list[Input], active: Active) -> Gradients:
     """Emit the gradients of a node's inputs by its rule, with the arguments that the rule requests."""
     function = RULES[node.domain, node.op_type]
+    if (node.domain, node.op_type) in SURROGATES:
+        SURROGATE.set(node)
     named = {**full_attributes(node, op.versions), "y": node.outputs[0], "node": node, "active": active}
     if "dys" in parameters_of(function):
         pairs = zip(dys, node.outputs, strict=True)

@@ -42,6 +42,7 @@ from graphopt.distributed.launchers import Launcher
 from graphopt.distributed.local_sgd import LocalSGD
 from graphopt.errors import GraphoptError, nearest, some
 from graphopt.files import check_plain, write
+from graphopt.graph import provenance
 from graphopt.graph.limits import Limits
 from graphopt.graph.loading import load
 from graphopt.graph.metadata import LABELS, Caches, TargetSpec, labels_in
@@ -288,6 +289,7 @@ class Recipe:
                     f"{name}: expected an inference model, found a training graph: name the model that it was made of, "
                     "or trained.onnx of its run"
                 )
+            provenance.note(model, Path(name), {})
             return Columns.without(model)
         inputs = {name: x for name, x in self.data.inputs().items() if name not in self.data.spare}
         if len(inputs) != 1:

@@ -3,7 +3,7 @@
 Operators without a gradient are piecewise constant, random or not numeric. Others are refused.
 """
 
-from graphopt.graph.operators import DRAWING, PREDICATES
+from graphopt.graph.operators import DRAWING, PREDICATES, STEP_FUNCTIONS
 from passes.gradients.registry import no_gradient, refused
 from passes.gradients.rules import blocks as blocks
 from passes.gradients.rules import control_flow as control_flow
@@ -20,8 +20,7 @@ no_gradient(
     *PREDICATES,
     # Integers.
     *("BitShift", "BitwiseAnd", "BitwiseNot", "BitwiseOr", "BitwiseXor"),
-    # Step functions: the derivative is 0 wherever it exists.
-    *("Ceil", "Floor", "Hardmax", "Round", "Sign"),
+    *STEP_FUNCTIONS,
     # Shapes and positions.
     *("ArgMax", "ArgMin", "NonMaxSuppression", "NonZero", "Shape", "Size"),
     # Constants and sequences of numbers.

@@ -1,0 +1,197 @@
+"""Measure the check of the first step: its seconds, its share of a first minute, and its verdicts.
+
+Run it: python examples/benchmarks/first_check.py [--threads 1] [--zoo [FAMILY ...]]
+
+Six networks of daily life are compiled, and checked on a batch with an empty cache. With `--zoo`, each architecture of
+examples/zoo is exported by its framework, compiled, and checked on its first batch; all of them are right, so that
+anything that differs is a false alarm. Results are printed as the tables of RESULTS_FIRST_CHECK.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import importlib
+import multiprocessing
+import os
+import statistics
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import graphopt
+import passes
+from graphopt import models
+from graphopt.runtime.checks.findings import CheckTable
+from graphopt.runtime.checks.first_check import FirstCheck
+from graphopt.runtime.state_buffers import StateBuffers
+
+ZOO = Path(__file__).resolve().parents[1] / "zoo"
+FAMILIES = ("torch_own", "stopped_gradients", "structured_models", "control_flow_models", "half_models")
+FAMILIES += ("processed_models", "torchvision_models", "timm_models", "transformers_models", "keras_models")
+FAMILIES += ("jax_models", "scikit_learn_models")
+SECONDS = 150  # of an architecture
+ROUNDS = 3
+Arrays = dict[str, np.ndarray]
+
+
+def networks() -> Iterator[tuple[str, Any, Any, Arrays]]:
+    """Yield a name, a model, a loss and a batch for each network."""
+    rng = np.random.default_rng(0)
+    classes, mean = passes.CrossEntropy(), passes.MeanSquaredError()
+
+    def numbers(*shape: int) -> np.ndarray:
+        return rng.standard_normal(shape, np.float32)
+
+    yield "linear regression", models.linear((16,), 1), mean, {"x": numbers(64, 16), "target": numbers(64, 1)}
+    batch = {"x": numbers(64, 784), "target": rng.integers(0, 10, 64)}
+    yield "perceptron, 784-256-128-10", models.mlp((784,), 10, hidden=[256, 128]), classes, batch
+    batch = {"x": numbers(64, 1, 28, 28), "target": rng.integers(0, 10, 64)}
+    yield "CNN, 16 and 32 channels, 28 x 28", models.cnn((1, 28, 28), 10), classes, batch
+    network = models.transformer((64,), 64, vocabulary=64, width=128)
+    batch = {"x": rng.integers(0, 64, (16, 64)), "target": rng.integers(0, 64, (16, 64))}
+    yield "transformer, 2 layers of 128, 64 tokens", network, classes, batch
+    yield from exported(numbers, rng)
+
+
+def exported(numbers: Any, rng: np.random.Generator) -> Iterator[tuple[str, Any, Any, Arrays]]:
+    """Yield the networks that PyTorch exports."""
+    try:
+        import torch
+        from networks import resnet18
+    except ImportError:
+        return
+
+    class Sequence(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lstm, self.head = torch.nn.LSTM(16, 64, batch_first=True), torch.nn.Linear(64, 10)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.head(self.lstm(x)[0][:, -1])
+
+    for name, module, shape in (
+        ("residual network of 18 layers, 64 x 64", resnet18(), (8, 3, 64, 64)),
+        ("LSTM of 64, 32 steps", Sequence(), (32, 32, 16)),
+    ):
+        x = numbers(*shape)
+        program = torch.onnx.export(
+            module.eval(), (torch.tensor(x),), dynamo=True, optimize=False, verbose=False
+        )
+        proto = program.model_proto
+        batch = {proto.graph.input[0].name: x, "target": rng.integers(0, 10, len(x))}
+        yield name, proto, passes.CrossEntropy(), batch
+
+
+def checked(step: Any, batch: Arrays, threads: int | None) -> tuple[float, float, CheckTable]:
+    """Return the seconds of opening and of a check, and what it finds."""
+    begun = time.perf_counter()
+    model = graphopt.load(step)
+    device = graphopt.Device("cpu", threads=threads)
+    first = FirstCheck(device, model, StateBuffers(device, model))
+    types = {x.name: x.dtype.numpy() for x in model.graph.inputs}
+    given = {name: np.asarray(x, types[name]) for name, x in batch.items()}
+    opened = time.perf_counter()
+    findings = first.findings(given)
+    return opened - begun, time.perf_counter() - opened, CheckTable(findings, "a batch")
+
+
+def print_costs(threads: int | None) -> None:
+    """Print the cost of the check for each network."""
+    print("| network | numbers that train | check (s) | share of a minute | agrees | differs | not checked |")
+    print("|---|---|---|---|---|---|---|")
+    for name, model, loss, batch in networks():
+        step = graphopt.compile(
+            model, loss=loss, optimizer=passes.AdamW(1e-3), training=passes.TrainingMode()
+        )
+        trained = sum(
+            int(np.prod(x.shape))
+            for x in step.graph.inputs
+            if x.metadata_props.get("graphopt.role") == "parameter"
+        )
+        rounds = [checked(step, batch, threads)[1:] for _ in range(ROUNDS)]
+        seconds = statistics.median(seconds for seconds, _ in rounds)
+        counts = collections.Counter(x.verdict for x in rounds[0][1].findings)
+        verdicts = " | ".join(str(counts[verdict]) for verdict in ("agrees", "differs", "not checked"))
+        print(f"| {name} | {trained:,} | {seconds:.3f} | {seconds / 60:.2%} | {verdicts} |", flush=True)
+
+
+def check_architecture(family: str, name: str, answers: Any) -> None:
+    """Check an architecture of the zoo with each of its exporters, and put what is found into a queue."""
+    warnings.simplefilter("ignore")
+    from comparison import exported as export
+
+    case = importlib.import_module(family).CASES[name]
+    for exporter in case.exporters:
+        try:
+            made = export(case, exporter)
+        except (Exception, SystemExit):  # noqa: BLE001 - whatever a framework raises
+            answers.put((name, exporter, "not exported", None, 0.0))
+            continue
+        try:
+            chosen = {"parameters": passes.Parameters(freeze=case.freeze), "training": case.training}
+            step = graphopt.compile(made.proto, loss=case.loss, optimizer=case.optimizers[0], **chosen)
+            _, seconds, table = checked(step, made.batches[0].feeds, 1)
+            answers.put((name, exporter, "", [(x.part, x.verdict, str(x)) for x in table.findings], seconds))
+        except Exception as error:  # noqa: BLE001 - a row says which
+            answers.put((name, exporter, f"{type(error).__name__}: {str(error)[:120]}", None, 0.0))
+
+
+def sweep(families: list[str]) -> None:
+    """Print the verdicts of the check on each family of the zoo."""
+    sys.path.insert(0, str(ZOO))
+    context = multiprocessing.get_context("fork")
+    print(
+        "| family | files checked | agrees | not checked | false alarms | median (s) | refused or not exported |"
+    )
+    print("|---|---|---|---|---|---|---|")
+    for family in families:
+        counts, seconds, skipped = collections.Counter[str](), list[float](), 0
+        for name in importlib.import_module(family).CASES:
+            answers: Any = context.SimpleQueue()
+            process = context.Process(target=check_architecture, args=(family, name, answers))
+            process.start()
+            begun = time.monotonic()
+            while process.is_alive() or not answers.empty():
+                if time.monotonic() - begun > SECONDS:
+                    process.kill()
+                    skipped += 1
+                    break
+                if answers.empty():
+                    time.sleep(0.1)
+                    continue
+                _, exporter, _, findings, spent = answers.get()
+                if findings is None:
+                    skipped += 1
+                    continue
+                seconds.append(spent)
+                counts.update(verdict for _, verdict, _ in findings)
+                for _, verdict, told in findings:
+                    if verdict == "differs":
+                        print(f"false alarm: {family}, {name}, {exporter}: {told}", file=sys.stderr)
+            process.join()
+        median = statistics.median(seconds) if seconds else 0.0
+        row = [counts["agrees"], counts["not checked"], counts["differs"], f"{median:.2f}", skipped]
+        print(f"| {family} | {len(seconds)} | {' | '.join(map(str, row))} |", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--zoo", nargs="*", metavar="FAMILY", help="check the zoo, or some of its families")
+    arguments = parser.parse_args()
+    os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp()
+    if arguments.zoo is None:
+        print_costs(arguments.threads)
+    else:
+        sweep(arguments.zoo or [*FAMILIES])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,68 @@
+"""Check a training graph without training, for `graphopt check`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from graphopt.cli.composition.recipe import Recipe
+from graphopt.cli.messages import say
+from graphopt.cli.run_folder import leave
+from graphopt.errors import GraphoptError
+from graphopt.graph.roles import FED, with_role
+from graphopt.graph.values import name_of
+from graphopt.inspection.check import check
+from graphopt.training.callbacks.terminal import open_console, print_line
+
+
+def write_check(recipe: Recipe, folder: Path) -> None:
+    """Print what is found about the recipe's model, on the first rows of its data if it names some.
+
+    Raises:
+        GraphoptError: something differs.
+    """
+    if not recipe.names_folder:
+        leave(folder, folder.parents[1])
+    console = open_console(quiet=recipe.fields["quiet"])
+    named = recipe.fields["executor"].get("verify")
+    verify: Any = named if named == "first" else "full"
+    threads = recipe.fields["executor"].get("threads")
+    if _says(recipe, "data") or recipe.fields["model"] in recipe.fields["models"]:
+        step = recipe.compile()
+        table = check(
+            step,
+            _first_rows(recipe, [name_of(x) for x in with_role(step, *FED)]),
+            verify=verify,
+            threads=threads,
+        )
+    else:
+        steps: dict[str, Any] = dict(recipe.described)
+        if not _says(recipe, "loss"):
+            steps.pop("loss", None)
+        table = check(recipe.model(), verify=verify, threads=threads, **steps)
+    say(console, "model", str(recipe.fields["model"]))
+    for text in str(table).splitlines():
+        print_line(console, text, indent=4)
+    if not table.agrees:
+        worst = table.differences[0]
+        raise GraphoptError(
+            f"check: expected no differences, found {len(table.differences)}: {worst.part} {worst.name!r}: expected "
+            f"{worst.expected}, found {worst.found}"
+        )
+
+
+def _says(recipe: Recipe, group: str) -> bool:
+    """Return whether the command line names a field of a group."""
+    keys = (item.lstrip("+~").partition("=")[0] for item in recipe.command_line.said)
+    return any(key == group or key.startswith(f"{group}.") for key in keys)
+
+
+def _first_rows(recipe: Recipe, names: list[str]) -> Mapping[str, np.ndarray]:
+    """Return the first batch of the rows that would train, in their order."""
+    data = recipe.data
+    train, _ = recipe.split(len(data))
+    rows = np.sort(np.asarray(train))[: recipe.fields["fit"]["batch_size"]]
+    return {name: np.asarray(array[rows]) for name, array in data.feeding(names).items()}

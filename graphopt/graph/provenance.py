@@ -1,0 +1,140 @@
+"""Remember, in this process only, from which file and by which passes a model was made."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+
+from graphopt.graph import storage
+from graphopt.graph.roles import STATE, with_role
+from graphopt.graph.values import name_of, tensor_bytes
+
+META = "graphopt.provenance"
+DIGESTED = (
+    2**28
+)  # bytes of a file, or of a message, that are hashed; of larger files, size and time are compared
+BINARY = (".onnx", "")  # suffixes of files that ONNX Runtime reads
+
+
+@dataclass(frozen=True)
+class SourceFile:
+    """Refer to a model as the user gave it, without a copy of its weights.
+
+    Args:
+        source: a path, bytes, or the user's own message; of an onnx_ir.Model, a clone that shares its weights.
+        mark: what tells whether it is still the same.
+    """
+
+    source: Path | bytes | onnx.ModelProto | ir.Model
+    mark: object
+
+    @classmethod
+    def of(cls, source: object) -> SourceFile | None:
+        """Return a reference to a model, or None if there is none to refer to."""
+        if isinstance(source, str | os.PathLike):
+            path = Path(source).absolute()
+            return cls(path, _mark(path))
+        if isinstance(source, bytes | onnx.ModelProto):
+            return cls(source, _mark(source))
+        return cls(source.clone(), None) if isinstance(source, ir.Model) else None
+
+    def content(self) -> bytes | str | None:
+        """Return the model as ONNX Runtime opens it: bytes, or a path; None if it has changed."""
+        if self.mark != _mark(self.source):
+            return None
+        if isinstance(self.source, Path):
+            if self.source.suffix in BINARY:
+                return str(self.source)
+            return onnx.load(self.source).SerializeToString()
+        if isinstance(self.source, bytes):
+            return self.source
+        if isinstance(self.source, onnx.ModelProto):
+            return self.source.SerializeToString()
+        return None if storage.is_large(self.source) else storage.whole(self.source)
+
+    def outline(self) -> onnx.ModelProto:
+        """Return the model's message, without weights that are in other files."""
+        if isinstance(self.source, Path):
+            return onnx.load(self.source, load_external_data=False)
+        if isinstance(self.source, bytes):
+            return onnx.ModelProto.FromString(self.source)
+        return self.source if isinstance(self.source, onnx.ModelProto) else ir.to_proto(self.source)
+
+
+def _mark(source: object) -> object:
+    """Return what tells whether a model is still the same."""
+    if isinstance(source, Path):
+        try:
+            status = source.stat()
+            if status.st_size > DIGESTED:
+                return status.st_size, status.st_mtime_ns
+            return hashlib.sha256(source.read_bytes()).hexdigest()
+        except OSError as error:
+            return str(error)
+    if isinstance(source, bytes):
+        return len(source)
+    if isinstance(source, onnx.ModelProto):
+        size = source.ByteSize()
+        return (
+            size
+            if size > DIGESTED
+            else hashlib.sha256(source.SerializeToString(deterministic=True)).hexdigest()
+        )
+    return None
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """Hold the file that a model was compiled from, and the passes that made it.
+
+    Args:
+        file: the file as the user gave it; None if it is not known.
+        passes: the passes, by the names of their steps, in order.
+        initial: the initial state that the passes have left, which the model shares.
+    """
+
+    file: SourceFile | None
+    passes: Mapping[str, tuple[Any, ...]]
+    initial: Mapping[str, ir.TensorProtocol]
+
+    def is_initial(self, state: Mapping[str, np.ndarray]) -> bool:
+        """Return whether a state is the one that the passes have left."""
+        return state.keys() == self.initial.keys() and all(
+            np.array_equal(x, self.initial[name].numpy()) for name, x in state.items()
+        )
+
+
+def of(model: ir.Model) -> Provenance | None:
+    """Return what is known of a model's making."""
+    return model.meta.get(META)
+
+
+def carry(source: ir.Model, copy: ir.Model) -> None:
+    """Let a copy of a model have its provenance."""
+    if META in source.meta:
+        copy.meta[META] = source.meta[META]
+
+
+def note(model: ir.Model, source: object, passes: Mapping[str, tuple[Any, ...]]) -> None:
+    """Note that passes have made a model of a source."""
+    before = of(source) if isinstance(source, ir.Model) else None
+    if before is None:
+        is_compiled = isinstance(source, ir.Model) and bool(with_role(source, *STATE))
+        before = Provenance(None if is_compiled else SourceFile.of(source), {}, {})
+    tensors = {name_of(x): x.const_value for x in with_role(model, *STATE) if x.const_value is not None}
+    if sum(map(tensor_bytes, tensors.values())) > DIGESTED:
+        tensors = {}
+    model.meta[META] = replace(before, passes={**before.passes, **passes}, initial=tensors)
+
+
+def forget(model: ir.Model) -> None:
+    """Let go of what a model was made of."""
+    model.meta.pop(META, None)

@@ -1,0 +1,180 @@
+"""Compare the predictions of a training graph before its first step with those of its file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+
+from graphopt.errors import GraphoptError, line
+from graphopt.graph import inference
+from graphopt.graph.checking import messages_of
+from graphopt.graph.dequantization import dequantize_late
+from graphopt.graph.operators import DRAWING
+from graphopt.graph.provenance import Provenance
+from graphopt.graph.roles import STATE, Role, with_role
+from graphopt.graph.traversal import extracted_between
+from graphopt.graph.values import name_of
+from graphopt.runtime.checks.findings import Finding
+from graphopt.runtime.checks.slopes import Arrays, norm_of
+from graphopt.runtime.device import Device
+from graphopt.runtime.session import Session
+
+UNITS = {ir.DataType.FLOAT16: 2.0**-10, ir.DataType.BFLOAT16: 2.0**-7, ir.DataType.FLOAT: 2.0**-23}
+LIMIT = 1000  # roundings of the predictions' norm
+TRIALS, NOISE = 4, 16
+OWN = ("passes", "graphopt")
+
+
+def file_findings(
+    device: Device, model: ir.Model, origin: Provenance | None, state: Arrays, batch: Arrays
+) -> Iterator[Finding]:
+    """Yield a finding for each output of the file, or one that says why it is not compared."""
+    reason = _obstacle(model, origin, state)
+    if reason is None:
+        assert origin is not None and origin.file is not None
+        try:
+            found = _compared(device, model, origin.file.content(), origin.file.outline(), state, batch)
+        except Exception as error:  # noqa: BLE001 - the runtime raises many types; the table says which
+            found, reason = [], line(error)
+        yield from found
+        if not found and reason is None:
+            reason = "the training graph has no output of the file"
+    if reason is not None:
+        yield Finding("file", "all", "not checked", reason=reason)
+
+
+def _obstacle(model: ir.Model, origin: Provenance | None, state: Arrays) -> str | None:
+    """Return why the predictions need not be those of the file, or None."""
+    if origin is None or origin.file is None:
+        return "the file is not known"
+    for given in origin.passes.values():
+        for item in given:
+            if type(item).__module__.partition(".")[0] not in OWN:
+                name = getattr(item, "__name__", type(item).__name__)
+                return f"{name} is a pass of your own, which may change predictions"
+            if reason := item.alters:
+                return f"{type(item).__name__} {reason}"
+    own = {name_of(x) for x in with_role(model, *STATE)}
+    if not origin.is_initial({name: x for name, x in state.items() if name in own}):
+        return "the state is no longer that of the file"
+    return None
+
+
+def _compared(
+    device: Device,
+    model: ir.Model,
+    content: bytes | str | None,
+    outline: onnx.ModelProto,
+    state: Arrays,
+    batch: Arrays,
+) -> list[Finding]:
+    if content is None:
+        raise GraphoptError("the file has changed since it was compiled")
+    nodes = messages_of(onnx.NodeProto, outline)
+    if any(node.op_type in DRAWING for node in nodes):
+        raise GraphoptError("the file draws random numbers")
+    trains = {node.op_type for node in nodes if _is_in_training(node)}
+    if "Dropout" in trains:
+        raise GraphoptError("the file has Dropout in training mode, which draws random numbers")
+    part = _in_training(model) if trains else _in_inference(model)
+    outputs = {name_of(y) for y in part.graph.outputs}
+    try:
+        session = device.open(content, device.new_session_options())
+    except Exception as error:
+        raise GraphoptError(f"onnxruntime refuses the file as it is: {line(error)}") from error
+    names = [y.name for y in session.get_outputs() if y.name in outputs]
+    feeds = {}
+    for x in session.get_inputs():
+        if x.name not in batch:
+            raise GraphoptError(f"the file takes {x.name!r}, which the training graph does not")
+        feeds[x.name] = _typed(batch[x.name], x.type)
+    try:
+        expected = dict(zip(names, session.run(names, feeds), strict=True)) if names else {}
+    except Exception as error:
+        raise GraphoptError(f"onnxruntime cannot run the file on this batch: {line(error)}") from error
+    own = Session(device, part)
+    given = {**state, **batch}
+    found = own.compute_arrays(given)
+    units = [UNITS.get(y.dtype, 2.0**-52) for node in part.graph.all_nodes() for y in node.outputs if y.dtype]
+    unit = max(
+        [UNITS.get(_type_of(x), 2.0**-23) for x in expected.values()] + [u for u in units if u <= 2.0**-7]
+    )
+    findings = []
+    for name, x in expected.items():
+        findings.append(
+            _finding(name, np.asarray(x), found[name], unit, lambda: _noisy(own, part, given, unit))
+        )
+    return findings
+
+
+def _finding(name: str, x: np.ndarray, y: np.ndarray, unit: float, noisy: Any) -> Finding:
+    """Compare an output of the file with the training graph's."""
+    if x.dtype.kind not in "fV" and y.dtype.kind not in "fV":
+        return Finding("file", name, "agrees" if x.shape == y.shape else "differs", x.size, y.size)
+    if x.shape != y.shape:
+        return Finding("file", name, "differs", x.size, y.size, reason=f"shapes {x.shape} and {y.shape}")
+    a, b = x.astype(np.float64), y.astype(np.float64)
+    same = np.isfinite(a) == np.isfinite(b)
+    a, b = np.nan_to_num(a, posinf=0, neginf=0), np.nan_to_num(b, posinf=0, neginf=0)
+    scale = max(norm_of(a), norm_of(b), 1e-300)
+    off = norm_of(a - b) / scale
+    at = np.unravel_index(np.argmax(np.abs(a - b)), a.shape) if a.size else ()
+    numbers = (float(a[at]), float(b[at])) if a.size else (0.0, 0.0)
+    limit = LIMIT * unit if unit < 1e-6 else 30 * unit
+    if not same.all() or off > limit:
+        for other in noisy():
+            noise = norm_of(np.nan_to_num(other[name].astype(np.float64)) - b) / scale
+            if same.all() and off <= 10 * (limit + 2 * noise):
+                break
+        else:
+            return Finding("file", name, "differs", *numbers, reason=f"off by {100 * off:.2g} %")
+    return Finding("file", name, "agrees", *numbers)
+
+
+def _noisy(session: Session, part: ir.Model, given: Arrays, unit: float) -> Iterator[Arrays]:
+    """Yield predictions whose state and data have noise of some roundings, to see what rounding does."""
+    rng = np.random.default_rng(0)
+    for _ in range(TRIALS):
+        moved = {
+            name: (x * (1 - NOISE * unit * rng.random(x.shape))).astype(x.dtype)
+            if x.dtype.kind in "fV"
+            else x
+            for name, x in given.items()
+        }
+        yield session.compute_arrays(moved)
+
+
+def _in_inference(model: ir.Model) -> ir.Model:
+    part = inference.extract(model, with_role(model, Role.PREDICTION, Role.SOURCE))
+    dequantize_late(part)
+    return part
+
+
+def _in_training(model: ir.Model) -> ir.Model:
+    outputs = with_role(model, Role.PREDICTION, Role.SOURCE)
+    graph = extracted_between(model.graph, list(model.graph.inputs), outputs)
+    return ir.Model(graph, ir_version=model.ir_version, functions=list(model.functions.values()))
+
+
+def _is_in_training(node: onnx.NodeProto) -> bool:
+    """Return whether a node of a file behaves as in training; of a Dropout, whether its mode is an input."""
+    if node.op_type == "Dropout":
+        return len(node.input) > 2 and bool(node.input[2])
+    return any(x.name == "training_mode" and x.i for x in node.attribute)
+
+
+def _typed(x: np.ndarray, kind: str) -> np.ndarray:
+    """Return an array in the type that ONNX Runtime names."""
+    names = {"float": "float32", "double": "float64"}
+    name = kind.removeprefix("tensor(").removesuffix(")")
+    if name == "bfloat16":
+        return x
+    return x.astype(names.get(name, name)) if name != "string" else x
+
+
+def _type_of(x: Any) -> ir.DataType:
+    return ir.DataType.from_numpy(np.asarray(x).dtype)

@@ -1,0 +1,165 @@
+"""Compare slopes of a function along directions with those that its gradient has, by central differences."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+Arrays = dict[str, np.ndarray]
+Direction = Mapping[str, np.ndarray]
+Verdict = Literal["agrees", "differs", "not checked"]
+
+LADDER = (
+    1.0,
+    0.5,
+    0.125,
+    0.0625,
+    4.0,
+    8.0,
+    16.0,
+    32.0,
+)  # multiples of the step; pairs of them are extrapolated
+MOVED = 0.01  # the largest step along a direction, relative to a parameter's own size
+FARTHEST = 0.3  # where rounding hides the slope of smaller steps
+SMALLEST = 1e-2  # the size of parameters that are all 0, such as new biases
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Say how exactly a loss is computed.
+
+    Args:
+        unit: the rounding of the loss.
+        change: the relative change of the loss that a step is to make.
+        tolerance: the largest relative difference of slopes that agree.
+        jitter: the relative noise that is added to parameters, so that no number is exactly at a kink.
+        blind: the share of the largest step that is taken where the gradient is 0.
+    """
+
+    unit: float
+    change: float
+    tolerance: float
+    jitter: float
+    blind: float
+
+
+DOUBLE = Precision(2.0**-52, 1e-6, 2e-3, 1e-3, 1e-3)
+SINGLE = Precision(2.0**-23, 3e-4, 3e-2, 2e-2, 0.25)
+
+
+@dataclass(frozen=True)
+class Slope:
+    """Hold the slope of a loss along a direction, as the gradient has it and as differences do.
+
+    Args:
+        expected: the slope by differences.
+        found: the inner product of the gradient and the direction.
+        doubt: how much of their difference rounding and curvature may explain.
+        verdict: whether they agree; `not checked` where rounding and curvature overlap.
+    """
+
+    expected: float
+    found: float
+    doubt: float
+    verdict: Verdict
+
+
+def dot(x: np.ndarray, y: np.ndarray) -> float:
+    """Return the inner product of two arrays, without the threads of a library, which would spin later."""
+    return float(np.multiply(x, y).sum())
+
+
+def norm_of(x: np.ndarray) -> float:
+    """Return the Euclidean norm of an array."""
+    return math.sqrt(dot(x, x))
+
+
+def sizes_of(parameters: Arrays) -> dict[str, float]:
+    """Return the root mean square of each parameter, or `SMALLEST` of one that is all 0."""
+    return {
+        name: float(np.sqrt(np.mean(np.square(w, dtype=np.float64)))) or SMALLEST
+        for name, w in parameters.items()
+    }
+
+
+def slope_along(
+    loss: Callable[[Arrays], float],
+    point: Arrays,
+    start: float,
+    direction: Direction,
+    found: float,
+    least: float,
+    precision: Precision,
+) -> Slope:
+    """Compare the slope of a loss along a direction with that of its gradient.
+
+    Two forward passes decide if they agree. Otherwise, pairs of steps are extrapolated (Richardson 1911): the
+    difference between a pair's slopes tells how much rounding, curvature and kinks may explain.
+
+    Args:
+        loss: returns the loss at a point.
+        point: the parameters.
+        start: the loss there.
+        direction: what is added to some parameters, times the step.
+        found: the inner product of the gradient and the direction.
+        least: the difference that is always rounding of the gradient.
+        precision: how exactly the loss is computed.
+    """
+    sizes = sizes_of({name: point[name] for name in direction})
+    relative = max(
+        (float(np.abs(d).max(initial=0.0)) / sizes[name] for name, d in direction.items()), default=0.0
+    )
+    if not relative:
+        return Slope(0.0, found, 0.0, "agrees" if abs(found) <= least else "differs")
+    most = MOVED / relative
+    wanted = precision.change * max(abs(start), 1e-3)
+    first = min(most, wanted / abs(found)) if found else most * precision.blind
+    slopes: dict[float, tuple[float, float, float]] = {}
+
+    def at(multiple: float) -> tuple[float, float, float]:
+        """Return the central slope and both one-sided ones."""
+        if multiple not in slopes:
+            step = multiple * first
+            ends = [
+                loss(point | {name: point[name] + sign * step * d for name, d in direction.items()})
+                for sign in (1, -1)
+            ]
+            slopes[multiple] = (
+                (ends[0] - ends[1]) / (2 * step),
+                (ends[0] - start) / step,
+                (start - ends[1]) / step,
+            )
+        return slopes[multiple]
+
+    def rounding(multiple: float) -> float:
+        return 4 * precision.unit * max(abs(start), 1e-3) / (multiple * first)
+
+    allowed = max(precision.tolerance * abs(found), least)
+    central = at(1.0)[0]
+    if abs(central - found) <= allowed + min(rounding(1.0), abs(found) * precision.tolerance):
+        return Slope(central, found, rounding(1.0), "agrees")
+    best = Slope(central, found, math.inf, "not checked")
+    for large, small in zip(LADDER[::2], LADDER[1::2], strict=True):
+        if small > large:
+            large, small = small, large
+        if large * first * relative > FARTHEST:
+            continue
+        (wide, *_), (narrow, after, before) = at(large), at(small)
+        if not all(map(math.isfinite, (wide, narrow, after, before))):
+            continue
+        doubt = abs(wide - narrow) + rounding(small)
+        expected = narrow + (narrow - wide) / ((large / small) ** 2 - 1)
+        off = abs(expected - found)
+        between = min(after, before) - allowed <= found <= max(after, before) + allowed
+        if off <= allowed + doubt / 3 and (doubt <= 0.3 * abs(found) or off <= least):
+            return Slope(expected, found, doubt, "agrees")
+        clear = off > 4 * doubt + 1.2 * allowed and not between
+        if doubt < best.doubt:
+            best = Slope(expected, found, doubt, "differs" if clear else "not checked")
+        if clear and doubt < 0.05 * off:
+            break
+    return best

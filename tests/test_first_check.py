@@ -1,0 +1,462 @@
+"""The first step is checked against the file, against slopes of the loss and against formulas, and sees mistakes."""
+
+from __future__ import annotations
+
+import itertools
+import re
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+from builders import attention, mlp, model
+from planted_mistakes import MISTAKES, NETWORKS, batch_for, images, layers, tokens
+
+import graphopt
+import passes
+from graphopt import cli, models
+from graphopt.graph import provenance
+from graphopt.runtime.checks.findings import CheckTable, Disagreement
+from graphopt.runtime.checks.first_check import FirstCheck
+from graphopt.runtime.checks.slopes import DOUBLE, SINGLE, slope_along
+from passes.gradients.registry import RULES, SURROGATES
+
+RNG = np.random.default_rng(0)
+MEAN = passes.MeanSquaredError()
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    """Give each test a cache of its own, which has checked nothing."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv("GRAPHOPT_VERIFY", raising=False)
+    return tmp_path / "cache" / "graphopt" / "steps"
+
+
+@pytest.fixture
+def rules():
+    """Put the rules of gradients back after a test."""
+    before, surrogates = dict(RULES), set(SURROGATES)
+    yield
+    RULES.clear()
+    RULES.update(before)
+    SURROGATES.clear()
+    SURROGATES.update(surrogates)
+
+
+def compiled(proto=None, **steps):
+    return graphopt.compile(proto or layers(), **{"loss": MEAN, "optimizer": passes.SGD(0.1), **steps})
+
+
+def table_of(proto, batch, verify="first", **steps) -> CheckTable:
+    step = compiled(proto, **steps)
+    types = {x.name: x.dtype.numpy() for x in step.graph.inputs}
+    return graphopt.check(step, {name: x.astype(types[name]) for name, x in batch.items()}, verify=verify)
+
+
+def reasons(table: CheckTable) -> set[str]:
+    return {x.reason for x in table.findings if x.verdict == "not checked"}
+
+
+# Mistakes.
+
+
+@pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.name.replace(" ", "-"))
+def test_a_planted_mistake_is_noticed(mistake):
+    told = mistake.noticed()
+    assert told.startswith("output" if mistake.part == "file" else "parameter"), told
+    assert "please report it with the files in" in told
+
+
+def test_forty_mistakes_are_planted():
+    assert len(MISTAKES) >= 40
+    assert {mistake.part for mistake in MISTAKES} == {"file", "gradient", "update"}
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_the_networks_of_the_mistakes_agree_without_them(name):
+    table = table_of(NETWORKS[name](), batch_for(name), verify="full")
+    assert {x.verdict for x in table.findings} == {"agrees"}, str(table)
+    assert {x.part for x in table.findings} == {"file", "gradient", "update"}
+
+
+def test_a_disagreement_names_the_parameter_both_numbers_and_a_reproducer(cache):
+    mistake = next(x for x in MISTAKES if x.name == "a weight's gradient twice")
+    with pytest.raises(
+        Disagreement,
+        match=r"^parameter 'w2': expected a gradient with the slope (\S+) .* found (\S+): [^\n]*$",
+    ) as error:
+        mistake.executor().step(batch_for("layers"))
+    expected, found = map(float, re.search(r"slope (\S+) of .*, found (\S+):", str(error.value)).groups())
+    assert found == pytest.approx(2 * expected, rel=1e-3)
+    (folder,) = cache.glob("difference-*")
+    assert str(folder) in str(error.value)
+    assert {path.name for path in folder.iterdir()} == {"plain.onnx", "inputs.npz", "difference.json"}
+    session = onnxruntime.InferenceSession(folder / "plain.onnx", providers=["CPUExecutionProvider"])
+    inputs = np.load(folder / "inputs.npz")
+    (loss,) = session.run(["loss"], {x.name: inputs[x.name] for x in session.get_inputs()})
+    assert np.isfinite(loss)
+
+
+def test_nothing_trains_before_a_disagreement():
+    mistake = next(x for x in MISTAKES if x.name == "Relu's sign")
+    executor = mistake.executor()
+    before = executor.state
+    for _ in range(2):  # the second time, the machine remembers
+        with pytest.raises(Disagreement):
+            executor.step(batch_for("layers"))
+    for name, x in executor.state.items():
+        np.testing.assert_array_equal(x, before[name])
+
+
+def test_several_steps_per_call_are_checked_before_the_first():
+    mistake = next(x for x in MISTAKES if x.name == "Relu's sign")
+    executor = mistake.executor()
+    with pytest.raises(Disagreement):
+        executor.run([batch_for("layers")] * 4)
+    assert executor.batches == 0
+
+
+def test_a_gradient_of_zeros_is_seen():
+    """The slope along a gradient does not see entries of it that are lost."""
+    mistakes = [x for x in MISTAKES if "zeros in" in x.name or "lost" in x.name or "third" in x.name]
+    assert len(mistakes) == 3
+    assert all(mistake.noticed() for mistake in mistakes)
+
+
+# No false alarms.
+
+OPTIMIZERS = [
+    passes.SGD(0.1),
+    passes.SGD(0.1, momentum=0.9, nesterov=True, weight_decay=0.1),
+    passes.SGD(0.1, momentum=0.9, dampening=0.5, rate_in_velocity=True),
+    passes.Adam(1e-3, weight_decay=0.1),
+    passes.AdamW(1e-2, groups=(passes.Group("b*", weight_decay=0.0, learning_rate=3.0),)),
+    passes.AdamW(1e-2, groups=(passes.Group("b*", optimizer=passes.SGD(0.1)),)),
+    passes.LAMB(1e-2, weight_decay=0.1),
+    passes.Adagrad(0.1),
+    passes.RMSprop(0.1, momentum=0.9, centered=True),
+    passes.Lion(1e-3, weight_decay=0.1),
+]
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda x: type(x).__name__)
+def test_updates_follow_formulas(optimizer):
+    table = table_of(layers(), batch_for("layers"), optimizer=optimizer, clip=passes.ClipGlobalNorm(0.5))
+    updates = [x for x in table.findings if x.part == "update"]
+    assert [x.verdict for x in updates] == 6 * ["agrees"], str(table)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS[:5], ids=lambda x: type(x).__name__)
+def test_later_updates_follow_formulas_with_their_slots(optimizer):
+    executor = graphopt.Executor(compiled(layers(), optimizer=optimizer), native=False, verify=False)
+    batch = batch_for("layers")
+    for _ in range(3):
+        executor.step(batch)
+    first = FirstCheck(executor._device, executor._model, executor._buffers)
+    found = [x for x in first.findings(batch) if x.part == "update"]
+    assert [x.verdict for x in found] == 6 * ["agrees"], [*map(str, found)]
+
+
+@pytest.mark.parametrize("optimizer", [passes.Muon(), passes.Adafactor(), passes.AdamW(slot_bits=8)], ids=str)
+def test_an_update_without_a_formula_is_listed(optimizer):
+    table = graphopt.check(
+        models.mlp((64,), 3, hidden=[128]), loss=passes.CrossEntropy(), optimizer=optimizer
+    )
+    assert table.agrees
+    assert "update" in {x.part for x in table.findings if x.verdict == "not checked"}
+
+
+VARIANTS = {
+    "mixed float16": (layers, "layers", {"precision": passes.MixedPrecision()}),
+    "mixed bfloat16": (layers, "layers", {"precision": passes.MixedPrecision("bfloat16")}),
+    "dynamic scale": (
+        images,
+        "images",
+        {"precision": passes.MixedPrecision(), "loss_scale": passes.DynamicLossScale()},
+    ),
+    "LoRA": (layers, "layers", {"adapter": passes.LoRA(rank=2)}),
+    "DoRA": (layers, "layers", {"adapter": passes.LoRA(rank=2, dora=True)}),
+    "penalties": (layers, "layers", {"regularizer": [passes.L1(1e-2), passes.L2(1e-1)]}),
+    "accumulated": (layers, "layers", {"accumulate": passes.Accumulate(4)}),
+    "averaged": (layers, "layers", {"average": passes.EMA(0.9), "schedule": passes.Cosine(100, warmup=5)}),
+    "frozen": (layers, "layers", {"parameters": passes.Parameters(freeze="w*")}),
+    "mean of z and x": (layers, "layers", {"optimizer": passes.ScheduleFreeAdamW()}),
+    "batch statistics": (images, "images", {"training": passes.TrainingMode()}),
+    "recomputed": (images, "images", {"recompute": passes.Recompute()}),
+    "standardized": (layers, "layers", {"standardize": passes.Standardize(np.zeros(4), np.full(4, 2.0))}),
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_no_false_alarm(variant):
+    network, batch, steps = VARIANTS[variant]
+    table = table_of(network(), batch_for(batch), **steps)
+    gradients = [x.verdict for x in table.findings if x.part == "gradient"]
+    assert set(gradients) == {"agrees"} and len(gradients) > 1, str(table)
+    assert table.agrees, str(table)
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float64])
+@pytest.mark.parametrize("network", [mlp, attention])
+def test_no_false_alarm_in_other_types(network, dtype):
+    shape = {mlp: ((8, 4), (8, 3)), attention: ((8, 6, 4), (8, 6, 4))}[network]
+    batch = {name: RNG.standard_normal(size) for name, size in zip(("x", "target"), shape, strict=True)}
+    table = table_of(network(dtype=dtype), batch, verify="full")
+    assert {x.verdict for x in table.findings} == {"agrees"}, str(table)
+
+
+def test_masks_of_dropout_are_those_of_the_step():
+    network = models.transformer((16,), 10, vocabulary=30)
+    batch = {"x": RNG.integers(0, 30, (8, 16)), "target": RNG.integers(0, 16, (8, 10))}
+    training = passes.TrainingMode(seed=1)
+    table = table_of(network, batch, loss=passes.CrossEntropy(), training=training)
+    assert {x.verdict for x in table.findings} == {"agrees"}, str(table)
+
+
+def test_a_kink_at_the_point_is_no_alarm():
+    """Biases of 0 and pixels of 0 put each Relu at its kink, where the slopes of both sides differ."""
+    proto = images()
+    for tensor in proto.graph.initializer:
+        if tensor.name in ("c0", "c1", "b", "mean", "shift"):
+            tensor.CopyFrom(onnx.numpy_helper.from_array(np.zeros(tensor.dims, np.float32), tensor.name))
+    batch = batch_for("images")
+    batch["x"][:, :, 2:6] = 0
+    table = table_of(proto, batch, verify="full")
+    assert table.agrees, str(table)
+
+
+QDQ = """g (float[N,4] x) => (float[N,3] y) {
+    q = QuantizeLinear(x, s, z) d = DequantizeLinear(q, s, z) h = MatMul(d, w0) r = Relu(h)
+    qr = QuantizeLinear(r, s, z) dr = DequantizeLinear(qr, s, z) y = MatMul(dr, w1)
+}"""
+STEPPED = """g (float[N,4] x) => (float[N,3] y) {
+    h = MatMul(x, w0) r = Round(h) f = Floor(h) o = Sign(h) g = Greater(h, f) k = Where(g, h, r)
+    a = Add(k, o) y = MatMul(a, w1)
+}"""
+
+
+@pytest.mark.parametrize("text", [QDQ, STEPPED], ids=["quantized", "steps"])
+def test_what_no_gradient_passes_is_held(text):
+    rng = np.random.default_rng(1)
+    weights = {"w0": rng.standard_normal((4, 8)), "w1": rng.standard_normal((8, 3))}
+    if text is QDQ:
+        weights |= {"s": np.array(0.05), "z": np.array(3, np.int8)}
+    table = table_of(model(text, **weights), batch_for("layers"), verify="full")
+    assert {x.verdict for x in table.findings if x.part == "gradient"} == {"agrees"}, str(table)
+    assert table.agrees
+
+
+def binarized():
+    proto = onnx.parser.parse_model("""<ir_version: 9, opset_import: ["" : 21, "v" : 1]>
+        g (float[N,4] x) => (float[N,3] y) { h = MatMul(x, w0) s = v.Binary(h) y = MatMul(s, w1) }
+        <domain: "v", opset_import: ["" : 21]> Binary (x) => (s) { s = Sign(x) }""")
+    rng = np.random.default_rng(1)
+    for name, shape in {"w0": (4, 8), "w1": (8, 3)}.items():
+        array = rng.standard_normal(shape).astype(np.float32)
+        proto.graph.initializer.append(onnx.numpy_helper.from_array(array, name))
+    return proto
+
+
+def test_a_surrogate_gradient_is_declared(rules):
+    """Bengio et al., https://arxiv.org/abs/1308.3432."""
+
+    def straight_through(op, dy, x):
+        return [dy * op.Cast(op.Less(op.Abs(x), 1.0), to=dy.dtype)]
+
+    passes.gradient("v", "Binary")(straight_through)
+    with pytest.raises(
+        Disagreement, match=r"parameter 'w0': .* passes.gradient has to declare by surrogate=True"
+    ):
+        graphopt.Executor(compiled(binarized()), native=False).step(batch_for("layers"))
+    passes.gradient("v", "Binary", surrogate=True)(straight_through)
+    step = compiled(binarized())
+    graphopt.Executor(step, native=False).step(batch_for("layers"))
+    table = graphopt.check(step, batch_for("layers"))
+    assert reasons(table) == {"the rule of Binary declares a surrogate gradient"}
+    assert [x.name for x in table.findings if x.verdict == "not checked"] == ["w0"]
+
+
+# The file.
+
+
+@pytest.mark.parametrize("kind", ["path", "bytes", "message", "model"])
+def test_the_file_is_the_one_that_was_given(kind, tmp_path):
+    path = tmp_path / "my.onnx"
+    onnx.save(layers(), path)
+    given = {
+        "path": lambda: path,
+        "bytes": path.read_bytes,
+        "message": lambda: onnx.load(path),
+        "model": lambda: graphopt.load(path),
+    }[kind]()
+    table = graphopt.check(compiled(given), batch_for("layers"))
+    assert [x.verdict for x in table.findings if x.part == "file"] == ["agrees"]
+
+
+def test_a_file_that_is_not_known_is_not_compared(tmp_path):
+    path = tmp_path / "step.onnx"
+    graphopt.save(compiled(), path)
+    assert b"provenance" not in path.read_bytes()
+    table = graphopt.check(path, batch_for("layers"))
+    assert reasons(table) == {"the file is not known", "the optimizer is not known"}
+    assert table.agrees
+
+
+def test_a_file_that_has_changed_is_not_compared(tmp_path):
+    path = tmp_path / "my.onnx"
+    onnx.save(layers(), path)
+    step = compiled(path)
+    onnx.save(layers("Tanh"), path)
+    assert reasons(graphopt.check(step, batch_for("layers"))) == {
+        "the file has changed since it was compiled"
+    }
+
+
+def test_a_message_that_has_changed_is_not_compared():
+    proto = layers()
+    step = compiled(proto)
+    proto.graph.node[2].op_type = "Tanh"
+    assert reasons(graphopt.check(step, batch_for("layers"))) == {
+        "the file has changed since it was compiled"
+    }
+
+
+def test_another_state_is_not_compared_with_the_file():
+    executor = graphopt.Executor(compiled(), native=False)
+    executor._buffers.update({"b0": np.ones(8, np.float32)})
+    found = executor._first.findings(batch_for("layers"))
+    assert reasons(CheckTable(found)) == {"the state is no longer that of the file"}
+    executor.step(batch_for("layers"))
+
+
+def test_a_pass_of_ones_own_may_change_predictions():
+    def doubled(model):
+        pass
+
+    table = table_of(layers(), batch_for("layers"), normalize=[passes.Normalize(), doubled])
+    assert reasons(table) == {"doubled is a pass of your own, which may change predictions"}
+
+
+def test_a_file_in_training_mode_is_compared_in_this_mode():
+    """The file normalizes by its batch on purpose; inference does not."""
+    rng = np.random.default_rng(0)
+    proto = model(
+        """g (float[N,4] x) => (float[N,4] y) {
+            y, m, v = BatchNormalization<training_mode=1>(x, scale, shift, mean, variance)
+        }""",
+        scale=rng.random(4) + 1,
+        shift=rng.random(4),
+        mean=rng.random(4),
+        variance=rng.random(4) + 1,
+    )
+    batch = {name: RNG.standard_normal((8, 4)) for name in ("x", "target")}
+    table = table_of(proto, batch)
+    assert [x.verdict for x in table.findings if x.part == "file"] == ["agrees"], str(table)
+
+
+# Once.
+
+
+def test_a_machine_remembers(monkeypatch):
+    calls = []
+    right = FirstCheck.findings
+    monkeypatch.setattr(FirstCheck, "findings", lambda self, batch: calls.append(1) or right(self, batch))
+    step = compiled()
+    for verify, count in (
+        ("first", 1),
+        ("first", 1),
+        ("auto", 1),
+        (None, 1),
+        ("full", 2),
+        ("full", 2),
+        (True, 3),
+        (True, 4),
+    ):
+        graphopt.Executor(step, native=False, verify=verify).step(batch_for("layers"))
+        assert len(calls) == count, verify
+    graphopt.Executor(step, native=False, verify=False).step(batch_for("layers"))
+    other = {name: x[:5] for name, x in batch_for("layers").items()}
+    assert len(calls) == 4
+    graphopt.Executor(step, native=False).step(other)
+    assert len(calls) == 5
+    monkeypatch.setenv("GRAPHOPT_VERIFY", "full")
+    assert graphopt.Device("cpu").verify == "full"
+
+
+def test_only_the_first_step_is_checked(monkeypatch):
+    executor = graphopt.Executor(compiled(), native=False, verify=True)
+    executor.step(batch_for("layers"))
+    monkeypatch.setattr(FirstCheck, "check", lambda self, batch: pytest.fail("checked again"))
+    executor.step(batch_for("layers"))
+    assert provenance.of(executor._model) is None  # the file can be released
+
+
+# The table.
+
+
+def test_random_inputs_have_the_declared_types():
+    table = graphopt.check(tokens())
+    assert table.agrees
+    assert "random inputs of the declared types" in str(table)
+    assert {"the optimizer is not known"} == reasons(table)
+
+
+def test_a_training_graph_takes_no_steps():
+    with pytest.raises(
+        graphopt.GraphoptError, match=r"^check: expected a training graph alone, found it with loss$"
+    ):
+        graphopt.check(compiled(), loss=MEAN)
+
+
+@pytest.mark.slow
+def test_the_command_checks_a_file(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    graphopt.save(models.mlp((1, 8, 8), 10), "my.onnx")
+    assert cli.main(["check", "my.onnx"]) == 0
+    assert "on random inputs" in capsys.readouterr().out
+    assert cli.main(["check", "my.onnx", "data=digits", "optimizer=sgd"]) == 0
+    assert "on the data" in capsys.readouterr().out
+    assert not list(tmp_path.glob("runs/*/*/*"))
+    monkeypatch.setattr(passes.SGD, "update", lambda self, op, w, g, rate, t, *slots: (w - 2 * rate * g,))
+    assert cli.main(["check", "my.onnx", "optimizer=sgd"]) == 1
+    assert re.search(r"check: expected no differences, found \d+: update", capsys.readouterr().err)
+
+
+# Slopes.
+
+CURVES = {
+    "line": (lambda x: 3 * x + 1, 3.0),
+    "parabola": (lambda x: x * x, 2.0),
+    "bend": (lambda x: 1 + x**3 / 3, 1.0),
+}
+
+
+@pytest.mark.parametrize(("curve", "precision"), itertools.product(CURVES, [SINGLE, DOUBLE]))
+def test_slopes(curve, precision):
+    function, right = CURVES[curve]
+    point = {"x": np.array([1.0])}
+
+    def verdict(found):
+        loss = lambda p: float(function(p["x"][0]))  # noqa: E731
+        return slope_along(loss, point, loss(point), {"x": np.array([1.0])}, found, 1e-9, precision).verdict
+
+    assert verdict(right) == "agrees"
+    assert verdict(1.1 * right) == verdict(-right) == verdict(0.0) == "differs"
+
+
+def test_there_is_no_verdict_where_rounding_hides_the_slope():
+    rng = np.random.default_rng(0)
+
+    def loss(point):
+        return float(np.float32(1e6 + 0.01 * point["x"][0] + 0.5 * rng.standard_normal()))
+
+    slope = slope_along(loss, {"x": np.array([1.0])}, 1e6, {"x": np.array([1.0])}, 0.02, 1e-9, SINGLE)
+    assert slope.verdict == "not checked"
+
+
+def test_any_subgradient_agrees():
+    loss = lambda p: 1 + abs(float(p["x"][0]) - 1.0)  # noqa: E731
+    point, along = {"x": np.array([1.0])}, {"x": np.array([1.0])}
+    for found in (-1.0, -0.5, 0.5, 1.0):
+        assert slope_along(loss, point, 1.0, along, found, 1e-9, DOUBLE).verdict != "differs"
