@@ -424,3 +424,41 @@ def test_workers_with_different_versions_are_refused(tmp_path: Path) -> None:
     )
     assert done.returncode == 1
     assert "worker 1: expected versions" in done.stderr and "onnx 99.0" in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_workers_of_one_machine_listen_on_no_network(tmp_path: Path) -> None:
+    """The program mpiexec itself listens; neither the command nor its workers do."""
+    environment = {name: x for name, x in os.environ.items() if name != "OMPI_MCA_btl"}
+    process = subprocess.Popen(
+        [*LAUNCH, "fit.epochs=10000", "folder=run", "executor.native=false"],
+        cwd=tmp_path,
+        env=environment,
+        stdout=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    try:
+        while not (tmp_path / "run/metrics.jsonl").exists():
+            assert process.poll() is None
+            time.sleep(0.1)
+        listening = set()
+        for table in ("tcp", "tcp6"):
+            rows = map(str.split, Path(f"/proc/net/{table}").read_text().splitlines()[1:])
+            listening |= {f"socket:[{row[9]}]" for row in rows if row[3] == "0A"}
+        found = 0
+        for place in Path("/proc").glob("[0-9]*"):
+            try:
+                command = (place / "cmdline").read_text()
+                is_ours = Path(os.readlink(place / "cwd")) == tmp_path and "python" in command
+                if is_ours and "mpiexec" not in command and "prte" not in command:
+                    found += 1
+                    assert not listening & {os.readlink(handle) for handle in (place / "fd").iterdir()}, (
+                        command
+                    )
+            except OSError:  # it has ended
+                continue
+        assert found >= 3
+    finally:
+        process.send_signal(signal.SIGINT)
+        process.wait()

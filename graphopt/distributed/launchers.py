@@ -132,10 +132,11 @@ class LocalLauncher(MPILauncher):
                 "launcher=local: expected the program mpiexec, found none: pip install graphopt[mpi], or install Open "
                 "MPI or MPICH"
             )
+        for name, value in NO_NETWORK.items():  # of this process, too
+            os.environ.setdefault(name, value)
         MPI(None)  # raises an error if mpi4py is missing
         environment = {
             **ANY_CORE,
-            **NO_NETWORK,
             **(AS_ROOT if os.geteuid() == 0 else {}),
             **_terminal(),
             **os.environ,
