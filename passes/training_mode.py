@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
@@ -60,7 +61,8 @@ class TrainingMode(Pass):
         seed: the seed of the masks.
         leave_out: shell-style patterns of nodes to leave in their inference form, such as a frozen BatchNormalization,
             one or several: names of nodes, or of the weights and statistics that they read.
-        as_exported: switch only the nodes that the file has in training mode.
+        as_exported: switch only the nodes that the file has in training mode. A warning says so of a
+            BatchNormalization, as the file itself predicts by the statistics of its batch.
 
     Raises:
         GraphoptError: a running statistic is not an initializer, a Dropout's ratio is not constant, `leave_out` matches
@@ -97,6 +99,15 @@ class TrainingMode(Pass):
                         f"cannot have state: leave it in its inference form by TrainingMode({kind}=False)"
                     )
         live = [node for node in model.graph if self._is_live(node)]
+        by_batch = [node for node in live if node.op_type == "BatchNormalization" and _is_in_training(node)]
+        if by_batch and self.as_exported:
+            warnings.warn(
+                f"training: the file has {len(by_batch)} BatchNormalization in training mode, such as "
+                f"{by_batch[0].name!r}, which normalize by the batch: evaluation, prediction and the trained model use "
+                "running statistics, and predict something else than the file: training=None keeps it as it is, and "
+                "training=passes.TrainingMode() says that this is meant",
+                stacklevel=2,
+            )
         for node in model.graph.all_nodes():
             if _kind(node) and node not in live and _is_in_training(node):
                 if node.op_type == "Dropout":

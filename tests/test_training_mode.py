@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 
 import numpy as np
 import onnx
@@ -620,3 +621,32 @@ def test_a_pattern_that_leaves_out_nothing_is_refused():
             training=passes.TrainingMode(leave_out=("bn1.*", "bn3.*")),
             loss=passes.MeanSquaredError(),
         )
+
+
+@pytest.mark.parametrize(
+    ("training", "warned"),
+    [
+        ("default", True),
+        (None, False),
+        (passes.TrainingMode(), False),
+        (passes.TrainingMode(as_exported=True), True),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("mode", [0, 1])
+def test_a_file_that_normalizes_by_its_batch_is_named(training: object, warned: bool, mode: int) -> None:
+    """Without the pass it predicts as the file does; with it, by running statistics."""
+    text = f"""<ir_version: 9, opset_import: ["" : 17]> g (float[N,4,3] x) => (float[N,4,3] y)
+        <float[4] s = {{1,1,1,1}}, float[4] b = {{0,0,0,0}}, float[4] m = {{0,0,0,0}}, float[4] v = {{1,1,1,1}}>
+        {{ y{", mm, vv" if mode else ""} = BatchNormalization<training_mode={mode}>(x, s, b, m, v) }}"""
+    file = onnx.parser.parse_model(text)
+    x = np.random.default_rng(0).normal(3, 2, (8, 4, 3)).astype(np.float32)
+    given = {} if training == "default" else {"training": training}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        step = graphopt.compile(file, loss=passes.MeanSquaredError(), optimizer=passes.SGD(0.1), **given)
+    said = [str(x.message) for x in caught if "normalize by the batch" in str(x.message)]
+    assert len(said) == (warned and mode)
+    (expected,) = ReferenceEvaluator(file).run(["y"], {"x": x})
+    is_kept = training is None or not mode
+    assert np.allclose(graphopt.Executor(step).predict(x=x)["y"], expected, atol=1e-5) == is_kept

@@ -62,6 +62,34 @@ class LazyArray(metaclass=Checked):
 Array = np.ndarray | LazyArray
 
 
+def is_sparse(array: Any) -> bool:
+    """Return whether an object is a sparse array or matrix of SciPy."""
+    return hasattr(array, "tocsr") and hasattr(array, "toarray")
+
+
+class SparseRows(LazyArray):
+    """Read rows of a sparse array, which are made dense batch by batch.
+
+    Args:
+        array: the array, in any format of SciPy, with two axes.
+        row: the shape of a row that is read, of as many numbers; by default, one axis.
+        dtype: the type of the rows; by default, that of the array.
+    """
+
+    def __init__(self, array: Any, row: Sequence[int] | None = None, dtype: Any = None) -> None:
+        self._rows = array.tocsr()
+        super().__init__((array.shape[0], *(array.shape[1:] if row is None else row)), dtype or array.dtype)
+
+    def read(self, rows: np.ndarray) -> np.ndarray:
+        dense: np.ndarray = self._rows[rows].toarray().astype(self.dtype, copy=False)
+        return dense.reshape(len(rows), *self.shape[1:])
+
+
+def with_rows(array: Any) -> Any:
+    """Return what reads the rows of a sparse array, and every other thing as it is."""
+    return SparseRows(array) if is_sparse(array) else array
+
+
 @dataclass(frozen=True)
 class Dataset(metaclass=Checked):
     """Hold arrays by name: the model's inputs, `target`, and optionally `sample_weight`.

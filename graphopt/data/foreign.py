@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from graphopt.arguments import checked
-from graphopt.data.dataset import TARGET, WEIGHT, Array, Dataset, LazyArray
+from graphopt.data.dataset import TARGET, WEIGHT, Array, Dataset, LazyArray, with_rows
 from graphopt.data.tables import Columns, cells, is_frame, names_in
 from graphopt.data.tabular import IN_MEMORY, of_columns
 from graphopt.errors import GraphoptError, kind_of, line
@@ -51,7 +51,7 @@ def as_dataset(data: Any) -> Dataset:
             )
         return data
     if isinstance(data, Mapping):
-        return Dataset(data)
+        return Dataset({name: with_rows(x) for name, x in data.items()})
     if _is_hugging_face(data):
         return _of_hugging_face(data)
     if is_frame(data):
@@ -122,6 +122,7 @@ def _of_features(data: Any) -> Dataset:
 
 def _array(name: str, data: Any) -> Array:
     """Return an array, or what NumPy makes one of: a list, a Series, a tensor in host memory."""
+    data = with_rows(data)
     if isinstance(data, np.ndarray | LazyArray):
         return data
     try:
@@ -136,9 +137,7 @@ def _numeric(name: str, data: Any) -> Array:
     """Return an array of numbers, or raise an error."""
     array = _array(name, data)
     if array.dtype.kind in "OUSTMm" or not array.ndim:
-        found = (
-            kind_of(np.asarray(array).item()) if not array.ndim else f"type {array.dtype}"
-        )  # a sparse matrix, for one
+        found = kind_of(np.asarray(array).item()) if not array.ndim else f"type {array.dtype}"
         raise GraphoptError(f"data: {name}: expected an array of numbers with a row each, found {found}")
     return array
 

@@ -18,7 +18,7 @@ import onnx_ir as ir
 from graphopt.arguments import Checked, checked
 from graphopt.compiler import DEFAULT, check_family, compile
 from graphopt.data import Batches, Dataset
-from graphopt.data.dataset import TARGET, WEIGHT
+from graphopt.data.dataset import TARGET, WEIGHT, SparseRows, is_sparse
 from graphopt.data.loader import Shuffle
 from graphopt.errors import GraphoptError, unknown
 from graphopt.graph.inference import replace_weights
@@ -574,10 +574,10 @@ def _named(X: _Arrays, *more: np.ndarray | None) -> dict[str, np.ndarray]:
     return {name: _array(name, values) for name, values in arrays.items()}
 
 
-def _array(name: str, values: Any) -> np.ndarray:
-    """Return values as an array of numbers."""
-    if hasattr(values, "toarray"):
-        raise GraphoptError(f"{name}: expected a dense array, found a sparse one: use .toarray()")
+def _array(name: str, values: Any) -> Any:
+    """Return values as an array of numbers; rows of sparse features are made dense when they are read."""
+    if is_sparse(values):
+        return values.toarray() if name in (TARGET, WEIGHT) else SparseRows(values)
     array = np.asarray(values)
     if array.dtype.kind in "US":
         remedy = (

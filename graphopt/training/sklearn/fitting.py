@@ -25,7 +25,7 @@ from sklearn.utils.validation import check_is_fitted, validate_data
 import passes
 from graphopt.compiler import DEFAULT
 from graphopt.data import Batches, Dataset
-from graphopt.data.dataset import TARGET, WEIGHT
+from graphopt.data.dataset import TARGET, WEIGHT, Array, LazyArray, SparseRows, is_sparse
 from graphopt.errors import GraphoptError, some, unknown
 from graphopt.graph.loading import Source
 from graphopt.graph.roles import Role, labels_of, with_role
@@ -184,6 +184,11 @@ class Fitting(EstimatorOptions, Estimator, BaseEstimator):  # type: ignore[misc]
     def fit(self: _Self, X: Any, y: Any, sample_weight: Any = None) -> _Self:
         """Train on rows of features and targets, and return the estimator."""
         return self._fit(X, y, sample_weight)
+
+    def __sklearn_tags__(self) -> Any:
+        tags = super().__sklearn_tags__()
+        tags.input_tags.sparse = True
+        return tags
 
     def predict(self, X: Any) -> np.ndarray:
         """Return the predicted labels or numbers of each row, in the form of the targets."""
@@ -356,14 +361,14 @@ class Fitting(EstimatorOptions, Estimator, BaseEstimator):  # type: ignore[misc]
             self._interface = None if model is None else network.interface(model, self.adapter)
         X, y = self._validated(X, y, reset=first)
         if first:
-            self._dtype, self._planned = X.dtype.name, len(X) * self.max_iter
+            self._dtype, self._planned = X.dtype.name, X.shape[0] * self.max_iter
             self._learn_targets(y, classes)
             self._begin()
         rows = {FEATURES: X, "y": y, TARGET: self._encoded(y)}
         weights = self._weights(y, sample_weight, incremental=incremental)
         if weights is not None:
             rows[WEIGHT] = weights
-        count = len(X) - math.ceil(len(X) * self.validation_fraction if self.early_stopping else 0)
+        count = len(y) - math.ceil(len(y) * self.validation_fraction if self.early_stopping else 0)
         length = self.max_iter, count, min(self._batch_rows(), count)
         self._steps = self._steps_of(self.learning_rate, *length, goes_on=incremental or self.warm_start)
         random = check_random_state(self.random_state)
@@ -431,13 +436,13 @@ class Fitting(EstimatorOptions, Estimator, BaseEstimator):  # type: ignore[misc]
             )
         return self._structure.model
 
-    def _train(self, rows: dict[str, np.ndarray], random: Any, epochs: int) -> None:
+    def _train(self, rows: dict[str, Any], random: Any, epochs: int) -> None:
         """Train, and draw the random numbers that scikit-learn's networks would draw."""
         executor, held_out, best = self._running(), None, None
         if self.early_stopping:
             rows, held_out = self._split(rows, random)
         feeds = self._feeds(executor, rows)
-        count = len(rows[FEATURES])
+        count = rows[FEATURES].shape[0]
         size = min(self._batch_rows(), count)
         order = np.arange(count)
         rates = [name for name in executor.hyperparameters if name.endswith("learning_rate")]
@@ -453,7 +458,7 @@ class Fitting(EstimatorOptions, Estimator, BaseEstimator):  # type: ignore[misc]
                 total = 0.0
                 for start in range(0, count, size):
                     taken = order[start : start + size]
-                    fed = {name: array.take(taken, axis=0) for name, array in feeds.items()}
+                    fed = {name: _taken(array, taken) for name, array in feeds.items()}
                     if WEIGHT not in fed or fed[WEIGHT].any():
                         total += self._shown_loss(executor.step(fed)) * len(taken)
                 if self._count(total / count, count, held_out) and held_out is not None:
@@ -498,7 +503,7 @@ class Fitting(EstimatorOptions, Estimator, BaseEstimator):  # type: ignore[misc]
             self._rate = self._base_rate() / (self.t_ + 1) ** self.power_t
         return measure < best
 
-    def _split(self, rows: dict[str, np.ndarray], random: Any) -> tuple[dict[str, np.ndarray], ...]:
+    def _split(self, rows: dict[str, Any], random: Any) -> tuple[dict[str, Any], ...]:
         """Return the rows to train on, and those to hold out."""
         parts = train_test_split(
             *rows.values(),
@@ -506,21 +511,21 @@ class Fitting(EstimatorOptions, Estimator, BaseEstimator):  # type: ignore[misc]
             test_size=self.validation_fraction,
             stratify=rows[TARGET] if self.n_outputs_ == 1 and not self.numeric else None,
         )
-        if len(parts[1]) < 2:
+        if parts[1].shape[0] < 2:
             raise GraphoptError(
                 f"validation_fraction: expected a share of at least 2 rows, found {self.validation_fraction} of "
                 f"{len(rows[TARGET])} rows"
             )
         return dict(zip(rows, parts[::2], strict=True)), dict(zip(rows, parts[1::2], strict=True))
 
-    def _feeds(self, executor: Executor, rows: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    def _feeds(self, executor: Executor, rows: Mapping[str, Any]) -> dict[str, Array]:
         """Return all rows by the names, and in the types and shapes, of the graph's inputs."""
         labels = labels_of(executor.inputs[TARGET])
         if labels is not None and not labels.several:
             rows = {**rows, TARGET: np.where(rows[TARGET], labels.high, labels.low)}
         return {name: _as_fed(rows.get(name, rows[FEATURES]), x) for name, x in executor.inputs.items()}
 
-    def _output(self, X: np.ndarray) -> np.ndarray:
+    def _output(self, X: Any) -> np.ndarray:
         """Return the model's output for validated rows."""
         (data,) = with_role(self._running().model, Role.DATA)
         rows = Dataset({name_of(data): _as_fed(X, data)})
@@ -542,6 +547,7 @@ class Fitting(EstimatorOptions, Estimator, BaseEstimator):  # type: ignore[misc]
                 *y,
                 reset=reset,
                 dtype=kind,
+                accept_sparse="csr",
                 allow_nd=interface is not None and interface.axes != 2,
                 **({"multi_output": True, "y_numeric": self.numeric} if y else {}),
             )
@@ -579,9 +585,16 @@ def _explained(X: Any, error: str) -> str | None:
     return None
 
 
-def _as_fed(array: np.ndarray, value: ir.Value) -> np.ndarray:
-    """Return rows in the type and the shape of a graph's input."""
+def _taken(array: Array, rows: np.ndarray) -> np.ndarray:
+    return array.read(rows) if isinstance(array, LazyArray) else array.take(rows, axis=0)
+
+
+def _as_fed(array: Any, value: ir.Value) -> Array:
+    """Return rows in the type and the shape of a graph's input; those of a sparse array are made dense when read."""
     row = [dim for dim in dims_of(value)[1:] if isinstance(dim, int)]
+    if is_sparse(array):
+        fits = len(row) == rank(value) - 1 and math.prod(row) == array.shape[1]
+        return SparseRows(array, row if fits else None, dtype_of(value).numpy())
     if len(row) == rank(value) - 1 and math.prod(row) == math.prod(array.shape[1:]):
         array = array.reshape(len(array), *row)
     return np.ascontiguousarray(array, dtype_of(value).numpy())
