@@ -1,8 +1,8 @@
 """Free the fixed batch of a model: prove that its rows do not depend on each other, and leave their number open.
 
 A value is *of rows* along an axis if that axis consists of a block of equal length for each row of the batch, and each
-block depends on its row only. Inputs are of rows along their first axis. Every operator that reads such values has a rule
-below, which returns the axis of its results, or refuses it.
+block depends on its row only. Inputs are of rows along their first axis. Every operator that reads such values has a
+rule below, which returns the axis of its results, or refuses it.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ def free_batch(model: ir.Model) -> None:
         try:
             found = _Rule(node, axes, full_attributes(node, model.opset_imports), edits).axes_of_outputs()
             for y, axis in zip(node.outputs, found, strict=False):
-                size = dims_of(y)[axis] if y.shape is not None and axis < len(y.shape) else None
-                if y.name and (not isinstance(size, int) or size % rows):
+                length = dims_of(y)[axis] if y.shape is not None and axis < len(y.shape) else None
+                if y.name and (not isinstance(length, int) or length % rows):
                     raise _Mixed("its result has no axis of the batch")
                 axes[y] = axis
         except _Mixed as problem:
@@ -87,7 +87,7 @@ def free_batch(model: ir.Model) -> None:
     _compare(before, message(model), inputs, [axes.get(y) for y in model.graph.outputs], rows)
 
 
-class _Mixed(Exception):  # noqa: N818
+class _Mixed(Exception):
     """Say why a node is not known to treat each row by itself."""
 
 
@@ -160,8 +160,12 @@ class _Rule:
 
     def _product(self, a: ir.Value | None, b: ir.Value | None) -> int:
         assert a is not None and b is not None
+        if rank(a) == 1 or (rank(b) == 1 and (b in self.axes or self.axes[a] == rank(a) - 1)):
+            raise _Mixed("it sums over the batch")
+        if rank(b) == 1:
+            return self.axes[a]
         if b not in self.axes and rank(a) >= 2 and self.axes[a] == rank(a) - 2:
-            return rank(self.node.outputs[0]) - (2 if rank(b) > 1 else 1)
+            return rank(self.node.outputs[0]) - 2
         return self._aligned([a, b], from_end=2)
 
     def _joined(self) -> int:
@@ -218,7 +222,7 @@ class _Rule:
         return [2, 1, 1]
 
     def _view(self, x: ir.Value, axis: int) -> int:
-        """Keep the order of elements: what stands before the axis stays there, and the size of the axis is left open."""
+        """Keep the order of elements: what stands before the axis stays there, and the axis gets an open size."""
         y, node = self.node.outputs[0], self.node
         if node.op_type == "Identity":
             return axis
@@ -242,12 +246,10 @@ class _Rule:
 
     def _of_first(self, axis: int) -> int:
         node = self.node
+        if axis:
+            raise _Mixed("the batch is not its first axis")
         bias = node.inputs[2] if node.op_type == "Gemm" and len(node.inputs) > 2 else None
-        if (
-            axis
-            or self.attributes.get("transA")
-            or (bias is not None and rank(bias) == 2 and dims_of(bias)[0] != 1)
-        ):
+        if self.attributes.get("transA") or (bias is not None and rank(bias) == 2 and dims_of(bias)[0] != 1):
             raise _Mixed("it mixes rows")
         if self.attributes.get("training_mode"):
             raise _Mixed("it normalizes by the batch")
