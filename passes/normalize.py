@@ -8,7 +8,7 @@ import math
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import onnx
@@ -37,6 +37,7 @@ from graphopt.graph.sizes import unify_sizes
 from graphopt.graph.state import make_room
 from graphopt.graph.traversal import all_nodes
 from graphopt.graph.values import constant_of, dims_of, is_floating, name_of, swap
+from passes.free_batch import free_batch
 from passes.gradients.registry import NO_GRADIENT, RULES
 from passes.gradients.rules.shape import spread_pads
 from passes.gradients.rules.windows import cropped, halved, window_of
@@ -89,14 +90,21 @@ class Normalize(Pass):
       are no longer inputs, and unknown dimensions get names.
     - A model that needs a newer opset keeps it, with a warning.
 
+    Args:
+        batch: `free` replaces a fixed first dimension of the inputs, such as 1, by one of any size. It is proved from
+            the operators that no row depends on another, and ONNX Runtime computes two batches together and one
+            after the other. The trained model takes batches of any size, too.
+
     Raises:
         GraphoptError: the model is invalid, the type of a value cannot be inferred, or a lowering does not cover how a
-            node uses its operator. The error names the node.
+            node uses its operator. The error names the node. With `batch`, also: a node mixes rows.
 
     >>> model = graphopt.load(models.linear((2,), 1))
     >>> passes.Normalize()(model).model.opset_imports[""]
     21
     """
+
+    batch: Literal["free"] | None = None
 
     def rewrite(self, model: ir.Model) -> None:
         is_classical = classical.is_classical(model)
@@ -117,6 +125,8 @@ class Normalize(Pass):
             if lower_sequences(model):
                 propagate = forget(model)
             fold_shapes(model)
+            if self.batch:
+                free_batch(model)
             if any(node.op_type == "Erf" for node in model.graph):
                 GELU.apply_to_model(model)
         infer(model, propagate)

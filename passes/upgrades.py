@@ -198,7 +198,7 @@ def _over_space(op: Emitter, node: ir.Node) -> ir.Value | None:
     x, scale, shift, mean, variance = node.inputs
     assert scale is not None and mean is not None and variance is not None
     deviation = op.Sqrt(freeze(variance) + node.attributes.get_float("epsilon", 1e-5))
-    return (x - freeze(mean)) / deviation * scale + shift  # type: ignore[no-any-return, operator]
+    return (x - freeze(mean)) / deviation * scale + shift
 
 
 @since(14, "BatchNormalization")
@@ -351,7 +351,7 @@ def _along_all_later_axes(op: Emitter, node: ir.Node) -> ir.Value | None:
         _set(node, axis=-1)
         return None
     rows = op.call_op(node.op_type, [op.Flatten(x, axis=axis)], {"axis": -1})
-    return op.Reshape(rows, op.Shape(x))  # type: ignore[no-any-return]
+    return op.Reshape(rows, op.Shape(x))
 
 
 @since(2, "Split")
@@ -417,10 +417,10 @@ def _resize(op: Emitter, node: ir.Node) -> ir.Value:
     x, scales, mode = _input(node, 0), _input(node, 1), _attribute(node, "mode", "nearest")
     how = {"mode": mode, "coordinate_transformation_mode": "asymmetric"}
     if mode != "nearest":
-        return op.Resize(x, None, scales, **how)  # type: ignore[no-any-return]
+        return op.Resize(x, None, scales, **how)
     known = constant_of(scales)
     if known is None or not ((known >= 1).all() or (known <= 1).all()):
         x = op.Resize(x, None, op.Max(scales, 1.0), **how, nearest_mode="floor")
         scales = op.Min(scales, 1.0)
     grows = known is not None and bool((known >= 1).all())
-    return op.Resize(x, None, scales, **how, nearest_mode="floor" if grows else "ceil")  # type: ignore[no-any-return]
+    return op.Resize(x, None, scales, **how, nearest_mode="floor" if grows else "ceil")

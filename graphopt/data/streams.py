@@ -167,7 +167,7 @@ class Stream:
             if batches.fixed_size not in (None, rows):
                 raise GraphoptError(
                     f"data: expected {batches.fixed_size} rows, the batch of the model, found {rows}: drop an "
-                    "incomplete last batch, or export the model with a dynamic batch"
+                    "incomplete last batch, or free the batch by passes.Normalize(batch='free')"
                 )
             return Drawn(rows, batches.take(range(rows)))
 

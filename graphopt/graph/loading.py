@@ -85,7 +85,8 @@ def load(source: Source, *, limits: Limits | None = None) -> ir.Model:
         else:
             take_weights(model, places)
     _give_domains(model)
-    for whole in (model.graph, *model.functions.values()):
+    wholes: list[ir.Graph | ir.Function] = [model.graph, *model.functions.values()]
+    for whole in wholes:
         if not is_sorted(whole):
             whole.sort()
     for graph in model.graphs():
@@ -234,7 +235,8 @@ def _names_read(node: onnx.NodeProto) -> set[str]:
 
 def _give_domains(model: ir.Model) -> None:
     """Put operators from ONNX Runtime that ONNX did not have in the model's opset into the runtime's domain."""
-    for whole in (model.graph, *model.functions.values()):
+    wholes: list[ir.Graph | ir.Function] = [model.graph, *model.functions.values()]
+    for whole in wholes:
         if (version := whole.opset_imports.pop(ONNX[1], None)) is not None:
             whole.opset_imports.setdefault("", version)
     version = model.opset_imports.get("", 0)

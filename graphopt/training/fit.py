@@ -239,7 +239,8 @@ def _check_sizes(executor: Executor, batch_size: int, counts: Sequence[int | Non
     if fixed and known and (batch_size != fixed or any(count % fixed for count in known)):
         raise GraphoptError(
             f"batch_size: expected {fixed}, the batch of the model, and a multiple of it as number of rows, found "
-            f"batch_size={batch_size} and {' and '.join(map(str, known))} rows: export the model with a dynamic batch"
+            f"batch_size={batch_size} and {' and '.join(map(str, known))} rows: "
+            f"passes.Normalize(batch='free') frees it where no row depends on another (pipeline.normalize.batch=free)"
         )
 
 
