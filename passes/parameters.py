@@ -387,7 +387,6 @@ def _warn(values: Sequence[ir.Value]) -> None:
         return
     numbers = elements(value for value, _ in unsure)
     count = "1 initializer" if len(unsure) == 1 else f"{len(unsure)} initializers"
-    amount = f"{numbers:,} number{'s' if numbers > 1 else ''}"
     ways = {
         "trained, which changes them if they are buffers": [x for x in unsure if x[1].trains],
         "not trained, which keeps them from learning if they are parameters": [
@@ -400,7 +399,8 @@ def _warn(values: Sequence[ir.Value]) -> None:
         if group
     ]
     warnings.warn(
-        f"the model file does not say whether {count} of {amount} should train, so a rule decides; "
+        f"the model file does not say whether {count} of {numbers:,} number{'s' * (numbers != 1)} should train, so a "
+        f"rule decides; "
         f"{'; '.join(reasons)}: set freeze, unfreeze, untie or retie of Parameters to change it, and run=report lists "
         f"what trains",
         stacklevel=2,
