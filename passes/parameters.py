@@ -323,9 +323,7 @@ def origin_in_file(value: ir.Value) -> Origin:
     if not is_recorded and (origin := evidence.of_integers(value)):
         return origin
     if written is not None and written.certain:
-        # A name is no record, and no file records that a parameter does not require a gradient.
-        looks = evidence.constant_value(value) if written.by_exporter else None
-        return replace(written, why=f"{written.why}, but {looks.why}", certain=False) if looks else written
+        return _doubted(value, written)
     if written is not None and written.kind is Kind.COMPUTED and written.sources and not written.by_exporter:
         return written
     if _is_open(value):
@@ -344,11 +342,27 @@ def origin_in_file(value: ir.Value) -> Origin:
     return written or Origin(Kind.PARAMETER, "a gradient flows to it")
 
 
-def _is_doubted(value: ir.Value) -> bool:
-    """Return whether a value is a parameter by a record, and has the numbers of a table that is rarely trained."""
-    origin = _read(value)
-    is_recorded = origin.evidence in (Evidence.RECORD, Evidence.NAME) and origin.certain
-    return origin.trains and is_recorded and evidence.is_table(value)
+def _doubted(value: ir.Value, origin: Origin) -> Origin:
+    """Return the origin of a parameter, which is unsure if its numbers are those of a constant.
+
+    No file records that a parameter does not require a gradient. A record decides nevertheless, and a name, except
+    about a table of sines and cosines.
+    """
+    if _is_recorded_table(value, origin):
+        why = f"{origin.why}, which may have requires_grad=False: its numbers are sines and cosines of positions"
+        return replace(origin, why=why, certain=False)
+    looks = evidence.constant_value(value) if origin.by_exporter else None
+    if looks is None:
+        return origin
+    if evidence.is_table(value):
+        return replace(looks, named=origin.named)
+    return replace(origin, why=f"{origin.why}, but {looks.why}", certain=False)
+
+
+def _is_recorded_table(value: ir.Value, origin: Origin) -> bool:
+    """Return whether a parameter by an exporter's record has sines and cosines of positions, which rarely train."""
+    is_recorded = origin.evidence in (Evidence.RECORD, Evidence.NAME) and not origin.by_exporter
+    return is_recorded and origin.trains and origin.named and evidence.is_table(value)
 
 
 def _part_constant_uses(model: ir.Model) -> None:
@@ -374,15 +388,16 @@ def _numberless(value: ir.Value) -> str:
 
 def _warn(values: Sequence[ir.Value]) -> None:
     """Warn about initializers that only a rule decided."""
-    doubted = [value for value in values if _is_doubted(value)]
-    if doubted:
-        names = some([repr(value.name) for value in doubted], 4)
+    unsure = [(value, origin) for value in values if not (origin := _read(value)).certain]
+    kept = [value for value, origin in unsure if _is_recorded_table(value, origin)]
+    if kept:
+        names = some([repr(value.name) for value in kept], 4)
         warnings.warn(
-            f"{names}: recorded as parameters, which train, with numbers that modules often keep, a table of sines and "
-            f"cosines: no file records requires_grad=False, so freeze them by Parameters if they have it",
+            f"{names}: recorded as parameters, which train, with sines and cosines of positions, which modules often "
+            f"keep: no file records requires_grad=False, so freeze them by Parameters if they have it",
             stacklevel=2,
         )
-    unsure = [(value, origin) for value in values if not (origin := _read(value)).certain]
+    unsure = [(value, origin) for value, origin in unsure if value not in kept]
     if not unsure:
         return
     numbers = elements(value for value, _ in unsure)

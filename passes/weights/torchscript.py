@@ -141,7 +141,7 @@ class ExportedModule:
         """Return the path of the weight of a Linear layer, or of a projection in a MultiheadAttention."""
         path = self.path(product)
         adds = [reader for reader in product.outputs[0].consumers() if reader.op_type == "Add"]
-        for bias in [name_of(x) for add in adds for x in add.inputs if is_weight(x)]:
+        for bias in [name_of(x) for add in adds for x in add.inputs if x is not None and is_weight(x)]:
             for end, weight in ((".bias", ".weight"), (".in_proj_bias", ".in_proj_weight")):
                 if bias.endswith(end) and not is_generated(bias):
                     return (f"{bias.removesuffix(end)}{weight}",)
@@ -268,7 +268,7 @@ def _folded(value: ir.Value, module: ExportedModule) -> Origin:
     if is_table and all(reader.op_type in ARITHMETIC for reader in readers):
         return Origin(Kind.CONSTANT, "a table of a few numbers, such as sizes of boxes", certain=False)
     sources, layout = module.sources(value)
-    path = "" if sources else next(filter(None, map(module.path, (*readers, value))), "")
+    path = "" if sources else _first(module, readers) or module.path(value)
     origin = Origin(
         Kind.PARAMETER, "", certain=False, by_exporter=True, sources=sources, module=path, layout=layout
     )
@@ -314,5 +314,10 @@ def is_generated(name: str) -> bool:
 
 
 def _of(module: ExportedModule, nodes: Iterable[ir.Node]) -> str:
-    path = next(filter(None, map(module.path, nodes)), "")
+    path = _first(module, nodes)
     return f" of {path}" if path else ""
+
+
+def _first(module: ExportedModule, nodes: Iterable[ir.Node]) -> str:
+    """Return the path of the first node that has one, or ""."""
+    return next((path for node in nodes if (path := module.path(node))), "")
