@@ -292,7 +292,7 @@ REFUSED = {
     ),
     "a word": (
         ["fly"],
-        "fly: expected train, evaluate, predict, generate, compile, hosts, artifacts, report, compare, FILE.onnx or "
+        "fly: expected train, evaluate, predict, generate, compile, hosts, artifacts, report, check, compare, FILE.onnx or "
         "FIELD=VALUE, such as model=fly",
     ),
     "a data file": (["train.npz"], "such as data=npz data.path=train.npz"),

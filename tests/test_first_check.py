@@ -432,7 +432,7 @@ CURVES = {
 }
 
 
-@pytest.mark.parametrize(("curve", "precision"), itertools.product(CURVES, [SINGLE, DOUBLE]))
+@pytest.mark.parametrize(("curve", "precision"), [*itertools.product(CURVES, [SINGLE, DOUBLE])])
 def test_slopes(curve, precision):
     function, right = CURVES[curve]
     point = {"x": np.array([1.0])}

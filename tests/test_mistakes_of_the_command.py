@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("plain")
 KNOWN = r"; known: accumulate, adapter, average, callbacks, .*trust$"
 NPZ = "my.onnx data=npz data.path="
 CSV = "linear.onnx loss=mean_squared_error data=csv data.path="
-VERBS = "train, evaluate, predict, generate, compile, hosts, artifacts, report, compare"
+VERBS = "train, evaluate, predict, generate, compile, hosts, artifacts, report, check, compare"
 WORD = f"expected {VERBS}, FILE.onnx or FIELD=VALUE, such as "
 LOSSES = "binary_cross_entropy, causal_language_model, .*triplet"
 

@@ -110,11 +110,7 @@ def print_costs(threads: int | None) -> None:
         step = graphopt.compile(
             model, loss=loss, optimizer=passes.AdamW(1e-3), training=passes.TrainingMode()
         )
-        trained = sum(
-            int(np.prod(x.shape))
-            for x in step.graph.inputs
-            if x.metadata_props.get("graphopt.role") == "parameter"
-        )
+        trained = sum(math.prod(x.shape.numpy()) for x in with_role(step, Role.PARAMETER))
         rounds = [checked(step, batch, threads)[1:] for _ in range(ROUNDS)]
         seconds = statistics.median(seconds for seconds, _ in rounds)
         counts = collections.Counter(x.verdict for x in rounds[0][1].findings)

@@ -207,7 +207,6 @@ def needed(model: ir.Model) -> list[ir.Node]:
         node
         for node in nodes
         if metadata.STOP_GRADIENT.is_set(node)
-        or metadata.SURROGATE.is_set(node)
         or metadata.STORED.is_set(node)
         or _is_seam(node)
         or any(map(metadata.InferenceForm.is_on, node.outputs))

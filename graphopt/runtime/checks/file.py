@@ -13,6 +13,7 @@ from graphopt.errors import GraphoptError, line
 from graphopt.graph import inference
 from graphopt.graph.checking import messages_of
 from graphopt.graph.dequantization import dequantize_late
+from graphopt.graph.metadata import original_name
 from graphopt.graph.operators import DRAWING
 from graphopt.graph.provenance import Provenance
 from graphopt.graph.roles import STATE, Role, with_role
@@ -81,12 +82,17 @@ def _compared(
     if "Dropout" in trains:
         raise GraphoptError("the file has Dropout in training mode, which draws random numbers")
     part = _in_training(model) if trains else _in_inference(model)
-    outputs = {name_of(y) for y in part.graph.outputs}
+    own_names = {original_name(y): name_of(y) for y in part.graph.outputs}
+    is_loss = not with_role(model, Role.PREDICTION, Role.SOURCE)
+    if is_loss and with_role(model, Role.METRIC):
+        raise GraphoptError("the loss is more than the file's own, such as with a penalty")
     try:
         session = device.open(content, device.new_session_options())
     except Exception as error:
         raise GraphoptError(f"onnxruntime refuses the file as it is: {line(error)}") from error
-    names = [y.name for y in session.get_outputs() if y.name in outputs]
+    if is_loss and len(session.get_outputs()) == 1:
+        own_names = {session.get_outputs()[0].name: name for name in own_names.values()}
+    names = [y.name for y in session.get_outputs() if y.name in own_names]
     feeds = {}
     for x in session.get_inputs():
         if x.name not in batch:
@@ -105,18 +111,22 @@ def _compared(
     )
     findings = []
     for name, x in expected.items():
-        findings.append(
-            _finding(name, np.asarray(x), found[name], unit, lambda: _noisy(own, part, given, unit))
-        )
+        here = own_names[name]
+        noisy = (arrays[here] for arrays in _noisy(own, given, unit))
+        findings.append(_finding(name, np.asarray(x), found[here], unit, noisy))
     return findings
 
 
-def _finding(name: str, x: np.ndarray, y: np.ndarray, unit: float, noisy: Any) -> Finding:
+def _finding(name: str, x: np.ndarray, y: np.ndarray, unit: float, noisy: Iterator[np.ndarray]) -> Finding:
     """Compare an output of the file with the training graph's."""
-    if x.dtype.kind not in "fV" and y.dtype.kind not in "fV":
-        return Finding("file", name, "agrees" if x.shape == y.shape else "differs", x.size, y.size)
+    if x.size == y.size == 1:
+        x, y = x.reshape(()), y.reshape(())
     if x.shape != y.shape:
         return Finding("file", name, "differs", x.size, y.size, reason=f"shapes {x.shape} and {y.shape}")
+    if x.dtype.kind not in "fV":
+        if np.array_equal(x, y):
+            return Finding("file", name, "agrees")
+        return Finding("file", name, "not checked", reason="other whole numbers, which rounding may explain")
     a, b = x.astype(np.float64), y.astype(np.float64)
     same = np.isfinite(a) == np.isfinite(b)
     a, b = np.nan_to_num(a, posinf=0, neginf=0), np.nan_to_num(b, posinf=0, neginf=0)
@@ -126,8 +136,8 @@ def _finding(name: str, x: np.ndarray, y: np.ndarray, unit: float, noisy: Any) -
     numbers = (float(a[at]), float(b[at])) if a.size else (0.0, 0.0)
     limit = LIMIT * unit if unit < 1e-6 else 30 * unit
     if not same.all() or off > limit:
-        for other in noisy():
-            noise = norm_of(np.nan_to_num(other[name].astype(np.float64)) - b) / scale
+        for other in noisy:
+            noise = norm_of(np.nan_to_num(other.astype(np.float64)) - b) / scale
             if same.all() and off <= 10 * (limit + 2 * noise):
                 break
         else:
@@ -135,7 +145,7 @@ def _finding(name: str, x: np.ndarray, y: np.ndarray, unit: float, noisy: Any) -
     return Finding("file", name, "agrees", *numbers)
 
 
-def _noisy(session: Session, part: ir.Model, given: Arrays, unit: float) -> Iterator[Arrays]:
+def _noisy(session: Session, given: Arrays, unit: float) -> Iterator[Arrays]:
     """Yield predictions whose state and data have noise of some roundings, to see what rounding does."""
     rng = np.random.default_rng(0)
     for _ in range(TRIALS):
@@ -148,15 +158,19 @@ def _noisy(session: Session, part: ir.Model, given: Arrays, unit: float) -> Iter
         yield session.compute_arrays(moved)
 
 
+def _outputs(model: ir.Model) -> list[ir.Value]:
+    """Return the outputs of the file that a training graph has: its loss if the file computes it itself."""
+    return with_role(model, Role.PREDICTION, Role.SOURCE) or with_role(model, Role.LOSS)
+
+
 def _in_inference(model: ir.Model) -> ir.Model:
-    part = inference.extract(model, with_role(model, Role.PREDICTION, Role.SOURCE))
+    part = inference.extract(model, _outputs(model))
     dequantize_late(part)
     return part
 
 
 def _in_training(model: ir.Model) -> ir.Model:
-    outputs = with_role(model, Role.PREDICTION, Role.SOURCE)
-    graph = extracted_between(model.graph, list(model.graph.inputs), outputs)
+    graph = extracted_between(model.graph, list(model.graph.inputs), _outputs(model))
     return ir.Model(graph, ir_version=model.ir_version, functions=list(model.functions.values()))
 
 
