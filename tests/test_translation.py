@@ -177,7 +177,7 @@ def test_true_raises_an_error_and_false_compares_nothing(monkeypatch):
         warnings.simplefilter("error")
         graphopt.Executor(step, threads=1, verify=False).step(batch)
     with pytest.raises(
-        graphopt.GraphoptError, match="verify: expected auto, first, full, true or false, found 'often'"
+        graphopt.GraphoptError, match="verify: expected auto, first, full, true or false, found 'of"
     ):
         graphopt.Executor(step, verify="often")
 

@@ -22,9 +22,9 @@ from graphopt.errors import line
 from graphopt.graph import provenance
 from graphopt.graph.precision import retype
 from graphopt.graph.roles import Role, with_role
-from graphopt.graph.state import LEARNING_RATE, STEP, accumulators
+from graphopt.graph.state import LEARNING_RATE, LOSS_SCALE, STEP, accumulators
 from graphopt.graph.storage import weight_bytes
-from graphopt.graph.values import next_of
+from graphopt.graph.values import name_of, next_of, state_of
 from graphopt.runtime.checks.file import file_findings
 from graphopt.runtime.checks.findings import CheckTable, Disagreement, Finding
 from graphopt.runtime.checks.forward import Forward, forward_of
@@ -50,6 +50,7 @@ CONVERTED = 2**28  # bytes of state and weights up to which they are converted t
 CHECKED = 2**30  # bytes of state up to which gradients are checked
 MANY = 2**20  # numbers in parameters from which two groups of them are checked
 NARROW = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
+LOST = 0.02  # of the slope that lost entries of typical size would have, what rounding may be
 WHOLE = "the whole gradient"
 SOURCES = tuple(sorted(Path(__file__).parent.glob("*.py")))
 
@@ -179,6 +180,9 @@ class _Step:
         if self._is_narrow:
             _in(whole, ir.DataType.FLOAT)
         self._session = Session(device, whole)
+        for name in self._forward.gradients:
+            if not np.isfinite(state[name]).all():
+                self._forward.unchecked[name] = "it has numbers that are not finite"
         for jitter in (True, False):  # beside a kink that parameters are at exactly
             self.state = self._moved(state) if jitter else state
             self.outputs = self._session.compute_arrays(_fed(whole, {**self.state, **batch}))
@@ -212,6 +216,11 @@ class _Step:
         if names:
             yield from _Slopes(self, names).findings()
         yield from self._updates(origin)
+
+    def _stays_finite(self, following: ir.Value) -> bool:
+        """Return whether a step makes no number of a state infinite or NaN that was finite."""
+        old, new = self.state[state_of(following)], self.outputs[name_of(following)]
+        return new.dtype.kind != "f" or bool(np.isfinite(new[np.isfinite(old)]).all())
 
     def _norm(self, name: str) -> float:
         return norm_of(self.gradients[name])
@@ -268,6 +277,15 @@ class _Step:
                 "update", "all", "not checked", reason="gradients of several batches are accumulated"
             )
             return
+        following = {name: y for name in self.gradients if (y := self.outputs.get(next_of(name))) is not None}
+        if LOSS_SCALE in self.state and all(
+            np.array_equal(y, self.state[name]) for name, y in following.items()
+        ):
+            yield Finding("update", "all", "not checked", reason="the scale of the loss skips this step")
+            return
+        if not all(map(self._stays_finite, with_role(self._forward.whole, Role.NEXT))):
+            yield Finding("update", "all", "not checked", reason="the new state is not finite")
+            return
         from passes.optimizers.optimizer import Optimizer
         from passes.optimizers.reference import UPDATES, clipped, update_of
 
@@ -280,6 +298,9 @@ class _Step:
         rate = self.outputs.get(LEARNING_RATE, self.state.get(LEARNING_RATE))
         time = int(self.state[STEP]) + 1
         for name, g in gradients.items():
+            if not np.isfinite(self.state[name]).all():
+                yield Finding("update", name, "not checked", reason="it has numbers that are not finite")
+                continue
             own = update_of(optimizer, self._parameters[name])
             w = self.state[name].astype(np.float64)
             new = self.outputs.get(next_of(name))
@@ -403,7 +424,7 @@ class _Slopes:
 
     def _of_zeros(self, rng: np.random.Generator) -> Iterator[Finding]:
         """Check along a random direction of the entries whose gradient is exactly 0."""
-        direction, square = {}, 0.0
+        direction = {}
         for name in self._names:
             g = self._step.gradients[name]
             zero = g == 0
@@ -412,34 +433,27 @@ class _Slopes:
         if not direction:
             return
         typical = {
-            n: self._norms[n] / math.sqrt(max(1, np.count_nonzero(self._step.gradients[n])))
-            for n in self._names
+            name: self._norms[name] / math.sqrt(max(1, int(np.count_nonzero(self._step.gradients[name]))))
+            for name in self._names
         }
-        for name, d in direction.items():
-            own = typical[name] or min((x for x in typical.values() if x), default=0.0)
-            square += own**2 * float(np.square(d).sum())
+        least = min((x for x in typical.values() if x), default=0.0)
+        square = sum((typical[name] or least) ** 2 * dot(d, d) for name, d in direction.items())
 
         def slope_of(part: Mapping[str, np.ndarray]) -> Slope:
-            least = max(self._least(part), 0.02 * math.sqrt(square))
-            return slope_along(self._loss, self._point, self._start, part, 0.0, least, self._precision)
+            allowed = max(self._least(part), LOST * math.sqrt(square))
+            return slope_along(self._loss, self._point, self._start, part, 0.0, allowed, self._precision)
 
         slope = slope_of(direction)
         if slope.verdict == "differs":
             for name, d in direction.items():
                 own = slope_of({name: d})
                 if own.verdict == "differs":
-                    yield Finding(
-                        "gradient",
-                        name,
-                        "differs",
-                        own.expected,
-                        0.0,
-                        self._norms[name],
-                        "entries that are 0",
-                    )
+                    reason = "entries that are 0"
+                    yield Finding("gradient", name, "differs", own.expected, 0.0, self._norms[name], reason)
                     return
         count = sum(int(np.count_nonzero(d)) for d in direction.values())
-        yield self._finding(f"{count:,} entries that are 0", slope, 0.0, slope.verdict)
+        verdict = "agrees" if slope.verdict == "agrees" else "not checked"
+        yield self._finding(f"{count:,} entries that are 0", slope, 0.0, verdict)
 
 
 def _titled(names: Sequence[str]) -> str:

@@ -55,10 +55,6 @@ def forward_of(plain: ir.Model) -> Forward:
     parameters = [x for x in with_role(model, Role.PARAMETER) if x.name in gradients]
     smoothed = _smooth_quantizers(model, loss)
     held, surrogates = _held(model, loss, parameters, smoothed)
-    outputs = {name_of(y) for y in model.graph.outputs}
-    model.graph.outputs.extend(
-        y for y in dict.fromkeys([*gradients.values(), *held]) if name_of(y) not in outputs
-    )
     read = [*model.graph.inputs, *held]
     graph = extracted_between(model.graph, read, [loss])
     part = ir.Model(graph, ir_version=model.ir_version, functions=list(model.functions.values()))
@@ -66,8 +62,13 @@ def forward_of(plain: ir.Model) -> Forward:
         if not x.uses() and not x.is_graph_output():
             part.graph.inputs.remove(x)
     known = {name_of(x) for x in part.graph.inputs}
+    held = [x for x in held if x.name in known]
+    outputs = {name_of(y) for y in model.graph.outputs}
+    model.graph.outputs.extend(
+        y for y in dict.fromkeys([*gradients.values(), *held]) if name_of(y) not in outputs
+    )
     names = {name: name_of(y) for name, y in gradients.items()}
-    forward = Forward(model, part, name_of(loss), names, [name_of(x) for x in held if x.name in known])
+    forward = Forward(model, part, name_of(loss), names, [*map(name_of, held)])
     for x in with_role(model, Role.SLOT):
         owner = OWNER.read(x)
         if x.name in known and owner in names:
@@ -146,6 +147,7 @@ def _smooth_quantizers(model: ir.Model, loss: ir.Value) -> set[ir.Node]:
             y, quantizer = node.outputs[0], node.inputs[0].producer()  # type: ignore[union-attr]
             assert quantizer is not None
             x, scale, *zero = quantizer.inputs
+            assert x is not None and scale is not None
             axis = quantizer.attributes.get_int("axis", 1)
             block = quantizer.attributes.get_int("block_size", 0)
             uses = [(user, index) for user, index in y.uses() if user in needed]

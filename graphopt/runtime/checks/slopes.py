@@ -25,6 +25,7 @@ LADDER = (
 )  # multiples of the step; pairs of them are extrapolated
 MOVED = 0.01  # the largest step along a direction, relative to a parameter's own size
 FARTHEST = 0.3  # where rounding hides the slope of smaller steps
+SAMPLE = 2**16  # numbers of a parameter whose median is its size
 SMALLEST = 1e-2  # the size of parameters that are all 0, such as new biases
 
 
@@ -79,11 +80,13 @@ def norm_of(x: np.ndarray) -> float:
 
 
 def sizes_of(parameters: Arrays) -> dict[str, float]:
-    """Return the root mean square of each parameter, or `SMALLEST` of one that is all 0."""
-    return {
-        name: float(np.sqrt(np.mean(np.square(w, dtype=np.float64)))) or SMALLEST
-        for name, w in parameters.items()
-    }
+    """Return the median magnitude of the numbers of each parameter, or `SMALLEST` of one that is all 0."""
+    sizes = {}
+    for name, w in parameters.items():
+        some = np.abs(w.ravel()[:: max(1, w.size // SAMPLE)].astype(np.float64))
+        some = some[some > 0]
+        sizes[name] = float(np.median(some)) if some.size else SMALLEST
+    return sizes
 
 
 def slope_along(
