@@ -211,3 +211,23 @@ def test_what_uses_no_state_refuses_a_run(kind: str, capsys: pytest.CaptureFixtu
 def test_a_run_to_export_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["my.onnx", "run=hosts", "resume=true", "folder=out"]) == 1
     assert "hosts: expected resume=RUN, the folder of a run, found resume=true" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_run_says_if_another_epoch_was_better(capsys: pytest.CaptureFixture[str]) -> None:
+    were_better = set()
+    for rate in (0.01, 3.0):
+        capsys.readouterr()
+        given = ["optimizer=sgd", f"optimizer.learning_rate={rate}", f"folder=rate_{rate}", "fit.epochs=6"]
+        assert cli.main(["my.onnx", *NPZ, *QUICK, *given]) == 0
+        lines = Path(f"rate_{rate}/metrics.jsonl").read_text().splitlines()
+        records = [record for record in map(json.loads, lines) if "validation_loss" in record]
+        best = min(records, key=lambda record: record["validation_loss"])
+        is_other = best["epoch"] != records[-1]["epoch"]
+        said = capsys.readouterr().out
+        assert (f"epoch {best['epoch']} had validation {best['validation_loss']:.4g}" in said) == is_other
+        were_better.add(is_other)
+    assert were_better == {False, True}
+    given = ["optimizer=sgd", "optimizer.learning_rate=3", "folder=stopped", "fit.epochs=6"]
+    assert cli.main(["my.onnx", *NPZ, *QUICK, *given, "callbacks.early_stopping={patience: 3}"]) == 0
+    assert "had validation" not in capsys.readouterr().out

@@ -225,6 +225,15 @@ def _summarize(run: Run, final: Record, console: Console, *, is_complete: bool) 
         say(console, "restored", f"the weights of epoch {final['epoch']}")
     if held_out := {name: final[name] for name in dropwhile("validation_loss".__ne__, final)}:
         say(console, "held out", measures(held_out))
+    validated = [record for record in run.records if "validation_loss" in record]
+    best = min(validated, key=lambda record: record["validation_loss"], default=final)
+    if run.restored is None and best["epoch"] != final["epoch"] and not is_complete:
+        say(
+            console,
+            "best",
+            f"epoch {best['epoch']} had validation {best['validation_loss']:.4g}; the weights are those of the last "
+            "epoch: callbacks.early_stopping={patience: 3} keeps the best",
+        )
 
 
 def _is_sweep() -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import re
 import sys
 from abc import abstractmethod
 from collections import Counter
@@ -29,6 +30,8 @@ _FIRST, _LAST = (day.toordinal() - _EPOCH for day in (datetime.date.min, datetim
 _PARTS = ("days", "year", "month", "day", "weekday")
 _LARGEST = float(np.finfo(np.float32).max)
 _WITH_COMMA = "{kind: number, decimal: ','}"
+_GROUPED = re.compile(r"[+-]?\d{1,3}(,\d{3})+(\.\d*)?")  # by commas, in thousands
+_CODE = re.compile(r"[+-]?0\d+")  # a number that would lose its zeros
 _FEW = 20  # different values of a small table
 _T = TypeVar("_T", bound="Column")
 
@@ -501,16 +504,17 @@ def inferred(values: np.ndarray) -> Column:
     texts = [text for text in different if text.lower() not in _MISSING]
     numbers = {text for text in texts if suits(_number, text)}
     is_boolean = not {*texts} - {"True", "False", "true", "false"}
-    if texts and len(numbers) == len(texts) and not is_boolean:
+    are_codes = any(map(_CODE.fullmatch, texts))
+    if texts and len(numbers) == len(texts) and not is_boolean and not are_codes:
         return Number()
     if texts and all(suits(Date()._day, text) for text in texts):
         return Date()
-    fractions = [text for text in texts if text not in numbers and suits(_number_with_comma, text)]
+    fractions = [text for text in texts if text not in numbers and (_of_commas([text]))]
     if fractions and len(numbers) + len(fractions) == len(texts):
         raise GraphoptError(
-            f"expected numbers with a decimal point, found {fractions[0]!r}: is it {_WITH_COMMA}?"
+            f"expected numbers with a decimal point, found {fractions[0]!r}{_of_commas(fractions)}"
         )
-    if 2 * len(numbers) > len(texts) > _FEW:
+    if 2 * len(numbers) > len(texts) > _FEW and not are_codes:
         odd = next(text for text in texts if text not in numbers)
         raise GraphoptError(
             f"row {cells.index(odd)}: expected a number, as in most rows, found {odd!r}: mend it"
@@ -538,8 +542,8 @@ def _parsed(values: np.ndarray, parse: Callable[[Any], float], expected: str) ->
             numbers[i] = parse(value)
         except (ValueError, TypeError, OverflowError) as error:
             text = str(value)
-            is_decimal = parse is _number and "," in text and suits(_number_with_comma, text)
-            mend = f": is it {_WITH_COMMA}?" if is_decimal else ""
+            others = [x for x in values.tolist() if isinstance(x, str) and "," in x]
+            mend = _of_commas([text, *others]) if parse is _number and "," in text else ""
             raise GraphoptError(f"row {i}: expected {expected}, found {text!r}{mend}") from error
     return numbers
 
@@ -557,6 +561,17 @@ def _number(value: Any) -> float:
 
 def _number_with_comma(value: Any) -> float:
     return _number(value.replace(".", " ").replace(",", ".") if isinstance(value, str) else value)
+
+
+def _of_commas(texts: Sequence[str]) -> str:
+    """Return what to do about commas in numbers, or nothing if these are no numbers."""
+    are_grouped = all(map(_GROUPED.fullmatch, texts))
+    if all(suits(_number_with_comma, text) for text in texts):
+        grouped = (
+            "remove the commas if they group thousands; if they begin fractions, " if are_grouped else ""
+        )
+        return f": {grouped}is it {_WITH_COMMA}?" if not grouped else f": {grouped}it is {_WITH_COMMA}"
+    return ": remove the commas, which group thousands" if are_grouped else ""
 
 
 def _text(value: Any) -> str:

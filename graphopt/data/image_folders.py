@@ -146,6 +146,11 @@ def _files_and_labels(
         raise GraphoptError(
             f"{root}: expected the folders of two classes or more, found {', '.join(map(repr, names))}"
         )
+    if labels is None and (parts := _parts_of_split(names)):
+        raise GraphoptError(
+            f"{root}: expected a folder for each class, found the parts of a split, {', '.join(map(repr, names))}: set "
+            f"data.path={root / parts[0]} and fit.validation={root / parts[-1]}"
+        )
     refuse_twice(str(root), "label", names)
     files: list[Path] = []
     classes: list[int] = []
@@ -157,6 +162,15 @@ def _files_and_labels(
         files += _files(folder)
         classes += [names.index(folder.name)] * (len(files) - len(classes))
     return files, np.array(classes, np.int64), names
+
+
+def _parts_of_split(names: Sequence[str]) -> list[str]:
+    """Return the folders to train on and to validate on, if all have names that people give to these; else none."""
+    training = [name for name in names if name.lower() in ("train", "training")]
+    others = [name for name in names if name.lower() in ("val", "valid", "validation", "dev", "eval")]
+    tests = [name for name in names if name.lower() in ("test", "testing")]
+    is_split = training and len(training) + len(others) + len(tests) == len(names)
+    return [training[0], (others or tests)[0]] if is_split else []
 
 
 def _files(root: Path) -> list[Path]:

@@ -6,7 +6,7 @@ import hashlib
 import math
 import warnings
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal, TypeVar
 
@@ -84,6 +84,28 @@ class Batches:
     def take(self, rows: Rows) -> dict[str, np.ndarray]:
         """Return rows by name in the graph's types and shapes; do not copy ranges of the right type."""
         return {column.name: column.take(rows) for column in self._columns}
+
+
+def other_shape(expected: Sequence[Any], found: tuple[int, ...], name: str) -> str:
+    """Return how to give rows another shape, if that keeps what is beside what; else nothing."""
+    moves = set()
+    for axis in range(len(found) if len(found) == len(expected) else 0):
+        rest = [i for i in range(len(found)) if i != axis]
+        orders = [(*rest[:to], axis, *rest[to:]) for to in range(len(found))]
+        moves |= {
+            order
+            for order in orders
+            if all(not isinstance(x, int) or x == found[i] for x, i in zip(expected, order, strict=True))
+        }
+    if len(moves) == 1:
+        order = ", ".join(str(i + 1) for i in next(iter(moves)))
+        return f": move the axes of each row, {name}.transpose(0, {order})"
+    sizes = [x for x in expected if isinstance(x, int)]
+    long = [[x for x in shape if x != 1] for shape in (sizes, found)]
+    if len(sizes) < len(expected) or math.prod(sizes) != math.prod(found) or not found:
+        return ""
+    keeps = long[0] == long[1] or min(map(len, long)) <= 1
+    return ": reshape each row, which has as many numbers" if keeps else ""
 
 
 def fixed_batch(inputs: Mapping[str, ir.Value]) -> int | None:
@@ -204,8 +226,7 @@ class _Column:
         static = [dim for dim in list(shape)[1:] if isinstance(dim, int)]
         is_class = self._is_target and self.array.dtype.kind in "iu" and found in ((), (1,))
         mend = ": for class numbers, choose loss=cross_entropy" if is_class else ""
-        if len(static) == len(shape) - 1 and math.prod(static) == math.prod(found) and found:
-            mend = ": reshape each row, which has as many numbers"
+        mend = other_shape(list(shape)[1:], found, self.name) or mend
         if self._is_text and len(static) == len(found) == 1:
             mend = f": set context={static[0]} and pad_to=context of the data for rows of this length"
             if self._is_target:

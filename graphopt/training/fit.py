@@ -102,6 +102,10 @@ def fit(executor: Executor, data: Data, **keywords: Any) -> Records:
     metrics_of(executor.inputs, listed(options.metrics))  # raises an error if one is wrong
     if has_rows(data):
         data = _numbered(executor, as_dataset(data))
+        if data.labels and len(data.labels) == 1:
+            raise GraphoptError(
+                f"{data.source}: expected a target of two classes or more, found {data.labels[0]!r} in all rows"
+            )
     source, held_out = _sources(executor, data, options)
     counts = [part.count for part in (source, held_out) if part is not None]
     _check_sizes(executor, options.batch_size, counts)

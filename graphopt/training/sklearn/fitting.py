@@ -26,6 +26,7 @@ import passes
 from graphopt.compiler import DEFAULT
 from graphopt.data import Batches, Dataset
 from graphopt.data.dataset import TARGET, WEIGHT, Array, LazyArray, SparseRows, is_sparse
+from graphopt.data.loader import other_shape
 from graphopt.errors import GraphoptError, some, unknown
 from graphopt.graph.loading import Source
 from graphopt.graph.roles import Role, labels_of, with_role
@@ -596,5 +597,8 @@ def _as_fed(array: Any, value: ir.Value) -> Array:
         fits = len(row) == rank(value) - 1 and math.prod(row) == array.shape[1]
         return SparseRows(array, row if fits else None, dtype_of(value).numpy())
     if len(row) == rank(value) - 1 and math.prod(row) == math.prod(array.shape[1:]):
+        mend = other_shape(row, array.shape[1:], "X")
+        if array.ndim > 2 and "reshape" not in mend and array.shape[1:] != (*row,):
+            raise GraphoptError(f"X: expected rows of shape {row}, found {list(array.shape[1:])}{mend}")
         array = array.reshape(len(array), *row)
     return np.ascontiguousarray(array, dtype_of(value).numpy())

@@ -1,0 +1,134 @@
+"""A remedy in an error is right: what it says to do is done here, and keeps the numbers beside each other."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import PIL.Image
+import pytest
+
+import graphopt
+import passes
+from graphopt import GraphoptError, data, models
+
+RNG = np.random.default_rng(0)
+CHANNELS = RNG.standard_normal((20, 6, 6, 3)).astype(np.float32)
+
+
+def executor(shape: tuple[int, ...] = (3, 6, 6)) -> graphopt.Executor:
+    steps = {"loss": passes.CrossEntropy(), "optimizer": passes.SGD(0.1)}
+    return graphopt.Executor(graphopt.compile(models.mlp(shape, 3), **steps), native=False)
+
+
+ROWS = {
+    "channels last": (CHANNELS, (3, 6, 6), r"move the axes of each row, x\.transpose\(0, 3, 1, 2\)$"),
+    "other sizes": (np.zeros((9, 4, 5, 3), np.float32), (3, 4, 5), r"x\.transpose\(0, 3, 1, 2\)$"),
+    "channels first": (np.zeros((9, 3, 4, 5), np.float32), (4, 5, 3), r"x\.transpose\(0, 2, 3, 1\)$"),
+    "flat": (np.zeros((9, 108), np.float32), (3, 6, 6), "reshape each row, which has as many numbers$"),
+    "to flat": (np.zeros((9, 3, 6, 6), np.float32), (108,), "reshape each row, which has as many numbers$"),
+    "gray": (np.zeros((9, 6, 6), np.float32), (1, 6, 6), "reshape each row, which has as many numbers$"),
+    "scrambled": (np.zeros((9, 9, 12), np.float32), (3, 6, 6), r"found \[9, 12\]$"),
+    "all axes": (np.zeros((9, 5, 4, 3), np.float32), (3, 4, 5), r"found \[5, 4, 3\]$"),
+}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_a_remedy_for_a_shape_keeps_neighbours(name: str) -> None:
+    x, shape, expected = ROWS[name]
+    with pytest.raises(GraphoptError, match=expected):
+        graphopt.fit(executor(shape), (x, np.zeros(len(x), np.int64)), epochs=1, verbose=False)
+
+
+def test_channels_last_are_not_scrambled_by_an_estimator() -> None:
+    y = np.arange(20) % 3
+    classifier = graphopt.OnnxClassifier(models.mlp((3, 6, 6), 3), max_iter=1)
+    with pytest.raises(
+        GraphoptError, match=r"^X: expected rows of shape \[3, 6, 6\].*X\.transpose\(0, 3, 1, 2\)$"
+    ):
+        classifier.fit(CHANNELS, y)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        moved = classifier.fit(CHANNELS.transpose(0, 3, 1, 2), y)
+    np.testing.assert_array_equal(moved.predict(CHANNELS.transpose(0, 3, 1, 2)).shape, (20,))
+    with pytest.raises(ValueError, match="X has 6 features"):
+        moved.predict(CHANNELS)
+
+
+def table(path: Path, cells: list[str]) -> Any:
+    path.write_text("a,y\n" + "\n".join(f'"{cell}",{"uv"[i % 2]}' for i, cell in enumerate(cells)))
+    return lambda columns: data.csv(str(path), target="y", columns=columns).learn()
+
+
+COMMAS = {
+    "thousands": (
+        [f"{i},{i:03}" for i in range(1, 60)],
+        "remove the commas if they group thousands; if they begin fr",
+    ),
+    "millions": ([f"{i},000,{i:03}" for i in range(1, 60)], "remove the commas, which group thousands"),
+    "both": ([f"{i},{i:03}.5" for i in range(1, 60)], "remove the commas, which group thousands"),
+    "fractions": ([f"{i},{i % 9}" for i in range(60)], r"is it \{kind: number, decimal: ','\}\?"),
+    "a fraction among thousands": (["1,500", "2,5"] * 30, r": is it \{kind: number, decimal: ','\}\?"),
+    "mixed": (["1,500,000", "2,5"] * 30, None),
+}
+
+
+@pytest.mark.parametrize("name", COMMAS)
+@pytest.mark.parametrize("columns", ["auto", {"a": {"kind": "number"}}], ids=["auto", "number"])
+def test_commas_are_read_as_the_remedy_says(name: str, columns: Any, tmp_path: Path) -> None:
+    cells, expected = COMMAS[name]
+    if expected is None:
+        if columns != "auto":
+            with pytest.raises(GraphoptError) as found:
+                table(tmp_path / "t.csv", cells)(columns)
+            assert "decimal" not in str(found.value) and "thousands" not in str(found.value)
+        return
+    with pytest.raises(GraphoptError, match=expected) as raised:
+        table(tmp_path / "t.csv", cells)(columns)
+    if "decimal: ','" in str(raised.value) and "thousands" not in str(raised.value):
+        read = table(tmp_path / "t.csv", cells)({"a": {"kind": "number", "decimal": ","}})
+    else:
+        read = table(tmp_path / "t.csv", [cell.replace(",", "") for cell in cells])(columns)
+    assert read.columns is not None
+
+
+def test_codes_keep_their_zeros(tmp_path: Path) -> None:
+    codes = ["00001", "10001", "00017", "99999"] * 10
+    (column,) = table(tmp_path / "t.csv", codes)("auto").columns.columns.values()
+    assert isinstance(column, data.Category) and {*column.known} >= {*codes}
+    (column,) = table(tmp_path / "t.csv", ["0", "10", "0.5", "-3"] * 10)("auto").columns.columns.values()
+    assert isinstance(column, data.Number)
+
+
+def test_one_class_in_all_rows_does_not_train(tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_text("a,target\n" + "".join(f"{i},yes\n" for i in range(40)))
+    read = data.csv(str(tmp_path / "t.csv"))
+    with pytest.raises(
+        GraphoptError, match="expected a target of two classes or more, found 'yes' in all rows"
+    ):
+        graphopt.fit(executor((1,)), read, epochs=1, verbose=False)
+
+
+@pytest.mark.parametrize("names", [("train", "val"), ("Train", "Test"), ("training", "validation", "test")])
+def test_the_parts_of_a_split_are_no_classes(names: tuple[str, ...], tmp_path: Path) -> None:
+    for part in names:
+        for kind in ("cat", "dog"):
+            (tmp_path / part / kind).mkdir(parents=True)
+            PIL.Image.new("RGB", (4, 4), "red").save(tmp_path / part / kind / "1.png")
+    with pytest.raises(GraphoptError, match="found the parts of a split") as found:
+        data.images(str(tmp_path))
+    paths = re.search(r"data\.path=(\S+) and fit\.validation=(\S+)$", str(found.value))
+    assert paths is not None
+    for path in paths.groups():
+        assert data.images(path).labels == ("cat", "dog")
+    assert data.images(str(tmp_path), labels=sorted(names)).labels == tuple(sorted(names))
+
+
+def test_other_names_are_classes(tmp_path: Path) -> None:
+    for kind in ("train", "car"):
+        (tmp_path / kind).mkdir()
+        PIL.Image.new("RGB", (4, 4), "red").save(tmp_path / kind / "1.png")
+    assert data.images(str(tmp_path)).labels == ("car", "train")
