@@ -230,6 +230,16 @@ def test_dpo_is_trls_over_several_steps(name: str) -> None:
         np.testing.assert_allclose(outputs[f"{key}.next"], w.detach().numpy(), rtol=1e-6, atol=1e-9)
 
 
+@pytest.mark.parametrize("name", ["default", "smoothed", "robust"])
+@pytest.mark.parametrize("beta", [0.5, 2000.0])
+def test_dpo_in_float64_runs_on_the_runtime(name: str, beta: float) -> None:
+    """ONNX Runtime has no Softplus in float64; large margins do not overflow."""
+    options, proto = {**OPTIONS[name], "beta": beta, "reference": "none"}, language_model()
+    step = graphopt.compile(proto, loss=passes.DPO(**options), optimizer=passes.SGD(1e-6))
+    found = graphopt.Executor(step, native=False).step({**TOKENS, **MASKS})["loss"]
+    assert found == pytest.approx(preference(torch_weights(proto), None, options).item(), rel=1e-8)
+
+
 def test_dpo_takes_precomputed_log_probabilities() -> None:
     proto = language_model(np.float32)
     given = {

@@ -56,7 +56,7 @@ class Copies(dict[str, Any]):
             f"executor.{self._setter}, or copy the values, dict(...)"
         )
 
-    __setitem__ = __delitem__ = __ior__ = clear = pop = popitem = setdefault = update = _refuse  # type: ignore[assignment]
+    __setitem__ = __delitem__ = __ior__ = clear = pop = popitem = setdefault = update = _refuse
 
     def __reduce__(self) -> tuple[Any, ...]:
         return dict, (dict(self),)

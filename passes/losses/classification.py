@@ -91,9 +91,9 @@ class BinaryCrossEntropy(Loss):
             p = op.Clip(prediction, epsilon(prediction), 1 - epsilon(prediction))
             log_p, log_rest = op.Log(p), op.Log(1 - p)
         elif self.class_weights is None:
-            return _softplus(op, logits) - target * logits
+            return softplus(op, logits) - target * logits
         else:
-            log_p, log_rest = -_softplus(op, -logits), -_softplus(op, logits)
+            log_p, log_rest = -softplus(op, -logits), -softplus(op, logits)
         w0, w1 = self._weights()
         return -(_times(w1, target) * log_p + _times(w0, 1 - target) * log_rest)
 
@@ -489,7 +489,7 @@ def _log_probabilities(op: Emitter, prediction: ir.Value, from_logits: bool, axi
     return op.Log(positive(op, prediction)) if logits is None else op.LogSoftmax(logits, axis=axis)
 
 
-def _softplus(op: Emitter, x: ir.Value) -> ir.Value:
+def softplus(op: Emitter, x: ir.Value) -> ir.Value:
     """Emit log(1 + e^x). In float64, which onnxruntime's Softplus does not support, emit two parts that join at 0."""
     if x.dtype != ir.DataType.DOUBLE:
         return op.Softplus(x)

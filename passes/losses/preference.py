@@ -16,6 +16,7 @@ from graphopt.graph.roles import Role, set_role, with_role
 from graphopt.graph.values import dtype_of, name_of
 from graphopt.intervals import within
 from passes.losses.causal import CausalLanguageModel
+from passes.losses.classification import softplus
 from passes.losses.frozen import before_training, put_in, share_weights
 from passes.losses.loss import new_input
 from passes.losses.pairs import PairLoss, split_outputs, split_rows, stack_inputs
@@ -127,12 +128,12 @@ class DPO(PairLoss):
 
 
 def _sigmoid(op: Emitter, d: ir.Value, beta: float, noise: float) -> ir.Value:
-    losses = op.Softplus(-beta * d)
-    return (1 - noise) * losses + noise * op.Softplus(beta * d) if noise else losses
+    losses = softplus(op, -beta * d)
+    return (1 - noise) * losses + noise * softplus(op, beta * d) if noise else losses
 
 
 def _robust(op: Emitter, d: ir.Value, beta: float, noise: float) -> ir.Value:
-    return ((1 - noise) * op.Softplus(-beta * d) - noise * op.Softplus(beta * d)) / (1 - 2 * noise)
+    return ((1 - noise) * softplus(op, -beta * d) - noise * softplus(op, beta * d)) / (1 - 2 * noise)
 
 
 _FUNCTIONS: dict[str, Callable[[Emitter, ir.Value, float, float], ir.Value]] = {
