@@ -525,6 +525,22 @@ def test_a_fusion_that_fails_is_left_out(target, monkeypatch):
     assert executor.step(x=np.ones((2, 3), np.float32), target=np.ones((2, 2), np.float32))["loss"] > 0
 
 
+@pytest.mark.filterwarnings("error")
+def test_what_a_form_says_of_the_graph_is_not_blamed_on_the_fusions(monkeypatch):
+    tried = []
+
+    def refuse(self, model):
+        tried.append(model)
+        raise graphopt.GraphoptError("expected another graph")
+
+    step = graphopt.compile(models.linear((3,), 2), loss=passes.MeanSquaredError(), optimizer=passes.SGD(0.1))
+    monkeypatch.setattr(passes.Portable, "rewrite", refuse)
+    monkeypatch.setattr("graphopt.targets.target.read_model", lambda *_: None)
+    with pytest.raises(graphopt.GraphoptError, match="expected another graph"):
+        graphopt.lower(step, "portable")
+    assert len(tried) == 1
+
+
 def test_no_transpose_that_a_gemm_can_do():
     proto = model(
         """g (float[N,5,4] x) => (float[N,5,3] y) {

@@ -144,13 +144,19 @@ def _typed(message: onnx.ModelProto, propagate: bool) -> onnx.GraphProto:
 
 def _complete(model: ir.Model, propagate: bool) -> None:
     """Infer again while ranks are missing that follow from what formulas say of vectors of sizes."""
-    missing = [x for x in _inferable(model.graph) if x.shape is None]
-    more = bool(missing)
-    while more:
+    missing, before = [x for x in _inferable(model.graph) if x.shape is None], 0
+    named = _symbols_of(model.graph.inputs)
+    while len(missing) != before and any(_may_follow(x, named) for x in missing):
         unify_sizes(model)
         _infer(model, propagate)
-        left = [x for x in missing if x.shape is None]
-        missing, more = left, 0 < len(left) < len(missing)
+        before, missing = len(missing), [x for x in missing if x.shape is None]
+
+
+def _may_follow(x: ir.Value, named: set[str]) -> bool:
+    """Return whether a rank may follow once formulas say more of the sizes that the value's node reads."""
+    node = x.producer()
+    read = [] if node is None else [y for y in node.inputs if y is not None]
+    return node is None or bool(subgraphs(node)) or not named.issuperset(_symbols_of(read))
 
 
 def _is_attention(node: ir.Node | None) -> bool:

@@ -149,11 +149,13 @@ def _of_atom(atom: _Atom, power: int = 1) -> Formula:
     return Formula(frozenset({(frozenset({(atom, power)}), Fraction(1))}))
 
 
+@functools.lru_cache(2**10)
 def number(value: int | Fraction) -> Formula:
     """Return the formula of a number."""
     return _formula(value)
 
 
+@functools.lru_cache(2**10)
 def symbol(name: str, least: int = 1) -> Formula:
     """Return the formula of a size that is at least so large."""
     return _of_atom(Symbol(name, least))

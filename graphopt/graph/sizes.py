@@ -106,7 +106,7 @@ class _Sizes:
             return None
         if x not in self._values:
             may_change = x.is_graph_input() and self._may_be_fed
-            tensor = None if may_change else ir.convenience.get_const_tensor(x)
+            tensor = None if may_change else _tensor_of(x)
             is_short = tensor is not None and tensor.size <= _MOST_VALUES and len(tensor.shape) < 2
             if tensor is None or not is_short or tensor.dtype not in _INTEGERS:
                 return None
@@ -171,6 +171,15 @@ class _Sizes:
                 found = self.of(min(sizes, key=self.is_open))
                 for size in sizes:
                     self._note(size, found)
+
+
+def _tensor_of(x: ir.Value) -> ir.TensorProtocol | None:
+    """Return the tensor of a constant value. Of a Constant node, onnx_ir reads all methods of the tensor."""
+    node = x.producer()
+    if node is None or node.op_type != "Constant" or node.domain or "value" not in node.attributes:
+        return ir.convenience.get_const_tensor(x)
+    tensor: ir.TensorProtocol | None = node.attributes["value"].value
+    return tensor
 
 
 _INTEGERS = (ir.DataType.INT64, ir.DataType.INT32, ir.DataType.BOOL)

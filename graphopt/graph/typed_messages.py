@@ -39,8 +39,7 @@ def message_for_inference(model: ir.Model, propagate: bool) -> onnx.ModelProto:
     for graph in _graphs(message.graph) if propagate else ():
         if any(node.op_type == "Range" for node in graph.node):
             _count_by_shape(graph, version)
-        if any(_is_bounded(node) and not constants.keys() >= {*_bounds(node)} for node in graph.node):
-            _hide_bounds(graph, constants)
+        _hide_bounds(graph, constants)
     return message
 
 
@@ -63,28 +62,16 @@ def _bring_in(body: onnx.GraphProto, constants: Mapping[str, onnx.TensorProto]) 
         _replace_nodes(body, [*copies.values(), *body.node])
 
 
-def _is_bounded(node: onnx.NodeProto) -> bool:
-    return node.op_type == "Slice" and not node.domain and len(node.input) > _BOUNDS[-1]
-
-
-def _bounds(node: onnx.NodeProto) -> list[str]:
-    return [node.input[i] for i in _BOUNDS]
-
-
 def _hide_bounds(graph: onnx.GraphProto, constants: Collection[str]) -> None:
     """Hide the number of the bounds of a Slice that are not constant, which ONNX 1.23 takes for 0 in a vector."""
-    nodes, make = [], onnx.helper.make_node
-    for node in graph.node:
-        place = next((i for i in _BOUNDS if _is_bounded(node) and node.input[i] not in constants), None)
-        if place is None:
-            nodes.append(node)
-            continue
-        hidden, y = onnx.NodeProto.FromString(node.SerializeToString()), node.output[0]
-        nodes.append(make("Constant", [], [f"{y}/any"], value=_ANY))
-        nodes.append(make("Compress", [node.input[place], f"{y}/any"], [f"{y}/bound"]))
-        hidden.input[place] = f"{y}/bound"
-        nodes.append(hidden)
-    _replace_nodes(graph, nodes)
+    make, slices = onnx.helper.make_node, [(i, x) for i, x in enumerate(graph.node) if x.op_type == "Slice"]
+    for i, node in reversed(slices):  # what is put before a node moves those behind it
+        place = next((i for i in _BOUNDS if i < len(node.input) and node.input[i] not in constants), None)
+        if place is not None and not node.domain:
+            bound, y = node.input[place], node.output[0]
+            node.input[place] = f"{y}/bound"
+            graph.node.insert(i, make("Compress", [bound, f"{y}/any"], [f"{y}/bound"]))
+            graph.node.insert(i, make("Constant", [], [f"{y}/any"], value=_ANY))
 
 
 def _replace_nodes(graph: onnx.GraphProto, nodes: list[onnx.NodeProto]) -> None:

@@ -70,6 +70,8 @@ class Target(metaclass=Checked):
                 return model
         try:
             model = self.pipeline.rewrite(step.clone())
+        except GraphoptError:  # a pass says what the user can do
+            raise
         except Exception as error:
             if _FUSIONS not in self.pipeline or TARGETS.get(self.name) is not self:  # steps of somebody else
                 raise
