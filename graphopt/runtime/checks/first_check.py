@@ -20,6 +20,7 @@ import onnx_ir as ir
 
 from graphopt.errors import line
 from graphopt.graph import provenance
+from graphopt.graph.operators import CONVOLUTIONS
 from graphopt.graph.precision import retype
 from graphopt.graph.roles import Role, with_role
 from graphopt.graph.state import LEARNING_RATE, LOSS_SCALE, STEP, accumulators
@@ -227,7 +228,9 @@ class _Step:
 
     def losses(self) -> Iterator[tuple[Callable[[Arrays], float], Precision]]:
         """Yield functions that compute the loss at points, the most precise one that runs first."""
-        types = [ir.DataType.DOUBLE] if self._is_small else []
+        part = self._forward.part
+        has_convolutions = any(node.op_type in CONVOLUTIONS for node in part.graph)  # float32 on every CPU
+        types = [ir.DataType.DOUBLE] if self._is_small and not has_convolutions else []
         for dtype in (*types, ir.DataType.FLOAT if self._is_narrow else None):
             part = self._forward.part.clone()
             if dtype is not None:
