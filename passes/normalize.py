@@ -40,7 +40,7 @@ from graphopt.graph.values import constant_of, dims_of, is_floating, name_of, sw
 from passes.free_batch import free_batch
 from passes.gradients.registry import NO_GRADIENT, RULES
 from passes.gradients.rules.shape import spread_pads
-from passes.gradients.rules.windows import cropped, halved, window_of
+from passes.gradients.rules.windows import Window, cropped, halved, same_of_transposed, window_of
 from passes.lowering import classical
 from passes.lowering.attention import mark_scores
 from passes.lowering.caches import choose_branches, remove_caches, set_aside
@@ -323,15 +323,25 @@ def lift(model: ir.Model) -> None:
 
 
 def pads_for_output_shapes(model: ir.Model) -> None:
-    """Replace the `output_shape` of a ConvTranspose by equivalent pads if the sizes of its input are known.
+    """Replace the `output_shape` of a ConvTranspose by equivalent pads if its input has known sizes, and SAME padding.
 
-    ONNX infers a wrong rank if the output is smaller than the input.
+    ONNX infers a wrong rank if the output is smaller than the input, and with SAME padding adds `output_padding` to
+    the sizes, which ONNX Runtime crops.
     """
     for node in model.graph:
-        if node.op_type != "ConvTranspose" or node.domain != "" or "output_shape" not in node.attributes:
+        if node.op_type != "ConvTranspose" or node.domain != "":
             continue
         x, w = node.inputs[:2]
         assert x is not None and w is not None
+        auto_pad = node.attributes.get_string("auto_pad", "NOTSET")
+        if "output_shape" not in node.attributes:
+            if (
+                auto_pad.startswith("SAME")
+                and w.shape is not None
+                and all(isinstance(n, int) for n in w.shape[2:])
+            ):
+                _set_pads(node, same_of_transposed(window_of(x, node, w, "NOTSET"), node))
+            continue
         sizes = [] if x.shape is None or w.shape is None else x.shape[2:]
         if not sizes or not all(isinstance(n, int) for n in [*sizes, *dims_of(w)[2:]]):
             continue
@@ -341,10 +351,13 @@ def pads_for_output_shapes(model: ir.Model) -> None:
         totals = cropped(window, sizes, wanted, more)
         if (totals < 0).any():
             continue
-        window = halved(window, totals, node.attributes.get_string("auto_pad", "NOTSET"))
         node.attributes.pop("output_shape")
-        node.attributes.pop("auto_pad", None)
-        node.attributes.add(ir.AttrInt64s("pads", [*window.begin, *window.end]))
+        _set_pads(node, halved(window, totals, auto_pad))
+
+
+def _set_pads(node: ir.Node, window: Window) -> None:
+    node.attributes.pop("auto_pad", None)
+    node.attributes.add(ir.AttrInt64s("pads", [*window.begin, *window.end]))
 
 
 def pad_all_axes(model: ir.Model) -> None:

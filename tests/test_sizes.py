@@ -295,6 +295,23 @@ def test_a_size_is_known_where_its_formula_is_proved(text, shape):
         assert y.shape is None or not any(isinstance(dim, int) or dim == "S" for dim in y.shape)
 
 
+@pytest.mark.parametrize(("kernel", "more"), [(1, 0), (1, 1), (2, 0), (3, 0), (3, 1), (4, 2)])
+def test_same_padding_of_a_transposed_convolution_crops_and_never_extends(kernel, more):
+    """ONNX Runtime is the oracle: a kernel shorter than the stride makes less than sizes times strides."""
+    proto = model(
+        f"""g (float[N,1,S] x) => (float[N,1,A] y, float[N,1,B] z) {{
+            y = ConvTranspose<auto_pad="SAME_UPPER", strides=[3], output_padding=[{more}]>(x, w)
+            z = Concat<axis=2>(x, x, x)
+        }}""",
+        w=np.ones((1, 1, kernel)),
+    )
+    y, z = (value.shape[2] for value in inferred(proto).graph.outputs)
+    session = onnxruntime.InferenceSession(proto.SerializeToString())
+    for size in (1, 2, 5):
+        lengths = [array.shape[2] for array in session.run(None, {"x": np.ones((2, 1, size), np.float32)})]
+        assert (y == z) == (lengths[0] == lengths[1])
+
+
 def test_what_holds_in_a_branch_that_does_not_run_does_not_hold_outside():
     text = """g (float[N,S] x, bool[N,S] m, bool c) => (float y) {
         i = NonZero(m) t = Transpose<perm=[1,0]>(i) a = Cast<to=1>(t) p = Slice(a, zero, one, one)

@@ -110,7 +110,8 @@ def _is_inferred_wrongly(node: ir.Node | None) -> bool:
     if node is None or node.op_type not in ("ConvTranspose", "Resize"):
         return False
     if node.op_type == "ConvTranspose":
-        return "output_shape" in node.attributes
+        is_same = node.attributes.get_string("auto_pad", "NOTSET").startswith("SAME")
+        return "output_shape" in node.attributes or (is_same and "output_padding" in node.attributes)
     return node.attributes.get_string("keep_aspect_ratio_policy", "stretch") != "stretch"
 
 

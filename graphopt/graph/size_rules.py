@@ -320,11 +320,12 @@ def _transposed_windows(read: Read) -> list[Sizes]:
     mode = _text(read.attributes.get("auto_pad"))
     sizes: list[Maybe] = []
     for i, size in enumerate(x[2:]):
+        reach = (w[i + 2] - 1) * dilations[i] + 1 + more[i]  # of one window
         if mode.startswith("SAME"):
-            sizes.append(size * strides[i] if not more[i] else None)
-            continue
-        crop = 0 if mode == "VALID" else pads[i] + pads[i + n]
-        sizes.append((size - 1) * strides[i] + more[i] + (w[i + 2] - 1) * dilations[i] + 1 - crop)
+            crop = largest(reach - strides[i], number(0))
+        else:
+            crop = number(0 if mode == "VALID" else pads[i] + pads[i + n])
+        sizes.append((size - 1) * strides[i] + reach - crop)
     return [[x[0], channels, *sizes]]
 
 

@@ -69,6 +69,36 @@ def window_of(x: Value, node: Node, w: Input = None, auto_pad: str = "") -> Wind
     return halved(window, np.array(totals), auto_pad)
 
 
+def padded(op: Emitter, x: Value, node: Node, w: Input = None) -> tuple[Window, Value, Value | None]:
+    """Return the window of a node, what it slides over, and where the input begins in that if it has been padded.
+
+    With SAME padding and strides, the pads depend on the sizes. If these are open, the input is padded at run time,
+    as https://onnx.ai/onnx/operators/onnx__AveragePool.html defines the pads, and the window has none.
+    """
+    auto_pad = node.attributes.get_string("auto_pad", "NOTSET")
+    window = window_of(x, node, w, "VALID" if auto_pad.startswith("SAME") else "")
+    is_open = any(
+        stride > 1 and not isinstance(size, int)
+        for size, stride in zip(dims_of(x)[2:], window.strides, strict=True)
+    )
+    if not is_open or not auto_pad.startswith("SAME"):
+        return window_of(x, node, w), x, None
+    sizes, strides = op.shape_of(x, 2), op.constant(np.array(window.strides, np.int64))
+    reached = ((sizes + strides - 1) / strides - 1) * strides + np.array(window.extent, np.int64)
+    total = op.Max(reached - sizes, 0)
+    begin = total / 2 if auto_pad == "SAME_UPPER" else total - total / 2
+    larger: Value = op.Pad(x, op.Concat([0, 0], begin, [0, 0], total - begin, axis=0))
+    larger.shape = ir.Shape([*dims_of(x)[:2], *[None] * len(window.kernel)])
+    return window, larger, begin
+
+
+def without_pads(op: Emitter, dx: Value, x: Value, begin: Value | None) -> Value:
+    """Return the part of the gradient of a padded input that belongs to the input."""
+    if begin is None:
+        return like(dx, x)
+    return like(op.Slice(dx, begin, begin + op.shape_of(x, 2), list(range(2, rank(x)))), x)
+
+
 def unknown_sizes(what: str, x: Value) -> GraphoptError:
     """Return the error for a rule that needs more than `x` declares."""
     return GraphoptError(
@@ -167,9 +197,9 @@ def correlation(op: Emitter, window: Window, x: Value, dy: Value, w: Value, grou
 def conv(
     op: Emitter, dy: Value, x: Value, w: Value, bias: Input = None, *, node: Node, group: int
 ) -> Gradients:
-    window = window_of(x, node, w)
-    dx = like(transposed(op, window, dy, w, x, group), x)
-    return [dx, correlation(op, window, x, dy, w, group), _by_channel(op, dy, bias)]
+    window, inner, begin = padded(op, x, node, w)
+    dx = without_pads(op, transposed(op, window, dy, w, inner, group), x, begin)
+    return [dx, correlation(op, window, inner, dy, w, group), _by_channel(op, dy, bias)]
 
 
 @rule("ConvTranspose")
@@ -179,7 +209,9 @@ def conv_transpose(
     """Convolve: the gradient of a transposed convolution is the convolution itself."""
     window = window_of(x, node, w, "NOTSET")
     more = node.attributes.get_ints("output_padding", [0] * len(window.kernel))
-    if "output_shape" in node.attributes or auto_pad.startswith("SAME"):
+    if "output_shape" not in node.attributes and auto_pad.startswith("SAME"):
+        window = same_of_transposed(window, node)
+    elif "output_shape" in node.attributes:
         sizes, total = dims_of(x)[2:], dims_of(dy)[2:]
         if not all(isinstance(size, int) for size in (*sizes, *total)):
             raise unknown_sizes("the pads of a ConvTranspose need", x)
@@ -188,6 +220,13 @@ def conv_transpose(
     if any(size >= stride for size, stride in zip(more, window.strides, strict=True)):
         dx = op.Slice(dx, [0] * len(more), op.shape_of(x, 2), list(range(2, rank(x))))
     return [like(dx, x), correlation(op, window, dy, x, w, group), _by_channel(op, dy, bias)]
+
+
+def same_of_transposed(window: Window, node: Node) -> Window:
+    """Return the window of a ConvTranspose with SAME padding, whose output has an input's sizes times the strides."""
+    more = node.attributes.get_ints("output_padding", [0] * len(window.kernel))
+    totals = np.array(window.extent) + more - window.strides
+    return halved(window, np.maximum(totals, 0), node.attributes.get_string("auto_pad"))
 
 
 def cropped(window: Window, sizes: Any, total: Any, more: Sequence[int]) -> np.ndarray:
@@ -275,11 +314,14 @@ def average_pool(
 
     If windows tile the input, each element gets the share of its window.
     """
-    window = window_of(x, node)
-    share = dy / divisor(op, window, x, dy, ceil_mode, count_include_pad)
+    window, inner, begin = padded(op, x, node)
+    if begin is not None and not count_include_pad:
+        share = dy / counted(op, window, padded(op, ones_like(op, x), node)[1], dy)
+    else:
+        share = dy / divisor(op, window, x, dy, ceil_mode, count_include_pad)
     if tiling(x, node, ceil_mode) is not None:
         return [repeat_window(op, window, share, x)]
-    return [spread_window(op, window, share, x)]
+    return [without_pads(op, spread_window(op, window, share, inner), x, begin)]
 
 
 def spread_window(op: Emitter, window: Window, dy: Value, x: Value) -> Value:
@@ -326,10 +368,7 @@ def divisor(
     counts = []
     for i, (size, windows) in enumerate(zip(dims_of(x)[2:], dims_of(dy)[2:], strict=True)):
         if not isinstance(size, int) or not isinstance(windows, int):
-            if ceil_mode:
-                raise unknown_sizes("AveragePool with ceil_mode needs", x)
-            ones = op.Expand(op.constant(1.0, like=x), op.Concat([1, 1], op.shape_of(x, 2), axis=0))
-            return taps * average(op, window, ones)  # each window's share inside `x`
+            return counted(op, window, ones_like(op, x), dy, ceil_mode, count_include_pad)
         before, after = (window.begin[i], window.end[i]) if count_include_pad else (0, 0)
         constant_size(windows, window.kernel[i])
         first = np.arange(windows)[:, None] * window.strides[i] - window.begin[i]
@@ -339,12 +378,37 @@ def divisor(
     return op.constant(functools.reduce(np.multiply.outer, counts).tolist(), like=dy)
 
 
+def ones_like(op: Emitter, x: Value) -> Value:
+    """Return one channel of ones in the spatial sizes of `x`."""
+    ones: Value = op.Expand(op.constant(1.0, like=x), op.Concat([1, 1], op.shape_of(x, 2), axis=0))
+    ones.shape = ir.Shape([1, 1, *dims_of(x)[2:]])
+    return ones
+
+
+def counted(
+    op: Emitter, window: Window, ones: Value, dy: Value, ceil_mode: int = 0, count_include_pad: int = 0
+) -> Value:
+    """Return how many ones each window covers, and how many pads if these count, from the sizes at run time."""
+    axes = list(range(2, rank(dy)))
+    none, zero = [0] * len(axes), op.constant(0.0, like=ones)
+    if count_include_pad:
+        ones = op.Pad(ones, [0, 0, *window.begin, 0, 0, *window.end], zero + 1.0)
+        window = replace(window, begin=none, end=none)
+    if ceil_mode:  # zeros make the last windows whole
+        ends = [end + stride - 1 for end, stride in zip(window.end, window.strides, strict=True)]
+        ones = op.Pad(ones, [0, 0, *window.begin, 0, 0, *ends], zero)
+        window = replace(window, begin=none, end=none)
+    counts: Value = average(op, window, ones) * float(np.prod(window.kernel))
+    return op.Slice(counts, none, op.shape_of(dy, 2), axes) if ceil_mode else counts
+
+
 @rule("LpPool", "GlobalLpPool")
 def lp_pool(op: Emitter, dy: Value, x: Value, *, y: Value, node: Node, p: int) -> Gradients:
     """Differentiate y = (sum |x|^p)^(1/p): dx = sign(x) |x|^(p-1) y^(1-p) dy, and 0 if all elements are 0."""
     share = dy * op.Pow(nonzero(op, y), op.constant(1.0 - p, like=y))
     if node.op_type == "LpPool":
-        share = spread_window(op, window_of(x, node), share, x)
+        window, inner, begin = padded(op, x, node)
+        share = without_pads(op, spread_window(op, window, share, inner), x, begin)
     return [op.Sign(x) * op.Pow(op.Abs(x), op.constant(p - 1.0, like=x)) * share]
 
 

@@ -1,0 +1,123 @@
+"""Windows whose pads or counts depend on open sizes train as in PyTorch, which gets explicit pads, at several sizes."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from builders import model
+from torch import Tensor
+from torch.nn import functional
+
+import graphopt
+import passes
+
+SIZES = [(2, 6, 7), (1, 5, 4), (3, 9, 8), (2, 3, 3)]  # batch, height, width
+KERNEL, STRIDES = (3, 2), (2, 3)
+WINDOW = "kernel_shape=[3,2], strides=[2,3]"
+
+
+def same(x: Tensor, is_upper: bool) -> Tensor:
+    """Pad the last two axes as SAME does: as many windows as strides begin in them."""
+    pads: list[int] = []
+    for size, kernel, stride in zip(x.shape[2:], KERNEL, STRIDES, strict=True):
+        total = max((-(-size // stride) - 1) * stride + kernel - size, 0)
+        less, more = total // 2, total - total // 2
+        pads = [*((less, more) if is_upper else (more, less)), *pads]
+    return functional.pad(x, pads)
+
+
+def average(x: Tensor, is_upper: bool, counts_pads: bool) -> Tensor:
+    sums = functional.avg_pool2d(same(x, is_upper), KERNEL, STRIDES)
+    return (
+        sums
+        if counts_pads
+        else sums / functional.avg_pool2d(same(torch.ones_like(x), is_upper), KERNEL, STRIDES)
+    )
+
+
+def power(x: Tensor, is_upper: bool) -> Tensor:
+    return (functional.avg_pool2d(same(x, is_upper) ** 2, KERNEL, STRIDES) * 6).sqrt()
+
+
+def transposed(x: Tensor, w: Tensor, is_upper: bool, more: int) -> Tensor:
+    y = functional.conv_transpose2d(x, w, stride=STRIDES, output_padding=more)
+    for axis, (kernel, stride) in enumerate(zip(KERNEL, STRIDES, strict=True), 2):
+        total = max(kernel + more - stride, 0)
+        begin = total // 2 if is_upper else total - total // 2
+        y = y.narrow(axis, begin, y.shape[axis] - total)
+    return y
+
+
+CASES = {
+    f"{op} {'upper' if is_upper else 'lower'}": (node.replace("MODE", mode), reference)
+    for is_upper, mode in ((True, 'auto_pad="SAME_UPPER"'), (False, 'auto_pad="SAME_LOWER"'))
+    for op, node, reference in [
+        (
+            "average without pads",
+            f"AveragePool<{WINDOW}, MODE>(v)",
+            lambda v, w, is_upper=is_upper: average(v, is_upper, False),
+        ),
+        (
+            "average with pads",
+            f"AveragePool<{WINDOW}, count_include_pad=1, MODE>(v)",
+            lambda v, w, is_upper=is_upper: average(v, is_upper, True),
+        ),
+        ("norm", f"LpPool<{WINDOW}, MODE>(v)", lambda v, w, is_upper=is_upper: power(v, is_upper)),
+        (
+            "maximum",
+            f"MaxPool<{WINDOW}, MODE>(v)",
+            lambda v, w, is_upper=is_upper: functional.max_pool2d(same(v + 9, is_upper), KERNEL, STRIDES) - 9,
+        ),
+        (
+            "convolution",
+            "Conv<strides=[2,3], MODE>(v, w)",
+            lambda v, w, is_upper=is_upper: functional.conv2d(same(v, is_upper), w, stride=STRIDES),
+        ),
+        *(
+            (
+                f"transposed convolution, {more} more",
+                f"ConvTranspose<strides=[2,3], output_padding=[{more},{more}], MODE>(v, w)",
+                lambda v, w, is_upper=is_upper, more=more: transposed(v, w, is_upper, more),
+            )
+            for more in (0, 1)
+        ),
+    ]
+} | {
+    f"average rounded up, pads {pads}, {'counted' if counts else 'not counted'}": (
+        f"AveragePool<kernel_shape=[3,3], strides=[2,3], ceil_mode=1, pads=[{pads},{pads},{pads},{pads}], "
+        f"count_include_pad={counts}>(v)",
+        lambda v, w, pads=pads, counts=counts: functional.avg_pool2d(v, 3, STRIDES, pads, True, bool(counts)),
+    )
+    for pads in (0, 1)
+    for counts in (0, 1)
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_open_sizes_train_as_in_pytorch(case):
+    node, reference = CASES[case]
+    rng = np.random.default_rng(0)
+    arrays = {"s": rng.standard_normal((1, 2, 1, 1)), "w": rng.standard_normal((2, 2, *KERNEL))}
+    text = f"g (float[N,2,H,W] x) => (float[N,2,A,B] y) {{ v = Mul(x, s) y = {node} }}"
+    read = {name: array for name, array in arrays.items() if name in ("s", "w")[: 1 + ("w)" in node)]}
+    step = graphopt.compile(model(text, **read), loss=passes.MeanSquaredError(), optimizer=passes.SGD(0.05))
+    ours = [graphopt.Executor(step, native=native, threads=1) for native in (False, True)]
+    weights = {
+        name: torch.tensor(array, dtype=torch.float32, requires_grad=True) for name, array in read.items()
+    }
+    optimizer = torch.optim.SGD(weights.values(), 0.05)
+    for batch, height, width in SIZES:
+        x = rng.standard_normal((batch, 2, height, width)).astype(np.float32)
+        y = reference(torch.tensor(x) * weights["s"], weights.get("w"))
+        target = rng.standard_normal(y.shape).astype(np.float32)
+        loss = functional.mse_loss(y, torch.tensor(target))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        for executor in ours:
+            np.testing.assert_allclose(executor.step(x=x, target=target)["loss"], loss.item(), rtol=1e-5)
+            for name, weight in weights.items():
+                np.testing.assert_allclose(
+                    executor.parameters[name], weight.detach().numpy(), rtol=2e-5, atol=1e-6
+                )
