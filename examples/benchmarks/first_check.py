@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import collections
 import importlib
+import math
 import multiprocessing
 import os
 import statistics
@@ -29,6 +30,7 @@ import numpy as np
 import graphopt
 import passes
 from graphopt import models
+from graphopt.graph.roles import Role, with_role
 from graphopt.runtime.checks.findings import CheckTable
 from graphopt.runtime.checks.first_check import FirstCheck
 from graphopt.runtime.state_buffers import StateBuffers
