@@ -2,10 +2,10 @@
 
 Run it: python examples/benchmarks/first_check.py [--threads 1] [--zoo [FAMILY ...]]
 
-Six networks of daily life are compiled, and checked on a batch with an empty cache. Seconds are those of the processor,
-which on one thread and an idle machine are those of the clock. With `--zoo`, each architecture of
-examples/zoo is exported by its framework, compiled, and checked on its first batch; all of them are right, so that
-anything that differs is a false alarm. Results are printed as the tables of RESULTS_FIRST_CHECK.md.
+The workloads of `peers` and a ResNet-18 are compiled, and checked on a batch as if the machine remembered nothing. Seconds
+are those of the processor, which on one thread and an idle machine are those of the clock. With `--zoo`, each
+architecture of examples/zoo is exported by its framework, compiled, and checked on its first batch; all of them are
+right, so that anything that differs is a false alarm. Results are printed as the tables of RESULTS_FIRST_CHECK.md.
 """
 
 from __future__ import annotations
@@ -29,11 +29,13 @@ import numpy as np
 
 import graphopt
 import passes
-from graphopt import models
 from graphopt.graph.roles import Role, with_role
 from graphopt.runtime.checks.findings import CheckTable
 from graphopt.runtime.checks.first_check import FirstCheck
 from graphopt.runtime.state_buffers import StateBuffers
+
+sys.path.insert(0, str(Path(__file__).parent / "peers"))
+from workloads import WORKLOADS, data, model
 
 ZOO = Path(__file__).resolve().parents[1] / "zoo"
 FAMILIES = ("torch_own", "stopped_gradients", "structured_models", "control_flow_models", "half_models")
@@ -45,51 +47,23 @@ Arrays = dict[str, np.ndarray]
 
 
 def networks() -> Iterator[tuple[str, Any, Any, Arrays]]:
-    """Yield a name, a model, a loss and a batch for each network."""
-    rng = np.random.default_rng(0)
-    classes, mean = passes.CrossEntropy(), passes.MeanSquaredError()
-
-    def numbers(*shape: int) -> np.ndarray:
-        return rng.standard_normal(shape, np.float32)
-
-    yield "linear regression", models.linear((16,), 1), mean, {"x": numbers(64, 16), "target": numbers(64, 1)}
-    batch = {"x": numbers(64, 784), "target": rng.integers(0, 10, 64)}
-    yield "perceptron, 784-256-128-10", models.mlp((784,), 10, hidden=[256, 128]), classes, batch
-    batch = {"x": numbers(64, 1, 28, 28), "target": rng.integers(0, 10, 64)}
-    yield "CNN, 16 and 32 channels, 28 x 28", models.cnn((1, 28, 28), 10), classes, batch
-    network = models.transformer((64,), 64, vocabulary=64, width=128)
-    batch = {"x": rng.integers(0, 64, (16, 64)), "target": rng.integers(0, 64, (16, 64))}
-    yield "transformer, 2 layers of 128, 64 tokens", network, classes, batch
-    yield from exported(numbers, rng)
-
-
-def exported(numbers: Any, rng: np.random.Generator) -> Iterator[tuple[str, Any, Any, Arrays]]:
-    """Yield the networks that PyTorch exports."""
+    """Yield a title, a model, a loss and a batch for each workload of `peers`, and for a larger network."""
+    for work in WORKLOADS.values():
+        loss = passes.CrossEntropy() if work.classes else passes.MeanSquaredError()
+        batch = {name: rows[0] for name, rows in data(work).items()}
+        yield work.title, model(work)[0], loss, batch
     try:
         import torch
         from networks import resnet18
     except ImportError:
         return
-
-    class Sequence(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.lstm, self.head = torch.nn.LSTM(16, 64, batch_first=True), torch.nn.Linear(64, 10)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.head(self.lstm(x)[0][:, -1])
-
-    for name, module, shape in (
-        ("residual network of 18 layers, 64 x 64", resnet18(), (8, 3, 64, 64)),
-        ("LSTM of 64, 32 steps", Sequence(), (32, 32, 16)),
-    ):
-        x = numbers(*shape)
-        program = torch.onnx.export(
-            module.eval(), (torch.tensor(x),), dynamo=True, optimize=False, verbose=False
-        )
-        proto = program.model_proto
-        batch = {proto.graph.input[0].name: x, "target": rng.integers(0, 10, len(x))}
-        yield name, proto, passes.CrossEntropy(), batch
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((8, 3, 64, 64), np.float32)
+    program = torch.onnx.export(
+        resnet18().eval(), (torch.tensor(x),), dynamo=True, optimize=False, verbose=False
+    )
+    batch = {program.model_proto.graph.input[0].name: x, "target": rng.integers(0, 10, len(x))}
+    yield "ResNet-18, 64 x 64, batch 8", program.model_proto, passes.CrossEntropy(), batch
 
 
 def checked(step: Any, batch: Arrays, threads: int | None) -> tuple[float, float, CheckTable]:
@@ -109,9 +83,9 @@ def print_costs(threads: int | None) -> None:
     """Print the cost of the check for each network."""
     print("| network | numbers that train | processor (s) | of a minute | agrees | differs | not checked |")
     print("|---|---|---|---|---|---|---|")
-    for name, model, loss, batch in networks():
+    for name, proto, loss, batch in networks():
         step = graphopt.compile(
-            model, loss=loss, optimizer=passes.AdamW(1e-3), training=passes.TrainingMode()
+            proto, loss=loss, optimizer=passes.AdamW(1e-3), training=passes.TrainingMode()
         )
         trained = sum(math.prod(x.shape.numpy()) for x in with_role(step, Role.PARAMETER))
         rounds = [checked(step, batch, threads)[1:] for _ in range(ROUNDS)]
