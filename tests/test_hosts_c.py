@@ -210,3 +210,11 @@ def test_hostile_folders_are_taken_or_refused_in_one_line() -> None:
 @pytest.mark.exhaustive
 def test_many_hostile_folders_are_taken_or_refused_in_one_line() -> None:
     fuzzed(2000, seed=1)
+
+
+def test_a_hostile_evaluation_without_a_loss_is_refused(program: Path, tmp_path: Path) -> None:
+    graphopt.export_hosts(GRAPHS["linear"][0](), tmp_path / "host")
+    (tmp_path / "host" / "predict.onnx").replace(tmp_path / "host" / "evaluate.onnx")
+    with pytest.raises(subprocess.CalledProcessError) as refused:
+        train(program, tmp_path / "host", None, batches("linear", 2), tmp_path / "saved.safetensors")
+    assert "evaluate.onnx: expected an output loss, found none" in refused.value.stderr
