@@ -137,6 +137,26 @@ def another_output(draw: Draw, files: dict[str, bytes]) -> bool:
     return True
 
 
+def _sizes_of_data(draw: Draw, files: dict[str, bytes]) -> bool:
+    """Compute a loss without elements, or fewer numbers of a state, where no shape can be inferred before a step."""
+    model = onnx.load_from_string(files["train.onnx"])
+    vectors = [
+        y for y in model.graph.output if y.name.endswith(".next") and len(y.type.tensor_type.shape.dim) == 1
+    ]
+    y = draw.choice([*vectors, next(y for y in model.graph.output if y.name == "loss")])
+    kept = f"{y.name}_before"
+    for node in model.graph.node:
+        node.input[:] = [kept if x == y.name else x for x in node.input]
+        node.output[:] = [kept if x == y.name else x for x in node.output]
+    _node(model, "Reshape", [kept, "flat"], "as_vector")
+    _node(model, "Compress", ["as_vector", "condition"], y.name)
+    constants = {"flat": np.array([-1]), "condition": np.array([y.name != "loss"])}
+    model.graph.initializer.extend(onnx.numpy_helper.from_array(a, n) for n, a in constants.items())
+    y.type.tensor_type.shape.CopyFrom(h.make_tensor_type_proto(1, [None]).tensor_type.shape)
+    files["train.onnx"] = model.SerializeToString()
+    return True
+
+
 def _node(model: onnx.ModelProto, op_type: str, inputs: list[str], output: str, **attributes: int) -> None:
     model.graph.node.append(h.make_node(op_type, inputs, [output], **attributes))
 
@@ -245,6 +265,7 @@ def _bytes(draw: Draw, files: dict[str, bytes]) -> bool:
 
 CHANGES: list[Callable[[Draw, dict[str, bytes]], bool]] = [
     *[another_output] * 3,
+    *[_sizes_of_data] * 2,
     _another_input,
     _any_field,
     *[_state] * 2,

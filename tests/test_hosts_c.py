@@ -210,3 +210,15 @@ def test_hostile_folders_are_taken_or_refused_in_one_line() -> None:
 @pytest.mark.exhaustive
 def test_many_hostile_folders_are_taken_or_refused_in_one_line() -> None:
     fuzzed(2000, seed=1)
+
+
+def test_a_hostile_evaluation_without_a_loss_is_refused(tmp_path: Path) -> None:
+    if fuzz_hosts.library() is None or shutil.which("gcc") is None:
+        pytest.skip("needs gcc and ONNX Runtime's library")
+    (tmp_path / "build").mkdir()
+    graphopt.export_hosts(GRAPHS["linear"][0](), tmp_path / "host")
+    (tmp_path / "host" / "predict.onnx").replace(tmp_path / "host" / "evaluate.onnx")
+    built, saved = fuzz_hosts.build(tmp_path / "build"), tmp_path / "saved.safetensors"
+    with pytest.raises(subprocess.CalledProcessError) as refused:
+        train(built, tmp_path / "host", None, batches("linear", 2), saved)
+    assert "evaluate.onnx: expected an output loss, found none" in refused.value.stderr

@@ -233,7 +233,7 @@ def on_webgpu(text, **feeds):
 
 
 def test_halves_round_to_even_on_webgpu():
-    x = np.array([*np.arange(-4.5, 5), 0.49999997, -0.49999997, 1e9, -0.0, 2.0], np.float32)
+    x = np.array([*np.arange(-4.5, 5), 0.49999997, -0.49999997, 0.6, -1.4, 1e9, -0.0, 2.0], np.float32)
     found = on_webgpu("g (float[N] x) => (float[N] y) { y = Round(x) }", x=x)
     np.testing.assert_array_equal(found, np.rint(x))
 
