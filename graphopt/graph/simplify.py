@@ -107,12 +107,11 @@ def _note_gradients(model: ir.Model) -> None:
 
 def simplify_algebra(model: ir.Model) -> bool:
     """Rewrite the arithmetic of a training graph whose gradients stay readable; return whether anything changed."""
-    algebra = [
-        combine_scalar_factors(),
-        _square_as_product(),
-        _mask_before_upsampling(),
-        _rows_of_transposed(),
-    ]
+    algebra = [combine_scalar_factors(), _square_as_product(), _rows_of_transposed()]
+    if any(
+        node.op_type == "Resize" for node in all_nodes(model.graph)
+    ):  # the rule's orders of operands are many
+        algebra.insert(2, _mask_before_upsampling())
     changed = bool(rule_set(algebra, commute=True).apply_to_model(model))
     return share_gelu_distribution(model) or changed
 

@@ -9,6 +9,7 @@ import numpy as np
 import onnx_ir as ir
 
 from graphopt.graph.operators import LITERALS
+from graphopt.graph.traversal import all_nodes
 from graphopt.graph.values import constant_of, name_of
 
 
@@ -19,7 +20,7 @@ def weights_in(model: ir.Model) -> list[ir.Value]:
 
 def literals_in(model: ir.Model) -> list[str]:
     """Return the names of the constants that nodes of a model hold, including its bodies."""
-    nodes = model.graph.all_nodes()
+    nodes = all_nodes(model.graph)
     return [name_of(node.outputs[0]) for node in nodes if node.op_type in LITERALS and node.domain == ""]
 
 
