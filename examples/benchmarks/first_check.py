@@ -2,8 +2,8 @@
 
 Run it: python examples/benchmarks/first_check.py [--threads 1] [--zoo [FAMILY ...]]
 
-The workloads of `peers` and a ResNet-18 are compiled, and checked on a batch as if the machine remembered nothing. Seconds
-are those of the processor, which on one thread and an idle machine are those of the clock. With `--zoo`, each
+The workloads of `peers` and a ResNet-18 are compiled, and checked on a batch as if the machine remembered nothing.
+Seconds are those of the processor, which on one thread and an idle machine are those of the clock. With `--zoo`, each
 architecture of examples/zoo is exported by its framework, compiled, and checked on its first batch; all of them are
 right, so that anything that differs is a false alarm. Results are printed as the tables of RESULTS_FIRST_CHECK.md.
 """
