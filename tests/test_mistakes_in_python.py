@@ -113,6 +113,13 @@ SOURCES: list[Case] = [
     ),
     (lambda t: graphopt.save(MODEL, 3), "save: expected the path of a file, found an int"),
     (lambda t: graphopt.save(MODEL, ""), "save: expected the path of a file"),
+    *[
+        (
+            lambda t, path=path: t.executor.save(path),
+            r"save: .* of a checkpoint, .* of a model: .* graphopt.save\(executor.trained\(\), 'm.*\)",
+        )
+        for path in ("model.onnx", Path("missing/Model.ONNX"))
+    ],
     (lambda t: graphopt.listing(3), "found an int"),
     (lambda t: graphopt.dot(None), "found None"),
     (lambda t: graphopt.summary([]), "found a list"),

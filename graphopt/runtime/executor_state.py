@@ -352,8 +352,16 @@ class ExecutorState(metaclass=Checked):
             path: the file to write.
             checksum: write a checksum, which finds a damaged file. Without it and `properties`, the file has the
                 layout of `state.safetensors` that `graphopt.export_hosts` writes and hosts read.
+
+        Raises:
+            GraphoptError: the path is that of a model, `NAME.onnx`. Nothing is written.
         """
         check_path(path, "save", "executor.save('state.safetensors')")
+        if os.fspath(path).lower().endswith(".onnx"):
+            raise GraphoptError(
+                f"save: expected the path of a checkpoint, such as state.safetensors, found {path}, that of a model: "
+                f"for the trained model, call graphopt.save(executor.trained(), {os.fspath(path)!r})"
+            )
         with self._lock:
             arrays, properties = self._buffers.arrays(), {**self.properties, _BATCHES: self.batches}
         if checksum and (base := self._base) is not None:
