@@ -24,9 +24,11 @@ class OnnxFunction(torch.autograd.Function):
     """Run the forward and backward passes of a layer."""
 
     @staticmethod
-    def forward(ctx: Any, layer: OnnxLayer, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(
+        ctx: Any, layer: OnnxLayer, onnx_layer: graphopt.ForwardBackward, *tensors: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
         given = [tensor.detach().contiguous() for tensor in tensors[: len(layer.inputs)]]
-        ctx.layer, ctx.passed = layer, layer.onnx.forward(*given)
+        ctx.layer, ctx.passed = layer, onnx_layer.forward(*given)
         outputs = [torch.from_dlpack(ctx.passed.on_device[name]) for name in layer.outputs]
         ctx.mark_non_differentiable(*[y for y in outputs if not y.is_floating_point()])
         ctx.set_materialize_grads(False)
@@ -36,9 +38,11 @@ class OnnxFunction(torch.autograd.Function):
     def backward(ctx: Any, *seeds: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         named = zip(ctx.layer.outputs, seeds, strict=True)
         found = ctx.passed.backward({name: dy.contiguous() for name, dy in named if dy is not None}).on_device
-        wanted = zip([*ctx.layer.inputs, *ctx.layer.names], ctx.needs_input_grad[1:], strict=True)
-        return None, *(
-            torch.from_dlpack(found[name]) if name in found and need else None for name, need in wanted
+        wanted = zip([*ctx.layer.inputs, *ctx.layer.names], ctx.needs_input_grad[2:], strict=True)
+        return (
+            None,
+            None,
+            *(torch.from_dlpack(found[name]) if name in found and need else None for name, need in wanted),
         )
 
 
@@ -46,13 +50,16 @@ class OnnxLayer(nn.Module):
     """Wrap an ONNX model with any inputs and outputs. Its parameters are PyTorch parameters, in alphabetical order.
 
     Pass inputs in the model's order or by name. The result is a tensor, or a tuple for a model with several outputs.
-    Integer inputs and outputs have no gradients. Running statistics and Dropout follow `train()` and `eval()`.
+    Integer inputs and outputs have no gradients. Running statistics and Dropout follow `train()` and `eval()`. In the
+    mode of `eval()`, the first call that needs gradients compiles the inference form; `torch.no_grad()` avoids it.
     """
 
     def __init__(self, model: onnx.ModelProto, **steps: Any) -> None:
         super().__init__()
         # The backward pass of the engine `agent` may overwrite the outputs.
         self.onnx = graphopt.ForwardBackward(model, engine="graphs", **steps)
+        self.steps = steps
+        self.inference: graphopt.ForwardBackward | None = None
         self.inputs, self.outputs = list(self.onnx.inputs), list(self.onnx.outputs)
         self.names = list(self.onnx.parameters)
         self.weights = nn.ParameterList(map(torch.from_numpy, self.onnx.parameters.values()))
@@ -67,16 +74,33 @@ class OnnxLayer(nn.Module):
                 f"expected the inputs {', '.join(self.inputs)}, each once, found {', '.join(given)}"
             )
         tensors = [given[name] for name in self.inputs]
+        needs_gradients = any(tensor.requires_grad for tensor in [*tensors, *self.weights])
         if self.training:
-            outputs = OnnxFunction.apply(self, *tensors, *self.weights)
+            outputs = OnnxFunction.apply(self, self.onnx, *tensors, *self.weights)
+        elif torch.is_grad_enabled() and needs_gradients:
+            outputs = OnnxFunction.apply(self, self.inference_form(), *tensors, *self.weights)
         else:
-            if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
-                raise RuntimeError(
-                    "backward: expected the mode train(), found eval(), which runs the inference form: call train()"
-                )
             passed = self.onnx.forward(*(tensor.detach().contiguous() for tensor in tensors), training=False)
             outputs = tuple(torch.from_dlpack(passed.on_device[name]) for name in self.outputs)
         return outputs[0] if len(outputs) == 1 else outputs
+
+    def train(self, mode: bool = True) -> OnnxLayer:
+        self.inference = None  # training changes the running statistics
+        return super().train(mode)
+
+    def inference_form(self) -> graphopt.ForwardBackward:
+        """Return the model with a backward pass, its running statistics and its parameters, and without Dropout."""
+        if self.inference is None:
+            steps = {**self.steps, "training": None}
+            form = graphopt.ForwardBackward(self.onnx.trained(), engine="graphs", **steps)
+            if list(form.parameters) != self.names:  # the trained model has adapters merged, for example
+                raise RuntimeError(
+                    f"backward in eval(): expected the parameters {', '.join(self.names)}, found "
+                    f"{', '.join(form.parameters)}: call train(), or torch.no_grad() if no gradients are needed"
+                )
+            form.set_parameters([weight.detach() for weight in self.weights])
+            self.inference = form
+        return self.inference
 
 
 class Block(nn.Module):

@@ -433,6 +433,7 @@ print(layer.forward(np.ones((2, 3), np.float32)).backward(np.ones((2, 2), np.flo
 
 
 ONES = np.ones((2, 3), np.float32)
+STRIDED = r"expected a tensor to share: found a view that is not contiguous: copy it, in PyTorch with .contiguous\(\)$"
 
 
 @pytest.mark.parametrize(
@@ -447,10 +448,17 @@ ONES = np.ones((2, 3), np.float32)
         (lambda f: f.forward(ONES[:, :2]), r"input 'x': expected shape \[N,3\], found \[2, 2\]"),
         (lambda f: f.forward([[1.0]]), "input 'x': expected an array, an OrtValue or a tensor with DLPack, found list"),
         (lambda f: f.forward(torch.ones(2, 3, requires_grad=True)), "input 'x': expected a tensor to share"),
-        (lambda f: f.forward(torch.ones(3, 2).T), "input 'x': expected a tensor to share"),
+        (lambda f: f.forward(torch.ones(3, 2).T), f"input 'x': {STRIDED}"),
+        (lambda f: f.forward(torch.ones(2, 1).expand(2, 3)), f"input 'x': {STRIDED}"),
+        (
+            lambda f: f.forward(torch.ones(2, 3, dtype=torch.complex64)),
+            "input 'x': expected a tensor to share: found an element type that onnxruntime does not take through "
+            "DLPack: convert the tensor",
+        ),
         (lambda f: f.set_parameters({"c": ONES}), "unknown parameter 'c'; known: b, w"),
         (lambda f: f.set_parameters({"w": ONES}), r"state 'w': expected shape \[3,2\], found \[2, 3\]"),
         (lambda f: f.set_parameters({"b": np.ones(2), "w": ONES}), "state 'b': expected float32, found float64"),
+        (lambda f: f.set_parameters({"w": torch.ones(2, 3).T}), f"state 'w': {STRIDED}"),
         (lambda f: f.set_parameters([ONES]), r"parameters: expected 2 in alphabetical order \(b, w\), found 1"),
         (lambda f: f.forward(ONES, training=False).backward(ONES[:, :2]), "backward: expected a forward pass"),
     ],

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 
+import graphopt
 import passes
 
 spec = importlib.util.spec_from_file_location(
@@ -140,6 +141,44 @@ def test_what_does_not_fit_is_said(pair: Any) -> None:
     _, layer, tensors = pair
     with pytest.raises(TypeError, match="expected the inputs x, ids, scale, each once, found x, ids"):
         layer(tensors["x"], tensors["ids"])
-    layer.eval()
-    with pytest.raises(RuntimeError, match=r"expected the mode train\(\), found eval\(\)"):
-        layer(**with_gradients(tensors))
+
+
+def test_gradients_in_eval_are_pytorchs_after_training() -> None:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 2)).eval()
+    model = exported(module, {"x": torch.randn(8, 3)}, ["y"])
+    layer = torch_layer.OnnxLayer(model, training=passes.TrainingMode())
+    for _ in range(2):  # other running statistics, then others again
+        module.train(), layer.train()
+        x = torch.randn(8, 3)
+        module(x), layer(x)
+        module.eval(), layer.eval()
+        found = []
+        for network in (module, layer):
+            given = torch.arange(24.0).reshape(3, 8).T.div(10).requires_grad_()  # not contiguous
+            network.zero_grad()
+            y = network(given)
+            y.square().sum().backward()
+            found.append((y, given.grad, {name: p.grad for name, p in network.named_parameters()}))
+        (theirs, x, by_torch), (ours, our_x, by_onnx) = found
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(our_x, x, rtol=1e-3, atol=1e-4)
+        for index, name in enumerate(layer.names):
+            torch.testing.assert_close(by_onnx[f"weights.{index}"], by_torch[name], rtol=1e-3, atol=1e-4)
+
+
+def test_a_trained_file_has_the_gradients_of_its_running_statistics() -> None:
+    """TrainingMode lets a BatchNormalization read the statistics of the batch; the trained file does not."""
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).eval()
+    first = graphopt.ForwardBackward(
+        exported(module, {"x": torch.randn(8, 3)}, ["y"]), training=passes.TrainingMode()
+    )
+    x = torch.randn(8, 3)
+    first.forward(x)
+    again = graphopt.ForwardBackward(first.trained(), training=None)
+    module.train()(x), module.eval()
+    given = x.clone().requires_grad_()
+    module(given).sum().backward()
+    found = again.forward(x).backward(torch.ones(8, 2))
+    np.testing.assert_allclose(found["x"], given.grad, rtol=1e-3, atol=1e-4)

@@ -89,6 +89,7 @@ def _switch_to_inference(graph: ir.Graph, merged: bool, predicts: bool) -> None:
         InferenceForm.remove(node.outputs[0])
         for index, name in form.inputs.items():
             node.replace_input_with(index, inputs[name])
+            metadata.OF_BATCH.remove(node)  # its statistics are inputs now
         if form.same_as is not None:
             x, y = node.inputs[form.same_as], node.outputs[0]
             assert x is not None

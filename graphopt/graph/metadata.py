@@ -56,6 +56,10 @@ class Flag:
         """Return whether a holder is marked."""
         return self.key in holder.metadata_props
 
+    def remove(self, holder: Holder) -> None:
+        """Remove the mark if it is there."""
+        holder.metadata_props.pop(self.key, None)
+
 
 @dataclass(frozen=True)
 class Text:

@@ -156,7 +156,17 @@ def to_ort(device: Device, tensor: Tensor, dtype: np.dtype[Any]) -> onnxruntime.
             return to_ort(device, own, dtype)
         return device.ort.OrtValue(c.OrtValue.from_dlpack(_as_bytes(tensor).__dlpack__(), True))
     except (AttributeError, BufferError, RuntimeError) as error:
-        raise GraphoptError(f"expected a tensor to share: {line(error)}") from error
+        raise GraphoptError(f"expected a tensor to share: {_reason(error)}") from error
+
+
+def _reason(error: Exception) -> str:
+    """Return why a tensor cannot be shared, without the place in the source of ONNX Runtime that says so."""
+    text = line(error)
+    if "IsContiguousTensor" in text:
+        return "found a view that is not contiguous: copy it, in PyTorch with .contiguous()"
+    if "Unsupported DLPack data type" in text:
+        return "found an element type that onnxruntime does not take through DLPack: convert the tensor"
+    return text
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:

@@ -32,7 +32,8 @@ class PairLoss(Loss):
     This is the base class of losses of pairs. Each input `NAME` of the model, with a row for each example, gets
     companions such as `NAME_positive`. The graph concatenates their rows, runs the model once and splits its outputs.
     Rows that belong together therefore stay together when data is shuffled, split or shared out to workers. Prediction
-    and the trained model read `NAME` alone. A subclass implements `companions` and `compare`.
+    and the trained model read `NAME` alone. Other dimensions of an input and its companions have one size: pad texts of
+    different lengths, and mask the padding. A subclass implements `companions` and `compare`.
 
     Raises:
         GraphoptError: the number of rows of an input is fixed.
