@@ -19,7 +19,7 @@ from onnxscript.rewriter import RewriteRule
 
 import passes.lowering as lowering
 from graphopt.data.tables import Columns
-from graphopt.errors import GraphoptError, line
+from graphopt.errors import GraphoptError, line, some
 from graphopt.graph import operators
 from graphopt.graph.checking import refuse_foreign
 from graphopt.graph.declarations import forget
@@ -155,7 +155,7 @@ class Normalize(Pass):
         make_room(model)
         for value in model.graph.inputs:
             if value.dtype is ir.DataType.STRING:
-                mend = "encode them beforehand"
+                mend = _train_behind(model)
                 if Columns.taken_by(model) is not None:
                     mend = "train the model of features, graphopt.data.Columns.without(model)"
                 raise GraphoptError(f"input {value.name!r}: expected numbers, found strings: {mend}")
@@ -201,6 +201,29 @@ class Normalize(Pass):
         common.RemoveUnusedNodesPass()(model)
         common.NameFixPass()(model)
         return propagate
+
+
+def _train_behind(model: ir.Model) -> str:
+    """Return what to do about inputs that are strings: to train the part behind the nodes that encode them."""
+    texts = {x for x in model.graph.inputs if x.dtype is ir.DataType.STRING}
+    fed = [name_of(x) for x in model.graph.inputs if x not in texts]
+    outputs = [name_of(y) for y in model.graph.outputs if role_of(y) is not Role.SOURCE]
+    encoders, numbers = [], []
+    for node in model.graph:
+        if texts.isdisjoint(node.inputs):
+            continue
+        texts.update(y for y in node.outputs if y.dtype is ir.DataType.STRING)
+        found = [name_of(y) for y in node.outputs if y not in texts and (y.uses() or y.is_graph_output())]
+        if found:
+            encoders.append(node.op_type)
+            numbers += found
+    if not numbers:
+        return "encode them beforehand"
+    return (
+        "ONNX Runtime binds none in a training step: train the part behind "
+        f"{some(list(dict.fromkeys(encoders)), 3)}, onnx.utils.extract_model('my.onnx', 'part.onnx', "
+        f"{[*numbers, *fed]}, {outputs}), and feed the numbers that the part before it computes"
+    )
 
 
 def expand(model: ir.Model, propagate: bool) -> None:

@@ -143,7 +143,8 @@ class Parameters(Pass):
         retie: tie these to the weights with equal numbers, transposed or not.
 
     Raises:
-        GraphoptError: no initializer trains, or a pattern matches no floating-point initializer.
+        GraphoptError: no initializer trains, a pattern matches no floating-point initializer, or a quantized weight
+            would train together with its scale.
 
     >>> steps = {"parameters": passes.Parameters(freeze="layers.0.*"), "loss": passes.MeanSquaredError()}
     >>> step = graphopt.compile(models.mlp((4,), 1, hidden=[8]), **steps)
@@ -180,6 +181,7 @@ class Parameters(Pass):
                 UNTRAINED.set(value)
         if not chosen:
             raise GraphoptError(_nothing_to_train(model, floating))
+        quantized.check_scales(chosen)
         roots = self._tie(model, chosen)
         pruned = [value for value in roots if self._keeps_zeros(value)]
         if missing := (LeftOut.read(model) or LeftOut()).names:

@@ -139,6 +139,58 @@ def test_a_layer_with_quantized_weights_trains() -> None:
     assert nodes.count("QuantizeLinear") == nodes.count("DequantizeLinear") == 1
 
 
+def stored(dtype: type[np.floating], kind: type[np.integer] = np.int8) -> onnx.ModelProto:
+    """Return a product with a weight of integers, which a DequantizeLinear turns into numbers of `dtype`."""
+    rng = np.random.default_rng(3)
+    number = "float16" if dtype is np.float16 else "float"
+    arrays = {
+        "q": rng.integers(-50, 50, (6, 3)).astype(kind),
+        "scale": np.full(3, 2**-6, dtype),
+        "zero": np.zeros(3, kind),
+    }
+    return parsed(
+        f"g ({number}[N, 6] x) => ({number}[N, 3] y) {{"
+        "d = DequantizeLinear<axis = 1>(q, scale, zero) y = MatMul(x, d) }",
+        *(onnx.numpy_helper.from_array(array, name) for name, array in arrays.items()),
+    )
+
+
+@pytest.mark.parametrize("kind", [np.int8, np.int32])
+def test_a_weight_behind_a_scale_of_16_bits_trains_as_behind_one_of_32(kind: type[np.integer]) -> None:
+    """All numbers and their products are exact in float16, so that the first gradients differ by rounding only."""
+    x, target = np.round(X), np.zeros((4, 3))
+    masters = []
+    for dtype in (np.float16, np.float32):
+        step = graphopt.compile(
+            stored(dtype, kind), loss=passes.MeanSquaredError(), optimizer=passes.SGD(0.01)
+        )
+        executor = graphopt.Executor(step, threads=1, native=False)
+        executor.step(x=x.astype(dtype), target=target.astype(dtype))
+        masters.append(executor.state["q"])
+    before = stored(np.float32, kind).graph.initializer[0]
+    start = onnx.numpy_helper.to_array(before) * np.float32(2**-6)
+    assert masters[0].dtype == np.float32
+    np.testing.assert_allclose(masters[0] - start, masters[1] - start, rtol=4e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("unfreeze", ["*", "scale", ["q", "scale"]])
+@pytest.mark.parametrize("dtype", [np.float16, np.float32])
+def test_a_weight_and_its_scale_do_not_train_together(
+    dtype: type[np.floating], unfreeze: str | list[str]
+) -> None:
+    steps = {"loss": passes.MeanSquaredError(), "optimizer": passes.SGD(0.01)}
+    with pytest.raises(
+        GraphoptError, match=r"'q' with 'scale': add the names of one kind to freeze.*\['scale'\]"
+    ):
+        graphopt.compile(stored(dtype), parameters=passes.Parameters(unfreeze=unfreeze), **steps)
+    for trained, frozen in (("q", "scale"), ("scale", "q")):
+        parameters = passes.Parameters(unfreeze=unfreeze, freeze=frozen)
+        step = graphopt.compile(stored(dtype), parameters=parameters, **steps)
+        executor = graphopt.Executor(step, threads=1, native=False)
+        executor.step(x=X.astype(dtype), target=np.zeros((4, 3), dtype))
+        assert [*executor.parameters] == [trained]
+
+
 def test_products_of_integers_are_refused_and_say_what_to_do() -> None:
     model = parsed(
         "g (float[4, 6] x) => (float[4, 3] y) { q, s, z = DynamicQuantizeLinear(x)"

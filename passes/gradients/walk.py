@@ -273,7 +273,10 @@ def expansion(*op_types: str) -> Callable[[Callable[..., Sequence[ir.Value]]], R
             outputs = function(op, *inputs, **accepted(function, named | {"node": node}))
             part = ir.GraphView(inputs, outputs, nodes=list(graph)[start:], opset_imports=graph.opset_imports)
             pairs = zip(outputs, [dy, *further], strict=False)
-            seeds = {y: like(op.Identity(dy), y) for y, dy in pairs if dy is not None}
+            # The gradient of integers has the type of what reads them, which may differ from that of the numbers.
+            seeds = {
+                y: like(op.Identity(op.cast(dy, y.dtype or dy.dtype)), y) for y, dy in pairs if dy is not None
+            }
             wrt = [x for x in dict.fromkeys(inputs) if x in active and is_floating(x)]
             gradients = backward(op, part, seeds, wrt)
             return [gradients.pop(x, None) for x in inputs]

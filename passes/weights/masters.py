@@ -8,12 +8,13 @@ weights, and the gradient passes to the master.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import onnx_ir as ir
 
+from graphopt.errors import GraphoptError, some
 from graphopt.graph import metadata, state
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.metadata import QUANTIZED, STOP_GRADIENT, STORED, STORED_TYPE, InferenceForm
@@ -89,6 +90,20 @@ class QuantizedWeights:
             for node in nodes:
                 ir.convenience.replace_all_uses_with(node.outputs[0], shown, replace_graph_outputs=True)
                 model.graph.remove(node, safe=node is not nodes[0])  # its scale and zero point are used again
+
+    def check_scales(self, weights: Collection[ir.Value]) -> None:
+        """Raise an error if quantized weights train together with their own scales."""
+        names = {x: QUANTIZED.read(x) for x in weights}
+        scales = {name: self._found[name].node.inputs[1] for name in names.values() if name is not None}
+        both = {
+            name: name_of(scale) for name, scale in scales.items() if scale in names and scale is not None
+        }
+        if both:
+            raise GraphoptError(
+                f"Parameters: expected quantized weights or their scales to train, found both: "
+                f"{some([f'{name!r} with {scale!r}' for name, scale in both.items()], 3)}: add the names of one "
+                f"kind to freeze, such as freeze={[*dict.fromkeys(both.values())][:3]}"
+            )
 
     def promote(self, weight: ir.Value) -> ir.Value:
         """Turn an initializer into state, which the graph rounds as the file does."""
