@@ -39,6 +39,7 @@ class Precision:
         tolerance: the largest relative difference of slopes that agree.
         jitter: the relative noise that is added to parameters, so that no number is exactly at a kink.
         blind: the share of the largest step that is taken where the gradient is 0.
+        scale: the least magnitude of what is rounded: scores are larger than the loss of a saturated softmax.
     """
 
     unit: float
@@ -46,10 +47,11 @@ class Precision:
     tolerance: float
     jitter: float
     blind: float
+    scale: float
 
 
-DOUBLE = Precision(2.0**-52, 1e-6, 2e-3, 1e-3, 1e-3)
-SINGLE = Precision(2.0**-23, 3e-4, 3e-2, 2e-2, 0.25)
+DOUBLE = Precision(2.0**-52, 1e-6, 2e-3, 1e-3, 1e-3, 1.0)
+SINGLE = Precision(2.0**-23, 3e-4, 3e-2, 2e-2, 0.25, 1e-3)
 
 
 @dataclass(frozen=True)
@@ -139,7 +141,7 @@ def slope_along(
         return slopes[multiple]
 
     def rounding(multiple: float) -> float:
-        return 4 * precision.unit * max(abs(start), 1e-3) / (multiple * first)
+        return 4 * precision.unit * max(abs(start), precision.scale) / (multiple * first)
 
     allowed = max(precision.tolerance * abs(found), least)
     central = at(1.0)[0]
