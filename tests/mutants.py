@@ -172,7 +172,11 @@ MUTANTS = [
             "op.ReduceSum(dy, [0, *range(2, rank(dy))], keepdims=0)",
             "op.ReduceMean(dy, [0, *range(2, rank(dy))], keepdims=0)",
         ),
-        ("ConvTranspose", 'get_ints("output_padding", ', 'get_ints("", '),
+        (
+            "ConvTranspose",
+            '"NOTSET")\n    more = node.attributes.get_ints("output_padding", ',
+            '"NOTSET")\n    more = node.attributes.get_ints("", ',
+        ),
         ("Col2Im", "np.eye(places)", "np.eye(places)[::-1]"),
     ),
     *of(
