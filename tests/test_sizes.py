@@ -363,6 +363,21 @@ def test_bodies_are_read_beside_sizes_that_are_made_up(text):
     assert y.shape is not None and y.shape[0] == "N" and y.shape[1] not in ("S", 64)
 
 
+@pytest.mark.parametrize(("rows", "expected"), [("x", ["T", "N", 1]), ("cut", None)])
+def test_results_have_the_sizes_of_a_body_that_runs_for_sure(rows, expected):
+    text = f"""g (float[T,N] x) => (float[A,B,C] y) {{
+        cut = Slice(x, first, far, axes)
+        s, y = Scan<num_scan_inputs=1, body = b (float h, float[N] i) => (float o, float[B,C] k) {{
+            o = Identity(h) k = Reshape(i, column) }}>(start, {rows}) }}"""
+    numbers = {"first": [2], "far": [FAR], "axes": [0], "column": [-1, 1]}
+    arrays = {name: np.array(array) for name, array in numbers.items()} | {"start": np.float32(0)}
+    y = inferred(model(text, **arrays)).graph.outputs[0]
+    if expected is None:  # the rows may be none
+        assert y.shape is not None and y.shape[1] not in ("N", 0)
+    else:
+        assert y.shape == expected
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="the limit is Linux's")
 def test_products_of_open_sizes_take_no_memory():

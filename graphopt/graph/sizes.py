@@ -14,14 +14,16 @@ from collections import Counter
 import numpy as np
 import onnx_ir as ir
 
-from graphopt.graph.formulas import Formula, number, symbol
+from graphopt.graph.formulas import Formula, is_nonnegative, number, symbol
 from graphopt.graph.operators import full_attributes, schema_of
 from graphopt.graph.size_rules import RULES, VALUES, Maybe, Read
+from graphopt.graph.traversal import subgraphs
 from graphopt.graph.values import constant_of, dims_of
 
 Size = int | str
 
 _MOST_VALUES = 64  # elements of a vector whose formulas are kept
+_SCANS_SINCE = 9  # opset; before, a Scan had a batch axis and lengths of sequences
 
 
 def fixed(x: ir.Value | None) -> np.ndarray | None:
@@ -47,9 +49,10 @@ def unify_sizes(model: ir.Model) -> None:
     if named.issuperset(names):
         return
     sizes, shared = _Sizes(model, named), {name for name, count in names.items() if count > 1}
+    ran = sizes.learn_all(model.graph)
     for graph in graphs:
-        for node in graph:  # what holds in a body, which may not run, does not hold outside
-            sizes.learn(node, set() if graph is model.graph else shared)
+        for node in () if graph in ran else graph:  # what holds in a body that may not run holds only there
+            sizes.learn(node, shared)
     for graph in graphs:
         for x in [*graph.inputs, *(y for node in graph for y in node.outputs)]:
             if x.shape is not None and not x.shape.is_static():
@@ -112,6 +115,36 @@ class _Sizes:
                 return None
             self._values[x] = [number(int(each)) for each in tensor.numpy().ravel()]
         return self._values[x]
+
+    def learn_all(self, graph: ir.Graph) -> list[ir.Graph]:
+        """Learn from a graph that runs, and from the bodies that run whenever it does; return these graphs."""
+        ran = [graph]
+        for node in graph:
+            if self._iterates(node):
+                ran += [each for body in subgraphs(node) for each in self.learn_all(body)]
+            self.learn(node, set())
+        return ran
+
+    def _iterates(self, node: ir.Node) -> bool:
+        """Return whether a node is a Scan whose sequences have an element for sure: only then does its body run."""
+        version = self._versions.get("", 1)
+        if node.domain or node.op_type != "Scan" or version < _SCANS_SINCE:
+            return False
+        count = node.attributes.get_int("num_scan_inputs", 0)
+        sequences = node.inputs[len(node.inputs) - count :]
+        axes = node.attributes.get_ints("scan_input_axes", [0] * count)
+        return any(
+            x is not None and x.shape is not None and self._has_element(x.shape, axis)
+            for x, axis in zip(sequences, axes, strict=False)
+        )
+
+    def _has_element(self, shape: ir.Shape, axis: int) -> bool:
+        """Return whether an axis has a positive size, whatever the sizes of the inputs are."""
+        if not -len(shape) <= axis < len(shape):
+            return False
+        dim = shape[axis]
+        size = dim if isinstance(dim, int) else dim.value
+        return size is not None and is_nonnegative(self.of(size) - 1)
 
     def learn(self, node: ir.Node, outside: set[str]) -> None:
         """Derive the sizes of a node's outputs from those of its inputs, and the elements of a short vector.
