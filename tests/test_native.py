@@ -447,7 +447,7 @@ def test_a_cache_that_cannot_be_written_to_forgets(cache, monkeypatch):
     def fail(*_):
         raise full
 
-    monkeypatch.setattr("graphopt.runtime.translation.write", fail)
+    monkeypatch.setattr("graphopt.runtime.checks.verdicts.write", fail)
     assert graphopt.Executor(step, native="auto").step(batches(1)[0])["loss"] > 0
     monkeypatch.setattr("graphopt.targets.native.lowering.write_cached", fail)
     for path in cache.glob("*.onnx"):

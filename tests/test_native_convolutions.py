@@ -128,6 +128,9 @@ def test_random_convolutions_of_bfloat16_numbers(
     """Those that run in tiles are of bfloat16 numbers; others are of float32 numbers."""
     if (reason := obstacle(precision)) is not None:
         pytest.skip(reason)
+    has_tiles = "__AMX_BF16__" in toolchain.macros()
+    if form in ("GATHERED", "SHIFTED") and not has_tiles:
+        pytest.skip("expected a processor with AMX, for which choice.h has these forms, found one without")
     compute_in(form, monkeypatch, tmp_path_factory)
     graph, weights, shapes = random_convolutions
     rng = np.random.default_rng(1)
@@ -151,7 +154,9 @@ def test_random_convolutions_of_bfloat16_numbers(
             # A ConvTranspose with strides is a sum of several, of which some may be large enough for tiles.
             assert np.minimum(*errors).max(initial=0) < FLOAT32, name
             in_tiles += errors[1].max(initial=0) < errors[0].max(initial=0)
-    assert in_tiles > (5 if form == "AS_PRODUCTS" else 20 if form else 0)
+    # Without AMX, bfloat16 numbers multiply less fast: choice.h may then leave all of these small ones in float32.
+    if form or has_tiles:
+        assert in_tiles > (5 if form == "AS_PRODUCTS" else 20 if form else 0)
 
 
 def of_pieces(convolutions, feeds, precision):
