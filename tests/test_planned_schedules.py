@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -25,8 +26,7 @@ SCHEDULES = [
 
 def numbered(schedule: Any, steps: int) -> Any:
     """Return a schedule that was given its number of steps."""
-    fields = {name: getattr(schedule, name) for name in schedule.__dataclass_fields__}
-    return type(schedule)(**{**fields, "steps": steps})
+    return dataclasses.replace(schedule, steps=steps)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=repr)
