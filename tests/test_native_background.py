@@ -44,11 +44,11 @@ def cache(tmp_path, monkeypatch):
 def step(cache, monkeypatch):
     """Return a small training graph that counts as one that takes long to lower."""
     monkeypatch.setattr(forms, "LONG", 1)
-    network = mlp((4, 200, 60, 3))
-    return graphopt.compile(network, loss=passes.MeanSquaredError(), optimizer=passes.AdamW(0.01))
+    network = mlp((4, 200, 60, 3))  # which learns so slowly that its losses stay far above their rounding
+    return graphopt.compile(network, loss=passes.MeanSquaredError(), optimizer=passes.AdamW(1e-4))
 
 
-def lowered_meanwhile(executor, steps=400):
+def lowered_meanwhile(executor, steps=2000):
     """Return the losses of steps, the first of which run while another process lowers the graph."""
     losses = []
     for batch in itertools.cycle(BATCHES):
