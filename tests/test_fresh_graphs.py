@@ -118,13 +118,15 @@ class Rule(Case):
         return {}
 
     def change(self) -> None:
-        passes.gradient("", "Relu")(lambda op, dy, x, *, y: [10.0 * dy * _above(op, y)])
+        passes.gradient("", "Relu", surrogate=True)(lambda op, dy, x, *, y: [10.0 * dy * _above(op, y)])
 
 
 class RuleThatReads(Rule):
     def options(self) -> dict[str, Any]:
         super().options()
-        passes.gradient("", "Relu")(lambda op, dy, x, *, y: [OWN["factor"] * dy * _above(op, y)])
+        passes.gradient("", "Relu", surrogate=True)(
+            lambda op, dy, x, *, y: [OWN["factor"] * dy * _above(op, y)]
+        )
         return {}
 
     def change(self) -> None:
