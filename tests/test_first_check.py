@@ -255,7 +255,10 @@ def test_no_false_alarm_in_other_types(network, dtype):
     shape = {mlp: ((8, 4), (8, 3)), attention: ((8, 6, 4), (8, 6, 4))}[network]
     batch = {name: RNG.standard_normal(size) for name, size in zip(("x", "target"), shape, strict=True)}
     table = table_of(network(dtype=dtype), batch, verify="full")
-    assert {x.verdict for x in table.findings} == {"agrees"}, str(table)
+    assert table.agrees, str(table)
+    assert {x.verdict for x in table.findings if x.part != "file"} == {"agrees"}, str(
+        table
+    )  # 1.19 refuses a file
 
 
 def test_masks_of_dropout_are_those_of_the_step():
