@@ -18,9 +18,8 @@ from graphopt.graph.roles import STATE, with_role
 from graphopt.graph.values import name_of, tensor_bytes
 
 META = "graphopt.provenance"
-DIGESTED = (
-    2**28
-)  # bytes of a file, or of a message, that are hashed; of larger files, size and time are compared
+# Up to so many bytes, content is hashed; of larger files, size and time are compared, of larger messages the size.
+DIGESTED = 2**28
 BINARY = (".onnx", "")  # suffixes of files that ONNX Runtime reads
 
 
@@ -80,7 +79,7 @@ def _mark(source: object) -> object:
         except OSError as error:
             return str(error)
     if isinstance(source, bytes):
-        return len(source)
+        return len(source) if len(source) > DIGESTED else hashlib.sha256(source).hexdigest()
     if isinstance(source, onnx.ModelProto):
         size = source.ByteSize()
         return (
