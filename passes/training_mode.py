@@ -99,7 +99,7 @@ class TrainingMode(Pass):
                         f"cannot have state: leave it in its inference form by TrainingMode({kind}=False)"
                     )
         live = [node for node in model.graph if self._is_live(node)]
-        by_batch = [node for node in live if node.op_type == "BatchNormalization" and _is_in_training(node)]
+        by_batch = [node for node in live if node.attributes.get_int("training_mode", 0)]
         if by_batch and self.as_exported:
             warnings.warn(
                 f"training: the file has {len(by_batch)} BatchNormalization in training mode, such as "
