@@ -31,6 +31,7 @@ USAGE = {
     "hosts my.onnx": "write files for hosts in other languages",
     "artifacts my.onnx": "write artifacts for onnxruntime-training on a device",
     "report my.onnx": "list what would train, and what blocks training",
+    "check my.onnx": "compare its gradients with slopes of the loss, its predictions with the file",
     "compare folder=runs": "put runs side by side",
 }
 ENTRY = re.compile(r"    (\w+(?:, \w+)*): (.*)")
