@@ -16,6 +16,7 @@ from onnxscript.rewriter.pattern import RewriteRule
 
 from graphopt.errors import GraphoptError
 from graphopt.graph.emitter import Emitter
+from graphopt.graph.metadata import Evidence, Kind, Origin
 from graphopt.graph.operators import MATRIX_PRODUCTS
 from graphopt.graph.traversal import ancestors, values_read
 from graphopt.graph.values import constant_number, dtype_of, is_floating, name_of, rank
@@ -165,8 +166,12 @@ def _scores(op: Emitter, x: Value, node: ir.Node, w: np.ndarray, b: np.ndarray) 
     x = op.cast(x, ir.DataType.FLOAT)
     if rank(x) == 1:
         x = op.Unsqueeze(x, [0])
-    bias = weight(op, node, "intercepts", b) if b.size else None
-    return op.Gemm(x, weight(op, node, "coefficients", w), bias, transB=1)
+    numbers = {"coefficients": w, "intercepts": b}
+    weights = {label: weight(op, node, label, array) for label, array in numbers.items() if array.size}
+    for label, value in weights.items():  # zeros among them are a solver's
+        why = f"the {label} of {node.op_type}"
+        Origin(Kind.PARAMETER, why, Evidence.RECORD, named=True).write(value)
+    return op.Gemm(x, weights["coefficients"], weights.get("intercepts"), transB=1)
 
 
 def _transformed(op: Emitter, scores: Value, post_transform: str) -> Value:
