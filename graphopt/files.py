@@ -97,7 +97,7 @@ def write_folder(folder: str | os.PathLike[str], contents: Mapping[str, bytes]) 
     with making(folder):
         os.makedirs(folder, exist_ok=True)
     with contextlib.ExitStack() as stack:
-        for parent in {Path(folder, name).parent for name in contents} - {Path(folder)}:
+        for parent in sorted({Path(folder, name).parent for name in contents} - {Path(folder)}):
             if parent.is_symlink():
                 raise GraphoptError(f"{parent}: expected a folder to write to, found a link: remove it")
             parent.mkdir(exist_ok=True)

@@ -364,7 +364,8 @@ def _doubted(value: ir.Value, origin: Origin) -> Origin:
 def _is_recorded_table(value: ir.Value, origin: Origin) -> bool:
     """Return whether a parameter by an exporter's record has sines and cosines of positions, which rarely train."""
     is_recorded = origin.evidence in (Evidence.RECORD, Evidence.NAME) and not origin.by_exporter
-    return is_recorded and origin.trains and origin.named and evidence.is_table(value)
+    is_stored = origin.named or bool(origin.sources)
+    return is_recorded and origin.trains and is_stored and evidence.is_table(value)
 
 
 def _part_constant_uses(model: ir.Model) -> None:

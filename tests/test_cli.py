@@ -232,6 +232,17 @@ def test_none_leaves_out_what_an_experiment_sets() -> None:
     assert cli.main([*arguments, "data.characters=2000"]) == 0
 
 
+@pytest.mark.parametrize(("chosen", "ranks"), [([], True), (["adapter=none"], False)])
+def test_a_recipe_that_names_a_class_needs_no_option(chosen: list[str], ranks: bool) -> None:
+    Path("mine/experiment").mkdir(parents=True)
+    text = "# @package _global_\nadapter: {_target_: passes.LoRA, rank: 2}\n"
+    Path("mine/experiment/own.yaml").write_text(text)
+    arguments = ["--config-dir", "mine", "experiment=own", "model=mlp", "data=digits", "run=compile"]
+    assert cli.main([*arguments, "folder=out", *chosen]) == 0
+    names = {x.name for x in onnx.load("out/step.onnx").graph.input}
+    assert any("lora" in name for name in names) == ranks
+
+
 def save(name: str, x: np.ndarray = X, target: np.ndarray = LABELS) -> None:
     np.savez(name, x=x, target=target)
 

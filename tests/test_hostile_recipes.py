@@ -677,7 +677,7 @@ ATTACKS: dict[str, tuple[dict[str, str], list[str], str]] = {
     "a large recipe": (
         experiment("x: [" + "0, " * 60_000 + "0]"),
         NAMED,
-        "evil.yaml: expected a recipe of at most 100,000 bytes",
+        "evil.yaml: expected a file of at most 100,000 bytes",
     ),
     "a deep recipe": (
         experiment("x: " + "[" * 900 + "]" * 900),

@@ -85,6 +85,11 @@ def nearest_file(missing: str, ending: str) -> str | None:
     return near and str(place.with_name(f"{near}{ending}"))
 
 
+def _is_whole(node: Any) -> bool:
+    """Return whether a node of a recipe names what it builds, so that no option of its group need be chosen."""
+    return isinstance(node, DictConfig) and "_target_" in node
+
+
 class Recipe:
     """Resolve and check a composed config, without the node `hydra`, once, and build its parts.
 
@@ -97,7 +102,9 @@ class Recipe:
         self.command_line = command_line
         OmegaConf.set_struct(config, False)
         for group, choice in choices.items():
-            if choice == "none" and group in config:
+            if choice == "none" and (
+                f"{group}=none" in command_line.said or not _is_whole(config.get(group))
+            ):
                 config[group] = None  # an experiment may set fields of a step that is omitted
         self.composed = config.copy()  # for `.hydra`
         plain: Any = OmegaConf.to_container(config, resolve=False)
