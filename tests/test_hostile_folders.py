@@ -500,3 +500,9 @@ def test_marks_in_marks_leave_nothing_in_a_chat(tmp_path: Path) -> None:
     template = ChatTemplate(Tokenizer(tmp_path))
     chat = {"messages": [{"role": "user", "content": "x"}]}
     assert template.render([(1, chat)], finds_answers=True) == (["abcdef"], [[(1, 4), (5, 6)]])
+
+
+def test_folders_of_several_levels_are_made_from_above(tmp_path: Path) -> None:
+    names = [f"{'/'.join('abcdefgh'[:depth])}/file" for depth in range(1, 9)]
+    write_folder(tmp_path / "made", dict.fromkeys(names, b"content"))
+    assert all((tmp_path / "made" / name).read_bytes() == b"content" for name in names)
