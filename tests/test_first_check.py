@@ -10,12 +10,14 @@ import onnx
 import onnxruntime
 import pytest
 from builders import attention, mlp, model
-from planted_mistakes import MISTAKES, NETWORKS, batch_for, images, layers, tokens
+from planted_mistakes import MISTAKES, NETWORKS, SGD, batch_for, images, layers, tokens
+from test_local_sgd import together
 
 import graphopt
 import passes
 from graphopt import cli, models
 from graphopt.graph import provenance
+from graphopt.runtime.checks import verdicts
 from graphopt.runtime.checks.findings import CheckTable, Disagreement, Finding
 from graphopt.runtime.checks.first_check import FirstCheck
 from graphopt.runtime.checks.slopes import DOUBLE, SINGLE, slope_along
@@ -467,6 +469,41 @@ def test_a_file_in_training_mode_is_compared_in_this_mode():
     assert [x.verdict for x in table.findings if x.part == "file"] == ["agrees"], str(table)
 
 
+@pytest.mark.parametrize("gradient", [{}, {"gradient": None, "optimizer": None}], ids=["trained", "alone"])
+@pytest.mark.parametrize("inner", [0, 1])
+@pytest.mark.parametrize(
+    ("training", "kept"),
+    [
+        (None, (0, 1)),
+        (passes.TrainingMode(as_exported=True), (0, 1)),
+        (passes.TrainingMode(), (1,)),
+        (passes.TrainingMode(batch_normalization=False), ()),
+        (passes.TrainingMode(leave_out="scale"), ()),
+    ],
+)
+def test_a_mode_that_a_pass_changes_on_purpose_is_not_compared(training, kept, inner, gradient):
+    rng = np.random.default_rng(0)
+    weights = {name: rng.random(4) + 0.5 for name in ("scale", "shift", "mean", "variance")}
+    proto = model(
+        f"""g (float[N,4] x) => (float[N,4] y) {{
+            a, m, v = BatchNormalization<training_mode=1>(x, scale, shift, mean, variance)
+            b{", n, u" * inner} = BatchNormalization<training_mode={inner}>(a, scale2, shift2, mean2, variance2)
+            y = MatMul(b, w)
+        }}""",
+        **weights,
+        **{f"{name}2": x + 0.25 for name, x in weights.items()},
+        w=rng.random((4, 4)),
+    )
+    batch = {name: RNG.standard_normal((8, 4)) for name in ("x", "target")}
+    table = table_of(proto, batch, training=training, **gradient)
+    (found,) = [x for x in table.findings if x.part == "file"]
+    assert table.agrees
+    if inner in kept:
+        assert found.verdict == "agrees", found
+    else:
+        assert found.reason == "TrainingMode changes the mode of the file on purpose"
+
+
 # Once.
 
 
@@ -502,6 +539,93 @@ def test_only_the_first_step_is_checked(monkeypatch):
     monkeypatch.setattr(FirstCheck, "check", lambda self, batch: pytest.fail("checked again"))
     executor.step(batch_for("layers"))
     assert provenance.of(executor._model) is None  # the file can be released
+
+
+def test_another_machine_of_the_same_home_remembers_nothing(cache, monkeypatch):
+    step = compiled()
+    executor = graphopt.Executor(step, verify="first")
+    executor.step(batch_for("layers"))
+    notes = [path for path in cache.parent.rglob("*.json") if not path.name.startswith("difference")]
+    assert notes and all(path.name.startswith(f"{verdicts.machine()}-") for path in notes)
+    assert verdicts.read_note("steps", notes[0].name.partition("-")[2], "difference", str) == ""
+    monkeypatch.setattr(verdicts, "machine", lambda: "another")
+    assert verdicts.read_note("steps", notes[0].name.partition("-")[2], "difference", str) is None
+
+
+def test_a_processor_is_a_machine_of_its_own(monkeypatch):
+    before = verdicts.machine.__wrapped__()
+    monkeypatch.setattr(verdicts, "processor", lambda: "another processor")
+    assert verdicts.machine.__wrapped__() != before
+
+
+def test_models_in_memory_are_told_apart_by_their_content():
+    def digest(scale):
+        proto = layers()
+        proto.graph.initializer[0].CopyFrom(
+            onnx.numpy_helper.from_array(np.full((4, 8), scale, np.float32), proto.graph.initializer[0].name)
+        )
+        return provenance.SourceFile.of(graphopt.load(proto)).digest()
+
+    assert digest(1.0) == digest(1.0) != digest(2.0)
+
+
+# Several workers.
+
+
+def halves():
+    loss = {"loss": MEAN, "optimizer": SGD}
+    return graphopt.split_step(graphopt.standard(**loss), layers())
+
+
+WORKERS = {
+    "LocalSGD": lambda workers: graphopt.LocalSGD(
+        compiled(), communicator=workers, sync_every=2, native=False, verify="first"
+    ),
+    "DataParallel": lambda workers: graphopt.DataParallel(
+        halves(), communicator=workers, native=False, verify="first"
+    ),
+}
+
+
+@pytest.mark.parametrize("rows", [(8, 8), (16, 0), (0, 16)])
+@pytest.mark.parametrize("kind", WORKERS)
+def test_all_workers_end_with_the_error_of_one(kind, rows):
+    mistake = next(x for x in MISTAKES if x.name == "Relu's sign")
+    whole = batch_for("layers")
+
+    def work(workers):
+        start = sum(rows[: workers.rank])
+        batch = {name: x[start : start + rows[workers.rank]] for name, x in whole.items()}
+        executor = WORKERS[kind](workers)
+        before = executor.state
+        with pytest.raises(Disagreement) as error:
+            executor.step(batch)
+        for name, x in executor.state.items():
+            np.testing.assert_array_equal(x, before[name])
+        return str(error.value)
+
+    with mistake.plant():
+        first, second = together(work)
+    assert first == second
+    assert first.startswith("parameter ")
+
+
+@pytest.mark.parametrize("kind", WORKERS)
+def test_workers_train_after_their_check(kind, monkeypatch):
+    calls = []
+    right = FirstCheck.check
+    monkeypatch.setattr(FirstCheck, "check", lambda self, batch: calls.append(1) or right(self, batch))
+
+    def work(workers):
+        executor = WORKERS[kind](workers)
+        for _ in range(4):
+            executor.step({name: x[8 * workers.rank :][:8] for name, x in batch_for("layers").items()})
+        return executor.state
+
+    first, second = together(work)
+    assert len(calls) == 2
+    for name in first:
+        np.testing.assert_array_equal(first[name], second[name])
 
 
 # The table.
