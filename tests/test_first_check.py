@@ -70,8 +70,14 @@ def test_a_planted_mistake_is_noticed(mistake):
     assert "please report it with the files in" in told
 
 
-def test_forty_mistakes_are_planted():
-    assert len(MISTAKES) >= 40
+def test_a_mistake_in_one_of_many_parameters_names_it():
+    """A difference along one direction of 51 parameters is halved down to the parameter."""
+    told = [x.noticed() for x in MISTAKES if "of 51 parameters" in x.name]
+    assert [re.match(r"parameter '(\w+)'", text)[1] for text in told] == ["b7", "k9"]
+
+
+def test_sixty_mistakes_are_planted():
+    assert len(MISTAKES) >= 60
     assert {mistake.part for mistake in MISTAKES} == {"file", "gradient", "update"}
 
 

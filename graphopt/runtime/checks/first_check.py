@@ -56,6 +56,7 @@ NARROW = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 TRIALS = 2  # of a gradient, to see how much of a difference is rounding
 NOISE = 16  # roundings
 FEW = 5  # parameters that are checked together as strictly as one
+FAR = 4  # times as far as its size, relative to others, a parameter moves whose slope is small
 PERIOD = 65537  # numbers from which random ones repeat, a prime
 ALONG, SIGNS = "along the gradient", "along random signs"
 NO_DOUBLE = CONVOLUTIONS | {"Erf", "Gelu"}  # ONNX Runtime has kernels of float32 only on every CPU
@@ -381,12 +382,14 @@ class _Slopes:
         for name in names:
             if norm := self._norms[name]:
                 g = self._step.gradients[name]
-                share = min(self._typical / norm, self._length(name)) / norm
+                share = min(self._typical / norm, FAR * self._length(name)) / norm
                 weights = share * rng.uniform(0.5, 1.5, min(PERIOD, g.size))
                 direction[name] = g * np.resize(weights.astype(g.dtype), g.shape)
         change = self._precision.change * len(names) ** 0.25
         tolerance = self._precision.tolerance * min(1.0, FEW / len(names))
-        return self._compared(direction, 0.0, replace(self._precision, change=change, tolerance=tolerance))
+        doubted = self._precision.doubted / len(names)
+        precision = replace(self._precision, change=change, tolerance=tolerance, doubted=doubted)
+        return self._compared(direction, 0.0, precision)
 
     def _along_signs(self, names: Sequence[str]) -> Slope:
         """Compare along random signs of each entry, in float32 of those whose gradient is 0."""

@@ -37,6 +37,7 @@ class Precision:
         unit: the rounding of the loss.
         change: the relative change of the loss that a step is to make.
         tolerance: the largest relative difference of slopes that agree.
+        doubted: the share of a slope that may be in doubt if it agrees.
         lost: of the slope along random signs that lost entries of typical size have, what rounding may be.
         jitter: the relative noise that is added to parameters, so that no number is exactly at a kink.
         blind: the share of the largest step that is taken where the gradient is 0.
@@ -46,14 +47,15 @@ class Precision:
     unit: float
     change: float
     tolerance: float
+    doubted: float
     lost: float
     jitter: float
     blind: float
     scale: float
 
 
-DOUBLE = Precision(2.0**-52, 1e-6, 2e-3, 2e-3, 1e-3, 1e-3, 1.0)
-SINGLE = Precision(2.0**-23, 3e-4, 3e-2, 2e-2, 2e-2, 0.25, 1e-3)
+DOUBLE = Precision(2.0**-52, 1e-6, 2e-3, 0.3, 2e-3, 1e-3, 1e-3, 1.0)
+SINGLE = Precision(2.0**-23, 3e-4, 3e-2, 0.3, 2e-2, 2e-2, 0.25, 1e-3)
 
 
 @dataclass(frozen=True)
@@ -167,7 +169,7 @@ def slope_along(
         expected = narrow + (narrow - wide) / ((large / small) ** 2 - 1)
         off = abs(expected - found)
         between = min(after, before) - allowed <= found <= max(after, before) + allowed
-        if off <= allowed + doubt / 3 and (doubt <= 10 * allowed or off <= least):
+        if off <= allowed + doubt / 3 and (doubt <= precision.doubted * abs(found) or off <= least):
             return Slope(expected, found, doubt, "agrees")
         clear = off > 4 * doubt + 1.2 * allowed and not between
         if doubt < best.doubt:
