@@ -64,8 +64,9 @@ def _schedule_free(
     y = o.beta1 * w + (1 - o.beta1) * slots["z"]
     v = o.beta2 * slots["exp_avg_sq"] + (1 - o.beta2) * g**2
     z = slots["z"] - rate * (g / (np.sqrt(v / (1 - o.beta2**t)) + o.epsilon) + o.weight_decay * y)
-    weight = t**o.weight_power * max(slots["largest_rate"], slots["learning_rate"]) ** o.rate_power
-    total = slots["weight_sum"] + weight
+    largest = max(float(slots["largest_rate"]), float(slots["learning_rate"]))
+    weight = t**o.weight_power * largest**o.rate_power
+    total = float(slots["weight_sum"]) + weight
     share = weight / total if total else 0.0
     return (1 - share) * w + share * z, {"z": z, "exp_avg_sq": v}
 
@@ -98,7 +99,7 @@ def _lion(o: Lion, w: np.ndarray, g: np.ndarray, rate: float, t: int, slots: Arr
 def _muon(o: Muon, w: np.ndarray, g: np.ndarray, rate: float, t: int, slots: Arrays) -> Updated:
     m = slots["momentum"] + (1 - o.momentum) * (g - slots["momentum"])
     x = g + o.momentum * (m - g) if o.nesterov else m
-    x = x / max(np.linalg.norm(x), o.epsilon)
+    x = x / max(float(np.linalg.norm(x)), o.epsilon)
     a, b, c = o.coefficients
     for _ in range(o.iterations):  # Newton-Schulz, an odd polynomial of the singular values
         gram = x.T @ x if x.shape[0] > x.shape[1] else x @ x.T

@@ -61,9 +61,9 @@ class Updates:
                 return
             (accumulate,) = found
             count = accumulate.steps or 2
-            before = {
+            before: Arrays = {
                 **{f"{name}.{ACCUMULATED}": (count - 1) * np.flip(g) for name, g in gradients.items()},
-                ACCUMULATED: np.float32(count - 1),
+                ACCUMULATED: np.array(count - 1, np.float32),
             }
             if count > 1:
                 none = {name: np.zeros_like(x) for name, x in before.items()}
@@ -90,7 +90,7 @@ class Updates:
         share = share_of(averages[0], time) if averages else None
         if averages and share is None:
             yield _unchecked(f"no formula of {type(averages[0]).__name__} is known", "averages")
-        rate = outputs.get(LEARNING_RATE, state.get(LEARNING_RATE, np.float32(math.nan)))
+        rate = outputs.get(LEARNING_RATE, state.get(LEARNING_RATE, np.array(math.nan)))
         kinds, new_kinds = _by_owner(state), _by_owner(after)
         shared = {**kinds.get(STEP, {}), LEARNING_RATE: rate}
         for name, g in clips.items():
