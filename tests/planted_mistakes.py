@@ -10,7 +10,7 @@ import functools
 import os
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest import mock
 
@@ -21,8 +21,10 @@ from builders import attention, model
 import graphopt
 import passes
 from graphopt.errors import GraphoptError
+from graphopt.graph.emitter import Emitter
 from graphopt.graph.metadata import GRADIENT_OF
 from graphopt.graph.roles import Role, with_role
+from graphopt.graph.values import next_of, swap
 from passes.gradients.registry import RULES
 
 Arrays = dict[str, np.ndarray]
@@ -94,11 +96,44 @@ def sequence() -> Any:
     )
 
 
+def deep(blocks: int = 12) -> Any:
+    """Return a residual network of convolutions, which ONNX Runtime computes in float32, with many parameters."""
+    rng = np.random.default_rng(7)
+    weights = {
+        "k": rng.standard_normal((8, 2, 3, 3)) / 4,
+        "m": rng.standard_normal((8, 3)),
+        "b": rng.random(3),
+    }
+    lines = ["h0 = Conv<pads=[1,1,1,1]>(x, k)"]
+    for i in range(blocks):
+        lines += [
+            f"n{i} = BatchNormalization(h{i}, s{i}, t{i}, e{i}, v{i})",
+            f"r{i} = Relu(n{i}) c{i} = Conv<pads=[1,1,1,1]>(r{i}, k{i}, b{i}) h{i + 1} = Add(h{i}, c{i})",
+        ]
+        weights |= {f"{name}{i}": 1 + rng.random(8) for name in "sv"}
+        weights |= {f"{name}{i}": rng.standard_normal(8) / 4 for name in "teb"}
+        weights[f"k{i}"] = rng.standard_normal((8, 8, 3, 3)) / 8
+    body = "\n".join([*lines, f"q = GlobalAveragePool(h{blocks}) f = Flatten(q) y = Gemm(f, m, b)"])
+    return model(f"g (float[N,2,8,8] x) => (float[N,3] y) {{ {body} }}", **weights)
+
+
+def joined(text: str, width: int = 8) -> Any:
+    """Return two layers with other operators between them, which read h and scale, and write a."""
+    rng = np.random.default_rng(5)
+    return model(
+        f"g (float[N,4] x) => (float[N,3] y) {{ h = MatMul(x, w0) {text} y = MatMul(a, w1) }}",
+        w0=rng.standard_normal((4, width)) / 2,
+        w1=rng.standard_normal((width, 3)) / 2,
+        scale=np.array(0.7),
+    )
+
+
 def batch_for(name: str) -> Arrays:
     rng = np.random.default_rng(4)
     shapes = {
         "layers": ((16, 4), (16, 3)),
         "images": ((6, 2, 8, 8), (6, 3)),
+        "deep": ((6, 2, 8, 8), (6, 3)),
         "attention": ((6, 6, 4), (6, 6, 4)),
         "sequence": ((5, 8, 4), (5, 1, 8, 6)),
     }
@@ -115,6 +150,7 @@ NETWORKS: dict[str, Callable[[], Any]] = {
     "attention": attention,
     "tokens": tokens,
     "sequence": sequence,
+    "deep": deep,
 }
 
 
@@ -275,6 +311,69 @@ def swapped(first: str, second: str) -> Edit:
     return edit
 
 
+def edited(**changes: Callable[[Any, ir.Value], ir.Value]) -> Edit:
+    """Change the gradients of some parameters by traced functions."""
+
+    def edit(step: ir.Model) -> None:
+        found = gradients_of(step)
+        with Emitter(step) as op:
+            for name, change in changes.items():
+                y = found[name]
+                uses = list(y.uses())
+                new = change(op, y)
+                new.type, new.shape = y.type, y.shape
+                for user, index in uses:
+                    user.replace_input_with(index, new)
+                GRADIENT_OF.write(new, name)
+                GRADIENT_OF.remove(y)
+        step.graph.sort()
+
+    return edit
+
+
+def times(factor: float) -> Callable[[Any, ir.Value], ir.Value]:
+    return lambda op, g: g * factor
+
+
+def rows(order: Callable[[np.ndarray], np.ndarray]) -> Callable[[Any, ir.Value], ir.Value]:
+    """Return a change of the order of rows."""
+    return lambda op, g: op.Gather(g, op.constant(order(np.arange(g.shape[0])).astype(np.int64)), axis=0)
+
+
+def one_entry(op: Any, g: ir.Value) -> ir.Value:
+    """Change the sign of one entry."""
+    assert g.shape is not None
+    signs = np.ones(g.shape.numpy(), np.float32)
+    signs.ravel()[signs.size // 2] = -1
+    return g * op.constant(signs)
+
+
+def coarse(op: Any, g: ir.Value) -> ir.Value:
+    """Round to the 8 bits of bfloat16."""
+    return op.Cast(op.Cast(g, to=ir.DataType.BFLOAT16), to=ir.DataType.FLOAT)
+
+
+def both_of_a_tie(op: Any, gradients: list[Any], dy: Any, *inputs: Any) -> list[Any]:
+    """Give the whole gradient to each of equal inputs."""
+    return [op.Where(op.Equal(x, op.Max(*inputs)), dy, op.constant(0.0, like=dy)) for x in inputs]
+
+
+def second_output_at_half(op: Any, dy: Any, x: Any, sizes: Any = None, *, dys: Any, axis: int) -> list[Any]:
+    return [op.Concat(dys[0], dys[1] * 0.5, axis=axis)]
+
+
+def stays(name: str) -> Edit:
+    """Let a step not change a parameter."""
+
+    def edit(step: ir.Model) -> None:
+        (old,) = [x for x in step.graph.inputs if x.name == name]
+        (new,) = [y for y in step.graph.outputs if y.name == next_of(name)]
+        with Emitter(step) as op:
+            swap(new, op.Identity(old))
+
+    return edit
+
+
 def stale(**other: Any) -> Edit:
     """Take the gradients of a graph that was compiled from other weights, which are constants there."""
 
@@ -394,6 +493,10 @@ def _sum_of_roots(self: Any, op: Any, w: Any, g: Any, rate: Any, t: Any, s: Any)
 def _plain_momentum(self: Any, op: Any, w: Any, g: Any, rate: Any, t: Any, b: Any) -> Any:
     b = self.momentum * b + g
     return w - rate * b, b
+
+
+def _absolute(self: Any, *given: Any, right: Any = passes.Adafactor.update) -> Any:
+    return right(replace(self, scale_parameter=False), *given)
 
 
 def _clip_each(self: Any, op: Any, model: ir.Model, gradients: Any) -> Any:
@@ -532,7 +635,88 @@ UPDATES = [
         steps={"clip": passes.ClipGlobalNorm(0.1)},
     ),
 ]
-MISTAKES = [*RULES_OF_OPERATORS, *EDITS, *FILES, *UPDATES]
+OTHERS = [
+    Planted(
+        "errors of two weights that cancel", "gradient", "layers", edit=edited(w0=times(1.5), w2=times(0.5))
+    ),
+    Planted(
+        "errors of two filters that cancel", "gradient", "images", edit=edited(k0=times(2.0), k1=times(0.0))
+    ),
+    Planted("one bias of 51 parameters twice", "gradient", "deep", edit=edited(b7=times(2.0))),
+    Planted("one filter of 51 parameters uphill", "gradient", "deep", edit=edited(k9=times(-1.0))),
+    Planted("one entry of a weight", "gradient", "layers", edit=edited(w1=one_entry)),
+    Planted(
+        "one entry of a large weight",
+        "gradient",
+        "layers",
+        edit=edited(w0=one_entry),
+        made=lambda: joined("a = Tanh(h)", 4096),
+    ),
+    Planted(
+        "a square weight's gradient transposed",
+        "gradient",
+        "layers",
+        edit=edited(w1=lambda op, g: op.Transpose(g)),
+    ),
+    Planted(
+        "the gradient of the neighbour's row",
+        "gradient",
+        "tokens",
+        edit=edited(table=rows(lambda n: np.roll(n, 1))),
+    ),
+    Planted("filters in the reverse order", "gradient", "images", edit=edited(k0=rows(np.flip))),
+    Planted(
+        "a scalar uphill",
+        "gradient",
+        "layers",
+        edit=edited(scale=times(-1.0)),
+        steps={"parameters": passes.Parameters(unfreeze="scale")},
+        made=lambda: joined("a = Mul(h, scale)"),
+    ),
+    Planted(
+        "both inputs of a tie",
+        "gradient",
+        "layers",
+        wrong_rule("Max", both_of_a_tie),
+        made=lambda: joined("i = Mul(h, scale) j = Mul(scale, h) a = Max(i, j)"),
+    ),
+    Planted(
+        "the second output at half",
+        "gradient",
+        "layers",
+        lambda: mock.patch.dict(RULES, {("", "Split"): second_output_at_half}),
+        made=lambda: joined("p, q = Split<axis=1, num_outputs=2>(h) a = Concat<axis=1>(q, p)"),
+    ),
+    Planted("one parameter stays", "update", "deep", edit=stays("b7")),
+    Planted(
+        "a slot that is not kept",
+        "update",
+        "layers",
+        wrong_update(
+            passes.RMSprop,
+            lambda self, op, w, g, rate, t, v: (
+                w - rate * g / (op.Sqrt(self.alpha * v + (1 - self.alpha) * g * g) + self.epsilon),
+                v,
+            ),
+        ),
+        steps={"optimizer": passes.RMSprop(1e-2)},
+    ),
+    Planted(
+        "a relative rate for an absolute one",
+        "update",
+        "layers",
+        lambda: mock.patch.object(passes.Adafactor, "update", _absolute),
+        steps={"optimizer": passes.Adafactor()},
+    ),
+]
+MISTAKES = [*RULES_OF_OPERATORS, *EDITS, *FILES, *UPDATES, *OTHERS]
+BEYOND = [  # what is smaller than what the check tells from rounding, and why
+    Planted("rounded to 8 bits", "gradient", "layers", edit=edited(w1=coarse)),  # by 0.2 %
+    Planted(
+        "one filter of 51 parameters 10 % too long", "gradient", "deep", edit=edited(k9=times(1.1))
+    ),  # float32
+    Planted("one entry of a filter", "gradient", "deep", edit=edited(k9=one_entry)),  # in float32
+]
 
 
 def main() -> Iterator[str]:
@@ -543,6 +727,8 @@ def main() -> Iterator[str]:
         seen += bool(told)
         yield f"{mistake.part:8} {mistake.name:45} {told[:150] or 'NOT NOTICED'}"
     yield f"{seen} of {len(MISTAKES)} noticed"
+    for mistake in BEYOND:
+        yield f"{mistake.part:8} {mistake.name:45} {mistake.noticed()[:150] or 'not noticed, as expected'}"
 
 
 if __name__ == "__main__":

@@ -367,7 +367,7 @@ def test_any_change_of_the_code_or_of_the_environment_changes_the_digest(cache, 
                 cached.metadata, "version", lambda name, of=package: version(name) + "+" * (name == of)
             )
             digests.append(digest())
-    for name, value in (("FLAGS", ("-O1",)), ("_processor", lambda: "a processor")):
+    for name, value in (("FLAGS", ("-O1",)), ("processor", lambda: "a processor")):
         with monkeypatch.context() as patch:
             patch.setattr(toolchain, name, value)
             digests.append(digest())

@@ -45,6 +45,14 @@ class SourceFile:
             return cls(source, _mark(source))
         return cls(source.clone(), None) if isinstance(source, ir.Model) else None
 
+    def digest(self) -> object:
+        """Return what tells the model from others."""
+        if not isinstance(self.source, ir.Model):
+            return self.mark
+        if storage.is_large(self.source):
+            return hashlib.sha256(storage.skeleton(self.source)[0]).hexdigest()
+        return storage.model_digest(self.source)
+
     def content(self) -> bytes | str | None:
         """Return the model as ONNX Runtime opens it: bytes, or a path; None if it has changed."""
         if self.mark != _mark(self.source):

@@ -44,7 +44,7 @@ def check(
             graph.
         data: a batch, arrays by the names of the training graph's inputs; random numbers of the declared types by
             default.
-        verify: compare the gradient of each parameter (`full`), or the whole and groups (`first`).
+        verify: compare the gradient of each parameter (`full`), or of all along one direction (`first`).
         threads: the number of threads per operator; by default, the runtime's choice.
         steps: the steps of `compile`, such as `loss=passes.CrossEntropy()`. Without a loss, all is checked on a mean
             squared error, and without an optimizer no update.

@@ -95,8 +95,8 @@ class DeviceOptions(metaclass=Checked):
             GRAPHOPT_MATMUL_PRECISION, or `highest`.
         verify: what to check before the first update. `first` checks the plain step on the first batch, once per graph,
             form of the batch and machine: its predictions are those of the file run by ONNX Runtime as it is, its
-            gradient is the slope of the loss by central differences (the whole gradient, a random direction in each
-            group of parameters, and one among the entries that are 0), and the optimizer's update follows its formula.
+            gradient is the slope of the loss by central differences (along the gradients of all parameters, which
+            are halved where it differs, and along random signs), and the optimizer's update follows its formula.
             A disagreement is an error that names a reproducer. Then, the first step of each form that was rewritten
             for speed (fused, kernels, in place, several steps per call) is compared with the plain step. If they
             differ by more than rounding, the plain step runs, and a warning names a reproducer. `full` checks the

@@ -21,6 +21,7 @@ from graphopt.graph.state import LEARNING_RATE
 from graphopt.graph.values import name_of
 from graphopt.runtime import placement
 from graphopt.runtime.bound_session import BoundSession, Reported, RunnerOptions
+from graphopt.runtime.checks.findings import Disagreement
 from graphopt.runtime.checks.first_check import FirstCheck
 from graphopt.runtime.device import Device
 from graphopt.runtime.evaluation import Evaluation, evaluation_of
@@ -176,7 +177,7 @@ class Executor(ExecutorState):
         self.properties, self._labels = {}, None
         self._signature = Signature(device, with_role(model, *FED))
         self._report = chosen_outputs(model, options.report)
-        is_checked = device.verify and workers.size == 1 and rounds is None
+        (is_checked,) = workers.any(bool(device.verify))
         self._first = FirstCheck(device, model, buffers) if is_checked else None
         self._open()
 
@@ -225,12 +226,23 @@ class Executor(ExecutorState):
     def _check_first(self, feeds: Mapping[str, Tensor]) -> None:
         """Check the plain step on the first batch that has rows, before the first update.
 
+        Of several workers, each checks it on its rows of their first batch, and all raise the error of one.
+
         Raises:
             Disagreement: it disagrees with its file, with its loss, or with the rule of its optimizer.
         """
-        if self._first is not None and rows_of(feeds) != 0:
-            self._first.check(self._signature.arrays(feeds))
-            self._first = None
+        if self._first is None or (self.workers.size == 1 and rows_of(feeds) == 0):
+            return
+        message = ""
+        try:
+            if rows_of(feeds) != 0:
+                self._first.check(self._signature.arrays(feeds))
+        except GraphoptError as error:
+            message = str(error)
+        for told in self.workers.gather_json(message):
+            if told:
+                raise Disagreement(told)
+        self._first = None
 
     def _fed(self, feeds: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Set hyperparameters, check tensors unless they are like the last ones, and return the tensors."""
@@ -247,6 +259,7 @@ class Executor(ExecutorState):
     def _pass(self, feeds: Mapping[str, Tensor]) -> Reported:
         """Count a batch without rows, which trains nothing."""
         self.set_hyperparameters(**self._split(feeds)[0])
+        self._check_first(feeds)
         self._buffers.batches += 1
         return dict.fromkeys(numbers(self._model.graph.outputs, self._report), 0.0)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -38,7 +38,9 @@ def file_findings(
     if reason is None:
         assert origin is not None and origin.file is not None
         try:
-            found = _compared(device, model, origin.file.content(), origin.file.outline(), state, batch)
+            outline = origin.file.outline()
+            _check_modes(origin.passes, messages_of(onnx.NodeProto, outline))
+            found = _compared(device, model, origin.file.content(), outline, state, batch)
         except Exception as error:  # noqa: BLE001 - the runtime raises many types; the table says which
             found, reason = [], line(error)
         yield from found
@@ -63,6 +65,20 @@ def _obstacle(model: ir.Model, origin: Provenance | None, state: Arrays) -> str 
     if not origin.is_initial({name: x for name, x in state.items() if name in own}):
         return "the state is no longer that of the file"
     return None
+
+
+def _check_modes(passes: Mapping[str, Sequence[Any]], nodes: Sequence[onnx.NodeProto]) -> None:
+    """Raise an error if the file is in training mode, and a pass lets other operators train than it does."""
+    from passes.training_mode import SWITCHES, TrainingMode
+
+    trains = [(SWITCHES[node.op_type], _is_in_training(node)) for node in nodes if node.op_type in SWITCHES]
+    if not any(is_training for _, is_training in trains):
+        return
+    for item in (item for given in passes.values() for item in given):
+        if isinstance(item, TrainingMode) and not item.as_exported:
+            kept = all(getattr(item, switch) == is_training for switch, is_training in trains)
+            if item.leave_out or not kept:
+                raise GraphoptError("TrainingMode changes the mode of the file on purpose")
 
 
 def _compared(
@@ -153,7 +169,7 @@ def _noisy(session: Session, given: Arrays, unit: float) -> Iterator[Arrays]:
     rng = np.random.default_rng(0)
     for _ in range(TRIALS):
         moved = {
-            name: (x * (1 - NOISE * unit * rng.random(x.shape))).astype(x.dtype)
+            name: np.asarray(x * (1 - NOISE * unit * rng.random(x.shape)), x.dtype)
             if x.dtype.kind in "fV"
             else x
             for name, x in given.items()

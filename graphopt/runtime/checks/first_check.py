@@ -25,9 +25,8 @@ from graphopt.graph.emitter import Emitter
 from graphopt.graph.operators import CONVOLUTIONS
 from graphopt.graph.precision import retype
 from graphopt.graph.roles import Role, with_role
-from graphopt.graph.state import LEARNING_RATE, LOSS_SCALE, STEP, accumulators
 from graphopt.graph.storage import weight_bytes
-from graphopt.graph.values import name_of, next_of, state_of, swap
+from graphopt.graph.values import swap
 from graphopt.runtime.checks.file import file_findings
 from graphopt.runtime.checks.findings import CheckTable, Disagreement, Finding
 from graphopt.runtime.checks.forward import Forward, forward_of
@@ -37,11 +36,14 @@ from graphopt.runtime.checks.slopes import (
     Arrays,
     Precision,
     Slope,
+    Verdict,
     dot,
     norm_of,
     sizes_of,
     slope_along,
+    wide,
 )
+from graphopt.runtime.checks.updates import Updates
 from graphopt.runtime.checks.verdicts import ROOM, digest_of, read_note, write_note, write_reproducer
 from graphopt.runtime.device import Device
 from graphopt.runtime.session import Session
@@ -51,12 +53,15 @@ _log = logging.getLogger(__name__)
 
 CONVERTED = 2**28  # bytes of state and weights up to which they are converted to other precisions
 CHECKED = 2**30  # bytes of state up to which gradients are checked
-MANY = 2**20  # numbers in parameters from which two groups of them are checked
 NARROW = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 TRIALS = 2  # of a gradient, to see how much of a difference is rounding
 NOISE = 16  # roundings
-LOST = 0.02  # of the slope that lost entries of typical size would have, what rounding may be
-WHOLE = "the whole gradient"
+FEW = 5  # parameters that are checked together as strictly as one
+FAR = 4  # times as far as its size, relative to others, a parameter moves whose slope is small
+PASSES = 300  # after which what is not decided stays so
+PERIOD = 65537  # numbers from which random ones repeat, a prime
+ALONG, SIGNS = "along the gradient", "along random signs"
+NO_DOUBLE = CONVOLUTIONS | {"Erf", "Gelu"}  # ONNX Runtime has kernels of float32 only on every CPU
 SOURCES = tuple(sorted(Path(__file__).parent.glob("*.py")))
 
 
@@ -107,7 +112,7 @@ class FirstCheck:
         device, origin = self._device, self._origin
         form = sorted((name, str(x.dtype), x.shape) for name, x in batch.items())
         made = origin and (
-            origin.file and origin.file.mark,
+            origin.file and origin.file.digest(),
             _told(origin.passes),
             origin.is_initial(self._state()),
         )
@@ -176,7 +181,6 @@ class _Step:
         self._device, self._is_full, self._batch = device, is_full, batch
         self._forward = forward_of(model)
         whole = self._forward.whole
-        self._parameters = {x.name: x for x in with_role(whole, Role.PARAMETER)}
         size = sum(x.nbytes for x in state.values()) + weight_bytes(model)
         self._is_small = size <= CONVERTED
         self._is_narrow = self._is_small and any(
@@ -191,12 +195,10 @@ class _Step:
                 self._forward.unchecked[name] = "it has numbers that are not finite"
         for jitter in (True, False):  # beside a kink that parameters are at exactly
             self.state = self._moved(state) if jitter else state
-            self.outputs = self._session.compute_arrays(_fed(whole, {**self.state, **batch}))
+            self.outputs = self.run(self.state)
             if all(np.isfinite(x).all() for x in self.outputs.values() if x.dtype.kind == "f"):
                 break
-        self.gradients = {
-            name: self.outputs[y].astype(np.float64) for name, y in self._forward.gradients.items()
-        }
+        self.gradients = {name: wide(self.outputs[y]) for name, y in self._forward.gradients.items()}
 
     def _moved(self, state: Arrays) -> Arrays:
         """Return a state whose parameters differ a little from those at hand."""
@@ -204,9 +206,9 @@ class _Step:
         moved = dict(state)
         names = [name for name in self._forward.gradients if name not in self._forward.unchecked]
         for name, size in sizes_of({name: state[name] for name in names}).items():
-            noise = (SINGLE.jitter * size * rng.standard_normal(state[name].shape)).astype(np.float32)
+            noise = SINGLE.jitter * size * rng.standard_normal(min(PERIOD, state[name].size), np.float32)
             for each in (name, *self._forward.moved.get(name, [])):
-                moved[each] = (state[each] + noise).astype(state[each].dtype)
+                moved[each] = (state[each] + np.resize(noise, state[each].shape)).astype(state[each].dtype)
         return moved
 
     def findings(self, origin: provenance.Provenance | None) -> Iterator[Finding]:
@@ -216,20 +218,24 @@ class _Step:
         ):
             yield Finding("gradient", "all", "not checked", reason="the loss or a gradient is not finite")
             return
+        whole = self._forward.whole
         for name, reason in self._forward.unchecked.items():
-            yield Finding("gradient", name, "not checked", norm=self._norm(name), reason=reason)
+            yield Finding("gradient", name, "not checked", norm=self.norms[name], reason=reason)
         names = [name for name in self.gradients if name not in self._forward.unchecked]
         if names:
             yield from _Slopes(self, names).findings()
-        yield from self._updates(origin)
+        passes = {} if origin is None else origin.passes
+        yield from Updates(whole, self.run, self.state, self.outputs, self.gradients, self.norms).findings(
+            passes
+        )
 
-    def _stays_finite(self, following: ir.Value) -> bool:
-        """Return whether a step makes no number of a state infinite or NaN that was finite."""
-        old, new = self.state[state_of(following)], self.outputs[name_of(following)]
-        return new.dtype.kind != "f" or bool(np.isfinite(new[np.isfinite(old)]).all())
+    def run(self, arrays: Arrays) -> Arrays:
+        """Return the outputs of the step for a state and its batch."""
+        return self._session.compute_arrays(_fed(self._forward.whole, {**arrays, **self._batch}))
 
-    def _norm(self, name: str) -> float:
-        return norm_of(self.gradients[name])
+    @functools.cached_property
+    def norms(self) -> dict[str, float]:
+        return {name: norm_of(g) for name, g in self.gradients.items()}
 
     @functools.cached_property
     def noisy_gradients(self) -> list[Arrays]:
@@ -248,7 +254,7 @@ class _Step:
             state = {name: noisy(x) if name in self.gradients else x for name, x in self.state.items()}
             batch = {name: noisy(x) if name in data else x for name, x in self._batch.items()}
             outputs = self._session.compute_arrays(_fed(self._forward.whole, {**state, **batch}))
-            found.append({name: outputs[y].astype(np.float64) for name, y in self._forward.gradients.items()})
+            found.append({name: wide(outputs[y]) for name, y in self._forward.gradients.items()})
         return found
 
     @functools.cached_property
@@ -264,18 +270,22 @@ class _Step:
             return None
         return {name: outputs[y] for name, y in self._forward.gradients.items()}
 
-    def losses(self) -> Iterator[tuple[Callable[[Arrays], float], Precision]]:
-        """Yield functions that compute the loss at points, the most precise one that runs first."""
+    def losses(self) -> Iterator[tuple[Callable[[Arrays], float], float, Precision]]:
+        """Yield functions that compute the loss at points, and the loss here; the most precise one first."""
         part = self._forward.part
-        has_convolutions = any(node.op_type in CONVOLUTIONS for node in part.graph)  # float32 on every CPU
-        types = [ir.DataType.DOUBLE] if self._is_small and not has_convolutions else []
+        is_single = not self._is_small or any(node.op_type in NO_DOUBLE for node in part.graph)
+        types = [] if is_single else [ir.DataType.DOUBLE]
+        known = {**self.state, **self._batch, **self.outputs}
         for dtype in (*types, ir.DataType.FLOAT if self._is_narrow else None):
-            part = self._forward.part.clone()
             if dtype is not None:
+                part = self._forward.part.clone()
                 _in(part, dtype)
-            known = {**self.state, **self._batch, **self.outputs}
+            else:
+                part = self._forward.part
+            options = self._device.new_session_options()  # opened faster, and without fusions
+            options.graph_optimization_level = self._device.ort.GraphOptimizationLevel.ORT_DISABLE_ALL
             try:
-                session = Session(self._device, part)
+                session = Session(self._device, part, options)
                 fed = _fed(part, {name: known[name] for name in session.inputs})
 
                 def loss(
@@ -290,12 +300,12 @@ class _Step:
                     (value,) = session.run({**fed, **moved})
                     return float(value)
 
-                loss({})
+                start = loss({})
             except Exception as error:  # noqa: BLE001 - versions raise different types
                 _log.debug("no loss in %s: %s", dtype, line(error))
                 continue
             is_double = dtype is ir.DataType.DOUBLE or part.graph.outputs[0].dtype is ir.DataType.DOUBLE
-            yield loss, DOUBLE if is_double else SINGLE
+            yield loss, start, DOUBLE if is_double else SINGLE
 
     @property
     def forward(self) -> Forward:
@@ -305,218 +315,139 @@ class _Step:
     def is_full(self) -> bool:
         return self._is_full
 
-    def _updates(self, origin: provenance.Provenance | None) -> Iterator[Finding]:
-        """Yield what is found about the update of each parameter."""
-        passes = {} if origin is None else origin.passes
-        optimizers = passes.get("optimizer", ())
-        if len(optimizers) != 1:
-            why = "the optimizer is not known" if not optimizers else "several passes update"
-            yield Finding("update", "all", "not checked", reason=why)
-            return
-        if accumulators(self._forward.whole):
-            yield Finding(
-                "update", "all", "not checked", reason="gradients of several batches are accumulated"
-            )
-            return
-        following = {name: y for name in self.gradients if (y := self.outputs.get(next_of(name))) is not None}
-        if LOSS_SCALE in self.state and all(
-            np.array_equal(y, self.state[name]) for name, y in following.items()
-        ):
-            yield Finding("update", "all", "not checked", reason="the scale of the loss skips this step")
-            return
-        if not all(map(self._stays_finite, with_role(self._forward.whole, Role.NEXT))):
-            yield Finding("update", "all", "not checked", reason="the new state is not finite")
-            return
-        from passes.optimizers.optimizer import Optimizer
-        from passes.optimizers.reference import UPDATES, clipped, update_of
-
-        (optimizer,) = optimizers
-        gradients = clipped(passes.get("clip", ()), self.gradients)
-        if not isinstance(optimizer, Optimizer) or gradients is None:
-            name = type(optimizer if gradients is not None else passes["clip"][-1]).__name__
-            yield Finding("update", "all", "not checked", reason=f"no formula of {name} is known")
-            return
-        rate = self.outputs.get(LEARNING_RATE, self.state.get(LEARNING_RATE))
-        time = int(self.state[STEP]) + 1
-        for name, g in gradients.items():
-            if not np.isfinite(self.state[name]).all():
-                yield Finding("update", name, "not checked", reason="it has numbers that are not finite")
-                continue
-            own = update_of(optimizer, self._parameters[name])
-            w = self.state[name].astype(np.float64)
-            new = self.outputs.get(next_of(name))
-            if own is None or new is None or rate is None:
-                why = f"no formula of {type(optimizer).__name__} is known"
-                yield Finding("update", name, "not checked", reason=why)
-                continue
-            prefix = f"{name}."
-            slots = {
-                key.removeprefix(prefix): x.astype(np.float64)
-                for key, x in self.state.items()
-                if key.startswith(prefix)
-            }
-            moved = UPDATES[type(own[0])](own[0], w, g, float(rate) * own[1], time, slots) - w
-            yield _compared(
-                name, moved, new.astype(np.float64) - w, w, type(own[0]).__name__, self._norm(name)
-            )
-
-
-def _compared(
-    name: str, expected: np.ndarray, found: np.ndarray, w: np.ndarray, optimizer: str, norm: float
-) -> Finding:
-    """Compare the update of a parameter with that of the formula."""
-    slack = 8 * SINGLE.unit * norm_of(w)
-    lengths = [norm_of(x) for x in (expected, found)]
-    off = norm_of(found - expected) - slack
-    verdict = "agrees" if off <= 1e-3 * lengths[0] else "differs"
-    along = dot(found, expected) / lengths[0] if lengths[0] else lengths[1]
-    return Finding("update", name, verdict, lengths[0], along, norm, optimizer)  # type: ignore[arg-type]
-
 
 class _Slopes:
-    """Compare the gradients of some parameters with slopes of the loss."""
+    """Compare the gradients of some parameters with slopes of the loss.
+
+    One direction moves all parameters, and only if its slope differs are they halved, until the ones that differ are
+    found (group testing, Dorfman 1943).
+    """
 
     def __init__(self, step: _Step, names: Sequence[str]) -> None:
-        self._step, self._names = step, list(names)
-        self._point = {name: step.state[name].astype(np.float64) for name in names}
-        self._sizes = sizes_of(self._point)
-        self._norms = {name: norm_of(step.gradients[name]) for name in names}
-        self._found: dict[str, Slope] = {}
+        self._step, self._names, self._passes = step, list(names), 0
+        self._sizes = sizes_of({name: step.state[name] for name in names})
+        self._norms = {name: step.norms[name] for name in names}
+        self._typical = float(np.median([self._norms[name] * self._length(name) for name in names])) or 1.0
+        self._entry = {
+            name: self._norms[name] / math.sqrt(max(1, int(np.count_nonzero(step.gradients[name]))))
+            for name in names
+        }
 
     def findings(self) -> Iterator[Finding]:
         step = self._step
-        for loss, precision in step.losses():
-            start, noted = loss({}), float(step.outputs[step.forward.loss])
+        noted = float(step.outputs[step.forward.loss])
+        for loss, start, precision in step.losses():
             if not math.isfinite(start) or abs(start - noted) > 1e-2 * max(abs(noted), 1e-3):
                 continue
-            self._loss, self._start, self._precision = loss, start, precision
+            self._compute, self._start, self._precision = loss, start, precision
+            self._is_double = precision is DOUBLE
             break
         else:
             reason = "the loss could not be computed again with the same number"
             yield Finding("gradient", "all", "not checked", reason=reason)
             return
-        rng = np.random.default_rng(1)
-        if step.is_full:
-            yield from (self._of_one(name) for name in self._names)
-        else:
-            yield from self._of_groups(rng)
-        yield from self._of_zeros(rng)
+        dtype = np.float64 if self._is_double else np.float32
+        self._point = {name: step.state[name].astype(dtype) for name in self._names}
+        groups = [[name] for name in self._names] if step.is_full else [self._names]
+        found = [x for names in groups for x in self._searched(names, self._along_gradients, ALONG)]
+        signed = [name for name in self._names if self._is_double or (step.gradients[name] == 0).any()]
+        found += self._searched(signed, self._along_signs, SIGNS) if signed else []
+        wrong = [x for x in found if x.verdict == "differs"]
+        yield from sorted(wrong, key=_difference, reverse=True)
+        yield from (x for x in found if x.verdict != "differs")
 
-    def _of_groups(self, rng: np.random.Generator) -> Iterator[Finding]:
-        """Check along the whole gradient, and along a random direction of each group."""
-        whole = {name: self._step.gradients[name] for name in self._names}
-        groups = [(self._names, whole)]
-        count = 1
-        if self._precision is not DOUBLE:
-            total = sum(x.size for x in self._point.values())
-            count = min(8, math.ceil(len(self._names) / 4)) if total <= MANY else min(2, len(self._names))
-        typical = float(np.median([self._norms[n] * self._length(n) for n in self._names])) or 1.0
-        for i in range(count):
-            names = self._names[i::count]
-            direction = {}
-            for name in names:
-                g, norm = self._step.gradients[name], self._norms[name]
-                if norm:
-                    share = min(typical / norm, self._length(name)) / norm
-                    direction[name] = share * g * rng.uniform(0.5, 1.5, g.shape)
-            groups.append((names, direction))
-        for names, direction in groups:
-            slope = self._along(direction)
-            norm = math.sqrt(sum(self._norms[name] ** 2 for name in names))
-            title = WHOLE if direction is whole else _titled(names)
-            if slope.verdict != "agrees" and (title != WHOLE or slope.verdict == "differs"):
-                single = [self._of_one(name) for name in names]
-                wrong = [x for x in single if x.verdict == "differs"]
-                if wrong:
-                    yield from sorted(wrong, key=_difference, reverse=True)
-                    return
-                if all(x.verdict == "agrees" for x in single):
-                    yield self._finding(title, slope, norm, "agrees")
-                    continue
-            verdict = "not checked" if slope.verdict == "differs" and len(names) > 1 else slope.verdict
-            yield self._finding(title, slope, norm, verdict)
+    def _searched(
+        self, names: Sequence[str], slope_of: Callable[[Sequence[str]], Slope], how: str
+    ) -> Iterator[Finding]:
+        """Yield a finding for parameters whose slope agrees, and for each one of the others."""
+        slope = slope_of(names)
+        norm = math.sqrt(sum(self._norms[name] ** 2 for name in names))
+        title = names[0] if len(names) == 1 else f"{len(names)} parameters, {names[0]} to {names[-1]}"
+
+        def finding(verdict: Verdict, reason: str = "") -> Finding:
+            told = f"{how}{reason and ', '}{reason}"
+            return Finding("gradient", title, verdict, slope.expected, slope.found, norm, told)
+
+        if slope.verdict == "agrees":
+            yield finding("agrees")
+        elif len(names) == 1:
+            yield finding(
+                slope.verdict, "" if slope.verdict == "differs" else "rounding and curvature overlap"
+            )
+        elif self._passes > PASSES and not self._step.is_full:
+            yield finding("not checked", f"after {PASSES} forward passes: verify='full' goes on")
+        else:
+            halves = (names[: len(names) // 2], names[len(names) // 2 :])
+            found = [x for half in halves for x in self._searched(half, slope_of, how)]
+            if slope.verdict == "differs" and all(x.verdict == "agrees" for x in found):
+                yield finding("not checked", "they differ together, and agree in parts")
+            yield from found
+
+    def _loss(self, point: Arrays) -> float:
+        self._passes += 1
+        return self._compute(point)
 
     def _length(self, name: str) -> float:
         """Return the size of a parameter as a vector."""
-        return self._sizes[name] * math.sqrt(self._point[name].size)
+        return self._sizes[name] * math.sqrt(self._step.state[name].size)
 
-    def _least(self, direction: Mapping[str, np.ndarray]) -> float:
-        """Return what rounding of the gradient may add to a slope."""
-        length = math.sqrt(sum(float(np.square(d).sum()) for d in direction.values()))
-        return 2e-6 * max(self._norms.values()) * length
+    def _along_gradients(self, names: Sequence[str]) -> Slope:
+        """Compare along a gradient, or a sum of several that have about the same slope."""
+        if len(names) == 1:
+            (name,) = names
+            direction = {name: self._step.gradients[name] / (self._norms[name] or 1.0)}
+            return self._compared(direction, 0.0, self._precision)
+        rng, direction = np.random.default_rng(1), {}
+        for name in names:
+            if norm := self._norms[name]:
+                g = self._step.gradients[name]
+                share = min(self._typical / norm, FAR * self._length(name)) / norm
+                weights = share * rng.uniform(0.5, 1.5, min(PERIOD, g.size))
+                direction[name] = g * np.resize(weights.astype(g.dtype), g.shape)
+        change = self._precision.change * len(names) ** 0.25
+        tolerance = self._precision.tolerance * min(1.0, FEW / len(names))
+        doubted = self._precision.doubted / len(names)
+        precision = replace(self._precision, change=change, tolerance=tolerance, doubted=doubted)
+        return self._compared(direction, 0.0, precision)
 
-    def _along(self, direction: Mapping[str, np.ndarray]) -> Slope:
-        return self._compared(direction, _inner(self._step.gradients, direction), self._least(direction))
+    def _along_signs(self, names: Sequence[str]) -> Slope:
+        """Compare along random signs of each entry, in float32 of those whose gradient is 0."""
+        rng, direction, square = np.random.default_rng(2), {}, 0.0
+        slopes = {name: self._norms[name] * self._sizes[name] for name in self._names}
+        typical = float(np.median([*slopes.values()])) or 1.0
+        least = min((x for x in self._entry.values() if x), default=0.0)
+        for name in names:
+            g, scale = self._step.gradients[name], self._sizes[name]
+            scale *= min(1.0, typical / (slopes[name] or typical))
+            signs = scale * rng.choice([-1.0, 1.0], min(PERIOD, g.size))
+            signs = np.resize(signs.astype(g.dtype), g.shape)
+            direction[name] = signs if self._is_double else np.where(g == 0, signs, np.float32(0))
+            square += (self._entry[name] or least) ** 2 * dot(direction[name], direction[name])
+        return self._compared(direction, self._precision.lost * math.sqrt(square), self._precision)
 
-    def _compared(self, direction: Mapping[str, np.ndarray], found: float, least: float) -> Slope:
+    def _compared(self, direction: Arrays, least: float, precision: Precision) -> Slope:
         """Compare slopes; a difference that rounding of the gradient may explain is none."""
+        length = math.sqrt(sum(dot(d, d) for d in direction.values()))
+        least = max(least, 2e-6 * max(self._norms.values()) * length)
 
         def slope_of(found: float) -> Slope:
-            return slope_along(self._loss, self._point, self._start, direction, found, least, self._precision)
+            return slope_along(self._loss, self._point, self._start, direction, found, least, precision)
 
+        found = _inner(self._step.gradients, direction)
         slope = slope_of(found)
         if slope.verdict != "differs":
             return slope
         doubt = max(abs(_inner(noisy, direction) - found) for noisy in self._step.noisy_gradients)
         is_rounding = not abs(slope.expected - found) > 4 * doubt
-        if not is_rounding and self._precision is DOUBLE and (precise := self._step.precise_gradients):
+        if not is_rounding and self._is_double and (precise := self._step.precise_gradients):
             doubt = abs(_inner(precise, direction) - found)
             is_rounding = slope_of(_inner(precise, direction)).verdict == "agrees"
         return replace(slope, doubt=doubt, verdict="not checked") if is_rounding else slope
 
-    def _of_one(self, name: str) -> Finding:
-        """Check along a parameter's own gradient, whose slope is the gradient's norm."""
-        norm = self._norms[name]
-        if not norm:
-            return Finding("gradient", name, "agrees", 0.0, 0.0, 0.0, "0; see the entries that are 0")
-        if name not in self._found:
-            self._found[name] = self._along({name: self._step.gradients[name] / norm})
-        return self._finding(name, self._found[name], norm, self._found[name].verdict)
 
-    def _finding(self, name: str, slope: Slope, norm: float, verdict: Any) -> Finding:
-        reason = "rounding and curvature overlap" if verdict == "not checked" else ""
-        return Finding("gradient", name, verdict, slope.expected, slope.found, norm, reason)
-
-    def _of_zeros(self, rng: np.random.Generator) -> Iterator[Finding]:
-        """Check along a random direction of the entries whose gradient is exactly 0."""
-        direction = {}
-        for name in self._names:
-            g = self._step.gradients[name]
-            zero = g == 0
-            if zero.any():
-                direction[name] = np.where(zero, self._sizes[name] * rng.choice([-1.0, 1.0], g.shape), 0.0)
-        if not direction:
-            return
-        typical = {
-            name: self._norms[name] / math.sqrt(max(1, int(np.count_nonzero(self._step.gradients[name]))))
-            for name in self._names
-        }
-        least = min((x for x in typical.values() if x), default=0.0)
-        square = sum((typical[name] or least) ** 2 * dot(d, d) for name, d in direction.items())
-
-        def slope_of(part: Mapping[str, np.ndarray]) -> Slope:
-            return self._compared(part, 0.0, max(self._least(part), LOST * math.sqrt(square)))
-
-        slope = slope_of(direction)
-        if slope.verdict == "differs":
-            for name, d in direction.items():
-                own = slope_of({name: d})
-                if own.verdict == "differs":
-                    reason = "entries that are 0"
-                    yield Finding("gradient", name, "differs", own.expected, 0.0, self._norms[name], reason)
-                    return
-        count = sum(int(np.count_nonzero(d)) for d in direction.values())
-        verdict = "agrees" if slope.verdict == "agrees" else "not checked"
-        yield self._finding(f"{count:,} entries that are 0", slope, 0.0, verdict)
-
-
-def _inner(gradients: Arrays, direction: Mapping[str, np.ndarray]) -> float:
+def _inner(gradients: Arrays, direction: Arrays) -> float:
     """Return the inner product of gradients and a direction."""
     return sum(dot(gradients[name], d) for name, d in direction.items())
-
-
-def _titled(names: Sequence[str]) -> str:
-    return names[0] if len(names) == 1 else f"{len(names)} parameters, {names[0]} to {names[-1]}"
 
 
 def _difference(finding: Finding) -> float:

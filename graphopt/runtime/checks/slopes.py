@@ -25,7 +25,7 @@ LADDER = (
 )  # multiples of the step; pairs of them are extrapolated
 MOVED = 0.01  # the largest step along a direction, relative to a parameter's own size
 FARTHEST = 0.3  # where rounding hides the slope of smaller steps
-SAMPLE = 2**16  # numbers of a parameter whose median is its size
+SAMPLE = 2**12  # numbers of a parameter whose median is its size
 SMALLEST = 1e-2  # the size of parameters that are all 0, such as new biases
 
 
@@ -37,6 +37,8 @@ class Precision:
         unit: the rounding of the loss.
         change: the relative change of the loss that a step is to make.
         tolerance: the largest relative difference of slopes that agree.
+        doubted: the share of a slope that may be in doubt if it agrees.
+        lost: of the slope along random signs that lost entries of typical size have, what rounding may be.
         jitter: the relative noise that is added to parameters, so that no number is exactly at a kink.
         blind: the share of the largest step that is taken where the gradient is 0.
         scale: the least magnitude of what is rounded: scores are larger than the loss of a saturated softmax.
@@ -45,13 +47,15 @@ class Precision:
     unit: float
     change: float
     tolerance: float
+    doubted: float
+    lost: float
     jitter: float
     blind: float
     scale: float
 
 
-DOUBLE = Precision(2.0**-52, 1e-6, 2e-3, 1e-3, 1e-3, 1.0)
-SINGLE = Precision(2.0**-23, 3e-4, 3e-2, 2e-2, 0.25, 1e-3)
+DOUBLE = Precision(2.0**-52, 1e-6, 2e-3, 0.3, 2e-3, 1e-3, 1e-3, 1.0)
+SINGLE = Precision(2.0**-23, 3e-4, 3e-2, 0.3, 2e-2, 2e-2, 0.25, 1e-3)
 
 
 @dataclass(frozen=True)
@@ -71,9 +75,14 @@ class Slope:
     verdict: Verdict
 
 
+def wide(x: np.ndarray) -> np.ndarray:
+    """Return an array in 32 bits or more."""
+    return x if x.dtype.itemsize >= 4 else x.astype(np.float32)
+
+
 def dot(x: np.ndarray, y: np.ndarray) -> float:
     """Return the inner product of two arrays, without the threads of a library, which would spin later."""
-    return float(np.multiply(x, y).sum())
+    return float(np.einsum("i,i->", x.ravel(), y.ravel(), dtype=np.float64))
 
 
 def norm_of(x: np.ndarray) -> float:
@@ -160,7 +169,7 @@ def slope_along(
         expected = narrow + (narrow - wide) / ((large / small) ** 2 - 1)
         off = abs(expected - found)
         between = min(after, before) - allowed <= found <= max(after, before) + allowed
-        if off <= allowed + doubt / 3 and (doubt <= 0.3 * abs(found) or off <= least):
+        if off <= allowed + doubt / 3 and (doubt <= precision.doubted * abs(found) or off <= least):
             return Slope(expected, found, doubt, "agrees")
         clear = off > 4 * doubt + 1.2 * allowed and not between
         if doubt < best.doubt:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import io
 import json
+import os
+import platform
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,12 +21,20 @@ from graphopt.files import read_regular, write, write_folder
 from graphopt.graph.storage import skeleton, whole
 from graphopt.graph.values import tensor_bytes
 from graphopt.targets.native.cache import cache_folder
+from graphopt.targets.native.toolchain import processor
 
 _T = TypeVar("_T")
 Arrays = dict[str, np.ndarray]
 
 ROOM = "steps"  # of the cache
 LARGEST = 2**26  # bytes of inputs and constants that a reproducer has, and of weights that become noisy
+
+
+@functools.cache
+def machine() -> str:
+    """Return a short hash of the processor, since machines may share a home directory."""
+    facts = (processor(), platform.machine(), os.cpu_count())
+    return hashlib.sha256(repr(facts).encode()).hexdigest()[:8]
 
 
 def digest_of(models: Iterable[ir.Model], sources: Iterable[Path], facts: object) -> str:
@@ -59,14 +70,14 @@ def write_reproducer(
 
 
 def read_note(room: str, name: str, key: str, kind: type[_T]) -> _T | None:
-    """Return what a note in the cache says, or None if there is none."""
+    """Return what a note in the cache says of this machine, or None if there is none."""
     with contextlib.suppress(GraphoptError, OSError, ValueError, KeyError, TypeError):
-        value = json.loads(read_regular(cache_folder(room) / name) or b"")[key]
+        value = json.loads(read_regular(cache_folder(room) / f"{machine()}-{name}") or b"")[key]
         return value if isinstance(value, kind) else None
     return None
 
 
 def write_note(room: str, name: str, note: Mapping[str, object]) -> None:
-    """Write a note to the cache; if that fails, the cache forgets."""
+    """Write a note about this machine to the cache; if that fails, the cache forgets."""
     with contextlib.suppress(GraphoptError, OSError):
-        write(cache_folder(room) / name, json.dumps(note))
+        write(cache_folder(room) / f"{machine()}-{name}", json.dumps(note))

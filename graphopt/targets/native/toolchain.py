@@ -183,10 +183,10 @@ def _environment(command: tuple[str, ...]) -> tuple[str, ...]:
     """Return what else a library depends on: headers, flags, the compiler and the processor."""
     version = subprocess.run([*command, "--version"], capture_output=True, text=True, timeout=SECONDS).stdout
     headers = tuple((FOLDER / name).read_text() for name in HEADERS)
-    return (*headers, *FLAGS, *command, version, _processor())
+    return (*headers, *FLAGS, *command, version, processor())
 
 
-def _processor() -> str:
+def processor() -> str:
     """Return what decides which instructions `-march=native` stands for."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()

@@ -1,0 +1,205 @@
+"""Compare the update of a step with formulas in NumPy."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from graphopt.graph.roles import Role, with_role
+from graphopt.graph.state import ACCUMULATED, AVERAGE, LEARNING_RATE, LOSS_SCALE, STEP, accumulators
+from graphopt.graph.values import next_of
+from graphopt.runtime.checks.findings import Finding
+from graphopt.runtime.checks.slopes import SINGLE, Arrays, dot, norm_of, wide
+
+SAMPLE = 2**16  # numbers of a parameter that are compared if the update of one reads no others
+
+
+class Updates:
+    """Compare what a step does with its gradients.
+
+    Args:
+        model: the step.
+        run: returns its outputs for a state.
+        state: the state before it.
+        outputs: its outputs for this state.
+        gradients: the gradients, by the names of the parameters.
+        norms: their norms.
+    """
+
+    def __init__(
+        self,
+        model: ir.Model,
+        run: Callable[[Arrays], Arrays],
+        state: Arrays,
+        outputs: Arrays,
+        gradients: Arrays,
+        norms: Mapping[str, float],
+    ) -> None:
+        self._model, self._run, self._state, self._outputs = model, run, state, outputs
+        self._gradients, self._norms = gradients, norms
+        self._parameters = {x.name: x for x in with_role(model, Role.PARAMETER)}
+
+    def findings(self, passes: Mapping[str, Sequence[Any]]) -> Iterator[Finding]:
+        """Yield what is found about the update of each parameter by the passes of a pipeline."""
+        optimizers = passes.get("optimizer", ())
+        if len(optimizers) != 1:
+            yield _unchecked("several passes update" if optimizers else "the optimizer is not known")
+            return
+        from passes.accumulate import APPLY, Accumulate
+        from passes.optimizers.optimizer import Optimizer
+        from passes.optimizers.reference import clipped, share_of
+
+        (optimizer,), state, outputs, gradients = optimizers, self._state, self._outputs, self._gradients
+        if accumulators(self._model):
+            found = passes.get("accumulate", ())
+            if [type(x) for x in found] != [Accumulate]:
+                yield _unchecked("gradients of several batches are accumulated by a pass that is not known")
+                return
+            (accumulate,) = found
+            count = accumulate.steps or 2
+            before: Arrays = {
+                **{f"{name}.{ACCUMULATED}": (count - 1) * np.flip(g) for name, g in gradients.items()},
+                ACCUMULATED: np.array(count - 1, np.float32),
+            }
+            if count > 1:
+                none = {name: np.zeros_like(x) for name, x in before.items()}
+                yield self._accumulated({**state, **none, APPLY: np.array(False)})
+            state = {**state, **before, APPLY: np.array(True)}
+            outputs = self._run(state)
+            scale = 1 / count if accumulate.mean else 1.0
+            gradients = {name: (g + before[f"{name}.{ACCUMULATED}"]) * scale for name, g in gradients.items()}
+        following = {name: y for name in gradients if (y := outputs.get(next_of(name))) is not None}
+        if LOSS_SCALE in state and all(np.array_equal(y, state[name]) for name, y in following.items()):
+            yield _unchecked("the scale of the loss skips this step")
+            return
+        after = {name: outputs[next_of(name)] for name in state if next_of(name) in outputs}
+        if not all(_stays_finite(state[name], x) for name, x in after.items()):
+            yield _unchecked("the new state is not finite")
+            return
+        clips = clipped(passes.get("clip", ()), gradients)
+        if not isinstance(optimizer, Optimizer) or clips is None:
+            name = type(optimizer if clips is not None else passes["clip"][-1]).__name__
+            yield _unchecked(f"no formula of {name} is known")
+            return
+        time = int(state[STEP]) + 1
+        averages = passes.get("average", ())
+        share = share_of(averages[0], time) if averages else None
+        if averages and share is None:
+            yield _unchecked(f"no formula of {type(averages[0]).__name__} is known", "averages")
+        rate = outputs.get(LEARNING_RATE, state.get(LEARNING_RATE, np.array(math.nan)))
+        kinds, new_kinds = _by_owner(state), _by_owner(after)
+        shared = {**kinds.get(STEP, {}), LEARNING_RATE: rate}
+        for name, g in clips.items():
+            yield self._update(
+                optimizer, name, g, time, shared, (kinds.get(name, {}), new_kinds.get(name, {})), share
+            )
+
+    def _accumulated(self, state: Arrays) -> Finding:
+        """Return whether a step that is not the last adds gradients up, and changes no parameter."""
+        outputs = self._run(state)
+        for name, g in self._gradients.items():
+            moved = wide(outputs[next_of(name)]) - wide(self._state[name])
+            for what, expected, found in (
+                (name, np.zeros_like(moved), moved),
+                (f"{name}.{ACCUMULATED}", g, wide(outputs[next_of(f"{name}.{ACCUMULATED}")])),
+            ):
+                finding = _compared(what, expected, found, 0.0, "Accumulate", self._norms[name])
+                if finding.verdict == "differs":
+                    return finding
+        return Finding("update", ACCUMULATED, "agrees", reason="Accumulate")
+
+    def _update(
+        self,
+        optimizer: Any,
+        name: str,
+        g: np.ndarray,
+        time: int,
+        shared: Arrays,
+        kinds: tuple[Arrays, Arrays],
+        share: float | None,
+    ) -> Finding:
+        """Compare the update of a parameter, its slots and its average with formulas.
+
+        Args:
+            time: the number of the update, from 1 on.
+            shared: numbers that the updates of all parameters read.
+            kinds: the parameter, under the empty name, and its slots before and after the step.
+            share: that of the parameter in its average.
+        """
+        from passes.optimizers.reference import UPDATES, WHOLE, decoded, update_of
+
+        own = update_of(optimizer, self._parameters[name])
+        norm = self._norms[name]
+        before, after = kinds
+        if own is None or "" not in after:
+            return _unchecked(f"no formula of {type(optimizer).__name__} is known", name, norm)
+        if not np.isfinite(before[""]).all():
+            return _unchecked("it has numbers that are not finite", name, norm)
+        if after[""].dtype.itemsize < 4:
+            return _unchecked("its numbers have 16 bits", name, norm)
+        rule, factor = own
+        stride = 1 if isinstance(rule, WHOLE) else max(1, g.size // SAMPLE) | 1
+
+        def read(kind: str, x: np.ndarray, known: Arrays) -> tuple[np.ndarray, np.ndarray | float]:
+            """Return the numbers of a slot that are compared, and what rounding to 8 bits may change."""
+            gap: np.ndarray | float = 0.0
+            if f"{kind}_absmax" in known:
+                x, gap = decoded(x, known[f"{kind}_absmax"], g.shape, kind not in rule.unsigned)
+            if stride > 1 and x.size == g.size:
+                x, gap = x.ravel()[::stride], gap if isinstance(gap, float) else gap.ravel()[::stride]
+            return x.astype(np.float64), gap
+
+        old = {kind: read(kind, x, before)[0] for kind, x in before.items()}
+        point = read("", g, {})[0]
+        rate = float(shared[LEARNING_RATE]) * factor
+        new, slots = UPDATES[type(rule)](rule, old[""], point, rate, time, {**shared, **old})
+        expected = {"": new, **slots}
+        if share is not None and AVERAGE in after:
+            expected[AVERAGE] = old[AVERAGE] + share * (new - old[AVERAGE])
+        for kind, x in expected.items():
+            y, gap = read(kind, after[kind], after)
+            off = y - x
+            y = x + np.sign(off) * np.maximum(np.abs(off) - gap, 0.0)
+            title = f"{name}.{kind}" if kind else name
+            by = "the average" if kind == AVERAGE else type(rule).__name__
+            compared = _compared(title, x - old[kind], y - old[kind], norm_of(old[kind]), by, norm)
+            if kind == "" or compared.verdict == "differs":
+                finding = compared
+            if compared.verdict == "differs":
+                break
+        return finding
+
+
+def _unchecked(reason: str, name: str = "all", norm: float | None = None) -> Finding:
+    return Finding("update", name, "not checked", norm=norm, reason=reason)
+
+
+def _stays_finite(old: np.ndarray, new: np.ndarray) -> bool:
+    """Return whether a step makes no number of a state infinite or NaN that was finite."""
+    return new.dtype.kind != "f" or bool(np.isfinite(new[np.isfinite(old)]).all())
+
+
+def _by_owner(state: Arrays) -> dict[str, Arrays]:
+    """Return state by its owner and kind; of a parameter itself, the kind is empty."""
+    found: dict[str, Arrays] = {}
+    for name, x in state.items():
+        owner, _, kind = name.rpartition(".")
+        found.setdefault(owner, {})[kind] = x
+        found.setdefault(name, {})[""] = x
+    return found
+
+
+def _compared(
+    name: str, expected: np.ndarray, found: np.ndarray, size: float, rule: str, norm: float
+) -> Finding:
+    """Compare the change of a parameter or a slot of some size with that of a formula."""
+    slack = 8 * SINGLE.unit * size
+    lengths = [norm_of(x) for x in (expected, found)]
+    off = norm_of(found - expected) - slack
+    verdict = "agrees" if off <= 1e-3 * lengths[0] else "differs"
+    along = dot(found, expected) / lengths[0] if lengths[0] else lengths[1]
+    return Finding("update", name, verdict, lengths[0], along, norm, rule)  # type: ignore[arg-type]
