@@ -53,7 +53,8 @@ def of_columns(
     found = read([name for name in names if name in used])
     arrays, classes = {}, None if labels is None else tuple(map(str, labels))
     if columns is None:
-        arrays = {name: _stack(path, found, those) for name, those in inputs.items()}
+        stack = _stack if only else _texts_or_numbers
+        arrays = {name: stack(path, found, those) for name, those in inputs.items()}
     if targets:
         arrays[TARGET], classes = _target(path, found, targets, classes)
     if weights:
@@ -135,6 +136,18 @@ def _stack(path: str, columns: Mapping[str, Any], names: Sequence[str]) -> np.nd
             "data.features"
         )
     return np.column_stack(arrays)
+
+
+def _texts_or_numbers(path: str, columns: Mapping[str, Any], names: Sequence[str]) -> np.ndarray:
+    """Return columns for one of several inputs: as strings if a cell of each is no number."""
+    texts = [Category().read(cells(name, columns[name])) for name in names if _is_text(columns[name])]
+    return np.column_stack(texts) if texts and len(texts) == len(names) else _stack(path, columns, names)
+
+
+def _is_text(column: Any) -> bool:
+    if isinstance(column, np.ndarray) and (column.dtype.kind in "iufbmM" or column.ndim > 1):
+        return False
+    return any(isinstance(x, str) and x and not is_numeral(x) for x in column)
 
 
 def _vector(stacked: np.ndarray) -> np.ndarray:
