@@ -58,8 +58,9 @@ def detach_encoders(model: ir.Model) -> None:
         part = extracted_between(graph, list(graph.inputs), read)
     else:
         part = ir.Graph([like(ir.Value(name=x.name), x) for x in graph.inputs], [], nodes=[])
-    _set_apart(part)
-    packed = ir.to_proto(ir.Model(part, ir_version=model.ir_version)).SerializeToString()
+    encoders = ir.Model(part, ir_version=model.ir_version)
+    _set_apart(encoders)
+    packed = ir.to_proto(encoders).SerializeToString()
     Encoders(tuple(map(name_of, graph.inputs)), packed).write(model)
     for y in read:
         fed = like(ir.Value(name=y.name), y)
@@ -85,12 +86,11 @@ def _infer(model: ir.Model) -> None:
             node.outputs[0].shape = None if x.shape is None else ir.Shape([*x.shape, None])
 
 
-def _set_apart(part: ir.Graph) -> None:
-    """Rename the values inside of a graph."""
-    interface = {*part.inputs, *part.outputs}
-    for graph in [part, *part.subgraphs()]:
-        inner = [*graph.initializers.values(), *(y for node in graph for y in node.outputs)]
-        inner += [] if graph is part else graph.inputs
+def _set_apart(part: ir.Model) -> None:
+    """Rename the values inside of a model."""
+    interface = {*part.graph.inputs, *part.graph.outputs}
+    for graph in part.graphs():
+        inner = [*graph.inputs, *graph.initializers.values(), *(y for node in graph for y in node.outputs)]
         for x in inner:
             if x.name and x not in interface:
                 x.name = f"{_PREFIX}{x.name}"
