@@ -650,3 +650,20 @@ def test_a_file_that_normalizes_by_its_batch_is_named(training: object, warned: 
     (expected,) = ReferenceEvaluator(file).run(["y"], {"x": x})
     is_kept = training is None or not mode
     assert np.allclose(graphopt.Executor(step).predict(x=x)["y"], expected, atol=1e-5) == is_kept
+
+
+def test_normalizations_in_a_row_without_an_optimizer_are_fused_without_a_warning():
+    """Both move their statistics in one form, the second by what the first computes: joined, they were a cycle."""
+    text = (
+        '<ir_version: 8, opset_import: ["": 17]> g (float[N,4] x) => (float[N,2] y)'
+        " { a = BatchNormalization(x, s, o, m, v) b = BatchNormalization(a, s2, o2, m, v) y = MatMul(b, w) }"
+    )
+    rng, proto = np.random.default_rng(0), onnx.parser.parse_model(text)
+    for name, shape in dict.fromkeys(("s", "o", "s2", "o2", "m", "v"), (4,)).items() | {("w", (4, 2))}:
+        array = rng.random(shape).astype(np.float32) + 0.1
+        proto.graph.initializer.append(onnx.numpy_helper.from_array(array, name))
+    step = graphopt.compile(proto, training=passes.TrainingMode(), loss=passes.MeanSquaredError(), optimizer=None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        executor = graphopt.Executor(step, native=False)
+        executor.step(x=rng.random((8, 4)).astype(np.float32), target=np.ones((8, 2), np.float32))
