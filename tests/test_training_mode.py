@@ -662,7 +662,9 @@ def test_normalizations_in_a_row_without_an_optimizer_are_fused_without_a_warnin
     for name, shape in dict.fromkeys(("s", "o", "s2", "o2", "m", "v"), (4,)).items() | {("w", (4, 2))}:
         array = rng.random(shape).astype(np.float32) + 0.1
         proto.graph.initializer.append(onnx.numpy_helper.from_array(array, name))
-    step = graphopt.compile(proto, training=passes.TrainingMode(), loss=passes.MeanSquaredError(), optimizer=None)
+    step = graphopt.compile(
+        proto, training=passes.TrainingMode(), loss=passes.MeanSquaredError(), optimizer=None
+    )
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         executor = graphopt.Executor(step, native=False)
