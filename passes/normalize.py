@@ -174,6 +174,9 @@ class Normalize(Pass):
             raise GraphoptError(f"cannot inline the model's functions: {line(error)}") from error
         common.RemoveUnusedFunctionsPass()(model)  # type: ignore[no-untyped-call]
         refuse_foreign(model)
+        for node in all_nodes(model.graph):  # whose default is 1, which inference takes for 0
+            if node.op_type == "STFT" and node.domain == "" and "onesided" not in node.attributes:
+                node.attributes.add(ir.AttrInt64("onesided", 1))
         choose_branches(model)
         find_ranks(model)
         return forget(model)
