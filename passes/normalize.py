@@ -26,12 +26,12 @@ from graphopt.graph.declarations import forget
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.encoders import detach_encoders, string_inputs
 from graphopt.graph.limits import check_constants
-from graphopt.graph.metadata import ORIGINAL_NAME, Origin, original_name
+from graphopt.graph.metadata import OF_BATCH, ORIGINAL_NAME, Origin, original_name
 from graphopt.graph.opsets import IR_VERSION, OPSET
 from graphopt.graph.postprocessing import detach_outputs, remember
 from graphopt.graph.ranks import find_ranks
 from graphopt.graph.rewriting import Pass, interface_kept, needed, protect
-from graphopt.graph.roles import Role, role_of, set_role
+from graphopt.graph.roles import STATE, Role, role_of, set_role, with_role
 from graphopt.graph.rules import rewrite, rule_set
 from graphopt.graph.shapes import fold_shapes, infer, is_ceiled, is_inferred
 from graphopt.graph.sizes import unify_sizes
@@ -113,6 +113,9 @@ class Normalize(Pass):
         is_classical = classical.is_classical(model)
         origins = read_origins(model)
         remember(model)
+        if not with_role(model, *STATE):
+            for node in all_nodes(model.graph):  # in files that graphopt 0.1 trained before its release
+                OF_BATCH.remove(node)
         sources = [y for y in model.graph.outputs if y.producer() is None]
         if sources:  # inputs or weights themselves
             detach_outputs(model, sources, lambda value: True)

@@ -669,3 +669,23 @@ def test_normalizations_in_a_row_without_an_optimizer_are_fused_without_a_warnin
         warnings.simplefilter("error")
         executor = graphopt.Executor(step, native=False)
         executor.step(x=rng.random((8, 4)).astype(np.float32), target=np.ones((8, 2), np.float32))
+
+
+def test_a_note_of_batch_statistics_in_a_trained_file_counts_for_nothing():
+    """Files that were trained before release 0.1 have it: the gradient took constants for statistics of the batch."""
+    text = (
+        '<ir_version: 8, opset_import: ["": 17]> g (float[N,3] x) => (float[N,4] y)'
+        " { a = MatMul(x, w) y = BatchNormalization(a, s, o, m, v) }"
+    )
+    rng, proto = np.random.default_rng(0), onnx.parser.parse_model(text)
+    for name, shape in {"w": (3, 4), "s": (4,), "o": (4,), "m": (4,), "v": (4,)}.items():
+        array = rng.random(shape).astype(np.float32) + 0.1
+        proto.graph.initializer.append(onnx.numpy_helper.from_array(array, name))
+    feeds = {"x": rng.random((6, 3)).astype(np.float32), "target": np.ones((6, 4), np.float32)}
+    found = []
+    for noted in (False, True):
+        if noted:
+            proto.graph.node[1].metadata_props.add(key="graphopt.of_batch", value="true")
+        step = graphopt.compile(proto, training=None, loss=passes.MeanSquaredError())
+        found.append(graphopt.run(step, feeds)["w.grad"])
+    np.testing.assert_array_equal(*found)
