@@ -114,6 +114,8 @@ class ExecutorState(metaclass=Checked):
     def on_device(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Copy a batch to the GPU ahead of `step`. On the CPU, return the batch itself."""
         device = self._device
+        if self._encoding is not None:
+            batch = self._encoding.encoded(batch)
         if device.kind == "cpu" or device.graph_capture:
             return {**batch}
         arrays = {name: x for name, x in batch.items() if isinstance(x, np.ndarray)}
