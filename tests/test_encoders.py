@@ -355,3 +355,14 @@ def test_the_command_checks_whole_numbers_of_a_table(tmp_path, monkeypatch):
 
     (tmp_path / "t.csv").write_text("a,b,target\n" + "".join(f"{i},{i % 5},{i % 2}\n" for i in range(20)))
     assert main(["check", "model=mlp", "data=csv", "data.path=t.csv", "loss=cross_entropy"]) == 0
+
+
+def test_a_trainer_takes_strings():
+    whole = whole_of(CASES["OneHotEncoder"])
+    trainer = graphopt.Trainer(whole, max_iter=3, **STEPS)
+    X, y = batch_of(20), np.zeros((20, 3), np.float32)
+    trainer.fit(X, y)
+    predicted = trainer.predict(X)
+    np.testing.assert_allclose(predicted, computed(trainer.get_trained_onnx(), X)["y"], rtol=1e-5)
+    np.testing.assert_allclose(trainer.losses(X, y), np.square(predicted).mean(1), rtol=1e-4)
+    assert np.isfinite(trainer.score(X, y))
