@@ -19,18 +19,19 @@ from onnxscript.rewriter import RewriteRule
 
 import passes.lowering as lowering
 from graphopt.data.tables import Columns
-from graphopt.errors import GraphoptError, line, some
+from graphopt.errors import GraphoptError, line
 from graphopt.graph import operators
 from graphopt.graph.checking import refuse_foreign
 from graphopt.graph.declarations import forget
 from graphopt.graph.emitter import Emitter
+from graphopt.graph.encoders import detach_encoders, string_inputs
 from graphopt.graph.limits import check_constants
-from graphopt.graph.metadata import ORIGINAL_NAME, Origin, original_name
+from graphopt.graph.metadata import OF_BATCH, ORIGINAL_NAME, Origin, original_name
 from graphopt.graph.opsets import IR_VERSION, OPSET
 from graphopt.graph.postprocessing import detach_outputs, remember
 from graphopt.graph.ranks import find_ranks
 from graphopt.graph.rewriting import Pass, interface_kept, needed, protect
-from graphopt.graph.roles import Role, role_of, set_role
+from graphopt.graph.roles import STATE, Role, role_of, set_role, with_role
 from graphopt.graph.rules import rewrite, rule_set
 from graphopt.graph.shapes import fold_shapes, infer, is_ceiled, is_inferred
 from graphopt.graph.sizes import unify_sizes
@@ -84,6 +85,8 @@ class Normalize(Pass):
       a Gelu in elementary operators becomes a Gelu.
     - Sequences become the tensors that they contain, if the graph determines these.
     - Outputs that are strings, and labels of classical models, are removed. The trained model has them again.
+    - Nodes that encode strings are detached, and the numbers that they compute become inputs. Executors take the
+      strings and run these nodes before each step. The trained model has them again.
     - Caches of decoders are removed: the past is empty, and inputs that only caches read go. The trained model has the
       outputs of caches again.
     - Weights in nodes (`Constant` and `ConstantOfShape` of more than one number) become initializers, initializers
@@ -110,6 +113,9 @@ class Normalize(Pass):
         is_classical = classical.is_classical(model)
         origins = read_origins(model)
         remember(model)
+        if not with_role(model, *STATE):
+            for node in all_nodes(model.graph):  # in files that graphopt 0.1 trained before its release
+                OF_BATCH.remove(node)
         sources = [y for y in model.graph.outputs if y.producer() is None]
         if sources:  # inputs or weights themselves
             detach_outputs(model, sources, lambda value: True)
@@ -118,6 +124,8 @@ class Normalize(Pass):
         with interface_kept(model):
             propagate = self._inline(model)
         remove_caches(model)
+        if string_inputs(model):
+            propagate = _encode_beforehand(model)
         with interface_kept(model):
             propagate = self._prepare(model, propagate)
             if not is_inferred(model):
@@ -154,11 +162,6 @@ class Normalize(Pass):
         check_constants(model)
         make_room(model)
         for value in model.graph.inputs:
-            if value.dtype is ir.DataType.STRING:
-                mend = _train_behind(model)
-                if Columns.taken_by(model) is not None:
-                    mend = "train the model of features, graphopt.data.Columns.without(model)"
-                raise GraphoptError(f"input {value.name!r}: expected numbers, found strings: {mend}")
             set_role(value, role_of(value) or Role.DATA)
         for value in model.graph.outputs:
             set_role(value, role_of(value) or Role.PREDICTION)
@@ -174,6 +177,9 @@ class Normalize(Pass):
             raise GraphoptError(f"cannot inline the model's functions: {line(error)}") from error
         common.RemoveUnusedFunctionsPass()(model)  # type: ignore[no-untyped-call]
         refuse_foreign(model)
+        for node in all_nodes(model.graph):  # whose default is 1, which inference takes for 0
+            if node.op_type == "STFT" and node.domain == "" and "onesided" not in node.attributes:
+                node.attributes.add(ir.AttrInt64("onesided", 1))
         choose_branches(model)
         find_ranks(model)
         return forget(model)
@@ -203,27 +209,19 @@ class Normalize(Pass):
         return propagate
 
 
-def _train_behind(model: ir.Model) -> str:
-    """Return what to do about inputs that are strings: to train the part behind the nodes that encode them."""
-    texts = {x for x in model.graph.inputs if x.dtype is ir.DataType.STRING}
-    fed = [name_of(x) for x in model.graph.inputs if x not in texts]
-    outputs = [name_of(y) for y in model.graph.outputs if role_of(y) is not Role.SOURCE]
-    encoders, numbers = [], []
-    for node in model.graph:
-        if texts.isdisjoint(node.inputs):
-            continue
-        texts.update(y for y in node.outputs if y.dtype is ir.DataType.STRING)
-        found = [name_of(y) for y in node.outputs if y not in texts and (y.uses() or y.is_graph_output())]
-        if found:
-            encoders.append(node.op_type)
-            numbers += found
-    if not numbers:
-        return "encode them beforehand"
-    return (
-        "ONNX Runtime binds none in a training step: train the part behind "
-        f"{some(list(dict.fromkeys(encoders)), 3)}, onnx.utils.extract_model('my.onnx', 'part.onnx', "
-        f"{[*numbers, *fed]}, {outputs}), and feed the numbers that the part before it computes"
-    )
+def _encode_beforehand(model: ir.Model) -> bool:
+    """Detach the nodes that encode strings, in the opset of the other nodes."""
+    if Columns.taken_by(model) is not None:
+        name = name_of(string_inputs(model)[0])
+        raise GraphoptError(
+            f"input {name!r}: expected numbers, found strings: train the model of features, "
+            "graphopt.data.Columns.without(model)"
+        )
+    with interface_kept(model):
+        pads_for_output_shapes(model)
+        upgrade(model)
+    detach_encoders(model)
+    return forget(model)
 
 
 def expand(model: ir.Model, propagate: bool) -> None:

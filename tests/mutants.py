@@ -146,7 +146,7 @@ MUTANTS = [
             "np.arange(1, math.prod(window.kernel) + 1)",
         ),
         ("MaxPool", "first = mask(op, op.Equal(score, ", "first = mask(op, op.LessOrEqual(score, "),
-        ("GlobalMaxPool", "op.ArgMax(planes, axis=2)", "op.ArgMax(planes, axis=2, select_last_index=1)"),
+        ("GlobalMaxPool", "op.ArgMax(planes, axis=1)", "op.ArgMax(planes, axis=1, select_last_index=1)"),
         ("MaxPool", "[0] * (rank(x) + 2) + missing", "missing + [0] * (rank(x) + 2)"),
         (
             "AveragePool",

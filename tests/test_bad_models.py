@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import ast
 import re
 
 import numpy as np
 import onnx
 import onnx_ir as ir
-import onnxruntime
 import pytest
 from builders import model
 
@@ -155,41 +153,3 @@ def test_the_report_tells_what_would_help(tmp_path):
         "u, w",
         "freeze: parameters.freeze='[u,w]'; register a rule: passes.gradient('my.domain', 'Product')",
     ]
-
-
-ENCODERS = {
-    "LabelEncoder": "i = ai.onnx.ml.LabelEncoder<keys_strings = ['a', 'b'], values_int64s = [0, 1]>(s)",
-    "CategoryMapper": "i = ai.onnx.ml.CategoryMapper<cats_strings = ['a', 'b'], cats_int64s = [0, 1]>(s)",
-}
-
-
-@pytest.mark.parametrize("encoder", ENCODERS)
-def test_the_part_behind_what_encodes_strings_trains(encoder, tmp_path, monkeypatch):
-    """The call that the error names is made, and predictions are those of ONNX Runtime on the whole file."""
-    monkeypatch.chdir(tmp_path)
-    node = ENCODERS[encoder].replace("'", '"')
-    whole = onnx.parser.parse_model(
-        '<ir_version: 8, opset_import: ["": 17, "ai.onnx.ml": 2]>'
-        f"g (string[N] s, float[N,4] x) => (float[N,3] y) {{ {node}"
-        " e = Gather<axis = 0>(table, i) z = Add(e, x) y = MatMul(z, w) }"
-    )
-    rng = np.random.default_rng(0)
-    for name, shape in {"table": (2, 4), "w": (4, 3)}.items():
-        array = rng.standard_normal(shape).astype(np.float32)
-        whole.graph.initializer.append(onnx.numpy_helper.from_array(array, name))
-    onnx.save(whole, "my.onnx")
-    steps = {"loss": passes.MeanSquaredError(), "optimizer": passes.SGD(0.1)}
-    with pytest.raises(
-        GraphoptError, match=rf"input 's': .* found strings: .* behind {encoder}, .*\), and feed"
-    ) as caught:
-        graphopt.compile("my.onnx", **steps)
-    inputs, outputs = re.search(r"'part.onnx', (\[.*?\]), (\[.*?\])\)", str(caught.value)).groups()
-    assert (inputs, outputs) == ("['i', 'x']", "['y']")
-    onnx.utils.extract_model("my.onnx", "part.onnx", ast.literal_eval(inputs), ast.literal_eval(outputs))
-    executor = graphopt.Executor(graphopt.compile("part.onnx", **steps), native=False)
-    x, s, i = rng.standard_normal((3, 4)).astype(np.float32), np.array(["b", "a", "b"], object), [1, 0, 1]
-    expected = onnxruntime.InferenceSession("my.onnx").run(None, {"s": s, "x": x})[0]
-    np.testing.assert_allclose(executor.predict(i=np.array(i), x=x)["y"], expected, rtol=1e-5)
-    target = np.zeros((3, 3), np.float32)
-    losses = [executor.step(i=np.array(i), x=x, target=target)["loss"] for _ in range(5)]
-    assert losses[-1] < losses[0]

@@ -275,10 +275,10 @@ def test_damaged_arrow_files(tmp_path: Path) -> None:
 def test_an_arrow_file_of_few_bytes_and_many_rows_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pyarrow = pytest.importorskip("pyarrow")
+    pyarrow, feather = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.feather")
     table = pyarrow.table({"a": np.zeros(2**20), "target": np.zeros(2**20)})
     path = str(tmp_path / "t.arrow")
-    pyarrow.feather.write_feather(table, path, compression="zstd")
+    feather.write_feather(table, path, compression="zstd")
     data.arrow(path)
     monkeypatch.setattr(data.files, "_UNSUSPICIOUS", 2**20)
     with pytest.raises(GraphoptError, match=r"at most 100 times the file.*data\.expansion=\d+ to read"):

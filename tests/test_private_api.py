@@ -92,14 +92,32 @@ def test_ray_has_the_trainer_that_workers_are_started_by() -> None:
     assert taken <= set(inspect.signature(ray_trainer()).parameters), version
 
 
+def test_pytorch_has_the_switch_of_gradients_that_an_export_sees() -> None:
+    torch = pytest.importorskip("torch")
+    overrides = pytest.importorskip("torch.overrides")
+    seen = []
+
+    class Seen(overrides.TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            seen.append(func)
+            with torch._C.DisableTorchFunction():
+                return func(*args, **(kwargs or {}))
+
+    with Seen(), torch.no_grad():
+        pass
+    version = f"torch {torch.__version__}: what torch.no_grad() calls, of graphopt/exporting/tracing.py"
+    assert seen == [torch._C._set_grad_enabled] * len(seen) and seen, version
+
+
 def test_private_names_stay_in_their_files() -> None:
     sources = [path for folder in ("graphopt", "passes") for path in (ROOT / folder).rglob("*.py")]
     internal = {path.name for path in sources if "hydra._internal" in path.read_text()}
     overriding = {path.name for path in sources if "TapeBuilder" in path.read_text()}
     folding = {path.name for path in sources if "optimizer._constant_folding" in path.read_text()}
     of_ray = {path.name for path in sources if "ray.train.v2" in path.read_text()}
-    found = internal, overriding, folding, of_ray
-    assert found == ({"hydra_config.py"}, {"emitter.py"}, {"folding.py"}, {"ray.py"})
+    of_torch = {path.name for path in sources if "torch._C" in path.read_text()}
+    found = internal, overriding, folding, of_ray, of_torch
+    assert found == ({"hydra_config.py"}, {"emitter.py"}, {"folding.py"}, {"ray.py"}, {"tracing.py"})
 
 
 def test_their_next_minor_versions_are_not_taken_unseen() -> None:

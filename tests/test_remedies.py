@@ -103,6 +103,24 @@ def test_codes_keep_their_zeros(tmp_path: Path) -> None:
     assert isinstance(column, data.Number)
 
 
+def test_codes_that_are_read_as_numbers_are_named(tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_text("zip,target\n" + "".join(f"0000{i % 7},{i}\n" for i in range(40)))
+    with pytest.warns(
+        UserWarning, match=r"column 'zip': '00000' is read as the number 0: data\.columns=auto makes"
+    ):
+        data.csv(str(tmp_path / "t.csv"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        data.csv(str(tmp_path / "t.csv"), columns="auto")
+
+
+def test_codes_of_a_target_are_names_of_classes(tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_text("a,target\n" + "".join(f"{i},{8 + i % 3:02d}\n" for i in range(40)))
+    read = data.csv(str(tmp_path / "t.csv"))
+    assert read.labels == ("08", "09", "10")
+    np.testing.assert_array_equal(read.arrays["target"], np.arange(40) % 3)
+
+
 def test_one_class_in_all_rows_does_not_train(tmp_path: Path) -> None:
     (tmp_path / "t.csv").write_text("a,target\n" + "".join(f"{i},yes\n" for i in range(40)))
     read = data.csv(str(tmp_path / "t.csv"))

@@ -902,3 +902,33 @@ def test_a_batch_normalization_that_a_tool_folded_is_said(tool: str) -> None:
         "0.bias",
     }
     assert "BatchNormalization, in whose place it trains" in said[0]
+
+
+class WrittenOut(nn.Module):
+    """Normalize by running statistics without the function of PyTorch, as torchvision's FrozenBatchNorm2d."""
+
+    def __init__(self, is_frozen: bool) -> None:
+        super().__init__()
+        for name in ("weight", "bias"):
+            x = torch.rand(4) + 0.5
+            self.register_buffer(name, x) if is_frozen else self.register_parameter(name, nn.Parameter(x))
+        self.register_buffer("running_mean", torch.randn(4))
+        self.register_buffer("running_var", torch.rand(4) + 0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scale = self.weight * (self.running_var + 1e-5).rsqrt()
+        return x * scale + (self.bias - self.running_mean * scale)
+
+
+@pytest.mark.parametrize("is_frozen", [True, False])
+def test_a_normalization_that_the_module_computes_is_unsure(is_frozen: bool) -> None:
+    """The file of a frozen one and that of one that trains are the same."""
+    module = nn.Sequential(nn.Linear(3, 4), WrittenOut(is_frozen), nn.ReLU(), nn.Linear(4, 2)).eval()
+    file = io.BytesIO()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.onnx.export(module, (torch.randn(2, 3),), file, dynamo=False, do_constant_folding=False)
+    loaded, said = decided(onnx.load_model_from_string(file.getvalue()))
+    assert {"1.weight", "1.bias"} <= trained(loaded).keys()
+    assert any("'1.weight' (weight or bias of a normalization" in text for text in said)
+    assert not any("'0.weight'" in text for text in said)

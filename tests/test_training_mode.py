@@ -650,3 +650,42 @@ def test_a_file_that_normalizes_by_its_batch_is_named(training: object, warned: 
     (expected,) = ReferenceEvaluator(file).run(["y"], {"x": x})
     is_kept = training is None or not mode
     assert np.allclose(graphopt.Executor(step).predict(x=x)["y"], expected, atol=1e-5) == is_kept
+
+
+def test_normalizations_in_a_row_without_an_optimizer_are_fused_without_a_warning():
+    """Both move their statistics in one form, the second by what the first computes: joined, they were a cycle."""
+    text = (
+        '<ir_version: 8, opset_import: ["": 17]> g (float[N,4] x) => (float[N,2] y)'
+        " { a = BatchNormalization(x, s, o, m, v) b = BatchNormalization(a, s2, o2, m, v) y = MatMul(b, w) }"
+    )
+    rng, proto = np.random.default_rng(0), onnx.parser.parse_model(text)
+    for name, shape in dict.fromkeys(("s", "o", "s2", "o2", "m", "v"), (4,)).items() | {("w", (4, 2))}:
+        array = rng.random(shape).astype(np.float32) + 0.1
+        proto.graph.initializer.append(onnx.numpy_helper.from_array(array, name))
+    step = graphopt.compile(
+        proto, training=passes.TrainingMode(), loss=passes.MeanSquaredError(), optimizer=None
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        executor = graphopt.Executor(step, native=False)
+        executor.step(x=rng.random((8, 4)).astype(np.float32), target=np.ones((8, 2), np.float32))
+
+
+def test_a_note_of_batch_statistics_in_a_trained_file_counts_for_nothing():
+    """Files that were trained before release 0.1 have it: the gradient took constants for statistics of the batch."""
+    text = (
+        '<ir_version: 8, opset_import: ["": 17]> g (float[N,3] x) => (float[N,4] y)'
+        " { a = MatMul(x, w) y = BatchNormalization(a, s, o, m, v) }"
+    )
+    rng, proto = np.random.default_rng(0), onnx.parser.parse_model(text)
+    for name, shape in {"w": (3, 4), "s": (4,), "o": (4,), "m": (4,), "v": (4,)}.items():
+        array = rng.random(shape).astype(np.float32) + 0.1
+        proto.graph.initializer.append(onnx.numpy_helper.from_array(array, name))
+    feeds = {"x": rng.random((6, 3)).astype(np.float32), "target": np.ones((6, 4), np.float32)}
+    found = []
+    for noted in (False, True):
+        if noted:
+            proto.graph.node[1].metadata_props.add(key="graphopt.of_batch", value="true")
+        step = graphopt.compile(proto, training=None, loss=passes.MeanSquaredError())
+        found.append(graphopt.run(step, feeds)["w.grad"])
+    np.testing.assert_array_equal(*found)

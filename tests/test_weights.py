@@ -711,3 +711,16 @@ def test_what_tf2onnx_folded_trains_and_is_not_certain():
     loaded, said = decided(proto)
     assert {x.name for x in with_role(loaded, Role.PARAMETER)} == {"const_fold_opt__1", "b"}
     assert any("'const_fold_opt__1' (folded by tf2onnx" in text for text in said)
+
+
+@pytest.mark.parametrize(
+    "nodes", ["w2 = Mul(w, w) y = MatMul(x, w2)", "w2 = Mul(w, w) w3 = Mul(w2, w) y = MatMul(x, w3)"]
+)
+def test_powers_of_a_weight_are_no_scales(nodes: str) -> None:
+    proto = onnx.parser.parse_model(
+        f'<ir_version: 8, opset_import: ["": 17]> g (float[N,4] x) => (float[N,5] y) {{ {nodes} }}'
+    )
+    array = np.random.default_rng(0).standard_normal((4, 5)).astype(np.float32)
+    proto.graph.initializer.append(onnx.numpy_helper.from_array(array, "w"))
+    (parameter,) = with_role(decided(proto)[0], Role.PARAMETER)
+    assert parameter.name == "w"

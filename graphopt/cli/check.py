@@ -7,14 +7,18 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx_ir as ir
 
 from graphopt.cli.composition.recipe import Recipe
 from graphopt.cli.messages import say
 from graphopt.cli.run_folder import leave
+from graphopt.data import Batches
 from graphopt.errors import GraphoptError
 from graphopt.graph.roles import FED, with_role
 from graphopt.graph.values import name_of
 from graphopt.inspection.check import check
+from graphopt.runtime.device import Device
+from graphopt.runtime.encoding import encoding_of
 from graphopt.training.callbacks.terminal import open_console, print_line
 
 
@@ -34,7 +38,7 @@ def write_check(recipe: Recipe, folder: Path) -> None:
         step = recipe.compile()
         table = check(
             step,
-            _first_rows(recipe, [name_of(x) for x in with_role(step, *FED)]),
+            _first_rows(recipe, step),
             verify=verify,
             threads=threads,
         )
@@ -60,9 +64,11 @@ def _says(recipe: Recipe, group: str) -> bool:
     return any(key == group or key.startswith(f"{group}.") for key in keys)
 
 
-def _first_rows(recipe: Recipe, names: list[str]) -> Mapping[str, np.ndarray]:
-    """Return the first batch of the rows that would train, in their order."""
+def _first_rows(recipe: Recipe, step: ir.Model) -> Mapping[str, np.ndarray]:
+    """Return the first batch of the rows that would train, in their order and in the types of the graph."""
+    encoding = encoding_of(Device(), step)
+    inputs = {name_of(x): x for x in with_role(step, *FED)} if encoding is None else encoding.inputs
     data = recipe.data
     train, _ = recipe.split(len(data))
     rows = np.sort(np.asarray(train))[: recipe.fields["fit"]["batch_size"]]
-    return {name: np.asarray(array[rows]) for name, array in data.feeding(names).items()}
+    return Batches(data, inputs, allow_nan=True).take(rows)

@@ -504,7 +504,7 @@ def inferred(values: np.ndarray) -> Column:
     texts = [text for text in different if text.lower() not in _MISSING]
     numbers = {text for text in texts if suits(_number, text)}
     is_boolean = not {*texts} - {"True", "False", "true", "false"}
-    are_codes = any(map(_CODE.fullmatch, texts))
+    are_codes = any(map(is_code, texts))
     if texts and len(numbers) == len(texts) and not is_boolean and not are_codes:
         return Number()
     if texts and all(suits(Date()._day, text) for text in texts):
@@ -523,6 +523,11 @@ def inferred(values: np.ndarray) -> Column:
     if len(different) > max(_FEW, min(column.most, count // 2)):
         raise GraphoptError(f"expected few different values, found {len(different):,} in {count:,} rows")
     return column
+
+
+def is_code(text: str) -> bool:
+    """Return whether a text would lose zeros as a number, as a zip code or an article number does."""
+    return _CODE.fullmatch(text) is not None
 
 
 def suits(parse: Callable[[str], Any], text: str) -> bool:

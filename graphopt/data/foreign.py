@@ -113,7 +113,7 @@ def _of_tuple(data: tuple[Any, ...]) -> Dataset:
 def _of_features(data: Any) -> Dataset:
     """Return X: arrays by name, a table, or one array, which feeds the only input."""
     if isinstance(data, Mapping):
-        return Dataset({name: _numeric(f"X[{name!r}]", x) for name, x in data.items()})
+        return Dataset({name: _numbers_or_texts(f"X[{name!r}]", x) for name, x in data.items()})
     if is_frame(data):
         table = as_dataset(data)
         return replace(table, arrays=table.inputs())
@@ -140,6 +140,13 @@ def _numeric(name: str, data: Any) -> Array:
         found = kind_of(np.asarray(array).item()) if not array.ndim else f"type {array.dtype}"
         raise GraphoptError(f"data: {name}: expected an array of numbers with a row each, found {found}")
     return array
+
+
+def _numbers_or_texts(name: str, data: Any) -> Array:
+    """Return an array of numbers or of strings, or raise an error."""
+    array = _array(name, data)
+    is_text = array.dtype == object and all(isinstance(x, str) for x in np.asarray(array).flat)
+    return array if array.ndim and (is_text or array.dtype.kind in "UT") else _numeric(name, array)
 
 
 @checked()

@@ -72,7 +72,9 @@ class Batches:
             rows = np.linspace(
                 0, len(array) - 1, min(len(array), HASHED_BYTES * len(array) // (array.nbytes + 1) + 1)
             )
-            checksum.update(np.ascontiguousarray(array[rows.astype(np.int64)]).tobytes())
+            read = array[rows.astype(np.int64)]
+            read = read.astype(str) if read.dtype == object else read
+            checksum.update(np.ascontiguousarray(read).tobytes())
         return checksum.hexdigest()
 
     @staticmethod
@@ -197,9 +199,13 @@ class _Column:
     def _check_type(self, expected: ir.DataType) -> None:
         found = self.array.dtype
         if (found.kind == "f" and expected.is_floating_point()) or (
-            found.kind == "O" and expected is ir.DataType.STRING
+            found.kind in "OUT" and expected is ir.DataType.STRING
         ):
             return
+        if expected is ir.DataType.STRING:
+            raise GraphoptError(
+                f"data {self.name!r}: expected strings, found {found}: convert it with .astype(str)"
+            )
         if found.kind not in "iufb" or not np.can_cast(found, self._dtype, casting="same_kind"):
             mend = ""
             if not self._is_target and found.kind in "OUSTM":

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from graphopt.data.columns import LONGEST_CELL, Category, Column, is_missing, suits
+from graphopt.data.columns import LONGEST_CELL, Category, Column, is_code, is_missing, suits
 from graphopt.data.dataset import FEATURES, TARGET, WEIGHT, Dataset
 from graphopt.data.tables import Columns, cells, check_description, columns_of, named_in
 from graphopt.errors import GraphoptError, naming, some, unknown
@@ -53,7 +54,8 @@ def of_columns(
     found = read([name for name in names if name in used])
     arrays, classes = {}, None if labels is None else tuple(map(str, labels))
     if columns is None:
-        arrays = {name: _stack(path, found, those) for name, those in inputs.items()}
+        stack = _stack if only else _texts_or_numbers
+        arrays = {name: stack(path, found, those) for name, those in inputs.items()}
     if targets:
         arrays[TARGET], classes = _target(path, found, targets, classes)
     if weights:
@@ -137,6 +139,18 @@ def _stack(path: str, columns: Mapping[str, Any], names: Sequence[str]) -> np.nd
     return np.column_stack(arrays)
 
 
+def _texts_or_numbers(path: str, columns: Mapping[str, Any], names: Sequence[str]) -> np.ndarray:
+    """Return columns for one of several inputs: as strings if a cell of each is no number."""
+    texts = [Category().read(cells(name, columns[name])) for name in names if _is_text(columns[name])]
+    return np.column_stack(texts) if texts and len(texts) == len(names) else _stack(path, columns, names)
+
+
+def _is_text(column: Any) -> bool:
+    if isinstance(column, np.ndarray) and (column.dtype.kind in "iufbmM" or column.ndim > 1):
+        return False
+    return any(isinstance(x, str) and x and (is_code(x) or not is_numeral(x)) for x in column)
+
+
 def _vector(stacked: np.ndarray) -> np.ndarray:
     return stacked[:, 0] if stacked.shape[1:] == (1,) else stacked
 
@@ -168,10 +182,12 @@ def _target(
 
 def _text_classes(path: str, name: str, texts: list[str]) -> tuple[str, ...] | None:
     """Return the different texts of a target in order, or None if it has numbers alone."""
-    words = [text for text in dict.fromkeys(texts) if text and not is_numeral(text)]
+    different = [text for text in dict.fromkeys(texts) if text]
+    are_codes = any(map(is_code, different)) and all(map(is_numeral, different))
+    words = [text for text in different if are_codes or not is_numeral(text)]
     if not words:
         return None
-    odd = next((text for text in texts if not text or is_numeral(text)), None)
+    odd = next((text for text in texts if not text or not (are_codes or not is_numeral(text))), None)
     if odd is not None:
         expected, found = ("a number", words[0]) if odd else ("a class", "")
         raise GraphoptError(
@@ -191,6 +207,12 @@ def _numbers(path: str, name: str, column: Any) -> np.ndarray:
     if isinstance(column, np.ndarray) and column.dtype.kind in "iufb":
         return column
     texts = ["nan" if is_missing(value) else str(value) for value in column]
+    if code := next(filter(is_code, texts), None):
+        warnings.warn(
+            f"{path}: column {name!r}: {code!r} is read as the number {int(code)}: {option(path, 'columns', 'auto')} "
+            "makes categories of such codes",
+            stacklevel=2,
+        )
     for dtype in (np.int64, np.float64) if max(map(len, texts), default=0) <= LONGEST_CELL else ():
         try:
             return np.array(texts, dtype)

@@ -8,6 +8,7 @@ import os
 import tempfile
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -44,6 +45,24 @@ _DETACH = "target=torch.ops.aten.detach"
 _TOLERANCE = 1e-3  # of predictions: kernels of PyTorch and of the runtime round in other orders
 
 
+@dataclass(frozen=True)
+class _Call:
+    """Hold what an exporter is asked for; see `graphopt.export`.
+
+    Args:
+        leaves: the tensors of the example by the names of their arguments.
+    """
+
+    module: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    shapes: Mapping[str, Mapping[int, str]]
+    leaves: Mapping[str, torch.Tensor]
+    inputs: Sequence[str] | None
+    outputs: Sequence[str] | None
+    opset: int | None
+
+
 def exported(
     module: nn.Module,
     example: Any,
@@ -65,9 +84,9 @@ def exported(
         shapes = _batch(leaves)
     if unknown := [name for name in shapes if name not in leaves]:
         raise GraphoptError(f"dynamic_shapes: expected names of inputs, {list(leaves)}, found {unknown[0]!r}")
-    run_exporter = _dynamo if exporter == "dynamo" else _torchscript
+    call = _Call(module, args, kwargs, shapes, leaves, inputs, outputs, opset)
     with _errors(exporter), tracing.traced(module):
-        model = run_exporter(module, args, kwargs, shapes, leaves, inputs, outputs, opset)
+        model = _dynamo(call) if exporter == "dynamo" else _torchscript(call)
     model = load(model)
     _write_notes(model, module, exporter, args, kwargs)
     draws = [node for node in all_nodes(model.graph) if node.op_type in DRAWING and node.domain == ""]
@@ -141,35 +160,26 @@ def _errors(exporter: str) -> Iterator[None]:
         ) from error
 
 
-def _dynamo(
-    module: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    shapes: Mapping[str, Mapping[int, str]],
-    leaves: Mapping[str, torch.Tensor],
-    inputs: Sequence[str] | None,
-    outputs: Sequence[str] | None,
-    opset: int | None,
-) -> ir.Model:
+def _dynamo(call: _Call) -> ir.Model:
     """Export by torch.export, and mark the nodes of `detach` and Dropout."""
-    given = {id(x): dict(shapes.get(name, {})) for name, x in leaves.items()}
-    bound = inspect.signature(module.forward).bind(*args, **kwargs).arguments
+    given = {id(x): dict(call.shapes.get(name, {})) for name, x in call.leaves.items()}
+    bound = inspect.signature(call.module.forward).bind(*call.args, **call.kwargs).arguments
     sized = {
         name: pytree.tree_map(lambda x: given.get(id(x)) or None, value) for name, value in bound.items()
     }
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         program = torch.onnx.export(
-            module,
-            args,
-            kwargs=kwargs or None,
+            call.module,
+            call.args,
+            kwargs=call.kwargs or None,
             dynamo=True,
             optimize=False,
             verbose=False,
             dynamic_shapes=sized if any(given.values()) else None,
-            input_names=inputs,
-            output_names=outputs,
-            opset_version=opset,
+            input_names=call.inputs,
+            output_names=call.outputs,
+            opset_version=call.opset,
         )
     assert program is not None and program.exported_program is not None
     signature = program.exported_program.graph_signature
@@ -198,20 +208,15 @@ def _dynamo(
     return model
 
 
-def _torchscript(
-    module: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    shapes: Mapping[str, Mapping[int, str]],
-    leaves: Mapping[str, torch.Tensor],
-    inputs: Sequence[str] | None,
-    outputs: Sequence[str] | None,
-    opset: int | None,
-) -> ir.Model:
+def _torchscript(call: _Call) -> ir.Model:
     """Export by the older exporter, with operators for `detach` and embeddings, which become standard ones."""
-    names = list(inputs or leaves)
-    axes = {own: dict(shapes[name]) for own, name in zip(names, leaves, strict=False) if name in shapes}
-    opset = opset or _OPSET
+    names = list(call.inputs or call.leaves)
+    axes = {
+        own: dict(call.shapes[name])
+        for own, name in zip(names, call.leaves, strict=False)
+        if name in call.shapes
+    }
+    opset = call.opset or _OPSET
     symbols: dict[str, Any] = {"aten::detach": _stop, "aten::detach_": _stop, "aten::embedding": _gather}
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         file = os.path.join(folder, "module.onnx")
@@ -221,16 +226,16 @@ def _torchscript(
             for name, symbol in symbols.items():
                 registry.register_custom_op_symbolic(name, symbol, opset)
             torch.onnx.export(
-                module,
-                args,
+                call.module,
+                call.args,
                 file,
-                kwargs=kwargs or None,
+                kwargs=call.kwargs or None,
                 dynamo=False,
                 training=torch.onnx.TrainingMode.PRESERVE,
                 do_constant_folding=False,
                 dynamic_axes=axes,
                 input_names=names,
-                output_names=outputs,
+                output_names=call.outputs,
                 opset_version=opset,
             )
         finally:
@@ -247,7 +252,7 @@ def _torchscript(
             PaddingIndex(node.attributes.get_int("padding_idx", 0)).write(node)
             node.attributes.pop("padding_idx")
     model.opset_imports.pop(_OWN, None)
-    _separate(model, module)
+    _separate(model, call.module)
     return model
 
 

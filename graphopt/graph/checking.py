@@ -238,6 +238,7 @@ def check_metadata(model: ir.Model) -> None:
             if metadata.GRADIENT_OF.read(y) not in (None, *names):
                 raise malformed(y, metadata.GRADIENT_OF.key, "the name of an input")
     check_detached(model)
+    _check_encoders(model)
     for note in (
         metadata.Caches,
         metadata.Exported,
@@ -314,6 +315,20 @@ def check_detached(model: ir.Model) -> None:
         names |= {output.name for output in part.graph.output}
     if not {*detached.outputs} <= names:
         raise Detached.wrong(model, f"outputs of the model or of its parts, {', '.join(map(repr, names))}")
+
+
+def _check_encoders(model: ir.Model) -> None:
+    encoders = metadata.Encoders.read(model)
+    if encoders is None:
+        return
+    try:
+        part = encoders.model()
+    except DecodeError as error:
+        raise metadata.Encoders.wrong(model) from error
+    check_proto(part)
+    inputs = {name_of(x) for x in model.graph.inputs}
+    if not {y.name for y in part.graph.output} <= inputs:
+        raise metadata.Encoders.wrong(model, f"a part that computes inputs, {', '.join(map(repr, inputs))}")
 
 
 def _check_folded(model: ir.Model) -> None:

@@ -13,8 +13,9 @@ from onnx_ir.passes.common import IdentityEliminationPass, RemoveUnusedNodesPass
 
 from graphopt.errors import GraphoptError, unknown
 from graphopt.graph import metadata
+from graphopt.graph.encoders import restore_encoders
 from graphopt.graph.merging import merged_weights
-from graphopt.graph.metadata import Detached, InferenceForm
+from graphopt.graph.metadata import Detached, Encoders, InferenceForm
 from graphopt.graph.opsets import ir_version_of, rewrite_in, versions_of
 from graphopt.graph.parts import ModelParts
 from graphopt.graph.postprocessing import restore, restore_notes, store
@@ -200,8 +201,8 @@ def _as_it_came(inference: ir.Model, model: ir.Model) -> ModelParts:
     """
     opset, ir_version = versions_of(model)
     now = inference.opset_imports.get("", opset)
-    detached = Detached.read(model) or Detached((), ())
-    parts = detached.models()[::-1]
+    detached, encoders = Detached.read(model) or Detached((), ()), Encoders.read(model)
+    parts = detached.models()[::-1] + ([] if encoders is None else [encoders.model()])
     opsets = [{entry.domain: entry.version for entry in part.opset_import} for part in parts]
     later = {i: part for i, part in enumerate(parts) if opsets[i].get("") == now != opset}
     rewritten = {i: ir.from_proto(part) for i, part in later.items()}
@@ -212,8 +213,11 @@ def _as_it_came(inference: ir.Model, model: ir.Model) -> ModelParts:
     whole = ModelParts.of(inference)
     proto = whole.proto
     parts = [ir.to_proto(rewritten[i]) if i in rewritten else part for i, part in enumerate(parts)]
+    before = None if encoders is None else parts.pop()
     if parts:
         restore(proto, parts, detached.outputs)
+    if encoders is not None and before is not None:
+        restore_encoders(proto, before, encoders.inputs)
     restore_notes(proto, model)
     if ir_version < INITIALIZERS_ALONE_SINCE:
         declare_inputs(proto.graph, proto.graph.initializer)

@@ -353,6 +353,23 @@ class Detached(Note, key="graphopt.aside", expected="outputs and the parts that 
 
 
 @dataclass(frozen=True)
+class Encoders(Note, key="graphopt.encoders", expected="names of inputs and the part that encodes strings"):
+    """Record the inputs of a file that takes strings, and the part that computes numbers of these.
+
+    Args:
+        inputs: the names of all inputs of the file.
+        part: a serialized model, whose outputs are inputs of the training graph.
+    """
+
+    inputs: tuple[str, ...]
+    part: bytes
+
+    def model(self) -> onnx.ModelProto:
+        """Return the part."""
+        return onnx.ModelProto.FromString(self.part)
+
+
+@dataclass(frozen=True)
 class TokenBlocks(Note, key="graphopt.token_blocks", expected="a share for label smoothing"):
     """Mark a Scan that computes the cross-entropy of tokens in blocks from their logits.
 

@@ -68,7 +68,8 @@ def restore(proto: onnx.ModelProto, parts: Sequence[onnx.ModelProto], order: Seq
         known = {value.name for value in [*graph.input, *graph.initializer]}
         known.update(name for node in graph.node for name in node.output)
         graph.input.extend(value for value in part.graph.input if value.name not in known)
-        graph.node.extend(part.graph.node)
+        # A part has its own copy of integers, constants among them, that other nodes of the model read, too.
+        graph.node.extend(node for node in part.graph.node if not known.issuperset(filter(None, node.output)))
         graph.initializer.extend(x for x in part.graph.initializer if x.name not in known)
         outputs |= {output.name: output for output in part.graph.output}
         domains = {opset.domain for opset in proto.opset_import}

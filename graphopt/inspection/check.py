@@ -17,6 +17,7 @@ from graphopt.graph.values import is_floating, name_of
 from graphopt.runtime.checks.findings import CheckTable
 from graphopt.runtime.checks.first_check import FirstCheck
 from graphopt.runtime.device import Device
+from graphopt.runtime.encoding import encoding_of
 from graphopt.runtime.signature import Signature
 from graphopt.runtime.state_buffers import StateBuffers
 
@@ -66,10 +67,12 @@ def check(
     if data is not None:
         if not isinstance(data, Mapping):
             raise GraphoptError(f"data: expected arrays by name, found {kind_of(data)}")
-        tensors = signature.completed(data)
+        encoding = encoding_of(device, loaded)
+        tensors = signature.completed(data if encoding is None else encoding.encoded(data))
         signature.check(tensors)
         signature.check_labels(tensors)
-        return CheckTable(first.findings(signature.arrays(tensors)), "the data")
+        texts = {name: x for name, x in data.items() if name not in signature.accepted}
+        return CheckTable(first.findings({**texts, **signature.arrays(tensors)}), "the data")
     for size in SIZES:
         findings = first.findings(random_batch(loaded, size))
         if any(x.part == "gradient" and x.name != "all" for x in findings):

@@ -24,6 +24,7 @@ from graphopt.runtime.bound_session import BoundSession, Reported, RunnerOptions
 from graphopt.runtime.checks.findings import Disagreement
 from graphopt.runtime.checks.first_check import FirstCheck
 from graphopt.runtime.device import Device
+from graphopt.runtime.encoding import encoding_of
 from graphopt.runtime.evaluation import Evaluation, evaluation_of
 from graphopt.runtime.executor_options import ExecutorOptions, keywords_of
 from graphopt.runtime.executor_state import ExecutorState
@@ -176,6 +177,7 @@ class Executor(ExecutorState):
         self._lock = LOCK if device.kind == "webgpu" else threading.RLock()
         self.properties, self._labels = {}, None
         self._signature = Signature(device, with_role(model, *FED))
+        self._encoding = encoding_of(device, model)
         self._report = chosen_outputs(model, options.report)
         (is_checked,) = workers.any(bool(device.verify))
         self._first = FirstCheck(device, model, buffers) if is_checked else None
@@ -196,6 +198,8 @@ class Executor(ExecutorState):
             NonFiniteLoss: the loss or the new state is infinite or NaN, and `on_nonfinite` is `raise`.
         """
         feeds = data if type(data) is dict and not (unnamed or named) else fed_by(self, data, unnamed, named)
+        if self._encoding is not None:
+            feeds = self._encoding.encoded(feeds)
         self._lock.acquire()  # as `with` does, in half the time
         try:
             if self._rounds is None:
@@ -285,6 +289,8 @@ class Executor(ExecutorState):
                 f"run: expected an iterable of batches, found {kind_of(batches)}: a single batch is for "
                 "executor.step(batch)"
             )
+        if self._encoding is not None:
+            batches = map(self._encoding.encoded, batches)
         left = map(self._signature.completed, batches)
         for first in left:
             with self._lock:
@@ -461,6 +467,8 @@ class Executor(ExecutorState):
     ) -> Reported:
         """Compute the outputs of a method in the graph's inference form, with the fed hyperparameters."""
         feeds = data if type(data) is dict and not (unnamed or named) else fed_by(self, data, unnamed, named)
+        if self._encoding is not None:
+            feeds = self._encoding.encoded(feeds)
         self._lock.acquire()  # as `with` does, in half the time
         try:
             evaluation = self._evaluations.get(call) or self._evaluation(call)

@@ -27,6 +27,7 @@ from graphopt.graph.storage import path_of_file
 from graphopt.graph.values import name_of
 from graphopt.runtime.checkpoint import Property, load_state, save_state
 from graphopt.runtime.device import Device
+from graphopt.runtime.encoding import Encoding
 from graphopt.runtime.executor_options import ExecutorOptions
 from graphopt.runtime.frozen import FrozenPlacement, placement_of
 from graphopt.runtime.original import trained_into
@@ -49,6 +50,7 @@ class ExecutorState(metaclass=Checked):
     _device: Device
     _model: ir.Model
     _buffers: StateBuffers
+    _encoding: Encoding | None  # of the strings that the file takes
     _rounds: Rounds | None  # of workers that train separately
     _lock: threading.RLock
     _labels: list[str] | None  # of the data
@@ -112,6 +114,8 @@ class ExecutorState(metaclass=Checked):
     def on_device(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Copy a batch to the GPU ahead of `step`. On the CPU, return the batch itself."""
         device = self._device
+        if self._encoding is not None:
+            batch = self._encoding.encoded(batch)
         if device.kind == "cpu" or device.graph_capture:
             return {**batch}
         arrays = {name: x for name, x in batch.items() if isinstance(x, np.ndarray)}
@@ -211,6 +215,8 @@ class ExecutorState(metaclass=Checked):
     @property
     def inputs(self) -> dict[str, ir.Value]:
         """Return the inputs to feed in each step by name: data, targets and sample weights."""
+        if self._encoding is not None:
+            return dict(self._encoding.inputs)
         return {name_of(value): value for value in with_role(self._model, *FED)}
 
     @property

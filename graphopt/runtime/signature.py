@@ -38,7 +38,24 @@ def check_shared(dimensions: Iterable[Dimension], shapes: Mapping[str, Sequence[
         sizes = {name: shapes[name][axis] for name, axis in places if name in shapes}
         if len(set(sizes.values())) > 1:
             found = ", ".join(f"{size} in {name!r}" for name, size in sizes.items())
-            raise GraphoptError(f"dimension {dimension!r}: expected one size in all inputs, found {found}")
+            mend = _together(dict(places), sizes)
+            raise GraphoptError(
+                f"dimension {dimension!r}: expected one size in all inputs, found {found}{mend}"
+            )
+
+
+def _together(axes: Mapping[str, int], sizes: Mapping[str, int]) -> str:
+    """Return what to do about inputs whose rows a loss of pairs puts through the model together."""
+    for name, size in sizes.items():
+        for other in sizes:
+            if other.startswith(f"{name}_") and sizes[other] != size:
+                pad = (
+                    "pad them to one size, and mask the padding"
+                    if axes[name]
+                    else "give each example a row in both"
+                )
+                return f": the rows of {name!r} and {other!r} go through the model together: {pad}"
+    return ""
 
 
 class InputSpec:

@@ -25,11 +25,12 @@ from graphopt.graph.inference import replace_weights
 from graphopt.graph.loading import Source, load
 from graphopt.graph.metadata import TargetSpec
 from graphopt.graph.rewriting import Pass
-from graphopt.graph.roles import Role, labels_of, with_role
+from graphopt.graph.roles import FED, Role, labels_of, role_of, with_role
 from graphopt.graph.storage import model_digest
 from graphopt.graph.values import dtype_of, is_floating, name_of
 from graphopt.pipeline import Step
-from graphopt.runtime.device import NATIVE_VARIABLE
+from graphopt.runtime.device import NATIVE_VARIABLE, Device
+from graphopt.runtime.encoding import encoding_of
 from graphopt.runtime.executor import Executor, run
 from graphopt.training.callbacks import Adaptive, Record
 from graphopt.training.evaluation import by_batches, reported
@@ -403,9 +404,14 @@ class Trainer(Estimator):
         """Return the loss of each row, multiplied by its sample weight if given."""
         loss = self._loss(sample_weight is not None, reduction="none")
         graph = compile(self.get_trained_onnx(), loss=loss, gradient=None)
-        inputs = {name_of(x): x for x in with_role(graph, Role.DATA, Role.TARGET, Role.SAMPLE_WEIGHT)}
+        encoding = encoding_of(Device(), graph)
+        inputs = {name_of(x): x for x in with_role(graph, *FED)} if encoding is None else encoding.inputs
         batches = Batches(Dataset(_named(X, y, sample_weight), features=FEATURES), inputs)
-        return by_batches(lambda batch: {"loss": run(graph, batch)["loss"]}, batches, CHUNK)["loss"]
+
+        def compute(batch: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+            return {"loss": run(graph, batch if encoding is None else encoding.encoded(batch))["loss"]}
+
+        return by_batches(compute, batches, CHUNK)["loss"]
 
     def get_state(self) -> dict[str, np.ndarray]:
         """Return copies of all state by name: parameters, optimizer slots and counters."""
@@ -541,7 +547,7 @@ class Trainer(Estimator):
 
     def _output(self, X: _Arrays) -> np.ndarray:
         """Return the model's output for the rows."""
-        inputs = {name_of(x): x for x in with_role(self._running().model, Role.DATA)}
+        inputs = {name: x for name, x in self._running().inputs.items() if role_of(x) is Role.DATA}
         return self._predictions(Batches(Dataset(_named(X), features=FEATURES), inputs))
 
 

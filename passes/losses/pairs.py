@@ -78,7 +78,8 @@ def stack_inputs(
     if not stacked:
         shapes = ", ".join(f"{x.name!r} of shape {x.shape}" for x in fed)
         raise GraphoptError(
-            f"{loss}: expected a model of any number of rows, found inputs {shapes}: export it with a dynamic batch"
+            f"{loss}: expected a model of any number of rows, found inputs {shapes}: export it with a dynamic batch, "
+            "or set pipeline.normalize.batch=free, passes.Normalize(batch='free')"
         )
     replaced = {}
     for x in stacked:

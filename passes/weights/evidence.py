@@ -132,8 +132,8 @@ def of_integers(x: ir.Value) -> Origin | None:
     """Return the kind of an initializer if it has the integers of a quantized weight, or the scales of one."""
     users = list(x.consumers())
     if users and all(user.op_type == "Mul" for user in users):
-        others = (y for user in users for y in user.inputs if y is not x)
-        if all(map(_has_integers, others)):
+        others = [[y for y in user.inputs if y is not x] for user in users]  # none in a square
+        if all(factors and all(map(_has_integers, factors)) for factors in others):
             return Origin(Kind.CONSTANT, "the scale of a quantized weight", certain=False)
     if _is_whole(array(x)) and _is_scaled(x):
         return Origin(Kind.CONSTANT, "whole numbers behind a scale, as of a quantized weight", certain=False)

@@ -44,6 +44,9 @@ _PREFIXES = ("gaussian_", "posterior_", "sqrt_")
 _BY_ONNXSIM = re.compile(r"_v_\d+")  # the names of what it computes
 _LEARNED = {"log", "learned", "learnable", "trainable"}  # words before which such a name is a parameter's
 _STATISTICS = ("mean", "std", "var")
+_WRITTEN_OUT = (
+    "weight or bias of a normalization that the module computes itself; a frozen one has it as a buffer"
+)
 # Operators that read a folded value of which the exporter only changed the layout: a transpose, a new axis.
 _READERS = RECURRENT | {"Add", "Concat", "Div", "Expand", "Gather", "MatMul", "Mul", "PRelu", "Sub"}
 _READERS_OF_LITERALS = ARITHMETIC | {"Clip", "Concat", "Where"}
@@ -219,6 +222,10 @@ def origin_of(value: ir.Value, module: ExportedModule) -> Origin | None:
         return _folded(value, module)
     parameter = Origin(Kind.PARAMETER, "a parameter by its name", Evidence.NAME, named=True, by_exporter=True)
     if _PARAMETERS.fullmatch(leaf):
+        beside = f"{name.removesuffix(leaf)}running_var" in known
+        is_norm = all(node.op_type == "BatchNormalization" for node in value.consumers())
+        if beside and not is_norm:
+            return replace(parameter, certain=False, why=_WRITTEN_OUT)
         return parameter
     if not any(map(_is_named, value.consumers())) and any(map(_is_named, module.model.graph)):
         return None

@@ -43,11 +43,13 @@ from graphopt.distributed.local_sgd import LocalSGD
 from graphopt.errors import GraphoptError, nearest, some
 from graphopt.files import check_plain, write
 from graphopt.graph import provenance
+from graphopt.graph.encoders import string_inputs
 from graphopt.graph.limits import Limits
 from graphopt.graph.loading import load
 from graphopt.graph.metadata import LABELS, Caches, TargetSpec, labels_in
 from graphopt.graph.roles import STATE, Role, with_role
 from graphopt.graph.storage import save
+from graphopt.graph.values import name_of
 from graphopt.pipeline import Pipeline
 from graphopt.runtime.device import Device
 from graphopt.runtime.executor import Executor
@@ -134,7 +136,7 @@ class Recipe:
         if not self._reads_table:
             return self._build("data", **self._beside_model)
         columns, labels = self._noted
-        data: Dataset = self._build("data", **({} if columns is None else {"columns": columns}))
+        data: Dataset = self._build("data", **(self._by_input if columns is None else {"columns": columns}))
         return data if self.fields["data"].get("labels") else relabelled(data, labels, data.source)
 
     @property
@@ -178,6 +180,17 @@ class Recipe:
             return None, None
         model = load(name, limits=self.limits)
         return Columns.of(model), labels_in(model)
+
+    @property
+    def _by_input(self) -> dict[str, Any]:
+        """Return the columns by input for a model that takes strings, if the recipe names none."""
+        name, fields = str(self._trained or self.fields["model"]), self.fields["data"]
+        is_told = fields.get("features") is not None or fields.get("columns") is not None
+        if is_told or name in self.fields["models"] or not Path(name).is_file():
+            return {}
+        model = load(name, limits=self.limits)
+        inputs = [name_of(x) for x in model.graph.inputs if not x.is_initializer()]
+        return {"features": dict(zip(inputs, inputs, strict=True))} if string_inputs(model) else {}
 
     def split(self, rows: int) -> tuple[Rows, Rows]:
         """Return the rows of the data that `fit` trains on, and those that it holds out."""

@@ -174,7 +174,7 @@ def interface(model: bytes, adapter: Any = None) -> Interface:
     if isinstance(batch, int):
         raise GraphoptError(
             f"model: expected a batch of any size, found {batch} rows in input {x.name!r}: export the model with a "
-            f"dynamic batch"
+            "dynamic batch, or take passes.Normalize(batch='free')(model)"
         )
     sizes = [size for size in dims_of(y)[1:] if isinstance(size, int)]
     return Interface(

@@ -419,10 +419,9 @@ def global_average_pool(op: Emitter, dy: Value, x: Value) -> Gradients:
 
 @rule("GlobalMaxPool")
 def global_max_pool(op: Emitter, dy: Value, x: Value) -> Gradients:
-    planes = op.Reshape(x, [0, 0, -1])
-    planes.shape = ir.Shape([*dims_of(x)[:2], None])
-    first = op.Equal(op.ArgMax(planes, axis=2), indices_along(op, planes, 2))
-    return [reshape_like(op, op.Reshape(dy, [0, 0, 1]) * mask(op, first, x), x)]
+    planes = op.Flatten(x, axis=2)  # Reshape with -1 refuses a batch without rows
+    first = op.Equal(op.ArgMax(planes, axis=1), indices_along(op, planes, 1))
+    return [reshape_like(op, op.Flatten(dy, axis=2) * mask(op, first, x), x)]
 
 
 @rule("MaxUnpool")
