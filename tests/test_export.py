@@ -17,6 +17,8 @@ from torch.nn.utils import parametrizations, prune, weight_norm
 
 import graphopt
 import passes
+from graphopt.graph.traversal import is_sorted
+from passes.weights import read_origins
 
 EXPORTERS = ("dynamo", "torchscript")
 STEPS = 5
@@ -94,6 +96,15 @@ def quantiles(self, x):
 def attention(self, x):
     y, _ = self.attend(x, x, x)
     return self.o(y)
+
+
+def counted_positions(self, x):
+    """Embed words and their positions, as RoBERTa, in which padding has no position."""
+    real = x.ne(2).int()[torch.arange(x.shape[0])]
+    h = self.words(x) + self.positions((real.cumsum(1) * real).long())
+    rows, length, _ = h.shape
+    heads = h.view(rows, length, 2, 2).transpose(1, 2)
+    return self.o(torch.softmax(heads @ heads.transpose(2, 3), -1).reshape(rows, 2 * length * length))
 
 
 def recurrent(self, x):
@@ -230,6 +241,15 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], Any]] = {
     ),
     "a padded embedding": (
         lambda: nn.Sequential(nn.Embedding(7, 4, padding_idx=2), nn.Flatten(), L(12, 3)),
+        WORDS,
+    ),
+    "two padded embeddings": (
+        lambda: Function(
+            counted_positions,
+            words=nn.Embedding(7, 4, padding_idx=2),
+            positions=nn.Embedding(4, 4, padding_idx=0),
+            o=L(18, 3),
+        ),
         WORDS,
     ),
     "a pruned layer": (lambda: prune.l1_unstructured(L(4, 3), "weight", 0.5), Vector),
@@ -374,6 +394,14 @@ def test_trains_as_in_pytorch(name: str, exporter: str) -> None:
     np.testing.assert_allclose(predicted, module.eval()(x).detach().numpy(), rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.parametrize("exporter", EXPORTERS)
+def test_nodes_at_padding_are_sorted(exporter: str) -> None:
+    module = nn.Sequential(nn.Embedding(7, 4, padding_idx=2), nn.Flatten(), L(12, 3))
+    model = graphopt.export(module, drawn(WORDS), exporter=exporter)
+    read_origins(model)
+    assert [node.op_type for node in model.graph].count("Where") == 1 and is_sorted(model.graph)
+
+
 class Reverse(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
@@ -509,4 +537,11 @@ def test_control_flow_that_a_trace_fixes_is_seen_by_other_rows() -> None:
             Function(lambda s, x: s.a(x) if x[0].sum() > 9 else -s.a(x), a=L(4, 3)),
             example,
             exporter="torchscript",
+        )
+
+
+def test_a_fixed_number_of_rows_is_refused() -> None:
+    with pytest.raises(graphopt.GraphoptError, match=r"^export: .*dynamic_shapes=\{\}"):
+        graphopt.export(
+            Function(lambda s, x: s.a(x.view(8, 4)), a=L(4, 3)), drawn(Vector), exporter="torchscript"
         )

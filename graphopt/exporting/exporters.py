@@ -41,6 +41,10 @@ _Shapes = Mapping[str, Mapping[int, str]] | None
 _OPSET = 20  # the newest of the older exporter
 _OWN = "graphopt"  # the domain of operators that stand for what the older exporter drops
 _DETACH = "target=torch.ops.aten.detach"
+_INSTEAD = (
+    "PyTorch's exporter has written another function, whose control flow or sizes follow from the example: try the "
+    "other exporter, or dynamic_shapes={}"
+)
 _TOLERANCE = 1e-3  # of predictions: kernels of PyTorch and of the runtime round in other orders
 
 
@@ -139,6 +143,17 @@ def _errors(exporter: str) -> Iterator[None]:
             f"export: PyTorch's exporter refuses the module: {type(causes[-1]).__name__}: {line(causes[-1])[:300]}: "
             f"change the module, fix sizes by dynamic_shapes={{}}, or try exporter={other!r}"
         ) from error
+
+
+@contextlib.contextmanager
+def _one_line(expected: str, remedy: str) -> Iterator[None]:
+    """Turn errors of many types, of a module or of the runtime, into one line."""
+    try:
+        yield
+    except GraphoptError:
+        raise
+    except Exception as error:
+        raise GraphoptError(f"export: expected {expected}, found {line(error)[:300]}: {remedy}") from error
 
 
 def _dynamo(
@@ -241,6 +256,9 @@ def _torchscript(
         if node.domain != _OWN:
             continue
         node.domain = ""
+        node.outputs[
+            0
+        ].shape = None  # for what it does not know, the exporter writes the sizes of the example
         if node.op_type == "Identity":
             STOP_GRADIENT.set(node)
         else:
@@ -274,10 +292,9 @@ def _gather(g: Any, weight: Any, indices: Any, padding: int, scaled: bool, spars
     if padding < 0:
         return g.op("Gather", weight, indices)
     result = g.op(f"{_OWN}::Gather", weight, indices, padding_idx_i=padding)
-    sizes = [weight.type().sizes(), indices.type().sizes()]
-    known = None not in sizes
-    kind = weight.type().with_sizes([*sizes[1], sizes[0][-1]]) if known else weight.type().with_sizes(None)
-    return result.setType(kind)
+    rows, width = indices.type().varyingSizes(), weight.type().varyingSizes()
+    known = rows is not None and width is not None
+    return result.setType(weight.type().with_sizes([*rows, width[-1]] if known else None))
 
 
 def _write_notes(
@@ -350,10 +367,11 @@ def _verify(
         given = _named_inputs(module, *example)
         ordered = given if given.keys() == set(names) else dict(zip(names, given.values(), strict=False))
         feeds = {name: x.detach().cpu().numpy() for name, x in ordered.items()}
-        expected = [
-            x for x in pytree.tree_leaves(tracing.predicted(module, *example)) if isinstance(x, torch.Tensor)
-        ]
-        found = run(model, feeds)
+        with _one_line("a module that takes another number of rows", "fix it by dynamic_shapes={}"):
+            predicted = pytree.tree_leaves(tracing.predicted(module, *example))
+        expected = [x for x in predicted if isinstance(x, torch.Tensor)]
+        with _one_line("a file that runs on the example, and on another number of rows", _INSTEAD):
+            found = run(model, feeds)
         for (name, ours), theirs in zip(found.items(), expected, strict=True):
             wanted = (
                 theirs.detach().cpu().float().numpy() if theirs.is_floating_point() else theirs.cpu().numpy()
@@ -368,7 +386,5 @@ def _verify(
 
 def _other(name: str, what: str) -> GraphoptError:
     return GraphoptError(
-        f"export: output {name!r}: expected what the module predicts, found {what}: PyTorch's exporter has written "
-        f"another function, whose control flow or sizes follow from the example: try the other exporter, or "
-        f"dynamic_shapes={{}}"
+        f"export: output {name!r}: expected what the module predicts, found {what}: {_INSTEAD}"
     )
