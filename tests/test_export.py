@@ -412,6 +412,9 @@ class Reverse(torch.autograd.Function):
         return -gradient
 
 
+alias = Reverse.apply
+
+
 class Changing(nn.Module):
     """Changes a parameter's identity, or a buffer, in forward."""
 
@@ -541,7 +544,36 @@ def test_control_flow_that_a_trace_fixes_is_seen_by_other_rows() -> None:
 
 
 def test_a_fixed_number_of_rows_is_refused() -> None:
-    with pytest.raises(graphopt.GraphoptError, match=r"^export: .*dynamic_shapes=\{\}"):
+    with pytest.raises(graphopt.GraphoptError, match=r"^export: .*dynamic_shapes"):
         graphopt.export(
             Function(lambda s, x: s.a(x.view(8, 4)), a=L(4, 3)), drawn(Vector), exporter="torchscript"
         )
+
+
+def test_a_length_that_a_trace_fixes_is_seen() -> None:
+    """The older exporter writes the number of steps of a Python loop."""
+    module = Function(lambda s, x: sum(s.a(row) for row in x.unbind(1)), a=L(4, 3))
+    with pytest.raises(graphopt.GraphoptError, match="'length'"):
+        graphopt.export(
+            module,
+            torch.randn(6, 5, 4),
+            exporter="torchscript",
+            dynamic_shapes={"x": {0: "batch", 1: "length"}},
+        )
+
+
+def test_an_autograd_function_without_a_gradient_is_recorded() -> None:
+    module = Function(lambda s, x: s.a(x) + alias(s.a(x)).detach(), a=L(4, 3))
+    model = graphopt.export(module, drawn(Vector))
+    assert sorted(graphopt.compile(model, loss=passes.MeanSquaredError()).graph.initializers) >= ["a.weight"]
+
+
+def test_control_flow_of_pytorch_is_recorded() -> None:
+    def branch(self, x):
+        return torch.cond(x.sum() > 0, lambda x: self.a(x), lambda x: -self.a(x), (x,))
+
+    module = Function(branch, a=L(4, 3)).eval()
+    model = graphopt.export(module, drawn(Vector))
+    x = drawn(Vector)
+    (y,) = graphopt.run(model, {"x": x.numpy()}).values()
+    np.testing.assert_allclose(y, module(x).detach().numpy(), rtol=1e-5, atol=1e-6)

@@ -43,7 +43,7 @@ _OWN = "graphopt"  # the domain of operators that stand for what the older expor
 _DETACH = "target=torch.ops.aten.detach"
 _INSTEAD = (
     "PyTorch's exporter has written another function, whose control flow or sizes follow from the example: try the "
-    "other exporter, or dynamic_shapes={}"
+    "other exporter, or fix sizes by dynamic_shapes, such as {}"
 )
 _TOLERANCE = 1e-3  # of predictions: kernels of PyTorch and of the runtime round in other orders
 
@@ -62,6 +62,8 @@ def exported(
     args, kwargs = _arguments(example)
     tracing.check(module)
     tracing.initialize(module, args, kwargs)
+    with _one_line("a module that takes the example", "pass the arguments of forward"):
+        tracing.check_functions(module, args, kwargs)
     leaves = _named_inputs(module, args, kwargs)
     if shapes is None:
         args, kwargs = _with_rows((args, kwargs))
@@ -356,35 +358,68 @@ def _verify(
     kwargs: dict[str, Any],
     shapes: Mapping[str, Mapping[int, str]],
 ) -> None:
-    """Compare what the file and the module predict, also for other numbers of rows if these may vary."""
+    """Compare what the file and the module predict, also for other sizes of each dimension that may vary."""
     names = [name_of(x) for x in model.graph.inputs]
-    rows = {id(x) for name, x in _named_inputs(module, args, kwargs).items() if 0 in shapes.get(name, {})}
-
-    def turned(x: Any) -> Any:
-        return torch.cat([x.flip(0), x[:1]]) if id(x) in rows else x
-
-    for example in [(args, kwargs), pytree.tree_map(turned, (args, kwargs))][: 2 if rows else 1]:
+    for size, examples in _examples(module, args, kwargs, shapes):
+        with _one_line(f"a module that takes {size}", "fix it by dynamic_shapes, such as {}"):
+            example, predicted = _accepted(module, examples)
         given = _named_inputs(module, *example)
         ordered = given if given.keys() == set(names) else dict(zip(names, given.values(), strict=False))
         feeds = {name: x.detach().cpu().numpy() for name, x in ordered.items()}
-        with _one_line("a module that takes another number of rows", "fix it by dynamic_shapes={}"):
-            predicted = pytree.tree_leaves(tracing.predicted(module, *example))
-        expected = [x for x in predicted if isinstance(x, torch.Tensor)]
-        with _one_line("a file that runs on the example, and on another number of rows", _INSTEAD):
+        expected = [x for x in pytree.tree_leaves(predicted) if isinstance(x, torch.Tensor)]
+        with _one_line(f"a file that runs on {size}", _INSTEAD):
             found = run(model, feeds)
         for (name, ours), theirs in zip(found.items(), expected, strict=True):
             wanted = (
                 theirs.detach().cpu().float().numpy() if theirs.is_floating_point() else theirs.cpu().numpy()
             )
             if ours.shape != wanted.shape:
-                raise _other(name, f"shape {list(ours.shape)} in place of {list(wanted.shape)}")
+                raise _other(name, size, f"shape {list(ours.shape)} in place of {list(wanted.shape)}")
             if ours.size and not np.allclose(
                 ours, wanted, _TOLERANCE, _TOLERANCE * np.abs(wanted).max(), True
             ):
-                raise _other(name, f"numbers that differ by {np.abs(ours - wanted).max():.2g}")
+                raise _other(name, size, f"numbers that differ by {np.abs(ours - wanted).max():.2g}")
 
 
-def _other(name: str, what: str) -> GraphoptError:
+def _examples(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], shapes: Mapping[str, Mapping[int, str]]
+) -> Iterator[tuple[str, list[Any]]]:
+    """Yield the example, and for each dimension that may vary, examples of which the module takes at least one."""
+    yield "the example", [(args, kwargs)]
+    places: dict[str, dict[int, int]] = {}  # for each dimension, its axis in tensors
+    for name, x in _named_inputs(module, args, kwargs).items():
+        for axis, dim in shapes.get(name, {}).items():
+            places.setdefault(dim, {})[id(x)] = axis
+    for dim, axes in places.items():
+        yield (
+            f"another size of dimension {dim!r}",
+            [
+                pytree.tree_map(
+                    lambda x, r=resized, a=axes: r(x, a[id(x)]) if id(x) in a else x, (args, kwargs)
+                )
+                for resized in _RESIZED
+            ],
+        )
+
+
+def _accepted(module: nn.Module, examples: Sequence[Any]) -> tuple[Any, Any]:
+    """Return the first example that the module takes, and what it predicts; the last one's error if it takes none."""
+    for example in examples[:-1]:
+        with contextlib.suppress(Exception):
+            return example, tracing.predicted(module, *example)
+    return examples[-1], tracing.predicted(module, *examples[-1])
+
+
+# Tensors of another size along an axis: turned, and with one element more; the last one twice; without it; all twice.
+_RESIZED = (
+    lambda x, axis: torch.cat([x.flip(axis), x.narrow(axis, 0, 1)], axis),
+    lambda x, axis: torch.cat([x, x.narrow(axis, x.shape[axis] - 1, 1)], axis),
+    lambda x, axis: x.narrow(axis, 0, max(1, x.shape[axis] - 1)),
+    lambda x, axis: torch.cat([x, x], axis),
+)
+
+
+def _other(name: str, size: str, what: str) -> GraphoptError:
     return GraphoptError(
-        f"export: output {name!r}: expected what the module predicts, found {what}: {_INSTEAD}"
+        f"export: output {name!r}: expected what the module predicts for {size}, found {what}: {_INSTEAD}"
     )
