@@ -252,6 +252,7 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], Any]] = {
         ),
         WORDS,
     ),
+    "bags of words": (lambda: nn.Sequential(nn.EmbeddingBag(7, 4, mode="mean"), L(4, 3)), WORDS),
     "a pruned layer": (lambda: prune.l1_unstructured(L(4, 3), "weight", 0.5), Vector),
     "weight norm": (
         lambda: nn.Sequential(weight_norm(L(4, 5)), nn.Tanh(), parametrizations.weight_norm(L(5, 3))),

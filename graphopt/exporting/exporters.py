@@ -35,7 +35,8 @@ from graphopt.graph.metadata import (
 from graphopt.graph.operators import DRAWING
 from graphopt.graph.traversal import all_nodes
 from graphopt.graph.values import constant_of, name_of
-from graphopt.runtime.executor import run
+from graphopt.runtime.device import Device
+from graphopt.runtime.session import Session
 
 _Shapes = Mapping[str, Mapping[int, str]] | None
 _OPSET = 20  # the newest of the older exporter
@@ -360,6 +361,10 @@ def _verify(
 ) -> None:
     """Compare what the file and the module predict, also for other sizes of each dimension that may vary."""
     names = [name_of(x) for x in model.graph.inputs]
+    device = Device("cpu", threads=1, flush_denormals=False)
+    options = device.new_session_options()  # optimizers of the runtime end the process on some files
+    options.graph_optimization_level = device.ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    session = Session(device, model, options)
     for size, examples in _examples(module, args, kwargs, shapes):
         with _one_line(f"a module that takes {size}", "fix it by dynamic_shapes, such as {}"):
             example, predicted = _accepted(module, examples)
@@ -368,7 +373,7 @@ def _verify(
         feeds = {name: x.detach().cpu().numpy() for name, x in ordered.items()}
         expected = [x for x in pytree.tree_leaves(predicted) if isinstance(x, torch.Tensor)]
         with _one_line(f"a file that runs on {size}", _INSTEAD):
-            found = run(model, feeds)
+            found = session.compute_arrays(feeds)
         for (name, ours), theirs in zip(found.items(), expected, strict=True):
             wanted = (
                 theirs.detach().cpu().float().numpy() if theirs.is_floating_point() else theirs.cpu().numpy()

@@ -86,8 +86,12 @@ def _compared(
     is_loss = not with_role(model, Role.PREDICTION, Role.SOURCE)
     if is_loss and with_role(model, Role.METRIC):
         raise GraphoptError("the loss is more than the file's own, such as with a penalty")
+    options = (
+        device.new_session_options()
+    )  # as it is: optimizers of the runtime end the process on some files
+    options.graph_optimization_level = device.ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     try:
-        session = device.open(content, device.new_session_options())
+        session = device.open(content, options)
     except Exception as error:
         raise GraphoptError(f"onnxruntime refuses the file as it is: {line(error)}") from error
     if is_loss and len(session.get_outputs()) == 1:
