@@ -144,7 +144,7 @@ class Row:
     losses: float | None = None
     weights: float | None = None
     predictions: float | None = None
-    own: float | None = None  # the framework in float32 compared with itself in float64
+    own: float | None = None  # the framework compared with itself in float64, and on inputs one rounding away
     checked: str = ""  # what the check of the first step finds
     worst: str = ""
     seconds: float = 0.0
@@ -195,7 +195,10 @@ def judge(row: Row, case: Case, optimizer: Any, export: Export) -> None:
     if row.ours == row.theirs and row.difference <= case.tolerance:
         row.verdict = "agrees"
         return
-    row.own = distance(theirs, model.train(optimizer, batches, double=True))
+    row.own = max(
+        distance(theirs, model.train(optimizer, batches, double=True)),
+        distance(theirs, model.train(optimizer, list(map(rounded, batches)), double=False)),
+    )
     extra, missing = apart(ours, theirs, initial, pairs)
     row.cause = f"here alone: {listed(extra)}; in the framework alone: {listed(missing)}"
     if (extra or missing) and not export.recorded and is_said(ours.said, extra, missing):
@@ -228,6 +231,15 @@ def counted(table: CheckTable) -> str:
     others = [x for x in table.findings if x.verdict != "agrees"]
     told = f"; {len(others)} {others[0].verdict}: {others[0].reason[:100]}" if others else ""
     return f"{agree} of {len(table.findings)}{told}"
+
+
+def rounded(batch: Batch) -> Batch:
+    """Return a batch whose floating-point inputs are another number by one rounding."""
+    moved = {
+        name: np.nextafter(x, np.inf, dtype=x.dtype) if x.dtype.kind == "f" else x
+        for name, x in batch.inputs.items()
+    }
+    return Batch(moved, batch.target)
 
 
 def distance(one: Training, other: Training) -> float:
