@@ -42,10 +42,7 @@ _Shapes = Mapping[str, Mapping[int, str]] | None
 _OPSET = 20  # the newest of the older exporter
 _OWN = "graphopt"  # the domain of operators that stand for what the older exporter drops
 _DETACH = "target=torch.ops.aten.detach"
-_INSTEAD = (
-    "PyTorch's exporter has written another function, whose control flow or sizes follow from the example: try the "
-    "other exporter, or fix sizes by dynamic_shapes, such as {}"
-)
+_EXAMPLE = "the example"
 _TOLERANCE = 1e-3  # of predictions: kernels of PyTorch and of the runtime round in other orders
 
 
@@ -372,7 +369,7 @@ def _verify(
         ordered = given if given.keys() == set(names) else dict(zip(names, given.values(), strict=False))
         feeds = {name: x.detach().cpu().numpy() for name, x in ordered.items()}
         expected = [x for x in pytree.tree_leaves(predicted) if isinstance(x, torch.Tensor)]
-        with _one_line(f"a file that runs on {size}", _INSTEAD):
+        with _one_line(f"a file that runs on {size}", _instead(size)):
             found = session.compute_arrays(feeds)
         for (name, ours), theirs in zip(found.items(), expected, strict=True):
             wanted = (
@@ -390,7 +387,7 @@ def _examples(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], shapes: Mapping[str, Mapping[int, str]]
 ) -> Iterator[tuple[str, list[Any]]]:
     """Yield the example, and for each dimension that may vary, examples of which the module takes at least one."""
-    yield "the example", [(args, kwargs)]
+    yield _EXAMPLE, [(args, kwargs)]
     places: dict[str, dict[int, int]] = {}  # for each dimension, its axis in tensors
     for name, x in _named_inputs(module, args, kwargs).items():
         for axis, dim in shapes.get(name, {}).items():
@@ -424,7 +421,17 @@ _RESIZED = (
 )
 
 
+def _instead(size: str) -> str:
+    """Return what to do about a file that is another function than the module."""
+    if size == _EXAMPLE:
+        return "PyTorch's exporter has written another function: try the other exporter"
+    return (
+        "PyTorch's exporter has written another function, whose control flow or sizes follow from the example: try the "
+        "other exporter, or fix sizes by dynamic_shapes, such as {}"
+    )
+
+
 def _other(name: str, size: str, what: str) -> GraphoptError:
     return GraphoptError(
-        f"export: output {name!r}: expected what the module predicts for {size}, found {what}: {_INSTEAD}"
+        f"export: output {name!r}: expected what the module predicts for {size}, found {what}: {_instead(size)}"
     )
