@@ -34,7 +34,7 @@ from graphopt.graph.rewriting import Pass, interface_kept, needed, protect
 from graphopt.graph.roles import STATE, Role, role_of, set_role, with_role
 from graphopt.graph.rules import rewrite, rule_set
 from graphopt.graph.shapes import fold_shapes, infer, is_ceiled, is_inferred
-from graphopt.graph.sizes import unify_sizes
+from graphopt.graph.sizes import has_sizes, sizes_of, unify_sizes
 from graphopt.graph.state import make_room
 from graphopt.graph.traversal import all_nodes
 from graphopt.graph.values import constant_of, dims_of, is_floating, name_of, swap
@@ -68,12 +68,25 @@ def _gelu_rule(scaled: Callable[[Any], Any], grouped: Callable[[Any, Any], Any])
 GELU = rule_set([_gelu_rule(*forms) for forms in itertools.product(_SCALED, _GROUPED)], commute=True)
 
 
-def _name_sizes(model: ir.Model) -> None:
-    """Give sizes of outputs that follow from those of inputs their names, so that targets have them, too."""
-    given = {str(dim) for x in model.graph.inputs for dim in x.shape or ()}
-    outputs = (dim for y in model.graph.outputs for dim in y.shape or () if not isinstance(dim, int))
-    if any(str(dim) not in given for dim in outputs):
-        unify_sizes(model)
+def _remove_copies(model: ir.Model) -> None:
+    """Remove slices of everything, and expansions to the same sizes, of which files without optimization are full."""
+    copies = []
+    for node in all_nodes(model.graph):
+        x, y = (node.inputs[0], node.outputs[0]) if node.op_type in ("Expand", "Slice") else (None, None)
+        if node.domain or x is None or y is None or not (has_sizes(x) and has_sizes(y)):
+            continue
+        steps = node.inputs[4] if len(node.inputs) > 4 else None
+        numbers = None if steps is None else constant_of(steps)
+        forward = steps is None or (numbers is not None and bool((numbers == 1).all()))
+        if forward and sizes_of(x) == sizes_of(y):
+            copies.append(node)
+    for node in copies:
+        node.op_type = "Identity"
+        node.resize_inputs(1)
+    if copies:
+        with interface_kept(model), protect(needed(model)):
+            common.IdentityEliminationPass()(model)
+        common.RemoveUnusedNodesPass()(model)
 
 
 @dataclass(frozen=True)
@@ -138,7 +151,8 @@ class Normalize(Pass):
             if any(node.op_type == "Erf" for node in model.graph):
                 GELU.apply_to_model(model)
         infer(model, propagate)
-        _name_sizes(model)
+        unify_sizes(model)  # also those that follow from constants, which the file may compute
+        _remove_copies(model)
         pad_all_axes(model)
         whole_windows(model)
         if is_classical:

@@ -17,6 +17,8 @@ from torch.nn.utils import parametrizations, prune, weight_norm
 
 import graphopt
 import passes
+from graphopt.graph.traversal import is_sorted
+from passes.weights import read_origins
 
 EXPORTERS = ("dynamo", "torchscript")
 STEPS = 5
@@ -94,6 +96,15 @@ def quantiles(self, x):
 def attention(self, x):
     y, _ = self.attend(x, x, x)
     return self.o(y)
+
+
+def counted_positions(self, x):
+    """Embed words and their positions, as RoBERTa, in which padding has no position."""
+    real = x.ne(2).int()[torch.arange(x.shape[0])]
+    h = self.words(x) + self.positions((real.cumsum(1) * real).long())
+    rows, length, _ = h.shape
+    heads = h.view(rows, length, 2, 2).transpose(1, 2)
+    return self.o(torch.softmax(heads @ heads.transpose(2, 3), -1).reshape(rows, 2 * length * length))
 
 
 def recurrent(self, x):
@@ -232,6 +243,16 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], Any]] = {
         lambda: nn.Sequential(nn.Embedding(7, 4, padding_idx=2), nn.Flatten(), L(12, 3)),
         WORDS,
     ),
+    "two padded embeddings": (
+        lambda: Function(
+            counted_positions,
+            words=nn.Embedding(7, 4, padding_idx=2),
+            positions=nn.Embedding(4, 4, padding_idx=0),
+            o=L(18, 3),
+        ),
+        WORDS,
+    ),
+    "bags of words": (lambda: nn.Sequential(nn.EmbeddingBag(7, 4, mode="mean"), L(4, 3)), WORDS),
     "a pruned layer": (lambda: prune.l1_unstructured(L(4, 3), "weight", 0.5), Vector),
     "weight norm": (
         lambda: nn.Sequential(weight_norm(L(4, 5)), nn.Tanh(), parametrizations.weight_norm(L(5, 3))),
@@ -374,6 +395,14 @@ def test_trains_as_in_pytorch(name: str, exporter: str) -> None:
     np.testing.assert_allclose(predicted, module.eval()(x).detach().numpy(), rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.parametrize("exporter", EXPORTERS)
+def test_nodes_at_padding_are_sorted(exporter: str) -> None:
+    module = nn.Sequential(nn.Embedding(7, 4, padding_idx=2), nn.Flatten(), L(12, 3))
+    model = graphopt.export(module, drawn(WORDS), exporter=exporter)
+    read_origins(model)
+    assert [node.op_type for node in model.graph].count("Where") == 1 and is_sorted(model.graph)
+
+
 class Reverse(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
@@ -382,6 +411,9 @@ class Reverse(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient):
         return -gradient
+
+
+alias = Reverse.apply
 
 
 class Changing(nn.Module):
@@ -510,3 +542,42 @@ def test_control_flow_that_a_trace_fixes_is_seen_by_other_rows() -> None:
             example,
             exporter="torchscript",
         )
+
+
+def test_a_fixed_number_of_rows_is_refused() -> None:
+    with pytest.raises(graphopt.GraphoptError, match=r"^export: .*dynamic_shapes"):
+        graphopt.export(
+            Function(lambda s, x: s.a(x.view(8, 4)), a=L(4, 3)), drawn(Vector), exporter="torchscript"
+        )
+
+
+def test_a_length_that_a_trace_fixes_is_seen() -> None:
+    """The older exporter writes the number of steps of a Python loop."""
+    module = Function(lambda s, x: sum(s.a(row) for row in x.unbind(1)), a=L(4, 3))
+    with pytest.raises(graphopt.GraphoptError, match="'length'"):
+        graphopt.export(
+            module,
+            torch.randn(6, 5, 4),
+            exporter="torchscript",
+            dynamic_shapes={"x": {0: "batch", 1: "length"}},
+        )
+
+
+def test_an_autograd_function_without_a_gradient_is_recorded() -> None:
+    module = Function(lambda s, x: s.a(x) + alias(s.a(x)).detach(), a=L(4, 3))
+    model = graphopt.export(module, drawn(Vector))
+    batches = [(drawn(Vector), torch.randn(8, 3)) for _ in range(STEPS)]
+    _, losses = train_here(model, batches, optimizer=passes.SGD(0.1))
+    there = train_there(module, batches, torch.optim.SGD(module.parameters(), 0.1))
+    np.testing.assert_allclose(losses, there, rtol=1e-5)
+
+
+def test_control_flow_of_pytorch_is_recorded() -> None:
+    def branch(self, x):
+        return torch.cond(x.sum() > 0, lambda x: self.a(x), lambda x: -self.a(x), (x,))
+
+    module = Function(branch, a=L(4, 3)).eval()
+    model = graphopt.export(module, drawn(Vector))
+    x = drawn(Vector)
+    (y,) = graphopt.run(model, {"x": x.numpy()}).values()
+    np.testing.assert_allclose(y, module(x).detach().numpy(), rtol=1e-5, atol=1e-6)

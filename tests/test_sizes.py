@@ -19,6 +19,8 @@ from builders import model
 from onnx import helper, numpy_helper
 from onnxruntime.capi import onnxruntime_pybind11_state as rt
 
+import graphopt
+import passes
 from graphopt.graph.declarations import forget
 from graphopt.graph.sizes import unify_sizes
 
@@ -390,3 +392,38 @@ import graphopt, passes
 passes.Normalize()(graphopt.load(sys.stdin.buffer.read()))"""
     done = subprocess.run([sys.executable, "-c", code], input=proto.SerializeToString(), capture_output=True)
     assert done.returncode == 0, done.stderr
+
+
+# As torch.onnx.export(optimize=False) writes x + arange(rows)[:, None], and a slice of everything.
+COMPUTED = (
+    "g (float[N,6] x) => (float[N,3] y) { s = Shape<start=0,end=1>(x) n = Squeeze(s) from = CastLike(zero, n) "
+    "by = CastLike(one, n) r = Range(from, n, by) f = CastLike(r, x) c = Unsqueeze(f, last) h = Add(x, c) {copies} }"
+)
+PLAIN = "y = MatMul(h, w)"
+COPIES = (
+    "a = Slice(h, first, most, first, ones) b = Slice(a, first, most, last) k = Shape(b) e = Expand(b, k) "
+    "y = MatMul(e, w)"
+)
+
+
+def test_sizes_of_files_without_optimization_are_declared() -> None:
+    given = {"zero": np.array(0), "one": np.array(1), "last": np.array([1]), "first": np.array([0])}
+    given |= {"ones": np.array([1]), "most": np.array([2**63 - 1]), "w": np.ones((6, 3), np.float32)}
+    steps, losses = [], []
+    x = np.random.default_rng(0).standard_normal((5, 6), np.float32)
+    for copies in (PLAIN, COPIES):
+        text = COMPUTED.replace("{copies}", copies)
+        proto = model(
+            text, **{name: array for name, array in given.items() if f"{name})" in text or f"{name}," in text}
+        )
+        step = graphopt.compile(proto, loss=passes.MeanSquaredError(), optimizer=passes.SGD(0.01))
+        executor = graphopt.Executor(step, native=False)
+        losses.append(
+            [executor.step({"x": x, "target": np.zeros((5, 3), np.float32)})["loss"] for _ in range(3)]
+        )
+        steps.append(step)
+    plain, copied = ([node.op_type for node in step.graph] for step in steps)
+    assert sorted(copied) == sorted(plain) and "Slice" not in copied and "Expand" not in copied
+    (numbers,) = (node.outputs[0] for node in steps[1].graph if node.op_type == "Range")
+    assert str(numbers.shape) == "[N]"
+    np.testing.assert_array_equal(losses[1], losses[0])

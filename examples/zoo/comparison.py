@@ -15,8 +15,10 @@ import onnx
 
 import graphopt
 import passes
+from graphopt import GraphoptError
 from graphopt.graph.metadata import Kind, LeftOut, Origin
 from graphopt.graph.roles import Role, with_role
+from graphopt.runtime.checks.findings import CheckTable
 
 Arrays = Mapping[str, np.ndarray]
 Move = Callable[[np.ndarray], np.ndarray]
@@ -65,6 +67,7 @@ class Training:
     initial: Arrays = field(default_factory=dict)
     computed: Sequence[str] = ()
     warned: str = ""  # that another tool has removed the exporter's records
+    checked: CheckTable = field(default_factory=CheckTable)  # of the first step
 
 
 @dataclass(frozen=True)
@@ -141,7 +144,8 @@ class Row:
     losses: float | None = None
     weights: float | None = None
     predictions: float | None = None
-    own: float | None = None  # the framework in float32 compared with itself in float64
+    own: float | None = None  # the framework compared with itself in float64, and on inputs one rounding away
+    checked: str = ""  # what the check of the first step finds
     worst: str = ""
     seconds: float = 0.0
 
@@ -168,7 +172,7 @@ def exported(case: Case, exporter: str) -> Export:
     initial = model.parameters()
     try:
         return Export(model, initial, model.export(), batches, exporter.startswith(RECORDED))
-    except NotExported:
+    except (NotExported, GraphoptError):
         raise
     except Exception as error:
         raise NotExported(f"{type(error).__name__}: {error}") from error
@@ -184,13 +188,20 @@ def judge(row: Row, case: Case, optimizer: Any, export: Export) -> None:
     pairs = same(initial, [*constants(export.proto), *ours.initial.items()])
     row.ours, row.theirs = sum(ours.trained.values()), sum(in_export(theirs, pairs).values())
     differences(row, ours, theirs, pairs)
+    row.checked = counted(ours.checked)
+    if alarms := ours.checked.differences:
+        row.verdict, row.cause = "false alarm", str(alarms[0])
+        return
     if row.ours == row.theirs and row.difference <= case.tolerance:
         row.verdict = "agrees"
         return
-    row.own = distance(theirs, model.train(optimizer, batches, double=True))
+    row.own = max(
+        distance(theirs, model.train(optimizer, batches, double=True)),
+        distance(theirs, model.train(optimizer, list(map(rounded, batches)), double=False)),
+    )
     extra, missing = apart(ours, theirs, initial, pairs)
     row.cause = f"here alone: {listed(extra)}; in the framework alone: {listed(missing)}"
-    if (extra or missing) and is_said(ours.said, extra, missing):
+    if (extra or missing) and not export.recorded and is_said(ours.said, extra, missing):
         row.verdict = "reported"
         named = [ours.said[name] for name in (*extra, *missing) if name in ours.said] or list(
             ours.said.values()
@@ -198,8 +209,10 @@ def judge(row: Row, case: Case, optimizer: Any, export: Export) -> None:
         row.cause = f"{row.cause}. The report: {'; '.join(named[:2])}"
     elif row.ours == row.theirs and row.own > CHAOS * row.difference:
         row.verdict, row.cause = "chaotic", ""
-    elif any(word in row.exporter for word in case.unrecorded) and follows(
-        export, case, optimizer, ours, pairs
+    elif (
+        not export.recorded
+        and any(word in row.exporter for word in case.unrecorded)
+        and follows(export, case, optimizer, ours, pairs)
     ):
         row.verdict, row.cause = (
             "not recorded",
@@ -210,6 +223,23 @@ def judge(row: Row, case: Case, optimizer: Any, export: Export) -> None:
         row.verdict, row.cause = "reported", f"{row.cause}. The warning: {ours.warned}"
     else:
         row.verdict = "differs"
+
+
+def counted(table: CheckTable) -> str:
+    """Return how many findings of the check of the first step agree, and why the first of the others does not."""
+    agree = sum(x.verdict == "agrees" for x in table.findings)
+    others = [x for x in table.findings if x.verdict != "agrees"]
+    told = f"; {len(others)} {others[0].verdict}: {others[0].reason[:100]}" if others else ""
+    return f"{agree} of {len(table.findings)}{told}"
+
+
+def rounded(batch: Batch) -> Batch:
+    """Return a batch whose floating-point inputs are another number by one rounding."""
+    moved = {
+        name: np.nextafter(x, np.inf, dtype=x.dtype) if x.dtype.kind == "f" else x
+        for name, x in batch.inputs.items()
+    }
+    return Batch(moved, batch.target)
 
 
 def distance(one: Training, other: Training) -> float:
@@ -294,7 +324,8 @@ def train_here(export: Export, case: Case, optimizer: Any) -> Training:
     weights = with_role(step, Role.PARAMETER)
     numbers = {str(value.name): math.prod(value.shape) for value in weights}
     initial = {str(value.name): value.const_value.numpy() for value in weights}
-    executor = graphopt.Executor(step, threads=1)
+    checked = graphopt.check(step, batches[0].feeds, verify="first", threads=1)
+    executor = graphopt.Executor(step, threads=1, verify="first" if checked.agrees else False)
     losses = [executor.step(batch.feeds)["loss"] for batch in batches[:-1]]
     trained = executor.trained()
     predicted = graphopt.run(trained, batches[-1].inputs)
@@ -302,7 +333,9 @@ def train_here(export: Export, case: Case, optimizer: Any) -> Training:
     computed = [str(value.name) for value in weights if Origin.read(value).kind is Kind.COMPUTED]
     warned = next((text for one in caught if "removed the records" in (text := str(one.message))), "")
     names = said(step, weights)
-    return Training(losses, dict(constants(trained)), prediction, numbers, names, initial, computed, warned)
+    return Training(
+        losses, dict(constants(trained)), prediction, numbers, names, initial, computed, warned, checked
+    )
 
 
 def said(step: Any, weights: Sequence[Any]) -> dict[str, str]:

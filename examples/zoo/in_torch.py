@@ -31,6 +31,7 @@ BOTH = (
     "torchscript, dynamic",
     "torchscript unfolded, dynamic",
 )
+ROADS = ("dynamo unfolded, dynamic", f"{RECORDED} dynamo, dynamic", f"{RECORDED} torchscript, dynamic")
 BATCH = 4
 LENGTHS = 5, 7, 3
 
@@ -42,6 +43,7 @@ class TorchCase(Case):
     Args:
         ways: the exporters, each `dynamo` or `torchscript`, with a `dynamic` or `static` batch, `unfolded` to
             disable the default folding of constants, and last the tool that rewrites the file.
+        roads: also export by the roads that lose nothing: without folding, and by graphopt.export.
         lengths: the lengths of sequences, in turn, for inputs with a second dynamic dimension: the function that draws
             inputs takes one as its second argument.
         script: compile the module by torch.jit.script before the export.
@@ -54,6 +56,7 @@ class TorchCase(Case):
     build: Callable[[], nn.Module]
     inputs: Callable[..., tuple[torch.Tensor, ...]]
     ways: Sequence[str] = field(default=EXPORTERS, kw_only=True)
+    roads: bool = field(default=True, kw_only=True)
     fresh: bool = field(default=False, kw_only=True)
     batch: int = field(default=BATCH, kw_only=True)
     lengths: Sequence[int] = field(default=(), kw_only=True)
@@ -62,7 +65,7 @@ class TorchCase(Case):
 
     @property
     def exporters(self) -> Sequence[str]:
-        return self.ways
+        return (*self.ways, *(x for x in ROADS if self.roads and x not in self.ways))
 
     def model(self, exporter: str) -> TorchModel:
         torch.manual_seed(0)

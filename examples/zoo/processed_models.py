@@ -32,7 +32,7 @@ NAMES = (
 
 # No tool keeps what the exporter notes at nodes: where detach() is, and which weights it or the tool merged.
 CASES = {
-    name: replace(family.CASES[name], ways=WAYS, unrecorded=tuple(in_torch.TOOLS))
+    name: replace(family.CASES[name], ways=WAYS, roads=False, unrecorded=tuple(in_torch.TOOLS))
     for name in NAMES
     for family in FAMILIES
     if name in family.CASES

@@ -5,12 +5,14 @@ float32, or in 16 bits with float32 masters of the weights. The program compares
 that it finds in the export, the predictions of the trained model, and how many numbers train. A row with a difference
 above 1e-4 (2e-3 in 16 bits), or with other trained numbers, is "reported" if graphopt's report names everything that
 trains on one side only and what the exporter did to it. It is "chaotic" if the same numbers train and the framework's
-own results differ as much between float32 and float64. It is "not recorded" if the exporter drops what stops a gradient
-(detach, the padding of an embedding) and the framework's training without it agrees. Otherwise, it "differs".
+own results differ as much between float32 and float64, or if each input moves by one rounding. It is "not recorded" if
+the exporter drops what stops a gradient (detach, the padding of an embedding) and the framework's training without it
+agrees. Otherwise, it "differs".
 
-Run it: python examples/zoo/run.py [--only NAME ...] [--sample] [--jobs 1]
-It updates RESULTS.md with the rows that it runs. A NAME is an architecture, a family (torch_own, timm_models, ...) or a
-shell-style pattern. Each architecture runs in a separate process, so that a crash becomes a row.
+Run it: python examples/zoo/run.py [--only NAME ...] [--exporters PATTERN ...] [--resume] [--sample] [--jobs 1]
+It updates RESULTS.md with the rows that it runs; --resume skips the architectures and exporters that are there. A NAME
+is an architecture, a family (torch_own, timm_models, ...) or a shell-style pattern. Each architecture and exporter runs
+in a separate process, so that a crash becomes a row.
 Install the extra `zoo`: pip install -e ".[cpu,zoo]".
 """
 
@@ -30,7 +32,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -86,6 +88,7 @@ VERDICTS = (
     "not recorded",
     "chaotic",
     "differs",
+    "false alarm",
     "refused",
     "failed",
     "not exported",
@@ -100,13 +103,15 @@ COLUMNS = (
     "weights",
     "predictions",
     "own",
+    "first step",
     "cause",
 )
 NOTE = """\
 Differences are the largest relative ones. `train` counts the numbers that train in the framework, tied ones once, and,
 if different, those that train in graphopt. The brackets count the framework's weights that are in the export, also
 reshaped or transposed, and are therefore compared by name. Rows of a table of positions that the exporter left out do
-not count on either side. `own` compares the framework in float32 with itself in float64."""
+not count on either side. `own` compares the framework with itself in float64, and on inputs one rounding away.
+`first step` counts what the check of the first step finds to agree."""
 
 
 def cases(family: str) -> dict[str, Case]:
@@ -115,21 +120,24 @@ def cases(family: str) -> dict[str, Case]:
     return found
 
 
-def rows(family: str, name: str) -> Iterator[Row]:
-    """Run an architecture with each of its exporters and optimizers."""
-    case = cases(family)[name]
-    for exporter in case.exporters:
-        yield from tried(case, name, exporter)
+@dataclass(frozen=True)
+class Job:
+    """Hold what a process runs: an architecture with an exporter and its first optimizers."""
+
+    family: str
+    name: str
+    exporter: str
+    optimizers: int | None = None
 
 
-def tried(case: Case, name: str, exporter: str) -> Iterator[Row]:
-    """Run an architecture with an exporter and each optimizer; an error becomes a row."""
+def tried(case: Case, name: str, exporter: str, optimizers: int | None = None) -> Iterator[Row]:
+    """Run an architecture with an exporter and each of the first optimizers; an error becomes a row."""
     try:
         export = exported(case, exporter)
     except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever a framework raises is a row
         yield Row(name, exporter, verdict=verdict(error), cause=told(error))
         return
-    for optimizer in case.optimizers:
+    for optimizer in case.optimizers[:optimizers]:
         row = Row(name, exporter, label(optimizer))
         start = time.perf_counter()
         try:
@@ -157,24 +165,24 @@ def verdict(error: BaseException) -> str:
     return "refused" if isinstance(error, GraphoptError) else "failed"
 
 
-def work(family: str, name: str, output: str) -> None:
-    """Run an architecture in this process: write a line of JSON per row to a file, and the output of libraries."""
+def work(job: Job, output: str) -> None:
+    """Run a job in this process: write a line of JSON per row to a file, and the output of libraries."""
     resource.setrlimit(resource.RLIMIT_DATA, (BYTES, BYTES))
     with open(output, "w") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
-        for row in rows(family, name):
+        for row in tried(cases(job.family)[job.name], job.name, job.exporter, job.optimizers):
             print(MARK + json.dumps(asdict(row)), file=file, flush=True)
 
 
 class Child:
-    """Hold the process of an architecture, forked from this one if this one has imported the family."""
+    """Hold the process of a job, forked from this one if this one has imported the family."""
 
-    def __init__(self, family: str, name: str, fork: bool) -> None:
-        self.family, self.name = family, name
+    def __init__(self, job: Job, fork: bool) -> None:
+        self.job = job
         self._output = tempfile.NamedTemporaryFile()  # noqa: SIM115 - it is read when the process has ended
         context = multiprocessing.get_context("fork" if fork else "spawn")
-        self._process = context.Process(target=work, args=(family, name, self._output.name))
+        self._process = context.Process(target=work, args=(job, self._output.name))
         self._process.start()
         self._start = time.monotonic()
 
@@ -195,32 +203,34 @@ class Child:
                 else f"the process ended with {self._process.exitcode}"
             )
             last = next((line for line in reversed(lines) if line and not line.startswith(MARK)), "")
-            done.append(Row(self.name, "-", verdict="failed", cause=f"{how}: {last[:200]}"))
+            done.append(Row(self.job.name, self.job.exporter, verdict="failed", cause=f"{how}: {last[:200]}"))
         return done
 
 
-def run_all(todo: Sequence[tuple[str, str]], jobs: int) -> Iterator[tuple[str, str, list[Row]]]:
-    """Run architectures in separate processes, and yield the rows of each."""
+def run_all(todo: Sequence[Job], jobs: int) -> Iterator[tuple[Job, list[Row]]]:
+    """Run each job in a separate process, and yield its rows."""
     waiting, running, warm = list(todo), [], set()
     while waiting or running:
         if waiting and len(running) < jobs:
-            family, name = waiting.pop(0)
-            warm_up = getattr(importlib.import_module(family), "warm_up", None)
-            if warm_up is not None and family not in warm:
+            job = waiting.pop(0)
+            warm_up = getattr(importlib.import_module(job.family), "warm_up", None)
+            if warm_up is not None and job.family not in warm:
                 warm_up()
-                warm.add(family)
-            running.append(Child(family, name, fork=family in warm))
+                warm.add(job.family)
+            running.append(Child(job, fork=job.family in warm))
             continue
         for child in list(running):
             done = child.found()
             if done is not None:
                 running.remove(child)
-                yield child.family, child.name, done
+                yield child.job, done
         time.sleep(0.05)
 
 
-def chosen(only: Sequence[str] | None, sample: bool) -> list[tuple[str, str]]:
-    """Return the architectures to run, by family."""
+def chosen(
+    only: Sequence[str] | None, sample: bool, exporters: Sequence[str] | None, optimizers: int | None
+) -> list[Job]:
+    """Return the architectures and exporters to run, by family."""
     found = []
     for family in FAMILIES:
         if (sample and family not in SAMPLE) or (
@@ -238,7 +248,12 @@ def chosen(only: Sequence[str] | None, sample: bool) -> list[tuple[str, str]]:
             names = [
                 name for name in names if any(fnmatch.fnmatchcase(x, p) for x in (name, family) for p in only)
             ]
-        found += [(family, name) for name in names]
+        found += [
+            Job(family, name, exporter, optimizers)
+            for name in names
+            for exporter in cases(family)[name].exporters
+            if exporters is None or any(fnmatch.fnmatchcase(exporter, x) for x in exporters)
+        ]
     return found
 
 
@@ -249,7 +264,8 @@ def cells(row: Row) -> list[str]:
         counts += f", here {row.ours:,}"
     weights = f"{number(row.weights)} ({row.compared})" if row.compared else ""
     numbers = number(row.losses), weights, number(row.predictions), number(row.own)
-    return [row.name, row.exporter, row.optimizer, row.verdict, counts, *numbers, row.cause.replace("|", "/")]
+    told = [text.replace("|", "/") for text in (row.checked, row.cause)]
+    return [row.name, row.exporter, row.optimizer, row.verdict, counts, *numbers, *told]
 
 
 def number(x: float | None) -> str:
@@ -274,10 +290,15 @@ def table(path: Path) -> dict[str, list[list[str]]]:
     return found
 
 
-def merge(family: list[list[str]], found: list[list[str]], name: str) -> None:
-    """Replace the old rows of an architecture, or append them."""
-    at = next((i for i, row in enumerate(family) if row[0] == name), len(family))
-    family[:] = [row for row in family if row[0] != name]
+def merge(family: list[list[str]], found: list[list[str]], job: Job) -> None:
+    """Replace the old rows of a job, or insert them behind those of the architecture."""
+    new = {(row[1], row[2]) for row in found}
+    at = max((i + 1 for i, row in enumerate(family) if row[0] == job.name), default=len(family))
+    old = [
+        row[0] == job.name and ((row[1], row[2]) in new or row[1:3] == [job.exporter, "-"]) for row in family
+    ]
+    at = next((i for i, is_old in enumerate(old) if is_old), at)
+    family[:] = [row for row, is_old in zip(family, old, strict=True) if not is_old]
     family[at:at] = found
 
 
@@ -315,17 +336,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--only", nargs="+", metavar="NAME")
     parser.add_argument("--sample", action="store_true", help="run the architectures of the tests")
+    parser.add_argument(
+        "--exporters", nargs="+", metavar="PATTERN", help='such as "graphopt *"; all by default'
+    )
+    parser.add_argument("--optimizers", type=int, metavar="COUNT", help="the first ones of each architecture")
+    parser.add_argument("--resume", action="store_true", help="run only what has no row in the file yet")
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--table", type=Path, default=RESULTS, help="the file to write")
     options = parser.parse_args(arguments)
-    todo = chosen(options.only, options.sample)
+    todo = chosen(options.only, options.sample, options.exporters, options.optimizers)
     if not todo:
         parser.error("no architecture of that name")
     results = table(options.table)
-    for family, name, found in run_all(todo, options.jobs):
+    if options.resume:
+        done = {(family, row[0], row[1]) for family, found in results.items() for row in found}
+        todo = [job for job in todo if (job.family, job.name, job.exporter) not in done]
+    for job, found in run_all(todo, options.jobs):
         for row in found:
             print(" | ".join(cells(row)), f"{row.seconds} s", row.worst, sep=" | ", flush=True)
-        merge(results[family], [cells(row) for row in found], name)
+        merge(results[job.family], [cells(row) for row in found], job)
         options.table.write_text(written(results))
     return 0
 

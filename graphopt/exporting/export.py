@@ -52,7 +52,8 @@ def export(
         input_names: the names of the inputs; by default, those of forward's arguments.
         output_names: the names of the outputs; by default, the exporter's.
         opset_version: the opset; by default, the exporter's.
-        verify: run the file on the example, and on its rows in reverse order, and compare it with the module.
+        verify: run the file on the example, and on another size of each dimension that may vary, and compare it with
+            the module.
 
     Raises:
         GraphoptError: PyTorch is missing or its exporter refuses the module, the file computes something else than the

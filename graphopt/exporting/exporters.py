@@ -36,12 +36,14 @@ from graphopt.graph.metadata import (
 from graphopt.graph.operators import DRAWING
 from graphopt.graph.traversal import all_nodes
 from graphopt.graph.values import constant_of, name_of
-from graphopt.runtime.executor import run
+from graphopt.runtime.device import Device
+from graphopt.runtime.session import Session
 
 _Shapes = Mapping[str, Mapping[int, str]] | None
 _OPSET = 20  # the newest of the older exporter
 _OWN = "graphopt"  # the domain of operators that stand for what the older exporter drops
 _DETACH = "target=torch.ops.aten.detach"
+_EXAMPLE = "the example"
 _TOLERANCE = 1e-3  # of predictions: kernels of PyTorch and of the runtime round in other orders
 
 
@@ -77,6 +79,8 @@ def exported(
     args, kwargs = _arguments(example)
     tracing.check(module)
     tracing.initialize(module, args, kwargs)
+    with _one_line("a module that takes the example", "pass the arguments of forward"):
+        tracing.check_functions(module, args, kwargs)
     leaves = _named_inputs(module, args, kwargs)
     if shapes is None:
         args, kwargs = _with_rows((args, kwargs))
@@ -158,6 +162,17 @@ def _errors(exporter: str) -> Iterator[None]:
             f"export: PyTorch's exporter refuses the module: {type(causes[-1]).__name__}: {line(causes[-1])[:300]}: "
             f"change the module, fix sizes by dynamic_shapes={{}}, or try exporter={other!r}"
         ) from error
+
+
+@contextlib.contextmanager
+def _one_line(expected: str, remedy: str) -> Iterator[None]:
+    """Turn errors of many types, of a module or of the runtime, into one line."""
+    try:
+        yield
+    except GraphoptError:
+        raise
+    except Exception as error:
+        raise GraphoptError(f"export: expected {expected}, found {line(error)[:300]}: {remedy}") from error
 
 
 def _dynamo(call: _Call) -> ir.Model:
@@ -246,6 +261,9 @@ def _torchscript(call: _Call) -> ir.Model:
         if node.domain != _OWN:
             continue
         node.domain = ""
+        node.outputs[
+            0
+        ].shape = None  # for what it does not know, the exporter writes the sizes of the example
         if node.op_type == "Identity":
             STOP_GRADIENT.set(node)
         else:
@@ -279,10 +297,9 @@ def _gather(g: Any, weight: Any, indices: Any, padding: int, scaled: bool, spars
     if padding < 0:
         return g.op("Gather", weight, indices)
     result = g.op(f"{_OWN}::Gather", weight, indices, padding_idx_i=padding)
-    sizes = [weight.type().sizes(), indices.type().sizes()]
-    known = None not in sizes
-    kind = weight.type().with_sizes([*sizes[1], sizes[0][-1]]) if known else weight.type().with_sizes(None)
-    return result.setType(kind)
+    rows, width = indices.type().varyingSizes(), weight.type().varyingSizes()
+    known = rows is not None and width is not None
+    return result.setType(weight.type().with_sizes([*rows, width[-1]] if known else None))
 
 
 def _write_notes(
@@ -344,36 +361,82 @@ def _verify(
     kwargs: dict[str, Any],
     shapes: Mapping[str, Mapping[int, str]],
 ) -> None:
-    """Compare what the file and the module predict, also for other numbers of rows if these may vary."""
+    """Compare what the file and the module predict, also for other sizes of each dimension that may vary."""
     names = [name_of(x) for x in model.graph.inputs]
-    rows = {id(x) for name, x in _named_inputs(module, args, kwargs).items() if 0 in shapes.get(name, {})}
-
-    def turned(x: Any) -> Any:
-        return torch.cat([x.flip(0), x[:1]]) if id(x) in rows else x
-
-    for example in [(args, kwargs), pytree.tree_map(turned, (args, kwargs))][: 2 if rows else 1]:
+    device = Device("cpu", threads=1, flush_denormals=False)
+    options = device.new_session_options()  # optimizers of the runtime end the process on some files
+    options.graph_optimization_level = device.ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    session = Session(device, model, options)
+    for size, examples in _examples(module, args, kwargs, shapes):
+        with _one_line(f"a module that takes {size}", "fix it by dynamic_shapes, such as {}"):
+            example, predicted = _accepted(module, examples)
         given = _named_inputs(module, *example)
         ordered = given if given.keys() == set(names) else dict(zip(names, given.values(), strict=False))
         feeds = {name: x.detach().cpu().numpy() for name, x in ordered.items()}
-        expected = [
-            x for x in pytree.tree_leaves(tracing.predicted(module, *example)) if isinstance(x, torch.Tensor)
-        ]
-        found = run(model, feeds)
+        expected = [x for x in pytree.tree_leaves(predicted) if isinstance(x, torch.Tensor)]
+        with _one_line(f"a file that runs on {size}", _instead(size)):
+            found = session.compute_arrays(feeds)
         for (name, ours), theirs in zip(found.items(), expected, strict=True):
             wanted = (
                 theirs.detach().cpu().float().numpy() if theirs.is_floating_point() else theirs.cpu().numpy()
             )
             if ours.shape != wanted.shape:
-                raise _other(name, f"shape {list(ours.shape)} in place of {list(wanted.shape)}")
+                raise _other(name, size, f"shape {list(ours.shape)} in place of {list(wanted.shape)}")
             if ours.size and not np.allclose(
                 ours, wanted, _TOLERANCE, _TOLERANCE * np.abs(wanted).max(), True
             ):
-                raise _other(name, f"numbers that differ by {np.abs(ours - wanted).max():.2g}")
+                raise _other(name, size, f"numbers that differ by {np.abs(ours - wanted).max():.2g}")
 
 
-def _other(name: str, what: str) -> GraphoptError:
+def _examples(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], shapes: Mapping[str, Mapping[int, str]]
+) -> Iterator[tuple[str, list[Any]]]:
+    """Yield the example, and for each dimension that may vary, examples of which the module takes at least one."""
+    yield _EXAMPLE, [(args, kwargs)]
+    places: dict[str, dict[int, int]] = {}  # for each dimension, its axis in tensors
+    for name, x in _named_inputs(module, args, kwargs).items():
+        for axis, dim in shapes.get(name, {}).items():
+            places.setdefault(dim, {})[id(x)] = axis
+    for dim, axes in places.items():
+        yield (
+            f"another size of dimension {dim!r}",
+            [
+                pytree.tree_map(
+                    lambda x, r=resized, a=axes: r(x, a[id(x)]) if id(x) in a else x, (args, kwargs)
+                )
+                for resized in _RESIZED
+            ],
+        )
+
+
+def _accepted(module: nn.Module, examples: Sequence[Any]) -> tuple[Any, Any]:
+    """Return the first example that the module takes, and what it predicts; the last one's error if it takes none."""
+    for example in examples[:-1]:
+        with contextlib.suppress(Exception):
+            return example, tracing.predicted(module, *example)
+    return examples[-1], tracing.predicted(module, *examples[-1])
+
+
+# Tensors of another size along an axis: turned, and with one element more; the last one twice; without it; all twice.
+_RESIZED = (
+    lambda x, axis: torch.cat([x.flip(axis), x.narrow(axis, 0, 1)], axis),
+    lambda x, axis: torch.cat([x, x.narrow(axis, x.shape[axis] - 1, 1)], axis),
+    lambda x, axis: x.narrow(axis, 0, max(1, x.shape[axis] - 1)),
+    lambda x, axis: torch.cat([x, x], axis),
+)
+
+
+def _instead(size: str) -> str:
+    """Return what to do about a file that is another function than the module."""
+    if size == _EXAMPLE:
+        return "PyTorch's exporter has written another function: try the other exporter"
+    return (
+        "PyTorch's exporter has written another function, whose control flow or sizes follow from the example: try the "
+        "other exporter, or fix sizes by dynamic_shapes, such as {}"
+    )
+
+
+def _other(name: str, size: str, what: str) -> GraphoptError:
     return GraphoptError(
-        f"export: output {name!r}: expected what the module predicts, found {what}: PyTorch's exporter has written "
-        f"another function, whose control flow or sizes follow from the example: try the other exporter, or "
-        f"dynamic_shapes={{}}"
+        f"export: output {name!r}: expected what the module predicts for {size}, found {what}: {_instead(size)}"
     )

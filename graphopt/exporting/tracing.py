@@ -94,17 +94,27 @@ def _detached(result: Any) -> Any:
     return result
 
 
-def _apply(cls: type, *args: Any, **kwargs: Any) -> Any:
-    """Refuse an autograd function, except those of PyTorch's own control flow."""
-    if cls.__module__.startswith(_OF_TORCH):
-        return _APPLY.__func__(cls, *args, **kwargs)
-    how = "write the gradient with detach(), or register a rule by passes.gradient"
-    if cls.__module__ == "torch.utils.checkpoint":
-        how = "pass use_reentrant=False, or disable checkpoints during the export"
-    raise refuse(f"{cls.__qualname__}, a torch.autograd.Function, whose gradient no file contains", how)
+def check_functions(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise an error about an autograd function between the parameters and the outputs: no file has its gradient.
 
-
-_APPLY = torch.autograd.Function.__dict__["apply"]
+    Functions are found in the graph that PyTorch's autograd records: a module may call them by any name.
+    """
+    with torch.enable_grad():
+        outputs = pytree.tree_leaves(predicted(module, args, kwargs))
+    waiting = [x.grad_fn for x in outputs if isinstance(x, torch.Tensor) and x.grad_fn is not None]
+    seen = set(waiting)
+    while waiting:
+        node = waiting.pop()
+        function = getattr(node, "_forward_cls", None)
+        if function is not None and not function.__module__.startswith(_OF_TORCH):
+            how = "write the gradient with detach(), or the function without a gradient of its own"
+            if function.__module__ == "torch.utils.checkpoint":
+                how = "pass use_reentrant=False, or disable checkpoints during the export"
+            name = function.__qualname__
+            raise refuse(f"{name}, a torch.autograd.Function, whose gradient no file contains", how)
+        found = {x for x, _ in node.next_functions if x is not None} - seen
+        seen |= found
+        waiting += found
 
 
 def check(module: nn.Module) -> None:
@@ -175,7 +185,6 @@ def traced(module: nn.Module) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(_attributes_kept(module))
         stack.enter_context(in_inference_form(module))
-        stack.enter_context(mock.patch.object(torch.autograd.Function, "apply", classmethod(_apply)))
         if not isinstance(module, torch.jit.ScriptModule):
             stack.enter_context(_forward_replaced(module))
         elif "prim::Enter" in str(module.inlined_graph):

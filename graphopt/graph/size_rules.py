@@ -487,6 +487,13 @@ def _cast(read: Read) -> list[Maybe] | None:
     return read.values(0) if read.attributes["to"] in (ir.DataType.INT64, ir.DataType.INT32) else None
 
 
+def _cast_like(read: Read) -> list[Maybe] | None:
+    like = read.input(1)
+    return (
+        read.values(0) if like is not None and like.dtype in (ir.DataType.INT64, ir.DataType.INT32) else None
+    )
+
+
 def _gathered(read: Read) -> list[Maybe] | None:
     x, places = read.values(0), read.numbers(1)
     if x is None or places is None or not all(-len(x) <= i < len(x) for i in places):
@@ -596,6 +603,7 @@ VALUES: dict[str, Callable[[Read], list[Maybe] | None]] = {
     "Abs": _each(lambda a: a if is_nonnegative(a) else None),
     "Add": _each(Formula.__add__),
     "Cast": _cast,
+    "CastLike": _cast_like,
     "Concat": _joined,
     "ConstantOfShape": _filled,
     "Div": _each(_divided),

@@ -25,6 +25,7 @@ def read_origins(model: ir.Model) -> dict[str, Origin]:
     """
     if (exported := Exported.read(model)) is not None and (origins := records.origins(model, exported)):
         detached.stop_at_padding(model)
+        sort(model.graph)
         return origins
     program = exported_program.ExportedProgram(model)
     if program.paths:

@@ -22,6 +22,7 @@ from graphopt.graph.metadata import (
     PaddingIndex,
     Text,
 )
+from graphopt.graph.shapes import ensure_typed
 from graphopt.graph.traversal import ancestors
 from graphopt.graph.values import like, name_of
 from passes.differentiate import stop_gradient
@@ -69,12 +70,17 @@ def stop_at_padding(model: ir.Model) -> None:
 
     The exported program has it as the third argument of `aten.embedding`; -1, the default, is none.
     """
-    for node in [node for node in model.graph if node.op_type == "Gather" and node.domain == ""]:
-        call = _PADDING.search(EXPORTED_CALL.read(node) or "")
-        padding = PaddingIndex.read(node) or (call and PaddingIndex(int(call[1])))
-        indices, y = node.inputs[1], node.outputs[0]
-        if padding is None or indices is None or y.is_graph_output():
-            continue
+    found: list[tuple[ir.Value, ir.Value, PaddingIndex]] = []
+    for node in model.graph:
+        if node.op_type == "Gather" and node.domain == "":
+            call = _PADDING.search(EXPORTED_CALL.read(node) or "")
+            padding = PaddingIndex.read(node) or (call and PaddingIndex(int(call[1])))
+            indices, y = node.inputs[1], node.outputs[0]
+            if padding is not None and indices is not None and not y.is_graph_output():
+                found.append((indices, y, padding))
+    if any(x.type is None for indices, y, _ in found for x in (indices, y)):
+        ensure_typed(model)
+    for indices, y, padding in found:
         uses = list(y.uses())
         with Emitter(model) as op:
             padded = op.Unsqueeze(op.Equal(indices, op.constant(padding.index, like=indices)), [-1])
