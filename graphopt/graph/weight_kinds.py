@@ -14,6 +14,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 import onnx_ir as ir
 
+from graphopt.arguments import checked
+from graphopt.errors import GraphoptError
 from graphopt.graph.operators import MICROSOFT, RECURRENT
 
 Moves = tuple[tuple[str, tuple[int, ...]], ...]  # permutations of axes, and shapes, in turn
@@ -163,6 +165,53 @@ WEIGHT_KINDS: dict[tuple[str, str, int], WeightKind] = {
     (MICROSOFT, "GatherBlockQuantized", 0): WeightKind(EMBEDDING, x=1, scale=2),
     **{("", op_type, i): replace(TURNED, name=RECURRENCE) for op_type in RECURRENT for i in (1, 2)},
 }
+REGISTERED: set[tuple[str, str, int]] = set()  # the rows that `weight_kind` has added
+
+
+@checked()
+def weight_kind(
+    domain: str,
+    op_type: str,
+    index: int,
+    *,
+    inputs: Sequence[int] = (-2,),
+    outputs: Sequence[int] = (-1,),
+    x: int | None = None,
+    bias: int | None = None,
+) -> None:
+    """Register how an operator, of any domain, reads a weight at one of its inputs.
+
+    Every adapter then changes such weights, and they are merged, and saved in slots, adapter files and folders of peft.
+    An operator has one kind of weight at an input: another one is an error.
+
+    Args:
+        domain: the domain of the operator, "" for ONNX.
+        op_type: the name of the operator, or of a function in models. A function without a gradient rule is inlined:
+            its operators read the weight then, and the kind is for slots in files with the function.
+        index: the number of the input that is the weight.
+        inputs: the axes of the weight that the operator sums over, counted from the last one, -1.
+        outputs: the axes of its outputs. All other axes are those of independent matrices.
+        x: the number of the input that is multiplied by the weight as MatMul multiplies, so that the adapter's product
+            is beside the operator's. By default, the adapter changes the weight itself, which suits every operator.
+        bias: with `x`, the number of the input that is added to the product.
+
+    Raises:
+        GraphoptError: the operator has another kind of weight at this input, or the axes are not those of a matrix.
+
+    >>> passes.weight_kind("my.domain", "Linear", 1, inputs=[-1], outputs=[-2], x=0, bias=2)
+    """
+    key, where = (domain, op_type, index), f"{'::'.join(filter(None, (domain, op_type)))}, input {index}"
+    axes = {axis for axis in (*inputs, *outputs) if isinstance(axis, int) and axis < 0}
+    if not inputs or not outputs or len(axes) < len((*inputs, *outputs)):
+        raise GraphoptError(
+            f"{where}: expected axes of inputs and of outputs, counted from -1, found inputs={[*inputs]} and "
+            f"outputs={[*outputs]}"
+        )
+    kind = WeightKind(x=x, bias=bias, inputs=tuple(inputs), outputs=tuple(outputs))
+    if key not in WEIGHT_KINDS:
+        REGISTERED.add(key)
+    if WEIGHT_KINDS.setdefault(key, kind) != kind:
+        raise GraphoptError(f"{where}: expected one kind of weight, found a second: remove one")
 
 
 def weight_kinds_of(node: ir.Node) -> Mapping[int, WeightKind]:
