@@ -6,7 +6,7 @@ One file takes adapters of every rank: y' = f y + (x A) B, with `NAME.lora_A` an
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import onnx
@@ -19,7 +19,7 @@ from graphopt.graph.emitter import Emitter
 from graphopt.graph.metadata import Adapted
 from graphopt.graph.operators import MICROSOFT
 from graphopt.graph.postprocessing import DEQUANTIZE
-from graphopt.graph.values import dtype_of, swap
+from graphopt.graph.values import dtype_of, like, swap
 from graphopt.graph.weight_kinds import weight_kinds_of
 
 
@@ -42,7 +42,9 @@ def add_slots(proto: onnx.ModelProto, adapters: Sequence[CombinedAdapter], *, fi
         GraphoptError: the model lacks a weight or a product that reads it, or has slots already. Nothing is changed.
     """
     model = ir.from_proto(proto)
-    found = [(x, _targets(model, x.first.note), x.arrays() if filled else {}) for x in adapters]
+    known = ir.convenience.create_value_mapping(model.graph)
+    weights = {name: x for name, x in known.items() if x.is_initializer() or _is_constant(x)}
+    found = [(x, _targets(weights, x.first.note), x.arrays() if filled else {}) for x in adapters]
     names = {x.name for x in [*model.graph.inputs, *model.graph.initializers.values()]}
     for adapter in adapters:
         if f"{adapter.name}.{LORA_A}" in names:
@@ -63,10 +65,8 @@ def add_slots(proto: onnx.ModelProto, adapters: Sequence[CombinedAdapter], *, fi
     proto.graph.node.extend(map(ir.to_proto, model.graph))
 
 
-def _targets(model: ir.Model, note: Adapted) -> list[AdapterTarget]:
+def _targets(weights: Mapping[str, ir.Value], note: Adapted) -> list[AdapterTarget]:
     """Return the places where a model reads the weight of an adapter as the training graph does."""
-    values = ir.convenience.create_value_mapping(model.graph)
-    weights = {name: x for name, x in values.items() if x.is_initializer() or _is_constant(x)}
     if note.weight not in weights:
         meant = nearest(note.weight, weights)
         raise GraphoptError(
@@ -116,7 +116,7 @@ def _join(model: ir.Model, target: AdapterTarget, a: ir.Value, b: ir.Value, *fac
     assert isinstance(graph, ir.Graph)
     op: Emitter = _Untyped(model)
     op, count = (op if graph is model.graph else op.within(graph)), len(graph)
-    changed = ir.val(f"{name}.slot.{target.index}")
+    changed = like(ir.val(f"{name}.slot.{target.index}"), y)
     if not is_weight:
         swap(y, changed)
         y.name = f"{name}.slot"
