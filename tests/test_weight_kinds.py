@@ -242,6 +242,21 @@ def test_weights_of_fewer_axes_have_no_adapter(text: str, reader: str) -> None:
         )
 
 
+@pytest.mark.parametrize("both", [False, True])
+def test_slots_do_not_leave_out_an_operator_that_was_inlined(both: bool) -> None:
+    proto = build("Inlined", np.random.default_rng(0))
+    proto.functions[0].name = proto.graph.node[0].op_type = "Unknown"
+    if both:
+        proto.graph.node[1].CopyFrom(onnx.helper.make_node("Gemm", ["x", "w"], ["z"], transB=1))
+        proto.graph.node.append(onnx.helper.make_node("Add", ["h", "z"], ["y"]))
+    steps = {"loss": passes.MeanSquaredError(), "optimizer": passes.SGD(0.1)}
+    executor = graphopt.Executor(graphopt.compile(proto, adapter=passes.LoRA("w", rank=2), **steps))
+    with pytest.raises(
+        GraphoptError, match=r"passes\.weight_kind\('my\.nets', 'Unknown', 1, \.\.\.\) registers it"
+    ):
+        executor.trained(into=proto, adapters="slots")
+
+
 def test_moves_have_inverses() -> None:
     rng = np.random.default_rng(0)
     node = graphopt.load(mlp()).graph[0]

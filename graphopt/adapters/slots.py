@@ -76,6 +76,12 @@ def _targets(weights: Mapping[str, ir.Value], note: Adapted) -> list[AdapterTarg
     source, found = WeightSource(weights[note.weight]), []
     for node, index in readers_of(source.weight):
         kind, w = weight_kinds_of(node).get(index), node.inputs[index]
+        if kind is None and node.domain:  # the training graph has other operators in its place
+            raise GraphoptError(
+                f"slots: weight {note.weight!r}: expected a node that reads it as a {note.kind}, found "
+                f"{node.domain}::{node.op_type}, of which this is unknown: passes.weight_kind({node.domain!r}, "
+                f"{node.op_type!r}, {index}, ...) registers it"
+            )
         if kind is not None and kind.name == note.kind and w is not None:
             found.append(AdapterTarget(node, index, kind, source, w if kind.x is None else node.outputs[0]))
     if not found:
