@@ -9,6 +9,7 @@ from typing import NoReturn as _NoReturn
 from graphopt.arguments import no_attribute as _no_attribute
 from graphopt.graph.simplify import Simplify as Simplify
 from graphopt.graph.unroll import Unroll as Unroll
+from graphopt.graph.weight_kinds import weight_kind as weight_kind
 from graphopt.targets.onnxruntime.fuse import Fuse as Fuse
 from graphopt.targets.portable import Portable as Portable
 from passes.accumulate import Accumulate as Accumulate

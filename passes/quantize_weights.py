@@ -17,6 +17,7 @@ from graphopt.graph.metadata import FROZEN
 from graphopt.graph.rewriting import Pass, Pattern, selects
 from graphopt.graph.shapes import ensure_typed
 from graphopt.graph.values import dtype_of, is_static, like, name_of
+from graphopt.graph.weight_kinds import PRODUCT, weight_kinds_of
 from passes.lowering.quantized import BITS, dequantized_rows, integer_type
 from passes.lowering.registry import freeze
 from passes.parameters import origin_in_file
@@ -24,7 +25,6 @@ from passes.weights.initializers import array, is_weight, replace_by
 
 BLOCKS = (16, 32, 64, 128, 256)
 _PIECE = 2**20  # numbers that are quantized at once
-_WHERE = {"MatMul": 1, "Gemm": 1}  # the input that a weight is, by operator
 
 
 @dataclass(frozen=True)
@@ -177,10 +177,10 @@ def _summed(x: ir.Value, first: int) -> Iterator[int | None]:
             yield from _summed(node.outputs[0], 1 - first)
         elif node.domain == "" and node.op_type == "Identity" and not node.outputs[0].is_graph_output():
             yield from _summed(node.outputs[0], first)
-        elif node.domain == "" and _WHERE.get(node.op_type) == index:
-            yield 1 - first if node.attributes.get_int("transB", 0) else first
         else:
-            yield None
+            kind = weight_kinds_of(node).get(index)
+            is_other = kind is None or kind.name != PRODUCT or kind.left or kind.has_layout
+            yield None if kind is None or is_other else 1 - first if kind.is_transposed(node) else first
 
 
 def _check(field: str, pattern: Pattern, weights: Iterable[ir.Value]) -> None:

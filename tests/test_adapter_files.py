@@ -159,6 +159,45 @@ def test_every_way_out_computes_what_the_executor_does(name: str, dora: bool, tm
     np.testing.assert_allclose(again.predict(feeds)["y"], other.predict(feeds)["y"], **close)
 
 
+@needs_files
+def test_a_weight_that_is_folded_in_the_training_graph_has_a_slot(tmp_path: Path) -> None:
+    """Whole numbers do not train, so that their transpose is a constant there."""
+    text, _, feeds = NETWORKS["Transpose"]
+    proto = model(text, w=(np.arange(48) % 5 - 2.0).reshape(6, 8))
+    with pytest.warns(UserWarning, match="a grid, or whole numbers"):
+        executor = trained(proto, passes.LoRA("w", rank=2), feeds)
+    assert "w" not in executor.model.graph.initializers
+    slots = executor.trained(into=proto, adapters="slots")
+    graphopt.save_adapter(executor, tmp_path / "a.onnx_adapter")
+    found = with_adapter(slots, tmp_path / "a.onnx_adapter", feeds)
+    np.testing.assert_allclose(found, executor.predict(feeds)["y"], rtol=1e-4, atol=1e-3)
+
+
+@needs_files
+@pytest.mark.parametrize("dora", [False, True])
+def test_a_product_in_a_body_has_a_slot(dora: bool, tmp_path: Path) -> None:
+    """The product is the output of the body, and the weight lies outside."""
+    text = """g (float[5,N,6] x) => (float[5,N,6] y) {
+        start = Constant<value = float[1] {0}>()
+        last, y = Scan<num_scan_inputs=1, body = turn (float[1] h, float[N,6] e) => (float[1] next, float[N,6] out) {
+            next = Identity(h)
+            t = Tanh(e)
+            out = MatMul(t, w)
+        }>(start, x)
+    }"""
+    proto, feeds = model(text, w=numbers(6, 6)), {"x": numbers(5, 2, 6)}
+    executor = trained(proto, passes.LoRA("w", rank=2, dora=dora), feeds)
+    expected, plain = executor.predict(feeds)["y"], graphopt.run(proto, feeds)["y"]
+    assert abs(expected - plain).max() > 1e-3
+    slots = executor.trained(into=proto, adapters="slots")
+    onnx.checker.check_model(slots, full_check=True)
+    np.testing.assert_allclose(with_adapter(slots, None, feeds), plain, rtol=1e-5, atol=1e-5)
+    graphopt.save_adapter(executor, tmp_path / "a.onnx_adapter")
+    np.testing.assert_allclose(
+        with_adapter(slots, tmp_path / "a.onnx_adapter", feeds), expected, rtol=1e-5, atol=1e-5
+    )
+
+
 def in_halves(name: str, stored: np.dtype, computes: str) -> tuple[onnx.ModelProto, dict[str, Any]]:
     """Return a network whose weights are stored in 16 bits, and which multiplies in another type or in the same."""
     text, weights, feeds = NETWORKS[name]

@@ -20,6 +20,7 @@ import graphopt.models
 import passes
 from graphopt.cli.composition.validation import CALLBACKS
 from graphopt.cli.help import described
+from graphopt.graph import weight_kinds
 from graphopt.targets.check import CHECK
 from passes.gradients import registry
 
@@ -47,6 +48,8 @@ def test_the_example_of_a_public_name_runs(
     assert found.examples, f"{module.__name__}.{name} has no example in its docstring"
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(registry, "RULES", dict(registry.RULES))
+    monkeypatch.setattr(weight_kinds, "WEIGHT_KINDS", dict(weight_kinds.WEIGHT_KINDS))
+    monkeypatch.setattr(weight_kinds, "REGISTERED", set())
     messages: list[str] = []
     result = doctest.DocTestRunner(optionflags=FLAGS).run(found, out=messages.append)
     assert not result.failed, "".join(messages)

@@ -11,7 +11,7 @@ import passes
 from graphopt import GraphoptError
 from graphopt.cli.composition.validation import CALLBACKS
 from graphopt.data.columns import KINDS
-from graphopt.graph import merging
+from graphopt.graph import merging, weight_kinds
 from graphopt.graph.metadata import Note
 from graphopt.targets.onnxruntime import fuse
 from graphopt.targets.target import TARGETS
@@ -29,6 +29,7 @@ TWINS: dict[str, tuple[Collection[Any], Callable[[], Any]]] = {
     "expansions": (walk.EXPANSIONS, lambda: walk.expansion(next(iter(walk.EXPANSIONS)))(OTHER)),
     "refusals": (registry.REFUSED, lambda: registry.refused("another", next(iter(registry.REFUSED))[1])),
     "lowerings": (lowering.LOWERINGS, lambda: lowering.lowers("QuickGelu", domain="com.microsoft")(OTHER)),
+    "weights": (weight_kinds.WEIGHT_KINDS, lambda: passes.weight_kind("", "MatMul", 1)),
     "adapters": (
         merging.MERGES,
         lambda: merging.register_merge(type("LoRA", (), {"__module__": "passes.others"}), OTHER),

@@ -2,36 +2,74 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import onnx_ir as ir
 
-from graphopt.adapters.slots import LORA_A, LORA_B, LORA_FACTOR, AdapterSlot
 from graphopt.errors import GraphoptError
-from graphopt.graph.merging import adapted, as_matrix, merged
+from graphopt.graph.merging import adapted, merged
 from graphopt.graph.metadata import STORED, Adapted, original_name
 from graphopt.graph.postprocessing import standing_for
 from graphopt.graph.state import averages_read, initial
 from graphopt.graph.values import name_of
+from graphopt.graph.weight_kinds import TRANSPOSED_CONVOLUTION, WeightKind, moved, shape_after
 
+LORA_A, LORA_B, LORA_FACTOR = "lora_A", "lora_B", "lora_factor"  # of slots and adapter files
 _LORA = "LoRA"  # the adapter whose values the formats of other libraries have
 
 
 @dataclass(frozen=True)
-class TrainedAdapter:
-    """Hold an adapter with its numbers: the note, A, B and the magnitude of DoRA, as the graph stores them."""
+class Adaptation:
+    """Hold an adapter of a training graph with its weight and its numbers.
+
+    Args:
+        note: the note of the adapter.
+        base: the weight in the graph, or None if a constant stands for it there.
+        stored: the type to which the graph rounds the numbers, of fewer bits than the state; None if it does not.
+        a, b: A and B as the graph stores them.
+        magnitude: the magnitude of DoRA, or None.
+    """
 
     note: Adapted
+    base: ir.Value | None
+    stored: ir.DataType | None
     a: np.ndarray
     b: np.ndarray
     magnitude: np.ndarray | None = None
 
+    @property
+    def kind(self) -> WeightKind:
+        """Return the layout of the weight."""
+        return WeightKind(self.note.kind)
 
-def trained_adapters(
-    model: ir.Model, state: Mapping[str, np.ndarray], needed_by: str
-) -> list[TrainedAdapter]:
+    @property
+    def weight(self) -> ir.Value:
+        """Return the weight in the graph."""
+        if self.base is None:
+            raise GraphoptError(f"weight {self.note.weight!r}: expected it in the training graph, found none")
+        return self.base
+
+    @property
+    def columns(self) -> slice:
+        """Return the outputs that the adapter changes."""
+        return slice(*self.note.columns) if self.note.columns else slice(None)
+
+    @property
+    def outputs(self) -> int:
+        """Return the number of outputs of the product, of which the adapter may change some."""
+        if self.note.columns is None:
+            return self.b.shape[self.kind.axes[2]]
+        dims = [*self.weight.shape.numpy()] if self.weight.shape is not None else []
+        if (
+            self.note.quantized
+        ):  # [N, blocks, bytes], or a matrix whose other dimension is the number of inputs
+            return dims[0] if len(dims) == 3 else dims[1 - dims.index(self.a.shape[-2])]
+        return shape_after(self.note.moves, dims)[-1]
+
+
+def adaptations(model: ir.Model, state: Mapping[str, np.ndarray], needed_by: str) -> list[Adaptation]:
     """Return the adapters of a training graph.
 
     Raises:
@@ -46,7 +84,9 @@ def trained_adapters(
                 f"{needed_by}: weight {note.weight!r}: expected an adapter of low rank, found {note.adapter!r}: merge "
                 "it, by executor.trained()"
             )
-        found.append(TrainedAdapter(note, *(_array(values[name], state) for name in note.values)))
+        own = [values[name] for name in note.values]
+        arrays = (_array(x, state) for x in own)
+        found.append(Adaptation(note, values.get(note.weight), _stored_type(own[0]), *arrays))
     if not found:
         raise GraphoptError(
             f"{needed_by}: expected a training graph with adapters, found none: compile with adapter=passes.LoRA(...)"
@@ -60,131 +100,98 @@ def _array(x: ir.Value, state: Mapping[str, np.ndarray]) -> np.ndarray:
     return state[name_of(x)] if tensor is None or name_of(x) in state else tensor.numpy()
 
 
-def arrays_of(model: ir.Model, adapters: Sequence[TrainedAdapter]) -> dict[str, np.ndarray]:
-    """Return the arrays of an adapter file by the names of a model's slots, in the type in which the model multiplies.
-
-    Raises:
-        GraphoptError: DoRA changes the outputs of a product by other than one factor each.
-    """
-    arrays: dict[str, np.ndarray] = {}
-    types = {original_name(x): _stored_type(x) for x in model.graph.inputs}
-    for name, several in _by_name(adapters).items():
-        found = zip((LORA_A, LORA_B, LORA_FACTOR), _combined(model, several), strict=True)
-        dtype = types.get(several[0].note.values[0])
-        for suffix, x in found:
-            if x is not None:
-                arrays[f"{name}.{suffix}"] = x if dtype is None else x.astype(dtype.numpy())
-    return arrays
-
-
 def _stored_type(x: ir.Value) -> ir.DataType | None:
     """Return the type to which the graph rounds a value, of fewer bits than its state, or None."""
     rounded = (
         node.outputs[0].dtype for node in x.consumers() if STORED.is_set(node) and node.op_type == "Cast"
     )
-    return next(rounded, None)
+    return next(rounded, None) if x.is_graph_input() else None
 
 
-def slots_of(model: ir.Model, adapters: Sequence[TrainedAdapter]) -> list[AdapterSlot]:
-    """Return the slots for the weights of adapters."""
-    slots = []
-    for name, several in _by_name(adapters).items():
-        note = several[0].note
-        axis_a, axis_b, axis = rank_axes(note.kind)
-        a, b = list(several[0].a.shape), list(several[0].b.shape)
+@dataclass(frozen=True)
+class CombinedAdapter:
+    """Hold the adapters of one weight, the sum of whose terms is A B.
+
+    Args:
+        name: the name of its slots, to which `.lora_A` and `.lora_B` are appended.
+        adapters: the adapters.
+    """
+
+    name: str
+    adapters: Sequence[Adaptation]
+
+    @property
+    def first(self) -> Adaptation:
+        """Return the first adapter."""
+        return self.adapters[0]
+
+    @property
+    def has_factor(self) -> bool:
+        """Return whether the outputs of the product have a factor each, as those of DoRA do."""
+        return any(adapter.magnitude is not None for adapter in self.adapters)
+
+    def defaults(self) -> Iterator[tuple[str, np.ndarray, Sequence[int | str]]]:
+        """Yield the name, the default and the declared shape of each input of a slot, with 0 for the rank."""
+        (axis_a, axis_b, axis), kind = self.first.kind.axes, self.first.kind
+        a, b, rank = list(self.first.a.shape), list(self.first.b.shape), f"{self.name}.rank"
         a[axis_a] = b[axis_b] = 0
-        b[axis] = outputs_of(model, several[0])
-        slots.append(
-            AdapterSlot(name, note.weight, note.kind, a, b, any(x.magnitude is not None for x in several))
-        )
-    return slots
+        b[axis] = self.first.outputs
+        of_group = f"{rank}_of_group" if kind.is_filters else rank  # groups may share the rank
+        symbol = of_group if kind.name == TRANSPOSED_CONVOLUTION else rank
+        yield f"{self.name}.{LORA_A}", np.zeros(a), [size or symbol for size in a]
+        yield f"{self.name}.{LORA_B}", np.zeros(b), [size or of_group for size in b]
+        if self.has_factor:
+            yield f"{self.name}.{LORA_FACTOR}", np.ones(1), [f"{self.name}.outputs"]
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """Return the numbers of the inputs by name, in the type in which the model multiplies.
+
+        Raises:
+            GraphoptError: DoRA changes the outputs of a product by other than one factor each.
+        """
+        kind, dtype = self.first.kind, self.first.stored
+        axis_a, axis_b, axis = kind.axes
+        factor = np.ones(self.first.outputs, self.first.b.dtype)
+        w = _numbers(self.first) if self.has_factor else None
+        terms: list[np.ndarray] = []
+        for adapter in self.adapters:
+            dims = list(adapter.b.shape)
+            dims[axis] = len(factor)
+            terms.append(np.zeros(dims, adapter.b.dtype))
+            outputs_last = [np.moveaxis(term, axis, -1)[..., adapter.columns] for term in terms]
+            outputs_last[-1][...] = np.moveaxis(adapter.note.scale * adapter.b, axis, -1)
+            if adapter.magnitude is not None and w is not None:
+                ratio = _ratio(adapter, w).astype(adapter.b.dtype)
+                for scaled in (factor[adapter.columns], *outputs_last):
+                    scaled *= ratio
+            if w is not None:
+                values = (adapter.a, adapter.b, adapter.magnitude)
+                w = merged(adapter.note, w, *(x for x in values if x is not None))
+        a = _joined([x.a for x in self.adapters], axis_a, self.first)
+        numbers = [a, _joined(terms, axis_b, self.first), *([factor] if self.has_factor else [])]
+        numbers = [x if dtype is None else x.astype(dtype.numpy()) for x in numbers]
+        return {name: x for (name, *_), x in zip(self.defaults(), numbers, strict=True)}
 
 
-def _by_name(adapters: Sequence[TrainedAdapter]) -> dict[str, list[TrainedAdapter]]:
-    """Return the adapters of each weight by the name of its slots."""
-    groups: dict[str, list[TrainedAdapter]] = {}
+def combined(adapters: Sequence[Adaptation]) -> list[CombinedAdapter]:
+    """Return the adapters of each weight as one."""
+    groups: dict[str, list[Adaptation]] = {}
     for adapter in adapters:
         groups.setdefault(adapter.note.weight, []).append(adapter)
     names = [several[0].note.name for several in groups.values()]
-    return {
-        several[0].note.name if names.count(several[0].note.name) == 1 else weight: several
-        for weight, several in groups.items()
-    }
+    return [
+        CombinedAdapter(name if names.count(name) == 1 else weight, several)
+        for name, (weight, several) in zip(names, groups.items(), strict=True)
+    ]
 
 
-def rank_axes(kind: str) -> tuple[int, int, int]:
-    """Return the axes of the rank in A and in B of a kind of adapters, and the axis of the outputs in B."""
-    return {"convolution": (0, 1, 0), "transposed convolution": (1, 1, 0)}.get(kind, (-1, -2, -1))
-
-
-def outputs_of(model: ir.Model, adapter: TrainedAdapter) -> int:
-    """Return the number of outputs of a product, of which an adapter may change some."""
-    note, b = adapter.note, adapter.b
-    if note.columns is None:
-        return b.shape[rank_axes(note.kind)[2]]
-    weight = weight_of(model, note)
-    dims = [*weight.shape.numpy()] if weight.shape is not None else []
-    if note.quantized:  # [N, blocks, bytes], or a matrix whose other dimension is the number of inputs
-        return dims[0] if len(dims) == 3 else dims[1 - dims.index(adapter.a.shape[-2])]
-    return _moved(note, np.broadcast_to(np.float32(0), dims)).shape[-1]
-
-
-def weight_of(model: ir.Model, note: Adapted) -> ir.Value:
-    """Return the weight of an adapter in a training graph."""
-    values = [*model.graph.initializers.values(), *model.graph.inputs]
-    for value in values:
-        if original_name(value) == note.weight:
-            return value
-    raise GraphoptError(f"weight {note.weight!r}: expected it in the training graph, found none")
-
-
-def _moved(note: Adapted, w: np.ndarray) -> np.ndarray:
-    """Return a weight of the file as the product reads it."""
-    for how, numbers in note.moves:
-        w = w.transpose(numbers) if how == "transpose" else w.reshape(numbers)
-    return w
-
-
-def _combined(
-    model: ir.Model, adapters: Sequence[TrainedAdapter]
-) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-    """Return A, B and the factor of one weight, the sum of whose terms is A B."""
-    note = adapters[0].note
-    axis_a, axis_b, axis = rank_axes(note.kind)
-    outputs = outputs_of(model, adapters[0])
-    factor = np.ones(outputs, adapters[0].b.dtype)
-    w = _numbers(model, note) if any(x.magnitude is not None for x in adapters) else None
-    all_a: list[np.ndarray] = []
-    all_b: list[np.ndarray] = []
-    for adapter in adapters:
-        own = adapter.note
-        columns = slice(*own.columns) if own.columns else slice(None)
-        dims = list(adapter.b.shape)
-        dims[axis] = outputs
-        b = np.zeros(dims, adapter.b.dtype)
-        np.moveaxis(b, axis, -1)[..., columns] = np.moveaxis(own.scale * adapter.b, axis, -1)
-        all_a.append(adapter.a)
-        all_b.append(b)
-        if adapter.magnitude is not None and w is not None:
-            ratio = _ratio(own, w, adapter).astype(b.dtype)
-            factor[columns] *= ratio
-            for term in all_b:
-                np.moveaxis(term, axis, -1)[..., columns] *= ratio
-        if w is not None:
-            w = merged(
-                own, w, adapter.a, adapter.b, *([] if adapter.magnitude is None else [adapter.magnitude])
-            )
-    return _joined(all_a, axis_a, note), _joined(all_b, axis_b, note), None if w is None else factor
-
-
-def _ratio(note: Adapted, w: np.ndarray, adapter: TrainedAdapter) -> np.ndarray:
+def _ratio(adapter: Adaptation, w: np.ndarray) -> np.ndarray:
     """Return the magnitudes of DoRA over the norms of the weight with the change, for each output."""
-    columns = slice(*note.columns) if note.columns else slice(None)
-    matrix = as_matrix(note, _moved(note, merged(note, w, adapter.a, adapter.b)))[..., columns]
+    note, kind = adapter.note, adapter.kind
+    changed = moved(merged(note, w, adapter.a, adapter.b), note.moves)
+    matrix = kind.matrix(changed, note.groups)[..., adapter.columns]
     norms = np.sqrt((matrix * matrix).sum(-2))
-    if adapter.magnitude is None or (
-        norms.ndim > 1 and norms.size != adapter.b.shape[rank_axes(note.kind)[2]]
-    ):
+    if adapter.magnitude is None or (norms.ndim > 1 and norms.size != adapter.b.shape[kind.axes[2]]):
         raise GraphoptError(
             f"weight {note.weight!r}: expected one factor for each output, as slots for DoRA have it, found "
             f"{list(norms.shape)}: merge the adapter, by executor.trained()"
@@ -192,24 +199,26 @@ def _ratio(note: Adapted, w: np.ndarray, adapter: TrainedAdapter) -> np.ndarray:
     return adapter.magnitude.ravel() / norms.ravel()
 
 
-def _numbers(model: ir.Model, note: Adapted) -> np.ndarray:
+def _numbers(adapter: Adaptation) -> np.ndarray:
     """Return the numbers of the weight of an adapter with DoRA, of 32 bits or more."""
-    weight = weight_of(model, note)
+    weight = adapter.weight
     tensor = initial(weight)
-    numbers = standing_for(weight) if note.quantized else tensor.numpy() if tensor is not None else None
+    numbers = (
+        standing_for(weight) if adapter.note.quantized else tensor.numpy() if tensor is not None else None
+    )
     if numbers is None:
         raise GraphoptError(
-            f"weight {note.weight!r}: expected floating-point numbers, whose norms DoRA divides by, found packed ones: "
-            "train without dora"
+            f"weight {adapter.note.weight!r}: expected floating-point numbers, whose norms DoRA divides by, found "
+            "packed ones: train without dora"
         )
     return numbers if numbers.dtype.itemsize > 4 else numbers.astype(np.float32)
 
 
-def _joined(parts: Sequence[np.ndarray], axis: int, note: Adapted) -> np.ndarray:
+def _joined(parts: Sequence[np.ndarray], axis: int, adapter: Adaptation) -> np.ndarray:
     """Join values along the rank; in a convolution, those of each group."""
     if len(parts) == 1:
         return parts[0]
-    if note.kind != "convolution" or axis != 0:
+    if not adapter.kind.is_filters or axis != 0:
         return np.concatenate(parts, axis)
-    grouped = [x.reshape(note.groups, -1, *x.shape[1:]) for x in parts]
+    grouped = [x.reshape(adapter.note.groups, -1, *x.shape[1:]) for x in parts]
     return np.concatenate(grouped, 1).reshape(-1, *parts[0].shape[1:])

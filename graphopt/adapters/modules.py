@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 import onnx_ir as ir
 
-from graphopt.adapters.combined import TrainedAdapter, outputs_of, weight_of
+from graphopt.adapters.combined import Adaptation
 from graphopt.adapters.naming import Names, modules_of, sizes_of
 from graphopt.adapters.peft import Module
+from graphopt.adapters.targets import readers_of
 from graphopt.errors import GraphoptError
 from graphopt.graph.merging import adapted
 from graphopt.graph.metadata import EXPORTED_CALL, Adapted, Kind, Layout, Origin, original_name
-from graphopt.graph.operators import VIEWS
 from graphopt.graph.roles import STATE, Role, role_of
 from graphopt.graph.state import initial
 from graphopt.graph.values import constant_of, is_floating, name_of
@@ -37,7 +37,7 @@ class _Part:
     outputs: int
 
 
-def modules(model: ir.Model, adapters: Sequence[TrainedAdapter], names: Names = None) -> list[Module]:
+def modules(model: ir.Model, adapters: Sequence[Adaptation], names: Names = None) -> list[Module]:
     """Return the adapters of a training graph as those of modules.
 
     Args:
@@ -55,9 +55,9 @@ def modules(model: ir.Model, adapters: Sequence[TrainedAdapter], names: Names = 
     return [_whole(parts) for parts in found.values()]
 
 
-def _parts(model: ir.Model, adapter: TrainedAdapter, names: Names) -> Iterator[_Part]:
+def _parts(model: ir.Model, adapter: Adaptation, names: Names) -> Iterator[_Part]:
     """Yield the modules of one adapter: several if the weight is packed."""
-    note, weight = adapter.note, weight_of(model, adapter.note)
+    note, weight = adapter.note, adapter.weight
     _check_convolution(weight, note, is_dora=adapter.magnitude is not None)
     _check_attention(model, note)
     if note.kind in ("recurrence", "transposed convolution") or (
@@ -67,8 +67,8 @@ def _parts(model: ir.Model, adapter: TrainedAdapter, names: Names) -> Iterator[_
             f"weight {note.weight!r}: expected that of a Linear, Conv, Embedding or Conv1D, which peft adapts, "
             f"found that of a {note.kind}: save it by form='onnxruntime', or merge it, by executor.trained()"
         )
-    a, b = _as_peft(adapter, weight)
-    outputs, parts = outputs_of(model, adapter), modules_of(note.name, names)
+    a, b = _as_peft(adapter)
+    outputs, parts = adapter.outputs, modules_of(note.name, names)
     sizes = sizes_of(note.name, parts, outputs, widths(weight))
     start, stop = note.columns or (0, outputs)
     for (path, _), end, size in zip(parts, np.cumsum(sizes).tolist(), sizes, strict=True):
@@ -98,7 +98,7 @@ def _check_convolution(weight: ir.Value, note: Adapted, *, is_dora: bool) -> Non
     )
     if _is_folded(weight, note):
         problem = "numbers of other modules that the exporter folded into it, such as BatchNormalization"
-    for node in readers_of(weight):
+    for node, _ in readers_of(weight):
         x = node.inputs[0].producer() if node.op_type == "Conv" and node.inputs[0] is not None else None
         if any(size > 1 for size in node.attributes.get_ints("dilations", [1])):
             problem = "dilations, which peft's A lacks"
@@ -128,17 +128,8 @@ def _check_attention(model: ir.Model, note: Adapted) -> None:
 
 def _is_folded(weight: ir.Value, note: Adapted) -> bool:
     """Return whether the exporter multiplied the weight of a convolution by others, and named it anew."""
-    calls = [EXPORTED_CALL.read(node) or "" for node in readers_of(weight)]
+    calls = [EXPORTED_CALL.read(node) or "" for node, _ in readers_of(weight)]
     return note.weight.startswith("onnx::") or any("batch_norm" in call for call in calls)
-
-
-def readers_of(weight: ir.Value) -> Iterator[ir.Node]:
-    """Yield the nodes that read a weight, through others that reshape or turn it."""
-    for node in weight.consumers():
-        if node.op_type in VIEWS | {"Cast", "Transpose"}:
-            yield from readers_of(node.outputs[0])
-        else:
-            yield node
 
 
 def _keeps_inputs_first(note: Adapted) -> bool:
@@ -152,9 +143,9 @@ def _keeps_inputs_first(note: Adapted) -> bool:
     )
 
 
-def _as_peft(adapter: TrainedAdapter, weight: ir.Value) -> tuple[np.ndarray, np.ndarray]:
+def _as_peft(adapter: Adaptation) -> tuple[np.ndarray, np.ndarray]:
     """Return A and B in peft's layout."""
-    note, a, b = adapter.note, adapter.a, adapter.b
+    note, weight, a, b = adapter.note, adapter.weight, adapter.a, adapter.b
     if note.kind != "convolution":
         return a.T, b.T
     window = a.shape[2:] if weight.shape is None else weight.shape.numpy()[2:]  # as the module has it

@@ -42,7 +42,7 @@ class Emitter(TapeBuilder):
 
     def within(self, body: ir.Graph) -> Emitter:
         """Return an emitter into `body`, a subgraph of a node in this emitter's graph."""
-        inner = Emitter(self._model)
+        inner = type(self)(self._model)
         inner._graph, inner._depth = body, self._depth + 1
         inner._taken = set(ir.convenience.create_value_mapping(body))
         return inner

@@ -1,8 +1,4 @@
-"""Merge adapters into the weights that they change.
-
-As matrices, weights multiply rows: y = x w for w of [..., K, N]. A convolution has a matrix for each group, whose K are
-the elements of a filter's window.
-"""
+"""Merge adapters into the weights that they change, as matrices; see `graphopt.graph.weight_kinds`."""
 
 from __future__ import annotations
 
@@ -22,6 +18,7 @@ from graphopt.graph import metadata
 from graphopt.graph.metadata import Adapted
 from graphopt.graph.state import initial
 from graphopt.graph.values import name_of
+from graphopt.graph.weight_kinds import WeightKind, inverse, moved, shape_after
 
 _LAZY_FROM = 2**24  # bytes of a weight
 _PLAIN = (bool, int, float, str)
@@ -167,44 +164,17 @@ def merged(note: Adapted, w: np.ndarray, *values: np.ndarray) -> np.ndarray:
         )
     wide = np.float64 if w.dtype == np.float64 else np.float32
     try:
-        moved = w.astype(wide)
-        shapes = []
-        for how, numbers in note.moves:
-            shapes.append(moved.shape)
-            moved = moved.transpose(numbers) if how == "transpose" else moved.reshape(numbers)
-        matrix = as_matrix(note, moved).copy()
+        kind, moves = WeightKind(note.kind), note.moves
+        moves = (*moves, *kind.to_matrices(shape_after(moves, w.shape), note.groups))
+        matrix = moved(w.astype(wide), moves).copy()
         columns = slice(*note.columns) if note.columns else slice(None)
-        factors = [as_matrix(note, x.astype(wide), up=i > 0) for i, x in enumerate(values)]
+        factors = [kind.matrix(x.astype(wide), note.groups, up=i > 0) for i, x in enumerate(values)]
         matrix[..., columns] = MERGES[note.adapter](matrix[..., columns], note.scale, *factors)
-        moved = _of_matrix(note, matrix, moved.shape)
-        for (how, numbers), shape in zip(note.moves[::-1], shapes[::-1], strict=True):
-            moved = moved.transpose(np.argsort(numbers)) if how == "transpose" else moved.reshape(shape)
+        changed = moved(matrix, inverse(moves, w.shape))
     except (ValueError, IndexError) as error:
         found = ", ".join(str(list(x.shape)) for x in values)
         raise GraphoptError(
             f"weight {note.weight!r} of shape {list(w.shape)}: expected an adapter that fits it, found values of "
             f"{found}: {error}"
         ) from error
-    return np.ascontiguousarray(moved, dtype=w.dtype)
-
-
-def as_matrix(note: Adapted, x: np.ndarray, *, up: bool = False) -> np.ndarray:
-    """Return a weight or a value of an adapter as matrices [..., K, N]; `up` tells the one that gives the outputs."""
-    if "convolution" not in note.kind:
-        return x
-    if x.ndim == 1:
-        return x.reshape(note.groups, 1, -1)
-    parts = x.reshape(note.groups, x.shape[0] // note.groups, *x.shape[1:])
-    if note.kind == "convolution" or up:
-        return parts.reshape(*parts.shape[:2], -1).swapaxes(1, 2)
-    parts = parts.reshape(*parts.shape[:3], -1).swapaxes(2, 3)
-    return parts.reshape(note.groups, -1, parts.shape[-1])
-
-
-def _of_matrix(note: Adapted, matrix: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    """Return matrices as a weight of a shape."""
-    if note.kind == "convolution":
-        matrix = matrix.swapaxes(1, 2)
-    elif note.kind == "transposed convolution":
-        matrix = matrix.reshape(note.groups, shape[0] // note.groups, -1, matrix.shape[-1]).swapaxes(2, 3)
-    return matrix.reshape(shape)
+    return np.ascontiguousarray(changed, dtype=w.dtype)

@@ -24,6 +24,7 @@ import onnx_ir as ir
 from google.protobuf.message import DecodeError
 
 from graphopt.errors import GraphoptError
+from graphopt.graph.weight_kinds import NAMES, Moves
 
 Holder = ir.Model | ir.Graph | ir.Node | ir.Value
 H = TypeVar("H", bound=Holder)
@@ -498,14 +499,14 @@ class Adapted(
     """Record how an adapter changes a weight. The note is on the first of the adapter's values, such as NAME.lora_A.
 
     As matrices, the weight w and the values a and b are laid out so that w' = w + scale a b for LoRA: [..., K, N],
-    [..., K, r] and [..., r, N]. See `graphopt.graph.merging`.
+    [..., K, r] and [..., r, N]. See `graphopt.graph.weight_kinds`.
 
     Args:
         adapter: the name of the adapter's class, such as `LoRA` or `my.module.Scaling`; see `register_merge`.
         weight: the name of the weight in the original model.
         name: the name of the parameter from which the exporter made the weight, or that of the weight.
         values: the names of the adapter's values, in the order in which its `merge` takes them.
-        kind: what reads the weight: `product`, `convolution`, `transposed convolution`, `embedding` or `recurrence`.
+        kind: the layout of the weight, such as `product` or `convolution`.
         scale: the factor of the change.
         alpha: the numerator of the factor.
         rank_stabilized: whether the denominator is the root of the rank, not the rank.
@@ -526,13 +527,12 @@ class Adapted(
     rank_stabilized: bool = False
     part: str = ""
     groups: int = 1
-    moves: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    moves: Moves = ()
     columns: tuple[int, int] | None = None
     quantized: bool = False
 
     def check(self) -> None:
-        kinds = ("product", "convolution", "transposed convolution", "embedding", "recurrence")
-        _check(self.kind in kinds, self.groups > 0, math.isfinite(self.scale), bool(self.values))
+        _check(self.kind in NAMES, self.groups > 0, math.isfinite(self.scale), bool(self.values))
         _check(all(how in ("transpose", "reshape") for how, _ in self.moves))
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import numpy as np
 import onnx_ir as ir
 
-from graphopt.adapters.combined import arrays_of, slots_of, trained_adapters
+from graphopt.adapters.combined import adaptations, combined
 from graphopt.adapters.slots import add_slots
 from graphopt.graph import inference
 from graphopt.graph.loading import Source, read_original
@@ -32,10 +32,10 @@ def trained_into(
         GraphoptError: `into` is another model, or adapters can neither be merged nor stay operators.
     """
     beside = slots or any(note.quantized for _, note in adapted(model))
-    found = trained_adapters(model, state, "trained") if beside else []
+    found = adaptations(model, state, "trained") if beside else []
     trained = inference.trained_parts(model, state, adapters="left out" if beside else "merged")
     original = read_original(into)
     write_weights(original, trained, model, merged=not beside)
     if found:
-        add_slots(original.proto, slots_of(model, found), {} if slots else arrays_of(model, found))
+        add_slots(original.proto, combined(found), filled=not slots)
     return original

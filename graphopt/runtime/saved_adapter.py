@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from graphopt.adapters import adapter_file, peft
-from graphopt.adapters.combined import arrays_of, trained_adapters
+from graphopt.adapters.combined import adaptations, combined
 from graphopt.adapters.modules import modules, saved_modules
 from graphopt.adapters.naming import Names
 from graphopt.adapters.peft import PeftAdapter
@@ -65,7 +65,7 @@ def save_adapter(
         raise GraphoptError(f"save_adapter: {unknown('form', str(form), _FORMS)}")
     check_path(path, "save_adapter", "save_adapter(executor, 'a.onnx_adapter')")
     model, state = executor.model, executor.state
-    found = trained_adapters(model, state, "save_adapter")
+    found = adaptations(model, state, "save_adapter")
     if form == "peft":
         adapters = modules(model, found, names)
         paths = {module.path for module in adapters}
@@ -84,4 +84,5 @@ def save_adapter(
             "trained in full: they are in executor.trained(into=..., adapters='slots')",
             stacklevel=3,
         )
-    adapter_file.write_adapter_file(arrays_of(model, found), Path(path))
+    arrays = {name: x for adapter in combined(found) for name, x in adapter.arrays().items()}
+    adapter_file.write_adapter_file(arrays, Path(path))

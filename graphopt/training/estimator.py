@@ -21,6 +21,7 @@ from graphopt.data import Batches, Dataset
 from graphopt.data.dataset import TARGET, WEIGHT, SparseRows, is_sparse
 from graphopt.data.loader import Shuffle
 from graphopt.errors import GraphoptError, unknown
+from graphopt.graph import weight_kinds
 from graphopt.graph.inference import replace_weights
 from graphopt.graph.loading import Source, load
 from graphopt.graph.metadata import TargetSpec
@@ -79,7 +80,7 @@ class Structure:
         """Return whether equal structures have equal training graphs: no step reads more than its fields."""
         from passes.gradients.registry import REPLACED
 
-        return not REPLACED and all(_is_plain(step) for _, step in self.steps)
+        return not (REPLACED or weight_kinds.REGISTERED) and all(_is_plain(step) for _, step in self.steps)
 
     def step(self) -> ir.Model:
         """Return the training graph, which complete structures of small models share."""

@@ -12,6 +12,7 @@ import numpy as np
 import onnx_ir as ir
 import onnx_ir.passes.common as common
 
+from graphopt.adapters.targets import AdapterTarget, note_of, targets_in
 from graphopt.errors import GraphoptError, nearest, some
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.merging import register_merge
@@ -21,7 +22,6 @@ from graphopt.graph.roles import Role, check_inference, role_of
 from graphopt.graph.shapes import ensure_typed
 from graphopt.graph.values import dtype_of, like, name_of
 from graphopt.intervals import within
-from passes.adapters.targets import AdapterTarget, note_of, targets_in
 from passes.parameters import origin_in_file
 from passes.weights.initializers import register
 
@@ -37,8 +37,8 @@ class Adapter(Pass):
     `parameters.unfreeze` names it. `executor.trained()` merges the term into the weights of the original model, by the
     class with which the graph was compiled. In another program, it is found by its module and its name.
 
-    Adapters change the weights of MatMul, Gemm, MatMulNBits, Conv, ConvTranspose, Gather, RNN, LSTM and GRU. All nodes
-    that read one weight share an adapter.
+    Adapters change the weights of MatMul, Gemm, MatMulNBits, Conv, ConvTranspose, Gather, RNN, LSTM and GRU, and of the
+    operators that `passes.weight_kind` registers. All nodes that read one weight share an adapter.
 
     Args:
         pattern: shell-style patterns of names of weights, one or several: names of initializers, and of the parameters
@@ -191,13 +191,14 @@ class Adapter(Pass):
         }
         with Emitter(model) as op:
             for target in targets:
-                uses, terms = target.uses, []
+                uses, terms, whole = target.uses, [], target.laid_out(op)
                 for name, columns in self._columns(target):
-                    own = replace(target, columns=columns)
+                    own = replace(whole, columns=columns)
                     is_left = name not in added
                     terms.append(_zeros(op, own) if is_left else self.delta(op, own, own.x, *added[name]))
-                term = terms[0] if len(terms) == 1 else op.Concat(*terms, axis=target.axis)
-                _place(model, target, like(op.Add(target.y, term), target.y), uses)
+                term = terms[0] if len(terms) == 1 else op.Concat(*terms, axis=whole.axis)
+                changed = op.Add(target.y, target.given_back(op, term))
+                _place(model, target, like(changed, target.y), uses)
 
     def _columns(self, target: AdapterTarget) -> list[tuple[str, tuple[int, int] | None]]:
         """Return the parts of a target's outputs, by name."""

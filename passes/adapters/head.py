@@ -10,14 +10,15 @@ from typing import ClassVar
 import numpy as np
 import onnx_ir as ir
 
+from graphopt.adapters.targets import AdapterTarget, targets_in
 from graphopt.errors import GraphoptError, unknown
 from graphopt.graph.metadata import ADAPTER, Kind, Origin
 from graphopt.graph.rewriting import Pass
 from graphopt.graph.shapes import ensure_typed, infer
 from graphopt.graph.traversal import ancestors
 from graphopt.graph.values import dtype_of, is_floating, name_of
+from graphopt.graph.weight_kinds import EMBEDDING, inverse, moved
 from graphopt.intervals import within
-from passes.adapters.targets import AdapterTarget, Convolution, Product, targets_in
 from passes.weights.initializers import register
 
 
@@ -69,8 +70,7 @@ class Head(Pass):
             how == "transpose" for how, _ in moves
         ):  # the new weight has the layout of the one in the file
             read = target.source.weight
-            for _, perm in moves[::-1]:
-                numbers = numbers.transpose(np.argsort(perm))
+            numbers = moved(numbers, inverse(moves, read.shape.numpy()))  # type: ignore[union-attr]
         following, before = _following(target.node), ancestors([target.w])
         _replace(model, read, before | {target.node}, numbers)
         if target.bias is not None:
@@ -108,7 +108,14 @@ class Head(Pass):
             computed = [x for x in node.inputs if x is not None and (x.producer() or x.is_graph_input())]
             node = computed[0].producer() if len(computed) == 1 else None
         target = None if node is None else by_node[node]
-        if not isinstance(target, (Product, Convolution)) or target.source.quantized or target.groups > 1:
+        if (
+            target is None
+            or target.is_weight_itself
+            or target.kind == EMBEDDING
+            or target.reading.has_layout
+            or target.source.quantized
+            or target.groups > 1
+        ):
             raise GraphoptError(
                 f"Head: expected a MatMul, Gemm or Conv of a weight that alone leads to output {output.name!r}, found "
                 f"{'none' if node is None else f'{node.op_type} node {node.name!r}'}{_advice(target)}"

@@ -11,16 +11,14 @@ import numpy as np
 import onnx_ir as ir
 
 from graphopt.adapters import adapter_file, peft
-from graphopt.adapters.combined import rank_axes
+from graphopt.adapters.combined import LORA_A, LORA_B, LORA_FACTOR
 from graphopt.adapters.modules import is_turned, parameter_of, widths
 from graphopt.adapters.naming import Names, matched, modules_of, sizes_of
 from graphopt.adapters.peft import Module
-from graphopt.adapters.slots import LORA_A, LORA_B, LORA_FACTOR
+from graphopt.adapters.targets import AdapterTarget, targets_in
 from graphopt.errors import GraphoptError, some
-from graphopt.graph.merging import as_matrix
 from graphopt.graph.metadata import ADAPTER, Kind, Origin
 from graphopt.graph.values import is_floating, name_of
-from passes.adapters.targets import AdapterTarget, note_of, targets_in
 
 _STATISTICS = ("running_mean", "running_var")
 _COUNT = "num_batches_tracked"
@@ -104,7 +102,7 @@ def _in_graph(
     place: str, target: AdapterTarget, module: Module, rank: int, scale: float, outputs: int | None = None
 ) -> list[np.ndarray]:
     """Return the values of a module's adapter in the layout of the graph, with zeros up to a rank."""
-    axis_a, axis_b, axis = rank_axes(target.kind)
+    axis_a, axis_b, axis = target.reading.axes
     shapes = [list(shape) for shape in target.shapes(module.rank)]
     if outputs is not None:
         shapes[1][axis] = outputs
@@ -182,7 +180,7 @@ def _of_slots(
 ) -> Given:
     """Return what the slots of a weight give to it."""
     assert a is not None and b is not None
-    axis = rank_axes(target.kind)[0]
+    axis = target.reading.axes[0]
     rank = a.shape[axis] * (target.groups if axis == 1 else 1) if a.ndim > 1 else 0
     shapes = target.shapes(rank) if rank else ((), ())
     if not rank or (a.shape, b.shape) != shapes or (factor is not None and factor.size != target.outputs):
@@ -195,10 +193,10 @@ def _of_slots(
         return Given(weight, rank, 1.0, arrays={"": [a, b]})
     if not factor.all():
         raise GraphoptError(f"{place}: {target.name!r}: expected factors other than 0, found 0")
-    shape = [-1] + [1] * (b.ndim - 1) if "convolution" in target.kind else [-1]
+    shape = [-1] + [1] * (b.ndim - 1) if target.reading.is_filters else [-1]
     b = b / factor.reshape(shape)
-    note = note_of(target, "LoRA", ("",))
-    matrix = as_matrix(note, target.numbers()) + as_matrix(note, a) @ as_matrix(note, b, up=True)
+    w, down, up = (target.reading.matrix(x, target.groups, up=x is b) for x in (target.numbers(), a, b))
+    matrix = w + down @ up
     norms = np.sqrt((matrix * matrix).sum(-2)).ravel()
     return Given(weight, rank, 1.0, dora=True, arrays={"": [a, b, factor * norms]})
 

@@ -14,17 +14,18 @@ import onnx_ir.passes.common as common
 from onnx_ir import Value
 
 from graphopt.adapters.naming import Names
+from graphopt.adapters.targets import AdapterTarget
 from graphopt.errors import GraphoptError
 from graphopt.files import ReadPath
 from graphopt.graph.emitter import Emitter
-from graphopt.graph.merging import adapted, as_matrix
+from graphopt.graph.merging import adapted
 from graphopt.graph.metadata import original_name
 from graphopt.graph.rewriting import Pass
 from graphopt.graph.shapes import ensure_typed
+from graphopt.graph.weight_kinds import weight_kinds_of
 from graphopt.intervals import within
 from passes.adapters.adapter import Adapter
 from passes.adapters.loaded import Given, given_by, set_value
-from passes.adapters.targets import AdapterTarget, note_of
 from passes.differentiate import stop_gradient
 
 
@@ -165,12 +166,12 @@ class LoRA(Adapter):
                 f"LoRA(rank={self.rank}): weight {name!r}: expected a multiple of the {groups} groups of its "
                 f"convolution, found {self.rank}: leave it out by leave_out={name!r}"
             )
-        if self.dropout and target.kind == "recurrence":
+        if self.dropout and weight_kinds_of(target.node)[target.index].x is None:
             raise GraphoptError(
-                f"LoRA(dropout={self.dropout}): weight {name!r}: expected no dropout for a recurrence, whose adapter "
-                "changes the weight itself, found some: adapt it by another LoRA without dropout"
+                f"LoRA(dropout={self.dropout}): weight {name!r}: expected no dropout for a {target.kind}, whose "
+                "adapter changes the weight itself, found some: adapt it by another LoRA without dropout"
             )
-        if self.dora and target.node.domain:
+        if self.dora and target.reading.scale is not None:
             raise GraphoptError(
                 f"LoRA(dora=True): weight {name!r}: expected floating-point numbers, whose norms change, found packed "
                 "ones: set dora=False"
@@ -213,9 +214,8 @@ class LoRA(Adapter):
 
 def _norms(target: AdapterTarget) -> np.ndarray:
     """Return the norms of the columns of a target's weight, in the shape in which they are stored."""
-    numbers = target.numbers().astype(np.float64)
-    matrix = as_matrix(note_of(target, LoRA.__name__, ("",)), numbers)
+    matrix = target.reading.matrix(target.numbers().astype(np.float64), target.groups)
     columns = matrix[..., slice(*target.columns)] if target.columns else matrix
-    keepdims = target.kind in ("product", "recurrence") and numbers.ndim > 2
+    keepdims = not target.reading.is_filters and matrix.ndim > 2
     norms = np.sqrt((columns * columns).sum(-2, keepdims=keepdims))
     return norms if keepdims else norms.ravel()

@@ -11,10 +11,11 @@ import onnx_ir as ir
 
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.metadata import BLOCK_LOGITS, STOP_GRADIENT, InferenceForm, TokenBlocks
-from graphopt.graph.operators import ELEMENTWISE_OPERATORS, MICROSOFT, VIEWS
+from graphopt.graph.operators import ELEMENTWISE_OPERATORS, VIEWS
 from graphopt.graph.roles import FED, role_of
 from graphopt.graph.traversal import values_read
 from graphopt.graph.values import constant_of, dims_of, like, name_of, rank
+from graphopt.graph.weight_kinds import PRODUCT, weight_kinds_of
 from passes.gradients.rules.blocks import in_blocks, token_losses
 from passes.gradients.rules.control_flow import scan_over
 
@@ -22,7 +23,6 @@ _MANY_CLASSES = 4096  # from which on blocks pay
 _BLOCK = 2**23  # the numbers in a block of logits
 _ROWS = 128  # the fewest tokens of a block, which reads all weights of the head
 _MOST_NODES = 64  # of a head
-_PRODUCTS = {("", "MatMul"), ("", "Gemm"), (MICROSOFT, "MatMulNBits")}
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def find_head(logits: ir.Value) -> TokenHead | None:
         node, behind = y.producer(), front.pop(y)
         assert node is not None
         nodes.append(node)
-        behind = behind or (node.domain, node.op_type) in _PRODUCTS
+        behind = behind or _is_product(node)
         for x in _tokens(node, fed):
             front[x] = front.get(x, True) and behind
         if all(front.values()) and (best is None or len(front) < len(best.hidden)):
@@ -95,10 +95,15 @@ def _is_tokenwise(node: ir.Node, fed: set[ir.Value]) -> bool:
         return rank(others[0]) == 2 if others else False
     if node.op_type == "Gemm":
         return not node.attributes.get_int("transA", 0)
-    if (node.domain, node.op_type) in _PRODUCTS:
+    if _is_product(node):
         return True
     flat = all(all(dim == 1 for dim in dims_of(x)[:-1]) for x in others)
     return node.domain == "" and node.op_type in ELEMENTWISE_OPERATORS and flat
+
+
+def _is_product(node: ir.Node) -> bool:
+    """Return whether a node multiplies each row of its first input by a weight."""
+    return any(kind.name == PRODUCT and kind.x == 0 for kind in weight_kinds_of(node).values())
 
 
 def losses_of_tokens(

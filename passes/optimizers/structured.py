@@ -12,6 +12,7 @@ from onnx_ir import Node, Value
 from graphopt.errors import GraphoptError
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.values import dtype_of, wide_type
+from graphopt.graph.weight_kinds import PRODUCT, weight_kinds_of
 from graphopt.intervals import within
 from passes.optimizers.adaptive import AdamW
 from passes.optimizers.optimizer import Optimizer, ValueTuple, check_optimizer
@@ -117,9 +118,9 @@ def _is_embedding(w: Value) -> bool:
 def _has_rows_of_outputs(w: Value) -> bool:
     """Return whether a matrix has a row, not a column, for each output of the first product that reads it."""
     for node, index, transposed in _readers(w):
-        if node.op_type in ("Gemm", "MatMul"):
-            flag = node.attributes.get_int("transA" if index == 0 else "transB", 0)
-            return (index == 1) == (bool(flag) != transposed)
+        kind = weight_kinds_of(node).get(index)
+        if kind is not None and kind.name == PRODUCT:
+            return kind.is_transposed(node) != transposed
     return True
 
 
