@@ -8,7 +8,6 @@ import inspect
 import os
 import pkgutil
 import re
-import types
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -20,6 +19,7 @@ from graphopt.data.files import EXPANSION, check_ending
 from graphopt.data.language.tokenizer import BESIDE
 from graphopt.data.tables import check_description
 from graphopt.errors import GraphoptError, unknown
+from graphopt.fields import alternatives, hints, read
 from graphopt.files import Access, ReadPath, WritePath
 from graphopt.generation.sampling import GenerateOptions
 from graphopt.graph.limits import Limits
@@ -221,8 +221,8 @@ def _paths_of(node: Any, path: str, trust: Sequence[str]) -> Iterator[tuple[str,
 
 def accesses(target: Any) -> dict[str, Access]:
     """Return the arguments of a class or a function that are paths, and what is done with the files there."""
-    hints = _hints(target, include_extras=True)
-    return {name: access for name, hint in hints.items() if (access := access_of(hint)) is not None}
+    known = hints(target, include_extras=True)
+    return {name: access for name, hint in known.items() if (access := access_of(hint)) is not None}
 
 
 def access_of(hint: Any) -> Access | None:
@@ -336,8 +336,8 @@ def expanded(callbacks: Any) -> dict[str, Any]:
         if not isinstance(value, Mapping | bool):
             kind = pkgutil.resolve_name(CALLBACKS[name])
             first, *others = inspect.signature(kind).parameters
-            meant = next((other for other in others if _fits(value, _hints(kind).get(other), ())), None)
-            if meant is not None and not _fits(value, _hints(kind).get(first, Any), ()):
+            meant = next((other for other in others if _fits(value, hints(kind).get(other), ())), None)
+            if meant is not None and not _fits(value, hints(kind).get(first, Any), ()):
                 raise GraphoptError(
                     f"callbacks.{name}: expected true, a value of {first} or fields, found {value!r}: write "
                     f"callbacks.{name}={{{meant}: {value}}}"
@@ -360,7 +360,7 @@ def create(node: Any, path: str, trust: Sequence[str] = (), /, **arguments: Any)
     if TARGET_KEY not in node:
         return built
     target = resolve(node[TARGET_KEY], path, trust)
-    for name, hint in _hints(target).items():
+    for name, hint in hints(target).items():
         if isinstance(built.get(name), str) and _is_code(hint):
             built[name] = _trusted(built[name], f"{path}.{name}", trust)
     return target(**built, **arguments)
@@ -386,7 +386,7 @@ def check_fields(
         if name not in given and parameter.kind is not parameter.VAR_POSITIONAL
     }
     is_open = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    hints = _hints(target)
+    kinds = hints(target)
     for name, value in fields.items():
         if not isinstance(name, str) or (name.startswith("_") and name.endswith("_")):
             raise GraphoptError(f"{path}.{name}: expected no such field in a recipe: remove it")
@@ -394,7 +394,7 @@ def check_fields(
             continue
         if name not in parameters:
             raise GraphoptError(f"{path}: {unknown('field', name, parameters)}")
-        hint = hints.get(name, Any)
+        hint = kinds.get(name, Any)
         if isinstance(value, str) and value != MISSING and _is_code(hint):
             _trusted(value, f"{path}.{name}", trust)
         elif value != MISSING and not _fits(value, hint, trust):
@@ -470,18 +470,6 @@ def _within(name: str, packages: Sequence[str]) -> bool:
     return any(name == package or name.startswith(f"{package.rstrip('.')}.") for package in packages)
 
 
-def _hints(target: Any, *, include_extras: bool = False) -> dict[str, Any]:
-    if dataclasses.is_dataclass(options := getattr(target, "Options", None)):
-        target = options
-    is_plain_class = inspect.isclass(target) and not hasattr(target, "__dataclass_fields__")
-    try:
-        return typing.get_type_hints(
-            target.__init__ if is_plain_class else target, None, None, include_extras
-        )
-    except (NameError, TypeError):  # a user's annotations may not resolve
-        return {}
-
-
 def _named(parameter: inspect.Parameter) -> str:
     """Return what a parameter expects: its types, or the values of a Literal."""
     text = str(parameter.annotation).removeprefix("<class '").removesuffix("'>")
@@ -506,7 +494,7 @@ def _words(hint: Any) -> str | None:
         return "a mapping"
     if origin in (tuple, Sequence) and inspect.isclass(parts[0]) and dataclasses.is_dataclass(parts[0]):
         return f"a list of {parts[0].__name__}, each {{{TARGET_KEY}: passes.{parts[0].__name__}, ...}}"
-    if origin in (typing.Union, types.UnionType) or (inspect.isclass(origin) and origin is Sequence):
+    if origin is Sequence or len(alternatives(hint)) > 1:
         words = [_words(part) for part in parts]
         if None not in words:
             return " or ".join(map(str, words)) if origin is not Sequence else f"a list of {words[0]}"
@@ -515,32 +503,29 @@ def _words(hint: Any) -> str | None:
 
 def _is_code(hint: Any) -> bool:
     """Return whether a type hint asks for a function, which a string may name."""
-    parts = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
+    parts = alternatives(hint)
     return any(typing.get_origin(part) is Callable for part in parts) and str in parts
 
 
 def _fits(value: Any, hint: Any, trust: Sequence[str]) -> bool:
     """Return whether a recipe's value, or the object that it describes, has a type."""
-    origin, parts = typing.get_origin(hint), typing.get_args(hint)
-    if hint is Any:
-        return True
-    if origin in (typing.Union, types.UnionType):
-        return any(_fits(value, part, trust) for part in parts)
-    if isinstance(value, Mapping) and TARGET_KEY in value:  # a function is assumed to return such an object
-        made, kind = resolve(value[TARGET_KEY], "", trust), origin or hint
-        return not inspect.isclass(made) or (inspect.isclass(kind) and issubclass(made, kind))
-    if origin is Literal:
-        return any(value == part and type(value) is type(part) for part in parts)
-    if hint is None or hint is type(None):
-        return value is None
-    if hint in (bool, int, float, str):
-        return isinstance(value, int | float if hint is float else hint) and (
-            hint is bool or not isinstance(value, bool)
-        )
-    if inspect.isclass(origin) and issubclass(origin, Mapping):
-        return isinstance(value, Mapping) and all(_fits(item, parts[1], trust) for item in value.values())
-    if inspect.isclass(origin) and issubclass(origin, Sequence):
-        return isinstance(value, list) and all(_fits(item, parts[0], trust) for item in value)
-    if inspect.isclass(origin):
-        return isinstance(value, (origin, str) if origin is os.PathLike else origin)
-    return value is not None and not isinstance(value, Mapping) and not dataclasses.is_dataclass(hint)
+
+    def other(value: Any, hint: Any) -> None:
+        kind = typing.get_origin(hint) or hint
+        if (
+            isinstance(value, Mapping) and TARGET_KEY in value
+        ):  # a function is assumed to return such an object
+            made = resolve(value[TARGET_KEY], "", trust)
+            is_right = not inspect.isclass(made) or (inspect.isclass(kind) and issubclass(made, kind))
+        elif kind is hint:
+            is_right = not (value is None or isinstance(value, Mapping) or dataclasses.is_dataclass(kind))
+        else:
+            is_right = isinstance(value, (kind, str) if kind is os.PathLike else kind)
+        if not is_right:
+            raise TypeError
+
+    try:
+        read(value, hint, other)
+    except (TypeError, ValueError):
+        return False
+    return True
