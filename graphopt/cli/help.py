@@ -35,7 +35,7 @@ USAGE = {
 }
 ENTRY = re.compile(r"    (\w+(?:, \w+)*): (.*)")
 AS_IN = re.compile(r"as in `(graphopt\.[\w.]+)`\.")
-IN_YAML = {"None": "null", "True": "true", "False": "false"}
+_IN_YAML = {"None": "null", "True": "true", "False": "false"}
 _FIT = {
     "seed": "the seed of the initial weights, the order of the rows and Dropout",
     "validation": "the share of rows to hold out, a file like data.path, or null",
@@ -80,6 +80,11 @@ def described(target: Any) -> dict[str, str]:
     return descriptions
 
 
+def in_yaml(text: str) -> str:
+    """Return a description with the words of YAML for Python's."""
+    return re.sub(r"\b(None|True|False)\b", lambda match: _IN_YAML[match[0]], text)
+
+
 def fields(node: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any, str]]:
     """Yield the path, value and description of each field of a composed recipe, with unresolved references."""
     texts = described(resolve(node[TARGET_KEY], path)) if TARGET_KEY in node else DESCRIBED.get(path, {})
@@ -90,7 +95,7 @@ def fields(node: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any, 
         if isinstance(value, Mapping) and (TARGET_KEY in value or place == "models" or place in DESCRIBED):
             yield from fields(value, place)
         elif value is not None or path:  # otherwise a group that is omitted
-            text = re.sub(r"\b(None|True|False)\b", lambda match: IN_YAML[match[0]], texts.get(name, ""))
+            text = in_yaml(texts.get(name, ""))
             if place in COMMAND_LINE_ONLY:
                 text = f"{text.rstrip('.')}; only on the command line"
             yield place, value, text

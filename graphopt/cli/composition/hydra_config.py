@@ -305,7 +305,7 @@ class RecipeLoader(ConfigLoaderImpl):
             if not group:
                 raise GraphoptError(f"{line}: expected FIELD=VALUE, found no field")
             if not self.repository.group_exists(group):
-                if is_gone and group in _base_recipe().keys() - {"defaults", "hydra"}:
+                if is_gone and group in base_recipe().keys() - {"defaults", "hydra"}:
                     raise GraphoptError(
                         f"{line}: expected a recipe with {group}, found its removal: leave {line} out"
                     )
@@ -327,7 +327,7 @@ class RecipeLoader(ConfigLoaderImpl):
 
     def _check_new_fields(self, config: DictConfig, overrides: list[str]) -> None:
         """Raise an error if the command line adds a field to the recipe that nothing in it refers to."""
-        known = {*_base_recipe(), *config.hydra.runtime.choices} - {"defaults"}
+        known = {*base_recipe(), *config.hydra.runtime.choices} - {"defaults"}
         for override in _parsed(*overrides):
             name = override.key_or_group.partition(".")[0]
             is_new = (override.is_add() or override.is_force_add()) and name not in known
@@ -456,7 +456,7 @@ def _parsed(*overrides: str) -> list[Override]:
 
 
 @functools.cache
-def _base_recipe() -> dict[str, Any]:
+def base_recipe() -> dict[str, Any]:
     """Return graphopt's own recipe, as its file has it."""
     recipe: Any = OmegaConf.to_container(OmegaConf.load(RECIPES / f"{PRIMARY}.yaml"), resolve=False)
     return dict(recipe)
@@ -465,7 +465,7 @@ def _base_recipe() -> dict[str, Any]:
 @functools.cache
 def known_fields() -> tuple[str, ...]:
     """Return the paths of all fields in graphopt's own recipes, those that are named most last."""
-    fields = [name for name, _ in flattened(_base_recipe())]
+    fields = [name for name, _ in flattened(base_recipe())]
     own = [name for name in fields if not name.startswith(("defaults", "hydra", "models", "pipeline"))]
     groups = sorted(
         path for path in RECIPES.glob("*/*.yaml") if path.parent.name not in ("experiment", "sweep")
@@ -477,18 +477,12 @@ def known_fields() -> tuple[str, ...]:
     return tuple(dict.fromkeys(x.partition("[")[0] for x in reversed([*own, *groups_alone, *parts])))
 
 
-def options_with(group: str, field: str) -> list[str]:
-    """Return the options of a group that have a field."""
+def options_of(group: str) -> dict[str, dict[str, Any]]:
+    """Return the options of a group, with their fields."""
     files = sorted((RECIPES / group).glob("*.yaml"))
-    recipes: Any = {
-        path.stem: OmegaConf.to_container(OmegaConf.load(path), resolve=False) or {} for path in files
-    }
+    recipes: Any = {x.stem: OmegaConf.to_container(OmegaConf.load(x), resolve=False) or {} for x in files}
     base = recipes.pop(BASE, {})
-    return [
-        name
-        for name, recipe in recipes.items()
-        if field in recipe or (field in base and BASE in recipe.get("defaults", ()))
-    ]
+    return {name: {**(base if BASE in x.get("defaults", ()) else {}), **x} for name, x in recipes.items()}
 
 
 def on_the_command_line(field: str) -> GraphoptError:

@@ -56,8 +56,21 @@ NAMED: dict[str, Sequence[str]] = {  # the names that recipes may use, by path; 
 }
 
 OF_COMMAND = ("log_steps", "checkpoint")  # fields of `fit` that are no arguments of the function
-# Fields that no class or function takes as they are.
-_OWN = {"model": ReadPath, "fit.validation": ReadPath, "predictions": WritePath, "resume": ReadPath}
+_Rows = Literal["all", "held_out", "trained"]
+_ROWS = typing.get_args(_Rows)
+OWN: dict[str, Any] = {  # the types of fields that no class or function takes as they are
+    "run": str,
+    "model": ReadPath,
+    "folder": str,
+    "fit.log_steps": bool,
+    "fit.validation": float | ReadPath | None,
+    "predictions": WritePath,
+    "resume": bool | ReadPath,
+    "prompt": str | None,
+    "rows": _Rows | None,
+    "quiet": bool,
+    "trust": Sequence[str],
+}
 PARTS = ("data", "executor", "fit", "generate", "hosts", "limits", "models", "pipeline")
 PLAIN: dict[str, Any] = {  # what takes the fields of the parts that name no class or function
     "fit": fit,
@@ -66,7 +79,7 @@ PLAIN: dict[str, Any] = {  # what takes the fields of the parts that name no cla
     "hosts": export_hosts,
     "limits": Limits,
 }
-_ADDED: dict[str, Sequence[str]] = {  # arguments that the command adds
+ADDED: dict[str, Sequence[str]] = {  # arguments that the command adds
     "executor": ("step",),
     "fit": (
         "executor",
@@ -81,7 +94,6 @@ _ADDED: dict[str, Sequence[str]] = {  # arguments that the command adds
     "fit.checkpoint": ("folder",),
     "hosts": ("step", "folder"),
 }
-_ROWS = ("all", "held_out", "trained")
 _PREDICTIONS = "predictions"  # the name, without its ending, of the file that run=predict writes
 # These may name libraries to load and files to write.
 _HOST = ("executor.provider_options", "executor.session_options", "executor.custom_ops")
@@ -107,7 +119,7 @@ def check_recipe(fields: Mapping[str, Any], command_line: CommandLine) -> None:
         _check_columns(fields["data"]["columns"])
     if fields.get("rows") not in (*_ROWS, None):
         raise GraphoptError(unknown("rows", fields["rows"], _ROWS))
-    models, added = {}, dict(_ADDED)
+    models, added = {}, dict(ADDED)
     for name, node in fields["models"].items():
         outputs = node.get("outputs")  # null: the number that the data needs
         if outputs is not None and (type(outputs) is not int or outputs < 1):
@@ -125,7 +137,7 @@ def check_recipe(fields: Mapping[str, Any], command_line: CommandLine) -> None:
             f"fit.checkpoint.every: expected '100 steps', '1 epoch', '5 min' or null, found {every}: it needs a unit"
         )
     for key, target in PLAIN.items():
-        check_fields(target, parts[key], key, _ADDED.get(key, ()))
+        check_fields(target, parts[key], key, ADDED.get(key, ()))
     for key in sorted(fields, key="pipeline".__eq__):  # the pipeline repeats the others, so it comes last
         check(models if key == "models" else fields[key], str(key), command_line.trust, added)
     check_ending("predictions", fields["predictions"])
@@ -194,11 +206,11 @@ def _check_paths(fields: Mapping[str, Any], command_line: CommandLine) -> None:
 
 def paths_in(fields: Mapping[str, Any], trust: Sequence[str] = ()) -> Iterator[tuple[str, str, Access]]:
     """Yield each path that a recipe names, with its field, by the annotations of what takes it."""
-    for field, hint in _OWN.items():
+    for field, access in {field: access_of(hint) for field, hint in OWN.items()}.items():
         group, _, name = field.rpartition(".")
         value = (fields[group] if group else fields).get(name)
-        if isinstance(value, str) and (field != "model" or value not in fields["models"]):
-            yield field, value, access_of(hint) or Access.READ
+        if access and isinstance(value, str) and (field != "model" or value not in fields["models"]):
+            yield field, value, access
     for key, node in fields.items():
         own = {name: x for name, x in node.items() if x != fields.get(name)} if key == "pipeline" else node
         yield from _paths_of(own, str(key), trust)
@@ -423,18 +435,18 @@ def _offered(path: str) -> Sequence[str]:
     group, _, rest = path.partition(".")
     if group in NAMED and bool(rest) == (group in ("callbacks", "models")) and "." not in rest:
         return NAMED[group]
-    return _passes()
+    return tuple(passes_by_name())
 
 
 @functools.cache
-def _passes() -> tuple[str, ...]:
-    """Return the names of the passes and their parts: the concrete dataclasses that `passes` exports."""
+def passes_by_name() -> dict[str, type]:
+    """Return the passes and their parts by their names: the concrete dataclasses that `passes` exports."""
     library = pkgutil.resolve_name("passes")
-    return tuple(
-        f"passes.{name}"
+    return {
+        f"passes.{name}": member
         for name, member in vars(library).items()
         if inspect.isclass(member) and dataclasses.is_dataclass(member) and not inspect.isabstract(member)
-    )
+    }
 
 
 def _trusted(name: str, path: str, trust: Sequence[str]) -> Any:
