@@ -29,8 +29,8 @@ class Interval:
 
     def outside(self, value: Any) -> list[Any]:
         """Return what of a value lies outside."""
-        items = value.values() if isinstance(value, Mapping) else value
-        items = items if isinstance(value, list | tuple | Mapping) else [value]
+        items = [*value.values()] if isinstance(value, Mapping) else value
+        items = items if isinstance(items, list | tuple) else [items]
         return [] if value in self.choices else [x for x in items if not self._contains(x)]
 
     def _contains(self, number: Any) -> bool:
@@ -43,7 +43,7 @@ class Interval:
         low, high = self.bounds
         above = low <= x if self.text[0] == "[" else low < x
         below = x <= high if self.text[-1] == "]" else x < high
-        return above and below and (not self.whole or number == int(number))
+        return above and below and (not self.whole or x.is_integer())
 
 
 def within(

@@ -117,7 +117,7 @@ def _parser() -> argparse.ArgumentParser:
     option(
         "--schema",
         metavar="FILE",
-        help="write a JSON Schema of recipes, by which editors complete and check them",
+        help="write a JSON Schema of recipes for editors",
     )
     option("--info", "-i", nargs="?", const="all", help="show how Hydra composes the recipe")
     flag("--hydra-help", help="show the help of Hydra")

@@ -12,7 +12,7 @@ from pkgutil import resolve_name
 from typing import Any
 
 from graphopt.cli.composition.hydra_config import BASE
-from graphopt.cli.composition.validation import CALLBACKS, COMMAND_LINE_ONLY, PLAIN, TARGET_KEY, resolve
+from graphopt.cli.composition.validation import CALLBACKS, COMMAND_LINE_ONLY, OWN, PLAIN, TARGET_KEY, resolve
 
 USAGE = {
     "": "train a classifier of handwritten digits",
@@ -36,24 +36,6 @@ USAGE = {
 ENTRY = re.compile(r"    (\w+(?:, \w+)*): (.*)")
 AS_IN = re.compile(r"as in `(graphopt\.[\w.]+)`\.")
 _IN_YAML = {"None": "null", "True": "true", "False": "false"}
-_FIT = {
-    "seed": "the seed of the initial weights, the order of the rows and Dropout",
-    "validation": "the share of rows to hold out, a file like data.path, or null",
-    "log_steps": "write a line per step to metrics.jsonl, in addition to the line per epoch.",
-}
-_OWN = {  # what the fields of a recipe that build nothing are for
-    "run": "what to do with the model: see above",
-    "model": "an ONNX file, or a built-in model: linear, mlp, cnn, transformer",
-    "folder": "the folder for the run's files",
-    "resume": "true: continue the newest run of the same recipe; or the path of a run or of a checkpoint; also for "
-    "run=evaluate and run=predict",
-    "predictions": "the file that run=predict writes in the folder: .npz, .csv or .parquet",
-    "prompt": "the text that run=generate continues; -: from the input; null: the model starts a text",
-    "rows": "of a run's own data, for run=evaluate and run=predict: all, held_out or trained; null: held_out to "
-    "evaluate a run that held rows out, otherwise all",
-    "quiet": "print nothing while training, except warnings and errors",
-    "trust": "packages, in addition to graphopt and passes, whose code recipes may name",
-}
 
 
 def described(target: Any) -> dict[str, str]:
@@ -125,8 +107,7 @@ def _callback(kind: Any) -> str:
 
 
 DESCRIBED = {  # the parts of a recipe that name no class or function
-    "": _OWN,
     "callbacks": {name: _callback(resolve_name(kind)) for name, kind in CALLBACKS.items()},
     **{path: described(target) for path, target in PLAIN.items()},
 }
-DESCRIBED["fit"] |= _FIT
+DESCRIBED |= {path: {**DESCRIBED.get(path, {}), **described(target)} for path, target in OWN.items()}

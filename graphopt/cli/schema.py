@@ -11,15 +11,7 @@ from pkgutil import resolve_name
 from typing import Any, Literal
 
 from graphopt.cli.composition.hydra_config import RECIPES, base_recipe, options_of
-from graphopt.cli.composition.validation import (
-    ADDED,
-    CALLBACKS,
-    NAMED,
-    OWN,
-    PLAIN,
-    TARGET_KEY,
-    passes_by_name,
-)
+from graphopt.cli.composition.validation import CALLBACKS, NAMED, OWN, PLAIN, TARGET_KEY, given, offered
 from graphopt.cli.help import DESCRIBED, described, in_yaml
 from graphopt.fields import alternatives, hints
 from graphopt.intervals import KEY, Interval
@@ -28,7 +20,7 @@ Schema = dict[str, Any]
 
 _TYPES = {bool: "boolean", int: "integer", float: "number", str: "string", type(None): "null"}
 _LARGEST = 1.7976931348623157e308  # of finite numbers
-_GIVEN = {"executor": ADDED["executor"], "models": ("features",)}  # arguments of named targets
+_GIVEN = {"executor": given("executor"), "models": ("features",)}  # arguments of named targets
 _NULL: Schema = {"type": "null"}
 
 
@@ -38,15 +30,15 @@ def recipe_schema(verbs: Iterable[str]) -> Schema:
     Args:
         verbs: the values of the field `run`.
     """
-    primary, steps = base_recipe(), passes_by_name()
+    primary, steps = base_recipe(), offered("pipeline.*")
     others = [name for names in NAMED.values() for name in names]
     groups = [path.name for path in sorted(RECIPES.iterdir()) if any(path.glob("*.yaml"))]
     parts = [group for group in groups if group not in ("experiment", "sweep")]
-    fields = {name: _field(hint, DESCRIBED[""][name]) for name, hint in OWN.items() if name in DESCRIBED[""]}
+    fields = _object(OWN[""])["properties"]
     fields["run"] = {"description": DESCRIBED[""]["run"], "enum": [*verbs]}
-    fields |= {name: _object(target, given=ADDED.get(name, ())) for name, target in PLAIN.items()}
+    fields |= {name: _object(target, without=given(name)) for name, target in PLAIN.items()}
     fit, checkpoint = fields["fit"]["properties"], fields.pop("fit.checkpoint")
-    fit |= {x: _field(OWN[f"fit.{x}"], DESCRIBED["fit"][x]) for x in ("log_steps", "validation")}
+    fit |= _object(OWN["fit"])["properties"]
     fit["checkpoint"] = _any(checkpoint, _NULL, _ref("reference"))
     fields |= {name: _ref(name) for name in parts}
     fields |= {
@@ -77,7 +69,7 @@ def recipe_schema(verbs: Iterable[str]) -> Schema:
             "step": _any(part, {"type": "array", "items": _ref("step")}, _NULL, _ref("reference")),
             "defaults": {"type": "array", "items": _any({"type": "string"}, _chosen(groups))},
             **{group: _group(group, "step" if group in pipeline else "trusted") for group in parts},
-            **{name: _object(step, name) for name, step in steps.items()},
+            **{name: _object(resolve_name(name), name) for name in steps},
             **{
                 name: _object(resolve_name(name), name, _GIVEN.get(group, ()))
                 for group, names in NAMED.items()
@@ -110,9 +102,9 @@ def _callback(name: str) -> Schema:
     return {"description": DESCRIBED["callbacks"][name], **forms}
 
 
-def _object(target: Any, name: str = "", given: Sequence[str] = ()) -> Schema:
+def _object(target: Any, name: str = "", without: Sequence[str] = ()) -> Schema:
     """Return the schema of the fields of a class or a function, but for those that the command gives."""
-    parameters = [x for x in inspect.signature(target).parameters.values() if x.name not in given]
+    parameters = [x for x in inspect.signature(target).parameters.values() if x.name not in without]
     options, kinds, texts = getattr(target, "Options", target), hints(target), described(target)
     is_dataclass = dataclasses.is_dataclass(options)
     intervals = {x.name: x.metadata.get(KEY) for x in dataclasses.fields(options)} if is_dataclass else {}
@@ -126,7 +118,7 @@ def _object(target: Any, name: str = "", given: Sequence[str] = ()) -> Schema:
     if name:
         properties |= {TARGET_KEY: {"const": name}, "defaults": _ref("defaults")}
     schema = _mapping(properties, any(x.kind is x.VAR_KEYWORD for x in parameters))
-    return {"description": inspect.getdoc(target).partition("\n")[0], **schema}
+    return {"description": str(inspect.getdoc(target)).partition("\n")[0], **schema}
 
 
 def _field(hint: Any, text: str = "", interval: Interval | None = None) -> Schema:
@@ -148,8 +140,10 @@ def _form(kind: Any, interval: Interval | None) -> Schema | None:
     if kind is Any:
         return {}
     if kind in _TYPES:
-        is_bounded = interval is not None and kind in (int, float)
-        return {"type": _TYPES[kind], **(_bounds(interval, kind) if is_bounded else {})}
+        return {
+            "type": _TYPES[kind],
+            **(_bounds(interval, kind) if interval and kind in (int, float) else {}),
+        }
     if origin is Literal:
         return {"enum": [*parts]}
     if issubclass(holder, Mapping):
@@ -158,8 +152,8 @@ def _form(kind: Any, interval: Interval | None) -> Schema | None:
         return {"type": "array", "items": _field(parts[0], "", interval)}
     if holder is os.PathLike:
         return {"type": "string"}
-    if dataclasses.is_dataclass(kind):
-        names = [name for name, step in passes_by_name().items() if issubclass(step, kind)]
+    if inspect.isclass(kind) and dataclasses.is_dataclass(kind):
+        names = [name for name in offered("pipeline.*") if issubclass(resolve_name(name), kind)]
         return {"required": [TARGET_KEY], **_any(*map(_ref, (*names, "trusted")))} if names else None
     return None
 

@@ -17,11 +17,10 @@ from typing import Any
 
 import hydra
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
-from hydra._internal.config_repository import CachingConfigRepository, ConfigRepository, IConfigRepository
+from hydra._internal.config_repository import CachingConfigRepository, IConfigRepository
 from hydra.core.config_search_path import ConfigSearchPath, SearchPathQuery
 from hydra.core.default_element import ResultDefault
 from hydra.core.global_hydra import GlobalHydra
-from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import OverrideParseException
@@ -200,17 +199,20 @@ def _has(value: Any, names: Sequence[str]) -> bool:
 class _Reader(CachingConfigRepository):
     """Bound untrusted recipes: each is checked before it is parsed, and can name others many times."""
 
-    def __init__(self, delegate: ConfigRepository) -> None:
+    def __init__(self, delegate: IConfigRepository) -> None:
         super().__init__(delegate)
-        self._find, self._left = delegate._find_object_source, MOST_READ
+        self._left = MOST_READ
 
     def load_config(self, config_path: str) -> ConfigResult | None:
-        source = self._find(config_path, ObjectType.CONFIG)
-        is_new = f"config_path={config_path}" not in self.cache
-        if is_new and source and any(entry.provider == UNTRUSTED for entry in self.get_sources()):
-            if os.path.isabs(config_path) or os.path.normpath(config_path).split(os.sep)[0] == os.pardir:
+        sources, is_new = self.get_sources(), f"config_path={config_path}" not in self.cache
+        if is_new and any(entry.provider == UNTRUSTED for entry in sources):
+            source = next((entry for entry in sources if entry.is_config(config_path)), None)
+            is_above = (
+                os.path.isabs(config_path) or os.path.normpath(config_path).split(os.sep)[0] == os.pardir
+            )
+            if source is not None and is_above:
                 raise GraphoptError(f"{config_path}: expected a recipe below its folder, found another file")
-            if source.provider == UNTRUSTED:
+            if source is not None and source.provider == UNTRUSTED:
                 _check_file(source, config_path)
         result = super().load_config(config_path)
         if result is not None and result.provider == UNTRUSTED:
@@ -226,7 +228,7 @@ class _Reader(CachingConfigRepository):
 
 def _check_file(source: ConfigSource, config_path: str) -> None:
     """Raise an error if a recipe is a link, or its text is refused."""
-    name = source._normalize_file_name(config_path)
+    name = f"{config_path.removesuffix('.yaml')}.yaml"
     folder: Any = Path(source.path) if source.scheme() == "file" else resources.files(source.path)
     file = folder.joinpath(name)
     if isinstance(file, Path) and not file.resolve().is_relative_to(Path(str(folder)).resolve()):

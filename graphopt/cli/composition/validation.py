@@ -24,6 +24,7 @@ from graphopt.files import Access, ReadPath, WritePath
 from graphopt.generation.sampling import GenerateOptions
 from graphopt.graph.limits import Limits
 from graphopt.hosts.export import export_hosts
+from graphopt.intervals import within
 from graphopt.training import callbacks
 from graphopt.training.callbacks import MLflow, Tracker
 from graphopt.training.checkpoints import Checkpoints
@@ -57,20 +58,54 @@ NAMED: dict[str, Sequence[str]] = {  # the names that recipes may use, by path; 
 
 OF_COMMAND = ("log_steps", "checkpoint")  # fields of `fit` that are no arguments of the function
 _Rows = Literal["all", "held_out", "trained"]
+
+
+@dataclasses.dataclass(frozen=True)
+class RecipeFields:
+    """Declare the fields of a recipe that no class or function takes.
+
+    Args:
+        run: what to do with the model: see above
+        model: an ONNX file, or a built-in model: linear, mlp, cnn, transformer
+        folder: the folder for the run's files
+        resume: true: continue the newest run of the same recipe; or the path of a run or of a checkpoint; also for
+            run=evaluate and run=predict
+        predictions: the file that run=predict writes in the folder: .npz, .csv or .parquet
+        prompt: the text that run=generate continues; -: from the input; null: the model starts a text
+        rows: of a run's own data, for run=evaluate and run=predict: all, held_out or trained; null: held_out to
+            evaluate a run that held rows out, otherwise all
+        quiet: print nothing while training, except warnings and errors
+        trust: packages, in addition to graphopt and passes, whose code recipes may name
+    """
+
+    run: str
+    model: ReadPath
+    folder: str
+    resume: bool | ReadPath
+    predictions: WritePath
+    prompt: str | None
+    rows: _Rows | None
+    quiet: bool
+    trust: Sequence[str]
+
+
+@dataclasses.dataclass(frozen=True)
+class FitFields:
+    """Declare the fields of `fit` in a recipe that are others than those of the function.
+
+    Args:
+        validation: the share of rows to hold out, a file like data.path, or null
+        log_steps: write a line per step to metrics.jsonl, in addition to the line per epoch.
+        seed: the seed of the initial weights, the order of the rows and Dropout
+    """
+
+    validation: float | ReadPath | None
+    log_steps: bool
+    seed: int = within("[0, inf)", 0)
+
+
+OWN = {"": RecipeFields, "fit": FitFields}
 _ROWS = typing.get_args(_Rows)
-OWN: dict[str, Any] = {  # the types of fields that no class or function takes as they are
-    "run": str,
-    "model": ReadPath,
-    "folder": str,
-    "fit.log_steps": bool,
-    "fit.validation": float | ReadPath | None,
-    "predictions": WritePath,
-    "resume": bool | ReadPath,
-    "prompt": str | None,
-    "rows": _Rows | None,
-    "quiet": bool,
-    "trust": Sequence[str],
-}
 PARTS = ("data", "executor", "fit", "generate", "hosts", "limits", "models", "pipeline")
 PLAIN: dict[str, Any] = {  # what takes the fields of the parts that name no class or function
     "fit": fit,
@@ -79,7 +114,7 @@ PLAIN: dict[str, Any] = {  # what takes the fields of the parts that name no cla
     "hosts": export_hosts,
     "limits": Limits,
 }
-ADDED: dict[str, Sequence[str]] = {  # arguments that the command adds
+_ADDED: dict[str, Sequence[str]] = {  # arguments that the command adds
     "executor": ("step",),
     "fit": (
         "executor",
@@ -119,7 +154,7 @@ def check_recipe(fields: Mapping[str, Any], command_line: CommandLine) -> None:
         _check_columns(fields["data"]["columns"])
     if fields.get("rows") not in (*_ROWS, None):
         raise GraphoptError(unknown("rows", fields["rows"], _ROWS))
-    models, added = {}, dict(ADDED)
+    models, added = {}, dict(_ADDED)
     for name, node in fields["models"].items():
         outputs = node.get("outputs")  # null: the number that the data needs
         if outputs is not None and (type(outputs) is not int or outputs < 1):
@@ -137,7 +172,7 @@ def check_recipe(fields: Mapping[str, Any], command_line: CommandLine) -> None:
             f"fit.checkpoint.every: expected '100 steps', '1 epoch', '5 min' or null, found {every}: it needs a unit"
         )
     for key, target in PLAIN.items():
-        check_fields(target, parts[key], key, ADDED.get(key, ()))
+        check_fields(target, parts[key], key, _ADDED.get(key, ()))
     for key in sorted(fields, key="pipeline".__eq__):  # the pipeline repeats the others, so it comes last
         check(models if key == "models" else fields[key], str(key), command_line.trust, added)
     check_ending("predictions", fields["predictions"])
@@ -206,11 +241,12 @@ def _check_paths(fields: Mapping[str, Any], command_line: CommandLine) -> None:
 
 def paths_in(fields: Mapping[str, Any], trust: Sequence[str] = ()) -> Iterator[tuple[str, str, Access]]:
     """Yield each path that a recipe names, with its field, by the annotations of what takes it."""
-    for field, access in {field: access_of(hint) for field, hint in OWN.items()}.items():
-        group, _, name = field.rpartition(".")
-        value = (fields[group] if group else fields).get(name)
-        if access and isinstance(value, str) and (field != "model" or value not in fields["models"]):
-            yield field, value, access
+    for group, target in OWN.items():
+        node = fields[group] if group else fields
+        for name, access in accesses(target).items():
+            value = node.get(name)
+            if isinstance(value, str) and (name != "model" or value not in fields["models"]):
+                yield f"{group}.{name}".lstrip("."), value, access
     for key, node in fields.items():
         own = {name: x for name, x in node.items() if x != fields.get(name)} if key == "pipeline" else node
         yield from _paths_of(own, str(key), trust)
@@ -420,33 +456,38 @@ def check_fields(
 def resolve(name: Any, path: str, trust: Sequence[str] = ()) -> Any:
     """Return the object that `_target_` names in a recipe: one of the listed names, or code of a trusted package."""
     if isinstance(name, str):
-        if name in _offered(path):
+        if name in offered(path):
             return pkgutil.resolve_name(name)
         if _within(name.replace(":", "."), trust):
             return _trusted(name, f"{path}.{TARGET_KEY}", trust)
     package = str(name).partition(".")[0].partition(":")[0]
     if package in ("graphopt", "passes"):
-        raise GraphoptError(f"{path}.{TARGET_KEY}: {unknown('name', name, _offered(path))}")
+        raise GraphoptError(f"{path}.{TARGET_KEY}: {unknown('name', name, offered(path))}")
     raise _untrusted(name, f"{path}.{TARGET_KEY}")
 
 
-def _offered(path: str) -> Sequence[str]:
+def given(path: str) -> Sequence[str]:
+    """Return the arguments that the command gives to what a path of the recipe names."""
+    return _ADDED.get(path, ())
+
+
+def offered(path: str) -> Sequence[str]:
     """Return the names of graphopt's own code that a path of the recipe accepts."""
     group, _, rest = path.partition(".")
     if group in NAMED and bool(rest) == (group in ("callbacks", "models")) and "." not in rest:
         return NAMED[group]
-    return tuple(passes_by_name())
+    return _passes()
 
 
 @functools.cache
-def passes_by_name() -> dict[str, type]:
-    """Return the passes and their parts by their names: the concrete dataclasses that `passes` exports."""
+def _passes() -> tuple[str, ...]:
+    """Return the names of the passes and their parts: the concrete dataclasses that `passes` exports."""
     library = pkgutil.resolve_name("passes")
-    return {
-        f"passes.{name}": member
+    return tuple(
+        f"passes.{name}"
         for name, member in vars(library).items()
         if inspect.isclass(member) and dataclasses.is_dataclass(member) and not inspect.isabstract(member)
-    }
+    )
 
 
 def _trusted(name: str, path: str, trust: Sequence[str]) -> Any:
@@ -521,14 +562,16 @@ def _is_code(hint: Any) -> bool:
 
 def _fits(value: Any, hint: Any, trust: Sequence[str]) -> bool:
     """Return whether a recipe's value, or the object that it describes, has a type."""
+    if isinstance(value, Mapping) and TARGET_KEY in value:  # a function is assumed to return such an object
+        made, kinds = resolve(value[TARGET_KEY], "", trust), [_class_of(kind) for kind in alternatives(hint)]
+        is_one = any(kind is Any or (inspect.isclass(kind) and issubclass(made, kind)) for kind in kinds)
+        return not inspect.isclass(made) or is_one
 
     def other(value: Any, hint: Any) -> None:
-        kind = typing.get_origin(hint) or hint
-        if (
-            isinstance(value, Mapping) and TARGET_KEY in value
-        ):  # a function is assumed to return such an object
-            made = resolve(value[TARGET_KEY], "", trust)
-            is_right = not inspect.isclass(made) or (inspect.isclass(kind) and issubclass(made, kind))
+        """Raise an error unless a value that no plain type describes may be one."""
+        kind = _class_of(hint)
+        if isinstance(value, Mapping) and TARGET_KEY in value:
+            is_right = _fits(value, hint, trust)
         elif kind is hint:
             is_right = not (value is None or isinstance(value, Mapping) or dataclasses.is_dataclass(kind))
         else:
@@ -541,3 +584,7 @@ def _fits(value: Any, hint: Any, trust: Sequence[str]) -> bool:
     except (TypeError, ValueError):
         return False
     return True
+
+
+def _class_of(hint: Any) -> Any:
+    return typing.get_origin(hint) or hint
