@@ -17,6 +17,7 @@ import numpy as np
 from graphopt.errors import GraphoptError
 from graphopt.intervals import KEY
 
+_UNIONS = (typing.Union, types.UnionType)
 _WORDS: dict[Any, str] = {
     bool: "True or False",
     int: "a whole number",
@@ -49,7 +50,7 @@ def alternatives(hint: Any) -> list[Any]:
     """Return the types of a union, also of one in a union; of another type, the type; without what annotates them."""
     if typing.get_origin(hint) is Annotated:
         return alternatives(hint.__origin__)
-    is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
+    is_union = typing.get_origin(hint) in _UNIONS
     return [part for one in typing.get_args(hint) for part in alternatives(one)] if is_union else [hint]
 
 
@@ -63,15 +64,15 @@ def read(value: Any, hint: Any, other: Callable[[Any, Any], Any]) -> Any:
         TypeError: the value has another type.
         ValueError: the value has another form.
     """
-    if len(kinds := alternatives(hint)) > 1:
-        for kind in kinds:
-            with contextlib.suppress(TypeError, ValueError):
-                return read(value, kind, other)
-        raise TypeError
-    origin, parts = typing.get_origin(hint), typing.get_args(hint)
-    kind = origin if inspect.isclass(origin) else object
     if hint is Any or type(value) is hint or (hint, type(value)) == (float, int):
         return value
+    origin, parts = typing.get_origin(hint), typing.get_args(hint)
+    if origin in _UNIONS:
+        for part in parts:
+            with contextlib.suppress(TypeError, ValueError):
+                return read(value, part, other)
+        raise TypeError
+    kind = origin if inspect.isclass(origin) else object
     if origin is Literal and any(value == word and type(value) is type(word) for word in parts):
         return value
     if issubclass(kind, Mapping) and isinstance(value, Mapping):

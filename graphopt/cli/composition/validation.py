@@ -581,8 +581,12 @@ def _fits(value: Any, hint: Any, trust: Sequence[str]) -> bool:
 
     try:
         read(value, hint, other)
-    except (TypeError, ValueError):
+    except GraphoptError:
+        raise
+    except TypeError:
         return False
+    except ValueError:  # a list of another length, which its class refuses
+        return True
     return True
 
 
