@@ -17,6 +17,7 @@ import numpy as np
 from graphopt.errors import GraphoptError
 from graphopt.intervals import KEY
 
+_PLAIN = (bool, int, float, str, type(None))
 _UNIONS = (typing.Union, types.UnionType)
 _WORDS: dict[Any, str] = {
     bool: "True or False",
@@ -80,11 +81,7 @@ def read(value: Any, hint: Any, other: Callable[[Any, Any], Any]) -> Any:
     if issubclass(kind, Sequence) and isinstance(value, list):
         kinds = [*parts] if kind is tuple and parts[-1] is not ... else [parts[0]] * len(value)
         return tuple(read(item, part, other) for item, part in zip(value, kinds, strict=True))
-    if (
-        hint in (bool, int, float, str, type(None))
-        or origin is Literal
-        or issubclass(kind, Mapping | Sequence)
-    ):
+    if hint in _PLAIN or origin is Literal or issubclass(kind, Mapping | Sequence):
         raise TypeError
     return other(value, hint)
 

@@ -129,7 +129,7 @@ def _run(arguments: argparse.Namespace) -> None:
     if arguments.version:
         print(_version())
         return
-    if arguments.schema:
+    if arguments.schema is not None:
         write(Path(arguments.schema), json.dumps(recipe_schema(_RUNS), indent=1))
         print(
             f"written   {arguments.schema}: a recipe names it in a line, # yaml-language-server: $schema=PATH"

@@ -581,11 +581,9 @@ def _fits(value: Any, hint: Any, trust: Sequence[str]) -> bool:
 
     try:
         read(value, hint, other)
-    except GraphoptError:
-        raise
     except TypeError:
         return False
-    except ValueError:  # a list of another length, which its class refuses
+    except ValueError:  # of what is refused elsewhere: a list's length by its class, a name by `check`
         return True
     return True
 
