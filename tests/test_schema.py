@@ -6,6 +6,7 @@ import json
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import pytest
@@ -13,11 +14,13 @@ import yaml
 from jsonschema import Draft202012Validator
 from omegaconf import OmegaConf
 from test_readme import PAGES, blocks, commands
-from test_recipes import FOLDER, composed
+from test_recipes import EXPERIMENTS, FOLDER, composed
 
 from graphopt import cli
+from graphopt.cli.composition import validation
 from graphopt.cli.schema import recipe_schema
 from graphopt.cli.words import field_of
+from graphopt.errors import GraphoptError
 
 VERBS = [
     "train",
@@ -82,6 +85,45 @@ def test_recipes_of_the_guides_commands_are_valid(command: str) -> None:
     overrides = [field_of(word, VERBS) for word in known if not word.startswith("sweep=")]
     recipe: Any = composed(*([] if "-m" in words else overrides))
     assert not errors(OmegaConf.to_container(recipe, resolve=False))
+
+
+@pytest.mark.parametrize("resolve", [False, True])
+@pytest.mark.parametrize("experiment", EXPERIMENTS)
+def test_whole_recipes_are_valid(experiment: str, resolve: bool) -> None:
+    assert not errors(OmegaConf.to_container(composed(f"experiment={experiment}"), resolve=resolve))
+
+
+VALUES = [
+    None,
+    True,
+    0,
+    1.5,
+    "x",
+    [],
+    ["a"],
+    [1.5],
+    [None],
+    {},
+    {"a": 1},
+    {"a": ["b"]},
+    [{"_target_": "passes.L2"}],
+]
+ELSEWHERE = {"outputs", "function"}  # null is for the command, and names are of trusted code
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in SCHEMA["$defs"] if name.startswith(("graphopt.", "passes."))]
+)
+def test_what_the_command_refuses_is_marked(name: str) -> None:
+    fields = SCHEMA["$defs"][name]["properties"]
+    for field in fields.keys() - {"_target_", "defaults", *ELSEWHERE}:
+        others = {*fields, "step", "features"} - {field}
+        for value in VALUES:
+            try:
+                validation.check_fields(resolve_name(name), {field: value}, name, [*others])
+            except GraphoptError:
+                place = {"$defs": SCHEMA["$defs"], "$ref": f"#/$defs/{name}"}
+                assert not Draft202012Validator(place).is_valid({field: value}), f"{field}: {value}"
 
 
 def test_the_recipe_of_the_guide_is_valid_and_runs(
