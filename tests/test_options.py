@@ -70,6 +70,7 @@ REFUSED = [
     (passes.DynamicLossScale, {"growth": 0.5}),
     (passes.DynamicLossScale, {"backoff": 1.0}),
     (passes.Gradient, {"loss_scale": 0.0}),
+    (passes.Normalize, {"batch": "fixed"}),
 ]
 
 
