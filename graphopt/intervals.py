@@ -1,21 +1,49 @@
-"""Check that the numeric options of a pass lie in their intervals."""
+"""Declare the intervals of numeric options, which are checked when a pass is created."""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
-import os
-import types
-import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from numbers import Real
 from typing import Any
 
-import numpy as np
+KEY = "interval"  # in the metadata of a field
 
-from graphopt.errors import GraphoptError
 
-_KEY = "interval"
+@dataclasses.dataclass(frozen=True)
+class Interval:
+    """Describe the numbers that a field accepts, alone or in a sequence or a mapping; see `within`."""
+
+    text: str
+    whole: bool
+    choices: tuple[str | None, ...] = ()
+
+    def __str__(self) -> str:
+        return f"a {'whole ' * self.whole}number in {self.text}"
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """Return the least and the largest number, of which the text says whether they are included."""
+        low, high = map(float, self.text[1:-1].split(","))
+        return low, high
+
+    def outside(self, value: Any) -> list[Any]:
+        """Return what of a value lies outside."""
+        items = [*value.values()] if isinstance(value, Mapping) else value
+        items = items if isinstance(items, list | tuple) else [items]
+        return [] if value in self.choices else [x for x in items if not self._contains(x)]
+
+    def _contains(self, number: Any) -> bool:
+        if not isinstance(number, Real) or isinstance(number, bool):
+            return False
+        try:
+            x = float(number)
+        except OverflowError:
+            return False
+        low, high = self.bounds
+        above = low <= x if self.text[0] == "[" else low < x
+        below = x <= high if self.text[-1] == "]" else x < high
+        return above and below and (not self.whole or x.is_integer())
 
 
 def within(
@@ -36,122 +64,7 @@ def within(
         choices: words, or None, that may stand for numbers.
     """
     whole = isinstance(default, int) if whole is None else whole
-    metadata = {_KEY: (interval, whole, choices)}
+    metadata = {KEY: Interval(interval, whole, choices)}
     if callable(default):
         return dataclasses.field(default_factory=default, metadata=metadata, kw_only=kw_only)
     return dataclasses.field(default=default, metadata=metadata, kw_only=kw_only)
-
-
-def check_intervals(options: Any, *, owner: str | None = None) -> None:
-    """Raise an error unless the fields of a dataclass lie in their intervals.
-
-    Args:
-        owner: what the options belong to, for the message; by default, the dataclass.
-    """
-    owner = owner or type(options).__name__
-    for field in dataclasses.fields(options):
-        if _KEY in field.metadata:
-            value = getattr(options, field.name)
-            interval, whole, choices = field.metadata[_KEY]
-            for number in () if value == field.default or value in choices else _numbers(value):
-                if not _lies_in(number, interval) or (whole and number != int(number)):
-                    kind = "a whole number" if whole else "a number"
-                    raise GraphoptError(
-                        f"{owner}({field.name}={value!r}): expected {kind} in {interval}, found {number!r}"
-                    )
-
-
-_WORDS: dict[Any, str] = {
-    bool: "True or False",
-    int: "a whole number",
-    str: "a word",
-    os.PathLike: "a path",
-    Mapping: "a mapping",
-    tuple: "a sequence",
-    type(None): "None",
-}
-_ALIKE: dict[Any, tuple[type, ...]] = {int: (np.integer,), bool: (np.bool_,), tuple: (list,)}
-
-
-def check_types(options: Any, owner: str | None = None) -> None:
-    """Raise an error unless fields of a dataclass that are declared as flags, words, paths or the like are such.
-
-    Whole numbers with an interval are left to `check_intervals`, and fields of other types to their owner.
-
-    Args:
-        owner: what the options belong to, for the message; by default, the dataclass.
-    """
-    kind: Any = type(options)
-    for name, (kinds, words) in _declared(kind).items():
-        value = getattr(options, name)
-        if not isinstance(value, kinds):
-            raise GraphoptError(
-                f"{owner or kind.__name__}({name}={value!r}): expected {words}, found {value!r}"
-            )
-        for x in value if isinstance(value, list | tuple) and name in _of_words(kind) else ():
-            if not isinstance(x, str):
-                raise GraphoptError(
-                    f"{owner or kind.__name__}({name}={value!r}): expected words, found {x!r}"
-                )
-
-
-@functools.cache
-def _declared(kind: Any) -> dict[str, tuple[tuple[type, ...], str]]:
-    """Return the classes of the fields that `check_types` checks, and these classes in words."""
-    try:
-        hints = typing.get_type_hints(kind)
-    except NameError:  # a type that is imported for annotations only
-        return {}
-    found = {}
-    for field in dataclasses.fields(kind):
-        parts = [_class_of(part) for part in _parts(hints[field.name])]
-        is_number = _KEY in field.metadata and int in parts
-        if field.init and not is_number and all(part in _WORDS for part in parts):
-            alike = [other for part in parts for other in _ALIKE.get(part, ())]
-            *words, last = dict.fromkeys(_WORDS[part] for part in parts)
-            found[field.name] = (*parts, *alike), " or ".join([", ".join(words), last] if words else [last])
-    return found
-
-
-@functools.cache
-def _of_words(kind: Any) -> set[str]:
-    """Return the names of the fields whose sequences hold nothing but words."""
-    found = set()
-    for name, hint in typing.get_type_hints(kind).items():
-        items = [typing.get_args(part) for part in _parts(hint) if typing.get_origin(part) in (list, tuple)]
-        if items and all({*one} <= {str, ...} for one in items):
-            found.add(name)
-    return found
-
-
-def _parts(hint: Any) -> Iterable[Any]:
-    is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
-    return [part for one in typing.get_args(hint) for part in _parts(one)] if is_union else [hint]
-
-
-def _class_of(hint: Any) -> Any:
-    """Return the class of a type: that of a list is a sequence's, and that of a choice of words, a word's."""
-    origin = typing.get_origin(hint)
-    if origin is typing.Literal:
-        kinds = {type(word) for word in typing.get_args(hint)}
-        return kinds.pop() if len(kinds) == 1 else None
-    return {list: tuple, None: hint}.get(origin, origin)
-
-
-def _numbers(value: Any) -> Iterable[Any]:
-    if isinstance(value, Mapping):
-        return value.values()
-    return value if isinstance(value, list | tuple) else [value]
-
-
-def _lies_in(number: Any, interval: str) -> bool:
-    if not isinstance(number, Real) or isinstance(number, bool):
-        return False
-    try:
-        number = float(number)
-    except OverflowError:
-        return False
-    low, high = map(float, interval[1:-1].split(","))
-    above = low <= number if interval[0] == "[" else low < number
-    below = number <= high if interval[-1] == "]" else number < high
-    return above and below

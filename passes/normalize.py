@@ -122,6 +122,13 @@ class Normalize(Pass):
 
     batch: Literal["free"] | None = None
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.batch not in (None, "free"):
+            raise GraphoptError(
+                f"Normalize(batch={self.batch!r}): expected 'free' or None, found {self.batch!r}"
+            )
+
     def rewrite(self, model: ir.Model) -> None:
         is_classical = classical.is_classical(model)
         origins = read_origins(model)

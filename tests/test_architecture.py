@@ -16,8 +16,8 @@ SOURCES = sorted(
 
 # A room is a file or a folder of `graphopt`, or `passes`. It imports rooms of lower floors only.
 FLOORS = [
-    {"errors", "deferred"},
-    {"arguments", "intervals", "files", "moments", "communicator", "namesakes"},
+    {"errors", "deferred", "intervals"},
+    {"arguments", "fields", "files", "moments", "communicator", "namesakes"},
     {"graph"},
     {"pipeline", "data", "models", "adapters"},
     {"targets"},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -69,6 +70,7 @@ REFUSED = [
     (passes.DynamicLossScale, {"growth": 0.5}),
     (passes.DynamicLossScale, {"backoff": 1.0}),
     (passes.Gradient, {"loss_scale": 0.0}),
+    (passes.Normalize, {"batch": "fixed"}),
 ]
 
 
@@ -96,16 +98,18 @@ def test_every_number_of_these_families_has_an_interval() -> None:
 class Own(Pass):
     share: float = within("(0, 1]", 0.5)
     counts: tuple[int, ...] = within("[1, inf)", (), whole=True)
+    weights: Mapping[str, float] = within("[0, inf)", dict)
 
     def rewrite(self, model: Any) -> None: ...
 
 
 def test_a_pass_of_ones_own_declares_intervals() -> None:
-    Own(share=1, counts=(1, np.int64(3), 2.0))
+    Own(share=1, counts=(1, np.int64(3), 2.0), weights={"a": 0, "b": np.float32(2.5)})
     for options, message in [
         ({"share": 0}, r"Own\(share=0\): expected a number in \(0, 1\], found 0$"),
         ({"counts": (1, 0)}, r"Own\(counts=\(1, 0\)\): expected a whole number in \[1, inf\), found 0$"),
         ({"counts": (1.5,)}, "expected a whole number"),
+        ({"weights": {"a": 1, "b": -1}}, r"expected a number in \[0, inf\), found -1$"),
     ]:
         with pytest.raises(graphopt.GraphoptError, match=message):
             Own(**options)

@@ -10,8 +10,7 @@ import onnxruntime
 import pytest
 from builders import linear
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
-from hydra._internal.config_repository import CachingConfigRepository, ConfigRepository
-from hydra.plugins.config_source import ConfigSource
+from hydra._internal.config_repository import CachingConfigRepository
 from onnxscript import TapeBuilder
 from onnxscript.optimizer._constant_folding import FoldConstantsPass
 from onnxscript.rewriter import RewriteRule
@@ -33,10 +32,7 @@ OF_HYDRA = [
     (ConfigLoaderImpl, "get_search_path"),
     (ConfigLoaderImpl, "_compose_config_from_defaults_list"),
     (ConfigLoaderImpl, "_parse_overrides_and_create_caching_repo"),
-    (ConfigRepository, "load_config"),
-    (ConfigRepository, "_find_object_source"),
     (CachingConfigRepository, "load_config"),
-    (ConfigSource, "_normalize_file_name"),
 ]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
+import json
 import os
 import sys
 import warnings
@@ -40,6 +41,7 @@ from graphopt.cli.help import help_page
 from graphopt.cli.messages import complain, line_of, say, tell_record, warn
 from graphopt.cli.processes import check_processes, installed_first
 from graphopt.cli.run_folder import check_no_run, leave
+from graphopt.cli.schema import recipe_schema
 from graphopt.cli.train import parameter_count, train
 from graphopt.cli.trained import Trained, write_metrics, write_predictions
 from graphopt.cli.words import check_words, field_of
@@ -112,6 +114,11 @@ def _parser() -> argparse.ArgumentParser:
     option("--cfg", "-c", choices=["job", "hydra", "all"], help="show the recipe without running it")
     flag("--resolve", help="with --cfg: show values instead of references")
     option("--package", "-p", metavar="FIELD", help="with --cfg: show only this part")
+    option(
+        "--schema",
+        metavar="FILE",
+        help="write a JSON Schema of recipes for editors",
+    )
     option("--info", "-i", nargs="?", const="all", help="show how Hydra composes the recipe")
     flag("--hydra-help", help="show the help of Hydra")
     flag("--shell-completion", "-sc", help="install=SHELL, uninstall=SHELL")
@@ -121,6 +128,12 @@ def _parser() -> argparse.ArgumentParser:
 def _run(arguments: argparse.Namespace) -> None:
     if arguments.version:
         print(_version())
+        return
+    if arguments.schema is not None:
+        write(Path(arguments.schema), json.dumps(recipe_schema(_RUNS), indent=1))
+        print(
+            f"written   {arguments.schema}: a recipe names it in a line, # yaml-language-server: $schema=PATH"
+        )
         return
     words = arguments.arguments
     check_words(words, _RUNS)

@@ -12,7 +12,7 @@ from pkgutil import resolve_name
 from typing import Any
 
 from graphopt.cli.composition.hydra_config import BASE
-from graphopt.cli.composition.validation import CALLBACKS, COMMAND_LINE_ONLY, PLAIN, TARGET_KEY, resolve
+from graphopt.cli.composition.validation import CALLBACKS, COMMAND_LINE_ONLY, OWN, PLAIN, TARGET_KEY, resolve
 
 USAGE = {
     "": "train a classifier of handwritten digits",
@@ -36,25 +36,7 @@ USAGE = {
 }
 ENTRY = re.compile(r"    (\w+(?:, \w+)*): (.*)")
 AS_IN = re.compile(r"as in `(graphopt\.[\w.]+)`\.")
-IN_YAML = {"None": "null", "True": "true", "False": "false"}
-_FIT = {
-    "seed": "the seed of the initial weights, the order of the rows and Dropout",
-    "validation": "the share of rows to hold out, a file like data.path, or null",
-    "log_steps": "write a line per step to metrics.jsonl, in addition to the line per epoch.",
-}
-_OWN = {  # what the fields of a recipe that build nothing are for
-    "run": "what to do with the model: see above",
-    "model": "an ONNX file, or a built-in model: linear, mlp, cnn, transformer",
-    "folder": "the folder for the run's files",
-    "resume": "true: continue the newest run of the same recipe; or the path of a run or of a checkpoint; also for "
-    "run=evaluate and run=predict",
-    "predictions": "the file that run=predict writes in the folder: .npz, .csv or .parquet",
-    "prompt": "the text that run=generate continues; -: from the input; null: the model starts a text",
-    "rows": "of a run's own data, for run=evaluate and run=predict: all, held_out or trained; null: held_out to "
-    "evaluate a run that held rows out, otherwise all",
-    "quiet": "print nothing while training, except warnings and errors",
-    "trust": "packages, in addition to graphopt and passes, whose code recipes may name",
-}
+_IN_YAML = {"None": "null", "True": "true", "False": "false"}
 
 
 def described(target: Any) -> dict[str, str]:
@@ -81,6 +63,11 @@ def described(target: Any) -> dict[str, str]:
     return descriptions
 
 
+def in_yaml(text: str) -> str:
+    """Return a description with the words of YAML for Python's."""
+    return re.sub(r"\b(None|True|False)\b", lambda match: _IN_YAML[match[0]], text)
+
+
 def fields(node: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any, str]]:
     """Yield the path, value and description of each field of a composed recipe, with unresolved references."""
     texts = described(resolve(node[TARGET_KEY], path)) if TARGET_KEY in node else DESCRIBED.get(path, {})
@@ -91,7 +78,7 @@ def fields(node: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any, 
         if isinstance(value, Mapping) and (TARGET_KEY in value or place == "models" or place in DESCRIBED):
             yield from fields(value, place)
         elif value is not None or path:  # otherwise a group that is omitted
-            text = re.sub(r"\b(None|True|False)\b", lambda match: IN_YAML[match[0]], texts.get(name, ""))
+            text = in_yaml(texts.get(name, ""))
             if place in COMMAND_LINE_ONLY:
                 text = f"{text.rstrip('.')}; only on the command line"
             yield place, value, text
@@ -121,8 +108,7 @@ def _callback(kind: Any) -> str:
 
 
 DESCRIBED = {  # the parts of a recipe that name no class or function
-    "": _OWN,
     "callbacks": {name: _callback(resolve_name(kind)) for name, kind in CALLBACKS.items()},
     **{path: described(target) for path, target in PLAIN.items()},
 }
-DESCRIBED["fit"] |= _FIT
+DESCRIBED |= {path: {**DESCRIBED.get(path, {}), **described(target)} for path, target in OWN.items()}

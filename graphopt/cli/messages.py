@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Column, Table
 
-from graphopt.cli.composition.hydra_config import BASE, RECIPES, CommandLine, known_fields, options_with
+from graphopt.cli.composition.hydra_config import BASE, RECIPES, CommandLine, known_fields, options_of
 from graphopt.cli.words import reader_of
 from graphopt.errors import escaped, line, nearest, shortened, unknown
 from graphopt.runtime.executor import NonFiniteLoss
@@ -172,7 +172,7 @@ def _unknown_field(path: str, names: Sequence[str], line: str) -> str:
     if not place:
         groups = [path.parent.name for path in RECIPES.glob("*/*.yaml")]
         return unknown("option", name, {*names, *groups}, known_fields())
-    options = options_with(place, name)
+    options = [option for option, fields in options_of(place).items() if name in fields]
     chosen = f": it is a field of {place}={', '.join(options)}" if options else ""
     kind = reader_of(line.partition("=")[2])
     if path == "data.path" and kind in options:

@@ -19,7 +19,8 @@ from typing import Any, Literal
 from graphopt.communicator import SINGLE, Communicator
 from graphopt.distributed.mpi import MPI
 from graphopt.errors import GraphoptError
-from graphopt.intervals import check_intervals, within
+from graphopt.fields import check_intervals
+from graphopt.intervals import within
 from graphopt.training.signals import ENDING
 
 # Variables that mpiexec and srun set in the processes that they start.

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from graphopt.arguments import Checked
+from graphopt.fields import check_options
 from graphopt.files import ReadName
-from graphopt.intervals import check_intervals, check_types, within
+from graphopt.intervals import within
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,8 +40,7 @@ class Sampling(metaclass=Checked):
     seed: int = within("[0, inf)", 0, whole=True)
 
     def __post_init__(self) -> None:
-        check_types(self, "generate")
-        check_intervals(self, owner="generate")
+        check_options(self, "generate")
 
     def probabilities(self, logits: np.ndarray) -> np.ndarray:
         """Return the probability of each token to be drawn, for a temperature above 0."""

@@ -1,1 +1,1 @@
-"""Define training graphs; read and rewrite models. This package imports `errors`, `files` and `intervals` only."""
+"""Define training graphs; read and rewrite models. This package imports rooms of lower floors only."""

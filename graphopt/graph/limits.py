@@ -9,10 +9,11 @@ from dataclasses import dataclass
 import onnx_ir as ir
 
 from graphopt.errors import GraphoptError
+from graphopt.fields import check_intervals
 from graphopt.graph.operators import GROWING, SHAPE_READERS
 from graphopt.graph.traversal import subgraphs, values_read
 from graphopt.graph.values import bytes_of, is_static, tensor_bytes
-from graphopt.intervals import check_intervals, within
+from graphopt.intervals import within
 
 _KEY = "graphopt.limits"
 _LONG = 2**20  # elements of a vector, which ONNX's inference propagates in about a second

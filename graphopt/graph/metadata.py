@@ -13,17 +13,17 @@ import enum
 import functools
 import json
 import math
-import types
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, TypeVar
 
 import onnx
 import onnx_ir as ir
 from google.protobuf.message import DecodeError
 
 from graphopt.errors import GraphoptError
+from graphopt.fields import hints, read
 from graphopt.graph.weight_kinds import NAMES, Moves
 
 Holder = ir.Model | ir.Graph | ir.Node | ir.Value
@@ -220,14 +220,14 @@ def malformed(holder: Holder, key: str, expected: str) -> GraphoptError:
     return GraphoptError(f"{name}: metadata {key!r}: expected {expected}, found {found!r}")
 
 
-_fields_of = functools.cache(get_type_hints)
+_fields_of = functools.cache(hints)
 _SHORT = 1024  # characters of a note that is decoded once
 
 
 @functools.lru_cache(maxsize=2**12)
 def _noted(kind: type[N], text: str) -> N:
     """Return the note that a text contains. Nobody changes a note."""
-    note: N = _decoded(kind, json.loads(text))
+    note: N = read(json.loads(text), kind, _built)
     note.check()
     return note
 
@@ -237,25 +237,13 @@ def _encoded(x: Any) -> Any:
     return x.value if isinstance(x, enum.Enum) else base64.b64encode(x).decode()
 
 
-def _decoded(kind: Any, x: Any) -> Any:
-    """Return a value of a type of a note or its fields from decoded JSON; raise an error if it has another form."""
-    if type(x) is kind or kind is Any or (kind, type(x)) == (float, int):
-        return x
+def _built(x: Any, kind: Any) -> Any:
+    """Return bytes, a value of an enumeration, or a dataclass from decoded JSON."""
     if kind is bytes:
         return base64.b64decode(x, validate=True)
-    origin, parts = get_origin(kind), get_args(kind)
-    if hasattr(kind, "__dataclass_fields__"):
-        return kind(**{name: _decoded(_fields_of(kind)[name], value) for name, value in x.items()})
-    if origin in (types.UnionType, Union):
-        return None if x is None else _decoded(parts[0], x)
-    if origin is Mapping or origin is dict:
-        return {parts[0](key): _decoded(parts[1], value) for key, value in x.items()}
-    if origin is tuple and type(x) is list:
-        kinds = [parts[0]] * len(x) if parts[-1] is Ellipsis else parts
-        return tuple(_decoded(part, value) for part, value in zip(kinds, x, strict=True))
     if isinstance(kind, enum.EnumMeta):
         return kind(x)
-    raise TypeError
+    return kind(**{name: read(value, _fields_of(kind)[name], _built) for name, value in x.items()})
 
 
 def _check(*right: bool) -> None:

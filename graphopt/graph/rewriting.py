@@ -19,6 +19,7 @@ from onnx_ir.passes.common import NameFixPass, RemoveUnusedNodesPass
 
 from graphopt.arguments import Checked
 from graphopt.errors import GraphoptError, cause, kind_of
+from graphopt.fields import check_options
 from graphopt.graph import metadata
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.opsets import IR_VERSION
@@ -26,7 +27,6 @@ from graphopt.graph.roles import Role, with_role
 from graphopt.graph.state import detached
 from graphopt.graph.traversal import all_nodes, is_sorted, subgraphs
 from graphopt.graph.values import name_of
-from graphopt.intervals import check_intervals, check_types
 
 Read = Callable[[str], Iterator[np.ndarray]]
 
@@ -60,8 +60,7 @@ class Pass(ir.passes.InPlacePass, metaclass=Checked):
     alters: ClassVar[str] = ""
 
     def __post_init__(self) -> None:
-        check_intervals(self)
-        check_types(self)
+        check_options(self)
 
     @property
     def learns(self) -> bool:

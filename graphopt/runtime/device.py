@@ -18,8 +18,8 @@ import onnx_ir as ir
 
 from graphopt.arguments import Checked
 from graphopt.errors import GraphoptError, line, unknown
+from graphopt.fields import check_options
 from graphopt.files import ReadPath
-from graphopt.intervals import check_types
 from graphopt.runtime.arena import share_arena
 from graphopt.runtime.denormals import Flushing, supported
 from graphopt.runtime.webgpu import CAPTURES, LOCK, WEBGPU, copier, entry_of, no_adapter, plugin_device
@@ -156,7 +156,7 @@ class Device(DeviceOptions):
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not re.fullmatch(r"cpu|cuda(:\d+)?|webgpu", self.name):
             raise GraphoptError(f"device: expected 'cpu', 'cuda', 'cuda:N' or 'webgpu', found {self.name!r}")
-        check_types(self, "device")
+        check_options(self, "device")
         keep = functools.partial(object.__setattr__, self)
         kind, _, index = self.name.partition(":")
         keep("kind", kind)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 
 from graphopt.errors import GraphoptError
-from graphopt.intervals import check_types
+from graphopt.fields import check_options
 from graphopt.runtime.device import Device, DeviceOptions
 
 _P = ParamSpec("_P")
@@ -44,7 +44,7 @@ class ExecutorOptions(DeviceOptions):
     in_place: bool = False
 
     def __post_init__(self) -> None:
-        check_types(self, "executor")
+        check_options(self, "executor")
         if self.steps_per_call is not None and self.steps_per_call < 1:
             raise GraphoptError(f"steps_per_call: expected 1 or more, or None, found {self.steps_per_call}")
         if self.on_nonfinite not in ("raise", "warn", "skip"):

@@ -11,9 +11,9 @@ import onnx_ir as ir
 
 from graphopt.arguments import Checked, checked
 from graphopt.errors import GraphoptError, cause, kind_of, unknown
+from graphopt.fields import check_options
 from graphopt.graph.loading import Source, load
 from graphopt.graph.storage import skeleton
-from graphopt.intervals import check_types
 from graphopt.pipeline import Pipeline, check_pipeline
 from graphopt.targets.native.cache import own_version, read_model, write_cached
 from graphopt.targets.native.lowering import Kernels
@@ -49,7 +49,7 @@ class Target(metaclass=Checked):
     version: str = ""
 
     def __post_init__(self) -> None:
-        check_types(self)
+        check_options(self)
         check_pipeline(self.pipeline, "Target", "Target('mine', graphopt.Pipeline(fuse=passes.Fuse()))")
 
     def lower(self, step: ir.Model) -> ir.Model:

@@ -27,8 +27,9 @@ import safetensors.numpy
 from graphopt.arguments import Checked
 from graphopt.communicator import Communicator
 from graphopt.errors import GraphoptError, kind_of, unknown
+from graphopt.fields import check_options
 from graphopt.files import WritePath, json_of, making, read_file, read_regular, write
-from graphopt.intervals import check_intervals, check_types, within
+from graphopt.intervals import within
 from graphopt.runtime.checkpoint import state_bytes
 
 _STATE, _CALLBACKS = "state.safetensors", "callbacks.safetensors"
@@ -109,8 +110,7 @@ class Checkpoints(metaclass=Checked):
             raise GraphoptError(
                 f"checkpoint.every: expected '100 steps', '1 epoch', '5 min' or null, found {self.every!r}"
             )
-        check_intervals(self)
-        check_types(self)
+        check_options(self)
         self._folder = Path(self.folder)
         self._values: dict[str, float] = {}  # of the best checkpoints
         self._larger = larger_is_better(self.best or "")

@@ -13,7 +13,8 @@ from graphopt.arguments import check_function
 from graphopt.data import Dataset
 from graphopt.data.loader import Shuffle
 from graphopt.errors import GraphoptError
-from graphopt.intervals import check_intervals, check_types, within
+from graphopt.fields import check_options
+from graphopt.intervals import within
 from graphopt.training.callbacks.callback import Watchers, callbacks_of
 from graphopt.training.checkpoints import Checkpoints
 from graphopt.training.metrics import Wanted, listed
@@ -44,8 +45,7 @@ class FitOptions:
     verbose: bool | int | None = None
 
     def __post_init__(self) -> None:
-        check_intervals(self, owner="fit")
-        check_types(self, "fit")
+        check_options(self, "fit")
         object.__setattr__(self, "callbacks", callbacks_of(self.callbacks))
         object.__setattr__(self, "metrics", listed(self.metrics))
         if self.transform is not None:

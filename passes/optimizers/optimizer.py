@@ -13,6 +13,7 @@ from onnx_ir import Value
 
 from graphopt.arguments import Checked
 from graphopt.errors import GraphoptError, kind_of
+from graphopt.fields import check_options
 from graphopt.graph import state
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.metadata import InferenceForm
@@ -22,7 +23,7 @@ from graphopt.graph.roles import Role, needs_training_runtime, with_role
 from graphopt.graph.state import LEARNING_RATE
 from graphopt.graph.traversal import ancestors
 from graphopt.graph.values import gradient_of, like, name_of, wide_type
-from graphopt.intervals import check_intervals, check_types, within
+from graphopt.intervals import within
 from passes.optimizers.slots import Slot, slot
 from passes.weights.layers import warn_of_parts
 
@@ -54,8 +55,7 @@ class Group(metaclass=Checked):
     optimizer: Optimizer | None = None
 
     def __post_init__(self) -> None:
-        check_intervals(self)
-        check_types(self)
+        check_options(self)
         check_optimizer(self.optimizer, "Group(optimizer)")
 
 

@@ -17,11 +17,10 @@ from typing import Any
 
 import hydra
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
-from hydra._internal.config_repository import CachingConfigRepository, ConfigRepository, IConfigRepository
+from hydra._internal.config_repository import CachingConfigRepository, IConfigRepository
 from hydra.core.config_search_path import ConfigSearchPath, SearchPathQuery
 from hydra.core.default_element import ResultDefault
 from hydra.core.global_hydra import GlobalHydra
-from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import OverrideParseException
@@ -200,17 +199,20 @@ def _has(value: Any, names: Sequence[str]) -> bool:
 class _Reader(CachingConfigRepository):
     """Bound untrusted recipes: each is checked before it is parsed, and can name others many times."""
 
-    def __init__(self, delegate: ConfigRepository) -> None:
+    def __init__(self, delegate: IConfigRepository) -> None:
         super().__init__(delegate)
-        self._find, self._left = delegate._find_object_source, MOST_READ
+        self._left = MOST_READ
 
     def load_config(self, config_path: str) -> ConfigResult | None:
-        source = self._find(config_path, ObjectType.CONFIG)
-        is_new = f"config_path={config_path}" not in self.cache
-        if is_new and source and any(entry.provider == UNTRUSTED for entry in self.get_sources()):
-            if os.path.isabs(config_path) or os.path.normpath(config_path).split(os.sep)[0] == os.pardir:
+        sources, is_new = self.get_sources(), f"config_path={config_path}" not in self.cache
+        if is_new and any(entry.provider == UNTRUSTED for entry in sources):
+            source = next((entry for entry in sources if entry.is_config(config_path)), None)
+            is_above = (
+                os.path.isabs(config_path) or os.path.normpath(config_path).split(os.sep)[0] == os.pardir
+            )
+            if source is not None and is_above:
                 raise GraphoptError(f"{config_path}: expected a recipe below its folder, found another file")
-            if source.provider == UNTRUSTED:
+            if source is not None and source.provider == UNTRUSTED:
                 _check_file(source, config_path)
         result = super().load_config(config_path)
         if result is not None and result.provider == UNTRUSTED:
@@ -226,7 +228,7 @@ class _Reader(CachingConfigRepository):
 
 def _check_file(source: ConfigSource, config_path: str) -> None:
     """Raise an error if a recipe is a link, or its text is refused."""
-    name = source._normalize_file_name(config_path)
+    name = f"{config_path.removesuffix('.yaml')}.yaml"
     folder: Any = Path(source.path) if source.scheme() == "file" else resources.files(source.path)
     file = folder.joinpath(name)
     if isinstance(file, Path) and not file.resolve().is_relative_to(Path(str(folder)).resolve()):
@@ -305,7 +307,7 @@ class RecipeLoader(ConfigLoaderImpl):
             if not group:
                 raise GraphoptError(f"{line}: expected FIELD=VALUE, found no field")
             if not self.repository.group_exists(group):
-                if is_gone and group in _base_recipe().keys() - {"defaults", "hydra"}:
+                if is_gone and group in base_recipe().keys() - {"defaults", "hydra"}:
                     raise GraphoptError(
                         f"{line}: expected a recipe with {group}, found its removal: leave {line} out"
                     )
@@ -327,7 +329,7 @@ class RecipeLoader(ConfigLoaderImpl):
 
     def _check_new_fields(self, config: DictConfig, overrides: list[str]) -> None:
         """Raise an error if the command line adds a field to the recipe that nothing in it refers to."""
-        known = {*_base_recipe(), *config.hydra.runtime.choices} - {"defaults"}
+        known = {*base_recipe(), *config.hydra.runtime.choices} - {"defaults"}
         for override in _parsed(*overrides):
             name = override.key_or_group.partition(".")[0]
             is_new = (override.is_add() or override.is_force_add()) and name not in known
@@ -456,7 +458,7 @@ def _parsed(*overrides: str) -> list[Override]:
 
 
 @functools.cache
-def _base_recipe() -> dict[str, Any]:
+def base_recipe() -> dict[str, Any]:
     """Return graphopt's own recipe, as its file has it."""
     recipe: Any = OmegaConf.to_container(OmegaConf.load(RECIPES / f"{PRIMARY}.yaml"), resolve=False)
     return dict(recipe)
@@ -465,7 +467,7 @@ def _base_recipe() -> dict[str, Any]:
 @functools.cache
 def known_fields() -> tuple[str, ...]:
     """Return the paths of all fields in graphopt's own recipes, those that are named most last."""
-    fields = [name for name, _ in flattened(_base_recipe())]
+    fields = [name for name, _ in flattened(base_recipe())]
     own = [name for name in fields if not name.startswith(("defaults", "hydra", "models", "pipeline"))]
     groups = sorted(
         path for path in RECIPES.glob("*/*.yaml") if path.parent.name not in ("experiment", "sweep")
@@ -477,18 +479,12 @@ def known_fields() -> tuple[str, ...]:
     return tuple(dict.fromkeys(x.partition("[")[0] for x in reversed([*own, *groups_alone, *parts])))
 
 
-def options_with(group: str, field: str) -> list[str]:
-    """Return the options of a group that have a field."""
+def options_of(group: str) -> dict[str, dict[str, Any]]:
+    """Return the options of a group, with their fields."""
     files = sorted((RECIPES / group).glob("*.yaml"))
-    recipes: Any = {
-        path.stem: OmegaConf.to_container(OmegaConf.load(path), resolve=False) or {} for path in files
-    }
+    recipes: Any = {x.stem: OmegaConf.to_container(OmegaConf.load(x), resolve=False) or {} for x in files}
     base = recipes.pop(BASE, {})
-    return [
-        name
-        for name, recipe in recipes.items()
-        if field in recipe or (field in base and BASE in recipe.get("defaults", ()))
-    ]
+    return {name: {**(base if BASE in x.get("defaults", ()) else {}), **x} for name, x in recipes.items()}
 
 
 def on_the_command_line(field: str) -> GraphoptError:

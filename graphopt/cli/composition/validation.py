@@ -8,7 +8,6 @@ import inspect
 import os
 import pkgutil
 import re
-import types
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -20,10 +19,12 @@ from graphopt.data.files import EXPANSION, check_ending
 from graphopt.data.language.tokenizer import BESIDE
 from graphopt.data.tables import check_description
 from graphopt.errors import GraphoptError, unknown
+from graphopt.fields import alternatives, hints, read
 from graphopt.files import Access, ReadPath, WritePath
 from graphopt.generation.sampling import GenerateOptions
 from graphopt.graph.limits import Limits
 from graphopt.hosts.export import export_hosts
+from graphopt.intervals import within
 from graphopt.training import callbacks
 from graphopt.training.callbacks import MLflow, Tracker
 from graphopt.training.checkpoints import Checkpoints
@@ -56,8 +57,55 @@ NAMED: dict[str, Sequence[str]] = {  # the names that recipes may use, by path; 
 }
 
 OF_COMMAND = ("log_steps", "checkpoint")  # fields of `fit` that are no arguments of the function
-# Fields that no class or function takes as they are.
-_OWN = {"model": ReadPath, "fit.validation": ReadPath, "predictions": WritePath, "resume": ReadPath}
+_Rows = Literal["all", "held_out", "trained"]
+
+
+@dataclasses.dataclass(frozen=True)
+class RecipeFields:
+    """Declare the fields of a recipe that no class or function takes.
+
+    Args:
+        run: what to do with the model: see above
+        model: an ONNX file, or a built-in model: linear, mlp, cnn, transformer
+        folder: the folder for the run's files
+        resume: true: continue the newest run of the same recipe; or the path of a run or of a checkpoint; also for
+            run=evaluate and run=predict
+        predictions: the file that run=predict writes in the folder: .npz, .csv or .parquet
+        prompt: the text that run=generate continues; -: from the input; null: the model starts a text
+        rows: of a run's own data, for run=evaluate and run=predict: all, held_out or trained; null: held_out to
+            evaluate a run that held rows out, otherwise all
+        quiet: print nothing while training, except warnings and errors
+        trust: packages, in addition to graphopt and passes, whose code recipes may name
+    """
+
+    run: str
+    model: ReadPath
+    folder: str
+    resume: bool | ReadPath
+    predictions: WritePath
+    prompt: str | None
+    rows: _Rows | None
+    quiet: bool
+    trust: Sequence[str]
+
+
+@dataclasses.dataclass(frozen=True)
+class FitFields:
+    """Declare the fields of `fit` in a recipe that are others than those of the function.
+
+    Args:
+        validation: the share of rows to hold out, a file like data.path, or null
+        log_steps: write a line per step to metrics.jsonl, in addition to the line per epoch.
+        seed: the seed of the initial weights, the order of the rows and Dropout
+    """
+
+    validation: float | ReadPath | None
+    log_steps: bool
+    seed: int = within("[0, inf)", 0)
+
+
+OWN = {"": RecipeFields, "fit": FitFields}
+_ROWS = typing.get_args(_Rows)
 PARTS = ("data", "executor", "fit", "generate", "hosts", "limits", "models", "pipeline")
 PLAIN: dict[str, Any] = {  # what takes the fields of the parts that name no class or function
     "fit": fit,
@@ -81,7 +129,6 @@ _ADDED: dict[str, Sequence[str]] = {  # arguments that the command adds
     "fit.checkpoint": ("folder",),
     "hosts": ("step", "folder"),
 }
-_ROWS = ("all", "held_out", "trained")
 _PREDICTIONS = "predictions"  # the name, without its ending, of the file that run=predict writes
 # These may name libraries to load and files to write.
 _HOST = ("executor.provider_options", "executor.session_options", "executor.custom_ops")
@@ -194,11 +241,12 @@ def _check_paths(fields: Mapping[str, Any], command_line: CommandLine) -> None:
 
 def paths_in(fields: Mapping[str, Any], trust: Sequence[str] = ()) -> Iterator[tuple[str, str, Access]]:
     """Yield each path that a recipe names, with its field, by the annotations of what takes it."""
-    for field, hint in _OWN.items():
-        group, _, name = field.rpartition(".")
-        value = (fields[group] if group else fields).get(name)
-        if isinstance(value, str) and (field != "model" or value not in fields["models"]):
-            yield field, value, access_of(hint) or Access.READ
+    for group, target in OWN.items():
+        node = fields[group] if group else fields
+        for name, access in accesses(target).items():
+            value = node.get(name)
+            if isinstance(value, str) and (name != "model" or value not in fields["models"]):
+                yield f"{group}.{name}".lstrip("."), value, access
     for key, node in fields.items():
         own = {name: x for name, x in node.items() if x != fields.get(name)} if key == "pipeline" else node
         yield from _paths_of(own, str(key), trust)
@@ -221,8 +269,8 @@ def _paths_of(node: Any, path: str, trust: Sequence[str]) -> Iterator[tuple[str,
 
 def accesses(target: Any) -> dict[str, Access]:
     """Return the arguments of a class or a function that are paths, and what is done with the files there."""
-    hints = _hints(target, include_extras=True)
-    return {name: access for name, hint in hints.items() if (access := access_of(hint)) is not None}
+    known = hints(target, include_extras=True)
+    return {name: access for name, hint in known.items() if (access := access_of(hint)) is not None}
 
 
 def access_of(hint: Any) -> Access | None:
@@ -336,8 +384,8 @@ def expanded(callbacks: Any) -> dict[str, Any]:
         if not isinstance(value, Mapping | bool):
             kind = pkgutil.resolve_name(CALLBACKS[name])
             first, *others = inspect.signature(kind).parameters
-            meant = next((other for other in others if _fits(value, _hints(kind).get(other), ())), None)
-            if meant is not None and not _fits(value, _hints(kind).get(first, Any), ()):
+            meant = next((other for other in others if _fits(value, hints(kind).get(other), ())), None)
+            if meant is not None and not _fits(value, hints(kind).get(first, Any), ()):
                 raise GraphoptError(
                     f"callbacks.{name}: expected true, a value of {first} or fields, found {value!r}: write "
                     f"callbacks.{name}={{{meant}: {value}}}"
@@ -360,7 +408,7 @@ def create(node: Any, path: str, trust: Sequence[str] = (), /, **arguments: Any)
     if TARGET_KEY not in node:
         return built
     target = resolve(node[TARGET_KEY], path, trust)
-    for name, hint in _hints(target).items():
+    for name, hint in hints(target).items():
         if isinstance(built.get(name), str) and _is_code(hint):
             built[name] = _trusted(built[name], f"{path}.{name}", trust)
     return target(**built, **arguments)
@@ -386,7 +434,7 @@ def check_fields(
         if name not in given and parameter.kind is not parameter.VAR_POSITIONAL
     }
     is_open = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    hints = _hints(target)
+    kinds = hints(target)
     for name, value in fields.items():
         if not isinstance(name, str) or (name.startswith("_") and name.endswith("_")):
             raise GraphoptError(f"{path}.{name}: expected no such field in a recipe: remove it")
@@ -394,7 +442,7 @@ def check_fields(
             continue
         if name not in parameters:
             raise GraphoptError(f"{path}: {unknown('field', name, parameters)}")
-        hint = hints.get(name, Any)
+        hint = kinds.get(name, Any)
         if isinstance(value, str) and value != MISSING and _is_code(hint):
             _trusted(value, f"{path}.{name}", trust)
         elif value != MISSING and not _fits(value, hint, trust):
@@ -408,17 +456,22 @@ def check_fields(
 def resolve(name: Any, path: str, trust: Sequence[str] = ()) -> Any:
     """Return the object that `_target_` names in a recipe: one of the listed names, or code of a trusted package."""
     if isinstance(name, str):
-        if name in _offered(path):
+        if name in offered(path):
             return pkgutil.resolve_name(name)
         if _within(name.replace(":", "."), trust):
             return _trusted(name, f"{path}.{TARGET_KEY}", trust)
     package = str(name).partition(".")[0].partition(":")[0]
     if package in ("graphopt", "passes"):
-        raise GraphoptError(f"{path}.{TARGET_KEY}: {unknown('name', name, _offered(path))}")
+        raise GraphoptError(f"{path}.{TARGET_KEY}: {unknown('name', name, offered(path))}")
     raise _untrusted(name, f"{path}.{TARGET_KEY}")
 
 
-def _offered(path: str) -> Sequence[str]:
+def given(path: str) -> Sequence[str]:
+    """Return the arguments that the command gives to what a path of the recipe names."""
+    return _ADDED.get(path, ())
+
+
+def offered(path: str) -> Sequence[str]:
     """Return the names of graphopt's own code that a path of the recipe accepts."""
     group, _, rest = path.partition(".")
     if group in NAMED and bool(rest) == (group in ("callbacks", "models")) and "." not in rest:
@@ -470,18 +523,6 @@ def _within(name: str, packages: Sequence[str]) -> bool:
     return any(name == package or name.startswith(f"{package.rstrip('.')}.") for package in packages)
 
 
-def _hints(target: Any, *, include_extras: bool = False) -> dict[str, Any]:
-    if dataclasses.is_dataclass(options := getattr(target, "Options", None)):
-        target = options
-    is_plain_class = inspect.isclass(target) and not hasattr(target, "__dataclass_fields__")
-    try:
-        return typing.get_type_hints(
-            target.__init__ if is_plain_class else target, None, None, include_extras
-        )
-    except (NameError, TypeError):  # a user's annotations may not resolve
-        return {}
-
-
 def _named(parameter: inspect.Parameter) -> str:
     """Return what a parameter expects: its types, or the values of a Literal."""
     text = str(parameter.annotation).removeprefix("<class '").removesuffix("'>")
@@ -506,7 +547,7 @@ def _words(hint: Any) -> str | None:
         return "a mapping"
     if origin in (tuple, Sequence) and inspect.isclass(parts[0]) and dataclasses.is_dataclass(parts[0]):
         return f"a list of {parts[0].__name__}, each {{{TARGET_KEY}: passes.{parts[0].__name__}, ...}}"
-    if origin in (typing.Union, types.UnionType) or (inspect.isclass(origin) and origin is Sequence):
+    if origin is Sequence or len(alternatives(hint)) > 1:
         words = [_words(part) for part in parts]
         if None not in words:
             return " or ".join(map(str, words)) if origin is not Sequence else f"a list of {words[0]}"
@@ -515,32 +556,37 @@ def _words(hint: Any) -> str | None:
 
 def _is_code(hint: Any) -> bool:
     """Return whether a type hint asks for a function, which a string may name."""
-    parts = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
+    parts = alternatives(hint)
     return any(typing.get_origin(part) is Callable for part in parts) and str in parts
 
 
 def _fits(value: Any, hint: Any, trust: Sequence[str]) -> bool:
     """Return whether a recipe's value, or the object that it describes, has a type."""
-    origin, parts = typing.get_origin(hint), typing.get_args(hint)
-    if hint is Any:
-        return True
-    if origin in (typing.Union, types.UnionType):
-        return any(_fits(value, part, trust) for part in parts)
     if isinstance(value, Mapping) and TARGET_KEY in value:  # a function is assumed to return such an object
-        made, kind = resolve(value[TARGET_KEY], "", trust), origin or hint
-        return not inspect.isclass(made) or (inspect.isclass(kind) and issubclass(made, kind))
-    if origin is Literal:
-        return any(value == part and type(value) is type(part) for part in parts)
-    if hint is None or hint is type(None):
-        return value is None
-    if hint in (bool, int, float, str):
-        return isinstance(value, int | float if hint is float else hint) and (
-            hint is bool or not isinstance(value, bool)
-        )
-    if inspect.isclass(origin) and issubclass(origin, Mapping):
-        return isinstance(value, Mapping) and all(_fits(item, parts[1], trust) for item in value.values())
-    if inspect.isclass(origin) and issubclass(origin, Sequence):
-        return isinstance(value, list) and all(_fits(item, parts[0], trust) for item in value)
-    if inspect.isclass(origin):
-        return isinstance(value, (origin, str) if origin is os.PathLike else origin)
-    return value is not None and not isinstance(value, Mapping) and not dataclasses.is_dataclass(hint)
+        made, kinds = resolve(value[TARGET_KEY], "", trust), [_class_of(kind) for kind in alternatives(hint)]
+        is_one = any(kind is Any or (inspect.isclass(kind) and issubclass(made, kind)) for kind in kinds)
+        return not inspect.isclass(made) or is_one
+
+    def other(value: Any, hint: Any) -> None:
+        """Raise an error unless a value that no plain type describes may be one."""
+        kind = _class_of(hint)
+        if isinstance(value, Mapping) and TARGET_KEY in value:
+            is_right = _fits(value, hint, trust)
+        elif kind is hint:
+            is_right = not (value is None or isinstance(value, Mapping) or dataclasses.is_dataclass(kind))
+        else:
+            is_right = isinstance(value, (kind, str) if kind is os.PathLike else kind)
+        if not is_right:
+            raise TypeError
+
+    try:
+        read(value, hint, other)
+    except TypeError:
+        return False
+    except ValueError:  # of what is refused elsewhere: a list's length by its class, a name by `check`
+        return True
+    return True
+
+
+def _class_of(hint: Any) -> Any:
+    return typing.get_origin(hint) or hint

@@ -21,7 +21,8 @@ from graphopt.errors import GraphoptError
 from graphopt.files import read_regular, replacing
 
 _PACKAGES = ("graphopt", "onnx", "onnx_ir", "onnxscript", "numpy")
-_SOURCES = ("graph", "targets", "arguments.py", "errors.py", "files.py", "intervals.py", "pipeline.py")
+_MODULES = ("arguments", "errors", "fields", "files", "intervals", "pipeline")
+_SOURCES = ("graph", "targets", *(f"{name}.py" for name in _MODULES))
 SUM = ".sum"  # the suffix of the file with the size and the hash of another
 
 

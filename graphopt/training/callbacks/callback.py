@@ -12,9 +12,9 @@ import numpy as np
 
 from graphopt.arguments import Checked, check_function
 from graphopt.errors import GraphoptError, kind_of, nearest
+from graphopt.fields import check_options
 from graphopt.graph.roles import Role, with_role
 from graphopt.graph.state import averages
-from graphopt.intervals import check_intervals, check_types
 from graphopt.runtime.executor import Executor
 from graphopt.runtime.tensors import Tensor
 
@@ -149,8 +149,7 @@ class Callback(metaclass=Checked):
 
     def __post_init__(self) -> None:
         """Check the intervals of a dataclass's fields, and set its other attributes."""
-        check_intervals(self)
-        check_types(self)
+        check_options(self)
         self.reset()
 
     def reset(self) -> None:

@@ -19,8 +19,8 @@ from typing import Any
 
 from graphopt.data.files import imported
 from graphopt.errors import GraphoptError, line, unknown
+from graphopt.fields import check_options
 from graphopt.files import WritePath, json_of, making, open_to_append, replacing
-from graphopt.intervals import check_types
 from graphopt.training.callbacks.callback import Callback, Record, Run
 
 __all__ = ["CSV", "JSONL", "Log", "MLflow", "TensorBoard", "Tracker"]
@@ -76,7 +76,7 @@ class FileLog(Log):
     path: WritePath
 
     def __post_init__(self) -> None:
-        check_types(self)
+        check_options(self)
         self._path = Path(self.path)
 
     @abstractmethod

@@ -14,9 +14,10 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 
 from graphopt.errors import GraphoptError, unknown
+from graphopt.fields import check_options
 from graphopt.files import ReadPath, read_regular
 from graphopt.inspection.words import counted
-from graphopt.intervals import check_types, within
+from graphopt.intervals import within
 from graphopt.training.callbacks.callback import Callback, Record, Run
 from graphopt.training.callbacks.logs import json_lines
 from graphopt.training.checkpoints import larger_is_better, seconds
@@ -51,7 +52,7 @@ class Monitor(Callback, ABC):
     def __post_init__(self) -> None:
         if self.mode not in _MODES:
             raise GraphoptError(f"{type(self).__name__}: {unknown('mode', str(self.mode), _MODES)}")
-        check_types(self)
+        check_options(self)
         self._larger = self.mode == "max" or (self.mode == "auto" and larger_is_better(self.monitor))
         super().__post_init__()
 

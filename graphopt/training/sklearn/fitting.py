@@ -28,10 +28,11 @@ from graphopt.data import Batches, Dataset
 from graphopt.data.dataset import TARGET, WEIGHT, Array, LazyArray, SparseRows, is_sparse
 from graphopt.data.loader import other_shape
 from graphopt.errors import GraphoptError, some, unknown
+from graphopt.fields import check_intervals
 from graphopt.graph.loading import Source
 from graphopt.graph.roles import Role, labels_of, with_role
 from graphopt.graph.values import dims_of, dtype_of, name_of, rank
-from graphopt.intervals import check_intervals, within
+from graphopt.intervals import within
 from graphopt.pipeline import Step
 from graphopt.runtime.executor import Executor
 from graphopt.training.callbacks.callback import copied_weights

@@ -1,0 +1,145 @@
+"""Check values by annotations: options in Python, the fields of recipes in YAML, and those of notes in JSON."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import inspect
+import os
+import types
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+import numpy as np
+
+from graphopt.errors import GraphoptError
+from graphopt.intervals import KEY
+
+_PLAIN = (bool, int, float, str, type(None))
+_UNIONS = (typing.Union, types.UnionType)
+_WORDS: dict[Any, str] = {
+    bool: "True or False",
+    int: "a whole number",
+    str: "a word",
+    os.PathLike: "a path",
+    Mapping: "a mapping",
+    tuple: "a sequence",
+    type(None): "None",
+}
+_ALIKE: dict[Any, tuple[type, ...]] = {int: (np.integer,), bool: (np.bool_,), tuple: (list,)}
+
+
+def hints(target: Any, *, include_extras: bool = False) -> dict[str, Any]:
+    """Return the types of the fields of a dataclass, or of the arguments of a class or a function.
+
+    Return none if they do not resolve.
+    """
+    if dataclasses.is_dataclass(options := getattr(target, "Options", None)):
+        target = options
+    is_plain_class = inspect.isclass(target) and not dataclasses.is_dataclass(target)
+    try:
+        return typing.get_type_hints(
+            target.__init__ if is_plain_class else target, None, None, include_extras
+        )
+    except (NameError, TypeError):  # types that are imported for annotations only, or a user's
+        return {}
+
+
+def alternatives(hint: Any) -> list[Any]:
+    """Return the types of a union, also of one in a union; of another type, the type; without what annotates them."""
+    if typing.get_origin(hint) is Annotated:
+        return alternatives(hint.__origin__)
+    is_union = typing.get_origin(hint) in _UNIONS
+    return [part for one in typing.get_args(hint) for part in alternatives(one)] if is_union else [hint]
+
+
+def read(value: Any, hint: Any, other: Callable[[Any, Any], Any]) -> Any:
+    """Return a value of YAML or JSON as its type has it: a list becomes a tuple.
+
+    Args:
+        other: returns the value of a type that YAML and JSON do not have, or raises one of these errors.
+
+    Raises:
+        TypeError: the value has another type.
+        ValueError: the value has another form.
+    """
+    if hint is Any or type(value) is hint or (hint, type(value)) == (float, int):
+        return value
+    origin, parts = typing.get_origin(hint), typing.get_args(hint)
+    if origin in _UNIONS:
+        for part in parts:
+            with contextlib.suppress(TypeError, ValueError):
+                return read(value, part, other)
+        raise TypeError
+    kind = origin if inspect.isclass(origin) else object
+    if origin is Literal and any(value == word and type(value) is type(word) for word in parts):
+        return value
+    if issubclass(kind, Mapping) and isinstance(value, Mapping):
+        return {parts[0](key): read(item, parts[1], other) for key, item in value.items()}
+    if issubclass(kind, Sequence) and isinstance(value, list):
+        kinds = [*parts] if kind is tuple and parts[-1] is not ... else [parts[0]] * len(value)
+        return tuple(read(item, part, other) for item, part in zip(value, kinds, strict=True))
+    if hint in _PLAIN or origin is Literal or issubclass(kind, Mapping | Sequence):
+        raise TypeError
+    return other(value, hint)
+
+
+def check_options(options: Any, owner: str | None = None) -> None:
+    """Raise an error unless numbers of a dataclass lie in their intervals, and flags, words and paths are such.
+
+    Fields of other types are left to their owner.
+
+    Args:
+        owner: what the options belong to, for the message; by default, the dataclass.
+    """
+    check_intervals(options, owner)
+    kind: Any = type(options)
+    for name, (kinds, words, are_words) in _declared(kind).items():
+        value = getattr(options, name)
+        if not isinstance(value, kinds):
+            raise _wrong(options, owner, name, words, value)
+        for x in value if are_words and isinstance(value, list | tuple) else ():
+            if not isinstance(x, str):
+                raise _wrong(options, owner, name, "words", x)
+
+
+def check_intervals(options: Any, owner: str | None = None) -> None:
+    """Raise an error unless the fields of a dataclass lie in their intervals; see `check_options`."""
+    for field in dataclasses.fields(options):
+        if KEY in field.metadata and (value := getattr(options, field.name)) != field.default:
+            for number in field.metadata[KEY].outside(value)[:1]:
+                raise _wrong(options, owner, field.name, field.metadata[KEY], number)
+
+
+def _wrong(options: Any, owner: str | None, name: str, expected: Any, found: Any) -> GraphoptError:
+    place = f"{owner or type(options).__name__}({name}={getattr(options, name)!r})"
+    return GraphoptError(f"{place}: expected {expected}, found {found!r}")
+
+
+@functools.cache
+def _declared(kind: Any) -> dict[str, tuple[tuple[type, ...], str, bool]]:
+    """Return the fields whose types are checked: their classes, these in words, and whether sequences hold words."""
+    found, known = {}, hints(kind)
+    for field in dataclasses.fields(kind):
+        parts = alternatives(known.get(field.name, Any))
+        classes = [_class_of(part) for part in parts]
+        is_number = KEY in field.metadata and int in classes
+        if field.init and not is_number and all(part in _WORDS for part in classes):
+            alike = [other for part in classes for other in _ALIKE.get(part, ())]
+            *words, last = dict.fromkeys(_WORDS[part] for part in classes)
+            items = [typing.get_args(part) for part in parts if typing.get_origin(part) in (list, tuple)]
+            are_words = bool(items) and all({*one} <= {str, ...} for one in items)
+            text = " or ".join([", ".join(words), last] if words else [last])
+            found[field.name] = (*classes, *alike), text, are_words
+    return found
+
+
+def _class_of(hint: Any) -> Any:
+    """Return the class of a type: that of a list is a sequence's, and that of a choice of words, a word's."""
+    origin = typing.get_origin(hint)
+    if origin is Literal:
+        kinds = {type(word) for word in typing.get_args(hint)}
+        return kinds.pop() if len(kinds) == 1 else None
+    return {list: tuple, None: hint}.get(origin, origin)
