@@ -62,7 +62,8 @@ PASSES = 300  # after which what is not decided stays so
 PERIOD = 65537  # numbers from which random ones repeat, a prime
 ALONG, SIGNS = "along the gradient", "along random signs"
 NO_DOUBLE = CONVOLUTIONS | {"Erf", "Gelu"}  # ONNX Runtime has kernels of float32 only on every CPU
-SOURCES = tuple(sorted(Path(__file__).parent.glob("*.py")))
+REFERENCE = Path(__file__).parents[3] / "passes" / "optimizers" / "reference.py"
+SOURCES = (*sorted(Path(__file__).parent.glob("*.py")), REFERENCE)
 
 
 class FirstCheck:
