@@ -241,6 +241,7 @@ def _encode_beforehand(model: ir.Model) -> bool:
     with interface_kept(model):
         pads_for_output_shapes(model)
         upgrade(model)
+        convert(model)
     detach_encoders(model)
     return forget(model)
 

@@ -266,7 +266,7 @@ def test_a_pipeline_of_scikit_learn_trains(encoder, labels):
     table, classes = people()
     columns = ColumnTransformer([("texts", encoder, ["city", "job"]), ("numbers", StandardScaler(), ["age"])])
     pipeline = make_pipeline(columns, LogisticRegression()).fit(table, np.array(labels)[classes])
-    file = to_onnx(pipeline, initial_types=TYPES, options={"zipmap": False})
+    file = to_onnx(pipeline, initial_types=TYPES, options={"zipmap": False}, target_opset=21)
     executor = graphopt.Executor(
         graphopt.compile(file, loss=passes.CrossEntropy(), optimizer=passes.Adam(0.1)), native=False
     )
