@@ -483,7 +483,7 @@ def test_the_report_names_what_runs_in_float32() -> None:
         }""",
         u=RNG.standard_normal((8, 8)),
         w=RNG.standard_normal((8, 3)),
-        size=np.array([1, 8]),
+        size=np.array([4, 8]),
     )
     steps = {"loss": passes.MeanSquaredError(), "precision": NARROW, "optimizer": passes.SGD(0.1)}
     text = report(proto, standard(**steps)).summary()

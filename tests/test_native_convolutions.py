@@ -384,7 +384,7 @@ def test_convolutions_of_short_axes():
 
 def test_products_are_added_without_rounding_them():
     """Of (1 + 2^-12)^2 - (1 + 2^-11), a rounded product would leave 0."""
-    if not {"fma", "asimd"} & set(toolchain._processor().split()):
+    if not {"fma", "asimd"} & set(toolchain.processor().split()):
         pytest.skip("needs a processor with fused multiply-add")
     weights = np.zeros((8, 2, 3, 3), np.float32)
     weights[:, 0, 1, 1], weights[:, 1, 1, 1] = 1, 1 + 2**-12

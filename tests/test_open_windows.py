@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import onnx
+import onnxruntime
 import pytest
 import torch
 from builders import model
@@ -124,6 +125,7 @@ def test_open_sizes_train_as_in_pytorch(case):
                 )
 
 
+@pytest.mark.skipif(onnxruntime.__version__.startswith("1.19"), reason="onnxruntime 1.19 multiplies no rows")
 @pytest.mark.parametrize("pool", ["GlobalMaxPool", "GlobalAveragePool", "GlobalLpPool"])
 def test_a_batch_without_rows_has_gradients_of_zero(pool: str) -> None:
     """A worker may have one: its sums count nothing."""
