@@ -44,7 +44,7 @@ def recipe_schema(verbs: Iterable[str]) -> Schema:
     fields |= {
         "callbacks": _mapping({name: _callback(name) for name in CALLBACKS}, _ref("part")),
         "models": _mapping({}, _any(*map(_ref, NAMED["models"]))),
-        "parameters": _any(_ref("passes.Parameters"), _ref("step")),
+        "parameters": _any(_ref(primary["parameters"][TARGET_KEY]), _ref("step")),
         "defaults": _ref("defaults"),
         "hydra": {"type": "object"},
     }
