@@ -47,6 +47,21 @@ WRONG = {
         "e = Unsqueeze(x, last) m = Mul(e, row) y = Reshape(m, k) }",
         {"m": [5, 4, 3]},
     ),
+    "a slice of fewer rows": (
+        "g (float[N,4] x) => (float[N,3] y) { a = Constant<value_ints = [1]>() b = Constant<value_ints = [99]>() "
+        "k = Constant<value_ints = [0]>() h = MatMul(x, w) s = Slice(h, a, b, k) y = Tanh(s) }",
+        {"h": ["N", 3], "s": ["N", 3]},
+    ),
+    "a slice that is an output": (
+        "g (float[N,4] x) => (float[N,3] y) { a = Constant<value_ints = [1]>() b = Constant<value_ints = [99]>() "
+        "k = Constant<value_ints = [0]>() h = MatMul(x, w) y = Slice(h, a, b, k) }",
+        {"h": ["N", 3]},
+    ),
+    "an expansion to more": (
+        "g (float[N,4] x) => (float[N,3] y) { e = Constant<value_ints = [6, 3]>() k = Constant<value_ints = [0]>() "
+        "h = MatMul(x, w) m = ReduceMean<keepdims = 1>(h, k) s = Expand(m, e) y = Tanh(s) }",
+        {"m": ["N", 3], "s": ["N", 3]},
+    ),
     "a branch of an If": (
         "g (float[N,4] x) => (float[N] y) { r = Shape(x) s = Size(r) c = Equal(s, two) "
         "y = If (c) <then_branch = a () => (float[N] p) { p = MatMul(x, w) }, "

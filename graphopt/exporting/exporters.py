@@ -364,9 +364,7 @@ def _verify(
     """Compare what the file and the module predict, also for other sizes of each dimension that may vary."""
     names = [name_of(x) for x in model.graph.inputs]
     device = Device("cpu", threads=1, flush_denormals=False)
-    options = device.new_session_options()  # optimizers of the runtime end the process on some files
-    options.graph_optimization_level = device.ort.GraphOptimizationLevel.ORT_DISABLE_ALL
-    session = Session(device, model, options)
+    session = Session(device, model, device.new_session_options(optimized=False))
     for size, examples in _examples(module, args, kwargs, shapes):
         with _one_line(f"a module that takes {size}", "fix it by dynamic_shapes, such as {}"):
             example, predicted = _accepted(module, examples)

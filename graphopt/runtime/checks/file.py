@@ -102,11 +102,8 @@ def _compared(
     is_loss = not with_role(model, Role.PREDICTION, Role.SOURCE)
     if is_loss and with_role(model, Role.METRIC):
         raise GraphoptError("the loss is more than the file's own, such as with a penalty")
-    options = device.new_session_options()
-    # As written: the runtime's optimizers end the process on some files that it runs without them (onnxruntime 1.32).
-    options.graph_optimization_level = device.ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     try:
-        session = device.open(content, options)
+        session = device.open(content, device.new_session_options(optimized=False))
     except Exception as error:
         raise GraphoptError(f"onnxruntime refuses the file as it is: {line(error)}") from error
     if is_loss and len(session.get_outputs()) == 1:

@@ -283,10 +283,8 @@ class _Step:
                 _in(part, dtype)
             else:
                 part = self._forward.part
-            options = self._device.new_session_options()  # opened faster, and without fusions
-            options.graph_optimization_level = self._device.ort.GraphOptimizationLevel.ORT_DISABLE_ALL
             try:
-                session = Session(self._device, part, options)
+                session = Session(self._device, part, self._device.new_session_options(optimized=False))
                 fed = _fed(part, {name: known[name] for name in session.inputs})
 
                 def loss(
