@@ -26,11 +26,6 @@ INSTALLS = "python -m venv"  # blocks that install graphopt; CI's jobs do that
 # Packages of pages and of commands that only the environment of the extras `federated` and `cluster` has.
 NEEDS = {"federated": ("flwr", "ray"), "sweep=ray": ("hydra_plugins.hydra_ray_launcher",)}
 NOT_RUN = {"java", "kotlin", "csharp", "rust", "swift"}  # as the page says
-NUMBERS = (
-    *("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"),
-    *("eleven", "twelve", "thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen"),
-    *("nineteen", "twenty"),
-)
 
 
 def blocks(page: Path, language: str) -> list[str]:
