@@ -149,6 +149,12 @@ def test_report(capsys: pytest.CaptureFixture[str]) -> None:
     assert "== after gradient: Gradient(loss_scale=None) ==" in written
 
 
+def test_report_times_no_step_that_takes_gigabytes(capsys: pytest.CaptureFixture[str]) -> None:
+    onnx.save(mlp((4, 50_000, 3)), "wide.onnx")
+    assert cli.main(["run=report", "model=wide.onnx", "folder=out", "fit.batch_size=10000"]) == 0
+    assert "a step     not timed: it takes " in capsys.readouterr().out
+
+
 def test_report_says_all_that_blocks(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

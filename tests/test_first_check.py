@@ -644,6 +644,18 @@ def test_random_inputs_have_the_declared_types():
     assert {"the optimizer is not known"} == reasons(table)
 
 
+def test_random_targets_have_the_sizes_of_the_predictions():
+    numbers = ", ".join(f"{x}.5" for x in range(18))
+    text = f"""<ir_version: 10, opset_import: ["" : 21]>
+        agraph (float[n, 1, height, width] x) => (float[n, 2, places] y)
+        <float[2, 1, 3, 3] w = {{{numbers}}}, int64[3] flat = {{0, 0, -1}}> {{
+            each = Conv<strides = [2, 2]>(x, w)
+            y = Reshape(each, flat)
+        }}"""
+    table = graphopt.check(onnx.parser.parse_model(text))
+    assert ("gradient", "w", "agrees") in {(x.part, x.name, x.verdict) for x in table.findings}, table
+
+
 def test_a_training_graph_takes_no_steps():
     with pytest.raises(
         graphopt.GraphoptError, match=r"^check: expected a training graph alone, found it with loss$"

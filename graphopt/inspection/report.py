@@ -45,6 +45,7 @@ from graphopt.targets.bfloat16 import computes_bfloat16
 from graphopt.targets.native.lowering import plan
 
 MOST_DRAWN = 200  # nodes: reports do not draw larger graphs
+MEASURED = 2 << 30  # bytes: reports time no step that takes more
 
 
 @dataclass
@@ -124,6 +125,9 @@ def saved_by_kernels(model: ir.Model, opened: Callable[[bool], Executor], batch:
         opened: returns an executor, with kernels or without.
         batch: the size of symbolic dimensions.
     """
+    needed = estimate(model, batch).peak
+    if needed > MEASURED:
+        return f"  a step     not timed: it takes {_megabytes(needed)} at batch size {batch}"
     rng = np.random.default_rng(0)
     feeds = {}
     for x in with_role(model, *FED):
