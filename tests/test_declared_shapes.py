@@ -143,6 +143,22 @@ def test_a_rank_that_only_the_file_knows_stays_and_its_sizes_do_not():
     np.testing.assert_allclose(executor.parameters["w"], ONES - 0.1 * w.grad.numpy(), rtol=1e-6)
 
 
+@pytest.mark.parametrize("opset", [12, 21])
+@pytest.mark.parametrize("declared", [True, False])
+def test_a_rank_follows_from_the_length_of_a_vector_of_sizes(opset, declared):
+    """ddddocr's recognizer declares an output of three axes as [1, seqlen]."""
+    proto = model(
+        "g (float[N,4] x, int64[3] s) => (float[1,S] y) { m = MatMul(x, w) y = Reshape(m, s) }",
+        opset=opset, w=ONES,
+    )  # fmt: skip
+    if not declared:
+        proto.graph.output[0].type.tensor_type.ClearField("shape")
+    step = graphopt.compile(proto, loss=passes.MeanSquaredError(), optimizer=passes.SGD(0.1))
+    assert [len(x.shape) for x in step.graph.inputs if x.name == "target"] == [3]
+    feeds = {"x": np.ones((4, 4), np.float32), "s": np.array([2, 3, 2])}
+    graphopt.Executor(step).step(**feeds, target=np.ones((2, 3, 2), np.float32))
+
+
 def test_a_size_that_the_file_fixes_is_told():
     """PyTorch unrolls an nn.RNN of a dynamic length to the length of the export."""
     proto = model(

@@ -56,6 +56,7 @@ def forget(model: ir.Model) -> bool:
         y.type = y.type or kind
     while shapes.ifs(model) and shapes.fold_integers(model):
         _infer(model, propagate)
+    _infer_ranks(model, propagate)
     _complete(model, propagate)
     _keep_undetermined(model, declared, propagate)
     shapes.name_dimensions(_values(model.graph), shapes.new_names(model))
@@ -141,6 +142,34 @@ def _typed(message: onnx.ModelProto, propagate: bool) -> onnx.GraphProto:
         return onnx.shape_inference.infer_shapes(message, data_prop=propagate).graph
     except shapes.INFERENCE_ERRORS:
         return message.graph
+
+
+def _infer_ranks(model: ir.Model, propagate: bool) -> None:
+    """Infer the ranks that the length of a vector of sizes or axes says; ONNX's inference of some opsets does not."""
+    while True:
+        missing = [x for x in _inferable(model.graph) if x.shape is None]
+        ranks = {x: rank for x in missing if (rank := _rank_by_length(x.producer())) is not None}
+        if not ranks:
+            return
+        for x, rank in ranks.items():
+            x.shape = ir.Shape([None] * rank)
+        _infer(model, propagate)
+
+
+def _rank_by_length(node: ir.Node | None) -> int | None:
+    """Return the rank of a node's output, if the length of the vector that is its second input says it."""
+    if node is None or node.op_type not in ("Reshape", "Unsqueeze", "Squeeze") or node.domain:
+        return None
+    x, vector = [*node.inputs, None][:2]
+    length = None if vector is None or vector.shape is None or len(vector.shape) != 1 else vector.shape[0]
+    if not isinstance(length, int):
+        return None
+    if node.op_type == "Reshape":
+        return length
+    if x is None or x.shape is None:
+        return None
+    rank = len(x.shape) + (length if node.op_type == "Unsqueeze" else -length)
+    return rank if rank >= 0 else None
 
 
 def _complete(model: ir.Model, propagate: bool) -> None:
