@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import builders
 import numpy as np
 import onnx
 import onnxruntime
@@ -153,6 +154,19 @@ def test_report_times_no_step_that_takes_gigabytes(capsys: pytest.CaptureFixture
     onnx.save(mlp((4, 50_000, 3)), "wide.onnx")
     assert cli.main(["run=report", "model=wide.onnx", "folder=out", "fit.batch_size=10000"]) == 0
     assert "a step     not timed: it takes " in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_report_uses_sizes_that_the_network_takes(capsys: pytest.CaptureFixture[str]) -> None:
+    """With 32 samples, the convolution has a negative size, at which ONNX's inference of a Slice ends the process."""
+    waves = builders.model(
+        "g (float[N,S] x) => (float[N,2,F] y) { u = Unsqueeze(x, one) c = Conv<strides = [4]>(u, w) "
+        "y = Slice(c, one, most, two) }",
+        w=np.ones((2, 1, 40)), one=np.array([1]), two=np.array([2]), most=np.array([2**40]),
+    )  # fmt: skip
+    onnx.save(waves, "waves.onnx")
+    assert cli.main(["run=report", "model=waves.onnx", "loss=mean_squared_error", "folder=out"]) == 0
+    assert "at batch size 32 and size 64 of other open axes, estimated" in capsys.readouterr().out
 
 
 def test_report_says_all_that_blocks(

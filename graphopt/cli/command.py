@@ -350,9 +350,7 @@ def _report(recipe: Recipe, folder: Path, console: Console) -> str:
     if step is not None and on_cpu and fields.get("native") is not False:
         in_place = fields.get("in_place", False)
         result.step_time = saved_by_kernels(
-            step,
-            lambda native: recipe.executor(step, native=native, in_place=native and in_place),
-            result.batch or 1,
+            result, lambda native: recipe.executor(step, native=native, in_place=native and in_place)
         )
     summary = result.summary()
     if step is not None and not on_cpu:

@@ -17,7 +17,7 @@ import onnx_ir as ir
 from graphopt.errors import BlockingOperator, GraphoptError, NoGradient, some
 from graphopt.graph.listing import listing, operator_of, size, type_of
 from graphopt.graph.loading import Source, load
-from graphopt.graph.memory import Memory, estimate
+from graphopt.graph.memory import estimate
 from graphopt.graph.merging import adapted
 from graphopt.graph.metadata import (
     EXPORT_ANEW,
@@ -35,6 +35,7 @@ from graphopt.graph.roles import FED, STATE, Role, role_of, with_role
 from graphopt.graph.shown import elements
 from graphopt.graph.values import is_floating, name_of
 from graphopt.inspection.plot import plot
+from graphopt.inspection.random_inputs import SIZES, open_sizes
 from graphopt.inspection.words import counted
 from graphopt.pipeline import Pipeline
 from graphopt.runtime.executor import Executor
@@ -56,7 +57,7 @@ class Report:
         model: the model before the first pass.
         stages: for each pass that ran, its step, its repr, the model after it and its duration in seconds.
         blocked: the step that raised an error, and the error; None without an error.
-        batch: the size of symbolic dimensions in the estimate of memory; None for no estimate.
+        batch: the number of rows in the estimate of memory; None for no estimate.
         step_time: what was measured of the step with kernels and without, as a line; None if nothing was.
     """
 
@@ -65,6 +66,11 @@ class Report:
     blocked: tuple[str, GraphoptError] | None = None
     batch: int | None = None
     step_time: str | None = None
+
+    @functools.cached_property
+    def sizes(self) -> tuple[dict[str, int], int | None] | None:
+        """Return sizes of open axes of the step's inputs, and that of axes other than the first; None if none runs."""
+        return open_sizes(self.final, self.batch or 1)
 
     @property
     def final(self) -> ir.Model:
@@ -98,7 +104,7 @@ def report(source: Source, pipeline: Pipeline, batch: int | None = None) -> Repo
     """Run the steps of a pipeline on a copy of a model until one raises an error.
 
     Args:
-        batch: the size of symbolic dimensions in the estimate of memory.
+        batch: the number of rows in the estimate of memory.
 
     Raises:
         GraphoptError: the model cannot be read.
@@ -117,21 +123,23 @@ def report(source: Source, pipeline: Pipeline, batch: int | None = None) -> Repo
     return result
 
 
-def saved_by_kernels(model: ir.Model, opened: Callable[[bool], Executor], batch: int) -> str:
+def saved_by_kernels(result: Report, opened: Callable[[bool], Executor]) -> str:
     """Return a line with the time of a step with kernels and without, on random numbers and on labels of 0.
 
     Args:
-        model: the training graph of the executors.
-        opened: returns an executor, with kernels or without.
-        batch: the size of symbolic dimensions.
+        result: a report that has a step.
+        opened: returns an executor of the step, with kernels or without.
     """
-    needed = estimate(model, batch).peak
+    if result.sizes is None:
+        return f"  a step     not timed: {_OPEN}"
+    sizes, _ = result.sizes
+    needed = estimate(result.final, sizes).peak
     if needed > MEASURED:
-        return f"  a step     not timed: it takes {_megabytes(needed)} at batch size {batch}"
+        return f"  a step     not timed: it takes {_megabytes(needed)} at {_at(result)}"
     rng = np.random.default_rng(0)
     feeds = {}
-    for x in with_role(model, *FED):
-        zeros = InputSpec(x).zeros({dim.value: batch for dim in x.shape or () if not isinstance(dim, int)})
+    for x in with_role(result.final, *FED):
+        zeros = InputSpec(x).zeros({None: result.batch or 1} | sizes)
         noise = rng.standard_normal(zeros.shape).astype(zeros.dtype)
         feeds[name_of(x)] = noise if is_floating(x) else zeros
     try:
@@ -139,7 +147,18 @@ def saved_by_kernels(model: ir.Model, opened: Callable[[bool], Executor], batch:
     except GraphoptError as error:
         return f"  saves      not measured: {error}"
     times = f"{1e3 * native:.3g} ms with kernels, {1e3 * plain:.3g} ms without"
-    return f"  a step     {times}: {plain / native:.2f} times as fast, at batch size {batch}"
+    return f"  a step     {times}: {plain / native:.2f} times as fast, at {_at(result)}"
+
+
+_OPEN = f"no size of the open axes runs, of {', '.join(map(str, SIZES))}"
+
+
+def _at(result: Report) -> str:
+    """Return the sizes for which a report measures, in words."""
+    assert result.sizes is not None
+    _, size = result.sizes
+    more = "" if size is None else f" and size {size} of other open axes"
+    return f"batch size {result.batch or 1}{more}"
 
 
 def _summary(result: Report) -> Iterator[str]:
@@ -169,7 +188,7 @@ def _summary(result: Report) -> Iterator[str]:
         if result.step_time is not None:
             yield result.step_time
         if result.batch is not None and result.step is not None:
-            yield from _memory(estimate(final, result.batch), result.batch)
+            yield from _memory(result)
             if (frozen := frozen_bytes(final)) >= 1_000_000:
                 yield f"frozen     {_megabytes(frozen)} of weights: {_FROZEN[placement_by_size(final)]}"
     stages = [
@@ -216,8 +235,12 @@ _FROZEN = {
 }
 
 
-def _memory(memory: Memory, batch: int) -> Iterator[str]:
-    yield f"memory     {_megabytes(memory.peak)} at batch size {batch}, estimated"
+def _memory(result: Report) -> Iterator[str]:
+    if result.sizes is None:
+        yield f"memory     not estimated: {_OPEN}"
+        return
+    memory = estimate(result.final, result.sizes[0])
+    yield f"memory     {_megabytes(memory.peak)} at {_at(result)}, estimated"
     state = f"in two sets of buffers; parameters alone are {_megabytes(memory.parameters)}"
     step = f"at most; {_megabytes(memory.saved)} are saved for the backward pass"
     yield from _table(
