@@ -203,7 +203,8 @@ class Normalize(Pass):
                 node.attributes.add(ir.AttrInt64("onesided", 1))
         choose_branches(model)
         find_ranks(model)
-        return forget(model)
+        propagate = forget(model)
+        return forget(model) if _unsqueeze_signals(model) else propagate
 
     def _prepare(self, model: ir.Model, propagate: bool) -> bool:
         pads_for_output_shapes(model)
@@ -401,6 +402,29 @@ def pads_for_output_shapes(model: ir.Model) -> None:
 def _set_pads(node: ir.Node, window: Window) -> None:
     node.attributes.pop("auto_pad", None)
     node.attributes.add(ir.AttrInt64s("pads", [*window.begin, *window.end]))
+
+
+def _unsqueeze_signals(model: ir.Model) -> bool:
+    """Give signals [batch, samples] of an STFT, which ONNX Runtime takes, the last axis that ONNX requires.
+
+    Returns: whether there are such signals.
+    """
+    found = False
+    for node in all_nodes(model.graph):
+        x = node.inputs[0] if node.op_type == "STFT" and node.domain == "" else None
+        if x is None or x.shape is None or len(x.shape) != 2:
+            continue
+        name, last = node.outputs[0].name, ir.tensor(np.array([2]))
+        axis, signal = ir.val(f"{name}/axis", last.dtype, last.shape.numpy()), ir.val(f"{name}/signal")
+        assert node.graph is not None
+        made = [
+            ir.node("Constant", [], {"value": last}, outputs=[axis]),
+            ir.node("Unsqueeze", [x, axis], outputs=[signal]),
+        ]
+        node.graph.insert_before(node, made)
+        node.replace_input_with(0, signal)
+        found = True
+    return found
 
 
 def pad_all_axes(model: ir.Model) -> None:

@@ -144,10 +144,14 @@ def test_a_batch_without_rows_has_gradients_of_zero(pool: str) -> None:
 
 
 @pytest.mark.parametrize("attribute", ["", "<onesided = 1>", "<onesided = 0>"])
-def test_a_spectrum_has_the_bins_that_the_runtime_computes(attribute: str) -> None:
-    """ONNX's inference takes the default of `onesided` for 0, and the standard has 1."""
+@pytest.mark.parametrize("dims", ["N,64,1", "N,S,1", "N,S"])
+def test_a_spectrum_has_the_bins_that_the_runtime_computes(attribute: str, dims: str) -> None:
+    """ONNX's inference takes the default of `onesided` for 0, and the standard has 1.
+
+    It infers nothing for signals of open lengths, and refuses those of two axes, which speech packages have.
+    """
     proto = onnx.parser.parse_model(
-        '<ir_version: 8, opset_import: ["": 17]> g (float[N,64,1] x) => (float[N] y)'
+        f'<ir_version: 8, opset_import: ["": 17]> g (float[{dims}] x) => (float[N] y)'
         f" {{ s = STFT{attribute}(x, hop, window, length) q = Mul(s, s)"
         " m = ReduceMean<axes = [1, 2, 3], keepdims = 0>(q)"
         " y = Mul(m, g) }"
@@ -156,7 +160,7 @@ def test_a_spectrum_has_the_bins_that_the_runtime_computes(attribute: str) -> No
     window, g = rng.random(16).astype(np.float32), np.array([1.5], np.float32)
     for name, array in {"hop": np.array(12), "length": np.array(16), "window": window, "g": g}.items():
         proto.graph.initializer.append(onnx.numpy_helper.from_array(array, name))
-    x, target = rng.standard_normal((3, 64, 1)).astype(np.float32), np.ones(3, np.float32)
+    x, target = rng.standard_normal((3, 64)).astype(np.float32), np.ones(3, np.float32)
     step = graphopt.compile(
         proto,
         parameters=passes.Parameters("window"),
@@ -165,11 +169,12 @@ def test_a_spectrum_has_the_bins_that_the_runtime_computes(attribute: str) -> No
     )
     executor = graphopt.Executor(step, native=False)
     w = torch.tensor(window, requires_grad=True)
-    frames = torch.tensor(x[..., 0]).unfold(1, 16, 12) * w
+    signal = x if dims == "N,S" else x[..., None]
+    frames = torch.tensor(x).unfold(1, 16, 12) * w
     spectrum = torch.fft.fft(frames) if "0" in attribute else torch.fft.rfft(frames)
     y = torch.view_as_real(spectrum).square().mean((1, 2, 3)) * 1.5
     loss = (y - 1).square().mean()
     (gradient,) = torch.autograd.grad(loss, w)
-    np.testing.assert_allclose(executor.predict(x=x)["y"], y.detach(), rtol=1e-4)
-    assert executor.step(x=x, target=target)["loss"] == pytest.approx(loss.item(), rel=1e-4)
+    np.testing.assert_allclose(executor.predict(x=signal)["y"], y.detach(), rtol=1e-4)
+    assert executor.step(x=signal, target=target)["loss"] == pytest.approx(loss.item(), rel=1e-4)
     np.testing.assert_allclose(executor.parameters["window"], window - gradient.numpy(), rtol=1e-3, atol=1e-4)

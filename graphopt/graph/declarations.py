@@ -145,31 +145,39 @@ def _typed(message: onnx.ModelProto, propagate: bool) -> onnx.GraphProto:
 
 
 def _infer_ranks(model: ir.Model, propagate: bool) -> None:
-    """Infer the ranks that the length of a vector of sizes or axes says; ONNX's inference of some opsets does not."""
+    """Infer the shapes that ONNX's inference leaves out although ranks follow from ranks and lengths of vectors."""
     while True:
         missing = [x for x in _inferable(model.graph) if x.shape is None]
-        ranks = {x: rank for x in missing if (rank := _rank_by_length(x.producer())) is not None}
-        if not ranks:
+        found = {x: shape for x in missing if (shape := _by_ranks(x.producer())) is not None}
+        if not found:
             return
-        for x, rank in ranks.items():
-            x.shape = ir.Shape([None] * rank)
+        for x, shape in found.items():
+            x.shape = shape
         _infer(model, propagate)
 
 
-def _rank_by_length(node: ir.Node | None) -> int | None:
-    """Return the rank of a node's output, if the length of the vector that is its second input says it."""
-    if node is None or node.op_type not in ("Reshape", "Unsqueeze", "Squeeze") or node.domain:
+def _by_ranks(node: ir.Node | None) -> ir.Shape | None:
+    """Return the shape of a node's output as far as ranks and the length of its second or third input say it."""
+    if node is None or node.domain:
         return None
-    x, vector = [*node.inputs, None][:2]
+    x, vector, window = [*node.inputs, None, None, None][:3]
+    if node.op_type == "STFT":
+        bins = None if window is None or window.shape is None else window.shape[0]
+        if isinstance(bins, int) and node.attributes.get_int("onesided", None) != 0:
+            bins = bins // 2 + 1
+        rows = None if x is None or x.shape is None else x.shape[0]
+        return ir.Shape([rows, None, bins if isinstance(bins, int) else None, 2])
+    if node.op_type not in ("Reshape", "Unsqueeze", "Squeeze"):
+        return None
     length = None if vector is None or vector.shape is None or len(vector.shape) != 1 else vector.shape[0]
     if not isinstance(length, int):
         return None
     if node.op_type == "Reshape":
-        return length
+        return ir.Shape([None] * length)
     if x is None or x.shape is None:
         return None
     rank = len(x.shape) + (length if node.op_type == "Unsqueeze" else -length)
-    return rank if rank >= 0 else None
+    return ir.Shape([None] * rank) if rank >= 0 else None
 
 
 def _complete(model: ir.Model, propagate: bool) -> None:

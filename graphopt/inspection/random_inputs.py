@@ -15,7 +15,7 @@ from graphopt.runtime.session import Session
 from graphopt.runtime.state_buffers import StateBuffers
 
 ROWS = 4
-SIZES = (16, 32, 64, 224)  # of axes that the graph leaves open, tried in this order
+SIZES = (16, 32, 64, 224, 1024)  # of axes that the graph leaves open, tried in this order
 
 Arrays = dict[str, np.ndarray]
 
