@@ -8,6 +8,7 @@ rule below, which returns the axis of its results, or refuses it.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ import numpy as np
 import onnx_ir as ir
 
 from graphopt.errors import GraphoptError
+from graphopt.graph.declarations import forget
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.operators import (
     ELEMENTWISE_OPERATORS,
@@ -59,21 +61,10 @@ def free_batch(model: ir.Model) -> None:
         raise GraphoptError(f"batch='free': expected inputs of one batch, found {shapes}")
     (rows,) = sizes
     before, axes, edits = message(model), dict.fromkeys(inputs, 0), list[Edit]()
-    for node in model.graph:
-        if not any(x in axes for x in (*node.inputs, *captured(node))):
-            continue
-        try:
-            found = _Rule(node, axes, full_attributes(node, model.opset_imports), edits).axes_of_outputs()
-            for y, axis in zip(node.outputs, found, strict=False):
-                length = dims_of(y)[axis] if y.shape is not None and axis < len(y.shape) else None
-                if y.name and (not isinstance(length, int) or length % rows):
-                    raise _Mixed("its result has no axis of the batch")
-                axes[y] = axis
-        except _Mixed as problem:
-            raise GraphoptError(
-                f"batch='free': {node.op_type} node {node.name or node.outputs[0].name!r}: expected an operator that "
-                f"treats each row by itself, found another: {problem}: export the model with a dynamic batch"
-            ) from problem
+    try:
+        _walk(model, axes, edits, rows)
+    except _Mixed as problem:
+        raise GraphoptError(f"batch='free': {problem}: export the model with a dynamic batch") from problem
     with Emitter(model) as op:
         for edit in edits:
             edit(op)
@@ -85,6 +76,79 @@ def free_batch(model: ir.Model) -> None:
             y.shape = None
     infer(model)
     _compare(before, message(model), inputs, [axes.get(y) for y in model.graph.outputs], rows)
+
+
+def name_squeezed_axes(model: ir.Model) -> bool:
+    """Let a Squeeze without axes, such as PyTorch's `squeeze()`, remove the axes that always have size 1.
+
+    The file removes an open axis, too, if its size is 1. Here it stays, if all that follows is proved to treat each
+    place of this axis by itself: results then differ in their shapes only. Otherwise, a warning names the node.
+
+    Returns: whether the model has changed.
+    """
+    changed = False
+    for i, node in enumerate(model.graph):
+        x = node.inputs[0] if node.op_type == "Squeeze" and not node.domain else None
+        is_given = len(node.inputs) > 1 and node.inputs[1] is not None
+        if is_given or x is None or x.shape is None or all(isinstance(size, int) for size in x.shape):
+            continue
+        left = [size for size in x.shape if size != 1]
+        trial = model.clone()
+        squeezed = trial.graph[i]
+        _name_axes(squeezed)
+        forget(trial)
+        try:
+            for axis, size in enumerate(left):
+                if not isinstance(size, int):
+                    _walk(trial, {squeezed.outputs[0]: axis}, [])
+        except _Mixed as problem:
+            warnings.warn(
+                f"Squeeze node {name_of(node)!r} names no axes, so that it also removes an open axis of {x.name!r} of "
+                f"shape {x.shape} whose size is 1, and {problem}: export it with axes, such as squeeze(-1) in PyTorch",
+                stacklevel=2,
+            )
+            continue
+        _name_axes(node)
+        changed = True
+    return changed
+
+
+def _name_axes(node: ir.Node) -> None:
+    """Give a Squeeze the axes of its input that have size 1."""
+    (x,) = (v for v in node.inputs if v is not None)
+    ones = [i for i, size in enumerate(dims_of(x)) if size == 1]
+    if not ones:
+        node.op_type = "Identity"
+        return
+    tensor = ir.tensor(np.array(ones))
+    axes = ir.val(f"{node.outputs[0].name}/axes", tensor.dtype, tensor.shape.numpy())
+    assert node.graph is not None
+    node.graph.insert_before(node, ir.node("Constant", [], {"value": tensor}, outputs=[axes]))
+    node.resize_inputs(2)
+    node.replace_input_with(1, axes)
+
+
+def _walk(model: ir.Model, axes: Axes, edits: list[Edit], rows: int | None = None) -> None:
+    """Add the axes of rows of all values that depend on those that are given.
+
+    Raises:
+        _Mixed: a node is not known to treat each row by itself.
+    """
+    for node in model.graph:
+        if not any(x in axes for x in (*node.inputs, *captured(node))):
+            continue
+        try:
+            found = _Rule(node, axes, full_attributes(node, model.opset_imports), edits).axes_of_outputs()
+            for y, axis in zip(node.outputs, found, strict=False):
+                length = dims_of(y)[axis] if y.shape is not None and axis < len(y.shape) else None
+                if y.name and rows is not None and (not isinstance(length, int) or length % rows):
+                    raise _Mixed("its result has no axis of the batch")
+                axes[y] = axis
+        except _Mixed as problem:
+            raise _Mixed(
+                f"{node.op_type} node {node.name or node.outputs[0].name!r}: expected an operator that treats each row "
+                f"by itself, found another: {problem}"
+            ) from problem
 
 
 class _Mixed(Exception):

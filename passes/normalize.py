@@ -38,7 +38,7 @@ from graphopt.graph.sizes import has_sizes, sizes_of, unify_sizes
 from graphopt.graph.state import make_room
 from graphopt.graph.traversal import all_nodes
 from graphopt.graph.values import constant_of, dims_of, is_floating, name_of, swap
-from passes.free_batch import free_batch
+from passes.free_batch import free_batch, name_squeezed_axes
 from passes.gradients.registry import NO_GRADIENT, RULES
 from passes.gradients.rules.shape import spread_pads
 from passes.gradients.rules.windows import Window, cropped, halved, same_of_transposed, window_of
@@ -151,6 +151,8 @@ class Normalize(Pass):
             if not is_inferred(model):
                 infer(model, propagate)
             if lower_sequences(model):
+                propagate = forget(model)
+            if name_squeezed_axes(model):
                 propagate = forget(model)
             fold_shapes(model)
             if self.batch:

@@ -217,3 +217,55 @@ def test_an_export_of_pytorch_without_dynamic_axes_is_freed(name):
     executor = compiled(proto, normalize=FREE)
     expected = np.concatenate([run(proto, x[i : i + 1].numpy()) for i in range(3)])
     np.testing.assert_allclose(executor.predict(x=x[:3].numpy())["y"], expected, rtol=1e-3, atol=1e-4)
+
+
+class Squeezed(torch.nn.Module):
+    """A head whose `squeeze()` removes the batch, too, if it is 1."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.body = torch.nn.Conv2d(1, 3, 3, padding=1)
+        self.head = torch.nn.Linear(3, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        features = torch.relu(self.body(x)).mean((2, 3), keepdim=True)
+        if self.kind == "score":
+            return torch.sigmoid(self.head(features.flatten(1)).squeeze()) * 4 + 1
+        return self.head(features.squeeze())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
+@pytest.mark.parametrize("kind", ["score", "features"])
+def test_a_squeeze_without_axes_trains_as_in_pytorch(kind, exporter):
+    torch.manual_seed(0)
+    network, rng = Squeezed(kind), np.random.default_rng(0)
+    proto = torch_models.export(network, torch.rand(3, 1, 4, 4), exporter)
+    executor = compiled(proto, loss=passes.MeanSquaredError(), optimizer=passes.SGD(0.1))
+    optimizer = torch.optim.SGD(network.parameters(), 0.1)
+    for rows in (5, 2, 1, 4):
+        x = rng.standard_normal((rows, 1, 4, 4)).astype(np.float32)
+        target = rng.standard_normal((rows,) if kind == "score" else (rows, 1)).astype(np.float32)
+        prediction = network(torch.tensor(x))
+        loss = (prediction.reshape(target.shape) - torch.tensor(target)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        found = executor.step({"x": x, "target": target})
+        assert found["loss"] == pytest.approx(loss.item(), rel=1e-5)
+    for name, weight in network.state_dict().items():
+        np.testing.assert_allclose(executor.parameters[name], weight, rtol=1e-4, atol=1e-6)
+
+
+def test_a_squeeze_without_axes_before_what_mixes_rows_is_told():
+    """Without a batch, the file takes the first two features; with one, the first two rows."""
+    proto = model(
+        "g (float[N,1,4] x) => (float[a] y) { h = MatMul(x, w) s = Squeeze(h) y = Slice(s, zero, two, zero) }",
+        w=W, zero=np.array([0]), two=np.array([2]),
+    )  # fmt: skip
+    proto.graph.output[0].type.tensor_type.ClearField("shape")
+    with pytest.warns(
+        match=r"^Squeeze node '\w+' names no axes, so that it also removes an open axis of 'h'"
+    ):
+        passes.Normalize()(graphopt.load(proto))

@@ -251,7 +251,8 @@ class BoundSession:
         readers = dict(self._readers)
         for name in self._follow:
             array = reported[name]
-            if array.dtype.kind in "fiub" and 0 < array.nbytes <= _SMALL:
+            is_array = isinstance(array, np.ndarray)  # a number if the declared rank is wrong for this batch
+            if is_array and array.dtype.kind in "fiub" and 0 < array.nbytes <= _SMALL:
                 reused = np.empty_like(array)
                 readers[name] = reused.copy
                 for each in self._bindings:
