@@ -265,12 +265,14 @@ def apart(
     parameter of which the file has no number is not missing if something was computed by the exporter.
     """
     found = {other for other, _ in pairs.values()}
+    training = {other for name, (other, _) in pairs.items() if name in theirs.trained}
     numbers_there = np.concatenate([x.ravel() for x in initial.values()])
     numbers_here = np.concatenate([x.ravel() for x in ours.initial.values()])
     extra = {
         name: count
         for name, count in ours.trained.items()
-        if name not in found and (name in ours.computed or not is_part(ours.initial[name], numbers_there))
+        if name not in training
+        and (name in found or name in ours.computed or not is_part(ours.initial[name], numbers_there))
     }
     missing = {
         name: count
