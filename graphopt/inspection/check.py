@@ -14,7 +14,7 @@ from graphopt.graph.loading import Source, load
 from graphopt.graph.roles import FED, Role, with_role
 from graphopt.graph.values import is_floating, name_of
 from graphopt.inspection.random_inputs import SIZES, random_inputs
-from graphopt.runtime.checks.findings import CheckTable
+from graphopt.runtime.checks.findings import CheckTable, Finding
 from graphopt.runtime.checks.first_check import FirstCheck
 from graphopt.runtime.device import Device
 from graphopt.runtime.encoding import encoding_of
@@ -70,8 +70,13 @@ def check(
         signature.check_labels(tensors)
         texts = {name: x for name, x in data.items() if name not in signature.accepted}
         return CheckTable(first.findings({**texts, **signature.arrays(tensors)}), "the data")
+    shapes: list[tuple[int, ...]] = []
+    findings = list[Finding]()
     for size in SIZES:
-        findings = first.findings(random_inputs(loaded, size, device, buffers))
+        batch = random_inputs(loaded, size, device, buffers)
+        if shapes == (shapes := [x.shape for x in batch.values()]):
+            break
+        findings = first.findings(batch)
         if any(x.part == "gradient" and x.name != "all" for x in findings):
             break
     return CheckTable(findings, "random inputs of the declared types")
