@@ -8,7 +8,7 @@ import onnx_ir as ir
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.metadata import ZEROS_STAY, InferenceForm
 from graphopt.graph.operators import CONVOLUTIONS, MATRIX_PRODUCTS
-from graphopt.graph.values import like
+from graphopt.graph.values import like, redirect
 from passes.differentiate import stop_gradient
 from passes.weights import evidence
 from passes.weights.initializers import array
@@ -43,8 +43,7 @@ def keep(model: ir.Model, weight: ir.Value) -> None:
         zero = op.Equal(weight, op.constant(0, like=weight))
         kept = InferenceForm(same_as=2).write(op.Where(zero, stop_gradient(op, weight), weight))
         like(kept, weight)
-    for node, index in uses:
-        node.replace_input_with(index, kept)
+    redirect(uses, kept)
 
 
 def _share(value: ir.Value) -> float:
