@@ -12,17 +12,7 @@ import onnx_ir.passes.common as common
 
 from graphopt.errors import GraphoptError, some
 from graphopt.graph import metadata
-from graphopt.graph.metadata import (
-    ADAPTER,
-    EXPORT_ANEW,
-    FROZEN,
-    QUANTIZED,
-    UNTRAINED,
-    Evidence,
-    Kind,
-    LeftOut,
-    Origin,
-)
+from graphopt.graph.metadata import ADAPTER, EXPORT_ANEW, FROZEN, UNTRAINED, Evidence, Kind, LeftOut, Origin
 from graphopt.graph.rewriting import Pass, Pattern, names_of, selects
 from graphopt.graph.roles import Role, check_inference, role_of
 from graphopt.graph.shapes import ensure_typed
@@ -33,7 +23,7 @@ from passes.lowering.classical import is_tree
 from passes.weights import FOLDED_BY_TF2ONNX, evidence, folds, zeros
 from passes.weights.initializers import array, register
 from passes.weights.layers import warn_of_parts
-from passes.weights.masters import QuantizedWeights
+from passes.weights.masters import QUANTIZED, QuantizedWeights
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,6 @@ from graphopt.errors import some
 from graphopt.graph.metadata import (
     EXPORTED_CALL,
     EXPORTED_GRAPH,
-    ZEROS_STAY,
     Evidence,
     Kind,
     Layout,
@@ -31,6 +30,7 @@ from graphopt.graph.operators import CONVOLUTIONS
 from graphopt.graph.values import constant_copy_of, dtype_of, name_of, redirect
 from passes.weights import evidence, folds
 from passes.weights.initializers import array, fill_value, is_weight, literals_in, register, weights_in
+from passes.weights.zeros import ZEROS_STAY
 
 FOLDED_FROM = Text("pkg.onnxscript.optimizer.folded_from")
 _KIND = Text("pkg.torch.export.graph_signature.InputSpec.kind")
