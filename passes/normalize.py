@@ -423,8 +423,7 @@ def refuse_misplaced(model: ir.Model) -> None:
         if node.op_type not in POOLS or node.domain != "":
             continue
         x = node.inputs[0]
-        assert x is not None
-        if is_misplaced(node, dims_of(x)[2:]):
+        if x is not None and x.shape is not None and is_misplaced(node, x.shape[2:]):
             raise GraphoptError(
                 f"{node.op_type} that computes {node.outputs[0].name!r}: expected pads, found "
                 f"auto_pad={pad_mode(node)!r}, for which ONNX Runtime moves dilated windows, and windows with gaps "
