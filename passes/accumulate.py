@@ -15,7 +15,7 @@ from graphopt.graph.metadata import GRADIENT_OF
 from graphopt.graph.rewriting import Pass
 from graphopt.graph.roles import Role, with_role
 from graphopt.graph.traversal import ancestors
-from graphopt.graph.values import dtype_of, like, name_of, next_of
+from graphopt.graph.values import dtype_of, like, name_of, next_of, redirect
 from graphopt.intervals import within
 
 _Values = dict[ir.Value, ir.Value]
@@ -68,8 +68,7 @@ class Accumulate(Pass):
                 uses = list(gradient.uses())
                 total = slot + gradient
                 mean = total / op.Cast(done, to=total.dtype) if self.mean else total
-                for user, index in uses:
-                    user.replace_input_with(index, mean)
+                redirect(uses, mean)
                 continued[slot], restarted[slot] = total, op.constant(0.0, like=slot)
             _update_if(model, op, apply, continued, restarted)
 
@@ -82,8 +81,7 @@ def _count_forward_steps(model: ir.Model, results: Iterable[ir.Value]) -> None:
         every = state.declare(model, FORWARD, np.array(0, np.int64), Role.COUNTER)
         with Emitter(model) as op:
             state.set_next(model, every, op.Add(every, 1))
-        for user, index in users:
-            user.replace_input_with(index, every)
+        redirect(users, every)
 
 
 def _update_if(model: ir.Model, op: Emitter, apply: ir.Value, continued: _Values, restarted: _Values) -> None:

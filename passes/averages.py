@@ -11,6 +11,7 @@ import onnx_ir as ir
 from graphopt.errors import GraphoptError
 from graphopt.graph import metadata, state
 from graphopt.graph.emitter import Emitter
+from graphopt.graph.merging import Adapted
 from graphopt.graph.metadata import InferenceForm
 from graphopt.graph.rewriting import Pass, Pattern, selects
 from graphopt.graph.roles import Role, with_role
@@ -105,7 +106,7 @@ def _infer_with(op: Emitter, w: ir.Value, average: ir.Value) -> None:
     """Let inference read the average in place of a parameter, under the name and in the form of the parameter."""
     notes = dict(metadata.all_of(average))
     metadata.copy(w, average)
-    metadata.Adapted.remove(average)
+    Adapted.remove(average)
     metadata.all_of(average).update(notes)
     metadata.ORIGINAL_NAME.write(average, metadata.original_name(w))
     uses = list(w.uses())

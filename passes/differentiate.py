@@ -9,12 +9,14 @@ import onnx_ir as ir
 from graphopt.errors import GraphoptError, unknown
 from graphopt.graph import state
 from graphopt.graph.emitter import Emitter
-from graphopt.graph.metadata import DERIVATIVE, STOP_GRADIENT
+from graphopt.graph.metadata import STOP_GRADIENT, Flag
 from graphopt.graph.rewriting import Pass, Pattern, matches
 from graphopt.graph.roles import Role, set_role, with_role
 from graphopt.graph.shapes import ensure_typed
-from graphopt.graph.values import gradient_of, is_floating, like, name_of, seed_of
+from graphopt.graph.values import gradient_of, is_floating, like, name_of, redirect, seed_of
 from passes.gradients.walk import backward, lost, zeros
+
+DERIVATIVE = Flag("graphopt.derivative")  # an output that is the derivative of another
 
 
 @dataclass(frozen=True)
@@ -160,5 +162,4 @@ class StopGradient(Pass):
             for x in matching:
                 uses = list(x.uses())
                 stopped = stop_gradient(op, x)
-                for user, index in uses:
-                    user.replace_input_with(index, stopped)
+                redirect(uses, stopped)

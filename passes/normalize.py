@@ -27,6 +27,7 @@ from graphopt.graph.emitter import Emitter
 from graphopt.graph.encoders import detach_encoders, string_inputs
 from graphopt.graph.limits import check_constants
 from graphopt.graph.metadata import OF_BATCH, ORIGINAL_NAME, Origin, original_name
+from graphopt.graph.operators import POOLS
 from graphopt.graph.opsets import IR_VERSION, OPSET
 from graphopt.graph.postprocessing import detach_outputs, remember
 from graphopt.graph.ranks import find_ranks
@@ -38,10 +39,10 @@ from graphopt.graph.sizes import has_sizes, sizes_of, unify_sizes
 from graphopt.graph.state import make_room
 from graphopt.graph.traversal import all_nodes
 from graphopt.graph.values import constant_of, dims_of, is_floating, name_of, swap
+from graphopt.graph.windows import Window, is_misplaced, is_same, pad_mode, padded_window, window_of
 from passes.free_batch import free_batch, name_squeezed_axes
 from passes.gradients.registry import NO_GRADIENT, RULES
 from passes.gradients.rules.shape import spread_pads
-from passes.gradients.rules.windows import Window, cropped, halved, same_of_transposed, window_of
 from passes.lowering import classical
 from passes.lowering.attention import mark_scores
 from passes.lowering.caches import choose_branches, remove_caches, set_aside
@@ -163,6 +164,7 @@ class Normalize(Pass):
         unify_sizes(model)  # also those that follow from constants, which the file may compute
         _remove_copies(model)
         pad_all_axes(model)
+        refuse_misplaced(model)
         whole_windows(model)
         if is_classical:
             classical.freeze_scaling(model)
@@ -379,26 +381,21 @@ def pads_for_output_shapes(model: ir.Model) -> None:
             continue
         x, w = node.inputs[:2]
         assert x is not None and w is not None
-        auto_pad = node.attributes.get_string("auto_pad", "NOTSET")
+        sizes = [size for size in (x.shape or ())[2:] if isinstance(size, int)]
+        taps = [size for size in (w.shape or ())[2:] if isinstance(size, int)]
+        if w.shape is None or len(taps) < len(w.shape) - 2:
+            continue
+        window = window_of(node, taps)
+        more = node.attributes.get_ints("output_padding", [0] * len(taps))
         if "output_shape" not in node.attributes:
-            if (
-                auto_pad.startswith("SAME")
-                and w.shape is not None
-                and all(isinstance(n, int) for n in w.shape[2:])
-            ):
-                _set_pads(node, same_of_transposed(window_of(x, node, w, "NOTSET"), node))
-            continue
-        sizes = [] if x.shape is None or w.shape is None else x.shape[2:]
-        if not sizes or not all(isinstance(n, int) for n in [*sizes, *dims_of(w)[2:]]):
-            continue
-        window = window_of(x, node, w, "NOTSET")
-        more = node.attributes.get_ints("output_padding", [0] * len(window.kernel))
-        wanted = node.attributes.get_ints("output_shape")[-len(window.kernel) :]
-        totals = cropped(window, sizes, wanted, more)
-        if (totals < 0).any():
-            continue
-        node.attributes.pop("output_shape")
-        _set_pads(node, halved(window, totals, auto_pad))
+            if is_same(node):
+                _set_pads(node, window.same_of_transposed(more, pad_mode(node)))
+        elif sizes and len(sizes) == len(taps):
+            wanted = node.attributes.get_ints("output_shape")[-len(taps) :]
+            totals = window.cropped(sizes, wanted, more)
+            if (totals >= 0).all():
+                node.attributes.pop("output_shape")
+                _set_pads(node, window.halved(totals, pad_mode(node)))
 
 
 def _set_pads(node: ir.Node, window: Window) -> None:
@@ -446,15 +443,31 @@ def pad_all_axes(model: ir.Model) -> None:
         node.resize_inputs(3)
 
 
+def refuse_misplaced(model: ir.Model) -> None:
+    """Raise an error for pools whose SAME pads ONNX Runtime places otherwise than the standard."""
+    for node in all_nodes(model.graph):
+        if node.op_type not in POOLS or node.domain != "":
+            continue
+        x = node.inputs[0]
+        if x is not None and x.shape is not None and is_misplaced(node, x.shape[2:]):
+            raise GraphoptError(
+                f"{node.op_type} that computes {node.outputs[0].name!r}: expected pads, found "
+                f"auto_pad={pad_mode(node)!r}, for which ONNX Runtime moves dilated windows, and windows with gaps "
+                "between them: write the pads that you mean"
+            )
+
+
 def whole_windows(model: ir.Model) -> None:
     """Drop the `ceil_mode` of pools where it adds no window. Before opset 22 ONNX infers one window too many."""
     for node in filter(is_ceiled, all_nodes(model.graph)):
         x, y = node.inputs[0], node.outputs[0]
         assert x is not None
-        sizes, counts = dims_of(x)[2:], dims_of(y)[2:]
-        if not all(isinstance(size, int) for size in [*sizes, *counts]):
-            continue
-        window = window_of(x, node)
-        room = np.array(sizes) + window.begin + window.end - window.extent
-        if (room // window.strides + 1).tolist() == list(counts):
+        window = padded_window(node, dims_of(x)[2:])
+        axes = list(zip(dims_of(x)[2:], dims_of(y)[2:], strict=True))
+        if window is not None and all(
+            isinstance(size, int)
+            and isinstance(count, int)
+            and window.reach(i, count) <= size + window.end[i]
+            for i, (size, count) in enumerate(axes)
+        ):
             node.attributes.pop("ceil_mode")

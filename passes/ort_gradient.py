@@ -17,13 +17,13 @@ from onnx_ir import Value
 
 from graphopt.errors import GraphoptError, NoGradient
 from graphopt.graph.emitter import Emitter
-from graphopt.graph.metadata import TokenBlocks
 from graphopt.graph.opsets import ORT_TRAINING_IR_VERSION, ORT_TRAINING_OPSET
 from graphopt.graph.roles import TRAINING_RUNTIME, needs_training_runtime
 from graphopt.graph.storage import whole
 from graphopt.graph.traversal import extracted_between
 from graphopt.graph.values import constant_of, like, name_of, swap
 from passes.gradients import GradientSource
+from passes.gradients.rules.blocks import TokenBlocks
 from passes.gradients.walk import between, blocking, further_output, inputs_of
 
 _SMALL = 100  # the largest number of elements in a constant that the builder sees, such as axes or exponents

@@ -12,28 +12,18 @@ import onnx_ir.passes.common as common
 
 from graphopt.errors import GraphoptError, some
 from graphopt.graph import metadata
-from graphopt.graph.metadata import (
-    ADAPTER,
-    EXPORT_ANEW,
-    FROZEN,
-    QUANTIZED,
-    UNTRAINED,
-    Evidence,
-    Kind,
-    LeftOut,
-    Origin,
-)
+from graphopt.graph.metadata import ADAPTER, EXPORT_ANEW, FROZEN, UNTRAINED, Evidence, Kind, LeftOut, Origin
 from graphopt.graph.rewriting import Pass, Pattern, names_of, selects
 from graphopt.graph.roles import Role, check_inference, role_of
 from graphopt.graph.shapes import ensure_typed
 from graphopt.graph.shown import elements
-from graphopt.graph.values import constant_copy_of, is_floating, name_of
+from graphopt.graph.values import constant_copy_of, is_floating, name_of, redirect
 from passes.gradients.walk import dead_ends
 from passes.lowering.classical import is_tree
 from passes.weights import FOLDED_BY_TF2ONNX, evidence, folds, zeros
 from passes.weights.initializers import array, register
 from passes.weights.layers import warn_of_parts
-from passes.weights.masters import QuantizedWeights
+from passes.weights.masters import QUANTIZED, QuantizedWeights
 
 
 @dataclass(frozen=True)
@@ -375,8 +365,7 @@ def _part_constant_uses(model: ir.Model) -> None:
         constant = [use for use in uses if evidence.constant_use(*use)]
         if 0 < len(constant) < len(uses):
             copy = register(model, constant_copy_of(value), array(value).copy())
-            for node, index in constant:
-                node.replace_input_with(index, copy)
+            redirect(constant, copy)
 
 
 def _is_folded(weight: ir.Value, copy: ir.Value) -> bool:

@@ -16,7 +16,7 @@ from graphopt.graph.metadata import FROZEN
 from graphopt.graph.rewriting import Pass, Pattern, Read, matches
 from graphopt.graph.roles import Role, role_of
 from graphopt.graph.traversal import ancestors, values_read
-from graphopt.graph.values import dtype_of, is_floating, name_of
+from graphopt.graph.values import dtype_of, is_floating, name_of, redirect
 from graphopt.moments import Moments
 from passes.weights.initializers import register
 
@@ -173,8 +173,7 @@ def _standardize(model: ir.Model, x: ir.Value, mean: np.ndarray, scale: np.ndarr
     with Emitter(model) as op:
         centered = op.Sub(x, _constant(model, x, "mean", mean.reshape(shape)))
         standardized = op.Div(centered, _constant(model, x, "scale", scale.reshape(shape)))
-    for node, index in uses:
-        node.replace_input_with(index, standardized)
+    redirect(uses, standardized)
 
 
 def _warn(x: ir.Value, mean: np.ndarray, scale: np.ndarray) -> None:

@@ -46,9 +46,9 @@ FUSIONS = [
         "graphopt/targets/onnxruntime/convolution.py",
         "fusion",
         ("other_forms or model_is_one_again", "np.eye(math.prod(taps))[::-1]", "np.eye(math.prod(taps))"),
-        ("other_forms", "strides=[*strides, 1],", "strides=[*dilations, 1],"),
-        ("gradients_of_any_window", "        strides=dilations,", "        strides=strides,"),
-        ("gradients_of_any_window", "range(0, places * strides[0], strides[0])", "range(places)"),
+        ("other_forms", "strides=[*window.strides, 1],", "strides=[*window.dilations, 1],"),
+        ("gradients_of_any_window", "        strides=window.dilations,", "        strides=window.strides,"),
+        ("gradients_of_any_window", "range(0, places * stride, stride)", "range(places)"),
     ),
     *of(
         "graphopt/targets/onnxruntime/convolution.py",
@@ -87,11 +87,11 @@ FUSIONS = [
     *of(
         "graphopt/targets/portable/cuda.py",
         "portable_forms",
-        ("same_values and gradient", "padded = [size + pads[i] + pads[n + i]", "padded = [size + pads[i]"),
+        ("same_values and gradient", "padded = [size + sum(pads)", "padded = [size + pads[0]"),
         (
             "same_values and gradient",
-            "_positions(places, dilations, padded)",
-            "_positions(places, strides, padded)",
+            "_positions(places, window.dilations, padded)",
+            "_positions(places, window.strides, padded)",
         ),
         ("same_values and gradient", "[0, group, filters // group, -1]", "[0, filters // group, group, -1]"),
         ("same_values and split", "end = start + count * size", "end = start + size"),
@@ -169,7 +169,7 @@ NATIVE = [
     *of(
         "graphopt/targets/native/convolutions.py",
         "native_convolutions",
-        ("random_convolutions_are", "dilations, pads[:axes], end", "dilations, pads[axes:], end"),
+        ("random_convolutions_are", "window.begin, end, more", "window.end, end, more"),
         ("random_convolutions_are", "int(bias is not None), int(relu)", "int(bias is not None), 0"),
         ("training_step_is_the_plain", "[pad - n for pad, n in", "[pad for pad, n in"),
     ),

@@ -134,6 +134,18 @@ MUTANTS = [
         ("hostile", "if (!has_loss) return", "if (!has_loss && 0) return"),
         ("hostile", "begin > end || end > size - 8 - header", "begin > end"),
     ),
+    *of(
+        "graphopt/graph/windows.py",
+        "windows",
+        (
+            "gradient",
+            'if mode == "SAME_UPPER" else (more, less)',
+            'if mode == "SAME_LOWER" else (more, less)',
+        ),
+        ("gradient", "np.arange(self.kernel[axis]) * self.dilations[axis]", "np.arange(self.kernel[axis])"),
+        ("gradient", "(self.begin[axis], self.end[axis]) if with_pads", "(self.begin[axis], 0) if with_pads"),
+        ("refused", "window.extent != window.kernel or ", ""),
+    ),
 ]
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ from graphopt.adapters import peft
 from graphopt.adapters.adapter_file import read_adapter_file, write_adapter_file
 from graphopt.adapters.naming import matched, modules_of
 from graphopt.adapters.peft import Module, PeftAdapter
-from graphopt.graph.metadata import Adapted
+from graphopt.graph.merging import Adapted
 
 pytestmark = pytest.mark.usefixtures("plain")
 needs_files = pytest.mark.skipif(

@@ -17,7 +17,7 @@ from onnx import numpy_helper
 import graphopt
 import passes
 from graphopt.errors import GraphoptError
-from graphopt.graph.metadata import Notes
+from graphopt.graph.postprocessing import Notes
 from graphopt.inspection.report import report
 
 RNG = np.random.default_rng(0)

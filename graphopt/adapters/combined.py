@@ -9,8 +9,8 @@ import numpy as np
 import onnx_ir as ir
 
 from graphopt.errors import GraphoptError
-from graphopt.graph.merging import adapted, merged
-from graphopt.graph.metadata import STORED, Adapted, original_name
+from graphopt.graph.merging import Adapted, adapted, merged
+from graphopt.graph.metadata import STORED, original_name
 from graphopt.graph.postprocessing import standing_for
 from graphopt.graph.state import averages_read, initial
 from graphopt.graph.values import name_of

@@ -13,8 +13,8 @@ from graphopt.adapters.naming import Names, modules_of, sizes_of
 from graphopt.adapters.peft import Module
 from graphopt.adapters.targets import readers_of
 from graphopt.errors import GraphoptError
-from graphopt.graph.merging import adapted
-from graphopt.graph.metadata import EXPORTED_CALL, Adapted, Kind, Layout, Origin, original_name
+from graphopt.graph.merging import Adapted, adapted
+from graphopt.graph.metadata import EXPORTED_CALL, Kind, Layout, Origin, original_name
 from graphopt.graph.roles import STATE, Role, role_of
 from graphopt.graph.state import initial
 from graphopt.graph.values import constant_of, is_floating, name_of

@@ -16,7 +16,7 @@ from graphopt.adapters.combined import LORA_A, CombinedAdapter
 from graphopt.adapters.targets import AdapterTarget, WeightSource, readers_of
 from graphopt.errors import GraphoptError, nearest
 from graphopt.graph.emitter import Emitter
-from graphopt.graph.metadata import Adapted
+from graphopt.graph.merging import Adapted
 from graphopt.graph.operators import MICROSOFT
 from graphopt.graph.postprocessing import DEQUANTIZE
 from graphopt.graph.values import dtype_of, like, swap

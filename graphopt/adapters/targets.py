@@ -13,7 +13,8 @@ from onnx_ir import Value
 
 from graphopt.graph import metadata
 from graphopt.graph.emitter import Emitter
-from graphopt.graph.metadata import Adapted, Origin
+from graphopt.graph.merging import Adapted
+from graphopt.graph.metadata import Origin
 from graphopt.graph.operators import VIEWS
 from graphopt.graph.opsets import IR_VERSION
 from graphopt.graph.postprocessing import DEQUANTIZE

@@ -11,10 +11,9 @@ from hydra.core.override_parser.types import Quote, QuotedString
 from graphopt.cli.composition.hydra_config import BASE, BRACKETS, RECIPES, known_fields
 from graphopt.cli.composition.recipe import check_format, nearest_file
 from graphopt.cli.run_folder import CONFIG
+from graphopt.data import READERS
 from graphopt.errors import GraphoptError, nearest
 
-READERS = {"feather": "arrow", "ipc": "arrow", "pq": "parquet", "tsv": "csv", "txt": "csv"}
-_OF_TEXT = ("jsonl", "ndjson")
 PROMPT = "prompt="  # the field of a text, which needs no quotes of Hydra's
 BUILT_IN = ("linear", "mlp", "cnn", "transformer")  # models
 
@@ -70,13 +69,8 @@ def check_words(words: Sequence[str], verbs: Iterable[str]) -> None:
 
 def reader_of(path: str) -> str:
     """Return the option of `data` that reads a file or a folder, by its name; an empty text if none does."""
-    kind = path.rpartition(".")[2].lower() if "." in path else ""
-    kind = READERS.get(kind, kind)
-    if kind in ("arrow", "csv", "npy", "npz", "parquet"):
-        return kind
-    if kind in _OF_TEXT:
-        return "text"
-    return "images" if os.path.isdir(path) else ""
+    ending = path[path.rfind(".") :].lower() if "." in path else ""
+    return READERS.get(ending) or ("images" if os.path.isdir(path) else "")
 
 
 def _stands_for(word: str) -> str | None:

@@ -43,6 +43,15 @@ __all__ = [
     "text",
 ]
 
+# The reader of a file by the end of its name: recipes and the command's messages know what stands here.
+READERS = {
+    **dict.fromkeys((".csv", ".tsv", ".txt"), "csv"),
+    **dict.fromkeys((".parquet", ".pq"), "parquet"),
+    **dict.fromkeys((".arrow", ".feather", ".ipc"), "arrow"),
+    **dict.fromkeys((".jsonl", ".ndjson"), "text"),
+    **{".npy": "npy", ".npz": "npz"},
+}
+
 
 def __getattr__(name: str) -> NoReturn:
     raise no_attribute(__name__, name, __all__)

@@ -18,7 +18,7 @@ from graphopt.graph.emitter import Emitter
 from graphopt.graph.metadata import BATCH_WEIGHT
 from graphopt.graph.roles import Role, role_of, set_role, with_role
 from graphopt.graph.state import owners
-from graphopt.graph.values import FIRST_ROW, ROWS, SHARE, dtype_of, name_of, of_worker, state_of
+from graphopt.graph.values import FIRST_ROW, ROWS, SHARE, dtype_of, name_of, of_worker, redirect, state_of
 from graphopt.runtime.bound_session import Reported
 from graphopt.runtime.device import Device
 from graphopt.runtime.executor_options import ExecutorOptions
@@ -221,8 +221,7 @@ def part_of_update(apply: ir.Model, summed: Collection[str], rank: int, workers:
             part.graph.inputs.remove(x)
             part.graph.inputs.extend(set_role(own, Role.SAVED) for own in each)
             uses, total = list(x.uses()), op.Sum(*each)
-            for user, index in uses:
-                user.replace_input_with(index, total)
+            redirect(uses, total)
     part.graph.outputs[:] = [y for y in part.graph.outputs if ranks.get(name_of(y), rank) == rank]
     RemoveUnusedNodesPass()(part)
     part.graph.inputs[:] = [x for x in part.graph.inputs if x.uses()]

@@ -25,6 +25,8 @@ from graphopt.graph import metadata
 from graphopt.graph.limits import Limits, graphs_with_depth
 from graphopt.graph.metadata import Detached, InferenceForm, TargetSpec, malformed, original_name
 from graphopt.graph.operators import INTEGER_OPERATORS, MICROSOFT
+from graphopt.graph.opsets import Versions
+from graphopt.graph.postprocessing import Notes
 from graphopt.graph.roles import INPUTS, OUTPUTS, STATE, Role, role_of
 from graphopt.graph.values import is_floating, name_of
 
@@ -242,13 +244,13 @@ def check_metadata(model: ir.Model) -> None:
     for note in (
         metadata.Caches,
         metadata.Exported,
-        metadata.Versions,
+        Versions,
         metadata.LeftOut,
         metadata.Misdeclared,
     ):
         note.read(model)
     _check_folded(model)
-    if notes := metadata.Notes.read(model):
+    if notes := Notes.read(model):
         check_proto(onnx.ModelProto(graph=notes.graph()))
     for value in graph.initializers.values():
         metadata.Origin.read(value)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import FunctionType
@@ -15,16 +17,62 @@ import onnx_ir as ir
 
 from graphopt.errors import GraphoptError
 from graphopt.graph import metadata
-from graphopt.graph.metadata import Adapted
+from graphopt.graph.metadata import Note, expect
 from graphopt.graph.state import initial
 from graphopt.graph.values import name_of
-from graphopt.graph.weight_kinds import WeightKind, inverse, moved, shape_after
+from graphopt.graph.weight_kinds import NAMES, Moves, WeightKind, inverse, moved, shape_after
 
 _LAZY_FROM = 2**24  # bytes of a weight
 _PLAIN = (bool, int, float, str)
 Merge = Callable[..., np.ndarray]
 
 MERGES: dict[str, Merge] = {}  # by the name in an adapter's note: w' = merge(w, scale, *values), of matrices
+
+
+@dataclass(frozen=True)
+class Adapted(
+    Note,
+    key="graphopt.adapter",
+    expected="an adapter, the weight that it changes, its values and how they become matrices",
+):
+    """Record how an adapter changes a weight. The note is on the first of the adapter's values, such as NAME.lora_A.
+
+    As matrices, the weight w and the values a and b are laid out so that w' = w + scale a b for LoRA: [..., K, N],
+    [..., K, r] and [..., r, N]. See `graphopt.graph.weight_kinds`.
+
+    Args:
+        adapter: the name of the adapter's class, such as `LoRA` or `my.module.Scaling`; see `register_merge`.
+        weight: the name of the weight in the original model.
+        name: the name of the parameter from which the exporter made the weight, or that of the weight.
+        values: the names of the adapter's values, in the order in which its `merge` takes them.
+        kind: the layout of the weight, such as `product` or `convolution`.
+        scale: the factor of the change.
+        alpha: the numerator of the factor.
+        rank_stabilized: whether the denominator is the root of the rank, not the rank.
+        part: the name of the part of a packed projection that it changes.
+        groups: the groups of a convolution.
+        moves: the permutations of axes and the shapes that turn the file's weight into what the product multiplies by.
+        columns: the first and the last + 1 of the outputs that it changes; None for all.
+        quantized: whether the file stores the weight in integers, into which nothing can be merged.
+    """
+
+    adapter: str
+    weight: str
+    name: str
+    values: tuple[str, ...]
+    kind: str
+    scale: float = 1.0
+    alpha: float = 1.0
+    rank_stabilized: bool = False
+    part: str = ""
+    groups: int = 1
+    moves: Moves = ()
+    columns: tuple[int, int] | None = None
+    quantized: bool = False
+
+    def check(self) -> None:
+        expect(self.kind in NAMES, self.groups > 0, math.isfinite(self.scale), bool(self.values))
+        expect(all(how in ("transpose", "reshape") for how, _ in self.moves))
 
 
 def register_merge(kind: type, merge: Merge) -> str:

@@ -12,19 +12,15 @@ import dataclasses
 import enum
 import functools
 import json
-import math
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar
 
 import onnx
 import onnx_ir as ir
-from google.protobuf.message import DecodeError
 
 from graphopt.errors import GraphoptError
 from graphopt.fields import hints, read
-from graphopt.graph.weight_kinds import NAMES, Moves
 
 Holder = ir.Model | ir.Graph | ir.Node | ir.Value
 H = TypeVar("H", bound=Holder)
@@ -32,7 +28,6 @@ N = TypeVar("N", bound="Note")
 
 PREFIX = "graphopt."
 MANY = 64  # an upper bound for opsets, IR versions and outputs of an operator
-MOST_TEXT = 2**26  # bytes of a file's documentation, decompressed
 EXPORT_ANEW = "graphopt.export(module, example) or torch.onnx.export(..., optimize=False) keeps them"
 
 
@@ -89,13 +84,11 @@ GRADIENT_OF = Text("graphopt.gradient_of")  # of a value: the parameter that it 
 # Of a value: the weights that sum to the loss's divisor, a sum, or a mean over rows
 BATCH_WEIGHT = Text("graphopt.batch_weight")
 RUNTIME = Text("graphopt.needs_runtime")  # of a model: the package of the only runtime that runs it
-HOST = Text("graphopt.host")  # of a model: host.json; see graphopt.hosts.contract
 LABELS = Text("labels")  # of a model: the names of its classes, a list in JSON; the trained model has it, too
 ADAPTER = Flag(
     "graphopt.is_of_adapter"
 )  # an initializer that an adapter added or replaced, and that trains in place of others
 FROZEN = Flag("graphopt.frozen")  # an initializer that trains only if selected by name
-ZEROS_STAY = Flag("graphopt.zeros_stay")  # an initializer that was pruned or masked, whose zeros do not train
 UNTRAINED = Flag("graphopt.untrained")  # a weight that could train but does not in this training graph
 # A BatchNormalization or Dropout whose module is in training mode, and which is in its inference form in the file
 IN_TRAINING = Flag("graphopt.in_training")
@@ -106,8 +99,6 @@ BATCH_CORRECTION = Flag("graphopt.batch_correction")  # n / (n - 1) of this numb
 BATCH_GRADIENT = Flag("graphopt.batch_gradient")  # a sum over a batch in the gradient of batch statistics
 POSITIONS = Flag("graphopt.positions")  # a node that counts the positions in a mask
 IN_BLOCKS = Flag("graphopt.in_blocks")  # a Scan that saves memory: its work stays in the loop
-# In a body that computes losses of tokens: the node of the logits of a block
-BLOCK_LOGITS = Flag("graphopt.block_logits")
 ON_DEMAND = Flag("graphopt.on_demand")  # an output that a step reports only if it is named
 # In self-attention: the node of scores [rows, ..., queries, keys] with all masks, before the softmax; and the node of
 # the positions of tokens, int64 [tokens] or [rows, tokens], by which a table of angles is read
@@ -115,10 +106,8 @@ ATTENTION_SCORES = Flag("graphopt.attention_scores")
 TOKEN_POSITIONS = Flag("graphopt.token_positions")
 STOP_GRADIENT = Flag("graphopt.stop_gradient")  # a node that no gradient passes
 SURROGATE = Flag("graphopt.surrogate")  # a node whose gradient is another than its slope on purpose
-DERIVATIVE = Flag("graphopt.derivative")  # an output that is the derivative of another
 STORED = Flag("graphopt.stored")  # a node that rounds a weight to its form in the file
 STORED_TYPE = Text("graphopt.stored_type")  # of a state: the narrower type of its numbers in the file
-QUANTIZED = Text("graphopt.quantized")  # of an initializer: which integers it stands for
 EXPORTED_GRAPH = Text("pkg.torch.export.ExportedProgram.graph_signature")  # of a graph: what PyTorch exported
 EXPORTED_CALL = Text("pkg.torch.onnx.fx_node")  # of a node: the call that PyTorch exported it from
 
@@ -246,7 +235,8 @@ def _built(x: Any, kind: Any) -> Any:
     return kind(**{name: read(value, _fields_of(kind)[name], _built) for name, value in x.items()})
 
 
-def _check(*right: bool) -> None:
+def expect(*right: bool) -> None:
+    """Raise the ValueError of an invalid note unless all conditions hold."""
     if not all(right):
         raise ValueError
 
@@ -284,7 +274,7 @@ class TargetSpec(
 
     def check(self) -> None:
         needed = {"regression": (), "binary": (self.threshold, self.labels), "classification": (self.axis,)}
-        _check(None not in needed[self.task], self.shift in (0, 1))
+        expect(None not in needed[self.task], self.shift in (0, 1))
 
 
 @dataclass(frozen=True)
@@ -313,20 +303,9 @@ class InferenceForm(
     predicting: bool = False
 
     def check(self) -> None:
-        _check(all(index >= 0 for index in self.inputs), 0 <= self.output < MANY)
+        expect(all(index >= 0 for index in self.inputs), 0 <= self.output < MANY)
         if self.operator is not None:
             ir.convenience.convert_attributes(self.operator[1])
-
-
-@dataclass(frozen=True)
-class Versions(Note, key="graphopt.came_in", expected="an opset and an IR version"):
-    """Record the original opset of the default domain and the original IR version."""
-
-    ir_version: int
-    opset: int | None = None
-
-    def check(self) -> None:
-        _check(*(1 <= x <= MANY for x in (self.ir_version, self.opset) if x is not None))
 
 
 @dataclass(frozen=True)
@@ -356,20 +335,6 @@ class Encoders(Note, key="graphopt.encoders", expected="names of inputs and the 
     def model(self) -> onnx.ModelProto:
         """Return the part."""
         return onnx.ModelProto.FromString(self.part)
-
-
-@dataclass(frozen=True)
-class TokenBlocks(Note, key="graphopt.token_blocks", expected="a share for label smoothing"):
-    """Mark a Scan that computes the cross-entropy of tokens in blocks from their logits.
-
-    Args:
-        label_smoothing: the share of the target that is spread over all classes.
-    """
-
-    label_smoothing: float = 0.0
-
-    def check(self) -> None:
-        _check(0 <= self.label_smoothing <= 1)
 
 
 @dataclass(frozen=True)
@@ -479,52 +444,6 @@ class Origin(Note, key="graphopt.origin", expected="what an initializer is, as g
 
 
 @dataclass(frozen=True)
-class Adapted(
-    Note,
-    key="graphopt.adapter",
-    expected="an adapter, the weight that it changes, its values and how they become matrices",
-):
-    """Record how an adapter changes a weight. The note is on the first of the adapter's values, such as NAME.lora_A.
-
-    As matrices, the weight w and the values a and b are laid out so that w' = w + scale a b for LoRA: [..., K, N],
-    [..., K, r] and [..., r, N]. See `graphopt.graph.weight_kinds`.
-
-    Args:
-        adapter: the name of the adapter's class, such as `LoRA` or `my.module.Scaling`; see `register_merge`.
-        weight: the name of the weight in the original model.
-        name: the name of the parameter from which the exporter made the weight, or that of the weight.
-        values: the names of the adapter's values, in the order in which its `merge` takes them.
-        kind: the layout of the weight, such as `product` or `convolution`.
-        scale: the factor of the change.
-        alpha: the numerator of the factor.
-        rank_stabilized: whether the denominator is the root of the rank, not the rank.
-        part: the name of the part of a packed projection that it changes.
-        groups: the groups of a convolution.
-        moves: the permutations of axes and the shapes that turn the file's weight into what the product multiplies by.
-        columns: the first and the last + 1 of the outputs that it changes; None for all.
-        quantized: whether the file stores the weight in integers, into which nothing can be merged.
-    """
-
-    adapter: str
-    weight: str
-    name: str
-    values: tuple[str, ...]
-    kind: str
-    scale: float = 1.0
-    alpha: float = 1.0
-    rank_stabilized: bool = False
-    part: str = ""
-    groups: int = 1
-    moves: Moves = ()
-    columns: tuple[int, int] | None = None
-    quantized: bool = False
-
-    def check(self) -> None:
-        _check(self.kind in NAMES, self.groups > 0, math.isfinite(self.scale), bool(self.values))
-        _check(all(how in ("transpose", "reshape") for how, _ in self.moves))
-
-
-@dataclass(frozen=True)
 class ModuleWeight:
     """Record what an initializer is in the module from which it was exported.
 
@@ -559,7 +478,7 @@ class Exported(
 
     def check(self) -> None:
         kinds = (Kind.PARAMETER, Kind.FROZEN, Kind.BUFFER)
-        _check(all(weight.kind in kinds and weight.paths for weight in self.weights.values()))
+        expect(all(weight.kind in kinds and weight.paths for weight in self.weights.values()))
 
 
 @dataclass(frozen=True)
@@ -573,7 +492,7 @@ class CumulativeAverage(Note, key="graphopt.cumulative_average", expected="a num
     batches: int
 
     def check(self) -> None:
-        _check(0 <= self.batches < 2**53)
+        expect(0 <= self.batches < 2**53)
 
 
 @dataclass(frozen=True)
@@ -587,7 +506,7 @@ class PaddingIndex(Note, key="graphopt.padding_index", expected="a row of a tabl
     index: int
 
     def check(self) -> None:
-        _check(0 <= self.index < 2**31)
+        expect(0 <= self.index < 2**31)
 
 
 @dataclass(frozen=True)
@@ -605,40 +524,7 @@ class Misdeclared(Note, key="graphopt.misdeclared", expected="a number of values
     example: str = ""
 
     def check(self) -> None:
-        _check(0 <= self.count < 2**31, len(self.example) < 2000)
-
-
-@dataclass(frozen=True)
-class Notes(Note, key="graphopt.file", expected="a compressed graph"):
-    """Record what a file says about its graph and values, and passes and onnx_ir drop, such as documentation.
-
-    Args:
-        packed: a compressed GraphProto; see `graphopt.graph.postprocessing.remember`.
-    """
-
-    packed: bytes = b""
-
-    def check(self) -> None:
-        self.graph()
-
-    @classmethod
-    def pack(cls, graph: onnx.GraphProto) -> Notes:
-        """Return the note of a graph."""
-        return cls(zlib.compress(graph.SerializeToString()))
-
-    def graph(self) -> onnx.GraphProto:
-        """Return the graph.
-
-        Raises:
-            ValueError: it is malformed, or larger than `MOST_TEXT`.
-        """
-        inflate = zlib.decompressobj()
-        try:
-            graph = onnx.GraphProto.FromString(inflate.decompress(self.packed, MOST_TEXT))
-        except (DecodeError, zlib.error) as error:
-            raise ValueError from error
-        _check(inflate.eof, all(not x.external_data for x in graph.initializer))
-        return graph
+        expect(0 <= self.count < 2**31, len(self.example) < 2000)
 
 
 def labels_in(model: ir.Model) -> list[str] | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from graphopt.graph.emitter import Emitter
-from graphopt.graph.metadata import Versions
+from graphopt.graph.metadata import MANY, Note, expect
 from graphopt.graph.operators import defaults, fits, formal_of, schema_of
 from graphopt.graph.values import constant_of, like, swap
 
@@ -30,6 +31,17 @@ DOES_NOTHING = {("Slice", "steps"): 1, ("Dropout", "training_mode"): False, ("Av
 _MODES = {"linear": "bilinear", "cubic": "bicubic"}  # of GridSample: names since opset 20, and names before
 
 _Form = tuple[dict[str, Any], list[ir.Value | None]]  # a node's attributes and inputs
+
+
+@dataclass(frozen=True)
+class Versions(Note, key="graphopt.came_in", expected="an opset and an IR version"):
+    """Record the original opset of the default domain and the original IR version."""
+
+    ir_version: int
+    opset: int | None = None
+
+    def check(self) -> None:
+        expect(*(1 <= x <= MANY for x in (self.ir_version, self.opset) if x is not None))
 
 
 def versions_of(model: ir.Model) -> tuple[int, int]:

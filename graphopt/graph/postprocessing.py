@@ -5,24 +5,62 @@ These are outputs that cannot be trained on (labels, maps), documentation, and t
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import numpy as np
 import onnx
 import onnx_ir as ir
+from google.protobuf.message import DecodeError
 from onnx.reference import ReferenceEvaluator
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from graphopt.errors import GraphoptError
-from graphopt.graph.metadata import PREFIX, STORED, STORED_TYPE, Detached, Notes, Versions
+from graphopt.graph.metadata import PREFIX, STORED, STORED_TYPE, Detached, Note, expect
+from graphopt.graph.opsets import Versions
 from graphopt.graph.roles import Role, set_role
 from graphopt.graph.traversal import captured, extracted_between
 from graphopt.graph.values import constant_of, is_floating, name_of, tensor_bytes
 
 MOST_UNREAD = 2**20  # bytes
+MOST_TEXT = 2**26  # bytes of a file's documentation, decompressed
 DEQUANTIZE = "DequantizeLinear"
+
+
+@dataclass(frozen=True)
+class Notes(Note, key="graphopt.file", expected="a compressed graph"):
+    """Record what a file says about its graph and values, and passes and onnx_ir drop, such as documentation.
+
+    Args:
+        packed: a compressed GraphProto; see `graphopt.graph.postprocessing.remember`.
+    """
+
+    packed: bytes = b""
+
+    def check(self) -> None:
+        self.graph()
+
+    @classmethod
+    def pack(cls, graph: onnx.GraphProto) -> Notes:
+        """Return the note of a graph."""
+        return cls(zlib.compress(graph.SerializeToString()))
+
+    def graph(self) -> onnx.GraphProto:
+        """Return the graph.
+
+        Raises:
+            ValueError: it is malformed, or larger than `MOST_TEXT`.
+        """
+        inflate = zlib.decompressobj()
+        try:
+            graph = onnx.GraphProto.FromString(inflate.decompress(self.packed, MOST_TEXT))
+        except (DecodeError, zlib.error) as error:
+            raise ValueError from error
+        expect(inflate.eof, all(not x.external_data for x in graph.initializer))
+        return graph
 
 
 def detach_outputs(

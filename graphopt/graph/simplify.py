@@ -23,6 +23,7 @@ from graphopt.graph.roles import STATE, with_role
 from graphopt.graph.rules import rewrite, rule_set
 from graphopt.graph.traversal import all_nodes, results_when_ready
 from graphopt.graph.values import constant_number, constant_of, dims_of, is_floating, is_number, like
+from graphopt.graph.windows import is_same, window_of
 
 # Keep the node 1 / x: ONNX Runtime turns (1 / x) y into y / x, which takes longer and rounds differently.
 _RECIPROCAL = RewriteRule(
@@ -193,13 +194,13 @@ def _mask_before_upsampling() -> RewriteRule:
         return op.Mul(op.Mul(chosen, spread), mask)
 
     def is_alike(context: Any, p: Any, share: Any, scales: Any, **values: Any) -> bool:
-        factors, window = constant_of(scales), values["most"].producer().attributes
-        sizes = [list(window.get_ints(name, [])) for name in ("kernel_shape", "strides")]
-        if factors is None or any([1, 1, *size] != factors.tolist() for size in sizes):
+        factors, pool = constant_of(scales), values["most"].producer()
+        window = window_of(pool)
+        if factors is None or not window.tiles or [1, 1, *window.kernel] != factors.tolist():
             return False
         up, *others = (values[name].producer().attributes for name in ("up", "highest", "spread"))
         nearest = all(up == other for other in others) and up.get_string("mode", "nearest") == "nearest"
-        unpadded = not any(window.get_ints("pads", [])) and p.shape is not None
+        unpadded = not window.is_padded and not is_same(pool) and p.shape is not None
         return nearest and unpadded and p.shape == share.shape
 
     def rewritten(

@@ -25,6 +25,7 @@ from graphopt.graph.formulas import (
     smallest,
 )
 from graphopt.graph.operators import ELEMENTWISE_OPERATORS, POOLS
+from graphopt.graph.windows import is_same, window_of
 
 Maybe = Formula | None
 Sizes = list[Maybe] | None  # of one output
@@ -275,24 +276,20 @@ def _windows(read: Read) -> list[Sizes]:
     is_pool = read.node.op_type in POOLS
     if x is None or (w is None and not is_pool):
         return []
-    n = len(x) - 2
     kernel = read.attributes.get("kernel_shape")
-    taps = [number(int(k)) for k in kernel] if kernel else (w or [])[2:]
-    strides, dilations = (list(read.attributes.get(name) or [1] * n) for name in ("strides", "dilations"))
-    pads = list(read.attributes.get("pads") or [0] * (2 * n))
-    mode = _text(read.attributes.get("auto_pad"))
+    taps = list(map(number, kernel)) if kernel else (w or [])[2:]
+    window = window_of(read.node, kernel or [1] * len(taps))
     counts: list[Maybe] = []
     for i, size in enumerate(x[2:]):
-        by = Fraction(1, strides[i])
-        if mode.startswith("SAME"):
+        by = Fraction(1, window.strides[i])
+        if is_same(read.node):
             counts.append(ceiling(size * by))
             continue
-        begin, end = (0, 0) if mode == "VALID" else (pads[i], pads[i + n])
-        room = size + begin + end - (taps[i] - 1) * dilations[i] - 1
+        room = size + window.begin[i] + window.end[i] - (taps[i] - 1) * window.dilations[i] - 1
         if read.attributes.get(
             "ceil_mode"
         ):  # a last window that begins in the padding at the end does not count
-            count = smallest(ceiling(room * by) + 1, ceiling((size + begin) * by))
+            count = smallest(ceiling(room * by) + 1, ceiling((size + window.begin[i]) * by))
         else:
             count = floor(room * by) + 1
         # Where no window fits, the runtime rounds to 0, not down, and counts one.
@@ -312,20 +309,14 @@ def _transposed_windows(read: Read) -> list[Sizes]:
     n, channels = len(x) - 2, w[1] * int(read.attributes.get("group") or 1)
     if "output_shape" in read.attributes:
         return [[x[0], channels, *map(number, read.attributes["output_shape"][-n:])]]
-    names = ("strides", "dilations", "output_padding")
-    strides, dilations, more = (
-        list(read.attributes.get(name) or [int(name in names[:2])] * n) for name in names
-    )
-    pads = list(read.attributes.get("pads") or [0] * (2 * n))
-    mode = _text(read.attributes.get("auto_pad"))
+    window = window_of(read.node, [1] * n)
+    more = list(read.attributes.get("output_padding") or [0] * n)
     sizes: list[Maybe] = []
     for i, size in enumerate(x[2:]):
-        reach = (w[i + 2] - 1) * dilations[i] + 1 + more[i]  # of one window
-        if mode.startswith("SAME"):
-            crop = largest(reach - strides[i], number(0))
-        else:
-            crop = number(0 if mode == "VALID" else pads[i] + pads[i + n])
-        sizes.append((size - 1) * strides[i] + reach - crop)
+        reach = (w[i + 2] - 1) * window.dilations[i] + 1 + more[i]  # of one window
+        pads = number(window.begin[i] + window.end[i])
+        crop = largest(reach - window.strides[i], number(0)) if is_same(read.node) else pads
+        sizes.append((size - 1) * window.strides[i] + reach - crop)
     return [[x[0], channels, *sizes]]
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 import onnx_ir as ir
@@ -129,6 +129,12 @@ def swap(old: ir.Value, new: ir.Value) -> ir.Value:
     ir.convenience.replace_all_uses_with(old, new, replace_graph_outputs=True)
     new.name = name
     return new
+
+
+def redirect(uses: Iterable[tuple[ir.Node, int]], other: ir.Value) -> None:
+    """Make nodes read another value. Each use is a node and the number of its input."""
+    for node, index in list(uses):
+        node.replace_input_with(index, other)
 
 
 def tensor_type(where: str, text: object) -> tuple[ir.DataType, ir.Shape]:

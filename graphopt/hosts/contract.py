@@ -12,9 +12,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import onnx_ir as ir
 
+from graphopt.graph.metadata import Text
 from graphopt.graph.roles import FED, STATE, Role, labels_of, role_of, with_role
 from graphopt.graph.values import name_of, next_of
 from graphopt.targets.check import CHECK
+
+HOST = Text("graphopt.host")  # of a model: host.json; see graphopt.hosts.contract
 
 # The first ONNX Runtime that reads an opset: https://onnxruntime.ai/docs/reference/compatibility.html
 _ONNXRUNTIME = ("1.8", "1.9", "1.11", "1.12", "1.14", "1.15", "1.17", "1.18", "1.21", "1.22")

@@ -19,7 +19,7 @@ from graphopt.files import write_folder
 from graphopt.graph import inference, metadata
 from graphopt.graph.loading import Source, load
 from graphopt.graph.merging import adapted
-from graphopt.graph.metadata import HOST, original_name
+from graphopt.graph.metadata import original_name
 from graphopt.graph.opsets import ir_version_of, rewrite_in
 from graphopt.graph.roles import FED, STATE, Role, check_trains, role_of, with_role
 from graphopt.graph.shapes import fold_shapes, infer
@@ -29,7 +29,7 @@ from graphopt.graph.storage import whole
 from graphopt.graph.traversal import subgraphs
 from graphopt.graph.unroll import Unroll
 from graphopt.graph.values import name_of, tensor_bytes
-from graphopt.hosts.contract import Place, contract, places
+from graphopt.hosts.contract import HOST, Place, contract, places
 from graphopt.runtime.checkpoint import state_bytes
 from graphopt.targets.check import add_check, not_finite
 from graphopt.targets.portable import FORMS

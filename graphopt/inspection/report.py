@@ -18,12 +18,11 @@ from graphopt.errors import BlockingOperator, GraphoptError, NoGradient, some
 from graphopt.graph.listing import listing, operator_of, size, type_of
 from graphopt.graph.loading import Source, load
 from graphopt.graph.memory import estimate
-from graphopt.graph.merging import adapted
+from graphopt.graph.merging import Adapted, adapted
 from graphopt.graph.metadata import (
     EXPORT_ANEW,
     EXPORTED_GRAPH,
     RUNTIME,
-    Adapted,
     Exported,
     Kind,
     LeftOut,

@@ -34,7 +34,7 @@ from graphopt.graph.roles import (
 )
 from graphopt.graph.state import demote, detached, take_initial
 from graphopt.graph.unroll import Unroll
-from graphopt.graph.values import COUNTERS, gradient_of, like, name_of, next_of
+from graphopt.graph.values import COUNTERS, gradient_of, like, name_of, next_of, redirect
 from graphopt.pipeline import Pipeline
 from passes.accumulate import Accumulate
 from passes.averages import Average
@@ -159,8 +159,7 @@ def _count_in_float32(model: ir.Model, counter: ir.Value) -> None:
     with Emitter(model) as op:
         counter.type = ir.TensorType(ir.DataType.FLOAT)
         count = op.Cast(counter, to=ir.DataType.INT64)
-        for user, index in uses:
-            user.replace_input_with(index, count)
+        redirect(uses, count)
         wrapped = op.Cast(op.Mod(following, COUNTED), to=ir.DataType.FLOAT)
     ROLE.remove(following)
     wrapped.name, following.name = following.name, None

@@ -20,7 +20,7 @@ from graphopt.graph.metadata import ADAPTER, InferenceForm, Kind, Origin, copy, 
 from graphopt.graph.rewriting import Pass, Pattern, matches
 from graphopt.graph.roles import Role, check_inference, role_of
 from graphopt.graph.shapes import ensure_typed
-from graphopt.graph.values import dtype_of, like, name_of
+from graphopt.graph.values import dtype_of, like, name_of, redirect
 from graphopt.intervals import within
 from passes.parameters import origin_in_file
 from passes.weights.initializers import register
@@ -259,8 +259,7 @@ def _place(
     """Let the readers of a target's output read the changed one."""
     y = target.y
     InferenceForm(same_as=0, merged=True).write(changed)
-    for node, index in uses:
-        node.replace_input_with(index, changed)
+    redirect(uses, changed)
     if y.is_graph_output():
         copy(y, changed)
         InferenceForm.remove(y)

@@ -16,7 +16,7 @@ from graphopt.graph.metadata import ADAPTER, Kind, Origin
 from graphopt.graph.rewriting import Pass
 from graphopt.graph.shapes import ensure_typed, infer
 from graphopt.graph.traversal import ancestors
-from graphopt.graph.values import dtype_of, is_floating, name_of
+from graphopt.graph.values import dtype_of, is_floating, name_of, redirect
 from graphopt.graph.weight_kinds import EMBEDDING, inverse, moved
 from graphopt.intervals import within
 from passes.weights.initializers import register
@@ -152,6 +152,4 @@ def _replace(model: ir.Model, value: ir.Value, nodes: Collection[ir.Node], numbe
     new = register(model, name, np.ascontiguousarray(array))
     ADAPTER.set(new)
     Origin(Kind.PARAMETER, "of a new head", named=True).write(new)
-    for node, index in uses:
-        if node in nodes:
-            node.replace_input_with(index, new)
+    redirect([use for use in uses if use[0] in nodes], new)

@@ -10,13 +10,13 @@ from typing import Literal
 import onnx_ir as ir
 
 from graphopt.graph.emitter import Emitter
-from graphopt.graph.metadata import BLOCK_LOGITS, STOP_GRADIENT, InferenceForm, TokenBlocks
+from graphopt.graph.metadata import STOP_GRADIENT, InferenceForm
 from graphopt.graph.operators import ELEMENTWISE_OPERATORS, VIEWS
 from graphopt.graph.roles import FED, role_of
 from graphopt.graph.traversal import values_read
 from graphopt.graph.values import constant_of, dims_of, like, name_of, rank
 from graphopt.graph.weight_kinds import PRODUCT, weight_kinds_of
-from passes.gradients.rules.blocks import in_blocks, token_losses
+from passes.gradients.rules.blocks import BLOCK_LOGITS, TokenBlocks, in_blocks, token_losses
 from passes.gradients.rules.control_flow import scan_over
 
 _MANY_CLASSES = 4096  # from which on blocks pay

@@ -13,7 +13,7 @@ from graphopt.graph.metadata import ATTENTION_SCORES, TOKEN_POSITIONS, Inference
 from graphopt.graph.operators import CONVOLUTIONS, ELEMENTWISE_OPERATORS, POOLS, RECURRENT, SHAPE_READERS
 from graphopt.graph.roles import Role, role_of
 from graphopt.graph.traversal import ancestors, values_read
-from graphopt.graph.values import dims_of, dtype_of, like
+from graphopt.graph.values import dims_of, dtype_of, like, redirect
 
 _POSITION_IDS = "position_ids"
 # Operators that mix the tokens of a row otherwise than attention.
@@ -59,9 +59,7 @@ def keep_apart(op: Emitter, graph: ir.Graph, tokens: ir.Value, segments: ir.Valu
 def _replace(x: ir.Value, other: ir.Value) -> None:
     """Let all readers of a value, except those that compute the other, read the other."""
     own = ancestors([other])
-    for user, index in list(x.uses()):
-        if user not in own:
-            user.replace_input_with(index, other)
+    redirect([use for use in x.uses() if use[0] not in own], other)
 
 
 def _dependent(graph: ir.Graph, *sources: ir.Value) -> set[ir.Value]:

@@ -14,7 +14,7 @@ from graphopt.graph import metadata
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.metadata import InferenceForm, TargetSpec
 from graphopt.graph.roles import FED, Role, role_of, set_role
-from graphopt.graph.values import dims_of, dtype_of, name_of
+from graphopt.graph.values import dims_of, dtype_of, name_of, redirect
 from graphopt.intervals import within
 from passes.losses.loss import Loss, new_input
 
@@ -95,8 +95,7 @@ def stack_inputs(
         others = [new_input(model, f"{name}_{other}", dtype_of(x), shape) for other in companions]
         rows = op.Concat(first, *others, axis=0)
         rows.shape = x.shape
-        for user, index in uses:
-            user.replace_input_with(index, rows)
+        redirect(uses, rows)
         replaced[x] = InferenceForm(same_as=0, predicting=True).write(rows)
     return replaced
 

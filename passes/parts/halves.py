@@ -21,6 +21,7 @@ from graphopt.graph.values import (
     gradient_of,
     local_of,
     name_of,
+    redirect,
     state_of,
     wide_type,
 )
@@ -115,8 +116,7 @@ def _scale(model: ir.Model, summed: Sequence[ir.Value], local: set[ir.Node]) -> 
         for x in summed:
             users = [(user, index) for user, index in x.uses() if user not in local]
             scaled = x * op.cast(share, x.dtype)
-            for user, index in users:
-                user.replace_input_with(index, scaled)
+            redirect(users, scaled)
 
 
 def _batch_weight(model: ir.Model) -> ir.Value:
@@ -153,8 +153,7 @@ def _shift_positions(model: ir.Model) -> None:
             positions = node.outputs[0]
             uses = list(positions.uses())
             shifted = positions + first * (node.inputs[1] / rows)
-            for user, index in uses:
-                user.replace_input_with(index, shifted)
+            redirect(uses, shifted)
 
 
 def _rows(model: ir.Model, op: Emitter) -> ir.Value:

@@ -24,7 +24,7 @@ from graphopt.graph.metadata import (
 )
 from graphopt.graph.shapes import ensure_typed
 from graphopt.graph.traversal import ancestors
-from graphopt.graph.values import like, name_of
+from graphopt.graph.values import like, name_of, redirect
 from passes.differentiate import stop_gradient
 from passes.weights.exported_program import FOLDED_FROM, Call, ExportedProgram, call_of
 from passes.weights.initializers import is_weight
@@ -85,8 +85,7 @@ def stop_at_padding(model: ir.Model) -> None:
         with Emitter(model) as op:
             padded = op.Unsqueeze(op.Equal(indices, op.constant(padding.index, like=indices)), [-1])
             chosen = InferenceForm(same_as=2).write(op.Where(padded, stop_gradient(op, y), y))
-        for user, index in uses:
-            user.replace_input_with(index, chosen)
+        redirect(uses, chosen)
 
 
 def _stopped(x: ir.Value) -> ir.Value:

@@ -19,7 +19,6 @@ from graphopt.errors import some
 from graphopt.graph.metadata import (
     EXPORTED_CALL,
     EXPORTED_GRAPH,
-    ZEROS_STAY,
     Evidence,
     Kind,
     Layout,
@@ -28,9 +27,10 @@ from graphopt.graph.metadata import (
     all_of,
 )
 from graphopt.graph.operators import CONVOLUTIONS
-from graphopt.graph.values import constant_copy_of, dtype_of, name_of
+from graphopt.graph.values import constant_copy_of, dtype_of, name_of, redirect
 from passes.weights import evidence, folds
 from passes.weights.initializers import array, fill_value, is_weight, literals_in, register, weights_in
+from passes.weights.zeros import ZEROS_STAY
 
 FOLDED_FROM = Text("pkg.onnxscript.optimizer.folded_from")
 _KIND = Text("pkg.torch.export.graph_signature.InputSpec.kind")
@@ -368,8 +368,7 @@ def separate_layouts(program: ExportedProgram) -> dict[str, Origin]:
             renamed = dict(zip(sources, others, strict=True))
             names = [renamed.get(source, source) for source in program.folded_from(x) or sources]
             FOLDED_FROM.write(copy, repr(names))
-            for node, index in uses_of_name:
-                node.replace_input_with(index, copy)
+            redirect(uses_of_name, copy)
             if not certain:
                 why = f"{some(others)} or another parameter, merged with {x.name} by the exporter"
                 uncertain[name_of(copy)] = Origin(Kind.PARAMETER, why, certain=False, sources=others)

@@ -17,11 +17,13 @@ import onnx_ir as ir
 from graphopt.errors import GraphoptError, some
 from graphopt.graph import metadata, state
 from graphopt.graph.emitter import Emitter
-from graphopt.graph.metadata import QUANTIZED, STOP_GRADIENT, STORED, STORED_TYPE, InferenceForm
+from graphopt.graph.metadata import STOP_GRADIENT, STORED, STORED_TYPE, InferenceForm, Text
 from graphopt.graph.postprocessing import DEQUANTIZE, broadcastable, dequantized, is_dequantized
 from graphopt.graph.roles import Role, set_role
 from graphopt.graph.values import constant_of, dtype_of, is_floating, like, name_of
 from passes.weights.initializers import array, replace_by
+
+QUANTIZED = Text("graphopt.quantized")  # of an initializer: which integers it stands for
 
 _WIDE = ir.DataType.FLOAT
 INT32_RANGE = -(2.0**31), 2.0**31 - 128  # the float32 numbers that an int32 holds

@@ -15,11 +15,12 @@ import numpy as np
 import onnx_ir as ir
 
 from graphopt.errors import some
-from graphopt.graph.metadata import ZEROS_STAY, Evidence, Kind, Layout, Origin
+from graphopt.graph.metadata import Evidence, Kind, Layout, Origin
 from graphopt.graph.operators import ARITHMETIC, CONVOLUTIONS, RECURRENT
 from graphopt.graph.values import name_of
 from passes.weights import evidence, folds, zeros
 from passes.weights.initializers import array, is_weight, register, weights_in
+from passes.weights.zeros import ZEROS_STAY
 
 # Names of parameters in PyTorch's modules, after the path of the module.
 _PARAMETERS = re.compile(

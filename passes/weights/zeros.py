@@ -6,12 +6,14 @@ import numpy as np
 import onnx_ir as ir
 
 from graphopt.graph.emitter import Emitter
-from graphopt.graph.metadata import ZEROS_STAY, InferenceForm
+from graphopt.graph.metadata import Flag, InferenceForm
 from graphopt.graph.operators import CONVOLUTIONS, MATRIX_PRODUCTS
-from graphopt.graph.values import like
+from graphopt.graph.values import like, redirect
 from passes.differentiate import stop_gradient
 from passes.weights import evidence
 from passes.weights.initializers import array
+
+ZEROS_STAY = Flag("graphopt.zeros_stay")  # an initializer that was pruned or masked, whose zeros do not train
 
 _WEIGHTED = CONVOLUTIONS | MATRIX_PRODUCTS
 _FEWEST = 1 / 8  # the smallest share of zeros that indicates pruning: a channel of eight
@@ -43,8 +45,7 @@ def keep(model: ir.Model, weight: ir.Value) -> None:
         zero = op.Equal(weight, op.constant(0, like=weight))
         kept = InferenceForm(same_as=2).write(op.Where(zero, stop_gradient(op, weight), weight))
         like(kept, weight)
-    for node, index in uses:
-        node.replace_input_with(index, kept)
+    redirect(uses, kept)
 
 
 def _share(value: ir.Value) -> float:

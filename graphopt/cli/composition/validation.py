@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from graphopt.cli.composition.hydra_config import CommandLine, flattened, on_the_command_line
 from graphopt.cli.run_folder import OWN_FILES
+from graphopt.data import READERS
 from graphopt.data.files import EXPANSION, check_ending
 from graphopt.data.language.tokenizer import BESIDE
 from graphopt.data.tables import check_description
@@ -44,8 +45,7 @@ CALLBACKS = {
 NAMED: dict[str, Sequence[str]] = {  # the names that recipes may use, by path; all other paths accept passes
     "callbacks": tuple(CALLBACKS.values()),
     "data": tuple(
-        f"graphopt.data.{name}"
-        for name in ("arrow", "csv", "diabetes", "digits", "images", "npy", "npz", "parquet", "text")
+        f"graphopt.data.{name}" for name in sorted({*READERS.values(), "diabetes", "digits", "images"})
     ),
     "executor": ("graphopt.Executor",),
     "launcher": tuple(

@@ -9,6 +9,7 @@ from typing import Any
 import onnx_ir as ir
 
 from graphopt.graph.sizes import has_sizes, sizes_of
+from graphopt.graph.windows import Window, pad_mode, window_of
 from graphopt.targets.native.forms import NodeForms, rank_of
 from graphopt.targets.native.library import FEW_FILTERS, Kernel, Replacement
 from graphopt.targets.native.products import (
@@ -48,11 +49,11 @@ def convolution_kernel(node: ir.Node, forms: NodeForms) -> Replacement | None:
         nodes.append(then)
     x, axes_x, unused = _deepest(stored_before(x, [] if is_transposed else space), 1)
     w, axes_w, _ = _deepest(stored_before(w), axes)
-    strides, dilations, pads, more = _geometry(attributes, axes).values()
-    end = [pad - n for pad, n in zip(pads[axes:], unused[2:], strict=True)]
+    window, more = _window(node)
+    end = [pad - n for pad, n in zip(window.end, unused[2:], strict=True)]
     form = [
         *(rank_of(x), rank_of(w), len(axes_y), axes, axes_x, axes_w, axes_y),
-        *(strides, dilations, pads[:axes], end, more),
+        *(window.strides, window.dilations, window.begin, end, more),
         *(attributes["group"], int(is_transposed), int(bias is not None), int(relu)),
     ]
     return Kernel.calling("convolution", form, [x, w, bias], nodes[-1].outputs), nodes
@@ -103,18 +104,18 @@ def _accepts(node: ir.Node, attributes: Mapping[str, Any]) -> bool:
     if node.op_type not in ("Conv", "ConvTranspose"):
         return False
     x, w, y = node.inputs[0], node.inputs[1], node.outputs[0]
-    is_transposed, geometry = node.op_type == "ConvTranspose", _geometry(attributes, rank_of(w) - 2)
+    if x is None or w is None or not rank_of(x) == rank_of(w) == rank_of(y):
+        return False
+    if not 3 <= rank_of(y) <= 5:  # geometry.h has up to three axes of space
+        return False
+    is_transposed, (window, more) = node.op_type == "ConvTranspose", _window(node)
     return (
-        x is not None
-        and w is not None
-        and rank_of(x) == rank_of(w) == rank_of(y)
-        and 3 <= rank_of(y) <= 5  # geometry.h has up to three axes of space
-        and all(v.dtype == ir.DataType.FLOAT for v in (x, w, y))
-        and attributes["auto_pad"] == "NOTSET"
+        all(v.dtype == ir.DataType.FLOAT for v in (x, w, y))
+        and pad_mode(node) == "NOTSET"
         and "output_shape" not in attributes
         and 1 <= attributes["group"] < 2**31
-        and _is_small(geometry, rank_of(w) - 2)
-        and not (is_transposed and min(max(geometry["strides"]), max(geometry["dilations"])) > 1)
+        and _is_small(window, more)
+        and not (is_transposed and min(max(window.strides), max(window.dilations)) > 1)
         and (attributes["group"] > 1 or not _has_few_terms(w, is_transposed))
     )
 
@@ -128,20 +129,21 @@ def _has_few_terms(w: ir.Value, is_transposed: bool) -> bool:
     return len(sizes) == rank_of(w) - 1 and math.prod(sizes) < _LEAST_TERMS
 
 
-def _is_small(geometry: Mapping[str, Sequence[int]], axes: int) -> bool:
-    """Return whether a geometry has a number for each axis, and none that is too large for C or for memory."""
-    if any(len(sizes) != axes * (1 + (name == "pads")) for name, sizes in geometry.items()):
+def _is_small(window: Window, more: Sequence[int]) -> bool:
+    """Return whether a window has a number for each axis, and none that is too large for C or for memory."""
+    axes = [window.kernel, window.strides, window.dilations, window.begin, window.end, more]
+    if len({len(numbers) for numbers in axes}) > 1:
         return False
-    least = min([*geometry["strides"], *geometry["dilations"]])
-    reach = [max(abs(n) for sizes in geometry.values() for n in (1, *sizes[i::axes])) for i in range(axes)]
-    return least >= 1 and math.prod(reach) <= _MOST_REACH
+    reach = [max(abs(n) for n in (1, *numbers)) for numbers in zip(*axes[1:], strict=True)]
+    return min([*window.strides, *window.dilations]) >= 1 and math.prod(reach) <= _MOST_REACH
 
 
-def _geometry(attributes: Mapping[str, Any], axes: int) -> dict[str, list[int]]:
-    """Return the strides, dilations and pads of a convolution, including defaults."""
-    ones, none = [1] * axes, [0] * axes
-    defaults = {"strides": ones, "dilations": ones, "pads": none * 2, "output_padding": none}
-    return {name: list(attributes.get(name, numbers)) for name, numbers in defaults.items()}
+def _window(node: ir.Node) -> tuple[Window, Sequence[int]]:
+    """Return the window of a convolution, with 0 for unknown sizes of its kernel, and the output padding."""
+    w = node.inputs[1]
+    assert w is not None and w.shape is not None
+    taps = [size if isinstance(size, int) else 0 for size in w.shape[2:]]
+    return window_of(node, taps), node.attributes.get_ints("output_padding", [0] * len(taps))
 
 
 def _after(y: ir.Value) -> Iterator[tuple[list[ir.Node], list[int]]]:

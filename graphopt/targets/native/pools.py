@@ -10,6 +10,7 @@ import numpy as np
 import onnx_ir as ir
 
 from graphopt.graph.sizes import fixed
+from graphopt.graph.windows import pad_mode, window_of
 from graphopt.targets.native.forms import NodeForms, rank_of
 from graphopt.targets.native.library import Kernel, Replacement
 
@@ -40,24 +41,20 @@ def _window(node: ir.Node | None, forms: NodeForms) -> list[int] | None:
     axes = rank_of(x) - 2
     if not 1 <= axes <= 3 or rank_of(y) != axes + 2:
         return None
-    window = _repeats(node, attributes) if node.op_type == "Resize" else _taps(attributes, axes)
+    window = _repeats(node, attributes) if node.op_type == "Resize" else _taps(node)
     if window is None or len(window) != axes or min(window) < 1 or math.prod(window) > _MOST_TAPS:
         return None
     return window
 
 
-def _taps(attributes: Mapping[str, Any], axes: int) -> list[int] | None:
+def _taps(node: ir.Node) -> list[int] | None:
     """Return the taps of a pool's window along each axis, if windows tile the input."""
-    window = list(attributes["kernel_shape"])
-    ones, none = [1] * axes, [0] * (2 * axes)
-    tiles = (
-        attributes["auto_pad"] == "NOTSET"
-        and list(attributes.get("strides", ones)) == window
-        and list(attributes.get("dilations", ones)) == ones
-        and list(attributes.get("pads", none)) == none
-        and not attributes.get("ceil_mode", 0)
-    )
-    return window if tiles else None
+    window, x = window_of(node), node.inputs[0]
+    sizes = [] if x is None or x.shape is None else x.shape[2:]
+    if any(isinstance(size, int) and size < k for size, k in zip(sizes, window.kernel, strict=False)):
+        return None  # the runtime cuts such a window
+    tiles = window.tiles and not window.is_padded and pad_mode(node) == "NOTSET"
+    return window.kernel if tiles and not node.attributes.get_int("ceil_mode", 0) else None
 
 
 def _repeats(node: ir.Node, attributes: Mapping[str, Any]) -> list[int] | None:

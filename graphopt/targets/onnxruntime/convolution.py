@@ -13,6 +13,7 @@ import onnx_ir as ir
 
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.inference import stand_in
+from graphopt.graph.windows import pad_mode, window_of
 
 _FEW = 12  # channels
 _MANY = 32  # channels
@@ -72,19 +73,12 @@ def _pooled_by_planes(op: Emitter, node: ir.Node) -> ir.Value | None:
 
 def _is_explicit(node: ir.Node) -> bool:
     """Return whether a convolution says its pads, and its result has axes of space."""
-    return node.attributes.get_string("auto_pad", "NOTSET") == "NOTSET" and len(_sizes(node.outputs[0])) > 2
+    return pad_mode(node) == "NOTSET" and len(_sizes(node.outputs[0])) > 2
 
 
 def _sizes(x: ir.Value) -> list[int]:
     """Return the sizes of `x`, 0 for each unknown size, and no sizes if the rank is unknown."""
     return [size if isinstance(size, int) else 0 for size in x.shape or ()]
-
-
-def _geometry(node: ir.Node, n: int) -> tuple[list[int], list[int], list[int], list[int]]:
-    """Return the strides, the dilations, and the begin and end pads of `n` axes."""
-    strides, dilations = (list(node.attributes.get_ints(name, [1] * n)) for name in ("strides", "dilations"))
-    pads = list(node.attributes.get_ints("pads", [0] * (2 * n)))
-    return strides, dilations, pads[:n], pads[n:]
 
 
 def _flipped(op: Emitter, node: ir.Node) -> ir.Value | None:
@@ -93,10 +87,10 @@ def _flipped(op: Emitter, node: ir.Node) -> ir.Value | None:
     if not _is_explicit(node):
         return None
     filters, channels, *taps = _sizes(w)
-    strides, dilations, *pads = _geometry(node, len(taps))
-    reach = [(size - 1) * dilation for size, dilation in zip(taps, dilations, strict=True)]
-    rest = [size - pad for ends in pads for size, pad in zip(reach, ends, strict=True)]
-    if min(rest) < 0 or max(strides) > 1 or not _MANY <= filters <= channels:
+    window = window_of(node, taps)
+    ends = zip(window.extent * 2, window.begin + window.end, strict=True)
+    rest = [size - 1 - pad for size, pad in ends]
+    if min(rest) < 0 or max(window.strides) > 1 or not _MANY <= filters <= channels:
         return None
     if any(node.attributes.get_ints("output_padding", [])) or "output_shape" in node.attributes:
         return None
@@ -105,7 +99,7 @@ def _flipped(op: Emitter, node: ir.Node) -> ir.Value | None:
     backwards = op.constant(np.eye(math.prod(taps))[::-1], like=w)
     flipped = op.MatMul(op.Reshape(w, [0, 0, -1]), backwards)  # five times as fast as a Gather
     kernel = op.Reshape(op.Transpose(flipped, perm=[1, 0, 2]), [channels, filters, *taps])
-    return op.Conv(x, kernel, *node.inputs[2:], dilations=dilations, pads=rest)
+    return op.Conv(x, kernel, *node.inputs[2:], dilations=window.dilations, pads=rest)
 
 
 def _widened(op: Emitter, node: ir.Node) -> ir.Value | None:
@@ -134,14 +128,14 @@ def _widened(op: Emitter, node: ir.Node) -> ir.Value | None:
 def _with_batch_as_axis(op: Emitter, node: ir.Node, x: ir.Value, w: ir.Value) -> ir.Value:
     """Turn the batch into a last spatial axis, on which the kernel has size 1, to get one product of all columns."""
     n = len(_sizes(x)) - 2  # the CPU provider's fast kernels support up to three spatial axes
-    strides, dilations, begin, end = _geometry(node, n)
+    window = window_of(node, _sizes(w)[2:])
     y = op.Conv(
         op.Unsqueeze(_transposed(op, x, [*range(1, n + 2), 0]), [0]),
         op.Unsqueeze(w, [-1]),
         *node.inputs[2:],
-        strides=[*strides, 1],
-        dilations=[*dilations, 1],
-        pads=[*begin, 0, *end, 0],
+        strides=[*window.strides, 1],
+        dilations=[*window.dilations, 1],
+        pads=[*window.begin, 0, *window.end, 0],
         group=node.attributes.get_int("group", 1),
     )
     return op.Transpose(op.Squeeze(y, [0]), perm=[n + 1, *range(n + 1)])
@@ -149,16 +143,17 @@ def _with_batch_as_axis(op: Emitter, node: ir.Node, x: ir.Value, w: ir.Value) ->
 
 def _with_axis_as_channels(op: Emitter, node: ir.Node, x: ir.Value, w: ir.Value, places: int) -> ir.Value:
     """Turn the first of three spatial axes into channels, and convolve the other two once per position on that axis."""
-    strides, dilations, begin, end = _geometry(node, 3)
-    reach = (_sizes(w)[2] - 1) * dilations[0] + 1
-    padded = op.Pad(x, [0, 0, begin[0], 0, 0, 0, 0, end[0], 0, 0])
+    window = window_of(node, _sizes(w)[2:])
+    stride, *strides = window.strides
+    dilation, *dilations = window.dilations
+    padded = op.Pad(x, [0, 0, window.begin[0], 0, 0, 0, 0, window.end[0], 0, 0])
+    pads = [*window.begin[1:], *window.end[1:]]
     kernel = op.Reshape(w, [0, -1, *_sizes(w)[3:]])
     parts = []
-    for start in range(0, places * strides[0], strides[0]):
-        under = op.Slice(padded, [start], [start + reach], [2], [dilations[0]])
+    for start in range(0, places * stride, stride):
+        under = op.Slice(padded, [start], [start + window.extent[0]], [2], [dilation])
         image = op.Reshape(under, [0, -1, *_sizes(x)[3:]])
-        pads = [*begin[1:], *end[1:]]
-        part = op.Conv(image, kernel, strides=strides[1:], dilations=dilations[1:], pads=pads)
+        part = op.Conv(image, kernel, strides=strides, dilations=dilations, pads=pads)
         parts.append(op.Unsqueeze(_with_batch_as_axis(op, part.producer(), image, kernel), [2]))
     return op.Concat(*parts, axis=2)
 
@@ -174,13 +169,13 @@ def _unfolded(
     swap = [1, 0, *range(2, n + 2)]
     many = math.prod(places)
     one_hot = np.tile(np.eye(many).reshape(many, 1, *places), [batch, 1, *[1] * n])
-    strides, dilations, begin, end = _geometry(node, n)
+    window = window_of(node, _sizes(w)[2:])
     columns = op.Conv(
         _transposed(op, x, swap),
         op.constant(one_hot, like=x),
-        strides=dilations,
-        dilations=strides,
-        pads=[*begin, *end],
+        strides=window.dilations,
+        dilations=window.strides,
+        pads=[*window.begin, *window.end],
         group=batch,
     )
     rows = op.Transpose(op.Reshape(_transposed(op, w, swap), [0, 0, -1]), perm=[0, 2, 1])

@@ -15,6 +15,7 @@ import onnx_ir as ir
 
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.values import constant_of, dims_of, rank
+from graphopt.graph.windows import is_same, window_of
 from graphopt.targets.bfloat16 import in_float32, is_of_bfloat16
 from graphopt.targets.joining import join_arrays_by_size
 from graphopt.targets.portable.everywhere import ALONG_NO_AXIS, celu, mean
@@ -156,26 +157,23 @@ def _unfolded(op: Emitter, node: ir.Node) -> Sequence[ir.Value] | None:
     group = node.attributes.get_int("group", 1)
     image, places, kernel = ((sizes_of(value) or [None])[2:] for value in (x, w, y))
     known = [*image, *places, *kernel]
-    if not image or None in known or len(node.inputs) > 2 or "auto_pad" in node.attributes:
+    if not image or None in known or len(node.inputs) > 2 or is_same(node):
         return None
     many, taps = math.prod(places), math.prod(kernel)  # type: ignore[arg-type]
     channels, filters = dims_of(x)[0], dims_of(w)[0]
     if many < 2 * taps or many <= 16 or not isinstance(channels, int) or not isinstance(filters, int):
         return None
-    n = len(image)
-    swap = [1, 0, *range(2, n + 2)]
-    strides, dilations = (list(node.attributes.get_ints(name, [1] * n)) for name in ("strides", "dilations"))
-    pads = list(node.attributes.get_ints("pads", [0] * 2 * n))
-    padded = [size + pads[i] + pads[n + i] for i, size in enumerate(image)]  # type: ignore[operator]
+    swap, window = [1, 0, *range(2, len(image) + 2)], window_of(node, kernel)  # type: ignore[arg-type]
+    padded = [size + sum(pads) for size, *pads in zip(image, window.begin, window.end, strict=True)]  # type: ignore[operator]
     rows = op.Transpose(x, perm=swap)
-    if any(pads):
-        rows = op.Pad(rows, [0, 0, *pads[:n], 0, 0, *pads[n:]])
+    if window.is_padded:
+        rows = op.Pad(rows, [0, 0, *window.begin, 0, 0, *window.end])
     rows = op.Reshape(rows, [0, 0, -1])  # [group * rows, channels, places]
     errors = op.Reshape(op.Transpose(w, perm=swap), [0, 0, -1])  # [rows, filters, places]
     if group > 1:
         errors = op.Transpose(op.Reshape(errors, [0, group, filters // group, -1]), perm=[1, 0, 2, 3])
-    starts = _positions(kernel, strides, padded)  # type: ignore[arg-type]
-    offsets = _positions(places, dilations, padded)  # type: ignore[arg-type]
+    starts = _positions(kernel, window.strides, padded)  # type: ignore[arg-type]
+    offsets = _positions(places, window.dilations, padded)  # type: ignore[arg-type]
     together = max(1, _MOST_UNFOLDED // (channels * many))
     sums = []
     for i in range(0, taps, together):

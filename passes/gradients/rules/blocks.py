@@ -7,16 +7,35 @@ that computes the losses then returns the gradients of what the logits are compu
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import onnx_ir as ir
 
 from graphopt.graph.emitter import Emitter, Input
-from graphopt.graph.metadata import BLOCK_LOGITS, IN_BLOCKS, TokenBlocks
+from graphopt.graph.metadata import IN_BLOCKS, Flag, Note, expect
 from graphopt.graph.operators import SHAPE_READERS
 from graphopt.graph.traversal import ancestors
 from graphopt.graph.values import is_floating, like, wide_type
 from passes.gradients.registry import Active, Gradients, rule
 from passes.gradients.rules.control_flow import copied_body, emit_scan, finish, scan
 from passes.gradients.walk import backward, zeros
+
+# In a body that computes losses of tokens: the node of the logits of a block
+BLOCK_LOGITS = Flag("graphopt.block_logits")
+
+
+@dataclass(frozen=True)
+class TokenBlocks(Note, key="graphopt.token_blocks", expected="a share for label smoothing"):
+    """Mark a Scan that computes the cross-entropy of tokens in blocks from their logits.
+
+    Args:
+        label_smoothing: the share of the target that is spread over all classes.
+    """
+
+    label_smoothing: float = 0.0
+
+    def check(self) -> None:
+        expect(0 <= self.label_smoothing <= 1)
 
 
 def in_blocks(y: ir.Value) -> ir.Node:

@@ -14,7 +14,7 @@ from onnx_ir import Graph, Node, Value
 from graphopt.errors import GraphoptError
 from graphopt.graph.emitter import Emitter, Input
 from graphopt.graph.rewriting import remove_unused_nodes
-from graphopt.graph.values import dims_of, is_floating, like, rank
+from graphopt.graph.values import dims_of, is_floating, like, rank, redirect
 from passes.gradients.registry import Active, Gradients, rule
 from passes.gradients.walk import backward, zeros
 
@@ -109,8 +109,7 @@ class Back:
                 users = [(user, i) for user, i in x.uses() if user not in self.forward]
                 if users:
                     read.append((self.inner.value_like(x), y))
-                for user, i in users:
-                    user.replace_input_with(i, read[-1][0])
+                redirect(users, read[-1][0])
         remove_unused_nodes(self.graph)
         return read
 

@@ -18,11 +18,12 @@ from onnx_ir import Node, Value
 from graphopt.errors import GraphoptError, unknown
 from graphopt.graph.emitter import Emitter, Input
 from graphopt.graph.values import constant_of, dims_of, like, rank
+from graphopt.graph.windows import window_of
 from passes.gradients.registry import Gradients, rule
 from passes.gradients.rules.elementwise import mask
 from passes.gradients.rules.linear import identity, transpose
 from passes.gradients.rules.shape import constant_size, elements_along, indices_along, reshape_like
-from passes.gradients.rules.windows import window_of
+from passes.gradients.rules.windows import taps_of
 from passes.gradients.walk import expansion
 
 _Number = Value | float
@@ -227,7 +228,7 @@ def deform_conv(
     """Compute the product of sampled pixels (Dai et al., Deformable Convolutional Networks, https://arxiv.org/abs/1703.06211)."""
     group = groups["group"]
     bias, weights = (*optional, None, None)[:2]
-    count, window = rank(x) - 2, window_of(x, node, w)
+    count, window = rank(x) - 2, window_of(node, taps_of(x, node, w))
     taps, out = math.prod(window.kernel), op.shape_of(offset, 2)
     constant_size(count, taps)
     steps = np.indices(window.kernel).reshape(count, taps, *[1] * count)

@@ -8,10 +8,7 @@ several elements are the largest, the first in row-major order has the gradient,
 from __future__ import annotations
 
 import functools
-import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 
 import numpy as np
 import onnx_ir as ir
@@ -20,6 +17,7 @@ from onnx_ir import Node, Value
 from graphopt.errors import GraphoptError
 from graphopt.graph.emitter import Emitter, Input
 from graphopt.graph.values import constant_of, dims_of, like, rank
+from graphopt.graph.windows import Window, is_same, pad_mode, padded_window, window_of
 from passes.gradients.registry import Gradients, rule
 from passes.gradients.rules.elementwise import mask, nonzero
 from passes.gradients.rules.shape import constant_size, indices_along, positions, reshape_like, scatter_back
@@ -28,45 +26,16 @@ from passes.gradients.walk import further_output, spread
 _MOST_TAPS = 2**20  # of a window whose elements have scores: float32 numbers tell them apart
 
 
-@dataclass(frozen=True)
-class Window:
-    """Describe a kernel that slides along spatial axes: size, stride, dilation and pads of each axis."""
-
-    kernel: list[int]
-    strides: list[int]
-    dilations: list[int]
-    begin: list[int]
-    end: list[int]
-
-    @property
-    def extent(self) -> list[int]:
-        """Return the distance that the kernel covers along each axis."""
-        return [(taps - 1) * dilation + 1 for taps, dilation in zip(self.kernel, self.dilations, strict=True)]
-
-    @property
-    def geometry(self) -> dict[str, list[int]]:
-        """Return the attributes of a Conv or a pool with this window, except for the kernel's size."""
-        return {"strides": self.strides, "dilations": self.dilations, "pads": [*self.begin, *self.end]}
-
-
-def window_of(x: Value, node: Node, w: Input = None, auto_pad: str = "") -> Window:
-    """Return the window of a node or of its weights, with the pads of its mode or of `auto_pad`."""
-    numbers = node.attributes.get_ints
-    kernel = numbers("kernel_shape", None) or ([] if w is None else dims_of(w)[2:])
-    taps, n = [size for size in kernel if isinstance(size, int)], len(kernel)
-    if len(taps) < n:
+def taps_of(x: Value, node: Node, w: Input = None) -> list[int]:
+    """Return the sizes of a node's kernel, from an attribute or its weights."""
+    kernel = node.attributes.get_ints("kernel_shape", None) or ([] if w is None else dims_of(w)[2:])
+    taps = [size for size in kernel if isinstance(size, int)]
+    if len(taps) < len(kernel):
         raise GraphoptError(
             f"the gradient with respect to {x.name!r} needs a kernel of known size, found {list(kernel)}: declare "
             f"its shape"
         )
-    strides, dilations = (list(numbers(name, [1] * n)) for name in ("strides", "dilations"))
-    pads = list(numbers("pads", [0] * (2 * n)))
-    window = Window(taps, strides, dilations, pads[:n], pads[n:])
-    auto_pad = auto_pad or node.attributes.get_string("auto_pad", "NOTSET")
-    if not auto_pad.startswith("SAME"):
-        return window if auto_pad == "NOTSET" else replace(window, begin=[0] * n, end=[0] * n)
-    totals = [_same(x, *axis) for axis in zip(dims_of(x)[2:], window.extent, window.strides, strict=True)]
-    return halved(window, np.array(totals), auto_pad)
+    return taps
 
 
 def padded(op: Emitter, x: Value, node: Node, w: Input = None) -> tuple[Window, Value, Value | None]:
@@ -75,18 +44,15 @@ def padded(op: Emitter, x: Value, node: Node, w: Input = None) -> tuple[Window, 
     With SAME padding and strides, the pads depend on the sizes. If these are open, the input is padded at run time,
     as https://onnx.ai/onnx/operators/onnx__AveragePool.html defines the pads, and the window has none.
     """
-    auto_pad = node.attributes.get_string("auto_pad", "NOTSET")
-    window = window_of(x, node, w, "VALID" if auto_pad.startswith("SAME") else "")
-    is_open = any(
-        stride > 1 and not isinstance(size, int)
-        for size, stride in zip(dims_of(x)[2:], window.strides, strict=True)
-    )
-    if not is_open or not auto_pad.startswith("SAME"):
-        return window_of(x, node, w), x, None
+    taps = taps_of(x, node, w)
+    window = padded_window(node, dims_of(x)[2:], taps)
+    if window is not None:
+        return window, x, None
+    window = window_of(node, taps)
     sizes, strides = op.shape_of(x, 2), op.constant(np.array(window.strides, np.int64))
     reached = ((sizes + strides - 1) / strides - 1) * strides + np.array(window.extent, np.int64)
     total = op.Max(reached - sizes, 0)
-    begin = total / 2 if auto_pad == "SAME_UPPER" else total - total / 2
+    begin = total / 2 if pad_mode(node) == "SAME_UPPER" else total - total / 2
     larger: Value = op.Pad(x, op.Concat([0, 0], begin, [0, 0], total - begin, axis=0))
     larger.shape = ir.Shape([*dims_of(x)[:2], *[None] * len(window.kernel)])
     return window, larger, begin
@@ -99,28 +65,6 @@ def without_pads(op: Emitter, dx: Value, x: Value, begin: Value | None) -> Value
     return like(op.Slice(dx, begin, begin + op.shape_of(x, 2), list(range(2, rank(x)))), x)
 
 
-def unknown_sizes(what: str, x: Value) -> GraphoptError:
-    """Return the error for a rule that needs more than `x` declares."""
-    return GraphoptError(
-        f"{what} known spatial sizes, found {x.name!r} of shape {x.shape}: declare its shape"
-    )
-
-
-def _same(x: Value, size: int | ir.SymbolicDim, extent: int, stride: int) -> int:
-    if stride == 1:
-        return extent - 1
-    if not isinstance(size, int):
-        raise unknown_sizes("SAME padding with strides needs", x)
-    return max((-(-size // stride) - 1) * stride + extent - size, 0)
-
-
-def halved(window: Window, totals: np.ndarray, auto_pad: str) -> Window:
-    """Return a window with as many pads per axis, half of them at each end. SAME_UPPER puts an odd pad last."""
-    less, more = (totals // 2).tolist(), (totals - totals // 2).tolist()
-    ends = (less, more) if auto_pad == "SAME_UPPER" else (more, less)
-    return replace(window, begin=ends[0], end=ends[1])
-
-
 def transposed(op: Emitter, window: Window, dy: Value, w: Value, x: Value, group: int = 1) -> Value:
     """Return the gradient of a convolution's input, in the spatial sizes of `x`.
 
@@ -129,8 +73,7 @@ def transposed(op: Emitter, window: Window, dy: Value, w: Value, x: Value, group
     missing, exact = [], True
     for i, (size, windows) in enumerate(zip(dims_of(x)[2:], dims_of(dy)[2:], strict=True)):
         if isinstance(size, int) and isinstance(windows, int):
-            reached = (windows - 1) * window.strides[i] + window.extent[i] - window.begin[i]
-            missing.append(size - reached)
+            missing.append(size - window.reach(i, windows))
         else:
             exact = exact and window.strides[i] == 1
             missing.append(-window.end[i] if window.strides[i] == 1 else window.strides[i] - 1)
@@ -154,7 +97,7 @@ def correlation(op: Emitter, window: Window, x: Value, dy: Value, w: Value, grou
     product, which is five times as fast.
     """
     ones = [1] * len(window.kernel)
-    if group == 1 and window.kernel == window.strides == ones and not any(window.begin + window.end):
+    if group == 1 and window.kernel == window.strides == ones and not window.is_padded:
         rows, columns = op.Reshape(dy, [0, 0, -1]), op.Reshape(x, [0, 0, -1])
         products = op.MatMul(rows, op.Transpose(columns, perm=[0, 2, 1]))
         return reshape_like(op, op.ReduceSum(products, [0], keepdims=0), w)
@@ -169,14 +112,14 @@ def correlation(op: Emitter, window: Window, x: Value, dy: Value, w: Value, grou
     end, exact = list(window.end), True
     reached = {}  # the part of an axis that windows reach, if it is not the whole axis
     for i, (size, windows) in enumerate(zip(dims_of(x)[2:], dims_of(dy)[2:], strict=True)):
-        stride, dilation = window.strides[i], window.dilations[i]
+        dilation = window.dilations[i]
         if isinstance(size, int) and isinstance(windows, int):
-            unreached = size + window.begin[i] + end[i] - (windows - 1) * stride - window.extent[i]
+            unreached = size + end[i] - window.reach(i, windows)
             end[i], unreached = max(end[i] - unreached, 0), max(unreached - end[i], 0)
             if unreached >= dilation:
                 reached[i + 2] = size - unreached
         else:
-            exact = exact and stride - 1 < dilation
+            exact = exact and window.strides[i] - 1 < dilation
     if reached:
         data = op.Slice(data, [0] * len(reached), list(reached.values()), list(reached))
     dw: Value = op.Conv(
@@ -207,31 +150,22 @@ def conv_transpose(
     op: Emitter, dy: Value, x: Value, w: Value, bias: Input = None, *, node: Node, group: int, auto_pad: str
 ) -> Gradients:
     """Convolve: the gradient of a transposed convolution is the convolution itself."""
-    window = window_of(x, node, w, "NOTSET")
+    window = window_of(node, taps_of(x, node, w))
     more = node.attributes.get_ints("output_padding", [0] * len(window.kernel))
-    if "output_shape" not in node.attributes and auto_pad.startswith("SAME"):
-        window = same_of_transposed(window, node)
-    elif "output_shape" in node.attributes:
-        sizes, total = dims_of(x)[2:], dims_of(dy)[2:]
-        if not all(isinstance(size, int) for size in (*sizes, *total)):
-            raise unknown_sizes("the pads of a ConvTranspose need", x)
-        window = halved(window, np.maximum(cropped(window, sizes, total, more), 0), auto_pad)
+    if "output_shape" in node.attributes:
+        sizes, total = ([n for n in dims_of(value)[2:] if isinstance(n, int)] for value in (x, dy))
+        if len(sizes) + len(total) < 2 * len(more):
+            raise GraphoptError(
+                f"the pads of a ConvTranspose need known spatial sizes, found {x.name!r} of shape {x.shape}: declare "
+                f"its shape"
+            )
+        window = window.halved(np.maximum(window.cropped(sizes, total, more), 0), auto_pad)
+    elif is_same(node):
+        window = window.same_of_transposed(more, auto_pad)
     dx = op.Conv(dy, w, **window.geometry, group=group)
     if any(size >= stride for size, stride in zip(more, window.strides, strict=True)):
         dx = op.Slice(dx, [0] * len(more), op.shape_of(x, 2), list(range(2, rank(x))))
     return [like(dx, x), correlation(op, window, dy, x, w, group), _by_channel(op, dy, bias)]
-
-
-def same_of_transposed(window: Window, node: Node) -> Window:
-    """Return the window of a ConvTranspose with SAME padding, whose output has an input's sizes times the strides."""
-    more = node.attributes.get_ints("output_padding", [0] * len(window.kernel))
-    totals = np.array(window.extent) + more - window.strides
-    return halved(window, np.maximum(totals, 0), node.attributes.get_string("auto_pad"))
-
-
-def cropped(window: Window, sizes: Any, total: Any, more: Sequence[int]) -> np.ndarray:
-    """Return how many elements a ConvTranspose with output sizes `total` crops from both ends of each axis."""
-    return (np.array(sizes) - 1) * window.strides + more + window.extent - total
 
 
 def _by_channel(op: Emitter, dy: Value, bias: Input) -> Value | None:
@@ -266,7 +200,7 @@ def max_pool(op: Emitter, dy: Value, x: Value, *, y: Value, node: Node, ceil_mod
     some readers see rounded numbers and others do not.
     """
     window = tiling(x, node, ceil_mode)
-    if window is None or math.prod(window.kernel) > _MOST_TAPS:
+    if window is None or window.taps > _MOST_TAPS:
         return [scatter_back(op, dy, maxima(op, node, x), x)]
     equal = mask(op, op.Equal(x, repeat_window(op, window, y, x)), x)
     score = equal * scores(op, window, y, x)
@@ -277,7 +211,7 @@ def max_pool(op: Emitter, dy: Value, x: Value, *, y: Value, node: Node, ceil_mod
 
 def scores(op: Emitter, window: Window, y: Value, x: Value) -> Value:
     """Return numbers for the elements of one image that fall in each window from the first element to the last."""
-    taps = np.arange(math.prod(window.kernel), 0, -1).reshape(1, 1, *window.kernel)
+    taps = np.arange(window.taps, 0, -1).reshape(1, 1, *window.kernel)
     tiles: Value = op.Tile(op.constant(taps.tolist(), like=x), [1, 1, *dims_of(y)[2:]])
     tiles.shape = ir.Shape([1, 1, *(n * k for n, k in zip(dims_of(y)[2:], window.kernel, strict=True))])
     return _inside(op, window, tiles, y, x)
@@ -286,10 +220,10 @@ def scores(op: Emitter, window: Window, y: Value, x: Value) -> Value:
 def tiling(x: Value, node: Node, ceil_mode: int) -> Window | None:
     """Return the window of a pool of float32 with known sizes, if its windows have no overlaps and no gaps."""
     sized = all(isinstance(size, int) for size in dims_of(x)[2:])
-    if not sized or ceil_mode or x.dtype != ir.DataType.FLOAT:
+    window = padded_window(node, dims_of(x)[2:])
+    if not sized or ceil_mode or x.dtype != ir.DataType.FLOAT or window is None:
         return None
-    window = window_of(x, node)
-    return window if window.extent == window.strides == window.kernel else None
+    return window if window.tiles else None
 
 
 def maxima(op: Emitter, node: Node, x: Value) -> Value:
@@ -315,10 +249,12 @@ def average_pool(
     If windows tile the input, each element gets the share of its window.
     """
     window, inner, begin = padded(op, x, node)
-    if begin is not None and not count_include_pad:
-        share = dy / counted(op, window, padded(op, ones_like(op, x), node)[1], dy)
-    else:
+    if begin is None:
         share = dy / divisor(op, window, x, dy, ceil_mode, count_include_pad)
+    else:  # SAME pads make all windows whole
+        share = dy / float(window.taps)
+        if not count_include_pad:
+            share = share / average(op, window, padded(op, ones_like(op, x), node)[1])
     if tiling(x, node, ceil_mode) is not None:
         return [repeat_window(op, window, share, x)]
     return [without_pads(op, spread_window(op, window, share, inner), x, begin)]
@@ -362,20 +298,32 @@ def divisor(
     op: Emitter, window: Window, x: Value, dy: Value, ceil_mode: int, count_include_pad: int
 ) -> Value | float:
     """Return the number of elements that each average counts."""
-    taps = float(np.prod(window.kernel))
-    if not ceil_mode and (count_include_pad or not any(window.begin + window.end)):
-        return taps
+    axes = list(zip(dims_of(x)[2:], dims_of(dy)[2:], strict=True))
+    known = [(size, count) for size, count in axes if isinstance(size, int) and isinstance(count, int)]
+    if not ceil_mode and (count_include_pad or not window.is_padded):
+        if len(known) < len(axes):
+            return taps_inside(op, window, x)
+        if all(window.reach(i, count) <= size + window.end[i] for i, (size, count) in enumerate(known)):
+            return float(window.taps)
+    if len(known) < len(axes):
+        return counted(op, window, ones_like(op, x), dy, ceil_mode, count_include_pad)
     counts = []
-    for i, (size, windows) in enumerate(zip(dims_of(x)[2:], dims_of(dy)[2:], strict=True)):
-        if not isinstance(size, int) or not isinstance(windows, int):
-            return counted(op, window, ones_like(op, x), dy, ceil_mode, count_include_pad)
-        before, after = (window.begin[i], window.end[i]) if count_include_pad else (0, 0)
-        constant_size(windows, window.kernel[i])
-        first = np.arange(windows)[:, None] * window.strides[i] - window.begin[i]
-        at = first + np.arange(window.kernel[i]) * window.dilations[i]
-        counts.append(((at >= -before) & (at < size + after)).sum(axis=1))
+    for i, (size, count) in enumerate(known):
+        constant_size(count, window.kernel[i])
+        counts.append(window.elements(i, count, size, bool(count_include_pad)))
     constant_size(*map(len, counts))
     return op.constant(functools.reduce(np.multiply.outer, counts).tolist(), like=dy)
+
+
+def taps_inside(op: Emitter, window: Window, x: Value) -> Value | float:
+    """Return how many elements the first window has. ONNX Runtime cuts a window that is larger than its input."""
+    if window.taps == 1:
+        return 1.0
+    dilations, taps = (op.constant(np.array(n)) for n in (window.dilations, window.kernel))
+    more = np.add(window.begin, window.end) + window.dilations - 1
+    inside = op.Min((op.shape_of(x, 2) + op.constant(more)) / dilations, taps)
+    count: Value = op.Cast(op.ReduceProd(inside, keepdims=0), to=x.dtype)
+    return count
 
 
 def ones_like(op: Emitter, x: Value) -> Value:
@@ -386,7 +334,7 @@ def ones_like(op: Emitter, x: Value) -> Value:
 
 
 def counted(
-    op: Emitter, window: Window, ones: Value, dy: Value, ceil_mode: int = 0, count_include_pad: int = 0
+    op: Emitter, window: Window, ones: Value, dy: Value, ceil_mode: int, count_include_pad: int
 ) -> Value:
     """Return how many ones each window covers, and how many pads if these count, from the sizes at run time."""
     axes = list(range(2, rank(dy)))
@@ -398,7 +346,7 @@ def counted(
         ends = [end + stride - 1 for end, stride in zip(window.end, window.strides, strict=True)]
         ones = op.Pad(ones, [0, 0, *window.begin, 0, 0, *ends], zero)
         window = replace(window, begin=none, end=none)
-    counts: Value = average(op, window, ones) * float(np.prod(window.kernel))
+    counts: Value = average(op, window, ones) * taps_inside(op, window, ones)
     return op.Slice(counts, none, op.shape_of(dy, 2), axes) if ceil_mode else counts
 
 

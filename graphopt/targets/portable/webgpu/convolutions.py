@@ -9,6 +9,7 @@ import onnx_ir as ir
 
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.values import dims_of, rank
+from graphopt.graph.windows import pad_mode, window_of
 from graphopt.targets.portable.form import Form, given, sizes_of
 
 _FIRST = -(2**31)  # the end of a Slice that reaches the first element backwards
@@ -131,26 +132,22 @@ def _of_two_outputs(op: Emitter, node: ir.Node, group: int) -> Sequence[ir.Value
 def _by_correlation(op: Emitter, node: ir.Node) -> Sequence[ir.Value] | None:
     """Write the ConvTranspose of a volume as a Conv of its elements with zeros between. There is no such kernel."""
     x, w, *bias = node.inputs
-    x, w, numbers = given(x), given(w), node.attributes.get_ints
-    n, kernel = rank(x) - 2, (sizes_of(w) or [])[2:]
-    if node.attributes.get_string("auto_pad", "NOTSET") != "NOTSET" or "output_shape" in node.attributes:
+    x, w = given(x), given(w)
+    n, kernel = rank(x) - 2, [k for k in (sizes_of(w) or [])[2:] if k is not None]
+    if pad_mode(node) != "NOTSET" or "output_shape" in node.attributes or len(kernel) < n:
         return None
-    strides, dilations = (list(numbers(name, [1] * n)) for name in ("strides", "dilations"))
-    pads, more = list(numbers("pads", [0] * 2 * n)), list(numbers("output_padding", [0] * n))
-    reach = [(k - 1) * dilation for k, dilation in zip(kernel, dilations, strict=True) if k is not None]
-    if len(reach) < n:
-        return None
-    begin = [size - pad for size, pad in zip(reach, pads[:n], strict=True)]
+    window, more = window_of(node, kernel), node.attributes.get_ints("output_padding", [0] * n)
+    begin = [size - 1 - pad for size, pad in zip(window.extent, window.begin, strict=True)]
     end = [
-        size - pad + extra - (stride - 1)  # zeros come after the last element, too
-        for size, pad, extra, stride in zip(reach, pads[n:], more, strides, strict=True)
+        size - pad + extra - stride  # zeros come after the last element, too
+        for size, pad, extra, stride in zip(window.extent, window.end, more, window.strides, strict=True)
     ]
-    for axis, stride in enumerate(strides, 2):
+    for axis, stride in enumerate(window.strides, 2):
         x = _spread(op, x, axis, stride) if stride > 1 else x
     x = op.Pad(x, [0, 0, *begin, 0, 0, *end])
     axes = list(range(2, n + 2))
     turned = op.Slice(w, [-1] * n, [_FIRST] * n, axes, [-1] * n)
-    return [op.Conv(x, op.Transpose(turned, perm=[1, 0, *axes]), *bias, dilations=dilations)]
+    return [op.Conv(x, op.Transpose(turned, perm=[1, 0, *axes]), *bias, dilations=window.dilations)]
 
 
 def _spread(op: Emitter, x: ir.Value, axis: int, stride: int) -> ir.Value:

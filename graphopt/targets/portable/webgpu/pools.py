@@ -5,93 +5,48 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 
 import numpy as np
 import onnx_ir as ir
 
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.values import dims_of, dtype_of, rank
+from graphopt.graph.windows import Window, is_same, padded_window
 from graphopt.targets.portable.form import Form, given, is_read, sizes_of
 
 _MOST_COUNTS = 2**20  # numbers of a constant that says how many elements each window has
 
 
-@dataclass(frozen=True)
-class _Windows:
-    """Describe the windows of a pool: along each spatial axis their elements, strides, dilations, and the pads."""
-
-    kernel: list[int]
-    strides: list[int]
-    dilations: list[int]
-    begin: list[int]
-    end: list[int]  # including those of a last, partial window
-    declared_end: list[int]
-
-    @property
-    def extent(self) -> list[int]:
-        return [(k - 1) * dilation + 1 for k, dilation in zip(self.kernel, self.dilations, strict=True)]
-
-    @property
-    def taps(self) -> int:
-        return math.prod(self.kernel)
-
-    @property
-    def geometry(self) -> dict[str, list[int]]:
-        return {"strides": self.strides, "dilations": self.dilations, "pads": [*self.begin, *self.end]}
-
-    def tile(self, sizes: Sequence[int | None]) -> bool:
-        """Return whether windows cover each element of known sizes once, without pads."""
-        plain = self.kernel == self.strides and not any(self.begin + self.end) and set(self.dilations) == {1}
-        return plain and all(
-            size is not None and size % k == 0 for size, k in zip(sizes, self.kernel, strict=True)
-        )
-
-
-def _windows(node: ir.Node) -> _Windows | None:
-    """Return the windows of a pool; None if they depend on sizes that are unknown."""
-    sizes, windows = sizes_of(node.inputs[0]), sizes_of(node.outputs[0])
-    if sizes is None:
+def _windows(node: ir.Node) -> tuple[Window, Window] | None:
+    """Return the window of a pool, as given and with pads for a partial one; None if unknown sizes decide pads."""
+    sizes, counts = sizes_of(node.inputs[0]), sizes_of(node.outputs[0])
+    window = None if sizes is None else padded_window(node, sizes[2:])
+    if sizes is None or window is None:
         return None
-    kernel = list(node.attributes.get_ints("kernel_shape", []))
-    n = len(kernel)
-    strides, dilations = (list(node.attributes.get_ints(name, [1] * n)) for name in ("strides", "dilations"))
-    pads = list(node.attributes.get_ints("pads", [0] * 2 * n))
-    begin, end = pads[:n], pads[n:]
-    extent = [(k - 1) * dilation + 1 for k, dilation in zip(kernel, dilations, strict=True)]
-    auto_pad, spatial = node.attributes.get_string("auto_pad", "NOTSET"), sizes[2:]
-    if auto_pad == "VALID":
-        begin, end = [0] * n, [0] * n
-    elif auto_pad != "NOTSET":
-        known = [size for size in spatial if size is not None]
-        if len(known) < n:
-            return None
-        axes = zip(known, strides, extent, strict=True)
-        missing = [max((-(-size // stride) - 1) * stride + reach - size, 0) for size, stride, reach in axes]
-        less, more = [size // 2 for size in missing], [size - size // 2 for size in missing]
-        begin, end = (less, more) if auto_pad == "SAME_UPPER" else (more, less)
-    declared = list(end)
+    end = list(window.end)
     if node.attributes.get_int("ceil_mode", 0):
-        for i, (size, count) in enumerate(zip(spatial, (windows or [None] * (n + 2))[2:], strict=True)):
+        for i, (size, count) in enumerate(
+            zip(sizes[2:], counts[2:] if counts else [None] * len(end), strict=True)
+        ):
             if size is None or count is None:
                 return None
-            end[i] = max(end[i], (count - 1) * strides[i] + extent[i] - size - begin[i])
-    return _Windows(kernel, strides, dilations, begin, end, declared)
+            end[i] = max(end[i], window.reach(i, count) - size)
+    return window, replace(window, end=end)
 
 
-def _sums(op: Emitter, windows: _Windows, x: ir.Value) -> ir.Value:
+def _sums(op: Emitter, window: Window, x: ir.Value) -> ir.Value:
     """Return the sum of each window, by a convolution of each plane with ones, or by a reduction if windows tile it."""
     sizes = (sizes_of(x) or [])[2:]
-    if windows.tile(sizes):
-        split = [
-            part for size, k in zip(sizes, windows.kernel, strict=True) for part in ((size or 0) // k, k)
-        ]
+    parts = [(size or 1) % k for size, k in zip(sizes, window.kernel, strict=True)]
+    if window.tiles and None not in sizes and not window.is_padded and not any(parts):
+        split = [part for size, k in zip(sizes, window.kernel, strict=True) for part in ((size or 0) // k, k)]
         axes = [3 + 2 * i for i in range(len(sizes))]
         return op.ReduceSum(op.Reshape(x, [0, 0, *split]), axes, keepdims=0)
     planes = op.Reshape(x, op.Concat([-1, 1], op.shape_of(x, 2), axis=0))
     planes.shape = ir.Shape([None, 1, *dims_of(x)[2:]])
-    ones = op.constant(np.ones([1, 1, *windows.kernel]), like=x)
-    y = op.Conv(planes, ones, **windows.geometry)
+    ones = op.constant(np.ones([1, 1, *window.kernel]), like=x)
+    y = op.Conv(planes, ones, **window.geometry)
     return op.Reshape(y, op.Concat(op.shape_of(x, 0, 2), [0] * len(sizes), axis=0))  # 0 keeps a size
 
 
@@ -100,15 +55,17 @@ def _average_pool(op: Emitter, node: ir.Node) -> Sequence[ir.Value] | None:
     x, windows = given(node.inputs[0]), _windows(node)
     if windows is None:
         return None
-    counts = _counts(op, windows, x, node)
-    return None if counts is None else [_sums(op, windows, x) / counts]
+    counts = _counts(op, *windows, x, node)
+    return None if counts is None else [_sums(op, windows[1], x) / counts]
 
 
-def _counts(op: Emitter, windows: _Windows, x: ir.Value, node: ir.Node) -> ir.Value | float | None:
+def _counts(
+    op: Emitter, window: Window, whole: Window, x: ir.Value, node: ir.Node
+) -> ir.Value | float | None:
     """Return how many elements each window counts: those inside, and those of pads if they count."""
     with_pads = bool(node.attributes.get_int("count_include_pad", 0))
-    if windows.end == windows.declared_end and (with_pads or not any(windows.begin + windows.end)):
-        return float(windows.taps)
+    if whole == window and (with_pads or not window.is_padded):
+        return float(window.taps)
     sizes = (sizes_of(x) or [])[2:]
     if None in sizes:
         if with_pads:
@@ -116,14 +73,11 @@ def _counts(op: Emitter, windows: _Windows, x: ir.Value, node: ir.Node) -> ir.Va
         shape = op.Concat([1, 1], op.shape_of(x, 2), axis=0)
         ones = op.Expand(op.constant(1, like=x), shape)
         ones.shape = ir.Shape([1, 1, *dims_of(x)[2:]])
-        return _sums(op, windows, ones)
+        return _sums(op, whole, ones)
     along = []
     for i, size in enumerate(sizes):
-        before, after = (windows.begin[i], windows.declared_end[i]) if with_pads else (0, 0)
-        whole = (size or 0) + windows.begin[i] + windows.end[i]
-        first = np.arange((whole - windows.extent[i]) // windows.strides[i] + 1)[:, None] * windows.strides[i]
-        at = first - windows.begin[i] + np.arange(windows.kernel[i]) * windows.dilations[i]
-        along.append(((at >= -before) & (at < (size or 0) + after)).sum(axis=1))
+        count = ((size or 0) + whole.begin[i] + whole.end[i] - whole.extent[i]) // whole.strides[i] + 1
+        along.append(window.elements(i, count, size or 0, with_pads))
     if math.prod(map(len, along)) > _MOST_COUNTS:
         return None
     return op.constant(functools.reduce(np.multiply.outer, along), like=x)
@@ -134,7 +88,7 @@ def _lp_pool(op: Emitter, node: ir.Node) -> Sequence[ir.Value] | None:
     x, windows, p = given(node.inputs[0]), _windows(node), node.attributes.get_int("p", 2)
     if windows is None:
         return None
-    return [_root(op, _sums(op, windows, _power(op, x, p)), p)]
+    return [_root(op, _sums(op, windows[1], _power(op, x, p)), p)]
 
 
 def _global_lp_pool(op: Emitter, node: ir.Node) -> Sequence[ir.Value] | None:
@@ -159,16 +113,15 @@ def _max_pool(op: Emitter, node: ir.Node) -> Sequence[ir.Value] | None:
     padding of windows that have gaps between them."""
     positions = len(node.outputs) > 1 and is_read(node.outputs[1])
     columns = bool(node.attributes.get_int("storage_order", 0))
-    same = node.attributes.get_string("auto_pad", "NOTSET").startswith("SAME")
-    if not (positions or columns or same):
+    if not (positions or columns or is_same(node)):
         return None
     x, windows = given(node.inputs[0]), _windows(node)
     if windows is None or (positions and columns):
         return _on_the_cpu(op, node) if positions and x.dtype == ir.DataType.FLOAT else None
     kept = {name: node.attributes[name] for name in ("kernel_shape", "ceil_mode") if name in node.attributes}
-    geometry = {**windows.geometry, "pads": [*windows.begin, *windows.declared_end]}
-    y = op.MaxPool(x, **kept, **geometry)
-    return [y, _positions(op, windows, x)] if positions else [y]
+    window, whole = windows
+    y = op.MaxPool(x, **kept, **window.geometry)
+    return [y, _positions(op, whole, x)] if positions else [y]
 
 
 def _on_the_cpu(op: Emitter, node: ir.Node) -> Sequence[ir.Value]:
@@ -177,27 +130,26 @@ def _on_the_cpu(op: Emitter, node: ir.Node) -> Sequence[ir.Value]:
     return [op.Cast(y, to=ir.DataType.FLOAT), where]
 
 
-def _positions(op: Emitter, windows: _Windows, x: ir.Value) -> ir.Value:
+def _positions(op: Emitter, window: Window, x: ir.Value) -> ir.Value:
     """Return the position of the first maximum of each window among all elements."""
-    n = len(windows.kernel)
+    n = len(window.kernel)
     lowest = op.constant(np.finfo(dtype_of(x).numpy()).min, like=x)
-    padded = op.Pad(x, [0, 0, *windows.begin, 0, 0, *windows.end], lowest)
+    padded = op.Pad(x, [0, 0, *window.begin, 0, 0, *window.end], lowest)
     planes = op.Reshape(padded, op.Concat([-1, 1], op.shape_of(padded, 2), axis=0))
-    taps = op.constant(np.eye(windows.taps).reshape(-1, 1, *windows.kernel), like=x)
-    choices = op.Conv(planes, taps, strides=windows.strides, dilations=windows.dilations)
-    chosen = op.Cast(op.ArgMax(choices, axis=1, keepdims=0), to=ir.DataType.INT32)  # [planes, windows...]
+    taps = op.constant(np.eye(window.taps).reshape(-1, 1, *window.kernel), like=x)
+    choices = op.Conv(planes, taps, strides=window.strides, dilations=window.dilations)
+    chosen = op.Cast(op.ArgMax(choices, axis=1, keepdims=0), to=ir.DataType.INT32)  # [planes, window...]
     sizes = op.Cast(op.shape_of(x, 2), to=ir.DataType.INT32)
     # The number of windows along each axis; the shape of a result would be read back.
     room = [
-        begin + end - reach
-        for begin, end, reach in zip(windows.begin, windows.end, windows.extent, strict=True)
+        begin + end - reach for begin, end, reach in zip(window.begin, window.end, window.extent, strict=True)
     ]
-    counts = (op.shape_of(x, 2) + room) / windows.strides + 1
+    counts = (op.shape_of(x, 2) + room) / window.strides + 1
     place = op.constant(np.zeros((), np.int32))
     for i in range(n):
-        starts = _numbers_below(op, counts, i) * windows.strides[i]
-        starts = op.Reshape(starts - windows.begin[i], [-1, *[1] * (n - 1 - i)])
-        offsets = np.indices(windows.kernel)[i].ravel() * windows.dilations[i]
+        starts = _numbers_below(op, counts, i) * window.strides[i]
+        starts = op.Reshape(starts - window.begin[i], [-1, *[1] * (n - 1 - i)])
+        offsets = np.indices(window.kernel)[i].ravel() * window.dilations[i]
         inside = op.Gather(op.constant(offsets.astype(np.int32)), chosen)
         place = place * _number(op, sizes, i) + (starts + inside)
     first = _numbers_below(op, op.shape_of(planes, 0, 1), 0)
