@@ -223,11 +223,11 @@ def grad(
         raise GraphoptError(f"grad: expected names of inputs and weights, found {wrt!r}: write [{wrt!r}]")
     loaded = load(model)
     own = {output.name for output in loaded.graph.outputs}
-    passes.Normalize()(loaded)
-    passes.Differentiate(tuple(wrt), of, seeded)(loaded)
+    passes.Normalize().apply(loaded)
+    passes.Differentiate(tuple(wrt), of, seeded).apply(loaded)
     if not keep:
         loaded.graph.outputs[:] = [output for output in loaded.graph.outputs if output.name not in own]
-    passes.Simplify()(loaded)
+    passes.Simplify().apply(loaded)
     return loaded
 
 
@@ -298,7 +298,7 @@ def split_step(
     parts = stages_of_batch(grad) if statistics == "synchronized" else [grad]
     simplify = passes.Simplify()
     for half in (*parts, apply):
-        simplify(half)
+        simplify.apply(half)
     return StepHalves(step, tuple(parts), apply)
 
 

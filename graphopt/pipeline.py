@@ -77,7 +77,7 @@ class Pipeline(Mapping[str, tuple[Step, ...]], metaclass=Checked):
             for name, step in self._steps.items():
                 start = time.perf_counter()
                 for item in step:
-                    item(model)
+                    item.apply(model) if isinstance(item, Pass) else item(model)
                 seconds = time.perf_counter() - start
                 _log.info(
                     "%s: %s, %.3f s, %d nodes", escaped(name), escaped(str(step)), seconds, len(model.graph)
