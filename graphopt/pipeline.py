@@ -17,6 +17,7 @@ from graphopt.errors import GraphoptError, escaped, kind_of, library_of, unknown
 from graphopt.graph import provenance
 from graphopt.graph.loading import Source, load
 from graphopt.graph.rewriting import Pass, Read
+from graphopt.graph.strictness import is_strict, run_strictly
 
 _log = logging.getLogger(__name__)
 
@@ -77,7 +78,7 @@ class Pipeline(Mapping[str, tuple[Step, ...]], metaclass=Checked):
             for name, step in self._steps.items():
                 start = time.perf_counter()
                 for item in step:
-                    item.apply(model) if isinstance(item, Pass) else item(model)
+                    _run(item, model)
                 seconds = time.perf_counter() - start
                 _log.info(
                     "%s: %s, %.3f s, %d nodes", escaped(name), escaped(str(step)), seconds, len(model.graph)
@@ -123,6 +124,15 @@ class Pipeline(Mapping[str, tuple[Step, ...]], metaclass=Checked):
         if name not in self._steps:
             raise GraphoptError(unknown("step", name, self._steps))
         return list(self._steps).index(name)
+
+
+def _run(step: Step, model: ir.Model) -> None:
+    if isinstance(step, Pass):
+        step.apply(model)
+    elif is_strict():
+        run_strictly(step, model)
+    else:
+        step(model)
 
 
 @contextlib.contextmanager

@@ -26,6 +26,7 @@ from graphopt.graph.opsets import IR_VERSION
 from graphopt.graph.roles import Role, updated, with_role
 from graphopt.graph.state import detached
 from graphopt.graph.storage import Content
+from graphopt.graph.strictness import check_model, is_strict
 from graphopt.graph.traversal import all_nodes, is_sorted, subgraphs
 from graphopt.graph.values import name_of
 
@@ -109,6 +110,8 @@ class Pass(ir.passes.InPlacePass, metaclass=Checked):
         except LIBRARIES as error:
             raise GraphoptError(f"{type(self).__name__}: {cause(error)}") from error
         self.ensures(model)
+        if is_strict():
+            check_model(model, type(self).__name__)
 
     def _check(self, model: ir.Model) -> None:
         if not isinstance(model, ir.Model):
