@@ -39,7 +39,7 @@ from graphopt.graph.state import make_room
 from graphopt.graph.traversal import all_nodes
 from graphopt.graph.values import constant_of, dims_of, is_floating, name_of, swap
 from passes.free_batch import free_batch
-from passes.gradients.registry import NO_GRADIENT, RULES
+from passes.gradients.registry import NO_GRADIENT, has_rule
 from passes.gradients.rules.shape import spread_pads
 from passes.gradients.rules.windows import Window, cropped, halved, same_of_transposed, window_of
 from passes.lowering import classical
@@ -189,7 +189,7 @@ class Normalize(Pass):
 
     def _inline(self, model: ir.Model) -> bool:
         def is_inlined(function: ir.Function) -> bool:
-            return (function.domain, function.name) not in RULES
+            return not has_rule(function.domain, function.name)
 
         align(model, filter(is_inlined, model.functions.values()))
         try:
@@ -248,8 +248,9 @@ def _encode_beforehand(model: ir.Model) -> bool:
 
 def expand(model: ir.Model, propagate: bool) -> None:
     """Replace every operator that ONNX defines as a function by the body of the function, unless it has a rule."""
-    known = RULES.keys() | NO_GRADIENT
-    functions = [name for name in _function_names() if ("", name) not in known]
+    functions = [
+        name for name in _function_names() if not has_rule("", name) and ("", name) not in NO_GRADIENT
+    ]
     nodes = [node for node in model.graph if node.domain == "" and node.op_type in functions]
     version = model.opset_imports.get("", OPSET)
     for node in nodes:  # inference and the inliner ignore the defaults of missing attributes

@@ -118,7 +118,8 @@ def _check_names(model: ir.Model, name: str) -> None:
             )
 
     def visit(graph: ir.Graph, around: dict[str, Any]) -> None:
-        values, nodes = {**around}, {}
+        values = {**around}
+        nodes: dict[str, Any] = {}
         outputs = (y for node in graph for y in node.outputs if y.name or y.uses() or y.is_graph_output())
         for x in (*graph.inputs, *graph.initializers.values(), *outputs):
             check(values, x, "value")

@@ -61,7 +61,7 @@ class Target(metaclass=Checked):
         """
         if not self.pipeline:
             return step
-        if not self.version:
+        if not self.version or self.pipeline.rules:  # functions, which no key describes
             return self.pipeline.rewrite(step.clone())
         content, weights = skeleton(step)
         texts = [self.name, repr(self.pipeline), self.version, own_version()]
