@@ -14,7 +14,7 @@ import onnx_ir as ir
 from graphopt.arguments import checked
 from graphopt.errors import GraphoptError, kind_of, library_of, nearest
 from graphopt.graph.loading import Source, load
-from graphopt.pipeline import Pipeline, Step, check_pipeline, check_step
+from graphopt.pipeline import Pipeline, Rules, Step, check_pipeline, check_step
 
 
 class Default(enum.Enum):
@@ -55,14 +55,15 @@ def standard(
     accumulate: Steps = None,
     simplify: Steps | Default = DEFAULT,
     fuse: Steps = None,
+    rules: Rules | None = None,
 ) -> Pipeline:
-    """Return the standard pipeline with the passes given; see `compile` for the steps.
+    """Return the standard pipeline with the passes and rules given; see `compile` for them.
 
     >>> import graphopt, passes
     >>> list(graphopt.standard(loss=passes.MeanSquaredError()))
     ['normalize', 'parameters', 'sort', 'training', 'loss', 'gradient', 'simplify']
     """
-    steps = dict(locals())
+    steps = {name: step for name, step in locals().items() if name != "rules"}
     import passes
 
     for name, given in steps.items():
@@ -76,7 +77,8 @@ def standard(
         "gradient": partial(passes.Gradient, loss_scale=None if loss_scale is None else FIRST_SCALE),
         "simplify": passes.Simplify,
     }
-    return Pipeline(**{name: default[name]() if step is DEFAULT else step for name, step in steps.items()})
+    chosen = {name: default[name]() if step is DEFAULT else step for name, step in steps.items()}
+    return Pipeline(**chosen) if rules is None else Pipeline(**chosen).with_rules(rules)
 
 
 # What to write in place of a word or a number.
@@ -115,7 +117,7 @@ def check_family(name: str, item: Any) -> None:
         check_step(item, name)
 
 
-STANDARD = tuple(inspect.signature(standard).parameters)
+STANDARD = tuple(name for name in inspect.signature(standard).parameters if name != "rules")
 
 
 def _taking(
@@ -181,9 +183,13 @@ def compile(model: Source, **steps: Any) -> ir.Model:
         simplify: folds constants, merges equal nodes and rewrites arithmetic; `passes.Simplify()` by default.
         fuse: lowers the graph for ONNX Runtime's CPU kernels, for programs that run the file without graphopt:
             `passes.Fuse()`. `graphopt.Executor` lowers a plain graph itself, for the machine that it runs on.
+        rules: gradient rules for this compilation, by the domain and the name of an operator, or of a function in the
+            model: `{("", "Round"): rule}`. A rule is a function as `passes.gradient` takes it, and replaces the rule
+            that counts otherwise. `passes.surrogate` declares one that is not the derivative on purpose; a rule of an
+            operator that is constant almost everywhere is always one.
 
     Raises:
-        GraphoptError: the model cannot be read, or a pass rejects it.
+        GraphoptError: the model cannot be read, a pass rejects it, or it has no operator of a rule.
 
     >>> import graphopt, passes
     >>> from graphopt import models
@@ -223,11 +229,11 @@ def grad(
         raise GraphoptError(f"grad: expected names of inputs and weights, found {wrt!r}: write [{wrt!r}]")
     loaded = load(model)
     own = {output.name for output in loaded.graph.outputs}
-    passes.Normalize()(loaded)
-    passes.Differentiate(tuple(wrt), of, seeded)(loaded)
+    passes.Normalize().apply(loaded)
+    passes.Differentiate(tuple(wrt), of, seeded).apply(loaded)
     if not keep:
         loaded.graph.outputs[:] = [output for output in loaded.graph.outputs if output.name not in own]
-    passes.Simplify()(loaded)
+    passes.Simplify().apply(loaded)
     return loaded
 
 
@@ -298,7 +304,7 @@ def split_step(
     parts = stages_of_batch(grad) if statistics == "synchronized" else [grad]
     simplify = passes.Simplify()
     for half in (*parts, apply):
-        simplify(half)
+        simplify.apply(half)
     return StepHalves(step, tuple(parts), apply)
 
 

@@ -8,6 +8,8 @@ import inspect
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from types import MappingProxyType
 from typing import Any, cast
 
 import onnx_ir as ir
@@ -17,10 +19,15 @@ from graphopt.errors import GraphoptError, escaped, kind_of, library_of, unknown
 from graphopt.graph import provenance
 from graphopt.graph.loading import Source, load
 from graphopt.graph.rewriting import Pass, Read
+from graphopt.graph.strictness import is_strict, run_strictly
+from graphopt.graph.traversal import all_nodes
 
 _log = logging.getLogger(__name__)
 
 Step = Callable[[ir.Model], Any]
+Rules = Mapping[tuple[str, str], Callable[..., Any]]
+
+_rules: ContextVar[Rules] = ContextVar("rules", default=MappingProxyType({}))
 
 
 class Pipeline(Mapping[str, tuple[Step, ...]], metaclass=Checked):
@@ -39,6 +46,8 @@ class Pipeline(Mapping[str, tuple[Step, ...]], metaclass=Checked):
     >>> model = pipeline(models.linear((2,), 1))
     """
 
+    rules: Rules = MappingProxyType({})  # gradient rules that count while it runs
+
     def __init__(self, **steps: Step | Sequence[Step] | None) -> None:
         self._steps: dict[str, tuple[Step, ...]] = {}
         for name, step in steps.items():
@@ -47,6 +56,24 @@ class Pipeline(Mapping[str, tuple[Step, ...]], metaclass=Checked):
                 self._steps[name] = tuple(cast(Sequence[Step], step if is_sequence else [step]))
                 for item in self._steps[name]:
                     check_step(item, name)
+
+    def with_rules(self, rules: Rules) -> Pipeline:
+        """Return the pipeline with gradient rules of its own, which count while it runs, and nowhere else.
+
+        Args:
+            rules: as `graphopt.compile` takes them.
+
+        Raises:
+            GraphoptError: a key is no domain and name of an operator, or a rule is no function.
+        """
+        _check_rules(rules)
+        return self._of(self._steps, rules)
+
+    def _of(self, steps: Mapping[str, Any], rules: Rules | None = None) -> Pipeline:
+        """Return a pipeline of other steps with the rules of this one, or with others."""
+        pipeline = Pipeline(**steps)
+        pipeline.rules = dict(self.rules if rules is None else rules)
+        return pipeline
 
     def __getitem__(self, name: str) -> tuple[Step, ...]:
         return self._steps[name]
@@ -58,7 +85,8 @@ class Pipeline(Mapping[str, tuple[Step, ...]], metaclass=Checked):
         return len(self._steps)
 
     def __repr__(self) -> str:
-        return f"Pipeline({', '.join(f'{name}={step!r}' for name, step in self._steps.items())})"
+        steps = ", ".join(f"{name}={step!r}" for name, step in self._steps.items())
+        return f"Pipeline({steps})" + (f".with_rules({self.rules!r})" if self.rules else "")
 
     def __call__(self, source: Source, observe: Callable[[str, ir.Model], None] | None = None) -> ir.Model:
         """Run the steps on a copy of a model and call `observe(name, model)` after each step.
@@ -67,17 +95,25 @@ class Pipeline(Mapping[str, tuple[Step, ...]], metaclass=Checked):
             GraphoptError: the model cannot be read, or a pass rejects it.
         """
         with _garbage_waits():
-            model = self.rewrite(load(source), observe)
+            model = load(source)
+            known = _operators(model) if self.rules else set()
+            model = self.rewrite(model, observe)
+            for operator in self.rules.keys() - known - (_operators(model) if self.rules else set()):
+                name = "::".join(filter(None, operator))
+                raise GraphoptError(
+                    f"rules: {name}: expected an operator or a function of the model, found none of this name: "
+                    "leave the rule out, or correct its key"
+                )
             provenance.note(model, source, self._steps)
             return model
 
     def rewrite(self, model: ir.Model, observe: Callable[[str, ir.Model], None] | None = None) -> ir.Model:
         """Run the steps on a model itself, as a call does on a copy, and return it."""
-        with _garbage_waits():
+        with _garbage_waits(), _using(self.rules):
             for name, step in self._steps.items():
                 start = time.perf_counter()
                 for item in step:
-                    item(model)
+                    _run(item, model)
                 seconds = time.perf_counter() - start
                 _log.info(
                     "%s: %s, %.3f s, %d nodes", escaped(name), escaped(str(step)), seconds, len(model.graph)
@@ -97,7 +133,7 @@ class Pipeline(Mapping[str, tuple[Step, ...]], metaclass=Checked):
         def adapted(item: Step) -> Step:
             return item.adapted(model, read) if isinstance(item, Pass) and item.learns else item
 
-        return Pipeline(**{name: tuple(map(adapted, step)) for name, step in self._steps.items()})
+        return self._of({name: tuple(map(adapted, step)) for name, step in self._steps.items()})
 
     def planned(self, steps: int) -> Pipeline:
         """Return the pipeline for a training of so many steps."""
@@ -105,24 +141,72 @@ class Pipeline(Mapping[str, tuple[Step, ...]], metaclass=Checked):
         def planned(item: Step) -> Step:
             return item.planned(steps) if isinstance(item, Pass) else item
 
-        return Pipeline(**{name: tuple(map(planned, step)) for name, step in self._steps.items()})
+        return self._of({name: tuple(map(planned, step)) for name, step in self._steps.items()})
 
     def without(self, name: str) -> Pipeline:
         """Return the pipeline without the step `name`, if it has one."""
-        return Pipeline(**{key: step for key, step in self._steps.items() if key != name})
+        return self._of({key: step for key, step in self._steps.items() if key != name})
 
     def until(self, name: str) -> Pipeline:
         """Return the steps up to and including `name`."""
-        return Pipeline(**dict(list(self._steps.items())[: self._index(name) + 1]))
+        return self._of(dict(list(self._steps.items())[: self._index(name) + 1]))
 
     def after(self, name: str) -> Pipeline:
         """Return the steps after `name`."""
-        return Pipeline(**dict(list(self._steps.items())[self._index(name) + 1 :]))
+        return self._of(dict(list(self._steps.items())[self._index(name) + 1 :]))
 
     def _index(self, name: str) -> int:
         if name not in self._steps:
             raise GraphoptError(unknown("step", name, self._steps))
         return list(self._steps).index(name)
+
+
+def rules_in_use() -> Rules:
+    """Return the gradient rules of the pipeline that runs in this thread."""
+    return _rules.get()
+
+
+@contextlib.contextmanager
+def _using(rules: Rules) -> Iterator[None]:
+    token = _rules.set(rules)
+    try:
+        yield
+    finally:
+        _rules.reset(token)
+
+
+def _operators(model: ir.Model) -> set[tuple[str, str]]:
+    """Return the operators and functions that a model calls, by domain and name."""
+    wholes: list[ir.Graph | ir.Function] = [model.graph, *model.functions.values()]
+    return {(node.domain, node.op_type) for whole in wholes for node in all_nodes(whole)}
+
+
+def _check_rules(rules: Any) -> None:
+    """Raise an error unless gradient rules are functions by the domains and names of operators."""
+    if not isinstance(rules, Mapping):
+        raise GraphoptError(
+            f'rules: expected functions by operators, such as {{("", "Round"): rule}}, found {kind_of(rules)}'
+        )
+    for operator, rule in rules.items():
+        is_pair = isinstance(operator, tuple) and len(operator) == 2
+        if not is_pair or not all(isinstance(part, str) for part in operator):
+            raise GraphoptError(
+                f'rules: expected the domain and the name of an operator, such as ("", "Round"), found {operator!r}'
+            )
+        if not callable(rule) or isinstance(rule, type):
+            raise GraphoptError(
+                f"rules: {'::'.join(filter(None, operator))}: expected a function of op, dy and the operator's inputs, "
+                f"found {kind_of(rule)}"
+            )
+
+
+def _run(step: Step, model: ir.Model) -> None:
+    if isinstance(step, Pass):
+        step.apply(model)
+    elif is_strict():
+        run_strictly(step, model)
+    else:
+        step(model)
 
 
 @contextlib.contextmanager

@@ -23,6 +23,7 @@ from passes.differentiate import stop_gradient as stop_gradient
 from passes.gradients import Gradient as Gradient
 from passes.gradients import GradientSource as GradientSource
 from passes.gradients.registry import gradient as gradient
+from passes.gradients.registry import surrogate as surrogate
 from passes.losses.causal import *
 from passes.losses.classification import *
 from passes.losses.combined import *

@@ -47,11 +47,16 @@ class Accumulate(Pass):
     steps: int | None = within("[1, inf)", None, whole=True)
     mean: bool = True
 
+    def requires(self, model: ir.Model) -> None:
+        self.follows_optimizer(model)
+        if state.accumulators(model):
+            raise GraphoptError("Accumulate: expected a model without it, found its sums: use one Accumulate")
+        if not any(GRADIENT_OF.read(y) for node in model.graph for y in node.outputs):
+            raise GraphoptError("Accumulate: expected it before Fuse, found it after: run it first")
+
     def rewrite(self, model: ir.Model) -> None:
         computed = [y for node in model.graph for y in node.outputs]
         gradients = {y: name for y in computed if (name := GRADIENT_OF.read(y)) is not None}
-        if not gradients or not with_role(model, Role.NEXT):
-            raise GraphoptError("Accumulate needs an optimizer's update, found none: run the optimizer first")
         _count_forward_steps(model, [*gradients, *with_role(model, Role.LOSS)])
         with Emitter(model) as op:
             count = state.declare(model, state.ACCUMULATED, np.array(0.0, np.float32), Role.SLOT)

@@ -14,7 +14,7 @@ from graphopt.graph.emitter import Emitter
 from graphopt.graph.merging import Adapted
 from graphopt.graph.metadata import InferenceForm
 from graphopt.graph.rewriting import Pass, Pattern, selects
-from graphopt.graph.roles import Role, with_role
+from graphopt.graph.roles import Role, updated, with_role
 from graphopt.graph.state import AVERAGE
 from graphopt.graph.values import name_of, next_of, wide_type
 from graphopt.intervals import within
@@ -58,17 +58,18 @@ class Average(Pass):
     def share(self, op: Emitter, count: ir.Value) -> ir.Value:
         """Emit the share of the parameter in the new average; `count` is how many it already contains, at least 1."""
 
-    @final
-    def rewrite(self, model: ir.Model) -> None:
+    def requires(self, model: ir.Model) -> None:
         name = type(self).__name__
-        following = {name_of(y): y for y in with_role(model, Role.NEXT)}
-        trained = [w for w in with_role(model, Role.PARAMETER) if next_of(w) in following]
-        if not trained:
-            raise GraphoptError(f"{name} needs an optimizer's update, found none: run the optimizer first")
+        self.follows_optimizer(model)
         if state.averages(model):
             raise GraphoptError(f"{name}: expected a model without averages, found some: use one average")
         if state.accumulators(model):
             raise GraphoptError(f"{name}: expected it before Accumulate, found it after: run it first")
+
+    @final
+    def rewrite(self, model: ir.Model) -> None:
+        name, trained = type(self).__name__, updated(model)
+        following = {name_of(y): y for y in with_role(model, Role.NEXT)}
         chosen = [w for w in trained if selects(self.parameters, w)]
         if not chosen:
             known = ", ".join(map(name_of, trained))

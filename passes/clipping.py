@@ -40,9 +40,12 @@ class Clip(Pass):
     def clip(self, op: Emitter, model: ir.Model, gradients: Sequence[ir.Value]) -> list[ir.Value]:
         """Emit the clipped gradients."""
 
+    def requires(self, model: ir.Model) -> None:
+        self.required(model, Role.GRADIENT, "run Gradient first")
+
     @final
     def rewrite(self, model: ir.Model) -> None:
-        gradients = self.required(model, Role.GRADIENT, "run Gradient first")
+        gradients = with_role(model, Role.GRADIENT)
         with Emitter(model) as op:
             for gradient, clipped in zip(gradients, self.clip(op, model, gradients), strict=True):
                 place, clipped.name = model.graph.outputs.index(gradient), gradient.name
@@ -107,9 +110,12 @@ class GradientNorm(Pass):
     ['loss', 'y', 'gradient_norm']
     """
 
+    def requires(self, model: ir.Model) -> None:
+        self.required(model, Role.GRADIENT, "run Gradient first")
+
     def rewrite(self, model: ir.Model) -> None:
         with Emitter(model) as op:
-            report_norm(op, model, self.required(model, Role.GRADIENT, "run Gradient first"))
+            report_norm(op, model, with_role(model, Role.GRADIENT))
 
 
 @dataclass(frozen=True)
@@ -130,8 +136,11 @@ class ReportGradients(Pass):
 
     parameters: Pattern = "*"
 
+    def requires(self, model: ir.Model) -> None:
+        self.required(model, Role.GRADIENT, "run Gradient first")
+
     def rewrite(self, model: ir.Model) -> None:
-        gradients = {value_of(g): g for g in self.required(model, Role.GRADIENT, "run Gradient first")}
+        gradients = {value_of(g): g for g in with_role(model, Role.GRADIENT)}
         trained = {name_of(p): p for p in with_role(model, Role.PARAMETER)}
         chosen = {name: g for name, g in gradients.items() if selects(self.parameters, trained[name])}
         if not chosen:

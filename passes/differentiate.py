@@ -150,6 +150,9 @@ class StopGradient(Pass):
 
     values: Pattern
 
+    def requires(self, model: ir.Model) -> None:
+        self.precedes_gradient(model)
+
     def rewrite(self, model: ir.Model) -> None:
         matching = [x for node in model.graph for x in node.outputs if matches(x.name, self.values)]
         matching += [x for x in model.graph.inputs if matches(x.name, self.values)]

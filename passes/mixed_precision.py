@@ -18,7 +18,7 @@ from graphopt.graph.emitter import Emitter
 from graphopt.graph.metadata import GRADIENT_OF, ROLE, InferenceForm
 from graphopt.graph.operators import LAYOUT, PRODUCTS, takes
 from graphopt.graph.rewriting import Pass, Pattern, matches, retire
-from graphopt.graph.roles import STATE, Role, role_of, set_role, with_role
+from graphopt.graph.roles import STATE, Role, role_of, set_role, updated, with_role
 from graphopt.graph.shapes import ensure_typed
 from graphopt.graph.state import LOSS_SCALE
 from graphopt.graph.traversal import subgraphs
@@ -74,11 +74,10 @@ class MixedPrecision(Pass):
                 f"MixedPrecision: dtype: expected 'float16' or 'bfloat16', found {self.dtype!r}"
             )
 
+    def requires(self, model: ir.Model) -> None:
+        self.precedes_gradient(model)
+
     def rewrite(self, model: ir.Model) -> None:
-        if with_role(model, Role.GRADIENT):
-            raise GraphoptError(
-                "MixedPrecision: expected a model without gradients, found gradients: run it before Gradient"
-            )
         nodes = list(model.graph)
         if self.keep and not any(matches(node.name, self.keep) for node in nodes):
             known = ", ".join(name_of(node) for node in nodes if node.op_type in PRODUCTS)
@@ -173,16 +172,23 @@ class DynamicLossScale(Pass):
     backoff: float = within("(0, 1)", 0.5)
     interval: int = within("[1, inf)", 2000)
 
-    def rewrite(self, model: ir.Model) -> None:
-        scale = next((x for x in with_role(model, Role.HYPERPARAMETER) if x.name == LOSS_SCALE), None)
-        gradients = [y for node in model.graph for y in node.outputs if GRADIENT_OF.read(y)]
-        following = with_role(model, Role.NEXT)
-        if scale is None or not following:
-            missing = "no optimizer" if scale else "no scale"
+    def requires(self, model: ir.Model) -> None:
+        is_scaled = any(x.name == LOSS_SCALE for x in with_role(model, Role.HYPERPARAMETER))
+        if not is_scaled or not updated(model):
+            missing = "no optimizer" if is_scaled else "no scale"
             raise GraphoptError(
                 f"DynamicLossScale: expected a scaled loss and an optimizer's update, found {missing}: set "
                 f"gradient.loss_scale, and run the optimizer first"
             )
+        if state.accumulators(model):
+            raise GraphoptError(
+                "DynamicLossScale: expected it before Accumulate, found it after: run it first"
+            )
+
+    def rewrite(self, model: ir.Model) -> None:
+        scale = next(x for x in with_role(model, Role.HYPERPARAMETER) if x.name == LOSS_SCALE)
+        gradients = [y for node in model.graph for y in node.outputs if GRADIENT_OF.read(y)]
+        following = with_role(model, Role.NEXT)
         states = {next_of(x): x for x in with_role(model, *STATE)}
         with Emitter(model) as op:
             sums = [op.ReduceSum(op.Cast(gradient, to=_WIDE), keepdims=0) for gradient in gradients]

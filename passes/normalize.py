@@ -41,7 +41,7 @@ from graphopt.graph.traversal import all_nodes
 from graphopt.graph.values import constant_of, dims_of, is_floating, name_of, swap
 from graphopt.graph.windows import Window, is_misplaced, is_same, pad_mode, padded_window, window_of
 from passes.free_batch import free_batch, name_squeezed_axes
-from passes.gradients.registry import NO_GRADIENT, RULES
+from passes.gradients.registry import NO_GRADIENT, has_rule
 from passes.gradients.rules.shape import spread_pads
 from passes.lowering import classical
 from passes.lowering.attention import mark_scores
@@ -193,7 +193,7 @@ class Normalize(Pass):
 
     def _inline(self, model: ir.Model) -> bool:
         def is_inlined(function: ir.Function) -> bool:
-            return (function.domain, function.name) not in RULES
+            return not has_rule(function.domain, function.name)
 
         align(model, filter(is_inlined, model.functions.values()))
         try:
@@ -253,8 +253,9 @@ def _encode_beforehand(model: ir.Model) -> bool:
 
 def expand(model: ir.Model, propagate: bool) -> None:
     """Replace every operator that ONNX defines as a function by the body of the function, unless it has a rule."""
-    known = RULES.keys() | NO_GRADIENT
-    functions = [name for name in _function_names() if ("", name) not in known]
+    functions = [
+        name for name in _function_names() if not has_rule("", name) and ("", name) not in NO_GRADIENT
+    ]
     nodes = [node for node in model.graph if node.domain == "" and node.op_type in functions]
     version = model.opset_imports.get("", OPSET)
     for node in nodes:  # inference and the inliner ignore the defaults of missing attributes

@@ -22,6 +22,7 @@ from graphopt.graph.roles import TRAINING_RUNTIME, needs_training_runtime
 from graphopt.graph.storage import whole
 from graphopt.graph.traversal import extracted_between
 from graphopt.graph.values import constant_of, like, name_of, swap
+from graphopt.pipeline import rules_in_use
 from passes.gradients import GradientSource
 from passes.gradients.rules.blocks import TokenBlocks
 from passes.gradients.walk import between, blocking, further_output, inputs_of
@@ -43,6 +44,14 @@ class OrtGradient(GradientSource):
     >>> graphopt.standard(loss=passes.MeanSquaredError(), gradient=passes.OrtGradient())["gradient"]
     (OrtGradient(loss_scale=None),)
     """
+
+    def requires(self, model: ir.Model) -> None:
+        if rules_in_use():
+            raise GraphoptError(
+                "OrtGradient: expected no rules, since onnxruntime-training differentiates by its own, found some: "
+                "leave rules out, or use Gradient"
+            )
+        super().requires(model)
 
     def backward(
         self, op: Emitter, model: ir.Model, seeds: Mapping[Value, Value], wrt: Sequence[Value]

@@ -42,6 +42,9 @@ class Untie(Pass):
 
     weights: Pattern
 
+    def requires(self, model: ir.Model) -> None:
+        self.precedes_gradient(model)
+
     def rewrite(self, model: ir.Model) -> None:
         common.LiftSubgraphInitializersToMainGraphPass()(model)
         floating = _floating(model)
@@ -147,6 +150,9 @@ class Parameters(Pass):
     unfreeze: Pattern = None
     untie: Pattern = None
     retie: Pattern = None
+
+    def requires(self, model: ir.Model) -> None:
+        self.precedes_gradient(model)
 
     def rewrite(self, model: ir.Model) -> None:
         check_inference(model, "Parameters")

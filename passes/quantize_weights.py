@@ -72,6 +72,9 @@ class QuantizeWeights(Pass):
                     f"{known[-1]}, found {getattr(self, name)!r}"
                 )
 
+    def requires(self, model: ir.Model) -> None:
+        self.precedes_gradient(model)
+
     def rewrite(self, model: ir.Model) -> None:
         ensure_typed(model)
         weights = dict(_weights(model))

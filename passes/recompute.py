@@ -52,8 +52,10 @@ class Recompute(Pass):
     budget: float | None = within("(0, 1]", None)
     batch: int | Mapping[str, int] = 32
 
-    def rewrite(self, model: ir.Model) -> None:
+    def requires(self, model: ir.Model) -> None:
         self.required(model, Role.GRADIENT, "run Gradient first")
+
+    def rewrite(self, model: ir.Model) -> None:
         simplify(model)  # a later Simplify would merge equal nodes of both passes
         forward = _Forward(model, self.batch)
         _rerun(model, forward, forward.choose(self.budget))

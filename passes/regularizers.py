@@ -45,6 +45,10 @@ class Regularizer(Pass):
     def penalty(self, op: Emitter, w: ir.Value) -> ir.Value:
         """Emit the penalty of a parameter, a scalar."""
 
+    def requires(self, model: ir.Model) -> None:
+        roles.only(model, Role.LOSS, type(self).__name__)
+        self.precedes_gradient(model)
+
     @final
     def rewrite(self, model: ir.Model) -> None:
         trained = roles.with_role(model, Role.PARAMETER)

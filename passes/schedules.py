@@ -55,14 +55,21 @@ class Schedule(Pass):
     def rate(self, op: Emitter, base: ir.Value, t: ir.Value) -> ir.Value:
         """Emit the rate `t` steps after the warm-up, a scalar. `t` and the result have the type of `base`."""
 
+    def requires(self, model: ir.Model) -> None:
+        name, scheduled = type(self).__name__, roles.with_role(model, Role.DIAGNOSTIC)
+        if any(x.name == LEARNING_RATE for x in scheduled):
+            raise GraphoptError(
+                f"{name}: expected a rate without a schedule, found one with: use one schedule"
+            )
+        if all(x.name != LEARNING_RATE for x in roles.with_role(model, Role.HYPERPARAMETER)):
+            raise GraphoptError(
+                f"{name} needs the hyperparameter 'learning_rate', found none: run the optimizer first"
+            )
+
     @final
     def rewrite(self, model: ir.Model) -> None:
         hyperparameters = roles.with_role(model, Role.HYPERPARAMETER)
-        base = next((x for x in hyperparameters if x.name == LEARNING_RATE), None)
-        if base is None:
-            raise GraphoptError(
-                "a schedule needs the hyperparameter 'learning_rate', found none: run the optimizer first"
-            )
+        base = next(x for x in hyperparameters if x.name == LEARNING_RATE)
         if isinstance(self, _Planned) and self.steps is None:
             kind = type(self).__name__
             raise GraphoptError(

@@ -84,6 +84,9 @@ class Standardize(Pass):
                 raise GraphoptError(f"Standardize: {error}") from error
         return replace(self, mean=mean, scale=scale)
 
+    def requires(self, model: ir.Model) -> None:
+        self.precedes_gradient(model)
+
     def rewrite(self, model: ir.Model) -> None:
         if self.mean is None or self.scale is None:
             raise GraphoptError(

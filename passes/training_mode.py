@@ -79,6 +79,9 @@ class TrainingMode(Pass):
     leave_out: Pattern = None
     as_exported: bool = False
 
+    def requires(self, model: ir.Model) -> None:
+        self.precedes_gradient(model)
+
     def rewrite(self, model: ir.Model) -> None:
         names = dict.fromkeys(x for node in model.graph.all_nodes() if _kind(node) for x in _names(node))
         for pattern in [self.leave_out] if isinstance(self.leave_out, str) else self.leave_out or []:

@@ -14,12 +14,9 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     )  # workers share the cores; libraries read it when they are loaded
 
 import numpy as np
-import onnx_ir as ir
 import pytest
 
-from graphopt.graph.rewriting import Pass
-from graphopt.runtime import forms
-from graphopt.targets.onnxruntime.fuse import FUSIONS
+from graphopt.testing import strict
 
 SAMPLE = 3  # cases of a parametrized test that run by default; the others are marked `slow`, which CI runs
 
@@ -48,50 +45,11 @@ def plain(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GRAPHOPT_NATIVE", "false")
 
 
-@pytest.fixture(autouse=True)
-def small_graphs_wait_for_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lower a small graph before its first step on every machine, not from the second graph on alone."""
-    monkeypatch.setattr(forms, "lacks_parts", lambda model: False)
-
-
 @pytest.fixture(autouse=True, scope="session")
-def rewriters_leave_sorted_graphs() -> Iterator[None]:
-    """Check the graph after each pass and each fusion of all tests: rewriters read nodes in topological order."""
-    call, fusions = Pass.call, dict(FUSIONS)
-
-    def checked(self: Pass, model: ir.Model) -> ir.passes.PassResult:
-        result = call(self, model)
-        assert_sorted(model, type(self).__name__)
-        return result
-
-    def after(name: str) -> None:
-        fusion = fusions[name]
-
-        def fused(model: ir.Model) -> int:
-            assert_sorted(model, f"what runs before {name}")
-            return fusion(model)
-
-        FUSIONS[name] = fused
-
-    Pass.call = checked  # type: ignore[method-assign]
-    for name in fusions:
-        after(name)
-    yield
-    Pass.call = call  # type: ignore[method-assign]
-    FUSIONS.update(fusions)
-
-
-def assert_sorted(model: ir.Model, name: str) -> None:
-    """Check that each node of a graph and of its bodies comes after the nodes that it reads."""
-    for graph in model.graphs():
-        seen: set[ir.Node] = set()
-        for node in graph:
-            sources = (x.producer() for x in node.inputs if x is not None)
-            late = [x for x in sources if x is not None and x.graph is graph and x not in seen]
-            assert not late, (
-                f"{name} leaves a graph that is not sorted: {node.op_type} before {late[0].op_type}"
-            )
-            seen.add(node)
+def promises_are_checked() -> Iterator[None]:
+    """Check every pass of all tests, and all that is remembered."""
+    with strict():
+        yield
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -44,7 +44,7 @@ def _rules() -> Iterator[None]:
     """Put the library's rules back in their place."""
     tables = [
         *(registry.RULES, registry.REPLACED, registry.NO_GRADIENT),
-        *(registry.UNIFORM, registry.WITH_LOCAL_DERIVATIVES),
+        *(registry.UNIFORM, registry.WITH_LOCAL_DERIVATIVES, registry.SURROGATES),
     ]
     before = [table.copy() for table in tables]
     registry.REPLACED.clear()

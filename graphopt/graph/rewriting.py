@@ -23,8 +23,10 @@ from graphopt.fields import check_options
 from graphopt.graph import metadata
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.opsets import IR_VERSION
-from graphopt.graph.roles import Role, with_role
+from graphopt.graph.roles import Role, updated, with_role
 from graphopt.graph.state import detached
+from graphopt.graph.storage import Content
+from graphopt.graph.strictness import check_model, is_strict
 from graphopt.graph.traversal import all_nodes, is_sorted, subgraphs
 from graphopt.graph.values import name_of
 
@@ -50,6 +52,9 @@ class Pass(ir.passes.InPlacePass, metaclass=Checked):
     A subclass implements `rewrite`, and declares intervals of numeric options by `graphopt.intervals.within`. Between
     passes, the model is valid, self-contained ONNX, whose nodes are sorted and whose names differ. While `rewrite`
     runs, initial values of state are detached (see `graphopt.graph.state`), so that any rewriter is safe.
+
+    A subclass that depends on other passes declares this in `requires`, which runs before `rewrite`, and what it leaves
+    in `ensures`, which runs after it. A call returns onnx_ir's result, which tells whether the model has changed.
 
     A pass that learns options from data says so in `learns`, and `adapted` returns the pass with these options.
 
@@ -81,20 +86,44 @@ class Pass(ir.passes.InPlacePass, metaclass=Checked):
         return self
 
     @final
+    def __call__(self, model: ir.Model | ir.passes.PassResult, /) -> ir.passes.PassResult:
+        return self.call(model.model if isinstance(model, ir.passes.PassResult) else model)
+
+    @final
     def call(self, model: ir.Model) -> ir.passes.PassResult:
-        if not isinstance(model, ir.Model):
-            raise GraphoptError(
-                f"{type(self).__name__}: expected an onnx_ir.Model, found {kind_of(model)}: graphopt.load reads one"
-            )
+        self._check(model)
+        before = Content.of(model)
+        self.apply(model)
+        return ir.passes.PassResult(model, modified=Content.of(model) != before)
+
+    @final
+    def apply(self, model: ir.Model) -> None:
+        """Rewrite a model in place as a call does, in less time, since nothing tells whether it has changed."""
+        self._check(model)
+        self.requires(model)
         try:
             with detached(model):
                 self.rewrite(model)
-                if model.functions or not (is_sorted(model.graph) and _has_names(model)):
+                if model.functions or not (is_sorted(model.graph) and has_names(model)):
                     model.graph.sort()
                     fix_names(model)
         except LIBRARIES as error:
             raise GraphoptError(f"{type(self).__name__}: {cause(error)}") from error
-        return ir.passes.PassResult(model, modified=True)
+        self.ensures(model)
+        if is_strict():
+            check_model(model, type(self).__name__)
+
+    def _check(self, model: ir.Model) -> None:
+        if not isinstance(model, ir.Model):
+            raise GraphoptError(
+                f"{type(self).__name__}: expected an onnx_ir.Model, found {kind_of(model)}: graphopt.load reads one"
+            )
+
+    def requires(self, model: ir.Model) -> None:
+        """Raise an error unless a model has what the pass needs, such as the results of passes that run before it."""
+
+    def ensures(self, model: ir.Model) -> None:
+        """Raise an error unless a rewritten model has what the pass promises."""
 
     @abstractmethod
     def rewrite(self, model: ir.Model) -> None:
@@ -108,11 +137,33 @@ class Pass(ir.passes.InPlacePass, metaclass=Checked):
         """
         values = with_role(model, role)
         if not values:
-            raise GraphoptError(f"{type(self).__name__} needs {role.value}s, found none: {advice}")
+            found = "none"
+            if role is Role.GRADIENT and updated(model):
+                found, advice = "an update that has used them", "run it before the optimizer"
+            raise GraphoptError(f"{type(self).__name__} needs {role.value}s, found {found}: {advice}")
         return values
 
+    def precedes_gradient(self, model: ir.Model) -> None:
+        """Raise an error if a model has gradients, in which a change of the forward pass would be missing."""
+        if with_role(model, Role.GRADIENT) or updated(model):
+            raise GraphoptError(
+                f"{type(self).__name__}: expected a model without gradients, found gradients: run it before Gradient"
+            )
 
-def _has_names(model: ir.Model) -> bool:
+    def follows_optimizer(self, model: ir.Model) -> list[ir.Value]:
+        """Return the parameters that an optimizer updates.
+
+        Raises:
+            GraphoptError: there are none.
+        """
+        if not (parameters := updated(model)):
+            raise GraphoptError(
+                f"{type(self).__name__} needs an optimizer's update, found none: run the optimizer first"
+            )
+        return parameters
+
+
+def has_names(model: ir.Model) -> bool:
     """Return whether all values have different names, and so have the nodes of each graph."""
     names: list[str | None] = []  # of values
 

@@ -12,6 +12,7 @@ import onnx_ir as ir
 from graphopt.errors import GraphoptError, unknown
 from graphopt.graph import metadata
 from graphopt.graph.operators import MICROSOFT
+from graphopt.graph.values import next_of
 
 TRAINING_RUNTIME = "onnxruntime-training"
 
@@ -70,6 +71,12 @@ def needs_training_runtime(model: ir.Model) -> None:
 def with_role(model: ir.Model, *roles: Role) -> list[ir.Value]:
     """Return the model's inputs and outputs that have one of `roles`, in graph order."""
     return [value for value in [*model.graph.inputs, *model.graph.outputs] if role_of(value) in roles]
+
+
+def updated(model: ir.Model) -> list[ir.Value]:
+    """Return the parameters that a training graph updates."""
+    following = {y.name for y in with_role(model, Role.NEXT)}
+    return [w for w in with_role(model, Role.PARAMETER) if next_of(w) in following]
 
 
 def check_trains(model: ir.Model, name: str) -> None:

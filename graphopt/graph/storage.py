@@ -12,7 +12,8 @@ import math
 import os
 import stat
 import tempfile
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,36 @@ def skeleton(model: ir.Model) -> tuple[bytes, Weights]:
     """Return a model as bytes without its large weights, to which it refers as external data, and these by name."""
     with external(model) as weights:
         return whole(model), weights
+
+
+@dataclass(frozen=True)
+class Content:
+    """Hold what a model consists of, for comparison. Models with equal contents are equal.
+
+    Args:
+        graph: the model as bytes without its large weights.
+        weights: these by name.
+    """
+
+    graph: bytes
+    weights: Mapping[str, ir.TensorProtocol]
+
+    @classmethod
+    def of(cls, model: ir.Model) -> Content:
+        """Return the content of a model as it is now."""
+        return cls(*skeleton(model))
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, Content)
+            and self.graph == other.graph
+            and self.weights.keys() == other.weights.keys()
+            and all(
+                x is (y := other.weights[k]) or x.tobytes() == y.tobytes() for k, x in self.weights.items()
+            )
+        )
+
+    __hash__ = None  # type: ignore[assignment]
 
 
 def whole(model: ir.Model) -> bytes:

@@ -143,14 +143,14 @@ def _graphs(
         import passes
 
         for graph in graphs.values():
-            passes.UnrollLoops()(graph)
+            passes.UnrollLoops().apply(graph)
     graphs = {name: target_of(target or "portable").lower(graph) for name, graph in graphs.items()}
     add_check(graphs["train"], not_finite(initial), chained=target is not None)
     if not unroll:
         graphs["train_steps"] = graphs["train"].clone()
-        Unroll()(graphs["train_steps"])
+        Unroll().apply(graphs["train_steps"])
     for graph in graphs.values():
-        Simplify()(graph)
+        Simplify().apply(graph)
         RemoveUnusedOpsetsPass()(graph)
         graph.ir_version = ir_version_of(rewrite_in([graph], _LOWEST_OPSET))
     return graphs

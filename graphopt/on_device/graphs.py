@@ -111,7 +111,7 @@ def compile_on_device(source: Source, pipeline: Pipeline) -> OnDevice:
         name: [item for item in step if not isinstance(item, Optimizer | Clip)]
         for name, step in pipeline.items()
     }
-    model = Pipeline(**rest)(model)
+    model = Pipeline(**rest).with_rules(pipeline.rules)(model)
     version = model.opset_imports[""]
     if version > ORT_TRAINING_OPSET or model.ir_version > ORT_TRAINING_IR_VERSION:
         raise GraphoptError(

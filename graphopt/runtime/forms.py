@@ -20,6 +20,7 @@ from graphopt.errors import GraphoptError, line
 from graphopt.graph.folding import fold
 from graphopt.graph.roles import FED, Role, with_role
 from graphopt.graph.storage import weight_bytes
+from graphopt.graph.strictness import is_strict
 from graphopt.graph.unroll import Unroll
 from graphopt.graph.values import name_of
 from graphopt.runtime.bound_session import BoundSession, Reported, RunnerOptions
@@ -258,7 +259,7 @@ class StepForms:
         model, facts = self._model, self._kernel_facts
         kept = kept_kernels(model, *facts) if self._may_measure else None
         may_wait = self._may_measure and not self._several and weight_bytes(model) <= SMALL_MODEL
-        is_long = sys.executable and (len(model.graph) >= LONG or lacks_parts(model))
+        is_long = sys.executable and (len(model.graph) >= LONG or (not is_strict() and lacks_parts(model)))
         if kept is None and may_wait and is_long and self._rehearse is not None:
             self._switch = Switch(self._plain(), self._rehearse)
             return None
@@ -319,7 +320,7 @@ def _runnable(device: Device, model: ir.Model) -> ir.Model:
 def unrolled(model: ir.Model) -> ir.Model:
     """Return the graph of several steps per call."""
     model = model.clone()
-    Unroll()(model)
+    Unroll().apply(model)
     return model
 
 

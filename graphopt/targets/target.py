@@ -14,6 +14,7 @@ from graphopt.errors import GraphoptError, cause, kind_of, unknown
 from graphopt.fields import check_options
 from graphopt.graph.loading import Source, load
 from graphopt.graph.storage import skeleton
+from graphopt.graph.strictness import check_remembered, is_strict
 from graphopt.pipeline import Pipeline, check_pipeline
 from graphopt.targets.native.cache import own_version, read_model, write_cached
 from graphopt.targets.native.lowering import Kernels
@@ -60,14 +61,16 @@ class Target(metaclass=Checked):
         """
         if not self.pipeline:
             return step
-        if not self.version:
+        if not self.version or self.pipeline.rules:  # functions, which no key describes
             return self.pipeline.rewrite(step.clone())
         content, weights = skeleton(step)
         texts = [self.name, repr(self.pipeline), self.version, own_version()]
         digest = hashlib.sha256(b"\0".join([content, *(text.encode() for text in texts)])).hexdigest()[:32]
+        kept = None
         with contextlib.suppress(GraphoptError, OSError):
-            if (model := read_model(f"{digest}.onnx", weights, _ROOM)) is not None:
-                return model
+            kept = read_model(f"{digest}.onnx", weights, _ROOM)
+        if kept is not None and not is_strict():
+            return kept
         try:
             model = self.pipeline.rewrite(step.clone())
         except GraphoptError:  # a pass says what the user can do
@@ -80,6 +83,8 @@ class Target(metaclass=Checked):
                 stacklevel=2,
             )
             return self.pipeline.without(_FUSIONS).rewrite(step.clone())
+        if kept is not None:
+            check_remembered(f"the graph in the cache for {self.name}", kept, model)
         content, left = skeleton(model)
         if all(weights.get(name) is tensor for name, tensor in left.items()):  # it has no weights of its own
             with contextlib.suppress(GraphoptError, OSError):  # a cache that cannot be written to forgets

@@ -291,7 +291,7 @@ def normalized(source: Source) -> ir.Model:
     model = load(source)
     import passes
 
-    passes.Normalize()(model)
+    passes.Normalize().apply(model)
     return model
 
 

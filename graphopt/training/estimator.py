@@ -28,6 +28,7 @@ from graphopt.graph.metadata import TargetSpec
 from graphopt.graph.rewriting import Pass
 from graphopt.graph.roles import FED, Role, labels_of, role_of, with_role
 from graphopt.graph.storage import model_digest
+from graphopt.graph.strictness import check_remembered, is_strict
 from graphopt.graph.values import dtype_of, is_floating, name_of
 from graphopt.pipeline import Step
 from graphopt.runtime.device import NATIVE_VARIABLE, Device
@@ -85,7 +86,12 @@ class Structure:
     def step(self) -> ir.Model:
         """Return the training graph, which complete structures of small models share."""
         if self.is_complete and isinstance(self.model, bytes) and len(self.model) <= _SHARED:
-            return _shared(self.model, self.steps)
+            shared = _shared(self.model, self.steps)
+            if is_strict():
+                check_remembered(
+                    "the training graph that estimators share", shared, _compiled(self.model, self.steps)
+                )
+            return shared
         return _compiled(self.model, self.steps)
 
     def executor(self, step: ir.Model) -> Executor:

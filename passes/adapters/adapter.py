@@ -113,9 +113,11 @@ class Adapter(Pass):
         """Return further fields of the adapter's note."""
         return {}
 
+    def requires(self, model: ir.Model) -> None:
+        check_inference(model, type(self).__name__)
+
     @final
     def rewrite(self, model: ir.Model) -> None:
-        check_inference(model, type(self).__name__)
         common.LiftSubgraphInitializersToMainGraphPass()(model)
         ensure_typed(model)
         for targets in self._chosen(model):

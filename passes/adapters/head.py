@@ -52,6 +52,9 @@ class Head(Pass):
     classes: int | None = within("[1, 1000000]", None, whole=True)
     seed: int = within("[0, inf)", 0)
 
+    def requires(self, model: ir.Model) -> None:
+        self.precedes_gradient(model)
+
     def rewrite(self, model: ir.Model) -> None:
         if self.classes is None:
             raise GraphoptError(

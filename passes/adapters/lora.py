@@ -62,6 +62,9 @@ class LoadedLoRA(Pass):
     names: Names = None
     dropout: float = within("[0, 1)", 0.0)
 
+    def requires(self, model: ir.Model) -> None:
+        self.precedes_gradient(model)
+
     def rewrite(self, model: ir.Model) -> None:
         common.LiftSubgraphInitializersToMainGraphPass()(model)
         ensure_typed(model)

@@ -53,15 +53,22 @@ class GradientSource(Pass):
     ) -> dict[ir.Value, ir.Value]:
         """Emit the vector-Jacobian product, and return the gradient of each of `wrt` that affects the seeded values."""
 
-    @final
-    def rewrite(self, model: ir.Model) -> None:
+    def requires(self, model: ir.Model) -> None:
         loss = roles.only(model, Role.LOSS, "Gradient")
         if loss.shape is None or len(loss.shape) > 0:
             raise GraphoptError(
                 f"Gradient needs a loss that is one number, found shape {loss.shape}: set "
                 "loss.reduction to 'mean' or 'sum'"
             )
-        parameters = self.required(model, Role.PARAMETER, "run Parameters first, or loosen its pattern")
+        self.required(model, Role.PARAMETER, "run Parameters first, or loosen its pattern")
+        self.precedes_gradient(model)
+
+    def ensures(self, model: ir.Model) -> None:
+        self.required(model, Role.GRADIENT, "the pass adds them")
+
+    @final
+    def rewrite(self, model: ir.Model) -> None:
+        loss, parameters = roles.only(model, Role.LOSS, "Gradient"), roles.with_role(model, Role.PARAMETER)
         ensure_typed(model)
         with Emitter(model) as op:
             seed, inverse = op.constant(1.0, like=loss), None

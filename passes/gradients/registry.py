@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any, TypeVar
 
 from onnx_ir import Node, Value
@@ -26,6 +26,7 @@ from onnxscript import OnnxFunction
 
 from graphopt.errors import GraphoptError
 from graphopt.graph.emitter import Emitter
+from graphopt.pipeline import rules_in_use
 
 Active = frozenset[Value]
 Gradients = Sequence[Value | None]
@@ -41,6 +42,8 @@ UNIFORM: set[tuple[str, str]] = set()  # rules that accept one scalar as the gra
 REFUSED: dict[tuple[str, str], str] = {}
 REPLACED: set[tuple[str, str]] = set()  # operators whose rule `gradient` has set
 SURROGATES: set[tuple[str, str]] = set()  # rules of users that are not the derivative on purpose
+
+_DECLARED = "graphopt_surrogate"  # an attribute of rules that `surrogate` declares
 
 # Operators whose integers represent floating-point numbers and carry their gradients.
 QUANTIZING = {("", "QuantizeLinear"), ("", "DynamicQuantizeLinear")}
@@ -79,6 +82,56 @@ def one_line_rules(table: Mapping[str, Rule]) -> None:
         rule(op_type)(function)
 
 
+def has_rule(domain: str, op_type: str) -> bool:
+    """Return whether an operator or a function has a gradient rule, of all compilations or of the one that runs."""
+    return (domain, op_type) in rules_in_use() or (domain, op_type) in RULES
+
+
+def rule_of(node: Node) -> Rule | None:
+    """Return the gradient rule of a node, by which the pipeline that runs may replace that of all; None without one."""
+    operator = node.domain, node.op_type
+    own = rules_in_use().get(operator)
+    return RULES.get(operator) if own is None else _scripted(own) if isinstance(own, OnnxFunction) else own
+
+
+def is_in(node: Node, facts: Container[tuple[str, str]]) -> bool:
+    """Return whether a table states a fact of the operator of a node that a rule of the pipeline does not replace."""
+    operator = node.domain, node.op_type
+    return operator in facts and operator not in rules_in_use()
+
+
+def is_surrogate(node: Node) -> bool:
+    """Return whether the rule of a node is declared not to be the derivative, or cannot be."""
+    operator = node.domain, node.op_type
+    own = rules_in_use().get(operator)
+    if own is None:
+        return operator in SURROGATES
+    return getattr(own, _DECLARED, False) or operator in NO_GRADIENT
+
+
+def surrogate(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a gradient rule for `graphopt.compile(rules=...)` that is declared not to be the derivative on purpose.
+
+    Executors then do not compare the gradient of what is before the operator with the slope of the loss.
+
+    Args:
+        function: a rule as `passes.gradient` takes it.
+
+    >>> @passes.surrogate
+    ... def soft(op, dy, x):
+    ...     return [dy * op.Sigmoid(x)]
+    >>> step = graphopt.compile(models.mlp((4,), 1), loss=passes.MeanSquaredError(), rules={("", "Relu"): soft})
+    """
+    own = _scripted(function) if isinstance(function, OnnxFunction) else function
+
+    @functools.wraps(own)
+    def declared(*values: Any, **named: Any) -> Gradients:
+        return own(*values, **named)
+
+    setattr(declared, _DECLARED, True)
+    return declared
+
+
 def gradient(domain: str, op_type: str, *, surrogate: bool = False) -> Callable[[F], F]:
     """Register the decorated function as the gradient rule of an operator, or of a function in models, in any domain.
 
@@ -115,6 +168,7 @@ def gradient(domain: str, op_type: str, *, surrogate: bool = False) -> Callable[
     return register
 
 
+@functools.cache
 def _scripted(function: OnnxFunction[..., Any]) -> Rule:
     def traced(op: Emitter, dy: Value, *inputs: Value, dys: Sequence[Value]) -> Gradients:
         gradients = op.trace(function, *dys, *inputs, outputs=None)

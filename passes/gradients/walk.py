@@ -11,23 +11,25 @@ from graphopt.errors import BlockingOperator, GraphoptError, NoGradient
 from graphopt.graph.emitter import Emitter, Input
 from graphopt.graph.metadata import STOP_GRADIENT, SURROGATE
 from graphopt.graph.operators import full_attributes
-from graphopt.graph.traversal import ancestors, captured
+from graphopt.graph.traversal import all_nodes, ancestors, captured, subgraphs
 from graphopt.graph.values import dims_of, dtype_of, is_floating, like, name_of
 from passes.gradients.registry import (
     EXPANSIONS,
     NO_GRADIENT,
     QUANTIZING,
     REFUSED,
-    RULES,
-    SURROGATES,
     UNIFORM,
     WITH_LOCAL_DERIVATIVES,
     Active,
     Gradients,
     Rule,
     accepted,
+    has_rule,
+    is_in,
+    is_surrogate,
     parameters_of,
     rule,
+    rule_of,
 )
 from passes.gradients.side_by_side import side_by_side
 
@@ -74,9 +76,9 @@ def _add(op: Emitter, gradients: dict[ir.Value, ir.Value], x: ir.Value, gradient
 
 def _takes_uniform(node: ir.Node) -> bool:
     """Return whether a rule accepts one scalar as the gradient of all elements."""
-    operator, shape = (node.domain, node.op_type), node.outputs[0].shape
+    shape = node.outputs[0].shape
     alike = all(x is None or x.shape == shape for x in node.inputs)
-    return operator in UNIFORM or (operator in WITH_LOCAL_DERIVATIVES and alike)
+    return is_in(node, UNIFORM) or (is_in(node, WITH_LOCAL_DERIVATIVES) and alike)
 
 
 def is_uniform(gradient: ir.Value) -> bool:
@@ -96,9 +98,11 @@ def spread(op: Emitter, value: ir.Value, x: ir.Value) -> ir.Value:
 
 def _apply(op: Emitter, node: ir.Node, dys: list[Input], active: Active) -> Gradients:
     """Emit the gradients of a node's inputs by its rule, with the arguments that the rule requests."""
-    function = RULES[node.domain, node.op_type]
-    if (node.domain, node.op_type) in SURROGATES:
-        SURROGATE.set(node)
+    function = rule_of(node)
+    assert function is not None
+    for each in (node, *(inner for body in subgraphs(node) for inner in all_nodes(body))):
+        if is_surrogate(each):  # in bodies, too, copies of which are differentiated
+            SURROGATE.set(each)
     named = {**full_attributes(node, op.versions), "y": node.outputs[0], "node": node, "active": active}
     if "dys" in parameters_of(function):
         pairs = zip(dys, node.outputs, strict=True)
@@ -146,7 +150,7 @@ def carries_gradient(value: ir.Value | None) -> bool:
 
 def passes_gradient(node: ir.Node) -> bool:
     """Return whether any output of `node` may depend differentiably on an input, with or without a rule."""
-    stopped = (node.domain, node.op_type) in NO_GRADIENT or STOP_GRADIENT.is_set(node)
+    stopped = is_in(node, NO_GRADIENT) or STOP_GRADIENT.is_set(node)
     return not stopped and any(map(carries_gradient, node.outputs))
 
 
@@ -154,7 +158,7 @@ def check_rules(path: Iterable[ir.Node], wrt: Iterable[ir.Value]) -> None:
     """Raise one error for all nodes of `path` without a rule that names the values each operator blocks."""
     missing: dict[tuple[str, str], list[ir.Node]] = {}
     for node in path:
-        if (node.domain, node.op_type) not in RULES:
+        if not has_rule(node.domain, node.op_type):
             missing.setdefault((node.domain, node.op_type), []).append(node)
     if missing:
         found = sorted(missing.items())

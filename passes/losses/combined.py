@@ -98,6 +98,9 @@ class Losses(Pass):
         adapted = {y: loss.adapted(model, read, f"target_{y}") for y, loss in learning.items()}
         return replace(self, losses={**self.losses, **adapted})
 
+    def requires(self, model: ir.Model) -> None:
+        self.precedes_gradient(model)
+
     def rewrite(self, model: ir.Model) -> None:
         for name, loss in self.losses.items():
             if not isinstance(loss, Loss):
@@ -153,6 +156,9 @@ class OwnLoss(Pass):
     sample_weight: str | None = field(default=None, kw_only=True)
 
     task: ClassVar[str] = "regression"
+
+    def requires(self, model: ir.Model) -> None:
+        self.precedes_gradient(model)
 
     def rewrite(self, model: ir.Model) -> None:
         loss = self._loss(model)

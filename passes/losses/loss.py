@@ -60,6 +60,9 @@ class Loss(Pass):
     def adapted(self, model: ir.Model, read: Read, target_name: str = "target") -> Loss:
         return self
 
+    def requires(self, model: ir.Model) -> None:
+        self.precedes_gradient(model)
+
     @final
     def rewrite(self, model: ir.Model) -> None:
         with Emitter(model) as op:

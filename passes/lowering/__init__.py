@@ -12,7 +12,7 @@ from graphopt.errors import GraphoptError, line
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.traversal import sort, subgraphs
 from graphopt.graph.values import swap
-from passes.gradients.registry import RULES, parameters_of
+from passes.gradients.registry import has_rule, parameters_of
 from passes.lowering import attention as attention
 from passes.lowering import classical as classical
 from passes.lowering import contrib as contrib
@@ -23,7 +23,7 @@ from passes.lowering.registry import LOWERINGS, Lowering
 
 def is_lowered(node: ir.Node) -> bool:
     """Return whether a node has a lowering and no gradient rule, which takes precedence."""
-    return (node.domain, node.op_type) in LOWERINGS and (node.domain, node.op_type) not in RULES
+    return (node.domain, node.op_type) in LOWERINGS and not has_rule(node.domain, node.op_type)
 
 
 def lower_operators(op: Emitter, graph: ir.Graph, is_last: bool = True) -> None:

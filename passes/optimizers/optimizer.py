@@ -19,7 +19,7 @@ from graphopt.graph.emitter import Emitter
 from graphopt.graph.metadata import InferenceForm
 from graphopt.graph.operators import MICROSOFT
 from graphopt.graph.rewriting import Pass, Pattern, selects
-from graphopt.graph.roles import Role, needs_training_runtime, with_role
+from graphopt.graph.roles import Role, needs_training_runtime, updated, with_role
 from graphopt.graph.state import LEARNING_RATE
 from graphopt.graph.traversal import ancestors
 from graphopt.graph.values import gradient_of, like, name_of, wide_type
@@ -162,9 +162,20 @@ class Optimizer(Pass):
             return w * (1 - rate * self.weight_decay), g
         return w, g + self.weight_decay * w
 
+    def requires(self, model: ir.Model) -> None:
+        if updated(model):
+            raise GraphoptError(
+                f"{type(self).__name__}: expected a model without an update, found one: use one optimizer, and groups "
+                "for others"
+            )
+        self.required(model, Role.GRADIENT, "run Gradient first")
+
+    def ensures(self, model: ir.Model) -> None:
+        self.follows_optimizer(model)
+
     @final
     def rewrite(self, model: ir.Model) -> None:
-        gradients = self.required(model, Role.GRADIENT, "run Gradient first")
+        gradients = with_role(model, Role.GRADIENT)
         if self.fused and self.kernel(0.0) is None:
             raise GraphoptError(
                 f"{type(self).__name__}: fused: onnxruntime-training has no kernel for {self}, only for AdamW and for "

@@ -162,7 +162,7 @@ class FirstCheck:
             " from the training graph before its first step",
             "gradient": f"parameter {worst.name!r}: expected a gradient with the slope {expected} of the loss by "
             f"central differences, found {found}: a gradient rule of your own may be wrong (or is one that "
-            "passes.gradient has to declare by surrogate=True)",
+            "passes.gradient has to declare by surrogate=True, and passes.surrogate for one compilation)",
             "update": f"parameter {worst.name!r}: expected {worst.reason} to move it by {expected}, found {found}",
         }[worst.part]
         return f"{told}; please report it with the files in {folder}; verify=False trains without this check"

@@ -7,7 +7,7 @@ import json
 import os
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import onnx_ir as ir
@@ -18,6 +18,7 @@ from graphopt.graph.rewriting import Pass, remove_unused_nodes
 from graphopt.graph.shapes import infer_anew
 from graphopt.graph.sizes import unify_sizes
 from graphopt.graph.storage import Weights, skeleton
+from graphopt.graph.strictness import check_remembered, is_strict
 from graphopt.graph.values import like, swap
 from graphopt.targets.bfloat16 import compute_bfloat16_in_float32
 from graphopt.targets.native.cache import cache_folder, own_version, read_cached, read_model, write_cached
@@ -117,7 +118,13 @@ def lower_to_kernels(
     pieces = pieces_for(chosen_precision(precision))
     options = KernelOptions(tuple(sorted(without)), threads_of(threads), in_place, pieces)
     digest, weights = _digest_of(model, options)
-    return _kept(digest, weights) or _lower_as(digest, model, options)
+    kept = _kept(digest, weights)
+    if kept is None or is_strict():
+        lowered = _lower_as(digest, model, options)
+        if kept is not None:
+            _check_kept(kept, lowered)
+        return lowered
+    return kept
 
 
 def threads_of(chosen: int | None) -> int:
@@ -137,7 +144,23 @@ def likely_parts(model: ir.Model) -> list[str]:
 
 def kept_kernels(model: ir.Model, threads: int, precision: str) -> Lowered | None:
     """Return what `lower_to_kernels` has left in the cache for a graph; None if it is not there."""
-    return _kept(*_digest_of(model, KernelOptions((), threads, False, pieces_for(precision))))
+    options = KernelOptions((), threads, False, pieces_for(precision))
+    digest, weights = _digest_of(model, options)
+    kept = _kept(digest, weights)
+    if kept is not None and is_strict():
+        _check_kept(kept, _lower_as(digest, model, options))
+    return kept
+
+
+def _check_kept(kept: Lowered, lowered: Lowered | None) -> None:
+    """Raise an error unless a graph that the cache keeps equals the one that is lowered anew."""
+    what = "the graph with kernels in the cache"
+    if lowered is not None:
+        check_remembered(what, kept.model, lowered.model)
+    if lowered is None or replace(kept, model=lowered.model) != lowered:
+        raise GraphoptError(
+            f"{what}: expected the kernels that are made anew, found others, in {kept.library.name}: please report it"
+        )
 
 
 def _digest_of(model: ir.Model, options: KernelOptions) -> tuple[str, Weights]:

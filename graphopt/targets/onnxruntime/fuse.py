@@ -11,6 +11,7 @@ from graphopt.graph.metadata import GRADIENT_OF, InferenceForm
 from graphopt.graph.rewriting import Pass, interface_kept
 from graphopt.graph.roles import STATE, with_role
 from graphopt.graph.simplify import Simplify
+from graphopt.graph.strictness import check_sorted, is_strict
 from graphopt.targets.bfloat16 import compute_bfloat16_in_float32
 from graphopt.targets.joining import join_small_vectors
 from graphopt.targets.onnxruntime.convolution import (
@@ -67,6 +68,8 @@ class Fuse(Pass):
         changed = False
         with interface_kept(model):
             for name, fusion in FUSIONS.items():
+                if is_strict():
+                    check_sorted(model, f"what runs before {name}")
                 if name not in self.leave_out and fusion(model):
                     model.graph.sort()  # fusions may read nodes in order, and put new ones behind their readers
                     changed = True
