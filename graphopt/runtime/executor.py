@@ -33,7 +33,6 @@ from graphopt.runtime.session import Session
 from graphopt.runtime.signature import InputSpec, Signature, chosen_outputs, description, numbers, reporting
 from graphopt.runtime.state_buffers import StateBuffers
 from graphopt.runtime.tensors import Tensor, check_rows, rows_of
-from graphopt.runtime.webgpu import LOCK
 
 # The outputs that methods compute.
 _COMPUTED = {
@@ -174,7 +173,7 @@ class Executor(ExecutorState):
         """
         self.options, self._device, self._model, self.workers = options, device, model, workers
         self._buffers, self._runner_of, self._rounds = buffers, runner_of, rounds
-        self._lock = LOCK if device.kind == "webgpu" else threading.RLock()
+        self._lock = device.machine.lock or threading.RLock()
         self.properties, self._labels = {}, None
         self._signature = Signature(device, with_role(model, *FED))
         self._encoding = encoding_of(device, model)

@@ -9,7 +9,8 @@ from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 
 from graphopt.errors import GraphoptError
 from graphopt.fields import check_options
-from graphopt.runtime.device import Device, DeviceOptions
+from graphopt.runtime.device import Device
+from graphopt.runtime.device_options import DeviceOptions
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
