@@ -144,7 +144,7 @@ class BoundSession:
             elif outputs[name].shape == () and device.machine.in_host_memory:
                 own = zeros_of(outputs[name])
                 self._readers[name], self._own_outputs[name] = own.item, share(device, own)
-        self._place = ("cpu", 0) if options.as_numpy else (device.kind, device.index)
+        self._place = ("cpu", 0) if options.as_numpy else device.machine.place
         self._places = {name: i for i, name in enumerate(self._fetched) if name not in self._own_outputs}
         named = {str(dim) for x in fed for dim in x.shape or ()}
         may_reuse = device.machine.in_host_memory and options.as_numpy and not shared

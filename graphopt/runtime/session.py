@@ -201,7 +201,7 @@ class Session:
             raise self.stopped(error) from error
         names = [name for name in self.outputs if name not in leave_out]
         for name in names:
-            binding.bind_output(name, self.device.kind, self.device.index)
+            binding.bind_output(name, *self.device.machine.place)
         self.execute(binding, self.device.machine.run_options(low_memory=self.frozen == "low"))
         return dict(zip(names, binding.get_outputs(), strict=True))
 

@@ -275,6 +275,11 @@ class Provider:
         c = self.ort.capi._pybind_state
         return c.OrtDevice(c.OrtDevice.cpu(), c.OrtDevice.default_memory(), self.index)
 
+    @property
+    def place(self) -> tuple[str, int]:
+        """Return the runtime's name of the memory of values, and its number."""
+        return self.kind, self.index
+
     def share(self, array: np.ndarray) -> onnxruntime.OrtValue:
         """Return a value that shares the memory of an array."""
         try:
@@ -286,7 +291,7 @@ class Provider:
         """Copy an array to a new buffer."""
         try:
             value = self.ort.OrtValue.ortvalue_from_shape_and_type(
-                list(array.shape), array.dtype.type, self.kind, self.index
+                list(array.shape), array.dtype.type, *self.place
             )
         except RuntimeError as error:
             if array.dtype.isbuiltin == 2:  # of another package, such as bfloat16
