@@ -37,7 +37,11 @@ class WrongArguments(GraphoptError, TypeError):
 
 
 class Checked(ABCMeta):
-    """Make classes whose calls name wrong arguments, and what an abstract class lacks, in one line."""
+    """Make classes whose calls name wrong arguments, and what an abstract class lacks, in one line.
+
+    Only the call of a class sees wrong arguments of a user's dataclass, too: `dataclass` writes `__init__` after
+    `__init_subclass__`, and copies call `__new__` without arguments.
+    """
 
     if not TYPE_CHECKING:
 
