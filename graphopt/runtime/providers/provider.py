@@ -146,8 +146,6 @@ class Provider:
                 f"{self.execution_provider}"
             )
 
-    # What fits the device
-
     @property
     def target(self) -> Target:
         """Return what steps are lowered for if the user names no target."""
@@ -171,8 +169,6 @@ class Provider:
         if self.precision == "highest":
             return None
         return "expected kernels on the CPU, or CUDA, found neither"
-
-    # Sessions
 
     def new_session_options(
         self, *, captures: bool = False, low_memory: bool = False, optimized: bool = True
@@ -267,8 +263,6 @@ class Provider:
             f"device {self.name!r}: {self.execution_provider} did not start{found}: look for its libraries, a device "
             f"and free memory"
         )
-
-    # Memory
 
     def agent_memory(self) -> Any:
         """Return the memory of values of onnxruntime's TrainingAgent."""
