@@ -41,7 +41,7 @@ class Cpu(Provider):
         is_rounded = self.on_cpu and obstacle(self.precision) is None
         return UNITS.get(self.precision) if is_rounded else None
 
-    def precision_obstacle(self, native: bool | str) -> str | None:
+    def precision_obstacle(self, native: bool | str | None) -> str | None:
         is_lowered = self.precision != "highest" and self.on_cpu and native
         return obstacle(self.precision) if is_lowered else super().precision_obstacle(native)
 

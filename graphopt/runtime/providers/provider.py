@@ -160,7 +160,7 @@ class Provider:
         """Return the rounding of operands in products of float32 numbers; None without rounding."""
         return None
 
-    def precision_obstacle(self, native: bool | str) -> str | None:
+    def precision_obstacle(self, native: bool | str | None) -> str | None:
         """Return why products run in a higher precision than they may; None if they do not.
 
         Args:
