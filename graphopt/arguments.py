@@ -6,12 +6,14 @@ import functools
 import inspect
 from abc import ABCMeta
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, TypeVar, overload
 
 from graphopt.errors import GraphoptError, kind_of, nearest, unknown
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
+_S = TypeVar("_S")
+_T = TypeVar("_T")
 
 _MOST_LISTED = 20  # names of a module
 
@@ -35,7 +37,11 @@ class WrongArguments(GraphoptError, TypeError):
 
 
 class Checked(ABCMeta):
-    """Make classes whose calls name wrong arguments, and what an abstract class lacks, in one line."""
+    """Make classes whose calls name wrong arguments, and what an abstract class lacks, in one line.
+
+    Only the call of a class sees wrong arguments of a user's dataclass, too: `dataclass` writes `__init__` after
+    `__init_subclass__`, and copies call `__new__` without arguments.
+    """
 
     if not TYPE_CHECKING:
 
@@ -79,6 +85,32 @@ def checked(advice: str = "") -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
         return call
 
     return decorated
+
+
+@overload
+def keywords_of(
+    options: Callable[_P, object], own: Literal[2] = 2
+) -> Callable[[Callable[Concatenate[_S, _T, ...], _R]], Callable[Concatenate[_S, _T, _P], _R]]: ...
+@overload
+def keywords_of(
+    options: Callable[_P, object], own: Literal[1]
+) -> Callable[[Callable[Concatenate[_S, ...], _R]], Callable[Concatenate[_S, _P], _R]]: ...
+def keywords_of(options: Any, own: int = 2) -> Any:
+    """Show the arguments of a function, or the fields of a dataclass, in place of `**keywords` in a signature.
+
+    Args:
+        own: the number of other arguments.
+    """
+
+    def shown(function: Any) -> Any:
+        signature = inspect.signature(function)
+        parameters = *signature.parameters.values(), *inspect.signature(options).parameters.values()
+        function.__signature__ = signature.replace(parameters=parameters[:own] + parameters[own + 1 :])
+        if isinstance(options, type):
+            function.Options = options  # explains them to the command
+        return function
+
+    return shown
 
 
 def _explain(

@@ -7,11 +7,11 @@ import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Concatenate, Final, Literal, ParamSpec
+from typing import Any, Final, Literal
 
 import onnx_ir as ir
 
-from graphopt.arguments import checked
+from graphopt.arguments import checked, keywords_of
 from graphopt.errors import GraphoptError, kind_of, library_of, nearest
 from graphopt.graph.loading import Source, load
 from graphopt.pipeline import Pipeline, Rules, Step, check_pipeline, check_step
@@ -29,7 +29,6 @@ class Default(enum.Enum):
 DEFAULT: Final = Default.PASS
 FIRST_SCALE = 2.0**15  # of the loss
 Steps = Step | Sequence[Step] | None
-_P = ParamSpec("_P")
 
 
 @checked()
@@ -120,22 +119,8 @@ def check_family(name: str, item: Any) -> None:
 STANDARD = tuple(name for name in inspect.signature(standard).parameters if name != "rules")
 
 
-def _taking(
-    steps: Callable[_P, Pipeline],
-) -> Callable[[Callable[..., ir.Model]], Callable[Concatenate[Source, _P], ir.Model]]:
-    """Show the keywords of `steps` in place of `**steps` in the signature of `function(model, **steps)`."""
-
-    def shown(function: Any) -> Any:
-        model, _ = inspect.signature(function).parameters.values()
-        shown = [model, *inspect.signature(steps).parameters.values()]
-        function.__signature__ = inspect.Signature(shown, return_annotation="ir.Model")
-        return function
-
-    return shown
-
-
 @checked("name the steps, such as loss=passes.CrossEntropy(), optimizer=passes.AdamW()")
-@_taking(standard)
+@keywords_of(standard, own=1)
 def compile(model: Source, **steps: Any) -> ir.Model:
     """Compile an inference model to a training graph by the standard pipeline.
 

@@ -173,6 +173,23 @@ def test_metadata_is_read_and_written_in_one_file() -> None:
     assert users == {own, of_files}
 
 
+def test_no_room_compares_the_kind_of_a_device() -> None:
+    """What differs between devices is a call or an attribute of their provider."""
+    kinds = {path.stem for path in (ROOT / "graphopt" / "runtime" / "providers").glob("*.py")}
+
+    def asks(node: ast.AST) -> bool:
+        sides = [node.left, *node.comparators] if isinstance(node, ast.Compare) else []
+        constants = {
+            each.value for side in sides for each in ast.walk(side) if isinstance(each, ast.Constant)
+        }
+        return bool(constants & kinds) and any(
+            isinstance(x, ast.Attribute) and x.attr == "kind" for x in sides
+        )
+
+    assert {"cpu", "cuda", "webgpu"} <= kinds
+    assert not {name_of(path) for path in SOURCES if any(map(asks, ast.walk(ast.parse(path.read_text()))))}
+
+
 def test_no_folder_or_file_is_a_drawer() -> None:
     drawers = {"utils", "util", "common", "base", "core", "helpers", "misc"}
     assert not {path.stem for path in SOURCES} & drawers

@@ -2,6 +2,7 @@
 
 import numpy as np
 import onnx
+import onnxruntime
 import pytest
 from builders import model
 
@@ -219,9 +220,10 @@ def test_unknown_precision() -> None:
 
 
 def test_on_cuda_it_sets_tf32(monkeypatch) -> None:
-    device = graphopt.Device("cpu", matmul_precision="high")
-    object.__setattr__(device, "kind", "cuda")
-    assert device._cuda_options()["use_tf32"] == 1
+    monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: ["CUDAExecutionProvider"])
+    device = graphopt.Device("cuda", matmul_precision="high")
+    ((_, options), _) = device.machine.providers(captures=False)
+    assert options["use_tf32"] == "1"
     assert device.product_unit == 2.0**-10
 
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import onnx_ir as ir
 
+from graphopt.arguments import keywords_of
 from graphopt.communicator import Communicator, digest
 from graphopt.compiler import StepHalves
 from graphopt.distributed.exchange import (
@@ -28,8 +29,7 @@ from graphopt.graph.state import initial
 from graphopt.graph.values import ROWS, name_of
 from graphopt.runtime.bound_session import BoundSession, Reported, RunnerOptions
 from graphopt.runtime.device import Device
-from graphopt.runtime.executor import Executor
-from graphopt.runtime.executor_options import keywords_of
+from graphopt.runtime.executor import Executor, Parts
 from graphopt.runtime.forms import is_large_enough
 from graphopt.runtime.runners import Runner, StepRunner
 from graphopt.runtime.signature import Signature, reporting
@@ -85,7 +85,7 @@ class DataParallel(Executor):
             )
         device, model, workers = chosen.opened(), load(step.step), chosen.communicator
         if workers.size == 1:
-            self._assemble(chosen, device, model, StateBuffers(device, model), workers=workers)
+            self._assemble(Parts(chosen, device, model, StateBuffers(device, model), workers=workers))
             return
         tensors = [tensor for x in model.graph.inputs if (tensor := initial(x)) is not None]
         workers.check_alike(
@@ -101,7 +101,7 @@ class DataParallel(Executor):
         else:
             buffers = StateBuffers(device, model)
         runner_of = functools.partial(SplitRunner, device, step, buffers, workers)
-        self._assemble(chosen, device, model, buffers, workers=workers, runner_of=runner_of)
+        self._assemble(Parts(chosen, device, model, buffers, workers=workers, runner_of=runner_of))
 
     @property
     def share_state(self) -> bool:

@@ -22,6 +22,7 @@ from graphopt.graph.values import FIRST_ROW, ROWS, SHARE, dtype_of, name_of, of_
 from graphopt.runtime.bound_session import Reported
 from graphopt.runtime.device import Device
 from graphopt.runtime.executor_options import ExecutorOptions
+from graphopt.runtime.providers import for_workers
 from graphopt.runtime.signature import numbers
 from graphopt.runtime.state_buffers import StateBuffers
 from graphopt.runtime.tensors import SUMMED, Allocate, Tensor, allocated, buffer, buffers, zeros_of
@@ -35,9 +36,10 @@ class WorkerOptions(ExecutorOptions):
 
     def opened(self) -> Device:
         device = super().opened()
-        if device.kind == "webgpu" and self.communicator.size > 1:
+        if not device.machine.takes_workers and self.communicator.size > 1:
             raise GraphoptError(
-                f"device: expected cpu or cuda for {self.communicator.size} workers, found webgpu: train with one"
+                f"device: expected {for_workers()} for {self.communicator.size} workers, found {device.kind}: train "
+                f"with one"
             )
         return device
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import onnx_ir as ir
 
+from graphopt.arguments import keywords_of
 from graphopt.communicator import Survivors
 from graphopt.distributed.exchange import WorkerOptions
 from graphopt.errors import GraphoptError
@@ -19,8 +20,7 @@ from graphopt.graph.values import name_of, value_of
 from graphopt.pipeline import Step, check_step
 from graphopt.runtime.bound_session import Reported, RunnerOptions
 from graphopt.runtime.device import Device
-from graphopt.runtime.executor import Executor, NonFiniteLoss
-from graphopt.runtime.executor_options import keywords_of
+from graphopt.runtime.executor import Executor, NonFiniteLoss, Parts
 from graphopt.runtime.runners import Rounds, StepRunner
 from graphopt.runtime.state_buffers import StateBuffers
 from graphopt.runtime.tensors import Tensor, buffer, zeros_of
@@ -114,7 +114,7 @@ class LocalSGD(Executor):
         buffers = _RoundBuffers(device, model, outer, chosen.communicator.size)
         rounds = _Rounds(chosen, buffers)
         self.bytes_per_step = buffers.flat.nbytes / chosen.sync_every
-        self._assemble(chosen, device, model, buffers, workers=rounds.workers, rounds=rounds)
+        self._assemble(Parts(chosen, device, model, buffers, workers=rounds.workers, rounds=rounds))
 
 
 class _Rounds(Rounds):

@@ -64,8 +64,7 @@ class Agent:
         options.enable_mem_pattern = options.enable_mem_reuse = False
         options.execution_order = self._ort.ExecutionOrder.PRIORITY_BASED
         self._session = Session(device, ONNXRUNTIME.lower(model), options)
-        kind = c.OrtDevice.cuda() if device.kind == "cuda" else c.OrtDevice.cpu()
-        place = c.OrtDevice(kind, c.OrtDevice.default_memory(), device.index)
+        place = device.machine.agent_memory()
         self._agent = c.TrainingAgent(
             self._session.ort._sess,
             self._inputs,

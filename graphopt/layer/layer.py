@@ -20,7 +20,8 @@ from graphopt.graph.roles import STATE, Role, with_role
 from graphopt.graph.state import take_initial
 from graphopt.graph.values import name_of, next_of, seed_of, value_of
 from graphopt.layer.engines import Agent, Graphs, names_of, refuses_agent
-from graphopt.runtime.device import Device, DeviceOptions
+from graphopt.runtime.device import Device
+from graphopt.runtime.device_options import DeviceOptions
 from graphopt.runtime.session import Session
 from graphopt.runtime.signature import InputSpec, check_shared, shared_dimensions
 from graphopt.runtime.tensors import OrtValues, Tensor, buffer, to_ort

@@ -141,18 +141,18 @@ class BoundSession:
         for name in self._fetched:  # the shapes of numbers are known, and in a captured graph those of all
             if device.graph_capture or (name == PACKED and is_static(outputs[name])):
                 self._own_outputs[name] = buffer(device, zeros_of(outputs[name]))
-            elif outputs[name].shape == () and device.kind == "cpu":
+            elif outputs[name].shape == () and device.machine.in_host_memory:
                 own = zeros_of(outputs[name])
                 self._readers[name], self._own_outputs[name] = own.item, share(device, own)
-        self._place = ("cpu", 0) if options.as_numpy else (device.kind, device.index)
+        self._place = ("cpu", 0) if options.as_numpy else device.machine.place
         self._places = {name: i for i, name in enumerate(self._fetched) if name not in self._own_outputs}
         named = {str(dim) for x in fed for dim in x.shape or ()}
-        may_reuse = device.kind == "cpu" and options.as_numpy and not shared
+        may_reuse = device.machine.in_host_memory and options.as_numpy and not shared
         self._follow = [name for name in self._places if may_reuse and _follows(outputs[name], named)]
         self._reuses = self._reads_all = False
         buffers.share(shared)
         self._bindings, self._copied_by_binding = [], []
-        on_host = self.session.inputs_on_host() if device.kind != "cpu" else []
+        on_host = [] if device.machine.in_host_memory else self.session.inputs_on_host()
         for source in range(2):
             after = {next_of(name): x for name, x in buffers.sets[1 - source].items()}
             inputs = {**buffers.sets[source], **buffers.fed, **self._graph_inputs, **options.fixed}
@@ -286,10 +286,7 @@ class BoundSession:
 
     def _bind_inputs(self, binding: onnxruntime.IOBinding, feeds: Mapping[str, Tensor]) -> None:
         """Bind inputs to tensors, or copy them to memory that is bound."""
-        if self._device.kind == "cuda":
-            own = ndarray, self._device.ort.OrtValue
-            if not all(isinstance(x, own) for x in feeds.values()):
-                binding.synchronize_inputs()  # the package that shares a tensor may still write it
+        self._device.machine.await_writers(binding, feeds.values())
         if self._reuses:
             self._release_outputs()
         for name, tensor in feeds.items():
@@ -322,10 +319,11 @@ class BoundSession:
             value = to_ort(self._device, tensor, self._types[name])
             binding.bind_ortvalue_input(name, value)
             return value
-        if self._device.kind != "cpu" or tensor.nbytes > _COPIED:
+        on_host = self._device.machine.in_host_memory
+        if not on_host or tensor.nbytes > _COPIED:
             array = tensor if tensor.flags.c_contiguous else np.ascontiguousarray(tensor)
             binding.bind_cpu_input(name, array)
-            if self._device.kind == "cpu":
+            if on_host:
                 self._arrays[name] = None, tensor.shape, tensor.dtype
             return array
         small = np.array(tensor, self._types[name], order="C")

@@ -31,7 +31,6 @@ from graphopt.runtime.state_buffers import StateBuffers
 from graphopt.runtime.tensors import Tensor, number_or_array, to_ort
 from graphopt.runtime.translation import Form, Mistranslated, Translation
 from graphopt.targets.native.cache import own_version
-from graphopt.targets.target import target_of
 
 TRIED = 1.0  # seconds of evaluations after which other forms are measured
 GAIN = 0.99  # of the time of evaluations with weights as inputs, for which constant weights are worth their memory
@@ -59,8 +58,7 @@ def evaluation_of(
     outputs = {name_of(y): y for y in model.graph.outputs}
     part = inference.extract(model, [outputs[name] for name in names])
     dequantize_late(part)
-    if device.kind != "cpu":  # whatever target steps have, the device needs its forms
-        part = target_of(device.kind).lower(part)
+    part = device.machine.with_forms(part)
     options = RunnerOptions(report=names, as_numpy=as_numpy)
     chooses = alone and device.on_cpu and placement_of(device, part) == "packed"
     return (ChosenEvaluation if chooses else Evaluation)(device, part, buffers, options)

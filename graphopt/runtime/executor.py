@@ -7,12 +7,13 @@ import itertools
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 
-from graphopt.arguments import checked
+from graphopt.arguments import checked, keywords_of
 from graphopt.communicator import SINGLE, Communicator
 from graphopt.errors import GraphoptError, kind_of
 from graphopt.graph.loading import Source, load
@@ -26,14 +27,13 @@ from graphopt.runtime.checks.first_check import FirstCheck
 from graphopt.runtime.device import Device
 from graphopt.runtime.encoding import encoding_of
 from graphopt.runtime.evaluation import Evaluation, evaluation_of
-from graphopt.runtime.executor_options import ExecutorOptions, keywords_of
+from graphopt.runtime.executor_options import ExecutorOptions
 from graphopt.runtime.executor_state import ExecutorState
 from graphopt.runtime.runners import Batch, Pace, Rounds, Runner, SeveralSteps, StepRunner, alike
 from graphopt.runtime.session import Session
 from graphopt.runtime.signature import InputSpec, Signature, chosen_outputs, description, numbers, reporting
 from graphopt.runtime.state_buffers import StateBuffers
 from graphopt.runtime.tensors import Tensor, check_rows, rows_of
-from graphopt.runtime.webgpu import LOCK
 
 # The outputs that methods compute.
 _COMPUTED = {
@@ -113,6 +113,26 @@ def fed_by(
     return {**(data or {}), **named} if named else data or {}
 
 
+@dataclass(frozen=True, eq=False)
+class Parts:
+    """Hold the parts of an executor.
+
+    Args:
+        model: the training graph without its initial state.
+        buffers: its state.
+        runner_of: returns the runner of single steps; by default, they run whole.
+        rounds: when workers that train separately synchronize.
+    """
+
+    options: ExecutorOptions
+    device: Device
+    model: ir.Model
+    buffers: StateBuffers
+    workers: Communicator = SINGLE
+    runner_of: Callable[[RunnerOptions], Runner] | None = None
+    rounds: Rounds | None = None
+
+
 class Executor(ExecutorState):
     """Run a training graph step by step. The state stays on the device.
 
@@ -151,36 +171,20 @@ class Executor(ExecutorState):
     def __init__(self, step: Source, **options: Any) -> None:
         chosen = ExecutorOptions(**options)
         device, model = chosen.opened(), load(step)
-        self._assemble(chosen, device, model, StateBuffers(device, model))
+        self._assemble(Parts(chosen, device, model, StateBuffers(device, model)))
 
-    def _assemble(
-        self,
-        options: ExecutorOptions,
-        device: Device,
-        model: ir.Model,
-        buffers: StateBuffers,
-        *,
-        workers: Communicator = SINGLE,
-        runner_of: Callable[[RunnerOptions], Runner] | None = None,
-        rounds: Rounds | None = None,
-    ) -> None:
-        """Put the parts of an executor together.
-
-        Args:
-            model: the training graph without its initial state.
-            buffers: its state.
-            runner_of: returns the runner of single steps; by default, they run whole.
-            rounds: when workers that train separately synchronize.
-        """
-        self.options, self._device, self._model, self.workers = options, device, model, workers
-        self._buffers, self._runner_of, self._rounds = buffers, runner_of, rounds
-        self._lock = LOCK if device.kind == "webgpu" else threading.RLock()
+    def _assemble(self, parts: Parts) -> None:
+        """Put the parts of an executor together."""
+        device, model = parts.device, parts.model
+        self.options, self._device, self._model, self.workers = parts.options, device, model, parts.workers
+        self._buffers, self._runner_of, self._rounds = parts.buffers, parts.runner_of, parts.rounds
+        self._lock = device.machine.lock or threading.RLock()
         self.properties, self._labels = {}, None
         self._signature = Signature(device, with_role(model, *FED))
         self._encoding = encoding_of(device, model)
-        self._report = chosen_outputs(model, options.report)
-        (is_checked,) = workers.any(bool(device.verify))
-        self._first = FirstCheck(device, model, buffers) if is_checked else None
+        self._report = chosen_outputs(model, parts.options.report)
+        (is_checked,) = parts.workers.any(bool(device.verify))
+        self._first = FirstCheck(device, model, parts.buffers) if is_checked else None
         self._open()
 
     def step(

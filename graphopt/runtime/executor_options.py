@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
+from typing import Literal
 
 from graphopt.errors import GraphoptError
 from graphopt.fields import check_options
-from graphopt.runtime.device import Device, DeviceOptions
-
-_P = ParamSpec("_P")
-_R = TypeVar("_R")
-_S = TypeVar("_S")
-_U = TypeVar("_U")
+from graphopt.runtime.device import Device
+from graphopt.runtime.device_options import DeviceOptions
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -70,18 +65,3 @@ class ExecutorOptions(DeviceOptions):
                 "leave it out"
             )
         return device
-
-
-def keywords_of(
-    options: Callable[_P, object],
-) -> Callable[[Callable[Concatenate[_S, _U, ...], _R]], Callable[Concatenate[_S, _U, _P], _R]]:
-    """Show the fields of a dataclass in place of `**options` in the signature of a function of two other arguments."""
-
-    def shown(function: Any) -> Any:
-        own = inspect.signature(function)
-        fields = inspect.signature(options).parameters.values()
-        function.Options = options  # explains the options to the command
-        function.__signature__ = own.replace(parameters=[*list(own.parameters.values())[:-1], *fields])
-        return function
-
-    return shown

@@ -116,7 +116,7 @@ class ExecutorState(metaclass=Checked):
         device = self._device
         if self._encoding is not None:
             batch = self._encoding.encoded(batch)
-        if device.kind == "cpu" or device.graph_capture:
+        if device.machine.in_host_memory or device.graph_capture:
             return {**batch}
         arrays = {name: x for name, x in batch.items() if isinstance(x, np.ndarray)}
         return {**batch, **{name: to_ort(device, x, x.dtype) for name, x in arrays.items()}}

@@ -40,7 +40,6 @@ from graphopt.targets.native.lowering import (
     lower_to_kernels,
     threads_of,
 )
-from graphopt.targets.native.precision import obstacle
 from graphopt.targets.packing import pack_numbers
 from graphopt.targets.target import ONNXRUNTIME
 
@@ -175,7 +174,7 @@ class StepForms:
             if self._translation is not None:
                 self._translation.check(form, source, feeds)
         except Mistranslated as error:
-            trusts_plain = self._device.kind != "webgpu"
+            trusts_plain = self._device.machine.is_oracle
             if self._device.verify is True or not trusts_plain or (self._several and self.native is False):
                 raise
             warnings.warn(str(error), stacklevel=2)
@@ -224,7 +223,7 @@ class StepForms:
     def _opened(self, model: ir.Model, name: str, **kernels: Any) -> BoundSession:
         """Open the session of a graph of one step, lowered or not; of several steps if they are to run."""
         options, packed = self._options, []
-        if self._device.kind != "cpu" and "loss" in options.report and not options.fixed:
+        if not self._device.machine.in_host_memory and "loss" in options.report and not options.fixed:
             model = model.clone()
             packed = pack_numbers(model, options.report, self._buffers.infinite)
         if self._several:
@@ -233,12 +232,7 @@ class StepForms:
 
     def _warn_of_precision(self) -> None:
         """Warn if products run in a higher precision than they may."""
-        device, reason = self._device, None
-        if device.product_precision != "highest" and device.kind != "cuda":
-            if device.on_cpu and device.native:
-                reason = obstacle(device.product_precision)
-            else:
-                reason = "expected kernels on the CPU, or CUDA, found neither"
+        reason = self._device.machine.precision_obstacle(self._device.native)
         if reason is not None:
             warnings.warn(f"matmul_precision: {reason}; products run as 'highest'", stacklevel=2)
 

@@ -21,7 +21,9 @@ def placement_of(device: Device, model: ir.Model) -> FrozenPlacement:
     """Return where the frozen weights of a graph lie: the option `frozen`, or what fits their size."""
     if device.frozen != "auto":
         return device.frozen
-    is_compiled = device.kind == "cpu" and not device.on_cpu  # by other providers, which want constants
+    is_compiled = (
+        device.machine.in_host_memory and not device.on_cpu
+    )  # by other providers, which want constants
     return "packed" if is_compiled else placement_by_size(model)
 
 
@@ -89,4 +91,6 @@ def is_packed(device: Device, tensor: ir.TensorProtocol) -> bool:
 
 
 def _takes_types(device: Device) -> bool:
-    return device.kind == "cpu" and hasattr(device.ort.OrtValue, "ortvalue_from_numpy_with_onnx_type")
+    return device.machine.in_host_memory and hasattr(
+        device.ort.OrtValue, "ortvalue_from_numpy_with_onnx_type"
+    )

@@ -11,7 +11,7 @@ import onnx_ir as ir
 from graphopt.errors import GraphoptError
 from graphopt.graph.operators import SHAPE_READERS
 from graphopt.graph.traversal import subgraphs
-from graphopt.runtime.device import CPU
+from graphopt.runtime.providers.provider import CPU
 from graphopt.runtime.session import Session
 
 if TYPE_CHECKING:

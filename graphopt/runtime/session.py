@@ -20,16 +20,12 @@ from graphopt.runtime.denormals import AS_THEY_ARE, modes
 from graphopt.runtime.device import Device
 from graphopt.runtime.frozen import FrozenPlacement, is_packed, is_shareable, placement_of, shared
 from graphopt.runtime.tensors import OrtValues
-from graphopt.runtime.webgpu import ENTRY, ON_CPU, lines_that_fit
-from graphopt.targets.portable import nodes_on_shapes
 
 if TYPE_CHECKING:
     import onnxruntime
 
 # It rewrites 1 / b * a to a / b, and loses a if another rule removes its node (microsoft/onnxruntime#32416).
 UNSAFE = ["DivMulFusion"]
-# It makes one Split of Slices. On CUDA, an uneven Split copies a table of all positions to the device in each step.
-SLOW_ON_CUDA = ["GatherSliceToSplitFusion"]
 # onnxruntime 1.19 fuses a Transpose and a MatMul into an operator that has no kernel for double.
 UNSAFE_IN_DOUBLE = ["MatmulTransposeFusion"]
 
@@ -71,11 +67,8 @@ class Session:
             )
             if library is not None:
                 options.register_custom_ops_library(str(library))
-            if device.kind == "webgpu" and not captures:
-                chosen = str((device.provider_options or {}).get(ON_CPU, ""))
-                options.add_session_config_entry(
-                    ENTRY + ON_CPU, lines_that_fit([chosen, *nodes_on_shapes(model)])
-                )
+            if not captures:
+                device.machine.place_nodes(options, model)
             weights: storage.Weights = {}
             if self.frozen == "packed":
                 content, weights = self._packed(model, options)
@@ -84,8 +77,8 @@ class Session:
                 content, weights = storage.message_without_weights(model, is_taken)
             # The first session would change denormals in this thread permanently.
             with device.flushing or contextlib.nullcontext():
-                disabled = UNSAFE + (UNSAFE_IN_DOUBLE if is_double else [])
-                disabled = disabled + (SLOW_ON_CUDA if device.kind == "cuda" else [])
+                in_double = UNSAFE_IN_DOUBLE if is_double else []
+                disabled = [*UNSAFE, *in_double, *device.machine.slow_optimizers]
                 self.ort: onnxruntime.InferenceSession = device.open(
                     content, options, disabled, captures=captures
                 )
@@ -97,7 +90,7 @@ class Session:
         self._all_inputs = [x.name for x in self.ort.get_inputs()]
         self.inputs = [name for name in self._all_inputs if name not in weights]
         self.outputs = [y.name for y in self.ort.get_outputs()]
-        on_host = {*self._all_inputs} if device.kind == "cpu" else {*self.inputs_on_host()}
+        on_host = {*self._all_inputs} if device.machine.in_host_memory else {*self.inputs_on_host()}
         self._shared = {
             name: shared(device, tensor, on_host=name in on_host) for name, tensor in weights.items()
         }
@@ -136,8 +129,8 @@ class Session:
         """
         # The wrapper of `run` in Python takes 0.3 us; without options, it makes new ones for each run, in 0.7 us.
         run, bound, chosen = self.ort._sess.run_with_iobinding, binding._iobinding, options or self._options
-        if self.device.kind == "webgpu":
-            run = _holding(self.device.lock, run)
+        if self.device.machine.lock is not None:
+            run = _holding(self.device.machine.lock, run)
         get, put, before, flushing = modes() if self.device.flushing else AS_THEY_ARE
         files = self._files
 
@@ -200,8 +193,7 @@ class Session:
             leave_out: names of outputs that are not wanted.
         """
         binding = self.io_binding()
-        if self.device.kind == "cuda":
-            binding.synchronize_inputs()  # another package may still write a tensor that it shares
+        self.device.machine.await_writers(binding)
         try:
             for name in self.inputs:
                 binding.bind_ortvalue_input(name, feeds[name])
@@ -209,12 +201,8 @@ class Session:
             raise self.stopped(error) from error
         names = [name for name in self.outputs if name not in leave_out]
         for name in names:
-            binding.bind_output(name, self.device.kind, self.device.index)
-        options = None
-        if self.frozen == "low" and self.device.on_cpu:
-            options = self.device.ort.RunOptions()
-            options.add_run_config_entry("memory.enable_memory_arena_shrinkage", "cpu:0")
-        self.execute(binding, options)
+            binding.bind_output(name, *self.device.machine.place)
+        self.execute(binding, self.device.machine.run_options(low_memory=self.frozen == "low"))
         return dict(zip(names, binding.get_outputs(), strict=True))
 
     def compute_arrays(self, feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -264,7 +252,6 @@ def _refusal(device: Device, model: ir.Model, error: Exception) -> GraphoptError
             f"onnxruntime-training==1.19.2 in an environment of its own, or compile without OrtGradient and "
             f"fused kernels"
         )
-    by = "" if device.on_cpu else f"{device.execution_provider} of "
     reason = line(error)
     if "NOT_IMPLEMENTED" in reason or "node_provider_type" in reason:
         reason += ", for these element types: take another precision, runtime or provider"
@@ -272,4 +259,4 @@ def _refusal(device: Device, model: ir.Model, error: Exception) -> GraphoptError
         reason += ": leave out graph_capture, or write loops out with passes.UnrollLoops"
     if "is not a registered function/op" in reason:
         reason += ": name the library of this custom operator with custom_ops"
-    return GraphoptError(f"{by}onnxruntime {version} refuses the graph: {reason}")
+    return GraphoptError(f"{device.machine.title} refuses the graph: {reason}")

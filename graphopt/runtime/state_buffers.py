@@ -77,7 +77,7 @@ class StateBuffers:
         self._inputs = {name_of(x): InputSpec(x) for x in model.graph.inputs if x.name in initial}
         self._device, self.allocate = device, allocate
         # The names of state that is not finite at first, of which the checks of steps on GPUs know.
-        self.infinite = set() if device.kind == "cpu" else not_finite(state)
+        self.infinite = set() if device.machine.in_host_memory else not_finite(state)
         first, memory = buffers(device, state, allocate)
         self.sets = (first, first)
         self._are_finite = [_finite_check(device, first, memory)] * 2  # of all numbers in each set
@@ -218,7 +218,7 @@ def _finite_check(device: Device, values: OrtValues, memory: Sequence[np.ndarray
     The sum is finite only if all numbers are, but it may also overflow. On the CPU, it is the dot product of the
     buffers' memory with itself, in parts for which OpenBLAS wakes no second thread, which would spin between steps.
     """
-    if device.kind == "cpu":
+    if device.machine.in_host_memory:
         parts = [part for flat in memory for part in np.array_split(flat, _parts(flat))]
         if len(parts) == 1:
             # The function `vdot` takes half as long again, and so does a new number for each sum.

@@ -33,44 +33,12 @@ def buffer(device: Device, array: np.ndarray) -> onnxruntime.OrtValue:
     Raises:
         GraphoptError: the device does not start.
     """
-    if device.kind == "webgpu":
-        return _copied(device, array)
-    try:
-        value = device.ort.OrtValue.ortvalue_from_shape_and_type(
-            list(array.shape), array.dtype.type, device.kind, device.index
-        )
-    except RuntimeError as error:
-        if array.dtype.isbuiltin == 2:  # of another package, such as bfloat16
-            raise unsupported(array) from error
-        raise device.not_started(error) from error
-    overwrite(device, value, array)
-    return value
-
-
-def _copied(device: Device, array: np.ndarray) -> onnxruntime.OrtValue:
-    """Copy an array to a new value on a WebGPU device, by a session: the package has no function that allocates."""
-    value = share(device, np.asarray(array, order="C"))
-    session = device.copier(ir.DataType(value.element_type()))
-    with device.lock:
-        binding = session.io_binding()
-        binding.bind_ortvalue_input("x", value)
-        binding.bind_output("y", device.kind)
-        try:
-            session.run_with_iobinding(binding)
-        except RuntimeError as error:
-            raise device.not_started(error) from error
-        (result,) = binding.get_outputs()
-    return result
+    return device.machine.allocate(array)
 
 
 def overwrite(device: Device, value: onnxruntime.OrtValue, array: np.ndarray) -> None:
     """Copy an array into a buffer of its type and shape."""
-    array = np.asarray(array, order="C")
-    if device.kind == "webgpu":
-        with device.lock:
-            device.ort.copy_tensors([share(device, array)], [value])
-    else:
-        value.update_inplace(array)
+    device.machine.overwrite(value, array)
 
 
 def zeros_of(y: ir.Value) -> np.ndarray:
@@ -95,7 +63,7 @@ def buffers(
     Zeros between the arrays align each to `_ALIGNED` bytes.
     """
     values, memory = {}, []
-    for dtype in SUMMED if device.kind == "cpu" else ():
+    for dtype in SUMMED if device.machine.in_host_memory else ():
         alike = {name: array for name, array in arrays.items() if array.dtype == dtype}
         if not alike:
             continue
@@ -118,15 +86,7 @@ def share(device: Device, array: np.ndarray) -> onnxruntime.OrtValue:
     Raises:
         GraphoptError: the runtime does not support the array's element type.
     """
-    try:
-        return device.ort.OrtValue.ortvalue_from_numpy(array)
-    except RuntimeError as error:
-        raise unsupported(array) from error
-
-
-def unsupported(array: np.ndarray) -> GraphoptError:
-    """Return the error for an array of an element type that the runtime does not take."""
-    return GraphoptError(f"expected an element type that onnxruntime takes as an array, found {array.dtype}")
+    return device.machine.share(array)
 
 
 def to_ort(device: Device, tensor: Tensor, dtype: np.dtype[Any]) -> onnxruntime.OrtValue:
@@ -138,7 +98,7 @@ def to_ort(device: Device, tensor: Tensor, dtype: np.dtype[Any]) -> onnxruntime.
     """
     if isinstance(tensor, np.ndarray):
         array = np.asarray(tensor, order="C")
-        return share(device, array) if device.kind == "cpu" else buffer(device, array)
+        return share(device, array) if device.machine.in_host_memory else buffer(device, array)
     if isinstance(tensor, device.ort.OrtValue):
         return tensor
     c = device.ort.capi._pybind_state

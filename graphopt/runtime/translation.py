@@ -94,7 +94,7 @@ class Translation:
         self._device, self._plain, self._buffers = device, plain, buffers
         # Of WebGPU, the plain step is not to be trusted: some kernels are missing, and some are wrong.
         on_cpu = functools.partial(Device, threads=device.threads, custom_ops=device.custom_ops)
-        self._oracle = on_cpu() if device.kind == "webgpu" else device
+        self._oracle = device if device.machine.is_oracle else on_cpu()
         self._fixed, self._several = fixed, several
         self._signature = Signature(device, with_role(plain, *FED))
         compared = {*report, *fixed, *map(next_of, buffers.updated)}
@@ -265,7 +265,7 @@ class Translation:
                 "relative_differences": {name: str(error) for name, error in errors.items()},
             },
         )
-        is_last = self._device.kind == "webgpu" and not self._several
+        is_last = not self._device.machine.is_oracle and not self._several
         other = "leave out graph_capture" if self._device.graph_capture else "take device='cpu'"
         runs = other if is_last else "the plain step runs"
         return (

@@ -31,7 +31,8 @@ from graphopt.graph.storage import model_digest
 from graphopt.graph.strictness import check_remembered, is_strict
 from graphopt.graph.values import dtype_of, is_floating, name_of
 from graphopt.pipeline import Step
-from graphopt.runtime.device import NATIVE_VARIABLE, Device
+from graphopt.runtime.device import Device
+from graphopt.runtime.device_options import NATIVE_VARIABLE
 from graphopt.runtime.encoding import encoding_of
 from graphopt.runtime.executor import Executor, run
 from graphopt.training.callbacks import Adaptive, Record

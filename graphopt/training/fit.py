@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from graphopt.arguments import checked
+from graphopt.arguments import checked, keywords_of
 from graphopt.communicator import digest
 from graphopt.data import Dataset
 from graphopt.data.foreign import as_dataset, has_rows, relabelled
@@ -18,7 +18,6 @@ from graphopt.graph.loading import Source, load
 from graphopt.graph.storage import model_digest
 from graphopt.pipeline import Pipeline, check_pipeline
 from graphopt.runtime.executor import Executor
-from graphopt.runtime.executor_options import keywords_of
 from graphopt.training.callbacks.callback import Callback, callbacks_of
 from graphopt.training.callbacks.progress import ProgressBar
 from graphopt.training.callbacks.terminal import is_watched

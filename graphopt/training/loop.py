@@ -72,7 +72,7 @@ class TrainingLoop:
         self._skipped = 0  # steps that the executor does not count
         self._is_due = False  # whether a checkpoint waits until the workers are synchronized
         is_slow = source.is_lazy or options.transform is not None
-        prefetch = AHEAD if is_slow or executor.device != "cpu" else 0
+        prefetch = AHEAD if is_slow or not executor.device_options.machine.in_host_memory else 0
         self._prefetch = prefetch if options.prefetch is None else options.prefetch
 
     def begin(self) -> None:
@@ -223,7 +223,7 @@ class TrainingLoop:
     def _on_device(self, drawn: Drawn) -> dict[str, Tensor]:
         """Copy a batch to a GPU in the thread that draws it; the WebGPU provider is not made for threads."""
         executor = self.run.executor
-        is_threaded = executor.device_options.kind != "webgpu"
+        is_threaded = executor.device_options.machine.lock is None
         return executor.on_device(drawn.arrays) if is_threaded else {**drawn.arrays}
 
     def _is_current(self) -> bool:

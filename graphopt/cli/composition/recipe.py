@@ -53,6 +53,7 @@ from graphopt.graph.values import name_of
 from graphopt.pipeline import Pipeline
 from graphopt.runtime.device import Device
 from graphopt.runtime.executor import Executor
+from graphopt.runtime.providers import PROVIDERS, for_workers
 from graphopt.training.callbacks import Callback, MedianStopping
 from graphopt.training.callbacks.logs import FileLog, MLflow, TensorBoard, Tracker
 from graphopt.training.evaluation import reported
@@ -387,12 +388,13 @@ class Recipe:
         target = fields.pop(TARGET_KEY)
         if target != OWN_EXECUTOR:
             raise GraphoptError(f"executor: expected {OWN_EXECUTOR} with a launcher, found {target}")
-        if fields.get("device") == "webgpu":
+        kind = PROVIDERS.get(str(fields.get("device")))
+        if kind is not None and not kind.takes_workers:
             raise GraphoptError(
-                "executor.device: expected cpu or cuda for workers, found webgpu: leave out the launcher"
+                f"executor.device: expected {for_workers()} for workers, found {kind.kind}: leave out the launcher"
             )
-        if fields.get("device") == "cuda":
-            fields["device"] = f"cuda:{workers.local_rank}"
+        if kind is not None and kind.is_numbered:
+            fields["device"] = f"{kind.kind}:{workers.local_rank}"
         elif fields.get("threads") is None:
             fields["threads"] = max(1, (os.cpu_count() or 1) // workers.local_size)
         return fields
