@@ -44,7 +44,7 @@ ENTRIES = ("session.", "optimization.", "mlas.")
 DENORMALS = "session.set_denormal_as_zero"  # for the threads of the session's pool
 NATIVE_VARIABLE, VERIFY = "GRAPHOPT_NATIVE", "GRAPHOPT_VERIFY"  # of the environment
 # Integer kernels in place of float ones between quantized weights, which round otherwise than the graph does. Moving a
-# DequantizeLinear over a Reshape makes some graphs invalid (onnxruntime 1.32).
+# DequantizeLinear over a Reshape makes some graphs invalid (tests/faults.py: DequantizeLinear-Reshape).
 AS_WRITTEN = {"session.disable_quant_qdq": "1", "session.qdq_matmulnbits_accuracy_level": "1"}
 # As on the CPU, no search for the fastest convolution at each new shape.
 _CUDA_OPTIONS = {"cudnn_conv_algo_search": "HEURISTIC"}
@@ -282,7 +282,7 @@ class Device(DeviceOptions):
             low_memory: free each buffer after its last reader, whatever the option says; all sessions of a process
                 that do so share the memory.
             optimized: let the runtime optimize the graph. Without, a session opens faster, has no fusions, and runs
-                files on which the optimizers of onnxruntime 1.32 end the process.
+                files on which the optimizers end the process (tests/faults.py: optimizers-end-the-process).
 
         Raises:
             GraphoptError: an option in `session_options` is unknown or has the wrong type, or a library of custom

@@ -26,11 +26,12 @@ from graphopt.targets.portable import nodes_on_shapes
 if TYPE_CHECKING:
     import onnxruntime
 
-# It rewrites 1 / b * a to a / b, and loses a if another rule removes its node (microsoft/onnxruntime#32416).
+# It rewrites 1 / b * a to a / b, and loses a if another rule removes its node (tests/faults.py: DivMulFusion).
 UNSAFE = ["DivMulFusion"]
 # It makes one Split of Slices. On CUDA, an uneven Split copies a table of all positions to the device in each step.
 SLOW_ON_CUDA = ["GatherSliceToSplitFusion"]
-# onnxruntime 1.19 fuses a Transpose and a MatMul into an operator that has no kernel for double.
+# onnxruntime 1.19 fuses a Transpose and a MatMul into an operator that has no kernel for double
+# (tests/faults.py: MatmulTransposeFusion).
 UNSAFE_IN_DOUBLE = ["MatmulTransposeFusion"]
 
 
