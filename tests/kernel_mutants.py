@@ -32,7 +32,7 @@ MUTANTS = [
         "* cut->unit, g->k - g->k % 2);",
     ),
     *of(  # the rows of the second tile of a block
-        *("bfloat16.h", LOWER, "products", "is_the_runtimes"),
+        *("lines.h", LOWER, "products", "is_the_runtimes"),
         "x->from + (half * TILE_LINES * x->line",
         "x->from + (half * (TILE_LINES - 1) * x->line",
     ),
@@ -75,6 +75,16 @@ MUTANTS = [
         *("gathered.h", LOWER, "convolutions", "large and gathered and transposed"),
         "column1, a->first + row0,",
         "column1, row0,",
+    ),
+    *of(  # a sum over no channels
+        *("pointwise.h", ("highest",), "convolutions", "without_images"),
+        "do { /* once",
+        "if (u->channels) do { /* once",
+    ),
+    *of(  # the algorithm of least time
+        *("choice.h", ("medium",), "convolutions", "rates_of_a_machine"),
+        "if (!best || seconds < least)",
+        "if (!best || seconds > least)",
     ),
 ]
 
