@@ -355,6 +355,22 @@ proto = model(
 fault = inferred(proto, "t") == [3, 4, 5]
 """,
     ),
+    "outer-product": Fault(
+        "Mul of a column and a row of sizes",
+        "onnx",
+        "1.23",
+        "is refused if inference propagates data, which takes both for vectors of one length",
+        ("graphopt/graph/shapes.py",),
+        """
+proto = model(
+    "(float[2,3,4] x, float[5,6] z) => (int64[A,B] y) "
+    "{ a = Shape(x) b = Shape(z) c = Unsqueeze(a, one) y = Mul(c, b) }",
+    one=[1],
+)
+infer = onnx.shape_inference.infer_shapes
+fault = refuses(infer, proto, strict_mode=True, data_prop=True) and not refuses(infer, proto, strict_mode=True)
+""",
+    ),
     # --- ONNX's reference evaluator ---
     "reference-AffineGrid": _of_reference(
         "AffineGrid",

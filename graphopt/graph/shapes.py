@@ -220,7 +220,7 @@ def _infer_all(model: ir.Model, propagate: bool) -> None:
             del proto.graph.value_info[:]
             for y in proto.graph.output:
                 y.type.tensor_type.ClearField("shape")
-        try:  # onnx 1.23 propagates data through an outer product of vectors incorrectly
+        try:  # data are propagated through an outer product incorrectly (tests/faults.py: outer-product)
             typed = _inferred(proto, data_prop=False)
         except INFERENCE_ERRORS as error:
             raise GraphoptError(f"cannot infer the model's shapes: {line(error)}") from error
