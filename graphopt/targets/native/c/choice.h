@@ -26,8 +26,8 @@ typedef struct {
 } Algorithm;
 
 enum {
-    LEAST_OF_GROUP = 8,        /* channels and filters of a group: fewer fill too little of a vector */
-    MOST_WINDOWS = 1 << 24,    /* bytes of windows that are gathered */
+    LEAST_OF_GROUP = 8,     /* channels and filters of a group: fewer fill too little of a vector */
+    MOST_WINDOWS = 1 << 24, /* bytes of windows that are gathered */
 };
 
 /* How many numbers a group has: of filters, windows, results, and of the input. */
@@ -42,6 +42,9 @@ static Numbers numbers_of(const Convolution *u) {
 
 /* --- In float32: the first one that fits --- */
 
+static const double CLEARLY = 0.9; /* the share of the time in float32 below which another algorithm is clearly faster */
+
+/* Return whether filters, or the channels or filters of a group, are too few for a vector. */
 static int has_few(const Convolution *u) {
     return u->filters < FEW_FILTERS || (u->groups > 1 && gemm_min(u->channels, u->filters) < LEAST_OF_GROUP);
 }
@@ -52,7 +55,7 @@ static int always(const Convolution *u) { return (void)u, 1; }
 static double float32_seconds(const Convolution *u) {
     const Numbers n = numbers_of(u);
     const double copied = n.filters + 0.6 * n.windows + 0.8 * n.results, sums = n.results * (double)(u->channels * product_of(u->taps));
-    return 0.9 * ((double)u->groups * (sums * rates.multiplication + copied * rates.copy) + rates.start); /* another one is clearly faster */
+    return CLEARLY * ((double)u->groups * (sums * rates.multiplication + copied * rates.copy) + rates.start);
 }
 
 /* --- In tiles of bfloat16 numbers --- */
