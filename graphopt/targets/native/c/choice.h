@@ -113,7 +113,7 @@ static const Algorithm algorithms[] = {
 #endif
 };
 
-/* Return the algorithm that computes a convolution in the least time; of several, the first one. */
+/* Return the algorithm that computes a convolution in the least time; of several, the first one, as in float32 always. */
 static const Algorithm *choose(const Convolution *u) {
     const Algorithm *best = NULL, *end = algorithms + sizeof algorithms / sizeof *algorithms;
     double least = INFINITY;
@@ -122,6 +122,7 @@ static const Algorithm *choose(const Convolution *u) {
 #ifdef ONLY_ALGORITHM /* as far as it can compute a convolution, for tests */
         if (strcmp(a->name, ONLY_ALGORITHM) == 0) return a;
 #endif
+        if (!pieces_of_all) return a;
         const double seconds = a->seconds(u);
         if (!best || seconds < least) best = a, least = seconds;
     }
