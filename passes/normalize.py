@@ -307,7 +307,7 @@ def _body(node: ir.Node, version: int, functions: Sequence[str]) -> ir.Graph:
 
 
 def _rename_what_the_runtime_names(model: ir.Model) -> None:
-    """Rename constants that have names of ONNX Runtime's own, as in files it wrote: MatMulAddFusion refuses them."""
+    """Rename constants that have names of ONNX Runtime's own, as in files it wrote (tests/faults.py: names)."""
     for value in list(model.graph.initializers.values()):
         if name_of(value).startswith(NAMES_OF_THE_RUNTIME) and not value.is_graph_output():
             ORIGINAL_NAME.write(value, original_name(value))
@@ -375,7 +375,7 @@ def pads_for_output_shapes(model: ir.Model) -> None:
     """Replace the `output_shape` of a ConvTranspose by equivalent pads if its input has known sizes, and SAME padding.
 
     ONNX infers a wrong rank if the output is smaller than the input, and with SAME padding adds `output_padding` to
-    the sizes, which ONNX Runtime crops.
+    the sizes, which ONNX Runtime crops (tests/faults.py: ConvTranspose).
     """
     for node in model.graph:
         if node.op_type != "ConvTranspose" or node.domain != "":
@@ -428,7 +428,7 @@ def _unsqueeze_signals(model: ir.Model) -> bool:
 
 
 def pad_all_axes(model: ir.Model) -> None:
-    """Extend a Pad of some axes to all axes. ONNX Runtime 1.31 moves a Transpose incorrectly past a Pad with `axes`."""
+    """Extend a Pad of some axes to all axes: Transposes are moved past `axes` (tests/faults.py: Pad-axes)."""
     for node in all_nodes(model.graph):
         if node.op_type != "Pad" or node.domain != "" or len(node.inputs) < 4:
             continue
@@ -459,7 +459,7 @@ def refuse_misplaced(model: ir.Model) -> None:
 
 
 def whole_windows(model: ir.Model) -> None:
-    """Drop the `ceil_mode` of pools where it adds no window. Before opset 22 ONNX infers one window too many."""
+    """Drop the `ceil_mode` of pools where it adds no window: ONNX infers one more (tests/faults.py: ceil-mode)."""
     for node in filter(is_ceiled, all_nodes(model.graph)):
         x, y = node.inputs[0], node.outputs[0]
         assert x is not None

@@ -281,7 +281,7 @@ class OneCycle(_Planned):
 
 
 def _half_cosine(op: Emitter, share: ir.Value) -> ir.Value:
-    """Emit (1 + cos(pi share)) / 2 by the sine of half the angle, because onnxruntime 1.19 has no Cos in float64."""
+    """Emit (1 + cos(pi share)) / 2 by the sine of half the angle (tests/faults.py: Cos-float64)."""
     sine = op.Sin(math.pi / 2 * share)
     return 1.0 - sine * sine
 

@@ -32,7 +32,7 @@ MUTANTS = [
         "* cut->unit, g->k - g->k % 2);",
     ),
     *of(  # the rows of the second tile of a block
-        *("bfloat16.h", LOWER, "products", "is_the_runtimes"),
+        *("lines.h", LOWER, "products", "is_the_runtimes"),
         "x->from + (half * TILE_LINES * x->line",
         "x->from + (half * (TILE_LINES - 1) * x->line",
     ),
@@ -47,34 +47,44 @@ MUTANTS = [
         "dequantize(w, j, width, p, part",
     ),
     *of(  # the product of low and high pieces
-        *("tiled.h", ("high",), "convolutions", "SHIFTED-high"),
+        *("tiled.h", ("high",), "convolutions", "shifted-high"),
         "READ_B(b) ADD READ_A(a + p->a_piece) ADD",
         "READ_B(b) ADD",
     ),
     *of(  # the last channel of filters
-        *("tiled.h", LOWER, "convolutions", "bfloat16 and SHIFTED"),
+        *("tiled.h", LOWER, "convolutions", "bfloat16 and shifted"),
         "odd = gemm_min(16, rest / 2)",
         "odd = gemm_min(15, rest / 2)",
     ),
     *of(  # the last of an even number of channels
-        *("pairs.h", LOWER, "convolutions", "bfloat16 and SHIFTED"),
+        *("pairs.h", LOWER, "convolutions", "bfloat16 and shifted"),
         "2 * pair + 1 < x->channels ?",
         "2 * pair + 2 < x->channels ?",
     ),
     *of(  # zeros around an image
-        *("pairs.h", LOWER, "convolutions", "bfloat16 and SHIFTED"),
+        *("pairs.h", LOWER, "convolutions", "bfloat16 and shifted"),
         "if (k < 0) k +=",
         "if (k < -1) k +=",
     ),
     *of(  # the last term of a window
-        *("gathered.h", LOWER, "convolutions", "bfloat16 and GATHERED"),
+        *("gathered.h", LOWER, "convolutions", "bfloat16 and gathered"),
         "if (term < d->terms)",
         "if (term + 1 < d->terms)",
     ),
     *of(  # filters after the first ones
-        *("gathered.h", LOWER, "convolutions", "large and GATHERED and transposed"),
+        *("gathered.h", LOWER, "convolutions", "large and gathered and transposed"),
         "column1, a->first + row0,",
         "column1, row0,",
+    ),
+    *of(  # a sum over no channels
+        *("pointwise.h", ("highest",), "convolutions", "without_images"),
+        "do { /* once",
+        "if (u->channels) do { /* once",
+    ),
+    *of(  # the algorithm of least time
+        *("choice.h", ("medium",), "convolutions", "rates_of_a_machine"),
+        "if (!best || seconds < least)",
+        "if (!best || seconds > least)",
     ),
 ]
 

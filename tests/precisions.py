@@ -16,14 +16,14 @@ UNIT = UNITS.get(PRECISION, 2.0**-23)
 FLOAT32 = 1e-5  # for sums of some thousand terms
 
 
-FORMS = ("AS_PRODUCTS", "GATHERED", "SHIFTED")  # of convolutions of bfloat16 numbers, in choice.h
+FORMS = ("low_products", "gathered", "shifted")  # algorithms of bfloat16 numbers, in choice.h
 
 
 def compute_in(form: str | None, monkeypatch, tmp_path_factory) -> None:
-    """Compute all convolutions in one form, as far as it can; None lets each have the one of least time."""
+    """Compute all convolutions by one algorithm, as far as it can; None lets each have the one of least time."""
     if form is not None:  # with a cache of its own, which knows graphs, and not this form
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / form))
-        monkeypatch.setattr(library, "_LIMITS", f"{library._LIMITS}#define ONLY_FORM {form}\n")
+        monkeypatch.setattr(library, "_LIMITS", f'{library._LIMITS}#define ONLY_ALGORITHM "{form}"\n')
 
 
 def product_error(precision: str = PRECISION) -> float:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import json
 import os
-import re
 import shutil
 import stat
 import subprocess
@@ -378,18 +377,6 @@ def test_any_change_of_the_code_or_of_the_environment_changes_the_digest(cache, 
     assert len({*digests}) == len(digests)
     toolchain._environment.cache_clear()
     cached.own_version.cache_clear()
-
-
-def test_headers_include_no_circle():
-    includes = {
-        name: set(re.findall(r'^#include "(.*)"', (toolchain.FOLDER / name).read_text(), re.MULTILINE))
-        for name in toolchain.HEADERS
-    }
-    while includes:
-        free = {name for name, others in includes.items() if others.isdisjoint(includes)}
-        assert free, includes
-        for name in free:
-            del includes[name]
 
 
 # --- The compiler ---

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import platform
 
 import numpy as np
@@ -15,9 +16,10 @@ from random_convolutions import convolutions
 import graphopt
 import passes
 from graphopt.graph.loading import load
+from graphopt.graph.sizes import sizes_of
 from graphopt.runtime.device import Device
 from graphopt.runtime.session import Session
-from graphopt.targets.native import toolchain
+from graphopt.targets.native import library, lowering, toolchain
 from graphopt.targets.native.lowering import lower_to_kernels, plan
 from graphopt.targets.native.precision import obstacle
 
@@ -129,8 +131,10 @@ def test_random_convolutions_of_bfloat16_numbers(
     if (reason := obstacle(precision)) is not None:
         pytest.skip(reason)
     has_tiles = "__AMX_BF16__" in toolchain.macros()
-    if form in ("GATHERED", "SHIFTED") and not has_tiles:
-        pytest.skip("expected a processor with AMX, for which choice.h has these forms, found one without")
+    if form in ("gathered", "shifted") and not has_tiles:
+        pytest.skip(
+            "expected a processor with AMX, for which choice.h has these algorithms, found one without"
+        )
     compute_in(form, monkeypatch, tmp_path_factory)
     graph, weights, shapes = random_convolutions
     rng = np.random.default_rng(1)
@@ -156,7 +160,7 @@ def test_random_convolutions_of_bfloat16_numbers(
             in_tiles += errors[1].max(initial=0) < errors[0].max(initial=0)
     # Without AMX, bfloat16 numbers multiply less fast: choice.h may then leave all of these small ones in float32.
     if form or has_tiles:
-        assert in_tiles > (5 if form == "AS_PRODUCTS" else 20 if form else 0)
+        assert in_tiles > (5 if form == "low_products" else 20 if form else 0)
 
 
 def of_pieces(convolutions, feeds, precision):
@@ -275,6 +279,49 @@ def summed(forms):
         one=np.array([1]),
     )
     return load(onnx.shape_inference.infer_shapes(proto))
+
+
+@pytest.mark.parametrize(
+    "graph", [graph_of({"": ARRANGED["gradient of a pointwise kernel"]}), summed(SUMMED)]
+)
+def test_gradients_of_weights_are_zeros_without_images(graph):
+    """They were what the memory held before."""
+    lowered = lower_to_kernels(graph, PLAIN, 1)
+    shapes = {"x": (0, 9, 9, 8), "g": (0, 17, 4, 7), "k": (17, 9, 3, 3)}
+    if "h" in {x.name for x in graph.graph.inputs}:
+        shapes = {"x": (0, 9, 30), "g": (0, 17, 30), "h": (17, 0, 30), "w": (17, 9)}
+    each = session(graph, 1, lowered)
+    binding, results = each.io_binding(), {}
+    feeds = {x.name: np.zeros(shapes[x.name], np.float32) for x in graph.graph.inputs}
+    for name, array in feeds.items():
+        binding.bind_input(name, "cpu", 0, np.float32, array.shape, array.ctypes.data)
+    for name, array in each.compute_arrays(feeds).items():
+        results[name] = np.full_like(array, np.nan)
+        binding.bind_output(name, "cpu", 0, np.float32, array.shape, results[name].ctypes.data)
+    each.execute(binding)
+    for name, found in results.items():
+        assert found.size and not found.any(), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("tile", "is_low"), [(1.0, False), (1e-15, True)])
+def test_rates_of_a_machine_choose_the_algorithm(tile, is_low, monkeypatch, tmp_path):
+    if (reason := obstacle("medium")) is not None:
+        pytest.skip(reason)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(
+        lowering, "source", functools.partial(library.source, rates=(0.25e-9, 1e-11, tile, 5e-9))
+    )
+    graph = load(
+        model("g (float[8,64,14,14] x, float[64,64,1,1] w) => (float[8,64,14,14] y) { y = Conv(x, w) }")
+    )
+    rng = np.random.default_rng(4)
+    feeds = {x.name: rng.standard_normal(sizes_of(x)).astype(np.float32) for x in graph.graph.inputs}
+    found = [
+        session(graph, 1, lower_to_kernels(graph, PLAIN, 1, precision=precision)).compute_arrays(feeds)["y"]
+        for precision in ("highest", "medium")
+    ]
+    assert np.array_equal(*found) != is_low
 
 
 def test_products_summed_over_a_batch_are_one_convolution():

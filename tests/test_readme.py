@@ -12,6 +12,7 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+import yaml
 from adapter import ADAPTER, LIBRARIES, missing
 from environments import environment
 from test_architecture import FLOORS
@@ -22,6 +23,7 @@ from graphopt.cli.help import described
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "examples/guides").glob("*.md"))]
+DECISIONS = sorted((ROOT / "examples/guides/decisions").glob("*.md"))
 INSTALLS = "python -m venv"  # blocks that install graphopt; CI's jobs do that
 # Packages of pages and of commands that only the environment of the extras `federated` and `cluster` has.
 NEEDS = {"federated": ("flwr", "ray"), "sweep=ray": ("hydra_plugins.hydra_ray_launcher",)}
@@ -181,7 +183,9 @@ def anchors(page: Path) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    "page", [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"], ids=lambda page: page.stem
+    "page",
+    [*PAGES, *DECISIONS, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"],
+    ids=lambda page: page.stem,
 )
 def test_links_lead_somewhere(page: Path) -> None:
     for link in re.findall(r"\]\(([^)]+)\)", page.read_text()):
@@ -201,9 +205,28 @@ def test_contributing_has_the_floors_of_the_architecture_test() -> None:
 
 
 def test_named_tests_and_programs_are_there() -> None:
-    for page in [*PAGES, ROOT / "CONTRIBUTING.md"]:
+    for page in [*PAGES, *DECISIONS, ROOT / "CONTRIBUTING.md"]:
         for name in re.findall(r"\b(?:tests|examples|passes|graphopt|recipes)/[\w/]+\.\w+", page.read_text()):
             assert (ROOT / name).exists(), f"{page.name}: {name}"
+
+
+def test_decisions_have_four_sections_and_a_line_in_the_index() -> None:
+    index, *notes = sorted(DECISIONS, key=lambda page: page.name != "README.md")
+    assert "examples/guides/decisions/README.md" in (ROOT / "CONTRIBUTING.md").read_text()
+    for page in notes:
+        text = page.read_text()
+        sections = ["Context", "Decision", "What was tried", "Consequences"]
+        assert re.findall(r"^## (.*)$", text, re.MULTILINE) == sections, page.name
+        assert f"- [{text.splitlines()[0][2:]}]({page.name})" in index.read_text()
+        assert len(text.splitlines()) <= 60 and max(map(len, text.splitlines())) <= 150, page.name
+
+
+def test_hooks_run_what_contributing_says() -> None:
+    hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"][0]["hooks"]
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    assert [hook["entry"].split("/")[-1] for hook in hooks] == ["ruff format", "ruff check", "mypy"]
+    for hook in hooks:
+        assert hook["language"] == "system" and hook["entry"] in text
 
 
 def test_the_table_of_passes_is_the_docstring_of_compile() -> None:

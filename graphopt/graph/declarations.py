@@ -107,7 +107,7 @@ def _values(graph: ir.Graph) -> Iterator[ir.Value]:
 
 
 def _is_inferred_wrongly(node: ir.Node | None) -> bool:
-    """Return whether ONNX's inference ignores attributes of a node that decide its shape (onnx 1.23)."""
+    """Return whether ONNX infers a shape without attributes that decide it (tests/faults.py: ConvTranspose)."""
     if node is None or node.op_type not in ("ConvTranspose", "Resize"):
         return False
     if node.op_type == "ConvTranspose":
@@ -198,7 +198,7 @@ def _may_follow(x: ir.Value, named: set[str]) -> bool:
 
 
 def _is_attention(node: ir.Node | None) -> bool:
-    """Return whether a node is an Attention, whose heads onnx 1.23 takes for 0 where it does not know their number."""
+    """Return whether a node is an Attention, whose unknown sizes ONNX infers as 0 (tests/faults.py: Attention)."""
     return node is not None and node.op_type == "Attention" and node.domain == ""
 
 

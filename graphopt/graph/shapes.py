@@ -206,7 +206,7 @@ def _infer_all(model: ir.Model, propagate: bool) -> None:
     """Set types and shapes by ONNX's inference, without passing it the weights.
 
     Pools of opset 21 with `ceil_mode` are inferred as of opset 22, which differs only there: before, inference counted
-    a window that begins beyond the elements. The model may contain such sizes.
+    a window that begins beyond the elements (tests/faults.py: ceil-mode). The model may contain such sizes.
     """
     proto = message_for_inference(model, propagate)
     ceiled = any(map(is_ceiled, all_nodes(model.graph)))
@@ -220,7 +220,7 @@ def _infer_all(model: ir.Model, propagate: bool) -> None:
             del proto.graph.value_info[:]
             for y in proto.graph.output:
                 y.type.tensor_type.ClearField("shape")
-        try:  # onnx 1.23 propagates data through an outer product of vectors incorrectly
+        try:  # data are propagated through an outer product incorrectly (tests/faults.py: outer-product)
             typed = _inferred(proto, data_prop=False)
         except INFERENCE_ERRORS as error:
             raise GraphoptError(f"cannot infer the model's shapes: {line(error)}") from error

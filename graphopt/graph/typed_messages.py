@@ -63,7 +63,7 @@ def _bring_in(body: onnx.GraphProto, constants: Mapping[str, onnx.TensorProto]) 
 
 
 def _hide_bounds(graph: onnx.GraphProto, constants: Collection[str]) -> None:
-    """Hide the number of the bounds of a Slice that are not constant, which ONNX 1.23 takes for 0 in a vector."""
+    """Hide the number of bounds of a Slice that are not constant: ONNX takes them for 0 (tests/faults.py: Slice)."""
     make, slices = onnx.helper.make_node, [(i, x) for i, x in enumerate(graph.node) if x.op_type == "Slice"]
     for i, node in reversed(slices):  # what is put before a node moves those behind it
         place = next((i for i in _BOUNDS if i < len(node.input) and node.input[i] not in constants), None)

@@ -103,7 +103,7 @@ def refuses_agent(device: Device, model: ir.Model) -> str | None:
     """Return the reason why no TrainingAgent can run a graph, or None.
 
     onnxruntime-training 1.19.2 aborts the process if, in a graph with a YieldOp, a body of If, Loop or Scan uses what a
-    node computes.
+    node computes (tests/faults.py: TrainingAgent).
     """
     if not hasattr(device.ort.capi._pybind_state, "TrainingAgent"):
         return (

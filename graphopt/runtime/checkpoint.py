@@ -77,7 +77,7 @@ def load_state(path: str | os.PathLike[str]) -> tuple[dict[str, np.ndarray], dic
 
 
 def _contiguous(state: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Return arrays as safetensors needs them; it writes wrong numbers for others."""
+    """Return arrays as safetensors needs them; it writes wrong numbers for others (tests/faults.py: safetensors)."""
     return {name: np.asarray(array, order="C") for name, array in state.items()}
 
 

@@ -123,7 +123,7 @@ class Device(DeviceOptions):
             low_memory: free each buffer after its last reader, whatever the option says; all sessions of a process
                 that do so share the memory.
             optimized: let the runtime optimize the graph. Without, a session opens faster, has no fusions, and runs
-                files on which the optimizers of onnxruntime 1.32 end the process.
+                files on which the optimizers end the process (tests/faults.py: optimizers-end-the-process).
 
         Raises:
             GraphoptError: an option in `session_options` is unknown or has the wrong type, or a library of custom

@@ -24,9 +24,10 @@ from graphopt.runtime.tensors import OrtValues
 if TYPE_CHECKING:
     import onnxruntime
 
-# It rewrites 1 / b * a to a / b, and loses a if another rule removes its node (microsoft/onnxruntime#32416).
+# It rewrites 1 / b * a to a / b, and loses a if another rule removes its node (tests/faults.py: DivMulFusion).
 UNSAFE = ["DivMulFusion"]
-# onnxruntime 1.19 fuses a Transpose and a MatMul into an operator that has no kernel for double.
+# onnxruntime 1.19 fuses a Transpose and a MatMul into an operator that has no kernel for double
+# (tests/faults.py: MatmulTransposeFusion).
 UNSAFE_IN_DOUBLE = ["MatmulTransposeFusion"]
 
 

@@ -36,7 +36,7 @@ WHOLE, SAMPLE = 1000, 8
 # The largest error of a forward pass in float32 or by an oracle, relative to the largest element.
 FORWARD_TOLERANCE = 1e-4
 
-# Operators that crash ONNX Runtime 1.19.
+# Operators that crash ONNX Runtime 1.19 (tests/faults.py: RotaryEmbedding).
 FATAL = {"RotaryEmbedding"}
 
 # The largest error of a gradient from an oracle's, relative to the largest element: scales of Resize are float32.

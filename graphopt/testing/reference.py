@@ -1,4 +1,7 @@
-"""Replace operators of ONNX's reference evaluator that onnx 1.23 computes wrongly, partly or only in float32."""
+"""Replace operators of ONNX's reference evaluator that onnx 1.23 computes wrongly, partly or only in float32.
+
+Programs show it (tests/faults.py: reference).
+"""
 
 from __future__ import annotations
 

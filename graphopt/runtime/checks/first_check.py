@@ -456,7 +456,7 @@ def _difference(finding: Finding) -> float:
 
 
 def _write_out_hard_sigmoids(model: ir.Model) -> None:
-    """Replace HardSigmoid, of which ONNX Runtime 1.32 has no kernel for float64, by its definition."""
+    """Replace HardSigmoid by its definition: it has no kernel for float64 (tests/faults.py: HardSigmoid-float64)."""
     with Emitter(model) as op:
         for node in list(model.graph):
             if node.op_type == "HardSigmoid" and not node.domain and node.inputs[0] is not None:

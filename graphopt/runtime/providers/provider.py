@@ -28,7 +28,7 @@ SESSION_OPTIONS = (
 )
 ENTRIES = ("session.", "optimization.", "mlas.")
 # Integer kernels in place of float ones between quantized weights, which round otherwise than the graph does. Moving a
-# DequantizeLinear over a Reshape makes some graphs invalid (onnxruntime 1.32).
+# DequantizeLinear over a Reshape makes some graphs invalid (tests/faults.py: DequantizeLinear-Reshape).
 AS_WRITTEN = {"session.disable_quant_qdq": "1", "session.qdq_matmulnbits_accuracy_level": "1"}
 PLACEMENT = "session.record_ep_graph_assignment_info"
 

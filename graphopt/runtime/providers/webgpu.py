@@ -118,7 +118,8 @@ class WebGpu(Provider):
         """Return a session that copies a tensor of any shape to the device; it lives as long as the process.
 
         The runtime's WebGPU context ends with its last session, and a value on the device that outlives it ends the
-        process with a segmentation fault (onnxruntime-webgpu 1.27). At exit, Python releases objects in any order.
+        process with a segmentation fault (tests/faults.py: webgpu-context). At exit, Python releases objects in any
+        order.
 
         Raises:
             GraphoptError: the device does not start.

@@ -74,12 +74,15 @@ class Kernel:
 Replacement = tuple[Kernel, Sequence[ir.Node]]  # a kernel, and the nodes that it replaces
 
 
-def source(kernels: Sequence[Kernel], threads: int, pieces: int = 0) -> str:
+def source(
+    kernels: Sequence[Kernel], threads: int, pieces: int = 0, rates: Sequence[float] | None = None
+) -> str:
     """Return the C source of a library that registers kernels with a session, which objects define in part.
 
     Args:
         threads: the number of threads among which matrix products are split.
         pieces: how many bfloat16 numbers stand for a number of their operands; 0 keeps float32.
+        rates: the members of `Rates` in calls.h, measured on this machine; None for those of rates.h.
     """
     ordered = _unique(kernels)
     headers = dict.fromkeys(["ort.h", *(x.header for x in ordered if x.header != _CLUSTERS)])
@@ -93,9 +96,9 @@ def source(kernels: Sequence[Kernel], threads: int, pieces: int = 0) -> str:
     entries = "".join(
         f"    KERNEL({x.name}, types_{x.name}, {len(x.inputs)}, {len(x.outputs)}),\n" for x in ordered
     )
-    begin = (
-        f"    begin_products(base->GetApi(API_VERSION), {threads}, {pieces});\n" if _CALLS in headers else ""
-    )
+    measured = "NULL" if rates is None else f"&(Rates){{{', '.join(rate.hex() for rate in rates)}}}"
+    products = f"    begin_products(base->GetApi(API_VERSION), {threads}, {pieces}, {measured});\n"
+    begin = products if _CALLS in headers else ""
     begin += f"    scan_threads = {threads};\n" if "scan.h" in headers else ""
     return f"""{_LIMITS}{includes}
 
@@ -115,9 +118,8 @@ EXPORT OrtStatus *RegisterCustomOps(OrtSessionOptions *options, const OrtApiBase
 def objects(kernels: Sequence[Kernel], most: int) -> list[str]:
     """Return the C sources of at most so many objects, which together have the kernels of clusters."""
     codes = sorted((x.code for x in _unique(kernels) if x.header == _CLUSTERS), key=len)
-    return [
-        f'#include "ort.h"\n#include "{_CLUSTERS}"\n\n{code}' for code in map("\n".join, _dealt(codes, most))
-    ]
+    includes = "".join(f'#include "{name}"\n' for name in ("ort.h", _CLUSTERS, "narrow.h", "stores.h"))
+    return [f"{_LIMITS}{includes}\n{code}" for code in map("\n".join, _dealt(codes, most))]
 
 
 def parts(kernels: Sequence[Kernel]) -> list[str]:

@@ -1,6 +1,7 @@
 """Write operators that ONNX Runtime's CUDA provider lacks, or computes slowly, as others.
 
-The version is that of onnxruntime-gpu 1.31. Times are those of kernels on an NVIDIA H200.
+The version is that of onnxruntime-gpu 1.31. Times are those of kernels on an NVIDIA H200
+(tests/faults.py: cuda-operators).
 """
 
 from __future__ import annotations

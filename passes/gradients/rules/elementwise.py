@@ -37,7 +37,7 @@ def _positive(op: Emitter, x: Value) -> Value:
 
     In float32, emit a HardSigmoid of maximal slope: one kernel instead of a comparison and a cast. It takes 0.16 ms
     for 524288 elements instead of 0.22 on onnxruntime 1.31.1 and 0.46 on 1.19.2. Numbers below 1e-30 lie on its slope.
-    Its `beta` is slightly below 0 because OpenVINO 1.24 replaces a `beta` of 0 by the default 0.5.
+    Its `beta` is slightly below 0 because OpenVINO takes 0 for the default 0.5 (tests/faults.py: HardSigmoid-beta).
     """
     if x.dtype != ir.DataType.FLOAT:
         return mask(op, op.Greater(x, 0.0), x)

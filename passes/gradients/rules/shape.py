@@ -51,7 +51,7 @@ def constant_size(*sizes: int) -> int:
 
 
 def pads_of_all_axes(op: Emitter, x: Value, pads: Value, axes: Input) -> Value:
-    """Return the pads of all axes of `x`. ONNX Runtime 1.31 moves a Transpose incorrectly past a Pad with `axes`."""
+    """Return the pads of all axes of `x`. Some runtimes mistake its `axes` (tests/faults.py: Pad-axes)."""
     if axes is None:
         return pads
     at, widths = constant_of(axes), constant_of(pads)
@@ -139,7 +139,7 @@ def positions(op: Emitter, x: Value) -> Value:
 
 
 def add_up(op: Emitter, scatter: str, shape: Value, where: Value, dy: Value, **attributes: int) -> Value:
-    """Add `dy` into zeros of a shape; 16-bit numbers in float32, because ONNX Runtime's CPU provider cannot."""
+    """Add `dy` into zeros of a shape; 16-bit numbers in float32, as CPUs need (tests/faults.py: Scatter-16)."""
     dtype, where = wide_type(dy), op.cast(where, ir.DataType.INT64)  # ScatterND requires 64 bits
     zeros = op.ConstantOfShape(shape, value=ir.tensor([0], dtype=dtype))
     total = getattr(op, scatter)(zeros, where, op.cast(dy, dtype), reduction="add", **attributes)

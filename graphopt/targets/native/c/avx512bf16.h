@@ -1,6 +1,9 @@
 /* Tiles of bfloat16 numbers on processors with AVX-512 BF16, and AMX if they have it; see bfloat16.h. */
 #pragma once
-#include "bfloat16.h"
+#include "lines.h"
+#include "matrix.h"
+#include "narrow.h"
+#include <immintrin.h>
 
 /* Round 16 pairs of numbers to the nearest, ties to even. Pairs are neighbours in x and y, or an element of each. */
 GEMM_INLINE Line round_pairs(__m512 x, __m512 y, int are_neighbours) {

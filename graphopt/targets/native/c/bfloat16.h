@@ -13,78 +13,18 @@
  * multiplied, jobs pack the next ones, a tile at a time.
  */
 #pragma once
+#include "lines.h"
 #include "matrix.h"
-
-#if defined(__AVX512BF16__) && defined(__AVX512BW__) && defined(__AVX512DQ__)
-#include <immintrin.h>
-typedef __m512i Line;
-#define TILES_OF_PROCESSOR "avx512bf16.h"
-#elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
-typedef struct {
-    char bytes[64];
-} __attribute__((aligned(64))) Line;
-#define TILES_OF_PROCESSOR "neon_bf16.h"
-#endif
+#include "narrow.h"
 
 enum {
-    TILE_LINES = 16,
-    BLOCK_TERMS = 32,
-    BLOCK_LINES = 32, /* rows of A or columns of B */
     ROWS_TOGETHER = 256, /* of A, whose panels fit the L2 cache */
     COLUMNS_TOGETHER = 512, /* of a result of bfloat16 numbers, whose sums fit it, too */
     PANEL_TERMS = 512,
 };
 
 #ifdef TILES_OF_PROCESSOR
-enum { HAS_BFLOAT16 = 1 };
-
-static inline int64_t size_of(int is_narrow) { return is_narrow ? sizeof(bfloat16) : sizeof(float); }
-
-/* A panel of an operand to pack, a tile at a time. The work for it grows by 2 with each block that is multiplied, and a
- * tile takes `price`. */
-typedef struct {
-    const char *from;
-    int is_narrow; /* an array of bfloat16, not of float */
-    int64_t line, term, lines, terms, ahead; /* strides, numbers, and where the panel after this one lies */
-    int pieces, is_b;
-    Line *to;
-    int64_t price, work, done, tiles;
-} PackJob;
-
-/* Return a number of an operand, from where a tile begins. */
-static inline float number_of(const PackJob *x, const char *from, int64_t line, int64_t term) {
-    const char *at = from + (line * x->line + term * x->term) * size_of(x->is_narrow);
-    return x->is_narrow ? from_bfloat16(*(const bfloat16 *)at) : *(const float *)at;
-}
-
-static void pack_next(PackJob *x);
-
-GEMM_INLINE void work_on(PackJob *const *jobs) {
-    for (; *jobs; jobs++)
-        for ((*jobs)->work += 2; (*jobs)->work >= (*jobs)->price && (*jobs)->done < (*jobs)->tiles; (*jobs)->work -= (*jobs)->price)
-            pack_next(*jobs);
-}
-
-/* Blocks of a panel of A and of B to multiply. C has one tile or two side by side, one above the other, or both. */
-#define TILE_OPERANDS_OF_C                                                                                           \
-    int64_t blocks, const char *a, const char *b, float *c, int64_t c_row, int accumulate, PackJob *const *jobs
-
 #include TILES_OF_PROCESSOR
-
-/* Pack the next tile. */
-static void pack_next(PackJob *x) {
-    const int64_t block = x->done / 2, half = x->done % 2, terms = x->terms - block * BLOCK_TERMS;
-    const int64_t lines = gemm_min(x->lines - half * TILE_LINES, TILE_LINES);
-    const char *from = x->from + (half * TILE_LINES * x->line + block * BLOCK_TERMS * x->term) * size_of(x->is_narrow);
-    Line *to = x->to + (block * x->pieces * 2 + half) * TILE_LINES;
-    x->done++;
-    if (lines <= 0) return; /* nothing reads this tile */
-    pack_lines(x, from, lines, terms, to);
-}
-
-static void pack_rest(PackJob *x) {
-    while (x->done < x->tiles) pack_next(x);
-}
 
 typedef void (*tile_multiplier)(TILE_OPERANDS_OF_C);
 #define MULTIPLIER(name, two_rows, two_columns, pieces)                                                   \
@@ -127,7 +67,7 @@ static PackJob job_of_b(const gemm_product *g, const char *b, int64_t p, int64_t
     const gemm_strides s = g->b_strides;
     const int64_t columns = gemm_min(BLOCK_LINES, g->n - j);
     PackJob job = {b + (p * s.row + j * s.column) * size_of(g->is_narrow[1]), g->is_narrow[1], s.column, s.row, columns, terms, BLOCK_LINES * s.column, g->pieces, 1, to,
-                   price, 0, 0, (terms + BLOCK_TERMS - 1) / BLOCK_TERMS * 2};
+                   price, 0, 0, (terms + BLOCK_TERMS - 1) / BLOCK_TERMS * 2, pack_lines};
     if (g->source) {
         g->source(g->source_user, p, terms, j, columns, BLOCK_LINES, filled);
         job.from = (const char *)filled, job.line = 1, job.term = BLOCK_LINES, job.ahead = 0;
@@ -168,7 +108,7 @@ static void low_columns(const gemm_product *g, const int64_t batch[2], int64_t i
         const int64_t c_row = g->is_narrow[2] ? COLUMNS_TOGETHER : sc.row, a_panel = BLOCK_LINES * sa.row * size_of(g->is_narrow[0]);
         float *c = g->is_narrow[2] ? sums : (float *)result + row0 * sc.row + j0;
         PackJob job_b = {0}, job_a = {a + (row0 * sa.row + p0 * sa.column) * size_of(g->is_narrow[0]), g->is_narrow[0], sa.row, sa.column, gemm_min(rows, BLOCK_LINES), depth,
-                              BLOCK_LINES * sa.row, g->pieces, 0, panels_of_a, 1, 0, 0, 2 * blocks};
+                              BLOCK_LINES * sa.row, g->pieces, 0, panels_of_a, 1, 0, 0, 2 * blocks, pack_lines};
         pack_rest(&job_a);
         if (!g->panels) job_b = job_of_b(g, b, p0, depth, j0, panels, filled, panels_of_b);
         pack_rest(&job_b);
@@ -220,8 +160,10 @@ static inline void low_panels(const gemm_product *g, float *panels) {
 }
 #else
 /* Without these instructions, all products are of float32 and none of this is called. */
-enum { HAS_BFLOAT16 = 0 };
-#define low_region gemm_region
+static inline void low_region(const gemm_product *g, const int64_t batch[2], int64_t i0, int64_t i1, int64_t j0, int64_t j1,
+                              char *scratch) {
+    (void)g, (void)batch, (void)i0, (void)i1, (void)j0, (void)j1, (void)scratch;
+}
 static inline size_t low_task_elements(const gemm_product *g) { return (void)g, 0; }
 static inline size_t low_panel_bytes(const gemm_product *g) { return (void)g, 0; }
 static inline void low_panels(const gemm_product *g, float *panels) { (void)g, (void)panels; }

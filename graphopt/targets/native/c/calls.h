@@ -30,8 +30,17 @@ typedef struct {
     int transposed, biased, relu;
 } ConvolutionForm;
 
+/* How fast a processor is: seconds of a thread. */
+typedef struct {
+    double copy;                /* of a number that is copied */
+    double multiplication;      /* in float32 */
+    double tile_multiplication; /* in tiles of bfloat16 numbers */
+    double start;               /* of a task */
+} Rates;
+
 /* Before the other calls, set ONNX Runtime's functions, the number of threads that share a product, and how many bfloat16
- * numbers stand for a number of its operands; 0 keeps float32. */
-void begin_products(const OrtApi *functions, int64_t threads, int pieces);
+ * numbers stand for a number of its operands; 0 keeps float32. The rates by which convolutions choose an algorithm are
+ * those that were measured on this machine, or, if that is NULL, those of rates.h. */
+void begin_products(const OrtApi *functions, int64_t threads, int pieces, const Rates *measured);
 OrtStatus *product(Context *context, const ProductForm *form);
 OrtStatus *convolution(Context *context, const ConvolutionForm *form);

@@ -1,29 +1,33 @@
-/* Choose how to compute a convolution if products may have operands of bfloat16 numbers: in the form whose estimated time
- * is the least. These numbers multiply fast, but to round them, and to put them into tiles, takes time for each number of
- * an operand; with few places, few filters or small groups, that is longer than the product in float32.
- *
- * Times are counted in numbers that are copied, each about a quarter of a nanosecond. They were fitted to 250 convolutions
- * on one processor, and are within a third of most.
+/* Choose how to compute a convolution: by the algorithm whose estimated time is the least. (bfloat16 numbers multiply fast,
+ * but to round them, and to put them into tiles, takes time for each number of an operand; with few places, few filters or
+ * small groups, that is longer than the product in float32.)
  */
 #pragma once
+#include "bfloat16.h"
+#include "depthwise.h"
+#include "direct.h"
 #include "gathered.h"
+#include "geometry.h"
+#include "grouped.h"
+#include "matrix.h"
+#include "ort.h"
+#include "pointwise.h"
+#include "rates.h"
+#include "resources.h"
+#include "tiled.h"
+#include "unfolded.h"
 
-typedef enum {
-    IN_FLOAT32,
-    AS_PRODUCTS, /* of matrices, one for each image or channel */
-    GATHERED,
-    SHIFTED,
-} Form;
+typedef struct {
+    const char *name;
+    int (*fits)(const Convolution *);         /* whether it can compute a convolution, which is not empty */
+    size_t (*scratch)(const Convolution *);   /* how many bytes of memory it needs */
+    double (*seconds)(const Convolution *);   /* an estimate of its time on one thread */
+    void (*run)(Context *, const Convolution *, void *scratch);
+} Algorithm;
 
 enum {
-    FLOAT32_RATE = 25, /* multiplications in the time in which a number is copied */
-#ifdef GEMM_HAS_TILES
-    TILE_RATE = 200,
-#else
-    TILE_RATE = 40,
-#endif
-    STARTING = 20,             /* a task */
-    MOST_WINDOWS = 1 << 24,    /* bytes of windows that are gathered */
+    LEAST_OF_GROUP = 8,     /* channels and filters of a group: fewer fill too little of a vector */
+    MOST_WINDOWS = 1 << 24, /* bytes of windows that are gathered */
 };
 
 /* How many numbers a group has: of filters, windows, results, and of the input. */
@@ -36,60 +40,91 @@ static Numbers numbers_of(const Convolution *u) {
     return (Numbers){(double)u->filters * terms, rows * terms, (double)u->filters * rows, (double)(u->images * u->channels * product_of(u->sizes))};
 }
 
-/* Return the time to multiply matrices in tiles. */
-static double time_of_tiles(int64_t m, int64_t n, int64_t k) {
-    return (double)upto(m, 16) * (double)upto(n, 16) * (double)upto(k, 32) * (pieces_of_all == 2 ? 3 : 1) / TILE_RATE;
+/* --- In float32: the first one that fits --- */
+
+static const double CLEARLY = 0.9; /* the share of the time in float32 below which another algorithm is clearly faster */
+
+/* Return whether filters, or the channels or filters of a group, are too few for a vector. */
+static int has_few(const Convolution *u) {
+    return u->filters < FEW_FILTERS || (u->groups > 1 && gemm_min(u->channels, u->filters) < LEAST_OF_GROUP);
 }
 
-static double time_in_float32(const Convolution *u, const Numbers *n) {
-    const double sums = n->results * (double)(u->channels * product_of(u->taps)) / FLOAT32_RATE;
-    return (double)u->groups * (sums + n->filters + 0.6 * n->windows + 0.8 * n->results) + STARTING;
+static int depthwise_fits(const Convolution *u) { return has_few(u) && has_small_groups(u); }
+static int always(const Convolution *u) { return (void)u, 1; }
+
+static double float32_seconds(const Convolution *u) {
+    const Numbers n = numbers_of(u);
+    const double copied = n.filters + 0.6 * n.windows + 0.8 * n.results, sums = n.results * (double)(u->channels * product_of(u->taps));
+    return CLEARLY * ((double)u->groups * (sums * rates.multiplication + copied * rates.copy) + rates.start);
 }
 
-/* Products of images, or, with `sums`, of channels. */
-static double time_of_products(const Convolution *u, const Numbers *n, int sums) {
+/* --- In tiles of bfloat16 numbers --- */
+
+static int fits_tiles(const Convolution *u) { return pieces_of_all && !has_few(u) && u->channels * product_of(u->taps) > 0; }
+static int low_product_fits(const Convolution *u) { return fits_tiles(u) && is_product(u); }
+
+static double seconds_of_tiles(int64_t m, int64_t n, int64_t k) {
+    return (double)upto(m, 16) * (double)upto(n, 16) * (double)upto(k, 32) * (pieces_of_all == 2 ? 3 : 1) * rates.tile_multiplication;
+}
+
+static double low_product_seconds(const Convolution *u) {
+    const Numbers n = numbers_of(u);
+    const int sums = !is_product_of_images(u);
     const int64_t taps = product_of(u->taps), many = sums ? u->channels : u->images * u->groups;
-    const double tiles = sums ? time_of_tiles(u->filters, u->images, taps) : time_of_tiles(u->filters, product_of(u->places), u->channels);
-    const double packed = sums ? n->filters + n->windows : (double)u->images * n->filters + n->windows;
-    return (double)many * tiles + (double)u->groups * (0.7 * packed + n->results * (sums ? 0.4 * (double)many : 1)) + 3 * STARTING;
+    const double tiles = sums ? seconds_of_tiles(u->filters, u->images, taps) : seconds_of_tiles(u->filters, product_of(u->places), u->channels);
+    const double packed = sums ? n.filters + n.windows : (double)u->images * n.filters + n.windows;
+    const double copied = 0.7 * packed + n.results * (sums ? 0.4 * (double)many : 1);
+    return (double)many * tiles + (double)u->groups * copied * rates.copy + 3 * rates.start;
 }
 
 #ifdef GEMM_HAS_TILES
-static double time_gathered(const Convolution *u, const Numbers *n) {
-    const int64_t rows = u->images * product_of(u->places), terms = u->channels * product_of(u->taps);
-    const double copied = term_stride(u) ? 0 : u->w_filter < u->w_channel ? 4 : 1.5; /* far apart, or near each other */
-    const double packed = n->filters * (1 + copied), gathered = n->windows * (pieces_of_all == 2 ? 1.7 : 1.2);
-    if (n->windows * 2 * pieces_of_all > MOST_WINDOWS) return INFINITY;
-    return (double)u->groups * (packed + gathered + n->input + 1.2 * n->results + time_of_tiles(u->filters, rows, terms) + STARTING);
-}
+static int gathered_fits(const Convolution *u) { return fits_tiles(u) && numbers_of(u).windows * 2 * pieces_of_all <= MOST_WINDOWS; }
 
-static double time_shifted(const Convolution *u, const Numbers *n) {
-    Tiled t = {.u = u, .pieces = pieces_of_all};
-    int64_t filters, sums, copies;
-    if (!can_shift(u)) return INFINITY;
-    plan_tiles(&t, &filters, &sums, &copies);
-    const int64_t windows = sums_over_taps(u) ? upto(u->images, 32) * product_of(u->places) : t.flow;
-    const double packed = (pieces_of_all == 2 ? 2.8 : 4.8) * (double)copies + (sums_over_taps(u) ? 0 : 2.2 * n->filters);
-    return (double)u->groups * (packed + 2 * n->results + 1.5 * (double)sums + time_of_tiles(32 * t.panels, windows, 32 * t.blocks) + 2 * STARTING);
-}
-#else
-static double time_gathered(const Convolution *u, const Numbers *n) { return (void)u, (void)n, INFINITY; }
-static double time_shifted(const Convolution *u, const Numbers *n) { return (void)u, (void)n, INFINITY; }
-static OrtStatus *convolve_gathered(Context *context, const Convolution *u) { return (void)context, (void)u, NULL; }
-static OrtStatus *convolve_in_tiles(Context *context, const Convolution *u) { return (void)context, (void)u, NULL; }
-#endif
-
-/* Return the form whose estimated time is the least; another than float32, if it is clearly less. */
-static Form cheapest(const Convolution *u, int is_product, int sums) {
+static double gathered_seconds(const Convolution *u) {
     const Numbers n = numbers_of(u);
-    if (!pieces_of_all || n.results * n.filters == 0) return IN_FLOAT32;
-    const double times[] = {0.9 * time_in_float32(u, &n), is_product ? time_of_products(u, &n, sums) : INFINITY, time_gathered(u, &n),
-                            is_product ? INFINITY : time_shifted(u, &n)};
-    Form best = IN_FLOAT32;
-#ifdef ONLY_FORM /* as far as it can compute a convolution, for tests */
-    if (times[ONLY_FORM] < INFINITY) return ONLY_FORM;
+    const int64_t rows = u->images * product_of(u->places), terms = u->channels * product_of(u->taps);
+    const double apart = term_stride(u) ? 0 : u->w_filter < u->w_channel ? 4 : 1.5; /* far apart, or near each other */
+    const double copied = n.filters * (1 + apart) + n.windows * (pieces_of_all == 2 ? 1.7 : 1.2) + n.input + 1.2 * n.results;
+    return (double)u->groups * (copied * rates.copy + seconds_of_tiles(u->filters, rows, terms) + rates.start);
+}
+
+static int shifted_fits(const Convolution *u) { return fits_tiles(u) && !is_product(u) && can_shift(u); }
+
+static double shifted_seconds(const Convolution *u) {
+    const Numbers n = numbers_of(u);
+    const Tiled t = plan_shifted(u);
+    const int64_t windows = sums_over_taps(u) ? upto(u->images, 32) * product_of(u->places) : t.flow;
+    const double packed = (pieces_of_all == 2 ? 2.8 : 4.8) * (double)t.copied + (sums_over_taps(u) ? 0 : 2.2 * n.filters);
+    const double copied = packed + 2 * n.results + 1.5 * (double)t.summed;
+    return (double)u->groups * (copied * rates.copy + seconds_of_tiles(32 * t.panels, windows, 32 * t.blocks) + 2 * rates.start);
+}
 #endif
-    for (Form form = AS_PRODUCTS; form <= SHIFTED; form++)
-        if (times[form] < times[best]) best = form;
+
+static const Algorithm algorithms[] = {
+    {"depthwise", depthwise_fits, depthwise_scratch, float32_seconds, depthwise_run},
+    {"grouped", has_few, grouped_scratch, float32_seconds, grouped_run},
+    {"products", is_product, product_scratch, float32_seconds, product_run},
+    {"unfolded", unfolds, unfolded_scratch, float32_seconds, unfolded_run},
+    {"direct", always, direct_scratch, float32_seconds, direct_run},
+    {"low_products", low_product_fits, low_product_scratch, low_product_seconds, low_product_run},
+#ifdef GEMM_HAS_TILES
+    {"gathered", gathered_fits, gathered_scratch, gathered_seconds, gathered_run},
+    {"shifted", shifted_fits, shifted_scratch, shifted_seconds, shifted_run},
+#endif
+};
+
+/* Return the algorithm that computes a convolution in the least time; of several, the first one, as in float32 always. */
+static const Algorithm *choose(const Convolution *u) {
+    const Algorithm *best = NULL, *end = algorithms + sizeof algorithms / sizeof *algorithms;
+    double least = INFINITY;
+    for (const Algorithm *a = algorithms; a < end; a++) {
+        if (!a->fits(u)) continue;
+#ifdef ONLY_ALGORITHM /* as far as it can compute a convolution, for tests */
+        if (strcmp(a->name, ONLY_ALGORITHM) == 0) return a;
+#endif
+        if (!pieces_of_all) return a;
+        const double seconds = a->seconds(u);
+        if (!best || seconds < least) best = a, least = seconds;
+    }
     return best;
 }

@@ -1,17 +1,16 @@
-/* Convolutions of any geometry, and their gradients. A convolution with a kernel of size 1 is a product of matrices.
- * Others multiply elements of the input with rows of filters (direct.h) or, if filters are few or groups are small,
- * shifted rows with elements of filters (grouped.h).
+/* Convolutions of any geometry, and their gradients, by one of the algorithms of choice.h. A convolution with a kernel of
+ * size 1 is a product of matrices (pointwise.h). Others multiply elements of the input with rows of filters (direct.h) or,
+ * if filters are few or groups are small, shifted rows with elements of filters (grouped.h).
  *
  * Operands may be stored transposed. Kernels have up to three axes; the missing ones come first and have size 1.
  */
 #pragma once
+#include "calls.h"
 #include "choice.h"
-#include "depthwise.h"
-#include "grouped.h"
-
-enum {
-    LEAST_OF_GROUP = 8, /* channels and filters of a group: fewer fill too little of a vector */
-};
+#include "geometry.h"
+#include "ort.h"
+#include "product.h"
+#include "resources.h"
 
 /* Make the last axis the first one if it has size 1 everywhere, because the last axis is copied in vectors. */
 static void skip_last(Convolution *u) {
@@ -24,31 +23,6 @@ static void skip_last(Convolution *u) {
     }
 }
 
-/* Compute products one after the other: of each image with a kernel of size 1 or, with `sums`, of images with kernels of
- * the same size, summed over channels. Operands are so many bfloat16 numbers, or float32. */
-static OrtStatus *multiply(Context *context, const Convolution *u, int sums, int pieces) {
-    gemm_product g = {.m = u->filters, .k = u->channels, .n = product_of(u->places), .batch = {u->images, u->groups}};
-    g.a_strides = (gemm_strides){u->w_filter, u->w_channel, {0, u->w_batch}};
-    g.b_strides = (gemm_strides){u->x_channel, 1, {u->x_image, u->channels * u->x_channel}};
-    g.c = u->y, g.c_strides = (gemm_strides){u->y_filter, 1, {u->y_image, u->y_batch}};
-    if (sums) {
-        g.n = u->images, g.k = product_of(u->taps), g.batch[0] = 1;
-        g.a_strides.column = g.b_strides.row = 1, g.b_strides.column = u->x_image;
-    }
-    Bias bias = {.bias = u->bias, .row = 1, .batch = u->filters, .to = &g, .relu = u->relu};
-    if (!sums && (u->bias || u->relu)) g.epilogue = add_bias;
-    g.user = &bias, g.threads = thread_count, g.parallel_for = run_parallel, g.pool = context;
-    g.pieces = pieces;
-    g.scratch = borrow(gemm_scratch(&g));
-    if (!g.scratch) return out_of_memory();
-    for (int64_t c = 0; c < (sums ? u->channels : 1); c++) {
-        g.a = u->w + c * u->w_channel, g.b = u->x + c * u->x_channel, g.accumulate = c > 0;
-        gemm(&g);
-    }
-    give_back(g.scratch);
-    return NULL;
-}
-
 /* If an axis has one tap or one place, skip its elements that are not read. */
 static void skip_unread(Convolution *u, int axis) {
     const int64_t places = u->places[axis], taps = u->taps[axis];
@@ -58,24 +32,16 @@ static void skip_unread(Convolution *u, int axis) {
     u->steps[axis] *= *move, u->sizes[axis] = read, *move = 1;
 }
 
-static int same(const int64_t x[3], const int64_t y[3]) { return memcmp(x, y, 3 * sizeof *x) == 0; }
-
 static OrtStatus *convolve(Context *context, Convolution *u) {
-    static const int64_t none[3] = {0, 0, 0}, once[3] = {1, 1, 1};
     skip_last(u), skip_last(u);
     for (int i = 0; i < 3; i++) skip_unread(u, i);
-    if (u->filters < FEW_FILTERS || (u->groups > 1 && gemm_min(u->channels, u->filters) < LEAST_OF_GROUP))
-        return has_small_groups(u) ? convolve_small_groups(context, u) : convolve_groups(context, u);
-    const int flat = same(u->pads, none) && side_by_side(u->sizes, u->steps) && product_of(u->sizes) >= LANES;
-    const int of_images = flat && same(u->taps, once) && same(u->place_moves, once) && same(u->sizes, u->places) &&
-                          side_by_side(u->places, u->y_steps);
-    const int of_channels = flat && same(u->places, once) && same(u->tap_moves, once) && same(u->sizes, u->taps) &&
-                            side_by_side(u->taps, u->w_steps) && u->y_image == 1 && !u->bias && !u->relu;
-    const Form form = cheapest(u, of_images || of_channels, !of_images);
-    if (form == GATHERED) return convolve_gathered(context, u);
-    if (form == SHIFTED) return convolve_in_tiles(context, u);
-    if (of_images || of_channels) return multiply(context, u, !of_images, form == AS_PRODUCTS ? pieces_of_all : 0);
-    return unfolds(u) ? convolve_unfolded(context, u) : convolve_directly(context, u);
+    if (u->groups * u->images * u->filters * product_of(u->places) == 0) return NULL;
+    const Algorithm *algorithm = choose(u);
+    void *memory = borrow(algorithm->scratch(u) + TO_ALIGN);
+    if (!memory) return out_of_memory();
+    algorithm->run(context, u, align64(memory));
+    give_back(memory);
+    return NULL;
 }
 
 /* Read an operand, and the size and the stride of each axis from where it is stored. */

@@ -8,6 +8,9 @@
  */
 #pragma once
 #include "geometry.h"
+#include "matrix.h"
+#include "ort.h"
+#include "resources.h"
 
 enum {
     MOST_LINES = 5,
@@ -184,33 +187,38 @@ static void run_lanes(void *user, size_t task) {
     }
 }
 
-static OrtStatus *convolve_small_groups(Context *context, const Convolution *u) {
-    static const int64_t once[3] = {1, 1, 1}, none[3] = {0, 0, 0};
+static Depthwise plan_depthwise(const Convolution *u) {
     Depthwise a = {.u = u, .blocks = gemm_parts(u->groups, LANES)};
-    int64_t size = 1, start[3];
+    int64_t size = 1;
     for (int i = 2; i >= 0; i--) {
         const int64_t last = (u->taps[i] - 1) * u->tap_moves[i];
         a.first[i] = downwards(gemm_min(last, 0) - u->pads[i], u->place_moves[i]);
         a.extents[i] = u->places[i] + downwards((last > 0 ? last : 0) - u->pads[i], u->place_moves[i]) - a.first[i];
         a.steps[i] = size, size *= a.extents[i];
-        start[i] = -u->pads[i];
     }
     for (int i = 2; i >= 0; i--) a.parts[i] = size, size *= u->place_moves[i];
-    const int64_t inputs = product_of(u->sizes), taps = product_of(u->taps);
+    const int64_t inputs = product_of(u->sizes), places = product_of(u->places), last = u->places[2];
     a.copy = size * LANES, a.image = upto(inputs, LANES) * LANES;
-    const int64_t places = product_of(u->places), last = u->places[2];
-    a.kernel = upto(taps, LANES) * LANES;
+    a.kernel = upto(product_of(u->taps), LANES) * LANES;
     a.result = upto(places - last + upto(last, LANES), LANES) * LANES; /* squares of the last line are read whole */
     const int64_t threads = (double)(u->groups * u->images) * (double)(u->channels * u->filters * inputs) > 1e4 ? thread_count : 1;
-    a.cuts = u->images ? gemm_min(u->images, gemm_parts(threads, a.blocks)) : 1;
+    a.cuts = gemm_min(u->images, gemm_parts(threads, a.blocks));
     a.tasks = gemm_min(threads, a.blocks * a.cuts);
-    void *memory = borrow((size_t)(a.tasks * lane_elements(&a)) * sizeof(float) + (size_t)(inputs + taps) * sizeof(int64_t) + TO_ALIGN);
-    if (!memory) return out_of_memory();
-    a.scratch = align64(memory);
-    a.terms_at = (int64_t *)(a.scratch + a.tasks * lane_elements(&a)), a.inputs_at = a.terms_at + taps;
+    return a;
+}
+
+static size_t depthwise_scratch(const Convolution *u) {
+    const Depthwise a = plan_depthwise(u);
+    return (size_t)(a.tasks * lane_elements(&a)) * sizeof(float) + (size_t)(product_of(u->sizes) + product_of(u->taps)) * sizeof(int64_t);
+}
+
+static void depthwise_run(Context *context, const Convolution *u, void *scratch) {
+    static const int64_t once[3] = {1, 1, 1}, none[3] = {0, 0, 0};
+    const int64_t start[3] = {-u->pads[0], -u->pads[1], -u->pads[2]};
+    Depthwise a = plan_depthwise(u);
+    a.scratch = scratch;
+    a.terms_at = (int64_t *)(a.scratch + a.tasks * lane_elements(&a)), a.inputs_at = a.terms_at + product_of(u->taps);
     find_in_copy(&a, u->taps, u->tap_moves, start, a.terms_at);
     find_in_copy(&a, u->sizes, once, none, a.inputs_at);
     run_parallel(context, run_lanes, (size_t)a.tasks, &a);
-    give_back(memory);
-    return NULL;
 }

@@ -9,7 +9,11 @@
  * As in gemm.h, each sum is always added up in one order.
  */
 #pragma once
+#include "float32.h"
 #include "geometry.h"
+#include "matrix.h"
+#include "ort.h"
+#include "resources.h"
 
 enum {
     WIDTH = 2 * LANES, /* filters of a panel */
@@ -27,6 +31,8 @@ typedef struct {
     int64_t lowest[3], reach[3];    /* of all taps of the first place: the least index, and how far they reach */
     int64_t extents[3], steps[3], channel, image; /* of a copy */
     int64_t parts, cut, sums;       /* of a plane, the axis that they cut; the elements of a task's sums */
+    int anywhere;                   /* whether the rows of a tile may be any places */
+    int64_t of_filters, of_copies, of_sums, listed; /* elements of scratch memory */
     int64_t *terms_at, *rows_at;    /* where they lie in a copy, in bytes */
     float *w, *copies, *c;
 } Direct;
@@ -69,7 +75,7 @@ typedef void (*Tile)(TILE_OPERANDS);
     TILE(any_1_##mr, mr, 1, 1) TILE(any_2_##mr, mr, 2, 1)
 #define TILE_POINTERS(mr) {tile_1_##mr, tile_2_##mr, any_1_##mr, any_2_##mr},
 GEMM_PASTE(GEMM, GEMM_MR)(TILES)
-static const Tile tiles[][4] = {GEMM_PASTE(GEMM, GEMM_MR)(TILE_POINTERS)};
+static const Tile direct_tiles[][4] = {GEMM_PASTE(GEMM, GEMM_MR)(TILE_POINTERS)};
 
 /* Pack a panel of filters, term by term. */
 static void pack_panel(void *user, size_t index) {
@@ -184,7 +190,7 @@ static void add_block(const Direct *d, int64_t group, int64_t panel, int64_t ter
                       int64_t step, const int64_t *rows_at, int64_t rows, float *c) {
     const int two = d->u->filters - panel * WIDTH > LANES;
     const float *w = d->w + (group * d->panels + panel) * d->panel + term * (two ? WIDTH : LANES);
-    const Tile tile = tiles[rows - 1][(rows_at ? 2 : 0) + two];
+    const Tile tile = direct_tiles[rows - 1][(rows_at ? 2 : 0) + two];
     tile(terms, (const char *)a, step * (int64_t)sizeof *a, 0, rows_at, d->terms_at + term, w, c + panel * WIDTH, d->row,
          term > 0 || d->first > 0);
 }
@@ -271,12 +277,6 @@ static void find(int64_t many, const int64_t sizes[3], const int64_t moves[4], i
             }
 }
 
-/* Run tasks, on one thread if there is work for one only. */
-static void share(Context *context, Direct *d, task_t task, int64_t count) {
-    for (int64_t i = 0; d->tasks <= 1 && i < count; i++) task(d, (size_t)i);
-    if (d->tasks > 1) run_parallel(context, task, (size_t)count, d);
-}
-
 /* Find how far all taps of a place reach. */
 static void find_reach(Direct *d) {
     for (int i = 0; i < 3; i++) {
@@ -306,14 +306,13 @@ static void find_places(const Direct *d, int64_t rows) {
     find(rows, u->places, of_rows, 0, d->rows_at);
 }
 
-static OrtStatus *convolve_directly(Context *context, const Convolution *u) {
+static Direct plan_direct(const Convolution *u) {
     const int64_t taps = product_of(u->taps), rows = u->images * product_of(u->places);
     const int64_t planes = u->images * u->groups * u->places[0];
     const int anywhere = u->places[2] < SHORT_LINE || taps > product_of(u->places);
     const double work = 2.0 * (double)(rows * u->groups) * (double)(u->filters * u->channels * taps);
     const int64_t threads = work > 1e6 ? thread_count : 1;
-    if (rows == 0 || u->filters == 0) return NULL;
-    Direct d = {.u = u, .channels = u->channels, .parts = 1, .row = upto(u->filters, LANES)};
+    Direct d = {.u = u, .channels = u->channels, .parts = 1, .row = upto(u->filters, LANES), .anywhere = anywhere};
     d.panels = gemm_parts(u->filters, WIDTH);
     find_reach(&d);
     int64_t many[3] = {anywhere ? u->places[0] : 1, u->places[1], u->places[2]}; /* places that a copy is for */
@@ -334,22 +333,29 @@ static OrtStatus *convolve_directly(Context *context, const Convolution *u) {
     lay_out(&d, many, !anywhere);
     d.terms = d.channels * taps, d.panel = (d.terms + LANES) * WIDTH;
     d.slices = taps >= LANES && side_by_side(u->taps, u->w_steps) ? d.channels : 1;
-    const int64_t filters = u->groups * d.panels * d.panel, copies = anywhere ? u->groups * u->images * d.image : 0;
-    const int64_t sums = anywhere ? u->groups * d.sums : d.tasks * (d.image + d.sums);
-    const int64_t listed = d.terms + (anywhere ? rows : 0);
-    void *memory = borrow((size_t)(filters + copies + sums) * sizeof(float) + (size_t)listed * sizeof(int64_t) + TO_ALIGN);
-    if (!memory) return out_of_memory();
-    d.w = align64(memory), d.copies = d.w + filters, d.c = d.copies + copies;
-    d.terms_at = (int64_t *)(d.c + sums), d.rows_at = d.terms_at + d.terms;
-    find_places(&d, anywhere ? rows : 0);
+    d.of_filters = u->groups * d.panels * d.panel, d.of_copies = anywhere ? u->groups * u->images * d.image : 0;
+    d.of_sums = anywhere ? u->groups * d.sums : d.tasks * (d.image + d.sums);
+    d.listed = d.terms + (anywhere ? rows : 0);
+    return d;
+}
+
+static size_t direct_scratch(const Convolution *u) {
+    const Direct d = plan_direct(u);
+    return (size_t)(d.of_filters + d.of_copies + d.of_sums) * sizeof(float) + (size_t)d.listed * sizeof(int64_t);
+}
+
+static void direct_run(Context *context, const Convolution *u, void *scratch) {
+    const int64_t taps = product_of(u->taps);
+    Direct d = plan_direct(u);
+    d.w = scratch, d.copies = d.w + d.of_filters, d.c = d.copies + d.of_copies;
+    d.terms_at = (int64_t *)(d.c + d.of_sums), d.rows_at = d.terms_at + d.terms;
+    find_places(&d, d.listed - d.terms);
     do {
         d.channels = gemm_min(d.channels, u->channels - d.first), d.terms = d.channels * taps;
         d.slices = gemm_min(d.slices, d.channels);
-        share(context, &d, pack_panel, u->groups * d.panels * d.slices);
-        if (anywhere) share(context, &d, copy_image, u->groups * u->images);
-        share(context, &d, anywhere ? convolve_places : convolve_parts, d.tasks);
+        share_tasks(context, d.tasks, &d, pack_panel, u->groups * d.panels * d.slices);
+        if (d.anywhere) share_tasks(context, d.tasks, &d, copy_image, u->groups * u->images);
+        share_tasks(context, d.tasks, &d, d.anywhere ? convolve_places : convolve_parts, d.tasks);
     } while ((d.first += d.channels) < u->channels);
-    if (anywhere) share(context, &d, store_places, d.tasks);
-    give_back(memory);
-    return NULL;
+    if (d.anywhere) share_tasks(context, d.tasks, &d, store_places, d.tasks);
 }

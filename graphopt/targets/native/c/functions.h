@@ -1,8 +1,6 @@
 /* These functions of float32 have no branches, so that compilers vectorize the loops that call them. Some compute in
  * double, with polynomials that are minimax fits to at most 2^-33 of the result, and round once. */
 #pragma once
-#include "narrow.h"
-#include "stores.h"
 #include <float.h>
 #include <math.h>
 #include <stdint.h>

@@ -7,7 +7,15 @@
  * where they lie: it suits small images with many channels, and gradients of weights by few places.
  */
 #pragma once
-#include "tiled.h"
+#include "bfloat16.h"
+#include "direct.h"
+#include "gemm.h"
+#include "geometry.h"
+#include "lines.h"
+#include "matrix.h"
+#include "ort.h"
+#include "resources.h"
+#include "unfolded.h"
 
 #ifdef GEMM_HAS_TILES
 
@@ -21,6 +29,9 @@ typedef struct {
     Unfolded of;
     int pieces;
     int64_t group, first, lines, row; /* a group and its first filter; the lines of a panel of windows, the elements of a copy of a filter */
+    int64_t stride, together, panels; /* of a filter's terms, or 0 if filters are copied; filters in turn; panels of windows */
+    size_t window_bytes, before;      /* of scratch memory: of windows, and of what lies before sums, filters and copies */
+    int64_t sums, copied;             /* elements of sums, and of copies of filters */
     Line *windows;
     float *filters, *c; /* the filters are copied if their terms are not equally far apart */
     gemm_product product;
@@ -79,7 +90,7 @@ static void copy_filters(void *user, size_t index) {
 }
 
 /* Return at least so many elements, which are an odd number of lines: rows of them spread over all sets of a cache. */
-static int64_t spread(int64_t elements) { return (elements + 15) / 16 * 16 | 16; }
+static int64_t odd_lines(int64_t elements) { return (elements + 15) / 16 * 16 | 16; }
 
 /* Write sums to the result. */
 static void store_windows(void *user, const int64_t batch[2], int64_t row0, int64_t row1, int64_t column0, int64_t column1) {
@@ -104,44 +115,51 @@ static int are_lines(const Convolution *u) {
 }
 
 /* Compute a group, some filters after others if they are copied: the copies stay in a cache. */
-static void multiply_gathered(Context *context, Gathered *a, int64_t together, int64_t stride) {
+static void multiply_gathered(Context *context, Gathered *a) {
     const Convolution *u = a->of.d.u;
     gemm_product *g = &a->product;
-    g->a_strides = stride ? (gemm_strides){u->w_filter, stride, {0, 0}} : (gemm_strides){a->row, 1, {0, 0}};
-    for (a->first = 0; a->first < u->filters; a->first += together) {
-        g->m = gemm_min(together, u->filters - a->first);
-        if (!stride) share_tiles(context, a, copy_filters, (g->m + COPIED - 1) / COPIED);
-        g->a = stride ? u->w + a->group * u->w_batch : a->filters;
+    g->a_strides = a->stride ? (gemm_strides){u->w_filter, a->stride, {0, 0}} : (gemm_strides){a->row, 1, {0, 0}};
+    for (a->first = 0; a->first < u->filters; a->first += a->together) {
+        g->m = gemm_min(a->together, u->filters - a->first);
+        if (!a->stride) share_tasks(context, thread_count, a, copy_filters, (g->m + COPIED - 1) / COPIED);
+        g->a = a->stride ? u->w + a->group * u->w_batch : a->filters;
         g->c = g->epilogue ? a->c : u->y + a->group * u->y_batch + a->first * u->y_filter;
         gemm(g);
     }
 }
 
-static OrtStatus *convolve_gathered(Context *context, const Convolution *u) {
-    Gathered a = {.of = {.d = {.u = u, .tasks = thread_count}}, .pieces = pieces_of_all};
-    const int64_t copies = lay_out_windows(&a.of), listed = listed_windows(&a.of), terms = a.of.d.terms, stride = term_stride(u);
-    a.lines = panel_lines(terms, a.pieces), a.row = spread(terms);
-    const int64_t few = upto(COPIES / a.row + 1, BLOCK_LINES) * thread_count, together = stride ? u->filters : gemm_min(few, u->filters);
+static Gathered plan_gathered(const Convolution *u) {
+    Gathered a = {.of = {.d = {.u = u, .tasks = thread_count}}, .pieces = pieces_of_all, .stride = term_stride(u)};
+    a.of.copied = lay_out_windows(&a.of);
+    const int64_t terms = a.of.d.terms;
+    a.lines = panel_lines(terms, a.pieces), a.row = odd_lines(terms);
+    const int64_t few = upto(COPIES / a.row + 1, BLOCK_LINES) * thread_count;
     const int direct = are_lines(u);
+    a.together = a.stride ? u->filters : gemm_min(few, u->filters);
+    a.product = (gemm_product){.m = a.together, .n = a.of.rows, .k = terms, .batch = {1, 1}, .pieces = a.pieces, .threads = thread_count,
+                               .parallel_for = run_parallel, .epilogue = direct ? NULL : store_windows};
+    a.panels = (a.of.rows + BLOCK_LINES - 1) / BLOCK_LINES;
+    a.product.c_strides = (gemm_strides){direct ? u->y_filter : odd_lines(a.of.rows), 1, {0, 0}};
+    a.copied = a.stride ? 0 : a.together * a.row, a.sums = direct ? 0 : a.together * a.product.c_strides.row;
+    a.window_bytes = (size_t)(a.panels * a.lines) * sizeof(Line);
+    a.before = (a.window_bytes + gemm_scratch(&a.product) + (size_t)listed_windows(&a.of) * sizeof(int64_t) + 63) / 64 * 64;
+    return a;
+}
+
+static size_t gathered_scratch(const Convolution *u) {
+    const Gathered a = plan_gathered(u);
+    return a.before + (size_t)(a.of.copied + a.copied + a.sums) * sizeof(float);
+}
+
+static void gathered_run(Context *context, const Convolution *u, void *scratch) {
+    Gathered a = plan_gathered(u);
     gemm_product *g = &a.product;
-    *g = (gemm_product){.m = together, .n = a.of.rows, .k = terms, .batch = {1, 1}, .pieces = a.pieces, .threads = thread_count,
-                        .parallel_for = run_parallel, .pool = context, .user = &a, .epilogue = direct ? NULL : store_windows};
-    const int64_t panels = (g->n + BLOCK_LINES - 1) / BLOCK_LINES, c_row = direct ? u->y_filter : spread(g->n);
-    const int64_t filters = stride ? 0 : together * a.row, sums = direct ? 0 : together * c_row;
-    const size_t windows = (size_t)(panels * a.lines) * sizeof(Line), scratch = gemm_scratch(g);
-    const size_t before = (windows + scratch + (size_t)listed * sizeof(int64_t) + 63) / 64 * 64;
-    void *memory = borrow(before + (size_t)(copies + filters + sums) * sizeof(float) + TO_ALIGN);
-    if (!memory) return out_of_memory();
-    a.windows = align64(memory), g->scratch = (char *)a.windows + windows;
-    int64_t *lists = (int64_t *)((char *)g->scratch + scratch);
-    a.c = (float *)((char *)a.windows + before), a.filters = a.c + sums;
-    find_windows(context, &a.of, lists, a.filters + filters);
-    g->panels = (const float *)a.windows, g->c_strides = (gemm_strides){c_row, 1, {0, 0}};
+    a.windows = scratch, a.c = (float *)((char *)scratch + a.before), a.filters = a.c + a.sums;
+    g->scratch = (char *)scratch + a.window_bytes, g->panels = scratch, g->pool = context, g->user = &a;
+    find_windows(context, &a.of, (int64_t *)((char *)g->scratch + gemm_scratch(g)), a.filters + a.copied);
     for (a.group = 0; a.group < u->groups; a.group++) {
-        share_tiles(context, &a, gather_panel, panels);
-        multiply_gathered(context, &a, together, stride);
+        share_tasks(context, thread_count, &a, gather_panel, a.panels);
+        multiply_gathered(context, &a);
     }
-    give_back(memory);
-    return NULL;
 }
 #endif

@@ -7,8 +7,10 @@
  * depends neither on the number of threads nor on the tiles.
  */
 #pragma once
-#include "float32.h"
 #include "bfloat16.h"
+#include "float32.h"
+#include "lines.h"
+#include "matrix.h"
 
 /* Return the columns of a panel of B. */
 static inline int64_t gemm_columns(const gemm_product *g) { return g->pieces ? BLOCK_LINES : GEMM_NR; }
@@ -60,7 +62,7 @@ static void gemm_run(void *user, size_t index) {
     const gemm_product *g = plan->of;
     const int64_t width = gemm_columns(g), panels = gemm_parts(g->n, width), end = gemm_begin(plan->units, (int64_t)index + 1, plan->tasks);
     char *scratch = (char *)g->scratch + index * gemm_elements(g) * sizeof(float);
-    const gemm_compute compute = g->pieces ? low_region : gemm_region;
+    const gemm_compute region = g->pieces ? low_region : gemm_region;
     if (g->pieces) begin_tiles();
     for (int64_t u = gemm_begin(plan->units, (int64_t)index, plan->tasks); u < end; u++) {
         const int64_t i = u / plan->column_ways % plan->row_ways, j = u % plan->column_ways;
@@ -69,7 +71,7 @@ static void gemm_run(void *user, size_t index) {
         const int64_t i0 = gemm_begin(g->m, i, plan->row_ways), i1 = gemm_begin(g->m, i + 1, plan->row_ways);
         const int64_t j0 = gemm_begin(panels, j, plan->column_ways) * width;
         const int64_t j1 = gemm_min(gemm_begin(panels, j + 1, plan->column_ways) * width, g->n);
-        if (i0 < i1 && j0 < j1) compute(g, batch, i0, i1, j0, j1, scratch);
+        if (i0 < i1 && j0 < j1) region(g, batch, i0, i1, j0, j1, scratch);
     }
     if (g->pieces) end_tiles();
 }

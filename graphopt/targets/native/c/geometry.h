@@ -1,7 +1,7 @@
 /* The geometry of a convolution, and the arithmetic of its indices. A geometry has three axes of space: convolutions
  * with fewer axes have axes of size 1 first. */
 #pragma once
-#include "product.h"
+#include "matrix.h"
 
 #ifdef __AVX512F__
 #include <immintrin.h>

@@ -10,6 +10,9 @@
  */
 #pragma once
 #include "geometry.h"
+#include "matrix.h"
+#include "ort.h"
+#include "resources.h"
 
 enum { TOGETHER = 4 }; /* vectors of a row, or products with a kernel, that are computed at once */
 
@@ -24,7 +27,7 @@ typedef struct {
     float *scratch;
 } Grouped;
 
-static Grouped grouped(const Convolution *u) {
+static Grouped plan_grouped(const Convolution *u) {
     Grouped a = {.u = u, .by_kernel = product_of(u->taps) > product_of(u->places)};
     for (int i = 0; i < 3 && a.by_kernel; i++) a.by_kernel = u->tap_moves[i] > 0;
     a.copy = a.length = a.many = 1;
@@ -46,6 +49,8 @@ static Grouped grouped(const Convolution *u) {
     const int64_t many = upto(a.many, TOGETHER), indices = many * (int64_t)(sizeof(int64_t) / sizeof(float));
     a.results = a.by_kernel ? many * LANES : a.length;
     a.elements = upto(indices + product_of(a.copies) * a.copy + u->filters * a.results + (a.by_kernel ? a.length : many), LANES);
+    const double work = (double)(u->images * u->groups) * (double)(u->channels * u->filters * a.many) * (double)a.length;
+    a.tasks = work > 1e5 ? gemm_min(thread_count, u->images * u->groups) : 1;
     return a;
 }
 
@@ -179,15 +184,13 @@ static void run_groups(void *user, size_t task) {
         compute_group(a, unit / a->u->groups, unit % a->u->groups, a->scratch + (int64_t)task * a->elements);
 }
 
-static OrtStatus *convolve_groups(Context *context, const Convolution *u) {
-    Grouped a = grouped(u);
-    const int64_t units = u->images * u->groups;
-    if (!units || !product_of(u->places)) return NULL;
-    const double work = (double)units * (double)(u->channels * u->filters * a.many) * (double)a.length;
-    a.tasks = work > 1e5 ? gemm_min(thread_count, units) : 1;
-    a.scratch = borrow((size_t)(a.tasks * a.elements) * sizeof(float));
-    if (!a.scratch) return out_of_memory();
+static size_t grouped_scratch(const Convolution *u) {
+    const Grouped a = plan_grouped(u);
+    return (size_t)(a.tasks * a.elements) * sizeof(float);
+}
+
+static void grouped_run(Context *context, const Convolution *u, void *scratch) {
+    Grouped a = plan_grouped(u);
+    a.scratch = scratch;
     run_parallel(context, run_groups, (size_t)a.tasks, &a);
-    give_back(a.scratch);
-    return NULL;
 }

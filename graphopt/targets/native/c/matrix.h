@@ -1,6 +1,5 @@
 /* The description of a matrix product, and what float32.h and bfloat16.h have in common to compute it. */
 #pragma once
-#include "narrow.h"
 #include <stddef.h>
 #include <stdint.h>
 #include <string.h>
@@ -21,7 +20,7 @@ typedef void (*gemm_source)(void *user, int64_t p, int64_t depth, int64_t j, int
 /* parallel_for runs task(user, 0) to task(user, count - 1), in any order and on any threads, and returns when all are
  * done. */
 typedef void (*gemm_task)(void *user, size_t index);
-typedef void (*gemm_parallel_for)(void *pool, gemm_task task, size_t count, void *user);
+typedef void (*gemm_parallel_for)(void *context, gemm_task task, size_t count, void *user);
 
 typedef struct {
     int64_t m, n, k, batch[2]; /* C is m x n, A is m x k, B is k x n; batch is {1, 1} for one product */

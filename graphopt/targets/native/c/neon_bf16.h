@@ -2,7 +2,8 @@
  *
  * A tile is eight groups of four terms; a group is eight pairs of lines, of 16 bytes each. */
 #pragma once
-#include "bfloat16.h"
+#include "lines.h"
+#include "matrix.h"
 #include <arm_neon.h>
 
 enum { GROUP_BYTES = TILE_LINES * 8, TILE_BYTES = TILE_LINES * BLOCK_TERMS * 2 };

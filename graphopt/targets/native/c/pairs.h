@@ -1,6 +1,9 @@
 /* Copies of an operand of a convolution in pairs of channels, of bfloat16 numbers, with zeros around it; see tiled.h. */
 #pragma once
-#include "unfolded.h"
+#include "bfloat16.h"
+#include "geometry.h"
+#include "lines.h"
+#include "matrix.h"
 
 #ifdef GEMM_HAS_TILES
 

@@ -1,5 +1,12 @@
 /* Matrix products as ONNX Runtime calls them. Operands and results may be stored transposed. */
 #pragma once
+#include "calls.h"
+#include "gemm.h"
+#include "lines.h"
+#include "matrix.h"
+#include "ort.h"
+#include "rates.h"
+#include "resources.h"
 #include "weight.h"
 
 /* A bias or NULL, with its strides, and the product that it is added to. With `relu`, it has one element for each row. */
@@ -16,11 +23,9 @@ enum {
     LEAST_TERMS = 1 << 16,  /* of a product whose operands are bfloat16 numbers */
 };
 
-static int64_t thread_count;
-static int pieces_of_all;
-
-void begin_products(const OrtApi *functions, int64_t threads, int pieces) {
+void begin_products(const OrtApi *functions, int64_t threads, int pieces, const Rates *measured) {
     api = functions, thread_count = threads, pieces_of_all = HAS_BFLOAT16 ? pieces : 0;
+    if (measured) rates = *measured;
 }
 
 /* Return how many bfloat16 numbers stand for a number of a product's operands: none of a small product, in which most of
@@ -30,29 +35,6 @@ static int pieces_for(const gemm_product *g, int is_kept) {
     const int64_t rows = is_kept ? KEPT_ROWS : g->m, least = gemm_min(gemm_min(rows, g->n), g->k);
     return least >= 16 && rows * g->n * g->k >= LEAST_TERMS ? pieces_of_all : 0;
 }
-
-#ifdef __SANITIZE_ADDRESS__
-static void *borrow(size_t bytes) { return find_memory(bytes); }
-static void give_back(void *data) { free(data); }
-#else
-/* One buffer is kept between calls, so that a step does not ask the system for pages again and again. */
-static _Atomic(size_t *) spare;
-
-static void *borrow(size_t bytes) {
-    size_t *buffer = atomic_exchange(&spare, NULL);
-    if (!buffer || *buffer < bytes) {
-        free(buffer);
-        buffer = malloc(bytes + 64);
-        if (!buffer) return NULL;
-        *buffer = bytes;
-    }
-    return (char *)buffer + 64;
-}
-
-static void give_back(void *data) { free(atomic_exchange(&spare, (size_t *)((char *)data - 64))); }
-#endif
-
-static OrtStatus *out_of_memory(void) { return api->CreateStatus(1, "native kernel: out of memory"); }
 
 static void add_bias(void *user, const int64_t batch[2], int64_t row0, int64_t row1, int64_t column0, int64_t column1) {
     static const float none = 0;
@@ -69,11 +51,6 @@ static void add_bias(void *user, const int64_t batch[2], int64_t row0, int64_t r
         else
             for (int64_t j = column0; j < column1; j++) c[j] += bias[0];
     }
-}
-
-static void run_parallel(void *context, task_t task, size_t count, void *user) {
-    OrtStatus *failed = in_parallel(context, task, count, user);
-    (void)failed;
 }
 
 /* Find the strides of contiguous elements, and return how many elements there are. */
@@ -103,7 +80,7 @@ static int turns(const gemm_product *g) {
 }
 
 /* Return the product whose result is the transpose of another's. */
-static gemm_product turned(const gemm_product *g, float *c) {
+static gemm_product transposed_product(const gemm_product *g, float *c) {
     gemm_product t = *g;
     t.m = g->n, t.n = g->m, t.a = g->b, t.b = g->a, t.c = c, t.panels = NULL;
     t.a_strides = (gemm_strides){g->b_strides.column, g->b_strides.row, {0, 0}};
@@ -113,7 +90,7 @@ static gemm_product turned(const gemm_product *g, float *c) {
 }
 
 static OrtStatus *compute_turned(const gemm_product *g) {
-    gemm_product t = turned(g, NULL);
+    gemm_product t = transposed_product(g, NULL);
     const size_t bytes = ((size_t)(g->m * g->n) * sizeof(float) + 63) / 64 * 64;
     char *memory = borrow(bytes + gemm_scratch(&t));
     if (!memory) return out_of_memory();

@@ -35,9 +35,9 @@ typedef struct {
 } ScanForm;
 
 static inline int64_t scan_product(const int64_t *dims, size_t rank) {
-    int64_t product = 1;
-    for (size_t i = 0; i < rank; i++) product *= dims[i];
-    return product;
+    int64_t count = 1;
+    for (size_t i = 0; i < rank; i++) count *= dims[i];
+    return count;
 }
 
 /* A sanitizer sees each access between the tensors that a task owns. */

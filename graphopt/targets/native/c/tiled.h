@@ -16,7 +16,13 @@
  *     sums[place][image][filters] += copy[image][taps + shift] * w[taps][filters]
  */
 #pragma once
+#include "bfloat16.h"
+#include "geometry.h"
+#include "lines.h"
+#include "matrix.h"
+#include "ort.h"
 #include "pairs.h"
+#include "resources.h"
 
 #ifdef GEMM_HAS_TILES
 
@@ -86,6 +92,7 @@ typedef struct {
     int64_t blocks, *a_places, *b_places, *shifts;
     char *filters;            /* in tiles */
     float *sums;
+    int64_t filter_bytes, summed, copied; /* scratch memory: of filters; elements of sums, and of copies */
 } Tiled;
 
 /* --- Convolutions --- */
@@ -277,9 +284,9 @@ static void find_blocks(Tiled *t) {
     }
 }
 
-/* Lay out the copies of a group, and say how the work is cut. */
-static void plan_tiles(Tiled *t, int64_t *filter_bytes, int64_t *sums, int64_t *copies) {
-    const Convolution *u = t->u;
+/* Lay out the copies of a group, and cut the work. */
+static Tiled plan_shifted(const Convolution *u) {
+    Tiled tiled = {.u = u, .pieces = pieces_of_all}, *t = &tiled;
     const int by_taps = sums_over_taps(u);
     const int64_t taps = product_of(u->taps), pairs = by_taps ? (u->channels + 1) / 2 : upto(u->channels, 32) / 2;
     const int64_t *flowing = by_taps ? u->taps : u->places, *moves = by_taps ? u->tap_moves : u->place_moves;
@@ -291,7 +298,7 @@ static void plan_tiles(Tiled *t, int64_t *filter_bytes, int64_t *sums, int64_t *
         x->lowest[i] = gemm_min(shift, 0) - u->pads[i];
         x->extents[i] = flowing[i] + (shift < 0 ? -shift : shift) / moves[i];
     }
-    *copies = lay_out_pairs(x, pairs, 1);
+    t->copied = lay_out_pairs(x, pairs, 1);
     t->panels = (u->filters + 31) / 32;
     t->flow = ((flowing[0] - 1) * x->extents[1] + flowing[1] - 1) * x->extents[2] + flowing[2];
     if (by_taps) {
@@ -300,53 +307,49 @@ static void plan_tiles(Tiled *t, int64_t *filter_bytes, int64_t *sums, int64_t *
         memcpy(t->w.extents, x->extents, sizeof x->extents);
         for (int i = 0; i < 3; i++) t->w.strides[i] = 1;
         const int64_t blocks = (t->flow + 15) / 16;
-        *copies += lay_out_pairs(&t->w, pairs, 16) + 32 * t->w.plane;
+        t->copied += lay_out_pairs(&t->w, pairs, 16) + 32 * t->w.plane;
         t->chunk = BLOCKS_TOGETHER / t->pieces;
         t->blocks = pairs * blocks;
-        *filter_bytes = t->panels * pairs * blocks * t->pieces * 2048;
-        *sums = product_of(u->places) * ((u->images + 31) / 32) * t->panels * 1024;
+        t->filter_bytes = t->panels * pairs * blocks * t->pieces * 2048;
+        t->summed = product_of(u->places) * ((u->images + 31) / 32) * t->panels * 1024;
     } else {
         t->flow += (u->images - 1) * x->plane;
         t->blocks = taps * (pairs / 16);
         t->chunk = CHUNK / (pairs * WINDOWS * 4 * t->pieces) + 1;
-        *filter_bytes = t->panels * t->blocks * t->pieces * 2048;
-        *sums = 0;
+        t->filter_bytes = t->panels * t->blocks * t->pieces * 2048;
     }
+    return tiled;
 }
 
-/* Run tasks on the threads that share a convolution. */
-static void share_tiles(Context *context, void *user, task_t task, int64_t count) {
-    for (int64_t i = 0; thread_count <= 1 && i < count; i++) task(user, (size_t)i);
-    if (thread_count > 1) run_parallel(context, task, (size_t)count, user);
+/* Return how many elements sums and copies have. The last tile of images reads beyond the last image; what it computes
+ * there is dropped. */
+static int64_t shifted_numbers(const Tiled *t) {
+    return upto(t->summed + t->copied + (sums_over_taps(t->u) ? 32 * t->x.plane : 0), 16);
 }
 
-static OrtStatus *convolve_in_tiles(Context *context, const Convolution *u) {
+static size_t shifted_scratch(const Convolution *u) {
+    const Tiled t = plan_shifted(u);
+    const int64_t shifts = product_of(sums_over_taps(u) ? u->places : u->taps);
+    return (size_t)(t.filter_bytes + shifted_numbers(&t) * 4 + (2 * t.blocks + shifts) * 8);
+}
+
+static void shifted_run(Context *context, const Convolution *u, void *scratch) {
     const int by_taps = sums_over_taps(u);
-    Tiled t = {.u = u, .pieces = pieces_of_all};
-    int64_t filter_bytes, sums, copies;
-    plan_tiles(&t, &filter_bytes, &sums, &copies);
-    const int64_t shifts = product_of(by_taps ? u->places : u->taps);
-    const int64_t units = by_taps ? (u->images + 31) / 32 * t.panels * shifts : (t.flow + WINDOWS - 1) / WINDOWS;
-    /* The last tile of images reads beyond the last image; what it computes there is dropped. */
-    const int64_t beyond = by_taps ? 32 * t.x.plane : 0;
-    const int64_t numbers = upto(sums + copies + beyond, 16);
-    char *memory = borrow((size_t)(filter_bytes + numbers * 4 + (2 * t.blocks + shifts) * 8 + TO_ALIGN));
-    if (!memory) return out_of_memory();
-    t.filters = align64(memory), t.sums = (float *)(t.filters + filter_bytes);
-    t.x.to = (int32_t *)(t.sums + sums), t.w.to = t.x.to + t.x.piece * t.pieces + beyond;
-    t.a_places = (int64_t *)(t.sums + numbers), t.b_places = t.a_places + t.blocks, t.shifts = t.b_places + t.blocks;
+    Tiled t = plan_shifted(u);
+    const int64_t units = by_taps ? (u->images + 31) / 32 * t.panels * product_of(u->places) : (t.flow + WINDOWS - 1) / WINDOWS;
+    t.filters = scratch, t.sums = (float *)(t.filters + t.filter_bytes);
+    t.x.to = (int32_t *)(t.sums + t.summed), t.w.to = t.x.to + t.x.piece * t.pieces + (by_taps ? 32 * t.x.plane : 0);
+    t.a_places = (int64_t *)(t.sums + shifted_numbers(&t)), t.b_places = t.a_places + t.blocks, t.shifts = t.b_places + t.blocks;
     t.tasks = gemm_min(thread_count, units);
     find_blocks(&t);
     for (t.group = 0; t.group < u->groups; t.group++) {
         t.x.from = u->x + t.group * u->channels * u->x_channel, t.w.from = u->w + t.group * u->w_batch;
         const int64_t pairs = t.x.piece / t.x.pair;
-        share_tiles(context, &t.x, copy_image_in_pairs, pairs * u->images);
-        if (by_taps) share_tiles(context, &t.w, copy_image_in_pairs, pairs * u->filters);
-        share_tiles(context, &t, by_taps ? turn_filters : pack_filters, t.panels);
-        share_tiles(context, &t, by_taps ? convolve_taps : convolve_windows, t.tasks);
-        if (by_taps) share_tiles(context, &t, store_taps, (u->filters + 15) / 16);
+        share_tasks(context, thread_count, &t.x, copy_image_in_pairs, pairs * u->images);
+        if (by_taps) share_tasks(context, thread_count, &t.w, copy_image_in_pairs, pairs * u->filters);
+        share_tasks(context, thread_count, &t, by_taps ? turn_filters : pack_filters, t.panels);
+        share_tasks(context, thread_count, &t, by_taps ? convolve_taps : convolve_windows, t.tasks);
+        if (by_taps) share_tasks(context, thread_count, &t, store_taps, (u->filters + 15) / 16);
     }
-    give_back(memory);
-    return NULL;
 }
 #endif

@@ -9,6 +9,10 @@
  */
 #pragma once
 #include "direct.h"
+#include "geometry.h"
+#include "matrix.h"
+#include "ort.h"
+#include "resources.h"
 
 enum { TILES_AHEAD = 2 }; /* tiles of filters from those that are read to those that are fetched into the cache */
 
@@ -21,6 +25,7 @@ typedef struct {
     int64_t rows, panels;
     int64_t filter_tiles, together; /* of a group; the units (tiles of filters) that take turns */
     int64_t *weights_at; /* where terms lie in a filter, in bytes */
+    int64_t copied, unfolded, sums; /* elements of scratch memory: copies of the input, windows, and sums */
     float *windows, *c;
 } Unfolded;
 
@@ -99,7 +104,7 @@ static void convolve_panel(const Unfolded *a, int64_t panel, int64_t first, int6
         for (int64_t unit = first; unit < end; unit++) {
             const int64_t group = filters_of(a, unit, &filter, &filters), term = gemm_begin(d->terms, b, blocks);
             const int stays = place_of(a, group, row, &y) >= WIDTH && whole; /* where the tile writes it */
-            tiles[filters - 1][two](gemm_begin(d->terms, b + 1, blocks) - term,
+            direct_tiles[filters - 1][two](gemm_begin(d->terms, b + 1, blocks) - term,
                                     (const char *)(u->w + group * u->w_batch + filter * u->w_filter), u->w_filter * size,
                                     TILES_AHEAD * filters * u->w_filter * size, NULL, a->weights_at + term,
                                     a->windows + (group * a->panels + panel) * d->terms * WIDTH + term * (two ? WIDTH : LANES),
@@ -147,25 +152,29 @@ static void find_windows(Context *context, Unfolded *a, int64_t *lists, float *c
     find(d->terms, u->taps, of_weights, 0, a->weights_at);
     for (int64_t i = a->rows; i < upto(a->rows, WIDTH); i++) d->rows_at[i] = d->rows_at[0];
     a->input = d->copies;
-    if (!a->inside) share(context, d, copy_image, u->groups * u->images);
+    if (!a->inside) share_tasks(context, d->tasks, d, copy_image, u->groups * u->images);
     else a->input = u->x + d->lowest[0] * u->steps[0] + d->lowest[1] * u->steps[1] + d->lowest[2] * u->steps[2];
 }
 
-static OrtStatus *convolve_unfolded(Context *context, const Convolution *u) {
+static Unfolded plan_unfolded(const Convolution *u) {
     Unfolded a = {.d = {.u = u}, .filter_tiles = gemm_parts(u->filters, GEMM_MR)};
-    Direct *d = &a.d;
-    if (u->filters == 0) return NULL;
-    const int64_t copies = lay_out_windows(&a), listed = listed_windows(&a);
-    const double work = 2.0 * (double)(a.rows * u->groups) * (double)(u->filters * d->terms);
-    d->tasks = gemm_min(work > 1e6 ? thread_count : 1, u->groups * a.filter_tiles);
-    a.together = u->w_filter < u->w_channel && d->terms > GEMM_KC ? u->groups * a.filter_tiles : 1;
-    const int64_t windows = u->groups * a.panels * d->terms * WIDTH, sums = u->groups * a.filter_tiles * GEMM_MR * WIDTH;
-    void *memory = borrow((size_t)(copies + windows + sums) * sizeof(float) + (size_t)listed * sizeof(int64_t) + TO_ALIGN);
-    if (!memory) return out_of_memory();
-    a.windows = align64(memory), a.c = a.windows + windows;
-    find_windows(context, &a, (int64_t *)(a.c + sums + copies), a.c + sums);
-    share(context, d, unfold_panel, u->groups * a.panels);
-    share(context, d, convolve_filters, d->tasks);
-    give_back(memory);
-    return NULL;
+    a.copied = lay_out_windows(&a);
+    const double work = 2.0 * (double)(a.rows * u->groups) * (double)(u->filters * a.d.terms);
+    a.d.tasks = gemm_min(work > 1e6 ? thread_count : 1, u->groups * a.filter_tiles);
+    a.together = u->w_filter < u->w_channel && a.d.terms > GEMM_KC ? u->groups * a.filter_tiles : 1;
+    a.unfolded = u->groups * a.panels * a.d.terms * WIDTH, a.sums = u->groups * a.filter_tiles * GEMM_MR * WIDTH;
+    return a;
+}
+
+static size_t unfolded_scratch(const Convolution *u) {
+    const Unfolded a = plan_unfolded(u);
+    return (size_t)(a.copied + a.unfolded + a.sums) * sizeof(float) + (size_t)listed_windows(&a) * sizeof(int64_t);
+}
+
+static void unfolded_run(Context *context, const Convolution *u, void *scratch) {
+    Unfolded a = plan_unfolded(u);
+    a.windows = scratch, a.c = a.windows + a.unfolded;
+    find_windows(context, &a, (int64_t *)(a.c + a.sums + a.copied), a.c + a.sums);
+    share_tasks(context, a.d.tasks, &a, unfold_panel, u->groups * a.panels);
+    share_tasks(context, a.d.tasks, &a, convolve_filters, a.d.tasks);
 }

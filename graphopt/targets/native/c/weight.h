@@ -1,7 +1,9 @@
 /* Frozen weights in 4 or 8 bits, of which products dequantize one panel at a time. */
 #pragma once
 #include "calls.h"
-#include "gemm.h"
+#include "lines.h"
+#include "matrix.h"
+#include "ort.h"
 
 enum { AHEAD = 16 }; /* rows from where a weight is read to where it is fetched into the cache */
 
@@ -15,14 +17,14 @@ typedef struct {
 typedef uint8_t Bytes __attribute__((vector_size(GEMM_BYTES / 4)));
 
 /* Return a number of a matrix of integers. Those of 4 bits lie in pairs, the low bits first. */
-static inline float number(const WeightForm *form, const uint8_t *q, int64_t i) {
+static inline float integer_at(const WeightForm *form, const uint8_t *q, int64_t i) {
     const int sign = form->is_signed ? 1 << (form->bits - 1) : 0;
     const int x = form->bits == 8 ? q[i] : q[i / 2] >> i % 2 * 4 & 15;
     return (float)((x ^ sign) - sign);
 }
 
 /* Read two vectors of such numbers, the first of which is the first of a pair. */
-GEMM_INLINE void numbers(const WeightForm *form, const uint8_t *q, int64_t i, Lanes to[2]) {
+GEMM_INLINE void integers_at(const WeightForm *form, const uint8_t *q, int64_t i, Lanes to[2]) {
     const int sign = form->is_signed ? 8 : 0;
     Bytes pairs;
     memcpy(&pairs, q + i / 2, sizeof pairs);
@@ -48,23 +50,23 @@ GEMM_WIDE static void dequantize(const Weight *w, int64_t row, int64_t rows, int
         int64_t i = 0;
         if (form.column_block == 1) {
             for (; form.bits == 4 && at % 2 == 0 && first % 2 == 0 && columns - i >= 2 * LANES; i += 2 * LANES) {
-                numbers(&form, q, at + i, x);
-                if (zero) numbers(&form, zero, first + i, points);
+                integers_at(&form, q, at + i, x);
+                if (zero) integers_at(&form, zero, first + i, points);
                 for (int v = 0; v < 2; v++) AT(to + i + v * LANES) = (x[v] - points[v]) * AT(scales + first + i + v * LANES);
             }
             for (; i < columns; i++) {
-                const float point = zero ? number(&form, zero, first + i) : 0;
-                to[i] = (number(&form, q, at + i) - point) * scales[first + i];
+                const float point = zero ? integer_at(&form, zero, first + i) : 0;
+                to[i] = (integer_at(&form, q, at + i) - point) * scales[first + i];
             }
         }
         for (int64_t end = first_end, block = first; i < columns; end += form.column_block, block++) {
-            const float scale = scales[block], point = zero ? number(&form, zero, block) : 0;
+            const float scale = scales[block], point = zero ? integer_at(&form, zero, block) : 0;
             if (end > columns) end = columns;
             for (; form.bits == 4 && (at + i) % 2 == 0 && end - i >= 2 * LANES; i += 2 * LANES) {
-                numbers(&form, q, at + i, x);
+                integers_at(&form, q, at + i, x);
                 for (int v = 0; v < 2; v++) AT(to + i + v * LANES) = (x[v] - point) * scale;
             }
-            for (; i < end; i++) to[i] = (number(&form, q, at + i) - point) * scale;
+            for (; i < end; i++) to[i] = (integer_at(&form, q, at + i) - point) * scale;
         }
     }
 }

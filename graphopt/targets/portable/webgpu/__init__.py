@@ -1,7 +1,8 @@
 """Write operators that ONNX Runtime's WebGPU provider lacks or computes wrongly as others.
 
 Versions are those of the packages onnxruntime-webgpu 1.27 and onnxruntime-ep-webgpu 0.4. The provider computes in
-float32, with the integers of 32 bits. NaN is not kept everywhere: its Relu, Sigmoid, Exp, Softplus and Clip lose it.
+float32, with the integers of 32 bits. NaN is not kept everywhere: its Relu, Sigmoid, Exp, Softplus and Clip lose it
+(tests/faults.py: webgpu-operators).
 """
 
 from graphopt.targets.portable.form import Form
