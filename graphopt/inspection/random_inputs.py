@@ -39,7 +39,8 @@ def random_inputs(model: ir.Model, size: int, device: Device, buffers: StateBuff
 def open_sizes(model: ir.Model, rows: int) -> tuple[dict[str, int], int | None] | None:
     """Return sizes by name for the axes that the inputs of a training graph leave open.
 
-    First axes get `rows`. Others get the first of `SIZES` with which ONNX Runtime can compute the predictions.
+    First axes get `rows`. Others get the first of `SIZES` with which ONNX Runtime can compute the predictions: smaller
+    ones may end the process (tests/faults.py: negative-sizes).
 
     Returns: the sizes, and the one of other axes, None without such axes; None if no size runs.
     """
