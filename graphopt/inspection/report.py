@@ -37,8 +37,8 @@ from graphopt.graph.values import is_floating, name_of
 from graphopt.inspection.plot import plot
 from graphopt.inspection.words import counted
 from graphopt.pipeline import Pipeline
+from graphopt.runtime.contest import measured
 from graphopt.runtime.executor import Executor
-from graphopt.runtime.forms import medians
 from graphopt.runtime.frozen import frozen_bytes, placement_by_size
 from graphopt.runtime.signature import InputSpec
 from graphopt.targets.bfloat16 import computes_bfloat16
@@ -131,7 +131,8 @@ def saved_by_kernels(model: ir.Model, opened: Callable[[bool], Executor], batch:
         noise = rng.standard_normal(zeros.shape).astype(zeros.dtype)
         feeds[name_of(x)] = noise if is_floating(x) else zeros
     try:
-        native, plain = medians([functools.partial(opened(kind).step, feeds) for kind in (True, False)])
+        calls = {str(kind): functools.partial(opened(kind).step, feeds) for kind in (True, False)}
+        native, plain = measured(calls).values()
     except GraphoptError as error:
         return f"  saves      not measured: {error}"
     times = f"{1e3 * native:.3g} ms with kernels, {1e3 * plain:.3g} ms without"
