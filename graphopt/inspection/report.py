@@ -132,11 +132,12 @@ def saved_by_kernels(model: ir.Model, opened: Callable[[bool], Executor], batch:
         feeds[name_of(x)] = noise if is_floating(x) else zeros
     try:
         calls = {str(kind): functools.partial(opened(kind).step, feeds) for kind in (True, False)}
-        native, plain = measured(calls).values()
+        times = measured(calls)
     except GraphoptError as error:
         return f"  saves      not measured: {error}"
-    times = f"{1e3 * native:.3g} ms with kernels, {1e3 * plain:.3g} ms without"
-    return f"  a step     {times}: {plain / native:.2f} times as fast, at batch size {batch}"
+    native, plain = times["True"], times["False"]
+    shown = f"{1e3 * native:.3g} ms with kernels, {1e3 * plain:.3g} ms without"
+    return f"  a step     {shown}: {plain / native:.2f} times as fast, at batch size {batch}"
 
 
 def _summary(result: Report) -> Iterator[str]:

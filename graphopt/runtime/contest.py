@@ -11,6 +11,7 @@ import contextlib
 import functools
 import hashlib
 import math
+import operator
 import statistics
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping
@@ -26,36 +27,33 @@ from graphopt.runtime.signature import description
 from graphopt.runtime.tensors import Tensor
 from graphopt.runtime.translation import Translation
 
-# How long to measure. No run on record compares other values of the first three.
-MEASURED_STEPS = 5  # calls of each form: enough for a median that one call of another program does not move
-MEASURED_EVALUATIONS = 200  # the same for evaluations, of which a hundredth counts
-MEASURING_SECONDS = (
-    1.0  # after which a call is repeated no more, and which evaluations spend before any is measured
-)
+# How long to measure; no comparison of other values is on record.
+# Calls of each form: a median of five is not moved by one in which another program runs, and a hundredth, which counts
+# for evaluations, needs many.
+MEASURED_STEPS, MEASURED_EVALUATIONS = 5, 200
+# A call is repeated no more after so long, and evaluations have taken as long before others are measured.
+MEASURING_SECONDS = 1.0
+# Fewer calls of each form are enough if one takes less than this share of the others' time. Then no third form is
+# expected to be faster still: in examples/benchmarks/RESULTS_OPENING.md (opening.py, Intel Xeon with AVX-512, one
+# thread), kernels of four of six models were that fast.
+CLEAR_CALLS, CLEARLY_FASTER = 2, 0.5
 
-# When a difference counts.
-CLEARLY_FASTER = 0.5  # of a time: no third form will be faster still. Of the models in examples/benchmarks/
-# RESULTS_OPENING.md (opening.py, Intel Xeon with AVX-512, one thread), four of six have such kernels.
-CLEAR_CALLS = 2  # calls of each form, after which such a difference is believed
-WORTH_CONSTANTS = (
-    0.99  # of the time with weights as inputs, for constant weights. Batches of 256 rows gain 2 to 5 %
-)
-# (61585862; machine and program are not on record).
-WORTH_STACKING = 0.9  # of the time of a single step, for several per call: the option steps_per_call says so
+# What share of the time is worth its price.
+# Constant weights in place of inputs: a CNN gains 2 to 5 % on batches of 256 rows, as the commit says that measures
+# forms in turns, without machine or program.
+WORTH_CONSTANTS = 0.99
+# Several steps per call in place of one: what the option steps_per_call says; not measured.
+WORTH_STACKING = 0.9
 
-# How much is worth preparing; none of these has a measurement on record.
-SECONDS_PER_CALL = (
-    4e-3  # of several steps: little beside what a person notices, much beside the cost of a call
-)
-MOST_STEPS_PER_CALL = 256  # batches that are drawn ahead
-COMPILED_PARAMETERS = (
-    10_000  # numbers in parameters, from which `auto` compiles kernels: smaller graphs run in less
-)
-# time than their kernels take to compile
-REHEARSED_NODES = (
-    500  # from which lowering takes longer than a second: another process does it while steps run
-)
-REHEARSED_WEIGHTS = 2**26  # bytes of constants that such a process reads
+# How much is worth preparing; no measurement is on record.
+# A call of several steps takes about so long, that batches which are drawn ahead are few, and beside which the cost of
+# a call is small.
+SECONDS_PER_CALL, MOST_STEPS_PER_CALL = 4e-3, 256
+# Numbers in parameters, from which `auto` compiles kernels: smaller steps should never pay for the compiler.
+COMPILED_PARAMETERS = 10_000
+# Nodes from which lowering should take longer than a second, so that another process does it while steps run, and the
+# most bytes of constants that such a process reads.
+REHEARSED_NODES, REHEARSED_WEIGHTS = 500, 2**26
 
 PLAIN, KERNELS, RUNTIME, CONSTANTS, OPENING = "plain", "kernels", "runtime", "constant weights", "opening"
 
@@ -89,8 +87,9 @@ class Clock:
 
     @property
     def seconds(self) -> dict[str, float]:
-        """Return the median time of each form that has been measured."""
-        return {name: statistics.median(times[1:]) for name, times in self._times.items() if times[1:]}
+        """Return the median time of each form that has been measured, the fastest first."""
+        medians = {name: statistics.median(times[1:]) for name, times in self._times.items() if times[1:]}
+        return dict(sorted(medians.items(), key=operator.itemgetter(1)))
 
     @property
     def is_over(self) -> bool:
@@ -99,13 +98,13 @@ class Clock:
         if rounds < 1:
             return False
         spent = sum(sum(times[1:]) for times in self._times.values())
-        fastest, second = sorted([*self.seconds.values(), math.inf])[:2]
+        fastest, second, *_ = *self.seconds.values(), math.inf
         is_clear = rounds >= CLEAR_CALLS and fastest < CLEARLY_FASTER * second
         return rounds >= self._most or spent >= self._limit or is_clear
 
 
 def measured(calls: Mapping[str, Callable[[], object]], most: int = MEASURED_STEPS) -> dict[str, float]:
-    """Return the median seconds of calls by name, from calls in turns after a first one."""
+    """Return the median seconds of calls by name, the fastest first, from calls in turns after a first one."""
     clock = Clock(calls, most, MEASURING_SECONDS)
     while not clock.is_over:
         turn, begun = clock.turn, time.perf_counter()
@@ -129,7 +128,7 @@ class Memory:
         return f"{hashlib.sha256(repr((self._facts(), shapes)).encode()).hexdigest()[:32]}.time.json"
 
     def read(self, note: str) -> dict[str, float] | None:
-        """Return the seconds of each form, if the machine remembers them."""
+        """Return the seconds of each form, the fastest first, if the machine remembers them."""
         if note not in self._known:
             seconds = read_note("native", note, "seconds", dict)
             is_whole = seconds and all(isinstance(x, float) for x in seconds.values())
@@ -179,6 +178,7 @@ class Candidate:
         return None
 
 
+@dataclass(eq=False)
 class Contest:
     """Hold candidates, and answer which is the fastest that computes what the plain form does.
 
@@ -190,16 +190,11 @@ class Contest:
         most: how many calls of each form to measure.
     """
 
-    def __init__(
-        self,
-        plain: ir.Model,
-        candidates: Mapping[str, Candidate],
-        oracle: Translation | None,
-        memory: Memory | None,
-        most: int = MEASURED_STEPS,
-    ) -> None:
-        self.candidates, self.memory = candidates, memory
-        self._plain, self._oracle, self._most = plain, oracle, most
+    plain: ir.Model
+    candidates: Mapping[str, Candidate]
+    oracle: Translation | None
+    memory: Memory | None
+    most: int = MEASURED_STEPS
 
     def fastest(self, source: int, feeds: Mapping[str, Tensor]) -> str | None:
         """Return the fastest candidate that agrees with the plain form, or None; without a memory, the first.
@@ -230,8 +225,8 @@ class Contest:
                 calls[name] = functools.partial(form.call, source, feeds)
             if candidate.is_momentary:
                 opening[OPENING] = time.perf_counter() - begun
-        times = measured(calls, self._most)
-        for name in sorted(times, key=times.__getitem__):
+        times = measured(calls, self.most)
+        for name in [*times]:
             if not self.agrees(name, source, feeds):
                 del times[name]
             elif not self.candidates[name].is_momentary:
@@ -242,10 +237,10 @@ class Contest:
 
     def agrees(self, name: str, source: int, feeds: Mapping[str, Tensor]) -> bool:
         """Return whether a candidate can be opened and computes what the plain form does; look once."""
-        candidate, oracle = self.candidates[name], self._oracle
+        candidate, oracle = self.candidates[name], self.oracle
         if candidate.agrees is None:
             form = candidate.form
-            if form is None or oracle is None or form.model is self._plain:
+            if form is None or oracle is None or form.model is self.plain:
                 candidate.agrees = form is not None
             else:
                 candidate.agrees = oracle.agrees(form, source, feeds)
@@ -255,45 +250,44 @@ class Contest:
         """Return whether a candidate can be opened; have the process that prepares it compare it on this call."""
         rehearsal = self.candidates[name].rehearsal
         if rehearsal is not None and not rehearsal.is_told:
-            rehearsal.compare_on(None if self._oracle is None else self._oracle.sample(source, feeds))
+            rehearsal.compare_on(None if self.oracle is None else self.oracle.sample(source, feeds))
         return rehearsal is None or not rehearsal.is_running
 
 
 Step = tuple[
     int, Mapping[str, Tensor], float | None
-]  # source, feeds, and the seconds of the step before, if it ran
+]  # source, feeds, and the seconds of the last step, if it ran
 
 
 def live(contest: Contest, memory: Memory, plain: BoundSession) -> Generator[BoundSession, Step, str | None]:
     """Yield the form of each step that trains until the fastest is known; return it, or None for the plain form.
 
-    The plain form runs until a process has prepared kernels, and stands for the form of the runtime. Kernels run in
-    turns with it. Unless they are clearly faster, another process prepares the form of the runtime, and they run in
-    turns with that, too.
+    Processes prepare the candidates one after the other. The plain form runs until the first one is ready, and stands
+    for that of the runtime until that is. Those that are ready run in turns, and then the fastest until another is
+    ready. One that is clearly faster ends the contest.
     """
-    kernels, rival, faster = None, plain, plain
+    forms, times, note = {RUNTIME: plain}, dict[str, float](), ""
     source, feeds, _ = yield plain
     for name, candidate in contest.candidates.items():
         while not contest.is_ready(name, source, feeds):
-            source, feeds, _ = yield faster
-        agrees, note = contest.agrees(name, source, feeds), memory.note_of(description(feeds))
-        if agrees and name == KERNELS:
-            known = memory.read(note)
-            if known is None:
-                kernels = candidate.form
-            elif min(known, key=known.__getitem__) == KERNELS:
-                return KERNELS
-        elif agrees:
-            rival = candidate.form or plain
-        if kernels is not None:
-            forms = {KERNELS: kernels, RUNTIME: rival}
+            source, feeds, _ = yield forms[next(iter(times), RUNTIME)]
+        if not contest.agrees(name, source, feeds):
+            continue
+        note = memory.note_of(description(feeds))
+        known = memory.read(note)
+        if known is not None and next(iter(known)) == name:
+            return name
+        if known is None or name == RUNTIME:
+            forms[name] = candidate.form or plain
+        if len(forms) > 1:
             times, (source, feeds, _) = yield from _in_turns(forms, (source, feeds, None))
-            is_last = name == RUNTIME
-            faster = forms[min(times, key=times.__getitem__)]
-            if is_last or times[KERNELS] <= CLEARLY_FASTER * times[RUNTIME]:
-                memory.write(note, times)
-                return KERNELS if faster is kernels else RUNTIME if rival is not plain else None
-    return None if rival is plain else RUNTIME
+            fastest, second, *_ = times
+            if fastest != RUNTIME and times[fastest] <= CLEARLY_FASTER * times[second]:
+                break
+    if times:
+        memory.write(note, times)
+    winner = next(iter(times), RUNTIME)
+    return None if forms[winner] is plain else winner
 
 
 def _in_turns(

@@ -7,8 +7,7 @@ import hashlib
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import onnx_ir as ir
 
@@ -106,18 +105,13 @@ class Evaluation:
         }
 
 
-@dataclass(frozen=True)
-class Choice:
-    """Hold the form in which evaluations of tensors of some shapes run.
+class Choice(NamedTuple):
+    """Hold the form in which evaluations of tensors of some shapes run."""
 
-    Args:
-        kernels: whether kernels are faster than the graph as it is.
-        waits: the calls with the same state after which it pays to open a session with constant weights; `NEVER` if
-            they are not faster.
-    """
-
-    kernels: bool = False
-    waits: int = NEVER
+    kernels: bool = False  # whether they are faster than the graph as it is
+    waits: int = (
+        NEVER  # the calls with one state, after which it pays to open a session with constant weights
+    )
 
 
 def choice_of(seconds: Mapping[str, float]) -> Choice:

@@ -9,9 +9,9 @@ import math
 import sys
 import time
 import warnings
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -55,8 +55,6 @@ from graphopt.targets.native.toolchain import logger
 from graphopt.targets.packing import pack_numbers
 from graphopt.targets.target import ONNXRUNTIME
 
-_T = TypeVar("_T")
-
 MARK = b"\xa5"  # no step computes a state of these bytes alone
 
 
@@ -76,7 +74,8 @@ class StepSessions:
     options: RunnerOptions
     shapes: Mapping[str, Sequence[int]] | None = None
     several: bool = False
-    _lowered: Lowered | None = field(default=None, init=False)  # to kernels that are open
+    _digest: str | None = field(default=None, init=False)  # of the kernels that are open
+    _has_shared: bool = field(default=False, init=False)  # whether they write in place
 
     @functools.cached_property
     def plain_model(self) -> ir.Model:
@@ -94,7 +93,7 @@ class StepSessions:
 
     def facts(self) -> tuple[object, ...]:
         """Return what decides how long forms take, in addition to the machine and the data."""
-        return self._lowered and self._lowered.digest, self.device.ort.__version__, self.device.threads
+        return self._digest, self.device.ort.__version__, self.device.threads
 
     def plain(self) -> BoundSession:
         """Return the graph as it is."""
@@ -132,24 +131,23 @@ class StepSessions:
         types = (y.dtype for node in model.graph.all_nodes() for y in node.outputs)
         if native == "auto" and (not is_large or ir.DataType.FLOAT16 in types):
             return None
-        return self._guarded(functools.partial(self._begun, may_wait=may_wait))
-
-    def _begun(self, *, may_wait: bool) -> Candidate | None:
-        """Lower the graph, or have a process lower it."""
-        model, (threads, precision) = self._model, self._kernel_facts
-        kept = kept_kernels(model, threads, precision) if may_wait else None
-        is_small = not self.several and weight_bytes(model) <= REHEARSED_WEIGHTS
-        is_long = sys.executable and (len(model.graph) >= REHEARSED_NODES or lacks_parts(model))
-        if kept is None and may_wait and is_small and is_long:
-            rehearsal = self.rehearsal(native=True)
-            logger.info(
-                "compiling for this machine, once for this graph; steps run without kernels meanwhile"
+        with self._guarded():
+            kept = self._kept() if may_wait else None
+            is_small = not self.several and weight_bytes(model) <= REHEARSED_WEIGHTS
+            is_long = sys.executable and (len(model.graph) >= REHEARSED_NODES or lacks_parts(model))
+            if kept is None and may_wait and is_small and is_long:
+                rehearsal = self.rehearsal(native=True)
+                logger.info(
+                    "compiling for this machine, once for this graph; steps run without kernels meanwhile"
+                )
+                return Candidate(functools.partial(self._rehearsed, rehearsal), lambda: rehearsal)
+            threads, precision = self.device.threads, self.device.product_precision
+            form = self._bound(
+                kept
+                or lower_to_kernels(model, threads=threads, in_place=options.in_place, precision=precision)
             )
-            return Candidate(functools.partial(self._rehearsed, rehearsal), lambda: rehearsal)
-        in_place = self.options.in_place
-        lowered = kept or lower_to_kernels(model, threads=threads, in_place=in_place, precision=precision)
-        form = self._bound(lowered)
-        return None if form is None else Candidate(lambda: form)
+            return None if form is None else Candidate(lambda: form)
+        return None
 
     def rehearsal(self, *, native: bool) -> Rehearsal:
         """Start a process that prepares kernels, or the graph for the runtime."""
@@ -160,17 +158,15 @@ class StepSessions:
 
     def _rehearsed(self, rehearsal: Rehearsal) -> BoundSession | None:
         """Return the graph with the kernels that a process has prepared; None after a warning if there are none."""
-
-        def prepared() -> BoundSession | None:
+        with self._guarded():
             rehearsal.wait()
-            return self._bound(kept_kernels(self._model, *self._kernel_facts))
+            return self._bound(self._kept())
+        return None
 
-        return self._guarded(prepared)
-
-    @property
-    def _kernel_facts(self) -> tuple[int, str]:
-        """Return what kernels depend on in addition to the graph: the number of threads and the precision."""
-        return threads_of(self.device.threads), self.device.product_precision
+    def _kept(self) -> Lowered | None:
+        """Return the graph with its kernels, if the cache has them."""
+        device = self.device
+        return kept_kernels(self._model, threads_of(device.threads), device.product_precision)
 
     def _bound(self, lowered: Lowered | None) -> BoundSession | None:
         if lowered is None:
@@ -178,13 +174,13 @@ class StepSessions:
         check = None if self.several else lowered.check
         kernels = {"library": lowered.library, "check": check, "shared": lowered.shared}
         form = self._opened(lowered.model, "kernels", **kernels)
-        self._lowered = lowered
+        self._digest, self._has_shared = lowered.digest, bool(lowered.shared)
         return form
 
     def _opened(self, model: ir.Model, name: str, **kernels: Any) -> BoundSession:
         """Open the session of a graph of one step, lowered or not; of several steps if they are to run."""
         options, packed = self.options, []
-        if self._lowered is not None and self._lowered.shared:  # by kernels that are not taken
+        if self._has_shared:  # by kernels that are not taken
             self.buffers.separate()
         if self.device.kind != "cpu" and "loss" in options.report and not options.fixed:
             model = model.clone()
@@ -193,11 +189,13 @@ class StepSessions:
             model = with_shapes(unrolled(model), self.shapes)
         return BoundSession(self.device, model, self.buffers, options, name, packed=packed, **kernels)
 
-    def _guarded(self, opened: Callable[[], _T | None]) -> _T | None:
-        """Return kernels; None after a warning if there are none, unless the user insists."""
+    @contextlib.contextmanager
+    def _guarded(self) -> Iterator[None]:
+        """Warn of an error while kernels are opened, unless the user insists on them."""
         native = self.device.native
         try:
-            return opened()
+            yield
+            return
         except GraphoptError as error:
             if native is True:
                 raise
@@ -207,7 +205,6 @@ class StepSessions:
             if native is True:
                 raise GraphoptError(f"{text}; pass native=False, and please report it") from error
         warnings.warn(f"{text}; steps run without kernels of their own", stacklevel=2)
-        return None
 
 
 class StepForms:
@@ -295,7 +292,7 @@ class StepForms:
                 return
             except StopIteration as end:
                 winner = end.value
-            except GraphoptError:  # the next step finds it again
+            except BaseException:  # the next step finds it again
                 self._begin(self._sessions.plain())
                 raise
         form = None if winner is None else contest.candidates[winner].form

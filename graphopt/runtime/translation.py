@@ -48,10 +48,6 @@ class Sample:
     fixed: Arrays
     batch: Arrays
 
-    @property
-    def nbytes(self) -> int:
-        return sum(x.nbytes for each in (self.state, self.fixed, self.batch) for x in each.values())
-
 
 class Mistranslated(GraphoptError):
     """Report that a form of a step computes other numbers than the plain step."""
