@@ -109,9 +109,7 @@ class Choice(NamedTuple):
     """Hold the form in which evaluations of tensors of some shapes run."""
 
     kernels: bool = False  # whether they are faster than the graph as it is
-    waits: int = (
-        NEVER  # the calls with one state, after which it pays to open a session with constant weights
-    )
+    waits: int = NEVER  # after so many calls with one state, it pays to open a session with constant weights
 
 
 def choice_of(seconds: Mapping[str, float]) -> Choice:
@@ -146,7 +144,6 @@ class ChosenEvaluation(Evaluation):
     def _bind(self) -> None:
         """Open the session of the graph as it is; bindings are for the buffers at hand."""
         self._sets, self._version, self._calls = self._buffers.sets, self._buffers.version, 0
-        device, part, buffers, options = self._device, self._part, self._buffers, self._options
         given = self._device, self._part, self._buffers, self._options
         self._plain = plain = BoundSession(*given, "the evaluation as it is")
         self._constants = Candidate(functools.partial(_with_constants, *given), is_momentary=True)
@@ -154,8 +151,7 @@ class ChosenEvaluation(Evaluation):
         candidates = {PLAIN: Candidate(lambda: plain), CONSTANTS: self._constants, KERNELS: self._kernels}
         oracle = None
         if self._device.verify:
-            device, part, buffers, options = given
-            oracle = Translation(device, part, buffers, {}, options.report, several=False)
+            oracle = Translation(*given[:3], {}, self._options.report, several=False)
         self._contest = Contest(self._part, candidates, oracle, self._memory, MEASURED_EVALUATIONS)
         self._settled = None
 
