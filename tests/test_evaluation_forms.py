@@ -14,7 +14,7 @@ from builders import attention, mlp, model
 
 import graphopt
 import passes
-from graphopt.runtime import evaluation
+from graphopt.runtime import contest, evaluation
 from graphopt.runtime.evaluation import NEVER, ChosenEvaluation, Evaluation
 from graphopt.targets.native import operators, toolchain
 
@@ -36,9 +36,11 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Measure the forms in the second call; find kernels faster than the graph as it is, and constants than both."""
-    seconds = {"constant weights": 1.0, "kernels": 2.0}
-    monkeypatch.setattr(evaluation, "TRIED", 0.0)
-    monkeypatch.setattr(evaluation, "steady", lambda form, *_: seconds.get(form.name, 3.0))
+    seconds = {"constant weights": 1.0, "kernels": 2.0, "plain": 3.0}
+    monkeypatch.setattr(evaluation, "MEASURING_SECONDS", 0.0)
+    monkeypatch.setattr(
+        contest, "measured", lambda calls, _: {name: seconds[name] for name in seconds if name in calls}
+    )
 
 
 def convolution() -> Any:
@@ -125,7 +127,7 @@ def test_constant_weights_are_those_of_the_state(waits: int, at_once: None, monk
         for calls in range(1, 5):
             assert_predicts(executor, batch)
             chosen = form_of(executor)
-            assert (chosen._constant is not None) == (calls > waits)
+            assert chosen._constants.is_open == (calls > waits)
 
 
 @needs_compiler
@@ -145,16 +147,16 @@ def test_the_machine_remembers_the_choice(at_once: None, cache: Path, monkeypatc
     batch = drawn({"x": (4, 4), "target": (4, 3)})
     first = opened(mlp())
     first.predict(x=batch["x"])
-    assert not [*cache.glob("*.evaluation.json")]
+    assert not [*cache.glob("*.time.json")]
     first.predict(x=batch["x"])
-    (note,) = map(json.loads, map(Path.read_text, cache.glob("*.evaluation.json")))
-    assert note["waits"] >= 0 and note["seconds"].keys() == {"plain", "kernels", "constant", "opening"}
-    monkeypatch.setattr(evaluation, "steady", lambda *_: pytest.fail("measured again"))
+    (note,) = map(json.loads, map(Path.read_text, cache.glob("*.time.json")))
+    assert note["seconds"].keys() >= {"plain", "constant weights", "opening"}
+    monkeypatch.setattr(contest, "measured", lambda *_: pytest.fail("measured again"))
     second = opened(mlp())
     for _ in range(3):
         assert_predicts_as_trained(second, batch["x"])
     choice = form_of(second)._choice
-    assert choice is not None and (choice.kernels, choice.waits) == (note["kernels"], note["waits"])
+    assert choice is not None and choice == form_of(first)._choice and choice.waits >= 0
     second.predict(x=batch["x"][:1])
     assert form_of(second)._choice is None  # of other shapes
 
@@ -179,7 +181,7 @@ def test_wrong_kernels_are_not_taken(at_once: None, monkeypatch: Any) -> None:
     executor.predict(x=batch["x"])
     with pytest.warns(UserWarning, match="kernels: expected the numbers of the plain step, found 'y' off by"):
         executor.predict(x=batch["x"])
-    assert form_of(executor)._kernels is None
+    assert form_of(executor)._kernels.agrees is False
     assert_predicts_as_trained(executor, batch["x"])
 
 

@@ -21,7 +21,7 @@ import passes
 from graphopt.graph import merging, parts, storage
 from graphopt.graph.mapped import MappedTensor
 from graphopt.inspection.report import report
-from graphopt.runtime import forms
+from graphopt.runtime import contest, forms
 from graphopt.runtime import frozen as placements
 from graphopt.runtime.frozen import placement_by_size
 from graphopt.targets.target import ONNXRUNTIME
@@ -286,8 +286,9 @@ def test_the_place_of_weights_follows_from_their_size(mapped, monkeypatch):
 @pytest.mark.parametrize("frozen", ["mapped", "low"])
 def test_kernels_of_a_large_model_are_taken_without_measuring_steps(mapped, monkeypatch, frozen):
     measured = []
-    monkeypatch.setattr(forms, "WORTH_COMPILING", 1)
-    monkeypatch.setattr(forms, "fastest", lambda key, calls: measured.append(key) or 0)
+    monkeypatch.setattr(forms, "COMPILED_PARAMETERS", 1)
+    monkeypatch.setattr(contest.Memory, "read", lambda *_: None)
+    monkeypatch.setattr(contest, "measured", lambda calls, _: measured.append(calls) or {"kernels": 1.0})
     executor = graphopt.Executor(compiled(mapped), frozen=frozen, native="auto", verify=True)
     plain = graphopt.Executor(compiled(mapped), native=False)
     for _ in range(3):

@@ -21,11 +21,10 @@ from builders import attention, linear, mlp, model
 import graphopt
 import passes
 from graphopt.graph.loading import load
-from graphopt.runtime.forms import fastest
 from graphopt.runtime.session import Session
 from graphopt.targets.native import cache as cached
 from graphopt.targets.native import lowering, toolchain
-from graphopt.targets.native.cache import SUM, cache_folder, read_cached, write_cached
+from graphopt.targets.native.cache import SUM, read_cached, write_cached
 from graphopt.targets.native.library import source
 from graphopt.targets.native.lowering import KERNEL_KINDS, Kernels, lower_to_kernels, plan
 from graphopt.targets.target import TARGETS
@@ -179,20 +178,8 @@ def test_auto_lowers_large_models_and_remembers_which_form_is_faster(cache):
     for _ in range(2):
         graphopt.Executor(step, native="auto").run(batches(2))
         (noted,) = cache.glob("*.time.json")
-        assert json.loads(noted.read_text())["fastest"] in (0, 1)
+        assert json.loads(noted.read_text())["seconds"].keys() == {"kernels", "runtime"}
         assert len([*cache.glob("*.so")]) == 1
-
-
-def test_the_fastest_call_is_remembered(cache):
-    cache_folder()
-    called = []
-    calls = [lambda: sum(range(10**5)), lambda: called.append(0)]
-    assert fastest(["key"], calls) == 1
-    assert len(called) == 6
-    assert fastest(["key"], calls) == 1
-    assert len(called) == 6
-    assert fastest(["other"], calls) == 1
-    assert len(called) == 12
 
 
 @pytest.mark.slow

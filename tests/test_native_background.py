@@ -16,8 +16,8 @@ from builders import mlp
 import graphopt
 import passes
 from graphopt.runtime import forms
-from graphopt.runtime.switch import ROUNDS
-from graphopt.runtime.translation import Translation
+from graphopt.runtime.contest import KERNELS, MEASURED_STEPS, Clock
+from graphopt.runtime.translation import Mistranslated, Translation
 from graphopt.targets.native import toolchain
 from graphopt.testing import strict
 
@@ -43,9 +43,13 @@ def cache(tmp_path, monkeypatch):
 @pytest.fixture
 def step(cache, monkeypatch):
     """Return a small training graph that counts as one that takes long to lower."""
-    monkeypatch.setattr(forms, "LONG", 1)
+    monkeypatch.setattr(forms, "REHEARSED_NODES", 1)
     network = mlp((4, 200, 60, 3))  # which learns so slowly that its losses stay far above their rounding
     return graphopt.compile(network, loss=passes.MeanSquaredError(), optimizer=passes.AdamW(1e-4))
+
+
+def rehearsal_of(executor):
+    return executor._runner._forms._contest.candidates[KERNELS].rehearsal
 
 
 def lowered_meanwhile(executor, steps=2000):
@@ -89,7 +93,7 @@ def test_the_first_small_graph_on_a_machine_does_not_wait_either(cache, monkeypa
         assert executor._runner.native is None
         lowered_meanwhile(executor)
         other = graphopt.compile(network, loss=passes.MeanSquaredError(), optimizer=passes.SGD(0.01))
-        assert graphopt.Executor(other, native="auto")._runner._forms._switch is None
+        assert graphopt.Executor(other, native="auto")._runner._forms._live is None
 
 
 @pytest.mark.slow
@@ -127,16 +131,19 @@ def test_kernels_that_the_other_process_finds_to_be_wrong_are_refused(cache, ste
 
 
 @pytest.mark.slow
-def test_batches_of_another_shape_do_not_count_in_a_race(cache, step):
+def test_batches_of_another_shape_do_not_count_in_a_race(cache, step, monkeypatch):
+    clocks, add = [], Clock.add
+    monkeypatch.setattr(Clock, "add", lambda clock, *call: clocks.append(clock) or add(clock, *call))
     executor = graphopt.Executor(step, native="auto")
     small = {name: x[:3] for name, x in BATCHES[0].items()}
+    steps = 0
     while executor._runner.native is None:
-        executor.step(small)
-        executor.step(BATCHES[0])
-        race = executor._runner._forms._switch and executor._runner._forms._switch._race
-        if race is not None:
-            assert sum(map(len, race._times)) <= 2 * (ROUNDS + 1)
+        for batch in (small, BATCHES[0]):
+            executor.step(batch)
+            steps += bool(clocks)
         time.sleep(0.02)
+    assert len(clocks) <= steps / 2 + 1
+    assert all(clocks.count(clock) <= 2 * (MEASURED_STEPS + 1) for clock in clocks)
 
 
 @pytest.mark.slow
@@ -144,7 +151,7 @@ def test_batches_of_another_shape_do_not_count_in_a_race(cache, step):
 @pytest.mark.parametrize("is_left", [True, False])
 def test_no_process_is_left(cache, step, is_left):
     executor = graphopt.Executor(step, native="auto")
-    processes = [executor._runner._forms._switch._rehearsal._process.pid]
+    processes = [rehearsal_of(executor)._process.pid]
     if is_left:
         executor.step(BATCHES[0])
         del executor
@@ -170,9 +177,37 @@ def test_calls_of_several_steps_wait_for_kernels(cache, step):
 
 
 @pytest.mark.slow
+def test_single_steps_follow_calls_that_have_waited_for_kernels(cache, step):
+    executor = graphopt.Executor(step, native="auto", steps_per_call=3)
+    found = [reported["loss"] for reported in executor.run(BATCHES)]  # the last one alone
+    found += lowered_meanwhile(executor)
+    plain = graphopt.Executor(step, native=False)
+    batches = [*BATCHES, *(batch for batch, _ in zip(itertools.cycle(BATCHES), found[4:], strict=False))]
+    np.testing.assert_allclose(found, [plain.step(batch)["loss"] for batch in batches], rtol=1e-4)
+
+
+@pytest.mark.slow
+def test_an_error_of_a_comparison_comes_again(cache, step, monkeypatch):
+    """With verify=True, kernels that differ are an error of each step, and never run."""
+
+    def differ(*_):
+        raise Mistranslated("kernels differ")
+
+    monkeypatch.setattr(Translation, "agrees", differ)
+    executor = graphopt.Executor(step, native="auto", verify=True)
+    rehearsal_of(executor).wait()
+    before = executor.state
+    for _ in range(2):
+        with pytest.raises(graphopt.GraphoptError, match="kernels differ"):
+            executor.step(BATCHES[0])
+    for name, array in executor.state.items():
+        np.testing.assert_array_equal(array, before[name])
+
+
+@pytest.mark.slow
 def test_if_the_process_that_lowers_ends_plain_steps_go_on(cache, step):
     executor = graphopt.Executor(step, native="auto")
-    executor._runner._forms._switch._rehearsal._process.kill()
+    rehearsal_of(executor)._process.kill()
     with pytest.warns(UserWarning, match="the process that compiles ended with -?[0-9]+; steps run without"):
         lowered_meanwhile(executor)
     assert executor._runner.native is False
@@ -195,11 +230,9 @@ def test_the_process_that_lowers_ends_with_the_one_that_trains(cache, step, tmp_
     graphopt.save(step, tmp_path / "step.onnx")
     program = f"""import graphopt, time
 from graphopt.runtime import forms
-from graphopt.runtime.switch import ROUNDS
-from graphopt.runtime.translation import Translation
-forms.LONG = 1
+forms.REHEARSED_NODES = 1
 executor = graphopt.Executor({str(tmp_path / "step.onnx")!r}, native="auto")
-print(executor._runner._forms._switch._rehearsal._process.pid, flush=True)
+print(executor._runner._forms._contest.candidates["kernels"].rehearsal._process.pid, flush=True)
 time.sleep(60)"""
     environment = {**os.environ, "XDG_CACHE_HOME": str(cache.parents[1])}
     process = subprocess.Popen([sys.executable, "-c", program], env=environment, stdout=subprocess.PIPE)

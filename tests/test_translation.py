@@ -287,7 +287,7 @@ def test_no_failure_of_a_lowering_reaches_the_user(monkeypatch, error):
         raise error
 
     monkeypatch.setattr(forms, "lower_to_kernels", fail)
-    monkeypatch.setattr(forms, "WORTH_COMPILING", 1)
+    monkeypatch.setattr(forms, "COMPILED_PARAMETERS", 1)
     with pytest.warns(UserWarning, match=f"native: {type(error).__name__}.*; steps run without kernels"):
         executor = graphopt.Executor(table_step(), native="auto", threads=1)
     assert executor.step(rows())["loss"] > 0

@@ -11,6 +11,7 @@ from builders import linear, mlp, model, run
 import graphopt
 import passes
 from graphopt.graph.roles import Role, with_role
+from graphopt.runtime.runners import ALONE, TOGETHER, Pace
 from graphopt.training.fit import fit
 
 RNG = np.random.default_rng(0)
@@ -90,12 +91,20 @@ def test_how_many_is_chosen_by_the_time_of_a_step():
     assert len(executor.run(BATCHES)) == 50
     assert executor.steps == 50
     assert executor._several.pace.steps > 1
-    executor._several.pace._together[:] = [0.1] * 5
-    assert executor._several.pace.steps == 1  # since a step among several takes longer
-    executor._several.pace._together.clear()
-    assert executor._several.pace.steps > 1
-    executor._several.pace._alone[:] = [0.1] * 5
-    assert executor._several.pace.steps == 1
+    assert paced([1e-4] * 6).steps == 40
+    assert paced([1.0] + [1e-4] * 5).steps == 40  # the first one takes longer
+    assert paced([1e-4] * 6, [1e-4] * 6).steps == 1  # since a step among several takes as long
+    assert paced([1e-4] * 6, [1.0] + [8e-5] * 5).steps == 40
+    assert paced([0.1] * 6).steps == 1
+
+
+def paced(alone, together=()):
+    """Return a pace that has measured single steps, and steps among several."""
+    pace = Pace()
+    for name, times in {ALONE: alone, TOGETHER: together}.items():
+        for seconds in times:
+            pace.clock.add(name, seconds)
+    return pace
 
 
 def test_what_is_the_same_in_each_step_is_computed_once():

@@ -37,8 +37,8 @@ from graphopt.inspection.plot import plot
 from graphopt.inspection.random_inputs import SIZES, open_sizes
 from graphopt.inspection.words import counted
 from graphopt.pipeline import Pipeline
+from graphopt.runtime.contest import measured
 from graphopt.runtime.executor import Executor
-from graphopt.runtime.forms import medians
 from graphopt.runtime.frozen import frozen_bytes, placement_by_size
 from graphopt.runtime.signature import InputSpec
 from graphopt.targets.bfloat16 import computes_bfloat16
@@ -142,11 +142,13 @@ def saved_by_kernels(result: Report, opened: Callable[[bool], Executor]) -> str:
         noise = rng.standard_normal(zeros.shape).astype(zeros.dtype)
         feeds[name_of(x)] = noise if is_floating(x) else zeros
     try:
-        native, plain = medians([functools.partial(opened(kind).step, feeds) for kind in (True, False)])
+        calls = {str(kind): functools.partial(opened(kind).step, feeds) for kind in (True, False)}
+        times = measured(calls)
     except GraphoptError as error:
         return f"  saves      not measured: {error}"
-    times = f"{1e3 * native:.3g} ms with kernels, {1e3 * plain:.3g} ms without"
-    return f"  a step     {times}: {plain / native:.2f} times as fast, at {_at(result)}"
+    native, plain = times["True"], times["False"]
+    shown = f"{1e3 * native:.3g} ms with kernels, {1e3 * plain:.3g} ms without"
+    return f"  a step     {shown}: {plain / native:.2f} times as fast, at {_at(result)}"
 
 
 _OPEN = f"no size of the open axes runs, of {', '.join(map(str, SIZES))}"

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import hashlib
 import math
 import time
-import timeit
-import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import onnx_ir as ir
 
@@ -21,23 +17,29 @@ from graphopt.graph.roles import FED, STATE, with_role
 from graphopt.graph.storage import skeleton
 from graphopt.graph.values import name_of
 from graphopt.runtime.bound_session import BoundSession, Reported, RunnerOptions
-from graphopt.runtime.checks.verdicts import read_note, write_note
+from graphopt.runtime.contest import (
+    CONSTANTS,
+    KERNELS,
+    MEASURED_EVALUATIONS,
+    MEASURING_SECONDS,
+    OPENING,
+    PLAIN,
+    WORTH_CONSTANTS,
+    Candidate,
+    Contest,
+    Memory,
+)
 from graphopt.runtime.device import Device
-from graphopt.runtime.forms import StepForms
+from graphopt.runtime.forms import StepSessions
 from graphopt.runtime.frozen import placement_of
 from graphopt.runtime.session import Session
-from graphopt.runtime.signature import InputSpec
+from graphopt.runtime.signature import InputSpec, Seen
 from graphopt.runtime.state_buffers import StateBuffers
 from graphopt.runtime.tensors import Tensor, number_or_array, to_ort
-from graphopt.runtime.translation import Form, Mistranslated, Translation
+from graphopt.runtime.translation import Translation
 from graphopt.targets.native.cache import own_version
 
-TRIED = 1.0  # seconds of evaluations after which other forms are measured
-GAIN = 0.99  # of the time of evaluations with weights as inputs, for which constant weights are worth their memory
-ROUNDS = 2  # of measuring the forms in turns, as other programs may run
-SECONDS, MOST = 0.1, 200  # of measuring a form in a round, and its calls
 NEVER = -1
-CONSTANT = "constant weights"
 
 
 def evaluation_of(
@@ -69,22 +71,18 @@ class Evaluation:
 
     Attributes:
         inputs: the names of the tensors that are needed.
-        checked: the description of the tensors that were checked last.
+        seen: the tensors that were checked last.
     """
 
     def __init__(self, device: Device, part: ir.Model, buffers: StateBuffers, options: RunnerOptions) -> None:
         self._device, self._part, self._buffers, self._options = device, part, buffers, options
         self._types = {name_of(x): InputSpec(x).dtype for x in with_role(part, *FED)}
         self.inputs = [*self._types]
-        self.checked: list[Any] | None = None
+        self.seen = Seen()
         self._open()
 
     def _open(self) -> None:
         self._session = Session(self._device, self._part)
-
-    def expect(self, facts: list[Any]) -> None:
-        """Take note of the description of tensors that have been checked, and will be computed with."""
-        self.checked = facts
 
     def again(
         self, feeds: Mapping[str, Tensor], check: Callable[[Mapping[str, Any]], None] | None
@@ -105,18 +103,20 @@ class Evaluation:
         }
 
 
-@dataclass(frozen=True)
-class Choice:
-    """Say in which form evaluations of tensors of some shapes run.
+class Choice(NamedTuple):
+    """Hold the form in which evaluations of tensors of some shapes run."""
 
-    Args:
-        kernels: whether kernels are faster than the graph as it is.
-        waits: the calls with the same state that take as much longer than those with constant weights as it takes to
-            open these; `NEVER` if they are not faster.
-    """
+    kernels: bool = False  # whether they are faster than the graph as it is
+    waits: int = NEVER  # after so many calls with one state, it pays to open a session with constant weights
 
-    kernels: bool = False
-    waits: int = NEVER
+
+def choice_of(seconds: Mapping[str, float]) -> Choice:
+    """Return which form to take by the seconds of each."""
+    plain, kernels, constant = (seconds.get(name, math.inf) for name in (PLAIN, KERNELS, CONSTANTS))
+    varying, waits = min(plain, kernels), NEVER
+    if constant < WORTH_CONSTANTS * varying:
+        waits = math.ceil(seconds.get(OPENING, 0.0) / (varying - constant))
+    return Choice(kernels < plain, waits)
 
 
 class ChosenEvaluation(Evaluation):
@@ -125,43 +125,41 @@ class ChosenEvaluation(Evaluation):
     They are the graph as it is, whose weights are inputs; its kernels; and a graph whose weights are constants, which
     ONNX Runtime packs and folds, but which has to be opened again once the state has changed.
 
-    The graph as it is runs until calls with the same shapes have taken `TRIED` seconds. Then the forms are measured.
-    The machine remembers the choice, and later executors run so from the start.
+    The graph as it is runs until calls with the same shapes have taken `MEASURING_SECONDS`. Then the forms are
+    measured. The machine remembers the times, and later executors run so from the start.
     """
 
-    _constant: BoundSession | None  # with the state at hand
     _settled: BoundSession | None  # the form of the latest call, if more calls do not change it
 
     def _open(self) -> None:
-        facts = (self._device.ort.__version__, self._device.threads, self._device.native, own_version(), GAIN)
-        self._digest = hashlib.sha256(skeleton(self._part)[0] + repr(facts).encode())
-        self._choices: dict[str, Choice | None] = {}  # by the names of their notes
-        self._seconds: dict[str, float] = {}
+        facts = (self._device.ort.__version__, self._device.threads, self._device.native, own_version())
+        digest = hashlib.sha256(skeleton(self._part)[0] + repr(facts).encode()).hexdigest()
+        self._memory = Memory(lambda: digest)
+        self._computed = Seen()  # the tensors of the latest call
+        self._seconds: dict[str, float] = {}  # of calls as the graph is, by the names of notes
         self._bind()
 
     def _bind(self) -> None:
         """Open the session of the graph as it is; bindings are for the buffers at hand."""
         self._sets, self._version, self._calls = self._buffers.sets, self._buffers.version, 0
-        self._plain = BoundSession(
-            self._device, self._part, self._buffers, self._options, "the evaluation as it is"
-        )
-        self._kernels: BoundSession | None = None
-        self._has_tried_kernels = False
-        self._constant = self._settled = None
+        given = self._device, self._part, self._buffers, self._options
+        self._plain = plain = BoundSession(*given, "the evaluation as it is")
+        self._constants = Candidate(functools.partial(_with_constants, *given), is_momentary=True)
+        self._kernels = Candidate(functools.partial(_with_kernels, StepSessions(*given)))
+        candidates = {PLAIN: Candidate(lambda: plain), CONSTANTS: self._constants, KERNELS: self._kernels}
+        oracle = None
+        if self._device.verify:
+            oracle = Translation(*given[:3], {}, self._options.report, several=False)
+        self._contest = Contest(self._part, candidates, oracle, self._memory, MEASURED_EVALUATIONS)
+        self._settled = None
 
-    def expect(self, facts: list[Any]) -> None:
-        super().expect(facts)
-        digest = self._digest.copy()
-        digest.update(repr(facts).encode())
-        self._note = f"{digest.hexdigest()[:32]}.evaluation.json"
-        if self._note not in self._choices:
-            kernels, waits = (
-                read_note("native", self._note, "kernels", bool),
-                read_note("native", self._note, "waits", int),
-            )
-            is_known = kernels is not None and waits is not None
-            self._choices[self._note] = Choice(bool(kernels), waits or 0) if is_known else None
-        self._choice = Choice() if self._device.deterministic else self._choices[self._note]
+    def _expect(self, feeds: Mapping[str, Tensor]) -> None:
+        """Look up the form for tensors of other shapes than the last ones."""
+        self._note = self._memory.note_of(self._computed.add(feeds))
+        known = self._memory.read(self._note)
+        self._choice = None if known is None else choice_of(known)
+        if self._device.deterministic:
+            self._choice = Choice()
 
     def again(
         self, feeds: Mapping[str, Tensor], check: Callable[[Mapping[str, Any]], None] | None
@@ -176,12 +174,16 @@ class ChosenEvaluation(Evaluation):
             self._bind()
         if len(feeds) > len(self.inputs):
             feeds = {name: feeds[name] for name in self.inputs}
+        if feeds not in self._computed:
+            self._expect(feeds)
         source = self._buffers.current
-        if self._choice is None and self._seconds.get(self._note, 0.0) > TRIED:
-            self._choice = self._choices[self._note] = self._measured(source, feeds)
+        if self._choice is None and self._seconds.get(self._note, 0.0) > MEASURING_SECONDS:
+            self._constants.close()  # may be of an earlier state
+            self._choice = choice_of(self._contest.times(self._memory, source, feeds))
+            self._constants.close()
         if self._choice is not None:
             form = self._form(self._choice, source, feeds)
-            is_last = form is self._constant or self._choice.waits == NEVER
+            is_last = form.name == CONSTANTS or self._choice.waits == NEVER
             self._settled = form if is_last else None
             return form.call(source, feeds)
         begun = time.perf_counter()
@@ -192,71 +194,33 @@ class ChosenEvaluation(Evaluation):
     def _form(self, choice: Choice, source: int, feeds: Mapping[str, Tensor]) -> BoundSession:
         """Return the form of the call that begins."""
         if self._version != self._buffers.version:
-            self._version, self._calls, self._constant = self._buffers.version, 0, None
+            self._version, self._calls = self._buffers.version, 0
+            self._constants.close()
+        form = None
         if choice.waits != NEVER:
             self._calls += 1
-            if self._constant is None and self._calls > choice.waits:
-                self._constant = self._with_constants()
-            if self._constant is not None:
-                return self._constant
-        return (choice.kernels and self._with_kernels(source, feeds)) or self._plain
-
-    def _measured(self, source: int, feeds: Mapping[str, Tensor]) -> Choice:
-        """Measure the forms, and note which to take."""
-        begun = time.perf_counter()
-        constant = self._with_constants()
-        opening = time.perf_counter() - begun
-        kernels = self._with_kernels(source, feeds)
-        forms = [self._plain, constant] if kernels is None else [self._plain, constant, kernels]
-        rounds = [[steady(form, source, feeds) for form in forms] for _ in range(ROUNDS)]
-        plain, fixed, compiled = [*map(min, *rounds), math.inf][:3]
-        varying = min(plain, compiled)
-        is_faster = fixed < GAIN * varying and self._agrees(constant, source, feeds)
-        choice = Choice(compiled < plain, math.ceil(opening / (varying - fixed)) if is_faster else NEVER)
-        seconds = {"plain": plain, "kernels": str(compiled), "constant": fixed, "opening": opening}
-        write_note("native", self._note, {**dataclasses.asdict(choice), "seconds": seconds})
-        return choice
-
-    def _with_kernels(self, source: int, feeds: Mapping[str, Tensor]) -> BoundSession | None:
-        """Return the graph with kernels, if there are any and they compute the same."""
-        if not self._has_tried_kernels and self._device.native:
-            options = dataclasses.replace(self._options, native=True)  # measured here
-            forms = StepForms(self._device, self._part, self._buffers, options)
-            if forms.native:
-                forms.settle(source, feeds)
-            self._kernels = forms.form if forms.native else None
-        self._has_tried_kernels = True
-        return self._kernels
-
-    def _agrees(self, form: Form, source: int, feeds: Mapping[str, Tensor]) -> bool:
-        """Return whether a form computes what the graph does; warn if it does not."""
-        if not self._device.verify:
-            return True
-        names = self._options.report
-        translation = Translation(self._device, self._part, self._buffers, {}, names, several=False)
-        try:
-            translation.check(form, source, feeds)
-        except Mistranslated as error:
-            if self._device.verify is True:
-                raise
-            warnings.warn(str(error), stacklevel=2)
-            return False
-        return True
-
-    def _with_constants(self) -> BoundSession:
-        """Return the graph with the state at hand as constants."""
-        model = self._part.clone()
-        inputs = with_role(model, *STATE)
-        arrays = self._buffers.arrays(map(name_of, inputs))
-        for x in inputs:
-            x.const_value = ir.tensor(arrays[name_of(x)], name=x.name)
-            model.graph.inputs.remove(x)
-            model.graph.register_initializer(x)
-        return BoundSession(self._device, model, self._buffers, self._options, CONSTANT)
+            if self._constants.is_open or self._calls > choice.waits:
+                form = self._constants.form
+        if form is None and choice.kernels and self._contest.agrees(KERNELS, source, feeds):
+            form = self._kernels.form
+        return form or self._plain
 
 
-def steady(form: Form, source: int, feeds: Mapping[str, Tensor]) -> float:
-    """Return the least seconds of some calls in succession, as caches then hold what they can."""
-    call = functools.partial(form.call, source, feeds)
-    first = timeit.timeit(call, number=1)
-    return min(timeit.repeat(call, number=1, repeat=max(1, min(MOST, int(SECONDS / first)))))
+def _with_kernels(sessions: StepSessions) -> BoundSession | None:
+    """Return a graph with kernels, if there are any."""
+    kernels = sessions.kernels()
+    return None if kernels is None else kernels.form
+
+
+def _with_constants(
+    device: Device, part: ir.Model, buffers: StateBuffers, options: RunnerOptions
+) -> BoundSession:
+    """Return a graph with the state at hand as constants."""
+    model = part.clone()
+    inputs = with_role(model, *STATE)
+    arrays = buffers.arrays(map(name_of, inputs))
+    for x in inputs:
+        x.const_value = ir.tensor(arrays[name_of(x)], name=x.name)
+        model.graph.inputs.remove(x)
+        model.graph.register_initializer(x)
+    return BoundSession(device, model, buffers, options, CONSTANTS)

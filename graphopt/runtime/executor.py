@@ -31,7 +31,7 @@ from graphopt.runtime.executor_options import ExecutorOptions
 from graphopt.runtime.executor_state import ExecutorState
 from graphopt.runtime.runners import Batch, Pace, Rounds, Runner, SeveralSteps, StepRunner, alike
 from graphopt.runtime.session import Session
-from graphopt.runtime.signature import InputSpec, Signature, chosen_outputs, description, numbers, reporting
+from graphopt.runtime.signature import InputSpec, Seen, Signature, chosen_outputs, numbers, reporting
 from graphopt.runtime.state_buffers import StateBuffers
 from graphopt.runtime.tensors import Tensor, check_rows, rows_of
 
@@ -163,7 +163,6 @@ class Executor(ExecutorState):
     """
 
     workers: Communicator
-    _checked: list[Any] | None  # the description of the tensors that were checked last
     _first: FirstCheck | None  # until the first step
     _settled: BoundSession | None  # what runs steps on tensors like the last ones
 
@@ -254,15 +253,27 @@ class Executor(ExecutorState):
 
     def _fed(self, feeds: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Set hyperparameters, check tensors unless they are like the last ones, and return the tensors."""
-        if self._checked != description(feeds):
-            fed, feeds = self._split(feeds)
-            if self._checked != (facts := description(feeds)):
-                if self.workers.size == 1:
-                    check_rows(feeds)
-                self._runner.check(feeds)
-                self._checked = facts
+        fed, feeds = self._unlike(self._seen, feeds, self._check_batch)
+        if fed:
             self.set_hyperparameters(**fed)
         return feeds
+
+    def _check_batch(self, feeds: Mapping[str, Tensor]) -> None:
+        if self.workers.size == 1:
+            check_rows(feeds)
+        self._runner.check(feeds)
+
+    def _unlike(
+        self, seen: Seen, feeds: Mapping[str, Tensor], check: Callable[[Mapping[str, Tensor]], object]
+    ) -> tuple[dict[str, Any], Mapping[str, Tensor]]:
+        """Separate hyperparameters from tensors, and check these unless they are like the last ones."""
+        if feeds in seen:
+            return {}, feeds
+        fed, tensors = self._split(feeds)
+        if tensors not in seen:
+            check(tensors)
+            seen.add(tensors)
+        return fed, tensors
 
     def _pass(self, feeds: Mapping[str, Tensor]) -> Reported:
         """Count a batch without rows, which trains nothing."""
@@ -431,7 +442,7 @@ class Executor(ExecutorState):
             self._runner: Runner = (single := runner_of())
         else:
             self._runner, single = self._runner_of(chosen), None
-        self._checked = self._settled = None
+        self._seen, self._settled = Seen(), None
         arrays = any(y.name in self._report and y.shape != () for y in model.graph.outputs)
         alone = self._rounds is not None or self.in_place or self.workers.size > 1
         steps = options.steps_per_call
@@ -480,12 +491,8 @@ class Executor(ExecutorState):
             reported = evaluation.again(feeds, check)
             if reported is not None:
                 return reported
-            fed: dict[str, Any] = {}
-            if evaluation.checked != description(feeds):
-                fed, feeds = self._split(feeds)
-                if evaluation.checked != (facts := description(feeds)):
-                    self._signature.check(feeds, evaluation.inputs)
-                    evaluation.expect(facts)
+            needed = functools.partial(self._signature.check, needed=evaluation.inputs)
+            fed, feeds = self._unlike(evaluation.seen, feeds, needed)
             if check is not None:
                 check(feeds)
             if fed:

@@ -1,16 +1,16 @@
-"""Choose the form in which a plain training graph runs: compiled kernels, or another target, whichever is faster."""
+"""Open the forms in which a plain training graph runs, and run the fastest: kernels, or the form of the runtime."""
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import functools
-import hashlib
 import math
-import statistics
 import sys
 import time
-import timeit
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -19,19 +19,30 @@ import onnx_ir as ir
 from graphopt.errors import GraphoptError, line
 from graphopt.graph.folding import fold
 from graphopt.graph.roles import FED, Role, with_role
+from graphopt.graph.state import put_initial
 from graphopt.graph.storage import weight_bytes
 from graphopt.graph.strictness import is_strict
 from graphopt.graph.unroll import Unroll
 from graphopt.graph.values import name_of
 from graphopt.runtime.bound_session import BoundSession, Reported, RunnerOptions
-from graphopt.runtime.checks.verdicts import read_note, write_note
+from graphopt.runtime.contest import (
+    COMPILED_PARAMETERS,
+    KERNELS,
+    REHEARSED_NODES,
+    REHEARSED_WEIGHTS,
+    RUNTIME,
+    Candidate,
+    Contest,
+    Memory,
+    Step,
+    live,
+)
 from graphopt.runtime.device import Device
 from graphopt.runtime.frozen import placement_of
-from graphopt.runtime.signature import description
+from graphopt.runtime.rehearsal import Rehearsal
 from graphopt.runtime.state_buffers import StateBuffers
-from graphopt.runtime.switch import ROUNDS, Rehearsed, Switch
-from graphopt.runtime.tensors import Tensor, overwrite
-from graphopt.runtime.translation import Mistranslated, Sample, Translation
+from graphopt.runtime.tensors import Tensor, buffer, overwrite
+from graphopt.runtime.translation import Sample, Translation
 from graphopt.targets.bfloat16 import compute_bfloat16_in_float32, is_of_bfloat16
 from graphopt.targets.native.lowering import (
     Lowered,
@@ -40,256 +51,153 @@ from graphopt.targets.native.lowering import (
     lower_to_kernels,
     threads_of,
 )
+from graphopt.targets.native.toolchain import logger
 from graphopt.targets.packing import pack_numbers
 from graphopt.targets.target import ONNXRUNTIME
 
-WORTH_COMPILING = 10_000  # numbers in parameters, from which `auto` compiles kernels
-LONG = 500  # nodes, from which lowering takes longer than a second: another process does it while steps run
-SMALL_MODEL = 2**26  # bytes of constants that such a process reads
 MARK = b"\xa5"  # no step computes a state of these bytes alone
-SECONDS = 1.0  # of measuring, after which there are no more rounds
 
 
-class StepForms:
-    """Hold a training graph lowered to kernels or for ONNX Runtime; the first step shows which form is faster.
-
-    Before a form runs, its numbers in the first step are compared with those of the plain graph; see `Translation`.
+@dataclass(eq=False)
+class StepSessions:
+    """Open sessions of one training graph: as it is, lowered for the runtime, and lowered to kernels.
 
     Args:
         model: the plain graph of one step.
         shapes: fixed shapes of the data.
         several: run several steps per call, on stacked batches.
-        rehearse: starts a process that prepares a form; without it, `auto` prepares kernels before the first step.
-
-    Raises:
-        GraphoptError: `native` is True, and the device is not the CPU, there is no compiler, or it fails.
     """
 
-    def __init__(
-        self,
-        device: Device,
-        model: ir.Model,
-        buffers: StateBuffers,
-        options: RunnerOptions,
-        shapes: Mapping[str, Sequence[int]] | None = None,
-        *,
-        several: bool = False,
-        rehearse: Callable[..., Rehearsed] | None = None,
-    ) -> None:
-        self._device, self._buffers, self._options = device, buffers, options
-        self._shapes, self._several = shapes, several
-        self._model = model if several else with_shapes(model, shapes)
-        self._plain_model = _runnable(device, self._model)
-        self._translation = None
-        if options.verified and device.verify:
-            self._translation = Translation(
-                device, _runnable(device, model), buffers, options.fixed, options.report, several=several
-            )
-        self._digest: str | None = None
-        self._is_low = placement_of(device, model) == "low"  # to measure steps would take minutes
-        self.is_settled = False
-        self._rehearse = rehearse
-        self._switch: Switch | None = None  # while another process prepares a form, and forms are measured
-        self._warn_of_precision()
-        is_free = device.native == "auto" and options.native is None
-        self._may_measure = is_free and not (device.deterministic or options.in_place or self._is_low)
-        lowered = None if options.native is False else self._lowered()
-        self._measures = lowered is not None and self._may_measure
-        self.native: bool | None = None if self._measures or self._switch else lowered is not None
-        self.form = lowered or (self._switch.form if self._switch else self.for_runtime())
+    device: Device
+    model: ir.Model
+    buffers: StateBuffers
+    options: RunnerOptions
+    shapes: Mapping[str, Sequence[int]] | None = None
+    several: bool = False
+    _digest: str | None = field(default=None, init=False)  # of the kernels that are open
+    _has_shared: bool = field(default=False, init=False)  # whether they write in place
 
-    def wait(self) -> None:
-        """Wait for the process that prepares a form, if there is one."""
-        if self._switch is not None:
-            self._switch.wait()
+    @functools.cached_property
+    def plain_model(self) -> ir.Model:
+        """Return the graph as the device can run it, with its shapes."""
+        return runnable(self.device, self._model)
 
-    def step(self, source: int, feeds: Mapping[str, Tensor]) -> Reported:
-        """Run a step in the form that is chosen, or in one that is measured."""
-        if not self.is_settled:
-            self.settle(source, feeds)
-        if self._switch is None:
-            return self.form.call(source, feeds)
-        reported = self._switch.call(source, feeds)
-        self.form = self._switch.form
-        return reported
+    @functools.cached_property
+    def is_low(self) -> bool:
+        """Return whether weights stay on the disk, so that to measure steps would take minutes."""
+        return placement_of(self.device, self.model) == "low"
 
-    def settle(self, source: int, feeds: Mapping[str, Tensor]) -> None:
-        """Choose the form to run: not kernels, and then not a lowered graph, that compute other numbers.
+    @functools.cached_property
+    def _model(self) -> ir.Model:
+        return self.model if self.several else with_shapes(self.model, self.shapes)
 
-        As long as another process prepares a form, or forms are measured on steps that train, the choice is open; see
-        `Switch`. Otherwise, this measures forms on a step, unless the machine remembers. A step reads one set of state
-        buffers and writes the other, so that it can be repeated.
+    def facts(self) -> tuple[object, ...]:
+        """Return what decides how long forms take, in addition to the machine and the data."""
+        return self._digest, self.device.ort.__version__, self.device.threads
 
-        Raises:
-            GraphoptError: the option `verify` is True, and a form differs from the plain graph; or the provider does
-                not write the new state.
-            Mistranslated: a form of several steps differs from the plain graph.
-        """
-        if self._switch is not None:
-            self._switch.advance(self, source, feeds)
-            self.form, self.native = self._switch.form, self._switch.native
-            if self.native is None:
-                return
-            self._switch = None
-        else:
-            self._choose(source, feeds)
-        self.is_settled, self._translation = True, None
-
-    def _choose(self, source: int, feeds: Mapping[str, Tensor]) -> None:
-        """Choose the form to run by a step that does not train."""
-        if not self._device.on_cpu:
-            self._check_delivery(source, feeds)
-        if self.native is not False and not self.agrees(self.form, source, feeds):
-            if self.form.shared:
-                self._buffers.separate()
-            self.form, self._measures, self.native = self.for_runtime(), False, False
-        if self._measures:
-            self._measure(source, feeds)
-        is_lowered = self.native is False and self.form.model is not self._plain_model
-        if is_lowered and not self.agrees(self.form, source, feeds):
-            self.form = self._plain()
-
-    def _check_delivery(self, source: int, feeds: Mapping[str, Tensor]) -> None:
-        """Check on one step that a provider writes the new state where the executor reads it."""
-        buffers = self._buffers.sets[1 - source]
-        marks = {name: MARK * np.asarray(buffers[name].numpy()).nbytes for name in self._buffers.updated}
-        for name, mark in marks.items():
-            array = np.asarray(buffers[name].numpy())
-            overwrite(self._device, buffers[name], np.frombuffer(mark, array.dtype).reshape(array.shape))
-        self.form.call(source, feeds)
-        for name, mark in marks.items():
-            if mark and buffers[name].numpy().tobytes() == mark:
-                raise GraphoptError(
-                    f"{self._device.execution_provider}: expected the new state in the memory that it was given, "
-                    f"found {name!r} as before: take another provider"
-                )
-
-    def sample(self, source: int, feeds: Mapping[str, Tensor]) -> Sample | None:
-        """Return the numbers of a step, on which another process may compare forms; None if it is not to do so."""
-        return None if self._translation is None else self._translation.sample(source, feeds)
-
-    def agrees(self, form: BoundSession, source: int, feeds: Mapping[str, Tensor]) -> bool:
-        """Return whether a form computes what the plain graph does; warn, or raise an error, if it does not."""
-        try:
-            if self._translation is not None:
-                self._translation.check(form, source, feeds)
-        except Mistranslated as error:
-            trusts_plain = self._device.machine.is_oracle
-            if self._device.verify is True or not trusts_plain or (self._several and self.native is False):
-                raise
-            warnings.warn(str(error), stacklevel=2)
-            return False
-        return True
-
-    def _measure(self, source: int, feeds: Mapping[str, Tensor]) -> None:
-        """Take the faster form: that of kernels or the other one."""
-        kernels, other = self.form, functools.cache(self.for_runtime)
-        calls = [lambda: kernels.call(source, feeds), lambda: other().call(source, feeds)]
-        self.native = fastest(self._key(description(feeds)), calls) == 0
-        if not self.native:
-            self.form = other()
-
-    def _key(self, facts: Sequence[object]) -> tuple[object, ...]:
-        """Return what decides which form is the fastest."""
-        return self._digest, self._device.ort.__version__, self._device.threads, facts
-
-    def fastest(self, facts: Sequence[object]) -> int | None:
-        """Return 0 if kernels are the fastest form on batches like that, 1 if another is, None if it is not known."""
-        return remembered(self._key(facts))
-
-    def note_fastest(self, facts: Sequence[object], seconds: Sequence[float]) -> None:
-        """Note how long the forms take."""
-        remember(self._key(facts), seconds)
+    def plain(self) -> BoundSession:
+        """Return the graph as it is."""
+        return self._opened(self.plain_model, "the plain step")
 
     def for_runtime(self) -> BoundSession:
         """Return the graph lowered for the runtime, or the plain one if that fails."""
-        target, device = self._device.runtime_target, self._device
-        if self._is_low and target is ONNXRUNTIME and (device.native, device.verify) == ("auto", "first"):
-            return self._plain()
-        name = "several steps per call" if self._several else f"the step for {target.name}"
+        target, device = self.device.runtime_target, self.device
+        if self.is_low and target is ONNXRUNTIME and (device.native, device.verify) == ("auto", "first"):
+            return self.plain()
+        name = "several steps per call" if self.several else f"the step for {target.name}"
         try:
-            lowered = target.lower(self._model)
-            return self._opened(lowered, name)
+            return self._opened(target.lower(self._model), name)
         except Exception as error:  # whatever fails here, the plain graph computes the same
             if device.verify is True or target is not ONNXRUNTIME:
                 raise
-            form = self._plain()
+            form = self.plain()
             warnings.warn(f"{error}; the step runs as it was before its fusion", stacklevel=2)
             return form
 
-    def _plain(self) -> BoundSession:
-        return self._opened(self._plain_model, "the plain step")
+    def kernels(self, *, may_wait: bool = False) -> Candidate | None:
+        """Return the graph lowered to kernels; None if it is not to have them, or after a warning.
 
-    def _opened(self, model: ir.Model, name: str, **kernels: Any) -> BoundSession:
-        """Open the session of a graph of one step, lowered or not; of several steps if they are to run."""
-        options, packed = self._options, []
-        if not self._device.machine.in_host_memory and "loss" in options.report and not options.fixed:
-            model = model.clone()
-            packed = pack_numbers(model, options.report, self._buffers.infinite)
-        if self._several:
-            model = with_shapes(unrolled(model), self._shapes)
-        return BoundSession(self._device, model, self._buffers, options, name, packed=packed, **kernels)
+        Args:
+            may_wait: let another process lower it if that takes long.
 
-    def _warn_of_precision(self) -> None:
-        """Warn if products run in a higher precision than they may."""
-        reason = self._device.machine.precision_obstacle(self._device.native)
-        if reason is not None:
-            warnings.warn(f"matmul_precision: {reason}; products run as 'highest'", stacklevel=2)
-
-    def _lowered(self) -> BoundSession | None:
-        """Lower the graph and open its session; return None if the graph is to run as it is."""
-        native, options, model = self._device.native, self._options, self._model
-        if not self._device.on_cpu or not native:
+        Raises:
+            GraphoptError: `native` is True, and the device is not the CPU, there is no compiler, or it fails.
+        """
+        native, options, model = self.device.native, self.options, self._model
+        if not self.device.on_cpu or not native or options.native is False:
             return None
         is_large = is_large_enough([model]) if options.is_large is None else options.is_large
         # Of float16, kernels round each result and ONNX Runtime some: they may overflow in one form alone.
         types = (y.dtype for node in model.graph.all_nodes() for y in node.outputs)
         if native == "auto" and (not is_large or ir.DataType.FLOAT16 in types):
             return None
-        return self._guarded(self._begun)
+        with self._guarded():
+            kept = self._kept() if may_wait else None
+            is_small = not self.several and weight_bytes(model) <= REHEARSED_WEIGHTS
+            is_long = sys.executable and (
+                len(model.graph) >= REHEARSED_NODES or (not is_strict() and lacks_parts(model))
+            )
+            if kept is None and may_wait and is_small and is_long:
+                rehearsal = self.rehearsal(native=True)
+                logger.info(
+                    "compiling for this machine, once for this graph; steps run without kernels meanwhile"
+                )
+                return Candidate(functools.partial(self._rehearsed, rehearsal), lambda: rehearsal)
+            threads, precision = self.device.threads, self.device.product_precision
+            form = self._bound(
+                kept
+                or lower_to_kernels(model, threads=threads, in_place=options.in_place, precision=precision)
+            )
+            return None if form is None else Candidate(lambda: form)
+        return None
 
-    def _begun(self) -> BoundSession | None:
-        """Lower the graph, or have a process lower it if that takes long and the session may change its form."""
-        model, facts = self._model, self._kernel_facts
-        kept = kept_kernels(model, *facts) if self._may_measure else None
-        may_wait = self._may_measure and not self._several and weight_bytes(model) <= SMALL_MODEL
-        is_long = sys.executable and (len(model.graph) >= LONG or (not is_strict() and lacks_parts(model)))
-        if kept is None and may_wait and is_long and self._rehearse is not None:
-            self._switch = Switch(self._plain(), self._rehearse)
-            return None
-        threads, precision = facts
-        in_place = self._options.in_place
-        return self._bound(
-            kept or lower_to_kernels(model, threads=threads, in_place=in_place, precision=precision)
+    def rehearsal(self, *, native: bool) -> Rehearsal:
+        """Start a process that prepares kernels, or the graph for the runtime."""
+        device = dataclasses.replace(self.device, native=native)
+        return Rehearsal(
+            self.model, functools.partial(_rehearse, device, list(self.options.report), self.shapes)
         )
 
-    @property
-    def _kernel_facts(self) -> tuple[int, str]:
-        """Return what kernels depend on in addition to the graph: the number of threads and the precision."""
-        return threads_of(self._device.threads), self._device.product_precision
-
-    def kernels(self, rehearsal: Rehearsed) -> BoundSession | None:
+    def _rehearsed(self, rehearsal: Rehearsal) -> BoundSession | None:
         """Return the graph with the kernels that a process has prepared; None after a warning if there are none."""
-
-        def prepared() -> BoundSession | None:
+        with self._guarded():
             rehearsal.wait()
-            return self._bound(kept_kernels(self._model, *self._kernel_facts))
+            return self._bound(self._kept())
+        return None
 
-        return self._guarded(prepared)
+    def _kept(self) -> Lowered | None:
+        """Return the graph with its kernels, if the cache has them."""
+        device = self.device
+        return kept_kernels(self._model, threads_of(device.threads), device.product_precision)
 
     def _bound(self, lowered: Lowered | None) -> BoundSession | None:
         if lowered is None:
             return None
-        self._digest = lowered.digest
-        check = None if self._several else lowered.check
+        check = None if self.several else lowered.check
         kernels = {"library": lowered.library, "check": check, "shared": lowered.shared}
-        return self._opened(lowered.model, "kernels", **kernels)
+        form = self._opened(lowered.model, "kernels", **kernels)
+        self._digest, self._has_shared = lowered.digest, bool(lowered.shared)
+        return form
 
-    def _guarded(self, session_of: Callable[[], BoundSession | None]) -> BoundSession | None:
-        """Return a session of kernels; None after a warning if there is none, unless the user insists."""
-        native = self._device.native
+    def _opened(self, model: ir.Model, name: str, **kernels: Any) -> BoundSession:
+        """Open the session of a graph of one step, lowered or not; of several steps if they are to run."""
+        options, packed = self.options, []
+        if self._has_shared:  # by kernels that are not taken
+            self.buffers.separate()
+        if not self.device.machine.in_host_memory and "loss" in options.report and not options.fixed:
+            model = model.clone()
+            packed = pack_numbers(model, options.report, self.buffers.infinite)
+        if self.several:
+            model = with_shapes(unrolled(model), self.shapes)
+        return BoundSession(self.device, model, self.buffers, options, name, packed=packed, **kernels)
+
+    @contextlib.contextmanager
+    def _guarded(self) -> Iterator[None]:
+        """Warn of an error while kernels are opened, unless the user insists on them."""
+        native = self.device.native
         try:
-            return session_of()
+            yield
+            return
         except GraphoptError as error:
             if native is True:
                 raise
@@ -299,10 +207,147 @@ class StepForms:
             if native is True:
                 raise GraphoptError(f"{text}; pass native=False, and please report it") from error
         warnings.warn(f"{text}; steps run without kernels of their own", stacklevel=2)
-        return None
 
 
-def _runnable(device: Device, model: ir.Model) -> ir.Model:
+class StepForms:
+    """Run a training graph in its fastest form: lowered to kernels or for ONNX Runtime.
+
+    Before a form runs, its numbers in the first step are compared with those of the plain graph; see `Translation`.
+
+    Attributes:
+        form: the form of the latest step, or of the next one.
+        native: whether it has kernels; None as long as a measurement is to decide.
+        is_settled: whether all later steps run in this form.
+
+    Raises:
+        GraphoptError: `native` is True, and the device is not the CPU, there is no compiler, or it fails.
+    """
+
+    def __init__(self, sessions: StepSessions) -> None:
+        self._sessions, self.is_settled = sessions, False
+        device, buffers, options = sessions.device, sessions.buffers, sessions.options
+        oracle = None
+        if options.verified and device.verify:
+            plain = runnable(device, sessions.model)
+            given = options.fixed, options.report
+            oracle = Translation(device, plain, buffers, *given, several=sessions.several)
+        _warn_of_precision(device)
+        is_free = device.native == "auto" and options.native is None
+        may_measure = is_free and not (device.deterministic or options.in_place or sessions.is_low)
+        kernels = sessions.kernels(may_wait=may_measure)
+        candidates = {} if kernels is None else {KERNELS: kernels}
+        rehearse = functools.partial(sessions.rehearsal, native=False)
+        candidates[RUNTIME] = Candidate(sessions.for_runtime, rehearse)
+        memory = Memory(sessions.facts) if may_measure and kernels is not None else None
+        self.native: bool | None = None if memory else kernels is not None
+        self._contest: Contest | None = Contest(sessions.plain_model, candidates, oracle, memory)
+        self._live: Generator[BoundSession, Step, str | None] | None = None
+        self._latest: float | None = None  # the seconds of the latest step
+        if kernels is not None and kernels.rehearsal is not None:
+            self._begin(sessions.plain())
+        else:
+            self.form = next(iter(candidates.values())).form or sessions.plain()
+
+    def _begin(self, plain: BoundSession) -> None:
+        """Begin to measure forms on steps that train."""
+        assert self._contest is not None and self._contest.memory is not None
+        self._live = live(self._contest, self._contest.memory, plain)
+        self.form = next(self._live)
+
+    def wait(self) -> None:
+        """Wait for the process that prepares kernels, if there is one, whether or not it fails."""
+        kernels = self._contest and self._contest.candidates.get(KERNELS)
+        if kernels and kernels.rehearsal is not None:
+            with contextlib.suppress(GraphoptError):
+                kernels.rehearsal.wait()
+
+    def step(self, source: int, feeds: Mapping[str, Tensor]) -> Reported:
+        """Run a step in the form that is chosen, or in one that is measured."""
+        if not self.is_settled:
+            self.settle(source, feeds)
+        self._latest, begun = None, time.perf_counter()
+        reported = self.form.call(source, feeds)
+        self._latest = time.perf_counter() - begun
+        return reported
+
+    def settle(self, source: int, feeds: Mapping[str, Tensor]) -> None:
+        """Choose the form to run: not kernels, and then not a lowered graph, that compute other numbers.
+
+        As long as another process prepares a form, or forms are measured on steps that train, the choice is open; see
+        `live`. Otherwise, this measures forms on a step, unless the machine remembers. A step reads one set of state
+        buffers and writes the other, so that it can be repeated.
+
+        Raises:
+            GraphoptError: the option `verify` is True, and a form differs from the plain graph; or the provider does
+                not write the new state.
+            Mistranslated: a form of several steps differs from the plain graph.
+        """
+        contest = self._contest
+        assert contest is not None
+        if self._live is None:
+            if not self._sessions.device.on_cpu:
+                self._check_delivery(source, feeds)
+            winner = contest.fastest(source, feeds)
+        else:
+            try:
+                self.form = self._live.send((source, feeds, self._latest))
+                return
+            except StopIteration as end:
+                winner = end.value
+            except BaseException:  # the next step finds it again
+                self._begin(self._sessions.plain())
+                raise
+        form = None if winner is None else contest.candidates[winner].form
+        self.form, self.native = form or self._sessions.plain(), winner == KERNELS
+        self.is_settled, self._contest, self._live = True, None, None
+
+    def _check_delivery(self, source: int, feeds: Mapping[str, Tensor]) -> None:
+        """Check on one step that a provider writes the new state where the executor reads it."""
+        device, own = self._sessions.device, self._sessions.buffers
+        buffers = own.sets[1 - source]
+        marks = {name: MARK * np.asarray(buffers[name].numpy()).nbytes for name in own.updated}
+        for name, mark in marks.items():
+            array = np.asarray(buffers[name].numpy())
+            overwrite(device, buffers[name], np.frombuffer(mark, array.dtype).reshape(array.shape))
+        self.form.call(source, feeds)
+        for name, mark in marks.items():
+            if mark and buffers[name].numpy().tobytes() == mark:
+                raise GraphoptError(
+                    f"{device.execution_provider}: expected the new state in the memory that it was given, "
+                    f"found {name!r} as before: take another provider"
+                )
+
+
+def _rehearse(
+    device: Device,
+    report: Sequence[str],
+    shapes: Mapping[str, Sequence[int]] | None,
+    model: ir.Model,
+    sample: Sample | None,
+) -> None:
+    """Leave a lowered graph in the cache, with its kernels; with a sample, a note of whether it is right."""
+    if sample is None:
+        shaped = with_shapes(model, shapes)
+        if device.native:
+            lower_to_kernels(shaped, threads=device.threads, precision=device.product_precision)
+        else:
+            device.runtime_target.lower(shaped)
+        return
+    put_initial(model, sample.state)
+    buffers = StateBuffers(device, model)
+    fixed = {name: buffer(device, x) for name, x in sample.fixed.items()}
+    options = RunnerOptions(report=report, fixed=fixed)
+    StepForms(StepSessions(device, model, buffers, options, shapes)).settle(0, sample.batch)
+
+
+def _warn_of_precision(device: Device) -> None:
+    """Warn if products run in a higher precision than they may."""
+    reason = device.machine.precision_obstacle(device.native)
+    if reason is not None:
+        warnings.warn(f"matmul_precision: {reason}; products run as 'highest'", stacklevel=2)
+
+
+def runnable(device: Device, model: ir.Model) -> ir.Model:
     """Return a graph as a device can run it: the CPU does not compute in bfloat16."""
     if not device.on_cpu or not any(map(is_of_bfloat16, model.graph.all_nodes())):
         return model
@@ -342,38 +387,4 @@ def is_large_enough(models: Sequence[ir.Model]) -> bool:
     """Return whether graphs have so many parameters together that compiling kernels is worth its time."""
     shapes = {x.name: x.shape for model in models for x in with_role(model, Role.PARAMETER)}
     known = [shape.numpy() for shape in shapes.values() if shape is not None and shape.is_static()]
-    return sum(map(math.prod, known)) >= WORTH_COMPILING
-
-
-def fastest(key: Sequence[object], calls: Sequence[Callable[[], object]]) -> int:
-    """Return the index of the fastest call, by the median of calls in turns; the machine remembers it by the key."""
-    index = remembered(key)
-    return remember(key, medians(calls)) if index is None else index
-
-
-def remembered(key: Sequence[object]) -> int | None:
-    """Return the index of the fastest form, if the machine remembers it."""
-    return read_note("native", _note_of(key), "fastest", int)
-
-
-def remember(key: Sequence[object], seconds: Sequence[float]) -> int:
-    """Note and return the index of the fastest form."""
-    index = seconds.index(min(seconds))
-    write_note("native", _note_of(key), {"fastest": index, "seconds": [*seconds]})
-    return index
-
-
-def _note_of(key: Sequence[object]) -> str:
-    return f"{hashlib.sha256(repr(key).encode()).hexdigest()[:32]}.time.json"
-
-
-def medians(calls: Sequence[Callable[[], object]]) -> list[float]:
-    """Return the median time of each call in seconds, from calls in turns after a first one."""
-    for call in calls:
-        call()
-    times: list[list[float]] = [[] for _ in calls]
-    begun = time.perf_counter()
-    while len(times[0]) < ROUNDS and (not times[0] or time.perf_counter() - begun < SECONDS):
-        for own, call in zip(times, calls, strict=True):
-            own.append(timeit.timeit(call, number=1))
-    return [statistics.median(own) for own in times]
+    return sum(map(math.prod, known)) >= COMPILED_PARAMETERS

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import itertools
 import time
 import warnings
@@ -18,14 +17,15 @@ import onnx_ir as ir
 from graphopt.errors import GraphoptError
 from graphopt.graph.roles import FED, with_role
 from graphopt.runtime.bound_session import BoundSession, Reported, RunnerOptions
+from graphopt.runtime.contest import MOST_STEPS_PER_CALL, SECONDS_PER_CALL, WORTH_STACKING, Clock
 from graphopt.runtime.device import Device
-from graphopt.runtime.forms import StepForms, unrolled
-from graphopt.runtime.rehearsal import Rehearsal
-from graphopt.runtime.signature import Signature, description
+from graphopt.runtime.forms import StepForms, StepSessions, unrolled
+from graphopt.runtime.signature import Seen, Signature
 from graphopt.runtime.state_buffers import StateBuffers
 from graphopt.runtime.tensors import Tensor, check_rows
 from graphopt.runtime.translation import Mistranslated
 
+ALONE, TOGETHER = "a single step", "a step among several"
 Batch = Mapping[str, Tensor]
 
 
@@ -140,9 +140,7 @@ class StepRunner(Runner):
         if single is not None:
             single.wait()
             options = dataclasses.replace(options, native=single.native, as_numpy=True)
-        device, model, _ = self._parts
-        rehearse = functools.partial(Rehearsal, device, model, options.report, shapes)
-        return StepForms(*self._parts, options, shapes, several=single is not None, rehearse=rehearse)
+        return StepForms(StepSessions(*self._parts, options, shapes, several=single is not None))
 
     @property
     def state_is_finite(self) -> bool:
@@ -180,7 +178,7 @@ class SeveralSteps:
         self.pace, self._runner_of, self._fed, self._insists = pace, runner_of, {*fed}, insists
         self._single = single
         self._runner: StepRunner | None = None
-        self._checked: list[Any] | None = None  # the description of the arrays that were checked last
+        self._seen = Seen()
 
     def step(self, buffers: StateBuffers, batches: Sequence[Batch]) -> list[Reported] | None:
         """Run a step on each batch and return what each reports, or None if the steps have to run one by one.
@@ -199,10 +197,10 @@ class SeveralSteps:
             if self._runner is None:
                 self._runner = self._runner_of(single=self._single)
             stacked = {name: np.array([*map(itemgetter(name), batches)]) for name in first}
-            if self._checked != (facts := description(stacked)):
+            if stacked not in self._seen:
                 check_rows(first)
                 self._runner.check(stacked)
-                self._checked = facts
+                self._seen.add(stacked)
             self._runner.signature.check_labels(stacked)
             try:
                 reported = self._runner.step(buffers.current, stacked)
@@ -219,7 +217,7 @@ class SeveralSteps:
 
     def close(self) -> None:
         """Release the session."""
-        self._runner = self._checked = None
+        self._runner, self._seen = None, Seen()
 
 
 def unstacked(reported: Reported, steps: int) -> list[Reported]:
@@ -248,19 +246,13 @@ def alike(batches: Sequence[Batch]) -> Iterator[Sequence[Batch]]:
 class Pace:
     """Choose the number of steps per call by measuring single steps and calls of several steps.
 
-    The first steps run alone, and the next ones in calls of about `CALL` seconds. Later steps run alone unless the
-    calls were faster by `MARGIN`. A number that the user has chosen stays.
+    The first steps run alone, and the next ones in calls of about `SECONDS_PER_CALL`. Later steps run alone unless
+    the calls were faster by `WORTH_STACKING`. A number that the user has chosen stays.
     """
-
-    CALL = 4e-3
-    MOST = 256
-    MARGIN = 0.9
-    TRIED = 5  # single steps to measure, and calls of several steps
 
     def __init__(self, chosen: int | None = None) -> None:
         self._chosen = chosen
-        self._alone: list[float] = []
-        self._together: list[float] = []
+        self.clock = Clock((ALONE, TOGETHER))
 
     @property
     def is_chosen(self) -> bool:
@@ -272,24 +264,21 @@ class Pace:
         """Return the number of steps of the next call."""
         if self._chosen is not None:
             return self._chosen
-        if len(self._alone) < self.TRIED:
+        if not self.clock.has(ALONE):
             return 1
-        alone = min(self._alone)  # the minimum: first steps take longer, and other programs may run
-        together = min(self._together) if len(self._together) == self.TRIED else 0.0
-        if together > self.MARGIN * alone:
+        alone = self.clock.seconds[ALONE]
+        if self.clock.has(TOGETHER) and self.clock.seconds[TOGETHER] > WORTH_STACKING * alone:
             return 1
-        return max(1, min(self.MOST, int(self.CALL / alone)))
+        return max(1, min(MOST_STEPS_PER_CALL, int(SECONDS_PER_CALL / alone)))
 
     @property
     def alone(self) -> bool:
         """Return whether all later steps run alone."""
-        return self.steps == 1 and (self._chosen == 1 or len(self._alone) == self.TRIED)
+        return self.steps == 1 and (self._chosen == 1 or self.clock.has(ALONE))
 
     @contextlib.contextmanager
     def timed(self, steps: int = 1) -> Iterator[None]:
         """Measure the time of a call of `steps` steps."""
-        times = self._alone if steps == 1 else self._together
-        start = time.perf_counter()
+        begun = time.perf_counter()
         yield
-        if len(times) < self.TRIED:
-            times.append((time.perf_counter() - start) / steps)
+        self.clock.add(ALONE if steps == 1 else TOGETHER, (time.perf_counter() - begun) / steps)

@@ -196,8 +196,23 @@ class Signature:
 
 
 def description(tensors: Mapping[str, Any]) -> list[Any]:
-    """Return the names, shapes and types of tensors, to recognize tensors that were checked before."""
+    """Return the names, shapes and types of tensors."""
     return [(name, getattr(x, "shape", None), getattr(x, "dtype", None)) for name, x in tensors.items()]
+
+
+class Seen:
+    """Recognize tensors that are like those that were checked last: their names, shapes and types are equal."""
+
+    def __init__(self) -> None:
+        self._facts: list[Any] | None = None
+
+    def __contains__(self, tensors: Mapping[str, Any]) -> bool:
+        return self._facts == description(tensors)
+
+    def add(self, tensors: Mapping[str, Any]) -> list[Any]:
+        """Take tensors for checked, and return their description."""
+        self._facts = description(tensors)
+        return self._facts
 
 
 def reportable(model: ir.Model) -> list[str]:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import functools
 import math
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
 
 import numpy as np
 import onnx_ir as ir
@@ -17,6 +17,7 @@ from graphopt.graph.emitter import Emitter
 from graphopt.graph.operators import PRODUCTS
 from graphopt.graph.roles import FED, Role, with_role
 from graphopt.graph.values import name_of, next_of, tensor_bytes
+from graphopt.runtime.bound_session import BoundSession
 from graphopt.runtime.checks.verdicts import (
     LARGEST,
     ROOM,
@@ -46,21 +47,6 @@ class Sample:
     state: Arrays
     fixed: Arrays
     batch: Arrays
-
-    @property
-    def nbytes(self) -> int:
-        return sum(x.nbytes for each in (self.state, self.fixed, self.batch) for x in each.values())
-
-
-class Form(Protocol):
-    """Compute what a graph does, from a set of state buffers; see `BoundSession`."""
-
-    model: ir.Model
-    name: str
-    library: Path | None
-    shared: Sequence[str]
-
-    def call(self, source: int, feeds: Mapping[str, Tensor]) -> dict[str, Any]: ...
 
 
 class Mistranslated(GraphoptError):
@@ -107,20 +93,21 @@ class Translation:
     def _reference(self) -> Session:
         return Session(self._oracle, self._plain)
 
-    def check(self, form: Form, source: int, feeds: Mapping[str, Tensor]) -> None:
-        """Run a form and the plain step from the state in set `source`, which stays as it is.
+    def agrees(self, form: BoundSession, source: int, feeds: Mapping[str, Tensor]) -> bool:
+        """Run a form and the plain step from the state in set `source`, which stays as it is, and compare them.
+
+        Return False, after a warning, if their numbers differ by more than rounding.
 
         Raises:
-            Mistranslated: their numbers differ by more than rounding.
+            Mistranslated: they do, and the option `verify` is True, or there is no form to take in its place.
         """
         # On CPUs, only the products of kernels may be of lower precision than that of their type.
         has_products = self._has_floats and (form.library is not None or not self._device.on_cpu)
         self._unit = max(self._rounding, (has_products and self._device.product_unit) or 0.0)
         verify, digest = self._device.verify, self._digest(form)
         note = f"{digest}.verified.json"
-        remembers = (
-            verify is not True and self._device.on_cpu
-        )  # of GPUs, the runtime does not tell which one it is
+        # Of GPUs, the runtime does not tell which one it is.
+        remembers = verify is not True and self._device.on_cpu
         message = read_note(ROOM, note, "difference", str) if remembers else None
         if message is None:
             try:
@@ -128,11 +115,15 @@ class Translation:
             except GraphoptError:  # the runtime stops on this batch, or refuses the plain graph
                 if verify is True:
                     raise
-                return
+                return True
             if self._device.on_cpu:
                 write_note(ROOM, note, {"difference": message})
-        if message:
+        trusts_plain, is_last = self._device.machine.is_oracle, self._several and form.library is None
+        if message and (verify is True or is_last or not trusts_plain):
             raise Mistranslated(message)
+        if message:
+            warnings.warn(message, stacklevel=2)
+        return not message
 
     def sample(self, source: int, feeds: Mapping[str, Tensor]) -> Sample | None:
         """Return the numbers of a step, on which another process may compare it.
@@ -144,7 +135,7 @@ class Translation:
             return None
         return Sample(_arrays(state), _arrays(self._fixed), self._signature.arrays(feeds))
 
-    def _difference(self, form: Form, source: int, feeds: Mapping[str, Tensor], digest: str) -> str:
+    def _difference(self, form: BoundSession, source: int, feeds: Mapping[str, Tensor], digest: str) -> str:
         """Return the line that tells of a difference, or an empty one."""
         if self._several:
             feeds = {name: x[:STEPS] for name, x in feeds.items()}
@@ -159,7 +150,7 @@ class Translation:
         errors = self._beyond_rounding(errors, limit, expected, state, data)
         return self._reported(form, errors, state | data, digest) if errors else ""
 
-    def _run(self, form: Form, source: int, feeds: Mapping[str, Tensor], state: Arrays) -> Arrays:
+    def _run(self, form: BoundSession, source: int, feeds: Mapping[str, Tensor], state: Arrays) -> Arrays:
         """Return the numbers of a form; put back the state that it replaces in place."""
         reported = {
             name: np.array(x.numpy() if hasattr(x, "numpy") else x)
@@ -240,7 +231,7 @@ class Translation:
         distance = float(np.linalg.norm(y - x)) - slack
         return distance / max(float(np.linalg.norm(x)), 1e-300) if distance > 0 else 0.0
 
-    def _digest(self, form: Form) -> str:
+    def _digest(self, form: BoundSession) -> str:
         """Return a hash of a form and of what its numbers depend on, and of how they are compared."""
         library, device = form.library and form.library.name, self._device
         facts = (device.ort.__version__, device.execution_provider, device.threads)
@@ -250,7 +241,7 @@ class Translation:
             (library, list(form.shared), self._several, *facts),
         )
 
-    def _reported(self, form: Form, errors: Mapping[str, float], inputs: Arrays, digest: str) -> str:
+    def _reported(self, form: BoundSession, errors: Mapping[str, float], inputs: Arrays, digest: str) -> str:
         """Write a reproducer, and return the line that tells of a difference."""
         errors = dict(sorted(errors.items(), key=lambda item: -item[1]))
         name, error = next(iter(errors.items()))
