@@ -19,19 +19,13 @@ from graphopt.graph.roles import TRAINING_RUNTIME
 from graphopt.runtime.denormals import AS_THEY_ARE, modes
 from graphopt.runtime.device import Device
 from graphopt.runtime.frozen import FrozenPlacement, is_packed, is_shareable, placement_of, shared
+from graphopt.runtime.optimizers import disabled_optimizers
 from graphopt.runtime.tensors import OrtValues
 from graphopt.runtime.webgpu import ENTRY, ON_CPU, lines_that_fit
 from graphopt.targets.portable import nodes_on_shapes
 
 if TYPE_CHECKING:
     import onnxruntime
-
-# It rewrites 1 / b * a to a / b, and loses a if another rule removes its node (microsoft/onnxruntime#32416).
-UNSAFE = ["DivMulFusion"]
-# It makes one Split of Slices. On CUDA, an uneven Split copies a table of all positions to the device in each step.
-SLOW_ON_CUDA = ["GatherSliceToSplitFusion"]
-# onnxruntime 1.19 fuses a Transpose and a MatMul into an operator that has no kernel for double.
-UNSAFE_IN_DOUBLE = ["MatmulTransposeFusion"]
 
 
 class Session:
@@ -62,7 +56,6 @@ class Session:
         captures: bool = False,
     ) -> None:
         self.device = device
-        is_double = any(x.dtype == ir.DataType.DOUBLE for x in model.graph.inputs)
         self.frozen: FrozenPlacement = "packed" if options is not None else placement_of(device, model)
         self._files = files_of(model)
         try:
@@ -84,10 +77,8 @@ class Session:
                 content, weights = storage.message_without_weights(model, is_taken)
             # The first session would change denormals in this thread permanently.
             with device.flushing or contextlib.nullcontext():
-                disabled = UNSAFE + (UNSAFE_IN_DOUBLE if is_double else [])
-                disabled = disabled + (SLOW_ON_CUDA if device.kind == "cuda" else [])
                 self.ort: onnxruntime.InferenceSession = device.open(
-                    content, options, disabled, captures=captures
+                    content, options, disabled_optimizers(device, model), captures=captures
                 )
         except Exception as error:
             raise _refusal(device, model, error) from error
