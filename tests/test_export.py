@@ -194,6 +194,18 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], Any]] = {
     "weights shared by two layers": (tied, WORDS),
     "a Sequential called twice": (one_after_another, Vector),
     "a Sequential called twice on sequences": (one_after_another, (6, 5, 4)),
+    "a frozen BatchNormalization of buffers": (
+        lambda: Function(
+            lambda s, x: s.o(functional.batch_norm(s.a(x), s.running_mean, s.running_var, s.weight, s.bias)),
+            a=L(4, 5),
+            weight=torch.rand(5) + 0.5,
+            bias=torch.randn(5),
+            running_mean=torch.randn(5),
+            running_var=torch.rand(5) + 0.5,
+            o=L(5, 3),
+        ),
+        Vector,
+    ),
     "buffers that look like weights": (
         lambda: Function(
             lambda s, x: s.o(torch.tanh(functional.linear(x, s.weight, s.bias))),
