@@ -215,7 +215,7 @@ def test_the_command_reads_codes(reader: str, tmp_path: Path, monkeypatch: pytes
     table = pandas.concat([frame(texts)] * 5)
     table.to_csv("t.csv", index=False) if reader == "csv" else table.to_parquet("t.parquet")
     options = [f"data={reader}", f"data.path=t.{reader}", "loss=cross_entropy"]
-    assert main(["model=m.onnx", *options, "fit.epochs=1", "folder=run"]) == 0
+    assert main(["model=m.onnx", *options, "fit.epochs=1", f"fit.validation=t.{reader}", "folder=run"]) == 0
     assert main(["evaluate", "folder=run"]) == 0
     assert main(["predict", "folder=run", "rows=all"]) == 0
     found = np.load("run/predictions.npz")["y"]

@@ -235,8 +235,10 @@ class Recipe:
                     f"fit.validation: expected a share of the rows, such as 0.2, found {validation!r}: data={reader} "
                     "reads no file"
                 )
-            learnt = {"labels": self.data.labels, "columns": self.data.columns} if self._reads_table else {}
-            learnt |= self._beside_model
+            learnt = self._beside_model
+            if self._reads_table:
+                learnt = {"labels": self.data.labels, "columns": self.data.columns}
+                learnt |= self._by_input if self.data.columns is None else {}
             validation = self._build("data", path=validation, **learnt)
         elif validation is not None and not isinstance(validation, int | float):
             raise GraphoptError(
