@@ -37,7 +37,7 @@ def has_nested_choices(model: ir.Model) -> bool:
 
     Which conditions the runtime finds to be constant is not known.
     """
-    graphs = [model.graph, *model.functions.values()]
+    graphs: list[ir.Graph | ir.Function] = [model.graph, *model.functions.values()]
     choices = [node for graph in graphs for node in all_nodes(graph) if node.op_type == "If"]
     inner = (x for choice in choices for x in _in_branches(model, choice) if x.op_type == "If")
     return any(subgraphs(x) for choice in inner for x in _in_branches(model, choice))
