@@ -401,6 +401,9 @@ def _compare(
         return  # weights of 2 GB and more: the proof alone decides
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 4
+    options.graph_optimization_level = (
+        onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    )  # it ends some processes
     sessions = [
         onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
         for content in (before[0], after[0])

@@ -126,7 +126,7 @@ FAULTS = {
         "onnxruntime",
         "1.32",
         "end the process on Ifs within Ifs with constant conditions, as PyTorch writes the means of an EmbeddingBag",
-        ("graphopt/runtime/device.py",),
+        ("graphopt/runtime/device.py", "graphopt/runtime/optimizers.py"),
         """
 import pathlib, tempfile, torch
 
@@ -152,7 +152,7 @@ fault = False
         "onnxruntime",
         "1.32",
         "rewrites 1 / b * a to a / b, and loses a if another rule removes its node (microsoft/onnxruntime#32416)",
-        ("graphopt/runtime/session.py",),
+        ("graphopt/runtime/optimizers.py",),
         """
 proto = model(
     "(float[3] x, float[3] z) => (float[3] y) { a = Identity(x) b = Div(one, z) c = Mul(a, b) y = Add(c, x) }",
@@ -226,7 +226,7 @@ fault = refuses(runtime, proto, x=np.zeros(4, np.float16), i=np.zeros(2, np.int6
         "onnxruntime-training",
         "1.19",
         "makes an operator of float64 that has no kernel",
-        ("graphopt/runtime/session.py",),
+        ("graphopt/runtime/optimizers.py",),
         """
 fault = refuses(session, model(
     "(double[2,3,4] x, double[2,3,5] w) => (double[2,4,5] y) { t = Transpose<perm=[0,2,1]>(x) y = MatMul(t, w) }"

@@ -10,7 +10,19 @@ import onnx
 import onnxruntime
 import pytest
 from builders import attention, mlp, model
-from planted_mistakes import MISTAKES, NETWORKS, SGD, batch_for, images, layers, tokens
+from planted_mistakes import (
+    BEYOND,
+    MISTAKES,
+    NETWORKS,
+    SGD,
+    Planted,
+    batch_for,
+    edited,
+    images,
+    layers,
+    times,
+    tokens,
+)
 from test_local_sgd import together
 
 import graphopt
@@ -74,6 +86,29 @@ def test_a_mistake_in_one_of_many_parameters_names_it():
     """A difference along one direction of 51 parameters is halved down to the parameter."""
     told = [x.noticed() for x in MISTAKES if "of 51 parameters" in x.name]
     assert [re.match(r"parameter '(\w+)'", text)[1] for text in told] == ["b7", "k9"]
+
+
+@pytest.mark.parametrize("mistake", BEYOND, ids=lambda mistake: mistake.name.replace(" ", "-"))
+def test_what_is_smaller_than_rounding_is_seen_by_the_full_check_of_one_parameter_at_most(mistake):
+    assert not mistake.noticed()
+    assert mistake.noticed("full").startswith("parameter 'k9'") == ("too long" in mistake.name)
+
+
+LEVELS = [  # a network, a parameter, the factor of its gradient, and which levels see it
+    ("layers", "w1", 1.01, ["first", "full"]),
+    ("layers", "b0", 1.01, ["first", "full"]),
+    ("layers", "w1", 1.005, ["full"]),
+    ("deep", "k9", 1.3, ["first", "full"]),
+    ("images", "k0", 1.1, ["full"]),
+    ("deep", "k9", 1.05, ["full"]),
+]
+
+
+@pytest.mark.parametrize(("network", "name", "factor", "seen"), LEVELS)
+def test_what_each_level_sees(network, name, factor, seen):
+    """Convolutions are computed in float32, products of matrices in float64."""
+    mistake = Planted("too long", "gradient", network, edit=edited(**{name: times(factor)}))
+    assert [level for level in ("first", "full") if mistake.noticed(level)] == seen
 
 
 def test_sixty_mistakes_are_planted():

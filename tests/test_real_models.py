@@ -255,6 +255,19 @@ def test_a_detector_of_speech_is_fine_tuned(name: str) -> None:
 
 
 @pytest.mark.slow
+def test_a_detector_of_speech_runs() -> None:
+    """The runtime's own optimizers end the process (`test_runtime_optimizers.py`)."""
+    feeds = speech()
+    model = fixed(pretrained("silero_vad", "data/silero_vad.onnx"), feeds, sr=16000)
+    options = onnxruntime.SessionOptions()
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    session = onnxruntime.InferenceSession(ir.to_proto(model).SerializeToString(), options)
+    expected = session.run(["output"], feeds)[0]
+    np.testing.assert_allclose(graphopt.run(model, feeds)["output"], expected, rtol=1e-4)
+    np.testing.assert_allclose(graphopt.predict(model, feeds)["output"], expected, rtol=1e-4)
+
+
+@pytest.mark.slow
 def test_a_detector_of_speech_with_its_if_is_fine_tuned() -> None:
     """The sampling rate is fed, and gradients go through the branch that it takes."""
     feeds = speech(sr=np.array(16000), target=np.array([[0], [1]], np.float32))

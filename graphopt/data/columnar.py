@@ -18,6 +18,7 @@ from graphopt.files import ReadName
 
 _ROWS = 65_536  # of a Parquet file, that are read at once
 _NUMBER = 8  # bytes
+_EXACT = 2**53  # the largest whole number before which float64, NumPy's type beside missing ones, has all
 _PARQUET = b"PAR1"  # the start of a Parquet file
 _ARROW = b"ARROW1"  # the start and the end of a file in Arrow's file format
 
@@ -205,6 +206,10 @@ def _array(pyarrow: Any, path: str, name: str, column: Any) -> np.ndarray:
             indices = indices.fill_null(len(values) - 1)
         return values[np.asarray(indices).astype(np.int64)]
     size = getattr(column.type, "list_size", None)
+    if size is None and column.null_count and pyarrow.types.is_integer(column.type):
+        whole = np.asarray(column.drop_null())
+        if whole.size and max(int(whole.max()), -int(whole.min())) > _EXACT:
+            return np.array(column.to_pylist(), object)
     if size is None:
         return np.asarray(column)
     if column.null_count:

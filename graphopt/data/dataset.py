@@ -100,13 +100,14 @@ class Dataset(metaclass=Checked):
         classes: the number of classes of the labels; the largest label + 1 by default.
         labels: the names of the classes in order, if they have names.
         columns: what makes the features of the columns of `table`.
-        table: columns of cells by name, that `columns` reads.
+        table: columns of cells by name, that `columns` reads, or a model's input.
         names: the names of the features.
         source: what errors call the data, such as the path of a file.
         spare: the names of arrays that a graph reads only if it has inputs of these names.
         marks: groups of names of arrays that tell what counts in a row, each with the warning for a graph that reads
             none of the group.
         tokens: the number of tokens of all rows of text, without padding.
+        cells_of: the columns of `table` that an array is made of, which a model's input reads as strings or as numbers.
 
     Raises:
         GraphoptError: the arrays have no rows, or different numbers of rows.
@@ -123,6 +124,7 @@ class Dataset(metaclass=Checked):
     spare: Collection[str] = ()
     marks: Sequence[tuple[Collection[str], str]] = ()
     tokens: int | None = None
+    cells_of: Mapping[str, Sequence[str]] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.arrays, Mapping):

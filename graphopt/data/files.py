@@ -95,6 +95,8 @@ def csv(
         path: the file.
         target: the column or columns to predict; None if the file has none, for predictions.
         features: the columns to predict from, all others by default; or a mapping from the model's inputs to columns.
+            An input of strings reads cells of such a mapping as they are written, numbers and codes such as 007, too:
+            whole numbers without a point, and empty strings where none is.
         sample_weight: the column of sample weights.
         labels: the classes in order, if the target column is text; by default, its values in sorted order.
         columns: what makes features of text, dates and missing values. `auto` describes each column by its values.

@@ -8,12 +8,14 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import onnx_ir as ir
 
 from graphopt.arguments import checked
 from graphopt.data.dataset import TARGET, WEIGHT, Array, Dataset, LazyArray, with_rows
 from graphopt.data.tables import Columns, cells, is_frame, names_in
 from graphopt.data.tabular import IN_MEMORY, of_columns
 from graphopt.errors import GraphoptError, kind_of, line
+from graphopt.graph.roles import Role, role_of
 
 # Methods of a data set with rows.
 HUGGING_FACE = ("__len__", "__getitem__", "column_names", "features", "with_format")
@@ -32,13 +34,15 @@ def has_rows(data: Any) -> bool:
     return known or _is_hugging_face(data) or is_frame(data)
 
 
-def as_dataset(data: Any) -> Dataset:
+def as_dataset(data: Any, inputs: Mapping[str, ir.Value] | None = None) -> Dataset:
     """Return data as a data set.
 
     Args:
         data: a data set; arrays by name; a Hugging Face data set with rows, whose columns are the arrays and are read
             batch by batch; a DataFrame, whose columns are the features, `target` and `sample_weight`; or a tuple
             `(X, y)` or `(X, y, sample_weight)`, whose X feeds the only input, or is arrays by name.
+        inputs: the inputs of the model, which decide what the columns of a DataFrame feed: those of several inputs
+            have the names of columns, and one of strings reads all.
 
     Raises:
         GraphoptError: it is none of these, or its columns are not numbers.
@@ -56,25 +60,46 @@ def as_dataset(data: Any) -> Dataset:
         return _of_hugging_face(data)
     if is_frame(data):
         target, weight = (name if name in data.columns else None for name in (TARGET, WEIGHT))
-        return table(data, target=target, sample_weight=weight)
+        features = _features_by_input(names_in(data), inputs)
+        return table(data, target=target, features=features, sample_weight=weight)
     if isinstance(data, tuple):
-        return _of_tuple(data)
+        return _of_tuple(data, inputs)
     raise GraphoptError(
         f"data: expected (X, y), arrays by name such as {{'x': X, 'target': y}}, a DataFrame or a data set, found "
         f"{kind_of(data)}"
     )
 
 
-def features_of(data: Any) -> Dataset:
-    """Return the arrays for a model's inputs as a data set, without targets and weights; X alone will do."""
+def _features_by_input(columns: Mapping[str, Any], inputs: Mapping[str, ir.Value] | None) -> Any:
+    """Return the columns of a DataFrame by the inputs that read them, or None for one array of all features."""
+    wanted = _read_by(inputs)
+    if len(wanted) == 1 and _reads_strings(wanted):
+        return {only: [name for name in columns if name not in (TARGET, WEIGHT)] for only in wanted}
+    return {name: name for name in wanted} if len(wanted) > 1 and columns.keys() >= wanted.keys() else None
+
+
+def _read_by(inputs: Mapping[str, ir.Value] | None) -> dict[str, ir.Value]:
+    """Return the inputs of a model, without those that a loss reads."""
+    return {name: x for name, x in (inputs or {}).items() if role_of(x) in (None, Role.DATA)}
+
+
+def _reads_strings(inputs: Mapping[str, ir.Value]) -> bool:
+    return any(x.dtype is ir.DataType.STRING for x in inputs.values())
+
+
+def features_of(data: Any, inputs: Mapping[str, ir.Value] | None = None) -> Dataset:
+    """Return the arrays for a model's inputs as a data set, without targets and weights; X alone will do.
+
+    `inputs` is as in `as_dataset`.
+    """
     is_alone = not has_rows(data) or isinstance(data, np.ndarray | LazyArray)
-    dataset = _of_features(data) if is_alone else as_dataset(data)
-    inputs = dataset.inputs()
-    if not inputs:
+    dataset = _of_features(data, inputs) if is_alone else as_dataset(data, inputs)
+    arrays = dataset.inputs()
+    if not arrays:
         raise GraphoptError(
             f"data: expected arrays for the model's inputs, found {', '.join(dataset.arrays)} alone"
         )
-    return replace(dataset, arrays=inputs)
+    return replace(dataset, arrays=arrays)
 
 
 def relabelled(data: Dataset, labels: Sequence[str] | None, name: str) -> Dataset:
@@ -92,12 +117,12 @@ def relabelled(data: Dataset, labels: Sequence[str] | None, name: str) -> Datase
     return replace(data, arrays=arrays, classes=len(labels), labels=tuple(labels))
 
 
-def _of_tuple(data: tuple[Any, ...]) -> Dataset:
+def _of_tuple(data: tuple[Any, ...], wanted: Mapping[str, ir.Value] | None) -> Dataset:
     """Return `(X, y)` or `(X, y, sample_weight)` as a data set; y may be the names of classes."""
     if len(data) not in (2, 3) or any(part is None for part in data):
         found = ", ".join(map(kind_of, data))
         raise GraphoptError(f"data: expected (X, y) or (X, y, sample_weight), found ({found})")
-    inputs, labels = _of_features(data[0]), None
+    inputs, labels = _of_features(data[0], wanted), None
     target: Any = _array("y", data[1])
     if target.dtype.kind in "UST" or (
         target.dtype == object and all(isinstance(x, str) for x in np.asarray(target).flat)
@@ -110,14 +135,15 @@ def _of_tuple(data: tuple[Any, ...]) -> Dataset:
     return replace(inputs, arrays=arrays, classes=None if labels is None else len(labels), labels=labels)
 
 
-def _of_features(data: Any) -> Dataset:
+def _of_features(data: Any, inputs: Mapping[str, ir.Value] | None) -> Dataset:
     """Return X: arrays by name, a table, or one array, which feeds the only input."""
     if isinstance(data, Mapping):
         return Dataset({name: _numbers_or_texts(f"X[{name!r}]", x) for name, x in data.items()})
     if is_frame(data):
-        table = as_dataset(data)
+        table = as_dataset(data, inputs)
         return replace(table, arrays=table.inputs())
-    return Dataset({_X: _numeric(_X, data)}, _X)
+    array = _numbers_or_texts if _reads_strings(_read_by(inputs)) else _numeric
+    return Dataset({_X: array(_X, data)}, _X)
 
 
 def _array(name: str, data: Any) -> Array:

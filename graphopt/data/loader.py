@@ -16,7 +16,7 @@ import onnx_ir as ir
 from graphopt.arguments import Checked, checked
 from graphopt.data.dataset import WEIGHT, Array, Dataset, LazyArray
 from graphopt.data.foreign import as_dataset
-from graphopt.data.tabular import IN_MEMORY, option
+from graphopt.data.tabular import IN_MEMORY, option, read_as_input
 from graphopt.errors import GraphoptError, kind_of
 from graphopt.graph.roles import Role, labels_of, role_of
 from graphopt.graph.values import name_of
@@ -50,7 +50,7 @@ class Batches:
     def __init__(
         self, data: Dataset | Mapping[str, Array], inputs: Mapping[str, ir.Value], *, allow_nan: bool = False
     ) -> None:
-        data = as_dataset(data)
+        data = as_dataset(data, inputs)
         self._columns = [_Column(value, array, allow_nan, data) for value, array in _match(data, inputs)]
         self.data, self.inputs = data, inputs
         self._count, self.fixed_size = len(data), fixed_batch(inputs)
@@ -121,7 +121,7 @@ def _match(data: Dataset, inputs: Mapping[str, ir.Value]) -> list[tuple[ir.Value
     features = [name for name, value in inputs.items() if role_of(value) is Role.DATA]
     ends = {name.removeprefix(f"{data.features}") for name in data.arrays}
     companions = [f"{name}{end}" for name in features for end in ends if end.startswith("_")]
-    arrays = data.feeding([*features, *(name for name in companions if name in inputs)])
+    arrays = _fed(data, [*features, *(name for name in companions if name in inputs)], inputs)
     for role in (Role.TARGET, Role.SAMPLE_WEIGHT):  # a model that computes its own loss may use other names
         own = [name for name, value in inputs.items() if role_of(value) is role and name not in arrays]
         if len(own) == 1 and role.value in arrays and role.value not in inputs:
@@ -141,6 +141,15 @@ def _match(data: Dataset, inputs: Mapping[str, ir.Value]) -> list[tuple[ir.Value
             f"data: expected arrays {expected}, found {found}{extra}: rename, add or remove arrays"
         )
     return [(value, arrays[name]) for name, value in inputs.items()]
+
+
+def _fed(data: Dataset, names: Sequence[str], inputs: Mapping[str, ir.Value]) -> dict[str, Array]:
+    """Return the arrays by name, as `Dataset.feeding`, those of a table's cells as inputs of their types read them."""
+    arrays = data.feeding(names)
+    for name in data.cells_of:
+        if name in arrays and name in inputs and (dtype := inputs[name].dtype) is not None:
+            arrays[name] = read_as_input(data, name, dtype)
+    return arrays
 
 
 class _Column:
@@ -178,6 +187,9 @@ class _Column:
             with np.errstate(over="ignore"):
                 wrong = ~np.isfinite(part.astype(self._dtype, copy=False))
             self._refuse(rows, part, wrong, "finite numbers", "; set allow_nan to train with it")
+        if part.dtype == object:
+            wrong = np.array([not isinstance(x, str) for x in part.flat], bool).reshape(part.shape)
+            self._refuse(rows, part, wrong, "strings", ": write missing ones as ''")
         if self._labels is not None:
             is_single = self._labels.several and self._labels.high == 0
             mend = "; a model with one output has one class: for quantities, choose loss=mean_squared_error, for two "
@@ -203,9 +215,11 @@ class _Column:
         ):
             return
         if expected is ir.DataType.STRING:
-            raise GraphoptError(
-                f"data {self.name!r}: expected strings, found {found}: convert it with .astype(str)"
-            )
+            mend = "convert it with .astype(str)"
+            if self._table is not None and self._table.names is not None:  # whose cells are gone
+                columns = f"{{{self.name}: [{', '.join(self._table.names)}]}}"
+                mend = f"name the columns that the input reads, {option(self._table.source, 'features', columns)}"
+            raise GraphoptError(f"data {self.name!r}: expected strings, found {found}: {mend}")
         if found.kind not in "iufb" or not np.can_cast(found, self._dtype, casting="same_kind"):
             mend = ""
             if not self._is_target and found.kind in "OUSTM":
@@ -287,7 +301,7 @@ class TrainingRows:
 
     def __init__(self, data: Dataset, model: ir.Model, rows: Rows, *, allow_nan: bool = False) -> None:
         self._inputs = {name_of(x): x for x in model.graph.inputs if not x.is_initializer()}
-        self._arrays = data.feeding(list(self._inputs))
+        self._arrays = _fed(data, list(self._inputs), self._inputs)
         self._rows, self._allow_nan = rows, allow_nan
 
     def read(self, name: str) -> Iterator[np.ndarray]:

@@ -9,9 +9,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import onnx_ir as ir
 
 from graphopt.data.columns import LONGEST_CELL, Category, Column, is_code, is_missing, suits
-from graphopt.data.dataset import FEATURES, TARGET, WEIGHT, Dataset
+from graphopt.data.dataset import FEATURES, TARGET, WEIGHT, Array, Dataset
 from graphopt.data.tables import Columns, cells, check_description, columns_of, named_in
 from graphopt.errors import GraphoptError, naming, some, unknown
 
@@ -53,9 +54,16 @@ def of_columns(
         raise GraphoptError(f"{path}: expected {expected}, found {', '.join(targets) or 'none'}")
     found = read([name for name in names if name in used])
     arrays, classes = {}, None if labels is None else tuple(map(str, labels))
-    if columns is None:
-        stack = _stack if only else _texts_or_numbers
-        arrays = {name: stack(path, found, those) for name, those in inputs.items()}
+    read_as: dict[str, Sequence[str]] = {}
+    if columns is None and only:
+        arrays = {name: _stack(path, found, those) for name, those in inputs.items()}
+    elif columns is None:
+        arrays = {name: _texts_or_numbers(path, found, those) for name, those in inputs.items()}
+        read_as = {
+            name: those
+            for name, those in inputs.items()
+            if all(getattr(found[column], "ndim", 1) == 1 for column in those)
+        }
     if targets:
         arrays[TARGET], classes = _target(path, found, targets, classes)
     if weights:
@@ -63,12 +71,27 @@ def of_columns(
     count = None if classes is None else len(classes)
     if columns is None:
         known = inputs[FEATURES] if only and arrays[only].shape[1:] == (len(inputs[only]),) else None
-        return Dataset(arrays, only, count, classes, names=known, source=path)
+        table = {name: cells(name, found[name]) for those in read_as.values() for name in those}
+        return Dataset(arrays, only, count, classes, None, table, known, path, cells_of=read_as)
     with naming(path):
         table = {name: cells(name, found[name]) for name in inputs[FEATURES]}
         kinds = columns_of(wanted, table)
     dataset = Dataset(arrays, None, count, classes, kinds, table, source=path)
     return dataset.encoded(kinds) if kinds.has_learnt else dataset
+
+
+def read_as_input(data: Dataset, name: str, dtype: ir.DataType) -> Array:
+    """Return an array of a data set as a model's input of a type reads its cells: as strings, or as numbers.
+
+    Raises:
+        GraphoptError: a cell is not what the input reads.
+    """
+    array, names = data.arrays[name], data.cells_of.get(name)
+    if names is None or (array.dtype == object) == (dtype is ir.DataType.STRING):
+        return array
+    if dtype is ir.DataType.STRING:
+        return np.column_stack([_texts(data.source, name, data.table[name]) for name in names])
+    return _stack(data.source, data.table, names)
 
 
 def refuse_twice(path: str, kind: str, names: Iterable[str]) -> None:
@@ -140,9 +163,22 @@ def _stack(path: str, columns: Mapping[str, Any], names: Sequence[str]) -> np.nd
 
 
 def _texts_or_numbers(path: str, columns: Mapping[str, Any], names: Sequence[str]) -> np.ndarray:
-    """Return columns for one of several inputs: as strings if a cell of each is no number."""
-    texts = [Category().read(cells(name, columns[name])) for name in names if _is_text(columns[name])]
-    return np.column_stack(texts) if texts and len(texts) == len(names) else _stack(path, columns, names)
+    """Return columns for one of several inputs: as strings if a cell is no number, until an input's type is known."""
+    if any(_is_text(columns[name]) for name in names):
+        return np.column_stack([_texts(path, name, cells(name, columns[name])) for name in names])
+    return _stack(path, columns, names)
+
+
+def _texts(path: str, name: str, values: np.ndarray) -> np.ndarray:
+    """Return cells as strings, empty for a missing one."""
+    if values.dtype.kind == "f":
+        odd = values[np.isfinite(values) & (values != np.trunc(values))]
+        if odd.size:
+            raise GraphoptError(
+                f"{path}: column {name!r}: expected strings, which the input reads, or whole numbers, found {odd[0]}: "
+                "write the column as strings"
+            )
+    return Category().read(values)
 
 
 def _is_text(column: Any) -> bool:

@@ -96,7 +96,7 @@ class FlowerClient:
     def __init__(
         self, executor: Executor, data: Data, validation: Data | None = None, **options: Any
     ) -> None:
-        self._executor, self._data, self._validation = executor, as_dataset(data), validation
+        self._executor, self._data, self._validation = executor, as_dataset(data, executor.inputs), validation
         self._options = {"epochs": 1, **options, "validation": None}
         self._initial = self._own()
 

@@ -34,9 +34,11 @@ from graphopt.graph.metadata import (
     PaddingIndex,
 )
 from graphopt.graph.operators import DRAWING
+from graphopt.graph.shapes import fold_integers
 from graphopt.graph.traversal import all_nodes
 from graphopt.graph.values import constant_of, name_of
 from graphopt.runtime.device import Device
+from graphopt.runtime.optimizers import has_nested_choices
 from graphopt.runtime.session import Session
 
 _Shapes = Mapping[str, Mapping[int, str]] | None
@@ -92,6 +94,8 @@ def exported(
     with _errors(exporter), tracing.traced(module):
         model = _dynamo(call) if exporter == "dynamo" else _torchscript(call)
     model = load(model)
+    while has_nested_choices(model) and fold_integers(model):
+        pass  # the runtime's own folding would end the process
     _write_notes(model, module, exporter, args, kwargs)
     draws = [node for node in all_nodes(model.graph) if node.op_type in DRAWING and node.domain == ""]
     if draws and any(part.training for part in module.modules()):

@@ -49,8 +49,8 @@ def fold_shapes(model: ir.Model) -> None:
 
 
 def ifs(model: ir.Model) -> int:
-    """Return the number of If nodes in the main graph."""
-    return sum(node.op_type == "If" for node in model.graph)
+    """Return the number of If nodes, also of those in bodies."""
+    return sum(node.op_type == "If" for node in all_nodes(model.graph))
 
 
 def fold_integers(model: ir.Model) -> bool:

@@ -19,16 +19,11 @@ from graphopt.graph.roles import TRAINING_RUNTIME
 from graphopt.runtime.denormals import AS_THEY_ARE, modes
 from graphopt.runtime.device import Device
 from graphopt.runtime.frozen import FrozenPlacement, is_packed, is_shareable, placement_of, shared
+from graphopt.runtime.optimizers import disabled_optimizers
 from graphopt.runtime.tensors import OrtValues
 
 if TYPE_CHECKING:
     import onnxruntime
-
-# It rewrites 1 / b * a to a / b, and loses a if another rule removes its node (tests/faults.py: DivMulFusion).
-UNSAFE = ["DivMulFusion"]
-# onnxruntime 1.19 fuses a Transpose and a MatMul into an operator that has no kernel for double
-# (tests/faults.py: MatmulTransposeFusion).
-UNSAFE_IN_DOUBLE = ["MatmulTransposeFusion"]
 
 
 class Session:
@@ -59,7 +54,6 @@ class Session:
         captures: bool = False,
     ) -> None:
         self.device = device
-        is_double = any(x.dtype == ir.DataType.DOUBLE for x in model.graph.inputs)
         self.frozen: FrozenPlacement = "packed" if options is not None else placement_of(device, model)
         self._files = files_of(model)
         try:
@@ -78,10 +72,8 @@ class Session:
                 content, weights = storage.message_without_weights(model, is_taken)
             # The first session would change denormals in this thread permanently.
             with device.flushing or contextlib.nullcontext():
-                in_double = UNSAFE_IN_DOUBLE if is_double else []
-                disabled = [*UNSAFE, *in_double, *device.machine.slow_optimizers]
                 self.ort: onnxruntime.InferenceSession = device.open(
-                    content, options, disabled, captures=captures
+                    content, options, disabled_optimizers(device, model), captures=captures
                 )
         except Exception as error:
             raise _refusal(device, model, error) from error

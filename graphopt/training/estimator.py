@@ -593,7 +593,7 @@ def _array(name: str, values: Any) -> Any:
     if is_sparse(values):
         return values.toarray() if name in (TARGET, WEIGHT) else SparseRows(values)
     array = np.asarray(values)
-    if array.dtype.kind in "US":
+    if array.dtype.kind in "US" and name in (FEATURES, TARGET, WEIGHT):  # other inputs may read strings
         remedy = (
             "numpy.unique(y, return_inverse=True)[1] gives class numbers, and OnnxClassifier takes labels"
             if name == TARGET

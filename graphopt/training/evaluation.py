@@ -64,7 +64,7 @@ def evaluate(
     check_executor("evaluate", executor, data)
     check_batch_size("evaluate", batch_size)
     if has_rows(data):
-        data = relabelled(as_dataset(data), executor.labels, "data")
+        data = relabelled(as_dataset(data, executor.inputs), executor.labels, "data")
     return HeldOut(read_batches(data, executor, allow_nan), batch_size, listed(metrics)).measure(executor)
 
 
@@ -120,13 +120,14 @@ def predict(
     inputs, compute = _outputs_of(model, device)
     columns = None if isinstance(model, Executor) else Columns.taken_by(model)
     if columns is None:
-        chosen = features_of(data)
+        chosen = features_of(data, inputs)
     else:
         table = data[0] if isinstance(data, tuple) and data else data  # (X, y)
         table = (table.table or table.arrays) if isinstance(table, Dataset) else table
         chosen, allow_nan = Dataset(columns.inputs(table)), True
     if set(inputs) <= set(chosen.arrays):  # a data set may have arrays for other models, too
-        chosen = Dataset({name: chosen.arrays[name] for name in inputs})
+        arrays = {name: chosen.arrays[name] for name in inputs}
+        chosen = Dataset(arrays, table=chosen.table, source=chosen.source, cells_of=chosen.cells_of)
     return by_batches(compute, Batches(chosen, inputs, allow_nan=allow_nan), batch_size)
 
 

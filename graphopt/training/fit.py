@@ -16,6 +16,7 @@ from graphopt.data.streams import Stream
 from graphopt.errors import GraphoptError
 from graphopt.graph.loading import Source, load
 from graphopt.graph.storage import model_digest
+from graphopt.graph.values import name_of
 from graphopt.pipeline import Pipeline, check_pipeline
 from graphopt.runtime.executor import Executor
 from graphopt.training.callbacks.callback import Callback, callbacks_of
@@ -100,7 +101,7 @@ def fit(executor: Executor, data: Data, **keywords: Any) -> Records:
         )
     metrics_of(executor.inputs, listed(options.metrics))  # raises an error if one is wrong
     if has_rows(data):
-        data = _numbered(executor, as_dataset(data))
+        data = _numbered(executor, as_dataset(data, executor.inputs))
         if data.labels and len(data.labels) == 1:
             raise GraphoptError(
                 f"{data.source}: expected a target of two classes or more, found {data.labels[0]!r} in all rows"
@@ -174,7 +175,8 @@ def adapt(
             f"adapt: expected a data set or arrays by name, found {type(data).__name__}: give the passes their "
             "numbers, such as passes.Standardize(mean, scale)"
         )
-    data, loaded = as_dataset(data), load(model)
+    loaded = load(model)
+    data = as_dataset(data, {name_of(x): x for x in loaded.graph.inputs if not x.is_initializer()})
     rows, _ = hold_out(len(data), _share(validation), shuffle=shuffle, seed=seed)
     if epochs is not None:
         options = FitOptions(epochs=epochs, batch_size=batch_size)
@@ -221,7 +223,7 @@ def _held_out(
     """Return other data than the training's to validate on."""
     try:
         if has_rows(validation):
-            validation = relabelled(as_dataset(validation), labels, "data")
+            validation = relabelled(as_dataset(validation, executor.inputs), labels, "data")
         batches = read_batches(validation, executor, options.allow_nan)
     except GraphoptError as error:
         raise GraphoptError(f"validation: {error}") from error

@@ -46,7 +46,7 @@ from graphopt.graph import provenance
 from graphopt.graph.encoders import string_inputs
 from graphopt.graph.limits import Limits
 from graphopt.graph.loading import load
-from graphopt.graph.metadata import LABELS, Caches, TargetSpec, labels_in
+from graphopt.graph.metadata import LABELS, Caches, Encoders, TargetSpec, labels_in
 from graphopt.graph.roles import STATE, Role, with_role
 from graphopt.graph.storage import save
 from graphopt.graph.values import name_of
@@ -190,8 +190,14 @@ class Recipe:
         if is_told or name in self.fields["models"] or not Path(name).is_file():
             return {}
         model = load(name, limits=self.limits)
-        inputs = [name_of(x) for x in model.graph.inputs if not x.is_initializer()]
-        return {"features": dict(zip(inputs, inputs, strict=True))} if string_inputs(model) else {}
+        note = Encoders.read(model)  # of a training graph
+        inputs = (
+            [name_of(x) for x in model.graph.inputs if not x.is_initializer()]
+            if note is None
+            else note.inputs
+        )
+        takes_strings = note is not None or bool(string_inputs(model))
+        return {"features": dict(zip(inputs, inputs, strict=True))} if takes_strings else {}
 
     def split(self, rows: int) -> tuple[Rows, Rows]:
         """Return the rows of the data that `fit` trains on, and those that it holds out."""
@@ -230,8 +236,10 @@ class Recipe:
                     f"fit.validation: expected a share of the rows, such as 0.2, found {validation!r}: data={reader} "
                     "reads no file"
                 )
-            learnt = {"labels": self.data.labels, "columns": self.data.columns} if self._reads_table else {}
-            learnt |= self._beside_model
+            learnt = self._beside_model
+            if self._reads_table:
+                learnt = {"labels": self.data.labels, "columns": self.data.columns}
+                learnt |= self._by_input if self.data.columns is None else {}
             validation = self._build("data", path=validation, **learnt)
         elif validation is not None and not isinstance(validation, int | float):
             raise GraphoptError(

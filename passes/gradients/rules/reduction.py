@@ -232,7 +232,8 @@ def lrn(
     before, after = (size - 1) // 2, size // 2
 
     def mean(value: Value, first: int, last: int) -> Value:
-        plane = op.Reshape(value, op.Concat([0, 1], op.shape_of(x, 1, 2), [-1], axis=0))
+        positions = op.ReduceProd(op.shape_of(x, 2))  # a -1 in its place fails without rows
+        plane = op.Reshape(value, op.Concat([0, 1], op.shape_of(x, 1, 2), positions, axis=0))
         pool = {"kernel_shape": [size, 1], "pads": [first, 0, last, 0], "strides": [1, 1]}
         return reshape_like(op, op.AveragePool(plane, **pool, count_include_pad=1), x)
 
