@@ -152,10 +152,10 @@ class Parameters(Pass):
     retie: Pattern = None
 
     def requires(self, model: ir.Model) -> None:
+        check_inference(model, "Parameters")
         self.precedes_gradient(model)
 
     def rewrite(self, model: ir.Model) -> None:
-        check_inference(model, "Parameters")
         common.LiftSubgraphInitializersToMainGraphPass()(model)
         ensure_typed(model)
         quantized = QuantizedWeights(model)

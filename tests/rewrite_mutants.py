@@ -205,7 +205,7 @@ SPLITTING = [
     *of(
         "passes/parts/halves.py",
         "halves",
-        ("twins_compute", "user.replace_input_with(index, scaled)", "user.replace_input_with(index, x)"),
+        ("twins_compute", "redirect(users, scaled)", "redirect(users, x)"),
     ),
     *of(
         "passes/parts/halves.py",

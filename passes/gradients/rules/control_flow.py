@@ -108,8 +108,9 @@ class Back:
             for x, y in zip(node.outputs, original.outputs, strict=True) if node.inputs else ():
                 users = [(user, i) for user, i in x.uses() if user not in self.forward]
                 if users:
-                    read.append((self.inner.value_like(x), y))
-                redirect(users, read[-1][0])
+                    saved = self.inner.value_like(x)
+                    redirect(users, saved)
+                    read.append((saved, y))
         remove_unused_nodes(self.graph)
         return read
 
