@@ -28,6 +28,7 @@ from graphopt.targets.native.cache import SUM, read_cached, write_cached
 from graphopt.targets.native.library import source
 from graphopt.targets.native.lowering import KERNEL_KINDS, Kernels, lower_to_kernels, plan
 from graphopt.targets.target import TARGETS
+from graphopt.testing import strict
 
 RNG = np.random.default_rng(0)
 pytestmark = pytest.mark.skipif(toolchain.compiler() is None, reason="needs a C compiler")
@@ -402,7 +403,6 @@ def test_a_compiler_does_not_outlive_a_killed_process(tmp_path):
     outer = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {inner!r}])"
     program = f"""import sys, pathlib
 from graphopt.targets.native.toolchain import _run
-from graphopt.testing import strict
 _run([sys.executable, "-c", {outer!r}], pathlib.Path({str(tmp_path)!r}))"""
     process = subprocess.Popen([sys.executable, "-c", program])
     while not mark.exists():

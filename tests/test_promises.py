@@ -69,7 +69,7 @@ ORDERS: dict[str, tuple[list[Any], str]] = {
     ),
     "parameters behind the gradient": (
         [*DIFFERENTIATED, passes.Parameters()],
-        f"Parameters: {AFTER_GRADIENT}",
+        "Parameters: expected an inference model, found a training graph with the state",
     ),
     "scaling behind the gradient": (
         [*DIFFERENTIATED, passes.Standardize(0.0, 1.0)],
