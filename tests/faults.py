@@ -384,6 +384,21 @@ onnx.shape_inference.infer_shapes(proto)
 fault = False
 """,
     ),
+    "expand-before-binary": Fault(
+        "the rules expand_before_binary_op_rules",
+        "onnxscript",
+        "0.7",
+        "drop an Expand that adds axes of size 1, so that the result has fewer axes",
+        ("graphopt/graph/simplify.py",),
+        """
+import onnxscript.rewriter
+from onnxscript.rewriter.rules import common
+
+proto = model("(float x) => (float[1] y) { e = Expand(x, one) y = Add(e, x) }", one=[1])
+found = onnxscript.rewriter.rewrite(proto, common.expand_before_binary_op_rules)
+fault = [node.op_type for node in found.graph.node] == ["Add"]
+""",
+    ),
     # --- ONNX's reference evaluator ---
     "reference-AffineGrid": _of_reference(
         "AffineGrid",

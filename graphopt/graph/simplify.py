@@ -45,6 +45,7 @@ REWRITE_RULES = {
     "Transpose": [rules.no_op_transpose_rule, rules.transpose_transpose_rule],
     "Unsqueeze": [rules.unsqueeze_unsqueeze_rule],
 }
+_HIDDEN = "graphopt.hidden"
 _RULES = threading.Lock()  # onnxscript's rules keep what they match
 
 
@@ -55,9 +56,26 @@ def _rewrite(model: ir.Model) -> None:
     expanded = [node.outputs[0] for node in nodes if node.op_type == "Expand"]
     readers = tuple({f"_{user.op_type}" for y in expanded for user in y.consumers()})
     chosen += [rule for rule in rules.expand_before_binary_op_rules if str(rule.name).endswith(readers)]
-    if chosen:
+    if not chosen:
+        return
+    adding = [node for node in nodes if node.op_type == "Expand" and _adds_axes(node)]
+    for node in adding:  # onnxscript drops them, too (tests/faults.py: expand-before-binary)
+        node.domain = _HIDDEN
+    try:
         with _RULES:
             rewrite(model, chosen)
+    finally:
+        for node in adding:
+            node.domain = ""
+
+
+def _adds_axes(node: ir.Node) -> bool:
+    """Return whether the result of a reader of an Expand has fewer axes without it."""
+    x, y = node.inputs[0], node.outputs[0]
+    if x is None or x.shape is None or y.shape is None:
+        return False
+    others = [z for user in y.consumers() for z in user.inputs if z is not None and z is not y]
+    return any(len(y.shape) > max(len(x.shape), len(z.shape)) for z in others if z.shape is not None)
 
 
 @contextlib.contextmanager
