@@ -81,20 +81,24 @@ def free_batch(model: ir.Model) -> None:
 def name_squeezed_axes(model: ir.Model) -> bool:
     """Let a Squeeze without axes, such as PyTorch's `squeeze()`, remove the axes that always have size 1.
 
-    The file removes an open axis, too, if its size is 1. Here it stays, if all that follows is proved to treat each
-    place of this axis by itself: results then differ in their shapes only. Otherwise, a warning names the node.
+    The file removes an open axis, too, if its size is 1. If the only open axis is the first one of an input, it stays
+    here, if all that follows is proved to treat each place of this axis by itself: results then differ in their shapes
+    only. Otherwise, a warning names the node.
 
     Returns: whether the model has changed.
     """
     changed = False
-    for i, node in enumerate(model.graph):
+    batches = [[x.shape[0]] for x in model.graph.inputs if x.shape and not isinstance(x.shape[0], int)]
+    for node in [*model.graph]:
         x = node.inputs[0] if node.op_type == "Squeeze" and not node.domain else None
         is_given = len(node.inputs) > 1 and node.inputs[1] is not None
-        if is_given or x is None or x.shape is None or all(isinstance(size, int) for size in x.shape):
+        if is_given or x is None or x.shape is None or 1 not in x.shape:
+            continue
+        if [size for size in x.shape if not isinstance(size, int)] not in batches:
             continue
         left = [size for size in x.shape if size != 1]
         trial = model.clone()
-        squeezed = trial.graph[i]
+        squeezed = next(other for other in trial.graph if other.outputs[0].name == node.outputs[0].name)
         _name_axes(squeezed)
         forget(trial)
         try:
@@ -116,11 +120,7 @@ def name_squeezed_axes(model: ir.Model) -> bool:
 def _name_axes(node: ir.Node) -> None:
     """Give a Squeeze the axes of its input that have size 1."""
     (x,) = (v for v in node.inputs if v is not None)
-    ones = [i for i, size in enumerate(dims_of(x)) if size == 1]
-    if not ones:
-        node.op_type = "Identity"
-        return
-    tensor = ir.tensor(np.array(ones))
+    tensor = ir.tensor(np.array([i for i, size in enumerate(dims_of(x)) if size == 1]))
     axes = ir.val(f"{node.outputs[0].name}/axes", tensor.dtype, tensor.shape.numpy())
     assert node.graph is not None
     node.graph.insert_before(node, ir.node("Constant", [], {"value": tensor}, outputs=[axes]))

@@ -230,6 +230,8 @@ class Squeezed(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         features = torch.relu(self.body(x)).mean((2, 3), keepdim=True)
+        if self.kind == "both":
+            return self.head(features.squeeze()).squeeze()
         if self.kind == "score":
             return torch.sigmoid(self.head(features.flatten(1)).squeeze()) * 4 + 1
         return self.head(features.squeeze())
@@ -237,7 +239,7 @@ class Squeezed(torch.nn.Module):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
-@pytest.mark.parametrize("kind", ["score", "features"])
+@pytest.mark.parametrize("kind", ["score", "features", "both"])
 def test_a_squeeze_without_axes_trains_as_in_pytorch(kind, exporter):
     torch.manual_seed(0)
     network, rng = Squeezed(kind), np.random.default_rng(0)
@@ -246,7 +248,7 @@ def test_a_squeeze_without_axes_trains_as_in_pytorch(kind, exporter):
     optimizer = torch.optim.SGD(network.parameters(), 0.1)
     for rows in (5, 2, 1, 4):
         x = rng.standard_normal((rows, 1, 4, 4)).astype(np.float32)
-        target = rng.standard_normal((rows,) if kind == "score" else (rows, 1)).astype(np.float32)
+        target = rng.standard_normal((rows, 1) if kind == "features" else (rows,)).astype(np.float32)
         prediction = network(torch.tensor(x))
         loss = (prediction.reshape(target.shape) - torch.tensor(target)).square().mean()
         optimizer.zero_grad()
