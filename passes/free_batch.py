@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -87,34 +87,46 @@ def name_squeezed_axes(model: ir.Model) -> bool:
 
     Returns: whether the model has changed.
     """
-    changed = False
+    if next(_without_axes(model), None) is None:
+        return False
+    trial = model.clone()
+    named = _name_all(trial)
+    try:
+        for node in named:
+            y = node.outputs[0]
+            (axis,) = (i for i, size in enumerate(dims_of(y)) if not isinstance(size, int))
+            _walk(trial, {y: axis}, [])
+    except _Mixed as problem:
+        warnings.warn(
+            f"Squeeze node {name_of(node)!r} names no axes, so that it also removes the batch if its size is 1, and "
+            f"{problem}: export it with axes, such as squeeze(-1) in PyTorch",
+            stacklevel=2,
+        )
+        return False
+    _name_all(model)
+    return True
+
+
+def _without_axes(model: ir.Model) -> Iterator[ir.Node]:
+    """Yield the nodes that squeeze axes of size 1 beside a batch, whose size is open."""
     batches = [[x.shape[0]] for x in model.graph.inputs if x.shape and not isinstance(x.shape[0], int)]
-    for node in [*model.graph]:
+    for node in model.graph:
         x = node.inputs[0] if node.op_type == "Squeeze" and not node.domain else None
         is_given = len(node.inputs) > 1 and node.inputs[1] is not None
-        if is_given or x is None or x.shape is None or 1 not in x.shape:
+        if x is None or x.shape is None or 1 not in x.shape or is_given:
             continue
-        if [size for size in x.shape if not isinstance(size, int)] not in batches:
-            continue
-        left = [size for size in x.shape if size != 1]
-        trial = model.clone()
-        squeezed = next(other for other in trial.graph if other.outputs[0].name == node.outputs[0].name)
-        _name_axes(squeezed)
-        forget(trial)
-        try:
-            for axis, size in enumerate(left):
-                if not isinstance(size, int):
-                    _walk(trial, {squeezed.outputs[0]: axis}, [])
-        except _Mixed as problem:
-            warnings.warn(
-                f"Squeeze node {name_of(node)!r} names no axes, so that it also removes an open axis of {x.name!r} of "
-                f"shape {x.shape} whose size is 1, and {problem}: export it with axes, such as squeeze(-1) in PyTorch",
-                stacklevel=2,
-            )
-            continue
+        if [size for size in x.shape if not isinstance(size, int)] in batches:
+            yield node
+
+
+def _name_all(model: ir.Model) -> list[ir.Node]:
+    """Give each Squeeze without axes those that have size 1, which may say the shapes of others; return the nodes."""
+    named = []
+    while (node := next(_without_axes(model), None)) is not None:
         _name_axes(node)
-        changed = True
-    return changed
+        named.append(node)
+        forget(model)
+    return named
 
 
 def _name_axes(node: ir.Node) -> None:
@@ -290,6 +302,9 @@ class _Rule:
         y, node = self.node.outputs[0], self.node
         if node.op_type == "Identity":
             return axis
+        moved = self._moved(x, axis)
+        if moved is not None:
+            return moved
         sizes = dims_of(y)
         before, place = math.prod(map(_number, dims_of(x)[:axis])), 0
         while place < len(sizes) and math.prod(map(_number, sizes[:place])) != before:
@@ -307,6 +322,18 @@ class _Rule:
 
         self.edits.append(edit)
         return place
+
+    def _moved(self, x: ir.Value, axis: int) -> int | None:
+        """Return the new place of an open axis that a Squeeze or Unsqueeze of others leaves; None for other nodes."""
+        given = constant_of(self.node.inputs[1]) if len(self.node.inputs) > 1 else None
+        is_open = not isinstance(dims_of(x)[axis], int)
+        if given is None or not is_open or self.node.op_type not in ("Squeeze", "Unsqueeze"):
+            return None
+        if self.node.op_type == "Unsqueeze":
+            made = {*(given % rank(self.node.outputs[0])).tolist()}
+            return [i for i in range(rank(self.node.outputs[0])) if i not in made][axis]
+        gone = {*(given % rank(x)).tolist()}
+        return None if axis in gone else axis - sum(other < axis for other in gone)
 
     def _of_first(self, axis: int) -> int:
         node = self.node

@@ -268,6 +268,6 @@ def test_a_squeeze_without_axes_before_what_mixes_rows_is_told():
     )  # fmt: skip
     proto.graph.output[0].type.tensor_type.ClearField("shape")
     with pytest.warns(
-        match=r"^Squeeze node '\w+' names no axes, so that it also removes an open axis of 'h'"
+        match=r"^Squeeze node '\w+' names no axes, so that it also removes the batch if its size is 1"
     ):
         passes.Normalize()(graphopt.load(proto))
