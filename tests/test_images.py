@@ -84,6 +84,31 @@ def test_hidden_files_are_skipped_and_folders_may_be_deep(folder: Path) -> None:
     assert (np.asarray(found.arrays["x"])[3] == pixels(folder / "cat" / "more" / "1.jpg")).all()
 
 
+def test_files_that_are_no_images_are_skipped_with_one_warning(folder: Path) -> None:
+    for name in ("Thumbs.db", "desktop.ini", "notes.txt", "labels.csv"):
+        (folder / "cat" / name).write_text("no image")
+    with pytest.warns(
+        UserWarning, match=r"images: skipped what is no image: .*Thumbs\.db, .* and 1 more$"
+    ) as told:
+        found = data.images(str(folder))
+    assert len(told) == 1
+    assert found.arrays["target"].tolist() == [0, 0, 0, 1, 1, 1]
+    assert (np.asarray(found.arrays["x"])[0] == pixels(folder / "cat" / "1.png")).all()
+    (folder / "bird").mkdir()
+    (folder / "bird" / "Thumbs.db").write_text("no image")
+    with pytest.raises(GraphoptError, match=r"expected images in each folder, found only .*bird/Thumbs\.db"):
+        data.images(str(folder))
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_rows_of_keras_models_have_their_channels_last(folder: Path, channels: Any) -> None:
+    first, last = (
+        data.images(str(folder), layout=layout, size=[7, 9], channels=channels) for layout in ("NCHW", "NHWC")
+    )
+    assert last.arrays["x"].shape == (6, 7, 9, channels)
+    assert (np.asarray(last.arrays["x"]) == np.moveaxis(np.asarray(first.arrays["x"]), 1, -1)).all()
+
+
 @pytest.mark.parametrize("channels", [1, 3])
 @pytest.mark.parametrize("resample", ["nearest", "box", "bilinear", "hamming", "bicubic", "lanczos"])
 def test_sample_photographs_are_resized_as_by_pillow(tmp_path: Path, resample: Any, channels: int) -> None:

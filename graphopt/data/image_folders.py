@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import warnings
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,7 +17,7 @@ from graphopt.arguments import checked
 from graphopt.data.dataset import TARGET, Dataset, LazyArray
 from graphopt.data.files import EXPANSION, check_ratio, imported, reading, reason
 from graphopt.data.tabular import refuse_twice
-from graphopt.errors import GraphoptError
+from graphopt.errors import GraphoptError, some
 from graphopt.files import ReadName
 
 # Formats that Pillow reads itself, without other programs.
@@ -28,6 +29,10 @@ _MODES = {1: "L", 3: "RGB"}  # by the number of channels
 _PILLOW = "data=images", "PIL.Image", "Pillow"
 
 
+class _NoImage(GraphoptError):
+    """Report a file that is no image in a format that graphopt reads."""
+
+
 @checked()
 def images(
     path: ReadName,
@@ -35,6 +40,7 @@ def images(
     size: Sequence[int] | None = None,
     channels: int = 3,
     scale: bool = True,
+    layout: Literal["NCHW", "NHWC"] = "NCHW",
     resample: Literal["nearest", "box", "bilinear", "hamming", "bicubic", "lanczos"] = "bilinear",
     target: Literal["folder"] | None = "folder",
     labels: Sequence[str] | None = None,
@@ -43,7 +49,8 @@ def images(
     """Read a folder of images as arrays [N, C, H, W], each image when its batch needs it.
 
     Each folder in it is a class; the classes are numbered in the order of their names, and images may lie deeper. Names
-    that start with a dot are skipped. Pillow reads and resizes the images, in the formats BMP, GIF (the first image),
+    that start with a dot are skipped, and so are files that are no images by their names and contents, such as
+    Thumbs.db, with a warning. Pillow reads and resizes the images, in the formats BMP, GIF (the first image),
     JPEG, PNG, PPM, TIFF and WebP. As in torchvision's ImageFolder, an alpha channel is dropped, and the orientation in
     EXIF data does not turn an image. Of 16 bits, the upper 8 count.
 
@@ -52,6 +59,7 @@ def images(
         size: the height and the width to resize to, such as [224, 224]; None if all images have the same.
         channels: 3 for colours, 1 for gray.
         scale: return float32 from 0 to 1; otherwise uint8 from 0 to 255.
+        layout: NCHW for rows [C, H, W], as PyTorch's models take; NHWC for rows [H, W, C], as Keras's do.
         resample: how Pillow resizes: nearest, box, bilinear, hamming, bicubic or lanczos.
         target: `folder` for the class of each image; None for no target, for predictions. Images may then also lie
             in the folder itself.
@@ -84,8 +92,7 @@ def images(
             f"{path}: expected a folder of images, found {'a file' if root.exists() else 'none'}"
         )
     files, classes, names = _files_and_labels(root, target is not None, labels)
-    with ThreadPoolExecutor() as threads:
-        sizes = list(threads.map(_size, files))
+    files, classes, sizes = _without_others(root, files, classes)
     pixel = DECODED if size is not None else max(DECODED, channels * (4 if scale else 1))
     for file, dims in zip(files, sizes, strict=True):
         check_ratio(file, math.prod(dims) * pixel, expansion, unsuspicious=_UNSUSPICIOUS)
@@ -94,19 +101,27 @@ def images(
                 f"{file}: expected {_text(sizes[0])} pixels as {files[0].name}, found {_text(dims)}: "
                 "set data.size=[HEIGHT,WIDTH] to resize all"
             )
-    shape, dtype = (len(files), channels, *(size or sizes[0])), np.float32 if scale else np.uint8
-    arrays: dict[str, Any] = {"x": _Images(shape, dtype, files, pillow.Resampling[resample.upper()])}
+    height, width = size or sizes[0]
+    row = (channels, height, width) if layout == "NCHW" else (height, width, channels)
+    dtype = np.float32 if scale else np.uint8
+    arrays: dict[str, Any] = {
+        "x": _Images((len(files), *row), dtype, files, pillow.Resampling[resample.upper()], layout)
+    }
     if target is not None:
         arrays[TARGET] = classes
     return Dataset(arrays, "x", len(names) or None, names or None)
 
 
 class _Images(LazyArray):
-    """Read images as rows [C, H, W] of an array."""
+    """Read images as rows of an array, [C, H, W] or [H, W, C]."""
 
-    def __init__(self, shape: tuple[int, ...], dtype: Any, files: Sequence[Path], resample: Any) -> None:
+    def __init__(
+        self, shape: tuple[int, ...], dtype: Any, files: Sequence[Path], resample: Any, layout: str
+    ) -> None:
         super().__init__(shape, dtype)
-        self._files, self._resample = files, resample
+        self._files, self._resample, self._is_last = files, resample, layout == "NHWC"
+        channels, height, width = (shape[3], shape[1], shape[2]) if self._is_last else shape[1:]
+        self._mode, self._size = _MODES[channels], (width, height)
 
     def read(self, rows: np.ndarray) -> np.ndarray:
         decoded = np.empty((len(rows), *self.shape[1:]), np.uint8)
@@ -116,18 +131,18 @@ class _Images(LazyArray):
         return decoded / np.float32(255) if self.dtype.kind == "f" else decoded
 
     def _pixels(self, row: int) -> np.ndarray:
-        file, (_, channels, height, width) = self._files[row], self.shape
+        file = self._files[row]
         with _opened(file) as image:
             if image.mode.startswith("I;16"):  # Pillow's own conversion would cut off the bright part
                 image = imported(*_PILLOW).fromarray((np.asarray(image) >> 8).astype(np.uint8))
             elif image.mode in ("I", "F"):
                 raise GraphoptError(f"{file}: expected 8 or 16 bits per channel, found 32")
             image.info.pop("transparency", None)  # the colours stay, however transparent
-            image = image.convert(_MODES[channels])
-            if image.size != (width, height):
-                image = image.resize((width, height), self._resample)
-            pixels = np.asarray(image)
-        return pixels.transpose(2, 0, 1) if pixels.ndim == 3 else pixels[None]
+            image = image.convert(self._mode)
+            if image.size != self._size:
+                image = image.resize(self._size, self._resample)
+            pixels = np.atleast_3d(image)
+        return pixels if self._is_last else pixels.transpose(2, 0, 1)
 
 
 def _files_and_labels(
@@ -192,10 +207,32 @@ def _refuse(error: OSError) -> None:
     raise GraphoptError(f"{error.filename}: {reason(error)}") from error
 
 
-def _size(file: Path) -> tuple[int, int]:
-    """Return the height and the width of an image."""
-    with _opened(file) as image:
-        return image.height, image.width
+def _without_others(
+    root: Path, files: Sequence[Path], classes: np.ndarray
+) -> tuple[list[Path], np.ndarray, list[tuple[int, int]]]:
+    """Return the files that are images, the class of each, and their heights and widths; warn of the others."""
+    with ThreadPoolExecutor() as threads:
+        sizes = list(threads.map(_size, files))
+    there = [i for i, size in enumerate(sizes) if size is not None]
+    if others := [str(file) for file, size in zip(files, sizes, strict=True) if size is None]:
+        if len({*classes[there].tolist()}) < len({*classes.tolist()}) or not there:
+            raise GraphoptError(
+                f"{root}: expected images in each folder, found only {some(others)}: add images, or remove the "
+                "folder"
+            )
+        warnings.warn(f"{root}: skipped what is no image: {some(others)}", stacklevel=4)
+    return [files[i] for i in there], classes[there] if len(classes) else classes, [s for s in sizes if s]
+
+
+def _size(file: Path) -> tuple[int, int] | None:
+    """Return the height and the width of an image, or None for a file that is none by its name and its contents."""
+    try:
+        with _opened(file) as image:
+            return image.height, image.width
+    except _NoImage:
+        if not file.suffix or file.suffix.lower() in imported(*_PILLOW).registered_extensions():
+            raise
+        return None
 
 
 @contextlib.contextmanager
@@ -206,9 +243,7 @@ def _opened(file: Path) -> Iterator[Any]:
         try:
             opened = pillow.open(file, formats=FORMATS)
         except pillow.UnidentifiedImageError as error:
-            raise GraphoptError(
-                f"{file}: expected an image ({', '.join(FORMATS)}), found another file"
-            ) from error
+            raise _NoImage(f"{file}: expected an image ({', '.join(FORMATS)}), found another file") from error
         with opened as image:
             yield image
 

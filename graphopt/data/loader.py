@@ -8,6 +8,7 @@ import warnings
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, Literal, TypeVar
 
 import numpy as np
@@ -303,8 +304,9 @@ class TrainingRows:
         self._inputs = {name_of(x): x for x in model.graph.inputs if not x.is_initializer()}
         self._arrays = _fed(data, list(self._inputs), self._inputs)
         self._rows, self._allow_nan = rows, allow_nan
+        self.outputs = partial(data.outputs, "classification")
 
-    def read(self, name: str) -> Iterator[np.ndarray]:
+    def __call__(self, name: str, /) -> Iterator[np.ndarray]:
         """Yield the rows of an array, which has to fit the model's input."""
         if name not in self._arrays:
             found = ", ".join(map(repr, self._arrays))

@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import itertools
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import ClassVar, final
+from typing import ClassVar, Protocol, final
 
 import numpy as np
 import onnx
@@ -30,7 +30,18 @@ from graphopt.graph.strictness import check_model, is_strict
 from graphopt.graph.traversal import all_nodes, is_sorted, subgraphs
 from graphopt.graph.values import name_of
 
-Read = Callable[[str], Iterator[np.ndarray]]
+
+class Read(Protocol):
+    """Return the training rows of the array of an input or a target, in pieces.
+
+    `outputs` returns the number of outputs that predict the target: one for each class, also for classes in rows that
+    do not train, or one for each column of numbers.
+    """
+
+    def outputs(self) -> int: ...
+
+    def __call__(self, name: str, /) -> Iterator[np.ndarray]: ...
+
 
 # Exceptions of ONNX's packages for models that pass the checker but that they cannot handle.
 LIBRARIES = (

@@ -181,7 +181,7 @@ def adapt(
     if epochs is not None:
         options = FitOptions(epochs=epochs, batch_size=batch_size)
         pipeline = pipeline.planned(options.epochs * math.ceil(len(rows) / options.batch_size))
-    return pipeline.adapted(loaded, TrainingRows(data, loaded, rows, allow_nan=allow_nan).read)
+    return pipeline.adapted(loaded, TrainingRows(data, loaded, rows, allow_nan=allow_nan))
 
 
 def _sources(executor: Executor, data: Data, options: FitOptions) -> tuple[Epochs, HeldOut | None]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import numpy as np
@@ -13,7 +13,7 @@ import onnx_ir as ir
 from graphopt.adapters.targets import AdapterTarget, targets_in
 from graphopt.errors import GraphoptError, unknown
 from graphopt.graph.metadata import ADAPTER, Kind, Origin
-from graphopt.graph.rewriting import Pass
+from graphopt.graph.rewriting import Pass, Read
 from graphopt.graph.shapes import ensure_typed, infer
 from graphopt.graph.traversal import ancestors
 from graphopt.graph.values import dtype_of, is_floating, name_of, redirect
@@ -33,7 +33,8 @@ class Head(Pass):
 
     Args:
         output: the name of the output; by default, the only floating-point output.
-        classes: the number of outputs of the new product, at most a million.
+        classes: the number of outputs of the new product, at most a million; None for as many as the
+            data has classes, or columns of numbers, which `graphopt.adapt` and recipes count.
         seed: the seed of the initial values.
 
     Raises:
@@ -52,13 +53,21 @@ class Head(Pass):
     classes: int | None = within("[1, 1000000]", None, whole=True)
     seed: int = within("[0, inf)", 0)
 
+    @property
+    def learns(self) -> bool:
+        return self.classes is None
+
+    def adapted(self, model: ir.Model, read: Read) -> Head:
+        return replace(self, classes=read.outputs())
+
     def requires(self, model: ir.Model) -> None:
         self.precedes_gradient(model)
 
     def rewrite(self, model: ir.Model) -> None:
         if self.classes is None:
             raise GraphoptError(
-                "Head: expected the number of classes, found none: set classes=10, for example"
+                "Head: expected the number of classes, found none: set classes=10, for example, or let "
+                "graphopt.adapt count those of the data"
             )
         ensure_typed(model)
         target = self._target(model, self._output(model))
