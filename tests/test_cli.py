@@ -475,3 +475,49 @@ def test_ctrl_c_leaves_a_trained_model() -> None:
     assert process.wait(60) == cli.INTERRUPTED
     assert "stopped   after step" in said
     onnx.checker.check_model(onnx.load("out/trained.onnx"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("measure", ["validation_loss", "accuracy"])
+def test_trained_onnx_has_the_weights_of_the_best_epoch(
+    measure: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = [
+        "fit.epochs=8",
+        "optimizer.learning_rate=0.05",
+        "executor.threads=1",
+        "executor.native=false",
+        f"fit.checkpoint.best={measure}",
+    ]
+    assert cli.main([*run, "folder=best"]) == cli.main([*run, "folder=last", "fit.export=last"]) == 0
+    said = capsys.readouterr().out
+    records = lines("best/metrics.jsonl")
+    assert [r["loss"] for r in records] == [
+        r["loss"] for r in lines("last/metrics.jsonl")
+    ]  # the steps are the same
+    best = min(
+        records, key=lambda r: r["validation_loss"] if measure == "validation_loss" else -r["accuracy"]
+    )
+    assert best["epoch"] < 8, "the case tells nothing"
+    assert said.count(f"restored  the weights of epoch {best['epoch']}\n") == 1
+    assert said.count("the weights are those of the last epoch: fit.export=best keeps the best") == 1
+    for folder, record in (("best", best), ("last", records[-1])):
+        assert cli.main(["evaluate", f"folder={folder}"]) == 0
+        found = json.loads(Path(folder, "metrics.json").read_text())
+        assert (found["loss"], found["accuracy"]) == pytest.approx(
+            (record["validation_loss"], record["accuracy"])
+        )
+
+
+def test_an_export_that_is_neither_best_nor_last(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["folder=out", "fit.export=bst"]) == 1
+    assert "fit.export: unknown epoch 'bst', nearest: 'best'; known: best, last" in capsys.readouterr().err
+
+
+def test_a_head_has_as_many_outputs_as_the_data_has_classes() -> None:
+    np.savez("train.npz", x=X, target=np.arange(60) % 7)
+    assert cli.main([*MINE, "adapter=head"]) == 0
+    assert onnxruntime.InferenceSession("out/trained.onnx").get_outputs()[0].shape[1] == 7
+    np.savez("train.npz", x=X, target=X[:, :2])  # columns of numbers
+    assert cli.main([*MINE, "adapter=head", "loss=mean_squared_error", "folder=other"]) == 0
+    assert onnxruntime.InferenceSession("other/trained.onnx").get_outputs()[0].shape[1] == 2

@@ -221,7 +221,7 @@ def _summarize(run: Run, final: Record, console: Console, *, is_complete: bool) 
         say(
             console, "trained", f"{counted(last['step'], 'step')} in {seconds:.1f} s, loss {last['loss']:.4g}"
         )
-    if run.restored is not None:
+    if final["epoch"] != last["epoch"]:
         say(console, "restored", f"the weights of epoch {final['epoch']}")
     if held_out := {name: final[name] for name in dropwhile("validation_loss".__ne__, final)}:
         say(console, "held out", measures(held_out))
@@ -232,7 +232,7 @@ def _summarize(run: Run, final: Record, console: Console, *, is_complete: bool) 
             console,
             "best",
             f"epoch {best['epoch']} had validation {best['validation_loss']:.4g}; the weights are those of the last "
-            "epoch: callbacks.early_stopping={patience: 3} keeps the best",
+            "epoch: fit.export=best keeps the best",
         )
 
 

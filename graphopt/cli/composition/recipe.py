@@ -54,7 +54,7 @@ from graphopt.pipeline import Pipeline
 from graphopt.runtime.device import Device
 from graphopt.runtime.executor import Executor
 from graphopt.runtime.providers import PROVIDERS, for_workers
-from graphopt.training.callbacks import Callback, MedianStopping
+from graphopt.training.callbacks import Callback, EarlyStopping, MedianStopping
 from graphopt.training.callbacks.logs import FileLog, MLflow, TensorBoard, Tracker
 from graphopt.training.evaluation import reported
 from graphopt.training.fit import adapt
@@ -276,7 +276,13 @@ class Recipe:
         if self.command_line.strangers:
             check_new_logs(self.fields["callbacks"], folder, self.command_line, is_new)
         nodes = self.fields["callbacks"].items()
-        return [self._callback(f"callbacks.{name}", node, folder) for name, node in nodes]
+        callbacks = [self._callback(f"callbacks.{name}", node, folder) for name, node in nodes]
+        fields = self.fields["fit"]
+        restores = any(isinstance(callback, EarlyStopping) for callback in callbacks)
+        if fields["export"] == "best" and fields.get("validation") and not restores:
+            measure = (fields.get("checkpoint") or {}).get("best") or "validation_loss"
+            callbacks.append(EarlyStopping(monitor=measure, patience=fields["epochs"]))
+        return callbacks
 
     def _callback(self, key: str, node: Mapping[str, Any], folder: Path) -> Callback:
         kind = resolve(node[TARGET_KEY], key, self.command_line.trust)

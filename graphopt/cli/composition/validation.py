@@ -56,8 +56,9 @@ NAMED: dict[str, Sequence[str]] = {  # the names that recipes may use, by path; 
     "pipeline": ("graphopt.Pipeline",),
 }
 
-OF_COMMAND = ("log_steps", "checkpoint")  # fields of `fit` that are no arguments of the function
+OF_COMMAND = ("log_steps", "checkpoint", "export")  # fields of `fit` that are no arguments of the function
 _Rows = Literal["all", "held_out", "trained"]
+_Export = Literal["best", "last"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,16 +97,19 @@ class FitFields:
     Args:
         validation: the share of rows to hold out, a file like data.path, or null
         log_steps: write a line per step to metrics.jsonl, in addition to the line per epoch.
+        export: best: trained.onnx gets the weights of the epoch whose held-out measure, fit.checkpoint.best, is best;
+            last: those of the last epoch. callbacks.early_stopping decides by its own measure.
         seed: the seed of the initial weights, the order of the rows and Dropout
     """
 
     validation: float | ReadPath | None
     log_steps: bool
+    export: _Export
     seed: int = within("[0, inf)", 0)
 
 
 OWN = {"": RecipeFields, "fit": FitFields}
-_ROWS = typing.get_args(_Rows)
+_ROWS, _EXPORTS = typing.get_args(_Rows), typing.get_args(_Export)
 PARTS = ("data", "executor", "fit", "generate", "hosts", "limits", "models", "pipeline")
 PLAIN: dict[str, Any] = {  # what takes the fields of the parts that name no class or function
     "fit": fit,
@@ -154,6 +158,8 @@ def check_recipe(fields: Mapping[str, Any], command_line: CommandLine) -> None:
         _check_columns(fields["data"]["columns"])
     if fields.get("rows") not in (*_ROWS, None):
         raise GraphoptError(unknown("rows", fields["rows"], _ROWS))
+    if fields["fit"].get("export") not in _EXPORTS:
+        raise GraphoptError(f"fit.export: {unknown('epoch', str(fields['fit'].get('export')), _EXPORTS)}")
     models, added = {}, dict(_ADDED)
     for name, node in fields["models"].items():
         outputs = node.get("outputs")  # null: the number that the data needs
