@@ -483,8 +483,8 @@ def test_trained_onnx_has_the_weights_of_the_best_epoch(
     measure: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = [
-        "fit.epochs=8",
-        "optimizer.learning_rate=0.05",
+        "fit.epochs=12",
+        "optimizer.learning_rate=0.1",
         "executor.threads=1",
         "executor.native=false",
         f"fit.checkpoint.best={measure}",
@@ -498,7 +498,7 @@ def test_trained_onnx_has_the_weights_of_the_best_epoch(
     best = min(
         records, key=lambda r: r["validation_loss"] if measure == "validation_loss" else -r["accuracy"]
     )
-    assert best["epoch"] < 8, "the case tells nothing"
+    assert best["epoch"] < 12, "the case tells nothing"
     assert said.count(f"restored  the weights of epoch {best['epoch']}\n") == 1
     assert said.count("the weights are those of the last epoch: fit.export=best keeps the best") == 1
     for folder, record in (("best", best), ("last", records[-1])):
