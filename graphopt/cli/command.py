@@ -40,7 +40,7 @@ from graphopt.cli.generation import write_text
 from graphopt.cli.help import help_page
 from graphopt.cli.messages import complain, line_of, say, tell_record, warn
 from graphopt.cli.processes import check_processes, installed_first
-from graphopt.cli.run_folder import check_no_run, leave
+from graphopt.cli.run_folder import STEP, check_no_run, leave
 from graphopt.cli.schema import recipe_schema
 from graphopt.cli.train import parameter_count, train
 from graphopt.cli.trained import Trained, write_metrics, write_predictions
@@ -308,12 +308,12 @@ def _compile(recipe: Recipe, folder: Path, console: Console) -> str:
         halves = recipe.halves()
         stages = {f"grad.{i}.onnx": stage for i, stage in enumerate(halves.grad)}
         grad = stages if len(stages) > 1 else {"grad.onnx": halves.grad[0]}
-        graphs = {"step.onnx": halves.step, **grad, "apply.onnx": halves.apply}
+        graphs = {STEP: halves.step, **grad, "apply.onnx": halves.apply}
     else:
-        graphs = {"step.onnx": _training_graph(recipe, folder)}
+        graphs = {STEP: _training_graph(recipe, folder)}
     for name, graph in graphs.items():
         save(graph, folder / name)
-    say(console, "model", f"{recipe.fields['model']}, {parameter_count(graphs['step.onnx'])}")
+    say(console, "model", f"{recipe.fields['model']}, {parameter_count(graphs[STEP])}")
     return ", ".join(f"{name} {size(graph)} nodes" for name, graph in graphs.items())
 
 
@@ -336,7 +336,7 @@ def _artifacts(recipe: Recipe, folder: Path, console: Console) -> str:
 
 
 def _describe_columns(recipe: Recipe, folder: Path, console: Console) -> None:
-    """Tell how the features of a table are made, which a host has to do itself."""
+    """Write columns.json, by which a host makes the features of a table itself."""
     if recipe.columns is not None:
         write(folder / "columns.json", recipe.columns.text())
         say(console, "columns", "the graph takes features, which the host makes as columns.json says")

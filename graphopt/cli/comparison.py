@@ -18,19 +18,19 @@ from omegaconf import DictConfig
 from graphopt.cli.composition.expansion import read_config
 from graphopt.cli.composition.record import HYDRA, OPTIONS, OVERRIDES, enter, mapping, select
 from graphopt.cli.messages import print_table, say
-from graphopt.cli.run_folder import CONFIG, METRICS_FILE, RESULT
+from graphopt.cli.run_folder import CONFIG, METRICS_FILE, REPORT, RESULT
 from graphopt.errors import GraphoptError
-from graphopt.files import read_regular, write
+from graphopt.files import write
 from graphopt.inspection import html
 from graphopt.inspection.charts import COLORS, line_chart
 from graphopt.inspection.words import counted, is_share, label_of, measure_text
 from graphopt.training.callbacks import Record
-from graphopt.training.callbacks.logs import json_lines
+from graphopt.training.callbacks.logs import read_json_lines
 from graphopt.training.callbacks.terminal import open_console
 from graphopt.training.checkpoints import larger_is_better
 from graphopt.training.metrics import METRICS
 
-PAGE, REPORT = "compare.html", "report.html"
+PAGE = "compare.html"
 LEFT_OUT = ("epoch", "step", "learning_rate", "seconds", "samples_per_second", "tokens_per_second")
 PLACES = ("folder", "resume")
 
@@ -62,8 +62,8 @@ class _Run:
             mapping(select(hydra, "hydra.runtime.choices")),
             mapping(config),
             select(hydra, "hydra.mode") == "MULTIRUN",
-            [record for record in _json_lines(path / METRICS_FILE) if "seconds" in record],
-            next(iter(_json_lines(path / RESULT)), {}),
+            [record for record in read_json_lines(path / METRICS_FILE) if "seconds" in record],
+            next(iter(read_json_lines(path / RESULT)), {}),
         )
 
     def option(self, name: str) -> str:
@@ -86,7 +86,7 @@ class _Run:
 
     @property
     def state(self) -> str:
-        """Say what became of a run of a sweep that has no number."""
+        """Return why a run has no number, in words; nothing for a complete run."""
         if "value" in self.result:
             return "not finite" if self.result["value"] is None else ""
         if not self.records:
@@ -136,7 +136,7 @@ class _Comparison:
         return f"{counted(len(self.runs), 'run')}, best by {_label(self.by)}"
 
     def states(self) -> list[str]:
-        """Return which runs are the best, and what became of those without a number."""
+        """Return `best` for the best runs, and why the others have no number."""
         least = self.runs[0].key(self.by)
         return ["best" if run.key(self.by) == least < math.inf else run.state for run in self.runs]
 
@@ -247,7 +247,7 @@ class SweepTable(Callback):
 
 
 def say_compared(folder: str | os.PathLike[str]) -> None:
-    """Compare the runs below a folder, and say where the page is."""
+    """Compare the runs below a folder, and print the path of the page."""
     page = compare(folder)
     say(open_console(), "written", str(page))
 
@@ -262,9 +262,3 @@ def _content(path: Path) -> Any:
     with contextlib.suppress(GraphoptError):
         return read_config(path)
     return None
-
-
-def _json_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the whole lines of a file that hold mappings."""
-    content = read_regular(path)
-    return [] if content is None else json_lines(content.decode(errors="replace"))

@@ -43,7 +43,7 @@ def say(console: Console, what: str, text: str) -> None:
 
 
 def tell_record(console: Console, command_line: CommandLine) -> None:
-    """Say from which run a recipe is, and what the command line changes of it."""
+    """Print from which run a recipe is, and which of its fields the command line changes."""
     record = command_line.record
     if record is not None:
         changed = ", ".join(command_line.replaced)

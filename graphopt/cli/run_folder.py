@@ -17,15 +17,16 @@ from filelock import FileLock, Timeout
 from graphopt.cli.composition.expansion import MOST_BYTES, read_config
 from graphopt.errors import GraphoptError, escaped
 from graphopt.files import check_folder, json_of, open_to_append, read_file, write
-from graphopt.training.callbacks.logs import json_value
+from graphopt.training.callbacks.logs import json_value, leaves
 from graphopt.training.checkpoints import find
 
 METRICS_FILE, CONFIG, CHECKPOINTS, RESULT = "metrics.jsonl", "config.yaml", "checkpoints", "result.json"
+STEP, MODEL, REPORT = "step.onnx", "trained.onnx", "report.html"
+ADAPTER_FILES = "adapter.onnx_adapter", "adapter.safetensors"  # for slots, and the state of adapters
 LOCK, LOG = ".lock", "graphopt.log"
 OWN_FILES = (
-    *(METRICS_FILE, CONFIG, CHECKPOINTS, RESULT, "step.onnx", "trained.onnx", "report.html", LOG),
-    *("adapter.onnx_adapter", "adapter.safetensors"),
-    *(".hydra", LOCK, ".ray", "."),
+    *(METRICS_FILE, CONFIG, CHECKPOINTS, RESULT, STEP, MODEL, REPORT, LOG),
+    *(*ADAPTER_FILES, ".hydra", LOCK, ".ray", "."),
 )
 _OF_SWEEPS = ("multirun.yaml", "optimization_results.yaml")  # which Hydra writes
 
@@ -97,7 +98,7 @@ def resumed(
             if place == folder:
                 return folder, True
     if folder in places and _holds_run(folder):
-        others = sorted(_leaves(_identity_of(folder)).items() - _leaves(wanted).items())
+        others = sorted(_as_overrides(_identity_of(folder)).items() - _as_overrides(wanted).items())
         raise GraphoptError(
             f"{folder}: expected a run of the same recipe, found one with "
             f"{', '.join(f'{name}={value}' for name, value in others[:3]) or 'fewer fields'}: continue it with "
@@ -200,12 +201,9 @@ def _holds_run(folder: Path) -> bool:
     return (folder / METRICS_FILE).exists() or any((folder / CHECKPOINTS).glob("step-*"))
 
 
-def _leaves(fields: Any, name: str = "") -> dict[str, str]:
+def _as_overrides(fields: Mapping[str, Any]) -> dict[str, str]:
     """Return the values of nested fields as overrides have them, by their dotted names."""
-    if not isinstance(fields, dict):
-        return {name: fields if isinstance(fields, str) else json.dumps(fields, default=str)}
-    parts = (_leaves(value, f"{name}.{key}" if name else str(key)) for key, value in fields.items())
-    return {leaf: value for part in parts for leaf, value in part.items()}
+    return {name: x if isinstance(x, str) else json.dumps(x, default=str) for name, x in leaves(fields)}
 
 
 def _is_run_of(folder: Path, wanted: Mapping[str, Any], *, is_named: bool) -> bool:

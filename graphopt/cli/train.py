@@ -20,8 +20,20 @@ from rich.console import Console
 
 from graphopt.cli.composition.recipe import Recipe
 from graphopt.cli.messages import NOT_FINITE, compilations, complain, say, tell_record
-from graphopt.cli.run_folder import CHECKPOINTS, METRICS_FILE, locked, result, resumed, write_result
-from graphopt.cli.trained import ADAPTER_FILES, MODEL, write_trained
+from graphopt.cli.run_folder import (
+    ADAPTER_FILES,
+    CHECKPOINTS,
+    CONFIG,
+    METRICS_FILE,
+    MODEL,
+    REPORT,
+    STEP,
+    locked,
+    result,
+    resumed,
+    write_result,
+)
+from graphopt.cli.trained import write_trained
 from graphopt.communicator import Communicator
 from graphopt.errors import GraphoptError
 from graphopt.graph.listing import size
@@ -91,7 +103,7 @@ def _lead(recipe: Recipe, communicator: Communicator, folder: Path) -> float:
     _summarize(run, final, console, is_complete=files.is_complete)
     checkpoints = "" if recipe.fields["fit"].get("checkpoint") is None else ", checkpoints"
     models = [name for name in (MODEL, *ADAPTER_FILES) if (folder / name).exists()]
-    written = f"report.html, step.onnx, {', '.join(models)}, metrics.jsonl, config.yaml{checkpoints}"
+    written = f"{REPORT}, {STEP}, {', '.join(models)}, {METRICS_FILE}, {CONFIG}{checkpoints}"
     say(console, "written", f"{folder}: {written}")
     return value
 
@@ -118,7 +130,7 @@ def _train(
     header = _Header(console, title, recipe, step, communicator.size)
     callbacks = recipe.callbacks(folder, is_new=not resume)
     page = Page(
-        folder / "report.html",
+        folder / REPORT,
         f"{model} on {data}",
         model=recipe.model(),
         recipe=recipe.text(),
@@ -166,7 +178,7 @@ class _Files(JSONL):
     def on_fit_begin(self, run: Run) -> None:
         self.run, self.is_complete = run, run.resumed is not None and len(run.records) >= run.epochs
         self._recipe.write_record(self._folder)
-        save(self._step, self._folder / "step.onnx")
+        save(self._step, self._folder / STEP)
         super().on_fit_begin(run)
 
 

@@ -19,7 +19,7 @@ from graphopt.cli.composition.recipe import Recipe
 from graphopt.cli.composition.record import RunRecord
 from graphopt.cli.messages import print_matrix, print_table
 from graphopt.cli.rows import chosen_rows
-from graphopt.cli.run_folder import CHECKPOINTS, CONFIG, resumed
+from graphopt.cli.run_folder import ADAPTER_FILES, CHECKPOINTS, CONFIG, MODEL, STEP, resumed
 from graphopt.data.dataset import Dataset
 from graphopt.data.files import write_rows
 from graphopt.errors import GraphoptError
@@ -39,8 +39,6 @@ from graphopt.training.checkpoints import find, read
 from graphopt.training.evaluation import evaluate, predict
 
 _METRICS = "metrics.json"
-MODEL = "trained.onnx"
-ADAPTER_FILES = "adapter.onnx_adapter", "adapter.safetensors"  # for slots, and the state of adapters
 
 
 @dataclass(frozen=True)
@@ -60,7 +58,7 @@ class Trained:
     @classmethod
     def find(cls, recipe: Recipe, folder: Path) -> Trained:
         """Return what the command names: `resume=PATH`, else the run in `folder=PATH`, else `model=FILE`."""
-        asked, model = recipe.fields.get("resume", False), folder / "trained.onnx"
+        asked, model = recipe.fields.get("resume", False), folder / MODEL
         step, record = _step_of(folder), recipe.command_line.record
         recipe.follow(step or (model if model.is_file() else None))
         if asked:
@@ -162,7 +160,7 @@ class Trained:
 
 def _step_of(run: Path) -> Path | None:
     """Return the training graph of a run, if it has one."""
-    return step if (step := run / "step.onnx").is_file() else None
+    return step if (step := run / STEP).is_file() else None
 
 
 def write_trained(recipe: Recipe, executor: Executor, folder: Path) -> Path:

@@ -88,7 +88,7 @@ def _reads_strings(inputs: Mapping[str, ir.Value]) -> bool:
 
 
 def features_of(data: Any, inputs: Mapping[str, ir.Value] | None = None) -> Dataset:
-    """Return the arrays for a model's inputs as a data set, without targets and weights; X alone will do.
+    """Return the arrays for a model's inputs as a data set, without targets and weights, from such data or from X.
 
     `inputs` is as in `as_dataset`.
     """

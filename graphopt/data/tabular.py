@@ -217,7 +217,7 @@ def _target(
 
 
 def _text_classes(path: str, name: str, texts: list[str]) -> tuple[str, ...] | None:
-    """Return the different texts of a target in order, or None if it has numbers alone."""
+    """Return the different texts of a target in order, or None if it has only numbers."""
     different = [text for text in dict.fromkeys(texts) if text]
     are_codes = any(map(is_code, different)) and all(map(is_numeral, different))
     words = [text for text in different if are_codes or not is_numeral(text)]

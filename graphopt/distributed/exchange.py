@@ -125,7 +125,7 @@ class Exchange:
         return is_finite
 
     def begin(self, rows: int) -> None:
-        """Tell masks the position of this worker's first row, before `grad` runs."""
+        """Set the position of this worker's first row, which random masks read, before `grad` runs."""
         if self._has_positions:
             communicator = self._communicator
             counts = np.zeros(communicator.size)

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from graphopt.communicator import Communicator
-from graphopt.distributed.launchers import Launcher, RunCommand, handled
+from graphopt.distributed.launchers import Launcher, RunCommand, passing_on_signals
 from graphopt.errors import GraphoptError
 from graphopt.intervals import within
 
@@ -153,7 +153,7 @@ class RayLauncher(Launcher):
         try:
             with (
                 self._started(),
-                handled(end, lambda number: sys.exit(128 + number)) as received,
+                passing_on_signals(end, lambda number: sys.exit(128 + number)) as received,
                 ThreadPoolExecutor(1) as thread,
             ):
                 # In the main thread, Ray would handle SIGINT.

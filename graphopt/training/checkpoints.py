@@ -69,7 +69,7 @@ class Checkpoint:
 
 @dataclass
 class Checkpoints(metaclass=Checked):
-    """Say when `fit` writes checkpoints, where, and which of them stay.
+    """Declare when and where `fit` writes checkpoints, and which of them stay.
 
     A checkpoint is a folder `step-N`: the state and the arrays of callbacks in safetensors files, the progress of the
     run in progress.json, and a manifest of their SHA-256 sums. A thread writes it under a temporary name, flushes it to
@@ -345,7 +345,7 @@ def _pointer(path: Path) -> str | None:
 
 
 def _point(path: Path, name: str) -> None:
-    """Let a file name a checkpoint. It is not flushed to disk: without it, `newest` reads the folders' names."""
+    """Write a checkpoint's name to a file, which is not flushed: without it, `newest` reads the folders' names."""
     if _pointer(path) != name:
         write(path, f"{name}\n")
 

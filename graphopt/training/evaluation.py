@@ -99,7 +99,7 @@ def predict(
 
     Args:
         model: an executor, which computes with its current weights, or an inference model.
-        data: data with rows, as in `fit`, or X alone, which feeds the only input; a table, for a model that takes its
+        data: data with rows, as in `fit`, or only X, which feeds the only input; a table, for a model that takes its
             columns, `graphopt.data.Columns.before`.
         batch_size: the number of rows per call; a model with a fixed batch uses its own.
         allow_nan: accept data that contains NaN or infinities.
@@ -228,7 +228,7 @@ class HeldOut:
     ) -> Iterator[tuple[dict[str, np.ndarray], Mapping[str, Any]]]:
         """Yield the data and the evaluation of each batch; the workers evaluate different batches at the same time.
 
-        Without `outputs`, it consists of the losses alone.
+        Without `outputs`, it consists of the losses only.
         """
         compute = executor.evaluate if outputs else executor.losses
         left = iter(self._feeds())

@@ -32,7 +32,7 @@ _Batch = tuple[Drawn, dict[str, Tensor]]  # as drawn, and on the device
 
 
 class After(Enum):
-    """Say what follows a step or an epoch."""
+    """Name the event that follows a step or an epoch."""
 
     GO_ON = "the next step or epoch"
     FINISH = "the record of the epoch and the end of the run, because a callback has asked for it"

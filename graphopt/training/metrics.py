@@ -25,7 +25,7 @@ from graphopt.moments import Moments
 Wanted = str | Mapping[str, Any] | Callable[[np.ndarray, np.ndarray], float]
 
 AVERAGES = ("macro", "micro", "weighted", "binary")
-TAKEN = (
+RECORDED = (  # what a record has beside metrics
     *("epoch", "step", "rows", "loss", "validation_loss", "learning_rate", "seconds"),
     *("samples_per_second", "tokens_per_second"),
 )
@@ -308,7 +308,7 @@ def named(wanted: Wanted) -> tuple[str, Metric]:
     """Return a new metric with its name in records; raise an error if it or one of its options is unknown."""
     if callable(wanted):
         name = getattr(wanted, "__name__", type(wanted).__name__)
-        if name in TAKEN:
+        if name in RECORDED:
             raise GraphoptError(
                 f"metrics: expected a name that records do not have, found {name!r}: rename it"
             )
@@ -394,7 +394,7 @@ class Metrics:
 
 
 def listed(wanted: Any) -> Sequence[Wanted] | None:
-    """Return wanted metrics as a list; one alone will do."""
+    """Return one or several wanted metrics as a list."""
     if isinstance(wanted, str | Mapping) or callable(wanted):
         return [wanted]
     if wanted is not None and not isinstance(wanted, Sequence):

@@ -154,7 +154,7 @@ class CommandLine:
         return [override for override in _parsed(*self.said) if override.key_or_group == field]
 
     def names(self, field: str) -> bool:
-        """Return whether the command line sets a field of the recipe, alone or in a mapping.
+        """Return whether the command line sets a field of the recipe, by its name or in a mapping.
 
         A mapping sets the fields that it has; a recipe may add others. A choice of a group sets none.
         """

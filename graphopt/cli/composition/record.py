@@ -23,7 +23,7 @@ from graphopt.targets.native.cache import cache_folder, read_cached, write_cache
 HYDRA = ".hydra"
 COMPOSED, OPTIONS, OVERRIDES = "config.yaml", "hydra.yaml", "overrides.yaml"
 SIGNATURE = "signature.json"  # of the three files, by a key in the user's cache, and the folders of recipes
-# What a run has from its command line alone: another run does not take it from the record.
+# Fields that a run has from its command line only: another run does not take them from the record.
 NOT_TAKEN = (
     "folder",
     "hydra",
@@ -37,7 +37,7 @@ NOT_TAKEN = (
     "trust",
 )
 _KEY, _ROOM = "key", "runs"
-_SECRET = 0o600  # this user alone reads and writes the key
+_SECRET = 0o600  # only this user reads and writes the key
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class RunRecord:
 
     @classmethod
     def read(cls, folder: Path) -> RunRecord | None:
-        """Return the record of a run; None if there is no run. An old run has its resolved recipe alone."""
+        """Return the record of a run; None if there is no run. An old run has only its resolved recipe."""
         strangers = enter(folder)
         if not (folder / CONFIG).is_file():
             return None
@@ -163,7 +163,7 @@ def _sum(key: bytes, texts: Mapping[str, bytes], strangers: tuple[str, ...]) -> 
 
 
 def _key() -> bytes | None:
-    """Return the key that signs the runs of this user; None if there is no place for it that is the user's alone."""
+    """Return the key that signs the runs of this user; None if no folder for it belongs to this user only."""
     try:
         with FileLock(cache_folder(_ROOM) / ".lock"):
             key = read_cached(_KEY, _ROOM)

@@ -563,13 +563,16 @@ def _is_code(hint: Any) -> bool:
 def _fits(value: Any, hint: Any, trust: Sequence[str]) -> bool:
     """Return whether a recipe's value, or the object that it describes, has a type."""
     if isinstance(value, Mapping) and TARGET_KEY in value:  # a function is assumed to return such an object
-        made, kinds = resolve(value[TARGET_KEY], "", trust), [_class_of(kind) for kind in alternatives(hint)]
+        made, kinds = (
+            resolve(value[TARGET_KEY], "", trust),
+            [typing.get_origin(x) or x for x in alternatives(hint)],
+        )
         is_one = any(kind is Any or (inspect.isclass(kind) and issubclass(made, kind)) for kind in kinds)
         return not inspect.isclass(made) or is_one
 
     def other(value: Any, hint: Any) -> None:
         """Raise an error unless a value that no plain type describes may be one."""
-        kind = _class_of(hint)
+        kind = typing.get_origin(hint) or hint
         if isinstance(value, Mapping) and TARGET_KEY in value:
             is_right = _fits(value, hint, trust)
         elif kind is hint:
@@ -586,7 +589,3 @@ def _fits(value: Any, hint: Any, trust: Sequence[str]) -> bool:
     except ValueError:  # of what is refused elsewhere: a list's length by its class, a name by `check`
         return True
     return True
-
-
-def _class_of(hint: Any) -> Any:
-    return typing.get_origin(hint) or hint

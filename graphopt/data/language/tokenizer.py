@@ -273,6 +273,6 @@ def _object(path: Path) -> dict[str, Any]:
 
 
 def _text_of(token: Any) -> str | None:
-    """Return the text of a token, which a config has alone, or in a mapping with options."""
+    """Return the text of a token, which a config has as a text, or in a mapping with options."""
     text = token.get("content") if isinstance(token, Mapping) else token
     return text if isinstance(text, str) else None

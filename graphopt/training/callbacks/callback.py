@@ -156,34 +156,34 @@ class Callback(metaclass=Checked):
         """Forget earlier runs. A callback that is a dataclass also calls this when it is created."""
 
     def on_fit_begin(self, run: Run) -> None:
-        """See a run that has been checked and is about to begin or to continue."""
+        """Act before the first step of a run, which has been checked and may continue another."""
 
     def on_epoch_begin(self, run: Run) -> None:
-        """See an epoch begin; a resumed one does not begin again."""
+        """Act when an epoch begins; a resumed one does not begin again."""
 
     def on_step_begin(self, run: Run) -> None:
-        """See a step begin."""
+        """Act when a step begins."""
 
     def on_step_end(self, run: Run, record: Record) -> None:
-        """See what a step reports: `epoch`, `step`, `rows`, the losses, metrics, diagnostics and `learning_rate`."""
+        """Act on the numbers of a step: `epoch`, `step`, `rows`, losses, metrics, diagnostics and `learning_rate`."""
 
     def on_evaluate_begin(self, run: Run) -> None:
-        """See a validation begin."""
+        """Act when a validation begins."""
 
     def on_evaluate_end(self, run: Run, record: Record) -> None:
-        """See the measures of a validation, `validation_loss` first."""
+        """Act on the measures of a validation, `validation_loss` first."""
 
     def on_save_begin(self, run: Run) -> None:
-        """See a checkpoint begin."""
+        """Act when a checkpoint begins."""
 
     def on_save_end(self, run: Run, path: Path) -> None:
-        """See the folder of a checkpoint; it is complete when the next event comes."""
+        """Act on the folder of a checkpoint; it is complete when the next event comes."""
 
     def on_epoch_end(self, run: Run, record: Record) -> None:
-        """See the record of an epoch: means over its rows, the measures of its validation, and times."""
+        """Act on the record of an epoch: means over its rows, the measures of its validation, and times."""
 
     def on_fit_end(self, run: Run) -> None:
-        """See the end of a run, whatever ended it."""
+        """Act at the end of a run, whatever ended it."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint is to keep of this callback: numbers, strings, lists and NumPy arrays by name."""
@@ -222,7 +222,7 @@ Watchers = Watcher | Sequence[Watcher] | None
 
 
 def callbacks_of(given: Any) -> tuple[Callback, ...]:
-    """Return callbacks, functions among them, one alone or several, as a tuple of objects.
+    """Return callbacks, functions among them, one or several, as a tuple of objects.
 
     Raises:
         GraphoptError: one is something else.
@@ -288,7 +288,7 @@ class CallbackGroup:
             getattr(callback, event)(self._run, *arguments)
 
     def reset(self) -> None:
-        """Let all callbacks forget earlier runs."""
+        """Reset all callbacks."""
         for callback in self._named.values():
             callback.reset()
 

@@ -20,7 +20,7 @@ from typing import Any
 from graphopt.data.files import imported
 from graphopt.errors import GraphoptError, line, unknown
 from graphopt.fields import check_options
-from graphopt.files import WritePath, json_of, making, open_to_append, replacing
+from graphopt.files import WritePath, json_of, making, open_to_append, read_regular, replacing
 from graphopt.training.callbacks.callback import Callback, Record, Run
 
 __all__ = ["CSV", "JSONL", "Log", "MLflow", "TensorBoard", "Tracker"]
@@ -49,7 +49,7 @@ class Log(Callback, ABC):
         """Log a record; that of an epoch has `seconds`."""
 
     def _warn_once(self, message: str) -> None:
-        """Say in the first warning of a run that a record could not be logged."""
+        """Warn, once in a run, that a record could not be logged."""
         if not self._has_failed:
             warnings.warn(f"{message}; training goes on", stacklevel=3)
         self._has_failed = True
@@ -176,6 +176,11 @@ class CSV(FileLog):
         text = io.StringIO(newline="")
         csv.DictWriter(text, self._columns, lineterminator="\n").writerows(records)
         return text.getvalue()
+
+
+def read_json_lines(path: Path) -> list[Record]:
+    """Return the mappings in the lines of a file, which may be missing; see `json_lines`."""
+    return json_lines((read_regular(path) or b"").decode(errors="replace"))
 
 
 def json_lines(text: str) -> list[Record]:
@@ -322,7 +327,7 @@ class MLflow(Log):
             self.id = self._mlflow.start_run(run_id=run_id, run_name=self.name).info.run_id
             self._is_running = True
             if run_id is None and self.config:
-                self._mlflow.log_params(dict(_leaves(self.config)))
+                self._mlflow.log_params(dict(leaves(self.config)))
         except self._mlflow.MlflowException as error:
             raise GraphoptError(f"MLflow: {line(error)}") from error
 
@@ -345,11 +350,11 @@ def _numbers(record: Record) -> dict[str, float]:
     return {f"{kind}/{name}": float(value) for name, value in numbers.items() if name not in POSITION}
 
 
-def _leaves(node: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
+def leaves(node: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
     """Yield the leaves of nested mappings, each with its path."""
     for name, value in node.items():
         place = f"{path}.{name}" if path else str(name)
         if isinstance(value, Mapping):
-            yield from _leaves(value, place)
+            yield from leaves(value, place)
         else:
             yield place, value

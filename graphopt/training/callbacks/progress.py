@@ -14,6 +14,7 @@ from graphopt.errors import escaped
 from graphopt.inspection.words import duration, label_of
 from graphopt.training.callbacks.callback import Callback, Record, Run
 from graphopt.training.callbacks.terminal import glued, open_console, print_line
+from graphopt.training.metrics import RECORDED
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -28,10 +29,7 @@ BARS = "▁▂▃▄▅▆▇█"
 WIDTH = 12  # of the sparkline
 _WIDE = 110  # columns of a terminal that has room for long bars
 _LINES = 30  # of epochs that a notebook shows
-SHOWN_SEPARATELY = (
-    *("epoch", "step", "rows", "loss", "learning_rate", "seconds"),
-    *("samples_per_second", "tokens_per_second"),
-)
+SHOWN_SEPARATELY = {*RECORDED} - {"validation_loss"}
 
 
 class ProgressBar(Callback):

@@ -76,7 +76,7 @@ def to_onnx(fitted: Any, X: Any, dtype: str = "float32", **options: Any) -> onnx
 
 
 def register_skl2onnx() -> None:
-    """Let `skl2onnx.to_onnx` convert OnnxClassifier, OnnxRegressor and Trainer, as the steps of a Pipeline, too.
+    """Register the converters of OnnxClassifier, OnnxRegressor and Trainer, also in a Pipeline, for `skl2onnx.to_onnx`.
 
     `graphopt.to_onnx` calls this. Call it yourself if you call skl2onnx.
 

@@ -43,7 +43,7 @@ RATES = ("constant", "invscaling", "adaptive")
 SOLVERS = ("adam", "sgd")
 _TYPES = ("auto", "float32", "float64")
 _SLOWEST = 1e-6  # the rate at which `adaptive` ends training
-_OWN = ("coefs_", "intercepts_", "n_layers_")  # attributes of scikit-learn's networks alone
+_OWN = ("coefs_", "intercepts_", "n_layers_")  # attributes that only scikit-learn's networks have
 
 TEXT_TARGET = "y: expected numbers, found text: a regression takes numbers, and OnnxClassifier takes labels"
 

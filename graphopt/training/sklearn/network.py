@@ -30,7 +30,7 @@ from graphopt.graph.values import dims_of, dtype_of, rank
 from graphopt.intervals import within
 from graphopt.pipeline import Pipeline
 
-# How each activation of scikit-learn is emitted. The last two are for outputs alone.
+# How each activation of scikit-learn is emitted. The last two are for outputs only.
 _ACTIVATIONS: dict[str, Callable[[Any, ir.Value], ir.Value]] = {
     "identity": lambda op, x: x,
     "logistic": lambda op, x: op.Sigmoid(x),
