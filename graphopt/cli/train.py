@@ -50,7 +50,7 @@ from graphopt.training.fit import fit
 from graphopt.training.progress import AnotherRun
 from graphopt.training.signals import deferred
 
-_PATIENCE = 2.0  # seconds that other workers wait before they report an error, as the first may do, too
+_SECONDS_FOR_FIRST = 2.0  # that other workers leave to the first one to report the same error
 
 
 def train(recipe: Recipe, folder: Path, main: Callable[[Sequence[str]], int]) -> float | None:
@@ -294,6 +294,6 @@ def _together(communicator: Communicator) -> Iterator[None]:
         if communicator.size == 1:
             raise
         if not communicator.leads:
-            time.sleep(_PATIENCE)
+            time.sleep(_SECONDS_FOR_FIRST)
             print(f"graphopt: worker {communicator.rank} of {communicator.size}:", end=" ", file=sys.stderr)
         communicator.abort(complain(error))

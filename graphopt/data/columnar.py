@@ -16,9 +16,9 @@ from graphopt.data.tabular import of_columns
 from graphopt.errors import GraphoptError
 from graphopt.files import ReadName
 
-_ROWS = 65_536  # of a Parquet file, that are read at once
-_NUMBER = 8  # bytes
-_EXACT = 2**53  # the largest whole number before which float64, NumPy's type beside missing ones, has all
+_ROWS_AT_ONCE = 65_536  # read from a Parquet file
+_NUMBER_BYTES = 8  # of a number in NumPy, at most
+_LARGEST_EXACT = 2**53  # float64, NumPy's type beside missing numbers, has all whole numbers up to it
 _PARQUET = b"PAR1"  # the start of a Parquet file
 _ARROW = b"ARROW1"  # the start and the end of a file in Arrow's file format
 
@@ -66,13 +66,13 @@ def _parquet(pyarrow: Any, path: str, expansion: int) -> _Opened:
     """Measure a Parquet file; return its columns and their reader."""
     with pyarrow.parquet.ParquetFile(path) as file:
         schema, metadata = file.schema_arrow, file.metadata
-    size = max(_NUMBER * metadata.num_rows * _cells(pyarrow, path, schema), _values_size(metadata))
+    size = max(_NUMBER_BYTES * metadata.num_rows * _cells(pyarrow, path, schema), _values_size(metadata))
     check_ratio(path, size, expansion)
 
     def read(names: list[str]) -> dict[str, np.ndarray]:
         plain = [name for name in names if not pyarrow.types.is_nested(schema.field(name).type)]
         with pyarrow.parquet.ParquetFile(path, read_dictionary=plain) as file:  # each text once
-            batches = file.iter_batches(_ROWS, columns=names, use_threads=False)
+            batches = file.iter_batches(_ROWS_AT_ONCE, columns=names, use_threads=False)
             return _arrays(pyarrow, path, batches, expansion)
 
     return schema.names, read
@@ -87,7 +87,7 @@ def _arrow(pyarrow: Any, path: str, expansion: int) -> _Opened:
     schema = open_file(file).schema
     cells, size = _cells(pyarrow, path, schema), 0
     for rows, buffers in map(_expanded_sizes, _batches(pyarrow, file, is_file)):
-        size += max(_NUMBER * rows * cells, buffers)
+        size += max(_NUMBER_BYTES * rows * cells, buffers)
         check_ratio(path, size, expansion)
 
     def read(names: list[str]) -> dict[str, np.ndarray]:
@@ -115,7 +115,7 @@ def _cells(pyarrow: Any, path: str, schema: Any) -> int:
 
 def _values_size(metadata: Any) -> int:
     """Return the bytes of all values of a Parquet file, texts as often as the file holds them."""
-    sizes = [max(_NUMBER, metadata.schema.column(i).length or 0) for i in range(metadata.num_columns)]
+    sizes = [max(_NUMBER_BYTES, metadata.schema.column(i).length or 0) for i in range(metadata.num_columns)]
     return sum(
         max(size * chunk.num_values, chunk.total_uncompressed_size)
         for group in map(metadata.row_group, range(metadata.num_row_groups))
@@ -208,7 +208,7 @@ def _array(pyarrow: Any, path: str, name: str, column: Any) -> np.ndarray:
     size = getattr(column.type, "list_size", None)
     if size is None and column.null_count and pyarrow.types.is_integer(column.type):
         whole = np.asarray(column.drop_null())
-        if whole.size and max(int(whole.max()), -int(whole.min())) > _EXACT:
+        if whole.size and max(int(whole.max()), -int(whole.min())) > _LARGEST_EXACT:
             return np.array(column.to_pylist(), object)
     if size is None:
         return np.asarray(column)

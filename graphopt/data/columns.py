@@ -32,7 +32,7 @@ _LARGEST = float(np.finfo(np.float32).max)
 _WITH_COMMA = "{kind: number, decimal: ','}"
 _GROUPED = re.compile(r"[+-]?\d{1,3}(,\d{3})+(\.\d*)?")  # by commas, in thousands
 _CODE = re.compile(r"[+-]?0\d+")  # a number that would lose its zeros
-_FEW = 20  # different values of a small table
+_FEW_VALUES = 20  # different ones, whatever the number of rows
 _T = TypeVar("_T", bound="Column")
 
 
@@ -514,13 +514,13 @@ def inferred(values: np.ndarray) -> Column:
         raise GraphoptError(
             f"expected numbers with a decimal point, found {fractions[0]!r}{_of_commas(fractions)}"
         )
-    if 2 * len(numbers) > len(texts) > _FEW and not are_codes:
+    if 2 * len(numbers) > len(texts) > _FEW_VALUES and not are_codes:
         odd = next(text for text in texts if text not in numbers)
         raise GraphoptError(
             f"row {cells.index(odd)}: expected a number, as in most rows, found {odd!r}: mend it"
         )
     column, count = Category(), len(values) - missing
-    if len(different) > max(_FEW, min(column.most, count // 2)):
+    if len(different) > max(_FEW_VALUES, min(column.most, count // 2)):
         raise GraphoptError(f"expected few different values, found {len(different):,} in {count:,} rows")
     return column
 

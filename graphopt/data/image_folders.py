@@ -21,9 +21,9 @@ from graphopt.files import ReadName
 
 # Formats that Pillow reads itself, without other programs.
 FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
-DECODED = 4  # bytes of a pixel, while Pillow decodes
+DECODED_PIXEL = 4  # bytes, while Pillow decodes
 _UNSUSPICIOUS = 2**25  # bytes that an image may have, however small its file is
-MOST_PIXELS = 2**26  # of data.size
+MOST_PIXELS = 2**26  # that data.size may ask for
 _MODES = {1: "L", 3: "RGB"}  # by the number of channels
 _PILLOW = "data=images", "PIL.Image", "Pillow"
 
@@ -86,7 +86,7 @@ def images(
     files, classes, names = _files_and_labels(root, target is not None, labels)
     with ThreadPoolExecutor() as threads:
         sizes = list(threads.map(_size, files))
-    pixel = DECODED if size is not None else max(DECODED, channels * (4 if scale else 1))
+    pixel = DECODED_PIXEL if size is not None else max(DECODED_PIXEL, channels * (4 if scale else 1))
     for file, dims in zip(files, sizes, strict=True):
         check_ratio(file, math.prod(dims) * pixel, expansion, unsuspicious=_UNSUSPICIOUS)
         if size is None and dims != sizes[0]:

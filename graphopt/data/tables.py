@@ -25,7 +25,8 @@ from graphopt.moments import row_index
 AUTO, _OTHERS = "auto", "*"
 _ENCODED = "features"  # the value between the nodes of columns and the model
 _LABEL = "label"
-_MOST = 2**30  # numbers of an array of features
+_MOST_NUMBERS = 2**30  # in an array of features
+_MOST_SUMMARIZED = 20  # columns
 
 Table = Mapping[str, Any]
 
@@ -121,10 +122,10 @@ class Columns(metaclass=Checked):
         """
         width, parts = self.width, []
         for name, column, x in self._read(table):
-            if len(x) * width > _MOST:
+            if len(x) * width > _MOST_NUMBERS:
                 raise GraphoptError(
-                    f"columns: expected at most {_MOST:,} numbers, found {len(x):,} rows of {width:,} features: encode "
-                    "categories as ordinal, or leave columns out"
+                    f"columns: expected at most {_MOST_NUMBERS:,} numbers, found {len(x):,} rows of {width:,} "
+                    "features: encode categories as ordinal, or leave columns out"
                 )
             parts.append(_of_column(name, column.encode, x).astype(np.float32))
         return np.concatenate(parts, axis=1)
@@ -196,7 +197,8 @@ class Columns(metaclass=Checked):
     def summary(self) -> str:
         """Return what each column has become, in one line."""
         texts = [f"{name}: {column.summary()}" for name, column in self._learnt.items()]
-        return "; ".join(texts[:20]) + (f"; and {len(texts) - 20} more" if len(texts) > 20 else "")
+        left = len(texts) - _MOST_SUMMARIZED
+        return "; ".join(texts[:_MOST_SUMMARIZED]) + (f"; and {left} more" if left > 0 else "")
 
     def _as_fields(self) -> dict[str, Any]:
         return {name: column.as_fields() for name, column in self._learnt.items()}

@@ -28,7 +28,7 @@ from graphopt.runtime.tensors import Tensor, buffer, zeros_of
 if TYPE_CHECKING:
     import onnxruntime
 
-DROPPED = 3  # rounds in succession: no worker's bad luck any more
+MOST_DROPPED = 3  # rounds in succession: so many are no accident of a worker
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -180,7 +180,7 @@ class _Rounds(Rounds):
             f"step {self._buffers.batches}: expected finite weights of each worker, found others or none of {who}"
             f"{own}: round of {self._done} steps dropped"
         )
-        if self._dropped >= DROPPED:
+        if self._dropped >= MOST_DROPPED:
             self._done, self._failure = 0, None
             raise NonFiniteLoss(
                 f"{message}, for the third time in succession; lower the learning rate, clip gradients, or look "

@@ -28,7 +28,7 @@ _SETTINGS = {
     "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",  # otherwise, Ray Train hides what workers print to stderr
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # otherwise, Ray hides GPUs that it has not reserved
 }
-_SMALL = 65536  # bytes that travel in a call of the actor, in place of the object store
+_MOST_INLINE = 65536  # bytes that travel in a call of the actor, in place of the object store
 
 
 class Rendezvous:
@@ -96,7 +96,7 @@ class RayCommunicator(Communicator):
 
     def _exchanged(self, value: Any) -> list[Any]:
         """Return what each worker gives; arrays are read from Ray's shared memory."""
-        is_small = len(value) * getattr(value, "itemsize", 1) <= _SMALL
+        is_small = len(value) * getattr(value, "itemsize", 1) <= _MOST_INLINE
         item = value if is_small else self._ray.put(value)
         get = functools.partial(self._ray.get, timeout=self._timeout)
         try:

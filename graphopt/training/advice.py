@@ -16,7 +16,7 @@ from graphopt.graph.roles import Role, role_of
 from graphopt.training.options import FitOptions
 
 MOST_CLASSES = 20
-READ = 100_000  # rows of a target
+ROWS_READ = 100_000  # of a target, to guess whether it numbers classes
 DEFAULT_BATCH: Any = next(x.default for x in dataclasses.fields(FitOptions) if x.name == "batch_size")
 
 
@@ -66,7 +66,7 @@ def _classes(batches: Batches, name: str) -> int:
     target = data.arrays.get(name, data.arrays.get(TARGET))
     if target is None or isinstance(target, LazyArray) or target.dtype.kind not in "iub" or target.ndim > 2:
         return 0
-    numbers = np.asarray(target[:READ]).reshape(-1)
+    numbers = np.asarray(target[:ROWS_READ]).reshape(-1)
     known = data.classes or len(data.labels or ())
     if known > 1 or int(numbers.max()) >= MOST_CLASSES or int(numbers.min()) != 0:
         return known if known > 1 else 0

@@ -49,13 +49,16 @@ SCHEDULES = {"constant": None, "adaptive": None, "invscaling": "InverseScaling",
 
 _Self = TypeVar("_Self", bound="Estimator")
 
-TYPES = ("float32", "float64")  # of the numbers of a predictor
-CHUNK = 1024  # how many are predicted at a time
-_SHORT_STEP = 3e8  # operations of a step, a few milliseconds: a second thread would wait more than work
-_SHORT_FIT = (
+PREDICTOR_TYPES = ("float32", "float64")
+CHUNK = 1024  # rows that are predicted at a time
+_SHORT_STEP_OPERATIONS = (
+    3e8  # operations of a step, a few milliseconds: a second thread would wait more than work
+)
+_SHORT_FIT_OPERATIONS = (
     2e11  # operations of a training, a few seconds: compiling kernels would take longer than they save
 )
-_SHARED = 2**22  # bytes of a model up to which its training graph is cached for other estimators
+_MOST_SHARED_BYTES = 2**22  # of a model, whose training graph other estimators may share
+_MOST_SHARED_GRAPHS = 32
 
 
 @dataclass(frozen=True)
@@ -86,7 +89,7 @@ class Structure:
 
     def step(self) -> ir.Model:
         """Return the training graph, which complete structures of small models share."""
-        if self.is_complete and isinstance(self.model, bytes) and len(self.model) <= _SHARED:
+        if self.is_complete and isinstance(self.model, bytes) and len(self.model) <= _MOST_SHARED_BYTES:
             shared = _shared(self.model, self.steps)
             if is_strict():
                 check_remembered(
@@ -99,9 +102,9 @@ class Structure:
         """Return a new executor of the training graph, which reports the losses."""
         threads, native = self.threads, None
         if threads is None and self.device == "cpu":
-            threads = 1 if _operations(step, self.rows) < _SHORT_STEP else _allowed_threads()
+            threads = 1 if _operations(step, self.rows) < _SHORT_STEP_OPERATIONS else _allowed_threads()
         if self.planned and NATIVE_VARIABLE not in os.environ:
-            native = False if _operations(step, self.planned) < _SHORT_FIT else None
+            native = False if _operations(step, self.planned) < _SHORT_FIT_OPERATIONS else None
         return Executor(step, device=self.device, threads=threads, native=native, report=reported(step))
 
 
@@ -148,7 +151,7 @@ def _compiled(model: Source | bytes, steps: tuple[tuple[str, Any], ...]) -> ir.M
     return compile(source, **dict(steps))
 
 
-_shared = functools.lru_cache(32)(_compiled)
+_shared = functools.lru_cache(_MOST_SHARED_GRAPHS)(_compiled)
 
 
 class Estimator(metaclass=Checked):
@@ -245,8 +248,8 @@ class Estimator(metaclass=Checked):
 
     def _predictor(self, dtype: str, classes: np.ndarray | None) -> onnx.ModelProto:
         """Return the trained model with labels and probabilities, or numbers, as its outputs."""
-        if dtype not in TYPES:
-            raise GraphoptError(unknown("dtype", dtype, TYPES))
+        if dtype not in PREDICTOR_TYPES:
+            raise GraphoptError(unknown("dtype", dtype, PREDICTOR_TYPES))
         target = self._running().inputs.get(TARGET)
         spec = None if target is None else TargetSpec.read(target)
         if spec is None or self._structure is None:

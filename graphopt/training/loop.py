@@ -26,7 +26,7 @@ from graphopt.training.progress import Progress, versions
 from graphopt.training.signals import Signals, deferred
 from graphopt.training.sources import Epochs
 
-AHEAD = 2  # batches that are prefetched
+PREFETCHED_BATCHES = 2
 
 _Batch = tuple[Drawn, dict[str, Tensor]]  # as drawn, and on the device
 
@@ -72,7 +72,7 @@ class TrainingLoop:
         self._skipped = 0  # steps that the executor does not count
         self._is_due = False  # whether a checkpoint waits until the workers are synchronized
         is_slow = source.is_lazy or options.transform is not None
-        prefetch = AHEAD if is_slow or not executor.device_options.machine.in_host_memory else 0
+        prefetch = PREFETCHED_BATCHES if is_slow or not executor.device_options.machine.in_host_memory else 0
         self._prefetch = prefetch if options.prefetch is None else options.prefetch
 
     def begin(self) -> None:

@@ -13,7 +13,7 @@ ENDING = tuple(
     getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1") if hasattr(signal, name)
 )
 Handler = Callable[[int, FrameType | None], None]
-_PATIENCE = 1.0  # seconds after which a second Ctrl-C interrupts at once
+_SECONDS_TO_SECOND = 1.0  # after which a second Ctrl-C interrupts at once
 
 
 class Signals:
@@ -28,7 +28,7 @@ class Signals:
         now = time.monotonic()
         if self.received is None:
             self.received, self._at = signal.Signals(number), now
-        elif number == signal.SIGINT and now - self._at > _PATIENCE:
+        elif number == signal.SIGINT and now - self._at > _SECONDS_TO_SECOND:
             raise KeyboardInterrupt
 
 

@@ -15,10 +15,10 @@ from omegaconf.errors import OmegaConfBaseException
 from graphopt.errors import GraphoptError, cause
 from graphopt.files import check_plain, read_file
 
-MOST_BYTES = 100_000  # of a recipe; graphopt's largest has 6,000
-MOST_DEEP = 50  # levels of a recipe's mappings and lists
-MEASURING = -1
-_MOST = 100_000  # characters and values of a resolved recipe; graphopt's own has a few thousand
+MOST_BYTES = 100_000  # that a recipe may have; graphopt's largest has 6,000
+MOST_LEVELS = 50  # of a recipe's mappings and lists
+MEASURING = -1  # the size of a field while it is measured
+_MOST_PARTS = 100_000  # characters and values of a resolved recipe; graphopt's own has a few thousand
 
 # A field, or a resolver's name and arguments, without characters that could hide another reference.
 REFERENCE = re.compile(r"""\$\{([^${}()\\"':]*)(:[^${}()\\"']*)?\}""")
@@ -61,9 +61,9 @@ def check_text(file: str | PathLike[str], text: bytes) -> None:
             if isinstance(event, yaml.ScalarEvent) and not depth and event.value:
                 raise GraphoptError(f"{file}: expected a mapping or a list, found {event.value[:80]!r}")
             depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-            if depth > MOST_DEEP:
+            if depth > MOST_LEVELS:
                 raise GraphoptError(
-                    f"{file}: expected mappings and lists of at most {MOST_DEEP} levels, found more"
+                    f"{file}: expected mappings and lists of at most {MOST_LEVELS} levels, found more"
                 )
     except UnicodeDecodeError as error:
         raise GraphoptError(
@@ -96,10 +96,10 @@ class _Measure:
             size = 1 + (len(value) if isinstance(value, str) else 0)
             for part in self._parts(path, value):
                 size += self.size(part)
-                if size > _MOST:
+                if size > _MOST_PARTS:
                     raise _wrong(
                         path,
-                        f"at most {_MOST:,} characters and values once its references are resolved, found more",
+                        f"at most {_MOST_PARTS:,} characters and values once its references are resolved, found more",
                     )
             self._sizes[path] = size
         elif self._sizes[path] == MEASURING:

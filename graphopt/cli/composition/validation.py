@@ -133,7 +133,7 @@ _PREDICTIONS = "predictions"  # the name, without its ending, of the file that r
 # These may name libraries to load and files to write.
 _HOST = ("executor.provider_options", "executor.session_options", "executor.custom_ops")
 # Of numbers that take memory, however small the data is.
-_MOST = {"executor.steps_per_call": 10_000, "fit.prefetch": 1_000}
+_LARGEST_NUMBERS = {"executor.steps_per_call": 10_000, "fit.prefetch": 1_000}
 LIMITS = {  # these protect the memory from a small file that describes a large model
     "data.expansion": EXPANSION,
     **{f"limits.{name}": value for name, value in dataclasses.asdict(Limits()).items()},
@@ -176,7 +176,7 @@ def check_recipe(fields: Mapping[str, Any], command_line: CommandLine) -> None:
     for key in sorted(fields, key="pipeline".__eq__):  # the pipeline repeats the others, so it comes last
         check(models if key == "models" else fields[key], str(key), command_line.trust, added)
     check_ending("predictions", fields["predictions"])
-    for field, most in _MOST.items():
+    for field, most in _LARGEST_NUMBERS.items():
         if isinstance(leaves.get(field), int) and leaves[field] > most:
             raise GraphoptError(f"{field}: expected at most {most:,}, found {leaves[field]}")
     FitOptions(**{name: x for name, x in training.items() if name not in ("metrics", "validation")})

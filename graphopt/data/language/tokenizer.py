@@ -32,11 +32,8 @@ _ENDS = "eos_token_id"  # one or several, in:
 _GENERATION = ("generation_config.json", "genai_config.json")
 _MOST_BYTES = 2**26  # of a file of options; vocabularies lie in tokenizer.json
 _PROGRAM = Path(__file__).with_name("trial.py")
-_MEGABYTES, _SECONDS, _MEMORY = (
-    2_048,
-    20,
-    64,
-)  # of a process that tries a tokenizer, and bytes for each of its file
+_MEGABYTES, _SECONDS = 2_048, 20  # that a process which tries a tokenizer may take, at least
+_BYTES_PER_BYTE = 64  # of memory, for each byte of the tokenizer's file, in addition
 _WHOLE = f"a tokenizer ({FILE}) of the package tokenizers"
 BESIDE = (FILE, TEMPLATE_FILE, *_CONFIGS, *_GENERATION)  # what is read beside a model or a tokenizer
 
@@ -201,7 +198,7 @@ class Tokenizer(Vocabulary):
 def _try(path: Path, text: str) -> None:
     """Raise an error if the library cannot read a tokenizer: in a process of its own, which a panic may end."""
     content = json.dumps(text)
-    megabytes = _MEGABYTES + len(content) * _MEMORY // 2**20
+    megabytes = _MEGABYTES + len(content) * _BYTES_PER_BYTE // 2**20
     with naming(str(path)):
         found = answer(
             _PROGRAM, content, _WHOLE, megabytes=megabytes, seconds=_SECONDS + len(content) // 2**20

@@ -30,10 +30,10 @@ from graphopt.training.callbacks.predictions import predictions
 from graphopt.training.callbacks.progress import Curve
 from graphopt.training.callbacks.steering import LearningRateFinder
 
-MOST_BINS = 400  # of a curve over steps
-MOST_EPOCHS = 20  # of a table that is not folded
-MOST_ROWS_OF_EPOCHS = 200  # of that table; metrics.jsonl has all
-SMOOTHING = 0.2  # the weight of a new number in the mean that is drawn
+MOST_BINS = 400  # that a curve over steps has
+UNFOLDED_EPOCHS = 20  # a longer table of epochs is folded
+MOST_TABLE_ROWS = 200  # of epochs; metrics.jsonl has all
+SMOOTHING_WEIGHT = 0.2  # of a new number in the mean that is drawn
 _PACKAGES = ("graphopt", "onnx", "onnx-ir", "onnxscript", "numpy")
 _POSITIONS = ("epoch", "step", "seconds")
 
@@ -180,7 +180,7 @@ def smoothed(values: Sequence[float]) -> list[float]:
     """Return the exponential mean up to each number; at the start, the mean."""
     mean, means = 0.0, []
     for i, value in enumerate(values, 1):
-        mean += max(SMOOTHING, 1 / i) * (value - mean)
+        mean += max(SMOOTHING_WEIGHT, 1 / i) * (value - mean)
         means.append(mean)
     return means
 
@@ -240,7 +240,7 @@ def _range_test(finder: LearningRateFinder) -> str:
 def _epochs(run: Run) -> str:
     """Return a table of the epochs with the best one marked; of many epochs, some."""
     names = [name for name, x in run.records[-1].items() if _is_number(x)]
-    every, best = -(-len(run.records) // MOST_ROWS_OF_EPOCHS), _best(run.records)
+    every, best = -(-len(run.records) // MOST_TABLE_ROWS), _best(run.records)
     shown = [
         record
         for i, record in enumerate(run.records, 1)
@@ -250,7 +250,7 @@ def _epochs(run: Run) -> str:
         [measure_text(name, record[name]) if name in record else "" for name in names] for record in shown
     ]
     table = html.html_table([label_of(name) for name in names], rows, marks={shown.index(best): "best"})
-    if len(rows) <= MOST_EPOCHS:
+    if len(rows) <= UNFOLDED_EPOCHS:
         return table
     which = f"{len(rows):,} of {len(run.records):,} epochs" if every > 1 else f"{len(rows):,} epochs"
     return html.folded(which, table)

@@ -26,9 +26,10 @@ LIVE_SECONDS = 0.1
 PLAIN_SECONDS = 30.0
 WINDOW = 50  # the number of last steps whose losses are averaged
 BARS = "▁▂▃▄▅▆▇█"
-WIDTH = 12  # of the sparkline
-_WIDE = 110  # columns of a terminal that has room for long bars
-_LINES = 30  # of epochs that a notebook shows
+SPARKLINE_WIDTH = 12  # columns
+_LONG_BAR, _SHORT_BAR = 20, 8  # columns
+_LONG_BARS_FROM = 110  # columns of a terminal
+_NOTEBOOK_LINES = 30  # the latest lines of epochs, which a notebook shows
 SHOWN_SEPARATELY = {*RECORDED} - {"validation_loss"}
 
 
@@ -62,7 +63,7 @@ class ProgressBar(Callback):
     def on_fit_begin(self, run: Run) -> None:
         self._rows, self._first = 0, run.step
         self._recent: deque[float] = deque(maxlen=WINDOW)
-        self._losses = Curve(WIDTH)
+        self._losses = Curve(SPARKLINE_WIDTH)
         self._start = self._shown = time.perf_counter()
         if self._console.is_jupyter and not self._console.quiet:
             self._live = _Cell()
@@ -141,7 +142,7 @@ class _Bars:
         from rich.progress import BarColumn, Progress, TextColumn
         from rich.table import Column
 
-        self._width, self._bar = console.width, 20 if console.width >= _WIDE else 8
+        self._width, self._bar = console.width, _LONG_BAR if console.width >= _LONG_BARS_FROM else _SHORT_BAR
         self._progress: Progress = Progress(
             TextColumn("{task.description:<5} {task.fields[count]}", table_column=Column(no_wrap=True)),
             BarColumn(bar_width=self._bar),
@@ -181,7 +182,7 @@ class _Cell:
     def __init__(self) -> None:
         from IPython.display import display
 
-        self._lines: deque[str] = deque(maxlen=_LINES)
+        self._lines: deque[str] = deque(maxlen=_NOTEBOOK_LINES)
         self._count, self._now = 0, ""
         self._handle = display(self, display_id=True)
 
@@ -216,7 +217,7 @@ def _fitting(fields: Sequence[str], room: int) -> str:
     return [text for text in texts if len(text) <= max(room, 0)][-1]
 
 
-def sparkline(means: Sequence[float], width: int = WIDTH) -> str:
+def sparkline(means: Sequence[float], width: int = SPARKLINE_WIDTH) -> str:
     """Return numbers as a line of bars; nothing if one is not finite."""
     low, high = min(means, default=0.0), max(means, default=0.0)
     if not math.isfinite(high - low):

@@ -23,7 +23,7 @@ from sklearn.utils.validation import check_is_fitted
 from graphopt.errors import GraphoptError, line, unknown
 from graphopt.graph.loading import load
 from graphopt.graph.opsets import OPSET, rewrite_in
-from graphopt.training.estimator import TYPES, Trainer
+from graphopt.training.estimator import PREDICTOR_TYPES, Trainer
 from graphopt.training.sklearn.estimators import OnnxClassifier, OnnxRegressor
 
 _FLOATS = {"float32": FloatTensorType, "float64": DoubleTensorType}
@@ -49,8 +49,8 @@ def register_converters() -> None:
 
 def converted(fitted: Any, X: Any, dtype: str, options: dict[str, Any]) -> onnx.ModelProto:
     """Return a fitted estimator as a model whose inputs have the names, columns and types of `X`."""
-    if dtype not in TYPES:
-        raise GraphoptError(unknown("dtype", dtype, TYPES))
+    if dtype not in PREDICTOR_TYPES:
+        raise GraphoptError(unknown("dtype", dtype, PREDICTOR_TYPES))
     if not isinstance(fitted, BaseEstimator | Trainer):
         raise GraphoptError(
             f"to_onnx: expected a fitted estimator, such as a Pipeline, found {type(fitted).__name__}: "

@@ -36,13 +36,14 @@ from graphopt.intervals import within
 from graphopt.pipeline import Step
 from graphopt.runtime.executor import Executor
 from graphopt.training.callbacks.callback import copied_weights
+from graphopt.training.callbacks.steering import ADAPTIVE_DIVISOR, ADAPTIVE_LEAST_RATE
 from graphopt.training.estimator import FEATURES, Estimator, Structure, digest_of
 from graphopt.training.sklearn import network
 
 RATES = ("constant", "invscaling", "adaptive")
 SOLVERS = ("adam", "sgd")
 _TYPES = ("auto", "float32", "float64")
-_SLOWEST = 1e-6  # the rate at which `adaptive` ends training
+_AUTO_BATCH = 200  # rows; scikit-learn's `auto`
 _OWN = ("coefs_", "intercepts_", "n_layers_")  # attributes that only scikit-learn's networks have
 
 TEXT_TARGET = "y: expected numbers, found text: a regression takes numbers, and OnnxClassifier takes labels"
@@ -426,7 +427,7 @@ class Fitting(EstimatorOptions, Estimator, BaseEstimator):  # type: ignore[misc]
         return Structure(model, digest_of(model), tuple(steps.items()), *chosen)
 
     def _batch_rows(self) -> int:
-        return 200 if self.batch_size == "auto" else int(self.batch_size)
+        return _AUTO_BATCH if self.batch_size == "auto" else int(self.batch_size)
 
     def _same_model(self) -> bytes:
         """Return the model that trains, or raise an error if `model` is another one now."""
@@ -466,9 +467,13 @@ class Fitting(EstimatorOptions, Estimator, BaseEstimator):  # type: ignore[misc]
                 if self._count(total / count, count, held_out) and held_out is not None:
                     best = copied_weights(executor)
                 if self._waited > self.n_iter_no_change:
-                    if self.learning_rate != "adaptive" or self.solver == "adam" or self._rate <= _SLOWEST:
+                    if (
+                        self.learning_rate != "adaptive"
+                        or self.solver == "adam"
+                        or self._rate <= ADAPTIVE_LEAST_RATE
+                    ):
                         break
-                    self._rate, self._waited = self._rate / 5, 0
+                    self._rate, self._waited = self._rate / ADAPTIVE_DIVISOR, 0
             else:
                 if epochs > 1:
                     warnings.warn(
