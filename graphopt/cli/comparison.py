@@ -42,11 +42,11 @@ class _Run:
     name: str
     path: Path
     overrides: dict[str, str]
-    choices: Mapping[str, Any]
-    config: Mapping[str, Any]
+    choices: Mapping[str, object]
+    config: Mapping[str, object]
     is_of_sweep: bool
     records: list[Record]
-    result: Mapping[str, Any]
+    result: Mapping[str, object]
 
     @classmethod
     def read(cls, path: Path, name: str) -> _Run:
@@ -242,7 +242,7 @@ def _short(names: Sequence[str]) -> list[str]:
 class SweepTable(Callback):
     """Print and write the comparison of a sweep's runs. graphopt.yaml registers this class as a callback of Hydra."""
 
-    def on_multirun_end(self, config: DictConfig, **_: Any) -> None:
+    def on_multirun_end(self, config: DictConfig, **_: object) -> None:
         say_compared(config.hydra.sweep.dir)
 
 

@@ -68,7 +68,7 @@ def in_yaml(text: str) -> str:
     return re.sub(r"\b(None|True|False)\b", lambda match: _IN_YAML[match[0]], text)
 
 
-def fields(node: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any, str]]:
+def fields(node: Mapping[str, object], path: str = "") -> Iterator[tuple[str, Any, str]]:
     """Yield the path, value and description of each field of a composed recipe, with unresolved references."""
     texts = described(resolve(node[TARGET_KEY], path)) if TARGET_KEY in node else DESCRIBED.get(path, {})
     for name, value in node.items():
@@ -84,7 +84,7 @@ def fields(node: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any, 
             yield place, value, text
 
 
-def help_page(options: str, groups: str, recipe: Mapping[str, Any]) -> str:
+def help_page(options: str, groups: str, recipe: Mapping[str, object]) -> str:
     """Return the text of `graphopt --help`."""
     width = max(80, shutil.get_terminal_size((110, 24)).columns) - 1
     lines = []

@@ -7,7 +7,6 @@ import logging
 import re
 import sys
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig
@@ -127,7 +126,7 @@ def compilations(console: Console) -> Iterator[None]:
         toolchain.logger.setLevel(level)
 
 
-def warn(message: Warning | str, *_: Any, **__: Any) -> None:
+def warn(message: Warning | str, *_: object, **__: object) -> None:
     """Print a warning in one line; this is a `warnings.showwarning`."""
     text = escaped(shortened(" ".join(str(message).split())))
     print(f"graphopt: warning: {text}", file=sys.stderr)

@@ -61,7 +61,7 @@ class LogFile(logging.FileHandler):
 
 
 def resumed(
-    resume: bool | str, folder: Path, fields: Mapping[str, Any], *, search: bool
+    resume: bool | str, folder: Path, fields: Mapping[str, object], *, search: bool
 ) -> tuple[Path, Path | bool]:
     """Return the folder of a run, and the checkpoint that it continues, or False for a new run.
 
@@ -112,7 +112,7 @@ def write_result(folder: Path, value: float) -> None:
     write(folder / RESULT, json.dumps({"value": json_value(value)}))
 
 
-def result(folder: Path, fields: Mapping[str, Any]) -> float | None:
+def result(folder: Path, fields: Mapping[str, object]) -> float | None:
     """Return what a complete run of the same recipe in a folder has noted, or None if there is no such run."""
     if not (folder / RESULT).is_file() or _identity_of(folder) != _identity(fields):
         return None
@@ -206,7 +206,7 @@ def _as_overrides(fields: Mapping[str, Any]) -> dict[str, str]:
     return {name: x if isinstance(x, str) else json.dumps(x, default=str) for name, x in leaves(fields)}
 
 
-def _is_run_of(folder: Path, wanted: Mapping[str, Any], *, is_named: bool) -> bool:
+def _is_run_of(folder: Path, wanted: Mapping[str, object], *, is_named: bool) -> bool:
     """Return whether a folder has a run of a recipe; another folder than the named one may have what is refused."""
     try:
         check_run(folder)
@@ -217,7 +217,7 @@ def _is_run_of(folder: Path, wanted: Mapping[str, Any], *, is_named: bool) -> bo
         return False
 
 
-def _identity_of(folder: Path) -> dict[str, Any]:
+def _identity_of(folder: Path) -> dict[str, object]:
     """Return what makes the recipe of a run the same as another."""
     config = read_config(folder / CONFIG)
     if not isinstance(config, dict):
@@ -225,6 +225,6 @@ def _identity_of(folder: Path) -> dict[str, Any]:
     return _identity(config)
 
 
-def _identity(config: Mapping[str, Any]) -> dict[str, Any]:
+def _identity(config: Mapping[str, object]) -> dict[str, object]:
     others = ("folder", "generate", "launcher", "predictions", "prompt", "quiet", "resume", "rows", "run")
     return {name: value for name, value in config.items() if name not in others}

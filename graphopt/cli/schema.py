@@ -121,20 +121,20 @@ def _object(target: Any, name: str = "", without: Sequence[str] = ()) -> Schema:
     return {"description": str(inspect.getdoc(target)).partition("\n")[0], **schema}
 
 
-def _field(hint: Any, text: str = "", interval: Interval | None = None) -> Schema:
+def _field(hint: object, text: str = "", interval: Interval | None = None) -> Schema:
     """Return the schema of a field: values of its type, or a reference."""
     forms = _forms(hint, interval)
     schema = _any(*forms, _ref("reference")) if {} not in forms else {}
     return {"description": in_yaml(text), **schema} if text else schema
 
 
-def _forms(hint: Any, interval: Interval | None = None) -> list[Schema]:
+def _forms(hint: object, interval: Interval | None = None) -> list[Schema]:
     """Return the schemas of the types of a hint that YAML has; [{}] if there are none."""
     forms = [form for kind in alternatives(hint) if (form := _form(kind, interval)) is not None]
     return [form for i, form in enumerate(forms) if form not in forms[:i]] or [{}]
 
 
-def _form(kind: Any, interval: Interval | None) -> Schema | None:
+def _form(kind: object, interval: Interval | None) -> Schema | None:
     origin, parts = typing.get_origin(kind), typing.get_args(kind)
     holder = origin if inspect.isclass(origin) else object
     if kind is Any:

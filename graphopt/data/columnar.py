@@ -127,7 +127,7 @@ def _values_size(metadata: Any) -> int:
 # (format/Message.fbs, File.fbs).
 
 
-def _batches(pyarrow: Any, file: Any, is_file: bool) -> Iterator[Any]:
+def _batches(pyarrow: Any, file: Any, is_file: bool) -> Iterator[object]:
     """Yield the messages of an Arrow stream, or of those that the footer of a file names, that hold batches."""
     file.seek(0)
     messages = pyarrow.ipc.MessageReader.open_stream(file)

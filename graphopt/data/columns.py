@@ -40,11 +40,11 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
-def _is_whole(value: Any) -> bool:
+def _is_whole(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _is_list(value: Any) -> bool:
+def _is_list(value: object) -> bool:
     return isinstance(value, Sequence) and not isinstance(value, str)
 
 
@@ -53,7 +53,7 @@ def _most_frequent(numbers: np.ndarray) -> float:
     return float(different[np.argmax(counts)])
 
 
-_IMPUTED: dict[str, Callable[[np.ndarray], Any]] = {
+_IMPUTED: dict[str, Callable[[np.ndarray], object]] = {
     "mean": np.mean,
     "median": np.median,
     "most_frequent": _most_frequent,
@@ -65,7 +65,7 @@ _DIFFERENT: Any = ("a list of different values", lambda x: x is None or _is_list
 _EACH_PART: Any = ("numbers of each part", lambda x: _is_list(x) and all(map(_is_number, x)))
 
 
-def _option(default: Any, expected: str, is_right: Callable[[Any], bool], **of_field: Any) -> Any:
+def _option(default: object, expected: str, is_right: Callable[[Any], bool], **of_field: Any) -> Any:
     """Declare a field whose value is checked."""
     return field(default=default, metadata={"expected": expected, "is_right": is_right}, **of_field)
 
@@ -111,7 +111,7 @@ class Column(metaclass=Checked):
         return replace(self, rows=len(values), missing=int(missing.sum()), **learnt)
 
     @abstractmethod
-    def _learn(self, values: np.ndarray, there: np.ndarray) -> dict[str, Any]:
+    def _learn(self, values: np.ndarray, there: np.ndarray) -> dict[str, object]:
         """Return the fields that come from cells; `there` are those that are not missing."""
 
     @abstractmethod
@@ -135,7 +135,7 @@ class Column(metaclass=Checked):
         """Return why the column trains badly, or None."""
         return None
 
-    def as_fields(self) -> dict[str, Any]:
+    def as_fields(self) -> dict[str, object]:
         """Return the kind and the fields, which `column_of` reads."""
         return {"kind": self.kind, **{x.name: getattr(self, x.name) for x in fields(self)}}
 
@@ -188,7 +188,7 @@ class Number(Column):
             raise GraphoptError(f"row {wrong[0]}: expected a number in float32, found {values[wrong[0]]}")
         return numbers
 
-    def _learn(self, values: np.ndarray, there: np.ndarray) -> dict[str, Any]:
+    def _learn(self, values: np.ndarray, there: np.ndarray) -> dict[str, object]:
         _check_some("numbers", there)
         fill: Any = _IMPUTED[self.impute](there) if isinstance(self.impute, str) else self.impute
         filled = self._filled(values, fill)
@@ -295,7 +295,7 @@ class Category(Column):
             return self.read(different.astype(object))[places.reshape(-1)]
         return np.array(["" if is_missing(value) else _text(value) for value in values], object)
 
-    def _learn(self, values: np.ndarray, there: np.ndarray) -> dict[str, Any]:
+    def _learn(self, values: np.ndarray, there: np.ndarray) -> dict[str, object]:
         fill = self.impute or ""
         if self.impute == "most_frequent":
             _check_some("values", there)
@@ -391,7 +391,7 @@ class Date(Column):
             raise GraphoptError(f"row {wrong[0]}: expected a year from 1 to 9999, found {values[wrong[0]]}")
         return numbers
 
-    def _day(self, value: Any) -> float:
+    def _day(self, value: object) -> float:
         text = str(value)
         if value is None or text.lower() in _MISSING:
             return np.nan
@@ -401,7 +401,7 @@ class Date(Column):
             raise ValueError
         return datetime.date.fromisoformat(text[:10]).toordinal() - _EPOCH
 
-    def _learn(self, values: np.ndarray, there: np.ndarray) -> dict[str, Any]:
+    def _learn(self, values: np.ndarray, there: np.ndarray) -> dict[str, object]:
         _check_some("dates", there)
         fill = float(np.rint(there.mean()))
         offsets, divisors = mean_and_scale(self._split(values, fill))
@@ -483,7 +483,7 @@ def column_of(description: Any, *, has_learnt: bool = False) -> Column:
     return kind(**options)  # type: ignore[arg-type]
 
 
-def is_missing(value: Any) -> bool:
+def is_missing(value: object) -> bool:
     """Return whether a cell is empty: None, NaN, NaT, pandas' NA, or a text without characters."""
     if isinstance(value, str):
         return not value
@@ -530,7 +530,7 @@ def is_code(text: str) -> bool:
     return _CODE.fullmatch(text) is not None
 
 
-def suits(parse: Callable[[str], Any], text: str) -> bool:
+def suits(parse: Callable[[str], object], text: str) -> bool:
     """Return whether a function can read a text."""
     try:
         parse(text)
@@ -539,7 +539,7 @@ def suits(parse: Callable[[str], Any], text: str) -> bool:
     return True
 
 
-def _parsed(values: np.ndarray, parse: Callable[[Any], float], expected: str) -> np.ndarray:
+def _parsed(values: np.ndarray, parse: Callable[[object], float], expected: str) -> np.ndarray:
     """Return cells as numbers, or raise an error that names the first row that is none."""
     numbers = np.empty(len(values))
     for i, value in enumerate(values.tolist() if values.dtype != object else values):
@@ -553,7 +553,7 @@ def _parsed(values: np.ndarray, parse: Callable[[Any], float], expected: str) ->
     return numbers
 
 
-def _number(value: Any) -> float:
+def _number(value: object) -> float:
     if value is None:
         return np.nan
     if isinstance(value, int | float):
@@ -564,7 +564,7 @@ def _number(value: Any) -> float:
     return np.nan if text.lower() in _MISSING else float(text)
 
 
-def _number_with_comma(value: Any) -> float:
+def _number_with_comma(value: object) -> float:
     return _number(value.replace(".", " ").replace(",", ".") if isinstance(value, str) else value)
 
 
@@ -588,7 +588,7 @@ def _text(value: Any) -> str:
     return str(int(value)) if whole else str(value)
 
 
-def _order(text: str) -> tuple[Any, ...]:
+def _order(text: str) -> tuple[object, ...]:
     """Order numbers by size, then texts, then the missing value."""
     if suits(_number, text) and text.lower() not in _MISSING:
         return 0, float(text), text
@@ -613,5 +613,5 @@ def _check_some(what: str, values: np.ndarray) -> None:
         raise GraphoptError(f"expected {what}, found none in the rows to learn from: leave the column out")
 
 
-def _refuse(column: Column, name: str, expected: str, found: Any) -> NoReturn:
+def _refuse(column: Column, name: str, expected: str, found: object) -> NoReturn:
     raise GraphoptError(f"{type(column).__name__}({name}=...): expected {expected}, found {found!r}")

@@ -62,7 +62,7 @@ class LazyArray(metaclass=Checked):
 Array = np.ndarray | LazyArray
 
 
-def is_sparse(array: Any) -> bool:
+def is_sparse(array: object) -> bool:
     """Return whether an object is a sparse array or matrix of SciPy."""
     return hasattr(array, "tocsr") and hasattr(array, "toarray")
 
@@ -85,7 +85,7 @@ class SparseRows(LazyArray):
         return dense.reshape(len(rows), *self.shape[1:])
 
 
-def with_rows(array: Any) -> Any:
+def with_rows(array: object) -> Any:
     """Return what reads the rows of a sparse array, and every other thing as it is."""
     return SparseRows(array) if is_sparse(array) else array
 

@@ -23,7 +23,7 @@ _Read = Callable[[tuple[int, ...]], dict[str, Any]]  # returns rows of all colum
 _X = "X"  # the array that feeds the only input
 
 
-def has_rows(data: Any) -> bool:
+def has_rows(data: object) -> bool:
     """Return whether data has rows that can be read in any order, and is no iterable of batches.
 
     A tuple is `(X, y)` or `(X, y, sample_weight)`, unless it ends with a mapping, which is a batch.
@@ -70,7 +70,7 @@ def as_dataset(data: Any, inputs: Mapping[str, ir.Value] | None = None) -> Datas
     )
 
 
-def _features_by_input(columns: Mapping[str, Any], inputs: Mapping[str, ir.Value] | None) -> Any:
+def _features_by_input(columns: Mapping[str, object], inputs: Mapping[str, ir.Value] | None) -> Any:
     """Return the columns of a DataFrame by the inputs that read them, or None for one array of all features."""
     wanted = _read_by(inputs)
     if len(wanted) == 1 and _reads_strings(wanted):
@@ -87,7 +87,7 @@ def _reads_strings(inputs: Mapping[str, ir.Value]) -> bool:
     return any(x.dtype is ir.DataType.STRING for x in inputs.values())
 
 
-def features_of(data: Any, inputs: Mapping[str, ir.Value] | None = None) -> Dataset:
+def features_of(data: object, inputs: Mapping[str, ir.Value] | None = None) -> Dataset:
     """Return the arrays for a model's inputs as a data set, without targets and weights, from such data or from X.
 
     `inputs` is as in `as_dataset`.
@@ -117,7 +117,7 @@ def relabelled(data: Dataset, labels: Sequence[str] | None, name: str) -> Datase
     return replace(data, arrays=arrays, classes=len(labels), labels=tuple(labels))
 
 
-def _of_tuple(data: tuple[Any, ...], wanted: Mapping[str, ir.Value] | None) -> Dataset:
+def _of_tuple(data: tuple[object, ...], wanted: Mapping[str, ir.Value] | None) -> Dataset:
     """Return `(X, y)` or `(X, y, sample_weight)` as a data set; y may be the names of classes."""
     if len(data) not in (2, 3) or any(part is None for part in data):
         found = ", ".join(map(kind_of, data))
@@ -135,7 +135,7 @@ def _of_tuple(data: tuple[Any, ...], wanted: Mapping[str, ir.Value] | None) -> D
     return replace(inputs, arrays=arrays, classes=None if labels is None else len(labels), labels=labels)
 
 
-def _of_features(data: Any, inputs: Mapping[str, ir.Value] | None) -> Dataset:
+def _of_features(data: object, inputs: Mapping[str, ir.Value] | None) -> Dataset:
     """Return X: arrays by name, a table, or one array, which feeds the only input."""
     if isinstance(data, Mapping):
         return Dataset({name: _numbers_or_texts(f"X[{name!r}]", x) for name, x in data.items()})
@@ -146,7 +146,7 @@ def _of_features(data: Any, inputs: Mapping[str, ir.Value] | None) -> Dataset:
     return Dataset({_X: array(_X, data)}, _X)
 
 
-def _array(name: str, data: Any) -> Array:
+def _array(name: str, data: object) -> Array:
     """Return an array, or what NumPy makes one of: a list, a Series, a tensor in host memory."""
     data = with_rows(data)
     if isinstance(data, np.ndarray | LazyArray):
@@ -159,7 +159,7 @@ def _array(name: str, data: Any) -> Array:
         ) from error
 
 
-def _numeric(name: str, data: Any) -> Array:
+def _numeric(name: str, data: object) -> Array:
     """Return an array of numbers, or raise an error."""
     array = _array(name, data)
     if array.dtype.kind in "OUSTMm" or not array.ndim:
@@ -168,7 +168,7 @@ def _numeric(name: str, data: Any) -> Array:
     return array
 
 
-def _numbers_or_texts(name: str, data: Any) -> Array:
+def _numbers_or_texts(name: str, data: object) -> Array:
     """Return an array of numbers or of strings, or raise an error."""
     array = _array(name, data)
     is_text = array.dtype == object and all(isinstance(x, str) for x in np.asarray(array).flat)
@@ -208,7 +208,7 @@ def table(
     return of_columns(IN_MEMORY, names, read, target, features, sample_weight, labels, columns)
 
 
-def _is_hugging_face(data: Any) -> bool:
+def _is_hugging_face(data: object) -> bool:
     return all(hasattr(data, name) for name in HUGGING_FACE)
 
 
@@ -225,7 +225,7 @@ def _of_hugging_face(data: Any) -> Dataset:
     return Dataset(arrays) if names is None else Dataset(arrays, classes=len(names), labels=tuple(names))
 
 
-def _formatted(data: Any, name: str) -> Any:
+def _formatted(data: Any, name: str) -> object:
     """Return a column in NumPy's types, of which Hugging Face makes float64 float32 unless it is named."""
     leaf = data.features[name]
     while hasattr(leaf, "feature"):  # of a list

@@ -104,7 +104,9 @@ def images(
 class _Images(LazyArray):
     """Read images as rows [C, H, W] of an array."""
 
-    def __init__(self, shape: tuple[int, ...], dtype: Any, files: Sequence[Path], resample: Any) -> None:
+    def __init__(
+        self, shape: tuple[int, ...], dtype: object, files: Sequence[Path], resample: object
+    ) -> None:
         super().__init__(shape, dtype)
         self._files, self._resample = files, resample
 

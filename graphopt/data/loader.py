@@ -88,7 +88,7 @@ class Batches:
         return {column.name: column.take(rows) for column in self._columns}
 
 
-def other_shape(expected: Sequence[Any], found: tuple[int, ...], name: str) -> str:
+def other_shape(expected: Sequence[object], found: tuple[int, ...], name: str) -> str:
     """Return how to give rows another shape, if that keeps what is beside what; else nothing."""
     moves = set()
     for axis in range(len(found) if len(found) == len(expected) else 0):

@@ -200,7 +200,7 @@ class Columns(metaclass=Checked):
         left = len(texts) - _MOST_SUMMARIZED
         return "; ".join(texts[:_MOST_SUMMARIZED]) + (f"; and {left} more" if left > 0 else "")
 
-    def _as_fields(self) -> dict[str, Any]:
+    def _as_fields(self) -> dict[str, object]:
         return {name: column.as_fields() for name, column in self._learnt.items()}
 
     @property
@@ -280,7 +280,7 @@ def columns_of(wanted: Mapping[str, Any], table: Mapping[str, np.ndarray]) -> Co
     return Columns(chosen)
 
 
-def check_description(description: Any) -> dict[str, Any]:
+def check_description(description: object) -> dict[str, object]:
     """Return a column, `auto` or None by the name of each column, or raise an error if a description is wrong.
 
     Args:
@@ -300,13 +300,13 @@ def check_description(description: Any) -> dict[str, Any]:
     }
 
 
-def named_in(wanted: Mapping[str, Any], names: Sequence[str]) -> list[str]:
+def named_in(wanted: Mapping[str, object], names: Sequence[str]) -> list[str]:
     """Return the names of columns that a description, as `check_description` returns it, needs of a table."""
     needed = dict.fromkeys([*(names if _OTHERS in wanted else ()), *wanted])
     return [name for name in needed if name != _OTHERS]
 
 
-def cells(name: str, column: Any) -> np.ndarray:
+def cells(name: str, column: object) -> np.ndarray:
     """Return a column of a table as an array of cells."""
     try:
         array = np.asarray(column)
@@ -325,7 +325,7 @@ def cells(name: str, column: Any) -> np.ndarray:
     return array
 
 
-def is_frame(data: Any) -> bool:
+def is_frame(data: object) -> bool:
     """Return whether data is a DataFrame of pandas or Polars."""
     return all(hasattr(data, name) for name in ("to_numpy", "columns", "__getitem__"))
 
@@ -337,7 +337,7 @@ def names_in(table: Any) -> dict[str, Any]:
     return {str(key): key for key in getattr(table, "columns", table)}
 
 
-def _of_column(name: Any, function: Any, argument: Any) -> Any:
+def _of_column(name: object, function: Any, argument: Any) -> Any:
     """Call a function, and name the column in its error."""
     try:
         return function(argument)
@@ -345,7 +345,7 @@ def _of_column(name: Any, function: Any, argument: Any) -> Any:
         raise GraphoptError(_place(name, error)) from error
 
 
-def _place(name: Any, error: Exception) -> str:
+def _place(name: object, error: Exception) -> str:
     text = str(error)
     return f"column {str(name)!r}{', ' if text.startswith('row ') else ': '}{text}"
 

@@ -117,7 +117,7 @@ def _check_known(
     used: Iterable[str],
     names: Sequence[str],
     targets: Sequence[str],
-    wanted: Mapping[str, Any],
+    wanted: Mapping[str, object],
 ) -> None:
     """Raise an error if a column is missing, or is both a feature and predicted."""
     known = {*names}
@@ -145,7 +145,7 @@ def _names(names: _Names) -> list[str]:
     return [str(names)] if isinstance(names, str | int) else [str(name) for name in names]
 
 
-def _stack(path: str, columns: Mapping[str, Any], names: Sequence[str]) -> np.ndarray:
+def _stack(path: str, columns: Mapping[str, object], names: Sequence[str]) -> np.ndarray:
     if not names:
         raise GraphoptError(f"{path}: expected feature columns, found none")
     arrays = [_numbers(path, name, columns[name]) for name in names]
@@ -162,7 +162,7 @@ def _stack(path: str, columns: Mapping[str, Any], names: Sequence[str]) -> np.nd
     return np.column_stack(arrays)
 
 
-def _texts_or_numbers(path: str, columns: Mapping[str, Any], names: Sequence[str]) -> np.ndarray:
+def _texts_or_numbers(path: str, columns: Mapping[str, object], names: Sequence[str]) -> np.ndarray:
     """Return columns for one of several inputs: as strings if a cell is no number, until an input's type is known."""
     if any(_is_text(columns[name]) for name in names):
         return np.column_stack([_texts(path, name, cells(name, columns[name])) for name in names])

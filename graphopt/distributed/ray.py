@@ -38,10 +38,10 @@ class Rendezvous:
         import asyncio
 
         self._size = size
-        self._items: dict[int, dict[int, Any]] = {}  # by round and rank
+        self._items: dict[int, dict[int, object]] = {}  # by round and rank
         self._changed = asyncio.Condition()
 
-    async def exchange(self, number: int, rank: int, item: list[Any]) -> list[Any]:
+    async def exchange(self, number: int, rank: int, item: list[object]) -> list[object]:
         """Return the references of all workers in a round, in the order of their ranks, once they are there."""
         async with self._changed:
             self._items.setdefault(number, {})[rank] = item[0]
@@ -169,7 +169,7 @@ class RayLauncher(Launcher):
     def communicator(self) -> Communicator:
         return RayCommunicator(os.environ[IN_WORKER], self.timeout)
 
-    def _train(self, config: Mapping[str, Any], folder: Path) -> None:
+    def _train(self, config: Mapping[str, object], folder: Path) -> None:
         """Run `_work` in each worker."""
         from ray.train import FailureConfig, RunConfig, ScalingConfig
 
@@ -187,7 +187,7 @@ class RayLauncher(Launcher):
         import ray
 
         os.environ |= {**_SETTINGS, **os.environ}
-        options: dict[str, Any] = {"logging_config": ray.LoggingConfig(log_level="ERROR")}
+        options: dict[str, object] = {"logging_config": ray.LoggingConfig(log_level="ERROR")}
         if self.address is None:
             options |= {"num_cpus": max(self.workers, os.cpu_count() or 1), "include_dashboard": False}
         here = os.getcwd()

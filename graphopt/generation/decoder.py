@@ -82,7 +82,7 @@ class _Session:
             self._adapter = _adapter(device, adapter)  # the options do not keep it alive
             self._options.add_active_adapter(self._adapter)
 
-    def __call__(self, feeds: dict[str, Any]) -> dict[str, Any]:
+    def __call__(self, feeds: dict[str, object]) -> dict[str, object]:
         values = {
             name: to_ort(self._device, x, x.dtype) if isinstance(x, np.ndarray) else x
             for name, x in feeds.items()
@@ -116,7 +116,7 @@ def _no_adapter(path: Path) -> GraphoptError:
     )
 
 
-def _adapter(device: Device, path: Path) -> Any:
+def _adapter(device: Device, path: Path) -> object:
     """Load an adapter's file of ONNX Runtime."""
     if not hasattr(device.ort, "LoraAdapter"):
         raise GraphoptError(
@@ -224,7 +224,7 @@ class _Cached(Decoder):
 
     def clear(self) -> None:
         self._before = 0
-        self._past: dict[str, Any] = {name_of(x): _empty(x, self._inputs.batch) for x, _ in self._caches}
+        self._past: dict[str, object] = {name_of(x): _empty(x, self._inputs.batch) for x, _ in self._caches}
 
     def read(self, tokens: Sequence[int]) -> np.ndarray:
         parts = [tokens] if self._inputs.length is None else [[token] for token in tokens]

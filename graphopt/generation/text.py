@@ -60,11 +60,11 @@ class TextGenerator(metaclass=Checked):
         loaded = model if isinstance(model, Executor) else load(model)
         self._decoder = decoder_of(loaded, chosen, None if adapter is None else Path(adapter))
 
-    def generate(self, prompt: Prompt = None, **options: Any) -> str:
+    def generate(self, prompt: Prompt = None, **options: object) -> str:
         """Return what follows a prompt; `graphopt.generate` explains the arguments."""
         return "".join(self.stream(prompt, **options))
 
-    def stream(self, prompt: Prompt = None, **options: Any) -> Iterator[str]:
+    def stream(self, prompt: Prompt = None, **options: object) -> Iterator[str]:
         """Yield what follows a prompt, piece by piece, as soon as each is a whole character."""
         text = self.vocabulary.stream()
         return filter(None, map(text, self.tokens(self.encoded(prompt), **options)))

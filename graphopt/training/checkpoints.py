@@ -171,7 +171,7 @@ class Checkpoints(metaclass=Checked):
         """Return whether a checkpoint is due after an epoch."""
         return self._epochs is not None and epoch % self._epochs == 0
 
-    def best_of(self, record: Mapping[str, Any]) -> float | None:
+    def best_of(self, record: Mapping[str, object]) -> float | None:
         """Return the measure of an epoch if it is among the best so far, otherwise None."""
         value = record.get(self.best) if self.best else None
         if value is None and self.best not in (None, "validation_loss") and not self._has_warned:
@@ -192,7 +192,7 @@ class Checkpoints(metaclass=Checked):
         position: tuple[int, ...],
         state: Mapping[str, np.ndarray],
         arrays: Mapping[str, np.ndarray],
-        progress: Mapping[str, Any],
+        progress: Mapping[str, object],
         best: float | None,
     ) -> None:
         """Start to write copies that nobody changes, as a checkpoint; the one before is complete.

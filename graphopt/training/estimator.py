@@ -113,7 +113,7 @@ def digest_of(model: Source | bytes) -> str:
     return hashlib.sha256(model).hexdigest() if isinstance(model, bytes) else model_digest(load(model))
 
 
-def _is_plain(option: Any) -> bool:
+def _is_plain(option: object) -> bool:
     """Return whether an option is a number, or a pass of the library that is described by numbers.
 
     Everything else may stand for something that changes: a function, a class of the user's, the name of a file.
@@ -170,7 +170,7 @@ class Estimator(metaclass=Checked):
 
     _transient: ClassVar[Sequence[str]] = ("_executor", "_initial")  # what pickling leaves out
 
-    def get_params(self, deep: bool = True) -> dict[str, Any]:
+    def get_params(self, deep: bool = True) -> dict[str, object]:
         """Return the options by name; with `deep`, also those of passes, such as `optimizer__learning_rate`."""
         params = _fields(self)
         for name, step in list(params.items() if deep else ()):
@@ -178,7 +178,7 @@ class Estimator(metaclass=Checked):
                 params |= {f"{name}__{field}": value for field, value in _fields(step).items()}
         return params
 
-    def set_params(self: _Self, **params: Any) -> _Self:
+    def set_params(self: _Self, **params: object) -> _Self:
         """Set options by name, including those of passes such as `optimizer__learning_rate`; return the estimator.
 
         Raises:
@@ -197,14 +197,14 @@ class Estimator(metaclass=Checked):
         changed = [f"{name}={text}" for name, text in shown.items() if text != default[name]]
         return f"{type(self).__name__}({', '.join(changed)})"
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         state = {name: value for name, value in vars(self).items() if name not in self._transient}
         if isinstance(self.model, ir.Model):
             state["model"] = ir.to_proto(self.model)
         return state if self._executor is None else {**state, "_kept": self._executor.state}
 
     @staticmethod
-    def _steps_of(schedule: Any, epochs: int, rows: int, batch: int, *, goes_on: bool) -> int | None:
+    def _steps_of(schedule: object, epochs: int, rows: int, batch: int, *, goes_on: bool) -> int | None:
         """Return the steps of a training if a schedule needs their number, which is not known if it goes on later."""
         if not _needs_steps(schedule):
             return None
@@ -539,7 +539,7 @@ class Trainer(Estimator):
         chosen = self.device, self.threads, self.batch_size
         return super()._running(Structure(self.model, self._digest, tuple(steps.items()), *chosen), anew=anew)
 
-    def _loss(self, weighted: bool, **fields: Any) -> Any:
+    def _loss(self, weighted: bool, **fields: object) -> Any:
         import passes
 
         loss: Any = self.loss or passes.MeanSquaredError()
@@ -571,7 +571,7 @@ def probabilities_of(loss: Any, output: np.ndarray) -> np.ndarray:
     return columns if columns.shape[1] > 1 else np.concatenate([1 - columns, columns], axis=1)
 
 
-def _needs_steps(schedule: Any) -> bool:
+def _needs_steps(schedule: object) -> bool:
     return isinstance(schedule, Pass) and schedule.planned(2**31) is not schedule
 
 
@@ -579,7 +579,7 @@ def _alike(x: np.ndarray, y: np.ndarray) -> bool:
     return (x.dtype, x.shape) == (y.dtype, y.shape)
 
 
-def _fields(options: Any) -> dict[str, Any]:
+def _fields(options: Any) -> dict[str, object]:
     """Return the fields of a dataclass by name."""
     return {field.name: getattr(options, field.name) for field in dataclasses.fields(options)}
 

@@ -68,7 +68,7 @@ def evaluate(
     return HeldOut(read_batches(data, executor, allow_nan), batch_size, listed(metrics)).measure(executor)
 
 
-def check_executor(name: str, executor: Any, data: Any) -> None:
+def check_executor(name: str, executor: object, data: object) -> None:
     """Raise an error unless a function, which `name` calls, has an executor and something else as data."""
     if isinstance(executor, Executor) and not isinstance(data, Executor):
         return
@@ -78,7 +78,7 @@ def check_executor(name: str, executor: Any, data: Any) -> None:
     raise GraphoptError(f"{name}: expected an executor first, found {kind_of(executor)}: {mend}")
 
 
-def check_batch_size(name: str, size: Any) -> None:
+def check_batch_size(name: str, size: object) -> None:
     """Raise an error unless a batch size is a whole number of 1 or more."""
     if not isinstance(size, int | np.integer) or size < 1:
         raise GraphoptError(

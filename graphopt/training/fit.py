@@ -204,7 +204,7 @@ def _sources(executor: Executor, data: Data, options: FitOptions) -> tuple[Epoch
     return RowEpochs(batches, rows, options, executor), held_out
 
 
-def _share(validation: Any) -> float:
+def _share(validation: object) -> float:
     """Return the share of rows to hold out, which is 0 with other data and with none."""
     return validation if isinstance(validation, int | float) else 0.0
 
@@ -218,7 +218,7 @@ def _numbered(executor: Executor, data: Dataset) -> Dataset:
 
 
 def _held_out(
-    executor: Executor, validation: Any, labels: Sequence[str] | None, options: FitOptions
+    executor: Executor, validation: object, labels: Sequence[str] | None, options: FitOptions
 ) -> HeldOut:
     """Return other data than the training's to validate on."""
     try:

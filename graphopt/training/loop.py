@@ -10,7 +10,6 @@ import time
 from collections.abc import Iterator
 from enum import Enum
 from pathlib import Path
-from typing import Any
 
 from graphopt.data.loader import prefetched
 from graphopt.data.streams import Drawn
@@ -66,8 +65,10 @@ class TrainingLoop:
             self._checkpoints.prepare(options.resume)
         self._signals = Signals()
         self._mean = Mean()
-        self._identity: dict[str, Any] = {}  # what a checkpoint and the run that continues it have in common
-        self._position: Any = None  # of the data
+        self._identity: dict[
+            str, object
+        ] = {}  # what a checkpoint and the run that continues it have in common
+        self._position: object = None  # of the data
         self._seconds = 0.0  # of this epoch
         self._skipped = 0  # steps that the executor does not count
         self._is_due = False  # whether a checkpoint waits until the workers are synchronized
@@ -291,7 +292,7 @@ class TrainingLoop:
             self._tell("on_save_end", path)
 
     @functools.cached_property
-    def _environment(self) -> dict[str, Any]:
+    def _environment(self) -> dict[str, object]:
         """Return what the last bits of results depend on."""
         executor = self.run.executor
         device, workers = executor.device_options, executor.workers.size

@@ -175,7 +175,7 @@ class OfClasses(OfCounts):
     def name(self, known_as: str) -> str:
         return known_as if self._average is None else f"{known_as}_{self._average}"
 
-    def of(self, right: np.ndarray, predicted: np.ndarray, target: np.ndarray) -> Any:
+    def of(self, right: np.ndarray, predicted: np.ndarray, target: np.ndarray) -> object:
         average = self._average or ("binary" if self._spec.task == "binary" else "macro")
         if average == "micro":
             right, predicted, target = (np.atleast_1d(counts.sum()) for counts in (right, predicted, target))

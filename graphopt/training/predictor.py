@@ -18,7 +18,7 @@ _OUTPUTS = ("label", "probabilities", "scores", "variable")  # as skl2onnx names
 
 
 def predictor(
-    trained: onnx.ModelProto, spec: TargetSpec, loss: Any, classes: np.ndarray | None, dtype: str
+    trained: onnx.ModelProto, spec: TargetSpec, loss: object, classes: np.ndarray | None, dtype: str
 ) -> onnx.ModelProto:
     """Return a model of labels and probabilities, or of numbers, from one whose only output is a prediction.
 

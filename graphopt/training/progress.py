@@ -38,7 +38,7 @@ class Progress:
     hyperparameters: Mapping[str, Any]
     callbacks: Mapping[str, Mapping[str, Any]]  # without arrays
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Return the progress as JSON."""
         rates = {name: np.asarray(value).tolist() for name, value in self.hyperparameters.items()}
         return {**vars(self), "mean": dataclasses.asdict(self.mean), "hyperparameters": rates}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from numbers import Real
-from typing import Any
 
 from graphopt.inspection.table import ShownTable
 from graphopt.training.callbacks.callback import Record
@@ -38,7 +37,7 @@ class Records(ShownTable, list[Record]):
                 yield ["..." for _ in shown]
 
 
-def _text(number: Any) -> str:
+def _text(number: object) -> str:
     if not isinstance(number, Real):
         return ""
     return str(number) if isinstance(number, int) else f"{float(number):.4g}"

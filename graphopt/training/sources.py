@@ -57,7 +57,7 @@ class Epochs(ABC):
         """Yield the batches that `draw` will yield."""
         return self.draw(epoch, start)
 
-    def load(self, before: int, position: Any) -> None:
+    def load(self, before: int, position: object) -> None:
         """Continue a run from its checkpoint."""
         self.before = before
 
@@ -131,7 +131,7 @@ class StreamEpochs(Epochs):
             yield self._transformed(batch, epoch, row)
             row += batch.rows
 
-    def load(self, before: int, position: Any) -> None:
+    def load(self, before: int, position: object) -> None:
         super().load(before, position)
         if position is not None and not self._stream.load(position):
             warnings.warn(

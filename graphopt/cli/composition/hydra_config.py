@@ -185,11 +185,11 @@ def _record(overrides: Sequence[str]) -> RunRecord | None:
     return RunRecord.read(Path(str(folder))) if uses else None
 
 
-def _plain(value: Any) -> str:
+def _plain(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value, default=str)
 
 
-def _has(value: Any, names: Sequence[str]) -> bool:
+def _has(value: object, names: Sequence[str]) -> bool:
     """Return whether nested mappings have a value at a path, or a plain value in place of one of its parents."""
     if not names or not isinstance(value, dict):
         return True
@@ -411,7 +411,7 @@ class RecipeLoader(ConfigLoaderImpl):
             if plain.get(field) != own[field] and not is_named:
                 raise on_the_command_line(field)
 
-    def _check_runs(self, swept: Mapping[str, Any]) -> None:
+    def _check_runs(self, swept: Mapping[str, object]) -> None:
         """Raise an error if a recipe asks for too many runs, such as `range(0,1e9)`, before Hydra lists them."""
         for name, value in swept.items():
             if not isinstance(value, bool | int | float | str) or "${" in str(value):
@@ -493,7 +493,7 @@ def on_the_command_line(field: str) -> GraphoptError:
     return GraphoptError(f"{name}: expected it on the command line alone, found it in a recipe")
 
 
-def flattened(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+def flattened(node: object, path: str = "") -> Iterator[tuple[str, Any]]:
     """Yield the path and value of each leaf of nested mappings and lists, including empty ones."""
     if isinstance(node, DictConfig | ListConfig):
         node = OmegaConf.to_container(node, resolve=False)

@@ -160,7 +160,7 @@ class Recipe:
         return "columns" in inspect.signature(reader).parameters
 
     @property
-    def _beside_model(self) -> dict[str, Any]:
+    def _beside_model(self) -> dict[str, object]:
         """Return the tokenizer that lies beside the model, for data of text that names none."""
         tokenizer = self.tokenizer if "tokenizer" in self.fields["data"] else None
         return {"tokenizer": tokenizer} if tokenizer else {}
@@ -183,7 +183,7 @@ class Recipe:
         return Columns.of(model), labels_in(model)
 
     @property
-    def _by_input(self) -> dict[str, Any]:
+    def _by_input(self) -> dict[str, object]:
         """Return the columns by input for a model that takes strings, if the recipe names none."""
         name, fields = str(self._trained or self.fields["model"]), self.fields["data"]
         is_told = fields.get("features") is not None or fields.get("columns") is not None
@@ -280,7 +280,7 @@ class Recipe:
 
     def _callback(self, key: str, node: Mapping[str, Any], folder: Path) -> Callback:
         kind = resolve(node[TARGET_KEY], key, self.command_line.trust)
-        arguments: dict[str, Any] = {}
+        arguments: dict[str, object] = {}
         if inspect.isclass(kind) and issubclass(kind, FileLog | TensorBoard) and node["path"] != MISSING:
             arguments["path"] = folder / node["path"]
         if kind is MedianStopping:

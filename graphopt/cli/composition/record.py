@@ -176,17 +176,17 @@ def _key() -> bytes | None:
         return None
 
 
-def select(node: Any, name: str) -> Any:
+def select(node: object, name: str) -> Any:
     for key in name.split("."):
         node = node.get(key) if isinstance(node, Mapping) else None
     return node
 
 
-def mapping(node: Any) -> Mapping[str, Any]:
+def mapping(node: object) -> Mapping[str, Any]:
     return node if isinstance(node, Mapping) else {}
 
 
-def _with_references(resolved: Any) -> Mapping[str, Any]:
+def _with_references(resolved: object) -> Mapping[str, object]:
     """Return a resolved recipe whose pipeline refers to the other parts again."""
     fields = dict(mapping(resolved))
     steps = mapping(fields.get("pipeline"))

@@ -107,7 +107,7 @@ class FitFields:
 OWN = {"": RecipeFields, "fit": FitFields}
 _ROWS = typing.get_args(_Rows)
 PARTS = ("data", "executor", "fit", "generate", "hosts", "limits", "models", "pipeline")
-PLAIN: dict[str, Any] = {  # what takes the fields of the parts that name no class or function
+PLAIN: dict[str, object] = {  # what takes the fields of the parts that name no class or function
     "fit": fit,
     "fit.checkpoint": Checkpoints,
     "generate": GenerateOptions,
@@ -187,7 +187,7 @@ def check_recipe(fields: Mapping[str, Any], command_line: CommandLine) -> None:
         _check_paths(fields, command_line)
 
 
-def _check_columns(description: Any) -> None:
+def _check_columns(description: object) -> None:
     try:
         check_description(description)
     except GraphoptError as error:
@@ -206,7 +206,7 @@ def _plain(fields: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any, str]]:
     yield "resume", fields.get("resume", False), bool | str, "true, false or a path"
 
 
-def _check_untrusted(leaves: Mapping[str, Any], command_line: CommandLine) -> None:
+def _check_untrusted(leaves: Mapping[str, object], command_line: CommandLine) -> None:
     """Raise an error if a recipe sets options of the machine or raises limits."""
     for field, value in leaves.items():
         is_guarded = field.startswith(_HOST) or field in LIMITS
@@ -214,7 +214,7 @@ def _check_untrusted(leaves: Mapping[str, Any], command_line: CommandLine) -> No
             raise on_the_command_line(field)
 
 
-def _check_paths(fields: Mapping[str, Any], command_line: CommandLine) -> None:
+def _check_paths(fields: Mapping[str, object], command_line: CommandLine) -> None:
     """Raise an error if a recipe names a file of the user, to read or to write."""
     folders = [os.path.realpath(x.removeprefix("file://")) for x in (os.getcwd(), *command_line.strangers)]
     for field, value, access in paths_in(fields, command_line.trust):
@@ -252,7 +252,7 @@ def paths_in(fields: Mapping[str, Any], trust: Sequence[str] = ()) -> Iterator[t
         yield from _paths_of(own, str(key), trust)
 
 
-def _paths_of(node: Any, path: str, trust: Sequence[str]) -> Iterator[tuple[str, str, Access]]:
+def _paths_of(node: object, path: str, trust: Sequence[str]) -> Iterator[tuple[str, str, Access]]:
     if isinstance(node, list):
         for i, value in enumerate(node):
             yield from _paths_of(value, f"{path}[{i}]", trust)
@@ -267,7 +267,7 @@ def _paths_of(node: Any, path: str, trust: Sequence[str]) -> Iterator[tuple[str,
             yield from _paths_of(value, field, trust)
 
 
-def accesses(target: Any) -> dict[str, Access]:
+def accesses(target: object) -> dict[str, Access]:
     """Return the arguments of a class or a function that are paths, and what is done with the files there."""
     known = hints(target, include_extras=True)
     return {name: access for name, hint in known.items() if (access := access_of(hint)) is not None}
@@ -328,7 +328,7 @@ def _check_logs(callbacks: Mapping[str, Any], command_line: CommandLine) -> None
                 raise _elsewhere(field, "a file below the run's folder", path)
 
 
-def _written(node: Mapping[str, Any], key: str, trust: Sequence[str]) -> Iterator[tuple[str, str]]:
+def _written(node: Mapping[str, object], key: str, trust: Sequence[str]) -> Iterator[tuple[str, str]]:
     """Yield the fields of a callback that name files to write, and these."""
     for field, path, access in _paths_of(node, key, trust):
         if access is Access.WRITE and path != MISSING:
@@ -347,7 +347,7 @@ def check_new_logs(
                 raise _elsewhere(field, "a new file in the run's folder", path, place)
 
 
-def check(node: Any, path: str, trust: Sequence[str], added: Mapping[str, Sequence[str]]) -> None:
+def check(node: object, path: str, trust: Sequence[str], added: Mapping[str, Sequence[str]]) -> None:
     """Raise an error if a part of a recipe names code that is neither listed nor trusted, or has invalid fields.
 
     `trust` names packages and modules whose code recipes may also name; `added` has the fields that the caller adds to
@@ -365,14 +365,14 @@ def check(node: Any, path: str, trust: Sequence[str], added: Mapping[str, Sequen
             check_fields(target, fields, path, added.get(path, ()), trust)
 
 
-def expanded(callbacks: Any) -> dict[str, Any]:
+def expanded(callbacks: object) -> dict[str, object]:
     """Return the callbacks of a recipe by name, each a mapping with `_target_`; null and false leave one out.
 
     A value that is not a mapping is that of the first field, and true sets no field.
     """
     if not isinstance(callbacks, Mapping | None):
         raise GraphoptError(f"callbacks: expected a mapping of callbacks, found {callbacks!r}")
-    result: dict[str, Any] = {}
+    result: dict[str, object] = {}
     for name, value in (callbacks or {}).items():
         if value is None or value is False:
             continue
@@ -395,7 +395,7 @@ def expanded(callbacks: Any) -> dict[str, Any]:
     return result
 
 
-def create(node: Any, path: str, trust: Sequence[str] = (), /, **arguments: Any) -> Any:
+def create(node: object, path: str, trust: Sequence[str] = (), /, **arguments: object) -> Any:
     """Build the object that a checked recipe describes: each mapping with `_target_` becomes a call of its target.
 
     Strings stay as they are: nothing is interpolated. `arguments` are further arguments of the node's target.
@@ -425,7 +425,7 @@ def metrics_of(wanted: Any, trust: Sequence[str] = ()) -> list[Wanted] | None:
 
 
 def check_fields(
-    target: Any, fields: Mapping[str, Any], path: str, given: Sequence[str] = (), trust: Sequence[str] = ()
+    target: Any, fields: Mapping[str, object], path: str, given: Sequence[str] = (), trust: Sequence[str] = ()
 ) -> None:
     """Raise an error if a class or function does not accept a field, or a value does not match its annotation."""
     parameters = {
@@ -511,7 +511,7 @@ def _trusted(name: str, path: str, trust: Sequence[str]) -> Any:
     return member
 
 
-def _untrusted(name: Any, path: str, of: str = "", home: str = "") -> GraphoptError:
+def _untrusted(name: object, path: str, of: str = "", home: str = "") -> GraphoptError:
     package = (home or str(name)).partition(".")[0].partition(":")[0]
     return GraphoptError(
         f"{path}: expected graphopt's own or trusted code, found {name!r}{of}; "
@@ -530,7 +530,7 @@ def _named(parameter: inspect.Parameter) -> str:
     return values.replace(" | ", " or ")
 
 
-def _words(hint: Any) -> str | None:
+def _words(hint: object) -> str | None:
     """Return what a type hint expects in words of YAML; None if it is no type of plain values."""
     if hint in (None, type(None)):
         return "null"
@@ -554,7 +554,7 @@ def _words(hint: Any) -> str | None:
     return None
 
 
-def _is_code(hint: Any) -> bool:
+def _is_code(hint: object) -> bool:
     """Return whether a type hint asks for a function, which a string may name."""
     parts = alternatives(hint)
     return any(typing.get_origin(part) is Callable for part in parts) and str in parts

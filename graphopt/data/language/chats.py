@@ -141,7 +141,7 @@ def _messages(chat: Message) -> list[Message]:
     return [*chat[MESSAGES]] if MESSAGES in chat else [*chat[PROMPT], *chat[COMPLETION]]
 
 
-def _answers(chat: Message) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+def _answers(chat: Message) -> list[tuple[dict[str, object], dict[str, object]]]:
     """Return the variables of the renderings before and after each answer."""
     messages = _messages(chat)
     places = [(i, i + 1) for i, message in enumerate(messages) if message["role"] == "assistant"]
@@ -152,13 +152,13 @@ def _answers(chat: Message) -> list[tuple[dict[str, Any], dict[str, Any]]]:
     ]
 
 
-def _asked(messages: Sequence[Message], begins: bool, chat: Message | None = None) -> dict[str, Any]:
+def _asked(messages: Sequence[Message], begins: bool, chat: Message | None = None) -> dict[str, object]:
     """Return the variables of a rendering; fields that are null are left out."""
     plain = [{name: x for name, x in message.items() if x is not None} for message in messages]
     return {"messages": plain, TOOLS: (chat or {}).get(TOOLS), "add_generation_prompt": begins}
 
 
-def check_messages(messages: Any, what: str = "messages") -> None:
+def check_messages(messages: object, what: str = "messages") -> None:
     """Raise an error unless messages are a list of objects, each with a role."""
     if not isinstance(messages, list) or not messages:
         raise GraphoptError(f"{what}: expected a list of messages, found {kind_of(messages)}")

@@ -122,7 +122,7 @@ def _object(line: str) -> dict[str, Any]:
     return found
 
 
-def _kind(file: Path, line: int, item: dict[str, Any]) -> tuple[str, ...]:
+def _kind(file: Path, line: int, item: dict[str, object]) -> tuple[str, ...]:
     """Return the names of the fields that an object has, of which a file has the same in each line."""
     with naming(f"{file}: line {line}"):
         kind = next((kind for kind in _KINDS if all(name in item for name in kind)), None)

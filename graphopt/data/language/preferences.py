@@ -12,7 +12,7 @@ from graphopt.errors import GraphoptError, kind_of
 CHOSEN, REJECTED = "chosen", "rejected"
 
 
-def check_preference(item: Mapping[str, Any]) -> None:
+def check_preference(item: Mapping[str, object]) -> None:
     """Raise an error unless an object has two texts or two chats, and if any, a prompt that goes with them."""
     names = [name for name in (PROMPT, CHOSEN, REJECTED) if item.get(name) is not None]
     if isinstance(item[CHOSEN], list):
@@ -41,7 +41,7 @@ def completions(item: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [{PROMPT: prompt, COMPLETION: x, TOOLS: item.get(TOOLS)} for x in both]
 
 
-def _shared(first: Sequence[Any], second: Sequence[Any]) -> int:
+def _shared(first: Sequence[object], second: Sequence[object]) -> int:
     """Return how many messages two chats begin with, or characters two texts, without a space at their end."""
     count = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))
     return count - 1 if count and first[count - 1] == " " else count

@@ -33,12 +33,12 @@ class Generation(Extension):
 class Plain(jinja2.utils.Namespace):
     """Refuse names that start with an underscore, which lead to Python's own attributes."""
 
-    def __init__(*args: Any, **fields: Any) -> None:  # so that `self` may be a field
+    def __init__(*args: object, **fields: object) -> None:  # so that `self` may be a field
         for name in dict(*args[1:], **fields):
             _check_name(name)
         jinja2.utils.Namespace.__init__(*args, **fields)
 
-    def __setitem__(self, name: str, value: Any) -> None:
+    def __setitem__(self, name: str, value: object) -> None:
         _check_name(name)
         super().__setitem__(name, value)
 
@@ -73,7 +73,7 @@ def environment(marks: list[str]) -> ImmutableSandboxedEnvironment:
 def _main() -> None:
     asked = json.loads(sys.stdin.buffer.read())
     rendered: list[str] = []
-    answer: dict[str, Any]
+    answer: dict[str, object]
     try:
         template = environment(asked["marks"]).from_string(asked["template"])
         for chat in asked["chats"]:

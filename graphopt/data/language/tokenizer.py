@@ -181,7 +181,7 @@ class Tokenizer(Vocabulary):
             self.end = known[0] if self.end is None and known else self.end
         self.template = self._template(config.get("chat_template"))
 
-    def _template(self, configured: Any) -> str | None:
+    def _template(self, configured: object) -> str | None:
         """Return the template of chats; of several, the one named `default`."""
         file = self.path.parent / TEMPLATE_FILE
         if file.exists():
@@ -269,7 +269,7 @@ def _object(path: Path) -> dict[str, Any]:
     return found
 
 
-def _text_of(token: Any) -> str | None:
+def _text_of(token: object) -> str | None:
     """Return the text of a token, which a config has as a text, or in a mapping with options."""
     text = token.get("content") if isinstance(token, Mapping) else token
     return text if isinstance(text, str) else None

@@ -189,7 +189,7 @@ class Callback(metaclass=Checked):
         """Return what a checkpoint is to keep of this callback: numbers, strings, lists and NumPy arrays by name."""
         return {name: getattr(self, name) for name in self.saved}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Continue from what `state_dict` returned."""
         for name in self.saved:
             setattr(self, name, state[name])
@@ -221,7 +221,7 @@ Watcher = Callback | Callable[[Run, Record], object]
 Watchers = Watcher | Sequence[Watcher] | None
 
 
-def callbacks_of(given: Any) -> tuple[Callback, ...]:
+def callbacks_of(given: object) -> tuple[Callback, ...]:
     """Return callbacks, functions among them, one or several, as a tuple of objects.
 
     Raises:
@@ -231,7 +231,7 @@ def callbacks_of(given: Any) -> tuple[Callback, ...]:
     return () if given is None else tuple(map(_callback, several))
 
 
-def _callback(given: Any) -> Callback:
+def _callback(given: object) -> Callback:
     if isinstance(given, Callback):
         _check_events(given)
         return given
@@ -282,7 +282,7 @@ class CallbackGroup:
         """Return whether step events of any callback read or change the executor's state."""
         return any(callback.reads_state for callback in self._named.values())
 
-    def tell(self, event: str, *arguments: Any) -> None:
+    def tell(self, event: str, *arguments: object) -> None:
         """Call the method of an event of all callbacks."""
         for callback in self._named.values():
             getattr(callback, event)(self._run, *arguments)
@@ -304,7 +304,9 @@ class CallbackGroup:
                     values[name][key] = value
         return values, arrays
 
-    def load_state(self, values: Mapping[str, Mapping[str, Any]], arrays: Mapping[str, np.ndarray]) -> None:
+    def load_state(
+        self, values: Mapping[str, Mapping[str, object]], arrays: Mapping[str, np.ndarray]
+    ) -> None:
         """Continue from what `state` returned."""
         for name, callback in self._named.items():
             start = f"{name}/"

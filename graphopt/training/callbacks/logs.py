@@ -192,7 +192,7 @@ def json_lines(text: str) -> list[Record]:
     return [record for record in found if isinstance(record, dict)]
 
 
-def json_value(value: Any) -> Any:
+def json_value(value: object) -> object:
     """Return a value for JSON, with None in place of a number that is not finite."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
 

@@ -233,17 +233,17 @@ def _best(records: Sequence[Record]) -> str:
     return f"best validation {_number(loss)} in epoch {epoch}" if epoch else ""
 
 
-def measures(record: Mapping[str, Any]) -> str:
+def measures(record: Mapping[str, object]) -> str:
     """Return a record's validation loss and metrics as text."""
     return "  ".join(glued(text) for text in _measures(record))
 
 
-def _measures(record: Mapping[str, Any]) -> list[str]:
+def _measures(record: Mapping[str, object]) -> list[str]:
     numbers = {k: v for k, v in record.items() if k not in SHOWN_SEPARATELY and isinstance(v, float)}
     return [f"{_label(name)} {_number(value)}" for name, value in numbers.items()]
 
 
-def _epoch(run: Run, record: Mapping[str, Any]) -> str:
+def _epoch(run: Run, record: Mapping[str, object]) -> str:
     return f"{record['epoch']:>{len(str(run.epochs))}}/{run.epochs}"
 
 

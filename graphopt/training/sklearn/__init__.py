@@ -109,7 +109,7 @@ def _conversion() -> Any:
     return conversion
 
 
-def _needs_scikit_learn(self: Any, *_: Any, **__: Any) -> None:
+def _needs_scikit_learn(self: object, *_: object, **__: object) -> None:
     raise GraphoptError(
         f"{type(self).__name__}: expected scikit-learn 1.6 or newer, found none: pip install scikit-learn"
     )

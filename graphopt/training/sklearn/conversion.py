@@ -47,7 +47,7 @@ def register_converters() -> None:
         )
 
 
-def converted(fitted: Any, X: Any, dtype: str, options: dict[str, Any]) -> onnx.ModelProto:
+def converted(fitted: object, X: object, dtype: str, options: dict[str, object]) -> onnx.ModelProto:
     """Return a fitted estimator as a model whose inputs have the names, columns and types of `X`."""
     if dtype not in PREDICTOR_TYPES:
         raise GraphoptError(unknown("dtype", dtype, PREDICTOR_TYPES))
@@ -67,14 +67,16 @@ def converted(fitted: Any, X: Any, dtype: str, options: dict[str, Any]) -> onnx.
         ) from error
     floats = tuple(_FLOATS.values())
     types = [(name, _FLOATS[dtype](x.shape) if isinstance(x, floats) else x) for name, x in types]
-    chosen: dict[str, Any] = {"target_opset": OPSET, "initial_types": types}
+    chosen: dict[str, object] = {"target_opset": OPSET, "initial_types": types}
     if is_classifier(fitted):
         chosen["options"] = {id(fitted): {"zipmap": False}}
     model: onnx.ModelProto = skl2onnx.to_onnx(fitted, **{**chosen, **options})
     return model
 
 
-def _parse_trainer(scope: Any, model: Any, inputs: list[Any], custom_parsers: Any = None) -> list[Any]:
+def _parse_trainer(
+    scope: Any, model: Any, inputs: list[object], custom_parsers: object = None
+) -> list[object]:
     """Declare the outputs of a Trainer, which are tensors."""
     operator = scope.declare_local_operator("GraphoptTrainer", model)
     operator.inputs = inputs

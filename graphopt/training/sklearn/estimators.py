@@ -71,7 +71,9 @@ class OnnxClassifier(ClassifierMixin, Fitting):  # type: ignore[misc]
     _score_of = staticmethod(accuracy_score)
     _multilabel = False
 
-    def partial_fit(self, X: Any, y: Any, classes: Any = None, sample_weight: Any = None) -> OnnxClassifier:
+    def partial_fit(
+        self, X: object, y: object, classes: Any = None, sample_weight: object = None
+    ) -> OnnxClassifier:
         """Train for one more epoch, and return the estimator. The first call needs all `classes`."""
         if classes is None and self._structure is None:
             raise GraphoptError(
@@ -84,7 +86,7 @@ class OnnxClassifier(ClassifierMixin, Fitting):  # type: ignore[misc]
         return self._fit(X, y, sample_weight, incremental=True, classes=classes)
 
     @available_if(_has_probabilities)  # type: ignore[untyped-decorator]
-    def predict_proba(self, X: Any) -> np.ndarray:
+    def predict_proba(self, X: object) -> np.ndarray:
         """Return the probabilities of the labels, in columns."""
         output = self._output(self._validated(X))
         assert self._structure is not None
@@ -92,12 +94,12 @@ class OnnxClassifier(ClassifierMixin, Fitting):  # type: ignore[misc]
         return np.ones_like(result[:, :1]) if len(self.classes_) == 1 else result
 
     @available_if(_has_probabilities)  # type: ignore[untyped-decorator]
-    def predict_log_proba(self, X: Any) -> np.ndarray:
+    def predict_log_proba(self, X: object) -> np.ndarray:
         """Return the logarithms of the probabilities of the labels, in columns."""
         with np.errstate(divide="ignore"):
             return np.log(self.predict_proba(X))
 
-    def __sklearn_tags__(self) -> Any:
+    def __sklearn_tags__(self) -> object:
         tags = super().__sklearn_tags__()
         tags.classifier_tags.multi_label = True
         return tags
@@ -163,7 +165,7 @@ class OnnxClassifier(ClassifierMixin, Fitting):  # type: ignore[misc]
         codes = predicted if labels.several else predicted == labels.high
         return self.classes_[np.minimum(codes.reshape(len(output)).astype(int), len(self.classes_) - 1)]
 
-    def _loss(self) -> Any:
+    def _loss(self) -> object:
         if isinstance(self.loss, str):
             raise GraphoptError(
                 f"loss: expected a loss pass, or None for that of MLPClassifier, found {self.loss!r}: a classifier has "
@@ -176,7 +178,7 @@ class OnnxClassifier(ClassifierMixin, Fitting):  # type: ignore[misc]
             return LogLoss(from_logits=computed_by not in (None, "Sigmoid"))
         return passes.CrossEntropy(from_logits=computed_by not in (None, "Softmax"))
 
-    def _weights(self, y: np.ndarray, sample_weight: Any, *, incremental: bool) -> np.ndarray | None:
+    def _weights(self, y: np.ndarray, sample_weight: object, *, incremental: bool) -> np.ndarray | None:
         weights = super()._weights(y, sample_weight, incremental=incremental)
         if self.class_weight is None:
             return weights
@@ -210,7 +212,7 @@ class OnnxRegressor(RegressorMixin, Fitting):  # type: ignore[misc]
     _score_of = staticmethod(r2_score)
     _row = cast("tuple[int, ...]", ())  # the shape of a row of the targets
 
-    def partial_fit(self, X: Any, y: Any, sample_weight: Any = None) -> OnnxRegressor:
+    def partial_fit(self, X: object, y: object, sample_weight: object = None) -> OnnxRegressor:
         """Train for one more epoch, and return the estimator."""
         return self._fit(X, y, sample_weight, incremental=True)
 
@@ -222,10 +224,10 @@ class OnnxRegressor(RegressorMixin, Fitting):  # type: ignore[misc]
     def _take_targets(self, fitted: Any) -> None:
         self._row = () if fitted.n_outputs_ == 1 else (fitted.n_outputs_,)
 
-    def _give_targets(self, fitted: Any) -> None:
+    def _give_targets(self, fitted: object) -> None:
         """Do nothing: a regressor of scikit-learn takes the targets as they are."""
 
-    def _learn_targets(self, y: np.ndarray, classes: Any) -> None:
+    def _learn_targets(self, y: np.ndarray, classes: object) -> None:
         y = self._columns(y)
         self._row = y.shape[1:]
         self.n_outputs_ = int(np.prod(self._row))

@@ -152,7 +152,7 @@ class EstimatorOptions:
         if size != "auto" and not (isinstance(size, Integral) and size >= 1):
             raise GraphoptError(f"batch_size: expected 'auto', or 1 or more, found {size!r}")
 
-    def _optimizer(self) -> Any:
+    def _optimizer(self) -> object:
         """Return the optimizer pass."""
         if self.solver == "adam":
             return network.ScikitLearnAdam(1e-3, self.beta_1, self.beta_2, self.epsilon)
@@ -184,7 +184,7 @@ class Fitting(EstimatorOptions, Estimator, BaseEstimator):  # type: ignore[misc]
     _steps: int | None = None  # of the last training, if the schedule needs their number
     numeric = False  # whether targets have to be numbers
 
-    def fit(self: _Self, X: Any, y: Any, sample_weight: Any = None) -> _Self:
+    def fit(self: _Self, X: object, y: object, sample_weight: object = None) -> _Self:
         """Train on rows of features and targets, and return the estimator."""
         return self._fit(X, y, sample_weight)
 
@@ -193,7 +193,7 @@ class Fitting(EstimatorOptions, Estimator, BaseEstimator):  # type: ignore[misc]
         tags.input_tags.sparse = True
         return tags
 
-    def predict(self, X: Any) -> np.ndarray:
+    def predict(self, X: object) -> np.ndarray:
         """Return the predicted labels or numbers of each row, in the form of the targets."""
         return self._decoded(self._output(self._validated(X)))
 
@@ -261,7 +261,7 @@ class Fitting(EstimatorOptions, Estimator, BaseEstimator):  # type: ignore[misc]
         return len(self._layers("n_layers_")[0]) + 1
 
     @classmethod
-    def from_sklearn(cls: type[_Self], fitted: Any, **options: Any) -> _Self:
+    def from_sklearn(cls: type[_Self], fitted: object, **options: object) -> _Self:
         """Return an estimator that continues a fitted network; see `graphopt.from_sklearn`."""
         if not isinstance(fitted, cls._network):
             raise GraphoptError(
@@ -312,11 +312,11 @@ class Fitting(EstimatorOptions, Estimator, BaseEstimator):  # type: ignore[misc]
         return proto
 
     @abstractmethod
-    def _give_targets(self, fitted: Any) -> None:
+    def _give_targets(self, fitted: object) -> None:
         """Set the attributes that describe targets in a network of scikit-learn."""
 
     @abstractmethod
-    def _learn_targets(self, y: np.ndarray, classes: Any) -> None:
+    def _learn_targets(self, y: np.ndarray, classes: object) -> None:
         """Set the attributes that describe targets, such as `classes_`, `n_outputs_` and `out_activation_`."""
 
     @abstractmethod
@@ -332,14 +332,14 @@ class Fitting(EstimatorOptions, Estimator, BaseEstimator):  # type: ignore[misc]
         """Return the loss pass, without weights."""
 
     @abstractmethod
-    def _take_targets(self, fitted: Any) -> None:
+    def _take_targets(self, fitted: object) -> None:
         """Set the other attributes that describe targets from those of a network of scikit-learn."""
 
     def _shown_loss(self, values: Mapping[str, Any]) -> float:
         """Return the loss of a step as scikit-learn shows it."""
         return float(values["loss"])
 
-    def _weights(self, y: np.ndarray, sample_weight: Any, *, incremental: bool) -> np.ndarray | None:
+    def _weights(self, y: np.ndarray, sample_weight: object, *, incremental: bool) -> np.ndarray | None:
         """Return a weight for each row, or None for equal weights."""
         if sample_weight is None:
             return None
@@ -353,7 +353,13 @@ class Fitting(EstimatorOptions, Estimator, BaseEstimator):  # type: ignore[misc]
         return weights
 
     def _fit(
-        self: _Self, X: Any, y: Any, sample_weight: Any, *, incremental: bool = False, classes: Any = None
+        self: _Self,
+        X: Any,
+        y: Any,
+        sample_weight: object,
+        *,
+        incremental: bool = False,
+        classes: object = None,
     ) -> _Self:
         self._check_options()
         if incremental and self.early_stopping:
@@ -510,7 +516,7 @@ class Fitting(EstimatorOptions, Estimator, BaseEstimator):  # type: ignore[misc]
             self._rate = self._base_rate() / (self.t_ + 1) ** self.power_t
         return measure < best
 
-    def _split(self, rows: dict[str, Any], random: Any) -> tuple[dict[str, Any], ...]:
+    def _split(self, rows: dict[str, Any], random: object) -> tuple[dict[str, Any], ...]:
         """Return the rows to train on, and those to hold out."""
         parts = train_test_split(
             *rows.values(),
@@ -532,13 +538,13 @@ class Fitting(EstimatorOptions, Estimator, BaseEstimator):  # type: ignore[misc]
             rows = {**rows, TARGET: np.where(rows[TARGET], labels.high, labels.low)}
         return {name: _as_fed(rows.get(name, rows[FEATURES]), x) for name, x in executor.inputs.items()}
 
-    def _output(self, X: Any) -> np.ndarray:
+    def _output(self, X: object) -> np.ndarray:
         """Return the model's output for validated rows."""
         (data,) = with_role(self._running().model, Role.DATA)
         rows = Dataset({name_of(data): _as_fed(X, data)})
         return self._predictions(Batches(rows, {name_of(data): data}, allow_nan=True))
 
-    def _validated(self, X: Any, *y: Any, reset: bool = False) -> Any:
+    def _validated(self, X: object, *y: object, reset: bool = False) -> Any:
         """Return features, and targets if they are given, as arrays; `reset` learns the features' number and names."""
         if not reset:
             check_is_fitted(self)
