@@ -27,6 +27,7 @@ from yaml import YAMLError  # type: ignore[import-untyped]
 
 from graphopt.cli.check import write_check
 from graphopt.cli.comparison import say_compared
+from graphopt.cli.composition.expansion import plain_of
 from graphopt.cli.composition.hydra_config import (
     COMPOSITION_ERRORS,
     PRIMARY,
@@ -144,7 +145,7 @@ def _run(arguments: argparse.Namespace) -> None:
         if arguments.help:
             config = hydra.config_loader.load_configuration(PRIMARY, overrides, RunMode.RUN)
             groups = hydra.format_config_groups(lambda group: not group.startswith("hydra"))
-            recipe: Any = OmegaConf.to_container(config, resolve=False)
+            recipe = plain_of(config)
             del recipe["hydra"]
             options = argparse.HelpFormatter("", max_help_position=40)
             options.add_arguments([action for action in _parser()._actions if action.option_strings])

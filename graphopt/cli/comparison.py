@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import dropwhile
 from pathlib import Path
-from typing import Any
 from urllib.parse import quote
 
 from hydra.experimental.callback import Callback
@@ -257,7 +256,7 @@ def _order(path: Path) -> tuple[tuple[int, str], ...]:
     return tuple((int(part), "") if part.isdigit() else (-1, part) for part in path.parts)
 
 
-def _content(path: Path) -> Any:
+def _content(path: Path) -> object:
     """Return the content of a YAML file, or None if it is missing or broken."""
     with contextlib.suppress(GraphoptError):
         return read_config(path)

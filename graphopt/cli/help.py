@@ -7,7 +7,7 @@ import json
 import re
 import shutil
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pkgutil import resolve_name
 from typing import Any
 
@@ -101,7 +101,7 @@ def help_page(options: str, groups: str, recipe: Mapping[str, object]) -> str:
     return "\n".join([*parts, f"Set any field with FIELD=VALUE ({other}):\n", *lines])
 
 
-def _callback(kind: Any) -> str:
+def _callback(kind: Callable[..., object]) -> str:
     """Return what a callback does, and its fields."""
     summary = str(inspect.getdoc(kind)).partition("\n")[0].rstrip(".")
     return f"{summary}: {', '.join(name for name in inspect.signature(kind).parameters if name != 'folder')}"

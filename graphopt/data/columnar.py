@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -15,6 +16,10 @@ from graphopt.data.tables import Columns
 from graphopt.data.tabular import of_columns
 from graphopt.errors import GraphoptError
 from graphopt.files import ReadName
+
+if TYPE_CHECKING:
+    import pyarrow
+    import pyarrow.parquet
 
 _ROWS_AT_ONCE = 65_536  # read from a Parquet file
 _NUMBER_BYTES = 8  # of a number in NumPy, at most
@@ -62,7 +67,7 @@ def parquet(
 arrow = parquet
 
 
-def _parquet(pyarrow: Any, path: str, expansion: int) -> _Opened:
+def _parquet(pyarrow: ModuleType, path: str, expansion: int) -> _Opened:
     """Measure a Parquet file; return its columns and their reader."""
     with pyarrow.parquet.ParquetFile(path) as file:
         schema, metadata = file.schema_arrow, file.metadata
@@ -78,7 +83,7 @@ def _parquet(pyarrow: Any, path: str, expansion: int) -> _Opened:
     return schema.names, read
 
 
-def _arrow(pyarrow: Any, path: str, expansion: int) -> _Opened:
+def _arrow(pyarrow: ModuleType, path: str, expansion: int) -> _Opened:
     """Measure an Arrow file; return its columns and their reader."""
     file = pyarrow.memory_map(path)
     is_file = file.read(len(_ARROW)) == _ARROW
@@ -100,7 +105,7 @@ def _arrow(pyarrow: Any, path: str, expansion: int) -> _Opened:
     return schema.names, read
 
 
-def _cells(pyarrow: Any, path: str, schema: Any) -> int:
+def _cells(pyarrow: ModuleType, path: str, schema: pyarrow.Schema) -> int:
     """Return the number of cells of a row, whose columns have cells, or arrays of them."""
     cells = 0
     for column in schema:
@@ -113,7 +118,7 @@ def _cells(pyarrow: Any, path: str, schema: Any) -> int:
     return cells
 
 
-def _values_size(metadata: Any) -> int:
+def _values_size(metadata: pyarrow.parquet.FileMetaData) -> int:
     """Return the bytes of all values of a Parquet file, texts as often as the file holds them."""
     sizes = [max(_NUMBER_BYTES, metadata.schema.column(i).length or 0) for i in range(metadata.num_columns)]
     return sum(
@@ -127,7 +132,7 @@ def _values_size(metadata: Any) -> int:
 # (format/Message.fbs, File.fbs).
 
 
-def _batches(pyarrow: Any, file: Any, is_file: bool) -> Iterator[object]:
+def _batches(pyarrow: ModuleType, file: pyarrow.NativeFile, is_file: bool) -> Iterator[pyarrow.Message]:
     """Yield the messages of an Arrow stream, or of those that the footer of a file names, that hold batches."""
     file.seek(0)
     messages = pyarrow.ipc.MessageReader.open_stream(file)
@@ -140,7 +145,7 @@ def _batches(pyarrow: Any, file: Any, is_file: bool) -> Iterator[object]:
     return (message for message in messages if message.type in ("record batch", "dictionary"))
 
 
-def _expanded_sizes(message: Any) -> tuple[int, int]:
+def _expanded_sizes(message: pyarrow.Message) -> tuple[int, int]:
     """Return the rows of a batch, and the bytes of its buffers after expansion."""
     data, body = memoryview(message.metadata), memoryview(message.body or b"")
     batch = _followed(data, _place(data, _followed(data, 0), 2))
@@ -181,7 +186,11 @@ def _structures(data: memoryview, table: int, field: int, layout: str) -> Iterat
 
 
 def _arrays(
-    pyarrow: Any, path: str, batches: Iterable[Any], expansion: int, schema: Any = None
+    pyarrow: ModuleType,
+    path: str,
+    batches: Iterable[pyarrow.RecordBatch],
+    expansion: int,
+    schema: pyarrow.Schema | None = None,
 ) -> dict[str, np.ndarray]:
     """Return the columns of batches, unless they expand too far."""
     parts, size = [], 0
@@ -195,7 +204,7 @@ def _arrays(
     return {name: _array(pyarrow, path, name, table[name].combine_chunks()) for name in table.column_names}
 
 
-def _array(pyarrow: Any, path: str, name: str, column: Any) -> np.ndarray:
+def _array(pyarrow: ModuleType, path: str, name: str, column: pyarrow.Array) -> np.ndarray:
     """Return a column of cells, or of lists of a fixed size, as an array."""
     if isinstance(column, pyarrow.ChunkedArray):  # of a type that cannot be combined
         column = pyarrow.concat_arrays(column.chunks)

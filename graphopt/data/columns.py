@@ -36,7 +36,7 @@ _FEW_VALUES = 20  # different ones, whatever the number of rows
 _T = TypeVar("_T", bound="Column")
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
@@ -58,11 +58,12 @@ _IMPUTED: dict[str, Callable[[np.ndarray], object]] = {
     "median": np.median,
     "most_frequent": _most_frequent,
 }
+_Check = tuple[str, Callable[[Any], bool]]
 # What fields expect, and what tells whether a value is right.
-_COUNT: Any = ("a number of rows", lambda x: _is_whole(x) and x >= 0)
-_FINITE: Any = ("a finite number", _is_number)
-_DIFFERENT: Any = ("a list of different values", lambda x: x is None or _is_list(x))
-_EACH_PART: Any = ("numbers of each part", lambda x: _is_list(x) and all(map(_is_number, x)))
+_COUNT: _Check = ("a number of rows", lambda x: _is_whole(x) and x >= 0)
+_FINITE: _Check = ("a finite number", _is_number)
+_DIFFERENT: _Check = ("a list of different values", lambda x: x is None or _is_list(x))
+_EACH_PART: _Check = ("numbers of each part", lambda x: _is_list(x) and all(map(_is_number, x)))
 
 
 def _option(default: object, expected: str, is_right: Callable[[Any], bool], **of_field: Any) -> Any:
@@ -70,7 +71,7 @@ def _option(default: object, expected: str, is_right: Callable[[Any], bool], **o
     return field(default=default, metadata={"expected": expected, "is_right": is_right}, **of_field)
 
 
-def _learnt(default: Any, expected: str, is_right: Callable[[Any], bool]) -> Any:
+def _learnt(default: object, expected: str, is_right: Callable[[Any], bool]) -> Any:
     """Declare a field that `learn` sets, and that a description cannot set."""
     return _option(default, expected, is_right, repr=False, kw_only=True)
 
@@ -455,7 +456,7 @@ class Date(Column):
 KINDS: dict[str, type[Column]] = {"category": Category, "date": Date, "number": Number}
 
 
-def column_of(description: Any, *, has_learnt: bool = False) -> Column:
+def column_of(description: object, *, has_learnt: bool = False) -> Column:
     """Return the column of a description: the name of a kind, or a mapping of the kind and its fields.
 
     Args:
@@ -480,7 +481,7 @@ def column_of(description: Any, *, has_learnt: bool = False) -> Column:
     for name in options:
         if name not in known:
             raise GraphoptError(unknown("field", name, known))
-    return kind(**options)  # type: ignore[arg-type]
+    return kind(**options)
 
 
 def is_missing(value: object) -> bool:

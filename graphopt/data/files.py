@@ -12,7 +12,8 @@ import zipfile
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import Any, Literal
 
 import numpy as np
 
@@ -153,7 +154,7 @@ def _check_form(path: str, first: Sequence[str], delimiter: str, lacks_target: b
         )
 
 
-def imported(what: str, module: str, package: str = "", *, extra: str = "") -> Any:
+def imported(what: str, module: str, package: str = "", *, extra: str = "") -> ModuleType:
     """Return a module that an option needs, or raise an error that says how to install its package.
 
     Args:
@@ -193,7 +194,7 @@ def reason(error: OSError) -> str:
     return "no such file" if isinstance(error, FileNotFoundError) else error.strerror or line(error)
 
 
-def _load(path: Path, kind: str, mmap_mode: Any = None) -> Any:
+def _load(path: Path, kind: str, mmap_mode: Literal["r"] | None = None) -> Any:
     with reading(path, f"{kind} of numbers, found another file"):
         return np.load(path, mmap_mode=mmap_mode, allow_pickle=False)
 

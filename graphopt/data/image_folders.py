@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+import numpy.typing as npt
 
 from graphopt.arguments import checked
-from graphopt.data.dataset import TARGET, Dataset, LazyArray
+from graphopt.data.dataset import TARGET, Array, Dataset, LazyArray
 from graphopt.data.files import EXPANSION, check_ratio, imported, reading, reason
 from graphopt.data.tabular import refuse_twice
 from graphopt.errors import GraphoptError
@@ -95,7 +96,7 @@ def images(
                 "set data.size=[HEIGHT,WIDTH] to resize all"
             )
     shape, dtype = (len(files), channels, *(size or sizes[0])), np.float32 if scale else np.uint8
-    arrays: dict[str, Any] = {"x": _Images(shape, dtype, files, pillow.Resampling[resample.upper()])}
+    arrays: dict[str, Array] = {"x": _Images(shape, dtype, files, pillow.Resampling[resample.upper()])}
     if target is not None:
         arrays[TARGET] = classes
     return Dataset(arrays, "x", len(names) or None, names or None)
@@ -105,7 +106,7 @@ class _Images(LazyArray):
     """Read images as rows [C, H, W] of an array."""
 
     def __init__(
-        self, shape: tuple[int, ...], dtype: object, files: Sequence[Path], resample: object
+        self, shape: tuple[int, ...], dtype: npt.DTypeLike, files: Sequence[Path], resample: object
     ) -> None:
         super().__init__(shape, dtype)
         self._files, self._resample = files, resample

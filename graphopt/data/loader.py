@@ -256,7 +256,7 @@ class _Column:
         )
 
 
-def _text(dims: Any) -> str:
+def _text(dims: Iterable[int | ir.SymbolicDim]) -> str:
     return f"[{', '.join(str(dim) if isinstance(dim, int) else str(dim.value or '?') for dim in dims)}]"
 
 

@@ -24,7 +24,7 @@ class Drawn(NamedTuple):
 
     rows: int
     arrays: dict[str, np.ndarray]
-    position: Any = None
+    position: object = None
 
 
 class Stream:
@@ -68,7 +68,7 @@ class Stream:
         self.end: object = None  # the position after the last batch of an epoch
         self._data, self._inputs, self._allow_nan = data, inputs, allow_nan
         self._steps, self._keep_positions = steps, keep_positions
-        self._pass: Iterator[Any] | None = None
+        self._pass: Iterator[object] | None = None
         self._epoch: Iterator[Drawn] | None = None  # what is left after `peek`
         self._done = 0  # batches of the epoch before `load`
 
@@ -143,7 +143,7 @@ class Stream:
             self._data.set_epoch(self.passes)
         return iter(self._data)
 
-    def _position(self, done: int) -> Any:
+    def _position(self, done: int) -> object:
         """Return where the data is after a number of batches of the epoch."""
         if not self._keep_positions:
             return None

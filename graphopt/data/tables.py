@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 import onnx_ir as ir
@@ -29,6 +29,8 @@ _MOST_NUMBERS = 2**30  # in an array of features
 _MOST_SUMMARIZED = 20  # columns
 
 Table = Mapping[str, Any]
+_Given = TypeVar("_Given")
+_Made = TypeVar("_Made")
 
 
 @dataclass(frozen=True)
@@ -337,7 +339,7 @@ def names_in(table: Any) -> dict[str, Any]:
     return {str(key): key for key in getattr(table, "columns", table)}
 
 
-def _of_column(name: object, function: Any, argument: Any) -> Any:
+def _of_column(name: object, function: Callable[[_Given], _Made], argument: _Given) -> _Made:
     """Call a function, and name the column in its error."""
     try:
         return function(argument)

@@ -19,13 +19,14 @@ from graphopt.errors import GraphoptError, naming, some, unknown
 IN_MEMORY = "data"  # the path of a table that is no file
 _MOST_CLASSES = 1_000  # of a text column
 
+_Cells = Sequence[object] | np.ndarray  # of a column
 _Names = str | int | Sequence[str | int] | None
 
 
 def of_columns(
     path: str,
     names: Sequence[str],
-    read: Callable[[list[str]], Mapping[str, Any]],
+    read: Callable[[list[str]], Mapping[str, _Cells]],
     target: _Names,
     features: _Names | Mapping[str, Any] = None,
     sample_weight: str | int | None = None,
@@ -145,7 +146,7 @@ def _names(names: _Names) -> list[str]:
     return [str(names)] if isinstance(names, str | int) else [str(name) for name in names]
 
 
-def _stack(path: str, columns: Mapping[str, object], names: Sequence[str]) -> np.ndarray:
+def _stack(path: str, columns: Mapping[str, _Cells], names: Sequence[str]) -> np.ndarray:
     if not names:
         raise GraphoptError(f"{path}: expected feature columns, found none")
     arrays = [_numbers(path, name, columns[name]) for name in names]
@@ -162,7 +163,7 @@ def _stack(path: str, columns: Mapping[str, object], names: Sequence[str]) -> np
     return np.column_stack(arrays)
 
 
-def _texts_or_numbers(path: str, columns: Mapping[str, object], names: Sequence[str]) -> np.ndarray:
+def _texts_or_numbers(path: str, columns: Mapping[str, _Cells], names: Sequence[str]) -> np.ndarray:
     """Return columns for one of several inputs: as strings if a cell is no number, until an input's type is known."""
     if any(_is_text(columns[name]) for name in names):
         return np.column_stack([_texts(path, name, cells(name, columns[name])) for name in names])
@@ -181,7 +182,7 @@ def _texts(path: str, name: str, values: np.ndarray) -> np.ndarray:
     return Category().read(values)
 
 
-def _is_text(column: Any) -> bool:
+def _is_text(column: _Cells) -> bool:
     if isinstance(column, np.ndarray) and (column.dtype.kind in "iufbmM" or column.ndim > 1):
         return False
     return any(isinstance(x, str) and x and (is_code(x) or not is_numeral(x)) for x in column)
@@ -192,7 +193,7 @@ def _vector(stacked: np.ndarray) -> np.ndarray:
 
 
 def _target(
-    path: str, columns: Mapping[str, Any], names: Sequence[str], labels: tuple[str, ...] | None
+    path: str, columns: Mapping[str, _Cells], names: Sequence[str], labels: tuple[str, ...] | None
 ) -> tuple[np.ndarray, tuple[str, ...] | None]:
     """Return the target, the numbers of classes if it is text, and the names of these classes."""
     column = columns[names[0]]
@@ -238,7 +239,7 @@ def _text_classes(path: str, name: str, texts: list[str]) -> tuple[str, ...] | N
     return tuple(sorted(words))
 
 
-def _numbers(path: str, name: str, column: Any) -> np.ndarray:
+def _numbers(path: str, name: str, column: _Cells) -> np.ndarray:
     """Return a column as int64 if all numbers are whole, otherwise as float64."""
     if isinstance(column, np.ndarray) and column.dtype.kind in "iufb":
         return column

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -20,6 +20,9 @@ from graphopt.communicator import Communicator
 from graphopt.distributed.launchers import Launcher, RunCommand, passing_on_signals
 from graphopt.errors import GraphoptError
 from graphopt.intervals import within
+
+if TYPE_CHECKING:
+    from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
 IN_WORKER = "GRAPHOPT_RAY_RENDEZVOUS"  # an environment variable of workers: the name of their `Rendezvous`
 # A folder where workers note with which code they have ended, and where they look whether they are to end.
@@ -94,7 +97,7 @@ class RayCommunicator(Communicator):
         sys.stderr.flush()
         os._exit(code)
 
-    def _exchanged(self, value: Any) -> list[Any]:
+    def _exchanged(self, value: np.ndarray | bytes) -> list[Any]:
         """Return what each worker gives; arrays are read from Ray's shared memory."""
         is_small = len(value) * getattr(value, "itemsize", 1) <= _MOST_INLINE
         item = value if is_small else self._ray.put(value)
@@ -204,7 +207,7 @@ class RayLauncher(Launcher):
                 ray.shutdown()
 
 
-def ray_trainer() -> Any:
+def ray_trainer() -> type[DataParallelTrainer]:
     """Return the trainer of Ray Train that runs a function in each worker; the public ones bring a framework.
 
     Raises:

@@ -20,7 +20,7 @@ from graphopt.runtime.device import Device
 from graphopt.runtime.executor import Executor
 from graphopt.runtime.original import trained_into
 from graphopt.runtime.session import Session
-from graphopt.runtime.tensors import to_ort
+from graphopt.runtime.tensors import Tensor, to_ort
 
 _IDS, _MASK, _POSITIONS = "input_ids", "attention_mask", "position_ids"
 _ZERO = ("token_type_ids", "segments", "labels", "completion_mask")
@@ -290,7 +290,7 @@ def _logits(outputs: Sequence[ir.Value]) -> ir.Value:
     return (named or numbers)[0]
 
 
-def _last(logits: Any, place: int) -> np.ndarray:
+def _last(logits: Tensor, place: int) -> np.ndarray:
     """Return the logits at a place of the first row, or those of the only place that a model returns."""
     array = np.asarray(logits if isinstance(logits, np.ndarray) else logits.numpy())
     if array.ndim not in (2, 3):

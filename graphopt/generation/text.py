@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from graphopt.arguments import Checked, checked
-from graphopt.data.language.chats import ChatTemplate, check_messages
+from graphopt.data.language.chats import ChatTemplate, Message, check_messages
 from graphopt.data.language.tokenizer import Tokenizer, Vocabulary, vocabulary_of
 from graphopt.errors import GraphoptError
 from graphopt.generation.decoder import decoder_of
@@ -19,7 +19,7 @@ from graphopt.graph.loading import Source, load
 from graphopt.runtime.device import Device
 from graphopt.runtime.executor import Executor
 
-Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]] | None
+Prompt = str | Sequence[int] | Sequence[Message] | None
 
 
 class TextGenerator(metaclass=Checked):

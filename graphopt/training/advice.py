@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 import warnings
-from typing import Any
 
 import numpy as np
 
@@ -17,7 +15,7 @@ from graphopt.training.options import FitOptions
 
 MOST_CLASSES = 20
 ROWS_READ = 100_000  # of a target, to guess whether it numbers classes
-DEFAULT_BATCH: Any = next(x.default for x in dataclasses.fields(FitOptions) if x.name == "batch_size")
+DEFAULT_BATCH = FitOptions.batch_size
 
 
 def advise(batches: Batches, rows: int, batch_size: int) -> None:

@@ -25,13 +25,13 @@ from graphopt.runtime.checkpoint import state_bytes
 from graphopt.runtime.device import Device
 from graphopt.runtime.executor import Executor
 from graphopt.runtime.session import Session
-from graphopt.training.callbacks.callback import Record
+from graphopt.training.callbacks.callback import Outputs, Record
 from graphopt.training.metrics import Wanted, listed
 from graphopt.training.metrics import metrics as metrics_of
 from graphopt.training.options import Data
 from graphopt.training.sources import read_batches
 
-_Compute = Callable[[dict[str, np.ndarray]], Mapping[str, Any]]
+_Compute = Callable[[dict[str, np.ndarray]], Outputs]
 _POSITION = "graphopt.position"  # of a batch, beside what its evaluation returns
 
 
@@ -185,7 +185,7 @@ class Mean:
     sums: dict[str, float] = field(default_factory=dict)
     rate: float | None = None
 
-    def add(self, rows: int, values: Mapping[str, Any]) -> None:
+    def add(self, rows: int, values: Outputs) -> None:
         self.rows += rows
         for name, value in values.items():
             if isinstance(value, float):
@@ -225,7 +225,7 @@ class HeldOut:
 
     def evaluated(
         self, executor: Executor, workers: Communicator = SINGLE, *, outputs: bool = True
-    ) -> Iterator[tuple[dict[str, np.ndarray], Mapping[str, Any]]]:
+    ) -> Iterator[tuple[dict[str, np.ndarray], Outputs]]:
         """Yield the data and the evaluation of each batch; the workers evaluate different batches at the same time.
 
         Without `outputs`, it consists of the losses only.
@@ -234,7 +234,7 @@ class HeldOut:
         left = iter(self._feeds())
         while group := list(itertools.islice(left, workers.size)):
             own = workers.rank
-            values: Mapping[int, Any] = {own: compute(group[own])} if own < len(group) else {}
+            values: Mapping[int, Outputs] = {own: compute(group[own])} if own < len(group) else {}
             if workers.size > 1:
                 values = _exchanged(workers, values)
             yield from ((group[i], value) for i, value in values.items())
@@ -258,11 +258,9 @@ class HeldOut:
         return measured
 
 
-def _exchanged(
-    communicator: Communicator, own: Mapping[int, Mapping[str, Any]]
-) -> dict[int, Mapping[str, Any]]:
+def _exchanged(communicator: Communicator, own: Mapping[int, Outputs]) -> dict[int, Outputs]:
     """Return the numbers and arrays of all workers by the position of their batch."""
-    results: dict[int, Mapping[str, Any]] = {}
+    results: dict[int, Outputs] = {}
     arrays = [{_POSITION: np.array(position), **values} for position, values in own.items()]
     for content in communicator.gather(state_bytes(arrays[0] if arrays else {})):
         values = safetensors.numpy.load(content)

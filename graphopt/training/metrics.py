@@ -60,7 +60,7 @@ class Metric(ABC):
         """Accumulate a batch."""
 
     @abstractmethod
-    def result(self) -> Any:
+    def result(self) -> object:
         """Return the value on all batches so far, of which at least one has elements."""
 
     def name(self, known_as: str) -> str:
@@ -75,12 +75,12 @@ class OfMean(Metric):
         self,
         terms: Callable[[ScoredBatch], np.ndarray],
         tasks: Sequence[str] = Metric.tasks,
-        of_mean: Callable[[Any], Any] = np.asarray,
+        of_mean: Callable[[np.ndarray], np.ndarray] = np.asarray,
         /,
     ) -> None:
         self._terms, self.tasks, self._of_mean = terms, tasks, of_mean
         self._count = 0
-        self._sum: Any = 0.0
+        self._sum: np.ndarray = np.zeros(())
 
     def update(self, batch: ScoredBatch) -> None:
         terms = self._terms(batch)
@@ -145,14 +145,14 @@ class OfCounts(Metric):
         return float(self.of(*np.array(list(self._counts.values())).T))
 
     @abstractmethod
-    def of(self, right: np.ndarray, predicted: np.ndarray, target: np.ndarray) -> Any:
+    def of(self, right: np.ndarray, predicted: np.ndarray, target: np.ndarray) -> float:
         """Return the number, from how often each label is predicted rightly, is predicted, and is in the target."""
 
 
 class BalancedAccuracy(OfCounts):
     """Compute the mean of the recall of each class in the target."""
 
-    def of(self, right: np.ndarray, predicted: np.ndarray, target: np.ndarray) -> Any:
+    def of(self, right: np.ndarray, predicted: np.ndarray, target: np.ndarray) -> float:
         return np.mean(right[target > 0] / target[target > 0])
 
 
@@ -175,7 +175,7 @@ class OfClasses(OfCounts):
     def name(self, known_as: str) -> str:
         return known_as if self._average is None else f"{known_as}_{self._average}"
 
-    def of(self, right: np.ndarray, predicted: np.ndarray, target: np.ndarray) -> object:
+    def of(self, right: np.ndarray, predicted: np.ndarray, target: np.ndarray) -> float:
         average = self._average or ("binary" if self._spec.task == "binary" else "macro")
         if average == "micro":
             right, predicted, target = (np.atleast_1d(counts.sum()) for counts in (right, predicted, target))
@@ -393,7 +393,7 @@ class Metrics:
         return {} if self._empty else {name: metric.result() for name, metric in self._metrics.items()}
 
 
-def listed(wanted: Any) -> Sequence[Wanted] | None:
+def listed(wanted: Wanted | Sequence[Wanted] | None) -> Sequence[Wanted] | None:
     """Return one or several wanted metrics as a list."""
     if isinstance(wanted, str | Mapping) or callable(wanted):
         return [wanted]

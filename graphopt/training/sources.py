@@ -45,7 +45,7 @@ class Epochs(ABC):
     names: Sequence[str] | None = None  # of the features, if the data has them
     row_tokens: float | None = None  # the mean number of tokens of a row of text
     is_lazy = False  # whether rows are read when a batch needs them
-    identity: Mapping[str, Any]  # what a checkpoint and the run that continues it have in common
+    identity: Mapping[str, object]  # what a checkpoint and the run that continues it have in common
     before = 0  # the number of epochs in earlier calls of `fit`
     end: Any = None  # the position after an epoch; None if the number of rows says enough
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
 import yaml  # type: ignore[import-untyped]
-from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf import Container, DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from graphopt.errors import GraphoptError, cause
@@ -24,7 +24,8 @@ _MOST_PARTS = 100_000  # characters and values of a resolved recipe; graphopt's 
 REFERENCE = re.compile(r"""\$\{([^${}()\\"':]*)(:[^${}()\\"']*)?\}""")
 ESCAPED = re.compile(r"(?<!\\)(\\\\)*\\\$\{")
 
-_Path = tuple[Any, ...]
+Fields = Mapping[str, Any]  # a recipe, or a part of one
+_Path = tuple[str | int, ...]
 
 
 def read_config(path: Path) -> Any:
@@ -38,7 +39,7 @@ def read_config(path: Path) -> Any:
         check_text(path, text)
         config = OmegaConf.create(text.decode())
         check_expansion(config)
-        content = OmegaConf.to_container(config, resolve=False)
+        content = plain_of(config)
     except GraphoptError:
         raise
     except OSError as error:
@@ -47,6 +48,11 @@ def read_config(path: Path) -> Any:
         raise GraphoptError(f"{path}: expected the recipe of a run: {cause(error)}") from error
     check_plain(content, str(path))
     return content
+
+
+def plain_of(config: Container) -> Any:
+    """Return a config as nested mappings and lists, whose references are not resolved."""
+    return OmegaConf.to_container(config, resolve=False)
 
 
 def check_text(file: str | PathLike[str], text: bytes) -> None:
@@ -79,7 +85,7 @@ def check_text(file: str | PathLike[str], text: bytes) -> None:
 
 def check_expansion(config: DictConfig | ListConfig) -> None:
     """Raise an error if a config would be too large once its references are resolved."""
-    _Measure(OmegaConf.to_container(config, resolve=False)).size(())
+    _Measure(plain_of(config)).size(())
 
 
 class _Measure:
@@ -112,7 +118,7 @@ class _Measure:
             node = node[key]
         return node
 
-    def _parts(self, path: _Path, value: Any) -> Iterator[_Path]:
+    def _parts(self, path: _Path, value: object) -> Iterator[_Path]:
         """Yield the paths of a value's members, or of the fields that its text refers to."""
         if isinstance(value, dict):
             yield from ((*path, key) for key in value)

@@ -28,7 +28,7 @@ from hydra.plugins.config_source import ConfigResult, ConfigSource
 from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 from omegaconf.resolvers import oc
 
-from graphopt.cli.composition.expansion import MOST_BYTES, check_expansion, check_text
+from graphopt.cli.composition.expansion import MOST_BYTES, check_expansion, check_text, plain_of
 from graphopt.cli.composition.record import NOT_TAKEN, RunRecord, enter, run_of
 from graphopt.cli.run_folder import Before
 from graphopt.errors import GraphoptError, unknown
@@ -216,7 +216,7 @@ class _Reader(CachingConfigRepository):
                 _check_file(source, config_path)
         result = super().load_config(config_path)
         if result is not None and result.provider == UNTRUSTED:
-            check_plain(OmegaConf.to_container(result.config, resolve=False), config_path)
+            check_plain(plain_of(result.config), config_path)
             self._left -= 1 + sum(1 for _ in flattened(result.config))
             if self._left < 0:
                 raise GraphoptError(
@@ -395,8 +395,7 @@ class RecipeLoader(ConfigLoaderImpl):
         allowed = [line for line in lines[True] if line in said or line.startswith("hydra.mode=")]
         allowed += [line for line in lines[False] if line in said and _HOST.match(line)]
         expected = self._own.load_configuration(config_name, allowed, *how, **named)
-        own: Any = OmegaConf.to_container(expected, resolve=False)
-        plain: Any = OmegaConf.to_container(config, resolve=False)
+        own, plain = plain_of(expected), plain_of(config)
         ours, theirs = own["hydra"], plain["hydra"]
         ours["overrides"] = {"hydra": lines[True], "task": lines[False]}
         values = theirs["sweeper"].pop("params", None) if isinstance(theirs["sweeper"], dict) else None
@@ -460,8 +459,7 @@ def _parsed(*overrides: str) -> list[Override]:
 @functools.cache
 def base_recipe() -> dict[str, Any]:
     """Return graphopt's own recipe, as its file has it."""
-    recipe: Any = OmegaConf.to_container(OmegaConf.load(RECIPES / f"{PRIMARY}.yaml"), resolve=False)
-    return dict(recipe)
+    return dict(plain_of(OmegaConf.load(RECIPES / f"{PRIMARY}.yaml")))
 
 
 @functools.cache
@@ -482,7 +480,7 @@ def known_fields() -> tuple[str, ...]:
 def options_of(group: str) -> dict[str, dict[str, Any]]:
     """Return the options of a group, with their fields."""
     files = sorted((RECIPES / group).glob("*.yaml"))
-    recipes: Any = {x.stem: OmegaConf.to_container(OmegaConf.load(x), resolve=False) or {} for x in files}
+    recipes = {x.stem: plain_of(OmegaConf.load(x)) or {} for x in files}
     base = recipes.pop(BASE, {})
     return {name: {**(base if BASE in x.get("defaults", ()) else {}), **x} for name, x in recipes.items()}
 
@@ -496,7 +494,7 @@ def on_the_command_line(field: str) -> GraphoptError:
 def flattened(node: object, path: str = "") -> Iterator[tuple[str, Any]]:
     """Yield the path and value of each leaf of nested mappings and lists, including empty ones."""
     if isinstance(node, DictConfig | ListConfig):
-        node = OmegaConf.to_container(node, resolve=False)
+        node = plain_of(node)
     items: Any = (
         node.items() if isinstance(node, Mapping) else enumerate(node) if isinstance(node, list) else ()
     )

@@ -16,6 +16,7 @@ from typing import Any
 import onnx_ir as ir
 from omegaconf import DictConfig, OmegaConf
 
+from graphopt.cli.composition.expansion import Fields, plain_of
 from graphopt.cli.composition.hydra_config import CommandLine, flattened
 from graphopt.cli.composition.record import write_record
 from graphopt.cli.composition.validation import (
@@ -88,7 +89,7 @@ def nearest_file(missing: str, ending: str) -> str | None:
     return near and str(place.with_name(f"{near}{ending}"))
 
 
-def _is_whole(node: Any) -> bool:
+def _is_whole(node: object) -> bool:
     """Return whether a node of a recipe names what it builds, so that no option of its group need be chosen."""
     return isinstance(node, DictConfig) and "_target_" in node
 
@@ -110,7 +111,7 @@ class Recipe:
             ):
                 config[group] = None  # an experiment may set fields of a step that is omitted
         self.composed = config.copy()  # for `.hydra`
-        plain: Any = OmegaConf.to_container(config, resolve=False)
+        plain = plain_of(config)
         for part in PARTS:
             node = plain.get(part)
             if not isinstance(node, dict) and not str(node).startswith("${"):
@@ -278,7 +279,7 @@ class Recipe:
         nodes = self.fields["callbacks"].items()
         return [self._callback(f"callbacks.{name}", node, folder) for name, node in nodes]
 
-    def _callback(self, key: str, node: Mapping[str, Any], folder: Path) -> Callback:
+    def _callback(self, key: str, node: Fields, folder: Path) -> Callback:
         kind = resolve(node[TARGET_KEY], key, self.command_line.trust)
         arguments: dict[str, object] = {}
         if inspect.isclass(kind) and issubclass(kind, FileLog | TensorBoard) and node["path"] != MISSING:

@@ -14,7 +14,7 @@ from filelock import FileLock
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
-from graphopt.cli.composition.expansion import MOST_BYTES, read_config
+from graphopt.cli.composition.expansion import MOST_BYTES, Fields, read_config
 from graphopt.cli.run_folder import CHECKPOINTS, CONFIG, METRICS_FILE, check_run
 from graphopt.errors import GraphoptError
 from graphopt.files import json_of, read_regular, write_folder
@@ -56,8 +56,8 @@ class RunRecord:
     """
 
     folder: Path
-    fields: Mapping[str, Any]
-    resolved: Mapping[str, Any]
+    fields: Fields
+    resolved: Fields
     choices: Mapping[str, str] = field(default_factory=dict)
     overrides: tuple[str, ...] = ()
     strangers: tuple[str, ...] = ()
@@ -89,7 +89,7 @@ class RunRecord:
             str(runtime.get("cwd", "")),
         )
 
-    def value(self, name: str) -> Any:
+    def value(self, name: str) -> object:
         """Return a field of the recipe as the run named it, or None."""
         named = select(self.fields, name)
         return select(self.resolved, name) if "${" in str(named) else named
@@ -182,7 +182,7 @@ def select(node: object, name: str) -> Any:
     return node
 
 
-def mapping(node: object) -> Mapping[str, Any]:
+def mapping(node: object) -> Fields:
     return node if isinstance(node, Mapping) else {}
 
 
@@ -197,7 +197,7 @@ def _with_references(resolved: object) -> Mapping[str, object]:
     return {**fields, "pipeline": pipeline}
 
 
-def _choices(resolved: Mapping[str, Any]) -> dict[str, str]:
+def _choices(resolved: Fields) -> dict[str, str]:
     """Return names for the options of a recipe that does not say them: `none`, or the name of the class."""
     parts = {name: node for name, node in resolved.items() if node is None or "_target_" in mapping(node)}
     return {

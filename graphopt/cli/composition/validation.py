@@ -8,11 +8,13 @@ import inspect
 import os
 import pkgutil
 import re
+import types
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from graphopt.cli.composition.expansion import Fields
 from graphopt.cli.composition.hydra_config import CommandLine, flattened, on_the_command_line
 from graphopt.cli.run_folder import OWN_FILES
 from graphopt.data import READERS
@@ -141,7 +143,7 @@ LIMITS = {  # these protect the memory from a small file that describes a large 
 COMMAND_LINE_ONLY = {*_HOST, *LIMITS, "trust", "callbacks.tracker", "callbacks.mlflow"}
 
 
-def check_recipe(fields: Mapping[str, Any], command_line: CommandLine) -> None:
+def check_recipe(fields: Fields, command_line: CommandLine) -> None:
     """Check the names, fields and types of a recipe, and the restrictions of untrusted recipes."""
     leaves = dict(flattened(fields))
     for field, value in leaves.items():
@@ -194,7 +196,7 @@ def _check_columns(description: object) -> None:
         raise GraphoptError(f"data.columns: {str(error).removeprefix('columns: ')}") from error
 
 
-def _plain(fields: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any, str]]:
+def _plain(fields: Fields) -> Iterator[tuple[str, object, type | types.UnionType, str]]:
     """Yield the fields that name no class, with the value and the expected type of each."""
     yield from ((key, fields.get(key), str, "a name") for key in ("model", "run", "predictions"))
     yield "rows", fields.get("rows"), str | None, f"{', '.join(_ROWS)} or null"
@@ -239,7 +241,7 @@ def _check_paths(fields: Mapping[str, object], command_line: CommandLine) -> Non
                     )
 
 
-def paths_in(fields: Mapping[str, Any], trust: Sequence[str] = ()) -> Iterator[tuple[str, str, Access]]:
+def paths_in(fields: Fields, trust: Sequence[str] = ()) -> Iterator[tuple[str, str, Access]]:
     """Yield each path that a recipe names, with its field, by the annotations of what takes it."""
     for group, target in OWN.items():
         node = fields[group] if group else fields
@@ -305,7 +307,7 @@ def _beneath(folder: str) -> Iterator[str]:
             yield from (os.path.join(at, name) for name in (*folders, *files))
 
 
-def _check_logs(callbacks: Mapping[str, Any], command_line: CommandLine) -> None:
+def _check_logs(callbacks: Fields, command_line: CommandLine) -> None:
     """Raise an error if a log replaces a file of the run, or a recipe logs to other places than the run's folder."""
     for name, node in callbacks.items():
         key = f"callbacks.{name}"
@@ -335,9 +337,7 @@ def _written(node: Mapping[str, object], key: str, trust: Sequence[str]) -> Iter
             yield field, path
 
 
-def check_new_logs(
-    callbacks: Mapping[str, Any], folder: Path, command_line: CommandLine, is_new: bool
-) -> None:
+def check_new_logs(callbacks: Fields, folder: Path, command_line: CommandLine, is_new: bool) -> None:
     """Raise an error if a recipe's log is outside the run's folder by a link, or replaces a file there."""
     for name, node in callbacks.items():
         for field, path in _written(node, f"callbacks.{name}", command_line.trust):
@@ -453,7 +453,7 @@ def check_fields(
             raise GraphoptError(f"{path}.{name}: expected a value, found none: add +{path}.{name}=...")
 
 
-def resolve(name: Any, path: str, trust: Sequence[str] = ()) -> Any:
+def resolve(name: object, path: str, trust: Sequence[str] = ()) -> Any:
     """Return the object that `_target_` names in a recipe: one of the listed names, or code of a trusted package."""
     if isinstance(name, str):
         if name in offered(path):
@@ -462,7 +462,7 @@ def resolve(name: Any, path: str, trust: Sequence[str] = ()) -> Any:
             return _trusted(name, f"{path}.{TARGET_KEY}", trust)
     package = str(name).partition(".")[0].partition(":")[0]
     if package in ("graphopt", "passes"):
-        raise GraphoptError(f"{path}.{TARGET_KEY}: {unknown('name', name, offered(path))}")
+        raise GraphoptError(f"{path}.{TARGET_KEY}: {unknown('name', str(name), offered(path))}")
     raise _untrusted(name, f"{path}.{TARGET_KEY}")
 
 
@@ -560,7 +560,7 @@ def _is_code(hint: object) -> bool:
     return any(typing.get_origin(part) is Callable for part in parts) and str in parts
 
 
-def _fits(value: Any, hint: Any, trust: Sequence[str]) -> bool:
+def _fits(value: object, hint: object, trust: Sequence[str]) -> bool:
     """Return whether a recipe's value, or the object that it describes, has a type."""
     if isinstance(value, Mapping) and TARGET_KEY in value:  # a function is assumed to return such an object
         made, kinds = (
@@ -570,7 +570,7 @@ def _fits(value: Any, hint: Any, trust: Sequence[str]) -> bool:
         is_one = any(kind is Any or (inspect.isclass(kind) and issubclass(made, kind)) for kind in kinds)
         return not inspect.isclass(made) or is_one
 
-    def other(value: Any, hint: Any) -> None:
+    def other(value: object, hint: Any) -> None:
         """Raise an error unless a value that no plain type describes may be one."""
         kind = typing.get_origin(hint) or hint
         if isinstance(value, Mapping) and TARGET_KEY in value:

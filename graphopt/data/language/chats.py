@@ -117,7 +117,7 @@ class ChatTemplate:
                 plain += part
         return plain, spans
 
-    def _rendered(self, chats: Sequence[Mapping[str, Any]], lines: Sequence[int] = ()) -> list[str]:
+    def _rendered(self, chats: Sequence[Message], lines: Sequence[int] = ()) -> list[str]:
         """Return the text of each chat."""
         if not chats:
             return []

@@ -6,12 +6,19 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from graphopt.data.files import reading
-from graphopt.data.language.chats import COMPLETION, MESSAGES, PROMPT, ChatTemplate, Span, check_messages
+from graphopt.data.language.chats import (
+    COMPLETION,
+    MESSAGES,
+    PROMPT,
+    ChatTemplate,
+    Message,
+    Span,
+    check_messages,
+)
 from graphopt.data.language.preferences import CHOSEN, REJECTED, check_preference, completions
 from graphopt.data.language.tokenizer import Tokenizer, read_text
 from graphopt.errors import GraphoptError, kind_of, naming
@@ -99,7 +106,7 @@ def _files(path: Path) -> list[Path]:
     raise GraphoptError(f"{path}: expected files that end in {', '.join(_TEXTS + _LINES)}, found none")
 
 
-def _objects(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+def _objects(path: Path) -> Iterator[tuple[int, Message]]:
     """Yield the number and the object of each line that is not empty."""
     with reading(path, "JSON lines in UTF-8"), open(path, encoding="utf-8-sig") as file:
         for number, line in enumerate(file, 1):
@@ -109,7 +116,7 @@ def _objects(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
                 yield number, _object(line)
 
 
-def _object(line: str) -> dict[str, Any]:
+def _object(line: str) -> Message:
     is_list = line.lstrip().startswith("[") or line.strip() == "{"
     mend = ": write each object on a line of its own, such as by jq -c '.[]'" if is_list else ""
     try:
@@ -122,7 +129,7 @@ def _object(line: str) -> dict[str, Any]:
     return found
 
 
-def _kind(file: Path, line: int, item: dict[str, object]) -> tuple[str, ...]:
+def _kind(file: Path, line: int, item: Message) -> tuple[str, ...]:
     """Return the names of the fields that an object has, of which a file has the same in each line."""
     with naming(f"{file}: line {line}"):
         kind = next((kind for kind in _KINDS if all(name in item for name in kind)), None)
@@ -157,7 +164,7 @@ def _ended(tokens: np.ndarray, vocabulary: Tokenizer) -> np.ndarray:
 
 
 def _examples(
-    items: Sequence[tuple[int, dict[str, Any]]],
+    items: Sequence[tuple[int, Message]],
     vocabulary: Tokenizer,
     completion_only: bool,
     template: Path | None,

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import takewhile
-from typing import Any
 
-from graphopt.data.language.chats import COMPLETION, PROMPT, TOOLS, check_messages
+from graphopt.data.language.chats import COMPLETION, PROMPT, TOOLS, Message, check_messages
 from graphopt.errors import GraphoptError, kind_of
 
 CHOSEN, REJECTED = "chosen", "rejected"
 
 
-def check_preference(item: Mapping[str, object]) -> None:
+def check_preference(item: Message) -> None:
     """Raise an error unless an object has two texts or two chats, and if any, a prompt that goes with them."""
     names = [name for name in (PROMPT, CHOSEN, REJECTED) if item.get(name) is not None]
     if isinstance(item[CHOSEN], list):
@@ -29,7 +28,7 @@ def check_preference(item: Mapping[str, object]) -> None:
         )
 
 
-def completions(item: Mapping[str, Any]) -> list[dict[str, Any]]:
+def completions(item: Message) -> list[Message]:
     """Return the prompt of a preference with its chosen completion, and with its rejected one.
 
     If there is no prompt, or a text beside chats, the prompt is what both begin with, as in TRL's `extract_prompt`.

@@ -20,7 +20,7 @@ class Generation(Extension):
 
     tags = {"generation"}  # noqa: RUF012 (as Jinja declares it)
 
-    def parse(self, parser: Any) -> Any:
+    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return jinja2.nodes.CallBlock(self.call_method("_marked"), [], [], body).set_lineno(line)
@@ -58,7 +58,7 @@ def environment(marks: list[str]) -> ImmutableSandboxedEnvironment:
     def raise_exception(message: str) -> None:
         raise jinja2.exceptions.TemplateError(message)
 
-    def tojson(x: Any, ensure_ascii: bool = False, **options: Any) -> str:
+    def tojson(x: object, ensure_ascii: bool = False, **options: Any) -> str:
         return json.dumps(x, ensure_ascii=ensure_ascii, **options)
 
     sandbox.filters["tojson"] = tojson

@@ -21,6 +21,7 @@ from graphopt.runtime.tensors import Tensor
 __all__ = ["Callback", "Control", "Record", "Run"]
 
 Record = dict[str, Any]
+Outputs = Mapping[str, Any]  # numbers and arrays by name
 
 
 def copied_weights(executor: Executor) -> dict[str, np.ndarray]:
@@ -83,7 +84,7 @@ class Run:
     row: int = 0
     records: list[Record] = field(default_factory=list)
     control: Control = field(default_factory=Control)
-    evaluated: Callable[[], Iterator[tuple[Mapping[str, Any], Mapping[str, Any]]]] | None = None
+    evaluated: Callable[[], Iterator[tuple[Outputs, Outputs]]] | None = None
     stopped: str | None = None
     resumed: Path | None = None
     draw: Callable[[], Iterator[dict[str, Tensor]]] = lambda: iter(())

@@ -264,10 +264,10 @@ class Tracker(Log):
             )
         self._module = imported("Tracker", self.module) if isinstance(self.module, str) else self.module
         self._run: Any = None
-        self._kept: Mapping[str, Any] = {}
+        self._kept: Mapping[str, object] = {}
 
     def on_fit_begin(self, run: Run) -> None:
-        options: dict[str, Any] = {"name": self.name, **self.init}
+        options: dict[str, object] = {"name": self.name, **self.init}
         if run.resumed is not None and self._kept:
             options |= {"name": self._kept["name"], "resume": "allow"}
             if "id" in inspect.signature(self._module.init).parameters:

@@ -24,7 +24,7 @@ def estimator(name: str) -> Any:
 
 
 @checked()
-def from_sklearn(fitted: Any, **options: Any) -> Any:
+def from_sklearn(fitted: object, **options: Any) -> Any:
     """Return an estimator that continues a fitted MLPClassifier or MLPRegressor, with its weights and optimizer.
 
     `partial_fit` continues the training. `fit` starts again, unless `warm_start` is set.
@@ -47,7 +47,7 @@ def from_sklearn(fitted: Any, **options: Any) -> Any:
     return estimator(kind).from_sklearn(fitted, **options)
 
 
-def to_onnx(fitted: Any, X: Any, dtype: str = "float32", **options: Any) -> onnx.ModelProto:
+def to_onnx(fitted: object, X: object, dtype: str = "float32", **options: Any) -> onnx.ModelProto:
     """Return a fitted Pipeline, search or estimator of scikit-learn as one model, with the graphopt network in it.
 
     skl2onnx converts the steps before the network. An array is one input `X`, and a table has an input for each column;

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
 import numpy as np
+import numpy.typing as npt
 from sklearn.base import ClassifierMixin, RegressorMixin
 from sklearn.metrics import accuracy_score, r2_score
 from sklearn.neural_network import MLPClassifier, MLPRegressor
 from sklearn.preprocessing import LabelBinarizer
-from sklearn.utils import column_or_1d
+from sklearn.utils import Tags, column_or_1d
 from sklearn.utils.class_weight import compute_sample_weight
 from sklearn.utils.metaestimators import available_if
 from sklearn.utils.multiclass import check_classification_targets, type_of_target
@@ -21,12 +21,13 @@ import passes
 from graphopt.data.dataset import TARGET
 from graphopt.errors import GraphoptError, unknown
 from graphopt.graph.roles import labels_of
+from graphopt.training.callbacks.callback import Record
 from graphopt.training.estimator import probabilities_of
 from graphopt.training.sklearn.fitting import TEXT_TARGET, Fitting
 from graphopt.training.sklearn.network import LogLoss, PoissonDeviance, SquaredError
 
 
-def _has_probabilities(estimator: Any) -> bool:
+def _has_probabilities(estimator: Fitting) -> bool:
     return estimator.loss is None or hasattr(estimator.loss, "probabilities")
 
 
@@ -72,7 +73,7 @@ class OnnxClassifier(ClassifierMixin, Fitting):  # type: ignore[misc]
     _multilabel = False
 
     def partial_fit(
-        self, X: object, y: object, classes: Any = None, sample_weight: object = None
+        self, X: object, y: object, classes: npt.ArrayLike | None = None, sample_weight: object = None
     ) -> OnnxClassifier:
         """Train for one more epoch, and return the estimator. The first call needs all `classes`."""
         if classes is None and self._structure is None:
@@ -99,22 +100,22 @@ class OnnxClassifier(ClassifierMixin, Fitting):  # type: ignore[misc]
         with np.errstate(divide="ignore"):
             return np.log(self.predict_proba(X))
 
-    def __sklearn_tags__(self) -> object:
+    def __sklearn_tags__(self) -> Tags:
         tags = super().__sklearn_tags__()
         tags.classifier_tags.multi_label = True
         return tags
 
-    def _take_targets(self, fitted: Any) -> None:
+    def _take_targets(self, fitted: MLPClassifier | MLPRegressor) -> None:
         self._multilabel = fitted.n_outputs_ > 1 and fitted.out_activation_ == "logistic"
 
-    def _give_targets(self, fitted: Any) -> None:
+    def _give_targets(self, fitted: MLPClassifier | MLPRegressor) -> None:
         several = np.eye(len(self.classes_), dtype=int)
         fitted._label_binarizer = LabelBinarizer().fit(several if self._multilabel else self.classes_)
 
     def _labels(self) -> np.ndarray | None:
         return None if self._multilabel else self.classes_
 
-    def _learn_targets(self, y: np.ndarray, classes: Any) -> None:
+    def _learn_targets(self, y: np.ndarray, classes: npt.ArrayLike | None) -> None:
         kind = type_of_target(y)
         check_classification_targets(y)
         if kind == "multiclass-multioutput":
@@ -216,18 +217,18 @@ class OnnxRegressor(RegressorMixin, Fitting):  # type: ignore[misc]
         """Train for one more epoch, and return the estimator."""
         return self._fit(X, y, sample_weight, incremental=True)
 
-    def __sklearn_tags__(self) -> Any:
+    def __sklearn_tags__(self) -> Tags:
         tags = super().__sklearn_tags__()
         tags.target_tags.multi_output = True
         return tags
 
-    def _take_targets(self, fitted: Any) -> None:
+    def _take_targets(self, fitted: MLPClassifier | MLPRegressor) -> None:
         self._row = () if fitted.n_outputs_ == 1 else (fitted.n_outputs_,)
 
-    def _give_targets(self, fitted: object) -> None:
+    def _give_targets(self, fitted: MLPClassifier | MLPRegressor) -> None:
         """Do nothing: a regressor of scikit-learn takes the targets as they are."""
 
-    def _learn_targets(self, y: np.ndarray, classes: object) -> None:
+    def _learn_targets(self, y: np.ndarray, classes: npt.ArrayLike | None) -> None:
         y = self._columns(y)
         self._row = y.shape[1:]
         self.n_outputs_ = int(np.prod(self._row))
@@ -256,7 +257,7 @@ class OnnxRegressor(RegressorMixin, Fitting):  # type: ignore[misc]
             raise GraphoptError(unknown("loss", self.loss, losses))
         return losses[self.loss or "squared_error"]() if isinstance(self.loss, str | None) else self.loss
 
-    def _shown_loss(self, values: Mapping[str, Any]) -> float:
+    def _shown_loss(self, values: Record) -> float:
         """Return a squared error as the mean over outputs, as scikit-learn does, which trains on their sum."""
         loss = super()._shown_loss(values)
         if self.loss not in (None, "squared_error"):

@@ -8,18 +8,20 @@ import itertools
 import math
 import warnings
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral, Real
 from typing import Any, ClassVar, Literal, TypeVar, cast
 
 import numpy as np
+import numpy.typing as npt
 import onnx
 import onnx_ir as ir
 from sklearn.base import BaseEstimator
 from sklearn.exceptions import ConvergenceWarning
 from sklearn.model_selection import train_test_split
-from sklearn.utils import check_array, check_consistent_length, check_random_state
+from sklearn.neural_network import MLPClassifier, MLPRegressor
+from sklearn.utils import Tags, check_array, check_consistent_length, check_random_state
 from sklearn.utils.validation import check_is_fitted, validate_data
 
 import passes
@@ -35,7 +37,7 @@ from graphopt.graph.values import dims_of, dtype_of, name_of, rank
 from graphopt.intervals import within
 from graphopt.pipeline import Step
 from graphopt.runtime.executor import Executor
-from graphopt.training.callbacks.callback import copied_weights
+from graphopt.training.callbacks.callback import Record, copied_weights
 from graphopt.training.callbacks.steering import ADAPTIVE_DIVISOR, ADAPTIVE_LEAST_RATE
 from graphopt.training.estimator import FEATURES, Estimator, Structure, digest_of
 from graphopt.training.sklearn import network
@@ -106,7 +108,7 @@ class EstimatorOptions:
     power_t: float = within("(0, inf)", 0.5)
     max_iter: int = within("[1, inf)", 200)
     shuffle: bool = True
-    random_state: Any = None
+    random_state: int | np.random.RandomState | None = None
     tol: float = within("[0, inf)", 1e-4)
     verbose: bool | int = False
     warm_start: bool = False
@@ -173,9 +175,9 @@ class EstimatorOptions:
 class Fitting(EstimatorOptions, Estimator, BaseEstimator):  # type: ignore[misc]
     """Train and run a model. A subclass encodes targets and decodes predictions."""
 
-    _network: ClassVar[Any]  # of scikit-learn
+    _network: ClassVar[type[MLPClassifier] | type[MLPRegressor]]  # of scikit-learn
     _output_name: ClassVar[str]  # of the perceptron
-    _score_of: ClassVar[Any]  # the function that scores held-out rows
+    _score_of: ClassVar[Callable[..., float]]  # the function that scores held-out rows
 
     # Class attributes, because scikit-learn expects __init__ to set its arguments only.
     _interface: network.Interface | None = None  # of a model that was given
@@ -188,7 +190,7 @@ class Fitting(EstimatorOptions, Estimator, BaseEstimator):  # type: ignore[misc]
         """Train on rows of features and targets, and return the estimator."""
         return self._fit(X, y, sample_weight)
 
-    def __sklearn_tags__(self) -> Any:
+    def __sklearn_tags__(self) -> Tags:
         tags = super().__sklearn_tags__()
         tags.input_tags.sparse = True
         return tags
@@ -217,7 +219,7 @@ class Fitting(EstimatorOptions, Estimator, BaseEstimator):  # type: ignore[misc]
         check_is_fitted(self)
         return self._running().trained()
 
-    def to_sklearn(self) -> Any:
+    def to_sklearn(self) -> MLPClassifier | MLPRegressor:
         """Return a fitted MLPClassifier or MLPRegressor with the weights, the records and the optimizer's state.
 
         It predicts the same, and `partial_fit` or `warm_start` continue the training, as in the other direction
@@ -312,11 +314,11 @@ class Fitting(EstimatorOptions, Estimator, BaseEstimator):  # type: ignore[misc]
         return proto
 
     @abstractmethod
-    def _give_targets(self, fitted: object) -> None:
+    def _give_targets(self, fitted: MLPClassifier | MLPRegressor) -> None:
         """Set the attributes that describe targets in a network of scikit-learn."""
 
     @abstractmethod
-    def _learn_targets(self, y: np.ndarray, classes: object) -> None:
+    def _learn_targets(self, y: np.ndarray, classes: npt.ArrayLike | None) -> None:
         """Set the attributes that describe targets, such as `classes_`, `n_outputs_` and `out_activation_`."""
 
     @abstractmethod
@@ -332,10 +334,10 @@ class Fitting(EstimatorOptions, Estimator, BaseEstimator):  # type: ignore[misc]
         """Return the loss pass, without weights."""
 
     @abstractmethod
-    def _take_targets(self, fitted: object) -> None:
+    def _take_targets(self, fitted: MLPClassifier | MLPRegressor) -> None:
         """Set the other attributes that describe targets from those of a network of scikit-learn."""
 
-    def _shown_loss(self, values: Mapping[str, Any]) -> float:
+    def _shown_loss(self, values: Record) -> float:
         """Return the loss of a step as scikit-learn shows it."""
         return float(values["loss"])
 
@@ -359,7 +361,7 @@ class Fitting(EstimatorOptions, Estimator, BaseEstimator):  # type: ignore[misc]
         sample_weight: object,
         *,
         incremental: bool = False,
-        classes: object = None,
+        classes: npt.ArrayLike | None = None,
     ) -> _Self:
         self._check_options()
         if incremental and self.early_stopping:
@@ -445,7 +447,7 @@ class Fitting(EstimatorOptions, Estimator, BaseEstimator):  # type: ignore[misc]
             )
         return self._structure.model
 
-    def _train(self, rows: dict[str, Any], random: Any, epochs: int) -> None:
+    def _train(self, rows: dict[str, Any], random: np.random.RandomState, epochs: int) -> None:
         """Train, and draw the random numbers that scikit-learn's networks would draw."""
         executor, held_out, best = self._running(), None, None
         if self.early_stopping:

@@ -11,11 +11,11 @@ import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import onnx
 import onnx_ir as ir
+from sklearn.neural_network import MLPClassifier, MLPRegressor
 from sklearn.neural_network._stochastic_optimizers import AdamOptimizer, SGDOptimizer
 from sklearn.utils import check_random_state
 
@@ -28,10 +28,10 @@ from graphopt.graph.roles import Role, role_of
 from graphopt.graph.storage import whole
 from graphopt.graph.values import dims_of, dtype_of, rank
 from graphopt.intervals import within
-from graphopt.pipeline import Pipeline
+from graphopt.pipeline import Pipeline, Step
 
 # How each activation of scikit-learn is emitted. The last two are for outputs only.
-_ACTIVATIONS: dict[str, Callable[[Any, ir.Value], ir.Value]] = {
+_ACTIVATIONS: dict[str, Callable[[Emitter, ir.Value], ir.Value]] = {
     "identity": lambda op, x: x,
     "logistic": lambda op, x: op.Sigmoid(x),
     "tanh": lambda op, x: op.Tanh(x),
@@ -74,7 +74,9 @@ def _named(weights: Sequence[np.ndarray], biases: Sequence[np.ndarray]) -> dict[
     }
 
 
-def initial_weights(sizes: Sequence[int], activation: str, dtype: str, random: Any) -> dict[str, np.ndarray]:
+def initial_weights(
+    sizes: Sequence[int], activation: str, dtype: str, random: np.random.RandomState
+) -> dict[str, np.ndarray]:
     """Draw initial weights as scikit-learn does, in its order: Glorot's uniform distribution (Glorot, Bengio 2010)."""
     weights, biases = [], []
     for fan_in, fan_out in itertools.pairwise(sizes):
@@ -84,7 +86,7 @@ def initial_weights(sizes: Sequence[int], activation: str, dtype: str, random: A
     return _named(weights, biases)
 
 
-def network_state(fitted: Any, solver: Any) -> dict[str, np.ndarray]:
+def network_state(fitted: MLPClassifier | MLPRegressor, solver: object) -> dict[str, np.ndarray]:
     """Return the weights of a fitted network by name, and the state of its optimizer if it has the same solver."""
     depth, optimizer = len(fitted.coefs_), getattr(fitted, "_optimizer", None)
 
@@ -103,7 +105,7 @@ def network_state(fitted: Any, solver: Any) -> dict[str, np.ndarray]:
 
 
 def fill(
-    fitted: Any,
+    fitted: MLPClassifier | MLPRegressor,
     coefs: Sequence[np.ndarray],
     intercepts: Sequence[np.ndarray],
     state: Mapping[str, np.ndarray],
@@ -125,7 +127,7 @@ def fill(
 
     if fitted.solver == "sgd":
         rates = fitted.learning_rate_init, fitted.learning_rate, fitted.momentum
-        optimizer: Any = SGDOptimizer(parameters, *rates, fitted.nesterovs_momentum, fitted.power_t)
+        optimizer = SGDOptimizer(parameters, *rates, fitted.nesterovs_momentum, fitted.power_t)
         optimizer.velocities, optimizer.learning_rate = slots("momentum", -1.0), rate
     else:
         betas = fitted.beta_1, fitted.beta_2
@@ -151,7 +153,7 @@ def serialized(source: Source) -> bytes:
     return proto.SerializeToString()
 
 
-def interface(model: bytes, adapter: Any = None) -> Interface:
+def interface(model: bytes, adapter: Step | Sequence[Step] | None = None) -> Interface:
     """Return the interface of a serialized model, which needs one input, one floating-point output and any batch.
 
     With an adapter, it is that of the adapted model: a head may predict other classes.
