@@ -233,7 +233,7 @@ def _job(command_line: CommandLine, config: DictConfig) -> float | None:
         name = recipe.fields.get("run")
         if name not in _RUNS:
             raise GraphoptError(unknown("run", str(name), _RUNS))
-        with _explained(recipe):
+        with _explaining(recipe):
             return _RUNS[name](recipe, Path(os.path.relpath(hydra.runtime.output_dir)))
     except USER_ERRORS as error:
         if HydraConfig.get().mode == RunMode.MULTIRUN:  # Hydra carries it from the job's process to this one
@@ -245,18 +245,18 @@ def _job(command_line: CommandLine, config: DictConfig) -> float | None:
 
 
 @contextlib.contextmanager
-def _explained(recipe: Recipe) -> Iterator[None]:
+def _explaining(recipe: Recipe) -> Iterator[None]:
     """Name the file of data that is wrong, and where a run was started whose files are missing here."""
     try:
         yield
     except GraphoptError as error:
-        text = _told(recipe, str(error))
+        text = _explained_text(recipe, str(error))
         if text == str(error):
             raise
         raise GraphoptError(text) from error
 
 
-def _told(recipe: Recipe, text: str) -> str:
+def _explained_text(recipe: Recipe, text: str) -> str:
     record, fields = recipe.command_line.record, recipe.fields
     path = fields["data"].get("path")
     if record is not None and record.started_in not in ("", os.getcwd()) and "no such file" in text:
@@ -383,7 +383,7 @@ def _placement(recipe: Recipe, step: ir.Model) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _compare(recipe: Recipe, folder: Path) -> None:
+def _compare_runs(recipe: Recipe, folder: Path) -> None:
     _check_no_resume(recipe)
     if not recipe.names_folder:
         leave(folder, folder.parents[1])
@@ -401,7 +401,7 @@ _RUNS: dict[str, Callable[[Recipe, Path], float | None]] = {
     "artifacts": partial(_export, _artifacts),
     "report": partial(_export, _report),
     "check": write_check,
-    "compare": _compare,
+    "compare": _compare_runs,
 }
 
 

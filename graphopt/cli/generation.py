@@ -37,7 +37,7 @@ def write_text(recipe: Recipe, folder: Path) -> None:
     say(console, "prompt", counted(len(tokens), "token"))
     if not console.quiet and prompt and not is_chat:
         _show(prompt)
-    _write(writer, console, writer.tokens(tokens, **options))
+    _write_tokens(writer, console, writer.tokens(tokens, **options))
 
 
 def _prompt(recipe: Recipe) -> str | None:
@@ -61,7 +61,7 @@ def _writer(recipe: Recipe, trained: Trained, tokenizer: str | None, adapter: st
     return TextGenerator(source, named, adapter=adapter, device=recipe.device)
 
 
-def _write(writer: TextGenerator, console: Console, tokens: Iterator[int]) -> None:
+def _write_tokens(writer: TextGenerator, console: Console, tokens: Iterator[int]) -> None:
     """Write tokens as they come, and then how fast they came."""
     text, count, start = writer.vocabulary.stream(), 0, time.perf_counter()
     for token in tokens:

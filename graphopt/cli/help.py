@@ -101,14 +101,14 @@ def help_page(options: str, groups: str, recipe: Mapping[str, object]) -> str:
     return "\n".join([*parts, f"Set any field with FIELD=VALUE ({other}):\n", *lines])
 
 
-def _callback(kind: Callable[..., object]) -> str:
+def _callback_line(kind: Callable[..., object]) -> str:
     """Return what a callback does, and its fields."""
     summary = str(inspect.getdoc(kind)).partition("\n")[0].rstrip(".")
     return f"{summary}: {', '.join(name for name in inspect.signature(kind).parameters if name != 'folder')}"
 
 
 DESCRIBED = {  # the parts of a recipe that name no class or function
-    "callbacks": {name: _callback(resolve_name(kind)) for name, kind in CALLBACKS.items()},
+    "callbacks": {name: _callback_line(resolve_name(kind)) for name, kind in CALLBACKS.items()},
     **{path: described(target) for path, target in PLAIN.items()},
 }
 DESCRIBED |= {path: {**DESCRIBED.get(path, {}), **described(target)} for path, target in OWN.items()}

@@ -84,7 +84,7 @@ def resumed(
         if run.resolve() != folder.resolve():
             leave(folder, run)
         return run, checkpoint
-    wanted = _identity(fields)
+    wanted = _recipe_identity(fields)
     candidates = folder.resolve().parents[1].glob(f"*/*/{CONFIG}") if search else ()
     places = [folder, *(Path(os.path.relpath(path.parent)) for path in candidates)]
     places = [path for path in dict.fromkeys(places) if (path / CONFIG).is_file()]
@@ -114,7 +114,7 @@ def write_result(folder: Path, value: float) -> None:
 
 def result(folder: Path, fields: Mapping[str, object]) -> float | None:
     """Return what a complete run of the same recipe in a folder has noted, or None if there is no such run."""
-    if not (folder / RESULT).is_file() or _identity_of(folder) != _identity(fields):
+    if not (folder / RESULT).is_file() or _identity_of(folder) != _recipe_identity(fields):
         return None
     noted = json_of(read_file(folder / RESULT, MOST_BYTES), str(folder / RESULT))
     value = noted.get("value", ...) if isinstance(noted, dict) else ...
@@ -222,9 +222,9 @@ def _identity_of(folder: Path) -> dict[str, object]:
     config = read_config(folder / CONFIG)
     if not isinstance(config, dict):
         raise GraphoptError(f"{folder / CONFIG}: expected the recipe of a run, found no mapping")
-    return _identity(config)
+    return _recipe_identity(config)
 
 
-def _identity(config: Mapping[str, object]) -> dict[str, object]:
+def _recipe_identity(config: Mapping[str, object]) -> dict[str, object]:
     others = ("folder", "generate", "launcher", "predictions", "prompt", "quiet", "resume", "rows", "run")
     return {name: value for name, value in config.items() if name not in others}

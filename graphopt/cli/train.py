@@ -69,7 +69,7 @@ def train(recipe: Recipe, folder: Path, main: Callable[[Sequence[str]], int]) ->
         recipe.program()  # raises its errors before any worker starts
         launcher.start(list(recipe.command_line.arguments), folder, main)
     communicator = launcher.communicator()
-    with _together(communicator):
+    with _ending_together(communicator):
         if communicator.leads:
             return _lead(recipe, communicator, folder)
         _follow(recipe, communicator, folder)
@@ -281,7 +281,7 @@ def _follow(recipe: Recipe, communicator: Communicator, folder: Path) -> None:
 
 
 @contextmanager
-def _together(communicator: Communicator) -> Iterator[None]:
+def _ending_together(communicator: Communicator) -> Iterator[None]:
     """End all workers if one of them fails in a `with` block."""
     try:
         yield

@@ -154,7 +154,7 @@ class Trained:
         """Return the executor of the training graph, with the trained weights."""
         executor = self.recipe.executor(self.graph())
         if self.checkpoint is None and self.model is not None and self.step is not None:
-            executor.update_state(_weights(self.step, executor, self.recipe.model(self.model)))
+            executor.update_state(_trained_weights(self.step, executor, self.recipe.model(self.model)))
         return executor
 
 
@@ -181,7 +181,7 @@ def write_trained(recipe: Recipe, executor: Executor, folder: Path) -> Path:
     return folder / MODEL
 
 
-def _weights(step: Path, executor: Executor, trained: ir.Model) -> dict[str, np.ndarray]:
+def _trained_weights(step: Path, executor: Executor, trained: ir.Model) -> dict[str, np.ndarray]:
     """Return the state of a training graph that an inference model has, under the names of the graph."""
     state = step.with_name(ADAPTER_FILES[1])
     weights = load_state(state)[0] if any(adapted(executor.model)) and state.is_file() else {}

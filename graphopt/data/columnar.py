@@ -78,7 +78,7 @@ def _parquet(pyarrow: ModuleType, path: str, expansion: int) -> _Opened:
         plain = [name for name in names if not pyarrow.types.is_nested(schema.field(name).type)]
         with pyarrow.parquet.ParquetFile(path, read_dictionary=plain) as file:  # each text once
             batches = file.iter_batches(_ROWS_AT_ONCE, columns=names, use_threads=False)
-            return _arrays(pyarrow, path, batches, expansion)
+            return _joined_columns(pyarrow, path, batches, expansion)
 
     return schema.names, read
 
@@ -91,7 +91,7 @@ def _arrow(pyarrow: ModuleType, path: str, expansion: int) -> _Opened:
     file.seek(0)
     schema = open_file(file).schema
     cells, size = _cells(pyarrow, path, schema), 0
-    for rows, buffers in map(_expanded_sizes, _batches(pyarrow, file, is_file)):
+    for rows, buffers in map(_expanded_sizes, _batch_messages(pyarrow, file, is_file)):
         size += max(_NUMBER_BYTES * rows * cells, buffers)
         check_ratio(path, size, expansion)
 
@@ -100,7 +100,7 @@ def _arrow(pyarrow: ModuleType, path: str, expansion: int) -> _Opened:
         file.seek(0)
         opened = open_file(file, options=pyarrow.ipc.IpcReadOptions(included_fields=fields))
         batches = map(opened.get_batch, range(opened.num_record_batches)) if is_file else opened
-        return _arrays(pyarrow, path, batches, expansion, opened.schema)
+        return _joined_columns(pyarrow, path, batches, expansion, opened.schema)
 
     return schema.names, read
 
@@ -132,7 +132,9 @@ def _values_size(metadata: pyarrow.parquet.FileMetaData) -> int:
 # (format/Message.fbs, File.fbs).
 
 
-def _batches(pyarrow: ModuleType, file: pyarrow.NativeFile, is_file: bool) -> Iterator[pyarrow.Message]:
+def _batch_messages(
+    pyarrow: ModuleType, file: pyarrow.NativeFile, is_file: bool
+) -> Iterator[pyarrow.Message]:
     """Yield the messages of an Arrow stream, or of those that the footer of a file names, that hold batches."""
     file.seek(0)
     messages = pyarrow.ipc.MessageReader.open_stream(file)
@@ -148,10 +150,10 @@ def _batches(pyarrow: ModuleType, file: pyarrow.NativeFile, is_file: bool) -> It
 def _expanded_sizes(message: pyarrow.Message) -> tuple[int, int]:
     """Return the rows of a batch, and the bytes of its buffers after expansion."""
     data, body = memoryview(message.metadata), memoryview(message.body or b"")
-    batch = _followed(data, _place(data, _followed(data, 0), 2))
+    batch = _followed(data, _field_place(data, _followed(data, 0), 2))
     if message.type == "dictionary":
-        batch = _followed(data, _place(data, batch, 1))
-    rows, is_compressed = _place(data, batch, 0), _place(data, batch, 3) is not None
+        batch = _followed(data, _field_place(data, batch, 1))
+    rows, is_compressed = _field_place(data, batch, 0), _field_place(data, batch, 3) is not None
     size = 0
     for offset, length in _structures(data, batch, 2, "<qq"):
         if min(offset, length) < 0 or offset + length > len(body):
@@ -162,7 +164,7 @@ def _expanded_sizes(message: pyarrow.Message) -> tuple[int, int]:
     return 0 if rows is None else int(struct.unpack_from("<q", data, rows)[0]), size
 
 
-def _place(data: memoryview, table: int, field: int) -> int | None:
+def _field_place(data: memoryview, table: int, field: int) -> int | None:
     """Return where a table of a flatbuffer has a field, or None if it leaves it out."""
     layout, at = table - struct.unpack_from("<i", data, table)[0], 4 + 2 * field
     size: int = struct.unpack_from("<H", data, layout)[0]
@@ -177,7 +179,7 @@ def _followed(data: memoryview, place: Any) -> int:
 
 def _structures(data: memoryview, table: int, field: int, layout: str) -> Iterator[tuple[int, ...]]:
     """Return the members of each structure of a vector."""
-    place = _place(data, table, field)
+    place = _field_place(data, table, field)
     if place is None:
         return iter(())
     start = _followed(data, place)
@@ -185,7 +187,7 @@ def _structures(data: memoryview, table: int, field: int, layout: str) -> Iterat
     return struct.iter_unpack(layout, data[start + 4 : start + 4 + size])
 
 
-def _arrays(
+def _joined_columns(
     pyarrow: ModuleType,
     path: str,
     batches: Iterable[pyarrow.RecordBatch],
@@ -201,10 +203,12 @@ def _arrays(
     table = pyarrow.Table.from_batches(parts, schema)
     if schema is not None:
         table.validate(full=True)  # a damaged Arrow file may point beyond its end
-    return {name: _array(pyarrow, path, name, table[name].combine_chunks()) for name in table.column_names}
+    return {
+        name: _column_array(pyarrow, path, name, table[name].combine_chunks()) for name in table.column_names
+    }
 
 
-def _array(pyarrow: ModuleType, path: str, name: str, column: pyarrow.Array) -> np.ndarray:
+def _column_array(pyarrow: ModuleType, path: str, name: str, column: pyarrow.Array) -> np.ndarray:
     """Return a column of cells, or of lists of a fixed size, as an array."""
     if isinstance(column, pyarrow.ChunkedArray):  # of a type that cannot be combined
         column = pyarrow.concat_arrays(column.chunks)
@@ -223,5 +227,5 @@ def _array(pyarrow: ModuleType, path: str, name: str, column: pyarrow.Array) -> 
         return np.asarray(column)
     if column.null_count:
         raise GraphoptError(f"{path}: column {name!r}: expected a list in every row, found rows without")
-    items = _array(pyarrow, path, name, column.flatten())
+    items = _column_array(pyarrow, path, name, column.flatten())
     return items.reshape(len(column), size, *items.shape[1:])

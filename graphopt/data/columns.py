@@ -36,11 +36,11 @@ _FEW_VALUES = 20  # different ones, whatever the number of rows
 _T = TypeVar("_T", bound="Column")
 
 
-def _is_number(value: object) -> bool:
+def _is_finite_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
-def _is_whole(value: object) -> bool:
+def _is_whole_number(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
@@ -60,10 +60,10 @@ _IMPUTED: dict[str, Callable[[np.ndarray], object]] = {
 }
 _Check = tuple[str, Callable[[Any], bool]]
 # What fields expect, and what tells whether a value is right.
-_COUNT: _Check = ("a number of rows", lambda x: _is_whole(x) and x >= 0)
-_FINITE: _Check = ("a finite number", _is_number)
+_COUNT: _Check = ("a number of rows", lambda x: _is_whole_number(x) and x >= 0)
+_FINITE: _Check = ("a finite number", _is_finite_number)
 _DIFFERENT: _Check = ("a list of different values", lambda x: x is None or _is_list(x))
-_EACH_PART: _Check = ("numbers of each part", lambda x: _is_list(x) and all(map(_is_number, x)))
+_EACH_PART: _Check = ("numbers of each part", lambda x: _is_list(x) and all(map(_is_finite_number, x)))
 
 
 def _option(default: object, expected: str, is_right: Callable[[Any], bool], **of_field: Any) -> Any:
@@ -97,7 +97,7 @@ class Column(metaclass=Checked):
         for x in fields(self):
             value = getattr(self, x.name)
             if not x.metadata["is_right"](value):
-                _refuse(self, x.name, x.metadata["expected"], value)
+                _refuse_option(self, x.name, x.metadata["expected"], value)
             if isinstance(value, list):
                 object.__setattr__(self, x.name, tuple(value))
 
@@ -165,7 +165,7 @@ class Number(Column):
     impute: Literal["mean", "median", "most_frequent"] | float | None = _option(
         "mean",
         f"{', '.join(_IMPUTED)}, a number or null",
-        lambda x: x is None or x in (*_IMPUTED,) or _is_number(x),
+        lambda x: x is None or x in (*_IMPUTED,) or _is_finite_number(x),
     )
     scale: Literal["standard", "minmax"] | None = _option(
         "standard", "standard, minmax or null", lambda x: x in ("standard", "minmax", None)
@@ -174,7 +174,7 @@ class Number(Column):
     decimal: Literal[".", ","] = _option(".", "'.' or ','", lambda x: x in (".", ","))
     fill: float = _learnt(0.0, *_FINITE)
     offset: float = _learnt(0.0, *_FINITE)
-    divisor: float = _learnt(1.0, "a positive number", lambda x: _is_number(x) and x > 0)
+    divisor: float = _learnt(1.0, "a positive number", lambda x: _is_finite_number(x) and x > 0)
     kind = "number"
     note = "a number; NaN for a missing value"
 
@@ -182,8 +182,8 @@ class Number(Column):
         if values.dtype.kind in "biuf":
             numbers = values.astype(np.float64)
         else:
-            parse = _number if self.decimal == "." else _number_with_comma
-            numbers = _parsed(values, parse, "a number")
+            parse = _parsed_number if self.decimal == "." else _number_with_comma
+            numbers = _parsed_cells(values, parse, "a number")
         wrong = np.flatnonzero(np.abs(numbers) > _LARGEST)  # also infinities
         if wrong.size:
             raise GraphoptError(f"row {wrong[0]}: expected a number in float32, found {values[wrong[0]]}")
@@ -272,7 +272,7 @@ class Category(Column):
     most: int = _option(
         1_000,
         f"a number from 1 to {_MOST_CATEGORIES:,}",
-        lambda x: _is_whole(x) and 1 <= x <= _MOST_CATEGORIES,
+        lambda x: _is_whole_number(x) and 1 <= x <= _MOST_CATEGORIES,
     )
     known: tuple[str, ...] = _learnt((), _DIFFERENT[0], _is_list)
     fill: str = _learnt("", "a text", lambda x: isinstance(x, str))
@@ -283,9 +283,9 @@ class Category(Column):
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in ("categories", "known"):
-            texts = tuple(map(_text, getattr(self, name) or ()))
+            texts = tuple(map(_cell_text, getattr(self, name) or ()))
             if len({*texts}) < len(texts):
-                _refuse(self, name, _DIFFERENT[0], texts)
+                _refuse_option(self, name, _DIFFERENT[0], texts)
             _check_texts(texts, self.most)
             if texts:
                 object.__setattr__(self, name, texts)
@@ -294,16 +294,16 @@ class Category(Column):
         if values.dtype.kind in "biuf":  # few different ones
             different, places = np.unique(values, return_inverse=True)
             return self.read(different.astype(object))[places.reshape(-1)]
-        return np.array(["" if is_missing(value) else _text(value) for value in values], object)
+        return np.array(["" if is_missing(value) else _cell_text(value) for value in values], object)
 
     def _learn(self, values: np.ndarray, there: np.ndarray) -> dict[str, object]:
         fill = self.impute or ""
         if self.impute == "most_frequent":
             _check_some("values", there)
             counts = Counter(there.tolist())
-            fill = min(counts, key=lambda text: (-counts[text], _order(text)))
+            fill = min(counts, key=lambda text: (-counts[text], _category_order(text)))
         different = {text or fill for text in values.tolist()}
-        return {"known": self.categories or tuple(sorted(different, key=_order)), "fill": fill}
+        return {"known": self.categories or tuple(sorted(different, key=_category_order)), "fill": fill}
 
     def encode(self, values: np.ndarray) -> np.ndarray:
         numbers = self._numbers
@@ -365,7 +365,7 @@ class Date(Column):
     format: str | None = _option(
         None, "a text such as %d.%m.%Y, or null", lambda x: isinstance(x, str | None)
     )
-    fill: float = _learnt(0.0, "a number of days", lambda x: _is_number(x) and _FIRST <= x <= _LAST)
+    fill: float = _learnt(0.0, "a number of days", lambda x: _is_finite_number(x) and _FIRST <= x <= _LAST)
     offsets: tuple[float, ...] = _learnt((), *_EACH_PART)
     divisors: tuple[float, ...] = _learnt((), *_EACH_PART)
     kind = "date"
@@ -377,14 +377,14 @@ class Date(Column):
         for name, least in (("offsets", -np.inf), ("divisors", 0)):
             numbers = getattr(self, name)
             if len(numbers) != count or min(numbers, default=1) <= least:
-                _refuse(self, name, _EACH_PART[0], numbers)
+                _refuse_option(self, name, _EACH_PART[0], numbers)
 
     def read(self, values: np.ndarray) -> np.ndarray:
         if values.dtype.kind != "M":
             expected = (
                 "a date such as 2026-11-26" if self.format is None else f"a date in the form {self.format!r}"
             )
-            return _parsed(values, self._day, expected)
+            return _parsed_cells(values, self._day, expected)
         days = values.astype("datetime64[D]")
         numbers = np.where(np.isnat(days), np.nan, days.astype(np.int64))
         wrong = np.flatnonzero((numbers < _FIRST) | (numbers > _LAST))
@@ -503,7 +503,7 @@ def inferred(values: np.ndarray) -> Column:
     if not different:
         raise GraphoptError("expected values, found none")
     texts = [text for text in different if text.lower() not in _MISSING]
-    numbers = {text for text in texts if suits(_number, text)}
+    numbers = {text for text in texts if suits(_parsed_number, text)}
     is_boolean = not {*texts} - {"True", "False", "true", "false"}
     are_codes = any(map(is_code, texts))
     if texts and len(numbers) == len(texts) and not is_boolean and not are_codes:
@@ -540,7 +540,7 @@ def suits(parse: Callable[[str], object], text: str) -> bool:
     return True
 
 
-def _parsed(values: np.ndarray, parse: Callable[[object], float], expected: str) -> np.ndarray:
+def _parsed_cells(values: np.ndarray, parse: Callable[[object], float], expected: str) -> np.ndarray:
     """Return cells as numbers, or raise an error that names the first row that is none."""
     numbers = np.empty(len(values))
     for i, value in enumerate(values.tolist() if values.dtype != object else values):
@@ -549,12 +549,12 @@ def _parsed(values: np.ndarray, parse: Callable[[object], float], expected: str)
         except (ValueError, TypeError, OverflowError) as error:
             text = str(value)
             others = [x for x in values.tolist() if isinstance(x, str) and "," in x]
-            mend = _of_commas([text, *others]) if parse is _number and "," in text else ""
+            mend = _of_commas([text, *others]) if parse is _parsed_number and "," in text else ""
             raise GraphoptError(f"row {i}: expected {expected}, found {text!r}{mend}") from error
     return numbers
 
 
-def _number(value: object) -> float:
+def _parsed_number(value: object) -> float:
     if value is None:
         return np.nan
     if isinstance(value, int | float):
@@ -566,7 +566,7 @@ def _number(value: object) -> float:
 
 
 def _number_with_comma(value: object) -> float:
-    return _number(value.replace(".", " ").replace(",", ".") if isinstance(value, str) else value)
+    return _parsed_number(value.replace(".", " ").replace(",", ".") if isinstance(value, str) else value)
 
 
 def _of_commas(texts: Sequence[str]) -> str:
@@ -580,7 +580,7 @@ def _of_commas(texts: Sequence[str]) -> str:
     return ": remove the commas, which group thousands" if are_grouped else ""
 
 
-def _text(value: Any) -> str:
+def _cell_text(value: Any) -> str:
     if isinstance(value, str):
         return value
     if isinstance(value, bytes) or np.ndim(value):
@@ -589,9 +589,9 @@ def _text(value: Any) -> str:
     return str(int(value)) if whole else str(value)
 
 
-def _order(text: str) -> tuple[object, ...]:
+def _category_order(text: str) -> tuple[object, ...]:
     """Order numbers by size, then texts, then the missing value."""
-    if suits(_number, text) and text.lower() not in _MISSING:
+    if suits(_parsed_number, text) and text.lower() not in _MISSING:
         return 0, float(text), text
     return (1, text) if text else (2, text)
 
@@ -614,5 +614,5 @@ def _check_some(what: str, values: np.ndarray) -> None:
         raise GraphoptError(f"expected {what}, found none in the rows to learn from: leave the column out")
 
 
-def _refuse(column: Column, name: str, expected: str, found: object) -> NoReturn:
+def _refuse_option(column: Column, name: str, expected: str, found: object) -> NoReturn:
     raise GraphoptError(f"{type(column).__name__}({name}=...): expected {expected}, found {found!r}")

@@ -72,13 +72,13 @@ def as_dataset(data: Any, inputs: Mapping[str, ir.Value] | None = None) -> Datas
 
 def _features_by_input(columns: Mapping[str, object], inputs: Mapping[str, ir.Value] | None) -> Any:
     """Return the columns of a DataFrame by the inputs that read them, or None for one array of all features."""
-    wanted = _read_by(inputs)
+    wanted = _data_inputs(inputs)
     if len(wanted) == 1 and _reads_strings(wanted):
         return {only: [name for name in columns if name not in (TARGET, WEIGHT)] for only in wanted}
     return {name: name for name in wanted} if len(wanted) > 1 and columns.keys() >= wanted.keys() else None
 
 
-def _read_by(inputs: Mapping[str, ir.Value] | None) -> dict[str, ir.Value]:
+def _data_inputs(inputs: Mapping[str, ir.Value] | None) -> dict[str, ir.Value]:
     """Return the inputs of a model, without those that a loss reads."""
     return {name: x for name, x in (inputs or {}).items() if role_of(x) in (None, Role.DATA)}
 
@@ -123,7 +123,7 @@ def _of_tuple(data: tuple[object, ...], wanted: Mapping[str, ir.Value] | None) -
         found = ", ".join(map(kind_of, data))
         raise GraphoptError(f"data: expected (X, y) or (X, y, sample_weight), found ({found})")
     inputs, labels = _of_features(data[0], wanted), None
-    target: Any = _array("y", data[1])
+    target: Any = _as_array("y", data[1])
     if target.dtype.kind in "UST" or (
         target.dtype == object and all(isinstance(x, str) for x in np.asarray(target).flat)
     ):
@@ -142,11 +142,11 @@ def _of_features(data: object, inputs: Mapping[str, ir.Value] | None) -> Dataset
     if is_frame(data):
         table = as_dataset(data, inputs)
         return replace(table, arrays=table.inputs())
-    array = _numbers_or_texts if _reads_strings(_read_by(inputs)) else _numeric
+    array = _numbers_or_texts if _reads_strings(_data_inputs(inputs)) else _numeric
     return Dataset({_X: array(_X, data)}, _X)
 
 
-def _array(name: str, data: object) -> Array:
+def _as_array(name: str, data: object) -> Array:
     """Return an array, or what NumPy makes one of: a list, a Series, a tensor in host memory."""
     data = with_rows(data)
     if isinstance(data, np.ndarray | LazyArray):
@@ -161,7 +161,7 @@ def _array(name: str, data: object) -> Array:
 
 def _numeric(name: str, data: object) -> Array:
     """Return an array of numbers, or raise an error."""
-    array = _array(name, data)
+    array = _as_array(name, data)
     if array.dtype.kind in "OUSTMm" or not array.ndim:
         found = kind_of(np.asarray(array).item()) if not array.ndim else f"type {array.dtype}"
         raise GraphoptError(f"data: {name}: expected an array of numbers with a row each, found {found}")
@@ -170,7 +170,7 @@ def _numeric(name: str, data: object) -> Array:
 
 def _numbers_or_texts(name: str, data: object) -> Array:
     """Return an array of numbers or of strings, or raise an error."""
-    array = _array(name, data)
+    array = _as_array(name, data)
     is_text = array.dtype == object and all(isinstance(x, str) for x in np.asarray(array).flat)
     return array if array.ndim and (is_text or array.dtype.kind in "UT") else _numeric(name, array)
 
@@ -220,7 +220,7 @@ def _of_hugging_face(data: Any) -> Dataset:
         readers = dict.fromkeys(read((0,)), read)
     else:
         readers = {name: _reader(_formatted(data, name)) for name in data.format["columns"]}
-    arrays = {name: _Column(len(data), read, name) for name, read in readers.items()}
+    arrays = {name: _HubColumn(len(data), read, name) for name, read in readers.items()}
     names = getattr(data.features.get(TARGET), "names", None)  # of a ClassLabel
     return Dataset(arrays) if names is None else Dataset(arrays, classes=len(names), labels=tuple(names))
 
@@ -239,7 +239,7 @@ def _reader(data: Any) -> _Read:
     return functools.lru_cache(maxsize=1)(lambda rows: data[list(rows)])
 
 
-class _Column(LazyArray):
+class _HubColumn(LazyArray):
     """Read rows of a column."""
 
     def __init__(self, count: int, read: _Read, name: str) -> None:

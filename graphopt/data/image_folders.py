@@ -86,13 +86,13 @@ def images(
         )
     files, classes, names = _files_and_labels(root, target is not None, labels)
     with ThreadPoolExecutor() as threads:
-        sizes = list(threads.map(_size, files))
+        sizes = list(threads.map(_image_size, files))
     pixel = DECODED_PIXEL if size is not None else max(DECODED_PIXEL, channels * (4 if scale else 1))
     for file, dims in zip(files, sizes, strict=True):
         check_ratio(file, math.prod(dims) * pixel, expansion, unsuspicious=_UNSUSPICIOUS)
         if size is None and dims != sizes[0]:
             raise GraphoptError(
-                f"{file}: expected {_text(sizes[0])} pixels as {files[0].name}, found {_text(dims)}: "
+                f"{file}: expected {_pixels_text(sizes[0])} pixels as {files[0].name}, found {_pixels_text(dims)}: "
                 "set data.size=[HEIGHT,WIDTH] to resize all"
             )
     shape, dtype = (len(files), channels, *(size or sizes[0])), np.float32 if scale else np.uint8
@@ -139,7 +139,7 @@ def _files_and_labels(
     """Return the files, the class of each, and the names of the classes."""
     if not is_labelled:
         return _files(root), np.zeros(0, np.int64), ()
-    folders = [root / name for name in _shown(next(os.walk(root, onerror=_refuse))[1])]
+    folders = [root / name for name in _shown(next(os.walk(root, onerror=_cannot_read))[1])]
     if not folders:
         raise GraphoptError(
             f"{root}: expected a folder for each class, found none: set data.target=null for images without classes"
@@ -179,7 +179,7 @@ def _parts_of_split(names: Sequence[str]) -> list[str]:
 def _files(root: Path) -> list[Path]:
     """Return the files in a folder and below it, in order."""
     files = []
-    for at, folders, names in os.walk(root, onerror=_refuse):
+    for at, folders, names in os.walk(root, onerror=_cannot_read):
         folders[:] = _shown(folders)
         files += [Path(at, name) for name in _shown(names)]
     if not files:
@@ -191,11 +191,11 @@ def _shown(names: list[str]) -> list[str]:
     return sorted(name for name in names if not name.startswith("."))
 
 
-def _refuse(error: OSError) -> None:
+def _cannot_read(error: OSError) -> None:
     raise GraphoptError(f"{error.filename}: {reason(error)}") from error
 
 
-def _size(file: Path) -> tuple[int, int]:
+def _image_size(file: Path) -> tuple[int, int]:
     """Return the height and the width of an image."""
     with _opened(file) as image:
         return image.height, image.width
@@ -216,5 +216,5 @@ def _opened(file: Path) -> Iterator[Any]:
             yield image
 
 
-def _text(size: tuple[int, int]) -> str:
+def _pixels_text(size: tuple[int, int]) -> str:
     return f"{size[0]} x {size[1]}"

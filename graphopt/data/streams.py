@@ -161,7 +161,7 @@ class Stream:
                 raise GraphoptError(
                     f"data: expected a dict of arrays by name, found {kind_of(item)}: yield {{{names}}}"
                 )
-            arrays = {name: _array(name, value) for name, value in item.items()}
+            arrays = {name: _copied_array(name, value) for name, value in item.items()}
             batches = Batches(arrays, self._inputs, allow_nan=self._allow_nan)
             rows = len(batches)
             if batches.fixed_size not in (None, rows):
@@ -186,7 +186,7 @@ def _state_methods(source: object) -> Sequence[Any]:
     return next((pair for pair in pairs if all(map(callable, pair))), ())
 
 
-def _array(name: object, value: object) -> np.ndarray:
+def _copied_array(name: object, value: object) -> np.ndarray:
     """Return a copy of an array, a tensor or a list: an iterable may change what it has yielded."""
     try:
         array = np.asarray(value).copy()

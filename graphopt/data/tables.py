@@ -184,7 +184,9 @@ class Columns(metaclass=Checked):
         """Return a model that takes features again, as before `before`; another model is returned as it is."""
         loaded = model if isinstance(model, ir.Model) else load(model)
         note = _Encoded.read(loaded)
-        return loaded if note is None or note.features is None else _cut(load(loaded), note)
+        return (
+            loaded if note is None or note.features is None else _with_features_as_input(load(loaded), note)
+        )
 
     def noted(self, model: ir.Model) -> ir.Model:
         """Write the columns into the metadata of a model or a training graph of features, and return it."""
@@ -273,7 +275,7 @@ def columns_of(wanted: Mapping[str, Any], table: Mapping[str, np.ndarray]) -> Co
     for name, problem in without.items():
         left_out = ", ".join(f"{other}: null" for other in without)
         raise GraphoptError(
-            f"{_place(name, problem)}: leave it out, columns={{*: auto, {left_out}}}, or describe it: "
+            f"{_located(name, problem)}: leave it out, columns={{*: auto, {left_out}}}, or describe it: "
             f"{name}: category, number or date"
         )
     chosen = {name: kind for name, kind in kinds.items() if kind is not None}
@@ -344,10 +346,10 @@ def _of_column(name: object, function: Callable[[_Given], _Made], argument: _Giv
     try:
         return function(argument)
     except (GraphoptError, ValueError, TypeError, OverflowError) as error:
-        raise GraphoptError(_place(name, error)) from error
+        raise GraphoptError(_located(name, error)) from error
 
 
-def _place(name: object, error: Exception) -> str:
+def _located(name: object, error: Exception) -> str:
     text = str(error)
     return f"column {str(name)!r}{', ' if text.startswith('row ') else ': '}{text}"
 
@@ -381,7 +383,7 @@ def _prepended(
     swap(x, features)
     graph.inputs.remove(x)
     taken = {value.name for value in inputs}
-    for value in _values(graph):
+    for value in _all_values(graph):
         value.name = _free(_ENCODED if value is features else value.name, taken)
     if label is not None:
         label.name = _free(_LABEL, taken)
@@ -396,7 +398,7 @@ def _prepended(
     return model
 
 
-def _values(graph: ir.Graph) -> list[ir.Value]:
+def _all_values(graph: ir.Graph) -> list[ir.Value]:
     """Return the outputs of a graph, and then its other values."""
     inner = [y for node in graph.all_nodes() for y in node.outputs]
     return list(dict.fromkeys([*graph.outputs, *graph.inputs, *graph.initializers.values(), *inner]))
@@ -434,7 +436,7 @@ def _labelled(
     return names
 
 
-def _cut(model: ir.Model, note: _Encoded) -> ir.Model:
+def _with_features_as_input(model: ir.Model, note: _Encoded) -> ir.Model:
     """Make the features an input again."""
     graph = model.graph
     features = next((y for node in graph for y in node.outputs if y.name == note.features), None)
@@ -448,7 +450,7 @@ def _cut(model: ir.Model, note: _Encoded) -> ir.Model:
         if value.uses():
             raise note.wrong(model)
         graph.inputs.remove(value)
-    x.name = _free(note.input, {value.name for value in _values(graph)})
+    x.name = _free(note.input, {value.name for value in _all_values(graph)})
     graph.inputs.append(x)
     dataclasses.replace(note, features=None, input=None, label=None).write(model)
     return model

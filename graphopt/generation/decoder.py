@@ -14,7 +14,7 @@ import onnx_ir as ir
 from graphopt.errors import GraphoptError, line, some
 from graphopt.graph.loading import load
 from graphopt.graph.roles import Role, role_of
-from graphopt.graph.values import dims_of, name_of, rank
+from graphopt.graph.values import dims_of, dtype_of, name_of, rank
 from graphopt.pipeline import Pipeline
 from graphopt.runtime.device import Device
 from graphopt.runtime.executor import Executor
@@ -59,7 +59,7 @@ def decoder_of(model: ir.Model | Executor, device: Device, adapter: Path | None 
         return _Whole(_Inputs(x for x in model.inputs.values() if role_of(x) is Role.DATA), model.predict)
     has_slots = any(x.is_initializer() for x in model.graph.inputs)
     if adapter is not None and (adapter.is_dir() or not has_slots):
-        model, adapter = _merged(model, adapter), None
+        model, adapter = _with_adapter(model, adapter), None
     graph = model.graph
     inputs = [x for x in graph.inputs if not x.is_initializer()]
     caches = _caches(inputs, graph.outputs)
@@ -97,12 +97,12 @@ class _Session:
         return dict(zip(names, found, strict=True))
 
 
-def _merged(model: ir.Model, adapter: Path) -> ir.Model:
+def _with_adapter(model: ir.Model, adapter: Path) -> ir.Model:
     """Return a model with an adapter in its weights."""
     import passes
 
     if not adapter.exists():
-        raise _no_adapter(adapter)
+        raise _missing_adapter(adapter)
     steps = {"normalize": passes.Normalize(), "adapter": passes.LoRA.load(adapter)}
     prepared = Pipeline(**steps, parameters=passes.Parameters())(load(model))
     initial = prepared.graph.initializers.items()
@@ -110,7 +110,7 @@ def _merged(model: ir.Model, adapter: Path) -> ir.Model:
     return load(trained_into(prepared, state, model, slots=False).message())
 
 
-def _no_adapter(path: Path) -> GraphoptError:
+def _missing_adapter(path: Path) -> GraphoptError:
     return GraphoptError(
         f"{path}: expected an adapter, a file such as a.onnx_adapter or a folder of peft, found none"
     )
@@ -123,7 +123,7 @@ def _adapter(device: Device, path: Path) -> object:
             f"adapter: expected an ONNX Runtime with adapters, 1.20 or later, found {device.ort.__version__}"
         )
     if not path.is_file():
-        raise _no_adapter(path)
+        raise _missing_adapter(path)
     adapter = device.ort.LoraAdapter()
     try:
         adapter.Load(str(path))
@@ -183,8 +183,7 @@ class _Inputs:
 
     def _as_declared(self, x: ir.Value, row: np.ndarray) -> np.ndarray:
         """Return a row in the type of an input, as often as the batch has rows."""
-        assert x.dtype is not None
-        array = row.astype(x.dtype.numpy())
+        array = row.astype(dtype_of(x).numpy())
         return array if rank(x) == 1 else np.tile(array, (*[1] * (rank(x) - 2), self.batch or 1, 1))
 
 
@@ -238,11 +237,10 @@ class _Cached(Decoder):
 def _empty(cache: ir.Value, batch: int | None) -> np.ndarray:
     """Return a cache before any token: no positions where their number is free, otherwise zeros."""
     first, *others = dims_of(cache)
-    assert cache.dtype is not None
     sizes = [x if isinstance(x, int) else 0 for x in others]
     if len(others) == 3 and not isinstance(others[-1], int):
         sizes[-1] = _head_size(cache)
-    return np.zeros([first if isinstance(first, int) else batch or 1, *sizes], cache.dtype.numpy())
+    return np.zeros([first if isinstance(first, int) else batch or 1, *sizes], dtype_of(cache).numpy())
 
 
 def _head_size(cache: ir.Value) -> int:

@@ -36,7 +36,7 @@ def advise(batches: Batches, rows: int, batch_size: int) -> None:
                 "output per class",
                 stacklevel=level,
             )
-        if spec is not None and spec.task == "regression" and (classes := _classes(batches, name)):
+        if spec is not None and spec.task == "regression" and (classes := _class_count(batches, name)):
             loss = "binary_cross_entropy" if classes == 2 else "cross_entropy"
             kind = "BinaryCrossEntropy" if classes == 2 else "CrossEntropy"
             warnings.warn(
@@ -54,7 +54,7 @@ def _level() -> int:
     return level
 
 
-def _classes(batches: Batches, name: str) -> int:
+def _class_count(batches: Batches, name: str) -> int:
     """Return the number of classes if a target looks like their numbers, otherwise 0.
 
     It does if its numbers are whole, and the data says so, or none of 0 to the largest is rare, as counts and grades

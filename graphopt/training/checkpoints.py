@@ -268,7 +268,7 @@ class Checkpoints(metaclass=Checked):
                     file.flush()
                     os.fsync(file.fileno())
             _flush(temporary)
-            _rename(temporary, target)
+            _replace_folder(temporary, target)
             _flush(self._folder)
             _point(self._folder / NEWEST, target.name)
             if values:
@@ -350,7 +350,7 @@ def _point(path: Path, name: str) -> None:
         write(path, f"{name}\n")
 
 
-def _rename(written: Path, target: Path) -> None:
+def _replace_folder(written: Path, target: Path) -> None:
     """Rename a folder; an existing target is removed only once the new folder is in place."""
     old = _hidden(target)
     has_old = target.exists()

@@ -173,10 +173,10 @@ class Estimator(metaclass=Checked):
 
     def get_params(self, deep: bool = True) -> dict[str, object]:
         """Return the options by name; with `deep`, also those of passes, such as `optimizer__learning_rate`."""
-        params = _fields(self)
+        params = _option_values(self)
         for name, step in list(params.items() if deep else ()):
             if dataclasses.is_dataclass(step):
-                params |= {f"{name}__{field}": value for field, value in _fields(step).items()}
+                params |= {f"{name}__{field}": value for field, value in _option_values(step).items()}
         return params
 
     def set_params(self: _Self, **params: object) -> _Self:
@@ -194,7 +194,7 @@ class Estimator(metaclass=Checked):
 
     def __repr__(self) -> str:
         default = {option.name: repr(option.default) for option in dataclasses.fields(self)}  # type: ignore[arg-type]
-        shown = {name: repr(value) for name, value in _fields(self).items() if name != "model"}
+        shown = {name: repr(value) for name, value in _option_values(self).items() if name != "model"}
         changed = [f"{name}={text}" for name, text in shown.items() if text != default[name]]
         return f"{type(self).__name__}({', '.join(changed)})"
 
@@ -223,14 +223,22 @@ class Estimator(metaclass=Checked):
             return schedule
         return None if steps is None else schedule.planned(steps)
 
+    @property
+    def _trained_structure(self) -> Structure:
+        """Return the structure of the last executor."""
+        if self._structure is None:
+            raise GraphoptError(
+                f"{type(self).__name__}: expected a fitted estimator, found another: call fit"
+            )
+        return self._structure
+
     def _running(self, structure: Structure | None = None, *, anew: bool = False) -> Executor:
         """Return the executor of a structure, or of the last one; a new executor continues the state, where it fits.
 
         Args:
             anew: compile a structure again whose steps read files or functions, which may have changed.
         """
-        structure = structure or self._structure
-        assert structure is not None
+        structure = structure or self._trained_structure
         is_same = self._executor is not None and structure == self._structure
         if self._executor is not None and is_same and (structure.is_complete or not anew):
             return self._executor
@@ -240,7 +248,7 @@ class Estimator(metaclass=Checked):
             before = self._kept or {} if self._executor is None else self._executor.state
             executor = structure.executor(step)
             state = executor.state
-            fitting = (name for name, x in before.items() if name in state and _alike(x, state[name]))
+            fitting = (name for name, x in before.items() if name in state and _has_same_form(x, state[name]))
             executor.update_state({name: before[name] for name in fitting})
             self._initial = state, dict(executor.hyperparameters)
             self._structure, self._executor, self._kept = structure, executor, None
@@ -253,12 +261,12 @@ class Estimator(metaclass=Checked):
             raise GraphoptError(unknown("dtype", dtype, PREDICTOR_TYPES))
         target = self._running().inputs.get(TARGET)
         spec = None if target is None else TargetSpec.read(target)
-        if spec is None or self._structure is None:
+        if spec is None:
             raise GraphoptError(
                 "to_onnx: expected a loss that compares a prediction with a target, found a loss that the model "
                 "computes: use get_trained_onnx"
             )
-        loss = dict(self._structure.steps)["loss"]
+        loss = dict(self._trained_structure.steps)["loss"]
         return predictor(self._trained(spec.output, dtype), spec, loss, classes, dtype)
 
     def _labels(self) -> np.ndarray | None:
@@ -371,13 +379,13 @@ class Trainer(Estimator):
         if X_val is not None:
             if sample_weight is not None and sample_weight_val is None and y_val is not None:
                 sample_weight_val = np.ones(len(y_val))
-            validation = _named(X_val, y_val, sample_weight_val)
-        return self._fit(_named(X, y, sample_weight), validation, self.max_iter, self.warm_start)
+            validation = _named_arrays(X_val, y_val, sample_weight_val)
+        return self._fit(_named_arrays(X, y, sample_weight), validation, self.max_iter, self.warm_start)
 
     @checked()
     def partial_fit(self, X: _Arrays, y: np.ndarray, sample_weight: np.ndarray | None = None) -> Trainer:
         """Train for one more epoch, regardless of `warm_start` and `max_iter`."""
-        return self._fit(_named(X, y, sample_weight), None, 1, True)
+        return self._fit(_named_arrays(X, y, sample_weight), None, 1, True)
 
     def predict(self, X: _Arrays) -> np.ndarray:
         """Return predictions: class numbers for a classification, otherwise the model's output.
@@ -418,7 +426,7 @@ class Trainer(Estimator):
         graph = compile(self.get_trained_onnx(), loss=loss, gradient=None)
         encoding = encoding_of(Device(), graph)
         inputs = {name_of(x): x for x in with_role(graph, *FED)} if encoding is None else encoding.inputs
-        batches = Batches(Dataset(_named(X, y, sample_weight), features=FEATURES), inputs)
+        batches = Batches(Dataset(_named_arrays(X, y, sample_weight), features=FEATURES), inputs)
 
         def compute(batch: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
             return {"loss": run(graph, batch if encoding is None else encoding.encoded(batch))["loss"]}
@@ -560,7 +568,7 @@ class Trainer(Estimator):
     def _output(self, X: _Arrays) -> np.ndarray:
         """Return the model's output for the rows."""
         inputs = {name: x for name, x in self._running().inputs.items() if role_of(x) is Role.DATA}
-        return self._predictions(Batches(Dataset(_named(X), features=FEATURES), inputs))
+        return self._predictions(Batches(Dataset(_named_arrays(X), features=FEATURES), inputs))
 
 
 def probabilities_of(loss: Any, output: np.ndarray) -> np.ndarray:
@@ -576,23 +584,23 @@ def _needs_steps(schedule: object) -> bool:
     return isinstance(schedule, Pass) and schedule.planned(2**31) is not schedule
 
 
-def _alike(x: np.ndarray, y: np.ndarray) -> bool:
+def _has_same_form(x: np.ndarray, y: np.ndarray) -> bool:
     return (x.dtype, x.shape) == (y.dtype, y.shape)
 
 
-def _fields(options: Any) -> dict[str, object]:
+def _option_values(options: Any) -> dict[str, object]:
     """Return the fields of a dataclass by name."""
     return {field.name: getattr(options, field.name) for field in dataclasses.fields(options)}
 
 
-def _named(X: _Arrays, *more: np.ndarray | None) -> dict[str, np.ndarray]:
+def _named_arrays(X: _Arrays, *more: np.ndarray | None) -> dict[str, np.ndarray]:
     """Return inputs, targets and weights in one dictionary by name."""
     arrays = dict(X) if isinstance(X, Mapping) else {FEATURES: X}
     arrays |= {name: x for name, x in zip((TARGET, WEIGHT), more, strict=False) if x is not None}
-    return {name: _array(name, values) for name, values in arrays.items()}
+    return {name: _numeric_array(name, values) for name, values in arrays.items()}
 
 
-def _array(name: str, values: Any) -> Any:
+def _numeric_array(name: str, values: Any) -> Any:
     """Return values as an array of numbers; rows of sparse features are made dense when they are read."""
     if is_sparse(values):
         return values.toarray() if name in (TARGET, WEIGHT) else SparseRows(values)

@@ -278,12 +278,12 @@ def _cross_entropies(batch: ScoredBatch) -> np.ndarray:
     return -(batch.expected * log_p).sum(axis=1)
 
 
-def _errors(batch: ScoredBatch) -> np.ndarray:
+def _absolute_errors(batch: ScoredBatch) -> np.ndarray:
     return np.abs(_columns(batch.predicted) - _columns(batch.target))
 
 
 def _squared_errors(batch: ScoredBatch) -> np.ndarray:
-    return np.square(_errors(batch))
+    return np.square(_absolute_errors(batch))
 
 
 METRICS: dict[str, Callable[..., Metric]] = {
@@ -291,7 +291,7 @@ METRICS: dict[str, Callable[..., Metric]] = {
     "balanced_accuracy": BalancedAccuracy,
     "confusion_matrix": ConfusionMatrix,
     "f1": partial(OfClasses, lambda right, predicted, target: 2 * right / np.maximum(predicted + target, 1)),
-    "mae": partial(OfMean, _errors, ("regression",)),
+    "mae": partial(OfMean, _absolute_errors, ("regression",)),
     "mse": partial(OfMean, _squared_errors, ("regression",)),
     "perplexity": partial(OfMean, _cross_entropies, ("classification",), np.exp),
     "precision": partial(OfClasses, lambda right, predicted, target: right / np.maximum(predicted, 1)),

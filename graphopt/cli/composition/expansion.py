@@ -103,13 +103,13 @@ class _Measure:
             for part in self._parts(path, value):
                 size += self.size(part)
                 if size > _MOST_PARTS:
-                    raise _wrong(
+                    raise _wrong_field(
                         path,
                         f"at most {_MOST_PARTS:,} characters and values once its references are resolved, found more",
                     )
             self._sizes[path] = size
         elif self._sizes[path] == MEASURING:
-            raise _wrong(path, "a value that does not refer to itself, found one that does")
+            raise _wrong_field(path, "a value that does not refer to itself, found one that does")
         return self._sizes[path]
 
     def _at(self, path: _Path) -> Any:
@@ -142,7 +142,7 @@ class _Measure:
                 break
             text = f"{text[: reference.start()]}{plain if is_part else ''}{text[reference.end() :]}"
         if "${" in text:
-            raise _wrong(path, f"references such as ${{fit.seed}}, found {self._at(path)[:80]!r}")
+            raise _wrong_field(path, f"references such as ${{fit.seed}}, found {self._at(path)[:80]!r}")
 
     def _target(self, path: _Path, field: str) -> _Path | None:
         """Return the path of a field from its name, absolute as `a.b[0]` or relative as `..b`."""
@@ -163,5 +163,5 @@ class _Measure:
         return target
 
 
-def _wrong(path: _Path, expected: str) -> GraphoptError:
+def _wrong_field(path: _Path, expected: str) -> GraphoptError:
     return GraphoptError(f"{'.'.join(map(str, path)) or 'recipe'}: expected {expected}")

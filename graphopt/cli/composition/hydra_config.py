@@ -67,7 +67,11 @@ class CommandLine:
         """Return the command line of a run with `--config-dir folder`."""
         if folder is not None and not os.path.isdir(folder):
             raise GraphoptError(f"--config-dir: expected a folder of recipes, found {folder!r}")
-        added = [override.value() for override in _parsed(*overrides) if override.key_or_group == SEARCH_PATH]
+        added = [
+            override.value()
+            for override in _parsed_overrides(*overrides)
+            if override.key_or_group == SEARCH_PATH
+        ]
         named = [folder] if folder else []
         named += [str(item) for value in added for item in (value if isinstance(value, list) else [value])]
         return cls(
@@ -87,7 +91,11 @@ class CommandLine:
         """Return what the user has said: the arguments, after those of the user's run that they name."""
         if self.record is None or not self.record.is_own:
             return self.overrides
-        own = [x for x in _parsed(*self.record.overrides) if x.key_or_group not in {*NOT_TAKEN} - {"trust"}]
+        own = [
+            x
+            for x in _parsed_overrides(*self.record.overrides)
+            if x.key_or_group not in {*NOT_TAKEN} - {"trust"}
+        ]
         return (*(str(override.input_line) for override in own), *self.overrides)
 
     @property
@@ -96,14 +104,14 @@ class CommandLine:
         record, texts = self.record, {}
         if record is None:
             return []
-        for override in _parsed(*self.overrides):
+        for override in _parsed_overrides(*self.overrides):
             key, value = override.key_or_group, None if override.is_delete() else override.value()
             if override.is_hydra_override() or key.partition(".")[0] in NOT_TAKEN:
                 continue
             old = record.choices[key] if key in record.choices else record.value(key)
             if value != old:
-                new = override.get_value_string() if override.is_sweep_override() else _plain(value)
-                texts[key] = f"{key}={new} in place of {key}={_plain(old)}"
+                new = override.get_value_string() if override.is_sweep_override() else _override_text(value)
+                texts[key] = f"{key}={new} in place of {key}={_override_text(old)}"
         return list(texts.values())
 
     @property
@@ -125,8 +133,8 @@ class CommandLine:
 
     def check_sweep(self, *, is_multirun: bool) -> None:
         """Raise an error if the arguments ask for a sweep, which `-m` runs, or for another kind than chosen."""
-        keys = [override.key_or_group for override in _parsed(*self.overrides)]
-        for override in _parsed(*self.overrides):
+        keys = [override.key_or_group for override in _parsed_overrides(*self.overrides)]
+        for override in _parsed_overrides(*self.overrides):
             line = override.input_line
             if is_multirun:
                 if override.is_sweep_override() and override.key_or_group in ("folder", "resume"):
@@ -151,14 +159,14 @@ class CommandLine:
                 )
 
     def _setting(self, field: str) -> list[Override]:
-        return [override for override in _parsed(*self.said) if override.key_or_group == field]
+        return [override for override in _parsed_overrides(*self.said) if override.key_or_group == field]
 
     def names(self, field: str) -> bool:
         """Return whether the command line sets a field of the recipe, by its name or in a mapping.
 
         A mapping sets the fields that it has; a recipe may add others. A choice of a group sets none.
         """
-        for override in _parsed(*self.said):
+        for override in _parsed_overrides(*self.said):
             if override.is_delete() or override.package is not None:
                 continue
             key, value = override.key_or_group, override.value()
@@ -173,10 +181,12 @@ class CommandLine:
 
 def _record(overrides: Sequence[str]) -> RunRecord | None:
     """Return the record of the run that `resume=PATH` names, or `folder=RUN` to evaluate, predict or generate."""
-    fields = {x.key_or_group: x.value() for x in _parsed(*overrides) if not x.is_delete()}
+    fields = {x.key_or_group: x.value() for x in _parsed_overrides(*overrides) if not x.is_delete()}
     for name in ("folder", "model", "resume"):
         if name in fields and fields[name] in (None, ""):
-            raise GraphoptError(f"{name}: expected a path, found {_plain(fields[name]) or 'an empty text'}")
+            raise GraphoptError(
+                f"{name}: expected a path, found {_override_text(fields[name]) or 'an empty text'}"
+            )
     resume, folder = fields.get("resume"), fields.get("folder")
     if isinstance(resume, str):
         run = run_of(resume)
@@ -185,7 +195,7 @@ def _record(overrides: Sequence[str]) -> RunRecord | None:
     return RunRecord.read(Path(str(folder))) if uses else None
 
 
-def _plain(value: object) -> str:
+def _override_text(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value, default=str)
 
 
@@ -263,7 +273,9 @@ class RecipeLoader(ConfigLoaderImpl):
     ) -> DictConfig:
         for name in REFUSED_RESOLVERS:
             OmegaConf.clear_resolver(name)
-        overrides = [str(item.input_line) for item in _parsed(*overrides) if item.key_or_group != SEARCH_PATH]
+        overrides = [
+            str(item.input_line) for item in _parsed_overrides(*overrides) if item.key_or_group != SEARCH_PATH
+        ]
         self._check_groups(overrides)
         if self._record is not None:
             overrides = self._repeatable(self._record, overrides)
@@ -301,7 +313,7 @@ class RecipeLoader(ConfigLoaderImpl):
 
     def _check_groups(self, overrides: list[str]) -> None:
         """Raise an error if the value of a group is no option, or a group is deleted to which the recipe refers."""
-        for override in _parsed(*overrides):
+        for override in _parsed_overrides(*overrides):
             group, line = override.key_or_group, override.input_line
             is_gone = override.is_delete() and f"~pipeline.{group}" not in overrides
             if not group:
@@ -330,7 +342,7 @@ class RecipeLoader(ConfigLoaderImpl):
     def _check_new_fields(self, config: DictConfig, overrides: list[str]) -> None:
         """Raise an error if the command line adds a field to the recipe that nothing in it refers to."""
         known = {*base_recipe(), *config.hydra.runtime.choices} - {"defaults"}
-        for override in _parsed(*overrides):
+        for override in _parsed_overrides(*overrides):
             name = override.key_or_group.partition(".")[0]
             is_new = (override.is_add() or override.is_force_add()) and name not in known
             is_own = self._record is not None and name in self._record.fields
@@ -345,7 +357,7 @@ class RecipeLoader(ConfigLoaderImpl):
 
         Note the groups of which the record's option is kept.
         """
-        items = _parsed(*overrides)
+        items = _parsed_overrides(*overrides)
         named = {x.key_or_group: x.value() for x in items if not x.is_delete() and isinstance(x.value(), str)}
         changed = {
             group: choice
@@ -389,7 +401,7 @@ class RecipeLoader(ConfigLoaderImpl):
     ) -> None:
         """Raise an error if a recipe sets `folder`, `launcher`, `trust` or Hydra's own config."""
         lines: dict[bool, list[str]] = {True: [], False: []}
-        for override in _parsed(*overrides):
+        for override in _parsed_overrides(*overrides):
             lines[override.is_hydra_override()].append(str(override.input_line))
         said = self._command_line.overrides
         allowed = [line for line in lines[True] if line in said or line.startswith("hydra.mode=")]
@@ -442,7 +454,7 @@ def composing(command_line: CommandLine) -> Iterator[Any]:
 
 
 @functools.lru_cache
-def _parsed(*overrides: str) -> list[Override]:
+def _parsed_overrides(*overrides: str) -> list[Override]:
     """Parse arguments with Hydra's grammar."""
     try:
         return OverridesParser.create().parse_overrides(list(overrides))

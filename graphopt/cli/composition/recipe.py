@@ -89,7 +89,7 @@ def nearest_file(missing: str, ending: str) -> str | None:
     return near and str(place.with_name(f"{near}{ending}"))
 
 
-def _is_whole(node: object) -> bool:
+def _names_target(node: object) -> bool:
     """Return whether a node of a recipe names what it builds, so that no option of its group need be chosen."""
     return isinstance(node, DictConfig) and "_target_" in node
 
@@ -107,7 +107,7 @@ class Recipe:
         OmegaConf.set_struct(config, False)
         for group, choice in choices.items():
             if choice == "none" and (
-                f"{group}=none" in command_line.said or not _is_whole(config.get(group))
+                f"{group}=none" in command_line.said or not _names_target(config.get(group))
             ):
                 config[group] = None  # an experiment may set fields of a step that is omitted
         self.composed = config.copy()  # for `.hydra`

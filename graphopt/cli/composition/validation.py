@@ -149,7 +149,7 @@ def check_recipe(fields: Fields, command_line: CommandLine) -> None:
     for field, value in leaves.items():
         if isinstance(value, str) and "\0" in value:
             raise GraphoptError(f"{field}: expected text without the character NUL, found {value!r}")
-    for field, value, kind, text in _plain(fields):
+    for field, value, kind, text in _typed_fields(fields):
         if not isinstance(value, kind):
             raise GraphoptError(f"{field}: expected {text}, found {value!r}")
     if fields["data"].get("columns") is not None:
@@ -196,7 +196,7 @@ def _check_columns(description: object) -> None:
         raise GraphoptError(f"data.columns: {str(error).removeprefix('columns: ')}") from error
 
 
-def _plain(fields: Fields) -> Iterator[tuple[str, object, type | types.UnionType, str]]:
+def _typed_fields(fields: Fields) -> Iterator[tuple[str, object, type | types.UnionType, str]]:
     """Yield the fields that name no class, with the value and the expected type of each."""
     yield from ((key, fields.get(key), str, "a name") for key in ("model", "run", "predictions"))
     yield "rows", fields.get("rows"), str | None, f"{', '.join(_ROWS)} or null"
@@ -318,7 +318,7 @@ def _check_logs(callbacks: Fields, command_line: CommandLine) -> None:
                 is_short = is_class and value == CALLBACKS.get(name)
                 if not command_line.names(key if is_short else field):
                     raise on_the_command_line(key if is_class else field)
-        for field, path in _written(node, key, command_line.trust):
+        for field, path in _written_files(node, key, command_line.trust):
             place = os.path.normpath(path)
             top = place.split(os.sep)[0]
             if top.casefold() in OWN_FILES:
@@ -330,7 +330,7 @@ def _check_logs(callbacks: Fields, command_line: CommandLine) -> None:
                 raise _elsewhere(field, "a file below the run's folder", path)
 
 
-def _written(node: Mapping[str, object], key: str, trust: Sequence[str]) -> Iterator[tuple[str, str]]:
+def _written_files(node: Mapping[str, object], key: str, trust: Sequence[str]) -> Iterator[tuple[str, str]]:
     """Yield the fields of a callback that name files to write, and these."""
     for field, path, access in _paths_of(node, key, trust):
         if access is Access.WRITE and path != MISSING:
@@ -340,7 +340,7 @@ def _written(node: Mapping[str, object], key: str, trust: Sequence[str]) -> Iter
 def check_new_logs(callbacks: Fields, folder: Path, command_line: CommandLine, is_new: bool) -> None:
     """Raise an error if a recipe's log is outside the run's folder by a link, or replaces a file there."""
     for name, node in callbacks.items():
-        for field, path in _written(node, f"callbacks.{name}", command_line.trust):
+        for field, path in _written_files(node, f"callbacks.{name}", command_line.trust):
             place, is_named = Path(folder, path), command_line.names(field)
             is_inside = place.resolve().is_relative_to(folder.resolve())
             if not is_named and (not is_inside or (is_new and place.is_file())):
@@ -446,7 +446,7 @@ def check_fields(
         if isinstance(value, str) and value != MISSING and _is_code(hint):
             _trusted(value, f"{path}.{name}", trust)
         elif value != MISSING and not _fits(value, hint, trust):
-            expected = _words(hint) or _named(parameters[name])
+            expected = _words(hint) or _annotation_text(parameters[name])
             raise GraphoptError(f"{path}.{name}: expected {expected}, found {value!r}")
     for name, parameter in parameters.items():
         if not is_open and parameter.default is parameter.empty and name not in fields:
@@ -523,7 +523,7 @@ def _within(name: str, packages: Sequence[str]) -> bool:
     return any(name == package or name.startswith(f"{package.rstrip('.')}.") for package in packages)
 
 
-def _named(parameter: inspect.Parameter) -> str:
+def _annotation_text(parameter: inspect.Parameter) -> str:
     """Return what a parameter expects: its types, or the values of a Literal."""
     text = str(parameter.annotation).removeprefix("<class '").removesuffix("'>")
     values = re.sub(r"(?:typing\.)?Literal\[(.*?)\]", lambda match: match[1].replace(", ", " or "), text)

@@ -35,12 +35,12 @@ def completions(item: Message) -> list[Message]:
     """
     prompt, both = item.get(PROMPT), [item[CHOSEN], item[REJECTED]]
     if prompt is None or isinstance(prompt, str) != isinstance(both[0], str):
-        prompt = both[0][: _shared(*both)]
+        prompt = both[0][: _common_start(*both)]
         both = [x[len(prompt) :] for x in both]
     return [{PROMPT: prompt, COMPLETION: x, TOOLS: item.get(TOOLS)} for x in both]
 
 
-def _shared(first: Sequence[object], second: Sequence[object]) -> int:
+def _common_start(first: Sequence[object], second: Sequence[object]) -> int:
     """Return how many messages two chats begin with, or characters two texts, without a space at their end."""
     count = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))
     return count - 1 if count and first[count - 1] == " " else count

@@ -165,14 +165,14 @@ class Tokenizer(Vocabulary):
         folder = self.path.parent
         config: dict[str, Any] = {}
         for name in _CONFIGS:
-            config |= _object(folder / name)
+            config |= _json_object(folder / name)
         self.special = {
             name: text for name, x in config.items() if name.endswith("_token") and (text := _text_of(x))
         }
         self.start, self.end = (self._number(self.special.get(name)) for name in ("bos_token", "eos_token"))
         self.ends = frozenset(() if self.end is None else (self.end,))
         for name in _GENERATION:
-            found = _object(folder / name)
+            found = _json_object(folder / name)
             ends = (
                 found.get("model", found).get(_ENDS) if isinstance(found.get("model", found), dict) else None
             )
@@ -258,7 +258,7 @@ def read_text(path: Path) -> str:
         return path.read_text(encoding="utf-8")
 
 
-def _object(path: Path) -> dict[str, Any]:
+def _json_object(path: Path) -> dict[str, Any]:
     """Return the object in a JSON file, which may be missing."""
     if not path.exists():
         return {}

@@ -229,10 +229,10 @@ def callbacks_of(given: object) -> tuple[Callback, ...]:
         GraphoptError: one is something else.
     """
     several = given if isinstance(given, Iterable) and not isinstance(given, str | Mapping) else [given]
-    return () if given is None else tuple(map(_callback, several))
+    return () if given is None else tuple(map(_checked_callback, several))
 
 
-def _callback(given: object) -> Callback:
+def _checked_callback(given: object) -> Callback:
     if isinstance(given, Callback):
         _check_events(given)
         return given

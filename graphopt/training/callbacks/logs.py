@@ -225,7 +225,7 @@ class TensorBoard(Log):
             )
 
     def log(self, record: Record) -> None:
-        for name, value in _numbers(record).items():
+        for name, value in _prefixed_numbers(record).items():
             self._writer.add_scalar(name, value, record["step"])
 
     def on_fit_end(self, run: Run) -> None:
@@ -279,7 +279,7 @@ class Tracker(Log):
             raise GraphoptError(f"Tracker: {self._module.__name__}.init: {line(error)}") from error
 
     def log(self, record: Record) -> None:
-        self._run.log(_numbers(record), step=record["step"])
+        self._run.log(_prefixed_numbers(record), step=record["step"])
 
     def on_fit_end(self, run: Run) -> None:
         if self._run is not None:
@@ -333,7 +333,7 @@ class MLflow(Log):
 
     def log(self, record: Record) -> None:
         try:
-            self._mlflow.log_metrics(_numbers(record), step=record["step"], run_id=self.id)
+            self._mlflow.log_metrics(_prefixed_numbers(record), step=record["step"], run_id=self.id)
         except self._mlflow.MlflowException as error:
             self._warn_once(f"MLflow: {line(error)}")
 
@@ -343,7 +343,7 @@ class MLflow(Log):
             self._is_running = False
 
 
-def _numbers(record: Record) -> dict[str, float]:
+def _prefixed_numbers(record: Record) -> dict[str, float]:
     """Return the numbers of a record, whose names start with `epoch/` or `step/`."""
     kind = "epoch" if "seconds" in record else "step"
     numbers = {name: value for name, value in record.items() if isinstance(value, int | float)}

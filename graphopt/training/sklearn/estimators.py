@@ -90,8 +90,9 @@ class OnnxClassifier(ClassifierMixin, Fitting):  # type: ignore[misc]
     def predict_proba(self, X: object) -> np.ndarray:
         """Return the probabilities of the labels, in columns."""
         output = self._output(self._validated(X))
-        assert self._structure is not None
-        result = probabilities_of(dict(self._structure.steps)["loss"], output).reshape(len(output), -1)
+        result = probabilities_of(dict(self._trained_structure.steps)["loss"], output).reshape(
+            len(output), -1
+        )
         return np.ones_like(result[:, :1]) if len(self.classes_) == 1 else result
 
     @available_if(_has_probabilities)  # type: ignore[untyped-decorator]

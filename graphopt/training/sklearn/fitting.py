@@ -567,13 +567,13 @@ class Fitting(EstimatorOptions, Estimator, BaseEstimator):  # type: ignore[misc]
                 **({"multi_output": True, "y_numeric": self.numeric} if y else {}),
             )
         except ValueError as error:
-            explained = _explained(X, str(error))
+            explained = _data_problem(X, str(error))
             if explained is None:
                 raise
             raise GraphoptError(explained) from error
 
 
-def _explained(X: Any, error: str) -> str | None:
+def _data_problem(X: Any, error: str) -> str | None:
     """Return in one line what is wrong with data, and what to do, for errors of scikit-learn that do not say it."""
     if error.startswith("could not convert string"):
         kinds = getattr(X, "dtypes", None)

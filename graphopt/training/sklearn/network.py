@@ -51,7 +51,7 @@ def perceptron(
     x = ir.Value(name="X", type=ir.TensorType(kind), shape=ir.Shape(["batch", sizes[0]]))
     graph = ir.Graph([x], [], nodes=[], opset_imports={"": OPSET}, name="perceptron")
     model = ir.Model(graph, ir_version=IR_VERSION, producer_name="graphopt")
-    zeros = _named(
+    zeros = _layer_arrays(
         [np.zeros(pair, dtype) for pair in itertools.pairwise(sizes)],
         [np.zeros(units, dtype) for units in sizes[1:]],
     )
@@ -64,7 +64,7 @@ def perceptron(
     return whole(model)
 
 
-def _named(weights: Sequence[np.ndarray], biases: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
+def _layer_arrays(weights: Sequence[np.ndarray], biases: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
     """Return the weights and biases of all layers by name."""
     layers = enumerate(zip(weights, biases, strict=True))
     return {
@@ -83,7 +83,7 @@ def initial_weights(
         bound = math.sqrt((2.0 if activation == "logistic" else 6.0) / (fan_in + fan_out))
         weights.append(random.uniform(-bound, bound, (fan_in, fan_out)).astype(dtype))
         biases.append(random.uniform(-bound, bound, fan_out).astype(dtype))
-    return _named(weights, biases)
+    return _layer_arrays(weights, biases)
 
 
 def network_state(fitted: MLPClassifier | MLPRegressor, solver: object) -> dict[str, np.ndarray]:
@@ -91,10 +91,10 @@ def network_state(fitted: MLPClassifier | MLPRegressor, solver: object) -> dict[
     depth, optimizer = len(fitted.coefs_), getattr(fitted, "_optimizer", None)
 
     def slots(name: str, factor: float, arrays: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
-        weights = _named(arrays[:depth], arrays[depth:])
+        weights = _layer_arrays(arrays[:depth], arrays[depth:])
         return {f"{weight}.{name}": (factor * x).astype(x.dtype) for weight, x in weights.items()}
 
-    state = _named(fitted.coefs_, fitted.intercepts_)
+    state = _layer_arrays(fitted.coefs_, fitted.intercepts_)
     if isinstance(optimizer, SGDOptimizer) and solver == "sgd":
         state |= slots("momentum", -1.0, optimizer.velocities)
     elif isinstance(optimizer, AdamOptimizer) and solver == "adam":
@@ -118,7 +118,7 @@ def fill(
     fitted._best_coefs, fitted._best_intercepts = [x.copy() for x in coefs], [x.copy() for x in intercepts]
     fitted._no_improvement_count, fitted._random_state = waited, check_random_state(fitted.random_state)
     parameters = fitted.coefs_ + fitted.intercepts_
-    names = sorted(_named(coefs, intercepts), key=lambda name: name.endswith("bias"))
+    names = sorted(_layer_arrays(coefs, intercepts), key=lambda name: name.endswith("bias"))
 
     def slots(name: str, factor: float) -> list[np.ndarray]:
         empty = dict(zip(names, map(np.zeros_like, parameters), strict=True))
