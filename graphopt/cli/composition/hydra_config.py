@@ -67,11 +67,7 @@ class CommandLine:
         """Return the command line of a run with `--config-dir folder`."""
         if folder is not None and not os.path.isdir(folder):
             raise GraphoptError(f"--config-dir: expected a folder of recipes, found {folder!r}")
-        added = [
-            override.value()
-            for override in _parsed_overrides(*overrides)
-            if override.key_or_group == SEARCH_PATH
-        ]
+        added = [override.value() for override in _parse(*overrides) if override.key_or_group == SEARCH_PATH]
         named = [folder] if folder else []
         named += [str(item) for value in added for item in (value if isinstance(value, list) else [value])]
         return cls(
@@ -91,11 +87,7 @@ class CommandLine:
         """Return what the user has said: the arguments, after those of the user's run that they name."""
         if self.record is None or not self.record.is_own:
             return self.overrides
-        own = [
-            x
-            for x in _parsed_overrides(*self.record.overrides)
-            if x.key_or_group not in {*NOT_TAKEN} - {"trust"}
-        ]
+        own = [x for x in _parse(*self.record.overrides) if x.key_or_group not in {*NOT_TAKEN} - {"trust"}]
         return (*(str(override.input_line) for override in own), *self.overrides)
 
     @property
@@ -104,7 +96,7 @@ class CommandLine:
         record, texts = self.record, {}
         if record is None:
             return []
-        for override in _parsed_overrides(*self.overrides):
+        for override in _parse(*self.overrides):
             key, value = override.key_or_group, None if override.is_delete() else override.value()
             if override.is_hydra_override() or key.partition(".")[0] in NOT_TAKEN:
                 continue
@@ -133,8 +125,8 @@ class CommandLine:
 
     def check_sweep(self, *, is_multirun: bool) -> None:
         """Raise an error if the arguments ask for a sweep, which `-m` runs, or for another kind than chosen."""
-        keys = [override.key_or_group for override in _parsed_overrides(*self.overrides)]
-        for override in _parsed_overrides(*self.overrides):
+        keys = [override.key_or_group for override in _parse(*self.overrides)]
+        for override in _parse(*self.overrides):
             line = override.input_line
             if is_multirun:
                 if override.is_sweep_override() and override.key_or_group in ("folder", "resume"):
@@ -159,14 +151,14 @@ class CommandLine:
                 )
 
     def _setting(self, field: str) -> list[Override]:
-        return [override for override in _parsed_overrides(*self.said) if override.key_or_group == field]
+        return [override for override in _parse(*self.said) if override.key_or_group == field]
 
     def names(self, field: str) -> bool:
         """Return whether the command line sets a field of the recipe, by its name or in a mapping.
 
         A mapping sets the fields that it has; a recipe may add others. A choice of a group sets none.
         """
-        for override in _parsed_overrides(*self.said):
+        for override in _parse(*self.said):
             if override.is_delete() or override.package is not None:
                 continue
             key, value = override.key_or_group, override.value()
@@ -181,7 +173,7 @@ class CommandLine:
 
 def _record(overrides: Sequence[str]) -> RunRecord | None:
     """Return the record of the run that `resume=PATH` names, or `folder=RUN` to evaluate, predict or generate."""
-    fields = {x.key_or_group: x.value() for x in _parsed_overrides(*overrides) if not x.is_delete()}
+    fields = {x.key_or_group: x.value() for x in _parse(*overrides) if not x.is_delete()}
     for name in ("folder", "model", "resume"):
         if name in fields and fields[name] in (None, ""):
             raise GraphoptError(
@@ -273,9 +265,7 @@ class RecipeLoader(ConfigLoaderImpl):
     ) -> DictConfig:
         for name in REFUSED_RESOLVERS:
             OmegaConf.clear_resolver(name)
-        overrides = [
-            str(item.input_line) for item in _parsed_overrides(*overrides) if item.key_or_group != SEARCH_PATH
-        ]
+        overrides = [str(item.input_line) for item in _parse(*overrides) if item.key_or_group != SEARCH_PATH]
         self._check_groups(overrides)
         if self._record is not None:
             overrides = self._repeatable(self._record, overrides)
@@ -313,7 +303,7 @@ class RecipeLoader(ConfigLoaderImpl):
 
     def _check_groups(self, overrides: list[str]) -> None:
         """Raise an error if the value of a group is no option, or a group is deleted to which the recipe refers."""
-        for override in _parsed_overrides(*overrides):
+        for override in _parse(*overrides):
             group, line = override.key_or_group, override.input_line
             is_gone = override.is_delete() and f"~pipeline.{group}" not in overrides
             if not group:
@@ -342,7 +332,7 @@ class RecipeLoader(ConfigLoaderImpl):
     def _check_new_fields(self, config: DictConfig, overrides: list[str]) -> None:
         """Raise an error if the command line adds a field to the recipe that nothing in it refers to."""
         known = {*base_recipe(), *config.hydra.runtime.choices} - {"defaults"}
-        for override in _parsed_overrides(*overrides):
+        for override in _parse(*overrides):
             name = override.key_or_group.partition(".")[0]
             is_new = (override.is_add() or override.is_force_add()) and name not in known
             is_own = self._record is not None and name in self._record.fields
@@ -357,7 +347,7 @@ class RecipeLoader(ConfigLoaderImpl):
 
         Note the groups of which the record's option is kept.
         """
-        items = _parsed_overrides(*overrides)
+        items = _parse(*overrides)
         named = {x.key_or_group: x.value() for x in items if not x.is_delete() and isinstance(x.value(), str)}
         changed = {
             group: choice
@@ -401,7 +391,7 @@ class RecipeLoader(ConfigLoaderImpl):
     ) -> None:
         """Raise an error if a recipe sets `folder`, `launcher`, `trust` or Hydra's own config."""
         lines: dict[bool, list[str]] = {True: [], False: []}
-        for override in _parsed_overrides(*overrides):
+        for override in _parse(*overrides):
             lines[override.is_hydra_override()].append(str(override.input_line))
         said = self._command_line.overrides
         allowed = [line for line in lines[True] if line in said or line.startswith("hydra.mode=")]
@@ -454,7 +444,7 @@ def composing(command_line: CommandLine) -> Iterator[Any]:
 
 
 @functools.lru_cache
-def _parsed_overrides(*overrides: str) -> list[Override]:
+def _parse(*overrides: str) -> list[Override]:
     """Parse arguments with Hydra's grammar."""
     try:
         return OverridesParser.create().parse_overrides(list(overrides))

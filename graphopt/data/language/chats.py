@@ -58,7 +58,7 @@ class ChatTemplate:
 
     def prompt(self, messages: Sequence[Message]) -> str:
         """Return the text of a chat that the model is to continue."""
-        return self._unmarked(self._rendered([_rendering_variables(messages, True)])[0])[0]
+        return self._unmarked(self._rendered([_request(messages, True)])[0])[0]
 
     def render(
         self, chats: Sequence[tuple[int, Message]], *, finds_answers: bool
@@ -74,9 +74,7 @@ class ChatTemplate:
             finds_answers: look for these parts.
         """
         lines = [line for line, _ in chats]
-        texts = self._rendered(
-            [_rendering_variables(_messages(chat), False, chat) for _, chat in chats], lines
-        )
+        texts = self._rendered([_request(_messages(chat), False, chat) for _, chat in chats], lines)
         texts, marked = map(list, zip(*map(self._unmarked, texts), strict=True))
         are_marked = _GENERATION.search(self._text) is not None and not any(
             PROMPT in chat for _, chat in chats
@@ -151,16 +149,14 @@ def _answers(chat: Message) -> list[tuple[dict[str, object], dict[str, object]]]
         places = [(len(chat[PROMPT]), len(messages))]
     return [
         (
-            _rendering_variables(messages[:start], True, chat),
-            _rendering_variables(messages[:end], False, chat),
+            _request(messages[:start], True, chat),
+            _request(messages[:end], False, chat),
         )
         for start, end in places
     ]
 
 
-def _rendering_variables(
-    messages: Sequence[Message], begins: bool, chat: Message | None = None
-) -> dict[str, object]:
+def _request(messages: Sequence[Message], begins: bool, chat: Message | None = None) -> dict[str, object]:
     """Return the variables of a rendering; fields that are null are left out."""
     plain = [{name: x for name, x in message.items() if x is not None} for message in messages]
     return {"messages": plain, TOOLS: (chat or {}).get(TOOLS), "add_generation_prompt": begins}
