@@ -23,7 +23,7 @@ from graphopt.training.callbacks.terminal import open_console, print_line
 
 
 def write_check(recipe: Recipe, folder: Path) -> None:
-    """Print what is found about the recipe's model, on the first rows of its data if it names some.
+    """Print the differences that checks of the model find, on the first rows of the recipe's data if it names some.
 
     Raises:
         GraphoptError: something differs.

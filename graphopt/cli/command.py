@@ -270,7 +270,7 @@ def _explained_text(recipe: Recipe, text: str) -> str:
 
 
 def _with_trained(write_file: Callable[[Trained, Console], Path], recipe: Recipe, folder: Path) -> None:
-    """Write a file about the data by what another run has trained."""
+    """Write a file about the data by the model that another run has trained."""
     console = open_console(quiet=recipe.fields["quiet"])
     trained = Trained.find(recipe, folder)
     tell_record(console, recipe.command_line)

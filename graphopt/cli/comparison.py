@@ -36,7 +36,7 @@ PLACES = ("folder", "resume")
 
 @dataclass(frozen=True)
 class _Run:
-    """Hold what a run has written: its options, the records of its epochs, and its result, if it is complete."""
+    """Hold the files of a run: its options, the records of its epochs, and its result, if it is complete."""
 
     name: str
     path: Path
@@ -66,7 +66,7 @@ class _Run:
         )
 
     def option(self, name: str) -> str:
-        """Return the value of an option: what the command line said, or else what the recipe has."""
+        """Return the value of an option: that of the command line, or else that of the recipe."""
         if name in self.overrides:
             return self.overrides[name]
         value = self.choices[name] if name in self.choices else select(self.config, name)

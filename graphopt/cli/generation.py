@@ -24,7 +24,7 @@ _KEPT = "\n\t"  # characters that do more than to show themselves
 
 
 def write_text(recipe: Recipe, folder: Path) -> None:
-    """Write what a model continues the prompt by; the model is that of a file, or of a run."""
+    """Write the text by which a model continues the prompt; the model is that of a file, or of a run."""
     console = open_console(quiet=recipe.fields["quiet"])
     options = dict(recipe.fields["generate"])
     trained = Trained.find(recipe, folder)
@@ -47,7 +47,7 @@ def _prompt(recipe: Recipe) -> str | None:
 
 
 def _writer(recipe: Recipe, trained: Trained, tokenizer: str | None, adapter: str | None) -> TextGenerator:
-    """Return the model of a file, or what a run has trained, with its tokenizer."""
+    """Return the model of a file, or the one that a run has trained, with its tokenizer."""
     source = trained.executor() if trained.checkpoint is not None else recipe.model(trained.model)
     reads_text = recipe.choices["data"] == "text"
     named = tokenizer or recipe.tokenizer or (OF_CHARACTERS if reads_text else None)

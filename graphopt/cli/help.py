@@ -102,7 +102,7 @@ def help_page(options: str, groups: str, recipe: Mapping[str, object]) -> str:
 
 
 def _callback_line(kind: Callable[..., object]) -> str:
-    """Return what a callback does, and its fields."""
+    """Return the summary of a callback, and its fields."""
     summary = str(inspect.getdoc(kind)).partition("\n")[0].rstrip(".")
     return f"{summary}: {', '.join(name for name in inspect.signature(kind).parameters if name != 'folder')}"
 

@@ -1,4 +1,4 @@
-"""Print lines of the command: what a run is about, and errors."""
+"""Print lines of the command: facts about a run, and errors."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ DECIDING = ("seed", "shuffle", "validation")  # the fields of `fit` that decide 
 
 
 def chosen_rows(recipe: Recipe, record: RunRecord | None) -> tuple[Dataset, str]:
-    """Return the data that the recipe's field `rows` chooses, and what it is in words.
+    """Return the data that the recipe's field `rows` chooses, and its description.
 
     `rows=null` is `held_out` to evaluate a run on its own data, and `all` otherwise.
     """

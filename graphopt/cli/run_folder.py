@@ -113,7 +113,7 @@ def write_result(folder: Path, value: float) -> None:
 
 
 def result(folder: Path, fields: Mapping[str, object]) -> float | None:
-    """Return what a complete run of the same recipe in a folder has noted, or None if there is no such run."""
+    """Return the result of a complete run of the same recipe in a folder, or None if there is no such run."""
     if not (folder / RESULT).is_file() or _identity_of(folder) != _recipe_identity(fields):
         return None
     noted = json_of(read_file(folder / RESULT, MOST_BYTES), str(folder / RESULT))
@@ -135,7 +135,7 @@ def leave(folder: Path, place: Path) -> None:
 
 
 class Before:
-    """Remember what the folder of a run has before the command, which leaves nothing if the run does not begin."""
+    """Remember the files in the folder of a run before the command, which leaves nothing if the run does not begin."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -207,7 +207,7 @@ def _as_overrides(fields: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _is_run_of(folder: Path, wanted: Mapping[str, object], *, is_named: bool) -> bool:
-    """Return whether a folder has a run of a recipe; another folder than the named one may have what is refused."""
+    """Return whether a folder has a run of a recipe; only the named folder raises errors of refused files."""
     try:
         check_run(folder)
         return _identity_of(folder) == wanted
@@ -218,7 +218,7 @@ def _is_run_of(folder: Path, wanted: Mapping[str, object], *, is_named: bool) ->
 
 
 def _identity_of(folder: Path) -> dict[str, object]:
-    """Return what makes the recipe of a run the same as another."""
+    """Return the fields that two runs of the same recipe have in common."""
     config = read_config(folder / CONFIG)
     if not isinstance(config, dict):
         raise GraphoptError(f"{folder / CONFIG}: expected the recipe of a run, found no mapping")

@@ -109,7 +109,7 @@ def _lead(recipe: Recipe, communicator: Communicator, folder: Path) -> float:
 
 
 def _open(recipe: Recipe, folder: Path) -> tuple[Path, Path | bool]:
-    """Return the folder of the run, and what it continues; a sweep that is run again continues its runs."""
+    """Return the folder of the run, and the checkpoint to continue; a sweep that is run again continues its runs."""
     resume = recipe.fields.get("resume", False) or _is_sweep()
     return resumed(resume, folder, recipe.fields, search=not _is_sweep() and not recipe.names_folder)
 

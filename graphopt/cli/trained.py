@@ -1,4 +1,4 @@
-"""Find what a run has trained, evaluate it, and write its predictions."""
+"""Find the model that a run has trained, evaluate it, and write its predictions."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Trained:
 
     @classmethod
     def find(cls, recipe: Recipe, folder: Path) -> Trained:
-        """Return what the command names: `resume=PATH`, else the run in `folder=PATH`, else `model=FILE`."""
+        """Return the weights of `resume=PATH`, else of the run in `folder=PATH`, else of `model=FILE`."""
         asked, model = recipe.fields.get("resume", False), folder / MODEL
         step, record = _step_of(folder), recipe.command_line.record
         recipe.follow(step or (model if model.is_file() else None))
@@ -99,7 +99,7 @@ class Trained:
 
     @functools.cached_property
     def chosen(self) -> tuple[Dataset, str]:
-        """Return the rows of the data that the recipe chooses, and what they are in words."""
+        """Return the rows of the data that the recipe chooses, and their description."""
         return chosen_rows(self.recipe, self.record)
 
     @property

@@ -91,7 +91,7 @@ def _arrow(pyarrow: ModuleType, path: str, expansion: int) -> _Opened:
     file.seek(0)
     schema = open_file(file).schema
     cells, size = _cells(pyarrow, path, schema), 0
-    for rows, buffers in map(_expanded_sizes, _batch_messages(pyarrow, file, is_file)):
+    for rows, buffers in map(_expanded_sizes, _messages(pyarrow, file, is_file)):
         size += max(_NUMBER_BYTES * rows * cells, buffers)
         check_ratio(path, size, expansion)
 
@@ -132,9 +132,7 @@ def _values_size(metadata: pyarrow.parquet.FileMetaData) -> int:
 # (format/Message.fbs, File.fbs).
 
 
-def _batch_messages(
-    pyarrow: ModuleType, file: pyarrow.NativeFile, is_file: bool
-) -> Iterator[pyarrow.Message]:
+def _messages(pyarrow: ModuleType, file: pyarrow.NativeFile, is_file: bool) -> Iterator[pyarrow.Message]:
     """Yield the messages of an Arrow stream, or of those that the footer of a file names, that hold batches."""
     file.seek(0)
     messages = pyarrow.ipc.MessageReader.open_stream(file)
@@ -203,12 +201,10 @@ def _joined_columns(
     table = pyarrow.Table.from_batches(parts, schema)
     if schema is not None:
         table.validate(full=True)  # a damaged Arrow file may point beyond its end
-    return {
-        name: _column_array(pyarrow, path, name, table[name].combine_chunks()) for name in table.column_names
-    }
+    return {name: _to_numpy(pyarrow, path, name, table[name].combine_chunks()) for name in table.column_names}
 
 
-def _column_array(pyarrow: ModuleType, path: str, name: str, column: pyarrow.Array) -> np.ndarray:
+def _to_numpy(pyarrow: ModuleType, path: str, name: str, column: pyarrow.Array) -> np.ndarray:
     """Return a column of cells, or of lists of a fixed size, as an array."""
     if isinstance(column, pyarrow.ChunkedArray):  # of a type that cannot be combined
         column = pyarrow.concat_arrays(column.chunks)
@@ -227,5 +223,5 @@ def _column_array(pyarrow: ModuleType, path: str, name: str, column: pyarrow.Arr
         return np.asarray(column)
     if column.null_count:
         raise GraphoptError(f"{path}: column {name!r}: expected a list in every row, found rows without")
-    items = _column_array(pyarrow, path, name, column.flatten())
+    items = _to_numpy(pyarrow, path, name, column.flatten())
     return items.reshape(len(column), size, *items.shape[1:])

@@ -106,7 +106,7 @@ class Column(metaclass=Checked):
         """Return cells as numbers, days or texts."""
 
     def learn(self: _T, values: np.ndarray) -> _T:
-        """Return the column with what it learns from the cells of training rows, as `read` returns them."""
+        """Return the column with the fields that it learns from the cells of training rows, as `read` returns them."""
         missing = values == "" if values.dtype == object else np.isnan(values)
         learnt = self._learn(values, values[~missing])
         return replace(self, rows=len(values), missing=int(missing.sum()), **learnt)
@@ -129,7 +129,7 @@ class Column(metaclass=Checked):
 
     @abstractmethod
     def summary(self) -> str:
-        """Return what the column has become, in words."""
+        """Return the encoding of the column, in words."""
 
     @property
     def warning(self) -> str | None:
@@ -141,7 +141,7 @@ class Column(metaclass=Checked):
         return {"kind": self.kind, **{x.name: getattr(self, x.name) for x in fields(self)}}
 
     def _of_missing(self, text: str) -> str:
-        """Return what has become of missing values, for `summary`."""
+        """Return the treatment of missing values, for `summary`."""
         return f", {self.missing:,} missing {text}" if self.missing else ""
 
 
@@ -570,7 +570,7 @@ def _number_with_comma(value: object) -> float:
 
 
 def _of_commas(texts: Sequence[str]) -> str:
-    """Return what to do about commas in numbers, or nothing if these are no numbers."""
+    """Return the advice about commas in numbers, or nothing if these are no numbers."""
     are_grouped = all(map(_GROUPED.fullmatch, texts))
     if all(suits(_number_with_comma, text) for text in texts):
         grouped = (

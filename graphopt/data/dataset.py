@@ -89,7 +89,7 @@ class SparseRows(LazyArray):
 
 
 def with_rows(array: object) -> Any:
-    """Return what reads the rows of a sparse array, and every other thing as it is."""
+    """Return the reader of a sparse array's rows, and every other thing as it is."""
     return SparseRows(array) if is_sparse(array) else array
 
 

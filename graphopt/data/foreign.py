@@ -103,7 +103,7 @@ def features_of(data: object, inputs: Mapping[str, ir.Value] | None = None) -> D
 
 
 def relabelled(data: Dataset, labels: Sequence[str] | None, name: str) -> Dataset:
-    """Return data whose classes have the numbers that they have in `labels`; `name` is what the data is for."""
+    """Return data whose classes have the numbers that they have in `labels`; `name` is the use of the data."""
     if labels is None or data.labels is None or list(data.labels) == list(labels):
         return data
     if missing := [label for label in data.labels if label not in labels]:
@@ -235,7 +235,7 @@ def _formatted(data: Any, name: str) -> object:
 
 
 def _reader(data: Any) -> _Read:
-    """Return what reads rows of a Hugging Face data set, and keeps the last ones until all columns have them."""
+    """Return a function that reads rows of a Hugging Face data set, and keeps the last ones for all columns."""
     return functools.lru_cache(maxsize=1)(lambda rows: data[list(rows)])
 
 

@@ -89,7 +89,7 @@ class Batches:
 
 
 def other_shape(expected: Sequence[object], found: tuple[int, ...], name: str) -> str:
-    """Return how to give rows another shape, if that keeps what is beside what; else nothing."""
+    """Return how to give rows another shape, if that keeps neighbouring numbers together; else nothing."""
     moves = set()
     for axis in range(len(found) if len(found) == len(expected) else 0):
         rest = [i for i in range(len(found)) if i != axis]

@@ -240,7 +240,7 @@ def encoded(state: Any, path: str = "state") -> Any:
 
 
 def decoded(state: object) -> Any:
-    """Return what `encoded` was given."""
+    """Return the state that `encoded` has written."""
     if isinstance(state, list):
         return [decoded(value) for value in state]
     if not isinstance(state, dict):

@@ -169,7 +169,7 @@ class Columns(metaclass=Checked):
 
     @staticmethod
     def of(model: Source | None) -> Columns | None:
-        """Return the columns, with what they have learnt, that a model or a training graph notes, or None."""
+        """Return the columns that a model or a training graph notes, which have learnt, or None."""
         note = None if model is None else _Encoded.read(model if isinstance(model, ir.Model) else load(model))
         return None if note is None else note.all
 
@@ -193,13 +193,13 @@ class Columns(metaclass=Checked):
         return _Encoded(self._as_fields()).write(model)
 
     def text(self) -> str:
-        """Return the names of the features, and the columns with what they have learnt, as JSON."""
+        """Return the names of the features, and the columns with the fields that they have learnt, as JSON."""
         return json.dumps(
             {"features": self.names, "columns": self._as_fields()}, indent=1, ensure_ascii=False
         )
 
     def summary(self) -> str:
-        """Return what each column has become, in one line."""
+        """Return the encoding of each column, in one line."""
         texts = [f"{name}: {column.summary()}" for name, column in self._learnt.items()]
         left = len(texts) - _MOST_SUMMARIZED
         return "; ".join(texts[:_MOST_SUMMARIZED]) + (f"; and {left} more" if left > 0 else "")

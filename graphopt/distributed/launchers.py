@@ -188,7 +188,7 @@ def _end_with_parent() -> None:
 
 
 def _terminal() -> dict[str, str]:
-    """Return what tells rich about the output of this process, since mpiexec gives each worker a terminal."""
+    """Return variables that tell rich about this process's output, since mpiexec gives each worker a terminal."""
     if sys.stdout.isatty():
         return {"COLUMNS": str(shutil.get_terminal_size().columns)}
     return {"TTY_COMPATIBLE": "0", "TTY_INTERACTIVE": "0"}

@@ -118,7 +118,7 @@ class LocalSGD(Executor):
 
 
 class _Rounds(Rounds):
-    """Count the steps of a round, and average what the workers have subtracted from the weights at its end."""
+    """Count the steps of a round, and average the workers' changes of the weights at its end."""
 
     def __init__(self, options: LocalSGDOptions, buffers: _RoundBuffers) -> None:
         self._options, self._buffers, self.workers = options, buffers, Survivors(options.communicator)
@@ -246,7 +246,7 @@ class _RoundBuffers(StateBuffers):
         super().update(self._shared.arrays(self._weights))
 
     def collect(self) -> bool:
-        """Write what the worker has subtracted from the weights to `flat`; return whether it is finite."""
+        """Write the worker's change of the weights to `flat`; return whether it is finite."""
         shared = self._shared.arrays(self._weights)
         for name, part in zip(self._weights, self._parts, strict=True):
             np.subtract(shared[name], self._own(name), out=part, dtype=part.dtype)

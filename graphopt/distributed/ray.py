@@ -35,7 +35,7 @@ _MOST_INLINE = 65536  # bytes that travel in a call of the actor, in place of th
 
 
 class Rendezvous:
-    """Hand each worker what all workers have put into Ray's object store. This is an actor of Ray."""
+    """Hand each worker the references of all workers to Ray's object store. This is an actor of Ray."""
 
     def __init__(self, size: int) -> None:
         import asyncio
@@ -98,7 +98,7 @@ class RayCommunicator(Communicator):
         os._exit(code)
 
     def _exchanged(self, value: np.ndarray | bytes) -> list[Any]:
-        """Return what each worker gives; arrays are read from Ray's shared memory."""
+        """Return the values that the workers give; arrays are read from Ray's shared memory."""
         is_small = len(value) * getattr(value, "itemsize", 1) <= _MOST_INLINE
         item = value if is_small else self._ray.put(value)
         get = functools.partial(self._ray.get, timeout=self._timeout)

@@ -34,7 +34,7 @@ _Run = Callable[[dict[str, Any]], Mapping[str, Any]]
 
 
 class Decoder(ABC):
-    """Read a text token by token, and return the logits of what follows."""
+    """Read a text token by token, and return the logits of the next token."""
 
     @abstractmethod
     def read(self, tokens: Sequence[int]) -> np.ndarray:
@@ -46,7 +46,7 @@ class Decoder(ABC):
 
 
 def decoder_of(model: ir.Model | Executor, device: Device, adapter: Path | None = None) -> Decoder:
-    """Return what computes the logits of a model's file, or of the current weights of an executor.
+    """Return a decoder of a model's file, or of the current weights of an executor.
 
     Raises:
         GraphoptError: the model does not take tokens, or does not return logits.
@@ -133,7 +133,7 @@ def _adapter(device: Device, path: Path) -> object:
 
 
 class _Inputs:
-    """Make what a decoder reads beside its cache."""
+    """Make the inputs of a decoder, except its cache."""
 
     def __init__(self, values: Iterable[ir.Value]) -> None:
         self._values = {name_of(x): x for x in values}
@@ -163,7 +163,7 @@ class _Inputs:
         return found[0]
 
     def feeds(self, tokens: Sequence[int], before: int, *, filled: int = 0) -> dict[str, np.ndarray]:
-        """Return what the inputs read of tokens, which follow `before` others; `filled` tokens fill a row up."""
+        """Return the inputs for tokens, which follow `before` others; `filled` tokens fill a row up."""
         count = len(tokens)
         places = np.arange(before, before + count + filled)
         made = {

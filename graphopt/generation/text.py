@@ -23,7 +23,7 @@ Prompt = str | Sequence[int] | Sequence[Message] | None
 
 
 class TextGenerator(metaclass=Checked):
-    """Write what follows a text, by a language model that stays loaded.
+    """Continue texts by a language model that stays loaded.
 
     A model reads tokens, and returns the logits of the next token at each position. If it takes the keys and values of
     earlier tokens, such as files of onnxruntime-genai's model builder and of optimum, they are kept; otherwise, the
@@ -61,11 +61,11 @@ class TextGenerator(metaclass=Checked):
         self._decoder = decoder_of(loaded, chosen, None if adapter is None else Path(adapter))
 
     def generate(self, prompt: Prompt = None, **options: object) -> str:
-        """Return what follows a prompt; `graphopt.generate` explains the arguments."""
+        """Return the text after a prompt; `graphopt.generate` explains the arguments."""
         return "".join(self.stream(prompt, **options))
 
     def stream(self, prompt: Prompt = None, **options: object) -> Iterator[str]:
-        """Yield what follows a prompt, piece by piece, as soon as each is a whole character."""
+        """Yield the text after a prompt, piece by piece, as soon as each is a whole character."""
         text = self.vocabulary.stream()
         return filter(None, map(text, self.tokens(self.encoded(prompt), **options)))
 
@@ -129,7 +129,7 @@ def generate(
     device: str | Device | None = None,
     **options: Any,
 ) -> str:
-    """Return what a language model writes after a prompt, until it ends the text or `max_tokens` are written.
+    """Return the text that a language model writes after a prompt, until it ends the text or `max_tokens` are written.
 
     Args:
         model, tokenizer, adapter, device: as in `graphopt.TextGenerator`.

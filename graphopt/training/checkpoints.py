@@ -125,7 +125,7 @@ class Checkpoints(metaclass=Checked):
         self.saved: tuple[int, ...] | None = None  # the position of the latest checkpoint
 
     def prepare(self, resume: bool | str | os.PathLike[str] = True) -> None:
-        """Make the folder, or raise an error; remove what an interrupted process has left there.
+        """Make the folder, or raise an error; remove the files that an interrupted process has left there.
 
         Args:
             resume: the option of `fit`: a folder with the checkpoints of a run belongs to a run that continues it.

@@ -64,7 +64,7 @@ _MOST_SHARED_GRAPHS = 32
 
 @dataclass(frozen=True)
 class Structure:
-    """Describe what determines an executor: a model, the steps of `compile`, and a device.
+    """Describe the facts that determine an executor: a model, the steps of `compile`, and a device.
 
     Args:
         model: the model, or its bytes; equal structures have equal digests.
@@ -446,7 +446,7 @@ class Trainer(Estimator):
         self._running().update_state(state)
 
     def to_onnx(self, dtype: str = "float32") -> onnx.ModelProto:
-        """Return the trained model as a predictor, which computes what `predict` and `predict_proba` return.
+        """Return the trained model as a predictor, which computes the results of `predict` and `predict_proba`.
 
         A classification has the outputs `label` and `probabilities`, or `scores` if the loss knows no probabilities; a
         regression has `variable`. These are the names that skl2onnx gives.

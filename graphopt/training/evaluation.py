@@ -132,7 +132,7 @@ def predict(
 
 
 def by_batches(compute: _Compute, batches: Batches, batch_size: int) -> dict[str, np.ndarray]:
-    """Return what a function returns for all rows, by name; a fixed batch is filled up.
+    """Return the outputs of a function for all rows, by name; a fixed batch is filled up.
 
     Raises:
         GraphoptError: an array does not have a row for each row of data.

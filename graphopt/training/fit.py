@@ -185,7 +185,7 @@ def adapt(
 
 
 def _batch_sources(executor: Executor, data: Data, options: FitOptions) -> tuple[Epochs, HeldOut | None]:
-    """Return what draws the batches of the epochs, and the held-out rows, if there are any."""
+    """Return the source of the epochs' batches, and the held-out rows, if there are any."""
     validation, keep = options.validation, options.checkpoint is not None
     share, held_out = _held_out_share(validation), None
     labels = data.labels if isinstance(data, Dataset) and data.labels else executor.labels
@@ -231,7 +231,7 @@ def _held_out(
 
 
 def _progress(options: FitOptions) -> Sequence[Callback]:
-    """Return what shows the progress, unless another callback does or nobody looks."""
+    """Return the callback that shows the progress, unless another one does or nobody looks."""
     is_shown = any(isinstance(callback, ProgressBar) for callback in callbacks_of(options.callbacks))
     is_seen = is_watched() if options.verbose is None else options.verbose
     return [ProgressBar()] if is_seen and not is_shown else ()
@@ -250,7 +250,7 @@ def _check_sizes(executor: Executor, batch_size: int, counts: Sequence[int | Non
 
 
 def _facts(executor: Executor, source: RowEpochs, options: FitOptions) -> dict[str, str]:
-    """Return what has to be the same for all workers."""
+    """Return the facts that have to be the same for all workers."""
     return {
         "versions": ", ".join(f"{name} {version}" for name, version in versions(executor).items()),
         "training graph": model_digest(executor.model),

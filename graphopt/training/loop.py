@@ -175,7 +175,7 @@ class TrainingLoop:
         return After.GO_ON
 
     def _reported(self, batches: Iterator[_Batch]) -> Iterator[tuple[Drawn, Record]]:
-        """Yield each batch with what its step reports; end a call of several steps where a checkpoint is due."""
+        """Yield each batch with the numbers of its step; end a call of several steps where a checkpoint is due."""
         run, executor, checkpoints = self.run, self.run.executor, self._checkpoints
         if self._callbacks.reads_state:
             for drawn, feeds in batches:
@@ -195,7 +195,7 @@ class TrainingLoop:
                 return
 
     def _between_steps(self) -> After:
-        """Do what callbacks asked for, write a checkpoint that is due, and return what follows."""
+        """Carry out the requests of callbacks, write a checkpoint that is due, and return the next event."""
         control, checkpoints = self.run.control, self._checkpoints
         after = self._agree()
         if control.should_evaluate:
@@ -210,7 +210,7 @@ class TrainingLoop:
         return after
 
     def _agree(self) -> After:
-        """Return what follows. What a callback of any worker has asked for, or a signal to it, counts for all."""
+        """Return the next event. A request of any worker's callback, and a signal to any worker, count for all."""
         workers, control, signals = self.run.executor.workers, self.run.control, self._signals
         ended = signals.received is not None or workers.asked_to_end()
         control.should_stop, control.should_evaluate, ended = workers.any(
@@ -293,7 +293,7 @@ class TrainingLoop:
 
     @functools.cached_property
     def _environment(self) -> dict[str, object]:
-        """Return what the last bits of results depend on."""
+        """Return the facts on which the last bits of results depend."""
         executor = self.run.executor
         device, workers = executor.device_options, executor.workers.size
         return {**versions(executor), "device": device.name, "threads": device.threads, "workers": workers}

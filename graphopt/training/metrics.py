@@ -33,7 +33,7 @@ RECORDED = (  # what a record has beside metrics
 
 @dataclass(frozen=True)
 class ScoredBatch:
-    """Hold what metrics see of a batch, without ignored elements."""
+    """Hold the predictions and targets of a batch for metrics, without ignored elements."""
 
     target: np.ndarray  # the label of each element, or the numbers of each row
     predicted: np.ndarray  # in the same shape
@@ -64,7 +64,7 @@ class Metric(ABC):
         """Return the value on all batches so far, of which at least one has elements."""
 
     def name(self, known_as: str) -> str:
-        """Return the name in records of what `METRICS` names `known_as`."""
+        """Return the name in records of the metric that `METRICS` names `known_as`."""
         return known_as
 
 
@@ -359,7 +359,7 @@ class Metrics:
         return prediction if self._spec.axis is None else np.asarray(prediction.argmax(self._spec.axis))
 
     def batch(self, prediction: np.ndarray, target: np.ndarray) -> ScoredBatch:
-        """Return what metrics see of an output and its target."""
+        """Return an output and its target in the form that metrics read."""
         if self._spec.shift:
             prediction, target = prediction[:, : -self._spec.shift], target[:, self._spec.shift :]
         spec, predicted = self._spec, self.predicted(prediction)

@@ -24,7 +24,7 @@ class AnotherRun(GraphoptError):
 
 @dataclass(frozen=True)
 class Progress:
-    """Hold how far a run has come: what a checkpoint has in JSON, without the identity of the data and the graph."""
+    """Hold the progress of a run, as a checkpoint has it in JSON, without the identity of the data and the graph."""
 
     environment: Mapping[str, object]  # what the last bits of results depend on
     step: int

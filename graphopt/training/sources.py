@@ -24,7 +24,7 @@ from graphopt.training.options import FitOptions
 def read_batches(
     data: Any, executor: Executor, allow_nan: bool, steps: int | None = None, *, keep_positions: bool = False
 ) -> Batches | Stream:
-    """Return what cuts the rows of data into batches, or draws the batches of an iterable."""
+    """Return the batches that data with rows is cut into, or the stream of an iterable."""
     if not has_rows(data):
         return Stream(data, executor.inputs, allow_nan=allow_nan, steps=steps, keep_positions=keep_positions)
     if steps is not None:

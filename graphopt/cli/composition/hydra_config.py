@@ -84,7 +84,7 @@ class CommandLine:
 
     @property
     def said(self) -> tuple[str, ...]:
-        """Return what the user has said: the arguments, after those of the user's run that they name."""
+        """Return the user's arguments, after those of the user's run that they name."""
         if self.record is None or not self.record.is_own:
             return self.overrides
         own = [x for x in _parse(*self.record.overrides) if x.key_or_group not in {*NOT_TAKEN} - {"trust"}]
@@ -92,7 +92,7 @@ class CommandLine:
 
     @property
     def replaced(self) -> list[str]:
-        """Return what the arguments change of the run that they name, as in `fit.epochs=5 in place of fit.epochs=3`."""
+        """Return the arguments that change fields of the named run, as in `fit.epochs=5 in place of fit.epochs=3`."""
         record, texts = self.record, {}
         if record is None:
             return []

@@ -143,7 +143,7 @@ class Recipe:
 
     @property
     def columns(self) -> Columns | None:
-        """Return the columns of a table that the model or the recipe has, with what they have learnt."""
+        """Return the columns of a table that the model or the recipe has, which have learnt."""
         if not self._reads_table:
             return None
         return self._noted[0] or (None if self.fields["data"].get("columns") is None else self.data.columns)
@@ -176,7 +176,7 @@ class Recipe:
 
     @functools.cached_property
     def _noted(self) -> tuple[Columns | None, list[str] | None]:
-        """Return the columns and the classes in the metadata of the model, or of what `follow` names."""
+        """Return the columns and the classes in the metadata of the model, or of the file that `follow` names."""
         name = str(self._trained or self.fields["model"])
         if name in self.fields["models"] or not Path(name).is_file():
             return None, None
@@ -250,7 +250,7 @@ class Recipe:
 
     @property
     def learnt(self) -> dict[str, str]:
-        """Return lines about what the data of a table has learnt, by their topics."""
+        """Return lines about the columns and classes of a table, by their topics."""
         columns, labels = self.data.columns, self.data.labels
         classes = {"classes": some(labels, 20)} if labels and self._reads_table else {}
         return classes if columns is None else {"columns": columns.summary(), **classes}
@@ -332,7 +332,7 @@ class Recipe:
 
     @functools.cached_property
     def launcher(self) -> Launcher:
-        """Return what starts the workers of the run."""
+        """Return the launcher of the run's workers."""
         launcher: Launcher = self._build("launcher") if self.fields.get("launcher") else Launcher()
         return launcher
 
@@ -354,7 +354,7 @@ class Recipe:
         return step if self.columns is None else self.columns.noted(step)
 
     def program(self) -> _Program:
-        """Return the training graph, with the names of the data's classes, and what runs it on each worker."""
+        """Return the training graph, with the classes of the data, and the function that opens a worker's executor."""
         launcher, shared = self.launcher, self._shared
         program: _Program
         if not self.fields.get("launcher"):

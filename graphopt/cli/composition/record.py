@@ -140,7 +140,7 @@ def write_record(
     parts = {COMPOSED: config, OPTIONS: hydra, OVERRIDES: OmegaConf.create([*before, *task])}
     texts = {name: OmegaConf.to_yaml(part).encode() for name, part in parts.items()}
     key = _key() if is_checked and (record is None or record.is_own) else None
-    note = {"strangers": list(strangers), "hmac": _signature_of(key, texts, strangers) if key else None}
+    note = {"strangers": list(strangers), "hmac": _mac(key, texts, strangers) if key else None}
     write_folder(folder / HYDRA, {**texts, SIGNATURE: json.dumps(note).encode()})
 
 
@@ -153,13 +153,11 @@ def _signed(place: Path) -> tuple[str, ...] | None:
     except (GraphoptError, KeyError, TypeError):
         return None
     key = _key()
-    is_own = key is not None and hmac.compare_digest(
-        _signature_of(key, texts, strangers).encode(), found.encode()
-    )
+    is_own = key is not None and hmac.compare_digest(_mac(key, texts, strangers).encode(), found.encode())
     return strangers if is_own else None
 
 
-def _signature_of(key: bytes, texts: Mapping[str, bytes], strangers: tuple[str, ...]) -> str:
+def _mac(key: bytes, texts: Mapping[str, bytes], strangers: tuple[str, ...]) -> str:
     parts = [*(texts[name] for name in (COMPOSED, OPTIONS, OVERRIDES)), json.dumps(strangers).encode()]
     return hmac.new(key, b"".join(b"%d %s" % (len(part), part) for part in parts), "sha256").hexdigest()
 

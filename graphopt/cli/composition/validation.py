@@ -242,7 +242,7 @@ def _check_paths(fields: Mapping[str, object], command_line: CommandLine) -> Non
 
 
 def paths_in(fields: Fields, trust: Sequence[str] = ()) -> Iterator[tuple[str, str, Access]]:
-    """Yield each path that a recipe names, with its field, by the annotations of what takes it."""
+    """Yield each path that a recipe names, with its field, by the annotations of the function that takes it."""
     for group, target in OWN.items():
         node = fields[group] if group else fields
         for name, access in accesses(target).items():
@@ -270,13 +270,13 @@ def _paths_of(node: object, path: str, trust: Sequence[str]) -> Iterator[tuple[s
 
 
 def accesses(target: object) -> dict[str, Access]:
-    """Return the arguments of a class or a function that are paths, and what is done with the files there."""
+    """Return the arguments of a class or a function that are paths, and the access to the files there."""
     known = hints(target, include_extras=True)
     return {name: access for name, hint in known.items() if (access := access_of(hint)) is not None}
 
 
 def access_of(hint: Any) -> Access | None:
-    """Return what is done with the file that an argument of a type names; None if it names none.
+    """Return the access to the file that an argument of a type names; None if it names none.
 
     A path without an annotation, as in packages that the user trusts, counts as one to read.
     """
@@ -300,7 +300,7 @@ def _elsewhere(field: str, expected: str, path: str, place: Path | None = None) 
 
 
 def _beneath(folder: str) -> Iterator[str]:
-    """Yield what lies in a folder and below it, and below links to folders in it."""
+    """Yield the paths in a folder and below it, and below links to folders in it."""
     tops = [folder, *(entry.path for entry in os.scandir(folder))] if os.path.isdir(folder) else []
     for top in tops:
         for at, folders, files in os.walk(top):
@@ -467,7 +467,7 @@ def resolve(name: object, path: str, trust: Sequence[str] = ()) -> Any:
 
 
 def given(path: str) -> Sequence[str]:
-    """Return the arguments that the command gives to what a path of the recipe names."""
+    """Return the arguments that the command adds to those of a part of the recipe."""
     return _ADDED.get(path, ())
 
 
@@ -524,14 +524,14 @@ def _within(name: str, packages: Sequence[str]) -> bool:
 
 
 def _annotation_text(parameter: inspect.Parameter) -> str:
-    """Return what a parameter expects: its types, or the values of a Literal."""
+    """Return the type of a parameter in words: its types, or the values of a Literal."""
     text = str(parameter.annotation).removeprefix("<class '").removesuffix("'>")
     values = re.sub(r"(?:typing\.)?Literal\[(.*?)\]", lambda match: match[1].replace(", ", " or "), text)
     return values.replace(" | ", " or ")
 
 
 def _words(hint: object) -> str | None:
-    """Return what a type hint expects in words of YAML; None if it is no type of plain values."""
+    """Return a type hint in words of YAML; None if it is no type of plain values."""
     if hint in (None, type(None)):
         return "null"
     if hint is bool:

@@ -16,7 +16,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 
 class Generation(Extension):
-    """Put marks around the body of `{% generation %}`, which is what the model is to write."""
+    """Put marks around the body of `{% generation %}`, which is the text that the model is to write."""
 
     tags = {"generation"}  # noqa: RUF012 (as Jinja declares it)
 
@@ -49,7 +49,7 @@ def _check_name(name: object) -> None:
 
 
 def environment(marks: list[str]) -> ImmutableSandboxedEnvironment:
-    """Return Jinja's sandbox with what templates of chats use."""
+    """Return Jinja's sandbox with the functions that templates of chats use."""
     sandbox = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
     )

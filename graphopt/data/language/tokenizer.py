@@ -92,7 +92,7 @@ class Characters(Vocabulary):
 
 
 class Tokenizer(Vocabulary):
-    """Read the tokenizer of a language model: a file of Hugging Face's package `tokenizers`, with what lies beside it.
+    """Read the tokenizer of a language model: a file of Hugging Face's package `tokenizers`, with the files beside it.
 
     `tokenizer_config.json` and `special_tokens_map.json` name the tokens that start and end a text.
     `generation_config.json`, or `genai_config.json` of onnxruntime-genai, has the tokens that end what a model
@@ -161,7 +161,7 @@ class Tokenizer(Vocabulary):
         return lambda token: stream.step(self._tokenizer, token) or ""
 
     def _read_configs(self) -> None:
-        """Read what lies beside the file."""
+        """Read the options in the files beside the tokenizer's."""
         folder = self.path.parent
         config: dict[str, Any] = {}
         for name in _CONFIGS:

@@ -1,4 +1,4 @@
-"""Declare what a callback of `fit` sees and what it can ask for."""
+"""Declare the events that a callback of `fit` sees, and the requests that it can make."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Outputs = Mapping[str, Any]  # numbers and arrays by name
 
 
 def copied_weights(executor: Executor) -> dict[str, np.ndarray]:
-    """Return copies of the parameters, their averages and statistics, without what belongs to the optimizer."""
+    """Return copies of the parameters, their averages and statistics, without the optimizer's state."""
     model = executor.model
     weights = [*with_role(model, Role.PARAMETER, Role.STATISTIC), *averages(model)]
     names = {value.name for value in weights}
@@ -34,7 +34,7 @@ def copied_weights(executor: Executor) -> dict[str, np.ndarray]:
 
 @dataclass
 class Control:
-    """Hold what callbacks ask of `fit`; it looks after each step and after each epoch, and resets what it has done.
+    """Hold the requests of callbacks; `fit` looks at them after each step and each epoch, and resets those it has met.
 
     Args:
         should_stop: end the training.
@@ -49,7 +49,7 @@ class Control:
 
 @dataclass
 class Run:
-    """Hold what callbacks see of a training run.
+    """Hold the facts about a training run that callbacks see.
 
     Args:
         executor: the executor that trains.
@@ -187,11 +187,11 @@ class Callback(metaclass=Checked):
         """Act at the end of a run, whatever ended it."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint is to keep of this callback: numbers, strings, lists and NumPy arrays by name."""
+        """Return the state that a checkpoint keeps: numbers, strings, lists and NumPy arrays by name."""
         return {name: getattr(self, name) for name in self.saved}
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
-        """Continue from what `state_dict` returned."""
+        """Continue from a state that `state_dict` returned."""
         for name in self.saved:
             setattr(self, name, state[name])
 
@@ -308,7 +308,7 @@ class CallbackGroup:
     def load_state(
         self, values: Mapping[str, Mapping[str, object]], arrays: Mapping[str, np.ndarray]
     ) -> None:
-        """Continue from what `state` returned."""
+        """Continue from a state that `state` returned."""
         for name, callback in self._named.items():
             start = f"{name}/"
             own = {key.removeprefix(start): x for key, x in arrays.items() if key.startswith(start)}

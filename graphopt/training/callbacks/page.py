@@ -1,4 +1,4 @@
-"""Write a page about a run: its result, its curves, what it trained, and what it predicts on held-out rows."""
+"""Write a page about a run: its result, curves and training graph, and its predictions of held-out rows."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _POSITIONS = ("epoch", "step", "seconds")
 
 
 class Page(Callback):
-    """Gather what a self-contained HTML page shows about a run.
+    """Gather the contents of a self-contained HTML page about a run.
 
     Args:
         path: the file.
@@ -113,7 +113,7 @@ class Page(Callback):
         )
 
     def _result(self, run: Run) -> Iterator[str]:
-        """Yield what came out: the measures of the weights that the run ends with, and facts about the run."""
+        """Yield the result: the measures of the weights that the run ends with, and facts about the run."""
         final, best = run.restored or run.records[-1], _best_record(run.records)
         yield html.figures(_figures(run, final, best))
         if "validation_loss" in final:

@@ -1,4 +1,4 @@
-"""Show what a model predicts on held-out rows: confusion matrices, residuals, and the rows most in error."""
+"""Show the predictions of held-out rows: confusion matrices, residuals, and the rows most in error."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _LEAST_SIDE = 4  # pixels of a picture
 
 @dataclass(frozen=True)
 class _Example:
-    """Hold a row that a model predicts wrongly: its place among held-out rows, its error, and what is said of it.
+    """Hold a row that a model predicts wrongly: its place among held-out rows, its error, and its captions.
 
     `measure` is the name and the text of how wrong it is.
     """
@@ -77,7 +77,7 @@ class _Predictions:
     def _told(
         self, batch: ScoredBatch, i: int, elements: int, error: float
     ) -> tuple[str, str, tuple[str, str]]:
-        """Return what a row's target and prediction are, and how wrong this is."""
+        """Return a row's target, prediction and error in words."""
         if batch.spec.task == "regression":
             expected, predicted = (
                 np.reshape(x[i], -1)[:_MOST_COLUMNS] for x in (batch.target, batch.predicted)
@@ -95,7 +95,7 @@ class _Predictions:
 
 
 def predictions(run: Run) -> Iterator[str]:
-    """Yield the sections of a page on what a run's model predicts on held-out rows."""
+    """Yield the sections of a page about the predictions of held-out rows."""
     if run.evaluated is None:
         return
     names, place = run.labels, 0
@@ -190,7 +190,7 @@ def _shown_examples(worst: Sequence[_Example], run: Run) -> str:
 
 
 def _captions(example: _Example) -> tuple[str, str]:
-    """Return what is said below a picture."""
+    """Return the captions of a picture."""
     name, text = example.measure
     right = "right" if example.expected == example.predicted else f"taken for {example.predicted}"
     is_class = name in ("confidence", "output")

@@ -1,4 +1,4 @@
-"""Build the networks of scikit-learn as ONNX models, with the passes that train them, and read what models take.
+"""Build the networks of scikit-learn as ONNX models, with the passes that train them, and read the inputs of models.
 
 In scikit-learn, a loss is summed over the outputs of a row and averaged over the rows of a batch, and the penalty of
 the weights is divided by the rows of the batch.
@@ -139,7 +139,7 @@ def fill(
 
 @dataclass(frozen=True)
 class Interface:
-    """Describe what a model reads and predicts."""
+    """Describe the input and the output of a model."""
 
     dtype: str  # of its input
     axes: int  # of its input
