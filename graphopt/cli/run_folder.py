@@ -17,7 +17,7 @@ from filelock import FileLock, Timeout
 from graphopt.cli.composition.expansion import MOST_BYTES, read_config
 from graphopt.errors import GraphoptError, escaped
 from graphopt.files import check_folder, json_of, open_to_append, read_file, write
-from graphopt.training.callbacks.logs import json_value, leaves
+from graphopt.training.callbacks.logs import json_value, nested_items
 from graphopt.training.checkpoints import find
 
 METRICS_FILE, CONFIG, CHECKPOINTS, RESULT = "metrics.jsonl", "config.yaml", "checkpoints", "result.json"
@@ -203,7 +203,7 @@ def _holds_run(folder: Path) -> bool:
 
 def _as_overrides(fields: Mapping[str, Any]) -> dict[str, str]:
     """Return the values of nested fields as overrides have them, by their dotted names."""
-    return {name: x if isinstance(x, str) else json.dumps(x, default=str) for name, x in leaves(fields)}
+    return {name: x if isinstance(x, str) else json.dumps(x, default=str) for name, x in nested_items(fields)}
 
 
 def _is_run_of(folder: Path, wanted: Mapping[str, object], *, is_named: bool) -> bool:

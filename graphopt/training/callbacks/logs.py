@@ -327,7 +327,7 @@ class MLflow(Log):
             self.id = self._mlflow.start_run(run_id=run_id, run_name=self.name).info.run_id
             self._is_running = True
             if run_id is None and self.config:
-                self._mlflow.log_params(dict(leaves(self.config)))
+                self._mlflow.log_params(dict(nested_items(self.config)))
         except self._mlflow.MlflowException as error:
             raise GraphoptError(f"MLflow: {line(error)}") from error
 
@@ -350,11 +350,11 @@ def _prefixed_numbers(record: Record) -> dict[str, float]:
     return {f"{kind}/{name}": float(value) for name, value in numbers.items() if name not in POSITION}
 
 
-def leaves(node: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
+def nested_items(node: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
     """Yield the leaves of nested mappings, each with its path."""
     for name, value in node.items():
         place = f"{path}.{name}" if path else str(name)
         if isinstance(value, Mapping):
-            yield from leaves(value, place)
+            yield from nested_items(value, place)
         else:
             yield place, value
