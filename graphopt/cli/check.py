@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import onnx_ir as ir
@@ -23,7 +23,7 @@ from graphopt.training.callbacks.terminal import open_console, print_line
 
 
 def write_check(recipe: Recipe, folder: Path) -> None:
-    """Print what is found about the recipe's model, on the first rows of its data if it names some.
+    """Print the differences that checks of the model find, on the first rows of the recipe's data if it names some.
 
     Raises:
         GraphoptError: something differs.
@@ -32,7 +32,7 @@ def write_check(recipe: Recipe, folder: Path) -> None:
         leave(folder, folder.parents[1])
     console = open_console(quiet=recipe.fields["quiet"])
     named = recipe.fields["executor"].get("verify")
-    verify: Any = named if named == "first" else "full"
+    verify: Literal["first", "full"] = "first" if named == "first" else "full"
     threads = recipe.fields["executor"].get("threads")
     if _says(recipe, "data") or recipe.fields["model"] in recipe.fields["models"]:
         step = recipe.compile()

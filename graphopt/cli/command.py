@@ -27,6 +27,7 @@ from yaml import YAMLError  # type: ignore[import-untyped]
 
 from graphopt.cli.check import write_check
 from graphopt.cli.comparison import say_compared
+from graphopt.cli.composition.expansion import plain_of
 from graphopt.cli.composition.hydra_config import (
     COMPOSITION_ERRORS,
     PRIMARY,
@@ -40,7 +41,7 @@ from graphopt.cli.generation import write_text
 from graphopt.cli.help import help_page
 from graphopt.cli.messages import complain, line_of, say, tell_record, warn
 from graphopt.cli.processes import check_processes, installed_first
-from graphopt.cli.run_folder import check_no_run, leave
+from graphopt.cli.run_folder import STEP, check_no_run, leave
 from graphopt.cli.schema import recipe_schema
 from graphopt.cli.train import parameter_count, train
 from graphopt.cli.trained import Trained, write_metrics, write_predictions
@@ -144,7 +145,7 @@ def _run(arguments: argparse.Namespace) -> None:
         if arguments.help:
             config = hydra.config_loader.load_configuration(PRIMARY, overrides, RunMode.RUN)
             groups = hydra.format_config_groups(lambda group: not group.startswith("hydra"))
-            recipe: Any = OmegaConf.to_container(config, resolve=False)
+            recipe = plain_of(config)
             del recipe["hydra"]
             options = argparse.HelpFormatter("", max_help_position=40)
             options.add_arguments([action for action in _parser()._actions if action.option_strings])
@@ -232,7 +233,7 @@ def _job(command_line: CommandLine, config: DictConfig) -> float | None:
         name = recipe.fields.get("run")
         if name not in _RUNS:
             raise GraphoptError(unknown("run", str(name), _RUNS))
-        with _explained(recipe):
+        with _explaining(recipe):
             return _RUNS[name](recipe, Path(os.path.relpath(hydra.runtime.output_dir)))
     except USER_ERRORS as error:
         if HydraConfig.get().mode == RunMode.MULTIRUN:  # Hydra carries it from the job's process to this one
@@ -244,18 +245,18 @@ def _job(command_line: CommandLine, config: DictConfig) -> float | None:
 
 
 @contextlib.contextmanager
-def _explained(recipe: Recipe) -> Iterator[None]:
+def _explaining(recipe: Recipe) -> Iterator[None]:
     """Name the file of data that is wrong, and where a run was started whose files are missing here."""
     try:
         yield
     except GraphoptError as error:
-        text = _told(recipe, str(error))
+        text = _explained_text(recipe, str(error))
         if text == str(error):
             raise
         raise GraphoptError(text) from error
 
 
-def _told(recipe: Recipe, text: str) -> str:
+def _explained_text(recipe: Recipe, text: str) -> str:
     record, fields = recipe.command_line.record, recipe.fields
     path = fields["data"].get("path")
     if record is not None and record.started_in not in ("", os.getcwd()) and "no such file" in text:
@@ -269,7 +270,7 @@ def _told(recipe: Recipe, text: str) -> str:
 
 
 def _with_trained(write_file: Callable[[Trained, Console], Path], recipe: Recipe, folder: Path) -> None:
-    """Write a file about the data by what another run has trained."""
+    """Write a file about the data by the model that another run has trained."""
     console = open_console(quiet=recipe.fields["quiet"])
     trained = Trained.find(recipe, folder)
     tell_record(console, recipe.command_line)
@@ -308,12 +309,12 @@ def _compile(recipe: Recipe, folder: Path, console: Console) -> str:
         halves = recipe.halves()
         stages = {f"grad.{i}.onnx": stage for i, stage in enumerate(halves.grad)}
         grad = stages if len(stages) > 1 else {"grad.onnx": halves.grad[0]}
-        graphs = {"step.onnx": halves.step, **grad, "apply.onnx": halves.apply}
+        graphs = {STEP: halves.step, **grad, "apply.onnx": halves.apply}
     else:
-        graphs = {"step.onnx": _training_graph(recipe, folder)}
+        graphs = {STEP: _training_graph(recipe, folder)}
     for name, graph in graphs.items():
         save(graph, folder / name)
-    say(console, "model", f"{recipe.fields['model']}, {parameter_count(graphs['step.onnx'])}")
+    say(console, "model", f"{recipe.fields['model']}, {parameter_count(graphs[STEP])}")
     return ", ".join(f"{name} {size(graph)} nodes" for name, graph in graphs.items())
 
 
@@ -336,7 +337,7 @@ def _artifacts(recipe: Recipe, folder: Path, console: Console) -> str:
 
 
 def _describe_columns(recipe: Recipe, folder: Path, console: Console) -> None:
-    """Tell how the features of a table are made, which a host has to do itself."""
+    """Write columns.json, by which a host makes the features of a table itself."""
     if recipe.columns is not None:
         write(folder / "columns.json", recipe.columns.text())
         say(console, "columns", "the graph takes features, which the host makes as columns.json says")
@@ -382,7 +383,7 @@ def _placement(recipe: Recipe, step: ir.Model) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _compare(recipe: Recipe, folder: Path) -> None:
+def _compare_runs(recipe: Recipe, folder: Path) -> None:
     _check_no_resume(recipe)
     if not recipe.names_folder:
         leave(folder, folder.parents[1])
@@ -400,7 +401,7 @@ _RUNS: dict[str, Callable[[Recipe, Path], float | None]] = {
     "artifacts": partial(_export, _artifacts),
     "report": partial(_export, _report),
     "check": write_check,
-    "compare": _compare,
+    "compare": _compare_runs,
 }
 
 

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import dropwhile
 from pathlib import Path
-from typing import Any
 from urllib.parse import quote
 
 from hydra.experimental.callback import Callback
@@ -18,41 +17,41 @@ from omegaconf import DictConfig
 from graphopt.cli.composition.expansion import read_config
 from graphopt.cli.composition.record import HYDRA, OPTIONS, OVERRIDES, enter, mapping, select
 from graphopt.cli.messages import print_table, say
-from graphopt.cli.run_folder import CONFIG, METRICS_FILE, RESULT
+from graphopt.cli.run_folder import CONFIG, METRICS_FILE, REPORT, RESULT
 from graphopt.errors import GraphoptError
-from graphopt.files import read_regular, write
+from graphopt.files import write
 from graphopt.inspection import html
 from graphopt.inspection.charts import COLORS, line_chart
 from graphopt.inspection.words import counted, is_share, label_of, measure_text
 from graphopt.training.callbacks import Record
-from graphopt.training.callbacks.logs import json_lines
+from graphopt.training.callbacks.logs import read_json_lines
 from graphopt.training.callbacks.terminal import open_console
 from graphopt.training.checkpoints import larger_is_better
 from graphopt.training.metrics import METRICS
 
-PAGE, REPORT = "compare.html", "report.html"
+PAGE = "compare.html"
 LEFT_OUT = ("epoch", "step", "learning_rate", "seconds", "samples_per_second", "tokens_per_second")
 PLACES = ("folder", "resume")
 
 
 @dataclass(frozen=True)
 class _Run:
-    """Hold what a run has written: its options, the records of its epochs, and its result, if it is complete."""
+    """Hold the files of a run: its options, the records of its epochs, and its result, if it is complete."""
 
     name: str
     path: Path
     overrides: dict[str, str]
-    choices: Mapping[str, Any]
-    config: Mapping[str, Any]
+    choices: Mapping[str, object]
+    config: Mapping[str, object]
     is_of_sweep: bool
     records: list[Record]
-    result: Mapping[str, Any]
+    result: Mapping[str, object]
 
     @classmethod
     def read(cls, path: Path, name: str) -> _Run:
         """Read the files of a run; those that are missing or broken count as empty."""
         overrides, config, hydra = map(
-            _content, (path / HYDRA / OVERRIDES, path / CONFIG, path / HYDRA / OPTIONS)
+            _yaml_content, (path / HYDRA / OVERRIDES, path / CONFIG, path / HYDRA / OPTIONS)
         )
         lines = map(str, overrides if isinstance(overrides, list) else ())
         return cls(
@@ -62,12 +61,12 @@ class _Run:
             mapping(select(hydra, "hydra.runtime.choices")),
             mapping(config),
             select(hydra, "hydra.mode") == "MULTIRUN",
-            [record for record in _json_lines(path / METRICS_FILE) if "seconds" in record],
-            next(iter(_json_lines(path / RESULT)), {}),
+            [record for record in read_json_lines(path / METRICS_FILE) if "seconds" in record],
+            next(iter(read_json_lines(path / RESULT)), {}),
         )
 
     def option(self, name: str) -> str:
-        """Return the value of an option: what the command line said, or else what the recipe has."""
+        """Return the value of an option: that of the command line, or else that of the recipe."""
         if name in self.overrides:
             return self.overrides[name]
         value = self.choices[name] if name in self.choices else select(self.config, name)
@@ -86,7 +85,7 @@ class _Run:
 
     @property
     def state(self) -> str:
-        """Say what became of a run of a sweep that has no number."""
+        """Return why a run has no number, in words; nothing for a complete run."""
         if "value" in self.result:
             return "not finite" if self.result["value"] is None else ""
         if not self.records:
@@ -114,7 +113,7 @@ class _Comparison:
     @classmethod
     def of(cls, folder: Path) -> _Comparison:
         """Compare the runs below a folder."""
-        paths = sorted((path.parents[1] for path in folder.rglob(f"{HYDRA}/{OVERRIDES}")), key=_order)
+        paths = sorted((path.parents[1] for path in folder.rglob(f"{HYDRA}/{OVERRIDES}")), key=_path_order)
         for path in paths:
             enter(path)
         runs = [_Run.read(path, str(path.relative_to(folder))) for path in paths]
@@ -125,7 +124,7 @@ class _Comparison:
         options = [
             name for name in names if len({run.option(name) for run in runs}) > 1 and name not in PLACES
         ]
-        measures = _measures(runs)
+        measures = _measure_names(runs)
         by = _decisive(measures, options)
         return cls(
             folder, sorted(runs, key=lambda run: (run.key(by), bool(run.state))), options, measures, by
@@ -133,10 +132,10 @@ class _Comparison:
 
     @property
     def about(self) -> str:
-        return f"{counted(len(self.runs), 'run')}, best by {_label(self.by)}"
+        return f"{counted(len(self.runs), 'run')}, best by {_measure_label(self.by)}"
 
     def states(self) -> list[str]:
-        """Return which runs are the best, and what became of those without a number."""
+        """Return `best` for the best runs, and why the others have no number."""
         least = self.runs[0].key(self.by)
         return ["best" if run.key(self.by) == least < math.inf else run.state for run in self.runs]
 
@@ -151,18 +150,19 @@ class _Comparison:
         """Return the page: the best run, the table, and the curves."""
         best, states = self.runs[0], self.states()
         links = {i: f"{quote(run.name)}/{REPORT}" for i, run in enumerate(self.runs) if run.has_report}
-        labels = list(map(label_of, _short(self.options)))
+        labels = list(map(label_of, _short_names(self.options)))
         parts = []
         if states[0] == "best":
             shown = [name for name in self.measures if name not in ("epoch", "loss")] or ["loss"]
             numbers = [(name, best.final[name]) for name in shown if name in best.final]
             figures = [
-                (_label(name), measure_text(name, x), "c1" if name == self.by else "") for name, x in numbers
+                (_measure_label(name), measure_text(name, x), "c1" if name == self.by else "")
+                for name, x in numbers
             ]
             facts = dict(zip(labels, map(best.option, self.options), strict=True))
             parts = [html.figures(figures), *([html.facts(facts)] if facts else [])]
             parts = [html.section(f"Best run: {best.name}", *parts)]
-        header, rows = ["run", *labels, *map(_label, self.measures)], self.rows(measure_text)
+        header, rows = ["run", *labels, *map(_measure_label, self.measures)], self.rows(measure_text)
         marks, texts = dict(enumerate(states)), 1 + len(self.options)
         return html.page(
             str(self.folder),
@@ -190,7 +190,7 @@ class _Comparison:
                 lines[f"{run.name}: {values}" if values else run.name] = [
                     factor * x if isinstance(x, int | float) else None for x in numbers
                 ]
-            title = _label(measure)
+            title = _measure_label(measure)
             title = f"{title[:1].upper()}{title[1:]}{which}"
             yield line_chart(title, epochs, lines, logarithmic="loss" in measure, unit=unit)
 
@@ -205,15 +205,15 @@ def compare(folder: str | os.PathLike[str]) -> Path:
     rows = list(comparison.rows(lambda name, number: f"{number:.4g}"))
     for row, state in zip(rows, comparison.states(), strict=True):
         row[0] = f"{row[0]}  {state}".rstrip()
-    console, measures = open_console(), map(_label, comparison.measures)
-    options = _short(comparison.options) if console.is_terminal else comparison.options
+    console, measures = open_console(), map(_measure_label, comparison.measures)
+    options = _short_names(comparison.options) if console.is_terminal else comparison.options
     title = f"{folder}: {comparison.about}"
     print_table(console, ["run", *options, *measures], rows, title=title, texts=1 + len(options))
     write(Path(folder, PAGE), comparison.page())
     return Path(folder, PAGE)
 
 
-def _measures(runs: Sequence[_Run]) -> list[str]:
+def _measure_names(runs: Sequence[_Run]) -> list[str]:
     """Return the names of numbers that any run has, those of held-out rows first."""
     names = dict.fromkeys(name for run in runs for name, x in run.final.items() if isinstance(x, int | float))
     held_out = {name for run in runs for name in dropwhile("validation_loss".__ne__, run.final)}
@@ -229,11 +229,11 @@ def _decisive(measures: Sequence[str], options: Sequence[str]) -> str:
     return metrics[0] if has_losses and metrics else losses[0]
 
 
-def _label(name: str) -> str:
+def _measure_label(name: str) -> str:
     return "training loss" if name == "loss" else label_of(name)
 
 
-def _short(names: Sequence[str]) -> list[str]:
+def _short_names(names: Sequence[str]) -> list[str]:
     """Return the last parts of dotted names, where these differ."""
     last = [name.rpartition(".")[2] for name in names]
     return [short if last.count(short) == 1 else name for short, name in zip(last, names, strict=True)]
@@ -242,29 +242,23 @@ def _short(names: Sequence[str]) -> list[str]:
 class SweepTable(Callback):
     """Print and write the comparison of a sweep's runs. graphopt.yaml registers this class as a callback of Hydra."""
 
-    def on_multirun_end(self, config: DictConfig, **_: Any) -> None:
+    def on_multirun_end(self, config: DictConfig, **_: object) -> None:
         say_compared(config.hydra.sweep.dir)
 
 
 def say_compared(folder: str | os.PathLike[str]) -> None:
-    """Compare the runs below a folder, and say where the page is."""
+    """Compare the runs below a folder, and print the path of the page."""
     page = compare(folder)
     say(open_console(), "written", str(page))
 
 
-def _order(path: Path) -> tuple[tuple[int, str], ...]:
+def _path_order(path: Path) -> tuple[tuple[int, str], ...]:
     """Sort numbers in paths as numbers."""
     return tuple((int(part), "") if part.isdigit() else (-1, part) for part in path.parts)
 
 
-def _content(path: Path) -> Any:
+def _yaml_content(path: Path) -> object:
     """Return the content of a YAML file, or None if it is missing or broken."""
     with contextlib.suppress(GraphoptError):
         return read_config(path)
     return None
-
-
-def _json_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the whole lines of a file that hold mappings."""
-    content = read_regular(path)
-    return [] if content is None else json_lines(content.decode(errors="replace"))

@@ -24,7 +24,7 @@ _KEPT = "\n\t"  # characters that do more than to show themselves
 
 
 def write_text(recipe: Recipe, folder: Path) -> None:
-    """Write what a model continues the prompt by; the model is that of a file, or of a run."""
+    """Write the text by which a model continues the prompt; the model is that of a file, or of a run."""
     console = open_console(quiet=recipe.fields["quiet"])
     options = dict(recipe.fields["generate"])
     trained = Trained.find(recipe, folder)
@@ -37,7 +37,7 @@ def write_text(recipe: Recipe, folder: Path) -> None:
     say(console, "prompt", counted(len(tokens), "token"))
     if not console.quiet and prompt and not is_chat:
         _show(prompt)
-    _write(writer, console, writer.tokens(tokens, **options))
+    _write_tokens(writer, console, writer.tokens(tokens, **options))
 
 
 def _prompt(recipe: Recipe) -> str | None:
@@ -47,7 +47,7 @@ def _prompt(recipe: Recipe) -> str | None:
 
 
 def _writer(recipe: Recipe, trained: Trained, tokenizer: str | None, adapter: str | None) -> TextGenerator:
-    """Return the model of a file, or what a run has trained, with its tokenizer."""
+    """Return the model of a file, or the one that a run has trained, with its tokenizer."""
     source = trained.executor() if trained.checkpoint is not None else recipe.model(trained.model)
     reads_text = recipe.choices["data"] == "text"
     named = tokenizer or recipe.tokenizer or (OF_CHARACTERS if reads_text else None)
@@ -61,7 +61,7 @@ def _writer(recipe: Recipe, trained: Trained, tokenizer: str | None, adapter: st
     return TextGenerator(source, named, adapter=adapter, device=recipe.device)
 
 
-def _write(writer: TextGenerator, console: Console, tokens: Iterator[int]) -> None:
+def _write_tokens(writer: TextGenerator, console: Console, tokens: Iterator[int]) -> None:
     """Write tokens as they come, and then how fast they came."""
     text, count, start = writer.vocabulary.stream(), 0, time.perf_counter()
     for token in tokens:

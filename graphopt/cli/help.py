@@ -7,7 +7,7 @@ import json
 import re
 import shutil
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pkgutil import resolve_name
 from typing import Any
 
@@ -68,7 +68,7 @@ def in_yaml(text: str) -> str:
     return re.sub(r"\b(None|True|False)\b", lambda match: _IN_YAML[match[0]], text)
 
 
-def fields(node: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any, str]]:
+def fields(node: Mapping[str, object], path: str = "") -> Iterator[tuple[str, Any, str]]:
     """Yield the path, value and description of each field of a composed recipe, with unresolved references."""
     texts = described(resolve(node[TARGET_KEY], path)) if TARGET_KEY in node else DESCRIBED.get(path, {})
     for name, value in node.items():
@@ -84,7 +84,7 @@ def fields(node: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any, 
             yield place, value, text
 
 
-def help_page(options: str, groups: str, recipe: Mapping[str, Any]) -> str:
+def help_page(options: str, groups: str, recipe: Mapping[str, object]) -> str:
     """Return the text of `graphopt --help`."""
     width = max(80, shutil.get_terminal_size((110, 24)).columns) - 1
     lines = []
@@ -101,14 +101,14 @@ def help_page(options: str, groups: str, recipe: Mapping[str, Any]) -> str:
     return "\n".join([*parts, f"Set any field with FIELD=VALUE ({other}):\n", *lines])
 
 
-def _callback(kind: Any) -> str:
-    """Return what a callback does, and its fields."""
+def _callback_line(kind: Callable[..., object]) -> str:
+    """Return the summary of a callback, and its fields."""
     summary = str(inspect.getdoc(kind)).partition("\n")[0].rstrip(".")
     return f"{summary}: {', '.join(name for name in inspect.signature(kind).parameters if name != 'folder')}"
 
 
 DESCRIBED = {  # the parts of a recipe that name no class or function
-    "callbacks": {name: _callback(resolve_name(kind)) for name, kind in CALLBACKS.items()},
+    "callbacks": {name: _callback_line(resolve_name(kind)) for name, kind in CALLBACKS.items()},
     **{path: described(target) for path, target in PLAIN.items()},
 }
 DESCRIBED |= {path: {**DESCRIBED.get(path, {}), **described(target)} for path, target in OWN.items()}

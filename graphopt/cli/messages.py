@@ -1,4 +1,4 @@
-"""Print lines of the command: what a run is about, and errors."""
+"""Print lines of the command: facts about a run, and errors."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import logging
 import re
 import sys
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig
@@ -43,7 +42,7 @@ def say(console: Console, what: str, text: str) -> None:
 
 
 def tell_record(console: Console, command_line: CommandLine) -> None:
-    """Say from which run a recipe is, and what the command line changes of it."""
+    """Print from which run a recipe is, and which of its fields the command line changes."""
     record = command_line.record
     if record is not None:
         changed = ", ".join(command_line.replaced)
@@ -127,7 +126,7 @@ def compilations(console: Console) -> Iterator[None]:
         toolchain.logger.setLevel(level)
 
 
-def warn(message: Warning | str, *_: Any, **__: Any) -> None:
+def warn(message: Warning | str, *_: object, **__: object) -> None:
     """Print a warning in one line; this is a `warnings.showwarning`."""
     text = escaped(shortened(" ".join(str(message).split())))
     print(f"graphopt: warning: {text}", file=sys.stderr)

@@ -17,7 +17,7 @@ DECIDING = ("seed", "shuffle", "validation")  # the fields of `fit` that decide 
 
 
 def chosen_rows(recipe: Recipe, record: RunRecord | None) -> tuple[Dataset, str]:
-    """Return the data that the recipe's field `rows` chooses, and what it is in words.
+    """Return the data that the recipe's field `rows` chooses, and its description.
 
     `rows=null` is `held_out` to evaluate a run on its own data, and `all` otherwise.
     """
@@ -30,7 +30,7 @@ def chosen_rows(recipe: Recipe, record: RunRecord | None) -> tuple[Dataset, str]
                 "rows out"
             )
         return data, f"{source}{len(data):,} rows"
-    trained, held_out, elsewhere = _parts(recipe)
+    trained, held_out, elsewhere = _trained_and_held_out(recipe)
     if wanted == "held_out" and held_out is None:
         raise GraphoptError(
             f"rows=held_out: expected a run that held rows out, found one that trained on all {len(data):,}: leave "
@@ -52,7 +52,7 @@ def _has_data_of(record: RunRecord, recipe: Recipe) -> bool:
     return is_same and record.resolved.get("data") == recipe.fields["data"]
 
 
-def _parts(recipe: Recipe) -> tuple[Dataset, Dataset | None, str]:
+def _trained_and_held_out(recipe: Recipe) -> tuple[Dataset, Dataset | None, str]:
     """Return the rows that trained, those held out, if there are any, and the file that has these, if one does."""
     data, other = recipe.data, recipe.fit["validation"]
     if isinstance(other, Dataset):

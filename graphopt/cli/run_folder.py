@@ -17,15 +17,16 @@ from filelock import FileLock, Timeout
 from graphopt.cli.composition.expansion import MOST_BYTES, read_config
 from graphopt.errors import GraphoptError, escaped
 from graphopt.files import check_folder, json_of, open_to_append, read_file, write
-from graphopt.training.callbacks.logs import json_value
+from graphopt.training.callbacks.logs import json_value, nested_items
 from graphopt.training.checkpoints import find
 
 METRICS_FILE, CONFIG, CHECKPOINTS, RESULT = "metrics.jsonl", "config.yaml", "checkpoints", "result.json"
+STEP, MODEL, REPORT = "step.onnx", "trained.onnx", "report.html"
+ADAPTER_FILES = "adapter.onnx_adapter", "adapter.safetensors"  # for slots, and the state of adapters
 LOCK, LOG = ".lock", "graphopt.log"
 OWN_FILES = (
-    *(METRICS_FILE, CONFIG, CHECKPOINTS, RESULT, "step.onnx", "trained.onnx", "report.html", LOG),
-    *("adapter.onnx_adapter", "adapter.safetensors"),
-    *(".hydra", LOCK, ".ray", "."),
+    *(METRICS_FILE, CONFIG, CHECKPOINTS, RESULT, STEP, MODEL, REPORT, LOG),
+    *(*ADAPTER_FILES, ".hydra", LOCK, ".ray", "."),
 )
 _OF_SWEEPS = ("multirun.yaml", "optimization_results.yaml")  # which Hydra writes
 
@@ -60,7 +61,7 @@ class LogFile(logging.FileHandler):
 
 
 def resumed(
-    resume: bool | str, folder: Path, fields: Mapping[str, Any], *, search: bool
+    resume: bool | str, folder: Path, fields: Mapping[str, object], *, search: bool
 ) -> tuple[Path, Path | bool]:
     """Return the folder of a run, and the checkpoint that it continues, or False for a new run.
 
@@ -83,7 +84,7 @@ def resumed(
         if run.resolve() != folder.resolve():
             leave(folder, run)
         return run, checkpoint
-    wanted = _identity(fields)
+    wanted = _recipe_identity(fields)
     candidates = folder.resolve().parents[1].glob(f"*/*/{CONFIG}") if search else ()
     places = [folder, *(Path(os.path.relpath(path.parent)) for path in candidates)]
     places = [path for path in dict.fromkeys(places) if (path / CONFIG).is_file()]
@@ -97,7 +98,7 @@ def resumed(
             if place == folder:
                 return folder, True
     if folder in places and _holds_run(folder):
-        others = sorted(_leaves(_identity_of(folder)).items() - _leaves(wanted).items())
+        others = sorted(_as_overrides(_identity_of(folder)).items() - _as_overrides(wanted).items())
         raise GraphoptError(
             f"{folder}: expected a run of the same recipe, found one with "
             f"{', '.join(f'{name}={value}' for name, value in others[:3]) or 'fewer fields'}: continue it with "
@@ -111,9 +112,9 @@ def write_result(folder: Path, value: float) -> None:
     write(folder / RESULT, json.dumps({"value": json_value(value)}))
 
 
-def result(folder: Path, fields: Mapping[str, Any]) -> float | None:
-    """Return what a complete run of the same recipe in a folder has noted, or None if there is no such run."""
-    if not (folder / RESULT).is_file() or _identity_of(folder) != _identity(fields):
+def result(folder: Path, fields: Mapping[str, object]) -> float | None:
+    """Return the result of a complete run of the same recipe in a folder, or None if there is no such run."""
+    if not (folder / RESULT).is_file() or _identity_of(folder) != _recipe_identity(fields):
         return None
     noted = json_of(read_file(folder / RESULT, MOST_BYTES), str(folder / RESULT))
     value = noted.get("value", ...) if isinstance(noted, dict) else ...
@@ -134,7 +135,7 @@ def leave(folder: Path, place: Path) -> None:
 
 
 class Before:
-    """Remember what the folder of a run has before the command, which leaves nothing if the run does not begin."""
+    """Remember the files in the folder of a run before the command, which leaves nothing if the run does not begin."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -200,16 +201,13 @@ def _holds_run(folder: Path) -> bool:
     return (folder / METRICS_FILE).exists() or any((folder / CHECKPOINTS).glob("step-*"))
 
 
-def _leaves(fields: Any, name: str = "") -> dict[str, str]:
+def _as_overrides(fields: Mapping[str, Any]) -> dict[str, str]:
     """Return the values of nested fields as overrides have them, by their dotted names."""
-    if not isinstance(fields, dict):
-        return {name: fields if isinstance(fields, str) else json.dumps(fields, default=str)}
-    parts = (_leaves(value, f"{name}.{key}" if name else str(key)) for key, value in fields.items())
-    return {leaf: value for part in parts for leaf, value in part.items()}
+    return {name: x if isinstance(x, str) else json.dumps(x, default=str) for name, x in nested_items(fields)}
 
 
-def _is_run_of(folder: Path, wanted: Mapping[str, Any], *, is_named: bool) -> bool:
-    """Return whether a folder has a run of a recipe; another folder than the named one may have what is refused."""
+def _is_run_of(folder: Path, wanted: Mapping[str, object], *, is_named: bool) -> bool:
+    """Return whether a folder has a run of a recipe; only the named folder raises errors of refused files."""
     try:
         check_run(folder)
         return _identity_of(folder) == wanted
@@ -219,14 +217,14 @@ def _is_run_of(folder: Path, wanted: Mapping[str, Any], *, is_named: bool) -> bo
         return False
 
 
-def _identity_of(folder: Path) -> dict[str, Any]:
-    """Return what makes the recipe of a run the same as another."""
+def _identity_of(folder: Path) -> dict[str, object]:
+    """Return the fields that two runs of the same recipe have in common."""
     config = read_config(folder / CONFIG)
     if not isinstance(config, dict):
         raise GraphoptError(f"{folder / CONFIG}: expected the recipe of a run, found no mapping")
-    return _identity(config)
+    return _recipe_identity(config)
 
 
-def _identity(config: Mapping[str, Any]) -> dict[str, Any]:
+def _recipe_identity(config: Mapping[str, object]) -> dict[str, object]:
     others = ("folder", "generate", "launcher", "predictions", "prompt", "quiet", "resume", "rows", "run")
     return {name: value for name, value in config.items() if name not in others}

@@ -34,15 +34,15 @@ def recipe_schema(verbs: Iterable[str]) -> Schema:
     others = [name for names in NAMED.values() for name in names]
     groups = [path.name for path in sorted(RECIPES.iterdir()) if any(path.glob("*.yaml"))]
     parts = [group for group in groups if group not in ("experiment", "sweep")]
-    fields = _object(OWN[""])["properties"]
+    fields = _object_schema(OWN[""])["properties"]
     fields["run"] = {"description": DESCRIBED[""]["run"], "enum": [*verbs]}
-    fields |= {name: _object(target, without=given(name)) for name, target in PLAIN.items()}
+    fields |= {name: _object_schema(target, without=given(name)) for name, target in PLAIN.items()}
     fit, checkpoint = fields["fit"]["properties"], fields.pop("fit.checkpoint")
-    fit |= _object(OWN["fit"])["properties"]
+    fit |= _object_schema(OWN["fit"])["properties"]
     fit["checkpoint"] = _any(checkpoint, _NULL, _ref("reference"))
     fields |= {name: _ref(name) for name in parts}
     fields |= {
-        "callbacks": _mapping({name: _callback(name) for name in CALLBACKS}, _ref("part")),
+        "callbacks": _mapping({name: _callback_schema(name) for name in CALLBACKS}, _ref("part")),
         "models": _mapping({}, _any(*map(_ref, NAMED["models"]))),
         "parameters": _any(_ref(primary["parameters"][TARGET_KEY]), _ref("step")),
         "defaults": _ref("defaults"),
@@ -67,11 +67,11 @@ def recipe_schema(verbs: Iterable[str]) -> Schema:
             "trusted": {"type": "object", "required": [TARGET_KEY], "properties": trusted},
             "part": part,
             "step": _any(part, {"type": "array", "items": _ref("step")}, _NULL, _ref("reference")),
-            "defaults": {"type": "array", "items": _any({"type": "string"}, _chosen(groups))},
+            "defaults": {"type": "array", "items": _any({"type": "string"}, _choices_schema(groups))},
             **{group: _group(group, "step" if group in pipeline else "trusted") for group in parts},
-            **{name: _object(resolve_name(name), name) for name in steps},
+            **{name: _object_schema(resolve_name(name), name) for name in steps},
             **{
-                name: _object(resolve_name(name), name, _GIVEN.get(group, ()))
+                name: _object_schema(resolve_name(name), name, _GIVEN.get(group, ()))
                 for group, names in NAMED.items()
                 for name in names
             },
@@ -87,14 +87,14 @@ def _group(group: str, other: str) -> Schema:
     return _any(*map(_ref, (*names, other, "reference")), _NULL)
 
 
-def _chosen(groups: Iterable[str]) -> Schema:
+def _choices_schema(groups: Iterable[str]) -> Schema:
     """Return the schema of an entry of `defaults`, with the known options, beside which there may be others."""
     other = {"type": ["string", "array", "null"]}
     choices = {group: _any({"enum": [*options_of(group)]}, other) for group in groups}
     return _mapping({**choices, **{f"override /{group}": x for group, x in choices.items()}}, True)
 
 
-def _callback(name: str) -> Schema:
+def _callback_schema(name: str) -> Schema:
     """Return the schema of a callback: true, the value of its first field, or its fields."""
     kind = resolve_name(CALLBACKS[name])
     first = next(iter(inspect.signature(kind).parameters), "")
@@ -102,7 +102,7 @@ def _callback(name: str) -> Schema:
     return {"description": DESCRIBED["callbacks"][name], **forms}
 
 
-def _object(target: Any, name: str = "", without: Sequence[str] = ()) -> Schema:
+def _object_schema(target: Any, name: str = "", without: Sequence[str] = ()) -> Schema:
     """Return the schema of the fields of a class or a function, but for those that the command gives."""
     parameters = [x for x in inspect.signature(target).parameters.values() if x.name not in without]
     options, kinds, texts = getattr(target, "Options", target), hints(target), described(target)
@@ -121,20 +121,20 @@ def _object(target: Any, name: str = "", without: Sequence[str] = ()) -> Schema:
     return {"description": str(inspect.getdoc(target)).partition("\n")[0], **schema}
 
 
-def _field(hint: Any, text: str = "", interval: Interval | None = None) -> Schema:
+def _field(hint: object, text: str = "", interval: Interval | None = None) -> Schema:
     """Return the schema of a field: values of its type, or a reference."""
     forms = _forms(hint, interval)
     schema = _any(*forms, _ref("reference")) if {} not in forms else {}
     return {"description": in_yaml(text), **schema} if text else schema
 
 
-def _forms(hint: Any, interval: Interval | None = None) -> list[Schema]:
+def _forms(hint: object, interval: Interval | None = None) -> list[Schema]:
     """Return the schemas of the types of a hint that YAML has; [{}] if there are none."""
-    forms = [form for kind in alternatives(hint) if (form := _form(kind, interval)) is not None]
+    forms = [form for kind in alternatives(hint) if (form := _type_schema(kind, interval)) is not None]
     return [form for i, form in enumerate(forms) if form not in forms[:i]] or [{}]
 
 
-def _form(kind: Any, interval: Interval | None) -> Schema | None:
+def _type_schema(kind: object, interval: Interval | None) -> Schema | None:
     origin, parts = typing.get_origin(kind), typing.get_args(kind)
     holder = origin if inspect.isclass(origin) else object
     if kind is Any:
@@ -142,7 +142,7 @@ def _form(kind: Any, interval: Interval | None) -> Schema | None:
     if kind in _TYPES:
         return {
             "type": _TYPES[kind],
-            **(_bounds(interval, kind) if interval and kind in (int, float) else {}),
+            **(_interval_schema(interval, kind) if interval and kind in (int, float) else {}),
         }
     if origin is Literal:
         return {"enum": [*parts]}
@@ -158,7 +158,7 @@ def _form(kind: Any, interval: Interval | None) -> Schema | None:
     return None
 
 
-def _bounds(interval: Interval, kind: type) -> Schema:
+def _interval_schema(interval: Interval, kind: type) -> Schema:
     """Return the bounds of numbers; only a bracket includes infinity."""
     (low, high), bounds = interval.bounds, {}
     if low > -_LARGEST:

@@ -20,8 +20,20 @@ from rich.console import Console
 
 from graphopt.cli.composition.recipe import Recipe
 from graphopt.cli.messages import NOT_FINITE, compilations, complain, say, tell_record
-from graphopt.cli.run_folder import CHECKPOINTS, METRICS_FILE, locked, result, resumed, write_result
-from graphopt.cli.trained import ADAPTER_FILES, MODEL, write_trained
+from graphopt.cli.run_folder import (
+    ADAPTER_FILES,
+    CHECKPOINTS,
+    CONFIG,
+    METRICS_FILE,
+    MODEL,
+    REPORT,
+    STEP,
+    locked,
+    result,
+    resumed,
+    write_result,
+)
+from graphopt.cli.trained import write_trained
 from graphopt.communicator import Communicator
 from graphopt.errors import GraphoptError
 from graphopt.graph.listing import size
@@ -38,7 +50,7 @@ from graphopt.training.fit import fit
 from graphopt.training.progress import AnotherRun
 from graphopt.training.signals import deferred
 
-_PATIENCE = 2.0  # seconds that other workers wait before they report an error, as the first may do, too
+_SECONDS_FOR_FIRST = 2.0  # that other workers leave to the first one to report the same error
 
 
 def train(recipe: Recipe, folder: Path, main: Callable[[Sequence[str]], int]) -> float | None:
@@ -57,7 +69,7 @@ def train(recipe: Recipe, folder: Path, main: Callable[[Sequence[str]], int]) ->
         recipe.program()  # raises its errors before any worker starts
         launcher.start(list(recipe.command_line.arguments), folder, main)
     communicator = launcher.communicator()
-    with _together(communicator):
+    with _ending_together(communicator):
         if communicator.leads:
             return _lead(recipe, communicator, folder)
         _follow(recipe, communicator, folder)
@@ -91,13 +103,13 @@ def _lead(recipe: Recipe, communicator: Communicator, folder: Path) -> float:
     _summarize(run, final, console, is_complete=files.is_complete)
     checkpoints = "" if recipe.fields["fit"].get("checkpoint") is None else ", checkpoints"
     models = [name for name in (MODEL, *ADAPTER_FILES) if (folder / name).exists()]
-    written = f"report.html, step.onnx, {', '.join(models)}, metrics.jsonl, config.yaml{checkpoints}"
+    written = f"{REPORT}, {STEP}, {', '.join(models)}, {METRICS_FILE}, {CONFIG}{checkpoints}"
     say(console, "written", f"{folder}: {written}")
     return value
 
 
 def _open(recipe: Recipe, folder: Path) -> tuple[Path, Path | bool]:
-    """Return the folder of the run, and what it continues; a sweep that is run again continues its runs."""
+    """Return the folder of the run, and the checkpoint to continue; a sweep that is run again continues its runs."""
     resume = recipe.fields.get("resume", False) or _is_sweep()
     return resumed(resume, folder, recipe.fields, search=not _is_sweep() and not recipe.names_folder)
 
@@ -118,7 +130,7 @@ def _train(
     header = _Header(console, title, recipe, step, communicator.size)
     callbacks = recipe.callbacks(folder, is_new=not resume)
     page = Page(
-        folder / "report.html",
+        folder / REPORT,
         f"{model} on {data}",
         model=recipe.model(),
         recipe=recipe.text(),
@@ -166,7 +178,7 @@ class _Files(JSONL):
     def on_fit_begin(self, run: Run) -> None:
         self.run, self.is_complete = run, run.resumed is not None and len(run.records) >= run.epochs
         self._recipe.write_record(self._folder)
-        save(self._step, self._folder / "step.onnx")
+        save(self._step, self._folder / STEP)
         super().on_fit_begin(run)
 
 
@@ -269,7 +281,7 @@ def _follow(recipe: Recipe, communicator: Communicator, folder: Path) -> None:
 
 
 @contextmanager
-def _together(communicator: Communicator) -> Iterator[None]:
+def _ending_together(communicator: Communicator) -> Iterator[None]:
     """End all workers if one of them fails in a `with` block."""
     try:
         yield
@@ -282,6 +294,6 @@ def _together(communicator: Communicator) -> Iterator[None]:
         if communicator.size == 1:
             raise
         if not communicator.leads:
-            time.sleep(_PATIENCE)
+            time.sleep(_SECONDS_FOR_FIRST)
             print(f"graphopt: worker {communicator.rank} of {communicator.size}:", end=" ", file=sys.stderr)
         communicator.abort(complain(error))

@@ -1,4 +1,4 @@
-"""Find what a run has trained, evaluate it, and write its predictions."""
+"""Find the model that a run has trained, evaluate it, and write its predictions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from graphopt.cli.composition.recipe import Recipe
 from graphopt.cli.composition.record import RunRecord
 from graphopt.cli.messages import print_matrix, print_table
 from graphopt.cli.rows import chosen_rows
-from graphopt.cli.run_folder import CHECKPOINTS, CONFIG, resumed
+from graphopt.cli.run_folder import ADAPTER_FILES, CHECKPOINTS, CONFIG, MODEL, STEP, resumed
 from graphopt.data.dataset import Dataset
 from graphopt.data.files import write_rows
 from graphopt.errors import GraphoptError
@@ -39,8 +39,6 @@ from graphopt.training.checkpoints import find, read
 from graphopt.training.evaluation import evaluate, predict
 
 _METRICS = "metrics.json"
-MODEL = "trained.onnx"
-ADAPTER_FILES = "adapter.onnx_adapter", "adapter.safetensors"  # for slots, and the state of adapters
 
 
 @dataclass(frozen=True)
@@ -59,8 +57,8 @@ class Trained:
 
     @classmethod
     def find(cls, recipe: Recipe, folder: Path) -> Trained:
-        """Return what the command names: `resume=PATH`, else the run in `folder=PATH`, else `model=FILE`."""
-        asked, model = recipe.fields.get("resume", False), folder / "trained.onnx"
+        """Return the weights of `resume=PATH`, else of the run in `folder=PATH`, else of `model=FILE`."""
+        asked, model = recipe.fields.get("resume", False), folder / MODEL
         step, record = _step_of(folder), recipe.command_line.record
         recipe.follow(step or (model if model.is_file() else None))
         if asked:
@@ -101,7 +99,7 @@ class Trained:
 
     @functools.cached_property
     def chosen(self) -> tuple[Dataset, str]:
-        """Return the rows of the data that the recipe chooses, and what they are in words."""
+        """Return the rows of the data that the recipe chooses, and their description."""
         return chosen_rows(self.recipe, self.record)
 
     @property
@@ -156,13 +154,13 @@ class Trained:
         """Return the executor of the training graph, with the trained weights."""
         executor = self.recipe.executor(self.graph())
         if self.checkpoint is None and self.model is not None and self.step is not None:
-            executor.update_state(_weights(self.step, executor, self.recipe.model(self.model)))
+            executor.update_state(_trained_weights(self.step, executor, self.recipe.model(self.model)))
         return executor
 
 
 def _step_of(run: Path) -> Path | None:
     """Return the training graph of a run, if it has one."""
-    return step if (step := run / "step.onnx").is_file() else None
+    return step if (step := run / STEP).is_file() else None
 
 
 def write_trained(recipe: Recipe, executor: Executor, folder: Path) -> Path:
@@ -183,7 +181,7 @@ def write_trained(recipe: Recipe, executor: Executor, folder: Path) -> Path:
     return folder / MODEL
 
 
-def _weights(step: Path, executor: Executor, trained: ir.Model) -> dict[str, np.ndarray]:
+def _trained_weights(step: Path, executor: Executor, trained: ir.Model) -> dict[str, np.ndarray]:
     """Return the state of a training graph that an inference model has, under the names of the graph."""
     state = step.with_name(ADAPTER_FILES[1])
     weights = load_state(state)[0] if any(adapted(executor.model)) and state.is_file() else {}

@@ -1,4 +1,4 @@
-"""Read the words of a command line as fields of a recipe, and say what was meant by those that are none."""
+"""Read the words of a command line as fields of a recipe, and suggest fields for those that are none."""
 
 from __future__ import annotations
 

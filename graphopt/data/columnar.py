@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -16,9 +17,13 @@ from graphopt.data.tabular import of_columns
 from graphopt.errors import GraphoptError
 from graphopt.files import ReadName
 
-_ROWS = 65_536  # of a Parquet file, that are read at once
-_NUMBER = 8  # bytes
-_EXACT = 2**53  # the largest whole number before which float64, NumPy's type beside missing ones, has all
+if TYPE_CHECKING:
+    import pyarrow
+    import pyarrow.parquet
+
+_ROWS_AT_ONCE = 65_536  # read from a Parquet file
+_NUMBER_BYTES = 8  # of a number in NumPy, at most
+_LARGEST_EXACT = 2**53  # float64, NumPy's type beside missing numbers, has all whole numbers up to it
 _PARQUET = b"PAR1"  # the start of a Parquet file
 _ARROW = b"ARROW1"  # the start and the end of a file in Arrow's file format
 
@@ -62,23 +67,23 @@ def parquet(
 arrow = parquet
 
 
-def _parquet(pyarrow: Any, path: str, expansion: int) -> _Opened:
+def _parquet(pyarrow: ModuleType, path: str, expansion: int) -> _Opened:
     """Measure a Parquet file; return its columns and their reader."""
     with pyarrow.parquet.ParquetFile(path) as file:
         schema, metadata = file.schema_arrow, file.metadata
-    size = max(_NUMBER * metadata.num_rows * _cells(pyarrow, path, schema), _values_size(metadata))
+    size = max(_NUMBER_BYTES * metadata.num_rows * _cells(pyarrow, path, schema), _values_size(metadata))
     check_ratio(path, size, expansion)
 
     def read(names: list[str]) -> dict[str, np.ndarray]:
         plain = [name for name in names if not pyarrow.types.is_nested(schema.field(name).type)]
         with pyarrow.parquet.ParquetFile(path, read_dictionary=plain) as file:  # each text once
-            batches = file.iter_batches(_ROWS, columns=names, use_threads=False)
-            return _arrays(pyarrow, path, batches, expansion)
+            batches = file.iter_batches(_ROWS_AT_ONCE, columns=names, use_threads=False)
+            return _joined_columns(pyarrow, path, batches, expansion)
 
     return schema.names, read
 
 
-def _arrow(pyarrow: Any, path: str, expansion: int) -> _Opened:
+def _arrow(pyarrow: ModuleType, path: str, expansion: int) -> _Opened:
     """Measure an Arrow file; return its columns and their reader."""
     file = pyarrow.memory_map(path)
     is_file = file.read(len(_ARROW)) == _ARROW
@@ -86,8 +91,8 @@ def _arrow(pyarrow: Any, path: str, expansion: int) -> _Opened:
     file.seek(0)
     schema = open_file(file).schema
     cells, size = _cells(pyarrow, path, schema), 0
-    for rows, buffers in map(_expanded_sizes, _batches(pyarrow, file, is_file)):
-        size += max(_NUMBER * rows * cells, buffers)
+    for rows, buffers in map(_expanded_sizes, _messages(pyarrow, file, is_file)):
+        size += max(_NUMBER_BYTES * rows * cells, buffers)
         check_ratio(path, size, expansion)
 
     def read(names: list[str]) -> dict[str, np.ndarray]:
@@ -95,12 +100,12 @@ def _arrow(pyarrow: Any, path: str, expansion: int) -> _Opened:
         file.seek(0)
         opened = open_file(file, options=pyarrow.ipc.IpcReadOptions(included_fields=fields))
         batches = map(opened.get_batch, range(opened.num_record_batches)) if is_file else opened
-        return _arrays(pyarrow, path, batches, expansion, opened.schema)
+        return _joined_columns(pyarrow, path, batches, expansion, opened.schema)
 
     return schema.names, read
 
 
-def _cells(pyarrow: Any, path: str, schema: Any) -> int:
+def _cells(pyarrow: ModuleType, path: str, schema: pyarrow.Schema) -> int:
     """Return the number of cells of a row, whose columns have cells, or arrays of them."""
     cells = 0
     for column in schema:
@@ -113,9 +118,9 @@ def _cells(pyarrow: Any, path: str, schema: Any) -> int:
     return cells
 
 
-def _values_size(metadata: Any) -> int:
+def _values_size(metadata: pyarrow.parquet.FileMetaData) -> int:
     """Return the bytes of all values of a Parquet file, texts as often as the file holds them."""
-    sizes = [max(_NUMBER, metadata.schema.column(i).length or 0) for i in range(metadata.num_columns)]
+    sizes = [max(_NUMBER_BYTES, metadata.schema.column(i).length or 0) for i in range(metadata.num_columns)]
     return sum(
         max(size * chunk.num_values, chunk.total_uncompressed_size)
         for group in map(metadata.row_group, range(metadata.num_row_groups))
@@ -127,7 +132,7 @@ def _values_size(metadata: Any) -> int:
 # (format/Message.fbs, File.fbs).
 
 
-def _batches(pyarrow: Any, file: Any, is_file: bool) -> Iterator[Any]:
+def _messages(pyarrow: ModuleType, file: pyarrow.NativeFile, is_file: bool) -> Iterator[pyarrow.Message]:
     """Yield the messages of an Arrow stream, or of those that the footer of a file names, that hold batches."""
     file.seek(0)
     messages = pyarrow.ipc.MessageReader.open_stream(file)
@@ -140,13 +145,13 @@ def _batches(pyarrow: Any, file: Any, is_file: bool) -> Iterator[Any]:
     return (message for message in messages if message.type in ("record batch", "dictionary"))
 
 
-def _expanded_sizes(message: Any) -> tuple[int, int]:
+def _expanded_sizes(message: pyarrow.Message) -> tuple[int, int]:
     """Return the rows of a batch, and the bytes of its buffers after expansion."""
     data, body = memoryview(message.metadata), memoryview(message.body or b"")
-    batch = _followed(data, _place(data, _followed(data, 0), 2))
+    batch = _followed(data, _field_place(data, _followed(data, 0), 2))
     if message.type == "dictionary":
-        batch = _followed(data, _place(data, batch, 1))
-    rows, is_compressed = _place(data, batch, 0), _place(data, batch, 3) is not None
+        batch = _followed(data, _field_place(data, batch, 1))
+    rows, is_compressed = _field_place(data, batch, 0), _field_place(data, batch, 3) is not None
     size = 0
     for offset, length in _structures(data, batch, 2, "<qq"):
         if min(offset, length) < 0 or offset + length > len(body):
@@ -157,7 +162,7 @@ def _expanded_sizes(message: Any) -> tuple[int, int]:
     return 0 if rows is None else int(struct.unpack_from("<q", data, rows)[0]), size
 
 
-def _place(data: memoryview, table: int, field: int) -> int | None:
+def _field_place(data: memoryview, table: int, field: int) -> int | None:
     """Return where a table of a flatbuffer has a field, or None if it leaves it out."""
     layout, at = table - struct.unpack_from("<i", data, table)[0], 4 + 2 * field
     size: int = struct.unpack_from("<H", data, layout)[0]
@@ -172,7 +177,7 @@ def _followed(data: memoryview, place: Any) -> int:
 
 def _structures(data: memoryview, table: int, field: int, layout: str) -> Iterator[tuple[int, ...]]:
     """Return the members of each structure of a vector."""
-    place = _place(data, table, field)
+    place = _field_place(data, table, field)
     if place is None:
         return iter(())
     start = _followed(data, place)
@@ -180,8 +185,12 @@ def _structures(data: memoryview, table: int, field: int, layout: str) -> Iterat
     return struct.iter_unpack(layout, data[start + 4 : start + 4 + size])
 
 
-def _arrays(
-    pyarrow: Any, path: str, batches: Iterable[Any], expansion: int, schema: Any = None
+def _joined_columns(
+    pyarrow: ModuleType,
+    path: str,
+    batches: Iterable[pyarrow.RecordBatch],
+    expansion: int,
+    schema: pyarrow.Schema | None = None,
 ) -> dict[str, np.ndarray]:
     """Return the columns of batches, unless they expand too far."""
     parts, size = [], 0
@@ -192,10 +201,10 @@ def _arrays(
     table = pyarrow.Table.from_batches(parts, schema)
     if schema is not None:
         table.validate(full=True)  # a damaged Arrow file may point beyond its end
-    return {name: _array(pyarrow, path, name, table[name].combine_chunks()) for name in table.column_names}
+    return {name: _to_numpy(pyarrow, path, name, table[name].combine_chunks()) for name in table.column_names}
 
 
-def _array(pyarrow: Any, path: str, name: str, column: Any) -> np.ndarray:
+def _to_numpy(pyarrow: ModuleType, path: str, name: str, column: pyarrow.Array) -> np.ndarray:
     """Return a column of cells, or of lists of a fixed size, as an array."""
     if isinstance(column, pyarrow.ChunkedArray):  # of a type that cannot be combined
         column = pyarrow.concat_arrays(column.chunks)
@@ -208,11 +217,11 @@ def _array(pyarrow: Any, path: str, name: str, column: Any) -> np.ndarray:
     size = getattr(column.type, "list_size", None)
     if size is None and column.null_count and pyarrow.types.is_integer(column.type):
         whole = np.asarray(column.drop_null())
-        if whole.size and max(int(whole.max()), -int(whole.min())) > _EXACT:
+        if whole.size and max(int(whole.max()), -int(whole.min())) > _LARGEST_EXACT:
             return np.array(column.to_pylist(), object)
     if size is None:
         return np.asarray(column)
     if column.null_count:
         raise GraphoptError(f"{path}: column {name!r}: expected a list in every row, found rows without")
-    items = _array(pyarrow, path, name, column.flatten())
+    items = _to_numpy(pyarrow, path, name, column.flatten())
     return items.reshape(len(column), size, *items.shape[1:])

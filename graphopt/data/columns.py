@@ -32,19 +32,19 @@ _LARGEST = float(np.finfo(np.float32).max)
 _WITH_COMMA = "{kind: number, decimal: ','}"
 _GROUPED = re.compile(r"[+-]?\d{1,3}(,\d{3})+(\.\d*)?")  # by commas, in thousands
 _CODE = re.compile(r"[+-]?0\d+")  # a number that would lose its zeros
-_FEW = 20  # different values of a small table
+_FEW_VALUES = 20  # different ones, whatever the number of rows
 _T = TypeVar("_T", bound="Column")
 
 
-def _is_number(value: Any) -> bool:
+def _is_finite_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
-def _is_whole(value: Any) -> bool:
+def _is_whole_number(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _is_list(value: Any) -> bool:
+def _is_list(value: object) -> bool:
     return isinstance(value, Sequence) and not isinstance(value, str)
 
 
@@ -53,24 +53,25 @@ def _most_frequent(numbers: np.ndarray) -> float:
     return float(different[np.argmax(counts)])
 
 
-_IMPUTED: dict[str, Callable[[np.ndarray], Any]] = {
+_IMPUTED: dict[str, Callable[[np.ndarray], object]] = {
     "mean": np.mean,
     "median": np.median,
     "most_frequent": _most_frequent,
 }
+_Check = tuple[str, Callable[[Any], bool]]
 # What fields expect, and what tells whether a value is right.
-_COUNT: Any = ("a number of rows", lambda x: _is_whole(x) and x >= 0)
-_FINITE: Any = ("a finite number", _is_number)
-_DIFFERENT: Any = ("a list of different values", lambda x: x is None or _is_list(x))
-_EACH_PART: Any = ("numbers of each part", lambda x: _is_list(x) and all(map(_is_number, x)))
+_COUNT: _Check = ("a number of rows", lambda x: _is_whole_number(x) and x >= 0)
+_FINITE: _Check = ("a finite number", _is_finite_number)
+_DIFFERENT: _Check = ("a list of different values", lambda x: x is None or _is_list(x))
+_EACH_PART: _Check = ("numbers of each part", lambda x: _is_list(x) and all(map(_is_finite_number, x)))
 
 
-def _option(default: Any, expected: str, is_right: Callable[[Any], bool], **of_field: Any) -> Any:
+def _option(default: object, expected: str, is_right: Callable[[Any], bool], **of_field: Any) -> Any:
     """Declare a field whose value is checked."""
     return field(default=default, metadata={"expected": expected, "is_right": is_right}, **of_field)
 
 
-def _learnt(default: Any, expected: str, is_right: Callable[[Any], bool]) -> Any:
+def _learnt(default: object, expected: str, is_right: Callable[[Any], bool]) -> Any:
     """Declare a field that `learn` sets, and that a description cannot set."""
     return _option(default, expected, is_right, repr=False, kw_only=True)
 
@@ -96,7 +97,7 @@ class Column(metaclass=Checked):
         for x in fields(self):
             value = getattr(self, x.name)
             if not x.metadata["is_right"](value):
-                _refuse(self, x.name, x.metadata["expected"], value)
+                _refuse_option(self, x.name, x.metadata["expected"], value)
             if isinstance(value, list):
                 object.__setattr__(self, x.name, tuple(value))
 
@@ -105,13 +106,13 @@ class Column(metaclass=Checked):
         """Return cells as numbers, days or texts."""
 
     def learn(self: _T, values: np.ndarray) -> _T:
-        """Return the column with what it learns from the cells of training rows, as `read` returns them."""
+        """Return the column with the fields that it learns from the cells of training rows, as `read` returns them."""
         missing = values == "" if values.dtype == object else np.isnan(values)
         learnt = self._learn(values, values[~missing])
         return replace(self, rows=len(values), missing=int(missing.sum()), **learnt)
 
     @abstractmethod
-    def _learn(self, values: np.ndarray, there: np.ndarray) -> dict[str, Any]:
+    def _learn(self, values: np.ndarray, there: np.ndarray) -> dict[str, object]:
         """Return the fields that come from cells; `there` are those that are not missing."""
 
     @abstractmethod
@@ -128,19 +129,19 @@ class Column(metaclass=Checked):
 
     @abstractmethod
     def summary(self) -> str:
-        """Return what the column has become, in words."""
+        """Return the encoding of the column, in words."""
 
     @property
     def warning(self) -> str | None:
         """Return why the column trains badly, or None."""
         return None
 
-    def as_fields(self) -> dict[str, Any]:
+    def as_fields(self) -> dict[str, object]:
         """Return the kind and the fields, which `column_of` reads."""
         return {"kind": self.kind, **{x.name: getattr(self, x.name) for x in fields(self)}}
 
     def _of_missing(self, text: str) -> str:
-        """Return what has become of missing values, for `summary`."""
+        """Return the treatment of missing values, for `summary`."""
         return f", {self.missing:,} missing {text}" if self.missing else ""
 
 
@@ -164,7 +165,7 @@ class Number(Column):
     impute: Literal["mean", "median", "most_frequent"] | float | None = _option(
         "mean",
         f"{', '.join(_IMPUTED)}, a number or null",
-        lambda x: x is None or x in (*_IMPUTED,) or _is_number(x),
+        lambda x: x is None or x in (*_IMPUTED,) or _is_finite_number(x),
     )
     scale: Literal["standard", "minmax"] | None = _option(
         "standard", "standard, minmax or null", lambda x: x in ("standard", "minmax", None)
@@ -173,7 +174,7 @@ class Number(Column):
     decimal: Literal[".", ","] = _option(".", "'.' or ','", lambda x: x in (".", ","))
     fill: float = _learnt(0.0, *_FINITE)
     offset: float = _learnt(0.0, *_FINITE)
-    divisor: float = _learnt(1.0, "a positive number", lambda x: _is_number(x) and x > 0)
+    divisor: float = _learnt(1.0, "a positive number", lambda x: _is_finite_number(x) and x > 0)
     kind = "number"
     note = "a number; NaN for a missing value"
 
@@ -181,14 +182,14 @@ class Number(Column):
         if values.dtype.kind in "biuf":
             numbers = values.astype(np.float64)
         else:
-            parse = _number if self.decimal == "." else _number_with_comma
-            numbers = _parsed(values, parse, "a number")
+            parse = _parsed_number if self.decimal == "." else _number_with_comma
+            numbers = _parsed_cells(values, parse, "a number")
         wrong = np.flatnonzero(np.abs(numbers) > _LARGEST)  # also infinities
         if wrong.size:
             raise GraphoptError(f"row {wrong[0]}: expected a number in float32, found {values[wrong[0]]}")
         return numbers
 
-    def _learn(self, values: np.ndarray, there: np.ndarray) -> dict[str, Any]:
+    def _learn(self, values: np.ndarray, there: np.ndarray) -> dict[str, object]:
         _check_some("numbers", there)
         fill: Any = _IMPUTED[self.impute](there) if isinstance(self.impute, str) else self.impute
         filled = self._filled(values, fill)
@@ -271,7 +272,7 @@ class Category(Column):
     most: int = _option(
         1_000,
         f"a number from 1 to {_MOST_CATEGORIES:,}",
-        lambda x: _is_whole(x) and 1 <= x <= _MOST_CATEGORIES,
+        lambda x: _is_whole_number(x) and 1 <= x <= _MOST_CATEGORIES,
     )
     known: tuple[str, ...] = _learnt((), _DIFFERENT[0], _is_list)
     fill: str = _learnt("", "a text", lambda x: isinstance(x, str))
@@ -282,9 +283,9 @@ class Category(Column):
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in ("categories", "known"):
-            texts = tuple(map(_text, getattr(self, name) or ()))
+            texts = tuple(map(_cell_text, getattr(self, name) or ()))
             if len({*texts}) < len(texts):
-                _refuse(self, name, _DIFFERENT[0], texts)
+                _refuse_option(self, name, _DIFFERENT[0], texts)
             _check_texts(texts, self.most)
             if texts:
                 object.__setattr__(self, name, texts)
@@ -293,16 +294,16 @@ class Category(Column):
         if values.dtype.kind in "biuf":  # few different ones
             different, places = np.unique(values, return_inverse=True)
             return self.read(different.astype(object))[places.reshape(-1)]
-        return np.array(["" if is_missing(value) else _text(value) for value in values], object)
+        return np.array(["" if is_missing(value) else _cell_text(value) for value in values], object)
 
-    def _learn(self, values: np.ndarray, there: np.ndarray) -> dict[str, Any]:
+    def _learn(self, values: np.ndarray, there: np.ndarray) -> dict[str, object]:
         fill = self.impute or ""
         if self.impute == "most_frequent":
             _check_some("values", there)
             counts = Counter(there.tolist())
-            fill = min(counts, key=lambda text: (-counts[text], _order(text)))
+            fill = min(counts, key=lambda text: (-counts[text], _category_order(text)))
         different = {text or fill for text in values.tolist()}
-        return {"known": self.categories or tuple(sorted(different, key=_order)), "fill": fill}
+        return {"known": self.categories or tuple(sorted(different, key=_category_order)), "fill": fill}
 
     def encode(self, values: np.ndarray) -> np.ndarray:
         numbers = self._numbers
@@ -364,7 +365,7 @@ class Date(Column):
     format: str | None = _option(
         None, "a text such as %d.%m.%Y, or null", lambda x: isinstance(x, str | None)
     )
-    fill: float = _learnt(0.0, "a number of days", lambda x: _is_number(x) and _FIRST <= x <= _LAST)
+    fill: float = _learnt(0.0, "a number of days", lambda x: _is_finite_number(x) and _FIRST <= x <= _LAST)
     offsets: tuple[float, ...] = _learnt((), *_EACH_PART)
     divisors: tuple[float, ...] = _learnt((), *_EACH_PART)
     kind = "date"
@@ -376,14 +377,14 @@ class Date(Column):
         for name, least in (("offsets", -np.inf), ("divisors", 0)):
             numbers = getattr(self, name)
             if len(numbers) != count or min(numbers, default=1) <= least:
-                _refuse(self, name, _EACH_PART[0], numbers)
+                _refuse_option(self, name, _EACH_PART[0], numbers)
 
     def read(self, values: np.ndarray) -> np.ndarray:
         if values.dtype.kind != "M":
             expected = (
                 "a date such as 2026-11-26" if self.format is None else f"a date in the form {self.format!r}"
             )
-            return _parsed(values, self._day, expected)
+            return _parsed_cells(values, self._day, expected)
         days = values.astype("datetime64[D]")
         numbers = np.where(np.isnat(days), np.nan, days.astype(np.int64))
         wrong = np.flatnonzero((numbers < _FIRST) | (numbers > _LAST))
@@ -391,7 +392,7 @@ class Date(Column):
             raise GraphoptError(f"row {wrong[0]}: expected a year from 1 to 9999, found {values[wrong[0]]}")
         return numbers
 
-    def _day(self, value: Any) -> float:
+    def _day(self, value: object) -> float:
         text = str(value)
         if value is None or text.lower() in _MISSING:
             return np.nan
@@ -401,7 +402,7 @@ class Date(Column):
             raise ValueError
         return datetime.date.fromisoformat(text[:10]).toordinal() - _EPOCH
 
-    def _learn(self, values: np.ndarray, there: np.ndarray) -> dict[str, Any]:
+    def _learn(self, values: np.ndarray, there: np.ndarray) -> dict[str, object]:
         _check_some("dates", there)
         fill = float(np.rint(there.mean()))
         offsets, divisors = mean_and_scale(self._split(values, fill))
@@ -455,7 +456,7 @@ class Date(Column):
 KINDS: dict[str, type[Column]] = {"category": Category, "date": Date, "number": Number}
 
 
-def column_of(description: Any, *, has_learnt: bool = False) -> Column:
+def column_of(description: object, *, has_learnt: bool = False) -> Column:
     """Return the column of a description: the name of a kind, or a mapping of the kind and its fields.
 
     Args:
@@ -480,10 +481,10 @@ def column_of(description: Any, *, has_learnt: bool = False) -> Column:
     for name in options:
         if name not in known:
             raise GraphoptError(unknown("field", name, known))
-    return kind(**options)  # type: ignore[arg-type]
+    return kind(**options)
 
 
-def is_missing(value: Any) -> bool:
+def is_missing(value: object) -> bool:
     """Return whether a cell is empty: None, NaN, NaT, pandas' NA, or a text without characters."""
     if isinstance(value, str):
         return not value
@@ -502,7 +503,7 @@ def inferred(values: np.ndarray) -> Column:
     if not different:
         raise GraphoptError("expected values, found none")
     texts = [text for text in different if text.lower() not in _MISSING]
-    numbers = {text for text in texts if suits(_number, text)}
+    numbers = {text for text in texts if suits(_parsed_number, text)}
     is_boolean = not {*texts} - {"True", "False", "true", "false"}
     are_codes = any(map(is_code, texts))
     if texts and len(numbers) == len(texts) and not is_boolean and not are_codes:
@@ -514,13 +515,13 @@ def inferred(values: np.ndarray) -> Column:
         raise GraphoptError(
             f"expected numbers with a decimal point, found {fractions[0]!r}{_of_commas(fractions)}"
         )
-    if 2 * len(numbers) > len(texts) > _FEW and not are_codes:
+    if 2 * len(numbers) > len(texts) > _FEW_VALUES and not are_codes:
         odd = next(text for text in texts if text not in numbers)
         raise GraphoptError(
             f"row {cells.index(odd)}: expected a number, as in most rows, found {odd!r}: mend it"
         )
     column, count = Category(), len(values) - missing
-    if len(different) > max(_FEW, min(column.most, count // 2)):
+    if len(different) > max(_FEW_VALUES, min(column.most, count // 2)):
         raise GraphoptError(f"expected few different values, found {len(different):,} in {count:,} rows")
     return column
 
@@ -530,7 +531,7 @@ def is_code(text: str) -> bool:
     return _CODE.fullmatch(text) is not None
 
 
-def suits(parse: Callable[[str], Any], text: str) -> bool:
+def suits(parse: Callable[[str], object], text: str) -> bool:
     """Return whether a function can read a text."""
     try:
         parse(text)
@@ -539,7 +540,7 @@ def suits(parse: Callable[[str], Any], text: str) -> bool:
     return True
 
 
-def _parsed(values: np.ndarray, parse: Callable[[Any], float], expected: str) -> np.ndarray:
+def _parsed_cells(values: np.ndarray, parse: Callable[[object], float], expected: str) -> np.ndarray:
     """Return cells as numbers, or raise an error that names the first row that is none."""
     numbers = np.empty(len(values))
     for i, value in enumerate(values.tolist() if values.dtype != object else values):
@@ -548,12 +549,12 @@ def _parsed(values: np.ndarray, parse: Callable[[Any], float], expected: str) ->
         except (ValueError, TypeError, OverflowError) as error:
             text = str(value)
             others = [x for x in values.tolist() if isinstance(x, str) and "," in x]
-            mend = _of_commas([text, *others]) if parse is _number and "," in text else ""
+            mend = _of_commas([text, *others]) if parse is _parsed_number and "," in text else ""
             raise GraphoptError(f"row {i}: expected {expected}, found {text!r}{mend}") from error
     return numbers
 
 
-def _number(value: Any) -> float:
+def _parsed_number(value: object) -> float:
     if value is None:
         return np.nan
     if isinstance(value, int | float):
@@ -564,12 +565,12 @@ def _number(value: Any) -> float:
     return np.nan if text.lower() in _MISSING else float(text)
 
 
-def _number_with_comma(value: Any) -> float:
-    return _number(value.replace(".", " ").replace(",", ".") if isinstance(value, str) else value)
+def _number_with_comma(value: object) -> float:
+    return _parsed_number(value.replace(".", " ").replace(",", ".") if isinstance(value, str) else value)
 
 
 def _of_commas(texts: Sequence[str]) -> str:
-    """Return what to do about commas in numbers, or nothing if these are no numbers."""
+    """Return the advice about commas in numbers, or nothing if these are no numbers."""
     are_grouped = all(map(_GROUPED.fullmatch, texts))
     if all(suits(_number_with_comma, text) for text in texts):
         grouped = (
@@ -579,7 +580,7 @@ def _of_commas(texts: Sequence[str]) -> str:
     return ": remove the commas, which group thousands" if are_grouped else ""
 
 
-def _text(value: Any) -> str:
+def _cell_text(value: Any) -> str:
     if isinstance(value, str):
         return value
     if isinstance(value, bytes) or np.ndim(value):
@@ -588,9 +589,9 @@ def _text(value: Any) -> str:
     return str(int(value)) if whole else str(value)
 
 
-def _order(text: str) -> tuple[Any, ...]:
+def _category_order(text: str) -> tuple[object, ...]:
     """Order numbers by size, then texts, then the missing value."""
-    if suits(_number, text) and text.lower() not in _MISSING:
+    if suits(_parsed_number, text) and text.lower() not in _MISSING:
         return 0, float(text), text
     return (1, text) if text else (2, text)
 
@@ -613,5 +614,5 @@ def _check_some(what: str, values: np.ndarray) -> None:
         raise GraphoptError(f"expected {what}, found none in the rows to learn from: leave the column out")
 
 
-def _refuse(column: Column, name: str, expected: str, found: Any) -> NoReturn:
+def _refuse_option(column: Column, name: str, expected: str, found: object) -> NoReturn:
     raise GraphoptError(f"{type(column).__name__}({name}=...): expected {expected}, found {found!r}")

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from graphopt.arguments import Checked
 from graphopt.data.tables import Columns
@@ -32,7 +33,7 @@ class LazyArray(metaclass=Checked):
     [[4.0], [9.0]]
     """
 
-    def __init__(self, shape: tuple[int, ...], dtype: Any) -> None:
+    def __init__(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> None:
         self.shape, self.dtype = shape, np.dtype(dtype)
 
     @abstractmethod
@@ -45,7 +46,7 @@ class LazyArray(metaclass=Checked):
     def __getitem__(self, rows: slice | np.ndarray) -> np.ndarray:
         return self.read(np.arange(len(self))[rows])
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+    def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> np.ndarray:
         return self[:].astype(dtype or self.dtype, copy=False)
 
     @property
@@ -62,7 +63,7 @@ class LazyArray(metaclass=Checked):
 Array = np.ndarray | LazyArray
 
 
-def is_sparse(array: Any) -> bool:
+def is_sparse(array: object) -> bool:
     """Return whether an object is a sparse array or matrix of SciPy."""
     return hasattr(array, "tocsr") and hasattr(array, "toarray")
 
@@ -76,7 +77,9 @@ class SparseRows(LazyArray):
         dtype: the type of the rows; by default, that of the array.
     """
 
-    def __init__(self, array: Any, row: Sequence[int] | None = None, dtype: Any = None) -> None:
+    def __init__(
+        self, array: Any, row: Sequence[int] | None = None, dtype: npt.DTypeLike | None = None
+    ) -> None:
         self._rows = array.tocsr()
         super().__init__((array.shape[0], *(array.shape[1:] if row is None else row)), dtype or array.dtype)
 
@@ -85,8 +88,8 @@ class SparseRows(LazyArray):
         return dense.reshape(len(rows), *self.shape[1:])
 
 
-def with_rows(array: Any) -> Any:
-    """Return what reads the rows of a sparse array, and every other thing as it is."""
+def with_rows(array: object) -> Any:
+    """Return the reader of a sparse array's rows, and every other thing as it is."""
     return SparseRows(array) if is_sparse(array) else array
 
 

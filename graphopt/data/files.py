@@ -12,7 +12,8 @@ import zipfile
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import Any, Literal
 
 import numpy as np
 
@@ -48,7 +49,7 @@ def npz(path: ReadName, *, expansion: int = EXPANSION) -> Dataset:
     Raises:
         GraphoptError: the file is missing, is not a NumPy archive of plain arrays, or expands too far.
     """
-    archive = _load(Path(path), "a NumPy archive (.npz)")
+    archive = _loaded_array(Path(path), "a NumPy archive (.npz)")
     if isinstance(archive, np.ndarray):
         raise GraphoptError(f"{path}: expected a NumPy archive (.npz), found one array: use data=npy")
     with archive, reading(path, "arrays of numbers"):
@@ -74,7 +75,7 @@ def npy(path: ReadName) -> Dataset:
     files = sorted(Path(path).glob("*.npy"))
     if not files:
         raise GraphoptError(f"{path}: expected a folder with a file NAME.npy per input, found none")
-    return Dataset({file.stem: _load(file, "a NumPy array (.npy)", "r") for file in files})
+    return Dataset({file.stem: _loaded_array(file, "a NumPy array (.npy)", "r") for file in files})
 
 
 @checked()
@@ -153,7 +154,7 @@ def _check_form(path: str, first: Sequence[str], delimiter: str, lacks_target: b
         )
 
 
-def imported(what: str, module: str, package: str = "", *, extra: str = "") -> Any:
+def imported(what: str, module: str, package: str = "", *, extra: str = "") -> ModuleType:
     """Return a module that an option needs, or raise an error that says how to install its package.
 
     Args:
@@ -193,7 +194,7 @@ def reason(error: OSError) -> str:
     return "no such file" if isinstance(error, FileNotFoundError) else error.strerror or line(error)
 
 
-def _load(path: Path, kind: str, mmap_mode: Any = None) -> Any:
+def _loaded_array(path: Path, kind: str, mmap_mode: Literal["r"] | None = None) -> Any:
     with reading(path, f"{kind} of numbers, found another file"):
         return np.load(path, mmap_mode=mmap_mode, allow_pickle=False)
 
@@ -245,13 +246,13 @@ def write_rows(path: Path, arrays: Mapping[str, np.ndarray], columns: Mapping[st
             return
         with open(temporary, "w", newline="", encoding="utf-8") as text:
             writer = csv_files.writer(text)
-            writer.writerow(map(_cell, table))
+            writer.writerow(map(_spreadsheet_cell, table))
             columns_of_text = (
-                [*map(_cell, x)] if x.dtype.kind == "U" else x.astype(str) for x in table.values()
+                [*map(_spreadsheet_cell, x)] if x.dtype.kind == "U" else x.astype(str) for x in table.values()
             )
             writer.writerows(zip(*columns_of_text, strict=True))
 
 
-def _cell(text: str) -> str:
+def _spreadsheet_cell(text: str) -> str:
     """Return text that a spreadsheet does not run as a formula."""
     return f"'{text}" if text.startswith(_FORMULAS) else text

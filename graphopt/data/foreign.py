@@ -23,7 +23,7 @@ _Read = Callable[[tuple[int, ...]], dict[str, Any]]  # returns rows of all colum
 _X = "X"  # the array that feeds the only input
 
 
-def has_rows(data: Any) -> bool:
+def has_rows(data: object) -> bool:
     """Return whether data has rows that can be read in any order, and is no iterable of batches.
 
     A tuple is `(X, y)` or `(X, y, sample_weight)`, unless it ends with a mapping, which is a batch.
@@ -70,15 +70,15 @@ def as_dataset(data: Any, inputs: Mapping[str, ir.Value] | None = None) -> Datas
     )
 
 
-def _features_by_input(columns: Mapping[str, Any], inputs: Mapping[str, ir.Value] | None) -> Any:
+def _features_by_input(columns: Mapping[str, object], inputs: Mapping[str, ir.Value] | None) -> Any:
     """Return the columns of a DataFrame by the inputs that read them, or None for one array of all features."""
-    wanted = _read_by(inputs)
+    wanted = _data_inputs(inputs)
     if len(wanted) == 1 and _reads_strings(wanted):
         return {only: [name for name in columns if name not in (TARGET, WEIGHT)] for only in wanted}
     return {name: name for name in wanted} if len(wanted) > 1 and columns.keys() >= wanted.keys() else None
 
 
-def _read_by(inputs: Mapping[str, ir.Value] | None) -> dict[str, ir.Value]:
+def _data_inputs(inputs: Mapping[str, ir.Value] | None) -> dict[str, ir.Value]:
     """Return the inputs of a model, without those that a loss reads."""
     return {name: x for name, x in (inputs or {}).items() if role_of(x) in (None, Role.DATA)}
 
@@ -87,8 +87,8 @@ def _reads_strings(inputs: Mapping[str, ir.Value]) -> bool:
     return any(x.dtype is ir.DataType.STRING for x in inputs.values())
 
 
-def features_of(data: Any, inputs: Mapping[str, ir.Value] | None = None) -> Dataset:
-    """Return the arrays for a model's inputs as a data set, without targets and weights; X alone will do.
+def features_of(data: object, inputs: Mapping[str, ir.Value] | None = None) -> Dataset:
+    """Return the arrays for a model's inputs as a data set, without targets and weights, from such data or from X.
 
     `inputs` is as in `as_dataset`.
     """
@@ -103,7 +103,7 @@ def features_of(data: Any, inputs: Mapping[str, ir.Value] | None = None) -> Data
 
 
 def relabelled(data: Dataset, labels: Sequence[str] | None, name: str) -> Dataset:
-    """Return data whose classes have the numbers that they have in `labels`; `name` is what the data is for."""
+    """Return data whose classes have the numbers that they have in `labels`; `name` is the use of the data."""
     if labels is None or data.labels is None or list(data.labels) == list(labels):
         return data
     if missing := [label for label in data.labels if label not in labels]:
@@ -117,13 +117,13 @@ def relabelled(data: Dataset, labels: Sequence[str] | None, name: str) -> Datase
     return replace(data, arrays=arrays, classes=len(labels), labels=tuple(labels))
 
 
-def _of_tuple(data: tuple[Any, ...], wanted: Mapping[str, ir.Value] | None) -> Dataset:
+def _of_tuple(data: tuple[object, ...], wanted: Mapping[str, ir.Value] | None) -> Dataset:
     """Return `(X, y)` or `(X, y, sample_weight)` as a data set; y may be the names of classes."""
     if len(data) not in (2, 3) or any(part is None for part in data):
         found = ", ".join(map(kind_of, data))
         raise GraphoptError(f"data: expected (X, y) or (X, y, sample_weight), found ({found})")
     inputs, labels = _of_features(data[0], wanted), None
-    target: Any = _array("y", data[1])
+    target: Any = _as_array("y", data[1])
     if target.dtype.kind in "UST" or (
         target.dtype == object and all(isinstance(x, str) for x in np.asarray(target).flat)
     ):
@@ -135,18 +135,18 @@ def _of_tuple(data: tuple[Any, ...], wanted: Mapping[str, ir.Value] | None) -> D
     return replace(inputs, arrays=arrays, classes=None if labels is None else len(labels), labels=labels)
 
 
-def _of_features(data: Any, inputs: Mapping[str, ir.Value] | None) -> Dataset:
+def _of_features(data: object, inputs: Mapping[str, ir.Value] | None) -> Dataset:
     """Return X: arrays by name, a table, or one array, which feeds the only input."""
     if isinstance(data, Mapping):
         return Dataset({name: _numbers_or_texts(f"X[{name!r}]", x) for name, x in data.items()})
     if is_frame(data):
         table = as_dataset(data, inputs)
         return replace(table, arrays=table.inputs())
-    array = _numbers_or_texts if _reads_strings(_read_by(inputs)) else _numeric
+    array = _numbers_or_texts if _reads_strings(_data_inputs(inputs)) else _numeric
     return Dataset({_X: array(_X, data)}, _X)
 
 
-def _array(name: str, data: Any) -> Array:
+def _as_array(name: str, data: object) -> Array:
     """Return an array, or what NumPy makes one of: a list, a Series, a tensor in host memory."""
     data = with_rows(data)
     if isinstance(data, np.ndarray | LazyArray):
@@ -159,18 +159,18 @@ def _array(name: str, data: Any) -> Array:
         ) from error
 
 
-def _numeric(name: str, data: Any) -> Array:
+def _numeric(name: str, data: object) -> Array:
     """Return an array of numbers, or raise an error."""
-    array = _array(name, data)
+    array = _as_array(name, data)
     if array.dtype.kind in "OUSTMm" or not array.ndim:
         found = kind_of(np.asarray(array).item()) if not array.ndim else f"type {array.dtype}"
         raise GraphoptError(f"data: {name}: expected an array of numbers with a row each, found {found}")
     return array
 
 
-def _numbers_or_texts(name: str, data: Any) -> Array:
+def _numbers_or_texts(name: str, data: object) -> Array:
     """Return an array of numbers or of strings, or raise an error."""
-    array = _array(name, data)
+    array = _as_array(name, data)
     is_text = array.dtype == object and all(isinstance(x, str) for x in np.asarray(array).flat)
     return array if array.ndim and (is_text or array.dtype.kind in "UT") else _numeric(name, array)
 
@@ -208,7 +208,7 @@ def table(
     return of_columns(IN_MEMORY, names, read, target, features, sample_weight, labels, columns)
 
 
-def _is_hugging_face(data: Any) -> bool:
+def _is_hugging_face(data: object) -> bool:
     return all(hasattr(data, name) for name in HUGGING_FACE)
 
 
@@ -220,12 +220,12 @@ def _of_hugging_face(data: Any) -> Dataset:
         readers = dict.fromkeys(read((0,)), read)
     else:
         readers = {name: _reader(_formatted(data, name)) for name in data.format["columns"]}
-    arrays = {name: _Column(len(data), read, name) for name, read in readers.items()}
+    arrays = {name: _HubColumn(len(data), read, name) for name, read in readers.items()}
     names = getattr(data.features.get(TARGET), "names", None)  # of a ClassLabel
     return Dataset(arrays) if names is None else Dataset(arrays, classes=len(names), labels=tuple(names))
 
 
-def _formatted(data: Any, name: str) -> Any:
+def _formatted(data: Any, name: str) -> object:
     """Return a column in NumPy's types, of which Hugging Face makes float64 float32 unless it is named."""
     leaf = data.features[name]
     while hasattr(leaf, "feature"):  # of a list
@@ -235,11 +235,11 @@ def _formatted(data: Any, name: str) -> Any:
 
 
 def _reader(data: Any) -> _Read:
-    """Return what reads rows of a Hugging Face data set, and keeps the last ones until all columns have them."""
+    """Return a function that reads rows of a Hugging Face data set, and keeps the last ones for all columns."""
     return functools.lru_cache(maxsize=1)(lambda rows: data[list(rows)])
 
 
-class _Column(LazyArray):
+class _HubColumn(LazyArray):
     """Read rows of a column."""
 
     def __init__(self, count: int, read: _Read, name: str) -> None:

@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+import numpy.typing as npt
 
 from graphopt.arguments import checked
-from graphopt.data.dataset import TARGET, Dataset, LazyArray
+from graphopt.data.dataset import TARGET, Array, Dataset, LazyArray
 from graphopt.data.files import EXPANSION, check_ratio, imported, reading, reason
 from graphopt.data.tabular import refuse_twice
 from graphopt.errors import GraphoptError, some
@@ -22,9 +23,9 @@ from graphopt.files import ReadName
 
 # Formats that Pillow reads itself, without other programs.
 FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
-DECODED = 4  # bytes of a pixel, while Pillow decodes
+DECODED_PIXEL = 4  # bytes, while Pillow decodes
 _UNSUSPICIOUS = 2**25  # bytes that an image may have, however small its file is
-MOST_PIXELS = 2**26  # of data.size
+MOST_PIXELS = 2**26  # that data.size may ask for
 _MODES = {1: "L", 3: "RGB"}  # by the number of channels
 _PILLOW = "data=images", "PIL.Image", "Pillow"
 
@@ -93,18 +94,18 @@ def images(
         )
     files, classes, names = _files_and_labels(root, target is not None, labels)
     files, classes, sizes = _without_others(root, files, classes)
-    pixel = DECODED if size is not None else max(DECODED, channels * (4 if scale else 1))
+    pixel = DECODED_PIXEL if size is not None else max(DECODED_PIXEL, channels * (4 if scale else 1))
     for file, dims in zip(files, sizes, strict=True):
         check_ratio(file, math.prod(dims) * pixel, expansion, unsuspicious=_UNSUSPICIOUS)
         if size is None and dims != sizes[0]:
             raise GraphoptError(
-                f"{file}: expected {_text(sizes[0])} pixels as {files[0].name}, found {_text(dims)}: "
+                f"{file}: expected {_pixels_text(sizes[0])} pixels as {files[0].name}, found {_pixels_text(dims)}: "
                 "set data.size=[HEIGHT,WIDTH] to resize all"
             )
     height, width = size or sizes[0]
     row = (channels, height, width) if layout == "NCHW" else (height, width, channels)
     dtype = np.float32 if scale else np.uint8
-    arrays: dict[str, Any] = {
+    arrays: dict[str, Array] = {
         "x": _Images((len(files), *row), dtype, files, pillow.Resampling[resample.upper()], layout)
     }
     if target is not None:
@@ -116,7 +117,12 @@ class _Images(LazyArray):
     """Read images as rows of an array, [C, H, W] or [H, W, C]."""
 
     def __init__(
-        self, shape: tuple[int, ...], dtype: Any, files: Sequence[Path], resample: Any, layout: str
+        self,
+        shape: tuple[int, ...],
+        dtype: npt.DTypeLike,
+        files: Sequence[Path],
+        resample: object,
+        layout: str,
     ) -> None:
         super().__init__(shape, dtype)
         self._files, self._resample, self._is_last = files, resample, layout == "NHWC"
@@ -151,7 +157,7 @@ def _files_and_labels(
     """Return the files, the class of each, and the names of the classes."""
     if not is_labelled:
         return _files(root), np.zeros(0, np.int64), ()
-    folders = [root / name for name in _shown(next(os.walk(root, onerror=_refuse))[1])]
+    folders = [root / name for name in _shown(next(os.walk(root, onerror=_cannot_read))[1])]
     if not folders:
         raise GraphoptError(
             f"{root}: expected a folder for each class, found none: set data.target=null for images without classes"
@@ -191,7 +197,7 @@ def _parts_of_split(names: Sequence[str]) -> list[str]:
 def _files(root: Path) -> list[Path]:
     """Return the files in a folder and below it, in order."""
     files = []
-    for at, folders, names in os.walk(root, onerror=_refuse):
+    for at, folders, names in os.walk(root, onerror=_cannot_read):
         folders[:] = _shown(folders)
         files += [Path(at, name) for name in _shown(names)]
     if not files:
@@ -203,7 +209,7 @@ def _shown(names: list[str]) -> list[str]:
     return sorted(name for name in names if not name.startswith("."))
 
 
-def _refuse(error: OSError) -> None:
+def _cannot_read(error: OSError) -> None:
     raise GraphoptError(f"{error.filename}: {reason(error)}") from error
 
 
@@ -212,7 +218,7 @@ def _without_others(
 ) -> tuple[list[Path], np.ndarray, list[tuple[int, int]]]:
     """Return the files that are images, the class of each, and their heights and widths; warn of the others."""
     with ThreadPoolExecutor() as threads:
-        sizes = list(threads.map(_size, files))
+        sizes = list(threads.map(_image_size, files))
     there = [i for i, size in enumerate(sizes) if size is not None]
     if others := [str(file) for file, size in zip(files, sizes, strict=True) if size is None]:
         if len({*classes[there].tolist()}) < len({*classes.tolist()}) or not there:
@@ -224,7 +230,7 @@ def _without_others(
     return [files[i] for i in there], classes[there] if len(classes) else classes, [s for s in sizes if s]
 
 
-def _size(file: Path) -> tuple[int, int] | None:
+def _image_size(file: Path) -> tuple[int, int] | None:
     """Return the height and the width of an image, or None for a file that is none by its name and its contents."""
     try:
         with _opened(file) as image:
@@ -248,5 +254,5 @@ def _opened(file: Path) -> Iterator[Any]:
             yield image
 
 
-def _text(size: tuple[int, int]) -> str:
+def _pixels_text(size: tuple[int, int]) -> str:
     return f"{size[0]} x {size[1]}"

@@ -20,7 +20,7 @@ from graphopt.data.foreign import as_dataset
 from graphopt.data.tabular import IN_MEMORY, option, read_as_input
 from graphopt.errors import GraphoptError, kind_of
 from graphopt.graph.roles import Role, labels_of, role_of
-from graphopt.graph.values import name_of
+from graphopt.graph.values import dtype_of, name_of
 from graphopt.moments import pieces, row_index
 
 Rows = range | np.ndarray
@@ -89,8 +89,8 @@ class Batches:
         return {column.name: column.take(rows) for column in self._columns}
 
 
-def other_shape(expected: Sequence[Any], found: tuple[int, ...], name: str) -> str:
-    """Return how to give rows another shape, if that keeps what is beside what; else nothing."""
+def other_shape(expected: Sequence[object], found: tuple[int, ...], name: str) -> str:
+    """Return how to give rows another shape, if that keeps neighbouring numbers together; else nothing."""
     moves = set()
     for axis in range(len(found) if len(found) == len(expected) else 0):
         rest = [i for i in range(len(found)) if i != axis]
@@ -122,7 +122,7 @@ def _match(data: Dataset, inputs: Mapping[str, ir.Value]) -> list[tuple[ir.Value
     features = [name for name, value in inputs.items() if role_of(value) is Role.DATA]
     ends = {name.removeprefix(f"{data.features}") for name in data.arrays}
     companions = [f"{name}{end}" for name in features for end in ends if end.startswith("_")]
-    arrays = _fed(data, [*features, *(name for name in companions if name in inputs)], inputs)
+    arrays = _fed_arrays(data, [*features, *(name for name in companions if name in inputs)], inputs)
     for role in (Role.TARGET, Role.SAMPLE_WEIGHT):  # a model that computes its own loss may use other names
         own = [name for name, value in inputs.items() if role_of(value) is role and name not in arrays]
         if len(own) == 1 and role.value in arrays and role.value not in inputs:
@@ -144,7 +144,7 @@ def _match(data: Dataset, inputs: Mapping[str, ir.Value]) -> list[tuple[ir.Value
     return [(value, arrays[name]) for name, value in inputs.items()]
 
 
-def _fed(data: Dataset, names: Sequence[str], inputs: Mapping[str, ir.Value]) -> dict[str, Array]:
+def _fed_arrays(data: Dataset, names: Sequence[str], inputs: Mapping[str, ir.Value]) -> dict[str, Array]:
     """Return the arrays by name, as `Dataset.feeding`, those of a table's cells as inputs of their types read them."""
     arrays = data.feeding(names)
     for name in data.cells_of:
@@ -157,16 +157,15 @@ class _Column:
     """Pair an array with the input that it feeds."""
 
     def __init__(self, value: ir.Value, array: Array, allow_nan: bool, data: Dataset) -> None:
-        assert value.dtype is not None
         self.name = name_of(value)
         self.array = array
         self.lazy = isinstance(array, np.memmap | LazyArray)
-        self._dtype = np.dtype(value.dtype.numpy())
+        self._dtype = np.dtype(dtype_of(value).numpy())
         self._allow_nan = allow_nan
         self._table = data if data.names and array is data.arrays.get(str(data.features)) else None
         self._labels, self._is_text = labels_of(value), data.tokens is not None
         self._is_target = role_of(value) is Role.TARGET
-        self._check_type(value.dtype)
+        self._check_type(dtype_of(value))
         self._shape = self._row_shape(value.shape)
 
     def take(self, rows: Rows) -> np.ndarray:
@@ -182,7 +181,9 @@ class _Column:
         Rows of a lazy array may also have another type or shape than its first one.
         """
         if (part.dtype, part.shape[1:]) != (self.array.dtype, self.array.shape[1:]):
-            found, expected = (f"{x.dtype} rows of shape {_text(x.shape[1:])}" for x in (part, self.array))
+            found, expected = (
+                f"{x.dtype} rows of shape {_shape_text(x.shape[1:])}" for x in (part, self.array)
+            )
             raise GraphoptError(f"data {self.name!r}: expected {expected} as the first, found {found}")
         if part.dtype.kind == "f" and not self._allow_nan:
             with np.errstate(over="ignore"):
@@ -253,11 +254,12 @@ class _Column:
             if self._is_target:
                 mend = ": set axis=-1 of the loss if logits have classes last, or choose loss=causal_language_model"
         raise GraphoptError(
-            f"data {self.name!r}: expected rows of shape {_text(list(shape)[1:])}, found {_text(found)}{mend}"
+            f"data {self.name!r}: expected rows of shape {_shape_text(list(shape)[1:])}, found "
+            f"{_shape_text(found)}{mend}"
         )
 
 
-def _text(dims: Any) -> str:
+def _shape_text(dims: Iterable[int | ir.SymbolicDim]) -> str:
     return f"[{', '.join(str(dim) if isinstance(dim, int) else str(dim.value or '?') for dim in dims)}]"
 
 
@@ -302,7 +304,7 @@ class TrainingRows:
 
     def __init__(self, data: Dataset, model: ir.Model, rows: Rows, *, allow_nan: bool = False) -> None:
         self._inputs = {name_of(x): x for x in model.graph.inputs if not x.is_initializer()}
-        self._arrays = _fed(data, list(self._inputs), self._inputs)
+        self._arrays = _fed_arrays(data, list(self._inputs), self._inputs)
         self._rows, self._allow_nan = rows, allow_nan
         self.outputs = partial(data.outputs, "classification")
 

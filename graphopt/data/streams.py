@@ -16,7 +16,7 @@ from graphopt.errors import GraphoptError, kind_of, line, naming
 
 STATE_METHODS = (("state_dict", "load_state_dict"), ("get_state", "set_state"))  # of torchdata, and of grain
 _PLAIN = (bool, int, float, str, type(None))
-_END: Any = object()  # of a pass
+_END: object = object()  # of a pass
 
 
 class Drawn(NamedTuple):
@@ -24,7 +24,7 @@ class Drawn(NamedTuple):
 
     rows: int
     arrays: dict[str, np.ndarray]
-    position: Any = None
+    position: object = None
 
 
 class Stream:
@@ -50,7 +50,7 @@ class Stream:
 
     def __init__(
         self,
-        data: Iterable[Any],
+        data: Iterable[object],
         inputs: Mapping[str, ir.Value],
         *,
         allow_nan: bool = False,
@@ -65,10 +65,10 @@ class Stream:
             raise GraphoptError(f"steps_per_epoch: expected 1 or more, found {steps}")
         self.name = type(data).__name__
         self.passes = 0  # that have ended
-        self.end: Any = None  # the position after the last batch of an epoch
+        self.end: object = None  # the position after the last batch of an epoch
         self._data, self._inputs, self._allow_nan = data, inputs, allow_nan
         self._steps, self._keep_positions = steps, keep_positions
-        self._pass: Iterator[Any] | None = None
+        self._pass: Iterator[object] | None = None
         self._epoch: Iterator[Drawn] | None = None  # what is left after `peek`
         self._done = 0  # batches of the epoch before `load`
 
@@ -138,12 +138,12 @@ class Stream:
                 break
         self.end = self._position(0)
 
-    def _begin(self) -> Iterator[Any]:
+    def _begin(self) -> Iterator[object]:
         if hasattr(self._data, "set_epoch"):
             self._data.set_epoch(self.passes)
         return iter(self._data)
 
-    def _position(self, done: int) -> Any:
+    def _position(self, done: int) -> object:
         """Return where the data is after a number of batches of the epoch."""
         if not self._keep_positions:
             return None
@@ -153,7 +153,7 @@ class Stream:
                 return {**position, "of": of, "state": encoded(methods[0]())}
         return position
 
-    def _checked(self, item: Any, where: str) -> Drawn:
+    def _checked(self, item: object, where: str) -> Drawn:
         """Return a batch in the graph's types, or raise an error that says which one does not fit."""
         with naming(where):
             if not isinstance(item, Mapping):
@@ -161,7 +161,7 @@ class Stream:
                 raise GraphoptError(
                     f"data: expected a dict of arrays by name, found {kind_of(item)}: yield {{{names}}}"
                 )
-            arrays = {name: _array(name, value) for name, value in item.items()}
+            arrays = {name: _copied_array(name, value) for name, value in item.items()}
             batches = Batches(arrays, self._inputs, allow_nan=self._allow_nan)
             rows = len(batches)
             if batches.fixed_size not in (None, rows):
@@ -180,13 +180,13 @@ class Stream:
         return GraphoptError(f"data: expected batches{where}, found none in {self.name}: {mend}")
 
 
-def _state_methods(source: Any) -> Sequence[Any]:
+def _state_methods(source: object) -> Sequence[Any]:
     """Return the methods of an iterable that get and set its state, if it has any."""
     pairs = ([getattr(source, name, None) for name in names] for names in STATE_METHODS)
     return next((pair for pair in pairs if all(map(callable, pair))), ())
 
 
-def _array(name: Any, value: Any) -> np.ndarray:
+def _copied_array(name: object, value: object) -> np.ndarray:
     """Return a copy of an array, a tensor or a list: an iterable may change what it has yielded."""
     try:
         array = np.asarray(value).copy()
@@ -239,8 +239,8 @@ def encoded(state: Any, path: str = "state") -> Any:
     )
 
 
-def decoded(state: Any) -> Any:
-    """Return what `encoded` was given."""
+def decoded(state: object) -> Any:
+    """Return the state that `encoded` has written."""
     if isinstance(state, list):
         return [decoded(value) for value in state]
     if not isinstance(state, dict):

@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 import onnx_ir as ir
@@ -25,9 +25,12 @@ from graphopt.moments import row_index
 AUTO, _OTHERS = "auto", "*"
 _ENCODED = "features"  # the value between the nodes of columns and the model
 _LABEL = "label"
-_MOST = 2**30  # numbers of an array of features
+_MOST_NUMBERS = 2**30  # in an array of features
+_MOST_SUMMARIZED = 20  # columns
 
 Table = Mapping[str, Any]
+_Given = TypeVar("_Given")
+_Made = TypeVar("_Made")
 
 
 @dataclass(frozen=True)
@@ -121,10 +124,10 @@ class Columns(metaclass=Checked):
         """
         width, parts = self.width, []
         for name, column, x in self._read(table):
-            if len(x) * width > _MOST:
+            if len(x) * width > _MOST_NUMBERS:
                 raise GraphoptError(
-                    f"columns: expected at most {_MOST:,} numbers, found {len(x):,} rows of {width:,} features: encode "
-                    "categories as ordinal, or leave columns out"
+                    f"columns: expected at most {_MOST_NUMBERS:,} numbers, found {len(x):,} rows of {width:,} "
+                    "features: encode categories as ordinal, or leave columns out"
                 )
             parts.append(_of_column(name, column.encode, x).astype(np.float32))
         return np.concatenate(parts, axis=1)
@@ -166,7 +169,7 @@ class Columns(metaclass=Checked):
 
     @staticmethod
     def of(model: Source | None) -> Columns | None:
-        """Return the columns, with what they have learnt, that a model or a training graph notes, or None."""
+        """Return the columns that a model or a training graph notes, which have learnt, or None."""
         note = None if model is None else _Encoded.read(model if isinstance(model, ir.Model) else load(model))
         return None if note is None else note.all
 
@@ -181,24 +184,27 @@ class Columns(metaclass=Checked):
         """Return a model that takes features again, as before `before`; another model is returned as it is."""
         loaded = model if isinstance(model, ir.Model) else load(model)
         note = _Encoded.read(loaded)
-        return loaded if note is None or note.features is None else _cut(load(loaded), note)
+        return (
+            loaded if note is None or note.features is None else _with_features_as_input(load(loaded), note)
+        )
 
     def noted(self, model: ir.Model) -> ir.Model:
         """Write the columns into the metadata of a model or a training graph of features, and return it."""
         return _Encoded(self._as_fields()).write(model)
 
     def text(self) -> str:
-        """Return the names of the features, and the columns with what they have learnt, as JSON."""
+        """Return the names of the features, and the columns with the fields that they have learnt, as JSON."""
         return json.dumps(
             {"features": self.names, "columns": self._as_fields()}, indent=1, ensure_ascii=False
         )
 
     def summary(self) -> str:
-        """Return what each column has become, in one line."""
+        """Return the encoding of each column, in one line."""
         texts = [f"{name}: {column.summary()}" for name, column in self._learnt.items()]
-        return "; ".join(texts[:20]) + (f"; and {len(texts) - 20} more" if len(texts) > 20 else "")
+        left = len(texts) - _MOST_SUMMARIZED
+        return "; ".join(texts[:_MOST_SUMMARIZED]) + (f"; and {left} more" if left > 0 else "")
 
-    def _as_fields(self) -> dict[str, Any]:
+    def _as_fields(self) -> dict[str, object]:
         return {name: column.as_fields() for name, column in self._learnt.items()}
 
     @property
@@ -269,7 +275,7 @@ def columns_of(wanted: Mapping[str, Any], table: Mapping[str, np.ndarray]) -> Co
     for name, problem in without.items():
         left_out = ", ".join(f"{other}: null" for other in without)
         raise GraphoptError(
-            f"{_place(name, problem)}: leave it out, columns={{*: auto, {left_out}}}, or describe it: "
+            f"{_located(name, problem)}: leave it out, columns={{*: auto, {left_out}}}, or describe it: "
             f"{name}: category, number or date"
         )
     chosen = {name: kind for name, kind in kinds.items() if kind is not None}
@@ -278,7 +284,7 @@ def columns_of(wanted: Mapping[str, Any], table: Mapping[str, np.ndarray]) -> Co
     return Columns(chosen)
 
 
-def check_description(description: Any) -> dict[str, Any]:
+def check_description(description: object) -> dict[str, object]:
     """Return a column, `auto` or None by the name of each column, or raise an error if a description is wrong.
 
     Args:
@@ -298,13 +304,13 @@ def check_description(description: Any) -> dict[str, Any]:
     }
 
 
-def named_in(wanted: Mapping[str, Any], names: Sequence[str]) -> list[str]:
+def named_in(wanted: Mapping[str, object], names: Sequence[str]) -> list[str]:
     """Return the names of columns that a description, as `check_description` returns it, needs of a table."""
     needed = dict.fromkeys([*(names if _OTHERS in wanted else ()), *wanted])
     return [name for name in needed if name != _OTHERS]
 
 
-def cells(name: str, column: Any) -> np.ndarray:
+def cells(name: str, column: object) -> np.ndarray:
     """Return a column of a table as an array of cells."""
     try:
         array = np.asarray(column)
@@ -323,7 +329,7 @@ def cells(name: str, column: Any) -> np.ndarray:
     return array
 
 
-def is_frame(data: Any) -> bool:
+def is_frame(data: object) -> bool:
     """Return whether data is a DataFrame of pandas or Polars."""
     return all(hasattr(data, name) for name in ("to_numpy", "columns", "__getitem__"))
 
@@ -335,15 +341,15 @@ def names_in(table: Any) -> dict[str, Any]:
     return {str(key): key for key in getattr(table, "columns", table)}
 
 
-def _of_column(name: Any, function: Any, argument: Any) -> Any:
+def _of_column(name: object, function: Callable[[_Given], _Made], argument: _Given) -> _Made:
     """Call a function, and name the column in its error."""
     try:
         return function(argument)
     except (GraphoptError, ValueError, TypeError, OverflowError) as error:
-        raise GraphoptError(_place(name, error)) from error
+        raise GraphoptError(_located(name, error)) from error
 
 
-def _place(name: Any, error: Exception) -> str:
+def _located(name: object, error: Exception) -> str:
     text = str(error)
     return f"column {str(name)!r}{', ' if text.startswith('row ') else ': '}{text}"
 
@@ -377,7 +383,7 @@ def _prepended(
     swap(x, features)
     graph.inputs.remove(x)
     taken = {value.name for value in inputs}
-    for value in _values(graph):
+    for value in _all_values(graph):
         value.name = _free(_ENCODED if value is features else value.name, taken)
     if label is not None:
         label.name = _free(_LABEL, taken)
@@ -392,7 +398,7 @@ def _prepended(
     return model
 
 
-def _values(graph: ir.Graph) -> list[ir.Value]:
+def _all_values(graph: ir.Graph) -> list[ir.Value]:
     """Return the outputs of a graph, and then its other values."""
     inner = [y for node in graph.all_nodes() for y in node.outputs]
     return list(dict.fromkeys([*graph.outputs, *graph.inputs, *graph.initializers.values(), *inner]))
@@ -430,7 +436,7 @@ def _labelled(
     return names
 
 
-def _cut(model: ir.Model, note: _Encoded) -> ir.Model:
+def _with_features_as_input(model: ir.Model, note: _Encoded) -> ir.Model:
     """Make the features an input again."""
     graph = model.graph
     features = next((y for node in graph for y in node.outputs if y.name == note.features), None)
@@ -444,7 +450,7 @@ def _cut(model: ir.Model, note: _Encoded) -> ir.Model:
         if value.uses():
             raise note.wrong(model)
         graph.inputs.remove(value)
-    x.name = _free(note.input, {value.name for value in _values(graph)})
+    x.name = _free(note.input, {value.name for value in _all_values(graph)})
     graph.inputs.append(x)
     dataclasses.replace(note, features=None, input=None, label=None).write(model)
     return model

@@ -19,13 +19,14 @@ from graphopt.errors import GraphoptError, naming, some, unknown
 IN_MEMORY = "data"  # the path of a table that is no file
 _MOST_CLASSES = 1_000  # of a text column
 
+_Cells = Sequence[object] | np.ndarray  # of a column
 _Names = str | int | Sequence[str | int] | None
 
 
 def of_columns(
     path: str,
     names: Sequence[str],
-    read: Callable[[list[str]], Mapping[str, Any]],
+    read: Callable[[list[str]], Mapping[str, _Cells]],
     target: _Names,
     features: _Names | Mapping[str, Any] = None,
     sample_weight: str | int | None = None,
@@ -37,7 +38,7 @@ def of_columns(
     Errors name the path, and `csv` explains the other arguments.
     """
     refuse_twice(path, "column", names)
-    targets, weights = _names(target), _names(sample_weight)
+    targets, weights = _as_names(target), _as_names(sample_weight)
     others = [name for name in names if name not in (*targets, *weights)]
     if columns is not None and isinstance(features, Mapping):
         raise GraphoptError(f"{path}: expected one input of columns, found features of {', '.join(features)}")
@@ -46,7 +47,7 @@ def of_columns(
         features = others if columns is None else named_in(wanted, others)
     only = None if isinstance(features, Mapping) else FEATURES
     by_input = features if isinstance(features, Mapping) else {FEATURES: features}
-    inputs = {name: _names(x) for name, x in by_input.items()}
+    inputs = {name: _as_names(x) for name, x in by_input.items()}
     used = dict.fromkeys(itertools.chain(targets, weights, *inputs.values()))
     _check_known(path, used, names, targets, wanted)
     if target is not None and (not targets or (labels is not None and len(targets) > 1)):
@@ -117,7 +118,7 @@ def _check_known(
     used: Iterable[str],
     names: Sequence[str],
     targets: Sequence[str],
-    wanted: Mapping[str, Any],
+    wanted: Mapping[str, object],
 ) -> None:
     """Raise an error if a column is missing, or is both a feature and predicted."""
     known = {*names}
@@ -139,16 +140,16 @@ def _check_known(
             raise GraphoptError(f"{path}: {unknown('column', name, names)}{mend}")
 
 
-def _names(names: _Names) -> list[str]:
+def _as_names(names: _Names) -> list[str]:
     if names is None:
         return []
     return [str(names)] if isinstance(names, str | int) else [str(name) for name in names]
 
 
-def _stack(path: str, columns: Mapping[str, Any], names: Sequence[str]) -> np.ndarray:
+def _stack(path: str, columns: Mapping[str, _Cells], names: Sequence[str]) -> np.ndarray:
     if not names:
         raise GraphoptError(f"{path}: expected feature columns, found none")
-    arrays = [_numbers(path, name, columns[name]) for name in names]
+    arrays = [_numeric_column(path, name, columns[name]) for name in names]
     if len(arrays) == 1 and arrays[0].ndim > 1:
         return arrays[0]
     if any(array.ndim > 2 for array in arrays):
@@ -162,9 +163,9 @@ def _stack(path: str, columns: Mapping[str, Any], names: Sequence[str]) -> np.nd
     return np.column_stack(arrays)
 
 
-def _texts_or_numbers(path: str, columns: Mapping[str, Any], names: Sequence[str]) -> np.ndarray:
+def _texts_or_numbers(path: str, columns: Mapping[str, _Cells], names: Sequence[str]) -> np.ndarray:
     """Return columns for one of several inputs: as strings if a cell is no number, until an input's type is known."""
-    if any(_is_text(columns[name]) for name in names):
+    if any(_is_text_column(columns[name]) for name in names):
         return np.column_stack([_texts(path, name, cells(name, columns[name])) for name in names])
     return _stack(path, columns, names)
 
@@ -181,7 +182,7 @@ def _texts(path: str, name: str, values: np.ndarray) -> np.ndarray:
     return Category().read(values)
 
 
-def _is_text(column: Any) -> bool:
+def _is_text_column(column: _Cells) -> bool:
     if isinstance(column, np.ndarray) and (column.dtype.kind in "iufbmM" or column.ndim > 1):
         return False
     return any(isinstance(x, str) and x and (is_code(x) or not is_numeral(x)) for x in column)
@@ -192,7 +193,7 @@ def _vector(stacked: np.ndarray) -> np.ndarray:
 
 
 def _target(
-    path: str, columns: Mapping[str, Any], names: Sequence[str], labels: tuple[str, ...] | None
+    path: str, columns: Mapping[str, _Cells], names: Sequence[str], labels: tuple[str, ...] | None
 ) -> tuple[np.ndarray, tuple[str, ...] | None]:
     """Return the target, the numbers of classes if it is text, and the names of these classes."""
     column = columns[names[0]]
@@ -201,7 +202,7 @@ def _target(
         texts = Category().read(cells(names[0], column)).tolist()
         labels = _text_classes(path, names[0], texts) if labels is None else labels
         if labels is not None:
-            return _classes(path, names[0], texts, labels), labels
+            return _class_numbers(path, names[0], texts, labels), labels
     for name in names:
         column = columns[name]
         if isinstance(column, np.ndarray) and column.dtype.kind in "iub":
@@ -217,7 +218,7 @@ def _target(
 
 
 def _text_classes(path: str, name: str, texts: list[str]) -> tuple[str, ...] | None:
-    """Return the different texts of a target in order, or None if it has numbers alone."""
+    """Return the different texts of a target in order, or None if it has only numbers."""
     different = [text for text in dict.fromkeys(texts) if text]
     are_codes = any(map(is_code, different)) and all(map(is_numeral, different))
     words = [text for text in different if are_codes or not is_numeral(text)]
@@ -238,7 +239,7 @@ def _text_classes(path: str, name: str, texts: list[str]) -> tuple[str, ...] | N
     return tuple(sorted(words))
 
 
-def _numbers(path: str, name: str, column: Any) -> np.ndarray:
+def _numeric_column(path: str, name: str, column: _Cells) -> np.ndarray:
     """Return a column as int64 if all numbers are whole, otherwise as float64."""
     if isinstance(column, np.ndarray) and column.dtype.kind in "iufb":
         return column
@@ -259,7 +260,7 @@ def _numbers(path: str, name: str, column: Any) -> np.ndarray:
     raise GraphoptError(f"{path}: column {name!r}, row {row}: expected a number, found {text!r}: {mend}")
 
 
-def _classes(path: str, name: str, texts: list[str], labels: Sequence[str]) -> np.ndarray:
+def _class_numbers(path: str, name: str, texts: list[str], labels: Sequence[str]) -> np.ndarray:
     """Return the index of each text in `labels`."""
     refuse_twice(path, "label", labels)
     places = {label: i for i, label in enumerate(labels)}

@@ -165,7 +165,7 @@ class SplitRunner(Runner):
             self._stages.insert(0, _Stage(runner, list(inputs), [x for x in inputs if x not in later], sums))
             later |= inputs.keys()
 
-    def check(self, feeds: Mapping[str, Any]) -> None:
+    def check(self, feeds: Mapping[str, object]) -> None:
         self._signature.check(feeds)
         self._fit_stages = False
 

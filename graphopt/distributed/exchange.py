@@ -1,4 +1,4 @@
-"""Average over all workers what each has computed on its rows: numbers, gradients and statistics."""
+"""Average the numbers, gradients and statistics of all workers' rows."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class SharedBuffers(StateBuffers):
 
 
 class Exchange:
-    """Average over all workers what the half `grad` computes, weighted by their batches; each has copies of the sums.
+    """Average the outputs of the half `grad` over all workers, weighted by their batches; each has copies of the sums.
 
     Gradients of one type lie in one buffer, which both halves are bound to.
 
@@ -117,7 +117,7 @@ class Exchange:
         ]
 
     def update(self, apply: ir.Model) -> ir.Model:
-        """Return what this worker computes of the half `apply`."""
+        """Return the part of the half `apply` that this worker computes."""
         return apply
 
     def agree(self, is_finite: bool) -> bool:
@@ -125,7 +125,7 @@ class Exchange:
         return is_finite
 
     def begin(self, rows: int) -> None:
-        """Tell masks the position of this worker's first row, before `grad` runs."""
+        """Set the position of this worker's first row, which random masks read, before `grad` runs."""
         if self._has_positions:
             communicator = self._communicator
             counts = np.zeros(communicator.size)
@@ -134,7 +134,7 @@ class Exchange:
             self._first_row.update_inplace(np.array(counts[: communicator.rank].sum(), np.int32))
 
     def average(self, stages: Iterable[Reported], rows: int) -> Reported:
-        """Run the stages of `grad` on this worker's rows, and return what they report, with means over all workers."""
+        """Run the stages of `grad` on this worker's rows, and return their reports, with means over all workers."""
         reported: Reported = dict.fromkeys([*self._means, ROWS], 0.0)
         for stage, outputs in enumerate(stages):
             reported |= outputs

@@ -1,4 +1,4 @@
-"""Train as a client of Flower, the extra `federated`: a server averages what its clients have trained."""
+"""Train as a client of Flower, the extra `federated`: a server averages the weights that its clients have trained."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ OWN, BATCHES = "graphopt.state", "graphopt.batches"  # what a client keeps in it
 
 
 def arrays(executor: Executor) -> ArrayRecord:
-    """Return what travels between a server and its clients, by name in alphabetical order.
+    """Return the arrays that travel between a server and its clients, by name in alphabetical order.
 
     These are the parameters and the running statistics of BatchNormalization. Frozen weights do not travel: of a model
     that trains only adapters, only the adapters do.
@@ -43,7 +43,7 @@ def arrays(executor: Executor) -> ArrayRecord:
 
 
 def set_arrays(executor: Executor, record: ArrayRecord) -> None:
-    """Replace what travels by the arrays of a record, such as the result of a strategy of Flower.
+    """Replace the arrays that travel by those of a record, such as the result of a strategy of Flower.
 
     Args:
         executor: the executor of a training graph.

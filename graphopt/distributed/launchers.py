@@ -21,7 +21,7 @@ from graphopt.distributed.mpi import MPI
 from graphopt.errors import GraphoptError
 from graphopt.fields import check_intervals
 from graphopt.intervals import within
-from graphopt.training.signals import ENDING
+from graphopt.training.signals import handling
 
 # Variables that mpiexec and srun set in the processes that they start.
 RANKS = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK")
@@ -47,7 +47,7 @@ AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 
 @dataclass(frozen=True)
 class Launcher:
-    """Train in this process alone. A subclass has several workers.
+    """Train in this process only. A subclass has several workers.
 
     Args:
         sync_every: the number of steps after which workers average their weights, as `graphopt.LocalSGD` does; None
@@ -150,7 +150,7 @@ class LocalLauncher(MPILauncher):
             start_new_session=True,
             preexec_fn=_end_with_parent if sys.platform == "linux" else None,
         )
-        with handled(
+        with passing_on_signals(
             lambda _: process.send_signal(WORKERS_END), lambda _: process.send_signal(signal.SIGTERM)
         ) as received:
             code = process.wait()
@@ -165,7 +165,7 @@ class LocalLauncher(MPILauncher):
 
 
 @contextmanager
-def handled(end: Callable[[int], None], end_now: Callable[[int], None]) -> Iterator[list[int]]:
+def passing_on_signals(end: Callable[[int], None], end_now: Callable[[int], None]) -> Iterator[list[int]]:
     """Handle signals that ask the process to end, in a `with` block, and return a list of those that have arrived.
 
     Args:
@@ -178,21 +178,17 @@ def handled(end: Callable[[int], None], end_now: Callable[[int], None]) -> Itera
         received.append(number)
         (end if len(received) == 1 else end_now)(number)
 
-    before = {number: signal.signal(number, called) for number in ENDING}
-    try:
+    with handling(called):
         yield received
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _end_with_parent() -> None:
-    """Have the kernel end this process with the one that starts it (PR_SET_PDEATHSIG of prctl)."""
+    """Ask the kernel to end this process when its parent ends (PR_SET_PDEATHSIG of prctl)."""
     ctypes.CDLL(None).prctl(1, signal.SIGTERM)
 
 
 def _terminal() -> dict[str, str]:
-    """Return what tells rich about the output of this process, since mpiexec gives each worker a terminal."""
+    """Return variables that tell rich about this process's output, since mpiexec gives each worker a terminal."""
     if sys.stdout.isatty():
         return {"COLUMNS": str(shutil.get_terminal_size().columns)}
     return {"TTY_COMPATIBLE": "0", "TTY_INTERACTIVE": "0"}

@@ -28,7 +28,7 @@ from graphopt.runtime.tensors import Tensor, buffer, zeros_of
 if TYPE_CHECKING:
     import onnxruntime
 
-DROPPED = 3  # rounds in succession: no worker's bad luck any more
+MOST_DROPPED = 3  # rounds in succession: so many are no accident of a worker
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -118,7 +118,7 @@ class LocalSGD(Executor):
 
 
 class _Rounds(Rounds):
-    """Count the steps of a round, and average what the workers have subtracted from the weights at its end."""
+    """Count the steps of a round, and average the workers' changes of the weights at its end."""
 
     def __init__(self, options: LocalSGDOptions, buffers: _RoundBuffers) -> None:
         self._options, self._buffers, self.workers = options, buffers, Survivors(options.communicator)
@@ -180,7 +180,7 @@ class _Rounds(Rounds):
             f"step {self._buffers.batches}: expected finite weights of each worker, found others or none of {who}"
             f"{own}: round of {self._done} steps dropped"
         )
-        if self._dropped >= DROPPED:
+        if self._dropped >= MOST_DROPPED:
             self._done, self._failure = 0, None
             raise NonFiniteLoss(
                 f"{message}, for the third time in succession; lower the learning rate, clip gradients, or look "
@@ -246,7 +246,7 @@ class _RoundBuffers(StateBuffers):
         super().update(self._shared.arrays(self._weights))
 
     def collect(self) -> bool:
-        """Write what the worker has subtracted from the weights to `flat`; return whether it is finite."""
+        """Write the worker's change of the weights to `flat`; return whether it is finite."""
         shared = self._shared.arrays(self._weights)
         for name, part in zip(self._weights, self._parts, strict=True):
             np.subtract(shared[name], self._own(name), out=part, dtype=part.dtype)

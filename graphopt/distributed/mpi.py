@@ -17,7 +17,7 @@ import numpy as np
 from graphopt.communicator import Communicator, WorkerLost
 from graphopt.errors import GraphoptError, line
 
-LATE = 124  # the exit code after the time limit, as that of `timeout`
+LATE_CODE = 124  # the exit code after the time limit, as that of `timeout`
 # Open MPI 5.0 sends and receives at the same time only if it has two connections, and then sums take half the time. A
 # thread that waits for others leaves its core to one that computes.
 _SETTINGS = {"OMPI_MCA_btl_tcp_links": "2", "OMPI_MCA_mpi_yield_when_idle": "1"}
@@ -165,4 +165,4 @@ class MPI(Communicator):
                     f"from the last checkpoint",
                     file=sys.stderr,
                 )
-                self.abort(LATE)
+                self.abort(LATE_CODE)

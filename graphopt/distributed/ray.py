@@ -12,14 +12,17 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from graphopt.communicator import Communicator
-from graphopt.distributed.launchers import Launcher, RunCommand, handled
+from graphopt.distributed.launchers import Launcher, RunCommand, passing_on_signals
 from graphopt.errors import GraphoptError
 from graphopt.intervals import within
+
+if TYPE_CHECKING:
+    from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
 IN_WORKER = "GRAPHOPT_RAY_RENDEZVOUS"  # an environment variable of workers: the name of their `Rendezvous`
 # A folder where workers note with which code they have ended, and where they look whether they are to end.
@@ -28,20 +31,20 @@ _SETTINGS = {
     "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",  # otherwise, Ray Train hides what workers print to stderr
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # otherwise, Ray hides GPUs that it has not reserved
 }
-_SMALL = 65536  # bytes that travel in a call of the actor, in place of the object store
+_MOST_INLINE = 65536  # bytes that travel in a call of the actor, in place of the object store
 
 
 class Rendezvous:
-    """Hand each worker what all workers have put into Ray's object store. This is an actor of Ray."""
+    """Hand each worker the references of all workers to Ray's object store. This is an actor of Ray."""
 
     def __init__(self, size: int) -> None:
         import asyncio
 
         self._size = size
-        self._items: dict[int, dict[int, Any]] = {}  # by round and rank
+        self._items: dict[int, dict[int, object]] = {}  # by round and rank
         self._changed = asyncio.Condition()
 
-    async def exchange(self, number: int, rank: int, item: list[Any]) -> list[Any]:
+    async def exchange(self, number: int, rank: int, item: list[object]) -> list[object]:
         """Return the references of all workers in a round, in the order of their ranks, once they are there."""
         async with self._changed:
             self._items.setdefault(number, {})[rank] = item[0]
@@ -94,9 +97,9 @@ class RayCommunicator(Communicator):
         sys.stderr.flush()
         os._exit(code)
 
-    def _exchanged(self, value: Any) -> list[Any]:
-        """Return what each worker gives; arrays are read from Ray's shared memory."""
-        is_small = len(value) * getattr(value, "itemsize", 1) <= _SMALL
+    def _exchanged(self, value: np.ndarray | bytes) -> list[Any]:
+        """Return the values that the workers give; arrays are read from Ray's shared memory."""
+        is_small = len(value) * getattr(value, "itemsize", 1) <= _MOST_INLINE
         item = value if is_small else self._ray.put(value)
         get = functools.partial(self._ray.get, timeout=self._timeout)
         try:
@@ -153,7 +156,7 @@ class RayLauncher(Launcher):
         try:
             with (
                 self._started(),
-                handled(end, lambda number: sys.exit(128 + number)) as received,
+                passing_on_signals(end, lambda number: sys.exit(128 + number)) as received,
                 ThreadPoolExecutor(1) as thread,
             ):
                 # In the main thread, Ray would handle SIGINT.
@@ -169,7 +172,7 @@ class RayLauncher(Launcher):
     def communicator(self) -> Communicator:
         return RayCommunicator(os.environ[IN_WORKER], self.timeout)
 
-    def _train(self, config: Mapping[str, Any], folder: Path) -> None:
+    def _train(self, config: Mapping[str, object], folder: Path) -> None:
         """Run `_work` in each worker."""
         from ray.train import FailureConfig, RunConfig, ScalingConfig
 
@@ -187,7 +190,7 @@ class RayLauncher(Launcher):
         import ray
 
         os.environ |= {**_SETTINGS, **os.environ}
-        options: dict[str, Any] = {"logging_config": ray.LoggingConfig(log_level="ERROR")}
+        options: dict[str, object] = {"logging_config": ray.LoggingConfig(log_level="ERROR")}
         if self.address is None:
             options |= {"num_cpus": max(self.workers, os.cpu_count() or 1), "include_dashboard": False}
         here = os.getcwd()
@@ -204,7 +207,7 @@ class RayLauncher(Launcher):
                 ray.shutdown()
 
 
-def ray_trainer() -> Any:
+def ray_trainer() -> type[DataParallelTrainer]:
     """Return the trainer of Ray Train that runs a function in each worker; the public ones bring a framework.
 
     Raises:

@@ -14,13 +14,13 @@ import onnx_ir as ir
 from graphopt.errors import GraphoptError, line, some
 from graphopt.graph.loading import load
 from graphopt.graph.roles import Role, role_of
-from graphopt.graph.values import dims_of, name_of, rank
+from graphopt.graph.values import dims_of, dtype_of, name_of, rank
 from graphopt.pipeline import Pipeline
 from graphopt.runtime.device import Device
 from graphopt.runtime.executor import Executor
 from graphopt.runtime.original import trained_into
 from graphopt.runtime.session import Session
-from graphopt.runtime.tensors import to_ort
+from graphopt.runtime.tensors import Tensor, to_ort
 
 _IDS, _MASK, _POSITIONS = "input_ids", "attention_mask", "position_ids"
 _ZERO = ("token_type_ids", "segments", "labels", "completion_mask")
@@ -34,7 +34,7 @@ _Run = Callable[[dict[str, Any]], Mapping[str, Any]]
 
 
 class Decoder(ABC):
-    """Read a text token by token, and return the logits of what follows."""
+    """Read a text token by token, and return the logits of the next token."""
 
     @abstractmethod
     def read(self, tokens: Sequence[int]) -> np.ndarray:
@@ -46,7 +46,7 @@ class Decoder(ABC):
 
 
 def decoder_of(model: ir.Model | Executor, device: Device, adapter: Path | None = None) -> Decoder:
-    """Return what computes the logits of a model's file, or of the current weights of an executor.
+    """Return a decoder of a model's file, or of the current weights of an executor.
 
     Raises:
         GraphoptError: the model does not take tokens, or does not return logits.
@@ -59,7 +59,7 @@ def decoder_of(model: ir.Model | Executor, device: Device, adapter: Path | None 
         return _Whole(_Inputs(x for x in model.inputs.values() if role_of(x) is Role.DATA), model.predict)
     has_slots = any(x.is_initializer() for x in model.graph.inputs)
     if adapter is not None and (adapter.is_dir() or not has_slots):
-        model, adapter = _merged(model, adapter), None
+        model, adapter = _with_adapter(model, adapter), None
     graph = model.graph
     inputs = [x for x in graph.inputs if not x.is_initializer()]
     caches = _caches(inputs, graph.outputs)
@@ -82,7 +82,7 @@ class _Session:
             self._adapter = _adapter(device, adapter)  # the options do not keep it alive
             self._options.add_active_adapter(self._adapter)
 
-    def __call__(self, feeds: dict[str, Any]) -> dict[str, Any]:
+    def __call__(self, feeds: dict[str, object]) -> dict[str, object]:
         values = {
             name: to_ort(self._device, x, x.dtype) if isinstance(x, np.ndarray) else x
             for name, x in feeds.items()
@@ -97,12 +97,12 @@ class _Session:
         return dict(zip(names, found, strict=True))
 
 
-def _merged(model: ir.Model, adapter: Path) -> ir.Model:
+def _with_adapter(model: ir.Model, adapter: Path) -> ir.Model:
     """Return a model with an adapter in its weights."""
     import passes
 
     if not adapter.exists():
-        raise _no_adapter(adapter)
+        raise _missing_adapter(adapter)
     steps = {"normalize": passes.Normalize(), "adapter": passes.LoRA.load(adapter)}
     prepared = Pipeline(**steps, parameters=passes.Parameters())(load(model))
     initial = prepared.graph.initializers.items()
@@ -110,20 +110,20 @@ def _merged(model: ir.Model, adapter: Path) -> ir.Model:
     return load(trained_into(prepared, state, model, slots=False).message())
 
 
-def _no_adapter(path: Path) -> GraphoptError:
+def _missing_adapter(path: Path) -> GraphoptError:
     return GraphoptError(
         f"{path}: expected an adapter, a file such as a.onnx_adapter or a folder of peft, found none"
     )
 
 
-def _adapter(device: Device, path: Path) -> Any:
+def _adapter(device: Device, path: Path) -> object:
     """Load an adapter's file of ONNX Runtime."""
     if not hasattr(device.ort, "LoraAdapter"):
         raise GraphoptError(
             f"adapter: expected an ONNX Runtime with adapters, 1.20 or later, found {device.ort.__version__}"
         )
     if not path.is_file():
-        raise _no_adapter(path)
+        raise _missing_adapter(path)
     adapter = device.ort.LoraAdapter()
     try:
         adapter.Load(str(path))
@@ -133,7 +133,7 @@ def _adapter(device: Device, path: Path) -> Any:
 
 
 class _Inputs:
-    """Make what a decoder reads beside its cache."""
+    """Make the inputs of a decoder, except its cache."""
 
     def __init__(self, values: Iterable[ir.Value]) -> None:
         self._values = {name_of(x): x for x in values}
@@ -163,7 +163,7 @@ class _Inputs:
         return found[0]
 
     def feeds(self, tokens: Sequence[int], before: int, *, filled: int = 0) -> dict[str, np.ndarray]:
-        """Return what the inputs read of tokens, which follow `before` others; `filled` tokens fill a row up."""
+        """Return the inputs for tokens, which follow `before` others; `filled` tokens fill a row up."""
         count = len(tokens)
         places = np.arange(before, before + count + filled)
         made = {
@@ -183,8 +183,7 @@ class _Inputs:
 
     def _as_declared(self, x: ir.Value, row: np.ndarray) -> np.ndarray:
         """Return a row in the type of an input, as often as the batch has rows."""
-        assert x.dtype is not None
-        array = row.astype(x.dtype.numpy())
+        array = row.astype(dtype_of(x).numpy())
         return array if rank(x) == 1 else np.tile(array, (*[1] * (rank(x) - 2), self.batch or 1, 1))
 
 
@@ -224,7 +223,7 @@ class _Cached(Decoder):
 
     def clear(self) -> None:
         self._before = 0
-        self._past: dict[str, Any] = {name_of(x): _empty(x, self._inputs.batch) for x, _ in self._caches}
+        self._past: dict[str, object] = {name_of(x): _empty(x, self._inputs.batch) for x, _ in self._caches}
 
     def read(self, tokens: Sequence[int]) -> np.ndarray:
         parts = [tokens] if self._inputs.length is None else [[token] for token in tokens]
@@ -238,11 +237,10 @@ class _Cached(Decoder):
 def _empty(cache: ir.Value, batch: int | None) -> np.ndarray:
     """Return a cache before any token: no positions where their number is free, otherwise zeros."""
     first, *others = dims_of(cache)
-    assert cache.dtype is not None
     sizes = [x if isinstance(x, int) else 0 for x in others]
     if len(others) == 3 and not isinstance(others[-1], int):
         sizes[-1] = _head_size(cache)
-    return np.zeros([first if isinstance(first, int) else batch or 1, *sizes], cache.dtype.numpy())
+    return np.zeros([first if isinstance(first, int) else batch or 1, *sizes], dtype_of(cache).numpy())
 
 
 def _head_size(cache: ir.Value) -> int:
@@ -290,7 +288,7 @@ def _logits(outputs: Sequence[ir.Value]) -> ir.Value:
     return (named or numbers)[0]
 
 
-def _last(logits: Any, place: int) -> np.ndarray:
+def _last(logits: Tensor, place: int) -> np.ndarray:
     """Return the logits at a place of the first row, or those of the only place that a model returns."""
     array = np.asarray(logits if isinstance(logits, np.ndarray) else logits.numpy())
     if array.ndim not in (2, 3):

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from graphopt.arguments import Checked, checked
-from graphopt.data.language.chats import ChatTemplate, check_messages
+from graphopt.data.language.chats import ChatTemplate, Message, check_messages
 from graphopt.data.language.tokenizer import Tokenizer, Vocabulary, vocabulary_of
 from graphopt.errors import GraphoptError
 from graphopt.generation.decoder import decoder_of
@@ -19,11 +19,11 @@ from graphopt.graph.loading import Source, load
 from graphopt.runtime.device import Device
 from graphopt.runtime.executor import Executor
 
-Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]] | None
+Prompt = str | Sequence[int] | Sequence[Message] | None
 
 
 class TextGenerator(metaclass=Checked):
-    """Write what follows a text, by a language model that stays loaded.
+    """Continue texts by a language model that stays loaded.
 
     A model reads tokens, and returns the logits of the next token at each position. If it takes the keys and values of
     earlier tokens, such as files of onnxruntime-genai's model builder and of optimum, they are kept; otherwise, the
@@ -60,12 +60,12 @@ class TextGenerator(metaclass=Checked):
         loaded = model if isinstance(model, Executor) else load(model)
         self._decoder = decoder_of(loaded, chosen, None if adapter is None else Path(adapter))
 
-    def generate(self, prompt: Prompt = None, **options: Any) -> str:
-        """Return what follows a prompt; `graphopt.generate` explains the arguments."""
+    def generate(self, prompt: Prompt = None, **options: object) -> str:
+        """Return the text after a prompt; `graphopt.generate` explains the arguments."""
         return "".join(self.stream(prompt, **options))
 
-    def stream(self, prompt: Prompt = None, **options: Any) -> Iterator[str]:
-        """Yield what follows a prompt, piece by piece, as soon as each is a whole character."""
+    def stream(self, prompt: Prompt = None, **options: object) -> Iterator[str]:
+        """Yield the text after a prompt, piece by piece, as soon as each is a whole character."""
         text = self.vocabulary.stream()
         return filter(None, map(text, self.tokens(self.encoded(prompt), **options)))
 
@@ -129,7 +129,7 @@ def generate(
     device: str | Device | None = None,
     **options: Any,
 ) -> str:
-    """Return what a language model writes after a prompt, until it ends the text or `max_tokens` are written.
+    """Return the text that a language model writes after a prompt, until it ends the text or `max_tokens` are written.
 
     Args:
         model, tokenizer, adapter, device: as in `graphopt.TextGenerator`.

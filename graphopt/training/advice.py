@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 import warnings
-from typing import Any
 
 import numpy as np
 
@@ -16,8 +14,8 @@ from graphopt.graph.roles import Role, role_of
 from graphopt.training.options import FitOptions
 
 MOST_CLASSES = 20
-READ = 100_000  # rows of a target
-DEFAULT_BATCH: Any = next(x.default for x in dataclasses.fields(FitOptions) if x.name == "batch_size")
+ROWS_READ = 100_000  # of a target, to guess whether it numbers classes
+DEFAULT_BATCH = FitOptions.batch_size
 
 
 def advise(batches: Batches, rows: int, batch_size: int) -> None:
@@ -38,7 +36,7 @@ def advise(batches: Batches, rows: int, batch_size: int) -> None:
                 "output per class",
                 stacklevel=level,
             )
-        if spec is not None and spec.task == "regression" and (classes := _classes(batches, name)):
+        if spec is not None and spec.task == "regression" and (classes := _class_count(batches, name)):
             loss = "binary_cross_entropy" if classes == 2 else "cross_entropy"
             kind = "BinaryCrossEntropy" if classes == 2 else "CrossEntropy"
             warnings.warn(
@@ -56,7 +54,7 @@ def _level() -> int:
     return level
 
 
-def _classes(batches: Batches, name: str) -> int:
+def _class_count(batches: Batches, name: str) -> int:
     """Return the number of classes if a target looks like their numbers, otherwise 0.
 
     It does if its numbers are whole, and the data says so, or none of 0 to the largest is rare, as counts and grades
@@ -66,7 +64,7 @@ def _classes(batches: Batches, name: str) -> int:
     target = data.arrays.get(name, data.arrays.get(TARGET))
     if target is None or isinstance(target, LazyArray) or target.dtype.kind not in "iub" or target.ndim > 2:
         return 0
-    numbers = np.asarray(target[:READ]).reshape(-1)
+    numbers = np.asarray(target[:ROWS_READ]).reshape(-1)
     known = data.classes or len(data.labels or ())
     if known > 1 or int(numbers.max()) >= MOST_CLASSES or int(numbers.min()) != 0:
         return known if known > 1 else 0

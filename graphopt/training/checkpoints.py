@@ -69,7 +69,7 @@ class Checkpoint:
 
 @dataclass
 class Checkpoints(metaclass=Checked):
-    """Say when `fit` writes checkpoints, where, and which of them stay.
+    """Declare when and where `fit` writes checkpoints, and which of them stay.
 
     A checkpoint is a folder `step-N`: the state and the arrays of callbacks in safetensors files, the progress of the
     run in progress.json, and a manifest of their SHA-256 sums. A thread writes it under a temporary name, flushes it to
@@ -125,7 +125,7 @@ class Checkpoints(metaclass=Checked):
         self.saved: tuple[int, ...] | None = None  # the position of the latest checkpoint
 
     def prepare(self, resume: bool | str | os.PathLike[str] = True) -> None:
-        """Make the folder, or raise an error; remove what an interrupted process has left there.
+        """Make the folder, or raise an error; remove the files that an interrupted process has left there.
 
         Args:
             resume: the option of `fit`: a folder with the checkpoints of a run belongs to a run that continues it.
@@ -171,7 +171,7 @@ class Checkpoints(metaclass=Checked):
         """Return whether a checkpoint is due after an epoch."""
         return self._epochs is not None and epoch % self._epochs == 0
 
-    def best_of(self, record: Mapping[str, Any]) -> float | None:
+    def best_of(self, record: Mapping[str, object]) -> float | None:
         """Return the measure of an epoch if it is among the best so far, otherwise None."""
         value = record.get(self.best) if self.best else None
         if value is None and self.best not in (None, "validation_loss") and not self._has_warned:
@@ -192,7 +192,7 @@ class Checkpoints(metaclass=Checked):
         position: tuple[int, ...],
         state: Mapping[str, np.ndarray],
         arrays: Mapping[str, np.ndarray],
-        progress: Mapping[str, Any],
+        progress: Mapping[str, object],
         best: float | None,
     ) -> None:
         """Start to write copies that nobody changes, as a checkpoint; the one before is complete.
@@ -268,7 +268,7 @@ class Checkpoints(metaclass=Checked):
                     file.flush()
                     os.fsync(file.fileno())
             _flush(temporary)
-            _rename(temporary, target)
+            _replace_folder(temporary, target)
             _flush(self._folder)
             _point(self._folder / NEWEST, target.name)
             if values:
@@ -345,12 +345,12 @@ def _pointer(path: Path) -> str | None:
 
 
 def _point(path: Path, name: str) -> None:
-    """Let a file name a checkpoint. It is not flushed to disk: without it, `newest` reads the folders' names."""
+    """Write a checkpoint's name to a file, which is not flushed: without it, `newest` reads the folders' names."""
     if _pointer(path) != name:
         write(path, f"{name}\n")
 
 
-def _rename(written: Path, target: Path) -> None:
+def _replace_folder(written: Path, target: Path) -> None:
     """Rename a folder; an existing target is removed only once the new folder is in place."""
     old = _hidden(target)
     has_old = target.exists()

@@ -41,6 +41,7 @@ from graphopt.training.fit import fit
 from graphopt.training.metrics import Metrics, metrics, weighted_accuracy, weighted_r2
 from graphopt.training.predictor import predictor
 
+Steps = tuple[tuple[str, Any], ...]  # the arguments of `compile`
 _Arrays = np.ndarray | Mapping[str, np.ndarray]
 FEATURES = "X"
 
@@ -49,18 +50,21 @@ SCHEDULES = {"constant": None, "adaptive": None, "invscaling": "InverseScaling",
 
 _Self = TypeVar("_Self", bound="Estimator")
 
-TYPES = ("float32", "float64")  # of the numbers of a predictor
-CHUNK = 1024  # how many are predicted at a time
-_SHORT_STEP = 3e8  # operations of a step, a few milliseconds: a second thread would wait more than work
-_SHORT_FIT = (
+PREDICTOR_TYPES = ("float32", "float64")
+CHUNK = 1024  # rows that are predicted at a time
+_SHORT_STEP_OPERATIONS = (
+    3e8  # operations of a step, a few milliseconds: a second thread would wait more than work
+)
+_SHORT_FIT_OPERATIONS = (
     2e11  # operations of a training, a few seconds: compiling kernels would take longer than they save
 )
-_SHARED = 2**22  # bytes of a model up to which its training graph is cached for other estimators
+_MOST_SHARED_BYTES = 2**22  # of a model, whose training graph other estimators may share
+_MOST_SHARED_GRAPHS = 32
 
 
 @dataclass(frozen=True)
 class Structure:
-    """Describe what determines an executor: a model, the steps of `compile`, and a device.
+    """Describe the facts that determine an executor: a model, the steps of `compile`, and a device.
 
     Args:
         model: the model, or its bytes; equal structures have equal digests.
@@ -71,7 +75,7 @@ class Structure:
 
     model: Source | bytes = field(compare=False)
     digest: str
-    steps: tuple[tuple[str, Any], ...]
+    steps: Steps
     device: str
     threads: int | None
     rows: int = 0
@@ -86,7 +90,7 @@ class Structure:
 
     def step(self) -> ir.Model:
         """Return the training graph, which complete structures of small models share."""
-        if self.is_complete and isinstance(self.model, bytes) and len(self.model) <= _SHARED:
+        if self.is_complete and isinstance(self.model, bytes) and len(self.model) <= _MOST_SHARED_BYTES:
             shared = _shared(self.model, self.steps)
             if is_strict():
                 check_remembered(
@@ -99,9 +103,9 @@ class Structure:
         """Return a new executor of the training graph, which reports the losses."""
         threads, native = self.threads, None
         if threads is None and self.device == "cpu":
-            threads = 1 if _operations(step, self.rows) < _SHORT_STEP else _allowed_threads()
+            threads = 1 if _operations(step, self.rows) < _SHORT_STEP_OPERATIONS else _allowed_threads()
         if self.planned and NATIVE_VARIABLE not in os.environ:
-            native = False if _operations(step, self.planned) < _SHORT_FIT else None
+            native = False if _operations(step, self.planned) < _SHORT_FIT_OPERATIONS else None
         return Executor(step, device=self.device, threads=threads, native=native, report=reported(step))
 
 
@@ -110,7 +114,7 @@ def digest_of(model: Source | bytes) -> str:
     return hashlib.sha256(model).hexdigest() if isinstance(model, bytes) else model_digest(load(model))
 
 
-def _is_plain(option: Any) -> bool:
+def _is_plain(option: object) -> bool:
     """Return whether an option is a number, or a pass of the library that is described by numbers.
 
     Everything else may stand for something that changes: a function, a class of the user's, the name of a file.
@@ -143,12 +147,12 @@ def _allowed_threads() -> int | None:
     return min(int(limit), os.cpu_count() or 1) or None if limit.isdigit() else None
 
 
-def _compiled(model: Source | bytes, steps: tuple[tuple[str, Any], ...]) -> ir.Model:
+def _compiled(model: Source | bytes, steps: Steps) -> ir.Model:
     source = onnx.load_model_from_string(model) if isinstance(model, bytes) else model
     return compile(source, **dict(steps))
 
 
-_shared = functools.lru_cache(32)(_compiled)
+_shared = functools.lru_cache(_MOST_SHARED_GRAPHS)(_compiled)
 
 
 class Estimator(metaclass=Checked):
@@ -167,15 +171,15 @@ class Estimator(metaclass=Checked):
 
     _transient: ClassVar[Sequence[str]] = ("_executor", "_initial")  # what pickling leaves out
 
-    def get_params(self, deep: bool = True) -> dict[str, Any]:
+    def get_params(self, deep: bool = True) -> dict[str, object]:
         """Return the options by name; with `deep`, also those of passes, such as `optimizer__learning_rate`."""
-        params = _fields(self)
+        params = _option_values(self)
         for name, step in list(params.items() if deep else ()):
             if dataclasses.is_dataclass(step):
-                params |= {f"{name}__{field}": value for field, value in _fields(step).items()}
+                params |= {f"{name}__{field}": value for field, value in _option_values(step).items()}
         return params
 
-    def set_params(self: _Self, **params: Any) -> _Self:
+    def set_params(self: _Self, **params: object) -> _Self:
         """Set options by name, including those of passes such as `optimizer__learning_rate`; return the estimator.
 
         Raises:
@@ -190,18 +194,18 @@ class Estimator(metaclass=Checked):
 
     def __repr__(self) -> str:
         default = {option.name: repr(option.default) for option in dataclasses.fields(self)}  # type: ignore[arg-type]
-        shown = {name: repr(value) for name, value in _fields(self).items() if name != "model"}
+        shown = {name: repr(value) for name, value in _option_values(self).items() if name != "model"}
         changed = [f"{name}={text}" for name, text in shown.items() if text != default[name]]
         return f"{type(self).__name__}({', '.join(changed)})"
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         state = {name: value for name, value in vars(self).items() if name not in self._transient}
         if isinstance(self.model, ir.Model):
             state["model"] = ir.to_proto(self.model)
         return state if self._executor is None else {**state, "_kept": self._executor.state}
 
     @staticmethod
-    def _steps_of(schedule: Any, epochs: int, rows: int, batch: int, *, goes_on: bool) -> int | None:
+    def _steps_of(schedule: object, epochs: int, rows: int, batch: int, *, goes_on: bool) -> int | None:
         """Return the steps of a training if a schedule needs their number, which is not known if it goes on later."""
         if not _needs_steps(schedule):
             return None
@@ -219,14 +223,22 @@ class Estimator(metaclass=Checked):
             return schedule
         return None if steps is None else schedule.planned(steps)
 
+    @property
+    def _trained_structure(self) -> Structure:
+        """Return the structure of the last executor."""
+        if self._structure is None:
+            raise GraphoptError(
+                f"{type(self).__name__}: expected a fitted estimator, found another: call fit"
+            )
+        return self._structure
+
     def _running(self, structure: Structure | None = None, *, anew: bool = False) -> Executor:
         """Return the executor of a structure, or of the last one; a new executor continues the state, where it fits.
 
         Args:
             anew: compile a structure again whose steps read files or functions, which may have changed.
         """
-        structure = structure or self._structure
-        assert structure is not None
+        structure = structure or self._trained_structure
         is_same = self._executor is not None and structure == self._structure
         if self._executor is not None and is_same and (structure.is_complete or not anew):
             return self._executor
@@ -236,7 +248,7 @@ class Estimator(metaclass=Checked):
             before = self._kept or {} if self._executor is None else self._executor.state
             executor = structure.executor(step)
             state = executor.state
-            fitting = (name for name, x in before.items() if name in state and _alike(x, state[name]))
+            fitting = (name for name, x in before.items() if name in state and _has_same_form(x, state[name]))
             executor.update_state({name: before[name] for name in fitting})
             self._initial = state, dict(executor.hyperparameters)
             self._structure, self._executor, self._kept = structure, executor, None
@@ -245,16 +257,16 @@ class Estimator(metaclass=Checked):
 
     def _predictor(self, dtype: str, classes: np.ndarray | None) -> onnx.ModelProto:
         """Return the trained model with labels and probabilities, or numbers, as its outputs."""
-        if dtype not in TYPES:
-            raise GraphoptError(unknown("dtype", dtype, TYPES))
+        if dtype not in PREDICTOR_TYPES:
+            raise GraphoptError(unknown("dtype", dtype, PREDICTOR_TYPES))
         target = self._running().inputs.get(TARGET)
         spec = None if target is None else TargetSpec.read(target)
-        if spec is None or self._structure is None:
+        if spec is None:
             raise GraphoptError(
                 "to_onnx: expected a loss that compares a prediction with a target, found a loss that the model "
                 "computes: use get_trained_onnx"
             )
-        loss = dict(self._structure.steps)["loss"]
+        loss = dict(self._trained_structure.steps)["loss"]
         return predictor(self._trained(spec.output, dtype), spec, loss, classes, dtype)
 
     def _labels(self) -> np.ndarray | None:
@@ -367,13 +379,13 @@ class Trainer(Estimator):
         if X_val is not None:
             if sample_weight is not None and sample_weight_val is None and y_val is not None:
                 sample_weight_val = np.ones(len(y_val))
-            validation = _named(X_val, y_val, sample_weight_val)
-        return self._fit(_named(X, y, sample_weight), validation, self.max_iter, self.warm_start)
+            validation = _named_arrays(X_val, y_val, sample_weight_val)
+        return self._fit(_named_arrays(X, y, sample_weight), validation, self.max_iter, self.warm_start)
 
     @checked()
     def partial_fit(self, X: _Arrays, y: np.ndarray, sample_weight: np.ndarray | None = None) -> Trainer:
         """Train for one more epoch, regardless of `warm_start` and `max_iter`."""
-        return self._fit(_named(X, y, sample_weight), None, 1, True)
+        return self._fit(_named_arrays(X, y, sample_weight), None, 1, True)
 
     def predict(self, X: _Arrays) -> np.ndarray:
         """Return predictions: class numbers for a classification, otherwise the model's output.
@@ -414,7 +426,7 @@ class Trainer(Estimator):
         graph = compile(self.get_trained_onnx(), loss=loss, gradient=None)
         encoding = encoding_of(Device(), graph)
         inputs = {name_of(x): x for x in with_role(graph, *FED)} if encoding is None else encoding.inputs
-        batches = Batches(Dataset(_named(X, y, sample_weight), features=FEATURES), inputs)
+        batches = Batches(Dataset(_named_arrays(X, y, sample_weight), features=FEATURES), inputs)
 
         def compute(batch: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
             return {"loss": run(graph, batch if encoding is None else encoding.encoded(batch))["loss"]}
@@ -434,7 +446,7 @@ class Trainer(Estimator):
         self._running().update_state(state)
 
     def to_onnx(self, dtype: str = "float32") -> onnx.ModelProto:
-        """Return the trained model as a predictor, which computes what `predict` and `predict_proba` return.
+        """Return the trained model as a predictor, which computes the results of `predict` and `predict_proba`.
 
         A classification has the outputs `label` and `probabilities`, or `scores` if the loss knows no probabilities; a
         regression has `variable`. These are the names that skl2onnx gives.
@@ -536,7 +548,7 @@ class Trainer(Estimator):
         chosen = self.device, self.threads, self.batch_size
         return super()._running(Structure(self.model, self._digest, tuple(steps.items()), *chosen), anew=anew)
 
-    def _loss(self, weighted: bool, **fields: Any) -> Any:
+    def _loss(self, weighted: bool, **fields: object) -> Any:
         import passes
 
         loss: Any = self.loss or passes.MeanSquaredError()
@@ -556,7 +568,7 @@ class Trainer(Estimator):
     def _output(self, X: _Arrays) -> np.ndarray:
         """Return the model's output for the rows."""
         inputs = {name: x for name, x in self._running().inputs.items() if role_of(x) is Role.DATA}
-        return self._predictions(Batches(Dataset(_named(X), features=FEATURES), inputs))
+        return self._predictions(Batches(Dataset(_named_arrays(X), features=FEATURES), inputs))
 
 
 def probabilities_of(loss: Any, output: np.ndarray) -> np.ndarray:
@@ -568,27 +580,27 @@ def probabilities_of(loss: Any, output: np.ndarray) -> np.ndarray:
     return columns if columns.shape[1] > 1 else np.concatenate([1 - columns, columns], axis=1)
 
 
-def _needs_steps(schedule: Any) -> bool:
+def _needs_steps(schedule: object) -> bool:
     return isinstance(schedule, Pass) and schedule.planned(2**31) is not schedule
 
 
-def _alike(x: np.ndarray, y: np.ndarray) -> bool:
+def _has_same_form(x: np.ndarray, y: np.ndarray) -> bool:
     return (x.dtype, x.shape) == (y.dtype, y.shape)
 
 
-def _fields(options: Any) -> dict[str, Any]:
+def _option_values(options: Any) -> dict[str, object]:
     """Return the fields of a dataclass by name."""
     return {field.name: getattr(options, field.name) for field in dataclasses.fields(options)}
 
 
-def _named(X: _Arrays, *more: np.ndarray | None) -> dict[str, np.ndarray]:
+def _named_arrays(X: _Arrays, *more: np.ndarray | None) -> dict[str, np.ndarray]:
     """Return inputs, targets and weights in one dictionary by name."""
     arrays = dict(X) if isinstance(X, Mapping) else {FEATURES: X}
     arrays |= {name: x for name, x in zip((TARGET, WEIGHT), more, strict=False) if x is not None}
-    return {name: _array(name, values) for name, values in arrays.items()}
+    return {name: _numeric_array(name, values) for name, values in arrays.items()}
 
 
-def _array(name: str, values: Any) -> Any:
+def _numeric_array(name: str, values: Any) -> Any:
     """Return values as an array of numbers; rows of sparse features are made dense when they are read."""
     if is_sparse(values):
         return values.toarray() if name in (TARGET, WEIGHT) else SparseRows(values)

@@ -25,13 +25,13 @@ from graphopt.runtime.checkpoint import state_bytes
 from graphopt.runtime.device import Device
 from graphopt.runtime.executor import Executor
 from graphopt.runtime.session import Session
-from graphopt.training.callbacks.callback import Record
+from graphopt.training.callbacks.callback import Outputs, Record
 from graphopt.training.metrics import Wanted, listed
 from graphopt.training.metrics import metrics as metrics_of
 from graphopt.training.options import Data
 from graphopt.training.sources import read_batches
 
-_Compute = Callable[[dict[str, np.ndarray]], Mapping[str, Any]]
+_Compute = Callable[[dict[str, np.ndarray]], Outputs]
 _POSITION = "graphopt.position"  # of a batch, beside what its evaluation returns
 
 
@@ -68,7 +68,7 @@ def evaluate(
     return HeldOut(read_batches(data, executor, allow_nan), batch_size, listed(metrics)).measure(executor)
 
 
-def check_executor(name: str, executor: Any, data: Any) -> None:
+def check_executor(name: str, executor: object, data: object) -> None:
     """Raise an error unless a function, which `name` calls, has an executor and something else as data."""
     if isinstance(executor, Executor) and not isinstance(data, Executor):
         return
@@ -78,7 +78,7 @@ def check_executor(name: str, executor: Any, data: Any) -> None:
     raise GraphoptError(f"{name}: expected an executor first, found {kind_of(executor)}: {mend}")
 
 
-def check_batch_size(name: str, size: Any) -> None:
+def check_batch_size(name: str, size: object) -> None:
     """Raise an error unless a batch size is a whole number of 1 or more."""
     if not isinstance(size, int | np.integer) or size < 1:
         raise GraphoptError(
@@ -99,7 +99,7 @@ def predict(
 
     Args:
         model: an executor, which computes with its current weights, or an inference model.
-        data: data with rows, as in `fit`, or X alone, which feeds the only input; a table, for a model that takes its
+        data: data with rows, as in `fit`, or only X, which feeds the only input; a table, for a model that takes its
             columns, `graphopt.data.Columns.before`.
         batch_size: the number of rows per call; a model with a fixed batch uses its own.
         allow_nan: accept data that contains NaN or infinities.
@@ -132,7 +132,7 @@ def predict(
 
 
 def by_batches(compute: _Compute, batches: Batches, batch_size: int) -> dict[str, np.ndarray]:
-    """Return what a function returns for all rows, by name; a fixed batch is filled up.
+    """Return the outputs of a function for all rows, by name; a fixed batch is filled up.
 
     Raises:
         GraphoptError: an array does not have a row for each row of data.
@@ -185,7 +185,7 @@ class Mean:
     sums: dict[str, float] = field(default_factory=dict)
     rate: float | None = None
 
-    def add(self, rows: int, values: Mapping[str, Any]) -> None:
+    def add(self, rows: int, values: Outputs) -> None:
         self.rows += rows
         for name, value in values.items():
             if isinstance(value, float):
@@ -225,16 +225,16 @@ class HeldOut:
 
     def evaluated(
         self, executor: Executor, workers: Communicator = SINGLE, *, outputs: bool = True
-    ) -> Iterator[tuple[dict[str, np.ndarray], Mapping[str, Any]]]:
+    ) -> Iterator[tuple[dict[str, np.ndarray], Outputs]]:
         """Yield the data and the evaluation of each batch; the workers evaluate different batches at the same time.
 
-        Without `outputs`, it consists of the losses alone.
+        Without `outputs`, it consists of the losses only.
         """
         compute = executor.evaluate if outputs else executor.losses
         left = iter(self._feeds())
         while group := list(itertools.islice(left, workers.size)):
             own = workers.rank
-            values: Mapping[int, Any] = {own: compute(group[own])} if own < len(group) else {}
+            values: Mapping[int, Outputs] = {own: compute(group[own])} if own < len(group) else {}
             if workers.size > 1:
                 values = _exchanged(workers, values)
             yield from ((group[i], value) for i, value in values.items())
@@ -258,11 +258,9 @@ class HeldOut:
         return measured
 
 
-def _exchanged(
-    communicator: Communicator, own: Mapping[int, Mapping[str, Any]]
-) -> dict[int, Mapping[str, Any]]:
+def _exchanged(communicator: Communicator, own: Mapping[int, Outputs]) -> dict[int, Outputs]:
     """Return the numbers and arrays of all workers by the position of their batch."""
-    results: dict[int, Mapping[str, Any]] = {}
+    results: dict[int, Outputs] = {}
     arrays = [{_POSITION: np.array(position), **values} for position, values in own.items()]
     for content in communicator.gather(state_bytes(arrays[0] if arrays else {})):
         values = safetensors.numpy.load(content)

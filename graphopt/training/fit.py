@@ -106,7 +106,7 @@ def fit(executor: Executor, data: Data, **keywords: Any) -> Records:
             raise GraphoptError(
                 f"{data.source}: expected a target of two classes or more, found {data.labels[0]!r} in all rows"
             )
-    source, held_out = _sources(executor, data, options)
+    source, held_out = _batch_sources(executor, data, options)
     counts = [part.count for part in (source, held_out) if part is not None]
     _check_sizes(executor, options.batch_size, counts)
     workers = executor.workers
@@ -177,17 +177,17 @@ def adapt(
         )
     loaded = load(model)
     data = as_dataset(data, {name_of(x): x for x in loaded.graph.inputs if not x.is_initializer()})
-    rows, _ = hold_out(len(data), _share(validation), shuffle=shuffle, seed=seed)
+    rows, _ = hold_out(len(data), _held_out_share(validation), shuffle=shuffle, seed=seed)
     if epochs is not None:
         options = FitOptions(epochs=epochs, batch_size=batch_size)
         pipeline = pipeline.planned(options.epochs * math.ceil(len(rows) / options.batch_size))
     return pipeline.adapted(loaded, TrainingRows(data, loaded, rows, allow_nan=allow_nan))
 
 
-def _sources(executor: Executor, data: Data, options: FitOptions) -> tuple[Epochs, HeldOut | None]:
-    """Return what draws the batches of the epochs, and the held-out rows, if there are any."""
+def _batch_sources(executor: Executor, data: Data, options: FitOptions) -> tuple[Epochs, HeldOut | None]:
+    """Return the source of the epochs' batches, and the held-out rows, if there are any."""
     validation, keep = options.validation, options.checkpoint is not None
-    share, held_out = _share(validation), None
+    share, held_out = _held_out_share(validation), None
     labels = data.labels if isinstance(data, Dataset) and data.labels else executor.labels
     if validation is not None and not isinstance(validation, int | float):
         held_out = _held_out(executor, validation, labels, options)
@@ -204,7 +204,7 @@ def _sources(executor: Executor, data: Data, options: FitOptions) -> tuple[Epoch
     return RowEpochs(batches, rows, options, executor), held_out
 
 
-def _share(validation: Any) -> float:
+def _held_out_share(validation: object) -> float:
     """Return the share of rows to hold out, which is 0 with other data and with none."""
     return validation if isinstance(validation, int | float) else 0.0
 
@@ -218,7 +218,7 @@ def _numbered(executor: Executor, data: Dataset) -> Dataset:
 
 
 def _held_out(
-    executor: Executor, validation: Any, labels: Sequence[str] | None, options: FitOptions
+    executor: Executor, validation: object, labels: Sequence[str] | None, options: FitOptions
 ) -> HeldOut:
     """Return other data than the training's to validate on."""
     try:
@@ -231,7 +231,7 @@ def _held_out(
 
 
 def _progress(options: FitOptions) -> Sequence[Callback]:
-    """Return what shows the progress, unless another callback does or nobody looks."""
+    """Return the callback that shows the progress, unless another one does or nobody looks."""
     is_shown = any(isinstance(callback, ProgressBar) for callback in callbacks_of(options.callbacks))
     is_seen = is_watched() if options.verbose is None else options.verbose
     return [ProgressBar()] if is_seen and not is_shown else ()
@@ -250,7 +250,7 @@ def _check_sizes(executor: Executor, batch_size: int, counts: Sequence[int | Non
 
 
 def _facts(executor: Executor, source: RowEpochs, options: FitOptions) -> dict[str, str]:
-    """Return what has to be the same for all workers."""
+    """Return the facts that have to be the same for all workers."""
     return {
         "versions": ", ".join(f"{name} {version}" for name, version in versions(executor).items()),
         "training graph": model_digest(executor.model),

@@ -10,7 +10,6 @@ import time
 from collections.abc import Iterator
 from enum import Enum
 from pathlib import Path
-from typing import Any
 
 from graphopt.data.loader import prefetched
 from graphopt.data.streams import Drawn
@@ -26,13 +25,13 @@ from graphopt.training.progress import Progress, versions
 from graphopt.training.signals import Signals, deferred
 from graphopt.training.sources import Epochs
 
-AHEAD = 2  # batches that are prefetched
+PREFETCHED_BATCHES = 2
 
 _Batch = tuple[Drawn, dict[str, Tensor]]  # as drawn, and on the device
 
 
 class After(Enum):
-    """Say what follows a step or an epoch."""
+    """Name the event that follows a step or an epoch."""
 
     GO_ON = "the next step or epoch"
     FINISH = "the record of the epoch and the end of the run, because a callback has asked for it"
@@ -66,13 +65,15 @@ class TrainingLoop:
             self._checkpoints.prepare(options.resume)
         self._signals = Signals()
         self._mean = Mean()
-        self._identity: dict[str, Any] = {}  # what a checkpoint and the run that continues it have in common
-        self._position: Any = None  # of the data
+        self._identity: dict[
+            str, object
+        ] = {}  # what a checkpoint and the run that continues it have in common
+        self._position: object = None  # of the data
         self._seconds = 0.0  # of this epoch
         self._skipped = 0  # steps that the executor does not count
         self._is_due = False  # whether a checkpoint waits until the workers are synchronized
         is_slow = source.is_lazy or options.transform is not None
-        prefetch = AHEAD if is_slow or not executor.device_options.machine.in_host_memory else 0
+        prefetch = PREFETCHED_BATCHES if is_slow or not executor.device_options.machine.in_host_memory else 0
         self._prefetch = prefetch if options.prefetch is None else options.prefetch
 
     def begin(self) -> None:
@@ -174,7 +175,7 @@ class TrainingLoop:
         return After.GO_ON
 
     def _reported(self, batches: Iterator[_Batch]) -> Iterator[tuple[Drawn, Record]]:
-        """Yield each batch with what its step reports; end a call of several steps where a checkpoint is due."""
+        """Yield each batch with the numbers of its step; end a call of several steps where a checkpoint is due."""
         run, executor, checkpoints = self.run, self.run.executor, self._checkpoints
         if self._callbacks.reads_state:
             for drawn, feeds in batches:
@@ -194,7 +195,7 @@ class TrainingLoop:
                 return
 
     def _between_steps(self) -> After:
-        """Do what callbacks asked for, write a checkpoint that is due, and return what follows."""
+        """Carry out the requests of callbacks, write a checkpoint that is due, and return the next event."""
         control, checkpoints = self.run.control, self._checkpoints
         after = self._agree()
         if control.should_evaluate:
@@ -209,7 +210,7 @@ class TrainingLoop:
         return after
 
     def _agree(self) -> After:
-        """Return what follows. What a callback of any worker has asked for, or a signal to it, counts for all."""
+        """Return the next event. A request of any worker's callback, and a signal to any worker, count for all."""
         workers, control, signals = self.run.executor.workers, self.run.control, self._signals
         ended = signals.received is not None or workers.asked_to_end()
         control.should_stop, control.should_evaluate, ended = workers.any(
@@ -291,8 +292,8 @@ class TrainingLoop:
             self._tell("on_save_end", path)
 
     @functools.cached_property
-    def _environment(self) -> dict[str, Any]:
-        """Return what the last bits of results depend on."""
+    def _environment(self) -> dict[str, object]:
+        """Return the facts on which the last bits of results depend."""
         executor = self.run.executor
         device, workers = executor.device_options, executor.workers.size
         return {**versions(executor), "device": device.name, "threads": device.threads, "workers": workers}

@@ -25,7 +25,7 @@ from graphopt.moments import Moments
 Wanted = str | Mapping[str, Any] | Callable[[np.ndarray, np.ndarray], float]
 
 AVERAGES = ("macro", "micro", "weighted", "binary")
-TAKEN = (
+RECORDED = (  # what a record has beside metrics
     *("epoch", "step", "rows", "loss", "validation_loss", "learning_rate", "seconds"),
     *("samples_per_second", "tokens_per_second"),
 )
@@ -33,7 +33,7 @@ TAKEN = (
 
 @dataclass(frozen=True)
 class ScoredBatch:
-    """Hold what metrics see of a batch, without ignored elements."""
+    """Hold the predictions and targets of a batch for metrics, without ignored elements."""
 
     target: np.ndarray  # the label of each element, or the numbers of each row
     predicted: np.ndarray  # in the same shape
@@ -60,11 +60,11 @@ class Metric(ABC):
         """Accumulate a batch."""
 
     @abstractmethod
-    def result(self) -> Any:
+    def result(self) -> object:
         """Return the value on all batches so far, of which at least one has elements."""
 
     def name(self, known_as: str) -> str:
-        """Return the name in records of what `METRICS` names `known_as`."""
+        """Return the name in records of the metric that `METRICS` names `known_as`."""
         return known_as
 
 
@@ -75,12 +75,12 @@ class OfMean(Metric):
         self,
         terms: Callable[[ScoredBatch], np.ndarray],
         tasks: Sequence[str] = Metric.tasks,
-        of_mean: Callable[[Any], Any] = np.asarray,
+        of_mean: Callable[[np.ndarray], np.ndarray] = np.asarray,
         /,
     ) -> None:
         self._terms, self.tasks, self._of_mean = terms, tasks, of_mean
         self._count = 0
-        self._sum: Any = 0.0
+        self._sum: np.ndarray = np.zeros(())
 
     def update(self, batch: ScoredBatch) -> None:
         terms = self._terms(batch)
@@ -145,14 +145,14 @@ class OfCounts(Metric):
         return float(self.of(*np.array(list(self._counts.values())).T))
 
     @abstractmethod
-    def of(self, right: np.ndarray, predicted: np.ndarray, target: np.ndarray) -> Any:
+    def of(self, right: np.ndarray, predicted: np.ndarray, target: np.ndarray) -> float:
         """Return the number, from how often each label is predicted rightly, is predicted, and is in the target."""
 
 
 class BalancedAccuracy(OfCounts):
     """Compute the mean of the recall of each class in the target."""
 
-    def of(self, right: np.ndarray, predicted: np.ndarray, target: np.ndarray) -> Any:
+    def of(self, right: np.ndarray, predicted: np.ndarray, target: np.ndarray) -> float:
         return np.mean(right[target > 0] / target[target > 0])
 
 
@@ -175,7 +175,7 @@ class OfClasses(OfCounts):
     def name(self, known_as: str) -> str:
         return known_as if self._average is None else f"{known_as}_{self._average}"
 
-    def of(self, right: np.ndarray, predicted: np.ndarray, target: np.ndarray) -> Any:
+    def of(self, right: np.ndarray, predicted: np.ndarray, target: np.ndarray) -> float:
         average = self._average or ("binary" if self._spec.task == "binary" else "macro")
         if average == "micro":
             right, predicted, target = (np.atleast_1d(counts.sum()) for counts in (right, predicted, target))
@@ -278,12 +278,12 @@ def _cross_entropies(batch: ScoredBatch) -> np.ndarray:
     return -(batch.expected * log_p).sum(axis=1)
 
 
-def _errors(batch: ScoredBatch) -> np.ndarray:
+def _absolute_errors(batch: ScoredBatch) -> np.ndarray:
     return np.abs(_columns(batch.predicted) - _columns(batch.target))
 
 
 def _squared_errors(batch: ScoredBatch) -> np.ndarray:
-    return np.square(_errors(batch))
+    return np.square(_absolute_errors(batch))
 
 
 METRICS: dict[str, Callable[..., Metric]] = {
@@ -291,7 +291,7 @@ METRICS: dict[str, Callable[..., Metric]] = {
     "balanced_accuracy": BalancedAccuracy,
     "confusion_matrix": ConfusionMatrix,
     "f1": partial(OfClasses, lambda right, predicted, target: 2 * right / np.maximum(predicted + target, 1)),
-    "mae": partial(OfMean, _errors, ("regression",)),
+    "mae": partial(OfMean, _absolute_errors, ("regression",)),
     "mse": partial(OfMean, _squared_errors, ("regression",)),
     "perplexity": partial(OfMean, _cross_entropies, ("classification",), np.exp),
     "precision": partial(OfClasses, lambda right, predicted, target: right / np.maximum(predicted, 1)),
@@ -308,7 +308,7 @@ def named(wanted: Wanted) -> tuple[str, Metric]:
     """Return a new metric with its name in records; raise an error if it or one of its options is unknown."""
     if callable(wanted):
         name = getattr(wanted, "__name__", type(wanted).__name__)
-        if name in TAKEN:
+        if name in RECORDED:
             raise GraphoptError(
                 f"metrics: expected a name that records do not have, found {name!r}: rename it"
             )
@@ -359,7 +359,7 @@ class Metrics:
         return prediction if self._spec.axis is None else np.asarray(prediction.argmax(self._spec.axis))
 
     def batch(self, prediction: np.ndarray, target: np.ndarray) -> ScoredBatch:
-        """Return what metrics see of an output and its target."""
+        """Return an output and its target in the form that metrics read."""
         if self._spec.shift:
             prediction, target = prediction[:, : -self._spec.shift], target[:, self._spec.shift :]
         spec, predicted = self._spec, self.predicted(prediction)
@@ -393,8 +393,8 @@ class Metrics:
         return {} if self._empty else {name: metric.result() for name, metric in self._metrics.items()}
 
 
-def listed(wanted: Any) -> Sequence[Wanted] | None:
-    """Return wanted metrics as a list; one alone will do."""
+def listed(wanted: Wanted | Sequence[Wanted] | None) -> Sequence[Wanted] | None:
+    """Return one or several wanted metrics as a list."""
     if isinstance(wanted, str | Mapping) or callable(wanted):
         return [wanted]
     if wanted is not None and not isinstance(wanted, Sequence):

@@ -18,7 +18,7 @@ _OUTPUTS = ("label", "probabilities", "scores", "variable")  # as skl2onnx names
 
 
 def predictor(
-    trained: onnx.ModelProto, spec: TargetSpec, loss: Any, classes: np.ndarray | None, dtype: str
+    trained: onnx.ModelProto, spec: TargetSpec, loss: object, classes: np.ndarray | None, dtype: str
 ) -> onnx.ModelProto:
     """Return a model of labels and probabilities, or of numbers, from one whose only output is a prediction.
 
@@ -47,7 +47,7 @@ def predictor(
             )
             if classes is not None and len(classes) == 1:  # which has the only column
                 code, rates = code * 0, op.Slice(rates, [0], [1], [1]) * 0.0 + 1.0
-            label = code if classes is None else op.Gather(_constant(op, classes), code)
+            label = code if classes is None else op.Gather(_label_constant(op, classes), code)
             outputs = {"label": label, "probabilities" if hasattr(loss, "probabilities") else "scores": rates}
         graph.outputs.clear()
         for name, value in outputs.items():
@@ -77,7 +77,7 @@ def _of_two(op: Emitter, y: ir.Value, spec: TargetSpec, loss: Any) -> tuple[ir.V
     return op.Reshape(code, [-1]), rates
 
 
-def _constant(op: Emitter, classes: np.ndarray) -> ir.Value:
+def _label_constant(op: Emitter, classes: np.ndarray) -> ir.Value:
     """Return labels as text, whole numbers, or other numbers."""
     if classes.dtype.kind in "OUS":
         text: ir.Value = op.Constant(value=ir.tensor([str(label) for label in classes]))

@@ -24,28 +24,28 @@ class AnotherRun(GraphoptError):
 
 @dataclass(frozen=True)
 class Progress:
-    """Hold how far a run has come: what a checkpoint has in JSON, without the identity of the data and the graph."""
+    """Hold the progress of a run, as a checkpoint has it in JSON, without the identity of the data and the graph."""
 
-    environment: Mapping[str, Any]  # what the last bits of results depend on
+    environment: Mapping[str, object]  # what the last bits of results depend on
     step: int
     epoch: int
     row: int
     before: int  # epochs in earlier calls of `fit`
-    data: Any  # its position, if it keeps one
+    data: object  # its position, if it keeps one
     mean: Mean
     seconds: float
     records: Sequence[Record]
     hyperparameters: Mapping[str, Any]
-    callbacks: Mapping[str, Mapping[str, Any]]  # without arrays
+    callbacks: Mapping[str, Mapping[str, object]]  # without arrays
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Return the progress as JSON."""
         rates = {name: np.asarray(value).tolist() for name, value in self.hyperparameters.items()}
         return {**vars(self), "mean": dataclasses.asdict(self.mean), "hyperparameters": rates}
 
     @classmethod
     def of(
-        cls, checkpoint: Checkpoint, identity: Mapping[str, Any], environment: Mapping[str, Any]
+        cls, checkpoint: Checkpoint, identity: Mapping[str, object], environment: Mapping[str, object]
     ) -> Progress:
         """Return the progress in a checkpoint, which has no position of the data if it is old.
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from numbers import Real
-from typing import Any
 
 from graphopt.inspection.table import ShownTable
 from graphopt.training.callbacks.callback import Record
@@ -33,12 +32,12 @@ class Records(ShownTable, list[Record]):
         yield [name.replace("_", " ") for name in shown]
         for i, record in enumerate(self):
             if len(self) <= _FIRST + _LAST + 1 or i < _FIRST or i >= len(self) - _LAST:
-                yield [_text(record.get(name)) for name in shown]
+                yield [_shown_number(record.get(name)) for name in shown]
             elif i == _FIRST:
                 yield ["..." for _ in shown]
 
 
-def _text(number: Any) -> str:
+def _shown_number(number: object) -> str:
     if not isinstance(number, Real):
         return ""
     return str(number) if isinstance(number, int) else f"{float(number):.4g}"

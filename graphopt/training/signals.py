@@ -1,4 +1,4 @@
-"""Let a training run end between two steps when the process is asked to end."""
+"""End a training run between two steps when the process is asked to end."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import Any
 
 ENDING = tuple(
     getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1") if hasattr(signal, name)
 )
 Handler = Callable[[int, FrameType | None], None]
-_PATIENCE = 1.0  # seconds after which a second Ctrl-C interrupts at once
+_SECONDS_TO_SECOND = 1.0  # after which a second Ctrl-C interrupts at once
 
 
 class Signals:
@@ -29,12 +28,14 @@ class Signals:
         now = time.monotonic()
         if self.received is None:
             self.received, self._at = signal.Signals(number), now
-        elif number == signal.SIGINT and now - self._at > _PATIENCE:
+        elif number == signal.SIGINT and now - self._at > _SECONDS_TO_SECOND:
             raise KeyboardInterrupt
 
 
 @contextlib.contextmanager
-def _handled(handler: Handler, chosen: Callable[[signal.Signals, Any], bool]) -> Iterator[None]:
+def handling(
+    handler: Handler, chosen: Callable[[signal.Signals, object], bool] = lambda *_: True
+) -> Iterator[None]:
     """Handle signals in a `with` block: those whose number and handler so far are chosen. Only the main thread can."""
     with contextlib.ExitStack() as stack:
         for sig in ENDING if _is_main_thread() else ():
@@ -51,12 +52,12 @@ def _is_main_thread() -> bool:
 
 @contextlib.contextmanager
 def ending() -> Iterator[None]:
-    """Let SIGTERM, SIGHUP and SIGUSR1 raise SystemExit with the usual exit code in a `with` block."""
+    """Raise SystemExit with the usual exit code at SIGTERM, SIGHUP and SIGUSR1 in a `with` block."""
 
     def end(sig: int, frame: FrameType | None) -> None:
         raise SystemExit(128 + sig)
 
-    with _handled(end, lambda sig, before: sig != signal.SIGINT and before is signal.SIG_DFL):
+    with handling(end, lambda sig, before: sig != signal.SIGINT and before is signal.SIG_DFL):
         yield
 
 
@@ -69,7 +70,7 @@ def deferred() -> Iterator[Signals]:
     """
     signals = Signals()
     try:
-        with _handled(signals.handle, lambda _, before: before not in (signal.SIG_IGN, None)):
+        with handling(signals.handle, lambda _, before: before not in (signal.SIG_IGN, None)):
             yield signals
     finally:
         if signals.received is not None:

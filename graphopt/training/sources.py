@@ -24,7 +24,7 @@ from graphopt.training.options import FitOptions
 def read_batches(
     data: Any, executor: Executor, allow_nan: bool, steps: int | None = None, *, keep_positions: bool = False
 ) -> Batches | Stream:
-    """Return what cuts the rows of data into batches, or draws the batches of an iterable."""
+    """Return the batches that data with rows is cut into, or the stream of an iterable."""
     if not has_rows(data):
         return Stream(data, executor.inputs, allow_nan=allow_nan, steps=steps, keep_positions=keep_positions)
     if steps is not None:
@@ -45,7 +45,7 @@ class Epochs(ABC):
     names: Sequence[str] | None = None  # of the features, if the data has them
     row_tokens: float | None = None  # the mean number of tokens of a row of text
     is_lazy = False  # whether rows are read when a batch needs them
-    identity: Mapping[str, Any]  # what a checkpoint and the run that continues it have in common
+    identity: Mapping[str, object]  # what a checkpoint and the run that continues it have in common
     before = 0  # the number of epochs in earlier calls of `fit`
     end: Any = None  # the position after an epoch; None if the number of rows says enough
 
@@ -57,7 +57,7 @@ class Epochs(ABC):
         """Yield the batches that `draw` will yield."""
         return self.draw(epoch, start)
 
-    def load(self, before: int, position: Any) -> None:
+    def load(self, before: int, position: object) -> None:
         """Continue a run from its checkpoint."""
         self.before = before
 
@@ -131,7 +131,7 @@ class StreamEpochs(Epochs):
             yield self._transformed(batch, epoch, row)
             row += batch.rows
 
-    def load(self, before: int, position: Any) -> None:
+    def load(self, before: int, position: object) -> None:
         super().load(before, position)
         if position is not None and not self._stream.load(position):
             warnings.warn(

@@ -3,28 +3,29 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
 import yaml  # type: ignore[import-untyped]
-from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf import Container, DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from graphopt.errors import GraphoptError, cause
 from graphopt.files import check_plain, read_file
 
-MOST_BYTES = 100_000  # of a recipe; graphopt's largest has 6,000
-MOST_DEEP = 50  # levels of a recipe's mappings and lists
-MEASURING = -1
-_MOST = 100_000  # characters and values of a resolved recipe; graphopt's own has a few thousand
+MOST_BYTES = 100_000  # that a recipe may have; graphopt's largest has 6,000
+MOST_LEVELS = 50  # of a recipe's mappings and lists
+MEASURING = -1  # the size of a field while it is measured
+_MOST_PARTS = 100_000  # characters and values of a resolved recipe; graphopt's own has a few thousand
 
 # A field, or a resolver's name and arguments, without characters that could hide another reference.
 REFERENCE = re.compile(r"""\$\{([^${}()\\"':]*)(:[^${}()\\"']*)?\}""")
 ESCAPED = re.compile(r"(?<!\\)(\\\\)*\\\$\{")
 
-_Path = tuple[Any, ...]
+Fields = Mapping[str, Any]  # a recipe, or a part of one
+_Path = tuple[str | int, ...]
 
 
 def read_config(path: Path) -> Any:
@@ -38,7 +39,7 @@ def read_config(path: Path) -> Any:
         check_text(path, text)
         config = OmegaConf.create(text.decode())
         check_expansion(config)
-        content = OmegaConf.to_container(config, resolve=False)
+        content = plain_of(config)
     except GraphoptError:
         raise
     except OSError as error:
@@ -47,6 +48,11 @@ def read_config(path: Path) -> Any:
         raise GraphoptError(f"{path}: expected the recipe of a run: {cause(error)}") from error
     check_plain(content, str(path))
     return content
+
+
+def plain_of(config: Container) -> Any:
+    """Return a config as nested mappings and lists, whose references are not resolved."""
+    return OmegaConf.to_container(config, resolve=False)
 
 
 def check_text(file: str | PathLike[str], text: bytes) -> None:
@@ -61,9 +67,9 @@ def check_text(file: str | PathLike[str], text: bytes) -> None:
             if isinstance(event, yaml.ScalarEvent) and not depth and event.value:
                 raise GraphoptError(f"{file}: expected a mapping or a list, found {event.value[:80]!r}")
             depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-            if depth > MOST_DEEP:
+            if depth > MOST_LEVELS:
                 raise GraphoptError(
-                    f"{file}: expected mappings and lists of at most {MOST_DEEP} levels, found more"
+                    f"{file}: expected mappings and lists of at most {MOST_LEVELS} levels, found more"
                 )
     except UnicodeDecodeError as error:
         raise GraphoptError(
@@ -79,7 +85,7 @@ def check_text(file: str | PathLike[str], text: bytes) -> None:
 
 def check_expansion(config: DictConfig | ListConfig) -> None:
     """Raise an error if a config would be too large once its references are resolved."""
-    _Measure(OmegaConf.to_container(config, resolve=False)).size(())
+    _Measure(plain_of(config)).size(())
 
 
 class _Measure:
@@ -96,14 +102,14 @@ class _Measure:
             size = 1 + (len(value) if isinstance(value, str) else 0)
             for part in self._parts(path, value):
                 size += self.size(part)
-                if size > _MOST:
-                    raise _wrong(
+                if size > _MOST_PARTS:
+                    raise _wrong_field(
                         path,
-                        f"at most {_MOST:,} characters and values once its references are resolved, found more",
+                        f"at most {_MOST_PARTS:,} characters and values once its references are resolved, found more",
                     )
             self._sizes[path] = size
         elif self._sizes[path] == MEASURING:
-            raise _wrong(path, "a value that does not refer to itself, found one that does")
+            raise _wrong_field(path, "a value that does not refer to itself, found one that does")
         return self._sizes[path]
 
     def _at(self, path: _Path) -> Any:
@@ -112,7 +118,7 @@ class _Measure:
             node = node[key]
         return node
 
-    def _parts(self, path: _Path, value: Any) -> Iterator[_Path]:
+    def _parts(self, path: _Path, value: object) -> Iterator[_Path]:
         """Yield the paths of a value's members, or of the fields that its text refers to."""
         if isinstance(value, dict):
             yield from ((*path, key) for key in value)
@@ -136,7 +142,7 @@ class _Measure:
                 break
             text = f"{text[: reference.start()]}{plain if is_part else ''}{text[reference.end() :]}"
         if "${" in text:
-            raise _wrong(path, f"references such as ${{fit.seed}}, found {self._at(path)[:80]!r}")
+            raise _wrong_field(path, f"references such as ${{fit.seed}}, found {self._at(path)[:80]!r}")
 
     def _target(self, path: _Path, field: str) -> _Path | None:
         """Return the path of a field from its name, absolute as `a.b[0]` or relative as `..b`."""
@@ -157,5 +163,5 @@ class _Measure:
         return target
 
 
-def _wrong(path: _Path, expected: str) -> GraphoptError:
+def _wrong_field(path: _Path, expected: str) -> GraphoptError:
     return GraphoptError(f"{'.'.join(map(str, path)) or 'recipe'}: expected {expected}")

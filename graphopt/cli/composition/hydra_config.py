@@ -28,7 +28,7 @@ from hydra.plugins.config_source import ConfigResult, ConfigSource
 from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 from omegaconf.resolvers import oc
 
-from graphopt.cli.composition.expansion import MOST_BYTES, check_expansion, check_text
+from graphopt.cli.composition.expansion import MOST_BYTES, check_expansion, check_text, plain_of
 from graphopt.cli.composition.record import NOT_TAKEN, RunRecord, enter, run_of
 from graphopt.cli.run_folder import Before
 from graphopt.errors import GraphoptError, unknown
@@ -67,7 +67,7 @@ class CommandLine:
         """Return the command line of a run with `--config-dir folder`."""
         if folder is not None and not os.path.isdir(folder):
             raise GraphoptError(f"--config-dir: expected a folder of recipes, found {folder!r}")
-        added = [override.value() for override in _parsed(*overrides) if override.key_or_group == SEARCH_PATH]
+        added = [override.value() for override in _parse(*overrides) if override.key_or_group == SEARCH_PATH]
         named = [folder] if folder else []
         named += [str(item) for value in added for item in (value if isinstance(value, list) else [value])]
         return cls(
@@ -84,26 +84,26 @@ class CommandLine:
 
     @property
     def said(self) -> tuple[str, ...]:
-        """Return what the user has said: the arguments, after those of the user's run that they name."""
+        """Return the user's arguments, after those of the user's run that they name."""
         if self.record is None or not self.record.is_own:
             return self.overrides
-        own = [x for x in _parsed(*self.record.overrides) if x.key_or_group not in {*NOT_TAKEN} - {"trust"}]
+        own = [x for x in _parse(*self.record.overrides) if x.key_or_group not in {*NOT_TAKEN} - {"trust"}]
         return (*(str(override.input_line) for override in own), *self.overrides)
 
     @property
     def replaced(self) -> list[str]:
-        """Return what the arguments change of the run that they name, as in `fit.epochs=5 in place of fit.epochs=3`."""
+        """Return the arguments that change fields of the named run, as in `fit.epochs=5 in place of fit.epochs=3`."""
         record, texts = self.record, {}
         if record is None:
             return []
-        for override in _parsed(*self.overrides):
+        for override in _parse(*self.overrides):
             key, value = override.key_or_group, None if override.is_delete() else override.value()
             if override.is_hydra_override() or key.partition(".")[0] in NOT_TAKEN:
                 continue
             old = record.choices[key] if key in record.choices else record.value(key)
             if value != old:
-                new = override.get_value_string() if override.is_sweep_override() else _plain(value)
-                texts[key] = f"{key}={new} in place of {key}={_plain(old)}"
+                new = override.get_value_string() if override.is_sweep_override() else _override_text(value)
+                texts[key] = f"{key}={new} in place of {key}={_override_text(old)}"
         return list(texts.values())
 
     @property
@@ -125,8 +125,8 @@ class CommandLine:
 
     def check_sweep(self, *, is_multirun: bool) -> None:
         """Raise an error if the arguments ask for a sweep, which `-m` runs, or for another kind than chosen."""
-        keys = [override.key_or_group for override in _parsed(*self.overrides)]
-        for override in _parsed(*self.overrides):
+        keys = [override.key_or_group for override in _parse(*self.overrides)]
+        for override in _parse(*self.overrides):
             line = override.input_line
             if is_multirun:
                 if override.is_sweep_override() and override.key_or_group in ("folder", "resume"):
@@ -151,14 +151,14 @@ class CommandLine:
                 )
 
     def _setting(self, field: str) -> list[Override]:
-        return [override for override in _parsed(*self.said) if override.key_or_group == field]
+        return [override for override in _parse(*self.said) if override.key_or_group == field]
 
     def names(self, field: str) -> bool:
-        """Return whether the command line sets a field of the recipe, alone or in a mapping.
+        """Return whether the command line sets a field of the recipe, by its name or in a mapping.
 
         A mapping sets the fields that it has; a recipe may add others. A choice of a group sets none.
         """
-        for override in _parsed(*self.said):
+        for override in _parse(*self.said):
             if override.is_delete() or override.package is not None:
                 continue
             key, value = override.key_or_group, override.value()
@@ -173,10 +173,12 @@ class CommandLine:
 
 def _record(overrides: Sequence[str]) -> RunRecord | None:
     """Return the record of the run that `resume=PATH` names, or `folder=RUN` to evaluate, predict or generate."""
-    fields = {x.key_or_group: x.value() for x in _parsed(*overrides) if not x.is_delete()}
+    fields = {x.key_or_group: x.value() for x in _parse(*overrides) if not x.is_delete()}
     for name in ("folder", "model", "resume"):
         if name in fields and fields[name] in (None, ""):
-            raise GraphoptError(f"{name}: expected a path, found {_plain(fields[name]) or 'an empty text'}")
+            raise GraphoptError(
+                f"{name}: expected a path, found {_override_text(fields[name]) or 'an empty text'}"
+            )
     resume, folder = fields.get("resume"), fields.get("folder")
     if isinstance(resume, str):
         run = run_of(resume)
@@ -185,11 +187,11 @@ def _record(overrides: Sequence[str]) -> RunRecord | None:
     return RunRecord.read(Path(str(folder))) if uses else None
 
 
-def _plain(value: Any) -> str:
+def _override_text(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value, default=str)
 
 
-def _has(value: Any, names: Sequence[str]) -> bool:
+def _has(value: object, names: Sequence[str]) -> bool:
     """Return whether nested mappings have a value at a path, or a plain value in place of one of its parents."""
     if not names or not isinstance(value, dict):
         return True
@@ -216,7 +218,7 @@ class _Reader(CachingConfigRepository):
                 _check_file(source, config_path)
         result = super().load_config(config_path)
         if result is not None and result.provider == UNTRUSTED:
-            check_plain(OmegaConf.to_container(result.config, resolve=False), config_path)
+            check_plain(plain_of(result.config), config_path)
             self._left -= 1 + sum(1 for _ in flattened(result.config))
             if self._left < 0:
                 raise GraphoptError(
@@ -263,7 +265,7 @@ class RecipeLoader(ConfigLoaderImpl):
     ) -> DictConfig:
         for name in REFUSED_RESOLVERS:
             OmegaConf.clear_resolver(name)
-        overrides = [str(item.input_line) for item in _parsed(*overrides) if item.key_or_group != SEARCH_PATH]
+        overrides = [str(item.input_line) for item in _parse(*overrides) if item.key_or_group != SEARCH_PATH]
         self._check_groups(overrides)
         if self._record is not None:
             overrides = self._repeatable(self._record, overrides)
@@ -301,7 +303,7 @@ class RecipeLoader(ConfigLoaderImpl):
 
     def _check_groups(self, overrides: list[str]) -> None:
         """Raise an error if the value of a group is no option, or a group is deleted to which the recipe refers."""
-        for override in _parsed(*overrides):
+        for override in _parse(*overrides):
             group, line = override.key_or_group, override.input_line
             is_gone = override.is_delete() and f"~pipeline.{group}" not in overrides
             if not group:
@@ -330,7 +332,7 @@ class RecipeLoader(ConfigLoaderImpl):
     def _check_new_fields(self, config: DictConfig, overrides: list[str]) -> None:
         """Raise an error if the command line adds a field to the recipe that nothing in it refers to."""
         known = {*base_recipe(), *config.hydra.runtime.choices} - {"defaults"}
-        for override in _parsed(*overrides):
+        for override in _parse(*overrides):
             name = override.key_or_group.partition(".")[0]
             is_new = (override.is_add() or override.is_force_add()) and name not in known
             is_own = self._record is not None and name in self._record.fields
@@ -345,7 +347,7 @@ class RecipeLoader(ConfigLoaderImpl):
 
         Note the groups of which the record's option is kept.
         """
-        items = _parsed(*overrides)
+        items = _parse(*overrides)
         named = {x.key_or_group: x.value() for x in items if not x.is_delete() and isinstance(x.value(), str)}
         changed = {
             group: choice
@@ -389,14 +391,13 @@ class RecipeLoader(ConfigLoaderImpl):
     ) -> None:
         """Raise an error if a recipe sets `folder`, `launcher`, `trust` or Hydra's own config."""
         lines: dict[bool, list[str]] = {True: [], False: []}
-        for override in _parsed(*overrides):
+        for override in _parse(*overrides):
             lines[override.is_hydra_override()].append(str(override.input_line))
         said = self._command_line.overrides
         allowed = [line for line in lines[True] if line in said or line.startswith("hydra.mode=")]
         allowed += [line for line in lines[False] if line in said and _HOST.match(line)]
         expected = self._own.load_configuration(config_name, allowed, *how, **named)
-        own: Any = OmegaConf.to_container(expected, resolve=False)
-        plain: Any = OmegaConf.to_container(config, resolve=False)
+        own, plain = plain_of(expected), plain_of(config)
         ours, theirs = own["hydra"], plain["hydra"]
         ours["overrides"] = {"hydra": lines[True], "task": lines[False]}
         values = theirs["sweeper"].pop("params", None) if isinstance(theirs["sweeper"], dict) else None
@@ -411,7 +412,7 @@ class RecipeLoader(ConfigLoaderImpl):
             if plain.get(field) != own[field] and not is_named:
                 raise on_the_command_line(field)
 
-    def _check_runs(self, swept: Mapping[str, Any]) -> None:
+    def _check_runs(self, swept: Mapping[str, object]) -> None:
         """Raise an error if a recipe asks for too many runs, such as `range(0,1e9)`, before Hydra lists them."""
         for name, value in swept.items():
             if not isinstance(value, bool | int | float | str) or "${" in str(value):
@@ -443,7 +444,7 @@ def composing(command_line: CommandLine) -> Iterator[Any]:
 
 
 @functools.lru_cache
-def _parsed(*overrides: str) -> list[Override]:
+def _parse(*overrides: str) -> list[Override]:
     """Parse arguments with Hydra's grammar."""
     try:
         return OverridesParser.create().parse_overrides(list(overrides))
@@ -460,8 +461,7 @@ def _parsed(*overrides: str) -> list[Override]:
 @functools.cache
 def base_recipe() -> dict[str, Any]:
     """Return graphopt's own recipe, as its file has it."""
-    recipe: Any = OmegaConf.to_container(OmegaConf.load(RECIPES / f"{PRIMARY}.yaml"), resolve=False)
-    return dict(recipe)
+    return dict(plain_of(OmegaConf.load(RECIPES / f"{PRIMARY}.yaml")))
 
 
 @functools.cache
@@ -482,7 +482,7 @@ def known_fields() -> tuple[str, ...]:
 def options_of(group: str) -> dict[str, dict[str, Any]]:
     """Return the options of a group, with their fields."""
     files = sorted((RECIPES / group).glob("*.yaml"))
-    recipes: Any = {x.stem: OmegaConf.to_container(OmegaConf.load(x), resolve=False) or {} for x in files}
+    recipes = {x.stem: plain_of(OmegaConf.load(x)) or {} for x in files}
     base = recipes.pop(BASE, {})
     return {name: {**(base if BASE in x.get("defaults", ()) else {}), **x} for name, x in recipes.items()}
 
@@ -493,10 +493,10 @@ def on_the_command_line(field: str) -> GraphoptError:
     return GraphoptError(f"{name}: expected it on the command line alone, found it in a recipe")
 
 
-def flattened(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+def flattened(node: object, path: str = "") -> Iterator[tuple[str, Any]]:
     """Yield the path and value of each leaf of nested mappings and lists, including empty ones."""
     if isinstance(node, DictConfig | ListConfig):
-        node = OmegaConf.to_container(node, resolve=False)
+        node = plain_of(node)
     items: Any = (
         node.items() if isinstance(node, Mapping) else enumerate(node) if isinstance(node, list) else ()
     )

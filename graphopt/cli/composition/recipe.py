@@ -16,6 +16,7 @@ from typing import Any
 import onnx_ir as ir
 from omegaconf import DictConfig, OmegaConf
 
+from graphopt.cli.composition.expansion import Fields, plain_of
 from graphopt.cli.composition.hydra_config import CommandLine, flattened
 from graphopt.cli.composition.record import write_record
 from graphopt.cli.composition.validation import (
@@ -88,7 +89,7 @@ def nearest_file(missing: str, ending: str) -> str | None:
     return near and str(place.with_name(f"{near}{ending}"))
 
 
-def _is_whole(node: Any) -> bool:
+def _names_target(node: object) -> bool:
     """Return whether a node of a recipe names what it builds, so that no option of its group need be chosen."""
     return isinstance(node, DictConfig) and "_target_" in node
 
@@ -106,11 +107,11 @@ class Recipe:
         OmegaConf.set_struct(config, False)
         for group, choice in choices.items():
             if choice == "none" and (
-                f"{group}=none" in command_line.said or not _is_whole(config.get(group))
+                f"{group}=none" in command_line.said or not _names_target(config.get(group))
             ):
                 config[group] = None  # an experiment may set fields of a step that is omitted
         self.composed = config.copy()  # for `.hydra`
-        plain: Any = OmegaConf.to_container(config, resolve=False)
+        plain = plain_of(config)
         for part in PARTS:
             node = plain.get(part)
             if not isinstance(node, dict) and not str(node).startswith("${"):
@@ -142,7 +143,7 @@ class Recipe:
 
     @property
     def columns(self) -> Columns | None:
-        """Return the columns of a table that the model or the recipe has, with what they have learnt."""
+        """Return the columns of a table that the model or the recipe has, which have learnt."""
         if not self._reads_table:
             return None
         return self._noted[0] or (None if self.fields["data"].get("columns") is None else self.data.columns)
@@ -160,7 +161,7 @@ class Recipe:
         return "columns" in inspect.signature(reader).parameters
 
     @property
-    def _beside_model(self) -> dict[str, Any]:
+    def _beside_model(self) -> dict[str, object]:
         """Return the tokenizer that lies beside the model, for data of text that names none."""
         tokenizer = self.tokenizer if "tokenizer" in self.fields["data"] else None
         return {"tokenizer": tokenizer} if tokenizer else {}
@@ -175,7 +176,7 @@ class Recipe:
 
     @functools.cached_property
     def _noted(self) -> tuple[Columns | None, list[str] | None]:
-        """Return the columns and the classes in the metadata of the model, or of what `follow` names."""
+        """Return the columns and the classes in the metadata of the model, or of the file that `follow` names."""
         name = str(self._trained or self.fields["model"])
         if name in self.fields["models"] or not Path(name).is_file():
             return None, None
@@ -183,7 +184,7 @@ class Recipe:
         return Columns.of(model), labels_in(model)
 
     @property
-    def _by_input(self) -> dict[str, Any]:
+    def _by_input(self) -> dict[str, object]:
         """Return the columns by input for a model that takes strings, if the recipe names none."""
         name, fields = str(self._trained or self.fields["model"]), self.fields["data"]
         is_told = fields.get("features") is not None or fields.get("columns") is not None
@@ -249,7 +250,7 @@ class Recipe:
 
     @property
     def learnt(self) -> dict[str, str]:
-        """Return lines about what the data of a table has learnt, by their topics."""
+        """Return lines about the columns and classes of a table, by their topics."""
         columns, labels = self.data.columns, self.data.labels
         classes = {"classes": some(labels, 20)} if labels and self._reads_table else {}
         return classes if columns is None else {"columns": columns.summary(), **classes}
@@ -284,9 +285,9 @@ class Recipe:
             callbacks.append(EarlyStopping(monitor=measure, patience=fields["epochs"]))
         return callbacks
 
-    def _callback(self, key: str, node: Mapping[str, Any], folder: Path) -> Callback:
+    def _callback(self, key: str, node: Fields, folder: Path) -> Callback:
         kind = resolve(node[TARGET_KEY], key, self.command_line.trust)
-        arguments: dict[str, Any] = {}
+        arguments: dict[str, object] = {}
         if inspect.isclass(kind) and issubclass(kind, FileLog | TensorBoard) and node["path"] != MISSING:
             arguments["path"] = folder / node["path"]
         if kind is MedianStopping:
@@ -337,7 +338,7 @@ class Recipe:
 
     @functools.cached_property
     def launcher(self) -> Launcher:
-        """Return what starts the workers of the run."""
+        """Return the launcher of the run's workers."""
         launcher: Launcher = self._build("launcher") if self.fields.get("launcher") else Launcher()
         return launcher
 
@@ -359,7 +360,7 @@ class Recipe:
         return step if self.columns is None else self.columns.noted(step)
 
     def program(self) -> _Program:
-        """Return the training graph, with the names of the data's classes, and what runs it on each worker."""
+        """Return the training graph, with the classes of the data, and the function that opens a worker's executor."""
         launcher, shared = self.launcher, self._shared
         program: _Program
         if not self.fields.get("launcher"):

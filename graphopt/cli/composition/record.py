@@ -14,7 +14,7 @@ from filelock import FileLock
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
-from graphopt.cli.composition.expansion import MOST_BYTES, read_config
+from graphopt.cli.composition.expansion import MOST_BYTES, Fields, read_config
 from graphopt.cli.run_folder import CHECKPOINTS, CONFIG, METRICS_FILE, check_run
 from graphopt.errors import GraphoptError
 from graphopt.files import json_of, read_regular, write_folder
@@ -23,7 +23,7 @@ from graphopt.targets.native.cache import cache_folder, read_cached, write_cache
 HYDRA = ".hydra"
 COMPOSED, OPTIONS, OVERRIDES = "config.yaml", "hydra.yaml", "overrides.yaml"
 SIGNATURE = "signature.json"  # of the three files, by a key in the user's cache, and the folders of recipes
-# What a run has from its command line alone: another run does not take it from the record.
+# Fields that a run has from its command line only: another run does not take them from the record.
 NOT_TAKEN = (
     "folder",
     "hydra",
@@ -37,7 +37,7 @@ NOT_TAKEN = (
     "trust",
 )
 _KEY, _ROOM = "key", "runs"
-_SECRET = 0o600  # this user alone reads and writes the key
+_SECRET = 0o600  # only this user reads and writes the key
 
 
 @dataclass(frozen=True)
@@ -56,8 +56,8 @@ class RunRecord:
     """
 
     folder: Path
-    fields: Mapping[str, Any]
-    resolved: Mapping[str, Any]
+    fields: Fields
+    resolved: Fields
     choices: Mapping[str, str] = field(default_factory=dict)
     overrides: tuple[str, ...] = ()
     strangers: tuple[str, ...] = ()
@@ -66,7 +66,7 @@ class RunRecord:
 
     @classmethod
     def read(cls, folder: Path) -> RunRecord | None:
-        """Return the record of a run; None if there is no run. An old run has its resolved recipe alone."""
+        """Return the record of a run; None if there is no run. An old run has only its resolved recipe."""
         strangers = enter(folder)
         if not (folder / CONFIG).is_file():
             return None
@@ -89,7 +89,7 @@ class RunRecord:
             str(runtime.get("cwd", "")),
         )
 
-    def value(self, name: str) -> Any:
+    def value(self, name: str) -> object:
         """Return a field of the recipe as the run named it, or None."""
         named = select(self.fields, name)
         return select(self.resolved, name) if "${" in str(named) else named
@@ -140,7 +140,7 @@ def write_record(
     parts = {COMPOSED: config, OPTIONS: hydra, OVERRIDES: OmegaConf.create([*before, *task])}
     texts = {name: OmegaConf.to_yaml(part).encode() for name, part in parts.items()}
     key = _key() if is_checked and (record is None or record.is_own) else None
-    note = {"strangers": list(strangers), "hmac": _sum(key, texts, strangers) if key else None}
+    note = {"strangers": list(strangers), "hmac": _mac(key, texts, strangers) if key else None}
     write_folder(folder / HYDRA, {**texts, SIGNATURE: json.dumps(note).encode()})
 
 
@@ -153,17 +153,17 @@ def _signed(place: Path) -> tuple[str, ...] | None:
     except (GraphoptError, KeyError, TypeError):
         return None
     key = _key()
-    is_own = key is not None and hmac.compare_digest(_sum(key, texts, strangers).encode(), found.encode())
+    is_own = key is not None and hmac.compare_digest(_mac(key, texts, strangers).encode(), found.encode())
     return strangers if is_own else None
 
 
-def _sum(key: bytes, texts: Mapping[str, bytes], strangers: tuple[str, ...]) -> str:
+def _mac(key: bytes, texts: Mapping[str, bytes], strangers: tuple[str, ...]) -> str:
     parts = [*(texts[name] for name in (COMPOSED, OPTIONS, OVERRIDES)), json.dumps(strangers).encode()]
     return hmac.new(key, b"".join(b"%d %s" % (len(part), part) for part in parts), "sha256").hexdigest()
 
 
 def _key() -> bytes | None:
-    """Return the key that signs the runs of this user; None if there is no place for it that is the user's alone."""
+    """Return the key that signs the runs of this user; None if no folder for it belongs to this user only."""
     try:
         with FileLock(cache_folder(_ROOM) / ".lock"):
             key = read_cached(_KEY, _ROOM)
@@ -176,17 +176,17 @@ def _key() -> bytes | None:
         return None
 
 
-def select(node: Any, name: str) -> Any:
+def select(node: object, name: str) -> Any:
     for key in name.split("."):
         node = node.get(key) if isinstance(node, Mapping) else None
     return node
 
 
-def mapping(node: Any) -> Mapping[str, Any]:
+def mapping(node: object) -> Fields:
     return node if isinstance(node, Mapping) else {}
 
 
-def _with_references(resolved: Any) -> Mapping[str, Any]:
+def _with_references(resolved: object) -> Mapping[str, object]:
     """Return a resolved recipe whose pipeline refers to the other parts again."""
     fields = dict(mapping(resolved))
     steps = mapping(fields.get("pipeline"))
@@ -197,7 +197,7 @@ def _with_references(resolved: Any) -> Mapping[str, Any]:
     return {**fields, "pipeline": pipeline}
 
 
-def _choices(resolved: Mapping[str, Any]) -> dict[str, str]:
+def _choices(resolved: Fields) -> dict[str, str]:
     """Return names for the options of a recipe that does not say them: `none`, or the name of the class."""
     parts = {name: node for name, node in resolved.items() if node is None or "_target_" in mapping(node)}
     return {

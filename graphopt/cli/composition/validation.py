@@ -8,11 +8,13 @@ import inspect
 import os
 import pkgutil
 import re
+import types
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from graphopt.cli.composition.expansion import Fields
 from graphopt.cli.composition.hydra_config import CommandLine, flattened, on_the_command_line
 from graphopt.cli.run_folder import OWN_FILES
 from graphopt.data import READERS
@@ -111,7 +113,7 @@ class FitFields:
 OWN = {"": RecipeFields, "fit": FitFields}
 _ROWS, _EXPORTS = typing.get_args(_Rows), typing.get_args(_Export)
 PARTS = ("data", "executor", "fit", "generate", "hosts", "limits", "models", "pipeline")
-PLAIN: dict[str, Any] = {  # what takes the fields of the parts that name no class or function
+PLAIN: dict[str, object] = {  # what takes the fields of the parts that name no class or function
     "fit": fit,
     "fit.checkpoint": Checkpoints,
     "generate": GenerateOptions,
@@ -137,7 +139,7 @@ _PREDICTIONS = "predictions"  # the name, without its ending, of the file that r
 # These may name libraries to load and files to write.
 _HOST = ("executor.provider_options", "executor.session_options", "executor.custom_ops")
 # Of numbers that take memory, however small the data is.
-_MOST = {"executor.steps_per_call": 10_000, "fit.prefetch": 1_000}
+_LARGEST_NUMBERS = {"executor.steps_per_call": 10_000, "fit.prefetch": 1_000}
 LIMITS = {  # these protect the memory from a small file that describes a large model
     "data.expansion": EXPANSION,
     **{f"limits.{name}": value for name, value in dataclasses.asdict(Limits()).items()},
@@ -145,13 +147,13 @@ LIMITS = {  # these protect the memory from a small file that describes a large 
 COMMAND_LINE_ONLY = {*_HOST, *LIMITS, "trust", "callbacks.tracker", "callbacks.mlflow"}
 
 
-def check_recipe(fields: Mapping[str, Any], command_line: CommandLine) -> None:
+def check_recipe(fields: Fields, command_line: CommandLine) -> None:
     """Check the names, fields and types of a recipe, and the restrictions of untrusted recipes."""
     leaves = dict(flattened(fields))
     for field, value in leaves.items():
         if isinstance(value, str) and "\0" in value:
             raise GraphoptError(f"{field}: expected text without the character NUL, found {value!r}")
-    for field, value, kind, text in _plain(fields):
+    for field, value, kind, text in _typed_fields(fields):
         if not isinstance(value, kind):
             raise GraphoptError(f"{field}: expected {text}, found {value!r}")
     if fields["data"].get("columns") is not None:
@@ -182,7 +184,7 @@ def check_recipe(fields: Mapping[str, Any], command_line: CommandLine) -> None:
     for key in sorted(fields, key="pipeline".__eq__):  # the pipeline repeats the others, so it comes last
         check(models if key == "models" else fields[key], str(key), command_line.trust, added)
     check_ending("predictions", fields["predictions"])
-    for field, most in _MOST.items():
+    for field, most in _LARGEST_NUMBERS.items():
         if isinstance(leaves.get(field), int) and leaves[field] > most:
             raise GraphoptError(f"{field}: expected at most {most:,}, found {leaves[field]}")
     FitOptions(**{name: x for name, x in training.items() if name not in ("metrics", "validation")})
@@ -193,14 +195,14 @@ def check_recipe(fields: Mapping[str, Any], command_line: CommandLine) -> None:
         _check_paths(fields, command_line)
 
 
-def _check_columns(description: Any) -> None:
+def _check_columns(description: object) -> None:
     try:
         check_description(description)
     except GraphoptError as error:
         raise GraphoptError(f"data.columns: {str(error).removeprefix('columns: ')}") from error
 
 
-def _plain(fields: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any, str]]:
+def _typed_fields(fields: Fields) -> Iterator[tuple[str, object, type | types.UnionType, str]]:
     """Yield the fields that name no class, with the value and the expected type of each."""
     yield from ((key, fields.get(key), str, "a name") for key in ("model", "run", "predictions"))
     yield "rows", fields.get("rows"), str | None, f"{', '.join(_ROWS)} or null"
@@ -212,7 +214,7 @@ def _plain(fields: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any, str]]:
     yield "resume", fields.get("resume", False), bool | str, "true, false or a path"
 
 
-def _check_untrusted(leaves: Mapping[str, Any], command_line: CommandLine) -> None:
+def _check_untrusted(leaves: Mapping[str, object], command_line: CommandLine) -> None:
     """Raise an error if a recipe sets options of the machine or raises limits."""
     for field, value in leaves.items():
         is_guarded = field.startswith(_HOST) or field in LIMITS
@@ -220,7 +222,7 @@ def _check_untrusted(leaves: Mapping[str, Any], command_line: CommandLine) -> No
             raise on_the_command_line(field)
 
 
-def _check_paths(fields: Mapping[str, Any], command_line: CommandLine) -> None:
+def _check_paths(fields: Mapping[str, object], command_line: CommandLine) -> None:
     """Raise an error if a recipe names a file of the user, to read or to write."""
     folders = [os.path.realpath(x.removeprefix("file://")) for x in (os.getcwd(), *command_line.strangers)]
     for field, value, access in paths_in(fields, command_line.trust):
@@ -245,8 +247,8 @@ def _check_paths(fields: Mapping[str, Any], command_line: CommandLine) -> None:
                     )
 
 
-def paths_in(fields: Mapping[str, Any], trust: Sequence[str] = ()) -> Iterator[tuple[str, str, Access]]:
-    """Yield each path that a recipe names, with its field, by the annotations of what takes it."""
+def paths_in(fields: Fields, trust: Sequence[str] = ()) -> Iterator[tuple[str, str, Access]]:
+    """Yield each path that a recipe names, with its field, by the annotations of the function that takes it."""
     for group, target in OWN.items():
         node = fields[group] if group else fields
         for name, access in accesses(target).items():
@@ -258,7 +260,7 @@ def paths_in(fields: Mapping[str, Any], trust: Sequence[str] = ()) -> Iterator[t
         yield from _paths_of(own, str(key), trust)
 
 
-def _paths_of(node: Any, path: str, trust: Sequence[str]) -> Iterator[tuple[str, str, Access]]:
+def _paths_of(node: object, path: str, trust: Sequence[str]) -> Iterator[tuple[str, str, Access]]:
     if isinstance(node, list):
         for i, value in enumerate(node):
             yield from _paths_of(value, f"{path}[{i}]", trust)
@@ -273,14 +275,14 @@ def _paths_of(node: Any, path: str, trust: Sequence[str]) -> Iterator[tuple[str,
             yield from _paths_of(value, field, trust)
 
 
-def accesses(target: Any) -> dict[str, Access]:
-    """Return the arguments of a class or a function that are paths, and what is done with the files there."""
+def accesses(target: object) -> dict[str, Access]:
+    """Return the arguments of a class or a function that are paths, and the access to the files there."""
     known = hints(target, include_extras=True)
     return {name: access for name, hint in known.items() if (access := access_of(hint)) is not None}
 
 
 def access_of(hint: Any) -> Access | None:
-    """Return what is done with the file that an argument of a type names; None if it names none.
+    """Return the access to the file that an argument of a type names; None if it names none.
 
     A path without an annotation, as in packages that the user trusts, counts as one to read.
     """
@@ -304,14 +306,14 @@ def _elsewhere(field: str, expected: str, path: str, place: Path | None = None) 
 
 
 def _beneath(folder: str) -> Iterator[str]:
-    """Yield what lies in a folder and below it, and below links to folders in it."""
+    """Yield the paths in a folder and below it, and below links to folders in it."""
     tops = [folder, *(entry.path for entry in os.scandir(folder))] if os.path.isdir(folder) else []
     for top in tops:
         for at, folders, files in os.walk(top):
             yield from (os.path.join(at, name) for name in (*folders, *files))
 
 
-def _check_logs(callbacks: Mapping[str, Any], command_line: CommandLine) -> None:
+def _check_logs(callbacks: Fields, command_line: CommandLine) -> None:
     """Raise an error if a log replaces a file of the run, or a recipe logs to other places than the run's folder."""
     for name, node in callbacks.items():
         key = f"callbacks.{name}"
@@ -322,7 +324,7 @@ def _check_logs(callbacks: Mapping[str, Any], command_line: CommandLine) -> None
                 is_short = is_class and value == CALLBACKS.get(name)
                 if not command_line.names(key if is_short else field):
                     raise on_the_command_line(key if is_class else field)
-        for field, path in _written(node, key, command_line.trust):
+        for field, path in _written_files(node, key, command_line.trust):
             place = os.path.normpath(path)
             top = place.split(os.sep)[0]
             if top.casefold() in OWN_FILES:
@@ -334,26 +336,24 @@ def _check_logs(callbacks: Mapping[str, Any], command_line: CommandLine) -> None
                 raise _elsewhere(field, "a file below the run's folder", path)
 
 
-def _written(node: Mapping[str, Any], key: str, trust: Sequence[str]) -> Iterator[tuple[str, str]]:
+def _written_files(node: Mapping[str, object], key: str, trust: Sequence[str]) -> Iterator[tuple[str, str]]:
     """Yield the fields of a callback that name files to write, and these."""
     for field, path, access in _paths_of(node, key, trust):
         if access is Access.WRITE and path != MISSING:
             yield field, path
 
 
-def check_new_logs(
-    callbacks: Mapping[str, Any], folder: Path, command_line: CommandLine, is_new: bool
-) -> None:
+def check_new_logs(callbacks: Fields, folder: Path, command_line: CommandLine, is_new: bool) -> None:
     """Raise an error if a recipe's log is outside the run's folder by a link, or replaces a file there."""
     for name, node in callbacks.items():
-        for field, path in _written(node, f"callbacks.{name}", command_line.trust):
+        for field, path in _written_files(node, f"callbacks.{name}", command_line.trust):
             place, is_named = Path(folder, path), command_line.names(field)
             is_inside = place.resolve().is_relative_to(folder.resolve())
             if not is_named and (not is_inside or (is_new and place.is_file())):
                 raise _elsewhere(field, "a new file in the run's folder", path, place)
 
 
-def check(node: Any, path: str, trust: Sequence[str], added: Mapping[str, Sequence[str]]) -> None:
+def check(node: object, path: str, trust: Sequence[str], added: Mapping[str, Sequence[str]]) -> None:
     """Raise an error if a part of a recipe names code that is neither listed nor trusted, or has invalid fields.
 
     `trust` names packages and modules whose code recipes may also name; `added` has the fields that the caller adds to
@@ -371,14 +371,14 @@ def check(node: Any, path: str, trust: Sequence[str], added: Mapping[str, Sequen
             check_fields(target, fields, path, added.get(path, ()), trust)
 
 
-def expanded(callbacks: Any) -> dict[str, Any]:
+def expanded(callbacks: object) -> dict[str, object]:
     """Return the callbacks of a recipe by name, each a mapping with `_target_`; null and false leave one out.
 
     A value that is not a mapping is that of the first field, and true sets no field.
     """
     if not isinstance(callbacks, Mapping | None):
         raise GraphoptError(f"callbacks: expected a mapping of callbacks, found {callbacks!r}")
-    result: dict[str, Any] = {}
+    result: dict[str, object] = {}
     for name, value in (callbacks or {}).items():
         if value is None or value is False:
             continue
@@ -401,7 +401,7 @@ def expanded(callbacks: Any) -> dict[str, Any]:
     return result
 
 
-def create(node: Any, path: str, trust: Sequence[str] = (), /, **arguments: Any) -> Any:
+def create(node: object, path: str, trust: Sequence[str] = (), /, **arguments: object) -> Any:
     """Build the object that a checked recipe describes: each mapping with `_target_` becomes a call of its target.
 
     Strings stay as they are: nothing is interpolated. `arguments` are further arguments of the node's target.
@@ -431,7 +431,7 @@ def metrics_of(wanted: Any, trust: Sequence[str] = ()) -> list[Wanted] | None:
 
 
 def check_fields(
-    target: Any, fields: Mapping[str, Any], path: str, given: Sequence[str] = (), trust: Sequence[str] = ()
+    target: Any, fields: Mapping[str, object], path: str, given: Sequence[str] = (), trust: Sequence[str] = ()
 ) -> None:
     """Raise an error if a class or function does not accept a field, or a value does not match its annotation."""
     parameters = {
@@ -452,14 +452,14 @@ def check_fields(
         if isinstance(value, str) and value != MISSING and _is_code(hint):
             _trusted(value, f"{path}.{name}", trust)
         elif value != MISSING and not _fits(value, hint, trust):
-            expected = _words(hint) or _named(parameters[name])
+            expected = _words(hint) or _annotation_text(parameters[name])
             raise GraphoptError(f"{path}.{name}: expected {expected}, found {value!r}")
     for name, parameter in parameters.items():
         if not is_open and parameter.default is parameter.empty and name not in fields:
             raise GraphoptError(f"{path}.{name}: expected a value, found none: add +{path}.{name}=...")
 
 
-def resolve(name: Any, path: str, trust: Sequence[str] = ()) -> Any:
+def resolve(name: object, path: str, trust: Sequence[str] = ()) -> Any:
     """Return the object that `_target_` names in a recipe: one of the listed names, or code of a trusted package."""
     if isinstance(name, str):
         if name in offered(path):
@@ -468,12 +468,12 @@ def resolve(name: Any, path: str, trust: Sequence[str] = ()) -> Any:
             return _trusted(name, f"{path}.{TARGET_KEY}", trust)
     package = str(name).partition(".")[0].partition(":")[0]
     if package in ("graphopt", "passes"):
-        raise GraphoptError(f"{path}.{TARGET_KEY}: {unknown('name', name, offered(path))}")
+        raise GraphoptError(f"{path}.{TARGET_KEY}: {unknown('name', str(name), offered(path))}")
     raise _untrusted(name, f"{path}.{TARGET_KEY}")
 
 
 def given(path: str) -> Sequence[str]:
-    """Return the arguments that the command gives to what a path of the recipe names."""
+    """Return the arguments that the command adds to those of a part of the recipe."""
     return _ADDED.get(path, ())
 
 
@@ -517,7 +517,7 @@ def _trusted(name: str, path: str, trust: Sequence[str]) -> Any:
     return member
 
 
-def _untrusted(name: Any, path: str, of: str = "", home: str = "") -> GraphoptError:
+def _untrusted(name: object, path: str, of: str = "", home: str = "") -> GraphoptError:
     package = (home or str(name)).partition(".")[0].partition(":")[0]
     return GraphoptError(
         f"{path}: expected graphopt's own or trusted code, found {name!r}{of}; "
@@ -529,15 +529,15 @@ def _within(name: str, packages: Sequence[str]) -> bool:
     return any(name == package or name.startswith(f"{package.rstrip('.')}.") for package in packages)
 
 
-def _named(parameter: inspect.Parameter) -> str:
-    """Return what a parameter expects: its types, or the values of a Literal."""
+def _annotation_text(parameter: inspect.Parameter) -> str:
+    """Return the type of a parameter in words: its types, or the values of a Literal."""
     text = str(parameter.annotation).removeprefix("<class '").removesuffix("'>")
     values = re.sub(r"(?:typing\.)?Literal\[(.*?)\]", lambda match: match[1].replace(", ", " or "), text)
     return values.replace(" | ", " or ")
 
 
-def _words(hint: Any) -> str | None:
-    """Return what a type hint expects in words of YAML; None if it is no type of plain values."""
+def _words(hint: object) -> str | None:
+    """Return a type hint in words of YAML; None if it is no type of plain values."""
     if hint in (None, type(None)):
         return "null"
     if hint is bool:
@@ -560,22 +560,25 @@ def _words(hint: Any) -> str | None:
     return None
 
 
-def _is_code(hint: Any) -> bool:
+def _is_code(hint: object) -> bool:
     """Return whether a type hint asks for a function, which a string may name."""
     parts = alternatives(hint)
     return any(typing.get_origin(part) is Callable for part in parts) and str in parts
 
 
-def _fits(value: Any, hint: Any, trust: Sequence[str]) -> bool:
+def _fits(value: object, hint: object, trust: Sequence[str]) -> bool:
     """Return whether a recipe's value, or the object that it describes, has a type."""
     if isinstance(value, Mapping) and TARGET_KEY in value:  # a function is assumed to return such an object
-        made, kinds = resolve(value[TARGET_KEY], "", trust), [_class_of(kind) for kind in alternatives(hint)]
+        made, kinds = (
+            resolve(value[TARGET_KEY], "", trust),
+            [typing.get_origin(x) or x for x in alternatives(hint)],
+        )
         is_one = any(kind is Any or (inspect.isclass(kind) and issubclass(made, kind)) for kind in kinds)
         return not inspect.isclass(made) or is_one
 
-    def other(value: Any, hint: Any) -> None:
+    def other(value: object, hint: Any) -> None:
         """Raise an error unless a value that no plain type describes may be one."""
-        kind = _class_of(hint)
+        kind = typing.get_origin(hint) or hint
         if isinstance(value, Mapping) and TARGET_KEY in value:
             is_right = _fits(value, hint, trust)
         elif kind is hint:
@@ -592,7 +595,3 @@ def _fits(value: Any, hint: Any, trust: Sequence[str]) -> bool:
     except ValueError:  # of what is refused elsewhere: a list's length by its class, a name by `check`
         return True
     return True
-
-
-def _class_of(hint: Any) -> Any:
-    return typing.get_origin(hint) or hint

@@ -58,7 +58,7 @@ class ChatTemplate:
 
     def prompt(self, messages: Sequence[Message]) -> str:
         """Return the text of a chat that the model is to continue."""
-        return self._unmarked(self._rendered([_asked(messages, True)])[0])[0]
+        return self._unmarked(self._rendered([_request(messages, True)])[0])[0]
 
     def render(
         self, chats: Sequence[tuple[int, Message]], *, finds_answers: bool
@@ -74,7 +74,7 @@ class ChatTemplate:
             finds_answers: look for these parts.
         """
         lines = [line for line, _ in chats]
-        texts = self._rendered([_asked(_messages(chat), False, chat) for _, chat in chats], lines)
+        texts = self._rendered([_request(_messages(chat), False, chat) for _, chat in chats], lines)
         texts, marked = map(list, zip(*map(self._unmarked, texts), strict=True))
         are_marked = _GENERATION.search(self._text) is not None and not any(
             PROMPT in chat for _, chat in chats
@@ -117,7 +117,7 @@ class ChatTemplate:
                 plain += part
         return plain, spans
 
-    def _rendered(self, chats: Sequence[Mapping[str, Any]], lines: Sequence[int] = ()) -> list[str]:
+    def _rendered(self, chats: Sequence[Message], lines: Sequence[int] = ()) -> list[str]:
         """Return the text of each chat."""
         if not chats:
             return []
@@ -141,24 +141,28 @@ def _messages(chat: Message) -> list[Message]:
     return [*chat[MESSAGES]] if MESSAGES in chat else [*chat[PROMPT], *chat[COMPLETION]]
 
 
-def _answers(chat: Message) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+def _answers(chat: Message) -> list[tuple[dict[str, object], dict[str, object]]]:
     """Return the variables of the renderings before and after each answer."""
     messages = _messages(chat)
     places = [(i, i + 1) for i, message in enumerate(messages) if message["role"] == "assistant"]
     if PROMPT in chat:
         places = [(len(chat[PROMPT]), len(messages))]
     return [
-        (_asked(messages[:start], True, chat), _asked(messages[:end], False, chat)) for start, end in places
+        (
+            _request(messages[:start], True, chat),
+            _request(messages[:end], False, chat),
+        )
+        for start, end in places
     ]
 
 
-def _asked(messages: Sequence[Message], begins: bool, chat: Message | None = None) -> dict[str, Any]:
+def _request(messages: Sequence[Message], begins: bool, chat: Message | None = None) -> dict[str, object]:
     """Return the variables of a rendering; fields that are null are left out."""
     plain = [{name: x for name, x in message.items() if x is not None} for message in messages]
     return {"messages": plain, TOOLS: (chat or {}).get(TOOLS), "add_generation_prompt": begins}
 
 
-def check_messages(messages: Any, what: str = "messages") -> None:
+def check_messages(messages: object, what: str = "messages") -> None:
     """Raise an error unless messages are a list of objects, each with a role."""
     if not isinstance(messages, list) or not messages:
         raise GraphoptError(f"{what}: expected a list of messages, found {kind_of(messages)}")

@@ -6,12 +6,19 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from graphopt.data.files import reading
-from graphopt.data.language.chats import COMPLETION, MESSAGES, PROMPT, ChatTemplate, Span, check_messages
+from graphopt.data.language.chats import (
+    COMPLETION,
+    MESSAGES,
+    PROMPT,
+    ChatTemplate,
+    Message,
+    Span,
+    check_messages,
+)
 from graphopt.data.language.preferences import CHOSEN, REJECTED, check_preference, completions
 from graphopt.data.language.tokenizer import Tokenizer, read_text
 from graphopt.errors import GraphoptError, kind_of, naming
@@ -50,7 +57,7 @@ def read_sequences(
     """
     if path is None:
         return _documents([reference()], vocabulary)
-    files = _files(Path(path))
+    files = _text_files(Path(path))
     if files[0].suffix.lower() not in _LINES:
         if completion_only:
             raise GraphoptError(
@@ -60,7 +67,7 @@ def read_sequences(
     found = [(file, line, item) for file in files for line, item in _objects(file)]
     if not found:
         raise GraphoptError(f"{path}: expected an object per line, found an empty file")
-    kinds = {_kind(file, line, item): (file, line) for file, line, item in reversed(found)}
+    kinds = {_fields_of_line(file, line, item): (file, line) for file, line, item in reversed(found)}
     if len(kinds) > 1:
         (first, _), (other, (file, line)) = sorted(kinds.items(), key=lambda kind: kind[1])[:2]
         raise GraphoptError(
@@ -77,8 +84,8 @@ def read_sequences(
     with naming(path):
         if kind == _PREFERENCE:
             items = [(line, example) for line, item in items for example in completions(item)]
-            return replace(_examples(items, vocabulary, True, template), per_example=2)
-        return _examples(items, vocabulary, completion_only, template)
+            return replace(_tokenized_examples(items, vocabulary, True, template), per_example=2)
+        return _tokenized_examples(items, vocabulary, completion_only, template)
 
 
 def reference() -> str:
@@ -88,7 +95,7 @@ def reference() -> str:
     return "\n".join(topics[name] for name in sorted(topics))
 
 
-def _files(path: Path) -> list[Path]:
+def _text_files(path: Path) -> list[Path]:
     """Return a file, or the files of text or of JSON lines in a folder and below it."""
     if not path.is_dir():
         return [path]
@@ -99,17 +106,17 @@ def _files(path: Path) -> list[Path]:
     raise GraphoptError(f"{path}: expected files that end in {', '.join(_TEXTS + _LINES)}, found none")
 
 
-def _objects(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+def _objects(path: Path) -> Iterator[tuple[int, Message]]:
     """Yield the number and the object of each line that is not empty."""
     with reading(path, "JSON lines in UTF-8"), open(path, encoding="utf-8-sig") as file:
         for number, line in enumerate(file, 1):
             if not line.strip():
                 continue
             with naming(f"{path}: line {number}"):
-                yield number, _object(line)
+                yield number, _object_of_line(line)
 
 
-def _object(line: str) -> dict[str, Any]:
+def _object_of_line(line: str) -> Message:
     is_list = line.lstrip().startswith("[") or line.strip() == "{"
     mend = ": write each object on a line of its own, such as by jq -c '.[]'" if is_list else ""
     try:
@@ -122,7 +129,7 @@ def _object(line: str) -> dict[str, Any]:
     return found
 
 
-def _kind(file: Path, line: int, item: dict[str, Any]) -> tuple[str, ...]:
+def _fields_of_line(file: Path, line: int, item: Message) -> tuple[str, ...]:
     """Return the names of the fields that an object has, of which a file has the same in each line."""
     with naming(f"{file}: line {line}"):
         kind = next((kind for kind in _KINDS if all(name in item for name in kind)), None)
@@ -145,19 +152,19 @@ def _kind(file: Path, line: int, item: dict[str, Any]) -> tuple[str, ...]:
 
 def _documents(texts: Iterable[str], vocabulary: Tokenizer) -> Tokenized:
     """Return texts, each with the token that ends it."""
-    tokens = [_ended(found, vocabulary) for found, _ in vocabulary.encoded(texts)]
+    tokens = [_with_end(found, vocabulary) for found, _ in vocabulary.encoded(texts)]
     return Tokenized(tokens, [np.ones(len(x), np.bool_) for x in tokens], are_documents=True)
 
 
-def _ended(tokens: np.ndarray, vocabulary: Tokenizer) -> np.ndarray:
+def _with_end(tokens: np.ndarray, vocabulary: Tokenizer) -> np.ndarray:
     """Return tokens with the one that ends a text, unless they have it."""
     if vocabulary.end is None or (len(tokens) and tokens[-1] == vocabulary.end):
         return tokens
     return np.append(tokens, np.int32(vocabulary.end))
 
 
-def _examples(
-    items: Sequence[tuple[int, dict[str, Any]]],
+def _tokenized_examples(
+    items: Sequence[tuple[int, Message]],
     vocabulary: Tokenizer,
     completion_only: bool,
     template: Path | None,
@@ -193,7 +200,7 @@ def _marked(
         for start, end in those:
             inside |= (places[:, 1] > start) & (places[:, 0] < end) & (places[:, 1] > places[:, 0])
         if not is_ended:
-            ended = _ended(found, vocabulary)
+            ended = _with_end(found, vocabulary)
             inside = np.append(inside, np.ones(len(ended) - len(found), np.bool_))
             inside[ended.size - 1 :] |= ended[-1:] == vocabulary.end
             found = ended

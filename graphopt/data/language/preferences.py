@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import takewhile
-from typing import Any
 
-from graphopt.data.language.chats import COMPLETION, PROMPT, TOOLS, check_messages
+from graphopt.data.language.chats import COMPLETION, PROMPT, TOOLS, Message, check_messages
 from graphopt.errors import GraphoptError, kind_of
 
 CHOSEN, REJECTED = "chosen", "rejected"
 
 
-def check_preference(item: Mapping[str, Any]) -> None:
+def check_preference(item: Message) -> None:
     """Raise an error unless an object has two texts or two chats, and if any, a prompt that goes with them."""
     names = [name for name in (PROMPT, CHOSEN, REJECTED) if item.get(name) is not None]
     if isinstance(item[CHOSEN], list):
@@ -29,19 +28,19 @@ def check_preference(item: Mapping[str, Any]) -> None:
         )
 
 
-def completions(item: Mapping[str, Any]) -> list[dict[str, Any]]:
+def completions(item: Message) -> list[Message]:
     """Return the prompt of a preference with its chosen completion, and with its rejected one.
 
     If there is no prompt, or a text beside chats, the prompt is what both begin with, as in TRL's `extract_prompt`.
     """
     prompt, both = item.get(PROMPT), [item[CHOSEN], item[REJECTED]]
     if prompt is None or isinstance(prompt, str) != isinstance(both[0], str):
-        prompt = both[0][: _shared(*both)]
+        prompt = both[0][: _common_start(*both)]
         both = [x[len(prompt) :] for x in both]
     return [{PROMPT: prompt, COMPLETION: x, TOOLS: item.get(TOOLS)} for x in both]
 
 
-def _shared(first: Sequence[Any], second: Sequence[Any]) -> int:
+def _common_start(first: Sequence[object], second: Sequence[object]) -> int:
     """Return how many messages two chats begin with, or characters two texts, without a space at their end."""
     count = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))
     return count - 1 if count and first[count - 1] == " " else count

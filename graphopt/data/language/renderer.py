@@ -4,7 +4,6 @@ This program reads JSON from its input and writes JSON to its output. It imports
 as a file. Its environment is that of transformers' `apply_chat_template`.
 """
 
-import contextlib
 import datetime
 import json
 import sys
@@ -17,11 +16,11 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 
 class Generation(Extension):
-    """Put marks around the body of `{% generation %}`, which is what the model is to write."""
+    """Put marks around the body of `{% generation %}`, which is the text that the model is to write."""
 
     tags = {"generation"}  # noqa: RUF012 (as Jinja declares it)
 
-    def parse(self, parser: Any) -> Any:
+    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return jinja2.nodes.CallBlock(self.call_method("_marked"), [], [], body).set_lineno(line)
@@ -34,12 +33,12 @@ class Generation(Extension):
 class Plain(jinja2.utils.Namespace):
     """Refuse names that start with an underscore, which lead to Python's own attributes."""
 
-    def __init__(*args: Any, **fields: Any) -> None:  # so that `self` may be a field
+    def __init__(*args: object, **fields: object) -> None:  # so that `self` may be a field
         for name in dict(*args[1:], **fields):
             _check_name(name)
         jinja2.utils.Namespace.__init__(*args, **fields)
 
-    def __setitem__(self, name: str, value: Any) -> None:
+    def __setitem__(self, name: str, value: object) -> None:
         _check_name(name)
         super().__setitem__(name, value)
 
@@ -50,7 +49,7 @@ def _check_name(name: object) -> None:
 
 
 def environment(marks: list[str]) -> ImmutableSandboxedEnvironment:
-    """Return Jinja's sandbox with what templates of chats use."""
+    """Return Jinja's sandbox with the functions that templates of chats use."""
     sandbox = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
     )
@@ -59,7 +58,7 @@ def environment(marks: list[str]) -> ImmutableSandboxedEnvironment:
     def raise_exception(message: str) -> None:
         raise jinja2.exceptions.TemplateError(message)
 
-    def tojson(x: Any, ensure_ascii: bool = False, **options: Any) -> str:
+    def tojson(x: object, ensure_ascii: bool = False, **options: Any) -> str:
         return json.dumps(x, ensure_ascii=ensure_ascii, **options)
 
     sandbox.filters["tojson"] = tojson
@@ -71,20 +70,10 @@ def environment(marks: list[str]) -> ImmutableSandboxedEnvironment:
     return sandbox
 
 
-def _limit(megabytes: int, seconds: int) -> None:
-    """Limit the memory and the processor time of this process, where the system can."""
-    with contextlib.suppress(ImportError, ValueError, OSError):
-        import resource
-
-        for what, most in ((resource.RLIMIT_AS, megabytes * 2**20), (resource.RLIMIT_CPU, seconds)):
-            resource.setrlimit(what, (most, most))
-
-
 def _main() -> None:
-    asked, limits = json.loads(sys.stdin.buffer.read())
-    _limit(**limits)
+    asked = json.loads(sys.stdin.buffer.read())
     rendered: list[str] = []
-    answer: dict[str, Any]
+    answer: dict[str, object]
     try:
         template = environment(asked["marks"]).from_string(asked["template"])
         for chat in asked["chats"]:

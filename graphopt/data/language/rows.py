@@ -16,7 +16,7 @@ TOKENS, LABELS, COMPLETION = "input_ids", "labels", "completion_mask"
 SEGMENTS, ATTENTION, POSITIONS = "segments", "attention_mask", "position_ids"
 IGNORED = -100  # a target that does not count, as in PyTorch
 REJECTED_ROWS = "_rejected"  # what the names of arrays of rejected completions end with
-_MOST = 2**34  # tokens of all rows
+_MOST_TOKENS = 2**34  # in all rows
 
 Pieces = list[tuple[np.ndarray, np.ndarray]]  # the tokens of sequences, and which count
 
@@ -40,7 +40,7 @@ def arranged(
     if sequences.are_documents and not packed:
         return _stream(pieces, length, source)
     if sequences.are_documents:
-        pieces = [piece for whole in pieces for piece in _cut(*whole, length)]
+        pieces = [piece for whole in pieces for piece in _split_document(*whole, length)]
     else:
         pieces = _shortened(pieces, length, source, sequences.per_example)
     pieces = [piece for piece in pieces if len(piece[0])]
@@ -49,8 +49,8 @@ def arranged(
         raise GraphoptError(f"{source}: expected texts, found none with a token")
     width = length if packed or filled else max(len(x) for x, _ in pieces)
     if sequences.per_example == 1:
-        return _padded(rows, pieces, width, pad)
-    chosen, rejected = (_padded(rows[i::2], pieces, width, pad) for i in range(2))
+        return _padded_rows(rows, pieces, width, pad)
+    chosen, rejected = (_padded_rows(rows[i::2], pieces, width, pad) for i in range(2))
     return {**chosen, **{f"{name}{REJECTED_ROWS}": x for name, x in rejected.items()}}
 
 
@@ -84,10 +84,10 @@ def _stream(pieces: Pieces, length: int, source: str) -> dict[str, Array]:
         )
     inside = tokens[: count * length].reshape(count, length)
     following = np.append(tokens[1:], np.int32(IGNORED))[: count * length].reshape(count, length)
-    return _described(inside, np.zeros_like(inside), following, np.ones_like(inside, np.bool_))
+    return _row_arrays(inside, np.zeros_like(inside), following, np.ones_like(inside, np.bool_))
 
 
-def _cut(tokens: np.ndarray, counted: np.ndarray, length: int) -> Pieces:
+def _split_document(tokens: np.ndarray, counted: np.ndarray, length: int) -> Pieces:
     """Return a document in pieces."""
     starts = range(0, len(tokens), length)
     return [(tokens[i : i + length], counted[i : i + length]) for i in starts]
@@ -140,11 +140,11 @@ def _packed(lengths: Sequence[int], length: int) -> list[list[int]]:
     return rows
 
 
-def _padded(rows: Sequence[Sequence[int]], pieces: Pieces, width: int, pad: int) -> dict[str, Array]:
+def _padded_rows(rows: Sequence[Sequence[int]], pieces: Pieces, width: int, pad: int) -> dict[str, Array]:
     """Return rows of sequences, filled up on the right."""
-    if len(rows) * width > _MOST:
+    if len(rows) * width > _MOST_TOKENS:
         raise GraphoptError(
-            f"data: expected at most {_MOST:,} tokens in all rows, found more: lower data.context"
+            f"data: expected at most {_MOST_TOKENS:,} tokens in all rows, found more: lower data.context"
         )
     tokens = np.full((len(rows), width), pad, np.int32)
     segments = np.full((len(rows), width), -1, np.int32)
@@ -158,10 +158,10 @@ def _padded(rows: Sequence[Sequence[int]], pieces: Pieces, width: int, pad: int)
             tokens[i, part], segments[i, part], mask[i, part] = found, number, counted
             following[i, at : at + len(found) - 1] = np.where(counted[1:], found[1:], IGNORED)
             at += len(found)
-    return _described(tokens, segments, following, mask)
+    return _row_arrays(tokens, segments, following, mask)
 
 
-def _described(
+def _row_arrays(
     tokens: np.ndarray, segments: np.ndarray, following: np.ndarray, counted: np.ndarray
 ) -> dict[str, Array]:
     return {

@@ -32,11 +32,8 @@ _ENDS = "eos_token_id"  # one or several, in:
 _GENERATION = ("generation_config.json", "genai_config.json")
 _MOST_BYTES = 2**26  # of a file of options; vocabularies lie in tokenizer.json
 _PROGRAM = Path(__file__).with_name("trial.py")
-_MEGABYTES, _SECONDS, _MEMORY = (
-    2_048,
-    20,
-    64,
-)  # of a process that tries a tokenizer, and bytes for each of its file
+_MEGABYTES, _SECONDS = 2_048, 20  # that a process which tries a tokenizer may take, at least
+_BYTES_PER_BYTE = 64  # of memory, for each byte of the tokenizer's file, in addition
 _WHOLE = f"a tokenizer ({FILE}) of the package tokenizers"
 BESIDE = (FILE, TEMPLATE_FILE, *_CONFIGS, *_GENERATION)  # what is read beside a model or a tokenizer
 
@@ -95,7 +92,7 @@ class Characters(Vocabulary):
 
 
 class Tokenizer(Vocabulary):
-    """Read the tokenizer of a language model: a file of Hugging Face's package `tokenizers`, with what lies beside it.
+    """Read the tokenizer of a language model: a file of Hugging Face's package `tokenizers`, with the files beside it.
 
     `tokenizer_config.json` and `special_tokens_map.json` name the tokens that start and end a text.
     `generation_config.json`, or `genai_config.json` of onnxruntime-genai, has the tokens that end what a model
@@ -164,18 +161,18 @@ class Tokenizer(Vocabulary):
         return lambda token: stream.step(self._tokenizer, token) or ""
 
     def _read_configs(self) -> None:
-        """Read what lies beside the file."""
+        """Read the options in the files beside the tokenizer's."""
         folder = self.path.parent
         config: dict[str, Any] = {}
         for name in _CONFIGS:
-            config |= _object(folder / name)
+            config |= _json_object(folder / name)
         self.special = {
             name: text for name, x in config.items() if name.endswith("_token") and (text := _text_of(x))
         }
         self.start, self.end = (self._number(self.special.get(name)) for name in ("bos_token", "eos_token"))
         self.ends = frozenset(() if self.end is None else (self.end,))
         for name in _GENERATION:
-            found = _object(folder / name)
+            found = _json_object(folder / name)
             ends = (
                 found.get("model", found).get(_ENDS) if isinstance(found.get("model", found), dict) else None
             )
@@ -184,7 +181,7 @@ class Tokenizer(Vocabulary):
             self.end = known[0] if self.end is None and known else self.end
         self.template = self._template(config.get("chat_template"))
 
-    def _template(self, configured: Any) -> str | None:
+    def _template(self, configured: object) -> str | None:
         """Return the template of chats; of several, the one named `default`."""
         file = self.path.parent / TEMPLATE_FILE
         if file.exists():
@@ -201,7 +198,7 @@ class Tokenizer(Vocabulary):
 def _try(path: Path, text: str) -> None:
     """Raise an error if the library cannot read a tokenizer: in a process of its own, which a panic may end."""
     content = json.dumps(text)
-    megabytes = _MEGABYTES + len(content) * _MEMORY // 2**20
+    megabytes = _MEGABYTES + len(content) * _BYTES_PER_BYTE // 2**20
     with naming(str(path)):
         found = answer(
             _PROGRAM, content, _WHOLE, megabytes=megabytes, seconds=_SECONDS + len(content) // 2**20
@@ -261,7 +258,7 @@ def read_text(path: Path) -> str:
         return path.read_text(encoding="utf-8")
 
 
-def _object(path: Path) -> dict[str, Any]:
+def _json_object(path: Path) -> dict[str, Any]:
     """Return the object in a JSON file, which may be missing."""
     if not path.exists():
         return {}
@@ -272,7 +269,7 @@ def _object(path: Path) -> dict[str, Any]:
     return found
 
 
-def _text_of(token: Any) -> str | None:
-    """Return the text of a token, which a config has alone, or in a mapping with options."""
+def _text_of(token: object) -> str | None:
+    """Return the text of a token, which a config has as a text, or in a mapping with options."""
     text = token.get("content") if isinstance(token, Mapping) else token
     return text if isinstance(text, str) else None

@@ -1,4 +1,4 @@
-"""Declare what a callback of `fit` sees and what it can ask for."""
+"""Declare the events that a callback of `fit` sees, and the requests that it can make."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ from graphopt.runtime.tensors import Tensor
 __all__ = ["Callback", "Control", "Record", "Run"]
 
 Record = dict[str, Any]
+Outputs = Mapping[str, Any]  # numbers and arrays by name
 
 
 def copied_weights(executor: Executor) -> dict[str, np.ndarray]:
-    """Return copies of the parameters, their averages and statistics, without what belongs to the optimizer."""
+    """Return copies of the parameters, their averages and statistics, without the optimizer's state."""
     model = executor.model
     weights = [*with_role(model, Role.PARAMETER, Role.STATISTIC), *averages(model)]
     names = {value.name for value in weights}
@@ -33,7 +34,7 @@ def copied_weights(executor: Executor) -> dict[str, np.ndarray]:
 
 @dataclass
 class Control:
-    """Hold what callbacks ask of `fit`; it looks after each step and after each epoch, and resets what it has done.
+    """Hold the requests of callbacks; `fit` looks at them after each step and each epoch, and resets those it has met.
 
     Args:
         should_stop: end the training.
@@ -48,7 +49,7 @@ class Control:
 
 @dataclass
 class Run:
-    """Hold what callbacks see of a training run.
+    """Hold the facts about a training run that callbacks see.
 
     Args:
         executor: the executor that trains.
@@ -83,7 +84,7 @@ class Run:
     row: int = 0
     records: list[Record] = field(default_factory=list)
     control: Control = field(default_factory=Control)
-    evaluated: Callable[[], Iterator[tuple[Mapping[str, Any], Mapping[str, Any]]]] | None = None
+    evaluated: Callable[[], Iterator[tuple[Outputs, Outputs]]] | None = None
     stopped: str | None = None
     resumed: Path | None = None
     draw: Callable[[], Iterator[dict[str, Tensor]]] = lambda: iter(())
@@ -156,41 +157,41 @@ class Callback(metaclass=Checked):
         """Forget earlier runs. A callback that is a dataclass also calls this when it is created."""
 
     def on_fit_begin(self, run: Run) -> None:
-        """See a run that has been checked and is about to begin or to continue."""
+        """Act before the first step of a run, which has been checked and may continue another."""
 
     def on_epoch_begin(self, run: Run) -> None:
-        """See an epoch begin; a resumed one does not begin again."""
+        """Act when an epoch begins; a resumed one does not begin again."""
 
     def on_step_begin(self, run: Run) -> None:
-        """See a step begin."""
+        """Act when a step begins."""
 
     def on_step_end(self, run: Run, record: Record) -> None:
-        """See what a step reports: `epoch`, `step`, `rows`, the losses, metrics, diagnostics and `learning_rate`."""
+        """Act on the numbers of a step: `epoch`, `step`, `rows`, losses, metrics, diagnostics and `learning_rate`."""
 
     def on_evaluate_begin(self, run: Run) -> None:
-        """See a validation begin."""
+        """Act when a validation begins."""
 
     def on_evaluate_end(self, run: Run, record: Record) -> None:
-        """See the measures of a validation, `validation_loss` first."""
+        """Act on the measures of a validation, `validation_loss` first."""
 
     def on_save_begin(self, run: Run) -> None:
-        """See a checkpoint begin."""
+        """Act when a checkpoint begins."""
 
     def on_save_end(self, run: Run, path: Path) -> None:
-        """See the folder of a checkpoint; it is complete when the next event comes."""
+        """Act on the folder of a checkpoint; it is complete when the next event comes."""
 
     def on_epoch_end(self, run: Run, record: Record) -> None:
-        """See the record of an epoch: means over its rows, the measures of its validation, and times."""
+        """Act on the record of an epoch: means over its rows, the measures of its validation, and times."""
 
     def on_fit_end(self, run: Run) -> None:
-        """See the end of a run, whatever ended it."""
+        """Act at the end of a run, whatever ended it."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint is to keep of this callback: numbers, strings, lists and NumPy arrays by name."""
+        """Return the state that a checkpoint keeps: numbers, strings, lists and NumPy arrays by name."""
         return {name: getattr(self, name) for name in self.saved}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from what `state_dict` returned."""
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
+        """Continue from a state that `state_dict` returned."""
         for name in self.saved:
             setattr(self, name, state[name])
 
@@ -221,17 +222,17 @@ Watcher = Callback | Callable[[Run, Record], object]
 Watchers = Watcher | Sequence[Watcher] | None
 
 
-def callbacks_of(given: Any) -> tuple[Callback, ...]:
-    """Return callbacks, functions among them, one alone or several, as a tuple of objects.
+def callbacks_of(given: object) -> tuple[Callback, ...]:
+    """Return callbacks, functions among them, one or several, as a tuple of objects.
 
     Raises:
         GraphoptError: one is something else.
     """
     several = given if isinstance(given, Iterable) and not isinstance(given, str | Mapping) else [given]
-    return () if given is None else tuple(map(_callback, several))
+    return () if given is None else tuple(map(_checked_callback, several))
 
 
-def _callback(given: Any) -> Callback:
+def _checked_callback(given: object) -> Callback:
     if isinstance(given, Callback):
         _check_events(given)
         return given
@@ -282,13 +283,13 @@ class CallbackGroup:
         """Return whether step events of any callback read or change the executor's state."""
         return any(callback.reads_state for callback in self._named.values())
 
-    def tell(self, event: str, *arguments: Any) -> None:
+    def tell(self, event: str, *arguments: object) -> None:
         """Call the method of an event of all callbacks."""
         for callback in self._named.values():
             getattr(callback, event)(self._run, *arguments)
 
     def reset(self) -> None:
-        """Let all callbacks forget earlier runs."""
+        """Reset all callbacks."""
         for callback in self._named.values():
             callback.reset()
 
@@ -304,8 +305,10 @@ class CallbackGroup:
                     values[name][key] = value
         return values, arrays
 
-    def load_state(self, values: Mapping[str, Mapping[str, Any]], arrays: Mapping[str, np.ndarray]) -> None:
-        """Continue from what `state` returned."""
+    def load_state(
+        self, values: Mapping[str, Mapping[str, object]], arrays: Mapping[str, np.ndarray]
+    ) -> None:
+        """Continue from a state that `state` returned."""
         for name, callback in self._named.items():
             start = f"{name}/"
             own = {key.removeprefix(start): x for key, x in arrays.items() if key.startswith(start)}

@@ -20,7 +20,7 @@ from typing import Any
 from graphopt.data.files import imported
 from graphopt.errors import GraphoptError, line, unknown
 from graphopt.fields import check_options
-from graphopt.files import WritePath, json_of, making, open_to_append, replacing
+from graphopt.files import WritePath, json_of, making, open_to_append, read_regular, replacing
 from graphopt.training.callbacks.callback import Callback, Record, Run
 
 __all__ = ["CSV", "JSONL", "Log", "MLflow", "TensorBoard", "Tracker"]
@@ -49,7 +49,7 @@ class Log(Callback, ABC):
         """Log a record; that of an epoch has `seconds`."""
 
     def _warn_once(self, message: str) -> None:
-        """Say in the first warning of a run that a record could not be logged."""
+        """Warn, once in a run, that a record could not be logged."""
         if not self._has_failed:
             warnings.warn(f"{message}; training goes on", stacklevel=3)
         self._has_failed = True
@@ -178,6 +178,11 @@ class CSV(FileLog):
         return text.getvalue()
 
 
+def read_json_lines(path: Path) -> list[Record]:
+    """Return the mappings in the lines of a file, which may be missing; see `json_lines`."""
+    return json_lines((read_regular(path) or b"").decode(errors="replace"))
+
+
 def json_lines(text: str) -> list[Record]:
     """Return the mappings in the lines of a text; a line that is being written, or is no JSON, is left out."""
     found = []
@@ -187,7 +192,7 @@ def json_lines(text: str) -> list[Record]:
     return [record for record in found if isinstance(record, dict)]
 
 
-def json_value(value: Any) -> Any:
+def json_value(value: object) -> object:
     """Return a value for JSON, with None in place of a number that is not finite."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
@@ -220,7 +225,7 @@ class TensorBoard(Log):
             )
 
     def log(self, record: Record) -> None:
-        for name, value in _numbers(record).items():
+        for name, value in _prefixed_numbers(record).items():
             self._writer.add_scalar(name, value, record["step"])
 
     def on_fit_end(self, run: Run) -> None:
@@ -259,10 +264,10 @@ class Tracker(Log):
             )
         self._module = imported("Tracker", self.module) if isinstance(self.module, str) else self.module
         self._run: Any = None
-        self._kept: Mapping[str, Any] = {}
+        self._kept: Mapping[str, object] = {}
 
     def on_fit_begin(self, run: Run) -> None:
-        options: dict[str, Any] = {"name": self.name, **self.init}
+        options: dict[str, object] = {"name": self.name, **self.init}
         if run.resumed is not None and self._kept:
             options |= {"name": self._kept["name"], "resume": "allow"}
             if "id" in inspect.signature(self._module.init).parameters:
@@ -274,7 +279,7 @@ class Tracker(Log):
             raise GraphoptError(f"Tracker: {self._module.__name__}.init: {line(error)}") from error
 
     def log(self, record: Record) -> None:
-        self._run.log(_numbers(record), step=record["step"])
+        self._run.log(_prefixed_numbers(record), step=record["step"])
 
     def on_fit_end(self, run: Run) -> None:
         if self._run is not None:
@@ -322,13 +327,13 @@ class MLflow(Log):
             self.id = self._mlflow.start_run(run_id=run_id, run_name=self.name).info.run_id
             self._is_running = True
             if run_id is None and self.config:
-                self._mlflow.log_params(dict(_leaves(self.config)))
+                self._mlflow.log_params(dict(nested_items(self.config)))
         except self._mlflow.MlflowException as error:
             raise GraphoptError(f"MLflow: {line(error)}") from error
 
     def log(self, record: Record) -> None:
         try:
-            self._mlflow.log_metrics(_numbers(record), step=record["step"], run_id=self.id)
+            self._mlflow.log_metrics(_prefixed_numbers(record), step=record["step"], run_id=self.id)
         except self._mlflow.MlflowException as error:
             self._warn_once(f"MLflow: {line(error)}")
 
@@ -338,18 +343,18 @@ class MLflow(Log):
             self._is_running = False
 
 
-def _numbers(record: Record) -> dict[str, float]:
+def _prefixed_numbers(record: Record) -> dict[str, float]:
     """Return the numbers of a record, whose names start with `epoch/` or `step/`."""
     kind = "epoch" if "seconds" in record else "step"
     numbers = {name: value for name, value in record.items() if isinstance(value, int | float)}
     return {f"{kind}/{name}": float(value) for name, value in numbers.items() if name not in POSITION}
 
 
-def _leaves(node: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
+def nested_items(node: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
     """Yield the leaves of nested mappings, each with its path."""
     for name, value in node.items():
         place = f"{path}.{name}" if path else str(name)
         if isinstance(value, Mapping):
-            yield from _leaves(value, place)
+            yield from nested_items(value, place)
         else:
             yield place, value

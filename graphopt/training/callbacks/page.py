@@ -1,4 +1,4 @@
-"""Write a page about a run: its result, its curves, what it trained, and what it predicts on held-out rows."""
+"""Write a page about a run: its result, curves and training graph, and its predictions of held-out rows."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 import onnx_ir as ir
@@ -30,16 +30,16 @@ from graphopt.training.callbacks.predictions import predictions
 from graphopt.training.callbacks.progress import Curve
 from graphopt.training.callbacks.steering import LearningRateFinder
 
-MOST_BINS = 400  # of a curve over steps
-MOST_EPOCHS = 20  # of a table that is not folded
-MOST_ROWS_OF_EPOCHS = 200  # of that table; metrics.jsonl has all
-SMOOTHING = 0.2  # the weight of a new number in the mean that is drawn
+MOST_BINS = 400  # that a curve over steps has
+UNFOLDED_EPOCHS = 20  # a longer table of epochs is folded
+MOST_TABLE_ROWS = 200  # of epochs; metrics.jsonl has all
+SMOOTHING_WEIGHT = 0.2  # of a new number in the mean that is drawn
 _PACKAGES = ("graphopt", "onnx", "onnx-ir", "onnxscript", "numpy")
 _POSITIONS = ("epoch", "step", "seconds")
 
 
 class Page(Callback):
-    """Gather what a self-contained HTML page shows about a run.
+    """Gather the contents of a self-contained HTML page about a run.
 
     Args:
         path: the file.
@@ -113,8 +113,8 @@ class Page(Callback):
         )
 
     def _result(self, run: Run) -> Iterator[str]:
-        """Yield what came out: the measures of the weights that the run ends with, and facts about the run."""
-        final, best = run.restored or run.records[-1], _best(run.records)
+        """Yield the result: the measures of the weights that the run ends with, and facts about the run."""
+        final, best = run.restored or run.records[-1], _best_record(run.records)
         yield html.figures(_figures(run, final, best))
         if "validation_loss" in final:
             weights = "the average of the weights" if run.averaged is not None else "the weights"
@@ -131,7 +131,7 @@ class Page(Callback):
             "rows": rows + held_out if rows else "an iterable",
             "parameters": f"{elements(with_role(run.executor.model, Role.PARAMETER)):,}",
             **self._facts,
-            **({"learning rate": _range(rates)} if rates else {}),
+            **({"learning rate": _rate_range(rates)} if rates else {}),
             "samples/s": readable(last_speed(run.records), 3),
             "device": _device(run.executor),
         }
@@ -139,16 +139,16 @@ class Page(Callback):
 
     def _charts(self, run: Run) -> Iterator[str]:
         epochs = [record["epoch"] for record in run.records] if len(run.records) > 1 else []
-        numbers = dict.fromkeys(name for record in run.records for name, x in record.items() if _is_number(x))
+        numbers = dict.fromkeys(name for record in run.records for name, x in record.items() if _is_real(x))
         lines: dict[str, dict[str, list[float | None]]] = {}
         for name in numbers:
             if name not in (*_POSITIONS, "learning_rate"):
                 chart = "loss" if name in ("loss", "validation_loss") else name
                 label = {"loss": "training", "validation_loss": "held out"}.get(name, label_of(name))
-                lines.setdefault(chart, {})[label] = [_number(record.get(name)) for record in run.records]
+                lines.setdefault(chart, {})[label] = [_as_float(record.get(name)) for record in run.records]
         speed = lines.pop("samples_per_second", {})
         lines.pop("tokens_per_second", None)
-        best = _best(run.records)
+        best = _best_record(run.records)
         for chart, of_chart in lines.items() if epochs else ():
             unit, factor = (" %", 100.0) if is_share(chart) else ("", 1.0)
             scaled = {
@@ -180,7 +180,7 @@ def smoothed(values: Sequence[float]) -> list[float]:
     """Return the exponential mean up to each number; at the start, the mean."""
     mean, means = 0.0, []
     for i, value in enumerate(values, 1):
-        mean += max(SMOOTHING, 1 / i) * (value - mean)
+        mean += max(SMOOTHING_WEIGHT, 1 / i) * (value - mean)
         means.append(mean)
     return means
 
@@ -197,7 +197,7 @@ def _figures(run: Run, final: Record, best: Record) -> Iterator[tuple[str, str, 
     names = list(final)
     held_out = names[names.index("validation_loss") + 1 :] if "validation_loss" in final else []
     for name in held_out:
-        if _is_number(final[name]) and name not in (*_POSITIONS, "samples_per_second", "tokens_per_second"):
+        if _is_real(final[name]) and name not in (*_POSITIONS, "samples_per_second", "tokens_per_second"):
             yield label_of(name), measure_text(name, final[name]), "c1"
     for name in [name for name in ("validation_loss", "loss") if name in final]:
         yield {"loss": "training loss"}.get(name, label_of(name)), readable(final[name]), ""
@@ -206,18 +206,18 @@ def _figures(run: Run, final: Record, best: Record) -> Iterator[tuple[str, str, 
     yield "training time", duration(sum(record["seconds"] for record in run.records)), ""
 
 
-def _best(records: Sequence[Record]) -> Record:
+def _best_record(records: Sequence[Record]) -> Record:
     """Return the record of the epoch with the least loss of held-out rows, or of training if none are held out."""
     name = "validation_loss" if any("validation_loss" in record for record in records) else "loss"
 
     def loss(record: Record) -> float:
-        value = _number(record.get(name))
+        value = _as_float(record.get(name))
         return math.inf if value is None or math.isnan(value) else value
 
     return min(records, key=loss)
 
 
-def _range(rates: Sequence[float]) -> str:
+def _rate_range(rates: Sequence[float]) -> str:
     low, high = min(rates), max(rates)
     return readable(low) if math.isclose(low, high) else f"up to {readable(high)}"
 
@@ -239,8 +239,8 @@ def _range_test(finder: LearningRateFinder) -> str:
 
 def _epochs(run: Run) -> str:
     """Return a table of the epochs with the best one marked; of many epochs, some."""
-    names = [name for name, x in run.records[-1].items() if _is_number(x)]
-    every, best = -(-len(run.records) // MOST_ROWS_OF_EPOCHS), _best(run.records)
+    names = [name for name, x in run.records[-1].items() if _is_real(x)]
+    every, best = -(-len(run.records) // MOST_TABLE_ROWS), _best_record(run.records)
     shown = [
         record
         for i, record in enumerate(run.records, 1)
@@ -250,7 +250,7 @@ def _epochs(run: Run) -> str:
         [measure_text(name, record[name]) if name in record else "" for name in names] for record in shown
     ]
     table = html.html_table([label_of(name) for name in names], rows, marks={shown.index(best): "best"})
-    if len(rows) <= MOST_EPOCHS:
+    if len(rows) <= UNFOLDED_EPOCHS:
         return table
     which = f"{len(rows):,} of {len(run.records):,} epochs" if every > 1 else f"{len(rows):,} epochs"
     return html.folded(which, table)
@@ -261,12 +261,12 @@ def _title(name: str) -> str:
     return text[:1].upper() + text[1:]
 
 
-def _is_number(value: Any) -> bool:
+def _is_real(value: object) -> TypeGuard[int | float]:
     return isinstance(value, int | float)
 
 
-def _number(value: Any) -> float | None:
-    return float(value) if _is_number(value) else None
+def _as_float(value: object) -> float | None:
+    return float(value) if _is_real(value) else None
 
 
 def _device(executor: Executor) -> str:

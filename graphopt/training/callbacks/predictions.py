@@ -1,4 +1,4 @@
-"""Show what a model predicts on held-out rows: confusion matrices, residuals, and the rows most in error."""
+"""Show the predictions of held-out rows: confusion matrices, residuals, and the rows most in error."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _LEAST_SIDE = 4  # pixels of a picture
 
 @dataclass(frozen=True)
 class _Example:
-    """Hold a row that a model predicts wrongly: its place among held-out rows, its error, and what is said of it.
+    """Hold a row that a model predicts wrongly: its place among held-out rows, its error, and its captions.
 
     `measure` is the name and the text of how wrong it is.
     """
@@ -60,7 +60,7 @@ class _Predictions:
         self.batches.append(batch)
         if not rows or len(batch.target) % rows:
             return  # some elements are ignored
-        errors = _errors(batch).reshape(rows, -1).mean(axis=1)
+        errors = _element_errors(batch).reshape(rows, -1).mean(axis=1)
         known = np.where(np.isfinite(errors), errors, np.inf)
         for i in np.argsort(-known, kind="stable")[:_WORST]:
             own = {name: np.array(array[i]) for name, array in inputs.items()}
@@ -77,7 +77,7 @@ class _Predictions:
     def _told(
         self, batch: ScoredBatch, i: int, elements: int, error: float
     ) -> tuple[str, str, tuple[str, str]]:
-        """Return what a row's target and prediction are, and how wrong this is."""
+        """Return a row's target, prediction and error in words."""
         if batch.spec.task == "regression":
             expected, predicted = (
                 np.reshape(x[i], -1)[:_MOST_COLUMNS] for x in (batch.target, batch.predicted)
@@ -95,7 +95,7 @@ class _Predictions:
 
 
 def predictions(run: Run) -> Iterator[str]:
-    """Yield the sections of a page on what a run's model predicts on held-out rows."""
+    """Yield the sections of a page about the predictions of held-out rows."""
     if run.evaluated is None:
         return
     names, place = run.labels, 0
@@ -132,7 +132,7 @@ def _sections(run: Run, found: _Predictions, of: str, rows: str) -> Iterator[str
         about = "largest error" if found.is_regression else "largest loss"
         yield html.section(
             f"Held-out rows most in error{of}",
-            _examples(found.worst, run),
+            _shown_examples(found.worst, run),
             html.note(f"The {len(found.worst)} of {rows} with the {about}, the worst first."),
             half=half,
         )
@@ -169,28 +169,28 @@ def _confusion(
     return html.confusion("target", [found.name(label) for label in labels.tolist()], matrix.tolist()) + part
 
 
-def _examples(worst: Sequence[_Example], run: Run) -> str:
+def _shown_examples(worst: Sequence[_Example], run: Run) -> str:
     """Return pictures, if an input is one, or a table of the inputs' numbers."""
     images = [_image_of(example) for example in worst]
     if all(image is not None for image in images):
         pixels = np.concatenate([np.ravel(image) for image in images])  # type: ignore[arg-type]
         low, spread = float(pixels.min()), float(np.ptp(pixels)) or 1.0
         return html.pictures(
-            ((image - low) / spread, x.expected, (*_said(x), _row(x, run)))
+            ((image - low) / spread, x.expected, (*_captions(x), _row_label(x, run)))
             for image, x in zip(images, worst, strict=True)
             if image is not None
         )
-    columns = [dict(_numbers(example, run.names)) for example in worst]
+    columns = [dict(_row_numbers(example, run.names)) for example in worst]
     header = ["row", "target", "prediction", worst[0].measure[0], *columns[0]]
     rows = [
-        (_row(x, run).removeprefix("row "), x.expected, x.predicted, x.measure[1], *numbers.values())
+        (_row_label(x, run).removeprefix("row "), x.expected, x.predicted, x.measure[1], *numbers.values())
         for x, numbers in zip(worst, columns, strict=True)
     ]
     return html.html_table(header, rows)
 
 
-def _said(example: _Example) -> tuple[str, str]:
-    """Return what is said below a picture."""
+def _captions(example: _Example) -> tuple[str, str]:
+    """Return the captions of a picture."""
     name, text = example.measure
     right = "right" if example.expected == example.predicted else f"taken for {example.predicted}"
     is_class = name in ("confidence", "output")
@@ -200,7 +200,7 @@ def _said(example: _Example) -> tuple[str, str]:
     )
 
 
-def _row(example: _Example, run: Run) -> str:
+def _row_label(example: _Example, run: Run) -> str:
     """Return the number of an example's row in the data, from 0; of held-out rows where these are other data."""
     rows = run.held_out_rows
     return f"row {example.place if rows is None else int(rows[example.place])}"
@@ -216,7 +216,7 @@ def _image_of(example: _Example) -> np.ndarray | None:
     return None
 
 
-def _numbers(example: _Example, names: Sequence[str] | None) -> Iterator[tuple[str, str]]:
+def _row_numbers(example: _Example, names: Sequence[str] | None) -> Iterator[tuple[str, str]]:
     """Yield the name and the text of each number of a row, of each input the first ones."""
     for name, array in example.inputs.items():
         values = array.reshape(-1)
@@ -230,7 +230,7 @@ def _numbers(example: _Example, names: Sequence[str] | None) -> Iterator[tuple[s
             yield f"{name} …", f"{values.size - _MOST_COLUMNS:,} more"
 
 
-def _errors(batch: ScoredBatch) -> np.ndarray:
+def _element_errors(batch: ScoredBatch) -> np.ndarray:
     """Return the error of each element: the loss of a class, the distance to the threshold, or the absolute error."""
     if batch.spec.task == "regression":
         return np.abs(np.asarray(batch.predicted, np.float64) - batch.target)

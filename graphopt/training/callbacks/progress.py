@@ -14,6 +14,7 @@ from graphopt.errors import escaped
 from graphopt.inspection.words import duration, label_of
 from graphopt.training.callbacks.callback import Callback, Record, Run
 from graphopt.training.callbacks.terminal import glued, open_console, print_line
+from graphopt.training.metrics import RECORDED
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -25,13 +26,11 @@ LIVE_SECONDS = 0.1
 PLAIN_SECONDS = 30.0
 WINDOW = 50  # the number of last steps whose losses are averaged
 BARS = "▁▂▃▄▅▆▇█"
-WIDTH = 12  # of the sparkline
-_WIDE = 110  # columns of a terminal that has room for long bars
-_LINES = 30  # of epochs that a notebook shows
-SHOWN_SEPARATELY = (
-    *("epoch", "step", "rows", "loss", "learning_rate", "seconds"),
-    *("samples_per_second", "tokens_per_second"),
-)
+SPARKLINE_WIDTH = 12  # columns
+_LONG_BAR, _SHORT_BAR = 20, 8  # columns
+_LONG_BARS_FROM = 110  # columns of a terminal
+_NOTEBOOK_LINES = 30  # the latest lines of epochs, which a notebook shows
+SHOWN_SEPARATELY = {*RECORDED} - {"validation_loss"}
 
 
 class ProgressBar(Callback):
@@ -64,7 +63,7 @@ class ProgressBar(Callback):
     def on_fit_begin(self, run: Run) -> None:
         self._rows, self._first = 0, run.step
         self._recent: deque[float] = deque(maxlen=WINDOW)
-        self._losses = Curve(WIDTH)
+        self._losses = Curve(SPARKLINE_WIDTH)
         self._start = self._shown = time.perf_counter()
         if self._console.is_jupyter and not self._console.quiet:
             self._live = _Cell()
@@ -86,7 +85,7 @@ class ProgressBar(Callback):
             self._shown = time.perf_counter()
         self._print_notes(run)
         if self._lines:
-            fields = [f"epoch {_epoch(run, record)}", *_fields(record)]
+            fields = [f"epoch {_epoch(run, record)}", *_step_fields(record)]
             is_long = len("  ".join(fields)) > self._console.width  # the bars have the speed, too
             self._print(fields[:-1] if is_long and isinstance(self._live, _Bars) else fields)
 
@@ -107,7 +106,7 @@ class ProgressBar(Callback):
         shown = {**record, "loss": loss, "samples_per_second": speed}
         if run.row_tokens is not None:
             shown["tokens_per_second"] = speed * run.row_tokens
-        fields = _fields(shown, shown=False, error=error)
+        fields = _step_fields(shown, shown=False, error=error)
         left, total = "", None if run.steps is None else run.epochs * run.steps
         if total is not None:
             seconds = (now - self._start) * (total - record["step"]) / max(record["step"] - self._first, 1)
@@ -115,7 +114,7 @@ class ProgressBar(Callback):
         if self._live is not None:
             line = sparkline(self._losses.points()[1])
             self._live.show(
-                run, record, [x for x in (left, _best([*run.records, record])) if x], [line, *fields]
+                run, record, [x for x in (left, _best_text([*run.records, record])) if x], [line, *fields]
             )
             return
         steps = "" if total is None else f"/{total}"
@@ -143,7 +142,7 @@ class _Bars:
         from rich.progress import BarColumn, Progress, TextColumn
         from rich.table import Column
 
-        self._width, self._bar = console.width, 20 if console.width >= _WIDE else 8
+        self._width, self._bar = console.width, _LONG_BAR if console.width >= _LONG_BARS_FROM else _SHORT_BAR
         self._progress: Progress = Progress(
             TextColumn("{task.description:<5} {task.fields[count]}", table_column=Column(no_wrap=True)),
             BarColumn(bar_width=self._bar),
@@ -169,7 +168,7 @@ class _Bars:
         line, loss, *others = of_step
         if len(line) + 2 + len(loss) > room:
             of_step = [loss if len(loss) <= room else loss.partition(" ± ")[0], *others]
-        texts = [_fitting(fields, room) for fields in (of_run, of_step)]
+        texts = [_fields_that_fit(fields, room) for fields in (of_run, of_step)]
         self._progress.update(self._epochs, completed=record["step"], count=counts[0], text=texts[0])
         self._progress.update(self._steps, completed=done, count=counts[1], text=texts[1])
 
@@ -183,7 +182,7 @@ class _Cell:
     def __init__(self) -> None:
         from IPython.display import display
 
-        self._lines: deque[str] = deque(maxlen=_LINES)
+        self._lines: deque[str] = deque(maxlen=_NOTEBOOK_LINES)
         self._count, self._now = 0, ""
         self._handle = display(self, display_id=True)
 
@@ -212,13 +211,13 @@ class _Cell:
         return f'<pre style="white-space: pre-wrap">{html.escape(repr(self))}</pre>'
 
 
-def _fitting(fields: Sequence[str], room: int) -> str:
+def _fields_that_fit(fields: Sequence[str], room: int) -> str:
     """Return the first fields that fit, each whole."""
     texts = ["  ".join(fields[:count]) for count in range(len(fields) + 1)]
     return [text for text in texts if len(text) <= max(room, 0)][-1]
 
 
-def sparkline(means: Sequence[float], width: int = WIDTH) -> str:
+def sparkline(means: Sequence[float], width: int = SPARKLINE_WIDTH) -> str:
     """Return numbers as a line of bars; nothing if one is not finite."""
     low, high = min(means, default=0.0), max(means, default=0.0)
     if not math.isfinite(high - low):
@@ -227,31 +226,31 @@ def sparkline(means: Sequence[float], width: int = WIDTH) -> str:
     return "".join(BARS[round((mean - low) * scale)] for mean in means).ljust(width)
 
 
-def _best(records: Sequence[Record]) -> str:
+def _best_text(records: Sequence[Record]) -> str:
     """Return the least validation loss, and its epoch."""
     losses = [(record.get("validation_loss", math.inf), record["epoch"]) for record in records]
     loss, epoch = min((pair for pair in losses if pair[0] < math.inf), default=(math.inf, 0))
-    return f"best validation {_number(loss)} in epoch {epoch}" if epoch else ""
+    return f"best validation {_number_text(loss)} in epoch {epoch}" if epoch else ""
 
 
-def measures(record: Mapping[str, Any]) -> str:
+def measures(record: Mapping[str, object]) -> str:
     """Return a record's validation loss and metrics as text."""
-    return "  ".join(glued(text) for text in _measures(record))
+    return "  ".join(glued(text) for text in _measure_texts(record))
 
 
-def _measures(record: Mapping[str, Any]) -> list[str]:
+def _measure_texts(record: Mapping[str, object]) -> list[str]:
     numbers = {k: v for k, v in record.items() if k not in SHOWN_SEPARATELY and isinstance(v, float)}
-    return [f"{_label(name)} {_number(value)}" for name, value in numbers.items()]
+    return [f"{_short_label(name)} {_number_text(value)}" for name, value in numbers.items()]
 
 
-def _epoch(run: Run, record: Mapping[str, Any]) -> str:
+def _epoch(run: Run, record: Mapping[str, object]) -> str:
     return f"{record['epoch']:>{len(str(run.epochs))}}/{run.epochs}"
 
 
-def _fields(record: Mapping[str, Any], *, shown: bool = True, error: float | None = None) -> list[str]:
+def _step_fields(record: Mapping[str, Any], *, shown: bool = True, error: float | None = None) -> list[str]:
     """Return the loss, the measures if they are `shown`, the rate and the speed, as a text each."""
-    fields = [f"loss {_number(record['loss'])}" + (f" ± {error:.2g}" if error is not None else "")]
-    fields += _measures(record) if shown else []
+    fields = [f"loss {_number_text(record['loss'])}" + (f" ± {error:.2g}" if error is not None else "")]
+    fields += _measure_texts(record) if shown else []
     if record.get("learning_rate") is not None:
         fields.append(f"rate {record['learning_rate']:.2e}")
     if "tokens_per_second" in record:
@@ -259,11 +258,11 @@ def _fields(record: Mapping[str, Any], *, shown: bool = True, error: float | Non
     return [*fields, f"{record['samples_per_second']:,.0f} samples/s"]
 
 
-def _label(name: str) -> str:
+def _short_label(name: str) -> str:
     return "validation" if name == "validation_loss" else label_of(name).replace("²", "2")
 
 
-def _number(value: float) -> str:
+def _number_text(value: float) -> str:
     return f"{value:.4f}" if 1e-3 <= abs(value) < 1e3 else f"{value:.4g}"
 
 

@@ -21,9 +21,10 @@ from graphopt.training.callbacks.stopping import Monitor
 
 __all__ = ["Adaptive", "LearningRateFinder", "ReduceOnPlateau", "WeightAverage"]
 
-_SLOWEST = 1e-6  # the learning rate below which `Adaptive` does not divide it
-LEAST_FALL = 1e-6  # of the loss in a step of a range test, relative to the loss; less is rounding
-UNSETTLED = 10  # the first losses of a range test, which are not compared
+ADAPTIVE_DIVISOR = 5  # of the learning rate, as in scikit-learn's schedule `adaptive`
+ADAPTIVE_LEAST_RATE = 1e-6  # also scikit-learn's
+LEAST_RELATIVE_FALL = 1e-6  # per step of a range test; a loss that falls by less may be rounding
+UNSETTLED_LOSSES = 10  # of a range test: the average of the first ones still moves
 
 
 @dataclass
@@ -101,8 +102,8 @@ class Adaptive(Callback):
     def on_epoch_end(self, run: Run, record: Record) -> None:
         self.waited = self.waited + 1 if record["loss"] > self.least - self.tolerance else 0
         self.least = min(self.least, record["loss"])
-        if self.waited >= self.patience and run.executor.learning_rate > _SLOWEST:
-            run.executor.learning_rate /= 5
+        if self.waited >= self.patience and run.executor.learning_rate > ADAPTIVE_LEAST_RATE:
+            run.executor.learning_rate /= ADAPTIVE_DIVISOR
             run.notes.append(f"rate      {run.executor.learning_rate:.3g}: the loss no longer falls")
             self.waited = 0
 
@@ -191,7 +192,7 @@ class LearningRateFinder(Callback):
             self.rates.append(float(rate))
             self.losses.append(loss)
             smooth = self.smoothed()
-            if smooth[-1] > self.stop_factor * min(smooth) and len(smooth) > UNSETTLED:
+            if smooth[-1] > self.stop_factor * min(smooth) and len(smooth) > UNSETTLED_LOSSES:
                 return
 
     def smoothed(self) -> list[float]:
@@ -204,14 +205,14 @@ class LearningRateFinder(Callback):
 
     def _steepest(self) -> float | None:
         """Return the rate at which the smoothed loss falls fastest before it is least, without the first losses."""
-        smooth = self.smoothed()[UNSETTLED:-1]
+        smooth = self.smoothed()[UNSETTLED_LOSSES:-1]
         smooth = smooth[: smooth.index(min(smooth)) + 1] if smooth else smooth
         if len(smooth) < 2:
             return None
-        counts = np.arange(UNSETTLED + 1, UNSETTLED + 1 + len(smooth))
+        counts = np.arange(UNSETTLED_LOSSES + 1, UNSETTLED_LOSSES + 1 + len(smooth))
         slopes = np.gradient(smooth) * (1 - self.smoothing**counts)  # few losses are noise
-        falls = slopes.min() < -LEAST_FALL * abs(smooth[0])
-        return self.rates[UNSETTLED + int(slopes.argmin())] if falls else None
+        falls = slopes.min() < -LEAST_RELATIVE_FALL * abs(smooth[0])
+        return self.rates[UNSETTLED_LOSSES + int(slopes.argmin())] if falls else None
 
 
 @dataclass

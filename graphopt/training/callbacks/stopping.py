@@ -15,11 +15,11 @@ import numpy as np
 
 from graphopt.errors import GraphoptError, unknown
 from graphopt.fields import check_options
-from graphopt.files import ReadPath, read_regular
+from graphopt.files import ReadPath
 from graphopt.inspection.words import counted
 from graphopt.intervals import within
 from graphopt.training.callbacks.callback import Callback, Record, Run
-from graphopt.training.callbacks.logs import json_lines
+from graphopt.training.callbacks.logs import read_json_lines
 from graphopt.training.checkpoints import larger_is_better, seconds
 
 __all__ = ["EarlyStopping", "MedianStopping", "Monitor", "StopOnNaN", "TimeLimit"]
@@ -64,7 +64,7 @@ class Monitor(Callback, ABC):
         """Act after `patience` epochs without an improvement."""
 
     def improved(self, run: Run, record: Record) -> None:
-        """See the best epoch so far."""
+        """Act on the best epoch so far."""
 
     def on_fit_begin(self, run: Run) -> None:
         if self.monitor == "validation_loss" and run.validation_rows == 0:
@@ -194,7 +194,7 @@ class MedianStopping(Monitor):
 
     def _others(self, epoch: int) -> Iterator[float | None]:
         for path in Path(self.folder).glob("*/metrics.jsonl"):
-            for record in json_lines((read_regular(path) or b"").decode(errors="replace")):
+            for record in read_json_lines(path):
                 value = record.get(self.monitor)
                 if "seconds" in record and record.get("epoch") == epoch and isinstance(value, int | float):
                     yield value

@@ -24,7 +24,7 @@ def estimator(name: str) -> Any:
 
 
 @checked()
-def from_sklearn(fitted: Any, **options: Any) -> Any:
+def from_sklearn(fitted: object, **options: Any) -> Any:
     """Return an estimator that continues a fitted MLPClassifier or MLPRegressor, with its weights and optimizer.
 
     `partial_fit` continues the training. `fit` starts again, unless `warm_start` is set.
@@ -47,7 +47,7 @@ def from_sklearn(fitted: Any, **options: Any) -> Any:
     return estimator(kind).from_sklearn(fitted, **options)
 
 
-def to_onnx(fitted: Any, X: Any, dtype: str = "float32", **options: Any) -> onnx.ModelProto:
+def to_onnx(fitted: object, X: object, dtype: str = "float32", **options: Any) -> onnx.ModelProto:
     """Return a fitted Pipeline, search or estimator of scikit-learn as one model, with the graphopt network in it.
 
     skl2onnx converts the steps before the network. An array is one input `X`, and a table has an input for each column;
@@ -76,7 +76,7 @@ def to_onnx(fitted: Any, X: Any, dtype: str = "float32", **options: Any) -> onnx
 
 
 def register_skl2onnx() -> None:
-    """Let `skl2onnx.to_onnx` convert OnnxClassifier, OnnxRegressor and Trainer, as the steps of a Pipeline, too.
+    """Register the converters of OnnxClassifier, OnnxRegressor and Trainer, also in a Pipeline, for `skl2onnx.to_onnx`.
 
     `graphopt.to_onnx` calls this. Call it yourself if you call skl2onnx.
 
@@ -109,7 +109,7 @@ def _conversion() -> Any:
     return conversion
 
 
-def _needs_scikit_learn(self: Any, *_: Any, **__: Any) -> None:
+def _needs_scikit_learn(self: object, *_: object, **__: object) -> None:
     raise GraphoptError(
         f"{type(self).__name__}: expected scikit-learn 1.6 or newer, found none: pip install scikit-learn"
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import onnx
@@ -23,8 +23,12 @@ from sklearn.utils.validation import check_is_fitted
 from graphopt.errors import GraphoptError, line, unknown
 from graphopt.graph.loading import load
 from graphopt.graph.opsets import OPSET, rewrite_in
-from graphopt.training.estimator import TYPES, Trainer
+from graphopt.training.estimator import PREDICTOR_TYPES, Trainer
 from graphopt.training.sklearn.estimators import OnnxClassifier, OnnxRegressor
+
+if TYPE_CHECKING:
+    from skl2onnx.common._container import ModelComponentContainer
+    from skl2onnx.common._topology import Operator, Scope, Variable
 
 _FLOATS = {"float32": FloatTensorType, "float64": DoubleTensorType}
 _OF_CLASSIFIERS = {
@@ -47,10 +51,10 @@ def register_converters() -> None:
         )
 
 
-def converted(fitted: Any, X: Any, dtype: str, options: dict[str, Any]) -> onnx.ModelProto:
+def converted(fitted: object, X: object, dtype: str, options: dict[str, object]) -> onnx.ModelProto:
     """Return a fitted estimator as a model whose inputs have the names, columns and types of `X`."""
-    if dtype not in TYPES:
-        raise GraphoptError(unknown("dtype", dtype, TYPES))
+    if dtype not in PREDICTOR_TYPES:
+        raise GraphoptError(unknown("dtype", dtype, PREDICTOR_TYPES))
     if not isinstance(fitted, BaseEstimator | Trainer):
         raise GraphoptError(
             f"to_onnx: expected a fitted estimator, such as a Pipeline, found {type(fitted).__name__}: "
@@ -67,14 +71,16 @@ def converted(fitted: Any, X: Any, dtype: str, options: dict[str, Any]) -> onnx.
         ) from error
     floats = tuple(_FLOATS.values())
     types = [(name, _FLOATS[dtype](x.shape) if isinstance(x, floats) else x) for name, x in types]
-    chosen: dict[str, Any] = {"target_opset": OPSET, "initial_types": types}
+    chosen: dict[str, object] = {"target_opset": OPSET, "initial_types": types}
     if is_classifier(fitted):
         chosen["options"] = {id(fitted): {"zipmap": False}}
     model: onnx.ModelProto = skl2onnx.to_onnx(fitted, **{**chosen, **options})
     return model
 
 
-def _parse_trainer(scope: Any, model: Any, inputs: list[Any], custom_parsers: Any = None) -> list[Any]:
+def _parse_trainer(
+    scope: Scope, model: Trainer, inputs: list[Variable], custom_parsers: object = None
+) -> list[object]:
     """Declare the outputs of a Trainer, which are tensors."""
     operator = scope.declare_local_operator("GraphoptTrainer", model)
     operator.inputs = inputs
@@ -83,7 +89,7 @@ def _parse_trainer(scope: Any, model: Any, inputs: list[Any], custom_parsers: An
     return list(operator.outputs)
 
 
-def _dtype(operator: Any) -> str:
+def _dtype(operator: Operator) -> str:
     """Return the type in which a converted estimator computes."""
     texts = [x.raw_name for x in operator.inputs if isinstance(x.type, StringTensorType)]
     if texts:
@@ -94,7 +100,7 @@ def _dtype(operator: Any) -> str:
     return "float64" if any(isinstance(x.type, DoubleTensorType) for x in operator.inputs) else "float32"
 
 
-def _predictor(scope: Any, operator: Any) -> onnx.ModelProto:
+def _predictor(scope: Scope, operator: Operator) -> onnx.ModelProto:
     """Return the network with the outputs of the operator."""
     model = operator.raw_operator
     check_is_fitted(model)
@@ -108,7 +114,7 @@ def _predictor(scope: Any, operator: Any) -> onnx.ModelProto:
     return proto
 
 
-def _set_types(operator: Any) -> None:
+def _set_types(operator: Operator) -> None:
     """Set the types of a converted estimator's outputs."""
     rows, numbers = operator.inputs[0].get_first_dimension(), _FLOATS[_dtype(operator)]
     chosen = {onnx.TensorProto.STRING: StringTensorType, onnx.TensorProto.INT64: Int64TensorType}
@@ -120,7 +126,7 @@ def _set_types(operator: Any) -> None:
         variable.set_type(chosen.get(kind, numbers)([rows, *sizes]))
 
 
-def _convert(scope: Any, operator: Any, container: Any) -> None:
+def _convert(scope: Scope, operator: Operator, container: ModelComponentContainer) -> None:
     """Copy the network into the graph, after its inputs in one tensor."""
     kind = onnx.TensorProto.DOUBLE if _dtype(operator) == "float64" else onnx.TensorProto.FLOAT
     loaded, target = load(inline_local_functions(_predictor(scope, operator))), container.target_opset
@@ -132,7 +138,7 @@ def _convert(scope: Any, operator: Any, container: Any) -> None:
     proto = onnx.compose.add_prefix(ir.to_proto(loaded), f"{prefix}.")
     (x,) = proto.graph.input
 
-    def add(op_type: str, inputs: list[str], output: str | None = None, **attributes: Any) -> str:
+    def add(op_type: str, inputs: list[str], output: str | None = None, **attributes: object) -> str:
         output = output or scope.get_unique_variable_name(f"{prefix}.features")
         container.add_node(
             op_type, inputs, [output], name=scope.get_unique_operator_name(op_type), **attributes

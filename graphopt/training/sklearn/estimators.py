@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
 import numpy as np
+import numpy.typing as npt
 from sklearn.base import ClassifierMixin, RegressorMixin
 from sklearn.metrics import accuracy_score, r2_score
 from sklearn.neural_network import MLPClassifier, MLPRegressor
 from sklearn.preprocessing import LabelBinarizer
-from sklearn.utils import column_or_1d
+from sklearn.utils import Tags, column_or_1d
 from sklearn.utils.class_weight import compute_sample_weight
 from sklearn.utils.metaestimators import available_if
 from sklearn.utils.multiclass import check_classification_targets, type_of_target
@@ -21,12 +21,13 @@ import passes
 from graphopt.data.dataset import TARGET
 from graphopt.errors import GraphoptError, unknown
 from graphopt.graph.roles import labels_of
+from graphopt.training.callbacks.callback import Record
 from graphopt.training.estimator import probabilities_of
 from graphopt.training.sklearn.fitting import TEXT_TARGET, Fitting
 from graphopt.training.sklearn.network import LogLoss, PoissonDeviance, SquaredError
 
 
-def _has_probabilities(estimator: Any) -> bool:
+def _has_probabilities(estimator: Fitting) -> bool:
     return estimator.loss is None or hasattr(estimator.loss, "probabilities")
 
 
@@ -71,7 +72,9 @@ class OnnxClassifier(ClassifierMixin, Fitting):  # type: ignore[misc]
     _score_of = staticmethod(accuracy_score)
     _multilabel = False
 
-    def partial_fit(self, X: Any, y: Any, classes: Any = None, sample_weight: Any = None) -> OnnxClassifier:
+    def partial_fit(
+        self, X: object, y: object, classes: npt.ArrayLike | None = None, sample_weight: object = None
+    ) -> OnnxClassifier:
         """Train for one more epoch, and return the estimator. The first call needs all `classes`."""
         if classes is None and self._structure is None:
             raise GraphoptError(
@@ -84,35 +87,36 @@ class OnnxClassifier(ClassifierMixin, Fitting):  # type: ignore[misc]
         return self._fit(X, y, sample_weight, incremental=True, classes=classes)
 
     @available_if(_has_probabilities)  # type: ignore[untyped-decorator]
-    def predict_proba(self, X: Any) -> np.ndarray:
+    def predict_proba(self, X: object) -> np.ndarray:
         """Return the probabilities of the labels, in columns."""
         output = self._output(self._validated(X))
-        assert self._structure is not None
-        result = probabilities_of(dict(self._structure.steps)["loss"], output).reshape(len(output), -1)
+        result = probabilities_of(dict(self._trained_structure.steps)["loss"], output).reshape(
+            len(output), -1
+        )
         return np.ones_like(result[:, :1]) if len(self.classes_) == 1 else result
 
     @available_if(_has_probabilities)  # type: ignore[untyped-decorator]
-    def predict_log_proba(self, X: Any) -> np.ndarray:
+    def predict_log_proba(self, X: object) -> np.ndarray:
         """Return the logarithms of the probabilities of the labels, in columns."""
         with np.errstate(divide="ignore"):
             return np.log(self.predict_proba(X))
 
-    def __sklearn_tags__(self) -> Any:
+    def __sklearn_tags__(self) -> Tags:
         tags = super().__sklearn_tags__()
         tags.classifier_tags.multi_label = True
         return tags
 
-    def _take_targets(self, fitted: Any) -> None:
+    def _take_targets(self, fitted: MLPClassifier | MLPRegressor) -> None:
         self._multilabel = fitted.n_outputs_ > 1 and fitted.out_activation_ == "logistic"
 
-    def _give_targets(self, fitted: Any) -> None:
+    def _give_targets(self, fitted: MLPClassifier | MLPRegressor) -> None:
         several = np.eye(len(self.classes_), dtype=int)
         fitted._label_binarizer = LabelBinarizer().fit(several if self._multilabel else self.classes_)
 
     def _labels(self) -> np.ndarray | None:
         return None if self._multilabel else self.classes_
 
-    def _learn_targets(self, y: np.ndarray, classes: Any) -> None:
+    def _learn_targets(self, y: np.ndarray, classes: npt.ArrayLike | None) -> None:
         kind = type_of_target(y)
         check_classification_targets(y)
         if kind == "multiclass-multioutput":
@@ -163,7 +167,7 @@ class OnnxClassifier(ClassifierMixin, Fitting):  # type: ignore[misc]
         codes = predicted if labels.several else predicted == labels.high
         return self.classes_[np.minimum(codes.reshape(len(output)).astype(int), len(self.classes_) - 1)]
 
-    def _loss(self) -> Any:
+    def _loss(self) -> object:
         if isinstance(self.loss, str):
             raise GraphoptError(
                 f"loss: expected a loss pass, or None for that of MLPClassifier, found {self.loss!r}: a classifier has "
@@ -176,7 +180,7 @@ class OnnxClassifier(ClassifierMixin, Fitting):  # type: ignore[misc]
             return LogLoss(from_logits=computed_by not in (None, "Sigmoid"))
         return passes.CrossEntropy(from_logits=computed_by not in (None, "Softmax"))
 
-    def _weights(self, y: np.ndarray, sample_weight: Any, *, incremental: bool) -> np.ndarray | None:
+    def _weights(self, y: np.ndarray, sample_weight: object, *, incremental: bool) -> np.ndarray | None:
         weights = super()._weights(y, sample_weight, incremental=incremental)
         if self.class_weight is None:
             return weights
@@ -210,22 +214,22 @@ class OnnxRegressor(RegressorMixin, Fitting):  # type: ignore[misc]
     _score_of = staticmethod(r2_score)
     _row = cast("tuple[int, ...]", ())  # the shape of a row of the targets
 
-    def partial_fit(self, X: Any, y: Any, sample_weight: Any = None) -> OnnxRegressor:
+    def partial_fit(self, X: object, y: object, sample_weight: object = None) -> OnnxRegressor:
         """Train for one more epoch, and return the estimator."""
         return self._fit(X, y, sample_weight, incremental=True)
 
-    def __sklearn_tags__(self) -> Any:
+    def __sklearn_tags__(self) -> Tags:
         tags = super().__sklearn_tags__()
         tags.target_tags.multi_output = True
         return tags
 
-    def _take_targets(self, fitted: Any) -> None:
+    def _take_targets(self, fitted: MLPClassifier | MLPRegressor) -> None:
         self._row = () if fitted.n_outputs_ == 1 else (fitted.n_outputs_,)
 
-    def _give_targets(self, fitted: Any) -> None:
+    def _give_targets(self, fitted: MLPClassifier | MLPRegressor) -> None:
         """Do nothing: a regressor of scikit-learn takes the targets as they are."""
 
-    def _learn_targets(self, y: np.ndarray, classes: Any) -> None:
+    def _learn_targets(self, y: np.ndarray, classes: npt.ArrayLike | None) -> None:
         y = self._columns(y)
         self._row = y.shape[1:]
         self.n_outputs_ = int(np.prod(self._row))
@@ -254,7 +258,7 @@ class OnnxRegressor(RegressorMixin, Fitting):  # type: ignore[misc]
             raise GraphoptError(unknown("loss", self.loss, losses))
         return losses[self.loss or "squared_error"]() if isinstance(self.loss, str | None) else self.loss
 
-    def _shown_loss(self, values: Mapping[str, Any]) -> float:
+    def _shown_loss(self, values: Record) -> float:
         """Return a squared error as the mean over outputs, as scikit-learn does, which trains on their sum."""
         loss = super()._shown_loss(values)
         if self.loss not in (None, "squared_error"):

@@ -8,18 +8,20 @@ import itertools
 import math
 import warnings
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral, Real
 from typing import Any, ClassVar, Literal, TypeVar, cast
 
 import numpy as np
+import numpy.typing as npt
 import onnx
 import onnx_ir as ir
 from sklearn.base import BaseEstimator
 from sklearn.exceptions import ConvergenceWarning
 from sklearn.model_selection import train_test_split
-from sklearn.utils import check_array, check_consistent_length, check_random_state
+from sklearn.neural_network import MLPClassifier, MLPRegressor
+from sklearn.utils import Tags, check_array, check_consistent_length, check_random_state
 from sklearn.utils.validation import check_is_fitted, validate_data
 
 import passes
@@ -35,15 +37,16 @@ from graphopt.graph.values import dims_of, dtype_of, name_of, rank
 from graphopt.intervals import within
 from graphopt.pipeline import Step
 from graphopt.runtime.executor import Executor
-from graphopt.training.callbacks.callback import copied_weights
+from graphopt.training.callbacks.callback import Record, copied_weights
+from graphopt.training.callbacks.steering import ADAPTIVE_DIVISOR, ADAPTIVE_LEAST_RATE
 from graphopt.training.estimator import FEATURES, Estimator, Structure, digest_of
 from graphopt.training.sklearn import network
 
 RATES = ("constant", "invscaling", "adaptive")
 SOLVERS = ("adam", "sgd")
 _TYPES = ("auto", "float32", "float64")
-_SLOWEST = 1e-6  # the rate at which `adaptive` ends training
-_OWN = ("coefs_", "intercepts_", "n_layers_")  # attributes of scikit-learn's networks alone
+_AUTO_BATCH = 200  # rows; scikit-learn's `auto`
+_OWN = ("coefs_", "intercepts_", "n_layers_")  # attributes that only scikit-learn's networks have
 
 TEXT_TARGET = "y: expected numbers, found text: a regression takes numbers, and OnnxClassifier takes labels"
 
@@ -105,7 +108,7 @@ class EstimatorOptions:
     power_t: float = within("(0, inf)", 0.5)
     max_iter: int = within("[1, inf)", 200)
     shuffle: bool = True
-    random_state: Any = None
+    random_state: int | np.random.RandomState | None = None
     tol: float = within("[0, inf)", 1e-4)
     verbose: bool | int = False
     warm_start: bool = False
@@ -151,7 +154,7 @@ class EstimatorOptions:
         if size != "auto" and not (isinstance(size, Integral) and size >= 1):
             raise GraphoptError(f"batch_size: expected 'auto', or 1 or more, found {size!r}")
 
-    def _optimizer(self) -> Any:
+    def _optimizer(self) -> object:
         """Return the optimizer pass."""
         if self.solver == "adam":
             return network.ScikitLearnAdam(1e-3, self.beta_1, self.beta_2, self.epsilon)
@@ -172,9 +175,9 @@ class EstimatorOptions:
 class Fitting(EstimatorOptions, Estimator, BaseEstimator):  # type: ignore[misc]
     """Train and run a model. A subclass encodes targets and decodes predictions."""
 
-    _network: ClassVar[Any]  # of scikit-learn
+    _network: ClassVar[type[MLPClassifier] | type[MLPRegressor]]  # of scikit-learn
     _output_name: ClassVar[str]  # of the perceptron
-    _score_of: ClassVar[Any]  # the function that scores held-out rows
+    _score_of: ClassVar[Callable[..., float]]  # the function that scores held-out rows
 
     # Class attributes, because scikit-learn expects __init__ to set its arguments only.
     _interface: network.Interface | None = None  # of a model that was given
@@ -183,16 +186,16 @@ class Fitting(EstimatorOptions, Estimator, BaseEstimator):  # type: ignore[misc]
     _steps: int | None = None  # of the last training, if the schedule needs their number
     numeric = False  # whether targets have to be numbers
 
-    def fit(self: _Self, X: Any, y: Any, sample_weight: Any = None) -> _Self:
+    def fit(self: _Self, X: object, y: object, sample_weight: object = None) -> _Self:
         """Train on rows of features and targets, and return the estimator."""
         return self._fit(X, y, sample_weight)
 
-    def __sklearn_tags__(self) -> Any:
+    def __sklearn_tags__(self) -> Tags:
         tags = super().__sklearn_tags__()
         tags.input_tags.sparse = True
         return tags
 
-    def predict(self, X: Any) -> np.ndarray:
+    def predict(self, X: object) -> np.ndarray:
         """Return the predicted labels or numbers of each row, in the form of the targets."""
         return self._decoded(self._output(self._validated(X)))
 
@@ -216,7 +219,7 @@ class Fitting(EstimatorOptions, Estimator, BaseEstimator):  # type: ignore[misc]
         check_is_fitted(self)
         return self._running().trained()
 
-    def to_sklearn(self) -> Any:
+    def to_sklearn(self) -> MLPClassifier | MLPRegressor:
         """Return a fitted MLPClassifier or MLPRegressor with the weights, the records and the optimizer's state.
 
         It predicts the same, and `partial_fit` or `warm_start` continue the training, as in the other direction
@@ -260,7 +263,7 @@ class Fitting(EstimatorOptions, Estimator, BaseEstimator):  # type: ignore[misc]
         return len(self._layers("n_layers_")[0]) + 1
 
     @classmethod
-    def from_sklearn(cls: type[_Self], fitted: Any, **options: Any) -> _Self:
+    def from_sklearn(cls: type[_Self], fitted: object, **options: object) -> _Self:
         """Return an estimator that continues a fitted network; see `graphopt.from_sklearn`."""
         if not isinstance(fitted, cls._network):
             raise GraphoptError(
@@ -311,11 +314,11 @@ class Fitting(EstimatorOptions, Estimator, BaseEstimator):  # type: ignore[misc]
         return proto
 
     @abstractmethod
-    def _give_targets(self, fitted: Any) -> None:
+    def _give_targets(self, fitted: MLPClassifier | MLPRegressor) -> None:
         """Set the attributes that describe targets in a network of scikit-learn."""
 
     @abstractmethod
-    def _learn_targets(self, y: np.ndarray, classes: Any) -> None:
+    def _learn_targets(self, y: np.ndarray, classes: npt.ArrayLike | None) -> None:
         """Set the attributes that describe targets, such as `classes_`, `n_outputs_` and `out_activation_`."""
 
     @abstractmethod
@@ -331,14 +334,14 @@ class Fitting(EstimatorOptions, Estimator, BaseEstimator):  # type: ignore[misc]
         """Return the loss pass, without weights."""
 
     @abstractmethod
-    def _take_targets(self, fitted: Any) -> None:
+    def _take_targets(self, fitted: MLPClassifier | MLPRegressor) -> None:
         """Set the other attributes that describe targets from those of a network of scikit-learn."""
 
-    def _shown_loss(self, values: Mapping[str, Any]) -> float:
+    def _shown_loss(self, values: Record) -> float:
         """Return the loss of a step as scikit-learn shows it."""
         return float(values["loss"])
 
-    def _weights(self, y: np.ndarray, sample_weight: Any, *, incremental: bool) -> np.ndarray | None:
+    def _weights(self, y: np.ndarray, sample_weight: object, *, incremental: bool) -> np.ndarray | None:
         """Return a weight for each row, or None for equal weights."""
         if sample_weight is None:
             return None
@@ -352,7 +355,13 @@ class Fitting(EstimatorOptions, Estimator, BaseEstimator):  # type: ignore[misc]
         return weights
 
     def _fit(
-        self: _Self, X: Any, y: Any, sample_weight: Any, *, incremental: bool = False, classes: Any = None
+        self: _Self,
+        X: Any,
+        y: Any,
+        sample_weight: object,
+        *,
+        incremental: bool = False,
+        classes: npt.ArrayLike | None = None,
     ) -> _Self:
         self._check_options()
         if incremental and self.early_stopping:
@@ -426,7 +435,7 @@ class Fitting(EstimatorOptions, Estimator, BaseEstimator):  # type: ignore[misc]
         return Structure(model, digest_of(model), tuple(steps.items()), *chosen)
 
     def _batch_rows(self) -> int:
-        return 200 if self.batch_size == "auto" else int(self.batch_size)
+        return _AUTO_BATCH if self.batch_size == "auto" else int(self.batch_size)
 
     def _same_model(self) -> bytes:
         """Return the model that trains, or raise an error if `model` is another one now."""
@@ -438,7 +447,7 @@ class Fitting(EstimatorOptions, Estimator, BaseEstimator):  # type: ignore[misc]
             )
         return self._structure.model
 
-    def _train(self, rows: dict[str, Any], random: Any, epochs: int) -> None:
+    def _train(self, rows: dict[str, Any], random: np.random.RandomState, epochs: int) -> None:
         """Train, and draw the random numbers that scikit-learn's networks would draw."""
         executor, held_out, best = self._running(), None, None
         if self.early_stopping:
@@ -466,9 +475,13 @@ class Fitting(EstimatorOptions, Estimator, BaseEstimator):  # type: ignore[misc]
                 if self._count(total / count, count, held_out) and held_out is not None:
                     best = copied_weights(executor)
                 if self._waited > self.n_iter_no_change:
-                    if self.learning_rate != "adaptive" or self.solver == "adam" or self._rate <= _SLOWEST:
+                    if (
+                        self.learning_rate != "adaptive"
+                        or self.solver == "adam"
+                        or self._rate <= ADAPTIVE_LEAST_RATE
+                    ):
                         break
-                    self._rate, self._waited = self._rate / 5, 0
+                    self._rate, self._waited = self._rate / ADAPTIVE_DIVISOR, 0
             else:
                 if epochs > 1:
                     warnings.warn(
@@ -505,7 +518,7 @@ class Fitting(EstimatorOptions, Estimator, BaseEstimator):  # type: ignore[misc]
             self._rate = self._base_rate() / (self.t_ + 1) ** self.power_t
         return measure < best
 
-    def _split(self, rows: dict[str, Any], random: Any) -> tuple[dict[str, Any], ...]:
+    def _split(self, rows: dict[str, Any], random: object) -> tuple[dict[str, Any], ...]:
         """Return the rows to train on, and those to hold out."""
         parts = train_test_split(
             *rows.values(),
@@ -527,13 +540,13 @@ class Fitting(EstimatorOptions, Estimator, BaseEstimator):  # type: ignore[misc]
             rows = {**rows, TARGET: np.where(rows[TARGET], labels.high, labels.low)}
         return {name: _as_fed(rows.get(name, rows[FEATURES]), x) for name, x in executor.inputs.items()}
 
-    def _output(self, X: Any) -> np.ndarray:
+    def _output(self, X: object) -> np.ndarray:
         """Return the model's output for validated rows."""
         (data,) = with_role(self._running().model, Role.DATA)
         rows = Dataset({name_of(data): _as_fed(X, data)})
         return self._predictions(Batches(rows, {name_of(data): data}, allow_nan=True))
 
-    def _validated(self, X: Any, *y: Any, reset: bool = False) -> Any:
+    def _validated(self, X: object, *y: object, reset: bool = False) -> Any:
         """Return features, and targets if they are given, as arrays; `reset` learns the features' number and names."""
         if not reset:
             check_is_fitted(self)
@@ -554,13 +567,13 @@ class Fitting(EstimatorOptions, Estimator, BaseEstimator):  # type: ignore[misc]
                 **({"multi_output": True, "y_numeric": self.numeric} if y else {}),
             )
         except ValueError as error:
-            explained = _explained(X, str(error))
+            explained = _data_problem(X, str(error))
             if explained is None:
                 raise
             raise GraphoptError(explained) from error
 
 
-def _explained(X: Any, error: str) -> str | None:
+def _data_problem(X: Any, error: str) -> str | None:
     """Return in one line what is wrong with data, and what to do, for errors of scikit-learn that do not say it."""
     if error.startswith("could not convert string"):
         kinds = getattr(X, "dtypes", None)

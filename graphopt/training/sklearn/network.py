@@ -1,4 +1,4 @@
-"""Build the networks of scikit-learn as ONNX models, with the passes that train them, and read what models take.
+"""Build the networks of scikit-learn as ONNX models, with the passes that train them, and read the inputs of models.
 
 In scikit-learn, a loss is summed over the outputs of a row and averaged over the rows of a batch, and the penalty of
 the weights is divided by the rows of the batch.
@@ -11,11 +11,11 @@ import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import onnx
 import onnx_ir as ir
+from sklearn.neural_network import MLPClassifier, MLPRegressor
 from sklearn.neural_network._stochastic_optimizers import AdamOptimizer, SGDOptimizer
 from sklearn.utils import check_random_state
 
@@ -28,10 +28,10 @@ from graphopt.graph.roles import Role, role_of
 from graphopt.graph.storage import whole
 from graphopt.graph.values import dims_of, dtype_of, rank
 from graphopt.intervals import within
-from graphopt.pipeline import Pipeline
+from graphopt.pipeline import Pipeline, Step
 
-# How each activation of scikit-learn is emitted. The last two are for outputs alone.
-_ACTIVATIONS: dict[str, Callable[[Any, ir.Value], ir.Value]] = {
+# How each activation of scikit-learn is emitted. The last two are for outputs only.
+_ACTIVATIONS: dict[str, Callable[[Emitter, ir.Value], ir.Value]] = {
     "identity": lambda op, x: x,
     "logistic": lambda op, x: op.Sigmoid(x),
     "tanh": lambda op, x: op.Tanh(x),
@@ -51,7 +51,7 @@ def perceptron(
     x = ir.Value(name="X", type=ir.TensorType(kind), shape=ir.Shape(["batch", sizes[0]]))
     graph = ir.Graph([x], [], nodes=[], opset_imports={"": OPSET}, name="perceptron")
     model = ir.Model(graph, ir_version=IR_VERSION, producer_name="graphopt")
-    zeros = _named(
+    zeros = _layer_arrays(
         [np.zeros(pair, dtype) for pair in itertools.pairwise(sizes)],
         [np.zeros(units, dtype) for units in sizes[1:]],
     )
@@ -64,7 +64,7 @@ def perceptron(
     return whole(model)
 
 
-def _named(weights: Sequence[np.ndarray], biases: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
+def _layer_arrays(weights: Sequence[np.ndarray], biases: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
     """Return the weights and biases of all layers by name."""
     layers = enumerate(zip(weights, biases, strict=True))
     return {
@@ -74,25 +74,27 @@ def _named(weights: Sequence[np.ndarray], biases: Sequence[np.ndarray]) -> dict[
     }
 
 
-def initial_weights(sizes: Sequence[int], activation: str, dtype: str, random: Any) -> dict[str, np.ndarray]:
+def initial_weights(
+    sizes: Sequence[int], activation: str, dtype: str, random: np.random.RandomState
+) -> dict[str, np.ndarray]:
     """Draw initial weights as scikit-learn does, in its order: Glorot's uniform distribution (Glorot, Bengio 2010)."""
     weights, biases = [], []
     for fan_in, fan_out in itertools.pairwise(sizes):
         bound = math.sqrt((2.0 if activation == "logistic" else 6.0) / (fan_in + fan_out))
         weights.append(random.uniform(-bound, bound, (fan_in, fan_out)).astype(dtype))
         biases.append(random.uniform(-bound, bound, fan_out).astype(dtype))
-    return _named(weights, biases)
+    return _layer_arrays(weights, biases)
 
 
-def network_state(fitted: Any, solver: Any) -> dict[str, np.ndarray]:
+def network_state(fitted: MLPClassifier | MLPRegressor, solver: object) -> dict[str, np.ndarray]:
     """Return the weights of a fitted network by name, and the state of its optimizer if it has the same solver."""
     depth, optimizer = len(fitted.coefs_), getattr(fitted, "_optimizer", None)
 
     def slots(name: str, factor: float, arrays: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
-        weights = _named(arrays[:depth], arrays[depth:])
+        weights = _layer_arrays(arrays[:depth], arrays[depth:])
         return {f"{weight}.{name}": (factor * x).astype(x.dtype) for weight, x in weights.items()}
 
-    state = _named(fitted.coefs_, fitted.intercepts_)
+    state = _layer_arrays(fitted.coefs_, fitted.intercepts_)
     if isinstance(optimizer, SGDOptimizer) and solver == "sgd":
         state |= slots("momentum", -1.0, optimizer.velocities)
     elif isinstance(optimizer, AdamOptimizer) and solver == "adam":
@@ -103,7 +105,7 @@ def network_state(fitted: Any, solver: Any) -> dict[str, np.ndarray]:
 
 
 def fill(
-    fitted: Any,
+    fitted: MLPClassifier | MLPRegressor,
     coefs: Sequence[np.ndarray],
     intercepts: Sequence[np.ndarray],
     state: Mapping[str, np.ndarray],
@@ -116,7 +118,7 @@ def fill(
     fitted._best_coefs, fitted._best_intercepts = [x.copy() for x in coefs], [x.copy() for x in intercepts]
     fitted._no_improvement_count, fitted._random_state = waited, check_random_state(fitted.random_state)
     parameters = fitted.coefs_ + fitted.intercepts_
-    names = sorted(_named(coefs, intercepts), key=lambda name: name.endswith("bias"))
+    names = sorted(_layer_arrays(coefs, intercepts), key=lambda name: name.endswith("bias"))
 
     def slots(name: str, factor: float) -> list[np.ndarray]:
         empty = dict(zip(names, map(np.zeros_like, parameters), strict=True))
@@ -125,7 +127,7 @@ def fill(
 
     if fitted.solver == "sgd":
         rates = fitted.learning_rate_init, fitted.learning_rate, fitted.momentum
-        optimizer: Any = SGDOptimizer(parameters, *rates, fitted.nesterovs_momentum, fitted.power_t)
+        optimizer = SGDOptimizer(parameters, *rates, fitted.nesterovs_momentum, fitted.power_t)
         optimizer.velocities, optimizer.learning_rate = slots("momentum", -1.0), rate
     else:
         betas = fitted.beta_1, fitted.beta_2
@@ -137,7 +139,7 @@ def fill(
 
 @dataclass(frozen=True)
 class Interface:
-    """Describe what a model reads and predicts."""
+    """Describe the input and the output of a model."""
 
     dtype: str  # of its input
     axes: int  # of its input
@@ -151,7 +153,7 @@ def serialized(source: Source) -> bytes:
     return proto.SerializeToString()
 
 
-def interface(model: bytes, adapter: Any = None) -> Interface:
+def interface(model: bytes, adapter: Step | Sequence[Step] | None = None) -> Interface:
     """Return the interface of a serialized model, which needs one input, one floating-point output and any batch.
 
     With an adapter, it is that of the adapted model: a head may predict other classes.
