@@ -18,6 +18,7 @@ from graphopt.graph.roles import Role, updated, with_role
 from graphopt.graph.state import AVERAGE
 from graphopt.graph.values import name_of, next_of, wide_type
 from graphopt.intervals import within
+from passes.optimizers.slots import initial_array
 
 __all__ = ["EMA", "SWA", "Average"]
 
@@ -80,10 +81,7 @@ class Average(Pass):
             wide = max((wide_type(w) for w in chosen), key=lambda dtype: dtype.itemsize)
             share = self._share(op, op.Cast(op.Add(state.counter(model), 1), to=wide))
             for w in chosen:
-                initial = state.initial(w)
-                assert initial is not None
-                start = initial.numpy().astype(wide_type(w).numpy())
-                average = state.declare_slot(model, w, AVERAGE, start)
+                average = state.declare_slot(model, w, AVERAGE, initial_array(w))
                 if self.infer:
                     _infer_with(op, w, average)
                 new = op.cast(following[next_of(w)], average.dtype)

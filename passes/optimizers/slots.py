@@ -13,6 +13,7 @@ import math
 import numpy as np
 import onnx_ir as ir
 
+from graphopt.errors import GraphoptError
 from graphopt.graph import state
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.values import wide_type
@@ -114,6 +115,14 @@ def dynamic_table(signed: bool) -> np.ndarray:
     table = np.sort(np.array(numbers, np.float32))
     table.setflags(write=False)
     return table
+
+
+def initial_array(w: ir.Value) -> np.ndarray:
+    """Return the initial value of a parameter, in the type of its slots."""
+    start = state.initial(w)
+    if start is None:
+        raise GraphoptError(f"{w.name!r}: expected a parameter with an initial value, found data")
+    return start.numpy().astype(wide_type(w).numpy(), copy=False)
 
 
 def slot(model: ir.Model, w: ir.Value, name: str, start: np.ndarray, bits: int, *, signed: bool) -> Slot:
