@@ -151,7 +151,7 @@ CLIPS: dict[type, _Clip] = {
 }
 
 
-def clipped(clips: Sequence[Any], gradients: dict[str, np.ndarray]) -> dict[str, np.ndarray] | None:
+def clipped(clips: Sequence[object], gradients: dict[str, np.ndarray]) -> dict[str, np.ndarray] | None:
     """Return gradients after clipping passes; None if one of these is not known here."""
     for item in clips:
         if type(item) not in CLIPS:
