@@ -92,8 +92,8 @@ class Optimizer(Pass):
             name applies.
         slot_bits: 8 stores slots of 4,096 or more numbers in blocks of 256 8-bit codes and a float32 scale (Dettmers
             et al. 2022), as bitsandbytes does, in a quarter of the memory. The step computes in float32.
-        fused: use one kernel of onnxruntime-training for all parameters. Only AdamW and SGD without momentum have
-            such a kernel, for float32 and 16-bit parameters.
+        fused: use one kernel of onnxruntime-training for all parameters of this optimizer. Only AdamW and SGD without
+            momentum have such a kernel, for float32 and 16-bit parameters.
 
     Raises:
         GraphoptError: a number is outside its interval, the graph has no gradients, a group matches no parameter, or
