@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -144,27 +145,17 @@ def affine_grid(op: Emitter, dy: Value, theta: Value, size: Value, *, align_corn
 
 @expansion("RoiAlign")
 def roi_align(
-    op: Emitter,
-    x: Value,
-    rois: Value,
-    batch: Value,
-    *,
-    mode: str,
-    sampling_ratio: int,
-    coordinate_transformation_mode: str,
-    spatial_scale: float,
-    output_height: int,
-    output_width: int,
+    op: Emitter, x: Value, rois: Value, batch: Value, *, mode: str, sampling_ratio: int, **where: Any
 ) -> list[Value]:
     """Average, or take the maximum of, the samples of each bin (He et al., Mask R-CNN, https://arxiv.org/abs/1703.06870).
 
     As in ONNX, the maximum is over weighted pixels. Without a sampling ratio, each region has as many samples as a bin
     has pixels. Regions with fewer samples repeat the last one with weight 0.
     """
-    aligned = coordinate_transformation_mode == "half_pixel"
-    scaled = rois * spatial_scale - (0.5 if aligned else 0.0)
+    aligned = where["coordinate_transformation_mode"] == "half_pixel"
+    scaled = rois * where["spatial_scale"] - (0.5 if aligned else 0.0)
     corners = op.Split(scaled, num_outputs=4, axis=1, _outputs=4)
-    at, shares, bins = [], [], (output_height, output_width)
+    at, shares, bins = [], [], (where["output_height"], where["output_width"])
     for i in range(2):
         begin, end = corners[1 - i], corners[3 - i]
         length = end - begin if aligned else op.Max(end - begin, 1.0)
