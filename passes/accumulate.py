@@ -15,7 +15,7 @@ from graphopt.graph.metadata import GRADIENT_OF
 from graphopt.graph.rewriting import Pass
 from graphopt.graph.roles import Role, with_role
 from graphopt.graph.traversal import ancestors
-from graphopt.graph.values import dtype_of, like, name_of, next_of, redirect
+from graphopt.graph.values import dims_of, dtype_of, like, name_of, next_of, redirect
 from graphopt.intervals import within
 
 _Values = dict[ir.Value, ir.Value]
@@ -67,8 +67,7 @@ class Accumulate(Pass):
                 apply = op.GreaterOrEqual(done, float(self.steps))
             continued, restarted = {count: done}, {count: op.constant(0.0, like=count)}
             for gradient, name in gradients.items():
-                assert gradient.shape is not None
-                zeros = np.zeros(gradient.shape.numpy(), dtype_of(gradient).numpy())
+                zeros = np.zeros(ir.Shape(dims_of(gradient)).numpy(), dtype_of(gradient).numpy())
                 slot = state.declare_slot(model, name, state.ACCUMULATED, zeros)
                 uses = list(gradient.uses())
                 total = slot + gradient
@@ -79,7 +78,7 @@ class Accumulate(Pass):
 
 
 def _count_forward_steps(model: ir.Model, results: Iterable[ir.Value]) -> None:
-    """Let nodes that compute `results`, such as Dropout masks, count all steps: `step` will count updates only."""
+    """Count all steps for nodes that compute `results`, such as Dropout masks: `step` will count updates only."""
     forward = ancestors(results)
     users = [(user, index) for user, index in state.counter(model).uses() if user in forward]
     if users:

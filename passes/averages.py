@@ -16,8 +16,9 @@ from graphopt.graph.metadata import InferenceForm
 from graphopt.graph.rewriting import Pass, Pattern, selects
 from graphopt.graph.roles import Role, updated, with_role
 from graphopt.graph.state import AVERAGE
-from graphopt.graph.values import name_of, next_of, wide_type
+from graphopt.graph.values import name_of, next_of, redirect, wide_type
 from graphopt.intervals import within
+from passes.optimizers.slots import initial_array
 
 __all__ = ["EMA", "SWA", "Average"]
 
@@ -34,7 +35,7 @@ class Average(Pass):
         start: the number of the update from which on parameters are averaged.
         every: the number of updates from one averaged parameter to the next.
         parameters: shell-style patterns of the names of the parameters to average, one or several.
-        infer: evaluate, predict and export with the averages; otherwise they are state alone.
+        infer: evaluate, predict and export with the averages; otherwise they are only state.
 
     Raises:
         GraphoptError: the model has no optimizer, it has averages already, no parameter matches, or a number is outside
@@ -80,10 +81,7 @@ class Average(Pass):
             wide = max((wide_type(w) for w in chosen), key=lambda dtype: dtype.itemsize)
             share = self._share(op, op.Cast(op.Add(state.counter(model), 1), to=wide))
             for w in chosen:
-                initial = state.initial(w)
-                assert initial is not None
-                start = initial.numpy().astype(wide_type(w).numpy())
-                average = state.declare_slot(model, w, AVERAGE, start)
+                average = state.declare_slot(model, w, AVERAGE, initial_array(w))
                 if self.infer:
                     _infer_with(op, w, average)
                 new = op.cast(following[next_of(w)], average.dtype)
@@ -104,7 +102,7 @@ class Average(Pass):
 
 
 def _infer_with(op: Emitter, w: ir.Value, average: ir.Value) -> None:
-    """Let inference read the average in place of a parameter, under the name and in the form of the parameter."""
+    """Make inference read the average in place of a parameter, under the name and in the form of the parameter."""
     notes = dict(metadata.all_of(average))
     metadata.copy(w, average)
     Adapted.remove(average)
@@ -112,8 +110,7 @@ def _infer_with(op: Emitter, w: ir.Value, average: ir.Value) -> None:
     metadata.ORIGINAL_NAME.write(average, metadata.original_name(w))
     uses = list(w.uses())
     read = InferenceForm(inputs={0: name_of(average)}).write(op.Identity(w))
-    for user, index in uses:
-        user.replace_input_with(index, read)
+    redirect(uses, read)
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ from graphopt.graph.roles import Role, role_of
 from graphopt.graph.shapes import infer
 from graphopt.graph.storage import message
 from graphopt.graph.traversal import captured, sort
-from graphopt.graph.values import constant_of, dims_of, is_floating, name_of, rank
+from graphopt.graph.values import constant_of, dims_of, dtype_of, is_floating, name_of, rank
 
 BATCH = "batch"  # the name of the freed dimension
 Axes = dict[ir.Value, int]  # of values of rows
@@ -79,7 +79,7 @@ def free_batch(model: ir.Model) -> None:
 
 
 def name_squeezed_axes(model: ir.Model) -> bool:
-    """Let a Squeeze without axes, such as PyTorch's `squeeze()`, remove the axes that always have size 1.
+    """Name the axes that a Squeeze without axes removes, such as PyTorch's `squeeze()`: those that always have size 1.
 
     The file removes an open axis, too, if its size is 1. If the only open axis is the first one of an input, it stays
     here, if all that follows is proved to treat each place of this axis by itself: results then differ in their shapes
@@ -164,7 +164,7 @@ def _walk(model: ir.Model, axes: Axes, edits: list[Edit], rows: int | None = Non
 
 
 class _Mixed(Exception):
-    """Say why a node is not known to treat each row by itself."""
+    """Explain why a node is not known to treat each row by itself."""
 
 
 class _Rule:
@@ -415,8 +415,8 @@ def _number(size: int | ir.SymbolicDim) -> int:
 
 
 def _compare(
-    before: tuple[bytes, Any],
-    after: tuple[bytes, Any],
+    before: tuple[bytes, object],
+    after: tuple[bytes, object],
     inputs: Sequence[ir.Value],
     axes: Sequence[int | None],
     rows: int,
@@ -456,7 +456,5 @@ def _compare(
 def _drawn(random: np.random.Generator, x: ir.Value, rows: int) -> np.ndarray:
     """Return numbers for two batches; sizes that are open are 2."""
     shape = [2 * rows, *(size if isinstance(size, int) else 2 for size in dims_of(x)[1:])]
-    assert x.dtype is not None
-    if is_floating(x):
-        return random.uniform(0.1, 1, shape).astype(x.dtype.numpy())
-    return random.integers(0, 2, shape).astype(x.dtype.numpy())
+    numbers = random.uniform(0.1, 1, shape) if is_floating(x) else random.integers(0, 2, shape)
+    return numbers.astype(dtype_of(x).numpy())

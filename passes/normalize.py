@@ -8,7 +8,7 @@ import math
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import onnx
@@ -50,18 +50,20 @@ from passes.lowering.sequences import lower_sequences
 from passes.upgrades import align, upgrade
 from passes.weights import read_origins
 
-_SEVERAL = 2  # numbers of the smallest constants that become initializers
+_LEAST_INITIALIZER = 2  # constants of this many numbers and more become initializers
 NAMES_OF_THE_RUNTIME = ("gemm_input_shape", "gemm_output_shape")
 
-_SCALED: list[Callable[[Any], Any]] = [lambda x: x / math.sqrt(2), lambda x: x * math.sqrt(0.5)]
-_GROUPED: list[Callable[[Any, Any], Any]] = [
+_SCALED: list[Callable[[ir.Value], ir.Value]] = [lambda x: x / math.sqrt(2), lambda x: x * math.sqrt(0.5)]
+_GROUPED: list[Callable[[ir.Value, ir.Value], ir.Value]] = [
     lambda x, phi: (x * phi) * 0.5,
     lambda x, phi: x * (phi * 0.5),
     lambda x, phi: (x * 0.5) * phi,
 ]
 
 
-def _gelu_rule(scaled: Callable[[Any], Any], grouped: Callable[[Any, Any], Any]) -> RewriteRule:
+def _gelu_rule(
+    scaled: Callable[[ir.Value], ir.Value], grouped: Callable[[ir.Value, ir.Value], ir.Value]
+) -> RewriteRule:
     return RewriteRule(lambda op, x: grouped(x, op.Erf(scaled(x)) + 1.0), lambda op, x: op.Gelu(x))
 
 
@@ -366,9 +368,11 @@ def lift(model: ir.Model) -> None:
             tensor = ir.tensor(np.array(floats.as_floats(), np.float32), name=node.outputs[0].name)
             node.attributes.add(ir.AttrTensor("value", tensor))
     with protect(
-        node for node in constants if (x := node.attributes.get("value")) and x.value.size < _SEVERAL
+        node
+        for node in constants
+        if (x := node.attributes.get("value")) and x.value.size < _LEAST_INITIALIZER
     ):
-        common.LiftConstantsToInitializersPass(lift_all_constants=False, size_limit=_SEVERAL)(model)
+        common.LiftConstantsToInitializersPass(lift_all_constants=False, size_limit=_LEAST_INITIALIZER)(model)
 
 
 def pads_for_output_shapes(model: ir.Model) -> None:

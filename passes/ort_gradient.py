@@ -27,7 +27,9 @@ from passes.gradients import GradientSource
 from passes.gradients.rules.blocks import TokenBlocks
 from passes.gradients.walk import between, blocking, further_output, inputs_of
 
-_SMALL = 100  # the largest number of elements in a constant that the builder sees, such as axes or exponents
+_MOST_SHOWN = (
+    100  # the largest number of elements in a constant that the builder sees, such as axes or exponents
+)
 LOCATION = r"^/\S+:\d+ .*?\) (const )?|^.*\[ONNXRuntimeError\] : \d+ : \w+ : "
 
 
@@ -149,7 +151,7 @@ class Builder:
         read = dict.fromkeys(x for node in nodes for x in inputs_of(node))
         needed = [x for x in read if x is not None and x not in made]
         constants = {x: ir.convenience.get_const_tensor(x) for x in needed}
-        inputs = [x for x, tensor in constants.items() if tensor is None or tensor.size > _SMALL]
+        inputs = [x for x, tensor in constants.items() if tensor is None or tensor.size > _MOST_SHOWN]
         graph = extracted_between(self._model.graph, inputs, outputs)
         for x in graph.inputs:
             if x.is_initializer():

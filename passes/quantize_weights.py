@@ -24,7 +24,7 @@ from passes.parameters import origin_in_file
 from passes.weights.initializers import array, is_weight, replace_by
 
 BLOCKS = (16, 32, 64, 128, 256)
-_PIECE = 2**20  # numbers that are quantized at once
+_NUMBERS_AT_ONCE = 2**20  # to bound the memory of the quantization
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ class QuantizeWeights(Pass):
     def _pieces(self, outputs: np.ndarray, name: str) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
         """Yield packed integers, scales and zero points of some outputs after the other."""
         n, k = outputs.shape
-        step = max(1, _PIECE // k)
+        step = max(1, _NUMBERS_AT_ONCE // k)
         for start in range(0, n, step):
             rows = np.ascontiguousarray(outputs[start : start + step], np.float32)
             if not np.isfinite(rows).all():

@@ -18,7 +18,7 @@ from graphopt.graph.rewriting import Pass
 from graphopt.graph.roles import Role
 from graphopt.graph.simplify import simplify
 from graphopt.graph.traversal import ancestors, dependencies, forward_nodes, subgraphs, values_read
-from graphopt.graph.values import bytes_of, constant_of, is_floating, like
+from graphopt.graph.values import bytes_of, constant_of, is_floating, like, rank
 from graphopt.intervals import within
 
 _ELEMENT = 20  # the cost of an element of an elementwise operator, in additions of a matrix product
@@ -182,7 +182,7 @@ def _dims(x: ir.Value | None) -> list[int]:
 
 
 def _rerun(model: ir.Model, forward: _Forward, choice: _Choice) -> None:
-    """Let the backward pass read recomputed segments, each of which waits for the gradients before it."""
+    """Make the backward pass read recomputed segments, each of which waits for the gradients before it."""
     position = {node: i for i, node in enumerate(model.graph)}
     order = forward.backward
     ahead = dependencies(order)
@@ -239,10 +239,9 @@ def _copies(op: Emitter, nodes: Sequence[ir.Node], zero: ir.Value) -> dict[ir.Va
 
 def _after(op: Emitter, x: ir.Value, zero: ir.Value) -> ir.Value:
     """Return `x` reshaped by a shape that contains `zero`. A size of 0 means the size of `x`."""
-    assert x.shape is not None
-    if len(x.shape) == 0:
+    if rank(x) == 0:
         return like(op.Squeeze(op.Reshape(x, zero + 1), [0]), x)
-    shape = zero if len(x.shape) == 1 else op.Expand(zero, [len(x.shape)])
+    shape = zero if rank(x) == 1 else op.Expand(zero, [rank(x)])
     return like(op.Reshape(x, shape), x)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 from abc import abstractmethod
 from dataclasses import dataclass, field
 from typing import final
@@ -61,11 +63,9 @@ class Regularizer(Pass):
         loss = roles.only(model, Role.LOSS, type(self).__name__)
         metrics = {value.name: value for value in roles.with_role(model, Role.METRIC)}
         with Emitter(model) as op:
-            total = metrics.get("penalty")
-            for w in chosen:
-                term = op.cast(self.penalty(op, w), loss.dtype)
-                total = term if total is None else total + term
-            assert total is not None
+            terms = [op.cast(self.penalty(op, w), loss.dtype) for w in chosen]
+            earlier = metrics.get("penalty")
+            total = functools.reduce(operator.add, terms if earlier is None else [earlier, *terms])
             for value in (loss, metrics.get("penalty")):
                 if value is not None:
                     model.graph.outputs.remove(value)

@@ -18,6 +18,7 @@ from graphopt.graph.opsets import IR_VERSION, OPSET
 from graphopt.graph.rewriting import Pass
 from graphopt.graph.roles import Role
 from graphopt.graph.state import LEARNING_RATE, STEP
+from graphopt.graph.values import redirect
 from graphopt.intervals import within
 
 __all__ = ["Constant", "Cosine", "Exponential", "InverseScaling", "Linear"]
@@ -86,8 +87,7 @@ class Schedule(Pass):
                 grown = done if self.warmup_from_zero else done + 1.0
                 rate = rate * op.Min(grown / float(self.warmup), 1.0)
             rate = op.Identity(rate, _outputs=[LEARNING_RATE])
-        for user, index in users:
-            user.replace_input_with(index, rate)
+        redirect(users, rate)
         model.graph.outputs.append(roles.set_role(rate, Role.DIAGNOSTIC))
 
     def rates(self, base: float, steps: int) -> np.ndarray:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import onnx_ir as ir
@@ -129,7 +129,7 @@ class Standardize(Pass):
         return chosen
 
 
-def _plain(name: str, numbers: Any) -> Any:
+def _plain(name: str, numbers: object) -> object:
     """Return numbers as a tuple, or tuples by name, of floats."""
     if numbers is None:
         return None

@@ -268,7 +268,7 @@ def _normalize_batch(
 
 
 def _drop_statistics(node: ir.Node) -> None:
-    """Let a BatchNormalization read its statistics and compute none."""
+    """Make a BatchNormalization read its statistics and compute none."""
     for output in node.outputs[1:]:
         if output.uses() or output.is_graph_output():
             raise GraphoptError(

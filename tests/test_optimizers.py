@@ -252,6 +252,16 @@ FUSED = {
     "AdamW of groups": lambda fused: {
         "optimizer": passes.AdamW(0.01, beta1=0.8, weight_decay=0.3, groups=GROUPS, fused=fused)
     },
+    "AdamW beside SGD": lambda fused: {
+        "optimizer": passes.AdamW(
+            0.01, groups=(passes.Group("*.bias", optimizer=passes.SGD(0.1)),), fused=fused
+        )
+    },
+    "AdamW in a group": lambda fused: {
+        "optimizer": passes.SGD(
+            0.1, groups=(passes.Group("*.bias", optimizer=passes.AdamW(0.01, fused=fused)),)
+        )
+    },
     "clip": lambda fused: {
         "optimizer": passes.SGD(0.1),
         "clip": passes.ClipGlobalNorm(0.1, fused=fused),
@@ -309,6 +319,16 @@ def test_a_fused_kernel_in_the_branch_of_an_accumulated_step():
         trained(6, **FUSED["AdamW"](fused), accumulate=passes.Accumulate(steps=2)) for fused in (False, True)
     )
     check_parameters(plain, fused)
+
+
+@pytest.mark.parametrize(("name", "held"), [("AdamW beside SGD", "weight"), ("AdamW in a group", "bias")])
+def test_each_optimizer_of_a_group_has_its_own_kernel_or_none(name, held):
+    step = graphopt.compile(mlp(), loss=passes.MeanSquaredError(), **FUSED[name](True))
+    (kernel,) = (node for node in step.graph if node.domain == "com.microsoft")
+    (weights,) = (node for node in step.graph if node.outputs[0] is kernel.inputs[2])
+    averages = {x.name for x in with_role(step, Role.SLOT)}
+    assert {x.name for x in weights.inputs} == {f"fc{i}.{held}" for i in range(2)}
+    assert averages == {f"fc{i}.{held}.{kind}" for i in range(2) for kind in ("exp_avg", "exp_avg_sq")}
 
 
 def test_half_precision_parameters_go_to_a_fused_kernel_in_single():

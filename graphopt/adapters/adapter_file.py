@@ -10,7 +10,8 @@ import ctypes
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 import ml_dtypes
 import numpy as np
@@ -18,6 +19,9 @@ import onnx
 
 from graphopt.errors import GraphoptError, line
 from graphopt.files import replacing
+
+if TYPE_CHECKING:
+    from onnxruntime import OrtValue
 
 _VERSION = 1
 
@@ -58,14 +62,14 @@ def read_adapter_file(path: Path) -> dict[str, np.ndarray]:
     return arrays
 
 
-def _value(runtime: Any, array: np.ndarray) -> Any:
+def _value(runtime: ModuleType, array: np.ndarray) -> OrtValue:
     if array.dtype == ml_dtypes.bfloat16:
         kind = onnx.TensorProto.BFLOAT16
         return runtime.OrtValue.ortvalue_from_numpy_with_onnx_type(array.view(np.uint16), kind)
     return runtime.OrtValue.ortvalue_from_numpy(array)
 
 
-def _array(value: Any) -> np.ndarray:
+def _array(value: OrtValue) -> np.ndarray:
     if value.data_type() != "tensor(bfloat16)":
         return np.array(value.numpy())
     shape = value.shape()
@@ -73,7 +77,7 @@ def _array(value: Any) -> np.ndarray:
     return np.frombuffer(content, ml_dtypes.bfloat16).reshape(shape)
 
 
-def _runtime(path: Path) -> Any:
+def _runtime(path: Path) -> ModuleType:
     try:
         import onnxruntime
     except ImportError as error:

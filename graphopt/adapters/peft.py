@@ -27,7 +27,7 @@ _N = TypeVar("_N", int, float)
 
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
-_MOST_CONFIG = 2**22  # bytes
+_MOST_CONFIG_BYTES = 2**22  # bytes
 _PATTERN = re.compile(r"\^?(?:[\w-]|\.\*?|\\\.|\\d\+)+", re.ASCII)
 _BASE = "base_layer."
 _OUT = ".base_layer.out_proj"  # of a MultiheadAttention, whose change peft adds twice
@@ -137,7 +137,7 @@ def _saved(name: str, modules: Sequence[Module]) -> str:
 
 def _config(
     modules: Sequence[Module], saved: Mapping[str, np.ndarray], *, dora: bool, stabilized: bool
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Return the config: the most frequent rank and alpha, and the exceptions by module."""
     ranks = {module.path: module.rank for module in modules}
     alphas = {module.path: float(f"{module.alpha:.7g}") for module in modules}
@@ -202,7 +202,7 @@ def read_folder(folder: str | os.PathLike[str]) -> PeftAdapter:
 
 def _read_config(path: Path) -> dict[str, Any]:
     try:
-        config = json_of(read_file(path.resolve(), _MOST_CONFIG), str(path))
+        config = json_of(read_file(path.resolve(), _MOST_CONFIG_BYTES), str(path))
     except OSError as error:
         raise GraphoptError(f"{path}: expected a folder of peft with this file: {error.strerror}") from error
     kind = config.get("peft_type") if isinstance(config, dict) else None

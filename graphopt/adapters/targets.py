@@ -20,7 +20,7 @@ from graphopt.graph.opsets import IR_VERSION
 from graphopt.graph.postprocessing import DEQUANTIZE
 from graphopt.graph.rewriting import Pattern, matches, selects
 from graphopt.graph.traversal import extracted_between, subgraphs
-from graphopt.graph.values import constant_of, is_floating, is_static, name_of, rank
+from graphopt.graph.values import constant_of, dims_of, is_floating, is_static, name_of, rank
 from graphopt.graph.weight_kinds import (
     EMBEDDING,
     PRODUCT,
@@ -344,8 +344,7 @@ def _input(node: ir.Node, index: int) -> Value:
 
 
 def _dims(x: Value) -> tuple[int, ...]:
-    assert x.shape is not None
-    return tuple(x.shape.numpy())
+    return tuple(ir.Shape(dims_of(x)).numpy())
 
 
 def _with_bias(node: ir.Node, kind: WeightKind) -> tuple[Value, Value | None]:

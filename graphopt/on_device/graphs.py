@@ -308,9 +308,8 @@ def update_model(optimizer: Optimizer, clips: Sequence[Clip]) -> onnx.ModelProto
 def _adamw(adam: Adam) -> str:
     """Return the kernel with its attributes; the gradients already include a decay that is not decoupled."""
     decay = float(adam.weight_decay) if adam.decoupled else 0.0
-    spec = AdamW(beta1=float(adam.beta1), beta2=float(adam.beta2), epsilon=float(adam.epsilon)).kernel(decay)
-    assert spec is not None
-    op_type, attributes = spec
+    beta1, beta2, epsilon = map(float, (adam.beta1, adam.beta2, adam.epsilon))
+    op_type, attributes = AdamW(beta1=beta1, beta2=beta2, epsilon=epsilon, weight_decay=decay).kernel()
     typed = [f"{name}: {type(value).__name__} = {value!r}" for name, value in attributes.items()]
     return f"{op_type}<{', '.join(typed)}>"
 

@@ -258,7 +258,7 @@ def _zeros(op: Emitter, target: AdapterTarget) -> ir.Value:
 def _place(
     model: ir.Model, target: AdapterTarget, changed: ir.Value, uses: Sequence[tuple[ir.Node, int]]
 ) -> None:
-    """Let the readers of a target's output read the changed one."""
+    """Make the readers of a target's output read the changed one."""
     y = target.y
     InferenceForm(same_as=0, merged=True).write(changed)
     redirect(uses, changed)

@@ -84,10 +84,10 @@ class Head(Pass):
             read = target.source.weight
             numbers = moved(numbers, inverse(moves, read.shape.numpy()))  # type: ignore[union-attr]
         following, before = _following(target.node), ancestors([target.w])
-        _replace(model, read, before | {target.node}, numbers)
+        _renew(model, read, before | {target.node}, numbers)
         if target.bias is not None:
             bias = np.zeros(self.classes) if is_keras else generator.uniform(-bound, bound, self.classes)
-            _replace(model, target.bias, {target.node, *following}, bias)
+            _renew(model, target.bias, {target.node, *following}, bias)
         for node in {*following, *before}:
             for y in node.outputs:
                 y.shape = None
@@ -153,8 +153,8 @@ def _following(node: ir.Node) -> dict[ir.Node, None]:
     return found
 
 
-def _replace(model: ir.Model, value: ir.Value, nodes: Collection[ir.Node], numbers: np.ndarray) -> None:
-    """Let nodes read new numbers in place of a value, under its name if nothing else reads it."""
+def _renew(model: ir.Model, value: ir.Value, nodes: Collection[ir.Node], numbers: np.ndarray) -> None:
+    """Make nodes read new numbers in place of a value, under its name if nothing else reads it."""
     array, name = numbers.astype(dtype_of(value).numpy()), name_of(value)
     uses = list(value.uses())
     if value.is_initializer() and all(node in nodes for node, _ in uses):

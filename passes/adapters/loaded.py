@@ -18,7 +18,7 @@ from graphopt.adapters.peft import Module
 from graphopt.adapters.targets import AdapterTarget, targets_in
 from graphopt.errors import GraphoptError, some
 from graphopt.graph.metadata import ADAPTER, Kind, Origin
-from graphopt.graph.values import is_floating, name_of
+from graphopt.graph.values import dims_of, dtype_of, is_floating, name_of
 
 _STATISTICS = ("running_mean", "running_var")
 _COUNT = "num_batches_tracked"
@@ -215,8 +215,7 @@ def _set_saved(model: ir.Model, place: str, saved: Mapping[str, np.ndarray], nam
 
 def set_value(value: ir.Value, array: np.ndarray, where: str) -> None:
     """Set an initializer to numbers of its shape; errors begin with `where`."""
-    assert value.shape is not None and value.dtype is not None
-    shape = value.shape.numpy()
+    shape = ir.Shape(dims_of(value)).numpy()
     if array.size != np.prod(shape, dtype=int) or (array.ndim > 1 and array.shape != tuple(shape)):
         raise GraphoptError(
             f"{where}: expected shape {[*shape]}, that of {value.name!r}, found {list(array.shape)}"
@@ -225,4 +224,4 @@ def set_value(value: ir.Value, array: np.ndarray, where: str) -> None:
         raise GraphoptError(
             f"{where}: {value.name!r}: expected finite numbers, found others: train the adapter anew"
         )
-    value.const_value = ir.tensor(array.reshape(shape).astype(value.dtype.numpy()), name=value.name)
+    value.const_value = ir.tensor(array.reshape(shape).astype(dtype_of(value).numpy()), name=value.name)

@@ -109,7 +109,7 @@ def is_surrogate(node: Node) -> bool:
     return getattr(own, _DECLARED, False) or operator in NO_GRADIENT
 
 
-def surrogate(function: Callable[..., Any]) -> Callable[..., Any]:
+def surrogate(function: Callable[..., Gradients]) -> Callable[..., Gradients]:
     """Return a gradient rule for `graphopt.compile(rules=...)` that is declared not to be the derivative on purpose.
 
     Executors then do not compare the gradient of what is before the operator with the slope of the loss.
@@ -125,7 +125,7 @@ def surrogate(function: Callable[..., Any]) -> Callable[..., Any]:
     own = _scripted(function) if isinstance(function, OnnxFunction) else function
 
     @functools.wraps(own)
-    def declared(*values: Any, **named: Any) -> Gradients:
+    def declared(*values: object, **named: object) -> Gradients:
         return own(*values, **named)
 
     setattr(declared, _DECLARED, True)
@@ -202,7 +202,7 @@ def carries(node: Node, index: int) -> bool:
     return node.domain != "" or index not in WITHOUT_FLOW.get(node.op_type, ())
 
 
-def accepted(function: Callable[..., Any], named: Mapping[str, Any]) -> dict[str, Any]:
+def accepted(function: Callable[..., object], named: Mapping[str, object]) -> dict[str, object]:
     """Return those of the `named` values that are parameters of `function`."""
     parameters = parameters_of(function)
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
@@ -210,14 +210,14 @@ def accepted(function: Callable[..., Any], named: Mapping[str, Any]) -> dict[str
 
 
 @functools.cache
-def parameters_of(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+def parameters_of(function: Callable[..., object]) -> Mapping[str, inspect.Parameter]:
     """Return the parameters of a function by name."""
     return inspect.signature(function).parameters
 
 
 def _chain(locals_: tuple[Local, ...]) -> Rule:
     def chained(
-        op: Emitter, dy: Value, *inputs: Value, y: Value, active: Active, **attributes: Any
+        op: Emitter, dy: Value, *inputs: Value, y: Value, active: Active, **attributes: object
     ) -> Gradients:
         return [
             _scale(dy, local(op, *inputs, y, **accepted(local, attributes))) if x in active else None

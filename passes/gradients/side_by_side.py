@@ -10,7 +10,7 @@ import onnx_ir as ir
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.values import constant_of, dims_of, like
 
-_MOST = 64  # inputs of a Concat: longer ones would be written again for each further input
+_MOST_JOINED = 64  # inputs of a Concat: longer ones would be written again for each further input
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def _parts(x: ir.Value, axis: int) -> list[ir.Value]:
     if (
         node is None
         or not is_concat
-        or len(node.inputs) >= _MOST
+        or len(node.inputs) >= _MOST_JOINED
         or node.attributes.get_int("axis", 0) != axis
     ):
         return [x]

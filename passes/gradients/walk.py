@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
 
 import onnx_ir as ir
 
@@ -269,7 +268,7 @@ def expansion(*op_types: str) -> Callable[[Callable[..., Sequence[ir.Value]]], R
             node: ir.Node,
             further: list[Input],
             active: Active,
-            **named: Any,
+            **named: object,
         ) -> Gradients:
             graph = node.graph
             assert isinstance(graph, ir.Graph)

@@ -23,7 +23,7 @@ from passes.losses.loss import Loss, epsilon, new_input, positive
 
 __all__ = ["BinaryCrossEntropy", "CTC", "CrossEntropy", "Hinge", "KLDivergence"]
 
-_MANY = 2**20  # classes from which on the graph computes the class numbers instead of storing them
+_MANY_CLASSES = 2**20  # classes from which on the graph computes the class numbers instead of storing them
 IMPOSSIBLE = -1e30  # the logarithm of a probability of 0; with infinity, gradients would be NaN
 
 
@@ -267,7 +267,7 @@ class CrossEntropy(_OverClasses):
 
     def _one_hot(self, op: Emitter, prediction: ir.Value, target: ir.Value) -> ir.Value:
         classes = self._classes(prediction)
-        if classes is None or classes > _MANY:
+        if classes is None or classes > _MANY_CLASSES:
             size = op.Squeeze(op.Gather(op.shape_of(prediction), [self.axis]))
             numbers = op.Reshape(op.Range(0, size, 1), self._along_axis(prediction))
         else:

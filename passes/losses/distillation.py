@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import onnx_ir as ir
 
@@ -13,6 +12,7 @@ from graphopt.errors import GraphoptError, kind_of
 from graphopt.files import ReadPath
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.loading import load
+from graphopt.graph.rewriting import Read
 from graphopt.graph.roles import Role, with_role
 from graphopt.graph.values import dims_of, dtype_of, is_floating, name_of
 from graphopt.intervals import within
@@ -71,7 +71,7 @@ class Distillation(Loss):
     def learns(self) -> bool:
         return self._hard.learns
 
-    def adapted(self, model: ir.Model, read: Any, target_name: str = "target") -> Distillation:
+    def adapted(self, model: ir.Model, read: Read, target_name: str = "target") -> Distillation:
         hard = replace(self._hard, output=self.output).adapted(model, read, target_name)
         return replace(self, loss=hard)
 
@@ -80,13 +80,12 @@ class Distillation(Loss):
         if self.teacher is None:
             logits = new_input(model, name, dtype_of(prediction), ir.Shape(dims_of(prediction)))
         else:
-            logits = self._put_in(model, prediction)
+            logits = self._put_in(model, prediction, self.teacher)
         return [logits, *(self._hard.operands(model, prediction, target_name) if self.alpha < 1 else ())]
 
-    def _put_in(self, model: ir.Model, prediction: ir.Value) -> ir.Value:
+    def _put_in(self, model: ir.Model, prediction: ir.Value, teacher: str | os.PathLike[str]) -> ir.Value:
         """Put the teacher into the graph, and return its logits."""
-        assert self.teacher is not None
-        part, where = load(self.teacher), f"Distillation: teacher {os.fspath(self.teacher)!r}"
+        part, where = load(teacher), f"Distillation: teacher {os.fspath(teacher)!r}"
         Normalize()(part)
         floating = {name_of(y): y for y in part.graph.outputs if is_floating(y)}
         named = [y for name, y in floating.items() if self.teacher_output in (None, name)]

@@ -69,7 +69,7 @@ def before_training(model: ir.Model, prediction: ir.Value) -> ir.Model:
 
 
 def share_weights(model: ir.Model, part: ir.Model) -> None:
-    """Let a part of a graph read the graph's own frozen weights, which have the same names."""
+    """Make a part of a graph read the graph's own frozen weights, which have the same names."""
     for name, w in list(part.graph.initializers.items()):
         own = model.graph.initializers.get(name)
         if own is not None and own.const_value is w.const_value:

@@ -19,10 +19,10 @@ from graphopt.graph.weight_kinds import PRODUCT, weight_kinds_of
 from passes.gradients.rules.blocks import BLOCK_LOGITS, TokenBlocks, in_blocks, token_losses
 from passes.gradients.rules.control_flow import scan_over
 
-_MANY_CLASSES = 4096  # from which on blocks pay
-_BLOCK = 2**23  # the numbers in a block of logits
-_ROWS = 128  # the fewest tokens of a block, which reads all weights of the head
-_MOST_NODES = 64  # of a head
+_MANY_CLASSES = 4096  # from this number of classes on, blocks pay
+_LOGITS_OF_A_BLOCK = 2**23  # the numbers in a block of logits
+_FEWEST_TOKENS = 128  # the fewest tokens of a block, which reads all weights of the head
+_MOST_HEAD_NODES = 64  # a head has no more nodes
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ def find_head(logits: ir.Value) -> TokenHead | None:
     front = {logits: False}  # whether all ways from a value to the logits have a product
     nodes: list[ir.Node] = []
     best = None
-    while len(nodes) < _MOST_NODES:
+    while len(nodes) < _MOST_HEAD_NODES:
         last = [x for x in front if (made := x.producer()) is not None and _is_tokenwise(made, fed)]
         if not last:
             break
@@ -143,10 +143,11 @@ def losses_in_blocks(
     """Emit the cross-entropy of each token, in the shape of `label`, by a Scan over blocks of tokens.
 
     Args:
-        blocks: the number of blocks; None for so many that a block has about `_BLOCK` logits, at least `_ROWS` rows.
+        blocks: the number of blocks; None for so many that a block has about `_LOGITS_OF_A_BLOCK` logits, and at
+            least `_FEWEST_TOKENS` rows.
     """
     classes = dims_of(head.logits)[-1]
-    most = max(_ROWS, _BLOCK // classes) if isinstance(classes, int) else _ROWS
+    most = max(_FEWEST_TOKENS, _LOGITS_OF_A_BLOCK // classes) if isinstance(classes, int) else _FEWEST_TOKENS
     tokens = op.Size(label)
     count = op.Max(op.Div(tokens + (most - 1), most), 1)
     if blocks is not None:

@@ -167,7 +167,7 @@ def new_input(
 
 
 def _choice(loss: str, output: str | None, outputs: Sequence[ir.Value]) -> str:
-    """Say which outputs a loss can compare, and how to name one."""
+    """Describe which outputs a loss can compare, and how to name one."""
     if not outputs:
         return f"{loss}: expected a floating-point output, the model has none: declare the prediction as an output"
     shapes = [

@@ -22,7 +22,7 @@ _BETWEEN = {"Cast", "Dropout", "Identity", "Mul", "Reshape", "Squeeze", "Unsquee
 
 
 def keep_apart(op: Emitter, graph: ir.Graph, tokens: ir.Value, segments: ir.Value) -> None:
-    """Let no token read another of its row that has another number in `segments`, int64 [rows, tokens].
+    """Keep tokens of a row from reading those that have another number in `segments`, int64 [rows, tokens].
 
     Prediction and the trained model keep the graph without segments.
 
@@ -47,17 +47,17 @@ def keep_apart(op: Emitter, graph: ir.Graph, tokens: ir.Value, segments: ir.Valu
     restarted = op.ReduceSum(op.Cast(op.And(same, earlier), to=ir.DataType.INT64), [2], keepdims=0)
     restarted.shape = segments.shape
     for x in scores:
-        _replace(x, _masked(op, x, same, segments))
+        _read_instead(x, _masked(op, x, same, segments))
     for x in [x for x in _positions(graph) if x.uses()]:
         own = op.Min(x, op.cast(restarted, x.dtype))
         own.shape = segments.shape
-        _replace(x, InferenceForm(same_as=0, predicting=True).write(own))
+        _read_instead(x, InferenceForm(same_as=0, predicting=True).write(own))
     for x in dict.fromkeys(_added(graph, tokens, read - _from_products(scores))):
-        _replace(x, _gathered(op, x, restarted))
+        _read_instead(x, _gathered(op, x, restarted))
 
 
-def _replace(x: ir.Value, other: ir.Value) -> None:
-    """Let all readers of a value, except those that compute the other, read the other."""
+def _read_instead(x: ir.Value, other: ir.Value) -> None:
+    """Make all readers of a value, except those that compute the other, read the other."""
     own = ancestors([other])
     redirect([use for use in x.uses() if use[0] not in own], other)
 

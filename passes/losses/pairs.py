@@ -22,7 +22,7 @@ __all__ = ["CosineEmbedding", "CosineSimilarity", "InfoNCE", "PairLoss", "Triple
 
 _PAIRS = "pairs"  # the dimension of examples, each of which has several rows
 _ROWS = "/rows"  # the end of the name of an output with the rows of all companions
-_ZERO = 1e-24  # the least square of a norm
+_LEAST_SQUARE = 1e-24  # the least square of a norm
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ def split_rows(op: Emitter, x: ir.Value, count: int) -> list[ir.Value]:
 
 def _normalized(op: Emitter, x: ir.Value) -> ir.Value:
     """Emit the rows of a matrix, divided by their norms."""
-    return x / op.Sqrt(op.Max(op.ReduceSumSquare(x, [-1], keepdims=1), _ZERO))
+    return x / op.Sqrt(op.Max(op.ReduceSumSquare(x, [-1], keepdims=1), _LEAST_SQUARE))
 
 
 def _cosine(op: Emitter, x: ir.Value, y: ir.Value) -> ir.Value:

@@ -13,7 +13,7 @@ from graphopt.graph import state
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.metadata import TargetSpec
 from graphopt.graph.roles import Role, set_role, with_role
-from graphopt.graph.values import dtype_of, name_of
+from graphopt.graph.values import dims_of, dtype_of, name_of
 from graphopt.intervals import within
 from passes.losses.causal import CausalLanguageModel
 from passes.losses.classification import softplus
@@ -94,8 +94,7 @@ class DPO(PairLoss):
                 )
                 reference = split_rows(op, self._log_probabilities(op, causal, logits, given), 2)
             elif self.reference == "inputs":
-                dtype, shape = dtype_of(ratios[0]), ratios[0].shape
-                assert shape is not None
+                dtype, shape = dtype_of(ratios[0]), ir.Shape(dims_of(ratios[0]))
                 reference = [
                     new_input(model, name, dtype, shape) for name in (_REFERENCE, f"{_REFERENCE}_{_REJECTED}")
                 ]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import Any
 
 import onnx_ir as ir
 
@@ -43,7 +42,7 @@ def lower_operators(op: Emitter, graph: ir.Graph, is_last: bool = True) -> None:
         if is_lowered(node):
             if not is_last and any(map(_is_unknown, node.inputs)):
                 continue
-            _replace(op, graph, node)
+            _lower(op, graph, node)
         elif any(output.type is None or output.shape is None for output in node.outputs):
             op.infer(node)
         if classical.is_tree(node):
@@ -55,7 +54,7 @@ def _is_unknown(x: ir.Value | None) -> bool:
     return x is not None and (x.dtype is None or x.shape is None)
 
 
-def _replace(op: Emitter, graph: ir.Graph, node: ir.Node) -> None:
+def _lower(op: Emitter, graph: ir.Graph, node: ir.Node) -> None:
     last = graph[-1]
     operator = f"{node.domain}::{node.op_type} node {node.name!r}"
     try:
@@ -94,7 +93,7 @@ def _call(op: Emitter, function: Lowering, node: ir.Node) -> Sequence[ir.Value |
             )
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
     named = {p.name for p in parameters if p.kind is p.KEYWORD_ONLY}
-    values: dict[str, Any] = dict(zip(inputs, node.inputs, strict=False))
+    values: dict[str, object] = dict(zip(inputs, node.inputs, strict=False))
     for name, attribute in node.attributes.items():
         if (takes_all or name in named) and name not in inputs:
             values[name] = attribute.value

@@ -180,7 +180,7 @@ def _warn_of_fixed(graph: ir.Graph) -> None:
 
 
 def _skip_empty(graph: ir.Graph) -> None:
-    """Let the readers of a Concat of an input and nothing, by which exporters begin a cache, read the input."""
+    """Make the readers of a Concat of an input and nothing, by which exporters begin a cache, read the input."""
     for x in graph.inputs:
         for node in [node for node in x.consumers() if node.op_type == "Concat" and node.domain == ""]:
             arrays = [constant_of(y) for y in node.inputs if y is not x]

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -89,7 +88,7 @@ def _before(nodes: Iterable[ir.Node]) -> set[ir.Node]:
 
 
 @lowers("SVMClassifier", "SVMRegressor", domain=_DOMAIN)
-def support_vector_machine(op: Emitter, x: Value, **attributes: Any) -> Value:
+def support_vector_machine(op: Emitter, x: Value, **attributes: object) -> Value:
     raise GraphoptError(
         "a kernel machine stores all its support vectors as attributes: train a linear model or a network instead"
     )

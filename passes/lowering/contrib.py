@@ -20,7 +20,7 @@ from passes.lowering.registry import lowers, plus
 
 @lowers("DequantizeLinear", "Gelu", "LayerNormalization", "QuantizeLinear", domain=MICROSOFT)
 def as_in_onnx(
-    op: Emitter, x: Value, scale: Input = None, more: Input = None, *, node: ir.Node, **attributes: Any
+    op: Emitter, x: Value, scale: Input = None, more: Input = None, *, node: ir.Node, **attributes: object
 ) -> Value:
     """Emit the operator of the same name in ONNX's domain, which has the same inputs and attributes."""
     inputs = [value for value in (x, scale, more) if value is not None]
@@ -41,7 +41,7 @@ def activate(op: Emitter, x: Value, activation: str, numbers: Sequence[float | N
     schema = schema_of("", activation, op.versions[""])
     if schema is None:
         raise GraphoptError(f"its activation {activation!r} is not covered")
-    attributes: dict[str, Any] = dict(zip(sorted(schema.attributes), numbers, strict=False))
+    attributes = dict(zip(sorted(schema.attributes), numbers, strict=False))
     present = {name: value for name, value in attributes.items() if value is not None}
     result = op.call_op(activation, [x], present)
     assert isinstance(result, Value)

@@ -56,7 +56,7 @@ def _lower(op: Emitter, graph: ir.Graph, contents: _Contents, sizes: Container[_
         if (content := _content(op, node, before)) is not None:
             contents[node.outputs[0]] = content
         if before is not None and (result := _read(op, node, before)) is not None:
-            _replace(op, node.outputs[0], result)
+            _swap_copy(op, node.outputs[0], result)
             graph.remove(node, safe=True)
     sort(graph)
 
@@ -224,7 +224,7 @@ def _scan(op: Emitter, node: ir.Node, contents: _Contents, sizes: Container[_Siz
     body = body.clone(allow_outer_scope_values=True)
     op.call_op("Loop", inputs, {"body": body}, outputs=outputs, name=node.name)
     for y, new in zip(remaining, outputs, strict=False):
-        _replace(op, y, new)
+        _swap_copy(op, y, new)
     stacks = iter(outputs[len(remaining) :])
     for i, (rows, first) in replaced.items():
         y, whole = node.outputs[i], first
@@ -237,22 +237,21 @@ def _scan(op: Emitter, node: ir.Node, contents: _Contents, sizes: Container[_Siz
             again = op.SplitToSequence(whole, axis=0, keepdims=0)
         else:
             again = op.Identity(node.inputs[i + 2])
-        contents[_replace(op, y, again)] = whole
+        contents[_swap_copy(op, y, again)] = whole
     node.graph.remove(node, safe=True)  # type: ignore[union-attr]
 
 
-def _appended(before: ir.Value, after: ir.Value) -> list[ir.Value] | None:
+def _appended(before: ir.Value, after: ir.Value | None) -> list[ir.Value] | None:
     """Return the tensors that a turn of a Loop appends to a sequence, or None if it does anything else."""
     rows: list[ir.Value] = []
     while after is not before:
-        node = after.producer()
-        if node is None or len(after.uses()) + after.is_graph_output() != 1:
+        node = None if after is None else after.producer()
+        if after is None or node is None or len(after.uses()) + after.is_graph_output() != 1:
             return None
         if node.op_type == "SequenceInsert" and len(node.inputs) == 2 and node.inputs[1] is not None:
             rows.append(node.inputs[1])
         elif node.op_type != "Identity":
             return None
-        assert node.inputs[0] is not None
         after = node.inputs[0]
     return rows[::-1]
 
@@ -277,6 +276,6 @@ def _are_alike(rows: Sequence[ir.Value], readers: Iterable[ir.Node], sizes: Cont
     )
 
 
-def _replace(op: Emitter, y: ir.Value, result: ir.Value) -> ir.Value:
+def _swap_copy(op: Emitter, y: ir.Value, result: ir.Value) -> ir.Value:
     """Replace `y` by a copy of `result` with the name of `y`, and return it."""
     return swap(y, like(op.Identity(result), y))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import onnx_ir as ir
@@ -15,7 +16,7 @@ from graphopt.graph.emitter import Emitter
 from graphopt.graph.state import STEP
 from graphopt.graph.values import dtype_of, wide_type
 from graphopt.intervals import within
-from passes.optimizers.optimizer import Optimizer, ValueTuple
+from passes.optimizers.optimizer import Kernel, Optimizer, Row, Start, ValueTuple, read_at
 
 __all__ = ["LAMB", "Adagrad", "Adam", "AdamW", "RMSprop", "ScheduleFreeAdamW"]
 
@@ -72,9 +73,13 @@ class AdamW(Adam):
 
     decoupled: ClassVar[bool] = True
 
-    def kernel(self, decay: float) -> tuple[str, dict[str, Any]] | None:
+    def kernel(self) -> Kernel:
         moments = {"alpha": self.beta1, "beta": self.beta2, "epsilon": self.epsilon}
-        return "AdamWOptimizer", {**moments, "weight_decay": decay, "adam_mode": 0}  # 0: as in PyTorch
+        return "AdamWOptimizer", {
+            **moments,
+            "weight_decay": self.weight_decay,
+            "adam_mode": 0,
+        }  # as in PyTorch
 
 
 @dataclass(frozen=True)
@@ -137,20 +142,17 @@ class ScheduleFreeAdamW(Optimizer):
     unsigned: ClassVar[tuple[str, ...]] = ("exp_avg_sq",)
     exact: ClassVar[tuple[str, ...]] = ("z",)
 
-    def initial(self, w: Value) -> dict[str, np.ndarray]:
-        start = state.initial(w)
-        assert start is not None
-        z = start.numpy().astype(wide_type(w).numpy())
-        return {"z": z, "exp_avg_sq": np.zeros_like(z)}
+    def slots(self) -> dict[str, Start]:
+        return {"z": np.array, "exp_avg_sq": 0.0}
 
-    def point(self, op: Emitter, w: Value, *slots: Value) -> Value:
-        return w + (1 - self.beta1) * (slots[0] - w)
-
-    def shared(self, model: ir.Model, op: Emitter, rate: Value, t: Value) -> ValueTuple:
+    def shared(self, model: ir.Model, op: Emitter, rows: Sequence[Row], rate: Value, t: Value) -> ValueTuple:
         if any(x.name == f"{STEP}.weight_sum" for x in model.graph.inputs):
             raise GraphoptError(
                 "expected one ScheduleFreeAdamW with the same powers for all parameters, found several"
             )
+        for row in rows:
+            w, z = op.cast(row.w, wide_type(row.w)), row.slots[0].read(op)
+            read_at(op, row.w, self._point(op, w, z))
         dtype = dtype_of(rate).numpy()
         sums = [
             state.declare_slot(model, STEP, name, np.zeros((), dtype))
@@ -165,6 +167,10 @@ class ScheduleFreeAdamW(Optimizer):
         state.set_next(model, sums[1], total)
         return (weight / op.Max(total, float(np.finfo(dtype).tiny)),)
 
+    def _point(self, op: Emitter, w: Value, z: Value) -> Value:
+        """Emit y, at which the step computes the gradient."""
+        return w + (1 - self.beta1) * (z - w)
+
     def decayed(self, op: Emitter, w: Value, g: Value, rate: Value) -> tuple[Value, Value]:
         return w, g
 
@@ -174,7 +180,7 @@ class ScheduleFreeAdamW(Optimizer):
         correction = 1 - op.Pow(op.constant(self.beta2, like=t), t)
         d = g / (op.Sqrt(v / correction) + self.epsilon)
         if self.weight_decay:
-            d = d + self.weight_decay * self.point(op, w, z)
+            d = d + self.weight_decay * self._point(op, w, z)
         z = z - rate * d
         return w + share * (z - w), z, v
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from onnx_ir import Value
 
 from graphopt.errors import GraphoptError
 from graphopt.graph.emitter import Emitter
 from graphopt.intervals import within
-from passes.optimizers.optimizer import Optimizer, ValueTuple
+from passes.optimizers.optimizer import Kernel, Optimizer, ValueTuple
 
 __all__ = ["SGD", "Lion"]
 
@@ -52,7 +52,7 @@ class SGD(Optimizer):
     def slots(self) -> dict[str, float]:
         return {"momentum": 0.0} if self.momentum else {}
 
-    def kernel(self, decay: float) -> tuple[str, dict[str, Any]] | None:
+    def kernel(self) -> Kernel | None:
         return None if self.momentum else ("SGDOptimizerV2", {})
 
     def update(self, op: Emitter, w: Value, g: Value, rate: Value, t: Value, *slots: Value) -> ValueTuple:

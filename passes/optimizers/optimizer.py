@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Literal, final
+from typing import ClassVar, Literal, final
 
 import numpy as np
 import onnx_ir as ir
@@ -22,14 +23,16 @@ from graphopt.graph.rewriting import Pass, Pattern, selects
 from graphopt.graph.roles import Role, needs_training_runtime, updated, with_role
 from graphopt.graph.state import LEARNING_RATE
 from graphopt.graph.traversal import ancestors
-from graphopt.graph.values import gradient_of, like, name_of, wide_type
+from graphopt.graph.values import gradient_of, like, name_of, redirect, wide_type
 from graphopt.intervals import within
-from passes.optimizers.slots import Slot, slot
+from passes.optimizers.slots import Slot, initial_array, slot
 from passes.weights.layers import warn_of_parts
 
 __all__ = ["Group", "Optimizer"]
 
 ValueTuple = tuple[Value, ...]
+Start = float | Callable[[np.ndarray], np.ndarray | None]
+Kernel = tuple[str, Mapping[str, float]]  # its name and attributes
 
 
 @dataclass(frozen=True)
@@ -60,7 +63,7 @@ class Group(metaclass=Checked):
 
 
 @dataclass(frozen=True)
-class _Row:
+class Row:
     """Hold a parameter, its gradient, the optimizer that updates it with its factor of the rate, and its slots."""
 
     w: Value
@@ -68,6 +71,10 @@ class _Row:
     optimizer: Optimizer
     factor: float
     slots: Sequence[Slot]
+
+    def rate(self, base: Value) -> Value:
+        """Emit the rate of the parameter from that of the main optimizer."""
+        return base if self.factor == 1 else base * self.factor
 
 
 @dataclass(frozen=True)
@@ -85,8 +92,8 @@ class Optimizer(Pass):
             name applies.
         slot_bits: 8 stores slots of 4,096 or more numbers in blocks of 256 8-bit codes and a float32 scale (Dettmers
             et al. 2022), as bitsandbytes does, in a quarter of the memory. The step computes in float32.
-        fused: use one kernel of onnxruntime-training for all parameters. Only AdamW and SGD without momentum have
-            such a kernel, for float32 and 16-bit parameters.
+        fused: use one kernel of onnxruntime-training for all parameters of this optimizer. Only AdamW and SGD without
+            momentum have such a kernel, for float32 and 16-bit parameters.
 
     Raises:
         GraphoptError: a number is outside its interval, the graph has no gradients, a group matches no parameter, or
@@ -118,41 +125,20 @@ class Optimizer(Pass):
         if self.fused and self.slot_bits == 8:
             raise GraphoptError(f"{name}: expected slot_bits=32 with fused=True, found 8: set one of them")
 
-    def slots(self) -> dict[str, float]:
-        """Return the initial value of each slot of a parameter, by the slot's name."""
+    def slots(self) -> Mapping[str, Start]:
+        """Return the initial value of each slot of a parameter, by the slot's name.
+
+        It is a number for a slot in the shape of the parameter. Otherwise it is a function of the parameter's initial
+        value, which returns None if the parameter has no such slot.
+        """
         return {}
 
     @abstractmethod
     def update(self, op: Emitter, w: Value, g: Value, rate: Value, t: Value, *slots: Value) -> ValueTuple:
         """Emit the new parameter and its new slots; `t` is the number of the step, starting at 1.
 
-        What `shared` returns follows the slots.
+        The values that `shared` returns follow the slots.
         """
-
-    def kernel(self, decay: float) -> tuple[str, dict[str, Any]] | None:
-        """Return the name and attributes of the fused kernel, or None.
-
-        The inputs of the kernel are the rate, the number of the step if there are slots, and the tensors.
-        """
-        return None
-
-    def of(self, w: Value) -> Optimizer:
-        """Return the optimizer that updates a parameter, by default this one."""
-        return self
-
-    def initial(self, w: Value) -> dict[str, np.ndarray]:
-        """Return the initial value of each slot of a parameter: by default, `slots` in the shape of the parameter."""
-        assert w.shape is not None
-        dims, dtype = w.shape.numpy(), wide_type(w).numpy()
-        return {name: np.full(dims, number, dtype) for name, number in self.slots().items()}
-
-    def point(self, op: Emitter, w: Value, *slots: Value) -> Value | None:
-        """Emit what the step computes with in place of a parameter, or return None; inference reads the parameter."""
-        return None
-
-    def shared(self, model: ir.Model, op: Emitter, rate: Value, t: Value) -> ValueTuple:
-        """Emit the numbers that the updates of all parameters share."""
-        return ()
 
     def decayed(self, op: Emitter, w: Value, g: Value, rate: Value) -> tuple[Value, Value]:
         """Emit the weight decay; return the parameter and its gradient."""
@@ -161,6 +147,21 @@ class Optimizer(Pass):
         if self.decoupled:
             return w * (1 - rate * self.weight_decay), g
         return w, g + self.weight_decay * w
+
+    def of(self, w: Value) -> Optimizer:
+        """Return the optimizer that updates a parameter, by default this one."""
+        return self
+
+    def shared(self, model: ir.Model, op: Emitter, rows: Sequence[Row], rate: Value, t: Value) -> ValueTuple:
+        """Emit the numbers that the updates of all parameters of this optimizer share."""
+        return ()
+
+    def kernel(self) -> Kernel | None:
+        """Return the name and attributes of the fused kernel, or None.
+
+        The inputs of the kernel are the rate, the number of the step if there are slots, and the tensors.
+        """
+        return None
 
     def requires(self, model: ir.Model) -> None:
         if updated(model):
@@ -176,11 +177,6 @@ class Optimizer(Pass):
     @final
     def rewrite(self, model: ir.Model) -> None:
         gradients = with_role(model, Role.GRADIENT)
-        if self.fused and self.kernel(0.0) is None:
-            raise GraphoptError(
-                f"{type(self).__name__}: fused: onnxruntime-training has no kernel for {self}, only for AdamW and for "
-                f"SGD without momentum: leave it out"
-            )
         parameters = {gradient_of(p): p for p in with_role(model, Role.PARAMETER)}
         for group in self.groups:
             if not any(selects(group.pattern, parameter) for parameter in parameters.values()):
@@ -199,14 +195,16 @@ class Optimizer(Pass):
         rows = [self._row(model, parameters[name_of(gradient)], gradient) for gradient in gradients]
         with Emitter(model) as op:
             step = op.Add(counter, 1)
-            update = self._fused_updates if self.fused else self._updates
-            for row, (w, *slots) in update(model, op, rows, rate, step):
+            plain, fused = ([row for row in rows if row.optimizer.fused is flag] for flag in (False, True))
+            updates = (_updates(model, op, plain, rate, step), _fused_updates(model, op, fused, rate, step))
+            for row, (w, *slots) in itertools.chain(*updates):
                 state.set_next(model, row.w, op.Identity(op.cast(w, row.w.dtype)))
                 for held, value in zip(row.slots, slots, strict=True):
                     held.write(model, op, value)
 
-    def _row(self, model: ir.Model, w: Value, gradient: Value) -> _Row:
-        """Declare the slots of a parameter, and find out which optimizer updates it."""
+    @final
+    def assigned(self, w: Value) -> tuple[Optimizer, float]:
+        """Return the optimizer that updates a parameter, and its factor of the rate."""
         group = next((group for group in self.groups if selects(group.pattern, w)), Group(None))
         optimizer, factor = (group.optimizer or self).of(w), group.learning_rate
         if optimizer.learning_rate != self.learning_rate:
@@ -218,57 +216,66 @@ class Optimizer(Pass):
             factor *= optimizer.learning_rate / self.learning_rate
         if group.weight_decay is not None:
             optimizer = replace(optimizer, weight_decay=group.weight_decay)
-        slots = []
-        for name, start in optimizer.initial(w).items():
-            bits = 32 if name in optimizer.exact else optimizer.slot_bits
-            slots.append(slot(model, w, name, start, bits, signed=name not in optimizer.unsigned))
-        return _Row(w, gradient, optimizer, factor, slots)
+        return optimizer, factor
 
-    def _updates(
-        self, model: ir.Model, op: Emitter, rows: Sequence[_Row], base: Value, step: Value
-    ) -> Iterator[tuple[_Row, ValueTuple]]:
-        """Emit the update of each parameter, from its gradient and its slots."""
-        shared: dict[str, ValueTuple] = {}  # by optimizer
-        for row in rows:
-            optimizer, slots = row.optimizer, [held.read(op) for held in row.slots]
-            read_at(op, row.w, optimizer.point(op, op.cast(row.w, wide_type(row.w)), *slots))
-            key = repr(replace(optimizer, weight_decay=0.0, groups=()))
-            if key not in shared:
-                shared[key] = optimizer.shared(model, op, base, step)
-            rate = base if row.factor == 1 else base * row.factor
-            given = (row.w, row.gradient, rate, step, *shared[key])
-            w, g, own_rate, t, *numbers = (op.cast(x, wide_type(row.w)) for x in given)
-            w, g = optimizer.decayed(op, w, g, own_rate)
-            yield row, optimizer.update(op, w, g, own_rate, t, *slots, *numbers)
-
-    def _fused_updates(
-        self, model: ir.Model, op: Emitter, rows: Sequence[_Row], base: Value, step: Value
-    ) -> Iterator[tuple[_Row, ValueTuple]]:
-        """Emit a kernel of onnxruntime-training for all parameters of each rate and weight decay."""
-        groups: dict[tuple[float, float], list[_Row]] = {}
-        for row in rows:
-            if type(row.optimizer) is not type(self):
-                raise GraphoptError(
-                    f"{type(self).__name__}: fused: expected one optimizer for all parameters, found "
-                    f"{type(row.optimizer).__name__} for {row.w.name!r}: set fused=False"
-                )
-            groups.setdefault((row.factor, row.optimizer.weight_decay), []).append(row)
-        for (factor, decay), alike in groups.items():
-            kernel = self.kernel(decay)
-            assert kernel is not None
-            inputs = []
-            for row in alike:
-                w, g = (op.cast(x, wide_type(row.w)) for x in (row.w, row.gradient))
-                g = g if self.decoupled or not decay else g + decay * w
-                inputs.append((w, g, *(held.read(op) for held in row.slots)))
-            columns = list(zip(*inputs, strict=True))
-            updated = [columns[0], *columns[2:]]  # all but the gradients
-            scalars = (base if factor == 1 else base * factor, step)[: len(updated)]
-            results = call_kernel(op, model, kernel[0], scalars, columns, updated, **kernel[1])
-            yield from zip(alike, zip(*results, strict=True), strict=True)
+    def _row(self, model: ir.Model, w: Value, gradient: Value) -> Row:
+        """Declare the slots of a parameter, and find out which optimizer updates it."""
+        optimizer, factor = self.assigned(w)
+        first, slots = initial_array(w), []
+        for name, number in optimizer.slots().items():
+            start = number(first) if callable(number) else np.full_like(first, number)
+            if start is not None:
+                bits = 32 if name in optimizer.exact else optimizer.slot_bits
+                slots.append(slot(model, w, name, start, bits, signed=name not in optimizer.unsigned))
+        return Row(w, gradient, optimizer, factor, slots)
 
 
-def check_optimizer(optimizer: Any, where: str) -> None:
+def _updates(
+    model: ir.Model, op: Emitter, rows: Sequence[Row], base: Value, step: Value
+) -> Iterator[tuple[Row, ValueTuple]]:
+    """Emit the update of each parameter, from its gradient and its slots."""
+    alike: dict[str, list[Row]] = {}  # by their optimizer
+    for row in rows:
+        alike.setdefault(repr(replace(row.optimizer, weight_decay=0.0, groups=())), []).append(row)
+    shared: dict[Value, ValueTuple] = {}
+    for some in alike.values():
+        common = some[0].optimizer.shared(model, op, some, base, step)
+        shared |= dict.fromkeys((row.w for row in some), common)
+    for row in rows:
+        optimizer, slots = row.optimizer, [held.read(op) for held in row.slots]
+        given = (row.w, row.gradient, row.rate(base), step, *shared[row.w])
+        w, g, rate, t, *numbers = (op.cast(x, wide_type(row.w)) for x in given)
+        w, g = optimizer.decayed(op, w, g, rate)
+        yield row, optimizer.update(op, w, g, rate, t, *slots, *numbers)
+
+
+def _fused_updates(
+    model: ir.Model, op: Emitter, rows: Sequence[Row], base: Value, step: Value
+) -> Iterator[tuple[Row, ValueTuple]]:
+    """Emit a kernel of onnxruntime-training for all parameters of each optimizer, rate and weight decay."""
+    groups: dict[tuple[str, float], list[Row]] = {}
+    for row in rows:
+        groups.setdefault((repr(row.optimizer), row.factor), []).append(row)
+    for alike in groups.values():
+        optimizer, inputs = alike[0].optimizer, []
+        kernel, decay = optimizer.kernel(), optimizer.weight_decay
+        if kernel is None:
+            raise GraphoptError(
+                f"{type(optimizer).__name__}: fused: onnxruntime-training has no kernel for {optimizer}, only for "
+                f"AdamW and for SGD without momentum: leave it out"
+            )
+        for row in alike:
+            w, g = (op.cast(x, wide_type(row.w)) for x in (row.w, row.gradient))
+            g = g if optimizer.decoupled or not decay else g + decay * w
+            inputs.append((w, g, *(held.read(op) for held in row.slots)))
+        columns = list(zip(*inputs, strict=True))
+        updated = [columns[0], *columns[2:]]  # all but the gradients
+        scalars = (alike[0].rate(base), step)[: len(updated)]
+        results = call_kernel(op, model, kernel[0], scalars, columns, updated, **kernel[1])
+        yield from zip(alike, zip(*results, strict=True), strict=True)
+
+
+def check_optimizer(optimizer: object, where: str) -> None:
     """Raise an error unless an option is an optimizer or None."""
     if optimizer is not None and not isinstance(optimizer, Optimizer):
         raise GraphoptError(
@@ -276,17 +283,14 @@ def check_optimizer(optimizer: Any, where: str) -> None:
         )
 
 
-def read_at(op: Emitter, w: Value, point: Value | None) -> None:
-    """Let all readers of a parameter so far read `point` in its place in training, but not in inference."""
-    if point is None:
-        return
+def read_at(op: Emitter, w: Value, point: Value) -> None:
+    """Make all readers of a parameter so far read `point` in its place in training, but not in inference."""
     made = ancestors([point])
     uses = [(user, index) for user, index in w.uses() if user not in made]
     read = op.cast(point, w.dtype)
     for x in (point, read):
         InferenceForm(same_as=0).write(x)
-    for user, index in uses:
-        user.replace_input_with(index, read)
+    redirect(uses, read)
 
 
 def call_kernel(
@@ -296,7 +300,7 @@ def call_kernel(
     scalars: Sequence[Value],
     columns: Sequence[Sequence[Value]],
     updated: Sequence[Sequence[Value]],
-    **attributes: Any,
+    **attributes: float,
 ) -> list[list[Value]]:
     """Emit a kernel of onnxruntime-training that updates all tensors of a step at once; return those of its outputs.
 

@@ -9,18 +9,16 @@ torch.optim.Adafactor; torch.optim for SGD, RMSprop and swa_utils.AveragedModel;
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 
-from graphopt.graph.rewriting import selects
 from passes.averages import EMA, SWA, Average
 from passes.clipping import ClipGlobalNorm, ClipValue, GradientNorm, ReportGradients
 from passes.optimizers.adaptive import LAMB, Adagrad, Adam, AdamW, RMSprop, ScheduleFreeAdamW
 from passes.optimizers.descent import SGD, Lion
-from passes.optimizers.optimizer import Group, Optimizer
+from passes.optimizers.optimizer import Optimizer
 from passes.optimizers.structured import Adafactor, Muon
 
 Arrays = Mapping[str, np.ndarray]
@@ -153,7 +151,7 @@ CLIPS: dict[type, _Clip] = {
 }
 
 
-def clipped(clips: Sequence[Any], gradients: dict[str, np.ndarray]) -> dict[str, np.ndarray] | None:
+def clipped(clips: Sequence[object], gradients: dict[str, np.ndarray]) -> dict[str, np.ndarray] | None:
     """Return gradients after clipping passes; None if one of these is not known here."""
     for item in clips:
         if type(item) not in CLIPS:
@@ -164,15 +162,8 @@ def clipped(clips: Sequence[Any], gradients: dict[str, np.ndarray]) -> dict[str,
 
 def update_of(optimizer: Optimizer, parameter: ir.Value) -> tuple[Optimizer, float] | None:
     """Return the optimizer of a parameter and the factor of its rate; None if its update is not known here."""
-    group = next((group for group in optimizer.groups if selects(group.pattern, parameter)), Group(None))
-    own, factor = (group.optimizer or optimizer).of(parameter), group.learning_rate
-    if type(own) not in UPDATES or own.fused:
-        return None
-    if own.learning_rate != optimizer.learning_rate:
-        factor *= own.learning_rate / optimizer.learning_rate
-    if group.weight_decay is not None:
-        own = replace(own, weight_decay=group.weight_decay)
-    return own, factor
+    own, factor = optimizer.assigned(parameter)
+    return None if type(own) not in UPDATES or own.fused else (own, factor)
 
 
 def share_of(average: Average, t: int) -> float | None:

@@ -13,13 +13,16 @@ import math
 import numpy as np
 import onnx_ir as ir
 
+from graphopt.errors import GraphoptError
 from graphopt.graph import state
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.values import wide_type
 
 BLOCK = 256
-_LEAST = 4096  # numbers: smaller slots stay whole
-_CELLS = 256  # for each factor of e, so that a cell contains at most one bound between two numbers of a table
+_FEWEST_NUMBERS = 4096  # slots of fewer numbers stay whole
+_CELLS_PER_FACTOR_E = (
+    256  # for each factor of e, so that a cell contains at most one bound between two numbers of a table
+)
 
 
 class Slot:
@@ -86,10 +89,10 @@ class QuantizedSlot(Slot):
         zero = int(np.searchsorted(self._table, 0))
         magnitudes = self._table[zero:]
         bounds = (magnitudes[1:] + magnitudes[:-1]) / 2
-        cells = np.floor((np.log(bounds) - math.log(bounds[0])) * _CELLS).astype(int)
+        cells = np.floor((np.log(bounds) - math.log(bounds[0])) * _CELLS_PER_FACTOR_E).astype(int)
         first = np.searchsorted(cells, np.arange(cells[-1] + 2))  # the first bound in each cell or after it
         size = op.Abs(x)
-        cell = (op.Log(op.Max(size, float(bounds[0]))) - math.log(bounds[0])) * float(_CELLS)
+        cell = (op.Log(op.Max(size, float(bounds[0]))) - math.log(bounds[0])) * float(_CELLS_PER_FACTOR_E)
         cell = op.Clip(op.Cast(cell, to=ir.DataType.INT32), np.int32(0), np.int32(len(first) - 1))
         index = op.Gather(op.constant(first.astype(np.int32)), cell)
         bound = op.Gather(op.constant(np.append(bounds, np.float32(2))), index)
@@ -116,6 +119,14 @@ def dynamic_table(signed: bool) -> np.ndarray:
     return table
 
 
+def initial_array(w: ir.Value) -> np.ndarray:
+    """Return the initial value of a parameter, in the type of its slots."""
+    start = state.initial(w)
+    if start is None:
+        raise GraphoptError(f"{w.name!r}: expected a parameter with an initial value, found data")
+    return start.numpy().astype(wide_type(w).numpy(), copy=False)
+
+
 def slot(model: ir.Model, w: ir.Value, name: str, start: np.ndarray, bits: int, *, signed: bool) -> Slot:
     """Declare a slot of a parameter: in 8 bits if that is asked for, and it has the parameter's shape and is large.
 
@@ -126,6 +137,11 @@ def slot(model: ir.Model, w: ir.Value, name: str, start: np.ndarray, bits: int, 
         bits: 8 or 32.
         signed: whether the numbers may be negative.
     """
-    if bits == 8 and start.size >= _LEAST and w.shape is not None and start.shape == tuple(w.shape.numpy()):
+    if (
+        bits == 8
+        and start.size >= _FEWEST_NUMBERS
+        and w.shape is not None
+        and start.shape == tuple(w.shape.numpy())
+    ):
         return QuantizedSlot(model, w, name, start, signed)
     return Slot(model, w, name, start)

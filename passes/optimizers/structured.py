@@ -7,15 +7,16 @@ from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 import numpy as np
+import onnx_ir as ir
 from onnx_ir import Node, Value
 
 from graphopt.errors import GraphoptError
 from graphopt.graph.emitter import Emitter
-from graphopt.graph.values import dtype_of, wide_type
+from graphopt.graph.values import dims_of, dtype_of
 from graphopt.graph.weight_kinds import PRODUCT, weight_kinds_of
 from graphopt.intervals import within
 from passes.optimizers.adaptive import AdamW
-from passes.optimizers.optimizer import Optimizer, ValueTuple, check_optimizer
+from passes.optimizers.optimizer import Optimizer, Start, ValueTuple, check_optimizer
 
 __all__ = ["Adafactor", "Muon"]
 
@@ -75,7 +76,7 @@ class Muon(Optimizer):
     def of(self, w: Value) -> Optimizer:
         if w.shape is None or len(w.shape) != 2 or _is_embedding(w):
             adamw = AdamW(self.learning_rate, weight_decay=self.weight_decay, slot_bits=self.slot_bits)
-            return (self.others or adamw).of(w)
+            return (self.others or replace(adamw, fused=self.fused)).of(w)
         rows, columns = w.shape.numpy() if _has_rows_of_outputs(w) else w.shape.numpy()[::-1]
         rules = {
             "original": math.sqrt(max(1, rows / columns)),
@@ -84,10 +85,10 @@ class Muon(Optimizer):
         return replace(self, adjust=rules[self.adjust] if isinstance(self.adjust, str) else self.adjust)
 
     def update(self, op: Emitter, w: Value, g: Value, rate: Value, t: Value, *slots: Value) -> ValueTuple:
-        assert g.shape is not None and not isinstance(self.adjust, str)
         b = self.momentum * slots[0] + (1 - self.momentum) * g
         x = (1 - self.momentum) * g + self.momentum * b if self.nesterov else b
-        tall = g.shape.numpy()[0] > g.shape.numpy()[1]
+        rows, columns = ir.Shape(dims_of(g)).numpy()
+        tall = rows > columns
         x = op.Transpose(x, perm=[1, 0]) if tall else x
         x = x / op.Max(op.Sqrt(op.ReduceSumSquare(x, keepdims=0)), self.epsilon)
         one, two, three = self.coefficients
@@ -155,13 +156,12 @@ class Adafactor(Optimizer):
     scale_parameter: bool = True
     relative_step: bool = True
 
-    def initial(self, w: Value) -> dict[str, np.ndarray]:
-        assert w.shape is not None
-        dims, dtype = w.shape.numpy(), wide_type(w).numpy()
-        if len(dims) < 2:
-            return {"variance": np.zeros(dims, dtype)}
-        shapes = {"row_var": (*dims[:-1], 1), "col_var": (*dims[:-2], 1, dims[-1])}
-        return {name: np.zeros(shape, dtype) for name, shape in shapes.items()}
+    def slots(self) -> dict[str, Start]:
+        return {
+            "variance": lambda w: np.zeros_like(w) if w.ndim < 2 else None,
+            "row_var": lambda w: np.zeros_like(w[..., :1]) if w.ndim >= 2 else None,
+            "col_var": lambda w: np.zeros_like(w[..., :1, :]) if w.ndim >= 2 else None,
+        }
 
     def decayed(self, op: Emitter, w: Value, g: Value, rate: Value) -> tuple[Value, Value]:
         return w, g  # the update scales the rate by the parameter as it was before

@@ -126,15 +126,15 @@ def _sum_over_workers(model: ir.Model) -> dict[ir.Value, None]:
             if metadata.OF_BATCH.is_set(node):
                 _moments(op, node, total)
             elif BATCH_COUNT.is_set(node):
-                _replace(op, node, total)
+                _correct(op, node, total)
         weight = _weight(op, model)
         for node in nodes:
             if BATCH_GRADIENT.is_set(node):
-                _replace(op, node, lambda x: total(weight * x) / weight if weight else total(x))
+                _correct(op, node, lambda x: total(weight * x) / weight if weight else total(x))
     return summed
 
 
-def _replace(op: Emitter, node: ir.Node, formula: _Formula) -> None:
+def _correct(op: Emitter, node: ir.Node, formula: _Formula) -> None:
     """Replace the second input of a node by a function of it."""
     x = node.inputs[1]
     assert x is not None
@@ -159,7 +159,7 @@ def _moments(op: Emitter, node: ir.Node, total: _Formula) -> None:
         for user, index in old.uses():
             user.replace_input_with(index, new)
             if BATCH_CORRECTION.is_set(user):
-                _replace(op, user, lambda _: count / op.Max(count - 1.0, 1.0))
+                _correct(op, user, lambda _: count / op.Max(count - 1.0, 1.0))
 
 
 def _weight(op: Emitter, model: ir.Model) -> ir.Value | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import onnx_ir as ir
 
@@ -110,7 +109,7 @@ def _local(model: ir.Model, gradients: dict[ir.Value, str]) -> set[ir.Node]:
 
 
 def _scale(model: ir.Model, summed: Sequence[ir.Value], local: set[ir.Node]) -> None:
-    """Let the nodes that are not local read each value times the new input `share`."""
+    """Make the nodes that are not local read each value times the new input `share`."""
     share = new_input(model, SHARE, ir.DataType.FLOAT, ir.Shape([]), Role.SAVED)
     with Emitter(model) as op:
         for x in summed:
@@ -142,7 +141,7 @@ def _batch_weight(model: ir.Model) -> ir.Value:
 
 
 def _shift_positions(model: ir.Model) -> None:
-    """Let positions in masks count from the new input `first_row`."""
+    """Count positions in masks from the new input `first_row`."""
     ranges = [node for node in model.graph if metadata.POSITIONS.is_set(node)]
     if not ranges:
         return
@@ -163,7 +162,7 @@ def _rows(model: ir.Model, op: Emitter) -> ir.Value:
     return rows
 
 
-def outer_update(model: ir.Model, optimizer: Callable[[ir.Model], Any]) -> ir.Model:
+def outer_update(model: ir.Model, optimizer: Callable[[ir.Model], object]) -> ir.Model:
     """Return the graph that updates the weights of the last synchronisation; see `graphopt.compiler.outer_step`."""
     outer = ir.Model(ir.Graph([], [], nodes=[], opset_imports={"": OPSET}), ir_version=IR_VERSION)
     updated = {state_of(y) for y in with_role(model, Role.NEXT)}

@@ -23,11 +23,10 @@ _BEFORE_WAVES = _LAYOUT | {"Div", "Einsum", "MatMul", "Mul"}
 _BEFORE_STATISTICS = _LAYOUT | {"Div", "Mul", "Sub"}
 _IN_INFERENCE_FORM = "of a BatchNormalization, which the exporter wrote out in its inference form"
 _TABLE = "a table of sines and cosines of positions"
-_LARGE, _PART = 2**20, 2**12  # numbers: of an array whose parts are looked at, and of a part
+_LARGE_ARRAY, _PART_SIZE = 2**20, 2**12  # numbers: of an array whose parts are looked at, and of a part
 # Functions that keep a parameter positive or in an interval. What is constant is stored after them.
 _CONSTRAINING = {"Abs", "Clip", "Exp", "HardSigmoid", "Relu", "Sigmoid", "Softmax", "Softplus", "Tanh"}
 _BEFORE_SCALES = {"Cast", "CastLike", "Gather", "Reshape", "Squeeze", "Sub", "Transpose", "Unsqueeze"}
-_EPSILON = 1e-3  # at most: a number that keeps a divisor or a logarithm from zero
 _MASKING = -10.0  # a number of at most this size, added to scores, masks them in a softmax
 
 
@@ -169,7 +168,7 @@ def _is_whole(numbers: np.ndarray) -> bool:
     """Return whether an array has three and more different numbers, all of them integers of eight bits."""
     if numbers.size < 16:
         return False
-    parts = (numbers.reshape(-1)[:_PART], numbers)
+    parts = (numbers.reshape(-1)[:_PART_SIZE], numbers)
     if not all(np.isfinite(x).all() and not (x.astype(np.float32) % 1).any() for x in parts):
         return False
     return bool(np.abs(numbers).max() <= 255 and len(np.unique(numbers)) >= 3)
@@ -177,11 +176,11 @@ def _is_whole(numbers: np.ndarray) -> bool:
 
 def is_irregular(numbers: np.ndarray) -> bool:
     """Return whether parts of a large array are finite, and one has many distinct numbers in no order."""
-    if numbers.size < _LARGE:
+    if numbers.size < _LARGE_ARRAY:
         return False
     flat = numbers.reshape(-1)
-    starts = np.linspace(0, numbers.size - _PART, 5, dtype=np.int64)
-    parts = [flat[start : start + _PART].astype(np.float64) for start in starts]
+    starts = np.linspace(0, numbers.size - _PART_SIZE, 5, dtype=np.int64)
+    parts = [flat[start : start + _PART_SIZE].astype(np.float64) for start in starts]
     return all(np.isfinite(part).all() for part in parts) and any(map(_is_disordered, parts))
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -43,7 +42,7 @@ _ARITHMETIC: dict[str, Callable[..., np.ndarray]] = {
     **{"mul": np.multiply, "div": np.divide, "pow": np.power},
 }
 _MOST_CALLS = 3
-_FEWEST = 8  # the fewest equal elements that indicate a tie
+_FEWEST_EQUAL = 8  # the fewest equal elements that indicate a tie
 _COMMON = (0.0, 1.0, 2.0, 0.5, -1.0)
 
 
@@ -227,7 +226,7 @@ def _chains(
             yield (step, *rest)
 
 
-def _traced(op_type: str, *other: Any, other_first: bool = False, **attributes: Any) -> _Traced:
+def _traced(op_type: str, *other: object, other_first: bool = False, **attributes: object) -> _Traced:
     """Return a traced function of a value, and of another operand if there is one."""
 
     def step(op: Emitter, x: ir.Value) -> ir.Value:
@@ -331,7 +330,9 @@ def _permutation(a: np.ndarray, b: np.ndarray) -> list[int] | None:
 def tells(weight: ir.Value) -> bool:
     """Return whether equal numbers indicate a tie. Numbers that initialization repeats, such as zeros, do not."""
     numbers = array(weight).ravel()
-    return numbers.size >= _FEWEST and len(np.unique(numbers[:4096])) >= min(_FEWEST, numbers.size // 2)
+    return numbers.size >= _FEWEST_EQUAL and len(np.unique(numbers[:4096])) >= min(
+        _FEWEST_EQUAL, numbers.size // 2
+    )
 
 
 def tie(model: ir.Model, weight: ir.Value, copy: ir.Value, how: str, steps: Sequence[_Traced]) -> Copy:

@@ -46,8 +46,7 @@ class Quantized:
     def shown(self, name: str) -> ir.TensorProtocol:
         """Return a tensor of what the integers stand for, which is computed whenever it is read."""
         y = self.node.outputs[0]
-        assert y.dtype is not None
-        dtype, shape = y.dtype, ir.Shape(self.integers.shape.numpy())
+        dtype, shape = dtype_of(y), ir.Shape(self.integers.shape.numpy())
         return ir.LazyTensor(
             lambda: ir.tensor(self.numbers.astype(dtype.numpy()), dtype=dtype), dtype, shape, name=name
         )

@@ -16,14 +16,19 @@ from passes.weights.initializers import array
 ZEROS_STAY = Flag("graphopt.zeros_stay")  # an initializer that was pruned or masked, whose zeros do not train
 
 _WEIGHTED = CONVOLUTIONS | MATRIX_PRODUCTS
-_FEWEST = 1 / 8  # the smallest share of zeros that indicates pruning: a channel of eight
+_LEAST_PRUNED_SHARE = 1 / 8  # the smallest share of zeros that indicates pruning: a channel of eight
 
 
 def stay(value: ir.Value, recorded: bool) -> bool:
     """Return whether the zeros of a weight stay: those of a mask, or of pruning if no record says how it trained."""
     if ZEROS_STAY.is_set(value):
         return True
-    return not recorded and is_factor(value) and evidence.is_sparse(array(value)) and _share(value) >= _FEWEST
+    return (
+        not recorded
+        and is_factor(value)
+        and evidence.is_sparse(array(value))
+        and _share(value) >= _LEAST_PRUNED_SHARE
+    )
 
 
 def is_factor(value: ir.Value) -> bool:

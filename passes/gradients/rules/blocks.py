@@ -108,7 +108,7 @@ def scan_or_blocks(
 
 
 def _read_shapes_elsewhere(op: Emitter, node: ir.Node, dy: ir.Value) -> None:
-    """Let the weights of the losses read shapes from copies that do not depend on the losses themselves."""
+    """Make the weights of the losses read shapes from copies that do not depend on the losses themselves."""
     readers = [reader for reader in ancestors([dy]) if reader.op_type in SHAPE_READERS]
     before = [x for reader in readers for x in reader.inputs if x is not None and node in ancestors([x])]
     if not before or not isinstance(node.graph, ir.Graph):

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import onnx_ir as ir
 from onnx_ir import Node, Value
@@ -20,7 +19,7 @@ from passes.gradients.rules.control_flow import KNOWN, SAVING, scan_over
 from passes.gradients.rules.shape import elements_along, indices_along
 from passes.gradients.walk import expansion, further_output
 
-Activation = Callable[[Any, Value], Value]
+Activation = Callable[[Emitter, Value], Value]
 Cell = Callable[..., list[Value]]
 
 DIRECTIONS = {"forward": (False,), "reverse": (True,), "bidirectional": (False, True)}
@@ -140,7 +139,7 @@ def prepared(
     gates = op.MatMul(x, op.Transpose(w))
     n = width(r)
     wb, rb = (None, None) if b is None else op.Split(b, num_outputs=2, axis=0, _outputs=2)
-    extra: tuple[Any, ...] = (r,)
+    extra: tuple[object, ...] = (r,)
     if node.op_type == "LSTM":
         peepholes = None if p is None else op.Split(p, num_outputs=3, axis=0, _outputs=3)
         extra = r, peepholes, bool(node.attributes.get_int("input_forget", 0))
@@ -217,7 +216,7 @@ def activations(node: Node, directions: int) -> Iterator[list[Activation]]:
 
 
 def _activated(
-    function: Any, parameters: Sequence[float], clip: float | None, op: Emitter, x: Value
+    function: Callable[..., Value], parameters: Sequence[float], clip: float | None, op: Emitter, x: Value
 ) -> Value:
     return function(op, x if clip is None else like(op.Clip(x, -clip, clip), x), *parameters)
 

@@ -17,7 +17,7 @@ from onnx_ir import Node, Value
 
 from graphopt.errors import GraphoptError, unknown
 from graphopt.graph.emitter import Emitter, Input
-from graphopt.graph.values import constant_of, dims_of, like, rank
+from graphopt.graph.values import constant_of, dims_of, dtype_of, like, rank
 from graphopt.graph.windows import window_of
 from passes.gradients.registry import Gradients, rule
 from passes.gradients.rules.elementwise import mask
@@ -201,10 +201,9 @@ def max_roi_pool(
     op: Emitter, x: Value, rois: Value, *, pooled_shape: list[int], spatial_scale: float
 ) -> list[Value]:
     """Take the first maximum of each bin, one axis at a time (Girshick, Fast R-CNN, https://arxiv.org/abs/1504.08083)."""
-    assert x.dtype is not None
     batch, *corners = op.Split(rois, num_outputs=5, axis=1, _outputs=5)
     largest = op.Gather(x, op.Squeeze(op.Cast(batch, to=ir.DataType.INT64), [1]), axis=0)
-    empty = op.constant(x.dtype.min, like=x)
+    empty = op.constant(dtype_of(x).min, like=x)
     for i, bins in ((1, pooled_shape[1]), (0, pooled_shape[0])):
         ends = corners[1 - i], corners[3 - i]
         begin, end = (op.Floor(corner * spatial_scale + 0.5) for corner in ends)  # halves round up, as in C
@@ -223,7 +222,7 @@ def max_roi_pool(
 
 @expansion("DeformConv")
 def deform_conv(
-    op: Emitter, x: Value, w: Value, offset: Value, *optional: Input, y: Value, node: Node, **groups: Any
+    op: Emitter, x: Value, w: Value, offset: Value, *optional: Input, y: Value, node: Node, **groups: object
 ) -> list[Value]:
     """Compute the product of sampled pixels (Dai et al., Deformable Convolutional Networks, https://arxiv.org/abs/1703.06211)."""
     group = groups["group"]
@@ -302,7 +301,7 @@ def _copies(op: Emitter, x: Value, y: Value) -> Value:
 
 
 def _along(
-    op: Emitter, square: Value, roi: Input, scale: Input, size: Input, copies: Value, **attributes: Any
+    op: Emitter, square: Value, roi: Input, scale: Input, size: Input, copies: Value, **attributes: object
 ) -> Value:
     """Resize a matrix along its second axis.
 
@@ -326,7 +325,7 @@ def _along(
 
 
 def _in_proportion(
-    op: Emitter, square: Value, x: Value, sizes: Value, i: int, axes: Sequence[int], **attributes: Any
+    op: Emitter, square: Value, x: Value, sizes: Value, i: int, axes: Sequence[int], **attributes: object
 ) -> Value:
     """Resize a matrix along its second axis if all axes share one scale."""
     others = [1 + j for j in range(len(axes)) if j != i]

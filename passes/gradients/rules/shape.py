@@ -14,7 +14,9 @@ from graphopt.graph.values import constant_of, dims_of, like, rank, wide_type
 from passes.gradients.registry import Gradients, one_line_rules, rule
 from passes.gradients.walk import further_output, zeros
 
-_MOST = 2**24  # the largest number of elements of a constant in a rule; as a list it takes half a gigabyte
+_MOST_ELEMENTS = (
+    2**24
+)  # the largest number of elements of a constant in a rule; as a list it takes half a gigabyte
 
 
 def reshape_like(op: Emitter, value: Value, x: Value) -> Value:
@@ -43,9 +45,10 @@ def indices_along(op: Emitter, x: Value, axis: int, trailing: int = 0) -> Value:
 def constant_size(*sizes: int) -> int:
     """Return the number of elements of a constant of given sizes, which a model's file may make arbitrarily large."""
     count = math.prod(int(size) for size in sizes)
-    if count > _MOST:
+    if count > _MOST_ELEMENTS:
         raise GraphoptError(
-            f"it takes a constant of at most {_MOST:,} elements, found {count:,}: freeze the parameters before it"
+            f"it takes a constant of at most {_MOST_ELEMENTS:,} elements, found {count:,}: freeze the "
+            f"parameters before it"
         )
     return count
 
