@@ -1,7 +1,7 @@
 """Messages as listings: `tests/listings/NAME.txt` has calls, each after `>>> `, and the line that answers each.
 
 In an answer, `...` stands for any text. UPDATE_LISTINGS=1 writes the answers that differ; read the diff. A new case is
-a line with a call and an empty one.
+a line with a call.
 """
 
 from __future__ import annotations

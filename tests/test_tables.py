@@ -561,88 +561,21 @@ def test_frames_that_need_columns(table: Any) -> None:
 # The command
 
 
-@pytest.mark.parametrize(
-    ("text", "given", "error"),
-    [
-        (
-            "5,1,0\n4,2,1\n",
-            [],
-            "t.csv: expected the names of 3 columns in the first row, found numbers, 5, 1, 0: data.header=false",
-        ),
-        ("5,5,0\n4,2,1\n", [], "data.header=false"),
-        (
-            "a;target\n1;0\n",
-            [],
-            "t.csv: expected columns separated by ',', found one, 'a;target': \"data.delimiter=';'\"",
-        ),
-        ("a;target\n1,5;0\n", [], "data.delimiter=';'"),
-        ("a\ttarget\n1\t0\n", [], "data.delimiter='\\t'"),
-        (
-            "a,target\n1,0\n,1\n2,0\n",
-            [],
-            "t.csv: column 'a', row 1: expected finite numbers, found NaN; set allow_nan",
-        ),
-        ("a,target\n1,0\n,1\n2,0\n", [], "or fill it in: data.columns=auto"),
-        (
-            "a,target\nu,0\n",
-            [],
-            "t.csv: column 'a', row 0: expected a number, found 'u': data.columns=auto makes features",
-        ),
-        ("a,bought\n1,0\n", ["data.target=bougth"], "t.csv: unknown column 'bougth'"),
-        ("a,bought\n1,0\n", [], "name the column to predict, data.target=NAME"),
-        (
-            "a,target\n1,0\n2,\n",
-            [],
-            "column 'target', row 1: expected a value to predict, found none, as in 1 of 2 rows",
-        ),
-        ("a,target\n1,u\n2,\n", [], "column 'target', row 1: expected a class, found ''"),
-        (
-            "a,target\n1,u\n2,3\n",
-            [],
-            "column 'target', row 0: expected a number, found 'u': mend it, leave out the row, or",
-        ),
-        ("a,target\n1,u\n", ["data.columns={b: number}"], "t.csv: unknown column 'b'"),
-        ("a,target\n1,u\n", ["data.columns={a: numbr}"], "data.columns: column 'a': unknown kind 'numbr'"),
-        (
-            "a,target\n1,u\n",
-            ["data.columns=3"],
-            "data.columns: expected auto, or kinds by the names of columns, found 3",
-        ),
-        (
-            "a,target\n1,u\n",
-            ["data.columns={a: null}"],
-            "t.csv: columns: expected a feature or more, found none in",
-        ),
-        (
-            "a,target\n1,u\n",
-            ["data.columns={a: number, target: category}"],
-            "t.csv: column 'target': expected a feature, found the column to predict",
-        ),
-        (
-            "a,target\n1,u\n",
-            ["data.columns={a: {kind: number, fill: 3}}"],
-            "data.columns: column 'a': unknown field 'fill'",
-        ),
-        (
-            "a,target\nu,1\n",
-            ["data.columns={a: number}"],
-            "t.csv: column 'a', row 0: expected a number, found 'u'",
-        ),
-    ],
-)
+@pytest.mark.parametrize("call", messages.calls("tables_of_the_command"))
 def test_messages(
-    text: str,
-    given: list[str],
-    error: str,
-    tmp_path: Path,
-    monkeypatch: Any,
-    capsys: pytest.CaptureFixture[str],
+    call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("t.csv").write_text(text)
-    assert cli.main(["data=csv", "data.path=t.csv", "folder=run", "fit.validation=null", *given]) == 1
-    said = capsys.readouterr().err
-    assert error in said and said.count("\n") == 1
+
+    def told(text: str, *given: str) -> str:
+        Path("t.csv").write_text(text)
+        command = ["data=csv", "data.path=t.csv", "folder=run", "fit.validation=null", *given]
+        assert cli.main(command) == 1
+        return capsys.readouterr().err
+
+    said = eval(call, {"told": told})
+    assert said.count("\n") == 1
+    messages.check("tables_of_the_command", call, said.rstrip())
     assert not Path("run/config.yaml").exists()
 
 
