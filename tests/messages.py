@@ -1,7 +1,7 @@
 """Messages as listings: `tests/listings/NAME.txt` has calls, each after `>>> `, and the line that answers each.
 
 In an answer, `...` stands for any text. UPDATE_LISTINGS=1 writes the answers that differ; read the diff. A new case is
-a line with a call.
+a line with a call, and an empty one.
 """
 
 from __future__ import annotations
@@ -18,7 +18,10 @@ from graphopt.errors import GraphoptError
 
 FOLDER = Path(__file__).parent / "listings"
 CALL = ">>> "
-LONG = re.compile(r"((?:known: |option of \w+, )(?:[\w.]+, ){2})(?:[\w.]+, ){3,}")  # lists that grow with each new name
+LONG = re.compile(
+    r"((?:known: |option of \w+, )(?:[\w.]+, ){2})(?:[\w.]+, ){3,}"
+)  # lists that grow with each new name
+OWN_FOLDER = re.compile(r"/\S*/pytest-\d+/[^/\s]+")  # of a test: pytest's tmp_path
 
 
 def calls(name: str) -> list[str]:
@@ -31,7 +34,7 @@ def check(name: str, call: str, said: str) -> None:
     answers = _answers(name)
     expected = ".*".join(map(re.escape, answers[call].split("...")))
     if os.environ.get("UPDATE_LISTINGS") and not re.fullmatch(expected, said):
-        answers[call] = LONG.sub(r"\1..., ", said)
+        answers[call] = OWN_FOLDER.sub("...", LONG.sub(r"\1..., ", said))
         text = "".join(f"{CALL}{each}\n{answer}\n" for each, answer in answers.items())
         (FOLDER / f"{name}.txt").write_text(text)
         return
