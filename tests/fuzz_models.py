@@ -55,20 +55,20 @@ WORDS = [
     '{"task": "classification", "classes": -1}',
 ]
 OWN_KEYS = [
-    "graphopt.role",
-    "graphopt.original_name",
-    "graphopt.metric",
-    "graphopt.frozen",
-    "graphopt.gradient_of",
-    "graphopt.of_batch",
-    "graphopt.stop_gradient",
-    "graphopt.inference",
-    "graphopt.needs_runtime",
-    "graphopt.aside",
-    "graphopt.origin",
-    "graphopt.left_out",
-    "graphopt.file",
-    "graphopt.misdeclared",
+    f"graphopt.{key}"
+    for key in (
+        *(
+            "role",
+            "original_name",
+            "metric",
+            "frozen",
+            "gradient_of",
+            "of_batch",
+            "stop_gradient",
+            "inference",
+        ),
+        *("needs_runtime", "aside", "origin", "left_out", "file", "misdeclared"),
+    )
 ]
 
 

@@ -24,6 +24,7 @@ from graphopt.errors import GraphoptError
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.metadata import GRADIENT_OF
 from graphopt.graph.roles import Role, with_role
+from graphopt.graph.traversal import ancestors
 from graphopt.graph.values import next_of, swap
 from passes.gradients.registry import RULES
 
@@ -252,14 +253,13 @@ def transposed_product(op: Any, gradients: list[Any], dy: Any, a: Any, b: Any) -
     return gradients
 
 
+def sigmoid_alone(op: Any, gradients: list[Any], dy: Any, x: Any) -> list[Any]:
+    return [dy * op.Sigmoid(x)]
+
+
 def without_sum(op: Any, gradients: list[Any], dy: Any, x: Any) -> list[Any]:
     """Leave out the term of a Softmax's other elements."""
     return [dy * op.Softmax(x)]
-
-
-def wrong_update(kind: type, update: Callable[..., Any], method: str = "update") -> Any:
-    """Return what exchanges a method of an optimizer or a clipping."""
-    return lambda: mock.patch.object(kind, method, update)
 
 
 def after_normalize(edit: Edit) -> Callable[[], contextlib.AbstractContextManager[Any]]:
@@ -406,7 +406,7 @@ def of_wrong_step(op_type: str, number: float) -> Edit:
     """Change the number by which the backward pass multiplies, as of another batch or of sizes that are made up."""
 
     def edit(step: ir.Model) -> None:
-        forward = {x for y in with_role(step, Role.LOSS, Role.PREDICTION) for x in _before(y)}
+        forward = {x for y in with_role(step, Role.LOSS, Role.PREDICTION) for x in ancestors([y])}
         for node in step.graph:
             if node.op_type == op_type and node not in forward:
                 for i, x in enumerate(node.inputs):
@@ -417,26 +417,6 @@ def of_wrong_step(op_type: str, number: float) -> Edit:
         raise AssertionError(f"no {op_type} of a number")
 
     return edit
-
-
-def _before(y: ir.Value) -> set[ir.Node]:
-    from graphopt.graph.traversal import ancestors
-
-    return ancestors([y])
-
-
-def unscaled(right: Callable[..., Any], index: int) -> Callable[..., Any]:
-    """Return an update whose moment is used without the correction of its bias."""
-
-    def update(self: Any, op: Any, w: Any, g: Any, rate: Any, t: Any, *slots: Any) -> Any:
-        m, v = slots
-        m, v = self.beta1 * m + (1 - self.beta1) * g, self.beta2 * v + (1 - self.beta2) * g * g
-        return w - rate * m / (op.Sqrt(v) + self.epsilon), m, v
-
-    return update
-
-
-SECOND = "v"
 
 
 def custom() -> Any:
@@ -461,10 +441,6 @@ def own_rule(factor: float) -> Callable[[], contextlib.AbstractContextManager[An
     return lambda: mock.patch.dict(RULES, {("v", "Softened"): rule})
 
 
-def rows_of_mean(op: Any, gradients: list[Any], dy: Any, *inputs: Any) -> list[Any]:
-    return [g if g is None else g * 0.43 for g in gradients]
-
-
 def _lion_uphill(self: Any, op: Any, w: Any, g: Any, rate: Any, t: Any, m: Any) -> Any:
     return w + rate * op.Sign(self.beta1 * m + (1 - self.beta1) * g), self.beta2 * m + (1 - self.beta2) * g
 
@@ -475,6 +451,15 @@ def _undecayed(self: Any, op: Any, w: Any, g: Any, rate: Any) -> Any:
 
 def _coupled(self: Any, op: Any, w: Any, g: Any, rate: Any) -> Any:
     return w, g + self.weight_decay * w
+
+
+def _uncorrected(self: Any, op: Any, w: Any, g: Any, rate: Any, t: Any, m: Any, v: Any) -> Any:
+    m, v = self.beta1 * m + (1 - self.beta1) * g, self.beta2 * v + (1 - self.beta2) * g * g
+    return w - rate * m / (op.Sqrt(v) + self.epsilon), m, v
+
+
+def _unkept(self: Any, op: Any, w: Any, g: Any, rate: Any, t: Any, v: Any) -> Any:
+    return w - rate * g / (op.Sqrt(self.alpha * v + (1 - self.alpha) * g * g) + self.epsilon), v
 
 
 def _twice(self: Any, op: Any, w: Any, g: Any, rate: Any, t: Any, *slots: Any) -> Any:
@@ -505,217 +490,116 @@ def _clip_each(self: Any, op: Any, model: ir.Model, gradients: Any) -> Any:
     return [g * op.Min(self.max_norm / (n + 1e-6), 1.0) for g, n in zip(gradients, norms, strict=True)]
 
 
+def rule(name: str, network: str, op_type: str, change: Callable[..., Any], made: Any = None) -> Planted:
+    return Planted(name, "gradient", network, wrong_rule(op_type, change), made=made)
+
+
+def gradient(name: str, network: str, edit: Edit, **more: Any) -> Planted:
+    return Planted(name, "gradient", network, edit=edit, **more)
+
+
+def file(name: str, network: str, edit: Edit) -> Planted:
+    return Planted(name, "file", network, after_normalize(edit))
+
+
+def update(name: str, method: Callable[..., Any], which: str = "update", **steps: Any) -> Planted:
+    """Exchange a method of the last of the steps, or of plain descent."""
+    kind = type([SGD, *steps.values()][-1])
+    return Planted(name, "update", "layers", lambda: mock.patch.object(kind, which, method), steps=steps)
+
+
+POOL = "AveragePool<kernel_shape=[2,2], strides=[2,2]>"
 RULES_OF_OPERATORS = [
-    Planted("Relu 10 % too steep", "gradient", "layers", wrong_rule("Relu", scaled(1.1))),
-    Planted("Relu's sign", "gradient", "layers", wrong_rule("Relu", scaled(-1.0))),
-    Planted(
-        "Relu passes a third of its gradients not", "gradient", "layers", wrong_rule("Relu", partly_zero(0))
-    ),
-    Planted(
-        "Tanh's factor", "gradient", "layers", wrong_rule("Tanh", scaled(0.5)), made=lambda: layers("Tanh")
-    ),
-    Planted(
-        "Sigmoid without 1 - y",
-        "gradient",
-        "layers",
-        wrong_rule("Sigmoid", lambda op, g, dy, x: [dy * op.Sigmoid(x)]),
-        made=lambda: layers("Sigmoid"),
-    ),
-    Planted("a transposed weight", "gradient", "layers", wrong_rule("MatMul", transposed_product)),
-    Planted("a weight's gradient twice", "gradient", "layers", wrong_rule("MatMul", scaled(2.0, 1))),
-    Planted("zeros in a weight's gradient", "gradient", "layers", wrong_rule("MatMul", partly_zero(1))),
-    Planted("a mean over a broadcast axis", "gradient", "layers", wrong_rule("Add", averaged(1))),
-    Planted("Conv's filters twice", "gradient", "images", wrong_rule("Conv", scaled(2.0, 1))),
-    Planted("Conv's data 20 % too steep", "gradient", "images", wrong_rule("Conv", scaled(1.2, 0))),
-    Planted("Conv's bias by the positions", "gradient", "images", wrong_rule("Conv", scaled(1 / 64, 2))),
-    Planted("LeakyRelu's sign", "gradient", "images", wrong_rule("LeakyRelu", scaled(-1.0))),
-    Planted("MaxPool's factor", "gradient", "images", wrong_rule("MaxPool", scaled(4.0))),
-    Planted(
-        "AveragePool's divisor",
-        "gradient",
-        "images",
-        wrong_rule("AveragePool", scaled(4.0)),
-        made=lambda: images("AveragePool<kernel_shape=[2,2], strides=[2,2]>"),
-    ),
-    Planted("Gemm's alpha forgotten", "gradient", "images", wrong_rule("Gemm", scaled(2.0, 1))),
-    Planted("a made-up size in a mean", "gradient", "tokens", wrong_rule("ReduceMean", rows_of_mean)),
-    Planted("Gelu's factor", "gradient", "tokens", wrong_rule("Gelu", scaled(0.7))),
-    Planted("rows of an embedding lost", "gradient", "tokens", wrong_rule("Gather", partly_zero(0, 1))),
-    Planted("an embedding's factor", "gradient", "tokens", wrong_rule("Gather", scaled(0.5))),
-    Planted("Softmax without its sum", "gradient", "attention", wrong_rule("Softmax", without_sum)),
-    Planted(
-        "LayerNormalization's scale",
-        "gradient",
-        "attention",
-        wrong_rule("LayerNormalization", scaled(1.5, 1)),
-    ),
-    Planted("LSTM's weights of the state", "gradient", "sequence", wrong_rule("LSTM", scaled(0.5, 2))),
+    rule("Relu 10 % too steep", "layers", "Relu", scaled(1.1)),
+    rule("Relu's sign", "layers", "Relu", scaled(-1.0)),
+    rule("Relu passes a third of its gradients not", "layers", "Relu", partly_zero(0)),
+    rule("Tanh's factor", "layers", "Tanh", scaled(0.5), lambda: layers("Tanh")),
+    rule("Sigmoid without 1 - y", "layers", "Sigmoid", sigmoid_alone, lambda: layers("Sigmoid")),
+    rule("a transposed weight", "layers", "MatMul", transposed_product),
+    rule("a weight's gradient twice", "layers", "MatMul", scaled(2.0, 1)),
+    rule("zeros in a weight's gradient", "layers", "MatMul", partly_zero(1)),
+    rule("a mean over a broadcast axis", "layers", "Add", averaged(1)),
+    rule("Conv's filters twice", "images", "Conv", scaled(2.0, 1)),
+    rule("Conv's data 20 % too steep", "images", "Conv", scaled(1.2, 0)),
+    rule("Conv's bias by the positions", "images", "Conv", scaled(1 / 64, 2)),
+    rule("LeakyRelu's sign", "images", "LeakyRelu", scaled(-1.0)),
+    rule("MaxPool's factor", "images", "MaxPool", scaled(4.0)),
+    rule("AveragePool's divisor", "images", "AveragePool", scaled(4.0), lambda: images(POOL)),
+    rule("Gemm's alpha forgotten", "images", "Gemm", scaled(2.0, 1)),
+    rule("a made-up size in a mean", "tokens", "ReduceMean", scaled(0.43)),
+    rule("Gelu's factor", "tokens", "Gelu", scaled(0.7)),
+    rule("rows of an embedding lost", "tokens", "Gather", partly_zero(0, 1)),
+    rule("an embedding's factor", "tokens", "Gather", scaled(0.5)),
+    rule("Softmax without its sum", "attention", "Softmax", without_sum),
+    rule("LayerNormalization's scale", "attention", "LayerNormalization", scaled(1.5, 1)),
+    rule("LSTM's weights of the state", "sequence", "LSTM", scaled(0.5, 2)),
     Planted("a rule of the user's 10 % too steep", "gradient", "layers", own_rule(1.1), made=custom),
 ]
 EDITS = [
-    Planted("two gradients exchanged", "gradient", "layers", edit=swapped("b0", "b1")),
-    Planted("the gradient of an older graph", "gradient", "layers", edit=stale(w1=0.0)),
-    Planted("a penalty's gradient from another graph", "gradient", "layers", edit=stale(b2=1.3)),
-    Planted("all gradients of a batch of another size", "gradient", "layers", edit=of_wrong_step("Mul", 0.5)),
+    gradient("two gradients exchanged", "layers", swapped("b0", "b1")),
+    gradient("the gradient of an older graph", "layers", stale(w1=0.0)),
+    gradient("a penalty's gradient from another graph", "layers", stale(b2=1.3)),
+    gradient("all gradients of a batch of another size", "layers", of_wrong_step("Mul", 0.5)),
 ]
 FILES = [
-    Planted("LeakyRelu's alpha", "file", "images", after_normalize(attribute("LeakyRelu", alpha=0.1))),
-    Planted("Gemm's alpha", "file", "images", after_normalize(attribute("Gemm", alpha=1.0))),
-    Planted(
-        "the epsilon of a normalization",
-        "file",
-        "images",
-        after_normalize(attribute("BatchNormalization", epsilon=0.1)),
-    ),
-    Planted("an opset's default axis", "file", "attention", after_normalize(attribute("Softmax", axis=1))),
-    Planted(
-        "another epsilon", "file", "attention", after_normalize(attribute("LayerNormalization", epsilon=0.5))
-    ),
-    Planted("a square weight transposed", "file", "layers", after_normalize(weight("w1", np.transpose))),
-    Planted("a weight merged wrongly", "file", "layers", after_normalize(weight("w1", lambda w: w + 0.05))),
-    Planted("biases of zeros", "file", "layers", after_normalize(weight("b1", np.zeros_like))),
-    Planted("pads at the other end", "file", "images", after_normalize(attribute("Conv", pads=[0, 0, 2, 2]))),
+    file("LeakyRelu's alpha", "images", attribute("LeakyRelu", alpha=0.1)),
+    file("Gemm's alpha", "images", attribute("Gemm", alpha=1.0)),
+    file("the epsilon of a normalization", "images", attribute("BatchNormalization", epsilon=0.1)),
+    file("an opset's default axis", "attention", attribute("Softmax", axis=1)),
+    file("another epsilon", "attention", attribute("LayerNormalization", epsilon=0.5)),
+    file("a square weight transposed", "layers", weight("w1", np.transpose)),
+    file("a weight merged wrongly", "layers", weight("w1", lambda w: w + 0.05)),
+    file("biases of zeros", "layers", weight("b1", np.zeros_like)),
+    file("pads at the other end", "images", attribute("Conv", pads=[0, 0, 2, 2])),
 ]
 UPDATES = [
-    Planted("SGD by twice the gradient", "update", "layers", wrong_update(passes.SGD, _twice)),
-    Planted(
-        "nesterov forgotten",
-        "update",
-        "layers",
-        wrong_update(passes.SGD, _plain_momentum),
-        steps={"optimizer": passes.SGD(0.1, momentum=0.9, nesterov=True)},
-    ),
-    Planted(
-        "decay forgotten",
-        "update",
-        "layers",
-        wrong_update(passes.AdamW, _undecayed, "decayed"),
-        steps={"optimizer": passes.AdamW(1e-2, weight_decay=0.1)},
-    ),
-    Planted(
-        "decay in the gradient",
-        "update",
-        "layers",
-        wrong_update(passes.AdamW, _coupled, "decayed"),
-        steps={"optimizer": passes.AdamW(1e-2, weight_decay=0.5)},
-    ),
-    Planted(
-        "Adam without correction",
-        "update",
-        "layers",
-        wrong_update(passes.Adam, unscaled(passes.Adam.update, 0)),
-        steps={"optimizer": passes.Adam(1e-2)},
-    ),
-    Planted(
-        "Lion uphill",
-        "update",
-        "layers",
-        wrong_update(passes.Lion, _lion_uphill),
-        steps={"optimizer": passes.Lion(1e-2)},
-    ),
-    Planted(
-        "RMSprop without its root",
-        "update",
-        "layers",
-        wrong_update(passes.RMSprop, _rootless),
-        steps={"optimizer": passes.RMSprop(1e-2)},
-    ),
-    Planted(
-        "Adagrad's epsilon",
-        "update",
-        "layers",
-        wrong_update(passes.Adagrad, _sum_of_roots),
-        steps={"optimizer": passes.Adagrad(1e-2)},
-    ),
-    Planted(
-        "each gradient clipped by its own norm",
-        "update",
-        "layers",
-        wrong_update(passes.ClipGlobalNorm, _clip_each, "clip"),
-        steps={"clip": passes.ClipGlobalNorm(0.1)},
-    ),
+    update("SGD by twice the gradient", _twice),
+    update("nesterov forgotten", _plain_momentum, optimizer=passes.SGD(0.1, momentum=0.9, nesterov=True)),
+    update("decay forgotten", _undecayed, "decayed", optimizer=passes.AdamW(1e-2, weight_decay=0.1)),
+    update("decay in the gradient", _coupled, "decayed", optimizer=passes.AdamW(1e-2, weight_decay=0.5)),
+    update("Adam without correction", _uncorrected, optimizer=passes.Adam(1e-2)),
+    update("Lion uphill", _lion_uphill, optimizer=passes.Lion(1e-2)),
+    update("RMSprop without its root", _rootless, optimizer=passes.RMSprop(1e-2)),
+    update("Adagrad's epsilon", _sum_of_roots, optimizer=passes.Adagrad(1e-2)),
+    update("each gradient clipped by its own norm", _clip_each, "clip", clip=passes.ClipGlobalNorm(0.1)),
 ]
+UNFROZEN = {"parameters": passes.Parameters(unfreeze="scale")}
 OTHERS = [
-    Planted(
-        "errors of two weights that cancel", "gradient", "layers", edit=edited(w0=times(1.5), w2=times(0.5))
-    ),
-    Planted(
-        "errors of two filters that cancel", "gradient", "images", edit=edited(k0=times(2.0), k1=times(0.0))
-    ),
-    Planted("one bias of 51 parameters twice", "gradient", "deep", edit=edited(b7=times(2.0))),
-    Planted("one filter of 51 parameters uphill", "gradient", "deep", edit=edited(k9=times(-1.0))),
-    Planted("one entry of a weight", "gradient", "layers", edit=edited(w1=one_entry)),
-    Planted(
-        "one entry of a large weight",
-        "gradient",
-        "layers",
-        edit=edited(w0=one_entry),
+    gradient("errors of two weights that cancel", "layers", edited(w0=times(1.5), w2=times(0.5))),
+    gradient("errors of two filters that cancel", "images", edited(k0=times(2.0), k1=times(0.0))),
+    gradient("one bias of 51 parameters twice", "deep", edited(b7=times(2.0))),
+    gradient("one filter of 51 parameters uphill", "deep", edited(k9=times(-1.0))),
+    gradient("one entry of a weight", "layers", edited(w1=one_entry)),
+    gradient(
+        *("one entry of a large weight", "layers", edited(w0=one_entry)),
         made=lambda: joined("a = Tanh(h)", 4096),
     ),
-    Planted(
-        "a square weight's gradient transposed",
-        "gradient",
-        "layers",
-        edit=edited(w1=lambda op, g: op.Transpose(g)),
-    ),
-    Planted(
-        "the gradient of the neighbour's row",
-        "gradient",
-        "tokens",
-        edit=edited(table=rows(lambda n: np.roll(n, 1))),
-    ),
-    Planted("filters in the reverse order", "gradient", "images", edit=edited(k0=rows(np.flip))),
-    Planted(
-        "a scalar uphill",
-        "gradient",
-        "layers",
-        edit=edited(scale=times(-1.0)),
-        steps={"parameters": passes.Parameters(unfreeze="scale")},
+    gradient("a square weight's gradient transposed", "layers", edited(w1=lambda op, g: op.Transpose(g))),
+    gradient("the gradient of the neighbour's row", "tokens", edited(table=rows(lambda n: np.roll(n, 1)))),
+    gradient("filters in the reverse order", "images", edited(k0=rows(np.flip))),
+    gradient(
+        *("a scalar uphill", "layers", edited(scale=times(-1.0))),
+        steps=UNFROZEN,
         made=lambda: joined("a = Mul(h, scale)"),
     ),
-    Planted(
-        "both inputs of a tie",
-        "gradient",
-        "layers",
-        wrong_rule("Max", both_of_a_tie),
-        made=lambda: joined("i = Mul(h, scale) j = Mul(scale, h) a = Max(i, j)"),
+    rule(
+        *("both inputs of a tie", "layers", "Max", both_of_a_tie),
+        lambda: joined("i = Mul(h, scale) j = Mul(scale, h) a = Max(i, j)"),
     ),
     Planted(
-        "the second output at half",
-        "gradient",
-        "layers",
+        *("the second output at half", "gradient", "layers"),
         lambda: mock.patch.dict(RULES, {("", "Split"): second_output_at_half}),
         made=lambda: joined("p, q = Split<axis=1, num_outputs=2>(h) a = Concat<axis=1>(q, p)"),
     ),
     Planted("one parameter stays", "update", "deep", edit=stays("b7")),
-    Planted(
-        "a slot that is not kept",
-        "update",
-        "layers",
-        wrong_update(
-            passes.RMSprop,
-            lambda self, op, w, g, rate, t, v: (
-                w - rate * g / (op.Sqrt(self.alpha * v + (1 - self.alpha) * g * g) + self.epsilon),
-                v,
-            ),
-        ),
-        steps={"optimizer": passes.RMSprop(1e-2)},
-    ),
-    Planted(
-        "a relative rate for an absolute one",
-        "update",
-        "layers",
-        lambda: mock.patch.object(passes.Adafactor, "update", _absolute),
-        steps={"optimizer": passes.Adafactor()},
-    ),
+    update("a slot that is not kept", _unkept, optimizer=passes.RMSprop(1e-2)),
+    update("a relative rate for an absolute one", _absolute, optimizer=passes.Adafactor()),
 ]
 MISTAKES = [*RULES_OF_OPERATORS, *EDITS, *FILES, *UPDATES, *OTHERS]
 BEYOND = [  # what is smaller than what the check tells from rounding, and why
-    Planted("rounded to 8 bits", "gradient", "layers", edit=edited(w1=coarse)),  # by 0.2 %
-    Planted(
-        "one filter of 51 parameters 10 % too long", "gradient", "deep", edit=edited(k9=times(1.1))
-    ),  # float32
-    Planted("one entry of a filter", "gradient", "deep", edit=edited(k9=one_entry)),  # in float32
+    gradient("rounded to 8 bits", "layers", edited(w1=coarse)),  # by 0.2 %
+    gradient("one filter of 51 parameters 10 % too long", "deep", edited(k9=times(1.1))),  # float32
+    gradient("one entry of a filter", "deep", edited(k9=one_entry)),  # in float32
 ]
 
 

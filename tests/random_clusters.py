@@ -46,20 +46,9 @@ COMPARISONS = ("Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual")
 LOGIC = ("And", "Or", "Xor")
 VARIADIC = ("Mean", "Max", "Min", "Sum")
 WHOLE_NUMBERS = {"Abs", "Neg", "Sign", "Identity"}
-FLOAT_ALONE = {
+FLOAT_ALONE = {  # Cos in version 1.19
+    *("Acos", "Acosh", "Asin", "Asinh", "Atan", "Atanh", "Celu", "Cos", "Cosh", "Elu", "Erf", "Gelu"),
     *(
-        "Acos",
-        "Acosh",
-        "Asin",
-        "Asinh",
-        "Atan",
-        "Atanh",
-        "Celu",
-        "Cos",  # version 1.19
-        "Cosh",
-        "Elu",
-        "Erf",
-        "Gelu",
         "HardSigmoid",
         "HardSwish",
         "LeakyRelu",
@@ -81,21 +70,8 @@ ROWS = ("Softmax", "LogSoftmax", "LayerNormalization", "RMSNormalization")
 
 SPECIAL = [
     *(np.nan, np.inf, -np.inf, 0.0, -0.0, 1.0, -1.0, 0.5, 2.0, 1e-45, -1e-40, 1.1754942e-38, 1.17549435e-38),
-    *(
-        3.4028235e38,
-        -3.4028235e38,
-        1e30,
-        -1e30,
-        1e-30,
-        88.7,
-        89.5,
-        -87.4,
-        -103.9,
-        -105.0,
-        16777216.0,
-        2.5,
-        -3.5,
-    ),
+    *(3.4028235e38, -3.4028235e38, 1e30, -1e30, 1e-30, 88.7, 89.5, -87.4, -103.9, -105.0, 16777216.0, 2.5),
+    -3.5,
 ]
 
 

@@ -197,22 +197,8 @@ def maker(*op_types: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 
 
 @maker(
-    *(
-        "Abs",
-        "Asinh",
-        "Atan",
-        "Cos",
-        "Cosh",
-        "Erf",
-        "Exp",
-        "HardSwish",
-        "Identity",
-        "Mish",
-        "Neg",
-        "Relu",
-        "Sigmoid",
-    ),
-    *("Sin", "Sinh", "Softplus", "Softsign", "Tanh"),
+    *("Abs", "Asinh", "Atan", "Cos", "Cosh", "Erf", "Exp", "HardSwish", "Identity", "Mish", "Neg", "Relu"),
+    *("Sigmoid", "Sin", "Sinh", "Softplus", "Softsign", "Tanh"),
 )
 def unary(g: Growing, op_type: str) -> None:
     g.add(op_type, [g.pick()])
@@ -566,10 +552,8 @@ def stft(g: Growing, op_type: str) -> None:
 
 
 @maker(
-    *(
-        f"Reduce{x}"
-        for x in ("L1", "L2", "LogSum", "LogSumExp", "Max", "Mean", "Min", "Prod", "Sum", "SumSquare")
-    )
+    *(f"Reduce{x}" for x in ("L1", "L2", "LogSum", "LogSumExp", "Max", "Mean", "Min")),
+    *("ReduceProd", "ReduceSum", "ReduceSumSquare"),
 )
 def reduction(g: Growing, op_type: str) -> None:
     x = g.distinct() if op_type in ("ReduceMax", "ReduceMin") else g.pick(1)

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import messages
 import numpy as np
 import onnx
 import pytest
@@ -67,671 +68,7 @@ def _doubled(twice: str) -> str:
 BOMB = "a0: &a0 [x]\n" + "".join(f"a{i + 1}: &a{i + 1} [{f'*a{i}, ' * 9}]\n" for i in range(12))
 
 
-# What is attacked: the files of the folder, more arguments, and what the error has to say.
-ATTACKS: dict[str, tuple[dict[str, str], list[str], str]] = {
-    # names that are not listed
-    "foreign code": (experiment(f"loss: {MKDIR}"), NAMED, "loss._target_"),
-    "a writer of ours": (
-        experiment("loss: {_target_: graphopt.files.write, path: pwned, text: x}"),
-        NAMED,
-        "loss._target_: unknown name 'graphopt.files.write'",
-    ),
-    "our own command": (
-        experiment("loss: {_target_: graphopt.cli.main, arguments: [--experimental-rerun, x.pickle]}"),
-        NAMED,
-        "loss._target_",
-    ),
-    "a function that calls what it is given": (
-        experiment("loss: {_target_: graphopt.compiler.grad, model: x, wrt: []}"),
-        NAMED,
-        "loss._target_",
-    ),
-    "our resolver of names": (
-        experiment(
-            "loss: {_target_: graphopt.cli.composition.validation.resolve, name: os.system, path: x, trust: [os]}"
-        ),
-        NAMED,
-        "loss._target_",
-    ),
-    "code behind a module of ours": (
-        experiment("loss: {_target_: passes.gradients.walk.np.load, file: ../secret.npz}"),
-        NAMED,
-        "loss._target_",
-    ),
-    "a method of a class": (experiment("loss: {_target_: passes.Adam.__init__}"), NAMED, "loss._target_"),
-    "globals of a function": (
-        experiment("loss: {_target_: passes.Adam.slots.__globals__.get, key: x}"),
-        NAMED,
-        "loss._target_",
-    ),
-    "an abstract class": (experiment("loss: {_target_: passes.Loss}"), NAMED, "loss._target_"),
-    "a helper that passes exports": (experiment("loss: {_target_: passes.gradient}"), NAMED, "loss._target_"),
-    "a list as a name": (experiment("loss: {_target_: [os.mkdir]}"), NAMED, "loss._target_"),
-    "a number as a name": (experiment("loss: {_target_: 1}"), NAMED, "loss._target_"),
-    "a mapping as a name": (experiment(f"loss: {{_target_: {MKDIR}}}"), NAMED, "loss._target_"),
-    "an interpolated name": (
-        experiment("mine: os.mkdir\nloss: {_target_: '${mine}', path: pwned}"),
-        NAMED,
-        "loss._target_",
-    ),
-    "a name in a list": (
-        experiment(f"pipeline: {{regularizer: [{{_target_: passes.L2}}, {MKDIR}]}}"),
-        NAMED,
-        "pipeline.regularizer[1]._target_",
-    ),
-    "a name deep in a pass": (
-        experiment(f"optimizer: {{groups: [{{_target_: passes.Group, pattern: x, weight_decay: {MKDIR}}}]}}"),
-        NAMED,
-        "optimizer.groups[0].weight_decay._target_",
-    ),
-    "a name that no one reads": (experiment(f"unused: {{x: [[{MKDIR}]]}}"), NAMED, "unused.x[0][0]._target_"),
-    "a name among the arguments of fit": (
-        experiment(f"fit: {{validation: {MKDIR}}}"),
-        NAMED,
-        "fit.validation._target_",
-    ),
-    "a built-in model of theirs": (
-        experiment("models: {mine: {_target_: os.mkdir, path: pwned}}\nmodel: mine"),
-        NAMED[:2],
-        "models.mine._target_",
-    ),
-    "an executor in place of a loss": (
-        experiment("loss: {_target_: graphopt.Executor, step: ../secret.onnx}"),
-        NAMED,
-        "loss._target_",
-    ),
-    "a reader in place of a loss": (
-        experiment("loss: {_target_: graphopt.data.csv, path: ../secret.npz}"),
-        NAMED,
-        "loss._target_",
-    ),
-    "an estimator": (
-        experiment("executor: {_target_: graphopt.Trainer, model: x}"),
-        NAMED,
-        "executor._target_",
-    ),
-    "a function by name": (
-        experiment("defaults: [override /loss: custom]\nloss: {function: 'os:system'}"),
-        NAMED,
-        "loss.function",
-    ),
-    "a function of ours by name": (
-        experiment("defaults: [override /loss: custom]\nloss: {function: 'graphopt.cli.run_folder:write'}"),
-        NAMED,
-        "loss.function",
-    ),
-    # arguments of instantiate
-    "_partial_": (experiment("loss: {_partial_: true}"), NAMED, "loss._partial_"),
-    "_args_": (experiment("loss: {_args_: [1]}"), NAMED, "loss._args_"),
-    "_convert_": (experiment("loss: {_convert_: all}"), NAMED, "loss._convert_"),
-    "_recursive_": (experiment("loss: {_recursive_: false}"), NAMED, "loss._recursive_"),
-    # text that is resolved twice
-    "an escaped interpolation": (
-        experiment("loss: '\\${oc.create:{_target_: numpy.load, file: ../secret.npz}}'"),
-        NAMED,
-        "loss",
-    ),
-    "an escaped interpolation in a field": (
-        experiment("parameters: {pattern: '\\${oc.create:{_target_: os.mkdir, path: pwned}}'}"),
-        NAMED,
-        "matches no floating-point initializer",
-    ),
-    "a name chosen by the number of steps": (
-        experiment("pick: [passes.L2, passes.L2, os.mkdir]\nloss: {_target_: '${pick[${training_steps:}]}'}"),
-        [*NAMED, "fit.batch_size=8"],
-        "loss",
-    ),
-    # callbacks
-    "a log outside": (
-        experiment("callbacks: {jsonl: ../pwned}"),
-        NAMED,
-        "callbacks.jsonl.path: expected a file below the run's folder, found '../pwned' in a recipe",
-    ),
-    "a log outside, by a class": (
-        experiment("callbacks: {x: {_target_: graphopt.callbacks.CSV, path: /pwned}}"),
-        NAMED,
-        "callbacks.x.path: expected a file below the run's folder",
-    ),
-    "events outside": (
-        experiment("callbacks: {tensorboard: a/../../pwned}"),
-        NAMED,
-        "callbacks.tensorboard.path: expected a file below the run's folder",
-    ),
-    "a log in place of the model": (
-        experiment("callbacks: {csv: ./trained.onnx}"),
-        NAMED,
-        "callbacks.csv.path: expected a name that the run's own files do not have",
-    ),
-    "a tracker": (
-        experiment("callbacks: {tracker: wandb}"),
-        NAMED,
-        "callbacks.tracker: expected it on the command line alone, found it in a recipe",
-    ),
-    "a server": (
-        experiment("callbacks: {x: {_target_: graphopt.callbacks.MLflow, tracking_uri: 'http://x'}}"),
-        NAMED,
-        "callbacks.x: expected it on the command line alone",
-    ),
-    "code as a callback": (experiment(f"callbacks: {{x: {MKDIR}}}"), NAMED, "callbacks.x._target_"),
-    "a pass as a callback": (
-        experiment("callbacks: {x: {_target_: passes.SGD}}"),
-        NAMED,
-        "callbacks.x._target_: unknown name 'passes.SGD'",
-    ),
-    "a callback deeper": (
-        experiment("callbacks: {csv: {path: {_target_: graphopt.callbacks.CSV, path: x}}}"),
-        NAMED,
-        "callbacks.csv.path._target_",
-    ),
-    # resolvers
-    "the environment": (
-        experiment("loss: {output: '${oc.env:HOME}'}"),
-        NAMED,
-        "loss.output: Unsupported interpolation type oc.env",
-    ),
-    "a resolver by an interpolated name": (
-        experiment("which: oc.env\nloss: {output: '${${which}:HOME}'}"),
-        NAMED,
-        "Unsupported interpolation type oc.env",
-    ),
-    "oc.create": (experiment("loss: ${oc.create:1}"), NAMED, "Unsupported interpolation type oc.create"),
-    "oc.decode": (experiment("loss: ${oc.decode:1}"), NAMED, "Unsupported interpolation type oc.decode"),
-    "arguments that may hide a reference": (
-        experiment("loss: \"${oc.select:loss,'{a: 1}'}\""),
-        NAMED,
-        "loss: expected references such as ${fit.seed}, found",
-    ),
-    # references that double
-    "thirty texts, each twice the one before": (
-        experiment(_doubled("${b%d}${b%d}")),
-        NAMED,
-        "expected at most 100,000 characters and values once its references are resolved",
-    ),
-    "thirty lists, each twice the one before": (
-        experiment(_doubled("['${b%d}', '${..b%d}']")),
-        NAMED,
-        "expected at most 100,000 characters",
-    ),
-    "thirty selections, each twice the one before": (
-        experiment(_doubled("${oc.select:b%d}${oc.select:nothing,b%d}")),
-        NAMED,
-        "expected at most 100,000 characters",
-    ),
-    "a reference by a name that is computed": (
-        experiment("b: {a: x}\nloss: {output: '${b.${training_steps:}}'}"),
-        NAMED,
-        "loss.output: expected references such as ${fit.seed}",
-    ),
-    "what holds itself": (
-        experiment("b: {a: '${oc.select:b}'}"),
-        NAMED,
-        "b: expected a value that does not refer to itself",
-    ),
-    "the environment in a list of defaults": (
-        experiment("defaults: [override /optimizer: '${oc.env:HOME}']"),
-        NAMED,
-        "",
-    ),
-    # YAML
-    "a Python object": (
-        experiment("loss: !!python/object/apply:os.mkdir [pwned]"),
-        NAMED,
-        "python/object/apply",
-    ),
-    "a bomb of aliases": (
-        experiment("a0: &a0 [x]\n" + "".join(f"a{i + 1}: &a{i + 1} [{f'*a{i}, ' * 9}]\n" for i in range(12))),
-        NAMED,
-        "evil.yaml: expected a recipe without YAML aliases",
-    ),
-    "a list as a recipe": ({"experiment/evil.yaml": "# @package _global_\n- a\n"}, NAMED, ""),
-    # trust
-    "trust": (experiment(f"trust: [os]\nloss: {MKDIR}"), NAMED, f"trust: {TRUST}"),
-    "trust beside the user's": (
-        experiment(f"trust: [os]\nloss: {MKDIR}"),
-        [*NAMED, "trust=[json]"],
-        "loss._target_",
-    ),
-    "trust by forged overrides": (
-        experiment(f"hydra: {{overrides: {{task: ['trust=[os]']}}}}\ntrust: [os]\nloss: {MKDIR}"),
-        NAMED,
-        f"hydra.overrides.task: {TRUST}",
-    ),
-    "trust by a sweep": (
-        experiment(f"hydra: {{sweeper: {{params: {{trust: '[os]'}}}}}}\nloss: {MKDIR}"),
-        [*NAMED, *SWEEP],
-        f"trust: {TRUST}",
-    ),
-    "a saved config": (
-        experiment("trust: [os]\nfolder: ../pwned\nloss: {_target_: passes.L2}"),
-        NAMED,
-        TRUST,
-    ),
-    # Hydra's own config
-    "a callback": (experiment(f"hydra: {{callbacks: {{x: {MKDIR}}}}}"), NAMED, "hydra.callbacks.x"),
-    "a callback of ours": (
-        experiment("hydra: {callbacks: {x: {_target_: graphopt.cli.comparison.SweepTable}}}"),
-        NAMED,
-        f"hydra.callbacks.x._target_: {TRUST}",
-    ),
-    "a callback of Hydra": (
-        experiment("hydra: {callbacks: {x: {_target_: hydra.experimental.callbacks.LogJobReturnCallback}}}"),
-        NAMED,
-        "hydra.callbacks.x",
-    ),
-    "a log file": (
-        experiment("hydra: {job_logging: {handlers: {file: {filename: ../pwned}}}}"),
-        NAMED,
-        "hydra.job_logging.handlers.file.filename",
-    ),
-    "a log handler": (
-        experiment("hydra: {job_logging: {handlers: {x: {(): os.mkdir, path: pwned}}}}"),
-        NAMED,
-        "hydra.job_logging.handlers.x",
-    ),
-    "ext:// in logging": (
-        experiment("hydra: {hydra_logging: {handlers: {console: {stream: 'ext://evil_code.x'}}}}"),
-        NAMED,
-        "hydra.hydra_logging.handlers.console.stream",
-    ),
-    "the run's folder": (experiment("hydra: {run: {dir: ../pwned}}"), NAMED, "hydra.run.dir"),
-    "the sweep's folder": (
-        experiment("hydra: {sweep: {dir: ../pwned}}"),
-        [*NAMED, *SWEEP],
-        "hydra.sweep.dir",
-    ),
-    "the folder of a sweep's run": (
-        experiment("hydra: {sweep: {subdir: ../../pwned}}"),
-        [*NAMED, *SWEEP],
-        "hydra.sweep.subdir",
-    ),
-    "Hydra's folder": (
-        experiment("hydra: {output_subdir: ../../pwned}"),
-        NAMED,
-        f"hydra.output_subdir: {TRUST}",
-    ),
-    "folder": (experiment("folder: ../pwned"), NAMED, f"folder: {TRUST}"),
-    "folder by the environment": (
-        experiment("folder: 'out-${oc.env:HOME}/pwned'"),
-        NAMED,
-        f"folder: {TRUST}",
-    ),
-    "folder by a sweep": (
-        experiment("hydra: {sweeper: {params: {folder: ../pwned}}}"),
-        [*NAMED, *SWEEP],
-        f"folder: {TRUST}",
-    ),
-    "the environment set": (
-        experiment("hydra: {job: {env_set: {PWNED: 'x'}}}"),
-        NAMED,
-        f"hydra.job.env_set: {TRUST}",
-    ),
-    "the environment copied": (experiment("hydra: {job: {env_copy: [HOME]}}"), NAMED, "hydra.job.env_copy"),
-    "an unknown variable copied": (experiment("hydra: {job: {env_copy: [NONE_SUCH]}}"), NAMED, "NONE_SUCH"),
-    "another working directory": (experiment("hydra: {job: {chdir: true}}"), NAMED, "hydra.job.chdir"),
-    "the job's name": (experiment("hydra: {job: {name: ../../pwned}}"), NAMED, "hydra.job.name"),
-    "choices of more groups": (
-        experiment("hydra: {runtime: {choices: {fit: none}}}"),
-        NAMED,
-        "fit",
-    ),
-    "a search path": (experiment("hydra: {searchpath: ['pkg://evil_code']}"), NAMED, "hydra.searchpath"),
-    "help": (experiment("hydra: {help: {template: x}}"), NAMED, "hydra.help.template"),
-    "verbosity": (experiment("hydra: {verbose: true}"), NAMED, "hydra.verbose"),
-    "a launcher's arguments": (
-        experiment("hydra: {launcher: {_target_: os.mkdir, path: pwned}}"),
-        [*NAMED, *SWEEP],
-        "Key 'path' not in 'BasicLauncherConf'",
-    ),
-    "code among a sweep's values": (
-        experiment(f"hydra: {{sweeper: {{params: {{x: {MKDIR}}}}}}}"),
-        [*NAMED, *SWEEP],
-        "hydra.sweeper.params.x: expected values",
-    ),
-    "an interpolation among a sweep's values": (
-        experiment("hydra: {sweeper: {params: {run: '${oc.env:HOME}'}}}"),
-        [*NAMED, *SWEEP],
-        "hydra.sweeper.params.run",
-    ),
-    "Hydra's config by a sweep": (
-        experiment("hydra: {sweeper: {params: {hydra.run.dir: ../pwned, +hydra.job.env_set.PWNED: x}}}"),
-        [*NAMED, *SWEEP],
-        "hydra.job.env_set",
-    ),
-    "a package header": (
-        {"experiment/evil.yaml": "# @package hydra.job\nenv_set: {PWNED: x}\n"},
-        NAMED,
-        "hydra.job.env_set",
-    ),
-    "a group moved into Hydra's config": (
-        {
-            **experiment("defaults: [{/odd@hydra.job: evil}]"),
-            "odd/evil.yaml": "env_set: {PWNED: x}\n",
-        },
-        NAMED,
-        "hydra.job.env_set",
-    ),
-    "a logging config of theirs": (
-        {
-            **experiment("defaults: [override /hydra/job_logging: evil]"),
-            "hydra/job_logging/evil.yaml": "version: 1\nhandlers: {x: {(): os.mkdir, path: pwned}}\n",
-        },
-        NAMED,
-        "hydra.job_logging",
-    ),
-    "a logging config of Hydra": (
-        experiment("defaults: [override /hydra/hydra_logging: hydra_debug]"),
-        NAMED,
-        "hydra.hydra_logging",
-    ),
-    "a launcher that hides Hydra's": (
-        {**experiment(""), "hydra/launcher/basic.yaml": "_target_: os.mkdir\npath: pwned\n"},
-        [*NAMED, *SWEEP],
-        "hydra/launcher/basic",
-    ),
-    "a config that hides Hydra's": (
-        {**experiment(""), "hydra/config.yaml": "defaults: []\ncallbacks: {x: {_target_: os.mkdir}}\n"},
-        NAMED,
-        "",
-    ),
-    "a sweep of which one recipe is evil": (
-        {
-            "experiment/good.yaml": "# @package _global_\nfit: {epochs: 1}\n",
-            **experiment(f"hydra: {{callbacks: {{x: {MKDIR}}}}}"),
-        },
-        [*NAMED, "-m", "experiment=good,evil"],
-        "hydra.callbacks.x",
-    ),
-    # files to read
-    "data elsewhere": (
-        experiment("data: {path: ../secret.npz}"),
-        ["data=npz", "model=my.onnx"],
-        "data.path: expected a file below the working directory or the recipe's folder, found '../secret.npz'",
-    ),
-    "data elsewhere, by a link": (
-        experiment("data: {path: ../evil/link.npz}"),
-        ["data=npz", "model=my.onnx"],
-        "data.path",
-    ),
-    "data elsewhere, by links in a folder": (
-        experiment("data: {path: ../evil/links}"),
-        ["data=npy", "model=my.onnx"],
-        "data.path",
-    ),
-    "data elsewhere, by an interpolation": (
-        experiment("where: ..\ndata: {path: '${where}/secret.npz'}"),
-        ["data=npz", "model=my.onnx"],
-        "data.path",
-    ),
-    "data elsewhere, by a sweep": (
-        experiment("hydra: {sweeper: {params: {data.path: ../secret.npz}}}"),
-        ["data=npz", "model=my.onnx", *SWEEP],
-        "data.path",
-    ),
-    "a schedule that reads the data": (
-        experiment("defaults: [override /schedule: cosine]\ndata: {path: ../secret.npz}"),
-        ["data=npz", "model=my.onnx"],
-        "data.path",
-    ),
-    "a model elsewhere": (experiment("model: ../secret.onnx"), NAMED[:2], "model: expected a file below"),
-    "validation elsewhere": (experiment("fit: {validation: ../secret.npz}"), NAMED, "fit.validation"),
-    "a library to load": (
-        experiment("executor: {provider_options: {backend_path: ../evil/library.so}}"),
-        NAMED,
-        f"executor.provider_options.backend_path: {TRUST}",
-    ),
-    "a library to load, behind a reference": (
-        experiment("mine: {backend_path: x.so}\nexecutor: {provider_options: '${mine}'}"),
-        NAMED,
-        "executor.provider_options.backend_path",
-    ),
-    "a library beside the user's options": (
-        experiment("executor: {provider_options: {backend_path: x.so}}"),
-        [*NAMED, "+executor.provider_options.threads=1"],
-        "executor.provider_options.backend_path",
-    ),
-    "a limit that a bomb needs": (
-        experiment("data: {expansion: 1000000}"),
-        NAMED,
-        f"data.expansion: {TRUST}",
-    ),
-    "a limit that a model of theirs needs": (
-        experiment("limits: {constant_bytes: 1000000000000}"),
-        NAMED,
-        f"limits.constant_bytes: {TRUST}",
-    ),
-    "a sweep of a billion runs": (
-        experiment("hydra: {sweeper: {params: {fit.seed: 'range(0,1000000000)'}}}"),
-        [*NAMED, "-m"],
-        "hydra.sweeper.params: expected at most 10,000 runs, found more",
-    ),
-    "a sweep of many runs by few": (
-        experiment("hydra: {sweeper: {params: {fit.seed: 'range(200)', fit.epochs: 'range(1,101)'}}}"),
-        [*NAMED, "-m"],
-        "hydra.sweeper.params: expected at most 10,000 runs, found more",
-    ),
-    "yaml elsewhere": (experiment("defaults: [/../secret]"), NAMED, "expected a recipe below its folder"),
-    "yaml elsewhere, from here": (
-        experiment("defaults: [../../secret]"),
-        NAMED,
-        "expected a recipe below its folder",
-    ),
-    "yaml elsewhere, as an option": (
-        experiment("defaults: [override /loss: ../../secret]"),
-        NAMED,
-        "expected a recipe below its folder",
-    ),
-    "yaml elsewhere, with an absolute path": (
-        experiment("defaults: [//etc/passwd.yaml]"),
-        NAMED,
-        "",
-    ),
-    "yaml elsewhere, by a link": (
-        experiment("defaults: [/link]"),
-        NAMED,
-        "expected a recipe below its folder",
-    ),
-    "yaml elsewhere, by a link to a folder": (
-        experiment("defaults: [/above/secret]"),
-        NAMED,
-        "expected a recipe below its folder",
-    ),
-    # places to write to
-    "the run of the user": (
-        experiment("resume: ../outside"),
-        NAMED,
-        "resume: expected a path on the command line alone, found it in a recipe",
-    ),
-    "the run of the user, in the working directory": (
-        experiment("resume: runs/mine"),
-        NAMED,
-        "resume: expected a path on the command line alone",
-    ),
-    "the run of the user, to evaluate": (
-        experiment("resume: ../outside\nrun: evaluate"),
-        NAMED,
-        "resume: expected a path on the command line alone",
-    ),
-    "the run of the user, by a sweep": (
-        experiment("hydra: {sweeper: {params: {resume: ../outside}}}"),
-        [*NAMED, *SWEEP],
-        "resume: expected a path on the command line alone",
-    ),
-    "predictions elsewhere": (
-        experiment("predictions: ../pwned.csv\nrun: predict"),
-        NAMED,
-        "predictions: expected ",
-    ),
-    "predictions over a file of the user": (
-        experiment("predictions: train.npz\nrun: predict"),
-        NAMED,
-        "predictions: expected predictions with .npz",
-    ),
-    "checkpoints elsewhere": (
-        experiment("fit: {checkpoint: {folder: ../pwned}}"),
-        NAMED,
-        "fit.checkpoint: unknown field 'folder'",
-    ),
-    "files for hosts elsewhere": (
-        experiment("hosts: {folder: ../pwned}\nrun: hosts"),
-        NAMED,
-        "hosts: unknown field 'folder'",
-    ),
-    "arguments that the command gives": (
-        experiment("executor: {step: ../secret.onnx}"),
-        NAMED,
-        "executor: unknown field 'step'",
-    ),
-    # processes
-    "workers": (
-        experiment("defaults: [override /launcher: local]"),
-        NAMED,
-        f"launcher: {TRUST}",
-    ),
-    "workers, by a class": (
-        experiment("launcher: {_target_: graphopt.distributed.launchers.LocalLauncher, workers: 1}"),
-        NAMED,
-        f"launcher: {TRUST}",
-    ),
-    "more workers than the user's": (
-        experiment("launcher: {workers: 2000}"),
-        [*NAMED, "launcher=local"],
-        f"launcher: {TRUST}",
-    ),
-    "a cluster": (
-        experiment("launcher: {address: 'ray://x:1'}"),
-        [*NAMED, "launcher=ray"],
-        f"launcher: {TRUST}",
-    ),
-    "processes of a sweep": (
-        experiment("defaults: [override /sweep: parallel]"),
-        [*NAMED, *SWEEP],
-        "",
-    ),
-    # guards stay where the command line names something beside
-    "a tracker beside the user's log": (
-        experiment("callbacks: {tracker: wandb}"),
-        [*NAMED, "callbacks={csv: a.csv}"],
-        f"callbacks.tracker: {TRUST}",
-    ),
-    "a server of the user's tracker": (
-        experiment("callbacks: {mlflow: {tracking_uri: 'http://x'}}"),
-        [*NAMED, "++callbacks={mlflow: {experiment: mine}}"],
-        f"callbacks.mlflow.tracking_uri: {TRUST}",
-    ),
-    "a server of the user's tracker, by its name": (
-        experiment("callbacks: {mlflow: {tracking_uri: 'http://x'}}"),
-        [*NAMED, "++callbacks.mlflow={experiment: mine}"],
-        f"callbacks.mlflow.tracking_uri: {TRUST}",
-    ),
-    "a log outside beside the user's": (
-        experiment("callbacks: {jsonl: ../pwned}"),
-        [*NAMED, "callbacks={csv: a.csv}"],
-        "callbacks.jsonl.path: expected a file below the run's folder",
-    ),
-    "a library beside the user's options, in a mapping": (
-        experiment("executor: {provider_options: {backend_path: x.so}}"),
-        [*NAMED, "++executor={provider_options: {threads: 1}}"],
-        "executor.provider_options.backend_path",
-    ),
-    "a limit beside the user's": (
-        experiment("limits: {constant_bytes: 1000000000000}"),
-        [*NAMED, "limits={nodes: 1000}"],
-        f"limits.constant_bytes: {TRUST}",
-    ),
-    "data elsewhere beside the user's fields": (
-        experiment("data: {path: ../secret.npz}"),
-        ["model=my.onnx", "data=npz", "data={expansion: 100}"],
-        "data.path",
-    ),
-    "a log that the command line removes": (
-        experiment("callbacks: {x: {_target_: graphopt.callbacks.CSV, path: ../pwned}}"),
-        [*NAMED, "~callbacks.csv"],
-        "",
-    ),
-    # YAML that expands, by whatever path it is reached
-    "a bomb of aliases as an option": (
-        {**experiment("defaults: [override /loss: bomb.yaml]"), "loss/bomb.yaml": BOMB},
-        NAMED,
-        "bomb.yaml: expected a recipe without YAML aliases",
-    ),
-    "a bomb of aliases in a package": (
-        {**experiment("defaults: [/deep/bomb@loss]"), "deep/bomb.yaml": BOMB},
-        NAMED,
-        "bomb.yaml: expected a recipe without YAML aliases",
-    ),
-    "a bomb of aliases that is optional": (
-        {**experiment("defaults: [optional /deep: bomb.yaml]"), "deep/bomb.yaml": BOMB},
-        NAMED,
-        "bomb.yaml: expected a recipe without YAML aliases",
-    ),
-    "a bomb of aliases by an interpolated name": (
-        {**experiment("defaults: [{/deep: 'bo${experiment}.yaml'}]"), "deep/boevil.yaml": BOMB},
-        NAMED,
-        "boevil.yaml: expected a recipe without YAML aliases",
-    ),
-    "a bomb of aliases in another folder": (
-        {"../more/experiment/evil.yaml": BOMB},
-        [*NAMED, "hydra.searchpath=[../more]"],
-        "evil.yaml: expected a recipe without YAML aliases",
-    ),
-    "a large recipe": (
-        experiment("x: [" + "0, " * 60_000 + "0]"),
-        NAMED,
-        "evil.yaml: expected a file of at most 100,000 bytes",
-    ),
-    "a deep recipe": (
-        experiment("x: " + "[" * 900 + "]" * 900),
-        NAMED,
-        "evil.yaml: expected mappings and lists of at most 50 levels",
-    ),
-    "thousands of recipes": (
-        {
-            **experiment("defaults: [/n/n0@a, /n/n0@b]"),
-            **{f"n/n{i}.yaml": f"defaults: [n{i + 1}@a, n{i + 1}@b]\n" for i in range(14)},
-            "n/n14.yaml": "x: 1\n",
-        },
-        NAMED,
-        "expected recipes of at most 20,000 fields",
-    ),
-    "recipes that name themselves": (
-        {**experiment("defaults: [/n/n0]"), "n/n0.yaml": "defaults: [n0@a]\n"},
-        NAMED,
-        "",
-    ),
-    # numbers that allocate
-    "a model that fills the memory": (
-        experiment("model: mlp\nmodels: {mlp: {hidden: [1000000, 1000000]}}"),
-        NAMED[:2],
-        "model: expected at most 134,217,728 weights",
-    ),
-    "thousands of threads": (experiment("executor: {threads: 20000}"), NAMED, "threads: expected "),
-    "thousands of batches ahead": (
-        experiment("fit: {prefetch: 1000000000}"),
-        NAMED,
-        "fit.prefetch: expected ",
-    ),
-    "thousands of steps in a call": (
-        experiment("executor: {steps_per_call: 1000000000}"),
-        NAMED,
-        "executor.steps_per_call: expected ",
-    ),
-    # trusted code is what its packages hold, not what they import
-    "an import of a trusted module": (
-        experiment("loss: {_target_: own_losses.os.mkdir, path: pwned}"),
-        [*NAMED, "trust=[own_losses]"],
-        "loss._target_",
-    ),
-    "globals of a trusted function": (
-        experiment("loss: {_target_: own_losses.absolute.__globals__.get, key: x}"),
-        [*NAMED, "trust=[own_losses]"],
-        "loss._target_",
-    ),
-    "a function that a trusted module imports": (
-        experiment("defaults: [override /loss: custom]\nloss: {function: 'own_losses:os.system'}"),
-        [*NAMED, "trust=[own_losses]"],
-        "loss.function",
-    ),
-}
+# Attacks are in `tests/listings/hostile_recipes.txt`: the files of the folder, more arguments, and what the error says.
 
 
 @pytest.fixture(autouse=True)
@@ -774,21 +111,30 @@ def run(files: dict[str, str], arguments: list[str], folder: list[str]) -> int:
     return cli.main(["--config-dir", "../evil", *recipe, *arguments, *folder, "fit.epochs=1"])
 
 
+def _name(call: str) -> str:
+    """Return the first argument of a call of a listing, which has no word that `watch` looks for."""
+    return call.split("'")[1] if call[call.index("(") + 1] == "'" else call.split('"')[1]
+
+
 EVERY = [
-    pytest.param(name, marks=[pytest.mark.exhaustive] if i % 5 else []) for i, name in enumerate(ATTACKS)
+    pytest.param(call, id=_name(call), marks=[pytest.mark.exhaustive] if i % 5 else [])
+    for i, call in enumerate(messages.calls("hostile_recipes"))
 ]
 
 
-@pytest.mark.parametrize("attack", EVERY)
+@pytest.mark.parametrize("call", EVERY)
 @pytest.mark.slow
-def test_an_attack_is_refused_in_one_line(attack: str, capfd: pytest.CaptureFixture[str]) -> None:
-    files, arguments, error = ATTACKS[attack]
+def test_an_attack_is_refused_in_one_line(call: str, capfd: pytest.CaptureFixture[str]) -> None:
+    def attack(name: str, files: dict[str, str], arguments: list[str]) -> int:
+        return run(files, arguments, [] if "folder" in name else ["folder=out"])
+
     before = os.listdir("..")
-    assert run(files, arguments, [] if "folder" in attack else ["folder=out"]) == 1
+    assert eval(call, {**globals(), "attack": attack}) == 1
     *warnings, said = capfd.readouterr().err.splitlines()
     hydras = "Error executing job with overrides: "  # of a sweep
     assert all(line.startswith(("graphopt: warning: ", hydras)) for line in warnings if line)
-    assert said.startswith("graphopt: error: ") and error in said
+    assert said.startswith("graphopt: error: ")
+    messages.check("hostile_recipes", call, said.removeprefix("graphopt: error: "))
     assert seen == []
     assert os.listdir("..") == before and "PWNED" not in os.environ
     assert not Path("pwned").exists()
@@ -1028,85 +374,23 @@ def _set(**parts: Any) -> Callable[[Path, dict[str, Any]], None]:
 
 
 CODE = {"_target_": "os.mkdir", "path": "pwned"}
+
+
 # Recorded recipes of someone else: what is changed in them, and what the error has to say.
-RUN_ATTACKS: dict[str, tuple[Callable[[Path, dict[str, Any]], None], str]] = {
-    "code in place of a loss": (_set(loss=CODE), "loss._target_"),
-    "code in the pipeline": (_set(pipeline={"loss": CODE}), "pipeline.loss._target_"),
-    "code as a callback": (_set(callbacks={"x": CODE}), "callbacks.x._target_"),
-    "code that no one reads": (_set(unused={"x": [CODE]}), "unused.x[0]._target_"),
-    "trust": (_set(trust=["os"], loss=CODE), "trust=[os] on the command line"),
-    "trust in its command line": (
-        lambda record, fields: (
-            (record / "overrides.yaml").write_text("- trust=[os]\n- loss._target_=os.mkdir\n"),
-            fields.update(loss=CODE),
-        ),
-        "trust=[os] on the command line",
-    ),
-    "a signature of its own": (
-        lambda record, fields: (
-            (record / "signature.json").write_text('{"strangers": [], "hmac": "00"}'),
-            fields.update(loss=CODE),
-        ),
-        "loss._target_",
-    ),
-    "data elsewhere": (
-        _set(data={"path": "../secret.npz"}),
-        "data.path: expected a file below the working directory",
-    ),
-    "data elsewhere in its command line": (
-        lambda record, fields: (
-            (record / "overrides.yaml").write_text("- data.path=../secret.npz\n"),
-            fields["data"].update(path="../secret.npz"),
-        ),
-        "data.path: expected a file below the working directory",
-    ),
-    "validation elsewhere": (
-        _set(fit={"validation": "../secret.npz"}),
-        "fit.validation: expected a file below",
-    ),
-    "a model elsewhere": (_set(model="../secret.onnx"), "model: expected a file below"),
-    "a library": (_set(executor={"custom_ops": ["x.so"]}), "executor.custom_ops"),
-    "options that write files": (
-        _set(executor={"provider_options": {"a": "b"}}),
-        f"executor.provider_options.a: {TRUST}",
-    ),
-    "no limits": (_set(limits={"nodes": 10**12}), f"limits.nodes: {TRUST}"),
-    "a log elsewhere": (
-        _set(callbacks={"csv": "../pwned"}),
-        "callbacks.csv.path: expected a file below the run's",
-    ),
-    "a tracker": (
-        _set(callbacks={"tracker": "wandb"}),
-        "callbacks.tracker: expected it on the command line alone",
-    ),
-    "the environment": (_set(loss={"output": "${oc.env:HOME}"}), "Unsupported interpolation type oc.env"),
-    "references that double": (
-        _set(**{f"b{i}": f"${{b{i - 1}}}${{b{i - 1}}}" if i else "x" for i in range(40)}),
-        "expected at most 100,000 characters and values once its references are resolved",
-    ),
-    "what is deep": (
-        _set(x=yaml.safe_load(60 * "[" + 60 * "]")),
-        "expected mappings and lists of at most 50 levels",
-    ),
-    "what is large": (_set(x="y" * 200_000), "expected a file of at most 100,000 bytes"),
-    "a list": (lambda record, fields: (record / "hydra.yaml").write_text(BOMB), "without YAML aliases"),
-}
-
-
-@pytest.mark.parametrize("attack", RUN_ATTACKS)
+@pytest.mark.parametrize("call", messages.calls("hostile_runs"), ids=_name)
 @pytest.mark.parametrize(
     "arguments", [["evaluate", "folder=../evil/run"], ["resume=../evil/run", "fit.epochs=2"]]
 )
 @pytest.mark.slow
 def test_the_run_of_someone_else_is_refused_in_one_line(
-    attack: str, arguments: list[str], capfd: pytest.CaptureFixture[str]
+    call: str, arguments: list[str], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    change, error = RUN_ATTACKS[attack]
-    _runs_folder(change)
+    eval(call, {**globals(), "change": lambda name, changed: _runs_folder(changed)})
     capfd.readouterr()
     assert cli.main(arguments) == 1
     said = capfd.readouterr().err
-    assert said.count("\n") == 1 and said.startswith("graphopt: error: ") and error in said, said
+    assert said.count("\n") == 1 and said.startswith("graphopt: error: "), said
+    messages.check("hostile_runs", call, said.removeprefix("graphopt: error: ").rstrip())
     assert seen == []
     assert not Path("pwned").exists() and not Path("runs").exists()
 
@@ -1185,50 +469,9 @@ def test_every_path_of_what_a_recipe_names_is_annotated(name: str) -> None:
                 assert field in known
 
 
-READS: dict[str, tuple[str, str]] = {
-    "a teacher": (
-        "defaults: [override /loss: distillation]\nloss: {teacher: ../secret.onnx}",
-        "loss.teacher: expected a file below the working directory",
-    ),
-    "a teacher in the pipeline": (
-        "defaults: [override /loss: distillation]\npipeline: {loss: {teacher: ../secret.onnx}}",
-        "pipeline.loss.teacher: expected a file below",
-    ),
-    "a teacher in a step of its own": (
-        "pipeline: {mine: [{_target_: passes.Distillation, teacher: ../secret.onnx}]}",
-        "pipeline.mine[0].teacher: expected a file below",
-    ),
-    "a teacher behind a link": (
-        "defaults: [override /loss: distillation]\nloss: {teacher: ../evil/above/secret.onnx}",
-        "loss.teacher: expected a file below",
-    ),
-    "an adapter": (
-        "adapter: {_target_: passes.LoadedLoRA, path: ../secret}",
-        "adapter.path: expected a file below",
-    ),
-    "an adapter in the pipeline": (
-        "pipeline: {adapter: {_target_: passes.LoadedLoRA, path: ../secret}}",
-        "pipeline.adapter.path: expected a file below",
-    ),
-    "a folder of runs": (
-        "callbacks: {median_stopping: {folder: ../outside}}",
-        "callbacks.median_stopping.folder: expected a file below",
-    ),
-    "a tokenizer to continue a text": (
-        "generate: {tokenizer: ../secret.json}",
-        "generate.tokenizer: expected a file below",
-    ),
-    "a template beside a tokenizer": (
-        "defaults: [override /data: text]\ndata: {path: train.npz, tokenizer: ../evil/files/tokenizer.json}",
-        "data.tokenizer: expected a file below",
-    ),
-    "a template beside a model": ("model: ../evil/files/my.onnx", "model: expected a file below"),
-}
-
-
-@pytest.mark.parametrize("attack", READS)
-def test_a_recipe_reads_no_file_of_the_user(attack: str, capfd: pytest.CaptureFixture[str]) -> None:
-    text, error = READS[attack]
+@pytest.mark.parametrize("call", messages.calls("hostile_reads"), ids=_name)
+def test_a_recipe_reads_no_file_of_the_user(call: str, capfd: pytest.CaptureFixture[str]) -> None:
+    text = eval(call, {"recipe": lambda name, text: text})
     Path("../evil/files").mkdir()
     for name in ("tokenizer.json", "my.onnx"):
         Path("../evil/files", name).write_text("{}")
@@ -1237,7 +480,8 @@ def test_a_recipe_reads_no_file_of_the_user(attack: str, capfd: pytest.CaptureFi
     model = [] if "model:" in text else ["model=my.onnx"]
     assert run(experiment(text), [*named, *model], ["folder=out"]) == 1
     said = capfd.readouterr().err
-    assert said.count("\n") == 1 and error in said, said
+    assert said.count("\n") == 1, said
+    messages.check("hostile_reads", call, said.removeprefix("graphopt: error: ").rstrip())
     assert seen == [] and not Path("out").exists()
 
 

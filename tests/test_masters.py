@@ -6,11 +6,11 @@ import ml_dtypes
 import numpy as np
 import onnx
 import onnx_ir as ir
-import onnxruntime
 import pytest
 import torch
 from builders import mlp, model
 from onnx import helper, numpy_helper
+from steps import outputs
 
 import graphopt
 import passes
@@ -27,10 +27,7 @@ def initializers(proto):
 
 def as_written(proto, x=X):
     """Return the output of a file in ONNX Runtime without optimizations."""
-    options = onnxruntime.SessionOptions()
-    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-    session = onnxruntime.InferenceSession(proto.SerializeToString(), options, ["CPUExecutionProvider"])
-    return session.run(None, {"x": x})[0]
+    return next(iter(outputs(proto, {"x": x}, optimize=False).values()))
 
 
 WEIGHTS = {"w": (6, 5), "b": (5,), "v": (5, 3)}

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import messages
 import numpy as np
 import pytest
 import sklearn.metrics as sk
@@ -202,27 +203,10 @@ def test_a_function_of_one_s_own() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("spec", "wanted", "error"),
-    [
-        (
-            CLASSES,
-            ["acuracy"],
-            "unknown metric 'acuracy', nearest: 'accuracy'; known: accuracy, balanced_acc",
-        ),
-        (CLASSES, [{"top_k": {"n": 3}}], "top_k: unknown option 'n'; known: k"),
-        (CLASSES, [{"accuracy": {"k": 3}}], "accuracy: unknown option 'k'; known: none"),
-        (CLASSES, [{"top_k": 3}], "top_k: expected a mapping of options, found 3"),
-        (CLASSES, [{"top_k": {"k": 0}}], "top_k: expected k of 1 or more, found 0"),
-        (CLASSES, [{"f1": {"average": "makro"}}], "unknown average 'makro', nearest: 'macro'"),
-        (CLASSES, ["f1", "f1"], "expected each metric once, found 'f1' twice"),
-        (CLASSES, [{"f1": {}, "recall": {}}], "expected one name with its options, found {'f1'"),
-    ],
-)
-def test_wrong_metrics(spec: TargetSpec, wanted: Any, error: str) -> None:
-    with pytest.raises(graphopt.GraphoptError, match=error) as caught:
-        Metrics(spec, wanted)
-    assert "\n" not in str(caught.value)
+@pytest.mark.whole
+@pytest.mark.parametrize("call", messages.calls("metrics_mistakes"))
+def test_wrong_metrics(call: str) -> None:
+    messages.refused("metrics_mistakes", call, globals())
 
 
 def test_binary_averages_need_two_classes() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import messages
 import numpy as np
 import onnx
 import onnx_ir as ir
@@ -419,27 +420,7 @@ def test_bfloat16_has_products_alone_that_the_opset_defines() -> None:
         )
 
 
-@pytest.mark.parametrize(
-    ("steps", "message"),
-    [
-        (
-            {"precision": passes.MixedPrecision(keep="fc*")},
-            "keep='fc\\*' matches no node; the model has: node, node_2",
-        ),
-        (
-            {"gradient": passes.Gradient(), "loss_scale": passes.DynamicLossScale()},
-            "found no scale: set gradient.loss_scale",
-        ),
-        (
-            {
-                "gradient": passes.Gradient(loss_scale=2.0),
-                "loss_scale": passes.DynamicLossScale(),
-                "optimizer": None,
-            },
-            "found no optimizer",
-        ),
-    ],
-)
-def test_refusals(steps: dict[str, Any], message: str) -> None:
-    with pytest.raises(graphopt.GraphoptError, match=message):
-        compiled(**steps)
+@pytest.mark.whole
+@pytest.mark.parametrize("call", messages.calls("mixed_precision_mistakes"))
+def test_refusals(call: str) -> None:
+    messages.refused("mixed_precision_mistakes", call, globals())

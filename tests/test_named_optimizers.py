@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import messages
 import numpy as np
 import pytest
 import torch
@@ -415,39 +416,11 @@ def test_16_bits_train_and_a_step_that_overflows_is_skipped(name: str) -> None:
 
 # --- Wrong input ---
 
-MISTAKES = {
-    "bits": (lambda: passes.AdamW(slot_bits=4), r"^AdamW\(slot_bits=4\): expected 8 or 32"),
-    "fused bits": (lambda: passes.AdamW(slot_bits=8, fused=True), r"expected slot_bits=32 with fused=True"),
-    "group": (
-        lambda: passes.Group("*", optimizer="adamw"),
-        r"^Group\(optimizer\): expected an optimizer such as passes.AdamW\(\), found",
-    ),
-    "others": (lambda: passes.Muon(others=3e-4), r"^Muon\(others\): expected an optimizer"),
-    "coefficients": (lambda: passes.Muon(coefficients=(1.0, 2.0)), r"expected three numbers"),
-    "adjust": (lambda: passes.Muon(adjust="moonshot"), r"^Muon\(adjust='moonshot'\): expected a number"),
-    "decay": (lambda: passes.Adafactor(decay_power=0.8), r"^Adafactor\(decay_power=0.8\)"),
-    "rate": (
-        lambda: graphopt.compile(
-            mlp(), loss=passes.MeanSquaredError(), optimizer=passes.Muon(0.0, others=passes.AdamW(1e-3))
-        ),
-        r"^Muon: learning_rate: expected one above 0, to which the rate of AdamW keeps its ratio, found 0",
-    ),
-    "fused group": (
-        lambda: graphopt.compile(
-            mlp(),
-            loss=passes.MeanSquaredError(),
-            optimizer=passes.AdamW(groups=(passes.Group("*.bias", optimizer=passes.Lion(fused=True)),)),
-        ),
-        r"^Lion: fused: onnxruntime-training has no kernel for Lion",
-    ),
-}
 
-
-@pytest.mark.parametrize("name", MISTAKES)
-def test_mistakes_are_told_in_a_line(name: str) -> None:
-    make, message = MISTAKES[name]
-    with pytest.raises(GraphoptError, match=message):
-        make()
+@pytest.mark.whole
+@pytest.mark.parametrize("call", messages.calls("named_optimizers_mistakes"))
+def test_mistakes_are_told_in_a_line(call: str) -> None:
+    messages.refused("named_optimizers_mistakes", call, globals())
 
 
 def test_two_schedule_free_optimizers_are_refused() -> None:

@@ -12,6 +12,7 @@ import sys
 import time
 from pathlib import Path
 
+import messages
 import numpy as np
 import onnx
 import pytest
@@ -26,7 +27,7 @@ from graphopt.targets.native import cache as cached
 from graphopt.targets.native import lowering, toolchain
 from graphopt.targets.native.cache import SUM, read_cached, write_cached
 from graphopt.targets.native.library import source
-from graphopt.targets.native.lowering import KERNEL_KINDS, Kernels, lower_to_kernels, plan
+from graphopt.targets.native.lowering import KERNEL_KINDS, lower_to_kernels, plan
 from graphopt.targets.target import TARGETS
 from graphopt.testing import strict
 
@@ -539,21 +540,9 @@ def test_the_environment_sets_the_default(monkeypatch):
         graphopt.Executor(step)
 
 
-def test_wrong_options():
-    with pytest.raises(graphopt.GraphoptError, match="native: expected auto, true or false, found 'fast'"):
-        graphopt.Executor(step_of(), native="fast")
-    with pytest.raises(
-        graphopt.GraphoptError,
-        match="unknown lowering 'kernel', nearest: 'kernels'; known: convolutions, kernels",
-    ):
-        Kernels(["kernel"])
-    with pytest.raises(
-        graphopt.GraphoptError,
-        match="unknown target 'nativ', nearest: 'native'; known: auto, cuda, iree, mnn, native",
-    ):
-        graphopt.Executor(step_of(), target="nativ")
-    with pytest.raises(graphopt.GraphoptError, match="target: expected one of the options native and target"):
-        graphopt.Executor(step_of(), target="plain", native=True)
+@pytest.mark.parametrize("call", messages.calls("native_mistakes"))
+def test_wrong_options(call: str) -> None:
+    messages.refused("native_mistakes", call, globals())
 
 
 def test_lowerings_can_be_left_out(cache):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 
+import messages
 import numpy as np
 import onnx
 import pytest
@@ -185,22 +186,10 @@ def test_a_pytorch_model_that_returns_its_loss_trains(exporter, logits):
             executor.predict(feeds)
 
 
-@pytest.mark.parametrize(
-    ("loss", "message"),
-    [
-        (passes.OwnLoss("score"), r"OwnLoss\(output='score'\): expected .* has 'loss' of shape .*'variable'"),
-        (passes.OwnLoss("variable"), r"expected a floating number, found .* of shape \[N,1\]: reduce it"),
-        (
-            passes.OwnLoss(sample_weight="w"),
-            r"sample_weight='w'\): expected the name of an input.* X, label, weight",
-        ),
-        (None, r"Gradient needs a loss, found none.*OwnLoss"),
-        (passes.MeanSquaredError(), "or passes.OwnLoss if the model has a loss"),
-    ],
-)
-def test_what_is_no_loss_is_refused(loss, message):
-    with pytest.raises(graphopt.GraphoptError, match=message):
-        graphopt.compile(added(), parameters=TRAINED, loss=loss, optimizer=passes.SGD())
+@pytest.mark.whole
+@pytest.mark.parametrize("call", messages.calls("own_loss_mistakes"))
+def test_what_is_no_loss_is_refused(call: str) -> None:
+    messages.refused("own_loss_mistakes", call, globals())
 
 
 def test_another_loss_of_a_single_number_says_that_it_may_be_one():

@@ -19,8 +19,8 @@ import numpy as np
 import onnx
 import onnx.numpy_helper
 import onnx_ir as ir
-import onnxruntime
 import pytest
+from steps import outputs as run
 
 import graphopt
 import passes
@@ -116,16 +116,6 @@ def feeds_of(case: Case, proto: onnx.ModelProto) -> dict[str, np.ndarray]:
         else:
             feeds[value.name] = random.uniform(0.1, 1, shape).astype(dtype)
     return feeds
-
-
-def run(proto: onnx.ModelProto, feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = 4
-    session = onnxruntime.InferenceSession(
-        proto.SerializeToString(), options, providers=["CPUExecutionProvider"]
-    )
-    names = [value.name for value in session.get_outputs()]
-    return dict(zip(names, session.run(names, dict(feeds)), strict=True))
 
 
 def moved(proto: onnx.ModelProto, direction: Mapping[str, np.ndarray], distance: float) -> onnx.ModelProto:

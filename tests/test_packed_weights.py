@@ -15,6 +15,8 @@ import pytest
 import torch
 from builders import model
 from onnx import TensorProto, helper, numpy_helper
+from steps import compiled as compiled_with
+from steps import outputs
 
 import graphopt
 import passes
@@ -115,16 +117,11 @@ def trained_by_torch(packed, rate, steps):
 
 
 def by_runtime(proto, **feeds):
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = 4
-    session = onnxruntime.InferenceSession(proto.SerializeToString(), options, ["CPUExecutionProvider"])
-    return session.run(None, feeds)[0]
+    return next(iter(outputs(proto, feeds).values()))
 
 
-def compiled(proto, **steps):
-    return graphopt.compile(
-        proto, **({"loss": passes.MeanSquaredError(), "optimizer": passes.SGD(0.01)} | steps)
-    )
+def compiled(proto, **options):
+    return compiled_with(proto, **{"optimizer": passes.SGD(0.01), **options})
 
 
 @pytest.mark.parametrize("form", FORMS, ids=str)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import messages
 import numpy as np
 import onnx
 import pytest
@@ -341,34 +342,12 @@ def compiled(loss: passes.Loss, proto: Any = None) -> Any:
 
 
 FIXED = "g (float[4,4] x) => (float[4,4] y) { y = Mul(x, w) }"
-MISTAKES = {
-    "similarity": (
-        lambda: passes.InfoNCE(similarity="euclidean"),
-        "^InfoNCE: similarity: expected 'cosine' or",
-    ),
-    "distance": (lambda: passes.Triplet(distance="dot"), "^Triplet: distance: expected 'euclidean', 'manh"),
-    "fixed rows": (
-        lambda: compiled(passes.Triplet(), model(FIXED, w=np.ones(4))),
-        r"^Triplet: expected a model of any number of rows, found inputs 'x' of shape \[4,4\]: export it",
-    ),
-    "tokens": (
-        lambda: compiled(passes.InfoNCE(), language_model()),
-        r"^InfoNCE: expected embeddings of shape \[rows, numbers\], found 'logits' of shape .*: pool them in the model",
-    ),
-    "type": (lambda: passes.DPO(loss_type="kto"), "^DPO: unknown loss_type 'kto'"),
-    "reference": (lambda: passes.DPO(reference="adapter"), "^DPO: unknown reference 'adapter'"),
-    "no tokens": (lambda: compiled(passes.DPO()), "expected logits of shape"),
-    "loss": (lambda: passes.Distillation(loss="mse"), r"^Distillation\(loss\): expected a loss such as"),
-    "no teacher": (lambda: compiled(passes.Distillation("nowhere.onnx")), r"nowhere\.onnx"),
-}
 
 
-@pytest.mark.parametrize("name", MISTAKES)
-def test_mistakes_are_told_in_a_line(name: str) -> None:
-    make, message = MISTAKES[name]
-    with pytest.raises(GraphoptError, match=message) as raised:
-        make()
-    assert "\n" not in str(raised.value)
+@pytest.mark.whole
+@pytest.mark.parametrize("call", messages.calls("pair_losses_mistakes"))
+def test_mistakes_are_told_in_a_line(call: str) -> None:
+    messages.refused("pair_losses_mistakes", call, globals())
 
 
 def test_a_teacher_that_does_not_fit_is_refused(tmp_path: Any) -> None:

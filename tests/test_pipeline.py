@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import messages
 import numpy as np
 import onnx
 import onnx_ir as ir
@@ -133,26 +134,10 @@ def test_without_an_optimizer_gradients_are_reported():
     np.testing.assert_allclose(outputs["b.grad"], dy.sum(0), rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda: full_pipeline().until("nothing"), "unknown step 'nothing'"),
-        (lambda: graphopt.Pipeline(loss="mse"), "pipeline.loss: expected a pass"),
-        (lambda: graphopt.compile("nothing.onnx"), "nothing.onnx: no such file"),
-        (lambda: graphopt.compile(__file__), "test_pipeline.py: expected an ONNX model"),
-        (lambda: graphopt.compile("/"), "expected an ONNX file, found a folder"),
-        (lambda: graphopt.compile(onnx.ModelProto()), "the model: expected an ONNX model, found no graph"),
-        (
-            lambda: graphopt.compile(
-                mlp(), loss=passes.MeanSquaredError(), regularizer=None, parameters=None
-            ),
-            "needs parameters, found none",
-        ),
-    ],
-)
-def test_what_does_not_fit_is_refused(call, message):
-    with pytest.raises(graphopt.GraphoptError, match=message):
-        call()
+@pytest.mark.whole
+@pytest.mark.parametrize("call", messages.calls("pipeline_mistakes"))
+def test_what_does_not_fit_is_refused(call: str) -> None:
+    messages.refused("pipeline_mistakes", call, globals())
 
 
 def test_an_invalid_graph_is_refused():

@@ -25,14 +25,22 @@ def numbers(*shape):
     return RNG.standard_normal(shape).astype(np.float32)
 
 
+def fed(text, given=None):
+    """Return feeds for the inputs of a graph: those that are given, and numbers of the sizes, by name, that are."""
+    given = {"N": 5, **(given or {})}
+    return {
+        x.name: given[x.name]
+        if x.name in given
+        else numbers(*(d.dim_value or given[d.dim_param] for d in x.type.tensor_type.shape.dim))
+        for x in model(text).graph.input
+    }
+
+
+# A target, or none for all, a graph, and of its inputs those that are not drawn, or sizes of them.
 CASES = {
-    "size": (None, "g (float[N,3] x) => (int64 y) { y = Size(x) }", {"x": numbers(4, 3)}),
-    "size of a scalar": (None, "g (float x) => (int64 y) { y = Size(x) }", {"x": numbers()}),
-    "sum": (
-        None,
-        "g (float[N,3] a, float[3] b, float[N,1] c) => (float[N,3] y) { y = Sum(a, b, c) }",
-        {"a": numbers(4, 3), "b": numbers(3), "c": numbers(4, 1)},
-    ),
+    "size": (None, "g (float[N,3] x) => (int64 y) { y = Size(x) }"),
+    "size of a scalar": (None, "g (float x) => (int64 y) { y = Size(x) }"),
+    "sum": (None, "g (float[N,3] a, float[3] b, float[N,1] c) => (float[N,3] y) { y = Sum(a, b, c) }"),
     "sum in a body": (
         None,
         """g (float[3] a, bool c) => (float[3] y) { y = If(c) <
@@ -44,100 +52,81 @@ CASES = {
         "openvino",
         """g (float[N,2] x) => (float[N,2] y) { w = Constant<value = float[2,2] {1.0, 2.0, 3.0, 4.0}>()
             h = MatMul(x, w) y = Gemm<transB = 1>(h, w) }""",
-        {"x": numbers(4, 2)},
     ),
     "log softmax": (
         "webgpu",
         "g (float[N,3,5] x) => (float[N,3,5] y) { y = LogSoftmax<axis=1>(x) }",
         {"x": 50 * numbers(4, 3, 5)},
     ),
-    "log softmax of the last axis": (
-        "webgpu",
-        "g (float[N,5] x) => (float[N,5] y) { y = LogSoftmax(x) }",
-        {"x": numbers(4, 5)},
-    ),
+    "log softmax of the last axis": ("webgpu", "g (float[N,5] x) => (float[N,5] y) { y = LogSoftmax(x) }"),
     "grouped convolution": (
         "webgpu",
         """g (float[N,8,6,6] x, float[20,2,3,3] w, float[20] b) => (float[N,20,P,Q] y) {
             y = Conv<group=4, pads=[1,0,1,0], strides=[2,1]>(x, w, b) }""",
-        {"x": numbers(2, 8, 6, 6), "w": numbers(20, 2, 3, 3), "b": numbers(20)},
     ),
     "convolution of 6 channels": (
         "webgpu",
         "g (float[N,6,5,4] x, float[4,6,3,2] w, float[4] b) => (float[N,4,3,3] y) { y = Conv(x, w, b) }",
-        {"x": numbers(2, 6, 5, 4), "w": numbers(4, 6, 3, 2), "b": numbers(4)},
     ),
     "convolution of a batch as channels": (
         "webgpu",
         "g (float[2,C,5] x, float[4,C,3] w) => (float[2,4,3] y) { y = Conv(x, w) }",
-        {"x": numbers(2, 6, 5), "w": numbers(4, 6, 3)},
+        {"C": 6},
     ),
     "convolution of points to 6 outputs": (
         "webgpu",
         "g (float[N,4,3,2] x, float[6,4,1,1] w, float[6] b) => (float[N,6,3,2] y) { y = Conv(x, w, b) }",
-        {"x": numbers(2, 4, 3, 2), "w": numbers(6, 4, 1, 1), "b": numbers(6)},
     ),
     "grouped convolution of 15 outputs": (
         "webgpu",
         "g (float[N,6,5,4] x, float[15,2,3,3] w) => (float[N,15,3,2] y) { y = Conv<group=3>(x, w) }",
-        {"x": numbers(2, 6, 5, 4), "w": numbers(15, 2, 3, 3)},
     ),
     "transposed convolution of groups with an output": (
         "webgpu",
         """g (float[N,6,4,3] x, float[6,1,2,2] w, float[3] b) => (float[N,3,P,Q] y) {
             y = ConvTranspose<group=3, strides=[2,1]>(x, w, b) }""",
-        {"x": numbers(2, 6, 4, 3), "w": numbers(6, 1, 2, 2), "b": numbers(3)},
     ),
     "convolution of volumes in groups": (
         "webgpu",
         """g (float[N,4,3,4,3] x, float[6,2,2,2,2] w, float[6] b) => (float[N,6,P,Q,R] y) {
             y = Conv<group=2, pads=[0,1,0,0,0,1]>(x, w, b) }""",
-        {"x": numbers(2, 4, 3, 4, 3), "w": numbers(6, 2, 2, 2, 2), "b": numbers(6)},
     ),
     "transposed convolution of volumes": (
         "webgpu",
         """g (float[N,4,A,3,2] x, float[4,3,2,3,2] w, float[6] b) => (float[N,6,P,Q,R] y) {
             y = ConvTranspose<group=2, strides=[2,1,3], dilations=[1,2,1], pads=[0,1,0,1,5,0],
                 output_padding=[1,0,2]>(x, w, b) }""",
-        {"x": numbers(2, 4, 3, 3, 2), "w": numbers(4, 3, 2, 3, 2), "b": numbers(6)},
+        {"A": 3},
     ),
     "grouped convolution of a batch as channels": (
         "webgpu",
         "g (float[3,C,6] x, float[72,M,4] w) => (float[3,72,P] y) { y = Conv<group=8, dilations=[1]>(x, w) }",
-        {"x": numbers(3, 16, 6), "w": numbers(72, 2, 4)},
+        {"C": 16, "M": 2},
     ),
     "split into many": (
         "webgpu",
         """g (float[2,19] x) => (float[2,2] a, float[2,1] j) {
             a, b, c, d, e, f, g, h, i, j = Split<axis=-1, num_outputs=10>(x) }""",
-        {"x": numbers(2, 19)},
     ),
     "batch normalization": (
         "tract",
         """g (float[N,3,4,4] x, float[3] s, float[3] b, float[3] m, float[3] v) => (float[N,3,4,4] y) {
             w = Exp(v) y = BatchNormalization<epsilon=0.01>(x, s, b, m, w) }""",
-        {"x": numbers(2, 3, 4, 4)} | {name: numbers(3) for name in "sbmv"},
     ),
     "batch normalization of rows": (
         "mnn",
         """g (float[N,3] x, float[3] s, float[3] b, float[3] m, float[3] v) => (float[N,3] y) {
             w = Exp(v) y = BatchNormalization(x, s, b, m, w) }""",
-        {"x": numbers(2, 3)} | {name: numbers(3) for name in "sbmv"},
     ),
     "uneven pads": (
         "cuda",
         """g (float[N,3,4,5] x, float[3,2,3,3] w) => (float[N,2,P,Q] y) {
             y = ConvTranspose<strides=[2,2], pads=[1,0,0,2], output_padding=[0,1]>(x, w) }""",
-        {"x": numbers(2, 3, 4, 5), "w": numbers(3, 2, 3, 3)},
     ),
     **{
         f"gradient of weights: {name}": (
             "cuda",
             f"g (float[{x}] x, float[{w}] w) => (float[{y}] y) {{ y = Conv<{attributes}>(x, w) }}",
-            {
-                part: numbers(*map(int, text.replace("N", "5").split(",")))
-                for part, text in (("x", x), ("w", w))
-            },
         )
         for name, x, w, y, attributes in (
             ("image", "3,N,8,7", "4,N,8,7", "3,4,3,3", "pads=[1,1,1,1]"),
@@ -155,59 +144,45 @@ CASES = {
         "cuda",
         f"""g (float[2,3] x) => (float[2,M] y) {{ z = Neg(x)
             y = Concat<axis=-1>({", ".join("xz"[i % 3 == 0] for i in range(70))}) }}""",
-        {"x": numbers(2, 3)},
     ),
     **{
         f"product of stacks {x} and {w}": (
             "cuda",
             f"g (float[{x}] x, float[{w}] w) => (float[A,B,C,D] y) {{ y = MatMul(x, w) }}",
-            {
-                part: numbers(*map(int, text.replace("N", "5").split(",")))
-                for part, text in (("x", x), ("w", w))
-            },
         )
         for x, w in (("2,1,2,3", "1,2,3,2"), ("1,N,2,3", "N,1,3,2"))
     },
     "product of a stack and a longer one": (
         "cuda",
         "g (float[2,1,2,3] x, float[4,1,5,3,2] w) => (float[A,B,C,D,E] y) { y = MatMul(x, w) }",
-        {"x": numbers(2, 1, 2, 3), "w": numbers(4, 1, 5, 3, 2)},
     ),
     **{
         f"{operator} over no axes": (
             "cuda",
             f"""g (float[N,3] x) => (float[N,3] y) {{ a = Constant<value_ints: ints = []>() z = Exp(x)
                 y = {operator}<noop_with_empty_axes=1>(z, a) }}""",
-            {"x": numbers(2, 3)},
         )
         for operator in ("ReduceL1", "ReduceL2", "ReduceLogSum", "ReduceSumSquare")
     },
     **{
-        operator: (
-            "cuda",
-            f"g (float[N,3] x) => (float[N,3] y) {{ y = {operator}(x) }}",
-            {"x": numbers(4, 3)},
-        )
+        operator: ("cuda", f"g (float[N,3] x) => (float[N,3] y) {{ y = {operator}(x) }}")
         for operator in ("Celu<alpha=0.5>", "Mean")
     },
     "uneven split": (
         "cuda",
         """g (float[2,9] x) => (float[2,2] a, float[2,4] b, float[2,3] c) {
             s = Constant<value_ints=[2,4,3]>() a, b, c = Split<axis=-1>(x, s) }""",
-        {"x": numbers(2, 9)},
     ),
     "even split into 40": (
         "cuda",
         f"""g (float[40,2] x) => (float[1,2] y0, float[1,2] y39) {{
             {", ".join(f"y{i}" for i in range(40))} = Split<num_outputs=40>(x) }}""",
-        {"x": numbers(40, 2)},
     ),
     **{
         f"{operator} of {axes}, {keepdims}": (
             "cuda",
             f"""g (float[N,3,4,5] x) => ({"float[A,B,C,D]" if keepdims else "float[A]"} y) {{
                 a = Constant<value_ints={axes}>() y = {operator}<keepdims={keepdims}>(x, a) }}""",
-            {"x": numbers(2, 3, 4, 5)},
         )
         for operator in ("ReduceSum", "ReduceMean")
         for axes, keepdims in (([0, 2, 3], 0), ([0, 2, 3], 1), ([-1, 1, 0], 0), ([1, 3, -4], 1))
@@ -234,13 +209,11 @@ CASES = {
         "tvm",
         """g (float[N,3,5] x, float[3,5] s, float[3,5] b) => (float[N,3,5] y, float[N,1,1] m, float[N,1,1] i) {
             y, m, i = LayerNormalization<axis=1, epsilon=0.01>(x, s, b) }""",
-        {"x": numbers(2, 3, 5), "s": numbers(3, 5), "b": numbers(3, 5)},
     ),
     "layer normalization without a bias": (
         "tvm",
         """g (float[N,5] x, float[5] s) => (float[N,5] y, float[N,1] i) {
             y, m, i = LayerNormalization(x, s) }""",
-        {"x": numbers(2, 5), "s": numbers(5)},
     ),
 }
 
@@ -310,6 +283,7 @@ CASES |= {
         {"x": HALVES},
     ),
 }
+CASES = {name: (target, text, fed(text, *given)) for name, (target, text, *given) in CASES.items()}
 
 
 def operators(graph):

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import messages
 import numpy as np
 import onnx
 import pytest
@@ -98,22 +99,15 @@ def test_both_completions_of_an_example_stay_or_go(file: str, tmp_path: Path) ->
     assert {len(x) for x in arrays.values()} == {3}
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ({"chosen": "a"}, "line 1: expected an object with chosen and rejected, text, prompt and completion"),
-        ({"prompt": "a", "chosen": "b", "rejected": 1}, "line 1: rejected: expected text, found an int"),
-        ({"prompt": ["a"], "chosen": "b", "rejected": "c"}, "line 1: prompt: expected text, found a list"),
-        ({"chosen": CHATS[0], "rejected": "a"}, "line 1: rejected: expected a list of messages"),
-        (
-            {"chosen": "a b", "rejected": "a b"},
-            "line 1: expected a chosen and a rejected completion that differ",
-        ),
-    ],
-)
-def test_wrong_lines_are_named(line: dict[str, Any], message: str, file: str, tmp_path: Path) -> None:
-    with pytest.raises(graphopt.GraphoptError, match=message):
-        data.text(save_lines(tmp_path / "a.jsonl", [line]), tokenizer=file)
+@pytest.mark.whole
+@pytest.mark.parametrize("call", messages.calls("preferences_mistakes"))
+def test_wrong_lines_are_named(call: str, file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    def read(lines: list[Any]) -> data.Dataset:
+        return data.text(save_lines(Path("a.jsonl"), lines), tokenizer=file)
+
+    messages.refused("preferences_mistakes", call, {**globals(), "read": read})
 
 
 def test_preferences_cannot_be_packed_and_belong_to_a_loss_of_pairs(file: str, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import messages
 import numpy as np
 import onnx
 import onnx_ir as ir
@@ -12,7 +13,7 @@ from onnx import numpy_helper
 
 import graphopt
 import passes
-from graphopt import GraphoptError, cli
+from graphopt import cli
 
 RNG = np.random.default_rng(3)
 SIZES = (96, 40, 8)
@@ -161,30 +162,10 @@ def test_an_embedding_that_is_tied_to_the_last_layer_stays():
     assert kinds["table"] is ir.DataType.FLOAT and kinds["w"] is ir.DataType.UINT4
 
 
-MISTAKES = {
-    r"QuantizeWeights\(bits=3\): expected 2, 4 or 8, found 3": lambda: passes.QuantizeWeights(bits=3),
-    r"QuantizeWeights\(block=48\): expected 16, 32, 64, 128 or 256, found 48": lambda: passes.QuantizeWeights(
-        block=48
-    ),
-    r"pattern='nothing' matches no weight that only MatMul and Gemm read; the model has .*fc0.weight": lambda: (
-        passes.QuantizeWeights("nothing")(graphopt.load(mlp()))
-    ),
-    r"leave_out='\*.bias' matches no weight": lambda: passes.QuantizeWeights(leave_out="*.bias")(
-        graphopt.load(mlp())
-    ),
-    r"expected finite numbers in 'w', found others": lambda: passes.QuantizeWeights("w")(
-        graphopt.load(products(np.full((32, 4), np.nan, np.float32)))
-    ),
-    r"expected weights of MatMul or Gemm, found none": lambda: passes.QuantizeWeights()(
-        graphopt.load(model("g (float[N] x) => (float[N] y) { y = Mul(x, w) }", w=np.ones(1)))
-    ),
-}
-
-
-@pytest.mark.parametrize("message", MISTAKES)
-def test_mistakes_are_named(message):
-    with pytest.raises(GraphoptError, match=message):
-        MISTAKES[message]()
+@pytest.mark.whole
+@pytest.mark.parametrize("call", messages.calls("quantize_weights_mistakes"))
+def test_mistakes_are_told_in_a_line(call: str) -> None:
+    messages.refused("quantize_weights_mistakes", call, globals())
 
 
 FORMS = {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import warnings
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,10 +12,7 @@ import onnx
 import onnx_ir as ir
 import onnxruntime
 import pytest
-import torch
-import torch_models
 from onnx import helper
-from torch import nn
 from torch_oracle import pytorch
 
 import graphopt
@@ -206,40 +202,3 @@ def test_a_value_that_is_both_states_gets_the_gradients_of_both() -> None:
     model.graph.input.pop()
     del feeds["c"]
     testing.check_gradient(model, feeds)
-
-
-class Recurrent(nn.Module):
-    def __init__(self, kind: Any, **options: Any) -> None:
-        super().__init__()
-        self.recurrent = kind(5, 7, batch_first=True, **options)
-        self.head = nn.Linear(14 if options else 7, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.recurrent(x)[0].mean(1))
-
-
-@pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
-@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
-@pytest.mark.slow
-@pytest.mark.sample(2)
-def test_losses_are_pytorchs(kind: Any, exporter: str) -> None:
-    options = {} if kind is nn.RNN else {"bidirectional": True, "num_layers": 2}
-    torch.manual_seed(0)
-    network = Recurrent(kind, **options).eval()
-    for parameter in network.parameters():
-        parameter.data += 0.1 * torch.randn_like(parameter)  # exporters merge weights that are equal
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        model = torch_models.export(network, torch.randn(5, 6, 5), exporter)
-    step = graphopt.compile(model, loss=passes.CrossEntropy(), optimizer=passes.SGD(0.1, momentum=0.9))
-    executor = graphopt.Executor(step, threads=1)
-    reference = torch.optim.SGD(network.parameters(), 0.1, momentum=0.9)
-    for i in range(10):
-        x, labels = torch.randn(4 + i % 3, 6, 5), torch.randint(0, 4, (4 + i % 3,))
-        loss = nn.functional.cross_entropy(network(x), labels)
-        reference.zero_grad()
-        loss.backward()
-        reference.step()
-        assert executor.step(x=x.numpy(), target=labels.numpy())["loss"] == pytest.approx(
-            loss.item(), rel=1e-4
-        )

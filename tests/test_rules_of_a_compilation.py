@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import messages
 import numpy as np
 import onnx
 import onnxscript
@@ -267,35 +268,10 @@ def test_the_check_compares_what_a_rule_does_not_declare() -> None:
     assert {"layers.0.weight", *behind} <= checked({("", "Relu"): lambda op, dy, x, *, y: [dy * op.Sign(y)]})
 
 
-REFUSED: dict[str, tuple[Any, str]] = {
-    "no mapping": ([("", "Relu")], r"^rules: expected functions by operators, such as .*, found a list"),
-    "a name": (
-        {"Relu": half},
-        r"^rules: expected the domain and the name of an operator, such as .*, found 'Relu'",
-    ),
-    "a number": (
-        {("", "Relu"): 3},
-        r"^rules: Relu: expected a function of op, dy and the operator's inputs, found 3|an int",
-    ),
-    "a class": ({("", "Relu"): passes.SGD}, r"^rules: Relu: expected a function"),
-    "another name": (
-        {("", "Rely"): half},
-        r"^rules: Rely: expected an operator or a function of the model, found none",
-    ),
-    "another domain": (
-        {("own", "Relu"): half},
-        r"^rules: own::Relu: expected an operator or a function of the model",
-    ),
-}
-
-
 @pytest.mark.whole
-@pytest.mark.parametrize("case", REFUSED)
-def test_wrong_rules_are_one_line(case: str) -> None:
-    rules, message = REFUSED[case]
-    with pytest.raises(GraphoptError, match=message) as error:
-        differs(rules)
-    assert "\n" not in str(error.value)
+@pytest.mark.parametrize("call", messages.calls("rules_of_a_compilation_mistakes"))
+def test_wrong_rules_are_one_line(call: str) -> None:
+    messages.refused("rules_of_a_compilation_mistakes", call, globals())
 
 
 def test_gradients_of_onnxruntime_training_take_no_rules() -> None:

@@ -16,6 +16,7 @@ import onnx
 import onnx_ir as ir
 import onnxruntime
 import pytest
+from steps import outputs
 
 import graphopt
 import passes
@@ -96,9 +97,7 @@ def model_of(nodes: Nodes) -> onnx.ModelProto:
 
 
 def unoptimized(model: onnx.ModelProto) -> np.ndarray:
-    options = onnxruntime.SessionOptions()
-    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-    return onnxruntime.InferenceSession(model.SerializeToString(), options).run(None, {"x": X})[0]
+    return next(iter(outputs(model, {"x": X}, optimize=False).values()))
 
 
 @pytest.mark.parametrize("name", [*FAIL, *RUN])

@@ -46,6 +46,7 @@ from sklearn.preprocessing import (
 from sklearn.random_projection import GaussianRandomProjection
 from sklearn.svm import SVC, LinearSVC, LinearSVR
 from sklearn.tree import DecisionTreeClassifier
+from steps import outputs
 
 import graphopt
 import passes
@@ -112,13 +113,7 @@ def converted(estimator: Any, target: np.ndarray) -> onnx.ModelProto:
 
 
 def run(proto: onnx.ModelProto) -> dict[str, Any]:
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = 4
-    session = onnxruntime.InferenceSession(
-        proto.SerializeToString(), options, providers=["CPUExecutionProvider"]
-    )
-    names = [output.name for output in session.get_outputs()]
-    return dict(zip(names, session.run(None, {proto.graph.input[0].name: X}), strict=True))
+    return outputs(proto, {proto.graph.input[0].name: X})
 
 
 def scores(value: Any) -> np.ndarray:

@@ -18,6 +18,7 @@ import pytest
 from builders import model
 from onnx import helper, numpy_helper
 from onnxruntime.capi import onnxruntime_pybind11_state as rt
+from steps import session
 
 import graphopt
 import passes
@@ -50,13 +51,6 @@ def wrong_claims(found: ir.Model, arrays: dict[str, np.ndarray]) -> list[str]:
             if said != size:
                 wrong.append(f"{x.name}: {x.shape} for {actual}")
     return wrong
-
-
-def session(proto: onnx.ModelProto) -> onnxruntime.InferenceSession:
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = 4
-    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-    return onnxruntime.InferenceSession(proto.SerializeToString(), options)
 
 
 class Chain:
@@ -200,7 +194,7 @@ def arrays_of(proto: onnx.ModelProto, sizes: dict[str, int]) -> dict[str, np.nda
     """Return all values at some sizes of the inputs, or None where the runtime stops or a value is empty."""
     feeds = {name: np.ones((sizes["N"], sizes[dim]), np.float32) for name, dim in (("x", "S"), ("z", "T"))}
     try:
-        running = session(proto)
+        running = session(proto, optimize=False)
         names = [y.name for y in running.get_outputs()]
         arrays = feeds | dict(zip(names, running.run(None, feeds), strict=True))
     except ERRORS:

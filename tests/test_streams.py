@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import messages
 import numpy as np
 import pytest
 from builders import mlp
@@ -309,53 +310,10 @@ def test_states_survive_json() -> None:
         assert (one.dtype, one.shape, one.tolist()) == (other.dtype, other.shape, other.tolist())
 
 
-@pytest.mark.parametrize(
-    ("items", "error"),
-    [
-        ([], "data: expected batches in epoch 1, found none in list: give an iterable that is not empty"),
-        ([(X, DATA["target"])], r"found a tuple: yield {'x': \.\.\., 'target': \.\.\.}"),
-        ([X], "epoch 1, batch 1: data: expected a dict of arrays by name, found an ndarray"),
-        ([{"x": X[0], "target": 1}], "data 'target': expected an array whose first axis .* found one int: yield"),
-        ([{"x": X}], "data: expected arrays 'x', 'target', found 'x'"),
-        ([batch(slice(5)), {"x": X, "labels": X}], "epoch 1, batch 2: data: expected arrays 'x', 'target', found"),
-        ([{"x": X[:5], "target": DATA["target"][:4]}], "the same number of rows in every array, found 'x' 5"),
-        ([{"x": X[:, :2], "target": DATA["target"]}], r"data 'x': expected rows of shape \[3\], found \[2\]"),
-        ([{"x": X * np.nan, "target": DATA["target"]}], "batch 1: data 'x': expected finite numbers, found NaN"),
-        ([{"x": X, "target": DATA["target"] + 1}], "data 'target': expected labels from 0 to 1, found 2"),
-        ([{"x": X, "target": DATA["target"] + 0.5}], "data 'target': expected int64, found float64"),
-        ([{"x": [[1, 2, 3], [4]], "target": [0, 1]}], "data 'x': expected an array, found a list: setting an array"),
-        ([{"x": [["a", "b", "c"]], "target": [0]}], "data 'x': expected float32, found <U1"),
-        ([{"x": X[:0], "target": []}], "data: expected rows, found none"),
-        ([{}], "data: expected"),
-        ([None], "found None"),
-    ],
-)  # fmt: skip
-def test_batches_that_do_not_fit(items: list[Any], error: str) -> None:
-    with pytest.raises(GraphoptError, match=error) as raised:
-        fit(executor(), items)
-    assert "\n" not in str(raised.value)
-
-
-@pytest.mark.parametrize(
-    ("data", "options", "error"),
-    [
-        (Again(), {"validation": 0.2}, "validation: expected other data or None, found a share, 0.2"),
-        (in_order(), {}, "expected batches in epoch 2, found none in generator: an iterator is used up after one pass"),
-        (in_order(), {"steps_per_epoch": 8}, "expected batches in epoch 2, found none in generator: an iterator is"),
-        (Again(), {"steps_per_epoch": 0}, "steps_per_epoch: expected 1 or more, found 0"),
-        (DATA, {"steps_per_epoch": 5}, "steps_per_epoch=5: expected an iterable of batches, found rows"),
-        (Again(), {"validation": in_order()}, "expected batches, found none in generator: an iterator is used up"),
-        (7, {}, "an iterable of batches, found an int"),
-        ("x.npz", {}, "found 'x.npz'"),
-        (Again(), {"batch_size": 0}, r"fit\(batch_size=0\): expected a whole number in \[1, inf\), found 0"),
-        (Again(lambda: iter([{"x": X, "target": X}])), {}, "data 'target'"),
-    ],
-)  # fmt: skip
-@pytest.mark.slow
-def test_iterables_that_do_not_fit(data: Any, options: dict[str, Any], error: str) -> None:
-    with pytest.raises(GraphoptError, match=error) as raised:
-        fit(executor(), data, **options)
-    assert "\n" not in str(raised.value)
+@pytest.mark.whole
+@pytest.mark.parametrize("call", messages.calls("streams_mistakes"))
+def test_batches_and_iterables_that_do_not_fit(call: str) -> None:
+    messages.refused("streams_mistakes", call, globals())
 
 
 def test_a_batch_of_the_model_s_size() -> None:

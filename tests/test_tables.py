@@ -11,6 +11,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import messages
 import numpy as np
 import onnx
 import onnxruntime
@@ -344,81 +345,18 @@ def test_descriptions(description: Any, expected: dict[str, str]) -> None:
     assert found is not None and {name: column.kind for name, column in found.columns.items()} == expected
 
 
-@pytest.mark.parametrize(
-    ("description", "error"),
-    [
-        ("yes", "columns: expected auto, or kinds by the names of columns, found 'yes'"),
-        (3, "columns: expected auto"),
-        ({}, "columns: expected auto"),
-        ({"a": "categry"}, r"column 'a': unknown kind 'categry'.*category"),
-        ({"a": 3}, "column 'a': expected category, date, number, auto, or"),
-        ({"a": ["number"]}, "column 'a': expected category, date, number, auto, or"),
-        ({"a": {"encode_as": "ordinal"}}, "column 'a': expected category, date"),
-        ({"a": {"kind": ["x"]}}, "column 'a': unknown kind"),
-        ({"a": {"kind": "number", "_target_": "os.system"}}, "column 'a': unknown field '_target_'"),
-        ({"a": {"kind": "number", "fill": 3}}, "column 'a': unknown field 'fill'"),
-        ({"a": {"kind": "number", "impute": "middle"}}, r"Number\(impute=...\): expected mean, median"),
-        ({"a": {"kind": "number", "impute": True}}, r"Number\(impute=...\): expected mean, median"),
-        ({"a": {"kind": "number", "impute": float("nan")}}, r"Number\(impute=...\): expected mean, median"),
-        ({"a": {"kind": "number", "scale": [1]}}, r"Number\(scale=...\): expected standard"),
-        (
-            {"a": {"kind": "category", "most": 10**9}},
-            r"Category\(most=...\): expected a number from 1 to 10,000",
-        ),
-        ({"a": {"kind": "category", "categories": "abc"}}, r"Category\(categories=...\): expected a list"),
-        (
-            {"a": {"kind": "category", "categories": ["u", "u"]}},
-            r"Category\(categories=...\): expected a list of diff",
-        ),
-        ({"a": {"kind": "date", "parts": ["hour"]}}, r"Date\(parts=...\): expected a list of days, year"),
-        ({"a": {"kind": "date", "parts": [["days"]]}}, r"Date\(parts=...\): expected a list of days, year"),
-        ({"a": {"kind": "date", "format": 3}}, r"Date\(format=...\): expected a text"),
-        ({"b": "number"}, "unknown column 'b'"),
-    ],
-)
-def test_wrong_descriptions(description: Any, error: str) -> None:
-    with pytest.raises(GraphoptError, match=error) as raised:
-        data.table({"a": [1, 2], "target": [0, 1]}, columns=description)
-    assert "\n" not in str(raised.value)
+def described(columns: Any) -> Any:
+    return data.table({"a": [1, 2], "target": [0, 1]}, columns=columns)
 
 
-@pytest.mark.parametrize(
-    ("column", "cells", "error"),
-    [
-        (Number(), ["1", "x"], "column 'x', row 1: expected a number, found 'x'"),
-        (
-            Number(),
-            ["1", "1,5"],
-            r"column 'x', row 1: expected a number, found '1,5': is it {kind: number, decimal: ','}\?",
-        ),
-        (Number(), ["1", "1_0"], "row 1: expected a number, found '1_0'"),
-        (Number(), ["9" * 100_000], "row 0: expected a number"),
-        (Number(), [1.0, np.inf], "row 1: expected a number in float32, found inf"),
-        (Number(), [1.0, 1e300], "row 1: expected a number in float32"),
-        (Number(), [None, None], "column 'x': expected numbers, found none in the rows to learn from"),
-        (Number(None), [1, None], "row 1: expected a number, found none: fill it in with impute"),
-        (Category(most=2), ["u", "v", "w"], "column 'x': expected at most 2 categories, found 3"),
-        (Category(), ["u", "v" * 10_000_000], "expected categories of at most 1,000 characters"),
-        (Category(), ["u", "a\0b"], "expected categories of at most 1,000 characters of Unicode without NUL"),
-        (Category(), ["u", "\ud800"], "of Unicode without NUL"),
-        (Category(), [b"u", b"v", [1]], "column 'x': "),
-        (
-            Category(impute="most_frequent"),
-            [None, None],
-            "expected values, found none in the rows to learn from",
-        ),
-        (Date(), ["2024-02-30"], "row 0: expected a date such as 2026-11-26, found '2024-02-30'"),
-        (Date(), ["20240230"], "row 0: expected a date"),
-        (Date(), ["10000-01-01"], "row 0: expected a date"),
-        (Date(), np.array(["20000-01-01"], "datetime64[D]"), "row 0: expected a year from 1 to 9999"),
-        (Date(), ["2024-01-01x"], "row 0: expected a date"),
-        (Date(format="%d.%m.%Y"), ["1.13.2024"], "row 0: expected a date in the form '%d.%m.%Y'"),
-    ],
-)
-def test_cells_that_do_not_fit(column: Any, cells: Any, error: str) -> None:
-    with pytest.raises(GraphoptError, match=error) as raised:
-        Columns({"x": column}).learn({"x": cells})
-    assert len(str(raised.value)) < 1000 and "\n" not in str(raised.value)
+def learnt(column: Any, cells: Any) -> Any:
+    return Columns({"x": column}).learn({"x": cells})
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("call", messages.calls("tables_mistakes"))
+def test_wrong_columns_cells_and_calls(call: str) -> None:
+    messages.refused("tables_mistakes", call, globals())
 
 
 def test_many_different_texts() -> None:
@@ -594,28 +532,6 @@ def test_models_of_tables_predict_with_targets(table: Any) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("make", "error"),
-    [
-        (lambda: Number(strategy="mean"), "Number: unknown argument 'strategy'"),  # type: ignore[call-arg]
-        (lambda: Number(impute=10**400), r"Number\(impute=...\): expected mean, median"),
-        (
-            lambda: data.table(importlib.import_module("polars").LazyFrame({"a": [1]})),
-            "a DataFrame.*LazyFrame",
-        ),
-        (lambda: Columns(), r"Columns: expected 'columns', found none: give it"),  # type: ignore[call-arg]
-        (lambda: Columns.auto({"x": np.array([b"u", b"\xff"])}), "column 'x': .*can't decode byte 0xff"),
-        (
-            lambda: Columns({"x": "number"}).learn({"x": [10**400]}),
-            "row 0: expected a number, found '10+...0+'$",
-        ),
-    ],
-)
-def test_wrong_calls(make: Any, error: str) -> None:
-    with pytest.raises(GraphoptError, match=error):
-        make()
-
-
 def test_frames_that_need_columns(table: Any) -> None:
     step = graphopt.compile(models.linear((4,), 2), loss=passes.CrossEntropy(), optimizer=passes.SGD())
     executor = graphopt.Executor(step)
@@ -645,88 +561,21 @@ def test_frames_that_need_columns(table: Any) -> None:
 # The command
 
 
-@pytest.mark.parametrize(
-    ("text", "given", "error"),
-    [
-        (
-            "5,1,0\n4,2,1\n",
-            [],
-            "t.csv: expected the names of 3 columns in the first row, found numbers, 5, 1, 0: data.header=false",
-        ),
-        ("5,5,0\n4,2,1\n", [], "data.header=false"),
-        (
-            "a;target\n1;0\n",
-            [],
-            "t.csv: expected columns separated by ',', found one, 'a;target': \"data.delimiter=';'\"",
-        ),
-        ("a;target\n1,5;0\n", [], "data.delimiter=';'"),
-        ("a\ttarget\n1\t0\n", [], "data.delimiter='\\t'"),
-        (
-            "a,target\n1,0\n,1\n2,0\n",
-            [],
-            "t.csv: column 'a', row 1: expected finite numbers, found NaN; set allow_nan",
-        ),
-        ("a,target\n1,0\n,1\n2,0\n", [], "or fill it in: data.columns=auto"),
-        (
-            "a,target\nu,0\n",
-            [],
-            "t.csv: column 'a', row 0: expected a number, found 'u': data.columns=auto makes features",
-        ),
-        ("a,bought\n1,0\n", ["data.target=bougth"], "t.csv: unknown column 'bougth'"),
-        ("a,bought\n1,0\n", [], "name the column to predict, data.target=NAME"),
-        (
-            "a,target\n1,0\n2,\n",
-            [],
-            "column 'target', row 1: expected a value to predict, found none, as in 1 of 2 rows",
-        ),
-        ("a,target\n1,u\n2,\n", [], "column 'target', row 1: expected a class, found ''"),
-        (
-            "a,target\n1,u\n2,3\n",
-            [],
-            "column 'target', row 0: expected a number, found 'u': mend it, leave out the row, or",
-        ),
-        ("a,target\n1,u\n", ["data.columns={b: number}"], "t.csv: unknown column 'b'"),
-        ("a,target\n1,u\n", ["data.columns={a: numbr}"], "data.columns: column 'a': unknown kind 'numbr'"),
-        (
-            "a,target\n1,u\n",
-            ["data.columns=3"],
-            "data.columns: expected auto, or kinds by the names of columns, found 3",
-        ),
-        (
-            "a,target\n1,u\n",
-            ["data.columns={a: null}"],
-            "t.csv: columns: expected a feature or more, found none in",
-        ),
-        (
-            "a,target\n1,u\n",
-            ["data.columns={a: number, target: category}"],
-            "t.csv: column 'target': expected a feature, found the column to predict",
-        ),
-        (
-            "a,target\n1,u\n",
-            ["data.columns={a: {kind: number, fill: 3}}"],
-            "data.columns: column 'a': unknown field 'fill'",
-        ),
-        (
-            "a,target\nu,1\n",
-            ["data.columns={a: number}"],
-            "t.csv: column 'a', row 0: expected a number, found 'u'",
-        ),
-    ],
-)
+@pytest.mark.parametrize("call", messages.calls("tables_of_the_command"))
 def test_messages(
-    text: str,
-    given: list[str],
-    error: str,
-    tmp_path: Path,
-    monkeypatch: Any,
-    capsys: pytest.CaptureFixture[str],
+    call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("t.csv").write_text(text)
-    assert cli.main(["data=csv", "data.path=t.csv", "folder=run", "fit.validation=null", *given]) == 1
-    said = capsys.readouterr().err
-    assert error in said and said.count("\n") == 1
+
+    def told(text: str, *given: str) -> str:
+        Path("t.csv").write_text(text)
+        command = ["data=csv", "data.path=t.csv", "folder=run", "fit.validation=null", *given]
+        assert cli.main(command) == 1
+        return capsys.readouterr().err
+
+    said = eval(call, {"told": told})
+    assert said.count("\n") == 1
+    messages.check("tables_of_the_command", call, said.rstrip())
     assert not Path("run/config.yaml").exists()
 
 

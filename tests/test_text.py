@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import messages
 import numpy as np
 import pytest
 from language import CHATML, CHATS, END, MARKED, RHYME, save_lines, save_tokenizer
@@ -161,36 +162,16 @@ def test_what_is_cut_off_is_told(file: str, tmp_path: Path) -> None:
         data.text(save_lines(tmp_path / "b.jsonl", [long]), tokenizer=file, context=20, completion_only=True)
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ('{"text": "a"}\n{"text": }\n', "line 2: expected an object in JSON: Expecting value"),
-        ('{"text": "a"}\n\n[1]\n', "line 3: expected an object in JSON, found a list: write each"),
-        ('[{"text": "a"},\n{"text": "b"}]\n', "line 1: expected an object in JSON: .* on a line of its own"),
-        ('{"text": "\\ud800"}\n', "line 1: expected an object in JSON: .*surrogates"),
-        ('{"text": ' + 10_000 * "[" + "\n", "line 1: expected an object in JSON: .*recursion"),
-        ('{"text": ' + 10_000 * "1" + "}\n", "line 1: expected an object in JSON: .*digits"),
-        ('{"text": 1}\n', "line 1: text: expected text, found an int"),
-        (
-            '{"texts": "a"}\n',
-            "line 1: expected an object with chosen and rejected, text, prompt and completion, messages, found texts",
-        ),
-        (
-            '{"text": "a"}\n{"prompt": "a", "completion": "b"}\n',
-            "line 2: expected text as in the lines before",
-        ),
-        ('{"prompt": "a", "completion": ["b"]}\n', "line 1: completion: expected text, found a list"),
-        ('{"messages": "a"}\n', "line 1: messages: expected a list of messages, found 'a'"),
-        ('{"messages": [{"content": "a"}]}\n', "line 1: messages: expected objects such as .*'role'"),
-        ("", "expected an object per line, found an empty file"),
-    ],
-    ids=lambda text: text[:24] if len(text) > 3 else "empty",
-)
-def test_wrong_lines_are_named(content: str, message: str, file: str, tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_text(content)
-    with pytest.raises(graphopt.GraphoptError, match=message) as error:
-        data.text(str(tmp_path / "a.jsonl"), tokenizer=file, context=4)
-    assert len(str(error.value)) < 2_500
+@pytest.mark.whole
+@pytest.mark.parametrize("call", messages.calls("text_mistakes"))
+def test_wrong_lines_are_named(call: str, file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    def read(content: str) -> data.Dataset:
+        Path("a.jsonl").write_text(content)
+        return data.text("a.jsonl", tokenizer=file, context=4)
+
+    messages.refused("text_mistakes", call, {"read": read})
 
 
 def test_a_mark_of_the_byte_order_is_no_text(file: str, tmp_path: Path) -> None:

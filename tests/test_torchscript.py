@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import math
 import warnings
 from collections.abc import Callable
@@ -13,10 +12,12 @@ import onnx
 import pytest
 import torch
 from builders import model
+from steps import exported
 from test_weights import decided, origin, trained
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 from torch.nn.utils import parametrizations, prune, spectral_norm, weight_norm
+from twins import assert_trains_as
 
 import graphopt
 import passes
@@ -443,19 +444,7 @@ ROWS: dict[str, Row] = {
 def export(row: Row) -> tuple[nn.Module, onnx.ModelProto]:
     torch.manual_seed(0)
     module = randomized(row.make())
-    file = io.BytesIO()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        torch.onnx.export(
-            module,
-            (torch.randn(row.shape),),
-            file,
-            dynamo=False,
-            opset_version=17,
-            input_names=["x"],
-            output_names=["y"],
-        )
-    return module, onnx.load_model_from_string(file.getvalue())
+    return module, exported(module, torch.randn(row.shape), dynamo=False)
 
 
 @pytest.mark.parametrize("name", ROWS)
@@ -499,15 +488,8 @@ def test_ten_steps_are_those_of_the_module(name: str) -> None:
         )
     executor = graphopt.Executor(step, threads=1, native=False)
     optimizer = torch.optim.SGD(twin.parameters(), 0.01, momentum=0.9)
-    for seed in range(10):
-        x = torch.randn(ROWS[name].shape, generator=torch.Generator().manual_seed(seed))
-        y = twin(x)
-        loss = F.mse_loss(y, torch.zeros_like(y))
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        found = executor.step(x=x.numpy(), target=np.zeros(y.shape, np.float32))["loss"]
-        assert found == pytest.approx(loss.item(), rel=1e-4), seed
+    inputs = [torch.randn(ROWS[name].shape) for _ in range(10)]
+    assert_trains_as(executor, twin, optimizer, [(x, torch.zeros_like(twin(x))) for x in inputs])
 
 
 def test_a_bound_of_clip_is_a_constant_even_if_it_is_shared() -> None:
@@ -640,20 +622,10 @@ def test_a_module_that_is_called_again_trains_once(name: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         step = graphopt.compile(proto, loss=passes.MeanSquaredError(), optimizer=passes.SGD(0.1))
-    executor, optimizer = (
-        graphopt.Executor(step, threads=1, native=False),
-        torch.optim.SGD(twin.parameters(), 0.1),
-    )
+    executor = graphopt.Executor(step, threads=1, native=False)
     assert sum(x.size for x in executor.parameters.values()) == numbers(twin.parameters())
-    for seed in range(4):
-        x = torch.randn(T, generator=torch.Generator().manual_seed(seed))
-        y = twin(x)
-        loss = F.mse_loss(y, torch.ones_like(y))
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        found = executor.step(x=x.numpy(), target=np.ones(y.shape, np.float32))["loss"]
-        assert found == pytest.approx(loss.item(), rel=1e-5), seed
+    data = [(x := torch.randn(T), torch.ones_like(twin(x))) for _ in range(4)]
+    assert_trains_as(executor, twin, torch.optim.SGD(twin.parameters(), 0.1), data, rtol=1e-5)
 
 
 def test_groups_reach_the_weights_of_a_module() -> None:
@@ -874,13 +846,7 @@ def test_a_deviation_that_starts_with_equal_numbers_trains(fill: float) -> None:
 @pytest.mark.parametrize("tool", TOOLS)
 def test_a_pattern_reaches_what_a_tool_folded(tool: str) -> None:
     module = PATHS["nested lists"]()
-    file = io.BytesIO()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        torch.onnx.export(
-            module, (torch.randn(T),), file, dynamo=False, do_constant_folding=False, input_names=["x"]
-        )
-    proto = rewritten(tool, onnx.load_model_from_string(file.getvalue()))
+    proto = rewritten(tool, exported(module, torch.randn(T), dynamo=False, do_constant_folding=False))
     for child in ("0.0", "0.1", "1.0"):
         found = trained(decided(proto, pattern=f"{child}.*")[0])
         assert numbers_in(found.values()) == numbers(module.get_submodule(child).parameters()), child
@@ -888,15 +854,9 @@ def test_a_pattern_reaches_what_a_tool_folded(tool: str) -> None:
 
 @pytest.mark.parametrize("tool", TOOLS)
 def test_a_batch_normalization_that_a_tool_folded_is_said(tool: str) -> None:
-    module = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU())
-    file = io.BytesIO()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        torch.onnx.export(
-            randomized(module), (torch.randn(IMG),), file, dynamo=False, do_constant_folding=False,
-            training=torch.onnx.TrainingMode.PRESERVE, input_names=["x"], output_names=["y"],
-        )  # fmt: skip
-    loaded, said = decided(rewritten(tool, onnx.load_model_from_string(file.getvalue())))
+    module = randomized(nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU()))
+    options = {"do_constant_folding": False, "training": torch.onnx.TrainingMode.PRESERVE}
+    loaded, said = decided(rewritten(tool, exported(module, torch.randn(IMG), dynamo=False, **options)))
     assert {path for name in trained(loaded) for path in origin(loaded, name).sources} == {
         "0.weight",
         "0.bias",
@@ -924,11 +884,7 @@ class WrittenOut(nn.Module):
 def test_a_normalization_that_the_module_computes_is_unsure(is_frozen: bool) -> None:
     """The file of a frozen one and that of one that trains are the same."""
     module = nn.Sequential(nn.Linear(3, 4), WrittenOut(is_frozen), nn.ReLU(), nn.Linear(4, 2)).eval()
-    file = io.BytesIO()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        torch.onnx.export(module, (torch.randn(2, 3),), file, dynamo=False, do_constant_folding=False)
-    loaded, said = decided(onnx.load_model_from_string(file.getvalue()))
+    loaded, said = decided(exported(module, torch.randn(2, 3), dynamo=False, do_constant_folding=False))
     assert {"1.weight", "1.bias"} <= trained(loaded).keys()
     assert any("'1.weight' (weight or bias of a normalization" in text for text in said)
     assert not any("'0.weight'" in text for text in said)

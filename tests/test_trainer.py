@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 
+import messages
 import numpy as np
 import onnx
 import pytest
@@ -251,19 +252,9 @@ def test_a_loader_reaches_every_row_in_each_epoch(shuffle):
         assert all(np.isin(np.diff(batch), [1, -102]).all() for batch in batches)
 
 
-def test_what_is_wrong_is_said():
-    with pytest.raises(graphopt.GraphoptError, match="unknown schedule 'cosine'"):
-        regression(schedule="cosine").fit(X, Y)
-    with pytest.raises(graphopt.GraphoptError, match="unknown option 'eta'"):
-        regression().set_params(eta=1)
-    with pytest.raises(graphopt.GraphoptError, match="expected the same number of rows in every array"):
-        regression().fit(X, Y[:5])
-    with pytest.raises(graphopt.GraphoptError, match=r"expected rows of shape \[3\], found \[2\]"):
-        regression().predict(X[:, :2])
-    with pytest.raises(graphopt.GraphoptError, match="expected True, False or 'consecutive', found 'rows'"):
-        regression(shuffle="rows").fit(X, Y)
-    with pytest.raises(graphopt.GraphoptError, match="reduction to 'mean' or 'sum'"):
-        graphopt.compile(linear(), loss=passes.MeanSquaredError(reduction="none"))
+@pytest.mark.parametrize("call", messages.calls("trainer_mistakes"))
+def test_what_is_wrong_is_said(call: str) -> None:
+    messages.refused("trainer_mistakes", call, globals())
 
 
 @pytest.mark.parametrize("shape", [(103,), (103, 1)])

@@ -14,6 +14,7 @@ import torch_models
 from builders import TYPES, model, run
 from onnx.reference import ReferenceEvaluator
 from torch import nn
+from twins import assert_trains_as
 
 import graphopt
 import passes
@@ -79,14 +80,7 @@ def test_batch_normalization_trains_as_pytorchs(mode):
     onnx.checker.check_model(ir.to_proto(step), full_check=True)
     executor = graphopt.Executor(step, threads=1)
     optimizer = torch.optim.SGD(trained.parameters(), 0.05, momentum=0.9)
-    for x, labels in batches(8):
-        loss = nn.functional.cross_entropy(trained(x), labels)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        np.testing.assert_allclose(
-            executor.step(x=x.numpy(), target=labels.numpy())["loss"], loss.item(), rtol=1e-4
-        )
+    assert_trains_as(executor, trained, optimizer, batches(8), nn.functional.cross_entropy)
     roles_ = {value.name: roles.role_of(value) for value in step.graph.inputs}
     statistics = [value for name, value in executor.state.items() if roles_[name] is Role.STATISTIC]
     assert len(statistics) == 4
@@ -116,12 +110,8 @@ def test_the_running_variance_of_a_pytorch_model_is_pytorchs(exporter, rows):
     )
     executor = graphopt.Executor(step)
     optimizer = torch.optim.SGD(network.train().parameters(), 0.1)
-    for _ in range(10):
-        x, t = torch.randn(rows, 5), torch.randn(rows, 2)
-        optimizer.zero_grad()
-        nn.functional.mse_loss(network(x), t).backward()
-        optimizer.step()
-        executor.step(x=x.numpy(), target=t.numpy())
+    drawn = [(torch.randn(rows, 5), torch.randn(rows, 2)) for _ in range(10)]
+    assert_trains_as(executor, network, optimizer, drawn)
     statistics = [executor.state[str(v.name)] for v in roles.with_role(step, Role.STATISTIC)]
     for expected in (network[1].running_mean, network[1].running_var):
         assert any(np.allclose(found, expected, rtol=1e-4, atol=1e-5) for found in statistics)
@@ -367,13 +357,8 @@ def test_a_normalization_without_running_statistics_trains_as_pytorchs():
     )
     executor = graphopt.Executor(step, threads=1)
     optimizer = torch.optim.SGD(trained.parameters(), 0.05)
-    for x, labels in batches(5):
-        loss = nn.functional.cross_entropy(trained(x), labels)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        found = executor.step(x=x.numpy(), target=labels.numpy())["loss"]
-        np.testing.assert_allclose(found, loss.item(), rtol=1e-5)
+    assert_trains_as(executor, trained, optimizer, batches(5), nn.functional.cross_entropy, 1e-5)
+    x = batches(1)[0][0]
     predicted = graphopt.run(executor.trained(), {"x": x.numpy()})["y"]
     np.testing.assert_allclose(predicted, trained.eval()(x).detach().numpy(), rtol=1e-4, atol=1e-5)
 
@@ -495,13 +480,7 @@ def test_calls_of_one_normalization_move_one_pair_of_statistics_in_turn(exporter
     assert len(statistics) == 2
     executor = graphopt.Executor(step)
     optimizer = torch.optim.SGD(network.train().parameters(), 0.1)
-    for _ in range(5):
-        optimizer.zero_grad()
-        loss = nn.functional.mse_loss(network(x), t)
-        loss.backward()
-        optimizer.step()
-        found = executor.step(x=x.numpy(), target=t.numpy())["loss"]
-        np.testing.assert_allclose(found, loss.item(), rtol=1e-4)
+    assert_trains_as(executor, network, optimizer, [(x, t)] * 5)
     for expected in (network.body[1].running_mean, network.body[1].running_var):
         assert any(np.allclose(executor.state[name], expected, rtol=1e-3, atol=1e-4) for name in statistics)
     (found,) = graphopt.run(executor.trained(), {"x": x.numpy()}).values()
@@ -580,15 +559,9 @@ def test_a_normalization_in_inference_form_stays_frozen_beside_a_live_one(case):
     step = graphopt.compile(proto, loss=passes.MeanSquaredError(), optimizer=passes.SGD(0.1), **steps)
     executor = graphopt.Executor(step)
     optimizer = torch.optim.SGD(parameters, 0.1)
-    for _ in range(5):
-        x, t = torch.randn(6, 3), torch.randn(6, 4)
-        optimizer.zero_grad()
-        loss = nn.functional.mse_loss(network(x), t)
-        loss.backward()
-        optimizer.step()
-        found = executor.step(x=x.numpy(), target=t.numpy())["loss"]
-        np.testing.assert_allclose(found, loss.item(), rtol=1e-5)
-    trained = executor.trained()
+    drawn = [(torch.randn(6, 3), torch.randn(6, 4)) for _ in range(5)]
+    assert_trains_as(executor, network, optimizer, drawn, rtol=1e-5)
+    trained, x = executor.trained(), drawn[-1][0]
     found = {x.name: onnx.numpy_helper.to_array(x) for x in trained.graph.initializer}
     for name, norm in norms.items():
         norm.eval()

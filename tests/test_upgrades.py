@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import onnx
 import onnx_ir as ir
-import onnxruntime
 import pytest
 from onnx import helper, numpy_helper
+from steps import outputs
 
 import graphopt
 import passes
@@ -367,12 +367,7 @@ def file_of(call: Call, arrays: dict[str, np.ndarray], is_open: bool = False) ->
 
 
 def run(proto: onnx.ModelProto, arrays: dict[str, np.ndarray]) -> list[np.ndarray]:
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = 4
-    session = onnxruntime.InferenceSession(
-        proto.SerializeToString(), options, providers=["CPUExecutionProvider"]
-    )
-    return session.run(None, {x.name: arrays[x.name] for x in session.get_inputs()})
+    return [*outputs(proto, arrays).values()]
 
 
 def typed(proto: onnx.ModelProto, results: list[np.ndarray]) -> onnx.ModelProto:

@@ -12,10 +12,12 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 import pytest
+import steps
 import torch
 from builders import model
 from test_gradient import model_of, precision
 from torch import nn
+from twins import assert_trains_as
 
 import graphopt
 import passes
@@ -170,20 +172,7 @@ def tokens(kind: type[nn.Module], seed: int = 0) -> torch.Tensor:
 @functools.cache
 def exported(kind: type[nn.Module], exporter: str, optimize: bool = True) -> onnx.ModelProto:
     options = {"optimize": optimize} if exporter == "dynamo" else {"opset_version": 17}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return export(network(kind), tokens(kind), exporter, **options)
-
-
-def export(module: nn.Module, x: torch.Tensor, exporter: str, **options) -> onnx.ModelProto:
-    import io
-
-    options |= {"input_names": ["x"], "output_names": ["y"]}
-    if exporter == "dynamo":
-        return torch.onnx.export(module, (x,), dynamo=True, verbose=False, **options).model_proto
-    file = io.BytesIO()
-    torch.onnx.export(module, (x,), file, dynamo=False, **options)
-    return onnx.load_model_from_string(file.getvalue())
+    return steps.exported(network(kind), tokens(kind), dynamo=exporter == "dynamo", **options)
 
 
 @pytest.mark.parametrize("exporter", EXPORTERS)
@@ -208,14 +197,8 @@ def test_ten_steps_are_pytorchs(kind: type[nn.Module], exporter: str) -> None:
     executor = graphopt.Executor(step, threads=1)
     twin = network(kind)
     optimizer = torch.optim.SGD(twin.parameters(), 0.05, momentum=0.9)
-    for seed in range(10):
-        x, labels = tokens(kind, seed), torch.tensor([seed % 11, 3, 7])
-        loss = nn.functional.cross_entropy(twin(x), labels)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        found = executor.step(x=x.numpy(), target=labels.numpy())["loss"]
-        assert found == pytest.approx(loss.item(), rel=1e-4), seed
+    data = [(tokens(kind, seed), torch.tensor([seed % 11, 3, 7])) for seed in range(10)]
+    assert_trains_as(executor, twin, optimizer, data, nn.functional.cross_entropy)
     x = tokens(kind, 10)
     found = executor.predict(x=x.numpy())["y"]
     np.testing.assert_allclose(found, twin(x).detach().numpy(), rtol=1e-3, atol=1e-4)
@@ -277,9 +260,7 @@ def test_what_the_exporter_joined_with_a_buffer_is_unsure() -> None:
         def forward(self, x):
             return self.layer(x.float()[:, :4]) + torch.cat([self.a, self.zeros, self.b])
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        proto = export(Joined().eval(), tokens(Attention), "dynamo")
+    proto = steps.exported(Joined().eval(), tokens(Attention), dynamo=True)
     found = origin(decided(proto)[0], "cat")
     assert found.trains and not found.certain and "zeros, which is no parameter" in found.why
 
@@ -309,9 +290,7 @@ def test_what_the_exporter_leaves_out_is_said() -> None:
         def forward(self, x):
             return self.norm(self.conv(nn.functional.one_hot(x, 3).float().transpose(1, 2))).mean(2)
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        proto = export(Convolution().eval(), torch.randint(0, 3, (2, 6)), "dynamo")
+    proto = steps.exported(Convolution().eval(), torch.randint(0, 3, (2, 6)), dynamo=True)
     loaded, said = decided(proto)
     assert set(trained(loaded)) == {"conv.weight", "conv.bias"}
     assert any("left out" in line and "'norm.weight'" in line and "optimize=False" in line for line in said)
@@ -348,9 +327,7 @@ class Sines(nn.Module):
 @pytest.mark.slow
 def test_a_record_wins_over_numbers_that_look_like_sines(kind: str, optimize: bool) -> None:
     module = Sines(kind)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        proto = export(module, tokens(Attention), "dynamo", optimize=optimize)
+    proto = steps.exported(module, tokens(Attention), dynamo=True, optimize=optimize)
     loaded, said = decided(proto)
     expected = sum(parameter.numel() for parameter in module.parameters())
     assert sum(int(np.prod(value.shape.numpy())) for value in trained(loaded).values()) == expected
@@ -481,9 +458,8 @@ def test_what_is_constant_by_its_use_does_not_train(name: str, producer: str) ->
 
 @pytest.mark.parametrize("exporter", EXPORTERS)
 def test_a_head_that_another_tool_added_trains(exporter: str) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        proto = export(nn.Sequential(nn.Linear(8, 6), nn.Tanh()).eval(), torch.randn(3, 8), exporter)
+    module = nn.Sequential(nn.Linear(8, 6), nn.Tanh()).eval()
+    proto = steps.exported(module, torch.randn(3, 8), dynamo=exporter == "dynamo")
     rng, make = np.random.default_rng(0), onnx.helper.make_node
     arrays = {
         "centres": rng.normal(size=(6, 4)),

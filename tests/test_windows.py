@@ -8,6 +8,7 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
+from steps import outputs
 
 import graphopt
 import passes
@@ -91,12 +92,7 @@ def file(node: str, sizes: str, axes: int, scale: np.ndarray | None = None) -> o
 
 
 def run(proto: onnx.ModelProto, x: np.ndarray, name: str = "y") -> np.ndarray:
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = 4
-    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-    session = onnxruntime.InferenceSession(proto.SerializeToString(), options, ["CPUExecutionProvider"])
-    found: np.ndarray = session.run([name], {"x": x})[0]
-    return found
+    return outputs(proto, {"x": x}, optimize=False)[name]
 
 
 def derivatives(node: str, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

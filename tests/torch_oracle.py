@@ -172,19 +172,21 @@ OPERATORS.update(
 )  # fmt: skip
 
 
-@operator("Div")
-def div(a: Tensor, b: Tensor, **_: Any) -> Tensor:
-    return a / b if a.is_floating_point() else torch.div(a, b, rounding_mode="trunc")
-
-
-@operator("Mod")
-def mod(a: Tensor, b: Tensor, fmod: int, **_: Any) -> Tensor:
-    return torch.fmod(a, b) if fmod else torch.remainder(a, b)
-
-
-@operator("Sum")
-def sum_(*inputs: Tensor, **_: Any) -> Tensor:
-    return functools.reduce(torch.add, inputs)
+OPERATORS |= {
+    "Div": lambda a, b, **_: a / b if a.is_floating_point() else torch.div(a, b, rounding_mode="trunc"),
+    "Mod": lambda a, b, fmod, **_: torch.fmod(a, b) if fmod else torch.remainder(a, b),
+    "Sum": lambda *inputs, **_: functools.reduce(torch.add, inputs),
+    "Max": lambda *inputs, **_: functools.reduce(torch.maximum, inputs),
+    "Min": lambda *inputs, **_: functools.reduce(torch.minimum, inputs),
+    "LeakyRelu": lambda x, alpha, **_: F.leaky_relu(x, alpha),
+    "ThresholdedRelu": lambda x, alpha, **_: F.threshold(x, alpha, 0.0),
+    "HardSigmoid": lambda x, alpha, beta, **_: torch.clamp(alpha * x + beta, 0, 1),
+    "Elu": lambda x, alpha, **_: torch.where(x > 0, x, alpha * torch.expm1(x)),
+    "Celu": lambda x, alpha, **_: F.celu(x, alpha),
+    "Selu": lambda x, alpha, gamma, **_: gamma * torch.where(x > 0, x, alpha * torch.expm1(x)),
+    "Gelu": lambda x, approximate, **_: F.gelu(x, approximate=approximate),
+    "PRelu": lambda x, slope, **_: torch.where(x < 0, slope * x, x),
+}
 
 
 @operator("Mean")
@@ -192,59 +194,9 @@ def mean(*inputs: Tensor, **_: Any) -> Tensor:
     return functools.reduce(torch.add, inputs) / len(inputs)
 
 
-@operator("Max")
-def max_(*inputs: Tensor, **_: Any) -> Tensor:
-    return functools.reduce(torch.maximum, inputs)
-
-
-@operator("Min")
-def min_(*inputs: Tensor, **_: Any) -> Tensor:
-    return functools.reduce(torch.minimum, inputs)
-
-
-@operator("LeakyRelu")
-def leaky_relu(x: Tensor, alpha: float, **_: Any) -> Tensor:
-    return F.leaky_relu(x, alpha)
-
-
-@operator("ThresholdedRelu")
-def thresholded_relu(x: Tensor, alpha: float, **_: Any) -> Tensor:
-    return F.threshold(x, alpha, 0.0)
-
-
-@operator("HardSigmoid")
-def hard_sigmoid(x: Tensor, alpha: float, beta: float, **_: Any) -> Tensor:
-    return torch.clamp(alpha * x + beta, 0, 1)
-
-
-@operator("Elu")
-def elu(x: Tensor, alpha: float, **_: Any) -> Tensor:
-    return torch.where(x > 0, x, alpha * torch.expm1(x))
-
-
-@operator("Celu")
-def celu(x: Tensor, alpha: float, **_: Any) -> Tensor:
-    return F.celu(x, alpha)
-
-
-@operator("Selu")
-def selu(x: Tensor, alpha: float, gamma: float, **_: Any) -> Tensor:
-    return gamma * torch.where(x > 0, x, alpha * torch.expm1(x))
-
-
-@operator("Gelu")
-def gelu(x: Tensor, approximate: str, **_: Any) -> Tensor:
-    return F.gelu(x, approximate=approximate)
-
-
 @operator("Shrink")
 def shrink(x: Tensor, lambd: float, bias: float, **_: Any) -> Tensor:
     return torch.where(x < -lambd, x + bias, torch.where(x > lambd, x - bias, 0.0))
-
-
-@operator("PRelu")
-def prelu(x: Tensor, slope: Tensor, **_: Any) -> Tensor:
-    return torch.where(x < 0, slope * x, x)
 
 
 @operator("Clip")
@@ -485,19 +437,15 @@ def spatial(x: Tensor) -> list[int]:
     return list(range(2, x.dim()))
 
 
-@operator("GlobalAveragePool")
-def global_average_pool(x: Tensor, **_: Any) -> Tensor:
-    return x.mean(spatial(x), keepdim=True)
+OPERATORS |= {
+    "GlobalAveragePool": lambda x, **_: x.mean(spatial(x), keepdim=True),
+    "GlobalLpPool": lambda x, p, **_: torch.linalg.vector_norm(x, p, spatial(x), keepdim=True),
+}
 
 
 @operator("GlobalMaxPool")
 def global_max_pool(x: Tensor, **_: Any) -> Tensor:
     return x.flatten(2).max(dim=2, keepdim=True)[0].reshape(*x.shape[:2], *[1] * len(spatial(x)))
-
-
-@operator("GlobalLpPool")
-def global_lp_pool(x: Tensor, p: int, **_: Any) -> Tensor:
-    return torch.linalg.vector_norm(x, p, spatial(x), keepdim=True)
 
 
 @operator("MaxRoiPool")
@@ -686,19 +634,11 @@ def instance_normalization(x: Tensor, scale: Tensor, bias: Tensor, *, epsilon: f
     return F.instance_norm(x, None, None, scale, bias, eps=epsilon)
 
 
-@operator("Softmax")
-def softmax(x: Tensor, axis: int, **_: Any) -> Tensor:
-    return torch.softmax(x, axis)
-
-
-@operator("LogSoftmax")
-def log_softmax(x: Tensor, axis: int, **_: Any) -> Tensor:
-    return torch.log_softmax(x, axis)
-
-
-@operator("LpNormalization")
-def lp_normalization(x: Tensor, axis: int, p: int, **_: Any) -> Tensor:
-    return F.normalize(x, p, axis, eps=0.0)
+OPERATORS |= {
+    "Softmax": lambda x, axis, **_: torch.softmax(x, axis),
+    "LogSoftmax": lambda x, axis, **_: torch.log_softmax(x, axis),
+    "LpNormalization": lambda x, axis, p, **_: F.normalize(x, p, axis, eps=0.0),
+}
 
 
 @operator("LRN")
@@ -895,24 +835,23 @@ def eye_like(x: Tensor, k: int, **_: Any) -> Tensor:
     return torch.diag_embed(torch.ones(max(*x.shape) + abs(k), dtype=x.dtype), k)[: x.shape[0], : x.shape[1]]
 
 
-@operator("Shape")
-def shape_(x: Tensor, start: int, end: int | None = None, **_: Any) -> Tensor:
-    return torch.tensor(x.shape[start:end], dtype=torch.int64)
+OPERATORS |= {
+    "Shape": lambda x, start, end=None, **_: torch.tensor(x.shape[start:end], dtype=torch.int64),
+    "NonZero": lambda x, **_: torch.nonzero(x).T,
+    "Reshape": lambda x, shape, allowzero, **_: x.reshape(
+        [x.shape[i] if n == 0 and (not allowzero) else n for i, n in enumerate(ints(shape))]
+    ),
+    "Squeeze": lambda x, axes=None, **_: x.squeeze() if axes is None else x.squeeze(ints(axes)),
+    "Transpose": lambda x, perm=None, **_: x.permute(list(perm) if perm else list(range(x.dim()))[::-1]),
+    "Expand": lambda x, shape, **_: x.expand(torch.broadcast_shapes(x.shape, ints(shape))),
+    "Concat": lambda *inputs, axis, **_: torch.cat(inputs, axis),
+    "Tile": lambda x, repeats, **_: x.repeat(ints(repeats)),
+}
 
 
 @operator("Size")
 def size(x: Tensor, **_: Any) -> Tensor:
     return torch.tensor(x.numel())
-
-
-@operator("NonZero")
-def non_zero(x: Tensor, **_: Any) -> Tensor:
-    return torch.nonzero(x).T
-
-
-@operator("Reshape")
-def reshape(x: Tensor, shape: Tensor, allowzero: int, **_: Any) -> Tensor:
-    return x.reshape([x.shape[i] if n == 0 and not allowzero else n for i, n in enumerate(ints(shape))])
 
 
 @operator("Flatten")
@@ -921,32 +860,12 @@ def flatten(x: Tensor, axis: int, **_: Any) -> Tensor:
     return x.reshape(math.prod(x.shape[:axis]), math.prod(x.shape[axis:]))
 
 
-@operator("Squeeze")
-def squeeze(x: Tensor, axes: Tensor | None = None, **_: Any) -> Tensor:
-    return x.squeeze() if axes is None else x.squeeze(ints(axes))
-
-
 @operator("Unsqueeze")
 def unsqueeze(x: Tensor, axes: Tensor, **_: Any) -> Tensor:
     at = sorted(axis % (x.dim() + axes.numel()) for axis in ints(axes))
     for axis in at:
         x = x.unsqueeze(axis)
     return x
-
-
-@operator("Transpose")
-def transpose(x: Tensor, perm: Any = None, **_: Any) -> Tensor:
-    return x.permute(list(perm) if perm else list(range(x.dim()))[::-1])
-
-
-@operator("Expand")
-def expand(x: Tensor, shape: Tensor, **_: Any) -> Tensor:
-    return x.expand(torch.broadcast_shapes(x.shape, ints(shape)))
-
-
-@operator("Concat")
-def concat(*inputs: Tensor, axis: int, **_: Any) -> Tensor:
-    return torch.cat(inputs, axis)
 
 
 @operator("Split")
@@ -976,11 +895,6 @@ def slice_(
             places = range(*slice(start, None, step).indices(x.shape[axis]))
         x = x.index_select(axis, torch.tensor(list(places), dtype=torch.int64))
     return x
-
-
-@operator("Tile")
-def tile(x: Tensor, repeats: Tensor, **_: Any) -> Tensor:
-    return x.repeat(ints(repeats))
 
 
 @operator("Pad")
