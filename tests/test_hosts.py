@@ -15,6 +15,7 @@ import pytest
 import safetensors.numpy
 from builders import linear, model
 from host_graphs import BAD, BAD_AT, GRAPHS, batches, with_bad_batches
+from steps import assert_close, assert_equal
 
 import graphopt
 import passes
@@ -75,8 +76,7 @@ def exported(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 def close(found: Mapping[str, Any], expected: Mapping[str, Any], rtol: float = 1e-5) -> None:
     assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        np.testing.assert_allclose(found[name], value, rtol=rtol, atol=1e-6, err_msg=name)
+    assert_close(found, expected, rtol=rtol)
 
 
 @pytest.mark.slow
@@ -111,8 +111,7 @@ def test_the_check_tells_bad_batches_from_good_ones(name: str, target: str | Non
             assert loss == clean.run("train", batch)["loss"]
             np.testing.assert_allclose(loss, executor.step(batch)["loss"], rtol=1e-5)
     assert found == [i not in BAD_AT for i in range(len(fed))]
-    for key, array in clean.state.items():
-        np.testing.assert_array_equal(host.state[key], array, err_msg=key)
+    assert_equal(host.state, clean.state)
     several = Host(tmp_path)
     first, last = BAD_AT[0], BAD_AT[1]
     for part in (fed[:first], fed[:last], fed[first + 1 : last]):
