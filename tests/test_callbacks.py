@@ -18,6 +18,7 @@ import pytest
 import torch
 import yaml
 from builders import linear, mlp
+from interruptions import alike
 from sklearn import datasets
 from sklearn.neural_network import MLPClassifier
 from steps import compiled
@@ -43,10 +44,6 @@ def executor(rate: float = 0.5, **options: Any) -> graphopt.Executor:
 
 def same(one: Any, other: Any) -> bool:
     return one.keys() == other.keys() and all((one[name] == other[name]).all() for name in one)
-
-
-def alike(records: list[Record]) -> list[Record]:
-    return [{k: v for k, v in one.items() if "second" not in k} for one in records]
 
 
 class At(graphopt.Callback):

@@ -15,7 +15,7 @@ import onnx
 import onnxruntime
 import pytest
 from builders import mlp, model, run
-from steps import assert_close, assert_equal, outputs
+from steps import assert_close, assert_equal, outputs, weights
 
 import graphopt
 import passes
@@ -100,12 +100,8 @@ def test_an_embedding_of_positions_in_32_bits_trains():
     ids, t = rng.integers(0, 20, (5, 6)).astype(np.int32), rng.standard_normal((5, 2)).astype(np.float32)
     for expected in run(step, 5, {"ids": ids, "target": t}):
         np.testing.assert_allclose(executor.step(ids=ids, target=t)["loss"], expected["loss"], rtol=1e-5)
-    moved = np.flatnonzero(np.any(executor.state["table"] != proto_weight(proto, "table"), axis=1))
+    moved = np.flatnonzero(np.any(executor.state["table"] != weights(proto)["table"], axis=1))
     np.testing.assert_array_equal(moved, np.unique(ids))
-
-
-def proto_weight(proto, name):
-    return next(onnx.numpy_helper.to_array(x) for x in proto.graph.initializer if x.name == name)
 
 
 def test_loss_comes_first_and_scalars_are_numbers(executor):
@@ -427,8 +423,7 @@ def test_frozen_weights_are_in_the_vector_where_asked_for():
     loss = executor.evaluate(x=X, target=T)["loss"]
     executor.set_contiguous(np.zeros_like(vector), frozen=True)
     assert executor.evaluate(x=X, target=T)["loss"] == pytest.approx(np.mean(T**2), rel=1e-5)
-    trained = {x.name: onnx.numpy_helper.to_array(x) for x in executor.trained().graph.initializer}
-    assert not np.any(trained["fc0.weight"])
+    assert not np.any(weights(executor.trained())["fc0.weight"])
     executor.set_contiguous(vector, frozen=True)
     assert executor.evaluate(x=X, target=T)["loss"] == loss
     executor.step(x=X, target=T)

@@ -9,7 +9,7 @@ import onnx_ir as ir
 import pytest
 from builders import model
 from capabilities import CAPABILITIES
-from steps import assert_close
+from steps import assert_close, assert_equal
 
 import graphopt
 import passes
@@ -49,10 +49,6 @@ def halved(pipeline: graphopt.Pipeline, source: Any, **options: Any) -> graphopt
     )
 
 
-def same(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> bool:
-    return one.keys() == other.keys() and all(np.array_equal(one[name], other[name]) for name in one)
-
-
 @pytest.mark.parametrize("native", [False, True], ids=["runtime", "native"])
 @pytest.mark.parametrize("network", ["mlp", "cnn"])
 @pytest.mark.parametrize("name", SPLIT)
@@ -71,7 +67,7 @@ def test_twins_compute_what_the_fused_step_computes(name: str, network: str, nat
     if name == "clip":  # the norm is a sum in another order, once the gradients are scaled
         assert all(np.allclose(x, twins.state[n], atol=1e-6) for n, x in fused.state.items())
     else:
-        assert same(fused.state, twins.state)
+        assert_equal(fused.state, twins.state)
 
 
 @pytest.mark.slow
@@ -82,7 +78,7 @@ def test_the_update_may_write_in_place() -> None:
     fused = graphopt.Executor(pipeline(source), native=True, threads=1)
     for _ in range(5):
         assert fused.step(x=X, target=T)["loss"] == pytest.approx(twins.step(x=X, target=T)["loss"], rel=3e-7)
-    assert same(fused.state, twins.state)
+    assert_equal(fused.state, twins.state)
 
 
 @pytest.mark.slow
@@ -103,7 +99,7 @@ def test_a_single_worker_runs_the_fused_step() -> None:
     fused = graphopt.Executor(pipeline(models.mlp((1, 8, 8), 10)), threads=1)
     for _ in range(5):
         assert fused.step(x=X, target=T)["loss"] == alone.step(x=X, target=T)["loss"]
-    assert same(fused.state, alone.state)
+    assert_equal(fused.state, alone.state)
 
 
 def test_halves_have_the_interface_that_they_say() -> None:

@@ -14,12 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnx
 import onnx_ir as ir
 import pytest
 import torch
 from builders import linear, mlp
-from steps import assert_close, assert_equal, exported
+from steps import assert_close, assert_equal, exported, weights
 
 import graphopt
 import passes
@@ -163,8 +162,7 @@ def test_everything_but_a_step_has_the_weights_of_the_last_synchronisation(tmp_p
     for name, array in known.items():
         np.testing.assert_array_equal(executor.state[name], array)
         assert not np.array_equal(array, plain.parameters[name])
-    weights = {x.name: onnx.numpy_helper.to_array(x) for x in executor.trained().graph.initializer}
-    np.testing.assert_array_equal(weights["w"], known["w"])
+    np.testing.assert_array_equal(weights(executor.trained())["w"], known["w"])
     executor.update_state(
         {name: array + 1 for name, array in known.items()}
     )  # as a callback that averages weights
