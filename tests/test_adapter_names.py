@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnx
 import onnx_ir as ir
 import onnxruntime
 import pytest
 from builders import mlp
+from steps import outputs
 
 import graphopt
 import passes
@@ -25,10 +25,6 @@ from graphopt.graph.storage import model_digest
 
 ROOT = str(Path(__file__).parents[1])
 STEPS = {"loss": passes.MeanSquaredError(), "optimizer": passes.SGD(0.1)}
-
-
-def outputs(model: onnx.ModelProto, feeds: dict[str, np.ndarray]) -> np.ndarray:
-    return graphopt.run(model, feeds)["y"]
 
 
 class _Gain(passes.Adapter):
@@ -121,7 +117,7 @@ def test_each_class_of_a_name_merges_its_own_adapters(make: Any, monkeypatch: py
         step = graphopt.compile(mlp(), adapter=kind("fc0*"), **STEPS)
         executors.append(graphopt.Executor(step))
     for executor in executors:  # the first one, too, after the second definition
-        assert np.allclose(outputs(executor.trained(), x), executor.predict(x)["y"], atol=1e-6)
+        assert np.allclose(outputs(executor.trained(), x)["y"], executor.predict(x)["y"], atol=1e-6)
     names = [note.adapter for executor in executors for _, note in adapted(executor.model)]
     assert len({*names}) == 2 and all("." in name for name in names)
 
@@ -167,7 +163,7 @@ def test_a_class_that_inherits_merge_is_saved_as_its_base(tmp_path: Path) -> Non
     executor = graphopt.Executor(step)
     graphopt.save_adapter(executor, tmp_path / "adapter.onnx_adapter")
     x = {"x": np.random.default_rng(0).standard_normal((8, 4), np.float32)}
-    assert np.allclose(outputs(executor.trained(), x), executor.predict(x)["y"], atol=1e-6)
+    assert np.allclose(outputs(executor.trained(), x)["y"], executor.predict(x)["y"], atol=1e-6)
 
 
 def test_a_class_of_the_library_keeps_its_name(monkeypatch: pytest.MonkeyPatch) -> None:

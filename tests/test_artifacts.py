@@ -12,6 +12,7 @@ import onnx
 import onnxruntime
 import pytest
 from builders import identity, linear, mlp, model
+from steps import assert_close, outputs
 from test_losses import CASES as LOSSES
 
 import graphopt
@@ -108,8 +109,7 @@ def saved(state: Any, path: Path, *, moments: bool = False) -> dict[str, np.ndar
 
 
 def predicted(proto: onnx.ModelProto, x: np.ndarray) -> np.ndarray:
-    session = onnxruntime.InferenceSession(proto.SerializeToString(), providers=["CPUExecutionProvider"])
-    return session.run(None, {"x": x})[0]
+    return outputs(proto, {"x": x})["y"]
 
 
 @training
@@ -123,8 +123,7 @@ def test_losses_are_the_executors(optimizer, clip, tmp_path):
         assert train(module, update, X[i % 2], Y[i % 2]) == pytest.approx(expected, rel=1e-5)
     after = saved(state, tmp_path / "after")
     assert list(after) == list(executor.parameters)
-    for name, array in executor.parameters.items():
-        np.testing.assert_allclose(after[name], array, rtol=1e-4, atol=1e-5)
+    assert_close(after, executor.parameters, rtol=1e-4, atol=1e-5)
 
 
 @training
@@ -316,8 +315,7 @@ def test_the_state_goes_through_the_files(tmp_path):
     graphopt.export_artifacts(cnn(), pipeline, tmp_path, state=executor.state)
     back = graphopt.state_from_checkpoint(executor.model, pipeline, tmp_path)
     assert back.keys() == executor.state.keys() and back["step"] == 3
-    for name, array in executor.state.items():
-        np.testing.assert_allclose(back[name], array, rtol=1e-6, err_msg=name)
+    assert_close(back, executor.state, rtol=1e-6, atol=0)
     assert artifacts.parameters(tmp_path)["graphopt.step"] == 3
 
 

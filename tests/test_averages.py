@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import onnx
 import pytest
+import steps
 import torch
 from builders import mlp, model, run
+from steps import assert_equal, weights
 from test_optimizers import T, X, torch_loss, torch_mlp
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
@@ -49,20 +50,12 @@ def test_a_hundred_averages_are_pytorchs(name: str) -> None:
 
 
 def trained(**options: Any) -> graphopt.Executor:
-    executor = graphopt.Executor(graphopt.compile(mlp(), **STEPS, **options), threads=1)
-    for _ in range(10):
-        executor.step(FEEDS)
-    return executor
+    return steps.trained(mlp(), FEEDS, 10, **{**STEPS, **options})
 
 
-def weights(proto: onnx.ModelProto) -> dict[str, np.ndarray]:
-    return {x.name: onnx.numpy_helper.to_array(x) for x in proto.graph.initializer}
-
-
-def test_inference_has_the_averages_and_training_the_parameters(tmp_path: Any) -> None:
+def test_inference_has_the_averages_and_training_the_parameters() -> None:
     executor, plain = trained(average=passes.EMA(0.9)), trained()
-    for name, array in plain.parameters.items():
-        np.testing.assert_array_equal(executor.parameters[name], array)
+    assert_equal(executor.parameters, plain.parameters)
     averages = {name: executor.state[f"{name}.average"] for name in plain.parameters}
     assert all(np.abs(averages[name] - array).max() > 1e-3 for name, array in plain.parameters.items())
     found = weights(executor.trained())
@@ -73,11 +66,6 @@ def test_inference_has_the_averages_and_training_the_parameters(tmp_path: Any) -
     assert executor.evaluate(FEEDS)["loss"] == pytest.approx(np.square(y - T).mean(), rel=1e-5)
     plain.update_state(averages)
     np.testing.assert_array_equal(plain.predict(x=FEEDS["x"])["y"], y)
-    graphopt.save(executor.model, tmp_path / "step.onnx")
-    executor.save(tmp_path / "state")
-    again = graphopt.Executor(graphopt.compile(mlp(), average=passes.EMA(0.9), **STEPS))
-    again.load(tmp_path / "state")
-    np.testing.assert_array_equal(again.predict(x=FEEDS["x"])["y"], y)
 
 
 def test_averages_may_be_state_alone_and_of_some_parameters() -> None:
@@ -88,10 +76,9 @@ def test_averages_may_be_state_alone_and_of_some_parameters() -> None:
 
 
 def test_weights_of_16_bits_have_averages_of_32_and_are_exported_in_16() -> None:
-    steps = {"loss": passes.MeanSquaredError(), "optimizer": passes.AdamW(0.01), "average": passes.EMA(0.9)}
-    executor = graphopt.Executor(graphopt.compile(mlp(dtype=np.float16), **steps), threads=1)
-    for _ in range(5):
-        executor.step(x=X.astype(np.float16), target=T.astype(np.float16))
+    halves = {name: x.astype(np.float16) for name, x in FEEDS.items()}
+    options = {"optimizer": passes.AdamW(0.01), "average": passes.EMA(0.9)}
+    executor = steps.trained(mlp(dtype=np.float16), halves, 5, **options)
     for name, array in weights(executor.trained()).items():
         average = executor.state[f"{name}.average"]
         assert (average.dtype, array.dtype) == (np.float32, np.float16)
@@ -108,10 +95,8 @@ def test_weights_in_a_body_and_in_dropout_s_inference_form_are_averaged() -> Non
         w=np.random.default_rng(0).standard_normal((4, 3)),
         b=np.ones(3),
     )
-    steps = {**STEPS, "average": passes.EMA(0.5), "training": passes.TrainingMode()}
-    executor = graphopt.Executor(graphopt.compile(network, **steps))
-    for _ in range(3):
-        executor.step(FEEDS)
+    options = {**STEPS, "average": passes.EMA(0.5), "training": passes.TrainingMode()}
+    executor = steps.trained(network, FEEDS, 3, **options)
     found = weights(executor.trained())
     assert all(np.array_equal(found[name], executor.state[f"{name}.average"]) for name in ("w", "b"))
     y = graphopt.run(executor.trained(), {"x": FEEDS["x"]})["y"]
@@ -141,7 +126,7 @@ def test_the_best_epoch_s_averages_are_restored() -> None:
 
 
 @pytest.mark.parametrize(
-    ("steps", "message"),
+    ("given", "message"),
     [
         ({"optimizer": None, "average": passes.EMA()}, "^EMA needs an optimizer's update, found none"),
         ({"average": [passes.EMA(), passes.SWA()]}, "^SWA: expected a model without averages, found some"),
@@ -155,9 +140,9 @@ def test_the_best_epoch_s_averages_are_restored() -> None:
         ),
     ],
 )
-def test_mistakes_are_told_in_a_line(steps: dict[str, Any], message: str) -> None:
+def test_mistakes_are_told_in_a_line(given: dict[str, Any], message: str) -> None:
     with pytest.raises(GraphoptError, match=message):
-        graphopt.compile(mlp(), **{**STEPS, **steps})
+        graphopt.compile(mlp(), **{**STEPS, **given})
 
 
 def test_a_callback_that_averages_too_is_refused() -> None:
@@ -167,11 +152,9 @@ def test_a_callback_that_averages_too_is_refused() -> None:
 
 
 def test_adapters_merge_by_their_averages() -> None:
-    steps = {**STEPS, "adapter": passes.LoRA("*.weight", rank=2), "average": passes.EMA(0.8)}
-    steps["optimizer"] = passes.AdamW(0.02)
-    executor = graphopt.Executor(graphopt.compile(mlp(), **steps), threads=1)
-    for _ in range(10):
-        executor.step(FEEDS)
+    options = {"adapter": passes.LoRA("*.weight", rank=2), "average": passes.EMA(0.8)}
+    options["optimizer"] = passes.AdamW(0.02)
+    executor = trained(**options)
     y = graphopt.run(executor.trained(), {"x": FEEDS["x"]})["y"]
     np.testing.assert_allclose(executor.predict(x=FEEDS["x"])["y"], y, atol=1e-6)
     averages = {n.removesuffix(".average"): x for n, x in executor.state.items() if n.endswith(".average")}

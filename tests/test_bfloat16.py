@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import functools
-import io
 import math
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +15,7 @@ import onnxruntime
 import pytest
 import torch
 from builders import model as model_of
+from steps import exported
 
 import graphopt
 import passes
@@ -399,21 +398,10 @@ def trained(
     precision: passes.MixedPrecision | None,
 ) -> list[float]:
     """Return the losses of twenty steps of a module that is exported."""
-    buffer = io.BytesIO()
-    names = {"input_names": ["x"], "output_names": ["y"]}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        torch.onnx.export(
-            module,
-            (batches[0][0],),
-            buffer,
-            dynamo=False,
-            training=torch.onnx.TrainingMode.TRAINING,
-            do_constant_folding=False,
-            **names,
-        )
+    training = torch.onnx.TrainingMode.TRAINING
+    proto = exported(module, batches[0][0], dynamo=False, training=training, do_constant_folding=False)
     step = graphopt.compile(
-        onnx.load_from_string(buffer.getvalue()),
+        proto,
         **{"loss": passes.CrossEntropy(), "optimizer": optimizer, "precision": precision},
     )
     executor = graphopt.Executor(step, native=True)

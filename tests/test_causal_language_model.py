@@ -11,6 +11,7 @@ import onnx
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
+from steps import assert_close
 
 import graphopt
 import passes
@@ -100,8 +101,7 @@ def by_graphopt(
 
 def check(found: dict[str, Any], expected: dict[str, np.ndarray]) -> None:
     assert found.keys() == expected.keys()
-    for name, array in expected.items():
-        np.testing.assert_allclose(found[name], array, rtol=2e-6, atol=1e-6, err_msg=name)
+    assert_close(found, expected, rtol=2e-6)
 
 
 @pytest.mark.parametrize("blocks", [None, 1, 4, 100])

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
+import steps
 from builders import mlp
 from interruptions import StopAt, alike, same
 
@@ -33,13 +34,8 @@ KILL = signal.SIGKILL if hasattr(signal, "SIGKILL") else signal.SIGTERM
 
 
 def executor(**options: Any) -> graphopt.Executor:
-    step = graphopt.compile(
-        mlp((3, 8, 2)),
-        loss=passes.CrossEntropy(),
-        optimizer=passes.AdamW(),
-        schedule=passes.Cosine(steps=80),
-    )
-    return graphopt.Executor(step, threads=1, **options)
+    chosen = {"optimizer": passes.AdamW(), "schedule": passes.Cosine(steps=80), **options}
+    return steps.executor(mlp((3, 8, 2)), loss=passes.CrossEntropy(), **chosen)
 
 
 @pytest.fixture(autouse=True)
@@ -87,36 +83,6 @@ def test_another_batch_size_continues_the_same_order_of_rows(tmp_path: Path) -> 
         rows = np.sort(order[start:end])
         twin.step({name: array[rows] for name, array in DATA.items()})
     assert same(runner, twin)
-
-
-def test_rates_and_callbacks_continue(tmp_path: Path) -> None:
-    def runner() -> graphopt.Executor:
-        step = graphopt.compile(mlp((3, 8, 2)), loss=passes.CrossEntropy(), optimizer=passes.SGD(0.5))
-        return graphopt.Executor(step, threads=1)
-
-    class Halve(graphopt.Callback):
-        count = 0
-        kept = np.zeros(2)
-
-        def on_step_end(self, run: Run, record: Record) -> None:
-            self.count += 1
-            self.kept = self.kept + run.step
-            if self.count % 10 == 0:
-                run.executor.learning_rate *= 0.9
-
-        def state_dict(self) -> dict[str, Any]:
-            return {"count": self.count, "kept": self.kept}
-
-        def load_state_dict(self, state: Any) -> None:
-            self.count, self.kept = state["count"], state["kept"]
-
-    one, half, other = runner(), runner(), runner()
-    first, second = Halve(), Halve()
-    graphopt.fit(one, DATA, **OPTIONS, callbacks=[first])
-    graphopt.fit(half, DATA, **OPTIONS, callbacks=[Halve(), StopAt(25)], checkpoint=tmp_path)
-    graphopt.fit(other, DATA, **OPTIONS, callbacks=[second], checkpoint=tmp_path, resume=True)
-    assert same(one, other) and one.learning_rate == other.learning_rate
-    assert first.count == second.count and (first.kept == second.kept).all()
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ import onnx_ir as ir
 import onnxruntime
 import pytest
 import torch
+from steps import assert_close, assert_equal, outputs, weights
 
 import graphopt
 import passes
@@ -155,10 +156,8 @@ def test_a_decoder_trains_without_its_cache_and_keeps_it(form):
     executor = graphopt.Executor(step, threads=1)
     assert list(executor.inputs) == ["x", "target"]
     np.testing.assert_allclose(executor.predict(x=x)["y"], expected["y"], rtol=1e-4, atol=1e-6)
-    for name, found in run(executor.trained(), x).items():
-        np.testing.assert_allclose(found, expected[name], rtol=1e-4, atol=1e-6)
-    for name, found in run(executor.trained(into=proto), x).items():
-        np.testing.assert_array_equal(found, expected[name])
+    assert_close(run(executor.trained(), x), expected, rtol=1e-4)
+    assert_equal(run(executor.trained(into=proto), x), expected)
     losses = [executor.step(x=x, target=np.zeros_like(x))["loss"] for _ in range(3)]
     assert losses[2] < losses[0]
     file = executor.trained(into=proto)
@@ -354,9 +353,9 @@ def test_tied_weights_and_those_in_nodes_go_into_the_file(tmp_path):
         executor.step(x=x, target=np.zeros_like(x))
     for source in (proto, tmp_path / "model.onnx", ir.from_proto(proto)):
         file = executor.trained(into=source)
-        arrays = {t.name: onnx.numpy_helper.to_array(t) for t in file.graph.initializer}
+        arrays = weights(file)
         np.testing.assert_array_equal(arrays["first"], arrays["second"].T)
-        found = onnxruntime.InferenceSession(file.SerializeToString()).run(["y"], {"x": x})[0]
+        found = outputs(file, {"x": x})["y"]
         np.testing.assert_allclose(found, executor.predict(x=x)["y"], rtol=1e-5, atol=1e-6)
 
 

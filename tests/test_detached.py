@@ -10,6 +10,7 @@ import numpy as np
 import onnx
 import pytest
 import torch
+from steps import exported as export
 from torch import nn
 from torch.nn import functional
 
@@ -125,13 +126,8 @@ def batch(seed: int) -> list[torch.Tensor]:
 @functools.cache
 def exported(use: Callable, optimize: bool, dynamic: bool = False) -> onnx.ModelProto:
     shapes = {"dynamic_shapes": [{0: torch.export.Dim.DYNAMIC}] * 2} if dynamic else {}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        program = torch.onnx.export(
-            network(use), tuple(batch(0)), dynamo=True, optimize=optimize, input_names=["a", "b"],
-            output_names=["objective"], verbose=False, **shapes,
-        )  # fmt: skip
-    return program.model_proto
+    named = {"names": ["a", "b"], "outputs": ["objective"]}
+    return export(network(use), *batch(0), dynamo=True, optimize=optimize, **named, **shapes)
 
 
 def compiled(proto: onnx.ModelProto, **options):

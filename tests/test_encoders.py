@@ -16,6 +16,7 @@ from sklearn.feature_extraction.text import TfidfVectorizer
 from sklearn.linear_model import LogisticRegression
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import Normalizer, OneHotEncoder, OrdinalEncoder, StandardScaler
+from steps import outputs
 
 import graphopt
 import passes
@@ -118,19 +119,13 @@ def batch_of(rows: int, seed: int = 0) -> dict[str, np.ndarray]:
     }
 
 
-def computed(model: onnx.ModelProto, feeds: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    session = onnxruntime.InferenceSession(model.SerializeToString())
-    read = {x.name: feeds[x.name] for x in session.get_inputs()}
-    return dict(zip([y.name for y in session.get_outputs()], session.run(None, read), strict=True))
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_a_file_that_encodes_strings_trains(name):
     whole = whole_of(CASES[name])
     executor = graphopt.Executor(graphopt.compile(whole, **STEPS), native=False)
     assert [*executor.inputs] == ["s", "k", "x", "target"]
     feeds = batch_of(6)
-    np.testing.assert_allclose(executor.predict(feeds)["y"], computed(whole, feeds)["y"], rtol=1e-5)
+    np.testing.assert_allclose(executor.predict(feeds)["y"], outputs(whole, feeds)["y"], rtol=1e-5)
 
     numbers = onnx.ModelProto()
     numbers.CopyFrom(whole)
@@ -141,7 +136,7 @@ def test_a_file_that_encodes_strings_trains(name):
     for step in range(3):
         feeds = batch_of(6, step)
         target = np.random.default_rng(step).standard_normal((6, 3)).astype(np.float32)
-        encoded = {cut: computed(numbers, feeds)[cut], "x": feeds["x"]}
+        encoded = {cut: outputs(numbers, feeds)[cut], "x": feeds["x"]}
         loss = other.step(encoded, target=target)["loss"]
         assert executor.step(feeds, target=target)["loss"] == pytest.approx(loss, rel=1e-5)
     assert {*executor.parameters} == {*other.parameters}
@@ -149,12 +144,12 @@ def test_a_file_that_encodes_strings_trains(name):
     trained = executor.trained()
     onnx.checker.check_model(trained)
     assert [x.name for x in trained.graph.input] == ["s", "k", "x"]
-    np.testing.assert_allclose(computed(trained, feeds)["y"], executor.predict(feeds)["y"], rtol=1e-5)
+    np.testing.assert_allclose(outputs(trained, feeds)["y"], executor.predict(feeds)["y"], rtol=1e-5)
 
 
 def whole_typed(model: onnx.ModelProto, name: str, feeds: dict[str, np.ndarray]) -> onnx.ModelProto:
     """Return a model that declares the type of a value as ONNX Runtime computes it."""
-    array = computed(model, feeds)[name]
+    array = outputs(model, feeds)[name]
     kind = onnx.helper.np_dtype_to_tensor_dtype(array.dtype)
     typed = onnx.ModelProto()
     typed.CopyFrom(model)
@@ -170,7 +165,7 @@ def test_outputs_that_strings_alone_decide_come_back():
     whole = whole_of(case, "float[N,3] y, string[N] copy, int64[N] next1, int64[N] i")
     executor = graphopt.Executor(graphopt.compile(whole, **STEPS), native=False)
     feeds = batch_of(5)
-    expected, found = computed(whole, feeds), computed(executor.trained(), feeds)
+    expected, found = outputs(whole, feeds), outputs(executor.trained(), feeds)
     assert [*found] == ["y", "copy", "next1", "i"]
     for name, x in expected.items():
         assert np.array_equal(found[name], x) if x.dtype.kind in "Oi" else np.allclose(found[name], x)
@@ -275,9 +270,9 @@ def test_a_pipeline_of_scikit_learn_trains(encoder, labels):
     np.testing.assert_allclose(found, pipeline.predict_proba(table), rtol=1e-4, atol=1e-5)
     before = executor.evaluate({**feeds, "target": classes})["loss"]
     graphopt.fit(executor, {**feeds, "target": 1 - classes}, epochs=20)
-    outputs = computed(executor.trained(), feeds)
-    assert [*outputs] == ["label", "probabilities"]
-    assert np.mean(outputs["label"] == np.array(labels)[1 - classes]) > 0.5
+    found = outputs(executor.trained(), feeds)
+    assert [*found] == ["label", "probabilities"]
+    assert np.mean(found["label"] == np.array(labels)[1 - classes]) > 0.5
     assert executor.evaluate({**feeds, "target": 1 - classes})["loss"] < before + 0.1
 
 
@@ -297,13 +292,13 @@ def test_texts_of_tf_idf_train():
         graphopt.compile(file, loss=passes.CrossEntropy(), optimizer=passes.Adam(0.1)), native=False
     )
     found = executor.predict(s=texts)["probabilities"]
-    np.testing.assert_allclose(found, computed(file, {"s": texts})["probabilities"], rtol=1e-5)
+    np.testing.assert_allclose(found, outputs(file, {"s": texts})["probabilities"], rtol=1e-5)
     losses = [executor.step(s=texts, target=classes)["loss"] for _ in range(10)]
     assert losses[-1] < losses[0]
     trained = executor.trained()
     onnx.checker.check_model(trained)
     np.testing.assert_allclose(
-        computed(trained, {"s": texts})["probabilities"],
+        outputs(trained, {"s": texts})["probabilities"],
         executor.predict(s=texts)["probabilities"],
         rtol=1e-5,
     )
@@ -363,6 +358,6 @@ def test_a_trainer_takes_strings():
     X, y = batch_of(20), np.zeros((20, 3), np.float32)
     trainer.fit(X, y)
     predicted = trainer.predict(X)
-    np.testing.assert_allclose(predicted, computed(trainer.get_trained_onnx(), X)["y"], rtol=1e-5)
+    np.testing.assert_allclose(predicted, outputs(trainer.get_trained_onnx(), X)["y"], rtol=1e-5)
     np.testing.assert_allclose(trainer.losses(X, y), np.square(predicted).mean(1), rtol=1e-4)
     assert np.isfinite(trainer.score(X, y))

@@ -11,6 +11,7 @@ import numpy as np
 import onnxruntime
 import pytest
 from builders import attention, mlp, model
+from steps import outputs
 
 import graphopt
 import passes
@@ -80,10 +81,7 @@ def assert_predicts(executor: graphopt.Executor, batch: dict[str, np.ndarray]) -
 
 def assert_predicts_as_trained(executor: graphopt.Executor, x: np.ndarray) -> np.ndarray:
     """Compare with ONNX Runtime's own session of the trained model, and return its outputs."""
-    session = onnxruntime.InferenceSession(
-        executor.trained().SerializeToString(), providers=["CPUExecutionProvider"]
-    )
-    (expected,) = session.run(None, {"x": x})
+    (expected,) = outputs(executor.trained(), {"x": x}).values()
     np.testing.assert_allclose(executor.predict(x=x)["y"], expected, rtol=1e-4, atol=1e-5)
     return expected
 

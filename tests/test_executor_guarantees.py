@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from builders import linear, mlp, model
+from steps import assert_close, assert_equal
 
 import graphopt
 import passes
@@ -189,8 +190,7 @@ def test_threads_that_share_an_executor_lose_no_update(tmp_path: Any) -> None:
     assert executor.steps == int(executor.state["step"]) == len(losses) == 6 * count
     expected = [alone.step(BATCH)["loss"] for _ in range(6 * count)]
     np.testing.assert_allclose(sorted(losses), sorted(expected), rtol=1e-6)
-    for name, array in alone.state.items():
-        np.testing.assert_allclose(executor.state[name], array, rtol=1e-6, atol=1e-9)
+    assert_close(executor.state, alone.state, rtol=1e-6, atol=1e-9)
 
 
 @pytest.mark.usefixtures("switching")
@@ -258,8 +258,7 @@ def test_a_step_between_the_steps_of_a_run_counts() -> None:
     for _ in range(12):
         alone.step(BATCH)
     assert executor.steps == 12
-    for name, array in alone.state.items():
-        np.testing.assert_allclose(executor.state[name], array, rtol=1e-6)
+    assert_close(executor.state, alone.state, rtol=1e-6, atol=0)
 
 
 def test_a_refused_checkpoint_leaves_the_properties(tmp_path: Any) -> None:
@@ -273,5 +272,4 @@ def test_a_refused_checkpoint_leaves_the_properties(tmp_path: Any) -> None:
     with pytest.raises(graphopt.GraphoptError, match="expected shape"):
         executor.load(path)
     assert executor.properties == {"epoch": 3}
-    for name, array in executor.state.items():
-        np.testing.assert_array_equal(array, before[name])
+    assert_equal(executor.state, before)

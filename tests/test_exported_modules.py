@@ -9,6 +9,7 @@ import onnx
 import onnxruntime
 import pytest
 import torch
+from steps import exported as export
 from torch import nn
 
 import graphopt
@@ -68,13 +69,7 @@ def words(seed: int) -> torch.Tensor:
 
 def exported(module: nn.Module, x: torch.Tensor, optimize: bool, dynamic: bool) -> onnx.ModelProto:
     shapes = {"dynamic_shapes": [{0: torch.export.Dim.DYNAMIC}]} if dynamic else {}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        program = torch.onnx.export(
-            module, (x,), dynamo=True, optimize=optimize, input_names=["x"], output_names=["y"], verbose=False,
-            **shapes,
-        )  # fmt: skip
-    return program.model_proto
+    return export(module, x, dynamo=True, optimize=optimize, **shapes)
 
 
 def check(module: nn.Module, proto: onnx.ModelProto, draw) -> graphopt.Executor:

@@ -7,7 +7,6 @@ import re
 
 import numpy as np
 import onnx
-import onnxruntime
 import pytest
 from builders import attention, mlp, model
 from planted_mistakes import (
@@ -23,6 +22,7 @@ from planted_mistakes import (
     times,
     tokens,
 )
+from steps import assert_equal, outputs
 from test_local_sgd import together
 
 import graphopt
@@ -135,10 +135,7 @@ def test_a_disagreement_names_the_parameter_both_numbers_and_a_reproducer(cache)
     (folder,) = cache.glob("difference-*")
     assert str(folder) in str(error.value)
     assert {path.name for path in folder.iterdir()} == {"plain.onnx", "inputs.npz", "difference.json"}
-    session = onnxruntime.InferenceSession(folder / "plain.onnx", providers=["CPUExecutionProvider"])
-    inputs = np.load(folder / "inputs.npz")
-    (loss,) = session.run(["loss"], {x.name: inputs[x.name] for x in session.get_inputs()})
-    assert np.isfinite(loss)
+    assert np.isfinite(outputs(folder / "plain.onnx", np.load(folder / "inputs.npz"))["loss"])
 
 
 def test_nothing_trains_before_a_disagreement():
@@ -148,8 +145,7 @@ def test_nothing_trains_before_a_disagreement():
     for _ in range(2):  # the second time, the machine remembers
         with pytest.raises(Disagreement):
             executor.step(batch_for("layers"))
-    for name, x in executor.state.items():
-        np.testing.assert_array_equal(x, before[name])
+    assert_equal(executor.state, before)
 
 
 def test_several_steps_per_call_are_checked_before_the_first():
@@ -265,36 +261,6 @@ def test_an_update_without_a_formula_is_listed(step):
     table = table_of(layers(), batch_for("layers"), **step)
     assert table.agrees
     assert f"no formula of {type(next(iter(step.values()))).__name__} is known" in reasons(table)
-
-
-VARIANTS = {
-    "mixed float16": (layers, "layers", {"precision": passes.MixedPrecision()}),
-    "mixed bfloat16": (layers, "layers", {"precision": passes.MixedPrecision("bfloat16")}),
-    "dynamic scale": (
-        images,
-        "images",
-        {"precision": passes.MixedPrecision(), "loss_scale": passes.DynamicLossScale()},
-    ),
-    "LoRA": (layers, "layers", {"adapter": passes.LoRA(rank=2)}),
-    "DoRA": (layers, "layers", {"adapter": passes.LoRA(rank=2, dora=True)}),
-    "penalties": (layers, "layers", {"regularizer": [passes.L1(1e-2), passes.L2(1e-1)]}),
-    "accumulated": (layers, "layers", {"accumulate": passes.Accumulate(4)}),
-    "averaged": (layers, "layers", {"average": passes.EMA(0.9), "schedule": passes.Cosine(100, warmup=5)}),
-    "frozen": (layers, "layers", {"parameters": passes.Parameters(freeze="w*")}),
-    "mean of z and x": (layers, "layers", {"optimizer": passes.ScheduleFreeAdamW()}),
-    "batch statistics": (images, "images", {"training": passes.TrainingMode()}),
-    "recomputed": (images, "images", {"recompute": passes.Recompute()}),
-    "standardized": (layers, "layers", {"standardize": passes.Standardize(np.zeros(4), np.full(4, 2.0))}),
-}
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_no_false_alarm(variant):
-    network, batch, steps = VARIANTS[variant]
-    table = table_of(network(), batch_for(batch), **steps)
-    gradients = [x.verdict for x in table.findings if x.part == "gradient"]
-    assert set(gradients) == {"agrees"}, str(table)
-    assert table.agrees, str(table)
 
 
 def normalized(activation):
@@ -641,8 +607,7 @@ def test_all_workers_end_with_the_error_of_one(kind, rows):
         before = executor.state
         with pytest.raises(Disagreement) as error:
             executor.step(batch)
-        for name, x in executor.state.items():
-            np.testing.assert_array_equal(x, before[name])
+        assert_equal(executor.state, before)
         return str(error.value)
 
     with mistake.plant():

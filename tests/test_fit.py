@@ -9,7 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import steps
 from builders import linear, mlp
+from steps import assert_equal
 
 import graphopt
 import passes
@@ -24,10 +26,8 @@ TARGET = (X @ RNG.standard_normal((3, 2)) + 1).astype(np.float32)
 DATA = {"x": X, "target": TARGET}
 
 
-def executor(model: Any = None, steps_per_call: int | None = None, **steps: Any) -> graphopt.Executor:
-    steps = {"loss": passes.MeanSquaredError(), "optimizer": passes.SGD(0.1), **steps}
-    step = graphopt.compile(model or linear(), **steps)
-    return graphopt.Executor(step, threads=1, steps_per_call=steps_per_call)
+def executor(model: Any = None, **options: Any) -> graphopt.Executor:
+    return steps.executor(model or linear(), **options)
 
 
 class Seen(graphopt.Callback):
@@ -195,8 +195,7 @@ def test_batches_made_ahead_are_the_same_training(tmp_path: Path, shuffle: Any) 
         runs.append(([record["loss"] for record in records], trained.parameters))
     for losses, parameters in runs[1:]:
         assert losses == runs[0][0]
-        for name, value in runs[0][1].items():
-            np.testing.assert_array_equal(parameters[name], value)
+        assert_equal(parameters, runs[0][1])
 
 
 def test_the_thread_ends_where_training_stops() -> None:

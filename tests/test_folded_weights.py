@@ -14,6 +14,7 @@ import onnxsim
 import onnxslim
 import pytest
 import torch
+from steps import exported as export
 from torch import nn
 from torch.nn import functional
 
@@ -138,12 +139,7 @@ TOOLS = {
 
 def exported(module: nn.Module, x: torch.Tensor, optimize: bool, dynamic: bool = False) -> onnx.ModelProto:
     shapes = {"dynamic_shapes": [{0: torch.export.Dim.DYNAMIC}]} if dynamic else {}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return torch.onnx.export(
-            module, (x,), dynamo=True, optimize=optimize, input_names=["x"], output_names=["y"],
-            verbose=False, **shapes,
-        ).model_proto  # fmt: skip
+    return export(module, x, dynamo=True, optimize=optimize, **shapes)
 
 
 def assert_trains_as_pytorch(module: nn.Module, inputs: Callable[[], torch.Tensor], proto) -> set[str]:

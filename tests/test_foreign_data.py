@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from builders import mlp
+from interruptions import StopAt, alike, same
 
 import graphopt
 import passes
@@ -15,7 +16,6 @@ from graphopt import cli, data
 from graphopt.data import Batches
 from graphopt.data.foreign import as_dataset, has_rows
 from graphopt.errors import GraphoptError
-from graphopt.training.callbacks import Record, Run
 from graphopt.training.evaluation import predict
 
 RNG = np.random.default_rng(0)
@@ -27,23 +27,6 @@ OPTIONS: dict[str, Any] = {"epochs": 3, "batch_size": 10}
 def executor() -> graphopt.Executor:
     step = graphopt.compile(mlp((3, 8, 2)), loss=passes.CrossEntropy(), optimizer=passes.AdamW())
     return graphopt.Executor(step, threads=1)
-
-
-def same(one: graphopt.Executor, other: graphopt.Executor) -> bool:
-    return all((one.state[name] == other.state[name]).all() for name in one.state)
-
-
-def alike(records: list[Record]) -> list[Record]:
-    return [{k: v for k, v in one.items() if "second" not in k} for one in records]
-
-
-class StopAt(graphopt.Callback):
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_step_end(self, run: Run, record: Record) -> None:
-        if record["step"] == self.step:
-            run.stop("test")
 
 
 def hugging_face(columns: dict[str, Any] = DATA) -> Any:

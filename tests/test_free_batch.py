@@ -7,11 +7,11 @@ import warnings
 
 import numpy as np
 import onnx
-import onnxruntime
 import pytest
 import torch
 import torch_models
 from builders import model
+from steps import assert_close, outputs
 
 import graphopt
 import passes
@@ -119,10 +119,6 @@ def file_of(text: str, batch: str, declared: str = "B") -> onnx.ModelProto:
     return proto
 
 
-def run(proto: onnx.ModelProto, x: np.ndarray) -> np.ndarray:
-    return onnxruntime.InferenceSession(proto.SerializeToString()).run(None, {"x": x})[0]
-
-
 def compiled(proto: onnx.ModelProto, **steps) -> graphopt.Executor:
     steps = {"loss": passes.MeanSquaredError(), "optimizer": passes.SGD(0.1)} | steps
     with warnings.catch_warnings():
@@ -137,9 +133,9 @@ def test_rows_are_those_of_the_file_one_at_a_time(name):
     executor = compiled(proto, normalize=FREE)
     for rows in (1, 3, 7):
         x = np.random.default_rng(2).standard_normal((rows, *shape)).astype(np.float32)
-        expected = np.concatenate([run(proto, x[i : i + 1]) for i in range(rows)])
+        expected = np.concatenate([outputs(proto, {"x": x[i : i + 1]})["y"] for i in range(rows)])
         np.testing.assert_allclose(executor.predict(x=x)["y"], expected, rtol=1e-4, atol=1e-5)
-        np.testing.assert_allclose(run(executor.trained(), x), expected, rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(outputs(executor.trained(), {"x": x})["y"], expected, rtol=1e-4, atol=1e-5)
     if executor.parameters:
         losses = [executor.step(x=x, target=np.zeros_like(expected))["loss"] for _ in range(3)]
         assert losses[0] == pytest.approx(np.mean(expected**2), rel=1e-4)
@@ -215,7 +211,7 @@ def test_an_export_of_pytorch_without_dynamic_axes_is_freed(name):
             compiled(proto, normalize=FREE)
         return
     executor = compiled(proto, normalize=FREE)
-    expected = np.concatenate([run(proto, x[i : i + 1].numpy()) for i in range(3)])
+    expected = np.concatenate([outputs(proto, {"x": x[i : i + 1].numpy()})["y"] for i in range(3)])
     np.testing.assert_allclose(executor.predict(x=x[:3].numpy())["y"], expected, rtol=1e-3, atol=1e-4)
 
 
@@ -256,8 +252,7 @@ def test_a_squeeze_without_axes_trains_as_in_pytorch(kind, exporter):
         optimizer.step()
         found = executor.step({"x": x, "target": target})
         assert found["loss"] == pytest.approx(loss.item(), rel=1e-5)
-    for name, weight in network.state_dict().items():
-        np.testing.assert_allclose(executor.parameters[name], weight, rtol=1e-4, atol=1e-6)
+    assert_close(executor.parameters, network.state_dict(), rtol=1e-4)
 
 
 def test_a_squeeze_without_axes_before_what_mixes_rows_is_told():

@@ -8,9 +8,9 @@ import numpy as np
 import onnx
 import onnx.reference
 import onnx_ir as ir
-import onnxruntime
 import pytest
 from builders import linear, model, run
+from steps import assert_close, assert_equal, outputs
 
 import graphopt
 import passes
@@ -59,8 +59,7 @@ def test_losses_are_those_of_the_unfused_graph(network, optimizer):
     fused = opened(fused_step(proto, **steps), threads=1)
     for batch in batches(shape, classes):
         assert fused.step(batch)["loss"] == pytest.approx(plain.step(batch)["loss"], rel=1e-6)
-    for name, value in plain.state.items():
-        np.testing.assert_allclose(fused.state[name], value, rtol=1e-3, atol=1e-5, err_msg=name)
+    assert_close(fused.state, plain.state, rtol=1e-3, atol=1e-5)
 
 
 def test_each_fusion_is_seen_and_can_be_left_out():
@@ -186,8 +185,7 @@ def test_scaled_gradients_change_nothing_that_is_reported(steps):
     for _ in range(50):
         x = RNG.standard_normal((8, 3)).astype(np.float32)
         plain, fused = (executor.step(x=x, target=np.tanh(x[:, :2])) for executor in executors)
-        for name, value in plain.items():
-            np.testing.assert_allclose(fused[name], value, rtol=1e-6, atol=1e-6, err_msg=name)
+        assert_close(fused, plain, rtol=1e-6)
 
 
 def test_gradients_are_scaled_through_layout():
@@ -387,8 +385,7 @@ def test_what_two_fusions_replace_is_the_models_own_in_inference():
     assert [node.op_type for node in trained.graph.node] == ["ConvTranspose", "Tanh"]
     x = RNG.standard_normal((2, 32, 2, 2), np.float32)
     y = executor.step(x=x, target=np.zeros((2, 64, 4, 4), np.float32))["y"]
-    session = onnxruntime.InferenceSession(trained.SerializeToString(), providers=["CPUExecutionProvider"])
-    np.testing.assert_allclose(session.run(["y"], {"x": x})[0], y, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(outputs(trained, {"x": x})["y"], y, rtol=1e-4, atol=1e-5)
 
 
 def test_inference_does_what_training_does_where_its_input_is_gone():
@@ -473,8 +470,7 @@ def test_vectors_updated_end_to_end_are_the_same_bit_for_bit(optimizer):
     ]
     for batch in batches((20, 6), 3, 10):
         assert len({executor.step(batch)["loss"] for executor in executors}) == 1
-    for name, value in executors[0].state.items():
-        np.testing.assert_array_equal(executors[1].state[name], value)
+    assert_equal(executors[1].state, executors[0].state)
 
 
 LAYERS = """g (float[4,8] x) => (float[4,3] y, float[4,8] a, float[4,8] b, float[4,8] c) {

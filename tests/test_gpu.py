@@ -20,6 +20,7 @@ import onnxruntime
 import posed_gpu
 import pytest
 from builders import mlp, model
+from steps import assert_close, assert_equal
 
 import graphopt
 import passes
@@ -182,8 +183,7 @@ def test_steps_equal_those_on_the_cpu(network: str) -> None:
         assert on_cuda.step(feeds)["loss"] == pytest.approx(on_cpu.step(feeds)["loss"], rel=1e-3)
     same(on_cpu, on_cuda)
     assert on_cuda.evaluate(feeds)["loss"] == pytest.approx(on_cpu.evaluate(feeds)["loss"], rel=1e-3)
-    for name, value in on_cpu.predict(feeds).items():
-        np.testing.assert_allclose(on_cuda.predict(feeds)[name], value, rtol=1e-2, atol=1e-3)
+    assert_close(on_cuda.predict(feeds), on_cpu.predict(feeds), rtol=1e-2, atol=1e-3)
 
 
 @on_gpu
@@ -293,8 +293,7 @@ def test_graph_captures_are_the_same_steps(network: str, report: list[str] | Non
         expected = plain.step(feeds, learning_rate=rate)
         found = captured.step(feeds, learning_rate=rate)
         assert list(found) == [name for name in expected if report is None or name in report]
-        for name, value in found.items():
-            np.testing.assert_allclose(value, expected[name], rtol=1e-3, atol=1e-4)
+        assert_close(found, expected, rtol=1e-3, atol=1e-4)
     same(plain, captured)
     assert captured.steps == 7
 
@@ -419,8 +418,7 @@ def test_a_step_that_is_not_finite_changes_nothing(graph_capture: bool, on_nonfi
     else:
         with pytest.warns(UserWarning, match="step skipped"):
             on_cuda.step(bad)
-    for name, value in on_cuda.state.items():
-        np.testing.assert_array_equal(value, before[name], err_msg=name)
+    assert_equal(on_cuda.state, before)
     assert np.isfinite(on_cuda.step(feeds)["loss"])
 
 
@@ -539,11 +537,9 @@ def test_a_layer_gives_the_gradients_of_the_cpu() -> None:
         for device in ("cpu", Device("cuda", provider_options=FLOAT32))
     ]
     on_cpu, on_cuda = [layer.forward(x) for layer in layers]
-    for name, value in on_cpu.items():
-        np.testing.assert_allclose(on_cuda[name], value, rtol=1e-3, atol=1e-4)
+    assert_close(on_cuda, on_cpu, rtol=1e-3, atol=1e-4)
     gradients, found = on_cpu.backward(seed), on_cuda.backward(seed)
-    for name, value in gradients.items():
-        np.testing.assert_allclose(found[name], value, rtol=1e-3, atol=1e-4)
+    assert_close(found, gradients, rtol=1e-3, atol=1e-4)
 
 
 # Devices, memory, processes
@@ -578,8 +574,7 @@ def test_too_little_memory_is_one_line_and_the_state_stays() -> None:
     with pytest.raises(GraphoptError, match="memory") as caught:
         limited.step(batch(limited, "cnn"))
     assert "\n" not in str(caught.value)
-    for name, value in limited.state.items():
-        np.testing.assert_array_equal(value, before[name])
+    assert_equal(limited.state, before)
     frugal = executor(
         compiled("cnn"), provider_options={**FLOAT32, "arena_extend_strategy": "kSameAsRequested"}
     )

@@ -7,21 +7,14 @@ import itertools
 import numpy as np
 import onnx
 import onnx_ir as ir
-import onnxruntime
 import pytest
 from builders import model
 from onnx import helper
+from steps import session
 
 from graphopt.testing.gradients import distance, gradient_model
 
 FLOAT = onnx.TensorProto.FLOAT
-
-
-def session(proto: onnx.ModelProto) -> onnxruntime.InferenceSession:
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = 4
-    options.intra_op_num_threads = 1
-    return onnxruntime.InferenceSession(proto.SerializeToString(), options, ["CPUExecutionProvider"])
 
 
 def resize(shape, symbolic, roi=None, scales=None, sizes=None, **attributes):

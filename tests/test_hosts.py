@@ -10,11 +10,11 @@ from typing import Any
 import jsonschema
 import numpy as np
 import onnx
-import onnxruntime
 import pytest
 import safetensors.numpy
 from builders import linear, model
 from host_graphs import BAD, BAD_AT, GRAPHS, batches, with_bad_batches
+from steps import assert_close, assert_equal, session
 
 import graphopt
 import passes
@@ -23,12 +23,6 @@ pytestmark = pytest.mark.usefixtures("plain")
 
 STEPS = 12
 SCHEMA = json.loads((Path(graphopt.__file__).parent / "hosts" / "host.schema.json").read_text())
-
-
-def session(path: Path) -> onnxruntime.InferenceSession:
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = 1
-    return onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
 
 
 class Host:
@@ -73,19 +67,13 @@ def exported(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     return step, folder, batches(name, STEPS)
 
 
-def close(found: Mapping[str, Any], expected: Mapping[str, Any], rtol: float = 1e-5) -> None:
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        np.testing.assert_allclose(found[name], value, rtol=rtol, atol=1e-6, err_msg=name)
-
-
 @pytest.mark.slow
 def test_a_host_trains_as_the_executor_does(exported: Any) -> None:
     step, folder, fed = exported
     executor, host = graphopt.Executor(step, threads=1), Host(folder)
     for batch in fed:
-        close(host.run("train", batch), executor.step(batch))
-    close(host.state, executor.state, rtol=1e-4)
+        assert_close(host.run("train", batch), executor.step(batch))
+    assert_close(host.state, executor.state, rtol=1e-4)
 
 
 def test_several_steps_in_one_call_are_single_steps(exported: Any) -> None:
@@ -94,7 +82,7 @@ def test_several_steps_in_one_call_are_single_steps(exported: Any) -> None:
     losses = [single.run("train", batch)["loss"] for batch in fed]
     stacked = several.run("train_steps", {name: np.stack([batch[name] for batch in fed]) for name in fed[0]})
     np.testing.assert_allclose(stacked["loss"], losses, rtol=1e-5)
-    close(several.state, single.state, rtol=1e-4)
+    assert_close(several.state, single.state, rtol=1e-4)
 
 
 @pytest.mark.parametrize("name", BAD)
@@ -111,8 +99,7 @@ def test_the_check_tells_bad_batches_from_good_ones(name: str, target: str | Non
             assert loss == clean.run("train", batch)["loss"]
             np.testing.assert_allclose(loss, executor.step(batch)["loss"], rtol=1e-5)
     assert found == [i not in BAD_AT for i in range(len(fed))]
-    for key, array in clean.state.items():
-        np.testing.assert_array_equal(host.state[key], array, err_msg=key)
+    assert_equal(host.state, clean.state)
     several = Host(tmp_path)
     first, last = BAD_AT[0], BAD_AT[1]
     for part in (fed[:first], fed[:last], fed[first + 1 : last]):
@@ -171,7 +158,7 @@ def test_a_host_evaluates_and_predicts_as_the_executor_does(exported: Any, graph
     executor = graphopt.Executor(step, threads=1)
     executor.run(fed)
     data = fed[0] if graph == "evaluate" else {"x": fed[0]["x"]}
-    close(Host(folder, executor.state).run(graph, fed[0]), getattr(executor, graph)(data))
+    assert_close(Host(folder, executor.state).run(graph, fed[0]), getattr(executor, graph)(data))
 
 
 @pytest.mark.slow
@@ -189,7 +176,7 @@ def test_checkpoints_cross_and_are_the_model(exported: Any, tmp_path: Path) -> N
     back = Host(folder, safetensors.numpy.load_file(tmp_path / "state.safetensors"))  # and on from Python's
     for batch in fed[8:]:
         back.run("train", batch)
-    close(back.state, whole.state, rtol=1e-4)
+    assert_close(back.state, whole.state, rtol=1e-4)
 
     for name in ("inference.onnx", "weights.bin"):
         if (folder / name).exists():
@@ -299,7 +286,7 @@ def test_without_loops_a_host_trains_the_same(name: str, tmp_path: Path) -> None
         assert not {"Loop", "Scan"} & {node.op_type for node in nodes}
     executor, host = graphopt.Executor(step, threads=1), Host(tmp_path)
     for batch in fed:
-        close(host.run("train", batch), executor.step(batch))
+        assert_close(host.run("train", batch), executor.step(batch))
 
 
 def test_forms_of_a_target_train_the_same_and_are_named(tmp_path: Path) -> None:
@@ -310,7 +297,7 @@ def test_forms_of_a_target_train_the_same_and_are_named(tmp_path: Path) -> None:
     executor, host = graphopt.Executor(step, threads=1), Host(tmp_path)
     assert host.contract["target"] == "tract"
     for batch in fed:
-        close(host.run("train", batch), executor.step(batch), rtol=1e-4)
+        assert_close(host.run("train", batch), executor.step(batch), rtol=1e-4)
     with pytest.raises(graphopt.GraphoptError, match="unknown target 'abacus'; known: cuda, iree"):
         graphopt.export_hosts(step, tmp_path, target="abacus")
 

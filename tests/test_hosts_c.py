@@ -16,6 +16,7 @@ import onnxruntime
 import pytest
 from builders import model
 from host_graphs import BAD, BAD_AT, GRAPHS, Batch, batches, with_bad_batches
+from steps import assert_close
 
 import graphopt
 import passes
@@ -94,8 +95,7 @@ def test_checkpoints_cross(program: Path, tmp_path: Path) -> None:
     assert third.stat().st_size == initial.stat().st_size
     executor.load(third)
     whole.run(fed)
-    for name, array in whole.state.items():
-        np.testing.assert_allclose(executor.state[name], array, rtol=1e-5, atol=1e-6, err_msg=name)
+    assert_close(executor.state, whole.state)
 
 
 def test_a_damaged_state_is_refused(program: Path, tmp_path: Path) -> None:

@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnx
 import onnx_ir as ir
 import pytest
 import torch
 from builders import linear, mlp
+from steps import assert_close, assert_equal, exported, weights
 
 import graphopt
 import passes
@@ -139,8 +139,7 @@ def test_one_worker_that_replaces_its_weights_by_their_mean_trains_as_alone() ->
     apart = graphopt.LocalSGD(step, sync_every=7, outer=passes.SGD(1.0))
     alone = graphopt.Executor(step)
     ours, theirs = (graphopt.fit(executor, DATA, **options) for executor in (apart, alone))
-    for name, array in alone.parameters.items():
-        np.testing.assert_allclose(apart.parameters[name], array, atol=1e-6)
+    assert_close(apart.parameters, alone.parameters, rtol=1e-7)
     assert apart.is_synchronized  # the last epoch ends with a synchronisation
     np.testing.assert_allclose(ours[-1]["validation_loss"], theirs[-1]["validation_loss"], atol=1e-6)
     np.testing.assert_allclose([x["loss"] for x in ours], [x["loss"] for x in theirs], atol=1e-6)
@@ -163,22 +162,19 @@ def test_everything_but_a_step_has_the_weights_of_the_last_synchronisation(tmp_p
     for name, array in known.items():
         np.testing.assert_array_equal(executor.state[name], array)
         assert not np.array_equal(array, plain.parameters[name])
-    weights = {x.name: onnx.numpy_helper.to_array(x) for x in executor.trained().graph.initializer}
-    np.testing.assert_array_equal(weights["w"], known["w"])
+    np.testing.assert_array_equal(weights(executor.trained())["w"], known["w"])
     executor.update_state(
         {name: array + 1 for name, array in known.items()}
     )  # as a callback that averages weights
     executor.update_state(known)
     executor.step(batch(5))
     plain.step(batch(5))
-    for name, array in plain.parameters.items():
-        np.testing.assert_allclose(executor.parameters[name], array, atol=1e-6)
+    assert_close(executor.parameters, plain.parameters, rtol=1e-7)
     executor.step(batch(6))
     executor.load(path)  # the steps of this round are gone
     assert executor.is_synchronized
     executor.synchronize()
-    for name, array in known.items():
-        np.testing.assert_array_equal(executor.parameters[name], array)
+    assert_equal(executor.parameters, known)
 
 
 def test_the_outer_momentum_is_saved(tmp_path: Path) -> None:
@@ -191,8 +187,7 @@ def test_the_outer_momentum_is_saved(tmp_path: Path) -> None:
     for i in range(4, 8):
         first.step(batch(i))
         second.step(batch(i))
-    for name, array in first.state.items():
-        np.testing.assert_array_equal(second.state[name], array)
+    assert_equal(second.state, first.state)
     with pytest.raises(
         graphopt.GraphoptError, match="expected the state of this training graph, found another's"
     ):
@@ -203,17 +198,9 @@ def test_the_outer_momentum_is_saved(tmp_path: Path) -> None:
 def test_running_statistics_are_averaged() -> None:
     torch.manual_seed(0)
     net = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 2))
-    program = torch.onnx.export(
-        net.eval(),
-        (torch.zeros(4, 3),),
-        dynamo=True,
-        input_names=["x"],
-        dynamic_shapes=({0: "N"},),
-        optimize=False,
-        verbose=False,
-    )
+    proto = exported(net.eval(), torch.zeros(4, 3), dynamo=True, dynamic_shapes=({0: "N"},), optimize=False)
     loss, sgd = passes.MeanSquaredError(), passes.SGD(0.0)
-    step = graphopt.compile(program.model_proto, training=passes.TrainingMode(), loss=loss, optimizer=sgd)
+    step = graphopt.compile(proto, training=passes.TrainingMode(), loss=loss, optimizer=sgd)
     running = next(x for x in graphopt.Executor(step).state if "running_mean" in x)
     single = [graphopt.Executor(step) for _ in range(2)]
     for worker, executor in enumerate(single):
@@ -240,8 +227,7 @@ def test_weights_in_16_bits_meet_in_float32() -> None:
         executor.step(half)
         plain.step(half)
     assert executor.bytes_per_step == 4 * (3 * 2 + 2 + 1) / 2
-    for name, array in plain.parameters.items():
-        np.testing.assert_allclose(executor.parameters[name], array, atol=2e-3)
+    assert_close(executor.parameters, plain.parameters, rtol=1e-7, atol=2e-3)
 
 
 def test_bytes_are_fewer_by_the_number_of_steps() -> None:
@@ -332,8 +318,7 @@ def test_the_third_dropped_round_in_succession_is_an_error_for_all_workers() -> 
 
         with pytest.raises(graphopt.NonFiniteLoss) as caught:
             train()
-        for name, array in executor.parameters.items():
-            np.testing.assert_array_equal(before[name], array)
+        assert_equal(before, executor.parameters)
         executor.step(batch(0))  # of a new round
         return steps, str(caught.value)
 
@@ -370,8 +355,7 @@ def test_workers_meet_in_a_loop_of_several_steps_per_call_too() -> None:
         return executor.parameters
 
     first, second = together(work)
-    for name, array in first.items():
-        np.testing.assert_array_equal(array, second[name])
+    assert_equal(first, second)
 
 
 @pytest.mark.parametrize("apart", [True, False])
@@ -406,8 +390,7 @@ def test_workers_without_rows_train_together_with_the_others() -> None:
     loss = alone.step({name: array[:2] for name, array in DATA.items()})["loss"]
     for found, parameters in together(work, size=3):
         assert found == pytest.approx(loss, rel=1e-6)
-        for name, array in alone.parameters.items():
-            np.testing.assert_allclose(parameters[name], array, atol=1e-6)
+        assert_close(parameters, alone.parameters, rtol=1e-7)
 
 
 def test_what_is_asked_for_and_checkpoints_wait_for_a_synchronisation(tmp_path: Path) -> None:

@@ -5,14 +5,13 @@ A size that follows from a length by rounding, a minimum or a maximum is no numb
 
 from __future__ import annotations
 
-import io
-import warnings
 from collections.abc import Callable
 
 import numpy as np
 import onnx
 import pytest
 import torch
+from steps import exported as export
 from torch import nn
 from torch.nn import functional
 
@@ -144,26 +143,10 @@ FIXED_BY_PYTORCH = {  # what its exporters refuse, or write for the example's le
 
 
 def exported(net: nn.Module, x: torch.Tensor, dynamo: bool, optimize: bool) -> onnx.ModelProto:
-    options = {"input_names": ["x"], "output_names": ["y"]}
-    buffer = io.BytesIO()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        if dynamo:
-            dims = {0: torch.export.Dim.DYNAMIC, 2: torch.export.Dim.DYNAMIC}
-            program = torch.onnx.export(
-                net,
-                (x,),
-                dynamo=True,
-                dynamic_shapes={"x": dims},
-                optimize=optimize,
-                verbose=False,
-                **options,
-            )
-            return program.model_proto
-        torch.onnx.export(
-            net, (x,), buffer, dynamo=False, opset_version=17, dynamic_axes={"x": {0: "N", 2: "S"}}, **options
-        )
-    return onnx.load_from_string(buffer.getvalue())
+    if dynamo:
+        dims = {"x": {0: torch.export.Dim.DYNAMIC, 2: torch.export.Dim.DYNAMIC}}
+        return export(net, x, dynamo=True, dynamic_shapes=dims, optimize=optimize)
+    return export(net, x, dynamo=False, dynamic_axes={"x": {0: "N", 2: "S"}})
 
 
 @pytest.mark.slow

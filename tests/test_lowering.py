@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import functools
-import io
 import re
-import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,6 +17,8 @@ import pytest
 import torch
 import torch_models
 from builders import model
+from steps import exported as export
+from steps import outputs
 from torch_oracle import vector_jacobian
 
 import graphopt
@@ -79,7 +79,7 @@ class Case:
         opsets = [onnx.helper.make_opsetid(domain, version) for domain, version in OPSETS.items()]
         proto = onnx.helper.make_model(graph, opset_imports=opsets, ir_version=9)
         first = next(iter(self.inputs.values()))
-        results = run(proto, self.feeds) if self.runs else dict.fromkeys(self.outputs, first)
+        results = outputs(proto, self.feeds) if self.runs else dict.fromkeys(self.outputs, first)
         for output in proto.graph.output:
             y = results[output.name]
             dtype = onnx.helper.np_dtype_to_tensor_dtype(y.dtype)
@@ -439,19 +439,6 @@ NEWER = {
 }
 
 
-def session(model: onnx.ModelProto) -> onnxruntime.InferenceSession:
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = 4
-    return onnxruntime.InferenceSession(
-        model.SerializeToString(), options, providers=["CPUExecutionProvider"]
-    )
-
-
-def run(model: onnx.ModelProto, feeds: dict[str, np.ndarray]) -> dict[str, Any]:
-    running = session(model)
-    return dict(zip([o.name for o in running.get_outputs()], running.run(None, feeds), strict=True))
-
-
 def lowered(proto: onnx.ModelProto) -> ir.Model:
     model = graphopt.load(proto)
     passes.Normalize()(model)
@@ -466,7 +453,7 @@ def test_a_lowering_computes_what_the_runtime_does(name):
     proto = case.model()
     model = lowered(proto)
     assert {node.domain for node in model.graph} == {""}
-    found, expected = run(ir.to_proto(model), case.feeds), run(proto, case.feeds)
+    found, expected = outputs(ir.to_proto(model), case.feeds), outputs(proto, case.feeds)
     for output in set(expected) - {"label"}:
         np.testing.assert_allclose(found[output], expected[output], rtol=1e-4, atol=case.tolerance)
         assert found[output].dtype == expected[output].dtype
@@ -599,19 +586,19 @@ def outputs_of(case: Case) -> np.ndarray:
     proto = case.model()
     proto.graph.output[0].type.tensor_type.ClearField("shape")
     proto.graph.output[0].type.tensor_type.shape.dim.extend([onnx.TensorShapeProto.Dimension()] * 3)
-    return run(ir.to_proto(lowered(proto)), case.feeds)["y"]
+    return outputs(ir.to_proto(lowered(proto)), case.feeds)["y"]
 
 
 @pytest.mark.slow
 def test_forms_that_the_cpu_provider_lacks_compute_what_their_parts_do():
     q, k, v = (floats(B, S, N, H) for _ in range(3))
     flat = [x.reshape(B, S, D) for x in (q, k, v)]
-    whole = run(multi_head(*flat, bias=BIAS).model(), multi_head(*flat, bias=BIAS).feeds)["y"]
+    whole = outputs(multi_head(*flat, bias=BIAS).model(), multi_head(*flat, bias=BIAS).feeds)["y"]
     packed = multi_head(np.stack([q, k, v], axis=3), None, None, bias=BIAS)
     half = multi_head(flat[0], np.stack([k, v], axis=3), None, bias=BIAS)
     for case in (packed, half):
         np.testing.assert_allclose(outputs_of(case), whole, rtol=1e-4, atol=1e-5)
-    unbiased = run(attention(bias=0 * BIAS).model(), attention().feeds | {"b": 0 * BIAS})["y"]
+    unbiased = outputs(attention(bias=0 * BIAS).model(), attention().feeds | {"b": 0 * BIAS})["y"]
     np.testing.assert_allclose(outputs_of(attention(bias=None)), unbiased, rtol=1e-4, atol=1e-5)
     x, residual = floats(B, S, D), floats(B, S, D)
     dropout = Case("BiasDropout", {"x": x, "b": BETA, "residual": residual})
@@ -695,7 +682,7 @@ def test_operators_in_bodies_are_lowered():
         model = lowered(proto)
         assert {node.domain for node in model.graph.all_nodes()} == {""}
         np.testing.assert_allclose(
-            run(ir.to_proto(model), feeds)["y"], run(proto, feeds)["y"], rtol=1e-4, atol=1e-6
+            outputs(ir.to_proto(model), feeds)["y"], outputs(proto, feeds)["y"], rtol=1e-4, atol=1e-6
         )
 
 
@@ -725,20 +712,8 @@ def exported(name: str, opset: int) -> onnx.ModelProto:
     with torch.no_grad():  # the exporter merges what is equal, and the runtime leaves no trace of that
         for parameter in network.parameters():
             parameter += 0.01 * torch.randn(parameter.shape)
-    buffer = io.BytesIO()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        torch.onnx.export(
-            network,
-            (x,),
-            buffer,
-            dynamo=False,
-            input_names=["x"],
-            output_names=["y"],
-            opset_version=opset,
-            dynamic_axes={"x": {0: "batch"}, "y": {0: "batch"}},
-        )
-    return onnx.load_from_string(buffer.getvalue())
+    rows = {value: {0: "batch"} for value in "xy"}
+    return export(network, x, dynamo=False, opset_version=opset, dynamic_axes=rows)
 
 
 @pytest.mark.parametrize("opset", [14, 17])
@@ -781,10 +756,5 @@ def test_a_gelu_that_is_written_out_is_one(form):
     passes.Normalize()(normalized)
     assert [node.op_type for node in normalized.graph] == operators
     x = np.linspace(-6, 6, 50, dtype=np.float32).reshape(10, 5)
-    expected, found = (
-        onnxruntime.InferenceSession(m.SerializeToString(), providers=["CPUExecutionProvider"]).run(
-            ["y"], {"x": x}
-        )[0]
-        for m in (proto, ir.to_proto(normalized))
-    )
+    expected, found = (outputs(m, {"x": x})["y"] for m in (proto, normalized))
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)

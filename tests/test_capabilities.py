@@ -1,0 +1,87 @@
+"""Properties of all that a training graph can do: each row of `capabilities.py` has each of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import pytest
+from builders import run
+from capabilities import CAPABILITIES, batches, network, step
+from steps import assert_close, assert_equal, outputs, weights
+from test_hosts import Host
+
+import graphopt
+
+STEPS = 7
+ROUNDS = {"16 bits": 2e-2, "bfloat16": 5e-2, "dynamic scale": 2e-2, "slots of 8 bits": 1e-3}
+NO_KERNEL = "bfloat16"  # in ONNX Runtime alone, on a CPU
+each = pytest.mark.parametrize("name", CAPABILITIES)
+pytestmark = [pytest.mark.usefixtures("plain"), pytest.mark.filterwarnings("ignore:.*overflow")]
+
+
+@each
+def test_losses_and_state_are_those_of_the_reference_evaluator(name: str) -> None:
+    graph = step(name)
+    onnx.checker.check_model(ir.to_proto(graph), full_check=True)
+    executor, (batch,) = graphopt.Executor(graph, threads=1), batches(name, 1)
+    rounding = ROUNDS.get(name, 1e-5)
+    for expected in run(graph, STEPS, batch):
+        assert executor.step(batch)["loss"] == pytest.approx(expected["loss"], rel=rounding)
+    state = {key: expected[f"{key}.next"] for key in executor.state if f"{key}.next" in expected}
+    assert_close({key: executor.state[key] for key in state}, state, 10 * rounding, rounding)
+
+
+@each
+def test_a_saved_step_goes_on_from_saved_state_bit_for_bit(name: str, tmp_path: Path) -> None:
+    """The state is saved where a run of several steps per call has ended, between two updates of sums."""
+    fed = batches(name, STEPS)
+    whole = graphopt.Executor(step(name), threads=1)
+    graph = step(name)
+    first = graphopt.Executor(graph, threads=1, steps_per_call=2)
+    expected = whole.run(fed)
+    assert [one["loss"] for one in first.run(fed[:4])] == [one["loss"] for one in expected[:4]]
+    first.save(tmp_path / "state.safetensors")
+    graphopt.save(graph, tmp_path / "step.onnx")
+    second = graphopt.Executor(tmp_path / "step.onnx", threads=1)
+    second.load(tmp_path / "state.safetensors")
+    assert (second.steps, second.batches) == (first.steps, first.batches)
+    assert [one["loss"] for one in second.run(fed[4:])] == [one["loss"] for one in expected[4:]]
+    assert_equal(second.state, whole.state)
+    assert second.trained().SerializeToString() == whole.trained().SerializeToString()
+
+
+@each
+def test_the_trained_model_has_the_interface_of_the_file_and_predicts_as_the_executor(name: str) -> None:
+    executor, source, fed = graphopt.Executor(step(name), threads=1), network(name), batches(name, STEPS)
+    executor.run(fed)
+    trained = executor.trained()
+    onnx.checker.check_model(trained, full_check=True)
+    assert ("graphopt" in str(trained)) == (name == "standardized")  # so that it is not standardized again
+    for kind in ("input", "output"):
+        assert [x.name for x in getattr(trained.graph, kind)] == [x.name for x in getattr(source.graph, kind)]
+    assert weights(source).keys() <= weights(trained).keys()
+    found = executor.predict(x=fed[0]["x"])
+    assert_close(found, outputs(trained, fed[0]), ROUNDS.get(name, 1e-5), ROUNDS.get(name, 1e-5))
+    assert not np.array_equal(found["y"], outputs(source, fed[0])["y"])
+
+
+@pytest.mark.parametrize("name", [name for name in CAPABILITIES if name != NO_KERNEL])
+@pytest.mark.slow
+def test_a_host_trains_as_the_executor_does(name: str, tmp_path: Path) -> None:
+    graph = step(name)
+    graphopt.export_hosts(graph, tmp_path)
+    executor, host = graphopt.Executor(graph, threads=1), Host(tmp_path)
+    for batch in batches(name, STEPS):
+        assert_close(host.run("train", batch), executor.step(batch), ROUNDS.get(name, 1e-5))
+    assert_close(host.state, executor.state, 1e-4, ROUNDS.get(name, 1e-6))
+
+
+@each
+def test_the_first_check_finds_no_difference(name: str) -> None:
+    table = graphopt.check(step(name), batches(name, 1)[0])
+    verdicts = {x.verdict for x in table.findings if x.part == "gradient"}
+    assert verdicts == ({"agrees"} if name != "fused" else set()), str(table)
+    assert table.agrees, str(table)
