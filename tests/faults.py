@@ -355,6 +355,18 @@ proto = model(
 fault = inferred(proto, "t") == [3, 4, 5]
 """,
     ),
+    "Slice-10": Fault(
+        "Slice of opset 10",
+        "onnx",
+        "1.23",
+        "keeps the name of an axis of open size that it cuts",
+        ("graphopt/graph/typed_messages.py",),
+        """
+proto = model("(float[N,4] x) => (float[A,B] y) { c = Slice(x, one, nine) y = Relu(c) }",
+    opset=10, one=[1], nine=[9])
+fault = inferred(proto, "c") == ["N", 4]
+""",
+    ),
     "outer-product": Fault(
         "Mul of a column and a row of sizes",
         "onnx",

@@ -55,6 +55,9 @@ class SourceFile:
 
     def content(self) -> bytes | str | None:
         """Return the model as ONNX Runtime opens it: bytes, or a path; None if it has changed."""
+        if isinstance(self.source, onnx.ModelProto):  # written once, since weights may be many
+            content = self.source.SerializeToString(deterministic=True)
+            return content if self.mark == _mark_of(content) else None
         if self.mark != _mark(self.source):
             return None
         if isinstance(self.source, Path):
@@ -63,8 +66,6 @@ class SourceFile:
             return onnx.load(self.source).SerializeToString()
         if isinstance(self.source, bytes):
             return self.source
-        if isinstance(self.source, onnx.ModelProto):
-            return self.source.SerializeToString()
         return None if storage.is_large(self.source) else storage.whole(self.source)
 
     def outline(self) -> onnx.ModelProto:
@@ -87,15 +88,15 @@ def _mark(source: object) -> object:
         except OSError as error:
             return str(error)
     if isinstance(source, bytes):
-        return len(source) if len(source) > DIGESTED else hashlib.sha256(source).hexdigest()
+        return _mark_of(source)
     if isinstance(source, onnx.ModelProto):
         size = source.ByteSize()
-        return (
-            size
-            if size > DIGESTED
-            else hashlib.sha256(source.SerializeToString(deterministic=True)).hexdigest()
-        )
+        return size if size > DIGESTED else _mark_of(source.SerializeToString(deterministic=True))
     return None
+
+
+def _mark_of(content: bytes) -> object:
+    return len(content) if len(content) > DIGESTED else hashlib.sha256(content).hexdigest()
 
 
 @dataclass(frozen=True)

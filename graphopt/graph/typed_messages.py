@@ -17,6 +17,7 @@ from graphopt.graph.traversal import subgraphs
 _WHOLE = onnx.numpy_helper.from_array(np.zeros(1, np.int64))
 _ANY = onnx.numpy_helper.from_array(np.ones(1, bool))
 _SHORT = 64  # elements of a vector that bodies get
+_KEEPS_NAMES = 10  # the opset whose Slice keeps the names of axes that it cuts (tests/faults.py: Slice-10)
 _BOUNDS = (1, 2)  # the inputs of a Slice that say where it begins and ends
 
 
@@ -36,10 +37,12 @@ def message_for_inference(model: ir.Model, propagate: bool) -> onnx.ModelProto:
         constants |= {x.output[0]: x.attribute[0].t for x in graph.node if x.op_type == "Constant"}
         if graph is not message.graph:
             _bring_in(graph, constants)
-    for graph in _graphs(message.graph) if propagate else ():
-        if any(node.op_type == "Range" for node in graph.node):
+    keeps_names = version == _KEEPS_NAMES
+    for graph in _graphs(message.graph):
+        if propagate and any(node.op_type == "Range" for node in graph.node):
             _count_by_shape(graph, version)
-        _hide_bounds(graph, constants)
+        if propagate or keeps_names:
+            _hide_bounds(graph, () if keeps_names else constants)
     return message
 
 
@@ -63,7 +66,7 @@ def _bring_in(body: onnx.GraphProto, constants: Mapping[str, onnx.TensorProto]) 
 
 
 def _hide_bounds(graph: onnx.GraphProto, constants: Collection[str]) -> None:
-    """Hide the number of bounds of a Slice that are not constant: ONNX takes them for 0 (tests/faults.py: Slice)."""
+    """Hide the bounds of a Slice that are not among some constants: ONNX takes them for 0 (tests/faults.py: Slice)."""
     make, slices = onnx.helper.make_node, [(i, x) for i, x in enumerate(graph.node) if x.op_type == "Slice"]
     for i, node in reversed(slices):  # what is put before a node moves those behind it
         place = next((i for i in _BOUNDS if i < len(node.input) and node.input[i] not in constants), None)
