@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+import inspect
+import pickle
 import re
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import pytest
@@ -228,6 +232,7 @@ EXECUTORS: list[Case] = [
     (lambda t: setattr(t.executor, "state", 3), "state: expected arrays by name, found an int"),
     (lambda t: t.executor.set_hyperparameters(lr=1), "unknown hyperparameter 'lr', nearest: 'learning_rate'"),
     (lambda t: t.executor.save(), "save: expected 'path', found none"),
+    (lambda t: t.executor.save("a", "b"), "save: expected arguments, at most 1 without a name, found 2"),
     (lambda t: t.executor.load(3), "load: expected the path of a file, found an int"),
     (lambda t: graphopt.run(MODEL, X), r"run: expected arrays by name, .* found an ndarray"),
     (lambda t: graphopt.run(MODEL, {"x": X.astype(float)}), "input 'x': expected float32, found float64"),
@@ -462,3 +467,25 @@ def test_a_wrong_argument_is_a_type_error_too() -> None:
     with pytest.raises(TypeError) as caught:
         passes.SGD(lr=0.1)  # type: ignore[call-arg]
     assert isinstance(caught.value, graphopt.GraphoptError)
+
+
+def test_arguments_are_checked_without_a_metaclass() -> None:
+    """A protocol has a metaclass of its own."""
+
+    @runtime_checkable
+    class Named(Protocol):
+        title: str
+
+    @dataclass(frozen=True)
+    class Titled(passes.SGD, Named):
+        title: str = ""
+
+    first = Titled.__new__(Titled)  # as a copy before the first call
+    assert inspect.signature(Titled).parameters.keys() == {each.name for each in fields(Titled)}
+    with pytest.raises(graphopt.GraphoptError, match="Titled: unknown argument 'titel', nearest: 'title'"):
+        Titled(titel="a")  # type: ignore[call-arg]
+    titled = Titled(0.1, title="a")
+    assert pickle.loads(pickle.dumps(passes.SGD(0.1))) == copy.deepcopy(passes.SGD(0.1)) == passes.SGD(0.1)
+    assert isinstance(titled, Named)
+    assert type(first) is type(copy.copy(titled)) is Titled
+    assert [*inspect.signature(titled).parameters] == ["model"]  # of a call of the pass, not of its class

@@ -88,7 +88,7 @@ class Forward(Values):
         return values
 
 
-class ForwardBackward(metaclass=Checked):
+class ForwardBackward(Checked):
     """Compute a model's outputs, and the gradients with respect to its inputs and parameters, in two calls.
 
     Parameters stay on the device. A forward pass in training saves the values that its backward pass reads. Any

@@ -20,7 +20,7 @@ NATIVE_VARIABLE, VERIFY = "GRAPHOPT_NATIVE", "GRAPHOPT_VERIFY"  # of the environ
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class DeviceOptions(metaclass=Checked):
+class DeviceOptions(Checked):
     """Declare the options of a device. A new option needs a field here and a line in a recipe.
 
     Args:

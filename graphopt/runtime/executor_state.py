@@ -42,7 +42,7 @@ _SETTER = "update_state({name: array})"
 _BASE = "graphopt.base"  # of adapters: a digest of the weights beside which they train
 
 
-class ExecutorState(metaclass=Checked):
+class ExecutorState(Checked):
     """Hold a training graph, its options, its state on a device, and the number of batches so far."""
 
     Options: ClassVar[type[ExecutorOptions]] = ExecutorOptions  # explains the options to the command

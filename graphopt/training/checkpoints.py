@@ -68,7 +68,7 @@ class Checkpoint:
 
 
 @dataclass
-class Checkpoints(metaclass=Checked):
+class Checkpoints(Checked):
     """Say when `fit` writes checkpoints, where, and which of them stay.
 
     A checkpoint is a folder `step-N`: the state and the arrays of callbacks in safetensors files, the progress of the

@@ -151,7 +151,7 @@ def _compiled(model: Source | bytes, steps: tuple[tuple[str, Any], ...]) -> ir.M
 _shared = functools.lru_cache(32)(_compiled)
 
 
-class Estimator(metaclass=Checked):
+class Estimator(Checked):
     """Keep an executor through changes of options, and its state through pickling.
 
     A subclass is a dataclass, whose fields are the options. All attributes are of the class, because scikit-learn

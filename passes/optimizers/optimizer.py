@@ -33,7 +33,7 @@ ValueTuple = tuple[Value, ...]
 
 
 @dataclass(frozen=True)
-class Group(metaclass=Checked):
+class Group(Checked):
     """Set the learning rate, the weight decay or the optimizer of the parameters whose names match `pattern`.
 
     Args:
