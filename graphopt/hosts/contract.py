@@ -7,7 +7,7 @@ import math
 import struct
 from collections.abc import Mapping
 from importlib import metadata
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import onnx_ir as ir
@@ -24,7 +24,7 @@ _ONNXRUNTIME = ("1.8", "1.9", "1.11", "1.12", "1.14", "1.15", "1.17", "1.18", "1
 _FIRST_RUNTIME = dict(enumerate(_ONNXRUNTIME, start=14))
 FORMAT, _VERSION = "graphopt.host", 1
 
-Entry = dict[str, Any]
+Entry = dict[str, object]
 
 
 class Place(NamedTuple):

@@ -12,6 +12,7 @@ import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -87,7 +88,7 @@ def read_checkpoint(checkpoint: str | os.PathLike[str]) -> DeviceState:
     )
 
 
-def _classes() -> Any:
+def _classes() -> ModuleType:
     """Return the classes that read and write the checkpoint, which are in a folder of ONNX Runtime's tools."""
     try:
         import onnxruntime.tools.ort_format_model  # noqa: F401 - puts their folder on the path
@@ -160,7 +161,7 @@ class _Writer:
         self._builder = importlib.import_module("flatbuffers").Builder(size + 4096)
         self.text: Callable[[str], int] = self._builder.CreateString
 
-    def table(self, kind: str, **fields: Any) -> int:
+    def table(self, kind: str, **fields: object) -> int:
         schema = getattr(self._schema, kind)
         getattr(schema, f"{kind}Start")(self._builder)
         for name, value in fields.items():

@@ -7,7 +7,7 @@ import hashlib
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import onnx_ir as ir
 
@@ -85,7 +85,7 @@ class Evaluation:
         self._session = Session(self._device, self._part)
 
     def again(
-        self, feeds: Mapping[str, Tensor], check: Callable[[Mapping[str, Any]], None] | None
+        self, feeds: Mapping[str, Tensor], check: Callable[[Mapping[str, Tensor]], None] | None
     ) -> Reported | None:
         """Compute outputs from arrays like those of the latest call, after a check.
 
@@ -162,7 +162,7 @@ class ChosenEvaluation(Evaluation):
             self._choice = Choice()
 
     def again(
-        self, feeds: Mapping[str, Tensor], check: Callable[[Mapping[str, Any]], None] | None
+        self, feeds: Mapping[str, Tensor], check: Callable[[Mapping[str, Tensor]], None] | None
     ) -> Reported | None:
         form, buffers = self._settled, self._buffers
         if form is None or self._version != buffers.version or self._sets is not buffers.sets:

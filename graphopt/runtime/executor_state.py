@@ -340,7 +340,7 @@ class ExecutorState(Checked):
         """Return the values of the hyperparameters by name."""
         return self._buffers.hyperparameters
 
-    def set_hyperparameters(self, **values: Any) -> None:
+    def set_hyperparameters(self, **values: object) -> None:
         """Set hyperparameters for all later steps.
 
         Raises:

@@ -11,7 +11,7 @@ import time
 import warnings
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
 
 import numpy as np
 import onnx_ir as ir
@@ -174,12 +174,18 @@ class StepSessions:
         if lowered is None:
             return None
         check = None if self.several else lowered.check
-        kernels = {"library": lowered.library, "check": check, "shared": lowered.shared}
-        form = self._opened(lowered.model, "kernels", **kernels)
+        form = self._opened(lowered.model, "kernels", lowered.library, check, lowered.shared)
         self._digest, self._has_shared = lowered.digest, bool(lowered.shared)
         return form
 
-    def _opened(self, model: ir.Model, name: str, **kernels: Any) -> BoundSession:
+    def _opened(
+        self,
+        model: ir.Model,
+        name: str,
+        library: Path | None = None,
+        check: str | None = None,
+        shared: Sequence[str] = (),
+    ) -> BoundSession:
         """Open the session of a graph of one step, lowered or not; of several steps if they are to run."""
         options, packed = self.options, []
         if self._has_shared:  # by kernels that are not taken
@@ -189,7 +195,7 @@ class StepSessions:
             packed = pack_numbers(model, options.report, self.buffers.infinite)
         if self.several:
             model = with_shapes(unrolled(model), self.shapes)
-        return BoundSession(self.device, model, self.buffers, options, name, packed=packed, **kernels)
+        return BoundSession(self.device, model, self.buffers, options, name, library, check, shared, packed)
 
     @contextlib.contextmanager
     def _guarded(self) -> Iterator[None]:

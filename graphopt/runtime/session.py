@@ -6,7 +6,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Container, Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import onnx_ir as ir
@@ -113,8 +113,8 @@ class Session:
         self,
         binding: onnxruntime.IOBinding,
         options: onnxruntime.RunOptions | None = None,
-        readers: Iterable[tuple[str, Callable[[], Any]]] = (),
-    ) -> Callable[[], dict[str, Any]]:
+        readers: Iterable[tuple[str, Callable[[], object]]] = (),
+    ) -> Callable[[], dict[str, object]]:
         """Return a function that runs once on a binding, and returns what `readers` read then, by name.
 
         Its calls must not overlap. It raises the errors of `execute`. What it needs is looked up here, since a step
@@ -127,7 +127,7 @@ class Session:
         get, put, before, flushing = modes() if self.device.flushing else AS_THEY_ARE
         files = self._files
 
-        def once() -> dict[str, Any]:
+        def once() -> dict[str, object]:
             if files:
                 self._check_files()
             get(before)
@@ -206,7 +206,7 @@ class Session:
             )
         return dict(zip(self.outputs, self.run({name: feeds[name] for name in self.inputs}), strict=True))
 
-    def run(self, feeds: Mapping[str, Any]) -> list[np.ndarray]:
+    def run(self, feeds: Mapping[str, object]) -> list[np.ndarray]:
         """Run once on arrays for all inputs, and return all outputs in order.
 
         Raises:
@@ -226,7 +226,9 @@ class Session:
             raise self.stopped(error) from error
 
 
-def _holding(lock: contextlib.AbstractContextManager[Any], run: Callable[..., None]) -> Callable[..., None]:
+def _holding(
+    lock: contextlib.AbstractContextManager[object], run: Callable[..., None]
+) -> Callable[..., None]:
     """Return a function that calls another and holds a lock."""
 
     def held(*arguments: object) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import onnx_ir as ir
 
@@ -105,7 +104,7 @@ class ScanParts:
             self.node.attributes.add(attribute)
         self.body.inputs[:] = [state.before for state in self.states] + [rows.row for rows in self.inputs]
 
-    def _reading(self) -> dict[str, Any]:
+    def _reading(self) -> dict[str, int | Sequence[int]]:
         """Return the attributes that say how the Scan reads its inputs."""
         return {"num_scan_inputs": len(self.inputs), **_described("input", self.inputs)}
 
@@ -278,7 +277,7 @@ def _vectorized(
     stacked = [x in rows for x in node.inputs]
     ranks = [0 if x is None or x.shape is None else len(x.shape) for x in node.inputs]
     inputs = [rows[x].sequence if x in rows else _outer_value(op, steps, x) for x in node.inputs]
-    attributes: dict[str, Any] = dict(node.attributes)
+    attributes: dict[str, object] = dict(node.attributes)
     if node.op_type in ELEMENTWISE_OPERATORS:
         n = len(shapes[-1] or ())
         if any(rank > n or (rank < n and flag) for rank, flag in zip(ranks, stacked, strict=True)):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 import onnx
@@ -67,7 +66,7 @@ def _obstacle(model: ir.Model, origin: Provenance | None, state: Arrays) -> str 
     return None
 
 
-def _check_modes(passes: Mapping[str, Sequence[Any]], nodes: Sequence[onnx.NodeProto]) -> None:
+def _check_modes(passes: Mapping[str, Sequence[object]], nodes: Sequence[onnx.NodeProto]) -> None:
     """Raise an error if the file is in training mode, and a pass lets other operators train than it does."""
     from passes.training_mode import SWITCHES, TrainingMode
 
@@ -206,5 +205,5 @@ def _typed(x: np.ndarray, kind: str) -> np.ndarray:
     return x.astype(names.get(name, name)) if name != "string" else x
 
 
-def _type_of(x: Any) -> ir.DataType:
+def _type_of(x: np.ndarray) -> ir.DataType:
     return ir.DataType.from_numpy(np.asarray(x).dtype)

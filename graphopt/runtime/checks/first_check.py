@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -168,7 +167,7 @@ class FirstCheck:
         return f"{told}; please report it with the files in {folder}; verify=False trains without this check"
 
 
-def _told(passes: Mapping[str, Sequence[Any]]) -> str:
+def _told(passes: Mapping[str, Sequence[object]]) -> str:
     """Return passes as a text that is the same in other processes."""
     return repr(
         {name: [getattr(x, "__qualname__", None) or repr(x) for x in given] for name, given in passes.items()}

@@ -11,7 +11,7 @@ import os
 import platform
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import onnx_ir as ir
@@ -44,7 +44,7 @@ def digest_of(models: Iterable[ir.Model], sources: Iterable[Path], facts: object
 
 
 def write_reproducer(
-    digest: str, models: Mapping[str, ir.Model], inputs: Arrays, facts: Mapping[str, Any]
+    digest: str, models: Mapping[str, ir.Model], inputs: Arrays, facts: Mapping[str, object]
 ) -> Path:
     """Write graphs, their inputs and what differs to a folder of the cache, and return the folder.
 

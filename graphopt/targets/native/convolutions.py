@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
 
 import onnx_ir as ir
 
 from graphopt.graph.sizes import has_sizes, sizes_of
 from graphopt.graph.windows import Window, pad_mode, window_of
 from graphopt.targets.native.forms import NodeForms, rank_of
-from graphopt.targets.native.library import FEW_FILTERS, Kernel, Replacement
+from graphopt.targets.native.library import FEW_FILTERS, Item, Kernel, Replacement
+from graphopt.targets.native.operators import Attributes
 from graphopt.targets.native.products import (
     Stored,
     accepts_product,
@@ -59,7 +59,7 @@ def convolution_kernel(node: ir.Node, forms: NodeForms) -> Replacement | None:
     return Kernel.calling("convolution", form, [x, w, bias], nodes[-1].outputs), nodes
 
 
-def _sum_of_products(node: ir.Node, attributes: Mapping[str, Any], forms: NodeForms) -> Replacement | None:
+def _sum_of_products(node: ir.Node, attributes: Attributes, forms: NodeForms) -> Replacement | None:
     """Return the kernel of matrix products that are summed over a batch, as in gradients of pointwise kernels.
 
     It is a convolution: columns of B are images, rows of A are filters, and the batch is channels.
@@ -86,7 +86,24 @@ def _sum_of_products(node: ir.Node, attributes: Mapping[str, Any], forms: NodeFo
         return None
     once, none = [1], [0]
     axes_y = [-1, 1, 0] if attributes["keepdims"] else [1, 0]
-    form_ = [3, 3, len(axes_y), 1, axes_x, axes_w, axes_y, once, once, none, none, none, 1, 0, 0, 0]
+    form_: list[Item] = [
+        3,
+        3,
+        len(axes_y),
+        1,
+        axes_x,
+        axes_w,
+        axes_y,
+        once,
+        once,
+        none,
+        none,
+        none,
+        1,
+        0,
+        0,
+        0,
+    ]
     return Kernel.calling("convolution", form_, [x, w], node.outputs), [product, node]
 
 
@@ -99,7 +116,7 @@ def _with_terms_last(x: ir.Value, axis: int) -> tuple[ir.Value, list[int] | None
     return x, None
 
 
-def _accepts(node: ir.Node, attributes: Mapping[str, Any]) -> bool:
+def _accepts(node: ir.Node, attributes: Attributes) -> bool:
     """Return whether a node is a convolution that convolution.h computes, and no slower than the runtime."""
     if node.op_type not in ("Conv", "ConvTranspose"):
         return False

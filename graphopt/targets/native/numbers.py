@@ -10,7 +10,6 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Any
 
 import onnx_ir as ir
 
@@ -151,8 +150,16 @@ class Numbers:
 
     # --- New numbers ---
 
-    def _new(self, ctype: str, extent: Extent, **facts: Any) -> Scalar:
-        self.all.append(Scalar(f"v{len(self.all)}", ctype, extent, **facts))
+    def _new(
+        self,
+        ctype: str,
+        extent: Extent,
+        code: str = "",
+        operands: tuple[Scalar, ...] = (),
+        reduces: str | None = None,
+        source: tuple[ir.Value, Axes] | None = None,
+    ) -> Scalar:
+        self.all.append(Scalar(f"v{len(self.all)}", ctype, extent, code, operands, reduces, source))
         return self.all[-1]
 
     def _map(self, code: str, ctype: str, *operands: Scalar) -> Scalar:

@@ -27,6 +27,7 @@ STORED_TYPES = {**CTYPES, ir.DataType.FLOAT16: "_Float16", ir.DataType.BFLOAT16:
 # A number rounded to a type that it is not computed in; too large a number becomes infinite.
 ROUNDED = {ir.DataType.FLOAT16: "(float)(_Float16){0}", ir.DataType.BFLOAT16: "rounded_to_bfloat16({0})"}
 _SUFFIXES = {"float": {"{F}": "f", "{T}": "_float"}, "double": {"{F}": "", "{T}": ""}}
+Attributes = Mapping[str, Any]  # by name: numbers, texts and lists, of the types in the schema
 FLOATING = frozenset(_SUFFIXES)
 
 # Operators of any type.
@@ -167,7 +168,7 @@ def in_type(template: str, ctype: str) -> str:
     return template.replace("{C}", ctype)
 
 
-def expression(op_type: str, ctype: str, source: str, attributes: Mapping[str, Any]) -> str | None:
+def expression(op_type: str, ctype: str, source: str, attributes: Attributes) -> str | None:
     """Return the C expression of an element; None if kernels do not compute the operator.
 
     Args:
@@ -187,7 +188,7 @@ def expression(op_type: str, ctype: str, source: str, attributes: Mapping[str, A
     return None if template is None else in_type(template, ctype)
 
 
-def _of_floating(op_type: str, ctype: str, attributes: Mapping[str, Any]) -> str | None:
+def _of_floating(op_type: str, ctype: str, attributes: Attributes) -> str | None:
     if op_type == "Mod":  # the runtime has no other of floating numbers
         return "fmod{T}({0}, {1})" if attributes["fmod"] else None
     if op_type == "Gelu":
