@@ -14,7 +14,7 @@ import onnx_ir as ir
 
 from graphopt.graph.metadata import Text
 from graphopt.graph.roles import FED, STATE, Role, labels_of, role_of, with_role
-from graphopt.graph.values import name_of, next_of
+from graphopt.graph.values import dtype_of, name_of, next_of
 from graphopt.targets.check import CHECK
 
 HOST = Text("graphopt.host")  # of a model: host.json; see graphopt.hosts.contract
@@ -109,6 +109,6 @@ def _feed(x: ir.Value) -> Entry:
 
 def _described(value: ir.Value) -> Entry:
     role = role_of(value)
-    assert role is not None and value.dtype is not None
+    assert role is not None
     dims = None if value.shape is None else [d if isinstance(d, int) else d.value for d in value.shape]
-    return {"name": name_of(value), "role": role.value, "type": value.dtype.numpy().name, "shape": dims}
+    return {"name": name_of(value), "role": role.value, "type": dtype_of(value).numpy().name, "shape": dims}

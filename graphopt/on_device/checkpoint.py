@@ -21,6 +21,7 @@ import onnx_ir as ir
 from graphopt.errors import GraphoptError
 from graphopt.graph.roles import TRAINING_RUNTIME
 from graphopt.graph.state import LEARNING_RATE
+from graphopt.graph.values import dims_of, dtype_of
 
 CHECKPOINT = "checkpoint"  # its name in a folder of artifacts
 _VERSION = 2  # of the format in onnxruntime-training 1.19.2
@@ -36,7 +37,7 @@ class DeviceState:
     untrained: dict[str, np.ndarray]  # running statistics and counters
     moments: dict[str, list[np.ndarray]] = field(
         default_factory=dict
-    )  # by parameter, in the optimizer's order
+    )  # by parameter, as the optimizer has them
     steps: int | None = None  # that the optimizer has done; None if the checkpoint does not say
 
 
@@ -46,6 +47,11 @@ def fitting(what: str, array: np.ndarray | None, expected: str, advice: str) -> 
     if array is None or found != expected:
         raise GraphoptError(f"{what}: expected {expected}, found {found}: {advice}")
     return array
+
+
+def declared(x: ir.Value) -> str:
+    """Return the type and shape of a weight or of other state as `fitting` expects them."""
+    return f"{dtype_of(x).numpy()}{[*dims_of(x)]}"
 
 
 def read_checkpoint(checkpoint: str | os.PathLike[str]) -> DeviceState:

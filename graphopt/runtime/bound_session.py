@@ -247,7 +247,7 @@ class BoundSession:
         return {name: reported[name] for name in self._report}
 
     def _reuse_arrays(self, reported: Reported) -> None:
-        """Have the next calls, whose inputs have the same shapes, write small outputs to the same arrays."""
+        """Bind small outputs to arrays for the next calls, whose inputs have the same shapes."""
         readers = dict(self._readers)
         for name in self._follow:
             array = reported[name]
@@ -262,7 +262,7 @@ class BoundSession:
         self._prepare()
 
     def _release_outputs(self) -> None:
-        """Have the runtime allocate outputs again."""
+        """Return the allocation of outputs to the runtime."""
         for each in self._bindings:
             for name in self._places:
                 each.bind_output(name, *self._place)

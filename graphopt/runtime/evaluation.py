@@ -55,7 +55,7 @@ def evaluation_of(
 
     Args:
         as_numpy: return NumPy arrays; otherwise values on the device.
-        alone: whether this process alone changes the state.
+        alone: whether only this process changes the state.
     """
     outputs = {name_of(y): y for y in model.graph.outputs}
     part = inference.extract(model, [outputs[name] for name in names])

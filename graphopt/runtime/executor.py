@@ -147,7 +147,7 @@ class Executor(ExecutorState):
 
     Attributes:
         options: the options.
-        workers: the workers that train together; in most executors, this process alone.
+        workers: the workers that train together; in most executors, only this process.
 
     Raises:
         GraphoptError: no ONNX Runtime is installed, the device or the provider is not available, or the graph trains

@@ -55,7 +55,7 @@ from graphopt.targets.native.toolchain import logger
 from graphopt.targets.packing import pack_numbers
 from graphopt.targets.target import ONNXRUNTIME
 
-MARK = b"\xa5"  # no step computes a state of these bytes alone
+MARK = b"\xa5"  # no step computes a state of only these bytes
 
 
 @dataclass(eq=False)
@@ -127,7 +127,7 @@ class StepSessions:
         if not self.device.on_cpu or not native or options.native is False:
             return None
         is_large = is_large_enough([model]) if options.is_large is None else options.is_large
-        # Of float16, kernels round each result and ONNX Runtime some: they may overflow in one form alone.
+        # Of float16, kernels round each result and ONNX Runtime some: they may overflow in only one form.
         types = (y.dtype for node in model.graph.all_nodes() for y in node.outputs)
         if native == "auto" and (not is_large or ir.DataType.FLOAT16 in types):
             return None

@@ -69,7 +69,7 @@ class Runner(Protocol):
 
 
 class Rounds(Protocol):
-    """Let workers train separately, and synchronize them every few steps, which are a round."""
+    """Train workers separately, and synchronize them every few steps, which are a round."""
 
     @property
     def is_synchronized(self) -> bool:

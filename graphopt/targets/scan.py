@@ -12,7 +12,7 @@ from graphopt.graph.emitter import Emitter
 from graphopt.graph.metadata import IN_BLOCKS
 from graphopt.graph.operators import ELEMENTWISE_OPERATORS, MATRIX_PRODUCTS
 from graphopt.graph.rewriting import remove_unused_nodes
-from graphopt.graph.values import like
+from graphopt.graph.values import dims_of, like
 
 
 @dataclass(eq=False)
@@ -62,11 +62,10 @@ class ScanParts:
 
     def stacked(self, x: ir.Value) -> ir.Value:
         """Return a new value that stacks `x` of all steps."""
-        assert x.shape is not None
         first = self.inputs[0]
         steps = None if first.sequence.shape is None else first.sequence.shape[first.axis]
         name = f"{self.node.outputs[0].name}/{x.name}"
-        return ir.Value(name=name, type=x.type, shape=ir.Shape([steps, *x.shape]))
+        return ir.Value(name=name, type=x.type, shape=ir.Shape([steps, *dims_of(x)]))
 
     def sequence_of(self, x: ir.Value) -> ScanRows | None:
         """Return the sequence whose row is `x`, or None."""
@@ -94,7 +93,7 @@ class ScanParts:
         graph.remove(self.node, safe=True)
 
     def read_inputs(self) -> None:
-        """Let the Scan itself read the sequences of `inputs`."""
+        """Make the Scan itself read the sequences of `inputs`."""
         inputs = [*(state.start for state in self.states), *(rows.sequence for rows in self.inputs)]
         self.node.resize_inputs(0)
         self.node.resize_inputs(len(inputs))

@@ -31,6 +31,7 @@ from graphopt.runtime.checks.findings import CheckTable, Disagreement, Finding
 from graphopt.runtime.checks.forward import Forward, forward_of
 from graphopt.runtime.checks.slopes import (
     DOUBLE,
+    ROUNDINGS_OF_NOISE,
     SINGLE,
     Arrays,
     Precision,
@@ -50,14 +51,14 @@ from graphopt.runtime.state_buffers import StateBuffers
 
 _log = logging.getLogger(__name__)
 
-CONVERTED = 2**28  # bytes of state and weights up to which they are converted to other precisions
-CHECKED = 2**30  # bytes of state up to which gradients are checked
+MOST_CONVERTED = 2**28  # bytes of state and weights up to which they are converted to other precisions
+MOST_CHECKED = 2**30  # bytes of state up to which gradients are checked
 NARROW = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
-TRIALS = 2  # of a gradient, to see how much of a difference is rounding
-NOISE = 16  # roundings
-FEW = 5  # parameters that are checked together as strictly as one
-FAR = 4  # times as far as its size, relative to others, a parameter moves whose slope is small
-PASSES = 300  # after which what is not decided stays so
+NOISY_GRADIENTS = 2  # to see how much of a difference is rounding
+STRICT_TOGETHER = 5  # parameters that are checked together as strictly as one
+# How far, relative to others, a parameter moves at most whose slope is small: this times its size.
+FARTHEST_MOVE = 4
+MOST_PASSES = 300  # forward passes, after which an open question stays open
 PERIOD = 65537  # numbers from which random ones repeat, a prime
 ALONG, SIGNS = "along the gradient", "along random signs"
 NO_DOUBLE = CONVOLUTIONS | {"Erf", "Gelu"}  # ONNX Runtime has kernels of float32 only on every CPU
@@ -130,7 +131,7 @@ class FirstCheck:
     def _steps(self, batch: Arrays) -> Iterator[Finding]:
         """Yield what is found about the gradient and the update."""
         state = self._state()
-        if sum(x.nbytes for x in state.values()) > CHECKED and self._device.verify != "full":
+        if sum(x.nbytes for x in state.values()) > MOST_CHECKED and self._device.verify != "full":
             yield Finding(
                 "gradient",
                 "all",
@@ -182,7 +183,7 @@ class _Step:
         self._forward = forward_of(model)
         whole = self._forward.whole
         size = sum(x.nbytes for x in state.values()) + weight_bytes(model)
-        self._is_small = size <= CONVERTED
+        self._is_small = size <= MOST_CONVERTED
         self._is_narrow = self._is_small and any(
             y.dtype in NARROW for node in whole.graph.all_nodes() for y in node.outputs
         )
@@ -242,14 +243,16 @@ class _Step:
         """Return gradients at points, and of data, that differ by some roundings."""
         data = {x.name for x in with_role(self._forward.whole, Role.DATA)}
         found = []
-        for seed in range(TRIALS):
+        for seed in range(NOISY_GRADIENTS):
             rng = np.random.default_rng(seed)
 
             def noisy(x: np.ndarray, rng: np.random.Generator = rng) -> np.ndarray:
                 if x.dtype.kind != "f":
                     return x
                 spread = float(np.abs(x).max(initial=0.0)) or 1.0
-                return (x + NOISE * SINGLE.unit * spread * rng.uniform(-1, 1, x.shape)).astype(x.dtype)
+                return (x + ROUNDINGS_OF_NOISE * SINGLE.unit * spread * rng.uniform(-1, 1, x.shape)).astype(
+                    x.dtype
+                )
 
             state = {name: noisy(x) if name in self.gradients else x for name, x in self.state.items()}
             batch = {name: noisy(x) if name in data else x for name, x in self._batch.items()}
@@ -372,8 +375,8 @@ class _Slopes:
             yield finding(
                 slope.verdict, "" if slope.verdict == "differs" else "rounding and curvature overlap"
             )
-        elif self._passes > PASSES and not self._step.is_full:
-            yield finding("not checked", f"after {PASSES} forward passes: verify='full' goes on")
+        elif self._passes > MOST_PASSES and not self._step.is_full:
+            yield finding("not checked", f"after {MOST_PASSES} forward passes: verify='full' goes on")
         else:
             halves = (names[: len(names) // 2], names[len(names) // 2 :])
             found = [x for half in halves for x in self._searched(half, slope_of, how)]
@@ -399,11 +402,11 @@ class _Slopes:
         for name in names:
             if norm := self._norms[name]:
                 g = self._step.gradients[name]
-                share = min(self._typical / norm, FAR * self._length(name)) / norm
+                share = min(self._typical / norm, FARTHEST_MOVE * self._length(name)) / norm
                 weights = share * rng.uniform(0.5, 1.5, min(PERIOD, g.size))
                 direction[name] = g * np.resize(weights.astype(g.dtype), g.shape)
         change = self._precision.change * len(names) ** 0.25
-        tolerance = self._precision.tolerance * min(1.0, FEW / len(names))
+        tolerance = self._precision.tolerance * min(1.0, STRICT_TOGETHER / len(names))
         doubted = self._precision.doubted / len(names)
         precision = replace(self._precision, change=change, tolerance=tolerance, doubted=doubted)
         return self._compared(direction, 0.0, precision)

@@ -129,7 +129,7 @@ def _surrogate(node: ir.Node) -> str | None:
 
 
 def _smooth_quantizers(model: ir.Model, loss: ir.Value) -> set[ir.Node]:
-    """Let the forward pass read what a QuantizeLinear and its DequantizeLinear pass straight through.
+    """Make the forward pass read the values that a QuantizeLinear and its DequantizeLinear pass straight through.
 
     The value stays the same at the point: y becomes y + (s - s), where the second s is held. Return the quantizers all
     of whose readers are done.

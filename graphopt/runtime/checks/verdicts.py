@@ -20,14 +20,16 @@ from graphopt.errors import GraphoptError
 from graphopt.files import read_regular, write, write_folder
 from graphopt.graph.storage import skeleton, whole
 from graphopt.graph.values import tensor_bytes
+from graphopt.runtime.checks.slopes import Arrays
 from graphopt.targets.native.cache import cache_folder
 from graphopt.targets.native.toolchain import processor
 
 _T = TypeVar("_T")
-Arrays = dict[str, np.ndarray]
 
 ROOM = "steps"  # of the cache
-LARGEST = 2**26  # bytes of inputs and constants that a reproducer has, and of weights that become noisy
+LARGEST_REPRODUCER = (
+    2**26
+)  # bytes of inputs and constants that a reproducer has, and of weights that become noisy
 
 
 @functools.cache
@@ -55,7 +57,7 @@ def write_reproducer(
         sum(tensor_bytes(x.const_value) for x in model.graph.initializers.values())
         for model in models.values()
     ]
-    is_small = sum(x.nbytes for x in inputs.values()) + max(constants) <= LARGEST
+    is_small = sum(x.nbytes for x in inputs.values()) + max(constants) <= LARGEST_REPRODUCER
     files = {
         f"{name}.onnx": whole(model) if is_small else skeleton(model)[0] for name, model in models.items()
     }

@@ -217,7 +217,7 @@ class Provider:
         """Add the options of sessions of this kind of device, which the option `session_options` may change."""
 
     def place_nodes(self, options: onnxruntime.SessionOptions, model: ir.Model) -> None:
-        """Have a session that captures nothing run some nodes of a graph on the CPU."""
+        """Place some nodes of a graph on the CPU, in a session that captures nothing."""
 
     def own_options(self, captures: bool = False) -> dict[str, object]:
         """Return the options that the provider gets before those of the user."""

@@ -29,9 +29,8 @@ from graphopt.targets.native.operators import (
 )
 from graphopt.targets.native.space import Axes, varying
 
-FEW_COLUMNS = (
-    31  # loops over so few are faster if the compiler knows how many; other sizes are not in the code
-)
+# Columns that a loop has at most if the compiler is to know how many, which is faster; other sizes are not in the code.
+MOST_FIXED_COLUMNS = 31
 
 
 class Extent(IntEnum):
@@ -107,7 +106,7 @@ class Numbers:
         sizes = self.cluster.space.sizes
         columns = [size for d in self.columns if isinstance(size := sizes[d], int)]
         are_known = len(columns) == len(self.columns) and bool(self.rows) and not self.cluster.has_channels
-        self.fixed = {*columns} if are_known and math.prod(columns) <= FEW_COLUMNS else set()
+        self.fixed = {*columns} if are_known and math.prod(columns) <= MOST_FIXED_COLUMNS else set()
         self._same: dict[tuple[str, str, tuple[Scalar, ...]], Scalar] = {}
         self._of: dict[ir.Value, Scalar] = {}
         for node, form in self.cluster.nodes.items():
@@ -218,9 +217,8 @@ class Numbers:
 
     def _expression(self, node: ir.Node, form: NodeForm, xs: Sequence[Scalar]) -> str:
         y = node.outputs[0]
-        assert y.dtype is not None
         if node.op_type == "Cast":
-            return cast(y.dtype, xs[0].ctype)
+            return cast(dtype_of(y), xs[0].ctype)
         if node.op_type == "Pow":
             return power(number_of(node.inputs[1]), ctype_of(y))
         code = expression(node.op_type, ctype_of(y), xs[0].ctype, form.attributes)
@@ -278,7 +276,7 @@ class Numbers:
 
 @dataclass
 class Stages:
-    """Say in which loop over the columns each number is computed; later loops compute again what is not kept."""
+    """Assign each number to a loop over the columns; later loops compute again the numbers that are not kept."""
 
     of: dict[Scalar, int] = field(default_factory=dict)  # a row's number: before that loop
     kept: list[Scalar] = field(default_factory=list)  # of elements, which a loop leaves for later ones

@@ -1,4 +1,4 @@
-"""Say what each operator computes, in C: the expression of an element, and how a row or a whole tensor is reduced.
+"""Define each operator in C: the expression of an element, and how a row or a whole tensor is reduced.
 
 `{0}`, `{1}`, ... are the operands, which have the type of the result unless the operator says otherwise. `{F}` is the
 suffix of C's functions of a floating type (`sqrtf`), `{T}` that of the functions in functions.h (`exp_float`), and
@@ -95,7 +95,7 @@ OF_FLOATING = {
     "ThresholdedRelu": "{0} > {alpha} ? {0} : 0",
 }
 
-# Operators that the runtime has, or computes, in float32 alone.
+# Operators that the runtime has, or computes, only in float32.
 _OF_FLOAT = {"Gelu", "Mish", "Shrink", "Softplus"}
 
 _GELU = {"none": "gelu{T}({0})", "tanh": "gelu_tanh{T}({0})"}

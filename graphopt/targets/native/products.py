@@ -14,6 +14,7 @@ from graphopt.targets.native.forms import NodeForms, NodeKind, rank_of
 from graphopt.targets.native.library import MOST_AXES, Item, Kernel, Replacement
 from graphopt.targets.native.precision import multiplies_bfloat16
 from graphopt.targets.native.weights import weight_of
+from graphopt.targets.portable.form import given
 
 _MOST_UNUSED = 2**30  # elements that Slices drop
 
@@ -26,9 +27,8 @@ def product_kernel(node: ir.Node, forms: NodeForms) -> Replacement | None:
     if not accepts_product(node, forms):
         return None
     attributes, nodes = forms.attributes_of(node) or {}, [node]
-    a, b, bias = [*node.inputs, None][:3]
-    assert a is not None and b is not None
-    y = node.outputs[0]
+    bias = [*node.inputs, None][2]
+    a, b, y = *map(given, node.inputs[:2]), node.outputs[0]
     rank = rank_of(y)
     axes_a = [1, 0] if attributes.get("transA") else list(range(rank_of(a)))
     axes_b = [1, 0] if attributes.get("transB") else list(range(rank_of(b)))

@@ -93,7 +93,7 @@ def _has_kernels(body: ir.Graph, forms: NodeForms) -> bool:
 
 
 def _moved_in(scan: ScanParts, rows: ScanRows, forms: NodeForms) -> bool:
-    """Move the node that computes a sequence into the body of a Scan that alone reads it; return whether it fits."""
+    """Move the node that computes a sequence into the Scan that is its only reader; return whether it fits."""
     x, element, graph = rows.sequence, rows.row, scan.node.graph
     node = x.producer()
     if node is None or graph is None or node.graph is not graph or len(x.uses()) != 1:
@@ -136,7 +136,7 @@ def scan_kernel(node: ir.Node, forms: NodeForms, calls: Mapping[ir.Node, Kernel]
     """Return the kernel of a Scan along first axes whose body has only kernels and moves; None for any other node.
 
     Args:
-        calls: the nodes that call kernels of the plan, which alone are taken for kernels.
+        calls: the nodes that call kernels of the plan, the only ones that are taken for kernels.
     """
     scan = _accepted(node, forms)
     if scan is None:
