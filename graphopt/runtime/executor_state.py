@@ -43,7 +43,10 @@ _BASE = "graphopt.base"  # of adapters: a digest of the weights beside which the
 
 
 class ExecutorState(Checked):
-    """Hold a training graph, its options, its state on a device, and the number of batches so far."""
+    """Hold a training graph, its options, its state on a device, and the number of batches so far.
+
+    An executor is one, and has none: all of these members are public there, and would need as many that forward them.
+    """
 
     Options: ClassVar[type[ExecutorOptions]] = ExecutorOptions  # explains the options to the command
     options: ExecutorOptions

@@ -11,7 +11,6 @@ import time
 import warnings
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import numpy as np
 import onnx_ir as ir
@@ -173,19 +172,11 @@ class StepSessions:
     def _bound(self, lowered: Lowered | None) -> BoundSession | None:
         if lowered is None:
             return None
-        check = None if self.several else lowered.check
-        form = self._opened(lowered.model, "kernels", lowered.library, check, lowered.shared)
+        form = self._opened(lowered.model, "kernels", lowered)
         self._digest, self._has_shared = lowered.digest, bool(lowered.shared)
         return form
 
-    def _opened(
-        self,
-        model: ir.Model,
-        name: str,
-        library: Path | None = None,
-        check: str | None = None,
-        shared: Sequence[str] = (),
-    ) -> BoundSession:
+    def _opened(self, model: ir.Model, name: str, lowered: Lowered | None = None) -> BoundSession:
         """Open the session of a graph of one step, lowered or not; of several steps if they are to run."""
         options, packed = self.options, []
         if self._has_shared:  # by kernels that are not taken
@@ -195,7 +186,11 @@ class StepSessions:
             packed = pack_numbers(model, options.report, self.buffers.infinite)
         if self.several:
             model = with_shapes(unrolled(model), self.shapes)
-        return BoundSession(self.device, model, self.buffers, options, name, library, check, shared, packed)
+        given = self.device, model, self.buffers, options, name
+        if lowered is None:
+            return BoundSession(*given, packed=packed)
+        check = None if self.several else lowered.check
+        return BoundSession(*given, lowered.library, check, lowered.shared, packed)
 
     @contextlib.contextmanager
     def _guarded(self) -> Iterator[None]:

@@ -117,8 +117,8 @@ class Session:
     ) -> Callable[[], dict[str, object]]:
         """Return a function that runs once on a binding, and returns what `readers` read then, by name.
 
-        Its calls must not overlap. It raises the errors of `execute`. What it needs is looked up here, since a step
-        takes only some microseconds.
+        Its calls must not overlap. It raises a GraphoptError if the runtime fails, or if a file of weights has changed.
+        What it needs is looked up here, since a step takes only some microseconds.
         """
         # The wrapper of `run` in Python takes 0.3 us; without options, it makes new ones for each run, in 0.7 us.
         run, bound, chosen = self.ort._sess.run_with_iobinding, binding._iobinding, options or self._options
@@ -144,14 +144,6 @@ class Session:
             return outputs
 
         return once
-
-    def execute(self, binding: onnxruntime.IOBinding, options: onnxruntime.RunOptions | None = None) -> None:
-        """Run once on a binding.
-
-        Raises:
-            GraphoptError: the runtime fails, or a file of weights has changed.
-        """
-        self.prepared(binding, options)()
 
     def _check_files(self) -> None:
         """Raise an error if a file of weights has changed that the session reads."""
@@ -195,7 +187,7 @@ class Session:
         names = [name for name in self.outputs if name not in leave_out]
         for name in names:
             binding.bind_output(name, *self.device.machine.place)
-        self.execute(binding, self.device.machine.run_options(low_memory=self.frozen == "low"))
+        self.prepared(binding, self.device.machine.run_options(low_memory=self.frozen == "low"))()
         return dict(zip(names, binding.get_outputs(), strict=True))
 
     def compute_arrays(self, feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:

@@ -28,7 +28,7 @@ from graphopt.graph.storage import weight_bytes
 from graphopt.graph.values import swap
 from graphopt.runtime.checks.file import file_findings
 from graphopt.runtime.checks.findings import CheckTable, Disagreement, Finding
-from graphopt.runtime.checks.forward import Forward, forward_of
+from graphopt.runtime.checks.forward import forward_of
 from graphopt.runtime.checks.slopes import (
     DOUBLE,
     ROUNDINGS_OF_NOISE,
@@ -179,9 +179,9 @@ class _Step:
     """Hold the plain step on a batch near the state at hand: its loss, gradients and update."""
 
     def __init__(self, device: Device, model: ir.Model, state: Arrays, batch: Arrays, is_full: bool) -> None:
-        self._device, self._is_full, self._batch = device, is_full, batch
-        self._forward = forward_of(model)
-        whole = self._forward.whole
+        self._device, self.is_full, self._batch = device, is_full, batch
+        self.forward = forward_of(model)
+        whole = self.forward.whole
         size = sum(x.nbytes for x in state.values()) + weight_bytes(model)
         self._is_small = size <= MOST_CONVERTED
         self._is_narrow = self._is_small and any(
@@ -191,38 +191,36 @@ class _Step:
         if self._is_narrow:
             _in(whole, ir.DataType.FLOAT)
         self._session = Session(device, whole)
-        for name in self._forward.gradients:
+        for name in self.forward.gradients:
             if not np.isfinite(state[name]).all():
-                self._forward.unchecked[name] = "it has numbers that are not finite"
+                self.forward.unchecked[name] = "it has numbers that are not finite"
         for jitter in (True, False):  # beside a kink that parameters are at exactly
             self.state = self._moved(state) if jitter else state
             self.outputs = self.run(self.state)
             if all(np.isfinite(x).all() for x in self.outputs.values() if x.dtype.kind == "f"):
                 break
-        self.gradients = {name: wide(self.outputs[y]) for name, y in self._forward.gradients.items()}
+        self.gradients = {name: wide(self.outputs[y]) for name, y in self.forward.gradients.items()}
 
     def _moved(self, state: Arrays) -> Arrays:
         """Return a state whose parameters differ a little from those at hand."""
         rng = np.random.default_rng(0)
         moved = dict(state)
-        names = [name for name in self._forward.gradients if name not in self._forward.unchecked]
+        names = [name for name in self.forward.gradients if name not in self.forward.unchecked]
         for name, size in sizes_of({name: state[name] for name in names}).items():
             noise = SINGLE.jitter * size * rng.standard_normal(min(PERIOD, state[name].size), np.float32)
-            for each in (name, *self._forward.moved.get(name, [])):
+            for each in (name, *self.forward.moved.get(name, [])):
                 moved[each] = (state[each] + np.resize(noise, state[each].shape)).astype(state[each].dtype)
         return moved
 
     def findings(self, origin: provenance.Provenance | None) -> Iterator[Finding]:
         """Yield what is found about the gradient and the update."""
-        if not all(
-            np.isfinite(x).all() for x in (*self.gradients.values(), self.outputs[self._forward.loss])
-        ):
+        if not all(np.isfinite(x).all() for x in (*self.gradients.values(), self.outputs[self.forward.loss])):
             yield Finding("gradient", "all", "not checked", reason="the loss or a gradient is not finite")
             return
-        whole = self._forward.whole
-        for name, reason in self._forward.unchecked.items():
+        whole = self.forward.whole
+        for name, reason in self.forward.unchecked.items():
             yield Finding("gradient", name, "not checked", norm=self.norms[name], reason=reason)
-        names = [name for name in self.gradients if name not in self._forward.unchecked]
+        names = [name for name in self.gradients if name not in self.forward.unchecked]
         if names:
             yield from _Slopes(self, names).findings()
         passes = {} if origin is None else origin.passes
@@ -232,7 +230,7 @@ class _Step:
 
     def run(self, arrays: Arrays) -> Arrays:
         """Return the outputs of the step for a state and its batch."""
-        return self._session.compute_arrays(_fed(self._forward.whole, {**arrays, **self._batch}))
+        return self._session.compute_arrays(_fed(self.forward.whole, {**arrays, **self._batch}))
 
     @functools.cached_property
     def norms(self) -> dict[str, float]:
@@ -241,7 +239,7 @@ class _Step:
     @functools.cached_property
     def noisy_gradients(self) -> list[Arrays]:
         """Return gradients at points, and of data, that differ by some roundings."""
-        data = {x.name for x in with_role(self._forward.whole, Role.DATA)}
+        data = {x.name for x in with_role(self.forward.whole, Role.DATA)}
         found = []
         for seed in range(NOISY_GRADIENTS):
             rng = np.random.default_rng(seed)
@@ -256,14 +254,14 @@ class _Step:
 
             state = {name: noisy(x) if name in self.gradients else x for name, x in self.state.items()}
             batch = {name: noisy(x) if name in data else x for name, x in self._batch.items()}
-            outputs = self._session.compute_arrays(_fed(self._forward.whole, {**state, **batch}))
-            found.append({name: wide(outputs[y]) for name, y in self._forward.gradients.items()})
+            outputs = self._session.compute_arrays(_fed(self.forward.whole, {**state, **batch}))
+            found.append({name: wide(outputs[y]) for name, y in self.forward.gradients.items()})
         return found
 
     @functools.cached_property
     def precise_gradients(self) -> Arrays | None:
         """Return the gradients in float64; None if the runtime has no kernels for them."""
-        whole = self._forward.whole.clone()
+        whole = self.forward.whole.clone()
         try:
             _write_out_hard_sigmoids(whole)
             _in(whole, ir.DataType.DOUBLE)
@@ -271,20 +269,20 @@ class _Step:
         except Exception as error:  # noqa: BLE001 - versions raise different types
             _log.debug("no gradient in float64: %s", line(error))
             return None
-        return {name: outputs[y] for name, y in self._forward.gradients.items()}
+        return {name: outputs[y] for name, y in self.forward.gradients.items()}
 
     def losses(self) -> Iterator[tuple[Callable[[Arrays], float], float, Precision]]:
         """Yield functions that compute the loss at points, and the loss here; the most precise one first."""
-        part = self._forward.part
+        part = self.forward.part
         is_single = not self._is_small or any(node.op_type in NO_DOUBLE for node in part.graph)
         types = [] if is_single else [ir.DataType.DOUBLE]
         known = {**self.state, **self._batch, **self.outputs}
         for dtype in (*types, ir.DataType.FLOAT if self._is_narrow else None):
             if dtype is not None:
-                part = self._forward.part.clone()
+                part = self.forward.part.clone()
                 _in(part, dtype)
             else:
-                part = self._forward.part
+                part = self.forward.part
             try:
                 session = Session(self._device, part, self._device.new_session_options(optimized=False))
                 fed = _fed(part, {name: known[name] for name in session.inputs})
@@ -293,7 +291,7 @@ class _Step:
                     point: Arrays, session: Session = session, fed: Arrays = fed, part: ir.Model = part
                 ) -> float:
                     near = dict(point)
-                    for name, slots in self._forward.moved.items():
+                    for name, slots in self.forward.moved.items():
                         if name in point:
                             change = point[name] - self.state[name].astype(np.float64)
                             near |= {slot: self.state[slot].astype(np.float64) + change for slot in slots}
@@ -307,14 +305,6 @@ class _Step:
                 continue
             is_double = dtype is ir.DataType.DOUBLE or part.graph.outputs[0].dtype is ir.DataType.DOUBLE
             yield loss, start, DOUBLE if is_double else SINGLE
-
-    @property
-    def forward(self) -> Forward:
-        return self._forward
-
-    @property
-    def is_full(self) -> bool:
-        return self._is_full
 
 
 class _Slopes:

@@ -87,24 +87,8 @@ def _sum_of_products(node: ir.Node, attributes: Attributes, forms: NodeForms) ->
         return None
     once, none = [1], [0]
     axes_y = [-1, 1, 0] if attributes["keepdims"] else [1, 0]
-    form_: list[Item] = [
-        3,
-        3,
-        len(axes_y),
-        1,
-        axes_x,
-        axes_w,
-        axes_y,
-        once,
-        once,
-        none,
-        none,
-        none,
-        1,
-        0,
-        0,
-        0,
-    ]
+    form_: list[Item] = [3, 3, len(axes_y), 1, axes_x, axes_w, axes_y, once, once, none, none, none]
+    form_ += [1, 0, 0, 0]  # a group; neither transposed nor with a bias or a Relu
     return Kernel.calling("convolution", form_, [x, w], node.outputs), [product, node]
 
 

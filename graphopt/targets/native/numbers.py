@@ -149,17 +149,11 @@ class Numbers:
 
     # --- New numbers ---
 
-    def _new(
-        self,
-        ctype: str,
-        extent: Extent,
-        code: str = "",
-        operands: tuple[Scalar, ...] = (),
-        reduces: str | None = None,
-        source: tuple[ir.Value, Axes] | None = None,
-    ) -> Scalar:
-        self.all.append(Scalar(f"v{len(self.all)}", ctype, extent, code, operands, reduces, source))
-        return self.all[-1]
+    def _new(self, x: Scalar) -> Scalar:
+        """Name and add a number."""
+        x.name = f"v{len(self.all)}"
+        self.all.append(x)
+        return x
 
     def _map(self, code: str, ctype: str, *operands: Scalar) -> Scalar:
         """Return the number of an expression, the same one for the same expression."""
@@ -168,12 +162,12 @@ class Numbers:
         key = (code, ctype, operands)
         if key not in self._same:
             extent = min((x.extent for x in operands), default=ALL)
-            self._same[key] = self._new(ctype, extent, code=code, operands=operands)
+            self._same[key] = self._new(Scalar("", ctype, extent, code, operands))
         return self._same[key]
 
     def _reduced(self, how: str, operand: Scalar) -> Scalar:
         """Return the number that a row's elements reduce to."""
-        return self._new(operand.ctype, ROW, operands=(operand,), reduces=how)
+        return self._new(Scalar("", operand.ctype, ROW, operands=(operand,), reduces=how))
 
     def _literal(self, code: str, ctype: str) -> Scalar:
         return self._same.setdefault((code, ctype, ()), Scalar(code, ctype, ALL))
@@ -186,7 +180,7 @@ class Numbers:
             return self._literal(literal(constant, ctype), ctype)
         axes = varying(self.cluster.read[node, index])
         if (x, axes) not in self.read:
-            self.read[x, axes] = self._new(ctype, self._extent(axes), source=(x, axes))
+            self.read[x, axes] = self._new(Scalar("", ctype, self._extent(axes), source=(x, axes)))
         return self.read[x, axes]
 
     # --- Nodes ---
