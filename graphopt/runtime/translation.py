@@ -18,7 +18,7 @@ from graphopt.graph.operators import PRODUCTS
 from graphopt.graph.roles import FED, Role, with_role
 from graphopt.graph.values import name_of, next_of, tensor_bytes
 from graphopt.runtime.bound_session import BoundSession
-from graphopt.runtime.checks.slopes import ROUNDINGS_OF_NOISE, UNITS, Arrays
+from graphopt.runtime.checks.slopes import ROUNDINGS, ROUNDINGS_OF_NOISE, Arrays
 from graphopt.runtime.checks.verdicts import (
     LARGEST_REPRODUCER,
     ROOM,
@@ -86,7 +86,7 @@ class Translation:
         compared = {*report, *fixed, *map(next_of, buffers.updated)}
         self._left_out = {name_of(y) for y in plain.graph.outputs} - compared
         types = [y.dtype for node in plain.graph for y in node.outputs if y.dtype is not None]
-        self._rounding = max(UNITS.get(dtype, 2.0**-52) for dtype in types)
+        self._rounding = max(ROUNDINGS.get(dtype, 2.0**-52) for dtype in types)
         self._has_floats = ir.DataType.FLOAT in types
 
     @functools.cached_property

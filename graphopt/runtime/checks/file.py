@@ -19,7 +19,7 @@ from graphopt.graph.roles import STATE, Role, with_role
 from graphopt.graph.traversal import extracted_between
 from graphopt.graph.values import name_of
 from graphopt.runtime.checks.findings import Finding
-from graphopt.runtime.checks.slopes import ROUNDINGS_OF_NOISE, UNITS, Arrays, norm_of
+from graphopt.runtime.checks.slopes import ROUNDINGS, ROUNDINGS_OF_NOISE, Arrays, norm_of
 from graphopt.runtime.device import Device
 from graphopt.runtime.session import Session
 
@@ -120,9 +120,10 @@ def _compared(
     own = Session(device, part)
     given = {**state, **batch}
     found = own.compute_arrays(given)
-    units = [UNITS.get(y.dtype, 2.0**-52) for node in part.graph.all_nodes() for y in node.outputs if y.dtype]
+    types = [y.dtype for node in part.graph.all_nodes() for y in node.outputs if y.dtype]
+    units = [ROUNDINGS.get(dtype, 2.0**-52) for dtype in types]
     unit = max(
-        [UNITS.get(_type_of(x), 2.0**-23) for x in expected.values()] + [u for u in units if u <= 2.0**-7]
+        [ROUNDINGS.get(_type_of(x), 2.0**-23) for x in expected.values()] + [u for u in units if u <= 2.0**-7]
     )
     findings = []
     for name, x in expected.items():

@@ -39,8 +39,8 @@ from graphopt.runtime.checks.slopes import (
     Verdict,
     dot,
     norm_of,
-    sizes_of,
     slope_along,
+    typical_sizes,
     wide,
 )
 from graphopt.runtime.checks.updates import Updates
@@ -206,7 +206,7 @@ class _Step:
         rng = np.random.default_rng(0)
         moved = dict(state)
         names = [name for name in self.forward.gradients if name not in self.forward.unchecked]
-        for name, size in sizes_of({name: state[name] for name in names}).items():
+        for name, size in typical_sizes({name: state[name] for name in names}).items():
             noise = SINGLE.jitter * size * rng.standard_normal(min(PERIOD, state[name].size), np.float32)
             for each in (name, *self.forward.moved.get(name, [])):
                 moved[each] = (state[each] + np.resize(noise, state[each].shape)).astype(state[each].dtype)
@@ -316,7 +316,7 @@ class _Slopes:
 
     def __init__(self, step: _Step, names: Sequence[str]) -> None:
         self._step, self._names, self._passes = step, list(names), 0
-        self._sizes = sizes_of({name: step.state[name] for name in names})
+        self._sizes = typical_sizes({name: step.state[name] for name in names})
         self._norms = {name: step.norms[name] for name in names}
         self._typical = float(np.median([self._norms[name] * self._length(name) for name in names])) or 1.0
         self._entry = {

@@ -23,7 +23,7 @@ QUANTIZE, DEQUANTIZE = "QuantizeLinear", "DequantizeLinear"
 
 
 @dataclass
-class Forward:
+class LossFunction:
     """Hold the loss of a training graph as a function of its parameters.
 
     Attributes:
@@ -43,7 +43,7 @@ class Forward:
     unchecked: dict[str, str] = field(default_factory=dict)
 
 
-def forward_of(plain: ir.Model) -> Forward:
+def forward_of(plain: ir.Model) -> LossFunction:
     """Return the loss of a plain training graph without its initial state as a function of its parameters."""
     model = plain.clone()
     (loss,) = with_role(model, Role.LOSS)
@@ -66,7 +66,7 @@ def forward_of(plain: ir.Model) -> Forward:
         y for y in dict.fromkeys([*gradients.values(), *held]) if name_of(y) not in outputs
     )
     names = {name: name_of(y) for name, y in gradients.items()}
-    forward = Forward(model, part, name_of(loss), names)
+    forward = LossFunction(model, part, name_of(loss), names)
     for x in with_role(model, Role.SLOT):
         owner = OWNER.read(x)
         if x.name in known and owner in names:

@@ -15,7 +15,7 @@ Direction = Mapping[str, np.ndarray]
 Verdict = Literal["agrees", "differs", "not checked"]
 
 # The roundings of types, relative to the number, and how many of them noise has that shows what rounding does.
-UNITS = {ir.DataType.FLOAT16: 2.0**-10, ir.DataType.BFLOAT16: 2.0**-7, ir.DataType.FLOAT: 2.0**-23}
+ROUNDINGS = {ir.DataType.FLOAT16: 2.0**-10, ir.DataType.BFLOAT16: 2.0**-7, ir.DataType.FLOAT: 2.0**-23}
 ROUNDINGS_OF_NOISE = 16
 
 # Multiples of the step, of which pairs are extrapolated.
@@ -87,7 +87,7 @@ def norm_of(x: np.ndarray) -> float:
     return math.sqrt(dot(x, x))
 
 
-def sizes_of(parameters: Arrays) -> dict[str, float]:
+def typical_sizes(parameters: Arrays) -> dict[str, float]:
     """Return the median magnitude of the numbers of each parameter, or `SMALLEST` of one that is all 0."""
     sizes = {}
     for name, w in parameters.items():
@@ -120,7 +120,7 @@ def slope_along(
         least: the difference that is always rounding of the gradient.
         precision: how exactly the loss is computed.
     """
-    sizes = sizes_of({name: point[name] for name in direction})
+    sizes = typical_sizes({name: point[name] for name in direction})
     relative = max(
         (float(np.abs(d).max(initial=0.0)) / sizes[name] for name, d in direction.items()), default=0.0
     )
