@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from abc import ABCMeta
+from abc import ABC
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, TypeVar, overload
 
@@ -36,38 +36,42 @@ class WrongArguments(GraphoptError, TypeError):
     """Report a call with an unknown argument, with too many or without one that is needed."""
 
 
-class Checked(ABCMeta):
-    """Make classes whose calls name wrong arguments, and what an abstract class lacks, in one line.
+class _Arguments:
+    """Show the arguments of `__init__` as those of a class: `inspect` would take those of `__new__`."""
 
-    Only the call of a class sees wrong arguments of a user's dataclass, too: `dataclass` writes `__init__` after
-    `__init_subclass__`, and copies call `__new__` without arguments.
+    def __get__(self, instance: object, cls: type) -> inspect.Signature:
+        if instance is not None:  # which may be a function of other arguments
+            raise AttributeError("__signature__")
+        return inspect.Signature() if cls.__init__ is object.__init__ else _signature_of(cls.__init__)  # type: ignore[misc]
+
+
+class Checked(ABC):  # noqa: B024 (subclasses have abstract methods)
+    """Name wrong arguments, and what an abstract class lacks, in one line.
+
+    The first call of a class puts `checked` on its `__init__`, which `dataclass` writes after `__init_subclass__`.
+    Copies call `__new__` without arguments.
     """
 
     if not TYPE_CHECKING:
+        __signature__ = _Arguments()
 
-        def __call__(cls, *args: Any, **keywords: Any) -> Any:
-            try:
-                return super().__call__(*args, **keywords)
-            except TypeError:
-                _explain(cls.__name__, cls.__signature__, args, keywords)
-                if missing := getattr(cls, "__abstractmethods__", ()):
-                    raise GraphoptError(
-                        f"{cls.__name__}: expected the method {' and '.join(sorted(missing))}, found none: define "
-                        "it in the class, or call a subclass"
-                    ) from None
-                raise
-
-        @property
-        def __signature__(cls) -> inspect.Signature:
-            """Return the arguments of `__init__`: `inspect` would take those of `__call__` above."""
-            if cls.__init__ is object.__init__:
-                return inspect.Signature()
-            own = inspect.signature(cls.__init__)
-            return own.replace(parameters=list(own.parameters.values())[1:])
+        def __new__(cls, *args: object, **keywords: object) -> Checked:
+            missing = getattr(cls, "__abstractmethods__", ())
+            if missing or cls.__init__ is object.__init__:
+                _explain(cls.__name__, cls.__signature__, len(args), keywords)
+            if missing:
+                raise GraphoptError(
+                    f"{cls.__name__}: expected the method {' and '.join(sorted(missing))}, found none: define "
+                    "it in the class, or call a subclass"
+                )
+            if not hasattr(cls.__init__, "is_checked") and cls.__init__ is not object.__init__:
+                cls.__init__ = checked()(cls.__init__)
+                cls.__init__.is_checked = True
+            return super().__new__(cls)
 
 
 def checked(advice: str = "") -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
-    """Let calls of a function name wrong arguments in one line.
+    """Name wrong arguments of a function or a method in one line.
 
     Args:
         advice: what to do about arguments without a name that are too many.
@@ -79,12 +83,23 @@ def checked(advice: str = "") -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
             try:
                 return function(*args, **keywords)
             except TypeError:
-                _explain(function.__name__, inspect.signature(function), args, keywords, advice)
+                name, given = (
+                    function.__name__,
+                    len(args) - ("self" in inspect.signature(function).parameters),
+                )
+                name = type(args[0]).__name__ if name == "__init__" else name
+                _explain(name, _signature_of(function), given, keywords, advice)
                 raise
 
         return call
 
     return decorated
+
+
+def _signature_of(function: Callable[..., object]) -> inspect.Signature:
+    """Return the signature of a function, or of a method without `self`."""
+    own = inspect.signature(function)
+    return own.replace(parameters=[x for x in own.parameters.values() if x.name != "self"])
 
 
 @overload
@@ -116,13 +131,13 @@ def keywords_of(options: Any, own: int = 2) -> Any:
 def _explain(
     name: str,
     signature: inspect.Signature,
-    args: Iterable[Any],
+    given: int,
     keywords: Iterable[str],
     advice: str = "",
 ) -> None:
-    """Raise an error in one line if arguments do not fit a signature."""
+    """Raise an error in one line if so many arguments without a name, and keywords, do not fit a signature."""
     parameters = signature.parameters.values()
-    kinds, given = [p.kind for p in parameters], len(tuple(args))
+    kinds = [p.kind for p in parameters]
     named = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     unnamed = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     if inspect.Parameter.VAR_KEYWORD not in kinds:

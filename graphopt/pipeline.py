@@ -30,7 +30,7 @@ Rules = Mapping[tuple[str, str], Callable[..., Any]]
 _rules: ContextVar[Rules] = ContextVar("rules", default=MappingProxyType({}))
 
 
-class Pipeline(Mapping[str, tuple[Step, ...]], metaclass=Checked):
+class Pipeline(Mapping[str, tuple[Step, ...]], Checked):
     """Run named passes in order. A pipeline is a mapping of names to passes.
 
     `pipeline(model)` returns a rewritten copy of the model. `pipeline.until(name)` and `pipeline.after(name)` split

@@ -5,11 +5,15 @@ The calls and the lines are in `tests/listings/mistakes_in_python.txt`.
 
 from __future__ import annotations
 
+import copy
+import inspect
+import pickle
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import messages
 import numpy as np
@@ -131,3 +135,25 @@ def test_a_wrong_argument_is_a_type_error_too() -> None:
     with pytest.raises(TypeError) as caught:
         passes.SGD(lr=0.1)  # type: ignore[call-arg]
     assert isinstance(caught.value, graphopt.GraphoptError)
+
+
+def test_arguments_are_checked_without_a_metaclass() -> None:
+    """A protocol has a metaclass of its own."""
+
+    @runtime_checkable
+    class Named(Protocol):
+        title: str
+
+    @dataclass(frozen=True)
+    class Titled(passes.SGD, Named):
+        title: str = ""
+
+    first = Titled.__new__(Titled)  # as a copy before the first call
+    assert inspect.signature(Titled).parameters.keys() == {each.name for each in fields(Titled)}
+    with pytest.raises(graphopt.GraphoptError, match="Titled: unknown argument 'titel', nearest: 'title'"):
+        Titled(titel="a")  # type: ignore[call-arg]
+    titled = Titled(0.1, title="a")
+    assert pickle.loads(pickle.dumps(passes.SGD(0.1))) == copy.deepcopy(passes.SGD(0.1)) == passes.SGD(0.1)
+    assert isinstance(titled, Named)
+    assert type(first) is type(copy.copy(titled)) is Titled
+    assert [*inspect.signature(titled).parameters] == ["model"]  # of a call of the pass, not of its class

@@ -298,7 +298,7 @@ def test_gradients_of_weights_are_zeros_without_images(graph):
     for name, array in each.compute_arrays(feeds).items():
         results[name] = np.full_like(array, np.nan)
         binding.bind_output(name, "cpu", 0, np.float32, array.shape, results[name].ctypes.data)
-    each.execute(binding)
+    each.prepared(binding)()
     for name, found in results.items():
         assert found.size and not found.any(), name
 

@@ -77,7 +77,7 @@ def _learnt(default: object, expected: str, is_right: Callable[[Any], bool]) -> 
 
 
 @dataclass(frozen=True)
-class Column(metaclass=Checked):
+class Column(Checked):
     """Describe how one column becomes features: the base class of `Number`, `Category` and `Date`.
 
     `learn` returns a copy that knows the numbers of training rows. `encode` then computes features in NumPy, and `emit`

@@ -17,7 +17,7 @@ from graphopt.errors import GraphoptError, kind_of, naming
 FEATURES, TARGET, WEIGHT = "x", "target", "sample_weight"
 
 
-class LazyArray(metaclass=Checked):
+class LazyArray(Checked):
     """Stand for an array whose rows are read when they are asked for, such as those of a folder of images.
 
     A data set checks its shape and type at once, and its rows batch by batch.
@@ -94,7 +94,7 @@ def with_rows(array: object) -> Any:
 
 
 @dataclass(frozen=True)
-class Dataset(metaclass=Checked):
+class Dataset(Checked):
     """Hold arrays by name: the model's inputs, `target`, and optionally `sample_weight`.
 
     Args:

@@ -342,7 +342,7 @@ def draw(
         yield from Batches.split((random.permutation(rows) if shuffle else rows)[start:], batch_size)
 
 
-class Loader(metaclass=Checked):
+class Loader(Checked):
     """Iterate over the batches of an epoch, as arrays by name. Each iteration is a new epoch.
 
     Args:

@@ -34,7 +34,7 @@ _Made = TypeVar("_Made")
 
 
 @dataclass(frozen=True)
-class Columns(metaclass=Checked):
+class Columns(Checked):
     """Turn a table into an array of features, and a model of features into a model of the table's columns.
 
     A table is a DataFrame, or a mapping from names to arrays or lists of cells. Columns learn from the training rows

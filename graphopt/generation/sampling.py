@@ -13,7 +13,7 @@ from graphopt.intervals import within
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sampling(metaclass=Checked):
+class Sampling(Checked):
     """Declare how tokens are chosen, and how many.
 
     As in transformers, the logits are divided by the temperature, and then tokens are left out by `top_k`, and of

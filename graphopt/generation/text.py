@@ -22,7 +22,7 @@ from graphopt.runtime.executor import Executor
 Prompt = str | Sequence[int] | Sequence[Message] | None
 
 
-class TextGenerator(metaclass=Checked):
+class TextGenerator(Checked):
     """Continue texts by a language model that stays loaded.
 
     A model reads tokens, and returns the logits of the next token at each position. If it takes the keys and values of

@@ -57,7 +57,7 @@ LIBRARIES = (
 
 
 @dataclass(frozen=True)
-class Pass(ir.passes.InPlacePass, metaclass=Checked):
+class Pass(ir.passes.InPlacePass, Checked):
     """Rewrite an onnx_ir model in place. A pass is a frozen dataclass whose fields are its options.
 
     A subclass implements `rewrite`, and declares intervals of numeric options by `graphopt.intervals.within`. Between

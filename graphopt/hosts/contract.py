@@ -7,14 +7,14 @@ import math
 import struct
 from collections.abc import Mapping
 from importlib import metadata
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import onnx_ir as ir
 
 from graphopt.graph.metadata import Text
 from graphopt.graph.roles import FED, STATE, Role, labels_of, role_of, with_role
-from graphopt.graph.values import name_of, next_of
+from graphopt.graph.values import dtype_of, name_of, next_of
 from graphopt.targets.check import CHECK
 
 HOST = Text("graphopt.host")  # of a model: host.json; see graphopt.hosts.contract
@@ -24,7 +24,7 @@ _ONNXRUNTIME = ("1.8", "1.9", "1.11", "1.12", "1.14", "1.15", "1.17", "1.18", "1
 _FIRST_RUNTIME = dict(enumerate(_ONNXRUNTIME, start=14))
 FORMAT, _VERSION = "graphopt.host", 1
 
-Entry = dict[str, Any]
+Entry = dict[str, object]
 
 
 class Place(NamedTuple):
@@ -109,6 +109,6 @@ def _feed(x: ir.Value) -> Entry:
 
 def _described(value: ir.Value) -> Entry:
     role = role_of(value)
-    assert role is not None and value.dtype is not None
+    assert role is not None
     dims = None if value.shape is None else [d if isinstance(d, int) else d.value for d in value.shape]
-    return {"name": name_of(value), "role": role.value, "type": value.dtype.numpy().name, "shape": dims}
+    return {"name": name_of(value), "role": role.value, "type": dtype_of(value).numpy().name, "shape": dims}

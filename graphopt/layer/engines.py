@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import onnx_ir as ir
 
@@ -19,6 +19,11 @@ if TYPE_CHECKING:
     import onnxruntime
 
 
+Backward = Callable[
+    [OrtValues], OrtValues
+]  # returns the gradients for the gradients with respect to the results
+
+
 class Graphs:
     """Run two graphs on any ONNX Runtime. The saved values stay on the device between them."""
 
@@ -27,15 +32,12 @@ class Graphs:
             Session(device, ONNXRUNTIME.lower(part)) for part in (forward, backward)
         )
 
-    def forward(self, feeds: OrtValues) -> tuple[OrtValues, Any]:
-        """Return the results of the forward pass, and the saved values for `backward`."""
+    def forward(self, feeds: OrtValues) -> tuple[OrtValues, Backward]:
+        """Return the results of the forward pass, and its backward pass."""
         outputs = self._forward.compute(feeds)
         values = {**feeds, **outputs}
-        return outputs, {name: values[name] for name in self._backward.inputs if name in values}
-
-    def backward(self, saved: Any, seeds: OrtValues) -> OrtValues:
-        """Return the gradients."""
-        return self._backward.compute(saved | seeds)
+        saved = {name: values[name] for name in self._backward.inputs if name in values}
+        return outputs, lambda seeds: self._backward.compute({**saved, **seeds})
 
 
 class Agent:
@@ -74,20 +76,20 @@ class Agent:
             device.index,
         )
 
-    def forward(self, feeds: OrtValues) -> tuple[OrtValues, Any]:
-        """Return the results of the forward pass, and the saved values for `backward`."""
+    def forward(self, feeds: OrtValues) -> tuple[OrtValues, Backward]:
+        """Return the results of the forward pass, and its backward pass."""
         state = self._c.PartialGraphExecutionState()
         inputs = [feeds[name] for name in self._inputs]
         values = self._run(self._agent.run_forward, inputs, state, self._c.OrtValueCache())
-        return dict(zip(self._results, values, strict=True)), state
 
-    def backward(self, saved: Any, seeds: OrtValues) -> OrtValues:
-        """Return the gradients."""
-        values = self._run(self._agent.run_backward, [seeds[name] for name in self._seeds], saved)
-        return dict(zip(self._gradients, values, strict=True))
+        def backward(seeds: OrtValues) -> OrtValues:
+            gradients = self._run(self._agent.run_backward, [seeds[name] for name in self._seeds], state)
+            return dict(zip(self._gradients, gradients, strict=True))
+
+        return dict(zip(self._results, values, strict=True)), backward
 
     def _run(
-        self, run: Callable[..., None], values: Iterable[onnxruntime.OrtValue], *further: Any
+        self, run: Callable[..., None], values: Iterable[onnxruntime.OrtValue], *further: object
     ) -> list[onnxruntime.OrtValue]:
         feeds, fetches = self._c.OrtValueVector(), self._c.OrtValueVector()
         for value in values:

@@ -19,7 +19,7 @@ from graphopt.graph.loading import Source
 from graphopt.graph.roles import STATE, Role, with_role
 from graphopt.graph.state import take_initial
 from graphopt.graph.values import name_of, next_of, seed_of, value_of
-from graphopt.layer.engines import Agent, Graphs, names_of, refuses_agent
+from graphopt.layer.engines import Agent, Backward, Graphs, names_of, refuses_agent
 from graphopt.runtime.device import Device
 from graphopt.runtime.device_options import DeviceOptions
 from graphopt.runtime.session import Session
@@ -88,7 +88,7 @@ class Forward(Values):
         return values
 
 
-class ForwardBackward(metaclass=Checked):
+class ForwardBackward(Checked):
     """Compute a model's outputs, and the gradients with respect to its inputs and parameters, in two calls.
 
     Parameters stay on the device. A forward pass in training saves the values that its backward pass reads. Any
@@ -201,10 +201,10 @@ class ForwardBackward(metaclass=Checked):
                     part = inference.extract(self._model, with_role(self._model, Role.PREDICTION))
                     self._inference = Session(self._device, part)
                 return Forward(self._inference.compute(feeds))
-            results, saved = self._engine.forward(feeds)
+            results, backward = self._engine.forward(feeds)
             self._state |= {name: results[next_of(name)] for name in self._state if next_of(name) in results}
             outputs = {name: results[name] for name in self._outputs}
-            back = functools.partial(self._backward, outputs, saved)
+            back = functools.partial(self._backward, outputs, backward)
             self._last = Forward(outputs, self._read, back, self._lock)
             return self._last
 
@@ -216,7 +216,7 @@ class ForwardBackward(metaclass=Checked):
             )
         return self._last.backward(*gradients, **named)
 
-    def _backward(self, outputs: OrtValues, saved: Any, gradients: Mapping[str, Tensor]) -> Values:
+    def _backward(self, outputs: OrtValues, backward: Backward, gradients: Mapping[str, Tensor]) -> Values:
         seeds = {}
         for name, output in outputs.items():
             gradient = gradients.get(name)
@@ -231,7 +231,7 @@ class ForwardBackward(metaclass=Checked):
                 raise GraphoptError(
                     f"gradient of output {name!r}: expected none for type {value.dtype}, found one: leave it out"
                 )
-        values = self._engine.backward(saved, seeds)
+        values = backward(seeds)
         return Values({value_of(name): value for name, value in values.items()})
 
     @property

@@ -21,7 +21,7 @@ from graphopt.graph.roles import TRAINING_RUNTIME, Role, with_role
 from graphopt.graph.state import LEARNING_RATE
 from graphopt.graph.storage import whole
 from graphopt.graph.values import COUNTERS, name_of
-from graphopt.on_device.checkpoint import CHECKPOINT, checkpoint_bytes, fitting, read_checkpoint
+from graphopt.on_device.checkpoint import CHECKPOINT, checkpoint_bytes, declared, fitting, read_checkpoint
 from graphopt.pipeline import Pipeline, check_pipeline
 
 TRAINING, EVALUATION, OPTIMIZER = "training_model.onnx", "eval_model.onnx", "optimizer_model.onnx"
@@ -160,10 +160,8 @@ def from_checkpoint(model: Source, checkpoint: _PathLike) -> onnx.ModelProto:
             f"{', '.join(sorted(unknown)[:5])}: use the {EVALUATION} beside the checkpoint as the model"
         )
     for name, array in arrays.items():
-        x = values[name]
-        assert x.dtype is not None and x.shape is not None
-        expected = f"{x.dtype.numpy()}{[*x.shape]}"
-        fitting(f"{checkpoint}: parameter {name!r}", array, expected, "use the checkpoint of this model")
+        place = f"{checkpoint}: parameter {name!r}"
+        fitting(place, array, declared(values[name]), "use the checkpoint of this model")
     if state:
         return inference.trained(loaded, {name_of(x): arrays[name] for name, x in state.items()})
     for name, array in arrays.items():

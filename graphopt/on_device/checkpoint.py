@@ -12,6 +12,7 @@ import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ import onnx_ir as ir
 from graphopt.errors import GraphoptError
 from graphopt.graph.roles import TRAINING_RUNTIME
 from graphopt.graph.state import LEARNING_RATE
+from graphopt.graph.values import dims_of, dtype_of
 
 CHECKPOINT = "checkpoint"  # its name in a folder of artifacts
 _VERSION = 2  # of the format in onnxruntime-training 1.19.2
@@ -35,7 +37,7 @@ class DeviceState:
     untrained: dict[str, np.ndarray]  # running statistics and counters
     moments: dict[str, list[np.ndarray]] = field(
         default_factory=dict
-    )  # by parameter, in the optimizer's order
+    )  # by parameter, as the optimizer has them
     steps: int | None = None  # that the optimizer has done; None if the checkpoint does not say
 
 
@@ -45,6 +47,11 @@ def fitting(what: str, array: np.ndarray | None, expected: str, advice: str) -> 
     if array is None or found != expected:
         raise GraphoptError(f"{what}: expected {expected}, found {found}: {advice}")
     return array
+
+
+def declared(x: ir.Value) -> str:
+    """Return the type and shape of a weight or of other state as `fitting` expects them."""
+    return f"{dtype_of(x).numpy()}{[*dims_of(x)]}"
 
 
 def read_checkpoint(checkpoint: str | os.PathLike[str]) -> DeviceState:
@@ -87,7 +94,7 @@ def read_checkpoint(checkpoint: str | os.PathLike[str]) -> DeviceState:
     )
 
 
-def _classes() -> Any:
+def _classes() -> ModuleType:
     """Return the classes that read and write the checkpoint, which are in a folder of ONNX Runtime's tools."""
     try:
         import onnxruntime.tools.ort_format_model  # noqa: F401 - puts their folder on the path
@@ -160,7 +167,7 @@ class _Writer:
         self._builder = importlib.import_module("flatbuffers").Builder(size + 4096)
         self.text: Callable[[str], int] = self._builder.CreateString
 
-    def table(self, kind: str, **fields: Any) -> int:
+    def table(self, kind: str, **fields: object) -> int:
         schema = getattr(self._schema, kind)
         getattr(schema, f"{kind}Start")(self._builder)
         for name, value in fields.items():

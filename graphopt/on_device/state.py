@@ -13,7 +13,7 @@ from graphopt.graph.metadata import KIND, original_name
 from graphopt.graph.roles import STATE, Role, role_of, with_role
 from graphopt.graph.state import ACCUMULATED, STEP, owners
 from graphopt.graph.values import COUNTERS, name_of
-from graphopt.on_device.checkpoint import DeviceState, fitting
+from graphopt.on_device.checkpoint import DeviceState, declared, fitting
 from graphopt.on_device.graphs import COUNTED, OnDevice, moments
 from graphopt.runtime.checkpoint import load_state
 from passes.optimizers import Optimizer
@@ -98,7 +98,5 @@ def state_of_step(
             place = list(factors).index(kind)
             array = kept[place] / np.float32(factors[kind]) if place < len(kept) else None
             advice = advice if kept else _WITH_MOMENTS
-        assert x.dtype is not None and x.shape is not None
-        expected = f"{x.dtype.numpy()}{[*x.shape]}"
-        state[name_of(x)] = fitting(f"{where}: {name_of(x)!r}", array, expected, advice)
+        state[name_of(x)] = fitting(f"{where}: {name_of(x)!r}", array, declared(x), advice)
     return state

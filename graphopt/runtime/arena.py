@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def share_arena(ort: ModuleType, options: onnxruntime.SessionOptions) -> None:
-    """Let a session take buffers from the process's arena, which grows by as much as is asked for.
+    """Make a session take buffers from the process's arena, which grows by as much as is asked for.
 
     A session's own arena grows in powers of two. Without an arena, each step gets its memory from the system anew.
     """

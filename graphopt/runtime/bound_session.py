@@ -124,14 +124,14 @@ class BoundSession:
         self._types = {name_of(x): InputSpec(x).dtype for x in fed}
         # Of arrays that were fed last on the CPU: the copy of a small one, shape and element type; the same in a list
         # if all inputs were such arrays.
-        self._arrays: dict[str, tuple[ndarray | None, tuple[int, ...], np.dtype[Any]]] = {}
-        self._alike: list[tuple[str, ndarray | None, tuple[int, ...], np.dtype[Any]]] | None = None
+        self._arrays: dict[str, tuple[ndarray | None, tuple[int, ...], np.dtype[np.generic]]] = {}
+        self._alike: list[tuple[str, ndarray | None, tuple[int, ...], np.dtype[np.generic]]] | None = None
         self._note_arrays()
         self._alive: dict[str, object] = {}  # what inputs are bound to
         self._graph_inputs: dict[str, onnxruntime.OrtValue] = {}
         if device.graph_capture:
             self._graph_inputs = {name_of(x): buffer(device, zeros_of(x)) for x in fed}
-        self._readers: dict[str, Callable[[], Any]] = {}
+        self._readers: dict[str, Callable[[], object]] = {}
         self._own_outputs: dict[str, onnxruntime.OrtValue] = {}
         self.state_is_finite = False
         self._check: ndarray | None = np.zeros((), np.float32) if check else None
@@ -160,10 +160,10 @@ class BoundSession:
             self._copied_by_binding.append({name: inputs[name] for name in on_host if name in inputs})
         self._binders = [each._iobinding.bind_input for each in self._bindings]
         self._rebinds = bool(self._places or any(self._copied_by_binding))
-        self._options: list[Any] = [None, None]
+        self._options: list[onnxruntime.RunOptions | None] = [None, None]
         if device.graph_capture:
-            self._options = [device.ort.RunOptions() for _ in range(2)]
-            for number, run in enumerate(self._options, 1):
+            for number in (1, 2):
+                run = self._options[number - 1] = device.ort.RunOptions()
                 run.add_run_config_entry("gpu_graph_id", str(number))
         self._prepare()
 
@@ -175,8 +175,8 @@ class BoundSession:
     def again(
         self,
         source: int,
-        feeds: Mapping[str, Any],
-        check: Callable[[Mapping[str, Any]], None] | None = None,
+        feeds: Mapping[str, Tensor],
+        check: Callable[[Mapping[str, Tensor]], None] | None = None,
     ) -> Reported | None:
         """Do what `call` does for arrays like those of the latest call; return None if one is not like that.
 
@@ -247,7 +247,7 @@ class BoundSession:
         return {name: reported[name] for name in self._report}
 
     def _reuse_arrays(self, reported: Reported) -> None:
-        """Have the next calls, whose inputs have the same shapes, write small outputs to the same arrays."""
+        """Bind small outputs to arrays for the next calls, whose inputs have the same shapes."""
         readers = dict(self._readers)
         for name in self._follow:
             array = reported[name]
@@ -262,7 +262,7 @@ class BoundSession:
         self._prepare()
 
     def _release_outputs(self) -> None:
-        """Have the runtime allocate outputs again."""
+        """Return the allocation of outputs to the runtime."""
         for each in self._bindings:
             for name in self._places:
                 each.bind_output(name, *self._place)
@@ -312,7 +312,7 @@ class BoundSession:
         *numbers, self._check = vectors.T
         return {name: number_or_array(np.asarray(x)) for name, x in zip(self._packed, numbers, strict=False)}
 
-    def _feed(self, binding: onnxruntime.IOBinding, name: str, tensor: Tensor) -> Any:
+    def _feed(self, binding: onnxruntime.IOBinding, name: str, tensor: Tensor) -> object:
         """Bind an input to a tensor, or to a reusable copy of a small tensor; return the object to keep alive."""
         self._arrays.pop(name, None)
         if not isinstance(tensor, ndarray):

@@ -45,7 +45,7 @@ def save_state(
 def state_bytes(state: Mapping[str, np.ndarray]) -> bytes:
     """Return a safetensors file of arrays by name, without a checksum and properties.
 
-    Its layout depends on names, types and shapes alone: files of other numbers have the same header.
+    Its layout depends only on names, types and shapes: files of other numbers have the same header.
     """
     return safetensors.numpy.save(_contiguous(state))
 

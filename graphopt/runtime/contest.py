@@ -254,9 +254,8 @@ class Contest:
         return rehearsal is None or not rehearsal.is_running
 
 
-Step = tuple[
-    int, Mapping[str, Tensor], float | None
-]  # source, feeds, and the seconds of the last step, if it ran
+# Source, feeds, and the seconds of the last step, if it ran.
+Step = tuple[int, Mapping[str, Tensor], float | None]
 
 
 def live(contest: Contest, memory: Memory, plain: BoundSession) -> Generator[BoundSession, Step, str | None]:

@@ -8,7 +8,6 @@ import platform
 import sys
 import threading
 from collections.abc import Callable
-from typing import Any
 
 FLUSH = 0x8040  # the bits FTZ and DAZ of the register MXCSR: denormal results are 0, and denormal operands count as 0
 
@@ -39,7 +38,7 @@ class Flushing(threading.local):
         put(before)
 
 
-Switches = tuple[Callable[[Any], None], Callable[[Any], None], Any, Any]
+Switches = tuple[Callable[[object], None], Callable[[object], None], object, object]
 AS_THEY_ARE: Switches = (lambda _: None, lambda _: None, None, None)  # `modes` where nothing is to change
 
 

@@ -8,6 +8,7 @@ import functools
 import weakref
 from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass, field
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from graphopt.errors import GraphoptError
@@ -40,7 +41,7 @@ class Device(DeviceOptions):
     machine: Provider = field(init=False, repr=False)
     kind: str = field(init=False, repr=False)
     index: int = field(init=False, repr=False)
-    ort: Any = field(init=False, repr=False)
+    ort: ModuleType = field(init=False, repr=False)
     flushing: Flushing | None = field(init=False, repr=False)
     execution_provider: str = field(init=False, repr=False)
     runtime_target: Target = field(init=False, repr=False)
@@ -71,7 +72,7 @@ class Device(DeviceOptions):
             object.__setattr__(self, name, fact)
         machine.start()
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         """Copy the name and the options: a copy, in this process or another one, opens the device itself."""
         chosen = {each.name: getattr(self, each.name) for each in dataclasses.fields(self) if each.init}
         return functools.partial(type(self), **chosen), ()
@@ -94,7 +95,7 @@ class Device(DeviceOptions):
         return device
 
     @property
-    def lock(self) -> contextlib.AbstractContextManager[Any]:
+    def lock(self) -> contextlib.AbstractContextManager[object]:
         """Return the lock to hold while anything is done on the device; of other devices than WebGPU, threads share."""
         return self.machine.lock or contextlib.nullcontext()
 
@@ -158,7 +159,7 @@ class Device(DeviceOptions):
 _OPTIONS = dataclasses.fields(DeviceOptions)
 
 
-def _runtime() -> Any:
+def _runtime() -> ModuleType:
     try:
         import onnxruntime
     except ImportError as error:

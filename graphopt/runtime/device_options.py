@@ -20,7 +20,7 @@ NATIVE_VARIABLE, VERIFY = "GRAPHOPT_NATIVE", "GRAPHOPT_VERIFY"  # of the environ
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class DeviceOptions(metaclass=Checked):
+class DeviceOptions(Checked):
     """Declare the options of a device. A new option needs a field here and a line in a recipe.
 
     Args:
@@ -130,7 +130,7 @@ def verify_of(options: DeviceOptions) -> bool | str:
     return "first" if verify == "auto" else verify
 
 
-def _resolved(name: str, variable: str, option: Any, further: Sequence[str] = ()) -> bool | str:
+def _resolved(name: str, variable: str, option: object, further: Sequence[str] = ()) -> bool | str:
     """Return an option, or the environment's: a Boolean, `auto`, or a further word."""
     words: dict[str, bool | str] = {"true": True, "false": False, "auto": "auto"}
     words |= {word: word for word in further}

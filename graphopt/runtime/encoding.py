@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -15,6 +14,7 @@ from graphopt.graph.values import name_of
 from graphopt.runtime.device import Device
 from graphopt.runtime.session import Session
 from graphopt.runtime.signature import InputSpec
+from graphopt.runtime.tensors import Tensor
 
 
 class Encoding:
@@ -41,7 +41,7 @@ class Encoding:
         named = {name: fed.get(name) or set_role(own[name], Role.DATA) for name in note.inputs if name in own}
         self.inputs: dict[str, ir.Value] = {**named, **fed}
 
-    def encoded(self, feeds: Mapping[str, Any]) -> Mapping[str, Any]:
+    def encoded(self, feeds: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Return the tensors that a training graph takes; those that have no strings as they are.
 
         Raises:
@@ -63,7 +63,7 @@ def encoding_of(device: Device, model: ir.Model) -> Encoding | None:
     return None if note is None else Encoding(device, model, note)
 
 
-def _array(spec: InputSpec, cells: Any) -> np.ndarray:
+def _array(spec: InputSpec, cells: object) -> np.ndarray:
     """Return what an input is fed, with strings as ONNX Runtime takes them."""
     array = np.asarray(cells)
     if spec.dtype != object:

@@ -7,7 +7,7 @@ import hashlib
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import onnx_ir as ir
 
@@ -55,7 +55,7 @@ def evaluation_of(
 
     Args:
         as_numpy: return NumPy arrays; otherwise values on the device.
-        alone: whether this process alone changes the state.
+        alone: whether only this process changes the state.
     """
     outputs = {name_of(y): y for y in model.graph.outputs}
     part = inference.extract(model, [outputs[name] for name in names])
@@ -85,7 +85,7 @@ class Evaluation:
         self._session = Session(self._device, self._part)
 
     def again(
-        self, feeds: Mapping[str, Tensor], check: Callable[[Mapping[str, Any]], None] | None
+        self, feeds: Mapping[str, Tensor], check: Callable[[Mapping[str, Tensor]], None] | None
     ) -> Reported | None:
         """Compute outputs from arrays like those of the latest call, after a check.
 
@@ -162,7 +162,7 @@ class ChosenEvaluation(Evaluation):
             self._choice = Choice()
 
     def again(
-        self, feeds: Mapping[str, Tensor], check: Callable[[Mapping[str, Any]], None] | None
+        self, feeds: Mapping[str, Tensor], check: Callable[[Mapping[str, Tensor]], None] | None
     ) -> Reported | None:
         form, buffers = self._settled, self._buffers
         if form is None or self._version != buffers.version or self._sets is not buffers.sets:

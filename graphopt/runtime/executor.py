@@ -147,7 +147,7 @@ class Executor(ExecutorState):
 
     Attributes:
         options: the options.
-        workers: the workers that train together; in most executors, this process alone.
+        workers: the workers that train together; in most executors, only this process.
 
     Raises:
         GraphoptError: no ONNX Runtime is installed, the device or the provider is not available, or the graph trains
@@ -265,7 +265,7 @@ class Executor(ExecutorState):
 
     def _unlike(
         self, seen: Seen, feeds: Mapping[str, Tensor], check: Callable[[Mapping[str, Tensor]], object]
-    ) -> tuple[dict[str, Any], Mapping[str, Tensor]]:
+    ) -> tuple[dict[str, Tensor], Mapping[str, Tensor]]:
         """Separate hyperparameters from tensors, and check these unless they are like the last ones."""
         if feeds in seen:
             return {}, feeds
@@ -467,7 +467,7 @@ class Executor(ExecutorState):
         warnings.warn(message + (", step skipped" if chosen == "skip" else ""), stacklevel=3)
         return chosen == "warn"
 
-    def _split(self, feeds: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    def _split(self, feeds: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Separate the hyperparameters in `feeds` from the tensors."""
         fed = {name: value for name, value in feeds.items() if name in self.hyperparameters}
         tensors = {name: tensor for name, tensor in feeds.items() if name not in fed}

@@ -42,8 +42,11 @@ _SETTER = "update_state({name: array})"
 _BASE = "graphopt.base"  # of adapters: a digest of the weights beside which they train
 
 
-class ExecutorState(metaclass=Checked):
-    """Hold a training graph, its options, its state on a device, and the number of batches so far."""
+class ExecutorState(Checked):
+    """Hold a training graph, its options, its state on a device, and the number of batches so far.
+
+    An executor is one, and has none: all of these members are public there, and would need as many that forward them.
+    """
 
     Options: ClassVar[type[ExecutorOptions]] = ExecutorOptions  # explains the options to the command
     options: ExecutorOptions
@@ -340,7 +343,7 @@ class ExecutorState(metaclass=Checked):
         """Return the values of the hyperparameters by name."""
         return self._buffers.hyperparameters
 
-    def set_hyperparameters(self, **values: Any) -> None:
+    def set_hyperparameters(self, **values: object) -> None:
         """Set hyperparameters for all later steps.
 
         Raises:

@@ -11,7 +11,6 @@ import time
 import warnings
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -55,7 +54,7 @@ from graphopt.targets.native.toolchain import logger
 from graphopt.targets.packing import pack_numbers
 from graphopt.targets.target import ONNXRUNTIME
 
-MARK = b"\xa5"  # no step computes a state of these bytes alone
+MARK = b"\xa5"  # no step computes a state of only these bytes
 
 
 @dataclass(eq=False)
@@ -127,7 +126,7 @@ class StepSessions:
         if not self.device.on_cpu or not native or options.native is False:
             return None
         is_large = is_large_enough([model]) if options.is_large is None else options.is_large
-        # Of float16, kernels round each result and ONNX Runtime some: they may overflow in one form alone.
+        # Of float16, kernels round each result and ONNX Runtime some: they may overflow in only one form.
         types = (y.dtype for node in model.graph.all_nodes() for y in node.outputs)
         if native == "auto" and (not is_large or ir.DataType.FLOAT16 in types):
             return None
@@ -173,13 +172,11 @@ class StepSessions:
     def _bound(self, lowered: Lowered | None) -> BoundSession | None:
         if lowered is None:
             return None
-        check = None if self.several else lowered.check
-        kernels = {"library": lowered.library, "check": check, "shared": lowered.shared}
-        form = self._opened(lowered.model, "kernels", **kernels)
+        form = self._opened(lowered.model, "kernels", lowered)
         self._digest, self._has_shared = lowered.digest, bool(lowered.shared)
         return form
 
-    def _opened(self, model: ir.Model, name: str, **kernels: Any) -> BoundSession:
+    def _opened(self, model: ir.Model, name: str, lowered: Lowered | None = None) -> BoundSession:
         """Open the session of a graph of one step, lowered or not; of several steps if they are to run."""
         options, packed = self.options, []
         if self._has_shared:  # by kernels that are not taken
@@ -189,7 +186,11 @@ class StepSessions:
             packed = pack_numbers(model, options.report, self.buffers.infinite)
         if self.several:
             model = with_shapes(unrolled(model), self.shapes)
-        return BoundSession(self.device, model, self.buffers, options, name, packed=packed, **kernels)
+        given = self.device, model, self.buffers, options, name
+        if lowered is None:
+            return BoundSession(*given, packed=packed)
+        check = None if self.several else lowered.check
+        return BoundSession(*given, lowered.library, check, lowered.shared, packed)
 
     @contextlib.contextmanager
     def _guarded(self) -> Iterator[None]:

@@ -21,9 +21,8 @@ def placement_of(device: Device, model: ir.Model) -> FrozenPlacement:
     """Return where the frozen weights of a graph lie: the option `frozen`, or what fits their size."""
     if device.frozen != "auto":
         return device.frozen
-    is_compiled = (
-        device.machine.in_host_memory and not device.on_cpu
-    )  # by other providers, which want constants
+    # Other providers for CPUs compile graphs, and want constants.
+    is_compiled = device.machine.in_host_memory and not device.on_cpu
     return "packed" if is_compiled else placement_by_size(model)
 
 

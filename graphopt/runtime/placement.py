@@ -1,4 +1,4 @@
-"""Say where the nodes of a step run, and why some run on the CPU although the device is another one."""
+"""Report where the nodes of a step run, and why some run on the CPU although the device is another one."""
 
 from __future__ import annotations
 

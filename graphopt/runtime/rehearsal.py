@@ -66,7 +66,7 @@ class Rehearsal:
         return self._process.poll() is None
 
     def compare_on(self, sample: Sample | None) -> None:
-        """Have it compare a step on these numbers with the plain one, or end without that."""
+        """Make it compare a step on these numbers with the plain one, or end without that."""
         self.is_told = True
         if sample is not None:
             (Path(self._folder.name) / "sample").write_bytes(pickle.dumps(sample))
@@ -138,8 +138,7 @@ def _listen(told: threading.Event) -> None:
 
     It is a pipe from the process that started this one, and closes when that process ends, in whatever way.
     """
-    while os.read(
-        sys.stdin.fileno(), 1
-    ):  # a read of the file object would hold its lock when this process ends
+    # A read of the file object would hold its lock when this process ends.
+    while os.read(sys.stdin.fileno(), 1):
         told.set()
     os._exit(1)

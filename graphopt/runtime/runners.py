@@ -9,7 +9,7 @@ import time
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from operator import attrgetter, itemgetter
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import onnx_ir as ir
@@ -36,7 +36,7 @@ class Runner(Protocol):
     gradients.
     """
 
-    def check(self, feeds: Mapping[str, Any]) -> None:
+    def check(self, feeds: Mapping[str, Tensor]) -> None:
         """Check the tensors of the next steps, which have the same names, shapes and types; choose their sessions.
 
         Raises:
@@ -69,7 +69,7 @@ class Runner(Protocol):
 
 
 class Rounds(Protocol):
-    """Let workers train separately, and synchronize them every few steps, which are a round."""
+    """Train workers separately, and synchronize them every few steps, which are a round."""
 
     @property
     def is_synchronized(self) -> bool:
@@ -104,10 +104,10 @@ class StepRunner(Runner):
     ) -> None:
         self._parts, self._options, self._single = (device, model, buffers), options, single
         self.signature = Signature(device, with_role(unrolled(model) if single else model, *FED))
-        self._by_shapes: dict[Any, StepForms] = {}
+        self._by_shapes: dict[tuple[tuple[str, Sequence[int]], ...], StepForms] = {}
         self._forms = None if options.static_shapes else self._opened()
 
-    def check(self, feeds: Mapping[str, Any]) -> None:
+    def check(self, feeds: Mapping[str, Tensor]) -> None:
         shapes = self.signature.check(feeds)
         if self._options.static_shapes:
             key = tuple(sorted(shapes.items()))

@@ -6,7 +6,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Container, Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import onnx_ir as ir
@@ -113,12 +113,12 @@ class Session:
         self,
         binding: onnxruntime.IOBinding,
         options: onnxruntime.RunOptions | None = None,
-        readers: Iterable[tuple[str, Callable[[], Any]]] = (),
-    ) -> Callable[[], dict[str, Any]]:
+        readers: Iterable[tuple[str, Callable[[], object]]] = (),
+    ) -> Callable[[], dict[str, object]]:
         """Return a function that runs once on a binding, and returns what `readers` read then, by name.
 
-        Its calls must not overlap. It raises the errors of `execute`. What it needs is looked up here, since a step
-        takes only some microseconds.
+        Its calls must not overlap. It raises a GraphoptError if the runtime fails, or if a file of weights has changed.
+        What it needs is looked up here, since a step takes only some microseconds.
         """
         # The wrapper of `run` in Python takes 0.3 us; without options, it makes new ones for each run, in 0.7 us.
         run, bound, chosen = self.ort._sess.run_with_iobinding, binding._iobinding, options or self._options
@@ -127,7 +127,7 @@ class Session:
         get, put, before, flushing = modes() if self.device.flushing else AS_THEY_ARE
         files = self._files
 
-        def once() -> dict[str, Any]:
+        def once() -> dict[str, object]:
             if files:
                 self._check_files()
             get(before)
@@ -144,14 +144,6 @@ class Session:
             return outputs
 
         return once
-
-    def execute(self, binding: onnxruntime.IOBinding, options: onnxruntime.RunOptions | None = None) -> None:
-        """Run once on a binding.
-
-        Raises:
-            GraphoptError: the runtime fails, or a file of weights has changed.
-        """
-        self.prepared(binding, options)()
 
     def _check_files(self) -> None:
         """Raise an error if a file of weights has changed that the session reads."""
@@ -195,7 +187,7 @@ class Session:
         names = [name for name in self.outputs if name not in leave_out]
         for name in names:
             binding.bind_output(name, *self.device.machine.place)
-        self.execute(binding, self.device.machine.run_options(low_memory=self.frozen == "low"))
+        self.prepared(binding, self.device.machine.run_options(low_memory=self.frozen == "low"))()
         return dict(zip(names, binding.get_outputs(), strict=True))
 
     def compute_arrays(self, feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -206,7 +198,7 @@ class Session:
             )
         return dict(zip(self.outputs, self.run({name: feeds[name] for name in self.inputs}), strict=True))
 
-    def run(self, feeds: Mapping[str, Any]) -> list[np.ndarray]:
+    def run(self, feeds: Mapping[str, object]) -> list[np.ndarray]:
         """Run once on arrays for all inputs, and return all outputs in order.
 
         Raises:
@@ -226,7 +218,9 @@ class Session:
             raise self.stopped(error) from error
 
 
-def _holding(lock: contextlib.AbstractContextManager[Any], run: Callable[..., None]) -> Callable[..., None]:
+def _holding(
+    lock: contextlib.AbstractContextManager[object], run: Callable[..., None]
+) -> Callable[..., None]:
     """Return a function that calls another and holds a lock."""
 
     def held(*arguments: object) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import onnx_ir as ir
@@ -19,6 +19,7 @@ from graphopt.runtime.tensors import Tensor, on_host, to_ort
 if TYPE_CHECKING:
     import onnxruntime
 
+Description = list[tuple[str, object, object]]  # of tensors: names, shapes and types
 Dimension = tuple[str, list[tuple[str, int]]]  # a name, and the inputs and axes that share the dimension
 
 
@@ -72,7 +73,7 @@ class InputSpec:
     def __str__(self) -> str:
         return f"{self._kind} {self.name!r}"
 
-    def widens(self, tensor: Any) -> bool:
+    def widens(self, tensor: Tensor) -> bool:
         """Return whether a tensor is an array of integers that fit into the input's larger ones."""
         return (
             isinstance(tensor, np.ndarray)
@@ -86,7 +87,7 @@ class InputSpec:
         """Return zeros of the input's type and shape; a dimension that is not in `sizes` is 1."""
         return np.zeros([d if isinstance(d, int) else sizes.get(d.value, 1) for d in self._dims], self.dtype)
 
-    def converted(self, device: Device, tensor: Any) -> onnxruntime.OrtValue:
+    def converted(self, device: Device, tensor: Tensor) -> onnxruntime.OrtValue:
         """Return a tensor as a value of ONNX Runtime.
 
         Raises:
@@ -99,7 +100,7 @@ class InputSpec:
         self.check_type(np.dtype(ir.DataType(value.element_type()).numpy()), value.shape())
         return value
 
-    def check_type(self, dtype: np.dtype[Any], shape: Sequence[int]) -> None:
+    def check_type(self, dtype: np.dtype[np.generic], shape: Sequence[int]) -> None:
         """Raise an error unless an element type and a shape are right; a scalar may have any type."""
         if dtype != self.dtype and self.shape != ():
             raise GraphoptError(f"{self}: expected {self.dtype}, found {dtype}: convert it with .astype")
@@ -127,7 +128,7 @@ class Signature:
         self._shared = shared_dimensions(values)
         self.labels = {name_of(x): labels for x in values if (labels := labels_of(x)) is not None}
 
-    def completed(self, tensors: Mapping[str, Any]) -> Mapping[str, Any]:
+    def completed(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Return tensors with integers in the type of their input, and with zeros for inputs that nothing reads."""
         if not isinstance(tensors, Mapping):
             names = ", ".join(f"{name!r}: ..." for name in self.accepted)
@@ -195,7 +196,7 @@ class Signature:
                 raise GraphoptError(f"input {name!r}: expected {labels}, found {label}")
 
 
-def description(tensors: Mapping[str, Any]) -> list[Any]:
+def description(tensors: Mapping[str, Tensor]) -> Description:
     """Return the names, shapes and types of tensors."""
     return [(name, getattr(x, "shape", None), getattr(x, "dtype", None)) for name, x in tensors.items()]
 
@@ -204,12 +205,12 @@ class Seen:
     """Recognize tensors that are like those that were checked last: their names, shapes and types are equal."""
 
     def __init__(self) -> None:
-        self._facts: list[Any] | None = None
+        self._facts: Description | None = None
 
-    def __contains__(self, tensors: Mapping[str, Any]) -> bool:
+    def __contains__(self, tensors: Mapping[str, Tensor]) -> bool:
         return self._facts == description(tensors)
 
-    def add(self, tensors: Mapping[str, Any]) -> list[Any]:
+    def add(self, tensors: Mapping[str, Tensor]) -> Description:
         """Take tensors for checked, and return their description."""
         self._facts = description(tensors)
         return self._facts

@@ -23,6 +23,7 @@ from graphopt.runtime.signature import InputSpec
 from graphopt.runtime.tensors import (
     Allocate,
     OrtValues,
+    Tensor,
     allocated,
     buffer,
     buffers,
@@ -43,14 +44,14 @@ class Copies(dict[str, Any]):
         setter: the method of an executor that changes it, as it is called.
     """
 
-    def __init__(self, values: Mapping[str, Any], setter: str) -> None:
+    def __init__(self, values: Mapping[str, object], setter: str) -> None:
         super().__init__(values)
         self._setter = setter
         for x in values.values():
             if isinstance(x, np.ndarray):
                 x.flags.writeable = False
 
-    def _refuse(self, *given: Any, **named: Any) -> NoReturn:
+    def _refuse(self, *given: object, **named: object) -> NoReturn:
         raise GraphoptError(
             f"expected no change of a copy, which would not change the executor, found one: write "
             f"executor.{self._setter}, or copy the values, dict(...)"
@@ -58,7 +59,7 @@ class Copies(dict[str, Any]):
 
     __setitem__ = __delitem__ = __ior__ = clear = pop = popitem = setdefault = update = _refuse
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return dict, (dict(self),)
 
 
@@ -113,7 +114,9 @@ class StateBuffers:
         first = self.sets[0]
         self._double({name: first[name].numpy() for name in first if name in self.updated})
 
-    def advance(self, reported: Mapping[str, Any], is_checked: bool = False, batches: int = 1) -> str | None:
+    def advance(
+        self, reported: Mapping[str, Tensor], is_checked: bool = False, batches: int = 1
+    ) -> str | None:
         """Make the next step read the set that the last one wrote, unless numbers are not finite; then say which.
 
         Args:
@@ -178,7 +181,7 @@ class StateBuffers:
             array = np.asarray(array)
             self._inputs[name].check_type(array.dtype, array.shape)
 
-    def check_hyperparameters(self, values: Mapping[str, Any]) -> None:
+    def check_hyperparameters(self, values: Mapping[str, object]) -> None:
         """Raise an error unless values are of hyperparameters, have their types and shapes, and are valid numbers."""
         for name, value in values.items():
             if name not in self.hyperparameters:
@@ -194,7 +197,7 @@ class StateBuffers:
                     f"hyperparameter {name!r}: expected a finite number{least}, found {value}"
                 )
 
-    def feed(self, values: Mapping[str, Any]) -> None:
+    def feed(self, values: Mapping[str, object]) -> None:
         """Replace hyperparameters. If a value is invalid, nothing is replaced, and an error is raised."""
         self.check_hyperparameters(values)
         for name, value in values.items():
@@ -203,7 +206,7 @@ class StateBuffers:
                 overwrite(self._device, self.fed[name], array)
                 self._note({name: number_or_array(np.array(array))})
 
-    def _note(self, values: Mapping[str, Any]) -> None:
+    def _note(self, values: Mapping[str, object]) -> None:
         """Note the values of hyperparameters."""
         self.hyperparameters = Copies({**self.hyperparameters, **values}, "set_hyperparameters(name=value)")
 

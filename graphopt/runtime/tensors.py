@@ -6,7 +6,7 @@ import functools
 import sys
 from collections.abc import Callable, Mapping
 from math import isfinite
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import onnx_ir as ir
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import onnxruntime
 
 Allocate = Callable[[int], np.ndarray]  # returns zeros of so many bytes
-OrtValues = Mapping[str, Any]  # to OrtValues of ONNX Runtime
+OrtValues: TypeAlias = "Mapping[str, onnxruntime.OrtValue]"
 Tensor = Any  # an np.ndarray, an OrtValue of ONNX Runtime, or an object that supports DLPack
 _HOST = 1  # DLPack's device type for host memory
 _ALIGNED = 64  # bytes, the alignment of the runtime's own buffers
@@ -89,7 +89,7 @@ def share(device: Device, array: np.ndarray) -> onnxruntime.OrtValue:
     return device.machine.share(array)
 
 
-def to_ort(device: Device, tensor: Tensor, dtype: np.dtype[Any]) -> onnxruntime.OrtValue:
+def to_ort(device: Device, tensor: Tensor, dtype: np.dtype[np.generic]) -> onnxruntime.OrtValue:
     """Return a tensor as a value of ONNX Runtime. Only arrays are copied, and only to a GPU.
 
     Raises:
@@ -150,12 +150,12 @@ def on_host(device: Device, tensor: Tensor) -> np.ndarray | None:
     return None
 
 
-def number_or_array(array: np.ndarray) -> Any:
+def number_or_array(array: np.ndarray) -> object:
     """Return an array, or a Python number for an array of rank 0."""
     return array if array.ndim else array.item()
 
 
-def is_finite(numbers: Any) -> bool:
+def is_finite(numbers: float | np.ndarray) -> bool:
     """Return whether a number, or each number of an array, is finite: `numpy.isfinite` takes a microsecond for one."""
     return isfinite(numbers) if np.ndim(numbers) == 0 else bool(np.isfinite(numbers).all())
 
@@ -168,6 +168,9 @@ def check_rows(feeds: Mapping[str, Tensor]) -> None:
 
 def rows_of(feeds: Mapping[str, Tensor]) -> int:
     """Return the number of rows of a batch."""
-    shapes: list[Any] = [getattr(x, "shape", ()) for x in feeds.values()]
-    sizes = (shape() if callable(shape) else shape for shape in shapes)
-    return next((int(size[0]) for size in sizes if len(size)), 1)
+    for x in feeds.values():
+        shape = getattr(x, "shape", None)
+        size = shape() if callable(shape) else shape  # a method of OrtValues
+        if size:
+            return int(size[0])
+    return 1

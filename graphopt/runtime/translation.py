@@ -18,10 +18,10 @@ from graphopt.graph.operators import PRODUCTS
 from graphopt.graph.roles import FED, Role, with_role
 from graphopt.graph.values import name_of, next_of, tensor_bytes
 from graphopt.runtime.bound_session import BoundSession
+from graphopt.runtime.checks.slopes import ROUNDINGS, ROUNDINGS_OF_NOISE, Arrays
 from graphopt.runtime.checks.verdicts import (
-    LARGEST,
+    LARGEST_REPRODUCER,
     ROOM,
-    Arrays,
     digest_of,
     read_note,
     write_note,
@@ -33,11 +33,11 @@ from graphopt.runtime.signature import Signature
 from graphopt.runtime.state_buffers import StateBuffers
 from graphopt.runtime.tensors import OrtValues, Tensor, overwrite, to_ort
 
-STEPS = 2  # of a call of several
-TRIALS = 8  # steps on noisy numbers, to see how much of a difference is rounding
-NOISE = 16  # roundings
+COMPARED_STEPS = 2  # of a call of several
+NOISY_STEPS = 8  # to see how much of a difference is rounding
+MOST_ROUNDINGS = 1000  # by which numbers of float32 may differ
+MOST_NARROW_ROUNDINGS = 30  # and those of 16 bits, or of products of lower precision
 LARGEST_STATE = 2**28  # bytes of a state that another process reads
-UNITS = {ir.DataType.FLOAT16: 2.0**-10, ir.DataType.BFLOAT16: 2.0**-7, ir.DataType.FLOAT: 2.0**-23}
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Translation:
         several: bool,
     ) -> None:
         self._device, self._plain, self._buffers = device, plain, buffers
-        # Of WebGPU, the plain step is not to be trusted: some kernels are missing, and some are wrong.
+        # The plain step on WebGPU is no reference: some kernels are missing, and some are wrong.
         on_cpu = functools.partial(Device, threads=device.threads, custom_ops=device.custom_ops)
         self._oracle = device if device.machine.is_oracle else on_cpu()
         self._fixed, self._several = fixed, several
@@ -86,7 +86,7 @@ class Translation:
         compared = {*report, *fixed, *map(next_of, buffers.updated)}
         self._left_out = {name_of(y) for y in plain.graph.outputs} - compared
         types = [y.dtype for node in plain.graph for y in node.outputs if y.dtype is not None]
-        self._rounding = max(UNITS.get(dtype, 2.0**-52) for dtype in types)
+        self._rounding = max(ROUNDINGS.get(dtype, 2.0**-52) for dtype in types)
         self._has_floats = ir.DataType.FLOAT in types
 
     @functools.cached_property
@@ -138,13 +138,13 @@ class Translation:
     def _difference(self, form: BoundSession, source: int, feeds: Mapping[str, Tensor], digest: str) -> str:
         """Return the line that tells of a difference, or an empty one."""
         if self._several:
-            feeds = {name: x[:STEPS] for name, x in feeds.items()}
+            feeds = {name: x[:COMPARED_STEPS] for name, x in feeds.items()}
         data, state = self._signature.arrays(feeds), _arrays(self._buffers.sets[source])
         expected = self._stepped(self._reference, state, data)
         if not all(np.isfinite(x).all() for x in expected.values() if x.dtype.kind == "f"):
             return ""
         errors = self._errors(expected, self._run(form, source, feeds, state), state, state)
-        limit = (30 if self._unit > 1e-6 else 1000) * self._unit
+        limit = (MOST_NARROW_ROUNDINGS if self._unit > 1e-6 else MOST_ROUNDINGS) * self._unit
         if max(errors.values(), default=0.0) <= limit:
             return ""
         errors = self._beyond_rounding(errors, limit, expected, state, data)
@@ -167,7 +167,7 @@ class Translation:
         if not self._several:
             return self._once(session, state | data)
         reports: list[Arrays] = []
-        for i in range(STEPS):
+        for i in range(COMPARED_STEPS):
             outputs = self._once(session, state | {name: np.asarray(x[i]) for name, x in data.items()})
             state = {name: outputs.pop(next_of(name), x) for name, x in state.items()}
             reports.append(outputs)
@@ -187,7 +187,7 @@ class Translation:
     ) -> dict[str, float]:
         """Return the errors that noise of some roundings in weights and data does not explain, in a few trials."""
         rng, noisy_inputs = np.random.default_rng(0), {x.name for x in with_role(self._plain, Role.DATA)}
-        for trial in range(TRIALS):
+        for trial in range(NOISY_STEPS):
             noisy = {name: self._noisy(x, rng) for name, x in state.items()}
             fed = {name: self._noisy(x, rng) if name in noisy_inputs else x for name, x in data.items()}
             model = self._plain.clone()
@@ -206,7 +206,7 @@ class Translation:
     def _noisy(self, x: np.ndarray, rng: np.random.Generator) -> np.ndarray:
         if x.dtype.kind != "f":
             return x
-        return (x * (1 - NOISE * self._unit * rng.random(x.shape))).astype(x.dtype)
+        return (x * (1 - ROUNDINGS_OF_NOISE * self._unit * rng.random(x.shape))).astype(x.dtype)
 
     def _errors(self, expected: Arrays, results: Arrays, before: Arrays, other: Arrays) -> dict[str, float]:
         """Return the relative differences of outputs; of new state, those of its change from `before` and `other`."""
@@ -266,7 +266,7 @@ class Translation:
 
 
 def _round_products(model: ir.Model, unit: float, trial: int) -> None:
-    """Let products read noisy operands, as those of lower precision do.
+    """Add noise to the operands of products, as lower precision does.
 
     Noise in weights and data does not show what rounding of operands does to a gradient that is 0 for all of these, as
     of a bias before a normalization or of the keys' bias, by which Adam divides.
@@ -276,16 +276,16 @@ def _round_products(model: ir.Model, unit: float, trial: int) -> None:
             for index in (0, 1) if node.op_type in PRODUCTS and not node.domain else ():
                 x = node.inputs[index]
                 if x is not None and x.dtype == ir.DataType.FLOAT:
-                    seed = float(TRIALS * (2 * i + index) + trial)
+                    seed = float(NOISY_STEPS * (2 * i + index) + trial)
                     noise = op.RandomUniformLike(x, low=1 - unit, high=1 + unit, seed=seed)
                     node.replace_input_with(index, op.Mul(x, noise))
     model.graph.sort()
 
 
 def _smallest_weights(model: ir.Model) -> Iterator[tuple[ir.Value, ir.TensorProtocol]]:
-    """Yield the weights that do not train, from the smallest on, as many as have `LARGEST` bytes together."""
+    """Yield the smallest weights that do not train, as many as have `LARGEST_REPRODUCER` bytes together."""
     weights = [(x, x.const_value) for x in model.graph.initializers.values() if x.const_value is not None]
-    room = LARGEST
+    room = LARGEST_REPRODUCER
     for x, tensor in sorted(weights, key=lambda pair: tensor_bytes(pair[1])):
         room -= tensor_bytes(tensor)
         if room >= 0 and tensor.size > 1:

@@ -1,4 +1,4 @@
-"""Let a training graph report, in one number, whether its loss and its new state are finite."""
+"""Add a number to a training graph that reports whether its loss and its new state are finite."""
 
 from __future__ import annotations
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import onnx_ir as ir
 
@@ -13,7 +12,7 @@ from graphopt.graph.emitter import Emitter
 from graphopt.graph.metadata import IN_BLOCKS
 from graphopt.graph.operators import ELEMENTWISE_OPERATORS, MATRIX_PRODUCTS
 from graphopt.graph.rewriting import remove_unused_nodes
-from graphopt.graph.values import like
+from graphopt.graph.values import dims_of, like
 
 
 @dataclass(eq=False)
@@ -63,11 +62,10 @@ class ScanParts:
 
     def stacked(self, x: ir.Value) -> ir.Value:
         """Return a new value that stacks `x` of all steps."""
-        assert x.shape is not None
         first = self.inputs[0]
         steps = None if first.sequence.shape is None else first.sequence.shape[first.axis]
         name = f"{self.node.outputs[0].name}/{x.name}"
-        return ir.Value(name=name, type=x.type, shape=ir.Shape([steps, *x.shape]))
+        return ir.Value(name=name, type=x.type, shape=ir.Shape([steps, *dims_of(x)]))
 
     def sequence_of(self, x: ir.Value) -> ScanRows | None:
         """Return the sequence whose row is `x`, or None."""
@@ -95,7 +93,7 @@ class ScanParts:
         graph.remove(self.node, safe=True)
 
     def read_inputs(self) -> None:
-        """Let the Scan itself read the sequences of `inputs`."""
+        """Make the Scan itself read the sequences of `inputs`."""
         inputs = [*(state.start for state in self.states), *(rows.sequence for rows in self.inputs)]
         self.node.resize_inputs(0)
         self.node.resize_inputs(len(inputs))
@@ -105,7 +103,7 @@ class ScanParts:
             self.node.attributes.add(attribute)
         self.body.inputs[:] = [state.before for state in self.states] + [rows.row for rows in self.inputs]
 
-    def _reading(self) -> dict[str, Any]:
+    def _reading(self) -> dict[str, int | Sequence[int]]:
         """Return the attributes that say how the Scan reads its inputs."""
         return {"num_scan_inputs": len(self.inputs), **_described("input", self.inputs)}
 
@@ -278,7 +276,7 @@ def _vectorized(
     stacked = [x in rows for x in node.inputs]
     ranks = [0 if x is None or x.shape is None else len(x.shape) for x in node.inputs]
     inputs = [rows[x].sequence if x in rows else _outer_value(op, steps, x) for x in node.inputs]
-    attributes: dict[str, Any] = dict(node.attributes)
+    attributes: dict[str, object] = dict(node.attributes)
     if node.op_type in ELEMENTWISE_OPERATORS:
         n = len(shapes[-1] or ())
         if any(rank > n or (rank < n and flag) for rank, flag in zip(ranks, stacked, strict=True)):

@@ -27,7 +27,7 @@ _FUSIONS = "fuse"  # the step that a target can do without
 
 
 @dataclass(frozen=True)
-class Target(metaclass=Checked):
+class Target(Checked):
     """Name what runs a training graph, and the passes that lower a plain one for it.
 
     Lowering changes how a step is computed, not what: inputs, outputs and their names stay.

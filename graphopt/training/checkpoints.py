@@ -68,7 +68,7 @@ class Checkpoint:
 
 
 @dataclass
-class Checkpoints(metaclass=Checked):
+class Checkpoints(Checked):
     """Declare when and where `fit` writes checkpoints, and which of them stay.
 
     A checkpoint is a folder `step-N`: the state and the arrays of callbacks in safetensors files, the progress of the

@@ -155,7 +155,7 @@ def _compiled(model: Source | bytes, steps: Steps) -> ir.Model:
 _shared = functools.lru_cache(_MOST_SHARED_GRAPHS)(_compiled)
 
 
-class Estimator(metaclass=Checked):
+class Estimator(Checked):
     """Keep an executor through changes of options, and its state through pickling.
 
     A subclass is a dataclass, whose fields are the options. All attributes are of the class, because scikit-learn

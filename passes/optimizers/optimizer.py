@@ -36,7 +36,7 @@ Kernel = tuple[str, Mapping[str, float]]  # its name and attributes
 
 
 @dataclass(frozen=True)
-class Group(metaclass=Checked):
+class Group(Checked):
     """Set the learning rate, the weight decay or the optimizer of the parameters whose names match `pattern`.
 
     Args:

@@ -40,7 +40,7 @@ BESIDE = (FILE, TEMPLATE_FILE, *_CONFIGS, *_GENERATION)  # what is read beside a
 Encoded = tuple[np.ndarray, np.ndarray]  # tokens, and where each starts and ends in its text
 
 
-class Vocabulary(metaclass=Checked):
+class Vocabulary(Checked):
     """Turn text into tokens, and tokens into text.
 
     Attributes:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 import onnx
@@ -20,14 +19,14 @@ from graphopt.graph.roles import STATE, Role, with_role
 from graphopt.graph.traversal import extracted_between
 from graphopt.graph.values import name_of
 from graphopt.runtime.checks.findings import Finding
-from graphopt.runtime.checks.slopes import Arrays, norm_of
+from graphopt.runtime.checks.slopes import ROUNDINGS, ROUNDINGS_OF_NOISE, Arrays, norm_of
 from graphopt.runtime.device import Device
 from graphopt.runtime.session import Session
 
-UNITS = {ir.DataType.FLOAT16: 2.0**-10, ir.DataType.BFLOAT16: 2.0**-7, ir.DataType.FLOAT: 2.0**-23}
-LIMIT = 1000  # roundings of the predictions' norm
-TRIALS, NOISE = 4, 16
-OWN = ("passes", "graphopt")
+MOST_ROUNDINGS = 1000  # of the predictions' norm, by which those of float32 may differ
+MOST_NARROW_ROUNDINGS = 30  # of those of 16 bits
+NOISY_RUNS = 4  # of the training graph, to see how much of a difference is rounding
+OWN_PACKAGES = ("passes", "graphopt")
 
 
 def file_findings(
@@ -56,7 +55,7 @@ def _obstacle(model: ir.Model, origin: Provenance | None, state: Arrays) -> str 
         return "the file is not known"
     for given in origin.passes.values():
         for item in given:
-            if type(item).__module__.partition(".")[0] not in OWN:
+            if type(item).__module__.partition(".")[0] not in OWN_PACKAGES:
                 name = getattr(item, "__name__", type(item).__name__)
                 return f"{name} is a pass of your own, which may change predictions"
             if reason := item.alters:
@@ -67,7 +66,7 @@ def _obstacle(model: ir.Model, origin: Provenance | None, state: Arrays) -> str 
     return None
 
 
-def _check_modes(passes: Mapping[str, Sequence[Any]], nodes: Sequence[onnx.NodeProto]) -> None:
+def _check_modes(passes: Mapping[str, Sequence[object]], nodes: Sequence[onnx.NodeProto]) -> None:
     """Raise an error if the file is in training mode, and a pass lets other operators train than it does."""
     from passes.training_mode import SWITCHES, TrainingMode
 
@@ -121,9 +120,10 @@ def _compared(
     own = Session(device, part)
     given = {**state, **batch}
     found = own.compute_arrays(given)
-    units = [UNITS.get(y.dtype, 2.0**-52) for node in part.graph.all_nodes() for y in node.outputs if y.dtype]
+    types = [y.dtype for node in part.graph.all_nodes() for y in node.outputs if y.dtype]
+    units = [ROUNDINGS.get(dtype, 2.0**-52) for dtype in types]
     unit = max(
-        [UNITS.get(_type_of(x), 2.0**-23) for x in expected.values()] + [u for u in units if u <= 2.0**-7]
+        [ROUNDINGS.get(_type_of(x), 2.0**-23) for x in expected.values()] + [u for u in units if u <= 2.0**-7]
     )
     findings = []
     for name, x in expected.items():
@@ -150,7 +150,7 @@ def _finding(name: str, x: np.ndarray, y: np.ndarray, unit: float, noisy: Iterat
     off = norm_of(a - b) / scale
     at = np.unravel_index(np.argmax(np.abs(a - b)), a.shape) if a.size else ()
     numbers = (float(a[at]), float(b[at])) if a.size else (0.0, 0.0)
-    limit = LIMIT * unit if unit < 1e-6 else 30 * unit
+    limit = unit * (MOST_ROUNDINGS if unit < 1e-6 else MOST_NARROW_ROUNDINGS)
     if not same.all() or off > limit:
         for other in noisy:
             noise = norm_of(np.nan_to_num(other.astype(np.float64)) - b) / scale
@@ -164,9 +164,9 @@ def _finding(name: str, x: np.ndarray, y: np.ndarray, unit: float, noisy: Iterat
 def _noisy(session: Session, given: Arrays, unit: float) -> Iterator[Arrays]:
     """Yield predictions whose state and data have noise of some roundings, to see what rounding does."""
     rng = np.random.default_rng(0)
-    for _ in range(TRIALS):
+    for _ in range(NOISY_RUNS):
         moved = {
-            name: np.asarray(x * (1 - NOISE * unit * rng.random(x.shape)), x.dtype)
+            name: np.asarray(x * (1 - ROUNDINGS_OF_NOISE * unit * rng.random(x.shape)), x.dtype)
             if x.dtype.kind in "fV"
             else x
             for name, x in given.items()
@@ -206,5 +206,5 @@ def _typed(x: np.ndarray, kind: str) -> np.ndarray:
     return x.astype(names.get(name, name)) if name != "string" else x
 
 
-def _type_of(x: Any) -> ir.DataType:
+def _type_of(x: np.ndarray) -> ir.DataType:
     return ir.DataType.from_numpy(np.asarray(x).dtype)

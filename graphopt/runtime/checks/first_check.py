@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -29,9 +28,10 @@ from graphopt.graph.storage import weight_bytes
 from graphopt.graph.values import swap
 from graphopt.runtime.checks.file import file_findings
 from graphopt.runtime.checks.findings import CheckTable, Disagreement, Finding
-from graphopt.runtime.checks.forward import Forward, forward_of
+from graphopt.runtime.checks.forward import forward_of
 from graphopt.runtime.checks.slopes import (
     DOUBLE,
+    ROUNDINGS_OF_NOISE,
     SINGLE,
     Arrays,
     Precision,
@@ -39,8 +39,8 @@ from graphopt.runtime.checks.slopes import (
     Verdict,
     dot,
     norm_of,
-    sizes_of,
     slope_along,
+    typical_sizes,
     wide,
 )
 from graphopt.runtime.checks.updates import Updates
@@ -51,14 +51,14 @@ from graphopt.runtime.state_buffers import StateBuffers
 
 _log = logging.getLogger(__name__)
 
-CONVERTED = 2**28  # bytes of state and weights up to which they are converted to other precisions
-CHECKED = 2**30  # bytes of state up to which gradients are checked
+MOST_CONVERTED = 2**28  # bytes of state and weights up to which they are converted to other precisions
+MOST_CHECKED = 2**30  # bytes of state up to which gradients are checked
 NARROW = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
-TRIALS = 2  # of a gradient, to see how much of a difference is rounding
-NOISE = 16  # roundings
-FEW = 5  # parameters that are checked together as strictly as one
-FAR = 4  # times as far as its size, relative to others, a parameter moves whose slope is small
-PASSES = 300  # after which what is not decided stays so
+NOISY_GRADIENTS = 2  # to see how much of a difference is rounding
+STRICT_TOGETHER = 5  # parameters that are checked together as strictly as one
+# How far, relative to others, a parameter moves at most whose slope is small: this times its size.
+FARTHEST_MOVE = 4
+MOST_PASSES = 300  # forward passes, after which an open question stays open
 PERIOD = 65537  # numbers from which random ones repeat, a prime
 ALONG, SIGNS = "along the gradient", "along random signs"
 NO_DOUBLE = CONVOLUTIONS | {"Erf", "Gelu"}  # ONNX Runtime has kernels of float32 only on every CPU
@@ -131,7 +131,7 @@ class FirstCheck:
     def _steps(self, batch: Arrays) -> Iterator[Finding]:
         """Yield what is found about the gradient and the update."""
         state = self._state()
-        if sum(x.nbytes for x in state.values()) > CHECKED and self._device.verify != "full":
+        if sum(x.nbytes for x in state.values()) > MOST_CHECKED and self._device.verify != "full":
             yield Finding(
                 "gradient",
                 "all",
@@ -168,7 +168,7 @@ class FirstCheck:
         return f"{told}; please report it with the files in {folder}; verify=False trains without this check"
 
 
-def _told(passes: Mapping[str, Sequence[Any]]) -> str:
+def _told(passes: Mapping[str, Sequence[object]]) -> str:
     """Return passes as a text that is the same in other processes."""
     return repr(
         {name: [getattr(x, "__qualname__", None) or repr(x) for x in given] for name, given in passes.items()}
@@ -179,11 +179,11 @@ class _Step:
     """Hold the plain step on a batch near the state at hand: its loss, gradients and update."""
 
     def __init__(self, device: Device, model: ir.Model, state: Arrays, batch: Arrays, is_full: bool) -> None:
-        self._device, self._is_full, self._batch = device, is_full, batch
-        self._forward = forward_of(model)
-        whole = self._forward.whole
+        self._device, self.is_full, self._batch = device, is_full, batch
+        self.forward = forward_of(model)
+        whole = self.forward.whole
         size = sum(x.nbytes for x in state.values()) + weight_bytes(model)
-        self._is_small = size <= CONVERTED
+        self._is_small = size <= MOST_CONVERTED
         self._is_narrow = self._is_small and any(
             y.dtype in NARROW for node in whole.graph.all_nodes() for y in node.outputs
         )
@@ -191,38 +191,36 @@ class _Step:
         if self._is_narrow:
             _in(whole, ir.DataType.FLOAT)
         self._session = Session(device, whole)
-        for name in self._forward.gradients:
+        for name in self.forward.gradients:
             if not np.isfinite(state[name]).all():
-                self._forward.unchecked[name] = "it has numbers that are not finite"
+                self.forward.unchecked[name] = "it has numbers that are not finite"
         for jitter in (True, False):  # beside a kink that parameters are at exactly
             self.state = self._moved(state) if jitter else state
             self.outputs = self.run(self.state)
             if all(np.isfinite(x).all() for x in self.outputs.values() if x.dtype.kind == "f"):
                 break
-        self.gradients = {name: wide(self.outputs[y]) for name, y in self._forward.gradients.items()}
+        self.gradients = {name: wide(self.outputs[y]) for name, y in self.forward.gradients.items()}
 
     def _moved(self, state: Arrays) -> Arrays:
         """Return a state whose parameters differ a little from those at hand."""
         rng = np.random.default_rng(0)
         moved = dict(state)
-        names = [name for name in self._forward.gradients if name not in self._forward.unchecked]
-        for name, size in sizes_of({name: state[name] for name in names}).items():
+        names = [name for name in self.forward.gradients if name not in self.forward.unchecked]
+        for name, size in typical_sizes({name: state[name] for name in names}).items():
             noise = SINGLE.jitter * size * rng.standard_normal(min(PERIOD, state[name].size), np.float32)
-            for each in (name, *self._forward.moved.get(name, [])):
+            for each in (name, *self.forward.moved.get(name, [])):
                 moved[each] = (state[each] + np.resize(noise, state[each].shape)).astype(state[each].dtype)
         return moved
 
     def findings(self, origin: provenance.Provenance | None) -> Iterator[Finding]:
         """Yield what is found about the gradient and the update."""
-        if not all(
-            np.isfinite(x).all() for x in (*self.gradients.values(), self.outputs[self._forward.loss])
-        ):
+        if not all(np.isfinite(x).all() for x in (*self.gradients.values(), self.outputs[self.forward.loss])):
             yield Finding("gradient", "all", "not checked", reason="the loss or a gradient is not finite")
             return
-        whole = self._forward.whole
-        for name, reason in self._forward.unchecked.items():
+        whole = self.forward.whole
+        for name, reason in self.forward.unchecked.items():
             yield Finding("gradient", name, "not checked", norm=self.norms[name], reason=reason)
-        names = [name for name in self.gradients if name not in self._forward.unchecked]
+        names = [name for name in self.gradients if name not in self.forward.unchecked]
         if names:
             yield from _Slopes(self, names).findings()
         passes = {} if origin is None else origin.passes
@@ -232,7 +230,7 @@ class _Step:
 
     def run(self, arrays: Arrays) -> Arrays:
         """Return the outputs of the step for a state and its batch."""
-        return self._session.compute_arrays(_fed(self._forward.whole, {**arrays, **self._batch}))
+        return self._session.compute_arrays(_fed(self.forward.whole, {**arrays, **self._batch}))
 
     @functools.cached_property
     def norms(self) -> dict[str, float]:
@@ -241,27 +239,29 @@ class _Step:
     @functools.cached_property
     def noisy_gradients(self) -> list[Arrays]:
         """Return gradients at points, and of data, that differ by some roundings."""
-        data = {x.name for x in with_role(self._forward.whole, Role.DATA)}
+        data = {x.name for x in with_role(self.forward.whole, Role.DATA)}
         found = []
-        for seed in range(TRIALS):
+        for seed in range(NOISY_GRADIENTS):
             rng = np.random.default_rng(seed)
 
             def noisy(x: np.ndarray, rng: np.random.Generator = rng) -> np.ndarray:
                 if x.dtype.kind != "f":
                     return x
                 spread = float(np.abs(x).max(initial=0.0)) or 1.0
-                return (x + NOISE * SINGLE.unit * spread * rng.uniform(-1, 1, x.shape)).astype(x.dtype)
+                return (x + ROUNDINGS_OF_NOISE * SINGLE.unit * spread * rng.uniform(-1, 1, x.shape)).astype(
+                    x.dtype
+                )
 
             state = {name: noisy(x) if name in self.gradients else x for name, x in self.state.items()}
             batch = {name: noisy(x) if name in data else x for name, x in self._batch.items()}
-            outputs = self._session.compute_arrays(_fed(self._forward.whole, {**state, **batch}))
-            found.append({name: wide(outputs[y]) for name, y in self._forward.gradients.items()})
+            outputs = self._session.compute_arrays(_fed(self.forward.whole, {**state, **batch}))
+            found.append({name: wide(outputs[y]) for name, y in self.forward.gradients.items()})
         return found
 
     @functools.cached_property
     def precise_gradients(self) -> Arrays | None:
         """Return the gradients in float64; None if the runtime has no kernels for them."""
-        whole = self._forward.whole.clone()
+        whole = self.forward.whole.clone()
         try:
             _write_out_hard_sigmoids(whole)
             _in(whole, ir.DataType.DOUBLE)
@@ -269,20 +269,20 @@ class _Step:
         except Exception as error:  # noqa: BLE001 - versions raise different types
             _log.debug("no gradient in float64: %s", line(error))
             return None
-        return {name: outputs[y] for name, y in self._forward.gradients.items()}
+        return {name: outputs[y] for name, y in self.forward.gradients.items()}
 
     def losses(self) -> Iterator[tuple[Callable[[Arrays], float], float, Precision]]:
         """Yield functions that compute the loss at points, and the loss here; the most precise one first."""
-        part = self._forward.part
+        part = self.forward.part
         is_single = not self._is_small or any(node.op_type in NO_DOUBLE for node in part.graph)
         types = [] if is_single else [ir.DataType.DOUBLE]
         known = {**self.state, **self._batch, **self.outputs}
         for dtype in (*types, ir.DataType.FLOAT if self._is_narrow else None):
             if dtype is not None:
-                part = self._forward.part.clone()
+                part = self.forward.part.clone()
                 _in(part, dtype)
             else:
-                part = self._forward.part
+                part = self.forward.part
             try:
                 session = Session(self._device, part, self._device.new_session_options(optimized=False))
                 fed = _fed(part, {name: known[name] for name in session.inputs})
@@ -291,7 +291,7 @@ class _Step:
                     point: Arrays, session: Session = session, fed: Arrays = fed, part: ir.Model = part
                 ) -> float:
                     near = dict(point)
-                    for name, slots in self._forward.moved.items():
+                    for name, slots in self.forward.moved.items():
                         if name in point:
                             change = point[name] - self.state[name].astype(np.float64)
                             near |= {slot: self.state[slot].astype(np.float64) + change for slot in slots}
@@ -306,14 +306,6 @@ class _Step:
             is_double = dtype is ir.DataType.DOUBLE or part.graph.outputs[0].dtype is ir.DataType.DOUBLE
             yield loss, start, DOUBLE if is_double else SINGLE
 
-    @property
-    def forward(self) -> Forward:
-        return self._forward
-
-    @property
-    def is_full(self) -> bool:
-        return self._is_full
-
 
 class _Slopes:
     """Compare the gradients of some parameters with slopes of the loss.
@@ -324,7 +316,7 @@ class _Slopes:
 
     def __init__(self, step: _Step, names: Sequence[str]) -> None:
         self._step, self._names, self._passes = step, list(names), 0
-        self._sizes = sizes_of({name: step.state[name] for name in names})
+        self._sizes = typical_sizes({name: step.state[name] for name in names})
         self._norms = {name: step.norms[name] for name in names}
         self._typical = float(np.median([self._norms[name] * self._length(name) for name in names])) or 1.0
         self._entry = {
@@ -373,8 +365,8 @@ class _Slopes:
             yield finding(
                 slope.verdict, "" if slope.verdict == "differs" else "rounding and curvature overlap"
             )
-        elif self._passes > PASSES and not self._step.is_full:
-            yield finding("not checked", f"after {PASSES} forward passes: verify='full' goes on")
+        elif self._passes > MOST_PASSES and not self._step.is_full:
+            yield finding("not checked", f"after {MOST_PASSES} forward passes: verify='full' goes on")
         else:
             halves = (names[: len(names) // 2], names[len(names) // 2 :])
             found = [x for half in halves for x in self._searched(half, slope_of, how)]
@@ -400,11 +392,11 @@ class _Slopes:
         for name in names:
             if norm := self._norms[name]:
                 g = self._step.gradients[name]
-                share = min(self._typical / norm, FAR * self._length(name)) / norm
+                share = min(self._typical / norm, FARTHEST_MOVE * self._length(name)) / norm
                 weights = share * rng.uniform(0.5, 1.5, min(PERIOD, g.size))
                 direction[name] = g * np.resize(weights.astype(g.dtype), g.shape)
         change = self._precision.change * len(names) ** 0.25
-        tolerance = self._precision.tolerance * min(1.0, FEW / len(names))
+        tolerance = self._precision.tolerance * min(1.0, STRICT_TOGETHER / len(names))
         doubted = self._precision.doubted / len(names)
         precision = replace(self._precision, change=change, tolerance=tolerance, doubted=doubted)
         return self._compared(direction, 0.0, precision)

@@ -23,7 +23,7 @@ QUANTIZE, DEQUANTIZE = "QuantizeLinear", "DequantizeLinear"
 
 
 @dataclass
-class Forward:
+class LossFunction:
     """Hold the loss of a training graph as a function of its parameters.
 
     Attributes:
@@ -31,7 +31,6 @@ class Forward:
         part: the function: its inputs are those of the graph, and the held values; its output is the loss.
         loss: the name of the loss.
         gradients: the names of the gradients, by the names of the parameters.
-        held: the names of the held values.
         moved: names of state that is moved with a parameter, since the loss reads a mean of both.
         unchecked: why a parameter's gradient is not to be checked, by its name.
     """
@@ -40,12 +39,11 @@ class Forward:
     part: ir.Model
     loss: str
     gradients: dict[str, str]
-    held: list[str]
     moved: dict[str, list[str]] = field(default_factory=dict)
     unchecked: dict[str, str] = field(default_factory=dict)
 
 
-def forward_of(plain: ir.Model) -> Forward:
+def forward_of(plain: ir.Model) -> LossFunction:
     """Return the loss of a plain training graph without its initial state as a function of its parameters."""
     model = plain.clone()
     (loss,) = with_role(model, Role.LOSS)
@@ -68,7 +66,7 @@ def forward_of(plain: ir.Model) -> Forward:
         y for y in dict.fromkeys([*gradients.values(), *held]) if name_of(y) not in outputs
     )
     names = {name: name_of(y) for name, y in gradients.items()}
-    forward = Forward(model, part, name_of(loss), names, [*map(name_of, held)])
+    forward = LossFunction(model, part, name_of(loss), names)
     for x in with_role(model, Role.SLOT):
         owner = OWNER.read(x)
         if x.name in known and owner in names:
@@ -129,7 +127,7 @@ def _surrogate(node: ir.Node) -> str | None:
 
 
 def _smooth_quantizers(model: ir.Model, loss: ir.Value) -> set[ir.Node]:
-    """Let the forward pass read what a QuantizeLinear and its DequantizeLinear pass straight through.
+    """Make the forward pass read the values that a QuantizeLinear and its DequantizeLinear pass straight through.
 
     The value stays the same at the point: y becomes y + (s - s), where the second s is held. Return the quantizers all
     of whose readers are done.

@@ -8,30 +8,27 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
+import onnx_ir as ir
 
 Arrays = dict[str, np.ndarray]
 Direction = Mapping[str, np.ndarray]
 Verdict = Literal["agrees", "differs", "not checked"]
 
-LADDER = (
-    1.0,
-    0.5,
-    0.125,
-    0.0625,
-    4.0,
-    8.0,
-    16.0,
-    32.0,
-)  # multiples of the step; pairs of them are extrapolated
+# The roundings of types, relative to the number, and how many of them noise has that shows what rounding does.
+ROUNDINGS = {ir.DataType.FLOAT16: 2.0**-10, ir.DataType.BFLOAT16: 2.0**-7, ir.DataType.FLOAT: 2.0**-23}
+ROUNDINGS_OF_NOISE = 16
+
+# Multiples of the step, of which pairs are extrapolated.
+LADDER = (*(1.0, 0.5), *(0.125, 0.0625), *(4.0, 8.0), *(16.0, 32.0))
 MOVED = 0.01  # the largest step along a direction, relative to a parameter's own size
 FARTHEST = 0.3  # where rounding hides the slope of smaller steps
-SAMPLE = 2**12  # numbers of a parameter whose median is its size
+SIZE_SAMPLE = 2**12  # numbers of a parameter whose median is its size
 SMALLEST = 1e-2  # the size of parameters that are all 0, such as new biases
 
 
 @dataclass(frozen=True)
 class Precision:
-    """Say how exactly a loss is computed.
+    """Describe how exactly a loss is computed.
 
     Args:
         unit: the rounding of the loss.
@@ -90,11 +87,11 @@ def norm_of(x: np.ndarray) -> float:
     return math.sqrt(dot(x, x))
 
 
-def sizes_of(parameters: Arrays) -> dict[str, float]:
+def typical_sizes(parameters: Arrays) -> dict[str, float]:
     """Return the median magnitude of the numbers of each parameter, or `SMALLEST` of one that is all 0."""
     sizes = {}
     for name, w in parameters.items():
-        some = np.abs(w.ravel()[:: max(1, w.size // SAMPLE)].astype(np.float64))
+        some = np.abs(w.ravel()[:: max(1, w.size // SIZE_SAMPLE)].astype(np.float64))
         some = some[some > 0]
         sizes[name] = float(np.median(some)) if some.size else SMALLEST
     return sizes
@@ -123,7 +120,7 @@ def slope_along(
         least: the difference that is always rounding of the gradient.
         precision: how exactly the loss is computed.
     """
-    sizes = sizes_of({name: point[name] for name in direction})
+    sizes = typical_sizes({name: point[name] for name in direction})
     relative = max(
         (float(np.abs(d).max(initial=0.0)) / sizes[name] for name, d in direction.items()), default=0.0
     )

@@ -15,7 +15,7 @@ from graphopt.graph.values import next_of
 from graphopt.runtime.checks.findings import Finding
 from graphopt.runtime.checks.slopes import SINGLE, Arrays, dot, norm_of, wide
 
-SAMPLE = 2**16  # numbers of a parameter that are compared if the update of one reads no others
+UPDATE_SAMPLE = 2**16  # numbers of a parameter that are compared if the update of one reads no others
 
 
 class Updates:
@@ -142,7 +142,7 @@ class Updates:
         if after[""].dtype.itemsize < 4:
             return _unchecked("its numbers have 16 bits", name, norm)
         rule, factor = own
-        stride = 1 if isinstance(rule, WHOLE) else max(1, g.size // SAMPLE) | 1
+        stride = 1 if isinstance(rule, WHOLE) else max(1, g.size // UPDATE_SAMPLE) | 1
 
         def read(kind: str, x: np.ndarray, known: Arrays) -> tuple[np.ndarray, np.ndarray | float]:
             """Return the numbers of a slot that are compared, and what rounding to 8 bits may change."""

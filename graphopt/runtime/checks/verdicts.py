@@ -11,7 +11,7 @@ import os
 import platform
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import onnx_ir as ir
@@ -20,14 +20,16 @@ from graphopt.errors import GraphoptError
 from graphopt.files import read_regular, write, write_folder
 from graphopt.graph.storage import skeleton, whole
 from graphopt.graph.values import tensor_bytes
+from graphopt.runtime.checks.slopes import Arrays
 from graphopt.targets.native.cache import cache_folder
 from graphopt.targets.native.toolchain import processor
 
 _T = TypeVar("_T")
-Arrays = dict[str, np.ndarray]
 
 ROOM = "steps"  # of the cache
-LARGEST = 2**26  # bytes of inputs and constants that a reproducer has, and of weights that become noisy
+LARGEST_REPRODUCER = (
+    2**26
+)  # bytes of inputs and constants that a reproducer has, and of weights that become noisy
 
 
 @functools.cache
@@ -44,7 +46,7 @@ def digest_of(models: Iterable[ir.Model], sources: Iterable[Path], facts: object
 
 
 def write_reproducer(
-    digest: str, models: Mapping[str, ir.Model], inputs: Arrays, facts: Mapping[str, Any]
+    digest: str, models: Mapping[str, ir.Model], inputs: Arrays, facts: Mapping[str, object]
 ) -> Path:
     """Write graphs, their inputs and what differs to a folder of the cache, and return the folder.
 
@@ -55,7 +57,7 @@ def write_reproducer(
         sum(tensor_bytes(x.const_value) for x in model.graph.initializers.values())
         for model in models.values()
     ]
-    is_small = sum(x.nbytes for x in inputs.values()) + max(constants) <= LARGEST
+    is_small = sum(x.nbytes for x in inputs.values()) + max(constants) <= LARGEST_REPRODUCER
     files = {
         f"{name}.onnx": whole(model) if is_small else skeleton(model)[0] for name, model in models.items()
     }

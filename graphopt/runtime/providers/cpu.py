@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import onnx_ir as ir
 
@@ -51,7 +51,7 @@ class Cpu(Provider):
         if self.flushing is not None:
             options.add_session_config_entry(_DENORMALS, "1")
 
-    def own_options(self, captures: bool = False) -> dict[str, Any]:
+    def own_options(self, captures: bool = False) -> dict[str, object]:
         name = _THREADS.get(self.execution_provider)
         return {name: self.options.threads} if name and self.options.threads else {}
 

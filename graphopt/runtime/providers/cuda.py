@@ -6,7 +6,8 @@ import contextlib
 import functools
 import io
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 from numpy import ndarray
 
@@ -41,7 +42,7 @@ class Cuda(Provider):
     def precision_obstacle(self, native: bool | str | None) -> str | None:
         return None
 
-    def own_options(self, captures: bool = False) -> dict[str, Any]:
+    def own_options(self, captures: bool = False) -> dict[str, object]:
         rounds = {"use_tf32": int(self.precision != "highest")}
         return {
             "device_id": self.index,
@@ -55,13 +56,13 @@ class Cuda(Provider):
         if tensors is None or not all(isinstance(x, own) for x in tensors):
             binding.synchronize_inputs()
 
-    def agent_memory(self) -> Any:
+    def agent_memory(self) -> object:
         c = self.ort.capi._pybind_state
         return c.OrtDevice(c.OrtDevice.cuda(), c.OrtDevice.default_memory(), self.index)
 
 
 @functools.cache
-def _load(ort: Any) -> None:
+def _load(ort: ModuleType) -> None:
     """Load CUDA and cuDNN from their wheels, if these are installed, once a process."""
     # Otherwise, each session warns where the GPU's folder in /sys is not to be seen.
     ort.set_default_logger_severity(3)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from types import ModuleType
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 import onnx_ir as ir
@@ -68,11 +70,11 @@ class Provider:
     is_oracle: ClassVar[bool] = True
     captures: ClassVar[bool] = False
     takes_workers: ClassVar[bool] = True
-    lock: ClassVar[Any] = None
+    lock: ClassVar[threading.RLock | None] = None
     slow_optimizers: ClassVar[Sequence[str]] = ()
     flushing: Flushing | None = None
 
-    def __init__(self, ort: Any, options: DeviceOptions, name: str) -> None:
+    def __init__(self, ort: ModuleType, options: DeviceOptions, name: str) -> None:
         self.ort, self.options, self.name = ort, options, name
         self.index = int(name.partition(":")[2] or 0)
         self.precision = chosen_precision(options.matmul_precision)
@@ -215,13 +217,13 @@ class Provider:
         """Add the options of sessions of this kind of device, which the option `session_options` may change."""
 
     def place_nodes(self, options: onnxruntime.SessionOptions, model: ir.Model) -> None:
-        """Have a session that captures nothing run some nodes of a graph on the CPU."""
+        """Place some nodes of a graph on the CPU, in a session that captures nothing."""
 
-    def own_options(self, captures: bool = False) -> dict[str, Any]:
+    def own_options(self, captures: bool = False) -> dict[str, object]:
         """Return the options that the provider gets before those of the user."""
         return {}
 
-    def providers(self, captures: bool) -> list[Any]:
+    def providers(self, captures: bool) -> list[object]:
         """Return the provider with its options, followed by the CPU provider, in the form for sessions."""
         chosen = {**self.own_options(captures), **(self.options.provider_options or {})}
         first = (self.execution_provider, {name: str(value) for name, value in chosen.items()})
@@ -264,7 +266,7 @@ class Provider:
             f"and free memory"
         )
 
-    def agent_memory(self) -> Any:
+    def agent_memory(self) -> object:
         """Return the memory of values of onnxruntime's TrainingAgent."""
         c = self.ort.capi._pybind_state
         return c.OrtDevice(c.OrtDevice.cpu(), c.OrtDevice.default_memory(), self.index)

@@ -9,7 +9,8 @@ import itertools
 import re
 import threading
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 import numpy as np
 import onnx
@@ -66,7 +67,7 @@ class WebGpu(Provider):
     captures = True
     is_oracle = takes_workers = False
     lock = LOCK
-    _plugin: Any  # its device, or None
+    _plugin: onnxruntime.OrtEpDevice | None
 
     def load(self) -> None:
         self._plugin = _plugin_device(self.ort)
@@ -91,7 +92,7 @@ class WebGpu(Provider):
         chosen = str((self.options.provider_options or {}).get(_ON_CPU, ""))
         options.add_session_config_entry(_ENTRY + _ON_CPU, _lines_that_fit([chosen, *nodes_on_shapes(model)]))
 
-    def providers(self, captures: bool) -> list[Any]:
+    def providers(self, captures: bool) -> list[object]:
         return [] if self._plugin is not None else [WEBGPU, CPU]
 
     def allocate(self, array: np.ndarray) -> onnxruntime.OrtValue:
@@ -136,7 +137,7 @@ class WebGpu(Provider):
             raise self.not_started(error) from error
 
 
-def _plugin_device(ort: Any) -> Any:
+def _plugin_device(ort: ModuleType) -> onnxruntime.OrtEpDevice | None:
     """Return the device of the plugin beside an ONNX Runtime, or None if the provider is built in.
 
     Raises:
@@ -153,14 +154,14 @@ def _plugin_device(ort: Any) -> Any:
     return max(devices, key=lambda device: device.device.type == ort.OrtHardwareDeviceType.GPU)
 
 
-def _devices(ort: Any) -> list[Any]:
+def _devices(ort: ModuleType) -> list[onnxruntime.OrtEpDevice]:
     """Return the devices of a registered plugin."""
     found = ort.get_ep_devices() if hasattr(ort, "get_ep_devices") else []
     return [device for device in found if device.ep_name == WEBGPU]
 
 
 @functools.cache
-def _register(ort: Any) -> None:
+def _register(ort: ModuleType) -> None:
     """Register the plugin, once a process."""
     try:
         import onnxruntime_ep_webgpu

@@ -27,7 +27,7 @@ SUM = ".sum"  # the suffix of the file with the size and the hash of another
 
 
 def cache_folder(room: str = "native") -> Path:
-    """Return a folder of the cache, by default that of compiled libraries; it belongs to the user alone.
+    """Return a folder of the cache, by default that of compiled libraries; it belongs only to the user.
 
     Raises:
         GraphoptError: the folder cannot be made, or others may write to it.

@@ -2,7 +2,7 @@
 
 A cluster has an iteration space. Each of its values varies over some of the dimensions, in their order. The last
 dimensions are the columns, or those before and after the rows: a row is then a channel. A value varies over all
-dimensions, over the rows alone (what a reduction over columns gives), or it is a total: the result of any other
+dimensions, over only the rows (the result of a reduction over columns), or it is a total: the result of any other
 reduction, which nothing in the cluster reads.
 """
 
@@ -27,6 +27,7 @@ from graphopt.targets.native.forms import (
 )
 from graphopt.targets.native.reach import Reach
 from graphopt.targets.native.space import Axes, Space, placed, varying
+from graphopt.targets.portable.form import given
 
 _MOST_NODES = 64  # of a cluster: the time to find and to compile it grows faster than their number
 _TYPICAL = 32  # the size of a symbolic dimension, where memory traffic is estimated
@@ -221,9 +222,7 @@ def _with(cluster: Cluster, node: ir.Node, form: NodeForm) -> Cluster | None:
     operands = operands_of(node, form).values()
     is_tensor = not all(map(is_scalar, [*operands, *node.outputs]))
     if cluster.nodes and is_tensor != bool(cluster.space.dimensions):
-        return (
-            None  # numbers of the whole step are separate kernels, so that tensors do not wait for each other
-        )
+        return None  # numbers of the whole step have kernels of their own: tensors do not wait for each other
     space = Space(dict(cluster.space.sizes))
     is_free = not any(x in cluster.totals for x in operands)
     placement = placed(space, node, form, cluster.known(), cluster.axes) if is_free else None
@@ -268,8 +267,7 @@ def _is_of_channels(node: ir.Node, form: NodeForm) -> bool:
 
 def _returns(y: ir.Value, reduction: ir.Node, steps: int = 16) -> bool:
     """Return whether something as large as what a node reduces is computed from its result, in a few small steps."""
-    x = reduction.inputs[0]
-    assert x is not None
+    x = given(reduction.inputs[0])
     for use in y.uses() if steps else ():
         for z in use.node.outputs:
             if not has_sizes(z):

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
 
 import onnx_ir as ir
 
 from graphopt.graph.sizes import has_sizes, sizes_of
+from graphopt.graph.values import dims_of
 from graphopt.graph.windows import Window, pad_mode, window_of
 from graphopt.targets.native.forms import NodeForms, rank_of
-from graphopt.targets.native.library import FEW_FILTERS, Kernel, Replacement
+from graphopt.targets.native.library import FEW_FILTERS, Item, Kernel, Replacement
+from graphopt.targets.native.operators import Attributes
 from graphopt.targets.native.products import (
     Stored,
     accepts_product,
@@ -20,6 +21,7 @@ from graphopt.targets.native.products import (
     permutation,
     stored_before,
 )
+from graphopt.targets.portable.form import given
 
 _LEAST_TERMS = 16  # of a sum, below which storing results takes longest
 _MOST_REACH = 4096  # the product over axes of the largest stride, dilation or pad: copies grow with it
@@ -37,8 +39,8 @@ def convolution_kernel(node: ir.Node, forms: NodeForms) -> Replacement | None:
         return _sum_of_products(node, attributes, forms)
     if not _accepts(node, attributes):
         return None
-    x, w, bias = [*node.inputs, None][:3]
-    assert x is not None and w is not None
+    bias = [*node.inputs, None][2]
+    x, w = map(given, node.inputs[:2])
     space = list(range(2, rank_of(x)))
     is_transposed, axes = node.op_type == "ConvTranspose", len(space)
     after, axes_y = [z for z in _after(node.outputs[0]) if z[1][-axes:] == space][-1]
@@ -59,7 +61,7 @@ def convolution_kernel(node: ir.Node, forms: NodeForms) -> Replacement | None:
     return Kernel.calling("convolution", form, [x, w, bias], nodes[-1].outputs), nodes
 
 
-def _sum_of_products(node: ir.Node, attributes: Mapping[str, Any], forms: NodeForms) -> Replacement | None:
+def _sum_of_products(node: ir.Node, attributes: Attributes, forms: NodeForms) -> Replacement | None:
     """Return the kernel of matrix products that are summed over a batch, as in gradients of pointwise kernels.
 
     It is a convolution: columns of B are images, rows of A are filters, and the batch is channels.
@@ -69,7 +71,7 @@ def _sum_of_products(node: ir.Node, attributes: Mapping[str, Any], forms: NodeFo
     form = forms.of(node)
     if y is None or product is None or product.op_type != "MatMul" or form is None or form.reduced != (0,):
         return None
-    a, b = product.inputs
+    a, b = map(given, product.inputs)
     if (
         only_reader(y) is not node
         or not accepts_product(product, forms)
@@ -78,7 +80,6 @@ def _sum_of_products(node: ir.Node, attributes: Mapping[str, Any], forms: NodeFo
         or rank_of(b) != 3
     ):
         return None
-    assert a is not None and b is not None
     if not has_sizes(a) or not has_sizes(b) or sizes_of(a)[0] != sizes_of(b)[0]:
         return None
     (w, axes_w), (x, axes_x) = (_with_terms_last(v, axis) for v, axis in ((a, 2), (b, 1)))
@@ -86,7 +87,8 @@ def _sum_of_products(node: ir.Node, attributes: Mapping[str, Any], forms: NodeFo
         return None
     once, none = [1], [0]
     axes_y = [-1, 1, 0] if attributes["keepdims"] else [1, 0]
-    form_ = [3, 3, len(axes_y), 1, axes_x, axes_w, axes_y, once, once, none, none, none, 1, 0, 0, 0]
+    form_: list[Item] = [3, 3, len(axes_y), 1, axes_x, axes_w, axes_y, once, once, none, none, none]
+    form_ += [1, 0, 0, 0]  # a group; neither transposed nor with a bias or a Relu
     return Kernel.calling("convolution", form_, [x, w], node.outputs), [product, node]
 
 
@@ -99,7 +101,7 @@ def _with_terms_last(x: ir.Value, axis: int) -> tuple[ir.Value, list[int] | None
     return x, None
 
 
-def _accepts(node: ir.Node, attributes: Mapping[str, Any]) -> bool:
+def _accepts(node: ir.Node, attributes: Attributes) -> bool:
     """Return whether a node is a convolution that convolution.h computes, and no slower than the runtime."""
     if node.op_type not in ("Conv", "ConvTranspose"):
         return False
@@ -122,10 +124,10 @@ def _accepts(node: ir.Node, attributes: Mapping[str, Any]) -> bool:
 
 def _has_few_terms(w: ir.Value, is_transposed: bool) -> bool:
     """Return whether sums have too few terms, or too few filters fill a vector."""
-    assert w.shape is not None
-    sizes = [size for size in w.shape[1:] if isinstance(size, int)]
+    channels, *taps = dims_of(w)[1:]
+    sizes = [size for size in (channels, *taps) if isinstance(size, int)]
     if is_transposed:
-        return isinstance(w.shape[1], int) and w.shape[1] < FEW_FILTERS
+        return isinstance(channels, int) and channels < FEW_FILTERS
     return len(sizes) == rank_of(w) - 1 and math.prod(sizes) < _LEAST_TERMS
 
 
@@ -140,9 +142,7 @@ def _is_small(window: Window, more: Sequence[int]) -> bool:
 
 def _window(node: ir.Node) -> tuple[Window, Sequence[int]]:
     """Return the window of a convolution, with 0 for unknown sizes of its kernel, and the output padding."""
-    w = node.inputs[1]
-    assert w is not None and w.shape is not None
-    taps = [size if isinstance(size, int) else 0 for size in w.shape[2:]]
+    taps = [size if isinstance(size, int) else 0 for size in dims_of(given(node.inputs[1]))[2:]]
     return window_of(node, taps), node.attributes.get_ints("output_padding", [0] * len(taps))
 
 

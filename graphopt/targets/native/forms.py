@@ -9,14 +9,20 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
 
 import onnx_ir as ir
 
 from graphopt.graph.operators import full_attributes, schema_of
 from graphopt.graph.sizes import fixed, has_sizes, sizes_of
 from graphopt.graph.values import dims_of, dtype_of
-from graphopt.targets.native.operators import CTYPES, FLOATING, REDUCING, ROW_OPERATORS, expression
+from graphopt.targets.native.operators import (
+    CTYPES,
+    FLOATING,
+    REDUCING,
+    ROW_OPERATORS,
+    Attributes,
+    expression,
+)
 
 _MOST_OPERANDS = 64  # of a node
 
@@ -38,7 +44,7 @@ class NodeForm:
     """Describe what a node does, as far as clusters go."""
 
     kind: NodeKind
-    attributes: Mapping[str, Any]
+    attributes: Attributes
     reduced: tuple[int, ...] = ()  # the axes of the input that `REDUCE` and `ROWS` reduce
     images: Sequence[int | None] = ()  # of `VIEW` and `REDUCE`: each input axis's place in the output
 
@@ -65,7 +71,7 @@ class NodeForms:
         form = None if node is None else self.of(node)
         return form is not None and form.kind is NodeKind.MAP
 
-    def attributes_of(self, node: ir.Node) -> dict[str, Any] | None:
+    def attributes_of(self, node: ir.Node) -> Attributes | None:
         """Return the values of a node's attributes, with defaults; None for an operator that the opset lacks."""
         is_known = node.domain == "" and schema_of("", node.op_type, self.versions.get("", 1)) is not None
         return full_attributes(node, self.versions) if is_known else None
@@ -133,7 +139,7 @@ def operands_of(node: ir.Node, form: NodeForm) -> dict[int, ir.Value]:
     return {i: x for i, x in enumerate(inputs) if x is not None}
 
 
-def number_of(x: ir.Value | None) -> Any:
+def number_of(x: ir.Value | None) -> float | None:
     """Return the number of a constant that has one element, or None."""
     constant = fixed(x)
     return constant.item() if constant is not None and constant.size == 1 else None
@@ -144,7 +150,7 @@ def _is_computed(x: ir.Value) -> bool:
     return x.dtype in CTYPES and has_sizes(x)
 
 
-def _is_elementwise(node: ir.Node, x: ir.Value, attributes: Mapping[str, Any]) -> bool:
+def _is_elementwise(node: ir.Node, x: ir.Value, attributes: Attributes) -> bool:
     ctype, source = ctype_of(node.outputs[0]), ctype_of(x)
     if node.op_type == "Clip":
         return ctype in FLOATING
@@ -159,7 +165,7 @@ def _is_elementwise(node: ir.Node, x: ir.Value, attributes: Mapping[str, Any]) -
     return expression(node.op_type, ctype, source, attributes) is not None
 
 
-def _view(x: ir.Value, y: ir.Value, attributes: Mapping[str, Any]) -> NodeForm | None:
+def _view(x: ir.Value, y: ir.Value, attributes: Attributes) -> NodeForm | None:
     left, right = ({i: size for i, size in enumerate(sizes_of(z)) if size != 1} for z in (x, y))
     if [*left.values()] != [*right.values()]:
         return None
@@ -167,7 +173,7 @@ def _view(x: ir.Value, y: ir.Value, attributes: Mapping[str, Any]) -> NodeForm |
     return NodeForm(NodeKind.VIEW, attributes, images=tuple(map(images.get, range(rank_of(x)))))
 
 
-def _reduction(node: ir.Node, x: ir.Value, attributes: Mapping[str, Any]) -> NodeForm | None:
+def _reduction(node: ir.Node, x: ir.Value, attributes: Attributes) -> NodeForm | None:
     rank, axes = rank_of(x), _reduced_axes(node, attributes)
     if axes is None or rank == 0 or ctype_of(x) not in FLOATING:
         return None
@@ -182,7 +188,7 @@ def _reduction(node: ir.Node, x: ir.Value, attributes: Mapping[str, Any]) -> Nod
     )
 
 
-def _reduced_axes(node: ir.Node, attributes: Mapping[str, Any]) -> Sequence[int] | None:
+def _reduced_axes(node: ir.Node, attributes: Attributes) -> Sequence[int] | None:
     """Return the axes that a node says it reduces; none stands for all. Return None if they are not known."""
     axes: Sequence[int] = attributes.get("axes") or ()
     if len(node.inputs) > 1 and node.inputs[1] is not None:
@@ -193,7 +199,7 @@ def _reduced_axes(node: ir.Node, attributes: Mapping[str, Any]) -> Sequence[int]
     return None if not axes and attributes.get("noop_with_empty_axes") else axes
 
 
-def _rows(node: ir.Node, attributes: Mapping[str, Any], versions: Mapping[str, int]) -> NodeForm | None:
+def _rows(node: ir.Node, attributes: Attributes, versions: Mapping[str, int]) -> NodeForm | None:
     """Return the form of a node that normalizes along the last axis; before opset 13, softmax was over more."""
     y = node.outputs[0]
     rank = rank_of(y)

@@ -40,8 +40,8 @@ def cluster_kernel(cluster: Cluster, *, is_large: bool = False) -> Kernel:
     if cluster.has_channels:
         loops = ChannelLoops(numbers, stages, fields)
     lines = [*_arguments(numbers), *loops.function(), *_task(loops), *_compute(loops)]
-    facts = {"aligned": tuple(_aligned(loops)), "nodes": len(cluster.nodes)}
-    return Kernel.named("k", "\n".join(lines) + "\n", numbers.inputs, numbers.outputs, **facts)
+    code, aligned, nodes = "\n".join(lines) + "\n", tuple(_aligned(loops)), len(cluster.nodes)
+    return Kernel.named("k", code, numbers.inputs, numbers.outputs, aligned=aligned, nodes=nodes)
 
 
 def _aligned(loops: Loops) -> Iterator[tuple[int, int]]:

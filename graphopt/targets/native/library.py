@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import onnx_ir as ir
 
@@ -18,7 +17,10 @@ _FEW = 4  # kernels, which take a compiler as long as it takes to start
 _LIMITS = f"#define MOST_AXES {MOST_AXES}\n#define FEW_FILTERS {FEW_FILTERS}\n"
 
 
-def braced(items: Sequence[Any]) -> str:
+Item = int | str | Sequence["Item"]  # of an initializer in C: a number, a name, or a list of them
+
+
+def braced(items: Sequence[Item]) -> str:
     """Return C's initializer of numbers, names, and lists of them."""
     return f"{{{', '.join(str(x) if isinstance(x, int | str) else braced(x) for x in items)}}}"
 
@@ -41,20 +43,23 @@ class Kernel:
         code: str,
         inputs: Sequence[ir.Value],
         outputs: Sequence[ir.Value],
-        **facts: Any,
+        *,
+        header: str = _CLUSTERS,
+        aligned: Sequence[tuple[int, int]] = (),
+        nodes: int = 0,
     ) -> Kernel:
         """Return a kernel whose name, `@` in its code, is a prefix and a hash of its code."""
         types = [x.dtype.value for x in (*inputs, *outputs) if x.dtype is not None]
         name = prefix + hashlib.sha256(f"{types}\n{code}".encode()).hexdigest()[:16]
-        return Kernel(name, code.replace("@", name), tuple(inputs), tuple(outputs), **facts)
+        return Kernel(name, code.replace("@", name), tuple(inputs), tuple(outputs), header, aligned, nodes)
 
     @staticmethod
     def calling(
         function: str,
-        form: Sequence[Any],
+        form: Sequence[Item],
         inputs: Sequence[ir.Value | None],
         outputs: Sequence[ir.Value],
-        header: str = "calls.h",
+        header: str = _CALLS,
         before: str = "",
     ) -> Kernel:
         """Return a kernel that calls a function of a header with a constant structure.

@@ -1,4 +1,4 @@
-"""Let kernels check that the new state is finite while they have it, and write it over the old one."""
+"""Make kernels check that the new state is finite while they have it, and write it over the old one."""
 
 from __future__ import annotations
 

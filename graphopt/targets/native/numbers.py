@@ -10,7 +10,6 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Any
 
 import onnx_ir as ir
 
@@ -30,9 +29,8 @@ from graphopt.targets.native.operators import (
 )
 from graphopt.targets.native.space import Axes, varying
 
-FEW_COLUMNS = (
-    31  # loops over so few are faster if the compiler knows how many; other sizes are not in the code
-)
+# Columns that a loop has at most if the compiler is to know how many, which is faster; other sizes are not in the code.
+MOST_FIXED_COLUMNS = 31
 
 
 class Extent(IntEnum):
@@ -108,7 +106,7 @@ class Numbers:
         sizes = self.cluster.space.sizes
         columns = [size for d in self.columns if isinstance(size := sizes[d], int)]
         are_known = len(columns) == len(self.columns) and bool(self.rows) and not self.cluster.has_channels
-        self.fixed = {*columns} if are_known and math.prod(columns) <= FEW_COLUMNS else set()
+        self.fixed = {*columns} if are_known and math.prod(columns) <= MOST_FIXED_COLUMNS else set()
         self._same: dict[tuple[str, str, tuple[Scalar, ...]], Scalar] = {}
         self._of: dict[ir.Value, Scalar] = {}
         for node, form in self.cluster.nodes.items():
@@ -151,9 +149,11 @@ class Numbers:
 
     # --- New numbers ---
 
-    def _new(self, ctype: str, extent: Extent, **facts: Any) -> Scalar:
-        self.all.append(Scalar(f"v{len(self.all)}", ctype, extent, **facts))
-        return self.all[-1]
+    def _new(self, x: Scalar) -> Scalar:
+        """Name and add a number."""
+        x.name = f"v{len(self.all)}"
+        self.all.append(x)
+        return x
 
     def _map(self, code: str, ctype: str, *operands: Scalar) -> Scalar:
         """Return the number of an expression, the same one for the same expression."""
@@ -162,12 +162,12 @@ class Numbers:
         key = (code, ctype, operands)
         if key not in self._same:
             extent = min((x.extent for x in operands), default=ALL)
-            self._same[key] = self._new(ctype, extent, code=code, operands=operands)
+            self._same[key] = self._new(Scalar("", ctype, extent, code, operands))
         return self._same[key]
 
     def _reduced(self, how: str, operand: Scalar) -> Scalar:
         """Return the number that a row's elements reduce to."""
-        return self._new(operand.ctype, ROW, operands=(operand,), reduces=how)
+        return self._new(Scalar("", operand.ctype, ROW, operands=(operand,), reduces=how))
 
     def _literal(self, code: str, ctype: str) -> Scalar:
         return self._same.setdefault((code, ctype, ()), Scalar(code, ctype, ALL))
@@ -180,7 +180,7 @@ class Numbers:
             return self._literal(literal(constant, ctype), ctype)
         axes = varying(self.cluster.read[node, index])
         if (x, axes) not in self.read:
-            self.read[x, axes] = self._new(ctype, self._extent(axes), source=(x, axes))
+            self.read[x, axes] = self._new(Scalar("", ctype, self._extent(axes), source=(x, axes)))
         return self.read[x, axes]
 
     # --- Nodes ---
@@ -211,9 +211,8 @@ class Numbers:
 
     def _expression(self, node: ir.Node, form: NodeForm, xs: Sequence[Scalar]) -> str:
         y = node.outputs[0]
-        assert y.dtype is not None
         if node.op_type == "Cast":
-            return cast(y.dtype, xs[0].ctype)
+            return cast(dtype_of(y), xs[0].ctype)
         if node.op_type == "Pow":
             return power(number_of(node.inputs[1]), ctype_of(y))
         code = expression(node.op_type, ctype_of(y), xs[0].ctype, form.attributes)
@@ -271,7 +270,7 @@ class Numbers:
 
 @dataclass
 class Stages:
-    """Say in which loop over the columns each number is computed; later loops compute again what is not kept."""
+    """Assign each number to a loop over the columns; later loops compute again the numbers that are not kept."""
 
     of: dict[Scalar, int] = field(default_factory=dict)  # a row's number: before that loop
     kept: list[Scalar] = field(default_factory=list)  # of elements, which a loop leaves for later ones

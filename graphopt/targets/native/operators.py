@@ -1,4 +1,4 @@
-"""Say what each operator computes, in C: the expression of an element, and how a row or a whole tensor is reduced.
+"""Define each operator in C: the expression of an element, and how a row or a whole tensor is reduced.
 
 `{0}`, `{1}`, ... are the operands, which have the type of the result unless the operator says otherwise. `{F}` is the
 suffix of C's functions of a floating type (`sqrtf`), `{T}` that of the functions in functions.h (`exp_float`), and
@@ -27,6 +27,7 @@ STORED_TYPES = {**CTYPES, ir.DataType.FLOAT16: "_Float16", ir.DataType.BFLOAT16:
 # A number rounded to a type that it is not computed in; too large a number becomes infinite.
 ROUNDED = {ir.DataType.FLOAT16: "(float)(_Float16){0}", ir.DataType.BFLOAT16: "rounded_to_bfloat16({0})"}
 _SUFFIXES = {"float": {"{F}": "f", "{T}": "_float"}, "double": {"{F}": "", "{T}": ""}}
+Attributes = Mapping[str, Any]  # by name: numbers, texts and lists, of the types in the schema
 FLOATING = frozenset(_SUFFIXES)
 
 # Operators of any type.
@@ -94,7 +95,7 @@ OF_FLOATING = {
     "ThresholdedRelu": "{0} > {alpha} ? {0} : 0",
 }
 
-# Operators that the runtime has, or computes, in float32 alone.
+# Operators that the runtime has, or computes, only in float32.
 _OF_FLOAT = {"Gelu", "Mish", "Shrink", "Softplus"}
 
 _GELU = {"none": "gelu{T}({0})", "tanh": "gelu_tanh{T}({0})"}
@@ -167,7 +168,7 @@ def in_type(template: str, ctype: str) -> str:
     return template.replace("{C}", ctype)
 
 
-def expression(op_type: str, ctype: str, source: str, attributes: Mapping[str, Any]) -> str | None:
+def expression(op_type: str, ctype: str, source: str, attributes: Attributes) -> str | None:
     """Return the C expression of an element; None if kernels do not compute the operator.
 
     Args:
@@ -187,7 +188,7 @@ def expression(op_type: str, ctype: str, source: str, attributes: Mapping[str, A
     return None if template is None else in_type(template, ctype)
 
 
-def _of_floating(op_type: str, ctype: str, attributes: Mapping[str, Any]) -> str | None:
+def _of_floating(op_type: str, ctype: str, attributes: Attributes) -> str | None:
     if op_type == "Mod":  # the runtime has no other of floating numbers
         return "fmod{T}({0}, {1})" if attributes["fmod"] else None
     if op_type == "Gelu":

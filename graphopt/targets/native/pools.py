@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -12,7 +10,8 @@ import onnx_ir as ir
 from graphopt.graph.sizes import fixed
 from graphopt.graph.windows import pad_mode, window_of
 from graphopt.targets.native.forms import NodeForms, rank_of
-from graphopt.targets.native.library import Kernel, Replacement
+from graphopt.targets.native.library import Item, Kernel, Replacement
+from graphopt.targets.native.operators import Attributes
 
 _KINDS = {"MaxPool": 0, "AveragePool": 1, "Resize": 2}  # as pool.h numbers them
 _MOST_TAPS = 4096  # of a window: C counts them
@@ -23,7 +22,7 @@ def pool_kernel(node: ir.Node, forms: NodeForms) -> Replacement | None:
     window = _window(node, forms)
     if window is None:
         return None
-    form = [len(window), _padded(window), _KINDS[node.op_type]]
+    form: list[Item] = [len(window), _padded(window), _KINDS[node.op_type]]
     return Kernel.calling("pool", form, node.inputs[:1], node.outputs, "pool.h"), [node]
 
 
@@ -57,7 +56,7 @@ def _taps(node: ir.Node) -> list[int] | None:
     return window.kernel if tiles and not node.attributes.get_int("ceil_mode", 0) else None
 
 
-def _repeats(node: ir.Node, attributes: Mapping[str, Any]) -> list[int] | None:
+def _repeats(node: ir.Node, attributes: Attributes) -> list[int] | None:
     """Return how often a Resize repeats each element along each axis of space, if that is all that it does."""
     wanted = {"mode": "nearest", "coordinate_transformation_mode": "asymmetric", "nearest_mode": "floor"}
     if any(attributes.get(name) != value for name, value in wanted.items()):
@@ -113,7 +112,7 @@ def pool_gradient_kernel(node: ir.Node, forms: NodeForms) -> Replacement | None:
                 and not any(each in nodes for each in (x.producer(), y.producer(), dy.producer()))
                 and _stays_inside(nodes)
             ):
-                form = [len(window), _padded(window), *gate]
+                form: list[Item] = [len(window), _padded(window), *gate]
                 return Kernel.calling("unpool", form, [x, y, dy], node.outputs, "pool.h"), nodes
     return None
 
@@ -154,7 +153,7 @@ def _count_down(scores: ir.Value | None, window: list[int]) -> bool:
 
 def _gated(
     share: ir.Value | None, y: ir.Value, forms: NodeForms
-) -> tuple[ir.Value | None, list[Any], list[ir.Node]]:
+) -> tuple[ir.Value | None, list[Item], list[ir.Node]]:
     """Return dy and the gate of dy * HardSigmoid(y), as pool.h has it, and its nodes; without a gate, `share` is dy."""
     product = _made(share, "Mul")
     for dy, factor in _orders(product) if product is not None else ():

@@ -67,7 +67,7 @@ def _may_use_tiles() -> bool:
 
 
 def described(precision: str) -> str:
-    """Say how kernels multiply on this machine, in one line."""
+    """Describe in one line how kernels multiply on this machine."""
     reason = obstacle(precision)
     if reason is not None:
         return f"as 'highest', not {precision!r}: {reason}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import onnx_ir as ir
 
@@ -12,9 +11,10 @@ from graphopt.graph.operators import MATRIX_PRODUCTS
 from graphopt.graph.sizes import has_sizes, sizes_of
 from graphopt.graph.values import constant_of, like, swap
 from graphopt.targets.native.forms import NodeForms, NodeKind, rank_of
-from graphopt.targets.native.library import MOST_AXES, Kernel, Replacement
+from graphopt.targets.native.library import MOST_AXES, Item, Kernel, Replacement
 from graphopt.targets.native.precision import multiplies_bfloat16
 from graphopt.targets.native.weights import weight_of
+from graphopt.targets.portable.form import given
 
 _MOST_UNUSED = 2**30  # elements that Slices drop
 
@@ -27,9 +27,8 @@ def product_kernel(node: ir.Node, forms: NodeForms) -> Replacement | None:
     if not accepts_product(node, forms):
         return None
     attributes, nodes = forms.attributes_of(node) or {}, [node]
-    a, b, bias = [*node.inputs, None][:3]
-    assert a is not None and b is not None
-    y = node.outputs[0]
+    bias = [*node.inputs, None][2]
+    a, b, y = *map(given, node.inputs[:2]), node.outputs[0]
     rank = rank_of(y)
     axes_a = [1, 0] if attributes.get("transA") else list(range(rank_of(a)))
     axes_b = [1, 0] if attributes.get("transB") else list(range(rank_of(b)))
@@ -51,7 +50,7 @@ def product_kernel(node: ir.Node, forms: NodeForms) -> Replacement | None:
     a, b = _before_cast(a), _before_cast(b)
     rank_bias = -1 if bias is None else rank_of(bias)
     narrow = [int(x.dtype == ir.DataType.BFLOAT16) for x in (a, b, y)]
-    form: list[Any] = [
+    form: list[Item] = [
         len(axes_a),
         len(axes_b),
         rank,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import onnx_ir as ir
 
@@ -13,7 +12,7 @@ from graphopt.graph.sizes import sizes_of
 from graphopt.graph.traversal import subgraphs
 from graphopt.graph.values import constant_of, dtype_of
 from graphopt.targets.native.forms import NodeForms, rank_of
-from graphopt.targets.native.library import Kernel, Replacement, braced
+from graphopt.targets.native.library import Item, Kernel, Replacement, braced
 from graphopt.targets.native.operators import STORED_TYPES
 from graphopt.targets.native.products import accepts_product
 from graphopt.targets.scan import ScanParts, ScanRows, is_scan
@@ -94,7 +93,7 @@ def _has_kernels(body: ir.Graph, forms: NodeForms) -> bool:
 
 
 def _moved_in(scan: ScanParts, rows: ScanRows, forms: NodeForms) -> bool:
-    """Move the node that computes a sequence into the body of a Scan that alone reads it; return whether it fits."""
+    """Move the node that computes a sequence into the Scan that is its only reader; return whether it fits."""
     x, element, graph = rows.sequence, rows.row, scan.node.graph
     node = x.producer()
     if node is None or graph is None or node.graph is not graph or len(x.uses()) != 1:
@@ -137,7 +136,7 @@ def scan_kernel(node: ir.Node, forms: NodeForms, calls: Mapping[ir.Node, Kernel]
     """Return the kernel of a Scan along first axes whose body has only kernels and moves; None for any other node.
 
     Args:
-        calls: the nodes that call kernels of the plan, which alone are taken for kernels.
+        calls: the nodes that call kernels of the plan, the only ones that are taken for kernels.
     """
     scan = _accepted(node, forms)
     if scan is None:
@@ -167,7 +166,7 @@ def scan_kernel(node: ir.Node, forms: NodeForms, calls: Mapping[ir.Node, Kernel]
 
 def _form_of(
     scan: ScanParts, steps: Sequence[_Step], tensors: Sequence[ir.Value], inputs: int, dims: Sequence[int]
-) -> tuple[list[Any], str]:
+) -> tuple[list[Item], str]:
     """Return the structure in scan.h of a Scan, and the declarations that it refers to."""
     places = {x: i for i, x in enumerate(tensors)}
     returned = [*((state.after, 0) for state in scan.states), *((y.row, y.direction) for y in scan.outputs)]
@@ -178,14 +177,14 @@ def _form_of(
         homes.discard(y)
     functions = dict.fromkeys(step.function for step in steps if step.function != "NULL")
     before = [f"OrtStatus *{name}(Context *);" for name in functions]
-    rows = []
+    rows: list[Item] = []
     for i, step in enumerate(steps):
         for kind, values in (("inputs", step.inputs), ("outputs", step.outputs)):
             before.append(f"static const int {kind}_@_{i}[] = {braced([places[x] for x in values])};")
         is_fixed = step.function != "NULL" and len(step.inputs) > 1 and places[step.inputs[1]] < inputs
         counts = [len(step.inputs), len(step.outputs), step.axis, int(is_fixed)]
         rows.append([step.function, *counts, f"inputs_@_{i}", f"outputs_@_{i}"])
-    arrays: dict[str, Sequence[Any]] = {
+    arrays: dict[str, Sequence[Item]] = {
         "unsigned char ranks": [rank_of(x) for x in tensors],
         "unsigned char sizes": [int(dtype_of(x).itemsize) for x in tensors],
         "int64_t dims": [*dims, 0],

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import onnx_ir as ir
 
@@ -11,7 +10,8 @@ from graphopt.graph.operators import VIEWS
 from graphopt.graph.postprocessing import DEQUANTIZE
 from graphopt.graph.values import constant_of
 from graphopt.targets.native.forms import NodeForms, rank_of
-from graphopt.targets.native.library import MOST_AXES
+from graphopt.targets.native.library import MOST_AXES, Item
+from graphopt.targets.native.operators import Attributes
 
 _TYPES = {  # the bits of an integer, and whether it has a sign
     ir.DataType.INT4: (4, 1),
@@ -26,7 +26,7 @@ class Weight:
     """Hold the integers, the scales and the zero points of a matrix, and its `WeightForm` in calls.h."""
 
     values: list[ir.Value]
-    form: list[Any]
+    form: list[Item]
 
 
 def weight_of(w: ir.Value, forms: NodeForms) -> Weight | None:
@@ -84,7 +84,7 @@ def _stored(x: ir.Value | None) -> ir.Value | None:
 
 
 def _steps(
-    stored: tuple[int, int], sizes: tuple[int, int], rank_scale: int, attributes: dict[str, Any]
+    stored: tuple[int, int], sizes: tuple[int, int], rank_scale: int, attributes: Attributes
 ) -> list[int] | None:
     """Return how a row and a column lead to a scale: `row_block`, `row_step` and `column_block`; None if not so."""
     (rows, pitch), block = sizes, attributes.get("block_size", 0)

@@ -14,10 +14,11 @@ import onnx_ir as ir
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.inference import stand_in
 from graphopt.graph.windows import pad_mode, window_of
+from graphopt.targets.portable.form import given
 
-_FEW = 12  # channels
-_MANY = 32  # channels
-_WIDE = 1024  # taps, or places along an axis
+_FEW_ROWS = 12  # of a batch, of which each is unfolded by itself
+_LEAST_FILTERS = 32  # of a transposed convolution that is worth flipping
+_MOST_PLACES = 1024  # taps of a kernel that is flipped, or places along an axis that becomes channels
 _BLOCK = 8  # channels, or a multiple of it, in a block of ONNX Runtime's layout
 
 
@@ -60,8 +61,7 @@ def _rewrite(model: ir.Model, op_type: str, rewritten: Callable[[Emitter, ir.Nod
 
 
 def _pooled_by_planes(op: Emitter, node: ir.Node) -> ir.Value | None:
-    x, y = node.inputs[0], node.outputs[0]
-    assert x is not None
+    x, y = given(node.inputs[0]), node.outputs[0]
     sizes, pooled = _sizes(x), _sizes(y)
     if len(node.outputs) > 1 or len(sizes) != 4 or 0 in [*sizes[1:], *pooled[1:]] or sizes[1] % _BLOCK:
         return None
@@ -82,19 +82,18 @@ def _sizes(x: ir.Value) -> list[int]:
 
 
 def _flipped(op: Emitter, node: ir.Node) -> ir.Value | None:
-    x, w = node.inputs[:2]
-    assert x is not None and w is not None
+    x, w = map(given, node.inputs[:2])
     if not _is_explicit(node):
         return None
     filters, channels, *taps = _sizes(w)
     window = window_of(node, taps)
     ends = zip(window.extent * 2, window.begin + window.end, strict=True)
     rest = [size - 1 - pad for size, pad in ends]
-    if min(rest) < 0 or max(window.strides) > 1 or not _MANY <= filters <= channels:
+    if min(rest) < 0 or max(window.strides) > 1 or not _LEAST_FILTERS <= filters <= channels:
         return None
     if any(node.attributes.get_ints("output_padding", [])) or "output_shape" in node.attributes:
         return None
-    if node.attributes.get_int("group", 1) > 1 or not 1 < math.prod(taps) <= _WIDE:
+    if node.attributes.get_int("group", 1) > 1 or not 1 < math.prod(taps) <= _MOST_PLACES:
         return None
     backwards = op.constant(np.eye(math.prod(taps))[::-1], like=w)
     flipped = op.MatMul(op.Reshape(w, [0, 0, -1]), backwards)  # five times as fast as a Gather
@@ -103,13 +102,12 @@ def _flipped(op: Emitter, node: ir.Node) -> ir.Value | None:
 
 
 def _widened(op: Emitter, node: ir.Node) -> ir.Value | None:
-    x, w, y = *node.inputs[:2], node.outputs[0]
-    assert x is not None and w is not None
+    x, w, y = *map(given, node.inputs[:2]), node.outputs[0]
     if not _is_explicit(node):
         return None
     filters, _, *kernel = _sizes(w)
     batch, _, *places = _sizes(y)
-    is_wide = not 0 < batch < _FEW
+    is_wide = not 0 < batch < _FEW_ROWS
     many, positions = math.prod(places), math.prod(kernel)
     plain = node.attributes.get_int("group", 1) == 1 and len(node.inputs) == 2
     if many == 0 or positions == 0:
@@ -117,7 +115,7 @@ def _widened(op: Emitter, node: ir.Node) -> ir.Value | None:
     if positions >= 2 * many and positions > 16:
         if len(kernel) < 3 and is_wide:
             return _with_batch_as_axis(op, node, x, w)
-        if len(kernel) == 3 and is_wide and plain and 0 not in _sizes(x)[3:] and places[0] <= _WIDE:
+        if len(kernel) == 3 and is_wide and plain and 0 not in _sizes(x)[3:] and places[0] <= _MOST_PLACES:
             return _with_axis_as_channels(op, node, x, w, places[0])
         return _unfolded(op, node, x, w, batch, places) if plain and batch and many < 32 else None
     if plain and len(kernel) < 3 and filters > many and positions > 1 and batch != 1:

@@ -7,9 +7,10 @@ import onnx_ir as ir
 
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.shapes import Places, places_of, size_of
-from graphopt.graph.values import like
+from graphopt.graph.values import dims_of, dtype_of, like
+from graphopt.targets.portable.form import given
 
-_WIDE = 64  # columns of a sum over rows
+_LEAST_COLUMNS = 64  # of a sum over rows that is worth a product
 
 
 def column_sums_as_product(model: ir.Model) -> bool:
@@ -21,8 +22,7 @@ def column_sums_as_product(model: ir.Model) -> bool:
     places = places_of(model.graph.inputs)
     with Emitter(model) as op:
         for node in sums:
-            x, y = node.inputs[0], node.outputs[0]
-            assert x is not None
+            x, y = given(node.inputs[0]), node.outputs[0]
             product = op.MatMul(_ones(op, x, places), x)
             ir.convenience.replace_all_uses_with(y, like(product, y), replace_graph_outputs=True)
             model.graph.remove(node, safe=True)
@@ -38,14 +38,13 @@ def _is_over_columns(node: ir.Node) -> bool:
         return False
     over_rows = len(x.shape) == 2 and constant.numpy().tolist() in ([0], [-2])
     floating = x.dtype in (ir.DataType.FLOAT, ir.DataType.DOUBLE)
-    return over_rows and floating and isinstance(x.shape[1], int) and x.shape[1] >= _WIDE
+    return over_rows and floating and isinstance(x.shape[1], int) and x.shape[1] >= _LEAST_COLUMNS
 
 
 def _ones(op: Emitter, x: ir.Value, places: Places) -> ir.Value:
     """Return a vector with one 1 for each row of a matrix."""
-    assert x.shape is not None and x.dtype is not None
-    one = np.ones(1, x.dtype.numpy())
-    rows = x.shape[0]
+    one = np.ones(1, dtype_of(x).numpy())
+    rows = dims_of(x)[0]
     if isinstance(rows, int):
         return op.constant(np.repeat(one, rows))
     size = size_of(op, rows, places) if rows.value in places else op.Shape(x, start=0, end=1)

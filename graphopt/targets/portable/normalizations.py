@@ -8,15 +8,14 @@ import onnx_ir as ir
 
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.values import is_floating
-from graphopt.targets.portable.form import is_read
+from graphopt.targets.portable.form import given, is_read
 
 
 def batch_normalization(op: Emitter, node: ir.Node) -> Sequence[ir.Value] | None:
     """Write BatchNormalization as arithmetic: Tract and MNN refuse statistics that are no constants."""
-    x, *inputs = node.inputs
-    if x is None or x.shape is None or node.attributes.get_int("training_mode"):
+    x, scale, bias, mean, variance = map(given, node.inputs)
+    if x.shape is None or node.attributes.get_int("training_mode"):
         return None
-    scale, bias, mean, variance = inputs
     deviation = op.Sqrt(op.Add(variance, node.attributes.get_float("epsilon", 1e-5)))
     factor = op.Div(_cast(op, scale, deviation), deviation)
     axes = list(range(1, len(x.shape) - 1))
@@ -24,7 +23,6 @@ def batch_normalization(op: Emitter, node: ir.Node) -> Sequence[ir.Value] | None
     def by_channel(y: ir.Value) -> ir.Value:
         return op.Unsqueeze(_cast(op, y, x), axes) if axes else _cast(op, y, x)
 
-    assert bias is not None and mean is not None
     centered = op.Sub(x, by_channel(mean))
     return [op.Add(op.Mul(centered, by_channel(factor)), by_channel(bias))]
 
@@ -48,6 +46,5 @@ def layer_normalization(op: Emitter, node: ir.Node) -> Sequence[ir.Value] | None
     return [y, mean, inverse]
 
 
-def _cast(op: Emitter, value: ir.Value | None, model: ir.Value) -> ir.Value:
-    assert value is not None
+def _cast(op: Emitter, value: ir.Value, model: ir.Value) -> ir.Value:
     return value if value.dtype == model.dtype or not is_floating(model) else op.Cast(value, to=model.dtype)

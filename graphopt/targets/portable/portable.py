@@ -111,7 +111,7 @@ def _emitted_after(node: ir.Node) -> Iterable[ir.Node]:
 
 
 def _keep_inference(node: ir.Node, y: ir.Value) -> None:
-    """Let inference have the operator, if it differs from that of training by inputs, which the form does not have."""
+    """Keep the operator for inference, if it differs from that of training by inputs, which the form does not have."""
     form = InferenceForm.read(y)
     if form is not None and form.inputs:
         attributes = {name: attribute.value for name, attribute in node.attributes.items()}

@@ -116,7 +116,7 @@ class Run:
         self.stopped = self.stopped or reason
 
 
-class Callback(metaclass=Checked):
+class Callback(Checked):
     """Watch a training run and steer it: override the events that matter, all others do nothing.
 
     A function of `(run, record)` is a callback, too: `fit` calls it at the end of each epoch.

@@ -158,15 +158,10 @@ static void activate(const float *bias, int64_t many, int relu, int64_t rows, fl
 /* Transpose rows of sums to the result. The rows are the places from number `first` on. */
 static void store_rows(const Direct *d, int64_t group, int64_t first, int64_t end, float *c) {
     const Convolution *u = d->u;
-    const int64_t many = product_of(u->places), joined = side_by_side(u->places, u->y_steps);
-    const int64_t run = !joined ? u->places[2] : u->y_image == many ? u->images * many : many;
-    const int64_t step = joined ? 1 : u->y_steps[2];
+    const int64_t step = side_by_side(u->places, u->y_steps) ? 1 : u->y_steps[2];
     for (int64_t r = first, rows; r < end; r += rows, c += rows * d->row) {
-        int64_t at[4];
-        indices(u->places, r, at);
-        float *y = u->y + group * u->y_batch + at[0] * u->y_image;
-        for (int i = 0; i < 3; i++) y += at[i + 1] * u->y_steps[i];
-        rows = gemm_min(end, (r / run + 1) * run) - r;
+        float *y;
+        rows = gemm_min(place_of(u, group, r, &y), end - r);
         for (int64_t o = 0; o < u->filters; o += LANES)
             for (int64_t i = 0; i < rows; i += LANES) {
                 const int64_t filters = gemm_min(LANES, u->filters - o), length = gemm_min(LANES, rows - i);

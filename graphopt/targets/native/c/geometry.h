@@ -47,6 +47,18 @@ static int side_by_side(const int64_t sizes[3], const int64_t steps[3]) {
     return 1;
 }
 
+/* Find where a row, a place of an image, lies in the result of a group, and return how many rows follow it side by side,
+ * itself included. */
+static inline int64_t place_of(const Convolution *u, int64_t group, int64_t row, float **y) {
+    const int64_t many = product_of(u->places), joined = side_by_side(u->places, u->y_steps);
+    const int64_t run = !joined ? u->places[2] : u->y_image == many ? u->images * many : many;
+    int64_t at[4];
+    indices(u->places, row, at);
+    *y = u->y + group * u->y_batch + at[0] * u->y_image;
+    for (int i = 0; i < 3; i++) *y += at[i + 1] * u->y_steps[i];
+    return (row / run + 1) * run - row;
+}
+
 /* Copy a line of results to elements that are `step` apart, with its bias and Relu. */
 static inline void finish(float *restrict to, const float *restrict from, int64_t step, int64_t length, float bias,
                           int relu) {

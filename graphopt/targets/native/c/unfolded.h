@@ -57,18 +57,6 @@ static void unfold_panel(void *user, size_t index) {
     }
 }
 
-/* Find where a row of a group lies in the result, and return how many rows follow it side by side, itself included. */
-static int64_t place_of(const Unfolded *a, int64_t group, int64_t row, float **y) {
-    const Convolution *u = a->d.u;
-    const int64_t many = product_of(u->places), joined = side_by_side(u->places, u->y_steps);
-    const int64_t run = !joined ? u->places[2] : u->y_image == many ? a->rows : many;
-    int64_t at[4];
-    indices(u->places, row, at);
-    *y = u->y + group * u->y_batch + at[0] * u->y_image;
-    for (int i = 0; i < 3; i++) *y += at[i + 1] * u->y_steps[i];
-    return (row / run + 1) * run - row;
-}
-
 /* Write the sums of some rows and filters to the result. Those of a filter are c_row elements after the one before. */
 static void store_lanes(const Unfolded *a, int64_t group, int64_t first, int64_t end, int64_t filter, int64_t filters,
                         const float *c, int64_t c_row) {
@@ -77,7 +65,7 @@ static void store_lanes(const Unfolded *a, int64_t group, int64_t first, int64_t
     const int64_t step = side_by_side(u->places, u->y_steps) ? 1 : u->y_steps[2];
     for (int64_t r = first, length; r < end; r += length, c += length) {
         float *y;
-        length = gemm_min(place_of(a, group, r, &y), end - r);
+        length = gemm_min(place_of(u, group, r, &y), end - r);
         for (int64_t f = 0; f < filters; f++)
             finish(y + (filter + f) * u->y_filter, c + f * c_row, step, length, bias ? bias[f] : 0, u->relu);
     }
@@ -103,7 +91,7 @@ static void convolve_panel(const Unfolded *a, int64_t panel, int64_t first, int6
     for (int64_t b = 0; b < blocks; b++)
         for (int64_t unit = first; unit < end; unit++) {
             const int64_t group = filters_of(a, unit, &filter, &filters), term = gemm_begin(d->terms, b, blocks);
-            const int stays = place_of(a, group, row, &y) >= WIDTH && whole; /* where the tile writes it */
+            const int stays = place_of(u, group, row, &y) >= WIDTH && whole; /* where the tile writes it */
             direct_tiles[filters - 1][two](gemm_begin(d->terms, b + 1, blocks) - term,
                                     (const char *)(u->w + group * u->w_batch + filter * u->w_filter), u->w_filter * size,
                                     TILES_AHEAD * filters * u->w_filter * size, NULL, a->weights_at + term,

@@ -90,7 +90,7 @@ def _first_of_groups(op: Emitter, y: ir.Value, group: int, size: int, kept: int)
 
 
 def _by_groups(op: Emitter, node: ir.Node, group: int) -> Sequence[ir.Value]:
-    """Convolve each group alone: the kernels of volumes know no groups."""
+    """Convolve each group by itself: the kernels of volumes know no groups."""
     x, w, *bias = node.inputs
 
     def parts(value: ir.Value | None, axis: int) -> list[ir.Value]:

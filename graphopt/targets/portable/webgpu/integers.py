@@ -29,7 +29,7 @@ _NARROWED = (
 
 
 def nodes_on_shapes(model: ir.Model) -> list[str]:
-    """Return the names of nodes that compute with shapes and constants alone, which a CPU computes for the device.
+    """Return the names of nodes that compute only with shapes and constants, which a CPU computes for the device.
 
     The runtime reads a device value back where such a node runs on the device and its result says what to compute.
     """
@@ -74,7 +74,7 @@ def _in_32_bits(op: Emitter, x: ir.Value) -> ir.Value | None:
 
 
 def _is_arithmetic_on_shapes(op: Emitter, node: ir.Node) -> bool:
-    """Return whether a node computes with shapes and constants, or with the counters of a loop, alone."""
+    """Return whether a node computes only with shapes and constants, or with the counters of a loop."""
     waiting, seen = list(node.inputs), set()
     while waiting:
         x = waiting.pop()

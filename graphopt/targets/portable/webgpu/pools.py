@@ -125,7 +125,7 @@ def _max_pool(op: Emitter, node: ir.Node) -> Sequence[ir.Value] | None:
 
 
 def _on_the_cpu(op: Emitter, node: ir.Node) -> Sequence[ir.Value]:
-    """Pool in float64, for which there are kernels on the CPU alone."""
+    """Pool in float64, for which only the CPU has kernels."""
     y, where = op.MaxPool(op.Cast(node.inputs[0], to=ir.DataType.DOUBLE), **node.attributes, _outputs=2)
     return [op.Cast(y, to=ir.DataType.FLOAT), where]
 
