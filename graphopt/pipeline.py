@@ -20,7 +20,7 @@ from graphopt.graph import provenance
 from graphopt.graph.loading import Source, load
 from graphopt.graph.rewriting import Pass, Read
 from graphopt.graph.strictness import is_strict, run_strictly
-from graphopt.graph.traversal import all_nodes
+from graphopt.graph.traversal import all_nodes, wholes_of
 
 _log = logging.getLogger(__name__)
 
@@ -177,8 +177,7 @@ def _using(rules: Rules) -> Iterator[None]:
 
 def _operators(model: ir.Model) -> set[tuple[str, str]]:
     """Return the operators and functions that a model calls, by domain and name."""
-    wholes: list[ir.Graph | ir.Function] = [model.graph, *model.functions.values()]
-    return {(node.domain, node.op_type) for whole in wholes for node in all_nodes(whole)}
+    return {(node.domain, node.op_type) for whole in wholes_of(model) for node in all_nodes(whole)}
 
 
 def _check_rules(rules: Any) -> None:

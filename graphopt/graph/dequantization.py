@@ -16,7 +16,7 @@ from graphopt.graph.operators import RANDOM, VIEWS
 from graphopt.graph.roles import STATE, Role, role_of
 from graphopt.graph.tables import dequantizes_frozen, gather_packed_rows
 from graphopt.graph.traversal import captured, subgraphs
-from graphopt.graph.values import like
+from graphopt.graph.values import is_read, like
 
 _EARLY = {*STATE, Role.HYPERPARAMETER}
 _AFTER = VIEWS | {
@@ -41,12 +41,10 @@ def dequantize_late(model: ir.Model) -> bool:
     with Emitter(model) as op:
         late = _Late(op, weights)
         for node in weights.readers:
-            count = len(model.graph)
-            late.serve(node)
-            emitted = list(model.graph)[count:]
-            model.graph.remove(emitted)
-            model.graph.insert_before(node, emitted)
-    model.graph.remove([node for node in reversed(weights.nodes) if not _is_read(node)], safe=True)
+            with op.before(node):
+                late.serve(node)
+    unread = [node for node in reversed(weights.nodes) if not any(map(is_read, node.outputs))]
+    model.graph.remove(unread, safe=True)
     return True
 
 
@@ -109,9 +107,7 @@ class _Late:
             inputs = [None if y is None else self._copy(y, awaited) for y in node.inputs]
             if dequantizes_frozen(node):
                 inputs[1] = self._after(inputs[1], awaited)
-            count = len(node.outputs)
-            made = self._op.call_op(node.op_type, inputs, dict(node.attributes), outputs=count)
-            copies = [made] if isinstance(made, ir.Value) else list(made)
+            copies = self._op.emit_again(node, inputs)
             if (producer := copies[0].producer()) is not None:
                 metadata.copy(node, producer)
             for y, copy in zip(node.outputs, copies, strict=True):
@@ -136,7 +132,3 @@ class _Late:
 def _zero(op: Emitter, x: ir.Value) -> ir.Value:
     """Return the int64 vector [0], the index of the only one of at most one element of `x`, which no runtime folds."""
     return op.ReduceSum(op.Cast(op.Less(op.Abs(op.first(x)), 0.0), to=ir.DataType.INT64), [0])
-
-
-def _is_read(node: ir.Node) -> bool:
-    return any(y.uses() or y.is_graph_output() for y in node.outputs)

@@ -10,7 +10,7 @@ import contextlib
 import functools
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -144,6 +144,21 @@ class Emitter(TapeBuilder):
             self._written[written] = self._constants[key]
         return self._constants[key]
 
+    def emit_again(self, node: ir.Node, inputs: Sequence[Input]) -> Sequence[ir.Value]:
+        """Emit a node's operator with its attributes on other inputs, and return the outputs."""
+        count = len(node.outputs)
+        made = self.call_op(node.op_type, inputs, dict(node.attributes), domain=node.domain, outputs=count)
+        return [made] if isinstance(made, ir.Value) else made
+
+    @contextlib.contextmanager
+    def before(self, node: ir.Node) -> Iterator[None]:
+        """Put the nodes that a `with` block emits before another one."""
+        count = len(self._graph)
+        yield
+        emitted = list(self._graph)[count:]
+        self._graph.remove(emitted)
+        self._graph.insert_before(node, emitted)
+
     def trace(
         self, function: Callable[..., Any] | OnnxFunction[..., Any], *args: ir.Value, outputs: int | None = 1
     ) -> Any:
@@ -162,10 +177,7 @@ class Emitter(TapeBuilder):
             )
         values: dict[ir.Value | None, Any] = dict(zip(body.inputs, args, strict=True))
         for node in body:
-            inputs, attributes = [values.get(x) for x in node.inputs], dict(node.attributes)
-            count = len(node.outputs)
-            emitted = self.call_op(node.op_type, inputs, attributes, domain=node.domain, outputs=count)
-            made = [emitted] if isinstance(emitted, ir.Value) else emitted
+            made = self.emit_again(node, [values.get(x) for x in node.inputs])
             values.update(zip(node.outputs, made, strict=True))
         traced = [values[output] for output in body.outputs]
         return traced[0] if len(traced) == 1 else traced

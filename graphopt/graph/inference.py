@@ -25,7 +25,7 @@ from graphopt.graph.scans import remove_unused_results
 from graphopt.graph.state import averages_read
 from graphopt.graph.storage import declare_inputs
 from graphopt.graph.traversal import extracted_between
-from graphopt.graph.values import like, name_of, swap
+from graphopt.graph.values import is_read, like, name_of, swap
 
 _Adapters = Literal["merged", "left out", "kept"]
 
@@ -72,7 +72,7 @@ def _remove_unused(model: ir.Model, kept: Collection[str | None] = ()) -> None:
     """Remove nodes, inputs and opsets that nothing uses, except some inputs."""
     RemoveUnusedNodesPass()(model)
     for x in list(model.graph.inputs):
-        if not x.uses() and not x.is_graph_output() and x.name not in kept:
+        if not is_read(x) and x.name not in kept:
             model.graph.initializers.pop(x.name or "", None)
             model.graph.inputs.remove(x)
     RemoveUnusedOpsetsPass()(model)

@@ -12,7 +12,7 @@ from graphopt.errors import GraphoptError
 from graphopt.graph.operators import VIEWS
 from graphopt.graph.roles import STATE, Role, role_of, with_role
 from graphopt.graph.state import take_initial
-from graphopt.graph.traversal import execution_order, forward_nodes, subgraphs, values_read
+from graphopt.graph.traversal import execution_order, forward_nodes, subgraphs, values_in, values_read
 from graphopt.graph.values import bytes_of, state_of
 
 Sizes = int | Mapping[str, int]
@@ -79,7 +79,7 @@ def with_sizes(model: ir.Model, sizes: Sizes) -> ir.Model:
                     )
                 known[dim.value] = sizes if isinstance(sizes, int) else sizes[dim.value]
     for graph in model.graphs():
-        for x in [*graph.inputs, *(y for node in graph for y in node.outputs)]:
+        for x in values_in(graph):
             if x.shape is not None:
                 x.shape = ir.Shape([d if isinstance(d, int) else known.get(d.value) for d in x.shape])
     ShapeInferencePass()(model)

@@ -15,6 +15,7 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.metadata import MANY, Note, expect
 from graphopt.graph.operators import defaults, fits, formal_of, schema_of
+from graphopt.graph.traversal import all_nodes, wholes_of
 from graphopt.graph.values import constant_of, like, swap
 
 OPSET, IR_VERSION = 21, 10  # what graphopt writes
@@ -73,8 +74,7 @@ def rewrite_in(models: Sequence[ir.Model], version: int) -> int:
 
 def _rewritten(model: ir.Model, now: int, version: int) -> bool:
     """Convert a model and return True, or return False and leave it unchanged if a node has no equivalent."""
-    graphs: list[ir.Graph | ir.Function] = [model.graph, *model.functions.values()]
-    nodes = [node for graph in graphs for node in graph.all_nodes() if node.domain == ""]
+    nodes = [node for whole in wholes_of(model) for node in all_nodes(whole) if node.domain == ""]
     forms: dict[ir.Node, _Form] = {}
     for node in nodes:
         exact = node.attributes.get_string("approximate", "none") == "none"

@@ -110,10 +110,15 @@ def restore(proto: onnx.ModelProto, parts: Sequence[onnx.ModelProto], order: Seq
         graph.node.extend(node for node in part.graph.node if not known.issuperset(filter(None, node.output)))
         graph.initializer.extend(x for x in part.graph.initializer if x.name not in known)
         outputs |= {output.name: output for output in part.graph.output}
-        domains = {opset.domain for opset in proto.opset_import}
-        proto.opset_import.extend(opset for opset in part.opset_import if opset.domain not in domains)
+        add_opsets(proto, part)
     del graph.output[:]
     graph.output.extend(outputs[name] for name in order)
+
+
+def add_opsets(proto: onnx.ModelProto, part: onnx.ModelProto) -> None:
+    """Give a message the opsets of a part of it whose domains it lacks."""
+    domains = {opset.domain for opset in proto.opset_import}
+    proto.opset_import.extend(opset for opset in part.opset_import if opset.domain not in domains)
 
 
 def _sources(outputs: Sequence[ir.Value], is_source: Callable[[ir.Value], bool]) -> list[ir.Value]:

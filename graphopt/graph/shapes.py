@@ -23,7 +23,7 @@ from graphopt.graph.metadata import TOKEN_POSITIONS
 from graphopt.graph.operators import GROWING, POOLS, SEQUENCE_READERS, schema_of
 from graphopt.graph.rewriting import needed, protect
 from graphopt.graph.rules import rewrite
-from graphopt.graph.traversal import all_nodes, forward_nodes, sort, subgraphs
+from graphopt.graph.traversal import all_nodes, forward_nodes, sort, subgraphs, values_in
 from graphopt.graph.typed_messages import message_for_inference, take_types
 from graphopt.graph.values import constant_of, is_static
 
@@ -153,8 +153,7 @@ def infer_anew(model: ir.Model) -> None:
 
 def new_names(model: ir.Model) -> Iterator[str]:
     """Return names of dimensions that the model lacks."""
-    values = [x for graph in model.graphs() for x in graph.inputs]
-    values += [y for node in all_nodes(model.graph) for y in node.outputs]
+    values = (x for graph in model.graphs() for x in values_in(graph))
     taken = {dim.value for x in values for dim in x.shape or () if not isinstance(dim, int)}
     return (name for i in itertools.count() if (name := f"unknown_{i}") not in taken)
 

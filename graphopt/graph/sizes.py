@@ -17,7 +17,7 @@ import onnx_ir as ir
 from graphopt.graph.formulas import Formula, is_nonnegative, number, symbol
 from graphopt.graph.operators import full_attributes, schema_of
 from graphopt.graph.size_rules import RULES, VALUES, Maybe, Read
-from graphopt.graph.traversal import subgraphs
+from graphopt.graph.traversal import subgraphs, values_in
 from graphopt.graph.values import constant_of, dims_of
 
 Size = int | str
@@ -54,14 +54,18 @@ def unify_sizes(model: ir.Model) -> None:
         for node in () if graph in ran else graph:  # what holds in a body that may not run holds only there
             sizes.learn(node, shared)
     for graph in graphs:
-        for x in [*graph.inputs, *(y for node in graph for y in node.outputs)]:
+        for x in values_in(graph):
             if x.shape is not None and not x.shape.is_static():
                 x.shape = ir.Shape([sizes.simplest(dim) for dim in x.shape])
 
 
 def _names_in(graph: ir.Graph) -> set[str]:
-    values = [*graph.inputs, *(y for node in graph for y in node.outputs)]
-    return {str(dim.value) for x in values for dim in x.shape or () if not isinstance(dim, int) and dim.value}
+    return {
+        str(dim.value)
+        for x in values_in(graph)
+        for dim in x.shape or ()
+        if not isinstance(dim, int) and dim.value
+    }
 
 
 class _Sizes:

@@ -55,6 +55,13 @@ _UNREADABLE = (
 )
 
 
+def replace_nodes(graph: onnx.GraphProto | onnx.FunctionProto, nodes: Iterable[onnx.NodeProto]) -> None:
+    """Give a message other nodes, among which its own may be: a message frees the nodes that it loses."""
+    copies = [onnx.NodeProto.FromString(node.SerializeToString()) for node in nodes]
+    del graph.node[:]
+    graph.node.extend(copies)
+
+
 def is_large(model: ir.Model | onnx.ModelProto) -> bool:
     """Return whether a model's weights are too large for one protobuf message."""
     if isinstance(model, onnx.ModelProto):

@@ -13,7 +13,7 @@ from graphopt.graph.node_inference import infer_outputs
 from graphopt.graph.operators import STANDARD
 from graphopt.graph.storage import Content
 from graphopt.graph.traversal import all_nodes, is_sorted, subgraphs
-from graphopt.graph.values import name_of
+from graphopt.graph.values import is_read, label_of
 
 _blocks: list[list[bool]] = []  # whether each `with` block checks, the innermost block last
 
@@ -97,7 +97,7 @@ def check_sorted(model: ir.Model, name: str) -> None:
             for source in sources:
                 if source is not None and source.graph is graph and source not in seen:
                     raise GraphoptError(
-                        f"{name}: expected sorted nodes, found {_label(node)} before {_label(source)}, which it "
+                        f"{name}: expected sorted nodes, found {label_of(node)} before {label_of(source)}, which it "
                         "reads: end with model.graph.sort()"
                     )
             seen.add(node)
@@ -120,7 +120,7 @@ def _check_names(model: ir.Model, name: str) -> None:
     def visit(graph: ir.Graph, around: dict[str, Any]) -> None:
         values = {**around}
         nodes: dict[str, Any] = {}
-        outputs = (y for node in graph for y in node.outputs if y.name or y.uses() or y.is_graph_output())
+        outputs = (y for node in graph for y in node.outputs if y.name or is_read(y))
         for x in (*graph.inputs, *graph.initializers.values(), *outputs):
             check(values, x, "value")
         for node in graph:
@@ -142,7 +142,7 @@ def _check_types(model: ir.Model, name: str) -> None:
             inferred = infer_outputs(node, version)  # type: ignore[arg-type]
         except Exception as error:
             raise GraphoptError(
-                f"{name}: expected a node that ONNX accepts, found {_label(node)}: {line(error)}"
+                f"{name}: expected a node that ONNX accepts, found {label_of(node)}: {line(error)}"
             ) from error
         for y, (type_, shape) in zip(node.outputs, inferred, strict=True):
             is_guess = node.op_type in _GUESSED
@@ -151,7 +151,7 @@ def _check_types(model: ir.Model, name: str) -> None:
             ):
                 found, expected = (f"{t}{s or ''}" for t, s in ((y.type, y.shape), (type_, shape)))
                 raise GraphoptError(
-                    f"{name}: {_label(node)}: expected the output {y.name!r} of {expected}, as ONNX infers, found "
+                    f"{name}: {label_of(node)}: expected the output {y.name!r} of {expected}, as ONNX infers, found "
                     f"{found}: declare what the node computes"
                 )
 
@@ -173,7 +173,3 @@ def check_remembered(what: str, remembered: ir.Model, anew: ir.Model) -> None:
             f"{what}: expected the graph that is made anew, found another one, of {len(remembered.graph)} nodes in "
             f"place of {len(anew.graph)}: what it is remembered by lacks a part of what makes it; please report it"
         )
-
-
-def _label(node: ir.Node) -> str:
-    return f"{node.op_type} node {node.name or name_of(node.outputs[0])!r}"

@@ -9,7 +9,7 @@ from graphopt.graph import metadata
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.packed import gathered
 from graphopt.graph.postprocessing import DEQUANTIZE
-from graphopt.graph.values import bytes_of, constant_of, dims_of, dtype_of, rank, swap
+from graphopt.graph.values import bytes_of, constant_of, dims_of, dtype_of, is_read, rank, swap
 
 SMALL = 1024  # bytes of a weight in full precision that need not be saved
 _BITS = {ir.DataType.INT4: 4, ir.DataType.UINT4: 4, ir.DataType.INT8: 8, ir.DataType.UINT8: 8}
@@ -32,16 +32,13 @@ def gather_packed_rows(model: ir.Model) -> bool:
     for node in gathers:
         source = node.inputs[0].producer()  # type: ignore[union-attr]
         assert source is not None
-        with Emitter(model) as op:
-            count = len(model.graph)
+        with Emitter(model) as op, op.before(node):
             rows = _rows(op, node, source)
-            emitted = list(model.graph)[count:]
-            model.graph.remove(emitted)
-            model.graph.insert_before(node, emitted)
-        metadata.copy(node, emitted[-1])
+        if (last := rows.producer()) is not None:
+            metadata.copy(node, last)
         swap(node.outputs[0], rows)
         model.graph.remove(node, safe=True)
-        if not source.outputs[0].uses() and not source.outputs[0].is_graph_output():
+        if not is_read(source.outputs[0]):
             model.graph.remove(source, safe=True)
     return bool(gathers)
 

@@ -33,6 +33,16 @@ def all_nodes(graph: ir.Graph | ir.Function) -> Iterator[ir.Node]:
             yield from all_nodes(body)
 
 
+def wholes_of(model: ir.Model) -> list[ir.Graph | ir.Function]:
+    """Return the main graph and the functions of a model."""
+    return [model.graph, *model.functions.values()]
+
+
+def values_in(graph: ir.Graph) -> list[ir.Value]:
+    """Return the inputs of a graph and the outputs of its nodes, without those in bodies."""
+    return [*graph.inputs, *(y for node in graph for y in node.outputs)]
+
+
 def captured(node: ir.Node) -> list[ir.Value]:
     """Return the outer values that a node's subgraphs use."""
     graphs = subgraphs(node)

@@ -31,6 +31,11 @@ def name_of(x: Named) -> str:
     return x if isinstance(x, str) else str(x.name)
 
 
+def label_of(node: ir.Node) -> str:
+    """Return the operator and the name of a node, or the name of its first output, for errors."""
+    return f"{node.op_type} node {node.name or name_of(node.outputs[0])!r}"
+
+
 def _suffixed(suffix: str) -> tuple[_Naming, _Naming]:
     """Return a function that appends a suffix to a name, and one that removes it."""
     return lambda x: f"{name_of(x)}{suffix}", lambda x: name_of(x).removesuffix(suffix)
@@ -52,6 +57,11 @@ def of_worker(value: Named, rank: int) -> str:
 def is_floating(value: ir.Value | None) -> bool:
     """Return whether a value has a floating-point type."""
     return value is not None and value.dtype is not None and value.dtype.is_floating_point()
+
+
+def is_read(value: ir.Value) -> bool:
+    """Return whether a node reads a value, or the value is an output of the graph."""
+    return bool(value.uses()) or value.is_graph_output()
 
 
 def is_number(x: ir.Value | None) -> bool:

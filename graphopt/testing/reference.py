@@ -18,7 +18,7 @@ from onnx.reference.op_run import OpRun
 
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.operators import full_attributes
-from graphopt.graph.values import swap
+from graphopt.graph.values import is_read, swap
 from graphopt.runtime.device import Device
 from graphopt.runtime.session import Session
 
@@ -190,7 +190,7 @@ def _expanded(model: ir.Model) -> ir.Model:
             function = EXPANSIONS[node.op_type]
             outputs = function(op, *node.inputs, **accepted(function, named))
             for own, y in zip(node.outputs, outputs, strict=False):
-                if own.uses() or own.is_graph_output():  # unless the function has exchanged it
+                if is_read(own):  # unless the function has exchanged it
                     swap(own, y)
             model.graph.remove(node, safe=True)
     model.graph.sort()
