@@ -16,7 +16,7 @@ from graphopt.graph.operators import RANDOM, VIEWS
 from graphopt.graph.roles import STATE, Role, role_of
 from graphopt.graph.tables import dequantizes_frozen, gather_packed_rows
 from graphopt.graph.traversal import captured, subgraphs
-from graphopt.graph.values import is_read, like
+from graphopt.graph.values import dims_of, given, is_read, like
 
 _EARLY = {*STATE, Role.HYPERPARAMETER}
 _AFTER = VIEWS | {
@@ -117,11 +117,10 @@ class _Late:
 
     def _after(self, scale: ir.Value | None, awaited: ir.Value) -> ir.Value:
         """Return a scale reshaped by a shape that depends on another value. A size of 0 means the size of the scale."""
-        op = self._op
-        assert scale is not None and scale.shape is not None
+        op, scale = self._op, given(scale)
         if awaited not in self._zeros:
             self._zeros[awaited] = _zero(op, awaited)
-        zero, rank = self._zeros[awaited], len(scale.shape)
+        zero, rank = self._zeros[awaited], len(dims_of(scale))
         form = InferenceForm(same_as=0)
         if rank == 0:
             return form.write(like(op.Squeeze(form.write(op.Reshape(scale, zero + 1)), [0]), scale))

@@ -22,7 +22,7 @@ from graphopt.errors import GraphoptError
 from graphopt.graph.node_inference import infer_outputs
 from graphopt.graph.operators import schema_of
 from graphopt.graph.traversal import subgraphs
-from graphopt.graph.values import is_static
+from graphopt.graph.values import dims_of, dtype_of, is_static
 
 Input = ir.Value | None  # of a node: None if it is left out
 
@@ -213,14 +213,14 @@ class Emitter(TapeBuilder):
 
         If the axes are static, the result is a Python number.
         """
-        assert x.shape is not None and x.dtype is not None
-        axes = range(len(x.shape)) if axes is None else [axis % len(x.shape) for axis in axes]
-        unknown = [axis for axis in axes if not isinstance(x.shape[axis], int)]
-        if unknown and len(axes) == len(x.shape):
-            return self.Cast(self.Size(x), to=x.dtype)
-        static = math.prod((dim for axis in axes if isinstance(dim := x.shape[axis], int)), start=1.0)
+        dims, dtype = dims_of(x), dtype_of(x)
+        axes = range(len(dims)) if axes is None else [axis % len(dims) for axis in axes]
+        unknown = [axis for axis in axes if not isinstance(dims[axis], int)]
+        if unknown and len(axes) == len(dims):
+            return self.Cast(self.Size(x), to=dtype)
+        static = math.prod((dim for axis in axes if isinstance(dim := dims[axis], int)), start=1.0)
         if not unknown:
             return static
         sizes = [self.Shape(x, start=axis, end=axis + 1) for axis in unknown]
-        count = self.Cast(self.Squeeze(functools.reduce(self.Mul, sizes), [0]), to=x.dtype)
+        count = self.Cast(self.Squeeze(functools.reduce(self.Mul, sizes), [0]), to=dtype)
         return count if static == 1 else self.Mul(count, static)

@@ -24,8 +24,8 @@ from graphopt.graph.roles import STATE, Role, role_of, with_role
 from graphopt.graph.scans import remove_unused_results
 from graphopt.graph.state import averages_read
 from graphopt.graph.storage import declare_inputs
-from graphopt.graph.traversal import extracted_between
-from graphopt.graph.values import is_read, like, name_of, swap
+from graphopt.graph.traversal import extracted_model
+from graphopt.graph.values import given, is_read, like, name_of, swap
 
 _Adapters = Literal["merged", "left out", "kept"]
 
@@ -49,17 +49,12 @@ def extract(model: ir.Model, outputs: Sequence[ir.Value], *, merged: bool = Fals
 
     With `merged`, it is the part without adapters, for weights into which they are merged.
     """
-
-    def part(graph: ir.Graph, outputs: Sequence[ir.Value]) -> ir.Model:
-        cut = extracted_between(graph, list(graph.inputs), list(outputs))
-        return ir.Model(cut, ir_version=model.ir_version, functions=list(model.functions.values()))
-
-    extracted = part(model.graph, outputs)
+    extracted = extracted_model(model, list(model.graph.inputs), list(outputs))
     with interface_kept(extracted):
         predicts = not any(role_of(y) in _OF_LOSS for y in outputs)
         _switch_to_inference(extracted.graph, merged, predicts)
     # Extract again: the first time, values that only bodies of unused nodes read were kept.
-    extracted = part(extracted.graph, extracted.graph.outputs)
+    extracted = extracted_model(extracted, list(extracted.graph.inputs), list(extracted.graph.outputs))
     remove_unused_results(extracted.graph)
     with protect(needed(extracted)):
         IdentityEliminationPass()(extracted)
@@ -92,8 +87,7 @@ def _switch_to_inference(graph: ir.Graph, merged: bool, predicts: bool) -> None:
             node.replace_input_with(index, inputs[name])
             metadata.OF_BATCH.remove(node)  # its statistics are inputs now
         if form.same_as is not None:
-            x, y = node.inputs[form.same_as], node.outputs[0]
-            assert x is not None
+            x, y = given(node.inputs[form.same_as]), node.outputs[0]
             same[name_of(y)] = x
             if form.predicting and x.is_graph_input():
                 x.shape = y.shape
@@ -174,7 +168,7 @@ def trained_parts(
         value.name = metadata.original_name(value)
         if value.name in graph.initializers:
             raise metadata.malformed(value, metadata.ORIGINAL_NAME.key, "a name that no other value has")
-        value.const_value = changed.pop(value.name, None) or ir.tensor(array)
+        value.const_value = ir.tensor(array)
         value.const_value.name = value.name
         graph.register_initializer(value)
     for value in list(graph.initializers.values()):

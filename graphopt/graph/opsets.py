@@ -16,7 +16,7 @@ from graphopt.graph.emitter import Emitter
 from graphopt.graph.metadata import MANY, Note, expect
 from graphopt.graph.operators import defaults, fits, formal_of, schema_of
 from graphopt.graph.traversal import all_nodes, wholes_of
-from graphopt.graph.values import constant_of, like, swap
+from graphopt.graph.values import constant_of, given, like, swap
 
 OPSET, IR_VERSION = 21, 10  # what graphopt writes
 ORT_TRAINING_OPSET, ORT_TRAINING_IR_VERSION = 21, 10  # the newest that onnxruntime-training 1.19.2 reads
@@ -94,8 +94,7 @@ def _rewritten(model: ir.Model, now: int, version: int) -> bool:
     for node in nodes:
         node.version = None
         if node not in forms:  # a Gelu: x (1 + erf(x / sqrt 2)) / 2
-            x, y = node.inputs[0], node.outputs[0]
-            assert x is not None
+            x, y = given(node.inputs[0]), node.outputs[0]
             with Emitter(model) as op:
                 swap(y, like(x * 0.5 * (1.0 + op.Erf(x * math.sqrt(0.5))), y))
             model.graph.remove(node, safe=True)

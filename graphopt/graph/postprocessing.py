@@ -269,7 +269,8 @@ def dequantized(node: ir.Node) -> np.ndarray | None:
     if not is_dequantized(node):
         return None
     q, scale, zero = (constant_of(x) for x in [*node.inputs, None][:3])
-    assert q is not None and scale is not None
+    if q is None or scale is None:
+        return None
     floating = is_floating(node.inputs[0])
     wide = q.astype(np.float32 if floating else np.int64)
     if zero is not None and not floating:

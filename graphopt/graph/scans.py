@@ -17,10 +17,10 @@ def remove_unused_results(graph: ir.Graph) -> None:
     """Remove unread outputs and states of each Scan in a graph, and what only they read."""
     for node in reversed(list(graph)):
         if (node.domain, node.op_type) == ("", "Scan") and not all(map(is_read, node.outputs)):
-            _shrink(node)
+            _shrink(graph, node)
 
 
-def _shrink(node: ir.Node) -> None:
+def _shrink(graph: ir.Graph, node: ir.Node) -> None:
     """Remove unread outputs and states of a Scan."""
     body = node.attributes["body"].as_graph()
     sliced = node.attributes["num_scan_inputs"].as_int()
@@ -49,8 +49,7 @@ def _shrink(node: ir.Node) -> None:
     made = [ir.Value(type=y.type, shape=y.shape) for y in outputs]
     other = ir.node("Scan", [node.inputs[i] for i in inputs], attributes, outputs=made)
     metadata.copy(node, other)
-    assert isinstance(node.graph, ir.Graph)
-    ir.convenience.replace_nodes_and_values(node.graph, node, [node], [other], outputs, made)
+    ir.convenience.replace_nodes_and_values(graph, node, [node], [other], outputs, made)
 
 
 def _read(body: ir.Graph, y: ir.Value) -> set[ir.Value]:

@@ -22,7 +22,16 @@ from graphopt.graph.rewriting import Pass, interface_kept, needed, protect, seam
 from graphopt.graph.roles import STATE, with_role
 from graphopt.graph.rules import rewrite, rule_set
 from graphopt.graph.traversal import all_nodes, results_when_ready
-from graphopt.graph.values import constant_number, constant_of, dims_of, is_floating, is_number, like
+from graphopt.graph.values import (
+    constant_number,
+    constant_of,
+    dims_of,
+    given,
+    is_floating,
+    is_number,
+    like,
+    producer_of,
+)
 from graphopt.graph.windows import is_same, window_of
 
 # Keep the node 1 / x: ONNX Runtime turns (1 / x) y into y / x, which takes longer and rounds differently.
@@ -166,8 +175,7 @@ def _rows_of_transposed() -> RewriteRule:
     def are_rows(
         context: Any, weight: ir.Value, indices: ir.Value, transposed: ir.Value, rows: ir.Value
     ) -> bool:
-        moved, read = transposed.producer(), rows.producer()
-        assert moved is not None and read is not None
+        moved, read = producer_of(transposed), producer_of(rows)
         return (
             weight.is_initializer()
             and tuple(moved.attributes.get_ints("perm", (1, 0))) == (1, 0)
@@ -243,8 +251,7 @@ def share_gelu_distribution(model: ir.Model) -> bool:
     replaced = False
     with Emitter(model) as op:
         for node in nodes:
-            x = node.inputs[0]
-            assert x is not None
+            x = given(node.inputs[0])
             share = _distribution(x, _DISTRIBUTION[node.attributes.get_string("approximate", "none")])
             if share is not None:
                 stand_in(node, [op.Mul(x, share)])

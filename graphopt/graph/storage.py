@@ -389,9 +389,8 @@ def parsed(content: bytes, name: str) -> onnx.ModelProto:
 
 def read_external(model: ir.Model) -> None:
     """Read the external data of a model, or map it if it is large."""
-    external = [
-        x for graph in model.graphs() for x in graph.initializers.values() if _is_external(x.const_value)
-    ]
+    values = (x for graph in model.graphs() for x in graph.initializers.values())
+    external = [x for x in values if isinstance(x.const_value, ir.ExternalTensor)]
     try:
         if sum(tensor_bytes(x.const_value) for x in external) >= MAPPED_FROM:
             _map_external(external)
@@ -400,16 +399,11 @@ def read_external(model: ir.Model) -> None:
         raise GraphoptError(f"the model: cannot read its external data: {line(error)}") from error
 
 
-def _is_external(tensor: ir.TensorProtocol | None) -> bool:
-    return isinstance(tensor, ir.ExternalTensor)
-
-
 def _map_external(values: Iterable[ir.Value]) -> None:
     files: dict[str, MappedFile] = {}
     for value in values:
         tensor = value.const_value
-        assert isinstance(tensor, ir.ExternalTensor)
-        if tensor.nbytes <= _SMALL:
+        if not isinstance(tensor, ir.ExternalTensor) or tensor.nbytes <= _SMALL:
             continue
         if tensor.path not in files:  # onnx_ir checks the path of what it reads
             nothing = ir.ExternalTensor(

@@ -19,6 +19,12 @@ def extracted_between(graph: ir.Graph, inputs: Sequence[ir.Value], outputs: Sequ
     return part
 
 
+def extracted_model(model: ir.Model, inputs: Sequence[ir.Value], outputs: Sequence[ir.Value]) -> ir.Model:
+    """Return a copy of the part of a model between inputs and outputs, with all functions."""
+    part = extracted_between(model.graph, inputs, outputs)
+    return ir.Model(part, ir_version=model.ir_version, functions=list(model.functions.values()))
+
+
 def subgraphs(node: ir.Node) -> list[ir.Graph]:
     """Return the subgraphs of a node: the branches of an If, or the body of a loop."""
     attributes = node.attributes.data.values()  # of the dictionary inside, which is faster

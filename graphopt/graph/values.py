@@ -76,7 +76,8 @@ def is_static(value: ir.Value) -> bool:
 
 def dtype_of(x: ir.Value) -> ir.DataType:
     """Return the element type of a value, which has one."""
-    assert x.dtype is not None
+    if x.dtype is None:
+        raise GraphoptError(f"value {x.name!r}: expected an element type, found none")
     return x.dtype
 
 
@@ -98,6 +99,31 @@ def dims_of(x: ir.Value) -> tuple[int | ir.SymbolicDim, ...]:
 def rank(x: ir.Value) -> int:
     """Return the number of axes of `x`."""
     return len(dims_of(x))
+
+
+def size_name(dim: int | ir.SymbolicDim) -> str:
+    """Return the name of a dimension, or an empty text for a number or an unknown dimension."""
+    return "" if isinstance(dim, int) or dim.value is None else dim.value
+
+
+def size_names(values: Iterable[ir.Value]) -> set[str]:
+    """Return the names of the dimensions of values."""
+    return {name for x in values for dim in x.shape or () if (name := size_name(dim))}
+
+
+def given(x: ir.Value | None) -> ir.Value:
+    """Return an input that its operator requires."""
+    if x is None:
+        raise GraphoptError("expected an input that the operator requires, found none")
+    return x
+
+
+def producer_of(x: ir.Value) -> ir.Node:
+    """Return the node that computes a value."""
+    node = x.producer()
+    if node is None:
+        raise GraphoptError(f"value {x.name!r}: expected a node that computes it, found none")
+    return node
 
 
 def constant_of(value: ir.Value | None) -> np.ndarray | None:
