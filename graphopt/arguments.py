@@ -67,7 +67,7 @@ class Checked(ABCMeta):
 
 
 def checked(advice: str = "") -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
-    """Let calls of a function name wrong arguments in one line.
+    """Return a decorator that makes calls of a function name wrong arguments in one line.
 
     Args:
         advice: what to do about arguments without a name that are too many.
@@ -116,7 +116,7 @@ def keywords_of(options: Any, own: int = 2) -> Any:
 def _explain(
     name: str,
     signature: inspect.Signature,
-    args: Iterable[Any],
+    args: Iterable[object],
     keywords: Iterable[str],
     advice: str = "",
 ) -> None:
@@ -155,7 +155,7 @@ def _unknown(word: str, names: Iterable[str]) -> str:
     return f"unknown argument {word!r}: {_PLACES[place].format(name=place)}; known: {', '.join(known)}"
 
 
-def check_function(function: Any, name: str, arguments: Sequence[str]) -> None:
+def check_function(function: object, name: str, arguments: Sequence[str]) -> None:
     """Raise an error unless something, which `name` calls, is a function of so many arguments."""
     expected = f"a function of ({', '.join(arguments)})"
     if not callable(function) or isinstance(function, type):

@@ -93,7 +93,7 @@ class _Late:
         self._copies: dict[tuple[ir.Value, ir.Value], ir.Value] = {}
 
     def serve(self, node: ir.Node) -> None:
-        """Let a reader read copies."""
+        """Replace the inputs of a reader by copies."""
         awaited = self._weights.latest(node)
         for i, x in enumerate(node.inputs):
             if x in self._weights.expanded:

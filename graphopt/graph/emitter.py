@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import onnx
 import onnx_ir as ir
 from onnxscript import BuilderFeature, OnnxFunction, TapeBuilder
@@ -35,8 +36,8 @@ class Emitter(TapeBuilder):
         self._model = model
         self._graph = model.graph
         self.versions = model.opset_imports
-        self._constants: dict[tuple[Any, ...], ir.Value] = {}
-        self._written: dict[tuple[Any, ...] | None, ir.Value] = {}  # constants by how Python writes them
+        self._constants: dict[tuple[object, ...], ir.Value] = {}
+        self._written: dict[tuple[object, ...] | None, ir.Value] = {}  # constants by how Python writes them
         self._depth = 0
         self._taken: set[str | None] = set()
 
@@ -129,7 +130,7 @@ class Emitter(TapeBuilder):
             return inputs
         return super()._cast_inputs(schema, inputs)
 
-    def _promote_constant(self, value: Any, dtype: ir.DataType | None) -> ir.Value:
+    def _promote_constant(self, value: npt.ArrayLike, dtype: ir.DataType | None) -> ir.Value:
         numbers = value if isinstance(value, list | tuple) else [value]
         written = (repr(value), dtype) if all(type(x) in (bool, int, float) for x in numbers) else None
         if written in self._written:
@@ -175,7 +176,7 @@ class Emitter(TapeBuilder):
                 f"and no attributes, found {len(body.inputs)}, {len(body.outputs)} and {len(body.attributes)}: "
                 f"a traced function has no such limits"
             )
-        values: dict[ir.Value | None, Any] = dict(zip(body.inputs, args, strict=True))
+        values: dict[ir.Value | None, ir.Value] = dict(zip(body.inputs, args, strict=True))
         for node in body:
             made = self.emit_again(node, [values.get(x) for x in node.inputs])
             values.update(zip(node.outputs, made, strict=True))

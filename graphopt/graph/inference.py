@@ -16,6 +16,7 @@ from graphopt.graph import metadata
 from graphopt.graph.encoders import restore_encoders
 from graphopt.graph.merging import merged_weights
 from graphopt.graph.metadata import Detached, Encoders, InferenceForm
+from graphopt.graph.operators import attributes_of
 from graphopt.graph.opsets import ir_version_of, rewrite_in, versions_of
 from graphopt.graph.parts import ModelParts
 from graphopt.graph.postprocessing import restore, restore_notes, store
@@ -35,7 +36,7 @@ INITIALIZERS_ALONE_SINCE = 4  # IR version; in older ones, each initializer is a
 
 def stand_in(node: ir.Node, outputs: Sequence[ir.Value]) -> None:
     """Replace an operator's outputs by the first outputs of other nodes in training; inference keeps the operator."""
-    attributes = {name: attribute.value for name, attribute in node.attributes.items()}
+    attributes = attributes_of(node)
     inputs = [x.name if x is not None and x.name else "" for x in node.inputs]
     for i, (own, y) in enumerate(zip(node.outputs, outputs, strict=False)):
         if own.name:

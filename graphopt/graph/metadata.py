@@ -220,7 +220,7 @@ def _noted(kind: type[N], text: str) -> N:
     return note
 
 
-def _encoded(x: Any) -> Any:
+def _encoded(x: enum.Enum | bytes) -> object:
     """Return the value of an enumeration, or bytes in base64."""
     return x.value if isinstance(x, enum.Enum) else base64.b64encode(x).decode()
 
@@ -528,9 +528,9 @@ class Misdeclared(Note, key="graphopt.misdeclared", expected="a number of values
 
 def labels_in(model: ir.Model) -> list[str] | None:
     """Return the names of the classes in a model's metadata, or None."""
-    text: Any = LABELS.read(model)
+    text = LABELS.read(model)
     with contextlib.suppress(ValueError, TypeError, RecursionError):  # another program's note of this name
-        labels = json.loads(text)
+        labels = json.loads(text or "")
         if isinstance(labels, list) and all(isinstance(label, str) for label in labels):
             return labels
     return None

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import onnx_ir as ir
 
 from graphopt.graph import metadata
+from graphopt.graph.operators import Attributes
 from graphopt.graph.rewriting import remove_unused_nodes
 from graphopt.graph.traversal import ancestors, values_read
 from graphopt.graph.values import is_read
@@ -37,7 +37,7 @@ def _shrink(graph: ir.Graph, node: ir.Node) -> None:
     rows = [i for i in range(states, len(body.inputs)) if body.inputs[i] in read] or [states]
     inputs = [*(i for i in kept if i < states), *rows]
     outputs = [node.outputs[i] for i in kept]
-    attributes: dict[str, Any] = {
+    attributes: Attributes = {
         "body": body,
         "num_scan_inputs": len(rows),
         **_chosen(node, "input", [i - states for i in rows]),

@@ -1,4 +1,4 @@
-"""Tell which sizes are equal, by formulas of the inputs' sizes: ONNX's inference gives the same size several names.
+"""Find equal sizes by formulas of the inputs' sizes: ONNX's inference gives the same size several names.
 
 A name that inference made up becomes a number or the name of an input's size only if its formula is that, for all
 positive sizes of the inputs (`graphopt.graph.formulas`). Sizes that are equal at some sizes are not equal.
@@ -11,24 +11,19 @@ from __future__ import annotations
 
 from collections import Counter
 
-import numpy as np
 import onnx_ir as ir
 
 from graphopt.graph.formulas import Formula, is_nonnegative, number, symbol
 from graphopt.graph.operators import full_attributes, schema_of
 from graphopt.graph.size_rules import RULES, VALUES, Maybe, Read
 from graphopt.graph.traversal import subgraphs, values_in
-from graphopt.graph.values import constant_of, dims_of, size_name, size_names
+from graphopt.graph.values import dims_of, size_name, size_names
+from graphopt.graph.values import fixed as fixed
 
 Size = int | str
 
 _MOST_VALUES = 64  # elements of a vector whose formulas are kept
 _SCANS_SINCE = 9  # opset; before, a Scan had a batch axis and lengths of sequences
-
-
-def fixed(x: ir.Value | None) -> np.ndarray | None:
-    """Return the array of a value that nobody can feed, or None if the value may change."""
-    return None if x is None or x.is_graph_input() else constant_of(x)
 
 
 def sizes_of(x: ir.Value) -> list[Size]:

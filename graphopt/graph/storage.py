@@ -1,4 +1,4 @@
-"""Know where the weights of a model are: in its message, in a file next to it, or in memory.
+"""Find the weights of a model: in its message, in a file next to it, or in memory.
 
 A protobuf message has less than 2 GB. Whatever turns a model into bytes or reads it, for files, sessions, caches or
 digests, does so by these functions.
@@ -129,7 +129,7 @@ def _bytes(proto: onnx.ModelProto) -> bytes:
 
 @contextlib.contextmanager
 def _runtimes_domains(model: ir.Model) -> Iterator[None]:
-    """Have operators in ONNX's domain that the runtime knows there alone, in a `with` block; see `load`."""
+    """Move operators that the runtime knows only in ONNX's domain there, in a `with` block; see `load`."""
     nodes = [node for graph in model.graphs() for node in graph if node.domain == MICROSOFT]
     moved = [node for node in nodes if node.op_type in RUNTIMES_OWN]
     try:

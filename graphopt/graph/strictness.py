@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
 
 import onnx_ir as ir
 
@@ -65,7 +64,7 @@ def is_strict() -> bool:
     return bool(_blocks) and _blocks[-1][0]
 
 
-def run_strictly(step: Any, model: ir.Model) -> None:
+def run_strictly(step: Callable[[ir.Model], object], model: ir.Model) -> None:
     """Run a step of a pipeline that is no pass of graphopt, and check it."""
     name, before = getattr(step, "__name__", type(step).__name__), Content.of(model)
     result = step(model)
@@ -109,7 +108,7 @@ def check_sorted(model: ir.Model, name: str) -> None:
 def _check_names(model: ir.Model, name: str) -> None:
     """Raise an error if a value has no name, or that of a value around it, or nodes of a graph have one name."""
 
-    def check(known: dict[str, Any], thing: ir.Value | ir.Node, kind: str) -> None:
+    def check(known: dict[str, object], thing: ir.Value | ir.Node, kind: str) -> None:
         if not thing.name:
             raise GraphoptError(f"{name}: expected names, found a {kind} without one: name it")
         if known.setdefault(thing.name, thing) is not thing:
@@ -117,9 +116,9 @@ def _check_names(model: ir.Model, name: str) -> None:
                 f"{name}: expected different names, found two {kind}s named {thing.name!r}: name one anew"
             )
 
-    def visit(graph: ir.Graph, around: dict[str, Any]) -> None:
+    def visit(graph: ir.Graph, around: dict[str, object]) -> None:
         values = {**around}
-        nodes: dict[str, Any] = {}
+        nodes: dict[str, object] = {}
         outputs = (y for node in graph for y in node.outputs if y.name or is_read(y))
         for x in (*graph.inputs, *graph.initializers.values(), *outputs):
             check(values, x, "value")

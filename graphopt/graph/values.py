@@ -132,6 +132,11 @@ def constant_of(value: ir.Value | None) -> np.ndarray | None:
     return None if tensor is None else tensor.numpy()
 
 
+def fixed(x: ir.Value | None) -> np.ndarray | None:
+    """Return the array of a value that nobody can feed, or None if the value may change."""
+    return None if x is None or x.is_graph_input() else constant_of(x)
+
+
 def constant_number(value: ir.Value | None) -> float | None:
     """Return the only number of a constant value, or None for other values."""
     array = constant_of(value)

@@ -200,7 +200,7 @@ def _summary(result: Report) -> Iterator[str]:
 
 
 def _native(model: ir.Model) -> Iterator[str]:
-    """Say what becomes of the nodes of a step that is lowered to the machine."""
+    """Describe the nodes of a step after it is lowered to the machine."""
     kernels = plan(model)
     if not kernels.calls:
         yield "native     nothing to lower"
@@ -223,7 +223,7 @@ def _native(model: ir.Model) -> Iterator[str]:
 
 
 def _in_bfloat16(nodes: int, wide: Sequence[ir.Node]) -> str:
-    """Say which nodes that compute with bfloat16 numbers run in float32."""
+    """Name the nodes that compute with bfloat16 numbers and run in float32."""
     names = some([f"{node.op_type} {name_of(node)!r}" for node in wide])
     return f"  bfloat16   {nodes - len(wide)} of {counted(nodes, 'node')}" + (
         f"; in float32, between casts: {names}" if wide else ""
@@ -278,7 +278,7 @@ def _weights(model: ir.Model) -> Iterator[str]:
 
 
 def _lost(model: ir.Model, final: ir.Model) -> Iterator[str]:
-    """Say what PyTorch's exporter did not write into a file, and the line that keeps it."""
+    """Name the facts that PyTorch's exporter did not write into a file, and the line that keeps them."""
     if (exported := Exported.read(model)) is not None:
         yield f"recorded   by graphopt.export, exporter={exported.exporter}: what trains in the module trains here"
         return
