@@ -29,7 +29,7 @@ from graphopt.graph.opsets import Versions
 from graphopt.graph.postprocessing import Notes
 from graphopt.graph.roles import INPUTS, OUTPUTS, STATE, Role, role_of
 from graphopt.graph.traversal import wholes_of
-from graphopt.graph.values import is_floating, label_of, name_of
+from graphopt.graph.values import is_floating, name_of, node_label
 
 M = TypeVar("M", bound=Message)
 
@@ -342,7 +342,7 @@ def refuse_foreign(model: ir.Model) -> None:
     for node in model.graph.all_nodes():
         if node.domain == NCHWC:
             raise GraphoptError(
-                f"{NCHWC}::{label_of(node)}: ONNX Runtime wrote this file for one kind of processor: train the file "
+                f"{NCHWC}::{node_label(node)}: ONNX Runtime wrote this file for one kind of processor: train the file "
                 f"from before the optimization, or optimize it with ORT_ENABLE_EXTENDED at most"
             )
         if integers is None and node.op_type in INTEGER_OPERATORS and node.domain in ("", MICROSOFT):
@@ -355,6 +355,6 @@ def refuse_foreign(model: ir.Model) -> None:
     readers = (node for x in many if is_floating(x) for node in x.consumers())
     if all(node.op_type in INTEGER_OPERATORS | CONVERTING for node in readers):
         raise GraphoptError(
-            f"{label_of(integers)}: the file computes with integers (QOperator format or dynamic quantization), which "
+            f"{node_label(integers)}: the file computes with integers (QOperator format or dynamic quantization), which "
             f"have no gradient: train the file from before the quantization and quantize what is trained"
         )

@@ -12,7 +12,7 @@ from graphopt.graph.node_inference import infer_outputs
 from graphopt.graph.operators import STANDARD
 from graphopt.graph.storage import Content
 from graphopt.graph.traversal import all_nodes, is_sorted, subgraphs
-from graphopt.graph.values import is_read, label_of
+from graphopt.graph.values import is_read, node_label
 
 _blocks: list[list[bool]] = []  # whether each `with` block checks, the innermost block last
 
@@ -96,7 +96,7 @@ def check_sorted(model: ir.Model, name: str) -> None:
             for source in sources:
                 if source is not None and source.graph is graph and source not in seen:
                     raise GraphoptError(
-                        f"{name}: expected sorted nodes, found {label_of(node)} before {label_of(source)}, which it "
+                        f"{name}: expected sorted nodes, found {node_label(node)} before {node_label(source)}, which it "
                         "reads: end with model.graph.sort()"
                     )
             seen.add(node)
@@ -141,7 +141,7 @@ def _check_types(model: ir.Model, name: str) -> None:
             inferred = infer_outputs(node, version)  # type: ignore[arg-type]
         except Exception as error:
             raise GraphoptError(
-                f"{name}: expected a node that ONNX accepts, found {label_of(node)}: {line(error)}"
+                f"{name}: expected a node that ONNX accepts, found {node_label(node)}: {line(error)}"
             ) from error
         for y, (type_, shape) in zip(node.outputs, inferred, strict=True):
             is_guess = node.op_type in _GUESSED
@@ -150,7 +150,7 @@ def _check_types(model: ir.Model, name: str) -> None:
             ):
                 found, expected = (f"{t}{s or ''}" for t, s in ((y.type, y.shape), (type_, shape)))
                 raise GraphoptError(
-                    f"{name}: {label_of(node)}: expected the output {y.name!r} of {expected}, as ONNX infers, found "
+                    f"{name}: {node_label(node)}: expected the output {y.name!r} of {expected}, as ONNX infers, found "
                     f"{found}: declare what the node computes"
                 )
 

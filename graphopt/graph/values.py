@@ -31,7 +31,7 @@ def name_of(x: Named) -> str:
     return x if isinstance(x, str) else str(x.name)
 
 
-def label_of(node: ir.Node) -> str:
+def node_label(node: ir.Node) -> str:
     """Return the operator and the name of a node, or the name of its first output, for errors."""
     return f"{node.op_type} node {node.name or name_of(node.outputs[0])!r}"
 
