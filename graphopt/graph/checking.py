@@ -355,6 +355,6 @@ def refuse_foreign(model: ir.Model) -> None:
     readers = (node for x in many if is_floating(x) for node in x.consumers())
     if all(node.op_type in INTEGER_OPERATORS | CONVERTING for node in readers):
         raise GraphoptError(
-            f"{node_label(integers)}: the file computes with integers (QOperator format or dynamic quantization), which "
-            f"have no gradient: train the file from before the quantization and quantize what is trained"
+            f"{node_label(integers)}: the file computes with integers (QOperator format or dynamic quantization), "
+            f"which have no gradient: train the file from before the quantization and quantize what is trained"
         )

@@ -96,8 +96,8 @@ def check_sorted(model: ir.Model, name: str) -> None:
             for source in sources:
                 if source is not None and source.graph is graph and source not in seen:
                     raise GraphoptError(
-                        f"{name}: expected sorted nodes, found {node_label(node)} before {node_label(source)}, which it "
-                        "reads: end with model.graph.sort()"
+                        f"{name}: expected sorted nodes, found {node_label(node)} before {node_label(source)}, which "
+                        "it reads: end with model.graph.sort()"
                     )
             seen.add(node)
     raise GraphoptError(
