@@ -98,7 +98,8 @@ def check_options(options: Any, owner: str | None = None) -> None:
         owner: what the options belong to, for the message; by default, the dataclass.
     """
     check_intervals(options, owner)
-    for name, (kinds, words, are_words) in _declared(type(options)).items():
+    kind: Any = type(options)
+    for name, (kinds, words, are_words) in _declared(kind).items():
         value = getattr(options, name)
         if not isinstance(value, kinds):
             raise _wrong(options, owner, name, words, value)
