@@ -71,7 +71,7 @@ class Checked(ABC):  # noqa: B024 (subclasses have abstract methods)
 
 
 def checked(advice: str = "") -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
-    """Name wrong arguments of a function or a method in one line.
+    """Return a decorator that makes calls of a function or a method name wrong arguments in one line.
 
     Args:
         advice: what to do about arguments without a name that are too many.
@@ -170,7 +170,7 @@ def _unknown(word: str, names: Iterable[str]) -> str:
     return f"unknown argument {word!r}: {_PLACES[place].format(name=place)}; known: {', '.join(known)}"
 
 
-def check_function(function: Any, name: str, arguments: Sequence[str]) -> None:
+def check_function(function: object, name: str, arguments: Sequence[str]) -> None:
     """Raise an error unless something, which `name` calls, is a function of so many arguments."""
     expected = f"a function of ({', '.join(arguments)})"
     if not callable(function) or isinstance(function, type):

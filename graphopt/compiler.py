@@ -90,7 +90,7 @@ _INSTEAD = {
 }
 
 
-def check_family(name: str, item: Any) -> None:
+def check_family(name: str, item: object) -> None:
     """Raise an error if a step is a word or a number, or a pass of another family than its step."""
     import passes
 

@@ -7,7 +7,6 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
 
 LONGEST = 2_000  # characters of a message
 LONGEST_WORD = 200  # characters of a word, or of a text in quotes
@@ -127,7 +126,7 @@ class GraphoptError(ValueError):
     def __init__(self, message: str) -> None:
         super().__init__(escaped(shortened(message)))
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         """Copy the message as it is, whatever the class of the error makes it from."""
         return copyreg.__newobj__, (type(self), *self.args), self.__dict__  # type: ignore[attr-defined]
 

@@ -10,16 +10,19 @@ import os
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import numpy as np
 
 from graphopt.errors import GraphoptError
 from graphopt.intervals import KEY
 
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
 _PLAIN = (bool, int, float, str, type(None))
 _UNIONS = (typing.Union, types.UnionType)
-_WORDS: dict[Any, str] = {
+_WORDS: dict[object, str] = {
     bool: "True or False",
     int: "a whole number",
     str: "a word",
@@ -28,10 +31,10 @@ _WORDS: dict[Any, str] = {
     tuple: "a sequence",
     type(None): "None",
 }
-_ALIKE: dict[Any, tuple[type, ...]] = {int: (np.integer,), bool: (np.bool_,), tuple: (list,)}
+_ALIKE: dict[object, tuple[type, ...]] = {int: (np.integer,), bool: (np.bool_,), tuple: (list,)}
 
 
-def hints(target: Any, *, include_extras: bool = False) -> dict[str, Any]:
+def hints(target: Any, *, include_extras: bool = False) -> dict[str, object]:
     """Return the types of the fields of a dataclass, or of the arguments of a class or a function.
 
     Return none if they do not resolve.
@@ -47,15 +50,15 @@ def hints(target: Any, *, include_extras: bool = False) -> dict[str, Any]:
         return {}
 
 
-def alternatives(hint: Any) -> list[Any]:
+def alternatives(hint: object) -> list[object]:
     """Return the types of a union, also of one in a union; of another type, the type; without what annotates them."""
     if typing.get_origin(hint) is Annotated:
-        return alternatives(hint.__origin__)
+        return alternatives(typing.get_args(hint)[0])
     is_union = typing.get_origin(hint) in _UNIONS
     return [part for one in typing.get_args(hint) for part in alternatives(one)] if is_union else [hint]
 
 
-def read(value: Any, hint: Any, other: Callable[[Any, Any], Any]) -> Any:
+def read(value: object, hint: object, other: Callable[[Any, Any], object]) -> Any:
     """Return a value of YAML or JSON as its type has it: a list becomes a tuple.
 
     Args:
@@ -105,7 +108,7 @@ def check_options(options: Any, owner: str | None = None) -> None:
                 raise _wrong(options, owner, name, "words", x)
 
 
-def check_intervals(options: Any, owner: str | None = None) -> None:
+def check_intervals(options: DataclassInstance, owner: str | None = None) -> None:
     """Raise an error unless the fields of a dataclass lie in their intervals; see `check_options`."""
     for field in dataclasses.fields(options):
         if KEY in field.metadata and (value := getattr(options, field.name)) != field.default:
@@ -113,7 +116,7 @@ def check_intervals(options: Any, owner: str | None = None) -> None:
                 raise _wrong(options, owner, field.name, field.metadata[KEY], number)
 
 
-def _wrong(options: Any, owner: str | None, name: str, expected: Any, found: Any) -> GraphoptError:
+def _wrong(options: object, owner: str | None, name: str, expected: object, found: object) -> GraphoptError:
     place = f"{owner or type(options).__name__}({name}={getattr(options, name)!r})"
     return GraphoptError(f"{place}: expected {expected}, found {found!r}")
 
@@ -136,7 +139,7 @@ def _declared(kind: Any) -> dict[str, tuple[tuple[type, ...], str, bool]]:
     return found
 
 
-def _class_of(hint: Any) -> Any:
+def _class_of(hint: object) -> Any:
     """Return the class of a type: that of a list is a sequence's, and that of a choice of words, a word's."""
     origin = typing.get_origin(hint)
     if origin is Literal:

@@ -45,7 +45,7 @@ _KINDS = {
 
 @contextlib.contextmanager
 def making(path: str | os.PathLike[str], what: str = "folder") -> Iterator[None]:
-    """Say in an error of a `with` block that `path` is not what can be written to."""
+    """Turn an OSError of a `with` block into an error that `path` cannot be written to."""
     try:
         yield
     except OSError as error:
@@ -164,7 +164,7 @@ def json_of(text: bytes | str, where: str) -> Any:
     return value
 
 
-def check_plain(value: Any, where: str) -> None:
+def check_plain(value: object, where: str) -> None:
     """Raise an error if nested values are deep, or a key is no text, a number is huge or a text cannot be written.
 
     >>> check_plain({"step": 10**400}, "metrics.jsonl")
@@ -172,7 +172,7 @@ def check_plain(value: Any, where: str) -> None:
     ...
     graphopt.errors.GraphoptError: metrics.jsonl: step: expected a number of at most 39 digits, found one of 401
     """
-    waiting: list[tuple[str, Any, int]] = [("", value, 0)]
+    waiting: list[tuple[str, object, int]] = [("", value, 0)]
     while waiting:
         place, item, depth = waiting.pop()
         at = f"{where}: {place}: " if place else f"{where}: "

@@ -27,13 +27,13 @@ class Interval:
         low, high = map(float, self.text[1:-1].split(","))
         return low, high
 
-    def outside(self, value: Any) -> list[Any]:
+    def outside(self, value: object) -> list[object]:
         """Return what of a value lies outside."""
         items = [*value.values()] if isinstance(value, Mapping) else value
         items = items if isinstance(items, list | tuple) else [items]
         return [] if value in self.choices else [x for x in items if not self._contains(x)]
 
-    def _contains(self, number: Any) -> bool:
+    def _contains(self, number: object) -> bool:
         if not isinstance(number, Real) or isinstance(number, bool):
             return False
         try:

@@ -10,11 +10,11 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import numpy as np
 import onnx_ir as ir
-from onnxscript import GraphBuilder, nn
+from onnxscript import GraphBuilder, OpBuilder, nn
 
 from graphopt.arguments import checked, no_attribute
 from graphopt.errors import GraphoptError
@@ -140,7 +140,7 @@ def transformer(
 
 def _row(features: int | Sequence[int]) -> tuple[int, ...]:
     """Return the shape of a row; a number is that of the features of a table."""
-    shape: Any = (features,) if isinstance(features, int) else features
+    shape: object = (features,) if isinstance(features, int) else features
     if (
         isinstance(shape, str | bytes)
         or not isinstance(shape, Sequence)
@@ -175,7 +175,7 @@ class _Layers(nn.Module):
         super().__init__()
         self.layers = nn.Sequential(*layers)
 
-    def forward(self, op: Any, x: ir.Value) -> ir.Value:
+    def forward(self, op: OpBuilder, x: ir.Value) -> ir.Value:
         return self.layers(op, x)
 
 
@@ -186,7 +186,7 @@ class _Linear(nn.Module):
         self.weight = random.normal(math.sqrt(2 / size), shape) if relu else random.uniform(bound, shape)
         self.bias = _parameter(np.zeros(outputs))
 
-    def forward(self, op: Any, x: ir.Value) -> ir.Value:
+    def forward(self, op: OpBuilder, x: ir.Value) -> ir.Value:
         if x.shape is not None and len(x.shape) == 2:
             return op.Gemm(x, self.weight, self.bias)
         return op.Add(op.MatMul(x, self.weight), self.bias)
@@ -198,18 +198,18 @@ class _Convolution(nn.Module):
         self.weight = random.normal(math.sqrt(2 / (9 * depth)), (channels, depth, 3, 3))
         self.bias = _parameter(np.zeros(channels))
 
-    def forward(self, op: Any, x: ir.Value) -> ir.Value:
+    def forward(self, op: OpBuilder, x: ir.Value) -> ir.Value:
         return op.Conv(x, self.weight, self.bias, kernel_shape=[3, 3], pads=[1, 1, 1, 1])
 
 
 class _Apply(nn.Module):
     """Apply an operator without weights."""
 
-    def __init__(self, op_type: str, **attributes: Any) -> None:
+    def __init__(self, op_type: str, **attributes: int | Sequence[int]) -> None:
         super().__init__()
         self._op_type, self._attributes = op_type, attributes
 
-    def forward(self, op: Any, x: ir.Value) -> ir.Value:
+    def forward(self, op: OpBuilder, x: ir.Value) -> ir.Value:
         return getattr(op, self._op_type)(x, **self._attributes)
 
 
@@ -244,7 +244,7 @@ class _LayerNormalization(nn.Module):
         self.scale = _parameter(np.ones(width))
         self.bias = _parameter(np.zeros(width))
 
-    def forward(self, op: Any, x: ir.Value) -> ir.Value:
+    def forward(self, op: OpBuilder, x: ir.Value) -> ir.Value:
         return op.LayerNormalization(x, self.scale, self.bias, axis=-1)
 
 
@@ -256,7 +256,7 @@ class _Attention(nn.Module):
         self._joined = [0, length, width]
         self._visible = np.tril(np.ones((length, length), np.bool_)) if causal else None
 
-    def forward(self, op: Any, x: ir.Value) -> ir.Value:
+    def forward(self, op: OpBuilder, x: ir.Value) -> ir.Value:
         query, key, value = (
             op.Transpose(op.Reshape(project(op, x), self._split), perm=perm)
             for project, perm in zip((self.query, self.key, self.value), _PERMUTATIONS, strict=True)
@@ -277,7 +277,7 @@ class _Block(nn.Module):
         self.hidden = _Linear(width, 4 * width, random, relu=True)
         self.output = _Linear(4 * width, width, random)
 
-    def forward(self, op: Any, x: ir.Value) -> ir.Value:
+    def forward(self, op: OpBuilder, x: ir.Value) -> ir.Value:
         x = op.Add(x, self.attention(op, self.attention_norm(op, x)))
         hidden = op.Relu(self.hidden(op, self.hidden_norm(op, x)))
         return op.Add(x, self.output(op, hidden))
@@ -300,7 +300,7 @@ class _Transformer(nn.Module):
         self.norm = _LayerNormalization(width)
         self.head = _Linear(width, outputs, random)
 
-    def forward(self, op: Any, x: ir.Value) -> ir.Value:
+    def forward(self, op: OpBuilder, x: ir.Value) -> ir.Value:
         y = op.Add(op.Gather(self.embedding, x), self.positions)
         for block in self.blocks:
             y = block(op, y)

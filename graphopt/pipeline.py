@@ -20,11 +20,11 @@ from graphopt.graph import provenance
 from graphopt.graph.loading import Source, load
 from graphopt.graph.rewriting import Pass, Read
 from graphopt.graph.strictness import is_strict, run_strictly
-from graphopt.graph.traversal import all_nodes
+from graphopt.graph.traversal import all_nodes, wholes_of
 
 _log = logging.getLogger(__name__)
 
-Step = Callable[[ir.Model], Any]
+Step = Callable[[ir.Model], object]
 Rules = Mapping[tuple[str, str], Callable[..., Any]]
 
 _rules: ContextVar[Rules] = ContextVar("rules", default=MappingProxyType({}))
@@ -69,7 +69,7 @@ class Pipeline(Mapping[str, tuple[Step, ...]], Checked):
         _check_rules(rules)
         return self._of(self._steps, rules)
 
-    def _of(self, steps: Mapping[str, Any], rules: Rules | None = None) -> Pipeline:
+    def _of(self, steps: Mapping[str, tuple[Step, ...]], rules: Rules | None = None) -> Pipeline:
         """Return a pipeline of other steps with the rules of this one, or with others."""
         pipeline = Pipeline(**steps)
         pipeline.rules = dict(self.rules if rules is None else rules)
@@ -177,11 +177,10 @@ def _using(rules: Rules) -> Iterator[None]:
 
 def _operators(model: ir.Model) -> set[tuple[str, str]]:
     """Return the operators and functions that a model calls, by domain and name."""
-    wholes: list[ir.Graph | ir.Function] = [model.graph, *model.functions.values()]
-    return {(node.domain, node.op_type) for whole in wholes for node in all_nodes(whole)}
+    return {(node.domain, node.op_type) for whole in wholes_of(model) for node in all_nodes(whole)}
 
 
-def _check_rules(rules: Any) -> None:
+def _check_rules(rules: object) -> None:
     """Raise an error unless gradient rules are functions by the domains and names of operators."""
     if not isinstance(rules, Mapping):
         raise GraphoptError(
@@ -221,7 +220,7 @@ def _garbage_waits() -> Iterator[None]:
             gc.enable()
 
 
-def check_step(item: Any, name: str) -> None:
+def check_step(item: object, name: str) -> None:
     """Raise an error unless a step is a pass, or a function of a model."""
     if isinstance(item, Pass):
         return
@@ -246,7 +245,7 @@ def check_step(item: Any, name: str) -> None:
     raise GraphoptError(f"pipeline.{name}: expected a pass or a sequence of passes, found {found}{mend}")
 
 
-def check_pipeline(thing: Any, name: str, example: str) -> None:
+def check_pipeline(thing: object, name: str, example: str) -> None:
     """Raise an error unless something that a function, which `name` calls, has been given is a pipeline."""
     if not isinstance(thing, Pipeline):
         raise GraphoptError(f"{name}: expected a pipeline, found {kind_of(thing)}: write {example}")

@@ -257,8 +257,7 @@ def _copy(op: Emitter, x: ir.Value, copies: dict[ir.Value, ir.Value]) -> ir.Valu
 def _emit(
     op: Emitter, node: ir.Node, inputs: Sequence[ir.Value | None], copies: dict[ir.Value, ir.Value]
 ) -> None:
-    emitted = op.call_op(node.op_type, inputs, dict(node.attributes), outputs=len(node.outputs))
-    values = [emitted] if isinstance(emitted, ir.Value) else emitted
+    values = op.emit_again(node, inputs)
     copies.update((x, like(y, x)) for x, y in zip(node.outputs, values, strict=True))
     if POSITIONS.is_set(node):
         POSITIONS.mark(values[0])

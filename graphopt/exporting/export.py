@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import onnx_ir as ir
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 @checked()
 def export(
     module: torch.nn.Module,
-    example: Any,
+    example: object,
     path: str | os.PathLike[str] | None = None,
     *,
     exporter: Literal["dynamo", "torchscript"] = "dynamo",

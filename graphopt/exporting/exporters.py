@@ -7,7 +7,7 @@ import inspect
 import os
 import tempfile
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 
 from graphopt.errors import GraphoptError, line, some
 from graphopt.exporting import tracing
+from graphopt.exporting.tracing import Example
 from graphopt.graph.loading import load
 from graphopt.graph.metadata import (
     EXPORTED_CALL,
@@ -41,7 +42,7 @@ from graphopt.runtime.device import Device
 from graphopt.runtime.optimizers import has_nested_choices
 from graphopt.runtime.session import Session
 
-_Shapes = Mapping[str, Mapping[int, str]] | None
+_Shapes = Mapping[str, Mapping[int, str]]
 _OPSET = 20  # the newest of the older exporter
 _OWN = "graphopt"  # the domain of operators that stand for what the older exporter drops
 _DETACH = "target=torch.ops.aten.detach"
@@ -58,9 +59,8 @@ class _Call:
     """
 
     module: nn.Module
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    shapes: Mapping[str, Mapping[int, str]]
+    example: Example
+    shapes: _Shapes
     leaves: Mapping[str, torch.Tensor]
     inputs: Sequence[str] | None
     outputs: Sequence[str] | None
@@ -69,34 +69,34 @@ class _Call:
 
 def exported(
     module: nn.Module,
-    example: Any,
+    given: object,
     exporter: str,
-    shapes: _Shapes,
+    shapes: _Shapes | None,
     inputs: Sequence[str] | None,
     outputs: Sequence[str] | None,
     opset: int | None,
     verify: bool,
 ) -> ir.Model:
     """Export a module with notes of how it trains; see `graphopt.export`."""
-    args, kwargs = _arguments(example)
+    example = _arguments(given)
     tracing.check(module)
-    tracing.initialize(module, args, kwargs)
+    tracing.initialize(module, example)
     with _one_line("a module that takes the example", "pass the arguments of forward"):
-        tracing.check_functions(module, args, kwargs)
-    leaves = _named_inputs(module, args, kwargs)
+        tracing.check_functions(module, example)
+    leaves = _named_inputs(module, example)
     if shapes is None:
-        args, kwargs = _with_rows((args, kwargs))
-        leaves = _named_inputs(module, args, kwargs)
+        example = _with_rows(example)
+        leaves = _named_inputs(module, example)
         shapes = _batch(leaves)
     if unknown := [name for name in shapes if name not in leaves]:
         raise GraphoptError(f"dynamic_shapes: expected names of inputs, {list(leaves)}, found {unknown[0]!r}")
-    call = _Call(module, args, kwargs, shapes, leaves, inputs, outputs, opset)
+    call = _Call(module, example, shapes, leaves, inputs, outputs, opset)
     with _errors(exporter), tracing.traced(module):
         model = _dynamo(call) if exporter == "dynamo" else _torchscript(call)
     model = load(model)
     while has_nested_choices(model) and fold_integers(model):
         pass  # the runtime's own folding would end the process
-    _write_notes(model, module, exporter, args, kwargs)
+    _write_notes(model, module, exporter, example)
     draws = [node for node in all_nodes(model.graph) if node.op_type in DRAWING and node.domain == ""]
     if draws and any(part.training for part in module.modules()):
         raise tracing.refuse(
@@ -104,42 +104,44 @@ def exported(
             "call eval() of the part that draws them, such as stochastic depth, or pass them as an input",
         )
     if verify and not draws:
-        _verify(model, module, args, kwargs, shapes)
+        _verify(model, module, example, shapes)
     return model
 
 
-def _arguments(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _arguments(example: object) -> Example:
     if isinstance(example, Mapping):
         return (), dict(example)
     return (tuple(example) if isinstance(example, tuple | list) else (example,)), {}
 
 
-def _named_inputs(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def _named_inputs(module: nn.Module, example: Example) -> dict[str, torch.Tensor]:
     """Return the tensors of an example by the names of their arguments; tensors in containers have a number."""
+    args, kwargs = example
     forward = inspect.signature(module.forward)
-    given: dict[str, Any] = {}
+    given: dict[str, object] = {}
     for name, value in forward.bind(*args, **kwargs).arguments.items():
         kind = forward.parameters[name].kind
         if kind is inspect.Parameter.VAR_POSITIONAL:
             given |= {f"{name}_{i}": x for i, x in enumerate(value)}
         else:
             given |= value if kind is inspect.Parameter.VAR_KEYWORD else {name: value}
-    found: dict[str, Any] = {}
+    found: dict[str, torch.Tensor] = {}
     for name, value in given.items():
         tensors = [x for x in pytree.tree_leaves(value) if isinstance(x, torch.Tensor)]
-        alone = tensors == [value] if isinstance(value, torch.Tensor) else False
-        found |= {name: value} if alone else {f"{name}_{i}": x for i, x in enumerate(tensors)}
+        is_alone = isinstance(value, torch.Tensor)
+        found |= {name if is_alone else f"{name}_{i}": x for i, x in enumerate(tensors)}
     return found
 
 
-def _with_rows(example: Any) -> Any:
+def _with_rows(example: Example) -> Example:
     """Repeat the rows of an example of one row: torch.export fixes the size of dimensions of size 1."""
     tensors = [x for x in pytree.tree_leaves(example) if isinstance(x, torch.Tensor) and x.ndim]
     if not tensors or any(len(x) != 1 for x in tensors):
         return example
-    return pytree.tree_map(
+    args, kwargs = pytree.tree_map(
         lambda x: torch.cat([x, x]) if isinstance(x, torch.Tensor) and x.ndim else x, example
     )
+    return args, kwargs
 
 
 def _batch(leaves: Mapping[str, torch.Tensor]) -> dict[str, dict[int, str]]:
@@ -182,7 +184,8 @@ def _one_line(expected: str, remedy: str) -> Iterator[None]:
 def _dynamo(call: _Call) -> ir.Model:
     """Export by torch.export, and mark the nodes of `detach` and Dropout."""
     given = {id(x): dict(call.shapes.get(name, {})) for name, x in call.leaves.items()}
-    bound = inspect.signature(call.module.forward).bind(*call.args, **call.kwargs).arguments
+    args, kwargs = call.example
+    bound = inspect.signature(call.module.forward).bind(*args, **kwargs).arguments
     sized = {
         name: pytree.tree_map(lambda x: given.get(id(x)) or None, value) for name, value in bound.items()
     }
@@ -190,8 +193,8 @@ def _dynamo(call: _Call) -> ir.Model:
         warnings.simplefilter("ignore")
         program = torch.onnx.export(
             call.module,
-            call.args,
-            kwargs=call.kwargs or None,
+            args,
+            kwargs=kwargs or None,
             dynamo=True,
             optimize=False,
             verbose=False,
@@ -200,7 +203,10 @@ def _dynamo(call: _Call) -> ir.Model:
             output_names=call.outputs,
             opset_version=call.opset,
         )
-    assert program is not None and program.exported_program is not None
+    if program is None or program.exported_program is None:
+        raise GraphoptError(
+            "export: expected a program of torch.export, found none: try exporter='torchscript'"
+        )
     signature = program.exported_program.graph_signature
     if changed := [*signature.buffers_to_mutate.values(), *signature.parameters_to_mutate.values()]:
         raise tracing.changing(changed)
@@ -229,6 +235,7 @@ def _dynamo(call: _Call) -> ir.Model:
 
 def _torchscript(call: _Call) -> ir.Model:
     """Export by the older exporter, with operators for `detach` and embeddings, which become standard ones."""
+    args, kwargs = call.example
     names = list(call.inputs or call.leaves)
     axes = {
         own: dict(call.shapes[name])
@@ -236,7 +243,11 @@ def _torchscript(call: _Call) -> ir.Model:
         if name in call.shapes
     }
     opset = call.opset or _OPSET
-    symbols: dict[str, Any] = {"aten::detach": _stop, "aten::detach_": _stop, "aten::embedding": _gather}
+    symbols: dict[str, Callable[..., Any]] = {
+        "aten::detach": _stop,
+        "aten::detach_": _stop,
+        "aten::embedding": _gather,
+    }
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         file = os.path.join(folder, "module.onnx")
         warnings.filterwarnings("ignore", category=DeprecationWarning)
@@ -246,9 +257,9 @@ def _torchscript(call: _Call) -> ir.Model:
                 registry.register_custom_op_symbolic(name, symbol, opset)
             torch.onnx.export(
                 call.module,
-                call.args,
+                args,
                 file,
-                kwargs=call.kwargs or None,
+                kwargs=kwargs or None,
                 dynamo=False,
                 training=torch.onnx.TrainingMode.PRESERVE,
                 do_constant_folding=False,
@@ -306,16 +317,10 @@ def _gather(g: Any, weight: Any, indices: Any, padding: int, scaled: bool, spars
     return result.setType(weight.type().with_sizes([*rows, width[-1]] if known else None))
 
 
-def _write_notes(
-    model: ir.Model, module: nn.Module, exporter: str, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> None:
+def _write_notes(model: ir.Model, module: nn.Module, exporter: str, example: Example) -> None:
     """Write what the module's parameters, buffers, normalizations and dropouts are."""
     groups: dict[int, tuple[torch.Tensor, list[str]]] = {}
-    weights = [
-        *module.named_parameters(remove_duplicate=False),
-        *module.named_buffers(remove_duplicate=False),
-    ]
-    for path, x in weights:
+    for path, x in tracing.weights_of(module).items():
         groups.setdefault(id(x), (x, []))[1].append(path)
     persistent = module.state_dict().keys()
     noted: dict[str, ModuleWeight] = {}
@@ -330,7 +335,7 @@ def _write_notes(
         noted |= {name: ModuleWeight(kind, tuple(paths), paths[0] in persistent) for name in names}
         if not names and kind is not Kind.BUFFER:
             gone += paths[:1]
-    if gone and (lost := tracing.reached(module, gone, args, kwargs)):
+    if gone and (lost := tracing.reached(module, gone, example)):
         raise tracing.refuse(
             f"parameters {some(lost)}, which PyTorch's exporter leaves out", "try the other exporter"
         )
@@ -361,18 +366,17 @@ def _note_normalization(node: ir.Node, modules: Mapping[str, nn.Module]) -> None
 def _verify(
     model: ir.Model,
     module: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    shapes: Mapping[str, Mapping[int, str]],
+    example: Example,
+    shapes: _Shapes,
 ) -> None:
     """Compare what the file and the module predict, also for other sizes of each dimension that may vary."""
     names = [name_of(x) for x in model.graph.inputs]
     device = Device("cpu", threads=1, flush_denormals=False)
     session = Session(device, model, device.new_session_options(optimized=False))
-    for size, examples in _examples(module, args, kwargs, shapes):
+    for size, examples in _examples(module, example, shapes):
         with _one_line(f"a module that takes {size}", "fix it by dynamic_shapes, such as {}"):
-            example, predicted = _accepted(module, examples)
-        given = _named_inputs(module, *example)
+            accepted, predicted = _accepted(module, examples)
+        given = _named_inputs(module, accepted)
         ordered = given if given.keys() == set(names) else dict(zip(names, given.values(), strict=False))
         feeds = {name: x.detach().cpu().numpy() for name, x in ordered.items()}
         expected = [x for x in pytree.tree_leaves(predicted) if isinstance(x, torch.Tensor)]
@@ -390,33 +394,29 @@ def _verify(
                 raise _other(name, size, f"numbers that differ by {np.abs(ours - wanted).max():.2g}")
 
 
-def _examples(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], shapes: Mapping[str, Mapping[int, str]]
-) -> Iterator[tuple[str, list[Any]]]:
+def _examples(module: nn.Module, example: Example, shapes: _Shapes) -> Iterator[tuple[str, list[Example]]]:
     """Yield the example, and for each dimension that may vary, examples of which the module takes at least one."""
-    yield _EXAMPLE, [(args, kwargs)]
+    yield _EXAMPLE, [example]
     places: dict[str, dict[int, int]] = {}  # for each dimension, its axis in tensors
-    for name, x in _named_inputs(module, args, kwargs).items():
+    for name, x in _named_inputs(module, example).items():
         for axis, dim in shapes.get(name, {}).items():
             places.setdefault(dim, {})[id(x)] = axis
     for dim, axes in places.items():
         yield (
             f"another size of dimension {dim!r}",
             [
-                pytree.tree_map(
-                    lambda x, r=resized, a=axes: r(x, a[id(x)]) if id(x) in a else x, (args, kwargs)
-                )
+                pytree.tree_map(lambda x, r=resized, a=axes: r(x, a[id(x)]) if id(x) in a else x, example)
                 for resized in _RESIZED
             ],
         )
 
 
-def _accepted(module: nn.Module, examples: Sequence[Any]) -> tuple[Any, Any]:
+def _accepted(module: nn.Module, examples: Sequence[Example]) -> tuple[Example, object]:
     """Return the first example that the module takes, and what it predicts; the last one's error if it takes none."""
     for example in examples[:-1]:
         with contextlib.suppress(Exception):
-            return example, tracing.predicted(module, *example)
-    return examples[-1], tracing.predicted(module, *examples[-1])
+            return example, tracing.predicted(module, example)
+    return examples[-1], tracing.predicted(module, examples[-1])
 
 
 # Tensors of another size along an axis: turned, and with one element more; the last one twice; without it; all twice.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 from unittest import mock
 
@@ -24,6 +24,8 @@ _DROPOUTS = {
     *(nn.functional.dropout1d, nn.functional.dropout2d, nn.functional.dropout3d),
     *(nn.functional.alpha_dropout, nn.functional.feature_alpha_dropout),
 }
+Example = tuple[tuple[object, ...], dict[str, object]]  # positional and keyword arguments of forward
+
 # Autograd functions of PyTorch's own control flow.
 _OF_TORCH = ("torch._higher_order_ops.", "torch._functorch.", "torch.nn.parallel.")
 
@@ -37,8 +39,12 @@ class _Stops(TorchFunctionMode):
     """Detach what is computed while gradients are disabled, and refuse gradients of the module's own."""
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Any = None
-    ) -> Any:
+        self,
+        func: Callable[..., Any],
+        types: object,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> object:
         kwargs = kwargs or {}
         if func is torch._C._set_grad_enabled:
             with torch._C.DisableTorchFunction():  # otherwise, torch.export would cut the graph here
@@ -66,11 +72,11 @@ class _Stops(TorchFunctionMode):
 
 
 def _check_embedding(
-    indices: Any,
-    weight: Any,
-    padding_idx: Any = None,
-    max_norm: Any = None,
-    norm_type: Any = 2.0,
+    indices: object,
+    weight: object,
+    padding_idx: object = None,
+    max_norm: object = None,
+    norm_type: object = 2.0,
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> None:
@@ -79,7 +85,7 @@ def _check_embedding(
         raise refuse(f"{option} of an embedding, which changes its update", f"leave {option} out")
 
 
-def _requires_grad(args: Sequence[Any]) -> bool:
+def _requires_grad(args: Sequence[object]) -> bool:
     return any(isinstance(x, torch.Tensor) and x.requires_grad for x in args)
 
 
@@ -94,13 +100,13 @@ def _detached(result: Any) -> Any:
     return result
 
 
-def check_functions(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def check_functions(module: nn.Module, example: Example) -> None:
     """Raise an error about an autograd function between the parameters and the outputs: no file has its gradient.
 
     Functions are found in the graph that PyTorch's autograd records: a module may call them by any name.
     """
     with torch.enable_grad():
-        outputs = pytree.tree_leaves(predicted(module, args, kwargs))
+        outputs = pytree.tree_leaves(predicted(module, example))
     waiting = [x.grad_fn for x in outputs if isinstance(x, torch.Tensor) and x.grad_fn is not None]
     seen = set(waiting)
     while waiting:
@@ -136,9 +142,10 @@ def check(module: nn.Module) -> None:
             raise GraphoptError(f"export: parameter {path}: expected numbers, found a tensor on 'meta'")
 
 
-def initialize(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def initialize(module: nn.Module, example: Example) -> None:
     """Run a module that has lazy parts or weights which a hook computes, so that all its parameters exist."""
     if any(nn.parameter.is_lazy(p) for p in [*module.parameters(), *module.buffers()]):
+        args, kwargs = example
         with torch.no_grad(), in_inference_form(module):
             module(*args, **kwargs)
 
@@ -151,7 +158,7 @@ def in_training(module: nn.Module) -> dict[str, nn.Module]:
 
 @contextlib.contextmanager
 def in_inference_form(module: nn.Module) -> Iterator[None]:
-    """Let BatchNormalizations with running statistics normalize by them."""
+    """Make BatchNormalizations with running statistics normalize by these, in a `with` block."""
     parts = [x for x in in_training(module).values() if x.running_mean is not None]
     for part in parts:
         part.training = False
@@ -176,7 +183,7 @@ def _attributes_kept(module: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def traced(module: nn.Module) -> Iterator[None]:
-    """Let a module's forward write where gradients stop.
+    """Make a module's forward record where gradients stop, in a `with` block.
 
     Raises:
         GraphoptError: forward changes parameters or buffers, or does what no graph shows.
@@ -204,7 +211,7 @@ def _forward_replaced(module: nn.Module) -> Iterator[None]:
     own, forward = module.__dict__.get("forward"), module.forward
 
     @functools.wraps(forward)
-    def marked(*args: Any, **kwargs: Any) -> Any:
+    def marked(*args: object, **kwargs: object) -> object:
         before = weights_of(module)
         with _Stops():
             result = forward(*args, **kwargs)
@@ -231,13 +238,20 @@ def weights_of(module: nn.Module) -> dict[str, torch.Tensor]:
     }
 
 
-def predicted(module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def predicted(module: nn.Module, example: Example) -> object:
     """Return what a module predicts in the form that its file has, in which dropout keeps all elements."""
+    args, kwargs = example
     attention = nn.functional.scaled_dot_product_attention
 
     def attend(
-        q: Any, k: Any, v: Any, attn_mask: Any = None, dropout_p: float = 0.0, *rest: Any, **more: Any
-    ) -> Any:
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        *rest: Any,
+        **more: Any,
+    ) -> torch.Tensor:
         return attention(q, k, v, attn_mask, 0.0, *rest, **more)
 
     with contextlib.ExitStack() as stack:
@@ -248,13 +262,11 @@ def predicted(module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) ->
         return module(*args, **kwargs)
 
 
-def reached(
-    module: nn.Module, paths: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> list[str]:
+def reached(module: nn.Module, paths: Sequence[str], example: Example) -> list[str]:
     """Return the paths of the parameters that a gradient reaches from the module's outputs."""
     parameters = dict(module.named_parameters(remove_duplicate=False))
     asked = [path for path in paths if parameters[path].requires_grad]
-    outputs = pytree.tree_leaves(predicted(module, args, kwargs))
+    outputs = pytree.tree_leaves(predicted(module, example))
     ends = [
         y.sum() for y in outputs if isinstance(y, torch.Tensor) and y.requires_grad and not y.is_complex()
     ]

@@ -10,7 +10,7 @@ import functools
 import math
 import os
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TypeVar
 
@@ -28,7 +28,8 @@ from graphopt.graph.operators import INTEGER_OPERATORS, MICROSOFT
 from graphopt.graph.opsets import Versions
 from graphopt.graph.postprocessing import Notes
 from graphopt.graph.roles import INPUTS, OUTPUTS, STATE, Role, role_of
-from graphopt.graph.values import is_floating, name_of
+from graphopt.graph.traversal import wholes_of
+from graphopt.graph.values import is_floating, name_of, node_label
 
 M = TypeVar("M", bound=Message)
 
@@ -72,7 +73,7 @@ def check_domains(model: ir.Model) -> None:
 
     An opset of the domain is removed.
     """
-    wholes: list[ir.Graph | ir.Function] = [model.graph, *model.functions.values()]
+    wholes = wholes_of(model)
     nodes = (node for whole in wholes for graph, _ in graphs_with_depth(whole) for node in graph)
     names = [[node.name, *(y.name for y in node.outputs)] for node in nodes if node.domain == KERNELS]
     if names or any(function.domain == KERNELS for function in model.functions.values()):
@@ -241,15 +242,10 @@ def check_metadata(model: ir.Model) -> None:
                 raise malformed(y, metadata.GRADIENT_OF.key, "the name of an input")
     check_detached(model)
     _check_encoders(model)
-    for note in (
-        metadata.Caches,
-        metadata.Exported,
-        Versions,
-        metadata.LeftOut,
-        metadata.Misdeclared,
-    ):
+    for note in (metadata.Caches, metadata.Exported, Versions, metadata.LeftOut, metadata.Misdeclared):
         note.read(model)
-    _check_folded(model)
+    if folded := metadata.Folded.read(model):
+        _checked_parts(model, folded, folded.parts.values())
     if notes := Notes.read(model):
         check_proto(onnx.ModelProto(graph=notes.graph()))
     for value in graph.initializers.values():
@@ -307,14 +303,8 @@ def check_detached(model: ir.Model) -> None:
     detached = Detached.read(model)
     if detached is None:
         return
-    names = {name_of(output) for output in model.graph.outputs}
-    try:
-        parts = detached.models()
-    except DecodeError as error:
-        raise Detached.wrong(model) from error
-    for part in parts:
-        check_proto(part)
-        names |= {output.name for output in part.graph.output}
+    parts = _checked_parts(model, detached, detached.parts)
+    names = {name_of(output) for output in model.graph.outputs}.union(*map(_output_names, parts))
     if not {*detached.outputs} <= names:
         raise Detached.wrong(model, f"outputs of the model or of its parts, {', '.join(map(repr, names))}")
 
@@ -323,24 +313,27 @@ def _check_encoders(model: ir.Model) -> None:
     encoders = metadata.Encoders.read(model)
     if encoders is None:
         return
-    try:
-        part = encoders.model()
-    except DecodeError as error:
-        raise metadata.Encoders.wrong(model) from error
-    check_proto(part)
+    (part,) = _checked_parts(model, encoders, [encoders.part])
     inputs = {name_of(x) for x in model.graph.inputs}
-    if not {y.name for y in part.graph.output} <= inputs:
+    if not _output_names(part) <= inputs:
         raise metadata.Encoders.wrong(model, f"a part that computes inputs, {', '.join(map(repr, inputs))}")
 
 
-def _check_folded(model: ir.Model) -> None:
-    folded = metadata.Folded.read(model)
+def _checked_parts(
+    model: ir.Model, note: metadata.Note, serialized: Iterable[bytes]
+) -> list[onnx.ModelProto]:
+    """Return the models in a note; raise an error if one is malformed."""
     try:
-        parts = {} if folded is None else folded.models()
+        parts = [onnx.ModelProto.FromString(part) for part in serialized]
     except DecodeError as error:
-        raise metadata.Folded.wrong(model) from error
-    for part in parts.values():
+        raise note.wrong(model) from error
+    for part in parts:
         check_proto(part)
+    return parts
+
+
+def _output_names(part: onnx.ModelProto) -> set[str]:
+    return {y.name for y in part.graph.output}
 
 
 def refuse_foreign(model: ir.Model) -> None:
@@ -349,8 +342,8 @@ def refuse_foreign(model: ir.Model) -> None:
     for node in model.graph.all_nodes():
         if node.domain == NCHWC:
             raise GraphoptError(
-                f"{NCHWC}::{_label(node)}: ONNX Runtime wrote this file for one kind of processor: train the file from "
-                f"before the optimization, or optimize it with ORT_ENABLE_EXTENDED at most"
+                f"{NCHWC}::{node_label(node)}: ONNX Runtime wrote this file for one kind of processor: train the file "
+                f"from before the optimization, or optimize it with ORT_ENABLE_EXTENDED at most"
             )
         if integers is None and node.op_type in INTEGER_OPERATORS and node.domain in ("", MICROSOFT):
             integers = node
@@ -362,10 +355,6 @@ def refuse_foreign(model: ir.Model) -> None:
     readers = (node for x in many if is_floating(x) for node in x.consumers())
     if all(node.op_type in INTEGER_OPERATORS | CONVERTING for node in readers):
         raise GraphoptError(
-            f"{_label(integers)}: the file computes with integers (QOperator format or dynamic quantization), which "
-            f"have no gradient: train the file from before the quantization and quantize what is trained"
+            f"{node_label(integers)}: the file computes with integers (QOperator format or dynamic quantization), "
+            f"which have no gradient: train the file from before the quantization and quantize what is trained"
         )
-
-
-def _label(node: ir.Node) -> str:
-    return f"{node.op_type} node {node.name or name_of(node.outputs[0])!r}"

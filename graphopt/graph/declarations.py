@@ -9,7 +9,7 @@ formula proves this (`graphopt.graph.sizes`).
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 import onnx
 import onnx_ir as ir
@@ -20,6 +20,7 @@ from graphopt.graph.metadata import Misdeclared
 from graphopt.graph.sizes import unify_sizes
 from graphopt.graph.traversal import subgraphs
 from graphopt.graph.typed_messages import message_for_inference, shape_of, type_of, types_in
+from graphopt.graph.values import size_name, size_names
 
 Dim = int | ir.SymbolicDim
 Declared = dict[ir.Value, ir.Shape]
@@ -183,7 +184,7 @@ def _by_ranks(node: ir.Node | None) -> ir.Shape | None:
 def _complete(model: ir.Model, propagate: bool) -> None:
     """Infer again while ranks are missing that follow from what formulas say of vectors of sizes."""
     missing, before = [x for x in _inferable(model.graph) if x.shape is None], 0
-    named = _symbols_of(model.graph.inputs)
+    named = size_names(model.graph.inputs)
     while len(missing) != before and any(_may_follow(x, named) for x in missing):
         unify_sizes(model)
         _infer(model, propagate)
@@ -194,7 +195,7 @@ def _may_follow(x: ir.Value, named: set[str]) -> bool:
     """Return whether a rank may follow once formulas say more of the sizes that the value's node reads."""
     node = x.producer()
     read = [] if node is None else [y for y in node.inputs if y is not None]
-    return node is None or bool(subgraphs(node)) or not named.issuperset(_symbols_of(read))
+    return node is None or bool(subgraphs(node)) or not named.issuperset(size_names(read))
 
 
 def _is_attention(node: ir.Node | None) -> bool:
@@ -222,35 +223,27 @@ def _inputs_have_shapes(value: ir.Value) -> bool:
     return node is None or all(x is None or x.shape is not None for x in node.inputs)
 
 
-def _symbols_of(values: Iterable[ir.Value]) -> set[str]:
-    return {name for x in values for dim in x.shape or () if (name := _name(dim))}
-
-
-def _name(dim: Dim) -> str:
-    return "" if isinstance(dim, int) or dim.value is None else dim.value
-
-
 def _name_outputs(model: ir.Model, declared: Declared) -> None:
     """Give sizes of outputs that have names of their own the declared names, if nothing else has these names."""
     values = [*_values(model.graph)]
-    taken = _symbols_of([*model.graph.inputs, *values])
+    taken = size_names([*model.graph.inputs, *values])
     names: dict[str, str] = {}
     for y in model.graph.outputs:
         for dim, own in zip(y.shape or (), declared.get(y, ()), strict=False):
-            made, name = _name(dim), _name(own)
-            if made and name and name not in taken and made not in _symbols_of(model.graph.inputs):
+            made, name = size_name(dim), size_name(own)
+            if made and name and name not in taken and made not in size_names(model.graph.inputs):
                 taken.add(names.setdefault(made, name))
     for value in values if names else ():
         if value.shape is not None:
-            value.shape = ir.Shape([names.get(_name(dim), dim) for dim in value.shape])
+            value.shape = ir.Shape([names.get(size_name(dim), dim) for dim in value.shape])
 
 
 def _note_wrong(model: ir.Model, declared: Declared) -> None:
     """Note the values whose declared shapes are wrong: not only less exact."""
-    dynamic = _symbols_of(model.graph.inputs)
+    dynamic = size_names(model.graph.inputs)
 
     def differ(a: Dim, b: Dim) -> bool:
-        return a != b and all(isinstance(dim, int) or _name(dim) in dynamic for dim in (a, b))
+        return a != b and all(isinstance(dim, int) or size_name(dim) in dynamic for dim in (a, b))
 
     def is_wrong(x: ir.Value, shape: ir.Shape) -> bool:
         return x.shape is not None and (len(shape) != len(x.shape) or any(map(differ, shape, x.shape)))

@@ -16,7 +16,7 @@ from graphopt.graph.operators import RANDOM, VIEWS
 from graphopt.graph.roles import STATE, Role, role_of
 from graphopt.graph.tables import dequantizes_frozen, gather_packed_rows
 from graphopt.graph.traversal import captured, subgraphs
-from graphopt.graph.values import like
+from graphopt.graph.values import dims_of, given, is_read, like
 
 _EARLY = {*STATE, Role.HYPERPARAMETER}
 _AFTER = VIEWS | {
@@ -41,12 +41,10 @@ def dequantize_late(model: ir.Model) -> bool:
     with Emitter(model) as op:
         late = _Late(op, weights)
         for node in weights.readers:
-            count = len(model.graph)
-            late.serve(node)
-            emitted = list(model.graph)[count:]
-            model.graph.remove(emitted)
-            model.graph.insert_before(node, emitted)
-    model.graph.remove([node for node in reversed(weights.nodes) if not _is_read(node)], safe=True)
+            with op.before(node):
+                late.serve(node)
+    unread = [node for node in reversed(weights.nodes) if not any(map(is_read, node.outputs))]
+    model.graph.remove(unread, safe=True)
     return True
 
 
@@ -95,7 +93,7 @@ class _Late:
         self._copies: dict[tuple[ir.Value, ir.Value], ir.Value] = {}
 
     def serve(self, node: ir.Node) -> None:
-        """Let a reader read copies."""
+        """Replace the inputs of a reader by copies."""
         awaited = self._weights.latest(node)
         for i, x in enumerate(node.inputs):
             if x in self._weights.expanded:
@@ -109,9 +107,7 @@ class _Late:
             inputs = [None if y is None else self._copy(y, awaited) for y in node.inputs]
             if dequantizes_frozen(node):
                 inputs[1] = self._after(inputs[1], awaited)
-            count = len(node.outputs)
-            made = self._op.call_op(node.op_type, inputs, dict(node.attributes), outputs=count)
-            copies = [made] if isinstance(made, ir.Value) else list(made)
+            copies = self._op.emit_again(node, inputs)
             if (producer := copies[0].producer()) is not None:
                 metadata.copy(node, producer)
             for y, copy in zip(node.outputs, copies, strict=True):
@@ -121,11 +117,10 @@ class _Late:
 
     def _after(self, scale: ir.Value | None, awaited: ir.Value) -> ir.Value:
         """Return a scale reshaped by a shape that depends on another value. A size of 0 means the size of the scale."""
-        op = self._op
-        assert scale is not None and scale.shape is not None
+        op, scale = self._op, given(scale)
         if awaited not in self._zeros:
             self._zeros[awaited] = _zero(op, awaited)
-        zero, rank = self._zeros[awaited], len(scale.shape)
+        zero, rank = self._zeros[awaited], len(dims_of(scale))
         form = InferenceForm(same_as=0)
         if rank == 0:
             return form.write(like(op.Squeeze(form.write(op.Reshape(scale, zero + 1)), [0]), scale))
@@ -136,7 +131,3 @@ class _Late:
 def _zero(op: Emitter, x: ir.Value) -> ir.Value:
     """Return the int64 vector [0], the index of the only one of at most one element of `x`, which no runtime folds."""
     return op.ReduceSum(op.Cast(op.Less(op.Abs(op.first(x)), 0.0), to=ir.DataType.INT64), [0])
-
-
-def _is_read(node: ir.Node) -> bool:
-    return any(y.uses() or y.is_graph_output() for y in node.outputs)

@@ -10,10 +10,11 @@ import contextlib
 import functools
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import onnx
 import onnx_ir as ir
 from onnxscript import BuilderFeature, OnnxFunction, TapeBuilder
@@ -22,7 +23,7 @@ from graphopt.errors import GraphoptError
 from graphopt.graph.node_inference import infer_outputs
 from graphopt.graph.operators import schema_of
 from graphopt.graph.traversal import subgraphs
-from graphopt.graph.values import is_static
+from graphopt.graph.values import dims_of, dtype_of, is_static
 
 Input = ir.Value | None  # of a node: None if it is left out
 
@@ -35,8 +36,8 @@ class Emitter(TapeBuilder):
         self._model = model
         self._graph = model.graph
         self.versions = model.opset_imports
-        self._constants: dict[tuple[Any, ...], ir.Value] = {}
-        self._written: dict[tuple[Any, ...] | None, ir.Value] = {}  # constants by how Python writes them
+        self._constants: dict[tuple[object, ...], ir.Value] = {}
+        self._written: dict[tuple[object, ...] | None, ir.Value] = {}  # constants by how Python writes them
         self._depth = 0
         self._taken: set[str | None] = set()
 
@@ -129,7 +130,7 @@ class Emitter(TapeBuilder):
             return inputs
         return super()._cast_inputs(schema, inputs)
 
-    def _promote_constant(self, value: Any, dtype: ir.DataType | None) -> ir.Value:
+    def _promote_constant(self, value: npt.ArrayLike, dtype: ir.DataType | None) -> ir.Value:
         numbers = value if isinstance(value, list | tuple) else [value]
         written = (repr(value), dtype) if all(type(x) in (bool, int, float) for x in numbers) else None
         if written in self._written:
@@ -143,6 +144,21 @@ class Emitter(TapeBuilder):
         if written is not None:
             self._written[written] = self._constants[key]
         return self._constants[key]
+
+    def emit_again(self, node: ir.Node, inputs: Sequence[Input]) -> Sequence[ir.Value]:
+        """Emit a node's operator with its attributes on other inputs, and return the outputs."""
+        count = len(node.outputs)
+        made = self.call_op(node.op_type, inputs, dict(node.attributes), domain=node.domain, outputs=count)
+        return [made] if isinstance(made, ir.Value) else made
+
+    @contextlib.contextmanager
+    def before(self, node: ir.Node) -> Iterator[None]:
+        """Put the nodes that a `with` block emits before another one."""
+        count = len(self._graph)
+        yield
+        emitted = list(self._graph)[count:]
+        self._graph.remove(emitted)
+        self._graph.insert_before(node, emitted)
 
     def trace(
         self, function: Callable[..., Any] | OnnxFunction[..., Any], *args: ir.Value, outputs: int | None = 1
@@ -160,12 +176,9 @@ class Emitter(TapeBuilder):
                 f"and no attributes, found {len(body.inputs)}, {len(body.outputs)} and {len(body.attributes)}: "
                 f"a traced function has no such limits"
             )
-        values: dict[ir.Value | None, Any] = dict(zip(body.inputs, args, strict=True))
+        values: dict[ir.Value | None, ir.Value] = dict(zip(body.inputs, args, strict=True))
         for node in body:
-            inputs, attributes = [values.get(x) for x in node.inputs], dict(node.attributes)
-            count = len(node.outputs)
-            emitted = self.call_op(node.op_type, inputs, attributes, domain=node.domain, outputs=count)
-            made = [emitted] if isinstance(emitted, ir.Value) else emitted
+            made = self.emit_again(node, [values.get(x) for x in node.inputs])
             values.update(zip(node.outputs, made, strict=True))
         traced = [values[output] for output in body.outputs]
         return traced[0] if len(traced) == 1 else traced
@@ -201,14 +214,14 @@ class Emitter(TapeBuilder):
 
         If the axes are static, the result is a Python number.
         """
-        assert x.shape is not None and x.dtype is not None
-        axes = range(len(x.shape)) if axes is None else [axis % len(x.shape) for axis in axes]
-        unknown = [axis for axis in axes if not isinstance(x.shape[axis], int)]
-        if unknown and len(axes) == len(x.shape):
-            return self.Cast(self.Size(x), to=x.dtype)
-        static = math.prod((dim for axis in axes if isinstance(dim := x.shape[axis], int)), start=1.0)
+        dims, dtype = dims_of(x), dtype_of(x)
+        axes = range(len(dims)) if axes is None else [axis % len(dims) for axis in axes]
+        unknown = [axis for axis in axes if not isinstance(dims[axis], int)]
+        if unknown and len(axes) == len(dims):
+            return self.Cast(self.Size(x), to=dtype)
+        static = math.prod((dim for axis in axes if isinstance(dim := dims[axis], int)), start=1.0)
         if not unknown:
             return static
         sizes = [self.Shape(x, start=axis, end=axis + 1) for axis in unknown]
-        count = self.Cast(self.Squeeze(functools.reduce(self.Mul, sizes), [0]), to=x.dtype)
+        count = self.Cast(self.Squeeze(functools.reduce(self.Mul, sizes), [0]), to=dtype)
         return count if static == 1 else self.Mul(count, static)

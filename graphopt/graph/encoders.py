@@ -14,11 +14,12 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass
 from graphopt.errors import GraphoptError
 from graphopt.graph.listing import operator_of
 from graphopt.graph.metadata import Encoders
-from graphopt.graph.postprocessing import detach_outputs
+from graphopt.graph.postprocessing import add_opsets, detach_outputs
 from graphopt.graph.shapes import INFERENCE_ERRORS
-from graphopt.graph.traversal import extracted_between, values_read
+from graphopt.graph.storage import replace_nodes
+from graphopt.graph.traversal import extracted_between, values_in, values_read
 from graphopt.graph.typed_messages import message_for_inference, take_types
-from graphopt.graph.values import like, name_of
+from graphopt.graph.values import is_read, like, name_of
 
 _PREFIX = "graphopt/encoders/"  # of values inside, whose names the trained model may have, too
 
@@ -45,7 +46,7 @@ def detach_encoders(model: ir.Model) -> None:
         if texts.isdisjoint(values_read(node)):
             continue
         for y in node.outputs:
-            if y.type is None and (y.uses() or y.is_graph_output()):
+            if y.type is None and is_read(y):
                 raise GraphoptError(
                     f"cannot infer the type of {y.name!r}, output of {operator_of(node)} node {node.name!r}, which "
                     "reads strings: declare its type and shape in value_info"
@@ -90,8 +91,7 @@ def _set_apart(part: ir.Model) -> None:
     """Rename the values inside of a model."""
     interface = {*part.graph.inputs, *part.graph.outputs}
     for graph in part.graphs():
-        inner = [*graph.inputs, *graph.initializers.values(), *(y for node in graph for y in node.outputs)]
-        for x in inner:
+        for x in (*values_in(graph), *graph.initializers.values()):
             if x.name and x not in interface:
                 x.name = f"{_PREFIX}{x.name}"
 
@@ -105,12 +105,9 @@ def restore_encoders(proto: onnx.ModelProto, part: onnx.ModelProto, order: Seque
     """
     graph, computed = proto.graph, {y.name for y in part.graph.output}
     inputs = {x.name: x for x in [*part.graph.input, *graph.input] if x.name not in computed}
-    nodes = [*part.graph.node, *graph.node]
-    copies = [onnx.NodeProto.FromString(node.SerializeToString()) for node in nodes]
-    del graph.node[:], graph.input[:]
-    graph.node.extend(copies)
+    replace_nodes(graph, [*part.graph.node, *graph.node])
+    del graph.input[:]
     graph.input.extend(inputs.pop(name) for name in order if name in inputs)
     graph.input.extend(inputs.values())
     graph.initializer.extend(part.graph.initializer)
-    domains = {opset.domain for opset in proto.opset_import}
-    proto.opset_import.extend(opset for opset in part.opset_import if opset.domain not in domains)
+    add_opsets(proto, part)

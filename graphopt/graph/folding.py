@@ -119,8 +119,8 @@ class _Folding(FoldConstantsPass):
         )
 
     def _prepare_folded_tensor(
-        self, node: ir.Node, output_name: str, output_array: Any
-    ) -> ir.Tensor[Any] | None:
+        self, node: ir.Node, output_name: str, output_array: object
+    ) -> ir.Tensor[np.ndarray] | None:
         if not isinstance(output_array, np.ndarray) or output_array.size > self.output_size_limit:
             return super()._prepare_folded_tensor(node, output_name, output_array)
         return ir.Tensor(output_array, name=output_name)

@@ -20,7 +20,7 @@ _MOST_FACTORS = 8  # of one atom in a product
 
 
 class TooLong(ArithmeticError):
-    """Say that a formula has become too long to compute with."""
+    """Report a formula that is too long to compute with."""
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from graphopt.graph import metadata
 from graphopt.graph.encoders import restore_encoders
 from graphopt.graph.merging import merged_weights
 from graphopt.graph.metadata import Detached, Encoders, InferenceForm
+from graphopt.graph.operators import attributes_of
 from graphopt.graph.opsets import ir_version_of, rewrite_in, versions_of
 from graphopt.graph.parts import ModelParts
 from graphopt.graph.postprocessing import restore, restore_notes, store
@@ -24,8 +25,8 @@ from graphopt.graph.roles import STATE, Role, role_of, with_role
 from graphopt.graph.scans import remove_unused_results
 from graphopt.graph.state import averages_read
 from graphopt.graph.storage import declare_inputs
-from graphopt.graph.traversal import extracted_between
-from graphopt.graph.values import like, name_of, swap
+from graphopt.graph.traversal import extracted_model
+from graphopt.graph.values import given, is_read, like, name_of, swap
 
 _Adapters = Literal["merged", "left out", "kept"]
 
@@ -35,7 +36,7 @@ INITIALIZERS_ALONE_SINCE = 4  # IR version; in older ones, each initializer is a
 
 def stand_in(node: ir.Node, outputs: Sequence[ir.Value]) -> None:
     """Replace an operator's outputs by the first outputs of other nodes in training; inference keeps the operator."""
-    attributes = {name: attribute.value for name, attribute in node.attributes.items()}
+    attributes = attributes_of(node)
     inputs = [x.name if x is not None and x.name else "" for x in node.inputs]
     for i, (own, y) in enumerate(zip(node.outputs, outputs, strict=False)):
         if own.name:
@@ -49,17 +50,12 @@ def extract(model: ir.Model, outputs: Sequence[ir.Value], *, merged: bool = Fals
 
     With `merged`, it is the part without adapters, for weights into which they are merged.
     """
-
-    def part(graph: ir.Graph, outputs: Sequence[ir.Value]) -> ir.Model:
-        cut = extracted_between(graph, list(graph.inputs), list(outputs))
-        return ir.Model(cut, ir_version=model.ir_version, functions=list(model.functions.values()))
-
-    extracted = part(model.graph, outputs)
+    extracted = extracted_model(model, list(model.graph.inputs), list(outputs))
     with interface_kept(extracted):
         predicts = not any(role_of(y) in _OF_LOSS for y in outputs)
         _switch_to_inference(extracted.graph, merged, predicts)
     # Extract again: the first time, values that only bodies of unused nodes read were kept.
-    extracted = part(extracted.graph, extracted.graph.outputs)
+    extracted = extracted_model(extracted, list(extracted.graph.inputs), list(extracted.graph.outputs))
     remove_unused_results(extracted.graph)
     with protect(needed(extracted)):
         IdentityEliminationPass()(extracted)
@@ -72,7 +68,7 @@ def _remove_unused(model: ir.Model, kept: Collection[str | None] = ()) -> None:
     """Remove nodes, inputs and opsets that nothing uses, except some inputs."""
     RemoveUnusedNodesPass()(model)
     for x in list(model.graph.inputs):
-        if not x.uses() and not x.is_graph_output() and x.name not in kept:
+        if not is_read(x) and x.name not in kept:
             model.graph.initializers.pop(x.name or "", None)
             model.graph.inputs.remove(x)
     RemoveUnusedOpsetsPass()(model)
@@ -92,8 +88,7 @@ def _switch_to_inference(graph: ir.Graph, merged: bool, predicts: bool) -> None:
             node.replace_input_with(index, inputs[name])
             metadata.OF_BATCH.remove(node)  # its statistics are inputs now
         if form.same_as is not None:
-            x, y = node.inputs[form.same_as], node.outputs[0]
-            assert x is not None
+            x, y = given(node.inputs[form.same_as]), node.outputs[0]
             same[name_of(y)] = x
             if form.predicting and x.is_graph_input():
                 x.shape = y.shape
@@ -174,7 +169,7 @@ def trained_parts(
         value.name = metadata.original_name(value)
         if value.name in graph.initializers:
             raise metadata.malformed(value, metadata.ORIGINAL_NAME.key, "a name that no other value has")
-        value.const_value = changed.pop(value.name, None) or ir.tensor(array)
+        value.const_value = ir.tensor(array)
         value.const_value.name = value.name
         graph.register_initializer(value)
     for value in list(graph.initializers.values()):

@@ -12,7 +12,7 @@ from graphopt.errors import GraphoptError
 from graphopt.fields import check_intervals
 from graphopt.graph.operators import GROWING, SHAPE_READERS
 from graphopt.graph.traversal import subgraphs, values_read
-from graphopt.graph.values import bytes_of, is_static, tensor_bytes
+from graphopt.graph.values import bytes_of, is_static, node_label, producer_of, tensor_bytes
 from graphopt.intervals import within
 
 _KEY = "graphopt.limits"
@@ -113,10 +113,9 @@ def check_constants(model: ir.Model) -> None:
     total = sum(sizes.values())
     if total > _allowed(model):
         largest = max(sizes, key=sizes.__getitem__)
-        node = largest.producer()
-        assert node is not None
+        node = producer_of(largest)
         raise GraphoptError(
-            f"{node.op_type} node {node.name!r}: expected constants of at most {_allowed(model):,} bytes in the model, "
+            f"{node_label(node)}: expected constants of at most {_allowed(model):,} bytes in the model, "
             f"found {total:,}, of which {largest.name!r} of shape {largest.shape} takes {sizes[largest]:,}: "
             f"limits.constant_bytes={total} allows it"
         )

@@ -31,9 +31,10 @@ from graphopt.graph.storage import (
     parsed,
     read_external,
     read_proto,
+    replace_nodes,
     take_weights,
 )
-from graphopt.graph.traversal import is_sorted
+from graphopt.graph.traversal import all_nodes, is_sorted, wholes_of
 
 ONNX = ("", "ai.onnx")  # both names of ONNX's domain
 # Operators that onnxruntime-training has only in ONNX's domain. The checker gets a copy with another domain.
@@ -85,8 +86,7 @@ def load(source: Source, *, limits: Limits | None = None) -> ir.Model:
         else:
             take_weights(model, places)
     _give_domains(model)
-    wholes: list[ir.Graph | ir.Function] = [model.graph, *model.functions.values()]
-    for whole in wholes:
+    for whole in wholes_of(model):
         if not is_sorted(whole):
             whole.sort()
     for graph in model.graphs():
@@ -219,9 +219,7 @@ def _sort(whole: onnx.GraphProto | onnx.FunctionProto) -> None:
         return
     with contextlib.suppress(graphlib.CycleError):
         order = [*graphlib.TopologicalSorter(dict(enumerate(needed))).static_order()]
-        copies = [onnx.NodeProto.FromString(whole.node[i].SerializeToString()) for i in order]
-        del whole.node[:]
-        whole.node.extend(copies)
+        replace_nodes(whole, [whole.node[i] for i in order])
 
 
 def _names_read(node: onnx.NodeProto) -> set[str]:
@@ -235,12 +233,12 @@ def _names_read(node: onnx.NodeProto) -> set[str]:
 
 def _give_domains(model: ir.Model) -> None:
     """Put operators from ONNX Runtime that ONNX did not have in the model's opset into the runtime's domain."""
-    wholes: list[ir.Graph | ir.Function] = [model.graph, *model.functions.values()]
+    wholes = wholes_of(model)
     for whole in wholes:
         if (version := whole.opset_imports.pop(ONNX[1], None)) is not None:
             whole.opset_imports.setdefault("", version)
     version = model.opset_imports.get("", 0)
-    for node in [*model.graph.all_nodes(), *(x for f in model.functions.values() for x in f.all_nodes())]:
+    for node in (node for whole in wholes for node in all_nodes(whole)):
         if node.domain == "" and version < RUNTIMES_OWN.get(node.op_type, 0):
             node.domain, node.version = MICROSOFT, None
             model.opset_imports.setdefault(MICROSOFT, 1)

@@ -10,9 +10,9 @@ import stat
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import onnx_ir as ir
 
 from graphopt.errors import GraphoptError
@@ -106,7 +106,7 @@ class MappedTensor(ir.Tensor[np.ndarray]):
         self.file.check_size()
         return super().numpy()
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+    def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> np.ndarray:
         self.file.check_size()
         return np.array(self._raw, dtype, copy=True) if copy else np.asarray(self._raw, dtype)
 
@@ -121,7 +121,7 @@ class MappedTensor(ir.Tensor[np.ndarray]):
     def _place(self) -> int:
         return int(self.numpy().ctypes.data - self.file.bytes.ctypes.data)
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         """Copy the numbers: another process does not share the mapping."""
         return ir.tensor, (np.array(self.numpy()), self.dtype, self.name)
 
@@ -146,7 +146,7 @@ class RoomyTensor(ir.PackedTensor[np.ndarray]):
         own[:] = packed.ravel()
         super().__init__(own, dtype, shape=shape)
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         """Copy the packed numbers alone."""
         packed = np.frombuffer(self.tobytes(), np.uint8)
         return RoomyTensor, (packed, self.dtype, self.shape.numpy())

@@ -12,8 +12,8 @@ from graphopt.errors import GraphoptError
 from graphopt.graph.operators import VIEWS
 from graphopt.graph.roles import STATE, Role, role_of, with_role
 from graphopt.graph.state import take_initial
-from graphopt.graph.traversal import execution_order, forward_nodes, subgraphs, values_read
-from graphopt.graph.values import bytes_of, state_of
+from graphopt.graph.traversal import execution_order, forward_nodes, subgraphs, values_in, values_read
+from graphopt.graph.values import bytes_of, size_name, state_of
 
 Sizes = int | Mapping[str, int]
 
@@ -70,16 +70,15 @@ def with_sizes(model: ir.Model, sizes: Sizes) -> ir.Model:
     take_initial(model)
     known: dict[str | None, int] = {}
     for x in model.graph.inputs:
-        for dim in x.shape or ():
-            if isinstance(dim, ir.SymbolicDim) and dim.value is not None:
-                if not isinstance(sizes, int) and dim.value not in sizes:
-                    raise GraphoptError(
-                        f"dimension {dim.value!r} of input {x.name!r}: expected its size in `sizes`, found sizes of "
-                        f"{', '.join(sizes) or 'nothing'}"
-                    )
-                known[dim.value] = sizes if isinstance(sizes, int) else sizes[dim.value]
+        for name in filter(None, map(size_name, x.shape or ())):
+            if not isinstance(sizes, int) and name not in sizes:
+                raise GraphoptError(
+                    f"dimension {name!r} of input {x.name!r}: expected its size in `sizes`, found sizes of "
+                    f"{', '.join(sizes) or 'nothing'}"
+                )
+            known[name] = sizes if isinstance(sizes, int) else sizes[name]
     for graph in model.graphs():
-        for x in [*graph.inputs, *(y for node in graph for y in node.outputs)]:
+        for x in values_in(graph):
             if x.shape is not None:
                 x.shape = ir.Shape([d if isinstance(d, int) else known.get(d.value) for d in x.shape])
     ShapeInferencePass()(model)

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import FunctionType
-from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -110,7 +109,7 @@ def _module_of(kind: type) -> str:
     return str(spec.name) if spec else Path(file).stem if file else "__main__"
 
 
-def _alike(first: Any, second: Any) -> bool:
+def _alike(first: object, second: object) -> bool:
     """Return whether two functions have the same code, and read the same variables."""
     if not (isinstance(first, FunctionType) and isinstance(second, FunctionType)):
         return first is second
@@ -126,7 +125,7 @@ def _alike(first: Any, second: Any) -> bool:
     )
 
 
-def _read_by(function: FunctionType) -> list[Any]:
+def _read_by(function: FunctionType) -> list[object]:
     """Return the values of the variables around a function, and the defaults of its arguments."""
     values = [*(function.__defaults__ or ()), *itertools.chain(*(function.__kwdefaults__ or {}).items())]
     for cell in function.__closure__ or ():

@@ -32,10 +32,19 @@ EXPORT_ANEW = "graphopt.export(module, example) or torch.onnx.export(..., optimi
 
 
 @dataclass(frozen=True)
-class Flag:
-    """Mark models, graphs, nodes or values."""
+class _Entry:
+    """Store one entry of metadata under a key."""
 
     key: str
+
+    def remove(self, holder: Holder) -> None:
+        """Remove the entry if it exists."""
+        holder.metadata_props.pop(self.key, None)
+
+
+@dataclass(frozen=True)
+class Flag(_Entry):
+    """Mark models, graphs, nodes or values."""
 
     def set(self, holder: Holder) -> None:
         """Mark a holder."""
@@ -43,8 +52,8 @@ class Flag:
 
     def mark(self, value: ir.Value) -> ir.Value:
         """Mark the node that computes a value, and return the value."""
-        node = value.producer()
-        assert node is not None
+        if (node := value.producer()) is None:
+            raise GraphoptError(f"value {value.name!r}: expected a node to mark, found none")
         self.set(node)
         return value
 
@@ -52,16 +61,10 @@ class Flag:
         """Return whether a holder is marked."""
         return self.key in holder.metadata_props
 
-    def remove(self, holder: Holder) -> None:
-        """Remove the mark if it is there."""
-        holder.metadata_props.pop(self.key, None)
-
 
 @dataclass(frozen=True)
-class Text:
+class Text(_Entry):
     """Store one text as a note."""
-
-    key: str
 
     def write(self, holder: Holder, text: str) -> None:
         """Write the text."""
@@ -70,10 +73,6 @@ class Text:
     def read(self, holder: Holder) -> str | None:
         """Return the text, or None."""
         return holder.metadata_props.get(self.key)
-
-    def remove(self, holder: Holder) -> None:
-        """Remove the note if it exists."""
-        holder.metadata_props.pop(self.key, None)
 
 
 ROLE = Text("graphopt.role")  # of an input or output: see `Role`
@@ -221,7 +220,7 @@ def _noted(kind: type[N], text: str) -> N:
     return note
 
 
-def _encoded(x: Any) -> Any:
+def _encoded(x: enum.Enum | bytes) -> object:
     """Return the value of an enumeration, or bytes in base64."""
     return x.value if isinstance(x, enum.Enum) else base64.b64encode(x).decode()
 
@@ -529,9 +528,9 @@ class Misdeclared(Note, key="graphopt.misdeclared", expected="a number of values
 
 def labels_in(model: ir.Model) -> list[str] | None:
     """Return the names of the classes in a model's metadata, or None."""
-    text: Any = LABELS.read(model)
+    text = LABELS.read(model)
     with contextlib.suppress(ValueError, TypeError, RecursionError):  # another program's note of this name
-        labels = json.loads(text)
+        labels = json.loads(text or "")
         if isinstance(labels, list) and all(isinstance(label, str) for label in labels):
             return labels
     return None

@@ -1,9 +1,8 @@
-"""Say what was given in place of an ONNX model, and how a model is made of it."""
+"""Raise errors for objects that are not ONNX models, with the way to make a model of them."""
 
 from __future__ import annotations
 
 import os
-from typing import Any
 
 from graphopt.errors import GraphoptError, kind_of, library_of
 
@@ -20,7 +19,7 @@ _REMEDIES = {
 }
 
 
-def not_a_model(thing: Any, name: str = "model") -> GraphoptError:
+def not_a_model(thing: object, name: str = "model") -> GraphoptError:
     """Return the error for something else in place of a model, which `name` calls."""
     remedy = _REMEDIES.get(library_of(thing) or "", "give one of these")
     if isinstance(thing, type):
@@ -35,7 +34,7 @@ def not_a_model(thing: Any, name: str = "model") -> GraphoptError:
     )
 
 
-def check_path(path: Any, name: str, example: str) -> None:
+def check_path(path: object, name: str, example: str) -> None:
     """Raise an error unless something is the path of a file."""
     if not isinstance(path, str | os.PathLike):
         raise GraphoptError(f"{name}: expected the path of a file, found {kind_of(path)}: write {example}")

@@ -14,7 +14,8 @@ from typing import Any, TypeVar, cast
 import onnx
 import onnx_ir as ir
 
-F = TypeVar("F", bound=Callable[..., Any])
+F = TypeVar("F", bound=Callable[..., object])
+Attributes = dict[str, Any]  # values of attributes: numbers, texts, tensors, graphs, and sequences of these
 
 STANDARD = ("", "ai.onnx.ml", "ai.onnx.preview.training")  # the domains of ONNX, whose operators never change
 MICROSOFT = "com.microsoft"  # the domain of ONNX Runtime's own operators
@@ -119,7 +120,7 @@ def _cached_for_onnx(function: F) -> F:
     cached = functools.cache(function)
 
     @functools.wraps(function)
-    def looked_up(domain: str, *others: Any) -> Any:
+    def looked_up(domain: str, *others: object) -> object:
         return (cached if domain in STANDARD else function)(domain, *others)
 
     return cast(F, looked_up)
@@ -140,7 +141,7 @@ def formal_of(schema: onnx.defs.OpSchema, index: int) -> onnx.defs.OpSchema.Form
 
 
 @_cached_for_onnx
-def defaults(domain: str, op_type: str, version: int) -> dict[str, Any]:
+def defaults(domain: str, op_type: str, version: int) -> Attributes:
     """Return the default values of an operator's attributes; of an unknown operator, an empty mapping."""
     schema = schema_of(domain, op_type, version)
     attributes = {} if schema is None else schema.attributes
@@ -177,7 +178,11 @@ def _type_name(dtype: ir.DataType) -> str:
     return f"tensor({dtype.name.lower()})"
 
 
-def full_attributes(node: ir.Node, versions: Mapping[str, int]) -> dict[str, Any]:
+def attributes_of(node: ir.Node) -> Attributes:
+    """Return the values of a node's attributes."""
+    return {name: attribute.value for name, attribute in node.attributes.items()}
+
+
+def full_attributes(node: ir.Node, versions: Mapping[str, int]) -> Attributes:
     """Return the values of a node's attributes, including the schema's defaults."""
-    present = {name: attribute.value for name, attribute in node.attributes.items()}
-    return defaults(node.domain, node.op_type, versions.get(node.domain, 1)) | present
+    return defaults(node.domain, node.op_type, versions.get(node.domain, 1)) | attributes_of(node)

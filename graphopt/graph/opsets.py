@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import onnx
@@ -14,8 +13,9 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.metadata import MANY, Note, expect
-from graphopt.graph.operators import defaults, fits, formal_of, schema_of
-from graphopt.graph.values import constant_of, like, swap
+from graphopt.graph.operators import Attributes, attributes_of, defaults, fits, formal_of, schema_of
+from graphopt.graph.traversal import all_nodes, wholes_of
+from graphopt.graph.values import constant_of, given, like, swap
 
 OPSET, IR_VERSION = 21, 10  # what graphopt writes
 ORT_TRAINING_OPSET, ORT_TRAINING_IR_VERSION = 21, 10  # the newest that onnxruntime-training 1.19.2 reads
@@ -30,7 +30,7 @@ RENAMED = {("Pad", "constant_value"): "value", ("TopK", "K"): "k"}
 DOES_NOTHING = {("Slice", "steps"): 1, ("Dropout", "training_mode"): False, ("AveragePool", "dilations"): 1}
 _MODES = {"linear": "bilinear", "cubic": "bicubic"}  # of GridSample: names since opset 20, and names before
 
-_Form = tuple[dict[str, Any], list[ir.Value | None]]  # a node's attributes and inputs
+_Form = tuple[Attributes, list[ir.Value | None]]  # a node's attributes and inputs
 
 
 @dataclass(frozen=True)
@@ -73,8 +73,7 @@ def rewrite_in(models: Sequence[ir.Model], version: int) -> int:
 
 def _rewritten(model: ir.Model, now: int, version: int) -> bool:
     """Convert a model and return True, or return False and leave it unchanged if a node has no equivalent."""
-    graphs: list[ir.Graph | ir.Function] = [model.graph, *model.functions.values()]
-    nodes = [node for graph in graphs for node in graph.all_nodes() if node.domain == ""]
+    nodes = [node for whole in wholes_of(model) for node in all_nodes(whole) if node.domain == ""]
     forms: dict[ir.Node, _Form] = {}
     for node in nodes:
         exact = node.attributes.get_string("approximate", "none") == "none"
@@ -85,7 +84,7 @@ def _rewritten(model: ir.Model, now: int, version: int) -> bool:
             return False
         forms[node] = form
     for node, (attributes, inputs) in forms.items():
-        if attributes != {name: attribute.value for name, attribute in node.attributes.items()}:
+        if attributes != attributes_of(node):
             node.attributes.clear()
             node.attributes.update({x.name: x for x in ir.convenience.convert_attributes(attributes)})
         for i in range(len(inputs), len(node.inputs)):
@@ -94,8 +93,7 @@ def _rewritten(model: ir.Model, now: int, version: int) -> bool:
     for node in nodes:
         node.version = None
         if node not in forms:  # a Gelu: x (1 + erf(x / sqrt 2)) / 2
-            x, y = node.inputs[0], node.outputs[0]
-            assert x is not None
+            x, y = given(node.inputs[0]), node.outputs[0]
             with Emitter(model) as op:
                 swap(y, like(x * 0.5 * (1.0 + op.Erf(x * math.sqrt(0.5))), y))
             model.graph.remove(node, safe=True)
@@ -108,7 +106,7 @@ def _rewritten(model: ir.Model, now: int, version: int) -> bool:
 def _form(node: ir.Node, now: int, version: int) -> _Form | None:
     """Return a node's attributes and inputs in another opset, or None if it has no equivalent."""
     new, old = (schema_of("", node.op_type, opset) for opset in (now, version))
-    attributes = {name: attribute.value for name, attribute in node.attributes.items()}
+    attributes = attributes_of(node)
     inputs = list(node.inputs)
     if new is None or old is None or new.deprecated or old.deprecated:
         return None
@@ -138,7 +136,7 @@ def _form(node: ir.Node, now: int, version: int) -> _Form | None:
 
 
 def _turn_into_attributes(
-    node: ir.Node, attributes: dict[str, Any], new: onnx.defs.OpSchema, old: onnx.defs.OpSchema
+    node: ir.Node, attributes: Attributes, new: onnx.defs.OpSchema, old: onnx.defs.OpSchema
 ) -> int | None:
     """Turn constant inputs into the attributes that they were in an older opset; return the number of other inputs."""
     inputs, count = node.inputs, len(node.inputs)
@@ -160,12 +158,12 @@ def _turn_into_attributes(
     return count
 
 
-def _does_nothing(op_type: str, name: str, array: Any) -> bool:
+def _does_nothing(op_type: str, name: str, array: np.ndarray) -> bool:
     """Return whether an input that an older schema lacks has the value that the schema implies."""
     return set(array.ravel().tolist()) == {DOES_NOTHING.get((op_type, name))}
 
 
-def _written(node: ir.Node, attributes: dict[str, Any], old: onnx.defs.OpSchema, version: int) -> bool:
+def _written(node: ir.Node, attributes: Attributes, old: onnx.defs.OpSchema, version: int) -> bool:
     """Change attributes to the form of an older schema; return whether it can express them."""
     x = node.inputs[0] if node.inputs else None
     dims = None if x is None or x.shape is None else list(x.shape)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import onnx
@@ -35,7 +34,8 @@ class ModelParts:
         """Return the parts of a model."""
         with external(model, lambda x: not isinstance(x, ir.serde.TensorProtoTensor)) as weights:
             for name, weight in weights.items():
-                _described(model.graph.initializers[name].const_value, weight, name)
+                if (reference := model.graph.initializers[name].const_value) is not None:
+                    _described(reference, weight, name)
             return cls(ir.to_proto(model), weights)
 
     def referring(self) -> list[onnx.TensorProto]:
@@ -85,9 +85,11 @@ def _itself(weight: ir.TensorProtocol) -> ir.TensorProtocol:
     return weight
 
 
-def _described(tensor: Any, declared: Any, name: str) -> ir.TensorProtocol:
+def _described(tensor: ir.TensorProtocol, declared: ir.TensorProtocol | None, name: str) -> ir.TensorProtocol:
     """Give a tensor a name, and the documentation and the metadata of another, and return it."""
-    like_tensor(tensor, declared).name = name
+    if declared is not None:
+        like_tensor(tensor, declared)
+    tensor.name = name
     return tensor
 
 

@@ -110,10 +110,15 @@ def restore(proto: onnx.ModelProto, parts: Sequence[onnx.ModelProto], order: Seq
         graph.node.extend(node for node in part.graph.node if not known.issuperset(filter(None, node.output)))
         graph.initializer.extend(x for x in part.graph.initializer if x.name not in known)
         outputs |= {output.name: output for output in part.graph.output}
-        domains = {opset.domain for opset in proto.opset_import}
-        proto.opset_import.extend(opset for opset in part.opset_import if opset.domain not in domains)
+        add_opsets(proto, part)
     del graph.output[:]
     graph.output.extend(outputs[name] for name in order)
+
+
+def add_opsets(proto: onnx.ModelProto, part: onnx.ModelProto) -> None:
+    """Give a message the opsets of a part of it whose domains it lacks."""
+    domains = {opset.domain for opset in proto.opset_import}
+    proto.opset_import.extend(opset for opset in part.opset_import if opset.domain not in domains)
 
 
 def _sources(outputs: Sequence[ir.Value], is_source: Callable[[ir.Value], bool]) -> list[ir.Value]:
@@ -264,7 +269,8 @@ def dequantized(node: ir.Node) -> np.ndarray | None:
     if not is_dequantized(node):
         return None
     q, scale, zero = (constant_of(x) for x in [*node.inputs, None][:3])
-    assert q is not None and scale is not None
+    if q is None or scale is None:
+        return None
     floating = is_floating(node.inputs[0])
     wide = q.astype(np.float32 if floating else np.int64)
     if zero is not None and not floating:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TypeGuard
 
 import numpy as np
 import onnx_ir as ir
@@ -63,7 +63,7 @@ def as_precision(array: np.ndarray, dtype: ir.DataType) -> np.ndarray:
     return array.astype(dtype.numpy()) if is_floating_array(array) else array
 
 
-def is_floating_array(array: Any) -> bool:
+def is_floating_array(array: object) -> TypeGuard[np.ndarray]:
     """Return whether `array` contains floating-point numbers of a type that NumPy has, or bfloat16 numbers."""
     is_bfloat16 = isinstance(array, np.ndarray) and array.dtype.name == "bfloat16"
     return is_bfloat16 or (isinstance(array, np.ndarray) and np.issubdtype(array.dtype, np.floating))

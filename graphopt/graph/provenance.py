@@ -126,7 +126,7 @@ def of(model: ir.Model) -> Provenance | None:
 
 
 def carry(source: ir.Model, copy: ir.Model) -> None:
-    """Let a copy of a model have its provenance."""
+    """Give a copy of a model the provenance of the model."""
     if META in source.meta:
         copy.meta[META] = source.meta[META]
 
@@ -144,5 +144,5 @@ def note(model: ir.Model, source: object, passes: Mapping[str, tuple[Any, ...]])
 
 
 def forget(model: ir.Model) -> None:
-    """Let go of what a model was made of."""
+    """Remove the provenance of a model."""
     model.meta.pop(META, None)

@@ -27,7 +27,7 @@ from graphopt.graph.roles import Role, updated, with_role
 from graphopt.graph.state import detached
 from graphopt.graph.storage import Content
 from graphopt.graph.strictness import check_model, is_strict
-from graphopt.graph.traversal import all_nodes, is_sorted, subgraphs
+from graphopt.graph.traversal import all_nodes, is_sorted, subgraphs, values_in
 from graphopt.graph.values import name_of
 
 
@@ -202,7 +202,7 @@ def fix_names(model: ir.Model) -> None:
 
 def _separate(graph: ir.Graph, around: Set[str]) -> None:
     """Rename the values of a body, and of those in it, that have the name of a value around it."""
-    own = [*graph.inputs, *graph.initializers.values(), *(y for node in graph for y in node.outputs)]
+    own = [*values_in(graph), *graph.initializers.values()]
     names = {*around, *map(name_of, own)}
     for x in own:
         if name_of(x) in around:

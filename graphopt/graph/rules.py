@@ -90,7 +90,7 @@ class _InTurn:
                 rule.graph_pre_visitor()
 
     def graph_post_visitor(self) -> None:
-        """Have the rules clean up after a graph."""
+        """Call the rules' functions that clean up after a graph."""
         for rule, _ in self._rules:
             if rule.graph_post_visitor is not None:
                 rule.graph_post_visitor()

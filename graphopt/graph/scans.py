@@ -3,33 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import onnx_ir as ir
-from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from graphopt.graph import metadata
-from graphopt.graph.opsets import IR_VERSION
+from graphopt.graph.operators import Attributes
+from graphopt.graph.rewriting import remove_unused_nodes
 from graphopt.graph.traversal import ancestors, values_read
+from graphopt.graph.values import is_read
 
 
 def remove_unused_results(graph: ir.Graph) -> None:
     """Remove unread outputs and states of each Scan in a graph, and what only they read."""
     for node in reversed(list(graph)):
-        if (node.domain, node.op_type) == ("", "Scan") and not all(map(_is_read, node.outputs)):
-            _shrink(node)
+        if (node.domain, node.op_type) == ("", "Scan") and not all(map(is_read, node.outputs)):
+            _shrink(graph, node)
 
 
-def _is_read(y: ir.Value) -> bool:
-    return bool(y.uses()) or y.is_graph_output()
-
-
-def _shrink(node: ir.Node) -> None:
+def _shrink(graph: ir.Graph, node: ir.Node) -> None:
     """Remove unread outputs and states of a Scan."""
     body = node.attributes["body"].as_graph()
     sliced = node.attributes["num_scan_inputs"].as_int()
     states = len(node.inputs) - sliced
-    kept = [i for i, y in enumerate(node.outputs) if _is_read(y)]
+    kept = [i for i, y in enumerate(node.outputs) if is_read(y)]
     if not kept:
         return
     while True:  # a state stays if what stays depends on it
@@ -41,7 +37,7 @@ def _shrink(node: ir.Node) -> None:
     rows = [i for i in range(states, len(body.inputs)) if body.inputs[i] in read] or [states]
     inputs = [*(i for i in kept if i < states), *rows]
     outputs = [node.outputs[i] for i in kept]
-    attributes: dict[str, Any] = {
+    attributes: Attributes = {
         "body": body,
         "num_scan_inputs": len(rows),
         **_chosen(node, "input", [i - states for i in rows]),
@@ -49,12 +45,11 @@ def _shrink(node: ir.Node) -> None:
     }
     body.outputs[:] = [body.outputs[i] for i in kept]
     body.inputs[:] = [body.inputs[i] for i in inputs]
-    RemoveUnusedNodesPass()(ir.Model(body, ir_version=IR_VERSION))
+    remove_unused_nodes(body)
     made = [ir.Value(type=y.type, shape=y.shape) for y in outputs]
     other = ir.node("Scan", [node.inputs[i] for i in inputs], attributes, outputs=made)
     metadata.copy(node, other)
-    assert isinstance(node.graph, ir.Graph)
-    ir.convenience.replace_nodes_and_values(node.graph, node, [node], [other], outputs, made)
+    ir.convenience.replace_nodes_and_values(graph, node, [node], [other], outputs, made)
 
 
 def _read(body: ir.Graph, y: ir.Value) -> set[ir.Value]:

@@ -23,9 +23,9 @@ from graphopt.graph.metadata import TOKEN_POSITIONS
 from graphopt.graph.operators import GROWING, POOLS, SEQUENCE_READERS, schema_of
 from graphopt.graph.rewriting import needed, protect
 from graphopt.graph.rules import rewrite
-from graphopt.graph.traversal import all_nodes, forward_nodes, sort, subgraphs
+from graphopt.graph.traversal import all_nodes, forward_nodes, sort, subgraphs, values_in
 from graphopt.graph.typed_messages import message_for_inference, take_types
-from graphopt.graph.values import constant_of, is_static
+from graphopt.graph.values import constant_of, is_static, size_name, size_names
 
 INFERENCE_ERRORS = (onnx.shape_inference.InferenceError, ValueError)  # exceptions of ONNX's inference
 _inferred = functools.partial(onnx.shape_inference.infer_shapes, check_type=True, strict_mode=True)
@@ -153,9 +153,7 @@ def infer_anew(model: ir.Model) -> None:
 
 def new_names(model: ir.Model) -> Iterator[str]:
     """Return names of dimensions that the model lacks."""
-    values = [x for graph in model.graphs() for x in graph.inputs]
-    values += [y for node in all_nodes(model.graph) for y in node.outputs]
-    taken = {dim.value for x in values for dim in x.shape or () if not isinstance(dim, int)}
+    taken = size_names(x for graph in model.graphs() for x in values_in(graph))
     return (name for i in itertools.count() if (name := f"unknown_{i}") not in taken)
 
 
@@ -317,8 +315,8 @@ def places_of(values: Iterable[ir.Value], first: int = 0) -> Places:
     places: dict[str | None, tuple[ir.Value, int]] = {}
     for x in values:
         for axis, dim in list(enumerate(x.shape or ()))[first:]:
-            if isinstance(dim, ir.SymbolicDim) and dim.value is not None:
-                places.setdefault(dim.value, (x, axis))
+            if name := size_name(dim):
+                places.setdefault(name, (x, axis))
     return places
 
 

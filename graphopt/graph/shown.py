@@ -34,7 +34,7 @@ class Model(ir.Model):
 
 
 def shown(model: ir.Model) -> ir.Model:
-    """Let a model show itself in a line, and return it."""
+    """Give a model a representation of one line, and return the model."""
     model.__class__ = Model
     return model
 

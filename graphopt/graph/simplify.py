@@ -11,6 +11,7 @@ from typing import Any
 import onnx_ir as ir
 import onnx_ir.passes.common as common
 from onnxscript.rewriter import RewriteRule
+from onnxscript.rewriter.pattern import OpsetPatternBuilder, Var
 from onnxscript.rewriter.rules import common as rules
 
 from graphopt.graph import metadata
@@ -22,7 +23,16 @@ from graphopt.graph.rewriting import Pass, interface_kept, needed, protect, seam
 from graphopt.graph.roles import STATE, with_role
 from graphopt.graph.rules import rewrite, rule_set
 from graphopt.graph.traversal import all_nodes, results_when_ready
-from graphopt.graph.values import constant_number, constant_of, dims_of, is_floating, is_number, like
+from graphopt.graph.values import (
+    constant_number,
+    constant_of,
+    dims_of,
+    given,
+    is_floating,
+    is_number,
+    like,
+    producer_of,
+)
 from graphopt.graph.windows import is_same, window_of
 
 # Keep the node 1 / x: ONNX Runtime turns (1 / x) y into y / x, which takes longer and rounds differently.
@@ -138,7 +148,7 @@ def simplify_algebra(model: ir.Model) -> bool:
 def combine_scalar_factors() -> RewriteRule:
     """Return the rule that rewrites s (t x) as (s t) x for scalars s and t."""
 
-    def are_factors(context: Any, s: ir.Value, t: ir.Value, x: ir.Value, product: ir.Value) -> bool:
+    def are_factors(context: object, s: ir.Value, t: ir.Value, x: ir.Value, product: ir.Value) -> bool:
         return is_number(s) and is_number(t) and not is_number(x) and len(product.uses()) == 1
 
     return RewriteRule(
@@ -164,10 +174,9 @@ def _rows_of_transposed() -> RewriteRule:
     """
 
     def are_rows(
-        context: Any, weight: ir.Value, indices: ir.Value, transposed: ir.Value, rows: ir.Value
+        context: object, weight: ir.Value, indices: ir.Value, transposed: ir.Value, rows: ir.Value
     ) -> bool:
-        moved, read = transposed.producer(), rows.producer()
-        assert moved is not None and read is not None
+        moved, read = producer_of(transposed), producer_of(rows)
         return (
             weight.is_initializer()
             and tuple(moved.attributes.get_ints("perm", (1, 0))) == (1, 0)
@@ -177,7 +186,9 @@ def _rows_of_transposed() -> RewriteRule:
             and indices.shape is not None
         )
 
-    def rewritten(op: Any, weight: ir.Value, indices: ir.Value, transposed: ir.Value, rows: ir.Value) -> Any:
+    def rewritten(
+        op: Any, weight: ir.Value, indices: ir.Value, transposed: ir.Value, rows: ir.Value
+    ) -> ir.Value:
         rank = len(indices.shape or ())
         columns = op.Gather(weight, indices, axis=1)
         columns.type, columns.shape = weight.type, ir.Shape([dims_of(weight)[0], *dims_of(indices)])
@@ -201,7 +212,7 @@ def _mask_before_upsampling() -> RewriteRule:
     The results are bit-identical in windows without NaN.
     """
 
-    def pattern(op: Any, x: Any, p: Any, share: Any, scores: Any, scales: Any) -> Any:
+    def pattern(op: OpsetPatternBuilder, x: Var, p: Var, share: Var, scores: Var, scales: Var) -> Var:
         up = op.Resize(p, None, scales, _outputs=["up"], _allow_other_attributes=True)
         score = op.Mul(op.Cast(op.Equal(x, up), _allow_other_attributes=True), scores)
         most = op.MaxPool(score, _outputs=["most"], _allow_other_attributes=True)
@@ -211,22 +222,29 @@ def _mask_before_upsampling() -> RewriteRule:
         mask = op.HardSigmoid(x, _outputs=["mask"], _allow_other_attributes=True)
         return op.Mul(op.Mul(chosen, spread), mask)
 
-    def is_alike(context: Any, p: Any, share: Any, scales: Any, **values: Any) -> bool:
-        factors, pool = constant_of(scales), values["most"].producer()
+    def is_alike(context: object, p: ir.Value, share: ir.Value, scales: ir.Value, **values: ir.Value) -> bool:
+        factors, pool = constant_of(scales), producer_of(values["most"])
         window = window_of(pool)
         if factors is None or not window.tiles or [1, 1, *window.kernel] != factors.tolist():
             return False
-        up, *others = (values[name].producer().attributes for name in ("up", "highest", "spread"))
+        up, *others = (producer_of(values[name]).attributes for name in ("up", "highest", "spread"))
         nearest = all(up == other for other in others) and up.get_string("mode", "nearest") == "nearest"
         unpadded = not window.is_padded and not is_same(pool) and p.shape is not None
         return nearest and unpadded and p.shape == share.shape
 
     def rewritten(
-        op: Any, p: Any, share: Any, scales: Any, chosen: Any, spread: Any, mask: Any, **_: Any
-    ) -> Any:
-        positive = like(op.HardSigmoid(p, **mask.producer().attributes), p)
+        op: Any,
+        p: ir.Value,
+        share: ir.Value,
+        scales: ir.Value,
+        chosen: ir.Value,
+        spread: ir.Value,
+        mask: ir.Value,
+        **_: object,
+    ) -> ir.Value:
+        positive = like(op.HardSigmoid(p, **producer_of(mask).attributes), p)
         masked = like(op.Mul(share, positive), share)
-        return op.Mul(chosen, like(op.Resize(masked, None, scales, **spread.producer().attributes), spread))
+        return op.Mul(chosen, like(op.Resize(masked, None, scales, **producer_of(spread).attributes), spread))
 
     return RewriteRule(pattern, rewritten, is_alike, remove_nodes=False)  # other nodes also read the mask
 
@@ -243,8 +261,7 @@ def share_gelu_distribution(model: ir.Model) -> bool:
     replaced = False
     with Emitter(model) as op:
         for node in nodes:
-            x = node.inputs[0]
-            assert x is not None
+            x = given(node.inputs[0])
             share = _distribution(x, _DISTRIBUTION[node.attributes.get_string("approximate", "none")])
             if share is not None:
                 stand_in(node, [op.Mul(x, share)])

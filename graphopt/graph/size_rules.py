@@ -10,7 +10,7 @@ import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any, Protocol
+from typing import Protocol
 
 import onnx_ir as ir
 
@@ -24,7 +24,8 @@ from graphopt.graph.formulas import (
     quotient,
     smallest,
 )
-from graphopt.graph.operators import ELEMENTWISE_OPERATORS, POOLS
+from graphopt.graph.operators import ELEMENTWISE_OPERATORS, POOLS, Attributes
+from graphopt.graph.values import fixed
 from graphopt.graph.windows import is_same, window_of
 
 Maybe = Formula | None
@@ -41,7 +42,7 @@ _MOST_BITS = 12  # of the denominator of a scale that float32 multiplies exactly
 
 
 class _Facts(Protocol):
-    """Say what is known of values."""
+    """Provide the known sizes and elements of values."""
 
     def of_shape(self, x: ir.Value) -> list[Formula] | None: ...
 
@@ -57,7 +58,7 @@ class Read:
     """Read a node and what is known of its inputs."""
 
     node: ir.Node
-    attributes: dict[str, Any]
+    attributes: Attributes
     version: int
     facts: _Facts
 
@@ -298,10 +299,6 @@ def _windows(read: Read) -> list[Sizes]:
     return [[x[0], channels, *counts]] * len(read.node.outputs)
 
 
-def _text(value: Any) -> str:
-    return value.decode() if isinstance(value, bytes) else value or "NOTSET"
-
-
 def _transposed_windows(read: Read) -> list[Sizes]:
     x, w = read.shape(0), read.shape(1)
     if x is None or w is None:
@@ -323,24 +320,19 @@ def _transposed_windows(read: Read) -> list[Sizes]:
 def _resize(read: Read) -> list[Sizes]:
     """Derive sizes from given sizes, or from scales that float32, in which the runtime multiplies, has exactly."""
     x = read.shape(0)
-    policy = _text(read.attributes.get("keep_aspect_ratio_policy"))
-    if x is None or read.attributes.get("axes") or policy not in ("NOTSET", "stretch"):
+    policy = read.attributes.get("keep_aspect_ratio_policy", "stretch")
+    if x is None or read.attributes.get("axes") or policy != "stretch":
         return [None]
     sizes = read.values(3)
     if read.node.op_type == "Resize" and sizes and len(sizes) == len(x):
         return [sizes]
     at = 2 if read.node.op_type == "Resize" and read.version > 10 else 1
-    scales = None if (given := read.input(at)) is None or given.is_graph_input() else _array(given)
-    if "scales" in read.attributes:
-        scales = list(read.attributes["scales"])
+    scales = read.attributes.get("scales")
+    if scales is None and (array := fixed(read.input(at))) is not None:
+        scales = array.ravel().tolist()
     if scales is None or len(scales) != len(x):
         return [None]
     return [[_scaled(size, Fraction(float(scale))) for size, scale in zip(x, scales, strict=True)]]
-
-
-def _array(x: ir.Value) -> list[float] | None:
-    tensor = ir.convenience.get_const_tensor(x)
-    return None if tensor is None else [float(each) for each in tensor.numpy().ravel()]
 
 
 def _scaled(size: Formula, scale: Fraction) -> Maybe:
@@ -517,17 +509,21 @@ def _each(function: Callable[..., Maybe]) -> Callable[[Read], list[Maybe] | None
     """Return a rule that computes elements from those of vectors that broadcast."""
 
     def rule(read: Read) -> list[Maybe] | None:
-        inputs = [read.facts.values(x) for x in read.node.inputs]
-        known = [x for x in inputs if x is not None]
-        if len(known) < len(inputs) or not known:
-            return None
-        count = max(map(len, known))
-        if any(len(x) not in (1, count) for x in known):
-            return None
-        rows = zip(*(x * count if len(x) == 1 else x for x in known), strict=True)
-        return [None if None in row else function(*row) for row in rows]
+        rows = _rows(read)
+        return None if rows is None else [None if None in row else function(*row) for row in rows]
 
     return rule
+
+
+def _rows(read: Read) -> list[tuple[Maybe, ...]] | None:
+    """Return the elements of a node's inputs in the same place, once these broadcast; None if they are unknown."""
+    known = [values for x in read.node.inputs if (values := read.facts.values(x)) is not None]
+    if len(known) < len(read.node.inputs) or not known:
+        return None
+    count = max(map(len, known))
+    if any(len(x) not in (1, count) for x in known):
+        return None
+    return list(zip(*(x * count if len(x) == 1 else x for x in known), strict=True))
 
 
 def _divided(a: Formula, b: Formula) -> Maybe:
@@ -555,18 +551,14 @@ def _less(a: Formula, b: Formula) -> Maybe:
 
 
 def _where(read: Read) -> list[Maybe] | None:
-    parts = [read.values(i) for i in range(3)]
-    known = [part for part in parts if part is not None]
-    if len(known) < 3:
-        return None
-    count = max(map(len, known))
-    if any(len(part) not in (1, count) for part in known):
-        return None
-    conditions, a, b = (part * count if len(part) == 1 else part for part in known)
-    return [
-        x if (x == y or (c is not None and c.number == 1)) else y if c is not None and c.number == 0 else None
-        for c, x, y in zip(conditions, a, b, strict=True)
-    ]
+    rows = _rows(read)
+    return None if rows is None else [_chosen(*row) for row in rows]
+
+
+def _chosen(condition: Maybe, x: Maybe, y: Maybe) -> Maybe:
+    if x == y or (condition is not None and condition.number == 1):
+        return x
+    return y if condition is not None and condition.number == 0 else None
 
 
 def _filled(read: Read) -> list[Maybe] | None:

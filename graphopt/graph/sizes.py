@@ -1,4 +1,4 @@
-"""Tell which sizes are equal, by formulas of the inputs' sizes: ONNX's inference gives the same size several names.
+"""Find equal sizes by formulas of the inputs' sizes: ONNX's inference gives the same size several names.
 
 A name that inference made up becomes a number or the name of an input's size only if its formula is that, for all
 positive sizes of the inputs (`graphopt.graph.formulas`). Sizes that are equal at some sizes are not equal.
@@ -11,24 +11,19 @@ from __future__ import annotations
 
 from collections import Counter
 
-import numpy as np
 import onnx_ir as ir
 
 from graphopt.graph.formulas import Formula, is_nonnegative, number, symbol
 from graphopt.graph.operators import full_attributes, schema_of
 from graphopt.graph.size_rules import RULES, VALUES, Maybe, Read
-from graphopt.graph.traversal import subgraphs
-from graphopt.graph.values import constant_of, dims_of
+from graphopt.graph.traversal import subgraphs, values_in
+from graphopt.graph.values import dims_of, size_name, size_names
+from graphopt.graph.values import fixed as fixed
 
 Size = int | str
 
 _MOST_VALUES = 64  # elements of a vector whose formulas are kept
 _SCANS_SINCE = 9  # opset; before, a Scan had a batch axis and lengths of sequences
-
-
-def fixed(x: ir.Value | None) -> np.ndarray | None:
-    """Return the array of a value that nobody can feed, or None if the value may change."""
-    return None if x is None or x.is_graph_input() else constant_of(x)
 
 
 def sizes_of(x: ir.Value) -> list[Size]:
@@ -43,9 +38,9 @@ def has_sizes(x: ir.Value) -> bool:
 
 def unify_sizes(model: ir.Model) -> None:
     """Give sizes that follow from others the names, or the numbers, of those."""
-    named = {str(dim) for x in model.graph.inputs for dim in x.shape or ()}
+    named = size_names(model.graph.inputs)
     graphs = list(model.graphs())
-    names = Counter(name for graph in graphs for name in _names_in(graph))
+    names = Counter(name for graph in graphs for name in size_names(values_in(graph)))
     if named.issuperset(names):
         return
     sizes, shared = _Sizes(model, named), {name for name, count in names.items() if count > 1}
@@ -54,14 +49,9 @@ def unify_sizes(model: ir.Model) -> None:
         for node in () if graph in ran else graph:  # what holds in a body that may not run holds only there
             sizes.learn(node, shared)
     for graph in graphs:
-        for x in [*graph.inputs, *(y for node in graph for y in node.outputs)]:
+        for x in values_in(graph):
             if x.shape is not None and not x.shape.is_static():
                 x.shape = ir.Shape([sizes.simplest(dim) for dim in x.shape])
-
-
-def _names_in(graph: ir.Graph) -> set[str]:
-    values = [*graph.inputs, *(y for node in graph for y in node.outputs)]
-    return {str(dim.value) for x in values for dim in x.shape or () if not isinstance(dim, int) and dim.value}
 
 
 class _Sizes:
@@ -160,7 +150,7 @@ class _Sizes:
             return
         self._outside = outside
         is_vector = node.op_type in VALUES and self._is_vector(node.outputs[0])
-        is_new = node.op_type in RULES and any(map(self._is_new, node.outputs))
+        is_new = node.op_type in RULES and any(map(self.is_open, size_names(node.outputs)))
         if not is_vector and not is_new and node.op_type != "Concat":
             return
         read = Read(node, full_attributes(node, self._versions), version, self)
@@ -171,17 +161,12 @@ class _Sizes:
                 for y, sizes in zip(node.outputs, RULES[node.op_type](read), strict=False):
                     if y.shape is not None and sizes is not None and len(sizes) == len(y.shape):
                         for dim, formula in zip(y.shape, sizes, strict=True):
-                            if not isinstance(dim, int) and dim.value is not None:
-                                self._note(dim.value, formula)
+                            if name := size_name(dim):
+                                self._note(name, formula)
             if node.op_type == "Concat":
                 self._joined(node)
         except (ArithmeticError, LookupError, ValueError):  # too long; or malformed, which inference says
             return
-
-    def _is_new(self, y: ir.Value) -> bool:
-        return y.shape is not None and any(
-            not isinstance(dim, int) and dim.value is not None and self.is_open(dim.value) for dim in y.shape
-        )
 
     def _is_vector(self, y: ir.Value) -> bool:
         return y.dtype in _INTEGERS and y.shape is not None and len(y.shape) < 2

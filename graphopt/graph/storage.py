@@ -1,4 +1,4 @@
-"""Know where the weights of a model are: in its message, in a file next to it, or in memory.
+"""Find the weights of a model: in its message, in a file next to it, or in memory.
 
 A protobuf message has less than 2 GB. Whatever turns a model into bytes or reads it, for files, sessions, caches or
 digests, does so by these functions.
@@ -53,6 +53,13 @@ _UNREADABLE = (
     onnx.checker.ValidationError,
     ValueError,
 )
+
+
+def replace_nodes(graph: onnx.GraphProto | onnx.FunctionProto, nodes: Iterable[onnx.NodeProto]) -> None:
+    """Give a message other nodes, among which its own may be: a message frees the nodes that it loses."""
+    copies = [onnx.NodeProto.FromString(node.SerializeToString()) for node in nodes]
+    del graph.node[:]
+    graph.node.extend(copies)
 
 
 def is_large(model: ir.Model | onnx.ModelProto) -> bool:
@@ -122,7 +129,7 @@ def _bytes(proto: onnx.ModelProto) -> bytes:
 
 @contextlib.contextmanager
 def _runtimes_domains(model: ir.Model) -> Iterator[None]:
-    """Have operators in ONNX's domain that the runtime knows there alone, in a `with` block; see `load`."""
+    """Move operators that the runtime knows only in ONNX's domain there, in a `with` block; see `load`."""
     nodes = [node for graph in model.graphs() for node in graph if node.domain == MICROSOFT]
     moved = [node for node in nodes if node.op_type in RUNTIMES_OWN]
     try:
@@ -382,9 +389,8 @@ def parsed(content: bytes, name: str) -> onnx.ModelProto:
 
 def read_external(model: ir.Model) -> None:
     """Read the external data of a model, or map it if it is large."""
-    external = [
-        x for graph in model.graphs() for x in graph.initializers.values() if _is_external(x.const_value)
-    ]
+    values = (x for graph in model.graphs() for x in graph.initializers.values())
+    external = [x for x in values if isinstance(x.const_value, ir.ExternalTensor)]
     try:
         if sum(tensor_bytes(x.const_value) for x in external) >= MAPPED_FROM:
             _map_external(external)
@@ -393,16 +399,11 @@ def read_external(model: ir.Model) -> None:
         raise GraphoptError(f"the model: cannot read its external data: {line(error)}") from error
 
 
-def _is_external(tensor: ir.TensorProtocol | None) -> bool:
-    return isinstance(tensor, ir.ExternalTensor)
-
-
 def _map_external(values: Iterable[ir.Value]) -> None:
     files: dict[str, MappedFile] = {}
     for value in values:
         tensor = value.const_value
-        assert isinstance(tensor, ir.ExternalTensor)
-        if tensor.nbytes <= _SMALL:
+        if not isinstance(tensor, ir.ExternalTensor) or tensor.nbytes <= _SMALL:
             continue
         if tensor.path not in files:  # onnx_ir checks the path of what it reads
             nothing = ir.ExternalTensor(

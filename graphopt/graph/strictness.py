@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
 
 import onnx_ir as ir
 
@@ -13,7 +12,7 @@ from graphopt.graph.node_inference import infer_outputs
 from graphopt.graph.operators import STANDARD
 from graphopt.graph.storage import Content
 from graphopt.graph.traversal import all_nodes, is_sorted, subgraphs
-from graphopt.graph.values import name_of
+from graphopt.graph.values import is_read, node_label
 
 _blocks: list[list[bool]] = []  # whether each `with` block checks, the innermost block last
 
@@ -65,7 +64,7 @@ def is_strict() -> bool:
     return bool(_blocks) and _blocks[-1][0]
 
 
-def run_strictly(step: Any, model: ir.Model) -> None:
+def run_strictly(step: Callable[[ir.Model], object], model: ir.Model) -> None:
     """Run a step of a pipeline that is no pass of graphopt, and check it."""
     name, before = getattr(step, "__name__", type(step).__name__), Content.of(model)
     result = step(model)
@@ -97,8 +96,8 @@ def check_sorted(model: ir.Model, name: str) -> None:
             for source in sources:
                 if source is not None and source.graph is graph and source not in seen:
                     raise GraphoptError(
-                        f"{name}: expected sorted nodes, found {_label(node)} before {_label(source)}, which it "
-                        "reads: end with model.graph.sort()"
+                        f"{name}: expected sorted nodes, found {node_label(node)} before {node_label(source)}, which "
+                        "it reads: end with model.graph.sort()"
                     )
             seen.add(node)
     raise GraphoptError(
@@ -109,7 +108,7 @@ def check_sorted(model: ir.Model, name: str) -> None:
 def _check_names(model: ir.Model, name: str) -> None:
     """Raise an error if a value has no name, or that of a value around it, or nodes of a graph have one name."""
 
-    def check(known: dict[str, Any], thing: ir.Value | ir.Node, kind: str) -> None:
+    def check(known: dict[str, object], thing: ir.Value | ir.Node, kind: str) -> None:
         if not thing.name:
             raise GraphoptError(f"{name}: expected names, found a {kind} without one: name it")
         if known.setdefault(thing.name, thing) is not thing:
@@ -117,10 +116,10 @@ def _check_names(model: ir.Model, name: str) -> None:
                 f"{name}: expected different names, found two {kind}s named {thing.name!r}: name one anew"
             )
 
-    def visit(graph: ir.Graph, around: dict[str, Any]) -> None:
+    def visit(graph: ir.Graph, around: dict[str, object]) -> None:
         values = {**around}
-        nodes: dict[str, Any] = {}
-        outputs = (y for node in graph for y in node.outputs if y.name or y.uses() or y.is_graph_output())
+        nodes: dict[str, object] = {}
+        outputs = (y for node in graph for y in node.outputs if y.name or is_read(y))
         for x in (*graph.inputs, *graph.initializers.values(), *outputs):
             check(values, x, "value")
         for node in graph:
@@ -142,7 +141,7 @@ def _check_types(model: ir.Model, name: str) -> None:
             inferred = infer_outputs(node, version)  # type: ignore[arg-type]
         except Exception as error:
             raise GraphoptError(
-                f"{name}: expected a node that ONNX accepts, found {_label(node)}: {line(error)}"
+                f"{name}: expected a node that ONNX accepts, found {node_label(node)}: {line(error)}"
             ) from error
         for y, (type_, shape) in zip(node.outputs, inferred, strict=True):
             is_guess = node.op_type in _GUESSED
@@ -151,7 +150,7 @@ def _check_types(model: ir.Model, name: str) -> None:
             ):
                 found, expected = (f"{t}{s or ''}" for t, s in ((y.type, y.shape), (type_, shape)))
                 raise GraphoptError(
-                    f"{name}: {_label(node)}: expected the output {y.name!r} of {expected}, as ONNX infers, found "
+                    f"{name}: {node_label(node)}: expected the output {y.name!r} of {expected}, as ONNX infers, found "
                     f"{found}: declare what the node computes"
                 )
 
@@ -173,7 +172,3 @@ def check_remembered(what: str, remembered: ir.Model, anew: ir.Model) -> None:
             f"{what}: expected the graph that is made anew, found another one, of {len(remembered.graph)} nodes in "
             f"place of {len(anew.graph)}: what it is remembered by lacks a part of what makes it; please report it"
         )
-
-
-def _label(node: ir.Node) -> str:
-    return f"{node.op_type} node {node.name or name_of(node.outputs[0])!r}"

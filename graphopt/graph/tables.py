@@ -9,7 +9,17 @@ from graphopt.graph import metadata
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.packed import gathered
 from graphopt.graph.postprocessing import DEQUANTIZE
-from graphopt.graph.values import bytes_of, constant_of, dims_of, dtype_of, rank, swap
+from graphopt.graph.values import (
+    bytes_of,
+    constant_of,
+    dims_of,
+    dtype_of,
+    given,
+    is_read,
+    producer_of,
+    rank,
+    swap,
+)
 
 SMALL = 1024  # bytes of a weight in full precision that need not be saved
 _BITS = {ir.DataType.INT4: 4, ir.DataType.UINT4: 4, ir.DataType.INT8: 8, ir.DataType.UINT8: 8}
@@ -30,18 +40,14 @@ def gather_packed_rows(model: ir.Model) -> bool:
     """
     gathers = [node for node in model.graph if _gathers_packed(node)]
     for node in gathers:
-        source = node.inputs[0].producer()  # type: ignore[union-attr]
-        assert source is not None
-        with Emitter(model) as op:
-            count = len(model.graph)
+        source = producer_of(given(node.inputs[0]))
+        with Emitter(model) as op, op.before(node):
             rows = _rows(op, node, source)
-            emitted = list(model.graph)[count:]
-            model.graph.remove(emitted)
-            model.graph.insert_before(node, emitted)
-        metadata.copy(node, emitted[-1])
+        if (last := rows.producer()) is not None:
+            metadata.copy(node, last)
         swap(node.outputs[0], rows)
         model.graph.remove(node, safe=True)
-        if not source.outputs[0].uses() and not source.outputs[0].is_graph_output():
+        if not is_read(source.outputs[0]):
             model.graph.remove(source, safe=True)
     return bool(gathers)
 
@@ -51,8 +57,7 @@ def _gathers_packed(node: ir.Node) -> bool:
     source = node.inputs[0].producer() if node.op_type == "Gather" and node.inputs[0] is not None else None
     if node.domain or source is None or not dequantizes_frozen(source) or "output_dtype" in source.attributes:
         return False
-    table, scale, *zeros = source.inputs
-    assert table is not None and scale is not None
+    table, scale, zeros = given(source.inputs[0]), given(source.inputs[1]), source.inputs[2:]
     bits, axis = _BITS.get(dtype_of(table)), _axis(node, table, 0)
     if bits is None or scale.shape is None or any(constant_of(x) is None for x in zeros if x is not None):
         return False
@@ -63,9 +68,8 @@ def _gathers_packed(node: ir.Node) -> bool:
 
 def _rows(op: Emitter, node: ir.Node, source: ir.Node) -> ir.Value:
     """Emit (x - zero) * scale for the rows of a table, in the type of the scale, as DequantizeLinear does."""
-    table, scale, *rest = source.inputs
-    indices, zero = node.inputs[1], constant_of(rest[0]) if rest else None
-    assert table is not None and scale is not None and indices is not None
+    table, scale, indices = given(source.inputs[0]), given(source.inputs[1]), given(node.inputs[1])
+    zero = constant_of(source.inputs[2]) if len(source.inputs) > 2 else None
     axis, along, dtype = _axis(node, table, 0), _axis(source, table, 1), dtype_of(table)
 
     def beside(x: ir.Value) -> ir.Value:

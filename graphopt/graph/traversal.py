@@ -19,6 +19,12 @@ def extracted_between(graph: ir.Graph, inputs: Sequence[ir.Value], outputs: Sequ
     return part
 
 
+def extracted_model(model: ir.Model, inputs: Sequence[ir.Value], outputs: Sequence[ir.Value]) -> ir.Model:
+    """Return a copy of the part of a model between inputs and outputs, with all functions."""
+    part = extracted_between(model.graph, inputs, outputs)
+    return ir.Model(part, ir_version=model.ir_version, functions=list(model.functions.values()))
+
+
 def subgraphs(node: ir.Node) -> list[ir.Graph]:
     """Return the subgraphs of a node: the branches of an If, or the body of a loop."""
     attributes = node.attributes.data.values()  # of the dictionary inside, which is faster
@@ -31,6 +37,16 @@ def all_nodes(graph: ir.Graph | ir.Function) -> Iterator[ir.Node]:
         yield node
         for body in subgraphs(node):
             yield from all_nodes(body)
+
+
+def wholes_of(model: ir.Model) -> list[ir.Graph | ir.Function]:
+    """Return the main graph and the functions of a model."""
+    return [model.graph, *model.functions.values()]
+
+
+def values_in(graph: ir.Graph) -> list[ir.Value]:
+    """Return the inputs of a graph and the outputs of its nodes, without those in bodies."""
+    return [*graph.inputs, *(y for node in graph for y in node.outputs)]
 
 
 def captured(node: ir.Node) -> list[ir.Value]:

@@ -5,19 +5,19 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Collection, Iterator, Mapping
-from typing import Any
 
 import numpy as np
 import onnx
 import onnx_ir as ir
 
-from graphopt.graph.storage import without_weights
-from graphopt.graph.traversal import subgraphs
+from graphopt.graph.storage import replace_nodes, without_weights
+from graphopt.graph.traversal import subgraphs, values_in
 
 _WHOLE = onnx.numpy_helper.from_array(np.zeros(1, np.int64))
 _ANY = onnx.numpy_helper.from_array(np.ones(1, bool))
 _SHORT = 64  # elements of a vector that bodies get
 _KEEPS_NAMES = 10  # the opset whose Slice keeps the names of axes that it cuts (tests/faults.py: Slice-10)
+_AXES_ARE_INPUTS_SINCE = 13  # opset of Unsqueeze; before, they are an attribute
 _BOUNDS = (1, 2)  # the inputs of a Slice that say where it begins and ends
 
 
@@ -62,7 +62,7 @@ def _bring_in(body: onnx.GraphProto, constants: Mapping[str, onnx.TensorProto]) 
                 copies[inner] = onnx.helper.make_node("Constant", [], [inner], value=tensor)
                 node.input[i] = inner
     if copies:
-        _replace_nodes(body, [*copies.values(), *body.node])
+        replace_nodes(body, [*copies.values(), *body.node])
 
 
 def _hide_bounds(graph: onnx.GraphProto, constants: Collection[str]) -> None:
@@ -75,12 +75,6 @@ def _hide_bounds(graph: onnx.GraphProto, constants: Collection[str]) -> None:
             node.input[place] = f"{y}/bound"
             graph.node.insert(i, make("Compress", [bound, f"{y}/any"], [f"{y}/bound"]))
             graph.node.insert(i, make("Constant", [], [f"{y}/any"], value=_ANY))
-
-
-def _replace_nodes(graph: onnx.GraphProto, nodes: list[onnx.NodeProto]) -> None:
-    copies = [onnx.NodeProto.FromString(node.SerializeToString()) for node in nodes]
-    del graph.node[:]
-    graph.node.extend(copies)
 
 
 def _graphs(graph: onnx.GraphProto) -> list[onnx.GraphProto]:
@@ -110,19 +104,20 @@ def _count_by_shape(graph: onnx.GraphProto, version: int) -> None:
         if not is_number(start, 0):
             nodes.append(make("Sub", [limit, start], [f"{y}/count"]))
             limit = f"{y}/count"
-        axis: dict[str, Any]
-        axis, axes = {"axes": [0]} if version < 13 else {}, [] if version < 13 else [f"{y}/axis"]
-        nodes += [make("Constant", [], axes, value_ints=[0])] if axes else []
-        nodes.append(make("Unsqueeze", [limit, *axes], [f"{y}/size"], **axis))
+        if version < _AXES_ARE_INPUTS_SINCE:
+            nodes.append(make("Unsqueeze", [limit], [f"{y}/size"], axes=[0]))
+        else:
+            nodes.append(make("Constant", [], [f"{y}/axis"], value_ints=[0]))
+            nodes.append(make("Unsqueeze", [limit, f"{y}/axis"], [f"{y}/size"]))
         nodes.append(onnx.helper.make_node("ConstantOfShape", [f"{y}/size"], [y], node.name, value=_WHOLE))
     if counts:
-        _replace_nodes(graph, nodes)
+        replace_nodes(graph, nodes)
 
 
 def types_in(graph: ir.Graph, typed: onnx.GraphProto) -> Iterator[tuple[ir.Value, onnx.TypeProto]]:
     """Yield each value of a graph and its bodies that has a type in a message of the graph, and this type."""
     named = declared_in(typed)
-    for value in [*graph.inputs, *(y for node in graph for y in node.outputs)]:
+    for value in values_in(graph):
         found = named.get(value.name or "")
         if found is not None:
             yield value, found

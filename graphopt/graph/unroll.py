@@ -15,7 +15,7 @@ from graphopt.graph.rewriting import Pass
 from graphopt.graph.roles import FED, Role, role_of, with_role
 from graphopt.graph.shapes import places_of, read_sizes
 from graphopt.graph.traversal import subgraphs, values_read
-from graphopt.graph.values import like, name_of, state_of
+from graphopt.graph.values import like, name_of, producer_of, state_of
 from graphopt.intervals import within
 
 
@@ -95,8 +95,7 @@ def _counted(
     counted = []
     for x in with_role(model, Role.COUNTER) if sequence is not None else ():
         y = following[name_of(x)]
-        node = y.producer()
-        assert node is not None
+        node = producer_of(y)
         if node.op_type == "Add" and x.consumers() == (node,) and not y.uses():
             model.graph.outputs.remove(y)
             one = next(other for other in node.inputs if other is not x)

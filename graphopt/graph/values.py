@@ -31,6 +31,11 @@ def name_of(x: Named) -> str:
     return x if isinstance(x, str) else str(x.name)
 
 
+def node_label(node: ir.Node) -> str:
+    """Return the operator and the name of a node, or the name of its first output, for errors."""
+    return f"{node.op_type} node {node.name or name_of(node.outputs[0])!r}"
+
+
 def _suffixed(suffix: str) -> tuple[_Naming, _Naming]:
     """Return a function that appends a suffix to a name, and one that removes it."""
     return lambda x: f"{name_of(x)}{suffix}", lambda x: name_of(x).removesuffix(suffix)
@@ -54,6 +59,11 @@ def is_floating(value: ir.Value | None) -> bool:
     return value is not None and value.dtype is not None and value.dtype.is_floating_point()
 
 
+def is_read(value: ir.Value) -> bool:
+    """Return whether a node reads a value, or the value is an output of the graph."""
+    return bool(value.uses()) or value.is_graph_output()
+
+
 def is_number(x: ir.Value | None) -> bool:
     """Return whether a value is known to be a scalar."""
     return x is not None and x.shape is not None and len(x.shape) == 0
@@ -66,7 +76,8 @@ def is_static(value: ir.Value) -> bool:
 
 def dtype_of(x: ir.Value) -> ir.DataType:
     """Return the element type of a value, which has one."""
-    assert x.dtype is not None
+    if x.dtype is None:
+        raise GraphoptError(f"value {x.name!r}: expected an element type, found none")
     return x.dtype
 
 
@@ -90,10 +101,40 @@ def rank(x: ir.Value) -> int:
     return len(dims_of(x))
 
 
+def size_name(dim: int | ir.SymbolicDim) -> str:
+    """Return the name of a dimension, or an empty text for a number or an unknown dimension."""
+    return "" if isinstance(dim, int) or dim.value is None else dim.value
+
+
+def size_names(values: Iterable[ir.Value]) -> set[str]:
+    """Return the names of the dimensions of values."""
+    return {name for x in values for dim in x.shape or () if (name := size_name(dim))}
+
+
+def given(x: ir.Value | None) -> ir.Value:
+    """Return an input that its operator requires."""
+    if x is None:
+        raise GraphoptError("expected an input that the operator requires, found none")
+    return x
+
+
+def producer_of(x: ir.Value) -> ir.Node:
+    """Return the node that computes a value."""
+    node = x.producer()
+    if node is None:
+        raise GraphoptError(f"value {x.name!r}: expected a node that computes it, found none")
+    return node
+
+
 def constant_of(value: ir.Value | None) -> np.ndarray | None:
     """Return the array of a constant value, or None if the value is not constant."""
     tensor = None if value is None else ir.convenience.get_const_tensor(value)
     return None if tensor is None else tensor.numpy()
+
+
+def fixed(x: ir.Value | None) -> np.ndarray | None:
+    """Return the array of a value that nobody can feed, or None if the value may change."""
+    return None if x is None or x.is_graph_input() else constant_of(x)
 
 
 def constant_number(value: ir.Value | None) -> float | None:

@@ -11,7 +11,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
-from typing import Any
 
 from graphopt.inspection.words import readable
 
@@ -184,7 +183,7 @@ def _figure(
     *,
     unit: str = "",
     legend: str = "",
-    data: Mapping[str, Any] | None = None,
+    data: Mapping[str, object] | None = None,
     mark: tuple[float, str] | None = None,
 ) -> str:
     """Return the axes with what is drawn between them; `words` are the title, a remark and a description."""
@@ -241,7 +240,7 @@ def _pair(point: tuple[float, float]) -> str:
 
 
 def _described(name: str, line: Line, unit: str) -> str:
-    """Say in words how a line goes."""
+    """Return a description of a line in words."""
     known = [y for y in line if y is not None]
     if not known:
         return f"{name}: no finite value"

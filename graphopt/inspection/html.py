@@ -168,7 +168,7 @@ def _left(column: int, texts: int) -> str:
 
 
 def _wide(part: str) -> str:
-    """Let a part that is wider than the page scroll, also by keys."""
+    """Return a part that scrolls, also by keys, if it is wider than the page."""
     return f'<div class="wide" tabindex="0" role="region" aria-label="table">{part}</div>\n'
 
 

@@ -9,7 +9,7 @@ import onnx_ir as ir
 
 from graphopt.graph import inference
 from graphopt.graph.roles import FED, Role, labels_of, role_of, with_role
-from graphopt.graph.values import is_floating, name_of
+from graphopt.graph.values import dtype_of, is_floating, name_of, size_name, size_names
 from graphopt.runtime.device import Device
 from graphopt.runtime.session import Session
 from graphopt.runtime.state_buffers import StateBuffers
@@ -31,7 +31,7 @@ def random_inputs(model: ir.Model, size: int, device: Device, buffers: StateBuff
     fed = with_role(model, *FED)
     batch = {name_of(x): _random(x, _shape(x, sizes, size), rng) for x in fed if role_of(x) is Role.DATA}
     others = [x for x in fed if name_of(x) not in batch]
-    if any(name not in sizes for x in others for name in _names(x)):
+    if not size_names(others) <= sizes.keys():
         sizes = {**(_predicted(model, batch, device, buffers) or {}), **sizes}
     return {**batch, **{name_of(x): _random(x, _shape(x, sizes, size), rng) for x in others}}
 
@@ -45,10 +45,8 @@ def open_sizes(model: ir.Model, rows: int) -> tuple[dict[str, int], int | None] 
     Returns: the sizes, and the one of other axes, None without such axes; None if no size runs.
     """
     fed = with_role(model, *FED)
-    firsts = {
-        dim.value for x in fed for dim in (x.shape or ())[:1] if isinstance(dim, ir.SymbolicDim) and dim.value
-    }
-    if firsts.issuperset(name for x in fed for name in _names(x)):
+    firsts = {name for x in fed for dim in (x.shape or ())[:1] if (name := size_name(dim))}
+    if size_names(fed) <= firsts:
         return dict.fromkeys(firsts, rows), None
     copy = model.clone()
     device = Device("cpu", verify=False, native=False)
@@ -58,13 +56,9 @@ def open_sizes(model: ir.Model, rows: int) -> tuple[dict[str, int], int | None] 
         if _predicted(copy, inputs, device, buffers) is not None:
             shapes = [(x.shape or (), inputs[name_of(x)].shape) for x in with_role(copy, *FED)]
             named = [(dim, n) for dims, sizes in shapes for dim, n in zip(dims, sizes, strict=True)]
-            sizes = {dim.value: n for dim, n in named if isinstance(dim, ir.SymbolicDim) and dim.value}
+            sizes = {name: n for dim, n in named if (name := size_name(dim))}
             return {**sizes, **dict.fromkeys(firsts, rows)}, size
     return None
-
-
-def _names(x: ir.Value) -> list[str]:
-    return [dim.value for dim in x.shape or () if not isinstance(dim, int) and dim.value is not None]
 
 
 def _shape(x: ir.Value, sizes: dict[str, int], size: int) -> list[int]:
@@ -98,15 +92,14 @@ def _predicted(
     sizes = {}
     for y in predictions:
         for dim, length in zip(y.shape or (), found[name_of(y)].shape, strict=True):
-            if not isinstance(dim, int) and dim.value is not None:
-                sizes[dim.value] = length
+            if name := size_name(dim):
+                sizes[name] = length
     return sizes
 
 
 def _random(x: ir.Value, shape: list[int], rng: np.random.Generator) -> np.ndarray:
     """Return random numbers that an input may have."""
-    assert x.dtype is not None
-    labels, dtype = labels_of(x), x.dtype.numpy()
+    labels, dtype = labels_of(x), dtype_of(x).numpy()
     if labels is not None:
         options = labels.all() if np.isfinite(labels.high) else np.array([0, 1])
         return rng.choice(options, shape).astype(dtype)

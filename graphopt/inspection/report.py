@@ -32,6 +32,7 @@ from graphopt.graph.metadata import (
 from graphopt.graph.operators import MICROSOFT
 from graphopt.graph.roles import FED, STATE, Role, role_of, with_role
 from graphopt.graph.shown import elements
+from graphopt.graph.traversal import all_nodes, wholes_of
 from graphopt.graph.values import is_floating, name_of
 from graphopt.inspection.plot import plot
 from graphopt.inspection.random_inputs import SIZES, open_sizes
@@ -199,7 +200,7 @@ def _summary(result: Report) -> Iterator[str]:
 
 
 def _native(model: ir.Model) -> Iterator[str]:
-    """Say what becomes of the nodes of a step that is lowered to the machine."""
+    """Describe the nodes of a step after it is lowered to the machine."""
     kernels = plan(model)
     if not kernels.calls:
         yield "native     nothing to lower"
@@ -222,7 +223,7 @@ def _native(model: ir.Model) -> Iterator[str]:
 
 
 def _in_bfloat16(nodes: int, wide: Sequence[ir.Node]) -> str:
-    """Say which nodes that compute with bfloat16 numbers run in float32."""
+    """Name the nodes that compute with bfloat16 numbers and run in float32."""
     names = some([f"{node.op_type} {name_of(node)!r}" for node in wide])
     return f"  bfloat16   {nodes - len(wide)} of {counted(nodes, 'node')}" + (
         f"; in float32, between casts: {names}" if wide else ""
@@ -257,10 +258,7 @@ def _weights(model: ir.Model) -> Iterator[str]:
     """Count and list tensors by what becomes of them, such as trained, frozen or constant, and say why."""
     names = ("trains", "frozen", "tied", "buffer", "constant", "unsure")
     rows: dict[str, list[tuple[str, str, int, str]]] = {name: [] for name in names}
-    for value in dict.fromkeys([*model.graph.inputs, *model.graph.initializers.values()]):
-        origin = Origin.read(value)
-        if origin is None:
-            continue
+    for value, origin in _decided(model):
         row = (name_of(value), type_of(value), elements([value]), origin.reason)
         if role_of(value) is Role.PARAMETER:
             rows["trains"].append(row)
@@ -280,7 +278,7 @@ def _weights(model: ir.Model) -> Iterator[str]:
 
 
 def _lost(model: ir.Model, final: ir.Model) -> Iterator[str]:
-    """Say what PyTorch's exporter did not write into a file, and the line that keeps it."""
+    """Name the facts that PyTorch's exporter did not write into a file, and the line that keeps them."""
     if (exported := Exported.read(model)) is not None:
         yield f"recorded   by graphopt.export, exporter={exported.exporter}: what trains in the module trains here"
         return
@@ -288,14 +286,16 @@ def _lost(model: ir.Model, final: ir.Model) -> Iterator[str]:
     if EXPORTED_GRAPH.read(model.graph) is None:
         stops = "which weights are buffers, detach(), torch.no_grad()"
     yield f"not known  requires_grad=False, {stops} and the modes of modules: PyTorch's exporter did not write them"
-    if folded := sum(Origin.read(x).kind is Kind.COMPUTED for x in _decided(final)):  # type: ignore[union-attr]
+    if folded := sum(origin.kind is Kind.COMPUTED for _, origin in _decided(final)):
         yield f"folded     {counted(folded, 'weight')} computed from others, in whose place they train"
     yield "to keep it graphopt.export(module, example), or torch.onnx.export(..., optimize=False) and parameters.freeze"
 
 
-def _decided(model: ir.Model) -> list[ir.Value]:
-    values = dict.fromkeys([*model.graph.inputs, *model.graph.initializers.values()])
-    return [x for x in values if Origin.read(x) is not None]
+def _decided(model: ir.Model) -> Iterator[tuple[ir.Value, Origin]]:
+    """Yield the initializers whose kinds are known, with the records of them."""
+    for value in dict.fromkeys([*model.graph.inputs, *model.graph.initializers.values()]):
+        if (origin := Origin.read(value)) is not None:
+            yield value, origin
 
 
 def _way(value: ir.Value, origin: Origin) -> str:
@@ -346,7 +346,7 @@ def _advice(operator: BlockingOperator) -> Iterator[str]:
 
 def _operators(model: ir.Model) -> str:
     """Count operators, including those in functions and subgraphs."""
-    nodes = [*model.graph.all_nodes(), *(node for f in model.functions.values() for node in f.all_nodes())]
+    nodes = (node for whole in wholes_of(model) for node in all_nodes(whole))
     counts = Counter(map(operator_of, nodes)).most_common()
     return ", ".join(f"{name} {count}" for name, count in counts if name != "Constant") or "none"
 

@@ -13,7 +13,7 @@ from graphopt.graph.loading import Source, load
 from graphopt.graph.metadata import FROZEN
 from graphopt.graph.roles import STATE, Role, role_of, with_role
 from graphopt.graph.shown import elements
-from graphopt.graph.values import is_floating, name_of
+from graphopt.graph.values import is_floating, is_read, name_of
 from graphopt.inspection.table import ShownTable
 from graphopt.runtime.executor import Executor
 
@@ -66,7 +66,7 @@ def summary(model: Executor | Source) -> Summary:
     rows, seen = [], dict[str, ir.Value]()
     for node in forward.graph:
         weights = {name_of(x): x for x in node.inputs if x is not None and _is_weight(x)}
-        if node.op_type in _HIDDEN or not any(y.uses() or y.is_graph_output() for y in node.outputs):
+        if node.op_type in _HIDDEN or not any(map(is_read, node.outputs)):
             continue
         names = [name for name in weights if name in trained]
         kind = "yes" if len(names) == len(weights) else "in part" if names else "no"

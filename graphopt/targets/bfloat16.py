@@ -46,11 +46,9 @@ def computes_bfloat16(node: ir.Node) -> bool:
 def in_float32(op: Emitter, node: ir.Node) -> Sequence[ir.Value]:
     """Emit an operator in float32, and casts of its operands and results; return the results."""
     wide = [op.Cast(x, to=_WIDE) if x is not None and x.dtype == _NARROW else x for x in node.inputs]
-    emitted = op.call_op(node.op_type, wide, dict(node.attributes), outputs=len(node.outputs))
-    results = [emitted] if isinstance(emitted, ir.Value) else emitted
     return [
         op.Cast(y, to=_NARROW) if own.dtype == _NARROW else y
-        for own, y in zip(node.outputs, results, strict=True)
+        for own, y in zip(node.outputs, op.emit_again(node, wide), strict=True)
     ]
 
 

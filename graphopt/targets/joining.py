@@ -147,7 +147,7 @@ def _join(op: Emitter, group: _Group) -> None:
         else:
             assert node is not None and isinstance(step, tuple)
             places = step[-len(node.inputs) :]  # an earlier group may have replaced the inputs themselves
-            result = op.call_op(node.op_type, [results[i] for i in places], dict(node.attributes))
+            result = op.emit_again(node, [results[i] for i in places])[0]
         results.append(result)
     sizes = [_size(y) for y, _ in group]
     parts = op.Split(results[-1], op.constant(np.array(sizes)), axis=0, _outputs=len(group))

@@ -192,7 +192,7 @@ def forward_of(model: ir.Model, point: NamedArrays) -> tuple[_Forward, NamedArra
     return reference, outputs, "reference, as the runtime"
 
 
-def _is_same(actual: Any, expected: Any) -> bool:
+def _is_same(actual: object, expected: object) -> bool:
     """Return whether two outputs agree within float32's rounding; integers are not compared."""
     if not is_floating_array(expected):
         return True
@@ -211,7 +211,7 @@ def by_runtime(model: ir.Model, feeds: NamedArrays) -> tuple[_Forward, NamedArra
     if device.ort.__version__.startswith("1.19") and any(x.op_type in FATAL for x in model.graph.all_nodes()):
         return None
 
-    def run(outputs: Sequence[str], feeds: NamedArrays) -> list[Any]:
+    def run(outputs: Sequence[str], feeds: NamedArrays) -> list[np.ndarray]:
         # BatchNormalization in training writes to its inputs.
         return session.ort.run(outputs, {x.name: feeds[x.name].copy() for x in session.ort.get_inputs()})
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,7 @@ from onnx.reference.op_run import OpRun
 
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.operators import full_attributes
-from graphopt.graph.values import swap
+from graphopt.graph.values import is_read, swap
 from graphopt.runtime.device import Device
 from graphopt.runtime.session import Session
 
@@ -29,6 +29,8 @@ _EXPANDED = ("DeformConv", "GRU", "GridSample", "LSTM", "MaxRoiPool", "RNN")
 # accepts few elements (GatherElements), sums signed numbers for p = 1 (LpNormalization), lacks positions for strides
 # of 1 (MaxPool), rejects negative pads (Pad), and gathers elements along another axis (Unique).
 _OF_RUNTIME = ("AffineGrid", "GatherElements", "LpNormalization", "MaxPool", "Pad", "Unique")
+
+_Context = Mapping[str, np.ndarray] | None  # outer values, by name
 
 _erf = np.vectorize(math.erf, otypes=[np.float64])
 
@@ -62,11 +64,11 @@ _FUNCTIONS: dict[str, Callable[..., np.ndarray]] = {
 }
 
 
-def _computed_by(function: Callable[..., np.ndarray]) -> Callable[..., Any]:
+def _computed_by(function: Callable[..., np.ndarray]) -> Callable[..., tuple[np.ndarray]]:
     return lambda self, x, **attributes: (np.asarray(function(x, **attributes), x.dtype),)
 
 
-def _run_kernel(self: OpRun, *inputs: Any, **_: Any) -> tuple[np.ndarray, ...]:
+def _run_kernel(self: OpRun, *inputs: np.ndarray | None, **_: object) -> tuple[np.ndarray, ...]:
     """Run one node in ONNX Runtime."""
     node = copy.deepcopy(self.onnx_node)
     node.output[:] = [f"{i}/output" for i in range(len(node.output))]  # also those without a name
@@ -85,13 +87,13 @@ def _run_kernel(self: OpRun, *inputs: Any, **_: Any) -> tuple[np.ndarray, ...]:
 class _WithBody(OpRun):
     """Run the body of a loop once per step."""
 
-    body: Any
-    _run_body: Any
+    body: ReferenceEvaluator
+    _run_body: Callable[..., list[np.ndarray]]
 
     def need_context(self) -> bool:
         return True
 
-    def step(self, values: Sequence[Any], context: Any, bindings: Any) -> Any:
+    def step(self, values: Sequence[np.ndarray], context: _Context, bindings: object) -> list[np.ndarray]:
         inputs = {**(context or {}), **dict(zip(self.body.input_names, values, strict=True))}
         return self._run_body(inputs, bindings=bindings)
 
@@ -99,11 +101,13 @@ class _WithBody(OpRun):
 class Scan(_WithBody):
     """Support axes and directions, which the reference lacks."""
 
-    def _run(self, *args: Any, context: Any = None, bindings: Any = None, **attributes: Any) -> Any:
+    def _run(
+        self, *args: np.ndarray, context: _Context = None, bindings: object = None, **attributes: Any
+    ) -> tuple[np.ndarray, ...]:
         count = attributes["num_scan_inputs"]
         n = len(args) - count
 
-        def ways(name: str, count: int) -> Any:
+        def ways(name: str, count: int) -> Iterator[tuple[int, slice]]:
             axes, directions = (
                 attributes.get(f"scan_{name}_{what}") or [0] * count for what in ("axes", "directions")
             )
@@ -117,22 +121,28 @@ class Scan(_WithBody):
             states = results[:n]
             stacks.append(results[n:])
         outputs = [np.stack(steps) for steps in zip(*stacks, strict=True)]
-        results = zip(outputs, ways("output", len(outputs)), strict=True)
-        return (*states, *(np.moveaxis(y[order], 0, axis) for y, (axis, order) in results))
+        stacked = zip(outputs, ways("output", len(outputs)), strict=True)
+        return (*states, *(np.moveaxis(y[order], 0, axis) for y, (axis, order) in stacked))
 
 
 class Loop(_WithBody):
     """Stack the outputs of iterations along a new axis; the reference concatenates them along an existing one."""
 
     def _run(
-        self, trips: Any, going: Any, *states: Any, context: Any = None, bindings: Any = None, **_: Any
-    ) -> Any:
+        self,
+        trips: np.ndarray | None,
+        going: np.ndarray | None,
+        *states: np.ndarray,
+        context: _Context = None,
+        bindings: object = None,
+        **_: object,
+    ) -> tuple[np.ndarray, ...]:
         n = len(states)
-        stacks: list[Any] = []
+        stacks: list[list[np.ndarray]] = []
         while (trips is None or len(stacks) < trips) and (going is None or going):
             values = [np.array(len(stacks), np.int64), np.array(True), *states]
             going, *results = self.step(values, context, bindings)
-            states = results[:n]
+            states = tuple(results[:n])
             stacks.append(results[n:])
         empty = [np.zeros((0,))] * (len(self.body.output_names) - 1 - n)
         return (*states, *([np.stack(steps) for steps in zip(*stacks, strict=True)] if stacks else empty))
@@ -141,7 +151,9 @@ class Loop(_WithBody):
 class ConvTranspose(OpRun):
     """Separate the channels of groups, which the reference mixes, and accept output padding as large as the stride."""
 
-    def _run(self, x: Any, w: Any, bias: Any = None, **how: Any) -> Any:
+    def _run(
+        self, x: np.ndarray, w: np.ndarray, bias: np.ndarray | None = None, **how: Any
+    ) -> tuple[np.ndarray]:
         n, sizes, kernel, group = x.ndim - 2, x.shape[2:], w.shape[2:], how["group"]
         strides, dilations = how["strides"] or [1] * n, how["dilations"] or [1] * n
         pads, more = how["pads"] or [0] * 2 * n, how["output_padding"] or [0] * n
@@ -190,7 +202,7 @@ def _expanded(model: ir.Model) -> ir.Model:
             function = EXPANSIONS[node.op_type]
             outputs = function(op, *node.inputs, **accepted(function, named))
             for own, y in zip(node.outputs, outputs, strict=False):
-                if own.uses() or own.is_graph_output():  # unless the function has exchanged it
+                if is_read(own):  # unless the function has exchanged it
                     swap(own, y)
             model.graph.remove(node, safe=True)
     model.graph.sort()

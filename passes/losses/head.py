@@ -203,6 +203,5 @@ def _copied(op: Emitter, head: TokenHead, hidden: Sequence[ir.Value]) -> ir.Valu
         if turned is not None and turned.op_type == "Transpose" and constant_of(inputs[1]) is None:
             copies[node.outputs[0]] = op.Gemm(inputs[0], turned.inputs[0], transB=1)
         else:
-            emitted = op.call_op(node.op_type, inputs, dict(node.attributes), domain=node.domain)
-            copies[node.outputs[0]] = emitted  # type: ignore[assignment]
+            copies[node.outputs[0]] = op.emit_again(node, inputs)[0]
     return copies[head.logits]

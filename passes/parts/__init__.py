@@ -7,13 +7,12 @@ from collections.abc import Sequence
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedOpsetsPass
 
-from graphopt.graph.traversal import extracted_between
+from graphopt.graph.traversal import extracted_model
 
 
 def extract_part(model: ir.Model, inputs: Sequence[ir.Value], outputs: Sequence[ir.Value]) -> ir.Model:
     """Return a copy of the part of a model between inputs and outputs."""
-    graph = extracted_between(model.graph, inputs, outputs)
-    part = ir.Model(graph, ir_version=model.ir_version, functions=list(model.functions.values()))
+    part = extracted_model(model, inputs, outputs)
     RemoveUnusedOpsetsPass()(part)
     return part
 

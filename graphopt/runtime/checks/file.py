@@ -16,7 +16,7 @@ from graphopt.graph.metadata import original_name
 from graphopt.graph.operators import DRAWING
 from graphopt.graph.provenance import Provenance
 from graphopt.graph.roles import STATE, Role, with_role
-from graphopt.graph.traversal import extracted_between
+from graphopt.graph.traversal import extracted_model
 from graphopt.graph.values import name_of
 from graphopt.runtime.checks.findings import Finding
 from graphopt.runtime.checks.slopes import ROUNDINGS, ROUNDINGS_OF_NOISE, Arrays, norm_of
@@ -186,8 +186,7 @@ def _in_inference(model: ir.Model) -> ir.Model:
 
 
 def _in_training(model: ir.Model) -> ir.Model:
-    graph = extracted_between(model.graph, list(model.graph.inputs), _outputs(model))
-    return ir.Model(graph, ir_version=model.ir_version, functions=list(model.functions.values()))
+    return extracted_model(model, list(model.graph.inputs), _outputs(model))
 
 
 def _is_in_training(node: onnx.NodeProto) -> bool:

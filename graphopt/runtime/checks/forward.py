@@ -16,7 +16,7 @@ from graphopt.graph.emitter import Emitter
 from graphopt.graph.metadata import GRADIENT_OF, OWNER, STOP_GRADIENT, SURROGATE
 from graphopt.graph.operators import DRAWING, SHAPE_READERS, STEP_FUNCTIONS
 from graphopt.graph.roles import Role, with_role
-from graphopt.graph.traversal import all_nodes, ancestors, extracted_between, subgraphs, values_read
+from graphopt.graph.traversal import all_nodes, ancestors, extracted_model, subgraphs, values_read
 from graphopt.graph.values import constant_of, is_floating, name_of
 
 QUANTIZE, DEQUANTIZE = "QuantizeLinear", "DequantizeLinear"
@@ -54,8 +54,7 @@ def forward_of(plain: ir.Model) -> LossFunction:
     smoothed = _smooth_quantizers(model, loss)
     held, surrogates = _held(model, loss, parameters, smoothed)
     read = [*model.graph.inputs, *held]
-    graph = extracted_between(model.graph, read, [loss])
-    part = ir.Model(graph, ir_version=model.ir_version, functions=list(model.functions.values()))
+    part = extracted_model(model, read, [loss])
     for x in list(part.graph.inputs):
         if not x.uses() and not x.is_graph_output():
             part.graph.inputs.remove(x)

@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 import onnx_ir as ir
 
 from graphopt.graph.emitter import Emitter
+from graphopt.graph.values import given as given
+from graphopt.graph.values import is_read as is_read
 
 # A traced function of a node. It returns the outputs of the form, or None where the node stays.
 Form = Callable[[Emitter, ir.Node], Sequence[ir.Value] | None]
@@ -17,14 +19,3 @@ def sizes_of(x: ir.Value | None) -> list[int | None] | None:
     if x is None or x.shape is None:
         return None
     return [size if isinstance(size, int) else None for size in x.shape]
-
-
-def is_read(y: ir.Value) -> bool:
-    """Return whether anything reads an output of a node."""
-    return bool(y.uses()) or y.is_graph_output()
-
-
-def given(x: ir.Value | None) -> ir.Value:
-    """Return an input that its operator requires."""
-    assert x is not None
-    return x

@@ -119,8 +119,7 @@ def _read_shapes_elsewhere(op: Emitter, node: ir.Node, dy: ir.Value) -> None:
     for each in [each for each in node.graph if each in needed]:
         if any(x in copies for x in each.inputs):
             inputs = [None if x is None else copies.get(x, x) for x in each.inputs]
-            emitted = op.call_op(each.op_type, inputs, dict(each.attributes), outputs=len(each.outputs))
-            made = [emitted] if isinstance(emitted, ir.Value) else emitted
+            made = op.emit_again(each, inputs)
             copies.update((y, like(copy, y)) for y, copy in zip(each.outputs, made, strict=True))
     for reader in readers:
         x = reader.inputs[0]

@@ -58,7 +58,7 @@ def _narrowed(op: Emitter, node: ir.Node) -> Sequence[ir.Value] | None:
             inputs[i] = _in_32_bits(op, x)
             if inputs[i] is None:
                 return None
-    y: ir.Value = op.call_op(node.op_type, inputs, dict(node.attributes))  # type: ignore[assignment]
+    (y,) = op.emit_again(node, inputs)
     return [op.Cast(y, to=INT64) if y.dtype == INT32 else y]
 
 
