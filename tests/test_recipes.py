@@ -207,7 +207,7 @@ def test_the_primary_config_has_the_models_and_fit() -> None:
         if name not in {*OF_PYTHON, "executor", "data", "callbacks", "checkpoint", "resume"}
     }
     every = {name: x for name, x in defaults(graphopt.Checkpoints).items() if name != "folder"}
-    assert config["fit"] == {**expected, "checkpoint": every, "log_steps": False}
+    assert config["fit"] == {**expected, "checkpoint": every, "log_steps": False, "export": "best"}
 
 
 def test_types_of_the_executors_fields_are_found_so_that_recipes_are_checked() -> None:

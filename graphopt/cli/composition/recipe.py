@@ -55,7 +55,7 @@ from graphopt.pipeline import Pipeline
 from graphopt.runtime.device import Device
 from graphopt.runtime.executor import Executor
 from graphopt.runtime.providers import PROVIDERS, for_workers
-from graphopt.training.callbacks import Callback, EarlyStopping, MedianStopping
+from graphopt.training.callbacks import Callback, EarlyStopping, MedianStopping, Record, Run
 from graphopt.training.callbacks.logs import FileLog, MLflow, TensorBoard, Tracker
 from graphopt.training.evaluation import reported
 from graphopt.training.fit import adapt
@@ -92,6 +92,13 @@ def nearest_file(missing: str, ending: str) -> str | None:
 def _names_target(node: object) -> bool:
     """Return whether a node of a recipe names what it builds, so that no option of its group need be chosen."""
     return isinstance(node, DictConfig) and "_target_" in node
+
+
+class _BestWeights(EarlyStopping):
+    """Restore the weights of the best epoch; `Checkpoints` warns of a measure that records lack."""
+
+    def measure(self, run: Run, record: Record) -> float | None:
+        return record.get(self.monitor)
 
 
 class Recipe:
@@ -282,7 +289,7 @@ class Recipe:
         restores = any(isinstance(callback, EarlyStopping) for callback in callbacks)
         if fields["export"] == "best" and fields.get("validation") and not restores:
             measure = (fields.get("checkpoint") or {}).get("best") or "validation_loss"
-            callbacks.append(EarlyStopping(monitor=measure, patience=fields["epochs"]))
+            callbacks.append(_BestWeights(monitor=measure, patience=fields["epochs"]))
         return callbacks
 
     def _callback(self, key: str, node: Fields, folder: Path) -> Callback:
