@@ -34,6 +34,24 @@ def test_a_value_that_replaces_another_has_its_name_metadata_and_readers() -> No
     assert [node.op_type for node in new.consumers()] == ["Neg"] and not old.uses()
 
 
+def test_a_node_that_is_emitted_again_has_the_domain_the_attributes_and_the_outputs() -> None:
+    a, b = (ir.val(name, ir.DataType.FLOAT, [4]) for name in "ab")
+    nodes = [
+        ir.node("Own", [a], {"rate": 3}, domain="mine", num_outputs=2),
+        ir.node("TopK", [b, ir.val("k", ir.DataType.INT64, [1])], {"largest": 0}, num_outputs=2),
+    ]
+    graph = ir.Graph([], [], nodes=nodes, opset_imports={"": 21, "mine": 1})
+    with Emitter(ir.Model(graph, ir_version=10)) as op:
+        for node in nodes:
+            made = op.emit_again(node, node.inputs)
+            again = made[0].producer()
+            assert (again.op_identifier(), again.attributes) == (node.op_identifier(), node.attributes)
+            assert (list(again.inputs), list(again.outputs)) == (
+                list(node.inputs),
+                list(made),
+            ) and again is not node
+
+
 def test_an_interface_is_kept_after_an_error_too() -> None:
     loaded = graphopt.load(model("g (float[4] x) => (float[4] y) { y = Abs(x) }"))
 
