@@ -37,10 +37,10 @@ def test_a_value_that_replaces_another_has_its_name_metadata_and_readers() -> No
 def test_a_node_that_is_emitted_again_has_the_domain_the_attributes_and_the_outputs() -> None:
     a, b = (ir.val(name, ir.DataType.FLOAT, [4]) for name in "ab")
     nodes = [
-        ir.node("Own", [a], {"rate": 3}, domain="mine", num_outputs=2),
+        ir.node("Scaler", [a], {"scale": [3.0]}, domain="ai.onnx.ml"),
         ir.node("TopK", [b, ir.val("k", ir.DataType.INT64, [1])], {"largest": 0}, num_outputs=2),
     ]
-    graph = ir.Graph([], [], nodes=nodes, opset_imports={"": 21, "mine": 1})
+    graph = ir.Graph([], [], nodes=nodes, opset_imports={"": 21, "ai.onnx.ml": 3})
     with Emitter(ir.Model(graph, ir_version=10)) as op:
         for node in nodes:
             made = op.emit_again(node, node.inputs)
