@@ -220,7 +220,8 @@ def test_a_run_says_if_another_epoch_was_better(capsys: pytest.CaptureFixture[st
     were_better = set()
     for rate in (0.01, 100.0):
         capsys.readouterr()
-        given = ["optimizer=sgd", f"optimizer.learning_rate={rate}", f"folder=rate_{rate}", "fit.epochs=6"]
+        given = ["optimizer=sgd", f"optimizer.learning_rate={rate}", f"folder=rate_{rate}"]
+        given += ["fit.epochs=6", "fit.export=last"]
         assert cli.main(["my.onnx", *NPZ, *QUICK, *given]) == 0
         lines = Path(f"rate_{rate}/metrics.jsonl").read_text().splitlines()
         records = [record for record in map(json.loads, lines) if "validation_loss" in record]
