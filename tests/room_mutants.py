@@ -32,8 +32,16 @@ MUTANTS = [
         ("date", "np.rint(there.mean())", "np.floor(there.mean())"),
         ("date", "np.rint(there.mean())", "np.ceil(there.mean())"),
         ("category", "numbers.get(text, -1)", "numbers.get(text, 0)"),
-        ("category", "key=lambda text: (-counts[text], _order(text))", "key=lambda text: _order(text)[::-1]"),
-        ("category", "key=lambda text: (-counts[text], _order(text))", "key=lambda text: counts[text]"),
+        (
+            "category",
+            "key=lambda text: (-counts[text], _category_order(text))",
+            "key=lambda text: _category_order(text)[::-1]",
+        ),
+        (
+            "category",
+            "key=lambda text: (-counts[text], _category_order(text))",
+            "key=lambda text: counts[text]",
+        ),
         ("marked", "np.isnan(values)] if self.add_indicator", "~np.isnan(values)] if self.add_indicator"),
         ("marked", '"median": np.median', '"median": np.mean'),
     ),
@@ -75,7 +83,7 @@ MUTANTS = [
         ("adaptive", 'self.least = min(self.least, record["loss"])', 'self.least = record["loss"]'),
         ("adaptive", "self.waited >= self.patience and", "self.waited > self.patience and"),
         ("adaptive", "            self.waited = 0\n\n\n", "            pass\n\n\n"),
-        ("adaptive", "learning_rate /= 5", "learning_rate /= 4"),
+        ("adaptive", "learning_rate /= ADAPTIVE_DIVISOR", "learning_rate /= 4"),
         ("plateau", "executor.learning_rate * self.factor,", "executor.learning_rate * self.factor**2,"),
     ),
     *of(
