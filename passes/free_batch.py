@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -18,10 +19,12 @@ import onnx_ir as ir
 from graphopt.errors import GraphoptError
 from graphopt.graph.declarations import forget
 from graphopt.graph.emitter import Emitter
+from graphopt.graph.metadata import OF_BATCH, InferenceForm
 from graphopt.graph.operators import (
     ELEMENTWISE_OPERATORS,
     INITIAL_STATES,
     POOLS,
+    RANDOM,
     RECURRENT,
     VIEWS,
     full_attributes,
@@ -29,7 +32,7 @@ from graphopt.graph.operators import (
 from graphopt.graph.roles import Role, role_of
 from graphopt.graph.shapes import infer
 from graphopt.graph.storage import message
-from graphopt.graph.traversal import captured, sort
+from graphopt.graph.traversal import captured, sort, values_read
 from graphopt.graph.values import constant_of, dims_of, dtype_of, is_floating, name_of, rank
 
 BATCH = "batch"  # the name of the freed dimension
@@ -107,6 +110,34 @@ def name_squeezed_axes(model: ir.Model) -> bool:
     return True
 
 
+def values_of_rows(
+    model: ir.Model, inputs: Sequence[ir.Value], left: Collection[ir.Node | None] = ()
+) -> dict[ir.Value, bool]:
+    """Return the values that depend on inputs only, row by row, and whether a value has one place for each row, first.
+
+    Nothing in them is drawn or gathered from a batch. The number of rows is open.
+
+    Args:
+        inputs: inputs of the graph, whose first axis is the rows.
+        left: nodes to leave out, with what depends on them.
+    """
+    axes, lengths = dict.fromkeys(inputs, 0), dict.fromkeys(inputs, 1)
+    fixed: set[ir.Value] = {x for x in model.graph.initializers.values() if not x.is_graph_input()}
+    for node in model.graph:
+        read = [x for x in values_read(node) if x not in fixed]
+        varies = node.op_type in RANDOM or OF_BATCH.is_set(node) or any(map(InferenceForm.read, node.outputs))
+        if node in left or varies:
+            continue
+        if not read:
+            fixed.update(node.outputs)
+        elif all(x in axes for x in read):
+            rule = _Rule(node, axes, full_attributes(node, model.opset_imports), [], lengths)
+            with suppress(_Mixed):
+                axes.update(zip(node.outputs, rule.axes_of_outputs(), strict=False))
+                lengths.update(dict.fromkeys(node.outputs, rule.length or lengths[read[0]]))
+    return {y: not axis and lengths[y] == 1 for y, axis in axes.items()}
+
+
 def _without_axes(model: ir.Model) -> Iterator[ir.Node]:
     """Yield the nodes that squeeze axes of size 1 beside a batch, whose size is open."""
     batches = [[x.shape[0]] for x in model.graph.inputs if x.shape and not isinstance(x.shape[0], int)]
@@ -170,8 +201,17 @@ class _Mixed(Exception):
 class _Rule:
     """Decide whether a node treats each row by itself, and note how it changes for any number of rows."""
 
-    def __init__(self, node: ir.Node, axes: Axes, attributes: dict[str, Any], edits: list[Edit]) -> None:
+    def __init__(
+        self,
+        node: ir.Node,
+        axes: Axes,
+        attributes: dict[str, Any],
+        edits: list[Edit],
+        lengths: Mapping[ir.Value, int] | None = None,
+    ) -> None:
         self.node, self.axes, self.attributes, self.edits = node, axes, attributes, edits
+        self.lengths = lengths  # of the blocks of values, if the number of rows is open
+        self.length = 0  # of the blocks of the outputs, if it is another than that of the inputs
 
     def axes_of_outputs(self) -> Sequence[int]:
         """Return the axis of rows of each output."""
@@ -311,6 +351,12 @@ class _Rule:
             place += 1
         if place >= len(sizes):
             raise _Mixed("it joins the batch with the axes before it")
+        if not isinstance(dims_of(x)[axis], int) and self.lengths is not None:
+            numbers = self.lengths[x] * math.prod(map(_number, dims_of(x)[axis + 1 :]))
+            self.length, rest = divmod(numbers, math.prod(map(_number, sizes[place + 1 :])) or 1)
+            if rest or not self.length:
+                raise _Mixed("it cuts rows into parts")
+            return place
         target = [*map(_number, sizes)]
         target[place] = 0 if place == axis and dims_of(x)[axis] == sizes[place] else -1
 

@@ -23,6 +23,7 @@ from graphopt.training.callbacks.callback import Callback, callbacks_of
 from graphopt.training.callbacks.progress import ProgressBar
 from graphopt.training.callbacks.terminal import is_watched
 from graphopt.training.evaluation import HeldOut, check_executor
+from graphopt.training.features import FrozenLayers
 from graphopt.training.loop import TrainingLoop
 from graphopt.training.metrics import listed
 from graphopt.training.metrics import metrics as metrics_of
@@ -80,6 +81,8 @@ def fit(executor: Executor, data: Data, **keywords: Any) -> Records:
         transform: a function of a batch that trains, its arrays by name, and a numpy.random.Generator, which returns
             what trains in its place: augmentation. It runs where batches are prepared. The generator depends on the
             seed, the epoch and the place in it, so that a resumed run draws the same. Held-out rows stay as they are.
+        cache_features: compute what frozen layers return once for each row, and keep it, so that later epochs cost only
+            the layers that train, such as a new head. Results are those of the whole graph to rounding.
         verbose: True to show the progress, False for silence; None to show it in terminals and notebooks.
 
     Raises:
@@ -106,6 +109,8 @@ def fit(executor: Executor, data: Data, **keywords: Any) -> Records:
             raise GraphoptError(
                 f"{data.source}: expected a target of two classes or more, found {data.labels[0]!r} in all rows"
             )
+    if options.cache_features:
+        return _fit_on_features(executor, data, options)
     source, held_out = _batch_sources(executor, data, options)
     counts = [part.count for part in (source, held_out) if part is not None]
     _check_sizes(executor, options.batch_size, counts)
@@ -202,6 +207,25 @@ def _batch_sources(executor: Executor, data: Data, options: FitOptions) -> tuple
     if share:
         held_out = HeldOut(batches, options.batch_size, listed(options.metrics), held)
     return RowEpochs(batches, rows, options, executor), held_out
+
+
+def _fit_on_features(executor: Executor, data: Data, options: FitOptions) -> Records:
+    """Train on features of frozen layers, which are computed once."""
+    if options.transform is not None or not isinstance(data, Dataset):
+        found = "batches of an iterable" if options.transform is None else "a transform, which changes them"
+        raise GraphoptError(f"cache_features: expected rows that stay the same, found {found}: leave it out")
+    layers, validation = FrozenLayers(executor), options.validation
+    size, allow_nan = options.batch_size, options.allow_nan
+    if validation is not None and not isinstance(validation, int | float):
+        labels = data.labels or executor.labels
+        validation = relabelled(as_dataset(validation, executor.inputs), labels, "data")
+        validation = layers.features(validation, size, allow_nan=allow_nan)
+    rest = dataclasses.replace(options, cache_features=False, validation=validation)
+    keywords = {field.name: getattr(rest, field.name) for field in dataclasses.fields(rest)}
+    try:
+        return fit(layers.executor, layers.features(data, size, allow_nan=allow_nan), **keywords)
+    finally:
+        layers.give_back()
 
 
 def _held_out_share(validation: object) -> float:

@@ -42,6 +42,7 @@ class FitOptions:
     checkpoint: Checkpoints | PathLike | None = None
     resume: bool | PathLike = False
     transform: Transform | None = None
+    cache_features: bool = False
     verbose: bool | int | None = None
 
     def __post_init__(self) -> None:
