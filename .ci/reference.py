@@ -10,6 +10,7 @@ import sys
 import typing
 from pathlib import Path
 
+import onnxruntime
 import pdoc
 
 ROOT = Path(__file__).parents[1]
@@ -44,7 +45,9 @@ def resolve_inherited_fields() -> None:
             ):
                 init = vars(member).get("__init__")
                 if init is not None:
-                    hints = typing.get_type_hints(member)
+                    hints = typing.get_type_hints(
+                        member, localns={"onnxruntime": onnxruntime}
+                    )  # imported for types only
                     init.__annotations__ |= {
                         name: hint for name, hint in hints.items() if name in init.__annotations__
                     }
