@@ -83,11 +83,9 @@ def checked(advice: str = "") -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
             try:
                 return function(*args, **keywords)
             except TypeError:
-                name, given = (
-                    function.__name__,
-                    len(args) - ("self" in inspect.signature(function).parameters),
-                )
-                name = type(args[0]).__name__ if name == "__init__" else name
+                given = len(args) - ("self" in inspect.signature(function).parameters)
+                is_class = function.__name__ == "__init__"
+                name = type(args[0]).__name__ if is_class else function.__name__
                 _explain(name, _signature_of(function), given, keywords, advice)
                 raise
 

@@ -115,7 +115,7 @@ def values_of_rows(
 ) -> dict[ir.Value, bool]:
     """Return the values that depend on inputs only, row by row, and whether a value has one place for each row, first.
 
-    Nothing in them is drawn or gathered from a batch. The number of rows is open.
+    Nothing in them is drawn or gathered from a batch.
 
     Args:
         inputs: inputs of the graph, whose first axis is the rows.
@@ -210,7 +210,9 @@ class _Rule:
         lengths: Mapping[ir.Value, int] | None = None,
     ) -> None:
         self.node, self.axes, self.attributes, self.edits = node, axes, attributes, edits
-        self.lengths = lengths  # of the blocks of values, if the number of rows is open
+        self.lengths = (
+            lengths  # of the blocks of values, if what a row has is asked for, not how to free the batch
+        )
         self.length = 0  # of the blocks of the outputs, if it is another than that of the inputs
 
     def axes_of_outputs(self) -> Sequence[int]:
@@ -351,7 +353,7 @@ class _Rule:
             place += 1
         if place >= len(sizes):
             raise _Mixed("it joins the batch with the axes before it")
-        if not isinstance(dims_of(x)[axis], int) and self.lengths is not None:
+        if self.lengths is not None:
             numbers = self.lengths[x] * math.prod(map(_number, dims_of(x)[axis + 1 :]))
             self.length, rest = divmod(numbers, math.prod(map(_number, sizes[place + 1 :])) or 1)
             if rest or not self.length:

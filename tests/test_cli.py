@@ -511,7 +511,7 @@ def test_trained_onnx_has_the_weights_of_the_best_epoch(
 
 def test_an_export_that_is_neither_best_nor_last(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["folder=out", "fit.export=bst"]) == 1
-    assert "fit.export: unknown epoch 'bst', nearest: 'best'; known: best, last" in capsys.readouterr().err
+    assert "unknown fit.export 'bst', nearest: 'best'; known: best, last" in capsys.readouterr().err
 
 
 def test_a_head_has_as_many_outputs_as_the_data_has_classes() -> None:

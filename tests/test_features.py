@@ -117,11 +117,11 @@ def test_a_layer_behind_frozen_ones_trains_as_in_pytorch() -> None:
         np.testing.assert_allclose(executor.parameters[f"6.{name}"], w.detach().numpy(), rtol=1e-4, atol=1e-6)
 
 
-def cut(text: str, **options: object) -> tuple[list[str], list[str]]:
+def cut(text: str, rows: str = "N", **options: object) -> tuple[list[str], list[str]]:
     """Return the operators of the frozen layers, and the inputs of data of the rest, for weights of 1."""
     shapes = {"w": (4, 4), "v": (4, 3), "s": (4,), "b": (4,), "m": (4,), "d": (4,)}
     weights = {name: np.ones(shape, np.float32) for name, shape in shapes.items() if f"{name}" in text}
-    base = model(f"g (float[N,4] x) => (float[N,3] y) {{ {text} }}", **weights)
+    base = model(f"g (float[{rows},4] x) => (float[{rows},3] y) {{ {text} }}", **weights)
     step = graphopt.compile(
         base,
         parameters=passes.Parameters("v"),
@@ -151,6 +151,27 @@ def test_what_is_gathered_from_a_batch_or_drawn_is_computed_in_each_step() -> No
     ratio = "r = Constant<value_float=0.5>()\n"
     text = f"{ratio} a = MatMul(x, w) t = Dropout(a, r) y = MatMul(t, v)"
     assert cut(text, training=training) == (["MatMul"], ["a"])
+
+
+def test_parts_of_rows_are_no_features_and_rows_of_a_fixed_batch_are() -> None:
+    halves = "a = MatMul(x, w) p = Constant<value_ints=[-1,2]>() h = Reshape(a, p) q = Constant<value_ints=[-1,4]>()\n"
+    text = f"{halves} k = Tanh(h) t = Reshape(k, q) y = MatMul(t, v)"
+    assert cut(text, rows="6")[1] == ["t"] == cut(text)[1]
+    scaled = (
+        f"{halves} k = Tanh(h) u = ReduceMean<keepdims=0>(v) n = Mul(k, u) t = Reshape(n, q) y = MatMul(t, v)"
+    )
+    assert cut(scaled, rows="6") == cut(scaled) == (["MatMul"], ["a"])  # k has two places for each row
+    mixed = f"{halves} n = Softmax<axis=0>(h) t = Reshape(n, q) y = MatMul(t, v)"
+    assert cut(mixed, rows="6") == cut(mixed) == (["MatMul"], ["a"])
+
+
+def test_features_that_are_large_lie_in_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    executor = graphopt.Executor(graphopt.compile(models.mlp((3, 8, 8), 4), **HEAD), native=False)
+    expected = graphopt.fit(executor, (X, LABELS), epochs=2, cache_features=True, verbose=False)
+    monkeypatch.setattr(features, "IN_MEMORY", 0)
+    other = graphopt.Executor(graphopt.compile(models.mlp((3, 8, 8), 4), **HEAD), native=False)
+    found = graphopt.fit(other, (X, LABELS), epochs=2, cache_features=True, verbose=False)
+    assert [record["loss"] for record in found] == [record["loss"] for record in expected]
 
 
 WRONG = {

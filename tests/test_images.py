@@ -84,11 +84,11 @@ def test_hidden_files_are_skipped_and_folders_may_be_deep(folder: Path) -> None:
     assert (np.asarray(found.arrays["x"])[3] == pixels(folder / "cat" / "more" / "1.jpg")).all()
 
 
-def test_files_that_are_no_images_are_skipped_with_one_warning(folder: Path) -> None:
+def test_files_that_are_not_images_are_skipped_with_one_warning(folder: Path) -> None:
     for name in ("Thumbs.db", "desktop.ini", "notes.txt", "labels.csv"):
         (folder / "cat" / name).write_text("no image")
     with pytest.warns(
-        UserWarning, match=r"images: skipped what is no image: .*Thumbs\.db, .* and 1 more$"
+        UserWarning, match=r"images: skipped files that are not images: .*Thumbs\.db, .* and 1 more$"
     ) as told:
         found = data.images(str(folder))
     assert len(told) == 1

@@ -31,7 +31,7 @@ _PILLOW = "data=images", "PIL.Image", "Pillow"
 
 
 class _NoImage(GraphoptError):
-    """Report a file that is no image in a format that graphopt reads."""
+    """Report a file that is not an image in a format that graphopt reads."""
 
 
 @checked()
@@ -50,7 +50,7 @@ def images(
     """Read a folder of images as arrays [N, C, H, W], each image when its batch needs it.
 
     Each folder in it is a class; the classes are numbered in the order of their names, and images may lie deeper. Names
-    that start with a dot are skipped, and so are files that are no images by their names and contents, such as
+    that start with a dot are skipped, and so are files that are not images by name and contents, such as
     Thumbs.db, with a warning. Pillow reads and resizes the images, in the formats BMP, GIF (the first image),
     JPEG, PNG, PPM, TIFF and WebP. As in torchvision's ImageFolder, an alpha channel is dropped, and the orientation in
     EXIF data does not turn an image. Of 16 bits, the upper 8 count.
@@ -226,12 +226,12 @@ def _without_others(
                 f"{root}: expected images in each folder, found only {some(others)}: add images, or remove the "
                 "folder"
             )
-        warnings.warn(f"{root}: skipped what is no image: {some(others)}", stacklevel=4)
+        warnings.warn(f"{root}: skipped files that are not images: {some(others)}", stacklevel=4)
     return [files[i] for i in there], classes[there] if len(classes) else classes, [s for s in sizes if s]
 
 
 def _image_size(file: Path) -> tuple[int, int] | None:
-    """Return the height and the width of an image, or None for a file that is none by its name and its contents."""
+    """Return the height and the width of an image, or None if a file is not an image by name and contents."""
     try:
         with _opened(file) as image:
             return image.height, image.width

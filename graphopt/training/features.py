@@ -6,6 +6,7 @@ import dataclasses
 import tempfile
 import threading
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 
 import numpy as np
 
@@ -14,6 +15,7 @@ from graphopt.data.dataset import LazyArray
 from graphopt.data.foreign import as_dataset
 from graphopt.data.loader import Batches
 from graphopt.errors import GraphoptError
+from graphopt.graph.metadata import Encoders
 from graphopt.graph.roles import Role, role_of, with_role
 from graphopt.graph.state import put_initial
 from graphopt.graph.values import dtype_of, name_of
@@ -27,7 +29,7 @@ class FrozenLayers:
     """Hold the frozen layers of a training graph, and an executor that trains on their features.
 
     Raises:
-        GraphoptError: the graph has none, or an executor of several workers runs it.
+        GraphoptError: the graph has none, its inputs are strings, or an executor of several workers runs it.
     """
 
     def __init__(self, executor: Executor) -> None:
@@ -37,6 +39,8 @@ class FrozenLayers:
             raise GraphoptError(
                 f"cache_features: expected one worker, found {executor.workers.size}: leave it out"
             )
+        if Encoders.read(executor.model) is not None:
+            raise GraphoptError("cache_features: expected inputs of numbers, found strings: leave it out")
         self._frozen, rest = cut_features(executor.model)
         rates = with_role(rest, Role.HYPERPARAMETER)
         values = {
@@ -62,7 +66,10 @@ class FrozenLayers:
         fed = data.feeding(list(inputs))
         batches = Batches(Dataset({name: fed[name] for name in inputs}), inputs, allow_nan=allow_nan)
         outputs = [name_of(y) for y in self._frozen.graph.outputs]
-        cache = _Cache(self._session, batches, outputs, batch_size)
+        lock = (
+            self._whole.device_options.machine.lock or threading.Lock()
+        )  # a batch may be read in another thread
+        cache = _Cache(self._session, batches, outputs, batch_size, lock)
         others = {name: x for name, x in fed.items() if name not in inputs or name in self.executor.inputs}
         return Dataset(
             {**cache.arrays, **others}, classes=data.classes, labels=data.labels, source=data.source
@@ -80,9 +87,16 @@ class FrozenLayers:
 class _Cache:
     """Compute features of rows that are read for the first time, and keep them."""
 
-    def __init__(self, session: Session, batches: Batches, names: Sequence[str], batch_size: int) -> None:
+    def __init__(
+        self,
+        session: Session,
+        batches: Batches,
+        names: Sequence[str],
+        batch_size: int,
+        lock: AbstractContextManager[object],
+    ) -> None:
         self._session, self._batches, self._size = session, batches, batches.fixed_size or batch_size
-        self._lock, self._is_there = threading.Lock(), np.zeros(len(batches), bool)
+        self._lock, self._is_there = lock, np.zeros(len(batches), bool)
         first = self._computed(np.zeros(1, np.int64))
         self._kept = {
             name: _room((len(batches), *first[name].shape[1:]), first[name].dtype) for name in names
@@ -121,4 +135,5 @@ def _room(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     """Return an array in memory, or in a file without a name if it is large."""
     if int(np.prod(shape, dtype=np.int64)) * dtype.itemsize <= IN_MEMORY:
         return np.empty(shape, dtype)
-    return np.memmap(tempfile.TemporaryFile(), dtype, "w+", shape=shape)
+    with tempfile.TemporaryFile() as file:
+        return np.memmap(file, dtype, "w+", shape=shape)

@@ -111,7 +111,8 @@ class FitFields:
 
 
 OWN = {"": RecipeFields, "fit": FitFields}
-_ROWS, _EXPORTS = typing.get_args(_Rows), typing.get_args(_Export)
+_ROWS = typing.get_args(_Rows)
+_CHOICES = (("", "rows", (*_ROWS, None)), ("fit", "export", typing.get_args(_Export)))
 PARTS = ("data", "executor", "fit", "generate", "hosts", "limits", "models", "pipeline")
 PLAIN: dict[str, object] = {  # what takes the fields of the parts that name no class or function
     "fit": fit,
@@ -158,10 +159,11 @@ def check_recipe(fields: Fields, command_line: CommandLine) -> None:
             raise GraphoptError(f"{field}: expected {text}, found {value!r}")
     if fields["data"].get("columns") is not None:
         _check_columns(fields["data"]["columns"])
-    if fields.get("rows") not in (*_ROWS, None):
-        raise GraphoptError(unknown("rows", fields["rows"], _ROWS))
-    if fields["fit"].get("export") not in _EXPORTS:
-        raise GraphoptError(f"fit.export: {unknown('epoch', str(fields['fit'].get('export')), _EXPORTS)}")
+    for group, name, choices in _CHOICES:
+        value = (fields[group] if group else fields).get(name)
+        if value not in choices:
+            known = [choice for choice in choices if choice is not None]
+            raise GraphoptError(unknown(f"{group}.{name}" if group else name, str(value), known))
     models, added = {}, dict(_ADDED)
     for name, node in fields["models"].items():
         outputs = node.get("outputs")  # null: the number that the data needs
