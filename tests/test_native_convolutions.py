@@ -7,7 +7,6 @@ import platform
 
 import numpy as np
 import onnx
-import onnxruntime
 import pytest
 from builders import model
 from precisions import FLOAT32, FORMS, PRECISION, assert_near, compute_in, pieces_of
@@ -401,7 +400,7 @@ def test_weights_of_another_shape_are_an_error():
     proto = model("g (float[N,C,9,8] x, float[17,K,3,3] k) => (float[N,17,7,6] y) { y = Conv(x, k) }")
     lowered = lower_to_kernels(load(proto))
     feeds = {"x": np.ones((1, 4, 9, 8), np.float32), "k": np.ones((17, 5, 3, 3), np.float32)}
-    with pytest.raises(onnxruntime.capi.onnxruntime_pybind11_state.InvalidArgument, match="another shape"):
+    with pytest.raises(graphopt.GraphoptError, match="another shape"):
         session(load(proto), 1, lowered).compute_arrays(feeds)
 
 

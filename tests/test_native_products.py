@@ -8,11 +8,11 @@ import threading
 
 import numpy as np
 import onnx
-import onnxruntime
 import pytest
 from builders import model
 from precisions import assert_equal_in_float32, assert_near
 
+import graphopt
 from graphopt.graph.checking import KERNELS
 from graphopt.graph.loading import load
 from graphopt.runtime.device import Device
@@ -285,7 +285,7 @@ def test_a_wrong_inner_dimension_is_an_error():
     proto = model("g (float[M,K] a, float[L,N] b) => (float[M,N] y) { y = MatMul(a, b) }")
     lowered = lower_to_kernels(load(proto))
     session = Session(Device("cpu", native=False), lowered.model, library=lowered.library)
-    with pytest.raises(onnxruntime.capi.onnxruntime_pybind11_state.InvalidArgument, match="another shape"):
+    with pytest.raises(graphopt.GraphoptError, match="another shape"):
         session.compute_arrays({"a": np.ones((2, 3), np.float32), "b": np.ones((4, 2), np.float32)})
 
 

@@ -45,6 +45,8 @@ from graphopt.cli.run_folder import STEP, check_no_run, leave
 from graphopt.cli.schema import recipe_schema
 from graphopt.cli.train import parameter_count, train
 from graphopt.cli.trained import Trained, write_metrics, write_predictions
+from graphopt.cli.tuning.command import TUNE, tune
+from graphopt.cli.tuning.notes import PIXELS
 from graphopt.cli.words import check_words, field_of
 from graphopt.errors import GraphoptError, cause, escaped, nearest, unknown
 from graphopt.files import write
@@ -121,6 +123,12 @@ def _parser() -> argparse.ArgumentParser:
         help="write a JSON Schema of recipes for editors",
     )
     option("--info", "-i", nargs="?", const="all", help="show how Hydra composes the recipe")
+    flag("--deeper", help="with tune: then train the last layers, too, at a smaller rate")
+    option(
+        "--pixels",
+        choices=PIXELS,
+        help="with tune: what the model takes: 0 to 1, -1 to 1, standardized, 0 to 255",
+    )
     flag("--hydra-help", help="show the help of Hydra")
     flag("--shell-completion", "-sc", help="install=SHELL, uninstall=SHELL")
     return parser
@@ -137,8 +145,16 @@ def _run(arguments: argparse.Namespace) -> None:
         )
         return
     words = arguments.arguments
-    check_words(words, _RUNS)
-    overrides = words if arguments.shell_completion else [field_of(word, _RUNS) for word in words]
+    verbs = [*_RUNS, TUNE]
+    check_words(words, verbs)
+    if TUNE in words:
+        tune(words, main, pixels=arguments.pixels, deeper=arguments.deeper)
+        return
+    if arguments.pixels or arguments.deeper:
+        raise GraphoptError(
+            f"--pixels, --deeper: expected graphopt {TUNE} FILE.onnx FOLDER beside them, found another command"
+        )
+    overrides = words if arguments.shell_completion else [field_of(word, verbs) for word in words]
     command_line = CommandLine.of(overrides, arguments.config_dir)
     shows = arguments.help or arguments.hydra_help or arguments.cfg or arguments.info
     with composing(command_line) as hydra, _escaping() if shows else contextlib.nullcontext():

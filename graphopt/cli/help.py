@@ -22,6 +22,7 @@ USAGE = {
     "-m optimizer=sgd,adamw fit.epochs=5,10": "run every combination, and print a table",
     "--config-dir my_recipes experiment=mine": "run your own recipe",
     "--cfg job": "show the whole recipe without running it",
+    "tune my.onnx photos": "train it on a folder or a file, by a recipe that it proposes",
     "train my.onnx": "train it; the default",
     "evaluate folder=runs/mine": "compute metrics of what a run has trained",
     "predict folder=runs/mine": "write its outputs",

@@ -167,7 +167,7 @@ def _files_and_labels(
         raise GraphoptError(
             f"{root}: expected the folders of two classes or more, found {', '.join(map(repr, names))}"
         )
-    if labels is None and (parts := _parts_of_split(names)):
+    if labels is None and (parts := parts_of_split(names)):
         raise GraphoptError(
             f"{root}: expected a folder for each class, found the parts of a split, {', '.join(map(repr, names))}: set "
             f"data.path={root / parts[0]} and fit.validation={root / parts[-1]}"
@@ -185,7 +185,7 @@ def _files_and_labels(
     return files, np.array(classes, np.int64), names
 
 
-def _parts_of_split(names: Sequence[str]) -> list[str]:
+def parts_of_split(names: Sequence[str]) -> list[str]:
     """Return the folders to train on and to validate on, if all have names that people give to these; else none."""
     training = [name for name in names if name.lower() in ("train", "training")]
     others = [name for name in names if name.lower() in ("val", "valid", "validation", "dev", "eval")]

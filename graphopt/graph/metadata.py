@@ -83,6 +83,8 @@ GRADIENT_OF = Text("graphopt.gradient_of")  # of a value: the parameter that it 
 # Of a value: the weights that sum to the loss's divisor, a sum, or a mean over rows
 BATCH_WEIGHT = Text("graphopt.batch_weight")
 RUNTIME = Text("graphopt.needs_runtime")  # of a model: the package of the only runtime that runs it
+# Of a model of images, in the words of ONNX's documentation, MetadataProps.md: how its pixels are scaled
+PIXEL_RANGE = Text("Image.NominalPixelRange")
 LABELS = Text("labels")  # of a model: the names of its classes, a list in JSON; the trained model has it, too
 ADAPTER = Flag(
     "graphopt.is_of_adapter"

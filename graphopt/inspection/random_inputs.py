@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import numpy as np
 import onnx_ir as ir
 
 from graphopt.graph import inference
-from graphopt.graph.roles import FED, Role, labels_of, role_of, with_role
-from graphopt.graph.values import dtype_of, is_floating, name_of, size_name, size_names
+from graphopt.graph.roles import FED, STATE, Role, labels_of, role_of, with_role
+from graphopt.graph.values import dtype_of, is_floating, is_static, name_of, size_name, size_names
 from graphopt.runtime.device import Device
 from graphopt.runtime.session import Session
 from graphopt.runtime.state_buffers import StateBuffers
 
 ROWS = 4
 SIZES = (16, 32, 64, 224, 1024)  # of axes that the graph leaves open, tried in this order
+MOST_NUMBERS = 2**26  # of an input that is tried
 
 Arrays = dict[str, np.ndarray]
 
@@ -52,6 +54,8 @@ def open_sizes(model: ir.Model, rows: int) -> tuple[dict[str, int], int | None] 
     device = Device("cpu", verify=False, native=False)
     buffers = StateBuffers(device, copy)
     for size in SIZES:
+        if any(math.prod(_shape(x, {}, size)) > MOST_NUMBERS for x in fed):
+            return None
         inputs = random_inputs(copy, size, device, buffers)
         if _predicted(copy, inputs, device, buffers) is not None:
             shapes = [(x.shape or (), inputs[name_of(x)].shape) for x in with_role(copy, *FED)]
@@ -81,7 +85,9 @@ def _predicted(
     Returns: None if ONNX Runtime cannot compute the predictions.
     """
     predictions = with_role(model, Role.PREDICTION) or with_role(model, Role.LOSS)
-    state = {
+    shapes = {x: x.shape.numpy() for x in with_role(model, *STATE) if x.shape is not None and is_static(x)}
+    state = {name_of(x): np.zeros(shape, dtype_of(x).numpy()) for x, shape in shapes.items()}
+    state |= {  # an executor has taken the initial values out of its graph
         name: np.asarray(x.numpy()) for name, x in {**buffers.sets[buffers.current], **buffers.fed}.items()
     }
     try:

@@ -150,7 +150,7 @@ class Session:
         for file in self._files:
             file.check()
 
-    def stopped(self, error: RuntimeError) -> GraphoptError:
+    def stopped(self, error: Exception) -> GraphoptError:
         """Return the error for a run, or a copy to the device, that the runtime ends with an error."""
         if "requires f16" in str(error):
             return GraphoptError(
@@ -214,7 +214,7 @@ class Session:
         try:
             with self.device.flushing or contextlib.nullcontext():
                 return run(self.outputs, feeds, self._options)
-        except RuntimeError as error:
+        except Exception as error:  # of which onnxruntime's own are direct subclasses
             raise self.stopped(error) from error
 
 

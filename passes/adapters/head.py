@@ -16,8 +16,8 @@ from graphopt.graph.metadata import ADAPTER, Kind, Origin
 from graphopt.graph.rewriting import Pass, Read
 from graphopt.graph.shapes import ensure_typed, infer
 from graphopt.graph.traversal import ancestors
-from graphopt.graph.values import dtype_of, is_floating, name_of, redirect
-from graphopt.graph.weight_kinds import EMBEDDING, inverse, moved
+from graphopt.graph.values import constant_of, dtype_of, is_floating, name_of, redirect
+from graphopt.graph.weight_kinds import EMBEDDING, Moves, inverse, moved
 from graphopt.intervals import within
 from passes.weights.initializers import register
 
@@ -35,11 +35,13 @@ class Head(Pass):
         output: the name of the output; by default, the only floating-point output.
         classes: the number of outputs of the new product, at most a million; None for as many as the
             data has classes, or columns of numbers, which `graphopt.adapt` and recipes count.
+        grow: begin with the weight and the bias of the file, which are the first outputs; only further outputs have new
+            initial values. It needs as many classes as the file has, or more.
         seed: the seed of the initial values.
 
     Raises:
-        GraphoptError: the model has no such output, no single product leads to it, or what follows the product does not
-            fit the number of classes.
+        GraphoptError: the model has no such output, no single product leads to it, what follows the product does not
+            fit the number of classes, or the head is to grow and has fewer classes than the file.
 
     >>> steps = {"adapter": passes.Head(classes=5), "loss": passes.CrossEntropy(), "optimizer": passes.AdamW(1e-3)}
     >>> executor = graphopt.Executor(graphopt.compile(models.mlp((4,), 3, hidden=[8]), **steps))
@@ -51,6 +53,7 @@ class Head(Pass):
 
     output: str | None = None
     classes: int | None = within("[1, 1000000]", None, whole=True)
+    grow: bool = False
     seed: int = within("[0, inf)", 0)
 
     @property
@@ -78,6 +81,8 @@ class Head(Pass):
         shape[target.own_axis] = self.classes
         numbers, read = generator.uniform(-bound, bound, shape), target.w
         moves = target.source.moves
+        if self.grow:
+            self._keep(numbers, _stored(target.source.weight, moves), target.own_axis)
         if all(
             how == "transpose" for how, _ in moves
         ):  # the new weight has the layout of the one in the file
@@ -87,6 +92,8 @@ class Head(Pass):
         _renew(model, read, before | {target.node}, numbers)
         if target.bias is not None:
             bias = np.zeros(self.classes) if is_keras else generator.uniform(-bound, bound, self.classes)
+            if self.grow:
+                self._keep(bias, _stored(target.bias), 0)
             _renew(model, target.bias, {target.node, *following}, bias)
         for node in {*following, *before}:
             for y in node.outputs:
@@ -98,6 +105,14 @@ class Head(Pass):
                 f"Head(classes={self.classes}): expected nodes after {target.node.op_type} node {target.node.name!r} "
                 f"that take any number of classes, found others: {error}"
             ) from error
+
+    def _keep(self, numbers: np.ndarray, old: np.ndarray, axis: int) -> None:
+        """Write the numbers of the file's outputs over the first ones along an axis."""
+        if old.shape[axis] > numbers.shape[axis]:
+            raise GraphoptError(
+                f"Head(grow=True): expected at least the {old.shape[axis]} classes of the file, found {self.classes}"
+            )
+        np.moveaxis(numbers, axis, 0)[: old.shape[axis]] = np.moveaxis(old, axis, 0)
 
     def _output(self, model: ir.Model) -> ir.Value:
         outputs = {name_of(y): y for y in model.graph.outputs if is_floating(y)}
@@ -133,6 +148,14 @@ class Head(Pass):
                 f"{'none' if node is None else f'{node.op_type} node {node.name!r}'}{_advice(target)}"
             )
         return target
+
+
+def _stored(value: ir.Value, moves: Moves = ()) -> np.ndarray:
+    """Return the numbers of a weight or a bias in the file, as the product reads them."""
+    numbers = constant_of(value)
+    if numbers is None:
+        raise GraphoptError(f"Head(grow=True): expected numbers in the file, found that {value.name!r} is computed")
+    return moved(numbers, moves)
 
 
 def _advice(target: AdapterTarget | None) -> str:

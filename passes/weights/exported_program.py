@@ -183,6 +183,8 @@ def is_stripped(model: ir.Model) -> bool:
     """Return whether this exporter wrote a file from which another tool removed its records."""
     if model.producer_name != "pytorch" or EXPORTED_GRAPH.read(model.graph) is not None:
         return False
+    if any((node.name or "").startswith("/") for node in model.graph):  # a scope of the TorchScript exporter
+        return False
     return any(re.fullmatch(r"val_\d+", name_of(x)) for x in model.graph.initializers.values()) or any(
         re.match(r"node_\w+", node.name or "") for node in model.graph
     )

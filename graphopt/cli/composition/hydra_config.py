@@ -43,6 +43,7 @@ BRACKETS = (("[", "]"), ("{", "}"), ("(", ")"))
 MOST_READ = 20_000  # values of recipes, each counted as often as it is read
 _HOST = re.compile(r"[+~]*(sweep|launcher)\b")  # what starts processes: a recipe cannot set it
 _RUNS = 10_000  # the largest sweep that a recipe may ask for
+_OF_TRAINED = ("evaluate", "predict", "generate")  # verbs that use what a run has trained
 SEARCH_PATH = "hydra.searchpath"
 SET_BY_HYDRA = ("job.override_dirname.", "runtime.choices.", "runtime.config_sources.")
 REFUSED_RESOLVERS = {f"oc.{name}": getattr(oc, name) for name in ("create", "decode", "deprecated", "env")}
@@ -172,18 +173,30 @@ class CommandLine:
 
 
 def _record(overrides: Sequence[str]) -> RunRecord | None:
-    """Return the record of the run that `resume=PATH` names, or `folder=RUN` to evaluate, predict or generate."""
+    """Return the record of the run that `recipe=RUN` or `resume=PATH` names, or `folder=RUN` to use what it trained."""
     fields = {x.key_or_group: x.value() for x in _parse(*overrides) if not x.is_delete()}
     for name in ("folder", "model", "resume"):
         if name in fields and fields[name] in (None, ""):
             raise GraphoptError(
                 f"{name}: expected a path, found {_override_text(fields[name]) or 'an empty text'}"
             )
-    resume, folder = fields.get("resume"), fields.get("folder")
+    resume, folder, recipe = fields.get("resume"), fields.get("folder"), fields.get("recipe")
+    if isinstance(recipe, str):
+        if fields.get("run") in _OF_TRAINED:
+            raise GraphoptError(
+                f"recipe={recipe}: expected folder={recipe}, whose trained model {fields['run']} uses"
+            )
+        record = None if isinstance(resume, str) else RunRecord.read(Path(recipe))
+        if record is None:
+            found = "resume beside it" if isinstance(resume, str) else "none there"
+            raise GraphoptError(
+                f"recipe={recipe}: expected the folder of a run, for a new run, found {found}"
+            )
+        return record
     if isinstance(resume, str):
         run = run_of(resume)
         return None if run is None else RunRecord.read(run)
-    uses = fields.get("run") in ("evaluate", "predict", "generate") and not resume and isinstance(folder, str)
+    uses = fields.get("run") in _OF_TRAINED and not resume and isinstance(folder, str)
     return RunRecord.read(Path(str(folder))) if uses else None
 
 

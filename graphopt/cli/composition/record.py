@@ -31,6 +31,7 @@ NOT_TAKEN = (
     "predictions",
     "prompt",
     "quiet",
+    "recipe",
     "resume",
     "rows",
     "run",

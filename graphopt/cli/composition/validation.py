@@ -73,6 +73,7 @@ class RecipeFields:
         folder: the folder for the run's files
         resume: true: continue the newest run of the same recipe; or the path of a run or of a checkpoint; also for
             run=evaluate and run=predict
+        recipe: the folder of a run whose recipe to take, for a new run
         predictions: the file that run=predict writes in the folder: .npz, .csv or .parquet
         prompt: the text that run=generate continues; -: from the input; null: the model starts a text
         rows: of a run's own data, for run=evaluate and run=predict: all, held_out or trained; null: held_out to
@@ -85,6 +86,7 @@ class RecipeFields:
     model: ReadPath
     folder: str
     resume: bool | ReadPath
+    recipe: ReadPath | None
     predictions: WritePath
     prompt: str | None
     rows: _Rows | None
@@ -214,6 +216,7 @@ def _typed_fields(fields: Fields) -> Iterator[tuple[str, object, type | types.Un
     yield from ((f"models.{name}", x, dict, "a mapping of fields") for name, x in fields["models"].items())
     yield "fit.checkpoint", fields["fit"].get("checkpoint"), dict | None, "a mapping of fields or null"
     yield "resume", fields.get("resume", False), bool | str, "true, false or a path"
+    yield "recipe", fields.get("recipe"), str | None, "the folder of a run, or null"
 
 
 def _check_untrusted(leaves: Mapping[str, object], command_line: CommandLine) -> None:
@@ -230,8 +233,8 @@ def _check_paths(fields: Mapping[str, object], command_line: CommandLine) -> Non
     for field, value, access in paths_in(fields, command_line.trust):
         if command_line.names(field) or value == MISSING:
             continue
-        if field == "resume":
-            raise GraphoptError("resume: expected a path on the command line alone, found it in a recipe")
+        if field in ("recipe", "resume"):
+            raise GraphoptError(f"{field}: expected a path on the command line alone, found it in a recipe")
         if field == "predictions":
             if os.path.splitext(value)[0] != _PREDICTIONS:
                 raise _elsewhere(field, f"{_PREDICTIONS} with .npz, .csv or .parquet", value)

@@ -1,0 +1,194 @@
+"""Run `graphopt tune`: propose a recipe for a model file and data, print it, and train by it."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+import webbrowser
+from collections.abc import Callable, Sequence
+from datetime import datetime
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+from rich.console import Console
+
+import passes
+from graphopt import data as readers
+from graphopt.adapters.targets import targets_in
+from graphopt.cli.messages import say
+from graphopt.cli.run_folder import METRICS_FILE, MODEL, REPORT
+from graphopt.cli.tuning.images import of_images
+from graphopt.cli.tuning.proposal import Proposal, listed, quoted
+from graphopt.cli.words import reader_of
+from graphopt.data.dataset import TARGET
+from graphopt.errors import GraphoptError
+from graphopt.files import json_of
+from graphopt.graph.loading import load
+from graphopt.graph.values import dims_of, is_floating, name_of
+from graphopt.graph.weight_kinds import EMBEDDING
+from graphopt.training.callbacks.logs import read_json_lines
+from graphopt.training.callbacks.terminal import is_watched, open_console
+
+TUNE = "tune"  # the verb
+DEEPER = "deeper"  # the folder of the second run, in that of the first
+RATE = 3e-5  # of the last layers
+LAST = 0.25  # of the layers
+MOST_LINE = 2**20  # bytes of a line of text
+
+
+def tune(
+    words: Sequence[str],
+    main: Callable[[Sequence[str]], int],
+    *,
+    pixels: str | None = None,
+    deeper: bool = False,
+) -> None:
+    """Train the model that words of the command line name on the data that they name, by a proposed recipe.
+
+    Args:
+        words: FILE.onnx, a folder or a file of data, and fields of the recipe.
+        main: what runs the command in this process.
+        pixels: the name of what the pixels become, if the user has said it.
+        deeper: then train the last layers, too.
+
+    Raises:
+        GraphoptError: the words name no model or no data, or nothing can be proposed for them.
+        SystemExit: a run has ended with an error, which is printed.
+    """
+    plain = [word for word in words if "=" not in word and word != TUNE]
+    said = dict(word.split("=", 1) for word in words if "=" in word)
+    models, others = (
+        [word for word in plain if word.endswith(".onnx") == is_model] for is_model in (True, False)
+    )
+    if not models or len(others) != 1:
+        raise GraphoptError(
+            f"{TUNE}: expected FILE.onnx and a folder or a file of data, as in graphopt {TUNE} my.onnx photos, found "
+            f"{' '.join(plain) or 'neither'}"
+        )
+    console = open_console(quiet=said.get("quiet") == "true")
+    proposed = propose(Path(models[0]), Path(others[0]), said, pixels)
+    folder = _run(console, proposed, main)
+    if deeper:
+        head = folder
+        folder = _run(console, _deeper(head, proposed), main)
+        folder = _better(console, head, folder)
+    say(console, "again", shlex.join(["graphopt", f"recipe={quoted(str(folder))}"]))
+    if is_watched() and not console.quiet:
+        _open(folder / REPORT)
+
+
+def propose(model: Path, data: Path, said: dict[str, str], pixels: str | None = None) -> Proposal:
+    """Propose a recipe for a model file and data.
+
+    Raises:
+        GraphoptError: there is no such data, or the model and the data leave something open that trying does not tell.
+    """
+    loaded = load(model)
+    if not data.exists():
+        raise GraphoptError(f"{TUNE}: {data}: expected a folder or a file of data, found none")
+    kind = said.get("data") or reader_of(str(data))
+    if not kind:
+        raise GraphoptError(
+            f"{TUNE}: {data}: expected a folder of images, a table or lines of text, found another file: name its "
+            "reader with data=..."
+        )
+    folder = datetime.now().strftime("runs/%Y-%m-%d/%H-%M-%S-%f")
+    fields = {"model": quoted(str(model)), "data": kind, "data.path": quoted(str(data)), "folder": folder}
+    proposed = Proposal(said, fields)
+    if kind == "images":
+        of_images(proposed, model, loaded, data, pixels)
+    elif kind == "text":
+        _of_text(proposed, data)
+    else:
+        _of_table(proposed, loaded, data)
+    return proposed
+
+
+def _of_table(proposed: Proposal, model: ir.Model, data: Path) -> None:
+    """Propose the loss of a table's target, and a head if it has other classes than the model."""
+    target = proposed.said.get("data.target", TARGET)
+    rows = getattr(readers, proposed.fields["data"])(str(data), target=target)
+    targets, outputs = rows.arrays[TARGET], [y for y in model.graph.outputs if is_floating(y)]
+    width = dims_of(outputs[0])[-1] if len(outputs) == 1 and outputs[0].shape else None
+    is_whole = targets.ndim == 1 and bool(np.all(targets == np.round(targets)))
+    is_classes = rows.labels is not None or (is_whole and width not in (1, None))
+    proposed.fields["loss"] = "cross_entropy" if is_classes else "mean_squared_error"
+    proposed.lines["data"] = f"{data}: {len(rows)} rows, target {target!r}"
+    if is_classes:
+        classes = len(rows.labels) if rows.labels else int(targets.max()) + 1
+        proposed.lines["head"] = (
+            f"{classes} classes, {'as in the file' if classes == width else f'in place of {width}'}"
+        )
+        if classes != width:
+            proposed.head(None)
+    proposed.wait(epochs=100, patience=10)
+
+
+def _of_text(proposed: Proposal, data: Path) -> None:
+    """Propose a LoRA of a language model; of prompts and chats, the answers count."""
+    with data.open("rb") as lines:
+        first = {} if data.suffix == ".txt" else json_of(lines.readline(MOST_LINE), str(data))
+    is_answered = isinstance(first, dict) and bool({"prompt", "messages"} & first.keys())
+    proposed.fields |= {"loss": "causal_language_model", "adapter": "lora", "optimizer.learning_rate": "2e-4"}
+    proposed.fields |= {"data.context": "256", "fit.batch_size": "8", "fit.epochs": "3"}
+    if is_answered:
+        proposed.fields |= {"data.completion_only": "true", "loss.labels": "true"}
+    proposed.lines["data"] = f"{data}: {'the answers count' if is_answered else 'each token counts'}"
+
+
+def _run(console: Console, proposed: Proposal, main: Callable[[Sequence[str]], int]) -> Path:
+    """Print a proposal, run it, and return the folder of the run."""
+    for topic, text in proposed.lines.items():
+        say(console, topic, text)
+    say(console, "recipe", shlex.join(["graphopt", *proposed.overrides]))
+    if code := main(proposed.overrides):
+        raise SystemExit(code)
+    return Path(str(proposed.value("folder")).strip("'"))
+
+
+def _deeper(head: Path, proposed: Proposal) -> Proposal:
+    """Propose to train the last layers of a model whose head has been trained."""
+    names = _last_layers(load(head / MODEL))
+    of_head = ("adapter", "standardize", "pipeline")  # trained.onnx has them
+    said, fields = (
+        {name: text for name, text in given.items() if not name.startswith(of_head)}
+        for given in (proposed.said, proposed.fields)
+    )
+    own = {"model": quoted(str(head / MODEL)), "folder": quoted(str(head / DEEPER))}
+    again = Proposal({**said, **own}, fields)
+    again.fields |= {"parameters.pattern": listed(names), "optimizer.learning_rate": str(RATE)}
+    again.fields["fit.cache_features"] = "true"
+    again.wait(epochs=30, patience=3)
+    again.lines["deeper"] = f"{len(names)} weights of the last layers train, too, at a rate of {RATE}"
+    return again
+
+
+def _last_layers(model: ir.Model) -> list[str]:
+    """Return the weights and the biases of the last products and convolutions of a model, in order."""
+    normal = passes.Normalize()(model).model
+    layers = [
+        target for target in targets_in(normal) if target.kind != EMBEDDING and not target.is_weight_itself
+    ]
+    last = layers[-max(1, round(len(layers) * LAST)) :]
+    names = [name_of(x) for target in last for x in (target.source.weight, target.bias) if x is not None]
+    return [name for name in dict.fromkeys(names) if name in normal.graph.initializers]
+
+
+def _better(console: Console, *folders: Path) -> Path:
+    """Print which of the runs has the smallest loss of held-out rows, and return its folder."""
+    losses = {}
+    for folder in folders:
+        records = [record for record in read_json_lines(folder / METRICS_FILE) if "validation_loss" in record]
+        losses[folder] = min((float(record["validation_loss"]) for record in records), default=float("inf"))
+    best = min(losses, key=lambda folder: losses[folder])
+    texts = ", ".join(f"{folder} {loss:.4g}" for folder, loss in losses.items())
+    say(console, "best", f"{best / MODEL}, by the loss of held-out rows: {texts}")
+    return best
+
+
+def _open(page: Path) -> None:
+    """Open a page in the browser, if this is a desktop."""
+    if sys.platform in ("darwin", "win32") or {"DISPLAY", "WAYLAND_DISPLAY"} & os.environ.keys():
+        webbrowser.open(page.absolute().as_uri())

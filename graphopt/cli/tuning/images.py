@@ -1,0 +1,302 @@
+"""Propose how a model reads images, what their pixels become, and the head that learns their classes."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import onnx_ir as ir
+
+import passes
+from graphopt.cli.tuning.notes import PIXELS, Moments, Notes
+from graphopt.cli.tuning.proposal import Proposal, quoted
+from graphopt.compiler import standard
+from graphopt.data import Dataset, images
+from graphopt.data.dataset import TARGET
+from graphopt.data.image_folders import parts_of_split
+from graphopt.errors import GraphoptError, some
+from graphopt.files import json_of
+from graphopt.graph.values import dims_of, dtype_of, is_floating, name_of
+from graphopt.pipeline import Pipeline
+from graphopt.runtime.device import Device
+from graphopt.runtime.executor import run
+from graphopt.runtime.session import Session
+from passes.parts.features import cut_features
+
+OPEN_SIZE = (224, 224)  # pixels, if neither the file nor its notes say any
+DRAWN = 120  # images on which the forms of pixels are compared
+MOST_NUMBERS = 2**28  # of these images
+TOGETHER = 32  # images in a batch
+RIDGES = (1e-3, 1e-2, 1e-1, 1.0)  # by the mean square of the features
+_EPOCHS, _PATIENCE = 100, 10
+_CHANNELS: dict[Literal["NCHW", "NHWC"], int] = {"NCHW": 1, "NHWC": 3}  # the axis in each layout
+
+
+@dataclass(frozen=True)
+class Form:
+    """Describe arrays of images."""
+
+    layout: Literal["NCHW", "NHWC"]
+    channels: int
+    size: tuple[int, int]
+
+    def __str__(self) -> str:
+        return f"data.layout={self.layout} data.channels={self.channels}"
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Return the shape of a row."""
+        return (self.channels, *self.size) if self.layout == "NCHW" else (*self.size, self.channels)
+
+    def of_channels(self, numbers: list[float]) -> np.ndarray:
+        """Return numbers of channels, or one for all, in a shape that broadcasts over batches."""
+        return np.reshape(numbers, [-1 if axis == _CHANNELS[self.layout] else 1 for axis in range(4)])
+
+
+def of_images(proposed: Proposal, file: Path, model: ir.Model, data: Path, pixels: str | None) -> None:
+    """Propose the recipe of a model of images.
+
+    Args:
+        proposed: what gets the fields.
+        file: where the model is.
+        data: a folder with a folder of images for each class, or with such folders for training and validation.
+        pixels: one of `PIXELS`, if the user knows.
+
+    Raises:
+        GraphoptError: the model takes something else, the folder has no images, or trying does not tell the form.
+    """
+    root = _training_folder(proposed, data)
+    notes, x = Notes.of(file, model), _input(file, model)
+    rows = dims_of(x)[0]
+    if isinstance(rows, int):
+        model = _freed(proposed, model, rows)
+        (x,) = (y for y in model.graph.inputs if y.name == x.name)
+    form = _form(proposed, file, model, x, notes)
+    height, width = form.size
+    proposed.fields |= {"data.size": f"[{height},{width}]", "data.channels": str(form.channels)}
+    proposed.fields["data.layout"] = form.layout
+    is_scaled = is_floating(x)
+    if not is_scaled:
+        proposed.fields["data.scale"] = "false"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the run repeats them
+        found = images(str(root), size=form.size, channels=form.channels, layout=form.layout, scale=is_scaled)
+    labels = list(found.labels or ())
+    is_freed = proposed.value("pipeline.normalize.batch") == "free"
+    proposed.lines["model"] = (
+        f"{file}: {x.name!r} takes {height} x {width} pixels of {form.channels} channels, {form.layout}"
+        f"{f'; its batches of {rows} get any size' if is_freed else ''}"
+    )
+    counts = np.bincount(found.arrays[TARGET][:], minlength=len(labels))
+    parts = [f"{name} {count}" for name, count in zip(labels, counts, strict=True)]
+    proposed.lines["data"] = f"{root}: {len(found)} images in {len(labels)} classes, {some(parts, 10)}"
+    head = _head(proposed, model, labels, notes.labels or [])
+    if is_scaled and "standardize" not in proposed.said:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            step = head(model)
+        _pixels(proposed, cut_features(step)[0], form, found, notes, pixels)
+    proposed.wait(_EPOCHS, _PATIENCE)
+
+
+def _training_folder(proposed: Proposal, data: Path) -> Path:
+    """Return the folder to train on; of a split, propose the folder to validate on, and leave tests alone."""
+    names = sorted(
+        place.name for place in data.iterdir() if place.is_dir() and not place.name.startswith(".")
+    )
+    parts = parts_of_split(names)
+    if not parts:
+        return data
+    root, held_out = data / parts[0], data / parts[1]
+    proposed.fields["data.path"] = quoted(str(root))
+    if not parts[1].lower().startswith("test"):
+        proposed.fields["fit.validation"] = quoted(str(held_out))
+        proposed.lines["held out"] = str(held_out)
+    for name in names:
+        if name.lower().startswith("test"):
+            proposed.lines["tests"] = f"{data / name} is left alone: graphopt evaluate measures it"
+    return root
+
+
+def _input(file: Path, model: ir.Model) -> ir.Value:
+    inputs = [x for x in model.graph.inputs if not x.is_initializer()]
+    if len(inputs) != 1 or inputs[0].shape is None or len(inputs[0].shape) != 4:
+        found = ", ".join(f"{x.name!r} of shape {x.shape}" for x in inputs) or "none"
+        raise GraphoptError(
+            f"tune: {file}: expected one input of images, [N, C, H, W] or [N, H, W, C], found {found}"
+        )
+    return inputs[0]
+
+
+def _freed(proposed: Proposal, model: ir.Model, rows: int) -> ir.Model:
+    """Propose to free a fixed batch, if that is proved, or else batches of its size; return the model so."""
+    try:
+        freed: ir.Model = passes.Normalize(batch="free")(model.clone()).model
+    except GraphoptError as error:
+        proposed.fields["fit.batch_size"] = str(rows)
+        proposed.lines["batch"] = f"{rows}, as in the file: {error}"
+        return model
+    proposed.fields["pipeline.normalize.batch"] = "free"
+    return freed
+
+
+def _form(proposed: Proposal, file: Path, model: ir.Model, x: ir.Value, notes: Notes) -> Form:
+    """Return the form of images that a model declares, or the only one that it runs on."""
+    forms = list(_forms(proposed, x, notes))
+    runs = forms if len(forms) == 1 else [form for form in forms if _runs(model, x, form)]
+    if len(runs) != 1:
+        found = f"that {len(runs)} run: say {' or '.join(map(str, runs))}" if runs else "that none runs"
+        raise GraphoptError(
+            f"tune: {file}: expected one form of images, NCHW or NHWC, of 3 channels or 1, for input {x.name!r} of "
+            f"shape {x.shape}, found {found}"
+        )
+    return runs[0]
+
+
+def _forms(proposed: Proposal, x: ir.Value, notes: Notes) -> Iterator[Form]:
+    """Yield the forms of images that the shape of an input leaves open."""
+    said, dims = proposed.said, dims_of(x)
+    size = json_of(said["data.size"], "data.size") if "data.size" in said else notes.size or OPEN_SIZE
+    for layout, axis in _CHANNELS.items():
+        declared = [size for i, size in enumerate(dims) if i not in (0, axis)]
+        height, width = (
+            own if isinstance(own, int) else int(open_one)
+            for own, open_one in zip(declared, size, strict=True)
+        )
+        for channels in (3, 1):
+            fits = dims[axis] == channels or not isinstance(dims[axis], int)
+            is_said = said.get("data.layout", layout) == layout
+            if fits and is_said and said.get("data.channels", str(channels)) == str(channels):
+                yield Form(layout, channels, (height, width))
+
+
+def _runs(model: ir.Model, x: ir.Value, form: Form) -> bool:
+    """Return whether the runtime runs a model on images of a form."""
+    rows = dims_of(x)[0]
+    if math.prod(form.shape) > MOST_NUMBERS:
+        return False
+    with suppress(GraphoptError):
+        run(
+            model,
+            {name_of(x): np.zeros((rows if isinstance(rows, int) else 1, *form.shape), dtype_of(x).numpy())},
+        )
+        return True
+    return False
+
+
+def _head(proposed: Proposal, model: ir.Model, labels: list[str], names: list[str]) -> Pipeline:
+    """Propose to keep, to grow or to replace the head of a model; return the pipeline of its training graph."""
+    is_kept, is_grown = {*labels} <= {*names}, bool(names) and {*names} < {*labels}
+    classes = [*names, *(label for label in labels if label not in names)] if is_kept or is_grown else labels
+    (output,) = [y for y in model.graph.outputs if is_floating(y)][:1] or (None,)
+    old = dims_of(output)[-1] if output is not None and output.shape else "those of the file"
+    what = (
+        "new ones" if not is_grown else f"{len(names)} of the file, and {len(classes) - len(names)} new ones"
+    )
+    proposed.lines["head"] = (
+        f"{len(classes)} classes, {'as in the file' if is_kept else f'{what}, in place of {old}'}"
+    )
+    proposed.head(classes if is_kept or is_grown else None, grow=is_kept or is_grown)
+    from_logits = output is None or (node := output.producer()) is None or node.op_type != "Softmax"
+    if not from_logits:
+        proposed.fields["loss.from_logits"] = "false"
+    return standard(
+        adapter=passes.Head(classes=len(classes), grow=is_kept or is_grown),
+        loss=passes.CrossEntropy(from_logits=from_logits),
+        optimizer=passes.SGD(0.1),
+    )
+
+
+def _pixels(
+    proposed: Proposal, frozen: ir.Model, form: Form, rows: Dataset, notes: Notes, said: str | None
+) -> None:
+    """Propose what standardizes pixels: as is said, or noted, or with which features tell the classes best."""
+    if said is not None:
+        moments, why = PIXELS[said], f"{said}, as --pixels says"
+    elif notes.moments is not None:
+        moments, source = notes.moments
+        why = f"as {source} says"
+    else:
+        moments, why = _tried(frozen, form, rows)
+    mean, scale = moments
+    proposed.lines["pixels"] = f"{why}: (x - {_shown(mean)}) / {_shown(scale)} for x from 0 to 1"
+    if moments == PIXELS["unit"]:
+        return
+    proposed.fields |= {
+        "standardize": "inputs",
+        "standardize.mean": _shown(mean),
+        "standardize.scale": _shown(scale),
+    }
+    if form.layout == "NHWC":
+        proposed.fields["standardize.axis"] = "-1"
+
+
+def _shown(numbers: list[float]) -> str:
+    return f"[{','.join(f'{x:.9g}' for x in numbers)}]"
+
+
+def _tried(frozen: ir.Model, form: Form, rows: Dataset) -> tuple[Moments, str]:
+    """Return what standardizes pixels so that a linear classifier of features tells most classes, and the shares."""
+    count = min(DRAWN, max(2, MOST_NUMBERS // math.prod(form.shape)), len(rows))
+    drawn = np.sort(np.random.default_rng(0).permutation(len(rows))[:count])
+    pixels, classes = rows.arrays["x"][drawn], rows.arrays[TARGET][drawn]
+    shares = {}
+    for word, (mean, scale) in PIXELS.items():
+        if form.channels % len(mean) == 0:
+            x = (pixels - form.of_channels(mean)) / form.of_channels(scale)
+            shares[word] = share_right(_features(frozen, x), classes)
+    best = max(shares, key=lambda word: shares[word])
+    others = {word: share for word, share in shares.items() if word != best}
+    noise = math.sqrt(
+        max(shares[best] * (1 - shares[best]), 1 / count) / count
+    )  # of a share, a standard deviation
+    unsure = (
+        "; the difference is small: --pixels=WORD says it, if you know"
+        if shares[best] - max(others.values()) < noise
+        else ""
+    )
+    texts = ", ".join(f"{word} {share:.0%}" for word, share in others.items())
+    return PIXELS[best], (
+        f"{best}, tried: of {count} images, their features tell the classes of {shares[best]:.0%} ({texts}){unsure}"
+    )
+
+
+def _features(frozen: ir.Model, x: np.ndarray) -> np.ndarray:
+    """Return the features of images, a row for each."""
+    (read,) = frozen.graph.inputs
+    dims, dtype = dims_of(read), dtype_of(read).numpy()
+    size = dims[0] if isinstance(dims[0], int) else TOGETHER
+    session, found = Session(Device(), frozen), []
+    for start in range(0, len(x), size):
+        part = np.resize(x[start : start + size], (size, *x.shape[1:])).astype(dtype)
+        flat = [y.reshape(size, -1) for y in session.compute_arrays({name_of(read): part}).values()]
+        found.append(np.concatenate(flat, axis=1)[: len(x) - start])
+    return np.concatenate(found)
+
+
+def share_right(features: np.ndarray, classes: np.ndarray) -> float:
+    """Return the share of rows whose class a ridge regression on all other rows predicts, with the best of some ridges.
+
+    With the products K of centred features, G = K + ridge I, and targets Y of 1 and -1, the prediction of a row that
+    is left out is y - (G^-1 Y) / diag(G^-1) (Rifkin and Lippert, "Notes on regularized least squares", 2007).
+
+    >>> from graphopt.cli.tuning.images import share_right
+    >>> share_right(numpy.array([[0.0, 1.0], [0.1, 0.9], [1.0, 0.0], [0.9, 0.2]]), numpy.array([0, 0, 1, 1]))
+    1.0
+    """
+    known = np.unique(classes)
+    centred = np.nan_to_num(features.astype(np.float64) - features.mean(axis=0, dtype=np.float64))
+    products = centred @ centred.T + 1.0  # with a constant feature
+    targets = np.where(classes[:, None] == known, 1.0, -1.0)
+    mean, shares = max(float(np.trace(products)) / len(products), 1e-30), []
+    for ridge in RIDGES:
+        inverse = np.linalg.inv(products + ridge * mean * np.eye(len(products)))
+        left_out = targets - (inverse @ targets) / np.diag(inverse)[:, None]
+        shares.append(float((known[left_out.argmax(axis=1)] == classes).mean()))
+    return max(shares)

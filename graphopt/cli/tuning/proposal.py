@@ -1,0 +1,68 @@
+"""Collect the fields of a proposed recipe, and why each was chosen."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from hydra.core.override_parser.types import Quote, QuotedString
+
+_PLAIN = re.compile(r"[\w./-]*[A-Za-z_./-][\w./-]*", re.ASCII)  # what Hydra reads as a text without quotes
+
+
+@dataclass
+class Proposal:
+    """Hold the fields of a recipe, as the command line writes them, and lines that say why, by their topics.
+
+    Args:
+        said: the fields that the user has named, which win.
+        fields: those that are proposed.
+        lines: what to print about them.
+    """
+
+    said: Mapping[str, str]
+    fields: dict[str, str] = field(default_factory=dict)
+    lines: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def overrides(self) -> list[str]:
+        """Return the fields as arguments of the command."""
+        return [f"{name}={text}" for name, text in {**self.fields, **self.said}.items()]
+
+    def value(self, name: str) -> str | None:
+        """Return a field, as text."""
+        return self.said.get(name, self.fields.get(name))
+
+    def wait(self, epochs: int, patience: int) -> None:
+        """Propose to train until the held-out loss has not improved in some epochs."""
+        if self.said.get("fit.validation") not in ("null", "0"):
+            self.fields["callbacks.early_stopping"] = f"{{patience: {patience}}}"
+        self.fields["fit.epochs"] = str(epochs)
+
+    def head(self, labels: Sequence[str] | None, *, grow: bool = False) -> None:
+        """Propose a head, which trains on features that are computed once; `labels` are the names of its classes."""
+        if self.said.get("adapter", "head") != "head":
+            return
+        self.fields |= {"adapter": "head", "fit.cache_features": "true"}
+        if grow:
+            self.fields["adapter.grow"] = "true"
+        if labels is not None:
+            self.fields["data.labels"] = listed(labels)
+
+
+def quoted(text: str) -> str:
+    """Return a text as Hydra reads it: in quotes, if it has characters of its grammar.
+
+    >>> from graphopt.cli.tuning.proposal import quoted
+    >>> quoted("photos/dogs"), quoted("my photos"), quoted("12")
+    ('photos/dogs', "'my photos'", "'12'")
+    """
+    if _PLAIN.fullmatch(text) and text.lower() not in ("null", "true", "false", "nan", "inf"):
+        return text
+    return str(QuotedString(text.replace("${", "\\${"), Quote.single).with_quotes())
+
+
+def listed(texts: Sequence[str]) -> str:
+    """Return texts as a list that Hydra reads."""
+    return f"[{','.join(map(quoted, texts))}]"
