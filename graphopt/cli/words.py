@@ -12,6 +12,7 @@ from graphopt.cli.composition.hydra_config import BASE, BRACKETS, RECIPES, known
 from graphopt.cli.composition.recipe import check_format, nearest_file
 from graphopt.cli.run_folder import CONFIG
 from graphopt.data import READERS
+from graphopt.data.audio_folders import ENDINGS as RECORDINGS
 from graphopt.errors import GraphoptError, nearest
 
 PROMPT = "prompt="  # the field of a text, which needs no quotes of Hydra's
@@ -70,7 +71,17 @@ def check_words(words: Sequence[str], verbs: Iterable[str]) -> None:
 def reader_of(path: str) -> str:
     """Return the option of `data` that reads a file or a folder, by its name; an empty text if none does."""
     ending = path[path.rfind(".") :].lower() if "." in path else ""
-    return READERS.get(ending) or ("images" if os.path.isdir(path) else "")
+    return READERS.get(ending) or (_reader_of_folder(path) if os.path.isdir(path) else "")
+
+
+def _reader_of_folder(path: str) -> str:
+    """Return the option of `data` that reads a folder, by the first file in it."""
+    for _, folders, names in os.walk(path):
+        folders.sort()
+        for name in sorted(names):
+            if not name.startswith("."):
+                return "audio" if Path(name).suffix.lower() in RECORDINGS else "images"
+    return "images"
 
 
 def _stands_for(word: str) -> str | None:

@@ -3,6 +3,7 @@
 from typing import NoReturn
 
 from graphopt.arguments import no_attribute
+from graphopt.data.audio_folders import audio
 from graphopt.data.columnar import arrow, parquet
 from graphopt.data.columns import Category, Date, Number
 from graphopt.data.dataset import Dataset, LazyArray
@@ -28,6 +29,7 @@ __all__ = [
     "Number",
     "Tokenizer",
     "arrow",
+    "audio",
     "balanced_class_weights",
     "csv",
     "diabetes",

@@ -110,6 +110,7 @@ class Dataset(Checked):
         marks: groups of names of arrays that tell what counts in a row, each with the warning for a graph that reads
             none of the group.
         tokens: the number of tokens of all rows of text, without padding.
+        pixel_range: how the pixels of images are scaled, as ONNX's metadata `Image.NominalPixelRange` says it.
         cells_of: the columns of `table` that an array is made of, which a model's input reads as strings or as numbers.
 
     Raises:
@@ -127,6 +128,7 @@ class Dataset(Checked):
     spare: Collection[str] = ()
     marks: Sequence[tuple[Collection[str], str]] = ()
     tokens: int | None = None
+    pixel_range: str | None = None
     cells_of: Mapping[str, Sequence[str]] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
-import warnings
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,10 +13,10 @@ import numpy as np
 import numpy.typing as npt
 
 from graphopt.arguments import checked
+from graphopt.data.class_folders import files_and_labels, without_others
 from graphopt.data.dataset import TARGET, Array, Dataset, LazyArray
-from graphopt.data.files import EXPANSION, check_ratio, imported, reading, reason
-from graphopt.data.tabular import refuse_twice
-from graphopt.errors import GraphoptError, some
+from graphopt.data.files import EXPANSION, check_ratio, imported, reading
+from graphopt.errors import GraphoptError
 from graphopt.files import ReadName
 
 # Formats that Pillow reads itself, without other programs.
@@ -92,8 +90,8 @@ def images(
         raise GraphoptError(
             f"{path}: expected a folder of images, found {'a file' if root.exists() else 'none'}"
         )
-    files, classes, names = _files_and_labels(root, target is not None, labels)
-    files, classes, sizes = _without_others(root, files, classes)
+    files, classes, names = files_and_labels(root, "images", target is not None, labels)
+    files, classes, sizes = without_others(root, "images", files, classes, _image_size)
     pixel = DECODED_PIXEL if size is not None else max(DECODED_PIXEL, channels * (4 if scale else 1))
     for file, dims in zip(files, sizes, strict=True):
         check_ratio(file, math.prod(dims) * pixel, expansion, unsuspicious=_UNSUSPICIOUS)
@@ -110,7 +108,8 @@ def images(
     }
     if target is not None:
         arrays[TARGET] = classes
-    return Dataset(arrays, "x", len(names) or None, names or None)
+    pixel_range = "Normalized_0_1" if scale else "NominalRange_0_255"
+    return Dataset(arrays, "x", len(names) or None, names or None, pixel_range=pixel_range)
 
 
 class _Images(LazyArray):
@@ -149,85 +148,6 @@ class _Images(LazyArray):
                 image = image.resize(self._size, self._resample)
             pixels = np.atleast_3d(image)
         return pixels if self._is_last else pixels.transpose(2, 0, 1)
-
-
-def _files_and_labels(
-    root: Path, is_labelled: bool, labels: Sequence[str] | None
-) -> tuple[list[Path], np.ndarray, tuple[str, ...]]:
-    """Return the files, the class of each, and the names of the classes."""
-    if not is_labelled:
-        return _files(root), np.zeros(0, np.int64), ()
-    folders = [root / name for name in _shown(next(os.walk(root, onerror=_cannot_read))[1])]
-    if not folders:
-        raise GraphoptError(
-            f"{root}: expected a folder for each class, found none: set data.target=null for images without classes"
-        )
-    names = tuple(folder.name for folder in folders) if labels is None else tuple(map(str, labels))
-    if len(names) < 2:
-        raise GraphoptError(
-            f"{root}: expected the folders of two classes or more, found {', '.join(map(repr, names))}"
-        )
-    if labels is None and (parts := parts_of_split(names)):
-        raise GraphoptError(
-            f"{root}: expected a folder for each class, found the parts of a split, {', '.join(map(repr, names))}: set "
-            f"data.path={root / parts[0]} and fit.validation={root / parts[-1]}"
-        )
-    refuse_twice(str(root), "label", names)
-    files: list[Path] = []
-    classes: list[int] = []
-    for folder in folders:
-        if folder.name not in names:
-            raise GraphoptError(
-                f"{folder}: expected a folder of {', '.join(names)}: add it to data.labels, or remove it"
-            )
-        files += _files(folder)
-        classes += [names.index(folder.name)] * (len(files) - len(classes))
-    return files, np.array(classes, np.int64), names
-
-
-def parts_of_split(names: Sequence[str]) -> list[str]:
-    """Return the folders to train on and to validate on, if all have names that people give to these; else none."""
-    training = [name for name in names if name.lower() in ("train", "training")]
-    others = [name for name in names if name.lower() in ("val", "valid", "validation", "dev", "eval")]
-    tests = [name for name in names if name.lower() in ("test", "testing")]
-    is_split = training and len(training) + len(others) + len(tests) == len(names)
-    return [training[0], (others or tests)[0]] if is_split else []
-
-
-def _files(root: Path) -> list[Path]:
-    """Return the files in a folder and below it, in order."""
-    files = []
-    for at, folders, names in os.walk(root, onerror=_cannot_read):
-        folders[:] = _shown(folders)
-        files += [Path(at, name) for name in _shown(names)]
-    if not files:
-        raise GraphoptError(f"{root}: expected images, found an empty folder")
-    return files
-
-
-def _shown(names: list[str]) -> list[str]:
-    return sorted(name for name in names if not name.startswith("."))
-
-
-def _cannot_read(error: OSError) -> None:
-    raise GraphoptError(f"{error.filename}: {reason(error)}") from error
-
-
-def _without_others(
-    root: Path, files: Sequence[Path], classes: np.ndarray
-) -> tuple[list[Path], np.ndarray, list[tuple[int, int]]]:
-    """Return the files that are images, the class of each, and their heights and widths; warn of the others."""
-    with ThreadPoolExecutor() as threads:
-        sizes = list(threads.map(_image_size, files))
-    there = [i for i, size in enumerate(sizes) if size is not None]
-    if others := [str(file) for file, size in zip(files, sizes, strict=True) if size is None]:
-        if len({*classes[there].tolist()}) < len({*classes.tolist()}) or not there:
-            raise GraphoptError(
-                f"{root}: expected images in each folder, found only {some(others)}: add images, or remove the "
-                "folder"
-            )
-        warnings.warn(f"{root}: skipped files that are not images: {some(others)}", stacklevel=4)
-    return [files[i] for i in there], classes[there] if len(classes) else classes, [s for s in sizes if s]
 
 
 def _image_size(file: Path) -> tuple[int, int] | None:

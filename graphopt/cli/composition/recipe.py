@@ -47,7 +47,7 @@ from graphopt.graph import provenance
 from graphopt.graph.encoders import string_inputs
 from graphopt.graph.limits import Limits
 from graphopt.graph.loading import load
-from graphopt.graph.metadata import LABELS, Caches, Encoders, TargetSpec, labels_in
+from graphopt.graph.metadata import LABELS, PIXEL_RANGE, Caches, Encoders, TargetSpec, labels_in
 from graphopt.graph.roles import STATE, Role, with_role
 from graphopt.graph.storage import save
 from graphopt.graph.values import name_of
@@ -381,6 +381,8 @@ class Recipe:
             program = step, lambda workers: LocalSGD(step, **rounds, **shared(step, workers))
         if self.data.labels is not None:
             LABELS.write(program[0], json.dumps(list(self.data.labels)))
+        if self.data.pixel_range is not None:
+            PIXEL_RANGE.write(program[0], self.data.pixel_range)
         return program
 
     def save_trained(self, executor: Executor, path: Path) -> None:

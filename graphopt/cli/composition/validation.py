@@ -47,7 +47,8 @@ CALLBACKS = {
 NAMED: dict[str, Sequence[str]] = {  # the names that recipes may use, by path; all other paths accept passes
     "callbacks": tuple(CALLBACKS.values()),
     "data": tuple(
-        f"graphopt.data.{name}" for name in sorted({*READERS.values(), "diabetes", "digits", "images"})
+        f"graphopt.data.{name}"
+        for name in sorted({*READERS.values(), "audio", "diabetes", "digits", "images"})
     ),
     "executor": ("graphopt.Executor",),
     "launcher": tuple(

@@ -21,6 +21,7 @@ from graphopt.cli.messages import say
 from graphopt.cli.run_folder import METRICS_FILE, MODEL, REPORT
 from graphopt.cli.tuning.images import of_images
 from graphopt.cli.tuning.proposal import Proposal, listed, quoted
+from graphopt.cli.tuning.recordings import of_recordings
 from graphopt.cli.words import reader_of
 from graphopt.data.dataset import TARGET
 from graphopt.errors import GraphoptError
@@ -99,6 +100,8 @@ def propose(model: Path, data: Path, said: dict[str, str], pixels: str | None = 
     proposed = Proposal(said, fields)
     if kind == "images":
         of_images(proposed, model, loaded, data, pixels)
+    elif kind == "audio":
+        of_recordings(proposed, model, loaded, data)
     elif kind == "text":
         _of_text(proposed, data)
     else:

@@ -13,17 +13,14 @@ from typing import Literal
 import numpy as np
 import onnx_ir as ir
 
-import passes
+from graphopt.cli.tuning.classes import EPOCHS, PATIENCE, describe, freed, head_of, of_batch, training_folder
 from graphopt.cli.tuning.notes import PIXELS, Moments, Notes
-from graphopt.cli.tuning.proposal import Proposal, quoted
-from graphopt.compiler import standard
+from graphopt.cli.tuning.proposal import Proposal
 from graphopt.data import Dataset, images
 from graphopt.data.dataset import TARGET
-from graphopt.data.image_folders import parts_of_split
-from graphopt.errors import GraphoptError, some
+from graphopt.errors import GraphoptError
 from graphopt.files import json_of
 from graphopt.graph.values import dims_of, dtype_of, is_floating, name_of
-from graphopt.pipeline import Pipeline
 from graphopt.runtime.device import Device
 from graphopt.runtime.executor import run
 from graphopt.runtime.session import Session
@@ -34,7 +31,6 @@ DRAWN = 120  # images on which the forms of pixels are compared
 MOST_NUMBERS = 2**28  # of these images
 TOGETHER = 32  # images in a batch
 RIDGES = (1e-3, 1e-2, 1e-1, 1.0)  # by the mean square of the features
-_EPOCHS, _PATIENCE = 100, 10
 _CHANNELS: dict[Literal["NCHW", "NHWC"], int] = {"NCHW": 1, "NHWC": 3}  # the axis in each layout
 
 
@@ -71,11 +67,11 @@ def of_images(proposed: Proposal, file: Path, model: ir.Model, data: Path, pixel
     Raises:
         GraphoptError: the model takes something else, the folder has no images, or trying does not tell the form.
     """
-    root = _training_folder(proposed, data)
+    root = training_folder(proposed, data)
     notes, x = Notes.of(file, model), _input(file, model)
     rows = dims_of(x)[0]
     if isinstance(rows, int):
-        model = _freed(proposed, model, rows)
+        model = freed(proposed, model, rows)
         (x,) = (y for y in model.graph.inputs if y.name == x.name)
     form = _form(proposed, file, model, x, notes)
     height, width = form.size
@@ -87,41 +83,18 @@ def of_images(proposed: Proposal, file: Path, model: ir.Model, data: Path, pixel
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the run repeats them
         found = images(str(root), size=form.size, channels=form.channels, layout=form.layout, scale=is_scaled)
-    labels = list(found.labels or ())
-    is_freed = proposed.value("pipeline.normalize.batch") == "free"
     proposed.lines["model"] = (
         f"{file}: {x.name!r} takes {height} x {width} pixels of {form.channels} channels, {form.layout}"
-        f"{f'; its batches of {rows} get any size' if is_freed else ''}"
+        f"{of_batch(proposed, rows)}"
     )
-    counts = np.bincount(found.arrays[TARGET][:], minlength=len(labels))
-    parts = [f"{name} {count}" for name, count in zip(labels, counts, strict=True)]
-    proposed.lines["data"] = f"{root}: {len(found)} images in {len(labels)} classes, {some(parts, 10)}"
-    head = _head(proposed, model, labels, notes.labels or [])
+    labels = describe(proposed, root, found, "images")
+    head = head_of(proposed, model, labels, notes.labels or [])
     if is_scaled and "standardize" not in proposed.said:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             step = head(model)
         _pixels(proposed, cut_features(step)[0], form, found, notes, pixels)
-    proposed.wait(_EPOCHS, _PATIENCE)
-
-
-def _training_folder(proposed: Proposal, data: Path) -> Path:
-    """Return the folder to train on; of a split, propose the folder to validate on, and leave tests alone."""
-    names = sorted(
-        place.name for place in data.iterdir() if place.is_dir() and not place.name.startswith(".")
-    )
-    parts = parts_of_split(names)
-    if not parts:
-        return data
-    root, held_out = data / parts[0], data / parts[1]
-    proposed.fields["data.path"] = quoted(str(root))
-    if not parts[1].lower().startswith("test"):
-        proposed.fields["fit.validation"] = quoted(str(held_out))
-        proposed.lines["held out"] = str(held_out)
-    for name in names:
-        if name.lower().startswith("test"):
-            proposed.lines["tests"] = f"{data / name} is left alone: graphopt evaluate measures it"
-    return root
+    proposed.wait(EPOCHS, PATIENCE)
 
 
 def _input(file: Path, model: ir.Model) -> ir.Value:
@@ -132,18 +105,6 @@ def _input(file: Path, model: ir.Model) -> ir.Value:
             f"tune: {file}: expected one input of images, [N, C, H, W] or [N, H, W, C], found {found}"
         )
     return inputs[0]
-
-
-def _freed(proposed: Proposal, model: ir.Model, rows: int) -> ir.Model:
-    """Propose to free a fixed batch, if that is proved, or else batches of its size; return the model so."""
-    try:
-        freed: ir.Model = passes.Normalize(batch="free")(model.clone()).model
-    except GraphoptError as error:
-        proposed.fields["fit.batch_size"] = str(rows)
-        proposed.lines["batch"] = f"{rows}, as in the file: {error}"
-        return model
-    proposed.fields["pipeline.normalize.batch"] = "free"
-    return freed
 
 
 def _form(proposed: Proposal, file: Path, model: ir.Model, x: ir.Value, notes: Notes) -> Form:
@@ -188,29 +149,6 @@ def _runs(model: ir.Model, x: ir.Value, form: Form) -> bool:
         )
         return True
     return False
-
-
-def _head(proposed: Proposal, model: ir.Model, labels: list[str], names: list[str]) -> Pipeline:
-    """Propose to keep, to grow or to replace the head of a model; return the pipeline of its training graph."""
-    is_kept, is_grown = {*labels} <= {*names}, bool(names) and {*names} < {*labels}
-    classes = [*names, *(label for label in labels if label not in names)] if is_kept or is_grown else labels
-    (output,) = [y for y in model.graph.outputs if is_floating(y)][:1] or (None,)
-    old = dims_of(output)[-1] if output is not None and output.shape else "those of the file"
-    what = (
-        "new ones" if not is_grown else f"{len(names)} of the file, and {len(classes) - len(names)} new ones"
-    )
-    proposed.lines["head"] = (
-        f"{len(classes)} classes, {'as in the file' if is_kept else f'{what}, in place of {old}'}"
-    )
-    proposed.head(classes if is_kept or is_grown else None, grow=is_kept or is_grown)
-    from_logits = output is None or (node := output.producer()) is None or node.op_type != "Softmax"
-    if not from_logits:
-        proposed.fields["loss.from_logits"] = "false"
-    return standard(
-        adapter=passes.Head(classes=len(classes), grow=is_kept or is_grown),
-        loss=passes.CrossEntropy(from_logits=from_logits),
-        optimizer=passes.SGD(0.1),
-    )
 
 
 def _pixels(

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from hydra.core.override_parser.types import Quote, QuotedString
 
+HEAD_RATE = "0.003"
 _PLAIN = re.compile(r"[\w./-]*[A-Za-z_./-][\w./-]*", re.ASCII)  # what Hydra reads as a text without quotes
 
 
@@ -44,7 +45,7 @@ class Proposal:
         """Propose a head, which trains on features that are computed once; `labels` are the names of its classes."""
         if self.said.get("adapter", "head") != "head":
             return
-        self.fields |= {"adapter": "head", "fit.cache_features": "true"}
+        self.fields |= {"adapter": "head", "fit.cache_features": "true", "optimizer.learning_rate": HEAD_RATE}
         if grow:
             self.fields["adapter.grow"] = "true"
         if labels is not None:

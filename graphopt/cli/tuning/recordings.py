@@ -1,0 +1,51 @@
+"""Propose how a model reads recordings, and the head that learns their classes."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+
+import onnx_ir as ir
+
+from graphopt.cli.tuning.classes import EPOCHS, PATIENCE, describe, freed, head_of, of_batch, training_folder
+from graphopt.cli.tuning.notes import Notes
+from graphopt.cli.tuning.proposal import Proposal
+from graphopt.data import audio
+from graphopt.errors import GraphoptError
+from graphopt.graph.values import dims_of, is_floating
+
+
+def of_recordings(proposed: Proposal, file: Path, model: ir.Model, data: Path) -> None:
+    """Propose the recipe of a model of samples.
+
+    Args:
+        proposed: what gets the fields.
+        file: where the model is.
+        data: a folder with a folder of recordings for each class, or with such folders for training and validation.
+
+    Raises:
+        GraphoptError: the model takes something else, or the folder has no recordings.
+    """
+    root, notes = training_folder(proposed, data), Notes.of(file, model)
+    inputs = [x for x in model.graph.inputs if not x.is_initializer()]
+    dims = dims_of(inputs[0]) if len(inputs) == 1 and inputs[0].shape is not None else ()
+    has_channel = len(dims) == 3 and (dims[1] == 1 or not isinstance(dims[1], int))
+    if len(inputs) != 1 or not is_floating(inputs[0]) or not (len(dims) == 2 or has_channel):
+        found = ", ".join(f"{x.name!r} of shape {x.shape}" for x in inputs) or "none"
+        raise GraphoptError(
+            f"tune: {file}: expected one input of samples, [N, samples] or [N, 1, samples], found {found}"
+        )
+    if isinstance(dims[0], int):
+        model = freed(proposed, model, dims[0])
+    declared = dims[-1] if isinstance(dims[-1], int) else None
+    samples = int(proposed.said["data.samples"]) if "data.samples" in proposed.said else declared
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the run repeats them
+        found_data = audio(str(root), samples=samples, channel_axis=has_channel)
+    length = found_data.arrays["x"].shape[-1]
+    proposed.fields |= {"data.samples": str(length)} | ({"data.channel_axis": "true"} if has_channel else {})
+    proposed.lines["model"] = (
+        f"{file}: {inputs[0].name!r} takes {length:,} samples{of_batch(proposed, dims[0])}"
+    )
+    head_of(proposed, model, describe(proposed, root, found_data, "recordings"), notes.labels or [])
+    proposed.wait(EPOCHS, PATIENCE)

@@ -1,0 +1,397 @@
+"""`graphopt tune`: what it proposes for files of PyTorch and folders, and what its runs train."""
+
+from __future__ import annotations
+
+import functools
+import json
+import shlex
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import PIL.Image
+import pytest
+import soundfile
+import torch
+from sklearn.datasets import load_digits
+from sklearn.linear_model import RidgeClassifier
+from sklearn.model_selection import LeaveOneOut, cross_val_predict
+
+import graphopt
+from graphopt import cli, data
+from graphopt.cli.tuning.command import propose
+from graphopt.cli.tuning.images import share_right
+from graphopt.cli.tuning.notes import PIXELS
+
+DIGITS = load_digits()
+NAMES = ("five", "six", "seven")
+LABELS = np.array([label for label in DIGITS.target if 5 <= label <= 7]) - 5
+IMAGES = np.array([x for x, label in zip(DIGITS.images, DIGITS.target, strict=True) if 5 <= label <= 7])
+
+
+def written(folder: Path, rows: slice) -> Path:
+    """Write digits 5 to 7 as pictures of 24 x 16 pixels, darker than they are in the data set."""
+    for i, (pixels, label) in enumerate(zip(IMAGES[rows], LABELS[rows], strict=True)):
+        place = folder / NAMES[label]
+        place.mkdir(parents=True, exist_ok=True)
+        gray = PIL.Image.fromarray((pixels * 15.9).astype(np.uint8)).resize((24, 16))
+        gray.convert("RGB").save(place / f"{i}.png")
+    return folder
+
+
+@functools.cache
+def network(form: str = "imagenet") -> torch.nn.Module:
+    """Return a network that tells the digits 0 to 4 of 16 x 24 pixels, standardized in some form."""
+    torch.manual_seed(0)
+    gray = torch.tensor(DIGITS.images[DIGITS.target < 5][:400] * 15.9 / 255, dtype=torch.float32)[:, None]
+    pixels = torch.nn.functional.interpolate(gray, (16, 24), mode="bilinear").expand(-1, 3, -1, -1)
+    mean, scale = (torch.tensor(x, dtype=torch.float32).reshape(1, -1, 1, 1) for x in PIXELS[form])
+    layers = [torch.nn.Conv2d(3, 12, 3, stride=2, padding=1), torch.nn.BatchNorm2d(12), torch.nn.ReLU6()]
+    layers += [torch.nn.Conv2d(12, 64, 3, stride=2), torch.nn.ReLU6(), torch.nn.AdaptiveAvgPool2d(1)]
+    net = torch.nn.Sequential(*layers, torch.nn.Flatten(), torch.nn.Linear(64, 5))
+    optimizer = torch.optim.Adam(net.parameters(), 5e-3)
+    targets = torch.tensor(DIGITS.target[DIGITS.target < 5][:400])
+    for _ in range(25):
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(net((pixels - mean) / scale), targets).backward()
+        optimizer.step()
+    return net.eval()
+
+
+class LastChannel(torch.nn.Module):
+    """Take images as Keras does, and return probabilities."""
+
+    def __init__(self, net: torch.nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.net(x.permute(0, 3, 1, 2)).softmax(1)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder of model files and pictures."""
+    folder = tmp_path_factory.mktemp("tuned")
+    net, example = network(), torch.rand(1, 3, 16, 24)
+    torch.onnx.export(net, (example,), folder / "fixed.onnx", dynamo=True, external_data=False, verbose=False)
+    axes = {"x": {0: "batch", 2: "height", 3: "width"}}
+    torch.onnx.export(
+        net, (example,), folder / "open.onnx", dynamo=False, input_names=["x"], dynamic_axes=axes
+    )
+    torch.onnx.export(
+        LastChannel(net),
+        (example.permute(0, 2, 3, 1),),
+        folder / "last.onnx",
+        dynamo=True,
+        external_data=False,
+    )
+    (written(folder / "pictures", slice(0, 150)) / "six" / "Thumbs.db").write_bytes(b"no image")
+    return folder
+
+
+def said(capsys: pytest.CaptureFixture[str]) -> dict[str, str]:
+    """Return the lines that were printed, by their topics, the first of each."""
+    lines: dict[str, str] = {}
+    for line in capsys.readouterr().out.splitlines():
+        topic, _, text = line.partition("  ")
+        lines.setdefault(topic, text.strip())
+    return lines
+
+
+def tuned(*words: str | Path) -> None:
+    assert cli.main(["tune", *map(str, words), "executor.native=false"]) == 0
+
+
+def accuracy(model: Path, folder: Path, layout: str = "NCHW") -> float:
+    """Return the share of pictures whose class a trained file tells, run as it is."""
+    rows = data.images(str(folder), size=[16, 24], layout=layout)
+    name = onnx.load(model).graph.input[0].name
+    found = next(iter(graphopt.run(str(model), {name: rows.arrays["x"][:]}).values()))
+    return float((found.argmax(axis=1) == rows.arrays["target"][:]).mean())
+
+
+def test_a_fixed_file_and_a_folder_become_a_classifier_as_accurate_as_pytorch_s_head(
+    files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tuned(files / "fixed.onnx", files / "pictures", f"folder={tmp_path / 'run'}", "--pixels=imagenet")
+    lines = said(capsys)
+    assert lines["data"].endswith("150 images in 3 classes, five 50, seven 49, six 51")
+    assert (
+        "imagenet, as --pixels says" in lines["pixels"]
+        and "; its batches of 1 get any size" in lines["model"]
+    )
+    trained = tmp_path / "run" / "trained.onnx"
+    note = {entry.key: entry.value for entry in onnx.load(trained).metadata_props}
+    assert json.loads(note["labels"]) == sorted(NAMES) and note["Image.NominalPixelRange"] == "Normalized_0_1"
+
+    others = written(tmp_path / "others", slice(150, 400))
+    found = accuracy(trained, others)
+    mean, scale = (torch.tensor(x).reshape(1, 3, 1, 1) for x in PIXELS["imagenet"])
+    train, test = (data.images(str(place), size=[16, 24]).arrays for place in (files / "pictures", others))
+    with torch.no_grad():
+        features, held_out = (
+            network()[:-1]((torch.tensor(part["x"][:]) - mean) / scale) for part in (train, test)
+        )
+    head = torch.nn.Linear(64, 3)
+    optimizer = torch.optim.AdamW(head.parameters(), 3e-3)
+    rows, targets = (
+        np.asarray(data.hold_out(150, 0.2, shuffle=True, seed=0)[0]),
+        torch.tensor(train["target"][:]),
+    )
+    with torch.enable_grad():
+        for _ in range(400):
+            optimizer.zero_grad()
+            torch.nn.functional.cross_entropy(head(features[rows]), targets[rows]).backward()
+            optimizer.step()
+    expected = float((head(held_out).argmax(1).numpy() == test["target"][:]).mean())
+    assert abs(found - expected) < 0.06 and expected > 0.75
+
+
+def test_the_printed_recipe_repeats_the_run(
+    files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tuned(
+        files / "fixed.onnx",
+        files / "pictures",
+        f"folder={tmp_path / 'run'}",
+        "fit.epochs=2",
+        "--pixels",
+        "unit",
+    )
+    lines = said(capsys)
+    assert cli.main([*shlex.split(lines["again"])[1:], f"folder={tmp_path / 'again'}"]) == 0
+    typed = [word for word in shlex.split(lines["recipe"])[1:] if not word.startswith("folder=")]
+    assert cli.main([*typed, f"folder={tmp_path / 'typed'}"]) == 0
+    first, *others = (graphopt.load(tmp_path / name / "trained.onnx") for name in ("run", "again", "typed"))
+    for other in others:
+        for name, value in first.graph.initializers.items():
+            assert np.array_equal(
+                value.const_value.numpy(), other.graph.initializers[name].const_value.numpy()
+            )
+
+
+def test_deeper_layers_train_after_the_head_of_a_file_that_leaves_its_sizes_open(
+    files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["data.size=[16,24]", "fit.epochs=2", "--deeper", "--pixels=imagenet"]
+    tuned(files / "open.onnx", files / "pictures", f"folder={tmp_path / 'run'}", *options)
+    lines = said(capsys)
+    assert lines["deeper"].startswith("2 weights of the last layers")
+    assert lines["best"].startswith(str(tmp_path / "run"))
+    assert "estimated" in (tmp_path / "run" / "deeper" / "report.html").read_text()
+    before, after = (graphopt.load(tmp_path / place / "trained.onnx") for place in ("run", "run/deeper"))
+    changed = [
+        name
+        for name, value in before.graph.initializers.items()
+        if not np.array_equal(value.const_value.numpy(), after.graph.initializers[name].const_value.numpy())
+    ]
+    assert changed == ["7.bias", "7.weight"] or set(changed) == {"7.bias", "7.weight"}
+
+
+def test_images_of_keras_s_layout_and_probabilities(
+    files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tuned(
+        files / "last.onnx", files / "pictures", f"folder={tmp_path / 'run'}", "optimizer.learning_rate=0.02"
+    )
+    lines = said(capsys)
+    assert "NHWC" in lines["model"] and "loss.from_logits=false" in lines["recipe"]
+    assert accuracy(tmp_path / "run" / "trained.onnx", files / "pictures", "NHWC") > 0.85
+
+
+NOTES: dict[str, tuple[str, dict[str, Any], str]] = {
+    "transformers": (
+        "preprocessor_config.json",
+        {"image_mean": [0.5] * 3, "image_std": [0.25] * 3, "size": {"height": 16, "width": 24}},
+        "as preprocessor_config.json says: (x - [0.5,0.5,0.5]) / [0.25,0.25,0.25]",
+    ),
+    "not rescaled": (
+        "preprocessor_config.json",
+        {"image_mean": [127.5], "image_std": [51], "do_rescale": False},
+        "as preprocessor_config.json says: (x - [0.5]) / [0.2]",
+    ),
+    "timm": (
+        "config.json",
+        {"pretrained_cfg": {"mean": [0.1, 0.2, 0.3], "std": [1, 1, 1], "input_size": [3, 16, 24]}},
+        "as config.json says: (x - [0.1,0.2,0.3]) / [1,1,1]",
+    ),
+    "nothing of use": ("config.json", {"mean": ["a"], "std": 0, "id2label": 3}, ", tried: of 120 images"),
+}
+
+
+@pytest.mark.parametrize("case", NOTES)
+def test_notes_beside_a_file_say_what_its_pixels_become(case: str, files: Path, tmp_path: Path) -> None:
+    name, note, expected = NOTES[case]
+    shutil.copy(files / "fixed.onnx", tmp_path)
+    (tmp_path / name).write_text(json.dumps(note))
+    assert propose(tmp_path / "fixed.onnx", files / "pictures", {}).lines["pixels"].count(expected)
+
+
+LABEL_SETS = {
+    "kept": (["one", "seven", "six", "five", "two"], "5 classes, as in the file"),
+    "grown": (["six", "seven"], "3 classes, 2 of the file, and 1 new ones, in place of 2"),
+    "replaced": (["six", "cat"], "3 classes, new ones, in place of 2"),
+}
+
+
+@pytest.mark.parametrize("case", LABEL_SETS)
+def test_classes_of_the_file_are_kept_if_they_match(case: str, files: Path, tmp_path: Path) -> None:
+    labels, expected = LABEL_SETS[case]
+    file = tmp_path / "model.onnx"
+    graphopt.save(graphopt.models.cnn((3, 16, 24), len(labels)), file)
+    (tmp_path / "config.json").write_text(json.dumps({"id2label": dict(enumerate(labels))}))
+    proposed = propose(file, files / "pictures", {}, "unit")
+    assert proposed.lines["head"] == expected
+    wanted = {"kept": f"[{','.join(labels)}]", "grown": "[six,seven,five]", "replaced": None}
+    assert proposed.value("data.labels") == wanted[case]
+    assert proposed.value("adapter.grow") == (None if case == "replaced" else "true")
+
+
+def test_train_and_val_are_used_and_test_is_left_alone(
+    files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for part, rows in {"train": slice(0, 60), "val": slice(60, 90), "test": slice(90, 120)}.items():
+        written(tmp_path / "split" / part, rows)
+    tuned(
+        files / "fixed.onnx",
+        tmp_path / "split",
+        f"folder={tmp_path / 'run'}",
+        "fit.epochs=1",
+        "--pixels=unit",
+    )
+    out = capsys.readouterr().out
+    assert "images, 60 rows to train on, 30 held out" in out and "test is left alone" in out
+
+
+def test_recordings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Tones of three heights, for a network of samples."""
+    rng = np.random.default_rng(0)
+    for i in range(60):
+        place = tmp_path / "tones" / ("high", "low", "middle")[i % 3]
+        place.mkdir(parents=True, exist_ok=True)
+        length = rng.integers(300, 500)
+        wave = np.sin(np.arange(length) * (1.5, 0.2, 0.7)[i % 3] + rng.uniform(0, 6)) * rng.uniform(0.3, 0.9)
+        soundfile.write(place / f"{i}.wav", wave, 8000)
+    (tmp_path / "tones" / "low" / "notes.txt").write_text("not a recording")
+    torch.manual_seed(0)
+    layers = [
+        torch.nn.Conv1d(1, 32, 16, stride=4),
+        torch.nn.ReLU(),
+        torch.nn.AdaptiveAvgPool1d(1),
+        torch.nn.Flatten(),
+    ]
+    net = torch.nn.Sequential(*layers, torch.nn.Linear(32, 10)).eval()
+    file = tmp_path / "sound.onnx"
+    torch.onnx.export(net, (torch.rand(1, 1, 400),), file, dynamo=False)
+    tuned(
+        file,
+        tmp_path / "tones",
+        f"folder={tmp_path / 'run'}",
+        "optimizer.learning_rate=0.05",
+        "fit.epochs=20",
+    )
+    lines = said(capsys)
+    assert lines["data"].endswith("60 recordings in 3 classes, high 20, low 20, middle 20")
+    assert "data.samples=400 data.channel_axis=true" in lines["recipe"]
+    rows = data.audio(str(tmp_path / "tones"), samples=400, channel_axis=True)
+    name = onnx.load(file).graph.input[0].name
+    (found,) = graphopt.run(str(tmp_path / "run" / "trained.onnx"), {name: rows.arrays["x"][:]}).values()
+    assert (found.argmax(axis=1) == rows.arrays["target"][:]).mean() > 0.9
+
+
+def test_recordings_are_read_as_soundfile_reads_them(tmp_path: Path) -> None:
+    rng, expected = np.random.default_rng(0), []
+    for i, (length, channels) in enumerate([(50, 1), (80, 2), (20, 1)]):
+        wave = rng.uniform(-1, 1, (length, channels))
+        (tmp_path / "ab"[i % 2]).mkdir(exist_ok=True)
+        soundfile.write(tmp_path / "ab"[i % 2] / f"{i}.flac", wave, 16000)
+        heard = soundfile.read(tmp_path / "ab"[i % 2] / f"{i}.flac", always_2d=True)[0].mean(axis=1)
+        expected.append(np.pad(heard[:60], (0, max(0, 60 - length))))
+    found = data.audio(str(tmp_path), samples=60)
+    assert np.allclose(found.arrays["x"][:], [expected[0], expected[2], expected[1]], atol=1e-6)
+    soundfile.write(tmp_path / "a" / "9.wav", rng.uniform(-1, 1, 30), 8000)
+    with pytest.raises(
+        graphopt.GraphoptError, match="9.wav: expected 16,000 samples per second, found 8,000"
+    ):
+        data.audio(str(tmp_path))
+
+
+def test_a_table_of_other_classes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(120, 2)).round(3)
+    lines = [f"{a},{b},{('left', 'right')[int(a + b > 0)]}" for a, b in x]
+    (tmp_path / "t.csv").write_text("\n".join(["a,b,side", *lines]))
+    net = torch.nn.Sequential(torch.nn.Linear(2, 16), torch.nn.Tanh(), torch.nn.Linear(16, 4))
+    torch.onnx.export(
+        net,
+        (torch.rand(1, 2),),
+        tmp_path / "t.onnx",
+        dynamo=False,
+        dynamic_axes={"x": {0: "n"}},
+        input_names=["x"],
+    )
+    options = ["data.target=side", "optimizer.learning_rate=0.05", f"folder={tmp_path / 'run'}"]
+    tuned(tmp_path / "t.onnx", tmp_path / "t.csv", *options)
+    lines_said = said(capsys)
+    assert lines_said["head"] == "2 classes, in place of 4"
+    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert max(record["accuracy"] for record in records) > 0.85
+
+
+def test_share_right_is_scikit_learn_s_leave_one_out() -> None:
+    rng = np.random.default_rng(1)
+    features, classes = rng.normal(size=(40, 6)), rng.integers(0, 3, 40)
+    centred = features - features.mean(axis=0)
+    scale = np.trace(centred @ centred.T + 1) / 40
+    shares = []
+    for ridge in (1e-3, 1e-2, 1e-1, 1.0):
+        model = RidgeClassifier(alpha=ridge * scale, fit_intercept=False)
+        x = np.hstack([centred, np.ones((40, 1))])
+        shares.append(np.mean(cross_val_predict(model, x, classes, cv=LeaveOneOut()) == classes))
+    assert share_right(features, classes) == pytest.approx(max(shares))
+
+
+MISTAKES: dict[str, tuple[list[str], str]] = {
+    "no data": (["fixed.onnx"], "tune: expected FILE.onnx and a folder or a file of data"),
+    "no model": (["pictures"], "tune: expected FILE.onnx and a folder or a file of data"),
+    "nothing there": (["fixed.onnx", "nowhere"], "expected a folder or a file of data, found none"),
+    "no such model": (["none.onnx", "pictures"], "none.onnx"),
+    "another file": (["fixed.onnx", "a.doc"], "a.doc: expected a folder of images, a table or lines of text"),
+    "no classes": (["fixed.onnx", "flat"], "expected a folder for each class, found none"),
+    "form of pixels": (["fixed.onnx", "pictures", "--pixels=caffe"], "--pixels"),
+    "without tune": (
+        ["fixed.onnx", "--deeper"],
+        "--pixels, --deeper: expected graphopt tune FILE.onnx FOLDER",
+    ),
+    "layout": (["fixed.onnx", "pictures", "data.layout=NHWC"], "expected one form of images"),
+    "of samples": (["sound.onnx", "pictures"], "expected one input of images, [N, C, H, W] or [N, H, W, C]"),
+    "a size of words": (["open.onnx", "pictures", "data.size=large"], "data.size"),
+    "one number": (["open.onnx", "pictures", "data.size=[16]"], "data.size: expected a height and a width"),
+    "two folders": (["fixed.onnx", "pictures", "flat"], "found"),
+}
+
+
+@pytest.mark.parametrize("case", MISTAKES)
+def test_a_mistake_is_one_line(
+    case: str,
+    files: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    words, expected = MISTAKES[case]
+    for name in ("fixed.onnx", "open.onnx", "pictures"):
+        (tmp_path / name).symlink_to(files / name)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "flat").mkdir()
+    shutil.copy(next((files / "pictures" / "six").glob("*.png")), tmp_path / "flat")
+    (tmp_path / "a.doc").write_bytes(b"")
+    graphopt.save(graphopt.models.linear((400,), 2), "sound.onnx")
+    verb = [] if case == "without tune" else ["tune"]
+    assert cli.main([*verb, *words]) == 1
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1 and expected in lines[0]
+    assert not (tmp_path / "runs").exists()
