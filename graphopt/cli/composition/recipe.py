@@ -24,6 +24,7 @@ from graphopt.cli.composition.validation import (
     OF_COMMAND,
     PARTS,
     TARGET_KEY,
+    check_mapping,
     check_new_logs,
     check_recipe,
     create,
@@ -121,8 +122,8 @@ class Recipe:
         plain = plain_of(config)
         for part in PARTS:
             node = plain.get(part)
-            if not isinstance(node, dict) and not str(node).startswith("${"):
-                raise GraphoptError(f"{part}: expected a mapping of fields, found {node!r}")
+            if not str(node).startswith("${"):
+                check_mapping(node, part)
         if self._resolve(config, steps=1):
             self._resolve(config, steps=self.steps)
 
@@ -249,10 +250,6 @@ class Recipe:
                 learnt = {"labels": self.data.labels, "columns": self.data.columns}
                 learnt |= self._by_input if self.data.columns is None else {}
             validation = self._build("data", path=validation, **learnt)
-        elif validation is not None and not isinstance(validation, int | float):
-            raise GraphoptError(
-                f"fit.validation: expected a share of the rows or a file, found {validation!r}"
-            )
         return {**fields, "validation": validation, "metrics": self.metrics}
 
     @property
