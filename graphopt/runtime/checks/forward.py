@@ -17,7 +17,7 @@ from graphopt.graph.metadata import GRADIENT_OF, OWNER, STOP_GRADIENT, SURROGATE
 from graphopt.graph.operators import DRAWING, SHAPE_READERS, STEP_FUNCTIONS
 from graphopt.graph.roles import Role, with_role
 from graphopt.graph.traversal import all_nodes, ancestors, extracted_model, subgraphs, values_read
-from graphopt.graph.values import constant_of, is_floating, name_of
+from graphopt.graph.values import constant_of, given, is_floating, name_of, producer_of
 
 QUANTIZE, DEQUANTIZE = "QuantizeLinear", "DequantizeLinear"
 
@@ -141,15 +141,13 @@ def _smooth_quantizers(model: ir.Model, loss: ir.Value) -> set[ir.Node]:
     quantizers = set[ir.Node]()
     with Emitter(model) as op:
         for node in pairs:
-            y, quantizer = node.outputs[0], node.inputs[0].producer()  # type: ignore[union-attr]
-            assert quantizer is not None
+            y, quantizer = node.outputs[0], producer_of(given(node.inputs[0]))
             x, scale, *zero = quantizer.inputs
-            assert x is not None and scale is not None
             axis = quantizer.attributes.get_int("axis", 1)
             block = quantizer.attributes.get_int("block_size", 0)
             uses = [(user, index) for user, index in y.uses() if user in needed]
             named = {"y": quantizer.outputs[0], "axis": axis, "block_size": block}
-            (steps,) = EXPANSIONS[QUANTIZE](op, x, scale, *zero, **named)
+            (steps,) = EXPANSIONS[QUANTIZE](op, given(x), given(scale), *zero, **named)
             passed = op.cast(steps * stretched(op, scale, x, axis, block), y.dtype)
             held = STOP_GRADIENT.mark(op.Identity(passed))
             base = STOP_GRADIENT.mark(op.Identity(y))
