@@ -31,6 +31,7 @@ from graphopt.cli.composition.validation import (
     expanded,
     metrics_of,
     resolve,
+    rules_of,
 )
 from graphopt.cli.run_folder import CONFIG
 from graphopt.communicator import Communicator
@@ -223,7 +224,8 @@ class Recipe:
     def described(self) -> Pipeline:
         """Return the pipeline as the recipe describes it, before its passes learn from data."""
         pipeline: Pipeline = self._build("pipeline")
-        return pipeline
+        rules = rules_of(self.fields["rules"], self.command_line.trust)
+        return pipeline.with_rules(rules) if rules else pipeline
 
     def _adapted(self, pipeline: Pipeline) -> Pipeline:
         """Return a pipeline whose passes have learnt from the training rows, if any of them learns."""

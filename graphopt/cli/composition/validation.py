@@ -27,6 +27,7 @@ from graphopt.generation.sampling import GenerateOptions
 from graphopt.graph.limits import Limits
 from graphopt.hosts.export import export_hosts
 from graphopt.intervals import within
+from graphopt.pipeline import Rules
 from graphopt.training import callbacks
 from graphopt.training.callbacks import MLflow, Tracker
 from graphopt.training.checkpoints import Checkpoints
@@ -76,6 +77,7 @@ class RecipeFields:
             evaluate a run that held rows out, otherwise all
         quiet: print nothing while training, except warnings and errors
         trust: packages, in addition to graphopt and passes, whose code recipes may name
+        rules: gradient rules for this run, by operator: {Round: my_package.rules.through, my.domain.Cube: ...}
     """
 
     run: Annotated[str, "a name"]
@@ -87,6 +89,7 @@ class RecipeFields:
     rows: Annotated[Literal["all", "held_out", "trained"] | None, "all, held_out, trained or null"]
     quiet: bool
     trust: Annotated[Sequence[str], "a list of packages, as in trust=[my_package]"]
+    rules: Annotated[Mapping[str, str] | None, "a mapping from operators to functions, or null"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -184,6 +187,7 @@ def check_recipe(fields: Fields, command_line: CommandLine) -> None:
             raise GraphoptError(f"{field}: expected at most {most:,}, found {leaves[field]}")
     FitOptions(**{name: x for name, x in training.items() if name not in ("metrics", "validation")})
     metrics_of(training.get("metrics"), command_line.trust)
+    rules_of(fields["rules"], command_line.trust)
     _check_logs(fields["callbacks"], command_line)
     if command_line.strangers:
         _check_untrusted(leaves, command_line)
@@ -429,6 +433,15 @@ def metrics_of(wanted: Any, trust: Sequence[str] = ()) -> list[Wanted] | None:
     for metric in chosen:
         named(metric)
     return chosen
+
+
+def rules_of(named: Mapping[str, str] | None, trust: Sequence[str] = ()) -> Rules:
+    """Return the gradient rules of a recipe, which are functions of trusted packages."""
+    rules = {}
+    for name, function in (named or {}).items():
+        domain, _, op_type = name.rpartition(".")
+        rules[domain, op_type] = _trusted(function, f"rules.{name}", trust)
+    return rules
 
 
 def check_fields(
