@@ -154,7 +154,6 @@ def check_recipe(fields: Fields, command_line: CommandLine) -> None:
             raise GraphoptError(f"{field}: expected text without the character NUL, found {value!r}")
     for key in PARTS:
         check_mapping(fields.get(key), key)
-    _check_own(fields)
     if fields["data"].get("columns") is not None:
         _check_columns(fields["data"]["columns"])
     models, added = {}, dict(_ADDED)
@@ -181,6 +180,7 @@ def check_recipe(fields: Fields, command_line: CommandLine) -> None:
         check_fields(target, parts[key], key, _ADDED.get(key, ()))
     for key in sorted(fields, key="pipeline".__eq__):  # the pipeline repeats the others, so it comes last
         check(models if key == "models" else fields[key], str(key), command_line.trust, added)
+    _check_own(fields)
     check_ending("predictions", fields["predictions"])
     for field, most in _LARGEST_NUMBERS.items():
         if isinstance(leaves.get(field), int) and leaves[field] > most:

@@ -142,12 +142,13 @@ def _smooth_quantizers(model: ir.Model, loss: ir.Value) -> set[ir.Node]:
     with Emitter(model) as op:
         for node in pairs:
             y, quantizer = node.outputs[0], producer_of(given(node.inputs[0]))
-            x, scale, *zero = quantizer.inputs
+            x, scale = map(given, quantizer.inputs[:2])
+            zero = quantizer.inputs[2:]
             axis = quantizer.attributes.get_int("axis", 1)
             block = quantizer.attributes.get_int("block_size", 0)
             uses = [(user, index) for user, index in y.uses() if user in needed]
             named = {"y": quantizer.outputs[0], "axis": axis, "block_size": block}
-            (steps,) = EXPANSIONS[QUANTIZE](op, given(x), given(scale), *zero, **named)
+            (steps,) = EXPANSIONS[QUANTIZE](op, x, scale, *zero, **named)
             passed = op.cast(steps * stretched(op, scale, x, axis, block), y.dtype)
             held = STOP_GRADIENT.mark(op.Identity(passed))
             base = STOP_GRADIENT.mark(op.Identity(y))
