@@ -71,6 +71,8 @@ def read(value: object, hint: object, other: Callable[[Any, Any], object]) -> An
     if hint is Any or type(value) is hint or (hint, type(value)) == (float, int):
         return value
     origin, parts = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Annotated:
+        return read(value, parts[0], other)
     if origin in _UNIONS:
         for part in parts:
             with contextlib.suppress(TypeError, ValueError):

@@ -33,7 +33,7 @@ from graphopt.graph.roles import Role, role_of
 from graphopt.graph.shapes import infer
 from graphopt.graph.storage import message
 from graphopt.graph.traversal import captured, sort, values_read
-from graphopt.graph.values import constant_of, dims_of, dtype_of, is_floating, name_of, rank
+from graphopt.graph.values import constant_of, dims_of, dtype_of, given, is_floating, name_of, rank
 
 BATCH = "batch"  # the name of the freed dimension
 Axes = dict[ir.Value, int]  # of values of rows
@@ -239,8 +239,7 @@ class _Rule:
             return self._recurrent()
         if x not in self.axes or any(other in self.axes for other in inputs[1:]):
             raise _Mixed("another input than its first depends on the batch")
-        assert x is not None
-        axis = self.axes[x]
+        axis = self.axes[given(x)]
         if name in VIEWS:
             return [self._view(x, axis)]
         if name in ("Dropout", "Transpose"):
@@ -277,7 +276,7 @@ class _Rule:
         return rank(y) + place
 
     def _product(self, a: ir.Value | None, b: ir.Value | None) -> int:
-        assert a is not None and b is not None
+        a, b = given(a), given(b)
         if rank(a) == 1 or (rank(b) == 1 and (b in self.axes or self.axes[a] == rank(a) - 1)):
             raise _Mixed("it sums over the batch")
         if rank(b) == 1:
@@ -312,7 +311,7 @@ class _Rule:
         self.edits.append(edit)
 
     def _gathered(self, table: ir.Value | None, places: ir.Value | None) -> int:
-        assert table is not None and places is not None
+        table, places = given(table), given(places)
         along = self.attributes["axis"] % rank(table)
         if table not in self.axes:
             return along + self.axes[places]

@@ -38,7 +38,7 @@ from graphopt.graph.shapes import fold_shapes, infer, is_ceiled, is_inferred
 from graphopt.graph.sizes import has_sizes, sizes_of, unify_sizes
 from graphopt.graph.state import make_room
 from graphopt.graph.traversal import all_nodes
-from graphopt.graph.values import constant_of, dims_of, is_floating, name_of, swap
+from graphopt.graph.values import constant_of, dims_of, given, is_floating, name_of, swap
 from graphopt.graph.windows import Window, is_misplaced, is_same, pad_mode, padded_window, window_of
 from passes.free_batch import free_batch, name_squeezed_axes
 from passes.gradients.registry import NO_GRADIENT, has_rule
@@ -384,8 +384,7 @@ def pads_for_output_shapes(model: ir.Model) -> None:
     for node in model.graph:
         if node.op_type != "ConvTranspose" or node.domain != "":
             continue
-        x, w = node.inputs[:2]
-        assert x is not None and w is not None
+        x, w = map(given, node.inputs[:2])
         sizes = [size for size in (x.shape or ())[2:] if isinstance(size, int)]
         taps = [size for size in (w.shape or ())[2:] if isinstance(size, int)]
         if w.shape is None or len(taps) < len(w.shape) - 2:
@@ -465,8 +464,7 @@ def refuse_misplaced(model: ir.Model) -> None:
 def whole_windows(model: ir.Model) -> None:
     """Drop the `ceil_mode` of pools where it adds no window: ONNX infers one more (tests/faults.py: ceil-mode)."""
     for node in filter(is_ceiled, all_nodes(model.graph)):
-        x, y = node.inputs[0], node.outputs[0]
-        assert x is not None
+        x, y = given(node.inputs[0]), node.outputs[0]
         window = padded_window(node, dims_of(x)[2:])
         axes = list(zip(dims_of(x)[2:], dims_of(y)[2:], strict=True))
         if window is not None and all(

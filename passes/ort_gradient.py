@@ -21,7 +21,7 @@ from graphopt.graph.opsets import ORT_TRAINING_IR_VERSION, ORT_TRAINING_OPSET
 from graphopt.graph.roles import TRAINING_RUNTIME, needs_training_runtime
 from graphopt.graph.storage import whole
 from graphopt.graph.traversal import extracted_between
-from graphopt.graph.values import constant_of, like, name_of, swap
+from graphopt.graph.values import constant_of, given, like, name_of, swap
 from graphopt.pipeline import rules_in_use
 from passes.gradients import GradientSource
 from passes.gradients.rules.blocks import TokenBlocks
@@ -231,8 +231,7 @@ def fit_to_builder(op: Emitter, node: ir.Node) -> None:
         node.resize_inputs(1)
         node.resize_outputs(1)
     elif node.op_type == "Pow":
-        exponent = node.inputs[1]
-        assert x is not None and exponent is not None
+        x, exponent = given(x), given(node.inputs[1])
         if exponent.dtype != x.dtype:
             known = constant_of(exponent)
             typed = op.Cast(exponent, to=x.dtype) if known is None else op.constant(known, like=x)

@@ -25,7 +25,7 @@ from graphopt.graph.rewriting import Pass, Pattern, matches
 from graphopt.graph.roles import Role
 from graphopt.graph.shapes import ensure_typed
 from graphopt.graph.traversal import subgraphs
-from graphopt.graph.values import constant_number, constant_of, like, name_of, swap, wide_type
+from graphopt.graph.values import constant_number, constant_of, given, like, name_of, swap, wide_type
 from graphopt.intervals import within
 from passes.gradients.rules.reduction import channels
 from passes.weights import initializers
@@ -296,8 +296,7 @@ def _statistic(model: ir.Model, calls: Sequence[ir.Node], index: int) -> ir.Valu
 
 def _drop(model: ir.Model, node: ir.Node, seed: int, number: int) -> None:
     """Replace a Dropout by a product with a mask whose mean is 1."""
-    x, y = node.inputs[0], node.outputs[0]
-    assert x is not None
+    x, y = given(node.inputs[0]), node.outputs[0]
     value = node.inputs[1] if len(node.inputs) > 1 else None
     ratio = 0.5 if value is None else constant_number(value)
     if ratio is None:

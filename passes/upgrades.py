@@ -20,7 +20,7 @@ from graphopt.graph.listing import operator_of
 from graphopt.graph.operators import schema_of
 from graphopt.graph.opsets import OPSET
 from graphopt.graph.traversal import all_nodes, sort, subgraphs
-from graphopt.graph.values import constant_of, rank, swap
+from graphopt.graph.values import constant_of, given, rank, swap
 from passes.lowering.registry import freeze
 
 # A change edits a node in place, or returns what replaces its first output.
@@ -195,8 +195,7 @@ def _over_space(op: Emitter, node: ir.Node) -> ir.Value | None:
         return None
     if "training_mode" in node.attributes or any(y.uses() or y.is_graph_output() for y in node.outputs[1:]):
         raise GraphoptError("expected spatial=1 in training mode, found 0: export the model for inference")
-    x, scale, shift, mean, variance = node.inputs
-    assert scale is not None and mean is not None and variance is not None
+    x, scale, shift, mean, variance = map(given, node.inputs)
     deviation = op.Sqrt(freeze(variance) + node.attributes.get_float("epsilon", 1e-5))
     return (x - freeze(mean)) / deviation * scale + shift
 

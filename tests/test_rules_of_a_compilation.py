@@ -17,7 +17,7 @@ from onnxscript import opset21
 
 import graphopt
 import passes
-from graphopt import models
+from graphopt import cli, models
 from graphopt.errors import GraphoptError
 from graphopt.runtime.checks.findings import Disagreement
 from passes.gradients import registry
@@ -277,3 +277,45 @@ def test_wrong_rules_are_one_line(call: str) -> None:
 def test_gradients_of_onnxruntime_training_take_no_rules() -> None:
     with pytest.raises(GraphoptError, match=r"^OrtGradient: expected no rules"):
         graphopt.compile(models.mlp((4,), 2), loss=MSE, gradient=passes.OrtGradient(), rules=RELU)
+
+
+def test_a_recipe_names_rules(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By half the gradient at Relu, the layer before it learns half as fast, and the one behind it as before."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    rule = "def halved(op, dy, x):\n    return [0.5 * dy * op.Cast(op.Greater(x, 0.0), to=dy.dtype)]\n"
+    Path("own_rules.py").write_text(f"import passes\n\n\n@passes.surrogate\n{rule}")
+    random = np.random.default_rng(0)
+    rows = {"x": random.standard_normal((16, 4)).astype(np.float32), "target": np.arange(16) % 3}
+    np.savez("rows.npz", **rows)  # type: ignore[arg-type]
+    graphopt.save(models.mlp((4,), 3, hidden=[8]), "my.onnx")
+    command = [
+        "compile",
+        "my.onnx",
+        "data=npz",
+        "data.path=rows.npz",
+        "optimizer=sgd",
+        "optimizer.learning_rate=1.0",
+    ]
+    named = ["rules={Relu: own_rules.halved}", "trust=[own_rules]"]
+    moved = []
+    for folder, rules in (("plain", []), ("halved", named)):
+        assert cli.main([*command, f"folder={folder}", *rules]) == 0
+        executor = graphopt.Executor(f"{folder}/step.onnx", native=False)
+        before = {name: np.array(x) for name, x in executor.state.items()}
+        executor.step(rows)
+        moved.append({name: executor.state[name] - before[name] for name in before if "weight" in name})
+    first, last = sorted(moved[0])
+    np.testing.assert_allclose(moved[1][first], moved[0][first] / 2, rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(moved[1][last], moved[0][last], rtol=1e-4, atol=1e-6)
+    capsys.readouterr()
+    for rules, said in (
+        (named[:1], "rules.Relu: expected graphopt's own or trusted code, found 'own_rules.halved'"),
+        (["rules={my.own.Relu: own_rules.halved}", named[1]], "rules: my.own::Relu: expected an operator"),
+        (["rules={Relu: 3}"], "rules: expected a mapping from operators to functions, or null, found"),
+    ):
+        assert cli.main([*command, "folder=wrong", *rules]) == 1
+        assert said in capsys.readouterr().err
+        assert not Path("wrong").exists()

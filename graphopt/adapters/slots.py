@@ -19,7 +19,7 @@ from graphopt.graph.emitter import Emitter
 from graphopt.graph.merging import Adapted
 from graphopt.graph.operators import MICROSOFT
 from graphopt.graph.postprocessing import DEQUANTIZE
-from graphopt.graph.values import dtype_of, like, swap
+from graphopt.graph.values import dtype_of, given, like, swap
 from graphopt.graph.weight_kinds import weight_kinds_of
 
 
@@ -104,7 +104,7 @@ def _type_read(target: AdapterTarget) -> ir.DataType:
 
 def _type_of(x: ir.Value | None) -> ir.DataType:
     """Return the type of a weight after nodes that turn, cast or dequantize it."""
-    assert x is not None
+    x = given(x)
     node = x.producer()
     if node is None:
         return dtype_of(x)

@@ -20,7 +20,7 @@ from graphopt.graph.opsets import IR_VERSION
 from graphopt.graph.postprocessing import DEQUANTIZE
 from graphopt.graph.rewriting import Pattern, matches, selects
 from graphopt.graph.traversal import extracted_between, subgraphs
-from graphopt.graph.values import constant_of, dims_of, is_floating, is_static, name_of, rank
+from graphopt.graph.values import constant_of, dims_of, given, is_floating, is_static, name_of, rank
 from graphopt.graph.weight_kinds import (
     EMBEDDING,
     PRODUCT,
@@ -338,9 +338,7 @@ def _source_in(node: ir.Node, index: int, kind: WeightKind) -> WeightSource | No
 
 
 def _input(node: ir.Node, index: int) -> Value:
-    x = node.inputs[index]
-    assert x is not None
-    return x
+    return given(node.inputs[index])
 
 
 def _dims(x: Value) -> tuple[int, ...]:

@@ -43,7 +43,7 @@ def write_check(recipe: Recipe, folder: Path) -> None:
             threads=threads,
         )
     else:
-        steps: dict[str, Any] = dict(recipe.described)
+        steps: dict[str, Any] = {**recipe.described, "rules": recipe.described.rules}
         if not _says(recipe, "loss"):
             steps.pop("loss", None)
         table = check(recipe.model(), verify=verify, threads=threads, **steps)

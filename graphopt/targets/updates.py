@@ -19,7 +19,7 @@ from graphopt.graph.rewriting import interface_kept
 from graphopt.graph.roles import Role, with_role
 from graphopt.graph.rules import rule_set
 from graphopt.graph.simplify import combine_scalar_factors
-from graphopt.graph.values import constant_number, is_number, like, next_of
+from graphopt.graph.values import constant_number, given, is_number, like, next_of
 from graphopt.targets.scan import hoist_weight_gradients
 
 Rewriting = Callable[[ir.Model], int]  # returns whether, or how many times, it changed a model
@@ -106,8 +106,7 @@ def fold_rate_into_loss_gradient(model: ir.Model) -> bool:
             rates = {product.inputs[0] for product in ends}
             if factor is None or len(rates) != 1:
                 continue
-            (rate,) = rates
-            assert rate is not None
+            (rate,) = map(given, rates)
             constant, behind = constant_number(factor), factor.producer()
             if constant is not None:
                 scale = rate * -constant

@@ -14,7 +14,7 @@ from graphopt.graph.metadata import STOP_GRADIENT, InferenceForm
 from graphopt.graph.operators import ELEMENTWISE_OPERATORS, VIEWS
 from graphopt.graph.roles import FED, role_of
 from graphopt.graph.traversal import values_read
-from graphopt.graph.values import constant_of, dims_of, like, name_of, rank
+from graphopt.graph.values import constant_of, dims_of, like, name_of, producer_of, rank
 from graphopt.graph.weight_kinds import PRODUCT, weight_kinds_of
 from passes.gradients.rules.blocks import BLOCK_LOGITS, TokenBlocks, in_blocks, token_losses
 from passes.gradients.rules.control_flow import scan_over
@@ -56,8 +56,7 @@ def find_head(logits: ir.Value) -> TokenHead | None:
         if not last:
             break
         y = max(last, key=lambda x: position[x.producer()])
-        node, behind = y.producer(), front.pop(y)
-        assert node is not None
+        node, behind = producer_of(y), front.pop(y)
         nodes.append(node)
         behind = behind or _is_product(node)
         for x in _tokens(node, fed):

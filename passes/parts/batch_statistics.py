@@ -15,10 +15,7 @@ from graphopt.graph.operators import ARITHMETIC, PRODUCTS, VIEWS
 from graphopt.graph.roles import FED, Role, role_of, set_role, with_role
 from graphopt.graph.shapes import ensure_typed
 from graphopt.graph.traversal import ancestors, values_read
-from graphopt.graph.values import (
-    ROWS,
-    dims_of,
-)
+from graphopt.graph.values import ROWS, dims_of, given, producer_of
 from passes.parts import extract_part, remove_unused_inputs
 from passes.parts.halves import LEAST
 
@@ -136,15 +133,13 @@ def _sum_over_workers(model: ir.Model) -> dict[ir.Value, None]:
 
 def _correct(op: Emitter, node: ir.Node, formula: _Formula) -> None:
     """Replace the second input of a node by a function of it."""
-    x = node.inputs[1]
-    assert x is not None
+    x = given(node.inputs[1])
     node.replace_input_with(1, op.Cast(formula(op.Cast(x, to=WIDE)), to=x.dtype))
 
 
 def _moments(op: Emitter, node: ir.Node, total: _Formula) -> None:
     """Compute M = sum(n m) / N and V = sum(n (v + m^2)) / N - M^2 from the means and variances of the workers."""
-    x, _, _, mean, variance = node.inputs
-    assert x is not None and mean is not None and variance is not None
+    x, _, _, mean, variance = map(given, node.inputs)
     axes = [0, *range(2, len(dims_of(x)))]
     n = op.Cast(op.ReduceProd(op.Gather(op.shape_of(x), axes), keepdims=0), to=WIDE)
     own = op.ReduceMean(x, axes)
@@ -167,8 +162,7 @@ def _weight(op: Emitter, model: ir.Model) -> ir.Value | None:
     rows = next(y for y in model.graph.outputs if y.name == ROWS)
     if BATCH_WEIGHT.read(rows) == "sum":
         return None
-    node = rows.producer()
-    assert node is not None and node.inputs[0] is not None
-    x = node.inputs[0]
+    node = producer_of(rows)
+    x = given(node.inputs[0])
     node.replace_input_with(0, op.Max(x, op.constant(LEAST, like=x)))
     return op.Cast(node.outputs[0], to=WIDE)

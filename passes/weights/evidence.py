@@ -10,7 +10,7 @@ import onnx_ir as ir
 from graphopt.graph.metadata import Kind, Origin
 from graphopt.graph.operators import ARITHMETIC, INITIAL_STATES, LAYOUT, PRODUCTS, SCATTERING
 from graphopt.graph.traversal import subgraphs
-from graphopt.graph.values import constant_of, is_floating
+from graphopt.graph.values import constant_of, given, is_floating
 from passes.gradients.registry import carries
 from passes.gradients.walk import carries_gradient, passes_gradient
 from passes.weights.initializers import array, fill_value, is_weight
@@ -44,8 +44,7 @@ def reached(graph: ir.Graph, known: Iterable[ir.Value] = ()) -> set[ir.Value]:
 
 def constant_use(node: ir.Node, index: int) -> str | None:
     """Return the reason why a node uses an initializer as a constant, or None."""
-    x = node.inputs[index]
-    assert x is not None
+    x = given(node.inputs[index])
     if node.domain != "":
         return None
     if node.op_type in SCATTERING and index == 0 and fill_value(x) is not None:

@@ -20,7 +20,7 @@ from graphopt.graph.emitter import Emitter
 from graphopt.graph.metadata import STOP_GRADIENT, STORED, STORED_TYPE, InferenceForm, Text
 from graphopt.graph.postprocessing import DEQUANTIZE, broadcastable, dequantized, is_dequantized
 from graphopt.graph.roles import Role, set_role
-from graphopt.graph.values import constant_of, dtype_of, is_floating, like, name_of
+from graphopt.graph.values import constant_of, dtype_of, given, is_floating, like, name_of
 from passes.weights.initializers import array, replace_by
 
 QUANTIZED = Text("graphopt.quantized")  # of an initializer: which integers it stands for
@@ -165,7 +165,7 @@ def _rounded(op: Emitter, master: ir.Value, quantized: Quantized) -> ir.Value:
     """Emit the numbers that the integers nearest to a master stand for; the gradient passes to the master."""
     node, dtype = quantized.node, quantized.integers.dtype
     _, scale, zero = [*node.inputs, None][:3]
-    assert scale is not None
+    scale = given(scale)
     if dtype.itemsize < 4:
         layout = {name: node.attributes[name] for name in ("axis", "block_size") if name in node.attributes}
         extra = {} if zero is not None else {"output_dtype": dtype}

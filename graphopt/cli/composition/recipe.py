@@ -24,12 +24,14 @@ from graphopt.cli.composition.validation import (
     OF_COMMAND,
     PARTS,
     TARGET_KEY,
+    check_mapping,
     check_new_logs,
     check_recipe,
     create,
     expanded,
     metrics_of,
     resolve,
+    rules_of,
 )
 from graphopt.cli.run_folder import CONFIG
 from graphopt.communicator import Communicator
@@ -121,8 +123,8 @@ class Recipe:
         plain = plain_of(config)
         for part in PARTS:
             node = plain.get(part)
-            if not isinstance(node, dict) and not str(node).startswith("${"):
-                raise GraphoptError(f"{part}: expected a mapping of fields, found {node!r}")
+            if not str(node).startswith("${"):
+                check_mapping(node, part)
         if self._resolve(config, steps=1):
             self._resolve(config, steps=self.steps)
 
@@ -222,7 +224,8 @@ class Recipe:
     def described(self) -> Pipeline:
         """Return the pipeline as the recipe describes it, before its passes learn from data."""
         pipeline: Pipeline = self._build("pipeline")
-        return pipeline
+        rules = rules_of(self.fields["rules"], self.command_line.trust)
+        return pipeline.with_rules(rules) if rules else pipeline
 
     def _adapted(self, pipeline: Pipeline) -> Pipeline:
         """Return a pipeline whose passes have learnt from the training rows, if any of them learns."""
@@ -249,10 +252,6 @@ class Recipe:
                 learnt = {"labels": self.data.labels, "columns": self.data.columns}
                 learnt |= self._by_input if self.data.columns is None else {}
             validation = self._build("data", path=validation, **learnt)
-        elif validation is not None and not isinstance(validation, int | float):
-            raise GraphoptError(
-                f"fit.validation: expected a share of the rows or a file, found {validation!r}"
-            )
         return {**fields, "validation": validation, "metrics": self.metrics}
 
     @property

@@ -8,11 +8,10 @@ import inspect
 import os
 import pkgutil
 import re
-import types
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from graphopt.cli.composition.expansion import Fields
 from graphopt.cli.composition.hydra_config import CommandLine, flattened, on_the_command_line
@@ -28,6 +27,7 @@ from graphopt.generation.sampling import GenerateOptions
 from graphopt.graph.limits import Limits
 from graphopt.hosts.export import export_hosts
 from graphopt.intervals import within
+from graphopt.pipeline import Rules
 from graphopt.training import callbacks
 from graphopt.training.callbacks import MLflow, Tracker
 from graphopt.training.checkpoints import Checkpoints
@@ -60,13 +60,11 @@ NAMED: dict[str, Sequence[str]] = {  # the names that recipes may use, by path; 
 }
 
 OF_COMMAND = ("log_steps", "checkpoint", "export")  # fields of `fit` that are no arguments of the function
-_Rows = Literal["all", "held_out", "trained"]
-_Export = Literal["best", "last"]
 
 
 @dataclasses.dataclass(frozen=True)
 class RecipeFields:
-    """Declare the fields of a recipe that no class or function takes.
+    """Declare the fields of a recipe that no class or function takes, with their types in words.
 
     Args:
         run: what to do with the model: see above
@@ -81,18 +79,20 @@ class RecipeFields:
             evaluate a run that held rows out, otherwise all
         quiet: print nothing while training, except warnings and errors
         trust: packages, in addition to graphopt and passes, whose code recipes may name
+        rules: gradient rules for this run, by operator: {Round: my_package.rules.through, my.domain.Cube: ...}
     """
 
-    run: str
-    model: ReadPath
-    folder: str
-    resume: bool | ReadPath
-    recipe: ReadPath | None
-    predictions: WritePath
-    prompt: str | None
-    rows: _Rows | None
+    run: Annotated[str, "a name"]
+    model: Annotated[ReadPath, "a name"]
+    folder: Annotated[str | float, "a path"]
+    resume: Annotated[bool | ReadPath, "true, false or a path"]
+    recipe: Annotated[ReadPath | None, "the folder of a run, or null"]
+    predictions: Annotated[WritePath, "a name"]
+    prompt: Annotated[str | None, "a text in quotes, or null"]
+    rows: Annotated[Literal["all", "held_out", "trained"] | None, "all, held_out, trained or null"]
     quiet: bool
-    trust: Sequence[str]
+    trust: Annotated[Sequence[str], "a list of packages, as in trust=[my_package]"]
+    rules: Annotated[Mapping[str, str] | None, "a mapping from operators to functions, or null"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,15 +107,13 @@ class FitFields:
         seed: the seed of the initial weights, the order of the rows and Dropout
     """
 
-    validation: float | ReadPath | None
-    log_steps: bool
-    export: _Export
+    export: Literal["best", "last"]
+    validation: Annotated[float | ReadPath | None, "a share of the rows or a file"] = None
+    log_steps: bool = False
     seed: int = within("[0, inf)", 0)
 
 
 OWN = {"": RecipeFields, "fit": FitFields}
-_ROWS = typing.get_args(_Rows)
-_CHOICES = (("", "rows", (*_ROWS, None)), ("fit", "export", typing.get_args(_Export)))
 PARTS = ("data", "executor", "fit", "generate", "hosts", "limits", "models", "pipeline")
 PLAIN: dict[str, object] = {  # what takes the fields of the parts that name no class or function
     "fit": fit,
@@ -157,18 +155,13 @@ def check_recipe(fields: Fields, command_line: CommandLine) -> None:
     for field, value in leaves.items():
         if isinstance(value, str) and "\0" in value:
             raise GraphoptError(f"{field}: expected text without the character NUL, found {value!r}")
-    for field, value, kind, text in _typed_fields(fields):
-        if not isinstance(value, kind):
-            raise GraphoptError(f"{field}: expected {text}, found {value!r}")
+    for key in PARTS:
+        check_mapping(fields.get(key), key)
     if fields["data"].get("columns") is not None:
         _check_columns(fields["data"]["columns"])
-    for group, name, choices in _CHOICES:
-        value = (fields[group] if group else fields).get(name)
-        if value not in choices:
-            known = [choice for choice in choices if choice is not None]
-            raise GraphoptError(unknown(f"{group}.{name}" if group else name, str(value), known))
     models, added = {}, dict(_ADDED)
     for name, node in fields["models"].items():
+        check_mapping(node, f"models.{name}")
         outputs = node.get("outputs")  # null: the number that the data needs
         if outputs is not None and (type(outputs) is not int or outputs < 1):
             raise GraphoptError(
@@ -177,7 +170,9 @@ def check_recipe(fields: Fields, command_line: CommandLine) -> None:
         models[name] = {field: value for field, value in node.items() if field != "outputs"}
         added[f"models.{name}"] = ("features", "outputs")
     training = {name: value for name, value in fields["fit"].items() if name not in OF_COMMAND}
-    checkpoint = fields["fit"].get("checkpoint") or {}
+    checkpoint = fields["fit"].get("checkpoint")
+    checkpoint = {} if checkpoint is None else checkpoint
+    check_mapping(checkpoint, "fit.checkpoint", " or null")
     parts = {**fields, "fit": {**training, "validation": None}, "fit.checkpoint": checkpoint}
     every = checkpoint.get("every")
     if isinstance(every, int | float):
@@ -188,12 +183,14 @@ def check_recipe(fields: Fields, command_line: CommandLine) -> None:
         check_fields(target, parts[key], key, _ADDED.get(key, ()))
     for key in sorted(fields, key="pipeline".__eq__):  # the pipeline repeats the others, so it comes last
         check(models if key == "models" else fields[key], str(key), command_line.trust, added)
+    _check_own(fields)
     check_ending("predictions", fields["predictions"])
     for field, most in _LARGEST_NUMBERS.items():
         if isinstance(leaves.get(field), int) and leaves[field] > most:
             raise GraphoptError(f"{field}: expected at most {most:,}, found {leaves[field]}")
     FitOptions(**{name: x for name, x in training.items() if name not in ("metrics", "validation")})
     metrics_of(training.get("metrics"), command_line.trust)
+    rules_of(fields["rules"], command_line.trust)
     _check_logs(fields["callbacks"], command_line)
     if command_line.strangers:
         _check_untrusted(leaves, command_line)
@@ -207,17 +204,22 @@ def _check_columns(description: object) -> None:
         raise GraphoptError(f"data.columns: {str(error).removeprefix('columns: ')}") from error
 
 
-def _typed_fields(fields: Fields) -> Iterator[tuple[str, object, type | types.UnionType, str]]:
-    """Yield the fields that name no class, with the value and the expected type of each."""
-    yield from ((key, fields.get(key), str, "a name") for key in ("model", "run", "predictions"))
-    yield "rows", fields.get("rows"), str | None, f"{', '.join(_ROWS)} or null"
-    yield "prompt", fields.get("prompt"), str | None, "a text in quotes, or null"
-    yield "quiet", fields.get("quiet"), bool, "true or false"
-    yield from ((key, fields.get(key), dict, "a mapping of fields") for key in PARTS)
-    yield from ((f"models.{name}", x, dict, "a mapping of fields") for name, x in fields["models"].items())
-    yield "fit.checkpoint", fields["fit"].get("checkpoint"), dict | None, "a mapping of fields or null"
-    yield "resume", fields.get("resume", False), bool | str, "true, false or a path"
-    yield "recipe", fields.get("recipe"), str | None, "the folder of a run, or null"
+def _check_own(fields: Fields) -> None:
+    """Raise an error if a field that no class or function takes does not match its annotation."""
+    for group, target in OWN.items():
+        node, kinds = fields[group] if group else fields, hints(target)
+        for name, kind in kinds.items():
+            literals = [part for part in alternatives(kind) if typing.get_origin(part) is Literal]
+            choices, value = [x for part in literals for x in typing.get_args(part)], node.get(name)
+            if choices and isinstance(value, str) and value not in choices:
+                raise GraphoptError(unknown(_place(group, name), value, choices))
+        check_fields(target, {name: node[name] for name in kinds if name in node}, group)
+
+
+def check_mapping(node: object, path: str, other: str = "") -> None:
+    """Raise an error unless a part of a recipe is a mapping."""
+    if not isinstance(node, Mapping):
+        raise GraphoptError(f"{path}: expected a mapping of fields{other}, found {node!r}")
 
 
 def _check_untrusted(leaves: Mapping[str, object], command_line: CommandLine) -> None:
@@ -260,7 +262,7 @@ def paths_in(fields: Fields, trust: Sequence[str] = ()) -> Iterator[tuple[str, s
         for name, access in accesses(target).items():
             value = node.get(name)
             if isinstance(value, str) and (name != "model" or value not in fields["models"]):
-                yield f"{group}.{name}".lstrip("."), value, access
+                yield _place(group, name), value, access
     for key, node in fields.items():
         own = {name: x for name, x in node.items() if x != fields.get(name)} if key == "pipeline" else node
         yield from _paths_of(own, str(key), trust)
@@ -292,7 +294,7 @@ def access_of(hint: Any) -> Access | None:
 
     A path without an annotation, as in packages that the user trusts, counts as one to read.
     """
-    if typing.get_origin(hint) is typing.Annotated:
+    if typing.get_origin(hint) is Annotated:
         marks = [mark for mark in hint.__metadata__ if isinstance(mark, Access)]
         return marks[0] if marks else access_of(hint.__origin__)
     kind = typing.get_origin(hint) or hint
@@ -436,6 +438,15 @@ def metrics_of(wanted: Any, trust: Sequence[str] = ()) -> list[Wanted] | None:
     return chosen
 
 
+def rules_of(named: Mapping[str, str] | None, trust: Sequence[str] = ()) -> Rules:
+    """Return the gradient rules of a recipe, which are functions of trusted packages."""
+    rules = {}
+    for name, function in (named or {}).items():
+        domain, _, op_type = name.rpartition(".")
+        rules[domain, op_type] = _trusted(function, f"rules.{name}", trust)
+    return rules
+
+
 def check_fields(
     target: Any, fields: Mapping[str, object], path: str, given: Sequence[str] = (), trust: Sequence[str] = ()
 ) -> None:
@@ -446,23 +457,29 @@ def check_fields(
         if name not in given and parameter.kind is not parameter.VAR_POSITIONAL
     }
     is_open = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    kinds = hints(target)
+    kinds = hints(target, include_extras=True)
     for name, value in fields.items():
+        place = _place(path, name)
         if not isinstance(name, str) or (name.startswith("_") and name.endswith("_")):
-            raise GraphoptError(f"{path}.{name}: expected no such field in a recipe: remove it")
+            raise GraphoptError(f"{place}: expected no such field in a recipe: remove it")
         if is_open:
             continue
         if name not in parameters:
             raise GraphoptError(f"{path}: {unknown('field', name, parameters)}")
         hint = kinds.get(name, Any)
         if isinstance(value, str) and value != MISSING and _is_code(hint):
-            _trusted(value, f"{path}.{name}", trust)
+            _trusted(value, place, trust)
         elif value != MISSING and not _fits(value, hint, trust):
             expected = _words(hint) or _annotation_text(parameters[name])
-            raise GraphoptError(f"{path}.{name}: expected {expected}, found {value!r}")
+            raise GraphoptError(f"{place}: expected {expected}, found {value!r}")
     for name, parameter in parameters.items():
         if not is_open and parameter.default is parameter.empty and name not in fields:
-            raise GraphoptError(f"{path}.{name}: expected a value, found none: add +{path}.{name}=...")
+            place = _place(path, name)
+            raise GraphoptError(f"{place}: expected a value, found none: add +{place}=...")
+
+
+def _place(path: str, name: object) -> str:
+    return f"{path}.{name}" if path else str(name)
 
 
 def resolve(name: object, path: str, trust: Sequence[str] = ()) -> Any:
@@ -543,7 +560,10 @@ def _annotation_text(parameter: inspect.Parameter) -> str:
 
 
 def _words(hint: object) -> str | None:
-    """Return a type hint in words of YAML; None if it is no type of plain values."""
+    """Return a type hint in words of YAML, its own if it has some; None if it is no type of plain values."""
+    if typing.get_origin(hint) is Annotated:
+        own = [mark for mark in typing.get_args(hint)[1:] if isinstance(mark, str)]
+        return own[0] if own else _words(typing.get_args(hint)[0])
     if hint in (None, type(None)):
         return "null"
     if hint is bool:

@@ -17,7 +17,7 @@ from graphopt.graph.metadata import GRADIENT_OF, OWNER, STOP_GRADIENT, SURROGATE
 from graphopt.graph.operators import DRAWING, SHAPE_READERS, STEP_FUNCTIONS
 from graphopt.graph.roles import Role, with_role
 from graphopt.graph.traversal import all_nodes, ancestors, extracted_model, subgraphs, values_read
-from graphopt.graph.values import constant_of, is_floating, name_of
+from graphopt.graph.values import constant_of, given, is_floating, name_of, producer_of
 
 QUANTIZE, DEQUANTIZE = "QuantizeLinear", "DequantizeLinear"
 
@@ -141,10 +141,9 @@ def _smooth_quantizers(model: ir.Model, loss: ir.Value) -> set[ir.Node]:
     quantizers = set[ir.Node]()
     with Emitter(model) as op:
         for node in pairs:
-            y, quantizer = node.outputs[0], node.inputs[0].producer()  # type: ignore[union-attr]
-            assert quantizer is not None
-            x, scale, *zero = quantizer.inputs
-            assert x is not None and scale is not None
+            y, quantizer = node.outputs[0], producer_of(given(node.inputs[0]))
+            x, scale = map(given, quantizer.inputs[:2])
+            zero = quantizer.inputs[2:]
             axis = quantizer.attributes.get_int("axis", 1)
             block = quantizer.attributes.get_int("block_size", 0)
             uses = [(user, index) for user, index in y.uses() if user in needed]

@@ -15,7 +15,7 @@ from graphopt.graph.emitter import Emitter, Input
 from graphopt.graph.metadata import IN_BLOCKS, Flag, Note, expect
 from graphopt.graph.operators import SHAPE_READERS
 from graphopt.graph.traversal import ancestors
-from graphopt.graph.values import is_floating, like, wide_type
+from graphopt.graph.values import is_floating, like, producer_of, wide_type
 from passes.gradients.registry import Active, Gradients, rule
 from passes.gradients.rules.control_flow import copied_body, emit_scan, finish, scan
 from passes.gradients.walk import backward, zeros
@@ -40,9 +40,7 @@ class TokenBlocks(Note, key="graphopt.token_blocks", expected="a share for label
 
 def in_blocks(y: ir.Value) -> ir.Node:
     """Keep the work of the Scan that computes `y` in its loop, and return the Scan."""
-    node = IN_BLOCKS.mark(y).producer()
-    assert node is not None
-    return node
+    return producer_of(IN_BLOCKS.mark(y))
 
 
 def token_losses(op: Emitter, logits: ir.Value, label: ir.Value, smoothing: float) -> ir.Value:

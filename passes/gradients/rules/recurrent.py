@@ -14,7 +14,7 @@ from onnx_ir import Node, Value
 from graphopt.errors import GraphoptError
 from graphopt.graph.emitter import Emitter, Input
 from graphopt.graph.inference import stand_in
-from graphopt.graph.values import dims_of, dtype_of, like
+from graphopt.graph.values import dims_of, dtype_of, like, producer_of
 from passes.gradients.rules.control_flow import KNOWN, SAVING, scan_over
 from passes.gradients.rules.shape import elements_along, indices_along
 from passes.gradients.walk import expansion, further_output
@@ -181,8 +181,7 @@ def _run(
         sequences.append(mask)
     backwards = reverse and lengths is None
     *lasts, y = scan_over(op, step, states, sequences, backwards)
-    scan = y.producer()
-    assert scan is not None
+    scan = producer_of(y)
     if known is None:
         scan.meta[SAVING] = True
     else:
