@@ -56,6 +56,8 @@ def of_columns(
         expected = "a target column" if labels is None else "one target column, whose classes are named"
         raise GraphoptError(f"{path}: expected {expected}, found {', '.join(targets) or 'none'}")
     found = read([name for name in names if name in used])
+    if not all(map(len, found.values())):
+        raise GraphoptError(f"{path}: expected rows, found none")
     arrays, classes = {}, None if labels is None else tuple(map(cell_text, labels))
     read_as: dict[str, Sequence[str]] = {}
     if columns is None and only:

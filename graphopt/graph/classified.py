@@ -90,7 +90,7 @@ def classes_of(y: np.ndarray, spec: TargetSpec, names: Sequence[str] | None) -> 
             rates = powers / powers.sum(axis=1, keepdims=True)
     else:
         code = (y > spec.threshold).astype(np.int64)
-        rates = (0.5 * (1 + np.tanh(0.5 * y))).astype(y.dtype) if activation else y
+        rates = (0.5 * (1 + np.tanh(0.5 * y.astype(np.float64)))).astype(y.dtype) if activation else y
         if y.size == len(y):
             code, rates = code.reshape(-1), rates.reshape(-1, 1)
             rates = np.concatenate([1 - rates, rates], axis=1)
