@@ -7,6 +7,7 @@ import datetime
 import gzip
 import importlib.util
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -616,6 +617,24 @@ def test_the_command_writes_a_model_of_the_columns(table: Any, capsys: pytest.Ca
         np.testing.assert_allclose([float(row["y_yes"]) for row in found], y[:, 1], rtol=1e-5, atol=1e-6)
         said = [float(row["probabilities_yes"]) for row in found]
         np.testing.assert_allclose(said, probabilities[:, 1], rtol=1e-5, atol=1e-6)
+
+
+def test_the_page_shows_rows_as_the_file_has_them(table: Any) -> None:
+    assert cli.main([*TABLE, *QUICK[1:], "fit.epochs=1", "folder=run", "quiet=true"]) == 0
+    page = Path("run/report.html").read_text(encoding="utf-8")
+    section = page[page.index("most in error") :].partition("</table>")[0]
+    header = re.findall(r"<th [^>]*>(.*?)</th>", section)
+    shown = [re.findall(r"<td[^>]*>(.*?)</td>", row) for row in re.findall(r"<tr[^>]*>(.*?)</tr>", section)]
+    with open("people.csv", newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    shown = [dict(zip(header, cells, strict=True)) for cells in shown if cells]
+    assert len(shown) == 12
+    for row in shown:
+        own = rows[int(row["row"])]
+        assert {name: row[name] for name in ("age", "city", "day", "member")} == {
+            name: own[name] for name in ("age", "city", "day", "member")
+        }
+        assert row["target"] == own["bought"]
 
 
 def test_evaluation_reads_new_rows_as_the_run_did(table: Any) -> None:

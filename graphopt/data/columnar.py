@@ -38,7 +38,7 @@ def parquet(
     target: str | Sequence[str] | None = TARGET,
     features: Sequence[str] | Mapping[str, Any] | None = None,
     sample_weight: str | None = None,
-    labels: Sequence[str | int | float] | None = None,
+    labels: Sequence[str | int | float | bool] | None = None,
     columns: Columns | Mapping[str, Any] | str | None = None,
     expansion: int = EXPANSION,
 ) -> Dataset:

@@ -106,7 +106,7 @@ def csv(
     target: str | int | Sequence[str | int] | None = TARGET,
     features: Sequence[str | int] | Mapping[str, Any] | None = None,
     sample_weight: str | int | None = None,
-    labels: Sequence[str | int | float] | None = None,
+    labels: Sequence[str | int | float | bool] | None = None,
     columns: Columns | Mapping[str, Any] | str | None = None,
     delimiter: str = ",",
     header: bool = True,
@@ -208,6 +208,8 @@ def reading(path: str | Path, expected: str, *errors: type[Exception]) -> Iterat
         if isinstance(error, OSError) and error.errno is not None:  # of the system, not of the library
             raise GraphoptError(f"{path}: {reason(error)}") from error
         problem = "more than fits into memory" if isinstance(error, MemoryError) else line(error)
+        if isinstance(error, UnicodeDecodeError):
+            problem = f"{problem}: save it as UTF-8"
         raise GraphoptError(f"{path}: expected {expected}{_other_format(path) or f': {problem}'}") from error
 
 

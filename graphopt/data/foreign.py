@@ -183,7 +183,7 @@ def table(
     target: str | int | Sequence[str | int] | None = TARGET,
     features: Sequence[str | int] | Mapping[str, Any] | None = None,
     sample_weight: str | int | None = None,
-    labels: Sequence[str | int | float] | None = None,
+    labels: Sequence[str | int | float | bool] | None = None,
     columns: Columns | Mapping[str, Any] | str | None = None,
 ) -> Dataset:
     """Return the columns of a table in memory as a data set.

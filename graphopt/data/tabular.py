@@ -32,7 +32,7 @@ def of_columns(
     target: _Names,
     features: _Names | Mapping[str, Any] = None,
     sample_weight: str | int | None = None,
-    labels: Sequence[str | int | float] | None = None,
+    labels: Sequence[str | int | float | bool] | None = None,
     columns: Columns | Mapping[str, Any] | str | None = None,
 ) -> Dataset:
     """Return a data set of a table, of which `read` returns those of the named columns that are used.

@@ -48,12 +48,19 @@ _LEAST_BATCH, _MOST_BATCH = 32, 256
 class FittedTable(Checked):
     """Hold the network that `graphopt.fit_table` has trained, with the columns that it takes.
 
-    Attributes:
+    Args:
         executor: the executor of the training graph, with the best weights.
         columns: the columns, with what they have learnt from the rows that trained.
+        target, sample_weight: the columns to predict, and of weights.
+        labels: the names of the classes; None if their numbers name them, and for a regression.
         classes: the values of the target in the order of `predict_proba`; None for a regression.
         records: the record of each epoch, as `fit` returns them.
         best: the record of the epoch whose weights these are.
+
+    >>> table = {"age": [*range(20, 60)], "wage": [1000 + 50 * age for age in range(20, 60)]}
+    >>> fitted = graphopt.fit_table(table, "wage", epochs=60)
+    >>> bool(abs(fitted.predict({"age": [40]})[0] - 3000) < 300)
+    True
     """
 
     executor: Executor
@@ -143,7 +150,7 @@ def fit_table(
     task: _Task | None = None,
     model: Source | None = None,
     columns: Columns | Mapping[str, Any] | str = "auto",
-    labels: Sequence[str | int | float] | None = None,
+    labels: Sequence[str | int | float | bool] | None = None,
     sample_weight: str | None = None,
     class_weights: Literal["balanced"] | Sequence[float] | None = None,
     loss: Step | None = None,

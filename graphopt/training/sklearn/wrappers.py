@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 _LEAST_PROBABILITY = 1e-12  # that scikit-learn adds before it takes a logarithm (_convert_to_logits)
 # The operators that compute functions of NumPy, which FunctionTransformer may have.
-_FUNCTIONS: dict[object, tuple[str, ...]] = {
+_FUNCTIONS: dict[Any, tuple[str, ...]] = {
     np.exp: ("Exp",),
     np.log: ("Log",),
     np.sqrt: ("Sqrt",),
