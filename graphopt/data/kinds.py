@@ -113,7 +113,8 @@ def written_as(texts: Sequence[str], *, any_unit: bool = False) -> list[str]:
     if any(map(is_code, texts)) or all(suits(parsed_number, text) for text in texts):
         return []
     ways: dict[tuple[float, ...], str] = {}
-    for column in (*_numbers(texts[0], any_unit), *_dates(texts[0])):
+    candidates: list[Number | Date] = [*_numbers(texts[0], any_unit), *_dates(texts[0])]
+    for column in candidates:
         parse = column.parsed if isinstance(column, Number) else column.day
         if all(suits(parse, text) for text in texts):
             ways.setdefault(tuple(map(parse, texts)), column.described())

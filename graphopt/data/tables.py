@@ -384,7 +384,7 @@ def _takes(x: ir.Value, width: int) -> bool:
 
 
 def _prepended(
-    columns: Columns, model: ir.Model, x: ir.Value, labels: Sequence[str] | None, threshold: float
+    columns: Columns, model: ir.Model, x: ir.Value, labels: Sequence[str] | None, threshold: float | None
 ) -> ir.Model:
     """Put the nodes of columns in front of an input."""
     graph, name = model.graph, name_of(x)

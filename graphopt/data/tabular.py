@@ -262,10 +262,8 @@ def _numeric_column(path: str, name: str, column: _Cells) -> np.ndarray:
     try:
         check_points([*dict.fromkeys(text for text in texts if text != "nan")], name)
     except Unread as error:
-        ways = " or ".join(error.ways)
-        raise GraphoptError(
-            f"{path}: column {name!r}: {error}: columns={{*: auto, {name}: {ways}}} reads it"
-        ) from error
+        mend = f"columns={{*: auto, {name}: {' or '.join(error.ways)}}} reads it"
+        raise GraphoptError(f"{path}: column {name!r}: {error}: {mend}") from error
     for dtype in (np.int64, np.float64) if max(map(len, texts), default=0) <= LONGEST_CELL else ():
         try:
             return np.array(texts, dtype)
