@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -38,7 +38,11 @@ from graphopt.training.metrics import Wanted
 from graphopt.training.options import FitOptions
 
 _Task = Literal["classification", "regression"]
-_READ = {"csv": files.csv, "parquet": columnar.parquet, "arrow": columnar.arrow}
+_READ: dict[str, Callable[..., Dataset]] = {
+    "csv": files.csv,
+    "parquet": columnar.parquet,
+    "arrow": columnar.arrow,
+}
 _FEW_NUMBERS = 20  # different whole numbers of a target, which may be classes
 _BATCHES = 100  # of an epoch, which the size of a batch is chosen for, within these bounds
 _LEAST_BATCH, _MOST_BATCH = 32, 256
@@ -277,13 +281,12 @@ def _read(table: Any, target: str | Sequence[str] | None, **options: Any) -> Dat
         return foreign.table(table, target=target, **options)
     reader = READERS.get(Path(table).suffix.lower(), "")
     if reader not in _READ:
-        known = [ending for ending, name in READERS.items() if name in _READ]
+        endings = [ending for ending, name in READERS.items() if name in _READ]
         raise GraphoptError(
-            f"{table}: expected a file that ends in {', '.join(known)}, found another: read it with pandas, and give "
+            f"{table}: expected a file that ends in {', '.join(endings)}, found another: read it with pandas, and give "
             "the DataFrame"
         )
-    data: Dataset = _READ[reader](str(table), target=target, **options)
-    return data
+    return _READ[reader](str(table), target=target, **options)
 
 
 def _classified(
