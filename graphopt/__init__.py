@@ -42,6 +42,7 @@ from graphopt.training.estimator import Trainer
 from graphopt.training.evaluation import evaluate, predict
 from graphopt.training.fit import adapt, fit
 from graphopt.training.sklearn import ESTIMATORS, estimator, from_sklearn, register_skl2onnx, to_onnx
+from graphopt.training.tables import FittedTable, fit_table
 
 if TYPE_CHECKING:
     from graphopt.training.sklearn.estimators import OnnxClassifier, OnnxRegressor
@@ -52,6 +53,7 @@ __all__ = [
     "DataParallel",
     "Device",
     "Executor",
+    "FittedTable",
     "ForwardBackward",
     "LocalSGD",
     "MPI",
@@ -74,6 +76,7 @@ __all__ = [
     "export_hosts",
     "from_checkpoint",
     "fit",
+    "fit_table",
     "from_sklearn",
     "generate",
     "grad",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -266,8 +267,10 @@ def test_labels_of_a_binary_loss_are_predicted_by_name(capsys: pytest.CaptureFix
         given = ["data.path=new.csv", "data.target=null", "predictions=predictions.csv"]
         assert cli.main(["predict", source, *given]) == 0
         header, *lines = Path("named/predictions.csv").read_text().splitlines()
-        assert header == "y_0,label" and len(lines) == 9
-        assert all((float(y) > 0) == (label == "yes") for y, label in (line.split(",") for line in lines))
+        assert header == "y_0,label,probabilities_no,probabilities_yes" and len(lines) == 9
+        for y, label, no, yes in (line.split(",") for line in lines):
+            assert (float(y) > 0) == (label == "yes") == (float(yes) > float(no))
+            assert float(yes) == pytest.approx(1 / (1 + math.exp(-float(y))), rel=1e-4, abs=1e-6)
 
 
 def test_a_run_without_a_trained_model_is_taken_by_its_checkpoint(capsys: pytest.CaptureFixture[str]) -> None:

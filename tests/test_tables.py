@@ -7,6 +7,7 @@ import datetime
 import gzip
 import importlib.util
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
+import scipy.special
 from builders import mlp
 
 import graphopt
@@ -315,7 +317,7 @@ def test_auto_finds_the_kind(cells: Any, kind: type) -> None:
         ([None, ""], "column 'x': expected values, found none"),
         (
             ["1,5", "2", ""],
-            "column 'x': expected numbers with a decimal point, found '1,5': is it {kind: number, decimal",
+            r"column 'x': expected plain numbers, found '1,5': .*, x: {kind: number, decimal: ','}}, or x: categ",
         ),
         ([[1, 2], [3, 4]], r"column 'x': expected a cell in each row, found arrays of shape \[2\]"),
         ([{"a": 1}, {"a": 2}], None),
@@ -360,7 +362,7 @@ def test_wrong_columns_cells_and_calls(call: str) -> None:
 
 
 def test_many_different_texts() -> None:
-    texts = np.arange(200_000).astype(str).astype(object) + "u"
+    texts = "u" + np.arange(200_000).astype(str).astype(object)
     with pytest.raises(
         GraphoptError, match="data: column 'id': expected few different values, found 200,000"
     ):
@@ -598,7 +600,9 @@ def test_the_command_writes_a_model_of_the_columns(table: Any, capsys: pytest.Ca
     feeds = {name: np.asarray(new[name].astype(str)).astype(object)[:, None] for name in ("city", "member")}
     feeds["city"][new["city"].isna()] = ""
     days = (new["day"].to_numpy() - np.datetime64("1970-01-01")).astype("timedelta64[D]").astype(np.float32)
-    y, label = runtime.run(None, {**feeds, "age": new[["age"]].to_numpy(np.float32), "day": days[:, None]})
+    feeds |= {"age": new[["age"]].to_numpy(np.float32), "day": days[:, None]}
+    y, label, probabilities = runtime.run(["y", "label", "probabilities"], feeds)
+    np.testing.assert_allclose(probabilities, scipy.special.softmax(y, axis=1), rtol=1e-5, atol=1e-7)
     for i, source in enumerate((["folder=run"], ["resume=run"], ["run/trained.onnx", "folder=out"])):
         read = [
             "data=csv",
@@ -611,6 +615,26 @@ def test_the_command_writes_a_model_of_the_columns(table: Any, capsys: pytest.Ca
             found = list(csv.DictReader(file))
         assert [row["label"] for row in found] == label.tolist()
         np.testing.assert_allclose([float(row["y_yes"]) for row in found], y[:, 1], rtol=1e-5, atol=1e-6)
+        said = [float(row["probabilities_yes"]) for row in found]
+        np.testing.assert_allclose(said, probabilities[:, 1], rtol=1e-5, atol=1e-6)
+
+
+def test_the_page_shows_rows_as_the_file_has_them(table: Any) -> None:
+    assert cli.main([*TABLE, *QUICK[1:], "fit.epochs=1", "folder=run", "quiet=true"]) == 0
+    page = Path("run/report.html").read_text(encoding="utf-8")
+    section = page[page.index("most in error") :].partition("</table>")[0]
+    header = re.findall(r"<th [^>]*>(.*?)</th>", section)
+    shown = [re.findall(r"<td[^>]*>(.*?)</td>", row) for row in re.findall(r"<tr[^>]*>(.*?)</tr>", section)]
+    with open("people.csv", newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    shown = [dict(zip(header, cells, strict=True)) for cells in shown if cells]
+    assert len(shown) == 12
+    for row in shown:
+        own = rows[int(row["row"])]
+        assert {name: row[name] for name in ("age", "city", "day", "member")} == {
+            name: own[name] for name in ("age", "city", "day", "member")
+        }
+        assert row["target"] == own["bought"]
 
 
 def test_evaluation_reads_new_rows_as_the_run_did(table: Any) -> None:

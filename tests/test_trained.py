@@ -13,6 +13,7 @@ import onnx
 import pyarrow.parquet
 import pytest
 import safetensors.numpy
+import scipy.special
 import sklearn.metrics as sk
 import yaml
 from builders import mlp
@@ -127,7 +128,11 @@ def test_names_of_classes_stay_in_the_model_and_in_predictions() -> None:
     )
     with open("named/p.csv", newline="") as file:
         rows = list(csv.DictReader(file))
-    assert list(rows[0]) == ["y_blue", "y_green", "y_red", "label"]
+    shares = [f"probabilities_{name}" for name in names]
+    assert list(rows[0]) == ["y_blue", "y_green", "y_red", "label", *shares]
+    found = [[float(row[name]) for name in shares] for row in rows]
+    scores = expected("named/trained.onnx").astype(np.float64)
+    np.testing.assert_allclose(found, scipy.special.softmax(scores, axis=1), rtol=1e-4, atol=1e-6)
     chosen = expected("named/trained.onnx").argmax(axis=1)
     assert [row["label"] for row in rows] == [names[i] for i in chosen]
 

@@ -24,11 +24,12 @@ from graphopt.data.dataset import Dataset
 from graphopt.data.files import write_rows
 from graphopt.errors import GraphoptError
 from graphopt.files import write
+from graphopt.graph.classified import LABEL, classes_of, classification_of
 from graphopt.graph.loading import load
 from graphopt.graph.merging import adapted
-from graphopt.graph.metadata import Caches, TargetSpec, labels_in, original_name
+from graphopt.graph.metadata import Caches, labels_in, original_name
 from graphopt.graph.postprocessing import standing_for
-from graphopt.graph.roles import STATE, Role, role_of, with_role
+from graphopt.graph.roles import STATE, Role, role_of
 from graphopt.graph.state import put_initial, take_initial
 from graphopt.graph.values import name_of
 from graphopt.runtime.checkpoint import load_state, save_state
@@ -117,17 +118,13 @@ class Trained:
         if not (self.folder / CONFIG).exists():
             self.recipe.write_record(self.folder)
 
-    def second_labels(
-        self, outputs: Mapping[str, np.ndarray], labels: Sequence[str]
+    def classes(
+        self, outputs: Mapping[str, np.ndarray], labels: Sequence[str] | None
     ) -> dict[str, np.ndarray]:
-        """Return the label of each row of a binary classification, by the threshold of its loss."""
-        targets = [] if self.step is None else with_role(self.recipe.model(self.step), Role.TARGET)
-        specs = map(TargetSpec.read, targets)
-        binary = [spec for spec in specs if spec and spec.threshold is not None and spec.output in outputs]
-        if len(binary) != 1 or outputs[binary[0].output].size != len(outputs[binary[0].output]):
-            return {}
-        above = outputs[binary[0].output].reshape(-1) > binary[0].threshold
-        return {"label": np.array(labels)[above.astype(int)]}
+        """Return the labels and the probabilities of rows, as the loss of the run's training graph knows them."""
+        spec = None if self.step is None else classification_of(self.recipe.model(self.step))
+        known = spec is not None and spec.output in outputs
+        return classes_of(outputs[spec.output], spec, labels) if spec is not None and known else {}
 
     def graph(self) -> ir.Model:
         """Return the training graph, with the state of the checkpoint if there is one."""
@@ -228,14 +225,14 @@ def write_predictions(trained: Trained, _: Console) -> Path:
         model = load(trained.executor().trained(), limits=recipe.limits)
     outputs = dict(predict(model, trained.chosen[0], device=recipe.device, **trained.batches))
     labels = recipe.data.labels or labels_in(model)
+    if LABEL not in outputs:
+        outputs |= {name: x for name, x in trained.classes(outputs, labels).items() if name not in outputs}
     classified = {
         name: labels for name, y in outputs.items() if labels is not None and y.shape[1:] == (len(labels),)
     }
-    if len(classified) == 1 and "label" not in outputs:
+    if len(classified) == 1 and LABEL not in outputs:
         ((name, known),) = classified.items()
-        outputs["label"] = np.array(known)[outputs[name].argmax(axis=1)]
-    elif labels is not None and len(labels) == 2 and "label" not in outputs:
-        outputs |= trained.second_labels(outputs, labels)
+        outputs[LABEL] = np.array(known)[outputs[name].argmax(axis=1)]
     trained.prepare()
     write_rows(path, outputs, classified)
     return path

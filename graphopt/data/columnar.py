@@ -38,7 +38,7 @@ def parquet(
     target: str | Sequence[str] | None = TARGET,
     features: Sequence[str] | Mapping[str, Any] | None = None,
     sample_weight: str | None = None,
-    labels: Sequence[str] | None = None,
+    labels: Sequence[str | int | float | bool] | None = None,
     columns: Columns | Mapping[str, Any] | str | None = None,
     expansion: int = EXPANSION,
 ) -> Dataset:
@@ -65,6 +65,14 @@ def parquet(
 
 
 arrow = parquet
+
+
+def arrays_of_arrow(table: Any) -> dict[str, np.ndarray]:
+    """Return the columns of a table or a record batch of pyarrow in memory as arrays."""
+    pyarrow = imported("data", "pyarrow")
+    table = pyarrow.Table.from_batches([table]) if isinstance(table, pyarrow.RecordBatch) else table
+    names = table.column_names
+    return {name: _to_numpy(pyarrow, "data", name, table[name].combine_chunks()) for name in names}
 
 
 def _parquet(pyarrow: ModuleType, path: str, expansion: int) -> _Opened:

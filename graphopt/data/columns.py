@@ -22,17 +22,17 @@ from graphopt.moments import mean_and_scale
 MACHINE_LEARNING = "ai.onnx.ml"  # the domain of LabelEncoder
 LONGEST_CELL = 1_000  # characters of a number or a category
 _MOST_CATEGORIES = 10_000  # whatever a description allows
-_MISSING = frozenset(
-    ("", "na", "n/a", "nan", "nat", "<na>", "#n/a", "null", "none", "?")
-)  # numbers and dates
+MISSING = frozenset(("", "na", "n/a", "nan", "nat", "<na>", "#n/a", "null", "none", "?"))  # numbers and dates
 _EPOCH = datetime.date(1970, 1, 1).toordinal()
 _FIRST, _LAST = (day.toordinal() - _EPOCH for day in (datetime.date.min, datetime.date.max))
 _PARTS = ("days", "year", "month", "day", "weekday")
 _LARGEST = float(np.finfo(np.float32).max)
-_WITH_COMMA = "{kind: number, decimal: ','}"
-_GROUPED = re.compile(r"[+-]?\d{1,3}(,\d{3})+(\.\d*)?")  # by commas, in thousands
-_CODE = re.compile(r"[+-]?0\d+")  # a number that would lose its zeros
-_FEW_VALUES = 20  # different ones, whatever the number of rows
+SEPARATORS = {
+    ",": ",",
+    ".": ".",
+    "space": r"\s",
+    "apostrophe": "['\u2019]",
+}  # of thousands, as regular expressions
 _T = TypeVar("_T", bound="Column")
 
 
@@ -156,6 +156,9 @@ class Number(Column):
             StandardScaler and MinMaxScaler, or None. A constant column is divided by 1.
         add_indicator: add a feature that is 1 where a number is missing.
         decimal: the character between the whole part and the fraction of a number that is text: `.` or `,`.
+        thousands: the character between thousands of a number that is text: `,`, `.`, `space` or `apostrophe`. A text
+            without them is a number, too, but one with a group of other than three digits is an error.
+        unit: what each text has before or after its number, such as `%` or `$`: `5%` is 5.
 
     >>> column = graphopt.data.Number(impute="median").learn(numpy.array([1.0, 3.0, numpy.nan]))
     >>> column.encode(numpy.array([3.0, numpy.nan])).round(3).tolist()
@@ -172,22 +175,71 @@ class Number(Column):
     )
     add_indicator: bool = _option(False, "true or false", lambda x: isinstance(x, bool))
     decimal: Literal[".", ","] = _option(".", "'.' or ','", lambda x: x in (".", ","))
+    thousands: str | None = _option(
+        None, "',', '.', space, apostrophe or null", lambda x: x is None or x in (*SEPARATORS,)
+    )
+    unit: str | None = _option(
+        None,
+        "a text without digits such as '%', or null",
+        lambda x: x is None or (isinstance(x, str) and bool(x.strip()) and not re.search(r"\d", x)),
+    )
     fill: float = _learnt(0.0, *_FINITE)
     offset: float = _learnt(0.0, *_FINITE)
     divisor: float = _learnt(1.0, "a positive number", lambda x: _is_finite_number(x) and x > 0)
     kind = "number"
     note = "a number; NaN for a missing value"
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.thousands == self.decimal:
+            _refuse_option(self, "thousands", "another character than decimal", self.thousands)
+
     def read(self, values: np.ndarray) -> np.ndarray:
         if values.dtype.kind in "biuf":
             numbers = values.astype(np.float64)
         else:
-            parse = _parsed_number if self.decimal == "." else _number_with_comma
-            numbers = _parsed_cells(values, parse, "a number")
+            is_plain = (self.decimal, self.thousands, self.unit) == (".", None, None)
+            parse = parsed_number if is_plain else self.parsed
+            numbers = _parsed_cells(values, parse, self._expected)
         wrong = np.flatnonzero(np.abs(numbers) > _LARGEST)  # also infinities
         if wrong.size:
             raise GraphoptError(f"row {wrong[0]}: expected a number in float32, found {values[wrong[0]]}")
         return numbers
+
+    def parsed(self, value: object) -> float:
+        """Return the number in a cell that is written with the separators and the unit of the column."""
+        if not isinstance(value, str) or value.lower() in MISSING:
+            return parsed_number(value)
+        text = value.strip()
+        if self.unit is not None:
+            sign, rest = (text[:1], text[1:].strip()) if text[:1] in "+-" else ("", text)
+            if rest.startswith(self.unit):
+                text = sign + rest.removeprefix(self.unit).strip()
+            elif rest.endswith(self.unit):
+                text = sign + rest.removesuffix(self.unit).strip()
+            else:
+                raise ValueError
+        if self.thousands is not None:
+            mark, point = SEPARATORS[self.thousands], re.escape(self.decimal)
+            mark = mark if mark.startswith(("[", "\\")) else re.escape(mark)
+            if re.fullmatch(rf"[+-]?([1-9]\d{{0,2}}({mark}\d{{3}})+|\d+)({point}\d*)?", text) is None:
+                raise ValueError
+            text = re.sub(mark, "", text)
+        elif self.decimal == ",":
+            text = text.replace(".", " ")  # which no number has
+        return parsed_number(text.replace(self.decimal, "."))
+
+    @property
+    def _expected(self) -> str:
+        """Return what a cell should be, in words."""
+        return "a number" if self.unit is None else f"a number with {self.unit!r}"
+
+    def described(self) -> str:
+        """Return the description that reads such cells, as a recipe and Python write it."""
+        given = {"decimal": self.decimal, "thousands": self.thousands, "unit": self.unit}
+        default = {x.name: x.default for x in fields(self)}
+        options = [f"{name}: '{value}'" for name, value in given.items() if value != default[name]]
+        return f"{{{', '.join(['kind: number', *options])}}}"
 
     def _learn(self, values: np.ndarray, there: np.ndarray) -> dict[str, object]:
         _check_some("numbers", there)
@@ -283,7 +335,7 @@ class Category(Column):
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in ("categories", "known"):
-            texts = tuple(map(_cell_text, getattr(self, name) or ()))
+            texts = tuple(map(cell_text, getattr(self, name) or ()))
             if len({*texts}) < len(texts):
                 _refuse_option(self, name, _DIFFERENT[0], texts)
             _check_texts(texts, self.most)
@@ -294,7 +346,7 @@ class Category(Column):
         if values.dtype.kind in "biuf":  # few different ones
             different, places = np.unique(values, return_inverse=True)
             return self.read(different.astype(object))[places.reshape(-1)]
-        return np.array(["" if is_missing(value) else _cell_text(value) for value in values], object)
+        return np.array(["" if is_missing(value) else cell_text(value) for value in values], object)
 
     def _learn(self, values: np.ndarray, there: np.ndarray) -> dict[str, object]:
         fill = self.impute or ""
@@ -384,7 +436,7 @@ class Date(Column):
             expected = (
                 "a date such as 2026-11-26" if self.format is None else f"a date in the form {self.format!r}"
             )
-            return _parsed_cells(values, self._day, expected)
+            return _parsed_cells(values, self.day, expected)
         days = values.astype("datetime64[D]")
         numbers = np.where(np.isnat(days), np.nan, days.astype(np.int64))
         wrong = np.flatnonzero((numbers < _FIRST) | (numbers > _LAST))
@@ -392,9 +444,10 @@ class Date(Column):
             raise GraphoptError(f"row {wrong[0]}: expected a year from 1 to 9999, found {values[wrong[0]]}")
         return numbers
 
-    def _day(self, value: object) -> float:
+    def day(self, value: object) -> float:
+        """Return the days since 1970-01-01 of a cell, NaN for a missing one."""
         text = str(value)
-        if value is None or text.lower() in _MISSING:
+        if value is None or text.lower() in MISSING:
             return np.nan
         if self.format is not None and isinstance(value, str):
             return datetime.datetime.strptime(text, self.format).toordinal() - _EPOCH
@@ -407,6 +460,10 @@ class Date(Column):
         fill = float(np.rint(there.mean()))
         offsets, divisors = mean_and_scale(self._split(values, fill))
         return {"fill": fill, "offsets": offsets.tolist(), "divisors": divisors.tolist()}
+
+    def described(self) -> str:
+        """Return the description that reads such cells."""
+        return "{kind: date}" if self.format is None else f"{{kind: date, format: '{self.format}'}}"
 
     def _split(self, values: np.ndarray, fill: float) -> np.ndarray:
         days = np.where(np.isnan(values), fill, values).astype(np.int64).astype("datetime64[D]")
@@ -491,46 +548,6 @@ def is_missing(value: object) -> bool:
     return value is None or str(value) in ("nan", "NaN", "NaT", "<NA>")
 
 
-def inferred(values: np.ndarray) -> Column:
-    """Return the kind of column that suits cells: numbers, dates, or few different values."""
-    if values.dtype.kind in "iuf":
-        return Number()
-    if values.dtype.kind == "M":
-        return Date()
-    cells = Category().read(values).tolist()
-    different = Counter(cells)
-    missing = different.pop("", 0)
-    if not different:
-        raise GraphoptError("expected values, found none")
-    texts = [text for text in different if text.lower() not in _MISSING]
-    numbers = {text for text in texts if suits(_parsed_number, text)}
-    is_boolean = not {*texts} - {"True", "False", "true", "false"}
-    are_codes = any(map(is_code, texts))
-    if texts and len(numbers) == len(texts) and not is_boolean and not are_codes:
-        return Number()
-    if texts and all(suits(Date()._day, text) for text in texts):
-        return Date()
-    fractions = [text for text in texts if text not in numbers and (_of_commas([text]))]
-    if fractions and len(numbers) + len(fractions) == len(texts):
-        raise GraphoptError(
-            f"expected numbers with a decimal point, found {fractions[0]!r}{_of_commas(fractions)}"
-        )
-    if 2 * len(numbers) > len(texts) > _FEW_VALUES and not are_codes:
-        odd = next(text for text in texts if text not in numbers)
-        raise GraphoptError(
-            f"row {cells.index(odd)}: expected a number, as in most rows, found {odd!r}: mend it"
-        )
-    column, count = Category(), len(values) - missing
-    if len(different) > max(_FEW_VALUES, min(column.most, count // 2)):
-        raise GraphoptError(f"expected few different values, found {len(different):,} in {count:,} rows")
-    return column
-
-
-def is_code(text: str) -> bool:
-    """Return whether a text would lose zeros as a number, as a zip code or an article number does."""
-    return _CODE.fullmatch(text) is not None
-
-
 def suits(parse: Callable[[str], object], text: str) -> bool:
     """Return whether a function can read a text."""
     try:
@@ -547,14 +564,11 @@ def _parsed_cells(values: np.ndarray, parse: Callable[[object], float], expected
         try:
             numbers[i] = parse(value)
         except (ValueError, TypeError, OverflowError) as error:
-            text = str(value)
-            others = [x for x in values.tolist() if isinstance(x, str) and "," in x]
-            mend = _of_commas([text, *others]) if parse is _parsed_number and "," in text else ""
-            raise GraphoptError(f"row {i}: expected {expected}, found {text!r}{mend}") from error
+            raise GraphoptError(f"row {i}: expected {expected}, found {str(value)!r}") from error
     return numbers
 
 
-def _parsed_number(value: object) -> float:
+def parsed_number(value: object) -> float:
     if value is None:
         return np.nan
     if isinstance(value, int | float):
@@ -562,25 +576,11 @@ def _parsed_number(value: object) -> float:
     text = str(value)
     if len(text) > LONGEST_CELL or "_" in text:  # which Python skips
         raise ValueError
-    return np.nan if text.lower() in _MISSING else float(text)
+    return np.nan if text.lower() in MISSING else float(text)
 
 
-def _number_with_comma(value: object) -> float:
-    return _parsed_number(value.replace(".", " ").replace(",", ".") if isinstance(value, str) else value)
-
-
-def _of_commas(texts: Sequence[str]) -> str:
-    """Return the advice about commas in numbers, or nothing if these are no numbers."""
-    are_grouped = all(map(_GROUPED.fullmatch, texts))
-    if all(suits(_number_with_comma, text) for text in texts):
-        grouped = (
-            "remove the commas if they group thousands; if they begin fractions, " if are_grouped else ""
-        )
-        return f": {grouped}is it {_WITH_COMMA}?" if not grouped else f": {grouped}it is {_WITH_COMMA}"
-    return ": remove the commas, which group thousands" if are_grouped else ""
-
-
-def _cell_text(value: Any) -> str:
+def cell_text(value: Any) -> str:
+    """Return a value as the text of a category: a whole number without a point."""
     if isinstance(value, str):
         return value
     if isinstance(value, bytes) or np.ndim(value):
@@ -591,7 +591,7 @@ def _cell_text(value: Any) -> str:
 
 def _category_order(text: str) -> tuple[object, ...]:
     """Order numbers by size, then texts, then the missing value."""
-    if suits(_parsed_number, text) and text.lower() not in _MISSING:
+    if suits(parsed_number, text) and text.lower() not in MISSING:
         return 0, float(text), text
     return (1, text) if text else (2, text)
 

@@ -35,6 +35,27 @@ _BROKEN = (
 _DELIMITERS = ";\t|,"
 _FORMULAS = ("=", "+", "-", "@", "\t", "\r", "\n")  # with which a cell begins that a spreadsheet computes
 _WRITTEN = (".npz", ".csv", ".parquet")
+# What other files begin with, what they are, and how they become files that can be read.
+_SAVED_AS_CSV = "save the sheet as CSV, or write pandas.read_excel(...).to_csv('FILE.csv', index=False)"
+_OTHER_FORMATS = {
+    b"\xd0\xcf\x11\xe0": ("an Excel workbook (.xls)", _SAVED_AS_CSV),
+    b"\x1f\x8b": ("a file compressed by gzip", "unpack it, gunzip FILE.gz"),
+    b"BZh": ("a file compressed by bzip2", "unpack it, bunzip2 FILE.bz2"),
+    b"\xfd7zXZ": ("a file compressed by xz", "unpack it, unxz FILE.xz"),
+    b"\x28\xb5\x2f\xfd": ("a file compressed by Zstandard", "unpack it, unzstd FILE.zst"),
+    b"SQLite format 3": (
+        "a database of SQLite",
+        "write pandas.read_sql(...).to_csv('FILE.csv', index=False)",
+    ),
+    b"PAR1": ("a Parquet file", "data=parquet (graphopt.data.parquet) reads it"),
+    b"ARROW1": ("an Arrow file", "data=arrow (graphopt.data.arrow) reads it"),
+    b"\xff\xfe": ("text in UTF-16", "save it as UTF-8, iconv -f UTF-16 -t UTF-8"),
+}
+_SPREADSHEETS = {
+    ".xlsx": "an Excel workbook",
+    ".xlsm": "an Excel workbook",
+    ".ods": "a sheet of OpenDocument",
+}
 
 
 @checked()
@@ -85,7 +106,7 @@ def csv(
     target: str | int | Sequence[str | int] | None = TARGET,
     features: Sequence[str | int] | Mapping[str, Any] | None = None,
     sample_weight: str | int | None = None,
-    labels: Sequence[str] | None = None,
+    labels: Sequence[str | int | float | bool] | None = None,
     columns: Columns | Mapping[str, Any] | str | None = None,
     delimiter: str = ",",
     header: bool = True,
@@ -99,7 +120,8 @@ def csv(
             An input of strings reads cells of such a mapping as they are written, numbers and codes such as 007, too:
             whole numbers without a point, and empty strings where none is.
         sample_weight: the column of sample weights.
-        labels: the classes in order, if the target column is text; by default, its values in sorted order.
+        labels: the classes in order; by default, the values of a target column of text in sorted order. They also make
+            classes of a column of numbers: [0, 1].
         columns: what makes features of text, dates and missing values. `auto` describes each column by its values.
             A mapping from names to kinds, as of `graphopt.data.Columns`, describes some: `auto` stands for the kind
             that suits a column, None leaves it out, and `*` stands for all columns that are not named. These learn
@@ -186,7 +208,22 @@ def reading(path: str | Path, expected: str, *errors: type[Exception]) -> Iterat
         if isinstance(error, OSError) and error.errno is not None:  # of the system, not of the library
             raise GraphoptError(f"{path}: {reason(error)}") from error
         problem = "more than fits into memory" if isinstance(error, MemoryError) else line(error)
-        raise GraphoptError(f"{path}: expected {expected}: {problem}") from error
+        if isinstance(error, UnicodeDecodeError):
+            problem = f"{problem}: save it as UTF-8"
+        raise GraphoptError(f"{path}: expected {expected}{_other_format(path) or f': {problem}'}") from error
+
+
+def _other_format(path: str | Path) -> str:
+    """Return what a file is that a reader of another format refuses, and what to do, or nothing."""
+    with open(path, "rb") as file:
+        start = file.read(16)
+    ending = Path(path).suffix.lower()
+    if start.startswith(b"PK\x03\x04"):
+        kind = _SPREADSHEETS.get(ending)
+        found = ("a zip archive", "unpack it") if kind is None else (f"{kind} ({ending})", _SAVED_AS_CSV)
+        return "" if ending == ".npz" else f", found {found[0]}: {found[1]}"
+    known = [found for begin, found in _OTHER_FORMATS.items() if start.startswith(begin)]
+    return f", found {known[0][0]}: {known[0][1]}" if known else ""
 
 
 def reason(error: OSError) -> str:

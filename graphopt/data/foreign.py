@@ -11,6 +11,7 @@ import numpy as np
 import onnx_ir as ir
 
 from graphopt.arguments import checked
+from graphopt.data.columnar import arrays_of_arrow
 from graphopt.data.dataset import TARGET, WEIGHT, Array, Dataset, LazyArray, with_rows
 from graphopt.data.tables import Columns, cells, is_frame, names_in
 from graphopt.data.tabular import IN_MEMORY, of_columns
@@ -182,13 +183,13 @@ def table(
     target: str | int | Sequence[str | int] | None = TARGET,
     features: Sequence[str | int] | Mapping[str, Any] | None = None,
     sample_weight: str | int | None = None,
-    labels: Sequence[str] | None = None,
+    labels: Sequence[str | int | float | bool] | None = None,
     columns: Columns | Mapping[str, Any] | str | None = None,
 ) -> Dataset:
     """Return the columns of a table in memory as a data set.
 
     Args:
-        frame: a DataFrame of pandas or Polars, or a mapping from names to arrays or lists of cells.
+        frame: a DataFrame of pandas or Polars, a table of pyarrow, or a mapping from names to arrays or lists of cells.
         target, features, sample_weight, labels, columns: as in `graphopt.data.csv`.
 
     Raises:
@@ -198,6 +199,7 @@ def table(
     >>> people.learn().arrays["x"].tolist(), people.arrays["target"].tolist(), people.labels
     ([[0.0], [0.0]], [0, 1], ('no', 'yes'))
     """
+    frame = as_columns(frame)
     keys = names_in(frame)
 
     def read(names: list[str]) -> dict[str, np.ndarray]:
@@ -206,6 +208,13 @@ def table(
 
     names = [str(name) for name in getattr(frame, "columns", frame)]  # of which two may be the same
     return of_columns(IN_MEMORY, names, read, target, features, sample_weight, labels, columns)
+
+
+def as_columns(table: Any) -> Any:
+    """Return a table of pyarrow as arrays by name, and every other table as it is."""
+    if not all(hasattr(table, name) for name in ("column_names", "schema", "to_pydict")):
+        return table
+    return arrays_of_arrow(table)
 
 
 def _is_hugging_face(data: object) -> bool:

@@ -230,7 +230,8 @@ class _Column:
                 mend = ": number the classes from 0, as int64; for quantities, choose a loss such as mean_squared_error"
                 if found.kind == "f" and self.array.ndim > 1:
                     mend = (
-                        ": number the classes, with argmax(axis=1), or set target_probabilities of the loss"
+                        ": number the classes, with argmax(axis=1), or set target_probabilities of the loss; for "
+                        "quantities, choose loss=mean_squared_error"
                     )
             raise GraphoptError(f"data {self.name!r}: expected {self._dtype}, found {found}{mend}")
 
@@ -248,6 +249,11 @@ class _Column:
         static = [dim for dim in list(shape)[1:] if isinstance(dim, int)]
         is_class = self._is_target and self.array.dtype.kind in "iu" and found in ((), (1,))
         mend = ": for class numbers, choose loss=cross_entropy" if is_class else ""
+        if self._is_target and self._labels is not None and self._labels.several and not shape[1:] and found:
+            mend = (
+                ": cross_entropy predicts one class of each row; for columns of 0 and 1, choose "
+                "loss=binary_cross_entropy, for quantities loss=mean_squared_error"
+            )
         mend = other_shape(list(shape)[1:], found, self.name) or mend
         if self._is_text and len(static) == len(found) == 1:
             mend = f": set context={static[0]} and pad_to=context of the data for rows of this length"

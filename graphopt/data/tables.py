@@ -13,18 +13,27 @@ import numpy as np
 import onnx_ir as ir
 
 from graphopt.arguments import Checked
-from graphopt.data.columns import MACHINE_LEARNING, Column, column_of, inferred
+from graphopt.data.columns import MACHINE_LEARNING, Column, column_of
+from graphopt.data.kinds import Unread, inferred, remedy
 from graphopt.errors import GraphoptError, kind_of, some, unknown
+from graphopt.graph.classified import (
+    LABEL,
+    PROBABILITIES,
+    activation_of,
+    classification_of,
+    emit_classes,
+    has_label_per_row,
+    named_classes,
+)
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.loading import Source, load
-from graphopt.graph.metadata import LABELS, Note, labels_in
+from graphopt.graph.metadata import LABELS, Note, TargetSpec, labels_in
 from graphopt.graph.rewriting import remove_unused_nodes
-from graphopt.graph.values import is_floating, name_of, swap
+from graphopt.graph.values import dims_of, is_floating, name_of, swap
 from graphopt.moments import row_index
 
 AUTO, _OTHERS = "auto", "*"
 _ENCODED = "features"  # the value between the nodes of columns and the model
-_LABEL = "label"
 _MOST_NUMBERS = 2**30  # in an array of features
 _MOST_SUMMARIZED = 20  # columns
 
@@ -140,17 +149,22 @@ class Columns(Checked):
         """
         return {name: x[:, None].astype(column.dtype.numpy()) for name, column, x in self._read(table)}
 
-    def before(self, model: Source, labels: Sequence[str] | None = None, threshold: float = 0.0) -> ir.Model:
+    def before(
+        self, model: Source, labels: Sequence[str] | None = None, threshold: float | None = None
+    ) -> ir.Model:
         """Return a model that takes the columns in place of features, each as an input [rows, 1].
 
         Numbers are float32, with NaN for a missing one; categories are strings, empty if missing; dates are the number
         of days since 1970-01-01 in float32. Values of the model that have the name of a column are renamed.
 
+        A trained classifier gets two more outputs, `label` and `probabilities`, beside its scores. Its file notes which
+        loss it had; of another model, labels are known only with their names, and probabilities are not.
+
         Args:
             model: a model with one input [rows, features].
-            labels: the names of the classes; by default, those in the model's metadata. The model then has an output
-                `label`, too: the names of the predicted classes.
-            threshold: what a single output exceeds for the second of two classes.
+            labels: the names of the classes; by default, those in the model's metadata. Without names, labels are the
+                numbers of the classes.
+            threshold: what a single output exceeds for the second of two classes; by default, what the loss says, or 0.
 
         Raises:
             GraphoptError: the columns have not learnt, or the model does not take their features.
@@ -221,7 +235,11 @@ class Columns(Checked):
         for name, column in self.columns.items():
             if name not in keys:
                 raise GraphoptError(unknown("column", name, keys))
-            yield name, column, _of_column(name, column.read, cells(name, table[keys[name]]))
+            values = cells(name, table[keys[name]])
+            try:
+                yield name, column, _of_column(name, column.read, values)
+            except GraphoptError as error:
+                raise GraphoptError(f"{error}{remedy(values, column.kind)}") from error
 
 
 @dataclass(frozen=True)
@@ -232,13 +250,14 @@ class _Encoded(Note, key="graphopt.columns", expected="columns as graphopt write
         columns: the fields of each column by its name.
         features: the name of the value that the nodes of the columns compute; None if the model has no such nodes.
         input: the name of the input that it has replaced.
-        label: the name of the output of class names, if there is one.
+        label, probabilities: the names of the outputs of classes and of their probabilities, if there are some.
     """
 
     columns: dict[str, Any]
     features: str | None = None
     input: str | None = None
     label: str | None = None
+    probabilities: str | None = None
     MOST: ClassVar[int] = 100_000
 
     def check(self) -> None:
@@ -269,15 +288,18 @@ def columns_of(wanted: Mapping[str, Any], table: Mapping[str, np.ndarray]) -> Co
     for name, cells in table.items():
         kind = wanted.get(name, wanted.get(_OTHERS))
         try:
-            kinds[name] = inferred(cells) if kind == AUTO else kind
+            kinds[name] = inferred(cells, name) if kind == AUTO else kind
         except GraphoptError as error:
             without[name] = error
     for name, problem in without.items():
-        left_out = ", ".join(f"{other}: null" for other in without)
-        raise GraphoptError(
-            f"{_located(name, problem)}: leave it out, columns={{*: auto, {left_out}}}, or describe it: "
-            f"{name}: category, number or date"
-        )
+        ways = {other: x.ways if isinstance(x, Unread) else ["null"] for other, x in without.items()}
+        described = ", ".join(f"{other}: {first}" for other, (first, *_) in ways.items())
+        others = "".join(f", or {name}: {way}" for way in [*ways[name][1:], "category"])
+        if isinstance(problem, Unread):
+            mend = f"describe it, columns={{*: auto, {described}}}{others}"
+        else:
+            mend = f"leave it out, columns={{*: auto, {described}}}, or describe it: {name}: category, number or date"
+        raise GraphoptError(f"{_located(name, problem)}: {mend}")
     chosen = {name: kind for name, kind in kinds.items() if kind is not None}
     if not chosen:
         raise GraphoptError(f"columns: expected a feature or more, found none in {wanted}")
@@ -362,7 +384,7 @@ def _takes(x: ir.Value, width: int) -> bool:
 
 
 def _prepended(
-    columns: Columns, model: ir.Model, x: ir.Value, labels: Sequence[str] | None, threshold: float
+    columns: Columns, model: ir.Model, x: ir.Value, labels: Sequence[str] | None, threshold: float | None
 ) -> ir.Model:
     """Put the nodes of columns in front of an input."""
     graph, name = model.graph, name_of(x)
@@ -379,20 +401,20 @@ def _prepended(
             column.emit(op, value) for column, value in zip(columns.columns.values(), inputs, strict=True)
         ]
         features = op.Cast(op.Concat(*parts, axis=1), to=x.dtype)
-        label = _labelled(op, graph, labels, threshold)
+        classes = _classified(op, model, labels, threshold)
     swap(x, features)
     graph.inputs.remove(x)
     taken = {value.name for value in inputs}
     for value in _all_values(graph):
         value.name = _free(_ENCODED if value is features else value.name, taken)
-    if label is not None:
-        label.name = _free(_LABEL, taken)
-        graph.outputs.append(label)
+    for output, value in classes.items():
+        value.name = _free(output, taken)
+        value.shape = ir.Shape([rows, *dims_of(value)[1:]])
+        graph.outputs.append(value)
     graph.inputs.extend(inputs)
     graph.sort()
-    _Encoded(columns._as_fields(), name_of(features), name, None if label is None else label.name).write(
-        model
-    )
+    names = {output: name_of(value) for output, value in classes.items()}
+    _Encoded(columns._as_fields(), name_of(features), name, **names).write(model)
     if labels:
         LABELS.write(model, json.dumps(list(labels)))
     return model
@@ -412,28 +434,34 @@ def _free(name: str | None, taken: set[str | None]) -> str | None:
     return name
 
 
-def _labelled(
-    op: Emitter, graph: ir.Graph, labels: Sequence[str] | None, threshold: float
-) -> ir.Value | None:
-    """Emit the names of the predicted classes, if one output tells them."""
-    if not labels:
-        return None
-    sizes = (len(labels), 1) if len(labels) == 2 else (len(labels),)
-    scores = [y for y in graph.outputs if y.shape is not None and len(y.shape) == 2 and y.shape[1] in sizes]
-    if len(scores) != 1:
-        return None
-    (y,) = scores
-    score = op.Cast(y, to=ir.DataType.FLOAT)
-    if y.shape is not None and y.shape[1] == 1:
-        is_second = op.Greater(op.Reshape(score, op.constant(np.array([-1]))), op.constant(threshold, score))
-        is_second.shape = ir.Shape([y.shape[0]])
-        places = op.Cast(is_second, to=ir.DataType.INT64)
+def _classified(
+    op: Emitter, model: ir.Model, names: Sequence[str] | None, threshold: float | None
+) -> dict[str, ir.Value]:
+    """Emit the labels and the probabilities of rows, if one output tells them."""
+    outputs = [y for y in model.graph.outputs if is_floating(y) and y.shape is not None]
+    spec, count = classification_of(model), len(names or ())
+    if spec is None:
+        sizes = (count, 1) if count == 2 else (count,)
+        scores = [y for y in outputs if len(dims_of(y)) == 2 and dims_of(y)[1] in sizes]
+        if not names or len(scores) != 1:
+            return {}
+        two = dims_of(scores[0])[1] == 1
+        kind = {"threshold": 0.0, "labels": (0.0, 1.0)} if two else {"axis": 1}
+        known, activation = (
+            TargetSpec(name_of(scores[0]), "binary" if two else "classification", **kind),
+            None,
+        )
     else:
-        places = op.ArgMax(score, axis=1, keepdims=0)
-    names: ir.Value = op.LabelEncoder(
-        places, keys_int64s=[*range(len(labels))], values_strings=[*labels], _domain=MACHINE_LEARNING
-    )
-    return names
+        scores = [y for y in outputs if y.name == spec.output and has_label_per_row(y, spec)]
+        known, activation = spec, activation_of(spec)
+    if len(scores) != 1:
+        return {}
+    if threshold is not None and known.labels is not None:
+        known = dataclasses.replace(known, threshold=threshold)
+    classes = 2 if known.labels is not None else dims_of(scores[0])[1]
+    label, rates = emit_classes(op, op.Cast(scores[0], to=ir.DataType.FLOAT), known, activation)
+    named = named_classes(op, label, names) if names and count == classes else label
+    return {LABEL: op.Identity(named), **({} if activation is None else {PROBABILITIES: op.Identity(rates)})}
 
 
 def _with_features_as_input(model: ir.Model, note: _Encoded) -> ir.Model:
@@ -443,7 +471,7 @@ def _with_features_as_input(model: ir.Model, note: _Encoded) -> ir.Model:
     if features is None:
         raise note.wrong(model)
     x = swap(features, ir.Value(type=features.type, shape=features.shape))
-    for output in [y for y in graph.outputs if y.name == note.label]:
+    for output in [y for y in graph.outputs if y.name in (note.label, note.probabilities) and y.name]:
         graph.outputs.remove(output)
     remove_unused_nodes(graph)
     for value in [value for value in graph.inputs if value.name in note.columns]:
@@ -452,5 +480,5 @@ def _with_features_as_input(model: ir.Model, note: _Encoded) -> ir.Model:
         graph.inputs.remove(value)
     x.name = _free(note.input, {value.name for value in _all_values(graph)})
     graph.inputs.append(x)
-    dataclasses.replace(note, features=None, input=None, label=None).write(model)
+    dataclasses.replace(note, features=None, input=None, label=None, probabilities=None).write(model)
     return model

@@ -11,13 +11,15 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from graphopt.data.columns import LONGEST_CELL, Category, Column, is_code, is_missing, suits
+from graphopt.data.columns import LONGEST_CELL, Category, Column, cell_text, is_missing, suits
 from graphopt.data.dataset import FEATURES, TARGET, WEIGHT, Array, Dataset
+from graphopt.data.kinds import Unread, check_points, is_code, written_as
 from graphopt.data.tables import Columns, cells, check_description, columns_of, named_in
 from graphopt.errors import GraphoptError, naming, some, unknown
 
 IN_MEMORY = "data"  # the path of a table that is no file
 _MOST_CLASSES = 1_000  # of a text column
+_FEW_CLASSES = 20  # of a text column, whatever the number of rows
 
 _Cells = Sequence[object] | np.ndarray  # of a column
 _Names = str | int | Sequence[str | int] | None
@@ -30,7 +32,7 @@ def of_columns(
     target: _Names,
     features: _Names | Mapping[str, Any] = None,
     sample_weight: str | int | None = None,
-    labels: Sequence[str] | None = None,
+    labels: Sequence[str | int | float | bool] | None = None,
     columns: Columns | Mapping[str, Any] | str | None = None,
 ) -> Dataset:
     """Return a data set of a table, of which `read` returns those of the named columns that are used.
@@ -54,7 +56,9 @@ def of_columns(
         expected = "a target column" if labels is None else "one target column, whose classes are named"
         raise GraphoptError(f"{path}: expected {expected}, found {', '.join(targets) or 'none'}")
     found = read([name for name in names if name in used])
-    arrays, classes = {}, None if labels is None else tuple(map(str, labels))
+    if not all(map(len, found.values())):
+        raise GraphoptError(f"{path}: expected rows, found none")
+    arrays, classes = {}, None if labels is None else tuple(map(cell_text, labels))
     read_as: dict[str, Sequence[str]] = {}
     if columns is None and only:
         arrays = {name: _stack(path, found, those) for name, those in inputs.items()}
@@ -231,10 +235,15 @@ def _text_classes(path: str, name: str, texts: list[str]) -> tuple[str, ...] | N
             f"{path}: column {name!r}, row {texts.index(found)}: expected {expected}, found {found!r}: mend it, leave "
             f"out the row, or name the classes, {option(path, 'labels', f'[{some(words, 20)}]')}"
         )
-    if len(words) > _MOST_CLASSES:
+    if not are_codes and written_as(words):
+        raise GraphoptError(
+            f"{path}: column {name!r}: expected plain numbers, or names of classes, found {words[0]!r}: write numbers "
+            f"such as 1500.5 into the column, or name the classes, {option(path, 'labels', f'[{some(words, 3)}]')}"
+        )
+    if len(words) > min(_MOST_CLASSES, max(_FEW_CLASSES, len(texts) // 2)):
         raise GraphoptError(
             f"{path}: column {name!r}: expected numbers or at most {_MOST_CLASSES:,} classes, found "
-            f"{len(words):,} different texts, such as {words[0]!r}"
+            f"{len(words):,} different texts in {len(texts):,} rows, such as {words[0]!r}"
         )
     return tuple(sorted(words))
 
@@ -250,6 +259,11 @@ def _numeric_column(path: str, name: str, column: _Cells) -> np.ndarray:
             "makes categories of such codes",
             stacklevel=2,
         )
+    try:
+        check_points([*dict.fromkeys(text for text in texts if text != "nan")], name)
+    except Unread as error:
+        mend = f"columns={{*: auto, {name}: {' or '.join(error.ways)}}} reads it"
+        raise GraphoptError(f"{path}: column {name!r}: {error}: {mend}") from error
     for dtype in (np.int64, np.float64) if max(map(len, texts), default=0) <= LONGEST_CELL else ():
         try:
             return np.array(texts, dtype)
@@ -257,6 +271,8 @@ def _numeric_column(path: str, name: str, column: _Cells) -> np.ndarray:
             continue
     row, text = next((i, text) for i, text in enumerate(texts) if not is_numeral(text))
     mend = f"{option(path, 'columns', 'auto')} makes features of text and dates"
+    if ways := written_as([*dict.fromkeys(text for text in texts if text != "nan")], any_unit=True):
+        mend = f"columns={{*: auto, {name}: {' or '.join(ways)}}} reads it"
     raise GraphoptError(f"{path}: column {name!r}, row {row}: expected a number, found {text!r}: {mend}")
 
 

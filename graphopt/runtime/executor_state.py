@@ -16,6 +16,7 @@ import onnx_ir as ir
 from graphopt.arguments import Checked, checked
 from graphopt.errors import GraphoptError, kind_of, nearest, unknown
 from graphopt.graph import inference
+from graphopt.graph.classified import note_classification
 from graphopt.graph.loading import Source
 from graphopt.graph.merging import adapted
 from graphopt.graph.metadata import UNTRAINED, add_labels, labels_in
@@ -204,6 +205,8 @@ class ExecutorState(Checked):
             )
         if self._labels is not None:
             add_labels(trained.proto, self._labels)
+        if into is None:
+            note_classification(trained.proto, self._model)
         return trained
 
     @property

@@ -14,11 +14,13 @@ import safetensors.numpy
 from graphopt.arguments import checked
 from graphopt.communicator import SINGLE, Communicator
 from graphopt.data import Batches, Columns, Dataset
-from graphopt.data.foreign import as_dataset, features_of, has_rows, relabelled
+from graphopt.data.foreign import as_columns, as_dataset, features_of, has_rows, relabelled
 from graphopt.data.loader import Rows
 from graphopt.data.streams import Stream
 from graphopt.errors import GraphoptError, kind_of
+from graphopt.graph.classified import classes_of, classification_of
 from graphopt.graph.loading import Source, load
+from graphopt.graph.metadata import labels_in
 from graphopt.graph.roles import Role, role_of, set_role, with_role
 from graphopt.graph.values import name_of
 from graphopt.runtime.checkpoint import state_bytes
@@ -97,6 +99,9 @@ def predict(
 ) -> dict[str, np.ndarray]:
     """Return the outputs of a model on all rows of a data set, by name. Targets and weights in the data are ignored.
 
+    For a model that has been trained to classify rows, and has no such outputs of its own, there are also `label`, the
+    names or the numbers of the classes, and `probabilities`, if the loss knows them.
+
     Args:
         model: an executor, which computes with its current weights, or an inference model.
         data: data with rows, as in `fit`, or only X, which feeds the only input; a table, for a model that takes its
@@ -123,12 +128,17 @@ def predict(
         chosen = features_of(data, inputs)
     else:
         table = data[0] if isinstance(data, tuple) and data else data  # (X, y)
-        table = (table.table or table.arrays) if isinstance(table, Dataset) else table
+        table = (table.table or table.arrays) if isinstance(table, Dataset) else as_columns(table)
         chosen, allow_nan = Dataset(columns.inputs(table)), True
     if set(inputs) <= set(chosen.arrays):  # a data set may have arrays for other models, too
         arrays = {name: chosen.arrays[name] for name in inputs}
         chosen = Dataset(arrays, table=chosen.table, source=chosen.source, cells_of=chosen.cells_of)
-    return by_batches(compute, Batches(chosen, inputs, allow_nan=allow_nan), batch_size)
+    outputs = by_batches(compute, Batches(chosen, inputs, allow_nan=allow_nan), batch_size)
+    graph, labels = (model.model, model.labels) if isinstance(model, Executor) else (model, labels_in(model))
+    spec = classification_of(graph)
+    if spec is None or spec.output not in outputs or outputs[spec.output].dtype.kind != "f":
+        return outputs
+    return {**outputs, **classes_of(outputs[spec.output], spec, labels), **outputs}
 
 
 def by_batches(compute: _Compute, batches: Batches, batch_size: int) -> dict[str, np.ndarray]:
@@ -215,12 +225,15 @@ class HeldOut:
     ) -> None:
         self._metrics, self.rows = metrics, rows
         self.count: int | None = None  # an iterable does not tell
+        self.table: Mapping[
+            str, np.ndarray
+        ] = {}  # the cells that the rows are made of, with those of other rows
         self._feeds: Callable[[], Iterable[dict[str, np.ndarray]]]
         if isinstance(batches, Stream):
             self._feeds = lambda: (drawn.arrays for drawn in batches)
         else:
             chosen = range(len(batches)) if rows is None else rows
-            self.count = len(chosen)
+            self.count, self.table = len(chosen), batches.data.table
             self._feeds = lambda: map(batches.take, Batches.split(chosen, batch_size))
 
     def evaluated(

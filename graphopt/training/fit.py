@@ -7,14 +7,18 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from graphopt.arguments import checked, keywords_of
 from graphopt.communicator import digest
 from graphopt.data import Dataset
+from graphopt.data.dataset import TARGET
 from graphopt.data.foreign import as_dataset, has_rows, relabelled
 from graphopt.data.loader import Shuffle, TrainingRows, fixed_batch, hold_out
 from graphopt.data.streams import Stream
 from graphopt.errors import GraphoptError
 from graphopt.graph.loading import Source, load
+from graphopt.graph.metadata import TargetSpec
 from graphopt.graph.storage import model_digest
 from graphopt.graph.values import name_of
 from graphopt.pipeline import Pipeline, check_pipeline
@@ -105,10 +109,7 @@ def fit(executor: Executor, data: Data, **keywords: Any) -> Records:
     metrics_of(executor.inputs, listed(options.metrics))  # raises an error if one is wrong
     if has_rows(data):
         data = _numbered(executor, as_dataset(data, executor.inputs))
-        if data.labels and len(data.labels) == 1:
-            raise GraphoptError(
-                f"{data.source}: expected a target of two classes or more, found {data.labels[0]!r} in all rows"
-            )
+        _refuse_one_class(executor, data)
     if options.cache_features:
         return _fit_on_features(executor, data, options)
     source, held_out = _batch_sources(executor, data, options)
@@ -226,6 +227,21 @@ def _fit_on_features(executor: Executor, data: Data, options: FitOptions) -> Rec
         return fit(layers.executor, layers.features(data, size, allow_nan=allow_nan), **keywords)
     finally:
         layers.give_back()
+
+
+def _refuse_one_class(executor: Executor, data: Dataset) -> None:
+    """Raise an error if the classes that a table names, or numbers, are the same in all rows."""
+    target, input_, named = data.arrays.get(TARGET), executor.inputs.get(TARGET), data.labels or ()
+    spec = None if input_ is None else TargetSpec.read(input_)
+    is_classified = spec is not None and spec.task != "regression" and len(data) > 1
+    found = named[0] if len(named) == 1 else None
+    if is_classified and (data.names or data.table) and isinstance(target, np.ndarray):
+        same = (target == target[:1]).all()
+        found = (named[int(target.flat[0])] if named else str(target.flat[0])) if same else found
+    if found is not None:
+        raise GraphoptError(
+            f"{data.source}: expected a target of two classes or more, found {found!r} in all rows"
+        )
 
 
 def _held_out_share(validation: object) -> float:

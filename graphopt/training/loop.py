@@ -52,7 +52,7 @@ class TrainingLoop:
         run.names, run.row_tokens = source.names, source.row_tokens
         if held_out is not None:
             run.evaluated = functools.partial(held_out.evaluated, executor)
-            run.held_out_rows = held_out.rows
+            run.held_out_rows, run.held_out_table = held_out.rows, held_out.table
         run.draw = lambda: map(self._on_device, source.peek(len(run.records) + 1, run.row))
         self._callbacks = CallbackGroup(
             [x for x in callbacks_of(options.callbacks) if leads or x.on_every_worker], run

@@ -49,7 +49,7 @@ from graphopt.graph import provenance
 from graphopt.graph.encoders import string_inputs
 from graphopt.graph.limits import Limits
 from graphopt.graph.loading import load
-from graphopt.graph.metadata import LABELS, PIXEL_RANGE, Caches, Encoders, TargetSpec, labels_in
+from graphopt.graph.metadata import LABELS, PIXEL_RANGE, Caches, Encoders, labels_in
 from graphopt.graph.roles import STATE, Role, with_role
 from graphopt.graph.storage import save
 from graphopt.graph.values import name_of
@@ -396,9 +396,7 @@ class Recipe:
         if columns is None:
             executor.save_trained(path)
             return
-        specs = map(TargetSpec.read, with_role(executor.model, Role.TARGET))
-        thresholds = [spec.threshold for spec in specs if spec and spec.threshold is not None]
-        save(columns.before(executor.trained(), labels_in(executor.model), *thresholds[:1]), path)
+        save(columns.before(executor.trained(), labels_in(executor.model)), path)
 
     def executor(self, step: ir.Model, **changed: Any) -> Executor:
         """Return the executor of a training graph, with fields that differ from those of the recipe."""

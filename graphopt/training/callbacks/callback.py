@@ -69,6 +69,7 @@ class Run:
         averaged: the parameters that validation measures, if a callback averages them; otherwise None.
         restored: the record of the epoch whose weights a callback has restored at the end, or None.
         held_out_rows: the numbers of the held-out rows in the data; None if other data or no rows are held out.
+        held_out_table: columns of cells by name, as the data has them, of which held-out rows are made; empty without.
         names: the names of the features, if the data has them.
         row_tokens: the mean number of tokens of a row of text; None for other data.
         notes: lines that callbacks have for the person who watches; `ProgressBar` prints and removes them.
@@ -91,6 +92,7 @@ class Run:
     averaged: Mapping[str, np.ndarray] | None = None
     restored: Record | None = None
     held_out_rows: Sequence[int] | np.ndarray | None = None
+    held_out_table: Mapping[str, np.ndarray] = field(default_factory=dict)
     names: Sequence[str] | None = None
     row_tokens: float | None = None
     notes: list[str] = field(default_factory=list)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from graphopt.data.columns import is_missing
 from graphopt.graph.roles import Role, role_of
 from graphopt.inspection import html
 from graphopt.inspection.charts import scatter_chart
@@ -180,7 +181,7 @@ def _shown_examples(worst: Sequence[_Example], run: Run) -> str:
             for image, x in zip(images, worst, strict=True)
             if image is not None
         )
-    columns = [dict(_row_numbers(example, run.names)) for example in worst]
+    columns = [dict(_row_cells(x, run) if run.held_out_table else _row_numbers(x, run.names)) for x in worst]
     header = ["row", "target", "prediction", worst[0].measure[0], *columns[0]]
     rows = [
         (_row_label(x, run).removeprefix("row "), x.expected, x.predicted, x.measure[1], *numbers.values())
@@ -200,10 +201,14 @@ def _captions(example: _Example) -> tuple[str, str]:
     )
 
 
-def _row_label(example: _Example, run: Run) -> str:
+def _row_number(example: _Example, run: Run) -> int:
     """Return the number of an example's row in the data, from 0; of held-out rows where these are other data."""
     rows = run.held_out_rows
-    return f"row {example.place if rows is None else int(rows[example.place])}"
+    return example.place if rows is None else int(rows[example.place])
+
+
+def _row_label(example: _Example, run: Run) -> str:
+    return f"row {_row_number(example, run)}"
 
 
 def _image_of(example: _Example) -> np.ndarray | None:
@@ -214,6 +219,17 @@ def _image_of(example: _Example) -> np.ndarray | None:
                 if image.shape[-1] in (1, 3) and min(image.shape[:2]) >= _LEAST_SIDE:
                     return image.astype(np.float64)
     return None
+
+
+def _row_cells(example: _Example, run: Run) -> Iterator[tuple[str, str]]:
+    """Yield the name and the text of the first cells of a row, as the table has them."""
+    row, table = _row_number(example, run), run.held_out_table
+    for name, column in [*table.items()][:_MOST_COLUMNS]:
+        value = column[row : row + 1].tolist()[0]
+        shown = readable(value) if isinstance(value, float) else str(value)
+        yield name, "" if is_missing(value) else shown
+    if len(table) > _MOST_COLUMNS:
+        yield "…", f"{len(table) - _MOST_COLUMNS:,} more"
 
 
 def _row_numbers(example: _Example, names: Sequence[str] | None) -> Iterator[tuple[str, str]]:

@@ -25,6 +25,7 @@ from graphopt.graph.loading import load
 from graphopt.graph.opsets import OPSET, rewrite_in
 from graphopt.training.estimator import PREDICTOR_TYPES, Trainer
 from graphopt.training.sklearn.estimators import OnnxClassifier, OnnxRegressor
+from graphopt.training.sklearn.wrappers import register_wrappers
 
 if TYPE_CHECKING:
     from skl2onnx.common._container import ModelComponentContainer
@@ -49,6 +50,7 @@ def register_converters() -> None:
             parser=parser,
             options=None if estimator is OnnxRegressor else _OF_CLASSIFIERS,
         )
+    register_wrappers()
 
 
 def converted(fitted: object, X: object, dtype: str, options: dict[str, object]) -> onnx.ModelProto:

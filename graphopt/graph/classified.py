@@ -1,0 +1,99 @@
+"""Derive the label of each row, and the probabilities of the classes, from the scores that a model predicts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+
+from graphopt.graph.emitter import Emitter
+from graphopt.graph.metadata import TargetSpec
+from graphopt.graph.roles import Role, with_role
+from graphopt.graph.values import dims_of, rank
+
+LABEL, PROBABILITIES = "label", "probabilities"  # as skl2onnx names them
+
+
+def classification_of(model: ir.Model) -> TargetSpec | None:
+    """Return how the scores of a training graph, or of a model that notes it, classify; None if they do not."""
+    noted = TargetSpec.read(model)
+    specs = [noted] if noted is not None else [*map(TargetSpec.read, with_role(model, Role.TARGET))]
+    only = specs[0] if len(specs) == 1 else None
+    return None if only is None or only.task == "regression" or only.shift else only
+
+
+def note_classification(proto: onnx.ModelProto, model: ir.Model) -> None:
+    """Note in the trained model of a training graph how its scores classify."""
+    spec = classification_of(model)
+    if spec is not None and any(y.name == spec.output for y in proto.graph.output):
+        holder = spec.write(ir.Model(ir.Graph([], [], nodes=[]), ir_version=proto.ir_version))
+        proto.metadata_props.add(key=spec.KEY, value=holder.metadata_props[spec.KEY])
+
+
+def activation_of(spec: TargetSpec) -> str | None:
+    """Return the operator that makes probabilities of scores, an empty text if they are some, or None if none does.
+
+    A binary loss of the labels 0 and 1 predicts logits if its threshold is 0, and probabilities if it is 1 / 2.
+    """
+    if spec.task == "classification":
+        return "Softmax" if spec.from_logits else ""
+    return {0.0: "Sigmoid", 0.5: ""}.get(spec.threshold or 0.0) if spec.labels == (0, 1) else None
+
+
+def emit_classes(op: Emitter, y: ir.Value, spec: TargetSpec, activation: str | None) -> list[ir.Value]:
+    """Emit the class number of each element, and the probabilities of the classes, or the scores if there are none.
+
+    Two classes of one score in each row have two columns of probabilities; of more scores, each is a label of its own.
+    """
+    if spec.labels is None:
+        rates = op.Softmax(y, axis=spec.axis) if activation else y
+        return [op.ArgMax(y, axis=spec.axis, keepdims=0), rates]
+    code = op.Cast(op.Greater(y, op.constant(spec.threshold, like=y)), to=ir.DataType.INT64)
+    rates = op.Sigmoid(y) if activation else y
+    if math.prod(dim if isinstance(dim, int) else 2 for dim in dims_of(y)[1:]) != 1:
+        return [code, rates]
+    rates = op.Reshape(rates, [-1, 1])
+    if activation is not None:
+        rates = op.Concat(1.0 - rates, rates, axis=1)
+    return [op.Reshape(code, [-1]), rates]
+
+
+def named_classes(op: Emitter, code: ir.Value, names: Sequence[str] | np.ndarray) -> ir.Value:
+    """Emit the names of class numbers: text, whole numbers, or other numbers."""
+    classes = np.asarray(names, object if isinstance(names, list | tuple) else None)
+    if classes.dtype.kind in "OUS":
+        return op.Gather(op.Constant(value=ir.tensor([str(label) for label in classes])), code)
+    whole = classes.dtype.kind in "biu" or (classes == np.round(classes)).all()
+    return op.Gather(op.constant(classes.astype(np.int64 if whole else np.float64)), code)
+
+
+def has_label_per_row(y: ir.Value | np.ndarray, spec: TargetSpec) -> bool:
+    """Return whether scores classify each row as a whole."""
+    axes = rank(y) if isinstance(y, ir.Value) else y.ndim
+    if spec.labels is not None:
+        return axes in (1, 2)
+    return axes == 2 and spec.axis in (1, -1)
+
+
+def classes_of(y: np.ndarray, spec: TargetSpec, names: Sequence[str] | None) -> dict[str, np.ndarray]:
+    """Return `label` and `probabilities` of rows, as `emit_classes` and `named_classes` compute them."""
+    if not has_label_per_row(y, spec):
+        return {}
+    activation = activation_of(spec)
+    if spec.labels is None:
+        code, rates = y.argmax(axis=1), y
+        if activation:
+            powers = np.exp(y - y.max(axis=1, keepdims=True))
+            rates = powers / powers.sum(axis=1, keepdims=True)
+    else:
+        code = (y > spec.threshold).astype(np.int64)
+        rates = (0.5 * (1 + np.tanh(0.5 * y.astype(np.float64)))).astype(y.dtype) if activation else y
+        if y.size == len(y):
+            code, rates = code.reshape(-1), rates.reshape(-1, 1)
+            rates = np.concatenate([1 - rates, rates], axis=1)
+    count = 2 if spec.labels is not None else y.shape[1]
+    label = np.asarray(names)[code] if names is not None and len(names) == count else code
+    return {LABEL: label, **({} if activation is None else {PROBABILITIES: rates})}
