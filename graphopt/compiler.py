@@ -40,6 +40,7 @@ def standard(
     adapter: Steps = None,
     parameters: Steps | Default = DEFAULT,
     sort: Steps | Default = DEFAULT,
+    augment: Steps = None,
     training: Steps | Default = DEFAULT,
     loss: Steps = None,
     regularizer: Steps = None,
@@ -140,6 +141,8 @@ def compile(model: Source, **steps: Any) -> ir.Model:
         parameters: chooses the weights that train: by default those that trained in the exported program;
             `passes.Parameters()` by default.
         sort: sorts the parameters by name; `passes.SortInitializers()` by default.
+        augment: changes the rows that train at random, but not those of evaluation and export, for example
+            `passes.AugmentImages()`, which moves and mirrors them, or `passes.MixUp()`; a list adds several.
         training: makes BatchNormalization use batch statistics and enables Dropout in training, but not in evaluation
             and export, for example `passes.TrainingMode()`; `passes.TrainingMode(as_exported=True)` by default, which
             does so in the nodes that the file has in training mode.

@@ -14,6 +14,8 @@ from graphopt.targets.onnxruntime.fuse import Fuse as Fuse
 from graphopt.targets.portable import Portable as Portable
 from passes.accumulate import Accumulate as Accumulate
 from passes.adapters import *
+from passes.augment import AugmentImages as AugmentImages
+from passes.augment import MixUp as MixUp
 from passes.averages import *
 from passes.clipping import *
 from passes.differentiate import Differentiate as Differentiate

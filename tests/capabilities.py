@@ -43,6 +43,7 @@ LAYERS: dict[str, dict[str, Any]] = {
     "DoRA": {**ADAMW, "adapter": passes.LoRA(rank=2, dora=True)},
     "a head": {**ADAMW, "adapter": passes.Head(classes=5)},
     "standardized": {**ADAMW, "standardize": passes.Standardize(0.5, 2.0)},
+    "mixed rows": {**ADAMW, "augment": passes.MixUp(alpha=0.4)},
     "16 bits": IN_16_BITS,
     "bfloat16": {**ADAMW, "precision": passes.MixedPrecision("bfloat16")},
     "fused": {**MOMENTUM, "fuse": passes.Fuse()},
@@ -50,6 +51,7 @@ LAYERS: dict[str, dict[str, Any]] = {
 # Those of convolutions, a normalization, pooling and a layer.
 IMAGES: dict[str, dict[str, Any]] = {
     "batch statistics": {**MOMENTUM, "training": passes.TrainingMode(seed=3)},
+    "augmented": {**MOMENTUM, "augment": passes.AugmentImages(vertical_flip=0.5, mixup=0.4, layout="NCHW")},
     "recomputed": {**ADAMW, "recompute": passes.Recompute()},
     "dynamic scale": {**IN_16_BITS, "loss_scale": passes.DynamicLossScale()},
 }

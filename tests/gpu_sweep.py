@@ -176,6 +176,7 @@ PARTS: dict[str, dict[str, Any]] = {
     },
     "recompute": {"recompute": passes.Recompute()},
     "standardize": {"standardize": passes.Standardize(0.5, 2.0)},
+    "mixed rows": {"augment": passes.MixUp()},
     "last axis": {"loss": passes.CrossEntropy(axis=-1)},
 }
 LOSSES: dict[str, tuple[Any, Callable[[int], Arrays]]] = {

@@ -76,6 +76,9 @@ GRAPHS = {
     "cnn_standardized": lambda: graphopt.compile(
         cnn(), standardize=passes.Standardize([0.5], [2.0]), loss=passes.CrossEntropy()
     ),
+    "cnn_augmented": lambda: graphopt.compile(
+        cnn(), augment=passes.AugmentImages(mixup=1.0), loss=passes.CrossEntropy(), gradient=None
+    ),
     "linear_part_of_update": lambda: part_of_update(
         graphopt.split_step(
             graphopt.standard(

@@ -24,6 +24,7 @@ FEEDS = {"x": X, "target": T}
 def full_pipeline(**steps):
     return standard(
         standardize=passes.Standardize(0.5, 2.0),
+        augment=passes.MixUp(),
         training=passes.TrainingMode(),
         loss=passes.CustomLoss(lambda op, p, t: op.Abs(p - t)),
         regularizer=passes.L2(1e-3, parameters="*.weight"),

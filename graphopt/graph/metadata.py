@@ -99,6 +99,8 @@ BATCH_COUNT = Flag("graphopt.batch_count")  # the number of a batch's elements p
 BATCH_CORRECTION = Flag("graphopt.batch_correction")  # n / (n - 1) of this number n
 BATCH_GRADIENT = Flag("graphopt.batch_gradient")  # a sum over a batch in the gradient of batch statistics
 POSITIONS = Flag("graphopt.positions")  # a node that counts the positions in a mask
+AUGMENTED = Flag("graphopt.augmented")  # a node that computes what training reads in place of an input
+MIXED = Flag("graphopt.mixed")  # a node that computes the share of another row in each row
 IN_BLOCKS = Flag("graphopt.in_blocks")  # a Scan that saves memory: its work stays in the loop
 ON_DEMAND = Flag("graphopt.on_demand")  # an output that a step reports only if it is named
 # In self-attention: the node of scores [rows, ..., queries, keys] with all masks, before the softmax; and the node of

@@ -259,8 +259,8 @@ def needed(model: ir.Model) -> list[ir.Node]:
     """Return the nodes that rewriters must keep although they look redundant or equal to others.
 
     They have a meaning that rewriters do not see: they stop gradients, round weights to their form in the file,
-    compute something else in inference, or show where a step is cut for several workers. Some keep outer values from
-    becoming outputs of bodies, which would be invalid.
+    compute something else in inference, mix rows, or show where a step is cut for several workers. Some keep outer
+    values from becoming outputs of bodies, which would be invalid.
     """
     nodes = list(all_nodes(model.graph))
     results = {output for node in nodes for body in subgraphs(node) for output in body.outputs}
@@ -269,6 +269,7 @@ def needed(model: ir.Model) -> list[ir.Node]:
         for node in nodes
         if metadata.STOP_GRADIENT.is_set(node)
         or metadata.STORED.is_set(node)
+        or metadata.MIXED.is_set(node)
         or _is_seam(node)
         or any(map(metadata.InferenceForm.is_on, node.outputs))
         or (node.op_type == "Identity" and node.outputs[0] in results)

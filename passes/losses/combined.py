@@ -18,6 +18,7 @@ from graphopt.graph.roles import Role, role_of, set_role, with_role
 from graphopt.graph.traversal import ancestors, values_read
 from graphopt.graph.values import is_floating, name_of, tensor_type
 from graphopt.intervals import within
+from passes.augment import share_of_others
 from passes.losses.loss import Loss, new_input, report_loss
 
 __all__ = ["CustomLoss", "Losses", "OwnLoss"]
@@ -161,6 +162,10 @@ class OwnLoss(Pass):
         self.precedes_gradient(model)
 
     def rewrite(self, model: ir.Model) -> None:
+        if share_of_others(model) is not None:
+            raise GraphoptError(
+                "MixUp: expected a loss that compares a prediction with targets, found OwnLoss: leave MixUp out"
+            )
         loss = self._loss(model)
         retire(model, loss)
         model.graph.outputs.remove(loss)

@@ -16,6 +16,7 @@ from graphopt.graph.rewriting import Read
 from graphopt.graph.roles import Role, with_role
 from graphopt.graph.values import dims_of, dtype_of, is_floating, name_of
 from graphopt.intervals import within
+from passes.augment import trained_on
 from passes.losses.classification import CrossEntropy
 from passes.losses.frozen import put_in
 from passes.losses.loss import Loss, new_input
@@ -105,7 +106,8 @@ class Distillation(Loss):
         for x in [x for x in part.graph.inputs if not x.uses()]:
             part.graph.inputs.remove(x)
         with Emitter(model) as op:
-            (logits,) = put_in(model, part, inputs, _TEACHER)
+            seen = {name: trained_on(x) for name, x in inputs.items()}  # augmented as for the model
+            (logits,) = put_in(model, part, seen, _TEACHER)
             dims, found = dims_of(prediction), dims_of(logits)
             if len(dims) != len(found) or any(
                 isinstance(a, int) and isinstance(b, int) and a != b for a, b in zip(dims, found, strict=True)

@@ -19,6 +19,7 @@ from graphopt.graph.rewriting import Pass, Read
 from graphopt.graph.roles import Role, role_of, set_role, with_role
 from graphopt.graph.values import dims_of, dtype_of, is_floating, name_of
 from graphopt.intervals import within
+from passes.augment import before, mixed, share_of_others
 
 __all__ = ["Elastic", "Huber", "Loss", "MeanAbsoluteError", "MeanSquaredError", "Poisson", "Quantile"]
 
@@ -73,14 +74,14 @@ class Loss(Pass):
         """Add the target's input and emit the reduced loss, a scalar or one number per row."""
         prediction = self._prediction(model)
         operands = self.operands(model, prediction, target_name)
-        elements = self.compare(op, prediction, *operands)
-        weights = self.weight(op, prediction, *operands) if operands else None
+        rows = None
         if self.sample_weight:
-            source, rank = self.rows_of(prediction, operands), len(elements.shape or ())
-            rows = _sample_weight(model, source, self.row_axis)
-            rows = op.Unsqueeze(rows, [*range(1, rank)]) if rank > 1 else rows
-            elements = elements * rows
-            weights = rows if weights is None else weights * rows
+            rows = _sample_weight(model, self.rows_of(prediction, operands), self.row_axis)
+        share = share_of_others(model)
+        if share is None:
+            elements, weights = self._weighted(op, prediction, operands, rows)
+        else:
+            elements, weights = self._mixed(op, prediction, operands, rows, share)
         if self.reduction == "none":
             axes = [*range(1, len(dims_of(elements)))]
             return op.ReduceMean(elements, axes, keepdims=0) if axes else elements
@@ -97,6 +98,46 @@ class Loss(Pass):
         BATCH_WEIGHT.write(weights, "mean")
         least = float(np.finfo(dtype_of(weights).numpy()).tiny)
         return total / op.Max(op.ReduceSum(weights, keepdims=0), least)  # 0 if no row has a weight
+
+    def _weighted(
+        self, op: Emitter, prediction: ir.Value, operands: Sequence[ir.Value], rows: ir.Value | None
+    ) -> tuple[ir.Value, ir.Value | None]:
+        """Emit the losses times their weights, and the weights, if there are any; `rows` has those of rows."""
+        elements = self.compare(op, prediction, *operands)
+        weights = self.weight(op, prediction, *operands) if operands else None
+        if rows is not None:
+            rank = len(elements.shape or ())
+            rows = op.Unsqueeze(rows, [*range(1, rank)]) if rank > 1 else rows
+            elements = elements * rows
+            weights = rows if weights is None else weights * rows
+        return elements, weights
+
+    def _mixed(
+        self,
+        op: Emitter,
+        prediction: ir.Value,
+        operands: Sequence[ir.Value],
+        rows: ir.Value | None,
+        share: ir.Value,
+    ) -> tuple[ir.Value, ir.Value | None]:
+        """Emit the losses and weights of rows that have a share of the rows before them; see `MixUp`."""
+        if not operands or any(role_of(x) is not Role.TARGET for x in operands):
+            raise GraphoptError(
+                f"MixUp: expected a loss that compares a prediction with targets, found {type(self).__name__}: leave "
+                "MixUp out"
+            )
+
+        def both(x: ir.Value) -> ir.Value:
+            return mixed(op, x, before(op, x), share)
+
+        if self.task == "regression" and all(map(is_floating, operands)):
+            weights = None if rows is None else both(rows)
+            return self._weighted(op, prediction, [both(x) for x in operands], weights)
+        others = None if rows is None else before(op, rows)
+        own = self._weighted(op, prediction, operands, rows)
+        other = self._weighted(op, prediction, [before(op, x) for x in operands], others)
+        elements = mixed(op, own[0], other[0], share)
+        return elements, None if own[1] is None or other[1] is None else mixed(op, own[1], other[1], share)
 
     @abstractmethod
     def compare(self, op: Emitter, prediction: ir.Value, target: ir.Value) -> ir.Value:

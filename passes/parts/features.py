@@ -5,6 +5,7 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from graphopt.errors import GraphoptError
+from graphopt.graph.metadata import AUGMENTED
 from graphopt.graph.operators import LAYOUT
 from graphopt.graph.roles import Role, set_role, with_role
 from passes.free_batch import values_of_rows
@@ -21,8 +22,13 @@ def cut_features(model: ir.Model) -> tuple[ir.Model, ir.Model]:
         model: the training graph, which is not changed.
 
     Raises:
-        GraphoptError: nothing that trains reads such results.
+        GraphoptError: nothing that trains reads such results, or the rows are augmented.
     """
+    if any(map(AUGMENTED.is_set, model.graph)):
+        raise GraphoptError(
+            "cache_features: expected rows that are the same in each epoch, found that augment changes them: leave out "
+            "augment or cache_features"
+        )
     model = model.clone()
     data = with_role(model, Role.DATA)
     left: set[ir.Node | None] = set()  # nodes that stay in the rest
