@@ -100,6 +100,12 @@ def is_in(node: Node, facts: Container[tuple[str, str]]) -> bool:
     return operator in facts and operator not in rules_in_use()
 
 
+def is_own(node: Node) -> bool:
+    """Return whether the rule of a node is a user's, of all compilations or of the one that runs."""
+    operator = node.domain, node.op_type
+    return operator in REPLACED or operator in rules_in_use()
+
+
 def is_surrogate(node: Node) -> bool:
     """Return whether the rule of a node is declared not to be the derivative, or cannot be."""
     operator = node.domain, node.op_type

@@ -1,0 +1,163 @@
+"""Call a method that the author of a pass writes, and check the values that it returns.
+
+An error is one line that names the class and its method, what is due, and what came back.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import FrozenInstanceError
+
+import numpy as np
+import onnx_ir as ir
+
+from graphopt.errors import GraphoptError, kind_of
+
+
+def name_of_method(owner: object, method: str) -> str:
+    """Return the class and the method, for errors."""
+    return f"{type(owner).__name__}.{method}"
+
+
+def ask(owner: object, method: str, *given: object) -> object:
+    """Call a method of a pass that its author has written, and return what comes back.
+
+    Raises:
+        GraphoptError: the method does not take these arguments, or sets an option.
+    """
+    function = getattr(owner, method)
+    base = next(kind for kind in reversed(type(owner).__mro__) if method in vars(kind))
+    due = inspect.signature(vars(base)[method])
+    due = due.replace(parameters=list(due.parameters.values())[1:], return_annotation=due.empty)
+    return call(function, name_of_method(owner, method), _plain(due), given)
+
+
+def call(function: Callable[..., object], where: str, due: str, given: Sequence[object]) -> object:
+    """Call an author's function, which `due` describes, as `ask` does."""
+    if not callable(function):
+        raise GraphoptError(f"{where}: expected a function of {due}, found {kind_of(function)}")
+    try:
+        signature = inspect.signature(function)
+        signature.bind(*given)
+    except TypeError:
+        count = f", {len(given)} arguments in all" if "*" in due else ""
+        raise GraphoptError(
+            f"{where}: expected a function of {due}{count}, found one of {_plain(signature)}"
+        ) from None
+    except ValueError:  # a function without a signature
+        pass
+    try:
+        return function(*given)
+    except FrozenInstanceError as error:
+        raise GraphoptError(
+            f"{where}: expected options that stay as they are, found one that the method sets ({error}): use a variable"
+        ) from error
+    except GraphoptError as error:
+        if str(error).startswith(("op.", "value ", "cannot emit", "np.", "a number")):  # of an operator
+            raise type(error)(f"{where}: {error}") from error
+        raise
+
+
+def _plain(signature: inspect.Signature) -> str:
+    """Return the names of a signature's parameters."""
+    return str(
+        signature.replace(
+            parameters=[p.replace(annotation=p.empty) for p in signature.parameters.values()],
+            return_annotation=inspect.Signature.empty,
+        )
+    )
+
+
+def told(found: object) -> str:
+    """Return what came back, in words: of a value, its type and its shape."""
+    if isinstance(found, ir.Value):
+        dtype = "unknown type" if found.dtype is None else found.dtype.name.lower()
+        return f"a value {dtype}{'' if found.shape is None else _shape(found.shape)}"
+    if isinstance(found, list | tuple):
+        inner = sorted({kind_of(x) for x in found})
+        return f"{kind_of(found)} of {len(found)}{f' ({inner[0]})' if len(inner) == 1 else ''}"
+    if isinstance(found, bool | int | float):
+        return f"the number {found}"
+    return kind_of(found)
+
+
+def _shape(shape: ir.Shape) -> str:
+    return f"[{','.join('?' if dim is None else str(dim) for dim in shape)}]"
+
+
+def floating(found: object, where: str, due: str, like: ir.Value | None = None) -> ir.Value:
+    """Return a value with floating-point numbers that a method has returned.
+
+    Args:
+        due: what is due, in words.
+        like: a value whose element type and shape the value must have.
+
+    Raises:
+        GraphoptError: it is something else.
+    """
+    if not isinstance(found, ir.Value):
+        raise GraphoptError(f"{where}: expected {due}, found {told(found)}{_remedy(found)}")
+    is_number = like is None or like.dtype is None or like.dtype.is_floating_point()
+    if is_number and found.dtype is not None and not found.dtype.is_floating_point():
+        raise GraphoptError(
+            f"{where}: expected {due}, in floating-point numbers, found {told(found)}: write op.Cast(x, to=...)"
+        )
+    if like is not None and (_differs(found.dtype, like.dtype) or not may_be_alike(found.shape, like.shape)):
+        raise GraphoptError(f"{where}: expected {due}, {told(like)}, found {told(found)}")
+    return found
+
+
+def _differs(a: ir.DataType | None, b: ir.DataType | None) -> bool:
+    return a is not None and b is not None and a != b
+
+
+def may_be_alike(a: ir.Shape | None, b: ir.Shape | None) -> bool:
+    """Return whether two shapes may be the same, as far as sizes are known."""
+    if a is None or b is None:
+        return True
+    return len(a) == len(b) and all(
+        m == n for m, n in zip(a, b, strict=True) if isinstance(m, int) and isinstance(n, int)
+    )
+
+
+def scalar(found: object, where: str, due: str, dtype: ir.DataType | None = None) -> ir.Value:
+    """Return a value of one floating-point number, of an element type if one is given, that a method has returned."""
+    value = floating(found, where, due)
+    if value.shape is not None and len(value.shape) > 0:
+        reduce = "op.ReduceSum or op.ReduceMean, with keepdims=0, makes one number of it"
+        raise GraphoptError(f"{where}: expected {due}, one number, found {told(value)}: {reduce}")
+    if _differs(value.dtype, dtype):
+        raise GraphoptError(
+            f"{where}: expected {due} in the type {dtype and dtype.name.lower()}, found {told(value)}"
+        )
+    return value
+
+
+def several(found: object, where: str, due: str, count: int) -> Sequence[object]:
+    """Return the sequence of so many things that a method has returned.
+
+    Raises:
+        GraphoptError: it is no list or tuple, or of another length.
+    """
+    if isinstance(found, ir.Value) or not isinstance(found, list | tuple):
+        remedy = ": return [value]" if isinstance(found, ir.Value) and count == 1 else _remedy(found)
+        raise GraphoptError(
+            f"{where}: expected {due}, {count} in a list or tuple, found {told(found)}{remedy}"
+        )
+    if len(found) != count:
+        raise GraphoptError(f"{where}: expected {due}, {count} in a list or tuple, found {told(found)}")
+    return found
+
+
+def _remedy(found: object) -> str:
+    """Return what to do in place of something that is no value."""
+    if found is None:
+        return ": end the method with a return statement"
+    if isinstance(found, int | float | np.generic | np.ndarray):
+        return ": op.constant(number, like=x) makes a value of it"
+    if isinstance(found, list | tuple) and len(found) == 1:
+        return ": return the value itself"
+    if inspect.isgenerator(found):
+        return ": return a list of what it yields"
+    return ""
