@@ -27,28 +27,44 @@ def ask(owner: object, method: str, *given: object) -> object:
         GraphoptError: the method does not take these arguments, or sets an option.
     """
     function = getattr(owner, method)
-    base = next(kind for kind in reversed(type(owner).__mro__) if method in vars(kind))
-    due = inspect.signature(vars(base)[method])
-    due = due.replace(parameters=list(due.parameters.values())[1:], return_annotation=due.empty)
-    return call(function, name_of_method(owner, method), _plain(due), given)
+    try:
+        return call(function, name_of_method(owner, method), "", given)
+    except _OtherArguments as error:
+        base = next(kind for kind in reversed(type(owner).__mro__) if method in vars(kind))
+        due = inspect.signature(vars(base)[method])
+        due = due.replace(parameters=list(due.parameters.values())[1:])
+        raise error.of(_plain(due)) from None
+
+
+class _OtherArguments(GraphoptError):
+    """Report that a function does not take the arguments that it is called with."""
+
+    def __init__(self, where: str, due: str, count: int, found: str) -> None:
+        self._parts = where, count, found
+        all_of_them = f", {count} arguments in all" if "*" in due else ""
+        super().__init__(f"{where}: expected a function of {due}{all_of_them}, found one of {found}")
+
+    def of(self, due: str) -> _OtherArguments:
+        """Return the error of a function of other arguments."""
+        where, count, found = self._parts
+        return _OtherArguments(where, due, count, found)
 
 
 def call(function: Callable[..., object], where: str, due: str, given: Sequence[object]) -> object:
-    """Call an author's function, which `due` describes, as `ask` does."""
+    """Call an author's function of the arguments that `due` names, as `ask` does."""
     if not callable(function):
         raise GraphoptError(f"{where}: expected a function of {due}, found {kind_of(function)}")
     try:
-        signature = inspect.signature(function)
-        signature.bind(*given)
-    except TypeError:
-        count = f", {len(given)} arguments in all" if "*" in due else ""
-        raise GraphoptError(
-            f"{where}: expected a function of {due}{count}, found one of {_plain(signature)}"
-        ) from None
-    except ValueError:  # a function without a signature
-        pass
-    try:
         return function(*given)
+    except TypeError:
+        try:
+            signature = inspect.signature(function)
+            signature.bind(*given)
+        except TypeError:
+            raise _OtherArguments(where, due, len(given), _plain(signature)) from None
+        except ValueError:  # a function without a signature
+            pass
+        raise
     except FrozenInstanceError as error:
         raise GraphoptError(
             f"{where}: expected options that stay as they are, found one that the method sets ({error}): use a variable"

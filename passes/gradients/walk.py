@@ -106,7 +106,8 @@ def _apply(op: Emitter, node: ir.Node, dys: list[Input], active: Active) -> Grad
     for each in (node, *(inner for body in subgraphs(node) for inner in all_nodes(body))):
         if is_surrogate(each):  # in bodies, too, copies of which are differentiated
             SURROGATE.set(each)
-    named = {**full_attributes(node, op.versions), "y": node.outputs[0], "node": node, "active": active}
+    attributes = {**op.defaults_of(node), **full_attributes(node, op.versions)}
+    named = {**attributes, "y": node.outputs[0], "node": node, "active": active}
     if "dys" in parameters_of(function):
         pairs = zip(dys, node.outputs, strict=True)
         named["dys"] = dys = [
@@ -123,23 +124,20 @@ def _apply(op: Emitter, node: ir.Node, dys: list[Input], active: Active) -> Grad
     given = accepted(function, named)
     if not is_own(node):
         return function(op, dys[0], *inputs_of(node), **given)
-    return _answered(op, node, function, dys[0], given)
+    return _answered(op, node, function, dys[0], given, {*named, "dys", "further"})
 
 
 def _answered(
-    op: Emitter, node: ir.Node, function: Rule, dy: Input, named: Mapping[str, object]
+    op: Emitter, node: ir.Node, function: Rule, dy: Input, named: Mapping[str, object], known: Iterable[str]
 ) -> Gradients:
     """Call a rule that a user has written, and return its gradients, each of which is that of all elements."""
     inputs, where = inputs_of(node), f"rule {getattr(function, '__name__', kind_of(function))}"
     names = ", ".join("None" if x is None else name_of(x) for x in inputs)
     lacking = [p for p in parameters_of(function).values() if _is_keyword(p) and p.name not in named]
     if lacking:
-        known = ", ".join(
-            sorted({*full_attributes(node, op.versions), "y", "dys", "further", "active", "node"})
-        )
         raise GraphoptError(
-            f"{where}: {lacking[0].name}: expected one of {known}, since a keyword names an attribute or another "
-            "value of the node, found none of this name"
+            f"{where}: {lacking[0].name}: expected one of {', '.join(sorted(known))}, since a keyword names an "
+            "attribute or another value of the node, found none of this name"
         )
     due = f"(op, dy, {names})"
     found = call(functools.partial(function, **named), where, due, (op, dy, *inputs))
