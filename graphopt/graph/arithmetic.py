@@ -43,7 +43,7 @@ _INSTEAD = {
     **{"mean": "ReduceMean", "sum": "ReduceSum", "max": "ReduceMax", "min": "ReduceMin", "abs": "Abs"},
     **{"reshape": "Reshape", "view": "Reshape", "transpose": "Transpose", "T": "Transpose", "pow": "Pow"},
     **{"exp": "Exp", "log": "Log", "sqrt": "Sqrt", "clip": "Clip", "clamp": "Clip", "astype": "Cast"},
-    **{"to": "Cast", "detach": "Identity", "size": "Shape", "sign": "Sign", "tanh": "Tanh"},
+    **{"to": "Cast", "size": "Shape", "sign": "Sign", "tanh": "Tanh"},
     **{"sigmoid": "Sigmoid", "squeeze": "Squeeze", "unsqueeze": "Unsqueeze", "where": "Where"},
     **{"maximum": "Max", "minimum": "Min", "absolute": "Abs", "equal": "Equal", "square": "Mul"},
     **{"norm": "ReduceL2", "softmax": "Softmax", "argmax": "ArgMax", "flatten": "Flatten", "dot": "MatMul"},
@@ -115,7 +115,7 @@ class Arithmetic:
         """Return an operand, a boolean value in the type of the other one."""
         mask = isinstance(x, ir.Value) and x.dtype == ir.DataType.BOOL and sign not in _LOGICAL
         if isinstance(x, ir.Value):
-            if mask and isinstance(other, ir.Value):
+            if mask and isinstance(other, ir.Value) and other.dtype != ir.DataType.BOOL:
                 return self._op.cast(x, other.dtype) if other.dtype is not None else x
             if mask:
                 raise GraphoptError(
@@ -200,6 +200,7 @@ def _attribute(self: ir.Value, name: str) -> NoReturn:
     if name.startswith("_") or Arithmetic.current is None:
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
     instead = f"op.{_INSTEAD[name]} does it" if name in _INSTEAD else "operators are attributes of op"
+    instead = "passes.stop_gradient(op, x) does it" if name == "detach" else instead
     raise UnknownAttribute(f"value {self.name!r}: expected no attribute {name!r} of arrays: {instead}")
 
 

@@ -5,6 +5,7 @@ An error is one line that names the class and its method, what is due, and what 
 
 from __future__ import annotations
 
+import enum
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import FrozenInstanceError
@@ -56,6 +57,14 @@ def call(function: Callable[..., object], where: str, due: str, given: Sequence[
         raise GraphoptError(f"{where}: expected a function of {due}, found {kind_of(function)}")
     try:
         return function(*given)
+    except FrozenInstanceError as error:
+        raise GraphoptError(
+            f"{where}: expected options that stay as they are, found one that the method sets ({error}): use a variable"
+        ) from error
+    except GraphoptError as error:
+        if _is_librarys(function) or str(error).startswith(where.partition(".")[0]):
+            raise
+        raise GraphoptError(f"{where}: {error}") from error
     except TypeError:
         try:
             signature = inspect.signature(function)
@@ -65,14 +74,11 @@ def call(function: Callable[..., object], where: str, due: str, given: Sequence[
         except ValueError:  # a function without a signature
             pass
         raise
-    except FrozenInstanceError as error:
-        raise GraphoptError(
-            f"{where}: expected options that stay as they are, found one that the method sets ({error}): use a variable"
-        ) from error
-    except GraphoptError as error:
-        if str(error).startswith(("op.", "value ", "cannot emit", "np.", "a number")):  # of an operator
-            raise type(error)(f"{where}: {error}") from error
-        raise
+
+
+def _is_librarys(function: Callable[..., object]) -> bool:
+    """Return whether a function is the library's own, which names itself in its errors."""
+    return getattr(function, "__module__", "").partition(".")[0] in ("graphopt", "passes")
 
 
 def _plain(signature: inspect.Signature) -> str:
@@ -93,6 +99,8 @@ def told(found: object) -> str:
     if isinstance(found, list | tuple):
         inner = sorted({kind_of(x) for x in found})
         return f"{kind_of(found)} of {len(found)}{f' ({inner[0]})' if len(inner) == 1 else ''}"
+    if isinstance(found, enum.Enum):
+        return f"{type(found).__name__}.{found.name}"
     if isinstance(found, bool | int | float):
         return f"the number {found}"
     return kind_of(found)
@@ -113,7 +121,8 @@ def floating(found: object, where: str, due: str, like: ir.Value | None = None) 
         GraphoptError: it is something else.
     """
     if not isinstance(found, ir.Value):
-        raise GraphoptError(f"{where}: expected {due}, found {told(found)}{_remedy(found)}")
+        remedy = "" if found is None and like is not None else _remedy(found)
+        raise GraphoptError(f"{where}: expected {due}, found {told(found)}{remedy}")
     is_number = like is None or like.dtype is None or like.dtype.is_floating_point()
     if is_number and found.dtype is not None and not found.dtype.is_floating_point():
         raise GraphoptError(

@@ -19,7 +19,7 @@ import onnx
 import onnx_ir as ir
 from onnxscript import BuilderFeature, OnnxFunction, TapeBuilder
 
-from graphopt.errors import GraphoptError, cause, kind_of, nearest
+from graphopt.errors import GraphoptError, cause, kind_of, nearest, unknown
 from graphopt.graph.arithmetic import Arithmetic
 from graphopt.graph.node_inference import infer_outputs
 from graphopt.graph.operators import schema_of
@@ -97,6 +97,11 @@ class Emitter(TapeBuilder):
             and kwargs.keys() <= schema.attributes.keys()
         ):
             return args, kwargs
+        if schema is not None:
+            names = [*schema.attributes, *(x.name for x in schema.inputs)]
+            for name in kwargs:
+                if name not in names:
+                    raise GraphoptError(f"op.{schema.name}: {unknown('argument', name, names)}")
         return super()._partition_inputs_attributes(schema, args, kwargs)
 
     def _add_node(self, node: ir.Node) -> None:

@@ -21,6 +21,7 @@ from graphopt.arguments import Checked
 from graphopt.errors import GraphoptError, cause, kind_of
 from graphopt.fields import check_options
 from graphopt.graph import metadata
+from graphopt.graph.authored import ask
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.opsets import IR_VERSION
 from graphopt.graph.roles import Role, updated, with_role
@@ -122,16 +123,16 @@ class Pass(ir.passes.InPlacePass, Checked):
     def apply(self, model: ir.Model) -> None:
         """Rewrite a model in place as a call does, in less time, since nothing tells whether it has changed."""
         self._check(model)
-        self.requires(model)
+        ask(self, "requires", model)
         try:
             with detached(model):
-                self._check_result(model, self.rewrite(model))  # type: ignore[func-returns-value]
+                self._check_result(model, ask(self, "rewrite", model))
                 if model.functions or not (is_sorted(model.graph) and has_names(model)):
                     model.graph.sort()
                     fix_names(model)
         except LIBRARIES as error:
             raise GraphoptError(f"{type(self).__name__}: {cause(error)}") from error
-        self.ensures(model)
+        ask(self, "ensures", model)
         if is_strict():
             check_model(model, type(self).__name__)
 

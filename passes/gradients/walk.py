@@ -146,7 +146,7 @@ def _answered(
         remedy = f": return [{'dy' if found is dy else 'gradient'}]" if isinstance(found, ir.Value) else ""
         raise GraphoptError(f"{where}: expected a list of the {due}, found {told(found)}{remedy}")
     if len(found) > len(inputs):
-        raise GraphoptError(f"{where}: expected at most {len(inputs)} {due}, found {told(found)}")
+        raise GraphoptError(f"{where}: expected the {due}, at most {len(inputs)}, found {told(found)}")
     return [_checked(where, x, gradient) for x, gradient in zip(inputs, found, strict=False)]
 
 

@@ -60,7 +60,10 @@ class CustomLoss(Loss):
         if isinstance(function, OnnxFunction):
             return op.trace(function, *given)
         check_function(function, "CustomLoss", ("op", *(name_of(x) for x in given)))
-        where, due = f"CustomLoss({kind_of(function)})", f"(op, {', '.join(name_of(x) for x in given)})"
+        where, due = (
+            f"CustomLoss({getattr(function, '__name__', kind_of(function))})",
+            f"(op, {', '.join(name_of(x) for x in given)})",
+        )
         found = call(function, where, due, (op, *given))
         return floating(found, where, "the loss of each element or of each row")
 

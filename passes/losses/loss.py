@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import warnings
 from abc import abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Literal, final
 
 import numpy as np
@@ -112,7 +112,7 @@ class Loss(Pass):
         """Return what the prediction is compared with, by default a new input for the target."""
         dtype, shape = _target_type(self, prediction)
         target = new_input(model, target_name, dtype, shape)
-        TargetSpec(name_of(prediction), self.task, **self.metric(prediction)).write(target)
+        _spec(self, prediction).write(target)
         return [target]
 
     def weight(
@@ -208,6 +208,24 @@ def _target_type(loss: Loss, prediction: ir.Value) -> tuple[ir.DataType, ir.Shap
     ):
         raise GraphoptError(f"{where}: expected {due}, found {told(shape)} in place of the shape")
     return dtype, ir.Shape(list(shape))
+
+
+def _spec(loss: Loss, prediction: ir.Value) -> TargetSpec:
+    """Return what metrics know of a target, from `task` and what `metric` has returned."""
+    found, name = ask(loss, "metric", prediction), type(loss).__name__
+    known = [field.name for field in fields(TargetSpec)][2:]
+    if not isinstance(found, Mapping) or not all(key in known for key in found):
+        keys = f"a dict of {', '.join(map(str, found))}" if isinstance(found, Mapping) else told(found)
+        raise GraphoptError(f"{name}.metric: expected a dict of any of {', '.join(known)}, found {keys}")
+    spec = TargetSpec(name_of(prediction), loss.task, **found)
+    try:
+        spec.check()
+    except (KeyError, ValueError):
+        raise GraphoptError(
+            f"{name}: expected the task 'regression', 'classification' with an axis, which `metric` returns, or "
+            f"'binary' with a threshold and labels, found {loss.task!r} with {', '.join(map(str, found)) or 'none of these'}"
+        ) from None
+    return spec
 
 
 def _choice(loss: str, output: str | None, outputs: Sequence[ir.Value]) -> str:

@@ -32,6 +32,7 @@ from passes.weights.layers import warn_of_parts
 __all__ = ["Group", "Optimizer"]
 
 ValueTuple = tuple[Value, ...]
+_TAKEN = ("average", "grad", "gradient", "next")  # what names of other values of a parameter end in
 Start = float | Callable[[np.ndarray], np.ndarray | None]
 Kernel = tuple[str, Mapping[str, float]]  # its name and attributes
 
@@ -244,8 +245,8 @@ def _starts(optimizer: Optimizer, first: np.ndarray) -> dict[str, np.ndarray | N
         raise GraphoptError(f"{where}: expected {due}, found {told(found)}")
     starts: dict[str, np.ndarray | None] = {}
     for name, given in found.items():
-        if not isinstance(name, str) or not name.isidentifier():
-            raise GraphoptError(f"{where}: expected {due}, found the name {name!r}")
+        if not isinstance(name, str) or not name.isidentifier() or name in _TAKEN:
+            raise GraphoptError(f"{where}: expected {due}, found the name {name!r}: choose another one")
         start = given(first) if callable(given) else given
         if start is None and callable(given):
             starts[name] = None
