@@ -110,7 +110,7 @@ class Pipeline(Mapping[str, tuple[Step, ...]], Checked):
 
     def rewrite(self, model: ir.Model, observe: Callable[[str, ir.Model], None] | None = None) -> ir.Model:
         """Run the steps on a model itself, as a call does on a copy, and return it."""
-        with _garbage_waits(), _using(self.rules):
+        with _garbage_waits(), using_rules(self.rules):
             for name, step in self._steps.items():
                 start = time.perf_counter()
                 for item in step:
@@ -170,7 +170,8 @@ def rules_in_use() -> Rules:
 
 
 @contextlib.contextmanager
-def _using(rules: Rules) -> Iterator[None]:
+def using_rules(rules: Rules) -> Iterator[None]:
+    """Let gradient rules count for what is differentiated in a `with` block."""
     token = _rules.set(rules)
     try:
         yield

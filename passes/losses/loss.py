@@ -221,9 +221,10 @@ def _spec(loss: Loss, prediction: ir.Value) -> TargetSpec:
     try:
         spec.check()
     except (KeyError, ValueError):
+        given = ", ".join(map(str, found)) or "none of these"
         raise GraphoptError(
             f"{name}: expected the task 'regression', 'classification' with an axis, which `metric` returns, or "
-            f"'binary' with a threshold and labels, found {loss.task!r} with {', '.join(map(str, found)) or 'none of these'}"
+            f"'binary' with a threshold and labels, found {loss.task!r} with {given}"
         ) from None
     return spec
 
