@@ -6,7 +6,6 @@ import itertools
 
 import numpy as np
 import onnx
-import onnx_ir as ir
 
 from graphopt.testing.properties import reference_steps as run  # noqa: F401
 

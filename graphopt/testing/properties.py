@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ import onnx
 import onnx_ir as ir
 
 from graphopt.errors import GraphoptError, line
+from graphopt.graph import metadata
 from graphopt.graph.loading import Source, load
 from graphopt.graph.opsets import IR_VERSION, OPSET
 from graphopt.graph.rewriting import Pass
@@ -278,8 +280,25 @@ def loss_model(loss: Pass, kind: tuple[ir.DataType, Sequence[int | str]]) -> ir.
     made = Pipeline(loss=loss)(ir.Model(graph, ir_version=IR_VERSION))
     made.graph.outputs[:] = [value for value in made.graph.outputs if value.name == "loss"]
     for value in (*made.graph.inputs, *made.graph.outputs):  # they are what they are in any function
-        value.metadata_props.clear()
+        metadata.all_of(value).clear()
     return made
+
+
+def adds_over_rows(loss: Pass, kind: tuple[ir.DataType, Sequence[int | str]], batch: NamedArrays) -> None:
+    """Raise an error unless the summed loss of a batch is the sum of those of its rows.
+
+    A column that meets a vector makes a square of them, in which each row meets all others.
+
+    Args:
+        loss: the loss.
+        kind: the element type and the shape of the prediction.
+        batch: predictions `x`, and targets by their names.
+    """
+    function = evaluator(loss_model(replace(loss, reduction="sum"), kind))
+    (whole,) = function.run(None, batch)
+    rows = len(batch["x"])
+    parts = [function.run(None, {name: x[i : i + 1] for name, x in batch.items()})[0] for i in range(rows)]
+    _compare(f"the summed loss of {rows} rows, beside the sum of theirs", whole, np.sum(parts), ROUNDING)
 
 
 def operator_model(operator: str, inputs: Mapping[str, np.ndarray], **attributes: Any) -> ir.Model:

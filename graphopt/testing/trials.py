@@ -39,7 +39,9 @@ NETWORKS = {
 }
 IN_FLOAT64 = "in_precision({}, ir.DataType.DOUBLE)"
 ROWS, OTHER_ROWS = 4, (1, 7)  # of a batch, whose size the graph leaves open
+BESIDE, ROUGHLY = "trains_as_the_reference(step, batch{})", ", rounding=properties.COARSE"
 FEW = 64  # numbers of an array that a program spells out
+LEARNT_ROWS = 64  # from which a pass learns
 OPEN = 3  # the size of other axes that a graph leaves open
 
 HEAD = """import numpy as np
@@ -149,6 +151,7 @@ class _Bench:
     names: dict[str, Any] = field(default_factory=dict)
     trials: list[Trial] = field(default_factory=list)
     made: dict[tuple[object, ...], str] = field(default_factory=dict)
+    heads: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def written(self, thing: object) -> str:
         """Return an expression of a thing: the call of its class with the options that are not the defaults."""
@@ -221,7 +224,7 @@ class _Bench:
             if names["pipeline"].learns:
                 inputs = load(names["model"]).graph.inputs
                 lines.append(
-                    f"pipeline = graphopt.adapt(pipeline, model, {self.batch([*inputs, _target()], rows)})"
+                    f"pipeline = graphopt.adapt(pipeline, model, {self.batch([*inputs, _target()], LEARNT_ROWS)}, validation=0)"
                 )
                 exec(lines[-1], names)
             graph = names["pipeline"](names["model"])
@@ -234,13 +237,17 @@ class _Bench:
         exec(HEAD, names)
         return names | self.names
 
-    def run(self, property: str, case: str, make: Callable[[], str]) -> None:
-        """Run a program, and note what comes of it."""
-        program = ""
+    def run(self, property: str, case: str, head: Callable[[], str], body: str) -> None:
+        """Run a program, whose head is run once for all programs that begin with it, and note what comes of it."""
+        program = body
         try:
-            program = make()
+            made = head()
+            program = f"{made}{body}"
             with _quiet():
-                exec(program, self.environment())
+                if made not in self.heads:
+                    self.heads[made] = self.environment()
+                    exec(made, self.heads[made])
+                exec(body, self.heads[made] | self.names)
         except Exception as error:  # noqa: BLE001 - an author's code raises what it likes
             said = (
                 line(error) if isinstance(error, GraphoptError) else f"{type(error).__name__}: {line(error)}"
@@ -248,6 +255,21 @@ class _Bench:
             self.trials.append(Trial(property, case, "failed", said, self.whole(program)))
         else:
             self.trials.append(Trial(property, case, "passed", "", self.whole(program)))
+
+    def train(
+        self,
+        property: str,
+        case: str,
+        steps: Mapping[str, str],
+        body: str,
+        *,
+        rows: int = ROWS,
+        dtype: str = "{}",
+    ) -> None:
+        """Run a program that reads a training graph and a batch."""
+        self.run(
+            property, case, lambda: self.compiled(case, steps, rows=rows, dtype=dtype), f"properties.{body}"
+        )
 
     def skip(self, property: str, case: str, reason: str) -> None:
         self.trials.append(Trial(property, case, "skipped", reason))
@@ -314,7 +336,6 @@ def _quiet() -> Iterator[None]:
 
 def _standard(bench: _Bench, case: str, steps: Mapping[str, str], *, kernels: bool) -> None:
     """Try the properties of all training graphs."""
-    made = bench.compiled
     for said, call in (
         ("valid ONNX", "is_valid(step)"),
         ("slopes of the loss", "agrees_with_slopes(step, batch)"),
@@ -322,27 +343,21 @@ def _standard(bench: _Bench, case: str, steps: Mapping[str, str], *, kernels: bo
         ("saved and resumed", "resumes(step, batch)"),
         ("the model's interface", "keeps_the_interface(step, model, batch)"),
     ):
-        bench.run(said, case, lambda call=call: f"{made(case, steps)}properties.{call}")  # type: ignore[misc]
+        bench.train(said, case, steps, call)
     if kernels and compiler() is not None:
-        call = "trains_as_the_reference(step, batch, native=True)"
-        bench.run("compiled kernels", case, lambda: f"{made(case, steps)}properties.{call}")
+        bench.train("compiled kernels", case, steps, "trains_as_the_reference(step, batch, native=True)")
     else:
         bench.skip("compiled kernels", case, "no compiler" if kernels else "kernels=False")
 
 
 def _types_and_sizes(bench: _Bench, case: str, steps: Mapping[str, str]) -> None:
     """Try other element types and other numbers of rows, beside the reference evaluator."""
-    made, call = bench.compiled, "properties.trains_as_the_reference(step, batch{})"
     if bench.model is None:
-        bench.run("float64", case, lambda: f"{made(case, steps, dtype=IN_FLOAT64)}{call.format('')}")
-    coarse = call.format(", rounding=properties.COARSE")
-    in_16_bits = {**steps, "precision": "passes.MixedPrecision()"}
-    bench.run("16 bits", case, lambda: f"{made(case, in_16_bits)}{coarse}")
+        bench.train("float64", case, steps, BESIDE.format(""), dtype=IN_FLOAT64)
+    bench.train("16 bits", case, {**steps, "precision": "passes.MixedPrecision()"}, BESIDE.format(ROUGHLY))
     if bench.data is None:
         for rows in OTHER_ROWS:
-            bench.run(
-                f"{rows} rows", case, lambda rows=rows: f"{made(case, steps, rows=rows)}{call.format('')}"
-            )  # type: ignore[misc]
+            bench.train(f"{rows} rows", case, steps, BESIDE.format(""), rows=rows)
 
 
 def _own(thing: object, kind: type, call: str, example: str) -> None:
@@ -350,7 +365,9 @@ def _own(thing: object, kind: type, call: str, example: str) -> None:
         raise GraphoptError(f"{call}: expected {example}, found {kind_of(thing)}")
 
 
-def _twin(bench: _Bench, twin: Callable[..., Any] | None, case: str, make: Callable[[str], str]) -> None:
+def _twin(
+    bench: _Bench, twin: Callable[..., Any] | None, case: str, head: Callable[[], str], body: str
+) -> None:
     """Compare with a function of PyTorch that the author has given."""
     if twin is None:
         bench.skip("PyTorch", case, "no twin given")
@@ -358,7 +375,7 @@ def _twin(bench: _Bench, twin: Callable[..., Any] | None, case: str, make: Calla
         bench.skip("PyTorch", case, "PyTorch is not installed")
     else:
         bench.names["twin"] = twin
-        bench.run("PyTorch", case, lambda: make("twin"))
+        bench.run("PyTorch", case, head, body)
 
 
 @checked()
@@ -368,6 +385,7 @@ def try_loss(
     twin: Callable[..., Any] | None = None,
     model: Source | None = None,
     data: Mapping[str, np.ndarray] | None = None,
+    between_rows: bool = False,
     kernels: bool = True,
 ) -> Trials:
     """Try a loss: its gradient, types, sizes, reductions, weights, and steps of training with it.
@@ -378,6 +396,7 @@ def try_loss(
             are compared with its.
         model: a network for it; by default, one that predicts 3 numbers for each row.
         data: a batch, arrays by the names of the inputs; by default, random numbers.
+        between_rows: whether the loss compares rows with one another, so that it is no sum over rows.
         kernels: try compiled kernels, too, if there is a compiler.
 
     Raises:
@@ -397,23 +416,23 @@ def try_loss(
     if loss.reduction == "mean":
         for option, other in (("sum", {"reduction": "sum"}), ("sample weights", {"sample_weight": True})):
             own = {**steps, "loss": bench.written(replace(loss, **other))}
-            bench.run(
-                option,
-                case,
-                lambda own=own: f"{bench.compiled(case, own)}properties.agrees_with_slopes(step, batch)",  # type: ignore[misc]
-            )
+            bench.train(option, case, own, "agrees_with_slopes(step, batch)")
     if model is None and data is None:
-        alone = f"function = properties.loss_model({steps['loss']}, (ir.DataType.FLOAT, ['N', 3]))"
+        kind, alone = "(ir.DataType.FLOAT, ['N', 3])", "the loss alone"
+        made = f"rng = np.random.default_rng(0)\nfunction = properties.loss_model({steps['loss']}, {kind})"
 
-        def point(call: str) -> str:
+        def point() -> str:
             names = bench.environment()
-            exec(alone, names)
-            batch = bench.batch(names["function"].graph.inputs, ROWS)
-            return "\n".join(["rng = np.random.default_rng(0)", alone, f"batch = {batch}", call])
+            exec(made, names)
+            return f"{made}\nbatch = {bench.batch(names['function'].graph.inputs, ROWS)}\n"
 
-        bench.run("finite differences in float64", "the loss alone", lambda: point("prove(function, batch)"))
-        call = "properties.agrees_with_torch(function, batch, {})"
-        _twin(bench, twin, "the loss alone", lambda name: point(call.format(name)))
+        bench.run("finite differences in float64", alone, point, "prove(function, batch)")
+        if between_rows:
+            bench.skip("a sum over rows", alone, "between_rows=True")
+        else:
+            call = f"properties.adds_over_rows({steps['loss']}, {kind}, batch)"
+            bench.run("a sum over rows", alone, point, call)
+        _twin(bench, twin, alone, point, "properties.agrees_with_torch(function, batch, twin)")
     return bench.result()
 
 
@@ -455,26 +474,15 @@ def try_optimizer(
         "accumulated gradients": {"accumulate": "passes.Accumulate(2)"},
     }
     for said, other in others.items():
-        bench.run(
-            said,
-            "mlp",
-            lambda other=other: (
-                f"{bench.compiled('mlp', {**steps, **other})}"  # type: ignore[misc]
-                "properties.trains_as_the_reference(step, batch)"
-            ),
-        )
+        bench.train(said, "mlp", {**steps, **other}, BESIDE.format(""))
     if optimizer.slot_bits != 8 and not optimizer.fused:
         own = {**steps, "optimizer": bench.written(replace(optimizer, slot_bits=8))}
-        call = "properties.trains_as_the_reference(step, batch, rounding=properties.COARSE)"
-        bench.run("slots of 8 bits", "wide", lambda: f"{bench.compiled('wide', own)}{call}")
-    reporting = {**steps, "clip": "passes.ReportGradients()"}
-    call = "properties.trains_as_torch(step, batch, {})"
-    _twin(
-        bench,
-        twin,
-        "mlp",
-        lambda name: f"{bench.compiled('mlp', reporting, dtype=IN_FLOAT64)}{call.format(name)}",
-    )
+        bench.train("slots of 8 bits", "wide", own, BESIDE.format(ROUGHLY))
+
+    def reporting() -> str:
+        return bench.compiled("mlp", {**steps, "clip": "passes.ReportGradients()"}, dtype=IN_FLOAT64)
+
+    _twin(bench, twin, "mlp", reporting, "properties.trains_as_torch(step, batch, twin)")
     return bench.result()
 
 
@@ -513,16 +521,13 @@ def try_pass(
         return try_optimizer(item, kernels=kernels)
     bench = _Bench(item, model, data)
     own = bench.written(item)
-    base = {"loss": "passes.MeanSquaredError()", "optimizer": "passes.SGD(0.1, momentum=0.9)"}
+    base = {"loss": "passes.MeanSquaredError()", "optimizer": "passes.SGD(0.01, momentum=0.9)"}
     place = step or _place(bench, own, base)
     steps = {**base, place: own}
     for case in ("mlp", "cnn") if model is None else ("mlp",):
         _standard(bench, case, steps, kernels=kernels and case == "mlp")
-        call = f"properties.survives_a_file(pipeline, model, {place!r}, batch)"
-        bench.run(
-            f"saved after {place}",
-            case,
-            lambda case=case, call=call: f"{bench.compiled(case, steps)}{call}",  # type: ignore[misc]
+        bench.train(
+            f"saved after {place}", case, steps, f"survives_a_file(pipeline, model, {place!r}, batch)"
         )
     _types_and_sizes(bench, "mlp", steps)
     return bench.result()
@@ -618,16 +623,16 @@ def try_gradient(
     )
     for case, rows in points.items():
         drawn = [f"batch = {bench.batch(load(operator).graph.inputs, rows)}"] if rows else []
-        block = ["with using_rules(rules):", "    "] if own else [""]
-        head = "\n".join([*lines, *drawn, *block])
+        head = "\n".join([*lines, *drawn, ""])
+        block = "with using_rules(rules):\n    properties." if own else "properties."
         for said, call in (
-            ("finite differences in float64", "properties.is_proved(function, batch)"),
-            ("finite differences in float32", "properties.is_proved(function, batch, double=False)"),
-            ("each input alone", "properties.agrees_alone(function, batch)"),
+            ("finite differences in float64", "is_proved(function, batch)"),
+            ("finite differences in float32", "is_proved(function, batch, double=False)"),
+            ("each input alone", "agrees_alone(function, batch)"),
         ):
-            bench.run(said, case, lambda call=call, head=head: f"{head}{call}")  # type: ignore[misc]
-        call = f"properties.agrees_with_torch(function, batch, {{}}{options})"
-        _twin(bench, twin, case, lambda name, head=head, call=call: f"{head}{call.format(name)}")  # type: ignore[misc]
+            bench.run(said, case, lambda head=head: head, f"{block}{call}")  # type: ignore[misc]
+        call = f"agrees_with_torch(function, batch, twin{options})"
+        _twin(bench, twin, case, lambda head=head: head, f"{block}{call}")  # type: ignore[misc]
     return bench.result()
 
 
