@@ -46,7 +46,7 @@ def _registry() -> Iterator[None]:
 def own(base: type, **methods: Any) -> Any:
     """Return an instance of a class My with these methods."""
     for name, method in methods.items():
-        if callable(method):
+        if callable(method) and not isinstance(method, staticmethod):
             method.__module__ = __name__
             method.__name__ = name
     return make_dataclass("My", [], bases=(base,), namespace=methods, frozen=True)()
@@ -83,6 +83,16 @@ def share(share: Any) -> Any:
 def optimizer(update: Any, slots: Any = None, **methods: Any) -> Any:
     more = {} if slots is None else {"slots": slots if callable(slots) else lambda self: slots}
     return steps(optimizer=own(passes.Optimizer, update=update, **more, **methods))
+
+
+def adapter(**methods: Any) -> Any:
+    """Compile with an adapter that scales outputs, but for these methods."""
+    namespace = {
+        "initial": lambda self, target, generator: {"scaling": np.zeros(target.outputs)},
+        "delta": lambda self, op, target, x, scaling: target.product(op) * target.spread(op, scaling),
+        "merge": staticmethod(lambda w, scale, scaling: w * (1 + scaling)),
+    }
+    return steps(adapter=own(passes.Adapter, **{**namespace, **methods}))
 
 
 def rewrite(rewrite: Any, **methods: Any) -> Any:

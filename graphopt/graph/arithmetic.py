@@ -92,7 +92,7 @@ class Arithmetic:
     def Neg(self, x: ir.Value) -> Any:
         return self._op.Neg(x)
 
-    def binary(self, sign: str, a: object, b: object) -> Any:
+    def binary(self, sign: str, a: Any, b: Any) -> Any:
         """Emit an operator of two operands, one of which is a value."""
         op, (_, op_type) = self._op, _BINARY[_NAME_OF[sign]]
         a, b = self._operand(sign, a, b), self._operand(sign, b, a)
@@ -111,7 +111,7 @@ class Arithmetic:
             return op.Sub(a, op.Mul(b, op.Floor(op.Div(a, b))))
         return op.op(op_type, a, b)
 
-    def _operand(self, sign: str, x: object, other: object) -> object:
+    def _operand(self, sign: str, x: object, other: object) -> Any:
         """Return an operand, a boolean value in the type of the other one."""
         mask = isinstance(x, ir.Value) and x.dtype == ir.DataType.BOOL and sign not in _LOGICAL
         if isinstance(x, ir.Value):

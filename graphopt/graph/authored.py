@@ -31,6 +31,8 @@ def ask(owner: object, method: str, *given: object) -> object:
     try:
         return call(function, name_of_method(owner, method), "", given)
     except _OtherArguments as error:
+        if not error.is_of(name_of_method(owner, method)):  # but of a method that this one has asked
+            raise
         base = next(kind for kind in reversed(type(owner).__mro__) if method in vars(kind))
         due = inspect.signature(vars(base)[method])
         due = due.replace(parameters=list(due.parameters.values())[1:])
@@ -44,6 +46,10 @@ class _OtherArguments(GraphoptError):
         self._parts = where, count, found
         all_of_them = f", {count} arguments in all" if "*" in due else ""
         super().__init__(f"{where}: expected a function of {due}{all_of_them}, found one of {found}")
+
+    def is_of(self, where: str) -> bool:
+        """Return whether it is about this function."""
+        return self._parts[0] == where
 
     def of(self, due: str) -> _OtherArguments:
         """Return the error of a function of other arguments."""

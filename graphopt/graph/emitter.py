@@ -168,8 +168,6 @@ class Emitter(TapeBuilder):
         written = (repr(value), dtype) if all(type(x) in (bool, int, float) for x in numbers) else None
         if written in self._written:
             return self._written[written]
-        if isinstance(value, (np.ndarray, np.generic)) and dtype is not None:
-            value = value.astype(dtype.numpy())
         tensor = _tensor(value, dtype)
         key = (tensor.dtype, tuple(tensor.shape.dims), tensor.tobytes())
         if key not in self._constants:
@@ -178,7 +176,9 @@ class Emitter(TapeBuilder):
             self._written[written] = self._constants[key]
         return self._constants[key]
 
-    def call_op(self, op_type: str, args: Any, kwargs: dict[str, Any], /, **options: Any) -> Any:
+    def call_op(  # type: ignore[override]
+        self, op_type: str, args: Sequence[Any], kwargs: dict[str, Any], /, **options: Any
+    ) -> ir.Value | Sequence[ir.Value]:
         """Create a node and return its output or outputs.
 
         Raises:
@@ -294,7 +294,9 @@ def _tensor(value: npt.ArrayLike, dtype: ir.DataType | None) -> ir.TensorProtoco
         numbers = np.asarray(value)
         if numbers.dtype.kind == "f" and not np.array_equal(numbers, np.trunc(numbers)):
             raise GraphoptError(
-                f"a number beside a value of {dtype}: expected integers, found {value}, which would be cut: write "
+                f"a number beside a value of {dtype}: expected integers, found {value!r}, which would be cut: write "
                 "op.Cast(value, to=...) first"
             )
+    if isinstance(value, (np.ndarray, np.generic)) and dtype is not None:
+        value = value.astype(dtype.numpy())
     return ir.tensor(value, dtype=dtype)

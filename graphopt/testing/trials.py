@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import inspect
+import textwrap
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
@@ -223,9 +224,8 @@ class _Bench:
             exec("\n".join(lines), names)
             if names["pipeline"].learns:
                 inputs = load(names["model"]).graph.inputs
-                lines.append(
-                    f"pipeline = graphopt.adapt(pipeline, model, {self.batch([*inputs, _target()], LEARNT_ROWS)}, validation=0)"
-                )
+                rows_to_learn = self.batch([*inputs, _target()], LEARNT_ROWS)
+                lines.append(f"pipeline = graphopt.adapt(pipeline, model, {rows_to_learn}, validation=0)")
                 exec(lines[-1], names)
             graph = names["pipeline"](names["model"])
         lines += ["with strict():", "    step = pipeline(model)"]
@@ -288,7 +288,8 @@ class _Bench:
             if isinstance(thing, type) or inspect.isfunction(thing):
                 if module == "__main__" or "<locals>" in thing.__qualname__:
                     with contextlib.suppress(OSError, TypeError):
-                        lines.append(f"\n\n{inspect.cleandoc(inspect.getsource(thing))}\n")
+                        source = textwrap.dedent(inspect.getsource(thing))
+                        lines.append(f"from dataclasses import dataclass\n\n\n{source}\n")
                         continue
                 lines.append(
                     f"from {module} import {thing.__name__} as {name}".removesuffix(f" as {thing.__name__}")
