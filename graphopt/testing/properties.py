@@ -42,6 +42,8 @@ from graphopt.testing.reference import evaluator
 if TYPE_CHECKING:
     import torch
 
+    from passes import Loss
+
 _STEPS = 3
 # The largest error of a number, relative to the largest one beside it.
 ROUNDING, COARSE = 1e-4, 2e-2  # in 32 or 64 bits, and in 16
@@ -241,7 +243,9 @@ def is_proved(model: Source, inputs: Mapping[str, np.ndarray], **options: Any) -
         inputs: arrays by the names of its inputs.
         options: those of `graphopt.testing.prove`.
     """
-    rough = {} if options.get("double", True) else {"step": ROUGH_STEP, "tolerance": ROUGH_TOLERANCE}
+    rough: dict[str, Any] = (
+        {} if options.get("double", True) else {"step": ROUGH_STEP, "tolerance": ROUGH_TOLERANCE}
+    )
     proof = prove(model, inputs, **rough, **options)
     if proof.vacuous and not proof.by_nature:
         raise GraphoptError(
@@ -284,7 +288,7 @@ def loss_model(loss: Pass, kind: tuple[ir.DataType, Sequence[int | str]]) -> ir.
     return made
 
 
-def adds_over_rows(loss: Pass, kind: tuple[ir.DataType, Sequence[int | str]], batch: NamedArrays) -> None:
+def adds_over_rows(loss: Loss, kind: tuple[ir.DataType, Sequence[int | str]], batch: NamedArrays) -> None:
     """Raise an error unless the summed loss of a batch is the sum of those of its rows.
 
     A column that meets a vector makes a square of them, in which each row meets all others.
@@ -294,7 +298,7 @@ def adds_over_rows(loss: Pass, kind: tuple[ir.DataType, Sequence[int | str]], ba
         kind: the element type and the shape of the prediction.
         batch: predictions `x`, and targets by their names.
     """
-    function = evaluator(loss_model(replace(loss, reduction="sum"), kind))
+    function: Any = evaluator(loss_model(replace(loss, reduction="sum"), kind))
     (whole,) = function.run(None, batch)
     rows = len(batch["x"])
     parts = [function.run(None, {name: x[i : i + 1] for name, x in batch.items()})[0] for i in range(rows)]
