@@ -294,8 +294,8 @@ def _tensor(value: npt.ArrayLike, dtype: ir.DataType | None) -> ir.TensorProtoco
         numbers = np.asarray(value)
         if numbers.dtype.kind == "f" and not np.array_equal(numbers, np.trunc(numbers)):
             raise GraphoptError(
-                f"a number beside a value of {dtype}: expected integers, found {numbers.tolist()}, which would be cut: write "
-                "op.Cast(value, to=...) first"
+                f"a number beside a value of {dtype}: expected integers, found {numbers.tolist()}, which would be cut: "
+                "write op.Cast(value, to=...) first"
             )
     if isinstance(value, (np.ndarray, np.generic)) and dtype is not None:
         value = value.astype(dtype.numpy())
