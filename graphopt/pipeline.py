@@ -12,6 +12,7 @@ from contextvars import ContextVar
 from types import MappingProxyType
 from typing import Any, cast
 
+import onnx
 import onnx_ir as ir
 
 from graphopt.arguments import Checked
@@ -109,7 +110,7 @@ class Pipeline(Mapping[str, tuple[Step, ...]], Checked):
 
     def rewrite(self, model: ir.Model, observe: Callable[[str, ir.Model], None] | None = None) -> ir.Model:
         """Run the steps on a model itself, as a call does on a copy, and return it."""
-        with _garbage_waits(), _using(self.rules):
+        with _garbage_waits(), using_rules(self.rules):
             for name, step in self._steps.items():
                 start = time.perf_counter()
                 for item in step:
@@ -131,7 +132,9 @@ class Pipeline(Mapping[str, tuple[Step, ...]], Checked):
         """Return the pipeline with what its passes learn from data; see `graphopt.adapt`."""
 
         def adapted(item: Step) -> Step:
-            return item.adapted(model, read) if isinstance(item, Pass) and item.learns else item
+            if not (isinstance(item, Pass) and item.learns):
+                return item
+            return _as_pass(item, "adapted", item.adapted(model, read))
 
         return self._of({name: tuple(map(adapted, step)) for name, step in self._steps.items()})
 
@@ -139,7 +142,7 @@ class Pipeline(Mapping[str, tuple[Step, ...]], Checked):
         """Return the pipeline for a training of so many steps."""
 
         def planned(item: Step) -> Step:
-            return item.planned(steps) if isinstance(item, Pass) else item
+            return _as_pass(item, "planned", item.planned(steps)) if isinstance(item, Pass) else item
 
         return self._of({name: tuple(map(planned, step)) for name, step in self._steps.items()})
 
@@ -167,7 +170,8 @@ def rules_in_use() -> Rules:
 
 
 @contextlib.contextmanager
-def _using(rules: Rules) -> Iterator[None]:
+def using_rules(rules: Rules) -> Iterator[None]:
+    """Let gradient rules count for what is differentiated in a `with` block."""
     token = _rules.set(rules)
     try:
         yield
@@ -199,13 +203,27 @@ def _check_rules(rules: object) -> None:
             )
 
 
+def _as_pass(item: Pass, method: str, found: object) -> Pass:
+    """Return what a method of a pass has returned, which is a pass."""
+    if not isinstance(found, Pass):
+        raise GraphoptError(
+            f"{type(item).__name__}.{method}: expected a pass, found {kind_of(found)}: return "
+            "dataclasses.replace(self, ...), or self"
+        )
+    return found
+
+
 def _run(step: Step, model: ir.Model) -> None:
     if isinstance(step, Pass):
         step.apply(model)
-    elif is_strict():
-        run_strictly(step, model)
-    else:
-        step(model)
+        return
+    found = run_strictly(step, model) if is_strict() else step(model)
+    inner = found.model if isinstance(found, ir.passes.PassResult) else found
+    if isinstance(inner, ir.Model | onnx.ModelProto) and inner is not model:
+        raise GraphoptError(
+            f"{getattr(step, '__name__', type(step).__name__)}: expected changes of the model itself, found another "
+            "model as a result, which nothing would read: change the model in place"
+        )
 
 
 @contextlib.contextmanager

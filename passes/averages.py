@@ -10,6 +10,7 @@ import onnx_ir as ir
 
 from graphopt.errors import GraphoptError
 from graphopt.graph import metadata, state
+from graphopt.graph.authored import ask, name_of_method, scalar
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.merging import Adapted
 from graphopt.graph.metadata import InferenceForm
@@ -92,9 +93,10 @@ class Average(Pass):
         """Emit the share of the parameters after update `t` in their averages, from 0 to 1."""
         since = t - float(self.start)
         count = op.Floor(since / float(self.every)) if self.every > 1 else since
-        share = op.Where(
-            op.Greater(count, 0.0), self.share(op, op.Max(count, 1.0)), op.constant(1.0, like=since)
+        share = scalar(
+            ask(self, "share", op, op.Max(count, 1.0)), name_of_method(self, "share"), "the share", t.dtype
         )
+        share = op.Where(op.Greater(count, 0.0), share, op.constant(1.0, like=since))
         if self.every == 1:
             return share
         due = op.Or(op.Less(since, 0.0), op.Equal(count * float(self.every), since))

@@ -10,6 +10,7 @@ from typing import final
 import onnx_ir as ir
 
 from graphopt.errors import GraphoptError
+from graphopt.graph.authored import ask, floating, name_of_method, several
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.rewriting import Pass, Pattern, retire, selects
 from graphopt.graph.roles import Role, set_role, with_role
@@ -47,7 +48,7 @@ class Clip(Pass):
     def rewrite(self, model: ir.Model) -> None:
         gradients = with_role(model, Role.GRADIENT)
         with Emitter(model) as op:
-            for gradient, clipped in zip(gradients, self.clip(op, model, gradients), strict=True):
+            for gradient, clipped in zip(gradients, _clipped(self, op, model, gradients), strict=True):
                 place, clipped.name = model.graph.outputs.index(gradient), gradient.name
                 retire(model, gradient)
                 model.graph.outputs[place] = set_role(clipped, Role.GRADIENT)
@@ -158,3 +159,16 @@ def report_norm(op: Emitter, model: ir.Model, gradients: Sequence[ir.Value]) -> 
     norm = op.Sqrt(op.Sum(*[op.Cast(square, to=common) for square in squares]), _outputs=["gradient_norm"])
     model.graph.outputs.append(set_role(norm, Role.DIAGNOSTIC))
     return norm
+
+
+def _clipped(clip: Clip, op: Emitter, model: ir.Model, gradients: Sequence[ir.Value]) -> list[ir.Value]:
+    """Return the gradients that `clip` has returned, as values of their own, some of which may be as they were."""
+    where, due = name_of_method(clip, "clip"), "a value for each gradient"
+    found = several(ask(clip, "clip", op, model, gradients), where, due, len(gradients))
+    taken = {*gradients, *model.graph.inputs, *model.graph.outputs, *model.graph.initializers.values()}
+    clipped = []
+    for gradient, value in zip(gradients, found, strict=True):
+        new = floating(value, where, f"the gradient {gradient.name!r}", gradient)
+        clipped.append(op.Identity(new) if new in taken else new)
+        taken.add(new)
+    return clipped

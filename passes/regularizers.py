@@ -12,6 +12,7 @@ import onnx_ir as ir
 
 from graphopt.errors import GraphoptError
 from graphopt.graph import roles
+from graphopt.graph.authored import ask, name_of_method, scalar
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.rewriting import Pass, Pattern, retire, selects
 from graphopt.graph.roles import Role
@@ -63,7 +64,8 @@ class Regularizer(Pass):
         loss = roles.only(model, Role.LOSS, type(self).__name__)
         metrics = {value.name: value for value in roles.with_role(model, Role.METRIC)}
         with Emitter(model) as op:
-            terms = [op.cast(self.penalty(op, w), loss.dtype) for w in chosen]
+            where, due = name_of_method(self, "penalty"), "the penalty of a parameter"
+            terms = [op.cast(scalar(ask(self, "penalty", op, w), where, due), loss.dtype) for w in chosen]
             earlier = metrics.get("penalty")
             total = functools.reduce(operator.add, terms if earlier is None else [earlier, *terms])
             for value in (loss, metrics.get("penalty")):

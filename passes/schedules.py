@@ -13,6 +13,7 @@ from onnx.reference import ReferenceEvaluator
 
 from graphopt.errors import GraphoptError
 from graphopt.graph import roles, state
+from graphopt.graph.authored import ask, name_of_method, scalar
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.opsets import IR_VERSION, OPSET
 from graphopt.graph.rewriting import Pass
@@ -82,7 +83,10 @@ class Schedule(Pass):
         counter = state.counter(model)
         with Emitter(model) as op:
             done = op.Cast(counter, to=base.dtype)
-            rate = self.rate(op, base, op.Max(done - float(self.warmup), 0.0) if self.warmup else done)
+            since = op.Max(done - float(self.warmup), 0.0) if self.warmup else done
+            rate = scalar(
+                ask(self, "rate", op, base, since), name_of_method(self, "rate"), "the rate", base.dtype
+            )
             if self.warmup:
                 grown = done if self.warmup_from_zero else done + 1.0
                 rate = rate * op.Min(grown / float(self.warmup), 1.0)

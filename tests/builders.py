@@ -6,9 +6,8 @@ import itertools
 
 import numpy as np
 import onnx
-import onnx_ir as ir
 
-from graphopt.testing.reference import evaluator
+from graphopt.testing.properties import reference_steps as run  # noqa: F401
 
 
 def model(text: str, opset: int = 21, dtype: type = np.float32, **weights: np.ndarray) -> onnx.ModelProto:
@@ -85,18 +84,3 @@ def identity(shape: str, dtype: str = "float") -> onnx.ModelProto:
 
 
 TYPES = {np.float16: "float16", np.float32: "float", np.float64: "double"}
-
-
-def run(step: ir.Model, steps: int, feeds: dict[str, np.ndarray]) -> list[dict[str, np.ndarray]]:
-    """Run a training graph with ONNX's reference evaluator and return every output of every step."""
-    proto = ir.to_proto(step)
-    reference = evaluator(step)
-    names = [output.name for output in proto.graph.output]
-    state = {tensor.name: onnx.numpy_helper.to_array(tensor) for tensor in proto.graph.initializer}
-    state = {value.name: state[value.name] for value in proto.graph.input if value.name in state}
-    results = []
-    for _ in range(steps):
-        outputs = dict(zip(names, reference.run(None, {**state, **feeds}), strict=True))
-        state |= {name[:-5]: value for name, value in outputs.items() if name.endswith(".next")}
-        results.append(outputs)
-    return results

@@ -19,13 +19,15 @@ import onnx
 import onnx_ir as ir
 from onnxscript import BuilderFeature, OnnxFunction, TapeBuilder
 
-from graphopt.errors import GraphoptError
+from graphopt.errors import GraphoptError, cause, kind_of, nearest, unknown
+from graphopt.graph.arithmetic import Arithmetic
 from graphopt.graph.node_inference import infer_outputs
 from graphopt.graph.operators import schema_of
 from graphopt.graph.traversal import subgraphs
 from graphopt.graph.values import dims_of, dtype_of, is_static
 
 Input = ir.Value | None  # of a node: None if it is left out
+_OF_BOOLEANS = {"And", "Not", "Or", "Where", "Xor"}
 
 
 class Emitter(TapeBuilder):
@@ -53,6 +55,12 @@ class Emitter(TapeBuilder):
         """Return the inputs of the model."""
         return self._model.graph.inputs
 
+    def defaults_of(self, node: ir.Node) -> dict[str, object]:
+        """Return the attributes of a call of a model's function that have a default, by name."""
+        function = self._model.functions.get(node.op_identifier())
+        attributes = () if function is None else function.attributes.values()
+        return {x.name: x.value for x in attributes if x.value is not None}
+
     @property
     def is_in_body(self) -> bool:
         """Return whether it emits into a subgraph of a node."""
@@ -63,14 +71,21 @@ class Emitter(TapeBuilder):
         return self._named(ir.Value(type=x.type, shape=shape or x.shape))
 
     def __enter__(self) -> Emitter:
-        self._outer = ir.set_value_magic_handler(self)
+        self._arithmetic = Arithmetic(self).__enter__()
         return self
 
     def __exit__(self, *error: object) -> None:
-        ir.set_value_magic_handler(self._outer)
+        self._arithmetic.__exit__(*error)
 
     def _get_schema(self, op_type: str, domain: str, version: int | None) -> onnx.defs.OpSchema | None:
-        return schema_of(domain, op_type, version or self.versions.get(domain, 0))
+        schema = schema_of(domain, op_type, version or self.versions.get(domain, 0))
+        if schema is None and not domain:
+            meant = nearest(op_type, {known.name for known in onnx.defs.get_all_schemas()})
+            raise GraphoptError(
+                f"op.{op_type}: expected an operator of ONNX, opset {self.versions.get('', 0)}, found none of this name"
+                f"{f', nearest: {meant!r}' if meant else ''}"
+            )
+        return schema
 
     def _partition_inputs_attributes(
         self, schema: onnx.defs.OpSchema | None, args: Sequence[Any], kwargs: dict[str, Any]
@@ -82,6 +97,11 @@ class Emitter(TapeBuilder):
             and kwargs.keys() <= schema.attributes.keys()
         ):
             return args, kwargs
+        if schema is not None:
+            names = [*schema.attributes, *(x.name for x in schema.inputs)]
+            for name in kwargs:
+                if name not in names:
+                    raise GraphoptError(f"op.{schema.name}: {unknown('argument', name, names)}")
         return super()._partition_inputs_attributes(schema, args, kwargs)
 
     def _add_node(self, node: ir.Node) -> None:
@@ -128,6 +148,19 @@ class Emitter(TapeBuilder):
         """Skip the slow search for types if all inputs are values."""
         if all(x is None or isinstance(x, ir.Value) for x in inputs):
             return inputs
+        name = f"op.{schema.name}" if schema is not None else "an operator"
+        for x in inputs:
+            if isinstance(x, bool) and schema is not None and schema.name in _OF_BOOLEANS:
+                raise GraphoptError(
+                    f"{name}: expected a boolean value, found {x}: `==` and `is` compare identities, and "
+                    "op.Equal(a, b) compares numbers"
+                )
+            if isinstance(x, list | tuple) and any(isinstance(each, ir.Value) for each in x):
+                raise GraphoptError(
+                    f"{name}: expected values one by one, found {kind_of(x)} of them: write {name}(*values)"
+                )
+            if not isinstance(x, ir.Value | int | float | np.generic | np.ndarray | list | tuple | None):
+                raise GraphoptError(f"{name}: expected a value, a number or an array, found {kind_of(x)}")
         return super()._cast_inputs(schema, inputs)
 
     def _promote_constant(self, value: npt.ArrayLike, dtype: ir.DataType | None) -> ir.Value:
@@ -135,15 +168,39 @@ class Emitter(TapeBuilder):
         written = (repr(value), dtype) if all(type(x) in (bool, int, float) for x in numbers) else None
         if written in self._written:
             return self._written[written]
-        if isinstance(value, (np.ndarray, np.generic)) and dtype is not None:
-            value = value.astype(dtype.numpy())
-        tensor = ir.tensor(value, dtype=dtype)
+        tensor = _tensor(value, dtype)
         key = (tensor.dtype, tuple(tensor.shape.dims), tensor.tobytes())
         if key not in self._constants:
             self._constants[key] = self.call_op("Constant", [], {"value": tensor})  # type: ignore[assignment]
         if written is not None:
             self._written[written] = self._constants[key]
         return self._constants[key]
+
+    def call_op(  # type: ignore[override]
+        self, op_type: str, args: Sequence[Any], kwargs: dict[str, Any], /, **options: Any
+    ) -> ir.Value | Sequence[ir.Value]:
+        """Create a node and return its output or outputs.
+
+        Raises:
+            GraphoptError: ONNX has no such operator, or it takes no such inputs or attributes.
+        """
+        for name, attribute in kwargs.items():
+            if isinstance(attribute, ir.Value):
+                raise GraphoptError(
+                    f"op.{op_type}: {name}: expected a number or a text, since it is an attribute, found value "
+                    f"{attribute.name!r}"
+                )
+            if name == "to" and not isinstance(attribute, int | ir.Attr):
+                raise GraphoptError(
+                    f"op.{op_type}: to: expected an element type, such as x.dtype or onnx_ir.DataType.FLOAT, found "
+                    f"{kind_of(attribute)}"
+                )
+        try:
+            return super().call_op(op_type, args, kwargs, **options)
+        except GraphoptError:
+            raise
+        except (TypeError, ValueError, AttributeError, RuntimeError) as error:
+            raise GraphoptError(f"cannot emit {op_type}: {cause(error)}") from error
 
     def emit_again(self, node: ir.Node, inputs: Sequence[Input]) -> Sequence[ir.Value]:
         """Emit a node's operator with its attributes on other inputs, and return the outputs."""
@@ -225,3 +282,21 @@ class Emitter(TapeBuilder):
         sizes = [self.Shape(x, start=axis, end=axis + 1) for axis in unknown]
         count = self.Cast(self.Squeeze(functools.reduce(self.Mul, sizes), [0]), to=dtype)
         return count if static == 1 else self.Mul(count, static)
+
+
+def _tensor(value: npt.ArrayLike, dtype: ir.DataType | None) -> ir.TensorProtocol:
+    """Return a constant in an element type.
+
+    Raises:
+        GraphoptError: the type holds another number, as integers do for 0.5.
+    """
+    if dtype is not None and not dtype.is_floating_point() and not dtype.is_string():
+        numbers = np.asarray(value)
+        if numbers.dtype.kind == "f" and not np.array_equal(numbers, np.trunc(numbers)):
+            raise GraphoptError(
+                f"a number beside a value of {dtype}: expected integers, found {numbers.tolist()}, which would be cut: "
+                "write op.Cast(value, to=...) first"
+            )
+    if isinstance(value, (np.ndarray, np.generic)) and dtype is not None:
+        value = value.astype(dtype.numpy())
+    return ir.tensor(value, dtype=dtype)

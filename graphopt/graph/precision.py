@@ -10,6 +10,8 @@ import onnx_ir as ir
 from graphopt.graph.operators import takes
 from graphopt.graph.values import is_floating
 
+_NUMBERS = {"value_float", "value_floats"}  # attributes of Constant
+
 
 def retype(model: ir.Model, dtype: ir.DataType) -> dict[ir.Value, ir.Shape | None]:
     """Give a model one floating-point type instead of all others, if its operators accept it.
@@ -26,13 +28,21 @@ def retype(model: ir.Model, dtype: ir.DataType) -> dict[ir.Value, ir.Shape | Non
     inferred = {y: y.shape for node in model.graph.all_nodes() for y in node.outputs if y not in results}
     for y in {*inferred, *model.graph.outputs}:
         y.type = y.shape = None
-    for node in model.graph.all_nodes():
+    for function in model.functions.values():
+        for node in list(function.all_nodes()):
+            _retype_number_of_call(function, node, dtype)
+    for node in [
+        *model.graph.all_nodes(),
+        *(node for function in model.functions.values() for node in function.all_nodes()),
+    ]:
         if not all(takes(dtype, version, *use) for output in node.outputs for use in output.uses()):
             continue
         if node.op_type == "ConstantOfShape" and not node.attributes:
             node.attributes.add(ir.AttrTensor("value", ir.tensor(np.zeros(1))))
         for name, attribute in list(node.attributes.items()):
-            if name in ("value_float", "value_floats"):
+            if attribute.ref_attr_name is not None:
+                continue
+            if name in _NUMBERS:
                 del node.attributes[name]
                 tensor = ir.tensor(np.array(attribute.value, dtype.numpy()))
                 node.attributes.add(ir.AttrTensor("value", tensor))
@@ -42,6 +52,20 @@ def retype(model: ir.Model, dtype: ir.DataType) -> dict[ir.Value, ir.Shape | Non
             elif _is_precision(node, name) and ir.DataType(attribute.as_int()).is_floating_point():
                 node.attributes.add(ir.AttrInt64(name, dtype))
     return inferred
+
+
+def _retype_number_of_call(function: ir.Function, node: ir.Node, dtype: ir.DataType) -> None:
+    """Cast a constant of a function whose number each call of the function gives, as an attribute."""
+    if any(node.attributes[name].ref_attr_name is not None for name in _NUMBERS & node.attributes.keys()):
+        (number,) = node.outputs
+        uses = list(number.uses())
+        cast = ir.node("Cast", [number], {"to": dtype})
+        (node.graph or function).insert_after(node, cast)
+        for user, index in uses:
+            user.replace_input_with(index, cast.outputs[0])
+        for outputs in (function.outputs, *([] if node.graph is None else [node.graph.outputs])):
+            for i, y in enumerate(outputs):
+                outputs[i] = cast.outputs[0] if y is number else y
 
 
 def _retype(x: ir.Value, dtype: ir.DataType, version: int) -> None:

@@ -21,6 +21,7 @@ from graphopt.arguments import Checked
 from graphopt.errors import GraphoptError, cause, kind_of
 from graphopt.fields import check_options
 from graphopt.graph import metadata
+from graphopt.graph.authored import ask
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.opsets import IR_VERSION
 from graphopt.graph.roles import Role, updated, with_role
@@ -75,6 +76,17 @@ class Pass(ir.passes.InPlacePass, Checked):
 
     alters: ClassVar[str] = ""
 
+    def __init_subclass__(cls, **options: object) -> None:
+        super().__init_subclass__(**options)
+        for name in vars(cls):
+            defined = next((base for base in cls.__mro__[1:] if name in vars(base)), None)
+            if defined is not None and getattr(vars(defined)[name], "__final__", False):
+                due = sorted(getattr(defined, "__abstractmethods__", ())) or ["another method"]
+                raise GraphoptError(
+                    f"{cls.__name__}.{name}: expected the method of {defined.__name__}, which calls those of a "
+                    f"subclass, found another: define {' and '.join(due)} in its place"
+                )
+
     def __post_init__(self) -> None:
         check_options(self)
 
@@ -111,16 +123,16 @@ class Pass(ir.passes.InPlacePass, Checked):
     def apply(self, model: ir.Model) -> None:
         """Rewrite a model in place as a call does, in less time, since nothing tells whether it has changed."""
         self._check(model)
-        self.requires(model)
+        ask(self, "requires", model)
         try:
             with detached(model):
-                self.rewrite(model)
+                self._check_result(model, ask(self, "rewrite", model))
                 if model.functions or not (is_sorted(model.graph) and has_names(model)):
                     model.graph.sort()
                     fix_names(model)
         except LIBRARIES as error:
             raise GraphoptError(f"{type(self).__name__}: {cause(error)}") from error
-        self.ensures(model)
+        ask(self, "ensures", model)
         if is_strict():
             check_model(model, type(self).__name__)
 
@@ -128,6 +140,15 @@ class Pass(ir.passes.InPlacePass, Checked):
         if not isinstance(model, ir.Model):
             raise GraphoptError(
                 f"{type(self).__name__}: expected an onnx_ir.Model, found {kind_of(model)}: graphopt.load reads one"
+            )
+
+    def _check_result(self, model: ir.Model, found: object) -> None:
+        """Raise an error if `rewrite` has returned another model, which nothing would read."""
+        inner = found.model if isinstance(found, ir.passes.PassResult) else found
+        if inner is not None and inner is not model:
+            raise GraphoptError(
+                f"{type(self).__name__}.rewrite: expected changes of the model itself, and no result, found "
+                f"{kind_of(found)}: change the model in place"
             )
 
     def requires(self, model: ir.Model) -> None:

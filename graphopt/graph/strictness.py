@@ -64,8 +64,8 @@ def is_strict() -> bool:
     return bool(_blocks) and _blocks[-1][0]
 
 
-def run_strictly(step: Callable[[ir.Model], object], model: ir.Model) -> None:
-    """Run a step of a pipeline that is no pass of graphopt, and check it."""
+def run_strictly(step: Callable[[ir.Model], object], model: ir.Model) -> object:
+    """Run a step of a pipeline that is no pass of graphopt, check it, and return its result."""
     name, before = getattr(step, "__name__", type(step).__name__), Content.of(model)
     result = step(model)
     if isinstance(result, ir.passes.PassResult):
@@ -76,6 +76,7 @@ def run_strictly(step: Callable[[ir.Model], object], model: ir.Model) -> None:
                 "whether the model has changed"
             )
     check_model(model, name)
+    return result
 
 
 def check_model(model: ir.Model, name: str) -> None:

@@ -14,6 +14,7 @@ import onnx_ir.passes.common as common
 
 from graphopt.adapters.targets import AdapterTarget, note_of, targets_in
 from graphopt.errors import GraphoptError, nearest, some
+from graphopt.graph.authored import ask, floating, name_of_method, told
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.merging import register_merge
 from graphopt.graph.metadata import ADAPTER, InferenceForm, Kind, Origin, copy, original_name
@@ -197,7 +198,7 @@ class Adapter(Pass):
                 for name, columns in self._columns(target):
                     own = replace(whole, columns=columns)
                     is_left = name not in added
-                    terms.append(_zeros(op, own) if is_left else self.delta(op, own, own.x, *added[name]))
+                    terms.append(_zeros(op, own) if is_left else _term(self, op, own, added[name]))
                 term = terms[0] if len(terms) == 1 else op.Concat(*terms, axis=whole.axis)
                 changed = op.Add(target.y, target.given_back(op, term))
                 _place(model, target, like(changed, target.y), uses)
@@ -230,7 +231,7 @@ class Adapter(Pass):
         """Add the weights of an adapter, with their notes."""
         stem = f"{target.name}.{part}" if part else target.name
         generator = np.random.default_rng([self.seed, zlib.crc32(stem.encode())])
-        arrays = self.initial(target, generator)
+        arrays = _initial(self, target, generator)
         values_by_name = ir.convenience.create_value_mapping(model.graph)
         taken = {*values_by_name, *map(original_name, values_by_name.values())}
         names = (stem if not i else f"{stem}.{i}" for i in range(len(taken) + 1))
@@ -247,6 +248,26 @@ class Adapter(Pass):
         note = note_of(target, name, names_of_values, **self.noted(target))
         replace(note, part=part).write(values[0])
         return values
+
+
+def _initial(
+    adapter: Adapter, target: AdapterTarget, generator: np.random.Generator
+) -> Mapping[str, np.ndarray]:
+    """Return the initial values that `initial` has returned."""
+    found, where = ask(adapter, "initial", target, generator), name_of_method(adapter, "initial")
+    due = "arrays of floating-point numbers by the suffixes of their names, at least one"
+    if not isinstance(found, Mapping) or not found:
+        raise GraphoptError(f"{where}: expected {due}, found {told(found)}")
+    for suffix, array in found.items():
+        if not isinstance(suffix, str) or not isinstance(array, np.ndarray) or array.dtype.kind != "f":
+            raise GraphoptError(f"{where}: expected {due}, found {told(array)} for {suffix!r}")
+    return found
+
+
+def _term(adapter: Adapter, op: Emitter, target: AdapterTarget, values: Sequence[ir.Value]) -> ir.Value:
+    """Return the term that `delta` has returned."""
+    found = ask(adapter, "delta", op, target, target.x, *values)
+    return floating(found, name_of_method(adapter, "delta"), "the term to add to the output of the target")
 
 
 def _zeros(op: Emitter, target: AdapterTarget) -> ir.Value:

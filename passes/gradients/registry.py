@@ -24,7 +24,8 @@ from typing import Any, TypeVar
 from onnx_ir import Node, Value
 from onnxscript import OnnxFunction
 
-from graphopt.errors import GraphoptError
+from graphopt.arguments import checked
+from graphopt.errors import GraphoptError, kind_of
 from graphopt.graph.emitter import Emitter
 from graphopt.pipeline import rules_in_use
 
@@ -100,6 +101,12 @@ def is_in(node: Node, facts: Container[tuple[str, str]]) -> bool:
     return operator in facts and operator not in rules_in_use()
 
 
+def is_own(node: Node) -> bool:
+    """Return whether the rule of a node is a user's, of all compilations or of the one that runs."""
+    operator = node.domain, node.op_type
+    return operator in REPLACED or operator in rules_in_use()
+
+
 def is_surrogate(node: Node) -> bool:
     """Return whether the rule of a node is declared not to be the derivative, or cannot be."""
     operator = node.domain, node.op_type
@@ -122,6 +129,7 @@ def surrogate(function: Callable[..., Gradients]) -> Callable[..., Gradients]:
     ...     return [dy * op.Sigmoid(x)]
     >>> step = graphopt.compile(models.mlp((4,), 1), loss=passes.MeanSquaredError(), rules={("", "Relu"): soft})
     """
+    _check_function(function, "passes.surrogate")
     own = _scripted(function) if isinstance(function, OnnxFunction) else function
 
     @functools.wraps(own)
@@ -132,6 +140,7 @@ def surrogate(function: Callable[..., Gradients]) -> Callable[..., Gradients]:
     return declared
 
 
+@checked()
 def gradient(domain: str, op_type: str, *, surrogate: bool = False) -> Callable[[F], F]:
     """Register the decorated function as the gradient rule of an operator, or of a function in models, in any domain.
 
@@ -151,7 +160,14 @@ def gradient(domain: str, op_type: str, *, surrogate: bool = False) -> Callable[
     ...     return [dy * op.Cast(op.Less(op.Abs(x), threshold), to=dy.dtype)]
     """
 
+    for part in (domain, op_type):
+        if not isinstance(part, str):
+            raise GraphoptError(
+                f'passes.gradient: expected a domain and an operator, such as ("", "Relu"), found {kind_of(part)}'
+            )
+
     def register(function: F) -> F:
+        _check_function(function, f"passes.gradient({domain!r}, {op_type!r})")
         REPLACED.add((domain, op_type))
         RULES[domain, op_type] = _scripted(function) if isinstance(function, OnnxFunction) else function
         for facts in (
@@ -166,6 +182,13 @@ def gradient(domain: str, op_type: str, *, surrogate: bool = False) -> Callable[
         return function
 
     return register
+
+
+def _check_function(function: object, where: str) -> None:
+    if not callable(function) or isinstance(function, type):
+        raise GraphoptError(
+            f"{where}: expected a function of op, dy and the operator's inputs, found {kind_of(function)}"
+        )
 
 
 @functools.cache

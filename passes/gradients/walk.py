@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import onnx_ir as ir
 
-from graphopt.errors import BlockingOperator, GraphoptError, NoGradient
+from graphopt.errors import BlockingOperator, GraphoptError, NoGradient, kind_of
+from graphopt.graph.authored import call, floating, told
 from graphopt.graph.emitter import Emitter, Input
 from graphopt.graph.metadata import STOP_GRADIENT, SURROGATE
 from graphopt.graph.operators import full_attributes
@@ -25,6 +28,7 @@ from passes.gradients.registry import (
     accepted,
     has_rule,
     is_in,
+    is_own,
     is_surrogate,
     parameters_of,
     rule,
@@ -102,7 +106,8 @@ def _apply(op: Emitter, node: ir.Node, dys: list[Input], active: Active) -> Grad
     for each in (node, *(inner for body in subgraphs(node) for inner in all_nodes(body))):
         if is_surrogate(each):  # in bodies, too, copies of which are differentiated
             SURROGATE.set(each)
-    named = {**full_attributes(node, op.versions), "y": node.outputs[0], "node": node, "active": active}
+    attributes = {**op.defaults_of(node), **full_attributes(node, op.versions)}
+    named = {**attributes, "y": node.outputs[0], "node": node, "active": active}
     if "dys" in parameters_of(function):
         pairs = zip(dys, node.outputs, strict=True)
         named["dys"] = dys = [
@@ -116,7 +121,57 @@ def _apply(op: Emitter, node: ir.Node, dys: list[Input], active: Active) -> Grad
             f"its rule differentiates only the first output, and the objective depends on "
             f"{unused!r}: freeze the parameters before it"
         )
-    return function(op, dys[0], *inputs_of(node), **accepted(function, named))
+    given = accepted(function, named)
+    if not is_own(node):
+        return function(op, dys[0], *inputs_of(node), **given)
+    return _answered(op, node, function, dys[0], given, {*named, "dys", "further"})
+
+
+def _answered(
+    op: Emitter, node: ir.Node, function: Rule, dy: Input, named: Mapping[str, object], known: Iterable[str]
+) -> Gradients:
+    """Call a rule that a user has written, and return its gradients, each of which is that of all elements."""
+    inputs, where = inputs_of(node), f"rule {getattr(function, '__name__', kind_of(function))}"
+    names = ", ".join("None" if x is None else name_of(x) for x in inputs)
+    lacking = [p for p in parameters_of(function).values() if _is_keyword(p) and p.name not in named]
+    if lacking:
+        raise GraphoptError(
+            f"{where}: {lacking[0].name}: expected one of {', '.join(sorted(known))}, since a keyword names an "
+            "attribute or another value of the node, found none of this name"
+        )
+    due = f"(op, dy, {names})"
+    found = call(functools.partial(function, **named), where, due, (op, dy, *inputs))
+    due = f"gradients of {names}, with None for no gradient"
+    if not isinstance(found, list | tuple):
+        remedy = f": return [{'dy' if found is dy else 'gradient'}]" if isinstance(found, ir.Value) else ""
+        raise GraphoptError(f"{where}: expected a list of the {due}, found {told(found)}{remedy}")
+    if len(found) > len(inputs):
+        raise GraphoptError(f"{where}: expected the {due}, at most {len(inputs)}, found {told(found)}")
+    return [_checked(where, x, gradient) for x, gradient in zip(inputs, found, strict=False)]
+
+
+def _checked(where: str, x: Input, gradient: object) -> Input:
+    """Return the gradient of an input that a user's rule has returned."""
+    if gradient is None:
+        return None
+    if x is None:
+        raise GraphoptError(f"{where}: expected None for an input that is left out, found {told(gradient)}")
+    due = f"the gradient of {x.name!r}, or None"
+    found = floating(gradient, where, due)
+    if x.shape is not None and found.shape is not None and len(found.shape) < len(x.shape):
+        raise GraphoptError(
+            f"{where}: expected {due}, in the shape of {told(x)}, found {told(found)}: op.Expand spreads it"
+        )
+    pairs = list(zip(reversed(list(x.shape or ())), reversed(list(found.shape or ())), strict=False))
+    if any(have == 1 and want != 1 for want, have in pairs):
+        raise GraphoptError(
+            f"{where}: expected {due}, in the shape of {told(x)}, found {told(found)}: op.Expand spreads it"
+        )
+    return found
+
+
+def _is_keyword(parameter: inspect.Parameter) -> bool:
+    return parameter.kind is parameter.KEYWORD_ONLY and parameter.default is parameter.empty
 
 
 def inputs_of(node: ir.Node) -> list[ir.Value | None]:

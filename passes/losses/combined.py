@@ -12,6 +12,7 @@ from onnxscript import OnnxFunction
 
 from graphopt.arguments import check_function
 from graphopt.errors import GraphoptError, kind_of, unknown
+from graphopt.graph.authored import call, floating
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.rewriting import Pass, Read, retire
 from graphopt.graph.roles import Role, role_of, set_role, with_role
@@ -57,9 +58,15 @@ class CustomLoss(Loss):
     ) -> ir.Value:
         function = pkgutil.resolve_name(self.function) if isinstance(self.function, str) else self.function
         given = [prediction, *([] if target is None else [target]), *operands]
-        if not isinstance(function, OnnxFunction):
-            check_function(function, "CustomLoss", ("op", *(name_of(x) for x in given)))
-        return op.trace(function, prediction, *([] if target is None else [target]), *operands)
+        if isinstance(function, OnnxFunction):
+            return op.trace(function, *given)
+        check_function(function, "CustomLoss", ("op", *(name_of(x) for x in given)))
+        where, due = (
+            f"CustomLoss({getattr(function, '__name__', kind_of(function))})",
+            f"(op, {', '.join(name_of(x) for x in given)})",
+        )
+        found = call(function, where, due, (op, *given))
+        return floating(found, where, "the loss of each element or of each row")
 
     def operands(self, model: ir.Model, prediction: ir.Value, target_name: str) -> list[ir.Value]:
         outputs = {name_of(y): y for y in model.graph.outputs}

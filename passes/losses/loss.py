@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import warnings
 from abc import abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Literal, final
 
 import numpy as np
@@ -13,6 +13,7 @@ import onnx_ir as ir
 
 from graphopt.errors import GraphoptError, some
 from graphopt.graph import state
+from graphopt.graph.authored import ask, floating, name_of_method, told
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.metadata import BATCH_WEIGHT, TargetSpec
 from graphopt.graph.rewriting import Pass, Read
@@ -103,8 +104,10 @@ class Loss(Pass):
         self, op: Emitter, prediction: ir.Value, operands: Sequence[ir.Value], rows: ir.Value | None
     ) -> tuple[ir.Value, ir.Value | None]:
         """Emit the losses times their weights, and the weights, if there are any; `rows` has those of rows."""
-        elements = self.compare(op, prediction, *operands)
-        weights = self.weight(op, prediction, *operands) if operands else None
+        elements = _elements(self, ask(self, "compare", op, prediction, *operands))
+        weights = ask(self, "weight", op, prediction, *operands) if operands else None
+        if weights is not None:
+            weights = _weights(self, weights, elements)
         if rows is not None:
             rank = len(elements.shape or ())
             rows = op.Unsqueeze(rows, [*range(1, rank)]) if rank > 1 else rows
@@ -148,9 +151,9 @@ class Loss(Pass):
 
     def operands(self, model: ir.Model, prediction: ir.Value, target_name: str) -> list[ir.Value]:
         """Return what the prediction is compared with, by default a new input for the target."""
-        dtype, shape = self.target_type(prediction)
+        dtype, shape = _target_type(self, prediction)
         target = new_input(model, target_name, dtype, shape)
-        TargetSpec(name_of(prediction), self.task, **self.metric(prediction)).write(target)
+        _spec(self, prediction).write(target)
         return [target]
 
     def weight(
@@ -205,6 +208,66 @@ def new_input(
     value = ir.Value(name=name, type=ir.TensorType(dtype), shape=ir.Shape(list(shape)))
     model.graph.inputs.append(set_role(value, role))
     return value
+
+
+def _elements(loss: Loss, found: object) -> ir.Value:
+    """Return the losses that `compare` has returned."""
+    where, due = name_of_method(loss, "compare"), "the loss of each element or of each row"
+    elements = floating(found, where, due)
+    uses_rows = loss.sample_weight or loss.reduction != "mean"
+    if uses_rows and elements.shape is not None and len(elements.shape) == 0:
+        option = "sample_weight=True" if loss.sample_weight else f"reduction={loss.reduction!r}"
+        raise GraphoptError(
+            f"{where}: expected {due}, which {option} needs, found one number: return the losses, which the base "
+            "class reduces"
+        )
+    return elements
+
+
+def _weights(loss: Loss, found: object, elements: ir.Value) -> ir.Value:
+    """Return the weights that `weight` has returned."""
+    where, due = name_of_method(loss, "weight"), "the weight of each element, or None"
+    weights = floating(found, where, due)
+    if None not in (weights.shape, elements.shape) and len(weights.shape or ()) > len(elements.shape or ()):
+        raise GraphoptError(
+            f"{where}: expected {due}, in the shape of the losses, {told(elements)}, found {told(weights)}"
+        )
+    return weights
+
+
+def _target_type(loss: Loss, prediction: ir.Value) -> tuple[ir.DataType, ir.Shape]:
+    """Return what `target_type` has returned, an element type and a shape."""
+    found, where = ask(loss, "target_type", prediction), name_of_method(loss, "target_type")
+    due = "an element type and a shape, such as (onnx_ir.DataType.INT64, onnx_ir.Shape(prediction.shape[:1]))"
+    if not (isinstance(found, tuple) and len(found) == 2):
+        raise GraphoptError(f"{where}: expected {due}, found {told(found)}")
+    dtype, shape = found
+    if not isinstance(dtype, ir.DataType):
+        raise GraphoptError(f"{where}: expected {due}, found {told(dtype)} in place of the type")
+    if not isinstance(shape, ir.Shape | list | tuple) or not all(
+        isinstance(size, int | str | ir.SymbolicDim | None) for size in shape
+    ):
+        raise GraphoptError(f"{where}: expected {due}, found {told(shape)} in place of the shape")
+    return dtype, ir.Shape(list(shape))
+
+
+def _spec(loss: Loss, prediction: ir.Value) -> TargetSpec:
+    """Return what metrics know of a target, from `task` and what `metric` has returned."""
+    found, name = ask(loss, "metric", prediction), type(loss).__name__
+    known = [field.name for field in fields(TargetSpec)][2:]
+    if not isinstance(found, Mapping) or not all(key in known for key in found):
+        keys = f"a dict of {', '.join(map(str, found))}" if isinstance(found, Mapping) else told(found)
+        raise GraphoptError(f"{name}.metric: expected a dict of any of {', '.join(known)}, found {keys}")
+    spec = TargetSpec(name_of(prediction), loss.task, **found)
+    try:
+        spec.check()
+    except (KeyError, ValueError):
+        given = ", ".join(map(str, found)) or "none of these"
+        raise GraphoptError(
+            f"{name}: expected the task 'regression', 'classification' with an axis, which `metric` returns, or "
+            f"'binary' with a threshold and labels, found {loss.task!r} with {given}"
+        ) from None
+    return spec
 
 
 def _choice(loss: str, output: str | None, outputs: Sequence[ir.Value]) -> str:

@@ -16,6 +16,7 @@ from graphopt.arguments import Checked
 from graphopt.errors import GraphoptError, kind_of
 from graphopt.fields import check_options
 from graphopt.graph import state
+from graphopt.graph.authored import ask, floating, name_of_method, several, told
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.metadata import InferenceForm
 from graphopt.graph.operators import MICROSOFT
@@ -31,6 +32,7 @@ from passes.weights.layers import warn_of_parts
 __all__ = ["Group", "Optimizer"]
 
 ValueTuple = tuple[Value, ...]
+_TAKEN = ("average", "grad", "gradient", "next")  # what names of other values of a parameter end in
 Start = float | Callable[[np.ndarray], np.ndarray | None]
 Kernel = tuple[str, Mapping[str, float]]  # its name and attributes
 
@@ -178,6 +180,12 @@ class Optimizer(Pass):
     def rewrite(self, model: ir.Model) -> None:
         gradients = with_role(model, Role.GRADIENT)
         parameters = {gradient_of(p): p for p in with_role(model, Role.PARAMETER)}
+        for gradient in gradients:
+            if name_of(gradient) not in parameters:
+                raise GraphoptError(
+                    f"{type(self).__name__}: expected the gradient of a parameter, named NAME.grad, found "
+                    f"{name_of(gradient)!r}: a pass before has given the role GRADIENT to another value"
+                )
         for group in self.groups:
             if not any(selects(group.pattern, parameter) for parameter in parameters.values()):
                 raise GraphoptError(
@@ -222,12 +230,56 @@ class Optimizer(Pass):
         """Declare the slots of a parameter, and find out which optimizer updates it."""
         optimizer, factor = self.assigned(w)
         first, slots = initial_array(w), []
-        for name, number in optimizer.slots().items():
-            start = number(first) if callable(number) else np.full_like(first, number)
+        for name, start in _starts(optimizer, first).items():
             if start is not None:
                 bits = 32 if name in optimizer.exact else optimizer.slot_bits
                 slots.append(slot(model, w, name, start, bits, signed=name not in optimizer.unsigned))
         return Row(w, gradient, optimizer, factor, slots)
+
+
+def _starts(optimizer: Optimizer, first: np.ndarray) -> dict[str, np.ndarray | None]:
+    """Return the initial value of each slot that `slots` has returned, for a parameter's initial value."""
+    found, where = ask(optimizer, "slots"), name_of_method(optimizer, "slots")
+    due = "initial values by the names of the slots, such as {'mean': 0.0}"
+    if not isinstance(found, Mapping):
+        raise GraphoptError(f"{where}: expected {due}, found {told(found)}")
+    starts: dict[str, np.ndarray | None] = {}
+    for name, given in found.items():
+        if not isinstance(name, str) or not name.isidentifier() or name in _TAKEN:
+            raise GraphoptError(f"{where}: expected {due}, found the name {name!r}: choose another one")
+        start = given(first) if callable(given) else given
+        if start is None and callable(given):
+            starts[name] = None
+            continue
+        array = np.asarray(start) if isinstance(start, int | float | np.generic | np.ndarray) else None
+        if array is None or array.dtype.kind not in "fiu" or (array.ndim and not callable(given)):
+            due = "a number, or a function of the parameter's initial value that returns an array or None"
+            raise GraphoptError(f"{where}: {name}: expected {due}, found {told(start)}")
+        if not callable(given):
+            array = np.full_like(first, array)
+        starts[name] = array.astype(first.dtype) if array.dtype.kind == "f" else array
+    return starts
+
+
+def _updated(
+    optimizer: Optimizer, op: Emitter, row: Row, given: Sequence[Value], slots: Sequence[Value]
+) -> ValueTuple:
+    """Return the new parameter and the new slots that `update` has returned."""
+    w, g, rate, t, *numbers = given
+    decayed, where = ask(optimizer, "decayed", op, w, g, rate), name_of_method(optimizer, "decayed")
+    due = "the parameter and its gradient"
+    pair = several(decayed, where, due, 2)
+    new_w, new_g = (floating(x, where, due, like) for x, like in zip(pair, (w, g), strict=True))
+    where = name_of_method(optimizer, "update")
+    names = ["the new parameter", *(f"the slot {held.name!r}" for held in row.slots)]
+    found = several(
+        ask(optimizer, "update", op, new_w, new_g, rate, t, *slots, *numbers),
+        where,
+        "the new parameter" + (" and the new slots" if slots else ""),
+        len(names),
+    )
+    states = zip(found, names, (w, *slots), strict=True)
+    return tuple(floating(x, where, name, like) for x, name, like in states)
 
 
 def _updates(
@@ -244,9 +296,8 @@ def _updates(
     for row in rows:
         optimizer, slots = row.optimizer, [held.read(op) for held in row.slots]
         given = (row.w, row.gradient, row.rate(base), step, *shared[row.w])
-        w, g, rate, t, *numbers = (op.cast(x, wide_type(row.w)) for x in given)
-        w, g = optimizer.decayed(op, w, g, rate)
-        yield row, optimizer.update(op, w, g, rate, t, *slots, *numbers)
+        wide = [op.cast(x, wide_type(row.w)) for x in given]
+        yield row, _updated(optimizer, op, row, wide, slots)
 
 
 def _fused_updates(

@@ -35,6 +35,7 @@ class Slot:
     """
 
     def __init__(self, model: ir.Model, w: ir.Value, name: str, start: np.ndarray) -> None:
+        self.name = name
         self._held = state.declare_slot(model, w, name, start)
 
     def read(self, op: Emitter) -> ir.Value:
@@ -57,6 +58,7 @@ class QuantizedSlot(Slot):
     """
 
     def __init__(self, model: ir.Model, w: ir.Value, name: str, start: np.ndarray, signed: bool) -> None:
+        self.name = name
         self._dims, self._count, self._dtype = start.shape, start.size, wide_type(w)
         self._table = dynamic_table(signed)
         padded = np.pad(start.astype(np.float32).ravel(), (0, -start.size % BLOCK)).reshape(-1, BLOCK)

@@ -1,0 +1,245 @@
+"""Give values the arithmetic of arrays: `x ** 2`, `2 - x`, `x > 0`, `abs(x)`, `a @ b`, with numbers and arrays, too.
+
+onnx_ir gives values `+`, `-`, `*`, `/` and negation. The other operators are added to its class of values, and emit
+nodes inside a block `with Emitter(model)`. A boolean value beside another one takes the type of that one, so that
+`(x > 0) * x` is a product. A number takes the type of the value, or is refused if it would be cut.
+
+`==` compares identities, and `hash` follows: values are keys of dictionaries. In a block, a comparison of a value with
+a number is an error, and so are the truth, the length and the items of a value, which no graph has when it is written.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
+
+import numpy as np
+import onnx_ir as ir
+
+from graphopt.errors import GraphoptError, kind_of
+
+if TYPE_CHECKING:
+    from graphopt.graph.emitter import Emitter
+
+# Python's name of each operator, how it is written, and the ONNX operator.
+_BINARY = {
+    **{"add": ("+", "Add"), "sub": ("-", "Sub"), "mul": ("*", "Mul"), "truediv": ("/", "Div")},
+    **{"pow": ("**", "Pow"), "matmul": ("@", "MatMul"), "mod": ("%", "Mod"), "floordiv": ("//", "Div")},
+    **{"and": ("&", "And"), "or": ("|", "Or"), "xor": ("^", "Xor")},
+    **{"lt": ("<", "Less"), "le": ("<=", "LessOrEqual")},
+    **{"gt": (">", "Greater"), "ge": (">=", "GreaterOrEqual")},
+}
+_NAME_OF = {sign: name for name, (sign, _) in _BINARY.items()}
+_OF_NUMPY: dict[Callable[..., object], str] = {
+    **{np.add: "+", np.subtract: "-", np.multiply: "*", np.divide: "/", np.power: "**", np.matmul: "@"},
+    **{np.less: "<", np.less_equal: "<=", np.greater: ">", np.greater_equal: ">="},
+    **{np.remainder: "%", np.floor_divide: "//"},
+}
+_LOGICAL = ("&", "|", "^")
+
+# Methods of arrays that people call on a value, and NumPy's functions, with the operator that does the same.
+_INSTEAD = {
+    **{"mean": "ReduceMean", "sum": "ReduceSum", "max": "ReduceMax", "min": "ReduceMin", "abs": "Abs"},
+    **{"reshape": "Reshape", "view": "Reshape", "transpose": "Transpose", "T": "Transpose", "pow": "Pow"},
+    **{"exp": "Exp", "log": "Log", "sqrt": "Sqrt", "clip": "Clip", "clamp": "Clip", "astype": "Cast"},
+    **{"to": "Cast", "size": "Shape", "sign": "Sign", "tanh": "Tanh"},
+    **{"sigmoid": "Sigmoid", "squeeze": "Squeeze", "unsqueeze": "Unsqueeze", "where": "Where"},
+    **{"maximum": "Max", "minimum": "Min", "absolute": "Abs", "equal": "Equal", "square": "Mul"},
+    **{"norm": "ReduceL2", "softmax": "Softmax", "argmax": "ArgMax", "flatten": "Flatten", "dot": "MatMul"},
+}
+# The packages whose own code asks whether a value is there.
+_PACKAGES = ("onnx_ir", "onnxscript", "graphopt", "passes")
+
+
+class UnknownAttribute(GraphoptError, AttributeError):
+    """Report that a value lacks an attribute that arrays have."""
+
+
+class Arithmetic:
+    """Emit the nodes of Python's operators on values, during a `with` block.
+
+    Args:
+        op: emits them.
+    """
+
+    current: ClassVar[Arithmetic | None] = None
+
+    def __init__(self, op: Emitter) -> None:
+        self._op = op
+
+    def __enter__(self) -> Arithmetic:
+        self._outer = ir.set_value_magic_handler(self), Arithmetic.current
+        Arithmetic.current = self
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        handler, Arithmetic.current = self._outer
+        ir.set_value_magic_handler(handler)
+
+    def Add(self, a: object, b: object) -> Any:
+        return self.binary("+", a, b)
+
+    def Sub(self, a: object, b: object) -> Any:
+        return self.binary("-", a, b)
+
+    def Mul(self, a: object, b: object) -> Any:
+        return self.binary("*", a, b)
+
+    def Div(self, a: object, b: object) -> Any:
+        return self.binary("/", a, b)
+
+    def Neg(self, x: ir.Value) -> Any:
+        return self._op.Neg(x)
+
+    def binary(self, sign: str, a: Any, b: Any) -> Any:
+        """Emit an operator of two operands, one of which is a value."""
+        op, (_, op_type) = self._op, _BINARY[_NAME_OF[sign]]
+        a, b = self._operand(sign, a, b), self._operand(sign, b, a)
+        if sign == "**":  # ONNX does not bind the type of the exponent to that of the base
+            first = next(x for x in (a, b) if isinstance(x, ir.Value))
+            a, b = (x if isinstance(x, ir.Value) else op.constant(x, like=first) for x in (a, b))
+        dtype = next((x.dtype for x in (a, b) if isinstance(x, ir.Value)), None)
+        is_integer = dtype is not None and dtype.is_integer()
+        if sign == "//":
+            if is_integer:
+                raise GraphoptError(
+                    "//: expected floating-point values, found integers: write op.Div(a, b), which cuts"
+                )
+            return op.Floor(op.Div(a, b))
+        if sign == "%" and not is_integer:
+            return op.Sub(a, op.Mul(b, op.Floor(op.Div(a, b))))
+        return op.op(op_type, a, b)
+
+    def _operand(self, sign: str, x: object, other: object) -> Any:
+        """Return an operand, a boolean value in the type of the other one."""
+        mask = isinstance(x, ir.Value) and x.dtype == ir.DataType.BOOL and sign not in _LOGICAL
+        if isinstance(x, ir.Value):
+            if mask and isinstance(other, ir.Value) and other.dtype != ir.DataType.BOOL:
+                return self._op.cast(x, other.dtype) if other.dtype is not None else x
+            if mask:
+                raise GraphoptError(
+                    f"{_said(sign, x, other)}: expected numbers, found booleans: write op.Cast(x, to=...) first, in "
+                    "the type of the values beside it"
+                )
+            return x
+        numbers = isinstance(x, int | float | np.generic | np.ndarray)
+        several = isinstance(x, list | tuple) and all(isinstance(each, int | float) for each in x)
+        if isinstance(x, bool) and not (isinstance(other, ir.Value) and other.dtype == ir.DataType.BOOL):
+            raise GraphoptError(
+                f"{_said(sign, x, other)}: expected a value or a number, found {x}: `==` and `is` compare identities, "
+                "and op.Equal(a, b) compares numbers"
+            )
+        if not (numbers or several):
+            raise GraphoptError(
+                f"{_said(sign, x, other)}: expected a value, a number or an array, found {kind_of(x)}"
+            )
+        return x
+
+
+def _said(sign: str, x: object, other: object) -> str:
+    value = x if isinstance(x, ir.Value) else other
+    return f"{value.name} {sign}" if isinstance(value, ir.Value) else sign
+
+
+def _current(sign: str) -> Arithmetic:
+    if Arithmetic.current is None:
+        raise GraphoptError(
+            f"{sign} of values: expected a block `with Emitter(model) as op`, found none: write it there"
+        )
+    return Arithmetic.current
+
+
+def _binary(sign: str, *, reflected: bool = False) -> Callable[[ir.Value, object], Any]:
+    def operator(self: ir.Value, other: object) -> Any:
+        return _current(sign).binary(sign, *((other, self) if reflected else (self, other)))
+
+    return operator
+
+
+def _is_authors(depth: int) -> bool:
+    """Return whether code of a pass's author asks, in a block that emits nodes."""
+    if Arithmetic.current is None:
+        return False
+    module = str(sys._getframe(depth + 1).f_globals.get("__name__", ""))
+    return module.partition(".")[0] not in _PACKAGES
+
+
+def _truth(self: ir.Value) -> bool:
+    if _is_authors(1):
+        raise GraphoptError(
+            f"value {self.name!r}: expected no condition of Python, since its numbers are not known yet, found `if`, "
+            "`and`, `or`, `not`, `max` or `min` of it: write op.Where(condition, a, b), op.And, op.Or, op.Max or op.Min"
+        )
+    return True
+
+
+def _equal(self: ir.Value, other: object) -> Any:
+    if self is other:
+        return True
+    if isinstance(other, int | float | np.generic | np.ndarray) and Arithmetic.current is not None:
+        raise GraphoptError(
+            f"{self.name} == {other}: expected another value, found {kind_of(other)}: `==` compares identities, and "
+            "op.Equal(a, b) compares numbers"
+        )
+    return NotImplemented
+
+
+def _absent(expected: str, instead: str) -> Callable[..., NoReturn]:
+    def asked(self: ir.Value, *_: object) -> NoReturn:
+        raise NotAnArray(f"value {self.name!r}: expected {expected}, found a value of the graph: {instead}")
+
+    return asked
+
+
+class NotAnArray(GraphoptError, TypeError):
+    """Report that a value of a graph is used as an array, whose numbers are known."""
+
+
+def _attribute(self: ir.Value, name: str) -> NoReturn:
+    if name.startswith("_") or Arithmetic.current is None:
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+    instead = f"op.{_INSTEAD[name]} does it" if name in _INSTEAD else "operators are attributes of op"
+    instead = "passes.stop_gradient(op, x) does it" if name == "detach" else instead
+    raise UnknownAttribute(f"value {self.name!r}: expected no attribute {name!r} of arrays: {instead}")
+
+
+def _universal(
+    self: ir.Value, function: Callable[..., object], method: str, *args: object, **_: object
+) -> Any:
+    sign = _OF_NUMPY.get(function)
+    if sign is not None and method == "__call__":
+        return _current(sign).binary(sign, *args)
+    name = getattr(function, "__name__", "")
+    known = _INSTEAD.get(name, name.capitalize())
+    raise NotAnArray(f"np.{name}: expected arrays, found value {self.name!r} of the graph: write op.{known}")
+
+
+def _install() -> None:
+    for name, (sign, _) in _BINARY.items():
+        if name in ("add", "sub", "mul", "truediv"):  # onnx_ir's, which call `Arithmetic.current`
+            continue
+        setattr(ir.Value, f"__{name}__", _binary(sign))
+        if sign[0] not in "<>":  # Python exchanges the operands of comparisons itself
+            setattr(ir.Value, f"__r{name}__", _binary(sign, reflected=True))
+    items = "op.Slice, op.Gather and op.Split take parts of it"
+    methods: dict[str, Callable[..., Any]] = {
+        "__abs__": lambda self: _current("abs")._op.Abs(self),
+        "__pos__": lambda self: self,
+        "__invert__": lambda self: _current("~")._op.Not(self),
+        "__bool__": _truth,
+        "__eq__": _equal,
+        "__getattr__": _attribute,
+        "__array_ufunc__": _universal,
+        "__float__": _absent(
+            "a number", "Python's functions, such as math.exp, need one: write op.Exp and the like"
+        ),
+        "__iter__": _absent("several values", items),
+        "__getitem__": _absent("an array", items),
+        "__len__": _absent("an array", "its shape is x.shape, and op.Shape(x) when the graph runs"),
+    }
+    for name, method in methods.items():
+        setattr(ir.Value, name, method)
+
+
+_install()
