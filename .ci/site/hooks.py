@@ -149,16 +149,16 @@ def on_files(files: Files, config: Any) -> Files:
         listed = [
             f"- [`{name}`][{source(module, name)}]: {summary(module, name)}\n" for name in names(module)
         ]
-        text = f"# {module}\n\n::: {module}\n    options: {{members: false}}\n\n{''.join(listed)}"
+        text = f"::: {module}\n    options: {{members: false}}\n\n{''.join(listed)}"
         files.append(File.generated(config, f"reference/{module}/index.md", content=text))
         for name, page in own_pages(module):
             inherits = str(module == "graphopt").lower()  # an executor's methods; a loss's are its family's
-            options = f"options: {{inherited_members: {inherits}}}"
-            text = f"# {module}.{name}\n\n::: {source(module, name)}\n    {options}\n"
+            options = f"options: {{heading: {module}.{name}, inherited_members: {inherits}}}"
+            text = f"::: {source(module, name)}\n    {options}\n"
             files.append(File.generated(config, page, content=text))
     for module in WRITERS:
         members = [name for name in names(module) if source(module, name) not in pages()]
-        text = f"# {module}\n\n::: {module}\n    options: {{members: {json.dumps(members)}}}\n"
+        text = f"::: {module}\n    options: {{members: {json.dumps(members)}}}\n"
         files.append(File.generated(config, f"reference/{module}.md", content=text))
     return files
 
@@ -169,6 +169,17 @@ def summary(module: str, name: str) -> str:
         .split("\n\n")[0]
         .replace("\n", " ")
     )
+
+
+def linked(text: str) -> str:
+    """Link public names, as in `passes.LoRA`, to their pages."""
+
+    def link(found: re.Match[str]) -> str:
+        module, _, name = found[1].rpartition(".")
+        public = module in PUBLIC and name in names(module)
+        return f"[`{found[1]}`][{source(module, name)}]" if public else found[0]
+
+    return NAME.sub(link, text)
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
@@ -198,7 +209,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
     parts, end = [], 0
     for fence in [*FENCE.finditer(markdown), None]:
         start = fence.start() if fence else len(markdown)
-        parts.append(NAME.sub(name, LINK.sub(lead, markdown[end:start])) + (fence[0] if fence else ""))
+        parts.append(linked(LINK.sub(lead, markdown[end:start])) + (fence[0] if fence else ""))
         end = fence.end() if fence else start
     text = "".join(parts)
     if page.file.src_uri == "README.md":

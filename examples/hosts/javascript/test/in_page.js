@@ -28,6 +28,8 @@ for (const [i, [across, down]] of points.entries()) {
   if (!i) await page.mouse.down();
 }
 await page.mouse.up();
+await page.waitForFunction(() => document.querySelector("#bars .best"));
+const asDrawn = await seen();
 await page.locator("#answers button").nth(3).click();
 await idle();
 const learned = await shown("status");
@@ -51,14 +53,21 @@ await page.setInputFiles("#pictures", [
   { name: "a.png", mimeType: "image/png", buffer: Buffer.from("none") },
 ]);
 await idle();
-await page.waitForFunction(() => document.querySelector("#bars .best"));
-const photographed = { best: await page.textContent("#bars .best"), status: await shown("status") };
+const photographed = { seen: [asDrawn, await seen()], status: await shown("status") };
 await page.locator("#answers button").nth(3).click();
 await idle();
 photographed.then = await shown("status");
 await chromium.close();
 server.close();
 console.log(JSON.stringify({ before, trained, learned, best, kept, reset, restored, photographed, downloads, errors }));
+
+/** Return the 64 pixels that the network sees. */
+function seen() {
+  return page.evaluate(() => {
+    const { data } = document.getElementById("seen").getContext("2d").getImageData(0, 0, 8, 8);
+    return Array.from({ length: 64 }, (_, i) => data[4 * i + 3]);
+  });
+}
 
 /** Return a picture of a 3 in dark ink on paper that is brighter on one side. */
 async function photograph() {
