@@ -290,36 +290,32 @@ async function showPicture() {
     return say(`${pictures.shift().name}: expected a picture that this browser reads.`);
   }
   const ink = inkOf(bitmap);
-  const paper = at("pad").getContext("2d");
-  const pixels = paper.createImageData(256, 256);
-  ink.forEach((is, i) => pixels.data.set([255, 255, 255, is ? 255 : 0], 4 * i));
-  paper.putImageData(pixels, 0, 0);
+  at("pad").getContext("2d").putImageData(ink, (256 - ink.width) / 2, (256 - ink.height) / 2);
   await predictDrawing();
   say(`${pictures[0].name}: which digit is it?${pictures.length > 1 ? ` ${pictures.length - 1} more.` : ""}`);
 }
 
-/** Return which of 256 x 256 pixels are ink: the rarer of dark and bright, where the light of the room is left out. */
+/** Return the ink of a picture, in white: the rarer of dark and bright, where the light of the room is left out. */
 function inkOf(bitmap) {
   const scale = 256 / Math.max(bitmap.width, bitmap.height);
-  const [width, height] = [bitmap.width * scale, bitmap.height * scale];
-  const mean = scaled(bitmap, 1);
-  const square = scaled(mean, 256, (paper) =>
-    paper.drawImage(bitmap, (256 - width) / 2, (256 - height) / 2, width, height),
-  );
-  const light = greys(scaled(scaled(square, 4), 256));
-  const values = greys(square).map((value, i) => value - light[i] + 255);
+  const size = [Math.ceil(bitmap.width * scale), Math.ceil(bitmap.height * scale)];
+  const small = scaled(bitmap, ...size);
+  const light = greys(scaled(scaled(small, 4, 4), ...size));
+  const values = greys(small).map((value, i) => value - light[i] + 255);
   const threshold = otsu(values);
   const bright = values.reduce((count, value) => count + (value > threshold), 0);
-  return Array.from(values, (value) => value > threshold === bright < values.length / 2);
+  const ink = new ImageData(...size);
+  values.forEach((value, i) => {
+    if (value > threshold === bright < values.length / 2) ink.data.fill(255, 4 * i, 4 * i + 4);
+  });
+  return ink;
 }
 
-/** Return a picture as a square of so many pixels, and what is drawn on it. */
-function scaled(picture, size, draw = () => {}) {
-  const canvas = new OffscreenCanvas(size, size);
+function scaled(picture, width, height) {
+  const canvas = new OffscreenCanvas(width, height);
   const paper = canvas.getContext("2d", { willReadFrequently: true });
   paper.imageSmoothingQuality = "high";
-  paper.drawImage(picture, 0, 0, size, size);
-  draw(paper);
+  paper.drawImage(picture, 0, 0, width, height);
   return canvas;
 }
 
