@@ -242,7 +242,7 @@ def test_the_package_is_small_and_names_its_files() -> None:
 
 
 @pytest.mark.slow
-def test_the_page_trains_learns_a_drawn_digit_and_keeps_the_model(tmp_path: Path) -> None:
+def test_the_page_trains_learns_drawn_and_photographed_digits_and_keeps_the_model(tmp_path: Path) -> None:
     if not Path(CHROMIUM).exists():
         pytest.skip(f"needs Chromium at {CHROMIUM}")
     spec = importlib.util.spec_from_file_location("export", EXAMPLES / "browser" / "export.py")
@@ -255,6 +255,12 @@ def test_the_page_trains_learns_a_drawn_digit_and_keeps_the_model(tmp_path: Path
     assert found["before"] == found["reset"] and found["kept"] == found["restored"]
     assert float(found["trained"].split()[0]) > 90 > 30 > float(found["before"].split()[0])
     assert (found["learned"], found["best"]) == ("Learned your 3.", "3")
+    drawn, photographed = found["photographed"].pop("seen")
+    assert np.corrcoef(drawn, photographed)[0, 1] > 0.95
+    assert found["photographed"] == {
+        "status": "three.png: which digit is it? 1 more.",
+        "then": "a.png: expected a picture that this browser reads.",
+    }
     assert set(found["downloads"]) == {"inference.onnx", "state.safetensors"}
 
 

@@ -327,6 +327,8 @@ def _read_external(proto: onnx.ModelProto, folder: Path) -> WeightPlaces:
     left += [(x, _folder_of(x, folder)) for x in inner if x.data_location == EXTERNAL]
     for tensor, own in left:
         onnx.external_data_helper.load_external_data_for_tensor(tensor, str(own))
+        tensor.data_location = onnx.TensorProto.DEFAULT  # onnx 1.21 leaves it external
+        del tensor.external_data[:]
     return places
 
 

@@ -13,6 +13,7 @@ const NAME = "digits";
 const at = (id) => document.getElementById(id);
 const history = { losses: [], accuracies: [] };
 const drawn = []; // the user's digits: { image, label }
+const pictures = []; // files of the user, of which the first is on the pad
 let trainer, digits, provider;
 let training = false;
 
@@ -34,6 +35,7 @@ async function main() {
   at("restore").onclick = () => act(restore);
   at("rate").oninput = setRate;
   setUpPad();
+  setUpPictures();
   setRate();
   await measure();
   drawCurve();
@@ -260,6 +262,88 @@ function setUpPad() {
   }
 }
 
+function setUpPictures() {
+  const take = (files) => {
+    pictures.push(...[...files].filter(({ type }) => type.startsWith("image/")));
+    return pictures.length ? showPicture() : say("Expected pictures, such as PNG or JPEG.");
+  };
+  at("pictures").onchange = async ({ target }) => {
+    await act(() => take(target.files));
+    target.value = "";
+  };
+  at("drawing").ondragover = (event) => event.preventDefault();
+  at("drawing").ondrop = (event) => {
+    event.preventDefault();
+    act(() => take(event.dataTransfer.files));
+  };
+  matchMedia("(prefers-color-scheme: dark)").onchange = drawCurve;
+}
+
+/** Put the ink of the first picture onto the pad. */
+async function showPicture() {
+  clearPad();
+  if (!pictures.length) return;
+  let bitmap;
+  try {
+    bitmap = await createImageBitmap(pictures[0]);
+  } catch {
+    return say(`${pictures.shift().name}: expected a picture that this browser reads.`);
+  }
+  const ink = inkOf(bitmap);
+  at("pad").getContext("2d").putImageData(ink, (256 - ink.width) / 2, (256 - ink.height) / 2);
+  await predictDrawing();
+  say(`${pictures[0].name}: which digit is it?${pictures.length > 1 ? ` ${pictures.length - 1} more.` : ""}`);
+}
+
+/** Return the ink of a picture, in white: the rarer of dark and bright, where the light of the room is left out. */
+function inkOf(bitmap) {
+  const scale = 256 / Math.max(bitmap.width, bitmap.height);
+  const size = [Math.ceil(bitmap.width * scale), Math.ceil(bitmap.height * scale)];
+  const small = scaled(bitmap, ...size);
+  const light = greys(scaled(scaled(small, 4, 4), ...size));
+  const values = greys(small).map((value, i) => value - light[i] + 255);
+  const threshold = otsu(values);
+  const bright = values.reduce((count, value) => count + (value > threshold), 0);
+  const ink = new ImageData(...size);
+  values.forEach((value, i) => {
+    if (value > threshold === bright < values.length / 2) ink.data.fill(255, 4 * i, 4 * i + 4);
+  });
+  return ink;
+}
+
+function scaled(picture, width, height) {
+  const canvas = new OffscreenCanvas(width, height);
+  const paper = canvas.getContext("2d", { willReadFrequently: true });
+  paper.imageSmoothingQuality = "high";
+  paper.drawImage(picture, 0, 0, width, height);
+  return canvas;
+}
+
+function greys(canvas) {
+  const { data } = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
+  return Float32Array.from(
+    { length: data.length / 4 },
+    (_, i) => 0.3 * data[4 * i] + 0.59 * data[4 * i + 1] + 0.11 * data[4 * i + 2],
+  );
+}
+
+/** Return the threshold between two groups of numbers from 0 to 510 whose means are farthest apart (Otsu, 1979). */
+function otsu(values) {
+  const counts = new Float64Array(511);
+  for (const value of values) counts[Math.round(value)]++;
+  const total = counts.reduce((sum, count, i) => sum + i * count, 0);
+  let [below, sum, best, threshold] = [0, 0, -1, 0];
+  counts.forEach((count, i) => {
+    below += count;
+    sum += i * count;
+    const above = values.length - below;
+    if (!below || !above) return;
+    const between = below * above * (sum / below - (total - sum) / above) ** 2;
+    if (between > best) [best, threshold] = [between, i + 0.5];
+  });
+  return threshold;
+}
+
 function clearPad() {
   at("pad").getContext("2d").clearRect(0, 0, 256, 256);
   predictDrawing();
@@ -325,6 +409,10 @@ async function learn(label) {
   training = true;
   await steps(PERSONAL, () => batch(4));
   say(`Learned your ${label}.`);
+  if (pictures.length) {
+    pictures.shift();
+    await showPicture();
+  }
 }
 
 function showMine() {

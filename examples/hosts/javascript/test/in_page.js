@@ -28,6 +28,8 @@ for (const [i, [across, down]] of points.entries()) {
   if (!i) await page.mouse.down();
 }
 await page.mouse.up();
+await page.waitForFunction(() => document.querySelector("#bars .best"));
+const asDrawn = await seen();
 await page.locator("#answers button").nth(3).click();
 await idle();
 const learned = await shown("status");
@@ -46,6 +48,42 @@ await page.click("#restore");
 await idle();
 await page.waitForTimeout(500); // downloads come late
 const restored = await shown("accuracy");
+await page.setInputFiles("#pictures", [
+  await photograph(),
+  { name: "a.png", mimeType: "image/png", buffer: Buffer.from("none") },
+]);
+await idle();
+const photographed = { seen: [asDrawn, await seen()], status: await shown("status") };
+await page.locator("#answers button").nth(3).click();
+await idle();
+photographed.then = await shown("status");
 await chromium.close();
 server.close();
-console.log(JSON.stringify({ before, trained, learned, best, kept, reset, restored, downloads, errors }));
+console.log(JSON.stringify({ before, trained, learned, best, kept, reset, restored, photographed, downloads, errors }));
+
+/** Return the 64 pixels that the network sees. */
+function seen() {
+  return page.evaluate(() => {
+    const { data } = document.getElementById("seen").getContext("2d").getImageData(0, 0, 8, 8);
+    return Array.from({ length: 64 }, (_, i) => data[4 * i + 3]);
+  });
+}
+
+/** Return a picture of a 3 in dark ink on paper that is brighter on one side. */
+async function photograph() {
+  const url = await page.evaluate((points) => {
+    const canvas = Object.assign(document.createElement("canvas"), { width: 900, height: 1200 });
+    const paper = canvas.getContext("2d");
+    const light = paper.createLinearGradient(0, 0, 900, 0);
+    light.addColorStop(0, "#777268");
+    light.addColorStop(1, "#f4efe4");
+    paper.fillStyle = light;
+    paper.fillRect(0, 0, 900, 1200);
+    Object.assign(paper, { lineWidth: 60, lineCap: "round", lineJoin: "round", strokeStyle: "#2b3350" });
+    paper.beginPath();
+    for (const point of points.split(" ")) paper.lineTo(...point.split(",").map((percent) => 150 + 6 * percent));
+    paper.stroke();
+    return canvas.toDataURL("image/png");
+  }, THREE);
+  return { name: "three.png", mimeType: "image/png", buffer: Buffer.from(url.split(",")[1], "base64") };
+}
