@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
+import itertools
 import json
 import os
 import sys
@@ -59,6 +60,7 @@ from graphopt.training.callbacks.terminal import open_console, print_line
 from graphopt.training.signals import ending
 
 INTERRUPTED = 130
+MOST_ROWS = 10  # of a table of `report` in a terminal
 USER_ERRORS = (GraphoptError, HydraException, OmegaConfBaseException, YAMLError, OSError, MemoryError)
 
 
@@ -348,7 +350,8 @@ def _report(recipe: Recipe, folder: Path, console: Console) -> str:
     fields = recipe.fields["executor"]
     result = report(recipe.model(), recipe.pipeline, recipe.fields["fit"]["batch_size"])
     step, on_cpu = result.step, fields["device"] == "cpu"
-    if step is not None and on_cpu and fields.get("native") is not False:
+    result.kernels = recipe.fields["time"] and on_cpu and fields.get("native") is not False
+    if step is not None and result.kernels:
         in_place = fields.get("in_place", False)
         result.step_time = saved_by_kernels(
             result, lambda native: recipe.executor(step, native=native, in_place=native and in_place)
@@ -360,11 +363,21 @@ def _report(recipe: Recipe, folder: Path, console: Console) -> str:
     if step is not None and on_cpu and precision != "highest":
         summary += f"products   {described(precision)}\n"
     write(folder / "report.txt", f"{summary}\n{result.listings()}")
-    for text in summary.splitlines():
+    for text in _without_long_tables(summary.splitlines()):
         print_line(console, text, indent=11)
     drawn = result.picture(folder / "graph.svg")
     picture = "; graph.svg, before the first pass and after the last" if drawn else ""
     return f"report.txt, with the graph after each pass{picture}"
+
+
+def _without_long_tables(lines: Sequence[str]) -> Iterator[str]:
+    """Yield lines with the first rows of each table; a table's rows start with spaces."""
+    for is_row, rows in itertools.groupby(lines, lambda line: line.startswith("  ")):
+        shown = [*rows]
+        left = len(shown) - MOST_ROWS if is_row and len(shown) > MOST_ROWS + 1 else 0
+        yield from shown[: len(shown) - left]
+        if left:
+            yield f"  and {left} more, in report.txt"
 
 
 def _placement(recipe: Recipe, step: ir.Model) -> str:

@@ -226,5 +226,16 @@ def _identity_of(folder: Path) -> dict[str, object]:
 
 
 def _recipe_identity(config: Mapping[str, object]) -> dict[str, object]:
-    others = ("folder", "generate", "launcher", "predictions", "prompt", "quiet", "resume", "rows", "run")
+    others = (
+        "folder",
+        "generate",
+        "launcher",
+        "predictions",
+        "prompt",
+        "quiet",
+        "resume",
+        "rows",
+        "run",
+        "time",
+    )
     return {name: value for name, value in config.items() if name not in others}

@@ -34,6 +34,7 @@ NOT_TAKEN = (
     "resume",
     "rows",
     "run",
+    "time",
     "trust",
 )
 _KEY, _ROOM = "key", "runs"

@@ -77,6 +77,7 @@ class RecipeFields:
         prompt: the text that run=generate continues; -: from the input; null: the model starts a text
         rows: of a run's own data, for run=evaluate and run=predict: all, held_out or trained; null: held_out to
             evaluate a run that held rows out, otherwise all
+        time: of run=report: also compile kernels, and time a step with them and without
         quiet: print nothing while training, except warnings and errors
         trust: packages, in addition to graphopt and passes, whose code recipes may name
     """
@@ -88,6 +89,7 @@ class RecipeFields:
     predictions: WritePath
     prompt: str | None
     rows: _Rows | None
+    time: bool
     quiet: bool
     trust: Sequence[str]
 
@@ -209,7 +211,7 @@ def _typed_fields(fields: Fields) -> Iterator[tuple[str, object, type | types.Un
     yield from ((key, fields.get(key), str, "a name") for key in ("model", "run", "predictions"))
     yield "rows", fields.get("rows"), str | None, f"{', '.join(_ROWS)} or null"
     yield "prompt", fields.get("prompt"), str | None, "a text in quotes, or null"
-    yield "quiet", fields.get("quiet"), bool, "true or false"
+    yield from ((key, fields.get(key), bool, "true or false") for key in ("quiet", "time"))
     yield from ((key, fields.get(key), dict, "a mapping of fields") for key in PARTS)
     yield from ((f"models.{name}", x, dict, "a mapping of fields") for name, x in fields["models"].items())
     yield "fit.checkpoint", fields["fit"].get("checkpoint"), dict | None, "a mapping of fields or null"
