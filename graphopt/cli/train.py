@@ -243,8 +243,8 @@ def _summarize(run: Run, final: Record, console: Console, *, is_complete: bool) 
         say(
             console,
             "best",
-            f"epoch {best['epoch']} had validation {best['validation_loss']:.4g}; the weights are those of the last "
-            "epoch: fit.export=best keeps the best",
+            f"epoch {best['epoch']} had validation loss {best['validation_loss']:.4g}; the weights are those of the "
+            "last epoch: fit.export=best keeps the best",
         )
 
 
