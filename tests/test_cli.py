@@ -342,7 +342,7 @@ REFUSED = {
     ),
     "a word": (
         ["fly"],
-        "fly: expected train, evaluate, predict, generate, compile, hosts, artifacts, report, check, compare, FILE.onnx"
+        "fly: expected train, evaluate, predict, generate, compile, hosts, artifacts, report, check, compare, doctor, FILE.onnx"
         " or FIELD=VALUE, such as model=fly",
     ),
     "a data file": (["train.npz"], "such as data=npz data.path=train.npz"),

@@ -38,6 +38,7 @@ from graphopt.cli.composition.hydra_config import (
 )
 from graphopt.cli.composition.recipe import Recipe, nearest_file
 from graphopt.cli.composition.record import HYDRA, write_record
+from graphopt.cli.doctor import DOCTOR, examine
 from graphopt.cli.generation import write_text
 from graphopt.cli.help import help_page
 from graphopt.cli.messages import complain, line_of, say, tell_record, warn
@@ -138,9 +139,16 @@ def _run(arguments: argparse.Namespace) -> None:
             f"written   {arguments.schema}: a recipe names it in a line, # yaml-language-server: $schema=PATH"
         )
         return
-    words = arguments.arguments
-    check_words(words, _RUNS)
-    overrides = words if arguments.shell_completion else [field_of(word, _RUNS) for word in words]
+    words, verbs = arguments.arguments, (*_RUNS, DOCTOR)
+    check_words(words, verbs)
+    if DOCTOR in words:
+        if others := [word for word in words if word != DOCTOR]:
+            raise GraphoptError(
+                f"{DOCTOR}: expected no other words, found {' '.join(others)}: leave them out"
+            )
+        examine(open_console())
+        return
+    overrides = words if arguments.shell_completion else [field_of(word, verbs) for word in words]
     command_line = CommandLine.of(overrides, arguments.config_dir)
     shows = arguments.help or arguments.hydra_help or arguments.cfg or arguments.info
     with composing(command_line) as hydra, _escaping() if shows else contextlib.nullcontext():
