@@ -44,6 +44,7 @@ from graphopt.training.fit import adapt, fit
 from graphopt.training.sklearn import ESTIMATORS, estimator, from_sklearn, register_skl2onnx, to_onnx
 
 if TYPE_CHECKING:
+    __version__: str
     from graphopt.training.sklearn.estimators import OnnxClassifier, OnnxRegressor
 
 __all__ = [
@@ -96,7 +97,19 @@ __all__ = [
 ]
 
 
+def _version() -> str:
+    """Return the version of the installed package; `unknown` if Python finds the code without its metadata."""
+    from importlib import metadata
+
+    try:
+        return metadata.version(__name__)
+    except metadata.PackageNotFoundError:
+        return "unknown"
+
+
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return _version()
     if name in ESTIMATORS:  # which import scikit-learn
         return estimator(name)
     import passes

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import graphopt
 from graphopt import cli
 from graphopt.cli import doctor
 from graphopt.targets.native import toolchain
@@ -97,3 +99,13 @@ def test_the_doctor_takes_no_other_words(capsys: pytest.CaptureFixture[str]) -> 
 def test_every_extra_is_one_of_the_package() -> None:
     text = (Path(__file__).parents[1] / "pyproject.toml").read_text()
     assert all(re.search(rf"^{extra} = \[", text, re.MULTILINE) for extra in doctor.EXTRAS)
+
+
+def test_the_version_is_that_of_the_installed_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert graphopt.__version__ == metadata.version("graphopt")
+
+    def missing(_: str) -> str:
+        raise metadata.PackageNotFoundError
+
+    monkeypatch.setattr(metadata, "version", missing)
+    assert graphopt.__version__ == "unknown"

@@ -47,7 +47,7 @@ from graphopt.cli.run_folder import STEP, check_no_run, leave
 from graphopt.cli.schema import recipe_schema
 from graphopt.cli.train import parameter_count, train
 from graphopt.cli.trained import Trained, write_metrics, write_predictions
-from graphopt.cli.words import check_words, field_of
+from graphopt.cli.words import check_words, field_of, reader_of
 from graphopt.errors import GraphoptError, cause, escaped, nearest, unknown
 from graphopt.files import write
 from graphopt.graph.listing import size
@@ -275,6 +275,9 @@ def _explained_text(recipe: Recipe, text: str) -> str:
         return text
     if text.startswith(("data:", "data '")) and not isinstance(fields["fit"].get("validation"), str):
         return f"{path}: {text}"
+    chosen, kind = recipe.choices["data"], reader_of(path)
+    if text.startswith(f"{path}: expected") and kind and kind != chosen and os.path.exists(path):
+        return f"{path}: expected what data={chosen} reads, found another kind of file: set data={kind}"
     near = nearest_file(path, Path(path).suffix) if text == f"{path}: no such file" else None
     return f"{text}, nearest: {near!r}" if near else text
 

@@ -183,6 +183,11 @@ def check_recipe(fields: Fields, command_line: CommandLine) -> None:
         raise GraphoptError(
             f"fit.checkpoint.every: expected '100 steps', '1 epoch', '5 min' or null, found {every}: it needs a unit"
         )
+    limit = (fields["callbacks"].get("time_limit") or {}).get("limit")
+    if isinstance(limit, int | float) and not isinstance(limit, bool):
+        raise GraphoptError(
+            f"callbacks.time_limit: expected a time, such as '30 min', found {limit}: it needs a unit"
+        )
     for key, target in PLAIN.items():
         check_fields(target, parts[key], key, _ADDED.get(key, ()))
     for key in sorted(fields, key="pipeline".__eq__):  # the pipeline repeats the others, so it comes last
@@ -557,10 +562,11 @@ def _words(hint: object) -> str | None:
         return "a mapping"
     if origin in (tuple, Sequence) and inspect.isclass(parts[0]) and dataclasses.is_dataclass(parts[0]):
         return f"a list of {parts[0].__name__}, each {{{TARGET_KEY}: passes.{parts[0].__name__}, ...}}"
-    if origin is Sequence or len(alternatives(hint)) > 1:
-        words = [_words(part) for part in parts]
+    is_list = origin is Sequence or (origin is tuple and parts[1:] == (...,))
+    if is_list or len(alternatives(hint)) > 1:
+        words = [_words(part) for part in (parts[:1] if is_list else parts)]
         if None not in words:
-            return " or ".join(map(str, words)) if origin is not Sequence else f"a list of {words[0]}"
+            return f"a list of {words[0]}" if is_list else " or ".join(map(str, words))
     return None
 
 
