@@ -277,7 +277,8 @@ def _explained_text(recipe: Recipe, text: str) -> str:
         return f"{path}: {text}"
     chosen, kind = recipe.choices["data"], reader_of(path)
     if text.startswith(f"{path}: expected") and kind and kind != chosen and os.path.exists(path):
-        return f"{path}: expected what data={chosen} reads, found another kind of file: set data={kind}"
+        head = ": ".join(text.split(": ")[:2])
+        return f"{head}{'' if 'found' in head else ', found another kind'}: set data={kind}"
     near = nearest_file(path, Path(path).suffix) if text == f"{path}: no such file" else None
     return f"{text}, nearest: {near!r}" if near else text
 

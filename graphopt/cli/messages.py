@@ -171,7 +171,6 @@ _MEANT = {  # what people call fields, and where those are
         ("fit.max_steps", "fit.steps", "fit.num_steps"),
         "fit.epochs and fit.batch_size set the number of steps",
     ),
-    **dict.fromkeys(("fit.lr", "fit.learning_rate", "optimizer.lr"), "set optimizer.learning_rate"),
     **{f"callbacks.{name}": f"set callbacks.tracker={name}" for name in TRACKERS},
     "fit.callbacks": "set callbacks.NAME=true, such as callbacks.early_stopping=true",
     **dict.fromkeys(
