@@ -150,6 +150,17 @@ def test_report(capsys: pytest.CaptureFixture[str]) -> None:
     assert "== after gradient: Gradient(loss_scale=None) ==" in written
 
 
+def test_wrong_data_is_refused_before_an_executor_opens(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object, **__: object) -> NoReturn:
+        pytest.fail("kernels are compiled for data that does not fit")
+
+    monkeypatch.setattr("graphopt.cli.composition.recipe.Recipe.executor", fails)
+    assert cli.main(["model=mlp", "data=diabetes", "loss=cross_entropy", "folder=out"]) == 1
+    assert "data 'target': expected int64, found float32" in capsys.readouterr().err
+
+
 def test_report_compiles_and_runs_nothing_and_says_first_whether_a_model_trains(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
