@@ -123,17 +123,17 @@ def _packages() -> Iterator[_Line]:
 
 
 def _extras() -> Iterator[_Line]:
-    requirements = [Requirement(text) for text in _requirements()]
+    marked = [(x, x.marker) for x in map(Requirement, _requirements()) if x.marker is not None]
+    optional = [(x, marker) for x, marker in marked if not marker.evaluate({"extra": ""})]
     there = []
     for extra, purpose in EXTRAS.items():
-        chosen = [x for x in requirements if x.marker and x.marker.evaluate({"extra": extra})]
-        missing = [
-            x.name for x in chosen if not x.marker.evaluate({"extra": ""}) and _version(x.name) is None
-        ]
-        if not chosen or not missing:
-            there += [extra] if chosen else []
-            continue
-        yield _Line("extra", f'{extra}, for {purpose}, lacks {some(missing)}: pip install "{OWN}[{extra}]"')
+        chosen = [x.name for x, marker in optional if marker.evaluate({"extra": extra})]
+        missing = [name for name in chosen if _version(name) is None]
+        if missing:
+            advice = f'pip install "{OWN}[{extra}]"'
+            yield _Line("extra", f"{extra}, for {purpose}, lacks {some(missing)}: {advice}")
+        elif chosen:
+            there.append(extra)
     if there:
         yield _Line("extras", ", ".join(there))
 

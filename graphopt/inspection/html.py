@@ -101,7 +101,9 @@ def html_table(
         link, mark = (links or {}).get(number), (marks or {}).get(number)
         first = f'<a href="{escape(link)}">{first}</a>' if link else first
         first += f' <span class="mark">{escape(mark)}</span>' if mark else ""
-        keyed = [f' data-key="{escape(str(key))}"' for key in keys[number]] if keys else repeat("")
+        keyed: Iterable[str] = (
+            [f' data-key="{escape(str(key))}"' for key in keys[number]] if keys else repeat("")
+        )
         cells = "".join(
             f"<td{_left(i, texts)}{key}>{cell}</td>"
             for i, (cell, key) in enumerate(zip([first, *others], keyed, strict=False))
