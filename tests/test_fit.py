@@ -72,7 +72,7 @@ def test_bytes_that_go_into_a_product_as_they_are_have_a_warning() -> None:
     slow = passes.SGD(1e-9)
     pixels = np.arange(150, dtype=np.uint8).reshape(50, 3)
     with pytest.warns(
-        UserWarning, match=r"data 'x': whole numbers up to 149 go into MatMul node .*: divide by 255"
+        UserWarning, match=r"data 'x': whole numbers up to 149 go into MatMul node .*divide by 255"
     ):
         fit(executor(optimizer=slow), {"x": pixels, "target": TARGET}, epochs=1)
     with warnings.catch_warnings():
