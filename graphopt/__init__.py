@@ -45,6 +45,7 @@ from graphopt.training.sklearn import ESTIMATORS, estimator, from_sklearn, regis
 from graphopt.training.tables import FittedTable, fit_table
 
 if TYPE_CHECKING:
+    __version__: str
     from graphopt.training.sklearn.estimators import OnnxClassifier, OnnxRegressor
 
 __all__ = [
@@ -99,7 +100,19 @@ __all__ = [
 ]
 
 
+def _version() -> str:
+    """Return the version of the installed package; `unknown` if Python finds the code without its metadata."""
+    from importlib import metadata
+
+    try:
+        return metadata.version(__name__)
+    except metadata.PackageNotFoundError:
+        return "unknown"
+
+
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return _version()
     if name in ESTIMATORS:  # which import scikit-learn
         return estimator(name)
     import passes

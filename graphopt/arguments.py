@@ -27,6 +27,9 @@ _PLACES = {
         "graphopt.fit takes {name}",
     ),
     **dict.fromkeys(("device", "threads"), "graphopt.Executor takes {name}"),
+    **dict.fromkeys(
+        ("max_steps", "num_steps", "total_steps"), "epochs times the steps of an epoch is their number"
+    ),
     "early_stopping": "callbacks=[graphopt.callbacks.EarlyStopping()] does it",
     "patience": "the callback EarlyStopping takes it",
 }

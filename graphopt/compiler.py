@@ -83,11 +83,18 @@ def standard(
 
 # What to write in place of a word or a number.
 _INSTEAD = {
-    "parameters": "Parameters({0!r})",
-    "regularizer": "L2({0!r})",
-    "clip": "ClipGlobalNorm({0!r})",
-    "accumulate": "Accumulate({0!r})",
-    "precision": "MixedPrecision({0!r})",
+    "parameters": "Parameters({})",
+    "regularizer": "L2({})",
+    "clip": "ClipGlobalNorm({})",
+    "accumulate": "Accumulate({})",
+    "precision": "MixedPrecision({})",
+    "average": "EMA({})",
+    "fuse": "Fuse()",
+    "quantize": "QuantizeWeights()",
+    "recompute": "Recompute()",
+    "schedule": "Cosine()",
+    "standardize": "Standardize()",
+    "training": "TrainingMode()",
 }
 
 
@@ -102,11 +109,12 @@ def check_family(name: str, item: object) -> None:
                 f"pipeline.{name}: expected another pass, found {type(item).__name__}, which is for {place}: write "
                 f"{place}=passes.{type(item).__name__}(...)"
             )
-    if isinstance(item, str | int | float) and not isinstance(item, bool):
+    if isinstance(item, str | int | float):
         is_name = isinstance(item, str) and name not in ("parameters", "precision")
         meant = nearest(str(item), passes.__all__) if is_name else None
-        instead = f"{meant}()" if meant else _INSTEAD.get(name, "").format(item)
+        instead = f"{meant}()" if meant else _INSTEAD.get(name, "").format("" if item is True else repr(item))
         mend = f": write {name}=passes.{instead}" if instead else ""
+        mend = ": leave it out, or give None" if item is False else mend
         raise GraphoptError(f"pipeline.{name}: expected a pass or a sequence of passes, found {item!r}{mend}")
     if library_of(item) == "torch" and (meant := nearest(type(item).__name__, passes.__all__)):
         raise GraphoptError(

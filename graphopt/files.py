@@ -49,7 +49,9 @@ def making(path: str | os.PathLike[str], what: str = "folder") -> Iterator[None]
     try:
         yield
     except OSError as error:
-        raise GraphoptError(f"{path}: expected a {what} to write to: {error.strerror}") from error
+        raise GraphoptError(
+            f"{path or repr(path)}: expected a {what} to write to: {error.strerror}"
+        ) from error
 
 
 @contextlib.contextmanager
@@ -62,7 +64,7 @@ def replacing(path: str | os.PathLike[str], mode: int = 0o666) -> Iterator[str]:
     target = Path(path)
     if target.is_dir():
         raise GraphoptError(
-            f"{path}: expected the path of a file to write, found a folder: name a file in it"
+            f"{path or repr(path)}: expected the path of a file to write, found a folder: name a file in it"
         )
     with making(target):
         handle, temporary = tempfile.mkstemp(target.suffix, f".{target.name}.", target.parent)

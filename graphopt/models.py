@@ -66,7 +66,7 @@ def cnn(
     features: int | Sequence[int],
     outputs: int,
     *,
-    channels: Sequence[int] = (16, 32),
+    channels: int | Sequence[int] = (16, 32),
     hidden: int = 64,
     seed: int = 0,
 ) -> ir.Model:
@@ -74,7 +74,7 @@ def cnn(
 
     Args:
         features, outputs, seed: as in `graphopt.models.linear`.
-        channels: the channels of each convolution.
+        channels: the channels of each convolution, or of the only one.
         hidden: the units of the hidden layer.
 
     Raises:
@@ -85,6 +85,7 @@ def cnn(
         raise GraphoptError(
             f"model cnn: expected images, rows of shape [channels, height, width], found {list(features)}"
         )
+    channels = (channels,) if isinstance(channels, int) else channels
     random = _Random(seed, outputs=outputs, channels=channels, hidden=hidden)
     depth, height, width = features
     layers: list[nn.Module] = []

@@ -10,8 +10,8 @@ from types import ModuleType
 
 from graphopt.errors import GraphoptError
 
-_NAME = "passes"
-_OWN = Path(__file__).parents[1] / _NAME / "__init__.py"
+NAME = "passes"
+_OWN = Path(__file__).parents[1] / NAME / "__init__.py"
 
 
 class _Checked:
@@ -21,22 +21,22 @@ class _Checked:
     def find_spec(
         name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if name == _NAME:
+        if name == NAME:
             found = PathFinder.find_spec(name)
-            _check(None if found is None else found.origin)
+            check_namesake(None if found is None else found.origin)
         return None
 
 
-def _check(file: str | None) -> None:
+def check_namesake(file: str | None) -> None:
     """Raise an error if a file is another one than that of the package; a folder without code has no file."""
     if file is None or Path(file).resolve() == _OWN.resolve():
         return
     kind, place = ("folder", Path(file).parent) if Path(file).stem == "__init__" else ("file", Path(file))
     raise GraphoptError(
-        f"{place}: expected another name: this {kind} hides graphopt's package {_NAME!r}, which graphopt imports: "
+        f"{place}: expected another name: this {kind} hides graphopt's package {NAME!r}, which graphopt imports: "
         f"rename the {kind}"
     )
 
 
-_check(getattr(sys.modules.get(_NAME), "__file__", None))
+check_namesake(getattr(sys.modules.get(NAME), "__file__", None))
 sys.meta_path.insert(0, _Checked)

@@ -129,14 +129,23 @@ class Pipeline(Mapping[str, tuple[Step, ...]], Checked):
         return any(isinstance(item, Pass) and item.learns for step in self._steps.values() for item in step)
 
     def adapted(self, model: ir.Model, read: Read) -> Pipeline:
-        """Return the pipeline with what its passes learn from data; see `graphopt.adapt`."""
+        """Return the pipeline with what its passes learn from data; see `graphopt.adapt`.
 
-        def adapted(item: Step) -> Step:
-            if not (isinstance(item, Pass) and item.learns):
-                return item
-            return _as_pass(item, "adapted", item.adapted(model, read))
-
-        return self._of({name: tuple(map(adapted, step)) for name, step in self._steps.items()})
+        A pass learns about the model that earlier passes make, if these change its predictions, as a new head does.
+        """
+        done: dict[str, tuple[Step, ...]] = {}
+        known = 0  # the number of steps whose changes `model` has
+        for name, step in self._steps.items():
+            items: list[Step] = []
+            for item in step:
+                if isinstance(item, Pass) and item.learns:
+                    waiting = dict(list(done.items())[known:])
+                    if any(isinstance(x, Pass) and x.alters for each in waiting.values() for x in each):
+                        model, known = self._of(waiting).rewrite(model.clone()), len(done)
+                    item = _as_pass(item, "adapted", item.adapted(model, read))
+                items.append(item)
+            done[name] = tuple(items)
+        return self._of(done)
 
     def planned(self, steps: int) -> Pipeline:
         """Return the pipeline for a training of so many steps."""

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import builders
 import numpy as np
@@ -140,7 +140,7 @@ def test_a_schedule_lasts_as_long_as_the_run() -> None:
 
 @pytest.mark.slow
 def test_report(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["run=report", "model=my.onnx", "folder=out"]) == 0
+    assert cli.main(["run=report", "model=my.onnx", "folder=out", "time=true"]) == 0
     said = capsys.readouterr().out
     assert "trains     4 tensors of 67 numbers" in said
     assert "blocked    by nothing" in said
@@ -150,9 +150,38 @@ def test_report(capsys: pytest.CaptureFixture[str]) -> None:
     assert "== after gradient: Gradient(loss_scale=None) ==" in written
 
 
+def test_wrong_data_is_refused_before_an_executor_opens(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object, **__: object) -> NoReturn:
+        pytest.fail("kernels are compiled for data that does not fit")
+
+    monkeypatch.setattr("graphopt.cli.composition.recipe.Recipe.executor", fails)
+    assert cli.main(["model=mlp", "data=diabetes", "loss=cross_entropy", "folder=out"]) == 1
+    assert "data 'target': expected int64, found float32" in capsys.readouterr().err
+
+
+def test_report_compiles_and_runs_nothing_and_says_first_whether_a_model_trains(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object, **__: object) -> NoReturn:
+        pytest.fail("a report opens no executor and plans no kernels")
+
+    monkeypatch.setattr("graphopt.inspection.report.plan", fails)
+    monkeypatch.setattr("graphopt.cli.command.saved_by_kernels", fails)
+    onnx.save(mlp([4] * 9), "deep.onnx")
+    assert cli.main(["report", "deep.onnx", "folder=out"]) == 0
+    said = capsys.readouterr().out.splitlines()
+    first = ["model", "takes", "gives", "blocked", "trains"]
+    assert [line.split()[0] for line in said[: len(first)]] == first
+    assert said[1:3] == ["takes      x float[N,4]", "gives      y float[N,4]"]
+    rows = said[said.index("trains:") + 1 : said.index("  and 6 more, in report.txt")]
+    assert len(rows) == 10 and len(re.findall(r"^  fc\d", Path("out/report.txt").read_text(), re.M)) == 16
+
+
 def test_report_times_no_step_that_takes_gigabytes(capsys: pytest.CaptureFixture[str]) -> None:
     onnx.save(mlp((4, 50_000, 3)), "wide.onnx")
-    assert cli.main(["run=report", "model=wide.onnx", "folder=out", "fit.batch_size=10000"]) == 0
+    assert cli.main(["run=report", "model=wide.onnx", "folder=out", "fit.batch_size=10000", "time=true"]) == 0
     assert "a step     not timed: it takes " in capsys.readouterr().out
 
 
@@ -176,7 +205,7 @@ def test_report_says_all_that_blocks(
         monkeypatch.delitem(RULES, ("", operator))
     assert cli.main(["run=report", "model=my.onnx", "folder=out"]) == 0
     said = capsys.readouterr().out
-    blocked = said[said.index("blocked    at gradient") : said.index("\npasses")].splitlines()
+    blocked = said[said.index("blocked    at gradient") : said.index("\ntrains")].splitlines()
     assert [line.split()[0] for line in blocked[2:]] == ["Gemm", "Tanh"]
     assert "fc0.weight" in blocked[2]
     assert "== after loss" in Path("out/report.txt").read_text()
@@ -324,8 +353,8 @@ REFUSED = {
     ),
     "a word": (
         ["fly"],
-        "fly: expected train, evaluate, predict, generate, compile, hosts, artifacts, report, check, compare, FILE.onnx"
-        " or FIELD=VALUE, such as model=fly",
+        "fly: expected train, evaluate, predict, generate, compile, hosts, artifacts, report, check, compare, doctor, "
+        "FILE.onnx or FIELD=VALUE, such as model=fly",
     ),
     "a data file": (["train.npz"], "such as data=npz data.path=train.npz"),
     "an option": (["--model", "my.onnx"], "unrecognized arguments: --model"),

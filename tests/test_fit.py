@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,40 @@ def test_learns_and_says_how() -> None:
         *("epoch", "step", "loss", "learning_rate", "validation_loss", "r2", "mae"),
         *("seconds", "samples_per_second"),
     ]
+
+
+def test_batches_of_x_and_y_train_as_batches_by_name() -> None:
+    """PyTorch's DataLoader yields lists of two tensors."""
+    pairs = [[X[i : i + 10], TARGET[i : i + 10]] for i in range(0, 50, 10)]
+    named = [{"x": x, "target": y} for x, y in pairs]
+    one, other = executor(), executor()
+    fit(one, pairs, epochs=2, validation=None)
+    fit(other, named, epochs=2, validation=named)
+    assert_equal(one.state, other.state)
+    assert evaluate(one, pairs) == evaluate(other, named)
+
+
+def test_bytes_that_go_into_a_product_as_they_are_have_a_warning() -> None:
+    slow = passes.SGD(1e-9)
+    pixels = np.arange(150, dtype=np.uint8).reshape(50, 3)
+    with pytest.warns(
+        UserWarning, match=r"data 'x': whole numbers up to 149 go into MatMul node .*divide by 255"
+    ):
+        fit(executor(optimizer=slow), {"x": pixels, "target": TARGET}, epochs=1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fit(executor(), {"x": pixels % 2, "target": TARGET}, epochs=1)
+        fit(executor(optimizer=slow), {"x": pixels.astype(np.float32), "target": TARGET}, epochs=1)
+        scaled = passes.Standardize((70.0,) * 3, (40.0,) * 3)
+        fit(executor(standardize=scaled), {"x": pixels, "target": TARGET}, epochs=1)
+
+
+def test_names_of_classes_are_set_and_taken_back() -> None:
+    one = executor()
+    one.labels = ["a", "b"]
+    assert one.labels == ["a", "b"]
+    one.labels = None
+    assert one.labels is None
 
 
 def test_every_row_is_trained_on_the_last_too() -> None:

@@ -52,7 +52,7 @@ def start(machines: Any, folder: Path, *arguments: str) -> subprocess.Popen[str]
 
 
 def validation(out: str) -> list[str]:
-    return re.findall(r"validation \S+  accuracy \S+", out)
+    return re.findall(r"validation loss \S+  accuracy \S+", out)
 
 
 @pytest.mark.exhaustive

@@ -78,7 +78,10 @@ def twice(t: Any) -> Any:
         graphopt.fit(graphopt.Executor(STEP, native=False), (X, Y), epochs=1, checkpoint="run")
 
 
+EXECUTOR = graphopt.Executor(STEP, native=False)
 ATTRIBUTES = [
+    (lambda: EXECUTOR.fit, "call graphopt.fit(executor, data)"),
+    (lambda: EXECUTOR.train, "call graphopt.fit(executor, data)"),
     (lambda: passes.Adamw, "nearest: 'AdamW'"),
     (lambda: passes.MSE, "nearest: 'MeanSquaredError'"),
     (lambda: graphopt.train, "nearest: 'fit'"),

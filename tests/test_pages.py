@@ -319,8 +319,8 @@ def test_a_pointer_shows_numbers(classifier: Path) -> None:
     tip = html.unescape(re.sub("<.*?>", " ", re.search(r'<div class="tip".*?</div>', drawn)[0]))  # type: ignore[index]
     record = json.loads((classifier / "metrics.jsonl").read_text().splitlines()[2])
     assert tip.split() == [
-        *("epoch", "3", "training", readable(record["loss"])),
-        *("held", "out", readable(record["validation_loss"])),
+        *("epoch", "3", "loss", readable(record["loss"])),
+        *("validation", "loss", readable(record["validation_loss"])),
     ]
 
 
@@ -429,6 +429,52 @@ def test_runs_with_different_losses_are_ranked_by_a_metric(capsys: pytest.Captur
     assert (
         "best by accuracy" in said and said.count("best") == 3
     )  # the title, and both: their accuracies are equal
+
+
+def test_runs_are_ranked_by_the_measure_that_chose_their_epochs(capsys: pytest.CaptureFixture[str]) -> None:
+    for number, (loss, accuracy) in enumerate([(0.1, 0.9), (0.2, 0.93)]):
+        written_run(number, [f"fit.seed={number}"], [loss], value=loss)
+        metrics = Path(f"sweep/{number}/metrics.jsonl")
+        metrics.write_text(metrics.read_text().replace('"accuracy": 0.5', f'"accuracy": {accuracy}'))
+    comparison.compare("sweep")
+    said = capsys.readouterr().out
+    assert said.startswith("sweep: 2 runs, best by validation loss\n") and "0  best" in said
+    other = "y accuracy, run 1 is the best: 93.00 %, where run 0 has 90.00 %"
+    page = Path("sweep/compare.html").read_text().replace("\N{NO-BREAK SPACE}", " ")
+    assert f"b{other}" in said and f"B{other}." in page
+    for number in (0, 1):
+        Path(f"sweep/{number}/config.yaml").write_text("fit: {checkpoint: {best: accuracy}}\n")
+    comparison.compare("sweep")
+    said = capsys.readouterr().out
+    assert said.startswith("sweep: 2 runs, best by accuracy\n") and "1  best" in said
+
+
+def test_a_comparison_says_which_option_mattered(capsys: pytest.CaptureFixture[str]) -> None:
+    rates = [3.162277660168379e-4, 1e-3, 3e-3, 0.01, 0.031622776601683794, 0.1]
+    for number, rate in enumerate(rates):
+        kind, loss = ("adamw", "sgd")[number % 2], float(number < 3) + 0.25 * (number % 2)
+        options = [f"optimizer={kind}", f"optimizer.learning_rate={rate}"]
+        written_run(number, options, [loss], value=loss)
+    comparison.compare("sweep")
+    said = capsys.readouterr().out
+    assert "mattered most: validation loss 0.1667 on average with above 0.003, 1.083 with up to 0.003" in said
+    assert "0.0003162" in said and "0.00031622" not in said
+    table = Tables(Path("sweep/compare.html").read_text()).tables[1]
+    assert [row[0] for row in table] == ["option", "learning rate", "optimizer"]
+    assert table[2][1:] == ["sgd", "0.5833", "adamw", "0.6667"]
+
+
+@pytest.mark.slow
+def test_columns_of_a_comparison_are_sorted_by_their_heads(sweep: None) -> None:
+    comparison.compare("sweep")
+    text = re.sub(
+        r'<meta http-equiv="Content-Security-Policy".*?>', "", Path("sweep/compare.html").read_text()
+    )
+    press = "const head = document.querySelectorAll('thead button')[2]; head.focus(); head.click()"
+    for script, sizes in ((press, [1, 2, 4, 8, 16, 32]), (f"{press}; head.click()", [32, 16, 8, 4, 2, 1])):
+        drawn = browsed(text.replace("</body>", f'<script type="module">{script}</script></body>'))
+        assert [int(row[2]) for row in Tables(drawn).tables[0][1:]] == sizes
+        assert len(re.findall(r"<th[^>]* aria-sort=", drawn)) == 1
 
 
 def test_folders_that_train_nothing_are_not_compared(capsys: pytest.CaptureFixture[str]) -> None:

@@ -54,7 +54,7 @@ def test_bars_in_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     said, losses = shown(console, monkeypatch)
     last = said.rpartition("epoch 3/3   ")[2]
     assert "step  16/16" in last
-    assert re.search(r"best validation 0\.\d+ in epoch \d", said)
+    assert re.search(r"best validation loss 0\.\d+ in epoch \d", said)
     recent = losses[-progress.WINDOW :]
     error = statistics.stdev(recent) / len(recent) ** 0.5
     assert f"loss {statistics.fmean(recent):.4f} ± {error:.2g}" in last
@@ -64,8 +64,8 @@ def test_bars_in_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 FIELD = (
-    r"loss \d\.\d{4}( ± [\d.e-]+)?|rate 1\.00e-03|[\d,]+ samples/s|[▁▂▃▄▅▆▇█]+|\d+ s left|"
-    r"best validation 0\.\d{4} in epoch \d"
+    r"loss \d\.\d{4}( ± [\d.e-]+)?|learning rate 1\.00e-03|[\d,]+ samples/s|[▁▂▃▄▅▆▇█]+|\d+ s left|"
+    r"best validation loss 0\.\d{4} in epoch \d"
 )
 
 
@@ -78,7 +78,7 @@ def test_no_number_is_cut_in_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch, 
     bars = [re.split("[━╸╺]+", line)[-1].strip() for line in lines if "━" in line]
     assert bars and all(re.fullmatch(FIELD, field) for bar in bars for field in re.split("  +", bar) if field)
     printed = " ".join(" ".join(line for line in lines if "━" not in line).split())
-    numbers = r"epoch 3/3 loss \d\.\d{4} validation \d\.\d{4} accuracy \d\.\d{4} rate 1\.00e-03"
+    numbers = r"epoch 3/3 loss \d\.\d{4} validation loss \d\.\d{4} accuracy \d\.\d{4} learning rate 1\.00e-03"
     assert re.search(numbers, printed)
 
 
@@ -97,7 +97,9 @@ def test_bars_keep_up_with_short_epochs(monkeypatch: pytest.MonkeyPatch) -> None
     for record in records:  # each of which takes less time than two pictures are apart
         losses = [x["validation_loss"] for x in records[: record["epoch"]]]
         told = f"{record['epoch']}/4 "
-        assert any(bar.startswith(told) and f"best validation {min(losses):.4f} in" in bar for bar in bars)
+        assert any(
+            bar.startswith(told) and f"best validation loss {min(losses):.4f} in" in bar for bar in bars
+        )
 
 
 class Display:

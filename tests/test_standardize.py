@@ -298,6 +298,18 @@ def test_balanced_weights_of_rows_and_without_ignored_labels(monkeypatch: pytest
     np.testing.assert_allclose(balanced_class_weights(marked, ignore_index=-100), expected, rtol=1e-15)
 
 
+@pytest.mark.parametrize("classes", [None, 3])
+def test_a_balanced_loss_counts_the_classes_of_a_new_head(classes: int | None) -> None:
+    rows, _ = hold_out(len(Y), 0.2, seed=4)
+    numbers = tuple(compute_class_weight("balanced", classes=np.arange(3), y=Y[rows]).tolist())
+    steps = {"adapter": passes.Head(classes=classes), "optimizer": SGD}
+    pipeline = graphopt.standard(loss=passes.CrossEntropy(class_weights="balanced"), **steps)
+    two = mlp((4, 8, 2))  # outputs of the file, of which the data has one more
+    found = graphopt.adapt(pipeline, two, {"x": X, "target": Y}, seed=4)
+    assert found["loss"][0].class_weights == pytest.approx(numbers)
+    assert found["adapter"][0].classes == 3
+
+
 @pytest.mark.parametrize("several", [False, True])
 def test_a_balanced_loss_is_the_one_with_the_numbers(several: bool) -> None:
     def losses(weights: Any) -> Any:

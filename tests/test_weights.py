@@ -592,7 +592,7 @@ def test_the_report_lists_what_trains_and_why() -> None:
     assert heads == ["trains", "tied", "buffer", "constant", "unsure"]
     assert any(line[:3] == ["mask", "float[5,5]", "25"] and "regular" in line for line in lines)
     assert any(line[1:5] == ["float[8,8]", "64", "query.weight,", "transposed"] for line in lines)
-    temperature = next(line for line in found[found.index("unsure") :].splitlines() if "temperature" in line)
+    temperature = next(line for line in found[found.index("unsure:") :].splitlines() if "temperature" in line)
     assert temperature.endswith("parameters.freeze=temperature changes it")
 
 

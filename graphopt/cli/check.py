@@ -38,7 +38,7 @@ def write_check(recipe: Recipe, folder: Path) -> None:
         step = recipe.compile()
         table = check(
             step,
-            _first_rows(recipe, step),
+            first_rows(recipe, step),
             verify=verify,
             threads=threads,
         )
@@ -64,7 +64,7 @@ def _says(recipe: Recipe, group: str) -> bool:
     return any(key == group or key.startswith(f"{group}.") for key in keys)
 
 
-def _first_rows(recipe: Recipe, step: ir.Model) -> Mapping[str, np.ndarray]:
+def first_rows(recipe: Recipe, step: ir.Model) -> Mapping[str, np.ndarray]:
     """Return the first batch of the rows that would train, in their order and in the types of the graph."""
     encoding = encoding_of(Device(), step)
     inputs = {name_of(x): x for x in with_role(step, *FED)} if encoding is None else encoding.inputs

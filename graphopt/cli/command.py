@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
+import itertools
 import json
 import os
 import sys
@@ -37,6 +38,7 @@ from graphopt.cli.composition.hydra_config import (
 )
 from graphopt.cli.composition.recipe import Recipe, nearest_file
 from graphopt.cli.composition.record import HYDRA, write_record
+from graphopt.cli.doctor import DOCTOR, examine
 from graphopt.cli.generation import write_text
 from graphopt.cli.help import help_page
 from graphopt.cli.messages import complain, line_of, say, tell_record, warn
@@ -47,7 +49,7 @@ from graphopt.cli.train import parameter_count, train
 from graphopt.cli.trained import Trained, write_metrics, write_predictions
 from graphopt.cli.tuning.command import TUNE, tune
 from graphopt.cli.tuning.notes import PIXELS
-from graphopt.cli.words import check_words, field_of
+from graphopt.cli.words import check_words, field_of, reader_of
 from graphopt.errors import GraphoptError, cause, escaped, nearest, unknown
 from graphopt.files import write
 from graphopt.graph.listing import size
@@ -61,6 +63,7 @@ from graphopt.training.callbacks.terminal import open_console, print_line
 from graphopt.training.signals import ending
 
 INTERRUPTED = 130
+MOST_ROWS = 10  # of a table of `report` in a terminal
 USER_ERRORS = (GraphoptError, HydraException, OmegaConfBaseException, YAMLError, OSError, MemoryError)
 
 
@@ -144,9 +147,15 @@ def _run(arguments: argparse.Namespace) -> None:
             f"written   {arguments.schema}: a recipe names it in a line, # yaml-language-server: $schema=PATH"
         )
         return
-    words = arguments.arguments
-    verbs = [*_RUNS, TUNE]
+    words, verbs = arguments.arguments, (*_RUNS, TUNE, DOCTOR)
     check_words(words, verbs)
+    if DOCTOR in words:
+        if others := [word for word in words if word != DOCTOR]:
+            raise GraphoptError(
+                f"{DOCTOR}: expected no other words, found {' '.join(others)}: leave them out"
+            )
+        examine(open_console())
+        return
     if TUNE in words:
         tune(words, main, pixels=arguments.pixels, deeper=arguments.deeper)
         return
@@ -281,6 +290,10 @@ def _explained_text(recipe: Recipe, text: str) -> str:
         return text
     if text.startswith(("data:", "data '")) and not isinstance(fields["fit"].get("validation"), str):
         return f"{path}: {text}"
+    chosen, kind = recipe.choices["data"], reader_of(path)
+    if text.startswith(f"{path}: expected") and kind and kind != chosen and os.path.exists(path):
+        head = ": ".join(text.split(": ")[:2])
+        return f"{head}{'' if 'found' in head else ', found another kind'}: set data={kind}"
     near = nearest_file(path, Path(path).suffix) if text == f"{path}: no such file" else None
     return f"{text}, nearest: {near!r}" if near else text
 
@@ -364,7 +377,8 @@ def _report(recipe: Recipe, folder: Path, console: Console) -> str:
     fields = recipe.fields["executor"]
     result = report(recipe.model(), recipe.pipeline, recipe.fields["fit"]["batch_size"])
     step, on_cpu = result.step, fields["device"] == "cpu"
-    if step is not None and on_cpu and fields.get("native") is not False:
+    result.kernels = recipe.fields["time"] and on_cpu and fields.get("native") is not False
+    if step is not None and result.kernels:
         in_place = fields.get("in_place", False)
         result.step_time = saved_by_kernels(
             result, lambda native: recipe.executor(step, native=native, in_place=native and in_place)
@@ -376,11 +390,21 @@ def _report(recipe: Recipe, folder: Path, console: Console) -> str:
     if step is not None and on_cpu and precision != "highest":
         summary += f"products   {described(precision)}\n"
     write(folder / "report.txt", f"{summary}\n{result.listings()}")
-    for text in summary.splitlines():
+    for text in _without_long_tables(summary.splitlines()):
         print_line(console, text, indent=11)
     drawn = result.picture(folder / "graph.svg")
     picture = "; graph.svg, before the first pass and after the last" if drawn else ""
     return f"report.txt, with the graph after each pass{picture}"
+
+
+def _without_long_tables(lines: Sequence[str]) -> Iterator[str]:
+    """Yield lines with the first rows of each table; a table's rows start with spaces."""
+    for is_row, rows in itertools.groupby(lines, lambda line: line.startswith("  ")):
+        shown = [*rows]
+        left = len(shown) - MOST_ROWS if is_row and len(shown) > MOST_ROWS + 1 else 0
+        yield from shown[: len(shown) - left]
+        if left:
+            yield f"  and {left} more, in report.txt"
 
 
 def _placement(recipe: Recipe, step: ir.Model) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import dropwhile
@@ -25,13 +26,17 @@ from graphopt.inspection.charts import COLORS, line_chart
 from graphopt.inspection.words import counted, is_share, label_of, measure_text
 from graphopt.training.callbacks import Record
 from graphopt.training.callbacks.logs import read_json_lines
-from graphopt.training.callbacks.terminal import open_console
+from graphopt.training.callbacks.terminal import open_console, print_line
 from graphopt.training.checkpoints import larger_is_better
 from graphopt.training.metrics import METRICS
 
 PAGE = "compare.html"
 LEFT_OUT = ("epoch", "step", "learning_rate", "seconds", "samples_per_second", "tokens_per_second")
-PLACES = ("folder", "resume")
+OF_PLACES = ("folder", "resume")
+LOSSES = ("validation_loss", "loss")
+DIGITS = 4  # significant ones of numbers
+MOST_VALUES = 4  # of an option, whose means are compared one by one
+PLACES = 2  # decimal places of per cents
 
 
 @dataclass(frozen=True)
@@ -101,6 +106,45 @@ class _Run:
 
 
 @dataclass(frozen=True)
+class _Effect:
+    """Hold the values of an option with the best and the worst mean of a measure, and these means."""
+
+    option: str
+    best: tuple[str, float]
+    worst: tuple[str, float]
+
+    @classmethod
+    def of(cls, option: str, runs: Sequence[_Run], measure: str, least: int) -> _Effect | None:
+        """Compare the means of runs by the value of an option; None if the runs do not tell.
+
+        Args:
+            runs: runs that have the measure.
+            least: the number of runs that each value needs: another option may make the difference of single runs.
+        """
+        groups: dict[str, list[float]] = {}
+        values = [run.option(option) for run in runs]
+        names = _halves(values) if len(set(values)) > MOST_VALUES else map(_option_text, values)
+        for name, run in zip(names, runs, strict=True):
+            groups.setdefault(name, []).append(float(run.final[measure]))
+        means = {name: sum(numbers) / len(numbers) for name, numbers in groups.items()}
+        if len(means) < 2 or len(runs) < 3 or min(map(len, groups.values())) < least:
+            return None
+        ordered = sorted(means.items(), key=lambda item: item[1], reverse=larger_is_better(measure))
+        return cls(option, ordered[0], ordered[-1])
+
+
+def _halves(values: Sequence[str]) -> Sequence[str]:
+    """Name the half of the numbers that each value is in; values that are no numbers stay."""
+    try:
+        numbers = [float(value) for value in values]
+    except ValueError:
+        return values
+    middle = statistics.median_low(numbers)
+    text = _option_text(f"{middle:.{DIGITS}g}")
+    return [f"up to {text}" if number <= middle else f"above {text}" for number in numbers]
+
+
+@dataclass(frozen=True)
 class _Comparison:
     """Hold runs with the best first, the options that differ, and the measures, one of which ranks the runs."""
 
@@ -122,17 +166,39 @@ class _Comparison:
             raise GraphoptError(f"{folder}: expected a folder with runs, found none: give it with folder=...")
         names = dict.fromkeys(name for run in runs for name in run.overrides)
         options = [
-            name for name in names if len({run.option(name) for run in runs}) > 1 and name not in PLACES
+            name for name in names if len({run.option(name) for run in runs}) > 1 and name not in OF_PLACES
         ]
         measures = _measure_names(runs)
-        by = _decisive(measures, options)
+        by = _decisive(runs, measures, options)
         return cls(
             folder, sorted(runs, key=lambda run: (run.key(by), bool(run.state))), options, measures, by
         )
 
     @property
     def about(self) -> str:
-        return f"{counted(len(self.runs), 'run')}, best by {_measure_label(self.by)}"
+        return f"{counted(len(self.runs), 'run')}, best by {label_of(self.by)}"
+
+    @property
+    def others(self) -> Iterator[str]:
+        """Yield a line for each other held-out metric by which another run is the best one."""
+        best = self.runs[0]
+        for name in self.measures:
+            if name == self.by or not (name in METRICS or is_share(name)):
+                continue
+            leader = min(self.runs, key=lambda run: run.key(name))
+            if leader.key(name) < best.key(name):
+                numbers = [measure_text(name, run.final.get(name), PLACES) for run in (leader, best)]
+                yield (
+                    f"by {label_of(name)}, run {leader.name} is the best: {numbers[0]}, where run {best.name} has "
+                    f"{numbers[1]}"
+                )
+
+    def effects(self) -> list[_Effect]:
+        """Return what the values of each option make of the deciding measure, the largest difference first."""
+        ranked = [run for run in self.runs if run.key(self.by) < math.inf]
+        least = 1 if len(self.options) == 1 else 2
+        found = [_Effect.of(name, ranked, self.by, least) for name in self.options]
+        return sorted((x for x in found if x is not None), key=lambda x: -abs(x.best[1] - x.worst[1]))
 
     def states(self) -> list[str]:
         """Return `best` for the best runs, and why the others have no number."""
@@ -144,7 +210,18 @@ class _Comparison:
         for run in self.runs:
             numbers = {name: run.final.get(name) for name in self.measures}
             texts = (text(name, x) if isinstance(x, int | float) else "-" for name, x in numbers.items())
-            yield [run.name, *map(run.option, self.options), *texts]
+            yield [run.name, *map(_option_text, map(run.option, self.options)), *texts]
+
+    def keys(self) -> list[list[float | str]]:
+        """Return what the cells of `rows` are sorted by."""
+        return [
+            [
+                run.name,
+                *map(run.option, self.options),
+                *(x if isinstance(x := run.final.get(name), int | float) else "" for name in self.measures),
+            ]
+            for run in self.runs
+        ]
 
     def page(self) -> str:
         """Return the page: the best run, the table, and the curves."""
@@ -156,20 +233,43 @@ class _Comparison:
             shown = [name for name in self.measures if name not in ("epoch", "loss")] or ["loss"]
             numbers = [(name, best.final[name]) for name in shown if name in best.final]
             figures = [
-                (_measure_label(name), measure_text(name, x), "c1" if name == self.by else "")
+                (label_of(name), measure_text(name, x, PLACES), "c1" if name == self.by else "")
                 for name, x in numbers
             ]
-            facts = dict(zip(labels, map(best.option, self.options), strict=True))
+            facts = dict(zip(labels, map(_option_text, map(best.option, self.options)), strict=True))
             parts = [html.figures(figures), *([html.facts(facts)] if facts else [])]
+            parts += [html.note(f"{line[:1].upper()}{line[1:]}.") for line in self.others]
             parts = [html.section(f"Best run: {best.name}", *parts)]
-        header, rows = ["run", *labels, *map(_measure_label, self.measures)], self.rows(measure_text)
+        header = ["run", *labels, *map(label_of, self.measures)]
+        rows = self.rows(lambda name, number: measure_text(name, number, PLACES))
         marks, texts = dict(enumerate(states)), 1 + len(self.options)
+        table = html.html_table(header, rows, marks=marks, links=links, texts=texts, keys=self.keys())
         return html.page(
             str(self.folder),
             self.about,
             *parts,
-            html.section("Runs", html.html_table(header, rows, marks=marks, links=links, texts=texts)),
+            html.section("Runs", table),
+            *self._effects_section(dict(zip(self.options, labels, strict=True))),
             html.section("Curves", html.charts(self._charts())),
+        )
+
+    def _effects_section(self, labels: Mapping[str, str]) -> Iterator[str]:
+        """Yield the section that says which options mattered, if the runs tell."""
+        if not (effects := self.effects()):
+            return
+        mean = label_of(self.by)
+        header = ["option", "best", f"mean {mean}", "worst", f"mean {mean}"]
+        rows = []
+        for effect in effects:
+            pairs = ((value, measure_text(self.by, x, PLACES)) for value, x in (effect.best, effect.worst))
+            rows.append([labels[effect.option], *(text for pair in pairs for text in pair)])
+        yield html.section(
+            "Which option mattered",
+            html.html_table(header, rows),
+            html.note(
+                "Means of all runs with a value, the largest difference first. Of a number with many values, smaller "
+                "ones are compared with larger ones. With few runs, differences may be chance."
+            ),
         )
 
     def _charts(self) -> Iterator[str]:
@@ -184,13 +284,13 @@ class _Comparison:
             factor, unit = (100, " %") if is_share(measure) else (1, "")
             lines = {}
             for run in drawn:
-                values = ", ".join(filter(None, map(run.option, self.options)))
+                values = ", ".join(filter(None, map(_option_text, map(run.option, self.options))))
                 records: list[Record] = [*run.records, *({} for _ in epochs)]
                 numbers = [record.get(measure) for record in records[: len(epochs)]]
                 lines[f"{run.name}: {values}" if values else run.name] = [
                     factor * x if isinstance(x, int | float) else None for x in numbers
                 ]
-            title = _measure_label(measure)
+            title = label_of(measure)
             title = f"{title[:1].upper()}{title[1:]}{which}"
             yield line_chart(title, epochs, lines, logarithmic="loss" in measure, unit=unit)
 
@@ -205,10 +305,19 @@ def compare(folder: str | os.PathLike[str]) -> Path:
     rows = list(comparison.rows(lambda name, number: f"{number:.4g}"))
     for row, state in zip(rows, comparison.states(), strict=True):
         row[0] = f"{row[0]}  {state}".rstrip()
-    console, measures = open_console(), map(_measure_label, comparison.measures)
+    console, measures = open_console(), map(label_of, comparison.measures)
     options = _short_names(comparison.options) if console.is_terminal else comparison.options
     title = f"{folder}: {comparison.about}"
     print_table(console, ["run", *options, *measures], rows, title=title, texts=1 + len(options))
+    for line in comparison.others:
+        print_line(console, line)
+    if effects := comparison.effects():
+        option, (value, mean) = effects[0].option, effects[0].best
+        print_line(
+            console,
+            f"{option} mattered most: {label_of(comparison.by)} {mean:.4g} on average with {value}, "
+            f"{effects[0].worst[1]:.4g} with {effects[0].worst[0]}",
+        )
     write(Path(folder, PAGE), comparison.page())
     return Path(folder, PAGE)
 
@@ -221,16 +330,27 @@ def _measure_names(runs: Sequence[_Run]) -> list[str]:
     return [*(name for name in ordered if name not in LEFT_OUT), "epoch"]
 
 
-def _decisive(measures: Sequence[str], options: Sequence[str]) -> str:
-    """Return the measure that ranks runs; runs with different losses are ranked by a metric, if they have one."""
-    losses = [name for name in ("validation_loss", "loss") if name in measures] or ["loss"]
+def _decisive(runs: Sequence[_Run], measures: Sequence[str], options: Sequence[str]) -> str:
+    """Return the measure that ranks runs: the one that chose the epochs, if the runs name the same.
+
+    Runs with different losses are ranked by a metric, if they have one.
+    """
+    chosen = {str(select(run.config, "fit.checkpoint.best")) for run in runs}
+    if len(chosen) == 1 and (name := chosen.pop()) in measures and name not in LOSSES:
+        return name
+    losses = [name for name in LOSSES if name in measures] or ["loss"]
     metrics = [name for name in measures if name in METRICS or is_share(name)]
     has_losses = any(name.split(".")[0] == "loss" for name in options)
     return metrics[0] if has_losses and metrics else losses[0]
 
 
-def _measure_label(name: str) -> str:
-    return "training loss" if name == "loss" else label_of(name)
+def _option_text(value: str) -> str:
+    """Return the value of an option; a number has at most four significant digits."""
+    with contextlib.suppress(ValueError):
+        short = f"{float(value):.{DIGITS}g}"
+        if not value.isdigit() and float(short) != float(value):
+            return short
+    return value
 
 
 def _short_names(names: Sequence[str]) -> list[str]:

@@ -34,6 +34,7 @@ USAGE = {
     "report my.onnx": "list what would train, and what blocks training",
     "check my.onnx": "compare its gradients with slopes of the loss, its predictions with the file",
     "compare folder=runs": "put runs side by side",
+    "doctor": "look for what is broken in this environment",
 }
 ENTRY = re.compile(r"    (\w+(?:, \w+)*): (.*)")
 AS_IN = re.compile(r"as in `(graphopt\.[\w.]+)`\.")

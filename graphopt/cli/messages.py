@@ -20,6 +20,7 @@ from graphopt.cli.words import reader_of
 from graphopt.errors import escaped, line, nearest, shortened, unknown
 from graphopt.runtime.executor import NonFiniteLoss
 from graphopt.targets.native import toolchain
+from graphopt.training.callbacks.logs import TRACKERS
 from graphopt.training.callbacks.terminal import open_console, print_line
 
 PLAIN_WIDTH = 10_000  # characters, of a file or a pipe
@@ -165,9 +166,25 @@ def line_of(error: BaseException) -> str:
     return f"{field}: {text}" if field and str(field) not in text else text
 
 
+_MEANT = {  # what people call fields, and where those are
+    **dict.fromkeys(
+        ("fit.max_steps", "fit.steps", "fit.num_steps"),
+        "fit.epochs and fit.batch_size set the number of steps",
+    ),
+    **{f"callbacks.{name}": f"set callbacks.tracker={name}" for name in TRACKERS},
+    "fit.callbacks": "set callbacks.NAME=true, such as callbacks.early_stopping=true",
+    **dict.fromkeys(
+        ("fit.early_stopping", "fit.patience"),
+        "set callbacks.early_stopping=true, or ={patience: 5} for its fields",
+    ),
+}
+
+
 def _unknown_field(path: str, names: Sequence[str], line: str) -> str:
     """Return the error of a field that the recipe does not have; `line` is the argument that sets it."""
     place, _, name = path.rpartition(".")
+    if path in _MEANT:
+        return f"{place}: unknown field {name!r}: {_MEANT[path]}"
     if not place:
         groups = [path.parent.name for path in RECIPES.glob("*/*.yaml")]
         return unknown("option", name, {*names, *groups}, known_fields())
@@ -180,6 +197,8 @@ def _unknown_field(path: str, names: Sequence[str], line: str) -> str:
         return f"{place}: {unknown('field', name, names)}"
     if place == "callbacks" and "_target_" in line:
         chosen = f": add a class of your own with +{line}"
+    if place.startswith("callbacks.") and not names:
+        return f"{path}: expected the fields of {place} in braces, which it is off without: set {place}={{{name}: ...}}"
     if not names and "." not in place:
         return f"{path}: expected an option of {place} beside it, found {place}=none{chosen}"
     return f"{place}: {unknown('field', name, names, [] if options else known_fields())}{chosen}"

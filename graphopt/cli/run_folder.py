@@ -237,5 +237,6 @@ def _recipe_identity(config: Mapping[str, object]) -> dict[str, object]:
         "resume",
         "rows",
         "run",
+        "time",
     )
     return {name: value for name, value in config.items() if name not in others}

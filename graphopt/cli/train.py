@@ -18,6 +18,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from rich.console import Console
 
+from graphopt.cli.check import first_rows
 from graphopt.cli.composition.recipe import Recipe
 from graphopt.cli.messages import NOT_FINITE, compilations, complain, say, tell_record
 from graphopt.cli.run_folder import (
@@ -125,6 +126,7 @@ def _train(
     """Train, and write the trained model, also after a signal or a loss that is not finite."""
     fields, model, data = recipe.fields["fit"], recipe.fields["model"], recipe.choices["data"]
     step, opened = recipe.program()
+    first_rows(recipe, step)  # wrong data is refused before kernels are compiled
     executor = opened(communicator)
     files = _Files(folder, step, recipe)
     header = _Header(console, title, recipe, step, communicator.size)
@@ -243,8 +245,8 @@ def _summarize(run: Run, final: Record, console: Console, *, is_complete: bool) 
         say(
             console,
             "best",
-            f"epoch {best['epoch']} had validation {best['validation_loss']:.4g}; the weights are those of the last "
-            "epoch: fit.export=best keeps the best",
+            f"epoch {best['epoch']} had validation loss {best['validation_loss']:.4g}; the weights are those of the "
+            "last epoch: fit.export=best keeps the best",
         )
 
 

@@ -17,6 +17,15 @@ from graphopt.errors import GraphoptError, nearest
 
 PROMPT = "prompt="  # the field of a text, which needs no quotes of Hydra's
 BUILT_IN = ("linear", "mlp", "cnn", "transformer")  # models
+_OF_RUNS = ("compare", "evaluate", "predict")  # verbs that take the folder of runs
+_MEANT = {  # by words that other programs take
+    **dict.fromkeys(("fit", "run"), "train"),
+    **dict.fromkeys(("infer", "inference"), "predict"),
+    **dict.fromkeys(("convert", "build"), "compile"),
+    **dict.fromkeys(("test", "eval", "validate"), "evaluate"),
+    **dict.fromkeys(("export", "deploy"), "hosts"),
+    **{name: f"--{name}" for name in ("help", "version")},
+}
 
 
 def field_of(word: str, verbs: Iterable[str]) -> str:
@@ -35,7 +44,9 @@ def field_of(word: str, verbs: Iterable[str]) -> str:
         return f"model={QuotedString(word, Quote.single).with_quotes()}"
     check_format(word)
     near = nearest_file(word, ".onnx") if Path(word).suffix else None
-    instead = nearest(word, verbs) or _stands_for(word) or near or f"model={word}"
+    if word in _MEANT or word.removesuffix(".data").endswith(".onnx"):
+        near = _MEANT.get(word) or word.removesuffix(".data")
+    instead = near if word in _MEANT else nearest(word, verbs) or _stands_for(word) or near or f"model={word}"
     raise GraphoptError(
         f"{word}: expected {', '.join(verbs)}, FILE.onnx or FIELD=VALUE, such as {instead}: see graphopt --help"
     )
@@ -43,6 +54,10 @@ def field_of(word: str, verbs: Iterable[str]) -> str:
 
 def check_words(words: Sequence[str], verbs: Iterable[str]) -> None:
     """Raise an error if a shell has split an argument at its spaces, or two words name models or verbs."""
+
+    def is_bare(word: str) -> bool:
+        return "=" not in word and word not in verbs and not word.endswith(".onnx") and word[:1] not in "~"
+
     for i, (before, word, after) in enumerate(zip(["", *words], words, [*words[1:], ""], strict=False)):
         if word.startswith("=") and before and "=" not in before:
             split = f"{before}{word}{after if word == '=' else ''}"
@@ -50,6 +65,13 @@ def check_words(words: Sequence[str], verbs: Iterable[str]) -> None:
             split = f"{before}{word}"
         else:
             split = ""
+        if split.startswith(PROMPT) or (is_bare(word) and before.startswith(PROMPT)):
+            text = " ".join([before.removeprefix(PROMPT), *words[i:]]).strip()
+            raise GraphoptError(
+                f'{before}: expected one text, found spaces in it: quote it, as in {PROMPT}"{text}"'
+            )
+        if is_bare(word) and before in _OF_RUNS and (os.path.isdir(word) or not os.path.exists(word)):
+            raise GraphoptError(f"{word}: expected FIELD=VALUE: write {before} folder={word}")
         if split:
             raise GraphoptError(f"{split}: expected FIELD=VALUE, found spaces around =: remove them")
         if (

@@ -13,6 +13,7 @@ import onnx_ir as ir
 
 from graphopt.data.loader import Batches
 from graphopt.errors import GraphoptError, kind_of, line, naming
+from graphopt.graph.roles import Role, role_of
 
 STATE_METHODS = (("state_dict", "load_state_dict"), ("get_state", "set_state"))  # of torchdata, and of grain
 _PLAIN = (bool, int, float, str, type(None))
@@ -31,8 +32,9 @@ class Stream:
     """Draw the batches of epochs from an iterable, and check each as `Batches` does.
 
     An item is a batch: a mapping from the names of the graph's inputs to arrays, tensors or lists whose first axis is
-    the rows. An epoch is one pass over the iterable, or `steps` batches; passes then follow one another, and an epoch
-    begins where the one before ended. If the iterable has `set_epoch`, it is called before each pass.
+    the rows, or (X, y) for a graph of one input and one target. An epoch is one pass over the iterable, or `steps`
+    batches; passes then follow one another, and an epoch begins where the one before ended. If the iterable has
+    `set_epoch`, it is called before each pass.
 
     A position is JSON. The data continue from it if the iterable, or an iterator of it, has `state_dict` and
     `load_state_dict`, or `get_state` and `set_state`.
@@ -156,6 +158,10 @@ class Stream:
     def _checked(self, item: object, where: str) -> Drawn:
         """Return a batch in the graph's types, or raise an error that says which one does not fit."""
         with naming(where):
+            if (
+                isinstance(item, tuple | list) and len(item) == len(self._inputs) == 2
+            ):  # (X, y), as of a DataLoader
+                item = dict(zip(sorted(self._inputs, key=self._is_target), item, strict=True))
             if not isinstance(item, Mapping):
                 names = ", ".join(f"{name!r}: ..." for name in self._inputs)
                 raise GraphoptError(
@@ -170,6 +176,9 @@ class Stream:
                     "incomplete last batch, or free the batch by passes.Normalize(batch='free')"
                 )
             return Drawn(rows, batches.take(range(rows)))
+
+    def _is_target(self, name: str) -> bool:
+        return role_of(self._inputs[name]) is Role.TARGET
 
     def _used_up(self, where: str) -> GraphoptError:
         mend = (

@@ -1,4 +1,4 @@
-"""Write pages of HTML that load no other file; their script only shows numbers below the pointer."""
+"""Write pages of HTML that load no other file; their script shows numbers below the pointer, and sorts tables."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import struct
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
+from itertools import repeat
 from pathlib import Path
 
 import numpy as np
@@ -82,6 +83,7 @@ def html_table(
     texts: int = 1,
     marks: Mapping[int, str] | None = None,
     links: Mapping[int, str] | None = None,
+    keys: Sequence[Sequence[float | str]] | None = None,
 ) -> str:
     """Return a table.
 
@@ -90,6 +92,7 @@ def html_table(
         texts: the number of columns that are text, from the first on; all others are numbers.
         marks: words beside the first cell of rows, by the number of the row; `best` marks the whole row.
         links: addresses that first cells lead to, by the number of the row.
+        keys: by what a click on the head of a column sorts the rows: one for each cell. None: the rows stay in order.
     """
     head = "".join(f'<th scope="col"{_left(i, texts)}>{escape(name)}</th>' for i, name in enumerate(header))
     body = []
@@ -98,10 +101,16 @@ def html_table(
         link, mark = (links or {}).get(number), (marks or {}).get(number)
         first = f'<a href="{escape(link)}">{first}</a>' if link else first
         first += f' <span class="mark">{escape(mark)}</span>' if mark else ""
-        cells = "".join(f"<td{_left(i, texts)}>{cell}</td>" for i, cell in enumerate([first, *others]))
+        keyed: Iterable[str] = (
+            [f' data-key="{escape(str(key))}"' for key in keys[number]] if keys else repeat("")
+        )
+        cells = "".join(
+            f"<td{_left(i, texts)}{key}>{cell}</td>"
+            for i, (cell, key) in enumerate(zip([first, *others], keyed, strict=False))
+        )
         kind = ' class="best"' if mark == "best" else ""
         body.append(f"<tr{kind}>{cells}</tr>\n")
-    kind = ' class="words"' if words else ""
+    kind = (' class="words"' if words else "") + (" data-sorted" if keys else "")
     top = f"<thead><tr>{head}</tr></thead>" if any(header) else ""
     return _wide(f"<table{kind}>{top}<tbody>\n{''.join(body)}</tbody></table>")
 

@@ -1,4 +1,4 @@
-/* Shows the numbers of a chart below the pointer, or at the place that the arrow keys move to. */
+/* Shows the numbers of a chart below the pointer, or at the place that the arrow keys move to, and sorts tables. */
 const text = (tag, words, name) => Object.assign(document.createElement(tag), { textContent: words, className: name ?? "" });
 const number = (value) => value.toLocaleString("en", { maximumSignificantDigits: 4 });
 for (const plot of document.querySelectorAll("[data-chart]")) {
@@ -40,4 +40,26 @@ for (const plot of document.querySelectorAll("[data-chart]")) {
     if (step) show(place + step);
     if (event.key === "Escape") hide();
   };
+}
+for (const table of document.querySelectorAll("table[data-sorted]")) {
+  const heads = [...table.tHead.rows[0].cells];
+  const body = table.tBodies[0];
+  const key = (row, i) => row.cells[i].dataset.key;
+  heads.forEach((head, i) => {
+    const button = text("button", head.textContent);
+    button.type = "button";
+    button.onclick = () => {
+      const order = head.ariaSort === "ascending" ? "descending" : "ascending";
+      const sign = order === "ascending" ? 1 : -1;
+      const rows = [...body.rows].filter((row) => key(row, i) !== "");
+      const without = [...body.rows].filter((row) => key(row, i) === "");
+      const numbers = rows.every((row) => !Number.isNaN(Number(key(row, i))));
+      const compare = (a, b) => (numbers ? a - b : a.localeCompare(b, "en", { numeric: true }));
+      rows.sort((a, b) => sign * compare(key(a, i), key(b, i)));
+      body.append(...rows, ...without);
+      heads.forEach((one) => one.removeAttribute("aria-sort"));
+      head.ariaSort = order;
+    };
+    head.replaceChildren(button);
+  });
 }

@@ -8,7 +8,7 @@ import math
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -59,6 +59,7 @@ class Report:
         blocked: the step that raised an error, and the error; None without an error.
         batch: the number of rows in the estimate of memory; None for no estimate.
         step_time: what was measured of the step with kernels and without, as a line; None if nothing was.
+        kernels: whether the summary counts the kernels that would run the step.
     """
 
     model: ir.Model
@@ -66,6 +67,7 @@ class Report:
     blocked: tuple[str, GraphoptError] | None = None
     batch: int | None = None
     step_time: str | None = None
+    kernels: bool = True
 
     @functools.cached_property
     def sizes(self) -> tuple[dict[str, int], int | None] | None:
@@ -164,39 +166,65 @@ def _at(result: Report) -> str:
 
 
 def _summary(result: Report) -> Iterator[str]:
+    """Yield what decides whether a model trains first, then what would run, and then each weight and pass."""
     weights, final = list(result.model.graph.initializers.values()), result.final
-    opset = result.model.opset_imports.get("", 0)
-    if result.model.producer_name == "pytorch":
-        yield from _lost(result.model, result.final)
-    yield f"model      opset {opset}, {size(result.model)} nodes, {_counted([elements([x]) for x in weights])}"
-    yield f"operators  {_operators(result.model)}"
     decided = [model for _, _, model, _ in result.stages if with_role(model, Role.PARAMETER)]
     reached = [model for model in decided if with_role(model, Role.GRADIENT)]
-    yield from _weights((reached or decided or [final])[0])
-    yield from _adapters((reached or decided or [final])[0], sum(elements([x]) for x in weights))
-    if wrong := Misdeclared.read(final):
-        yield f"shapes     {wrong.count} of the file are wrong, such as {wrong.example}: inferred ones replace them"
+    kinds = _weights_by_kind((reached or decided or [final])[0])
+    opset = result.model.opset_imports.get("", 0)
+    yield f"model      opset {opset}, {size(result.model)} nodes, {_counted([elements([x]) for x in weights])}"
+    yield f"takes      {_described(x for x in result.model.graph.inputs if x not in weights)}"
+    yield f"gives      {_described(result.model.graph.outputs)}"
     if result.blocked:
         yield from _blocked(*result.blocked)
     else:
-        state = [value for value in final.graph.inputs if role_of(value) in STATE]
         yield "blocked    by nothing"
-        if runtime := RUNTIME.read(final):
-            yield f"needs      {runtime}"
-        yield f"step       {size(final)} nodes, state {_counted([elements([x]) for x in state])}"
-        yield f"operators  {_operators(final)}"
-        if result.step is not None:
-            yield from _native(final)
-        if result.step_time is not None:
-            yield result.step_time
-        if result.batch is not None and result.step is not None:
-            yield from _memory(result)
-            if (frozen := frozen_bytes(final)) >= 1_000_000:
-                yield f"frozen     {_megabytes(frozen)} of weights: {_FROZEN[placement_by_size(final)]}"
+    for kind, group in kinds.items():
+        if group or kind == "trains":
+            yield f"{kind:10} {_counted([count for _, _, count, _ in group]) if group else 'nothing'}"
+    yield from _adapters((reached or decided or [final])[0], sum(elements([x]) for x in weights))
+    if missing := LeftOut.read((reached or decided or [final])[0]):
+        yield f"left out   {some([*missing.names])}: by the exporter, which folds and drops parameters; {EXPORT_ANEW}"
+    if result.model.producer_name == "pytorch":
+        yield from _lost(result.model, final)
+    if wrong := Misdeclared.read(final):
+        yield f"shapes     {wrong.count} of the file are wrong, such as {wrong.example}: inferred ones replace them"
+    if not result.blocked:
+        yield from _step(result)
+    yield f"operators  {_operators(result.model)}"
+    if not result.blocked:
+        yield f"of a step  {_operators(final)}"
+    for kind, group in kinds.items():
+        if group:
+            yield f"{kind}:"
+            yield from _table([(f"  {name}", shape, f"{count:,}", why) for name, shape, count, why in group])
     stages = [
         (f"  {name}", str(size(model)), f"{time:.3f}", text) for name, text, model, time in result.stages
     ]
     yield from _table([("passes", "nodes", "seconds", ""), *stages])
+
+
+def _described(values: Iterable[ir.Value]) -> str:
+    return ", ".join(f"{name_of(x)} {type_of(x)}" for x in values) or "nothing"
+
+
+def _step(result: Report) -> Iterator[str]:
+    """Describe the training step: its size, its memory, and what runs it."""
+    final = result.final
+    state = [value for value in final.graph.inputs if role_of(value) in STATE]
+    yield f"step       {size(final)} nodes, state {_counted([elements([x]) for x in state])}"
+    if runtime := RUNTIME.read(final):
+        yield f"needs      {runtime}"
+    if result.step is None:
+        return
+    if result.batch is not None:
+        yield from _memory(result)
+        if (frozen := frozen_bytes(final)) >= 1_000_000:
+            yield f"frozen     {_megabytes(frozen)} of weights: {_FROZEN[placement_by_size(final)]}"
+    if result.kernels:
+        yield from _native(final)
+    if result.step_time is not None:
+        yield result.step_time
 
 
 def _native(model: ir.Model) -> Iterator[str]:
@@ -205,13 +233,13 @@ def _native(model: ir.Model) -> Iterator[str]:
     if not kernels.calls:
         yield "native     nothing to lower"
         return
-    yield f"native     {size(model)} nodes become {size(kernels.model)}, on a CPU with a C compiler"
+    yield f"native     {size(kernels.model)} nodes in place of {size(model)}, on a CPU with a C compiler"
     if narrow := sum(map(computes_bfloat16, model.graph.all_nodes())):
         yield _in_bfloat16(narrow, kernels.wide)
     nodes = [kernel.nodes for kernel in kernels.kernels]
     functions = len({kernel.name for kernel in kernels.kernels})
     rows = {
-        "kernels": f"in place of {sum(nodes)} nodes, the largest of {max(nodes)}",
+        "kernels": f"each in place of up to {max(nodes)} nodes",
         "products": "with the transposes around them",
         "convolutions": "with the transposes around them, and gradients of both operands",
         "pools": "whose windows tile the input, gradients of maxima, and Resize by whole factors",
@@ -254,10 +282,13 @@ def _megabytes(count: int) -> str:
     return f"{count / 1e6:.3g} MB"
 
 
-def _weights(model: ir.Model) -> Iterator[str]:
-    """Count and list tensors by what becomes of them, such as trained, frozen or constant, and say why."""
+_Row = tuple[str, str, int, str]  # the name of a weight, its type, the count of its numbers, and why
+
+
+def _weights_by_kind(model: ir.Model) -> dict[str, list[_Row]]:
+    """Return the weights by what becomes of them, such as trained, frozen or constant."""
     names = ("trains", "frozen", "tied", "buffer", "constant", "unsure")
-    rows: dict[str, list[tuple[str, str, int, str]]] = {name: [] for name in names}
+    rows: dict[str, list[_Row]] = {name: [] for name in names}
     for value, origin in _decided(model):
         row = (name_of(value), type_of(value), elements([value]), origin.reason)
         if role_of(value) is Role.PARAMETER:
@@ -269,12 +300,7 @@ def _weights(model: ir.Model) -> Iterator[str]:
             rows["frozen" if origin.trains else origin.kind.value].append(row)
         if not origin.certain:
             rows["unsure"].append((*row[:3], _way(value, origin)))
-    for what, group in rows.items():
-        if group or what == "trains":
-            yield f"{what:10} {_counted([count for _, _, count, _ in group]) if group else 'nothing'}"
-            yield from _table([(f"  {name}", shape, f"{count:,}", why) for name, shape, count, why in group])
-    if missing := LeftOut.read(model):
-        yield f"left out   {', '.join(missing.names)}: by the exporter, which folds and drops parameters; {EXPORT_ANEW}"
+    return rows
 
 
 def _lost(model: ir.Model, final: ir.Model) -> Iterator[str]:

@@ -44,21 +44,25 @@ def readable(value: float | None, digits: int = 4) -> str:
     return text.rstrip("0").rstrip(".") if "." in text else text
 
 
-def percent(share: float) -> str:
-    """Return a share in percent; only 1 is 100 %, and only 0 is 0 %."""
+def percent(share: float, places: int = 1) -> str:
+    """Return a share in percent; only 1 is 100 %, and only 0 is 0 %.
+
+    Args:
+        places: the number of decimal places, of shares that are not close to 0 or 1.
+    """
     if not math.isfinite(share):
         return readable(share)
     if share in (0, 1):
         return f"{100 * share:.0f}\N{NO-BREAK SPACE}%"
-    digits = 1 if 0.0005 <= share < 0.9995 else 3
+    digits = places if 0.0005 <= share < 0.9995 else 3
     if 0 < share < 1:
         share = min(max(share, 1e-5), 0.99999)
     return f"{100 * share:.{digits}f}\N{NO-BREAK SPACE}%"
 
 
-def measure_text(name: str, value: float | None) -> str:
-    """Return the value of a measure of this name."""
-    return percent(value) if is_share(name) and value is not None else readable(value)
+def measure_text(name: str, value: float | None, places: int = 1) -> str:
+    """Return the value of a measure of this name; `places` are those of shares."""
+    return percent(value, places) if is_share(name) and value is not None else readable(value)
 
 
 def duration(seconds: float) -> str:

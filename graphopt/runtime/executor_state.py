@@ -6,8 +6,8 @@ import functools
 import hashlib
 import os
 import threading
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Literal, NoReturn
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn
 
 import numpy as np
 import onnx
@@ -38,6 +38,9 @@ from graphopt.runtime.state_buffers import Copies, StateBuffers
 from graphopt.runtime.tensors import Tensor, to_ort
 
 _SETTABLE = ("learning_rate", "properties", "state")
+_FUNCTIONS = {name: name for name in ("evaluate", "fit", "predict")} | {
+    "train": "fit"
+}  # of an executor and data
 _BATCHES = "graphopt.batches"  # properties of checkpoints
 _SETTER = "update_state({name: array})"
 _BASE = "graphopt.base"  # of adapters: a digest of the weights beside which they train
@@ -71,6 +74,13 @@ class ExecutorState(Checked):
         if not is_own and nearest(name, _SETTABLE):
             raise GraphoptError(f"executor: {unknown('attribute', name, _SETTABLE)}")
         super().__setattr__(name, value)
+
+    if not TYPE_CHECKING:  # for type checkers, an unknown attribute stays one
+
+        def __getattr__(self, name: str) -> NoReturn:
+            meant = _FUNCTIONS.get(name)
+            called = f": call graphopt.{meant}(executor, data)" if meant else ""
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{called}")
 
     def __repr__(self) -> str:
         weights = [x for x in with_role(self._model, Role.PARAMETER) if x.shape is not None]
@@ -153,6 +163,11 @@ class ExecutorState(Checked):
         Raises:
             GraphoptError: the inference model has no value with one of these names, or `into` is another model.
         """
+        if isinstance(outputs, str):
+            raise GraphoptError(
+                f"trained: expected the names of outputs, found {outputs!r}: write trained([{outputs!r}]); for a file, "
+                f"executor.save_trained({outputs!r})"
+            )
         return self._trained("trained", outputs, into, adapters).message()
 
     @checked()
@@ -215,8 +230,13 @@ class ExecutorState(Checked):
         return labels_in(self._model) if self._labels is None else self._labels
 
     @labels.setter
-    def labels(self, labels: Sequence[str]) -> None:
-        self._labels = list(map(str, labels))
+    def labels(self, labels: Sequence[str] | None) -> None:
+        if labels is not None and (isinstance(labels, str) or not isinstance(labels, Iterable)):
+            raise GraphoptError(
+                f"labels: expected the names of the classes, or None for those of the model, found {kind_of(labels)}: "
+                "set a list, such as ['cat', 'dog']"
+            )
+        self._labels = None if labels is None else list(map(str, labels))
 
     @property
     def inputs(self) -> dict[str, ir.Value]:

@@ -229,7 +229,9 @@ def chosen_outputs(model: ir.Model, report: Sequence[str] | None) -> list[str]:
     """
     check_trains(model, "executor")
     if isinstance(report, str) or not isinstance(report, Iterable | None):
-        raise GraphoptError(f"report: expected names of outputs, found {report!r}")
+        raise GraphoptError(
+            f"report: expected names of outputs, found {report!r}: give a list, such as ['loss']"
+        )
     names = reportable(model)
     unknown = [name for name in report or () if name not in names]
     if unknown:

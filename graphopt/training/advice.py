@@ -6,15 +6,19 @@ import sys
 import warnings
 
 import numpy as np
+import onnx_ir as ir
 
 from graphopt.data import Batches
 from graphopt.data.dataset import TARGET, LazyArray
 from graphopt.graph.metadata import TargetSpec
 from graphopt.graph.roles import Role, role_of
+from graphopt.graph.values import is_floating
 from graphopt.training.options import FitOptions
 
 MOST_CLASSES = 20
+ROWS_OF_BYTES = 100  # whose largest number tells how they are scaled
 ROWS_READ = 100_000  # of a target, to guess whether it numbers classes
+_KEEP = ("Cast", "Flatten", "Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze")  # the numbers stay
 DEFAULT_BATCH = FitOptions.batch_size
 
 
@@ -28,6 +32,12 @@ def advise(batches: Batches, rows: int, batch_size: int) -> None:
             stacklevel=level,
         )
     for name, value in batches.inputs.items():
+        if (node := _product_of(value)) and (largest := _largest_byte(batches, name)) > 1:
+            warnings.warn(
+                f"data {name!r}: whole numbers up to {largest} go into {node} as they are: if the model was made for "
+                "numbers of 0 to 1, divide by 255, as graphopt.data.images does",
+                stacklevel=level,
+            )
         spec = TargetSpec.read(value) if role_of(value) is Role.TARGET else None
         names = batches.data.labels
         if spec is not None and spec.classes and names and len(names) != spec.classes:
@@ -44,6 +54,26 @@ def advise(batches: Batches, rows: int, batch_size: int) -> None:
                 f"choose loss={loss} (passes.{kind}), which does not take one class for larger than another",
                 stacklevel=level,
             )
+
+
+def _product_of(value: ir.Value) -> str:
+    """Return the node of a product that reads an input of floats as it is fed, and nothing if none does."""
+    if not is_floating(value) or role_of(value) is Role.TARGET:
+        return ""
+    for node in value.consumers():
+        if node.op_type in ("Conv", "Gemm", "MatMul") and node.inputs[0] is value:
+            return f"{node.op_type} node {node.name!r}"
+        if node.op_type in _KEEP and (found := _product_of(node.outputs[0])):
+            return found
+    return ""
+
+
+def _largest_byte(batches: Batches, name: str) -> int:
+    """Return the largest number of the first rows of an array of bytes; 0 for other arrays."""
+    array = batches.data.arrays.get(name)
+    if array is None or isinstance(array, LazyArray) or array.dtype != np.uint8 or not len(array):
+        return 0
+    return int(np.max(array[:ROWS_OF_BYTES]))
 
 
 def _level() -> int:

@@ -104,6 +104,8 @@ class Checkpoints(Checked):
     keep_best: int = within("[0, inf)", 1)
 
     def __post_init__(self) -> None:
+        if not str(self.folder):
+            raise GraphoptError("checkpoint: expected a folder, found '': name one, such as 'run'")
         every = str(self.every)
         count, time_between = _EVERY.fullmatch(every), seconds(every)
         if self.every is not None and not (time_between or (count and int(count[1]))):

@@ -201,7 +201,8 @@ def _batch_sources(executor: Executor, data: Data, options: FitOptions) -> tuple
     if isinstance(batches, Stream):
         if share:
             raise GraphoptError(
-                f"validation: expected other data or None, found a share, {share}, of the rows of an iterable"
+                f"validation: expected other data or None, found a share, {share}, of the rows of an iterable: "
+                "pass validation=None, or batches to measure on"
             )
         return StreamEpochs(batches, options, executor), held_out
     rows, held = hold_out(len(batches), share, shuffle=options.shuffle, seed=options.seed)

@@ -35,6 +35,7 @@ NOT_TAKEN = (
     "resume",
     "rows",
     "run",
+    "time",
     "trust",
 )
 _KEY, _ROOM = "key", "runs"

@@ -77,6 +77,7 @@ class RecipeFields:
         prompt: the text that run=generate continues; -: from the input; null: the model starts a text
         rows: of a run's own data, for run=evaluate and run=predict: all, held_out or trained; null: held_out to
             evaluate a run that held rows out, otherwise all
+        time: of run=report: also compile kernels, and time a step with them and without
         quiet: print nothing while training, except warnings and errors
         trust: packages, in addition to graphopt and passes, whose code recipes may name
         rules: gradient rules for this run, by operator: {Round: my_package.rules.through, my.domain.Cube: ...}
@@ -90,6 +91,7 @@ class RecipeFields:
     predictions: Annotated[WritePath, "a name"]
     prompt: Annotated[str | None, "a text in quotes, or null"]
     rows: Annotated[Literal["all", "held_out", "trained"] | None, "all, held_out, trained or null"]
+    time: bool
     quiet: bool
     trust: Annotated[Sequence[str], "a list of packages, as in trust=[my_package]"]
     rules: Annotated[Mapping[str, str] | None, "a mapping from operators to functions, or null"]
@@ -178,6 +180,11 @@ def check_recipe(fields: Fields, command_line: CommandLine) -> None:
     if isinstance(every, int | float):
         raise GraphoptError(
             f"fit.checkpoint.every: expected '100 steps', '1 epoch', '5 min' or null, found {every}: it needs a unit"
+        )
+    limit = (fields["callbacks"].get("time_limit") or {}).get("limit")
+    if isinstance(limit, int | float) and not isinstance(limit, bool):
+        raise GraphoptError(
+            f"callbacks.time_limit: expected a time, such as '30 min', found {limit}: it needs a unit"
         )
     for key, target in PLAIN.items():
         check_fields(target, parts[key], key, _ADDED.get(key, ()))
@@ -579,10 +586,11 @@ def _words(hint: object) -> str | None:
         return "a mapping"
     if origin in (tuple, Sequence) and inspect.isclass(parts[0]) and dataclasses.is_dataclass(parts[0]):
         return f"a list of {parts[0].__name__}, each {{{TARGET_KEY}: passes.{parts[0].__name__}, ...}}"
-    if origin is Sequence or len(alternatives(hint)) > 1:
-        words = [_words(part) for part in parts]
+    is_list = origin is Sequence or (origin is tuple and parts[1:] == (...,))
+    if is_list or len(alternatives(hint)) > 1:
+        words = [_words(part) for part in (parts[:1] if is_list else parts)]
         if None not in words:
-            return " or ".join(map(str, words)) if origin is not Sequence else f"a list of {words[0]}"
+            return f"a list of {words[0]}" if is_list else " or ".join(map(str, words))
     return None
 
 

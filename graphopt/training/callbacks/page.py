@@ -144,8 +144,9 @@ class Page(Callback):
         for name in numbers:
             if name not in (*_POSITIONS, "learning_rate"):
                 chart = "loss" if name in ("loss", "validation_loss") else name
-                label = {"loss": "training", "validation_loss": "held out"}.get(name, label_of(name))
-                lines.setdefault(chart, {})[label] = [_as_float(record.get(name)) for record in run.records]
+                lines.setdefault(chart, {})[label_of(name)] = [
+                    _as_float(record.get(name)) for record in run.records
+                ]
         speed = lines.pop("samples_per_second", {})
         lines.pop("tokens_per_second", None)
         best = _best_record(run.records)
@@ -200,7 +201,7 @@ def _figures(run: Run, final: Record, best: Record) -> Iterator[tuple[str, str, 
         if _is_real(final[name]) and name not in (*_POSITIONS, "samples_per_second", "tokens_per_second"):
             yield label_of(name), measure_text(name, final[name]), "c1"
     for name in [name for name in ("validation_loss", "loss") if name in final]:
-        yield {"loss": "training loss"}.get(name, label_of(name)), readable(final[name]), ""
+        yield label_of(name), readable(final[name]), ""
     if len(run.records) > 1:
         yield "best epoch", f"{best['epoch']:,} of {len(run.records):,}", ""
     yield "training time", duration(sum(record["seconds"] for record in run.records)), ""

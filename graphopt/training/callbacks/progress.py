@@ -230,7 +230,7 @@ def _best_text(records: Sequence[Record]) -> str:
     """Return the least validation loss, and its epoch."""
     losses = [(record.get("validation_loss", math.inf), record["epoch"]) for record in records]
     loss, epoch = min((pair for pair in losses if pair[0] < math.inf), default=(math.inf, 0))
-    return f"best validation {_number_text(loss)} in epoch {epoch}" if epoch else ""
+    return f"best validation loss {_number_text(loss)} in epoch {epoch}" if epoch else ""
 
 
 def measures(record: Mapping[str, object]) -> str:
@@ -240,7 +240,7 @@ def measures(record: Mapping[str, object]) -> str:
 
 def _measure_texts(record: Mapping[str, object]) -> list[str]:
     numbers = {k: v for k, v in record.items() if k not in SHOWN_SEPARATELY and isinstance(v, float)}
-    return [f"{_short_label(name)} {_number_text(value)}" for name, value in numbers.items()]
+    return [f"{label_of(name).replace('²', '2')} {_number_text(value)}" for name, value in numbers.items()]
 
 
 def _epoch(run: Run, record: Mapping[str, object]) -> str:
@@ -252,14 +252,10 @@ def _step_fields(record: Mapping[str, Any], *, shown: bool = True, error: float 
     fields = [f"loss {_number_text(record['loss'])}" + (f" ± {error:.2g}" if error is not None else "")]
     fields += _measure_texts(record) if shown else []
     if record.get("learning_rate") is not None:
-        fields.append(f"rate {record['learning_rate']:.2e}")
+        fields.append(f"learning rate {record['learning_rate']:.2e}")
     if "tokens_per_second" in record:
         return [*fields, f"{record['tokens_per_second']:,.0f} tokens/s"]
     return [*fields, f"{record['samples_per_second']:,.0f} samples/s"]
-
-
-def _short_label(name: str) -> str:
-    return "validation" if name == "validation_loss" else label_of(name).replace("²", "2")
 
 
 def _number_text(value: float) -> str:

@@ -1,0 +1,111 @@
+"""`graphopt doctor` names what is broken in an environment, by packages that a test pretends to have."""
+
+from __future__ import annotations
+
+import re
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import graphopt
+from graphopt import cli
+from graphopt.cli import doctor
+from graphopt.targets.native import toolchain
+
+
+@pytest.fixture(autouse=True)
+def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.setattr(toolchain, "compiler", lambda: None)
+    monkeypatch.setattr(toolchain, "macros", frozenset)
+
+
+def told(capsys: pytest.CaptureFixture[str]) -> dict[str, str]:
+    """Return what the last command said, by topic; the error as one of them."""
+    said = capsys.readouterr()
+    lines = {line.split()[0]: line for line in said.out.splitlines()}
+    return {**lines, "error": said.err.strip()}
+
+
+def pretend(folder: Path, name: str, version: str, module: str) -> None:
+    """Install the metadata of a package, without the package."""
+    place = folder / f"{name.replace('-', '_')}-{version}.dist-info"
+    place.mkdir(parents=True)
+    (place / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    (place / "top_level.txt").write_text(f"{module}\n")
+
+
+def test_an_environment_is_healthy(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["doctor"]) == 0
+    lines = told(capsys)
+    assert {"python", "runtime", "packages", "compiler", "cache", "folder", "training", "healthy"} <= set(
+        lines
+    )
+    assert re.search(r"loss 1\.\d+ to 1\.\d+, checked", lines["training"]) and not lines["error"]
+    assert not list(Path().iterdir())
+
+
+def test_two_runtimes_in_one_environment_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pretend(tmp_path / "site", "onnxruntime-gpu", "1.26.0", "onnxruntime")
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+    assert cli.main(["doctor"]) == 1
+    lines = told(capsys)
+    assert (
+        "and onnxruntime-gpu 1.26.0, which overwrite each other's files: pip uninstall -y" in lines["runtime"]
+    )
+    assert "expected nothing broken, found runtime: see above" in lines["error"]
+
+
+@pytest.mark.parametrize("version", ["0.6.0", None])
+def test_a_version_that_is_not_allowed_is_named(
+    version: str | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    real = doctor._version
+    monkeypatch.setattr(doctor, "_version", lambda name: version if name == "onnxscript" else real(name))
+    assert cli.main(["doctor"]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    told = f"BROKEN: onnxscript {version or 'is missing'}: pip install"
+    assert any(told in line and '"onnxscript<0.8,>=0.7.2"' in line for line in lines)
+
+
+def test_a_namesake_in_the_folder_and_a_network_that_does_not_learn_are_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Frozen:
+        def __init__(self, *_: Any, **__: Any) -> None: ...
+
+        def step(self, _: object) -> dict[str, float]:
+            return {"loss": 1.0}
+
+    Path("passes.py").write_text("")
+    monkeypatch.setattr(doctor, "Executor", Frozen)
+    assert cli.main(["doctor"]) == 1
+    lines = told(capsys)
+    assert "BROKEN" in lines["folder"] and "rename the file" in lines["folder"]
+    assert "the loss went from 1 to 1" in lines["training"]
+    assert lines["error"].endswith("expected nothing broken, found folder, training: see above")
+
+
+def test_the_doctor_takes_no_other_words(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["doctor", "fit.epochs=3"]) == 1
+    assert "doctor: expected no other words, found fit.epochs=3: leave them out" in told(capsys)["error"]
+
+
+def test_every_extra_is_one_of_the_package() -> None:
+    text = (Path(__file__).parents[1] / "pyproject.toml").read_text()
+    assert all(re.search(rf"^{extra} = \[", text, re.MULTILINE) for extra in doctor.EXTRAS)
+
+
+def test_the_version_is_that_of_the_installed_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert graphopt.__version__ == metadata.version("graphopt")
+
+    def missing(_: str) -> str:
+        raise metadata.PackageNotFoundError
+
+    monkeypatch.setattr(metadata, "version", missing)
+    assert graphopt.__version__ == "unknown"
