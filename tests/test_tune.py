@@ -314,7 +314,7 @@ def test_recordings_are_read_as_soundfile_reads_them(tmp_path: Path) -> None:
     assert np.allclose(found.arrays["x"][:], [expected[0], expected[2], expected[1]], atol=1e-6)
     soundfile.write(tmp_path / "a" / "9.wav", rng.uniform(-1, 1, 30), 8000)
     with pytest.raises(
-        graphopt.GraphoptError, match="9.wav: expected 16,000 samples per second, found 8,000"
+        graphopt.GraphoptError, match=r"9\.wav: expected 16,000 samples per second, found 8,000"
     ):
         data.audio(str(tmp_path))
 

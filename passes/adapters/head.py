@@ -154,7 +154,9 @@ def _stored(value: ir.Value, moves: Moves = ()) -> np.ndarray:
     """Return the numbers of a weight or a bias in the file, as the product reads them."""
     numbers = constant_of(value)
     if numbers is None:
-        raise GraphoptError(f"Head(grow=True): expected numbers in the file, found that {value.name!r} is computed")
+        raise GraphoptError(
+            f"Head(grow=True): expected numbers in the file, found that {value.name!r} is computed"
+        )
     return moved(numbers, moves)
 
 
