@@ -22,6 +22,7 @@ import graphopt
 import passes
 from graphopt.errors import GraphoptError
 from graphopt.graph.limits import Limits
+from graphopt.graph.message_inference import infer_message
 
 W = np.ones((4, 3), np.float32)
 SQUARES = passes.MeanSquaredError()
@@ -403,6 +404,83 @@ def test_constants_that_a_gradient_would_make_are_counted_first(case: str) -> No
 def test_attributes_that_inference_leaves_unchecked(text: str, found: str) -> None:
     given = {"grid": np.zeros((1, 2, 2, 2)), "k": np.ones((1, 4, 4)), "r": np.ones((1, 4, 1))}
     refused(model(text, w=np.ones(4), one=np.ones(4), **given), found)
+
+
+# Nodes that make a size below 0 of a value u of 1 x 1 x 4 x 4; inference itself refuses those that end with "refused".
+NEGATIVE = {
+    "AveragePool": "c = AveragePool<kernel_shape=[9,9]>(u)",
+    "CenterCropPad": "c = CenterCropPad(u, shape)",
+    "ConstantOfShape, refused": "c = ConstantOfShape(shape)",
+    "Conv": "c = Conv(u, wide)",
+    "Conv and Relu": "b = Conv(u, wide) c = Relu(b)",
+    "ConvTranspose": "c = ConvTranspose<pads=[9,9,9,9]>(u, w)",
+    "DeformConv": "c = DeformConv(u, wide, u)",
+    "Expand, refused": "c = Expand(u, shape)",
+    "If": "c = If(flag) <then_branch = a () => (float[1,1,A,B] a1) { a1 = Conv(u, wide) }, "
+    "else_branch = b () => (float[1,1,A,B] b1) { b1 = Conv(u, wide) }>",
+    "MaxPool": "c = MaxPool<kernel_shape=[9,9]>(u)",
+    "OneHot, refused": "i = Cast<to=7>(u) c = OneHot(i, minus, pair)",
+    "Pad": "c = Pad(u, crop)",
+    "Pad of a Slice of a MaxPool": "s = MaxPool<kernel_shape=[2,2]>(u) b = Slice(s, zero, two, axes) c = Pad(b, crop)",
+    "RandomNormal, refused": "c = RandomNormal<shape=[1,1,-4,4]>()",
+    "Reshape, refused": "c = Reshape(u, shape)",
+    "Tile, refused": "c = Tile(u, shape)",
+    "TopK": "c, d = TopK<axis=2>(u, minus)",
+}
+READERS = {
+    "Slice": "v = Slice(c, zero, two, axes)",
+    "GatherND": "j = Cast<to=7>(c) v = GatherND(u, j)",
+    "in a body": "v = If(flag) <then_branch = d () => (float[A,B,C,D] d1) { d1 = Slice(c, zero, two, axes) }, "
+    "else_branch = e () => (float[A,B,C,D] e1) { e1 = Identity(u) }>",
+}
+
+
+def sliced(maker: str, reader: str) -> onnx.ModelProto:
+    numbers = {"shape": [1, 1, -4, 4], "minus": [-3], "crop": [0, 0, -9, 0, 0, 0, 0, 0]}
+    numbers |= {"zero": [0, 0], "two": [2, 2], "axes": [2, 3]}
+    nodes = f"u = Mul(x, w) {maker} {reader} y = ReduceSum<keepdims=0>(v)"
+    return model(
+        f"g (float[1,1,4,4] x, bool flag) => (float y) {{ {nodes} }}",
+        w=np.ones((1, 1, 1, 1)),
+        wide=np.ones((1, 1, 9, 9)),
+        pair=np.ones(2),
+        **{name: np.array(its) for name, its in numbers.items()},
+    )
+
+
+@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize("maker", NEGATIVE)
+def test_a_size_below_zero_does_not_end_the_process(maker: str, reader: str) -> None:
+    refused(sliced(NEGATIVE[maker], READERS[reader]), "cannot infer|expected sizes of 0 or more")
+
+
+@pytest.mark.parametrize("place", ["a function", "before a function", "declared"])
+def test_a_size_below_zero_beside_a_function_does_not_end_the_process(place: str) -> None:
+    bodies = {"a function": ("u", "b = Conv(z, wide) v = Slice(b, zero, two, axes)")}
+    argument, body = bodies.get(place, ("c", "v = Slice(z, zero, two, axes)"))
+    makers = {"before a function": "c = Conv(u, wide)", "declared": "c = own.Unknown(u)"}
+    proto = sliced(makers.get(place, ""), f"v = own.Cut({argument}, wide, zero, two, axes)")
+    proto.opset_import.add(domain="own", version=1)
+    proto.graph.value_info.append(
+        onnx.helper.make_tensor_value_info("c", onnx.TensorProto.FLOAT, [1, 1, -4, 4])
+    )
+    text = f'<domain: "own", opset_import: ["" : 21]> Cut (z, wide, zero, two, axes) => (v) {{ {body} }}'
+    proto.functions.append(onnx.parser.parse_function(text))
+    typed = infer_message(proto) if place != "before a function" else None
+    assert typed is None or typed.graph.node
+    with contextlib.suppress(GraphoptError):
+        compiled(proto)
+
+
+def test_sizes_behind_windows_are_inferred() -> None:
+    """They take two rounds of inference."""
+    maker = (
+        "b = MaxPool<kernel_shape=[2,2]>(u) s = Slice(b, zero, two, axes) c = MaxPool<kernel_shape=[2,2]>(s)"
+    )
+    typed = infer_message(sliced(maker, READERS["Slice"]), propagate=True, strict=True)
+    sizes = {x.name: [dim.dim_value for dim in x.type.tensor_type.shape.dim] for x in typed.graph.value_info}
+    assert (sizes["s"], sizes["v"]) == ([1, 1, 2, 2], [1, 1, 1, 1])
+    assert [node.domain for node in typed.graph.node] == [""] * 6
 
 
 @pytest.mark.parametrize(

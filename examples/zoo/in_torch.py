@@ -7,7 +7,7 @@ import inspect
 import io
 import tempfile
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -150,6 +150,11 @@ class TorchModel(Model):
 
     def parameters(self) -> dict[str, np.ndarray]:
         return {name: p.detach().numpy().copy() for name, p in self.module.named_parameters()}
+
+    def rounded_otherwise(self, optimizer: Any, batches: Sequence[Batch]) -> Iterator[Training]:
+        with torch.backends.mkldnn.flags(enabled=False):  # other convolutions
+            yield self.train(optimizer, batches, double=False)
+        yield from super().rounded_otherwise(optimizer, batches)
 
     def train_as_recorded(self, optimizer: Any, batches: Sequence[Batch]) -> Training:
         module = copy.deepcopy(self.module)

@@ -18,14 +18,14 @@ os.environ.setdefault("KERAS_BACKEND", "torch")
 import keras
 import numpy as np
 import onnx
-from comparison import Batch, Case, Model, Training
+from comparison import ROUNDINGS, Batch, Case, Model, Training, nudged
 from in_torch import warm_up as warm_up
 from keras import layers
 
 import passes
 
 BATCH = 4
-OPTIMIZERS = passes.SGD(0.01), passes.AdamW(1e-3, epsilon=1e-9)  # Keras adds a larger epsilon elsewhere
+OPTIMIZERS = passes.SGD(0.01), passes.AdamW(1e-3, epsilon=1e-13)  # Keras adds a larger epsilon elsewhere
 
 
 @dataclass(frozen=True)
@@ -85,6 +85,17 @@ class KerasModel(Model):
             with contextlib.redirect_stdout(io.StringIO()):
                 self.model.export(str(path), format="onnx", verbose=False, **options)
             return onnx.load(path)
+
+    def rounded_otherwise(self, optimizer: Any, batches: Sequence[Batch]) -> Iterator[Training]:
+        """Train with other roundings of the weights: inputs may be integers."""
+        weights = self.model.get_weights()
+        for seed in range(ROUNDINGS):
+            rng = np.random.default_rng(seed)
+            try:
+                self.model.set_weights([nudged(x, rng) for x in weights])
+                yield self.train(optimizer, batches, double=False)
+            finally:
+                self.model.set_weights(weights)
 
     def train_as_recorded(self, optimizer: Any, batches: Sequence[Batch]) -> Training:
         with mock.patch.object(keras.ops, "stop_gradient", lambda x: x):

@@ -5,9 +5,10 @@ float32, or in 16 bits with float32 masters of the weights. The program compares
 that it finds in the export, the predictions of the trained model, and how many numbers train. A row with a difference
 above 1e-4 (2e-3 in 16 bits), or with other trained numbers, is "reported" if graphopt's report names everything that
 trains on one side only and what the exporter did to it. It is "chaotic" if the same numbers train and the framework's
-own results differ as much between float32 and float64, or if each input moves by one rounding. It is "not recorded" if
-the exporter drops what stops a gradient (detach, the padding of an embedding) and the framework's training without it
-agrees. Otherwise, it "differs".
+own results differ as much between float32 and float64, or with other roundings: other convolutions of PyTorch, inputs
+(of Keras, weights) that move by one rounding, up or down by chance. It is "not recorded" if the exporter drops what
+stops a gradient (detach, the padding of an embedding) and the framework's training without it agrees. Otherwise, it
+"differs".
 
 Run it: python examples/zoo/run.py [--only NAME ...] [--exporters PATTERN ...] [--resume] [--sample] [--jobs 1]
 It updates RESULTS.md with the rows that it runs; --resume skips the architectures and exporters that are there. A NAME
@@ -110,7 +111,7 @@ NOTE = """\
 Differences are the largest relative ones. `train` counts the numbers that train in the framework, tied ones once, and,
 if different, those that train in graphopt. The brackets count the framework's weights that are in the export, also
 reshaped or transposed, and are therefore compared by name. Rows of a table of positions that the exporter left out do
-not count on either side. `own` compares the framework with itself in float64, and on inputs one rounding away.
+not count on either side. `own` compares the framework with itself in float64, and with other roundings.
 `first step` counts what the check of the first step finds to agree. Rows without it are older than that check, and were
 run with onnxslim 0.1.98, onnxsim 0.8.1 and onnxoptimizer 0.4.2, too."""
 

@@ -16,6 +16,7 @@ import onnx_ir as ir
 
 from graphopt.graph import shapes
 from graphopt.graph.limits import are_surely_small, are_vectors_short
+from graphopt.graph.message_inference import INFERENCE_ERRORS, infer_message
 from graphopt.graph.metadata import Misdeclared
 from graphopt.graph.sizes import unify_sizes
 from graphopt.graph.traversal import subgraphs
@@ -73,8 +74,8 @@ def _infer_small(model: ir.Model) -> bool:
     Returns: Whether they are. If not, there are no shapes: `graphopt.graph.shapes.check_expanded` must look closely.
     """
     try:
-        plain = onnx.shape_inference.infer_shapes(message_for_inference(model, False))
-    except shapes.INFERENCE_ERRORS:
+        plain = infer_message(message_for_inference(model, False))
+    except INFERENCE_ERRORS:
         return False
     known = {x: shape_of(found) for x, found in types_in(model.graph, plain.graph)}
     if not are_vectors_short(model.graph, known.get):
@@ -140,8 +141,8 @@ def _infer(model: ir.Model, propagate: bool) -> None:
 def _typed(message: onnx.ModelProto, propagate: bool) -> onnx.GraphProto:
     """Return the graph of a message with inferred types."""
     try:
-        return onnx.shape_inference.infer_shapes(message, data_prop=propagate).graph
-    except shapes.INFERENCE_ERRORS:
+        return infer_message(message, propagate=propagate).graph
+    except INFERENCE_ERRORS:
         return message.graph
 
 

@@ -13,9 +13,9 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from graphopt.errors import GraphoptError
 from graphopt.graph.listing import operator_of
+from graphopt.graph.message_inference import INFERENCE_ERRORS, infer_message
 from graphopt.graph.metadata import Encoders
 from graphopt.graph.postprocessing import add_opsets, detach_outputs
-from graphopt.graph.shapes import INFERENCE_ERRORS
 from graphopt.graph.storage import replace_nodes
 from graphopt.graph.traversal import extracted_between, values_in, values_read
 from graphopt.graph.typed_messages import message_for_inference, take_types
@@ -78,7 +78,7 @@ def _infer(model: ir.Model) -> None:
     tokenizers = [node for node in model.graph if node.op_type == "Tokenizer"]
     for node in [*tokenizers, None]:
         try:
-            typed = onnx.shape_inference.infer_shapes(message_for_inference(model, False))
+            typed = infer_message(message_for_inference(model, False))
         except INFERENCE_ERRORS:
             return
         take_types(model.graph, typed.graph)

@@ -7,6 +7,7 @@ from collections.abc import Hashable
 import onnx
 import onnx_ir as ir
 
+from graphopt.graph.message_inference import FRAGILE
 from graphopt.graph.operators import STANDARD
 from graphopt.graph.values import name_of
 
@@ -93,6 +94,10 @@ def _infer(node: ir.Node, version: int) -> list[Inferred]:
             ir.serde.serialize_shape_into(proto, x.shape)
         if (tensor := _read(x)) is not None:
             numbers[name_of(x)] = ir.serde.serialize_tensor(tensor)
+    if node.op_type in FRAGILE and any(
+        isinstance(dim, int) and dim < 0 for x in node.inputs if x is not None for dim in x.shape or ()
+    ):
+        raise ValueError(f"{node.op_type}: expected inputs with sizes of 0 or more, found others")
     schema = onnx.defs.get_schema(node.op_type, version, node.domain)
     found = onnx.shape_inference.infer_node_outputs(schema, ir.serde.serialize_node(node), types, numbers)
     return [_inferred(found.get(name_of(y))) for y in node.outputs]

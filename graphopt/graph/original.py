@@ -17,6 +17,7 @@ from graphopt.graph.emitter import Emitter
 from graphopt.graph.loading import ONNX
 from graphopt.graph.mapped import MappedTensor
 from graphopt.graph.merging import adapted
+from graphopt.graph.message_inference import infer_message
 from graphopt.graph.metadata import Folded, original_name
 from graphopt.graph.parts import ModelParts, are_equal
 from graphopt.graph.roles import Role, with_role
@@ -25,6 +26,7 @@ from graphopt.graph.values import is_floating, name_of, tensor_bytes
 
 MOST_FOLDED = 2**22  # bytes of constants in a note
 _MOST_NODES = 32  # of a fold
+_LONGEST = 2**12  # size up to which inference propagates data, one by one
 _MOST_GROWTH = 4  # how many times as many elements as its inputs a step of a fold may have
 _ELEMENTWISE = ("Abs", "Add", "Div", "Exp", "Log", "Mul", "Neg", "Pow", "Reciprocal", "Relu", "Sqrt", "Sub")
 _ACTIVATIONS = ("LogSoftmax", "Sigmoid", "Softmax", "Softplus", "Tanh")
@@ -188,15 +190,23 @@ def _computed(
 
 def _check_small(part: onnx.ModelProto, name: str, elements: int) -> None:
     """Raise an error if a note, which may come from a stranger, is not a small computation."""
-    inferred = onnx.shape_inference.infer_shapes(part, data_prop=True).graph
-    shapes = [x.type.tensor_type.shape.dim for x in [*inferred.value_info, *inferred.output]]
-    sizes = [
-        math.prod(dim.dim_value if dim.HasField("dim_value") else elements for dim in shape)
-        for shape in shapes
-    ]
     nodes = part.graph.node
-    known = len(sizes) >= len(nodes) <= _MOST_NODES and {(x.domain, x.op_type) for x in nodes} <= _FOLDING
-    if not known or max(sizes, default=0) > _MOST_GROWTH * elements + MOST_FOLDED:
+    known = len(nodes) <= _MOST_NODES and {(x.domain, x.op_type) for x in nodes} <= _FOLDING
+    sizes = _inferred_sizes(part, elements) if known else []
+    if len(sizes) < len(nodes) or not known or max(sizes, default=0) > _MOST_GROWTH * elements + MOST_FOLDED:
         raise GraphoptError(
             f"into: weight {name!r}: expected a small computation from other weights, found another"
         )
+
+
+def _inferred_sizes(part: onnx.ModelProto, elements: int) -> list[int]:
+    """Return the numbers of elements of the values that a part computes, as far as inference tells them."""
+    is_short = all(math.prod(x.dims) <= _LONGEST for x in messages_of(onnx.TensorProto, part))
+    fed = [x.type.tensor_type.shape.dim for x in part.graph.input]
+    propagate = is_short and all(dim.dim_value <= _LONGEST for shape in fed for dim in shape)
+    inferred = infer_message(part, propagate=propagate).graph
+    shapes = [x.type.tensor_type.shape.dim for x in [*inferred.value_info, *inferred.output]]
+    return [
+        math.prod(dim.dim_value if dim.HasField("dim_value") else elements for dim in shape)
+        for shape in shapes
+    ]

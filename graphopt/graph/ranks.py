@@ -5,7 +5,7 @@ from __future__ import annotations
 import onnx
 import onnx_ir as ir
 
-from graphopt.graph.shapes import INFERENCE_ERRORS
+from graphopt.graph.message_inference import INFERENCE_ERRORS, infer_message
 from graphopt.graph.storage import without_weights
 from graphopt.graph.values import name_of
 
@@ -34,7 +34,7 @@ def _is_possible(message: onnx.ModelProto, name: str, rank: int) -> bool:
         shape.dim.add(dim_param=f"{name}_{axis}")
     shape.SetInParent()
     try:
-        onnx.shape_inference.infer_shapes(message, check_type=True, strict_mode=True)
+        infer_message(message, strict=True)
     except INFERENCE_ERRORS:
         return False
     return True

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
 
@@ -19,6 +18,7 @@ from graphopt.graph.emitter import Emitter
 from graphopt.graph.folding import fold
 from graphopt.graph.limits import are_vectors_short, check_constants
 from graphopt.graph.listing import operator_of
+from graphopt.graph.message_inference import INFERENCE_ERRORS, infer_message
 from graphopt.graph.metadata import TOKEN_POSITIONS
 from graphopt.graph.operators import GROWING, POOLS, SEQUENCE_READERS, schema_of
 from graphopt.graph.rewriting import needed, protect
@@ -26,9 +26,6 @@ from graphopt.graph.rules import rewrite
 from graphopt.graph.traversal import all_nodes, forward_nodes, sort, subgraphs, values_in
 from graphopt.graph.typed_messages import message_for_inference, take_types
 from graphopt.graph.values import constant_of, is_static, size_name, size_names
-
-INFERENCE_ERRORS = (onnx.shape_inference.InferenceError, ValueError)  # exceptions of ONNX's inference
-_inferred = functools.partial(onnx.shape_inference.infer_shapes, check_type=True, strict_mode=True)
 
 
 def ensure_typed(model: ir.Model) -> None:
@@ -144,9 +141,7 @@ def infer_anew(model: ir.Model) -> None:
         forget()
         name_dimensions(model.graph.inputs, new_names(model))
         with contextlib.suppress(*INFERENCE_ERRORS):
-            take_types(
-                model.graph, onnx.shape_inference.infer_shapes(message_for_inference(model, False)).graph
-            )
+            take_types(model.graph, infer_message(message_for_inference(model, False)).graph)
     for x, kind in declared.items():
         x.type = x.type or kind
 
@@ -185,7 +180,7 @@ def check_expanded(model: ir.Model) -> bool:
     """
     probe = model.clone()
     try:
-        typed = onnx.shape_inference.infer_shapes(message_for_inference(probe, False))
+        typed = infer_message(message_for_inference(probe, False))
     except INFERENCE_ERRORS as error:
         raise GraphoptError(f"cannot infer the model's shapes: {line(error)}") from error
     take_types(probe.graph, typed.graph)
@@ -212,14 +207,14 @@ def _infer_all(model: ir.Model, propagate: bool) -> None:
         if ceiled and (opset.domain, opset.version) == ("", 21):
             opset.version = 22
     try:
-        typed = _inferred(proto, data_prop=propagate)
+        typed = infer_message(proto, propagate=propagate, strict=True)
     except INFERENCE_ERRORS:
         if ceiled:
             del proto.graph.value_info[:]
             for y in proto.graph.output:
                 y.type.tensor_type.ClearField("shape")
         try:  # data are propagated through an outer product incorrectly (tests/faults.py: outer-product)
-            typed = _inferred(proto, data_prop=False)
+            typed = infer_message(proto, strict=True)
         except INFERENCE_ERRORS as error:
             raise GraphoptError(f"cannot infer the model's shapes: {line(error)}") from error
     take_types(model.graph, typed.graph)

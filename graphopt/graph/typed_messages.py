@@ -10,6 +10,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
+from graphopt.graph.message_inference import graphs_in
 from graphopt.graph.storage import replace_nodes, without_weights
 from graphopt.graph.traversal import subgraphs, values_in
 
@@ -32,13 +33,13 @@ def message_for_inference(model: ir.Model, propagate: bool) -> onnx.ModelProto:
     version = next((opset.version for opset in message.opset_import if opset.domain == ""), 1)
     fed = {x.name for x in message.graph.input}
     constants: dict[str, onnx.TensorProto] = {}
-    for graph in _graphs(message.graph):
+    for graph in graphs_in(message.graph):
         constants |= {x.name: x for x in graph.initializer if x.name not in fed}
         constants |= {x.output[0]: x.attribute[0].t for x in graph.node if x.op_type == "Constant"}
         if graph is not message.graph:
             _bring_in(graph, constants)
     keeps_names = version == _KEEPS_NAMES
-    for graph in _graphs(message.graph):
+    for graph in graphs_in(message.graph):
         if propagate and any(node.op_type == "Range" for node in graph.node):
             _count_by_shape(graph, version)
         if propagate or keeps_names:
@@ -75,12 +76,6 @@ def _hide_bounds(graph: onnx.GraphProto, constants: Collection[str]) -> None:
             node.input[place] = f"{y}/bound"
             graph.node.insert(i, make("Compress", [bound, f"{y}/any"], [f"{y}/bound"]))
             graph.node.insert(i, make("Constant", [], [f"{y}/any"], value=_ANY))
-
-
-def _graphs(graph: onnx.GraphProto) -> list[onnx.GraphProto]:
-    """Return the message of a graph, and those of its bodies."""
-    bodies = [x.g for node in graph.node for x in node.attribute if x.type == onnx.AttributeProto.GRAPH]
-    return [graph, *(inner for body in bodies for inner in _graphs(body))]
 
 
 def _count_by_shape(graph: onnx.GraphProto, version: int) -> None:

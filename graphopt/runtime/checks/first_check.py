@@ -38,6 +38,7 @@ from graphopt.runtime.checks.slopes import (
     Slope,
     Verdict,
     dot,
+    is_finite,
     norm_of,
     slope_along,
     typical_sizes,
@@ -192,12 +193,12 @@ class _Step:
             _in(whole, ir.DataType.FLOAT)
         self._session = Session(device, whole)
         for name in self.forward.gradients:
-            if not np.isfinite(state[name]).all():
+            if not is_finite(state[name]):
                 self.forward.unchecked[name] = "it has numbers that are not finite"
         for jitter in (True, False):  # beside a kink that parameters are at exactly
             self.state = self._moved(state) if jitter else state
             self.outputs = self.run(self.state)
-            if all(np.isfinite(x).all() for x in self.outputs.values() if x.dtype.kind == "f"):
+            if all(is_finite(x) for x in self.outputs.values() if x.dtype.kind == "f"):
                 break
         self.gradients = {name: wide(self.outputs[y]) for name, y in self.forward.gradients.items()}
 
@@ -214,7 +215,7 @@ class _Step:
 
     def findings(self, origin: provenance.Provenance | None) -> Iterator[Finding]:
         """Yield what is found about the gradient and the update."""
-        if not all(np.isfinite(x).all() for x in (*self.gradients.values(), self.outputs[self.forward.loss])):
+        if not all(map(is_finite, (*self.gradients.values(), self.outputs[self.forward.loss]))):
             yield Finding("gradient", "all", "not checked", reason="the loss or a gradient is not finite")
             return
         whole = self.forward.whole
@@ -231,6 +232,11 @@ class _Step:
     def run(self, arrays: Arrays) -> Arrays:
         """Return the outputs of the step for a state and its batch."""
         return self._session.compute_arrays(_fed(self.forward.whole, {**arrays, **self._batch}))
+
+    @property
+    def loss(self) -> float:
+        """Return the loss of the step."""
+        return float(self.outputs[self.forward.loss])
 
     @functools.cached_property
     def norms(self) -> dict[str, float]:
@@ -272,7 +278,10 @@ class _Step:
         return {name: outputs[y] for name, y in self.forward.gradients.items()}
 
     def losses(self) -> Iterator[tuple[Callable[[Arrays], float], float, Precision]]:
-        """Yield functions that compute the loss at points, and the loss here; the most precise one first."""
+        """Yield functions that compute the loss at points, and the loss here; the most precise one first.
+
+        The loss here is the step's own if the function computes in its types.
+        """
         part = self.forward.part
         is_single = not self._is_small or any(node.op_type in NO_DOUBLE for node in part.graph)
         types = [] if is_single else [ir.DataType.DOUBLE]
@@ -299,7 +308,7 @@ class _Step:
                     (value,) = session.run({**fed, **moved})
                     return float(value)
 
-                start = loss({})
+                start = self.loss if part is self.forward.part else loss({})
             except Exception as error:  # noqa: BLE001 - versions raise different types
                 _log.debug("no loss in %s: %s", dtype, line(error))
                 continue
@@ -326,26 +335,32 @@ class _Slopes:
 
     def findings(self) -> Iterator[Finding]:
         step = self._step
-        noted = float(step.outputs[step.forward.loss])
+        reason = "the loss could not be computed again with the same number"
         for loss, start, precision in step.losses():
-            if not math.isfinite(start) or abs(start - noted) > 1e-2 * max(abs(noted), 1e-3):
-                continue
-            self._compute, self._start, self._precision = loss, start, precision
-            self._is_double = precision is DOUBLE
-            break
+            if self._is_noted(start):
+                self._compute, self._start, self._precision = loss, start, precision
+                self._is_double = precision is DOUBLE
+                break
         else:
-            reason = "the loss could not be computed again with the same number"
             yield Finding("gradient", "all", "not checked", reason=reason)
             return
         dtype = np.float64 if self._is_double else np.float32
-        self._point = {name: step.state[name].astype(dtype) for name in self._names}
+        self._point = {name: step.state[name].astype(dtype, copy=False) for name in self._names}
         groups = [[name] for name in self._names] if step.is_full else [self._names]
         found = [x for names in groups for x in self._searched(names, self._along_gradients, ALONG)]
         signed = [name for name in self._names if self._is_double or (step.gradients[name] == 0).any()]
         found += self._searched(signed, self._along_signs, SIGNS) if signed else []
+        if not self._is_double and any(x.verdict != "agrees" for x in found) and not self._is_noted(loss({})):
+            yield Finding("gradient", "all", "not checked", reason=reason)
+            return
         wrong = [x for x in found if x.verdict == "differs"]
         yield from sorted(wrong, key=_difference, reverse=True)
         yield from (x for x in found if x.verdict != "differs")
+
+    def _is_noted(self, loss: float) -> bool:
+        """Return whether a loss is about that of the step."""
+        noted = self._step.loss
+        return math.isfinite(loss) and abs(loss - noted) <= 1e-2 * max(abs(noted), 1e-3)
 
     def _searched(
         self, names: Sequence[str], slope_of: Callable[[Sequence[str]], Slope], how: str
@@ -394,7 +409,8 @@ class _Slopes:
                 g = self._step.gradients[name]
                 share = min(self._typical / norm, FARTHEST_MOVE * self._length(name)) / norm
                 weights = share * rng.uniform(0.5, 1.5, min(PERIOD, g.size))
-                direction[name] = g * np.resize(weights.astype(g.dtype), g.shape)
+                direction[name] = np.resize(weights.astype(g.dtype), g.shape)
+                direction[name] *= g
         change = self._precision.change * len(names) ** 0.25
         tolerance = self._precision.tolerance * min(1.0, STRICT_TOGETHER / len(names))
         doubted = self._precision.doubted / len(names)

@@ -87,6 +87,12 @@ def norm_of(x: np.ndarray) -> float:
     return math.sqrt(dot(x, x))
 
 
+def is_finite(x: np.ndarray) -> bool:
+    """Return whether all numbers of an array are finite. A sum tells it sooner, unless it overflows."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        return math.isfinite(x.sum()) or bool(np.isfinite(x).all())
+
+
 def typical_sizes(parameters: Arrays) -> dict[str, float]:
     """Return the median magnitude of the numbers of each parameter, or `SMALLEST` of one that is all 0."""
     sizes = {}
@@ -114,7 +120,7 @@ def slope_along(
     Args:
         loss: returns the loss at a point.
         point: the parameters.
-        start: the loss there.
+        start: the loss there, computed in any precision.
         direction: what is added to some parameters, times the step.
         found: the inner product of the gradient and the direction.
         least: the difference that is always rounding of the gradient.
@@ -129,37 +135,38 @@ def slope_along(
     most = MOVED / relative
     wanted = precision.change * max(abs(start), 1e-3)
     first = min(most, wanted / abs(found)) if found else most * precision.blind
-    slopes: dict[float, tuple[float, float, float]] = {}
+    ends: dict[float, tuple[float, float]] = {}
+    moved = {name: np.empty_like(point[name]) for name in direction}
+
+    def loss_at(step: float) -> float:
+        for name, d in direction.items():
+            np.multiply(d, step, out=moved[name])
+            moved[name] += point[name]
+        return loss(point | moved)
 
     def at(multiple: float) -> tuple[float, float, float]:
-        """Return the central slope and both one-sided ones."""
-        if multiple not in slopes:
-            step = multiple * first
-            ends = [
-                loss(point | {name: point[name] + sign * step * d for name, d in direction.items()})
-                for sign in (1, -1)
-            ]
-            slopes[multiple] = (
-                (ends[0] - ends[1]) / (2 * step),
-                (ends[0] - start) / step,
-                (start - ends[1]) / step,
-            )
-        return slopes[multiple]
+        """Return the losses on both sides, and the slope between them."""
+        step = multiple * first
+        if multiple not in ends:
+            ends[multiple] = loss_at(step), loss_at(-step)
+        after, before = ends[multiple]
+        return after, before, (after - before) / (2 * step)
 
     def rounding(multiple: float) -> float:
         return 4 * precision.unit * max(abs(start), precision.scale) / (multiple * first)
 
     allowed = max(precision.tolerance * abs(found), least)
-    central = at(1.0)[0]
+    central = at(1.0)[-1]
     if abs(central - found) <= allowed + min(rounding(1.0), abs(found) * precision.tolerance):
         return Slope(central, found, rounding(1.0), "agrees")
-    best = Slope(central, found, math.inf, "not checked")
+    best, here = Slope(central, found, math.inf, "not checked"), loss(point)
     for large, small in zip(LADDER[::2], LADDER[1::2], strict=True):
         if small > large:
             large, small = small, large
         if large * first * relative > FARTHEST:
             continue
-        (wide, *_), (narrow, after, before) = at(large), at(small)
+        (*_, wide), (above, below, narrow) = at(large), at(small)
+        after, before = (above - here) / (small * first), (here - below) / (small * first)
         if not all(map(math.isfinite, (wide, narrow, after, before))):
             continue
         doubt = abs(wide - narrow) + rounding(small)

@@ -13,7 +13,7 @@ from graphopt.graph.roles import Role, with_role
 from graphopt.graph.state import ACCUMULATED, AVERAGE, LEARNING_RATE, LOSS_SCALE, STEP, accumulators
 from graphopt.graph.values import next_of
 from graphopt.runtime.checks.findings import Finding
-from graphopt.runtime.checks.slopes import SINGLE, Arrays, dot, norm_of, wide
+from graphopt.runtime.checks.slopes import SINGLE, Arrays, dot, is_finite, norm_of, wide
 
 UPDATE_SAMPLE = 2**16  # numbers of a parameter that are compared if the update of one reads no others
 
@@ -137,7 +137,7 @@ class Updates:
         before, after = kinds
         if own is None or "" not in after:
             return _unchecked(f"no formula of {type(optimizer).__name__} is known", name, norm)
-        if not np.isfinite(before[""]).all():
+        if not is_finite(before[""]):
             return _unchecked("it has numbers that are not finite", name, norm)
         if after[""].dtype.itemsize < 4:
             return _unchecked("its numbers have 16 bits", name, norm)
@@ -180,7 +180,7 @@ def _unchecked(reason: str, name: str = "all", norm: float | None = None) -> Fin
 
 def _stays_finite(old: np.ndarray, new: np.ndarray) -> bool:
     """Return whether a step makes no number of a state infinite or NaN that was finite."""
-    return new.dtype.kind != "f" or bool(np.isfinite(new[np.isfinite(old)]).all())
+    return new.dtype.kind != "f" or is_finite(new) or is_finite(new[np.isfinite(old)])
 
 
 def _by_owner(state: Arrays) -> dict[str, Arrays]:
