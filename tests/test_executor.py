@@ -708,5 +708,7 @@ def test_a_number_of_another_type_is_converted() -> None:
 
 def test_a_node_that_fails_at_run_time_is_one_line_of_ours():
     proto = model("g (float[A,B] x, float[C,D] y) => (float[E,F] z) { z = MatMul(x, y) }")
-    with pytest.raises(graphopt.GraphoptError, match=r"^onnxruntime stopped: [^\n]*dimension mismatch[^\n]*$"):
+    with pytest.raises(
+        graphopt.GraphoptError, match=r"^onnxruntime stopped: [^\n]*dimension mismatch[^\n]*$"
+    ):
         graphopt.run(proto, {"x": np.zeros((2, 3), np.float32), "y": np.zeros((2, 3), np.float32)})

@@ -12,15 +12,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
+from typing import Any, ClassVar, NoReturn, Protocol
 
 import numpy as np
 import onnx_ir as ir
 
 from graphopt.errors import GraphoptError, kind_of
-
-if TYPE_CHECKING:
-    from graphopt.graph.emitter import Emitter
 
 # Python's name of each operator, how it is written, and the ONNX operator.
 _BINARY = {
@@ -56,6 +53,16 @@ class UnknownAttribute(GraphoptError, AttributeError):
     """Report that a value lacks an attribute that arrays have."""
 
 
+class Emits(Protocol):
+    """Emit nodes by the names of their operators, as an Emitter does."""
+
+    def constant(self, value: Any, like: ir.Value) -> ir.Value: ...
+
+    def cast(self, x: ir.Value, dtype: ir.DataType) -> ir.Value: ...
+
+    def __getattr__(self, op_type: str) -> Any: ...
+
+
 class Arithmetic:
     """Emit the nodes of Python's operators on values, during a `with` block.
 
@@ -65,7 +72,7 @@ class Arithmetic:
 
     current: ClassVar[Arithmetic | None] = None
 
-    def __init__(self, op: Emitter) -> None:
+    def __init__(self, op: Emits) -> None:
         self._op = op
 
     def __enter__(self) -> Arithmetic:
@@ -200,7 +207,7 @@ def _attribute(self: ir.Value, name: str) -> NoReturn:
     if name.startswith("_") or Arithmetic.current is None:
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
     instead = f"op.{_INSTEAD[name]} does it" if name in _INSTEAD else "operators are attributes of op"
-    instead = "passes.stop_gradient(op, x) does it" if name == "detach" else instead
+    instead = "write passes.stop_gradient(op, x)" if name == "detach" else instead
     raise UnknownAttribute(f"value {self.name!r}: expected no attribute {name!r} of arrays: {instead}")
 
 

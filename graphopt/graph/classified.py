@@ -10,7 +10,7 @@ import onnx
 import onnx_ir as ir
 
 from graphopt.graph.emitter import Emitter
-from graphopt.graph.metadata import TargetSpec
+from graphopt.graph.metadata import TargetSpec, add_note
 from graphopt.graph.roles import Role, with_role
 from graphopt.graph.values import dims_of, rank
 
@@ -29,8 +29,7 @@ def note_classification(proto: onnx.ModelProto, model: ir.Model) -> None:
     """Note in the trained model of a training graph how its scores classify."""
     spec = classification_of(model)
     if spec is not None and any(y.name == spec.output for y in proto.graph.output):
-        holder = spec.write(ir.Model(ir.Graph([], [], nodes=[]), ir_version=proto.ir_version))
-        proto.metadata_props.add(key=spec.KEY, value=holder.metadata_props[spec.KEY])
+        add_note(proto, spec)
 
 
 def activation_of(spec: TargetSpec) -> str | None:

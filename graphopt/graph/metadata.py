@@ -544,3 +544,9 @@ def add_labels(proto: onnx.ModelProto, labels: Sequence[str]) -> None:
     """Write the names of the classes into a model's metadata, unless it has some."""
     if all(note.key != LABELS.key for note in proto.metadata_props):
         proto.metadata_props.add(key=LABELS.key, value=json.dumps(list(labels)))
+
+
+def add_note(proto: onnx.ModelProto, note: Note) -> None:
+    """Write a note into a model's metadata."""
+    holder = note.write(ir.Model(ir.Graph([], [], nodes=[]), ir_version=proto.ir_version))
+    proto.metadata_props.add(key=note.KEY, value=holder.metadata_props[note.KEY])

@@ -129,7 +129,7 @@ def surrogate(function: Callable[..., Gradients]) -> Callable[..., Gradients]:
     ...     return [dy * op.Sigmoid(x)]
     >>> step = graphopt.compile(models.mlp((4,), 1), loss=passes.MeanSquaredError(), rules={("", "Relu"): soft})
     """
-    _check_function(function, "passes.surrogate")
+    _check_function(function, "@passes.surrogate")
     own = _scripted(function) if isinstance(function, OnnxFunction) else function
 
     @functools.wraps(own)
@@ -167,7 +167,7 @@ def gradient(domain: str, op_type: str, *, surrogate: bool = False) -> Callable[
             )
 
     def register(function: F) -> F:
-        _check_function(function, f"passes.gradient({domain!r}, {op_type!r})")
+        _check_function(function, f"@passes.gradient({domain!r}, {op_type!r})")
         REPLACED.add((domain, op_type))
         RULES[domain, op_type] = _scripted(function) if isinstance(function, OnnxFunction) else function
         for facts in (

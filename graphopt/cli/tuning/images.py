@@ -122,8 +122,13 @@ def _form(proposed: Proposal, file: Path, model: ir.Model, x: ir.Value, notes: N
 
 def _forms(proposed: Proposal, x: ir.Value, notes: Notes) -> Iterator[Form]:
     """Yield the forms of images that the shape of an input leaves open."""
-    said, dims = proposed.said, dims_of(x)
-    size = json_of(said["data.size"], "data.size") if "data.size" in said else notes.size or OPEN_SIZE
+    said, dims, size = proposed.said, dims_of(x), notes.size or OPEN_SIZE
+    if "data.size" in said:
+        size = json_of(said["data.size"], "data.size")
+        if not (isinstance(size, list) and len(size) == 2 and all(isinstance(own, int) for own in size)):
+            raise GraphoptError(
+                f"data.size: expected a height and a width, such as [224,224], found {said['data.size']}"
+            )
     for layout, axis in _CHANNELS.items():
         declared = [size for i, size in enumerate(dims) if i not in (0, axis)]
         height, width = (
