@@ -752,7 +752,7 @@ def test_a_recipe_s_callbacks(here: Path, capsys: pytest.CaptureFixture[str]) ->
         in said
     )
     assert f"restored  the weights of epoch {best['epoch']}\n" in said
-    assert f"held out  validation {best['validation_loss']:.4f}" in said
+    assert f"held out  validation loss {best['validation_loss']:.4f}" in said
     assert len(read_log("csv", here / "out/mine.csv")) == len(lines)
 
 

@@ -13,6 +13,7 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
+from scipy.special import softmax
 
 import graphopt
 import passes
@@ -162,8 +163,10 @@ def test_predict_is_the_runtime_s_outputs_in_batches() -> None:
         for data in (X, X.tolist(), (X, Y), NAMED, {"x": X}, graphopt.data.Dataset(NAMED)):
             for size in (7, 256):
                 outputs = graphopt.predict(model, data, batch_size=size)
-                assert list(outputs) == ["y"]
+                assert list(outputs) == ["y", "label", "probabilities"]
                 np.testing.assert_allclose(outputs["y"], expected, rtol=1e-5, atol=1e-6)
+                np.testing.assert_array_equal(outputs["label"], outputs["y"].argmax(axis=1))
+                np.testing.assert_allclose(outputs["probabilities"], softmax(outputs["y"], axis=1), rtol=1e-5)
 
 
 # --- Functions as callbacks ---

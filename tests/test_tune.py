@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 import PIL.Image
 import pytest
 import soundfile
@@ -206,17 +207,17 @@ NOTES: dict[str, tuple[str, dict[str, Any], str]] = {
     "transformers": (
         "preprocessor_config.json",
         {"image_mean": [0.5] * 3, "image_std": [0.25] * 3, "size": {"height": 16, "width": 24}},
-        "as preprocessor_config.json says: (x - [0.5,0.5,0.5]) / [0.25,0.25,0.25]",
+        "/preprocessor_config.json says: (x - [0.5,0.5,0.5]) / [0.25,0.25,0.25]",
     ),
     "not rescaled": (
         "preprocessor_config.json",
         {"image_mean": [127.5], "image_std": [51], "do_rescale": False},
-        "as preprocessor_config.json says: (x - [0.5]) / [0.2]",
+        "/preprocessor_config.json says: (x - [0.5]) / [0.2]",
     ),
     "timm": (
         "config.json",
         {"pretrained_cfg": {"mean": [0.1, 0.2, 0.3], "std": [1, 1, 1], "input_size": [3, 16, 24]}},
-        "as config.json says: (x - [0.1,0.2,0.3]) / [1,1,1]",
+        "/config.json says: (x - [0.1,0.2,0.3]) / [1,1,1]",
     ),
     "nothing of use": ("config.json", {"mean": ["a"], "std": 0, "id2label": 3}, ", tried: of 120 images"),
 }
@@ -370,8 +371,17 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     "of samples": (["sound.onnx", "pictures"], "expected one input of images, [N, C, H, W] or [N, H, W, C]"),
     "a size of words": (["open.onnx", "pictures", "data.size=large"], "data.size"),
     "one number": (["open.onnx", "pictures", "data.size=[16]"], "data.size: expected a height and a width"),
+    "labels that do not exclude each other": (["many.onnx", "pictures"], "found a Sigmoid"),
     "two folders": (["fixed.onnx", "pictures", "flat"], "found"),
 }
+
+
+def of_labels() -> onnx.ModelProto:
+    """Return a model that predicts each label by itself."""
+    proto = ir.to_proto(graphopt.models.cnn((3, 16, 24), 4))
+    proto.graph.node.append(onnx.helper.make_node("Sigmoid", ["y"], ["rate"]))
+    proto.graph.output[0].name = "rate"
+    return proto
 
 
 @pytest.mark.parametrize("case", MISTAKES)
@@ -390,6 +400,7 @@ def test_a_mistake_is_one_line(
     shutil.copy(next((files / "pictures" / "six").glob("*.png")), tmp_path / "flat")
     (tmp_path / "a.doc").write_bytes(b"")
     graphopt.save(graphopt.models.linear((400,), 2), "sound.onnx")
+    onnx.save(of_labels(), "many.onnx")
     verb = [] if case == "without tune" else ["tune"]
     assert cli.main([*verb, *words]) == 1
     lines = capsys.readouterr().err.splitlines()

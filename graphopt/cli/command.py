@@ -47,9 +47,8 @@ from graphopt.cli.run_folder import STEP, check_no_run, leave
 from graphopt.cli.schema import recipe_schema
 from graphopt.cli.train import parameter_count, train
 from graphopt.cli.trained import Trained, write_metrics, write_predictions
-from graphopt.cli.tuning.command import TUNE, tune
 from graphopt.cli.tuning.notes import PIXELS
-from graphopt.cli.words import check_words, field_of, reader_of
+from graphopt.cli.words import TUNE, check_words, field_of, reader_of
 from graphopt.errors import GraphoptError, cause, escaped, nearest, unknown
 from graphopt.files import write
 from graphopt.graph.listing import size
@@ -157,6 +156,8 @@ def _run(arguments: argparse.Namespace) -> None:
         examine(open_console())
         return
     if TUNE in words:
+        from graphopt.cli.tuning.command import tune
+
         tune(words, main, pixels=arguments.pixels, deeper=arguments.deeper)
         return
     if arguments.pixels or arguments.deeper:

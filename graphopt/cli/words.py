@@ -16,6 +16,7 @@ from graphopt.data.audio_folders import ENDINGS as RECORDINGS
 from graphopt.errors import GraphoptError, nearest
 
 PROMPT = "prompt="  # the field of a text, which needs no quotes of Hydra's
+TUNE = "tune"  # the verb of graphopt.cli.tuning
 BUILT_IN = ("linear", "mlp", "cnn", "transformer")  # models
 _OF_RUNS = ("compare", "evaluate", "predict")  # verbs that take the folder of runs
 _MEANT = {  # by words that other programs take

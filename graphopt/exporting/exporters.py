@@ -172,7 +172,7 @@ def _errors(exporter: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _one_line(expected: str, remedy: str) -> Iterator[None]:
-    """Turn errors of many types, of a module or of the runtime, into one line."""
+    """Turn errors of many types, of a module, into one line."""
     try:
         yield
     except GraphoptError:
@@ -380,8 +380,12 @@ def _verify(
         ordered = given if given.keys() == set(names) else dict(zip(names, given.values(), strict=False))
         feeds = {name: x.detach().cpu().numpy() for name, x in ordered.items()}
         expected = [x for x in pytree.tree_leaves(predicted) if isinstance(x, torch.Tensor)]
-        with _one_line(f"a file that runs on {size}", _instead(size)):
+        try:
             found = session.compute_arrays(feeds)
+        except GraphoptError as error:
+            raise GraphoptError(
+                f"export: expected a file that runs on {size}, found {line(error)[:300]}: {_instead(size)}"
+            ) from error
         for (name, ours), theirs in zip(found.items(), expected, strict=True):
             wanted = (
                 theirs.detach().cpu().float().numpy() if theirs.is_floating_point() else theirs.cpu().numpy()

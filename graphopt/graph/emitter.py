@@ -185,7 +185,9 @@ class Emitter(TapeBuilder):
             GraphoptError: ONNX has no such operator, or it takes no such inputs or attributes.
         """
         for name, attribute in kwargs.items():
-            if isinstance(attribute, ir.Value):
+            if isinstance(attribute, ir.Value) and not self._takes_input(
+                op_type, name, options.get("domain", ""), options.get("version")
+            ):
                 raise GraphoptError(
                     f"op.{op_type}: {name}: expected a number or a text, since it is an attribute, found value "
                     f"{attribute.name!r}"
@@ -201,6 +203,11 @@ class Emitter(TapeBuilder):
             raise
         except (TypeError, ValueError, AttributeError, RuntimeError) as error:
             raise GraphoptError(f"cannot emit {op_type}: {cause(error)}") from error
+
+    def _takes_input(self, op_type: str, name: str, domain: str, version: int | None) -> bool:
+        """Return whether an operator has an input of a name."""
+        schema = schema_of(domain, op_type, version or self.versions.get(domain, 0))
+        return schema is not None and any(x.name == name for x in schema.inputs)
 
     def emit_again(self, node: ir.Node, inputs: Sequence[Input]) -> Sequence[ir.Value]:
         """Emit a node's operator with its attributes on other inputs, and return the outputs."""

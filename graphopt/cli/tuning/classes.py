@@ -70,23 +70,45 @@ def describe(proposed: Proposal, root: Path, data: Dataset, what: str) -> list[s
 
 
 def head_of(proposed: Proposal, model: ir.Model, labels: list[str], names: list[str]) -> Pipeline:
-    """Propose to keep, to grow or to replace the head of a model; return the pipeline of its training graph."""
+    """Propose to keep, to grow or to replace the head of a model; return the pipeline of its training graph.
+
+    Args:
+        labels: the classes of the data.
+        names: those of the file, if it or its notes name them.
+
+    Raises:
+        GraphoptError: the model predicts each label by itself, so that its outputs are no classes.
+    """
+    output = _output(passes.Normalize()(model.clone()).model, proposed.said.get("adapter.output"))
+    size = dims_of(output)[-1] if output is not None and output.shape else None
+    operator = "" if output is None or (node := output.producer()) is None else node.op_type
+    if operator == "Sigmoid":
+        raise GraphoptError(
+            "tune: expected logits or probabilities of classes, found a Sigmoid, of labels that do not exclude "
+            "each other: train the model by a recipe with loss=binary_cross_entropy"
+        )
+    if operator == "Softmax":
+        proposed.fields["loss.from_logits"] = "false"
+    if isinstance(size, int) and len(names) != size:
+        names = []  # of other outputs
     is_kept, is_grown = {*labels} <= {*names}, bool(names) and {*names} < {*labels}
     classes = [*names, *(label for label in labels if label not in names)] if is_kept or is_grown else labels
-    (output,) = [y for y in model.graph.outputs if is_floating(y)][:1] or (None,)
-    old = dims_of(output)[-1] if output is not None and output.shape else "those of the file"
-    what = (
-        "new ones" if not is_grown else f"{len(names)} of the file, and {len(classes) - len(names)} new ones"
+    known = f"{len(names)} of the file, and {len(classes) - len(names)}" if is_grown else ""
+    told = (
+        "as in the file"
+        if is_kept
+        else f"{known} new ones, in place of {size or 'those of the file'}".lstrip()
     )
-    proposed.lines["head"] = (
-        f"{len(classes)} classes, {'as in the file' if is_kept else f'{what}, in place of {old}'}"
-    )
+    proposed.lines["head"] = f"{len(classes)} classes, {told}"
     proposed.head(classes if is_kept or is_grown else None, grow=is_kept or is_grown)
-    from_logits = output is None or (node := output.producer()) is None or node.op_type != "Softmax"
-    if not from_logits:
-        proposed.fields["loss.from_logits"] = "false"
     return standard(
-        adapter=passes.Head(classes=len(classes), grow=is_kept or is_grown),
-        loss=passes.CrossEntropy(from_logits=from_logits),
+        adapter=passes.Head(proposed.said.get("adapter.output"), len(classes), grow=is_kept or is_grown),
+        loss=passes.CrossEntropy(output=proposed.said.get("loss.output"), from_logits=operator != "Softmax"),
         optimizer=passes.SGD(0.1),
     )
+
+
+def _output(model: ir.Model, name: str | None) -> ir.Value | None:
+    """Return the floating-point output of a name, or the first one."""
+    outputs = [y for y in model.graph.outputs if is_floating(y) and name in (None, y.name)]
+    return outputs[0] if outputs else None

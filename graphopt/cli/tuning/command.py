@@ -22,7 +22,7 @@ from graphopt.cli.run_folder import METRICS_FILE, MODEL, REPORT
 from graphopt.cli.tuning.images import of_images
 from graphopt.cli.tuning.proposal import Proposal, listed, quoted
 from graphopt.cli.tuning.recordings import of_recordings
-from graphopt.cli.words import reader_of
+from graphopt.cli.words import TUNE, reader_of
 from graphopt.data.dataset import TARGET
 from graphopt.errors import GraphoptError
 from graphopt.files import json_of
@@ -32,7 +32,6 @@ from graphopt.graph.weight_kinds import EMBEDDING
 from graphopt.training.callbacks.logs import read_json_lines
 from graphopt.training.callbacks.terminal import is_watched, open_console
 
-TUNE = "tune"  # the verb
 DEEPER = "deeper"  # the folder of the second run, in that of the first
 RATE = 3e-5  # of the last layers
 LAST = 0.25  # of the layers
@@ -70,6 +69,10 @@ def tune(
         )
     console = open_console(quiet=said.get("quiet") == "true")
     proposed = propose(Path(models[0]), Path(others[0]), said, pixels)
+    if deeper and proposed.value("loss") == "causal_language_model":
+        raise GraphoptError(
+            f"{TUNE}: expected no --deeper, found it: an adapter of a language model is in all layers"
+        )
     folder = _run(console, proposed, main)
     if deeper:
         head = folder
@@ -111,9 +114,14 @@ def propose(model: Path, data: Path, said: dict[str, str], pixels: str | None = 
 
 def _of_table(proposed: Proposal, model: ir.Model, data: Path) -> None:
     """Propose the loss of a table's target, and a head if it has other classes than the model."""
-    target = proposed.said.get("data.target", TARGET)
-    rows = getattr(readers, proposed.fields["data"])(str(data), target=target)
-    targets, outputs = rows.arrays[TARGET], [y for y in model.graph.outputs if is_floating(y)]
+    said, kind = proposed.said, proposed.fields["data"]
+    target = said.get("data.target", TARGET)
+    options = {name: said[f"data.{name}"] for name in ("columns", "delimiter") if f"data.{name}" in said}
+    is_archive = kind in ("npy", "npz")
+    rows = getattr(readers, kind)(str(data), **({} if is_archive else {"target": target, **options}))
+    if TARGET not in rows.arrays:
+        raise GraphoptError(f"{TUNE}: {data}: expected an array {TARGET!r}, found {', '.join(rows.arrays)}")
+    targets, outputs = rows.arrays[TARGET][:], [y for y in model.graph.outputs if is_floating(y)]
     width = dims_of(outputs[0])[-1] if len(outputs) == 1 and outputs[0].shape else None
     is_whole = targets.ndim == 1 and bool(np.all(targets == np.round(targets)))
     is_classes = rows.labels is not None or (is_whole and width not in (1, None))

@@ -46,7 +46,7 @@ class Notes:
 
     @classmethod
     def of(cls, file: Path, model: ir.Model) -> Notes:
-        """Return the notes of a model: its own first, then those in its folder, and in the folder above.
+        """Return the notes of a model: its own first, then those in its folder, and above a folder `onnx`.
 
         Read are the metadata `Image.NominalPixelRange` and `labels`, `preprocessor_config.json` of transformers, and
         `config.json` of timm and transformers.
@@ -56,12 +56,13 @@ class Notes:
         """
         moments = _RANGES.get(PIXEL_RANGE.read(model) or "")
         found = [cls(None if moments is None else (moments, str(file)), labels=labels_in(model))]
-        for folder in (file.absolute().parent, file.absolute().parent.parent):
+        folder = file.absolute().parent
+        for above_or_beside in (folder, folder.parent) if folder.name == "onnx" else (folder,):
             for name, read in _READERS.items():
                 with suppress(FileNotFoundError):
-                    place = folder / name
+                    place = above_or_beside / name
                     said = json_of(read_file(place, MOST_BYTES), str(place))
-                    found.append(read(name, said) if isinstance(said, dict) else cls())
+                    found.append(read(str(place), said) if isinstance(said, dict) else cls())
         return cls(
             next((note.moments for note in found if note.moments), None),
             next((note.size for note in found if note.size), None),
