@@ -279,7 +279,7 @@ def test_a_run_without_a_trained_model_is_taken_by_its_checkpoint(capsys: pytest
     assert cli.main(["evaluate", "folder=run", "model=mlp"]) == 1
     assert "found run with checkpoints alone: take the newest, resume=run\n" in capsys.readouterr().err
     assert cli.main(["evaluate", "run"]) == 1
-    assert "such as folder=run: " in capsys.readouterr().err
+    assert "write evaluate folder=run" in capsys.readouterr().err
 
 
 @pytest.mark.slow
