@@ -170,7 +170,7 @@ def _deeper(head: Path, proposed: Proposal) -> Proposal:
     own = {"model": quoted(str(head / MODEL)), "folder": quoted(str(head / DEEPER))}
     again = Proposal({**said, **own}, fields)
     again.fields |= {"parameters.pattern": listed(names), "optimizer.learning_rate": str(RATE)}
-    again.fields["fit.cache_features"] = "true"
+    again.cache()
     again.wait(epochs=30, patience=3)
     again.lines["deeper"] = f"{len(names)} weights of the last layers train, too, at a rate of {RATE}"
     return again

@@ -77,6 +77,8 @@ def of_images(proposed: Proposal, file: Path, model: ir.Model, data: Path, pixel
     height, width = form.size
     proposed.fields |= {"data.size": f"[{height},{width}]", "data.channels": str(form.channels)}
     proposed.fields["data.layout"] = form.layout
+    if proposed.said.get("augment") == "images":
+        proposed.fields["augment.layout"] = form.layout
     is_scaled = is_floating(x)
     if not is_scaled:
         proposed.fields["data.scale"] = "false"

@@ -41,11 +41,17 @@ class Proposal:
             self.fields["callbacks.early_stopping"] = f"{{patience: {patience}}}"
         self.fields["fit.epochs"] = str(epochs)
 
+    def cache(self) -> None:
+        """Propose to compute the features of frozen layers once, unless each epoch has other images."""
+        if self.said.get("augment", "none") == "none":
+            self.fields["fit.cache_features"] = "true"
+
     def head(self, labels: Sequence[str] | None, *, grow: bool = False) -> None:
         """Propose a head, which trains on features that are computed once; `labels` are the names of its classes."""
         if self.said.get("adapter", "head") != "head":
             return
-        self.fields |= {"adapter": "head", "fit.cache_features": "true", "optimizer.learning_rate": HEAD_RATE}
+        self.fields |= {"adapter": "head", "optimizer.learning_rate": HEAD_RATE}
+        self.cache()
         if grow:
             self.fields["adapter.grow"] = "true"
         if labels is not None:
