@@ -20,6 +20,7 @@ from graphopt.errors import GraphoptError, escaped, kind_of, library_of, unknown
 from graphopt.graph import provenance
 from graphopt.graph.loading import Source, load
 from graphopt.graph.rewriting import Pass, Read
+from graphopt.graph.roles import STATE, with_role
 from graphopt.graph.strictness import is_strict, run_strictly
 from graphopt.graph.traversal import all_nodes, wholes_of
 
@@ -98,6 +99,7 @@ class Pipeline(Mapping[str, tuple[Step, ...]], Checked):
         with _garbage_waits():
             model = load(source)
             known = _operators(model) if self.rules else set()
+            is_of_other_passes = provenance.of(model) is None and bool(with_role(model, *STATE))
             model = self.rewrite(model, observe)
             for operator in self.rules.keys() - known - (_operators(model) if self.rules else set()):
                 name = "::".join(filter(None, operator))
@@ -105,7 +107,8 @@ class Pipeline(Mapping[str, tuple[Step, ...]], Checked):
                     f"rules: {name}: expected an operator or a function of the model, found none of this name: "
                     "leave the rule out, or correct its key"
                 )
-            provenance.note(model, source, self._steps)
+            if not is_of_other_passes:  # which a file does not name
+                provenance.note(model, source, self._steps)
             return model
 
     def rewrite(self, model: ir.Model, observe: Callable[[str, ir.Model], None] | None = None) -> ir.Model:

@@ -714,3 +714,19 @@ def test_any_subgradient_agrees():
     point, along = {"x": np.array([1.0])}, {"x": np.array([1.0])}
     for found in (-1.0, -0.5, 0.5, 1.0):
         assert slope_along(loss, point, 1.0, along, found, 1e-9, DOUBLE).verdict != "differs"
+
+
+@pytest.mark.parametrize("step", ["gradient", "clip"])
+def test_a_step_that_goes_on_from_a_file_is_not_held_against_passes_that_nobody_knows(step, tmp_path):
+    pipeline = graphopt.standard(
+        loss=passes.CrossEntropy(), clip=passes.ClipGlobalNorm(0.01), optimizer=passes.SGD(1.0)
+    )
+    graphopt.save(pipeline.until(step)(mlp()), tmp_path / "begun.onnx")
+    begun = graphopt.load(tmp_path / "begun.onnx")
+    for source in (tmp_path / "begun.onnx", begun):
+        step_of_two = pipeline.after(step)(source)
+        executor = graphopt.Executor(step_of_two, threads=1, native=False)
+        inputs = {x.name: x for x in step_of_two.graph.inputs}
+        rng = np.random.default_rng(0)
+        width = inputs["x"].shape[1]
+        executor.step(x=rng.normal(size=(6, width)).astype(np.float32), target=rng.integers(0, 2, 6))

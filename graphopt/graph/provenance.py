@@ -135,8 +135,7 @@ def note(model: ir.Model, source: object, passes: Mapping[str, tuple[Any, ...]])
     """Note that passes have made a model of a source."""
     before = of(source) if isinstance(source, ir.Model) else None
     if before is None:
-        is_compiled = isinstance(source, ir.Model) and bool(with_role(source, *STATE))
-        before = Provenance(None if is_compiled else SourceFile.of(source), {}, {})
+        before = Provenance(SourceFile.of(source), {}, {})
     tensors = {name_of(x): x.const_value for x in with_role(model, *STATE) if x.const_value is not None}
     if sum(map(tensor_bytes, tensors.values())) > DIGESTED:
         tensors = {}
