@@ -81,6 +81,7 @@ def test_recipes_that_ship_are_valid(path: Path) -> None:
 @pytest.mark.parametrize("command", COMMANDS)
 def test_recipes_of_the_guides_commands_are_valid(command: str) -> None:
     words = shlex.split(command, comments=True)[1:]
+    words = [word for word in words if not word.startswith("--")]
     known = [word for word in words if "=" in word or word in VERBS or word.endswith(".onnx")]
     overrides = [field_of(word, VERBS) for word in known if not word.startswith("sweep=")]
     recipe: Any = composed(*([] if "-m" in words else overrides))
