@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import html
 import importlib.util
 import io
 import os
-import re
 import sys
 from pathlib import Path
 
@@ -81,15 +79,6 @@ def plot_graphs(result):
 def on_device(result):
     assert result["difference"] < 1e-4
     assert result["accuracy"] > 0.95
-
-
-def draw_run(result):
-    """The picture shows what is printed today, except measured numbers."""
-    picture = (Path(__file__).parents[1] / "examples/pictures/run.svg").read_text()
-    shown = [html.unescape(line) for line in re.findall(r"<text [^>]*>(.*)</text>", picture)]
-    plain = [line.replace("\N{NO-BREAK SPACE}", " ").rstrip() for line in [*shown, *result]]
-    plain = [re.sub(r"[\d,]+ samples/s|\d+\.\d+", "N", line) for line in plain]
-    assert plain[: len(shown)] == plain[len(shown) :]
 
 
 def draw_report(result):
