@@ -724,9 +724,9 @@ def test_a_step_that_goes_on_from_a_file_is_not_held_against_passes_that_nobody_
     graphopt.save(pipeline.until(step)(mlp()), tmp_path / "begun.onnx")
     begun = graphopt.load(tmp_path / "begun.onnx")
     for source in (tmp_path / "begun.onnx", begun):
-        step_of_two = pipeline.after(step)(source)
-        executor = graphopt.Executor(step_of_two, threads=1, native=False)
-        inputs = {x.name: x for x in step_of_two.graph.inputs}
+        compiled = pipeline.after(step)(source)
+        executor = graphopt.Executor(compiled, threads=1, native=False)
+        inputs = {x.name: x for x in compiled.graph.inputs}
         rng = np.random.default_rng(0)
         width = inputs["x"].shape[1]
         executor.step(x=rng.normal(size=(6, width)).astype(np.float32), target=rng.integers(0, 2, 6))

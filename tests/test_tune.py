@@ -122,7 +122,7 @@ def test_a_fixed_file_and_a_folder_become_a_classifier_as_accurate_as_pytorch_s_
     assert lines["data"].endswith("150 images in 3 classes, five 50, seven 49, six 51")
     assert (
         "imagenet, as --pixels says" in lines["pixels"]
-        and "; its batches of 1 get any size" in lines["model"]
+        and "; its fixed batch of 1 is freed" in lines["model"]
     )
     trained = tmp_path / "run" / "trained.onnx"
     note = {entry.key: entry.value for entry in onnx.load(trained).metadata_props}
@@ -177,10 +177,16 @@ def test_the_printed_recipe_repeats_the_run(
 def test_deeper_layers_train_after_the_head_of_a_file_that_leaves_its_sizes_open(
     files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    options = ["data.size=[16,24]", "fit.epochs=2", "--deeper", "--pixels=imagenet"]
+    options = [
+        "data.size=[16,24]",
+        "fit.epochs=2",
+        "--deeper",
+        "--pixels=imagenet",
+        "optimizer.learning_rate=0.02",
+    ]
     tuned(files / "open.onnx", files / "pictures", f"folder={tmp_path / 'run'}", *options)
     lines = said(capsys)
-    assert lines["deeper"].startswith("2 weights of the last layers")
+    assert lines["deeper"] == "2 weights of the last layers train, too, at a rate of 0.0002"
     assert lines["best"].startswith(str(tmp_path / "run"))
     assert "estimated" in (tmp_path / "run" / "deeper" / "report.html").read_text()
     before, after = (graphopt.load(tmp_path / place / "trained.onnx") for place in ("run", "run/deeper"))
@@ -233,8 +239,8 @@ def test_notes_beside_a_file_say_what_its_pixels_become(case: str, files: Path, 
 
 LABEL_SETS = {
     "kept": (["one", "seven", "six", "five", "two"], "5 classes, as in the file"),
-    "grown": (["six", "seven"], "3 classes, 2 of the file, and 1 new ones, in place of 2"),
-    "replaced": (["six", "cat"], "3 classes, new ones, in place of 2"),
+    "grown": (["six", "seven"], "3 classes, 2 of the file and 1 new"),
+    "replaced": (["six", "cat"], "3 new classes in place of 2"),
 }
 
 
@@ -337,7 +343,7 @@ def test_a_table_of_other_classes(tmp_path: Path, capsys: pytest.CaptureFixture[
     options = ["data.target=side", "optimizer.learning_rate=0.05", f"folder={tmp_path / 'run'}"]
     tuned(tmp_path / "t.onnx", tmp_path / "t.csv", *options)
     lines_said = said(capsys)
-    assert lines_said["head"] == "2 classes, in place of 4"
+    assert lines_said["head"] == "2 new classes in place of 4"
     records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert max(record["accuracy"] for record in records) > 0.85
 

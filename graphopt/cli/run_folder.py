@@ -24,6 +24,10 @@ METRICS_FILE, CONFIG, CHECKPOINTS, RESULT = "metrics.jsonl", "config.yaml", "che
 STEP, MODEL, REPORT = "step.onnx", "trained.onnx", "report.html"
 ADAPTER_FILES = "adapter.onnx_adapter", "adapter.safetensors"  # for slots, and the state of adapters
 LOCK, LOG = ".lock", "graphopt.log"
+# Fields that a run has from its command line only
+OF_COMMAND_LINE = (
+    *("folder", "launcher", "predictions", "prompt", "quiet", "recipe", "resume", "rows", "run", "time"),
+)
 OWN_FILES = (
     *(METRICS_FILE, CONFIG, CHECKPOINTS, RESULT, STEP, MODEL, REPORT, LOG),
     *(*ADAPTER_FILES, ".hydra", LOCK, ".ray", "."),
@@ -226,17 +230,5 @@ def _identity_of(folder: Path) -> dict[str, object]:
 
 
 def _recipe_identity(config: Mapping[str, object]) -> dict[str, object]:
-    others = (
-        "folder",
-        "generate",
-        "launcher",
-        "predictions",
-        "prompt",
-        "quiet",
-        "recipe",
-        "resume",
-        "rows",
-        "run",
-        "time",
-    )
+    others = (*OF_COMMAND_LINE, "generate")
     return {name: value for name, value in config.items() if name not in others}

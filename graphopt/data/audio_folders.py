@@ -67,10 +67,6 @@ def audio(
     """
     imported(*_SOUNDFILE)
     root = Path(path)
-    if not root.is_dir():
-        raise GraphoptError(
-            f"{path}: expected a folder of recordings, found {'a file' if root.exists() else 'none'}"
-        )
     files, classes, names = files_and_labels(root, "recordings", target is not None, labels)
     files, classes, sizes = without_others(root, "recordings", files, classes, _size_of)
     wanted = sizes[0].rate if rate is None else rate

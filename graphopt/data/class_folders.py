@@ -22,6 +22,10 @@ def files_and_labels(
     root: Path, what: str, is_labelled: bool, labels: Sequence[str] | None
 ) -> tuple[list[Path], np.ndarray, tuple[str, ...]]:
     """Return the files, the class of each, and the names of the classes."""
+    if not root.is_dir():
+        raise GraphoptError(
+            f"{root}: expected a folder of {what}, found {'a file' if root.exists() else 'none'}"
+        )
     if not is_labelled:
         return _files(root, what), np.zeros(0, np.int64), ()
     folders = [root / name for name in _shown(next(os.walk(root, onerror=_cannot_read))[1])]

@@ -86,10 +86,6 @@ def images(
             f"{list(size)}"
         )
     root = Path(path)
-    if not root.is_dir():
-        raise GraphoptError(
-            f"{path}: expected a folder of images, found {'a file' if root.exists() else 'none'}"
-        )
     files, classes, names = files_and_labels(root, "images", target is not None, labels)
     files, classes, sizes = without_others(root, "images", files, classes, _image_size)
     pixel = DECODED_PIXEL if size is not None else max(DECODED_PIXEL, channels * (4 if scale else 1))

@@ -15,7 +15,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from graphopt.cli.composition.expansion import MOST_BYTES, Fields, read_config
-from graphopt.cli.run_folder import CHECKPOINTS, CONFIG, METRICS_FILE, check_run
+from graphopt.cli.run_folder import CHECKPOINTS, CONFIG, METRICS_FILE, OF_COMMAND_LINE, check_run
 from graphopt.errors import GraphoptError
 from graphopt.files import json_of, read_regular, write_folder
 from graphopt.targets.native.cache import cache_folder, read_cached, write_cached
@@ -23,21 +23,8 @@ from graphopt.targets.native.cache import cache_folder, read_cached, write_cache
 HYDRA = ".hydra"
 COMPOSED, OPTIONS, OVERRIDES = "config.yaml", "hydra.yaml", "overrides.yaml"
 SIGNATURE = "signature.json"  # of the three files, by a key in the user's cache, and the folders of recipes
-# Fields that a run has from its command line only: another run does not take them from the record.
-NOT_TAKEN = (
-    "folder",
-    "hydra",
-    "launcher",
-    "predictions",
-    "prompt",
-    "quiet",
-    "recipe",
-    "resume",
-    "rows",
-    "run",
-    "time",
-    "trust",
-)
+# Fields that another run does not take from the record
+NOT_TAKEN = (*OF_COMMAND_LINE, "hydra", "trust")
 _KEY, _ROOM = "key", "runs"
 _SECRET = 0o600  # only this user reads and writes the key
 

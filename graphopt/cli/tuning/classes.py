@@ -54,7 +54,7 @@ def freed(proposed: Proposal, model: ir.Model, rows: int) -> ir.Model:
 def of_batch(proposed: Proposal, rows: object) -> str:
     """Return the end of a line about a model: whether its fixed batch is freed."""
     return (
-        f"; its batches of {rows} get any size"
+        f"; its fixed batch of {rows} is freed"
         if proposed.value("pipeline.normalize.batch") == "free"
         else ""
     )
@@ -93,13 +93,13 @@ def head_of(proposed: Proposal, model: ir.Model, labels: list[str], names: list[
         names = []  # of other outputs
     is_kept, is_grown = {*labels} <= {*names}, bool(names) and {*names} < {*labels}
     classes = [*names, *(label for label in labels if label not in names)] if is_kept or is_grown else labels
-    known = f"{len(names)} of the file, and {len(classes) - len(names)}" if is_grown else ""
-    told = (
-        "as in the file"
-        if is_kept
-        else f"{known} new ones, in place of {size or 'those of the file'}".lstrip()
-    )
-    proposed.lines["head"] = f"{len(classes)} classes, {told}"
+    if is_kept:
+        told = f"{len(classes)} classes, as in the file"
+    elif is_grown:
+        told = f"{len(classes)} classes, {len(names)} of the file and {len(classes) - len(names)} new"
+    else:
+        told = f"{len(classes)} new classes in place of {size or 'those of the file'}"
+    proposed.lines["head"] = told
     proposed.head(classes if is_kept or is_grown else None, grow=is_kept or is_grown)
     return standard(
         adapter=passes.Head(proposed.said.get("adapter.output"), len(classes), grow=is_kept or is_grown),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import os
 import shlex
 import sys
@@ -20,7 +21,7 @@ from graphopt.adapters.targets import targets_in
 from graphopt.cli.messages import say
 from graphopt.cli.run_folder import METRICS_FILE, MODEL, REPORT
 from graphopt.cli.tuning.images import of_images
-from graphopt.cli.tuning.proposal import Proposal, listed, quoted
+from graphopt.cli.tuning.proposal import HEAD_RATE, Proposal, listed, quoted
 from graphopt.cli.tuning.recordings import of_recordings
 from graphopt.cli.words import TUNE, reader_of
 from graphopt.data.dataset import TARGET
@@ -33,7 +34,7 @@ from graphopt.training.callbacks.logs import read_json_lines
 from graphopt.training.callbacks.terminal import is_watched, open_console
 
 DEEPER = "deeper"  # the folder of the second run, in that of the first
-RATE = 3e-5  # of the last layers
+SHARE = 0.01  # of the head's rate, for the last layers
 LAST = 0.25  # of the layers
 MOST_LINE = 2**20  # bytes of a line of text
 
@@ -130,7 +131,9 @@ def _of_table(proposed: Proposal, model: ir.Model, data: Path) -> None:
     if is_classes:
         classes = len(rows.labels) if rows.labels else int(targets.max()) + 1
         proposed.lines["head"] = (
-            f"{classes} classes, {'as in the file' if classes == width else f'in place of {width}'}"
+            f"{classes} classes, as in the file"
+            if classes == width
+            else f"{classes} new classes in place of {width}"
         )
         if classes != width:
             proposed.head(None)
@@ -167,12 +170,17 @@ def _deeper(head: Path, proposed: Proposal) -> Proposal:
         {name: text for name, text in given.items() if not name.startswith(of_head)}
         for given in (proposed.said, proposed.fields)
     )
-    own = {"model": quoted(str(head / MODEL)), "folder": quoted(str(head / DEEPER))}
+    rate = f"{SHARE * float(proposed.value('optimizer.learning_rate') or HEAD_RATE):.3g}"
+    own = {
+        "model": quoted(str(head / MODEL)),
+        "folder": quoted(str(head / DEEPER)),
+        "optimizer.learning_rate": rate,
+    }
     again = Proposal({**said, **own}, fields)
-    again.fields |= {"parameters.pattern": listed(names), "optimizer.learning_rate": str(RATE)}
+    again.fields["parameters.pattern"] = listed([glob.escape(name) for name in names])
     again.cache()
     again.wait(epochs=30, patience=3)
-    again.lines["deeper"] = f"{len(names)} weights of the last layers train, too, at a rate of {RATE}"
+    again.lines["deeper"] = f"{len(names)} weights of the last layers train, too, at a rate of {rate}"
     return again
 
 

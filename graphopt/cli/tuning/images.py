@@ -202,13 +202,14 @@ def _tried(frozen: ir.Model, form: Form, rows: Dataset) -> tuple[Moments, str]:
         max(shares[best] * (1 - shares[best]), 1 / count) / count
     )  # of a share, a standard deviation
     unsure = (
-        "; the difference is small: --pixels=WORD says it, if you know"
+        "; the difference is small: set --pixels=WORD if you know"
         if shares[best] - max(others.values()) < noise
         else ""
     )
     texts = ", ".join(f"{word} {share:.0%}" for word, share in others.items())
     return PIXELS[best], (
-        f"{best}, tried: of {count} images, their features tell the classes of {shares[best]:.0%} ({texts}){unsure}"
+        f"{best}, tried: of {count} images, a linear classifier of the features tells {shares[best]:.0%} ({texts})"
+        f"{unsure}"
     )
 
 
