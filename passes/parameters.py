@@ -186,7 +186,8 @@ class Parameters(Pass):
                 f"the exporter left out {len(missing)} parameters, which do not train: {names}: {EXPORT_ANEW}",
                 stacklevel=2,
             )
-        _warn([value for value in floating if value in reached and (value in roots or value not in chosen)])
+        copies = {*chosen} - {*roots}
+        _warn([value for value in floating if value in reached and value not in copies])
         for value in roots:
             weight = quantized.promote(value)
             if value in pruned:

@@ -182,8 +182,8 @@ def _truth(self: ir.Value) -> bool:
 
 
 def _equal(self: ir.Value, other: object) -> Any:
-    if self is other:
-        return True
+    if self is other or isinstance(other, ir.Value):
+        return self is other
     if isinstance(other, int | float | np.generic | np.ndarray) and Arithmetic.current is not None:
         raise GraphoptError(
             f"{self.name} == {other}: expected another value, found {kind_of(other)}: `==` compares identities, and "

@@ -41,7 +41,7 @@ class Role(enum.Enum):
     NEXT = "next"  # output NAME.next: replaces state NAME
 
 
-_NAMES = {role.value for role in Role}
+_BY_NAME = {role.value: role for role in Role}
 FED = (Role.DATA, Role.TARGET, Role.SAMPLE_WEIGHT)
 STATE = frozenset({Role.PARAMETER, Role.SLOT, Role.STATISTIC, Role.COUNTER})
 INPUTS = frozenset({*FED, *STATE, Role.HYPERPARAMETER, Role.SEED, Role.SAVED, Role.SUMMED, Role.GRADIENT})
@@ -51,9 +51,9 @@ OUTPUTS = frozenset(set(Role) - INPUTS | {Role.SAVED, Role.SUMMED, Role.GRADIENT
 def role_of(value: ir.Value) -> Role | None:
     """Return the role of a graph input or output, or None if it has none."""
     name = metadata.ROLE.read(value)
-    if name is not None and name not in _NAMES:
-        raise GraphoptError(f"{value.name!r}: {unknown('role', name, _NAMES)}")
-    return None if name is None else Role(name)
+    if name is not None and name not in _BY_NAME:
+        raise GraphoptError(f"{value.name!r}: {unknown('role', name, _BY_NAME)}")
+    return None if name is None else _BY_NAME[name]
 
 
 def set_role(value: ir.Value, role: Role) -> ir.Value:

@@ -137,11 +137,9 @@ def _note_gradients(model: ir.Model) -> None:
 def simplify_algebra(model: ir.Model) -> bool:
     """Rewrite the arithmetic of a training graph whose gradients stay readable; return whether anything changed."""
     algebra = [combine_scalar_factors(), _square_as_product(), _rows_of_transposed()]
-    if any(
-        node.op_type == "Resize" for node in all_nodes(model.graph)
-    ):  # the rule's orders of operands are many
-        algebra.insert(2, _mask_before_upsampling())
     changed = bool(rule_set(algebra, commute=True).apply_to_model(model))
+    if any(node.op_type == "Resize" for node in all_nodes(model.graph)):
+        changed = bool(rule_set([_mask_before_upsampling()]).apply_to_model(model)) or changed
     return share_gelu_distribution(model) or changed
 
 
@@ -209,7 +207,8 @@ def _rows_of_transposed() -> RewriteRule:
 def _mask_before_upsampling() -> RewriteRule:
     """Return the rule that rewrites f up(g) [x > 0] as f up(g [p > 0]), where f marks the first maximum p of a window.
 
-    The results are bit-identical in windows without NaN.
+    The results are bit-identical in windows without NaN. The order of operands is that of the gradient of MaxPool: to
+    try others took a tenth of the time to compile a small network.
     """
 
     def pattern(op: OpsetPatternBuilder, x: Var, p: Var, share: Var, scores: Var, scales: Var) -> Var:
