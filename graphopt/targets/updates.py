@@ -12,6 +12,7 @@ from typing import Any
 
 import onnx_ir as ir
 from onnxscript.rewriter import RewriteRule
+from onnxscript.rewriter.pattern import OpsetPatternBuilder, Var
 
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.operators import BILINEAR, JOINTLY_LINEAR, LINEAR_IN_FIRST
@@ -19,23 +20,23 @@ from graphopt.graph.rewriting import interface_kept
 from graphopt.graph.roles import Role, with_role
 from graphopt.graph.rules import rule_set
 from graphopt.graph.simplify import combine_scalar_factors
-from graphopt.graph.values import constant_number, given, is_number, like, next_of
+from graphopt.graph.values import constant_number, given, is_number, like, next_of, producer_of
 from graphopt.targets.scan import hoist_weight_gradients
 
 Rewriting = Callable[[ir.Model], int]  # returns whether, or how many times, it changed a model
 
 
-def _gemm(op: Any, a: Any, b: Any) -> Any:
+def _gemm(op: OpsetPatternBuilder, a: Var, b: Var) -> Var:
     """Return the pattern of a product g, of whose attributes rules decide."""
     return op.Gemm(a, b, _outputs=["g"], _allow_other_attributes=True)
 
 
 def _alpha(g: ir.Value) -> float:
-    return g.producer().attributes.get_float("alpha", 1.0)  # type: ignore[union-attr]
+    return producer_of(g).attributes.get_float("alpha", 1.0)
 
 
 def _flags(g: ir.Value) -> dict[str, int]:
-    return {name: g.producer().attributes.get_int(name, 0) for name in ("transA", "transB")}  # type: ignore[union-attr]
+    return {name: producer_of(g).attributes.get_int(name, 0) for name in ("transA", "transB")}
 
 
 def _width(x: ir.Value) -> int:
@@ -43,31 +44,32 @@ def _width(x: ir.Value) -> int:
     return math.prod(size for size in x.shape or () if isinstance(size, int))
 
 
-def _is_alone(_: Any, g: ir.Value, **values: Any) -> bool:
+def _is_alone(_: object, g: ir.Value, y: ir.Value | None = None, **values: object) -> bool:
     """Return whether a product has no C and a single reader, which changes the order of axes if it is a transpose."""
-    gemm, y = g.producer(), values.get("y")
-    swaps = y is None or y.producer().attributes.get_ints("perm", [1, 0])[0] != 0
-    return swaps and len(gemm.inputs) == 2 and len(g.uses()) == 1 and not g.is_graph_output()  # type: ignore[union-attr]
+    swaps = y is None or producer_of(y).attributes.get_ints("perm", [1, 0])[0] != 0
+    return swaps and len(producer_of(g).inputs) == 2 and len(g.uses()) == 1 and not g.is_graph_output()
 
 
-def _is_plain(_: Any, state: ir.Value, g: ir.Value, scalar: ir.Value | None = None, **values: Any) -> bool:
+def _is_plain(
+    _: object, state: ir.Value, g: ir.Value, scalar: ir.Value | None = None, **values: ir.Value
+) -> bool:
     """Return whether a product has no factor and the shape of a state, and is multiplied by a scalar, if at all."""
     fits = _is_alone(_, g) and _alpha(g) == 1.0 and (scalar is None or is_number(scalar))
     return fits and state.shape == g.shape
 
 
-def _is_scaled_exactly(_: Any, state: ir.Value, g: ir.Value, scalar: ir.Value, **values: Any) -> bool:
+def _is_scaled_exactly(_: object, state: ir.Value, g: ir.Value, scalar: ir.Value, **values: ir.Value) -> bool:
     """Return whether a factor is a constant of float32, the precision of the attribute beta."""
     is_exact = constant_number(scalar) is not None and g.dtype == ir.DataType.FLOAT
     return is_exact and _is_plain(_, state, g, scalar)
 
 
-def _transposed(op: Any, a: Any, b: Any, g: ir.Value, **_: Any) -> Any:
+def _transposed(op: Any, a: ir.Value, b: ir.Value, g: ir.Value, **_: object) -> ir.Value:
     flags = _flags(g)
     return op.Gemm(b, a, alpha=_alpha(g), transA=1 - flags["transB"], transB=1 - flags["transA"])
 
 
-def _descent(op: Any, state: Any, scalar: Any, a: Any, b: Any, g: ir.Value) -> Any:
+def _descent(op: Any, state: ir.Value, scalar: ir.Value, a: ir.Value, b: ir.Value, g: ir.Value) -> ir.Value:
     minus = like(op.Neg(scalar), scalar)
     if _width(a) < _width(b):
         return op.Gemm(like(op.Mul(minus, a), a), b, state, **_flags(g))

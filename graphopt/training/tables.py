@@ -76,7 +76,7 @@ class FittedTable(Checked):
     records: Sequence[Record]
     best: Record
 
-    def predict(self, table: Any) -> np.ndarray:
+    def predict(self, table: object) -> np.ndarray:
         """Return the predicted class or number of each row of a table, as the target has them.
 
         Args:
@@ -94,7 +94,7 @@ class FittedTable(Checked):
             return label
         return self.classes[[self.labels.index(name) for name in label.tolist()]]
 
-    def predict_proba(self, table: Any) -> np.ndarray:
+    def predict_proba(self, table: object) -> np.ndarray:
         """Return the probabilities of the classes, in columns.
 
         Args:
@@ -110,7 +110,7 @@ class FittedTable(Checked):
             )
         return outputs[PROBABILITIES]
 
-    def evaluate(self, table: Any, *, metrics: Wanted | Sequence[Wanted] | None = None) -> dict[str, Any]:
+    def evaluate(self, table: object, *, metrics: Wanted | Sequence[Wanted] | None = None) -> dict[str, Any]:
         """Return the loss and the metrics on a table that has the target.
 
         Args:
@@ -141,14 +141,14 @@ class FittedTable(Checked):
         """
         save(self.to_onnx(), path)
 
-    def _outputs(self, table: Any) -> dict[str, np.ndarray]:
+    def _outputs(self, table: object) -> dict[str, np.ndarray]:
         rows = _read(table, None, columns=self.columns) if _is_path(table) else foreign.as_columns(table)
         return predict(self.to_onnx(), rows)
 
 
 @checked()
 def fit_table(
-    table: Any,
+    table: object,
     target: str | Sequence[str],
     *,
     task: _Task | None = None,
