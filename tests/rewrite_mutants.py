@@ -56,6 +56,12 @@ FUSIONS = [
         ("plain_descent", "[-1, 1, *sizes[2:]]", "[-1, 1, sizes[3], sizes[2]]"),
     ),
     *of(
+        "graphopt/targets/onnxruntime/convolution.py",
+        "fusion",
+        ("unpooled", "np.arange(size, 0, -1)", "np.arange(1, size + 1)"),
+        ("unpooled", "op.Size(planes) + size, size)", "op.Size(planes) + size, 1)"),
+    ),
+    *of(
         "graphopt/targets/updates.py",
         "fusion",
         (

@@ -16,6 +16,7 @@ import graphopt
 import passes
 from graphopt import models
 from graphopt.targets.onnxruntime.fuse import FUSIONS
+from graphopt.testing.gradients import computed, gradient_model
 
 RNG = np.random.default_rng(0)
 
@@ -75,6 +76,7 @@ def test_each_fusion_is_seen_and_can_be_left_out():
         "pool_channels_as_batch",
         "transposed_convolution_as_convolution",
         "hoist_weight_gradients",
+        "unpool_first_maxima",
         "vectorize_steps",
         "fold_transpose_into_gemm",
     }
@@ -446,6 +448,33 @@ def test_a_gradient_is_masked_after_pooling_bit_for_bit(no_algebra):
         assert len({executor.step(batch)["loss"] for executor in executors}) == 1
     first, second = ([node.op_type for node in one.trained().graph.node] for one in executors)
     assert first == second
+
+
+@pytest.mark.parametrize(
+    ("shape", "window"),
+    [((3, 2, 6, 8), (2, 2)), ((2, 3, 9, 4), (3, 4)), ((4, 1, 12), (3,)), ((2, 2, 4, 2, 6), (2, 1, 3))],
+)
+def test_an_unpooled_gradient_goes_to_the_first_of_equal_maxima_as_in_torch(shape, window):
+    torch = pytest.importorskip("torch")
+    rng = np.random.default_rng(0)
+    small = (*shape[:2], *(n // k for n, k in zip(shape[2:], window, strict=True)))
+    large, pooled, kernel = (",".join(map(str, sizes)) for sizes in (shape[1:], small[1:], window))
+    pool = f"MaxPool<kernel_shape=[{kernel}], strides=[{kernel}]>(x)"
+    proto = model(f"g (float[N,{large}] x) => (float[N,{pooled}] y) {{ y = {pool} }}")
+    gradient = gradient_model(graphopt.load(proto))
+    passes.Fuse().rewrite(gradient)
+    assert _operators(gradient).count("MaxUnpool") == 1
+    x = rng.integers(-2, 2, shape).astype(np.float32)
+    x[rng.random(shape) < 0.3] = -np.inf
+    x = np.maximum(x, np.where(np.indices(shape)[-1] % window[-1] == 0, -9, x))  # no window has only -inf
+    x[0] = 1.0  # ties everywhere
+    dy = rng.standard_normal(small, np.float32)
+    ours = computed(gradient, {"x": x, "y.seed": dy})["x.grad"]
+    theirs = torch.from_numpy(x).requires_grad_()
+    getattr(torch.nn.functional, f"max_pool{len(window)}d")(theirs, window).backward(torch.from_numpy(dy))
+    np.testing.assert_array_equal(ours, theirs.grad)
+    x[0, 0] = np.nan  # its windows have no maximum: others are as they were
+    np.testing.assert_array_equal(computed(gradient, {"x": x, "y.seed": dy})["x.grad"][1:], ours[1:])
 
 
 def _operators(step):

@@ -94,7 +94,7 @@ class Target(Checked):
 
 ONNXRUNTIME = Target("onnxruntime", Pipeline(fuse=Fuse()), own_version())
 # Fusions for ONNX Runtime's CPU provider, which others may not need.
-_CPU_ALONE = ("compute_bfloat16_in_float32",)
+_CPU_ALONE = ("compute_bfloat16_in_float32", "unpool_first_maxima")
 # Fusions that another runtime does not need, or computes slower: WebGPU takes 14 times as long for MaxPool by planes.
 _LEFT_OUT = {
     "cuda": (

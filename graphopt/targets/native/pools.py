@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import numpy as np
 import onnx_ir as ir
@@ -78,12 +79,28 @@ def _repeats(node: ir.Node, attributes: Attributes) -> list[int] | None:
 # --- The gradient of a maximum ---
 
 
-def pool_gradient_kernel(node: ir.Node, forms: NodeForms) -> Replacement | None:
-    """Return the kernel of first * repeated(dy * gate), where `first` is whether x is the first maximum of its window.
+@dataclass(frozen=True)
+class FirstMaximum:
+    """The gradient of a MaxPool, first * repeated(share): `first` is whether x is the first maximum of its window.
 
-    This is the gradient of a MaxPool, which y is, and of a Relu before it: the gate is a HardSigmoid of y. The elements
-    that equal y get scores from the first to the last, and the first one has the highest score of its window.
+    The elements that equal y, the maximum, get scores from the first to the last, and the first one has the highest
+    score of its window.
+
+    Args:
+        equal: whether elements equal the maximum, as numbers.
+        nodes: those that compute the gradient, in order.
     """
+
+    x: ir.Value
+    y: ir.Value
+    equal: ir.Value
+    share: ir.Value
+    window: list[int]
+    nodes: list[ir.Node]
+
+
+def first_maximum(node: ir.Node, forms: NodeForms) -> FirstMaximum | None:
+    """Return the gradient of a MaxPool that a node computes, if nothing else reads what it is computed from."""
     for chosen, spread in _orders(node) if _is(node, "Mul") else ():
         first, repeat = _made(chosen, "Cast"), _made(spread, "Resize")
         if first is None or repeat is None or first.graph is not node.graph:
@@ -98,23 +115,33 @@ def pool_gradient_kernel(node: ir.Node, forms: NodeForms) -> Replacement | None:
             if rank is None or up is None or most is None or most.inputs[0] is not score:
                 continue
             found = _scored(rank, forms)
-            if found is None:
+            share = repeat.inputs[0]
+            if found is None or share is None:
                 continue
             x, y, window, inner = found
-            dy, gate, gating = _gated(repeat.inputs[0], y, forms)
-            if dy is None:
-                continue
-            nodes = [*inner, rank, most, up, equal, first, *gating, repeat, node]
+            nodes = [*inner, rank, most, up, equal, first, repeat, node]
             if (
                 all(_window(each, forms) == window for each in (most, up, repeat))
                 and _are_alike(x, node.outputs[0])
-                and _are_alike(y, dy)
-                and not any(each in nodes for each in (x.producer(), y.producer(), dy.producer()))
+                and _are_alike(y, share)
+                and not any(each in nodes for each in (x.producer(), y.producer(), share.producer()))
                 and _stays_inside(nodes)
             ):
-                form: list[Item] = [len(window), _padded(window), *gate]
-                return Kernel.calling("unpool", form, [x, y, dy], node.outputs, "pool.h"), nodes
+                return FirstMaximum(x, y, inner[-1].outputs[0], share, window, nodes)
     return None
+
+
+def pool_gradient_kernel(node: ir.Node, forms: NodeForms) -> Replacement | None:
+    """Return the kernel of the gradient of a MaxPool, and of a Relu before it: the gate is a HardSigmoid of y."""
+    found = first_maximum(node, forms)
+    if found is None:
+        return None
+    dy, gate, gating = _gated(found.share, found.y, forms)
+    nodes = [*found.nodes[:-2], *gating, *found.nodes[-2:]]
+    if dy is None or dy.producer() in nodes or not _are_alike(found.y, dy) or not _stays_inside(nodes):
+        return None
+    form: list[Item] = [len(found.window), _padded(found.window), *gate]
+    return Kernel.calling("unpool", form, [found.x, found.y, dy], node.outputs, "pool.h"), nodes
 
 
 def _scored(rank: ir.Node, forms: NodeForms) -> tuple[ir.Value, ir.Value, list[int], list[ir.Node]] | None:

@@ -17,6 +17,7 @@ from graphopt.targets.joining import join_small_vectors
 from graphopt.targets.onnxruntime.convolution import (
     pool_channels_as_batch,
     transposed_convolution_as_convolution,
+    unpool_first_maxima,
     widen_convolution_products,
 )
 from graphopt.targets.onnxruntime.vectors import column_sums_as_product
@@ -28,6 +29,7 @@ FUSIONS: dict[str, Rewriting] = {
     "compute_bfloat16_in_float32": lambda model: bool(compute_bfloat16_in_float32(model)),
     "transposed_convolution_as_convolution": transposed_convolution_as_convolution,
     "widen_convolution_products": widen_convolution_products,
+    "unpool_first_maxima": unpool_first_maxima,
     "pool_channels_as_batch": pool_channels_as_batch,
     **UPDATES,
     "vectorize_steps": vectorize_steps,
