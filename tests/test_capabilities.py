@@ -6,14 +6,13 @@ from pathlib import Path
 
 import numpy as np
 import onnx
-import onnx_ir as ir
 import pytest
-from builders import run
 from capabilities import CAPABILITIES, batches, network, step
 from steps import assert_close, assert_equal, outputs, weights
 from test_hosts import Host
 
 import graphopt
+from graphopt.testing import properties
 
 STEPS = 7
 ROUNDS = {"16 bits": 2e-2, "bfloat16": 5e-2, "dynamic scale": 2e-2, "slots of 8 bits": 1e-3}
@@ -24,14 +23,9 @@ pytestmark = [pytest.mark.usefixtures("plain"), pytest.mark.filterwarnings("igno
 
 @each
 def test_losses_and_state_are_those_of_the_reference_evaluator(name: str) -> None:
-    graph = step(name)
-    onnx.checker.check_model(ir.to_proto(graph), full_check=True)
-    executor, (batch,) = graphopt.Executor(graph, threads=1), batches(name, 1)
-    rounding = ROUNDS.get(name, 1e-5)
-    for expected in run(graph, STEPS, batch):
-        assert executor.step(batch)["loss"] == pytest.approx(expected["loss"], rel=rounding)
-    state = {key: expected[f"{key}.next"] for key in executor.state if f"{key}.next" in expected}
-    assert_close({key: executor.state[key] for key in state}, state, 10 * rounding, rounding)
+    graph, (batch,) = step(name), batches(name, 1)
+    properties.is_valid(graph)
+    properties.trains_as_the_reference(graph, batch, rounding=ROUNDS.get(name, 1e-5), steps=STEPS)
 
 
 @each

@@ -83,7 +83,12 @@ def agrees_with_slopes(step: ir.Model, batch: Mapping[str, np.ndarray]) -> None:
 
 
 def trains_as_the_reference(
-    step: ir.Model, batch: Mapping[str, np.ndarray], *, rounding: float = ROUNDING, native: bool = False
+    step: ir.Model,
+    batch: Mapping[str, np.ndarray],
+    *,
+    rounding: float = ROUNDING,
+    native: bool = False,
+    steps: int = _STEPS,
 ) -> None:
     """Raise an error unless an executor's steps report and leave what those of ONNX's reference evaluator do.
 
@@ -92,15 +97,16 @@ def trains_as_the_reference(
         batch: a batch.
         rounding: the largest error, relative to the largest number of an array.
         native: compute by compiled kernels, not by those of ONNX Runtime.
+        steps: how many.
     """
     executor = Executor(step, native=native, threads=1)
-    for number, expected in enumerate(reference_steps(step, _STEPS, batch)):
+    for number, expected in enumerate(reference_steps(step, steps, batch)):
         found = executor.step(batch)
         for name in found.keys() & expected.keys():
             _compare(f"{name!r} of step {number + 1}", found[name], expected[name], rounding)
     for name, x in executor.state.items():
         if next_of(name) in expected:
-            _compare(f"state {name!r} after {_STEPS} steps", x, expected[next_of(name)], 10 * rounding)
+            _compare(f"state {name!r} after {steps} steps", x, expected[next_of(name)], 10 * rounding)
 
 
 def _compare(what: str, found: object, expected: object, rounding: float) -> None:
