@@ -7,17 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from graphopt.adapters.peft import Module, PeftAdapter
-from graphopt.errors import GraphoptError, cause, some
+from graphopt.errors import GraphoptError, some
 from graphopt.files import replacing
 from graphopt.graph.model_folders import CONFIG, GENAI_CONFIG, config_in, place_of
-
-if TYPE_CHECKING:
-    from gguf import TensorNameMap
 
 _MOST_BLOCKS = 1000
 # Architectures of llama.cpp by the model's type in transformers.
@@ -56,9 +53,11 @@ def config_beside(model: Path) -> dict[str, Any]:
             continue
         found = config_in(path)
         if path.name == GENAI_CONFIG:
-            own = found.get("model")
+            own: Any = found.get("model")
             decoder = own.get("decoder") if isinstance(own, dict) else None
-            found = {**decoder, "model_type": own.get("type")} if isinstance(decoder, dict) else {}
+            found = (
+                {**decoder, "model_type": own["type"]} if isinstance(decoder, dict) and "type" in own else {}
+            )
         config = {"model_type": found.get("model_type"), "file": path}
         for name in ("num_hidden_layers", *_HEADS.values()):
             number = found.get(name, found.get("num_attention_heads"))
@@ -128,12 +127,12 @@ def _package(path: Path) -> Any:
         import gguf
     except ImportError as error:
         raise GraphoptError(
-            f"{path}: expected the package gguf, which writes llama.cpp's files, found: {cause(error)}: pip install gguf"
+            f"{path}: expected the package gguf, which writes such files, found none: pip install gguf"
         ) from error
     return gguf
 
 
-def _name_in(names: TensorNameMap, module: Module, config: Mapping[str, Any]) -> str:
+def _name_in(names: Any, module: Module, config: Mapping[str, Any]) -> str:
     """Return the tensor of llama.cpp that a module changes."""
     found = names.get_name(module.path)
     is_tied = config["tie_word_embeddings"] is True and module.path == "lm_head"

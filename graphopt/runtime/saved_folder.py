@@ -43,7 +43,7 @@ def save_folder(
     form: Literal["merged", "slots", "peft", "gguf"] = "merged",
     names: Names = None,
 ) -> None:
-    """Save a trained language model as a folder that onnxruntime-genai, transformers.js, optimum, peft or llama.cpp opens.
+    """Save a trained language model as a folder that onnxruntime-genai, transformers.js, peft or llama.cpp opens.
 
     The tokenizer, the template of chats and the configs are copied from the folder of the base, and other graphs that
     genai_config.json names. The model has the name that it has there.
@@ -87,7 +87,9 @@ def save_folder(
         made = Path(temporary, target.name)
         made.mkdir()
         if form == "gguf":
-            adapters = modules(executor.model, adaptations(executor.model, executor.state, "save_folder"), names)
+            adapters = modules(
+                executor.model, adaptations(executor.model, executor.state, "save_folder"), names
+            )
             paths = {module.path for module in adapters}
             saved = saved_modules(executor.model, executor.state, paths, names)
             write_gguf(PeftAdapter(adapters, saved), made / GGUF_FILE, config_beside(file))

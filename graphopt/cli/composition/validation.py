@@ -256,8 +256,8 @@ def _check_paths(fields: Mapping[str, object], command_line: CommandLine) -> Non
                 raise on_the_command_line(field)
         else:
             places = {Path(value).parent, place_of(Path(value))}
-            beside = [path for place in places for name in BESIDE if os.path.lexists(path := place / name)]
-            for path in map(os.path.realpath, (value, *beside, *_beneath(value))):
+            beside = [place / name for place in places for name in BESIDE if os.path.lexists(place / name)]
+            for path in map(os.path.realpath, [value, *map(str, beside), *_beneath(value)]):
                 if not any(os.path.commonpath((path, folder)) == folder for folder in folders):
                     raise _elsewhere(
                         field, "a file below the working directory or the recipe's folder", value
