@@ -35,6 +35,7 @@ from graphopt.pipeline import Pipeline
 from graphopt.runtime.device import Device
 from graphopt.runtime.executor import Executor, NonFiniteLoss, run
 from graphopt.runtime.saved_adapter import save_adapter
+from graphopt.runtime.saved_folder import save_folder
 from graphopt.targets.target import Target, lower
 from graphopt.training.callbacks import Callback
 from graphopt.training.checkpoints import Checkpoints
@@ -92,6 +93,7 @@ __all__ = [
     "run",
     "save",
     "save_adapter",
+    "save_folder",
     "split_step",
     "standard",
     "state_from_checkpoint",

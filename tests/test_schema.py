@@ -32,6 +32,7 @@ VERBS = [
     "artifacts",
     "report",
     "check",
+    "export",
     "compare",
 ]
 SCHEMA = json.loads(json.dumps(recipe_schema(VERBS)))

@@ -57,6 +57,7 @@ from graphopt.hosts.export import CONTRACT, STATE_FILE, export_hosts
 from graphopt.inspection.report import report, saved_by_kernels
 from graphopt.inspection.words import counted
 from graphopt.on_device.artifacts import FILES, export_artifacts
+from graphopt.runtime.saved_folder import save_folder
 from graphopt.targets.native.precision import chosen_precision, described
 from graphopt.training.callbacks.terminal import open_console, print_line
 from graphopt.training.signals import ending
@@ -424,6 +425,21 @@ def _placement(recipe: Recipe, step: ir.Model) -> str:
     return "\n".join(lines) + "\n"
 
 
+def _export_run(recipe: Recipe, folder: Path) -> None:
+    """Write the model or the adapter that a run has trained as a folder that other programs open."""
+    trained, form = Trained.find(recipe, folder), recipe.fields["form"]
+    base = Path(recipe.fields["model"])
+    if trained.step is None or not base.is_file():
+        found = f"model={base}, which is built in: its run has trained.onnx" if trained.step else "no run"
+        raise GraphoptError(f"export: expected folder=RUN, the run of a model's file, found {found}")
+    console = open_console(quiet=recipe.fields["quiet"])
+    tell_record(console, recipe.command_line)
+    say(console, "model", str(trained.checkpoint or trained.model))
+    save_folder(trained.executor(), target := trained.folder / form, base=base, form=form)
+    files = sorted(str(path.relative_to(target)) for path in target.rglob("*") if path.is_file())
+    say(console, "written", f"{target}: {', '.join(files)}")
+
+
 def _compare_runs(recipe: Recipe, folder: Path) -> None:
     _check_no_resume(recipe)
     if not recipe.names_folder:
@@ -442,6 +458,7 @@ _RUNS: dict[str, Callable[[Recipe, Path], float | None]] = {
     "artifacts": partial(_export, _artifacts),
     "report": partial(_export, _report),
     "check": write_check,
+    "export": _export_run,
     "compare": _compare_runs,
 }
 

@@ -33,6 +33,7 @@ USAGE = {
     "artifacts my.onnx": "write artifacts for onnxruntime-training on a device",
     "report my.onnx": "list what would train, and what blocks training",
     "check my.onnx": "compare its gradients with slopes of the loss, its predictions with the file",
+    "export folder=runs/mine": "write its model or adapter for programs that serve language models",
     "compare folder=runs": "put runs side by side",
     "doctor": "look for what is broken in this environment",
 }

@@ -26,7 +26,19 @@ ADAPTER_FILES = "adapter.onnx_adapter", "adapter.safetensors"  # for slots, and 
 LOCK, LOG = ".lock", "graphopt.log"
 # Fields that a run has from its command line only
 OF_COMMAND_LINE = (
-    *("folder", "launcher", "predictions", "prompt", "quiet", "recipe", "resume", "rows", "run", "time"),
+    *(
+        "folder",
+        "form",
+        "launcher",
+        "predictions",
+        "prompt",
+        "quiet",
+        "recipe",
+        "resume",
+        "rows",
+        "run",
+        "time",
+    ),
 )
 OWN_FILES = (
     *(METRICS_FILE, CONFIG, CHECKPOINTS, RESULT, STEP, MODEL, REPORT, LOG),

@@ -14,23 +14,24 @@ from graphopt.cli.run_folder import CONFIG
 from graphopt.data import READERS
 from graphopt.data.audio_folders import ENDINGS as RECORDINGS
 from graphopt.errors import GraphoptError, nearest
+from graphopt.graph.model_folders import is_model_folder, model_in
 
 PROMPT = "prompt="  # the field of a text, which needs no quotes of Hydra's
 TUNE = "tune"  # the verb of graphopt.cli.tuning
 BUILT_IN = ("linear", "mlp", "cnn", "transformer")  # models
-_OF_RUNS = ("compare", "evaluate", "predict")  # verbs that take the folder of runs
+_OF_RUNS = ("compare", "evaluate", "export", "predict")  # verbs that take the folder of runs
 _MEANT = {  # by words that other programs take
     **dict.fromkeys(("fit", "run"), "train"),
     **dict.fromkeys(("infer", "inference"), "predict"),
     **dict.fromkeys(("convert", "build"), "compile"),
     **dict.fromkeys(("test", "eval", "validate"), "evaluate"),
-    **dict.fromkeys(("export", "deploy"), "hosts"),
+    "deploy": "hosts",
     **{name: f"--{name}" for name in ("help", "version")},
 }
 
 
 def field_of(word: str, verbs: Iterable[str]) -> str:
-    """Return a word as `key=value`: FILE.onnx sets `model`, a verb sets `run`."""
+    """Return a word as `key=value`: the file or the folder of a model sets `model`, a verb sets `run`."""
     if word.startswith(PROMPT):
         text = word.removeprefix(PROMPT)
         is_quoted = len(text) > 1 and text[0] == text[-1] and text[0] in "'\""
@@ -41,8 +42,9 @@ def field_of(word: str, verbs: Iterable[str]) -> str:
         return word
     if word in verbs:
         return f"run={word}"
-    if word.endswith(".onnx"):
-        return f"model={QuotedString(word, Quote.single).with_quotes()}"
+    if _names_model(word):
+        model = str(model_in(Path(word))) if os.path.isdir(word) else word
+        return f"model={QuotedString(model, Quote.single).with_quotes()}"
     check_format(word)
     near = nearest_file(word, ".onnx") if Path(word).suffix else None
     if word in _MEANT or word.removesuffix(".data").endswith(".onnx"):
@@ -53,16 +55,21 @@ def field_of(word: str, verbs: Iterable[str]) -> str:
     )
 
 
+def _names_model(word: str) -> bool:
+    """Return whether a word is the file of a model, or a folder that programs open as a model."""
+    return word.endswith(".onnx") or is_model_folder(Path(word))
+
+
 def check_words(words: Sequence[str], verbs: Iterable[str]) -> None:
     """Raise an error if a shell has split an argument at its spaces, or two words name models or verbs."""
 
     def is_bare(word: str) -> bool:
-        return "=" not in word and word not in verbs and not word.endswith(".onnx") and word[:1] not in "~"
+        return "=" not in word and word not in verbs and not _names_model(word) and word[:1] not in "~"
 
     for i, (before, word, after) in enumerate(zip(["", *words], words, [*words[1:], ""], strict=False)):
         if word.startswith("=") and before and "=" not in before:
             split = f"{before}{word}{after if word == '=' else ''}"
-        elif "=" not in word and before.endswith("=") and word not in verbs and not word.endswith(".onnx"):
+        elif "=" not in word and before.endswith("=") and word not in verbs and not _names_model(word):
             split = f"{before}{word}"
         else:
             split = ""
@@ -84,7 +91,7 @@ def check_words(words: Sequence[str], verbs: Iterable[str]) -> None:
             raise GraphoptError(
                 f'{word}: expected its brackets to close, found a space: quote it, as in "{" ".join(words[i:])}"'
             )
-    models = [word for word in words if word.endswith(".onnx") and "=" not in word]
+    models = [word for word in words if "=" not in word and word not in verbs and _names_model(word)]
     for what, named in (("model", models), ("verb", [word for word in words if word in verbs])):
         first, *others = dict.fromkeys(named) or [""]
         if others:

@@ -19,6 +19,7 @@ from graphopt.errors import GraphoptError, cause, line, root
 from graphopt.graph import checking, provenance
 from graphopt.graph.limits import Limits, check_size, limits_of, set_limits
 from graphopt.graph.mapped import like_tensor
+from graphopt.graph.model_folders import model_in
 from graphopt.graph.not_a_model import not_a_model
 from graphopt.graph.operators import MICROSOFT, RUNTIMES_OWN, formal_of, schema_of
 from graphopt.graph.parts import ModelParts
@@ -151,7 +152,9 @@ def _read(source: Source, limits: Limits) -> tuple[str, onnx.ModelProto, WeightP
         return "the model", source, {}
     if not isinstance(source, str | os.PathLike):
         raise not_a_model(source)
-    return str(source), *read_proto(Path(source), limits)
+    path = Path(source)
+    path = model_in(path) if path.is_dir() else path
+    return str(path), *read_proto(path, limits)
 
 
 def _from_proto(proto: onnx.ModelProto, name: str, limits: Limits, places: WeightPlaces) -> ir.Model:

@@ -25,6 +25,7 @@ from graphopt.fields import alternatives, hints, read
 from graphopt.files import Access, ReadPath, WritePath
 from graphopt.generation.sampling import GenerateOptions
 from graphopt.graph.limits import Limits
+from graphopt.graph.model_folders import place_of
 from graphopt.hosts.export import export_hosts
 from graphopt.intervals import within
 from graphopt.pipeline import Rules
@@ -77,6 +78,7 @@ class RecipeFields:
         prompt: the text that run=generate continues; -: from the input; null: the model starts a text
         rows: of a run's own data, for run=evaluate and run=predict: all, held_out or trained; null: held_out to
             evaluate a run that held rows out, otherwise all
+        form: what run=export writes: merged, slots, peft or gguf
         time: of run=report: also compile kernels, and time a step with them and without
         quiet: print nothing while training, except warnings and errors
         trust: packages, in addition to graphopt and passes, whose code recipes may name
@@ -91,6 +93,7 @@ class RecipeFields:
     predictions: Annotated[WritePath, "a name"]
     prompt: Annotated[str | None, "a text in quotes, or null"]
     rows: Annotated[Literal["all", "held_out", "trained"] | None, "all, held_out, trained or null"]
+    form: Annotated[Literal["merged", "slots", "peft", "gguf"], "merged, slots, peft or gguf"]
     time: bool
     quiet: bool
     trust: Annotated[Sequence[str], "a list of packages, as in trust=[my_package]"]
@@ -252,10 +255,9 @@ def _check_paths(fields: Mapping[str, object], command_line: CommandLine) -> Non
             if not field.startswith("callbacks."):  # which `_check_logs` checks
                 raise on_the_command_line(field)
         else:
-            beside = [
-                path for name in BESIDE if os.path.lexists(path := os.path.join(os.path.dirname(value), name))
-            ]
-            for path in map(os.path.realpath, (value, *beside, *_beneath(value))):
+            places = {Path(value).parent, place_of(Path(value))}
+            beside = [place / name for place in places for name in BESIDE if os.path.lexists(place / name)]
+            for path in map(os.path.realpath, [value, *map(str, beside), *_beneath(value)]):
                 if not any(os.path.commonpath((path, folder)) == folder for folder in folders):
                     raise _elsewhere(
                         field, "a file below the working directory or the recipe's folder", value

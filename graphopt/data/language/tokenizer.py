@@ -19,6 +19,7 @@ from graphopt.data.files import imported, reading
 from graphopt.data.language.confined import answer
 from graphopt.errors import GraphoptError, kind_of, naming
 from graphopt.files import json_of, read_file
+from graphopt.graph.model_folders import place_of
 
 CHARACTERS = string.printable
 OF_CHARACTERS = "characters"  # the name of the tokenizer of characters
@@ -248,7 +249,7 @@ def vocabulary_of(
 def tokenizer_beside(model: str | os.PathLike[str]) -> Path | None:
     """Return the tokenizer's file in a folder, or beside a model's file, if there is one."""
     place = Path(model)
-    file = (place if place.is_dir() else place.parent) / FILE
+    file = (place if place.is_dir() else place_of(place)) / FILE
     return file if file.is_file() else None
 
 

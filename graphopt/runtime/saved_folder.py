@@ -1,0 +1,139 @@
+"""Write what an executor has trained as a folder that programs which serve language models open."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterable, Iterator
+from pathlib import Path, PurePosixPath
+from typing import Literal
+
+from graphopt.adapters.combined import adaptations
+from graphopt.adapters.gguf import config_beside, write_gguf
+from graphopt.adapters.modules import modules, saved_modules
+from graphopt.adapters.naming import Names
+from graphopt.adapters.peft import PeftAdapter
+from graphopt.arguments import checked
+from graphopt.data.language.tokenizer import BESIDE
+from graphopt.errors import GraphoptError, kind_of, unknown
+from graphopt.files import making, read_file
+from graphopt.graph.loading import read_original
+from graphopt.graph.merging import adapted
+from graphopt.graph.model_folders import CONFIG, GENAI_CONFIG, config_in, model_in, place_of
+from graphopt.runtime.executor_state import ExecutorState
+from graphopt.runtime.saved_adapter import save_adapter
+
+FORMS = ("merged", "slots", "peft", "gguf")
+ADAPTER_FILE, GGUF_FILE = "adapter.onnx_adapter", "adapter.gguf"
+# Files beside a model that tokenizers and programs read, in addition to those that graphopt reads itself.
+OF_TOKENIZER = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"),
+    *("added_tokens.json", "merges.txt", "sentencepiece.bpe.model", "spiece.model", "tokenizer.model"),
+    *("vocab.json", "vocab.txt", "chat_template.json"),
+)
+_CONFIGS = (CONFIG, "preprocessor_config.json", "processor_config.json")
+
+
+@checked()
+def save_folder(
+    executor: ExecutorState,
+    folder: str | os.PathLike[str],
+    *,
+    base: str | os.PathLike[str],
+    form: Literal["merged", "slots", "peft", "gguf"] = "merged",
+    names: Names = None,
+) -> None:
+    """Save a trained language model as a folder that onnxruntime-genai, transformers.js, peft or llama.cpp opens.
+
+    The tokenizer, the template of chats and the configs are copied from the folder of the base, and other graphs that
+    genai_config.json names. The model has the name that it has there.
+
+    Args:
+        executor: the executor, of a graph that was compiled from `base`.
+        folder: the folder to make. It must not exist, or be empty.
+        base: the file of the model that was compiled, or its folder.
+        form: `merged`: the base with the trained weights. `slots`: the base with slots, and `adapter.onnx_adapter`.
+            `peft`: a folder of peft. `gguf`: `adapter.gguf`, for llama.cpp; needs the package gguf.
+        names: names of modules, for `peft` and `gguf`: see `graphopt.save_adapter`.
+
+    Raises:
+        GraphoptError: the base has other weights, the form has no such adapter, or the folder has files. Nothing is
+            written.
+
+    >>> graphopt.save(models.transformer((8,), 100, width=8, layers=1), "base.onnx")
+    >>> step = graphopt.compile(
+    ...     "base.onnx", adapter=passes.LoRA(rank=2), loss=passes.CausalLanguageModel(), optimizer=passes.AdamW(1e-3))
+    >>> graphopt.save_folder(graphopt.Executor(step), "served", base="base.onnx", form="slots")
+    >>> import os; sorted(os.listdir("served"))
+    ['adapter.onnx_adapter', 'base.onnx']
+    """
+    if not isinstance(executor, ExecutorState):
+        raise GraphoptError(f"save_folder: expected an executor first, found {kind_of(executor)}")
+    if form not in FORMS:
+        raise GraphoptError(f"save_folder: {unknown('form', str(form), FORMS)}")
+    target, file = Path(folder), Path(base)
+    file = model_in(file) if file.is_dir() else file
+    if not file.is_file():
+        raise GraphoptError(f"save_folder: base: expected the file of a model or its folder, found no {base}")
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise GraphoptError(f"{target}: expected no folder, or an empty one, found files: name another")
+    if form != "merged" and not any(adapted(executor.model)):
+        raise GraphoptError(
+            f"save_folder: form={form}: expected a training graph with adapters, found none: save form=merged"
+        )
+    with making(target):
+        target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as temporary:
+        made = Path(temporary, target.name)
+        made.mkdir()
+        if form == "gguf":
+            adapters = modules(
+                executor.model, adaptations(executor.model, executor.state, "save_folder"), names
+            )
+            paths = {module.path for module in adapters}
+            saved = saved_modules(executor.model, executor.state, paths, names)
+            write_gguf(PeftAdapter(adapters, saved), made / GGUF_FILE, config_beside(file))
+        elif form == "peft":
+            save_adapter(executor, made, form="peft", names=names)
+            _copy(OF_TOKENIZER, place_of(file), made)
+        else:
+            _save_model(executor, file, made, form)
+        with making(target):
+            os.replace(made, target)
+
+
+def _save_model(
+    executor: ExecutorState, base: Path, folder: Path, adapters: Literal["merged", "slots"]
+) -> None:
+    """Write the base with the trained weights or with slots, and what lies beside it."""
+    place = place_of(base)
+    model = folder / base.relative_to(place)
+    model.parent.mkdir(exist_ok=True)
+    executor.save_trained(model, into=base, adapters=adapters)
+    if adapters == "slots":
+        save_adapter(executor, folder / ADAPTER_FILE)
+    _copy((*OF_TOKENIZER, *BESIDE, *_CONFIGS), place, folder)
+    for name in _graphs_of(place / GENAI_CONFIG):
+        if name != base.name:
+            read_original(place / name).save(folder / name)
+
+
+def _copy(names: Iterable[str], place: Path, folder: Path) -> None:
+    for name in names:
+        if (file := place / name).is_file():
+            (folder / name).write_bytes(read_file(file.resolve()))
+
+
+def _graphs_of(config: Path) -> list[str]:
+    """Return the names of the graphs that a folder of onnxruntime-genai has."""
+
+    def named(node: object) -> Iterator[object]:
+        items = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
+        for key, value in items:
+            yield from (value,) if key == "filename" else named(value)
+
+    found = [*dict.fromkeys(map(str, named(config_in(config))))] if config.is_file() else []
+    for name in found:
+        if PurePosixPath(name).name != name or not name.endswith(".onnx"):
+            raise GraphoptError(f"{config}: filename: expected the name of a graph beside it, found {name!r}")
+    return found

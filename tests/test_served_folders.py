@@ -1,0 +1,167 @@
+"""Folders of models: which file is the model, and what an exported folder has."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import builders
+import numpy as np
+import onnxruntime
+import pytest
+from builders import mlp
+
+import graphopt
+import passes
+from graphopt import cli
+
+TOKENIZER = {"tokenizer.json": "{}", "tokenizer_config.json": "{}", "vocab.txt": "a"}
+STEPS = {"adapter": passes.LoRA("fc0.*", rank=2), "loss": passes.CrossEntropy(), "optimizer": passes.SGD(0.1)}
+
+
+def folder_of(place: Path, *models: str, **files: object) -> Path:
+    place.mkdir(parents=True, exist_ok=True)
+    for name in models:
+        (place / name).parent.mkdir(exist_ok=True)
+        graphopt.save(mlp(), place / name)
+    for name, content in files.items():
+        (place / name.replace("__", ".")).write_text(
+            content if isinstance(content, str) else json.dumps(content)
+        )
+    return place
+
+
+def genai(filename: object, **more: object) -> dict[str, object]:
+    return {"model": {"type": "llama", "decoder": {"filename": filename, **more}}}
+
+
+@pytest.mark.parametrize(
+    ("models", "config", "expected"),
+    [
+        (["a.onnx"], None, "a.onnx"),
+        (["a.onnx", "model.onnx"], None, "model.onnx"),
+        (["a.onnx", "b.onnx"], genai("b.onnx"), "b.onnx"),
+        (["onnx/model.onnx", "onnx/model_q4.onnx"], None, "onnx/model.onnx"),
+    ],
+)
+def test_a_folder_is_read_as_its_model(models, config, expected, tmp_path):
+    place = folder_of(tmp_path / "f", *models, **({} if config is None else {"genai_config__json": config}))
+    only = mlp(seed=3)
+    graphopt.save(only, place / expected)
+    x = np.ones((2, 4), np.float32)
+    np.testing.assert_array_equal(graphopt.run(place, {"x": x})["y"], graphopt.run(only, {"x": x})["y"])
+
+
+@pytest.mark.parametrize(
+    ("models", "config", "message"),
+    [
+        ([], None, "expected a folder with one ONNX model, found none: name the file"),
+        (
+            ["a.onnx", "b.onnx"],
+            None,
+            "expected a folder with one ONNX model, found a.onnx, b.onnx: name the file",
+        ),
+        (["a.onnx"], genai("../a.onnx"), "model.decoder.filename: expected the name of a file beside it"),
+        (["a.onnx"], genai("/etc/passwd"), "model.decoder.filename: expected the name of a file beside it"),
+        (["a.onnx"], genai(3), "model.decoder.filename: expected the name of a file beside it, found 3"),
+        (
+            ["a.onnx"],
+            {"model": []},
+            "model.decoder.filename: expected the name of a file beside it, found None",
+        ),
+        (["a.onnx"], [1], "expected an object in JSON, found another value"),
+        (["a.onnx"], genai("c.onnx"), "c.onnx: no such file"),
+    ],
+)
+def test_a_folder_without_one_model_is_refused(models, config, message, tmp_path):
+    place = folder_of(tmp_path / "f", *models, **({} if config is None else {"genai_config__json": config}))
+    with pytest.raises(graphopt.GraphoptError) as error:
+        graphopt.load(place)
+    assert message in str(error.value)
+
+
+def trained(base: Path) -> graphopt.Executor:
+    executor = graphopt.Executor(graphopt.compile(base, **STEPS), native=False)
+    executor.step(x=np.ones((2, 4), np.float32), target=np.zeros(2, np.int64))
+    return executor
+
+
+@pytest.mark.parametrize("inner", ["", "onnx/"])
+@pytest.mark.parametrize("form", ["merged", "slots"])
+def test_a_saved_folder_has_what_lies_beside_the_base(form, inner, tmp_path):
+    place = folder_of(tmp_path / "f", f"{inner}model.onnx", config__json={"model_type": "llama"})
+    folder_of(place, **{name.replace(".", "__"): text for name, text in TOKENIZER.items()}, notes__md="mine")
+    executor = trained(place / inner / "model.onnx")
+    graphopt.save_folder(executor, tmp_path / "out", base=place, form=form)
+    files = {
+        str(path.relative_to(tmp_path / "out")) for path in (tmp_path / "out").rglob("*") if path.is_file()
+    }
+    adapter = {"adapter.onnx_adapter"} if form == "slots" else set()
+    assert files == {f"{inner}model.onnx", "config.json", *TOKENIZER, *adapter}
+    x = np.random.default_rng(0).standard_normal((3, 4)).astype(np.float32)
+    session = onnxruntime.InferenceSession(str(tmp_path / "out" / inner / "model.onnx"))
+    options = onnxruntime.RunOptions()
+    if adapter:
+        own = onnxruntime.LoraAdapter()
+        own.Load(str(tmp_path / "out" / "adapter.onnx_adapter"))
+        options.add_active_adapter(own)
+    np.testing.assert_allclose(session.run(None, {"x": x}, options)[0], executor.predict(x=x)["y"], atol=1e-6)
+
+
+def test_other_graphs_of_a_folder_go_with_it(tmp_path):
+    config = genai("model.onnx") | {"vision": {"filename": "vision.onnx"}}
+    place = folder_of(tmp_path / "f", "model.onnx", "vision.onnx", "unused.onnx", genai_config__json=config)
+    graphopt.save_folder(trained(place), tmp_path / "out", base=place)
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        *("genai_config.json", "model.onnx", "vision.onnx")
+    ]
+
+
+def test_what_cannot_be_saved_is_refused_and_writes_nothing(tmp_path):
+    place = folder_of(tmp_path / "f", "model.onnx")
+    executor = trained(place)
+    plain = graphopt.Executor(graphopt.compile(place, **{**STEPS, "adapter": None}), native=False)
+    full = folder_of(tmp_path / "full", "a.onnx")
+    typed = folder_of(
+        tmp_path / "typed", "model.onnx", config__json={"model_type": "llama", "num_hidden_layers": 0}
+    )
+    other = folder_of(tmp_path / "other", "model.onnx")
+    graphopt.save(builders.linear(), other / "model.onnx")
+    out = tmp_path / "out"
+    cases = {
+        "expected an executor first": lambda: graphopt.save_folder(place, out, base=place),
+        "unknown form 'hf'": lambda: graphopt.save_folder(executor, out, base=place, form="hf"),
+        "expected the file of a model or its folder, found no nowhere": lambda: graphopt.save_folder(
+            executor, out, base="nowhere"
+        ),
+        "expected no folder, or an empty one, found files": lambda: graphopt.save_folder(
+            executor, full, base=place
+        ),
+        "expected a training graph with adapters, found none": lambda: graphopt.save_folder(
+            plain, out, base=place, form="slots"
+        ),
+        "expected config.json of transformers or genai_config.json": lambda: graphopt.save_folder(
+            executor, out, base=place, form="gguf"
+        ),
+        "num_hidden_layers: expected a number from 1 to 1,000, found 0": lambda: graphopt.save_folder(
+            executor, out, base=typed, form="gguf"
+        ),
+        "expected the file that was compiled, with weight 'fc0.weight', found none": lambda: (
+            graphopt.save_folder(executor, out, base=other)
+        ),
+    }
+    for message, call in cases.items():
+        with pytest.raises(graphopt.GraphoptError) as error:
+            call()
+        assert message in str(error.value)
+        assert "\n" not in str(error.value)
+    assert not out.exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["f", "full", "other", "typed"]
+
+
+def test_the_command_says_what_it_needs(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["export", "folder=nothing"]) == 1
+    assert "expected the folder of a run with trained.onnx, found nothing without" in capsys.readouterr().err
+    assert cli.main(["export", "runs/mine"]) == 1
+    assert "write export folder=runs/mine" in capsys.readouterr().err
