@@ -31,6 +31,7 @@ class CompletionLoss(PairLoss):
     those of the model, and then the inputs.
     """
 
+    beta: float
     tokens: str | None
     blocks: int | Literal["auto"] | None
 
@@ -47,12 +48,7 @@ class CompletionLoss(PairLoss):
 
     @property
     def _reference(self) -> str:
-        return str(getattr(self, _REFERENCE, "none"))
-
-    @property
-    def divisor(self) -> float:
-        """Return the number by which logits are divided."""
-        return float(getattr(self, "temperature", 1.0))
+        return str(getattr(self, _REFERENCE, "none")) if self.beta else "none"
 
     @abstractmethod
     def scores(
@@ -111,8 +107,8 @@ class CompletionLoss(PairLoss):
     ) -> list[ir.Value]:
         """Emit the scores, each of the rows of every companion."""
         count = 1 + len(self.companions())
-        if self.divisor != 1.0:
-            logits = logits / self.divisor
+        if (temperature := getattr(self, "temperature", 1.0)) != 1.0:
+            logits = logits / temperature
         read = given[:-1] if self.counts_prompts else given
         tokens, counts = op.Neg(causal.compare(op, logits, *read)), causal.weight(op, logits, *given)
         present = causal.weight(op, logits, *read) if self.counts_prompts else counts

@@ -259,3 +259,47 @@ def test_kto_is_trls(decoder: Any, options: dict[str, Any], tmp_path: Path) -> N
         trimmed = [[np.trim_zeros(np.array(x), "b").tolist() for x in side] for side in (mine, theirs)]
         assert sorted(trimmed[0]) == sorted(trimmed[1])
     assert sorted(np.asarray(read["label"]).tolist()) == sorted(feeds["label"].tolist())
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"loss_type": "grpo", "beta": 0.3, "temperature": 0.7},
+        {"loss_type": "dr_grpo", "epsilon_high": 0.4},
+        {"loss_type": "dapo", "beta": 0.1, "epsilon_low": 0.1, "importance_sampling_level": "sequence"},
+    ],
+    ids=lambda options: options["loss_type"],
+)
+def test_grpo_is_trls(decoder: Any, options: dict[str, Any], tmp_path: Path) -> None:
+    model, rng = copy.deepcopy(decoder), np.random.default_rng(3)
+    theirs = {"epsilon" if name == "epsilon_low" else name: x for name, x in options.items()}
+    theirs |= {"max_completion_length": 5, "num_generations": 4, "gradient_accumulation_steps": 1}
+    kind = functools.partial(trl.GRPOTrainer, reward_funcs=lambda completions, **_: [0.0] * len(completions))
+    rows = [{"prompt": "w1 w2"}] * 4
+    trainer = trained_by(kind, trl.GRPOConfig, model, rows, tmp_path, **theirs)
+    trainer.current_gradient_accumulation_steps = 1
+    tokens, lengths = rng.integers(0, 30, (4, 8)), np.array([5, 3, 1, 4])
+    mask = np.arange(5) < lengths[:, None]
+    old, reference = (-rng.uniform(3.3, 3.7, (4, 5)).astype(np.float32) for _ in range(2))
+    advantages = rng.standard_normal(4).astype(np.float32)
+    batch = {
+        "prompt_ids": tokens[:, :3],
+        "prompt_mask": np.ones((4, 3), np.int64),
+        "completion_ids": tokens[:, 3:],
+        "completion_mask": mask.astype(np.int64),
+        "advantages": advantages,
+        "old_per_token_logps": old,
+        "ref_per_token_logps": reference,
+        "num_items_in_batch": np.array(lengths.sum()),
+    }
+    inputs = {name: torch.tensor(x) for name, x in batch.items()}
+    feeds = {"input_ids": tokens, "advantages": advantages, "rewards": advantages}
+    placed = {"completion_mask": mask.astype(np.int64), "old_log_probabilities": old}
+    if options.get("beta"):
+        placed["reference"] = np.where(mask, reference, 0)
+    feeds |= {name: np.pad(x, ((0, 0), (3, 0))) for name, x in placed.items()}
+    if "reference" in feeds:  # of the token after each
+        feeds["reference"] = np.roll(feeds["reference"], -1, axis=1)
+    loss = passes.GRPO(**options, max_completion_length=5, reference="inputs")
+    save_logits(model, inputs["prompt_ids"], tmp_path / "model.onnx")
+    steps_agree(loss, feeds, model, lambda: trainer._compute_loss(model, inputs), tmp_path / "model.onnx")

@@ -106,6 +106,24 @@ def read_sequences(
         return _tokenized_examples(items, vocabulary, completion_only, template)
 
 
+def read_prompts(path: Path) -> list[Message]:
+    """Read the objects of JSON lines, each with a prompt."""
+    found = []
+    for file in _text_files(path):
+        for number, item in _objects(file):
+            with naming(f"{file}: line {number}"):
+                if PROMPT not in item:
+                    raise GraphoptError(f"expected an object with {PROMPT}, found {', '.join(item) or 'none'}")
+                if isinstance(item[PROMPT], list):
+                    check_messages(item[PROMPT], PROMPT)
+                elif not isinstance(item[PROMPT], str):
+                    raise GraphoptError(f"{PROMPT}: expected text, found {kind_of(item[PROMPT])}")
+                found.append(item)
+    if not found:
+        raise GraphoptError(f"{path}: expected an object per line, found an empty file")
+    return found
+
+
 def reference() -> str:
     """Return the Python reference that Python includes for `help()`."""
     from pydoc_data.topics import topics

@@ -9,7 +9,7 @@ import numpy as np
 
 from graphopt.arguments import checked
 from graphopt.data.dataset import TARGET, Dataset
-from graphopt.data.language.documents import read_sequences, reference
+from graphopt.data.language.documents import read_prompts, read_sequences, reference
 from graphopt.data.language.rows import ATTENTION, TOKENS, arranged, marks
 from graphopt.data.language.tokenizer import Characters, Tokenizer, Vocabulary, read_text, vocabulary_of
 from graphopt.errors import GraphoptError, unknown
@@ -102,6 +102,29 @@ def text(
             int(np.count_nonzero(np.asarray(x))) for name, x in arrays.items() if name.startswith(ATTENTION)
         ),
     )
+
+
+@checked()
+def prompts(path: ReadName) -> Dataset:
+    """Return the prompts in a file of JSON lines, `{"prompt": ...}`, and their other columns, for `graphopt.Rollouts`.
+
+    Args:
+        path: a file of JSON lines, or a folder of such files. A prompt is a text, or a list of messages of a chat.
+
+    Raises:
+        GraphoptError: a file is missing, or a line is not an object with a prompt.
+
+    >>> import pathlib
+    >>> _ = pathlib.Path("sums.jsonl").write_text('{"prompt": "1+2=", "answer": "3"}')
+    >>> list(graphopt.data.prompts("sums.jsonl").table)
+    ['prompt', 'answer']
+    """
+    rows = read_prompts(Path(path))
+    table = {}
+    for name in dict.fromkeys(name for row in rows for name in row):
+        table[name] = np.empty(len(rows), object)
+        table[name][:] = [row.get(name) for row in rows]
+    return Dataset({}, table=table, source=str(path))
 
 
 def _of_characters(path: str | None, vocabulary: Vocabulary, context: int, most: int | None) -> Dataset:
