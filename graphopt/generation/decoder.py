@@ -66,7 +66,9 @@ def decoder_of(model: ir.Model | Executor, device: Device, adapter: Path | None 
             raise GraphoptError(
                 f"adapter={str(adapter)!r}: expected a model's file beside it, found an executor: leave it out"
             )
-        return _Whole(DecoderInputs(x for x in model.inputs.values() if role_of(x) is Role.DATA), model.predict)
+        return _Whole(
+            DecoderInputs(x for x in model.inputs.values() if role_of(x) is Role.DATA), model.predict
+        )
     has_slots = any(x.is_initializer() for x in model.graph.inputs)
     if adapter is not None and (adapter.is_dir() or not has_slots):
         model, adapter = _with_adapter(model, adapter), None

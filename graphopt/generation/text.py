@@ -24,7 +24,7 @@ Prompt = str | Sequence[int] | Sequence[Message] | None
 
 
 class Completion(NamedTuple):
-    """Hold the tokens of a completion, the one that ends the text included, and the logarithms of their probabilities."""
+    """Hold the tokens of a completion, with the one that ends it, and the logarithms of their probabilities."""
 
     tokens: list[int]
     log_probabilities: list[float]

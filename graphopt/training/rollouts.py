@@ -158,13 +158,18 @@ class Rollouts(Checked):
         old = np.zeros((len(rows), self._width), np.float32)
         for row, p, x in zip(old, prompts, completions, strict=True):
             row[len(p) : len(p) + len(x.tokens)] = x.log_probabilities
-        given = {self._ids: arrays[TOKENS], **{name: arrays[name] for name in (COMPLETION, ATTENTION, POSITIONS)}}
+        given = {
+            self._ids: arrays[TOKENS],
+            **{name: arrays[name] for name in (COMPLETION, ATTENTION, POSITIONS)},
+        }
         given |= {_OLD: old, _ADVANTAGES: advantages_of(rewards, self._generations, self._scale)}
         given[_REWARDS] = np.nan_to_num(rewards)
         zero = np.zeros((len(rows), self._width), np.int64)
         inputs = self._executor.inputs
         return {
-            name: np.asarray(given.get(name, zero)) for name in inputs if role_of(inputs[name]) is not Role.HYPERPARAMETER
+            name: np.asarray(given.get(name, zero))
+            for name in inputs
+            if role_of(inputs[name]) is not Role.HYPERPARAMETER
         }
 
     def _rewarded(

@@ -51,9 +51,7 @@ class CompletionLoss(PairLoss):
         return str(getattr(self, _REFERENCE, "none")) if self.beta else "none"
 
     @abstractmethod
-    def scores(
-        self, op: Emitter, tokens: ir.Value, counts: ir.Value, present: ir.Value
-    ) -> list[ir.Value]:
+    def scores(self, op: Emitter, tokens: ir.Value, counts: ir.Value, present: ir.Value) -> list[ir.Value]:
         """Emit numbers of each row from the log-probabilities of its tokens.
 
         `counts` is 1 for tokens of completions, and `present` for those that have log-probabilities; others are 0.

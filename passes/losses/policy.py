@@ -27,9 +27,9 @@ class PPO(Loss):
     """Compute -min(r A, clip(r) A) for actions that a policy took, and their advantages A (Schulman et al. 2017).
 
     r is the probability of the action now, divided by the one when it was taken. The output of the model has the logits
-    of the actions on its last axis. Inputs, with an entry for each action, are `action`, int64, its number; `advantages`;
-    and `old_log_probabilities`, the logarithm of its probability when it was taken. For the tokens of a language model,
-    see `GRPO`.
+    of the actions on its last axis. Inputs, with an entry for each action, are `action`, int64, its number;
+    `advantages`; and `old_log_probabilities`, the logarithm of its probability when it was taken. For the tokens of a
+    language model, see `GRPO`.
 
     Args:
         epsilon_low, epsilon_high: clip r to [1 - epsilon_low, 1 + epsilon_high]; None for the same as `epsilon_low`.
@@ -62,7 +62,11 @@ class PPO(Loss):
         log_p = op.LogSoftmax(prediction, axis=-1)
         taken = op.Squeeze(op.GatherElements(log_p, op.Unsqueeze(action, [-1]), axis=-1), [-1])
         loss, _ = _clipped(op, taken - old, advantages, self.epsilon_low, self.epsilon_high)
-        return loss + self.entropy * op.ReduceSum(op.Exp(log_p) * log_p, [-1], keepdims=0) if self.entropy else loss
+        return (
+            loss + self.entropy * op.ReduceSum(op.Exp(log_p) * log_p, [-1], keepdims=0)
+            if self.entropy
+            else loss
+        )
 
 
 @dataclass(frozen=True)
@@ -70,10 +74,10 @@ class GRPO(CompletionLoss):
     """Compute PPO's clipped loss of the tokens of completions, whose advantages are those of groups (Shao et al. 2024).
 
     `graphopt.Rollouts` lets the model complete prompts, and makes the inputs: tokens; `completion_mask`, int64 [rows,
-    tokens], 1 where a token belongs to a completion; `advantages` [rows]; `old_log_probabilities` [rows, tokens], at the
-    place of each token, what its logarithm was when it was drawn; and `rewards` [rows], whose mean a step reports as
-    `reward`. It also reports `kl`, if `beta` is not 0, `clip_share`, the share of tokens whose loss is clipped, and
-    `completion_length`. Names of options are those of TRL's GRPOConfig.
+    tokens], 1 where a token belongs to a completion; `advantages` [rows]; `old_log_probabilities` [rows, tokens], the
+    logarithm of the probability of each token, at its place, when it was drawn; and `rewards` [rows], whose mean a step
+    reports as `reward`. It also reports `kl`, if `beta` is not 0, `clip_share`, the share of tokens whose loss is
+    clipped, and `completion_length`. Names of options are those of TRL's GRPOConfig, except `epsilon_low`, its epsilon.
 
     Args:
         beta: the factor of the distance from the reference, e^d - d - 1 for d = log r / p of each token.
@@ -115,9 +119,7 @@ class GRPO(CompletionLoss):
     def companions(self) -> list[str]:
         return []
 
-    def scores(
-        self, op: Emitter, tokens: ir.Value, counts: ir.Value, present: ir.Value
-    ) -> list[ir.Value]:
+    def scores(self, op: Emitter, tokens: ir.Value, counts: ir.Value, present: ir.Value) -> list[ir.Value]:
         return [tokens, counts]
 
     def inputs(self, model: ir.Model, score: ir.Value, target_name: str) -> list[ir.Value]:

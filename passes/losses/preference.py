@@ -77,9 +77,7 @@ class DPO(PairedPreference):
         super().__post_init__()
         self.check_word("loss_type", self.loss_type, [*_FUNCTIONS])
 
-    def scores(
-        self, op: Emitter, tokens: ir.Value, counts: ir.Value, present: ir.Value
-    ) -> list[ir.Value]:
+    def scores(self, op: Emitter, tokens: ir.Value, counts: ir.Value, present: ir.Value) -> list[ir.Value]:
         is_mean = self.average or self.loss_type == "ipo"
         return [mean(op, tokens, counts) if is_mean else total(op, tokens)]
 
@@ -134,9 +132,7 @@ class SimPO(PairedPreference):
     tokens: str | None = None
     blocks: int | Literal["auto"] | None = within("[1, inf)", "auto", whole=True, choices=("auto", None))
 
-    def scores(
-        self, op: Emitter, tokens: ir.Value, counts: ir.Value, present: ir.Value
-    ) -> list[ir.Value]:
+    def scores(self, op: Emitter, tokens: ir.Value, counts: ir.Value, present: ir.Value) -> list[ir.Value]:
         return [mean(op, tokens, counts)]
 
     def compare(self, op: Emitter, prediction: ir.Value, *rows: ir.Value) -> ir.Value:
@@ -173,10 +169,10 @@ class ORPO(PairedPreference):
 
     counts_prompts: ClassVar[bool] = True
 
-    def scores(
-        self, op: Emitter, tokens: ir.Value, counts: ir.Value, present: ir.Value
-    ) -> list[ir.Value]:
-        inside = op.Greater(op.CumSum(counts, op.constant(1), reverse=1), 0.0)  # up to the end of the completion
+    def scores(self, op: Emitter, tokens: ir.Value, counts: ir.Value, present: ir.Value) -> list[ir.Value]:
+        inside = op.Greater(
+            op.CumSum(counts, op.constant(1), reverse=1), 0.0
+        )  # up to the end of the completion
         inside = present * op.Cast(inside, to=present.dtype)
         return [mean(op, tokens * counts, counts), total(op, tokens * inside), total(op, inside)]
 
@@ -201,8 +197,8 @@ class KTO(CompletionLoss):
 
     Args:
         beta: the factor of d: the larger, the closer the model stays to the reference.
-        loss_type: `kto`; or `apo_zero_unpaired`, in which z is 0, without inputs of mismatched completions (D'Oosterlinck
-            et al. 2024). Names are TRL's.
+        loss_type: `kto`; or `apo_zero_unpaired`, in which z is 0, without inputs of mismatched completions
+            (D'Oosterlinck et al. 2024). Names are TRL's.
         desirable_weight: the weight of the losses of desirable completions.
         undesirable_weight: the weight of the losses of others.
         reference: where r comes from, as in `DPO`: `initial`, `inputs` or `none`.
@@ -233,9 +229,7 @@ class KTO(CompletionLoss):
     def companions(self) -> list[str]:
         return ["mismatched"] if self.loss_type == "kto" else []
 
-    def scores(
-        self, op: Emitter, tokens: ir.Value, counts: ir.Value, present: ir.Value
-    ) -> list[ir.Value]:
+    def scores(self, op: Emitter, tokens: ir.Value, counts: ir.Value, present: ir.Value) -> list[ir.Value]:
         return [total(op, tokens)]
 
     def inputs(self, model: ir.Model, score: ir.Value, target_name: str) -> list[ir.Value]:

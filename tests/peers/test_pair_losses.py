@@ -138,7 +138,10 @@ def save_logits(model: Any, tokens: Any, path: Path) -> None:
         input_names=["input_ids"],
         output_names=["logits"],
         dynamic_shapes={
-            "input_ids": {0: torch.export.Dim("rows", min=2, max=64), 1: torch.export.Dim("length", min=2, max=16)}
+            "input_ids": {
+                0: torch.export.Dim("rows", min=2, max=64),
+                1: torch.export.Dim("length", min=2, max=16),
+            }
         },
     )
 
@@ -187,7 +190,11 @@ def test_dpo_is_trls(decoder: Any, options: dict[str, Any], tmp_path: Path) -> N
         assert sorted(mine) == sorted(theirs)
     save_logits(model, batch["input_ids"], tmp_path / "model.onnx")
     steps_agree(
-        passes.DPO(**options), feeds, model, lambda: trainer.compute_loss(model, dict(batch)), tmp_path / "model.onnx"
+        passes.DPO(**options),
+        feeds,
+        model,
+        lambda: trainer.compute_loss(model, dict(batch)),
+        tmp_path / "model.onnx",
     )
 
 
@@ -254,7 +261,9 @@ def test_kto_is_trls(decoder: Any, options: dict[str, Any], tmp_path: Path) -> N
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(SPECIAL))
     read = graphopt.data.text(save_lines(tmp_path / "rows.jsonl", rows), tokenizer=str(tmp_path)).arrays
     for end in prefixes.values():
-        both = [(x[f"input_ids{end}"], np.asarray(x[f"completion_mask{end}"], np.int64)) for x in (read, feeds)]
+        both = [
+            (x[f"input_ids{end}"], np.asarray(x[f"completion_mask{end}"], np.int64)) for x in (read, feeds)
+        ]
         mine, theirs = ([tuple(t * m) for t, m in zip(*pair, strict=True)] for pair in both)
         trimmed = [[np.trim_zeros(np.array(x), "b").tolist() for x in side] for side in (mine, theirs)]
         assert sorted(trimmed[0]) == sorted(trimmed[1])

@@ -113,7 +113,9 @@ def read_prompts(path: Path) -> list[Message]:
         for number, item in _objects(file):
             with naming(f"{file}: line {number}"):
                 if PROMPT not in item:
-                    raise GraphoptError(f"expected an object with {PROMPT}, found {', '.join(item) or 'none'}")
+                    raise GraphoptError(
+                        f"expected an object with {PROMPT}, found {', '.join(item) or 'none'}"
+                    )
                 if isinstance(item[PROMPT], list):
                     check_messages(item[PROMPT], PROMPT)
                 elif not isinstance(item[PROMPT], str):

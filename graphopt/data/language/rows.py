@@ -10,7 +10,7 @@ import numpy as np
 
 from graphopt.data.dataset import TARGET, Array, LazyArray
 from graphopt.data.language.documents import Tokenized
-from graphopt.data.language.preferences import LABEL, MISMATCHED, REJECTED
+from graphopt.data.language.preferences import LABEL, REJECTED
 from graphopt.errors import GraphoptError
 
 TOKENS, LABELS, COMPLETION = "input_ids", "labels", "completion_mask"
@@ -60,7 +60,10 @@ def marks(
 ) -> list[tuple[tuple[str, ...], str]]:
     """Return the names of arrays of which a graph reads one of each group, with the warning for one that does not."""
     groups: list[tuple[tuple[str, ...], str]] = []
-    for name, what, loss in ((f"{COMPLETION}_{REJECTED}", "rejected completions", "dpo"), (LABEL, "labels", "kto")):
+    for name, what, loss in (
+        (f"{COMPLETION}_{REJECTED}", "rejected completions", "dpo"),
+        (LABEL, "labels", "kto"),
+    ):
         if name in arrays:
             unread = f"{what} are not read, because the graph has no input {name!r}: set loss={loss}"
             groups.append(((name,), unread))
