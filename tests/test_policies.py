@@ -211,6 +211,8 @@ def test_rollouts_by_a_cache_are_those_of_the_executor(adapter: Any) -> None:
     whole = graphopt.Rollouts(executor, PROMPTS, reward, **options)
     assert len(cached) == 2
     graphopt.fit(executor, cached, epochs=2, validation=None)
+    cached.set_epoch(5)
+    whole.set_epoch(5)
     for mine, other in zip(cached, whole, strict=True):
         assert mine.keys() == other.keys() == executor.inputs.keys()
         for name, x in mine.items():
@@ -218,7 +220,7 @@ def test_rollouts_by_a_cache_are_those_of_the_executor(adapter: Any) -> None:
     prompts, completions, ids, answers = given[-1]
     assert {"prompt": prompts[0], "answer": answers[0]} in PROMPTS
     assert Characters().decode(ids[0]) == completions[0]
-    logits = executor.predict({name: mine[name] for name in ("input_ids", "attention_mask")})["logits"]
+    logits = executor.predict(input_ids=mine["input_ids"])["logits"]
     log_p = torch.tensor(logits / 0.8).log_softmax(-1)[:, :-1]
     log_p = log_p.gather(-1, torch.tensor(mine["input_ids"][:, 1:, None]).long())[..., 0].numpy()
     counted = mine["completion_mask"][:, 1:] == 1

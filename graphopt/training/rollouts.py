@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -102,8 +103,6 @@ class Rollouts(Checked):
                 raise GraphoptError(f"Rollouts({name}): expected {least[name]} or more, found {number!r}")
         if scale_rewards not in _SCALES:
             raise GraphoptError(f"Rollouts: {unknown('scale_rewards', str(scale_rewards), _SCALES)}")
-        if not callable(reward):
-            raise GraphoptError(f"Rollouts(reward): expected a function, found {kind_of(reward)}")
         temperature = TEMPERATURE.read(executor.model) if isinstance(executor, Executor) else None
         if temperature is None:
             raise GraphoptError(
@@ -111,6 +110,9 @@ class Rollouts(Checked):
                 "loss=passes.GRPO()"
             )
         self._columns = _columns(prompts)
+        _check_reward(
+            reward, ["prompts", "completions", "completion_ids", *(x for x in self._columns if x != "prompt")]
+        )
         self._executor, self._reward, self._scale = executor, reward, scale_rewards
         self._batch_size, self._generations, self._iterations = batch_size, generations, iterations
         self._sampling = {"max_tokens": max_tokens, "top_k": top_k, "top_p": top_p}
@@ -278,6 +280,21 @@ def _mean(x: np.ndarray, axis: int | None) -> np.ndarray:
     count = np.isfinite(x).sum(axis=axis, keepdims=True)
     total: np.ndarray = np.nansum(x, axis=axis, keepdims=True)
     return total / np.maximum(count, 1).astype(np.float32)
+
+
+def _check_reward(reward: object, names: Sequence[str]) -> None:
+    """Raise an error unless something is a function that takes arguments by name."""
+    if not callable(reward):
+        raise GraphoptError(f"Rollouts(reward): expected a function, found {kind_of(reward)}")
+    try:
+        inspect.signature(reward).bind(**dict.fromkeys(names))
+    except TypeError:
+        raise GraphoptError(
+            f"Rollouts(reward): expected a function that takes {', '.join(names)} by name, found one of "
+            f"{inspect.signature(reward)}: add **others"
+        ) from None
+    except ValueError:  # a function without a signature
+        return
 
 
 def _columns(prompts: Dataset | Sequence[Mapping[str, Any]]) -> dict[str, Sequence[Any]]:
