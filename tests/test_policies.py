@@ -61,7 +61,7 @@ def kto(w: Any, start: Any, uses_z: bool = True) -> torch.Tensor:
     z = other.detach().mean().clamp(min=0) if uses_z else 0.0
     label = torch.tensor(LABEL)
     losses = 1 - torch.sigmoid(0.4 * torch.where(label == 1, chosen - z, z - chosen))
-    return (losses * torch.where(label == 1, 1.3, 0.6)).mean()
+    return (losses * torch.tensor(np.where(LABEL == 1, 1.3, 0.6))).mean()
 
 
 def grpo(
