@@ -65,7 +65,14 @@ def kto(w: Any, start: Any, uses_z: bool = True) -> torch.Tensor:
 
 
 def grpo(
-    w: Any, start: Any, *, by: str, level: str = "token", beta: float = 0.0, t: float = 1.0
+    w: Any,
+    start: Any,
+    *,
+    by: str,
+    level: str = "token",
+    beta: float = 0.0,
+    t: float = 1.0,
+    is_biased: bool = False,
 ) -> torch.Tensor:
     mask = torch.tensor(MASKS["completion_mask"])[:, 1:]
     p, a = log_p_of_tokens(w, t), torch.tensor(ROLLED["advantages"])[:, None]
@@ -75,7 +82,7 @@ def grpo(
     ratio = log_ratio.exp()
     loss = -torch.minimum(ratio * a, ratio.clamp(0.8, 1.4) * a)
     d = log_p_of_tokens(start, t).detach() - p
-    loss = (loss + beta * (d.exp() - d - 1)) * mask
+    loss = (loss + beta * (d.exp() - d - 1) * (1 if is_biased else ratio)) * mask
     rows = {"grpo": loss.sum(1) / mask.sum(1), "dr_grpo": loss.sum(1) / 7}
     return rows[by].mean() if by in rows else loss.sum() / mask.sum()
 
@@ -96,6 +103,11 @@ CASES: dict[str, tuple[passes.Loss, Any, dict[str, Any]]] = {
     "GRPO near a reference": (
         passes.GRPO(0.3, **CLIP, temperature=0.7),
         lambda *w: grpo(*w, by="dapo", beta=0.3, t=0.7),
+        ROLLED,
+    ),
+    "GRPO with a biased distance": (
+        passes.GRPO(0.3, **CLIP, use_bias_correction_kl=False),
+        lambda *w: grpo(*w, by="dapo", beta=0.3, is_biased=True),
         ROLLED,
     ),
     "GRPO of sequences": (

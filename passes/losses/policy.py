@@ -61,7 +61,7 @@ class PPO(Loss):
         action, advantages, old = operands
         log_p = op.LogSoftmax(prediction, axis=-1)
         taken = op.Squeeze(op.GatherElements(log_p, op.Unsqueeze(action, [-1]), axis=-1), [-1])
-        loss, _ = _clipped(op, taken - old, advantages, self.epsilon_low, self.epsilon_high)
+        loss, *_ = _clipped(op, taken - old, advantages, self.epsilon_low, self.epsilon_high)
         return (
             loss + self.entropy * op.ReduceSum(op.Exp(log_p) * log_p, [-1], keepdims=0)
             if self.entropy
@@ -85,6 +85,7 @@ class GRPO(CompletionLoss):
         loss_type: what the loss is divided by: `grpo`, each completion by its tokens; `dapo` and `bnpo`, all by the
             tokens of the step; `dr_grpo`, each by `max_completion_length`.
         importance_sampling_level: clip the ratio of each `token`, or, as GSPO does, the geometric mean of a `sequence`.
+        use_bias_correction_kl: multiply the distance by the ratio, so that its gradient is unbiased.
         max_completion_length: the number of tokens of the longest completion, for `dr_grpo`.
         temperature: the divisor of logits when completions are drawn.
         reference: where r comes from, as in `DPO`: `initial` or `inputs`.
@@ -105,6 +106,7 @@ class GRPO(CompletionLoss):
     epsilon_high: float | None = within("[0, inf)", None)
     loss_type: Literal["grpo", "bnpo", "dr_grpo", "dapo"] = "dapo"
     importance_sampling_level: Literal["token", "sequence"] = "token"
+    use_bias_correction_kl: bool = True
     max_completion_length: int = within("[1, inf)", 256, whole=True)
     temperature: float = within("(0, inf)", 1.0)
     reference: Literal["initial", "inputs"] = "initial"
@@ -146,8 +148,11 @@ class GRPO(CompletionLoss):
         if self.importance_sampling_level == "sequence":
             log_ratio = op.Unsqueeze(mean(op, log_ratio, counts), [1])
         columns = op.Unsqueeze(advantages, [1])
-        loss, is_clipped = _clipped(op, log_ratio, columns, self.epsilon_low, self.epsilon_high)
-        return loss, is_clipped, op.Exp(op.Neg(ratio)) + ratio - 1.0 if self.beta else None
+        loss, is_clipped, share = _clipped(op, log_ratio, columns, self.epsilon_low, self.epsilon_high)
+        if not self.beta:
+            return loss, is_clipped, None
+        kl = op.Exp(op.Neg(ratio)) + ratio - 1.0
+        return loss, is_clipped, kl * share if self.use_bias_correction_kl else kl
 
     def compare(self, op: Emitter, prediction: ir.Value, *operands: ir.Value) -> ir.Value:
         counts = operands[2]
@@ -163,10 +168,10 @@ class GRPO(CompletionLoss):
 
 def _clipped(
     op: Emitter, log_ratio: ir.Value, advantages: ir.Value, low: float, high: float | None
-) -> tuple[ir.Value, ir.Value]:
-    """Emit the loss of each action, and 1 for those whose ratio is clipped."""
+) -> tuple[ir.Value, ir.Value, ir.Value]:
+    """Emit the loss of each action, 1 for those whose ratio is clipped, and the ratio."""
     ratio = op.Exp(log_ratio)
     bounds = [1.0 - low, 1.0 + (low if high is None else high)]
     clipped = op.Clip(ratio, *(op.constant(x, like=ratio) for x in bounds))
     free, bound = ratio * advantages, clipped * advantages
-    return op.Neg(op.Min(free, bound)), op.Cast(op.Less(bound, free), to=ratio.dtype)
+    return op.Neg(op.Min(free, bound)), op.Cast(op.Less(bound, free), to=ratio.dtype), ratio

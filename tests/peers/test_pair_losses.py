@@ -281,12 +281,15 @@ def test_kto_is_trls(decoder: Any, options: dict[str, Any], tmp_path: Path) -> N
 )
 def test_grpo_is_trls(decoder: Any, options: dict[str, Any], tmp_path: Path) -> None:
     model, rng = copy.deepcopy(decoder), np.random.default_rng(3)
-    theirs = {"epsilon" if name == "epsilon_low" else name: x for name, x in options.items()}
+    theirs = {
+        "epsilon" if name == "epsilon_low" else name: x for name, x in options.items() if name != "beta"
+    }
     theirs |= {"max_completion_length": 5, "num_generations": 4, "gradient_accumulation_steps": 1}
     kind = functools.partial(trl.GRPOTrainer, reward_funcs=lambda completions, **_: [0.0] * len(completions))
     rows = [{"prompt": "w1 w2"}] * 4
     trainer = trained_by(kind, trl.GRPOConfig, model, rows, tmp_path, **theirs)
     trainer.current_gradient_accumulation_steps = 1
+    trainer.beta = options.get("beta", 0.0)  # in the configuration, TRL fetches a reference for it
     tokens, lengths = rng.integers(0, 30, (4, 8)), np.array([5, 3, 1, 4])
     mask = np.arange(5) < lengths[:, None]
     old, reference = (-rng.uniform(3.3, 3.7, (4, 5)).astype(np.float32) for _ in range(2))
