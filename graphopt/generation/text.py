@@ -139,7 +139,8 @@ class TextGenerator(Checked):
 
         Prompts of one length are read at once, with their cache.
         """
-        chosen, found = Sampling(**options), {}
+        chosen = Sampling(**options)
+        found: dict[int, Completion] = {}
         order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
         for _, group in itertools.groupby(order, key=lambda i: len(prompts[i])):
             same = [*group]

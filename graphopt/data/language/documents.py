@@ -101,8 +101,8 @@ def read_sequences(
                 else [completions(item) for _, item in items]
             )
             both = [(line, x) for (line, _), pair in zip(items, pairs, strict=True) for x in pair]
-            found = _tokenized_examples(both, vocabulary, True, template)
-            return replace(found, other=REJECTED if labels is None else MISMATCHED, labels=labels)
+            tokenized = _tokenized_examples(both, vocabulary, True, template)
+            return replace(tokenized, other=REJECTED if labels is None else MISMATCHED, labels=labels)
         return _tokenized_examples(items, vocabulary, completion_only, template)
 
 
