@@ -42,6 +42,7 @@ from graphopt.training.checkpoints import Checkpoints
 from graphopt.training.estimator import Trainer
 from graphopt.training.evaluation import evaluate, predict
 from graphopt.training.fit import adapt, fit
+from graphopt.training.rollouts import Rollouts
 from graphopt.training.sklearn import ESTIMATORS, estimator, from_sklearn, register_skl2onnx, to_onnx
 from graphopt.training.tables import FittedTable, fit_table
 
@@ -64,6 +65,7 @@ __all__ = [
     "OnnxClassifier",
     "OnnxRegressor",
     "Pipeline",
+    "Rollouts",
     "StepHalves",
     "Target",
     "TextGenerator",

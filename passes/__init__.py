@@ -32,6 +32,7 @@ from passes.losses.combined import *
 from passes.losses.distillation import *
 from passes.losses.loss import *
 from passes.losses.pairs import *
+from passes.losses.policy import *
 from passes.losses.preference import *
 from passes.mixed_precision import DynamicLossScale as DynamicLossScale
 from passes.mixed_precision import MixedPrecision as MixedPrecision

@@ -723,6 +723,20 @@ def test_a_head_has_the_initial_values_of_the_exporter_s_framework() -> None:
     assert 0.8 * (6 / 58) ** 0.5 < abs(other["fc1.weight"]).max() <= (6 / 58) ** 0.5
 
 
+def test_a_head_that_grows_keeps_the_rows_of_old_classes() -> None:
+    base = mlp()
+    old = {x.name: onnx.numpy_helper.to_array(x) for x in base.graph.initializer}
+    classes = old["fc1.bias"].size
+    found = initial(graphopt.compile(base, adapter=passes.Head(classes=classes + 4, grow=True), **CLASSES))
+    axis = found["fc1.weight"].shape.index(classes + 4)
+    np.testing.assert_array_equal(
+        np.moveaxis(found["fc1.weight"], axis, 0)[:classes], np.moveaxis(old["fc1.weight"], axis, 0)
+    )
+    np.testing.assert_array_equal(found["fc1.bias"][:classes], old["fc1.bias"])
+    with pytest.raises(GraphoptError, match=rf"expected at least the {classes} classes of the file, found 2"):
+        graphopt.compile(base, adapter=passes.Head(classes=2, grow=True), **CLASSES)
+
+
 def test_a_step_with_an_adapter_of_another_program_names_it(tmp_path: Any) -> None:
     class Shift(passes.Adapter):
         def initial(self, target: Any, generator: np.random.Generator) -> dict[str, np.ndarray]:

@@ -126,7 +126,8 @@ def _train(
     """Train, and write the trained model, also after a signal or a loss that is not finite."""
     fields, model, data = recipe.fields["fit"], recipe.fields["model"], recipe.choices["data"]
     step, opened = recipe.program()
-    first_rows(recipe, step)  # wrong data is refused before kernels are compiled
+    if recipe.fields["reward"] is None:
+        first_rows(recipe, step)  # wrong data is refused before kernels are compiled
     executor = opened(communicator)
     files = _Files(folder, step, recipe)
     header = _Header(console, title, recipe, step, communicator.size)
@@ -148,7 +149,7 @@ def _train(
     try:
         fit(
             executor,
-            recipe.data,
+            recipe.fed(executor),
             **recipe.fit,
             callbacks=[*callbacks, *own],
             checkpoint=None if checkpoint is None else Checkpoints(folder / CHECKPOINTS, **checkpoint),

@@ -10,7 +10,7 @@ from graphopt.data.dataset import Dataset, LazyArray
 from graphopt.data.files import csv, npy, npz
 from graphopt.data.foreign import table
 from graphopt.data.image_folders import images
-from graphopt.data.language.reader import text
+from graphopt.data.language.reader import prompts, text
 from graphopt.data.language.tokenizer import Characters, Tokenizer
 from graphopt.data.loader import Batches, Loader, hold_out, prefetched
 from graphopt.data.samples import diabetes, digits
@@ -41,6 +41,7 @@ __all__ = [
     "npz",
     "parquet",
     "prefetched",
+    "prompts",
     "table",
     "text",
 ]

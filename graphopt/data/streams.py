@@ -66,6 +66,7 @@ class Stream:
         if steps is not None and steps < 1:
             raise GraphoptError(f"steps_per_epoch: expected 1 or more, found {steps}")
         self.name = type(data).__name__
+        self.reads_state = bool(getattr(data, "reads_state", False))  # of the executor that trains on it
         self.passes = 0  # that have ended
         self.end: object = None  # the position after the last batch of an epoch
         self._data, self._inputs, self._allow_nan = data, inputs, allow_nan

@@ -34,15 +34,25 @@ _Run = Callable[[dict[str, Any]], Mapping[str, Any]]
 
 
 class Decoder(ABC):
-    """Read a text token by token, and return the logits of the next token."""
+    """Read texts of one length token by token, and return the logits of the next token of each.
+
+    Attributes:
+        most_rows: the number of texts that it reads at once; None for any number.
+    """
+
+    most_rows: int | None
 
     @abstractmethod
-    def read(self, tokens: Sequence[int]) -> np.ndarray:
-        """Return the logits [classes] of the token after a text and all tokens that were read before."""
+    def read(self, tokens: np.ndarray) -> np.ndarray:
+        """Return the logits [rows, classes] of the token after tokens [rows, count] and all that were read before."""
 
     @abstractmethod
-    def clear(self) -> None:
-        """Forget the text."""
+    def clear(self, rows: int = 1) -> None:
+        """Forget the texts, and begin as many."""
+
+    def put(self, weights: Mapping[str, np.ndarray]) -> None:
+        """Compute with other values of slots from now on."""
+        raise NotImplementedError
 
 
 def decoder_of(model: ir.Model | Executor, device: Device, adapter: Path | None = None) -> Decoder:
@@ -56,7 +66,9 @@ def decoder_of(model: ir.Model | Executor, device: Device, adapter: Path | None 
             raise GraphoptError(
                 f"adapter={str(adapter)!r}: expected a model's file beside it, found an executor: leave it out"
             )
-        return _Whole(_Inputs(x for x in model.inputs.values() if role_of(x) is Role.DATA), model.predict)
+        return _Whole(
+            DecoderInputs(x for x in model.inputs.values() if role_of(x) is Role.DATA), model.predict
+        )
     has_slots = any(x.is_initializer() for x in model.graph.inputs)
     if adapter is not None and (adapter.is_dir() or not has_slots):
         model, adapter = _with_adapter(model, adapter), None
@@ -64,7 +76,7 @@ def decoder_of(model: ir.Model | Executor, device: Device, adapter: Path | None 
     inputs = [x for x in graph.inputs if not x.is_initializer()]
     caches = _caches(inputs, graph.outputs)
     session = _Session(device, model, adapter)
-    feeds = _Inputs([x for x in inputs if x.name not in caches])
+    feeds = DecoderInputs([x for x in inputs if x.name not in caches])
     logits = _logits([y for y in graph.outputs if y.name not in caches.values()])
     if caches:
         pairs = [(x, caches[name_of(x)]) for x in inputs if x.name in caches]
@@ -78,6 +90,7 @@ class _Session:
     def __init__(self, device: Device, model: ir.Model, adapter: Path | None) -> None:
         self._session, self._device = Session(device, model), device
         self._options = device.ort.RunOptions()
+        self.slots: dict[str, object] = {}
         if adapter is not None:
             self._adapter = _adapter(device, adapter)  # the options do not keep it alive
             self._options.add_active_adapter(self._adapter)
@@ -85,7 +98,7 @@ class _Session:
     def __call__(self, feeds: dict[str, object]) -> dict[str, object]:
         values = {
             name: to_ort(self._device, x, x.dtype) if isinstance(x, np.ndarray) else x
-            for name, x in feeds.items()
+            for name, x in {**feeds, **self.slots}.items()
         }
         names = self._session.outputs
         try:
@@ -132,7 +145,7 @@ def _adapter(device: Device, path: Path) -> object:
     return adapter
 
 
-class _Inputs:
+class DecoderInputs:
     """Make the inputs of a decoder, except its cache."""
 
     def __init__(self, values: Iterable[ir.Value]) -> None:
@@ -162,56 +175,63 @@ class _Inputs:
             )
         return found[0]
 
-    def feeds(self, tokens: Sequence[int], before: int, *, filled: int = 0) -> dict[str, np.ndarray]:
-        """Return the inputs for tokens, which follow `before` others; `filled` tokens fill a row up."""
-        count = len(tokens)
+    def feeds(self, tokens: np.ndarray, before: int, *, filled: int = 0) -> dict[str, np.ndarray]:
+        """Return the inputs for rows of tokens, which follow `before` others; `filled` tokens fill a row up."""
+        rows, count = tokens.shape
+        if self.batch is not None:
+            rows, tokens = self.batch, np.resize(tokens, (self.batch, count))
         places = np.arange(before, before + count + filled)
         made = {
-            self.ids: np.array([*tokens, *[0] * filled]),
+            self.ids: np.pad(tokens, ((0, 0), (0, filled))),
             _MASK: np.arange(self._width(_MASK) or before + count + filled) < before + count,
             _POSITIONS: places,
             _PLACES: places,
             _USES_CACHE: np.array([before > 0]),
             **{name: np.zeros(count + filled) for name in _ZERO},
         }
-        return {name: self._as_declared(x, made[name]) for name, x in self._values.items()}
+        return {name: self._as_declared(x, made[name], rows) for name, x in self._values.items()}
 
     def _width(self, name: str) -> int | None:
         """Return the static length of an input's rows."""
         last = dims_of(self._values[name])[-1] if name in self._values else None
         return last if isinstance(last, int) else None
 
-    def _as_declared(self, x: ir.Value, row: np.ndarray) -> np.ndarray:
-        """Return a row in the type of an input, as often as the batch has rows."""
+    def _as_declared(self, x: ir.Value, row: np.ndarray, rows: int) -> np.ndarray:
+        """Return rows in the type of an input, or one as often as the batch has rows."""
         array = row.astype(dtype_of(x).numpy())
-        return array if rank(x) == 1 else np.tile(array, (*[1] * (rank(x) - 2), self.batch or 1, 1))
+        is_whole = rank(x) == array.ndim
+        return array if is_whole else np.tile(array, (*[1] * (rank(x) - 2), rows, 1))
 
 
 class _Whole(Decoder):
     """Compute the logits of a whole text for each token; of a row of fixed length, of its last tokens."""
 
-    def __init__(self, inputs: _Inputs, run: _Run, logits: str = _LOGITS) -> None:
+    def __init__(self, inputs: DecoderInputs, run: _Run, logits: str = _LOGITS) -> None:
         self._inputs, self._run, self._logits = inputs, run, logits
+        self.most_rows = inputs.batch
         self.clear()
 
-    def clear(self) -> None:
-        self._tokens: list[int] = []
+    def clear(self, rows: int = 1) -> None:
+        self._tokens = np.zeros((rows, 0), np.int64)
 
-    def read(self, tokens: Sequence[int]) -> np.ndarray:
-        self._tokens += tokens
+    def read(self, tokens: np.ndarray) -> np.ndarray:
+        self._tokens = np.concatenate([self._tokens, tokens], axis=1)
         length = self._inputs.length
-        seen = self._tokens if length is None else self._tokens[-length:]
-        filled = 0 if length is None else length - len(seen)
+        seen = self._tokens if length is None else self._tokens[:, -length:]
+        filled = 0 if length is None else length - seen.shape[1]
         outputs = self._run(self._inputs.feeds(seen, 0, filled=filled))
         name = self._logits if self._logits in outputs else next(iter(outputs))
-        return _last(outputs[name], len(seen) - 1)
+        return _last(outputs[name], *seen.shape)
+
+    def put(self, weights: Mapping[str, np.ndarray]) -> None:
+        _put(self._run, weights)
 
 
 class _Cached(Decoder):
     """Compute the logits of new tokens by the keys and values of those before."""
 
     def __init__(
-        self, inputs: _Inputs, run: _Run, logits: str, caches: Sequence[tuple[ir.Value, str]]
+        self, inputs: DecoderInputs, run: _Run, logits: str, caches: Sequence[tuple[ir.Value, str]]
     ) -> None:
         self._inputs, self._run, self._logits, self._caches = inputs, run, logits, caches
         if inputs.length not in (None, 1):
@@ -219,28 +239,38 @@ class _Cached(Decoder):
                 f"input {inputs.ids!r}: expected one token or any number of them beside a cache, found "
                 f"{inputs.length} in each call: export it with a dynamic length"
             )
+        self.most_rows = inputs.batch
         self.clear()
 
-    def clear(self) -> None:
-        self._before = 0
-        self._past: dict[str, object] = {name_of(x): _empty(x, self._inputs.batch) for x, _ in self._caches}
+    def clear(self, rows: int = 1) -> None:
+        self._before, count = 0, self._inputs.batch or rows
+        self._past: dict[str, object] = {name_of(x): _empty(x, count) for x, _ in self._caches}
 
-    def read(self, tokens: Sequence[int]) -> np.ndarray:
-        parts = [tokens] if self._inputs.length is None else [[token] for token in tokens]
+    def read(self, tokens: np.ndarray) -> np.ndarray:
+        count = tokens.shape[1]
+        parts = [tokens] if self._inputs.length is None else np.split(tokens, count, axis=1)
         for part in parts:
             outputs = self._run({**self._inputs.feeds(part, self._before), **self._past})
             self._past = {name_of(x): outputs[present] for x, present in self._caches}
-            self._before += len(part)
-        return _last(outputs[self._logits], len(part) - 1)
+            self._before += part.shape[1]
+        return _last(outputs[self._logits], *part.shape)
+
+    def put(self, weights: Mapping[str, np.ndarray]) -> None:
+        _put(self._run, weights)
 
 
-def _empty(cache: ir.Value, batch: int | None) -> np.ndarray:
+def _put(run: _Run, weights: Mapping[str, np.ndarray]) -> None:
+    assert isinstance(run, _Session)
+    run.slots = {**weights}
+
+
+def _empty(cache: ir.Value, rows: int) -> np.ndarray:
     """Return a cache before any token: no positions where their number is free, otherwise zeros."""
     first, *others = dims_of(cache)
     sizes = [x if isinstance(x, int) else 0 for x in others]
     if len(others) == 3 and not isinstance(others[-1], int):
         sizes[-1] = _head_size(cache)
-    return np.zeros([first if isinstance(first, int) else batch or 1, *sizes], dtype_of(cache).numpy())
+    return np.zeros([first if isinstance(first, int) else rows, *sizes], dtype_of(cache).numpy())
 
 
 def _head_size(cache: ir.Value) -> int:
@@ -288,12 +318,12 @@ def _logits(outputs: Sequence[ir.Value]) -> ir.Value:
     return (named or numbers)[0]
 
 
-def _last(logits: Tensor, place: int) -> np.ndarray:
-    """Return the logits at a place of the first row, or those of the only place that a model returns."""
+def _last(logits: Tensor, rows: int, count: int) -> np.ndarray:
+    """Return the logits of the last of `count` tokens of each row, or those of the only place that a model returns."""
     array = np.asarray(logits if isinstance(logits, np.ndarray) else logits.numpy())
     if array.ndim not in (2, 3):
         raise GraphoptError(
             f"model: expected logits of shape [rows, length, tokens], found an output of shape {list(array.shape)}"
         )
-    row = array[0]
-    return row if row.ndim == 1 else row[place if len(row) > place else -1]
+    array = array[:rows]
+    return array if array.ndim == 2 else array[:, count - 1 if array.shape[1] >= count else -1]

@@ -54,6 +54,11 @@ class Sampling(Checked):
             rates[order[:-1][np.cumsum(rates[order])[:-1] <= 1 - self.top_p]] = 0
         return rates / rates.sum()
 
+    def log_probability(self, logits: np.ndarray, token: int) -> float:
+        """Return the logarithm of the probability of a token among all, for a temperature above 0."""
+        scores = logits.astype(np.float64) / self.temperature
+        return float(scores[token] - scores.max() - np.log(np.exp(scores - scores.max()).sum()))
+
     def choose(self, logits: np.ndarray, random: np.random.Generator) -> int:
         """Return the next token."""
         if self.temperature == 0:

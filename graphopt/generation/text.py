@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -20,6 +21,13 @@ from graphopt.runtime.device import Device
 from graphopt.runtime.executor import Executor
 
 Prompt = str | Sequence[int] | Sequence[Message] | None
+
+
+class Completion(NamedTuple):
+    """Hold the tokens of a completion, with the one that ends it, and the logarithms of their probabilities."""
+
+    tokens: list[int]
+    log_probabilities: list[float]
 
 
 class TextGenerator(Checked):
@@ -103,20 +111,61 @@ class TextGenerator(Checked):
         return self._following(prompt, chosen)
 
     def _following(self, prompt: Sequence[int], chosen: Sampling) -> Iterator[int]:
-        random = np.random.default_rng(chosen.seed)
-        self._decoder.clear()
-        read = list(prompt)
-        for _ in range(chosen.max_tokens):
-            logits = self._decoder.read(read)
-            if not np.isfinite(logits.max()):
-                raise GraphoptError(
-                    "model: expected finite logits, found NaN or infinity: it was not trained well"
-                )
-            token = chosen.choose(logits, random)
+        for (token,), _ in self._drawn([prompt], chosen, [np.random.default_rng(chosen.seed)]):
             if token in self.vocabulary.ends:
                 return
             yield token
-            read = [token]
+
+    def _drawn(
+        self, prompts: Sequence[Sequence[int]], chosen: Sampling, random: Sequence[np.random.Generator]
+    ) -> Iterator[tuple[list[int], np.ndarray]]:
+        """Yield the next token of each text, and the logits [rows, classes] that it is drawn from."""
+        self._decoder.clear(len(prompts))
+        read = np.array(prompts, np.int64)
+        for _ in range(chosen.max_tokens):
+            logits = self._decoder.read(read)
+            if not np.isfinite(logits.max(axis=1)).all():
+                raise GraphoptError(
+                    "model: expected finite logits, found NaN or infinity: it was not trained well"
+                )
+            tokens = [chosen.choose(row, each) for row, each in zip(logits, random, strict=True)]
+            yield tokens, logits
+            read = np.array(tokens, np.int64)[:, None]
+
+    def complete(
+        self, prompts: Sequence[Sequence[int]], random: Sequence[np.random.Generator], **options: Any
+    ) -> list[Completion]:
+        """Return a completion of each prompt, drawn by a generator of its own.
+
+        Prompts of one length are read at once, with their cache.
+        """
+        chosen = Sampling(**options)
+        found: dict[int, Completion] = {}
+        order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
+        for _, group in itertools.groupby(order, key=lambda i: len(prompts[i])):
+            same = [*group]
+            most = self._decoder.most_rows or len(same)
+            for rows in (same[i : i + most] for i in range(0, len(same), most)):
+                drawn = [prompts[i] for i in rows], [random[i] for i in rows]
+                found |= zip(rows, self._complete(*drawn, chosen), strict=True)
+        return [found[i] for i in range(len(prompts))]
+
+    def _complete(
+        self, prompts: Sequence[Sequence[int]], random: Sequence[np.random.Generator], chosen: Sampling
+    ) -> list[Completion]:
+        completions = [Completion([], []) for _ in prompts]
+        for tokens, logits in self._drawn(prompts, chosen, random):
+            for each, token, row in zip(completions, tokens, logits, strict=True):
+                if not each.tokens or each.tokens[-1] not in self.vocabulary.ends:
+                    each.tokens.append(token)
+                    each.log_probabilities.append(chosen.log_probability(row, token))
+            if all(each.tokens[-1] in self.vocabulary.ends for each in completions):
+                break
+        return completions
+
+    def put(self, weights: Mapping[str, np.ndarray]) -> None:
+        """Compute with other values of a model's slots from now on."""
+        self._decoder.put(weights)
 
 
 @checked("name the options")

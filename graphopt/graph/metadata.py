@@ -102,6 +102,9 @@ POSITIONS = Flag("graphopt.positions")  # a node that counts the positions in a 
 AUGMENTED = Flag("graphopt.augmented")  # a node that computes what training reads in place of an input
 MIXED = Flag("graphopt.mixed")  # a node that computes the share of another row in each row
 IN_BLOCKS = Flag("graphopt.in_blocks")  # a Scan that saves memory: its work stays in the loop
+TEMPERATURE = Text(
+    "graphopt.temperature"
+)  # of a training graph: the divisor of logits when completions are drawn
 ON_DEMAND = Flag("graphopt.on_demand")  # an output that a step reports only if it is named
 # In self-attention: the node of scores [rows, ..., queries, keys] with all masks, before the softmax; and the node of
 # the positions of tokens, int64 [tokens] or [rows, tokens], by which a table of angles is read

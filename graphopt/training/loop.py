@@ -73,7 +73,8 @@ class TrainingLoop:
         self._skipped = 0  # steps that the executor does not count
         self._is_due = False  # whether a checkpoint waits until the workers are synchronized
         is_slow = source.is_lazy or options.transform is not None
-        prefetch = PREFETCHED_BATCHES if is_slow or not executor.device_options.machine.in_host_memory else 0
+        is_ahead = is_slow or not executor.device_options.machine.in_host_memory
+        prefetch = PREFETCHED_BATCHES if is_ahead and not source.reads_state else 0
         self._prefetch = prefetch if options.prefetch is None else options.prefetch
 
     def begin(self) -> None:
@@ -177,7 +178,7 @@ class TrainingLoop:
     def _reported(self, batches: Iterator[_Batch]) -> Iterator[tuple[Drawn, Record]]:
         """Yield each batch with the numbers of its step; end a call of several steps where a checkpoint is due."""
         run, executor, checkpoints = self.run, self.run.executor, self._checkpoints
-        if self._callbacks.reads_state:
+        if self._callbacks.reads_state or self._source.reads_state:
             for drawn, feeds in batches:
                 self._tell("on_step_begin")
                 yield drawn, executor.step(feeds)

@@ -45,6 +45,9 @@ class Epochs(ABC):
     names: Sequence[str] | None = None  # of the features, if the data has them
     row_tokens: float | None = None  # the mean number of tokens of a row of text
     is_lazy = False  # whether rows are read when a batch needs them
+    reads_state = (
+        False  # whether a batch depends on the weights, so that none is drawn before the step that it follows
+    )
     identity: Mapping[str, object]  # what a checkpoint and the run that continues it have in common
     before = 0  # the number of epochs in earlier calls of `fit`
     end: Any = None  # the position after an epoch; None if the number of rows says enough
@@ -111,6 +114,11 @@ class StreamEpochs(Epochs):
 
     def __init__(self, stream: Stream, options: FitOptions, executor: Executor) -> None:
         self._stream, self.steps, self.options, self.executor = stream, stream.steps, options, executor
+        self.reads_state = stream.reads_state
+        if self.reads_state and options.prefetch:
+            raise GraphoptError(
+                f"prefetch: expected 0 for batches that depend on the weights, found {options.prefetch}: leave it out"
+            )
         steps_per_epoch = options.steps_per_epoch
         self.identity = {"rows": None, "steps_per_epoch": steps_per_epoch}
         if steps_per_epoch is None and self.steps:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import json
 import warnings
 from pathlib import Path
@@ -103,6 +104,62 @@ def decoder() -> Any:
     return transformers.GPT2LMHeadModel(config).eval()
 
 
+SPECIAL = {"pad_token": "[PAD]", "eos_token": "[EOS]", "unk_token": "[UNK]"}
+
+
+def word_tokenizer() -> Any:
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(WORDS, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    return tokenizer
+
+
+def trained_by(
+    trainer: Any, config: Any, model: Any, rows: list[dict[str, Any]], folder: Path, **options: Any
+) -> Any:
+    """Return a trainer of TRL's."""
+    arguments: dict[str, Any] = {"use_cpu": True, "report_to": [], "bf16": False}
+    arguments |= {"output_dir": str(folder), "per_device_train_batch_size": len(rows)}
+    processing = transformers.PreTrainedTokenizerFast(tokenizer_object=word_tokenizer(), **SPECIAL)
+    return trainer(
+        model=model,
+        args=config(**arguments, **options),
+        train_dataset=datasets.Dataset.from_list(rows),
+        processing_class=processing,
+    )
+
+
+def save_logits(model: Any, tokens: Any, path: Path) -> None:
+    torch.onnx.export(
+        Logits(model),
+        (tokens,),
+        path,
+        dynamo=True,
+        verbose=False,
+        input_names=["input_ids"],
+        output_names=["logits"],
+        dynamic_shapes={
+            "input_ids": {
+                0: torch.export.Dim("rows", min=2, max=64),
+                1: torch.export.Dim("length", min=2, max=16),
+            }
+        },
+    )
+
+
+def steps_agree(loss: passes.Loss, feeds: Any, model: Any, expected_loss: Any, path: Path) -> None:
+    """Compare five losses, before and after steps of SGD, with those of a function of PyTorch."""
+    step = graphopt.compile(path, loss=loss, optimizer=passes.SGD(0.1))
+    executor, optimizer = graphopt.Executor(step), torch.optim.SGD(model.parameters(), 0.1)
+    for _ in range(5):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            expected = expected_loss()
+        assert executor.step(feeds)["loss"] == pytest.approx(expected.item(), rel=1e-5, abs=1e-6)
+        optimizer.zero_grad()
+        expected.backward()
+        optimizer.step()
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -115,37 +172,14 @@ def decoder() -> Any:
 )
 def test_dpo_is_trls(decoder: Any, options: dict[str, Any], tmp_path: Path) -> None:
     model = copy.deepcopy(decoder)
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(WORDS, unk_token="[UNK]"))
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    special = {"pad_token": "[PAD]", "eos_token": "[EOS]", "unk_token": "[UNK]"}
-    arguments: dict[str, Any] = {"use_cpu": True, "report_to": [], "bf16": False}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        trainer = trl.DPOTrainer(
-            model=model,
-            ref_model=copy.deepcopy(model),
-            args=trl.DPOConfig(
-                output_dir=str(tmp_path), per_device_train_batch_size=3, **arguments, **options
-            ),
-            train_dataset=datasets.Dataset.from_list(EXAMPLES),
-            processing_class=transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special),
-        )
-        batch = next(iter(trainer.get_train_dataloader()))
-        torch.onnx.export(
-            Logits(model),
-            (batch["input_ids"],),
-            tmp_path / "model.onnx",
-            dynamo=True,
-            verbose=False,
-            input_names=["input_ids"],
-            output_names=["logits"],
-            dynamic_shapes={"input_ids": {0: torch.export.Dim("rows", min=2, max=64)}},
-        )
+    kind = functools.partial(trl.DPOTrainer, ref_model=copy.deepcopy(model))
+    trainer = trained_by(kind, trl.DPOConfig, model, EXAMPLES, tmp_path, **options)
+    batch = next(iter(trainer.get_train_dataloader()))
     feeds = {}
     for name in ("input_ids", "completion_mask"):
         feeds[name], feeds[f"{name}_rejected"] = (x.numpy() for x in batch[name].chunk(2))
-    tokenizer.save(str(tmp_path / "tokenizer.json"))
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(special))
+    word_tokenizer().save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(SPECIAL))
     path = save_lines(tmp_path / "pairs.jsonl", EXAMPLES)
     rows = graphopt.data.text(path, tokenizer=str(tmp_path)).arrays
     for end in ("", "_rejected"):
@@ -154,13 +188,130 @@ def test_dpo_is_trls(decoder: Any, options: dict[str, Any], tmp_path: Path) -> N
         ]
         mine, theirs = ([tuple(t * m) for t, m in zip(*pair, strict=True)] for pair in both)
         assert sorted(mine) == sorted(theirs)
-    step = graphopt.compile(tmp_path / "model.onnx", loss=passes.DPO(**options), optimizer=passes.SGD(0.1))
-    executor, optimizer = graphopt.Executor(step), torch.optim.SGD(model.parameters(), 0.1)
-    for _ in range(5):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            expected = trainer.compute_loss(model, dict(batch))
-        assert executor.step(feeds)["loss"] == pytest.approx(expected.item(), rel=1e-5, abs=1e-6)
-        optimizer.zero_grad()
-        expected.backward()
-        optimizer.step()
+    save_logits(model, batch["input_ids"], tmp_path / "model.onnx")
+    steps_agree(
+        passes.DPO(**options),
+        feeds,
+        model,
+        lambda: trainer.compute_loss(model, dict(batch)),
+        tmp_path / "model.onnx",
+    )
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [passes.ORPO(beta=0.3), passes.SimPO(beta=1.5, gamma=0.7, label_smoothing=0.1)],
+    ids=lambda loss: type(loss).__name__,
+)
+def test_preferences_without_a_reference_are_trls(decoder: Any, loss: Any, tmp_path: Path) -> None:
+    model = copy.deepcopy(decoder)
+    if isinstance(loss, passes.ORPO):
+        from trl.experimental.orpo import ORPOConfig, ORPOTrainer
+
+        trainer = trained_by(ORPOTrainer, ORPOConfig, model, EXAMPLES, tmp_path, beta=loss.beta)
+    else:
+        from trl.experimental.cpo import CPOConfig, CPOTrainer
+
+        options = {"loss_type": "simpo", "cpo_alpha": 0.0, "beta": loss.beta, "simpo_gamma": loss.gamma}
+        options["label_smoothing"] = loss.label_smoothing
+        trainer = trained_by(CPOTrainer, CPOConfig, model, EXAMPLES, tmp_path, **options)
+    batch = next(iter(trainer.get_train_dataloader()))
+    both = trainer.concatenated_inputs(batch, padding_value=30)
+    feeds = {}
+    for name, x in (
+        ("input_ids", both["concatenated_input_ids"]),
+        ("completion_mask", (both["concatenated_labels"] != -100).long()),
+    ):
+        feeds[name], feeds[f"{name}_rejected"] = (part.numpy() for part in x.chunk(2))
+    save_logits(model, both["concatenated_input_ids"], tmp_path / "model.onnx")
+    steps_agree(
+        loss, feeds, model, lambda: trainer.get_batch_loss_metrics(model, batch)[0], tmp_path / "model.onnx"
+    )
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"beta": 0.5, "desirable_weight": 1.3, "undesirable_weight": 0.6},
+        {"loss_type": "apo_zero_unpaired"},
+    ],
+    ids=["kto", "weights", "apo"],
+)
+def test_kto_is_trls(decoder: Any, options: dict[str, Any], tmp_path: Path) -> None:
+    model = copy.deepcopy(decoder)
+    rows = [
+        {"prompt": x["prompt"], "completion": x["chosen" if label else "rejected"], "label": label}
+        for x, label in zip(EXAMPLES, (True, False, True), strict=True)
+    ]
+    kind = functools.partial(trl.KTOTrainer, ref_model=copy.deepcopy(model))
+    trainer = trained_by(kind, trl.KTOConfig, model, rows, tmp_path, **options)
+    batch = next(iter(trainer.get_train_dataloader()))
+    loss = passes.KTO(**options)
+    prefixes = {"": ""} if loss.loss_type != "kto" else {"": "", "KL_": "_mismatched"}
+    width = max(batch[f"{prefix}input_ids"].shape[1] for prefix in prefixes)
+    feeds = {"label": batch["label"].numpy().astype(np.int64)}
+    for prefix, end in prefixes.items():
+        for name in ("input_ids", "completion_mask"):
+            x = batch[f"{prefix}{name}"].numpy()
+            feeds[f"{name}{end}"] = np.pad(x, ((0, 0), (0, width - x.shape[1])))
+    save_logits(model, batch["input_ids"], tmp_path / "model.onnx")
+    steps_agree(loss, feeds, model, lambda: trainer.compute_loss(model, dict(batch)), tmp_path / "model.onnx")
+    word_tokenizer().save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(SPECIAL))
+    read = graphopt.data.text(save_lines(tmp_path / "rows.jsonl", rows), tokenizer=str(tmp_path)).arrays
+    for end in prefixes.values():
+        both = [
+            (x[f"input_ids{end}"], np.asarray(x[f"completion_mask{end}"], np.int64)) for x in (read, feeds)
+        ]
+        mine, theirs = ([tuple(t * m) for t, m in zip(*pair, strict=True)] for pair in both)
+        trimmed = [[np.trim_zeros(np.array(x), "b").tolist() for x in side] for side in (mine, theirs)]
+        assert sorted(trimmed[0]) == sorted(trimmed[1])
+    assert sorted(np.asarray(read["label"]).tolist()) == sorted(feeds["label"].tolist())
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"loss_type": "grpo", "beta": 0.3, "temperature": 0.7},
+        {"loss_type": "dr_grpo", "epsilon_high": 0.4},
+        {"loss_type": "dapo", "beta": 0.1, "epsilon_low": 0.1, "importance_sampling_level": "sequence"},
+    ],
+    ids=lambda options: options["loss_type"],
+)
+def test_grpo_is_trls(decoder: Any, options: dict[str, Any], tmp_path: Path) -> None:
+    model, rng = copy.deepcopy(decoder), np.random.default_rng(3)
+    theirs = {
+        "epsilon" if name == "epsilon_low" else name: x for name, x in options.items() if name != "beta"
+    }
+    theirs |= {"max_completion_length": 5, "num_generations": 4, "gradient_accumulation_steps": 1}
+    kind = functools.partial(trl.GRPOTrainer, reward_funcs=lambda completions, **_: [0.0] * len(completions))
+    rows = [{"prompt": "w1 w2"}] * 4
+    trainer = trained_by(kind, trl.GRPOConfig, model, rows, tmp_path, **theirs)
+    trainer.current_gradient_accumulation_steps = 1
+    trainer.beta = options.get("beta", 0.0)  # in the configuration, TRL fetches a reference for it
+    tokens, lengths = rng.integers(0, 30, (4, 8)), np.array([5, 3, 1, 4])
+    mask = np.arange(5) < lengths[:, None]
+    old, reference = (-rng.uniform(3.3, 3.7, (4, 5)).astype(np.float32) for _ in range(2))
+    advantages = rng.standard_normal(4).astype(np.float32)
+    batch = {
+        "prompt_ids": tokens[:, :3],
+        "prompt_mask": np.ones((4, 3), np.int64),
+        "completion_ids": tokens[:, 3:],
+        "completion_mask": mask.astype(np.int64),
+        "advantages": advantages,
+        "old_per_token_logps": old,
+        "ref_per_token_logps": reference,
+        "num_items_in_batch": np.array(lengths.sum()),
+    }
+    inputs = {name: torch.tensor(x) for name, x in batch.items()}
+    feeds = {"input_ids": tokens, "advantages": advantages, "rewards": advantages}
+    placed = {"completion_mask": mask.astype(np.int64), "old_log_probabilities": old}
+    if options.get("beta"):
+        placed["reference"] = np.where(mask, reference, 0)
+    feeds |= {name: np.pad(x, ((0, 0), (3, 0))) for name, x in placed.items()}
+    if "reference" in feeds:  # of the token after each
+        feeds["reference"] = np.roll(feeds["reference"], -1, axis=1)
+    loss = passes.GRPO(**options, max_completion_length=5, reference="inputs")
+    save_logits(model, inputs["prompt_ids"], tmp_path / "model.onnx")
+    steps_agree(loss, feeds, model, lambda: trainer._compute_loss(model, inputs), tmp_path / "model.onnx")

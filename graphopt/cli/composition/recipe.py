@@ -31,6 +31,7 @@ from graphopt.cli.composition.validation import (
     expanded,
     metrics_of,
     resolve,
+    reward_of,
     rules_of,
 )
 from graphopt.cli.run_folder import CONFIG
@@ -62,6 +63,7 @@ from graphopt.training.callbacks.logs import FileLog, MLflow, TensorBoard, Track
 from graphopt.training.evaluation import reported
 from graphopt.training.fit import adapt
 from graphopt.training.metrics import Wanted
+from graphopt.training.rollouts import Rollouts
 
 _OTHER_MODELS = {
     **dict.fromkeys((".pt", ".pth", ".ckpt", ".bin"), "PyTorch's: export it with torch.onnx.export"),
@@ -209,6 +211,24 @@ class Recipe:
         takes_strings = note is not None or bool(string_inputs(model))
         return {"features": dict(zip(inputs, inputs, strict=True))} if takes_strings else {}
 
+    def fed(self, executor: Executor) -> Dataset | Rollouts:
+        """Return what `fit` trains on: the data, or completions of its prompts if the recipe has a reward."""
+        reward = reward_of(self.fields["reward"], self.command_line.trust)
+        if reward is None:
+            return self.data
+        fields, model = self.fields["fit"], str(self.fields["model"])
+        return Rollouts(
+            executor,
+            self.data,
+            reward,
+            model=None if model in self.fields["models"] else model,
+            tokenizer=self.fields["generate"]["tokenizer"] or self.tokenizer,
+            batch_size=fields["batch_size"],
+            shuffle=bool(fields["shuffle"]),
+            seed=fields["seed"],
+            **self.fields["rollouts"],
+        )
+
     def split(self, rows: int) -> tuple[Rows, Rows]:
         """Return the rows of the data that `fit` trains on, and those that it holds out."""
         fields = self.fields["fit"]
@@ -309,7 +329,8 @@ class Recipe:
     def steps(self) -> int:
         """Return the number of steps of the whole training run, which depends on the data."""
         fields, (trained, _) = self.fields["fit"], self.split(len(self._read))
-        return int(fields["epochs"] * math.ceil(len(trained) / fields["batch_size"]))
+        again = 1 if self.fields["reward"] is None else self.fields["rollouts"]["iterations"]
+        return int(fields["epochs"] * again * math.ceil(len(trained) / fields["batch_size"]))
 
     def model(self, file: Path | None = None) -> ir.Model:
         """Return the model of a file, by default the recipe's, or a built-in one with the data's shape."""
@@ -447,6 +468,12 @@ class Recipe:
         fit = fields.get("fit")
         if isinstance(fit, dict) and isinstance(fit.get("metrics"), str | dict):
             fit["metrics"] = [fit["metrics"]]  # one metric, without a list
+        if isinstance(fit, dict) and fields.get("reward") is not None:
+            if fit.get("validation") is not None and self.command_line.names("fit.validation"):
+                raise GraphoptError(
+                    f"fit.validation: expected null with a reward, found {fit['validation']}: leave it out"
+                )
+            fit["validation"] = None  # completions are rewarded while they train
         check_recipe(fields, self.command_line)
         self.fields: dict[str, Any] = fields
         return bool(referred)

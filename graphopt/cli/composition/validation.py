@@ -35,6 +35,7 @@ from graphopt.training.checkpoints import Checkpoints
 from graphopt.training.fit import fit
 from graphopt.training.metrics import Wanted, named
 from graphopt.training.options import FitOptions
+from graphopt.training.rollouts import Rollouts
 
 MISSING = "???"
 TARGET_KEY = "_target_"
@@ -49,7 +50,7 @@ NAMED: dict[str, Sequence[str]] = {  # the names that recipes may use, by path; 
     "callbacks": tuple(CALLBACKS.values()),
     "data": tuple(
         f"graphopt.data.{name}"
-        for name in sorted({*READERS.values(), "audio", "diabetes", "digits", "images"})
+        for name in sorted({*READERS.values(), "audio", "diabetes", "digits", "images", "prompts"})
     ),
     "executor": ("graphopt.Executor",),
     "launcher": tuple(
@@ -82,6 +83,7 @@ class RecipeFields:
         time: of run=report: also compile kernels, and time a step with them and without
         quiet: print nothing while training, except warnings and errors
         trust: packages, in addition to graphopt and passes, whose code recipes may name
+        reward: the function that rewards completions of data=prompts for loss=grpo: my_package:function
         rules: gradient rules for this run, by operator: {Round: my_package.rules.through, my.domain.Cube: ...}
     """
 
@@ -97,6 +99,7 @@ class RecipeFields:
     time: bool
     quiet: bool
     trust: Annotated[Sequence[str], "a list of packages, as in trust=[my_package]"]
+    reward: Annotated[str | None, "the name of a function, as my_package:function, or null"]
     rules: Annotated[Mapping[str, str] | None, "a mapping from operators to functions, or null"]
 
 
@@ -119,13 +122,14 @@ class FitFields:
 
 
 OWN = {"": RecipeFields, "fit": FitFields}
-PARTS = ("data", "executor", "fit", "generate", "hosts", "limits", "models", "pipeline")
+PARTS = ("data", "executor", "fit", "generate", "hosts", "limits", "models", "pipeline", "rollouts")
 PLAIN: dict[str, object] = {  # what takes the fields of the parts that name no class or function
     "fit": fit,
     "fit.checkpoint": Checkpoints,
     "generate": GenerateOptions,
     "hosts": export_hosts,
     "limits": Limits,
+    "rollouts": Rollouts,
 }
 _ADDED: dict[str, Sequence[str]] = {  # arguments that the command adds
     "executor": ("step",),
@@ -141,6 +145,7 @@ _ADDED: dict[str, Sequence[str]] = {  # arguments that the command adds
     ),
     "fit.checkpoint": ("folder",),
     "hosts": ("step", "folder"),
+    "rollouts": ("executor", "prompts", "reward", "model", "tokenizer", "batch_size", "shuffle", "seed"),
 }
 _PREDICTIONS = "predictions"  # the name, without its ending, of the file that run=predict writes
 # These may name libraries to load and files to write.
@@ -201,6 +206,7 @@ def check_recipe(fields: Fields, command_line: CommandLine) -> None:
     FitOptions(**{name: x for name, x in training.items() if name not in ("metrics", "validation")})
     metrics_of(training.get("metrics"), command_line.trust)
     rules_of(fields["rules"], command_line.trust)
+    reward_of(fields["reward"], command_line.trust)
     _check_logs(fields["callbacks"], command_line)
     if command_line.strangers:
         _check_untrusted(leaves, command_line)
@@ -454,6 +460,11 @@ def rules_of(named: Mapping[str, str] | None, trust: Sequence[str] = ()) -> Rule
         domain, _, op_type = name.rpartition(".")
         rules[domain, op_type] = _trusted(function, f"rules.{name}", trust)
     return rules
+
+
+def reward_of(name: str | None, trust: Sequence[str] = ()) -> Callable[..., Any] | None:
+    """Return the function of a trusted package that rewards completions, if a recipe names one."""
+    return None if name is None else _trusted(name, "reward", trust)
 
 
 def check_fields(

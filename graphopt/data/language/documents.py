@@ -1,4 +1,4 @@
-"""Read files of text, and of JSON lines of texts, completions, chats or preferences, as sequences of tokens."""
+"""Read files of text, and of JSON lines of texts, completions, chats, labels or preferences, as sequences of tokens."""
 
 from __future__ import annotations
 
@@ -19,7 +19,15 @@ from graphopt.data.language.chats import (
     Span,
     check_messages,
 )
-from graphopt.data.language.preferences import CHOSEN, REJECTED, check_preference, completions
+from graphopt.data.language.preferences import (
+    CHOSEN,
+    LABEL,
+    MISMATCHED,
+    REJECTED,
+    check_preference,
+    completions,
+    mismatched,
+)
 from graphopt.data.language.tokenizer import Tokenizer, read_text
 from graphopt.errors import GraphoptError, kind_of, naming
 
@@ -27,7 +35,8 @@ _LINES = (".jsonl", ".ndjson", ".json")
 _TEXTS = (".txt", ".md", ".text")
 _TEXT = "text"
 _PREFERENCE = (CHOSEN, REJECTED)
-_KINDS = (_PREFERENCE, (_TEXT,), (PROMPT, COMPLETION), (MESSAGES,))
+_LABELLED = (PROMPT, COMPLETION, LABEL)
+_KINDS = (_PREFERENCE, (_TEXT,), _LABELLED, (PROMPT, COMPLETION), (MESSAGES,))
 
 
 @dataclass(frozen=True)
@@ -38,13 +47,15 @@ class Tokenized:
         tokens: the tokens of each text.
         counted: for each text, which of its tokens are targets.
         are_documents: whether the texts may be cut anywhere, as an example of a prompt and its completion may not.
-        per_example: the number of texts of an example: 2 of a preference, the chosen one first.
+        other: what the names of arrays of every second text end with, if an example has two; otherwise None.
+        labels: whether the completion of each example is desirable, if the file tells.
     """
 
     tokens: Sequence[np.ndarray]
     counted: Sequence[np.ndarray]
     are_documents: bool
-    per_example: int = 1
+    other: str | None = None
+    labels: Sequence[bool] | None = None
 
 
 def read_sequences(
@@ -82,10 +93,37 @@ def read_sequences(
         return _documents((item[_TEXT] for _, _, item in found), vocabulary)
     items = [(line, item) for _, line, item in found]
     with naming(path):
-        if kind == _PREFERENCE:
-            items = [(line, example) for line, item in items for example in completions(item)]
-            return replace(_tokenized_examples(items, vocabulary, True, template), per_example=2)
+        if kind in (_PREFERENCE, _LABELLED):
+            labels = [bool(item[LABEL]) for _, item in items] if kind == _LABELLED else None
+            pairs = (
+                mismatched([item for _, item in items])
+                if labels
+                else [completions(item) for _, item in items]
+            )
+            both = [(line, x) for (line, _), pair in zip(items, pairs, strict=True) for x in pair]
+            tokenized = _tokenized_examples(both, vocabulary, True, template)
+            return replace(tokenized, other=REJECTED if labels is None else MISMATCHED, labels=labels)
         return _tokenized_examples(items, vocabulary, completion_only, template)
+
+
+def read_prompts(path: Path) -> list[Message]:
+    """Read the objects of JSON lines, each with a prompt."""
+    found = []
+    for file in _text_files(path):
+        for number, item in _objects(file):
+            with naming(f"{file}: line {number}"):
+                if PROMPT not in item:
+                    raise GraphoptError(
+                        f"expected an object with {PROMPT}, found {', '.join(item) or 'none'}"
+                    )
+                if isinstance(item[PROMPT], list):
+                    check_messages(item[PROMPT], PROMPT)
+                elif not isinstance(item[PROMPT], str):
+                    raise GraphoptError(f"{PROMPT}: expected text, found {kind_of(item[PROMPT])}")
+                found.append(item)
+    if not found:
+        raise GraphoptError(f"{path}: expected an object per line, found an empty file")
+    return found
 
 
 def reference() -> str:
@@ -133,6 +171,8 @@ def _fields_of_line(file: Path, line: int, item: Message) -> tuple[str, ...]:
     """Return the names of the fields that an object has, of which a file has the same in each line."""
     with naming(f"{file}: line {line}"):
         kind = next((kind for kind in _KINDS if all(name in item for name in kind)), None)
+        if kind == _LABELLED and item[LABEL] not in (True, False):
+            kind = kind[:-1]  # a column of another meaning
         if kind is None:
             raise GraphoptError(
                 f"expected an object with {', '.join(' and '.join(kind) for kind in _KINDS)}, found "
@@ -142,7 +182,7 @@ def _fields_of_line(file: Path, line: int, item: Message) -> tuple[str, ...]:
             check_preference(item)
             return kind
         is_chat = kind == (MESSAGES,) or isinstance(item[kind[0]], list)
-        for name in kind:
+        for name in kind[:2]:
             if is_chat:
                 check_messages(item[name], name)
             elif not isinstance(item[name], str):

@@ -1,4 +1,4 @@
-"""Read preferences: prompts, each with a completion that is chosen and one that is rejected."""
+"""Read preferences: prompts, each with a chosen and a rejected completion, or with one that is desirable or not."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from graphopt.data.language.chats import COMPLETION, PROMPT, TOOLS, Message, che
 from graphopt.errors import GraphoptError, kind_of
 
 CHOSEN, REJECTED = "chosen", "rejected"
+LABEL, MISMATCHED = "label", "mismatched"
 
 
 def check_preference(item: Message) -> None:
@@ -38,6 +39,18 @@ def completions(item: Message) -> list[Message]:
         prompt = both[0][: _common_start(*both)]
         both = [x[len(prompt) :] for x in both]
     return [{PROMPT: prompt, COMPLETION: x, TOOLS: item.get(TOOLS)} for x in both]
+
+
+def mismatched(items: Sequence[Message]) -> list[list[Message]]:
+    """Return the prompt of each example with its completion, and with that of the example before.
+
+    TRL does so within each batch of the file's order, to estimate how far the model is from the reference.
+    """
+    before = [*items[-1:], *items[:-1]]
+    return [
+        [{PROMPT: item[PROMPT], COMPLETION: x[COMPLETION], TOOLS: item.get(TOOLS)} for x in (item, other)]
+        for item, other in zip(items, before, strict=True)
+    ]
 
 
 def _common_start(first: Sequence[object], second: Sequence[object]) -> int:

@@ -9,8 +9,8 @@ import numpy as np
 
 from graphopt.arguments import checked
 from graphopt.data.dataset import TARGET, Dataset
-from graphopt.data.language.documents import read_sequences, reference
-from graphopt.data.language.rows import ATTENTION, REJECTED_ROWS, TOKENS, arranged, marks
+from graphopt.data.language.documents import read_prompts, read_sequences, reference
+from graphopt.data.language.rows import ATTENTION, TOKENS, arranged, marks
 from graphopt.data.language.tokenizer import Characters, Tokenizer, Vocabulary, read_text, vocabulary_of
 from graphopt.errors import GraphoptError, unknown
 from graphopt.files import ReadName
@@ -38,7 +38,10 @@ def text(
     An example or a chat has a row of its own, filled up on the right, and is cut off at `context`. A preference is
     `{"prompt": ..., "chosen": ..., "rejected": ...}`, of texts or of lists of messages, or two chats `chosen` and
     `rejected` that begin alike. It has a row of the prompt with the chosen completion, and one with the rejected
-    completion in arrays such as `input_ids_rejected`, as `passes.DPO` reads them. Only completions count.
+    completion in arrays such as `input_ids_rejected`, as `passes.DPO`, `ORPO` and `SimPO` read them. An example with
+    a `label`, true or false, is a completion that is desirable or not, for `passes.KTO`: it has an array `label`, and a
+    row of the prompt with the completion of the line before in arrays such as `input_ids_mismatched`. Of both, only
+    completions count.
 
     The array `input_ids` feeds a model with a single input. A graph may also have these inputs, which `passes.
     CausalLanguageModel` adds: `labels`, the tokens, or -100 for those that do not count as targets; `completion_mask`,
@@ -82,7 +85,7 @@ def text(
     source = "data=text" if path is None else path
     template = None if chat_template is None else Path(chat_template)
     sequences = read_sequences(path, vocabulary, completion_only=completion_only, template=template)
-    if packed and sequences.per_example > 1:
+    if packed and sequences.other is not None:
         raise GraphoptError(f"{source}: data.packed: expected false for preferences, found true")
     pad = 0 if vocabulary.end is None else vocabulary.end
     arrays = arranged(sequences, context, source, packed=packed, filled=pad_to == "context", pad=pad)
@@ -96,11 +99,32 @@ def text(
         spare=spare,
         marks=needed,
         tokens=sum(
-            int(np.count_nonzero(np.asarray(arrays[name])))
-            for name in (ATTENTION, f"{ATTENTION}{REJECTED_ROWS}")
-            if name in arrays
+            int(np.count_nonzero(np.asarray(x))) for name, x in arrays.items() if name.startswith(ATTENTION)
         ),
     )
+
+
+@checked()
+def prompts(path: ReadName) -> Dataset:
+    """Return the prompts in a file of JSON lines, `{"prompt": ...}`, and their other columns, for `graphopt.Rollouts`.
+
+    Args:
+        path: a file of JSON lines, or a folder of such files. A prompt is a text, or a list of messages of a chat.
+
+    Raises:
+        GraphoptError: a file is missing, or a line is not an object with a prompt.
+
+    >>> import pathlib
+    >>> _ = pathlib.Path("sums.jsonl").write_text('{"prompt": "1+2=", "answer": "3"}')
+    >>> list(graphopt.data.prompts("sums.jsonl").table)
+    ['prompt', 'answer']
+    """
+    rows = read_prompts(Path(path))
+    table = {}
+    for name in dict.fromkeys(name for row in rows for name in row):
+        table[name] = np.empty(len(rows), object)
+        table[name][:] = [row.get(name) for row in rows]
+    return Dataset({}, table=table, source=str(path))
 
 
 def _of_characters(path: str | None, vocabulary: Vocabulary, context: int, most: int | None) -> Dataset:

@@ -10,12 +10,12 @@ import numpy as np
 
 from graphopt.data.dataset import TARGET, Array, LazyArray
 from graphopt.data.language.documents import Tokenized
+from graphopt.data.language.preferences import LABEL, REJECTED
 from graphopt.errors import GraphoptError
 
 TOKENS, LABELS, COMPLETION = "input_ids", "labels", "completion_mask"
 SEGMENTS, ATTENTION, POSITIONS = "segments", "attention_mask", "position_ids"
 IGNORED = -100  # a target that does not count, as in PyTorch
-REJECTED_ROWS = "_rejected"  # what the names of arrays of rejected completions end with
 _MOST_TOKENS = 2**34  # in all rows
 
 Pieces = list[tuple[np.ndarray, np.ndarray]]  # the tokens of sequences, and which count
@@ -34,7 +34,7 @@ def arranged(
 
     Documents are joined and cut into full rows. Examples have a row each, and are cut off at `length`; rows are as
     long as the longest, or of `length` if they are `filled`. If `packed`, rows hold several sequences, documents in
-    pieces of at most `length`. Rejected completions have arrays of their own.
+    pieces of at most `length`. The other text of each example has arrays of its own.
     """
     pieces = list(zip(sequences.tokens, sequences.counted, strict=True))
     if sequences.are_documents and not packed:
@@ -42,16 +42,17 @@ def arranged(
     if sequences.are_documents:
         pieces = [piece for whole in pieces for piece in _split_document(*whole, length)]
     else:
-        pieces = _shortened(pieces, length, source, sequences.per_example)
+        pieces, kept = _shortened(pieces, length, source, 1 if sequences.other is None else 2)
     pieces = [piece for piece in pieces if len(piece[0])]
     rows = _packed([len(x) for x, _ in pieces], length) if packed else [[i] for i in range(len(pieces))]
     if not rows:
         raise GraphoptError(f"{source}: expected texts, found none with a token")
     width = length if packed or filled else max(len(x) for x, _ in pieces)
-    if sequences.per_example == 1:
+    if sequences.other is None:
         return _padded_rows(rows, pieces, width, pad)
-    chosen, rejected = (_padded_rows(rows[i::2], pieces, width, pad) for i in range(2))
-    return {**chosen, **{f"{name}{REJECTED_ROWS}": x for name, x in rejected.items()}}
+    first, other = (_padded_rows(rows[i::2], pieces, width, pad) for i in range(2))
+    labels = {} if sequences.labels is None else {LABEL: np.asarray(sequences.labels, np.int64)[kept]}
+    return {**first, **{f"{name}_{sequences.other}": x for name, x in other.items()}, **labels}
 
 
 def marks(
@@ -59,10 +60,14 @@ def marks(
 ) -> list[tuple[tuple[str, ...], str]]:
     """Return the names of arrays of which a graph reads one of each group, with the warning for one that does not."""
     groups: list[tuple[tuple[str, ...], str]] = []
-    if (other := f"{COMPLETION}{REJECTED_ROWS}") in arrays:
-        unread = f"rejected completions are not read, because the graph has no input {other!r}: set loss=dpo"
-        groups.append(((other,), unread))
-        completion_only = True
+    for name, what, loss in (
+        (f"{COMPLETION}_{REJECTED}", "rejected completions", "dpo"),
+        (LABEL, "labels", "kto"),
+    ):
+        if name in arrays:
+            unread = f"{what} are not read, because the graph has no input {name!r}: set loss={loss}"
+            groups.append(((name,), unread))
+            completion_only = True
     if packed:
         alone = "texts in one row read each other, because the graph has no input 'segments': set packed of the loss"
         groups.append(((SEGMENTS,), alone))
@@ -93,14 +98,14 @@ def _split_document(tokens: np.ndarray, counted: np.ndarray, length: int) -> Pie
     return [(tokens[i : i + length], counted[i : i + length]) for i in starts]
 
 
-def _shortened(pieces: Pieces, length: int, source: str, per_example: int) -> Pieces:
-    """Return examples, each text of which has at most `length` tokens and a token that counts after the first.
+def _shortened(pieces: Pieces, length: int, source: str, per_example: int) -> tuple[Pieces, list[int]]:
+    """Return the examples, and their numbers, each text of which has a token that counts after the first.
 
-    Warn of others.
+    Texts have at most `length` tokens. Warn of others.
     """
     examples = [pieces[i : i + per_example] for i in range(0, len(pieces), per_example)]
     cut = [[(x[:length], counted[:length]) for x, counted in example] for example in examples]
-    kept = [example for example in cut if all(counted[1:].any() for _, counted in example)]
+    kept = [i for i, example in enumerate(cut) if all(counted[1:].any() for _, counted in example)]
     long = sum(any(len(x) > length for x, _ in example) for example in examples)
     lost = sum(max(0, len(x) - length) for x, _ in pieces)
     total = sum(len(x) for x, _ in pieces)
@@ -120,7 +125,7 @@ def _shortened(pieces: Pieces, length: int, source: str, per_example: int) -> Pi
         raise GraphoptError(
             f"{source}: expected examples with tokens to learn, found none: raise data.context"
         )
-    return [piece for example in kept for piece in example]
+    return [piece for i in kept for piece in cut[i]], kept
 
 
 def _packed(lengths: Sequence[int], length: int) -> list[list[int]]:
