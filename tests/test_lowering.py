@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -162,7 +162,19 @@ def group_query(
     )
 
 
-def n_bits(bits: int, points: str = "", size: int = 40, bias: bool = False) -> Case:
+def bnb(kind: int, size: int = 12, outputs: int = 5, block: int = 16) -> Case:
+    """A weight in fp4 or nf4, whose last block and byte may be filled in part."""
+    count = size * outputs
+    weights = {"b": bytes_(-(-count // 2)), "absmax": abs(floats(-(-count // block)))}
+    attributes = {"K": size, "N": outputs, "block_size": block, "quant_type": kind}
+    return Case(
+        "MatMulBnb4", {"x": floats(2, 4, size), **weights}, attributes, weights, tolerance=2e-5, double=False
+    )
+
+
+def n_bits(
+    bits: int, points: str = "", size: int = 40, bias: bool = False, *, act_order: bool = False
+) -> Case:
     outputs, block, blocks = 3, 16, -(-size // 16)
     packed = -(-blocks * bits // 8)
     zeros = {"packed": bytes_(outputs * packed), "floating": floats(outputs * blocks)}.get(points)
@@ -170,7 +182,9 @@ def n_bits(bits: int, points: str = "", size: int = 40, bias: bool = False) -> C
     weights |= {} if zeros is None else {"zeros": zeros}
     inputs: dict[str, Any] = {"x": floats(2, 4, size), **weights}
     weights |= {"bias": floats(outputs)} if bias else {}
-    inputs |= {"zeros": zeros, "group": None, "bias": weights.get("bias")}
+    if act_order:
+        weights["group"] = ints(*RNG.permutation(np.arange(size) // block))
+    inputs |= {"zeros": zeros, "group": weights.get("group"), "bias": weights.get("bias")}
     attributes = {"K": size, "N": outputs, "bits": bits, "block_size": block}
     return Case("MatMulNBits", inputs, attributes, weights, tolerance=2e-5, double=False)
 
@@ -376,7 +390,13 @@ CASES = {
     "4 bits, zero points": n_bits(4, "packed"),
     "4 bits, floating zero points": n_bits(4, "floating"),
     "4 bits, whole blocks, bias": n_bits(4, size=32, bias=True),
+    "4 bits, act_order": n_bits(4, act_order=True),
+    "4 bits, act_order, whole blocks, bias": n_bits(4, size=32, bias=True, act_order=True),
+    "4 bits, act_order, floating zero points": n_bits(4, "floating", act_order=True),
     "8 bits": n_bits(8),
+    "fp4": bnb(0),
+    "nf4": bnb(1, 16, 4),
+    "nf4, an odd count": bnb(1, 13, 5),
     "8 bits, zero points, bias": n_bits(8, "packed", bias=True),
     **{
         f"{rule}, {positions}{', past' * past}": linear_attention(rule, positions, past=past)
@@ -668,6 +688,12 @@ def test_every_lowering_has_a_case():
     named = {case.op_type for case in ALL.values()} | {"TransposeMatMul", "SVMClassifier", "SVMRegressor"}
     named |= {"QuantizeLinear", "DequantizeLinear"}  # test_masters
     named |= {"GatherBlockQuantized"}  # test_packed_weights
+    named |= {
+        "ConvInteger",
+        "DynamicQuantizeMatMul",
+        "MatMulInteger",
+        "MatMulIntegerToFloat",
+    }  # test_integer_products
     assert {op_type for _, op_type in LOWERINGS} == named
 
 
@@ -713,6 +739,19 @@ REFUSED = {
     "attribute scale=2.0": rotary(X, ints(0), scale=2.0),
     "attribute is_packed_batching=1": rotary(X, ints(0), is_packed_batching=1),
     "attribute bits=3": n_bits(3),
+    "packed zero points 'zeros' beside groups are not covered": n_bits(4, "packed", act_order=True),
+    "quant_type=2": bnb(2),
+    "to be initializers of 30 bytes": replace(
+        bnb(1), inputs=bnb(1).inputs | {"b": bytes_(7)}, weights=bnb(1).weights | {"b": bytes_(7)}
+    ),
+    "attribute state_window=2": causal(state_window=2),
+    "ndim=2": causal(ndim=2),
+    "activation='relu'": causal(activation="relu"),
+    "update_rule='novel'": linear_attention("novel"),
+    "expected inputs decay and beta as update_rule='delta'": replace(
+        linear_attention("gated"), attributes={**linear_attention("gated").attributes, "update_rule": "delta"}
+    ),
+    "mrope_section=[1, 1, 1]": rotary_of_three((B, S, 16), mrope_section=[1, 1, 1], num_heads=2),
     "to be an initializer": Case(
         "MatMulNBits",
         {"x": floats(2, 32), "b": bytes_(3, 2, 8), "scales": floats(6)},

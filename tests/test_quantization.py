@@ -199,6 +199,6 @@ def test_products_of_integers_are_refused_and_say_what_to_do() -> None:
     )
     with pytest.raises(
         GraphoptError,
-        match=r"MatMulInteger node .*: the file computes with integers .*quantize what is trained",
+        match=r"MatMulInteger node .*: expected the product of both scales, as quantize_dynamic writes it",
     ):
         gradient_model(model)

@@ -18,7 +18,7 @@ from graphopt.graph.operators import MICROSOFT
 from graphopt.graph.values import dims_of, name_of, rank
 from passes.gradients.rules.control_flow import scan_over
 from passes.lowering.attention import static_size
-from passes.lowering.registry import freeze, lowers, plus
+from passes.lowering.registry import freeze, lowers
 
 CHUNK = 32  # positions whose products are computed together; the state passes from one chunk to the next
 RULES = ("linear", "gated", "delta", "gated_delta")
@@ -52,11 +52,8 @@ def causal_conv_with_state(
     x, past = op.Transpose(x, perm=turn), past_state and op.Transpose(past_state, perm=turn)
     back = (static_size(weight, 2) - 1) * dilation
     longer = op.Pad(x, [0, 0, back, 0, 0, 0]) if past is None else op.Concat(past, x, axis=2)
-    window = {"group": static_size(x, 1), "dilations": [dilation]}
-    if past is None:
-        y = op.Conv(x, weight, bias, pads=[back, 0], **window)
-    else:
-        y = op.Conv(longer, weight, bias, **window)
+    first, before = (x, back) if past is None else (longer, 0)
+    y = op.Conv(first, weight, bias, pads=[before, 0], group=static_size(x, 1), dilations=[dilation])
     y = _activated(op, y, activation)
     present = op.Slice(longer, [-back if back else _END], [_END], [2])
     return [op.Transpose(y, perm=turn), op.Transpose(present, perm=turn)]
@@ -77,7 +74,7 @@ def linear_attention_gate(
 ) -> list[Value | None]:
     """Compute the decay, decay_scale softplus(a + dt_bias), and the rate, sigmoid(b).
 
-    `decay_scale` is -exp of what models train, and a positive one diverges: it is frozen unless it is asked for by name.
+    `decay_scale` is -exp of what models train, and a positive one diverges: it is frozen unless selected by name.
     """
     decay = freeze(decay_scale) * op.Softplus(op.cast(a, dt_bias.dtype) + dt_bias)
     return [op.cast(decay, a.dtype), b and op.Sigmoid(b)]
@@ -119,9 +116,9 @@ def linear_attention(
     """Compute scale q_t S_t, with S_t = exp(g_t) S_{t-1} + k_t d_t and d_t = b_t (v_t - k_t exp(g_t) S_{t-1}).
 
     `decay` is g, or 0 by the rules `linear` and `delta`. `beta` is b; by the rules `linear` and `gated`, d_t is v_t.
-    Within a chunk that starts from S, the d_t solve a triangular system (I + A) d = b (v - exp(G) k S), with G the sum of
-    g up to t and A_ts = b_t exp(G_t - G_s) k_t k_s for s < t (Yang et al., https://arxiv.org/abs/2412.06464). A decay for
-    each number of a key takes chunks of one position. `chunk_size`, a hint, has no effect.
+    Within a chunk that starts from S, the d_t solve a triangular system (I + A) d = b (v - exp(G) k S), with G the sum
+    of g up to t and A_ts = b_t exp(G_t - G_s) k_t k_s for s < t (Yang et al., https://arxiv.org/abs/2412.06464). A
+    decay for each number of a key takes chunks of one position. `chunk_size`, a hint, has no effect.
     """
     if update_rule not in RULES:
         raise GraphoptError(
