@@ -14,11 +14,12 @@ from onnx_ir import Value
 
 from graphopt.errors import GraphoptError
 from graphopt.graph.emitter import Emitter, Input
+from graphopt.graph.metadata import Kind, Origin
 from graphopt.graph.operators import MICROSOFT
 from graphopt.graph.values import dims_of, name_of, rank
 from passes.gradients.rules.control_flow import scan_over
 from passes.lowering.attention import static_size
-from passes.lowering.registry import freeze, lowers
+from passes.lowering.registry import lowers
 
 CHUNK = 32  # positions whose products are computed together; the state passes from one chunk to the next
 RULES = ("linear", "gated", "delta", "gated_delta")
@@ -76,7 +77,9 @@ def linear_attention_gate(
 
     `decay_scale` is -exp of what models train, and a positive one diverges: it is frozen unless selected by name.
     """
-    decay = freeze(decay_scale) * op.Softplus(op.cast(a, dt_bias.dtype) + dt_bias)
+    if decay_scale.is_initializer():
+        Origin(Kind.CONSTANT, "minus the exponential of a decay; unfreeze trains it").write(decay_scale)
+    decay = decay_scale * op.Softplus(op.cast(a, dt_bias.dtype) + dt_bias)
     return [op.cast(decay, a.dtype), b and op.Sigmoid(b)]
 
 
