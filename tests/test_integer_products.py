@@ -162,3 +162,29 @@ def test_integers_take_slots_and_no_merge(is_fused: bool, tmp_path: Path) -> Non
     running = onnxruntime.InferenceSession(file.SerializeToString(), providers=["CPUExecutionProvider"])
     (found,) = running.run(["y"], {"x": x}, options)
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_an_adapter_trains_beside_a_convolution_of_integers(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    proto = onnx.parser.parse_model(
+        f"""{HEADER} g (float[B,2,6,6] x) => (float[B,3,6,6] y) {{
+            a = Conv<pads = [1, 1, 1, 1], kernel_shape = [3, 3]>(x, w, b) y = Tanh(a) }}"""
+    )
+    arrays = {"w": rng.standard_normal((3, 2, 3, 3)) / 3, "b": rng.standard_normal(3)}
+    proto.graph.initializer.extend(
+        onnx.numpy_helper.from_array(array.astype(np.float32), name) for name, array in arrays.items()
+    )
+    onnx.save(proto, tmp_path / "float.onnx")
+    quantize_dynamic(tmp_path / "float.onnx", tmp_path / "int8.onnx", weight_type=QuantType.QUInt8)
+    proto = onnx.load(tmp_path / "int8.onnx")
+    assert "ConvInteger" in {node.op_type for node in proto.graph.node}
+    x, target = rng.standard_normal((2, 4, 2, 6, 6)).astype(np.float32), np.zeros((4, 3, 6, 6), np.float32)
+    executor = adapted(proto)
+    found, expected = executor.predict(x=x[0])["y"], outputs(proto, {"x": x[0]})["y"]
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+    losses = [executor.step(x=x[0], target=target)["loss"] for _ in range(4)]
+    assert losses[3] < losses[0]
+    with pytest.raises(
+        graphopt.GraphoptError, match="expected a node that reads it as a convolution, found none"
+    ):
+        executor.trained(into=proto, adapters="slots")
