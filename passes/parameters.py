@@ -185,7 +185,8 @@ class Parameters(Pass):
                 chosen.append(value)
             elif origin.trains and value in reached:
                 UNTRAINED.set(value)
-        integers = [x for x in floating if IN_INTEGERS.is_set(x) and (x in chosen or not adapters)]
+        stored = [x for x in model.graph.initializers.values() if IN_INTEGERS.is_set(x)]
+        integers = [x for x in stored if x in chosen or not adapters]
         if integers:
             raise GraphoptError(
                 f"weight {name_of(integers[0])!r}: the file multiplies by it in integers (dynamic quantization), which "

@@ -184,7 +184,9 @@ class _Inputs:
     def _as_declared(self, x: ir.Value, row: np.ndarray) -> np.ndarray:
         """Return a row in the type of an input, as often as the batch has rows."""
         array = row.astype(dtype_of(x).numpy())
-        lead = [dim if isinstance(dim, int) else 1 for dim in dims_of(x)[:-2]]  # such as time, height and width
+        lead = [
+            dim if isinstance(dim, int) else 1 for dim in dims_of(x)[:-2]
+        ]  # such as time, height and width
         return array if rank(x) == 1 else np.tile(array, (*lead, self.batch or 1, 1))
 
 

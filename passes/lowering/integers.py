@@ -13,7 +13,7 @@ from graphopt.errors import GraphoptError
 from graphopt.graph.emitter import Emitter, Input
 from graphopt.graph.metadata import IN_INTEGERS, STOP_GRADIENT
 from graphopt.graph.operators import MICROSOFT
-from graphopt.graph.values import rank
+from graphopt.graph.values import given, rank
 from passes.lowering.registry import freeze, lowers, plus
 
 _DYNAMIC = "DynamicQuantizeLinear"
@@ -24,7 +24,7 @@ def mat_mul_integer(
     op: Emitter, a: Value, b: Value, a_zero_point: Input = None, b_zero_point: Input = None, *, node: ir.Node
 ) -> Value:
     scale = _scale_of(node)
-    return op.MatMul(_rounded(op, a), _weight(op, b, scale, b_zero_point, rank(b) - 1))
+    return op.MatMul(_rounded(op, a, a_zero_point), _weight(op, b, scale, b_zero_point, rank(b) - 1))
 
 
 @lowers("ConvInteger", domain="")
@@ -39,7 +39,9 @@ def conv_integer(
     **window: object,
 ) -> Value:
     scale = _scale_of(node)
-    return op.Conv(_rounded(op, x), _weight(op, w, scale, w_zero_point, 0), **window)
+    if scale.const_value is None or scale.const_value.size != 1:
+        raise _unexpected(node, "one scale for all filters")
+    return op.Conv(_rounded(op, x, x_zero_point), _weight(op, w, scale, w_zero_point, 0), **window)
 
 
 @lowers("MatMulIntegerToFloat", domain=MICROSOFT)
@@ -53,48 +55,58 @@ def mat_mul_integer_to_float(
     b_zero_point: Input = None,
     bias: Input = None,
 ) -> Value:
-    return plus(op.MatMul(_rounded(op, a), _weight(op, b, b_scale, b_zero_point, rank(b) - 1)), bias)
+    return plus(
+        op.MatMul(_rounded(op, a, a_zero_point, a_scale), _weight(op, b, b_scale, b_zero_point, rank(b) - 1)),
+        bias,
+    )
 
 
 @lowers("DynamicQuantizeMatMul", domain=MICROSOFT)
 def dynamic_quantize_mat_mul(
     op: Emitter, a: Value, b: Value, b_scale: Value, b_zero_point: Input = None, bias: Input = None
 ) -> Value:
-    q, *_ = op.DynamicQuantizeLinear(a, _outputs=3)
-    return plus(op.MatMul(_rounded(op, q), _weight(op, b, b_scale, b_zero_point, rank(b) - 1)), bias)
+    q, _, zero = op.DynamicQuantizeLinear(a, _outputs=3)
+    return plus(op.MatMul(_rounded(op, q, zero), _weight(op, b, b_scale, b_zero_point, rank(b) - 1)), bias)
 
 
 def _scale_of(node: ir.Node) -> Value:
     """Return the scale of the weight of a node, by which the Mul behind it multiplies; that Mul becomes a copy."""
-    y = node.outputs[0]
+    dynamic, behind = given(node.inputs[0]).producer(), [node]
     for op_type in ("Cast", "Mul"):
-        readers = list(y.consumers())
-        if len(readers) != 1 or readers[0].op_type != op_type or y.is_graph_output():
+        readers = list(behind[-1].outputs[0].consumers())
+        if [reader.op_type for reader in readers] != [op_type] or behind[-1].outputs[0].is_graph_output():
             raise _unexpected(node, f"one {op_type} behind it")
-        y = readers[0].outputs[0]
-    (scales,) = [
-        x for x in readers[0].inputs if x is None or x.producer() is None or x.producer().op_type != "Cast"
-    ] or [None]  # type: ignore[union-attr]
-    product = None if scales is None else scales.producer()
-    dynamic = node.inputs[0].producer()  # type: ignore[union-attr]
-    parts = [] if product is None or product.op_type != "Mul" else list(product.inputs)
-    own = [x for x in parts if dynamic is None or x is not dynamic.outputs[1]]
-    if len(parts) != 2 or len(own) != 1 or own[0] is None:
+        behind += readers
+    _, cast, mul = behind
+    scales = [x.producer() for x in mul.inputs if x is not None and x is not cast.outputs[0]]
+    product = scales[0] if scales and scales[0] is not None and scales[0].op_type == "Mul" else None
+    if cast.attributes.get_int("to", 0) != ir.DataType.FLOAT:
+        raise _unexpected(node, "a Cast to float32 behind it")
+    own = [x for x in (product.inputs if product else ()) if dynamic is None or x is not dynamic.outputs[1]]
+    if len(own) != 1 or own[0] is None:
         raise _unexpected(node, "the product of both scales")
-    mul = readers[0]
     mul.op_type = "Identity"
     mul.resize_inputs(1)
     mul.replace_input_with(0, node.outputs[0])
     return own[0]
 
 
-def _rounded(op: Emitter, q: Value) -> Value:
-    """Return what 8 bits of the output of a DynamicQuantizeLinear stand for; the gradient of its range is left out."""
+def _rounded(op: Emitter, q: Value, zero_point: Input, by: Input = None) -> Value:
+    """Return what the 8 bits of a DynamicQuantizeLinear stand for; the gradient of its range is left out.
+
+    Args:
+        q: the 8 bits.
+        zero_point, by: the zero point and the scale with which the product reads them.
+    """
     node = q.producer()
     x = None if node is None or node.op_type != _DYNAMIC else node.inputs[0]
     if node is None or x is None:
         raise GraphoptError(f"its input {q.name!r} is not covered: expected the output of a {_DYNAMIC}")
     _, scale, zero = node.outputs
+    if zero_point is not zero or by not in (None, scale):
+        raise GraphoptError(
+            f"its input {q.name!r} is not covered: expected it with the scale and the zero point of its {_DYNAMIC}"
+        )
     for reader in x.consumers():
         if reader.op_type == "QuantizeLinear" and reader.inputs[2] is zero:
             return reader.outputs[0].consumers()[0].outputs[0]
