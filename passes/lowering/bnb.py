@@ -13,7 +13,7 @@ from onnx_ir import Value
 from graphopt.errors import GraphoptError
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.operators import MICROSOFT
-from graphopt.graph.values import constant_of
+from graphopt.graph.values import constant_of, dtype_of
 from passes.lowering.registry import freeze, lowers
 
 _FP4 = (0.0, 5.208333333e-3, 0.66666667, 1.0, 0.33333333, 0.5, 0.16666667, 0.25)
@@ -64,9 +64,8 @@ def mat_mul_bnb4(
         )
     table = np.array(_TABLES[quant_type])
     pairs = np.stack([np.repeat(table, 16), np.tile(table, 16)], axis=1)  # of each byte
-    numbers = op.Gather(
-        op.constant(pairs.astype(absmax.dtype.numpy())), op.Cast(freeze(b), to=ir.DataType.INT32)
-    )  # type: ignore[union-attr]
+    of_bytes = op.constant(pairs.astype(dtype_of(absmax).numpy()))
+    numbers = op.Gather(of_bytes, op.Cast(freeze(b), to=ir.DataType.INT32))
     flat = op.Reshape(numbers, [-1])
     missing = blocks * block_size - 2 * packed.size
     if missing:

@@ -158,7 +158,7 @@ def linear_attention(
     groups = max(q_num_heads // kv_num_heads, 1)
     if groups > 1:  # the rows of the queries that share a state
         q = op.Reshape(q, [0, 0, kv_num_heads, groups, chunks.size, size])
-        k, grown, growth = (x and op.Unsqueeze(x, [3]) for x in (k, grown, growth))
+        k, (grown, growth) = op.Unsqueeze(k, [3]), (x and op.Unsqueeze(x, [3]) for x in (grown, growth))
     within = _where(op, lower, op.MatMul(q, _turned(op, k)))
     within = within if growth is None else within * growth
     q, rows = q if grown is None else q * grown, groups * chunks.size

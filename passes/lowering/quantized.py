@@ -55,13 +55,9 @@ def mat_mul_n_bits(
     q = viewed(b, "weight", dtype, [rows, block_size], bits)
     if groups is not None and not np.array_equal(groups, np.arange(K) // block_size):
         if len(groups) != K or groups.min() < 0 or groups.max() >= blocks:
-            raise GraphoptError(
-                f"expected its groups {group_index.name!r} to be {K} below {blocks}, found others"
-            )  # type: ignore[union-attr]
-        return plus(
-            op.MatMul(a, op.Transpose(_of_groups(op, q, scales, zero_points, groups, N, bits), perm=[1, 0])),
-            bias,
-        )
+            raise GraphoptError(f"expected its input 4 to be {K} numbers below {blocks}, found others")
+        w = _of_groups(op, q, scales, zero_points, groups, N, bits)
+        return plus(op.MatMul(a, op.Transpose(w, perm=[1, 0])), bias)
     scale, shift = viewed(scales, "scales", None, [rows]), None
     zero: Input = None
     if zero_points is None:
