@@ -54,13 +54,9 @@ def source_of(x: Value | None) -> WeightSource | None:
     while x is not None and (node := x.producer()) is not None and node.domain == "":
         if node.op_type == DEQUANTIZE and node.inputs[0] is not None and node.inputs[0].is_initializer():
             return WeightSource(node.inputs[0], quantized=True)
-        if (
-            node.op_type == "Gather"
-            and (numbers := given(node.inputs[1]).producer())
-            and numbers.op_type == "Cast"
-        ):
-            packed = given(numbers.inputs[0])  # places in a table
-            return WeightSource(packed, quantized=True) if packed.is_initializer() else None
+        if node.op_type == "Gather":  # of numbers in a table, whose places are the weight
+            source = source_of(node.inputs[1])
+            return source if source is not None and source.quantized else None
         if node.op_type == "Transpose":
             perm = node.attributes.get_ints("perm", range(rank(node.outputs[0]))[::-1])
             moves.append(("transpose", tuple(perm)))

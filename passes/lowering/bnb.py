@@ -64,8 +64,9 @@ def mat_mul_bnb4(
         )
     table = np.array(_TABLES[quant_type])
     pairs = np.stack([np.repeat(table, 16), np.tile(table, 16)], axis=1)  # of each byte
-    of_bytes = op.constant(pairs.astype(dtype_of(absmax).numpy()))
-    numbers = op.Gather(of_bytes, op.Cast(freeze(b), to=ir.DataType.INT32))
+    of_bytes = ir.tensor(pairs.astype(dtype_of(absmax).numpy()), name=f"{absmax.name}.table")
+    places = op.DequantizeLinear(freeze(b), op.CastLike(1.0, absmax))  # which stay bytes in memory
+    numbers = op.Gather(freeze(op.initializer(of_bytes)), op.Cast(places, to=ir.DataType.INT32))
     flat = op.Reshape(numbers, [-1])
     missing = blocks * block_size - 2 * packed.size
     if missing:
