@@ -12,7 +12,17 @@ import onnx_ir.passes.common as common
 
 from graphopt.errors import GraphoptError, some
 from graphopt.graph import metadata
-from graphopt.graph.metadata import ADAPTER, EXPORT_ANEW, FROZEN, UNTRAINED, Evidence, Kind, LeftOut, Origin
+from graphopt.graph.metadata import (
+    ADAPTER,
+    EXPORT_ANEW,
+    FROZEN,
+    IN_INTEGERS,
+    UNTRAINED,
+    Evidence,
+    Kind,
+    LeftOut,
+    Origin,
+)
 from graphopt.graph.rewriting import Pass, Pattern, names_of, selects
 from graphopt.graph.roles import Role, check_inference, role_of
 from graphopt.graph.shapes import ensure_typed
@@ -175,6 +185,14 @@ class Parameters(Pass):
                 chosen.append(value)
             elif origin.trains and value in reached:
                 UNTRAINED.set(value)
+        stored = [x for x in model.graph.initializers.values() if IN_INTEGERS.is_set(x)]
+        integers = [x for x in stored if x in chosen or not adapters]
+        if integers:
+            raise GraphoptError(
+                f"weight {name_of(integers[0])!r}: the file multiplies by it in integers (dynamic quantization), which "
+                "do not train: adapter=lora (passes.LoRA) trains beside them, or train the file from before the "
+                "quantization and quantize what is trained"
+            )
         if not chosen:
             raise GraphoptError(_nothing_to_train(model, floating))
         quantized.check_scales(chosen)

@@ -147,6 +147,22 @@ fault = False
 """,
         needs=("torch",),
     ),
+    "act-order-zero-points": Fault(
+        "MatMulNBits with g_idx and packed zero points on the CPU provider",
+        "onnxruntime",
+        "1.32",
+        "subtracts 8 from each weight, whatever the zero points are",
+        ("passes/lowering/quantized.py",),
+        """
+proto = onnx.parser.parse_model(
+    '<ir_version: 9, opset_import: ["" : 20, "com.microsoft" : 1]> g (float[1,16] x) => (float[1,1] y) '
+    "{ y = com.microsoft.MatMulNBits<K=16, N=1, bits=4, block_size=16>(x, b, s, z, g) }"
+)
+arrays = {"b": np.full((1, 1, 8), 0x55, "B"), "s": np.ones(1, "f"), "z": np.array([3], "B"), "g": np.zeros(16, "i")}
+proto.graph.initializer.extend(onnx.numpy_helper.from_array(a, n) for n, a in arrays.items())
+fault = runtime(proto, x=np.ones((1, 16), "f"))[0].item() != 32
+""",
+    ),
     "DivMulFusion": Fault(
         "DivMulFusion",
         "onnxruntime",

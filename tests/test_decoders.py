@@ -294,6 +294,26 @@ def test_a_cache_of_a_fixed_size_stays_with_a_warning(kind):
         own = (own - 0.1 * gradient).detach().requires_grad_()
 
 
+@pytest.mark.parametrize("index", ["int64 {2}", "int64[1] {2}"])
+def test_one_size_of_a_cache_is_read_where_others_are_unknown(index):
+    """In files of 16 bits for CPUs, a mask reads the length of the past, of which the file leaves a dimension open."""
+    nodes = f"""{PROJECTED} sizes = Shape(past_key) at = Constant<value = {index}>() length = Gather(sizes, at)
+        z, present_key, present_value = com.microsoft.MultiHeadAttention<num_heads = 2>(
+            q, k, v, , , , past_key, past_value) number = Cast<to = 1>(length) y = Add(z, number)"""
+    proto = onnx.parser.parse_model(
+        f"""{HEADER.format(opset=21)} g (float[B,S,16] x, float[B,2,P,K] past_key, float[B,2,P,K] past_value)
+            => (float[B,S,16] y, {PRESENT}) {{ {nodes} }}"""
+    )
+    rng = np.random.default_rng(0)
+    weights = {name: rng.standard_normal((D, D)).astype(np.float32) / 2 for name in ("wq", "wk", "wv")}
+    proto.graph.initializer.extend(onnx.numpy_helper.from_array(w, name) for name, w in weights.items())
+    model = normalized(proto)
+    assert [x.name for x in model.graph.inputs] == ["x"]
+    x, past = rng.standard_normal((B, S, D)).astype(np.float32), np.zeros((B, 2, 0, 8), np.float32)
+    expected = outputs(proto, {"x": x, "past_key": past, "past_value": past})["y"]
+    np.testing.assert_allclose(outputs(model, {"x": x})["y"], expected, rtol=1e-4, atol=1e-6)
+
+
 def test_a_past_that_is_computed_is_refused():
     text = f"""{HEADER.format(opset=21)} g (float[B,S,16] x, float[B,2,P,8] past, int32[B] n, int32 total)
         => (float[B,S,16] y) {{ twice = Add(past, past) y = com.microsoft.GroupQueryAttention<num_heads = 2,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -162,7 +162,19 @@ def group_query(
     )
 
 
-def n_bits(bits: int, points: str = "", size: int = 40, bias: bool = False) -> Case:
+def bnb(kind: int, size: int = 12, outputs: int = 5, block: int = 16) -> Case:
+    """A weight in fp4 or nf4, whose last block and byte may be filled in part."""
+    count = size * outputs
+    weights = {"b": bytes_(-(-count // 2)), "absmax": abs(floats(-(-count // block)))}
+    attributes = {"K": size, "N": outputs, "block_size": block, "quant_type": kind}
+    return Case(
+        "MatMulBnb4", {"x": floats(2, 4, size), **weights}, attributes, weights, tolerance=2e-5, double=False
+    )
+
+
+def n_bits(
+    bits: int, points: str = "", size: int = 40, bias: bool = False, *, act_order: bool = False
+) -> Case:
     outputs, block, blocks = 3, 16, -(-size // 16)
     packed = -(-blocks * bits // 8)
     zeros = {"packed": bytes_(outputs * packed), "floating": floats(outputs * blocks)}.get(points)
@@ -170,9 +182,52 @@ def n_bits(bits: int, points: str = "", size: int = 40, bias: bool = False) -> C
     weights |= {} if zeros is None else {"zeros": zeros}
     inputs: dict[str, Any] = {"x": floats(2, 4, size), **weights}
     weights |= {"bias": floats(outputs)} if bias else {}
-    inputs |= {"zeros": zeros, "group": None, "bias": weights.get("bias")}
+    if act_order:
+        weights["group"] = ints(*RNG.permutation(np.arange(size) // block))
+    inputs |= {"zeros": zeros, "group": weights.get("group"), "bias": weights.get("bias")}
     attributes = {"K": size, "N": outputs, "bits": bits, "block_size": block}
     return Case("MatMulNBits", inputs, attributes, weights, tolerance=2e-5, double=False)
+
+
+def linear_attention(
+    rule: str, positions: int = S, heads: tuple[int, int, int] = (2, 2, 2), *, past: bool = False, **more: Any
+) -> Case:
+    """Linear attention with heads of queries, keys and values, of 4 and 3 numbers."""
+    of_queries, of_keys, of_values = heads
+    batch = 2 if positions < 10 else 1
+    rows = {name: floats(batch, positions, n * 4) / 2 for name, n in (("q", of_queries), ("k", of_keys))}
+    inputs: dict[str, Any] = {**rows, "v": floats(batch, positions, of_values * 3)}
+    inputs["past"] = floats(batch, of_values, 4, 3) if past else None
+    decays = of_values * (4 if more.pop("for_each", False) else 1)
+    inputs["decay"] = -RNG.random((batch, positions, decays)).astype(np.float32)
+    rates = 1 if more.pop("one_rate", False) else of_values
+    inputs["beta"] = RNG.random((batch, positions, rates)).astype(np.float32)
+    if "gated" not in rule:
+        inputs["decay"] = None
+    if "delta" not in rule:
+        del inputs["beta"]
+    attributes = {"q_num_heads": of_queries, "kv_num_heads": of_values, "update_rule": rule, **more}
+    weights = {"past": inputs["past"]} if past else {}
+    return Case("LinearAttention", inputs, attributes, weights, outputs=("y", "state"))
+
+
+def causal(shape: tuple[int, ...] = (B, 3, S), size: int = 3, past: bool = False, **more: Any) -> Case:
+    channels = shape[2] if more.get("channels_last") else shape[1]
+    state = list(shape)
+    state[1 if more.get("channels_last") else 2] = (size - 1) * more.get("dilation", 1)
+    inputs: dict[str, Any] = {"x": floats(*shape), "w": floats(channels, 1, size)}
+    inputs["b"] = floats(channels) if more.pop("bias", True) else None
+    inputs |= {"past": floats(*state)} if past else {}
+    weights = {"past": inputs["past"]} if past else {}
+    return Case("CausalConvWithState", inputs, more, weights, outputs=("y", "state"))
+
+
+def rotary_of_three(shape: tuple[int, ...], **more: Any) -> Case:
+    x, cos, sin = floats(*shape), np.cos(floats(12, 4)), np.sin(floats(12, 4))
+    inputs = {"x": x, "positions": RNG.integers(0, 12, (3, B, S)), "cos": cos, "sin": sin}
+    return Case(
+        "MRotaryEmbedding", inputs, {"mrope_section": [2, 1, 1], **more}, weights={"cos": cos, "sin": sin}
+    )
 
 
 def embedding(segments: bool, mask: np.ndarray | None = None, positions: np.ndarray | None = None) -> Case:
@@ -335,8 +390,55 @@ CASES = {
     "4 bits, zero points": n_bits(4, "packed"),
     "4 bits, floating zero points": n_bits(4, "floating"),
     "4 bits, whole blocks, bias": n_bits(4, size=32, bias=True),
+    "4 bits, act_order": n_bits(4, act_order=True),
+    "4 bits, act_order, whole blocks, bias": n_bits(4, size=32, bias=True, act_order=True),
+    "4 bits, act_order, floating zero points": n_bits(4, "floating", act_order=True),
     "8 bits": n_bits(8),
+    "fp4": bnb(0),
+    "nf4": bnb(1, 16, 4),
+    "nf4, an odd count": bnb(1, 13, 5),
     "8 bits, zero points, bias": n_bits(8, "packed", bias=True),
+    **{
+        f"{rule}, {positions}{', past' * past}": linear_attention(rule, positions, past=past)
+        for rule in ("linear", "gated", "delta", "gated_delta")
+        for positions, past in ((S, False), (40, True))
+    },
+    "gated_delta, more values": linear_attention("gated_delta", 34, (1, 2, 4), past=True),
+    "gated_delta, more queries": linear_attention("gated_delta", 34, (4, 1, 2), past=True, scale=0.7),
+    "linear, more queries": linear_attention("linear", S, (4, 2, 2)),
+    "gated, a decay for each": linear_attention("gated", S, for_each=True, past=True),
+    "gated_delta, a decay for each, one rate": linear_attention(
+        "gated_delta", S, (2, 1, 4), for_each=True, one_rate=True
+    ),
+    "delta, one rate": linear_attention("delta", 9, one_rate=True, chunk_size=2),
+    "causal": causal(),
+    "causal, past, silu": causal(past=True, activation="silu"),
+    "causal, no bias, swish": causal(size=4, bias=False, activation="swish"),
+    "causal, longer than the row": causal((B, 3, 2), size=5),
+    "causal, one position": causal((B, 3, 1), past=True),
+    "causal, dilation, channels last": causal((B, S, 3), dilation=2, channels_last=1),
+    "causal, channels last, past": causal((B, S, 3), channels_last=1, past=True, activation="silu"),
+    "gate": Case(
+        "LinearAttentionGate",
+        {"a": floats(B, S, 3), "bias": floats(3), "scale": -(floats(3) ** 2), "b": floats(B, S, 3)},
+        outputs=("decay", "beta"),
+    ),
+    "gate, no rate": Case(
+        "LinearAttentionGate", {"a": floats(B, S, 3), "bias": floats(3), "scale": floats(3)}
+    ),
+    "gated norm": Case(
+        "GatedRMSNorm", {"x": X, "scale": BETA[:4], "gate": Q}, {"epsilon": 1e-3}, {"scale": BETA[:4]}
+    ),
+    "gated norm, sigmoid": Case(
+        "GatedRMSNorm", {"x": X, "scale": GAMMA, "gate": Q}, {"activation": "sigmoid"}, {"scale": GAMMA}
+    ),
+    "gated sum": Case("GatedAdd", {"x": X, "z": Q, "gate": floats(B, S, 1)}),
+    "rotary of three": rotary_of_three((B, N, S, 8)),
+    "rotary of three, alternating": rotary_of_three((B, S, 16), mrope_layout=1, num_heads=2),
+    "rotary of three, neighbours": rotary_of_three((B, N, S, 8), interleaved=1),
+    "rotary of three, part of a head": rotary_of_three(
+        (B, S, 24), num_heads=2, rotary_embedding_dim=8, mrope_layout=1
+    ),
     "embedding": embedding(segments=True, mask=MASKS["rows"]),
     "embedding, positions": embedding(segments=True, positions=ints([0, 1, 1, 2, 3], [4, 3, 2, 1, 0])),
     "embedding, no segments": embedding(segments=False),
@@ -425,6 +527,14 @@ CLASSICAL = {
 }
 
 ALL = CASES | CLASSICAL
+HYBRID = (
+    "CausalConvWithState",
+    "GatedAdd",
+    "GatedRMSNorm",
+    "LinearAttention",
+    "LinearAttentionGate",
+    "MRotaryEmbedding",
+)
 # onnxruntime 1.19 computes these wrong, or not at all.
 NEWER = {
     "classifier, one row, logistic",
@@ -436,6 +546,7 @@ NEWER = {
     "attention, bias of scores",  # of one row for the whole batch
     "multi-head, mask",  # of fewer keys than queries
     "multi-head, lengths",
+    *(name for name, case in CASES.items() if case.op_type in HYBRID),
 }
 
 
@@ -577,6 +688,12 @@ def test_every_lowering_has_a_case():
     named = {case.op_type for case in ALL.values()} | {"TransposeMatMul", "SVMClassifier", "SVMRegressor"}
     named |= {"QuantizeLinear", "DequantizeLinear"}  # test_masters
     named |= {"GatherBlockQuantized"}  # test_packed_weights
+    named |= {
+        "ConvInteger",
+        "DynamicQuantizeMatMul",
+        "MatMulInteger",
+        "MatMulIntegerToFloat",
+    }  # test_integer_products
     assert {op_type for _, op_type in LOWERINGS} == named
 
 
@@ -622,6 +739,19 @@ REFUSED = {
     "attribute scale=2.0": rotary(X, ints(0), scale=2.0),
     "attribute is_packed_batching=1": rotary(X, ints(0), is_packed_batching=1),
     "attribute bits=3": n_bits(3),
+    "packed zero points 'zeros' beside groups are not covered": n_bits(4, "packed", act_order=True),
+    "quant_type=2": bnb(2),
+    "to be initializers of 30 bytes": replace(
+        bnb(1), inputs=bnb(1).inputs | {"b": bytes_(7)}, weights=bnb(1).weights | {"b": bytes_(7)}
+    ),
+    "attribute state_window=2": causal(state_window=2),
+    "ndim=2": causal(ndim=2),
+    "activation='relu'": causal(activation="relu"),
+    "update_rule='novel'": linear_attention("novel"),
+    "expected inputs decay and beta as update_rule='delta'": replace(
+        linear_attention("gated"), attributes={**linear_attention("gated").attributes, "update_rule": "delta"}
+    ),
+    "mrope_section=[1, 1, 1]": rotary_of_three((B, S, 16), mrope_section=[1, 1, 1], num_heads=2),
     "to be an initializer": Case(
         "MatMulNBits",
         {"x": floats(2, 32), "b": bytes_(3, 2, 8), "scales": floats(6)},

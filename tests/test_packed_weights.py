@@ -251,15 +251,44 @@ def test_half_precision_dequantizes_to_half():
     assert losses[-1] < losses[0]
 
 
-def test_groups_and_wrong_sizes_are_refused():
+@pytest.mark.parametrize("order", [np.zeros(63), np.full(64, 2), np.full(64, -1)])
+def test_wrong_groups_are_refused(order):
     packed = Packed(size=64)
-    group = numpy_helper.from_array(np.zeros(64, np.int32), "order")
-    packed.proto.graph.initializer.append(group)
+    packed.proto.graph.initializer.append(numpy_helper.from_array(order.astype(np.int32), "order"))
     packed.proto.graph.node[1].input.extend(["", "order"])
-    with pytest.raises(
-        GraphoptError, match=r"input 4, 'order', is not covered: .*quantize without reordering"
-    ):
+    with pytest.raises(GraphoptError, match="expected its input 4 to be 64 numbers below 2, found others"):
         compiled(packed.proto)
+
+
+def test_an_adapter_trains_beside_reordered_weights_and_fp4():
+    """Both compute the weight by more than a DequantizeLinear."""
+    group = np.random.default_rng(0).permutation(np.arange(64) // 32).astype(np.int32)
+    reordered, bnb = Packed(size=64), Packed(size=64)
+    reordered.proto.graph.initializer.append(numpy_helper.from_array(group, "order"))
+    reordered.proto.graph.node[1].input.extend(["", "order"])
+    node = bnb.proto.graph.node[1]
+    node.op_type = "MatMulBnb4"
+    kept = [a for a in node.attribute if a.name != "bits"]
+    del node.attribute[:]
+    node.attribute.extend([*kept, helper.make_attribute("quant_type", 0)])
+    for tensor in [x for x in bnb.proto.graph.initializer if x.name in ("w.Q", "w.scales")]:
+        tensor.dims[:] = [np.prod(tensor.dims)]
+    for packed in (reordered, bnb):
+        step = graphopt.compile(
+            packed.proto,
+            adapter=passes.LoRA("w.Q", rank=2),
+            loss=passes.MeanSquaredError(),
+            optimizer=passes.Adam(0.01),
+        )
+        executor = graphopt.Executor(step, threads=1)
+        target = np.zeros((3, 4, 5), np.float32)
+        losses = [executor.step(x=packed.x, target=target)["loss"] for _ in range(4)]
+        assert losses[3] < losses[0]
+        found = outputs(executor.trained(into=packed.proto), {"x": packed.x})["y"]
+        np.testing.assert_allclose(found, executor.predict(x=packed.x)["y"], rtol=1e-4, atol=1e-4)
+
+
+def test_wrong_sizes_are_refused():
     packed = Packed(size=64)
     packed.proto.graph.node[1].attribute[0].i = 320
     with pytest.raises(GraphoptError, match=r"weight 'w.Q' to have 800 bytes, found 160"):

@@ -19,7 +19,7 @@ SEED = np.random.default_rng(1).uniform(0.5, 1.5, X.shape).astype(np.float32)
 
 
 def parsed(text: str, *weights: onnx.TensorProto) -> onnx.ModelProto:
-    model = onnx.parser.parse_model(f'<ir_version: 10, opset_import: ["": 21]>\n{text}')
+    model = onnx.parser.parse_model(f'<ir_version: 10, opset_import: ["": 21, "com.microsoft": 1]>\n{text}')
     model.graph.initializer.extend(weights)
     return model
 
@@ -191,14 +191,23 @@ def test_a_weight_and_its_scale_do_not_train_together(
         assert [*executor.parameters] == [trained]
 
 
-def test_products_of_integers_are_refused_and_say_what_to_do() -> None:
+PRODUCTS_OF_INTEGERS = {
+    "p = MatMulInteger(q, w, z) f = Cast<to = 1>(p) y = Mul(f, s)": "the product of both scales, as quantize_dynamic",
+    "p = MatMulInteger(q, w, z) y = Cast<to = 1>(p)": "one Mul behind it",
+    "p = MatMulInteger(q, w) f = Cast<to = 1>(p) t = Mul(s, v) y = Mul(f, t)": "the zero point of its Dynamic",
+    "y = com.microsoft.MatMulIntegerToFloat(q, w, v, v, z)": "the scale and the zero point of its Dynamic",
+    "u = Cast<to = 2>(x) y = com.microsoft.MatMulIntegerToFloat(u, w, v, v)": "the output of a DynamicQuantizeLinear",
+}
+
+
+@pytest.mark.parametrize("nodes", PRODUCTS_OF_INTEGERS)
+def test_products_of_integers_in_other_forms_are_refused(nodes: str) -> None:
     model = parsed(
-        "g (float[4, 6] x) => (float[4, 3] y) { q, s, z = DynamicQuantizeLinear(x)"
-        " p = MatMulInteger(q, w, z) f = Cast<to = 1>(p) y = Mul(f, s) }",
+        f"g (float[4, 6] x) => (float[4, 3] y) {{ q, s, z = DynamicQuantizeLinear(x) {nodes} }}",
         onnx.numpy_helper.from_array(np.ones((6, 3), np.uint8), "w"),
+        onnx.numpy_helper.from_array(np.float32(0.5), "v"),
     )
     with pytest.raises(
-        GraphoptError,
-        match=r"MatMulInteger node .*: the file computes with integers .*quantize what is trained",
+        GraphoptError, match=f"^cannot lower .*MatMulInteger.*: .*{PRODUCTS_OF_INTEGERS[nodes]}"
     ):
         gradient_model(model)

@@ -17,9 +17,9 @@ from graphopt.adapters.targets import AdapterTarget, WeightSource, readers_of
 from graphopt.errors import GraphoptError, nearest
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.merging import Adapted
-from graphopt.graph.operators import MICROSOFT
+from graphopt.graph.operators import DYNAMIC_PRODUCTS, MICROSOFT
 from graphopt.graph.postprocessing import DEQUANTIZE
-from graphopt.graph.values import dtype_of, given, like, swap
+from graphopt.graph.values import dtype_of, given, like, node_label, producer_of, swap
 from graphopt.graph.weight_kinds import weight_kinds_of
 
 
@@ -83,12 +83,26 @@ def _targets(weights: Mapping[str, ir.Value], note: Adapted) -> list[AdapterTarg
                 f"{node.op_type!r}, {index}, ...) registers it"
             )
         if kind is not None and kind.name == note.kind and w is not None:
-            found.append(AdapterTarget(node, index, kind, source, w if kind.x is None else node.outputs[0]))
+            found.append(AdapterTarget(node, index, kind, source, w if kind.x is None else _product(node)))
     if not found:
         raise GraphoptError(
             f"slots: weight {note.weight!r}: expected a node that reads it as a {note.kind}, found none"
         )
     return found
+
+
+def _product(node: ir.Node) -> ir.Value:
+    """Return what a node multiplies: of integers, what a Cast and a Mul by the scales make of them."""
+    y = node.outputs[0]
+    for op_type in ("Cast", "Mul") if node.op_type == "MatMulInteger" else ():
+        readers = list(y.consumers())
+        if [reader.op_type for reader in readers] != [op_type]:
+            raise GraphoptError(
+                f"slots: {node_label(node)}: expected one {op_type} behind it, as quantize_dynamic writes it, found "
+                f"{len(readers)} other readers"
+            )
+        y = readers[0].outputs[0]
+    return y
 
 
 def _is_constant(x: ir.Value) -> bool:
@@ -98,6 +112,8 @@ def _is_constant(x: ir.Value) -> bool:
 
 def _type_read(target: AdapterTarget) -> ir.DataType:
     """Return the type in which a node multiplies by a weight."""
+    if target.node.op_type in DYNAMIC_PRODUCTS:
+        return ir.DataType.FLOAT
     scale = target.reading.scale
     return _type_of(target.node.inputs[target.index if scale is None else scale])
 
@@ -118,7 +134,8 @@ def _type_of(x: ir.Value | None) -> ir.DataType:
 def _join(model: ir.Model, target: AdapterTarget, a: ir.Value, b: ir.Value, *factors: ir.Value) -> None:
     """Add the product with a slot to what a node computes, or to the weight that it reads."""
     node, y, is_weight = target.node, target.y, target.is_weight_itself
-    graph, name = node.graph, next(y.name for y in node.outputs if y.name)
+    place = node if is_weight else producer_of(y)
+    graph, name = node.graph, next(x.name for x in place.outputs if x.name)
     assert isinstance(graph, ir.Graph)
     op: Emitter = _Untyped(model)
     op, count = (op if graph is model.graph else op.within(graph)), len(graph)
@@ -142,7 +159,7 @@ def _join(model: ir.Model, target: AdapterTarget, a: ir.Value, b: ir.Value, *fac
         op.call_op("Add", [base, delta], {}, outputs=[changed])
     made = list(graph)[count:]
     graph.remove(made)
-    (graph.insert_before if is_weight else graph.insert_after)(node, made)
+    (graph.insert_before if is_weight else graph.insert_after)(place, made)
     for i, each in enumerate(made):
         each.outputs[0].name = name if each.outputs[0] is changed else f"{name}.slot.{target.index}.{i}"
         each.name = f"{each.outputs[0].name}/slot"

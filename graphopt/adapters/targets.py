@@ -36,7 +36,7 @@ from graphopt.graph.weight_kinds import (
 
 _SHAPING = ("Flatten", "Reshape", "Squeeze", "Unsqueeze")
 _PASSING = VIEWS | {"Cast", "Transpose", DEQUANTIZE}
-_OF_QUANTIZED = ("Slice", "Sub")  # the padding of the last block, and floating zero points
+_OF_QUANTIZED = ("Mul", "Pad", "Slice", "Sub")  # scales, the padding of the last block, and zero points
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,6 +54,9 @@ def source_of(x: Value | None) -> WeightSource | None:
     while x is not None and (node := x.producer()) is not None and node.domain == "":
         if node.op_type == DEQUANTIZE and node.inputs[0] is not None and node.inputs[0].is_initializer():
             return WeightSource(node.inputs[0], quantized=True)
+        if node.op_type == "Gather":  # of numbers in a table, whose places are the weight
+            source = source_of(node.inputs[1])
+            return source if source is not None and source.quantized else None
         if node.op_type == "Transpose":
             perm = node.attributes.get_ints("perm", range(rank(node.outputs[0]))[::-1])
             moves.append(("transpose", tuple(perm)))
@@ -135,8 +138,8 @@ class AdapterTarget:
 
     @property
     def x(self) -> Value:
-        """Return what is multiplied by the weight."""
-        return self.y if self.reading.x is None else _input(self.node, self.reading.x)
+        """Return what is multiplied by the weight, before it is rounded by its own range."""
+        return self.y if self.reading.x is None else _unrounded(_input(self.node, self.reading.x))
 
     @property
     def uses(self) -> Sequence[tuple[ir.Node, int]]:
@@ -339,6 +342,19 @@ def _source_in(node: ir.Node, index: int, kind: WeightKind) -> WeightSource | No
 
 def _input(node: ir.Node, index: int) -> Value:
     return given(node.inputs[index])
+
+
+def _unrounded(x: Value) -> Value:
+    """Return what a DynamicQuantizeLinear rounds, if its integers or what they stand for are given."""
+    node = x.producer()
+    if (
+        node is not None
+        and node.op_type == DEQUANTIZE
+        and (rounding := _input(node, 0).producer()) is not None
+    ):
+        scale = _input(rounding, 1).producer() if rounding.op_type == "QuantizeLinear" else None
+        node = scale if scale is None or scale.op_type != "Identity" else _input(scale, 0).producer()
+    return _input(node, 0) if node is not None and node.op_type == "DynamicQuantizeLinear" else x
 
 
 def _dims(x: Value) -> tuple[int, ...]:

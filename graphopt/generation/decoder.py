@@ -199,8 +199,11 @@ class DecoderInputs:
     def _as_declared(self, x: ir.Value, row: np.ndarray, rows: int) -> np.ndarray:
         """Return rows in the type of an input, or one as often as the batch has rows."""
         array = row.astype(dtype_of(x).numpy())
-        is_whole = rank(x) == array.ndim
-        return array if is_whole else np.tile(array, (*[1] * (rank(x) - 2), rows, 1))
+        if rank(x) == array.ndim:
+            return array
+        # such as time, height and width
+        lead = [dim if isinstance(dim, int) else 1 for dim in dims_of(x)[:-2]]
+        return np.tile(array, (*lead, rows if array.ndim == 1 else 1, 1))
 
 
 class _Whole(Decoder):

@@ -24,7 +24,7 @@ from graphopt.errors import GraphoptError
 from graphopt.graph import metadata
 from graphopt.graph.limits import Limits, graphs_with_depth
 from graphopt.graph.metadata import Detached, InferenceForm, TargetSpec, malformed, original_name
-from graphopt.graph.operators import INTEGER_OPERATORS, MICROSOFT
+from graphopt.graph.operators import DYNAMIC_PRODUCTS, INTEGER_OPERATORS, MICROSOFT
 from graphopt.graph.opsets import Versions
 from graphopt.graph.postprocessing import Notes
 from graphopt.graph.roles import INPUTS, OUTPUTS, STATE, Role, role_of
@@ -345,7 +345,13 @@ def refuse_foreign(model: ir.Model) -> None:
                 f"{NCHWC}::{node_label(node)}: ONNX Runtime wrote this file for one kind of processor: train the file "
                 f"from before the optimization, or optimize it with ORT_ENABLE_EXTENDED at most"
             )
-        if integers is None and node.op_type in INTEGER_OPERATORS and node.domain in ("", MICROSOFT):
+        covered = node.op_type in DYNAMIC_PRODUCTS
+        if (
+            integers is None
+            and not covered
+            and node.op_type in INTEGER_OPERATORS
+            and node.domain in ("", MICROSOFT)
+        ):
             integers = node
     if integers is None:
         return

@@ -90,6 +90,9 @@ ADAPTER = Flag(
     "graphopt.is_of_adapter"
 )  # an initializer that an adapter added or replaced, and that trains in place of others
 FROZEN = Flag("graphopt.frozen")  # an initializer that trains only if selected by name
+IN_INTEGERS = Flag(
+    "graphopt.in_integers"
+)  # a weight by which the file multiplies in integers: only adapters train beside it
 UNTRAINED = Flag("graphopt.untrained")  # a weight that could train but does not in this training graph
 # A BatchNormalization or Dropout whose module is in training mode, and which is in its inference form in the file
 IN_TRAINING = Flag("graphopt.in_training")

@@ -103,10 +103,21 @@ SCATTERING = frozenset({"Scatter", "ScatterElements", "ScatterND", "TensorScatte
 # Operators that take a sequence of tensors and return a tensor.
 SEQUENCE_READERS = frozenset({"ConcatFromSequence", "SequenceAt", "SequenceLength"})
 
+# Products of integers, whose first input is rounded by its own range.
+DYNAMIC_PRODUCTS = {"ConvInteger", "DynamicQuantizeMatMul", "MatMulInteger", "MatMulIntegerToFloat"}
+
 # Operators that compute with integers in place of floating-point numbers, of ONNX and ONNX Runtime.
 INTEGER_OPERATORS = {
-    *("ConvInteger", "DynamicQuantizeLSTM", "DynamicQuantizeMatMul", "MatMulInteger", "MatMulIntegerToFloat"),
-    *("QAttention", "QEmbedLayerNormalization", "QGemm", "QLinearConv", "QLinearMatMul", "QMoE"),
+    *(
+        *DYNAMIC_PRODUCTS,
+        "DynamicQuantizeLSTM",
+        "QAttention",
+        "QEmbedLayerNormalization",
+        "QGemm",
+        "QLinearConv",
+        "QLinearMatMul",
+        "QMoE",
+    ),
     *("QLinearAdd", "QLinearAveragePool", "QLinearConcat", "QLinearGlobalAveragePool", "QLinearLeakyRelu"),
     *("QLinearMul", "QLinearReduceMean", "QLinearSigmoid", "QLinearSoftmax", "QLinearWhere"),
 }

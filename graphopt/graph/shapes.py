@@ -316,14 +316,25 @@ def places_of(values: Iterable[ir.Value], first: int = 0) -> Places:
 
 
 def read_sizes(op: Emitter, nodes: Iterable[ir.Node], places: Places) -> None:
-    """Replace Shape and Size nodes by sizes of the values in `places`, if these have all dimensions."""
+    """Replace Shape and Size nodes by sizes of the values in `places`, if these have all dimensions that are read."""
     for node in nodes:
         value = node.inputs[0]
         if value is None or value.shape is None:
             continue
         start, end = (node.attributes.get_int(*bound) for bound in (("start", 0), ("end", len(value.shape))))
         dims = list(value.shape)[start:end]
-        if dims and all(isinstance(dim, int) or dim.value in places for dim in dims):
+        known = [isinstance(dim, int) or dim.value in places for dim in dims]
+        if node.op_type == "Shape" and not all(known):
+            for reader in [reader for reader in node.outputs[0].consumers() if reader.op_type == "Gather"]:
+                index = constant_of(reader.inputs[1])
+                if index is not None and index.size == 1 and known[index.item()]:
+                    first = op.constant(np.zeros(index.shape, np.int64))
+                    one = op.Gather(size_of(op, dims[index.item()], places), first)
+                    ir.convenience.replace_all_uses_with(reader.outputs[0], one)
+                    reader.graph.remove(reader, safe=True)  # type: ignore[union-attr]
+            if not node.outputs[0].uses() and not node.outputs[0].is_graph_output():
+                node.graph.remove(node, safe=True)  # type: ignore[union-attr]
+        elif dims and all(known):
             sizes = [size_of(op, dim, places) for dim in dims]
             whole = sizes[0] if len(sizes) == 1 else op.Concat(*sizes, axis=0)
             if node.op_type == "Size":

@@ -13,9 +13,12 @@ from graphopt.graph.traversal import sort, subgraphs
 from graphopt.graph.values import swap
 from passes.gradients.registry import has_rule, parameters_of
 from passes.lowering import attention as attention
+from passes.lowering import bnb as bnb
 from passes.lowering import classical as classical
 from passes.lowering import contrib as contrib
 from passes.lowering import decoders as decoders
+from passes.lowering import integers as integers
+from passes.lowering import linear_attention as linear_attention
 from passes.lowering import quantized as quantized
 from passes.lowering.registry import LOWERINGS, Lowering
 
@@ -56,7 +59,7 @@ def _is_unknown(x: ir.Value | None) -> bool:
 
 def _lower(op: Emitter, graph: ir.Graph, node: ir.Node) -> None:
     last = graph[-1]
-    operator = f"{node.domain}::{node.op_type} node {node.name!r}"
+    operator = f"{'::'.join(filter(None, (node.domain, node.op_type)))} node {node.name!r}"
     try:
         results = _call(op, LOWERINGS[node.domain, node.op_type], node)
     except ValueError as error:  # a GraphoptError, or inconsistent attributes

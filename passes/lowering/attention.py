@@ -272,15 +272,22 @@ def rotary_embedding(
     if rank(position_ids) == 1:
         counted = op.CastLike(positions_of(op, heads_first), position_ids)
         position_ids = TOKEN_POSITIONS.mark(op.Unsqueeze(position_ids + counted, [0]))
-    cosine, sine = (op.Unsqueeze(op.Gather(freeze(cache), position_ids), [1]) for cache in (cosines, sines))
+    tables = [op.Unsqueeze(op.Gather(freeze(cache), position_ids), [1]) for cache in (cosines, sines)]
+    y = _rotated(op, heads_first, *tables, interleaved=interleaved)
+    return y if rank(x) == 4 else merge_heads(op, y, static_size(x, -1))
+
+
+def _rotated(op: Emitter, x: Value, cosine: Value, sine: Value, *, interleaved: int) -> Value:
+    """Rotate the first numbers of heads [B,N,S,H], twice as many as [B,1,S,R/2] has."""
 
     def rotated(a: Value, b: Value) -> tuple[Value, Value]:
         return a * cosine - b * sine, b * cosine + a * sine
 
-    rest = static_size(heads_first, -1) - rotary_dim
-    part = heads_first
+    rotary_dim = 2 * static_size(cosine, -1)
+    rest = static_size(x, -1) - rotary_dim
+    part = x
     if rest:
-        part, tail = op.Split(heads_first, [rotary_dim, rest], axis=-1, _outputs=2)
+        part, tail = op.Split(x, [rotary_dim, rest], axis=-1, _outputs=2)
     if interleaved:
         pairs = op.Reshape(part, [0, 0, 0, rotary_dim // 2, 2])
         a, b = (op.Gather(pairs, i, axis=4) for i in range(2))
@@ -289,7 +296,53 @@ def rotary_embedding(
     else:
         a, b = op.Split(part, num_outputs=2, axis=-1, _outputs=2)
         turn = op.Concat(*rotated(a, b), axis=-1)
-    y = op.Concat(turn, tail, axis=-1) if rest else turn
+    return op.Concat(turn, tail, axis=-1) if rest else turn
+
+
+@lowers("MRotaryEmbedding", domain=MICROSOFT)
+def rotary_embedding_of_three(
+    op: Emitter,
+    x: Value,
+    position_ids: Value,
+    cosines: Value,
+    sines: Value,
+    *,
+    mrope_section: Sequence[int],
+    mrope_layout: int = 0,
+    interleaved: int = 0,
+    num_heads: int = 0,
+    rotary_embedding_dim: int = 0,
+    scale: float = 1.0,
+) -> Value:
+    """Rotate as RotaryEmbedding does, each pair by one of three positions [3,B,S]: time, height and width.
+
+    The pairs of the three follow one another, or with `mrope_layout` 1, time's are every pair that is none of the first
+    pairs 1, 4, ... for height and 2, 5, ... for width.
+    """
+    if scale != 1:
+        raise GraphoptError(f"its attribute scale={scale} is not covered: expected 1.0")
+    pairs = static_size(cosines, 1)
+    if len(mrope_section) != 3 or sum(mrope_section) != pairs or min(mrope_section) < 0:
+        raise GraphoptError(
+            f"its attribute mrope_section={list(mrope_section)} is not covered: expected 3 of {pairs}"
+        )
+    own = np.repeat(np.arange(3), mrope_section)
+    if mrope_layout:
+        own = np.zeros(pairs, int)
+        for i in (1, 2):
+            own[i : 3 * mrope_section[i] : 3] = i
+    heads_first = x
+    if rank(x) != 4:
+        heads = num_heads or static_size(x, -1) // (2 * pairs)
+        heads_first = split_heads(op, x, heads, static_size(x, -1))
+    tables = []
+    for cache in (cosines, sines):
+        rows = [op.Gather(freeze(cache), op.Gather(position_ids, i, axis=0)) for i in range(3)]
+        time, *others = (op.Unsqueeze(row, [1]) for row in rows)
+        for i, row in enumerate(others, 1):
+            time = op.Where(op.constant(own == i), row, time)
+        tables.append(time)
+    y = _rotated(op, heads_first, *tables, interleaved=interleaved)
     return y if rank(x) == 4 else merge_heads(op, y, static_size(x, -1))
 
 

@@ -2,6 +2,7 @@
 
 A cache is an input, the past, to which nodes append positions, and an output of the model with the result, the present.
 Attention operators and Concat append, maybe after a change of layout. Other readers of the past ask for its sizes.
+A state, such as that of a linear attention, keeps its size; without it, the operator starts from zeros.
 """
 
 from __future__ import annotations
@@ -32,14 +33,23 @@ _ATTENTION = {
     (MICROSOFT, "GroupQueryAttention"): ({3: 1, 4: 2}, 2),
     (MICROSOFT, "MultiHeadAttention"): ({6: 1, 7: 2}, 2),
 }
+# Inputs that are the state before the first position, 0 by default, and the outputs that are the state after the last.
+_STATES = {
+    (MICROSOFT, "CausalConvWithState"): {3: 1},
+    (MICROSOFT, "GatedDeltaNet"): {6: 1},
+    (MICROSOFT, "LinearAttention"): {3: 1},
+}
 
 
 class _Growth(NamedTuple):
-    """A node that appends to its input number `at`, along an axis, and the outputs of the model with the result."""
+    """A node that appends to its input number `at`, along an axis, and the outputs of the model with the result.
+
+    A state of a fixed size has no axis.
+    """
 
     node: ir.Node
     at: int
-    axis: int
+    axis: int | None
     presents: tuple[ir.Value, ...]
 
 
@@ -132,10 +142,10 @@ def set_aside(model: ir.Model, read: Collection[str]) -> None:
     Caches((*caches.inputs, *map(name_of, unread)), caches.outputs).write(model)
 
 
-def _length(growth: _Growth) -> int | ir.SymbolicDim:
+def _length(growth: _Growth) -> int | ir.SymbolicDim | None:
     past = growth.node.inputs[growth.at]
     assert past is not None and past.shape is not None
-    return past.shape[growth.axis]
+    return None if growth.axis is None else past.shape[growth.axis]
 
 
 def _growths(x: ir.Value) -> list[_Growth]:
@@ -157,8 +167,8 @@ def _growths(x: ir.Value) -> list[_Growth]:
                 waiting.extend(node.outputs)
             else:
                 return []
-    symbolic = all(isinstance(_length(growth), ir.SymbolicDim) for growth in growths)
-    return growths if symbolic else []
+    fixed = any(isinstance(_length(growth), int) for growth in growths)
+    return [] if fixed else growths
 
 
 def _warn_of_fixed(graph: ir.Graph) -> None:
@@ -195,8 +205,12 @@ def _skip_empty(graph: ir.Graph) -> None:
 def _growth(node: ir.Node, index: int) -> _Growth | None:
     past = node.inputs[index]
     assert past is not None and past.shape is not None
-    if (node.domain, node.op_type) in _ATTENTION:
-        pairs, axis = _ATTENTION[node.domain, node.op_type]
+    axis: int | None
+    if (node.domain, node.op_type) in _ATTENTION or (node.domain, node.op_type) in _STATES:
+        pairs, axis = _ATTENTION.get((node.domain, node.op_type)) or (
+            _STATES[node.domain, node.op_type],
+            None,
+        )
         grown = (
             [node.outputs[pairs[index]]] if len(node.outputs) > pairs.get(index, len(node.outputs)) else []
         )

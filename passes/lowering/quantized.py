@@ -19,7 +19,7 @@ from graphopt.graph.emitter import Emitter, Input
 from graphopt.graph.operators import MICROSOFT
 from graphopt.graph.packed import gathered, unpacked, view_of
 from graphopt.graph.values import constant_of, dims_of, dtype_of, name_of, rank
-from passes.lowering.registry import freeze, lowers
+from passes.lowering.registry import freeze, lowers, plus
 
 BITS = (2, 4, 8)
 MAT_MUL = "MatMulNBits"
@@ -49,13 +49,15 @@ def mat_mul_n_bits(
     """
     if bits not in BITS:
         raise GraphoptError(f"its attribute bits={bits} is not covered: expected 2, 4 or 8")
-    if group_index is not None:
-        raise GraphoptError(
-            f"its input 4, {group_index.name!r}, is not covered: expected none: quantize without reordering (act_order)"
-        )
     blocks = -(-K // block_size)
     rows, dtype = N * blocks, integer_type(bits)
+    groups = None if group_index is None else stored(group_index, "groups").ravel()
     q = viewed(b, "weight", dtype, [rows, block_size], bits)
+    if groups is not None and not np.array_equal(groups, np.arange(K) // block_size):
+        if len(groups) != K or groups.min() < 0 or groups.max() >= blocks:
+            raise GraphoptError(f"expected its input 4 to be {K} numbers below {blocks}, found others")
+        w = _of_groups(op, q, scales, zero_points, groups, N, bits)
+        return plus(op.MatMul(a, op.Transpose(w, perm=[1, 0])), bias)
     scale, shift = viewed(scales, "scales", None, [rows]), None
     zero: Input = None
     if zero_points is None:
@@ -67,6 +69,29 @@ def mat_mul_n_bits(
         shift = op.Unsqueeze(scale * viewed(zero_points, "zero points", None, [rows]), [1])
     y = op.MatMul(a, op.Transpose(dequantized_rows(op, q, scale, zero, N, K, shift), perm=[1, 0]))
     return y if bias is None else y + bias
+
+
+def _of_groups(
+    op: Emitter, q: Value, scales: Value, zero_points: Input, groups: np.ndarray, n: int, bits: int
+) -> Value:
+    """Return a weight [n,K] of which each column has the scale and the zero point of its group, as by `act_order`."""
+    blocks = dims_of(q)[0] // n
+    middle = op.constant(np.array(0 if zero_points else 2 ** (bits - 1)).astype(integer_type(bits).numpy()))
+    numbers = dequantized_rows(op, q, op.CastLike(1.0, scales), middle, n, len(groups))
+
+    def each(x: Value) -> Value:
+        return op.Gather(op.Reshape(x, [n, blocks]), op.constant(groups.astype(np.int64)), axis=1)
+
+    if (
+        zero_points is not None and zero_points.dtype is ir.DataType.UINT8
+    ):  # tests/faults.py: act-order-zero-points
+        raise GraphoptError(
+            f"its packed zero points {zero_points.name!r} beside groups are not covered: ONNX Runtime's CPU provider "
+            "ignores them: quantize symmetrically, or without reordering (act_order)"
+        )
+    if zero_points is not None:
+        numbers = numbers - each(freeze(zero_points))
+    return numbers * each(freeze(scales))
 
 
 def dequantized_rows(

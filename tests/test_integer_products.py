@@ -1,0 +1,190 @@
+"""Files of quantize_dynamic are a frozen base for adapters: ONNX Runtime's outputs, and PyTorch's straight-through."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+import torch
+from onnxruntime.quantization import QuantType, quantize_dynamic
+from steps import outputs
+
+import graphopt
+import passes
+
+ROWS, WIDE, OUT, RATE = 6, 8, 5, 0.05
+OLD = onnxruntime.__version__.startswith("1.19")
+HEADER = '<ir_version: 9, opset_import: ["" : 17, "com.microsoft" : 1]>'
+
+
+def network(rng: np.random.Generator) -> onnx.ModelProto:
+    """Two products share an input, one has a bias, and one reads their sum."""
+    proto = onnx.parser.parse_model(
+        f"""{HEADER} g (float[B,T,{WIDE}] x) => (float[B,T,{OUT}] y) {{
+            a = MatMul(x, wa) p = Add(a, ba) q = MatMul(x, wb) t = Tanh(p) h = Add(t, q) y = MatMul(h, wc) }}"""
+    )
+    arrays = {"wa": (WIDE, WIDE), "ba": (WIDE,), "wb": (WIDE, WIDE), "wc": (WIDE, OUT)}
+    weights = [(rng.standard_normal(shape).astype(np.float32) / 2, name) for name, shape in arrays.items()]
+    proto.graph.initializer.extend(onnx.numpy_helper.from_array(*weight) for weight in weights)
+    return proto
+
+
+def quantized(rng: np.random.Generator, folder: Path, **options: object) -> onnx.ModelProto:
+    onnx.save(network(rng), folder / "float.onnx")
+    quantize_dynamic(folder / "float.onnx", folder / "int8.onnx", **options)
+    return onnx.load(folder / "int8.onnx")
+
+
+def fused(proto: onnx.ModelProto, folder: Path) -> onnx.ModelProto:
+    """Return the file that ONNX Runtime writes after its fusions."""
+    options = onnxruntime.SessionOptions()
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
+    options.optimized_model_filepath = str(folder / "fused.onnx")
+    onnxruntime.InferenceSession(proto.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    return onnx.load(folder / "fused.onnx")
+
+
+FORMS = {
+    "int8": {"weight_type": QuantType.QInt8},
+    "uint8, per channel": {"weight_type": QuantType.QUInt8, "per_channel": True},
+    "int8, per channel, 7 bits": {"weight_type": QuantType.QInt8, "per_channel": True, "reduce_range": True},
+}
+
+
+def adapted(proto: onnx.ModelProto, **options: object) -> graphopt.Executor:
+    step = graphopt.compile(
+        proto,
+        adapter=passes.LoRA("w*", rank=2, alpha=4),
+        loss=passes.MeanSquaredError(),
+        optimizer=passes.SGD(RATE),
+        **options,
+    )
+    return graphopt.Executor(step, threads=1, native=False)
+
+
+def straight_through(x: torch.Tensor) -> torch.Tensor:
+    """Round to 8 bits by the range of the numbers, as DynamicQuantizeLinear does; the gradient passes."""
+    most, least = x.detach().max().clamp(min=0), x.detach().min().clamp(max=0)
+    scale = (most - least) / 255
+    zero = torch.round(-least / scale)
+    rounded = (torch.clamp(torch.round(x.detach() / scale) + zero, 0, 255) - zero) * scale
+    return x + (rounded - x).detach()
+
+
+def stored(proto: onnx.ModelProto, name: str) -> torch.Tensor:
+    arrays = {x.name: onnx.numpy_helper.to_array(x).astype(np.float32) for x in proto.graph.initializer}
+    parts = [arrays[f"{name}_{part}"] for part in ("quantized", "zero_point", "scale")]
+    return torch.tensor((parts[0] - parts[1]) * parts[2])
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("is_fused", [False, True])
+def test_lora_beside_integers_trains_as_in_pytorch(form: str, is_fused: bool, tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    proto = original = quantized(rng, tmp_path, **FORMS[form])
+    if is_fused:
+        proto = fused(original, tmp_path)
+        assert {x.op_type for x in proto.graph.node} & {"DynamicQuantizeMatMul", "MatMulIntegerToFloat"}
+    x = rng.standard_normal((2, ROWS, WIDE)).astype(np.float32)
+    target = rng.standard_normal((2, ROWS, OUT)).astype(np.float32)
+    executor = adapted(proto)
+    np.testing.assert_allclose(
+        executor.predict(x=x)["y"], outputs(proto, {"x": x})["y"], rtol=1e-5, atol=1e-5
+    )
+    own = {
+        name: torch.tensor(array, requires_grad=True)
+        for name, array in executor.state.items()
+        if "lora" in name
+    }
+    assert len(own) == 6
+    bias = torch.tensor(
+        next(onnx.numpy_helper.to_array(t) for t in original.graph.initializer if t.name == "ba")
+    )
+
+    def product(h: torch.Tensor, name: str) -> torch.Tensor:
+        a, b = (own[f"{name}_quantized.lora_{part}"] for part in "AB")
+        return straight_through(h) @ stored(original, name) + (h @ a) @ b * 2
+
+    losses, optimizer = [], torch.optim.SGD(own.values(), RATE)
+    for _ in range(6):
+        given = torch.tensor(x)
+        h = torch.tanh(product(given, "wa") + bias) + product(given, "wb")
+        loss = torch.nn.functional.mse_loss(product(h, "wc"), torch.tensor(target))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append((executor.step(x=x, target=target)["loss"], loss.item()))
+    np.testing.assert_allclose(*np.transpose(losses), rtol=1e-4)
+    assert losses[-1][0] < losses[0][0]
+
+
+@pytest.mark.parametrize("parameters", [None, passes.Parameters(unfreeze="ba")])
+def test_integers_without_an_adapter_are_refused(
+    parameters: passes.Parameters | None, tmp_path: Path
+) -> None:
+    proto = quantized(np.random.default_rng(0), tmp_path)
+    more = {} if parameters is None else {"parameters": parameters}
+    with pytest.raises(
+        graphopt.GraphoptError, match=r"^weight 'w\w_quantized': .*adapter=lora .*trains beside"
+    ):
+        graphopt.compile(proto, loss=passes.MeanSquaredError(), optimizer=passes.SGD(RATE), **more)
+
+
+def test_integers_that_are_asked_for_are_refused(tmp_path: Path) -> None:
+    proto = quantized(np.random.default_rng(0), tmp_path)
+    with pytest.raises(graphopt.GraphoptError, match=r"^weight 'wa_quantized': .*do not train"):
+        adapted(proto, parameters=passes.Parameters(unfreeze="wa*"))
+
+
+@pytest.mark.skipif(OLD, reason="onnxruntime 1.19 has no adapters")
+@pytest.mark.parametrize("is_fused", [False, True])
+def test_integers_take_slots_and_no_merge(is_fused: bool, tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    proto = quantized(rng, tmp_path, per_channel=True)
+    proto = fused(proto, tmp_path) if is_fused else proto
+    x, target = (rng.standard_normal((2, ROWS, n)).astype(np.float32) for n in (WIDE, OUT))
+    executor = adapted(proto)
+    for _ in range(3):
+        executor.step(x=x, target=target)
+    expected = executor.predict(x=x)["y"]
+    np.testing.assert_allclose(
+        outputs(executor.trained(into=proto), {"x": x})["y"], expected, rtol=1e-4, atol=1e-4
+    )
+    file = executor.trained(into=proto, adapters="slots")
+    np.testing.assert_array_equal(outputs(file, {"x": x})["y"], outputs(proto, {"x": x})["y"])
+    graphopt.save_adapter(executor, tmp_path / "a.onnx_adapter")
+    adapter, options = onnxruntime.LoraAdapter(), onnxruntime.RunOptions()
+    adapter.Load(str(tmp_path / "a.onnx_adapter"))
+    options.add_active_adapter(adapter)
+    running = onnxruntime.InferenceSession(file.SerializeToString(), providers=["CPUExecutionProvider"])
+    (found,) = running.run(["y"], {"x": x}, options)
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_an_adapter_trains_beside_a_convolution_of_integers(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    proto = onnx.parser.parse_model(
+        f"""{HEADER} g (float[B,2,6,6] x) => (float[B,3,6,6] y) {{
+            a = Conv<pads = [1, 1, 1, 1], kernel_shape = [3, 3]>(x, w, b) y = Tanh(a) }}"""
+    )
+    arrays = {"w": rng.standard_normal((3, 2, 3, 3)) / 3, "b": rng.standard_normal(3)}
+    proto.graph.initializer.extend(
+        onnx.numpy_helper.from_array(array.astype(np.float32), name) for name, array in arrays.items()
+    )
+    onnx.save(proto, tmp_path / "float.onnx")
+    quantize_dynamic(tmp_path / "float.onnx", tmp_path / "int8.onnx", weight_type=QuantType.QUInt8)
+    proto = onnx.load(tmp_path / "int8.onnx")
+    assert "ConvInteger" in {node.op_type for node in proto.graph.node}
+    x, target = rng.standard_normal((2, 4, 2, 6, 6)).astype(np.float32), np.zeros((4, 3, 6, 6), np.float32)
+    executor = adapted(proto)
+    found, expected = executor.predict(x=x[0])["y"], outputs(proto, {"x": x[0]})["y"]
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+    losses = [executor.step(x=x[0], target=target)["loss"] for _ in range(4)]
+    assert losses[3] < losses[0]
+    with pytest.raises(
+        graphopt.GraphoptError, match="expected a node that reads it as a convolution, found none"
+    ):
+        executor.trained(into=proto, adapters="slots")
