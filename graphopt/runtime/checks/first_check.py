@@ -162,7 +162,7 @@ class FirstCheck:
             yield Finding("gradient", "all", "not checked", reason=line(error))
 
     def _agreed(self, state: Arrays, rows: Arrays) -> list[Finding]:
-        """Return what is found on some rows of the batch; nothing unless the gradient of each parameter agrees there."""
+        """Return what is found on some rows of the batch, or nothing unless all gradients agree there."""
         try:
             step = _Step(self._cpu, self._model, state, rows, is_full=False)
             found = list(step.findings(self._origin)) if all(step.norms.values()) else []

@@ -19,7 +19,8 @@ def some_rows(model: ir.Model, batch: Arrays) -> Arrays | None:
     """Return the first rows of a batch, or None if the others may show more.
 
     They do not if the loss is a mean over rows without weights, all inputs have the graph's open size as their number
-    of rows, and no row is masked: integers of the data are only looked up in tables, and repeat as they do in the batch.
+    of rows, and no row is masked: integers of the data are only looked up in tables, and repeat here, too, if they do
+    in the batch.
     """
     (loss,) = with_role(model, Role.LOSS)
     forward = ancestors([loss])
