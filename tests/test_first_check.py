@@ -785,3 +785,13 @@ def test_rows_whose_gradient_is_zero_show_nothing():
     step = graphopt.load(compiled())
     edited(w0=times(1.5))(step)
     assert {x.name for x in graphopt.check(step, batch).differences} == {"w0"}
+
+
+def test_the_only_row_of_a_file_may_lose_its_axis():
+    proto = model(
+        "g (float[N,4] x) => (float[A,B] y) { h = MatMul(x, w) u = Unsqueeze(h, one) y = Squeeze(u) }",
+        w=RNG.standard_normal((4, 3)),
+        one=np.array([1]),
+    )
+    batch = {"x": RNG.standard_normal((1, 4)), "target": RNG.standard_normal((1, 3))}
+    assert [x.verdict for x in table_of(proto, batch).findings if x.part == "file"] == ["agrees"]
