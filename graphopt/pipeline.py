@@ -96,7 +96,7 @@ class Pipeline(Mapping[str, tuple[Step, ...]], Checked):
         Raises:
             GraphoptError: the model cannot be read, or a pass rejects it.
         """
-        with _garbage_waits():
+        with garbage_waits():
             model = load(source)
             known = _operators(model) if self.rules else set()
             is_of_other_passes = provenance.of(model) is None and bool(with_role(model, *STATE))
@@ -113,7 +113,7 @@ class Pipeline(Mapping[str, tuple[Step, ...]], Checked):
 
     def rewrite(self, model: ir.Model, observe: Callable[[str, ir.Model], None] | None = None) -> ir.Model:
         """Run the steps on a model itself, as a call does on a copy, and return it."""
-        with _garbage_waits(), using_rules(self.rules):
+        with garbage_waits(), using_rules(self.rules):
             for name, step in self._steps.items():
                 start = time.perf_counter()
                 for item in step:
@@ -239,7 +239,7 @@ def _run(step: Step, model: ir.Model) -> None:
 
 
 @contextlib.contextmanager
-def _garbage_waits() -> Iterator[None]:
+def garbage_waits() -> Iterator[None]:
     """Collect no garbage during the block: that goes through all nodes of the model again and again, which live on."""
     was_on = gc.isenabled()
     gc.disable()

@@ -177,6 +177,21 @@ proto = model(
 fault = refuses(runtime, proto, x=np.ones(3, "f"), z=np.ones(3, "f"))
 """,
     ),
+    "GatherToSliceFusion": Fault(
+        "GatherToSliceFusion",
+        "onnxruntime",
+        "1.32",
+        "makes a Slice of a Gather by a Range from -1 up, which takes nothing",
+        ("graphopt/runtime/optimizers.py",),
+        """
+proto = model(
+    "(float[3] x, int64 n) => (float[M] y) { e = Sub(n, one) i = Range(last, e, one) y = Gather(x, i) }",
+    one=1,
+    last=-1,
+)
+fault = runtime(proto, x=np.ones(3, "f"), n=np.array(3))[0].shape == (0,)
+""",
+    ),
     "Pad-axes": Fault(
         "Pad with axes",
         "onnxruntime",

@@ -29,9 +29,11 @@ import graphopt
 import passes
 from graphopt import cli, models
 from graphopt.graph import provenance
+from graphopt.graph.roles import FED, with_role
 from graphopt.runtime.checks import verdicts
 from graphopt.runtime.checks.findings import CheckTable, Disagreement, Finding
 from graphopt.runtime.checks.first_check import FirstCheck
+from graphopt.runtime.checks.rows import ROWS, some_rows
 from graphopt.runtime.checks.slopes import DOUBLE, SINGLE, slope_along
 from passes.gradients.registry import RULES, SURROGATES
 
@@ -730,3 +732,66 @@ def test_a_step_that_goes_on_from_a_file_is_not_held_against_passes_that_nobody_
         rng = np.random.default_rng(0)
         width = inputs["x"].shape[1]
         executor.step(x=rng.normal(size=(6, width)).astype(np.float32), target=rng.integers(0, 2, 6))
+
+
+# Some rows of the batch.
+
+
+def _ids(text: str):
+    rng = np.random.default_rng(3)
+    table, m = rng.standard_normal((12, 6)), rng.standard_normal((6, 3))
+    return model(f"g (int64[N,S] x) => (float[N,3] y) {{ {text} }}", table=table, m=m, axes=np.array([1]))
+
+
+LOOKED_UP = "e = Gather(table, x) p = ReduceMean<keepdims=0>(e, axes) y = MatMul(p, m)"
+MASKED = """
+    z = Constant<value_int=0>() k = Greater(x, z) f = Cast<to=1>(k) l = Constant<value_ints=[2]>() u = Unsqueeze(f, l)
+    g = Gather(table, x) e = Mul(g, u) p = ReduceMean<keepdims=0>(e, axes) y = MatMul(p, m)"""
+
+
+@pytest.mark.parametrize(
+    ("proto", "loss", "rows", "is_cut"),
+    [
+        (layers, MEAN, 16, True),
+        (layers, MEAN, 7, False),
+        (layers, passes.MeanSquaredError(reduction="sum"), 16, False),
+        (layers, passes.MeanSquaredError(sample_weight=True), 16, False),
+        (layers, passes.CrossEntropy(ignore_index=-100), 16, False),
+        (
+            lambda: model("g (float[16,4] x) => (float[16,3] y) { y = MatMul(x, w) }", w=np.ones((4, 3))),
+            MEAN,
+            16,
+            False,
+        ),
+        (lambda: _ids(LOOKED_UP), MEAN, 16, True),
+        (lambda: _ids(MASKED), MEAN, 16, False),
+    ],
+    ids=["mean", "few rows", "sum", "weights", "ignored labels", "fixed batch", "looked up", "masked"],
+)
+def test_rows_are_left_out_only_if_they_show_no_more(proto, loss, rows, is_cut):
+    step = graphopt.load(compiled(proto(), loss=loss))
+    batch = {}
+    for x in with_role(step, *FED):
+        shape = [rows, *(size if isinstance(size, int) else 5 for size in x.shape[1:])]
+        batch[x.name] = RNG.integers(0, 3, shape).astype(x.dtype.numpy())
+    found = some_rows(step, batch)
+    assert (found is not None) == is_cut
+    assert found is None or {x.shape[0] for x in found.values()} == {ROWS}
+
+
+def test_rows_whose_gradient_is_zero_show_nothing():
+    batch = batch_for("layers")
+    batch["x"][:ROWS] = 0  # the gradient of w0 is then 0 in these rows, twice 0, too
+    step = graphopt.load(compiled())
+    edited(w0=times(1.5))(step)
+    assert {x.name for x in graphopt.check(step, batch).differences} == {"w0"}
+
+
+def test_the_only_row_of_a_file_may_lose_its_axis():
+    proto = model(
+        "g (float[N,4] x) => (float[A,B] y) { h = MatMul(x, w) u = Unsqueeze(h, one) y = Squeeze(u) }",
+        w=RNG.standard_normal((4, 3)),
+        one=np.array([1]),
+    )
+    batch = {"x": RNG.standard_normal((1, 4)), "target": RNG.standard_normal((1, 3))}
+    assert [x.verdict for x in table_of(proto, batch).findings if x.part == "file"] == ["agrees"]

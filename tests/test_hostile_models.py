@@ -424,10 +424,12 @@ NEGATIVE = {
     "Pad of a Slice of a MaxPool": "s = MaxPool<kernel_shape=[2,2]>(u) b = Slice(s, zero, two, axes) c = Pad(b, crop)",
     "RandomNormal, refused": "c = RandomNormal<shape=[1,1,-4,4]>()",
     "Reshape, refused": "c = Reshape(u, shape)",
+    "Split": "d, c = Split<axis=3>(u, split)",
     "Tile, refused": "c = Tile(u, shape)",
     "TopK": "c, d = TopK<axis=2>(u, minus)",
 }
 READERS = {
+    "Relu": "v = Relu(c)",
     "Slice": "v = Slice(c, zero, two, axes)",
     "GatherND": "j = Cast<to=7>(c) v = GatherND(u, j)",
     "in a body": "v = If(flag) <then_branch = d () => (float[A,B,C,D] d1) { d1 = Slice(c, zero, two, axes) }, "
@@ -436,7 +438,7 @@ READERS = {
 
 
 def sliced(maker: str, reader: str) -> onnx.ModelProto:
-    numbers = {"shape": [1, 1, -4, 4], "minus": [-3], "crop": [0, 0, -9, 0, 0, 0, 0, 0]}
+    numbers = {"shape": [1, 1, -4, 4], "minus": [-3], "split": [6, -2], "crop": [0, 0, -9, 0, 0, 0, 0, 0]}
     numbers |= {"zero": [0, 0], "two": [2, 2], "axes": [2, 3]}
     nodes = f"u = Mul(x, w) {maker} {reader} y = ReduceSum<keepdims=0>(v)"
     return model(

@@ -21,7 +21,9 @@ from builders import attention, linear, mlp, model
 
 import graphopt
 import passes
+from graphopt import models
 from graphopt.graph.loading import load
+from graphopt.graph.storage import Content
 from graphopt.runtime.session import Session
 from graphopt.targets.native import cache as cached
 from graphopt.targets.native import lowering, toolchain
@@ -610,3 +612,17 @@ def test_a_value_that_may_be_fed_is_no_constant():
     step = load(step_of())  # with initial values of its state and of the learning rate
     reads = {x.name for node in plan(step).model.graph for x in node.inputs}
     assert {"learning_rate", "step"} <= reads
+
+
+@pytest.mark.parametrize("optimizer", [passes.SGD(0.1), passes.Adam(0.01)], ids=["SGD", "Adam"])
+def test_a_step_and_its_file_are_lowered_to_the_same_kernels(optimizer, tmp_path):
+    """A file has numbers of attributes in float32, such as those of the mask of a Relu."""
+    step = graphopt.load(
+        graphopt.compile(models.mlp((4,), 3), loss=passes.CrossEntropy(), optimizer=optimizer)
+    )
+    graphopt.save(step, tmp_path / "step.onnx")
+    lowered = [
+        TARGETS["native"].pipeline.rewrite(x) for x in (step.clone(), graphopt.load(tmp_path / "step.onnx"))
+    ]
+    one, other = map(Content.of, lowered)
+    assert one == other

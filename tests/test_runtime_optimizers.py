@@ -16,10 +16,12 @@ import onnx
 import onnx_ir as ir
 import onnxruntime
 import pytest
+from builders import model
 from steps import outputs
 
 import graphopt
 import passes
+from graphopt.runtime import session
 from graphopt.runtime.optimizers import has_nested_choices
 
 X = np.array([[1, -2], [0.5, 3]], np.float32)
@@ -149,3 +151,46 @@ def test_constant_folding_is_the_optimizer_that_fails(name: str, tmp_path) -> No
     )
     assert (optimized != 0) == (name in FAIL)
     assert others == [0]
+
+
+# A Gather by a Range from below 0 up, of which the runtime makes a Slice that takes nothing.
+
+
+def rolled() -> onnx.ModelProto:
+    """Return a model that adds the sum of all rows, the last one first, to each row."""
+    weights = {
+        "w": np.eye(3),
+        "z": np.array(0),
+        "last": np.array(-1),
+        "one": np.array(1),
+        "axes": np.array([0]),
+    }
+    return model(
+        """g (float[N,3] x) => (float[N,3] y) {
+            s = Shape(x) n = Gather(s, z) e = Sub(n, one) i = Range(last, e, one)
+            h = MatMul(x, w) b = Gather(h, i) t = ReduceSum(b, axes) y = Add(h, t)
+        }""",
+        **weights,
+    )
+
+
+def test_a_gather_by_a_range_from_below_0_trains_as_the_file_says(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    x = np.arange(12, dtype=np.float32).reshape(4, 3)
+    step = graphopt.compile(rolled(), loss=passes.MeanSquaredError(), optimizer=passes.SGD(0.01))
+    executor = graphopt.Executor(step, native=False)
+    a = x + x.sum(axis=0)
+    assert np.array_equal(executor.predict(x=x)["y"], a)
+    executor.step(x=x, target=np.zeros_like(x))
+    expected = np.eye(3) - 0.01 * 2 / a.size * a.T.astype(np.float64) @ a
+    assert np.allclose(executor.state["w"], expected, rtol=1e-5)
+
+
+def test_the_first_check_notices_an_optimizer_that_changes_predictions(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(session, "disabled_optimizers", lambda device, model: [])
+    x = np.arange(12, dtype=np.float32).reshape(4, 3)
+    proto = rolled()
+    step = graphopt.compile(proto, loss=passes.MeanSquaredError(), optimizer=passes.SGD(0.01))
+    with pytest.raises(graphopt.GraphoptError, match="output 'y': expected the file's own numbers"):
+        graphopt.Executor(step, native=False).step(x=x, target=x)

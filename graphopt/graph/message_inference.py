@@ -41,17 +41,35 @@ def infer_message(
     Args:
         message: the model. Declared sizes below 0, which some exporters write for unknown ones, are removed.
         propagate: whether inference propagates data.
-        strict: whether it checks types, and raises an error where it otherwise leaves types out.
+        strict: whether it checks types and sizes, and raises an error where it otherwise leaves types out.
 
     Raises:
-        InferenceError: what ONNX raises, or a size below 0 that would end the process.
+        InferenceError: what ONNX raises, or a size below 0 that would end the process, or that a node has for certain.
     """
-    if any(node.op_type in FRAGILE for node in _nodes(message)):
+    is_fragile = any(node.op_type in FRAGILE for node in _nodes(message))
+    if is_fragile or strict:
         _clear_negative(message)
+    if is_fragile:
         _check(message, propagate)
-    return onnx.shape_inference.infer_shapes(
+    typed = onnx.shape_inference.infer_shapes(
         message, check_type=strict, strict_mode=strict, data_prop=propagate
     )
+    if strict:
+        _check_results(typed)
+    return typed
+
+
+def _check_results(typed: onnx.ModelProto) -> None:
+    """Raise an error if a node outside of bodies, which may never run, computes a size below 0."""
+    makers = {y: node for node in typed.graph.node for y in node.output}
+    for y in (*typed.graph.value_info, *typed.graph.output):
+        sizes = [dim.dim_value for dim in y.type.tensor_type.shape.dim]
+        if min(sizes, default=0) < 0 and (node := makers.get(y.name)) is not None:
+            name = f" node {node.name!r}" if node.name else ""
+            raise onnx.shape_inference.InferenceError(
+                f"{node.op_type}{name}: expected sizes of 0 or more, found {sizes} of {y.name!r}, as where a window, a "
+                "crop or a number in the file is too large or below 0: correct the file, or declare larger inputs"
+            )
 
 
 def graphs_in(graph: onnx.GraphProto) -> list[onnx.GraphProto]:

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
+import numpy as np
 import onnx
 import onnx_ir as ir
 
@@ -190,8 +191,17 @@ def _type_name(dtype: ir.DataType) -> str:
 
 
 def attributes_of(node: ir.Node) -> Attributes:
-    """Return the values of a node's attributes."""
-    return {name: attribute.value for name, attribute in node.attributes.items()}
+    """Return the values of a node's attributes, of which a file keeps numbers in float32."""
+    return {name: _as_kept(attribute) for name, attribute in node.attributes.items()}
+
+
+def _as_kept(attribute: ir.Attr) -> Any:
+    """Return the value of an attribute as a file has it."""
+    if attribute.type is ir.AttributeType.FLOAT and not attribute.is_ref():
+        return float(np.float32(attribute.value))
+    if attribute.type is ir.AttributeType.FLOATS and not attribute.is_ref():
+        return tuple(map(float, np.array(attribute.value, np.float32)))
+    return attribute.value
 
 
 def full_attributes(node: ir.Node, versions: Mapping[str, int]) -> Attributes:

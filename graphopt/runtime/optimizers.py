@@ -17,6 +17,9 @@ _UNSAFE_IN_DOUBLE = "MatmulTransposeFusion"
 # It replaces an If with a constant condition by its branch, and ends the process, or loses values, if that branch has
 # such an If, too, in which a node has a body (tests/faults.py: optimizers-end-the-process).
 _UNSAFE_IN_CHOICES = "ConstantFolding"
+# It makes a Slice of a Gather by a Range, which reads a start below 0 as a distance from the end: the slice is empty
+# (tests/faults.py: GatherToSliceFusion).
+_UNSAFE_IN_RANGES = "GatherToSliceFusion"
 
 
 def disabled_optimizers(device: Device, model: ir.Model) -> list[str]:
@@ -24,6 +27,9 @@ def disabled_optimizers(device: Device, model: ir.Model) -> list[str]:
     disabled = [_UNSAFE, *device.machine.slow_optimizers]
     if any(x.dtype == ir.DataType.DOUBLE for x in model.graph.inputs):
         disabled.append(_UNSAFE_IN_DOUBLE)
+    graphs: list[ir.Graph | ir.Function] = [model.graph, *model.functions.values()]
+    if any(node.op_type == "Range" for graph in graphs for node in all_nodes(graph)):
+        disabled.append(_UNSAFE_IN_RANGES)
     if has_nested_choices(model):
         disabled.append(_UNSAFE_IN_CHOICES)
     return disabled

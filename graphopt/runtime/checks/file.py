@@ -137,6 +137,8 @@ def _finding(name: str, x: np.ndarray, y: np.ndarray, unit: float, noisy: Iterat
     """Compare an output of the file with the training graph's."""
     if x.size == y.size == 1:
         x, y = x.reshape(()), y.reshape(())
+    if (1, *x.shape) == y.shape:  # a Squeeze without axes leaves out the only row, too
+        y = y[0]
     if x.shape != y.shape:
         return Finding("file", name, "differs", x.size, y.size, reason=f"shapes {x.shape} and {y.shape}")
     if x.dtype.kind not in "fV":
@@ -153,7 +155,7 @@ def _finding(name: str, x: np.ndarray, y: np.ndarray, unit: float, noisy: Iterat
     limit = unit * (MOST_ROUNDINGS if unit < 1e-6 else MOST_NARROW_ROUNDINGS)
     if not same.all() or off > limit:
         for other in noisy:
-            noise = norm_of(np.nan_to_num(other.astype(np.float64)) - b) / scale
+            noise = norm_of(np.nan_to_num(other.astype(np.float64)).reshape(b.shape) - b) / scale
             if same.all() and off <= 10 * (limit + 2 * noise):
                 break
         else:

@@ -128,7 +128,8 @@ def slope_along(
     """
     sizes = typical_sizes({name: point[name] for name in direction})
     relative = max(
-        (float(np.abs(d).max(initial=0.0)) / sizes[name] for name, d in direction.items()), default=0.0
+        (float(max(d.max(initial=0.0), -d.min(initial=0.0))) / sizes[name] for name, d in direction.items()),
+        default=0.0,
     )
     if not relative:
         return Slope(0.0, found, 0.0, "agrees" if abs(found) <= least else "differs")

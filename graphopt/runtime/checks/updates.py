@@ -15,7 +15,7 @@ from graphopt.graph.values import next_of
 from graphopt.runtime.checks.findings import Finding
 from graphopt.runtime.checks.slopes import SINGLE, Arrays, dot, is_finite, norm_of, wide
 
-UPDATE_SAMPLE = 2**16  # numbers of a parameter that are compared if the update of one reads no others
+UPDATE_SAMPLE = 2**14  # numbers of a parameter that are compared if the update of one reads no others
 
 
 class Updates:
