@@ -42,6 +42,8 @@ def field_of(word: str, verbs: Iterable[str]) -> str:
     if word in verbs:
         return f"run={word}"
     if word.endswith(".onnx"):
+        if word.count(".onnx,") and not os.path.exists(word):
+            raise GraphoptError(f"{word}: expected one model, found several: -m model={word} runs each")
         return f"model={QuotedString(word, Quote.single).with_quotes()}"
     check_format(word)
     near = nearest_file(word, ".onnx") if Path(word).suffix else None
@@ -73,6 +75,8 @@ def check_words(words: Sequence[str], verbs: Iterable[str]) -> None:
             )
         if is_bare(word) and before in _OF_RUNS and (os.path.isdir(word) or not os.path.exists(word)):
             raise GraphoptError(f"{word}: expected FIELD=VALUE: write {before} folder={word}")
+        if "://" in word and "=" not in word:
+            check_format(word)
         if split:
             raise GraphoptError(f"{split}: expected FIELD=VALUE, found spaces around =: remove them")
         if (

@@ -151,6 +151,8 @@ def _read(source: Source, limits: Limits) -> tuple[str, onnx.ModelProto, WeightP
         return "the model", source, {}
     if not isinstance(source, str | os.PathLike):
         raise not_a_model(source)
+    if "://" in str(source):
+        raise GraphoptError(f"{source}: expected a file, found an address: download it, and name the file")
     return str(source), *read_proto(Path(source), limits)
 
 
