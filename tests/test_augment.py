@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import colorsys
+import math
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +20,13 @@ import graphopt
 import passes
 from graphopt import models
 from graphopt.errors import GraphoptError
-from passes.augment import _OF_IMAGES, _OF_MIXTURES
+from passes.augment import _OF_IMAGES, _OF_MIXTURES, _OF_WARPS
 
 pytestmark = pytest.mark.usefixtures("plain")
 Array = NDArray[Any]
 NONE: dict[str, Any] = {"horizontal_flip": 0.0, "crop": 0.0}
 KINDS = ("horizontal_flip", "vertical_flip", "down", "right", "brightness", "contrast", "saturation")
+WARPS = ("rotation", "area", "ratio", "top", "left", "hue")
 
 
 def draws(rows: int, count: int, seed: int, number: int, step: int) -> Array:
@@ -62,7 +65,24 @@ def seen(augment: Any, x: Array, count: int = 1) -> list[Array]:
 
 def expected_image(x: torch.Tensor, drawn: dict[str, float], options: dict[str, Any]) -> torch.Tensor:
     """Transform an image [C, H, W] from 0 to 1 as torchvision does: its formulas, on given random numbers."""
-    size = x.shape[1:]
+    height, width = size = x.shape[1:]
+    if degrees := options.get("rotation", 0):  # as `rotate`, but reflected beyond the edges
+        angle = math.radians(degrees * (2 * drawn["rotation"] - 1))
+        y, z = torch.meshgrid(*(torch.arange(n) - (n - 1) / 2 for n in size), indexing="ij")
+        y, z = math.sin(angle) * z + math.cos(angle) * y, math.cos(angle) * z - math.sin(angle) * y
+        grid = torch.stack([2 * z / (width - 1), 2 * y / (height - 1)], 2)[None]
+        x = functional.grid_sample(x[None], grid, padding_mode="reflection", align_corners=True)[0]
+    if (least := options.get("resized_crop", 1)) < 1:  # as `RandomResizedCrop`
+        area = height * width * (least + (1 - least) * drawn["area"])
+        ratio = (4 / 3) ** (2 * drawn["ratio"] - 1)
+        h, w = (
+            min(max(round(math.sqrt(area / ratio)), 1), height),
+            min(max(round(math.sqrt(area * ratio)), 1), width),
+        )
+        top, left = int(drawn["top"] * (height - h + 1)), int(drawn["left"] * (width - w + 1))
+        x = functional.interpolate(
+            x[None, :, top : top + h, left : left + w], (height, width), mode="bilinear"
+        )[0]
     margin = [round(options.get("crop", 0) * n) for n in size]
     top, left = (int(drawn[name] * (2 * m + 1)) for name, m in zip(("down", "right"), margin, strict=True))
     padded = functional.pad(x, (margin[1], margin[1], margin[0], margin[0]), mode="reflect")
@@ -75,6 +95,12 @@ def expected_image(x: torch.Tensor, drawn: dict[str, float], options: dict[str, 
             gray = (0.2989 * x[0] + 0.587 * x[1] + 0.114 * x[2])[None] if len(x) == 3 else x
             other = {"brightness": 0 * x, "contrast": gray.mean(), "saturation": gray}[name]
             x = (factor * x + (1 - factor) * other).clamp(0, 1)
+    if hue := options.get("hue", 0):
+        colours = x.flatten(1).T.tolist()
+        turned = [
+            (h + hue * (2 * drawn["hue"] - 1), s, v) for h, s, v in (colorsys.rgb_to_hsv(*c) for c in colours)
+        ]
+        x = torch.tensor([colorsys.hsv_to_rgb(h % 1, s, v) for h, s, v in turned]).T.reshape(x.shape)
     return x
 
 
@@ -89,10 +115,14 @@ def expected_image(x: torch.Tensor, drawn: dict[str, float], options: dict[str, 
         (3, {"horizontal_flip": 1.0, "crop": 0.5, "vertical_flip": 1.0}),
         (1, {"brightness": 0.8, "contrast": 0.7, **NONE}),
         (3, {"saturation": 1.0, **NONE}),
+        (3, {"hue": 0.5, **NONE}),
+        (3, {"rotation": 180.0, **NONE}),
+        (1, {"resized_crop": 0.05, **NONE}),
         (3, {"horizontal_flip": 0.5, "crop": 0.3, "brightness": 0.4, "contrast": 0.9, "saturation": 0.4}),
+        (3, {"horizontal_flip": 0.5, "crop": 0.0, "rotation": 20.0, "saturation": 0.4, "hue": 0.1}),
     ],
 )
-@pytest.mark.sample(8)
+@pytest.mark.sample(10)
 def test_images_are_those_of_torchvision(
     channels: int, options: dict[str, Any], bounds: tuple[float, float], layout: str
 ) -> None:
@@ -102,9 +132,9 @@ def test_images_are_those_of_torchvision(
     fed = images * (high - low) + low
     fed = fed if layout == "NCHW" else fed.permute(0, 2, 3, 1)
     for step, found in enumerate(seen(augment, fed.numpy(), 2)):
-        drawn = draws(6, 7, 7, _OF_IMAGES, step)
+        drawn = np.hstack([draws(6, 7, 7, _OF_IMAGES, step), draws(6, 6, 7, _OF_WARPS, step)])
         rows = [
-            expected_image(x, dict(zip(KINDS, d, strict=True)), options)
+            expected_image(x, dict(zip(KINDS + WARPS, d, strict=True)), options)
             for x, d in zip(images, drawn, strict=True)
         ]
         expected = torch.stack(rows) * (high - low) + low
@@ -306,7 +336,7 @@ def test_open_sizes_of_images_are_those_of_the_batch() -> None:
     )
     kernel = np.random.default_rng(0).standard_normal((4, 3, 1, 1))
     steps = {
-        "augment": passes.AugmentImages(crop=0.3),
+        "augment": passes.AugmentImages(crop=0.3, rotation=9, resized_crop=0.5),
         "loss": passes.CrossEntropy(),
         "optimizer": passes.SGD(0.1),
     }
@@ -315,7 +345,7 @@ def test_open_sizes_of_images_are_those_of_the_batch() -> None:
         graphopt.Executor(graphopt.compile(model(text, k=kernel), **steps)).step(x=x, target=target)["loss"]
         for text in (source, source.replace("H,W", "8,8"))
     ]
-    assert losses[0] == losses[1]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
 
 
 IDS = "g (int64[N,3] x) => (float[N,3,2] y) { y = Gather(table, x) }"
@@ -341,6 +371,10 @@ MISTAKES: dict[str, tuple[Any, str]] = {
             **CLASSES,
         ),
         r"AugmentImages\(saturation\): expected 3 channels, found 1",
+    ),
+    "whole numbers": (
+        lambda: seen(passes.AugmentImages(rotation=5, layout="NCHW"), np.zeros((2, 1, 4, 4), np.uint8)),
+        r"AugmentImages\(rotation\): expected images of floating-point numbers, found",
     ),
     "far": (
         lambda: passes.AugmentImages(crop=4),
