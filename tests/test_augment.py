@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import colorsys
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ Array = NDArray[Any]
 NONE: dict[str, Any] = {"horizontal_flip": 0.0, "crop": 0.0}
 KINDS = ("horizontal_flip", "vertical_flip", "down", "right", "brightness", "contrast", "saturation")
 WARPS = ("rotation", "area", "ratio", "top", "left", "hue")
+executor_of = partial(graphopt.Executor, threads=1, verify=False)  # `test_the_first_check_agrees` has it
 
 
 def draws(rows: int, count: int, seed: int, number: int, step: int) -> Array:
@@ -58,7 +60,7 @@ def seen(augment: Any, x: Array, count: int = 1) -> list[Array]:
         "parameters": passes.Parameters("w"),
     }
     step = graphopt.compile(source, augment=augment, **steps)
-    executor = graphopt.Executor(step, threads=1)
+    executor = executor_of(step)
     target = np.zeros(x.shape, np.float32)
     return [executor.step(x=x, target=target)["y"] for _ in range(count)]
 
@@ -193,7 +195,7 @@ def test_mixed_rows_train_as_in_pytorch(kind: str) -> None:
     )
     source = models.mlp((4,), 3, hidden=[8])
     step = graphopt.compile(source, augment=passes.MixUp(0.4, seed=5), loss=loss, optimizer=passes.SGD(0.5))
-    executor = graphopt.Executor(step, threads=1)
+    executor = executor_of(step)
     weights = {
         name: torch.tensor(w, requires_grad=True) for name, w in executor.state.items() if name != "step"
     }
@@ -228,9 +230,8 @@ def test_weights_of_classes_and_rows_and_ignored_labels_count_with_the_shares() 
     x, weight = rng.standard_normal((12, 4)).astype(np.float32), rng.random(12).astype(np.float32)
     target, of_classes = rng.integers(-1, 3, 12), (0.5, 1.0, 3.0)
     loss = passes.CrossEntropy(class_weights=of_classes, ignore_index=-1, sample_weight=True)
-    executor = graphopt.Executor(
+    executor = executor_of(
         graphopt.compile(mlp((4, 3)), augment=passes.MixUp(1.0), loss=loss, optimizer=passes.SGD(0.1)),
-        threads=1,
     )
     share = torch.tensor(beta(draws(12, 1, 0, _OF_MIXTURES, 0)[:, 0], 1.0))
     reported = executor.step(x=x, target=target, sample_weight=weight)
@@ -261,7 +262,7 @@ def test_evaluation_prediction_and_the_trained_model_have_none_of_it() -> None:
         graphopt.compile(models.cnn((3, 8, 8), 4, channels=[4], hidden=8), loss=passes.CrossEntropy()),
         None,
     )
-    executor = graphopt.Executor(step, threads=1)
+    executor = executor_of(step)
     before = graphopt.run(plain, data)
     assert graphopt.evaluate(executor, data)["loss"] == pytest.approx(float(before["loss"]), rel=1e-6)
     np.testing.assert_allclose(executor.predict(x=data["x"])["y"], before["y"], atol=1e-6)
@@ -277,10 +278,10 @@ def test_evaluation_prediction_and_the_trained_model_have_none_of_it() -> None:
 def test_a_resumed_run_draws_the_same(tmp_path: Path, steps: dict[str, Any]) -> None:
     step, data = images(steps)
     options: dict[str, Any] = {"batch_size": 7, "seed": 1}
-    whole = graphopt.Executor(step, threads=1)
+    whole = executor_of(step)
     expected = graphopt.fit(whole, data, epochs=3, **options)
-    graphopt.fit(graphopt.Executor(step, threads=1), data, epochs=1, checkpoint=tmp_path, **options)
-    resumed = graphopt.Executor(step, threads=1)
+    graphopt.fit(executor_of(step), data, epochs=1, checkpoint=tmp_path, **options)
+    resumed = executor_of(step)
     found = graphopt.fit(resumed, data, epochs=3, checkpoint=tmp_path, resume=True, **options)
     assert [x["loss"] for x in found[-2:]] == [x["loss"] for x in expected[-2:]]
     assert all(np.array_equal(resumed.state[k], whole.state[k]) for k in whole.state)
@@ -288,7 +289,7 @@ def test_a_resumed_run_draws_the_same(tmp_path: Path, steps: dict[str, Any]) -> 
 
 def test_micro_batches_draw_apart() -> None:
     step, data = images({"accumulate": passes.Accumulate(2)})
-    executor = graphopt.Executor(step, threads=1)
+    executor = executor_of(step)
     batch = {name: x[:6] for name, x in data.items()}
     assert executor.step(batch)["loss"] != executor.step(batch)["loss"]  # before the first update
 
@@ -304,7 +305,7 @@ def test_a_teacher_sees_the_images_that_the_student_sees(tmp_path: Path) -> None
     graphopt.save(source, tmp_path / "teacher.onnx")
     loss = passes.Distillation(tmp_path / "teacher.onnx", alpha=1.0, temperature=1.0)
     step = graphopt.compile(source, augment=passes.AugmentImages(), loss=loss, optimizer=passes.SGD(0.1))
-    assert abs(graphopt.Executor(step).step(x=images()[1]["x"])["loss"]) < 1e-6  # the student is its teacher
+    assert abs(executor_of(step).step(x=images()[1]["x"])["loss"]) < 1e-6  # the student is its teacher
 
 
 def test_the_layout_is_that_of_the_convolutions() -> None:
@@ -342,7 +343,7 @@ def test_open_sizes_of_images_are_those_of_the_batch() -> None:
     }
     x, target = images()[1]["x"], images()[1]["target"]
     losses = [
-        graphopt.Executor(graphopt.compile(model(text, k=kernel), **steps)).step(x=x, target=target)["loss"]
+        executor_of(graphopt.compile(model(text, k=kernel), **steps)).step(x=x, target=target)["loss"]
         for text in (source, source.replace("H,W", "8,8"))
     ]
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
@@ -408,7 +409,7 @@ MISTAKES: dict[str, tuple[Any, str]] = {
     ),
     "cached features": (
         lambda: graphopt.fit(
-            graphopt.Executor(images({"parameters": passes.Parameters("layers.6.*")})[0]),
+            executor_of(images({"parameters": passes.Parameters("layers.6.*")})[0]),
             images()[1],
             cache_features=True,
         ),
@@ -436,7 +437,7 @@ def test_mixed_rows_lift_the_held_out_accuracy() -> None:
             source, augment=augment, loss=passes.CrossEntropy(), optimizer=passes.AdamW(3e-3)
         )
         runs = [
-            graphopt.fit(graphopt.Executor(step, threads=1, native=False), digits, seed=i, **options)
+            graphopt.fit(executor_of(step, threads=1, native=False), digits, seed=i, **options)
             for i in range(3)
         ]
         means.append(np.mean([records[-1]["accuracy"] for records in runs]))

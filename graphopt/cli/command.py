@@ -40,7 +40,7 @@ from graphopt.cli.composition.recipe import Recipe, nearest_file
 from graphopt.cli.composition.record import HYDRA, write_record
 from graphopt.cli.doctor import DOCTOR, examine
 from graphopt.cli.generation import write_text
-from graphopt.cli.help import help_page
+from graphopt.cli.help import help_page, help_page_of_tune
 from graphopt.cli.messages import complain, line_of, say, tell_record, warn
 from graphopt.cli.processes import check_processes, installed_first
 from graphopt.cli.run_folder import STEP, check_no_run, leave
@@ -156,6 +156,9 @@ def _run(arguments: argparse.Namespace) -> None:
                 f"{DOCTOR}: expected no other words, found {' '.join(others)}: leave them out"
             )
         examine(open_console())
+        return
+    if TUNE in words and arguments.help:
+        print(help_page_of_tune())
         return
     if TUNE in words:
         from graphopt.cli.tuning.command import tune
