@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from numbers import Integral, Real
+from numbers import Real
 from typing import Any
 
 KEY = "interval"  # in the metadata of a field
@@ -43,7 +43,7 @@ class Interval:
         low, high = self.bounds
         above = low <= x if self.text[0] == "[" else low < x
         below = x <= high if self.text[-1] == "]" else x < high
-        return above and below and (not self.whole or isinstance(number, Integral))
+        return above and below and (not self.whole or x.is_integer())
 
 
 def within(
