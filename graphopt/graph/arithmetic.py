@@ -219,15 +219,6 @@ def _attribute(self: ir.Value, name: str) -> NoReturn:
     raise UnknownAttribute(f"value {self.name!r}: expected no attribute {name!r} of arrays: {instead}")
 
 
-def _as_array(self: ir.Value) -> NoReturn:
-    if not _is_authors(1):
-        raise AttributeError("__array__")
-    raise NotAnArray(
-        f"value {self.name!r}: expected an array, found a value of the graph: NumPy's functions need one: write "
-        "op.Exp and the like"
-    )
-
-
 def _universal(
     self: ir.Value, function: Callable[..., object], method: str, *args: object, **_: object
 ) -> Any:
@@ -269,7 +260,6 @@ def _install() -> None:
             ("__float__", "__int__", "__index__", "__round__", "__lshift__", "__rshift__", "__divmod__"),
             _absent("a number", "Python's functions, such as math.exp, need one: write op.Exp and the like"),
         ),
-        "__array__": property(_as_array),
         "__iter__": _absent("several values", items),
         "__getitem__": _absent("an array", items),
         "__len__": _absent("an array", "its shape is x.shape, and op.Shape(x) when the graph runs"),
