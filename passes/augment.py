@@ -201,10 +201,10 @@ class AugmentImages(Pass):
         self,
         op: Emitter,
         drawn: dict[str, ir.Value],
-        down: ir.Value,
-        right: ir.Value,
-        height: int | ir.Value,
-        width: int | ir.Value,
+        down: Any,
+        right: Any,
+        height: Any,
+        width: Any,
     ) -> tuple[ir.Value, ir.Value]:
         """Emit where the pixels come from in an image that is rotated and of which a part is resized, as fractions."""
         down, right, height, width = (

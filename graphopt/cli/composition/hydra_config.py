@@ -488,7 +488,8 @@ class RecipeLoader(ConfigLoaderImpl):
 def composing(command_line: CommandLine) -> Iterator[Any]:
     """Yield Hydra, configured to compose and run recipes, in a `with` block."""
     GlobalHydra.instance().clear()
-    JobReturn.return_value = JobReturn.return_value.getter(_returned)  # type: ignore[method-assign]
+    returned: Any = JobReturn.return_value
+    JobReturn.return_value = returned.getter(_returned)  # type: ignore[method-assign]
     try:
         with hydra.initialize_config_dir(str(RECIPES), job_name=PRIMARY, version_base="1.3"):
             application: Any = GlobalHydra.instance().hydra
