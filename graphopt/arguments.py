@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
+import re
 from abc import ABC
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, TypeVar, overload
 
 from graphopt.errors import GraphoptError, kind_of, nearest, unknown
@@ -16,6 +18,7 @@ _S = TypeVar("_S")
 _T = TypeVar("_T")
 
 _MOST_LISTED = 20  # names of a module
+_PATH = re.compile(r"^(ReadName|ReadPath|WriteName|WritePath|Path|_PathLike|str \| os\.PathLike\[str\])$")
 
 # Where arguments belong that are often given to another function.
 _OPTIMIZER = "an optimizer takes it, such as optimizer=passes.AdamW({name}=...)"
@@ -90,6 +93,7 @@ def checked(advice: str = "") -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
                 is_class = function.__name__ == "__init__"
                 name = type(args[0]).__name__ if is_class else function.__name__
                 _explain(name, _signature_of(function), given, keywords, advice)
+                _explain_paths(name, inspect.signature(function).bind(*args, **keywords).arguments, function)
                 raise
 
         return call
@@ -160,6 +164,14 @@ def _explain(
         raise WrongArguments(
             f"{name}: expected {', '.join(map(repr, lacking))}, found none: give it"
         ) from None
+
+
+def _explain_paths(name: str, given: Mapping[str, object], function: Callable[..., object]) -> None:
+    """Raise an error in one line if an argument that the annotation calls a path is none."""
+    for argument, value in given.items():
+        hint = str(function.__annotations__.get(argument, ""))
+        if _PATH.search(hint) and not isinstance(value, str | os.PathLike):
+            raise WrongArguments(f"{name}: {argument}: expected a path, found {kind_of(value)}") from None
 
 
 def _unknown(word: str, names: Iterable[str]) -> str:

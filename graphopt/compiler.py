@@ -87,6 +87,7 @@ _INSTEAD = {
     "regularizer": "L2({})",
     "clip": "ClipGlobalNorm({})",
     "accumulate": "Accumulate({})",
+    "augment": "AugmentImages()",
     "precision": "MixedPrecision({})",
     "average": "EMA({})",
     "fuse": "Fuse()",
@@ -110,9 +111,24 @@ def check_family(name: str, item: object) -> None:
                 f"{place}=passes.{type(item).__name__}(...)"
             )
     if isinstance(item, str | int | float):
-        is_name = isinstance(item, str) and name not in ("parameters", "precision")
-        meant = nearest(str(item), passes.__all__) if is_name else None
-        instead = f"{meant}()" if meant else _INSTEAD.get(name, "").format("" if item is True else repr(item))
+        kinds = {
+            **{step: kind for kind, step in places.items()},
+            **{"adapter": passes.Adapter, "average": passes.Average},
+            **{"clip": passes.Clip, "regularizer": passes.Regularizer},
+        }
+        members = {each: getattr(passes, each) for each in passes.__all__}
+        of_step = [
+            each
+            for each, member in members.items()
+            if inspect.isclass(member)
+            and issubclass(member, kinds.get(name, ()))
+            and not inspect.isabstract(member)
+        ]
+        meant = nearest(item, of_step) if isinstance(item, str) else None
+        given = item if name != "precision" or item in ("float16", "bfloat16") else "float16"
+        instead = (
+            f"{meant}()" if meant else _INSTEAD.get(name, "").format("" if item is True else repr(given))
+        )
         mend = f": write {name}=passes.{instead}" if instead else ""
         mend = ": leave it out, or give None" if item is False else mend
         raise GraphoptError(f"pipeline.{name}: expected a pass or a sequence of passes, found {item!r}{mend}")

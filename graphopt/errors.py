@@ -249,7 +249,7 @@ def nearest(name: str, names: Iterable[object], cutoff: float = 0.65) -> str | N
                     return known[word]
     near = difflib.get_close_matches(sought, known, n=1, cutoff=cutoff)
     if not near and len(sought) > 2:
-        near = sorted((text for text in known if text.startswith(sought)), key=len)
+        near = sorted((text for text in known if text.startswith(sought) or text.endswith(sought)), key=len)
     return known[near[0]] if near else None
 
 

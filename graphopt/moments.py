@@ -63,6 +63,7 @@ def balanced_class_weights(
     >>> graphopt.data.balanced_class_weights(numpy.array([0, 0, 0, 1]))
     (0.6666666666666666, 2.0)
     """
+    target = np.asarray(target)
     parts = pieces(range(len(target)) if rows is None else rows, target[:1].size)
     return weights_of((target[row_index(part)] for part in parts), classes, ignore_index)
 

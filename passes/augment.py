@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import onnx_ir as ir
@@ -20,8 +21,10 @@ from graphopt.intervals import within
 from passes.training_mode import uniform
 
 # Random numbers apart from those of Dropouts: of images, one of each kind for a row, and of mixtures.
-_OF_IMAGES, _OF_MIXTURES = 2**31, 2**31 + 1
+_OF_IMAGES, _OF_MIXTURES, _OF_WARPS = 2**31, 2**31 + 1, 2**31 + 2
 _KINDS = ("horizontal_flip", "vertical_flip", "down", "right", "brightness", "contrast", "saturation")
+_KINDS_OF_WARPS = ("rotation", "area", "ratio", "top", "left", "hue")
+_WIDEST = 4 / 3  # the largest ratio of the sides of a resized crop
 _GRAY = (0.2989, 0.587, 0.114)  # of red, green and blue: ITU-R BT.601, as torchvision rounds it
 _LAYOUTS = {"NCHW": (1, 2, 3), "NHWC": (3, 1, 2)}  # the axes of channels, height and width
 _OF_CHANNELS = CONVOLUTIONS | POOLS | {"BatchNormalization", "InstanceNormalization"}  # along axis 1
@@ -34,11 +37,13 @@ _END = 2**31 - 1
 class AugmentImages(Pass):
     """Move, mirror and colour the images that train at random, each row anew in each step.
 
-    Evaluation, prediction and the trained model take images as they are. An image is moved, mirrored and coloured, in
-    this order, before the model standardizes it. Formulas are those of torchvision's RandomCrop with
-    `padding_mode="reflect"`, RandomHorizontalFlip, RandomVerticalFlip and ColorJitter, which also draws the order of
-    brightness, contrast and saturation. Random numbers come from the step counter (see `TrainingMode`): they are the
-    same on every runtime, and stay the same when training resumes. Passes with the same seed change their inputs alike.
+    Evaluation, prediction and the trained model take images as they are. An image is rotated, cropped, moved, mirrored
+    and coloured, in this order, before the model standardizes it. Formulas are those of torchvision's RandomRotation,
+    RandomResizedCrop, RandomCrop with `padding_mode="reflect"`, RandomHorizontalFlip, RandomVerticalFlip and
+    ColorJitter, which also draws the order of brightness, contrast, saturation and hue. A rotation and a resized crop
+    are one bilinear interpolation together. Random numbers come from the step counter (see `TrainingMode`): they are
+    the same on every runtime, and stay the same when training resumes. Passes with the same seed change their inputs
+    alike.
 
     Args:
         horizontal_flip: the probability with which left and right change places.
@@ -48,15 +53,20 @@ class AugmentImages(Pass):
         brightness: each image is multiplied by a number from 1 - brightness to 1 + brightness.
         contrast: the distances to the mean gray of the image are multiplied by such a number.
         saturation: the distances to the gray of each pixel are multiplied by such a number. It needs 3 channels.
+        hue: the hue of each image moves by up to this share of the circle of colours. It needs 3 channels.
+        rotation: the largest angle, in degrees, to either side. Beyond its edges, an image is reflected.
+        resized_crop: the least share of the area that is cut out and resized to the whole image, with sides of a ratio
+            from 3:4 to 4:3. 1 cuts nothing out.
         mixup: the `alpha` of `MixUp`, which then follows; 0 leaves rows apart.
-        value_range: the values of black and white, such as [0, 1] or [0, 255]. Brightness, contrast and saturation need
-            them, and leave no value outside.
+        value_range: the values of black and white, such as [0, 1] or [0, 255]. Brightness, contrast, saturation and hue
+            need them, and leave no value outside.
         layout: the axes, NCHW or NHWC. By default, those that the model's convolutions read.
         input: the name of the input, if the model has several with four axes.
         seed: the seed of the random numbers.
 
     Raises:
-        GraphoptError: the model has no such input, nothing tells the layout, or colours lack a range or channels.
+        GraphoptError: the model has no such input, nothing tells the layout, colours lack a range or channels, or a
+            rotation or a resized crop is to change whole numbers.
 
     >>> augment = passes.AugmentImages(brightness=0.2, value_range=(0, 1))
     >>> step = graphopt.compile(models.cnn((3, 8, 8), 4), augment=augment, loss=passes.CrossEntropy())
@@ -68,6 +78,9 @@ class AugmentImages(Pass):
     brightness: float = within("[0, 1]", 0.0)
     contrast: float = within("[0, 1]", 0.0)
     saturation: float = within("[0, 1]", 0.0)
+    hue: float = within("[0, 0.5]", 0.0)
+    rotation: float = within("[0, 180]", 0.0)
+    resized_crop: float = within("(0, 1]", 1.0)
     mixup: float = within("[0, 8]", 0.0)
     value_range: tuple[float, ...] | None = within("(-inf, inf)", None)
     layout: Literal["NCHW", "NHWC"] | None = None
@@ -92,7 +105,11 @@ class AugmentImages(Pass):
 
     @property
     def _colours(self) -> list[str]:
-        return [name for name in ("brightness", "contrast", "saturation") if getattr(self, name)]
+        return [name for name in ("brightness", "contrast", "saturation", "hue") if getattr(self, name)]
+
+    @property
+    def _warps(self) -> list[str]:
+        return ["rotation"] * (self.rotation > 0) + ["resized_crop"] * (self.resized_crop < 1)
 
     def requires(self, model: ir.Model) -> None:
         self.precedes_gradient(model)
@@ -104,6 +121,9 @@ class AugmentImages(Pass):
         with Emitter(model) as op:
             fractions = _fractions(model, op, images, self.seed, _OF_IMAGES, len(_KINDS))
             drawn = {kind: op.Gather(fractions, [i], axis=1) for i, kind in enumerate(_KINDS)}
+            if self._warps or self.hue:
+                more = _fractions(model, op, images, self.seed, _OF_WARPS, len(_KINDS_OF_WARPS))
+                drawn |= {kind: op.Gather(more, [i], axis=1) for i, kind in enumerate(_KINDS_OF_WARPS)}
             changed = self._moved(op, drawn, images, layout)
             if self._colours:
                 changed = self._coloured(op, drawn, changed, layout)
@@ -122,9 +142,9 @@ class AugmentImages(Pass):
                 f"model has {', '.join(map(_described, inputs)) or 'none'}"
             )
         (x,) = found
-        if self._colours and not is_floating(x):
+        if (real := self._colours + self._warps) and not is_floating(x):
             raise GraphoptError(
-                f"AugmentImages({self._colours[0]}): expected images of floating-point numbers, found {_described(x)}"
+                f"AugmentImages({real[0]}): expected images of floating-point numbers, found {_described(x)}"
             )
         return x
 
@@ -146,7 +166,7 @@ class AugmentImages(Pass):
 
     def _moved(self, op: Emitter, drawn: dict[str, ir.Value], x: ir.Value, layout: str) -> ir.Value:
         """Emit images whose pixels come from other places, the same in all channels."""
-        if not (self.crop or self.horizontal_flip or self.vertical_flip):
+        if not (self.crop or self.horizontal_flip or self.vertical_flip or self._warps):
             return x
         channels, *plane = _LAYOUTS[layout]
         height, width = (_size(op, x, axis) for axis in plane)
@@ -157,10 +177,59 @@ class AugmentImages(Pass):
         count = op.Cast(op.ReduceProd(planes, keepdims=0), to=ir.DataType.INT32)
         start = op.Reshape(op.Range(0, count, 1) * (height * width), op.Concat(planes, [1, 1], axis=0))
         start.shape = ir.Shape([*dims_of(x)[: 2 if channels == 1 else 1], 1, 1])
-        down = op.Unsqueeze(down * width, [1, 3] if channels == 1 else [2])
-        right = op.Unsqueeze(right, [1, 2] if channels == 1 else [1])
+        across, along = ([1, 3], [1, 2]) if channels == 1 else ([2], [1])
         table = op.constant([-1]) if channels == 1 else op.Concat([-1], op.shape_of(x, 3), axis=0)
-        return like(op.Gather(op.Reshape(x, table), start + down + right), x)
+        if not self._warps:
+            down, right = op.Unsqueeze(down * width, across), op.Unsqueeze(right, along)
+            return like(op.Gather(op.Reshape(x, table), start + down + right), x)
+        warp = {name: op.Unsqueeze(drawn[name], along) for name in _KINDS_OF_WARPS}
+        down, right = op.Unsqueeze(down, across), op.Unsqueeze(right, along)
+        down, right = self._warped(op, warp, down, right, height, width)
+        (top, bottom, lower), (left, other, later) = (
+            _neighbours(op, place, size) for place, size in ((down, height), (right, width))
+        )
+        if channels == 3:  # a pixel of all channels has one place
+            lower, later = op.Unsqueeze(lower, [3]), op.Unsqueeze(later, [3])
+        pixels = op.Reshape(x, table)
+        upper, below = (
+            _between(op.Gather(pixels, line + left), op.Gather(pixels, line + other), later)
+            for line in (start + top * width, start + bottom * width)
+        )
+        return like(_between(upper, below, lower), x)
+
+    def _warped(
+        self,
+        op: Emitter,
+        drawn: dict[str, ir.Value],
+        down: Any,
+        right: Any,
+        height: Any,
+        width: Any,
+    ) -> tuple[ir.Value, ir.Value]:
+        """Emit where the pixels come from in an image that is rotated and of which a part is resized, as fractions."""
+        down, right, height, width = (
+            float(x) if isinstance(x, int) else op.Cast(x, to=ir.DataType.FLOAT)
+            for x in (down, right, height, width)
+        )
+        if self.resized_crop < 1:
+            area = drawn["area"] * (1.0 - self.resized_crop) + self.resized_crop
+            ratio = op.Exp(
+                drawn["ratio"] * (2 * math.log(_WIDEST)) - math.log(_WIDEST)
+            )  # of the width to the height
+            down, right = (
+                _part(op, place, size, op.Sqrt(area * shape), drawn[name])
+                for place, size, shape, name in (
+                    (down, height, op.Reciprocal(ratio) * width / height, "top"),
+                    (right, width, ratio * height / width, "left"),
+                )
+            )
+        if self.rotation:
+            angle = drawn["rotation"] * (2 * math.radians(self.rotation)) - math.radians(self.rotation)
+            sine, cosine = op.Sin(angle), op.Cos(angle)
+            y, z = down - (height - 1.0) / 2.0, right - (width - 1.0) / 2.0
+            down = sine * z + cosine * y + (height - 1.0) / 2.0
+            right = cosine * z - sine * y + (width - 1.0) / 2.0
+        return down, right
 
     def _places(
         self, op: Emitter, size: int | ir.Value, flip: float, mirrored: ir.Value, shifted: ir.Value
@@ -192,9 +261,10 @@ class AugmentImages(Pass):
         black, white = self.value_range
         axis = _LAYOUTS[layout][0]
         count = dims_of(x)[axis]
-        if count not in ((3,) if self.saturation else (1, 3)):
+        needs_all = self.saturation or self.hue
+        if count not in ((3,) if needs_all else (1, 3)):
             raise GraphoptError(
-                f"AugmentImages({self._colours[-1]}): expected {'3' if self.saturation else '1 or 3'} channels, found "
+                f"AugmentImages({self._colours[-1]}): expected {'3' if needs_all else '1 or 3'} channels, found "
                 f"{count} in {_described(x)}"
             )
         shape = [3 if i == axis else 1 for i in range(4)]
@@ -205,6 +275,10 @@ class AugmentImages(Pass):
 
         pixels = x - black if black else x
         for name in self._colours:
+            if name == "hue":
+                turn = op.Unsqueeze(12.0 * self.hue * drawn[name] - 6.0 * self.hue, [2, 3])
+                pixels = _turned(op, pixels, axis, op.cast(turn, x.dtype))
+                continue
             ratio = 2.0 * getattr(self, name) * drawn[name] + (1.0 - getattr(self, name))
             factor = op.cast(op.Unsqueeze(ratio, [2, 3]), x.dtype)
             other = None if name == "brightness" else gray(pixels)
@@ -341,6 +415,57 @@ def _fractions(model: ir.Model, op: Emitter, x: ir.Value, seed: int, number: int
     drawn = uniform(op, rows, state.counter(model), seed, number)
     drawn.shape = ir.Shape([dims_of(x)[0], count])
     return 2.0**-32 * op.Cast(drawn, to=ir.DataType.FLOAT) + 0.5
+
+
+def _part(op: Emitter, place: ir.Value, size: Any, share: ir.Value, start: ir.Value) -> ir.Value:
+    """Emit the places along an axis of a part of a size, which is resized to the whole axis.
+
+    As torchvision's RandomResizedCrop, the part and its start are whole pixels.
+    """
+    part = op.Max(op.Min(op.Round(share * size), size), 1.0)
+    first = op.Min(op.Floor(start * (size - part + 1.0)), size - part)
+    return first + op.Max(op.Min((place + 0.5) * (part / size) - 0.5, part - 1.0), 0.0)
+
+
+def _neighbours(op: Emitter, place: ir.Value, size: int | ir.Value) -> tuple[ir.Value, ir.Value, ir.Value]:
+    """Emit the pixels on both sides of places along an axis, and how far a place is from the first one.
+
+    Places beyond the first and the last pixel are reflected there.
+    """
+    last = (
+        op.Cast(size, to=ir.DataType.FLOAT) - 1.0
+        if isinstance(size, ir.Value)
+        else op.constant(np.float32(size - 1))
+    )
+    period = op.Max(2.0 * last, 1.0)
+    place = op.Abs(place)
+    place = place - period * op.Floor(place / period)
+    place = op.Max(op.Min(last - op.Abs(last - place), last), 0.0)
+    first = op.Floor(place)
+    second = op.Min(first + 1.0, last)
+    return op.Cast(first, to=ir.DataType.INT32), op.Cast(second, to=ir.DataType.INT32), place - first
+
+
+def _between(first: ir.Value, second: ir.Value, share: ir.Value) -> ir.Value:
+    return first + share * (second - first)
+
+
+def _turned(op: Emitter, pixels: ir.Value, axis: int, turn: ir.Value) -> ir.Value:
+    """Emit colours whose hue is turned, in sixths of the circle: those of HSV, as in torchvision's `adjust_hue`."""
+    red, green, blue = op.Split(pixels, num_outputs=3, axis=axis, _outputs=3)
+    value, least = op.ReduceMax(pixels, [axis], keepdims=1), op.ReduceMin(pixels, [axis], keepdims=1)
+    chroma = value - least
+    width = op.Where(chroma > 0.0, chroma, op.cast(op.constant(np.float32(1)), pixels.dtype))
+    hue = op.Where(
+        op.Equal(value, red),
+        (green - blue) / width,
+        op.Where(op.Equal(value, green), (blue - red) / width + 2.0, (red - green) / width + 4.0),
+    )
+    shape = [3 if i == axis else 1 for i in range(4)]
+    place = hue + turn + op.constant(np.array([5.0, 3.0, 1.0]).reshape(shape).tolist(), like=pixels) + 6.0
+    place = place - 6.0 * op.Floor(place / 6.0)
+    share = op.Max(op.Min(op.Min(place, 4.0 - place), 1.0), 0.0)
+    return value - chroma * share
 
 
 def _beta(op: Emitter, uniform: ir.Value, alpha: float) -> ir.Value:

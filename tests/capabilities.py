@@ -15,6 +15,7 @@ import passes
 
 ADAMW = {"optimizer": passes.AdamW(1e-2)}
 MOMENTUM = {"optimizer": passes.SGD(0.1, momentum=0.9)}
+AUGMENT = passes.AugmentImages(vertical_flip=0.5, rotation=20, resized_crop=0.4, mixup=0.4, layout="NCHW")
 IN_16_BITS = {**ADAMW, "precision": passes.MixedPrecision()}
 # The steps beside a loss of labels, of two layers.
 LAYERS: dict[str, dict[str, Any]] = {
@@ -51,7 +52,7 @@ LAYERS: dict[str, dict[str, Any]] = {
 # Those of convolutions, a normalization, pooling and a layer.
 IMAGES: dict[str, dict[str, Any]] = {
     "batch statistics": {**MOMENTUM, "training": passes.TrainingMode(seed=3)},
-    "augmented": {**MOMENTUM, "augment": passes.AugmentImages(vertical_flip=0.5, mixup=0.4, layout="NCHW")},
+    "augmented": {**MOMENTUM, "augment": AUGMENT},
     "recomputed": {**ADAMW, "recompute": passes.Recompute()},
     "dynamic scale": {**IN_16_BITS, "loss_scale": passes.DynamicLossScale()},
 }

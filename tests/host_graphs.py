@@ -128,6 +128,18 @@ def adapter() -> ir.Model:
     )
 
 
+def augmented() -> ir.Model:
+    changes = passes.AugmentImages(
+        crop=0.25, brightness=0.2, hue=0.1, rotation=20, resized_crop=0.5, mixup=0.3, value_range=(-2, 2)
+    )
+    return graphopt.compile(
+        graphopt.models.cnn((3, 8, 8), 4, channels=[4], hidden=8),
+        augment=changes,
+        loss=passes.CrossEntropy(),
+        optimizer=passes.SGD(0.05, momentum=0.9),
+    )
+
+
 def _numbers(random: np.random.Generator, *shape: int) -> np.ndarray:
     return random.standard_normal(shape).astype(np.float32)
 
@@ -148,11 +160,13 @@ GRAPHS: dict[str, tuple[Callable[[], ir.Model], Callable[[np.random.Generator], 
     "control_flow": (control_flow, lambda r: {"x": _numbers(r, 5, 4), "target": _numbers(r, 5, 4)}),
 }
 
+MORE = {"augmented": (augmented, lambda r: {"x": _numbers(r, 6, 3, 8, 8), "target": r.integers(0, 4, 6)})}
+
 
 def batches(name: str, steps: int = STEPS) -> list[Batch]:
     """Return the batches of a graph, the same in each call."""
     random = np.random.default_rng(1)
-    return [GRAPHS[name][1](random) for _ in range(steps)]
+    return [{**GRAPHS, **MORE}[name][1](random) for _ in range(steps)]
 
 
 def roots() -> ir.Model:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import colorsys
+import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +21,14 @@ import graphopt
 import passes
 from graphopt import models
 from graphopt.errors import GraphoptError
-from passes.augment import _OF_IMAGES, _OF_MIXTURES
+from passes.augment import _OF_IMAGES, _OF_MIXTURES, _OF_WARPS
 
 pytestmark = pytest.mark.usefixtures("plain")
 Array = NDArray[Any]
 NONE: dict[str, Any] = {"horizontal_flip": 0.0, "crop": 0.0}
 KINDS = ("horizontal_flip", "vertical_flip", "down", "right", "brightness", "contrast", "saturation")
+WARPS = ("rotation", "area", "ratio", "top", "left", "hue")
+executor_of = partial(graphopt.Executor, threads=1, verify=False)  # `test_the_first_check_agrees` has it
 
 
 def draws(rows: int, count: int, seed: int, number: int, step: int) -> Array:
@@ -55,14 +60,31 @@ def seen(augment: Any, x: Array, count: int = 1) -> list[Array]:
         "parameters": passes.Parameters("w"),
     }
     step = graphopt.compile(source, augment=augment, **steps)
-    executor = graphopt.Executor(step, threads=1)
+    executor = executor_of(step)
     target = np.zeros(x.shape, np.float32)
     return [executor.step(x=x, target=target)["y"] for _ in range(count)]
 
 
 def expected_image(x: torch.Tensor, drawn: dict[str, float], options: dict[str, Any]) -> torch.Tensor:
     """Transform an image [C, H, W] from 0 to 1 as torchvision does: its formulas, on given random numbers."""
-    size = x.shape[1:]
+    height, width = size = x.shape[1:]
+    if degrees := options.get("rotation", 0):  # as `rotate`, but reflected beyond the edges
+        angle = math.radians(degrees * (2 * drawn["rotation"] - 1))
+        y, z = torch.meshgrid(*(torch.arange(n) - (n - 1) / 2 for n in size), indexing="ij")
+        y, z = math.sin(angle) * z + math.cos(angle) * y, math.cos(angle) * z - math.sin(angle) * y
+        grid = torch.stack([2 * z / (width - 1), 2 * y / (height - 1)], 2)[None]
+        x = functional.grid_sample(x[None], grid, padding_mode="reflection", align_corners=True)[0]
+    if (least := options.get("resized_crop", 1)) < 1:  # as `RandomResizedCrop`
+        area = height * width * (least + (1 - least) * drawn["area"])
+        ratio = (4 / 3) ** (2 * drawn["ratio"] - 1)
+        h, w = (
+            min(max(round(math.sqrt(area / ratio)), 1), height),
+            min(max(round(math.sqrt(area * ratio)), 1), width),
+        )
+        top, left = int(drawn["top"] * (height - h + 1)), int(drawn["left"] * (width - w + 1))
+        x = functional.interpolate(
+            x[None, :, top : top + h, left : left + w], (height, width), mode="bilinear"
+        )[0]
     margin = [round(options.get("crop", 0) * n) for n in size]
     top, left = (int(drawn[name] * (2 * m + 1)) for name, m in zip(("down", "right"), margin, strict=True))
     padded = functional.pad(x, (margin[1], margin[1], margin[0], margin[0]), mode="reflect")
@@ -75,6 +97,12 @@ def expected_image(x: torch.Tensor, drawn: dict[str, float], options: dict[str, 
             gray = (0.2989 * x[0] + 0.587 * x[1] + 0.114 * x[2])[None] if len(x) == 3 else x
             other = {"brightness": 0 * x, "contrast": gray.mean(), "saturation": gray}[name]
             x = (factor * x + (1 - factor) * other).clamp(0, 1)
+    if hue := options.get("hue", 0):
+        colours = x.flatten(1).T.tolist()
+        turned = [
+            (h + hue * (2 * drawn["hue"] - 1), s, v) for h, s, v in (colorsys.rgb_to_hsv(*c) for c in colours)
+        ]
+        x = torch.tensor([colorsys.hsv_to_rgb(h % 1, s, v) for h, s, v in turned]).T.reshape(x.shape)
     return x
 
 
@@ -89,10 +117,14 @@ def expected_image(x: torch.Tensor, drawn: dict[str, float], options: dict[str, 
         (3, {"horizontal_flip": 1.0, "crop": 0.5, "vertical_flip": 1.0}),
         (1, {"brightness": 0.8, "contrast": 0.7, **NONE}),
         (3, {"saturation": 1.0, **NONE}),
+        (3, {"hue": 0.5, **NONE}),
+        (3, {"rotation": 180.0, **NONE}),
+        (1, {"resized_crop": 0.05, **NONE}),
         (3, {"horizontal_flip": 0.5, "crop": 0.3, "brightness": 0.4, "contrast": 0.9, "saturation": 0.4}),
+        (3, {"horizontal_flip": 0.5, "crop": 0.0, "rotation": 20.0, "saturation": 0.4, "hue": 0.1}),
     ],
 )
-@pytest.mark.sample(8)
+@pytest.mark.sample(10)
 def test_images_are_those_of_torchvision(
     channels: int, options: dict[str, Any], bounds: tuple[float, float], layout: str
 ) -> None:
@@ -102,9 +134,9 @@ def test_images_are_those_of_torchvision(
     fed = images * (high - low) + low
     fed = fed if layout == "NCHW" else fed.permute(0, 2, 3, 1)
     for step, found in enumerate(seen(augment, fed.numpy(), 2)):
-        drawn = draws(6, 7, 7, _OF_IMAGES, step)
+        drawn = np.hstack([draws(6, 7, 7, _OF_IMAGES, step), draws(6, 6, 7, _OF_WARPS, step)])
         rows = [
-            expected_image(x, dict(zip(KINDS, d, strict=True)), options)
+            expected_image(x, dict(zip(KINDS + WARPS, d, strict=True)), options)
             for x, d in zip(images, drawn, strict=True)
         ]
         expected = torch.stack(rows) * (high - low) + low
@@ -163,7 +195,7 @@ def test_mixed_rows_train_as_in_pytorch(kind: str) -> None:
     )
     source = models.mlp((4,), 3, hidden=[8])
     step = graphopt.compile(source, augment=passes.MixUp(0.4, seed=5), loss=loss, optimizer=passes.SGD(0.5))
-    executor = graphopt.Executor(step, threads=1)
+    executor = executor_of(step)
     weights = {
         name: torch.tensor(w, requires_grad=True) for name, w in executor.state.items() if name != "step"
     }
@@ -198,9 +230,8 @@ def test_weights_of_classes_and_rows_and_ignored_labels_count_with_the_shares() 
     x, weight = rng.standard_normal((12, 4)).astype(np.float32), rng.random(12).astype(np.float32)
     target, of_classes = rng.integers(-1, 3, 12), (0.5, 1.0, 3.0)
     loss = passes.CrossEntropy(class_weights=of_classes, ignore_index=-1, sample_weight=True)
-    executor = graphopt.Executor(
+    executor = executor_of(
         graphopt.compile(mlp((4, 3)), augment=passes.MixUp(1.0), loss=loss, optimizer=passes.SGD(0.1)),
-        threads=1,
     )
     share = torch.tensor(beta(draws(12, 1, 0, _OF_MIXTURES, 0)[:, 0], 1.0))
     reported = executor.step(x=x, target=target, sample_weight=weight)
@@ -231,7 +262,7 @@ def test_evaluation_prediction_and_the_trained_model_have_none_of_it() -> None:
         graphopt.compile(models.cnn((3, 8, 8), 4, channels=[4], hidden=8), loss=passes.CrossEntropy()),
         None,
     )
-    executor = graphopt.Executor(step, threads=1)
+    executor = executor_of(step)
     before = graphopt.run(plain, data)
     assert graphopt.evaluate(executor, data)["loss"] == pytest.approx(float(before["loss"]), rel=1e-6)
     np.testing.assert_allclose(executor.predict(x=data["x"])["y"], before["y"], atol=1e-6)
@@ -247,10 +278,10 @@ def test_evaluation_prediction_and_the_trained_model_have_none_of_it() -> None:
 def test_a_resumed_run_draws_the_same(tmp_path: Path, steps: dict[str, Any]) -> None:
     step, data = images(steps)
     options: dict[str, Any] = {"batch_size": 7, "seed": 1}
-    whole = graphopt.Executor(step, threads=1)
+    whole = executor_of(step)
     expected = graphopt.fit(whole, data, epochs=3, **options)
-    graphopt.fit(graphopt.Executor(step, threads=1), data, epochs=1, checkpoint=tmp_path, **options)
-    resumed = graphopt.Executor(step, threads=1)
+    graphopt.fit(executor_of(step), data, epochs=1, checkpoint=tmp_path, **options)
+    resumed = executor_of(step)
     found = graphopt.fit(resumed, data, epochs=3, checkpoint=tmp_path, resume=True, **options)
     assert [x["loss"] for x in found[-2:]] == [x["loss"] for x in expected[-2:]]
     assert all(np.array_equal(resumed.state[k], whole.state[k]) for k in whole.state)
@@ -258,7 +289,7 @@ def test_a_resumed_run_draws_the_same(tmp_path: Path, steps: dict[str, Any]) -> 
 
 def test_micro_batches_draw_apart() -> None:
     step, data = images({"accumulate": passes.Accumulate(2)})
-    executor = graphopt.Executor(step, threads=1)
+    executor = executor_of(step)
     batch = {name: x[:6] for name, x in data.items()}
     assert executor.step(batch)["loss"] != executor.step(batch)["loss"]  # before the first update
 
@@ -274,7 +305,7 @@ def test_a_teacher_sees_the_images_that_the_student_sees(tmp_path: Path) -> None
     graphopt.save(source, tmp_path / "teacher.onnx")
     loss = passes.Distillation(tmp_path / "teacher.onnx", alpha=1.0, temperature=1.0)
     step = graphopt.compile(source, augment=passes.AugmentImages(), loss=loss, optimizer=passes.SGD(0.1))
-    assert abs(graphopt.Executor(step).step(x=images()[1]["x"])["loss"]) < 1e-6  # the student is its teacher
+    assert abs(executor_of(step).step(x=images()[1]["x"])["loss"]) < 1e-6  # the student is its teacher
 
 
 def test_the_layout_is_that_of_the_convolutions() -> None:
@@ -306,16 +337,16 @@ def test_open_sizes_of_images_are_those_of_the_batch() -> None:
     )
     kernel = np.random.default_rng(0).standard_normal((4, 3, 1, 1))
     steps = {
-        "augment": passes.AugmentImages(crop=0.3),
+        "augment": passes.AugmentImages(crop=0.3, rotation=9, resized_crop=0.5),
         "loss": passes.CrossEntropy(),
         "optimizer": passes.SGD(0.1),
     }
     x, target = images()[1]["x"], images()[1]["target"]
     losses = [
-        graphopt.Executor(graphopt.compile(model(text, k=kernel), **steps)).step(x=x, target=target)["loss"]
+        executor_of(graphopt.compile(model(text, k=kernel), **steps)).step(x=x, target=target)["loss"]
         for text in (source, source.replace("H,W", "8,8"))
     ]
-    assert losses[0] == losses[1]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
 
 
 IDS = "g (int64[N,3] x) => (float[N,3,2] y) { y = Gather(table, x) }"
@@ -341,6 +372,10 @@ MISTAKES: dict[str, tuple[Any, str]] = {
             **CLASSES,
         ),
         r"AugmentImages\(saturation\): expected 3 channels, found 1",
+    ),
+    "whole numbers": (
+        lambda: seen(passes.AugmentImages(rotation=5, layout="NCHW"), np.zeros((2, 1, 4, 4), np.uint8)),
+        r"AugmentImages\(rotation\): expected images of floating-point numbers, found",
     ),
     "far": (
         lambda: passes.AugmentImages(crop=4),
@@ -374,7 +409,7 @@ MISTAKES: dict[str, tuple[Any, str]] = {
     ),
     "cached features": (
         lambda: graphopt.fit(
-            graphopt.Executor(images({"parameters": passes.Parameters("layers.6.*")})[0]),
+            executor_of(images({"parameters": passes.Parameters("layers.6.*")})[0]),
             images()[1],
             cache_features=True,
         ),
@@ -402,7 +437,7 @@ def test_mixed_rows_lift_the_held_out_accuracy() -> None:
             source, augment=augment, loss=passes.CrossEntropy(), optimizer=passes.AdamW(3e-3)
         )
         runs = [
-            graphopt.fit(graphopt.Executor(step, threads=1, native=False), digits, seed=i, **options)
+            graphopt.fit(executor_of(step, threads=1, native=False), digits, seed=i, **options)
             for i in range(3)
         ]
         means.append(np.mean([records[-1]["accuracy"] for records in runs]))

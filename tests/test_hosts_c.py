@@ -15,7 +15,7 @@ import onnx_ir as ir
 import onnxruntime
 import pytest
 from builders import model
-from host_graphs import BAD, BAD_AT, GRAPHS, Batch, batches, with_bad_batches
+from host_graphs import BAD, BAD_AT, GRAPHS, MORE, Batch, batches, with_bad_batches
 from steps import assert_close
 
 import graphopt
@@ -66,10 +66,10 @@ def train(
 refused: dict[Path, list[str]] = {}  # what a run said of bad batches, by the file that it wrote
 
 
-@pytest.mark.parametrize("name", GRAPHS)
+@pytest.mark.parametrize("name", [*GRAPHS, *MORE])
 @pytest.mark.slow
 def test_c_trains_and_evaluates_as_python_does(name: str, program: Path, tmp_path: Path) -> None:
-    step, fed = GRAPHS[name][0](), batches(name, STEPS)
+    step, fed = {**GRAPHS, **MORE}[name][0](), batches(name, STEPS)
     graphopt.export_hosts(step, tmp_path / "host")
     found = train(program, tmp_path / "host", None, fed, tmp_path / "saved.safetensors")
     executor = graphopt.Executor(step)

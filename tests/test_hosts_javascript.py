@@ -18,7 +18,7 @@ import fuzz_hosts
 import numpy as np
 import pytest
 from builders import linear, model
-from host_graphs import BAD, BAD_AT, GRAPHS, STEPS, batches, with_bad_batches
+from host_graphs import BAD, BAD_AT, GRAPHS, MORE, STEPS, batches, with_bad_batches
 from steps import assert_close
 
 import graphopt
@@ -66,7 +66,7 @@ class Reference:
     """A host folder, and what Python's executor computes on the same batches."""
 
     def __init__(self, name: str, folder: Path) -> None:
-        self.name, self.folder, self.step = name, folder, GRAPHS[name][0]()
+        self.name, self.folder, self.step = name, folder, {**GRAPHS, **MORE}[name][0]()
         graphopt.export_hosts(self.step, folder)
         write_batches(folder, batches(name))
         self.executor = graphopt.Executor(self.step, threads=1)
@@ -116,6 +116,12 @@ def test_the_readme_s_program_trains(tmp_path: Path) -> None:
 @pytest.mark.parametrize("runtime", ["node", "wasm"])
 def test_it_trains_as_python_does(reference: Reference, runtime: str) -> None:
     check(javascript("in_node.js", runtime, reference.folder), reference)
+
+
+@pytest.mark.parametrize("runtime", ["node", "wasm"])
+def test_augmentation_draws_what_python_draws(runtime: str, tmp_path: Path) -> None:
+    reference = Reference("augmented", tmp_path)
+    check(javascript("in_node.js", runtime, tmp_path), reference)
 
 
 def test_checkpoints_cross(reference: Reference, tmp_path: Path) -> None:

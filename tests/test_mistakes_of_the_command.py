@@ -55,20 +55,38 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "nan": {"x": np.where(x > 0.5, np.nan, x)},
         "big": {"target": target + 5},
         "one": {"x": x[:1], "target": target[:1]},
+        "zero": {"x": x[:0], "target": target[:0]},
+        "uneven": {"target": target[:-5]},
     }
     for name, changed in arrays.items():
         np.savez(here / f"{name}.npz", **{"x": x, "target": target, **changed})
     np.savez(here / "names.npz", images=x, target=target)
     rows = "".join(f"{i},{2 * i},{3 * i}\n" for i in range(40))
-    (here / "rows.csv").write_text(f"a,b,target\n{rows}")
+    texts = {
+        "rows.csv": f"a,b,target\n{rows}",
+        "half.csv": f"a,b,target\n{rows}41,8",
+        "twice.csv": f"a,a,target\n{rows}",
+        "header.csv": "a,b,target\n",
+        "empty.csv": "",
+        "book.xlsx": "PK\x03\x04",
+        "bad.parquet": "PAR1",
+        "lines.jsonl": '{"text": "a b"}\n{"text": \n',
+    }
+    for name, text in texts.items():
+        (here / name).write_text(text)
+    np.save(here / "array.npy", x)
     graphopt.save(models.mlp((1, 8, 8), 10, hidden=[8]), here / "my.onnx")
     graphopt.save(models.linear((2,), 1), here / "linear.onnx")
     step = graphopt.compile(models.linear((2,), 1), loss=passes.MeanSquaredError(), optimizer=passes.SGD(0.1))
     graphopt.save(step, here / "step.onnx")
     graphopt.Executor(step).save(here / "state.safetensors")
+    (here / "half.onnx").write_bytes((here / "my.onnx").read_bytes()[:200])
+    (here / "run/checkpoints/step-1").mkdir(parents=True)
+    (here / "run/config.yaml").write_text("{}\n")
+    (here / "run/trained.onnx").write_bytes((here / "my.onnx").read_bytes())
     with zipfile.ZipFile(here / "zip.onnx", "w") as archive:
         archive.write(here / "my.onnx")
-    for folder in ("folder.onnx", "images/cat", "images/dog", "own/experiment"):
+    for folder in ("folder.onnx", "images/cat", "images/dog", "own/experiment", "notes", "onekind/cat"):
         (here / folder).mkdir(parents=True)
     for kind in ("cat", "dog"):
         Image.fromarray(np.zeros((8, 8), np.uint8)).save(here / "images" / kind / "0.png")

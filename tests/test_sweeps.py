@@ -102,9 +102,9 @@ def test_jobs_on_a_cluster_equal_jobs_one_by_one(cluster: str, capfd: pytest.Cap
 def test_a_job_that_fails_on_a_cluster_is_an_error_of_one_line(
     cluster: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.main(["-m", "folder=out", "fit.epochs=1", "model=missing.onnx,mlp", cluster]) == 1
+    assert cli.main(["-m", "folder=out", "fit.epochs=1", "models.mlp.outputs=5,10", cluster]) == 1
     *_, last = capfd.readouterr().err.splitlines()
-    assert last.startswith("graphopt: error: model 'missing.onnx': no such file")
+    assert last.startswith("graphopt: error: data 'target': expected labels from 0 to 4")
     assert not Path("out/0/result.json").exists() and Path("out/1/result.json").exists()
 
 
@@ -151,11 +151,11 @@ def test_a_job_of_ray_that_is_killed_continues_to_the_same_bits(ray: Any) -> Non
 @pytest.mark.parametrize("launcher", ["basic", "joblib"])
 @pytest.mark.slow
 def test_a_job_that_fails_does_not_end_the_others(launcher: str) -> None:
-    failing = ["-m", "folder=out", "fit.epochs=1", "model=missing.onnx,mlp", f"hydra/launcher={launcher}"]
+    failing = ["-m", "folder=out", "fit.epochs=1", "models.mlp.outputs=5,10", f"hydra/launcher={launcher}"]
     done = command(*failing)
     assert done.returncode == 1
     *_, last = done.stderr.splitlines()
-    assert last.startswith("graphopt: error: model 'missing.onnx': no such file")
+    assert last.startswith("graphopt: error: data 'target': expected labels from 0 to 4")
     assert not Path("out/0/result.json").exists() and Path("out/1/result.json").exists()
 
 

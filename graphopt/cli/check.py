@@ -11,7 +11,7 @@ import onnx_ir as ir
 
 from graphopt.cli.composition.recipe import Recipe
 from graphopt.cli.messages import say
-from graphopt.cli.run_folder import leave
+from graphopt.cli.run_folder import check_no_run, leave
 from graphopt.data import Batches
 from graphopt.errors import GraphoptError
 from graphopt.graph.roles import FED, with_role
@@ -28,7 +28,9 @@ def write_check(recipe: Recipe, folder: Path) -> None:
     Raises:
         GraphoptError: something differs.
     """
-    if not recipe.names_folder:
+    if recipe.names_folder:
+        check_no_run(folder, "check")
+    else:
         leave(folder, folder.parents[1])
     console = open_console(quiet=recipe.fields["quiet"])
     named = recipe.fields["executor"].get("verify")

@@ -21,7 +21,7 @@ import onnx_ir as ir
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
 from yaml import YAMLError  # type: ignore[import-untyped]
@@ -40,7 +40,7 @@ from graphopt.cli.composition.recipe import Recipe, nearest_file
 from graphopt.cli.composition.record import HYDRA, write_record
 from graphopt.cli.doctor import DOCTOR, examine
 from graphopt.cli.generation import write_text
-from graphopt.cli.help import help_page
+from graphopt.cli.help import help_page, help_page_of_tune
 from graphopt.cli.messages import complain, line_of, say, tell_record, warn
 from graphopt.cli.processes import check_processes, installed_first
 from graphopt.cli.run_folder import STEP, check_no_run, leave
@@ -102,8 +102,8 @@ class _Parser(argparse.ArgumentParser):
             raise GraphoptError(f"{message}: see graphopt --help")
         option = message.rpartition(": ")[2].split(" ")[0].partition("=")[0]
         near = nearest(option, [name for action in self._actions for name in action.option_strings])
-        field = near or nearest(option, known_fields()) or "key"
-        meant = field if field == near else f"{field}=value"
+        field = near or nearest(option, known_fields())
+        meant = (field if field == near else f"{field}=value") if field else "fit.epochs=5"
         raise GraphoptError(
             f"{message}: write fields as key=value, such as {meant}, and see graphopt --help for options"
         )
@@ -149,12 +149,17 @@ def _run(arguments: argparse.Namespace) -> None:
         return
     words, verbs = arguments.arguments, (*_RUNS, TUNE, DOCTOR)
     check_words(words, verbs)
+    if arguments.multirun and (one := [word for word in ("compare", DOCTOR, TUNE) if word in words]):
+        raise GraphoptError(f"-m: expected a verb that runs several times, found {one[0]}: leave -m out")
     if DOCTOR in words:
         if others := [word for word in words if word != DOCTOR]:
             raise GraphoptError(
                 f"{DOCTOR}: expected no other words, found {' '.join(others)}: leave them out"
             )
         examine(open_console())
+        return
+    if TUNE in words and arguments.help:
+        print(help_page_of_tune())
         return
     if TUNE in words:
         from graphopt.cli.tuning.command import tune
@@ -163,8 +168,13 @@ def _run(arguments: argparse.Namespace) -> None:
         return
     if arguments.pixels or arguments.deeper:
         raise GraphoptError(
-            f"--pixels, --deeper: expected graphopt {TUNE} FILE.onnx FOLDER beside them, found another command"
+            f"{'--pixels' if arguments.pixels else '--deeper'}: expected graphopt {TUNE} FILE.onnx FOLDER beside it, "
+            "found another command"
         )
+    if not arguments.cfg and (
+        beside := "--resolve" * arguments.resolve or "--package" * bool(arguments.package)
+    ):
+        raise GraphoptError(f"{beside}: expected --cfg job beside it, whose output it changes, found none")
     overrides = words if arguments.shell_completion else [field_of(word, verbs) for word in words]
     command_line = CommandLine.of(overrides, arguments.config_dir)
     shows = arguments.help or arguments.hydra_help or arguments.cfg or arguments.info
@@ -194,7 +204,12 @@ def _run(arguments: argparse.Namespace) -> None:
                 raise GraphoptError(
                     f"--shell-completion: expected install=SHELL or uninstall=SHELL, found {overrides}"
                 )
-            hydra.shell_completion(PRIMARY, overrides)
+            try:
+                hydra.shell_completion(PRIMARY, overrides)
+            except ValueError as error:
+                raise GraphoptError(
+                    f"--shell-completion: expected bash, fish or zsh, found {overrides[0]}"
+                ) from error
         else:
             mode = RunMode.MULTIRUN if arguments.multirun or command_line.is_sweep else RunMode.RUN
             _start(hydra, command_line, overrides, mode)
@@ -225,6 +240,7 @@ def _start(hydra: Any, command_line: CommandLine, overrides: list[str], mode: Ru
             check_processes(own)
             swept = own.sweep.dir
             hydra.config_loader.before = None  # the folder's name may be the time
+            hydra.config_loader.check = partial(_check_job, command_line)
         start = hydra.multirun if mode == RunMode.MULTIRUN else hydra.run
         start(PRIMARY, job, [*overrides, f"hydra.mode={mode.name}"])
     except OSError as error:
@@ -245,6 +261,14 @@ def _start(hydra: Any, command_line: CommandLine, overrides: list[str], mode: Ru
             hydra.config_loader.before.clear()
 
 
+def _check_job(command_line: CommandLine, composed: DictConfig) -> None:
+    """Raise an error if a job of a sweep cannot start: a sweep ends before its first job then."""
+    config = composed.copy()
+    with open_dict(config):
+        del config["hydra"]
+    Recipe(config, composed.hydra.runtime.choices, command_line, reads=False).check_model()
+
+
 def _job(command_line: CommandLine, config: DictConfig) -> float | None:
     """Run a recipe; return the validation loss, or the training loss if no rows are held out."""
     composed = config.copy()
@@ -260,6 +284,7 @@ def _job(command_line: CommandLine, config: DictConfig) -> float | None:
         name = recipe.fields.get("run")
         if name not in _RUNS:
             raise GraphoptError(unknown("run", str(name), _RUNS))
+        command_line.check_fields_of_verbs(name)
         with _explaining(recipe):
             return _RUNS[name](recipe, Path(os.path.relpath(hydra.runtime.output_dir)))
     except USER_ERRORS as error:
@@ -313,7 +338,7 @@ def _with_trained(write_file: Callable[[Trained, Console], Path], recipe: Recipe
 def _export(write_files: Callable[[Recipe, Path, Console], str], recipe: Recipe, folder: Path) -> None:
     """Train nothing: write files, and the recipe."""
     console = open_console()
-    check_no_run(folder)
+    check_no_run(folder, recipe.fields["run"])
     written = write_files(recipe, folder, console)
     recipe.write_record(folder)
     say(console, "written", f"{folder}: {written}")

@@ -22,24 +22,42 @@ USAGE = {
     "-m optimizer=sgd,adamw fit.epochs=5,10": "run every combination, and print a table",
     "--config-dir my_recipes experiment=mine": "run your own recipe",
     "--cfg job": "show the whole recipe without running it",
-    "tune my.onnx photos": "train it on a folder or a file, by a recipe that it proposes",
+    "tune my.onnx photos": "train it on your data, with a recipe that graphopt proposes",
     "train my.onnx": "train it; the default",
     "evaluate folder=runs/mine": "compute metrics of what a run has trained",
-    "predict folder=runs/mine": "write its outputs",
+    "predict folder=runs/mine": "write the outputs of what a run has trained",
     "resume=runs/mine": "continue a run, with its own recipe",
     'generate my.onnx prompt="Once upon"': "continue a text",
     "compile my.onnx": "write step.onnx without training",
     "hosts my.onnx": "write files for hosts in other languages",
     "artifacts my.onnx": "write artifacts for onnxruntime-training on a device",
     "report my.onnx": "list what would train, and what blocks training",
-    "check my.onnx": "compare its gradients with slopes of the loss, its predictions with the file",
+    "check my.onnx": "check its gradients against slopes of the loss, and its predictions against the file",
     "export folder=runs/mine": "write its model or adapter for programs that serve language models",
     "compare folder=runs": "put runs side by side",
-    "doctor": "look for what is broken in this environment",
+    "doctor": "check this environment",
+}
+USAGE_OF_TUNE = {
+    "my.onnx photos": "images, in a folder for each class",
+    "my.onnx recordings": "recordings, in a folder for each class",
+    "my.onnx rows.csv data.target=price": "a table, and the column to predict",
+    "my.onnx lines.jsonl": "texts, for a language model",
+    "my.onnx photos --deeper": "train the head, and then the last layers, too",
+    "my.onnx photos --pixels=imagenet": "say what the model takes: unit (0 to 1), symmetric (-1 to 1), imagenet, bytes",
+    "my.onnx photos fit.epochs=20": "set any field of the recipe; graphopt --help describes them",
 }
 ENTRY = re.compile(r"    (\w+(?:, \w+)*): (.*)")
 AS_IN = re.compile(r"as in `(graphopt\.[\w.]+)`\.")
 _IN_YAML = {"None": "null", "True": "true", "False": "false"}
+
+
+def help_page_of_tune() -> str:
+    """Return the text of `graphopt tune --help`."""
+    width = max(map(len, USAGE_OF_TUNE))
+    lines = [f"  graphopt tune {words:{width}}  {meaning}" for words, meaning in USAGE_OF_TUNE.items()]
+    return "\n".join(
+        ["Train a model file on your data, with a recipe that graphopt proposes and prints.", "", *lines]
+    )
 
 
 def described(target: Any) -> dict[str, str]:

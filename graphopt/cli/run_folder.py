@@ -204,12 +204,12 @@ def locked(folder: Path, is_new: bool) -> Iterator[None]:
         yield
 
 
-def check_no_run(folder: Path) -> None:
-    """Raise an error if a folder has a run, whose files others would replace."""
+def check_no_run(folder: Path, verb: str = "") -> None:
+    """Raise an error if a folder has a run, whose files others would replace, or which a verb does not use."""
     if _holds_run(folder):
+        instead = f"name its model, {verb} {folder / MODEL}" if verb else f"continue it with resume={folder}"
         raise GraphoptError(
-            f"{folder}: expected a folder without a run, found one: continue it with resume={folder}, or choose "
-            "another with folder=..."
+            f"{folder}: expected a folder without a run, found one: {instead}, or choose another with folder=..."
         )
 
 

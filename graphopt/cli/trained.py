@@ -71,6 +71,12 @@ class Trained:
             recipe.follow(step := _step_of(checkpoint.parents[1]))
             return cls(recipe, place, checkpoint, step, record=record or RunRecord.read(place))
         if recipe.names_folder and model.is_file():
+            named = recipe.fields["model"]
+            is_named = any(item.startswith("model=") for item in recipe.command_line.overrides)
+            if is_named and Path(named).absolute() != model.absolute():
+                raise GraphoptError(
+                    f"{recipe.fields['run']}: expected one model, found {named} and {model}: leave model or folder out"
+                )
             return cls(recipe, folder, None, step, model, record)
         if recipe.fields["model"] in recipe.fields["models"]:
             expected, found = "the folder of a run with trained.onnx", str(folder)

@@ -43,6 +43,8 @@ def field_of(word: str, verbs: Iterable[str]) -> str:
     if word in verbs:
         return f"run={word}"
     if _names_model(word):
+        if word.count(".onnx,") and not os.path.exists(word):
+            raise GraphoptError(f"{word}: expected one model, found several: -m model={word} runs each")
         model = str(model_in(Path(word))) if os.path.isdir(word) else word
         return f"model={QuotedString(model, Quote.single).with_quotes()}"
     check_format(word)
@@ -80,6 +82,8 @@ def check_words(words: Sequence[str], verbs: Iterable[str]) -> None:
             )
         if is_bare(word) and before in _OF_RUNS and (os.path.isdir(word) or not os.path.exists(word)):
             raise GraphoptError(f"{word}: expected FIELD=VALUE: write {before} folder={word}")
+        if "://" in word and "=" not in word:
+            check_format(word)
         if split:
             raise GraphoptError(f"{split}: expected FIELD=VALUE, found spaces around =: remove them")
         if (

@@ -31,7 +31,8 @@ def files_and_labels(
     folders = [root / name for name in _shown(next(os.walk(root, onerror=_cannot_read))[1])]
     if not folders:
         raise GraphoptError(
-            f"{root}: expected a folder for each class, found none: set data.target=null for {what} without classes"
+            f"{root}: expected a folder for each class, found none: put the {what} of each class in "
+            f"a folder of its name, or set data.target=null for {what} without classes"
         )
     names = tuple(folder.name for folder in folders) if labels is None else tuple(map(str, labels))
     if len(names) < 2:
@@ -72,7 +73,7 @@ def _files(root: Path, what: str) -> list[Path]:
         folders[:] = _shown(folders)
         files += [Path(at, name) for name in _shown(names)]
     if not files:
-        raise GraphoptError(f"{root}: expected {what}, found an empty folder")
+        raise GraphoptError(f"{root}: expected {what}, found an empty folder: add some, or remove the folder")
     return files
 
 

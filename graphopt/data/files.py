@@ -144,6 +144,8 @@ def csv(
         raise GraphoptError(
             f"data.delimiter: expected one character that separates columns, found {delimiter!r}"
         )
+    if (kind := _SPREADSHEETS.get(Path(path).suffix.lower())) is not None and Path(path).is_file():
+        raise GraphoptError(f"{path}: expected a text file of columns, found {kind}: {_SAVED_AS_CSV}")
     with (
         reading(path, "a text file of columns in UTF-8", csv_files.Error),
         open(path, newline="", encoding="utf-8-sig") as file,
@@ -210,11 +212,13 @@ def reading(path: str | Path, expected: str, *errors: type[Exception]) -> Iterat
         problem = "more than fits into memory" if isinstance(error, MemoryError) else line(error)
         if isinstance(error, UnicodeDecodeError):
             problem = f"{problem}: save it as UTF-8"
-        raise GraphoptError(f"{path}: expected {expected}{_other_format(path) or f': {problem}'}") from error
+        raise GraphoptError(
+            f"{path}: expected {expected}{_other_format(path, expected) or f': {problem}'}"
+        ) from error
 
 
-def _other_format(path: str | Path) -> str:
-    """Return what a file is that a reader of another format refuses, and what to do, or nothing."""
+def _other_format(path: str | Path, expected: str) -> str:
+    """Return what a file is that a reader of the expected format refuses, and what to do, or nothing."""
     with open(path, "rb") as file:
         start = file.read(16)
     ending = Path(path).suffix.lower()
@@ -223,7 +227,7 @@ def _other_format(path: str | Path) -> str:
         found = ("a zip archive", "unpack it") if kind is None else (f"{kind} ({ending})", _SAVED_AS_CSV)
         return "" if ending == ".npz" else f", found {found[0]}: {found[1]}"
     known = [found for begin, found in _OTHER_FORMATS.items() if start.startswith(begin)]
-    return f", found {known[0][0]}: {known[0][1]}" if known else ""
+    return f", found {known[0][0]}: {known[0][1]}" if known and known[0][0] not in expected else ""
 
 
 def reason(error: OSError) -> str:
@@ -233,7 +237,12 @@ def reason(error: OSError) -> str:
 
 def _loaded_array(path: Path, kind: str, mmap_mode: Literal["r"] | None = None) -> Any:
     with reading(path, f"{kind} of numbers, found another file"):
-        return np.load(path, mmap_mode=mmap_mode, allow_pickle=False)
+        try:
+            return np.load(path, mmap_mode=mmap_mode, allow_pickle=False)
+        except ValueError as error:
+            if "pickle" in str(error):  # what NumPy takes any other file for
+                raise ValueError("write it by numpy.savez or numpy.save, from arrays of numbers") from error
+            raise
 
 
 def check_ratio(path: str | Path, size: int, expansion: int, *, unsuspicious: int | None = None) -> None:

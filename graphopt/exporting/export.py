@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 import onnx_ir as ir
 
 from graphopt.arguments import checked
-from graphopt.errors import GraphoptError
+from graphopt.errors import GraphoptError, kind_of
 from graphopt.graph.storage import save
 
 if TYPE_CHECKING:
@@ -77,7 +77,10 @@ def export(
     from graphopt.exporting.exporters import exported
 
     if not isinstance(module, torch.nn.Module):
-        raise GraphoptError(f"export: expected a torch.nn.Module, found {type(module).__name__}")
+        made = ": graphopt.compile takes an ONNX model as it is" * isinstance(
+            module, str | os.PathLike | ir.Model
+        )
+        raise GraphoptError(f"export: expected a torch.nn.Module, found {kind_of(module)}{made}")
     if exporter not in ("dynamo", "torchscript"):
         raise GraphoptError(f"exporter: expected 'dynamo' or 'torchscript', found {exporter!r}")
     model = exported(

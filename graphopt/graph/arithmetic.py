@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Any, ClassVar, NoReturn, Protocol
 
 import numpy as np
+import onnx
 import onnx_ir as ir
 
 from graphopt.errors import GraphoptError, kind_of
@@ -43,6 +44,13 @@ _INSTEAD = {
     **{"to": "Cast", "size": "Shape", "sign": "Sign", "tanh": "Tanh"},
     **{"sigmoid": "Sigmoid", "squeeze": "Squeeze", "unsqueeze": "Unsqueeze", "where": "Where"},
     **{"maximum": "Max", "minimum": "Min", "absolute": "Abs", "equal": "Equal", "square": "Mul"},
+    **{
+        "stack": "Concat",
+        "concatenate": "Concat",
+        "prod": "ReduceProd",
+        "round": "Round",
+        "expand_dims": "Unsqueeze",
+    },
     **{"norm": "ReduceL2", "softmax": "Softmax", "argmax": "ArgMax", "flatten": "Flatten", "dot": "MatMul"},
 }
 # The packages whose own code asks whether a value is there.
@@ -217,9 +225,18 @@ def _universal(
     sign = _OF_NUMPY.get(function)
     if sign is not None and method == "__call__":
         return _current(sign).binary(sign, *args)
+    raise _of_arrays(self, function)
+
+
+def _function(self: ir.Value, function: Callable[..., object], *_: object) -> NoReturn:
+    raise _of_arrays(self, function)
+
+
+def _of_arrays(value: ir.Value, function: Callable[..., object]) -> NotAnArray:
     name = getattr(function, "__name__", "")
     known = _INSTEAD.get(name, name.capitalize())
-    raise NotAnArray(f"np.{name}: expected arrays, found value {self.name!r} of the graph: write op.{known}")
+    mend = f"op.{known}" if onnx.defs.has(known) else "the operators of ONNX, such as op.Concat"
+    return NotAnArray(f"np.{name}: expected arrays, found value {value.name!r} of the graph: write {mend}")
 
 
 def _install() -> None:
@@ -230,7 +247,7 @@ def _install() -> None:
         if sign[0] not in "<>":  # Python exchanges the operands of comparisons itself
             setattr(ir.Value, f"__r{name}__", _binary(sign, reflected=True))
     items = "op.Slice, op.Gather and op.Split take parts of it"
-    methods: dict[str, Callable[..., Any]] = {
+    methods: dict[str, Any] = {
         "__abs__": lambda self: _current("abs")._op.Abs(self),
         "__pos__": lambda self: self,
         "__invert__": lambda self: _current("~")._op.Not(self),
@@ -238,8 +255,10 @@ def _install() -> None:
         "__eq__": _equal,
         "__getattr__": _attribute,
         "__array_ufunc__": _universal,
-        "__float__": _absent(
-            "a number", "Python's functions, such as math.exp, need one: write op.Exp and the like"
+        "__array_function__": _function,
+        **dict.fromkeys(
+            ("__float__", "__int__", "__index__", "__round__", "__lshift__", "__rshift__", "__divmod__"),
+            _absent("a number", "Python's functions, such as math.exp, need one: write op.Exp and the like"),
         ),
         "__iter__": _absent("several values", items),
         "__getitem__": _absent("an array", items),

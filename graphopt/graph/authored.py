@@ -27,16 +27,20 @@ def ask(owner: object, method: str, *given: object) -> object:
     Raises:
         GraphoptError: the method does not take these arguments, or sets an option.
     """
-    function = getattr(owner, method)
+    function, where = getattr(owner, method), name_of_method(owner, method)
     try:
-        return call(function, name_of_method(owner, method), "", given)
+        return call(function, where, "" if callable(function) else _due(owner, method), given)
     except _OtherArguments as error:
-        if not error.is_of(name_of_method(owner, method)):  # but of a method that this one has asked
+        if not error.is_of(where):  # but of a method that this one has asked
             raise
-        base = next(kind for kind in reversed(type(owner).__mro__) if method in vars(kind))
-        due = inspect.signature(vars(base)[method])
-        due = due.replace(parameters=list(due.parameters.values())[1:])
-        raise error.of(_plain(due)) from None
+        raise error.of(_due(owner, method)) from None
+
+
+def _due(owner: object, method: str) -> str:
+    """Return the arguments of a method in the class that declares it, without `self`."""
+    base = next(kind for kind in reversed(type(owner).__mro__) if method in vars(kind))
+    due = inspect.signature(vars(base)[method])
+    return _plain(due.replace(parameters=list(due.parameters.values())[1:]))
 
 
 class _OtherArguments(GraphoptError):
@@ -77,8 +81,10 @@ def call(function: Callable[..., object], where: str, due: str, given: Sequence[
             signature.bind(*given)
         except TypeError:
             raise _OtherArguments(where, due, len(given), _plain(signature)) from None
-        except ValueError:  # a function without a signature
-            pass
+        except ValueError:  # a function without a signature, or a method without `self`
+            if inspect.ismethod(function):
+                found = f"{_plain(inspect.signature(function.__func__))}, without self"
+                raise _OtherArguments(where, due, len(given), found) from None
         raise
 
 

@@ -127,7 +127,11 @@ class Emitter(TapeBuilder):
             self._infer(node)
         except Exception as error:
             inputs = ", ".join("-" if x is None else f"{x.name}: {x.type}{x.shape}" for x in node.inputs)
-            raise GraphoptError(f"cannot emit {node.op_type}({inputs}): {str(error).strip()}") from error
+            least = getattr(schema_of(node.domain, node.op_type, node.version or 0), "min_output", 0)
+            more = f": write _outputs={least}" if len(node.outputs) < least else ""
+            raise GraphoptError(
+                f"cannot emit {node.op_type}({inputs}): {str(error).strip()}{more}"
+            ) from error
 
     def infer(self, node: ir.Node) -> None:
         """Infer the types and shapes of an existing node's outputs from its inputs, as far as ONNX does."""
@@ -184,6 +188,10 @@ class Emitter(TapeBuilder):
         Raises:
             GraphoptError: ONNX has no such operator, or it takes no such inputs or attributes.
         """
+        if op_type == "Constant" and args:
+            raise GraphoptError(
+                f"op.Constant: expected attributes, found {kind_of(args[0])}: write op.constant(...)"
+            )
         for name, attribute in kwargs.items():
             if isinstance(attribute, ir.Value) and not self._takes_input(
                 op_type, name, options.get("domain", ""), options.get("version")
@@ -297,6 +305,9 @@ def _tensor(value: npt.ArrayLike, dtype: ir.DataType | None) -> ir.TensorProtoco
     Raises:
         GraphoptError: the type holds another number, as integers do for 0.5.
     """
+    kind = np.asarray(value).dtype.kind
+    if kind not in "biufV" and not (kind in "SU" and dtype is not None and dtype.is_string()):
+        raise GraphoptError(f"op.constant: expected an array or numbers, found {kind_of(value)}")
     if dtype is not None and not dtype.is_floating_point() and not dtype.is_string():
         numbers = np.asarray(value)
         if numbers.dtype.kind == "f" and not np.array_equal(numbers, np.trunc(numbers)):

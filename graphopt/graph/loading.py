@@ -152,6 +152,8 @@ def _read(source: Source, limits: Limits) -> tuple[str, onnx.ModelProto, WeightP
         return "the model", source, {}
     if not isinstance(source, str | os.PathLike):
         raise not_a_model(source)
+    if "://" in str(source):
+        raise GraphoptError(f"{source}: expected a file, found an address: download it, and name the file")
     path = Path(source)
     path = model_in(path) if path.is_dir() else path
     return str(path), *read_proto(path, limits)

@@ -219,7 +219,7 @@ def _strip(model: ir.Model) -> None:
 def _fix_batch(model: ir.Model, batch: int) -> None:
     """Fix the first dimension of each feed, and every dimension of the same name."""
     if not isinstance(batch, int) or batch < 1:
-        raise GraphoptError(f"batch: expected 1 or more, or None, found {batch}")
+        raise GraphoptError(f"batch: expected 1 or more, or None, found {batch!r}")
     first = [x.shape[0] for x in with_role(model, *FED) if x.shape]
     fixed = {dim.value for dim in first if isinstance(dim, ir.SymbolicDim)} - {None}
     for x in [*model.graph.inputs, *(y for node in model.graph.all_nodes() for y in node.outputs)]:

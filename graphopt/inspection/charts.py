@@ -152,14 +152,16 @@ def scatter_chart(
     """
     known = ((_finite(a), _finite(b)) for a, b in points)
     points = [(a, b) for a, b in known if a is not None and b is not None]
-    across = _Axis.around([a for a, _ in points], may_be_logarithmic=False)
-    up = _Axis.around([b for _, b in points], may_be_logarithmic=False)
+    wide, high = [a for a, _ in points], [b for _, b in points]
+    if through == "y = x":  # on axes of one range, in which the whole line is
+        wide = high = wide + high
+    elif through == "y = 0":
+        high = [*high, 0.0]
+    across, up = (_Axis.around(values, may_be_logarithmic=False) for values in (wide, high))
     ideal = ""
     if through == "y = x":
-        low, high = max(across.low, up.low), min(across.high, up.high)
-        ends = [(across.place(v), _SIDE - up.place(v)) for v in (low, high)]
-        ideal = f'<path class="ideal" d="M{_pair(ends[0])}L{_pair(ends[1])}"/>' if low < high else ""
-    elif through == "y = 0" and up.low < 0 < up.high:
+        ideal = f'<path class="ideal" d="M0 {_SIDE}L{_SIDE} 0"/>'
+    elif through == "y = 0":
         ideal = f'<path class="ideal" d="M0 {_SIDE - up.place(0):g}H{_SIDE}"/>'
     dots = "".join(f"M{_pair((across.place(a), _SIDE - up.place(b)))}h.1" for a, b in points)
     about = f"{y} against {x}"

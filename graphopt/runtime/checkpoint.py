@@ -64,7 +64,8 @@ def load_state(path: str | os.PathLike[str]) -> tuple[dict[str, np.ndarray], dic
     except FileNotFoundError as error:
         raise GraphoptError(f"{path}: no such file") from error
     except (OSError, safetensors.SafetensorError) as error:
-        raise GraphoptError(f"{path}: expected a checkpoint in safetensors form: {error}") from error
+        found = ", found a model: graphopt.load reads it" if str(path).endswith(".onnx") else f": {error}"
+        raise GraphoptError(f"{path}: expected a checkpoint in safetensors form{found}") from error
     expected, written = metadata.get(_CHECKSUM), metadata.get(_PROPERTIES, "")
     if metadata and expected != _checksum(arrays, written):
         raise GraphoptError(

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import onnx_ir as ir
 
+from graphopt.arguments import checked
 from graphopt.errors import GraphoptError
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.loading import Source, load
@@ -81,6 +82,7 @@ class Proof:
     by_nature: bool
 
 
+@checked()
 def check_gradient(source: Source, inputs: Mapping[str, np.ndarray], **options: Any) -> NamedArrays:
     """Prove the gradients of a model, as `prove` does, and return them by the names of its inputs."""
     return prove(source, inputs, **options).gradients

@@ -132,6 +132,8 @@ class Checkpoints(Checked):
         Args:
             resume: the option of `fit`: a folder with the checkpoints of a run belongs to a run that continues it.
         """
+        if not isinstance(resume, bool):
+            find(resume)
         found = (_FOLDER.fullmatch(path.name) for path in self._folder.glob("step-*"))
         if not self._continues(resume) and any(match and int(match[1]) for match in found):
             raise GraphoptError(

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
+from graphopt.arguments import check_function
 from graphopt.errors import GraphoptError, kind_of, unknown
 from graphopt.graph.metadata import TargetSpec
 from graphopt.moments import Moments
@@ -231,7 +232,14 @@ class Collected(Metric):
         self._parts.append(self._arrays(batch))
 
     def result(self) -> float:
-        return float(self._function(*map(np.concatenate, zip(*self._parts, strict=True))))
+        found = self._function(*map(np.concatenate, zip(*self._parts, strict=True)))
+        try:
+            return float(found)
+        except (TypeError, ValueError) as error:
+            name = getattr(self._function, "__name__", type(self._function).__name__)
+            raise GraphoptError(
+                f"metrics: {name}: expected a number, found {kind_of(found)}: return one"
+            ) from error
 
 
 def area(scores: np.ndarray, positive: np.ndarray) -> float:
@@ -308,6 +316,7 @@ def named(wanted: Wanted) -> tuple[str, Metric]:
     """Return a new metric with its name in records; raise an error if it or one of its options is unknown."""
     if callable(wanted):
         name = getattr(wanted, "__name__", type(wanted).__name__)
+        check_function(wanted, f"metrics: {name}", ("targets", "predictions"))
         if name in RECORDED:
             raise GraphoptError(
                 f"metrics: expected a name that records do not have, found {name!r}: rename it"

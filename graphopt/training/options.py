@@ -47,6 +47,8 @@ class FitOptions:
 
     def __post_init__(self) -> None:
         check_options(self, "fit")
+        for name in ("epochs", "batch_size", "seed", "validation_every"):  # 8.0 is a whole number, too
+            object.__setattr__(self, name, int(getattr(self, name)))
         object.__setattr__(self, "callbacks", callbacks_of(self.callbacks))
         object.__setattr__(self, "metrics", listed(self.metrics))
         if self.transform is not None:

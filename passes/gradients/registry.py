@@ -21,11 +21,12 @@ import inspect
 from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any, TypeVar
 
+import onnx
 from onnx_ir import Node, Value
 from onnxscript import OnnxFunction
 
 from graphopt.arguments import checked
-from graphopt.errors import GraphoptError, kind_of
+from graphopt.errors import GraphoptError, kind_of, nearest
 from graphopt.graph.emitter import Emitter
 from graphopt.pipeline import rules_in_use
 
@@ -165,6 +166,12 @@ def gradient(domain: str, op_type: str, *, surrogate: bool = False) -> Callable[
             raise GraphoptError(
                 f'passes.gradient: expected a domain and an operator, such as ("", "Relu"), found {kind_of(part)}'
             )
+
+    if not domain and op_type not in (known := {schema.name for schema in onnx.defs.get_all_schemas()}):
+        near = f", nearest: {meant!r}" if (meant := nearest(op_type, known)) else ""
+        raise GraphoptError(
+            f"passes.gradient: expected an operator of ONNX, found {op_type!r}{near}: give the domain of another one"
+        )
 
     def register(function: F) -> F:
         _check_function(function, f"@passes.gradient({domain!r}, {op_type!r})")

@@ -16,7 +16,7 @@ from graphopt.arguments import Checked
 from graphopt.errors import GraphoptError, kind_of
 from graphopt.fields import check_options
 from graphopt.graph import state
-from graphopt.graph.authored import ask, floating, name_of_method, several, told
+from graphopt.graph.authored import ask, call, floating, name_of_method, several, told
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.metadata import InferenceForm
 from graphopt.graph.operators import MICROSOFT
@@ -187,6 +187,10 @@ class Optimizer(Pass):
                     f"{name_of(gradient)!r}: a pass before has given the role GRADIENT to another value"
                 )
         for group in self.groups:
+            if not isinstance(group, Group):
+                raise GraphoptError(
+                    f"{type(self).__name__}: groups: expected passes.Group(pattern, ...), found {kind_of(group)}"
+                )
             if not any(selects(group.pattern, parameter) for parameter in parameters.values()):
                 raise GraphoptError(
                     f"{type(self).__name__}: groups: pattern {group.pattern!r} matches no parameter; the model trains: "
@@ -247,7 +251,7 @@ def _starts(optimizer: Optimizer, first: np.ndarray) -> dict[str, np.ndarray | N
     for name, given in found.items():
         if not isinstance(name, str) or not name.isidentifier() or name in _TAKEN:
             raise GraphoptError(f"{where}: expected {due}, found the name {name!r}: choose another one")
-        start = given(first) if callable(given) else given
+        start = call(given, f"{where}: {name}", "(w)", [first]) if callable(given) else given
         if start is None and callable(given):
             starts[name] = None
             continue

@@ -9,7 +9,7 @@ import itertools
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -23,6 +23,7 @@ from hydra.core.default_element import ResultDefault
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
+from hydra.core.utils import JobReturn, JobStatus
 from hydra.errors import OverrideParseException
 from hydra.plugins.config_source import ConfigResult, ConfigSource
 from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
@@ -44,6 +45,15 @@ MOST_READ = 20_000  # values of recipes, each counted as often as it is read
 _HOST = re.compile(r"[+~]*(sweep|launcher)\b")  # what starts processes: a recipe cannot set it
 _RUNS = 10_000  # the largest sweep that a recipe may ask for
 _OF_TRAINED = ("evaluate", "predict", "generate", "export")  # verbs that use what a run has trained
+_FIELDS_OF = {  # and the verbs that use them
+    "form": ("export",),
+    "generate": ("generate",),
+    "hosts": ("hosts",),
+    "predictions": ("predict",),
+    "prompt": ("generate",),
+    "rows": ("evaluate", "predict"),
+    "time": ("report",),
+}
 SEARCH_PATH = "hydra.searchpath"
 SET_BY_HYDRA = ("job.override_dirname.", "runtime.choices.", "runtime.config_sources.")
 REFUSED_RESOLVERS = {f"oc.{name}": getattr(oc, name) for name in ("create", "decode", "deprecated", "env")}
@@ -127,9 +137,15 @@ class CommandLine:
     def check_sweep(self, *, is_multirun: bool) -> None:
         """Raise an error if the arguments ask for a sweep, which `-m` runs, or for another kind than chosen."""
         keys = [override.key_or_group for override in _parse(*self.overrides)]
+        if is_multirun and self.record is not None and not {"resume", "recipe"} & {*keys}:
+            raise GraphoptError(
+                f"folder={self.record.folder}: expected no -m beside the folder of a run, found it: run the command "
+                "once for each value"
+            )
         for override in _parse(*self.overrides):
             line = override.input_line
             if is_multirun:
+                _check_values(override)
                 if override.is_sweep_override() and override.key_or_group in ("folder", "resume"):
                     raise GraphoptError(
                         f"{line}: expected one folder, found several: run the command for each of them, without -m"
@@ -149,6 +165,16 @@ class CommandLine:
                 raise GraphoptError(
                     f"{line}: expected one value, found several: run each with -m, or write a list as [a,b] and a "
                     "text with a comma in quotes"
+                )
+
+    def check_fields_of_verbs(self, verb: str) -> None:
+        """Raise an error if the arguments set a field that only other verbs use."""
+        for override in _parse(*self.overrides):
+            verbs = _FIELDS_OF.get(override.key_or_group.partition(".")[0])
+            if verbs is not None and verb not in verbs and not override.is_delete():
+                raise GraphoptError(
+                    f"{override.input_line}: expected {' or '.join(verbs)} beside it, found {verb}: leave it out, or "
+                    f"write graphopt {verbs[0]} ..."
                 )
 
     def _setting(self, field: str) -> list[Override]:
@@ -175,11 +201,10 @@ class CommandLine:
 def _record(overrides: Sequence[str]) -> RunRecord | None:
     """Return the record of the run that `recipe=RUN` or `resume=PATH` names, or `folder=RUN` to use what it trained."""
     fields = {x.key_or_group: x.value() for x in _parse(*overrides) if not x.is_delete()}
-    for name in ("folder", "model", "resume"):
-        if name in fields and fields[name] in (None, ""):
-            raise GraphoptError(
-                f"{name}: expected a path, found {_override_text(fields[name]) or 'an empty text'}"
-            )
+    for name in ("data.path", "folder", "model", "recipe", "resume"):
+        value = fields.get(name)
+        if name in fields and (value in (None, "") or isinstance(value, list | dict)):
+            raise GraphoptError(f"{name}: expected a path, found {_override_text(value) or 'an empty text'}")
     resume, folder, recipe = fields.get("resume"), fields.get("folder"), fields.get("recipe")
     if isinstance(recipe, str):
         if fields.get("run") in _OF_TRAINED:
@@ -198,6 +223,17 @@ def _record(overrides: Sequence[str]) -> RunRecord | None:
         return None if run is None else RunRecord.read(run)
     uses = fields.get("run") in _OF_TRAINED and not resume and isinstance(folder, str)
     return RunRecord.read(Path(str(folder))) if uses else None
+
+
+def _check_values(override: Override) -> None:
+    """Raise an error if an argument of a sweep has no value to try."""
+    values: Any = override.value()
+    if override.is_interval_sweep() and not values.start < values.end:
+        raise GraphoptError(
+            f"{override.input_line}: expected the smaller number first, found {values.start} before {values.end}"
+        )
+    if override.is_discrete_sweep() and not any(True for _ in override.sweep_iterator()):
+        raise GraphoptError(f"{override.input_line}: expected values to try, found none")
 
 
 def _override_text(value: object) -> str:
@@ -270,6 +306,9 @@ class RecipeLoader(ConfigLoaderImpl):
         self._own = ConfigLoaderImpl(search_path)
         self._command_line, self._record = command_line, command_line.record
         self.before: Before | None = None  # what the folder has, once a recipe is composed
+        self.check: Callable[[DictConfig], object] | None = (
+            None  # of each job of a sweep, before the first one
+        )
         self._entered: set[str] = set()  # the folders of runs that were checked
         self._kept: dict[str, str] = {}  # the options that the recipe has from the record
 
@@ -309,6 +348,12 @@ class RecipeLoader(ConfigLoaderImpl):
             raise GraphoptError(f"recipe: expected a config that Hydra can compose: {error}") from error
         return config
 
+    def load_sweep_config(self, master_config: DictConfig, sweep_overrides: list[str]) -> DictConfig:
+        config = super().load_sweep_config(master_config, sweep_overrides)
+        if self.check is not None:
+            self.check(config)
+        return config
+
     def _parse_overrides_and_create_caching_repo(
         self, config_name: str | None, overrides: list[str]
     ) -> tuple[list[Override], CachingConfigRepository]:
@@ -337,7 +382,7 @@ class RecipeLoader(ConfigLoaderImpl):
             if is_gone and not override.value() and group != "experiment":
                 raise GraphoptError(f"{line}: {known}, found its removal{none}")
             is_value = not override.is_delete() and not override.is_sweep_override()
-            if is_value and not isinstance(override.value(), str | list | dict):
+            if is_value and not isinstance(override.value(), str):
                 found = override.get_value_string()
                 field = none if found in ("null", "false") else f": its fields are set by {group}.FIELD=VALUE"
                 raise GraphoptError(f"{line}: {known}, found {found}{field}")
@@ -444,6 +489,8 @@ class RecipeLoader(ConfigLoaderImpl):
 def composing(command_line: CommandLine) -> Iterator[Any]:
     """Yield Hydra, configured to compose and run recipes, in a `with` block."""
     GlobalHydra.instance().clear()
+    returned: Any = JobReturn.return_value
+    JobReturn.return_value = returned.getter(_returned)  # type: ignore[method-assign]
     try:
         with hydra.initialize_config_dir(str(RECIPES), job_name=PRIMARY, version_base="1.3"):
             application: Any = GlobalHydra.instance().hydra
@@ -454,6 +501,13 @@ def composing(command_line: CommandLine) -> Iterator[Any]:
     finally:
         for name, resolver in REFUSED_RESOLVERS.items():
             OmegaConf.register_new_resolver(name, resolver, replace=True)
+
+
+def _returned(job: JobReturn) -> Any:
+    """Return what a job of a sweep has returned, or raise its error, without the line that Hydra prints before."""
+    if job.status is JobStatus.FAILED:
+        raise job._return_value
+    return job._return_value
 
 
 @functools.lru_cache

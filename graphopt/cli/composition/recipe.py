@@ -82,6 +82,8 @@ _Program = tuple[ir.Model, Callable[[Communicator], Executor]]
 
 def check_format(file: str) -> None:
     """Raise an error if a file, by its name, has the model of another framework."""
+    if "://" in file:
+        raise GraphoptError(f"{file}: expected a file, found an address: download it, and name the file")
     if (ending := Path(file).suffix.lower()) in _OTHER_MODELS:
         raise GraphoptError(f"{file}: expected an ONNX model, found {_OTHER_MODELS[ending]}")
 
@@ -108,10 +110,17 @@ class _BestWeights(EarlyStopping):
 class Recipe:
     """Resolve and check a composed config, without the node `hydra`, once, and build its parts.
 
-    `choices` has the chosen option of each group.
+    `choices` has the chosen option of each group. Without `reads`, the data is not read for the number of its steps.
     """
 
-    def __init__(self, config: DictConfig, choices: Mapping[str, str], command_line: CommandLine) -> None:
+    def __init__(
+        self,
+        config: DictConfig,
+        choices: Mapping[str, str],
+        command_line: CommandLine,
+        *,
+        reads: bool = True,
+    ) -> None:
         self.choices = choices
         self._trained: Path | None = None
         self.command_line = command_line
@@ -127,7 +136,7 @@ class Recipe:
             node = plain.get(part)
             if not str(node).startswith("${"):
                 check_mapping(node, part)
-        if self._resolve(config, steps=1):
+        if self._resolve(config, steps=1) and reads:
             self._resolve(config, steps=self.steps)
 
     @property
@@ -336,16 +345,7 @@ class Recipe:
         """Return the model of a file, by default the recipe's, or a built-in one with the data's shape."""
         name, models = str(file or self.fields["model"]), self.fields["models"]
         if name not in models:
-            if not Path(name).exists():
-                meant = [nearest(Path(name).stem, models), nearest_file(name, ".onnx")]
-                if name.endswith(".onnx"):
-                    meant.reverse()
-                near = meant[0] or meant[1]
-                raise GraphoptError(
-                    f"model {name!r}: no such file{f', nearest: {near!r}' if near else ''}; built-in: "
-                    f"{', '.join(models)}"
-                )
-            check_format(name)
+            self.check_model(name)
             model = load(name, limits=self.limits)
             if file is None and with_role(model, *STATE):
                 raise GraphoptError(
@@ -362,6 +362,22 @@ class Recipe:
         features = next(iter(inputs.values())).shape[1:]
         built: ir.Model = self._build(f"models.{name}", features=features, outputs=outputs)
         return built
+
+    def check_model(self, file: str | None = None) -> None:
+        """Raise an error if the model, by default the recipe's, is neither built-in nor a file of ONNX by its name."""
+        name, models = file or self.fields["model"], self.fields["models"]
+        if name in models:
+            return
+        check_format(name)
+        if not Path(name).exists():
+            meant = [nearest(Path(name).stem, models), nearest_file(name, ".onnx")]
+            if name.endswith(".onnx"):
+                meant.reverse()
+            near = meant[0] or meant[1]
+            raise GraphoptError(
+                f"model {name!r}: no such file{f', nearest: {near!r}' if near else ''}; built-in: "
+                f"{', '.join(models)}"
+            )
 
     @functools.cached_property
     def launcher(self) -> Launcher:

@@ -583,7 +583,8 @@ def _words(hint: object) -> str | None:
     """Return a type hint in words of YAML, its own if it has some; None if it is no type of plain values."""
     if typing.get_origin(hint) is Annotated:
         own = [mark for mark in typing.get_args(hint)[1:] if isinstance(mark, str)]
-        return own[0] if own else _words(typing.get_args(hint)[0])
+        is_path = any(isinstance(mark, Access) for mark in typing.get_args(hint))
+        return own[0] if own else "a path" if is_path else _words(typing.get_args(hint)[0])
     if hint in (None, type(None)):
         return "null"
     if hint is bool:

@@ -126,6 +126,11 @@ def read_prompts(path: Path) -> list[Message]:
     return found
 
 
+def is_lines(path: str) -> bool:
+    """Return whether a file has JSON lines, by its name."""
+    return Path(path).suffix.lower() in _LINES
+
+
 def reference() -> str:
     """Return the Python reference that Python includes for `help()`."""
     from pydoc_data.topics import topics

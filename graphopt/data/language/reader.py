@@ -9,7 +9,7 @@ import numpy as np
 
 from graphopt.arguments import checked
 from graphopt.data.dataset import TARGET, Dataset
-from graphopt.data.language.documents import read_prompts, read_sequences, reference
+from graphopt.data.language.documents import is_lines, read_prompts, read_sequences, reference
 from graphopt.data.language.rows import ATTENTION, TOKENS, arranged, marks
 from graphopt.data.language.tokenizer import Characters, Tokenizer, Vocabulary, read_text, vocabulary_of
 from graphopt.errors import GraphoptError, unknown
@@ -79,7 +79,8 @@ def text(
     if not isinstance(vocabulary, Tokenizer):
         if completion_only or packed or chat_template is not None:
             raise GraphoptError(
-                "data: expected a tokenizer for completions, chats and packed rows, found none"
+                "data: expected a tokenizer for completions, chats and packed rows, found none: set "
+                "data.tokenizer=tokenizer.json, or put it beside the model"
             )
         return _of_characters(path, vocabulary, context, characters)
     source = "data=text" if path is None else path
@@ -128,6 +129,11 @@ def prompts(path: ReadName) -> Dataset:
 
 
 def _of_characters(path: str | None, vocabulary: Vocabulary, context: int, most: int | None) -> Dataset:
+    if path is not None and is_lines(path):
+        raise GraphoptError(
+            f"{path}: expected a tokenizer for JSON lines, found none: set data.tokenizer=tokenizer.json, or put it "
+            "beside the model"
+        )
     content = reference() if path is None else read_text(Path(path))
     tokens = np.array(vocabulary.encode(content)[:most], np.int64)
     runs = (len(tokens) - 1) // context

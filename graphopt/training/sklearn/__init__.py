@@ -47,6 +47,7 @@ def from_sklearn(fitted: object, **options: Any) -> Any:
     return estimator(kind).from_sklearn(fitted, **options)
 
 
+@checked()
 def to_onnx(fitted: object, X: object, dtype: str = "float32", **options: Any) -> onnx.ModelProto:
     """Return a fitted Pipeline, search or estimator of scikit-learn as one model, with the graphopt network in it.
 

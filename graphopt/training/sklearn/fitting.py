@@ -25,6 +25,7 @@ from sklearn.utils import Tags, check_array, check_consistent_length, check_rand
 from sklearn.utils.validation import check_is_fitted, validate_data
 
 import passes
+from graphopt.arguments import checked
 from graphopt.compiler import DEFAULT
 from graphopt.data import Batches, Dataset
 from graphopt.data.dataset import TARGET, WEIGHT, Array, LazyArray, SparseRows, is_sparse
@@ -186,6 +187,7 @@ class Fitting(EstimatorOptions, Estimator, BaseEstimator):  # type: ignore[misc]
     _steps: int | None = None  # of the last training, if the schedule needs their number
     numeric = False  # whether targets have to be numbers
 
+    @checked()
     def fit(self: _Self, X: object, y: object, sample_weight: object = None) -> _Self:
         """Train on rows of features and targets, and return the estimator."""
         return self._fit(X, y, sample_weight)
