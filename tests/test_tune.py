@@ -24,7 +24,7 @@ from sklearn.model_selection import LeaveOneOut, cross_val_predict
 import graphopt
 from graphopt import cli, data
 from graphopt.cli.tuning.command import propose
-from graphopt.cli.tuning.images import share_right
+from graphopt.cli.tuning.images import share_right, tried
 from graphopt.cli.tuning.notes import PIXELS
 
 DIGITS = load_digits()
@@ -359,6 +359,17 @@ def test_a_table_of_other_classes(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert lines_said["head"] == "2 new classes in place of 4"
     records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert max(record["accuracy"] for record in records) > 0.85
+
+
+@pytest.mark.parametrize(("mistaken", "expected"), [(12, "unit"), (8, "unit"), (0, "bytes")])
+def test_bytes_have_to_be_clearly_better(mistaken: int, expected: str) -> None:
+    """Features tell all classes but those of some rows."""
+    classes = np.arange(120) % 3
+    features = {}
+    for word, wrong in (("unit", 12), ("bytes", mistaken)):
+        shown = np.where(np.arange(120) < wrong, (classes + 1) % 3, classes)
+        features[word] = np.eye(3)[shown] * (255 if word == "bytes" else 1)
+    assert tried(features, classes)[0] == expected
 
 
 def test_share_right_is_scikit_learn_s_leave_one_out() -> None:

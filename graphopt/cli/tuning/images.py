@@ -190,7 +190,7 @@ def _pixels(
             for word, moments in PIXELS.items()
             if form.channels % len(moments[0]) == 0
         }
-        word, why = _tried(every, rows.arrays[TARGET][drawn])
+        word, why = tried(every, rows.arrays[TARGET][drawn])
         moments = PIXELS[word]
     mean, scale = moments
     proposed.lines["pixels"] = f"{why}: (x - {_shown(mean)}) / {_shown(scale)} for x from 0 to 1"
@@ -209,19 +209,18 @@ def _shown(numbers: list[float]) -> str:
     return f"[{','.join(f'{x:.9g}' for x in numbers)}]"
 
 
-def _tried(features: Mapping[str, np.ndarray], classes: np.ndarray) -> tuple[str, str]:
-    """Return with which features a linear classifier tells most classes, and the shares in words."""
+def tried(features: Mapping[str, np.ndarray], classes: np.ndarray) -> tuple[str, str]:
+    """Return with which features a linear classifier tells most classes, and the shares in words.
+
+    A network of ReLUs computes nearly the same features of bytes and of pixels from 0 to 1 up to their scale. Bytes
+    therefore have to be better by two standard deviations.
+    """
     shares, count = {word: share_right(x, classes) for word, x in features.items()}, len(classes)
-    best = max(shares, key=lambda word: shares[word])
+    noise = {word: math.sqrt(max(x * (1 - x), 1 / count) / count) for word, x in shares.items()}
+    best = max(shares, key=lambda word: shares[word] - (2 * noise[word] if word == "bytes" else 0))
     others = {word: share for word, share in shares.items() if word != best}
-    noise = math.sqrt(
-        max(shares[best] * (1 - shares[best]), 1 / count) / count
-    )  # of a share, a standard deviation
-    unsure = (
-        "; the difference is small: set --pixels=WORD if you know"
-        if shares[best] - max(others.values()) < noise
-        else ""
-    )
+    is_unsure = shares[best] - max(others.values()) < noise[best]
+    unsure = "; the difference is small: set --pixels=WORD if you know" if is_unsure else ""
     texts = ", ".join(f"{word} {share:.0%}" for word, share in others.items())
     return best, (
         f"{best}, tried: of {count} images, a linear classifier of the features tells {shares[best]:.0%} ({texts})"
