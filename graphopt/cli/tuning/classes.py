@@ -16,6 +16,7 @@ from graphopt.data import Dataset
 from graphopt.data.class_folders import parts_of_split
 from graphopt.data.dataset import TARGET
 from graphopt.errors import GraphoptError, some
+from graphopt.graph.roles import Role, with_role
 from graphopt.graph.values import dims_of, dtype_of, is_floating, name_of
 from graphopt.pipeline import Pipeline
 from graphopt.runtime.device import Device
@@ -117,11 +118,15 @@ def head_of(proposed: Proposal, model: ir.Model, labels: list[str], names: list[
     )
 
 
-def frozen_part(pipeline: Pipeline, model: ir.Model) -> ir.Model:
-    """Return the part of a model before the head that a pipeline trains."""
+def frozen_part(pipeline: Pipeline, model: ir.Model) -> tuple[ir.Model, set[int | str | None]]:
+    """Return the part of a model before the head that a pipeline trains, and the sizes of the head's weights.
+
+    The part ends before the head's input, if what is between them does not treat each row by itself.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the run repeats them
-        return cut_features(pipeline(model))[0]
+        step = pipeline(model)
+        return cut_features(step)[0], {size for x in with_role(step, Role.PARAMETER) for size in dims_of(x)}
 
 
 def features_of(frozen: ir.Model, x: np.ndarray) -> np.ndarray:
@@ -137,8 +142,8 @@ def features_of(frozen: ir.Model, x: np.ndarray) -> np.ndarray:
     return np.concatenate(found)
 
 
-def propose_rate(proposed: Proposal, features: np.ndarray) -> None:
-    """Propose the learning rate of a head by the size of its features.
+def propose_rate(proposed: Proposal, features: np.ndarray, sizes: set[int | str | None]) -> None:
+    """Propose the learning rate of a head by the size of its features, which one of its weights' sizes counts.
 
     A step of Adam moves each weight by about the rate (Kingma and Ba, Adam, 2015, section 2.1), and so a logit by the
     rate times the sum of the features' distances from their means.
@@ -146,6 +151,8 @@ def propose_rate(proposed: Proposal, features: np.ndarray) -> None:
     if "optimizer.learning_rate" not in proposed.fields or {"optimizer", "optimizer.learning_rate"} & {
         *proposed.said
     }:
+        return
+    if features.shape[1] not in sizes:  # not the head's own input
         return
     size = float(np.abs(features - features.mean(axis=0, dtype=np.float64)).sum(axis=1).mean())
     if math.isfinite(size) and size > 0:

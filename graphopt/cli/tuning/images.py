@@ -99,7 +99,8 @@ def of_images(proposed: Proposal, file: Path, model: ir.Model, data: Path, pixel
     labels = describe(proposed, root, found, "images")
     head = head_of(proposed, model, labels, notes.labels or [])
     if is_scaled and "standardize" not in proposed.said:
-        propose_rate(proposed, _pixels(proposed, frozen_part(head, model), form, found, notes, pixels))
+        frozen, sizes = frozen_part(head, model)
+        propose_rate(proposed, _pixels(proposed, frozen, form, found, notes, pixels), sizes)
     proposed.wait(EPOCHS, PATIENCE)
 
 

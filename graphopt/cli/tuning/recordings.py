@@ -74,5 +74,6 @@ def of_recordings(proposed: Proposal, file: Path, model: ir.Model, data: Path) -
     )
     head = head_of(proposed, model, describe(proposed, root, found_data, "recordings"), notes.labels or [])
     drawn = np.sort(np.random.default_rng(0).permutation(len(found_data))[:DRAWN])
-    propose_rate(proposed, features_of(frozen_part(head, model), found_data.arrays["x"][drawn]))
+    frozen, sizes = frozen_part(head, model)
+    propose_rate(proposed, features_of(frozen, found_data.arrays["x"][drawn]), sizes)
     proposed.wait(EPOCHS, PATIENCE)
