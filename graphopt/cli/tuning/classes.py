@@ -118,7 +118,7 @@ def head_of(proposed: Proposal, model: ir.Model, labels: list[str], names: list[
     )
 
 
-def frozen_part(pipeline: Pipeline, model: ir.Model) -> tuple[ir.Model, set[int | str | None]]:
+def frozen_part(pipeline: Pipeline, model: ir.Model) -> tuple[ir.Model, set[object]]:
     """Return the part of a model before the head that a pipeline trains, and the sizes of the head's weights.
 
     The part ends before the head's input, if what is between them does not treat each row by itself.
@@ -142,7 +142,7 @@ def features_of(frozen: ir.Model, x: np.ndarray) -> np.ndarray:
     return np.concatenate(found)
 
 
-def propose_rate(proposed: Proposal, features: np.ndarray, sizes: set[int | str | None]) -> None:
+def propose_rate(proposed: Proposal, features: np.ndarray, sizes: set[object]) -> None:
     """Propose the learning rate of a head by the size of its features, which one of its weights' sizes counts.
 
     A step of Adam moves each weight by about the rate (Kingma and Ba, Adam, 2015, section 2.1), and so a logit by the
