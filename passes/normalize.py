@@ -6,7 +6,7 @@ import functools
 import itertools
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -19,7 +19,7 @@ from onnxscript.rewriter import RewriteRule
 
 import passes.lowering as lowering
 from graphopt.data.tables import Columns
-from graphopt.errors import GraphoptError, line
+from graphopt.errors import GraphoptError, line, unknown
 from graphopt.graph import operators
 from graphopt.graph.checking import refuse_foreign
 from graphopt.graph.declarations import forget
@@ -113,10 +113,13 @@ class Normalize(Pass):
         batch: `free` replaces a fixed first dimension of the inputs, such as 1, by one of any size. It is proved from
             the operators that no row depends on another, and ONNX Runtime computes two batches together and one
             after the other. The trained model takes batches of any size, too.
+        inputs: numbers in place of inputs, by name, such as a sample rate. The trained model does not have these
+            inputs.
 
     Raises:
         GraphoptError: the model is invalid, the type of a value cannot be inferred, or a lowering does not cover how a
-            node uses its operator. The error names the node. With `batch`, also: a node mixes rows.
+            node uses its operator. The error names the node. With `batch`, also: a node mixes rows. With `inputs`:
+            the model has no such input, or one of an open shape.
 
     >>> model = graphopt.load(models.linear((2,), 1))
     >>> passes.Normalize()(model).model.opset_imports[""]
@@ -124,6 +127,7 @@ class Normalize(Pass):
     """
 
     batch: Literal["free"] | None = None
+    inputs: Mapping[str, float] | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -133,6 +137,7 @@ class Normalize(Pass):
             )
 
     def rewrite(self, model: ir.Model) -> None:
+        _replace_inputs(model, self.inputs or {})
         is_classical = classical.is_classical(model)
         origins = read_origins(model)
         remember(model)
@@ -235,6 +240,29 @@ class Normalize(Pass):
         common.RemoveUnusedNodesPass()(model)
         common.NameFixPass()(model)
         return propagate
+
+
+def _replace_inputs(model: ir.Model, numbers: Mapping[str, float]) -> None:
+    """Replace inputs of a model by numbers."""
+    known = {name_of(x): x for x in model.graph.inputs if not x.is_initializer()}
+    for name, number in numbers.items():
+        x = known.get(name)
+        if x is None:
+            raise GraphoptError(f"Normalize(inputs=...): {unknown('input', name, known)}")
+        if x.dtype is None or x.shape is None or not x.shape.is_static():
+            raise GraphoptError(
+                f"Normalize(inputs=...): {name}: expected an input of a known shape, found {x.shape}"
+            )
+        with np.errstate(all="ignore"):
+            array = np.full(x.shape.numpy(), number, np.float64).astype(x.dtype.numpy())
+        if not np.allclose(array.astype(np.float64), number, rtol=1e-2):
+            raise GraphoptError(
+                f"Normalize(inputs=...): {name}: expected a number in {x.dtype}, found {number}"
+            )
+        node = ir.node("Constant", [], attributes={"value": ir.tensor(array)})
+        model.graph.insert_before(next(iter(model.graph)), node)
+        x.replace_all_uses_with(node.outputs[0])
+        model.graph.inputs.remove(x)
 
 
 def _encode_beforehand(model: ir.Model) -> bool:

@@ -67,7 +67,7 @@ def test_a_run_s_folder() -> None:
     assert cli.main([*MINE, "optimizer.learning_rate=3e-4", "fit.batch_size=16", "fit.shuffle=false"]) == 0
     assert sorted(os.listdir("out")) == [
         *(".hydra", ".lock", "checkpoints", "config.yaml", "graphopt.log", "metrics.jsonl"),
-        *("report.html", "step.onnx", "trained.onnx"),
+        *("report.html", "result.json", "step.onnx", "trained.onnx"),
     ]
     assert [record["step"] for record in lines("out/metrics.jsonl")] == [3, 6]
     config = yaml.safe_load(Path("out/config.yaml").read_text())
@@ -209,6 +209,17 @@ def test_report_says_all_that_blocks(
     assert [line.split()[0] for line in blocked[2:]] == ["Gemm", "Tanh"]
     assert "fc0.weight" in blocked[2]
     assert "== after loss" in Path("out/report.txt").read_text()
+
+
+@pytest.mark.slow
+def test_a_comparison_shows_the_epoch_whose_weights_the_file_has(capsys: pytest.CaptureFixture[str]) -> None:
+    """With a rate of 0, no epoch is better than the first."""
+    options = ["fit.epochs=3", "fit.validation=0.5", "fit.checkpoint=null", "optimizer.learning_rate=0"]
+    assert cli.main([*MINE, *options]) == 0
+    assert json.loads(Path("out/result.json").read_text())["epoch"] == 1
+    assert cli.main(["compare", "folder=out"]) == 0
+    table = capsys.readouterr().out
+    assert re.search(r"^ \. .* 1 *$", table, re.MULTILINE) and len(lines("out/metrics.jsonl")) == 3
 
 
 @pytest.mark.slow

@@ -266,3 +266,37 @@ def test_a_squeeze_without_axes_before_what_mixes_rows_is_told():
         match=r"^Squeeze node '\w+' names no axes, so that it also removes the batch if its size is 1"
     ):
         passes.Normalize()(graphopt.load(proto))
+
+
+def of_a_rate(kind: str) -> onnx.ModelProto:
+    """Return a model of samples that also takes their rate."""
+    return model(
+        f"""g (float[n,4] x, {kind} rate) => (float[n,3] y) {{
+            numbers = Cast<to=1>(rate)
+            scaled = Mul(x, numbers)
+            y = MatMul(scaled, w)
+        }}""",
+        w=W,
+    )
+
+
+@pytest.mark.parametrize(("kind", "rate"), [("int64", np.int64(3)), ("float[1]", np.float32([3]))])
+def test_an_input_becomes_a_number(kind: str, rate: np.ndarray) -> None:
+    proto, x = of_a_rate(kind), np.random.default_rng(2).standard_normal((5, 4)).astype(np.float32)
+    fixed = passes.Normalize(inputs={"rate": 3})(graphopt.load(proto)).model
+    assert [value.name for value in fixed.graph.inputs] == ["x"]
+    expected = outputs(proto, {"x": x, "rate": np.asarray(rate)})["y"]
+    np.testing.assert_allclose(graphopt.run(fixed, {"x": x})["y"], expected, rtol=1e-5, atol=1e-5)
+
+
+MISTAKES = [
+    ("int64", {"speed": 3}, "unknown input 'speed'; known: rate, x"),
+    ("int64", {"x": 3}, "x: expected an input of a known shape"),
+    ("int8", {"rate": 8000}, "rate: expected a number in INT8, found 8000"),
+]
+
+
+@pytest.mark.parametrize(("kind", "inputs", "expected"), MISTAKES)
+def test_numbers_in_place_of_inputs_are_checked(kind: str, inputs: dict[str, float], expected: str) -> None:
+    with pytest.raises(GraphoptError, match=expected):
+        passes.Normalize(inputs=inputs)(graphopt.load(of_a_rate(kind)))

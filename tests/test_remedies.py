@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +130,23 @@ def test_one_class_in_all_rows_does_not_train(tmp_path: Path) -> None:
         GraphoptError, match="expected a target of two classes or more, found 'yes' in all rows"
     ):
         graphopt.fit(executor((1,)), read, epochs=1, verbose=False)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "expected"), [((0, 3, 6), "4 of the 7 classes .* are 0, 3, 6"), ((0, 1, 2), "")]
+)
+def test_numbers_of_classes_that_are_left_out_are_told(
+    numbers: Sequence[int], expected: str, tmp_path: Path
+) -> None:
+    (tmp_path / "t.csv").write_text("a,target\n" + "".join(f"{i},{numbers[i % 3]}\n" for i in range(40)))
+    read = data.csv(str(tmp_path / "t.csv"))
+    model = models.linear((1,), 7)
+    step = graphopt.compile(model, loss=passes.CrossEntropy(), optimizer=passes.SGD(0.01))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        graphopt.fit(graphopt.Executor(step, native=False), read, epochs=1, verbose=False)
+    told = [str(warning.message) for warning in caught if "have no row" in str(warning.message)]
+    assert len(told) == bool(expected) and all(re.search(expected, line) for line in told)
 
 
 @pytest.mark.parametrize("names", [("train", "val"), ("Train", "Test"), ("training", "validation", "test")])

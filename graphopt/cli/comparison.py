@@ -18,7 +18,7 @@ from omegaconf import DictConfig
 from graphopt.cli.composition.expansion import read_config
 from graphopt.cli.composition.record import HYDRA, OPTIONS, OVERRIDES, enter, mapping, select
 from graphopt.cli.messages import print_table, say
-from graphopt.cli.run_folder import CONFIG, METRICS_FILE, REPORT, RESULT
+from graphopt.cli.run_folder import CONFIG, METRICS_FILE, REPORT, RESULT, final_record
 from graphopt.errors import GraphoptError
 from graphopt.files import write
 from graphopt.inspection import html
@@ -84,9 +84,7 @@ class _Run:
     @property
     def final(self) -> Record:
         """Return the record of the epoch whose weights the run has ended with."""
-        value = self.result.get("value")
-        named = [x for x in self.records if value in (x.get("validation_loss"), x.get("loss"))]
-        return next(iter((named if value is not None else []) or self.records[-1:]), {})
+        return final_record(self.result, self.records)
 
     @property
     def state(self) -> str:

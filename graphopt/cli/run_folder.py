@@ -8,7 +8,7 @@ import logging
 import math
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from filelock import FileLock, Timeout
 from graphopt.cli.composition.expansion import MOST_BYTES, read_config
 from graphopt.errors import GraphoptError, escaped
 from graphopt.files import check_folder, json_of, open_to_append, read_file, write
+from graphopt.training.callbacks.callback import Record
 from graphopt.training.callbacks.logs import json_value, nested_items
 from graphopt.training.checkpoints import find
 
@@ -123,9 +124,24 @@ def resumed(
     return folder, False
 
 
-def write_result(folder: Path, value: float) -> None:
-    """Note that a run of a sweep is complete, and the number that the sweep minimizes."""
-    write(folder / RESULT, json.dumps({"value": json_value(value)}))
+def write_result(folder: Path, value: float, epoch: int | None = None) -> None:
+    """Note that a run is complete, the number that a sweep minimizes, and the epoch whose weights the run has."""
+    write(
+        folder / RESULT,
+        json.dumps({"value": json_value(value)} | ({} if epoch is None else {"epoch": epoch})),
+    )
+
+
+def final_record(noted: Mapping[str, object], records: Sequence[Record]) -> Record:
+    """Return the record of the epoch whose weights a run has, as its result notes; without a note, the last one."""
+    if "epoch" in noted:
+        named = [record for record in records if record.get("epoch") == noted["epoch"]]
+    else:  # of graphopt 0.1 before its release
+        value = noted.get("value")
+        named = [
+            x for x in records if value is not None and value in (x.get("validation_loss"), x.get("loss"))
+        ]
+    return next(iter(named or records[-1:]), {})
 
 
 def result(folder: Path, fields: Mapping[str, object]) -> float | None:

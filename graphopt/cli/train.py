@@ -28,6 +28,7 @@ from graphopt.cli.run_folder import (
     METRICS_FILE,
     MODEL,
     REPORT,
+    RESULT,
     STEP,
     locked,
     result,
@@ -99,8 +100,7 @@ def _lead(recipe: Recipe, communicator: Communicator, folder: Path) -> float:
         run = files.run
         final = run.restored or run.records[-1]
         value = float(final["validation_loss" if "validation_loss" in final else "loss"])
-        if title:
-            write_result(folder, value)
+        write_result(folder, value, final["epoch"])
     _summarize(run, final, console, is_complete=files.is_complete)
     checkpoints = "" if recipe.fields["fit"].get("checkpoint") is None else ", checkpoints"
     models = [name for name in (MODEL, *ADAPTER_FILES) if (folder / name).exists()]
@@ -181,6 +181,7 @@ class _Files(JSONL):
     def on_fit_begin(self, run: Run) -> None:
         self.run, self.is_complete = run, run.resumed is not None and len(run.records) >= run.epochs
         self._recipe.write_record(self._folder)
+        (self._folder / RESULT).unlink(missing_ok=True)  # of an earlier part of this run
         save(self._step, self._folder / STEP)
         super().on_fit_begin(run)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -83,6 +84,15 @@ def audio(
     if target is not None:
         arrays[TARGET] = classes
     return Dataset(arrays, "x", len(names) or None, names or None)
+
+
+def rate_of(path: str) -> int:
+    """Return the samples per second of the first recording in a folder of classes."""
+    imported(*_SOUNDFILE)
+    files, classes, _ = files_and_labels(Path(path), "recordings", True, None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # reading repeats them
+        return without_others(Path(path), "recordings", files, classes, _size_of)[2][0].rate
 
 
 class _Recordings(LazyArray):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,7 +17,7 @@ from graphopt.data.dataset import TARGET
 from graphopt.data.foreign import as_dataset, has_rows, relabelled
 from graphopt.data.loader import Shuffle, TrainingRows, fixed_batch, hold_out
 from graphopt.data.streams import Stream
-from graphopt.errors import GraphoptError
+from graphopt.errors import GraphoptError, some
 from graphopt.graph.loading import Source, load
 from graphopt.graph.metadata import TargetSpec
 from graphopt.graph.storage import model_digest
@@ -109,7 +110,7 @@ def fit(executor: Executor, data: Data, **keywords: Any) -> Records:
     metrics_of(executor.inputs, listed(options.metrics))  # raises an error if one is wrong
     if has_rows(data):
         data = _numbered(executor, as_dataset(data, executor.inputs))
-        _refuse_one_class(executor, data)
+        _check_classes(executor, data)
     if options.cache_features:
         return _fit_on_features(executor, data, options)
     source, held_out = _batch_sources(executor, data, options)
@@ -230,19 +231,29 @@ def _fit_on_features(executor: Executor, data: Data, options: FitOptions) -> Rec
         layers.give_back()
 
 
-def _refuse_one_class(executor: Executor, data: Dataset) -> None:
-    """Raise an error if the classes that a table names, or numbers, are the same in all rows."""
+def _check_classes(executor: Executor, data: Dataset) -> None:
+    """Raise an error if all rows of a table have the same class; warn if numbers of classes are left out."""
     target, input_, named = data.arrays.get(TARGET), executor.inputs.get(TARGET), data.labels or ()
     spec = None if input_ is None else TargetSpec.read(input_)
     is_classified = spec is not None and spec.task != "regression" and len(data) > 1
+    is_of_table = bool(data.names or data.table)
     found = named[0] if len(named) == 1 else None
-    if is_classified and (data.names or data.table) and isinstance(target, np.ndarray):
+    if is_classified and is_of_table and isinstance(target, np.ndarray):
         same = (target == target[:1]).all()
         found = (named[int(target.flat[0])] if named else str(target.flat[0])) if same else found
     if found is not None:
         raise GraphoptError(
             f"{data.source}: expected a target of two classes or more, found {found!r} in all rows"
         )
+    is_numbered = is_classified and is_of_table and not named
+    if is_numbered and isinstance(target, np.ndarray) and target.ndim == 1:
+        used = [int(number) for number in np.unique(target) if number >= 0]
+        if used[-1:] > [len(used) - 1]:
+            warnings.warn(
+                f"{data.source}: {used[-1] + 1 - len(used):,} of the {used[-1] + 1:,} classes from 0 on have no row: "
+                f"those in the target are {some([*map(str, used)], 10)}",
+                stacklevel=2,
+            )
 
 
 def _held_out_share(validation: object) -> float:

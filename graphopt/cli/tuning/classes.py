@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -14,10 +16,18 @@ from graphopt.data import Dataset
 from graphopt.data.class_folders import parts_of_split
 from graphopt.data.dataset import TARGET
 from graphopt.errors import GraphoptError, some
-from graphopt.graph.values import dims_of, is_floating
+from graphopt.graph.roles import Role, with_role
+from graphopt.graph.values import dims_of, dtype_of, is_floating, name_of
 from graphopt.pipeline import Pipeline
+from graphopt.runtime.device import Device
+from graphopt.runtime.session import Session
+from passes.parts.features import cut_features
 
 EPOCHS, PATIENCE = 100, 10  # of a head, whose epochs are short
+DRAWN = 120  # rows whose features are computed beforehand
+TOGETHER = 32  # rows in a batch of them
+STEP = 0.5  # what a step of a head may add to a logit
+RATES = (1e-5, 0.1)  # the least and the largest rate of a head
 
 
 def training_folder(proposed: Proposal, data: Path) -> Path:
@@ -106,6 +116,49 @@ def head_of(proposed: Proposal, model: ir.Model, labels: list[str], names: list[
         loss=passes.CrossEntropy(output=proposed.said.get("loss.output"), from_logits=operator != "Softmax"),
         optimizer=passes.SGD(0.1),
     )
+
+
+def frozen_part(pipeline: Pipeline, model: ir.Model) -> tuple[ir.Model, set[object]]:
+    """Return the part of a model before the head that a pipeline trains, and the sizes of the head's weights.
+
+    The part ends before the head's input, if what is between them does not treat each row by itself.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the run repeats them
+        step = pipeline(model)
+        return cut_features(step)[0], {size for x in with_role(step, Role.PARAMETER) for size in dims_of(x)}
+
+
+def features_of(frozen: ir.Model, x: np.ndarray) -> np.ndarray:
+    """Return the features of rows, a row for each."""
+    (read,) = frozen.graph.inputs
+    dims, dtype = dims_of(read), dtype_of(read).numpy()
+    size = dims[0] if isinstance(dims[0], int) else TOGETHER
+    session, found = Session(Device(), frozen), []
+    for start in range(0, len(x), size):
+        part = np.resize(x[start : start + size], (size, *x.shape[1:])).astype(dtype)
+        flat = [y.reshape(size, -1) for y in session.compute_arrays({name_of(read): part}).values()]
+        found.append(np.concatenate(flat, axis=1)[: len(x) - start])
+    return np.concatenate(found)
+
+
+def propose_rate(proposed: Proposal, features: np.ndarray, sizes: set[object]) -> None:
+    """Propose the learning rate of a head by the size of its features, which one of its weights' sizes counts.
+
+    A step of Adam moves each weight by about the rate (Kingma and Ba, Adam, 2015, section 2.1), and so a logit by the
+    rate times the sum of the features' distances from their means.
+    """
+    if "optimizer.learning_rate" not in proposed.fields or {"optimizer", "optimizer.learning_rate"} & {
+        *proposed.said
+    }:
+        return
+    if features.shape[1] not in sizes:  # not the head's own input
+        return
+    size = float(np.abs(features - features.mean(axis=0, dtype=np.float64)).sum(axis=1).mean())
+    if math.isfinite(size) and size > 0:
+        rate = f"{min(max(STEP / size, RATES[0]), RATES[1]):.1g}"
+        proposed.fields["optimizer.learning_rate"] = rate
+        proposed.lines["rate"] = f"{rate}, by the size of the features"
 
 
 def _output(model: ir.Model, name: str | None) -> ir.Value | None:

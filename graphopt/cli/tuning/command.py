@@ -7,7 +7,8 @@ import os
 import shlex
 import sys
 import webbrowser
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 
@@ -18,25 +19,30 @@ from rich.console import Console
 import passes
 from graphopt import data as readers
 from graphopt.adapters.targets import targets_in
+from graphopt.cli.composition.expansion import read_config
+from graphopt.cli.composition.record import mapping, select
 from graphopt.cli.messages import say
-from graphopt.cli.run_folder import METRICS_FILE, MODEL, REPORT
+from graphopt.cli.run_folder import CONFIG, METRICS_FILE, MODEL, REPORT, RESULT, final_record
 from graphopt.cli.tuning.images import of_images
-from graphopt.cli.tuning.proposal import HEAD_RATE, Proposal, listed, quoted
+from graphopt.cli.tuning.proposal import HEAD_RATE, VALIDATION_LOSS, Proposal, listed, quoted
 from graphopt.cli.tuning.recordings import of_recordings
 from graphopt.cli.words import TUNE, reader_of
 from graphopt.data.dataset import TARGET
-from graphopt.errors import GraphoptError
+from graphopt.errors import GraphoptError, some
 from graphopt.files import json_of
 from graphopt.graph.loading import load
 from graphopt.graph.values import dims_of, is_floating, name_of
 from graphopt.graph.weight_kinds import EMBEDDING
+from graphopt.inspection.words import label_of, measure_text
 from graphopt.training.callbacks.logs import read_json_lines
 from graphopt.training.callbacks.terminal import is_watched, open_console
+from graphopt.training.checkpoints import larger_is_better
 
 DEEPER = "deeper"  # the folder of the second run, in that of the first
 SHARE = 0.01  # of the head's rate, for the last layers
 LAST = 0.25  # of the layers
 MOST_LINE = 2**20  # bytes of a line of text
+MOST_CLASSES = 20  # of a column that is proposed as the target
 
 
 def tune(
@@ -119,7 +125,13 @@ def _of_table(proposed: Proposal, model: ir.Model, data: Path) -> None:
     target = said.get("data.target", TARGET)
     options = {name: said[f"data.{name}"] for name in ("columns", "delimiter") if f"data.{name}" in said}
     is_archive = kind in ("npy", "npz")
-    rows = getattr(readers, kind)(str(data), **({} if is_archive else {"target": target, **options}))
+    read = getattr(readers, kind)
+    if not is_archive and "data.target" not in said:
+        table: Mapping[str, np.ndarray] = {}
+        with suppress(GraphoptError):  # which reading with the target tells
+            table = read(str(data), target=None, **{"columns": "auto", **options}).table
+        _check_target(data, table)
+    rows = read(str(data), **({} if is_archive else {"target": target, **options}))
     if TARGET not in rows.arrays:
         raise GraphoptError(f"{TUNE}: {data}: expected an array {TARGET!r}, found {', '.join(rows.arrays)}")
     targets, outputs = rows.arrays[TARGET][:], [y for y in model.graph.outputs if is_floating(y)]
@@ -138,6 +150,21 @@ def _of_table(proposed: Proposal, model: ir.Model, data: Path) -> None:
         if classes != width:
             proposed.head(None)
     proposed.wait(epochs=100, patience=10)
+
+
+def _check_target(file: Path, table: Mapping[str, np.ndarray]) -> None:
+    """Raise an error if a table has no column `target`, which proposes those of few different values, or the last."""
+    names = list(table)
+    if TARGET in names or not names:
+        return
+    counts = {name: len({*map(str, table[name])}) for name in names}
+    most = min(MOST_CLASSES, len(table[names[0]]) // 2)
+    few = [name for name in reversed(names) if 1 < counts[name] <= most]
+    texts = [f"data.target={quoted(name)} ({counts[name]} different values)" for name in few or names[-1:]]
+    raise GraphoptError(
+        f"{TUNE}: {file}: expected a column {TARGET!r}, found {len(names)} others: name the one to predict, such as "
+        f"{some(texts, 3)}"
+    )
 
 
 def _of_text(proposed: Proposal, data: Path) -> None:
@@ -164,7 +191,7 @@ def _run(console: Console, proposed: Proposal, main: Callable[[Sequence[str]], i
 
 def _deeper(head: Path, proposed: Proposal) -> Proposal:
     """Propose to train the last layers of a model whose head has been trained."""
-    names = _last_layers(load(head / MODEL))
+    names, is_all = _last_layers(load(head / MODEL))
     of_head = ("adapter", "standardize", "pipeline")  # trained.onnx has them
     said, fields = (
         {name: text for name, text in given.items() if not name.startswith(of_head)}
@@ -178,33 +205,50 @@ def _deeper(head: Path, proposed: Proposal) -> Proposal:
     }
     again = Proposal({**said, **own}, fields)
     again.fields["parameters.pattern"] = listed([glob.escape(name) for name in names])
-    again.cache()
+    again.fields.pop("fit.cache_features", None)
+    if not is_all:
+        again.cache()
     again.wait(epochs=30, patience=3)
-    again.lines["deeper"] = f"{len(names)} weights of the last layers train, too, at a rate of {rate}"
+    layers = "all layers" if is_all else "the last layers"
+    again.lines["deeper"] = f"{len(names)} weights of {layers} train, too, at a rate of {rate}"
     return again
 
 
-def _last_layers(model: ir.Model) -> list[str]:
-    """Return the weights and the biases of the last products and convolutions of a model, in order."""
+def _last_layers(model: ir.Model) -> tuple[list[str], bool]:
+    """Return the weights and the biases of the last products and convolutions, in order, and whether these are all."""
     normal = passes.Normalize()(model).model
     layers = [
         target for target in targets_in(normal) if target.kind != EMBEDDING and not target.is_weight_itself
     ]
-    last = layers[-max(1, round(len(layers) * LAST)) :]
+    last = layers[-max(2, round(len(layers) * LAST)) :]  # the head, and at least a layer before it
     names = [name_of(x) for target in last for x in (target.source.weight, target.bias) if x is not None]
-    return [name for name in dict.fromkeys(names) if name in normal.graph.initializers]
+    return [name for name in dict.fromkeys(names) if name in normal.graph.initializers], len(last) == len(
+        layers
+    )
 
 
 def _better(console: Console, *folders: Path) -> Path:
-    """Print which of the runs has the smallest loss of held-out rows, and return its folder."""
-    losses = {}
+    """Print which of the runs has the best held-out measure with the weights of its file, and return its folder."""
+    measure, values = _measure(folders[0]), {}
     for folder in folders:
-        records = [record for record in read_json_lines(folder / METRICS_FILE) if "validation_loss" in record]
-        losses[folder] = min((float(record["validation_loss"]) for record in records), default=float("inf"))
-    best = min(losses, key=lambda folder: losses[folder])
-    texts = ", ".join(f"{folder} {loss:.4g}" for folder, loss in losses.items())
-    say(console, "best", f"{best / MODEL}, by the loss of held-out rows: {texts}")
+        noted = next(iter(read_json_lines(folder / RESULT)), {})
+        records = [record for record in read_json_lines(folder / METRICS_FILE) if "seconds" in record]
+        values[folder] = float(final_record(noted, records)[measure])
+    best = (max if larger_is_better(measure) else min)(values, key=lambda folder: values[folder])
+    texts = ", ".join(f"{folder} {measure_text(measure, value)}" for folder, value in values.items())
+    rows = "" if measure == "loss" else " of held-out rows"
+    say(console, "best", f"{best / MODEL}, by the {label_of(measure)}{rows}: {texts}")
     return best
+
+
+def _measure(folder: Path) -> str:
+    """Return the measure that has chosen the epoch whose weights a run has."""
+    config = read_config(folder / CONFIG)
+    if not select(config, "fit.validation"):
+        return "loss"
+    if stopping := select(config, "callbacks.early_stopping"):
+        return str(mapping(stopping).get("monitor", VALIDATION_LOSS))
+    return str(select(config, "fit.checkpoint.best") or VALIDATION_LOSS)
 
 
 def _open(page: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +13,19 @@ from typing import Literal
 import numpy as np
 import onnx_ir as ir
 
-from graphopt.cli.tuning.classes import EPOCHS, PATIENCE, describe, freed, head_of, of_batch, training_folder
+from graphopt.cli.tuning.classes import (
+    DRAWN,
+    EPOCHS,
+    PATIENCE,
+    describe,
+    features_of,
+    freed,
+    frozen_part,
+    head_of,
+    of_batch,
+    propose_rate,
+    training_folder,
+)
 from graphopt.cli.tuning.notes import PIXELS, Moments, Notes
 from graphopt.cli.tuning.proposal import Proposal
 from graphopt.data import Dataset, images
@@ -21,15 +33,10 @@ from graphopt.data.dataset import TARGET
 from graphopt.errors import GraphoptError
 from graphopt.files import json_of
 from graphopt.graph.values import dims_of, dtype_of, is_floating, name_of
-from graphopt.runtime.device import Device
 from graphopt.runtime.executor import run
-from graphopt.runtime.session import Session
-from passes.parts.features import cut_features
 
 OPEN_SIZE = (224, 224)  # pixels, if neither the file nor its notes say any
-DRAWN = 120  # images on which the forms of pixels are compared
 MOST_NUMBERS = 2**28  # of these images
-TOGETHER = 32  # images in a batch
 RIDGES = (1e-3, 1e-2, 1e-1, 1.0)  # by the mean square of the features
 _CHANNELS: dict[Literal["NCHW", "NHWC"], int] = {"NCHW": 1, "NHWC": 3}  # the axis in each layout
 
@@ -92,10 +99,8 @@ def of_images(proposed: Proposal, file: Path, model: ir.Model, data: Path, pixel
     labels = describe(proposed, root, found, "images")
     head = head_of(proposed, model, labels, notes.labels or [])
     if is_scaled and "standardize" not in proposed.said:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            step = head(model)
-        _pixels(proposed, cut_features(step)[0], form, found, notes, pixels)
+        frozen, sizes = frozen_part(head, model)
+        propose_rate(proposed, _pixels(proposed, frozen, form, found, notes, pixels), sizes)
     proposed.wait(EPOCHS, PATIENCE)
 
 
@@ -160,70 +165,68 @@ def _runs(model: ir.Model, x: ir.Value, form: Form) -> bool:
 
 def _pixels(
     proposed: Proposal, frozen: ir.Model, form: Form, rows: Dataset, notes: Notes, said: str | None
-) -> None:
-    """Propose what standardizes pixels: as is said, or noted, or with which features tell the classes best."""
+) -> np.ndarray:
+    """Propose what standardizes pixels: as is said, or noted, or with which features tell the classes best.
+
+    Returns the features of some images.
+    """
+    count = min(DRAWN, max(2, MOST_NUMBERS // math.prod(form.shape)), len(rows))
+    drawn = np.sort(np.random.default_rng(0).permutation(len(rows))[:count])
+    pixels = rows.arrays["x"][drawn]
+
+    def features(moments: Moments) -> np.ndarray:
+        mean, scale = map(form.of_channels, moments)
+        return features_of(frozen, (pixels - mean) / scale)
+
+    every: dict[str, np.ndarray] = {}
+    word = ""
     if said is not None:
         moments, why = PIXELS[said], f"{said}, as --pixels says"
     elif notes.moments is not None:
         moments, source = notes.moments
         why = f"as {source} says"
     else:
-        moments, why = _tried(frozen, form, rows)
+        every = {
+            word: features(moments)
+            for word, moments in PIXELS.items()
+            if form.channels % len(moments[0]) == 0
+        }
+        word, why = tried(every, rows.arrays[TARGET][drawn])
+        moments = PIXELS[word]
     mean, scale = moments
     proposed.lines["pixels"] = f"{why}: (x - {_shown(mean)}) / {_shown(scale)} for x from 0 to 1"
-    if moments == PIXELS["unit"]:
-        return
-    proposed.fields |= {
-        "standardize": "inputs",
-        "standardize.mean": _shown(mean),
-        "standardize.scale": _shown(scale),
-    }
-    if form.layout == "NHWC":
-        proposed.fields["standardize.axis"] = "-1"
+    if moments != PIXELS["unit"]:
+        proposed.fields |= {
+            "standardize": "inputs",
+            "standardize.mean": _shown(mean),
+            "standardize.scale": _shown(scale),
+        }
+        if form.layout == "NHWC":
+            proposed.fields["standardize.axis"] = "-1"
+    return every[word] if word else features(moments)
 
 
 def _shown(numbers: list[float]) -> str:
     return f"[{','.join(f'{x:.9g}' for x in numbers)}]"
 
 
-def _tried(frozen: ir.Model, form: Form, rows: Dataset) -> tuple[Moments, str]:
-    """Return what standardizes pixels so that a linear classifier of features tells most classes, and the shares."""
-    count = min(DRAWN, max(2, MOST_NUMBERS // math.prod(form.shape)), len(rows))
-    drawn = np.sort(np.random.default_rng(0).permutation(len(rows))[:count])
-    pixels, classes = rows.arrays["x"][drawn], rows.arrays[TARGET][drawn]
-    shares = {}
-    for word, (mean, scale) in PIXELS.items():
-        if form.channels % len(mean) == 0:
-            x = (pixels - form.of_channels(mean)) / form.of_channels(scale)
-            shares[word] = share_right(_features(frozen, x), classes)
-    best = max(shares, key=lambda word: shares[word])
+def tried(features: Mapping[str, np.ndarray], classes: np.ndarray) -> tuple[str, str]:
+    """Return with which features a linear classifier tells most classes, and the shares in words.
+
+    A network of ReLUs computes nearly the same features of bytes and of pixels from 0 to 1 up to their scale. Bytes
+    therefore have to be better by two standard deviations.
+    """
+    shares, count = {word: share_right(x, classes) for word, x in features.items()}, len(classes)
+    noise = {word: math.sqrt(max(x * (1 - x), 1 / count) / count) for word, x in shares.items()}
+    best = max(shares, key=lambda word: shares[word] - (2 * noise[word] if word == "bytes" else 0))
     others = {word: share for word, share in shares.items() if word != best}
-    noise = math.sqrt(
-        max(shares[best] * (1 - shares[best]), 1 / count) / count
-    )  # of a share, a standard deviation
-    unsure = (
-        "; the difference is small: set --pixels=WORD if you know"
-        if shares[best] - max(others.values()) < noise
-        else ""
-    )
+    is_unsure = shares[best] - max(others.values()) < noise[best]
+    unsure = "; the difference is small: set --pixels=WORD if you know" if is_unsure else ""
     texts = ", ".join(f"{word} {share:.0%}" for word, share in others.items())
-    return PIXELS[best], (
+    return best, (
         f"{best}, tried: of {count} images, a linear classifier of the features tells {shares[best]:.0%} ({texts})"
         f"{unsure}"
     )
-
-
-def _features(frozen: ir.Model, x: np.ndarray) -> np.ndarray:
-    """Return the features of images, a row for each."""
-    (read,) = frozen.graph.inputs
-    dims, dtype = dims_of(read), dtype_of(read).numpy()
-    size = dims[0] if isinstance(dims[0], int) else TOGETHER
-    session, found = Session(Device(), frozen), []
-    for start in range(0, len(x), size):
-        part = np.resize(x[start : start + size], (size, *x.shape[1:])).astype(dtype)
-        flat = [y.reshape(size, -1) for y in session.compute_arrays({name_of(read): part}).values()]
-        found.append(np.concatenate(flat, axis=1)[: len(x) - start])
-    return np.concatenate(found)
 
 
 def share_right(features: np.ndarray, classes: np.ndarray) -> float:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from hydra.core.override_parser.types import Quote, QuotedString
 
 HEAD_RATE = "0.003"
+VALIDATION_LOSS = "validation_loss"
 _PLAIN = re.compile(r"[\w./-]*[A-Za-z_./-][\w./-]*", re.ASCII)  # what Hydra reads as a text without quotes
 
 
@@ -36,9 +37,11 @@ class Proposal:
         return self.said.get(name, self.fields.get(name))
 
     def wait(self, epochs: int, patience: int) -> None:
-        """Propose to train until the held-out loss has not improved in some epochs."""
+        """Propose to train until the measure that chooses the epoch has not improved in some epochs."""
         if self.said.get("fit.validation") not in ("null", "0"):
-            self.fields["callbacks.early_stopping"] = f"{{patience: {patience}}}"
+            measure = self.said.get("fit.checkpoint.best", "null")
+            monitor = "" if measure in ("null", VALIDATION_LOSS) else f"monitor: {measure}, "
+            self.fields["callbacks.early_stopping"] = f"{{{monitor}patience: {patience}}}"
         self.fields["fit.epochs"] = str(epochs)
 
     def cache(self) -> None:

@@ -5,14 +5,29 @@ from __future__ import annotations
 import warnings
 from pathlib import Path
 
+import numpy as np
 import onnx_ir as ir
 
-from graphopt.cli.tuning.classes import EPOCHS, PATIENCE, describe, freed, head_of, of_batch, training_folder
+import passes
+from graphopt.cli.tuning.classes import (
+    DRAWN,
+    EPOCHS,
+    PATIENCE,
+    describe,
+    features_of,
+    freed,
+    frozen_part,
+    head_of,
+    of_batch,
+    propose_rate,
+    training_folder,
+)
 from graphopt.cli.tuning.notes import Notes
-from graphopt.cli.tuning.proposal import Proposal
+from graphopt.cli.tuning.proposal import Proposal, quoted
 from graphopt.data import audio
+from graphopt.data.audio_folders import rate_of
 from graphopt.errors import GraphoptError
-from graphopt.graph.values import dims_of, is_floating
+from graphopt.graph.values import dims_of, is_floating, name_of
 
 
 def of_recordings(proposed: Proposal, file: Path, model: ir.Model, data: Path) -> None:
@@ -28,6 +43,16 @@ def of_recordings(proposed: Proposal, file: Path, model: ir.Model, data: Path) -
     """
     root, notes = training_folder(proposed, data), Notes.of(file, model)
     inputs = [x for x in model.graph.inputs if not x.is_initializer()]
+    scalars = [x for x in inputs if x.shape is not None and set(dims_of(x)) <= {1}]
+    if len(inputs) == 2 and len(scalars) == 1:
+        name, rate = name_of(scalars[0]), rate_of(str(root))
+        inputs.remove(scalars[0])
+        model = passes.Normalize(inputs={name: rate})(model.clone()).model
+        proposed.fields |= {
+            "pipeline.normalize.inputs": f"{{{quoted(name)}: {rate}}}",
+            "data.rate": str(rate),
+        }
+        proposed.lines["samples"] = f"{name!r} is {rate:,}, the samples per second of the recordings"
     dims = dims_of(inputs[0]) if len(inputs) == 1 and inputs[0].shape is not None else ()
     has_channel = len(dims) == 3 and (dims[1] == 1 or not isinstance(dims[1], int))
     if len(inputs) != 1 or not is_floating(inputs[0]) or not (len(dims) == 2 or has_channel):
@@ -47,5 +72,8 @@ def of_recordings(proposed: Proposal, file: Path, model: ir.Model, data: Path) -
     proposed.lines["model"] = (
         f"{file}: {inputs[0].name!r} takes {length:,} samples{of_batch(proposed, dims[0])}"
     )
-    head_of(proposed, model, describe(proposed, root, found_data, "recordings"), notes.labels or [])
+    head = head_of(proposed, model, describe(proposed, root, found_data, "recordings"), notes.labels or [])
+    drawn = np.sort(np.random.default_rng(0).permutation(len(found_data))[:DRAWN])
+    frozen, sizes = frozen_part(head, model)
+    propose_rate(proposed, features_of(frozen, found_data.arrays["x"][drawn]), sizes)
     proposed.wait(EPOCHS, PATIENCE)
