@@ -16,9 +16,11 @@ from google.protobuf.message import EncodeError
 
 from graphopt.arguments import checked
 from graphopt.errors import GraphoptError, cause, line, root
+from graphopt.files import json_of, read_file
 from graphopt.graph import checking, provenance
 from graphopt.graph.limits import Limits, check_size, limits_of, set_limits
 from graphopt.graph.mapped import like_tensor
+from graphopt.graph.metadata import Architecture
 from graphopt.graph.not_a_model import not_a_model
 from graphopt.graph.operators import MICROSOFT, RUNTIMES_OWN, formal_of, schema_of
 from graphopt.graph.parts import ModelParts
@@ -41,6 +43,9 @@ ONNX = ("", "ai.onnx")  # both names of ONNX's domain
 TRAININGS_OWN = dict.fromkeys(["AveragePoolGrad", "MaxPoolGrad"], math.inf)
 # Operators that ONNX declared deprecated in some opsets, in which ONNX Runtime runs them.
 DEPRECATED = ("GroupNormalization",)
+
+_GENAI_CONFIG = "genai_config.json"
+_MOST_CONFIG_BYTES = 2**22
 
 Source = str | bytes | os.PathLike[str] | onnx.ModelProto | ir.Model
 
@@ -85,6 +90,8 @@ def load(source: Source, *, limits: Limits | None = None) -> ir.Model:
             _name_apart(model)
         else:
             take_weights(model, places)
+        if isinstance(source, str | os.PathLike):
+            _note_architecture(model, Path(source).parent / _GENAI_CONFIG)
     _give_domains(model)
     for whole in wholes_of(model):
         if not is_sorted(whole):
@@ -99,6 +106,19 @@ def load(source: Source, *, limits: Limits | None = None) -> ir.Model:
     checking.check_domains(model)
     checking.check_metadata(model)
     return shown(model)
+
+
+def _note_architecture(model: ir.Model, path: Path) -> None:
+    """Write the type of a model of onnxruntime-genai, which no name in its file tells, into the metadata."""
+    if Architecture.is_on(model) or not path.is_file():
+        return
+    config = json_of(read_file(path.resolve(), _MOST_CONFIG_BYTES), str(path))
+    found = config.get("model") if isinstance(config, dict) else None
+    kind = found.get("type") if isinstance(found, dict) else None
+    decoder = found.get("decoder") if isinstance(found, dict) else None
+    heads = decoder.get("num_key_value_heads") if isinstance(decoder, dict) else None
+    if isinstance(kind, str) and 0 < len(kind) < 100:
+        Architecture(kind, heads if isinstance(heads, int) and 0 < heads < 2**31 else 0).write(model)
 
 
 def read_original(source: Source) -> ModelParts:

@@ -513,6 +513,22 @@ class PaddingIndex(Note, key="graphopt.padding_index", expected="a row of a tabl
 
 
 @dataclass(frozen=True)
+class Architecture(Note, key="graphopt.architecture", expected="a type of model and its number of heads"):
+    """Record what genai_config.json beside a file of onnxruntime-genai says about the model.
+
+    Args:
+        type: the type, such as `phi3`.
+        heads: the number of heads of keys.
+    """
+
+    type: str
+    heads: int = 0
+
+    def check(self) -> None:
+        expect(len(self.type) < 100, 0 <= self.heads < 2**31)
+
+
+@dataclass(frozen=True)
 class LeftOut(Note, key="graphopt.left_out", expected="names of parameters"):
     """Record the exported program's parameters that are missing in the file."""
 

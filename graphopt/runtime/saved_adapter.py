@@ -10,7 +10,7 @@ from typing import Literal
 from graphopt.adapters import adapter_file, peft
 from graphopt.adapters.combined import adaptations, combined
 from graphopt.adapters.modules import modules, saved_modules
-from graphopt.adapters.naming import Names
+from graphopt.adapters.naming import Names, Naming
 from graphopt.adapters.peft import PeftAdapter
 from graphopt.arguments import checked
 from graphopt.errors import GraphoptError, kind_of, unknown
@@ -44,9 +44,9 @@ def save_adapter(
         form: `onnxruntime` or `peft`.
         names: names of modules by patterns of names of weights, if the file's names do not tell the modules:
             `{"m.*": "*"}` removes a prefix. `*` stands for any text, and the text for `*` in the name. Several names
-            are the parts of a packed weight, of which a mapping has the numbers of outputs. Names of
-            onnxruntime-genai's builder are known: `model.layers.0.attn.o_proj.MatMul.weight` is
-            `model.layers.0.self_attn.o_proj`.
+            are the parts of a packed weight, of which a mapping has the numbers of outputs. Modules of files of
+            onnxruntime-genai's builder follow from the type of model in genai_config.json beside the file, for which a
+            text such as `phi3` stands.
 
     Raises:
         GraphoptError: the graph has no adapters, or the form has none for such a weight. Nothing is written.
@@ -67,9 +67,10 @@ def save_adapter(
     model, state = executor.model, executor.state
     found = adaptations(model, state, "save_adapter")
     if form == "peft":
-        adapters = modules(model, found, names)
+        naming = Naming.of(model, names)
+        adapters = modules(model, found, naming)
         paths = {module.path for module in adapters}
-        adapter = PeftAdapter(adapters, saved_modules(model, state, paths, names))
+        adapter = PeftAdapter(adapters, saved_modules(model, state, paths, naming))
         write_folder(path, peft.folder_contents(adapter))
         return
     if names is not None:
