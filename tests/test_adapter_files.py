@@ -30,7 +30,7 @@ import passes
 from graphopt import models
 from graphopt.adapters import peft
 from graphopt.adapters.adapter_file import read_adapter_file, write_adapter_file
-from graphopt.adapters.naming import matched, modules_of
+from graphopt.adapters.naming import Naming, matched
 from graphopt.adapters.peft import Module, PeftAdapter
 from graphopt.graph.merging import Adapted
 from graphopt.testing import strict
@@ -319,13 +319,14 @@ def test_parts_of_a_packed_weight_are_modules_of_peft_and_one_slot(tmp_path: Pat
 
 
 def test_names_of_modules() -> None:
-    assert modules_of("model.layers.0.mlp.up_proj.MatMul.weight_Q4") == [("model.layers.0.mlp.up_proj", None)]
-    assert [path for path, _ in modules_of("a.attn.qkv_proj.MatMul.weight")] == [
-        f"a.self_attn.{x}_proj" for x in "qkv"
-    ]
-    assert modules_of("w.c.weight", {"w.*": {"*.q": 3, "*.k": 4}}) == [("c.q", 3), ("c.k", 4)]
+    up, qkv = "model.layers.0.mlp.up_proj.MatMul.weight_Q4", "a.attn.qkv_proj.MatMul.weight"
+    assert Naming().modules_of(up) == [("model.layers.0.mlp.up_proj", None)]
+    assert [path for path, _ in Naming().modules_of(qkv)] == [f"a.self_attn.{x}_proj" for x in "qkv"]
+    assert Naming(kind="phi3").modules_of(qkv) == [("a.self_attn.qkv_proj", None)]
+    assert Naming(kind="phi3").modules_of(up) == [("model.layers.0.mlp.up_proj", None)]
+    assert Naming({"w.*": {"*.q": 3, "*.k": 4}}).modules_of("w.c.weight") == [("c.q", 3), ("c.k", 4)]
     with pytest.raises(graphopt.GraphoptError, match="at most as many"):
-        modules_of("w.c.weight", {"w.c": "*"})
+        Naming({"w.c": "*"}).modules_of("w.c.weight")
     assert matched("a", ["x.q"], ["m.x.q"]) == {"x.q": "m.x.q"}
     assert matched("a", ["m.x.q"], ["x.q"]) == {"m.x.q": "x.q"}
     with pytest.raises(graphopt.GraphoptError, match=r"'y.q' that it lacks; it has 'm.x.q'"):

@@ -9,7 +9,7 @@ import numpy as np
 import onnx_ir as ir
 
 from graphopt.adapters.combined import Adaptation
-from graphopt.adapters.naming import Naming, part_sizes, sizes_of
+from graphopt.adapters.naming import OF_BUILDER, Naming, part_sizes, sizes_of
 from graphopt.adapters.peft import Module
 from graphopt.adapters.targets import readers_of, widths
 from graphopt.errors import GraphoptError
@@ -19,9 +19,6 @@ from graphopt.graph.roles import STATE, Role, role_of
 from graphopt.graph.state import initial
 from graphopt.graph.values import is_floating, name_of
 
-_BUILDERS = (
-    ".MatMul.weight"  # in files of onnxruntime-genai's builder, which has weights of Linear as [in, out]
-)
 # Of PyTorch's MultiheadAttention: peft adapts the first weight by the module's name, and adds the change of the other
 # twice.
 _IN, _OUT = ".in_proj_weight", ".out_proj.weight"
@@ -152,7 +149,7 @@ def _keeps_inputs_first(note: Adapted) -> bool:
         note.kind == "product"
         and note.name == note.weight
         and not turns
-        and not note.name.endswith(_BUILDERS)
+        and not OF_BUILDER.search(note.name)  # which has weights of Linear as [in, out]
     )
 
 
@@ -250,7 +247,7 @@ def is_turned(x: ir.Value, array: np.ndarray) -> bool:
     """Return whether a file has the matrix of a module transposed: exporters that fold weights of Linear do so."""
     origin = Origin.read(x)
     is_recorded = origin is not None and origin.layout is Layout.TRANSPOSED
-    return array.ndim == 2 and (is_recorded or original_name(x).endswith(_BUILDERS))
+    return array.ndim == 2 and (is_recorded or OF_BUILDER.search(original_name(x)) is not None)
 
 
 def in_module(x: ir.Value, array: np.ndarray, naming: Naming, *, back: bool = False) -> np.ndarray:

@@ -20,7 +20,7 @@ Part = tuple[str, int | None]  # the path of a module, and the number of its out
 _OWN = re.compile(
     r"\.q?weight((_DQ)?_Q\d|_quant|_quantized)?$"
 )  # what names of weights end in, after the module
-_OF_BUILDER = re.compile(
+OF_BUILDER = re.compile(
     r"\.MatMul\.q?weight"
 )  # in names of the products of files of onnxruntime-genai's builder
 
@@ -53,18 +53,16 @@ _LFM2: _Modules = {
 _QWEN35: _Modules = {
     f"*.linear_attn.in_proj_{x}": (f"*.linear_attn.{x}_proj",) for x in ("qkv", "z", "b", "a")
 }
-_BESIDE_IMAGES: _Modules = {"model.language_model.*": ("model.*",)}
 _BLOCKS = "transformer.encoder.layers.*"
 # By the types of models of onnxruntime-genai 0.18's builder, in genai_config.json. Those of experts lack the experts.
 _TYPES: dict[str, _Modules] = {
     **dict.fromkeys(("ernie4_5", "gemma", "gemma2", "gemma3_text", "gptoss", "granite", "llama", "mistral"), _LLAMA),
     **dict.fromkeys(("nemotron", "phimoe", "qwen2", "qwen3", "smollm3"), _LLAMA),
-    **dict.fromkeys(("gemma3", "gemma3_vl_text", "mistral3", "mistral3_text"), _BESIDE_IMAGES),
-    **dict.fromkeys(("qwen2_5_vl", "qwen2_5_vl_text", "qwen3vl", "qwen3_vl_text"), _BESIDE_IMAGES),
-    **dict.fromkeys(("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"), _QWEN35 | _BESIDE_IMAGES),
+    **dict.fromkeys(("gemma3", "gemma3_vl_text", "mistral3", "mistral3_text"), _LLAMA),
+    **dict.fromkeys(("qwen2_5_vl", "qwen2_5_vl_text", "qwen3vl", "qwen3_vl_text"), _LLAMA),
+    **dict.fromkeys(("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"), _QWEN35),
     **dict.fromkeys(("phi3", "phi3v"), _PHI3),
-    **dict.fromkeys(("lfm2", "lfm2_moe"), _LFM2),
-    **dict.fromkeys(("lfm2_vl", "lfm2_vl_text"), _LFM2 | _BESIDE_IMAGES),
+    **dict.fromkeys(("lfm2", "lfm2_moe", "lfm2_vl", "lfm2_vl_text"), _LFM2),
     "phi": {"*.self_attn.dense": _O, "*.final_layernorm": ("*.norm",)},
     "phi3small": {"*.self_attn.query_key_value": _QKV, "*.self_attn.dense": _O, "*.final_layernorm": ("*.norm",)},
     "granitemoehybrid": {"*.shared_mlp.input_linear": _GATE + _UP, "*.shared_mlp.output_linear": _DOWN},
@@ -86,6 +84,18 @@ _TYPES: dict[str, _Modules] = {
         **{"transformer.embedding.word_embeddings": ("model.embed_tokens",), "transformer.output_layer": ("lm_head",)},
     },
 }  # fmt: skip
+# The text of these is model.language_model, beside what reads images.
+_BESIDE_IMAGES = (
+    "gemma3",
+    "gemma3_vl",
+    "mistral3",
+    "qwen2_5_vl",
+    "qwen3vl",
+    "qwen3_vl",
+    "qwen3_5",
+    "qwen3_5_moe",
+    "lfm2_vl",
+)
 # Of these, qkv has the rows of each head of keys together: those of its queries, its own, and those of its values.
 _BY_HEADS = ("internlm2", "phi3small")
 _ADD_ONE = (
@@ -134,7 +144,7 @@ class Naming:
             )
         found = Architecture.read(model) or Architecture("")
         values = [*model.graph.inputs, *model.graph.initializers.values()]
-        is_builders = any(_OF_BUILDER.search(x.name or "") for x in values)
+        is_builders = any(OF_BUILDER.search(x.name or "") for x in values)
         kind = names if isinstance(names, str) else found.type or None
         if is_builders and kind is None and not names:
             warnings.warn(
@@ -180,19 +190,27 @@ class Naming:
             if match := _matched(pattern, stem):
                 names = [target] if isinstance(target, str) else target
                 paths = tuple(_filled(pattern, name, match) for name in names)
-                path, parts_of = self.holder(paths[0])
+                path, parts_of = self._of_type(paths[0])
                 is_whole = parts_of == paths and self.order(path, ()) is None
                 return [(path, None)] if is_whole else [(x, None) for x in paths]
         return [("", None)]
 
     def holder(self, path: str) -> tuple[str, tuple[str, ...]]:
+        """Return the module that has the rows of one of `modules_of` and of others, and all whose rows it has."""
+        module, parts = self._of_type(path)
+        return (module, parts) if len(parts) > 1 else (path, (path,))
+
+    def _of_type(self, path: str) -> tuple[str, tuple[str, ...]]:
         """Return the module of the type that has the rows of one of Llama's, and all of Llama's whose rows it has."""
+        found, those = path, (path,)
         for module, parts in _TYPES.get(self.kind or "", {}).items():
-            for part in parts:
-                if match := _matched(part, path):
-                    texts = match.groups()
-                    return _with(module, texts), tuple(_with(x, texts) for x in parts)
-        return path, (path,)
+            match = next((x for part in parts if (x := _matched(part, path))), None)
+            if match:
+                found, those = _with(module, match.groups()), tuple(_with(x, match.groups()) for x in parts)
+                break
+        if (self.kind or "").removesuffix("_text") in _BESIDE_IMAGES and self.kind != "gemma3_text":
+            found = re.sub(r"^model\.", "model.language_model.", found)
+        return found, those
 
     def order(self, path: str, sizes: Sequence[int]) -> np.ndarray | None:
         """Return for each row of a module its row among those of the parts in turn, or None if it is the same.
@@ -253,7 +271,7 @@ def part_sizes(weights: Mapping[str, ir.Value], naming: Naming) -> dict[str, int
     """Return the number of outputs of each of Llama's modules of which a module of the type has the rows, by path."""
     sizes: dict[str, int] = {}
     for name, weight in weights.items():
-        parts = naming.modules_of(name) if naming.is_builders and _OF_BUILDER.search(name) else []
+        parts = naming.modules_of(name) if naming.is_builders and OF_BUILDER.search(name) else []
         if any(naming.holder(path)[0] != path for path, _ in parts):
             outputs = outputs_of(weight)
             found = sizes_of(name, parts, outputs, widths(weight))
