@@ -98,11 +98,6 @@ _BESIDE_IMAGES = (
 )
 # Of these, qkv has the rows of each head of keys together: those of its queries, its own, and those of its values.
 _BY_HEADS = ("internlm2", "phi3small")
-_ADD_ONE = (
-    "gemma",
-    "nemotron",
-    "qwen3_5",
-)  # whose norms multiply by 1 + w, which the file has; gemma4's do not
 
 
 @dataclass(frozen=True)
@@ -157,7 +152,7 @@ class Naming:
     @property
     def adds_one(self) -> bool:
         """Return whether the weights of norms are 1 more in the file than in the module."""
-        return self.is_builders and (self.kind or "").startswith(_ADD_ONE)
+        return self.is_builders and Architecture(self.kind or "").adds_one
 
     def modules_of(self, weight: str) -> list[Part]:
         """Return the modules that a weight belongs to: one, or those whose weights the exporter has packed into it.

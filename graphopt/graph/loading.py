@@ -20,7 +20,7 @@ from graphopt.files import json_of, read_file
 from graphopt.graph import checking, provenance
 from graphopt.graph.limits import Limits, check_size, limits_of, set_limits
 from graphopt.graph.mapped import like_tensor
-from graphopt.graph.metadata import Architecture
+from graphopt.graph.metadata import ADDS_ONE, Architecture
 from graphopt.graph.not_a_model import not_a_model
 from graphopt.graph.operators import MICROSOFT, RUNTIMES_OWN, formal_of, schema_of
 from graphopt.graph.parts import ModelParts
@@ -118,7 +118,11 @@ def _note_architecture(model: ir.Model, path: Path) -> None:
     decoder = found.get("decoder") if isinstance(found, dict) else None
     heads = decoder.get("num_key_value_heads") if isinstance(decoder, dict) else None
     if isinstance(kind, str) and 0 < len(kind) < 100:
-        Architecture(kind, heads if isinstance(heads, int) and 0 < heads < 2**31 else 0).write(model)
+        note = Architecture(kind, heads if isinstance(heads, int) and 0 < heads < 2**31 else 0)
+        note.write(model)
+        for name, x in model.graph.initializers.items():
+            if note.adds_one and name.endswith("layernorm.weight"):
+                ADDS_ONE.set(x)
 
 
 def read_original(source: Source) -> ModelParts:

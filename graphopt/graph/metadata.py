@@ -89,6 +89,9 @@ LABELS = Text("labels")  # of a model: the names of its classes, a list in JSON;
 ADAPTER = Flag(
     "graphopt.is_of_adapter"
 )  # an initializer that an adapter added or replaced, and that trains in place of others
+ADDS_ONE = Flag(
+    "graphopt.adds_one"
+)  # a weight that is 1 more in the file than in its module, as of Gemma's norms
 FROZEN = Flag("graphopt.frozen")  # an initializer that trains only if selected by name
 UNTRAINED = Flag("graphopt.untrained")  # a weight that could train but does not in this training graph
 # A BatchNormalization or Dropout whose module is in training mode, and which is in its inference form in the file
@@ -526,6 +529,11 @@ class Architecture(Note, key="graphopt.architecture", expected="a type of model 
 
     def check(self) -> None:
         expect(len(self.type) < 100, 0 <= self.heads < 2**31)
+
+    @property
+    def adds_one(self) -> bool:
+        """Return whether norms multiply by 1 + w, and the file has 1 + w; Gemma 4's multiply by w."""
+        return self.type.startswith(("gemma", "nemotron", "qwen3_5")) and not self.type.startswith("gemma4")
 
 
 @dataclass(frozen=True)

@@ -211,3 +211,27 @@ def test_names_of_modules_beside_images_are_those_of_transformers(kind: str) -> 
     weights = [f"model.layers.0.{x}.MatMul.weight_Q4" for x in LAYER] + ["lm_head.MatMul.weight"]
     paths = {naming.holder(path)[0] for weight in weights for path, _ in naming.modules_of(weight)}
     assert len(paths) == len(weights) and paths <= known
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gemma2", pytest.param("nemotron", marks=pytest.mark.exhaustive)])
+def test_norms_of_one_more_do_not_decay_as_in_trainer(
+    name: str,
+    built: Callable[..., tuple[Path, Any]],  # noqa: F811
+) -> None:
+    folder, model = built(name)
+    decayed = {*transformers.Trainer.get_decay_parameter_names(None, model)}
+    left = {x for x, _ in model.named_parameters()} - decayed
+    ends = []
+    for decay in (0.0, 5.0):
+        step = graphopt.compile(
+            folder / "model.onnx",
+            loss=passes.CausalLanguageModel(),
+            optimizer=passes.AdamW(0.01, weight_decay=decay),
+        )
+        executor = graphopt.Executor(step, threads=1)
+        executor.step(feeds(executor))
+        ends.append({x: np.array(value) for x, value in executor.parameters.items()})
+    same = {x for x, value in ends[0].items() if np.array_equal(value, ends[1][x])}
+    norms = {x for x in ends[0] if x.endswith("layernorm.weight")}
+    assert same == norms and len(norms) == sum(x.endswith("norm.weight") for x in left) > 0
