@@ -331,6 +331,10 @@ def test_names_of_modules() -> None:
     assert matched("a", ["m.x.q"], ["x.q"]) == {"m.x.q": "x.q"}
     with pytest.raises(graphopt.GraphoptError, match=r"'y.q' that it lacks; it has 'm.x.q'"):
         matched("a", ["x.q", "y.q"], ["m.x.q"])
+    with pytest.raises(
+        graphopt.GraphoptError, match=r"found 'pooler.d' that it lacks; .*leave_out='pooler.d'"
+    ):
+        matched("a", ["pooler.d", "x.q", "x.k"], ["m.x.q", "m.x.k"])
 
 
 def test_ranks_and_alphas_that_differ_are_exceptions() -> None:
@@ -661,3 +665,19 @@ def test_a_pattern_of_many_wildcards_ends() -> None:
     """Regular expressions would take longer than the age of the universe."""
     assert not peft._ends_with(20 * ".*a" + "x", 2000 * "a")
     assert peft._ends_with(r".*\d+.*\d+.*\d+", 2000 * "1")
+
+
+def test_a_module_that_no_output_needs_is_left_out(tmp_path: Path) -> None:
+    text, weights, feeds = NETWORKS["MatMul"]
+    executor = trained(model(text, **weights), passes.LoRA(rank=2), feeds)
+    graphopt.save_adapter(executor, tmp_path / "a", form="peft")
+    path = tmp_path / "a" / "adapter_model.safetensors"
+    tensors = safetensors.numpy.load_file(path)
+    pooler = {f"base_model.model.pooler.dense.lora_{x}.weight": numbers(2, 2) for x in "AB"}
+    safetensors.numpy.save_file({**pooler, **tensors}, path)
+    with pytest.raises(graphopt.GraphoptError, match=r"leave_out='pooler.dense'"):
+        trained(model(text, **weights), passes.LoRA.load(tmp_path / "a"), feeds, steps=0)
+    again = trained(
+        model(text, **weights), passes.LoRA.load(tmp_path / "a", leave_out="pooler.*"), feeds, steps=0
+    )
+    np.testing.assert_allclose(again.predict(feeds)["y"], executor.predict(feeds)["y"], rtol=1e-5, atol=1e-6)

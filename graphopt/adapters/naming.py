@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import re
 import warnings
 from collections.abc import Collection, Mapping, Sequence
@@ -301,7 +302,7 @@ def matched(place: str, paths: Sequence[str], known: Collection[str]) -> dict[st
     """Return for each module of an adapter its name among those of a file.
 
     The file may have been exported from a module around that of the adapter, or from one in it: all names may differ by
-    one prefix.
+    one prefix, that which most modules share.
 
     Args:
         place: where the adapter is, for errors.
@@ -311,16 +312,23 @@ def matched(place: str, paths: Sequence[str], known: Collection[str]) -> dict[st
     Raises:
         GraphoptError: a module is not in the file.
     """
-    first = paths[0] if paths else ""
-    more = [name.removesuffix(first) for name in known if name.endswith(f".{first}")]
-    less = [first.removesuffix(name) for name in known if first.endswith(f".{name}")]
-    for added, removed in [("", ""), *((prefix, "") for prefix in more), *(("", prefix) for prefix in less)]:
-        renamed = {path: f"{added}{path.removeprefix(removed)}" for path in paths}
-        if all(name in known for name in renamed.values()):
-            return renamed
-    missing = [path for path in paths if path not in known]
+    prefixes: collections.Counter[tuple[str, str]] = collections.Counter()  # to add and to remove
+    for path in paths:
+        for name in known:
+            if name == path:
+                prefixes["", ""] += 1
+            elif name.endswith(f".{path}"):
+                prefixes[name.removesuffix(path), ""] += 1
+            elif path.endswith(f".{name}"):
+                prefixes["", path.removesuffix(name)] += 1
+    ((added, removed), _), *_ = prefixes.most_common(1) or [(("", ""), 0)]
+    renamed = {path: f"{added}{path.removeprefix(removed)}" for path in paths}
+    missing = [path for path, name in renamed.items() if name not in known]
+    if not missing:
+        return renamed
     raise GraphoptError(
         f"{place}: expected modules of the model, found {', '.join(map(repr, missing[:3]))}"
         f"{f' and {len(missing) - 3} more' if len(missing) > 3 else ''} that it lacks; it has "
-        f"{', '.join(map(repr, list(known)[:4])) or 'none that an adapter can change'}: give names="
+        f"{', '.join(map(repr, list(known)[:4])) or 'none that an adapter can change'}: give names=, or "
+        f"leave_out={missing[0]!r} if no output of the file needs it"
     )

@@ -18,6 +18,7 @@ from graphopt.adapters.peft import Module
 from graphopt.adapters.targets import AdapterTarget, targets_in, widths
 from graphopt.errors import GraphoptError, some
 from graphopt.graph.metadata import ADAPTER, Kind, Origin
+from graphopt.graph.rewriting import Pattern, matches
 from graphopt.graph.values import dims_of, dtype_of, is_floating, name_of
 
 _STATISTICS = ("running_mean", "running_var")
@@ -37,7 +38,9 @@ class Given:
     arrays: Mapping[str, Sequence[np.ndarray]] = field(default_factory=dict)
 
 
-def given_by(model: ir.Model, path: str | os.PathLike[str], names: Names) -> list[Given]:
+def given_by(
+    model: ir.Model, path: str | os.PathLike[str], names: Names, leave_out: Pattern = None
+) -> list[Given]:
     """Return what a folder of peft or an adapter file gives to the weights of a model.
 
     Modules that trained in full are set in the model.
@@ -49,19 +52,19 @@ def given_by(model: ir.Model, path: str | os.PathLike[str], names: Names) -> lis
     for target in targets_in(model):
         known.setdefault(target.name, target)
     place = os.fspath(path)
-    return (
-        _of_folder(model, place, known, Naming.of(model, names))
-        if Path(path).is_dir()
-        else _of_file(place, known)
-    )
+    if Path(path).is_dir():
+        return _of_folder(model, place, known, Naming.of(model, names), leave_out)
+    return _of_file(place, known)
 
 
 def _of_folder(
-    model: ir.Model, place: str, known: Mapping[str, AdapterTarget], naming: Naming
+    model: ir.Model, place: str, known: Mapping[str, AdapterTarget], naming: Naming, leave_out: Pattern
 ) -> list[Given]:
     """Return what a folder of peft gives to each weight, and set the weights that trained in full."""
     adapter = peft.read_folder(place)
     modules = {module.path.replace(".base_layer.", "."): module for module in adapter.modules}
+    modules = {path: module for path, module in modules.items() if not matches(path, leave_out)}
+    saved = {x: array for x, array in adapter.saved.items() if not matches(x.rpartition(".")[0], leave_out)}
     owners = {path: name for name in known for path, _ in naming.modules_of(name) if path}
     owners |= {
         name.removesuffix(".in_proj_weight"): name for name in known if name.endswith(".in_proj_weight")
@@ -79,7 +82,7 @@ def _of_folder(
         ):
             groups.setdefault(owners[part], {})[part] = module
     given = [_of_modules(place, known[name], several, naming) for name, several in groups.items()]
-    _set_saved(model, place, adapter.saved, naming)
+    _set_saved(model, place, saved, naming)
     return given
 
 
