@@ -296,8 +296,10 @@ def widths(weight: Value) -> list[int] | None:
     """Return the sizes into which a graph splits the outputs of a weight's product, or None."""
     for node in products_of(weight):
         if node.op_type == "Split":
-            sizes = constant_of(node.inputs[1]) if len(node.inputs) > 1 else None
-            return None if sizes is None else sizes.tolist()
+            sizes = [None if y.shape is None else y.shape[-1] for y in node.outputs]
+            return (
+                [x for x in sizes if isinstance(x, int)] if all(isinstance(x, int) for x in sizes) else None
+            )
     return None
 
 

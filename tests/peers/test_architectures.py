@@ -143,9 +143,6 @@ def test_peft_and_genai_compute_what_the_executor_does(
         np.testing.assert_allclose(by_peft(model, tmp_path / "a"), found, atol=2e-5, rtol=1e-4)
     again = tuned(path, passes.LoRA.load(tmp_path / "a"), steps=0)
     np.testing.assert_allclose(logits(again), found, atol=1e-5)
-    assert {n: x.shape for n, x in again.parameters.items()} == {
-        n: x.shape for n, x in executor.parameters.items()
-    }
     merged = with_model(folder, executor.trained(into=path), tmp_path / "merged")
     slots = with_model(folder, executor.trained(into=path, adapters="slots"), tmp_path / "slots")
     graphopt.save_adapter(executor, tmp_path / "a.onnx_adapter")
