@@ -198,7 +198,8 @@ class Naming:
 
     def _of_type(self, path: str) -> tuple[str, tuple[str, ...]]:
         """Return the module of the type that has the rows of one of Llama's, and all of Llama's whose rows it has."""
-        found, those = path, (path,)
+        found = path
+        those: tuple[str, ...] = (path,)
         for module, parts in _TYPES.get(self.kind or "", {}).items():
             match = next((x for part in parts if (x := _matched(part, path))), None)
             if match:
