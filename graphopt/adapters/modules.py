@@ -9,7 +9,7 @@ import numpy as np
 import onnx_ir as ir
 
 from graphopt.adapters.combined import Adaptation
-from graphopt.adapters.naming import OF_BUILDER, Naming, part_sizes, sizes_of
+from graphopt.adapters.naming import OF_BUILDER, Names, Naming, part_sizes, sizes_of
 from graphopt.adapters.peft import Module
 from graphopt.adapters.targets import readers_of, widths
 from graphopt.errors import GraphoptError
@@ -37,18 +37,19 @@ class _Part:
     order: np.ndarray | None = None
 
 
-def modules(model: ir.Model, adapters: Sequence[Adaptation], naming: Naming) -> list[Module]:
+def modules(model: ir.Model, adapters: Sequence[Adaptation], names: Names | Naming = None) -> list[Module]:
     """Return the adapters of a training graph as those of modules.
 
     Args:
         model: the training graph.
         adapters: its adapters.
-        naming: how its weights are named.
+        names: how its weights are named; see `graphopt.save_adapter`.
 
     Raises:
         GraphoptError: peft has no adapter for such a weight, or the parts of a packed weight are unknown.
     """
     found: dict[str, list[_Part]] = {}
+    naming = Naming.of(model, names)
     values = {original_name(x): x for x in [*model.graph.inputs, *model.graph.initializers.values()]}
     sizes = part_sizes(values, naming)
     for adapter in adapters:
@@ -204,12 +205,13 @@ def _whole(parts: Sequence[_Part]) -> Module:
 
 
 def saved_modules(
-    model: ir.Model, state: Mapping[str, np.ndarray], paths: Collection[str], naming: Naming
+    model: ir.Model, state: Mapping[str, np.ndarray], paths: Collection[str], names: Names | Naming = None
 ) -> dict[str, np.ndarray]:
     """Return the parameters of the modules that trained in full, in PyTorch's layout, by their names.
 
     Of the modules with adapters, whose paths are given, these are the parameters that train.
     """
+    naming = Naming.of(model, names)
     own = {name for _, note in adapted(model) for name in note.values}
     found: dict[str, np.ndarray] = {}
     trained: set[str] = set()

@@ -126,12 +126,14 @@ class Naming:
     is_builders: bool = False
 
     @classmethod
-    def of(cls, model: ir.Model, names: Names) -> Naming:
+    def of(cls, model: ir.Model, names: Names | Naming) -> Naming:
         """Return how the weights of a model are named.
 
         Raises:
             GraphoptError: `names` has another form, or is no type of model.
         """
+        if isinstance(names, Naming):
+            return names
         if isinstance(names, str) and names not in _TYPES:
             raise GraphoptError(f"names: expected a type of model, {_known()}, found {names!r}")
         if not isinstance(names, str | Mapping | None):

@@ -91,7 +91,8 @@ def load(source: Source, *, limits: Limits | None = None) -> ir.Model:
         else:
             take_weights(model, places)
         if isinstance(source, str | os.PathLike):
-            _note_architecture(model, Path(source).parent / _GENAI_CONFIG)
+            folder = Path(source) if Path(source).is_dir() else Path(source).parent
+            _note_architecture(model, folder / _GENAI_CONFIG)
     _give_domains(model)
     for whole in wholes_of(model):
         if not is_sorted(whole):
