@@ -96,7 +96,7 @@ OTHERS: dict[str, Callable[[], Any]] = {
     "lfm2 moe": lambda: transformers.Lfm2MoeConfig(
         **WIDE, layer_types=["conv", "full_attention"], num_experts=4, num_dense_layers=1
     ),
-    "nemotron": lambda: transformers.NemotronConfig(**WIDE, norm_eps=1e-6),
+    "nemotron": lambda: transformers.NemotronConfig(**WIDE, norm_eps=1e-6, partial_rotary_factor=1.0),
     "olmo": lambda: transformers.OlmoConfig(**WIDE),
     "qwen2": lambda: transformers.Qwen2Config(**WIDE),
     "smollm3": lambda: transformers.SmolLM3Config(**WIDE),
