@@ -30,7 +30,7 @@ import passes
 from graphopt import models
 from graphopt.adapters import peft
 from graphopt.adapters.adapter_file import read_adapter_file, write_adapter_file
-from graphopt.adapters.naming import matched, modules_of
+from graphopt.adapters.naming import Naming, matched
 from graphopt.adapters.peft import Module, PeftAdapter
 from graphopt.graph.merging import Adapted
 from graphopt.testing import strict
@@ -319,17 +319,22 @@ def test_parts_of_a_packed_weight_are_modules_of_peft_and_one_slot(tmp_path: Pat
 
 
 def test_names_of_modules() -> None:
-    assert modules_of("model.layers.0.mlp.up_proj.MatMul.weight_Q4") == [("model.layers.0.mlp.up_proj", None)]
-    assert [path for path, _ in modules_of("a.attn.qkv_proj.MatMul.weight")] == [
-        f"a.self_attn.{x}_proj" for x in "qkv"
-    ]
-    assert modules_of("w.c.weight", {"w.*": {"*.q": 3, "*.k": 4}}) == [("c.q", 3), ("c.k", 4)]
+    up, qkv = "model.layers.0.mlp.up_proj.MatMul.weight_Q4", "a.attn.qkv_proj.MatMul.weight"
+    assert Naming().modules_of(up) == [("model.layers.0.mlp.up_proj", None)]
+    assert [path for path, _ in Naming().modules_of(qkv)] == [f"a.self_attn.{x}_proj" for x in "qkv"]
+    assert Naming(kind="phi3").modules_of(qkv) == [("a.self_attn.qkv_proj", None)]
+    assert Naming(kind="phi3").modules_of(up) == [("model.layers.0.mlp.up_proj", None)]
+    assert Naming({"w.*": {"*.q": 3, "*.k": 4}}).modules_of("w.c.weight") == [("c.q", 3), ("c.k", 4)]
     with pytest.raises(graphopt.GraphoptError, match="at most as many"):
-        modules_of("w.c.weight", {"w.c": "*"})
+        Naming({"w.c": "*"}).modules_of("w.c.weight")
     assert matched("a", ["x.q"], ["m.x.q"]) == {"x.q": "m.x.q"}
     assert matched("a", ["m.x.q"], ["x.q"]) == {"m.x.q": "x.q"}
     with pytest.raises(graphopt.GraphoptError, match=r"'y.q' that it lacks; it has 'm.x.q'"):
         matched("a", ["x.q", "y.q"], ["m.x.q"])
+    with pytest.raises(
+        graphopt.GraphoptError, match=r"found 'pooler.d' that it lacks; .*leave_out='pooler.d'"
+    ):
+        matched("a", ["pooler.d", "x.q", "x.k"], ["m.x.q", "m.x.k"])
 
 
 def test_ranks_and_alphas_that_differ_are_exceptions() -> None:
@@ -660,3 +665,118 @@ def test_a_pattern_of_many_wildcards_ends() -> None:
     """Regular expressions would take longer than the age of the universe."""
     assert not peft._ends_with(20 * ".*a" + "x", 2000 * "a")
     assert peft._ends_with(r".*\d+.*\d+.*\d+", 2000 * "1")
+
+
+def test_a_module_that_no_output_needs_is_left_out(tmp_path: Path) -> None:
+    text, weights, feeds = NETWORKS["MatMul"]
+    executor = trained(model(text, **weights), passes.LoRA(rank=2), feeds)
+    graphopt.save_adapter(executor, tmp_path / "a", form="peft")
+    path = tmp_path / "a" / "adapter_model.safetensors"
+    tensors = safetensors.numpy.load_file(path)
+    pooler = {f"base_model.model.pooler.dense.lora_{x}.weight": numbers(2, 2) for x in "AB"}
+    safetensors.numpy.save_file({**pooler, **tensors}, path)
+    with pytest.raises(graphopt.GraphoptError, match=r"leave_out='pooler.dense'"):
+        trained(model(text, **weights), passes.LoRA.load(tmp_path / "a"), feeds, steps=0)
+    again = trained(
+        model(text, **weights), passes.LoRA.load(tmp_path / "a", leave_out="pooler.*"), feeds, steps=0
+    )
+    np.testing.assert_allclose(again.predict(feeds)["y"], executor.predict(feeds)["y"], rtol=1e-5, atol=1e-6)
+
+
+BUILT = """g (float[N,8] x) => (float[N,22] y) {
+    h = MatMul(x, "model.layers.0.attn.qkv_proj.MatMul.weight")
+    q, k, v = Split<axis=1>(h, s)
+    gate = MatMul(x, "model.layers.0.mlp.gate_proj.MatMul.weight")
+    up = MatMul(x, "model.layers.0.mlp.up_proj.MatMul.weight")
+    z = Mul(gate, up)
+    y = Concat<axis=1>(v, k, q, z)
+}"""
+BUILT_WEIGHTS = {
+    f"model.layers.0.{name}_proj.MatMul.weight": size
+    for name, size in (("attn.qkv", 16), ("mlp.gate", 6), ("mlp.up", 6))
+}
+
+
+def built(folder: Path, kind: str) -> Path:
+    """Write a file with names of onnxruntime-genai's builder, of two heads of keys, each read by two of queries."""
+    proto = model(
+        BUILT,
+        s=np.array([8, 4, 4]),
+        **{name: numbers(8, size) for name, size in BUILT_WEIGHTS.items()},
+    )
+    onnx.save(proto, folder / "model.onnx")
+    config = {"model": {"type": kind, "decoder": {"num_key_value_heads": 2}}}
+    (folder / "genai_config.json").write_text(json.dumps(config))
+    return folder / "model.onnx"
+
+
+def by_heads(w: np.ndarray) -> np.ndarray:
+    """Return the rows of queries, keys and values of InternLM2's wqkv in turn, as the builder takes them apart."""
+    groups = w.reshape(2, 2 + 2, 2, -1)
+    return np.concatenate([groups[:, i].reshape(-1, w.shape[1]) for i in (slice(0, 2), -2, -1)])
+
+
+# The modules of a type, and the weights of the file that their rows are.
+OF_TYPES = {
+    "llama": {f"self_attn.{x}_proj": (f"qkv {i}",) for i, x in enumerate("qkv")},
+    "phi3": {"self_attn.qkv_proj": ("qkv",), "mlp.gate_up_proj": ("gate", "up")},
+    "internlm2": {"attention.wqkv": ("qkv",), "feed_forward.w1": ("gate",), "feed_forward.w3": ("up",)},
+    "granitemoehybrid": {"shared_mlp.input_linear": ("gate", "up")},
+}
+
+
+@needs_files
+@pytest.mark.parametrize("kind", OF_TYPES)
+@pytest.mark.parametrize("parts", [None, {"q": 8, "k": 4, "v": 4}], ids=["whole", "parts"])
+def test_modules_of_a_builder_s_file_have_the_rows_of_its_weights(
+    kind: str, parts: Any, tmp_path: Path
+) -> None:
+    path = built(tmp_path, kind)
+    adapters = [passes.LoRA("*qkv*", rank=2, parts=parts), passes.LoRA("*mlp*", rank=2)]
+    executor = graphopt.Executor(
+        graphopt.compile(path, adapter=adapters, loss=passes.MeanSquaredError(), optimizer=passes.AdamW(0.05))
+    )
+    for _ in range(3):
+        executor.step(x=X["x"], target=np.ones((len(X["x"]), 22), np.float32))
+    graphopt.save_adapter(executor, tmp_path / "a", form="peft")
+    tensors = safetensors.numpy.load_file(tmp_path / "a" / "adapter_model.safetensors")
+    config = json.loads((tmp_path / "a" / "adapter_config.json").read_text())
+    weights = {x.name: onnx.numpy_helper.to_array(x) for x in onnx.load(path).graph.initializer}
+    merged = executor.trained(into=path).graph.initializer
+    change = {
+        x.name.split(".")[4].removesuffix("_proj"): (onnx.numpy_helper.to_array(x) - weights[x.name]).T
+        for x in merged
+        if "MatMul" in x.name
+    }
+    change |= {f"qkv {i}": x for i, x in enumerate(np.split(change["qkv"], [8, 12]))}
+    for module, names in OF_TYPES[kind].items():
+        a, b = (tensors[f"base_model.model.model.layers.0.{module}.lora_{x}.weight"] for x in "AB")
+        alpha = config["alpha_pattern"].get(f"^model.layers.0.{module}", config["lora_alpha"])
+        found = b @ a * (alpha / len(a))
+        found = by_heads(found) if module == "attention.wqkv" else found
+        np.testing.assert_allclose(found, np.concatenate([change[x] for x in names]), atol=1e-4)
+    again = graphopt.Executor(
+        graphopt.compile(
+            path,
+            adapter=passes.LoRA.load(tmp_path / "a"),
+            loss=passes.MeanSquaredError(),
+            optimizer=passes.AdamW(0.05),
+        )
+    )
+    feeds = {"x": X["x"]}
+    expected = executor.predict(feeds)["y"]
+    np.testing.assert_allclose(again.predict(feeds)["y"], expected, rtol=1e-4, atol=1e-4)
+    assert {x.shape for name, x in again.parameters.items() if ".mlp." in name} == {(8, 2), (2, 6)}
+
+
+def test_an_unknown_type_of_model_is_refused(tmp_path: Path) -> None:
+    path = built(tmp_path, "new")
+    steps = {"loss": passes.MeanSquaredError(), "optimizer": passes.SGD(0.1)}
+    executor = graphopt.Executor(graphopt.compile(path, adapter=passes.LoRA("*mlp*", rank=2), **steps))
+    with pytest.raises(graphopt.GraphoptError, match="found 'new': give names='llama'"):
+        graphopt.save_adapter(executor, tmp_path / "a", form="peft")
+    graphopt.save_adapter(executor, tmp_path / "a", form="peft", names="llama")
+    with pytest.raises(graphopt.GraphoptError, match="found 'new': give names='llama'"):
+        graphopt.compile(path, adapter=passes.LoRA.load(tmp_path / "a"), **steps)
+    with pytest.raises(graphopt.GraphoptError, match=r"expected a type of model, 'chatglm'.*found 'lama'"):
+        graphopt.save_adapter(executor, tmp_path / "b", form="peft", names="lama")

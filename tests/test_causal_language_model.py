@@ -11,6 +11,7 @@ import onnx
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
+from builders import model
 from steps import assert_close
 
 import graphopt
@@ -370,3 +371,38 @@ def test_mistakes_are_named() -> None:
     )
     with pytest.raises(graphopt.GraphoptError, match="'input_ids': expected labels from 0 to 6, found"):
         executor.step(input_ids=IDS + 7)
+
+
+# How files keep the last token before the head: onnxruntime-genai's builder, and two exports.
+PRUNED = {
+    "Gather": "l = Gather<axis=1>(h, last)\n p = Unsqueeze(l, one)",
+    "Gather of one": "p = Gather<axis=1>(h, lasts)",
+    "Slice": "p = Slice(h, lasts, end, one)",
+}
+
+
+@pytest.mark.parametrize("blocks", [None, 2])
+@pytest.mark.parametrize("kept", PRUNED)
+def test_a_file_with_the_logits_of_the_last_token_trains_on_all(kept: str, blocks: int | None) -> None:
+    rng = np.random.default_rng(0)
+    weights = {"table": rng.standard_normal((11, 6)), "w": rng.standard_normal((6, 11))}
+    places = {"last": np.array(-1), "lasts": np.array([-1]), "one": np.array([1]), "end": np.array([2**62])}
+
+    def executor_of(pruned: str, head: str, size: str) -> tuple[onnx.ModelProto, graphopt.Executor]:
+        text = f"""g (int64[B,S] input_ids) => (float[B,{size},11] logits) {{
+            e = Gather(table, input_ids)\n h = Tanh(e)\n {pruned}\n z = MatMul({head}, w)\n logits = Identity(z)
+        }}"""
+        proto = model(text, opset=21, **weights, **places)
+        loss = passes.CausalLanguageModel(blocks=blocks)
+        return proto, graphopt.Executor(graphopt.compile(proto, loss=loss, optimizer=passes.AdamW(0.02)))
+
+    ids = rng.integers(0, 11, (3, 5))
+    (_, whole), (proto, pruned) = executor_of("", "h", "S"), executor_of(PRUNED[kept], "p", "1")
+    for _ in range(4):
+        np.testing.assert_allclose(
+            pruned.step(input_ids=ids)["loss"], whole.step(input_ids=ids)["loss"], rtol=1e-6
+        )
+    expected = whole.predict(input_ids=ids)["logits"][:, -1:]
+    np.testing.assert_allclose(pruned.predict(input_ids=ids)["logits"], expected, rtol=1e-5)
+    for served in (pruned.trained(), pruned.trained(into=proto)):
+        np.testing.assert_allclose(graphopt.run(served, {"input_ids": ids})["logits"], expected, rtol=1e-5)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
+from graphopt.adapters.targets import outputs_of
 from graphopt.errors import GraphoptError
 from graphopt.graph.merging import Adapted, adapted, merged
 from graphopt.graph.metadata import STORED, original_name
@@ -61,11 +62,9 @@ class Adaptation:
         """Return the number of outputs of the product, of which the adapter may change some."""
         if self.note.columns is None:
             return self.b.shape[self.kind.axes[2]]
+        if self.note.quantized:
+            return outputs_of(self.weight)
         dims = [*self.weight.shape.numpy()] if self.weight.shape is not None else []
-        if (
-            self.note.quantized
-        ):  # [N, blocks, bytes], or a matrix whose other dimension is the number of inputs
-            return dims[0] if len(dims) == 3 else dims[1 - dims.index(self.a.shape[-2])]
         return shape_after(self.note.moves, dims)[-1]
 
 

@@ -9,53 +9,58 @@ import numpy as np
 import onnx_ir as ir
 
 from graphopt.adapters.combined import Adaptation
-from graphopt.adapters.naming import Names, modules_of, sizes_of
+from graphopt.adapters.naming import OF_BUILDER, Names, Naming, part_sizes, sizes_of
 from graphopt.adapters.peft import Module
-from graphopt.adapters.targets import readers_of
+from graphopt.adapters.targets import readers_of, widths
 from graphopt.errors import GraphoptError
 from graphopt.graph.merging import Adapted, adapted
 from graphopt.graph.metadata import EXPORTED_CALL, Kind, Layout, Origin, original_name
 from graphopt.graph.roles import STATE, Role, role_of
 from graphopt.graph.state import initial
-from graphopt.graph.values import constant_of, is_floating, name_of
+from graphopt.graph.values import is_floating, name_of
 
-_BUILDERS = (
-    ".MatMul.weight"  # in files of onnxruntime-genai's builder, which has weights of Linear as [in, out]
-)
 # Of PyTorch's MultiheadAttention: peft adapts the first weight by the module's name, and adds the change of the other
 # twice.
 _IN, _OUT = ".in_proj_weight", ".out_proj.weight"
-_FOLLOWED = ("Add", "Cast", "Identity", "MatMul", "Reshape")
 
 
 @dataclass(frozen=True)
 class _Part:
-    """Hold what an adapter changes of a module: the rows of B, which begin at `first` of the module's outputs."""
+    """Hold what an adapter changes of a module: the rows of B, which begin at `first` of the module's outputs.
+
+    The module has its outputs in an order of its own, if there is one.
+    """
 
     module: Module
     first: int
     outputs: int
+    order: np.ndarray | None = None
 
 
-def modules(model: ir.Model, adapters: Sequence[Adaptation], names: Names = None) -> list[Module]:
+def modules(model: ir.Model, adapters: Sequence[Adaptation], names: Names | Naming = None) -> list[Module]:
     """Return the adapters of a training graph as those of modules.
 
     Args:
         model: the training graph.
         adapters: its adapters.
-        names: see `graphopt.adapters.naming.modules_of`.
+        names: how its weights are named; see `graphopt.save_adapter`.
 
     Raises:
         GraphoptError: peft has no adapter for such a weight, or the parts of a packed weight are unknown.
     """
     found: dict[str, list[_Part]] = {}
+    naming = Naming.of(model, names)
+    values = {original_name(x): x for x in [*model.graph.inputs, *model.graph.initializers.values()]}
+    sizes = part_sizes(values, naming)
     for adapter in adapters:
-        for part in _parts(model, adapter, names):
+        for part in _parts(model, adapter, naming, sizes):
             found.setdefault(part.module.path, []).append(part)
     return [_whole(parts) for parts in found.values()]
 
 
-def _parts(model: ir.Model, adapter: Adaptation, names: Names) -> Iterator[_Part]:
+def _parts(
+    model: ir.Model, adapter: Adaptation, naming: Naming, sizes_in: Mapping[str, int]
+) -> Iterator[_Part]:
     """Yield the modules of one adapter: several if the weight is packed."""
     note, weight = adapter.note, adapter.weight
     _check_convolution(weight, note, is_dora=adapter.magnitude is not None)
@@ -68,7 +73,9 @@ def _parts(model: ir.Model, adapter: Adaptation, names: Names) -> Iterator[_Part
             f"found that of a {note.kind}: save it by form='onnxruntime', or merge it, by executor.trained()"
         )
     a, b = _as_peft(adapter)
-    outputs, parts = adapter.outputs, modules_of(note.name, names)
+    outputs, parts = adapter.outputs, naming.modules_of(note.name)
+    if not parts[0][0]:
+        raise naming.refusal(note.name)
     sizes = sizes_of(note.name, parts, outputs, widths(weight))
     start, stop = note.columns or (0, outputs)
     for (path, _), end, size in zip(parts, np.cumsum(sizes).tolist(), sizes, strict=True):
@@ -76,8 +83,11 @@ def _parts(model: ir.Model, adapter: Adaptation, names: Names) -> Iterator[_Part
         if first < last:
             rows = slice(first - start, last - start)
             magnitude = None if adapter.magnitude is None else adapter.magnitude.ravel()[rows]
+            holder, members = naming.holder(path) if path in sizes_in else (path, (path,))
+            before = sum(sizes_in[x] for x in members[: members.index(path)])
+            total = sum(sizes_in[x] for x in members) if len(members) > 1 else size
             module = Module(
-                path.removesuffix(".in_proj_weight"),
+                holder.removesuffix(".in_proj_weight"),
                 a,
                 b[rows],
                 note.scale,
@@ -86,7 +96,8 @@ def _parts(model: ir.Model, adapter: Adaptation, names: Names) -> Iterator[_Part
                 keeps_inputs_first=_keeps_inputs_first(note),
                 rank_stabilized=note.rank_stabilized,
             )
-            yield _Part(module, first - end + size, size)
+            order = naming.order(holder, [sizes_in[x] for x in members]) if len(members) > 1 else None
+            yield _Part(module, before + first - end + size, total, order)
 
 
 def _check_convolution(weight: ir.Value, note: Adapted, *, is_dora: bool) -> None:
@@ -139,7 +150,7 @@ def _keeps_inputs_first(note: Adapted) -> bool:
         note.kind == "product"
         and note.name == note.weight
         and not turns
-        and not note.name.endswith(_BUILDERS)
+        and not OF_BUILDER.search(note.name)  # which has weights of Linear as [in, out]
     )
 
 
@@ -157,22 +168,6 @@ def _as_peft(adapter: Adaptation) -> tuple[np.ndarray, np.ndarray]:
     return whole.reshape(len(a), -1, *window), b.reshape(*b.shape[:2], *[1] * len(window))
 
 
-def widths(weight: ir.Value) -> list[int] | None:
-    """Return the sizes into which a graph splits the outputs of a weight's product, or None."""
-    waiting = [weight]
-    seen: set[ir.Node] = set()
-    while waiting:
-        x = waiting.pop(0)
-        for node in x.consumers():
-            if node.op_type == "Split" and x is node.inputs[0]:
-                sizes = constant_of(node.inputs[1]) if len(node.inputs) > 1 else None
-                return None if sizes is None else sizes.tolist()
-            if node.op_type in _FOLLOWED and node not in seen and len(seen) < 16:
-                seen.add(node)
-                waiting.extend(node.outputs)
-    return None
-
-
 def _whole(parts: Sequence[_Part]) -> Module:
     """Return the adapter of a module from those of its parts."""
     first, outputs = parts[0].module, parts[0].outputs
@@ -183,15 +178,18 @@ def _whole(parts: Sequence[_Part]) -> Module:
             f"module {first.path!r}: expected adapters of one weight, found those of several, whose own modules the "
             "file does not tell: give names="
         )
-    rank = sum(part.module.b.shape[1] for part in parts)
-    b = np.zeros((outputs, rank, *first.b.shape[2:]), first.b.dtype)
+    columns: dict[int, int] = {}  # of B, by the A that they are for
+    blocks = list({id(part.module.a): part.module for part in parts}.values())
+    for own in blocks:
+        columns[id(own.a)] = sum(x.b.shape[1] for x in blocks[: len(columns)])
+    b = np.zeros((outputs, sum(x.b.shape[1] for x in blocks), *first.b.shape[2:]), first.b.dtype)
     magnitude = np.zeros(outputs, first.b.dtype)
-    column = covered = 0
+    covered = 0
     for part in parts:
         own = part.module
         rows = slice(part.first, part.first + len(own.b))
+        column = columns[id(own.a)]
         b[rows, column : column + own.b.shape[1]] = own.b * (own.scale / first.scale)
-        column += own.b.shape[1]
         if own.magnitude is not None:
             magnitude[rows] = own.magnitude
             covered += len(own.b)
@@ -200,17 +198,20 @@ def _whole(parts: Sequence[_Part]) -> Module:
             f"module {first.path!r}: expected DoRA of all its {outputs} outputs, found that of {covered}: "
             "adapt all parts, or train without dora"
         )
-    a = np.concatenate([part.module.a for part in parts])
-    return replace(first, a=a, b=b, magnitude=magnitude if covered else None, rank_stabilized=False)
+    a = np.concatenate([x.a for x in blocks])
+    order, stabilized = parts[0].order, len(blocks) == 1 and first.rank_stabilized
+    b, magnitude = (b, magnitude) if order is None else (b[order], magnitude[order])
+    return replace(first, a=a, b=b, magnitude=magnitude if covered else None, rank_stabilized=stabilized)
 
 
 def saved_modules(
-    model: ir.Model, state: Mapping[str, np.ndarray], paths: Collection[str], names: Names = None
+    model: ir.Model, state: Mapping[str, np.ndarray], paths: Collection[str], names: Names | Naming = None
 ) -> dict[str, np.ndarray]:
     """Return the parameters of the modules that trained in full, in PyTorch's layout, by their names.
 
     Of the modules with adapters, whose paths are given, these are the parameters that train.
     """
+    naming = Naming.of(model, names)
     own = {name for _, note in adapted(model) for name in note.values}
     found: dict[str, np.ndarray] = {}
     trained: set[str] = set()
@@ -225,12 +226,12 @@ def saved_modules(
         if name_of(x) not in state and tensor is None:
             continue
         array = state[name_of(x)] if role in STATE else tensor.numpy()  # type: ignore[union-attr]
-        name = parameter_of(x, names)
-        found[name] = array.T if is_turned(x, array) else array
+        name = parameter_of(x, naming)
+        found[name] = in_module(x, array, naming)
         if role is Role.PARAMETER and "." not in name:
             raise GraphoptError(
-                f"weight {name!r}: expected a parameter of a module, as peft saves it, found one whose module the file "
-                "does not tell: leave it frozen, or merge the adapter, by executor.trained()"
+                f"weight {original_name(x)!r}: expected a parameter of a module, as peft saves it, found one whose "
+                "module the file does not tell: leave it frozen, or merge the adapter, by executor.trained()"
             )
         if role is Role.PARAMETER:
             trained.add(name)
@@ -248,7 +249,14 @@ def is_turned(x: ir.Value, array: np.ndarray) -> bool:
     """Return whether a file has the matrix of a module transposed: exporters that fold weights of Linear do so."""
     origin = Origin.read(x)
     is_recorded = origin is not None and origin.layout is Layout.TRANSPOSED
-    return array.ndim == 2 and (is_recorded or original_name(x).endswith(_BUILDERS))
+    return array.ndim == 2 and (is_recorded or OF_BUILDER.search(original_name(x)) is not None)
+
+
+def in_module(x: ir.Value, array: np.ndarray, naming: Naming, *, back: bool = False) -> np.ndarray:
+    """Return the numbers of an initializer as its module has them, or the other way round."""
+    if naming.adds_one and original_name(x).endswith("layernorm.weight"):
+        return array + 1 if back else array - 1
+    return array.T if is_turned(x, array) else array
 
 
 def name_of_parameter(x: ir.Value) -> str:
@@ -264,9 +272,15 @@ def name_of_parameter(x: ir.Value) -> str:
     return origin.sources[0]
 
 
-def parameter_of(x: ir.Value, names: Names = None) -> str:
-    """Return the name of an initializer's parameter in PyTorch: that of its module, and its own."""
+def parameter_of(x: ir.Value, naming: Naming) -> str:
+    """Return the name of an initializer's parameter in PyTorch: that of its module, and its own.
+
+    It is empty if a file of onnxruntime-genai's builder has some rows of the parameter, or those of several.
+    """
     name = name_of_parameter(x)
     stem, _, own = name.rpartition(".")
-    (path, _), *others = modules_of(f"{stem.removesuffix('.Add')}.weight", names)
-    return name if others or not stem else f"{path}.{own}"
+    (path, _), *others = naming.modules_of(f"{stem.removesuffix('.Add')}.weight")
+    if not naming.is_builders:
+        return name if others or not stem else f"{path}.{own}"
+    path, members = naming.holder(path)
+    return "" if others or not path or len(members) > 1 else f"{path}.{own}"

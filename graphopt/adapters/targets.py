@@ -11,6 +11,7 @@ import onnx_ir as ir
 from onnx.reference import ReferenceEvaluator
 from onnx_ir import Value
 
+from graphopt.errors import GraphoptError
 from graphopt.graph import metadata
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.merging import Adapted
@@ -37,6 +38,8 @@ from graphopt.graph.weight_kinds import (
 _SHAPING = ("Flatten", "Reshape", "Squeeze", "Unsqueeze")
 _PASSING = VIEWS | {"Cast", "Transpose", DEQUANTIZE}
 _OF_QUANTIZED = ("Mul", "Pad", "Slice", "Sub")  # scales, the padding of the last block, and zero points
+_JOINING = ("Add", "MatMul")
+_FOLLOWED = {*_JOINING, "Cast", "Identity", "Reshape", "Slice", "Split", "Sub", "Transpose", DEQUANTIZE}
 
 
 @dataclass(frozen=True, eq=False)
@@ -277,6 +280,43 @@ def readers_of(weight: Value) -> Iterator[tuple[ir.Node, int]]:
             yield from readers_of(node.outputs[0])
         else:
             yield node, index
+
+
+def products_of(weight: Value) -> Iterator[ir.Node]:
+    """Yield the nodes on the way of a weight to its products, these, and those that add to them, split or cast them."""
+    waiting, seen = [(weight, _FOLLOWED)], set[ir.Node]()
+    while waiting:
+        x, followed = waiting.pop(0)
+        for node, index in x.uses():
+            if node.op_type in followed and (index == 0 or node.op_type in _JOINING) and node not in seen:
+                seen.add(node)
+                yield node
+                after = followed - {"MatMul"} if node.op_type == "MatMul" else followed
+                waiting += [] if node.op_type == "Split" else [(node.outputs[0], after)]
+
+
+def widths(weight: Value) -> list[int] | None:
+    """Return the sizes into which a graph splits the outputs of a weight's product, or None."""
+    for node in products_of(weight):
+        if node.op_type == "Split":
+            sizes = [None if y.shape is None else y.shape[-1] for y in node.outputs]
+            return (
+                [x for x in sizes if isinstance(x, int)] if all(isinstance(x, int) for x in sizes) else None
+            )
+    return None
+
+
+def outputs_of(weight: Value) -> int:
+    """Return the number of outputs of the product of a weight [inputs, outputs], which may be packed.
+
+    Raises:
+        GraphoptError: no MatMul reads it.
+    """
+    for node in products_of(weight):
+        shape = node.outputs[0].shape if node.op_type == "MatMul" else None
+        if shape is not None and isinstance(shape[-1], int):
+            return shape[-1]
+    raise GraphoptError(f"weight {weight.name!r}: expected a MatMul that reads it, found none")
 
 
 def swapped(op: Emitter, x: Value) -> Value:

@@ -19,7 +19,8 @@ from graphopt.errors import GraphoptError, cause, line, root
 from graphopt.graph import checking, provenance
 from graphopt.graph.limits import Limits, check_size, limits_of, set_limits
 from graphopt.graph.mapped import like_tensor
-from graphopt.graph.model_folders import model_in
+from graphopt.graph.metadata import ADDS_ONE, Architecture
+from graphopt.graph.model_folders import GENAI_CONFIG, config_in, model_in
 from graphopt.graph.not_a_model import not_a_model
 from graphopt.graph.operators import MICROSOFT, RUNTIMES_OWN, formal_of, schema_of
 from graphopt.graph.parts import ModelParts
@@ -42,6 +43,7 @@ ONNX = ("", "ai.onnx")  # both names of ONNX's domain
 TRAININGS_OWN = dict.fromkeys(["AveragePoolGrad", "MaxPoolGrad"], math.inf)
 # Operators that ONNX declared deprecated in some opsets, in which ONNX Runtime runs them.
 DEPRECATED = ("GroupNormalization",)
+
 
 Source = str | bytes | os.PathLike[str] | onnx.ModelProto | ir.Model
 
@@ -86,6 +88,9 @@ def load(source: Source, *, limits: Limits | None = None) -> ir.Model:
             _name_apart(model)
         else:
             take_weights(model, places)
+        if isinstance(source, str | os.PathLike):
+            folder = Path(source) if Path(source).is_dir() else Path(source).parent
+            _note_architecture(model, folder / GENAI_CONFIG)
     _give_domains(model)
     for whole in wholes_of(model):
         if not is_sorted(whole):
@@ -100,6 +105,22 @@ def load(source: Source, *, limits: Limits | None = None) -> ir.Model:
     checking.check_domains(model)
     checking.check_metadata(model)
     return shown(model)
+
+
+def _note_architecture(model: ir.Model, path: Path) -> None:
+    """Write the type of a model of onnxruntime-genai, which no name in its file tells, into the metadata."""
+    if Architecture.is_on(model) or not path.is_file():
+        return
+    found = config_in(path).get("model")
+    kind = found.get("type") if isinstance(found, dict) else None
+    decoder = found.get("decoder") if isinstance(found, dict) else None
+    heads = decoder.get("num_key_value_heads") if isinstance(decoder, dict) else None
+    if isinstance(kind, str) and 0 < len(kind) < 100:
+        note = Architecture(kind, heads if isinstance(heads, int) and 0 < heads < 2**31 else 0)
+        note.write(model)
+        for name, x in model.graph.initializers.items():
+            if note.adds_one and name.endswith("layernorm.weight"):
+                ADDS_ONE.set(x)
 
 
 def read_original(source: Source) -> ModelParts:

@@ -89,6 +89,9 @@ LABELS = Text("labels")  # of a model: the names of its classes, a list in JSON;
 ADAPTER = Flag(
     "graphopt.is_of_adapter"
 )  # an initializer that an adapter added or replaced, and that trains in place of others
+ADDS_ONE = Flag(
+    "graphopt.adds_one"
+)  # a weight that is 1 more in the file than in its module, as of Gemma's norms
 FROZEN = Flag("graphopt.frozen")  # an initializer that trains only if selected by name
 IN_INTEGERS = Flag(
     "graphopt.in_integers"
@@ -516,6 +519,27 @@ class PaddingIndex(Note, key="graphopt.padding_index", expected="a row of a tabl
 
     def check(self) -> None:
         expect(0 <= self.index < 2**31)
+
+
+@dataclass(frozen=True)
+class Architecture(Note, key="graphopt.architecture", expected="a type of model and its number of heads"):
+    """Record what genai_config.json beside a file of onnxruntime-genai says about the model.
+
+    Args:
+        type: the type, such as `phi3`.
+        heads: the number of heads of keys.
+    """
+
+    type: str
+    heads: int = 0
+
+    def check(self) -> None:
+        expect(len(self.type) < 100, 0 <= self.heads < 2**31)
+
+    @property
+    def adds_one(self) -> bool:
+        """Return whether norms multiply by 1 + w, and the file has 1 + w; Gemma 4's multiply by w."""
+        return self.type.startswith(("gemma", "nemotron", "qwen3_5")) and not self.type.startswith("gemma4")
 
 
 @dataclass(frozen=True)

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
+import onnx_ir as ir
+
 from graphopt.adapters import adapter_file, peft
-from graphopt.adapters.combined import adaptations, combined
+from graphopt.adapters.combined import Adaptation, adaptations, combined
 from graphopt.adapters.modules import modules, saved_modules
-from graphopt.adapters.naming import Names
+from graphopt.adapters.naming import Names, Naming
 from graphopt.adapters.peft import PeftAdapter
 from graphopt.arguments import checked
 from graphopt.errors import GraphoptError, kind_of, unknown
@@ -44,9 +48,9 @@ def save_adapter(
         form: `onnxruntime` or `peft`.
         names: names of modules by patterns of names of weights, if the file's names do not tell the modules:
             `{"m.*": "*"}` removes a prefix. `*` stands for any text, and the text for `*` in the name. Several names
-            are the parts of a packed weight, of which a mapping has the numbers of outputs. Names of
-            onnxruntime-genai's builder are known: `model.layers.0.attn.o_proj.MatMul.weight` is
-            `model.layers.0.self_attn.o_proj`.
+            are the parts of a packed weight, of which a mapping has the numbers of outputs. Modules of files of
+            onnxruntime-genai's builder follow from the type of model in genai_config.json beside the file, for which a
+            text such as `phi3` stands.
 
     Raises:
         GraphoptError: the graph has no adapters, or the form has none for such a weight. Nothing is written.
@@ -67,10 +71,7 @@ def save_adapter(
     model, state = executor.model, executor.state
     found = adaptations(model, state, "save_adapter")
     if form == "peft":
-        adapters = modules(model, found, names)
-        paths = {module.path for module in adapters}
-        adapter = PeftAdapter(adapters, saved_modules(model, state, paths, names))
-        write_folder(path, peft.folder_contents(adapter))
+        write_folder(path, peft.folder_contents(peft_adapter(model, state, found, names)))
         return
     if names is not None:
         raise GraphoptError(
@@ -86,3 +87,12 @@ def save_adapter(
         )
     arrays = {name: x for adapter in combined(found) for name, x in adapter.arrays().items()}
     adapter_file.write_adapter_file(arrays, Path(path))
+
+
+def peft_adapter(
+    model: ir.Model, state: Mapping[str, np.ndarray], adapters: Sequence[Adaptation], names: Names
+) -> PeftAdapter:
+    """Return the adapters of a training graph by modules, and the modules that trained in full."""
+    naming = Naming.of(model, names)
+    found = modules(model, adapters, naming)
+    return PeftAdapter(found, saved_modules(model, state, {module.path for module in found}, naming))

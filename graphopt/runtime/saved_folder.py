@@ -10,9 +10,7 @@ from typing import Literal
 
 from graphopt.adapters.combined import adaptations
 from graphopt.adapters.gguf import config_beside, write_gguf
-from graphopt.adapters.modules import modules, saved_modules
 from graphopt.adapters.naming import Names
-from graphopt.adapters.peft import PeftAdapter
 from graphopt.arguments import checked
 from graphopt.data.language.tokenizer import BESIDE
 from graphopt.errors import GraphoptError, kind_of, unknown
@@ -21,7 +19,7 @@ from graphopt.graph.loading import read_original
 from graphopt.graph.merging import adapted
 from graphopt.graph.model_folders import CONFIG, GENAI_CONFIG, config_in, model_in, place_of
 from graphopt.runtime.executor_state import ExecutorState
-from graphopt.runtime.saved_adapter import save_adapter
+from graphopt.runtime.saved_adapter import peft_adapter, save_adapter
 
 FORMS = ("merged", "slots", "peft", "gguf")
 ADAPTER_FILE, GGUF_FILE = "adapter.onnx_adapter", "adapter.gguf"
@@ -87,12 +85,9 @@ def save_folder(
         made = Path(temporary, target.name)
         made.mkdir()
         if form == "gguf":
-            adapters = modules(
-                executor.model, adaptations(executor.model, executor.state, "save_folder"), names
-            )
-            paths = {module.path for module in adapters}
-            saved = saved_modules(executor.model, executor.state, paths, names)
-            write_gguf(PeftAdapter(adapters, saved), made / GGUF_FILE, config_beside(file))
+            model, state = executor.model, executor.state
+            adapter = peft_adapter(model, state, adaptations(model, state, "save_folder"), names)
+            write_gguf(adapter, made / GGUF_FILE, config_beside(file))
         elif form == "peft":
             save_adapter(executor, made, form="peft", names=names)
             _copy(OF_TOKENIZER, place_of(file), made)

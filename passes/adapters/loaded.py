@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -12,12 +12,13 @@ import onnx_ir as ir
 
 from graphopt.adapters import adapter_file, peft
 from graphopt.adapters.combined import LORA_A, LORA_B, LORA_FACTOR
-from graphopt.adapters.modules import is_turned, parameter_of, widths
-from graphopt.adapters.naming import Names, matched, modules_of, sizes_of
+from graphopt.adapters.modules import in_module, parameter_of
+from graphopt.adapters.naming import Names, Naming, matched, part_sizes, sizes_of
 from graphopt.adapters.peft import Module
-from graphopt.adapters.targets import AdapterTarget, targets_in
+from graphopt.adapters.targets import AdapterTarget, targets_in, widths
 from graphopt.errors import GraphoptError, some
 from graphopt.graph.metadata import ADAPTER, Kind, Origin
+from graphopt.graph.rewriting import Pattern, matches
 from graphopt.graph.values import dims_of, dtype_of, is_floating, name_of
 
 _STATISTICS = ("running_mean", "running_var")
@@ -37,7 +38,9 @@ class Given:
     arrays: Mapping[str, Sequence[np.ndarray]] = field(default_factory=dict)
 
 
-def given_by(model: ir.Model, path: str | os.PathLike[str], names: Names) -> list[Given]:
+def given_by(
+    model: ir.Model, path: str | os.PathLike[str], names: Names, leave_out: Pattern = None
+) -> list[Given]:
     """Return what a folder of peft or an adapter file gives to the weights of a model.
 
     Modules that trained in full are set in the model.
@@ -49,29 +52,80 @@ def given_by(model: ir.Model, path: str | os.PathLike[str], names: Names) -> lis
     for target in targets_in(model):
         known.setdefault(target.name, target)
     place = os.fspath(path)
-    return _of_folder(model, place, known, names) if Path(path).is_dir() else _of_file(place, known)
+    if Path(path).is_dir():
+        return _of_folder(model, place, known, Naming.of(model, names), leave_out)
+    return _of_file(place, known)
 
 
-def _of_folder(model: ir.Model, place: str, known: Mapping[str, AdapterTarget], names: Names) -> list[Given]:
+def _of_folder(
+    model: ir.Model, place: str, known: Mapping[str, AdapterTarget], naming: Naming, leave_out: Pattern
+) -> list[Given]:
     """Return what a folder of peft gives to each weight, and set the weights that trained in full."""
     adapter = peft.read_folder(place)
     modules = {module.path.replace(".base_layer.", "."): module for module in adapter.modules}
-    owners = {path: name for name in known for path, _ in modules_of(name, names)}
+    modules = {path: module for path, module in modules.items() if not matches(path, leave_out)}
+    saved = {x: array for x, array in adapter.saved.items() if not matches(x.rpartition(".")[0], leave_out)}
+    owners = {path: name for name in known for path, _ in naming.modules_of(name) if path}
     owners |= {
         name.removesuffix(".in_proj_weight"): name for name in known if name.endswith(".in_proj_weight")
     }
-    renamed = matched(place, [*modules], owners)
+    if not owners and known:
+        raise naming.refusal(next(iter(known)))
+    sizes = part_sizes({name: target.source.weight for name, target in known.items()}, naming)
+    members = {holder: parts for holder, parts in map(naming.holder, sizes) if all(x in sizes for x in parts)}
+    renamed = matched(place, [*modules], {**owners, **members})
     groups: dict[str, dict[str, Module]] = {}
-    for path, owner in renamed.items():
-        groups.setdefault(owners[owner], {})[owner] = modules[path]
-    given = [_of_modules(place, known[name], several, names) for name, several in groups.items()]
-    _set_saved(model, place, adapter.saved, names)
+    for path, own in renamed.items():
+        parts = members.get(own, ())
+        for part, module in _split(
+            place, modules[path], parts or (own,), sizes, naming.order(own, [sizes[x] for x in parts])
+        ):
+            groups.setdefault(owners[part], {})[part] = module
+    given = [_of_modules(place, known[name], several, naming) for name, several in groups.items()]
+    _set_saved(model, place, saved, naming)
     return given
 
 
-def _of_modules(place: str, target: AdapterTarget, modules: Mapping[str, Module], names: Names) -> Given:
+def _split(
+    place: str, module: Module, parts: Sequence[str], sizes: Mapping[str, int], order: np.ndarray | None
+) -> Iterator[tuple[str, Module]]:
+    """Yield the parts of a module whose rows several weights have, each without the columns of B that are 0 there."""
+    if len(parts) == 1:
+        yield parts[0], module
+        return
+    ends = np.cumsum([sizes[part] for part in parts])
+    if len(module.b) != ends[-1]:
+        raise GraphoptError(
+            f"{place}: module {module.path!r}: expected {ends[-1]} outputs, those of the model, found {len(module.b)}"
+        )
+    back = np.arange(ends[-1]) if order is None else np.argsort(order)
+    b, magnitude = module.b[back], module.magnitude
+    for i, part in enumerate(parts):
+        rows = slice(ends[i] - sizes[part], ends[i])
+        own = b[rows]
+        used = own.any(0)
+        norms = None if magnitude is None else magnitude[back][rows]
+        if used.all() or not used.any():
+            yield part, replace(module, b=own, magnitude=norms)
+        else:
+            yield (
+                part,
+                replace(module, a=module.a[used], b=own[:, used], magnitude=norms, rank_stabilized=False),
+            )
+
+
+def _of_modules(place: str, target: AdapterTarget, modules: Mapping[str, Module], naming: Naming) -> Given:
     """Return what the adapters of a weight's modules give to it."""
-    parts = modules_of(target.name, names)
+    parts = naming.modules_of(target.name)
+    if len(modules) == len(parts) > 1 and len({id(module.a) for module in modules.values()}) == 1:
+        first, *_ = own = [modules[path] for path, _ in parts]  # one adapter of a packed weight
+        norms = (
+            None
+            if first.magnitude is None
+            else np.concatenate([x.magnitude for x in own if x.magnitude is not None])
+        )
+        modules = {target.name: replace(first, b=np.concatenate([x.b for x in own]), magnitude=norms)}
+        parts = [(target.name, None)]
     stabilized, dora = (
         all(x)
         for x in zip(*((m.rank_stabilized, m.magnitude is not None) for m in modules.values()), strict=True)
@@ -201,13 +255,14 @@ def _of_slots(
     return Given(weight, rank, 1.0, dora=True, arrays={"": [a, b, factor * norms]})
 
 
-def _set_saved(model: ir.Model, place: str, saved: Mapping[str, np.ndarray], names: Names) -> None:
+def _set_saved(model: ir.Model, place: str, saved: Mapping[str, np.ndarray], naming: Naming) -> None:
     """Set the weights of modules that trained in full."""
     numbers = {name: x for name, x in saved.items() if not name.endswith(_COUNT)}
-    known = {parameter_of(x, names): x for x in model.graph.initializers.values() if is_floating(x)}
+    known = {parameter_of(x, naming): x for x in model.graph.initializers.values() if is_floating(x)}
+    known.pop("", None)
     for name, own in matched(place, [*numbers], {name: name for name in known}).items():
         value, array = known[own], numbers[name]
-        set_value(value, array.T if is_turned(value, array) else array, f"{place}: {name!r}")
+        set_value(value, in_module(value, array, naming, back=True), f"{place}: {name!r}")
         if not name.endswith(_STATISTICS):
             ADAPTER.set(value)
             Origin(Kind.PARAMETER, "of a module that trained in full", named=True).write(value)

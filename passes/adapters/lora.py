@@ -5,7 +5,7 @@ from __future__ import annotations
 import glob
 import math
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -20,7 +20,7 @@ from graphopt.files import ReadPath
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.merging import adapted
 from graphopt.graph.metadata import original_name
-from graphopt.graph.rewriting import Pass
+from graphopt.graph.rewriting import Pass, Pattern
 from graphopt.graph.shapes import ensure_typed
 from graphopt.graph.weight_kinds import weight_kinds_of
 from graphopt.intervals import within
@@ -43,6 +43,7 @@ class LoadedLoRA(Pass):
         path: the folder of peft, with adapter_config.json and adapter_model.safetensors, or the adapter file.
         names: the modules by patterns of names of weights, if these do not tell them; see `graphopt.save_adapter`.
         dropout: the share of the elements of x that a step drops before A.
+        leave_out: patterns of modules of the folder to leave out, such as a pooler that no output of the model needs.
 
     Raises:
         GraphoptError: a file is missing or malformed, or has an adapter of a module that the model lacks, or of another
@@ -61,6 +62,7 @@ class LoadedLoRA(Pass):
     path: ReadPath
     names: Names = None
     dropout: float = within("[0, 1)", 0.0)
+    leave_out: Pattern = field(default=None, kw_only=True)
 
     def requires(self, model: ir.Model) -> None:
         self.precedes_gradient(model)
@@ -68,7 +70,7 @@ class LoadedLoRA(Pass):
     def rewrite(self, model: ir.Model) -> None:
         common.LiftSubgraphInitializersToMainGraphPass()(model)
         ensure_typed(model)
-        everything = given_by(model, self.path, self.names)
+        everything = given_by(model, self.path, self.names, self.leave_out)
         alike: dict[str, list[Given]] = {}
         for given in everything:
             alike.setdefault(repr(replace(given, weight="", arrays={})), []).append(given)
@@ -139,9 +141,11 @@ class LoRA(Adapter):
                 )
 
     @staticmethod
-    def load(path: str | os.PathLike[str], names: Names = None, *, dropout: float = 0.0) -> LoadedLoRA:
+    def load(
+        path: str | os.PathLike[str], names: Names = None, *, dropout: float = 0.0, leave_out: Pattern = None
+    ) -> LoadedLoRA:
         """Return the pass that adds the adapters of a folder of peft or of an adapter file; see `LoadedLoRA`."""
-        return LoadedLoRA(path, names, dropout)
+        return LoadedLoRA(path, names, dropout, leave_out=leave_out)
 
     @property
     def scale(self) -> float:

@@ -14,7 +14,7 @@ from graphopt.graph.metadata import ON_DEMAND, TargetSpec
 from graphopt.graph.roles import Role, role_of, with_role
 from graphopt.graph.values import dims_of, like, name_of, rank
 from graphopt.intervals import within
-from passes.losses.head import losses_of_tokens
+from passes.losses.head import compute_all_logits, losses_of_tokens
 from passes.losses.loss import Loss, new_input
 from passes.losses.packing import keep_apart
 
@@ -48,6 +48,9 @@ class CausalLanguageModel(Loss):
             block at a time. None computes all logits at once. `auto` chooses blocks of about 8 million logits, if there
             are at least 4,096 classes.
 
+    Where the file computes the logits of the last token alone, as onnxruntime-genai's builder writes it with
+    `prune_lm_head=true`, training computes those of all, and `executor.trained(into=...)` keeps the file's form.
+
     A step reports the logits only if the executor's `report` names them; `predict` and `evaluate` return them.
 
     Raises:
@@ -75,6 +78,7 @@ class CausalLanguageModel(Loss):
                 f"CausalLanguageModel: expected logits of shape [rows, tokens, classes], found {prediction.name!r} of "
                 f"shape {prediction.shape}"
             )
+        compute_all_logits(model, prediction)
         ON_DEMAND.set(prediction)
         shape, masks = ir.Shape(dims_of(prediction)[:2]), []
         if self.labels:

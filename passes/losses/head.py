@@ -14,7 +14,7 @@ from graphopt.graph.metadata import STOP_GRADIENT, InferenceForm
 from graphopt.graph.operators import ELEMENTWISE_OPERATORS, VIEWS
 from graphopt.graph.roles import FED, role_of
 from graphopt.graph.traversal import values_read
-from graphopt.graph.values import constant_of, dims_of, like, name_of, producer_of, rank
+from graphopt.graph.values import constant_of, dims_of, like, name_of, producer_of, rank, redirect
 from graphopt.graph.weight_kinds import PRODUCT, weight_kinds_of
 from passes.gradients.rules.blocks import BLOCK_LOGITS, TokenBlocks, in_blocks, token_losses
 from passes.gradients.rules.control_flow import scan_over
@@ -66,6 +66,46 @@ def find_head(logits: ir.Value) -> TokenHead | None:
         if len(front) == 1 and all(front.values()):
             break
     return best
+
+
+def compute_all_logits(model: ir.Model, logits: ir.Value) -> None:
+    """Make a head that reads the last token alone read all tokens in training. Predictions are those of the file.
+
+    Files of onnxruntime-genai's builder with `prune_lm_head=true` have a Gather before the head, others a Slice.
+    """
+    head = find_head(logits) if dims_of(logits)[1] == 1 else None
+    if head is None or len(head.hidden) > 1:
+        return
+    (last,) = head.hidden
+    node = last.producer()
+    if node is not None and node.op_type == "Unsqueeze" and node.inputs[0] is not None:
+        node = node.inputs[0].producer()
+    if node is None or not _keeps_last(node) or node.inputs[0] is None:
+        return
+    whole, uses = node.inputs[0], list(last.uses())
+    with Emitter(model) as op:
+        both = InferenceForm(same_as=0, predicting=True).write(op.Concat(last, whole, axis=1))
+        tokens = like(op.Slice(both, [1], [2**62], [1]), whole)
+        redirect(uses, InferenceForm(same_as=0, predicting=True).write(tokens))
+    model.graph.sort()
+    for each in head.nodes:
+        for y in each.outputs:
+            first, _, *others = dims_of(y)
+            y.shape = ir.Shape([first, dims_of(whole)[1], *others])
+    first, _, *others = dims_of(logits)
+    logits.shape = ir.Shape([first, f"tokens of {name_of(logits)}", *others])  # one in predictions
+
+
+def _keeps_last(node: ir.Node) -> bool:
+    """Return whether a node keeps the last token of each row."""
+    places = [constant_of(x) for x in node.inputs[1:4]]
+    if node.op_type == "Gather":
+        is_second = node.attributes.get_int("axis", 0) == 1
+    else:
+        is_second = (
+            node.op_type == "Slice" and len(places) == 3 and places[2] is not None and [*places[2]] == [1]
+        )
+    return is_second and places[0] is not None and [*places[0].ravel()] == [-1]
 
 
 def _tokens(node: ir.Node, fed: set[ir.Value]) -> list[ir.Value]:

@@ -18,7 +18,7 @@ from graphopt.fields import check_options
 from graphopt.graph import state
 from graphopt.graph.authored import ask, call, floating, name_of_method, several, told
 from graphopt.graph.emitter import Emitter
-from graphopt.graph.metadata import InferenceForm
+from graphopt.graph.metadata import ADDS_ONE, InferenceForm
 from graphopt.graph.operators import MICROSOFT
 from graphopt.graph.rewriting import Pass, Pattern, selects
 from graphopt.graph.roles import Role, needs_training_runtime, updated, with_role
@@ -89,7 +89,8 @@ class Optimizer(Pass):
     Args:
         learning_rate: the rate of all parameters. Unless a schedule computes it, feed the input to change it.
         weight_decay: the multiple of the parameter that is added to its gradient. AdamW, Lion and others instead
-            subtract this multiple times the rate from the parameter.
+            subtract this multiple times the rate from the parameter. Weights of norms that the file has as 1 + w, as
+            files of Gemma by onnxruntime-genai's builder do, have none, unless a group names it.
         groups: rates, weight decays and optimizers for some parameters; the first group that matches a parameter's
             name applies.
         slot_bits: 8 stores slots of 4,096 or more numbers in blocks of 256 8-bit codes and a float32 scale (Dettmers
@@ -226,8 +227,8 @@ class Optimizer(Pass):
                     f"{type(optimizer).__name__} keeps its ratio, found 0: set another rate"
                 )
             factor *= optimizer.learning_rate / self.learning_rate
-        if group.weight_decay is not None:
-            optimizer = replace(optimizer, weight_decay=group.weight_decay)
+        if group.weight_decay is not None or ADDS_ONE.is_set(w):  # decay would take 1 + w to 0
+            optimizer = replace(optimizer, weight_decay=group.weight_decay or 0.0)
         return optimizer, factor
 
     def _row(self, model: ir.Model, w: Value, gradient: Value) -> Row:

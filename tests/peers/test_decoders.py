@@ -82,6 +82,32 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     # The builder writes no window for Mistral.
     "mistral": lambda: transformers.MistralConfig(**SMALL, head_dim=16, sliding_window=None),
 }
+# More of the builder's architectures, for test_architectures.py.
+WIDE = {**SMALL, "hidden_size": 64}
+OTHERS: dict[str, Callable[[], Any]] = {
+    "ernie": lambda: transformers.Ernie4_5Config(**WIDE, head_dim=16),
+    "gemma": lambda: transformers.GemmaConfig(**WIDE, head_dim=16),
+    "gpt-oss": lambda: transformers.GptOssConfig(**WIDE, head_dim=16, num_local_experts=4),
+    "granite": lambda: transformers.GraniteConfig(**WIDE),
+    "granite hybrid": lambda: transformers.GraniteMoeHybridConfig(
+        **WIDE,
+        shared_intermediate_size=48,
+        layer_types=["attention"] * 2,
+        num_local_experts=0,
+        position_embedding_type="rope",
+    ),
+    "hunyuan": lambda: transformers.HunYuanDenseV1Config(**WIDE, head_dim=16),
+    "lfm2": lambda: transformers.Lfm2Config(
+        **WIDE, layer_types=["conv", "full_attention"], block_auto_adjust_ff_dim=False
+    ),
+    "lfm2 moe": lambda: transformers.Lfm2MoeConfig(
+        **WIDE, layer_types=["conv", "full_attention"], num_experts=4, num_dense_layers=1
+    ),
+    "nemotron": lambda: transformers.NemotronConfig(**WIDE, norm_eps=1e-6, partial_rotary_factor=1.0),
+    "olmo": lambda: transformers.OlmoConfig(**WIDE),
+    "qwen2": lambda: transformers.Qwen2Config(**WIDE),
+    "smollm3": lambda: transformers.SmolLM3Config(**WIDE),
+}
 FULL_RUN = [pytest.param(name, marks=pytest.mark.exhaustive) for name in [*CONFIGS][2:]]
 NAMES = ["llama", "gemma2", *FULL_RUN]
 IN_4_BITS = [name for name in FULL_RUN if name.values != ("lfm2",)]  # whose modules have names of their own
@@ -92,7 +118,9 @@ Decoder = tuple[Path, Any]  # a folder with model.onnx, and PyTorch's model
 @functools.cache
 def network(name: str) -> Any:
     torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(CONFIGS[name](), attn_implementation="eager").eval()
+    model = transformers.AutoModelForCausalLM.from_config(
+        {**CONFIGS, **OTHERS}[name](), attn_implementation="eager"
+    ).eval()
     with torch.no_grad():
         for parameter in model.parameters():  # the builder drops what is zero
             parameter.add_(0.02 * torch.randn_like(parameter))
