@@ -106,7 +106,7 @@ SEQUENCE_READERS = frozenset({"ConcatFromSequence", "SequenceAt", "SequenceLengt
 # Operators that compute with integers in place of floating-point numbers, of ONNX and ONNX Runtime.
 INTEGER_OPERATORS = {
     *("ConvInteger", "DynamicQuantizeLSTM", "DynamicQuantizeMatMul", "MatMulInteger", "MatMulIntegerToFloat"),
-    *("QAttention", "QEmbedLayerNormalization", "QGemm", "QLinearConv", "QLinearMatMul", "QMoE"),
+    *("QAttention", "QEmbedLayerNormalization", "QGemm", "QLinearConv", "QLinearMatMul"),
     *("QLinearAdd", "QLinearAveragePool", "QLinearConcat", "QLinearGlobalAveragePool", "QLinearLeakyRelu"),
     *("QLinearMul", "QLinearReduceMean", "QLinearSigmoid", "QLinearSoftmax", "QLinearWhere"),
 }

@@ -16,6 +16,7 @@ from passes.lowering import attention as attention
 from passes.lowering import classical as classical
 from passes.lowering import contrib as contrib
 from passes.lowering import decoders as decoders
+from passes.lowering import experts as experts
 from passes.lowering import quantized as quantized
 from passes.lowering.registry import LOWERINGS, Lowering
 

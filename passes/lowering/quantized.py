@@ -23,6 +23,7 @@ from passes.lowering.registry import freeze, lowers
 
 BITS = (2, 4, 8)
 MAT_MUL = "MatMulNBits"
+_PACKED = (MAT_MUL, "QMoE")  # operators that read the weights that `viewed` replaces
 
 
 @lowers(MAT_MUL, domain=MICROSOFT)
@@ -53,20 +54,41 @@ def mat_mul_n_bits(
         raise GraphoptError(
             f"its input 4, {group_index.name!r}, is not covered: expected none: quantize without reordering (act_order)"
         )
-    blocks = -(-K // block_size)
-    rows, dtype = N * blocks, integer_type(bits)
+    w = packed_matrix(op, b, scales, zero_points, N, K, block_size, bits)
+    y = op.MatMul(a, op.Transpose(w, perm=[1, 0]))
+    return y if bias is None else y + bias
+
+
+def packed_matrix(
+    op: Emitter,
+    b: Value,
+    scales: Value,
+    zero_points: Input,
+    n: int,
+    k: int,
+    block_size: int,
+    bits: int,
+    lines: int | None = None,
+) -> Value:
+    """Return a packed weight as floats, [n,k].
+
+    Args:
+        b: the integers, of which rows of `block_size` share a scale.
+        lines: the number of rows of packed zero points, which are padded to whole bytes; n by default.
+    """
+    blocks = -(-k // block_size)
+    rows, dtype, lines = n * blocks, integer_type(bits), lines or n
     q = viewed(b, "weight", dtype, [rows, block_size], bits)
     scale, shift = viewed(scales, "scales", None, [rows]), None
     zero: Input = None
     if zero_points is None:
         zero = op.constant(np.full(rows, 2 ** (bits - 1)).astype(dtype.numpy()))
     elif zero_points.dtype is ir.DataType.UINT8:
-        points = unpacked(stored(zero_points, "zero points").reshape(N, -1), bits)[:, :blocks]
+        points = unpacked(stored(zero_points, "zero points").reshape(lines, -1), bits)[:, : rows // lines]
         zero = op.constant(points.ravel().astype(dtype.numpy()))
     else:
         shift = op.Unsqueeze(scale * viewed(zero_points, "zero points", None, [rows]), [1])
-    y = op.MatMul(a, op.Transpose(dequantized_rows(op, q, scale, zero, N, K, shift), perm=[1, 0]))
-    return y if bias is None else y + bias
+    return dequantized_rows(op, q, scale, zero, n, k, shift)
 
 
 def dequantized_rows(
@@ -87,7 +109,7 @@ def dequantized_rows(
 def viewed(
     x: Value, name: str, dtype: ir.DataType | None, shape: Sequence[int], bits: int | None = None
 ) -> Value:
-    """Return a frozen initializer with the bytes of another in another shape or type, which MatMulNBits nodes read.
+    """Return a frozen initializer with the bytes of another in another shape or type, which such operators read.
 
     It takes the place of the other one, and its name, unless other nodes read that. Two bits become 4.
     """
@@ -104,7 +126,7 @@ def viewed(
         )
     view = ir.val(None, const_value=view_of(tensor, dtype, shape, bits))
     for node, index in list(x.uses()):
-        if node.op_type == MAT_MUL and node.domain == MICROSOFT:
+        if node.op_type in _PACKED and node.domain == MICROSOFT:
             node.replace_input_with(index, view)
     view.name = name_of(x)
     if x.uses() or x.is_graph_output():
