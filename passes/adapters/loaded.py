@@ -15,9 +15,10 @@ from graphopt.adapters.combined import LORA_A, LORA_B, LORA_FACTOR
 from graphopt.adapters.modules import is_turned, parameter_of, widths
 from graphopt.adapters.naming import Names, matched, modules_of, sizes_of
 from graphopt.adapters.peft import Module
+from graphopt.adapters.stacked import from_parameter, parameter_of_experts
 from graphopt.adapters.targets import AdapterTarget, targets_in
 from graphopt.errors import GraphoptError, some
-from graphopt.graph.metadata import ADAPTER, Kind, Origin
+from graphopt.graph.metadata import ADAPTER, Kind, Origin, original_name
 from graphopt.graph.values import dims_of, dtype_of, is_floating, name_of
 
 _STATISTICS = ("running_mean", "running_var")
@@ -54,9 +55,10 @@ def given_by(model: ir.Model, path: str | os.PathLike[str], names: Names) -> lis
 
 def _of_folder(model: ir.Model, place: str, known: Mapping[str, AdapterTarget], names: Names) -> list[Given]:
     """Return what a folder of peft gives to each weight, and set the weights that trained in full."""
-    adapter = peft.read_folder(place)
+    stacked = stacked_in(model, known)
+    adapter = peft.read_folder(place, [*stacked])
     modules = {module.path.replace(".base_layer.", "."): module for module in adapter.modules}
-    owners = {path: name for name in known for path, _ in modules_of(name, names)}
+    owners = {path: name for name in known for path, _ in modules_of(name, names)} | stacked
     owners |= {
         name.removesuffix(".in_proj_weight"): name for name in known if name.endswith(".in_proj_weight")
     }
@@ -67,6 +69,17 @@ def _of_folder(model: ir.Model, place: str, known: Mapping[str, AdapterTarget], 
     given = [_of_modules(place, known[name], several, names) for name, several in groups.items()]
     _set_saved(model, place, adapter.saved, names)
     return given
+
+
+def stacked_in(model: ir.Model, known: Mapping[str, AdapterTarget]) -> dict[str, str]:
+    """Return the weights of stacked experts by the names of their parameters."""
+    values = [*model.graph.inputs, *model.graph.initializers.values()]
+    names = [original_name(x) for x in values]
+    return {
+        parameter_of_experts(name, names): name
+        for name, x in known.items()
+        if len(x.dims) == 3 and x.kind == "product"
+    }
 
 
 def _of_modules(place: str, target: AdapterTarget, modules: Mapping[str, Module], names: Names) -> Given:
@@ -108,7 +121,9 @@ def _in_graph(
         shapes[1][axis] = outputs
     a, b = module.a, module.b
     try:
-        if target.kind == "convolution":
+        if module.experts:
+            a, b = from_parameter(a, b, module.experts)
+        elif target.kind == "convolution":
             _check_dilations(place, target, module)
             a, b = _of_groups(a, target.groups).reshape(shapes[0]), b.reshape(shapes[1])
         else:
