@@ -44,8 +44,8 @@ class Adapter(Pass):
     `parameters.unfreeze` names it. `executor.trained()` merges the term into the weights of the original model, by the
     class with which the graph was compiled. In another program, it is found by its module and its name.
 
-    Adapters change the weights of MatMul, Gemm, MatMulNBits, Conv, ConvTranspose, Gather, RNN, LSTM and GRU, and of the
-    operators that `passes.weight_kind` registers. All nodes that read one weight share an adapter.
+    Adapters change the weights of MatMul, Gemm, MatMulNBits, MoE, QMoE, Conv, ConvTranspose, Gather, RNN, LSTM and GRU,
+    and of the operators that `passes.weight_kind` registers. All nodes that read one weight share an adapter.
 
     Args:
         pattern: shell-style patterns of names of weights, one or several: names of initializers, and of the parameters

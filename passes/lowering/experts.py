@@ -42,7 +42,6 @@ _ACTIVATIONS: dict[str, Callable[[Emitter, Value], Value]] = {
     "silu": lambda op, x: x * op.Sigmoid(x),
     "identity": lambda op, x: x,
 }
-_DENSE_FROM = 2  # experts for each one that is chosen: with fewer, every expert computes every token
 _LEAST = 1e-8  # up to which the CPU provider leaves out an expert by `router_weights`
 _JITTER = 0.01  # of SparseMixer, in Phi-3.5-MoE and in ONNX Runtime's other providers
 _ZERO = ir.tensor([0], dtype=ir.DataType.INT64)
@@ -279,8 +278,10 @@ class _Experts:
     def mixed(self, op: Emitter, scores: Value, chosen: Value, weight: Callable[[int], Value]) -> Value:
         """Emit the sum of the outputs of experts.
 
-        Each expert computes all tokens, or, if most experts are not chosen, as many rows as the one chosen most often.
-        Rows that are left over repeat the first token, and nothing reads what is computed of them.
+        Each expert computes as many rows as the one chosen most often, so that no weight is copied, and never more than
+        there are tokens. Rows that are left over repeat the first token, and nothing reads what is computed of them. On
+        one thread, a step of 512 tokens of 128 numbers took 0.28 of the time of experts that compute all tokens with 2
+        of 8 experts (165 MB in place of 203), 0.22 with 8 of 64 (275 in place of 539), and 0.54 with 2 of 4.
 
         Args:
             scores, chosen: the factors and the numbers of the experts of each token, [T,k].
@@ -290,7 +291,7 @@ class _Experts:
         x = op.Reshape(self.x, [-1, size])
         tokens = op.Range(0, op.Squeeze(op.Shape(x, end=1), [0]), 1)
         numbers = op.Unsqueeze(tokens, [1])
-        if _DENSE_FROM * self.k >= self.count:
+        if self.k == self.count:
             place, rows, taken = numbers, op.Shape(x, end=1), op.Unsqueeze(x, [0])
         else:
             free = op.ConstantOfShape(op.Concat(op.Shape(x, end=1), [self.count], axis=0), value=_ZERO)
