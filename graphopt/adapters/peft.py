@@ -304,7 +304,7 @@ def _module(
     ):
         shapes = ", ".join(f"lora_{part} {x.dtype}{list(x.shape)}" for part, x in found.items())
         raise GraphoptError(f"{path}: module {name!r}: expected matrices of one rank, found {shapes}")
-    rank = len(a)
+    rank: Any = len(a)
     if is_stacked:
         rank = _of_module(config, "rank_pattern", name, config.get("r", 8))
         if (
