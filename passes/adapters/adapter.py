@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 import zlib
 from abc import abstractmethod
@@ -24,7 +25,7 @@ from graphopt.graph.postprocessing import DEQUANTIZE
 from graphopt.graph.rewriting import Pass, Pattern, matches
 from graphopt.graph.roles import Role, check_inference, role_of
 from graphopt.graph.shapes import ensure_typed
-from graphopt.graph.values import dtype_of, like, name_of, redirect
+from graphopt.graph.values import dims_of, dtype_of, like, name_of, redirect
 from graphopt.intervals import within
 from passes.parameters import origin_in_file
 from passes.weights.initializers import register
@@ -348,7 +349,9 @@ def _tell_share(
     """Warn of weights that products read in ways that no adapter can change, if they are a large share of all."""
     weights = [x for x in model.graph.initializers.values() if x.shape is not None and len(x.shape) > 1]
     sizes = {
-        x: int(np.prod(x.shape.numpy())) for x in weights if x in chosen or (x not in left and _multiplies(x))
+        x: math.prod(ir.Shape(dims_of(x)).numpy())
+        for x in weights
+        if x in chosen or (x not in left and _multiplies(x))
     }
     without = [x for x in sizes if x not in chosen]
     share = sum(sizes[x] for x in without) / max(sum(sizes.values()), 1)

@@ -320,11 +320,11 @@ class _Experts:
             return product(1, inner if third is None else inner * third)
         gate, linear = first, third
         if linear is None:
-            inner = self.shapes[1][2]
-            pairs = [inner, 2] if self.swiglu_fusion == 1 else [2, inner]
+            size = self.shapes[1][2]
+            pairs = [size, 2] if self.swiglu_fusion == 1 else [2, size]
             axis = pairs.index(2) + 2
             both = op.Reshape(first, [0, 0, *pairs])
-            gate, linear = (op.Gather(both, i, axis=axis) for i in range(2))
+            gate, linear = (op.Gather(both, part, axis=axis) for part in range(2))
         if math.isfinite(self.swiglu_limit):
             limit = op.constant(self.swiglu_limit, like=gate)
             gate, linear = op.Min(gate, limit), op.Clip(linear, op.Neg(limit), limit)
