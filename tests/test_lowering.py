@@ -230,6 +230,57 @@ def rotary_of_three(shape: tuple[int, ...], **more: Any) -> Case:
     )
 
 
+EXPERTS, INNER = 5, 6
+
+
+def experts(
+    kind: str = "relu", *, k: int = 2, count: int = EXPERTS, biased: bool = True, **more: Any
+) -> Case:
+    """MoE of tokens [B,S,D]. Options that are arrays are inputs."""
+    fused = 2 if kind == "swiglu" and more.get("swiglu_fusion", 1) else 1
+    attributes = {"swiglu_fusion": 1} if kind == "swiglu" else {}
+    third = more.pop("third", False)
+    weights = {
+        "w1": floats(count, fused * INNER, D),
+        "b1": floats(count, fused * INNER) if biased else None,
+        "w2": floats(count, D, INNER),
+        "b2": floats(count, D) if biased else None,
+        "w3": floats(count, INNER, D) if third else None,
+        "b3": floats(count, INNER) if third and biased else None,
+    }
+    weights |= {name: more.pop(name) for name in weights if name in more}
+    x = more.pop("x", floats(B, S, D) / 2)
+    inputs = {"x": x, "logits": 2 * floats(x.size // D, count), **weights}
+    given = {name: w for name, w in weights.items() if w is not None}
+    runs = more.pop("runs", True)
+    attributes |= {"activation_type": kind, "k": k, **more}
+    return Case("MoE", inputs, attributes, given, runs=runs)
+
+
+def packed_experts(bits: int, block: int = 0, points: bool = False, mix: bool = False, **more: Any) -> Case:
+    """QMoE of tokens [T,D], with gates beside what they multiply, as the builder writes it."""
+    size, inner, count = more.pop("size", 64), 32, 4
+    arrays: dict[str, np.ndarray | None] = {"x": floats(6, size) / 4, "logits": 2 * floats(6, count)}
+    zeros: dict[str, np.ndarray | None] = {}
+    for i, (rows, columns) in enumerate([(2 * inner, size), (size, inner)], 1):
+        dims = [count, rows, columns // block] if block else [count, rows]
+        padded = [*dims[:-1], -(-dims[-1] * bits // 8)]
+        arrays[f"w{i}"] = bytes_(count, rows, columns * bits // 8)
+        arrays[f"s{i}"] = np.abs(floats(*dims)) / 2**bits
+        arrays[f"b{i}"] = floats(count, rows)
+        zeros[f"z{i}"] = bytes_(*padded) if points else None
+    third = dict.fromkeys(("w3", "s3", "b3"))
+    inputs = {**arrays, **third, **zeros, "z3": None, "mix": np.abs(floats(6, count)) if mix else None}
+    weights = {name: a for name, a in inputs.items() if a is not None and name[-1].isdecimal()}
+    attributes = {"k": 2, "activation_type": "swiglu", "swiglu_fusion": 1, "expert_weight_bits": bits}
+    attributes |= {
+        "activation_alpha": 1.702,
+        "activation_beta": 1.0,
+        **({"block_size": block} if block else {}),
+    }
+    return Case("QMoE", inputs, attributes | more, weights, tolerance=2e-5, double=False)
+
+
 def embedding(segments: bool, mask: np.ndarray | None = None, positions: np.ndarray | None = None) -> Case:
     ids = RNG.integers(0, 7, (B, S)).astype(np.int32)
     weights = {"words": floats(7, D), "positions": floats(9, D)}
@@ -393,6 +444,32 @@ CASES = {
     "4 bits, act_order": n_bits(4, act_order=True),
     "4 bits, act_order, whole blocks, bias": n_bits(4, size=32, bias=True, act_order=True),
     "4 bits, act_order, floating zero points": n_bits(4, "floating", act_order=True),
+    **{f"experts, {kind}": experts(kind) for kind in ("relu", "gelu", "silu", "identity", "swiglu")},
+    "experts, shares": experts("silu", normalize_routing_weights=1),
+    "experts, one": experts("silu", k=1),
+    "experts, all": experts("silu", k=EXPERTS),
+    "experts, gathered": experts("silu", count=9, normalize_routing_weights=1),
+    "experts, gathered, one": experts("gelu", k=1, count=3),
+    "experts, gathered, tokens": experts("swiglu", k=2, count=8, x=floats(7, D)),
+    "experts, no bias": experts("swiglu", biased=False),
+    "experts, limit": experts(
+        "swiglu", swiglu_limit=0.5, activation_alpha=1.702, activation_beta=1.0, normalize_routing_weights=1
+    ),
+    "experts, as wide as a token": experts(
+        "swiglu", w1=floats(EXPERTS, 2 * D, D), b1=floats(EXPERTS, 2 * D), w2=floats(EXPERTS, D, D)
+    ),
+    "packed experts": packed_experts(4),
+    "packed experts, zero points": packed_experts(4, points=True),
+    "packed experts, blocks": packed_experts(4, 32, size=128, k=1),
+    "packed experts, blocks, zero points": packed_experts(4, 16, points=True, normalize_routing_weights=1),
+    "packed experts, mixed": packed_experts(4, 32, mix=True),
+    "packed experts, mixed, shares": packed_experts(
+        4, mix=True, normalize_routing_weights=1, swiglu_limit=0.5
+    ),
+    "packed experts, 8 bits": packed_experts(8),
+    "packed experts, 8 bits, zero points": packed_experts(8, points=True),
+    "packed experts, 2 bits": packed_experts(2, 16),
+    "packed experts, 2 bits, zero points": packed_experts(2, points=True),
     "8 bits": n_bits(8),
     "fp4": bnb(0),
     "nf4": bnb(1, 16, 4),
@@ -572,8 +649,10 @@ def test_a_lowering_computes_what_the_runtime_does(name):
 
 @pytest.mark.parametrize("name", [name for name, case in ALL.items() if case.runs])
 def test_a_lowering_has_the_gradient_of_what_it_computes(name):
-    if name in ("simplified", "binarizer") or "integers" in name:
-        pytest.skip("without a gradient, or a form that the checker knows under another name")
+    if name in ("simplified", "binarizer") or "integers" in name or name in PACKED_EXPERTS:
+        pytest.skip(
+            "without a gradient, known to the checker under another name, or proved by autograd below"
+        )
     case = ALL[name]
     case.runs &= not (OLD and name in NEWER)
     point = {k: x for k, x in case.feeds.items() if k not in case.fixed_inputs}
@@ -684,6 +763,120 @@ def test_group_query_attention_has_the_gradient_of_autograd(name):
     assert proof.oracle == "autograd" and not proof.vacuous
 
 
+PACKED_EXPERTS = [name for name in CASES if name.startswith("packed experts")]
+GATES: dict[str, Any] = {"swiglu_limit": 0.4, "activation_alpha": 1.702, "activation_beta": 1.0}
+BY_SCHEMA = {  # which the CPU provider lacks
+    "gate beside": experts("swiglu", third=True, swiglu_fusion=0, runs=False, **GATES),
+    "gate first": experts("swiglu", swiglu_fusion=2, runs=False, **GATES),
+    "gate of another kind": experts("silu", third=True, runs=False, normalize_routing_weights=1),
+    "gate, gathered": experts("silu", third=True, biased=False, count=8, runs=False),
+    "sparse mixer": experts("silu", third=True, use_sparse_mixer=1, runs=False),
+}
+
+
+def dequantized_of_torch(case: Case, i: int) -> torch.Tensor:
+    """Return a packed weight as numbers, [experts, outputs, inputs]."""
+    q, scales, zeros = (case.inputs[f"{name}{i}"] for name in "wsz")
+    bits, block = case.attributes["expert_weight_bits"], case.attributes.get("block_size", 0)
+
+    def numbers(packed: np.ndarray) -> np.ndarray:
+        parts = [packed >> shift & (2**bits - 1) for shift in range(0, 8, bits)]
+        return np.stack(parts, -1).reshape(*packed.shape[:-1], -1).astype(np.float64)
+
+    zero = (
+        numbers(zeros)[..., : scales.shape[-1]]
+        if zeros is not None
+        else np.full(scales.shape, 2.0 ** (bits - 1))
+    )
+    w = numbers(q)
+    repeats = block or w.shape[-1]
+    columns = (x if block else x[..., None] for x in (zero, scales))
+    zero, scale = (np.repeat(x, repeats, -1) for x in columns)
+    return torch.tensor((w - zero) * scale)
+
+
+def experts_of_torch(case: Case, x: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Compute MoE and QMoE token by token, in the way of transformers' experts."""
+    given, is_packed = case.attributes, case.op_type == "QMoE"
+    w, bias = (
+        {i: torch.tensor(a).double() for i in (1, 2, 3) if (a := case.inputs.get(f"{name}{i}")) is not None}
+        for name in "wb"
+    )
+    w = {i: dequantized_of_torch(case, i) for i in w} if is_packed else w
+    logits, k, kind = x["logits"], given["k"], given["activation_type"]
+    if given.get("use_sparse_mixer"):
+        scores, chosen = sparse_mixer_of_torch(logits)
+    elif is_packed and "mix" in x:
+        chosen = logits.topk(k).indices
+        scores = x["mix"].gather(1, chosen)
+    elif is_packed:
+        scores, chosen = logits.topk(k)
+        scores = scores.softmax(-1)
+    else:
+        scores, chosen = logits.softmax(-1).topk(k)
+    if given.get("normalize_routing_weights"):
+        scores = scores / scores.sum(-1, keepdim=True)
+    rows = []
+    for token, factors, places in zip(x["x"].flatten(0, -2), scores, chosen, strict=True):
+        total = 0 * token
+        for factor, e in zip(factors, places.tolist(), strict=True):
+
+            def product(i: int, t: torch.Tensor, e: int = e) -> torch.Tensor:
+                return w[i][e] @ t + (bias[i][e] if i in bias else 0)
+
+            h = product(1, token)
+            if kind == "swiglu":
+                fusion = given["swiglu_fusion"]
+                g, up = [(h, None), (h[::2], h[1::2]), h.chunk(2)][fusion]
+                up = product(3, token) if up is None else up
+                limit = given.get("swiglu_limit", torch.inf)
+                g, up = g.clamp(max=limit), up.clamp(-limit, limit)
+                h = g * (given.get("activation_alpha", 1.0) * g).sigmoid()
+                h = h * (up + given.get("activation_beta", 0.0))
+            else:
+                act = {
+                    "gelu": lambda t: torch.nn.functional.gelu(t, approximate="tanh"),
+                    "identity": lambda t: t,
+                }
+                h = act.get(kind, getattr(torch.nn.functional, kind, None))(h)
+                h = h * product(3, token) if 3 in w else h
+            total = total + factor * product(2, h)
+        rows.append(total)
+    return torch.stack(rows).reshape(x["x"].shape)
+
+
+def sparse_mixer_of_torch(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Choose two experts as Phi-3.5-MoE does in evaluation."""
+    left, factors, chosen = logits, [], []
+    for _ in range(2):
+        best, expert = left.max(-1, keepdim=True)
+        far = (best - logits) / logits.abs().clamp(min=best) > 0.02
+        factors.append(left.masked_fill(far, -torch.inf).softmax(-1).gather(1, expert))
+        chosen.append(expert)
+        left = left.scatter(1, expert, -torch.inf)
+    return torch.cat(factors, 1), torch.cat(chosen, 1)
+
+
+@pytest.mark.parametrize("name", [*(name for name in CASES if "experts, " in name), *BY_SCHEMA])
+def test_experts_have_the_gradient_of_autograd(name):
+    case = (CASES | BY_SCHEMA)[name]
+    if case.op_type == "MoE":
+        close = case.inputs["logits"]
+        close[:, 1] = close[:, 0] * 1.005  # for the sparse mixer, which compares ratios
+    proto = case.model()
+
+    def autograd(_: ir.Model, point: Any, seeds: Any) -> Any:
+        x = {k: torch.tensor(array).double() for k, array in point.items()}
+        wrt = {k: t.requires_grad_() for k, t in x.items()}
+        y = experts_of_torch(case, x)
+        (seed,) = seeds.values()
+        return {"y": y.detach().numpy()}, vector_jacobian([(y, torch.tensor(seed).double())], wrt)
+
+    double = {} if case.op_type == "MoE" else {"double": False, "tolerance": 1e-4}
+    proof = prove(lowered(proto), case.feeds, oracle=autograd, **double)
+    assert proof.oracle == "autograd" and not proof.vacuous
+
+
 def test_every_lowering_has_a_case():
     named = {case.op_type for case in ALL.values()} | {"TransposeMatMul", "SVMClassifier", "SVMRegressor"}
     named |= {"QuantizeLinear", "DequantizeLinear"}  # test_masters
@@ -771,6 +964,29 @@ REFUSED = {
     "3 labels are not covered": classical(
         "LinearClassifier", F, coefficients=ROW, intercepts=[0.1], classlabels_ints=[1, 2, 3]
     ),
+    "attribute k=6: expected 1 to 5, the number of experts": experts(k=EXPERTS + 1),
+    "attribute k=-1: expected 1 to 5": experts(k=-1),
+    "attribute k=0: expected 1 to 5": experts(k=0),
+    "activation_type='geglu' and swiglu_fusion=0": experts("geglu"),
+    "swiglu_fusion=3": experts("swiglu", swiglu_fusion=3),
+    "attribute swiglu_limit=-1.0: expected a number above 0": experts("swiglu", swiglu_limit=-1.0),
+    "fc3_experts_weights: expected one with": experts("swiglu", swiglu_fusion=0),
+    "fc3_experts_weights: expected none with": experts("swiglu", third=True),
+    "use_sparse_mixer=1 is not covered with k=2 and no third product": experts(use_sparse_mixer=1),
+    "use_sparse_mixer=1 is not covered with k=1": experts(use_sparse_mixer=1, k=1, third=True),
+    "swiglu_limit_after_activation=1 is not covered": experts("swiglu", swiglu_limit_after_activation=1),
+    "'w1' of shape [5, 6, 8], found [5, 8, 6]": experts(w1=floats(EXPERTS, D, INNER), biased=False),
+    "'w2' of shape [5, 8, 6], found [5, 7, 6]": experts(w2=floats(EXPERTS, D - 1, INNER), biased=False),
+    "'b2' of shape [5, 8], found [5, 9]": experts(b2=floats(EXPERTS, D + 1)),
+    "'b1' of shape [5, 12], found [5, 6]": experts("swiglu", b1=floats(EXPERTS, INNER)),
+    "block_size=24": packed_experts(4, 32, block_size=24),
+    "block_size=-32": packed_experts(4, 32, block_size=-32),
+    "'s1' of shape [4, 64, 4], found [4, 64, 2]": packed_experts(4, 32, block_size=16),
+    "'w1' of shape [4, 32, 64], found [4, 64, 32]": packed_experts(4, expert_weight_bits=8),
+    "weights of [3, 3] bits": packed_experts(4, expert_weight_bits=3),
+    "quant_type='fp4'": packed_experts(4, quant_type="fp4"),
+    "weights_prepacked=1": packed_experts(4, weights_prepacked=1),
+    "attribute k=9223372036854775807": packed_experts(4, k=2**63 - 1),
     "kernel machine": classical("SVMRegressor", F, coefficients=[1.0]),
 }
 

@@ -11,6 +11,7 @@ import onnx_ir as ir
 from graphopt.adapters.combined import Adaptation
 from graphopt.adapters.naming import OF_BUILDER, Names, Naming, part_sizes, sizes_of
 from graphopt.adapters.peft import Module
+from graphopt.adapters.stacked import parameter_of_experts, to_parameter
 from graphopt.adapters.targets import readers_of, widths
 from graphopt.errors import GraphoptError
 from graphopt.graph.merging import Adapted, adapted
@@ -52,10 +53,21 @@ def modules(model: ir.Model, adapters: Sequence[Adaptation], names: Names | Nami
     naming = Naming.of(model, names)
     values = {original_name(x): x for x in [*model.graph.inputs, *model.graph.initializers.values()]}
     sizes = part_sizes(values, naming)
-    for adapter in adapters:
+    for adapter in _in_order(model, adapters):
         for part in _parts(model, adapter, naming, sizes):
             found.setdefault(part.module.path, []).append(part)
     return [_whole(parts) for parts in found.values()]
+
+
+def _in_order(model: ir.Model, adapters: Sequence[Adaptation]) -> list[Adaptation]:
+    """Return adapters with those of stacked weights last, in the order in which the graph reads the weights."""
+    places = {node: i for i, node in enumerate(model.graph, 1)}
+
+    def place(adapter: Adaptation) -> int:
+        is_stacked = adapter.note.kind == "product" and adapter.a.ndim == 3
+        return min(places.get(node, 0) for node, _ in readers_of(adapter.weight)) if is_stacked else 0
+
+    return sorted(adapters, key=place)
 
 
 def _parts(
@@ -65,6 +77,14 @@ def _parts(
     note, weight = adapter.note, adapter.weight
     _check_convolution(weight, note, is_dora=adapter.magnitude is not None)
     _check_attention(model, note)
+    if note.kind == "product" and adapter.a.ndim == 3 and adapter.magnitude is None:
+        known = [original_name(x) for x in [*model.graph.inputs, *model.graph.initializers.values()]]
+        parameter = parameter_of_experts(note.name, known)
+        path = naming.modules_of(parameter)[0][0] or parameter
+        values, (experts, *_) = to_parameter(adapter.a, adapter.b), adapter.a.shape
+        module = Module(path, *values, note.scale, rank_stabilized=note.rank_stabilized, experts=experts)
+        yield _Part(module, 0, adapter.outputs)
+        return
     if note.kind in ("recurrence", "transposed convolution") or (
         note.kind == "product" and adapter.a.ndim > 2
     ):

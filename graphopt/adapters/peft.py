@@ -20,6 +20,7 @@ import numpy as np
 import safetensors
 import safetensors.numpy
 
+from graphopt.adapters.stacked import parameters_of, wrappers
 from graphopt.errors import GraphoptError, kind_of, line
 from graphopt.files import check_file, json_of, read_file
 
@@ -41,7 +42,7 @@ _HARMLESS = {
     "inference_mode", "init_lora_weights", "layers_pattern", "layers_to_transform", "loftq_config", "lora_dropout",
     "lora_ga_config", "megatron_core", "modules_to_save", "peft_type", "peft_version", "qalora_group_size", "revision",
     "runtime_config", "target_modules", "task_type", "use_dora", "use_rslora", "alpha_pattern", "rank_pattern",
-    "lora_alpha", "r", "ephemeral_gpu_offload", "ensure_weight_tying",
+    "lora_alpha", "r", "ephemeral_gpu_offload", "ensure_weight_tying", "target_parameters",
 }  # fmt: skip
 # Initializations that change the base model, some of them with a number of iterations after the name.
 _CHANGED = ("pissa", "olora", "corda", "loftq", "lora_ga", "mica")
@@ -59,6 +60,7 @@ class Module:
         magnitude: the norms of DoRA, `[out]`.
         is_embedding: whether the module is an embedding.
         keeps_inputs_first: whether the base keeps its weight as `[in, out]`, as GPT-2's Conv1D does.
+        experts: the number of stacked weights, if the path is that of a parameter; see `graphopt.adapters.stacked`.
     """
 
     path: str
@@ -69,11 +71,12 @@ class Module:
     is_embedding: bool = False
     keeps_inputs_first: bool = False
     rank_stabilized: bool = False
+    experts: int = 0
 
     @property
     def rank(self) -> int:
         """Return the rank."""
-        return len(self.a)
+        return len(self.a) // (self.experts or 1)
 
     @property
     def alpha(self) -> float:
@@ -105,7 +108,9 @@ def folder_contents(adapter: PeftAdapter) -> dict[str, bytes]:
         )
     stabilized = bool(modules) and all(module.rank_stabilized for module in modules)
     modules = [replace(module, rank_stabilized=stabilized) for module in modules]
-    arrays = {f"{_PREFIX}{name}": x for module in modules for name, x in _tensors(module)}
+    names = wrappers([module.path for module in modules if module.experts])
+    named = [replace(module, path=names.get(module.path, module.path)) for module in modules]
+    arrays = {f"{_PREFIX}{name}": x for module in named for name, x in _tensors(module)}
     if len(arrays) < sum(3 if module.magnitude is not None else 2 for module in modules):
         twice, _ = collections.Counter(module.path for module in modules).most_common(1)[0]
         raise GraphoptError(
@@ -152,7 +157,8 @@ def _config(
         "lora_alpha": alpha,
         "rank_pattern": {f"^{path}": r for path, r in ranks.items() if r != rank},
         "alpha_pattern": {f"^{path}": x for path, x in alphas.items() if x != alpha},
-        "target_modules": sorted(ranks),
+        "target_modules": sorted(module.path for module in modules if not module.experts),
+        "target_parameters": sorted(module.path for module in modules if module.experts) or None,
         "modules_to_save": sorted(others) or None,
         "use_rslora": stabilized,
         "use_dora": dora,
@@ -167,8 +173,12 @@ def _most_common(numbers: Mapping[str, _N]) -> _N:
     return collections.Counter(numbers.values()).most_common(1)[0][0]
 
 
-def read_folder(folder: str | os.PathLike[str]) -> PeftAdapter:
+def read_folder(folder: str | os.PathLike[str], parameters: Sequence[str] = ()) -> PeftAdapter:
     """Return what a folder has; its config and its tensors are checked, and it names no other file.
+
+    Args:
+        folder: the folder.
+        parameters: the stacked weights of the model, in the order that their modules have.
 
     Raises:
         GraphoptError: a file is missing, is malformed or too large, or the adapter is of another kind than LoRA.
@@ -190,7 +200,14 @@ def read_folder(folder: str | os.PathLike[str]) -> PeftAdapter:
             saved[name.replace(f".{_BASE}", ".")] = array
     if not parts and not saved:
         raise GraphoptError(f"{path}: expected tensors of an adapter, found none")
-    modules = [_module(path, name, found, config) for name, found in parts.items()]
+    targets = config.get("target_parameters") or []
+    if not isinstance(targets, list) or not all(isinstance(x, str) for x in targets):
+        raise GraphoptError(f"{path}: target_parameters: expected names of parameters, found {targets!r}")
+    stacked = parameters_of(str(path), [*parts], targets, parameters)
+    modules = [
+        _module(path, stacked.get(name, name), found, config, is_stacked=name in stacked)
+        for name, found in parts.items()
+    ]
     for module in modules:
         if module.path.endswith(_OUT) and module.b.any():
             raise GraphoptError(
@@ -256,8 +273,15 @@ def _read_tensors(path: Path) -> dict[str, np.ndarray]:
         raise GraphoptError(f"{path}: expected tensors in safetensors form: {line(error)}") from error
 
 
-def _module(path: Path, name: str, found: Mapping[str, np.ndarray], config: Mapping[str, Any]) -> Module:
-    """Return the adapter of a module from its tensors."""
+def _module(
+    path: Path,
+    name: str,
+    found: Mapping[str, np.ndarray],
+    config: Mapping[str, Any],
+    *,
+    is_stacked: bool = False,
+) -> Module:
+    """Return the adapter of a module, or of a parameter with stacked weights, from its tensors."""
     is_embedding = "embedding_A" in found
     names = ("embedding_A", "embedding_B") if is_embedding else ("A", "B")
     expected = {*names, *(("magnitude_vector",) if config.get("use_dora") else ())}
@@ -280,16 +304,30 @@ def _module(path: Path, name: str, found: Mapping[str, np.ndarray], config: Mapp
     ):
         shapes = ", ".join(f"lora_{part} {x.dtype}{list(x.shape)}" for part, x in found.items())
         raise GraphoptError(f"{path}: module {name!r}: expected matrices of one rank, found {shapes}")
-    if not config.get("rank_pattern") and config.get("r", len(a)) != len(a):
+    rank: Any = len(a)
+    if is_stacked:
+        rank = _of_module(config, "rank_pattern", name, config.get("r", 8))
+        if (
+            isinstance(rank, bool)
+            or not isinstance(rank, int)
+            or rank < 1
+            or len(a) % rank
+            or len(a) != b.shape[1]
+        ):
+            raise GraphoptError(
+                f"{path}: parameter {name!r}: expected A and B of {rank!r} numbers for each of its stacked weights, "
+                f"found {list(a.shape)} and {list(b.shape)}"
+            )
+    elif not config.get("rank_pattern") and config.get("r", len(a)) != len(a):
         raise GraphoptError(
             f"{path}: module {name!r}: expected rank {config['r']!r}, that of the config, found {len(a)}: take both "
             "files from one folder"
         )
     alpha = float(_of_module(config, "alpha_pattern", name, config.get("lora_alpha", 8)))
     stabilized = config.get("use_rslora") is True
-    scale = alpha / (math.sqrt(len(a)) if stabilized else len(a))
-    flat = None if magnitude is None else magnitude.reshape(-1)
-    return Module(name, a, b, scale, flat, is_embedding, rank_stabilized=stabilized)
+    scale = alpha / (math.sqrt(rank) if stabilized else rank)
+    flat, experts = None if magnitude is None else magnitude.reshape(-1), len(a) // rank if is_stacked else 0
+    return Module(name, a, b, scale, flat, is_embedding, rank_stabilized=stabilized, experts=experts)
 
 
 def _of_module(config: Mapping[str, Any], field: str, name: str, default: float) -> float:

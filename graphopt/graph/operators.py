@@ -116,9 +116,8 @@ INTEGER_OPERATORS = {
         "QEmbedLayerNormalization",
         "QGemm",
         "QLinearConv",
-        "QLinearMatMul",
-        "QMoE",
     ),
+    "QLinearMatMul",
     *("QLinearAdd", "QLinearAveragePool", "QLinearConcat", "QLinearGlobalAveragePool", "QLinearLeakyRelu"),
     *("QLinearMul", "QLinearReduceMean", "QLinearSigmoid", "QLinearSoftmax", "QLinearWhere"),
 }

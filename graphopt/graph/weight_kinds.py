@@ -167,6 +167,7 @@ WEIGHT_KINDS: dict[tuple[str, str, int], WeightKind] = {
     ("", "ConvTranspose", 1): WeightKind(TRANSPOSED_CONVOLUTION, x=0, bias=2),
     ("", "Gather", 0): WeightKind(EMBEDDING, x=1),
     (MICROSOFT, "GatherBlockQuantized", 0): WeightKind(EMBEDDING, x=1, scale=2),
+    **{(MICROSOFT, "MoE", i): TURNED for i in (2, 4, 6)},
     **{("", op_type, i): replace(TURNED, name=RECURRENCE) for op_type in RECURRENT for i in (1, 2)},
 }
 REGISTERED: set[tuple[str, str, int]] = set()  # the rows that `weight_kind` has added

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import warnings
 import zlib
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -18,13 +20,18 @@ from graphopt.graph.authored import ask, floating, name_of_method, told
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.merging import register_merge
 from graphopt.graph.metadata import ADAPTER, InferenceForm, Kind, Origin, copy, original_name
+from graphopt.graph.operators import VIEWS
+from graphopt.graph.postprocessing import DEQUANTIZE
 from graphopt.graph.rewriting import Pass, Pattern, matches
 from graphopt.graph.roles import Role, check_inference, role_of
 from graphopt.graph.shapes import ensure_typed
-from graphopt.graph.values import dtype_of, like, name_of, redirect
+from graphopt.graph.values import dims_of, dtype_of, like, name_of, redirect
 from graphopt.intervals import within
 from passes.parameters import origin_in_file
 from passes.weights.initializers import register
+
+_PRODUCTS = {"Conv", "ConvTranspose", "Einsum", "Gemm", "MatMul"}
+_SELECTING = {"Cast", DEQUANTIZE, "Gather", "GatherElements", "GatherND", "Slice", "Split", "Transpose"}
 
 Parts = tuple[str, ...] | list[str] | Mapping[str, int] | None
 
@@ -38,13 +45,14 @@ class Adapter(Pass):
     `parameters.unfreeze` names it. `executor.trained()` merges the term into the weights of the original model, by the
     class with which the graph was compiled. In another program, it is found by its module and its name.
 
-    Adapters change the weights of MatMul, Gemm, MatMulNBits, Conv, ConvTranspose, Gather, RNN, LSTM and GRU, and of the
-    operators that `passes.weight_kind` registers. All nodes that read one weight share an adapter.
+    Adapters change the weights of MatMul, Gemm, MatMulNBits, MoE, QMoE, Conv, ConvTranspose, Gather, RNN, LSTM and GRU,
+    and of the operators that `passes.weight_kind` registers. All nodes that read one weight share an adapter.
 
     Args:
         pattern: shell-style patterns of names of weights, one or several: names of initializers, and of the parameters
             from which the exporter made them. By default, as "all-linear" in PEFT, all except embeddings, the weight
-            of the last product before an output, and weights that the adapter does not fit.
+            of the last product before an output, those that choose among stacked experts, and weights that the adapter
+            does not fit. A warning tells the share of what no adapter can change.
         leave_out: patterns of weights to leave as they are.
         parts: the parts of the outputs of a packed projection, which get an adapter each: their names, for parts of one
             size, or their sizes by name. Parts whose names begin with `_` get none.
@@ -132,7 +140,7 @@ class Adapter(Pass):
             trains = target.source.quantized or origin_in_file(weight).trains
             if not ADAPTER.is_set(weight) and (trains or self._names(weight)):
                 groups.setdefault(weight, []).append(target)
-        left = [] if self.pattern else _last_products(model, groups)
+        left = [] if self.pattern else [*_last_products(model, groups), *_routers(model, groups)]
         chosen = {
             weight: targets
             for weight, targets in groups.items()
@@ -154,6 +162,8 @@ class Adapter(Pass):
         for weight, targets in chosen.items():
             _check_alike(weight, targets)
             self.check(targets[0])
+        if not self.pattern and self.leave_out is None:
+            _tell_share(model, chosen, [*left, *_embeddings(groups)])
         return chosen.values()
 
     def _names(self, weight: ir.Value) -> bool:
@@ -316,6 +326,51 @@ def _last_products(model: ir.Model, groups: Mapping[ir.Value, Sequence[AdapterTa
             if not _met(node.outputs, by_node, lambda x: x.consumers(), lambda node: node.outputs):
                 found.append(by_node[node])
     return found
+
+
+def _routers(model: ir.Model, groups: Mapping[ir.Value, Sequence[AdapterTarget]]) -> list[ir.Value]:
+    """Return the weights of products that choose among experts: those before a TopK, with an output for each expert."""
+    by_node = {target.node: weight for weight, targets in groups.items() for target in targets}
+    counts = {target.dims[0] for (target, *_) in groups.values() if len(target.dims) == 3}
+    chosen = [node.inputs[0] for node in model.graph if node.op_type == "TopK" and node.domain == ""]
+    logits = (x for x in chosen if x is not None)
+    nodes = (_met([x], by_node, lambda x: [x.producer()], lambda node: node.inputs[:1]) for x in logits)
+    found = [by_node[node] for some_nodes in nodes for node in some_nodes]
+    return [weight for weight in found if groups[weight][0].sizes[1] in counts]
+
+
+def _embeddings(groups: Mapping[ir.Value, Sequence[AdapterTarget]]) -> list[ir.Value]:
+    return [weight for weight, targets in groups.items() if any(x.kind == "embedding" for x in targets)]
+
+
+def _tell_share(
+    model: ir.Model, chosen: Collection[ir.Value], left: Collection[ir.Value], least: float = 0.01
+) -> None:
+    """Warn of weights that products read in ways that no adapter can change, if they are a large share of all."""
+    weights = [x for x in model.graph.initializers.values() if x.shape is not None and len(x.shape) > 1]
+    sizes = {
+        x: math.prod(ir.Shape(dims_of(x)).numpy())
+        for x in weights
+        if x in chosen or (x not in left and _multiplies(x))
+    }
+    without = [x for x in sizes if x not in chosen]
+    share = sum(sizes[x] for x in without) / max(sum(sizes.values()), 1)
+    if share >= least:
+        warnings.warn(
+            f"{share:.0%} of the weights of products have no adapter: {some([name_of(x) for x in without])}: operators "
+            "read them in ways that adapters cannot change; name the weights to adapt by pattern to leave this out",
+            stacklevel=2,
+        )
+
+
+def _multiplies(x: ir.Value) -> bool:
+    """Return whether a product reads a weight, or a part of it."""
+    for node in x.consumers():
+        if node.op_type in _PRODUCTS:
+            return True
+        if node.op_type in VIEWS | _SELECTING and node.inputs[0] is x and any(map(_multiplies, node.outputs)):
+            return True
+    return False
 
 
 def _met(

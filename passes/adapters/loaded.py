@@ -15,9 +15,10 @@ from graphopt.adapters.combined import LORA_A, LORA_B, LORA_FACTOR
 from graphopt.adapters.modules import in_module, parameter_of
 from graphopt.adapters.naming import Names, Naming, matched, part_sizes, sizes_of
 from graphopt.adapters.peft import Module
+from graphopt.adapters.stacked import from_parameter, parameter_of_experts
 from graphopt.adapters.targets import AdapterTarget, targets_in, widths
 from graphopt.errors import GraphoptError, some
-from graphopt.graph.metadata import ADAPTER, Kind, Origin
+from graphopt.graph.metadata import ADAPTER, Kind, Origin, original_name
 from graphopt.graph.rewriting import Pattern, matches
 from graphopt.graph.values import dims_of, dtype_of, is_floating, name_of
 
@@ -61,11 +62,12 @@ def _of_folder(
     model: ir.Model, place: str, known: Mapping[str, AdapterTarget], naming: Naming, leave_out: Pattern
 ) -> list[Given]:
     """Return what a folder of peft gives to each weight, and set the weights that trained in full."""
-    adapter = peft.read_folder(place)
+    stacked = stacked_in(model, known)
+    adapter = peft.read_folder(place, [*stacked])
     modules = {module.path.replace(".base_layer.", "."): module for module in adapter.modules}
     modules = {path: module for path, module in modules.items() if not matches(path, leave_out)}
     saved = {x: array for x, array in adapter.saved.items() if not matches(x.rpartition(".")[0], leave_out)}
-    owners = {path: name for name in known for path, _ in naming.modules_of(name) if path}
+    owners = {path: name for name in known for path, _ in naming.modules_of(name) if path} | stacked
     owners |= {
         name.removesuffix(".in_proj_weight"): name for name in known if name.endswith(".in_proj_weight")
     }
@@ -112,6 +114,17 @@ def _split(
                 part,
                 replace(module, a=module.a[used], b=own[:, used], magnitude=norms, rank_stabilized=False),
             )
+
+
+def stacked_in(model: ir.Model, known: Mapping[str, AdapterTarget]) -> dict[str, str]:
+    """Return the weights of stacked experts by the names of their parameters."""
+    values = [*model.graph.inputs, *model.graph.initializers.values()]
+    names = [original_name(x) for x in values]
+    return {
+        parameter_of_experts(name, names): name
+        for name, x in known.items()
+        if len(x.dims) == 3 and x.kind == "product"
+    }
 
 
 def _of_modules(place: str, target: AdapterTarget, modules: Mapping[str, Module], naming: Naming) -> Given:
@@ -162,7 +175,9 @@ def _in_graph(
         shapes[1][axis] = outputs
     a, b = module.a, module.b
     try:
-        if target.kind == "convolution":
+        if module.experts:
+            a, b = from_parameter(a, b, module.experts)
+        elif target.kind == "convolution":
             _check_dilations(place, target, module)
             a, b = _of_groups(a, target.groups).reshape(shapes[0]), b.reshape(shapes[1])
         else:

@@ -17,6 +17,7 @@ from passes.lowering import bnb as bnb
 from passes.lowering import classical as classical
 from passes.lowering import contrib as contrib
 from passes.lowering import decoders as decoders
+from passes.lowering import experts as experts
 from passes.lowering import integers as integers
 from passes.lowering import linear_attention as linear_attention
 from passes.lowering import quantized as quantized

@@ -23,6 +23,7 @@ from passes.lowering.registry import freeze, lowers, plus
 
 BITS = (2, 4, 8)
 MAT_MUL = "MatMulNBits"
+_PACKED = (MAT_MUL, "QMoE")  # operators that read the weights that `viewed` replaces
 
 
 @lowers(MAT_MUL, domain=MICROSOFT)
@@ -50,25 +51,47 @@ def mat_mul_n_bits(
     if bits not in BITS:
         raise GraphoptError(f"its attribute bits={bits} is not covered: expected 2, 4 or 8")
     blocks = -(-K // block_size)
-    rows, dtype = N * blocks, integer_type(bits)
     groups = None if group_index is None else stored(group_index, "groups").ravel()
-    q = viewed(b, "weight", dtype, [rows, block_size], bits)
     if groups is not None and not np.array_equal(groups, np.arange(K) // block_size):
         if len(groups) != K or groups.min() < 0 or groups.max() >= blocks:
             raise GraphoptError(f"expected its input 4 to be {K} numbers below {blocks}, found others")
+        q = viewed(b, "weight", integer_type(bits), [N * blocks, block_size], bits)
         w = _of_groups(op, q, scales, zero_points, groups, N, bits)
         return plus(op.MatMul(a, op.Transpose(w, perm=[1, 0])), bias)
+    w = packed_matrix(op, b, scales, zero_points, N, K, block_size, bits)
+    return plus(op.MatMul(a, op.Transpose(w, perm=[1, 0])), bias)
+
+
+def packed_matrix(
+    op: Emitter,
+    b: Value,
+    scales: Value,
+    zero_points: Input,
+    n: int,
+    k: int,
+    block_size: int,
+    bits: int,
+    lines: int | None = None,
+) -> Value:
+    """Return a packed weight as floats, [n,k].
+
+    Args:
+        b: the integers, of which rows of `block_size` share a scale.
+        lines: the number of rows of packed zero points, which are padded to whole bytes; n by default.
+    """
+    blocks = -(-k // block_size)
+    rows, dtype, lines = n * blocks, integer_type(bits), lines or n
+    q = viewed(b, "weight", dtype, [rows, block_size], bits)
     scale, shift = viewed(scales, "scales", None, [rows]), None
     zero: Input = None
     if zero_points is None:
         zero = op.constant(np.full(rows, 2 ** (bits - 1)).astype(dtype.numpy()))
     elif zero_points.dtype is ir.DataType.UINT8:
-        points = unpacked(stored(zero_points, "zero points").reshape(N, -1), bits)[:, :blocks]
+        points = unpacked(stored(zero_points, "zero points").reshape(lines, -1), bits)[:, : rows // lines]
         zero = op.constant(points.ravel().astype(dtype.numpy()))
     else:
         shift = op.Unsqueeze(scale * viewed(zero_points, "zero points", None, [rows]), [1])
-    y = op.MatMul(a, op.Transpose(dequantized_rows(op, q, scale, zero, N, K, shift), perm=[1, 0]))
-    return y if bias is None else y + bias
+    return dequantized_rows(op, q, scale, zero, n, k, shift)
 
 
 def _of_groups(
@@ -112,7 +135,7 @@ def dequantized_rows(
 def viewed(
     x: Value, name: str, dtype: ir.DataType | None, shape: Sequence[int], bits: int | None = None
 ) -> Value:
-    """Return a frozen initializer with the bytes of another in another shape or type, which MatMulNBits nodes read.
+    """Return a frozen initializer with the bytes of another in another shape or type, which such operators read.
 
     It takes the place of the other one, and its name, unless other nodes read that. Two bits become 4.
     """
@@ -129,7 +152,7 @@ def viewed(
         )
     view = ir.val(None, const_value=view_of(tensor, dtype, shape, bits))
     for node, index in list(x.uses()):
-        if node.op_type == MAT_MUL and node.domain == MICROSOFT:
+        if node.op_type in _PACKED and node.domain == MICROSOFT:
             node.replace_input_with(index, view)
     view.name = name_of(x)
     if x.uses() or x.is_graph_output():

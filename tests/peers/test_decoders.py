@@ -7,6 +7,7 @@ import functools
 import importlib
 import shutil
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
+import safetensors.numpy
 import torch
 
 import graphopt
@@ -79,6 +81,20 @@ CONFIGS: dict[str, Callable[[], Any]] = {
         rope_parameters=PLAIN,
         tie_word_embeddings=True,
     ),
+    "gpt-oss": lambda: transformers.GptOssConfig(
+        **{**SMALL, "hidden_size": 64, "intermediate_size": 32, "max_position_embeddings": 4096 * 32},
+        **{"head_dim": 32, "num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": WINDOW},
+        rope_parameters={
+            **{
+                "rope_type": "yarn",
+                "rope_theta": 150000.0,
+                "factor": 32.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+            },
+            **{"original_max_position_embeddings": 4096, "truncate": False},
+        },
+    ),
     # The builder writes no window for Mistral.
     "mistral": lambda: transformers.MistralConfig(**SMALL, head_dim=16, sliding_window=None),
 }
@@ -112,6 +128,9 @@ FULL_RUN = [pytest.param(name, marks=pytest.mark.exhaustive) for name in [*CONFI
 NAMES = ["llama", "gemma2", *FULL_RUN]
 IN_4_BITS = [name for name in FULL_RUN if name.values != ("lfm2",)]  # whose modules have names of their own
 
+# Stacked experts: in PyTorch, and in the builder's files.
+EXPERTS = {f"mlp.experts.{x}_proj": f"moe.experts.{x}_proj" for x in ("gate_up", "down")}
+
 Decoder = tuple[Path, Any]  # a folder with model.onnx, and PyTorch's model
 
 
@@ -137,6 +156,8 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Decoder]:
         source, target = folder / "source", folder / "built"
         model = network(name)
         model.save_pretrained(source)
+        if name == "gpt-oss" and precision == "int4":
+            add_published_experts(source / "model.safetensors")
         words = {f"t{i}": i for i in range(CLASSES)}
         tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="t0"))
         transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="t0").save_pretrained(
@@ -151,6 +172,17 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Decoder]:
         return target, model
 
     return build
+
+
+def add_published_experts(path: Path) -> None:
+    """Add the experts of gpt-oss as it is published, in floats of 4 bits, of which the builder makes integers."""
+    tensors, generator = safetensors.numpy.load_file(path), np.random.default_rng(0)
+    for name in [name for name in tensors if name.endswith((*EXPERTS,))]:
+        experts, inputs, outputs = tensors[name].shape
+        shape = (experts, outputs, inputs // 32)
+        tensors[f"{name}_blocks"] = generator.integers(0, 256, (*shape, 16)).astype(np.uint8)
+        tensors[f"{name}_scales"] = generator.integers(119, 122, shape).astype(np.uint8)
+    safetensors.numpy.save_file(tensors, path, metadata={"format": "pt"})
 
 
 def session(model: str | onnx.ModelProto) -> onnxruntime.InferenceSession:
@@ -213,13 +245,17 @@ def train_equally(executor: graphopt.Executor, model: Any) -> None:
     assert losses[-1][0] < losses[0][0]
 
 
-def greedy(folder: Path) -> list[int]:
+def greedy(folder: Path, adapter: Path | None = None) -> list[int]:
     """Return the tokens that onnxruntime-genai generates with the cache."""
     model = og.Model(str(folder))
     parameters = og.GeneratorParams(model)
     length = len(PROMPT) + GENERATED
     parameters.set_search_options(max_length=length, min_length=length, do_sample=False)
     generator = og.Generator(model, parameters)
+    if adapter is not None:
+        adapters = og.Adapters(model)
+        adapters.load(str(adapter), "own")
+        generator.set_active_adapter(adapters, "own")
     generator.append_tokens(PROMPT[None].astype(np.int32))
     tokens = []
     while not generator.is_done():
@@ -284,9 +320,22 @@ def packed_weight(file: onnx.ModelProto, node: onnx.NodeProto) -> torch.Tensor:
     return torch.tensor(session(product).run(None, {node.input[0]: np.eye(size, dtype=np.float32)})[0].T)
 
 
+def packed_experts(file: onnx.ModelProto, *names: str) -> torch.Tensor:
+    """Return the weights [experts, inputs, outputs] that a file has in 4 bits, in blocks of 32."""
+    found = {x.name: onnx.numpy_helper.to_array(x) for x in file.graph.initializer if x.name in names}
+    q, scales = (found[name] for name in names)
+    w = np.stack([q & 15, q >> 4], -1).reshape(*q.shape[:-1], -1).astype(np.float32) - 8
+    blocks = np.repeat(
+        scales if scales.ndim == 3 else scales[..., None],
+        w.shape[-1] // (scales.size // (w.size // w.shape[-1])),
+        -1,
+    )
+    return torch.tensor(w * blocks).mT
+
+
 def weights_of(model: Any, name: str) -> list[torch.Tensor]:
     """Return PyTorch's weights of a product that the builder names, which it concatenates or splits."""
-    parent, _, leaf = name.replace(".attn.", ".self_attn.").rpartition(".")
+    parent, _, leaf = name.replace(".attn.", ".self_attn.").replace(".moe.", ".mlp.").rpartition(".")
     module = model.get_submodule(parent)
     if hasattr(module, leaf):
         return [getattr(module, leaf).weight]
@@ -309,6 +358,12 @@ def dequantized(path: str, model: Any) -> Any:
             for w, numbers in zip(weights, found, strict=True):
                 assert 0 < abs(w - numbers).max() < 0.1
                 w.copy_(numbers)
+        if node.op_type == "QMoE":
+            for i in (2, 5):
+                own_name = node.input[i].replace(".moe.", ".mlp.").removesuffix(".qweight")
+                w = own.get_parameter(own_name)
+                packed.add(w.data_ptr())
+                w.copy_(packed_experts(file, *node.input[i : i + 2]))
     for parameter in own.parameters():
         parameter.requires_grad_(parameter.data_ptr() not in packed)
     return own
@@ -332,3 +387,60 @@ def test_another_file_is_refused(built):
     other, _ = built("gemma2")
     with pytest.raises(graphopt.GraphoptError, match="expected the file that was compiled, with "):
         compiled(folder / "model.onnx").trained(into=str(other / "model.onnx"))
+
+
+@pytest.mark.slow
+def test_adapters_of_stacked_experts_are_those_of_peft(built, tmp_path):
+    peft = pytest.importorskip("peft")
+    folder, model = built("gpt-oss")
+    path, theirs, ours = str(folder / "model.onnx"), tmp_path / "theirs", tmp_path / "ours"
+    torch.manual_seed(1)
+    config = peft.LoraConfig(
+        **{"r": 3, "lora_alpha": 6, "lora_dropout": 0.0, "target_modules": ["q_proj", "k_proj", "v_proj"]},
+        target_parameters=[*EXPERTS],
+    )
+    own = peft.get_peft_model(copy.deepcopy(model), config)
+    with torch.no_grad():
+        for name, x in own.named_parameters():
+            if "lora_B" in name:
+                x.normal_(0, 0.05)
+    own.save_pretrained(theirs)
+    executor = graphopt.Executor(
+        graphopt.compile(
+            path,
+            adapter=passes.LoRA.load(theirs),
+            loss=passes.CrossEntropy(axis=-1),
+            optimizer=passes.AdamW(RATE, weight_decay=0.0),
+        ),
+        threads=1,
+    )
+    with torch.no_grad():
+        expected = own(torch.tensor(IDS)).logits.numpy()
+        assert abs(expected - model(torch.tensor(IDS)).logits.numpy()).max() > 0.01
+    np.testing.assert_allclose(logits(executor), expected, atol=2e-6)
+    train_equally(executor, own)
+    graphopt.save_adapter(executor, ours, form="peft")
+    again = peft.PeftModel.from_pretrained(copy.deepcopy(model), ours).eval()
+    with torch.no_grad():
+        np.testing.assert_allclose(again(torch.tensor(IDS)).logits.numpy(), logits(executor), atol=2e-6)
+    merged, slots = executor.trained(into=path), executor.trained(into=path, adapters="slots")
+    np.testing.assert_allclose(prefill(merged)["logits"], logits(executor), atol=2e-6)
+    np.testing.assert_array_equal(prefill(slots)["logits"], prefill(path)["logits"])
+    graphopt.save_adapter(executor, tmp_path / "own.onnx_adapter")
+    first = greedy(folder)
+    places = [
+        with_model(folder, proto, tmp_path / name) for name, proto in (("merged", merged), ("slots", slots))
+    ]
+    assert greedy(places[1]) == first
+    assert greedy(places[1], tmp_path / "own.onnx_adapter") == greedy(places[0]) != first
+
+
+@pytest.mark.slow
+def test_the_default_adapts_experts_and_leaves_routers(built):
+    folder, _ = built("gpt-oss")
+    steps = {"loss": passes.CrossEntropy(axis=-1), "optimizer": passes.AdamW(RATE)}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        step = graphopt.compile(folder / "model.onnx", adapter=passes.LoRA(rank=2), **steps)
+    names = [*graphopt.Executor(step, native=False).parameters]
+    assert sum(".moe.experts." in name for name in names) == 8 and not any("router" in name for name in names)
