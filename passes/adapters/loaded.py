@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -117,14 +118,15 @@ def _split(
 
 
 def stacked_in(model: ir.Model, known: Mapping[str, AdapterTarget]) -> dict[str, str]:
-    """Return the weights of stacked experts by the names of their parameters."""
+    """Return the weights of stacked experts by the names of their parameters, where PEFT can adapt these."""
     values = [*model.graph.inputs, *model.graph.initializers.values()]
     names = [original_name(x) for x in values]
-    return {
-        parameter_of_experts(name, names): name
-        for name, x in known.items()
-        if len(x.dims) == 3 and x.kind == "product"
-    }
+    found = {}
+    for name, x in known.items():
+        if len(x.dims) == 3 and x.kind == "product":
+            with contextlib.suppress(GraphoptError):  # of outputs in another order
+                found[parameter_of_experts(name, names)] = name
+    return found
 
 
 def _of_modules(place: str, target: AdapterTarget, modules: Mapping[str, Module], naming: Naming) -> Given:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import importlib
+import json
 import shutil
 import sys
 import warnings
@@ -103,7 +104,6 @@ WIDE = {**SMALL, "hidden_size": 64}
 OTHERS: dict[str, Callable[[], Any]] = {
     "ernie": lambda: transformers.Ernie4_5Config(**WIDE, head_dim=16),
     "gemma": lambda: transformers.GemmaConfig(**WIDE, head_dim=16),
-    "gpt-oss": lambda: transformers.GptOssConfig(**WIDE, head_dim=16, num_local_experts=4),
     "granite": lambda: transformers.GraniteConfig(**WIDE),
     "granite hybrid": lambda: transformers.GraniteMoeHybridConfig(
         **WIDE,
@@ -113,9 +113,6 @@ OTHERS: dict[str, Callable[[], Any]] = {
         position_embedding_type="rope",
     ),
     "hunyuan": lambda: transformers.HunYuanDenseV1Config(**WIDE, head_dim=16),
-    "lfm2": lambda: transformers.Lfm2Config(
-        **WIDE, layer_types=["conv", "full_attention"], block_auto_adjust_ff_dim=False
-    ),
     "lfm2 moe": lambda: transformers.Lfm2MoeConfig(
         **WIDE, layer_types=["conv", "full_attention"], num_experts=4, num_dense_layers=1
     ),
@@ -169,6 +166,11 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Decoder]:
             config = options["hf_details"]["hf_config"]
             config.rope_local_base_freq, config.rope_theta = PLAIN["rope_theta"], PLAIN["rope_theta"]
         builder.create_model(*arguments, **options)
+        served = target / "genai_config.json"
+        config = json.loads(served.read_text())
+        if np.max(config["model"]["eos_token_id"]) >= CLASSES:  # of a tokenizer that the type of model brings
+            config["model"]["eos_token_id"] = SMALL["eos_token_id"]
+            served.write_text(json.dumps(config))
         return target, model
 
     return build

@@ -48,6 +48,7 @@ _OF_TRAINED = ("evaluate", "predict", "generate", "export")  # verbs that use wh
 _FIELDS_OF = {  # and the verbs that use them
     "form": ("export",),
     "generate": ("generate",),
+    "generate.tokenizer": ("generate", "train"),  # which may generate what it rewards
     "hosts": ("hosts",),
     "predictions": ("predict",),
     "prompt": ("generate",),
@@ -170,7 +171,8 @@ class CommandLine:
     def check_fields_of_verbs(self, verb: str) -> None:
         """Raise an error if the arguments set a field that only other verbs use."""
         for override in _parse(*self.overrides):
-            verbs = _FIELDS_OF.get(override.key_or_group.partition(".")[0])
+            field = override.key_or_group
+            verbs = _FIELDS_OF.get(field) or _FIELDS_OF.get(field.partition(".")[0])
             if verbs is not None and verb not in verbs and not override.is_delete():
                 raise GraphoptError(
                     f"{override.input_line}: expected {' or '.join(verbs)} beside it, found {verb}: leave it out, or "
