@@ -125,13 +125,13 @@ def inputs_of(**shapes):
 
 def test_a_mask_ends_with_the_tokens_that_were_read():
     wide = inputs_of(input_ids=["N", "T"], attention_mask=["N", 6], position_ids=["N", "T"])
-    found = wide.feeds([7, 8], 3)
+    found = wide.feeds(np.array([[7, 8]]), 3)
     assert found["attention_mask"].tolist() == [[1, 1, 1, 1, 1, 0]]
     assert found["position_ids"].tolist() == [[3, 4]]
     open_ = inputs_of(input_ids=["N", "T"], attention_mask=["N", "S"])
-    assert open_.feeds([7], 2)["attention_mask"].tolist() == [[1, 1, 1]]
+    assert open_.feeds(np.array([[7]]), 2)["attention_mask"].tolist() == [[1, 1, 1]]
     fixed = inputs_of(input_ids=[1, 4], attention_mask=[1, 4])
-    found = fixed.feeds([7, 8], 0, filled=2)
+    found = fixed.feeds(np.array([[7, 8]]), 0, filled=2)
     assert (found["input_ids"].tolist(), found["attention_mask"].tolist()) == ([[7, 8, 0, 0]], [[1, 1, 0, 0]])
 
 

@@ -455,7 +455,11 @@ def _export_run(recipe: Recipe, folder: Path) -> None:
     trained, form = Trained.find(recipe, folder), recipe.fields["form"]
     base = Path(recipe.fields["model"])
     if trained.step is None or not base.is_file():
-        found = f"model={base}, which is built in: its run has trained.onnx" if trained.step else "no run"
+        found = (
+            f"model={base}, which is built in: its run has trained.onnx"
+            if trained.step
+            else "no run: train first; for programs in other languages, write graphopt hosts"
+        )
         raise GraphoptError(f"export: expected folder=RUN, the run of a model's file, found {found}")
     console = open_console(quiet=recipe.fields["quiet"])
     tell_record(console, recipe.command_line)

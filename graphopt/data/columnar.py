@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -58,7 +59,7 @@ def parquet(
     pyarrow = imported(path, "pyarrow")
     imported(path, "pyarrow.parquet")
     with reading(path, "a Parquet file or an Arrow file", pyarrow.ArrowException):
-        with open(path, "rb") as file:
+        with open(Path(path), "rb") as file:
             is_parquet = file.read(len(_PARQUET)) == _PARQUET
         names, read = (_parquet if is_parquet else _arrow)(pyarrow, path, expansion)
         return of_columns(path, names, read, target, features, sample_weight, labels, columns)

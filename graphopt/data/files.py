@@ -144,8 +144,11 @@ def csv(
         raise GraphoptError(
             f"data.delimiter: expected one character that separates columns, found {delimiter!r}"
         )
-    if (kind := _SPREADSHEETS.get(Path(path).suffix.lower())) is not None and Path(path).is_file():
-        raise GraphoptError(f"{path}: expected a text file of columns, found {kind}: {_SAVED_AS_CSV}")
+    ending = Path(path).suffix.lower()
+    if (kind := _SPREADSHEETS.get(ending)) is not None and Path(path).is_file():
+        raise GraphoptError(
+            f"{path}: expected a text file of columns, found {kind} ({ending}): {_SAVED_AS_CSV}"
+        )
     with (
         reading(path, "a text file of columns in UTF-8", csv_files.Error),
         open(path, newline="", encoding="utf-8-sig") as file,
@@ -219,7 +222,7 @@ def reading(path: str | Path, expected: str, *errors: type[Exception]) -> Iterat
 
 def _other_format(path: str | Path, expected: str) -> str:
     """Return what a file is that a reader of the expected format refuses, and what to do, or nothing."""
-    with open(path, "rb") as file:
+    with open(Path(path), "rb") as file:  # a number would be that of an open file
         start = file.read(16)
     ending = Path(path).suffix.lower()
     if start.startswith(b"PK\x03\x04"):

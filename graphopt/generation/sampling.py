@@ -44,7 +44,7 @@ class Sampling(Checked):
 
     def probabilities(self, logits: np.ndarray) -> np.ndarray:
         """Return the probability of each token to be drawn, for a temperature above 0."""
-        scores = logits.astype(np.float64) / self.temperature
+        scores = self._scaled(logits)
         if self.top_k is not None and self.top_k < len(scores):
             scores[scores < np.partition(scores, -self.top_k)[-self.top_k]] = -np.inf
         rates = np.exp(scores - scores.max())
@@ -56,8 +56,11 @@ class Sampling(Checked):
 
     def log_probability(self, logits: np.ndarray, token: int) -> float:
         """Return the logarithm of the probability of a token among all, for a temperature above 0."""
-        scores = logits.astype(np.float64) / self.temperature
+        scores = self._scaled(logits)
         return float(scores[token] - scores.max() - np.log(np.exp(scores - scores.max()).sum()))
+
+    def _scaled(self, logits: np.ndarray) -> np.ndarray:
+        return logits.astype(np.float64) / self.temperature
 
     def choose(self, logits: np.ndarray, random: np.random.Generator) -> int:
         """Return the next token."""

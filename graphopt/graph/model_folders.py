@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from graphopt.errors import GraphoptError, some
+from graphopt.errors import GraphoptError
 from graphopt.files import json_of, read_file
 
 CONFIG, GENAI_CONFIG = "config.json", "genai_config.json"
@@ -34,11 +34,10 @@ def is_model_folder(path: Path) -> bool:
 def model_in(folder: Path) -> Path:
     """Return the file of the model in a folder.
 
-    That is the decoder that genai_config.json names, else model.onnx in the folder or in its folder `onnx`, else the
-    only file that ends in .onnx.
+    That is the decoder that genai_config.json names, else model.onnx in the folder or in its folder `onnx`.
 
     Raises:
-        GraphoptError: the folder has no model, or several.
+        GraphoptError: the folder has no such file.
     """
     if (config := folder / GENAI_CONFIG).is_file():
         model = config_in(config).get("model")
@@ -53,12 +52,9 @@ def model_in(folder: Path) -> Path:
     for path in (folder / _MODEL, folder / INNER / _MODEL):
         if path.is_file():
             return path
-    files = sorted(path.name for path in folder.glob("*.onnx"))
-    if len(files) != 1:
-        raise GraphoptError(
-            f"{folder}: expected a folder with one ONNX model, found {some(files, 4) or 'none'}: name the file"
-        )
-    return folder / files[0]
+    raise GraphoptError(
+        f"{folder}: expected an ONNX file, found a folder without {_MODEL} or {GENAI_CONFIG}: name the file"
+    )
 
 
 def place_of(model: Path) -> Path:
