@@ -16,7 +16,7 @@ import passes
 from graphopt import callbacks
 from graphopt.data.language.documents import _documents, _marked
 from graphopt.data.loader import Loader, draw, hold_out
-from graphopt.generation.decoder import _Inputs
+from graphopt.generation.decoder import DecoderInputs
 from graphopt.generation.sampling import Sampling
 from graphopt.graph.shapes import infer
 
@@ -117,7 +117,7 @@ def test_the_temperature_divides_before_top_k_and_top_p():
 
 
 def inputs_of(**shapes):
-    return _Inputs(
+    return DecoderInputs(
         ir.Value(name=name, type=ir.TensorType(ir.DataType.INT64), shape=ir.Shape(shape))
         for name, shape in shapes.items()
     )
