@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import onnx_ir as ir
@@ -201,15 +201,15 @@ class AugmentImages(Pass):
         self,
         op: Emitter,
         drawn: dict[str, ir.Value],
-        down: Any,
-        right: Any,
-        height: Any,
-        width: Any,
+        down: ir.Value,
+        right: ir.Value,
+        rows: ir.Value | int,
+        columns: ir.Value | int,
     ) -> tuple[ir.Value, ir.Value]:
         """Emit where the pixels come from in an image that is rotated and of which a part is resized, as fractions."""
-        down, right, height, width = (
-            float(x) if isinstance(x, int) else op.Cast(x, to=ir.DataType.FLOAT)
-            for x in (down, right, height, width)
+        down, right = (op.Cast(x, to=ir.DataType.FLOAT) for x in (down, right))
+        height, width = (
+            float(x) if isinstance(x, int) else op.Cast(x, to=ir.DataType.FLOAT) for x in (rows, columns)
         )
         if self.resized_crop < 1:
             area = drawn["area"] * (1.0 - self.resized_crop) + self.resized_crop
@@ -417,7 +417,7 @@ def _fractions(model: ir.Model, op: Emitter, x: ir.Value, seed: int, number: int
     return 2.0**-32 * op.Cast(drawn, to=ir.DataType.FLOAT) + 0.5
 
 
-def _part(op: Emitter, place: ir.Value, size: Any, share: ir.Value, start: ir.Value) -> ir.Value:
+def _part(op: Emitter, place: ir.Value, size: ir.Value | float, share: ir.Value, start: ir.Value) -> ir.Value:
     """Emit the places along an axis of a part of a size, which is resized to the whole axis.
 
     As torchvision's RandomResizedCrop, the part and its start are whole pixels.

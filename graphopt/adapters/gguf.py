@@ -5,7 +5,7 @@ Source: `convert_lora_to_gguf.py` and the classes of `conversion/` in llama.cpp,
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,44 +37,64 @@ _ARCHITECTURES = {
 }
 # Architectures in which llama.cpp rotates neighbours, where transformers rotates halves.
 _NEIGHBOURS = ("granite", "llama", "olmo", "smollm3")
-_HEADS = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
 _EMBEDDING = "token_embd"
 
 
-def config_beside(model: Path) -> dict[str, Any]:
-    """Return the type and the sizes of the language model in a file, from the config of a program that serves it.
+@dataclass(frozen=True)
+class DecoderConfig:
+    """Hold what the config of a program that serves a language model says.
+
+    Args:
+        file: the config.
+        kind: the type of the model in transformers.
+        layers, heads, key_heads: the numbers of layers, of heads of queries, and of keys.
+        is_tied: whether the head is the embedding.
+    """
+
+    file: Path
+    kind: object
+    layers: int
+    heads: int
+    key_heads: int
+    is_tied: bool
+
+
+def config_beside(model: Path) -> DecoderConfig:
+    """Return what the config beside a model's file says.
 
     Raises:
-        GraphoptError: no config lies beside the file, or it lacks a field or has a wrong one.
+        GraphoptError: no config lies there, or it lacks a field or has a wrong one.
     """
     place = place_of(model)
-    for path in (place / CONFIG, place / GENAI_CONFIG):
-        if not path.is_file():
-            continue
-        found = config_in(path)
-        if path.name == GENAI_CONFIG:
-            own: Any = found.get("model")
-            decoder = own.get("decoder") if isinstance(own, dict) else None
-            found = (
-                {**decoder, "model_type": own["type"]} if isinstance(decoder, dict) and "type" in own else {}
+    path = next((place / name for name in (CONFIG, GENAI_CONFIG) if (place / name).is_file()), None)
+    if path is None:
+        raise GraphoptError(
+            f"{model}: expected {CONFIG} of transformers or {GENAI_CONFIG} beside it, which tells the type of the "
+            "model, found neither"
+        )
+    found = config_in(path)
+    kind = found.get("model_type")
+    if path.name == GENAI_CONFIG:
+        own = found.get("model")
+        decoder = own.get("decoder") if isinstance(own, dict) else None
+        kind = own.get("type") if isinstance(own, dict) else None
+        found = decoder if isinstance(decoder, dict) else {}
+
+    def number(name: str, default: object = None) -> int:
+        value = found.get(name, default)
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= _MOST_BLOCKS:
+            raise GraphoptError(
+                f"{path}: {name}: expected a number from 1 to {_MOST_BLOCKS:,}, found {value!r}"
             )
-        config = {"model_type": found.get("model_type"), "file": path}
-        for name in ("num_hidden_layers", *_HEADS.values()):
-            number = found.get(name, found.get("num_attention_heads"))
-            if isinstance(number, bool) or not isinstance(number, int) or not 0 < number <= _MOST_BLOCKS:
-                raise GraphoptError(
-                    f"{path}: {name}: expected a number from 1 to {_MOST_BLOCKS:,}, found {number!r}"
-                )
-            config[name] = number
-        config["tie_word_embeddings"] = found.get("tie_word_embeddings")
-        return config
-    raise GraphoptError(
-        f"{model}: expected {CONFIG} of transformers or {GENAI_CONFIG} beside it, which tells the type of the model, "
-        "found neither"
-    )
+        return value
+
+    layers, heads = number("num_hidden_layers"), number("num_attention_heads")
+    key_heads = number("num_key_value_heads", heads)
+    is_tied = found.get("tie_word_embeddings") is True
+    return DecoderConfig(path, kind, layers, heads, key_heads, is_tied)
 
 
-def write_gguf(adapter: PeftAdapter, path: Path, config: Mapping[str, Any]) -> None:
+def write_gguf(adapter: PeftAdapter, path: Path, config: DecoderConfig) -> None:
     """Write an adapter to a file of GGUF atomically.
 
     A file has one alpha for all tensors: where the modules have several, B takes the rest of the scale.
@@ -89,19 +109,18 @@ def write_gguf(adapter: PeftAdapter, path: Path, config: Mapping[str, Any]) -> N
             is written.
     """
     gguf = _package(path)
-    kind = config["model_type"]
-    name = _ARCHITECTURES.get(kind) if isinstance(kind, str) else None
+    name = _ARCHITECTURES.get(config.kind) if isinstance(config.kind, str) else None
     if name is None:
         raise GraphoptError(
-            f"{config['file']}: expected a type of model whose names in llama.cpp are known "
-            f"({', '.join(_ARCHITECTURES)}), found {kind!r}: export form=peft, and convert it by llama.cpp's "
+            f"{config.file}: expected a type of model whose names in llama.cpp are known "
+            f"({', '.join(_ARCHITECTURES)}), found {config.kind!r}: export form=peft, and convert it by llama.cpp's "
             "convert_lora_to_gguf.py"
         )
     if adapter.saved or not adapter.modules:
         found = f"{some(list(adapter.saved), 3)}, which trained in full" if adapter.saved else "none"
         raise GraphoptError(f"{path}: expected adapters of low rank, found {found}: export form=merged")
     architecture = next(x for x, known in gguf.MODEL_ARCH_NAMES.items() if known == name)
-    names = gguf.get_tensor_name_map(architecture, config["num_hidden_layers"])
+    names = gguf.get_tensor_name_map(architecture, config.layers)
     tensors = {_name_in(names, module, config): module for module in adapter.modules}
     alpha = adapter.modules[0].alpha
     with replacing(path) as temporary:
@@ -111,8 +130,8 @@ def write_gguf(adapter: PeftAdapter, path: Path, config: Mapping[str, Any]) -> N
         writer.add_float32(gguf.Keys.Adapter.LORA_ALPHA, alpha)
         for tensor, module in tensors.items():
             b = module.b * np.asarray(module.alpha / alpha, module.b.dtype) if alpha else module.b * 0
-            is_rotated = name in _NEIGHBOURS and module.path.endswith(tuple(_HEADS))
-            b = _interleaved(b, config[_HEADS[module.path.rpartition(".")[2]]]) if is_rotated else b
+            if name in _NEIGHBOURS and module.path.endswith(("q_proj", "k_proj")):
+                b = _interleaved(b, config.heads if module.path.endswith("q_proj") else config.key_heads)
             a = module.a.T if tensor.startswith(_EMBEDDING) else module.a
             writer.add_tensor(f"{tensor}.lora_a", np.ascontiguousarray(a, np.float32))
             writer.add_tensor(f"{tensor}.lora_b", np.ascontiguousarray(b, np.float32))
@@ -132,15 +151,15 @@ def _package(path: Path) -> Any:
     return gguf
 
 
-def _name_in(names: Any, module: Module, config: Mapping[str, Any]) -> str:
+def _name_in(names: Any, module: Module, config: DecoderConfig) -> str:
     """Return the tensor of llama.cpp that a module changes."""
     found = names.get_name(module.path)
-    is_tied = config["tie_word_embeddings"] is True and module.path == "lm_head"
+    is_tied = config.is_tied and module.path == "lm_head"
     if found is None or module.magnitude is not None or module.a.ndim != 2 or is_tied:
         what = "DoRA" if module.magnitude is not None else "a convolution" if module.a.ndim != 2 else ""
         what = what or ("the tied head" if is_tied else "no tensor of that name")
         raise GraphoptError(
-            f"{module.path}: expected a product that llama.cpp adapts in a model of type {config['model_type']}, found "
+            f"{module.path}: expected a product that llama.cpp adapts in a model of type {config.kind}, found "
             f"{what}: leave it out by adapter.leave_out, or export form=merged or form=peft"
         )
     return f"{found}.weight"

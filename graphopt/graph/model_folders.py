@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path, PurePosixPath
-from typing import Any
 
 from graphopt.errors import GraphoptError
 from graphopt.files import json_of, read_file
@@ -14,7 +13,7 @@ _MODEL = "model.onnx"
 _MOST_BYTES = 2**22  # of a config
 
 
-def config_in(path: Path) -> dict[str, Any]:
+def config_in(path: Path) -> dict[str, object]:
     """Return the fields of a config.
 
     Raises:

@@ -81,7 +81,7 @@ class Rollouts(Checked):
     def __init__(
         self,
         executor: Executor,
-        prompts: Dataset | Sequence[Mapping[str, Any]],
+        prompts: Dataset | Sequence[Mapping[str, object]],
         reward: Reward,
         *,
         model: Source | None = None,
@@ -218,7 +218,7 @@ class _Epoch(Iterator[dict[str, np.ndarray]]):
         self._done += 1
         return self._batch
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         return {"done": self._done, "batch": self._batch if self._done % self._iterations else None}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -297,7 +297,7 @@ def _check_reward(reward: object, names: Sequence[str]) -> None:
         return
 
 
-def _columns(prompts: Dataset | Sequence[Mapping[str, Any]]) -> dict[str, Sequence[Any]]:
+def _columns(prompts: Dataset | Sequence[Mapping[str, object]]) -> dict[str, Sequence[Any]]:
     """Return the columns of prompts by name."""
     if isinstance(prompts, Dataset):
         columns: dict[str, Sequence[Any]] = {name: [*x] for name, x in prompts.table.items()}
