@@ -623,7 +623,7 @@ NEWER = {
     "attention, bias of scores",  # of one row for the whole batch
     "multi-head, mask",  # of fewer keys than queries
     "multi-head, lengths",
-    *(name for name, case in CASES.items() if case.op_type in HYBRID),
+    *(name for name, case in CASES.items() if case.op_type in (*HYBRID, "MoE", "QMoE")),
 }
 
 
@@ -860,6 +860,7 @@ def sparse_mixer_of_torch(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Ten
 @pytest.mark.parametrize("name", [*(name for name in CASES if "experts, " in name), *BY_SCHEMA])
 def test_experts_have_the_gradient_of_autograd(name):
     case = (CASES | BY_SCHEMA)[name]
+    case.runs &= not (OLD and name in NEWER)
     if case.op_type == "MoE":
         close = case.inputs["logits"]
         close[:, 1] = close[:, 0] * 1.005  # for the sparse mixer, which compares ratios

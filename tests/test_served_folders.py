@@ -83,6 +83,8 @@ def trained(base: Path) -> graphopt.Executor:
 @pytest.mark.parametrize("inner", ["", "onnx/"])
 @pytest.mark.parametrize("form", ["merged", "slots"])
 def test_a_saved_folder_has_what_lies_beside_the_base(form, inner, tmp_path):
+    if form == "slots" and not hasattr(onnxruntime, "AdapterFormat"):
+        pytest.skip("onnxruntime 1.19 has no adapters")
     place = folder_of(tmp_path / "f", f"{inner}model.onnx", config__json={"model_type": "llama"})
     folder_of(place, **{name.replace(".", "__"): text for name, text in TOKENIZER.items()}, notes__md="mine")
     executor = trained(place / inner / "model.onnx")
