@@ -41,7 +41,7 @@ def save_folder(
     form: Literal["merged", "slots", "peft", "gguf"] = "merged",
     names: Names = None,
 ) -> None:
-    """Save a trained language model as a folder that onnxruntime-genai, transformers.js, peft or llama.cpp opens.
+    """Save a trained language model as a folder that onnxruntime-genai, peft or llama.cpp opens.
 
     The tokenizer, the template of chats and the configs are copied from the folder of the base, and other graphs that
     genai_config.json names. The model has the name that it has there.
