@@ -490,6 +490,12 @@ class Recipe:
                     f"fit.validation: expected null with a reward, found {fit['validation']}: leave it out"
                 )
             fit["validation"] = None  # completions are rewarded while they train
+        if fields.get("reward") is None:
+            for override in self.command_line.overrides:
+                if override.startswith("rollouts"):
+                    raise GraphoptError(
+                        f"{override}: expected reward=module:function beside it, found none: name one, or leave it out"
+                    )
         check_recipe(fields, self.command_line)
         self.fields: dict[str, Any] = fields
         return bool(referred)

@@ -464,6 +464,8 @@ def rules_of(named: Mapping[str, str] | None, trust: Sequence[str] = ()) -> Rule
 
 def reward_of(name: str | None, trust: Sequence[str] = ()) -> Callable[..., Any] | None:
     """Return the function of a trusted package that rewards completions, if a recipe names one."""
+    if name is not None and not {":", "."} & {*name}:
+        raise GraphoptError(f"reward: expected module:function, found {name!r}")
     return None if name is None else _trusted(name, "reward", trust)
 
 
