@@ -395,7 +395,7 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     "form of pixels": (["fixed.onnx", "pictures", "--pixels=caffe"], "--pixels"),
     "without tune": (
         ["fixed.onnx", "--deeper"],
-        "--pixels, --deeper: expected graphopt tune FILE.onnx FOLDER",
+        "--deeper: expected graphopt tune FILE.onnx FOLDER",
     ),
     "layout": (["fixed.onnx", "pictures", "data.layout=NHWC"], "expected one form of images"),
     "of samples": (["sound.onnx", "pictures"], "expected one input of images, [N, C, H, W] or [N, H, W, C]"),

@@ -232,10 +232,8 @@ class _Step:
         rng = np.random.default_rng(0)
         moved = dict(state)
         names = [name for name in self.forward.gradients if name not in self.forward.unchecked]
-        longest = rng.standard_normal(PERIOD, np.float32)
         for name, size in typical_sizes({name: state[name] for name in names}).items():
-            longest = np.roll(longest, 1 + int(rng.integers(PERIOD - 1)))
-            noise = SINGLE.jitter * size * longest[: state[name].size]
+            noise = SINGLE.jitter * size * rng.standard_normal(min(PERIOD, state[name].size), np.float32)
             for each in (name, *self.forward.moved.get(name, [])):
                 moved[each] = _periodic(np.add, state[each], noise).astype(state[each].dtype, copy=False)
         return moved
