@@ -137,10 +137,13 @@ def test_the_first_example_prints_what_the_page_says(folder_of: Callable[[Path],
 
 # Runs commands in one process, since starting one takes longer than most of them.
 RUN_COMMANDS = """
+import sys
 from graphopt import cli
-for command in {commands!r}:
+for command, searches_here in {commands!r}:
+    sys.path[:0] = [""] if searches_here else []
     if cli.main(command) != 0:
         sys.exit(f"{{command}}")
+    del sys.path[:searches_here]
 """
 
 
@@ -150,13 +153,14 @@ def test_the_commands_run(page: Path, folder_of: Callable[[Path], Path], run_on:
     """The commands of a page run in their order, as later ones read what earlier ones write."""
     left_out, run = [], []
     for command in commands(page):
-        program, *arguments = shlex.split(command, comments=True)
+        searches_here = command.startswith("python -m ")
+        program, *arguments = shlex.split(command.removeprefix("python -m "), comments=True)
         assert program == "graphopt"
         if lacking(command):
             left_out.append(command)
             continue
         shorter = [] if {"--help", "doctor"} & {*arguments} or "fit.epochs" in command else ["fit.epochs=1"]
-        run.append([*arguments, *shorter])
+        run.append(([*arguments, *shorter], searches_here))
     if run:
         run_on(page, RUN_COMMANDS.format(commands=run), folder_of(page))
     if left_out:
