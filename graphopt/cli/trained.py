@@ -73,7 +73,8 @@ class Trained:
         if recipe.names_folder and model.is_file():
             named = recipe.fields["model"]
             is_named = any(item.startswith("model=") for item in recipe.command_line.overrides)
-            if is_named and Path(named).absolute() != model.absolute():
+            own = [model, *([] if record is None else [Path(str(record.resolved.get("model")))])]
+            if is_named and Path(named).absolute() not in {path.absolute() for path in own}:
                 raise GraphoptError(
                     f"{recipe.fields['run']}: expected one model, found {named} and {model}: leave model or folder out"
                 )
