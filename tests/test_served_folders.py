@@ -14,6 +14,7 @@ from builders import mlp
 import graphopt
 import passes
 from graphopt import cli
+from graphopt.data.language.tokenizer import tokenizer_beside
 
 TOKENIZER = {"tokenizer.json": "{}", "tokenizer_config.json": "{}", "vocab.txt": "a"}
 STEPS = {"adapter": passes.LoRA("fc0.*", rank=2), "loss": passes.CrossEntropy(), "optimizer": passes.SGD(0.1)}
@@ -160,3 +161,12 @@ def test_the_command_says_what_it_needs(tmp_path, monkeypatch, capsys):
     assert "expected the folder of a run with trained.onnx, found nothing without" in capsys.readouterr().err
     assert cli.main(["export", "runs/mine"]) == 1
     assert "write export folder=runs/mine" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("inner", ["onnx", ""])
+def test_a_tokenizer_beside_the_model_comes_before_one_above(inner, tmp_path):
+    (tmp_path / "onnx").mkdir()
+    (tmp_path / "config.json").write_text("{}")
+    for folder in {tmp_path, tmp_path / inner}:
+        (folder / "tokenizer.json").write_text("{}")
+    assert tokenizer_beside(tmp_path / "onnx" / "model.onnx") == tmp_path / inner / "tokenizer.json"

