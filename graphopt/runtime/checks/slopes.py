@@ -23,6 +23,7 @@ LADDER = (*(1.0, 0.5), *(0.125, 0.0625), *(4.0, 8.0), *(16.0, 32.0))
 MOVED = 0.01  # the largest step along a direction, relative to a parameter's own size
 FARTHEST = 0.3  # where rounding hides the slope of smaller steps
 SIZE_SAMPLE = 2**12  # numbers of a parameter whose median is its size
+CHUNK = 2**12  # numbers whose products are added in their own type
 SMALLEST = 1e-2  # the size of parameters that are all 0, such as new biases
 
 
@@ -78,8 +79,18 @@ def wide(x: np.ndarray) -> np.ndarray:
 
 
 def dot(x: np.ndarray, y: np.ndarray) -> float:
-    """Return the inner product of two arrays, without the threads of a library, which would spin later."""
-    return float(np.einsum("i,i->", x.ravel(), y.ravel(), dtype=np.float64))
+    """Return the inner product of two arrays, without the threads of a library, which would spin later.
+
+    Chunks are added in their own type, which takes a fifth of the time, and in float64 where its range may not do.
+    """
+    x, y = x.ravel(), y.ravel()
+    count = x.size - x.size % CHUNK
+    with np.errstate(all="ignore"):
+        chunks = np.einsum("ij,ij->i", *(z[:count].reshape(-1, CHUNK) for z in (x, y)))
+    total = float(chunks.sum(dtype=np.float64))
+    if not 1e-20 < abs(total) < 1e30:
+        count, total = 0, 0.0
+    return total + float(np.einsum("i,i->", x[count:], y[count:], dtype=np.float64))
 
 
 def norm_of(x: np.ndarray) -> float:
