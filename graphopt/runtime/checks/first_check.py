@@ -217,7 +217,9 @@ class _Step:
             if self._is_narrow:
                 whole = whole.clone()
                 _in(whole, ir.DataType.FLOAT)
-            self._session = Session(device, whole)
+            # Few runs do not make up for the runtime's optimization.
+            options = device.new_session_options(optimized=False) if self._is_small else None
+            self._session = Session(device, whole, options)
         self._whole = whole
         for name in self.forward.gradients:
             if not is_finite(state[name]):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -126,7 +126,8 @@ def slope_along(
     """Compare the slope of a loss along a direction with that of its gradient.
 
     Two forward passes decide if they agree. Otherwise, pairs of steps are extrapolated (Richardson 1911): the
-    difference between a pair's slopes tells how much rounding, curvature and kinks may explain.
+    difference between a pair's slopes tells how much rounding, curvature and kinks may explain. A pair says that they
+    agree only if it is in less doubt than those before.
 
     Args:
         loss: returns the loss at a point.
@@ -172,6 +173,7 @@ def slope_along(
     if abs(central - found) <= allowed + min(rounding(1.0), abs(found) * precision.tolerance):
         return Slope(central, found, rounding(1.0), "agrees")
     best, here = Slope(central, found, math.inf, "not checked"), loss(point)
+    is_open = False  # a pair agrees, and another one that is in less doubt does not
     for large, small in zip(LADDER[::2], LADDER[1::2], strict=True):
         if small > large:
             large, small = small, large
@@ -186,10 +188,12 @@ def slope_along(
         off = abs(expected - found)
         between = min(after, before) - allowed <= found <= max(after, before) + allowed
         if off <= allowed + doubt / 3 and (doubt <= precision.doubted * abs(found) or off <= least):
-            return Slope(expected, found, doubt, "agrees")
+            if doubt < best.doubt:
+                return Slope(expected, found, doubt, "agrees")
+            is_open = True
         clear = off > 4 * doubt + 1.2 * allowed and not between
         if doubt < best.doubt:
             best = Slope(expected, found, doubt, "differs" if clear else "not checked")
         if clear and doubt < 0.05 * off:
             break
-    return best
+    return replace(best, verdict="not checked") if is_open else best
