@@ -75,6 +75,18 @@ def test_compile_takes_paths_protos_and_models_and_changes_none(tmp_path):
     ).SerializeToString(deterministic=True)
 
 
+def test_training_leaves_the_constants_of_a_message_as_they_are():
+    """The runtime's names of what was a Constant would be written into the caller's own tensors."""
+    proto = model(
+        "g (float[N,4] x) => (float[N,3] y) { c = Constant<value=float[1] {0.5}>() m = MatMul(x, w) y = Mul(m, c) }",
+        w=T[:4],
+    )
+    before = proto.SerializeToString(deterministic=True)
+    step = graphopt.compile(proto, loss=passes.MeanSquaredError(), optimizer=passes.SGD())
+    graphopt.Executor(step, threads=1, native=False).step(FEEDS)
+    assert proto.SerializeToString(deterministic=True) == before
+
+
 def test_the_contract_of_a_training_graph():
     step = full_pipeline()(mlp())
     proto = ir.to_proto(step)

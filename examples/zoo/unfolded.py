@@ -162,7 +162,8 @@ def main() -> int:
             continue
         row = answer(job.family, job.name, options.times)
         print(" | ".join(row), flush=True)
-        rows = [*(x for x in rows if x[:2] != row[:2]), row]
+        at = next((i for i, x in enumerate(rows) if x[:2] == row[:2]), len(rows))
+        rows[at : at + 1] = [row]
         options.table.write_text(written(rows))
     return 0
 

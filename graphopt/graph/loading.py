@@ -148,13 +148,21 @@ def read_original(source: Source) -> ModelParts:
 
 
 def _name_apart(model: ir.Model) -> None:
-    """Give tensors names of their own, so that a weight that is renamed keeps its name in the caller's model."""
+    """Give tensors names of their own, so that one that is renamed keeps its name in the caller's model."""
+
+    def apart(tensor: ir.TensorProtocol) -> ir.TensorProtocol:
+        if not isinstance(tensor, ir.TensorProtoTensor) or tensor.dtype is ir.DataType.STRING:
+            return tensor
+        return like_tensor(ir.LazyTensor(lambda: tensor, tensor.dtype, tensor.shape), tensor)
+
     for graph in model.graphs():
         for value in graph.initializers.values():
-            tensor = value.const_value
-            if isinstance(tensor, ir.TensorProtoTensor) and tensor.dtype is not ir.DataType.STRING:
-                own = lambda tensor=tensor: tensor  # noqa: E731
-                value.const_value = like_tensor(ir.LazyTensor(own, tensor.dtype, tensor.shape), tensor)
+            if value.const_value is not None:
+                value.const_value = apart(value.const_value)
+    for node in (node for whole in wholes_of(model) for node in all_nodes(whole)):
+        for name, x in node.attributes.items():
+            if x.type is ir.AttributeType.TENSOR and not x.is_ref():
+                node.attributes[name] = ir.AttrTensor(name, apart(x.as_tensor()))
 
 
 def _shape_of_initial(value: ir.Value, dims: Sequence[int]) -> ir.Shape:

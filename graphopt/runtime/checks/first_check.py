@@ -25,6 +25,7 @@ from graphopt.graph.operators import CONVOLUTIONS
 from graphopt.graph.precision import retype
 from graphopt.graph.roles import Role, with_role
 from graphopt.graph.storage import weight_bytes
+from graphopt.graph.traversal import all_nodes
 from graphopt.graph.values import swap
 from graphopt.pipeline import garbage_waits
 from graphopt.runtime.checks.file import file_findings
@@ -206,17 +207,20 @@ class _Step:
 
     def __init__(self, device: Device, model: ir.Model, state: Arrays, batch: Arrays, is_full: bool) -> None:
         self._device, self.is_full, self._batch = device, is_full, batch
-        self.forward = forward_of(model)
-        whole = self.forward.whole
         size = sum(x.nbytes for x in state.values()) + weight_bytes(model)
         self._is_small = size <= MOST_CONVERTED
         self._is_narrow = self._is_small and any(
-            y.dtype in NARROW for node in whole.graph.all_nodes() for y in node.outputs
+            y.dtype in NARROW for node in all_nodes(model.graph) for y in node.outputs
         )
-        self._types = {y.name: y.type for y in whole.graph.outputs}
-        if self._is_narrow:
-            _in(whole, ir.DataType.FLOAT)
-        self._session = Session(device, whole)
+        self.forward = forward_of(model)
+        with self.forward.shown() as whole:
+            if self._is_narrow:
+                whole = whole.clone()
+                _in(whole, ir.DataType.FLOAT)
+            # Few runs do not make up for the runtime's optimization.
+            options = device.new_session_options(optimized=False) if self._is_small else None
+            self._session = Session(device, whole, options)
+        self._whole = whole
         for name in self.forward.gradients:
             if not is_finite(state[name]):
                 self.forward.unchecked[name] = "it has numbers that are not finite"
@@ -243,20 +247,19 @@ class _Step:
         if not all(map(is_finite, (*self.gradients.values(), self.outputs[self.forward.loss]))):
             yield Finding("gradient", "all", "not checked", reason="the loss or a gradient is not finite")
             return
-        whole = self.forward.whole
         for name, reason in self.forward.unchecked.items():
             yield Finding("gradient", name, "not checked", norm=self.norms[name], reason=reason)
         names = [name for name in self.gradients if name not in self.forward.unchecked]
         if names:
             yield from _Slopes(self, names).findings()
         passes = {} if origin is None else origin.passes
-        yield from Updates(whole, self.run, self.state, self.outputs, self.gradients, self.norms).findings(
-            passes
-        )
+        yield from Updates(
+            self._whole, self.run, self.state, self.outputs, self.gradients, self.norms
+        ).findings(passes)
 
     def run(self, arrays: Arrays) -> Arrays:
         """Return the outputs of the step for a state and its batch."""
-        return self._session.compute_arrays(_fed(self.forward.whole, {**arrays, **self._batch}))
+        return self._session.compute_arrays(_fed(self._whole, {**arrays, **self._batch}))
 
     @property
     def loss(self) -> float:
@@ -270,7 +273,7 @@ class _Step:
     @functools.cached_property
     def noisy_gradients(self) -> list[Arrays]:
         """Return gradients at points, and of data, that differ by some roundings."""
-        data = {x.name for x in with_role(self.forward.whole, Role.DATA)}
+        data = {x.name for x in with_role(self._whole, Role.DATA)}
         found = []
         for seed in range(NOISY_GRADIENTS):
             rng = np.random.default_rng(seed)
@@ -285,14 +288,15 @@ class _Step:
 
             state = {name: noisy(x) if name in self.gradients else x for name, x in self.state.items()}
             batch = {name: noisy(x) if name in data else x for name, x in self._batch.items()}
-            outputs = self._session.compute_arrays(_fed(self.forward.whole, {**state, **batch}))
+            outputs = self._session.compute_arrays(_fed(self._whole, {**state, **batch}))
             found.append({name: wide(outputs[y]) for name, y in self.forward.gradients.items()})
         return found
 
     @functools.cached_property
     def precise_gradients(self) -> Arrays | None:
         """Return the gradients in float64; None if the runtime has no kernels for them."""
-        whole = self.forward.whole.clone()
+        with self.forward.shown() as shown:
+            whole = shown.clone()
         try:
             _write_out_hard_sigmoids(whole)
             _in(whole, ir.DataType.DOUBLE)

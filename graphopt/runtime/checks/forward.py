@@ -7,7 +7,8 @@ mask does not jump, and what passes gradients straight through (Bengio et al. 20
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+import contextlib
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 
 import onnx_ir as ir
@@ -27,7 +28,8 @@ class LossFunction:
     """Hold the loss of a training graph as a function of its parameters.
 
     Attributes:
-        whole: the training graph, whose outputs are also the gradients and the values that are held.
+        whole: the training graph.
+        inner: the gradients, and the values that are held, that are no outputs of it.
         part: the function: its inputs are those of the graph, and the held values; its output is the loss.
         loss: the name of the loss.
         gradients: the names of the gradients, by the names of the parameters.
@@ -36,16 +38,31 @@ class LossFunction:
     """
 
     whole: ir.Model
+    inner: list[ir.Value]
     part: ir.Model
     loss: str
     gradients: dict[str, str]
     moved: dict[str, list[str]] = field(default_factory=dict)
     unchecked: dict[str, str] = field(default_factory=dict)
 
+    @contextlib.contextmanager
+    def shown(self) -> Iterator[ir.Model]:
+        """Yield the training graph with all that is inner as outputs, in a `with` block."""
+        outputs = self.whole.graph.outputs
+        outputs.extend(self.inner)
+        try:
+            yield self.whole
+        finally:
+            for _ in self.inner:
+                outputs.pop()
+
 
 def forward_of(plain: ir.Model) -> LossFunction:
-    """Return the loss of a plain training graph without its initial state as a function of its parameters."""
-    model = plain.clone()
+    """Return the loss of a plain training graph without its initial state as a function of its parameters.
+
+    The whole is the graph itself, or a copy where quantizers are smoothed.
+    """
+    model = plain.clone() if any(node.op_type == DEQUANTIZE for node in plain.graph) else plain
     (loss,) = with_role(model, Role.LOSS)
     gradients = {
         name: y for node in model.graph for y in node.outputs if (name := GRADIENT_OF.read(y)) is not None
@@ -60,12 +77,9 @@ def forward_of(plain: ir.Model) -> LossFunction:
             part.graph.inputs.remove(x)
     known = {name_of(x) for x in part.graph.inputs}
     held = [x for x in held if x.name in known]
-    outputs = {name_of(y) for y in model.graph.outputs}
-    model.graph.outputs.extend(
-        y for y in dict.fromkeys([*gradients.values(), *held]) if name_of(y) not in outputs
-    )
+    inner = [y for y in dict.fromkeys([*gradients.values(), *held]) if not y.is_graph_output()]
     names = {name: name_of(y) for name, y in gradients.items()}
-    forward = LossFunction(model, part, name_of(loss), names)
+    forward = LossFunction(model, inner, part, name_of(loss), names)
     for x in with_role(model, Role.SLOT):
         owner = OWNER.read(x)
         if x.name in known and owner in names:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -23,6 +23,7 @@ LADDER = (*(1.0, 0.5), *(0.125, 0.0625), *(4.0, 8.0), *(16.0, 32.0))
 MOVED = 0.01  # the largest step along a direction, relative to a parameter's own size
 FARTHEST = 0.3  # where rounding hides the slope of smaller steps
 SIZE_SAMPLE = 2**12  # numbers of a parameter whose median is its size
+CHUNK = 2**12  # numbers whose products are added in their own type
 SMALLEST = 1e-2  # the size of parameters that are all 0, such as new biases
 
 
@@ -78,8 +79,18 @@ def wide(x: np.ndarray) -> np.ndarray:
 
 
 def dot(x: np.ndarray, y: np.ndarray) -> float:
-    """Return the inner product of two arrays, without the threads of a library, which would spin later."""
-    return float(np.einsum("i,i->", x.ravel(), y.ravel(), dtype=np.float64))
+    """Return the inner product of two arrays, without the threads of a library, which would spin later.
+
+    Chunks are added in their own type, which takes a fifth of the time, and in float64 where its range may not do.
+    """
+    x, y = x.ravel(), y.ravel()
+    count = x.size - x.size % CHUNK
+    with np.errstate(all="ignore"):
+        chunks = np.einsum("ij,ij->i", *(z[:count].reshape(-1, CHUNK) for z in (x, y)))
+    total = float(chunks.sum(dtype=np.float64))
+    if not 1e-20 < abs(total) < 1e30:
+        count, total = 0, 0.0
+    return total + float(np.einsum("i,i->", x[count:], y[count:], dtype=np.float64))
 
 
 def norm_of(x: np.ndarray) -> float:
@@ -115,7 +126,8 @@ def slope_along(
     """Compare the slope of a loss along a direction with that of its gradient.
 
     Two forward passes decide if they agree. Otherwise, pairs of steps are extrapolated (Richardson 1911): the
-    difference between a pair's slopes tells how much rounding, curvature and kinks may explain.
+    difference between a pair's slopes tells how much rounding, curvature and kinks may explain. A pair says that they
+    agree only if it is in less doubt than those before.
 
     Args:
         loss: returns the loss at a point.
@@ -161,6 +173,7 @@ def slope_along(
     if abs(central - found) <= allowed + min(rounding(1.0), abs(found) * precision.tolerance):
         return Slope(central, found, rounding(1.0), "agrees")
     best, here = Slope(central, found, math.inf, "not checked"), loss(point)
+    is_open = False  # a pair agrees, and another one that is in less doubt does not
     for large, small in zip(LADDER[::2], LADDER[1::2], strict=True):
         if small > large:
             large, small = small, large
@@ -175,10 +188,12 @@ def slope_along(
         off = abs(expected - found)
         between = min(after, before) - allowed <= found <= max(after, before) + allowed
         if off <= allowed + doubt / 3 and (doubt <= precision.doubted * abs(found) or off <= least):
-            return Slope(expected, found, doubt, "agrees")
+            if doubt < best.doubt:
+                return Slope(expected, found, doubt, "agrees")
+            is_open = True
         clear = off > 4 * doubt + 1.2 * allowed and not between
         if doubt < best.doubt:
             best = Slope(expected, found, doubt, "differs" if clear else "not checked")
         if clear and doubt < 0.05 * off:
             break
-    return best
+    return replace(best, verdict="not checked") if is_open else best
