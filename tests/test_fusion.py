@@ -486,7 +486,7 @@ def test_a_network_that_pools_large_images_is_lowered_once(monkeypatch):
         lowered = graphopt.lower(step, "onnxruntime")
         assert _operators(lowered).count("MaxUnpool") == 1
         monkeypatch.setattr(graphopt.Pipeline, "rewrite", None)
-        assert graphopt.listing(graphopt.lower(step, "onnxruntime")) == graphopt.listing(lowered)
+        assert _operators(graphopt.lower(step, "onnxruntime")) == _operators(lowered)
 
 
 def _operators(step):
