@@ -270,14 +270,14 @@ class Parameters(Pass):
         """Return what a copy is in relation to a weight, or None if they are not tied."""
         if selects(self.untie, weight) or selects(self.untie, copy):
             return None
-        how = folds.relation(weight, copy, transposed=_is_folded(weight, copy))
-        if how is None or self._is_asked(weight, copy):
-            return how
         first, second = _read(weight), _read(copy)
-        if (first.named and second.named) or not folds.tells(weight):
+        is_asked = self._is_asked(weight, copy)
+        is_of_program = any(x.sources and not x.by_exporter for x in (first, second))
+        if not is_asked and ((first.named and second.named) or is_of_program or not folds.tells(weight)):
             return None
-        if any(x.sources and not x.by_exporter for x in (first, second)):
-            return None
+        how = folds.relation(weight, copy, transposed=_is_folded(weight, copy))
+        if how is None or is_asked:
+            return how
         merged = first.by_exporter or second.by_exporter or _numberless(weight) == _numberless(copy)
         return None if not how[1] and merged else how
 

@@ -58,7 +58,7 @@ FUSIONS = [
     *of(
         "graphopt/targets/onnxruntime/convolution.py",
         "fusion",
-        ("unpooled", "np.arange(size, 0, -1)", "np.arange(1, size + 1)"),
+        ("unpooled", "op.Range(size, 0, -1)", "op.Range(1, size + 1, 1)"),
         ("unpooled", "op.Size(planes) + size, size)", "op.Size(planes) + size, 1)"),
     ),
     *of(

@@ -16,6 +16,7 @@ import graphopt
 import passes
 from graphopt import models
 from graphopt.targets.onnxruntime.fuse import FUSIONS
+from graphopt.testing import strict
 from graphopt.testing.gradients import computed, gradient_model
 
 RNG = np.random.default_rng(0)
@@ -475,6 +476,17 @@ def test_an_unpooled_gradient_goes_to_the_first_of_equal_maxima_as_in_torch(shap
     np.testing.assert_array_equal(ours, theirs.grad)
     x[0, 0] = np.nan  # its windows have no maximum: others are as they were
     np.testing.assert_array_equal(computed(gradient, {"x": x, "y.seed": dy})["x.grad"][1:], ours[1:])
+
+
+def test_a_network_that_pools_large_images_is_lowered_once(monkeypatch):
+    step = graphopt.compile(
+        models.cnn((1, 28, 28), 3, channels=2), loss=passes.CrossEntropy(), optimizer=passes.SGD(0.1)
+    )
+    with strict(False):
+        lowered = graphopt.lower(step, "onnxruntime")
+        assert _operators(lowered).count("MaxUnpool") == 1
+        monkeypatch.setattr(graphopt.Pipeline, "rewrite", None)
+        assert _operators(graphopt.lower(step, "onnxruntime")) == _operators(lowered)
 
 
 def _operators(step):

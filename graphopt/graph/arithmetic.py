@@ -35,6 +35,7 @@ _OF_NUMPY: dict[Callable[..., object], str] = {
     **{np.remainder: "%", np.floor_divide: "//"},
 }
 _LOGICAL = ("&", "|", "^")
+_OF_TYPE = ("**", "//", "%")  # what they emit depends on the type of the operands
 
 # Methods of arrays that people call on a value, and NumPy's functions, with the operator that does the same.
 _INSTEAD = {
@@ -88,9 +89,13 @@ class Arithmetic:
         Arithmetic.current = self
         return self
 
-    def __exit__(self, *error: object) -> None:
-        handler, Arithmetic.current = self._outer
-        ir.set_value_magic_handler(handler)
+    def __exit__(self, _: object, error: BaseException | None, *where: object) -> None:
+        try:
+            if isinstance(error, AttributeError):
+                explain_attribute(error)
+        finally:
+            handler, Arithmetic.current = self._outer
+            ir.set_value_magic_handler(handler)
 
     def Add(self, a: object, b: object) -> Any:
         return self.binary("+", a, b)
@@ -111,11 +116,12 @@ class Arithmetic:
         """Emit an operator of two operands, one of which is a value."""
         op, (_, op_type) = self._op, _BINARY[_NAME_OF[sign]]
         a, b = self._operand(sign, a, b), self._operand(sign, b, a)
+        if sign not in _OF_TYPE:
+            return op.op(op_type, a, b)
+        first = next(x for x in (a, b) if isinstance(x, ir.Value))
+        is_integer = first.dtype is not None and first.dtype.is_integer()
         if sign == "**":  # ONNX does not bind the type of the exponent to that of the base
-            first = next(x for x in (a, b) if isinstance(x, ir.Value))
             a, b = (x if isinstance(x, ir.Value) else op.constant(x, like=first) for x in (a, b))
-        dtype = next((x.dtype for x in (a, b) if isinstance(x, ir.Value)), None)
-        is_integer = dtype is not None and dtype.is_integer()
         if sign == "//":
             if is_integer:
                 raise GraphoptError(
@@ -128,6 +134,8 @@ class Arithmetic:
 
     def _operand(self, sign: str, x: object, other: object) -> Any:
         """Return an operand, a boolean value in the type of the other one."""
+        if type(x) in (int, float):  # the check by class below takes long for what is no value
+            return x
         mask = isinstance(x, ir.Value) and x.dtype == ir.DataType.BOOL and sign not in _LOGICAL
         if isinstance(x, ir.Value):
             if mask and isinstance(other, ir.Value) and other.dtype != ir.DataType.BOOL:
@@ -211,12 +219,20 @@ class NotAnArray(GraphoptError, TypeError):
     """Report that a value of a graph is used as an array, whose numbers are known."""
 
 
-def _attribute(self: ir.Value, name: str) -> NoReturn:
-    if name.startswith("_") or Arithmetic.current is None:
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+def explain_attribute(error: AttributeError) -> None:
+    """Raise an error that says what to write, if an attribute of arrays is asked of a value in a block.
+
+    Raises:
+        UnknownAttribute: it is. A method `__getattr__` would say so, too, but slow down all other attributes of values.
+    """
+    name, value = error.name or "_", error.obj
+    if Arithmetic.current is None or not isinstance(value, ir.Value) or name.startswith("_"):
+        return
     instead = f"op.{_INSTEAD[name]} does it" if name in _INSTEAD else "operators are attributes of op"
     instead = "write passes.stop_gradient(op, x)" if name == "detach" else instead
-    raise UnknownAttribute(f"value {self.name!r}: expected no attribute {name!r} of arrays: {instead}")
+    raise UnknownAttribute(
+        f"value {value.name!r}: expected no attribute {name!r} of arrays: {instead}"
+    ) from error
 
 
 def _universal(
@@ -253,7 +269,6 @@ def _install() -> None:
         "__invert__": lambda self: _current("~")._op.Not(self),
         "__bool__": _truth,
         "__eq__": _equal,
-        "__getattr__": _attribute,
         "__array_ufunc__": _universal,
         "__array_function__": _function,
         **dict.fromkeys(

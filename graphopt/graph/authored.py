@@ -14,6 +14,7 @@ import numpy as np
 import onnx_ir as ir
 
 from graphopt.errors import GraphoptError, kind_of
+from graphopt.graph.arithmetic import explain_attribute
 
 
 def name_of_method(owner: object, method: str) -> str:
@@ -66,7 +67,11 @@ def call(function: Callable[..., object], where: str, due: str, given: Sequence[
     if not callable(function):
         raise GraphoptError(f"{where}: expected a function of {due}, found {kind_of(function)}")
     try:
-        return function(*given)
+        try:
+            return function(*given)
+        except AttributeError as error:
+            explain_attribute(error)
+            raise
     except FrozenInstanceError as error:
         raise GraphoptError(
             f"{where}: expected options that stay as they are, found one that the method sets ({error}): use a variable"
@@ -177,7 +182,7 @@ def several(found: object, where: str, due: str, count: int) -> Sequence[object]
     Raises:
         GraphoptError: it is no list or tuple, or of another length.
     """
-    if isinstance(found, ir.Value) or not isinstance(found, list | tuple):
+    if not isinstance(found, list | tuple):
         remedy = ": return [value]" if isinstance(found, ir.Value) and count == 1 else _remedy(found)
         raise GraphoptError(
             f"{where}: expected {due}, {count} in a list or tuple, found {told(found)}{remedy}"

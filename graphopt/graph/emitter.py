@@ -74,7 +74,7 @@ class Emitter(TapeBuilder):
         self._arithmetic = Arithmetic(self).__enter__()
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, *error: Any) -> None:
         self._arithmetic.__exit__(*error)
 
     def _get_schema(self, op_type: str, domain: str, version: int | None) -> onnx.defs.OpSchema | None:
@@ -150,7 +150,7 @@ class Emitter(TapeBuilder):
 
     def _cast_inputs(self, schema: onnx.defs.OpSchema | None, inputs: Sequence[Any]) -> Sequence[Input]:
         """Skip the slow search for types if all inputs are values."""
-        if all(x is None or isinstance(x, ir.Value) for x in inputs):
+        if all(x is None or type(x) is ir.Value for x in inputs):
             return inputs
         name = f"op.{schema.name}" if schema is not None else "an operator"
         for x in inputs:
@@ -163,7 +163,7 @@ class Emitter(TapeBuilder):
                 raise GraphoptError(
                     f"{name}: expected values one by one, found {kind_of(x)} of them: write {name}(*values)"
                 )
-            if not isinstance(x, ir.Value | int | float | np.generic | np.ndarray | list | tuple | None):
+            if not isinstance(x, int | float | np.generic | np.ndarray | list | tuple | None | ir.Value):
                 raise GraphoptError(f"{name}: expected a value, a number or an array, found {kind_of(x)}")
         return super()._cast_inputs(schema, inputs)
 
@@ -193,7 +193,7 @@ class Emitter(TapeBuilder):
                 f"op.Constant: expected attributes, found {kind_of(args[0])}: write op.constant(...)"
             )
         for name, attribute in kwargs.items():
-            if isinstance(attribute, ir.Value) and not self._takes_input(
+            if type(attribute) is ir.Value and not self._takes_input(
                 op_type, name, options.get("domain", ""), options.get("version")
             ):
                 raise GraphoptError(

@@ -135,6 +135,11 @@ def copy(source: Holder | ir.TensorProtocol, target: Holder | ir.TensorProtocol)
     target.metadata_props.update(source.metadata_props)
 
 
+def has_notes(node: ir.Node) -> bool:
+    """Return whether a node or its outputs have metadata, which few have."""
+    return bool(node.metadata_props) or any(y.metadata_props for y in node.outputs)
+
+
 def all_of(holder: Holder) -> dict[str, str]:
     """Return all metadata by key, including other programs' entries; what is changed in it changes in the holder."""
     return holder.metadata_props

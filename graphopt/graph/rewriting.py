@@ -202,7 +202,7 @@ def has_names(model: ir.Model) -> bool:
     def visit(graph: ir.Graph) -> bool:
         names.extend(x.name for x in {*graph.inputs, *graph.initializers.values()})
         for node in graph:
-            names.extend(y.name for y in node.outputs)
+            names.extend([y.name for y in node.outputs])
             if not all(map(visit, subgraphs(node))):
                 return False
         return _differ([node.name for node in graph])
@@ -288,18 +288,19 @@ def needed(model: ir.Model) -> list[ir.Node]:
     return [
         node
         for node in nodes
-        if metadata.STOP_GRADIENT.is_set(node)
-        or metadata.STORED.is_set(node)
-        or metadata.MIXED.is_set(node)
-        or _is_seam(node)
-        or any(map(metadata.InferenceForm.is_on, node.outputs))
-        or (node.op_type == "Identity" and node.outputs[0] in results)
+        if (node.op_type == "Identity" and node.outputs[0] in results)
+        or (metadata.has_notes(node) and (_is_seam(node) or _has_meaning(node)))
     ]
+
+
+def _has_meaning(node: ir.Node) -> bool:
+    flags = (metadata.STOP_GRADIENT, metadata.STORED, metadata.MIXED)
+    return any(flag.is_set(node) for flag in flags) or any(map(metadata.InferenceForm.is_on, node.outputs))
 
 
 def seams(model: ir.Model) -> list[ir.Node]:
     """Return the nodes at which a training graph is cut for several workers."""
-    return [node for node in model.graph if _is_seam(node)]
+    return [node for node in model.graph if metadata.has_notes(node) and _is_seam(node)]
 
 
 def _is_seam(node: ir.Node) -> bool:

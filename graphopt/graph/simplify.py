@@ -19,7 +19,7 @@ from graphopt.graph.emitter import Emitter
 from graphopt.graph.folding import fold
 from graphopt.graph.inference import stand_in
 from graphopt.graph.metadata import GRADIENT_OF
-from graphopt.graph.rewriting import Pass, interface_kept, needed, protect, seams
+from graphopt.graph.rewriting import Pass, has_names, interface_kept, needed, protect, seams
 from graphopt.graph.roles import STATE, with_role
 from graphopt.graph.rules import rewrite, rule_set
 from graphopt.graph.traversal import all_nodes, results_when_ready
@@ -121,7 +121,8 @@ def simplify(model: ir.Model) -> None:
             common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
         common.OutputFixPass()(model)
         common.RemoveUnusedNodesPass()(model)  # folding leaves unused initializers
-        common.NameFixPass()(model)
+        if model.functions or not has_names(model):
+            common.NameFixPass()(model)
 
 
 def _note_gradients(model: ir.Model) -> None:

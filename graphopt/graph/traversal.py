@@ -9,6 +9,8 @@ import onnx_ir as ir
 from graphopt.graph.roles import Role, with_role
 from graphopt.graph.values import next_of
 
+_GRAPH = ir.AttributeType.GRAPH
+
 
 def extracted_between(graph: ir.Graph, inputs: Sequence[ir.Value], outputs: Sequence[ir.Value]) -> ir.Graph:
     """Return a copy of the part of a graph between inputs and outputs, with initializers in the graph's order."""
@@ -27,8 +29,8 @@ def extracted_model(model: ir.Model, inputs: Sequence[ir.Value], outputs: Sequen
 
 def subgraphs(node: ir.Node) -> list[ir.Graph]:
     """Return the subgraphs of a node: the branches of an If, or the body of a loop."""
-    attributes = node.attributes.data.values()  # of the dictionary inside, which is faster
-    return [x.as_graph() for x in attributes if x.type is ir.AttributeType.GRAPH]
+    attributes = node.attributes.data  # the dictionary inside, which is faster
+    return [x.as_graph() for x in attributes.values() if x.type is _GRAPH] if attributes else []
 
 
 def all_nodes(graph: ir.Graph | ir.Function) -> Iterator[ir.Node]:
@@ -72,12 +74,14 @@ def values_read(node: ir.Node) -> list[ir.Value]:
 
 def is_sorted(graph: ir.Graph | ir.Function) -> bool:
     """Return whether all nodes, also in bodies, follow the nodes whose outputs they read."""
-    before: set[ir.Node] = set()
+    before: set[ir.Node | None] = {None}
 
     def visit(graph: ir.Graph | ir.Function) -> bool:
         for node in graph:
-            producers = {x.producer() for x in node.inputs if x is not None} - {None}
-            if not producers <= before or not all(map(visit, subgraphs(node))):
+            for x in node.inputs:
+                if x is not None and x.producer() not in before:
+                    return False
+            if not all(map(visit, subgraphs(node))):
                 return False
             before.add(node)
         return True

@@ -20,6 +20,7 @@ from graphopt.graph.loading import Source, load
 from graphopt.graph.roles import FED, Role, with_role
 from graphopt.graph.state import LEARNING_RATE
 from graphopt.graph.values import name_of
+from graphopt.pipeline import garbage_waits
 from graphopt.runtime import placement
 from graphopt.runtime.bound_session import BoundSession, Reported, RunnerOptions
 from graphopt.runtime.checks.findings import Disagreement
@@ -169,8 +170,9 @@ class Executor(ExecutorState):
     @keywords_of(ExecutorOptions)
     def __init__(self, step: Source, **options: Any) -> None:
         chosen = ExecutorOptions(**options)
-        device, model = chosen.opened(), load(step)
-        self._assemble(Parts(chosen, device, model, StateBuffers(device, model)))
+        with garbage_waits():
+            device, model = chosen.opened(), load(step)
+            self._assemble(Parts(chosen, device, model, StateBuffers(device, model)))
 
     def _assemble(self, parts: Parts) -> None:
         """Put the parts of an executor together."""

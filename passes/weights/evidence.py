@@ -260,17 +260,17 @@ def _is_grid(x: ir.Value, numbers: np.ndarray) -> bool:
     """Return whether numbers are multiples of 1/32, one above 1, or form or repeat an arithmetic progression."""
     if numbers.size < 2 or np.ptp(numbers) == 0 or array(x).dtype.itemsize < 4:
         return False
-    line = max(numbers.shape) == numbers.size
-    steps, largest = np.diff(numbers.ravel().astype(np.float64)), np.abs(numbers).max()
-    if line and len(steps) > 2 and np.allclose(steps, steps.mean(), rtol=1e-3, atol=1e-6 * largest):
-        return True
-    distinct = np.unique(np.round(numbers.astype(np.float64), 5))
-    steps = np.diff(distinct)
-    even = len(distinct) > 3 and np.allclose(steps, steps[0], rtol=1e-3, atol=1e-6)
+    if max(numbers.shape) == numbers.size > 3:  # a line
+        steps, largest = np.diff(numbers.ravel().astype(np.float64)), np.abs(numbers).max()
+        if np.allclose(steps, steps.mean(), rtol=1e-3, atol=1e-6 * largest):
+            return True
     if any(user.op_type not in _BROADCASTING | _LAYOUT for user in x.consumers()):
         return False
     if np.abs(numbers).max() > 1 and not (32 * numbers % 1).any():
         return True
+    distinct = np.unique(np.round(numbers.astype(np.float64), 5))
+    steps = np.diff(distinct)
+    even = len(distinct) > 3 and np.allclose(steps, steps[0], rtol=1e-3, atol=1e-6)
     # Many random numbers fill each step of the rounding.
     return even and steps[0] > 1e-4 and 2 * len(distinct) <= numbers.size
 

@@ -253,7 +253,8 @@ class _Reader(CachingConfigRepository):
     """Bound untrusted recipes: each is checked before it is parsed, and can name others many times."""
 
     def __init__(self, delegate: IConfigRepository) -> None:
-        super().__init__(delegate)
+        # Hydra's copies all configs that its store knows, too, once for each group that it lists.
+        self.delegate, self.cache = copy.copy(delegate), {}
         self._left = MOST_READ
 
     def load_config(self, config_path: str) -> ConfigResult | None:

@@ -78,16 +78,18 @@ def _unpooled(op: Emitter, node: ir.Node, forms: NodeForms) -> ir.Value | None:
     size = math.prod(sizes)
     if found is None or not 0 < size <= _MOST_POSITIONS:
         return None
-    places = np.arange(size, 0, -1).reshape(sizes)  # the first one is the largest
-    ends = [np.arange(k - 1, n, k) for k, n in zip(found.window, sizes, strict=True)]
-    last = places[np.ix_(*ends)]  # of each window: NaN equals no maximum
+    # Computed once, by the runtime: an array of the graph's own would keep the lowered graph out of the cache.
+    order = op.cast(op.Range(size, 0, -1), found.x.dtype)  # the first one is the largest
+    places = op.Reshape(order, [1, 1, *sizes])
+    axes = [*range(2, 2 + len(sizes))]
+    last = op.Slice(
+        places, [k - 1 for k in found.window], sizes, axes, [*found.window]
+    )  # NaN equals no maximum
     how = {"kernel_shape": found.window, "strides": found.window}
-    planes = op.Reshape(found.equal * op.constant(places[None, None], like=found.x), [-1, 1, *sizes])
-    place = op.Cast(
-        op.Max(op.MaxPool(planes, **how), op.constant(last[None, None], like=found.x)), to=ir.DataType.INT64
-    )
+    planes = op.Reshape(found.equal * places, [-1, 1, *sizes])
+    place = op.Cast(op.Max(op.MaxPool(planes, **how), last), to=ir.DataType.INT64)
     after = op.Reshape(op.Range(size, op.Size(planes) + size, size), [-1, *[1] * (len(sizes) + 1)])
-    share = op.Reshape(found.share, [-1, 1, *last.shape])
+    share = op.Reshape(found.share, [-1, 1, *_sizes(last)[2:]])
     unpooled = op.MaxUnpool(share, after - place, op.Shape(planes), **how)
     unpooled.shape = planes.shape  # ONNX infers none
     return op.Reshape(unpooled, op.Shape(found.x))
