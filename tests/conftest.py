@@ -18,6 +18,9 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 import numpy as np
 import pytest
 
+from graphopt.targets.native.cache import read_cached, write_cached
+from graphopt.targets.native.library import parts_for
+from graphopt.targets.native.toolchain import PART, Objects, compiler
 from graphopt.testing import strict
 
 SAMPLE = 3  # cases of a parametrized test that run by default; the others are marked `slow`, which CI runs
@@ -62,6 +65,22 @@ def functions_of_the_exporter_are_read_once() -> None:
         from torch.onnx._internal._lazy_import import onnxscript_apis
 
         onnxscript_apis.get_torchlib_ops = functools.cache(onnxscript_apis.get_torchlib_ops)
+
+
+@pytest.fixture(scope="session")
+def objects() -> dict[str, bytes]:
+    """Return what libraries of kernels share, by the names of the cache's files: it takes seconds to compile."""
+    with Objects() as begun:
+        names = begun.add([*parts_for({"Conv"}), *parts_for({"MatMul"})] if compiler() else [], PART)
+        begun.wait()
+    return {name: read_cached(name) or b"" for name in names}
+
+
+@pytest.fixture
+def parts(cache: Path, objects: dict[str, bytes]) -> None:
+    """Write these to the cache of a test, which has a folder of its own."""
+    for name, content in objects.items():
+        write_cached(name, content)
 
 
 def pytest_configure(config: pytest.Config) -> None:
