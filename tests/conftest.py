@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
+import sys
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,9 +18,13 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 import numpy as np
 import pytest
 
+from graphopt.targets.native.cache import read_cached, write_cached
+from graphopt.targets.native.library import parts_for
+from graphopt.targets.native.toolchain import PART, Objects, compiler
 from graphopt.testing import strict
 
 SAMPLE = 3  # cases of a parametrized test that run by default; the others are marked `slow`, which CI runs
+FEW = 8  # cases of a test with several parameters, all of whose combinations CI runs
 
 
 @pytest.fixture(autouse=True)
@@ -52,6 +58,31 @@ def promises_are_checked() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(autouse=True, scope="session")
+def functions_of_the_exporter_are_read_once() -> None:
+    """Keep what PyTorch's exporter reads anew in each export, two thirds of the time of a small one."""
+    if "torch" in sys.modules:
+        from torch.onnx._internal._lazy_import import onnxscript_apis
+
+        onnxscript_apis.get_torchlib_ops = functools.cache(onnxscript_apis.get_torchlib_ops)
+
+
+@pytest.fixture(scope="session")
+def objects() -> dict[str, bytes]:
+    """Return what libraries of kernels share, by the names of the cache's files: it takes seconds to compile."""
+    with Objects() as begun:
+        names = begun.add([*parts_for({"Conv"}), *parts_for({"MatMul"})] if compiler() else [], PART)
+        begun.wait()
+    return {name: read_cached(name) or b"" for name in names}
+
+
+@pytest.fixture
+def parts(cache: Path, objects: dict[str, bytes]) -> None:
+    """Write these to the cache of a test, which has a folder of its own."""
+    for name, content in objects.items():
+        write_cached(name, content)
+
+
 def pytest_configure(config: pytest.Config) -> None:
     for line in (
         "whole: all cases of a test run by default, since each takes milliseconds",
@@ -61,15 +92,42 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what samples leave out of a test with many cases: always the same cases, drawn by their names."""
+    """Mark what samples leave out of a test with many cases: always the same cases, drawn by their names.
+
+    Of a test with several parameters, CI runs the first `FEW` cases, and each later one with a value that no earlier
+    one has, so that each value occurs. The other combinations are `exhaustive`.
+    """
     tests: dict[tuple[Path, str], list[pytest.Function]] = {}
     for item in items:
         if isinstance(item, pytest.Function) and item.get_closest_marker("exhaustive") is None:
             tests.setdefault((item.path, item.originalname), []).append(item)
     for cases in tests.values():
         cases.sort(key=lambda case: zlib.crc32(case.name.encode()))
-        sample = cases[0].get_closest_marker("sample")
-        for case in cases[sample.args[0] :] if sample else []:
+        sample, whole = (cases[0].get_closest_marker(name) for name in ("sample", "whole"))
+        for case in cases[sample.args[0] :] if sample else [] if whole else repetitions(cases):
             case.add_marker(pytest.mark.exhaustive)
-        for case in cases[SAMPLE:] if cases[0].get_closest_marker("whole") is None else []:
+        for case in [] if whole else cases[SAMPLE:]:
             case.add_marker(pytest.mark.slow)
+
+
+def repetitions(cases: list[pytest.Function]) -> list[pytest.Function]:
+    """Return the cases after the first `FEW` that only combine anew what earlier ones have of each parameter."""
+    seen: set[tuple[int, ...]] = set()
+    found = []
+    for i, case in enumerate(cases):
+        rows = rows_of(case)
+        if i >= FEW and rows <= seen:
+            found.append(case)
+        seen |= rows
+    return found
+
+
+def rows_of(case: pytest.Function) -> set[tuple[int, ...]]:
+    """Return what a case has of each `parametrize`, and of each fixture with parameters, as identities of objects."""
+    values = dict(case.callspec.params) if hasattr(case, "callspec") else {}
+    marks = [
+        mark.args[0] if mark.args else mark.kwargs["argnames"] for mark in case.iter_markers("parametrize")
+    ]
+    groups = [names.replace(",", " ").split() if isinstance(names, str) else names for names in marks]
+    rows = {(i, *(id(values.pop(name, None)) for name in names)) for i, names in enumerate(groups)}
+    return rows | {(hash(name), id(value)) for name, value in values.items()}

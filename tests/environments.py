@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import subprocess
 import sys
 from collections import defaultdict
@@ -34,18 +35,25 @@ def packages_of(requirement: str, found: set[tuple[str, str]] | None = None) -> 
     return {name for name, _ in found}
 
 
-def environment(folder: Path, requirements: list[str]) -> Path:
-    """Make an environment with links to the files of some packages and all that they need; return its Python."""
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
-    (site,) = folder.glob("lib/python*/site-packages")
-    allowed = {name for requirement in requirements for name in packages_of(requirement)}
-    owners: dict[str, set[str]] = defaultdict(set)  # of each file or folder at the top of site-packages
+@functools.cache
+def installed() -> tuple[dict[str, set[str]], dict[str, dict[str, list[Path]]]]:
+    """Return who owns each file or folder at the top of site-packages, and the files of each package below these."""
+    owners: dict[str, set[str]] = defaultdict(set)
     files: dict[str, dict[str, list[Path]]] = defaultdict(lambda: defaultdict(list))
     for distribution in metadata.distributions():
         name = canonicalize_name(distribution.name)
         for file in distribution.files or ():
             owners[file.parts[0]].add(name)
             files[name][file.parts[0]].append(file)
+    return owners, files
+
+
+def environment(folder: Path, requirements: list[str]) -> Path:
+    """Make an environment with links to the files of some packages and all that they need; return its Python."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
+    (site,) = folder.glob("lib/python*/site-packages")
+    allowed = {name for requirement in requirements for name in packages_of(requirement)}
+    owners, files = installed()
     for name in allowed:
         place = Path(metadata.distribution(name).locate_file(""))
         for top, parts in files[name].items():

@@ -187,7 +187,7 @@ def test_auto_lowers_large_models_and_remembers_which_form_is_faster(cache):
 
 
 @pytest.mark.slow
-def test_a_deterministic_executor_measures_nothing(cache):
+def test_a_deterministic_executor_measures_nothing(cache, parts):
     executor = graphopt.Executor(step_of(mlp((4, 200, 60, 3))), native="auto", deterministic=True)
     executor.run(batches(2))
     assert [*cache.glob("*.so")]
@@ -195,7 +195,7 @@ def test_a_deterministic_executor_measures_nothing(cache):
 
 
 @pytest.mark.slow
-def test_a_library_is_compiled_once(cache, monkeypatch):
+def test_a_library_is_compiled_once(cache, parts, monkeypatch):
     model = load(step_of())
     first = lower_to_kernels(model).library
     monkeypatch.setattr(toolchain, "_run", lambda *_, **__: pytest.fail("compiled again"))
@@ -204,7 +204,7 @@ def test_a_library_is_compiled_once(cache, monkeypatch):
 
 
 @pytest.mark.slow
-def test_models_of_other_sizes_have_the_same_kernels(cache, monkeypatch):
+def test_models_of_other_sizes_have_the_same_kernels(cache, parts, monkeypatch):
     """Only the table of kernels is compiled and linked for the second model."""
     lower_to_kernels(load(step_of(mlp((4, 200, 60, 3)))))
     before, run, commands = {*cache.glob("*.o")}, toolchain._run, []
@@ -282,7 +282,7 @@ def test_what_is_kept_is_on_the_disk_first(cache, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_damaged_library_does_not_switch_kernels_off(cache):
+def test_a_damaged_library_does_not_switch_kernels_off(cache, parts):
     step = step_of(mlp((4, 200, 60, 3)))
     lower_to_kernels(load(step)).library.write_bytes(b"damaged")
     assert graphopt.Executor(step, native=True).step(batches(1)[0])["loss"] > 0
@@ -420,7 +420,7 @@ _run([sys.executable, "-c", {outer!r}], pathlib.Path({str(tmp_path)!r}))"""
 
 
 @pytest.mark.slow
-def test_a_cache_that_cannot_be_written_to_forgets(cache, monkeypatch):
+def test_a_cache_that_cannot_be_written_to_forgets(cache, parts, monkeypatch):
     step, full = step_of(mlp((4, 200, 60, 3))), OSError("No space left on device")
 
     def fail(*_):
@@ -443,7 +443,7 @@ def test_the_environment_lowers_nothing_for_other_providers(cache, monkeypatch):
 
 
 @pytest.mark.slow
-def test_frozen_weights_are_not_in_the_cache(cache):
+def test_frozen_weights_are_not_in_the_cache(cache, parts):
     step = step_of(mlp((4, 400, 3)), parameters=passes.Parameters(freeze="fc1.weight"))
     x, target = batches(1)[0].values()
     losses = [
@@ -457,7 +457,7 @@ def test_frozen_weights_are_not_in_the_cache(cache):
 
 
 @pytest.mark.slow
-def test_processes_may_compile_at_once(cache, tmp_path):
+def test_processes_may_compile_at_once(cache, parts, tmp_path):
     graphopt.save(step_of(), tmp_path / "step.onnx")
     code = "import graphopt, sys; graphopt.Executor(sys.argv[1], native=True); print('opened')"
     environment = {**os.environ, "XDG_CACHE_HOME": str(cache.parents[1])}

@@ -41,7 +41,7 @@ def cache(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def step(cache, monkeypatch):
+def step(cache, parts, monkeypatch):
     """Return a small training graph that counts as one that takes long to lower."""
     monkeypatch.setattr(forms, "REHEARSED_NODES", 1)
     network = mlp((4, 200, 60, 3))  # which learns so slowly that its losses stay far above their rounding

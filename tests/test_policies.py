@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -316,10 +317,12 @@ def test_labelled_completions_have_rows_with_those_of_others(tmp_path: Path) -> 
 # --- Mistakes ---
 
 
+untrained = functools.cache(sampled)
+
+
 def refused(reward: Any = digits, prompts: Any = PROMPTS, executor: Any = None, **changed: Any) -> None:
-    own, options = sampled()
-    own = executor or own
-    for _ in graphopt.Rollouts(own, prompts, reward, **{**options, **changed}):
+    own, options = untrained()
+    for _ in graphopt.Rollouts(executor or own, prompts, reward, **{**options, **changed}):
         pass
 
 

@@ -291,7 +291,7 @@ MEMORIES = {
 
 @pytest.mark.whole
 @pytest.mark.parametrize("memory", MEMORIES)
-def test_a_stale_memory_is_one_line(memory: str, cache: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stale_memory_is_one_line(memory: str, parts: None, monkeypatch: pytest.MonkeyPatch) -> None:
     if "kernels" in memory and toolchain.compiler() is None:
         pytest.skip("needs a C compiler")
     again = MEMORIES[memory](monkeypatch)
@@ -304,7 +304,7 @@ def test_a_stale_memory_is_one_line(memory: str, cache: None, monkeypatch: pytes
     )
 
 
-def test_a_fresh_memory_is_silent(cache: None) -> None:
+def test_a_fresh_memory_is_silent(parts: None) -> None:
     step = graphopt.compile(
         models.mlp((4,), 2, hidden=[64]), loss=MSE, optimizer=passes.AdamW(), average=passes.EMA()
     )
