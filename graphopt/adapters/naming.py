@@ -45,6 +45,7 @@ _Modules = Mapping[str, tuple[str, ...]]
 _LLAMA: _Modules = {}
 _PHI3: _Modules = {"*.self_attn.qkv_proj": _QKV, "*.mlp.gate_up_proj": _GATE + _UP}
 _LFM2: _Modules = {
+    "*.feed_forward.experts.*": ("*.mlp.experts.*",),
     "*.self_attn.out_proj": _O,
     **{"*.feed_forward.w1": _GATE, "*.feed_forward.w3": _UP, "*.feed_forward.w2": _DOWN},
     **{f"*.self_attn.{x}_layernorm": (f"*.self_attn.{x}_norm",) for x in "qk"},
@@ -335,3 +336,11 @@ def matched(place: str, paths: Sequence[str], known: Collection[str]) -> dict[st
         f"{', '.join(map(repr, list(known)[:4])) or 'none that an adapter can change'}: give names=, or "
         f"leave_out={missing[0]!r} if no output of the file needs it"
     )
+
+
+def prefix_of(renamed: Mapping[str, str]) -> tuple[str, str]:
+    """Return what `matched` has added to the names of all modules, and what it has removed from them."""
+    path, own = next(iter(renamed.items()), ("", ""))
+    return own[: -len(path)] if own.endswith(f".{path}") else "", path[: -len(own)] if path.endswith(
+        f".{own}"
+    ) else ""
