@@ -58,8 +58,8 @@ from graphopt.hosts.export import CONTRACT, STATE_FILE, export_hosts
 from graphopt.inspection.report import report, saved_by_kernels
 from graphopt.inspection.words import counted
 from graphopt.on_device.artifacts import FILES, export_artifacts
-from graphopt.pipeline import Pipeline
-from graphopt.runtime.saved_folder import save_folder
+from graphopt.pipeline import Pipeline, Step
+from graphopt.runtime.saved_folder import OF_TOKENIZER, save_folder
 from graphopt.targets.native.precision import chosen_precision, described
 from graphopt.training.callbacks.terminal import open_console, print_line
 from graphopt.training.signals import ending
@@ -411,7 +411,8 @@ def _report(recipe: Recipe, folder: Path, console: Console) -> str:
         import passes
 
         say(console, "loss", "causal_language_model, as the model's config says that it predicts tokens")
-        pipeline = Pipeline(**{**pipeline, "loss": passes.CausalLanguageModel()}).with_rules(pipeline.rules)
+        steps: dict[str, Sequence[Step]] = {**pipeline, "loss": [passes.CausalLanguageModel()]}
+        pipeline = Pipeline(**steps).with_rules(pipeline.rules)
     result = report(model, pipeline, recipe.fields["fit"]["batch_size"])
     step, on_cpu = result.step, fields["device"] == "cpu"
     result.kernels = recipe.fields["time"] and on_cpu and fields.get("native") is not False
@@ -482,6 +483,8 @@ def _export_run(recipe: Recipe, folder: Path) -> None:
         base_name=recipe.fields["base_name"],
     )
     files = sorted(str(path.relative_to(target)) for path in target.rglob("*") if path.is_file())
+    if form != "gguf" and not {*files} & {*OF_TOKENIZER}:
+        say(console, "tokenizer", f"none beside {base}: put the model's into {target}")
     say(console, "written", f"{target}: {', '.join(files)}")
 
 

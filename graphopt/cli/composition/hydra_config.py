@@ -202,7 +202,7 @@ class CommandLine:
 
 def _class_of(group: str, option: str) -> str:
     """Return the class that an option of a group names, or what the name of one begins with."""
-    return str(OmegaConf.load(RECIPES / group / f"{option}.yaml").get("_target_", "passes."))  # type: ignore[union-attr]
+    return str(plain_of(OmegaConf.load(RECIPES / group / f"{option}.yaml")).get("_target_", "passes."))
 
 
 def _record(overrides: Sequence[str]) -> RunRecord | None:
