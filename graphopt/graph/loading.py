@@ -111,7 +111,8 @@ def _note_architecture(model: ir.Model, place: Path) -> None:
     """Write what the configs beside a model say about it, which no name in its file tells, into the metadata."""
     if Architecture.is_on(model):
         return
-    note = Architecture(**described(place))
+    has_names_of_builder = any(".MatMul." in name for name in model.graph.initializers)
+    note = Architecture(**described(place, by_config=has_names_of_builder))
     if note != Architecture():
         note.write(model)
     for name, x in model.graph.initializers.items():

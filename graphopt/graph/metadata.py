@@ -532,7 +532,7 @@ class Architecture(
     """Record what the configs beside a file, or in a folder of peft that was loaded, say about the model.
 
     Args:
-        type: the type in genai_config.json, such as `phi3`.
+        type: the type in genai_config.json, such as `phi3`, or in config.json beside a file of the same builder.
         heads: the number of heads of keys.
         base: the name of the model in config.json or in the folder, such as `Qwen/Qwen3-0.6B`.
         task: the task of such models in peft, such as `CAUSAL_LM`.

@@ -73,10 +73,14 @@ def model_in(folder: Path) -> Path:
     )
 
 
-def described(place: Path) -> dict[str, Any]:
+def described(place: Path, *, by_config: bool) -> dict[str, Any]:
     """Return what the configs in a folder say about its model, as arguments of `Architecture`.
 
     A config.json of another program says nothing.
+
+    Args:
+        place: the folder.
+        by_config: whether config.json tells the type if genai_config.json does not.
 
     Raises:
         GraphoptError: genai_config.json is too large or has no fields.
@@ -89,13 +93,13 @@ def described(place: Path) -> dict[str, Any]:
     model = genai.get("model")
     model = model if isinstance(model, dict) else {}
     decoder = model.get("decoder")
-    heads = decoder.get("num_key_value_heads") if isinstance(decoder, dict) else None
+    heads = (decoder if isinstance(decoder, dict) else config).get("num_key_value_heads")
     classes = config.get("architectures")
     end = classes[0] if isinstance(classes, list) and classes and isinstance(classes[0], str) else ""
     task = next((task for name, task in _TASKS.items() if end.endswith(name)), "")
     is_alone = isinstance(decoder, dict) and not {*model} & {*_BESIDE_DECODERS}
     found = {
-        "type": model.get("type"),
+        "type": model.get("type") or (config.get("model_type") if by_config else None),
         "base": config.get("_name_or_path"),
         "task": task or (DECODER if is_alone else ""),
     }

@@ -99,6 +99,27 @@ def test_losses_are_those_of_transformers(name: str, blocks: int | None, tmp_pat
         assert found == pytest.approx(float(expected.detach()), rel=1e-5)
 
 
+@pytest.mark.parametrize("by_labels", [False, True])
+def test_perplexity_is_that_of_transformers_on_the_same_rows(by_labels: bool, tmp_path: Path) -> None:
+    """Of rows of unequal lengths, in other batches."""
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(DECODERS["llama"](), attn_implementation="sdpa")
+    model = unequal(model.eval())
+    mask = (np.arange(7) < np.array([[7], [3], [5]])).astype(np.int64)
+    labels = np.where(mask > 0, LABELS if by_labels else IDS, -100)
+    path = exported(model, tmp_path / "model.onnx", "input_ids", "attention_mask")
+    step = graphopt.compile(
+        str(path), loss=passes.CausalLanguageModel(labels=by_labels), optimizer=passes.SGD(0.02)
+    )
+    executor = graphopt.Executor(step, native=False)
+    data = {"input_ids": IDS, "attention_mask": mask, **({"labels": labels} if by_labels else {})}
+    with torch.no_grad():
+        feeds = {"input_ids": IDS, "attention_mask": mask, "labels": labels}
+        expected = model(**{name: torch.tensor(x) for name, x in feeds.items()}).loss.exp()
+    found = graphopt.evaluate(executor, data, batch_size=2)
+    assert found["perplexity"] == pytest.approx(float(expected), rel=1e-5)
+
+
 SEGMENTS = np.array([[0, 0, 0, 0, 1, 1, 1], [0, 0, 1, 1, 1, 1, -1], [0, 0, 0, 0, 0, 0, 0]])
 
 
