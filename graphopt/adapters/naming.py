@@ -55,6 +55,7 @@ _LFM2: _Modules = {
 _QWEN35: _Modules = {
     f"*.linear_attn.in_proj_{x}": (f"*.linear_attn.{x}_proj",) for x in ("qkv", "z", "b", "a")
 }
+_HUNYUAN: _Modules = {f"*.self_attn.{x}_layernorm": (f"*.self_attn.{x[0]}_norm",) for x in ("query", "key")}
 _BLOCKS = "transformer.encoder.layers.*"
 # By the types of models of onnxruntime-genai 0.18's builder, in genai_config.json. Those of experts lack the experts.
 _TYPES: dict[str, _Modules] = {
@@ -68,10 +69,7 @@ _TYPES: dict[str, _Modules] = {
     "phi": {"*.self_attn.dense": _O, "*.final_layernorm": ("*.norm",)},
     "phi3small": {"*.self_attn.query_key_value": _QKV, "*.self_attn.dense": _O, "*.final_layernorm": ("*.norm",)},
     "granitemoehybrid": {"*.shared_mlp.input_linear": _GATE + _UP, "*.shared_mlp.output_linear": _DOWN},
-    **dict.fromkeys(
-        ("hunyuandensev1", "hunyuan_v1_dense"),
-        {f"*.self_attn.{x}_layernorm": (f"*.self_attn.{x[0]}_norm",) for x in ("query", "key")},
-    ),
+    **dict.fromkeys(("hunyuandensev1", "hunyuan_v1_dense"), _HUNYUAN),
     "olmo": {"": ("*norm",)},  # its norms have no weights
     "internlm2": {
         **{"*.attention.wqkv": _QKV, "*.attention.wo": _O},
@@ -150,8 +148,8 @@ class Naming:
         kind = names if isinstance(names, str) else found.type or None
         if is_builders and kind is None and not names:
             warnings.warn(
-                "names: the model has names of onnxruntime-genai's builder, and no genai_config.json or config.json beside it "
-                "tells its type: modules are named as Llama's: give names='llama', or another type such as 'phi3'",
+                "names: the model has names of onnxruntime-genai's builder, and no genai_config.json or config.json "
+                "beside it tells its type: modules are named as Llama's: give names='llama', or another type such as 'phi3'",
                 stacklevel=2,
             )
         return cls({} if isinstance(names, str | None) else names, kind, found.heads, is_builders)
