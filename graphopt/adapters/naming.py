@@ -149,7 +149,7 @@ class Naming:
         if is_builders and kind is None and not names:
             warnings.warn(
                 "names: the model has names of onnxruntime-genai's builder, and no genai_config.json or config.json "
-                "beside it tells its type: modules are named as Llama's: give names='llama', or another type such as 'phi3'",
+                "beside it tells its type: modules are named as Llama's: give names='llama', or another such as 'phi3'",
                 stacklevel=2,
             )
         return cls({} if isinstance(names, str | None) else names, kind, found.heads, is_builders)
