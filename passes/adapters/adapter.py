@@ -32,6 +32,7 @@ from passes.weights.initializers import register
 
 _PRODUCTS = {"Conv", "ConvTranspose", "Einsum", "Gemm", "MatMul"}
 _SELECTING = {"Cast", DEQUANTIZE, "Gather", "GatherElements", "GatherND", "Slice", "Split", "Transpose"}
+_CHOOSING = {"ArgMax", "TopK"}  # what routers of experts end in
 
 Parts = tuple[str, ...] | list[str] | Mapping[str, int] | None
 
@@ -329,10 +330,12 @@ def _last_products(model: ir.Model, groups: Mapping[ir.Value, Sequence[AdapterTa
 
 
 def _routers(model: ir.Model, groups: Mapping[ir.Value, Sequence[AdapterTarget]]) -> list[ir.Value]:
-    """Return the weights of products that choose among experts: those before a TopK, with an output for each expert."""
+    """Return the weights of products that choose among experts: those with an output for each, whose largest count."""
     by_node = {target.node: weight for weight, targets in groups.items() for target in targets}
-    counts = {target.dims[0] for (target, *_) in groups.values() if len(target.dims) == 3}
-    chosen = [node.inputs[0] for node in model.graph if node.op_type == "TopK" and node.domain == ""]
+    stacked = (x for x in model.graph.initializers.values() if x.shape is not None and len(x.shape) == 3)
+    counts = {dims_of(x)[0] for x in stacked if _multiplies(x)}
+    counts |= {target.dims[0] for (target, *_) in groups.values() if len(target.dims) == 3}
+    chosen = [node.inputs[0] for node in model.graph if node.op_type in _CHOOSING and node.domain == ""]
     logits = (x for x in chosen if x is not None)
     nodes = (_met([x], by_node, lambda x: [x.producer()], lambda node: node.inputs[:1]) for x in logits)
     found = [by_node[node] for some_nodes in nodes for node in some_nodes]
