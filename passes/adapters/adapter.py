@@ -14,6 +14,7 @@ import numpy as np
 import onnx_ir as ir
 import onnx_ir.passes.common as common
 
+from graphopt.adapters.modules import name_of_parameter
 from graphopt.adapters.targets import AdapterTarget, note_of, targets_in
 from graphopt.errors import GraphoptError, nearest, some
 from graphopt.graph.authored import ask, floating, name_of_method, told
@@ -360,7 +361,7 @@ def _tell_share(
     share = sum(sizes[x] for x in without) / max(sum(sizes.values()), 1)
     if share >= least:
         warnings.warn(
-            f"{share:.0%} of the weights of products have no adapter: {some([name_of(x) for x in without])}: operators "
+            f"{share:.0%} of the weights of products have no adapter: {some([*map(name_of_parameter, without)])}: operators "
             "read them in ways that adapters cannot change; name the weights to adapt by pattern to leave this out",
             stacklevel=2,
         )
