@@ -358,10 +358,11 @@ def _tell_share(
         if x in chosen or (x not in left and _multiplies(x))
     }
     without = [x for x in sizes if x not in chosen]
+    names = some([*map(name_of_parameter, without)])
     share = sum(sizes[x] for x in without) / max(sum(sizes.values()), 1)
     if share >= least:
         warnings.warn(
-            f"{share:.0%} of the weights of products have no adapter: {some([*map(name_of_parameter, without)])}: operators "
+            f"{share:.0%} of the weights of products have no adapter: {names}: operators "
             "read them in ways that adapters cannot change; name the weights to adapt by pattern to leave this out",
             stacklevel=2,
         )
