@@ -769,6 +769,17 @@ def test_modules_of_a_builder_s_file_have_the_rows_of_its_weights(
     assert {x.shape for name, x in again.parameters.items() if ".mlp." in name} == {(8, 2), (2, 6)}
 
 
+def test_config_json_tells_the_type_of_a_builder_s_file(tmp_path: Path) -> None:
+    path = built(tmp_path, "llama")
+    (tmp_path / "genai_config.json").unlink()
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "phi3", "num_key_value_heads": 2}))
+    steps = {"loss": passes.MeanSquaredError(), "optimizer": passes.SGD(0.1)}
+    executor = graphopt.Executor(graphopt.compile(path, adapter=passes.LoRA("*mlp*", rank=2), **steps))
+    graphopt.save_adapter(executor, tmp_path / "a", form="peft")
+    config = json.loads((tmp_path / "a" / "adapter_config.json").read_text())
+    assert config["target_modules"] == ["model.layers.0.mlp.gate_up_proj"]
+
+
 def test_an_unknown_type_of_model_is_refused(tmp_path: Path) -> None:
     path = built(tmp_path, "new")
     steps = {"loss": passes.MeanSquaredError(), "optimizer": passes.SGD(0.1)}

@@ -232,7 +232,37 @@ def test_validation_without_metrics_computes_no_logits(monkeypatch: pytest.Monke
     expected = executor.evaluate(input_ids=IDS)["loss"]
     assert executor.losses(input_ids=IDS) == {"loss": expected}
     monkeypatch.setattr(graphopt.Executor, "evaluate", None)
-    assert graphopt.evaluate(executor, {"input_ids": IDS}) == {"loss": pytest.approx(expected)}
+    measured = {"loss": pytest.approx(expected), "perplexity": pytest.approx(np.exp(expected))}
+    assert graphopt.evaluate(executor, {"input_ids": IDS}) == measured
+
+
+@pytest.mark.parametrize("wanted", [None, ["perplexity", "accuracy"]])
+def test_perplexity_is_that_of_all_tokens_that_count(wanted: Any) -> None:
+    """In batches of unequal numbers of tokens, with masks and a penalty beside the loss."""
+    loss = passes.CausalLanguageModel(labels=True, completion_only=True, blocks=2)
+    steps = {"loss": loss, "optimizer": passes.SGD(1.0), "regularizer": passes.L2(0.1)}
+    executor = graphopt.Executor(graphopt.compile(decoder(), **steps))
+    mask = (IDS % 3 > 0).astype(np.int64)
+    data = {"input_ids": IDS, "labels": SOME, "completion_mask": mask}
+    found = graphopt.evaluate(executor, data, metrics=wanted, batch_size=1)
+    logits = torch.tensor(executor.predict(input_ids=IDS)["logits"])[:, :-1]
+    labels = np.where(mask > 0, SOME, -100)[:, 1:]
+    assert (labels != -100).sum(1).min() < (labels != -100).sum(1).max()
+    expected = F.cross_entropy(logits.flatten(0, 1), torch.tensor(labels).flatten())
+    assert found["perplexity"] == pytest.approx(float(expected.exp()), rel=1e-5)
+    if wanted:
+        right = logits.argmax(-1).numpy() == labels
+        assert found["accuracy"] == pytest.approx(right[labels != -100].mean())
+
+
+def test_a_smoothed_loss_is_no_perplexity() -> None:
+    loss = passes.CausalLanguageModel(label_smoothing=0.1)
+    executor = graphopt.Executor(graphopt.compile(decoder(), loss=loss, optimizer=passes.SGD(1.0)))
+    assert graphopt.evaluate(executor, {"input_ids": IDS}).keys() == {"loss"}
+    found = graphopt.evaluate(executor, {"input_ids": IDS}, metrics="perplexity")
+    logits = torch.tensor(executor.predict(input_ids=IDS)["logits"])[:, :-1]
+    expected = F.cross_entropy(logits.flatten(0, 1), torch.tensor(IDS[:, 1:]).flatten())
+    assert found["perplexity"] == pytest.approx(float(expected.exp()), rel=1e-5)
 
 
 @pytest.mark.parametrize("unroll", [False, True])

@@ -9,6 +9,7 @@ import builders
 import numpy as np
 import onnxruntime
 import pytest
+import safetensors.numpy
 from builders import mlp
 
 import graphopt
@@ -113,6 +114,64 @@ def test_other_graphs_of_a_folder_go_with_it(tmp_path):
     ]
 
 
+def of_peft(folder: Path) -> tuple[dict[str, object], set[str]]:
+    config = json.loads((folder / "adapter_config.json").read_text())
+    return config, set(safetensors.numpy.load_file(folder / "adapter_model.safetensors"))
+
+
+@pytest.mark.parametrize(
+    ("files", "base", "task"),
+    [
+        ({"config__json": {"_name_or_path": "me/it", "architectures": ["LlamaForCausalLM"]}}, "me/it", "CAUSAL_LM"),
+        ({"config__json": {"architectures": ["BertForSequenceClassification"]}}, None, "SEQ_CLS"),
+        ({"config__json": {"architectures": ["LlamaModel", 3], "_name_or_path": 3}}, None, None),
+        ({"config__json": "no config of a model", "genai_config__json": genai("model.onnx")}, None, "CAUSAL_LM"),
+        ({"genai_config__json": {"model": {**genai("model.onnx")["model"], "vision": {}}}}, None, None),
+        ({"config__json": ["architectures"]}, None, None),
+    ],
+)  # fmt: skip
+def test_the_base_and_its_task_are_those_of_the_configs(files, base, task, tmp_path):
+    place = folder_of(tmp_path / "f", "model.onnx", **files)
+    executor = trained(place)
+    graphopt.save_folder(executor, tmp_path / "a", base=place, form="peft", names={"*": "*"})
+    config, _ = of_peft(tmp_path / "a")
+    assert (config["base_model_name_or_path"], config["task_type"]) == (base, task)
+    graphopt.save_folder(
+        executor, tmp_path / "b", base=place, form="peft", names={"*": "*"}, base_name="my/own"
+    )
+    assert of_peft(tmp_path / "b")[0]["base_model_name_or_path"] == "my/own"
+
+
+def test_a_causal_loss_tells_the_task(tmp_path):
+    graphopt.save(graphopt.models.transformer((8,), 50, width=8, layers=1), tmp_path / "m.onnx")
+    steps = {"loss": passes.CausalLanguageModel(), "optimizer": passes.SGD(0.1)}
+    step = graphopt.compile(tmp_path / "m.onnx", adapter=passes.LoRA(rank=2), **steps)
+    graphopt.save_adapter(graphopt.Executor(step, native=False), tmp_path / "a", form="peft")
+    assert of_peft(tmp_path / "a")[0]["task_type"] == "CAUSAL_LM"
+
+
+def test_a_folder_that_was_loaded_keeps_its_names_and_its_base(tmp_path):
+    place = folder_of(tmp_path / "f", "model.onnx", config__json={"_name_or_path": "another"})
+    first = trained(place)
+    options = {"form": "peft", "names": {"fc*": "net.inner.fc*"}, "base_name": "me/it"}
+    graphopt.save_adapter(first, tmp_path / "a", **options)
+    text = (tmp_path / "a" / "adapter_config.json").read_text()
+    (tmp_path / "a" / "adapter_config.json").write_text(
+        text.replace('"task_type": null', '"task_type": "FEATURE_EXTRACTION"')
+    )
+    step = graphopt.compile(place, **{**STEPS, "adapter": passes.LoRA.load(tmp_path / "a")})
+    graphopt.save(step, tmp_path / "step.onnx")
+    executor = graphopt.Executor(tmp_path / "step.onnx", native=False)
+    executor.step(x=np.ones((2, 4), np.float32), target=np.zeros(2, np.int64))
+    graphopt.save_adapter(executor, tmp_path / "b", form="peft")
+    (config, names), (expected, known) = of_peft(tmp_path / "b"), of_peft(tmp_path / "a")
+    assert names == known and all(".net.inner.fc0." in name for name in names)
+    same = ("target_modules", "base_model_name_or_path", "task_type")
+    assert [config[x] for x in same] == [expected[x] for x in same]
+    graphopt.save_adapter(executor, tmp_path / "c", form="peft", names={"*": "own.*"})
+    assert all(".own.fc0." in name for name in of_peft(tmp_path / "c")[1])
+
+
 def test_what_cannot_be_saved_is_refused_and_writes_nothing(tmp_path):
     place = folder_of(tmp_path / "f", "model.onnx")
     executor = trained(place)
@@ -138,6 +197,12 @@ def test_what_cannot_be_saved_is_refused_and_writes_nothing(tmp_path):
         ),
         "expected config.json of transformers or genai_config.json": lambda: graphopt.save_folder(
             executor, out, base=place, form="gguf"
+        ),
+        "base_name: expected form='peft', found form='slots'": lambda: graphopt.save_folder(
+            executor, out, base=place, form="slots", base_name="me/it"
+        ),
+        "base_name: expected none for an adapter file": lambda: graphopt.save_adapter(
+            executor, out, base_name="me/it"
         ),
         "num_hidden_layers: expected a number from 1 to 1,000, found 0": lambda: graphopt.save_folder(
             executor, out, base=typed, form="gguf"

@@ -11,7 +11,7 @@ import onnx_ir as ir
 from graphopt.adapters.combined import Adaptation
 from graphopt.adapters.naming import OF_BUILDER, Names, Naming, part_sizes, sizes_of
 from graphopt.adapters.peft import Module
-from graphopt.adapters.stacked import parameter_of_experts, to_parameter
+from graphopt.adapters.stacked import order_of_experts, parameter_of_experts, to_parameter
 from graphopt.adapters.targets import readers_of, widths
 from graphopt.errors import GraphoptError
 from graphopt.graph.merging import Adapted, adapted
@@ -79,9 +79,11 @@ def _parts(
     _check_attention(model, note)
     if note.kind == "product" and adapter.a.ndim == 3 and adapter.magnitude is None:
         known = [original_name(x) for x in [*model.graph.inputs, *model.graph.initializers.values()]]
-        parameter = parameter_of_experts(note.name, known)
+        parameter = parameter_of_experts(note.name)
         path = naming.modules_of(parameter)[0][0] or parameter
-        values, (experts, *_) = to_parameter(adapter.a, adapter.b), adapter.a.shape
+        order = order_of_experts(note.name, known, adapter.b.shape[2])
+        b = adapter.b if order is None else adapter.b[..., order]
+        values, (experts, *_) = to_parameter(adapter.a, b), adapter.a.shape
         module = Module(path, *values, note.scale, rank_stabilized=note.rank_stabilized, experts=experts)
         yield _Part(module, 0, adapter.outputs)
         return

@@ -45,6 +45,7 @@ _Modules = Mapping[str, tuple[str, ...]]
 _LLAMA: _Modules = {}
 _PHI3: _Modules = {"*.self_attn.qkv_proj": _QKV, "*.mlp.gate_up_proj": _GATE + _UP}
 _LFM2: _Modules = {
+    "*.feed_forward.experts.*": ("*.mlp.experts.*",),
     "*.self_attn.out_proj": _O,
     **{"*.feed_forward.w1": _GATE, "*.feed_forward.w3": _UP, "*.feed_forward.w2": _DOWN},
     **{f"*.self_attn.{x}_layernorm": (f"*.self_attn.{x}_norm",) for x in "qk"},
@@ -54,11 +55,12 @@ _LFM2: _Modules = {
 _QWEN35: _Modules = {
     f"*.linear_attn.in_proj_{x}": (f"*.linear_attn.{x}_proj",) for x in ("qkv", "z", "b", "a")
 }
+_HUNYUAN: _Modules = {f"*.self_attn.{x}_layernorm": (f"*.self_attn.{x[0]}_norm",) for x in ("query", "key")}
 _BLOCKS = "transformer.encoder.layers.*"
 # By the types of models of onnxruntime-genai 0.18's builder, in genai_config.json. Those of experts lack the experts.
 _TYPES: dict[str, _Modules] = {
     **dict.fromkeys(("ernie4_5", "gemma", "gemma2", "gemma3_text", "gptoss", "granite", "llama", "mistral"), _LLAMA),
-    **dict.fromkeys(("nemotron", "phimoe", "qwen2", "qwen3", "smollm3"), _LLAMA),
+    **dict.fromkeys(("gpt_oss", "nemotron", "phimoe", "qwen2", "qwen3", "smollm3"), _LLAMA),
     **dict.fromkeys(("gemma3", "gemma3_vl_text", "mistral3", "mistral3_text"), _LLAMA),
     **dict.fromkeys(("qwen2_5_vl", "qwen2_5_vl_text", "qwen3vl", "qwen3_vl_text"), _LLAMA),
     **dict.fromkeys(("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"), _QWEN35),
@@ -67,7 +69,7 @@ _TYPES: dict[str, _Modules] = {
     "phi": {"*.self_attn.dense": _O, "*.final_layernorm": ("*.norm",)},
     "phi3small": {"*.self_attn.query_key_value": _QKV, "*.self_attn.dense": _O, "*.final_layernorm": ("*.norm",)},
     "granitemoehybrid": {"*.shared_mlp.input_linear": _GATE + _UP, "*.shared_mlp.output_linear": _DOWN},
-    "hunyuandensev1": {f"*.self_attn.{x}_layernorm": (f"*.self_attn.{x[0]}_norm",) for x in ("query", "key")},
+    **dict.fromkeys(("hunyuandensev1", "hunyuan_v1_dense"), _HUNYUAN),
     "olmo": {"": ("*norm",)},  # its norms have no weights
     "internlm2": {
         **{"*.attention.wqkv": _QKV, "*.attention.wo": _O},
@@ -146,8 +148,8 @@ class Naming:
         kind = names if isinstance(names, str) else found.type or None
         if is_builders and kind is None and not names:
             warnings.warn(
-                "names: the model has names of onnxruntime-genai's builder, and no genai_config.json beside it tells "
-                "its type: modules are named as Llama's: give names='llama', or another type such as 'phi3'",
+                "names: the model has names of onnxruntime-genai's builder, and no genai_config.json or config.json "
+                "beside it tells its type: modules are named as Llama's: give names='llama', or another such as 'phi3'",
                 stacklevel=2,
             )
         return cls({} if isinstance(names, str | None) else names, kind, found.heads, is_builders)
@@ -335,3 +337,11 @@ def matched(place: str, paths: Sequence[str], known: Collection[str]) -> dict[st
         f"{', '.join(map(repr, list(known)[:4])) or 'none that an adapter can change'}: give names=, or "
         f"leave_out={missing[0]!r} if no output of the file needs it"
     )
+
+
+def prefix_of(renamed: Mapping[str, str]) -> tuple[str, str]:
+    """Return what `matched` has added to the names of all modules, and what it has removed from them."""
+    path, own = next(iter(renamed.items()), ("", ""))
+    return own[: -len(path)] if own.endswith(f".{path}") else "", path[: -len(own)] if path.endswith(
+        f".{own}"
+    ) else ""

@@ -86,10 +86,15 @@ class Module:
 
 @dataclass(frozen=True)
 class PeftAdapter:
-    """Hold what a folder has: the adapters of modules, and the parameters of modules that trained in full."""
+    """Hold what a folder has: the adapters of modules, and the parameters of modules that trained in full.
+
+    `base` is the name of the base, and `task` the task of peft; they are empty if they are unknown.
+    """
 
     modules: Sequence[Module]
     saved: Mapping[str, np.ndarray] = field(default_factory=dict)
+    base: str = ""
+    task: str = ""
 
 
 def folder_contents(adapter: PeftAdapter) -> dict[str, bytes]:
@@ -118,6 +123,7 @@ def folder_contents(adapter: PeftAdapter) -> dict[str, bytes]:
         )
     arrays |= {f"{_PREFIX}{_saved(name, modules)}": x for name, x in adapter.saved.items()}
     config = _config(modules, adapter.saved, dora=True in with_magnitude, stabilized=stabilized)
+    config |= {"task_type": adapter.task or None, "base_model_name_or_path": adapter.base or None}
     contiguous = {name: np.asarray(x, order="C") for name, x in arrays.items()}
     return {
         _CONFIG: json.dumps(config, indent=2).encode(),
@@ -150,8 +156,6 @@ def _config(
     others = {name.rpartition(".")[0] for name in saved} - ranks.keys()
     return {
         "peft_type": "LORA",
-        "task_type": None,
-        "base_model_name_or_path": None,
         "inference_mode": True,
         "r": rank,
         "lora_alpha": alpha,
@@ -214,7 +218,11 @@ def read_folder(folder: str | os.PathLike[str], parameters: Sequence[str] = ()) 
                 f"{path}: module {module.path.removesuffix(_OUT)!r}: expected no change of the last product of a "
                 "MultiheadAttention, which peft adds twice, found one: merge it in peft, and export the model anew"
             )
-    return PeftAdapter([module for module in modules if not module.path.endswith(_OUT)], saved)
+    own = [module for module in modules if not module.path.endswith(_OUT)]
+    base, task = (
+        x if isinstance(x, str) else "" for x in map(config.get, ("base_model_name_or_path", "task_type"))
+    )
+    return PeftAdapter(own, saved, base, task)
 
 
 def _read_config(path: Path) -> dict[str, Any]:

@@ -21,26 +21,28 @@ _FUSED = "gate_up_proj"
 _GPT_OSS = ".moe.router.Add.bias"  # the only model of the builder whose router has one
 
 
-def parameter_of_experts(weight: str, known: Iterable[str]) -> str:
-    """Return the name of the parameter in transformers that stacked weights of a file are.
+def parameter_of_experts(weight: str) -> str:
+    """Return the name of the parameter in transformers that stacked weights of a file are."""
+    if _FILE not in weight:
+        return weight
+    layer, _, own = weight.partition(_FILE)
+    return f"{layer}{_MODULE}{own.removesuffix('.qweight').removesuffix('.weight')}"
+
+
+def order_of_experts(weight: str, known: Iterable[str], outputs: int) -> np.ndarray | None:
+    """Return for each output of a parameter its place in a file; None if it is the same.
+
+    The builder puts each gate beside what it multiplies, as gpt-oss itself has them.
 
     Args:
         weight: the name of the weight.
         known: the names of all values of the file.
-
-    Raises:
-        GraphoptError: the builder has changed the order of the outputs.
+        outputs: the number of outputs of an expert.
     """
-    if _FILE not in weight:
-        return weight
     layer, _, own = weight.partition(_FILE)
-    name = own.removesuffix(".qweight").removesuffix(".weight")
-    if name == _FUSED and f"{layer}{_GPT_OSS}" not in {*known}:
-        raise GraphoptError(
-            f"weight {weight!r}: expected outputs in the order of the module, as in files of gpt-oss, found gates "
-            "beside what they multiply: save it by form='onnxruntime', or merge it, by executor.trained()"
-        )
-    return f"{layer}{_MODULE}{name}"
+    if not own.startswith(f"{_FUSED}.") or f"{layer}{_GPT_OSS}" in {*known}:
+        return None
+    return np.arange(outputs).reshape(-1, 2).T.ravel()
 
 
 def to_parameter(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -52,12 +52,14 @@ from graphopt.cli.words import TUNE, check_words, field_of, reader_of
 from graphopt.errors import GraphoptError, cause, escaped, nearest, unknown
 from graphopt.files import write
 from graphopt.graph.listing import size
+from graphopt.graph.metadata import DECODER, Architecture
 from graphopt.graph.storage import save
 from graphopt.hosts.export import CONTRACT, STATE_FILE, export_hosts
 from graphopt.inspection.report import report, saved_by_kernels
 from graphopt.inspection.words import counted
 from graphopt.on_device.artifacts import FILES, export_artifacts
-from graphopt.runtime.saved_folder import save_folder
+from graphopt.pipeline import Pipeline, Step
+from graphopt.runtime.saved_folder import OF_TOKENIZER, save_folder
 from graphopt.targets.native.precision import chosen_precision, described
 from graphopt.training.callbacks.terminal import open_console, print_line
 from graphopt.training.signals import ending
@@ -402,7 +404,16 @@ def _describe_columns(recipe: Recipe, folder: Path, console: Console) -> None:
 def _report(recipe: Recipe, folder: Path, console: Console) -> str:
     _check_no_resume(recipe)
     fields = recipe.fields["executor"]
-    result = report(recipe.model(), recipe.pipeline, recipe.fields["fit"]["batch_size"])
+    model, pipeline = recipe.model(), recipe.pipeline
+    is_said = any(item.lstrip("+~").startswith("loss") for item in recipe.command_line.said)
+    is_decoder = (Architecture.read(model) or Architecture()).task == DECODER
+    if is_decoder and recipe.choices["loss"] == "cross_entropy" and not is_said:
+        import passes
+
+        say(console, "loss", "causal_language_model, as the model's config says that it predicts tokens")
+        steps: dict[str, Sequence[Step]] = {**pipeline, "loss": [passes.CausalLanguageModel()]}
+        pipeline = Pipeline(**steps).with_rules(pipeline.rules)
+    result = report(model, pipeline, recipe.fields["fit"]["batch_size"])
     step, on_cpu = result.step, fields["device"] == "cpu"
     result.kernels = recipe.fields["time"] and on_cpu and fields.get("native") is not False
     if step is not None and result.kernels:
@@ -464,8 +475,16 @@ def _export_run(recipe: Recipe, folder: Path) -> None:
     console = open_console(quiet=recipe.fields["quiet"])
     tell_record(console, recipe.command_line)
     say(console, "model", str(trained.checkpoint or trained.model))
-    save_folder(trained.executor(), target := trained.folder / form, base=base, form=form)
+    save_folder(
+        trained.executor(),
+        target := trained.folder / form,
+        base=base,
+        form=form,
+        base_name=recipe.fields["base_name"],
+    )
     files = sorted(str(path.relative_to(target)) for path in target.rglob("*") if path.is_file())
+    if form != "gguf" and not {*files} & {*OF_TOKENIZER}:
+        say(console, "tokenizer", f"none beside {base}: put the model's into {target}")
     say(console, "written", f"{target}: {', '.join(files)}")
 
 

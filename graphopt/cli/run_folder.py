@@ -28,6 +28,7 @@ LOCK, LOG = ".lock", "graphopt.log"
 # Fields that a run has from its command line only
 OF_COMMAND_LINE = (
     *(
+        "base_name",
         "folder",
         "form",
         "launcher",

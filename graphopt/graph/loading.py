@@ -20,7 +20,7 @@ from graphopt.graph import checking, provenance
 from graphopt.graph.limits import Limits, check_size, limits_of, set_limits
 from graphopt.graph.mapped import like_tensor
 from graphopt.graph.metadata import ADDS_ONE, Architecture
-from graphopt.graph.model_folders import GENAI_CONFIG, config_in, model_in
+from graphopt.graph.model_folders import described, model_in, place_of
 from graphopt.graph.not_a_model import not_a_model
 from graphopt.graph.operators import MICROSOFT, RUNTIMES_OWN, formal_of, schema_of
 from graphopt.graph.parts import ModelParts
@@ -89,8 +89,8 @@ def load(source: Source, *, limits: Limits | None = None) -> ir.Model:
         else:
             take_weights(model, places)
         if isinstance(source, str | os.PathLike):
-            folder = Path(source) if Path(source).is_dir() else Path(source).parent
-            _note_architecture(model, folder / GENAI_CONFIG)
+            path = Path(source)
+            _note_architecture(model, place_of(model_in(path) if path.is_dir() else path))
     _give_domains(model)
     for whole in wholes_of(model):
         if not is_sorted(whole):
@@ -107,20 +107,17 @@ def load(source: Source, *, limits: Limits | None = None) -> ir.Model:
     return shown(model)
 
 
-def _note_architecture(model: ir.Model, path: Path) -> None:
-    """Write the type of a model of onnxruntime-genai, which no name in its file tells, into the metadata."""
-    if Architecture.is_on(model) or not path.is_file():
+def _note_architecture(model: ir.Model, place: Path) -> None:
+    """Write what the configs beside a model say about it, which no name in its file tells, into the metadata."""
+    if Architecture.is_on(model):
         return
-    found = config_in(path).get("model")
-    kind = found.get("type") if isinstance(found, dict) else None
-    decoder = found.get("decoder") if isinstance(found, dict) else None
-    heads = decoder.get("num_key_value_heads") if isinstance(decoder, dict) else None
-    if isinstance(kind, str) and 0 < len(kind) < 100:
-        note = Architecture(kind, heads if isinstance(heads, int) and 0 < heads < 2**31 else 0)
+    has_names_of_builder = any(".MatMul." in name for name in model.graph.initializers)
+    note = Architecture(**described(place, by_config=has_names_of_builder))
+    if note != Architecture():
         note.write(model)
-        for name, x in model.graph.initializers.items():
-            if note.adds_one and name.endswith("layernorm.weight"):
-                ADDS_ONE.set(x)
+    for name, x in model.graph.initializers.items():
+        if note.adds_one and name.endswith("layernorm.weight"):
+            ADDS_ONE.set(x)
 
 
 def read_original(source: Source) -> ModelParts:

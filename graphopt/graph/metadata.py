@@ -27,6 +27,8 @@ H = TypeVar("H", bound=Holder)
 N = TypeVar("N", bound="Note")
 
 PREFIX = "graphopt."
+DECODER = "CAUSAL_LM"  # the task of language models in peft
+MOST_LETTERS = 512  # of a text that a config says about a model
 MANY = 64  # an upper bound for opsets, IR versions and outputs of an operator
 EXPORT_ANEW = "graphopt.export(module, example) or torch.onnx.export(..., optimize=False) keeps them"
 
@@ -275,6 +277,7 @@ class TargetSpec(
         axis, classes, ignore_index, target_probabilities: options of a classification; see `CrossEntropy`.
         from_logits: whether a classification predicts logits; otherwise, it predicts probabilities.
         shift: by how many places the target is ahead of the prediction along axis 1, as in a causal language model.
+        label_smoothing: the share of such a target that the loss spreads over all classes.
         threshold, labels: options of a binary loss: predictions above `threshold` mean the second label.
     """
 
@@ -286,6 +289,7 @@ class TargetSpec(
     target_probabilities: bool = False
     from_logits: bool = True
     shift: int = 0
+    label_smoothing: float = 0.0
     threshold: float | None = None
     labels: tuple[float, float] | None = None
 
@@ -527,19 +531,30 @@ class PaddingIndex(Note, key="graphopt.padding_index", expected="a row of a tabl
 
 
 @dataclass(frozen=True)
-class Architecture(Note, key="graphopt.architecture", expected="a type of model and its number of heads"):
-    """Record what genai_config.json beside a file of onnxruntime-genai says about the model.
+class Architecture(
+    Note, key="graphopt.architecture", expected="a type of model, its number of heads, and texts"
+):
+    """Record what the configs beside a file, or in a folder of peft that was loaded, say about the model.
 
     Args:
-        type: the type, such as `phi3`.
+        type: the type in genai_config.json, such as `phi3`, or in config.json beside a file of the same builder.
         heads: the number of heads of keys.
+        base: the name of the model in config.json or in the folder, such as `Qwen/Qwen3-0.6B`.
+        task: the task of such models in peft, such as `CAUSAL_LM`.
+        added, removed: what names of modules in the file begin with, and those in the folder do not; the other way
+            round.
     """
 
-    type: str
+    type: str = ""
     heads: int = 0
+    base: str = ""
+    task: str = ""
+    added: str = ""
+    removed: str = ""
 
     def check(self) -> None:
-        expect(len(self.type) < 100, 0 <= self.heads < 2**31)
+        texts = (self.type, self.base, self.task, self.added, self.removed)
+        expect(max(map(len, texts)) <= MOST_LETTERS, 0 <= self.heads < 2**31)
 
     @property
     def adds_one(self) -> bool:

@@ -2,15 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 from graphopt.errors import GraphoptError
 from graphopt.files import json_of, read_file
+from graphopt.graph.metadata import DECODER, MOST_LETTERS
 
 CONFIG, GENAI_CONFIG = "config.json", "genai_config.json"
 INNER = "onnx"  # the folder in which transformers.js has models; configs and the tokenizer lie above
 _MODEL = "model.onnx"
 _MOST_BYTES = 2**22  # of a config
+# Tasks of peft by the ends of the names of classes in transformers.
+_TASKS = {
+    "ForCausalLM": DECODER,
+    "LMHeadModel": DECODER,
+    "ForQuestionAnswering": "QUESTION_ANS",
+    "ForSequenceClassification": "SEQ_CLS",
+    "ForTokenClassification": "TOKEN_CLS",
+}
+_BESIDE_DECODERS = (
+    "embedding",
+    "encoder",
+    "speech",
+    "vision",
+)  # what models of onnxruntime-genai other than decoders have
 
 
 def config_in(path: Path) -> dict[str, object]:
@@ -54,6 +71,40 @@ def model_in(folder: Path) -> Path:
     raise GraphoptError(
         f"{folder}: expected an ONNX file, found a folder without {_MODEL} or {GENAI_CONFIG}: name the file"
     )
+
+
+def described(place: Path, *, by_config: bool) -> dict[str, Any]:
+    """Return what the configs in a folder say about its model, as arguments of `Architecture`.
+
+    A config.json of another program says nothing.
+
+    Args:
+        place: the folder.
+        by_config: whether config.json tells the type if genai_config.json does not.
+
+    Raises:
+        GraphoptError: genai_config.json is too large or has no fields.
+    """
+    genai = config_in(place / GENAI_CONFIG) if (place / GENAI_CONFIG).is_file() else {}
+    config: dict[str, object] = {}
+    if (place / CONFIG).is_file():
+        with contextlib.suppress(GraphoptError):
+            config = config_in(place / CONFIG)
+    model = genai.get("model")
+    model = model if isinstance(model, dict) else {}
+    decoder = model.get("decoder")
+    heads = (decoder if isinstance(decoder, dict) else config).get("num_key_value_heads")
+    classes = config.get("architectures")
+    end = classes[0] if isinstance(classes, list) and classes and isinstance(classes[0], str) else ""
+    task = next((task for name, task in _TASKS.items() if end.endswith(name)), "")
+    is_alone = isinstance(decoder, dict) and not {*model} & {*_BESIDE_DECODERS}
+    found = {
+        "type": model.get("type") or (config.get("model_type") if by_config else None),
+        "base": config.get("_name_or_path"),
+        "task": task or (DECODER if is_alone else ""),
+    }
+    texts = {name: x for name, x in found.items() if isinstance(x, str) and len(x) <= MOST_LETTERS}
+    return {**texts, "heads": heads if isinstance(heads, int) and 0 < heads < 2**31 else 0}
 
 
 def place_of(model: Path) -> Path:

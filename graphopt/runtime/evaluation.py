@@ -13,6 +13,7 @@ import onnx_ir as ir
 
 from graphopt.graph import inference
 from graphopt.graph.dequantization import dequantize_late
+from graphopt.graph.metadata import BATCH_WEIGHT
 from graphopt.graph.roles import FED, STATE, with_role
 from graphopt.graph.storage import skeleton
 from graphopt.graph.values import name_of
@@ -57,13 +58,18 @@ def evaluation_of(
         as_numpy: return NumPy arrays; otherwise values on the device.
         alone: whether only this process changes the state.
     """
-    outputs = {name_of(y): y for y in model.graph.outputs}
+    outputs = {name_of(y): y for y in (*weights_of_means(model), *model.graph.outputs)}
     part = inference.extract(model, [outputs[name] for name in names])
     dequantize_late(part)
     part = device.machine.with_forms(part)
     options = RunnerOptions(report=names, as_numpy=as_numpy)
     chooses = alone and device.on_cpu and placement_of(device, part) == "packed"
     return (ChosenEvaluation if chooses else Evaluation)(device, part, buffers, options)
+
+
+def weights_of_means(model: ir.Model) -> list[ir.Value]:
+    """Return the weights whose sums the losses of a training graph divide by."""
+    return [y for node in model.graph for y in node.outputs if BATCH_WEIGHT.read(y) == "mean"]
 
 
 class Evaluation:

@@ -27,7 +27,7 @@ from graphopt.runtime.checks.findings import Disagreement
 from graphopt.runtime.checks.first_check import FirstCheck
 from graphopt.runtime.device import Device
 from graphopt.runtime.encoding import encoding_of
-from graphopt.runtime.evaluation import Evaluation, evaluation_of
+from graphopt.runtime.evaluation import Evaluation, evaluation_of, weights_of_means
 from graphopt.runtime.executor_options import ExecutorOptions
 from graphopt.runtime.executor_state import ExecutorState
 from graphopt.runtime.runners import Batch, Pace, Rounds, Runner, SeveralSteps, StepRunner, alike
@@ -37,6 +37,7 @@ from graphopt.runtime.state_buffers import StateBuffers
 from graphopt.runtime.tensors import Tensor, check_rows, rows_of
 
 # The outputs that methods compute.
+_WEIGHTS = "weights"
 _COMPUTED = {
     "evaluate": (Role.LOSS, Role.METRIC, Role.PREDICTION),
     "losses": (Role.LOSS, Role.METRIC),
@@ -412,6 +413,16 @@ class Executor(ExecutorState):
         return self._forward("predict", data, unnamed, named)
 
     @property
+    def has_loss_weights(self) -> bool:
+        """Return whether one loss is a mean with weights."""
+        return len(weights_of_means(self._model)) == 1
+
+    def loss_weights(self, data: Mapping[str, Tensor]) -> np.ndarray:
+        """Return the weights of the loss's mean on some data; `has_loss_weights` tells whether there are any."""
+        (weights,) = self._forward(_WEIGHTS, data, (), {}).values()
+        return np.asarray(weights if self.options.as_numpy else weights.numpy())
+
+    @property
     def learning_rate(self) -> float:
         """Return the learning rate of the next step. You can set it if the graph has no schedule."""
         if LEARNING_RATE in self.hyperparameters:
@@ -505,7 +516,10 @@ class Executor(ExecutorState):
 
     def _evaluation(self, call: str) -> Evaluation:
         """Open what computes the outputs of a method."""
-        names = [LEARNING_RATE] if call == LEARNING_RATE else self._of(*_COMPUTED[call])
+        if call == _WEIGHTS:
+            names = [*map(name_of, weights_of_means(self._model))]
+        else:
+            names = [LEARNING_RATE] if call == LEARNING_RATE else self._of(*_COMPUTED[call])
         if not names:
             raise GraphoptError(
                 "predict: expected an output other than the model's own loss, found none: use evaluate"

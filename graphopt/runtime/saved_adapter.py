@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -19,7 +20,7 @@ from graphopt.adapters.peft import PeftAdapter
 from graphopt.arguments import checked
 from graphopt.errors import GraphoptError, kind_of, unknown
 from graphopt.files import write_folder
-from graphopt.graph.metadata import original_name
+from graphopt.graph.metadata import DECODER, Architecture, TargetSpec, original_name
 from graphopt.graph.not_a_model import check_path
 from graphopt.graph.roles import Role, with_role
 from graphopt.graph.values import name_of
@@ -35,6 +36,7 @@ def save_adapter(
     *,
     form: Literal["onnxruntime", "peft"] = "onnxruntime",
     names: Names = None,
+    base_name: str | None = None,
 ) -> None:
     """Save the adapters that an executor has trained, without the model.
 
@@ -50,7 +52,9 @@ def save_adapter(
             `{"m.*": "*"}` removes a prefix. `*` stands for any text, and the text for `*` in the name. Several names
             are the parts of a packed weight, of which a mapping has the numbers of outputs. Modules of files of
             onnxruntime-genai's builder follow from the type of model in genai_config.json beside the file, for which a
-            text such as `phi3` stands.
+            text such as `phi3` stands. By default, the modules of a folder of peft that was loaded keep their names.
+        base_name: the name of the base in the folder of peft, such as `Qwen/Qwen3-0.6B`. By default, that in the folder
+            that was loaded, or in config.json beside the model's file, if there is one.
 
     Raises:
         GraphoptError: the graph has no adapters, or the form has none for such a weight. Nothing is written.
@@ -71,12 +75,14 @@ def save_adapter(
     model, state = executor.model, executor.state
     found = adaptations(model, state, "save_adapter")
     if form == "peft":
-        write_folder(path, peft.folder_contents(peft_adapter(model, state, found, names)))
+        adapter = peft_adapter(model, state, found, names)
+        write_folder(path, peft.folder_contents(_described(adapter, model, names, base_name)))
         return
-    if names is not None:
-        raise GraphoptError(
-            "save_adapter: names: expected none for an adapter file, whose names are those of slots"
-        )
+    for argument, given in (("names", names), ("base_name", base_name)):
+        if given is not None:
+            raise GraphoptError(
+                f"save_adapter: {argument}: expected none for an adapter file, whose names are those of slots"
+            )
     own = {name for adapter in found for name in adapter.note.values}
     others = [name_of(x) for x in with_role(model, Role.PARAMETER) if original_name(x) not in own]
     if others:
@@ -87,6 +93,20 @@ def save_adapter(
         )
     arrays = {name: x for adapter in combined(found) for name, x in adapter.arrays().items()}
     adapter_file.write_adapter_file(arrays, Path(path))
+
+
+def _described(adapter: PeftAdapter, model: ir.Model, names: Names, base_name: str | None) -> PeftAdapter:
+    """Return an adapter with the names of modules in the folder that was loaded, and with its base and its task."""
+    about = Architecture.read(model) or Architecture()
+    specs = [spec for x in model.graph.inputs if (spec := TargetSpec.read(x)) is not None]
+    task = about.task or (DECODER if any(spec.shift for spec in specs) else "")
+
+    def renamed(path: str) -> str:
+        return path if names is not None else f"{about.removed}{path.removeprefix(about.added)}"
+
+    modules = [replace(module, path=renamed(module.path)) for module in adapter.modules]
+    saved = {renamed(name): x for name, x in adapter.saved.items()}
+    return PeftAdapter(modules, saved, about.base if base_name is None else base_name, task)
 
 
 def peft_adapter(

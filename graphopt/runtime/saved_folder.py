@@ -29,7 +29,7 @@ OF_TOKENIZER = (
     *("added_tokens.json", "merges.txt", "sentencepiece.bpe.model", "spiece.model", "tokenizer.model"),
     *("vocab.json", "vocab.txt", "chat_template.json"),
 )
-_CONFIGS = (CONFIG, "preprocessor_config.json", "processor_config.json")
+_CONFIGS = (CONFIG, "generation_config.json", "preprocessor_config.json", "processor_config.json")
 
 
 @checked()
@@ -40,6 +40,7 @@ def save_folder(
     base: str | os.PathLike[str],
     form: Literal["merged", "slots", "peft", "gguf"] = "merged",
     names: Names = None,
+    base_name: str | None = None,
 ) -> None:
     """Save a trained language model as a folder that onnxruntime-genai, peft or llama.cpp opens.
 
@@ -52,7 +53,8 @@ def save_folder(
         base: the file of the model that was compiled, or its folder.
         form: `merged`: the base with the trained weights. `slots`: the base with slots, and `adapter.onnx_adapter`.
             `peft`: a folder of peft. `gguf`: `adapter.gguf`, for llama.cpp; needs the package gguf.
-        names: names of modules, for `peft` and `gguf`: see `graphopt.save_adapter`.
+        names, base_name: names of modules, for `peft` and `gguf`, and of the base, for `peft`: see
+            `graphopt.save_adapter`.
 
     Raises:
         GraphoptError: the base has other weights, the form has no such adapter, or the folder has files. Nothing is
@@ -75,6 +77,10 @@ def save_folder(
         raise GraphoptError(f"save_folder: base: expected the file of a model or its folder, found no {base}")
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise GraphoptError(f"{target}: expected no folder, or an empty one, found files: name another")
+    if base_name is not None and form != "peft":
+        raise GraphoptError(
+            f"save_folder: base_name: expected form='peft', found form={form!r}: leave it out"
+        )
     if form != "merged" and not any(adapted(executor.model)):
         raise GraphoptError(
             f"save_folder: form={form}: expected a training graph with adapters, found none: save form=merged"
@@ -89,7 +95,7 @@ def save_folder(
             adapter = peft_adapter(model, state, adaptations(model, state, "save_folder"), names)
             write_gguf(adapter, made / GGUF_FILE, config_beside(file))
         elif form == "peft":
-            save_adapter(executor, made, form="peft", names=names)
+            save_adapter(executor, made, form="peft", names=names, base_name=base_name)
             _copy(OF_TOKENIZER, place_of(file), made)
         else:
             _save_model(executor, file, made, form)

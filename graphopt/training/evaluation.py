@@ -256,13 +256,19 @@ class HeldOut:
 
     def measure(self, executor: Executor) -> Record:
         """Return the mean losses and the metrics over the rows."""
-        chosen = metrics_of(executor.inputs, self._metrics)
+        weighted = executor.has_loss_weights
+        chosen = metrics_of(executor.inputs, self._metrics, by_losses=weighted)
         mean = Mean()
         outputs = any(not metric.is_empty for _, metric in chosen.values())
+        weighted = weighted and any(metric.is_shifted for _, metric in chosen.values())
         for feeds, values in self.evaluated(executor, executor.workers, outputs=outputs):
+            weights = executor.loss_weights(feeds) if weighted else None
             for target, (output, metric) in chosen.items():
                 if outputs:
-                    metric.add(values[output], feeds[target])
+                    metric.add(values[output], feeds[target], weights)
+                if metric.of_losses and weights is not None:
+                    own = values.get("data_loss", values["loss"])
+                    metric.add_losses(values.get(f"loss_{output}", own), weights)
             mean.add(len(next(iter(feeds.values()))), values)
         measured = mean.result()
         for target, (_, metric) in chosen.items():

@@ -343,21 +343,31 @@ def named(wanted: Wanted) -> tuple[str, Metric]:
 class Metrics:
     """Accumulate batches, and return the metrics of a target: the wanted ones that suit its task, or all that suit."""
 
-    def __init__(self, spec: TargetSpec, wanted: Sequence[Wanted] | None = None) -> None:
+    def __init__(
+        self, spec: TargetSpec, wanted: Sequence[Wanted] | None = None, *, by_losses: bool = False
+    ) -> None:
         self._spec = spec
+        by_losses = by_losses and spec.shift > 0 and not spec.label_smoothing
         self._empty = True
-        default = (
-            () if spec.shift else DEFAULTS[spec.task]
-        )  # of a language model, logits take more than their loss
+        default = DEFAULTS[spec.task]
+        if spec.shift:  # logits take more than their loss
+            default = ("perplexity",) if by_losses else ()
         chosen = [named(metric) for metric in (default if wanted is None else wanted)]
         for name, _ in chosen:
             if [other for other, _ in chosen].count(name) > 1:
                 raise GraphoptError(f"metrics: expected each metric once, found {name!r} twice")
         self._metrics = {name: metric for name, metric in chosen if spec.task in metric.tasks}
+        self._tokens = np.zeros(2)  # the sum of their losses, and their number
+        self.of_losses = by_losses and self._metrics.pop("perplexity", None) is not None
+
+    @property
+    def is_shifted(self) -> bool:
+        """Return whether the target is ahead of the prediction, as in a causal language model."""
+        return self._spec.shift > 0
 
     @property
     def is_empty(self) -> bool:
-        """Return whether there is no metric to compute."""
+        """Return whether there is no metric of predictions to compute."""
         return not self._metrics
 
     def predicted(self, prediction: np.ndarray) -> np.ndarray:
@@ -367,8 +377,10 @@ class Metrics:
             return np.where(prediction > self._spec.threshold, high, low)
         return prediction if self._spec.axis is None else np.asarray(prediction.argmax(self._spec.axis))
 
-    def batch(self, prediction: np.ndarray, target: np.ndarray) -> ScoredBatch:
-        """Return an output and its target in the form that metrics read."""
+    def batch(
+        self, prediction: np.ndarray, target: np.ndarray, weights: np.ndarray | None = None
+    ) -> ScoredBatch:
+        """Return an output and its target in the form that metrics read; tokens whose weight is 0 do not count."""
         if self._spec.shift:
             prediction, target = prediction[:, : -self._spec.shift], target[:, self._spec.shift :]
         spec, predicted = self._spec, self.predicted(prediction)
@@ -381,6 +393,8 @@ class Metrics:
         probabilities = _by_class(target, spec.axis) if spec.target_probabilities else None
         expected = target.reshape(-1) if probabilities is None else probabilities.argmax(axis=1)
         valid = np.full(expected.size, True) if spec.ignore_index is None else expected != spec.ignore_index
+        if self._spec.shift and weights is not None:
+            valid &= weights[:, : -self._spec.shift].reshape(-1) > 0
         return ScoredBatch(
             expected[valid],
             predicted.reshape(-1)[valid],
@@ -389,9 +403,14 @@ class Metrics:
             None if probabilities is None else probabilities[valid],
         )
 
-    def add(self, prediction: np.ndarray, target: np.ndarray) -> None:
+    def add_losses(self, loss: float, weights: np.ndarray) -> None:
+        """Accumulate the mean loss of the tokens of a batch, by the weights of these."""
+        count = float(weights.sum(dtype=np.float64))
+        self._tokens += count * loss if count else 0.0, count
+
+    def add(self, prediction: np.ndarray, target: np.ndarray, weights: np.ndarray | None = None) -> None:
         """Accumulate a batch."""
-        batch = self.batch(prediction, target)
+        batch = self.batch(prediction, target, weights)
         if batch.target.size:
             self._empty = False
             for metric in self._metrics.values():
@@ -399,7 +418,9 @@ class Metrics:
 
     def result(self) -> dict[str, Any]:
         """Return the metrics by name; none if there was no row, or all were ignored."""
-        return {} if self._empty else {name: metric.result() for name, metric in self._metrics.items()}
+        total, count = self._tokens.tolist()
+        found = {"perplexity": float(np.exp(total / count))} if count else {}
+        return found if self._empty else found | {name: x.result() for name, x in self._metrics.items()}
 
 
 def listed(wanted: Wanted | Sequence[Wanted] | None) -> Sequence[Wanted] | None:
@@ -414,11 +435,12 @@ def listed(wanted: Wanted | Sequence[Wanted] | None) -> Sequence[Wanted] | None:
 
 
 def metrics(
-    inputs: Mapping[str, ir.Value], wanted: Sequence[Wanted] | None = None
+    inputs: Mapping[str, ir.Value], wanted: Sequence[Wanted] | None = None, *, by_losses: bool = False
 ) -> dict[str, tuple[str, Metrics]]:
     """Return the output to compare and new metrics for each target among a training graph's inputs.
 
-    Each of the `wanted` metrics has to be defined for a target.
+    Each of the `wanted` metrics has to be defined for a target. With `by_losses`, the perplexity of a language model
+    follows from its losses, which `add_losses` gets.
     """
     specs = {name: TargetSpec.read(x) for name, x in inputs.items()}
     tasks = list(dict.fromkeys(spec.task for spec in specs.values() if spec))
@@ -426,7 +448,11 @@ def metrics(
         if not any(task in metric.tasks for task in tasks):
             found = " and ".join(tasks) or "no target that a loss compares"
             raise GraphoptError(f"metrics: {name}: expected {' or '.join(metric.tasks)}, found {found}")
-    return {name: (spec.output, Metrics(spec, wanted)) for name, spec in specs.items() if spec}
+    return {
+        name: (spec.output, Metrics(spec, wanted, by_losses=by_losses))
+        for name, spec in specs.items()
+        if spec
+    }
 
 
 def weighted_r2(predicted: np.ndarray, target: np.ndarray, weights: np.ndarray | None) -> float:

@@ -14,6 +14,7 @@ import numpy as np
 import onnx_ir as ir
 import onnx_ir.passes.common as common
 
+from graphopt.adapters.modules import name_of_parameter
 from graphopt.adapters.targets import AdapterTarget, note_of, targets_in
 from graphopt.errors import GraphoptError, nearest, some
 from graphopt.graph.authored import ask, floating, name_of_method, told
@@ -32,6 +33,7 @@ from passes.weights.initializers import register
 
 _PRODUCTS = {"Conv", "ConvTranspose", "Einsum", "Gemm", "MatMul"}
 _SELECTING = {"Cast", DEQUANTIZE, "Gather", "GatherElements", "GatherND", "Slice", "Split", "Transpose"}
+_CHOOSING = {"ArgMax", "TopK"}  # what routers of experts end in
 
 Parts = tuple[str, ...] | list[str] | Mapping[str, int] | None
 
@@ -329,10 +331,12 @@ def _last_products(model: ir.Model, groups: Mapping[ir.Value, Sequence[AdapterTa
 
 
 def _routers(model: ir.Model, groups: Mapping[ir.Value, Sequence[AdapterTarget]]) -> list[ir.Value]:
-    """Return the weights of products that choose among experts: those before a TopK, with an output for each expert."""
+    """Return the weights of products that choose among experts: those with an output for each, whose largest count."""
     by_node = {target.node: weight for weight, targets in groups.items() for target in targets}
-    counts = {target.dims[0] for (target, *_) in groups.values() if len(target.dims) == 3}
-    chosen = [node.inputs[0] for node in model.graph if node.op_type == "TopK" and node.domain == ""]
+    stacked = (x for x in model.graph.initializers.values() if x.shape is not None and len(x.shape) == 3)
+    counts = {dims_of(x)[0] for x in stacked if _multiplies(x)}
+    counts |= {target.dims[0] for (target, *_) in groups.values() if len(target.dims) == 3}
+    chosen = [node.inputs[0] for node in model.graph if node.op_type in _CHOOSING and node.domain == ""]
     logits = (x for x in chosen if x is not None)
     nodes = (_met([x], by_node, lambda x: [x.producer()], lambda node: node.inputs[:1]) for x in logits)
     found = [by_node[node] for some_nodes in nodes for node in some_nodes]
@@ -354,10 +358,11 @@ def _tell_share(
         if x in chosen or (x not in left and _multiplies(x))
     }
     without = [x for x in sizes if x not in chosen]
+    names = some([*map(name_of_parameter, without)])
     share = sum(sizes[x] for x in without) / max(sum(sizes.values()), 1)
     if share >= least:
         warnings.warn(
-            f"{share:.0%} of the weights of products have no adapter: {some([name_of(x) for x in without])}: operators "
+            f"{share:.0%} of the weights of products have no adapter: {names}: operators "
             "read them in ways that adapters cannot change; name the weights to adapt by pattern to leave this out",
             stacklevel=2,
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -14,12 +13,12 @@ import onnx_ir as ir
 from graphopt.adapters import adapter_file, peft
 from graphopt.adapters.combined import LORA_A, LORA_B, LORA_FACTOR
 from graphopt.adapters.modules import in_module, parameter_of
-from graphopt.adapters.naming import Names, Naming, matched, part_sizes, sizes_of
+from graphopt.adapters.naming import Names, Naming, matched, part_sizes, prefix_of, sizes_of
 from graphopt.adapters.peft import Module
-from graphopt.adapters.stacked import from_parameter, parameter_of_experts
+from graphopt.adapters.stacked import from_parameter, order_of_experts, parameter_of_experts
 from graphopt.adapters.targets import AdapterTarget, targets_in, widths
 from graphopt.errors import GraphoptError, some
-from graphopt.graph.metadata import ADAPTER, Kind, Origin, original_name
+from graphopt.graph.metadata import ADAPTER, MOST_LETTERS, Architecture, Kind, Origin, original_name
 from graphopt.graph.rewriting import Pattern, matches
 from graphopt.graph.values import dims_of, dtype_of, is_floating, name_of
 
@@ -63,7 +62,7 @@ def _of_folder(
     model: ir.Model, place: str, known: Mapping[str, AdapterTarget], naming: Naming, leave_out: Pattern
 ) -> list[Given]:
     """Return what a folder of peft gives to each weight, and set the weights that trained in full."""
-    stacked = stacked_in(model, known)
+    stacked = stacked_in(known, naming)
     adapter = peft.read_folder(place, [*stacked])
     modules = {module.path.replace(".base_layer.", "."): module for module in adapter.modules}
     modules = {path: module for path, module in modules.items() if not matches(path, leave_out)}
@@ -85,7 +84,10 @@ def _of_folder(
         ):
             groups.setdefault(owners[part], {})[part] = module
     given = [_of_modules(place, known[name], several, naming) for name, several in groups.items()]
-    _set_saved(model, place, saved, naming)
+    renamed |= _set_saved(model, place, saved, naming)
+    about, (added, removed) = Architecture.read(model) or Architecture(), prefix_of(renamed)
+    base, task = (x[:MOST_LETTERS] for x in (adapter.base or about.base, adapter.task or about.task))
+    replace(about, base=base, task=task, added=added, removed=removed).write(model)
     return given
 
 
@@ -117,16 +119,17 @@ def _split(
             )
 
 
-def stacked_in(model: ir.Model, known: Mapping[str, AdapterTarget]) -> dict[str, str]:
-    """Return the weights of stacked experts by the names of their parameters, where PEFT can adapt these."""
-    values = [*model.graph.inputs, *model.graph.initializers.values()]
-    names = [original_name(x) for x in values]
-    found = {}
-    for name, x in known.items():
-        if len(x.dims) == 3 and x.kind == "product":
-            with contextlib.suppress(GraphoptError):  # of outputs in another order
-                found[parameter_of_experts(name, names)] = name
-    return found
+def stacked_in(known: Mapping[str, AdapterTarget], naming: Naming) -> dict[str, str]:
+    """Return the weights of stacked experts by the names of their parameters."""
+    stacked = [name for name, x in known.items() if len(x.dims) == 3 and x.kind == "product"]
+    parameters = {parameter_of_experts(name): name for name in stacked}
+    return {naming.modules_of(path)[0][0] or path: name for path, name in parameters.items()}
+
+
+def _names_in(target: AdapterTarget) -> list[str]:
+    """Return the names of the initializers of a target's model."""
+    graph = target.source.weight.graph
+    return [] if graph is None else [*map(original_name, graph.initializers.values())]
 
 
 def _of_modules(place: str, target: AdapterTarget, modules: Mapping[str, Module], naming: Naming) -> Given:
@@ -179,6 +182,8 @@ def _in_graph(
     try:
         if module.experts:
             a, b = from_parameter(a, b, module.experts)
+            if (order := order_of_experts(target.name, _names_in(target), b.shape[2])) is not None:
+                b = b[..., np.argsort(order)]
         elif target.kind == "convolution":
             _check_dilations(place, target, module)
             a, b = _of_groups(a, target.groups).reshape(shapes[0]), b.reshape(shapes[1])
@@ -272,17 +277,21 @@ def _of_slots(
     return Given(weight, rank, 1.0, dora=True, arrays={"": [a, b, factor * norms]})
 
 
-def _set_saved(model: ir.Model, place: str, saved: Mapping[str, np.ndarray], naming: Naming) -> None:
-    """Set the weights of modules that trained in full."""
+def _set_saved(
+    model: ir.Model, place: str, saved: Mapping[str, np.ndarray], naming: Naming
+) -> dict[str, str]:
+    """Set the weights of modules that trained in full, and return their names in the file by those in the folder."""
     numbers = {name: x for name, x in saved.items() if not name.endswith(_COUNT)}
     known = {parameter_of(x, naming): x for x in model.graph.initializers.values() if is_floating(x)}
     known.pop("", None)
-    for name, own in matched(place, [*numbers], {name: name for name in known}).items():
+    renamed = matched(place, [*numbers], known)
+    for name, own in renamed.items():
         value, array = known[own], numbers[name]
         set_value(value, in_module(value, array, naming, back=True), f"{place}: {name!r}")
         if not name.endswith(_STATISTICS):
             ADAPTER.set(value)
             Origin(Kind.PARAMETER, "of a module that trained in full", named=True).write(value)
+    return renamed
 
 
 def set_value(value: ir.Value, array: np.ndarray, where: str) -> None:

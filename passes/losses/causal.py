@@ -157,4 +157,5 @@ class CausalLanguageModel(Loss):
             "classes": classes if isinstance(classes, int) else None,
             "ignore_index": self.ignore_index,
             "shift": 1,
+            "label_smoothing": float(self.label_smoothing),
         }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 
 transformers = pytest.importorskip("transformers")
 torch = pytest.importorskip("torch")
+peft = pytest.importorskip("peft")
 
 import graphopt  # noqa: E402
 import passes  # noqa: E402
@@ -32,6 +34,17 @@ DECODERS: dict[str, Any] = {
         resid_pdrop=0,
         embd_pdrop=0,
         attn_pdrop=0,
+    ),
+}
+# The implementation that torch.export takes: products of the weights that each token reads.
+EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "experts_implementation": "batched_mm"}
+MIXTURES: dict[str, Any] = {
+    "mixtral": lambda: transformers.MixtralConfig(**SIZES, **GROUPED, **EXPERTS, num_local_experts=4),
+    "qwen3 moe": lambda: transformers.Qwen3MoeConfig(
+        **SIZES, **GROUPED, **EXPERTS, num_experts=4, moe_intermediate_size=12, norm_topk_prob=True
+    ),
+    "phimoe": lambda: transformers.PhimoeConfig(
+        **SIZES, **EXPERTS, num_attention_heads=4, num_key_value_heads=2, num_local_experts=4
     ),
 }
 RNG = np.random.default_rng(0)
@@ -97,6 +110,62 @@ def test_losses_are_those_of_transformers(name: str, blocks: int | None, tmp_pat
         optimizer.step()
         found = executor.step(input_ids=IDS, labels=LABELS)["loss"]
         assert found == pytest.approx(float(expected.detach()), rel=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", ["mixtral", *(pytest.param(x, marks=pytest.mark.exhaustive) for x in ("qwen3 moe", "phimoe"))]
+)
+def test_exported_experts_train_as_in_pytorch_and_their_routers_have_no_adapters(
+    name: str, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    model = unequal(transformers.AutoModelForCausalLM.from_config(MIXTURES[name]()).eval())
+    path, own = exported(model, tmp_path / "model.onnx"), copy.deepcopy(model)
+    steps = {"loss": passes.CausalLanguageModel(labels=True), "optimizer": passes.SGD(0.02)}
+    executor = graphopt.Executor(graphopt.compile(path, **steps), native=False)
+    optimizer = torch.optim.SGD(own.parameters(), 0.02)
+    for _ in range(10):
+        optimizer.zero_grad()
+        expected = own(input_ids=torch.tensor(IDS), labels=torch.tensor(LABELS)).loss
+        expected.backward()
+        optimizer.step()
+        assert executor.step(input_ids=IDS, labels=LABELS)["loss"] == pytest.approx(
+            float(expected.detach()), abs=1e-5
+        )
+    with pytest.warns(UserWarning, match="% of the weights of products have no adapter: .*experts"):
+        step = graphopt.compile(path, **steps, adapter=passes.LoRA(rank=2))
+    executor = graphopt.Executor(step, native=False)
+    assert {x.rpartition(".weight")[0].rpartition(".")[2] for x in executor.parameters} == {
+        f"{x}_proj" for x in "qkvo"
+    }
+    for _ in range(5):
+        executor.step(input_ids=IDS, labels=LABELS)
+    graphopt.save_adapter(executor, tmp_path / "a", form="peft", names={"model.*": "*"})
+    with torch.no_grad():
+        adapted = peft.PeftModel.from_pretrained(model, tmp_path / "a").eval()(torch.tensor(IDS)).logits
+    np.testing.assert_allclose(executor.predict(input_ids=IDS)["logits"], adapted.numpy(), atol=1e-5)
+
+
+@pytest.mark.parametrize("by_labels", [False, True])
+def test_perplexity_is_that_of_transformers_on_the_same_rows(by_labels: bool, tmp_path: Path) -> None:
+    """Of rows of unequal lengths, in other batches."""
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(DECODERS["llama"](), attn_implementation="sdpa")
+    model = unequal(model.eval())
+    mask = (np.arange(7) < np.array([[7], [3], [5]])).astype(np.int64)
+    labels = np.where(mask > 0, LABELS if by_labels else IDS, -100)
+    path = exported(model, tmp_path / "model.onnx", "input_ids", "attention_mask")
+    step = graphopt.compile(
+        str(path), loss=passes.CausalLanguageModel(labels=by_labels), optimizer=passes.SGD(0.02)
+    )
+    executor = graphopt.Executor(step, native=False)
+    data = {"input_ids": IDS, "attention_mask": mask, **({"labels": labels} if by_labels else {})}
+    with torch.no_grad():
+        feeds = {"input_ids": IDS, "attention_mask": mask, "labels": labels}
+        expected = model(**{name: torch.tensor(x) for name, x in feeds.items()}).loss.exp()
+    found = graphopt.evaluate(executor, data, batch_size=2)
+    assert found["perplexity"] == pytest.approx(float(expected), rel=1e-5)
 
 
 SEGMENTS = np.array([[0, 0, 0, 0, 1, 1, 1], [0, 0, 1, 1, 1, 1, -1], [0, 0, 0, 0, 0, 0, 0]])

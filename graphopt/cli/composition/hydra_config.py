@@ -46,7 +46,7 @@ _HOST = re.compile(r"[+~]*(sweep|launcher)\b")  # what starts processes: a recip
 _RUNS = 10_000  # the largest sweep that a recipe may ask for
 _OF_TRAINED = ("evaluate", "predict", "generate", "export")  # verbs that use what a run has trained
 _FIELDS_OF = {  # and the verbs that use them
-    "form": ("export",),
+    **dict.fromkeys(("base_name", "form"), ("export",)),
     "generate": ("generate",),
     "generate.tokenizer": ("generate", "train"),  # which may generate what it rewards
     "hosts": ("hosts",),
@@ -198,6 +198,11 @@ class CommandLine:
             if inside != field and not is_choice and _has(value, inside.split(".")):
                 return True
         return False
+
+
+def _class_of(group: str, option: str) -> str:
+    """Return the class that an option of a group names, or what the name of one begins with."""
+    return str(plain_of(OmegaConf.load(RECIPES / group / f"{option}.yaml")).get("_target_", "passes."))
 
 
 def _record(overrides: Sequence[str]) -> RunRecord | None:
@@ -386,7 +391,18 @@ class RecipeLoader(ConfigLoaderImpl):
                 raise GraphoptError(f"{line}: {known}, found its removal{none}")
             is_value = not override.is_delete() and not override.is_sweep_override()
             if is_value and not isinstance(override.value(), str):
-                found = override.get_value_string()
+                found, several = override.get_value_string(), override.value()
+                if (
+                    isinstance(several, list)
+                    and group in base_recipe()["pipeline"]
+                    and {*several} <= {*options}
+                ):
+                    first, *others = several
+                    more = ",".join(f"{{_target_:{_class_of(group, x)}}}" for x in others)
+                    raise GraphoptError(
+                        f"{line}: expected one option of {group}, found {len(several)}: write {group}={first} "
+                        f"'pipeline.{group}=[${{{group}}},{more}]'"
+                    )
                 field = none if found in ("null", "false") else f": its fields are set by {group}.FIELD=VALUE"
                 raise GraphoptError(f"{line}: {known}, found {found}{field}")
 
