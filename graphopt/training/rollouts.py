@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from graphopt.adapters.combined import adaptations, combined
+from graphopt.adapters.combined import adaptations
 from graphopt.arguments import Checked
 from graphopt.data import Dataset
 from graphopt.data.language.documents import Tokenized
@@ -25,6 +25,7 @@ from graphopt.graph.metadata import TEMPERATURE, original_name
 from graphopt.graph.roles import Role, role_of, with_role
 from graphopt.runtime.executor import Executor
 from graphopt.runtime.original import trained_into
+from graphopt.runtime.saved_adapter import slot_arrays
 
 _ADVANTAGES, _OLD, _REWARDS = "advantages", "old_log_probabilities", "rewards"
 _SCALES = ("group", "batch", "none")
@@ -252,8 +253,7 @@ class _Writer:
             if self._writer is None:
                 slots = trained_into(step, state, model, slots=True).message()
                 self._writer = TextGenerator(slots, vocabulary, device=self._device)
-            adapters = combined(adaptations(step, state, "Rollouts"))
-            self._writer.put({name: x for adapter in adapters for name, x in adapter.arrays().items()})
+            self._writer.put(slot_arrays(adaptations(step, state, "Rollouts")))
         return self._writer
 
 

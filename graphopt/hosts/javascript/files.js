@@ -70,3 +70,21 @@ export function safetensors(bytes) {
     throw new GraphoptError(`checkpoint: expected a safetensors file, found ${bytes.length} bytes: ${error.message}`);
   }
 }
+
+/** Put a block of the numbers of a state into a file, which strides place in both, times a factor. */
+export function put(bytes, { state, offset, shape, strides, first, state_strides: own, factor }, numbers) {
+  const width = numbers?.BYTES_PER_ELEMENT;
+  const last = (of) => shape.reduce((sum, size, i) => sum + (size - 1) * of[i], 0);
+  const fits = width && first + last(own) < numbers.length && offset + width * (last(strides) + 1) <= bytes.length;
+  if (!fits) throw new GraphoptError(`host.json: adapters: expected blocks of its state, found others in '${state}'`);
+  const view = new DataView(bytes.buffer, offset);
+  const scale = width === 4 ? Math.fround(factor) : factor;
+  for (let i = shape.reduce((a, b) => a * b, 1) - 1; i >= 0; i--) {
+    let [rest, to, from] = [i, 0, first];
+    for (let axis = shape.length - 1; axis >= 0; axis--) {
+      const at = rest % shape[axis];
+      [rest, to, from] = [(rest - at) / shape[axis], to + at * strides[axis], from + at * own[axis]];
+    }
+    view[width === 4 ? "setFloat32" : "setFloat64"](width * to, scale * numbers[from], true);
+  }
+}
