@@ -149,8 +149,7 @@ def _train(
     try:
         fit(
             executor,
-            recipe.fed(executor),
-            **recipe.fit,
+            **recipe.fed(executor),
             callbacks=[*callbacks, *own],
             checkpoint=None if checkpoint is None else Checkpoints(folder / CHECKPOINTS, **checkpoint),
             resume=False if resume is True else resume,

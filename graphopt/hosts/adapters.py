@@ -18,7 +18,7 @@ import safetensors.numpy
 
 from graphopt.adapters.adapter_file import located
 from graphopt.adapters.combined import adaptations
-from graphopt.adapters.peft import CONFIG, WEIGHTS, folder_contents
+from graphopt.adapters.peft import WEIGHTS, folder_contents
 from graphopt.errors import GraphoptError
 from graphopt.graph.merging import adapted
 from graphopt.hosts.contract import Entry, places
@@ -70,16 +70,14 @@ def _arrays(model: ir.Model, form: str, state: _State) -> _Arrays:
 
 def _blocks(of: Callable[[_State], _Arrays], initial: _State, offsets: Mapping[str, int]) -> Iterator[Entry]:
     """Yield each block that a file has of a state: its place and its strides in the file and in the state."""
-    sizes = [x.size for x in initial.values()]
-    firsts = np.cumsum([1, *sizes])
     names, kept = [*initial], of(initial)
+    firsts = np.cumsum([1, *(x.size for x in initial.values())])
+    consecutive = {
+        name: np.arange(first, first + x.size, dtype=np.float64).reshape(x.shape)
+        for (name, x), first in zip(initial.items(), firsts[:-1], strict=True)
+    }
     zeros, ones, numbered = (
-        of({name: f(first, x).astype(np.float64) for (name, x), first in zip(initial.items(), firsts)})
-        for f in (
-            lambda _, x: np.zeros(x.shape),
-            lambda _, x: np.ones(x.shape),
-            lambda first, x: np.arange(first, first + x.size).reshape(x.shape),
-        )
+        of({name: f(x) for name, x in consecutive.items()}) for f in (np.zeros_like, np.ones_like, np.copy)
     )
     for name, base in sorted(zeros.items()):
         factors = np.asarray(ones[name] - base, np.float64)

@@ -48,7 +48,8 @@ class Rollouts(Checked):
         prompts: mappings with `prompt`, a text or the messages of a chat, and other columns; or `data.prompts(path)`.
         reward: a function of `prompts`, `completions`, `completion_ids` and the columns, lists with an entry for each
             completion, which takes them by name, and returns the reward of each, or None for one that does not count.
-            Completions of chats are lists of one message. Functions for TRL's GRPOTrainer fit.
+            Completions of chats are lists of one message. Functions for TRL's GRPOTrainer fit. The reward of several
+            functions is the sum of theirs.
         model: the model that was compiled, a path for example, which keeps keys and values of earlier tokens. Adapters
             alone are put into its slots; other weights are written into it for each batch. Without it, the executor
             computes the whole text for each token.
@@ -56,6 +57,7 @@ class Rollouts(Checked):
         batch_size: the number of prompts of a batch.
         generations: the number of completions of each prompt.
         iterations: the number of steps that train on each batch.
+        reward_weights: the factor of the rewards of each function; 1 for each by default.
         scale_rewards: divide advantages by the standard deviation of the rewards of the `group` of a prompt, or of the
             `batch`, plus 1e-4; or by `none`.
         max_tokens, top_k, top_p: as in `graphopt.generate`. The temperature is that of the loss.
@@ -83,13 +85,14 @@ class Rollouts(Checked):
         self,
         executor: Executor,
         prompts: Dataset | Sequence[Mapping[str, object]],
-        reward: Reward,
+        reward: Reward | Sequence[Reward],
         *,
         model: Source | None = None,
         tokenizer: str | os.PathLike[str] | Vocabulary | None = None,
         batch_size: int = 8,
         generations: int = 8,
         iterations: int = 1,
+        reward_weights: Sequence[float] | None = None,
         scale_rewards: Scale = "group",
         max_tokens: int = 256,
         top_k: int | None = None,
@@ -111,10 +114,17 @@ class Rollouts(Checked):
                 "loss=passes.GRPO()"
             )
         self._columns = _columns(prompts)
-        _check_reward(
-            reward, ["prompts", "completions", "completion_ids", *(x for x in self._columns if x != "prompt")]
-        )
-        self._executor, self._reward, self._scale = executor, reward, scale_rewards
+        self._rewards = [*reward] if isinstance(reward, Sequence) else [reward]
+        for function in self._rewards:
+            own = (x for x in self._columns if x != "prompt")
+            _check_reward(function, ["prompts", "completions", "completion_ids", *own])
+        self._weights = np.array([1.0] * len(self._rewards) if reward_weights is None else reward_weights)
+        if self._weights.shape != (len(self._rewards),) or not self._rewards:
+            raise GraphoptError(
+                f"Rollouts(reward_weights): expected a number for each of {len(self._rewards)} rewards, found "
+                f"{reward_weights!r}"
+            )
+        self._executor, self._scale = executor, scale_rewards
         self._batch_size, self._generations, self._iterations = batch_size, generations, iterations
         self._sampling = {"max_tokens": max_tokens, "top_k": top_k, "top_p": top_p}
         self._sampling["temperature"] = float(temperature)
@@ -186,20 +196,8 @@ class Rollouts(Checked):
             text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
             for prompt, text in zip(prompts, texts, strict=True)
         ]
-        name = f"reward {getattr(self._reward, '__name__', kind_of(self._reward))!r}"
-        found = self._reward(prompts=prompts, completions=told, completion_ids=[*completions], **columns)
-        try:
-            rewards = np.array([np.nan if x is None else x for x in found], np.float32)
-        except (TypeError, ValueError) as error:
-            raise GraphoptError(
-                f"{name}: expected a list of numbers or None, found {kind_of(found)}: {line(error)}"
-            ) from error
-        if rewards.shape != (len(rows),) or np.isinf(rewards).any():
-            raise GraphoptError(
-                f"{name}: expected a finite number or None for each of {len(rows)} completions, found "
-                f"{'infinity' if rewards.shape == (len(rows),) else f'an array of shape {list(rewards.shape)}'}"
-            )
-        return rewards
+        given = {"prompts": prompts, "completions": told, "completion_ids": [*completions], **columns}
+        return weighted([_numbers(reward, given) for reward in self._rewards], self._weights)
 
 
 class _Epoch(Iterator[dict[str, np.ndarray]]):
@@ -255,6 +253,36 @@ class _Writer:
                 self._writer = TextGenerator(slots, vocabulary, device=self._device)
             self._writer.put(slot_arrays(adaptations(step, state, "Rollouts")))
         return self._writer
+
+
+def _numbers(reward: Reward, given: Mapping[str, Any]) -> np.ndarray:
+    """Return what a function rewards completions with; NaN for those that do not count."""
+    name, count = f"reward {getattr(reward, '__name__', kind_of(reward))!r}", len(given["completions"])
+    found = reward(**given)
+    try:
+        rewards = np.array([np.nan if x is None else x for x in found], np.float32)
+    except (TypeError, ValueError) as error:
+        raise GraphoptError(
+            f"{name}: expected a list of numbers or None, found {kind_of(found)}: {line(error)}"
+        ) from error
+    if rewards.shape != (count,) or np.isinf(rewards).any():
+        raise GraphoptError(
+            f"{name}: expected a finite number or None for each of {count} completions, found "
+            f"{'infinity' if rewards.shape == (count,) else f'an array of shape {list(rewards.shape)}'}"
+        )
+    return rewards
+
+
+def weighted(rewards: Sequence[np.ndarray], weights: np.ndarray) -> np.ndarray:
+    """Return the weighted sum of rewards without those that are NaN, and NaN where all are.
+
+    >>> from graphopt.training.rollouts import weighted
+    >>> weighted([numpy.float32([1, 3]), numpy.float32([5, numpy.nan])], numpy.array([1.0, 0.5])).tolist()
+    [3.5, 3.0]
+    """
+    table = np.stack(rewards, axis=1)
+    sums: np.ndarray = np.nansum(table * weights.astype(np.float32), axis=1)
+    return np.where(np.isnan(table).all(axis=1), np.float32(np.nan), sums)
 
 
 def advantages_of(rewards: np.ndarray, generations: int, scale: Scale) -> np.ndarray:
