@@ -114,16 +114,17 @@ class Rollouts(Checked):
                 "loss=passes.GRPO()"
             )
         self._columns = _columns(prompts)
-        self._rewards = [*reward] if isinstance(reward, Sequence) else [reward]
+        self._rewards: Sequence[Reward] = [reward] if callable(reward) else _listed(reward)
         for function in self._rewards:
             own = (x for x in self._columns if x != "prompt")
             _check_reward(function, ["prompts", "completions", "completion_ids", *own])
-        self._weights = np.array([1.0] * len(self._rewards) if reward_weights is None else reward_weights)
-        if self._weights.shape != (len(self._rewards),) or not self._rewards:
+        weights = [1.0] * len(self._rewards) if reward_weights is None else [*reward_weights]
+        if len(weights) != len(self._rewards) or not all(map(math.isfinite, weights)):
             raise GraphoptError(
-                f"Rollouts(reward_weights): expected a number for each of {len(self._rewards)} rewards, found "
-                f"{reward_weights!r}"
+                f"Rollouts(reward_weights): expected a finite number for each of {len(self._rewards)} functions, found "
+                f"{weights}"
             )
+        self._weights = np.array(weights, np.float32)
         self._executor, self._scale = executor, scale_rewards
         self._batch_size, self._generations, self._iterations = batch_size, generations, iterations
         self._sampling = {"max_tokens": max_tokens, "top_k": top_k, "top_p": top_p}
@@ -277,11 +278,11 @@ def weighted(rewards: Sequence[np.ndarray], weights: np.ndarray) -> np.ndarray:
     """Return the weighted sum of rewards without those that are NaN, and NaN where all are.
 
     >>> from graphopt.training.rollouts import weighted
-    >>> weighted([numpy.float32([1, 3]), numpy.float32([5, numpy.nan])], numpy.array([1.0, 0.5])).tolist()
+    >>> weighted([numpy.float32([1, 3]), numpy.float32([5, numpy.nan])], numpy.float32([1, 0.5])).tolist()
     [3.5, 3.0]
     """
     table = np.stack(rewards, axis=1)
-    sums: np.ndarray = np.nansum(table * weights.astype(np.float32), axis=1)
+    sums: np.ndarray = np.nansum(table * weights, axis=1)
     return np.where(np.isnan(table).all(axis=1), np.float32(np.nan), sums)
 
 
@@ -308,6 +309,11 @@ def _mean(x: np.ndarray, axis: int | None) -> np.ndarray:
     count = np.isfinite(x).sum(axis=axis, keepdims=True)
     total: np.ndarray = np.nansum(x, axis=axis, keepdims=True)
     return total / np.maximum(count, 1).astype(np.float32)
+
+
+def _listed(rewards: object) -> Sequence[Any]:
+    """Return functions that reward completions as a list; anything else as one of them, for the error about it."""
+    return [*rewards] if isinstance(rewards, list | tuple) and rewards else [rewards]
 
 
 def _check_reward(reward: object, names: Sequence[str]) -> None:

@@ -151,36 +151,37 @@ async function download(form, advice) {
 function drawCurve() {
   const canvas = at("curve");
   const paper = canvas.getContext("2d");
-  const { width, height } = canvas;
-  const box = { left: 64, right: width - 16, top: 36, bottom: height - 44 };
+  const { clientWidth: width, clientHeight: height } = canvas;
+  const ratio = devicePixelRatio;
+  Object.assign(canvas, { width: width * ratio, height: height * ratio }); // which clears it
+  paper.scale(ratio, ratio);
+  paper.font = "12px system-ui, sans-serif";
+  const box = { left: 34, right: width - 8, top: 26, bottom: height - 24 };
   const most = Math.max(STEPS, losses.length);
   const top = Math.max(1, Math.ceil(Math.max(0, ...losses.filter(Number.isFinite))));
   const x = (step) => box.left + ((box.right - box.left) * step) / most;
   const y = (loss) => box.bottom - ((box.bottom - box.top) * Math.min(loss, top)) / top;
   const style = getComputedStyle(document.documentElement);
   const [red, soft, line] = ["--loss", "--soft", "--line"].map((name) => style.getPropertyValue(name));
-  const path = (points, color, wide) => {
-    Object.assign(paper, { strokeStyle: color, lineWidth: wide, lineJoin: "round" });
+  const path = (points, color, lineWidth) => {
+    Object.assign(paper, { strokeStyle: color, lineWidth, lineJoin: "round" });
     paper.beginPath();
-    points.forEach(([x, y]) => paper.lineTo(x, y));
+    for (const point of points) paper.lineTo(...point);
     paper.stroke();
   };
-  const text = (what, x, y, color, align) => {
-    Object.assign(paper, { fillStyle: color, textAlign: align });
+  const text = (what, x, y, fillStyle, textAlign) => {
+    Object.assign(paper, { fillStyle, textAlign });
     paper.fillText(what, x, y);
   };
-  paper.clearRect(0, 0, width, height);
-  paper.font = "20px system-ui, sans-serif";
   for (let i = 0; i <= 4; i++) {
     const loss = (top * i) / 4;
-    path([[box.left, y(loss)], [box.right, y(loss)]], line, 1.5); // prettier-ignore
-    text(loss.toFixed(1), box.left - 12, y(loss) + 7, red, "right");
+    path([box.left, box.right].map((x) => [x, y(loss)]), line, 1); // prettier-ignore
+    text(loss.toFixed(1), box.left - 8, y(loss) + 4, red, "right");
   }
-  const tick = 10 * Math.ceil(most / 120);
-  for (let step = 0; step <= most; step += tick) text(step, x(step), height - 12, soft, "center");
-  text("loss", box.left - 12, 18, red, "right");
-  text("steps", (box.left + box.right) / 2, 18, soft, "center");
-  path(losses.map((loss, i) => [x(i + 1), y(loss)]), red, 3.5); // prettier-ignore
+  const tick = 10 * Math.ceil((most * 40) / (box.right - box.left) / 10);
+  for (let step = 0; step <= most; step += tick) text(step, x(step), height - 6, soft, step === most ? "right" : "center");
+  text("loss by step", box.left, 14, soft, "left");
+  path(losses.map((loss, i) => [x(i + 1), y(loss)]), red, 2); // prettier-ignore
 }
 
 /** Do one thing at a time, and say what went wrong. */
@@ -211,4 +212,5 @@ function fail(error) {
 }
 
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawCurve);
+addEventListener("resize", drawCurve);
 main().catch(fail);

@@ -21,7 +21,7 @@ const found = { provider, errors };
 await page.goto(`${server.address}/site/index.html?provider=${provider}`);
 await idle();
 found.ready = await shown("status");
-await page.fill("#prompt", lines.slice(0, 12));
+await page.fill("#prompt", lines.split(" ").slice(0, 3).join(" "));
 await page.fill("#lines", "");
 await page.click("#train");
 await idle();
