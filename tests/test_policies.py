@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -299,7 +300,9 @@ def test_the_command_trains_by_a_reward(tmp_path: Path, monkeypatch: Any, capsys
 
 
 @pytest.mark.slow
-def test_the_best_weights_are_those_of_the_reward_of_held_out_prompts(tmp_path: Path, monkeypatch: Any) -> None:
+def test_the_best_weights_are_those_of_the_reward_of_held_out_prompts(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
     """Rewards of several functions are added, with their weights."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -311,12 +314,24 @@ def test_the_best_weights_are_those_of_the_reward_of_held_out_prompts(tmp_path: 
         "def one(completions, **_):\n"
         "    return [1.0] * len(completions)\n"
     )
-    save_lines(Path("prompts.jsonl"), [*PROMPTS, {"prompt": "z", "answer": 4}])
+    save_lines(Path("prompts.jsonl"), [*PROMPTS, {"prompt": "5", "answer": 4}])
     graphopt.save(with_weights(CACHED), "decoder.onnx")
-    command = ["decoder.onnx", "data=prompts", "data.path=prompts.jsonl", "loss=grpo", "adapter=lora", "quiet=true"]
+    command = [
+        "decoder.onnx",
+        "data=prompts",
+        "data.path=prompts.jsonl",
+        "loss=grpo",
+        "adapter=lora",
+        "quiet=true",
+    ]
     command += ["reward=[two_rewards:digits,two_rewards:one]", "trust=[two_rewards]", "folder=run"]
     command += ["rollouts.max_tokens=4", "rollouts.reward_weights=[1,2]", "generate.tokenizer=characters"]
-    command += ["optimizer.learning_rate=0.05", "fit.epochs=4", "fit.validation=0.25", "executor.native=false"]
+    command += [
+        "optimizer.learning_rate=0.05",
+        "fit.epochs=4",
+        "fit.validation=0.25",
+        "executor.native=false",
+    ]
     assert main(command) == 0
     records = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()]
     rewards = [record["validation_reward"] for record in records]

@@ -19,7 +19,8 @@ import passes
 peft = pytest.importorskip("peft")
 
 LINES = ["the cat is called mew", "the key is behind the clock", "tea is at four"]
-STEPS, RATE = 60, 10**-2.7  # of the page
+STEPS, RATE, WRITTEN = 60, 10**-2.7, 24  # of the page
+BEGINNING, END = "the cat is", 2
 
 pytestmark = pytest.mark.skipif(
     shutil.which("node") is None
@@ -56,12 +57,12 @@ def site(decoder: Any, tmp_path_factory: Any) -> Path:
     return site
 
 
-def trained(folder: Path, tokenizer: Any) -> graphopt.Executor:
-    """Train in Python as the page does."""
-    rows = [[*tokenizer.encode(line).ids, 2] for line in LINES]
+def trained(folder: Path, tokenizer: Any) -> tuple[graphopt.Executor, list[float]]:
+    """Train in Python as the page does, and return the losses."""
+    rows = [[*tokenizer.encode(line).ids, END] for line in LINES]
     width = max(map(len, rows))
     batch = {
-        "input_ids": np.array([[*row, *[2] * (width - len(row))] for row in rows]),
+        "input_ids": np.array([[*row, *[END] * (width - len(row))] for row in rows]),
         "labels": np.array([[*row, *[-100] * (width - len(row))] for row in rows]),
     }
     step = graphopt.compile(
@@ -72,9 +73,17 @@ def trained(folder: Path, tokenizer: Any) -> graphopt.Executor:
         optimizer=passes.AdamW(RATE, weight_decay=0.0),
     )
     executor = graphopt.Executor(step, threads=1, native=False)
-    for _ in range(STEPS):
-        executor.step(batch)
-    return executor
+    return executor, [float(executor.step(batch)["loss"]) for _ in range(STEPS)]
+
+
+def continued(executor: graphopt.Executor, tokenizer: Any) -> str:
+    """Return the likeliest continuation of the beginning of a line."""
+    ids = tokenizer.encode(BEGINNING).ids
+    for _ in range(WRITTEN):
+        ids.append(int(executor.predict(input_ids=np.array([ids]))["logits"][0, -1].argmax()))
+        if ids[-1] == END:
+            break
+    return str(tokenizer.decode(ids))
 
 
 @pytest.mark.slow
@@ -86,15 +95,18 @@ def test_what_the_page_gives_computes_what_python_trains(
     found = javascript("in_language_page.js", site, tmp_path, provider, "\n".join(LINES))
     assert found["errors"] == []
     assert found["refused"].startswith("lines: expected one or more, found none")
-    assert found["steps"] == str(STEPS) and float(found["loss"]) < 1
-    assert found["now"] == found["again"] == LINES[0]
+    executor, losses = trained(folder, tokenizer)
+    assert found["steps"] == str(STEPS)
+    np.testing.assert_allclose(float(found["loss"]), losses[-1], atol=2e-3)
+    assert losses[-1] < losses[0] - 0.5
+    assert found["now"] == found["again"] == continued(executor, tokenizer)
     assert found["before"] == found["reset"] != found["now"]
     assert found["downloads"] == ["adapter.onnx_adapter", "adapter_config.json", "adapter_model.safetensors"]
 
-    executor, ids = trained(folder, tokenizer), np.array([tokenizer.encode(LINES[1]).ids])
+    ids = np.array([tokenizer.encode(LINES[1]).ids])
     expected = executor.predict(input_ids=ids)["logits"]
     base = model(torch.tensor(ids)).logits.detach().numpy()
-    assert abs(expected - base).max() > 0.5
+    assert abs(expected - base).max() > 0.3
     with torch.no_grad():
         adapted = peft.PeftModel.from_pretrained(model, tmp_path).eval()(torch.tensor(ids)).logits.numpy()
     np.testing.assert_allclose(adapted, expected, atol=5e-3)

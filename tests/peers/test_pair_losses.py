@@ -332,7 +332,9 @@ def digits(completions: list[str], **_: Any) -> list[float | None]:
     return [None if text == "xx" else sum(c.isdigit() for c in text) / 7 for text in completions]
 
 
-def advantages_of_trl(completions: list[str], scale: str, functions: Sequence[Any], weights: list[float]) -> np.ndarray:
+def advantages_of_trl(
+    completions: list[str], scale: str, functions: Sequence[Any], weights: list[float]
+) -> np.ndarray:
     """Return what the code of TRL's trainer computes from the rewards of completions."""
     count, trainer = len(functions), trl.GRPOTrainer
     accelerate.PartialState(cpu=True)
