@@ -220,11 +220,11 @@ class Recipe:
         takes_strings = note is not None or bool(string_inputs(model))
         return {"features": dict(zip(inputs, inputs, strict=True))} if takes_strings else {}
 
-    def fed(self, executor: Executor) -> dict[str, Any]:
-        """Return the arguments of `fit`; with a reward, the data is completions of prompts."""
+    def fed(self, executor: Executor) -> tuple[Dataset | Rollouts, dict[str, Any]]:
+        """Return the data and the options of `fit`; with a reward, the data is completions of prompts."""
         reward = reward_of(self.fields["reward"], self.command_line.trust)
         if reward is None:
-            return {"data": self.data, **self.fit}
+            return self.data, self.fit
         fields, model, held_out = self.fields["fit"], str(self.fields["model"]), self.fit["validation"]
 
         def completed(prompts: Dataset | Sequence[Mapping[str, object]], *, shuffle: bool) -> Rollouts:
@@ -241,16 +241,12 @@ class Recipe:
             )
 
         trained: Dataset | list[dict[str, object]] = self.data
-        if isinstance(held_out, float) and held_out:
+        if isinstance(held_out, int | float) and held_out:
             table = self.data.table
             rows = [dict(zip(table, cells, strict=True)) for cells in zip(*table.values(), strict=True)]
             trained, held_out = ([rows[i] for i in part] for part in self.split(len(rows)))
         validation = completed(held_out, shuffle=False) if held_out else None
-        return {
-            "data": completed(trained, shuffle=bool(fields["shuffle"])),
-            **self.fit,
-            "validation": validation,
-        }
+        return completed(trained, shuffle=bool(fields["shuffle"])), {**self.fit, "validation": validation}
 
     def split(self, rows: int) -> tuple[Rows, Rows]:
         """Return the rows of the data that `fit` trains on, and those that it holds out."""
