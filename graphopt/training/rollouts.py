@@ -121,8 +121,8 @@ class Rollouts(Checked):
         weights = [1.0] * len(self._rewards) if reward_weights is None else [*reward_weights]
         if len(weights) != len(self._rewards) or not all(map(math.isfinite, weights)):
             raise GraphoptError(
-                f"Rollouts(reward_weights): expected a finite number for each of {len(self._rewards)} functions, found "
-                f"{weights}"
+                f"Rollouts(reward_weights): expected a finite number for each function, {len(self._rewards)} in all, "
+                f"found {weights}"
             )
         self._weights = np.array(weights, np.float32)
         self._executor, self._scale = executor, scale_rewards
