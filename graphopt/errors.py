@@ -63,6 +63,7 @@ bfloat16 bf16
 folder output out outdir outputdir logdir rundir defaultrootdir
 globalnorm norm clipnorm
 freeze frozen trainable
+grow keep keepclasses keepold extend expand
 huber smoothl1 smoothl1loss huberloss
 kldivergence kl kldiv kldivloss
 learningrateinit learningrate lr eta baselr initiallr

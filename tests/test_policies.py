@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -297,6 +298,66 @@ def test_the_command_trains_by_a_reward(tmp_path: Path, monkeypatch: Any, capsys
     records = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()]
     assert [record["step"] for record in records] == [1, 2] and 0 < records[-1]["reward"] < 1
     assert main(["generate", "folder=run", "prompt=01", "generate.max_tokens=3", "quiet=true"]) == 0
+
+
+@pytest.mark.slow
+def test_the_best_weights_are_those_of_the_reward_of_held_out_prompts(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
+    """Rewards of several functions are added, with their weights."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    Path("two_rewards.py").write_text(
+        "from pathlib import Path\n"
+        "def digits(prompts, completions, **_):\n"
+        "    with Path('asked.txt').open('a') as file: print(*sorted({*prompts}), file=file)\n"
+        "    return [sum(c.isdigit() for c in x) / len(x) for x in completions]\n"
+        "def one(completions, **_):\n"
+        "    return [1.0] * len(completions)\n"
+    )
+    save_lines(Path("prompts.jsonl"), [*PROMPTS, {"prompt": "5", "answer": 4}])
+    graphopt.save(with_weights(CACHED), "decoder.onnx")
+    command = [
+        "decoder.onnx",
+        "data=prompts",
+        "data.path=prompts.jsonl",
+        "loss=grpo",
+        "adapter=lora",
+        "quiet=true",
+    ]
+    command += ["reward=[two_rewards:digits,two_rewards:one]", "trust=[two_rewards]", "folder=run"]
+    command += ["rollouts.max_tokens=4", "rollouts.reward_weights=[1,2]", "generate.tokenizer=characters"]
+    command += [
+        "optimizer.learning_rate=0.05",
+        "fit.epochs=4",
+        "fit.validation=0.25",
+        "executor.native=false",
+    ]
+    assert main(command) == 0
+    records = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()]
+    rewards = [record["validation_reward"] for record in records]
+    assert len(rewards) == 4 and all(2 <= x <= 3 for x in [*rewards, records[0]["reward"]])
+    trained, held_out, *_ = (line.split() for line in Path("asked.txt").read_text().splitlines())
+    assert len(trained) == 3 and len(held_out) == 1 and not {*trained} & {*held_out}
+    best = np.argmax(rewards) + 1
+    assert Path("run/checkpoints/best").read_text() == f"step-{best:08d}\n"  # an epoch is a step
+
+
+def test_a_reward_of_the_working_directory_is_told_how_to_be_found(
+    tmp_path: Path, monkeypatch: Any, capsys: Any
+) -> None:
+    """The installed command imports nothing because it lies in the working directory."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", [place for place in sys.path if place])
+    Path("rewards_here.py").write_text("raise SystemExit('it ran')\n")
+    save_lines(Path("prompts.jsonl"), PROMPTS)
+    graphopt.save(with_weights(CACHED), "decoder.onnx")
+    command = ["decoder.onnx", "data=prompts", "data.path=prompts.jsonl", "loss=grpo", "folder=run"]
+    assert main([*command, "reward=rewards_here:digits", "trust=[rewards_here]"]) == 1
+    assert (
+        "reward: cannot find 'rewards_here:digits': No module named 'rewards_here': rewards_here is in this folder, "
+        "which python -m graphopt searches" in " ".join(capsys.readouterr().err.split())
+    )
 
 
 def test_labelled_completions_have_rows_with_those_of_others(tmp_path: Path) -> None:

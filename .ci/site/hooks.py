@@ -28,7 +28,7 @@ PAGES = (
     "CHANGELOG.md",
     "SECURITY.md",
     "examples/guides/**/*.md",
-    "examples/hosts/browser/README.md",
+    "examples/hosts/*/README.md",
     "examples/retrain/README.md",
     "examples/benchmarks/RESULTS*.md",
     "examples/zoo/RESULTS*.md",

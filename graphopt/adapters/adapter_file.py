@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
@@ -36,6 +37,20 @@ def write_adapter_file(arrays: Mapping[str, np.ndarray], path: Path) -> None:
     file.set_parameters(values)
     with replacing(path) as temporary:
         file.export_adapter(temporary)
+
+
+def located(arrays: Mapping[str, np.ndarray]) -> tuple[bytes, dict[str, int]]:
+    """Return the content of an adapter file, and where the numbers of each array begin in it."""
+    generator = np.random.default_rng(0)
+    marks = {name: generator.standard_normal(x.shape).astype(x.dtype) for name, x in arrays.items()}
+    with tempfile.TemporaryDirectory() as folder:
+        write_adapter_file(marks, path := Path(folder, "marks"))
+        content = path.read_bytes()
+    offsets = {name: content.index(mark.tobytes()) for name, mark in marks.items()}
+    own = bytearray(content)
+    for name, first in offsets.items():
+        own[first : first + arrays[name].nbytes] = arrays[name].tobytes()
+    return bytes(own), offsets
 
 
 def read_adapter_file(path: Path) -> dict[str, np.ndarray]:

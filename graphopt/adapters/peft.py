@@ -26,7 +26,7 @@ from graphopt.files import check_file, json_of, read_file
 
 _N = TypeVar("_N", int, float)
 
-_CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _MOST_CONFIG_BYTES = 2**22  # bytes
 _PATTERN = re.compile(r"\^?(?:[\w-]|\.\*?|\\\.|\\d\+)+", re.ASCII)
@@ -108,7 +108,7 @@ def folder_contents(adapter: PeftAdapter) -> dict[str, bytes]:
     if len(with_magnitude) > 1:
         plain = next(module.path for module in modules if module.magnitude is None)
         raise GraphoptError(
-            f"{_CONFIG}: expected DoRA in all modules or in none, found {plain!r} without: save "
+            f"{CONFIG}: expected DoRA in all modules or in none, found {plain!r} without: save "
             "the adapters of each kind to a folder of its own"
         )
     stabilized = bool(modules) and all(module.rank_stabilized for module in modules)
@@ -119,15 +119,15 @@ def folder_contents(adapter: PeftAdapter) -> dict[str, bytes]:
     if len(arrays) < sum(3 if module.magnitude is not None else 2 for module in modules):
         twice, _ = collections.Counter(module.path for module in modules).most_common(1)[0]
         raise GraphoptError(
-            f"{_CONFIG}: expected one adapter of a module, found several of {twice!r}: give names="
+            f"{CONFIG}: expected one adapter of a module, found several of {twice!r}: give names="
         )
     arrays |= {f"{_PREFIX}{_saved(name, modules)}": x for name, x in adapter.saved.items()}
     config = _config(modules, adapter.saved, dora=True in with_magnitude, stabilized=stabilized)
     config |= {"task_type": adapter.task or None, "base_model_name_or_path": adapter.base or None}
     contiguous = {name: np.asarray(x, order="C") for name, x in arrays.items()}
     return {
-        _CONFIG: json.dumps(config, indent=2).encode(),
-        _WEIGHTS: safetensors.numpy.save(contiguous, metadata={"format": "pt"}),
+        CONFIG: json.dumps(config, indent=2).encode(),
+        WEIGHTS: safetensors.numpy.save(contiguous, metadata={"format": "pt"}),
     }
 
 
@@ -187,8 +187,8 @@ def read_folder(folder: str | os.PathLike[str], parameters: Sequence[str] = ()) 
     Raises:
         GraphoptError: a file is missing, is malformed or too large, or the adapter is of another kind than LoRA.
     """
-    config = _read_config(Path(folder) / _CONFIG)
-    path = Path(folder) / _WEIGHTS
+    config = _read_config(Path(folder) / CONFIG)
+    path = Path(folder) / WEIGHTS
     parts: dict[str, dict[str, np.ndarray]] = {}
     saved: dict[str, np.ndarray] = {}
     for key, array in _read_tensors(path).items():

@@ -124,7 +124,7 @@ def _train(
     resume: Path | bool,
 ) -> _Files:
     """Train, and write the trained model, also after a signal or a loss that is not finite."""
-    fields, model, data = recipe.fields["fit"], recipe.fields["model"], recipe.choices["data"]
+    fields, model, reader = recipe.fields["fit"], recipe.fields["model"], recipe.choices["data"]
     step, opened = recipe.program()
     if recipe.fields["reward"] is None:
         first_rows(recipe, step)  # wrong data is refused before kernels are compiled
@@ -134,7 +134,7 @@ def _train(
     callbacks = recipe.callbacks(folder, is_new=not resume)
     page = Page(
         folder / REPORT,
-        f"{model} on {data}",
+        f"{model} on {reader}",
         model=recipe.model(),
         recipe=recipe.text(),
         batch_size=fields["batch_size"],
@@ -147,10 +147,11 @@ def _train(
     own = [files, header, ProgressBar(console, epochs=title is None), page]
     checkpoint = fields.get("checkpoint")
     try:
+        data, options = recipe.fed(executor)
         fit(
             executor,
-            recipe.fed(executor),
-            **recipe.fit,
+            data,
+            **options,
             callbacks=[*callbacks, *own],
             checkpoint=None if checkpoint is None else Checkpoints(folder / CHECKPOINTS, **checkpoint),
             resume=False if resume is True else resume,

@@ -29,6 +29,7 @@ from graphopt.graph.storage import whole
 from graphopt.graph.traversal import subgraphs
 from graphopt.graph.unroll import Unroll
 from graphopt.graph.values import name_of, tensor_bytes
+from graphopt.hosts.adapters import adapter_files
 from graphopt.hosts.contract import HOST, Place, contract, places
 from graphopt.runtime.checkpoint import state_bytes
 from graphopt.targets.check import add_check, not_finite
@@ -65,6 +66,8 @@ def export_hosts(
     - `inference.onnx` is the trained model, which reads its weights from `state.safetensors`.
     - `weights.bin` contains the weights that do not train, once for all graphs, if the model has adapters or many of
       them; graphs for a target contain theirs. A browser that trains adapters downloads it once.
+    - `adapter.onnx_adapter` and `adapter_model.safetensors` with `adapter_config.json` are the adapters of the initial
+      state in the forms of `graphopt.save_adapter` that they have, where a host puts the numbers of its state.
     - `host.json` lists names, types, shapes, and the output that replaces each state.
 
     Args:
@@ -103,6 +106,7 @@ def export_hosts(
     where = places(content)
     trained = _with_weights_in_state(trained, model, where)
     shared = b"" if target is not None else _shared([*models.values()], trained, any(adapted(model)))
+    adapters, blocks = adapter_files(model, initial)
     described = {
         **contract(model, initial, where, models),
         "files": {
@@ -112,6 +116,7 @@ def export_hosts(
         },
         "batch": batch,
         "target": target,
+        **({"adapters": blocks} if blocks else {}),
     }
     for graph in models.values():
         _strip(graph)
@@ -123,6 +128,7 @@ def export_hosts(
             INFERENCE: trained.SerializeToString(),
             **({_WEIGHTS_FILE: shared} if shared else {}),
             STATE_FILE: content,
+            **adapters,
             CONTRACT: json.dumps(described, indent=1).encode() + b"\n",
             **(_program(language) if language is not None else {}),
         },

@@ -91,8 +91,12 @@ def save_adapter(
             "trained in full: they are in executor.trained(into=..., adapters='slots')",
             stacklevel=3,
         )
-    arrays = {name: x for adapter in combined(found) for name, x in adapter.arrays().items()}
-    adapter_file.write_adapter_file(arrays, Path(path))
+    adapter_file.write_adapter_file(slot_arrays(found), Path(path))
+
+
+def slot_arrays(adapters: Sequence[Adaptation]) -> dict[str, np.ndarray]:
+    """Return the arrays of slots by name."""
+    return {name: x for adapter in combined(adapters) for name, x in adapter.arrays().items()}
 
 
 def _described(adapter: PeftAdapter, model: ir.Model, names: Names, base_name: str | None) -> PeftAdapter:

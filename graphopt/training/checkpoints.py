@@ -40,7 +40,7 @@ _FOLDER = re.compile(r"step-(\d+)")
 _EVERY = re.compile(r"([0-9]+) *(step|epoch)s?")
 _TIME = re.compile(r"([0-9]+\.?[0-9]*|\.[0-9]+) *(?:(s|seconds?)|(min|minutes?)|(h|hours?))")
 _BUDGET = 0.05  # of the time, for the thread that writes
-_LARGER_IS_BETTER = ("accuracy", "auc", "f1", "precision", "r2", "recall", "score")
+_LARGER_IS_BETTER = ("accuracy", "auc", "f1", "precision", "r2", "recall", "reward", "score")
 
 
 def larger_is_better(measure: str) -> bool:

@@ -243,7 +243,11 @@ class TrainingLoop:
         record = {"epoch": run.epoch, "step": run.step, **self._mean.result(run.executor.workers)}
         if validates or is_last:
             measured = self._evaluate()
-            record |= {name: value for name, value in measured.items() if name not in record}
+            record |= {
+                f"validation_{name}" if name in record else name: value
+                for name, value in measured.items()
+                if name not in ("loss", "penalty")  # validation_loss; the same for all rows
+            }
         record |= {"seconds": self._seconds, "samples_per_second": run.row / self._seconds}
         if run.row_tokens is not None:
             record["tokens_per_second"] = record["samples_per_second"] * run.row_tokens

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from graphopt.adapters.combined import adaptations, combined
+from graphopt.adapters.combined import adaptations
 from graphopt.arguments import Checked
 from graphopt.data import Dataset
 from graphopt.data.language.documents import Tokenized
@@ -25,6 +25,7 @@ from graphopt.graph.metadata import TEMPERATURE, original_name
 from graphopt.graph.roles import Role, role_of, with_role
 from graphopt.runtime.executor import Executor
 from graphopt.runtime.original import trained_into
+from graphopt.runtime.saved_adapter import slot_arrays
 
 _ADVANTAGES, _OLD, _REWARDS = "advantages", "old_log_probabilities", "rewards"
 _SCALES = ("group", "batch", "none")
@@ -47,7 +48,8 @@ class Rollouts(Checked):
         prompts: mappings with `prompt`, a text or the messages of a chat, and other columns; or `data.prompts(path)`.
         reward: a function of `prompts`, `completions`, `completion_ids` and the columns, lists with an entry for each
             completion, which takes them by name, and returns the reward of each, or None for one that does not count.
-            Completions of chats are lists of one message. Functions for TRL's GRPOTrainer fit.
+            Completions of chats are lists of one message. Functions for TRL's GRPOTrainer fit. The reward of several
+            functions is the sum of theirs.
         model: the model that was compiled, a path for example, which keeps keys and values of earlier tokens. Adapters
             alone are put into its slots; other weights are written into it for each batch. Without it, the executor
             computes the whole text for each token.
@@ -55,6 +57,7 @@ class Rollouts(Checked):
         batch_size: the number of prompts of a batch.
         generations: the number of completions of each prompt.
         iterations: the number of steps that train on each batch.
+        reward_weights: the factor of the rewards of each function; 1 for each by default.
         scale_rewards: divide advantages by the standard deviation of the rewards of the `group` of a prompt, or of the
             `batch`, plus 1e-4; or by `none`.
         max_tokens, top_k, top_p: as in `graphopt.generate`. The temperature is that of the loss.
@@ -82,13 +85,14 @@ class Rollouts(Checked):
         self,
         executor: Executor,
         prompts: Dataset | Sequence[Mapping[str, object]],
-        reward: Reward,
+        reward: Reward | Sequence[Reward],
         *,
         model: Source | None = None,
         tokenizer: str | os.PathLike[str] | Vocabulary | None = None,
         batch_size: int = 8,
         generations: int = 8,
         iterations: int = 1,
+        reward_weights: Sequence[float] | None = None,
         scale_rewards: Scale = "group",
         max_tokens: int = 256,
         top_k: int | None = None,
@@ -110,10 +114,18 @@ class Rollouts(Checked):
                 "loss=passes.GRPO()"
             )
         self._columns = _columns(prompts)
-        _check_reward(
-            reward, ["prompts", "completions", "completion_ids", *(x for x in self._columns if x != "prompt")]
-        )
-        self._executor, self._reward, self._scale = executor, reward, scale_rewards
+        self._rewards: Sequence[Reward] = [reward] if callable(reward) else _listed(reward)
+        for function in self._rewards:
+            own = (x for x in self._columns if x != "prompt")
+            _check_reward(function, ["prompts", "completions", "completion_ids", *own])
+        weights = [1.0] * len(self._rewards) if reward_weights is None else [*reward_weights]
+        if len(weights) != len(self._rewards) or not all(map(math.isfinite, weights)):
+            raise GraphoptError(
+                f"Rollouts(reward_weights): expected a finite number for each function, {len(self._rewards)} in all, "
+                f"found {weights}"
+            )
+        self._weights = np.array(weights, np.float32)
+        self._executor, self._scale = executor, scale_rewards
         self._batch_size, self._generations, self._iterations = batch_size, generations, iterations
         self._sampling = {"max_tokens": max_tokens, "top_k": top_k, "top_p": top_p}
         self._sampling["temperature"] = float(temperature)
@@ -185,20 +197,8 @@ class Rollouts(Checked):
             text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
             for prompt, text in zip(prompts, texts, strict=True)
         ]
-        name = f"reward {getattr(self._reward, '__name__', kind_of(self._reward))!r}"
-        found = self._reward(prompts=prompts, completions=told, completion_ids=[*completions], **columns)
-        try:
-            rewards = np.array([np.nan if x is None else x for x in found], np.float32)
-        except (TypeError, ValueError) as error:
-            raise GraphoptError(
-                f"{name}: expected a list of numbers or None, found {kind_of(found)}: {line(error)}"
-            ) from error
-        if rewards.shape != (len(rows),) or np.isinf(rewards).any():
-            raise GraphoptError(
-                f"{name}: expected a finite number or None for each of {len(rows)} completions, found "
-                f"{'infinity' if rewards.shape == (len(rows),) else f'an array of shape {list(rewards.shape)}'}"
-            )
-        return rewards
+        given = {"prompts": prompts, "completions": told, "completion_ids": [*completions], **columns}
+        return weighted([_numbers(reward, given) for reward in self._rewards], self._weights)
 
 
 class _Epoch(Iterator[dict[str, np.ndarray]]):
@@ -252,9 +252,38 @@ class _Writer:
             if self._writer is None:
                 slots = trained_into(step, state, model, slots=True).message()
                 self._writer = TextGenerator(slots, vocabulary, device=self._device)
-            adapters = combined(adaptations(step, state, "Rollouts"))
-            self._writer.put({name: x for adapter in adapters for name, x in adapter.arrays().items()})
+            self._writer.put(slot_arrays(adaptations(step, state, "Rollouts")))
         return self._writer
+
+
+def _numbers(reward: Reward, given: Mapping[str, Any]) -> np.ndarray:
+    """Return what a function rewards completions with; NaN for those that do not count."""
+    name, count = f"reward {getattr(reward, '__name__', kind_of(reward))!r}", len(given["completions"])
+    found = reward(**given)
+    try:
+        rewards = np.array([np.nan if x is None else x for x in found], np.float32)
+    except (TypeError, ValueError) as error:
+        raise GraphoptError(
+            f"{name}: expected a list of numbers or None, found {kind_of(found)}: {line(error)}"
+        ) from error
+    if rewards.shape != (count,) or np.isinf(rewards).any():
+        raise GraphoptError(
+            f"{name}: expected a finite number or None for each of {count} completions, found "
+            f"{'infinity' if rewards.shape == (count,) else f'an array of shape {list(rewards.shape)}'}"
+        )
+    return rewards
+
+
+def weighted(rewards: Sequence[np.ndarray], weights: np.ndarray) -> np.ndarray:
+    """Return the weighted sum of rewards without those that are NaN, and NaN where all are.
+
+    >>> from graphopt.training.rollouts import weighted
+    >>> weighted([numpy.float32([1, 3]), numpy.float32([5, numpy.nan])], numpy.float32([1, 0.5])).tolist()
+    [3.5, 3.0]
+    """
+    table = np.stack(rewards, axis=1)
+    sums: np.ndarray = np.nansum(table * weights, axis=1)
+    return np.where(np.isnan(table).all(axis=1), np.float32(np.nan), sums)
 
 
 def advantages_of(rewards: np.ndarray, generations: int, scale: Scale) -> np.ndarray:
@@ -280,6 +309,11 @@ def _mean(x: np.ndarray, axis: int | None) -> np.ndarray:
     count = np.isfinite(x).sum(axis=axis, keepdims=True)
     total: np.ndarray = np.nansum(x, axis=axis, keepdims=True)
     return total / np.maximum(count, 1).astype(np.float32)
+
+
+def _listed(rewards: object) -> Sequence[Any]:
+    """Return functions that reward completions as a list; anything else as one of them, for the error about it."""
+    return [*rewards] if isinstance(rewards, list | tuple) and rewards else [rewards]
 
 
 def _check_reward(reward: object, names: Sequence[str]) -> None:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import ast
 import copy
 import functools
+import inspect
 import json
+import textwrap
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,6 +22,7 @@ import torch
 losses = pytest.importorskip("sentence_transformers.sentence_transformer.losses")
 transformers = pytest.importorskip("transformers")
 trl = pytest.importorskip("trl")
+accelerate = pytest.importorskip("accelerate")
 datasets = pytest.importorskip("datasets")
 tokenizers = pytest.importorskip("tokenizers")
 
@@ -25,6 +31,7 @@ from language import save_lines  # noqa: E402
 
 import graphopt  # noqa: E402
 import passes  # noqa: E402
+from graphopt.training.rollouts import advantages_of, weighted  # noqa: E402
 
 RNG = np.random.default_rng(0)
 ROWS = {name: RNG.standard_normal((6, 4)) for name in ("", "positive", "negative", "negative_2", "other")}
@@ -315,3 +322,51 @@ def test_grpo_is_trls(decoder: Any, options: dict[str, Any], tmp_path: Path) -> 
     loss = passes.GRPO(**options, max_completion_length=5, reference="inputs")
     save_logits(model, inputs["prompt_ids"], tmp_path / "model.onnx")
     steps_agree(loss, feeds, model, lambda: trainer._compute_loss(model, inputs), tmp_path / "model.onnx")
+
+
+def longest(completions: list[str], **_: Any) -> list[float | None]:
+    return [None if "x" in text else float(len(text)) / 3 for text in completions]
+
+
+def digits(completions: list[str], **_: Any) -> list[float | None]:
+    return [None if text == "xx" else sum(c.isdigit() for c in text) / 7 for text in completions]
+
+
+def advantages_of_trl(
+    completions: list[str], scale: str, functions: Sequence[Any], weights: list[float]
+) -> np.ndarray:
+    """Return what the code of TRL's trainer computes from the rewards of completions."""
+    count, trainer = len(functions), trl.GRPOTrainer
+    accelerate.PartialState(cpu=True)
+    accelerator = SimpleNamespace(device="cpu", is_main_process=True)
+    own = SimpleNamespace(
+        **{"accelerator": accelerator, "state": SimpleNamespace(global_step=0), "environments": None},
+        **{"args": SimpleNamespace(report_to=[]), "_log_completion_extra": None, "_log_metric": None},
+        **{"reward_funcs": functions, "reward_func_names": ["f"] * count},
+        **{"reward_processing_classes": [None] * count, "reward_weights": torch.tensor(weights)},
+        **{"scale_rewards": scale, "multi_objective_aggregation": "sum_then_normalize"},
+    )
+    prompts = ["p"] * len(completions)
+    rewards = trainer._calculate_rewards(own, [{"prompt": p} for p in prompts], prompts, completions, prompts)
+    (method,) = ast.parse(textwrap.dedent(inspect.getsource(trainer._generate_and_score_completions))).body
+    assert isinstance(method, ast.FunctionDef)
+    texts = [*map(ast.unparse, method.body)]
+    first, last = (
+        next(i for i, text in enumerate(texts) if text.startswith(start))
+        for start in ("unscorable_mask = ", "advantages = torch.nan_to_num(")
+    )
+    names = {**inspect.getmodule(trainer).__dict__, "self": own, "device": "cpu"}
+    names |= {"rewards_per_func": rewards, "num_generations": 4}
+    exec(compile(ast.Module(method.body[first : last + 1], []), "trl", "exec"), names)
+    return np.asarray(names["advantages"].numpy())
+
+
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+@pytest.mark.parametrize("weights", [[1.0], [0.3, 1.7]], ids=["one", "two"])
+def test_advantages_are_those_of_trls_trainer(scale: Any, weights: list[float]) -> None:
+    functions = [longest, digits][: len(weights)]
+    completions = ["1", "ab2", "cx", "xx", "12", "a", "b345", "c", "xx", "xx", "xx", "1", "9", "9", "9", "9"]
+    rewards = [np.array(f(completions), np.float32) for f in functions]
+    found = advantages_of(weighted(rewards, np.float32(weights)), 4, scale)
+    expected = advantages_of_trl(completions, scale, functions, weights)
+    np.testing.assert_array_max_ulp(found, expected, 4)  # sums in another order

@@ -9,7 +9,7 @@ import json
 import math
 import os
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -220,23 +220,33 @@ class Recipe:
         takes_strings = note is not None or bool(string_inputs(model))
         return {"features": dict(zip(inputs, inputs, strict=True))} if takes_strings else {}
 
-    def fed(self, executor: Executor) -> Dataset | Rollouts:
-        """Return what `fit` trains on: the data, or completions of its prompts if the recipe has a reward."""
+    def fed(self, executor: Executor) -> tuple[Dataset | Rollouts, dict[str, Any]]:
+        """Return the data and the options of `fit`; with a reward, the data is completions of prompts."""
         reward = reward_of(self.fields["reward"], self.command_line.trust)
         if reward is None:
-            return self.data
-        fields, model = self.fields["fit"], str(self.fields["model"])
-        return Rollouts(
-            executor,
-            self.data,
-            reward,
-            model=None if model in self.fields["models"] else model,
-            tokenizer=self.fields["generate"]["tokenizer"] or self.tokenizer,
-            batch_size=fields["batch_size"],
-            shuffle=bool(fields["shuffle"]),
-            seed=fields["seed"],
-            **self.fields["rollouts"],
-        )
+            return self.data, self.fit
+        fields, model, held_out = self.fields["fit"], str(self.fields["model"]), self.fit["validation"]
+
+        def completed(prompts: Dataset | Sequence[Mapping[str, object]], *, shuffle: bool) -> Rollouts:
+            return Rollouts(
+                executor,
+                prompts,
+                reward,
+                model=None if model in self.fields["models"] else model,
+                tokenizer=self.fields["generate"]["tokenizer"] or self.tokenizer,
+                batch_size=fields["batch_size"],
+                shuffle=shuffle,
+                seed=fields["seed"],
+                **self.fields["rollouts"],
+            )
+
+        trained: Dataset | list[dict[str, object]] = self.data
+        if isinstance(held_out, int | float) and held_out:
+            table = self.data.table
+            rows = [dict(zip(table, cells, strict=True)) for cells in zip(*table.values(), strict=True)]
+            trained, held_out = ([rows[i] for i in part] for part in self.split(len(rows)))
+        validation = completed(held_out, shuffle=False) if held_out else None
+        return completed(trained, shuffle=bool(fields["shuffle"])), {**self.fit, "validation": validation}
 
     def split(self, rows: int) -> tuple[Rows, Rows]:
         """Return the rows of the data that `fit` trains on, and those that it holds out."""
@@ -485,11 +495,10 @@ class Recipe:
         if isinstance(fit, dict) and isinstance(fit.get("metrics"), str | dict):
             fit["metrics"] = [fit["metrics"]]  # one metric, without a list
         if isinstance(fit, dict) and fields.get("reward") is not None:
-            if fit.get("validation") is not None and self.command_line.names("fit.validation"):
-                raise GraphoptError(
-                    f"fit.validation: expected null with a reward, found {fit['validation']}: leave it out"
-                )
-            fit["validation"] = None  # completions are rewarded while they train
+            if not self.command_line.names("fit.validation"):
+                fit["validation"] = None  # completions are rewarded while they train
+            if not self.command_line.names("fit.checkpoint.best") and isinstance(fit.get("checkpoint"), dict):
+                fit["checkpoint"]["best"] = "validation_reward"
         if fields.get("reward") is None:
             for override in self.command_line.overrides:
                 if override.startswith("rollouts"):

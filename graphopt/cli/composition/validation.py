@@ -84,7 +84,8 @@ class RecipeFields:
         time: of run=report: also compile kernels, and time a step with them and without
         quiet: print nothing while training, except warnings and errors
         trust: packages, in addition to graphopt and passes, whose code recipes may name
-        reward: the function that rewards completions of data=prompts for loss=grpo: my_package:function
+        reward: the function that rewards completions of data=prompts for loss=grpo, or several, whose rewards are
+            added: my_package:function, or [my_package:first, my_package:second]
         rules: gradient rules for this run, by operator: {Round: my_package.rules.through, my.domain.Cube: ...}
     """
 
@@ -101,7 +102,9 @@ class RecipeFields:
     time: bool
     quiet: bool
     trust: Annotated[Sequence[str], "a list of packages, as in trust=[my_package]"]
-    reward: Annotated[str | None, "the name of a function, as my_package:function, or null"]
+    reward: Annotated[
+        str | Sequence[str] | None, "names of functions, as my_package:function or a list of such, or null"
+    ]
     rules: Annotated[Mapping[str, str] | None, "a mapping from operators to functions, or null"]
 
 
@@ -464,11 +467,15 @@ def rules_of(named: Mapping[str, str] | None, trust: Sequence[str] = ()) -> Rule
     return rules
 
 
-def reward_of(name: str | None, trust: Sequence[str] = ()) -> Callable[..., Any] | None:
-    """Return the function of a trusted package that rewards completions, if a recipe names one."""
-    if name is not None and not {":", "."} & {*name}:
-        raise GraphoptError(f"reward: expected module:function, found {name!r}")
-    return None if name is None else _trusted(name, "reward", trust)
+def reward_of(
+    named: str | Sequence[str] | None, trust: Sequence[str] = ()
+) -> list[Callable[..., Any]] | None:
+    """Return the functions of trusted packages that reward completions, if a recipe names some."""
+    names = [named] if isinstance(named, str) else named
+    for name in names or ():
+        if not {":", "."} & {*name}:
+            raise GraphoptError(f"reward: expected module:function, found {name!r}")
+    return None if names is None else [_trusted(name, "reward", trust) for name in names]
 
 
 def check_fields(
@@ -551,7 +558,7 @@ def _trusted(name: str, path: str, trust: Sequence[str]) -> Any:
     try:
         member = pkgutil.resolve_name(name)
     except (ImportError, AttributeError, ValueError) as error:
-        raise GraphoptError(f"{path}: cannot find {name!r}: {error}") from error
+        raise GraphoptError(f"{path}: cannot find {name!r}: {error}{_advice(dotted, error)}") from error
     if not callable(member):
         raise GraphoptError(f"{path}: expected a class or a function, found {name!r}")
     if inspect.isroutine(member) or inspect.isclass(member):
@@ -562,6 +569,16 @@ def _trusted(name: str, path: str, trust: Sequence[str]) -> Any:
     if not _within(home, trust):
         raise _untrusted(name, path, f" of {home!r}", home)
     return member
+
+
+def _advice(dotted: str, error: Exception) -> str:
+    """Return how to import a module of the working directory, which the installed command does not search."""
+    module = dotted.partition(".")[0]
+    is_here = any(Path(file).is_file() for file in (f"{module}.py", f"{module}/__init__.py"))
+    is_missing = isinstance(error, ModuleNotFoundError) and error.name == module
+    return (
+        f": {module} is in this folder, which python -m graphopt searches" if is_here and is_missing else ""
+    )
 
 
 def _untrusted(name: object, path: str, of: str = "", home: str = "") -> GraphoptError:

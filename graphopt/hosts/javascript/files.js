@@ -38,6 +38,8 @@ async function fromFolder(folder, name) {
   }
 }
 
+const isSize = (x) => Number.isSafeInteger(x) && x >= 0;
+
 /** Return the contract, host.json. */
 export function contractOf(bytes) {
   let host;
@@ -51,7 +53,6 @@ export function contractOf(bytes) {
   if (found !== "graphopt.host version 1")
     throw new GraphoptError(`host.json: expected graphopt.host version 1, found ${found}: install another graphopt`);
   const isObject = (x) => x && typeof x === "object";
-  const isSize = (x) => Number.isSafeInteger(x) && x >= 0;
   const isState = ({ next, shape }) => typeof next === "string" && Array.isArray(shape) && shape.every(isSize);
   const lists = [host.feeds, host.state, host.hyperparameters, host.reports];
   const isEntry = (x) => isObject(x) && typeof x.name === "string" && typeof x.type === "string";
@@ -68,5 +69,27 @@ export function safetensors(bytes) {
     return { entries, numbers: bytes.subarray(begin) };
   } catch (error) {
     throw new GraphoptError(`checkpoint: expected a safetensors file, found ${bytes.length} bytes: ${error.message}`);
+  }
+}
+
+/** Put a block of the numbers of a state into a file, which strides place in both, times a factor. */
+export function put(bytes, { state, offset, shape, strides, first, state_strides: own, factor }, numbers) {
+  const width = numbers?.BYTES_PER_ELEMENT;
+  const lists = [shape, strides, own];
+  const isWhole = width && lists.every(Array.isArray) && [offset, first, ...lists.flat()].every(isSize);
+  const count = isWhole && shape.reduce((a, b) => a * b, 1);
+  const last = (of) => shape.reduce((sum, size, i) => sum + (size - 1) * of[i], 0);
+  const isInside = isWhole && first + last(own) < numbers.length && offset + width * (last(strides) + 1) <= bytes.length;
+  if (!isInside || !(count <= numbers.length))
+    throw new GraphoptError(`host.json: adapters: expected blocks of its state, found others of '${state}': write it with export_hosts`);
+  const view = new DataView(bytes.buffer, offset);
+  const scale = width === 4 ? Math.fround(factor) : factor;
+  for (let i = count - 1; i >= 0; i--) {
+    let [rest, to, from] = [i, 0, first];
+    for (let axis = shape.length - 1; axis >= 0; axis--) {
+      const at = rest % shape[axis];
+      [rest, to, from] = [(rest - at) / shape[axis], to + at * strides[axis], from + at * own[axis]];
+    }
+    view[width === 4 ? "setFloat32" : "setFloat64"](width * to, scale * numbers[from], true);
   }
 }

@@ -47,6 +47,17 @@ export interface Description {
   shape: (number | string | null)[];
 }
 
+/** Numbers of a state in a file: places by strides, in the file from a byte and in the state from a number, times a factor. */
+export interface Block {
+  state: string;
+  offset: number;
+  shape: number[];
+  strides: number[];
+  first: number;
+  state_strides: number[];
+  factor: number;
+}
+
 /** The contract, host.json. */
 export interface Host {
   format: "graphopt.host";
@@ -58,6 +69,8 @@ export interface Host {
   reports: Description[];
   /** The output that is infinite or NaN if the loss or the new state is; folders of before have none. */
   check?: string;
+  /** By form and file, the blocks of the state that it has. */
+  adapters?: Record<string, Record<string, Block[]>>;
   graphs: Record<string, { feeds: string[]; state: string[]; hyperparameters: string[]; reports: string[] }>;
 }
 
@@ -115,6 +128,12 @@ export class Trainer {
 
   /** Return the trained model: `inference.onnx`, and `state.safetensors` and perhaps `weights.bin` with its weights. */
   trained(): Promise<Record<string, Uint8Array>>;
+
+  /**
+   * Return the trained adapter by the names of its files: `adapter.onnx_adapter` for ONNX Runtime and onnxruntime-genai,
+   * or `adapter_config.json` and `adapter_model.safetensors` for PEFT.
+   */
+  adapter(form?: "onnxruntime" | "peft"): Promise<Record<string, Uint8Array>>;
 
   /** Give back the sessions, and the state on the device. */
   dispose(): Promise<void>;

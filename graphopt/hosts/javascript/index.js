@@ -4,7 +4,7 @@
  */
 
 import { byNames, GraphoptError, named, NonFiniteLoss, told } from "./errors.js";
-import { bytesOf, contractOf, reader, safetensors } from "./files.js";
+import { bytesOf, contractOf, put, reader, safetensors } from "./files.js";
 import { arrayClass, isFinite, isTensor, sizeOf, tensorOf, valueOf } from "./tensors.js";
 
 export { GraphoptError, NonFiniteLoss } from "./errors.js";
@@ -105,6 +105,19 @@ export class Trainer {
     const { inference, state, weights } = this.host.files;
     const shared = weights ? { [weights]: await (this.#weights ??= this.#read(weights)) } : {};
     return { [inference]: await this.#read(inference), [state]: await this.save(), ...shared };
+  }
+
+  async adapter(form = "onnxruntime") {
+    const known = this.host.adapters;
+    if (!known) throw new GraphoptError("adapter: expected a graph with passes.LoRA, found another");
+    const files = named("form", form, known, ": graphopt.save_adapter in Python says why");
+    const state = await this.state();
+    const filled = Object.entries(files).map(async ([name, blocks]) => {
+      const bytes = bytesOf(name, await this.#read(name));
+      for (const block of blocks) put(bytes, block, state[block.state]);
+      return [name, bytes];
+    });
+    return Object.fromEntries(await Promise.all(filled));
   }
 
   dispose() {

@@ -27,6 +27,11 @@ const shaped = new TextDecoder("latin1").decode(before).replace("[8,16]", "[16,8
 const closed = await Trainer.create(ort, files);
 await closed.dispose();
 const named = (replaced) => Trainer.create(ort, instead(replaced));
+const block = { state: host.state[0].name, offset: 0, shape: [4], strides: [1], first: 0, state_strides: [1], factor: 1 };
+const withBlock = async (changed) => {
+  const adapters = { onnxruntime: { "state.safetensors": [{ ...block, ...changed }] } };
+  return (await named({ "host.json": bytesOf({ ...host, adapters }) })).adapter();
+};
 const inTurn = async (work) => {
   const good = trainer.step({ x, target });
   const results = await Promise.allSettled([work(), good]); // a mistake beside a step that is under way
@@ -57,6 +62,12 @@ const MISTAKES = {
   "no files in JSON": () => named({ "host.json": bytesOf({ ...host, files: undefined }) }),
   "a state of another size": () => named({ "host.json": bytesOf(withState({ shape: [4] })) }),
   "a state of another type": () => named({ "host.json": bytesOf(withState({ type: "int32" })) }),
+  "an adapter of a graph without": () => trainer.adapter("peft"),
+  "a block of no state": () => withBlock({ state: "nothing" }),
+  "a block beyond its state": () => withBlock({ state_strides: [999] }),
+  "a block beyond its file": () => withBlock({ offset: 1e9 }),
+  "a block that repeats": () => withBlock({ shape: [1e9], strides: [0], state_strides: [0] }),
+  "a block without sizes": () => withBlock({ shape: [-1, -1], strides: [1, 1], state_strides: [1, 1] }),
   "a state elsewhere": () => named({ "host.json": bytesOf(withState({ offset: 8 })) }),
   "a state without sizes": () => named({ "host.json": bytesOf(withState({ shape: null })) }),
   "a place that is none": () => named({ "state.safetensors": Buffer.from(placed, "latin1") }),

@@ -24,7 +24,9 @@ export async function train(files: Record<string, Uint8Array>): Promise<Reports[
   if (!Number.isFinite(loss)) throw new GraphoptError(trainer.host.files.train);
   trainer.set({ learning_rate: 1e-4 });
   await trainer.load((await loadFromOPFS("mine")) ?? (await trainer.save()));
-  await saveToOPFS("mine", await trainer.save());
+  await saveToOPFS("mine", (await trainer.adapter("peft"))["adapter_model.safetensors"]);
+  // @ts-expect-error: no such form
+  await trainer.adapter("gguf");
   await Trainer.create(web, "./host/", { executionProviders: ["webgpu"] });
   // @ts-expect-error: no such option
   await Trainer.create(web, "./host/", { providers: ["webgpu"] });

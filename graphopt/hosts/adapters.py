@@ -1,0 +1,119 @@
+"""Say where a host puts the numbers of its state in adapter files, so that it writes them without Python.
+
+A file has the numbers of a state in blocks: transposed, as some of its rows, or times a factor. The blocks are found by
+writing the arrays of a file from states of ones and of consecutive numbers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+
+import numpy as np
+import onnx_ir as ir
+import safetensors.numpy
+
+from graphopt.adapters.adapter_file import located
+from graphopt.adapters.combined import adaptations
+from graphopt.adapters.peft import WEIGHTS, folder_contents
+from graphopt.errors import GraphoptError
+from graphopt.graph.merging import adapted
+from graphopt.hosts.contract import Entry, places
+from graphopt.runtime.saved_adapter import peft_adapter, slot_arrays
+from graphopt.runtime.saved_folder import ADAPTER_FILE
+
+_TYPES = ("float32", "float64")  # that a host multiplies
+
+_State = Mapping[str, np.ndarray]
+_Arrays = dict[str, np.ndarray]
+
+
+def adapter_files(model: ir.Model, initial: _State) -> tuple[dict[str, bytes], Entry]:
+    """Return the adapter files of the initial state by name, and the blocks of each file by form and name.
+
+    A form that `graphopt.save_adapter` refuses, or whose numbers are no blocks of the state's, is left out.
+    """
+    files: dict[str, bytes] = {}
+    described: Entry = {}
+    for form, of in (("onnxruntime", _slots), ("peft", _peft)) if any(adapted(model)) else ():
+        with warnings.catch_warnings(), contextlib.suppress(GraphoptError):
+            warnings.simplefilter("ignore")
+            arrays = functools.partial(_arrays, model, form)
+            made, name, offsets = of(model, initial)
+            described[form] = {**{x: [] for x in made}, name: [*_blocks(arrays, initial, offsets)]}
+            files |= made
+    return files, described
+
+
+def _slots(model: ir.Model, initial: _State) -> tuple[dict[str, bytes], str, dict[str, int]]:
+    """Return the adapter file of ONNX Runtime, its name, and the place of each array in it."""
+    content, offsets = located(_arrays(model, "onnxruntime", initial))
+    return {ADAPTER_FILE: content}, ADAPTER_FILE, offsets
+
+
+def _peft(model: ir.Model, initial: _State) -> tuple[dict[str, bytes], str, dict[str, int]]:
+    """Return the files of a folder of peft, the name of that with arrays, and the place of each array in it."""
+    found = peft_adapter(model, initial, adaptations(model, initial, "hosts"), None)
+    files = folder_contents(found)
+    return files, WEIGHTS, {name: place.offset for name, place in places(files[WEIGHTS]).items()}
+
+
+def _arrays(model: ir.Model, form: str, state: _State) -> _Arrays:
+    """Return the arrays of a file by name."""
+    if form == "onnxruntime":
+        return slot_arrays(adaptations(model, state, "hosts"))
+    return safetensors.numpy.load(_peft(model, state)[0][WEIGHTS])
+
+
+def _blocks(of: Callable[[_State], _Arrays], initial: _State, offsets: Mapping[str, int]) -> Iterator[Entry]:
+    """Yield each block that a file has of a state: its place and its strides in the file and in the state."""
+    names, kept = [*initial], of(initial)
+    firsts = np.cumsum([1, *(x.size for x in initial.values())])
+    consecutive = {
+        name: np.arange(first, first + x.size, dtype=np.float64).reshape(x.shape)
+        for (name, x), first in zip(initial.items(), firsts[:-1], strict=True)
+    }
+    zeros, ones, numbered = (
+        of({name: f(x) for name, x in consecutive.items()}) for f in (np.zeros_like, np.ones_like, np.copy)
+    )
+    for name, base in sorted(zeros.items()):
+        factors = np.asarray(ones[name] - base, np.float64)
+        numbers = np.asarray(numbered[name] - base, np.float64)
+        places = np.rint(np.divide(numbers, factors, out=np.zeros_like(numbers), where=factors != 0))
+        owners = np.searchsorted(firsts, places, "right") - 1  # -1 where nothing of the state is
+        for owner in np.unique(owners[owners >= 0]).tolist():
+            inside = owners == owner
+            block = tuple(slice(x.min(), x.max() + 1) for x in np.nonzero(inside))
+            (factor, *others), part = np.unique(factors[block]).tolist(), places[block] - firsts[owner]
+            strides = [int(np.diff(part, axis=i).flat[0]) if n > 1 else 0 for i, n in enumerate(part.shape)]
+            origin = [x.start for x in block]
+            steps = [math.prod(base.shape[i + 1 :]) for i in range(base.ndim)]
+            state, dtype = names[owner], kept[name].dtype
+            if (
+                others
+                or not inside[block].all()
+                or base[block].any()
+                or (part != _strided(int(part.flat[0]), part.shape, strides)).any()
+                or not np.allclose(numbers[block], (part + firsts[owner]) * factor, rtol=1e-9)
+                or dtype.name not in _TYPES
+                or dtype != initial[state].dtype
+            ):
+                raise GraphoptError(f"hosts: {name!r}: expected blocks of the state, found other numbers")
+            yield {
+                "state": state,
+                "offset": offsets[name] + dtype.itemsize * int(np.dot(origin, steps)),
+                "shape": [*part.shape],
+                "strides": steps,
+                "first": int(part.flat[0]),
+                "state_strides": strides,
+                "factor": factor,
+            }
+
+
+def _strided(first: int, shape: tuple[int, ...], strides: list[int]) -> np.ndarray:
+    """Return the number that a view with strides has at each place, of an array of consecutive numbers."""
+    axes = np.ix_(*(np.arange(size) * stride for size, stride in zip(shape, strides, strict=True)))
+    return np.asarray(first + sum(axes))
