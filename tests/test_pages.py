@@ -29,7 +29,7 @@ import passes
 from graphopt import callbacks, cli, data, models
 from graphopt.cli import comparison
 from graphopt.cli.messages import print_matrix
-from graphopt.inspection.charts import MOST_POINTS, line_chart, scatter_chart
+from graphopt.inspection.charts import MOST_POINTS, PERCENT, line_chart, scatter_chart
 from graphopt.inspection.html import picture
 from graphopt.inspection.words import measure_text, percent, readable
 from graphopt.training.callbacks import predictions
@@ -557,6 +557,11 @@ def test_ticks_are_round_numbers() -> None:
         chart = line_chart("t", [1, 2], {"y": [low, high]}, logarithmic=True)
         return re.findall(r'class="y".*?>(.*?)<', chart)
 
+    def share_ticks(share: float) -> list[str]:
+        chart = line_chart("t", [1, 2], {"y": [share, share]}, unit=PERCENT)
+        return re.findall(r'class="y".*?>(.*?)<', chart)
+
+    assert share_ticks(100.0) == share_ticks(0.0) == ["0 %", "20 %", "40 %", "60 %", "80 %", "100 %"]
     assert ticks(0.027, 1.76) == ["0.02", "0.05", "0.1", "0.2", "0.5", "1", "2"]
     assert ticks(36_000, 250_000) == ["0", "50,000", "100,000", "150,000", "200,000", "250,000"]
     assert ticks(0.001, 0.001) == ["0.0000", "0.0005", "0.0010", "0.0015"]

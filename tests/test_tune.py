@@ -212,6 +212,27 @@ def test_deeper_layers_train_after_the_head_of_a_file_that_leaves_its_sizes_open
     assert set(changed) == {"3.bias", "3.weight", "7.bias", "7.weight"}
 
 
+@pytest.mark.parametrize("layout", ["NCHW", "NHWC"])
+def test_declared_channels_tell_the_layout(
+    layout: str, files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A network of padded convolutions, as a ResNet, also runs on images that are 3 pixels high."""
+    layers = [torch.nn.Conv2d(3, 8, 3, stride=2, padding=1), torch.nn.ReLU(), torch.nn.AdaptiveAvgPool2d(1)]
+    net: torch.nn.Module = torch.nn.Sequential(*layers, torch.nn.Flatten(), torch.nn.Linear(8, 5))
+    example, axes = torch.rand(2, 3, 16, 24), {0: "batch", 2: "height", 3: "width"}
+    if layout == "NHWC":
+        net, example, axes = (
+            LastChannel(net),
+            example.permute(0, 2, 3, 1),
+            {0: "batch", 1: "height", 2: "width"},
+        )
+    path, names = tmp_path / "padded.onnx", {"input_names": ["x"], "dynamic_axes": {"x": axes}}
+    torch.onnx.export(net, (example,), path, dynamo=False, **names)
+    options = ["data.size=[16,24]", "--pixels=unit", "fit.epochs=1", f"folder={tmp_path / 'run'}"]
+    tuned(path, files / "pictures", *options)
+    assert layout in said(capsys)["model"]
+
+
 def test_images_of_keras_s_layout_and_probabilities(
     files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -147,16 +147,30 @@ def test_a_transformed_target_in_a_pipeline() -> None:
     np.testing.assert_allclose(predicted[:, 0], fitted.predict(NEW), rtol=1e-9)
 
 
+class Namesake(StandardScaler):
+    """A scaler with the name of scikit-learn's, whose inverse is another."""
+
+    def inverse_transform(self, X: Any, copy: Any = None) -> Any:
+        return 2 * super().inverse_transform(X, copy)
+
+
+Namesake.__name__ = "StandardScaler"
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
+        (
+            {"transformer": Namesake(), "check_inverse": False},
+            r"found test_wrapped\w+\.StandardScaler: export",
+        ),
         (
             {"func": np.log10, "inverse_func": lambda x: 10**x},
             "inverse_func=.*found '<lambda>', which no operator",
         ),
         (
             {"transformer": QuantileTransformer(n_quantiles=9)},
-            "found QuantileTransformer: export the regressor",
+            r"found sklearn[\w.]+\.QuantileTransformer: export the regressor",
         ),
     ],
 )

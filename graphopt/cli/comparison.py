@@ -22,7 +22,7 @@ from graphopt.cli.run_folder import CONFIG, METRICS_FILE, REPORT, RESULT, final_
 from graphopt.errors import GraphoptError
 from graphopt.files import write
 from graphopt.inspection import html
-from graphopt.inspection.charts import COLORS, line_chart
+from graphopt.inspection.charts import COLORS, PERCENT, line_chart
 from graphopt.inspection.words import counted, is_share, label_of, measure_text
 from graphopt.training.callbacks import Record
 from graphopt.training.callbacks.logs import read_json_lines
@@ -279,7 +279,7 @@ class _Comparison:
         which = f", best {COLORS} of {len(with_epochs)} runs" if len(with_epochs) > COLORS else ""
         epochs = range(1, max(len(run.records) for run in drawn) + 1)
         for measure in (name for name in self.measures if name != "epoch"):
-            factor, unit = (100, " %") if is_share(measure) else (1, "")
+            factor, unit = (100, PERCENT) if is_share(measure) else (1, "")
             lines = {}
             for run in drawn:
                 values = ", ".join(filter(None, map(_option_text, map(run.option, self.options))))

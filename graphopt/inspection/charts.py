@@ -16,6 +16,7 @@ from graphopt.inspection.words import readable
 
 COLORS = 8  # of lines, in page.css
 MOST_POINTS = 400  # of a line
+PERCENT = " %"  # the unit of shares, which lie between 0 and 100
 _SIDE = 1000  # of the picture, which the page stretches
 _MOST_TICKS = 6
 _LARGEST = 1e300
@@ -36,9 +37,11 @@ class _Axis:
     is_logarithmic: bool = False
 
     @classmethod
-    def around(cls, values: Sequence[float], *, may_be_logarithmic: bool) -> _Axis:
+    def around(cls, values: Sequence[float], *, may_be_logarithmic: bool, unit: str = "") -> _Axis:
         """Return an axis whose first and last ticks enclose the numbers."""
         low, high = min(values, default=0.0), max(values, default=1.0)
+        if unit == PERCENT and _is_point(low, high) and 0 <= low <= 100:
+            low, high = 0.0, 100.0
         if may_be_logarithmic and low > 0 and high / low >= _NEEDS_LOGARITHM:
             low = max(tick for tick in _decades(low, low) if tick <= low * (1 + 1e-9))
             high = min(tick for tick in _decades(high, high) if tick >= high * (1 - 1e-9))
@@ -99,7 +102,7 @@ def line_chart(
         along: what the positions are.
         logarithmic: draw heights on a logarithmic scale if their range needs one and all are positive.
         logarithmic_x: draw positions on a logarithmic scale.
-        unit: what follows each height, such as " %".
+        unit: what follows each height, such as `PERCENT`.
         faint: the name of a line that is drawn faintly, behind the others.
         mark: a position to point at, and what to say there.
     """
@@ -110,7 +113,7 @@ def line_chart(
     heights = [y for name in known for y in _typical(known[name], is_faint=name == faint)]
     is_whole = all(position.is_integer() for position in positions)
     across = _Axis.along(positions, is_logarithmic=logarithmic_x, is_whole=is_whole)
-    up = _Axis.around(heights, may_be_logarithmic=logarithmic)
+    up = _Axis.around(heights, may_be_logarithmic=logarithmic, unit=unit)
     colors = {name: i % COLORS + 1 for i, name in enumerate(name for name in known if name != faint)}
     colors |= {} if faint is None else {faint: 1}
     looks = {name: f"c{color}{' faint' if name == faint else ''}" for name, color in colors.items()}

@@ -115,8 +115,12 @@ def _input(file: Path, model: ir.Model) -> ir.Value:
 
 
 def _form(proposed: Proposal, file: Path, model: ir.Model, x: ir.Value, notes: Notes) -> Form:
-    """Return the form of images that a model declares, or the only one that it runs on."""
-    forms = list(_forms(proposed, x, notes))
+    """Return the form of images that a model declares, or the only one that it runs on.
+
+    A file that declares its channels, [N, 3, H, W], also runs on images that are 3 pixels high: its layout is declared.
+    """
+    possible, dims = list(_forms(proposed, x, notes)), dims_of(x)
+    forms = [form for form in possible if isinstance(dims[_CHANNELS[form.layout]], int)] or possible
     runs = forms if len(forms) == 1 else [form for form in forms if _runs(model, x, form)]
     if len(runs) != 1:
         found = f"that {len(runs)} run: say {' or '.join(map(str, runs))}" if runs else "that none runs"

@@ -20,7 +20,7 @@ from graphopt.graph.roles import Role, role_of, with_role
 from graphopt.graph.shown import elements
 from graphopt.graph.values import name_of
 from graphopt.inspection import html
-from graphopt.inspection.charts import line_chart
+from graphopt.inspection.charts import PERCENT, line_chart
 from graphopt.inspection.drawing import kinds_of_nodes
 from graphopt.inspection.report import Report
 from graphopt.inspection.words import duration, is_share, label_of, measure_text, readable
@@ -151,7 +151,7 @@ class Page(Callback):
         lines.pop("tokens_per_second", None)
         best = _best_record(run.records)
         for chart, of_chart in lines.items() if epochs else ():
-            unit, factor = (" %", 100.0) if is_share(chart) else ("", 1.0)
+            unit, factor = (PERCENT, 100.0) if is_share(chart) else ("", 1.0)
             scaled = {
                 name: [None if y is None else factor * y for y in line] for name, line in of_chart.items()
             }

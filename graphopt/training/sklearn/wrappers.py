@@ -226,11 +226,13 @@ def _cast(nodes: _Nodes, x: str, variable: Variable) -> None:
 
 def _inverse(nodes: _Nodes, y: str, transformer: Any) -> str:
     """Emit `transformer.inverse_transform`."""
-    emit = _INVERSES.get(type(transformer).__name__)
+    kind = type(transformer)
+    emit = _INVERSES.get(kind.__name__) if kind.__module__.startswith("sklearn.") else None
     if emit is None:
         raise GraphoptError(
-            f"TransformedTargetRegressor: expected a transformer of {some([*_INVERSES])}, found "
-            f"{type(transformer).__name__}: export the regressor, to_onnx(estimator.regressor_, X), and invert outside"
+            f"TransformedTargetRegressor: expected a transformer of {some([*_INVERSES])} of scikit-learn, found "
+            f"{kind.__module__}.{kind.__name__}: export the regressor, to_onnx(estimator.regressor_, X), and invert "
+            "outside"
         )
     return emit(nodes, y, transformer)
 
