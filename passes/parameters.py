@@ -199,9 +199,13 @@ class Parameters(Pass):
         roots = self._tie(model, chosen)
         pruned = [value for value in roots if self._keeps_zeros(value)]
         if missing := (LeftOut.read(model) or LeftOut()).names:
-            names = some([repr(name) for name in missing], 4)
+            names, counted = (
+                some([repr(name) for name in missing], 4),
+                f"{len(missing)} parameter{'s' if len(missing) > 1 else ''}",
+            )
             warnings.warn(
-                f"the exporter left out {len(missing)} parameters, which do not train: {names}: {EXPORT_ANEW}",
+                f"the exporter left out {counted}, which do not train, or the module does not use them: "
+                f"{names}: {EXPORT_ANEW}",
                 stacklevel=2,
             )
         copies = {*chosen} - {*roots}

@@ -298,6 +298,44 @@ def test_what_the_exporter_leaves_out_is_said() -> None:
     assert "left out   norm.weight, norm.bias" in found
 
 
+class Neutral(nn.Module):
+    """Parameters whose first values change nothing, are equal to each other's, or are equal parts of one."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.layer = kind, nn.Linear(6, 6)
+        self.scale, self.shift = nn.Parameter(torch.ones([])), nn.Parameter(torch.zeros([]))
+        self.first, self.second = (nn.Parameter(torch.zeros(1, 1, 6)) for _ in range(2))
+        self.parts = nn.Parameter(torch.ones(3, 6))
+
+    def forward(self, x):
+        h = nn.functional.one_hot(x, 6).float()
+        if self.kind == "neutral":
+            return torch.tanh(self.layer(h) * self.scale) + self.shift
+        if self.kind == "equal":
+            tokens = [token.expand(len(h), -1, -1) for token in (self.first, self.second)]
+            return self.layer(torch.cat([*tokens, h], 1))
+        if self.kind == "functions":  # both 0.5
+            return self.layer(h) * torch.sigmoid(self.first) + h * (1 - torch.sigmoid(self.first))
+        return torch.tanh(self.layer(h) * self.parts[0] + self.parts[1]) * self.parts[2]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("neutral", ["left out", "'scale', 'shift'"]),
+        ("equal", ["left out", "'second'"]),
+        ("functions", ["'sigmoid' (computed from first by the exporter"]),
+        ("parts", ["a part of parts, merged by the exporter with select_"]),
+    ],
+)
+def test_parameters_that_change_nothing_yet_are_said(kind: str, said: list[str]) -> None:
+    proto = steps.exported(Neutral(kind).eval(), torch.randint(0, 6, (2, 5)), dynamo=True)
+    _, lines = decided(proto)
+    assert any(all(part in line for part in said) for line in lines), lines
+
+
 def unsure(loaded: ir.Model) -> set[str]:
     values = [*loaded.graph.inputs, *loaded.graph.initializers.values()]
     return {x.name for x in values if (found := Origin.read(x)) and not found.certain}

@@ -47,6 +47,20 @@ _LAYOUT = {
     *("alias", "clone", "contiguous", "lift_fresh_copy", "flatten", "reshape", "squeeze", "unflatten"),
     *("unsqueeze", "view", "_unsafe_view", "movedim", "permute", "t", "transpose"),
 }
+# Calls that the exporter drops where they change nothing, whatever else it drops.
+_SAME = _LAYOUT | {"_to_copy", "to", "dropout", "alpha_dropout", "feature_dropout", "getitem", "sym_size_int"}
+# Calls that take a part of the numbers.
+_PART = {
+    "chunk",
+    "diagonal",
+    "index_select",
+    "narrow",
+    "select",
+    "slice",
+    "split",
+    "split_with_sizes",
+    "unbind",
+}
 # Calls that only move numbers, or leave some out.
 _MOVING = _LAYOUT | {
     *(*DETACHING, "to", "_to_copy", "cat", "stack", "expand", "repeat", "tile", "flip", "roll"),
@@ -155,6 +169,18 @@ class ExportedProgram:
     def names(self) -> set[str]:
         """Return the names of the values in the file, and of those from which the exporter computed its values."""
         return {name for x in weights_in(self.model) for name in (name_of(x), *self.folded_from(x))}
+
+    def known(self) -> set[str]:
+        """Return the names of the values that the file has, and of what the program is given."""
+        computed = {name_of(y) for node in self.model.graph.all_nodes() for y in node.outputs}
+        return self.names() | computed | {*self.paths, *self.inputs}
+
+    def is_merged(self, value: ir.Value) -> bool:
+        """Return whether some calls read a value by its name, and others an equal one that the file lacks."""
+        read = [call.arguments for node in value.consumers() if (call := Call.of(node))]
+        own = {name_of(value), *(self.placeholders[path] for path in self.sources(value))}
+        others = [names for names in read if own.isdisjoint(names)]
+        return len(others) < len(read) and any(not self.known().issuperset(names) for names in others)
 
     def calls(self) -> list[tuple[Call, list[ir.Node]]]:
         """Return the calls, each with the nodes that come from it."""
@@ -345,8 +371,7 @@ def separate_layouts(program: ExportedProgram) -> dict[str, Origin]:
     """
     edges: dict[ir.Value, dict[str, list[tuple[ir.Node, int]]]] = {}
     homes: dict[ir.Value, str] = {}
-    computed = {name_of(y) for node in program.model.graph.all_nodes() for y in node.outputs}
-    present = program.names() | computed | {*program.paths, *program.inputs}
+    present = program.known()
     for call, nodes in program.calls():
         uses = [(x, node, i) for node in nodes for i, x in enumerate(node.inputs) if x and is_weight(x)]
         absent = [name for name in call.arguments if name not in present]
@@ -363,6 +388,9 @@ def separate_layouts(program: ExportedProgram) -> dict[str, Origin]:
         for name, uses_of_name in groups.items():
             sources = program.sources(x) or (name_of(x),)
             found = _sources_elsewhere(program, sources, homes.get(x), _scope(uses_of_name[0][0]))
+            if found is None and not _PART.isdisjoint(program.calls_of(x)):
+                why = f"a part of {some(sources)}, merged by the exporter with {name}, which may be another part"
+                uncertain[name_of(x)] = Origin(Kind.PARAMETER, why, certain=False, sources=sources)
             if found is None:
                 continue
             others, certain = found
@@ -425,7 +453,7 @@ def invert(program: ExportedProgram) -> dict[str, Origin]:
         masked = ZEROS_STAY.is_set(value) and calls[-1:] == ["mul"]
         if masked:
             calls = [call for call in calls[:-1] if call not in _MAKING | _MASKING]
-        if len(paths) != 1 or (len(program.sources(value)) > 1 and not masked):
+        if len(paths) != 1 or (len(program.sources(value)) > 1 and not masked) or program.is_merged(value):
             continue
         if folds.compute_by_inverse(program.model, value, paths[0], calls, masked):
             origin = _named(Kind.PARAMETER, f", from which {value.name} is computed again")
@@ -480,7 +508,7 @@ def recompute(program: ExportedProgram) -> dict[str, Origin]:
             rest = folds.move(program.model, value, [*parameters, *constants], missing, detached)
             if rest is not None and missing:
                 restored[name_of(rest)] = _named(Kind.PARAMETER, f", of which {value.name} was joined")
-        elif not missing:
+        elif not missing and not program.is_merged(value):
             functions = sorted(calls - (_MOVING - _TURNING))
             folds.compute(program.model, value, parameters, constants, functions, detached)
     return restored
@@ -520,33 +548,21 @@ def restore_biases(program: ExportedProgram) -> dict[str, Origin]:
 
 
 def parameters_left_out(program: ExportedProgram) -> list[str]:
-    """Return the parameters that the file does not contain in any form.
+    """Return the parameters that the program may read and the file does not contain in any form.
 
-    They are those of a BatchNormalization in a convolution, and those from which a bias was computed that starts at
-    zero and that the exporter dropped: its call reads a value that the file lacks.
+    They are those of a BatchNormalization in a convolution, and those of calls that the exporter dropped because they
+    change nothing yet, as a product with 1, or because equal numbers stand for theirs: others read what the file lacks.
     """
+    calls = [call for call, _ in program.calls()]
     present = program.names()
-    taken = {name for call, _ in program.calls() for name in call.arguments}
     gone = {name: path for name, path in program.paths.items() if path not in present}
     mean = ".running_mean"
-    folded = {path.removesuffix(mean) for path in gone.values() if path.endswith(mean)} | _without_bias(
-        program
-    )
+    folded = {path.removesuffix(mean) for path in gone.values() if path.endswith(mean)}
+    known = program.known() | {call.name for call in calls}
+    read = {name for call in calls for name in call.arguments}
+    lacks = any(call_of(name) not in _SAME for name in read - known)
     return [
         path
         for name, path in gone.items()
-        if program.is_parameter(path) and (name in taken or path.rpartition(".")[0] in folded)
+        if program.is_parameter(path) and (lacks or name in read or path.rpartition(".")[0] in folded)
     ]
-
-
-def _without_bias(program: ExportedProgram) -> set[str]:
-    """Return the modules in which a product lacks the bias that its call computes from something."""
-    nodes = program.model.graph.all_nodes()
-    known = {name_of(y) for node in nodes for y in node.outputs} | program.names()
-    known |= {*program.paths, *program.inputs, *(call.name for call, _ in program.calls())}
-    return {
-        _scope(node)
-        for call, own in program.calls()
-        for node in own
-        if node.op_type in _BIASED and len(node.inputs) == 2 and not known.issuperset(call.arguments)
-    }
