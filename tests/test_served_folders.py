@@ -235,3 +235,16 @@ def test_a_tokenizer_beside_the_model_comes_before_one_above(inner, tmp_path):
     for folder in {tmp_path, tmp_path / inner}:
         (folder / "tokenizer.json").write_text("{}")
     assert tokenizer_beside(tmp_path / "onnx" / "model.onnx") == tmp_path / inner / "tokenizer.json"
+
+
+@pytest.mark.parametrize(
+    ("said", "loss"), [([], "CausalLanguageModel("), (["loss=cross_entropy", "loss.axis=2"], "CrossEntropy(")]
+)
+def test_the_report_of_a_decoder_has_the_loss_of_decoders(said, loss, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    place = folder_of(tmp_path / "f", config__json={"architectures": ["LlamaForCausalLM"]})
+    graphopt.save(graphopt.models.transformer((8,), 50, width=8, layers=1), place / "model.onnx")
+    assert cli.main(["report", "f", *said, "folder=out"]) == 0
+    text = (tmp_path / "out" / "report.txt").read_text()
+    assert "blocked    by nothing" in text and f" {loss}" in text
+    assert ("causal_language_model, as the model's config says" in capsys.readouterr().out) != bool(said)

@@ -14,7 +14,6 @@ import numpy as np
 import onnx_ir as ir
 import onnx_ir.passes.common as common
 
-from graphopt.adapters.modules import name_of_parameter
 from graphopt.adapters.targets import AdapterTarget, note_of, targets_in
 from graphopt.errors import GraphoptError, nearest, some
 from graphopt.graph.authored import ask, floating, name_of_method, told
@@ -358,7 +357,7 @@ def _tell_share(
         if x in chosen or (x not in left and _multiplies(x))
     }
     without = [x for x in sizes if x not in chosen]
-    names = some([*map(name_of_parameter, without)])
+    names = some([*map(name_of, without)])
     share = sum(sizes[x] for x in without) / max(sum(sizes.values()), 1)
     if share >= least:
         warnings.warn(

@@ -133,7 +133,7 @@ def test_exported_experts_train_as_in_pytorch_and_their_routers_have_no_adapters
         assert executor.step(input_ids=IDS, labels=LABELS)["loss"] == pytest.approx(
             float(expected.detach()), abs=1e-5
         )
-    with pytest.warns(UserWarning, match="% of the weights of products have no adapter: .*experts"):
+    with pytest.warns(UserWarning, match="% of the weights of products have no adapter"):
         step = graphopt.compile(path, **steps, adapter=passes.LoRA(rank=2))
     executor = graphopt.Executor(step, native=False)
     assert {x.rpartition(".weight")[0].rpartition(".")[2] for x in executor.parameters} == {
