@@ -45,7 +45,8 @@ def fit(executor: Executor, data: Data, **keywords: Any) -> Records:
 
     A record has the epoch, the number of steps so far, the mean of each reported number over the epoch, the
     `learning_rate`, `validation_loss` and metrics of held-out rows, with `validation_` before names that training
-    reports, too, `seconds`, `samples_per_second`, and `tokens_per_second` of text. The records are a list, which shows itself as a table.
+    reports, too, `seconds`, `samples_per_second`, and `tokens_per_second` of text. The records are a list, which shows
+    itself as a table.
 
     The order of rows in an epoch depends only on the seed and on the number of epochs so far. Two epochs, followed by
     `executor.save`, `load` and two more epochs, therefore give the same bits as four epochs. With `resume`, an
