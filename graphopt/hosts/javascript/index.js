@@ -110,7 +110,7 @@ export class Trainer {
   async adapter(form = "onnxruntime") {
     const known = this.host.adapters;
     if (!known) throw new GraphoptError("adapter: expected a graph with passes.LoRA, found another");
-    const files = named("form", form, known, ": graphopt.save_adapter in Python says why");
+    const files = named("form", form, known, ": graphopt.save_adapter in Python writes it, or says why");
     const state = await this.state();
     const filled = Object.entries(files).map(async ([name, blocks]) => {
       const bytes = bytesOf(name, await this.#read(name));
