@@ -204,7 +204,7 @@ class Parameters(Pass):
                 f"{len(missing)} parameter{'s' if len(missing) > 1 else ''}",
             )
             warnings.warn(
-                f"the exporter left out {counted}, which do not train, or the module does not use them: "
+                f"the exporter left out {counted}, which cannot train, or the module does not use them: "
                 f"{names}: {EXPORT_ANEW}",
                 stacklevel=2,
             )

@@ -304,9 +304,12 @@ class Neutral(nn.Module):
     def __init__(self, kind: str) -> None:
         super().__init__()
         self.kind, self.layer = kind, nn.Linear(6, 6)
-        self.scale, self.shift = nn.Parameter(torch.ones([])), nn.Parameter(torch.zeros([]))
-        self.first, self.second = (nn.Parameter(torch.zeros(1, 1, 6)) for _ in range(2))
-        self.parts = nn.Parameter(torch.ones(3, 6))
+        if kind == "neutral":
+            self.scale, self.shift = nn.Parameter(torch.ones([])), nn.Parameter(torch.zeros([]))
+        elif kind == "parts":
+            self.parts = nn.Parameter(torch.ones(3, 6))
+        else:
+            self.first, self.second = (nn.Parameter(torch.zeros(1, 1, 6)) for _ in range(2))
 
     def forward(self, x):
         h = nn.functional.one_hot(x, 6).float()

@@ -548,21 +548,41 @@ def restore_biases(program: ExportedProgram) -> dict[str, Origin]:
 
 
 def parameters_left_out(program: ExportedProgram) -> list[str]:
-    """Return the parameters that the program may read and the file does not contain in any form.
+    """Return the parameters that the file does not contain in any form.
 
-    They are those of a BatchNormalization in a convolution, and those of calls that the exporter dropped because they
-    change nothing yet, as a product with 1, or because equal numbers stand for theirs: others read what the file lacks.
+    They are those of a BatchNormalization in a convolution, those from which a bias was computed that starts at
+    zero and that the exporter dropped, and a module's own ones, such as a scale of 1, whose calls it dropped because
+    they change nothing yet or equal others: a call reads a value that the file lacks.
     """
-    calls = [call for call, _ in program.calls()]
     present = program.names()
+    taken = {name for call, _ in program.calls() for name in call.arguments}
+    known = program.known() | {call.name for call, _ in program.calls()}
+    lacks = any(call_of(name) not in _SAME | _MAKING for name in taken - known)
     gone = {name: path for name, path in program.paths.items() if path not in present}
     mean = ".running_mean"
-    folded = {path.removesuffix(mean) for path in gone.values() if path.endswith(mean)}
-    known = program.known() | {call.name for call in calls}
-    read = {name for call in calls for name in call.arguments}
-    lacks = any(call_of(name) not in _SAME for name in read - known)
+    folded = {path.removesuffix(mean) for path in gone.values() if path.endswith(mean)} | _without_bias(
+        program
+    )
     return [
         path
         for name, path in gone.items()
-        if program.is_parameter(path) and (lacks or name in read or path.rpartition(".")[0] in folded)
+        if program.is_parameter(path)
+        and (
+            name in taken
+            or path.rpartition(".")[0] in folded
+            or (lacks and path.rpartition(".")[2] not in ("bias", "weight"))  # of layers, which may be tied
+        )
     ]
+
+
+def _without_bias(program: ExportedProgram) -> set[str]:
+    """Return the modules in which a product lacks the bias that its call computes from something."""
+    nodes = program.model.graph.all_nodes()
+    known = {name_of(y) for node in nodes for y in node.outputs} | program.names()
+    known |= {*program.paths, *program.inputs, *(call.name for call, _ in program.calls())}
+    return {
+        _scope(node)
+        for call, own in program.calls()
+        for node in own
+        if node.op_type in _BIASED and len(node.inputs) == 2 and not known.issuperset(call.arguments)
+    }
