@@ -70,7 +70,7 @@ def available() -> float:
 
 def give_back() -> None:
     """Give the system what the C library holds and nobody uses, where that is glibc."""
-    with contextlib.suppress(OSError, AttributeError):
+    with contextlib.suppress(OSError, AttributeError, TypeError):  # another library, or Windows
         ctypes.CDLL(None).malloc_trim(0)
 
 
