@@ -372,7 +372,7 @@ def _verify(
     """Compare what the file and the module predict, also for other sizes of each dimension that may vary."""
     names = [name_of(x) for x in model.graph.inputs]
     device = Device("cpu", threads=1, flush_denormals=False)
-    session = Session(device, model, device.new_session_options(optimized=False))
+    session = Session(device, model, optimized=False)
     for size, examples in _examples(module, example, shapes):
         with _one_line(f"a module that takes {size}", "fix it by dynamic_shapes, such as {}"):
             accepted, predicted = _accepted(module, examples)

@@ -11,6 +11,7 @@ from graphopt.arguments import Checked
 from graphopt.errors import GraphoptError
 from graphopt.fields import check_options
 from graphopt.files import ReadPath
+from graphopt.runtime.system_memory import bytes_of_size
 from graphopt.targets.native.precision import MatmulPrecision
 from graphopt.targets.target import AUTO, NATIVE, Target
 
@@ -40,14 +41,19 @@ class DeviceOptions(Checked):
             up to three on CPUs; the fastest for small batches. `mapped`: all sessions read the same memory, which for
             large files is the file itself, and a GPU has one copy. `low`: as `mapped`, and each value of a step is
             freed after its last reader, as with `low_memory`; on CPUs, these sessions share the memory of values,
-            which the process keeps. `auto`: `packed` below 512 MB, `low` from 2 GB.
+            which the process keeps. `auto`: `packed` below 512 MB, `low` from 2 GB, and for
+            steps on CPUs from 64 million weights.
+        memory: the most that the process may take, such as `2 GB` or `512 MiB`, beside pages of files, which the system
+            may drop. On CPUs only: `frozen` is `low`, shapes are static, and a step that does not fit takes
+            `passes.Recompute` with the largest budget that does. One that cannot fit is refused before it runs, with
+            the least that would do.
         flush_denormals: compute with 0 in place of denormal numbers (below 1e-38 in float32), which are slow; on CPUs
             with Linux and x86-64 only. Other code in the calling thread is not affected.
         native: lower steps to the machine: compile kernels for it with the system's C compiler. `auto` does so on the
             CPU for models of 10,000 parameters or more without float16 values, keeps the faster form, and runs the
             graph as it is without a compiler. A graph of 500 nodes or more also runs as it is while another process
             compiles and compares, and then in both forms in turns, unless steps are `deterministic`. Where `frozen` is
-            `low`, as for files from 2 GB, it takes kernels without measuring both forms, which would take minutes.
+            `low`, as for 64 million weights, it takes kernels without measuring both forms, which would take as long.
             True insists; None takes the environment variable GRAPHOPT_NATIVE, or `auto`. Evaluations and predictions
             that take longer than a second run in kernels, too, or with the weights as constants as long as the state
             stays the same, where that is faster.
@@ -85,6 +91,7 @@ class DeviceOptions(Checked):
     graph_capture: bool = False
     low_memory: bool = False
     frozen: Literal["auto", "packed", "mapped", "low"] = "auto"
+    memory: str | None = None
     flush_denormals: bool = True
     native: bool | Literal["auto"] | None = None
     target: str | Target = AUTO
@@ -101,6 +108,8 @@ def check_device_options(options: DeviceOptions) -> None:
         least = "1 or more, or None for the runtime's choice"
         expected = least if options.threads < 1 else f"at most {MOST_THREADS:,}"
         raise GraphoptError(f"threads: expected {expected}, found {options.threads}")
+    if options.memory is not None:
+        bytes_of_size(options.memory)
     if options.frozen not in _FROZEN:
         raise GraphoptError(f"frozen: expected {', '.join(_FROZEN)}, found {options.frozen!r}")
 

@@ -446,18 +446,24 @@ class Executor(ExecutorState):
         chosen = RunnerOptions(
             report=self._report,
             as_numpy=options.as_numpy,
-            static_shapes=options.static_shapes or device.graph_capture,
+            static_shapes=options.static_shapes or device.graph_capture or device.memory is not None,
             in_place=options.in_place,
         )
         # A bound method would make a cycle, which delays the release of memory.
         runner_of = functools.partial(StepRunner, device, model, self._buffers, chosen)
         if self._runner_of is None:
             self._runner: Runner = (single := runner_of())
+        elif device.memory is not None:
+            raise GraphoptError(
+                "memory: expected one process that computes whole steps, found workers: leave it out"
+            )
         else:
             self._runner, single = self._runner_of(chosen), None
         self._seen, self._settled = Seen(), None
         arrays = any(y.name in self._report and y.shape != () for y in model.graph.outputs)
-        alone = self._rounds is not None or self.in_place or self.workers.size > 1
+        alone = (
+            self._rounds is not None or self.in_place or self.workers.size > 1 or device.memory is not None
+        )
         steps = options.steps_per_call
         self._several = SeveralSteps(
             runner_of,

@@ -46,8 +46,9 @@ class ExecutorOptions(DeviceOptions):
             raise GraphoptError(
                 f"on_nonfinite: expected 'raise', 'warn' or 'skip', found {self.on_nonfinite!r}"
             )
-        if self.in_place and (self.static_shapes or self.on_nonfinite == "skip"):
-            other = "static_shapes" if self.static_shapes else "on_nonfinite='skip'"
+        if self.in_place and (self.static_shapes or self.memory or self.on_nonfinite == "skip"):
+            static = "static_shapes" if self.static_shapes else "memory"
+            other = "on_nonfinite='skip'" if self.on_nonfinite == "skip" else static
             raise GraphoptError(
                 f"in_place: expected an executor without {other}, which needs two sets of state, found both"
             )
@@ -64,4 +65,6 @@ class ExecutorOptions(DeviceOptions):
                 "in_place: expected kernels on the CPU, which write in place, found another device or native=False: "
                 "leave it out"
             )
+        if device.memory is not None and not device.on_cpu:
+            raise GraphoptError(f"memory: expected device='cpu', found {device.name!r}: leave it out")
         return device

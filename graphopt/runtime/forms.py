@@ -37,6 +37,7 @@ from graphopt.runtime.contest import (
     live,
 )
 from graphopt.runtime.device import Device
+from graphopt.runtime.fitting import fitted
 from graphopt.runtime.frozen import placement_of
 from graphopt.runtime.rehearsal import Rehearsal
 from graphopt.runtime.state_buffers import StateBuffers
@@ -65,6 +66,7 @@ class StepSessions:
         model: the plain graph of one step.
         shapes: fixed shapes of the data.
         several: run several steps per call, on stacked batches.
+        held: bytes that the process holds beside a step, which the option `memory` counts.
     """
 
     device: Device
@@ -73,6 +75,7 @@ class StepSessions:
     options: RunnerOptions
     shapes: Mapping[str, Sequence[int]] | None = None
     several: bool = False
+    held: int = 0
     _digest: str | None = field(default=None, init=False)  # of the kernels that are open
     _has_shared: bool = field(default=False, init=False)  # whether they write in place
 
@@ -83,12 +86,16 @@ class StepSessions:
 
     @functools.cached_property
     def is_low(self) -> bool:
-        """Return whether weights stay on the disk, so that to measure steps would take minutes."""
+        """Return whether weights stay where they are, so that to measure steps would take too long."""
         return placement_of(self.device, self.model) == "low"
 
     @functools.cached_property
     def _model(self) -> ir.Model:
-        return self.model if self.several else with_shapes(self.model, self.shapes)
+        if self.several:
+            return self.model
+        model = with_shapes(self.model, self.shapes)
+        size = self.device.memory
+        return model if size is None or not self.shapes else fitted(model, size, self.held)
 
     def facts(self) -> tuple[object, ...]:
         """Return what decides how long forms take, in addition to the machine and the data."""
@@ -229,7 +236,7 @@ class StepForms:
         device, buffers, options = sessions.device, sessions.buffers, sessions.options
         oracle = None
         if options.verified and device.verify:
-            plain = runnable(device, sessions.model)
+            plain = runnable(device, sessions.model) if device.memory is None else sessions.plain_model
             given = options.fixed, options.report
             oracle = Translation(device, plain, buffers, *given, several=sessions.several)
         _warn_of_precision(device)

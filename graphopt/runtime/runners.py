@@ -22,6 +22,7 @@ from graphopt.runtime.device import Device
 from graphopt.runtime.forms import StepForms, StepSessions, unrolled
 from graphopt.runtime.signature import Seen, Signature
 from graphopt.runtime.state_buffers import StateBuffers
+from graphopt.runtime.system_memory import taken
 from graphopt.runtime.tensors import Tensor, check_rows
 from graphopt.runtime.translation import Mistranslated
 
@@ -104,6 +105,7 @@ class StepRunner(Runner):
     ) -> None:
         self._parts, self._options, self._single = (device, model, buffers), options, single
         self.signature = Signature(device, with_role(unrolled(model) if single else model, *FED))
+        self._held = taken()
         self._by_shapes: dict[tuple[tuple[str, Sequence[int]], ...], StepForms] = {}
         self._forms = None if options.static_shapes else self._opened()
 
@@ -140,7 +142,8 @@ class StepRunner(Runner):
         if single is not None:
             single.wait()
             options = dataclasses.replace(options, native=single.native, as_numpy=True)
-        return StepForms(StepSessions(*self._parts, options, shapes, several=single is not None))
+        sessions = StepSessions(*self._parts, options, shapes, several=single is not None, held=self._held)
+        return StepForms(sessions)
 
     @property
     def state_is_finite(self) -> bool:

@@ -39,6 +39,7 @@ class Session:
             `Device.new_session_options()`.
         library: a library of the kernels that the graph calls.
         captures: whether the session captures its graph.
+        optimized: let the runtime optimize the graph.
 
     Raises:
         GraphoptError: the runtime rejects the graph, or the provider does not start.
@@ -52,13 +53,14 @@ class Session:
         library: Path | None = None,
         *,
         captures: bool = False,
+        optimized: bool = True,
     ) -> None:
         self.device = device
         self.frozen: FrozenPlacement = "packed" if options is not None else placement_of(device, model)
         self._files = files_of(model)
         try:
             options = options or device.new_session_options(
-                captures=captures, low_memory=self.frozen == "low"
+                captures=captures, low_memory=self.frozen == "low", optimized=optimized
             )
             if library is not None:
                 options.register_custom_ops_library(str(library))

@@ -31,6 +31,7 @@ from graphopt.runtime.device import Device
 from graphopt.runtime.session import Session
 from graphopt.runtime.signature import Signature
 from graphopt.runtime.state_buffers import StateBuffers
+from graphopt.runtime.system_memory import NoRoom, check_room, give_back, taken
 from graphopt.runtime.tensors import OrtValues, Tensor, overwrite, to_ort
 
 COMPARED_STEPS = 2  # of a call of several
@@ -112,6 +113,12 @@ class Translation:
         if message is None:
             try:
                 message = self._difference(form, source, feeds, digest)
+                give_back()
+            except NoRoom as error:
+                if verify is True:
+                    raise
+                warnings.warn(f"{form.name}: {error}: it runs without", stacklevel=2)
+                return True
             except GraphoptError:  # the runtime stops on this batch, or refuses the plain graph
                 if verify is True:
                     raise
@@ -140,10 +147,14 @@ class Translation:
         if self._several:
             feeds = {name: x[:COMPARED_STEPS] for name, x in feeds.items()}
         data, state = self._signature.arrays(feeds), _arrays(self._buffers.sets[source])
+        before = taken()
+        results = self._run(form, source, feeds, state)
+        if form.session.frozen != "low":  # else, the plain step takes the memory that the form has left
+            check_room(taken() - before, self._device.memory, "the comparison with the plain step")
         expected = self._stepped(self._reference, state, data)
         if not all(np.isfinite(x).all() for x in expected.values() if x.dtype.kind == "f"):
             return ""
-        errors = self._errors(expected, self._run(form, source, feeds, state), state, state)
+        errors = self._errors(expected, results, state, state)
         limit = (MOST_NARROW_ROUNDINGS if self._unit > 1e-6 else MOST_ROUNDINGS) * self._unit
         if max(errors.values(), default=0.0) <= limit:
             return ""

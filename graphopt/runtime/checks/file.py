@@ -25,6 +25,7 @@ from graphopt.runtime.session import Session
 
 MOST_ROUNDINGS = 1000  # of the predictions' norm, by which those of float32 may differ
 MOST_NARROW_ROUNDINGS = 30  # of those of 16 bits
+PART = 2**22  # numbers that are compared at once
 NOISY_RUNS = 4  # of the training graph, to see how much of a difference is rounding
 OWN_PACKAGES = ("passes", "graphopt")
 
@@ -102,7 +103,9 @@ def _compared(
     if is_loss and with_role(model, Role.METRIC):
         raise GraphoptError("the loss is more than the file's own, such as with a penalty")
     try:
-        session = device.open(content, device.new_session_options(optimized=False))
+        session = device.open(
+            content, device.new_session_options(optimized=False, low_memory=device.frozen == "low")
+        )
     except Exception as error:
         raise GraphoptError(f"onnxruntime refuses the file as it is: {line(error)}") from error
     if is_loss and len(session.get_outputs()) == 1:
@@ -117,6 +120,7 @@ def _compared(
         expected = dict(zip(names, session.run(names, feeds), strict=True)) if names else {}
     except Exception as error:
         raise GraphoptError(f"onnxruntime cannot run the file on this batch: {line(error)}") from error
+    del session  # and its memory
     own = Session(device, part)
     given = {**state, **batch}
     found = own.compute_arrays(given)
@@ -145,18 +149,29 @@ def _finding(name: str, x: np.ndarray, y: np.ndarray, unit: float, noisy: Iterat
         if np.array_equal(x, y):
             return Finding("file", name, "agrees")
         return Finding("file", name, "not checked", reason="other whole numbers, which rounding may explain")
-    a, b = x.astype(np.float64), y.astype(np.float64)
-    same = np.isfinite(a) == np.isfinite(b)
-    a, b = np.nan_to_num(a, posinf=0, neginf=0), np.nan_to_num(b, posinf=0, neginf=0)
-    scale = max(norm_of(a), norm_of(b), 1e-300)
-    off = norm_of(a - b) / scale
-    at = np.unravel_index(np.argmax(np.abs(a - b)), a.shape) if a.size else ()
-    numbers = (float(a[at]), float(b[at])) if a.size else (0.0, 0.0)
+    parts = max(1, x.size // PART)  # so that not all numbers are in memory once more
+
+    def compared(x: np.ndarray, y: np.ndarray) -> tuple[bool, list[float], tuple[float, float]]:
+        """Return whether the same numbers are finite, norms of both and of the difference, and where it is most."""
+        same, squares, worst, numbers = True, np.zeros(3), -1.0, (0.0, 0.0)
+        for some in zip(np.array_split(x.ravel(), parts), np.array_split(y.ravel(), parts), strict=True):
+            a, b = (part.astype(np.float64) for part in some)
+            same = same and np.array_equal(np.isfinite(a), np.isfinite(b))
+            a, b = np.nan_to_num(a, posinf=0, neginf=0), np.nan_to_num(b, posinf=0, neginf=0)
+            squares += [norm_of(each) ** 2 for each in (a, b, a - b)]
+            if a.size and np.abs(a - b).max() > worst:
+                at = int(np.abs(a - b).argmax())
+                worst, numbers = abs(a[at] - b[at]), (float(a[at]), float(b[at]))
+        return same, [*np.sqrt(squares)], numbers
+
+    same, (*norms, off), numbers = compared(x, y)
+    scale = max(*norms, 1e-300)
+    off /= scale
     limit = unit * (MOST_ROUNDINGS if unit < 1e-6 else MOST_NARROW_ROUNDINGS)
-    if not same.all() or off > limit:
+    if not same or off > limit:
         for other in noisy:
-            noise = norm_of(np.nan_to_num(other.astype(np.float64)).reshape(b.shape) - b) / scale
-            if same.all() and off <= 10 * (limit + 2 * noise):
+            noise = compared(other, y)[1][-1] / scale
+            if same and off <= 10 * (limit + 2 * noise):
                 break
         else:
             return Finding("file", name, "differs", *numbers, reason=f"off by {100 * off:.2g} %")

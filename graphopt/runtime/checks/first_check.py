@@ -11,6 +11,7 @@ import functools
 import logging
 import math
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -21,17 +22,18 @@ import onnx_ir as ir
 from graphopt.errors import line
 from graphopt.graph import provenance
 from graphopt.graph.emitter import Emitter
+from graphopt.graph.memory import estimate
 from graphopt.graph.operators import CONVOLUTIONS
 from graphopt.graph.precision import retype
-from graphopt.graph.roles import Role, with_role
+from graphopt.graph.roles import FED, Role, with_role
 from graphopt.graph.storage import weight_bytes
 from graphopt.graph.traversal import all_nodes
-from graphopt.graph.values import swap
+from graphopt.graph.values import name_of, swap
 from graphopt.pipeline import garbage_waits
 from graphopt.runtime.checks.file import file_findings
 from graphopt.runtime.checks.findings import CheckTable, Disagreement, Finding
 from graphopt.runtime.checks.forward import forward_of
-from graphopt.runtime.checks.rows import some_rows
+from graphopt.runtime.checks.rows import some_rows, some_tokens
 from graphopt.runtime.checks.slopes import (
     DOUBLE,
     ROUNDINGS_OF_NOISE,
@@ -50,8 +52,10 @@ from graphopt.runtime.checks.slopes import (
 from graphopt.runtime.checks.updates import Updates
 from graphopt.runtime.checks.verdicts import ROOM, digest_of, read_note, write_note, write_reproducer
 from graphopt.runtime.device import Device
+from graphopt.runtime.frozen import placement_of
 from graphopt.runtime.session import Session
 from graphopt.runtime.state_buffers import StateBuffers
+from graphopt.runtime.system_memory import NoRoom, check_room, give_back
 
 _log = logging.getLogger(__name__)
 
@@ -80,9 +84,14 @@ class FirstCheck:
 
     def __init__(self, device: Device, model: ir.Model, buffers: StateBuffers) -> None:
         self._device, self._model, self._buffers = device, model, buffers
-        self._origin = provenance.of(model)
+        self._origin, self._has_room = provenance.of(model), True
         self._cpu = Device(
-            "cpu", threads=device.threads, custom_ops=device.custom_ops, native=False, flush_denormals=False
+            "cpu",
+            threads=device.threads,
+            custom_ops=device.custom_ops,
+            native=False,
+            flush_denormals=False,
+            frozen=placement_of(device, model),
         )
 
     def check(self, batch: Arrays) -> None:
@@ -99,8 +108,10 @@ class FirstCheck:
         if remembered != "":  # a difference is looked at again, since other data of this form may have none
             table = CheckTable(self.findings(batch), "the first batch")
             message = self._reported(table, batch, digest)
-            write_note(ROOM, note, {"difference": message, "findings": [str(x) for x in table.findings]})
+            if self._has_room:
+                write_note(ROOM, note, {"difference": message, "findings": [str(x) for x in table.findings]})
             _log.info("checked the first step in %.3f s", time.perf_counter() - begun)
+            give_back()
         provenance.forget(self._model)
         if message:
             raise Disagreement(message)
@@ -108,8 +119,11 @@ class FirstCheck:
     def findings(self, batch: Arrays) -> list[Finding]:
         """Return what is found about the file, the gradient and the update."""
         rows = None if self._device.verify == "full" else some_rows(self._model, batch)
+        tokens = rows
+        if rows is None and self._device.verify != "full" and self._cpu.frozen == "low":
+            tokens = some_tokens(self._model, batch)
         with garbage_waits():
-            return [*self._file(batch, rows), *self._steps(batch, rows)]
+            return [*self._file(batch, rows), *self._steps(batch, tokens)]
 
     def _file(self, batch: Arrays, rows: Arrays | None) -> list[Finding]:
         """Return what is found about the file, on some rows of the batch if all of it agrees there."""
@@ -156,11 +170,27 @@ class FirstCheck:
             yield from found
             return
         try:
+            self._check_room(batch)
             yield from _Step(self._cpu, self._model, state, batch, self._device.verify == "full").findings(
                 self._origin
             )
+        except NoRoom as error:
+            self._has_room = False
+            warnings.warn(f"the first check: {error}: gradients and updates are not checked", stacklevel=2)
+            yield Finding("gradient", "all", "not checked", reason=line(error))
         except Exception as error:  # noqa: BLE001 - the runtime raises many types; the table says which
             yield Finding("gradient", "all", "not checked", reason=line(error))
+
+    def _check_room(self, batch: Arrays) -> None:
+        """Raise `NoRoom` if there is less memory than the step takes on a batch; look only if it may be much."""
+        if self._cpu.frozen == "low":
+            sizes = {
+                dim.value: size
+                for x in with_role(self._model, *FED)
+                for dim, size in zip(x.shape or (), batch[name_of(x)].shape, strict=False)
+                if isinstance(dim, ir.SymbolicDim) and dim.value
+            }
+            check_room(estimate(self._model, sizes).step, self._device.memory, "a step on the whole batch")
 
     def _agreed(self, state: Arrays, rows: Arrays) -> list[Finding]:
         """Return what is found on some rows of the batch, or nothing unless all gradients agree there."""
@@ -322,7 +352,7 @@ class _Step:
             else:
                 part = self.forward.part
             try:
-                session = Session(self._device, part, self._device.new_session_options(optimized=False))
+                session = Session(self._device, part, optimized=False)
                 fed = _fed(part, {name: known[name] for name in session.inputs})
 
                 def loss(

@@ -12,7 +12,8 @@ from graphopt.graph.traversal import ancestors
 from graphopt.graph.values import name_of
 from graphopt.runtime.checks.slopes import Arrays
 
-ROWS = 4
+ROWS, TOKENS = 4, 64
+MASK_VALUES = 2  # that integers have at most if they are a mask
 
 
 def some_rows(model: ir.Model, batch: Arrays) -> Arrays | None:
@@ -41,6 +42,38 @@ def some_rows(model: ir.Model, batch: Arrays) -> Arrays | None:
     ):
         return None
     return few
+
+
+def some_tokens(model: ir.Model, batch: Arrays) -> Arrays | None:
+    """Return the first tokens of the first rows of a batch, or None if the others may show more.
+
+    They do not if rows and tokens are the first two axes of all inputs, and the graph is open to any number of both; if
+    all data are integers; and if marks such as -100, and all values of a mask, occur here if they do in the batch. If
+    a number repeats in the batch, but not here, the first token is the last one, too.
+    """
+    inputs = {name_of(x): x for x in with_role(model, *FED)}
+    axes = {tuple(x.shape or ())[:2] for x in inputs.values()}
+    if (
+        inputs.keys() != batch.keys()
+        or len(axes) != 1
+        or any(x.dtype.kind not in "iub" for x in batch.values())
+    ):
+        return None
+    (axis,) = axes
+    is_open = len({x.value for x in axis if isinstance(x, ir.SymbolicDim)} - {None}) == 2
+    if not is_open or all(x.shape[0] <= ROWS and x.shape[1] <= TOKENS for x in batch.values()):
+        return None
+    few = {name: x[:ROWS, :TOKENS].copy() for name, x in batch.items()}
+    for name, x in few.items():
+        if not _repeats_alike(x, batch[name]):
+            x[:, -1] = x[:, 0]
+    return few if all(np.isin(_marks(batch[name]), x).all() for name, x in few.items()) else None
+
+
+def _marks(x: np.ndarray) -> np.ndarray:
+    """Return the values of a mask, or those of other integers that are no indices."""
+    values = np.unique(x)
+    return values if values.size <= MASK_VALUES else values[values < 0]
 
 
 def _is_index(x: ir.Value, forward: set[ir.Node]) -> bool:
