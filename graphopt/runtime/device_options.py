@@ -43,8 +43,8 @@ class DeviceOptions(Checked):
             freed after its last reader, as with `low_memory`; on CPUs, these sessions share the memory of values,
             which the process keeps. `auto`: `packed` below 512 MB, `low` from 2 GB, and for
             steps on CPUs from 64 million weights.
-        memory: the most that the process may take, such as `2 GB` or `512 MiB`, beside pages of files, which the system
-            may drop. On CPUs only: `frozen` is `low`, shapes are static, and a step that does not fit takes
+        memory: the plan for what the process takes at most, such as `2 GB` or `512 MiB`, beside pages of files, which
+            the system may drop. On CPUs only: `frozen` is `low`, shapes are static, and a step that does not fit takes
             `passes.Recompute` with the largest budget that does. One that cannot fit is refused before it runs, with
             the least that would do.
         flush_denormals: compute with 0 in place of denormal numbers (below 1e-38 in float32), which are slow; on CPUs
