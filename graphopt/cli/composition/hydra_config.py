@@ -200,9 +200,10 @@ class CommandLine:
         return False
 
 
-def _class_of(group: str, option: str) -> str:
-    """Return the class that an option of a group names, or what the name of one begins with."""
-    return str(plain_of(OmegaConf.load(RECIPES / group / f"{option}.yaml")).get("_target_", "passes."))
+def _classes_of(group: str, options: Sequence[str]) -> list[str]:
+    """Return the classes that options of a group name."""
+    configs = (plain_of(OmegaConf.load(RECIPES / group / f"{option}.yaml")) for option in options)
+    return [config["_target_"] for config in configs if "_target_" in config]
 
 
 def _record(overrides: Sequence[str]) -> RunRecord | None:
@@ -392,17 +393,15 @@ class RecipeLoader(ConfigLoaderImpl):
             is_value = not override.is_delete() and not override.is_sweep_override()
             if is_value and not isinstance(override.value(), str):
                 found, several = override.get_value_string(), override.value()
-                if (
-                    isinstance(several, list)
-                    and group in base_recipe()["pipeline"]
-                    and {*several} <= {*options}
-                ):
+                is_group = group in base_recipe()["pipeline"]
+                if is_group and isinstance(several, list) and {*several} <= {*options}:
                     first, *others = several
-                    more = ",".join(f"{{_target_:{_class_of(group, x)}}}" for x in others)
-                    raise GraphoptError(
-                        f"{line}: expected one option of {group}, found {len(several)}: write {group}={first} "
-                        f"'pipeline.{group}=[${{{group}}},{more}]'"
-                    )
+                    if others and len(classes := _classes_of(group, others)) == len(others):
+                        more = ",".join(f"{{_target_:{x}}}" for x in classes)
+                        raise GraphoptError(
+                            f"{line}: expected one option of {group}, found {len(several)}: write {group}={first} "
+                            f"'pipeline.{group}=[${{{group}}},{more}]'"
+                        )
                 field = none if found in ("null", "false") else f": its fields are set by {group}.FIELD=VALUE"
                 raise GraphoptError(f"{line}: {known}, found {found}{field}")
 
