@@ -73,6 +73,9 @@ def replacing(path: str | os.PathLike[str], mode: int = 0o666) -> Iterator[str]:
         yield temporary
         os.chmod(temporary, mode & ~_umask())
         os.replace(temporary, target)
+    except OSError as error:
+        error.filename = error.filename or os.fspath(target)  # which the system does not name on a full disk
+        raise
     finally:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(temporary)
