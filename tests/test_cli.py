@@ -219,7 +219,7 @@ def test_a_comparison_shows_the_epoch_whose_weights_the_file_has(capsys: pytest.
     assert json.loads(Path("out/result.json").read_text())["epoch"] == 1
     assert cli.main(["compare", "folder=out"]) == 0
     table = capsys.readouterr().out
-    assert re.search(r"^ \. .* 1 *$", table, re.MULTILINE) and len(lines("out/metrics.jsonl")) == 3
+    assert re.search(r"^ out .* 1 *$", table, re.MULTILINE) and len(lines("out/metrics.jsonl")) == 3
 
 
 @pytest.mark.slow

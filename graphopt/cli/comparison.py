@@ -158,7 +158,8 @@ class _Comparison:
         paths = sorted((path.parents[1] for path in folder.rglob(f"{HYDRA}/{OVERRIDES}")), key=_path_order)
         for path in paths:
             enter(path)
-        runs = [_Run.read(path, str(path.relative_to(folder))) for path in paths]
+        names = [str(path.relative_to(folder)) if path != folder else folder.resolve().name for path in paths]
+        runs = [_Run.read(path, name) for path, name in zip(paths, names, strict=True)]
         runs = [run for run in runs if run.config.get("run", "train") == "train"]
         if not runs:
             raise GraphoptError(f"{folder}: expected a folder with runs, found none: give it with folder=...")
@@ -224,7 +225,8 @@ class _Comparison:
     def page(self) -> str:
         """Return the page: the best run, the table, and the curves."""
         best, states = self.runs[0], self.states()
-        links = {i: f"{quote(run.name)}/{REPORT}" for i, run in enumerate(self.runs) if run.has_report}
+        places = [quote(str(run.path.relative_to(self.folder))) for run in self.runs]
+        links = {i: f"{places[i]}/{REPORT}" for i, run in enumerate(self.runs) if run.has_report}
         labels = list(map(label_of, _short_names(self.options)))
         parts = []
         if states[0] == "best":
