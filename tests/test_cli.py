@@ -223,6 +223,19 @@ def test_a_comparison_shows_the_epoch_whose_weights_the_file_has(capsys: pytest.
 
 
 @pytest.mark.slow
+def test_a_full_disk_names_the_file(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "chmod", full)
+        assert cli.main(MINE) == 1
+    assert re.search(r"error: out/\S+: No space left on device$", capsys.readouterr().err)
+
+
+@pytest.mark.slow
 def test_multirun_ends_in_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     sweep = ["-m", *MINE, "optimizer=sgd,adamw", "optimizer.learning_rate=1e-3,1e-2"]
     assert cli.main(sweep) == 0
