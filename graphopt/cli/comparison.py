@@ -158,8 +158,8 @@ class _Comparison:
         paths = sorted((path.parents[1] for path in folder.rglob(f"{HYDRA}/{OVERRIDES}")), key=_path_order)
         for path in paths:
             enter(path)
-        names = [str(path.relative_to(folder)) if path != folder else folder.resolve().name for path in paths]
-        runs = [_Run.read(path, name) for path, name in zip(paths, names, strict=True)]
+        own = folder.resolve().name
+        runs = [_Run.read(path, own if path == folder else str(path.relative_to(folder))) for path in paths]
         runs = [run for run in runs if run.config.get("run", "train") == "train"]
         if not runs:
             raise GraphoptError(f"{folder}: expected a folder with runs, found none: give it with folder=...")
