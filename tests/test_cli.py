@@ -346,7 +346,7 @@ REFUSED = {
     "recipe": (["optimizer=foo"], "unknown optimizer 'foo'; known: adafactor, adagrad, adam, adamw"),
     "group": (
         ["optimizr=adam"],
-        "unknown option 'optimizr', nearest: 'optimizer'; known: accumulate, adapter, augment, average, callbacks",
+        "unknown option 'optimizr', nearest: 'optimizer'; known: accumulate, adapter, augment, average, base_name",
     ),
     "field": (["optimizer.lr=1"], "optimizer: unknown field 'lr', nearest: 'learning_rate'; known: beta1"),
     "added field": (
