@@ -47,9 +47,8 @@ def frozen_bytes(model: ir.Model) -> int:
 
 def _as_floats(model: ir.Model) -> int:
     """Return the bytes of these weights as floats, where integers of 8 bits hold two of 4."""
-    return sum(
-        tensor_bytes(x) * (8 if x is not None and x.dtype.bitwidth <= 8 else 1) for x in _frozen(model)
-    )
+    weights = [(x, x.dtype) for x in _frozen(model) if x is not None]
+    return sum(tensor_bytes(x) * (8 if of.is_integer() and of.bitwidth <= 8 else 1) for x, of in weights)
 
 
 def _frozen(model: ir.Model) -> list[ir.TensorProtocol | None]:
