@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import numpy as np
+import onnx_ir as ir
 import pytest
 from builders import model
 
@@ -13,8 +17,10 @@ from graphopt.graph.memory import estimate
 from graphopt.runtime import fitting, frozen, runners, system_memory, translation
 from graphopt.runtime.checks import first_check
 from graphopt.runtime.checks.rows import ROWS, TOKENS, some_tokens
+from graphopt.runtime.device import Device
 from graphopt.runtime.evaluation import ChosenEvaluation
 from graphopt.runtime.frozen import placement_by_size
+from graphopt.runtime.session import Session
 from graphopt.runtime.system_memory import available, bytes_of_size, taken
 
 RNG = np.random.default_rng(0)
@@ -199,6 +205,23 @@ def test_a_mistake_is_seen_on_some_tokens(factor, monkeypatch, tmp_path):
     with pytest.raises(graphopt.GraphoptError, match=r"^parameter .m.: expected a gradient with the slope"):
         executor.step(batch_of(2, 200))
     assert sizes == [(2, TOKENS), (2, 200)]
+
+
+@pytest.mark.parametrize("is_low", [False, True])
+def test_no_value_lives_for_its_shape_where_memory_is_low(is_low, tmp_path):
+    """By default, the runtime may run Shape just before what reads it: of a step, in the backward pass."""
+    nodes = "a = Exp(x) s = Shape(a) z = Cast<to = 1>(s) b = Tanh(a) y = Tanh(b)"
+    device = Device("cpu", threads=1)
+    options = device.new_session_options(low_memory=is_low, optimized=False)
+    options.enable_profiling, options.profile_file_prefix = True, str(tmp_path / "profile")
+    graph = ir.from_proto(model(f"g (float[N,2] x) => (float[N,2] y, float[2] z) {{ {nodes} }}"))
+    session = Session(device, graph, options)
+    session.compute_arrays({"x": np.zeros((3, 2), np.float32)})
+    events = json.loads(Path(session.ort.end_profiling()).read_text())
+    ran = [x["args"]["op_name"] for x in events if x["name"].endswith("_kernel_time")]
+    assert ran == (
+        ["Exp", "Shape", "Cast", "Tanh", "Tanh"] if is_low else ["Exp", "Tanh", "Tanh", "Shape", "Cast"]
+    )
 
 
 # Where there is no memory.
