@@ -16,7 +16,7 @@ _UNITS = {"kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12} | {
     "GiB": 2**30,
     "TiB": 2**40,
 }
-_SIZE = re.compile(rf"([0-9]+(?:\.[0-9]+)?) ({'|'.join(_UNITS)})")
+_SIZE = re.compile(rf"([0-9]+(?:\.[0-9]+)?) ?({'|'.join(_UNITS)})")
 _PROC, _GROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 # In a control group of version 2, and of version 1: the limit, and what is taken.
 _FILES = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))
