@@ -199,10 +199,8 @@ class Parameters(Pass):
         roots = self._tie(model, chosen)
         pruned = [value for value in roots if self._keeps_zeros(value)]
         if missing := (LeftOut.read(model) or LeftOut()).names:
-            names, counted = (
-                some([repr(name) for name in missing], 4),
-                f"{len(missing)} parameter{'s' if len(missing) > 1 else ''}",
-            )
+            names = some([repr(name) for name in missing], 4)
+            counted = f"{len(missing)} parameter{'s' if len(missing) > 1 else ''}"
             warnings.warn(
                 f"the exporter left out {counted}, which cannot train, or the module does not use them: "
                 f"{names}: {EXPORT_ANEW}",

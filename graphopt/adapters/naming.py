@@ -342,6 +342,6 @@ def matched(place: str, paths: Sequence[str], known: Collection[str]) -> dict[st
 def prefix_of(renamed: Mapping[str, str]) -> tuple[str, str]:
     """Return what `matched` has added to the names of all modules, and what it has removed from them."""
     path, own = next(iter(renamed.items()), ("", ""))
-    return own[: -len(path)] if own.endswith(f".{path}") else "", path[: -len(own)] if path.endswith(
-        f".{own}"
-    ) else ""
+    added = own.removesuffix(path) if own.endswith(f".{path}") else ""
+    removed = path.removesuffix(own) if path.endswith(f".{own}") else ""
+    return added, removed

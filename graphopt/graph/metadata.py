@@ -541,8 +541,8 @@ class Architecture(
         heads: the number of heads of keys.
         base: the name of the model in config.json or in the folder, such as `Qwen/Qwen3-0.6B`.
         task: the task of such models in peft, such as `CAUSAL_LM`.
-        added, removed: what names of modules in the file begin with, and those in the folder do not; the other way
-            round.
+        added: the prefix that names of modules have in the file, and not in the folder.
+        removed: the prefix that they have in the folder, and not in the file.
     """
 
     type: str = ""

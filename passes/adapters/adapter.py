@@ -330,7 +330,7 @@ def _last_products(model: ir.Model, groups: Mapping[ir.Value, Sequence[AdapterTa
 
 
 def _routers(model: ir.Model, groups: Mapping[ir.Value, Sequence[AdapterTarget]]) -> list[ir.Value]:
-    """Return the weights of products that choose among experts: those with an output for each, whose largest count."""
+    """Return the weights of routers: of products with one output for each expert, from which the largest are chosen."""
     by_node = {target.node: weight for weight, targets in groups.items() for target in targets}
     stacked = (x for x in model.graph.initializers.values() if x.shape is not None and len(x.shape) == 3)
     counts = {dims_of(x)[0] for x in stacked if _multiplies(x)}

@@ -259,7 +259,7 @@ class _Reader(CachingConfigRepository):
     """Bound untrusted recipes: each is checked before it is parsed, and can name others many times."""
 
     def __init__(self, delegate: IConfigRepository) -> None:
-        # Hydra's copies all configs that its store knows, too, once for each group that it lists.
+        # Hydra's own method copies the whole store of configs, too, for each group that it lists.
         self.delegate, self.cache = copy.copy(delegate), {}
         self._left = MOST_READ
 

@@ -248,8 +248,7 @@ class _Step:
                 whole = whole.clone()
                 _in(whole, ir.DataType.FLOAT)
             # Few runs do not make up for the runtime's optimization.
-            options = device.new_session_options(optimized=False) if self._is_small else None
-            self._session = Session(device, whole, options)
+            self._session = Session(device, whole, optimized=not self._is_small)
         self._whole = whole
         for name in self.forward.gradients:
             if not is_finite(state[name]):

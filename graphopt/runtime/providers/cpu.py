@@ -48,6 +48,8 @@ class Cpu(Provider):
     def add_own(self, options: onnxruntime.SessionOptions, *, captures: bool, low_memory: bool) -> None:
         if low_memory and self.on_cpu:
             share_arena(self.ort, options)
+            # Shape nodes run first, so that no value lives on for its shape alone.
+            options.execution_order = self.ort.ExecutionOrder.PRIORITY_BASED
         if self.flushing is not None:
             options.add_session_config_entry(_DENORMALS, "1")
 

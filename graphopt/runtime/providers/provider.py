@@ -184,8 +184,6 @@ class Provider:
         options.use_deterministic_compute = chosen.deterministic
         options.enable_mem_pattern = options.enable_mem_reuse = not (chosen.low_memory or low_memory)
         options.enable_cpu_mem_arena = not low_memory
-        if low_memory:  # a value whose shape alone is still read is freed: Shape nodes run first
-            options.execution_order = self.ort.ExecutionOrder.PRIORITY_BASED
         for name, entry in {PLACEMENT: "1", **AS_WRITTEN}.items():
             options.add_session_config_entry(name, entry)
         self.add_own(options, captures=captures, low_memory=low_memory)
