@@ -19,7 +19,7 @@ from graphopt.graph.model_folders import is_model_folder, model_in
 PROMPT = "prompt="  # the field of a text, which needs no quotes of Hydra's
 TUNE = "tune"  # the verb of graphopt.cli.tuning
 BUILT_IN = ("linear", "mlp", "cnn", "transformer")  # models
-_OF_RUNS = ("compare", "evaluate", "export", "predict")  # verbs that take the folder of runs
+_OF_RUNS = ("compare", "evaluate", "export", "generate", "predict")  # verbs that take the folder of runs
 _MEANT = {  # by words that other programs take
     **dict.fromkeys(("fit", "run"), "train"),
     **dict.fromkeys(("infer", "inference"), "predict"),
@@ -57,6 +57,20 @@ def field_of(word: str, verbs: Iterable[str]) -> str:
     )
 
 
+def with_folders(words: Sequence[str]) -> list[str]:
+    """Return the words with `folder=RUN` for a folder that is no model and follows a verb of runs: `evaluate RUN`."""
+
+    def is_run(before: str, word: str) -> bool:
+        return (
+            before in _OF_RUNS and "=" not in word and os.path.isdir(word) and not is_model_folder(Path(word))
+        )
+
+    return [
+        f"folder={QuotedString(word, Quote.single).with_quotes()}" if is_run(before, word) else word
+        for before, word in zip(["", *words], words, strict=False)
+    ]
+
+
 def _names_model(word: str) -> bool:
     """Return whether a word is the file of a model, or a folder that programs open as a model."""
     return word.endswith(".onnx") or is_model_folder(Path(word))
@@ -80,8 +94,8 @@ def check_words(words: Sequence[str], verbs: Iterable[str]) -> None:
             raise GraphoptError(
                 f'{before}: expected one text, found spaces in it: quote it, as in {PROMPT}"{text}"'
             )
-        if is_bare(word) and before in _OF_RUNS and (os.path.isdir(word) or not os.path.exists(word)):
-            raise GraphoptError(f"{word}: expected FIELD=VALUE: write {before} folder={word}")
+        if is_bare(word) and before in _OF_RUNS and not os.path.exists(word) and not _stands_for(word):
+            raise GraphoptError(f"{word}: expected the folder of a run or FIELD=VALUE, found no such folder")
         if "://" in word and "=" not in word:
             check_format(word)
         if split:
