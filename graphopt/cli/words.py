@@ -42,7 +42,7 @@ def field_of(word: str, verbs: Iterable[str]) -> str:
         return word
     if word in verbs:
         return f"run={word}"
-    if _names_model(word):
+    if names_model(word):
         if word.count(".onnx,") and not os.path.exists(word):
             raise GraphoptError(f"{word}: expected one model, found several: -m model={word} runs each")
         model = str(model_in(Path(word))) if os.path.isdir(word) else word
@@ -71,7 +71,7 @@ def with_folders(words: Sequence[str]) -> list[str]:
     ]
 
 
-def _names_model(word: str) -> bool:
+def names_model(word: str) -> bool:
     """Return whether a word is the file of a model, or a folder that programs open as a model."""
     return word.endswith(".onnx") or is_model_folder(Path(word))
 
@@ -80,12 +80,12 @@ def check_words(words: Sequence[str], verbs: Iterable[str]) -> None:
     """Raise an error if a shell has split an argument at its spaces, or two words name models or verbs."""
 
     def is_bare(word: str) -> bool:
-        return "=" not in word and word not in verbs and not _names_model(word) and word[:1] not in "~"
+        return "=" not in word and word not in verbs and not names_model(word) and word[:1] not in "~"
 
     for i, (before, word, after) in enumerate(zip(["", *words], words, [*words[1:], ""], strict=False)):
         if word.startswith("=") and before and "=" not in before:
             split = f"{before}{word}{after if word == '=' else ''}"
-        elif "=" not in word and before.endswith("=") and word not in verbs and not _names_model(word):
+        elif "=" not in word and before.endswith("=") and word not in verbs and not names_model(word):
             split = f"{before}{word}"
         else:
             split = ""
@@ -109,7 +109,7 @@ def check_words(words: Sequence[str], verbs: Iterable[str]) -> None:
             raise GraphoptError(
                 f'{word}: expected its brackets to close, found a space: quote it, as in "{" ".join(words[i:])}"'
             )
-    models = [word for word in words if "=" not in word and word not in verbs and _names_model(word)]
+    models = [word for word in words if "=" not in word and word not in verbs and names_model(word)]
     for what, named in (("model", models), ("verb", [word for word in words if word in verbs])):
         first, *others = dict.fromkeys(named) or [""]
         if others:
