@@ -105,6 +105,10 @@ def test_tune_trains_all_weights_of_a_model_of_texts(
     header, *rows = next(Path().rglob("new_labels.csv")).read_text().splitlines()
     place = header.split(",").index("label")
     assert [row.split(",")[place] for row in rows] == ["good", "bad"]
+    assert cli.main(["export", "tuned"]) == 0
+    config = json.loads(Path("tuned/merged/config.json").read_text())
+    assert config["id2label"] == {"0": "bad", "1": "good"} and config["label2id"] == {"bad": 0, "good": 1}
+    assert labels_in(ir.load("tuned/merged/model.onnx")) == ["bad", "good"]
 
 
 def test_numbers_that_are_not_counted_from_0_are_names_of_classes(
