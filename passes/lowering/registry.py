@@ -14,8 +14,10 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import onnx_ir as ir
 
+from graphopt.errors import GraphoptError
 from graphopt.graph.emitter import Emitter, Input
 from graphopt.graph.metadata import FROZEN
+from graphopt.graph.values import constant_of
 from passes.gradients.registry import F, registering
 
 Lowering = Callable[..., ir.Value | Sequence[ir.Value | None]]
@@ -44,3 +46,11 @@ def freeze(x: ir.Value) -> ir.Value:
 def plus(x: ir.Value, bias: Input) -> ir.Value:
     """Return x + bias, or x if `bias` is None."""
     return x if bias is None else x + bias
+
+
+def stored(x: ir.Value, name: str) -> np.ndarray:
+    """Return the numbers of an initializer."""
+    array = constant_of(x)
+    if array is None:
+        raise GraphoptError(f"expected its {name} {x.name!r} to be an initializer, found a computed value")
+    return array

@@ -147,7 +147,7 @@ def _is_weight(x: ir.Value, nodes: Sequence[ir.Node]) -> bool:
         return False
     alike = all([*node.inputs] == [*first.inputs] and node.attributes == first.attributes for node in nodes)
     steps = scale.astype(np.float32)
-    return alike and len(x.uses()) == len(nodes) and bool(np.isfinite(steps).all() and (steps > 0).all())
+    return alike and len(x.uses()) == len(nodes) and bool(np.isfinite(steps).all() and (steps != 0).all())
 
 
 def _declare(model: ir.Model, weight: ir.Value, numbers: np.ndarray, role: Role) -> ir.Value:
