@@ -1,0 +1,217 @@
+"""Files that compute with integers train, and come back as they are: ONNX Runtime's quantizer, a PyTorch interpreter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from onnxruntime.quantization import (
+    CalibrationDataReader,
+    QuantFormat,
+    QuantType,
+    quantize_dynamic,
+    quantize_static,
+)
+from steps import assert_equal, outputs, weights
+
+import graphopt
+import passes
+
+F = torch.nn.functional
+HEADER = '<ir_version: 9, opset_import: ["": 17, "com.microsoft": 1]>'
+INT8 = {"activation_type": QuantType.QInt8}
+RATE = 0.1
+
+NETWORKS = {
+    "cnn": """g (float[N,2,8,8] x) => (float[N,5] y) {
+        a = Conv<pads = [1, 1, 1, 1], kernel_shape = [3, 3]>(x, a_w, a_b) ar = Relu(a)
+        p = MaxPool<kernel_shape = [2, 2], strides = [2, 2]>(ar)
+        b = Conv<strides = [2, 2], group = 2, kernel_shape = [2, 2]>(p, b_w, b_b) br = Relu(b)
+        f = Flatten(br) c = Gemm<transB = 1>(f, c_w, c_b) cr = Relu(c) y = MatMul(cr, d_w) }""",
+    "others": """g (float[N,2,8,8] x) => (float[N,5] y) {
+        a = Conv<pads = [1, 1, 1, 1], kernel_shape = [3, 3]>(x, a_w, a_b) l = LeakyRelu<alpha = 0.1>(a)
+        s = Sigmoid(a) m = Mul(l, s) t = Add(m, a) j = Concat<axis = 1>(t, l)
+        p = AveragePool<kernel_shape = [2, 2], strides = [2, 2]>(j) v = GlobalAveragePool(p) f = Flatten(v)
+        c = Gemm<transB = 1>(f, e_w, c_b) k = Softmax<axis = -1>(c) y = MatMul(k, d_w) }""",
+}
+SHAPES = {
+    **{"a_w": (4, 2, 3, 3), "a_b": (4,), "b_w": (4, 2, 2, 2), "b_b": (4,)},
+    **{"c_w": (6, 16), "c_b": (6,), "e_w": (6, 8), "d_w": (6, 5)},
+}
+CASES = [
+    ("cnn", {}),
+    ("cnn", {"per_channel": True}),
+    ("cnn", INT8 | {"per_channel": True}),
+    ("cnn", {"weight_type": QuantType.QUInt8}),
+    ("others", {}),
+    ("others", INT8),
+]
+
+
+class Rows(CalibrationDataReader):
+    def __init__(self, x: np.ndarray) -> None:
+        self.rows = iter([{"x": x}])
+
+    def get_next(self) -> dict[str, np.ndarray] | None:
+        return next(self.rows, None)
+
+
+def parsed(text: str, arrays: dict[str, np.ndarray]) -> onnx.ModelProto:
+    proto = onnx.parser.parse_model(f"{HEADER} {text}")
+    read = {name for node in proto.graph.node for name in node.input}
+    proto.graph.initializer.extend(
+        onnx.numpy_helper.from_array(x, name) for name, x in arrays.items() if name in read
+    )
+    return proto
+
+
+def batch(count: int = 16) -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(1)
+    return rng.standard_normal((count, 2, 8, 8)).astype(np.float32), rng.standard_normal((count, 5)).astype(
+        np.float32
+    )
+
+
+def qoperators(network: str, folder: Path, **options: Any) -> onnx.ModelProto:
+    """Return a network in the QOperator format, as ONNX Runtime writes it."""
+    rng = np.random.default_rng(0)
+    arrays = {
+        name: rng.standard_normal(shape).astype(np.float32) / shape[-1] for name, shape in SHAPES.items()
+    }
+    onnx.save(parsed(NETWORKS[network], arrays), folder / "float.onnx")
+    given = {"activation_type": QuantType.QUInt8, "weight_type": QuantType.QInt8, **options}
+    given["quant_format"] = QuantFormat.QOperator
+    quantize_static(folder / "float.onnx", folder / "int8.onnx", Rows(batch()[0]), **given)
+    return onnx.load(folder / "int8.onnx")
+
+
+def executor(proto: onnx.ModelProto, rate: float = RATE) -> graphopt.Executor:
+    step = graphopt.compile(proto, loss=passes.MeanSquaredError(), optimizer=passes.SGD(rate))
+    return graphopt.Executor(step, threads=1, native=False)
+
+
+# --- An interpreter of the QOperator format with masters ---
+
+OPERATORS: dict[str, Callable[..., torch.Tensor]] = {
+    "QLinearAdd": torch.add,
+    "QLinearMul": torch.mul,
+    "QLinearMatMul": torch.matmul,
+    "QLinearSigmoid": torch.sigmoid,
+    "QLinearLeakyRelu": lambda x: F.leaky_relu(x, 0.1),
+    "QLinearSoftmax": lambda x: torch.softmax(x, -1),
+    "QLinearAveragePool": lambda x: F.avg_pool2d(x, 2),
+    "QLinearGlobalAveragePool": lambda x: x.mean((2, 3), keepdim=True),
+    "QLinearConcat": lambda *x: torch.cat(x, 1),
+    "QGemm": lambda x, w, b=None: F.linear(x, w, b),
+    "MaxPool": lambda x: F.max_pool2d(x, 2),
+    "Flatten": lambda x: x.flatten(1),
+}
+
+
+def rounded(
+    x: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, limits: tuple[int, int], axis: int = 0
+) -> torch.Tensor:
+    """Round to integers of a scale, and back; what rounds into the range has the gradient of the rounded number."""
+    if scale.numel() > 1:
+        shape = [-1 if i == axis else 1 for i in range(x.dim())]
+        scale, zero = scale.reshape(shape), zero.reshape(shape)
+    steps = torch.round(x.detach() / scale) + zero
+    numbers = (torch.clamp(steps, *limits) - zero) * scale
+    passed = torch.where((steps >= limits[0]) & (steps <= limits[1]), x, numbers)
+    return passed + (numbers - passed).detach()
+
+
+class Interpreter:
+    """Compute what a file in the QOperator format computes, in floats that stand for its integers."""
+
+    def __init__(self, proto: onnx.ModelProto) -> None:
+        self.proto, self.arrays = proto, weights(proto)
+        self.masters: dict[str, torch.Tensor] = {}
+        self.layouts: dict[str, tuple[torch.Tensor, torch.Tensor, tuple[int, int], int]] = {}
+
+    def number(self, name: str) -> torch.Tensor:
+        array = torch.tensor(self.arrays[name].astype(np.float32))
+        return array.reshape(()) if array.numel() == 1 else array
+
+    def limits(self, name: str) -> tuple[int, int]:
+        information = np.iinfo(self.arrays[name].dtype)
+        return int(information.min), int(information.max)
+
+    def weight(self, name: str, scale: torch.Tensor, zero: torch.Tensor, axis: int) -> torch.Tensor:
+        if name not in self.masters:
+            shape = [-1 if i == axis else 1 for i in range(self.arrays[name].ndim)]
+            numbers = torch.tensor(self.arrays[name].astype(np.float32))
+            spread = [part.reshape(shape) if part.numel() > 1 else part for part in (scale, zero)]
+            self.masters[name] = ((numbers - spread[1]) * spread[0]).requires_grad_()
+        return rounded(self.masters[name], scale, zero, self.limits(name), axis)
+
+    def __call__(self, x: np.ndarray) -> torch.Tensor:
+        values = {"x": torch.tensor(x)}
+        for node in self.proto.graph.node:
+            names, (y, *_) = node.input, node.output
+            if node.op_type in ("DequantizeLinear", "QuantizeLinear"):
+                q = values[names[0]]
+                if node.op_type == "QuantizeLinear":
+                    q = rounded(q, self.number(names[1]), self.number(names[2]), self.limits(names[2]))
+                values[y] = q
+                continue
+            if not node.op_type.startswith("Q"):
+                values[y] = OPERATORS[node.op_type](values[names[0]])
+                continue
+            attributes = {a.name: onnx.helper.get_attribute_value(a) for a in node.attribute}
+            places = {"QLinearConcat": range(2, len(names), 3)}.get(node.op_type, (0, 3) if len(names) > 5 else (0,))
+            result = {"QLinearConcat": 0, "QLinearConv": 6, "QGemm": 7}.get(node.op_type, 3 * len(places))
+            operands, scales = [], []
+            for place in places:
+                q, scale, zero = names[place], self.number(names[place + 1]), self.number(names[place + 2])
+                axis = 1 if node.op_type == "QLinearMatMul" else 0
+                operands.append(values[q] if q in values else self.weight(q, scale, zero, axis))
+                scales.append(scale)
+            bias = {"QLinearConv": 8, "QGemm": 6}.get(node.op_type)
+            if bias is not None and names[bias]:
+                steps = scales[0] * scales[1]
+                operands.append(self.weight(names[bias], steps, torch.tensor(0.0), 0))
+            if node.op_type == "QLinearConv":
+                pads = attributes.get("pads", [0])[0]
+                strides = attributes.get("strides", [1])[0]
+                value = F.conv2d(*operands, strides, pads, groups=attributes.get("group", 1))
+            else:
+                value = OPERATORS[node.op_type](*operands)
+            zero = names[result + 1]
+            values[y] = rounded(value, self.number(names[result]), self.number(zero), self.limits(zero))
+        return values[self.proto.graph.output[0].name]
+
+
+@pytest.mark.parametrize(("network", "options"), CASES)
+def test_files_of_qoperators_train_as_in_pytorch(network: str, options: dict[str, Any], tmp_path: Path) -> None:
+    proto = qoperators(network, tmp_path, **options)
+    assert sum(node.op_type.startswith("Q") for node in proto.graph.node) > 4
+    own, theirs, (x, target) = executor(proto), Interpreter(proto), batch()
+    expected = outputs(proto, {"x": x}, optimize=False)["y"]
+    np.testing.assert_array_equal(own.predict(x=x)["y"], expected)
+    np.testing.assert_array_equal(theirs(x).detach(), expected)
+    assert set(own.parameters) == set(theirs.masters)
+    assert_equal(weights(own.trained(into=proto)), weights(proto))
+    losses, optimizer = [], torch.optim.SGD(theirs.masters.values(), RATE)
+    for _ in range(20):
+        loss = F.mse_loss(theirs(x), torch.tensor(target))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append((own.step(x=x, target=target)["loss"], loss.item()))
+    np.testing.assert_allclose(*np.transpose(losses), rtol=1e-6)
+    for name, master in theirs.masters.items():
+        np.testing.assert_allclose(own.parameters[name], master.detach(), rtol=1e-4, atol=1e-6)
+    trained = own.trained(into=proto)
+    assert trained.graph.node == proto.graph.node
+    assert {name: x.dtype for name, x in weights(trained).items()} == {
+        name: x.dtype for name, x in weights(proto).items()
+    }
+    found = outputs(trained, {"x": x}, optimize=False)["y"]
+    np.testing.assert_array_equal(found, own.predict(x=x)["y"])
+    assert np.square(found - target).mean() < np.square(expected - target).mean()
