@@ -1,4 +1,4 @@
-"""Files that compute with integers train, and come back as they are: ONNX Runtime's quantizer, a PyTorch interpreter."""
+"""Files of integers train, and come back as they are: by ONNX Runtime's quantizer and a PyTorch interpreter."""
 
 from __future__ import annotations
 
@@ -164,7 +164,9 @@ class Interpreter:
                 values[y] = OPERATORS[node.op_type](values[names[0]])
                 continue
             attributes = {a.name: onnx.helper.get_attribute_value(a) for a in node.attribute}
-            places = {"QLinearConcat": range(2, len(names), 3)}.get(node.op_type, (0, 3) if len(names) > 5 else (0,))
+            places = {"QLinearConcat": range(2, len(names), 3)}.get(
+                node.op_type, (0, 3) if len(names) > 5 else (0,)
+            )
             result = {"QLinearConcat": 0, "QLinearConv": 6, "QGemm": 7}.get(node.op_type, 3 * len(places))
             operands, scales = [], []
             for place in places:
@@ -188,7 +190,9 @@ class Interpreter:
 
 
 @pytest.mark.parametrize(("network", "options"), CASES)
-def test_files_of_qoperators_train_as_in_pytorch(network: str, options: dict[str, Any], tmp_path: Path) -> None:
+def test_files_of_qoperators_train_as_in_pytorch(
+    network: str, options: dict[str, Any], tmp_path: Path
+) -> None:
     proto = qoperators(network, tmp_path, **options)
     assert sum(node.op_type.startswith("Q") for node in proto.graph.node) > 4
     own, theirs, (x, target) = executor(proto), Interpreter(proto), batch()
@@ -214,4 +218,168 @@ def test_files_of_qoperators_train_as_in_pytorch(network: str, options: dict[str
     }
     found = outputs(trained, {"x": x}, optimize=False)["y"]
     np.testing.assert_array_equal(found, own.predict(x=x)["y"])
+    assert np.square(found - target).mean() < np.square(expected - target).mean()
+
+
+def test_other_operators_on_integers_compute_what_onnxruntime_does() -> None:
+    """QLinearWhere, a Softmax over several axes, Pad, Resize, Split and Transpose of integers."""
+    nodes = """g (float[N,2,4,4] x, bool[1] c) => (float[N,5] y) {
+        q = QuantizeLinear(x, s, z)
+        w = com.microsoft.QLinearWhere(c, q, s, z, k, s, z, t, z)
+        r = Resize<mode = "nearest">(w, , scales) d = Pad(r, pads, z) u = Transpose<perm = [0, 1, 3, 2]>(d)
+        e = com.microsoft.QLinearSoftmax<axis = 2, opset = 11>(u, t, z, f, g)
+        h = Flatten(e) p, o = Split<axis = 1>(h, parts) y = com.microsoft.QGemm(p, f, g, v, s, z, b) }"""
+    rng = np.random.default_rng(0)
+    arrays = {
+        "s": np.float32(0.03), "t": np.float32(0.04), "f": np.float32(1 / 256), "z": np.uint8(120), "g": np.uint8(0),
+        "k": np.full((1,), 30, np.uint8), "v": rng.integers(0, 256, (90, 5)).astype(np.uint8),
+        "b": rng.integers(-900, 900, 5).astype(np.int32), "scales": np.float32([1, 1, 2, 2]),
+        "pads": np.int64([0, 0, 1, 0, 0, 0, 0, 1]), "parts": np.int64([90, 72]),
+    }  # fmt: skip
+    proto = parsed(nodes, {name: np.asarray(x) for name, x in arrays.items()})
+    own, x, target = executor(proto, 0.01), batch()[0][:, :, :4, :4], batch()[1]
+    for chosen in (np.array([True]), np.array([False])):
+        feeds = {"x": x, "c": chosen}
+        expected = outputs(proto, feeds, optimize=False)["y"]
+        np.testing.assert_allclose(
+            own.predict(feeds)["y"], expected, atol=0.03 * 255 * 2 / 256
+        )  # a step of Softmax
+    assert set(own.parameters) >= {"v", "b"}
+    found = [own.step(x=x, c=np.array([True]), target=target)["loss"] for _ in range(5)]
+    assert found[-1] < found[0]
+    assert outputs(own.trained(into=proto), feeds)["y"].shape == expected.shape
+
+
+FAULTS = {
+    "a scale of 0": ("s", np.float32(0), r"its scale 's': expected finite numbers other than 0"),
+    "several scales of data": (
+        "s",
+        np.float32([0.1, 0.2]),
+        r"its scale 's' is not covered: expected one number",
+    ),
+    "a computed scale": ("s", None, r"expected its scale 's' to be an initializer, found a computed value"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_other_scales_are_refused_in_a_line(fault: str) -> None:
+    name, numbers, words = FAULTS[fault]
+    arrays = {"s": np.float32(0.1), "z": np.uint8(0), "w": np.ones((4, 5), np.uint8), name: numbers}
+    computed = "s = Exp(l)" if numbers is None else ""
+    proto = parsed(
+        f"""g (float[N,4] x, float l) => (float[N,5] y) {{ {computed} q = QuantizeLinear(x, t, z)
+        p = QLinearMatMul(q, s, z, w, t, z, t, z) y = DequantizeLinear(p, t, z) }}""",
+        {"t": np.float32(0.1)} | {key: x for key, x in arrays.items() if x is not None},
+    )
+    with pytest.raises(graphopt.GraphoptError, match=f"^cannot lower QLinearMatMul node .*{words}") as error:
+        executor(proto)
+    assert "\n" not in str(error.value)
+
+
+# --- Dynamic files ---
+
+
+def dynamic(text: str, arrays: dict[str, np.ndarray], folder: Path) -> onnx.ModelProto:
+    onnx.save(parsed(text, arrays), folder / "float.onnx")
+    quantize_dynamic(folder / "float.onnx", folder / "int8.onnx")
+    return onnx.load(folder / "int8.onnx")
+
+
+def test_an_embedding_of_integers_trains(tmp_path: Path) -> None:
+    """quantize_dynamic gathers integers, transposes them, and multiplies by them as they are."""
+    rng = np.random.default_rng(0)
+    arrays = {
+        "e": rng.standard_normal((9, 8)),
+        "w": rng.standard_normal((8, 5)),
+        "v": rng.standard_normal((8, 5)),
+    }
+    proto = dynamic(
+        """g (int64[N,3] i) => (float[N,5] y) { h = Gather(e, i) t = Transpose<perm = [1, 0, 2]>(h)
+        a = MatMul(t, w) k = Tanh(t) b = MatMul(k, v) c = Add(a, b) y = ReduceMean<axes = [0], keepdims = 0>(c) }""",
+        {name: x.astype(np.float32) for name, x in arrays.items()},
+        tmp_path,
+    )
+    assert proto.graph.node[0].op_type == "Gather"
+    assert proto.graph.node[0].input[0] == "e_quantized"
+    own, feeds, target = executor(proto), {"i": rng.integers(0, 9, (16, 3))}, batch()[1]
+    expected = outputs(proto, feeds, optimize=False)["y"]
+    np.testing.assert_allclose(own.predict(feeds)["y"], expected, rtol=1e-5, atol=1e-6)
+    assert set(own.parameters) == {"e_quantized", "w_quantized", "v_quantized"}
+    for _ in range(20):
+        own.step(**feeds, target=target)
+    trained = own.trained(into=proto)
+    assert all(np.any(weights(trained)[name] != weights(proto)[name]) for name in own.parameters)
+    found = outputs(trained, feeds, optimize=False)["y"]
+    np.testing.assert_allclose(found, own.predict(feeds)["y"], rtol=1e-5, atol=1e-6)
+    assert np.square(found - target).mean() < 0.9 * np.square(expected - target).mean()
+
+
+OLD = """g (float[N,2,4,4] x) => (float[N,3,4,4] y) {
+    q, s, z = DynamicQuantizeLinear(x) bs = Mul(s, ws) t = Div(b, bs) f = Floor(t) bq = Cast<to = 6>(f)
+    c = ConvInteger<pads = [1, 1, 1, 1], kernel_shape = [3, 3]>(q, w, z, wz) r = Reshape(bq, shape)
+    a = Add(c, r) k = Cast<to = 1>(a) ks = Mul(s, ws) y = Mul(k, ks) }"""
+
+
+def test_biases_that_are_added_as_integers_train_as_in_pytorch() -> None:
+    """ONNX Runtime's quantize_dynamic of 2021 wrote them."""
+    rng = np.random.default_rng(0)
+    arrays = {
+        "w": rng.integers(-128, 128, (3, 2, 3, 3)).astype(np.int8), "ws": np.float32(0.01), "wz": np.int8(0),
+        "b": rng.standard_normal(3).astype(np.float32), "shape": np.int64([1, -1, 1, 1]),
+    }  # fmt: skip
+    proto = parsed(OLD, {name: np.asarray(x) for name, x in arrays.items()})
+    own, x = executor(proto), batch()[0][:, :, :4, :4]
+    target = np.zeros((16, 3, 4, 4), np.float32)
+    np.testing.assert_allclose(
+        own.predict(x=x)["y"], outputs(proto, {"x": x}, optimize=False)["y"], rtol=1e-5, atol=1e-5
+    )
+    b = torch.tensor(arrays["b"], requires_grad=True)
+    w = (torch.tensor(arrays["w"].astype(np.float32)) * 0.01).requires_grad_()
+    data, optimizer = torch.tensor(x), torch.optim.SGD([b, w], RATE)
+    scale = (data.max() - data.min()) / 255
+    seen = rounded(data, scale, torch.round(-data.min() / scale), (0, 255))
+    for _ in range(10):
+        steps = scale * 0.01
+        floor = b + (torch.floor(b / steps) * steps - b).detach()
+        filters = rounded(w, torch.tensor(0.01), torch.tensor(0.0), (-128, 127))
+        loss = F.mse_loss(F.conv2d(seen, filters, floor, padding=1), torch.tensor(target))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        np.testing.assert_allclose(own.step(x=x, target=target)["loss"], loss.item(), rtol=1e-5)
+    trained = own.trained(into=proto)
+    assert trained.graph.node == proto.graph.node
+    assert {name for name, array in weights(trained).items() if np.any(array != weights(proto)[name])} == {
+        "w",
+        "b",
+    }
+
+
+@pytest.mark.parametrize("direction", ["forward", "bidirectional"])
+def test_an_lstm_of_integers_trains(direction: str, tmp_path: Path) -> None:
+    """The states of the training graph are not rounded, so that predictions differ by their rounding."""
+    rng = np.random.default_rng(0)
+    count = 1 + (direction == "bidirectional")
+    shapes = {"w": (count, 24, 8), "r": (count, 24, 6), "b": (count, 48), "v": (6 * count, 5)}
+    arrays = {name: rng.uniform(-0.4, 0.4, shape).astype(np.float32) for name, shape in shapes.items()}
+    proto = dynamic(
+        f"""g (float[3,N,8] x) => (float[N,5] y) {{
+        h, a, c = LSTM<hidden_size = 6, direction = "{direction}">(x, w, r, b)
+        t = Transpose<perm = [1, 0, 2]>(a) f = Flatten(t) y = MatMul(f, v) }}""",
+        arrays,
+        tmp_path,
+    )
+    assert "DynamicQuantizeLSTM" in {node.op_type for node in proto.graph.node}
+    own, target = executor(proto), batch()[1]
+    feeds = {"x": rng.standard_normal((3, 16, 8)).astype(np.float32)}
+    expected = outputs(proto, feeds, optimize=False)["y"]
+    np.testing.assert_allclose(own.predict(feeds)["y"], expected, atol=5e-3)
+    assert set(own.parameters) == {"w_quantized", "r_quantized", "b", "v_quantized"}
+    assert_equal(weights(own.trained(into=proto)), weights(proto))
+    for _ in range(20):
+        own.step(**feeds, target=target)
+    trained = own.trained(into=proto)
+    assert all(np.any(weights(trained)[name] != weights(proto)[name]) for name in own.parameters)
+    found = outputs(trained, feeds, optimize=False)["y"]
+    np.testing.assert_allclose(own.predict(feeds)["y"], found, atol=5e-3)
     assert np.square(found - target).mean() < np.square(expected - target).mean()

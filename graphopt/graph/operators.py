@@ -108,7 +108,7 @@ SEQUENCE_READERS = frozenset({"ConcatFromSequence", "SequenceAt", "SequenceLengt
 DYNAMIC_PRODUCTS = {"ConvInteger", "DynamicQuantizeMatMul", "MatMulInteger", "MatMulIntegerToFloat"}
 
 # Operators that compute with integers in place of floating-point numbers, and have no other form here.
-INTEGER_OPERATORS = {"QAttention", "QEmbedLayerNormalization"}
+INTEGER_OPERATORS = {"QAttention", "QEmbedLayerNormalization", "QLinearReduceMean"}
 
 # Operators whose results need no rounding: an operand, its sign or magnitude, or what a cast rounds itself.
 CHOOSING = frozenset({"Abs", "Cast", "Identity", "Max", "Min", "Neg", "Relu", "Sign", "Where"})

@@ -45,7 +45,7 @@ FORMS = {
     "QGemm": Form("Gemm", (0, 3), 7, bias=6),
     **{f"QLinear{name}": Form(name, (0, 3), 6) for name in ("Add", "Mul")},
     **{f"QLinear{name}": Form(name, (0,), 3) for name in ("AveragePool", "GlobalAveragePool", "LeakyRelu")},
-    **{f"QLinear{name}": Form(name, (0,), 3) for name in ("ReduceMean", "Sigmoid", "Softmax")},
+    **{f"QLinear{name}": Form(name, (0,), 3) for name in ("Sigmoid", "Softmax")},
     "QLinearConcat": Form("Concat", (), 0),
     "QLinearWhere": Form("Where", (1, 4), 7),
 }
@@ -61,7 +61,9 @@ def in_floats(
 ) -> Value:
     """Emit the operator of floats between quantizers."""
     if channels_last:
-        raise GraphoptError("its attribute channels_last=1 is not covered: quantize a model with channels first")
+        raise GraphoptError(
+            "its attribute channels_last=1 is not covered: quantize a model with channels first"
+        )
     form = FORMS[node.op_type]
     places = form.operands or range(2, len(inputs), 3)
     axis = _axis_of_weight(form.op_type, attributes)
@@ -72,8 +74,6 @@ def in_floats(
     if form.bias is not None and (bias := [*inputs, None][form.bias]) is not None:
         steps = np.float32(attributes.get("alpha", 1)) * scales[0] * scales[1]
         floats.append(op.DequantizeLinear(bias, op.constant(steps.astype(np.float32)), axis=rank(bias) - 1))
-    if form.op_type == "ReduceMean":
-        floats.append(op.constant(np.array(attributes.pop("axes"), np.int64)))
     x = floats[0]
     if form.op_type == "Softmax" and opset < 13:  # over all axes from this one on
         floats = [op.Flatten(x, axis=attributes.pop("axis", 1))]
@@ -155,7 +155,9 @@ def _scale(scale: Input) -> np.ndarray:
     """Return the numbers of a scale."""
     numbers = stored(given(scale), "scale")
     if not (np.isfinite(numbers) & (numbers != 0)).all():
-        raise GraphoptError(f"its scale {name_of(given(scale))!r}: expected finite numbers other than 0, found others")
+        raise GraphoptError(
+            f"its scale {name_of(given(scale))!r}: expected finite numbers other than 0, found others"
+        )
     return numbers
 
 
