@@ -68,7 +68,7 @@ def in_floats(
     places = form.operands or range(2, len(inputs), 3)
     axis = _axis_of_weight(form.op_type, attributes)
     scales = [_scale(inputs[place + 1]) for place in places]
-    floats = [_dequantized(op, *inputs[place : place + 3], axis) for place in places]  # type: ignore[arg-type]
+    floats = [_dequantized(op, *[*inputs, None][place : place + 3], axis=axis) for place in places]
     if form.op_type == "Where":
         floats.insert(0, given(inputs[0]))
     if form.bias is not None and (bias := [*inputs, None][form.bias]) is not None:
@@ -141,7 +141,8 @@ def single(op: Emitter, x: Value) -> Value:
     return op.constant(numbers.reshape(())) if numbers is not None and numbers.size == 1 and rank(x) else x
 
 
-def _dequantized(op: Emitter, q: Value, scale: Value, zero: Input, axis: int | None) -> Value:
+def _dequantized(op: Emitter, x: Input, by: Input, zero: Input, *, axis: int | None) -> Value:
+    q, scale = given(x), given(by)
     many = _scale(scale).size > 1
     if many and (axis is None or rank(scale) != 1 or not q.is_initializer()):
         raise GraphoptError(
