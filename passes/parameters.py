@@ -330,7 +330,7 @@ def origin_in_file(value: ir.Value) -> Origin:
     if written is not None and not written.trains:
         return replace(written, certain=written.certain or evidence.constant_value(value) is not None)
     is_recorded = written is not None and written.certain and written.named
-    if not is_recorded and (origin := evidence.of_integers(value)):
+    if origin := evidence.of_integers(value, is_recorded):
         return origin
     if written is not None and written.certain:
         return _doubted(value, written)

@@ -17,7 +17,7 @@ from onnxruntime.quantization import (
     quantize_dynamic,
     quantize_static,
 )
-from steps import assert_equal, outputs, weights
+from steps import assert_equal, exported, outputs, weights
 
 import graphopt
 import passes
@@ -274,6 +274,47 @@ def test_other_scales_are_refused_in_a_line(fault: str) -> None:
     with pytest.raises(graphopt.GraphoptError, match=f"^cannot lower QLinearMatMul node .*{words}") as error:
         executor(proto)
     assert "\n" not in str(error.value)
+
+
+def test_floats_of_8_bits_are_refused_in_a_line() -> None:
+    proto = parsed(
+        "g (float[N,4] x) => (float[N,5] y) { f = DequantizeLinear(w, s) y = MatMul(x, f) }",
+        {"s": np.float32(0.1)},
+    )
+    proto.opset_import[0].version = 21
+    proto.ir_version = 10
+    numbers = np.random.default_rng(0).standard_normal(20).tolist()
+    proto.graph.initializer.append(
+        onnx.helper.make_tensor("w", onnx.TensorProto.FLOAT8E4M3FN, (4, 5), numbers)
+    )
+    with pytest.raises(
+        graphopt.GraphoptError, match=r"^weight 'w': expected integers .*, found float8e4m3fn: freeze"
+    ):
+        executor(proto)
+
+
+def test_scales_of_whole_numbers_in_floats_do_not_train() -> None:
+    """torchao's Int8WeightOnlyConfig is exported so: integers in float32, and their scales as a recorded parameter."""
+
+    class Quantized(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.register_buffer("whole", torch.randint(-127, 128, (5, 8), dtype=torch.int8))
+            self.scale = torch.nn.Parameter(torch.rand(5) / 100)
+            self.bias = torch.nn.Parameter(torch.zeros(5))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (x @ self.whole.to(x.dtype).t()) * self.scale + self.bias
+
+    rng = np.random.default_rng(0)
+    x, target = rng.standard_normal((16, 8)).astype(np.float32), batch()[1]
+    proto = exported(Quantized(), torch.tensor(x), dynamo=True)
+    with pytest.warns(UserWarning, match="'scale' .the scale of a quantized weight"):
+        own = executor(proto)
+    assert set(own.parameters) == {"bias"}
+    losses = [own.step(x=x, target=target)["loss"] for _ in range(5)]
+    assert losses[-1] < losses[0]
 
 
 # --- Dynamic files ---
