@@ -138,7 +138,8 @@ def _scale_of(op: Emitter, node: ir.Node) -> Value:
 def _adding_floats(op: Emitter, node: ir.Node) -> list[ir.Node]:
     """Return the Add of a bias to integers behind a node, if there is one, which adds floats from now on.
 
-    So wrote ONNX Runtime 1.4 to 1.6: the bias is divided by both scales and rounded down, and its gradient passes that.
+    Files of 2021 have it, such as that of ddddocr 1.0.6: the bias is divided by both scales and rounded down, which its
+    gradient passes.
     """
     readers = list(node.outputs[0].consumers())
     if [reader.op_type for reader in readers] != ["Add"]:

@@ -1,10 +1,10 @@
 """Register lowerings, which replace operators of other domains by standard operators.
 
 A lowering is a traced function `lower(op, *inputs, **attributes)`. It returns the node's output, or its outputs in
-order with None for an output that it does not cover. Parameters before `*` are the inputs, None if the node has none.
-Parameters after it are the attributes with their defaults, and optionally `node`. Other inputs are refused, and other
-attributes unless they are 0. A lowering raises a GraphoptError that says what it does not cover, and the walk adds the
-node.
+order with None for an output that it does not cover. Parameters before `*` are the inputs, None if the node has none;
+`*inputs` takes any number. Parameters after it are the attributes with their defaults, and optionally `node`. Other
+inputs are refused, and other attributes unless they are 0. A lowering raises a GraphoptError that says what it does not
+cover, and the walk adds the node.
 """
 
 from __future__ import annotations
