@@ -16,7 +16,6 @@ from graphopt.graph.metadata import (
     ADAPTER,
     EXPORT_ANEW,
     FROZEN,
-    IN_INTEGERS,
     UNTRAINED,
     Evidence,
     Kind,
@@ -185,14 +184,6 @@ class Parameters(Pass):
                 chosen.append(value)
             elif origin.trains and value in reached:
                 UNTRAINED.set(value)
-        stored = [x for x in model.graph.initializers.values() if IN_INTEGERS.is_set(x)]
-        integers = [x for x in stored if x in chosen or not adapters]
-        if integers:
-            raise GraphoptError(
-                f"weight {name_of(integers[0])!r}: the file multiplies by it in integers (dynamic quantization), which "
-                "do not train: adapter=lora (passes.LoRA) trains beside them, or train the file from before the "
-                "quantization and quantize what is trained"
-            )
         if not chosen:
             raise GraphoptError(_nothing_to_train(model, floating))
         quantized.check_scales(chosen)
@@ -339,7 +330,7 @@ def origin_in_file(value: ir.Value) -> Origin:
     if written is not None and not written.trains:
         return replace(written, certain=written.certain or evidence.constant_value(value) is not None)
     is_recorded = written is not None and written.certain and written.named
-    if not is_recorded and (origin := evidence.of_integers(value)):
+    if origin := evidence.of_integers(value, is_recorded):
         return origin
     if written is not None and written.certain:
         return _doubted(value, written)

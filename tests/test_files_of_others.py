@@ -162,7 +162,7 @@ def test_softmax_along_several_axes_comes_back_in_its_opset(opset, operator, axi
             "Conv",
             "com.microsoft.nchwc::Conv node 'n': ONNX Runtime wrote this file for one",
         ),
-        ("com.microsoft", "QGemm", "QGemm node 'n': the file computes with integers"),
+        ("com.microsoft", "QAttention", "QAttention node 'n': the file computes with integers"),
     ],
 )
 def test_files_for_inference_alone_are_refused(domain, operator, found):

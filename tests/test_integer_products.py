@@ -1,4 +1,4 @@
-"""Files of quantize_dynamic are a frozen base for adapters: ONNX Runtime's outputs, and PyTorch's straight-through."""
+"""Files of quantize_dynamic train, or are a base for adapters: ONNX Runtime's outputs, PyTorch's straight-through."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import onnxruntime
 import pytest
 import torch
 from onnxruntime.quantization import QuantType, quantize_dynamic
-from steps import outputs
+from steps import outputs, weights
 
 import graphopt
 import passes
@@ -121,22 +121,46 @@ def test_lora_beside_integers_trains_as_in_pytorch(form: str, is_fused: bool, tm
     assert losses[-1][0] < losses[0][0]
 
 
-@pytest.mark.parametrize("parameters", [None, passes.Parameters(unfreeze="ba")])
-def test_integers_without_an_adapter_are_refused(
-    parameters: passes.Parameters | None, tmp_path: Path
-) -> None:
-    proto = quantized(np.random.default_rng(0), tmp_path)
-    more = {} if parameters is None else {"parameters": parameters}
-    with pytest.raises(
-        graphopt.GraphoptError, match=r"^weight 'w\w_quantized': .*adapter=lora .*trains beside"
-    ):
-        graphopt.compile(proto, loss=passes.MeanSquaredError(), optimizer=passes.SGD(RATE), **more)
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("is_fused", [False, True])
+def test_the_integers_train_by_masters_as_in_pytorch(form: str, is_fused: bool, tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    original = quantized(rng, tmp_path, **FORMS[form])
+    proto = fused(original, tmp_path) if is_fused else original
+    x = rng.standard_normal((2, ROWS, WIDE)).astype(np.float32)
+    target = rng.standard_normal((2, ROWS, OUT)).astype(np.float32)
+    step = graphopt.compile(proto, loss=passes.MeanSquaredError(), optimizer=passes.SGD(RATE))
+    executor = graphopt.Executor(step, threads=1, native=False)
+    for name, array in weights(proto).items():
+        np.testing.assert_array_equal(weights(executor.trained(into=proto))[name], array)
+    own = {name: stored(original, name).requires_grad_() for name in ("wa", "wb", "wc")}
+    own["ba"] = torch.tensor(weights(original)["ba"], requires_grad=True)
 
+    def product(h: torch.Tensor, name: str) -> torch.Tensor:
+        scale, zero = (
+            torch.tensor(weights(original)[f"{name}_{x}"].astype(np.float32)) for x in ("scale", "zero_point")
+        )
+        low, high = (-128, 127) if weights(original)[f"{name}_quantized"].dtype == np.int8 else (0, 255)
+        steps = torch.round(own[name].detach() / scale) + zero
+        numbers = (torch.clamp(steps, low, high) - zero) * scale
+        passed = torch.where((steps >= low) & (steps <= high), own[name], numbers)
+        return straight_through(h) @ (passed + (numbers - passed).detach())
 
-def test_integers_that_are_asked_for_are_refused(tmp_path: Path) -> None:
-    proto = quantized(np.random.default_rng(0), tmp_path)
-    with pytest.raises(graphopt.GraphoptError, match=r"^weight 'wa_quantized': .*do not train"):
-        adapted(proto, parameters=passes.Parameters(unfreeze="wa*"))
+    losses, optimizer = [], torch.optim.SGD(own.values(), RATE)
+    for _ in range(20):
+        h = torch.tanh(product(torch.tensor(x), "wa") + own["ba"]) + product(torch.tensor(x), "wb")
+        loss = torch.nn.functional.mse_loss(product(h, "wc"), torch.tensor(target))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append((executor.step(x=x, target=target)["loss"], loss.item()))
+    np.testing.assert_allclose(*np.transpose(losses[:3]), rtol=1e-6)
+    np.testing.assert_allclose(*np.transpose(losses), rtol=2e-3)  # one number may round otherwise
+    trained = executor.trained(into=proto)
+    assert trained.graph.node == proto.graph.node
+    found = outputs(trained, {"x": x}, optimize=False)["y"]
+    np.testing.assert_allclose(found, executor.predict(x=x)["y"], rtol=1e-4, atol=1e-5)
+    assert np.square(found - target).mean() < losses[0][0]
 
 
 @pytest.mark.skipif(OLD, reason="onnxruntime 1.19 has no adapters")

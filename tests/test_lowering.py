@@ -56,6 +56,7 @@ from steps import outputs
 import graphopt
 import passes
 from graphopt.testing.gradients import check_gradient
+from passes.lowering import qoperators
 from passes.lowering.registry import LOWERINGS
 
 
@@ -100,6 +101,7 @@ def test_every_lowering_has_a_case():
         "MatMulInteger",
         "MatMulIntegerToFloat",
     }  # test_integer_products
+    named |= {*qoperators.FORMS, "DynamicQuantizeLSTM"}  # test_integer_files
     assert {op_type for _, op_type in LOWERINGS} == named
 
 

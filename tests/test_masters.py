@@ -10,6 +10,7 @@ import pytest
 import torch
 from builders import mlp, model
 from onnx import helper, numpy_helper
+from onnxruntime.quantization import QuantFormat
 from steps import outputs
 
 import graphopt
@@ -237,6 +238,66 @@ def test_integer_weights_train_and_return_as_integers(kind, scales, zero):
     np.testing.assert_array_equal(as_written(trained), executor.predict(x=X)["y"])
     for name in ("xs", "xz", "ws", "bs"):
         np.testing.assert_array_equal(initializers(trained)[name], initializers(proto)[name])
+
+
+def matmul_n_bits(*, symmetric, form):
+    """Return a network whose products have weights of 4 bits, as ONNX Runtime's quantizer writes them."""
+    quantizer = pytest.importorskip("onnxruntime.quantization.matmul_nbits_quantizer")
+    rng = np.random.default_rng(0)
+    proto = model(
+        "g (float[N,32] x) => (float[N,3] y) { h = MatMul(x, w) a = Add(h, b) r = Tanh(a) y = MatMul(r, v) }",
+        w=rng.standard_normal((32, 32)) / 6,
+        b=rng.standard_normal(32),
+        v=rng.standard_normal((32, 3)) / 6,
+    )
+    made = quantizer.MatMulNBitsQuantizer(
+        proto, block_size=16, is_symmetric=symmetric, quant_format=getattr(QuantFormat, form)
+    )
+    made.process()
+    return made.model.model
+
+
+@pytest.mark.parametrize("form", ["QDQ", "QOperator"])
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_weights_of_blocks_train_and_return_as_the_file_has_them(symmetric, form):
+    """Half of the scales of symmetric blocks are negative."""
+    proto = matmul_n_bits(symmetric=symmetric, form=form)
+    before = {name: x for name, x in initializers(proto).items() if name.endswith("_Q4")}
+    scales = next(x for name, x in initializers(proto).items() if name.endswith("_scales"))
+    assert (scales < 0).any() == symmetric
+    parameters = passes.Parameters(unfreeze="*_Q4")
+    executor = graphopt.Executor(
+        graphopt.compile(
+            proto, parameters=parameters, loss=passes.MeanSquaredError(), optimizer=passes.SGD(0.1)
+        ),
+        threads=1,
+    )
+    x = np.random.default_rng(0).standard_normal((16, 32)).astype(np.float32)
+    assert before.keys() <= executor.parameters.keys()
+    untouched = initializers(executor.trained(into=proto))
+    assert all(np.array_equal(untouched[name], numbers) for name, numbers in before.items())
+    losses = [executor.step(x=x, target=T)["loss"] for _ in range(30)]
+    assert losses[-1] < 0.9 * losses[0]
+    trained = executor.trained(into=proto)
+    assert trained.graph.node == proto.graph.node
+    for name, numbers in before.items():
+        found = initializers(trained)[name]
+        assert (found.dtype, found.shape) == (numbers.dtype, numbers.shape)
+        assert np.any(found != numbers)
+    found = executor.predict(x=x)["y"]
+    np.testing.assert_allclose(as_written(trained, x), found, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_weights_of_blocks_do_not_train_with_their_scales(symmetric):
+    with pytest.raises(
+        graphopt.GraphoptError, match="quantized weights or their scales to train, found both"
+    ):
+        graphopt.compile(
+            matmul_n_bits(symmetric=symmetric, form="QOperator"),
+            parameters=passes.Parameters(unfreeze="*"),
+            loss=passes.MeanSquaredError(),
+        )
 
 
 def test_a_file_with_the_runtimes_own_quantization_trains():

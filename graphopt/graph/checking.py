@@ -345,13 +345,7 @@ def refuse_foreign(model: ir.Model) -> None:
                 f"{NCHWC}::{node_label(node)}: ONNX Runtime wrote this file for one kind of processor: train the file "
                 f"from before the optimization, or optimize it with ORT_ENABLE_EXTENDED at most"
             )
-        covered = node.op_type in DYNAMIC_PRODUCTS
-        if (
-            integers is None
-            and not covered
-            and node.op_type in INTEGER_OPERATORS
-            and node.domain in ("", MICROSOFT)
-        ):
+        if integers is None and node.op_type in INTEGER_OPERATORS and node.domain == MICROSOFT:
             integers = node
     if integers is None:
         return
@@ -359,7 +353,7 @@ def refuse_foreign(model: ir.Model) -> None:
         x for x in model.graph.initializers.values() if x.const_value is not None and x.const_value.size > 1
     ]
     readers = (node for x in many if is_floating(x) for node in x.consumers())
-    if all(node.op_type in INTEGER_OPERATORS | CONVERTING for node in readers):
+    if all(node.op_type in INTEGER_OPERATORS | DYNAMIC_PRODUCTS | CONVERTING for node in readers):
         raise GraphoptError(
             f"{node_label(integers)}: the file computes with integers (QOperator format or dynamic quantization), "
             f"which have no gradient: train the file from before the quantization and quantize what is trained"

@@ -95,9 +95,6 @@ ADDS_ONE = Flag(
     "graphopt.adds_one"
 )  # a weight that is 1 more in the file than in its module, as of Gemma's norms
 FROZEN = Flag("graphopt.frozen")  # an initializer that trains only if selected by name
-IN_INTEGERS = Flag(
-    "graphopt.in_integers"
-)  # a weight by which the file multiplies in integers: only adapters train beside it
 UNTRAINED = Flag("graphopt.untrained")  # a weight that could train but does not in this training graph
 # A BatchNormalization or Dropout whose module is in training mode, and which is in its inference form in the file
 IN_TRAINING = Flag("graphopt.in_training")

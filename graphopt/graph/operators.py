@@ -107,20 +107,8 @@ SEQUENCE_READERS = frozenset({"ConcatFromSequence", "SequenceAt", "SequenceLengt
 # Products of integers, whose first input is rounded by its own range.
 DYNAMIC_PRODUCTS = {"ConvInteger", "DynamicQuantizeMatMul", "MatMulInteger", "MatMulIntegerToFloat"}
 
-# Operators that compute with integers in place of floating-point numbers, of ONNX and ONNX Runtime.
-INTEGER_OPERATORS = {
-    *(
-        *DYNAMIC_PRODUCTS,
-        "DynamicQuantizeLSTM",
-        "QAttention",
-        "QEmbedLayerNormalization",
-        "QGemm",
-        "QLinearConv",
-    ),
-    "QLinearMatMul",
-    *("QLinearAdd", "QLinearAveragePool", "QLinearConcat", "QLinearGlobalAveragePool", "QLinearLeakyRelu"),
-    *("QLinearMul", "QLinearReduceMean", "QLinearSigmoid", "QLinearSoftmax", "QLinearWhere"),
-}
+# Operators that compute with integers in place of floating-point numbers, and have no other form here.
+INTEGER_OPERATORS = {"QAttention", "QEmbedLayerNormalization", "QLinearReduceMean"}
 
 # Operators whose results need no rounding: an operand, its sign or magnitude, or what a cast rounds itself.
 CHOOSING = frozenset({"Abs", "Cast", "Identity", "Max", "Min", "Neg", "Relu", "Sign", "Where"})

@@ -19,6 +19,7 @@ from graphopt.graph.mapped import MappedTensor
 from graphopt.graph.merging import adapted
 from graphopt.graph.message_inference import infer_message
 from graphopt.graph.metadata import Folded, original_name
+from graphopt.graph.packed import view_of
 from graphopt.graph.parts import ModelParts, are_equal
 from graphopt.graph.roles import Role, with_role
 from graphopt.graph.traversal import ancestors, extracted_between
@@ -26,6 +27,7 @@ from graphopt.graph.values import is_floating, name_of, tensor_bytes
 
 MOST_FOLDED = 2**22  # bytes of constants in a note
 _MOST_NODES = 32  # of a fold
+_PACKED = {onnx.TensorProto.UINT4, onnx.TensorProto.UINT8}  # types of which a byte has the same numbers
 _LONGEST = 2**12  # size up to which inference propagates data, one by one
 _MOST_GROWTH = 4  # how many times as many elements as its inputs a step of a fold may have
 _ELEMENTWISE = ("Abs", "Add", "Div", "Exp", "Log", "Mul", "Neg", "Pow", "Reciprocal", "Relu", "Sqrt", "Sub")
@@ -114,6 +116,8 @@ def _alike(
     """Return the tensors that a weight stands for, of those of its name; raise an error if none may be replaced."""
     typed = [x for x in tensors if (x.data_type, len(x.dims)) == (new.data_type, len(new.dims))]
     alike = [x for x in typed if x.dims == new.dims]
+    if changes and not alike:
+        alike = [x for x in tensors if _is_packed(x, new)]
     if changes and not alike:  # passes.Head changes the number of classes
         alike = [x for x in typed if sum(a != b for a, b in zip(x.dims, new.dims, strict=True)) == 1]
     if changes and not alike:
@@ -125,16 +129,28 @@ def _alike(
     return alike
 
 
+def _is_packed(old: onnx.TensorProto, new: onnx.TensorProto) -> bool:
+    """Return whether a tensor has the bytes of another in another shape or type, as the weight of a MatMulNBits."""
+    types = {old.data_type, new.data_type}
+    bits = [ir.DataType(x.data_type).bitwidth * math.prod(x.dims) for x in (old, new)]
+    return (len(types) == 1 or types <= _PACKED) and bits[0] == bits[1]
+
+
 def _replace(
     tensors: Sequence[onnx.TensorProto], new: onnx.TensorProto, original: ModelParts, trained: ModelParts
 ) -> None:
     """Replace tensors of the file by a weight of its trained inference model."""
     for old in tensors:
-        own = old.name, old.doc_string
+        own, dims = (old.name, old.doc_string, old.data_type), [*old.dims]
+        is_packed = _is_packed(old, new)
         old.CopyFrom(new)
-        old.name, old.doc_string = own
+        if is_packed:
+            old.dims[:] = dims
+        old.name, old.doc_string, old.data_type = own
         if trained.refers(new):
-            original.weights[old.name] = trained.weights[new.name]
+            weight = trained.weights[new.name]
+            dtype = ir.DataType(old.data_type)
+            original.weights[old.name] = view_of(weight, dtype, dims) if is_packed else weight
 
 
 def _check_unchanged(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 from collections.abc import Sequence
 
@@ -20,6 +21,7 @@ from passes.lowering import decoders as decoders
 from passes.lowering import experts as experts
 from passes.lowering import integers as integers
 from passes.lowering import linear_attention as linear_attention
+from passes.lowering import qoperators as qoperators
 from passes.lowering import quantized as quantized
 from passes.lowering.registry import LOWERINGS, Lowering
 
@@ -47,6 +49,8 @@ def lower_operators(op: Emitter, graph: ir.Graph, is_last: bool = True) -> None:
             if not is_last and any(map(_is_unknown, node.inputs)):
                 continue
             _lower(op, graph, node)
+        elif moved := qoperators.scale_moved(node):
+            qoperators.move_floats(op, node, *moved)
         elif any(output.type is None or output.shape is None for output in node.outputs):
             op.infer(node)
         if classical.is_tree(node):
@@ -88,8 +92,9 @@ def _call(op: Emitter, function: Lowering, node: ir.Node) -> Sequence[ir.Value |
     """Call a lowering with the inputs and attributes of a node, and refuse those that it has no parameter for."""
     parameters = list(parameters_of(function).values())[1:]
     inputs = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+    variadic = any(p.kind is p.VAR_POSITIONAL for p in parameters)
     for i, x in enumerate(node.inputs):
-        if x is not None and i >= len(inputs):
+        if x is not None and i >= len(inputs) and not variadic:
             raise GraphoptError(f"its input {i}, {x.name!r}, is not covered")
         if x is not None and _is_unknown(x):
             raise GraphoptError(
@@ -105,9 +110,10 @@ def _call(op: Emitter, function: Lowering, node: ir.Node) -> Sequence[ir.Value |
             raise GraphoptError(f"its attribute {name}={attribute.value!r} is not covered")
     if "node" in named:
         values["node"] = node
-    required = [p.name for p in parameters if p.kind is not p.VAR_KEYWORD and p.default is p.empty]
+    kinds = inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL
+    required = [p.name for p in parameters if p.kind not in kinds and p.default is p.empty]
     missing = [name for name in required if name not in values]
     if missing:
         raise GraphoptError(f"expected attributes or inputs {', '.join(missing)}, found none")
-    result = function(op, **values)
+    result = function(op, *(node.inputs if variadic else ()), **values)
     return [result] if isinstance(result, ir.Value) else list(result)

@@ -18,8 +18,8 @@ from graphopt.graph import metadata
 from graphopt.graph.emitter import Emitter, Input
 from graphopt.graph.operators import MICROSOFT
 from graphopt.graph.packed import gathered, unpacked, view_of
-from graphopt.graph.values import constant_of, dims_of, dtype_of, name_of, rank
-from passes.lowering.registry import freeze, lowers, plus
+from graphopt.graph.values import dims_of, dtype_of, name_of, rank
+from passes.lowering.registry import freeze, lowers, plus, stored
 
 BITS = (2, 4, 8)
 MAT_MUL = "MatMulNBits"
@@ -206,14 +206,6 @@ def gather_block_quantized(
         zero = op.Cast(op.Gather(points, blocks_of, axis=place), to=scale.dtype)
     numbers = op.Cast(rows, to=scale.dtype)
     return (numbers if zero_points is None and not middle else numbers - zero) * scale
-
-
-def stored(x: Value, name: str) -> np.ndarray:
-    """Return the numbers of an initializer."""
-    array = constant_of(x)
-    if array is None:
-        raise GraphoptError(f"expected its {name} {x.name!r} to be an initializer, found a computed value")
-    return array
 
 
 def integer_type(bits: int) -> ir.DataType:

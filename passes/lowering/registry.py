@@ -1,10 +1,10 @@
 """Register lowerings, which replace operators of other domains by standard operators.
 
 A lowering is a traced function `lower(op, *inputs, **attributes)`. It returns the node's output, or its outputs in
-order with None for an output that it does not cover. Parameters before `*` are the inputs, None if the node has none.
-Parameters after it are the attributes with their defaults, and optionally `node`. Other inputs are refused, and other
-attributes unless they are 0. A lowering raises a GraphoptError that says what it does not cover, and the walk adds the
-node.
+order with None for an output that it does not cover. Parameters before `*` are the inputs, None if the node has none;
+`*inputs` takes any number. Parameters after it are the attributes with their defaults, and optionally `node`. Other
+inputs are refused, and other attributes unless they are 0. A lowering raises a GraphoptError that says what it does not
+cover, and the walk adds the node.
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import onnx_ir as ir
 
+from graphopt.errors import GraphoptError
 from graphopt.graph.emitter import Emitter, Input
 from graphopt.graph.metadata import FROZEN
+from graphopt.graph.values import constant_of
 from passes.gradients.registry import F, registering
 
 Lowering = Callable[..., ir.Value | Sequence[ir.Value | None]]
@@ -44,3 +46,11 @@ def freeze(x: ir.Value) -> ir.Value:
 def plus(x: ir.Value, bias: Input) -> ir.Value:
     """Return x + bias, or x if `bias` is None."""
     return x if bias is None else x + bias
+
+
+def stored(x: ir.Value, name: str) -> np.ndarray:
+    """Return the numbers of an initializer."""
+    array = constant_of(x)
+    if array is None:
+        raise GraphoptError(f"expected its {name} {x.name!r} to be an initializer, found a computed value")
+    return array

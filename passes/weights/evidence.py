@@ -126,14 +126,17 @@ def is_table(x: ir.Value) -> bool:
     return _is_wave(x, _numbers(x))
 
 
-def of_integers(x: ir.Value) -> Origin | None:
-    """Return the kind of an initializer if it has the integers of a quantized weight, or the scales of one."""
+def of_integers(x: ir.Value, recorded: bool = False) -> Origin | None:
+    """Return the kind of an initializer if it has the integers of a quantized weight, or the scales of one.
+
+    A `recorded` parameter is no such integers, and the scales of integers that are no recorded parameter.
+    """
     users = list(x.consumers())
     if users and all(user.op_type == "Mul" for user in users):
         others = [[y for y in user.inputs if y is not x] for user in users]  # none in a square
-        if all(factors and all(map(_has_integers, factors)) for factors in others):
+        if all(factors and all(_has_integers(y, recorded) for y in factors) for factors in others):
             return Origin(Kind.CONSTANT, "the scale of a quantized weight", certain=False)
-    if _is_whole(array(x)) and _is_scaled(x):
+    if not recorded and _is_whole(array(x)) and _is_scaled(x):
         return Origin(Kind.CONSTANT, "whole numbers behind a scale, as of a quantized weight", certain=False)
     return None
 
@@ -150,17 +153,19 @@ def _is_scaled(x: ir.Value) -> bool:
     return False
 
 
-def _has_integers(x: ir.Value | None) -> bool:
+def _has_integers(x: ir.Value | None, unrecorded: bool) -> bool:
     """Return whether a value is an initializer of few bits or of whole numbers, or a product with one."""
     node = None if x is None else x.producer()
     if node is not None:
         if node.op_type in _BEFORE_SCALES:
-            return _has_integers(node.inputs[0])
-        return node.op_type in PRODUCTS and _has_integers(node.inputs[1])
+            return _has_integers(node.inputs[0], unrecorded)
+        return node.op_type in PRODUCTS and _has_integers(node.inputs[1], unrecorded)
     numbers = constant_of(x)
     if x is None or x.dtype is None or numbers is None:
         return False
-    return x.dtype.bitwidth <= 8 if x.dtype.is_integer() else _is_whole(numbers)
+    origin = Origin.read(x) if unrecorded else None
+    is_parameter = origin is not None and origin.trains and origin.certain and origin.named
+    return x.dtype.bitwidth <= 8 if x.dtype.is_integer() else not is_parameter and _is_whole(numbers)
 
 
 def _is_whole(numbers: np.ndarray) -> bool:

@@ -107,8 +107,18 @@ class QuantizedWeights:
             )
 
     def promote(self, weight: ir.Value) -> ir.Value:
-        """Turn an initializer into state, which the graph rounds as the file does."""
-        return promote_with_master(self._model, weight, Role.PARAMETER, self._of(weight))
+        """Turn an initializer into state, which the graph rounds as the file does.
+
+        Raises:
+            GraphoptError: the file stores floats of 8 bits, which are not rounded to a grid.
+        """
+        quantized = self._of(weight)
+        if quantized is not None and quantized.integers.dtype.is_floating_point():
+            raise GraphoptError(
+                f"weight {name_of(weight)!r}: expected integers behind a DequantizeLinear, found "
+                f"{quantized.integers.dtype.name.lower()}: freeze it, or train the file from before the quantization"
+            )
+        return promote_with_master(self._model, weight, Role.PARAMETER, quantized)
 
     def restore(self) -> None:
         """Write the integers of the weights that do not train back."""
@@ -147,7 +157,7 @@ def _is_weight(x: ir.Value, nodes: Sequence[ir.Node]) -> bool:
         return False
     alike = all([*node.inputs] == [*first.inputs] and node.attributes == first.attributes for node in nodes)
     steps = scale.astype(np.float32)
-    return alike and len(x.uses()) == len(nodes) and bool(np.isfinite(steps).all() and (steps > 0).all())
+    return alike and len(x.uses()) == len(nodes) and bool(np.isfinite(steps).all() and (steps != 0).all())
 
 
 def _declare(model: ir.Model, weight: ir.Value, numbers: np.ndarray, role: Role) -> ir.Value:
