@@ -34,6 +34,7 @@ from passes.losses.loss import *
 from passes.losses.pairs import *
 from passes.losses.policy import *
 from passes.losses.preference import *
+from passes.low_rank import LowRank as LowRank
 from passes.mixed_precision import DynamicLossScale as DynamicLossScale
 from passes.mixed_precision import MixedPrecision as MixedPrecision
 from passes.normalize import Normalize as Normalize
