@@ -188,8 +188,8 @@ def compile(model: Source, **steps: Any) -> ir.Model:
             rate or weight decay for some of them.
         average: averages the parameters over the steps for evaluation, prediction and export, for example
             `passes.EMA(0.999)`; `passes.SWA(start=1000)` takes the plain mean.
-        prune: keeps weights at 0, for example `passes.Prune(0.9, end=1000)`, which prunes by and by; other structures are
-            `2:4` and `channel`.
+        prune: keeps weights at 0, for example `passes.Prune(0.9, end=1000)`, which prunes by and by; other structures
+            are `2:4` and `channel`.
         schedule: sets the learning rate of each step, for example `passes.Cosine(steps=1000, warmup=100)`.
         loss_scale: adapts the scale of the loss of a model in 16 bits, for example `passes.DynamicLossScale()`, which
             skips a step whose gradients overflow and reduces the scale. The default gradient then starts from a scale

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal
 
@@ -23,7 +23,13 @@ from graphopt.graph.roles import STATE, Role, updated, with_role
 from graphopt.graph.shapes import ensure_typed
 from graphopt.graph.state import MASK
 from graphopt.graph.values import is_static, name_of, next_of, wide_type
-from graphopt.graph.weight_kinds import CONVOLUTION, PRODUCT, TRANSPOSED_CONVOLUTION, WeightKind, weight_kinds_of
+from graphopt.graph.weight_kinds import (
+    CONVOLUTION,
+    PRODUCT,
+    TRANSPOSED_CONVOLUTION,
+    WeightKind,
+    weight_kinds_of,
+)
 from graphopt.intervals import within
 from passes.optimizers.slots import initial_array
 
@@ -133,7 +139,7 @@ class Prune(Pass):
                 f"Prune: expected weights of products to prune in the structure {self.structure!r}, found none; the "
                 f"model trains {some([repr(name) for name in trained])}"
             )
-        fixed = self.start == 0 and self.end is None or self.masks is not None
+        fixed = self.masks is not None or (self.start == 0 and self.end is None)
         owners: dict[str, list[ir.Value]] = {}
         for x in with_role(model, Role.SLOT):
             owners.setdefault(OWNER.read(x) or "", []).append(x)
@@ -250,7 +256,11 @@ class Prune(Pass):
         for each in parts:
             axis = summed.get(name_of(each.w))
             if axis is None or each.shape[axis] % m:
-                found = "no product sums over it" if axis is None else f"a product sums over {each.shape[axis]} numbers"
+                found = (
+                    "no product sums over it"
+                    if axis is None
+                    else f"a product sums over {each.shape[axis]} numbers"
+                )
                 self._leave(f"{name_of(each.w)!r}, since {found}, expected a multiple of {m}")
                 continue
             yield _Pool([replace(each, last=axis)], math.prod(each.shape) // m, m)
@@ -280,7 +290,9 @@ class Prune(Pass):
                 reason = f"{fixed[0]!r} does not train"
             if reason is not None:
                 if self.parameters:
-                    self._leave(f"the channels of {some([repr(x) for x in sorted(own_names)])}, since {reason}")
+                    self._leave(
+                        f"the channels of {some([repr(x) for x in sorted(own_names)])}, since {reason}"
+                    )
                 continue
             left -= own_names
             parts = []
@@ -404,7 +416,10 @@ class _Pool:
         if self.channels:
             return [chosen.reshape(part.shape) for part in self.parts]
         ends = np.cumsum([math.prod(part.shape) // self.rows for part in self.parts])
-        return [self._masked(piece, part) for piece, part in zip(np.split(chosen, ends[:-1], 1), self.parts, strict=True)]
+        return [
+            self._masked(piece, part)
+            for piece, part in zip(np.split(chosen, ends[:-1], 1), self.parts, strict=True)
+        ]
 
     def _masked(self, piece: np.ndarray, part: _Part) -> np.ndarray:
         turned = piece.reshape([part.shape[axis] for axis in part.perm])
@@ -426,13 +441,12 @@ class _Pool:
             w = op.Where(mask, op.Abs(wide), op.constant(0.0, like=wide))
             turned = op.Transpose(w, perm=part.perm)
             if self.channels and part.scores:
-                rows.append(op.ReduceSum(op.Reshape(op.Mul(turned, turned), [-1, self.size]), [0], keepdims=1))
+                rows.append(
+                    op.ReduceSum(op.Reshape(op.Mul(turned, turned), [-1, self.size]), [0], keepdims=1)
+                )
             elif not self.channels:
                 rows.append(op.Reshape(turned, [self.rows, -1]))
-        if len(rows) > 1:
-            scores = op.Sum(*rows) if self.channels else op.Concat(*rows, axis=1)
-        else:
-            scores = rows[0]
+        scores = op.Sum(*rows) if self.channels else op.Concat(*rows, axis=1)
         _, places = op.TopK(scores, kept, axis=1, sorted=0, _outputs=2)
         marks = op.Expand(op.constant(-1.0, like=scores), op.Shape(places))
         chosen = op.Less(op.ScatterElements(scores, places, marks, axis=1), op.constant(0.0, like=scores))

@@ -41,7 +41,9 @@ def test_masks_are_those_of_pytorch(sparsity: float) -> None:
         modules.append(module)
     found = masks_of(steps.compiled(proto, prune=passes.Prune(sparsity, scope="global")))
     prune.global_unstructured([(m, "weight") for m in modules], prune.L1Unstructured, amount=sparsity)
-    assert all(np.array_equal(found[n], m.weight_mask.numpy() > 0) for n, m in zip(WEIGHTS, modules, strict=True))
+    assert all(
+        np.array_equal(found[n], m.weight_mask.numpy() > 0) for n, m in zip(WEIGHTS, modules, strict=True)
+    )
     step = steps.compiled(proto, prune=passes.Prune(sparsity))
     for name in WEIGHTS:
         module = torch.nn.Module()
@@ -55,7 +57,14 @@ def test_masks_are_those_of_pytorch(sparsity: float) -> None:
 def test_channels_are_those_of_pytorch_and_their_biases_and_normalization_follow() -> None:
     step = steps.compiled(images(), prune=passes.Prune(0.5, structure="channel"))
     found = masks_of(step)
-    assert found.keys() == {"k0", "c0", "scale", "shift", "k1", "c1"}  # the channels of m are the model's outputs
+    assert found.keys() == {
+        "k0",
+        "c0",
+        "scale",
+        "shift",
+        "k1",
+        "c1",
+    }  # the channels of m are the model's outputs
     for name, others in (("k0", ("c0", "scale", "shift")), ("k1", ("c1",))):
         module = torch.nn.Module()
         module.weight = torch.nn.Parameter(torch.tensor(weights(images())[name]))
@@ -66,7 +75,9 @@ def test_channels_are_those_of_pytorch_and_their_biases_and_normalization_follow
 
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize(("n", "m"), [(2, 4), (1, 2), (3, 8)])
-def test_the_largest_n_of_m_neighbours_that_a_product_sums_over_are_kept(n: int, m: int, transposed: bool) -> None:
+def test_the_largest_n_of_m_neighbours_that_a_product_sums_over_are_kept(
+    n: int, m: int, transposed: bool
+) -> None:
     w = RNG.standard_normal((16, 6))
     node = "y = Gemm<transB=1>(x, w)" if transposed else "y = MatMul(x, w)"
     proto = model(f"g (float[N,16] x) => (float[N,6] y) {{ {node} }}", w=w.T.copy() if transposed else w)
@@ -116,8 +127,19 @@ def test_training_with_a_cubic_schedule_is_that_of_a_loop_in_pytorch(name: str, 
 
 
 ALL = [
-    *(passes.SGD(0.1, momentum=0.9, nesterov=True), passes.AdamW(0.01), passes.Adagrad(0.1), passes.RMSprop(0.01)),
-    *(passes.Lion(0.01), passes.LAMB(0.01), passes.Muon(0.02), passes.Adafactor(0.01), passes.ScheduleFreeAdamW(0.02)),
+    *(
+        passes.SGD(0.1, momentum=0.9, nesterov=True),
+        passes.AdamW(0.01),
+        passes.Adagrad(0.1),
+        passes.RMSprop(0.01),
+    ),
+    *(
+        passes.Lion(0.01),
+        passes.LAMB(0.01),
+        passes.Muon(0.02),
+        passes.Adafactor(0.01),
+        passes.ScheduleFreeAdamW(0.02),
+    ),
     passes.AdamW(0.01, slot_bits=8),
 ]
 
@@ -200,7 +222,10 @@ def test_what_n_of_m_does_not_divide_is_named_and_left() -> None:
 
 WRONG: dict[str, tuple[Any, dict[str, Any]]] = {
     "expected a sparsity or masks, found neither": (lambda: passes.Prune(), {}),
-    "Prune(structure='4:2'): expected 'element', 'channel', or N:M": (lambda: passes.Prune(structure="4:2"), {}),
+    "Prune(structure='4:2'): expected 'element', 'channel', or N:M": (
+        lambda: passes.Prune(structure="4:2"),
+        {},
+    ),
     "expected structure='2:4' without sparsity": (lambda: passes.Prune(0.5, structure="2:4"), {}),
     "Prune(scope='global'): expected structure='element'": (
         lambda: passes.Prune(0.5, scope="global", structure="channel"),
@@ -210,8 +235,14 @@ WRONG: dict[str, tuple[Any, dict[str, Any]]] = {
     "Prune(sparsity=1.0): expected a number": (lambda: passes.Prune(1.0), {}),
     "parameters='nothing' matches no parameter": (lambda: passes.Prune(0.5, parameters="nothing"), {}),
     "'fc9': expected a parameter that trains": (lambda: passes.Prune(masks={"fc9": np.ones(2, bool)}), {}),
-    "expected bool[3, 8], found float64[3, 8]": (lambda: passes.Prune(masks={"fc1.weight": np.ones((3, 8))}), {}),
-    "expected weights that train, found adapters": (lambda: passes.Prune(0.5), {"adapter": passes.LoRA(rank=2)}),
+    "expected bool[3, 8], found float64[3, 8]": (
+        lambda: passes.Prune(masks={"fc1.weight": np.ones((3, 8))}),
+        {},
+    ),
+    "expected weights that train, found adapters": (
+        lambda: passes.Prune(0.5),
+        {"adapter": passes.LoRA(rank=2)},
+    ),
     "expected a model without masks": (lambda: [passes.Prune(0.5), passes.Prune(0.5)], {}),
     "run the optimizer first": (lambda: passes.Prune(0.5), {"optimizer": None}),
 }
@@ -230,7 +261,9 @@ def test_a_schedule_longer_than_the_run_is_told_and_no_epoch_before_its_end_is_t
     data = {"x": np.tile(FEEDS["x"], (4, 1)), "target": np.tile(FEEDS["target"], (4, 1))}
     options = {"batch_size": 16, "validation": 0.25, "verbose": False}
     executor = steps.executor(mlp(), prune=passes.Prune(0.5, end=60, every=1))
-    with pytest.warns(UserWarning, match=r"expected 60 updates, found 30: 0\.4\d\d of the weights are 0 in place of"):
+    with pytest.warns(
+        UserWarning, match=r"expected 60 updates, found 30: 0\.4\d\d of the weights are 0 in place of"
+    ):
         graphopt.fit(executor, data, epochs=10, **options)
     executor = steps.executor(mlp(), prune=passes.Prune(0.5, end=20, every=1))
     stopping = graphopt.callbacks.EarlyStopping(patience=100)
@@ -266,7 +299,11 @@ def residual(batch_normalization: bool = True) -> onnx.ModelProto:
         "dc": np.zeros(8),
     }
     for i in range(3):
-        numbers |= {f"s{i}": rng.random(8) + 0.5, f"h{i}": rng.standard_normal(8), f"m{i}": rng.standard_normal(8)}
+        numbers |= {
+            f"s{i}": rng.random(8) + 0.5,
+            f"h{i}": rng.standard_normal(8),
+            f"m{i}": rng.standard_normal(8),
+        }
         numbers[f"v{i}"] = rng.random(8) + 0.5
     used = [name for name in numbers if batch_normalization or name[0] not in "shmv"]
     return model(
@@ -289,8 +326,14 @@ def residual(batch_normalization: bool = True) -> onnx.ModelProto:
 @pytest.mark.parametrize("batch_normalization", [False, True])
 def test_half_of_the_channels_go_and_the_outputs_stay(batch_normalization: bool) -> None:
     proto = residual(batch_normalization)
-    feeds = {"x": RNG.standard_normal((5, 3, 8, 8), np.float32), "target": RNG.standard_normal((5, 4), np.float32)}
-    options = {"optimizer": passes.AdamW(1e-2), "prune": passes.Prune(0.5, structure="channel", end=3, every=1)}
+    feeds = {
+        "x": RNG.standard_normal((5, 3, 8, 8), np.float32),
+        "target": RNG.standard_normal((5, 4), np.float32),
+    }
+    options = {
+        "optimizer": passes.AdamW(1e-2),
+        "prune": passes.Prune(0.5, structure="channel", end=3, every=1),
+    }
     options["training"] = passes.TrainingMode()
     executor = steps.trained(proto, feeds, 5, **options)
     trained = executor.trained()
@@ -311,9 +354,12 @@ def test_channels_that_have_to_stay_are_named() -> None:
     w = RNG.standard_normal((4, 6))
     w[:, 2:4] = 0
     text = """g (float[N,4] x) => (float[N,3] y) {
-        a = MatMul(x, w) b = Softmax(a) c = MatMul(b, v) d = MatMul(x, u) e = Sigmoid(d) f = MatMul(e, s) y = Add(c, f) }"""
+        a = MatMul(x, w) b = Softmax(a) c = MatMul(b, v)
+        d = MatMul(x, u) e = Sigmoid(d) f = MatMul(e, s) y = Add(c, f) }"""
     proto = model(text, w=w, u=w, v=RNG.standard_normal((6, 3)), s=RNG.standard_normal((6, 3)))
-    with pytest.warns(UserWarning, match=r"2 of 'w', since Softmax node .* reads it, 2 of 'u', since Sigmoid node"):
+    with pytest.warns(
+        UserWarning, match=r"2 of 'w', since Softmax node .* reads it, 2 of 'u', since Sigmoid node"
+    ):
         small = graphopt.remove_channels(proto)
     assert {name: x.shape for name, x in weights(small).items()} == {
         name: x.shape for name, x in weights(proto).items()
@@ -329,7 +375,8 @@ def test_a_layer_of_zeros_keeps_one_channel_and_a_weight_with_two_readers_stays(
     w = np.eye(4)
     w[:, 1] = 0
     proto = model(
-        "g (float[N,4] x) => (float[N,4] y) { a = MatMul(x, w) b = Relu(a) c = MatMul(b, w) y = Mul(c, w) }", w=w
+        "g (float[N,4] x) => (float[N,4] y) { a = MatMul(x, w) b = Relu(a) c = MatMul(b, w) y = Mul(c, w) }",
+        w=w,
     )
     with pytest.warns(UserWarning, match="1 of 'w'"):
         assert weights(graphopt.remove_channels(proto))["w"].shape == (4, 4)
@@ -338,7 +385,9 @@ def test_a_layer_of_zeros_keeps_one_channel_and_a_weight_with_two_readers_stays(
 def test_a_constant_added_to_a_channel_keeps_it() -> None:
     w, b = RNG.standard_normal((4, 3)), np.array([0.0, 0.5, 0.0])
     w[:, :2] = 0
-    text = "g (float[N,4] x) => (float[N,2] y) { a = MatMul(x, w) c = Add(a, b) d = Relu(c) y = MatMul(d, v) }"
+    text = (
+        "g (float[N,4] x) => (float[N,2] y) { a = MatMul(x, w) c = Add(a, b) d = Relu(c) y = MatMul(d, v) }"
+    )
     proto = model(text, w=w, b=b, v=RNG.standard_normal((3, 2)))
     small = graphopt.remove_channels(proto)
     assert {name: x.shape for name, x in weights(small).items()} == {"w": (4, 2), "b": (2,), "v": (2, 2)}

@@ -113,8 +113,8 @@ class LocalSGD(Executor):
         check_trains(model, "LocalSGD")
         if (pruning := Pruning.read(model)) is not None and pruning.end:
             raise GraphoptError(
-                "LocalSGD: expected masks that stay, found passes.Prune with a schedule, by which each worker prunes other "
-                "weights: prune at once, give masks, or use DataParallel"
+                "LocalSGD: expected masks that stay, found passes.Prune with a schedule, by which each worker "
+                "prunes other weights: prune at once, give masks, or use DataParallel"
             )
         outer = outer_update(model, chosen.outer or passes.SGD(0.7, momentum=0.9, nesterov=True))
         buffers = _RoundBuffers(device, model, outer, chosen.communicator.size)

@@ -108,7 +108,9 @@ class Channels:
         zero = {root for part in sources for root in self.roots(part.labels).tolist()} - alive
         reasons, stay = self._by_root(), {}
         for part in sources:
-            found = [reasons[root] for root in self.roots(part.labels).tolist() if root in zero and root in reasons]
+            found = [
+                reasons[root] for root in self.roots(part.labels).tolist() if root in zero and root in reasons
+            ]
             if found:
                 stay[f"{len(found)} of {name_of(part.weight)!r}"] = found[0]
         zero -= reasons.keys()
@@ -192,7 +194,7 @@ class Channels:
         rank, filters = len(w.shape), kind.name == CONVOLUTION
         is_turned = kind.is_transposed(node)
         summed, own = (1, 0) if filters else (rank - 1, rank - 2) if is_turned else (rank - 2, rank - 1)
-        labels = self._new(int(w.shape[own]))
+        labels = self._new(w.shape.numpy()[own])
         if not self._slice(node, index, own, labels, adds=True):
             return False
         x = node.inputs[kind.x or 0]
@@ -249,7 +251,10 @@ class Channels:
             return x not in self._at
         axes = constant_of(node.inputs[1]) if len(node.inputs) > 1 else node.attributes.get_ints("axes", [])
         axis, labels = self._at[x]
-        reduced = {int(each) % len(x.shape) for each in (range(len(x.shape)) if axes is None or not len(axes) else axes)}
+        reduced = {
+            int(each) % len(x.shape)
+            for each in (range(len(x.shape)) if axes is None or not len(axes) else axes)
+        }
         if axis in reduced:
             return False
         keeps = node.attributes.get_int("keepdims", 1)
@@ -312,7 +317,9 @@ class Channels:
             return False
         dims = [*w.shape]
         if len(dims) >= -axis and dims[axis] != 1:
-            if math.prod(map(int, dims)) != dims[axis] or not self._slice(node, index, axis, labels, adds=adds):
+            if math.prod(map(int, dims)) != dims[axis] or not self._slice(
+                node, index, axis, labels, adds=adds
+            ):
                 return False
         elif adds or (constant_of(w) is None and w not in self._weights):
             return False
@@ -326,9 +333,9 @@ class Channels:
         if axis != 1 or any(y.uses() for y in node.outputs[1:]):
             return False
         parts = [(1, True, node.inputs[3]), (2, True, None), (3, False, None), (4, False, None)]
-        return all([self._slice(node, i, 0, labels, adds=adds, by=by) for i, adds, by in parts]) and self._set(
-            node, 1, labels
-        )
+        return all(
+            [self._slice(node, i, 0, labels, adds=adds, by=by) for i, adds, by in parts]
+        ) and self._set(node, 1, labels)
 
     def _concat(self, node: ir.Node) -> bool:
         axis, known = node.attributes.get_int("axis", 1), [x for x in node.inputs if x in self._at]
@@ -374,7 +381,7 @@ def _has_numbers(part: Slice) -> np.ndarray:
     assert numbers is not None
     by = constant_of(part.by)
     numbers = numbers if by is None else numbers * (by != 0)
-    return np.moveaxis(numbers, part.axis, 0).reshape(len(part.labels), -1).any(1)
+    return np.asarray(np.moveaxis(numbers, part.axis, 0).reshape(len(part.labels), -1).any(1))
 
 
 @checked()

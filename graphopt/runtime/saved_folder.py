@@ -103,8 +103,8 @@ def save_folder(
         else:
             _save_model(executor, file, made, "slots" if form == "slots" else "merged")
             if form == "small":
-                model = made / file.relative_to(place_of(file))
-                save(remove_channels(model), model)
+                whole = made / file.relative_to(place_of(file))
+                save(remove_channels(whole), whole)
         with making(target):
             os.replace(made, target)
 

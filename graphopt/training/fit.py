@@ -203,8 +203,8 @@ def _warn_of_unfinished_pruning(run: Run) -> None:
     sizes = {mask: arrays[owner].size for mask, owner in masks.items()}
     reached = sum((1 - arrays[mask].mean()) * size for mask, size in sizes.items()) / sum(sizes.values())
     warnings.warn(
-        f"Prune: expected {plan.end:,} updates, found {executor.steps:,}: {reached:.3f} of the weights are 0 in place of "
-        f"{plan.sparsity:.3f}: train longer, or set end to {executor.steps:,} or less",
+        f"Prune: expected {plan.end:,} updates, found {executor.steps:,}: {reached:.3f} of the weights are 0 in place "
+        f"of {plan.sparsity:.3f}: train longer, or set end to {executor.steps:,} or less",
         stacklevel=3,
     )
 

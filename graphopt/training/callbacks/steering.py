@@ -248,8 +248,8 @@ class WeightAverage(Callback):
             )
         if masks(run.executor.model):
             raise GraphoptError(
-                "WeightAverage: expected a training graph without passes.Prune, whose zeros an average loses, found one: "
-                "average in the graph, with average=passes.EMA()"
+                "WeightAverage: expected a training graph without passes.Prune, whose zeros an average loses, found "
+                "one: average in the graph, with average=passes.EMA()"
             )
         run.averaged = self._average or None
 
