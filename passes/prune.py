@@ -17,7 +17,7 @@ from graphopt.graph import inference, state
 from graphopt.graph.channels import Channels
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.merging import adapted
-from graphopt.graph.metadata import OWNER, Pruning
+from graphopt.graph.metadata import OWNER, Pruning, original_name
 from graphopt.graph.rewriting import Pass, Pattern, retire, selects
 from graphopt.graph.roles import STATE, Role, updated, with_role
 from graphopt.graph.shapes import ensure_typed
@@ -67,8 +67,8 @@ class Prune(Pass):
             lottery ticket starts again (Frankle and Carbin 2019, https://arxiv.org/abs/1803.03635).
 
     Raises:
-        GraphoptError: options contradict each other, the model has no optimizer or has adapters, a pattern matches no
-            parameter, or masks do not fit the parameters.
+        GraphoptError: options contradict each other, the model has no optimizer, a pattern matches no parameter, nothing
+            is left to prune beside adapters and the weights that they change, or masks do not fit the parameters.
 
     Warns:
         UserWarning: weights that are named cannot be pruned in this structure.
@@ -125,19 +125,15 @@ class Prune(Pass):
             raise GraphoptError("Prune: expected a model without masks, found some: use one Prune")
         if state.accumulators(model):
             raise GraphoptError("Prune: expected it before Accumulate, found it after: run it first")
-        if any(adapted(model)):
-            raise GraphoptError(
-                "Prune: expected weights that train, found adapters, whose sum with a pruned weight has no zeros: "
-                "prune first, save the trained model, and leave adapter out, or prune without an adapter"
-            )
 
     def rewrite(self, model: ir.Model) -> None:
-        trained = {name_of(w): w for w in updated(model)}
+        busy = {name for _, note in adapted(model) for name in (note.weight, *note.values)}
+        trained = {name_of(w): w for w in updated(model) if busy.isdisjoint((w.name, original_name(w)))}
         pools = self._given(trained) if self.masks is not None else list(self._pools(model, trained))
         if not pools:
             raise GraphoptError(
-                f"Prune: expected weights of products to prune in the structure {self.structure!r}, found none; the "
-                f"model trains {some([repr(name) for name in trained])}"
+                f"Prune: expected weights of products to prune in the structure {self.structure!r}, found "
+                f"{some([repr(name) for name in trained]) or 'none'}{', and adapters' if busy else ''}"
             )
         fixed = self.masks is not None or (self.start == 0 and self.end is None)
         owners: dict[str, list[ir.Value]] = {}

@@ -239,7 +239,7 @@ WRONG: dict[str, tuple[Any, dict[str, Any]]] = {
         lambda: passes.Prune(masks={"fc1.weight": np.ones((3, 8))}),
         {},
     ),
-    "expected weights that train, found adapters": (
+    "to prune in the structure 'element', found none, and adapters": (
         lambda: passes.Prune(0.5),
         {"adapter": passes.LoRA(rank=2)},
     ),
