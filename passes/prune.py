@@ -35,6 +35,12 @@ from passes.optimizers.slots import initial_array
 
 _N_OF_M = re.compile(r"([1-9]\d{0,3}):([1-9]\d{0,3})")
 _Masks = Mapping[str, np.ndarray]
+_AS_IT_IS = (
+    "Cast",
+    "DequantizeLinear",
+    "Identity",
+    "QuantizeLinear",
+)  # 0 stays 0, and axes stay where they are
 
 
 @dataclass(frozen=True)
@@ -67,8 +73,8 @@ class Prune(Pass):
             lottery ticket starts again (Frankle and Carbin 2019, https://arxiv.org/abs/1803.03635).
 
     Raises:
-        GraphoptError: options contradict each other, the model has no optimizer, a pattern matches no parameter, nothing
-            is left to prune beside adapters and the weights that they change, or masks do not fit the parameters.
+        GraphoptError: options contradict each other, the model has no optimizer, a pattern matches no parameter,
+            nothing is left beside adapters and the weights that they change, or masks do not fit the parameters.
 
     Warns:
         UserWarning: weights that are named cannot be pruned in this structure.
@@ -163,11 +169,11 @@ class Prune(Pass):
 
     def _kept(self, pool: _Pool) -> int:
         """Return how many numbers of each row of a pool are not 0 at the end; PyTorch rounds their share as well."""
+        if pool.given is not None:
+            return int(pool.given.sum())
         if self._n_of_m is not None:
             return self._n_of_m[0]
-        if self.sparsity is None:
-            return 0
-        pruned = round(self.sparsity * pool.size)
+        pruned = round((self.sparsity or 0.0) * pool.size)
         return pool.size - (min(pruned, pool.size - 1) if self.structure == "channel" else pruned)
 
     def _renewed(
@@ -272,10 +278,8 @@ class Prune(Pass):
     def _channel_pools(
         self, part: ir.Model, trained: Mapping[str, ir.Value], chosen: Sequence[ir.Value]
     ) -> Iterator[_Pool]:
-        weights = [x for x in part.graph.inputs if x.is_initializer() or OWNER.read(x) or x.name in trained]
-        own = {x: trained.get(_owner(x)) for x in weights}
-        names, left = {name_of(w) for w in chosen}, {name_of(w) for w in chosen}
-        channels = Channels(part, [*{*weights, *with_role(part, *STATE)}])
+        own = {x: trained.get(_owner(x)) for x in with_role(part, *STATE)}
+        names, channels = {name_of(w) for w in chosen}, Channels(part, [*own])
         for slices, reason in channels.sets():
             filters = [each for each in slices if len(each.weight.shape or ()) > 1]
             own_names = {_owner(each.weight) for each in filters}
@@ -290,7 +294,6 @@ class Prune(Pass):
                         f"the channels of {some([repr(x) for x in sorted(own_names)])}, since {reason}"
                     )
                 continue
-            left -= own_names
             parts = []
             for each in slices:
                 w = own[each.weight]
@@ -335,7 +338,7 @@ def _summed_axes(part: ir.Model) -> dict[str, int | None]:
                 if before.op_type == "Transpose" and axis is not None:
                     rank = len(x.shape or ())
                     axis = list(before.attributes.get_ints("perm", [*range(rank)[::-1]]))[axis % rank]
-                elif before.op_type not in ("Cast", "Identity"):
+                elif before.op_type not in _AS_IT_IS:
                     break
                 x = before.inputs[0]
             if axis is not None and x is not None and x.producer() is None and x.shape is not None:

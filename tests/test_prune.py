@@ -395,28 +395,41 @@ def test_a_constant_added_to_a_channel_keeps_it() -> None:
     np.testing.assert_allclose(steps.outputs(small, x)["y"], steps.outputs(proto, x)["y"], atol=1e-6)
 
 
+def quantized(form: str, folder: Any) -> onnx.ModelProto:
+    """Return a perceptron in integers, by ONNX Runtime's own tools."""
+    quantization = pytest.importorskip("onnxruntime.quantization")
+    onnx.save(mlp((4, 8, 3), activation="Relu"), folder / "float.onnx")
+    if form == "dynamic":
+        quantization.quantize_dynamic(folder / "float.onnx", folder / "int8.onnx")
+        return onnx.load(folder / "int8.onnx")
+
+    class Reader(quantization.CalibrationDataReader):
+        rows = iter([{"x": FEEDS["x"]}])
+
+        def get_next(self) -> Any:
+            return next(self.rows, None)
+
+    quantization.quantize_static(folder / "float.onnx", folder / "int8.onnx", Reader())
+    return onnx.load(folder / "int8.onnx")
+
+
 @pytest.mark.parametrize("form", ["qdq", "dynamic"])
 def test_a_quantized_file_stays_as_it_is(form: str, tmp_path: Any) -> None:
-    quantization = pytest.importorskip("onnxruntime.quantization")
-    proto = mlp((4, 8, 3), activation="Relu")
-    onnx.save(proto, tmp_path / "float.onnx")
-    if form == "dynamic":
-        quantization.quantize_dynamic(tmp_path / "float.onnx", tmp_path / "int8.onnx")
-    else:
-
-        class Reader(quantization.CalibrationDataReader):
-            rows = iter([{"x": FEEDS["x"]}])
-
-            def get_next(self) -> Any:
-                return next(self.rows, None)
-
-        quantization.quantize_static(tmp_path / "float.onnx", tmp_path / "int8.onnx", Reader())
-    before = onnx.load(tmp_path / "int8.onnx")
-    small = graphopt.remove_channels(tmp_path / "int8.onnx")
-    assert {x.name: tuple(x.dims) for x in small.graph.initializer} == {
-        x.name: tuple(x.dims) for x in before.graph.initializer
-    }
+    before = quantized(form, tmp_path)
+    small = graphopt.remove_channels(before)
+    assert [(x.name, x.dims) for x in small.graph.initializer] == [
+        (x.name, x.dims) for x in before.graph.initializer
+    ]
     np.testing.assert_array_equal(steps.outputs(small, FEEDS)["y"], steps.outputs(before, FEEDS)["y"])
+
+
+def test_masters_of_integers_are_pruned_and_return_as_zeros(tmp_path: Any) -> None:
+    before = quantized("qdq", tmp_path)
+    executor = steps.trained(before, FEEDS, 4, prune=passes.Prune(0.5, end=3, every=1))
+    file = weights(executor.trained())
+    integers = {name: x for name, x in file.items() if x.dtype == np.int8 and x.ndim == 2}
+    assert len(integers) == 2
+    assert all((x == 0).mean() >= 0.5 for x in integers.values())
 
 
 @pytest.mark.slow

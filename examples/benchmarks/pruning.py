@@ -2,7 +2,7 @@
 
     python examples/benchmarks/pruning.py
 
-Each line is the held-out accuracy after 12 epochs of AdamW, the mean and the range over seeds. It takes two minutes on one core.
+Each line is the held-out accuracy after 12 epochs of AdamW, the mean and the range over seeds. One core takes two minutes.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def channels() -> None:
     times = [microseconds(model) for model in (trained, small)]
     x = DIGITS.arrays["x"].astype(np.float32)
     gap = np.abs(graphopt.run(small, {"x": x})["y"] - graphopt.run(trained, {"x": x})["y"]).max()
-    note = f"{sizes[0]:.1f} -> {sizes[1]:.1f} KB, {times[0]:.0f} -> {times[1]:.0f} us for 256 rows, outputs {gap:.1e} apart"
+    note = f"{sizes[0]:.1f} -> {sizes[1]:.1f} KB, {times[0]:.0f} -> {times[1]:.0f} us for 256 rows; outputs differ by {gap:.0e}"
     tell("CNN, half of the channels", accuracies, note)
 
 

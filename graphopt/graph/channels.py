@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -93,11 +94,10 @@ class Channels:
         for part in self.slices:
             if part.adds:
                 found.setdefault(tuple(self.roots(part.labels).tolist()), []).append(part)
+        readers = Counter(root for key in found for root in {*key})
         for key, parts in found.items():
-            is_part = any(key != other and not {*key}.isdisjoint(other) for other in found)
-            is_doubled = len({*key}) < len(key)
-            mixed = "they are joined with a part of others" if is_part or is_doubled else None
-            yield parts, self.reason(parts[0].labels) or mixed
+            is_whole = all(readers[root] == 1 for root in key) and len({*key}) == len(key)
+            yield parts, self.reason(parts[0].labels) or (None if is_whole else "they are a part of others")
 
     def removed(self) -> tuple[set[int], dict[str, str]]:
         """Return the roots of the channels that are 0 and can be removed, and why others stay, by their weights."""
@@ -278,7 +278,7 @@ class Channels:
         inner, outer = [*x.shape][2:], [*y.shape][2:]
         if not all(isinstance(size, int) for size in (*inner, *outer, y.shape[1])):
             return False
-        repeated = math.prod(map(int, inner)) // math.prod(map(int, outer))
+        repeated = math.prod(map(int, inner)) // (math.prod(map(int, outer)) or 1)
         if y.shape[1] != len(labels) * repeated:
             return False
         if node.op_type == "Reshape":
