@@ -157,8 +157,7 @@ MUTANTS = [
         ("loop_in_pytorch", "op.Where(new[w], y, ", "op.Where(op.Or(new[w], masks[w]), y, "),
         ("zeros_stay", "for x in [w, *filter(_Copy(w), owners.get(name_of(w), ()))]", "for x in [w]"),
         ("zeros_stay", "op.Where(new[w], y, op.constant(0.0, like=x))", "op.Identity(y)"),  # before decay
-        ("zeros_stay", "yield op.And(op.Transpose(", "yield op.Identity(op.Transpose("),
-        ("masks_are", "round(self.sparsity * pool.size)", "int(self.sparsity * pool.size)"),
+        ("masks_are", "round((self.sparsity or", "int((self.sparsity or"),
         ("neighbours", "last=axis)", "last=1 - axis)"),
     ),
     *of(

@@ -2,7 +2,8 @@
 
     python examples/benchmarks/pruning.py
 
-Each line is the held-out accuracy after 12 epochs of AdamW, the mean and the range over seeds. One core takes two minutes.
+Each line is the held-out accuracy after 12 epochs of AdamW: the mean and the range over seeds. One core takes two
+minutes.
 """
 
 from __future__ import annotations
@@ -102,7 +103,7 @@ def channels() -> None:
     times = [microseconds(model) for model in (trained, small)]
     x = DIGITS.arrays["x"].astype(np.float32)
     gap = np.abs(graphopt.run(small, {"x": x})["y"] - graphopt.run(trained, {"x": x})["y"]).max()
-    note = f"{sizes[0]:.1f} -> {sizes[1]:.1f} KB, {times[0]:.0f} -> {times[1]:.0f} us for 256 rows; outputs differ by {gap:.0e}"
+    note = f"{sizes[0]:.1f} -> {sizes[1]:.1f} KB; 256 rows {times[0]:.0f} -> {times[1]:.0f} us; outputs {gap:.0e} apart"
     tell("CNN, half of the channels", accuracies, note)
 
 
