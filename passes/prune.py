@@ -14,7 +14,7 @@ import onnx_ir as ir
 
 from graphopt.errors import GraphoptError, some
 from graphopt.graph import inference, state
-from graphopt.graph.channels import Channels
+from graphopt.graph.channels import OF_OUTPUT, Channels
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.merging import adapted
 from graphopt.graph.metadata import OWNER, Pruning, original_name
@@ -22,7 +22,7 @@ from graphopt.graph.rewriting import Pass, Pattern, retire, selects
 from graphopt.graph.roles import STATE, Role, updated, with_role
 from graphopt.graph.shapes import ensure_typed
 from graphopt.graph.state import MASK
-from graphopt.graph.values import is_static, name_of, next_of, wide_type
+from graphopt.graph.values import constant_of, is_static, name_of, next_of, wide_type
 from graphopt.graph.weight_kinds import (
     CONVOLUTION,
     PRODUCT,
@@ -149,6 +149,11 @@ class Prune(Pass):
         for pool in pools:
             own = pool.start(self._kept(pool) if fixed else pool.size)
             for part, numbers in zip(pool.parts, own, strict=True):
+                if not numbers.any():
+                    self._warn(
+                        f"leaves nothing of {name_of(part.w)!r}, which has the smallest numbers: name it in leave_out, "
+                        "or prune on a schedule, by end"
+                    )
                 masks[part.w] = state.declare_slot(model, part.w, MASK, numbers)
         following = {name_of(y): y for y in with_role(model, Role.NEXT)}
         with Emitter(model) as op:
@@ -263,7 +268,7 @@ class Prune(Pass):
                     if axis is None
                     else f"a product sums over {each.shape[axis]} numbers"
                 )
-                self._leave(f"{name_of(each.w)!r}, since {found}, expected a multiple of {m}")
+                self._warn(f"leaves {name_of(each.w)!r}, since {found}, expected a multiple of {m}")
                 continue
             yield _Pool([replace(each, last=axis)], math.prod(each.shape) // m, m)
 
@@ -272,35 +277,41 @@ class Prune(Pass):
             return False
         return selects(self.parameters, w) if self.parameters else is_of_product
 
-    def _leave(self, which: str) -> None:
-        warnings.warn(f"Prune: leaves {which}", stacklevel=2)
+    def _warn(self, what: str) -> None:
+        warnings.warn(f"Prune: {what}", stacklevel=2)
 
     def _channel_pools(
         self, part: ir.Model, trained: Mapping[str, ir.Value], chosen: Sequence[ir.Value]
     ) -> Iterator[_Pool]:
         own = {x: trained.get(_owner(x)) for x in with_role(part, *STATE)}
         names, channels = {name_of(w) for w in chosen}, Channels(part, [*own])
+        left: list[str] = []
         for slices, reason in channels.sets():
             filters = [each for each in slices if len(each.weight.shape or ()) > 1]
             own_names = {_owner(each.weight) for each in filters}
             if not own_names or not own_names <= names:
                 continue
-            fixed = [name_of(each.weight) for each in slices if own.get(each.weight) is None]
+            frozen = {
+                name_of(each.weight): constant_of(each.weight)
+                for each in slices
+                if own.get(each.weight) is None
+            }
+            fixed = [name for name, numbers in frozen.items() if numbers is None or numbers.any()]
             if fixed:
                 reason = f"{fixed[0]!r} does not train"
             if reason is not None:
-                if self.parameters:
-                    self._leave(
-                        f"the channels of {some([repr(x) for x in sorted(own_names)])}, since {reason}"
-                    )
+                if self.parameters or reason != OF_OUTPUT:
+                    left.append(f"{some([repr(x) for x in sorted(own_names)])}, since {reason}")
                 continue
             parts = []
             for each in slices:
-                w = own[each.weight]
-                assert w is not None
+                if (w := own.get(each.weight)) is None:
+                    continue
                 shape = [len(each.labels) if i == each.axis else 1 for i in range(len(_dims(w)))]
                 parts.append(_Part(w, tuple(shape), each.axis, scores=each in filters))
             yield _Pool(parts, 1, len(slices[0].labels), channels=True)
+        if left:
+            self._warn(f"leaves the channels of {some(left)}")
 
 
 def _owner(x: ir.Value) -> str:

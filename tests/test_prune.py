@@ -220,6 +220,14 @@ def test_what_n_of_m_does_not_divide_is_named_and_left() -> None:
     assert masks_of(step).keys() == {"fc1.weight"}
 
 
+def test_a_layer_that_loses_all_numbers_is_named() -> None:
+    proto = mlp()
+    small = next(x for x in proto.graph.initializer if x.name == "fc1.weight")
+    small.CopyFrom(onnx.numpy_helper.from_array(onnx.numpy_helper.to_array(small) / 1000, small.name))
+    with pytest.warns(UserWarning, match=r"leaves nothing of 'fc1\.weight'.*leave_out"):
+        steps.compiled(proto, prune=passes.Prune(0.5, scope="global"))
+
+
 WRONG: dict[str, tuple[Any, dict[str, Any]]] = {
     "expected a sparsity or masks, found neither": (lambda: passes.Prune(), {}),
     "Prune(structure='4:2'): expected 'element', 'channel', or N:M": (

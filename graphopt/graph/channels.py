@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import onnx
 import onnx_ir as ir
+from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from graphopt.arguments import checked
 from graphopt.errors import some
@@ -27,6 +28,7 @@ from graphopt.graph.traversal import captured
 from graphopt.graph.values import constant_of, given, is_static, name_of, node_label
 from graphopt.graph.weight_kinds import CONVOLUTION, WeightKind, weight_kinds_of
 
+OF_OUTPUT = "they are outputs of the model"
 _Labels = np.ndarray  # of int: the channel at each place along an axis
 
 
@@ -65,10 +67,13 @@ class Channels:
         self._read: set[tuple[ir.Node, int]] = set()  # of weights, by nodes that are understood
         self._slices: dict[tuple[ir.Value, int], Slice] = {}  # by their weights and axes
         self.counts: list[tuple[ir.Node, _Labels]] = []  # nodes that state a number of channels
+        self.zeros: list[
+            tuple[ir.Node, int, _Labels]
+        ] = []  # inputs that are constant zeros, one for each channel
         for node in model.graph:
             self._visit(node)
         for y in model.graph.outputs:
-            self._pin(y, f"output {y.name!r} has it")
+            self._pin(y, OF_OUTPUT)
         for part in self.slices:
             for node, index in part.weight.uses():
                 if (node, index) not in self._read:
@@ -203,10 +208,18 @@ class Channels:
         ):
             self._keep(labels, f"{node_label(node)} reads others")
             return False
-        bias = node.inputs[kind.bias] if kind.bias is not None and kind.bias < len(node.inputs) else None
-        if bias is not None and not self._slice(node, kind.bias or 0, -1, labels, adds=True):
-            self._keep(labels, f"bias {bias.name!r} is not one number for each")
+        if not self._bias(node, kind.bias, labels):
+            self._keep(labels, f"{node_label(node)} adds a bias that is not one number for each")
         return self._set(node, axis, labels)
+
+    def _bias(self, node: ir.Node, index: int | None, labels: _Labels) -> bool:
+        bias = None if index is None or index >= len(node.inputs) else node.inputs[index]
+        if index is None or bias is None:
+            return True
+        if _is_zero(bias) and not (bias in self._weights and len(bias.uses()) == 1):
+            self.zeros.append((node, index, labels))  # as exporters write for several layers without a bias
+            return True
+        return self._slice(node, index, -1, labels, adds=True)
 
     def _conv(self, node: ir.Node) -> bool:
         x, w, groups = node.inputs[0], node.inputs[1], node.attributes.get_int("group", 1)
@@ -215,9 +228,7 @@ class Channels:
         if x not in self._at or w is None or w.shape is None or (w.shape[0], w.shape[1]) != (groups, 1):
             return False
         labels = self._at[x][1]
-        if not self._slice(node, 1, 0, labels, adds=False):
-            return False
-        if len(node.inputs) > 2 and not self._slice(node, 2, 0, labels, adds=True):
+        if not self._slice(node, 1, 0, labels, adds=False) or not self._bias(node, 2, labels):
             return False
         self.counts.append((node, labels))
         return self._set(node, 1, labels)
@@ -375,6 +386,13 @@ _HANDLERS: dict[str, Callable[[Channels, ir.Node], bool]] = {
 }
 
 
+def _is_zero(x: ir.Value) -> bool:
+    """Return whether a constant, or what one number becomes by Expand, is all 0."""
+    node = x.producer()
+    numbers = constant_of(node.inputs[0] if node is not None and node.op_type == "Expand" else x)
+    return numbers is not None and not numbers.any()
+
+
 def _has_numbers(part: Slice) -> np.ndarray:
     """Return whether the numbers at each place are not all 0."""
     numbers = constant_of(part.weight)
@@ -439,6 +457,10 @@ def remove_channels(model: Source) -> onnx.ModelProto:
             shape = ir.val(name, const_value=ir.tensor(numbers, name=name))
             loaded.graph.register_initializer(shape)
             node.replace_input_with(1, shape)
+    for node, index, labels in channels.zeros:
+        if not _kept(channels, labels, zero).all():
+            node.replace_input_with(index, None)
+    RemoveUnusedNodesPass()(loaded)
     for node in loaded.graph:
         for y in node.outputs:
             if not y.is_graph_output():
