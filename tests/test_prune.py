@@ -358,6 +358,26 @@ def test_half_of_the_channels_go_and_the_outputs_stay(batch_normalization: bool)
     assert len(small.SerializeToString()) < 0.55 * len(trained.SerializeToString())
 
 
+def test_a_bias_of_zeros_that_layers_share_joins_no_channels() -> None:
+    """As exporters write convolutions without a bias: by Expand, or one initializer for several."""
+    text = """g (float[N,2,6,6] x) => (float[N,3] y) {
+        e = Expand(zero, four) a = Conv(x, k0, e) b = Relu(a) c = Conv(b, k1, z) d = Relu(c) f = Conv(d, k2, z)
+        h = GlobalAveragePool(f) i = Flatten(h) y = Gemm(i, w, s) }"""
+    numbers = {name: RNG.standard_normal((4, size, 2, 2)) for name, size in (("k0", 2), ("k1", 4), ("k2", 4))}
+    zeros = {"zero": np.zeros(()), "four": np.array([4]), "z": np.zeros(4), "s": np.zeros(3)}
+    proto = model(text, **numbers, **zeros, w=RNG.standard_normal((4, 3)))
+    x = RNG.standard_normal((3, 2, 6, 6), np.float32)
+    options = {"prune": passes.Prune(0.25, structure="channel"), "parameters": passes.Parameters(freeze="z")}
+    feeds = {"x": x, "target": np.zeros((3, 3), np.float32)}
+    trained = steps.trained(proto, feeds, 2, **options).trained()
+    small = graphopt.remove_channels(trained)
+    shapes = {name: weights(small)[name].shape for name in ("k0", "k1", "k2", "w")}
+    assert shapes == {"k0": (3, 2, 2, 2), "k1": (3, 3, 2, 2), "k2": (3, 3, 2, 2), "w": (3, 3)}
+    np.testing.assert_allclose(
+        steps.outputs(small, feeds)["y"], steps.outputs(trained, feeds)["y"], atol=1e-5
+    )
+
+
 def test_channels_that_have_to_stay_are_named() -> None:
     w = RNG.standard_normal((4, 6))
     w[:, 2:4] = 0
