@@ -3,8 +3,8 @@
     pip install torch torch-pruning
     python examples/benchmarks/pruning_residual.py
 
-Both start from the same weights, which PyTorch has trained for 6 epochs, prune at once by the Euclidean norm of filters, and
-train 4 epochs more. One core takes two minutes.
+Both start from the same weights, which PyTorch has trained for 6 epochs. They prune at once, by the Euclidean norm of
+filters, and train 4 epochs more. One core takes two minutes.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import onnx
+import onnx_ir
 import onnxruntime
 import torch
 import torch_pruning
@@ -71,7 +72,7 @@ def run(model: onnx.ModelProto, x: np.ndarray) -> tuple[np.ndarray, float]:
 
 
 def exported(net: nn.Module, x: torch.Tensor) -> onnx.ModelProto:
-    return graphopt.export(net, (x[:2],))
+    return onnx_ir.to_proto(graphopt.export(net, (x[:2],)))
 
 
 def main() -> None:
