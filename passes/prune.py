@@ -149,10 +149,9 @@ class Prune(Pass):
         for pool in pools:
             own = pool.start(self._kept(pool) if fixed else pool.size)
             for part, numbers in zip(pool.parts, own, strict=True):
-                if not numbers.any():
+                if not (numbers.any() and self._kept(pool)):
                     self._warn(
-                        f"leaves nothing of {name_of(part.w)!r}, which has the smallest numbers: name it in leave_out, "
-                        "or prune on a schedule, by end"
+                        f"leaves nothing of {name_of(part.w)!r}: name it in leave_out, or prune less of it"
                     )
                 masks[part.w] = state.declare_slot(model, part.w, MASK, numbers)
         following = {name_of(y): y for y in with_role(model, Role.NEXT)}
