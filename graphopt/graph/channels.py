@@ -67,9 +67,7 @@ class Channels:
         self._read: set[tuple[ir.Node, int]] = set()  # of weights, by nodes that are understood
         self._slices: dict[tuple[ir.Value, int], Slice] = {}  # by their weights and axes
         self.counts: list[tuple[ir.Node, _Labels]] = []  # nodes that state a number of channels
-        self.zeros: list[
-            tuple[ir.Node, int, _Labels]
-        ] = []  # inputs that are constant zeros, one for each channel
+        self.zeros: list[tuple[ir.Node, int, _Labels]] = []  # inputs of constant zeros
         for node in model.graph:
             self._visit(node)
         for y in model.graph.outputs:
@@ -284,13 +282,13 @@ class Channels:
         if x not in self._at:
             return True
         axis, labels = self._at[x]
-        if x.shape is None or y.shape is None or axis != 1 or len(y.shape) < 2 or x.shape[0] != y.shape[0]:
+        if x.shape is None or y.shape is None or axis != 1 or len(y.shape) < 2:
             return False
         inner, outer = [*x.shape][2:], [*y.shape][2:]
         if not all(isinstance(size, int) for size in (*inner, *outer, y.shape[1])):
             return False
-        repeated = math.prod(map(int, inner)) // (math.prod(map(int, outer)) or 1)
-        if y.shape[1] != len(labels) * repeated:
+        repeated, rest = divmod(math.prod(map(int, inner)), math.prod(map(int, outer)) or 1)
+        if rest or y.shape[1] != len(labels) * repeated:
             return False
         if node.op_type == "Reshape":
             target = constant_of(node.inputs[1])
