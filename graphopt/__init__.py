@@ -17,6 +17,7 @@ from graphopt.distributed.mpi import MPI
 from graphopt.errors import GraphoptError
 from graphopt.exporting.export import export
 from graphopt.generation.text import TextGenerator, generate
+from graphopt.graph.channels import remove_channels
 from graphopt.graph.listing import listing
 from graphopt.graph.loading import load
 from graphopt.graph.storage import save
@@ -92,6 +93,7 @@ __all__ = [
     "plot",
     "predict",
     "register_skl2onnx",
+    "remove_channels",
     "run",
     "save",
     "save_adapter",

@@ -50,6 +50,7 @@ def standard(
     clip: Steps = None,
     optimizer: Steps = None,
     average: Steps = None,
+    prune: Steps = None,
     schedule: Steps = None,
     loss_scale: Steps = None,
     accumulate: Steps = None,
@@ -90,6 +91,7 @@ _INSTEAD = {
     "augment": "AugmentImages()",
     "precision": "MixedPrecision({})",
     "average": "EMA({})",
+    "prune": "Prune({})",
     "fuse": "Fuse()",
     "quantize": "QuantizeWeights()",
     "recompute": "Recompute()",
@@ -159,7 +161,7 @@ def compile(model: Source, **steps: Any) -> ir.Model:
         standardize: centers and scales the model's inputs, so that the training graph and the trained model take raw
             input, for example `passes.Standardize(mean, scale)`; see `graphopt.adapt`.
         quantize: stores weights of products in a few bits and freezes them, as a base for adapters, for example
-            `passes.QuantizeWeights(bits=4)`.
+            `passes.QuantizeWeights(bits=4)`; `passes.LowRank(energy=0.9)` replaces each by two of a low rank.
         adapter: trains few weights beside those of the model, which are frozen, for example `passes.LoRA(rank=8)`; a
             list adds several.
         parameters: chooses the weights that train: by default those that trained in the exported program;
@@ -186,6 +188,8 @@ def compile(model: Source, **steps: Any) -> ir.Model:
             rate or weight decay for some of them.
         average: averages the parameters over the steps for evaluation, prediction and export, for example
             `passes.EMA(0.999)`; `passes.SWA(start=1000)` takes the plain mean.
+        prune: keeps weights at 0, for example `passes.Prune(0.9, end=1000)`, which prunes by and by; other structures
+            are `2:4` and `channel`.
         schedule: sets the learning rate of each step, for example `passes.Cosine(steps=1000, warmup=100)`.
         loss_scale: adapts the scale of the loss of a model in 16 bits, for example `passes.DynamicLossScale()`, which
             skips a step whose gradients overflow and reduces the scale. The default gradient then starts from a scale

@@ -34,6 +34,7 @@ from passes.losses.loss import *
 from passes.losses.pairs import *
 from passes.losses.policy import *
 from passes.losses.preference import *
+from passes.low_rank import LowRank as LowRank
 from passes.mixed_precision import DynamicLossScale as DynamicLossScale
 from passes.mixed_precision import MixedPrecision as MixedPrecision
 from passes.normalize import Normalize as Normalize
@@ -42,6 +43,7 @@ from passes.ort_gradient import OrtGradient as OrtGradient
 from passes.parameters import Parameters as Parameters
 from passes.parameters import SortInitializers as SortInitializers
 from passes.parameters import Untie as Untie
+from passes.prune import Prune as Prune
 from passes.quantize_weights import QuantizeWeights as QuantizeWeights
 from passes.recompute import Recompute as Recompute
 from passes.regularizers import *

@@ -198,7 +198,11 @@ class DynamicLossScale(Pass):
                 x = states[name_of(y)]
                 model.graph.outputs.remove(y)
                 retire(model, y)
-                state.set_next(model, x, like(op.Where(finite, y, x), x))
+                if x.dtype == ir.DataType.BOOL:  # ONNX Runtime has no Where of them
+                    kept = op.Or(op.And(finite, y), op.And(op.Not(finite), x))
+                else:
+                    kept = op.Where(finite, y, x)
+                state.set_next(model, x, like(kept, x))
             steps = state.declare_slot(model, LOSS_SCALE, "steps", np.array(0, np.int64))
             done = op.Add(steps, 1)
             grows = op.GreaterOrEqual(done, self.interval)

@@ -77,7 +77,7 @@ class QuantizeWeights(Pass):
 
     def rewrite(self, model: ir.Model) -> None:
         ensure_typed(model)
-        weights = dict(_weights(model))
+        weights = dict(product_weights(model))
         for field in ("pattern", "leave_out"):
             _check(field, getattr(self, field), weights)
         chosen = [w for w in weights if self._chooses(w)]
@@ -160,7 +160,7 @@ def _integers(packed: np.ndarray, dtype: ir.DataType, shape: list[int]) -> ir.Te
     return ir.tensor(packed) if dtype.bitwidth == 8 else RoomyTensor(packed, dtype, shape)
 
 
-def _weights(model: ir.Model) -> Iterator[tuple[ir.Value, int]]:
+def product_weights(model: ir.Model) -> Iterator[tuple[ir.Value, int]]:
     """Yield the matrices that only products read, and the axis that these sum over."""
     for w in list(model.graph.initializers.values()):
         if is_weight(w) and is_static(w) and len(w.shape or ()) == 2 and not w.is_graph_output():

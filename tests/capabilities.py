@@ -39,6 +39,7 @@ LAYERS: dict[str, dict[str, Any]] = {
     },
     "averages": {**ADAMW, "average": passes.EMA(0.9), "schedule": passes.Cosine(100, warmup=5)},
     "accumulated": {**ADAMW, "accumulate": passes.Accumulate(3), "clip": passes.ClipGlobalNorm(0.3)},
+    "pruned": {**ADAMW, "average": passes.EMA(0.9), "prune": passes.Prune(0.7, end=4, every=2)},
     "frozen": {**ADAMW, "parameters": passes.Parameters(freeze="*.bias")},
     "LoRA": {**ADAMW, "adapter": passes.LoRA(rank=2)},
     "DoRA": {**ADAMW, "adapter": passes.LoRA(rank=2, dora=True)},
@@ -55,6 +56,11 @@ IMAGES: dict[str, dict[str, Any]] = {
     "augmented": {**MOMENTUM, "augment": AUGMENT},
     "recomputed": {**ADAMW, "recompute": passes.Recompute()},
     "dynamic scale": {**IN_16_BITS, "loss_scale": passes.DynamicLossScale()},
+    "pruned channels": {
+        **MOMENTUM,
+        "training": passes.TrainingMode(seed=3),
+        "prune": passes.Prune(0.5, structure="channel", end=4, every=2),
+    },
 }
 CAPABILITIES = LAYERS | IMAGES
 

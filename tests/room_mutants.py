@@ -147,6 +147,28 @@ MUTANTS = [
         ("hostile", "begin > end || end > size - 8 - header", "begin > end"),
     ),
     *of(
+        "passes/prune.py",
+        "prune",
+        (
+            "loop_in_pytorch",
+            "op.Where(new[w], y, ",
+            "op.Where(masks[w], y, ",
+        ),  # not after momentum's last step
+        ("loop_in_pytorch", "op.Where(new[w], y, ", "op.Where(op.Or(new[w], masks[w]), y, "),
+        ("zeros_stay", "for x in [w, *filter(_Copy(w), owners.get(name_of(w), ()))]", "for x in [w]"),
+        ("zeros_stay", "op.Where(new[w], y, op.constant(0.0, like=x))", "op.Identity(y)"),  # before decay
+        ("masks_are", "round((self.sparsity or", "int((self.sparsity or"),
+        ("neighbours", "last=axis)", "last=1 - axis)"),
+    ),
+    *of(
+        "graphopt/graph/channels.py",
+        "prune",
+        ("half_of", "self._join(labels, others)", "pass"),
+        ("have_to_stay", "self._pin(x, f", "str(f"),
+        ("constant_added", "math.prod(map(int, dims)) != dims[axis] or not self._slice(", "self._slice("),
+        ("two_readers", "if (node, index) not in self._read:", "if False:"),
+    ),
+    *of(
         "graphopt/graph/windows.py",
         "windows",
         (

@@ -31,6 +31,7 @@ def full_pipeline(**steps):
         clip=passes.ClipGlobalNorm(1.0),
         optimizer=passes.AdamW(0.01),
         average=passes.EMA(0.9),
+        prune=passes.Prune(0.5, parameters="*.bias", end=3),
         schedule=passes.Cosine(steps=10, warmup=2),
         **steps,
     )
@@ -99,7 +100,7 @@ def test_the_contract_of_a_training_graph():
     state = {name[:-5] for name in outputs if name.endswith(".next")}
     assert inputs - initial == {"x", "target"}
     assert initial - state == {"base_learning_rate"}
-    assert state == {"step"} | {
+    assert state == {"step", "fc0.bias.mask", "fc1.bias.mask"} | {
         f"fc{i}.{kind}{slot}"
         for i in (0, 1)
         for kind in ("weight", "bias")

@@ -96,6 +96,10 @@ def test_keys_and_defaults_are_the_class_s(path: Path) -> None:
         check({**node, "dtype": "float16"})
     elif path.stem == "dora":
         assert node == {"defaults": ["lora", "_self_"], "dora": True}
+    elif path.parent.name == "prune":
+        check({**options(path), "sparsity": None, "structure": "element"})
+    elif path.stem == "low_rank":
+        check({**options(path), "energy": None})
     elif path.stem == "exported":
         assert options(path)["as_exported"] is True
         check({**options(path), "as_exported": False})

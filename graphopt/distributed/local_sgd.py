@@ -15,6 +15,7 @@ from graphopt.communicator import Survivors
 from graphopt.distributed.exchange import WorkerOptions
 from graphopt.errors import GraphoptError
 from graphopt.graph.loading import Source, load
+from graphopt.graph.metadata import Pruning
 from graphopt.graph.roles import Role, check_trains, with_role
 from graphopt.graph.values import name_of, value_of
 from graphopt.pipeline import Step, check_step
@@ -110,6 +111,11 @@ class LocalSGD(Executor):
         )
         device, model = chosen.opened(), load(step)
         check_trains(model, "LocalSGD")
+        if (pruning := Pruning.read(model)) is not None and pruning.end:
+            raise GraphoptError(
+                "LocalSGD: expected masks that stay, found passes.Prune with a schedule, by which each worker "
+                "prunes other weights: prune at once, give masks, or use DataParallel"
+            )
         outer = outer_update(model, chosen.outer or passes.SGD(0.7, momentum=0.9, nesterov=True))
         buffers = _RoundBuffers(device, model, outer, chosen.communicator.size)
         rounds = _Rounds(chosen, buffers)

@@ -514,6 +514,22 @@ class CumulativeAverage(Note, key="graphopt.cumulative_average", expected="a num
 
 
 @dataclass(frozen=True)
+class Pruning(Note, key="graphopt.pruning", expected="a number of updates and a share"):
+    """Note until when a training graph prunes.
+
+    Args:
+        end: the update after which the masks stay; 0 if they never change.
+        sparsity: the share of the numbers of the pruned weights that are 0 then.
+    """
+
+    end: int
+    sparsity: float
+
+    def check(self) -> None:
+        expect(0 <= self.end < 2**53, 0 <= self.sparsity <= 1)
+
+
+@dataclass(frozen=True)
 class PaddingIndex(Note, key="graphopt.padding_index", expected="a row of a table"):
     """Mark a Gather through which one row of its table gets no gradient.
 

@@ -61,6 +61,15 @@ ELEMENTWISE_OPERATORS = frozenset(
     }
 )
 
+# Elementwise operators of one input that take 0 to 0. Clip does if its bounds allow.
+ZERO_TO_ZERO = frozenset(
+    {
+        *("Abs", "Asin", "Asinh", "Atan", "Cast", "Ceil", "Celu", "Clip", "Elu", "Erf", "Floor", "Gelu"),
+        *("HardSwish", "Identity", "LeakyRelu", "Mish", "Neg", "Relu", "Round", "Selu", "Sign", "Sin"),
+        *("Sinh", "Softsign", "Sqrt", "Swish", "Tan", "Tanh", "ThresholdedRelu"),
+    }
+)
+
 # Matrix products: of the first two inputs, which are floating.
 MATRIX_PRODUCTS = frozenset({"Gemm", "MatMul"})
 

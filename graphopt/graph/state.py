@@ -26,6 +26,7 @@ LEARNING_RATE = "learning_rate"
 LOSS_SCALE = "loss_scale"
 ACCUMULATED = "accumulated"  # how many gradients are, and of a parameter NAME.accumulated which
 AVERAGE = "average"  # of a parameter: its average over the steps
+MASK = "mask"  # of a parameter: which of its numbers are not pruned
 
 RESERVED = {STEP, LEARNING_RATE, LOSS_SCALE, ACCUMULATED, "loss", "target", "sample_weight"}
 
@@ -127,6 +128,11 @@ def accumulators(model: ir.Model) -> list[ir.Value]:
 def averages(model: ir.Model) -> list[ir.Value]:
     """Return the slots that contain averages of parameters; see `passes.Average`."""
     return [x for x in with_role(model, Role.SLOT) if KIND.read(x) == AVERAGE]
+
+
+def masks(model: ir.Model) -> list[ir.Value]:
+    """Return the slots that contain masks of parameters; see `passes.Prune`."""
+    return [x for x in with_role(model, Role.SLOT) if KIND.read(x) == MASK]
 
 
 def averages_read(model: ir.Model) -> dict[str, str]:

@@ -16,13 +16,15 @@ from graphopt.arguments import checked
 from graphopt.data.language.tokenizer import BESIDE
 from graphopt.errors import GraphoptError, kind_of, unknown
 from graphopt.files import making, read_file
+from graphopt.graph.channels import remove_channels
 from graphopt.graph.loading import read_original
 from graphopt.graph.merging import adapted
 from graphopt.graph.model_folders import CONFIG, GENAI_CONFIG, config_in, model_in, place_of
+from graphopt.graph.storage import save
 from graphopt.runtime.executor_state import ExecutorState
 from graphopt.runtime.saved_adapter import peft_adapter, save_adapter
 
-FORMS = ("merged", "slots", "peft", "gguf")
+FORMS = ("merged", "slots", "peft", "gguf", "small")
 ADAPTER_FILE, GGUF_FILE = "adapter.onnx_adapter", "adapter.gguf"
 # Files beside a model that tokenizers and programs read, in addition to those that graphopt reads itself.
 OF_TOKENIZER = (
@@ -39,7 +41,7 @@ def save_folder(
     folder: str | os.PathLike[str],
     *,
     base: str | os.PathLike[str],
-    form: Literal["merged", "slots", "peft", "gguf"] = "merged",
+    form: Literal["merged", "slots", "peft", "gguf", "small"] = "merged",
     names: Names = None,
     base_name: str | None = None,
 ) -> None:
@@ -54,7 +56,8 @@ def save_folder(
         folder: the folder to make. It must not exist, or be empty.
         base: the file of the model that was compiled, or its folder.
         form: `merged`: the base with the trained weights. `slots`: the base with slots, and `adapter.onnx_adapter`.
-            `peft`: a folder of peft. `gguf`: `adapter.gguf`, for llama.cpp; needs the package gguf.
+            `peft`: a folder of peft. `gguf`: `adapter.gguf`, for llama.cpp; needs the package gguf. `small`: the base
+            with the trained weights, without the channels that are 0: see `graphopt.remove_channels`.
         names, base_name: names of modules, for `peft` and `gguf`, and of the base, for `peft`: see
             `graphopt.save_adapter`.
 
@@ -83,7 +86,7 @@ def save_folder(
         raise GraphoptError(
             f"save_folder: base_name: expected form='peft', found form={form!r}: leave it out"
         )
-    if form != "merged" and not any(adapted(executor.model)):
+    if form not in ("merged", "small") and not any(adapted(executor.model)):
         raise GraphoptError(
             f"save_folder: form={form}: expected a training graph with adapters, found none: save form=merged"
         )
@@ -100,7 +103,10 @@ def save_folder(
             save_adapter(executor, made, form="peft", names=names, base_name=base_name)
             _copy(OF_TOKENIZER, place_of(file), made)
         else:
-            _save_model(executor, file, made, form)
+            _save_model(executor, file, made, "slots" if form == "slots" else "merged")
+            if form == "small":
+                whole = made / file.relative_to(place_of(file))
+                save(remove_channels(whole), whole)
         with making(target):
             os.replace(made, target)
 

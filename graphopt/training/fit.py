@@ -18,13 +18,14 @@ from graphopt.data.foreign import as_dataset, has_rows, relabelled
 from graphopt.data.loader import Shuffle, TrainingRows, fixed_batch, hold_out
 from graphopt.data.streams import Stream
 from graphopt.errors import GraphoptError, some
+from graphopt.graph import state
 from graphopt.graph.loading import Source, load
-from graphopt.graph.metadata import TargetSpec
+from graphopt.graph.metadata import OWNER, Pruning, TargetSpec
 from graphopt.graph.storage import model_digest
 from graphopt.graph.values import name_of
 from graphopt.pipeline import Pipeline, check_pipeline
 from graphopt.runtime.executor import Executor
-from graphopt.training.callbacks.callback import Callback, callbacks_of
+from graphopt.training.callbacks.callback import Callback, Run, callbacks_of
 from graphopt.training.callbacks.progress import ProgressBar
 from graphopt.training.callbacks.terminal import is_watched
 from graphopt.training.evaluation import HeldOut, check_executor
@@ -130,6 +131,7 @@ def fit(executor: Executor, data: Data, **keywords: Any) -> Records:
     loop = TrainingLoop(executor, source, held_out, dataclasses.replace(options, callbacks=callbacks))
     loop.begin()
     loop.train()
+    _warn_of_unfinished_pruning(loop.run)
     return Records(loop.run.records)
 
 
@@ -190,6 +192,21 @@ def adapt(
         options = FitOptions(epochs=epochs, batch_size=batch_size)
         pipeline = pipeline.planned(options.epochs * math.ceil(len(rows) / options.batch_size))
     return pipeline.adapted(loaded, TrainingRows(data, loaded, rows, allow_nan=allow_nan))
+
+
+def _warn_of_unfinished_pruning(run: Run) -> None:
+    executor, plan = run.executor, Pruning.read(run.executor.model)
+    if plan is None or not run.is_pruning:
+        return
+    masks = {name_of(x): OWNER.read(x) or "" for x in state.masks(executor.model)}
+    arrays = executor.state
+    sizes = {mask: arrays[owner].size for mask, owner in masks.items()}
+    reached = sum((1 - arrays[mask].mean()) * size for mask, size in sizes.items()) / sum(sizes.values())
+    warnings.warn(
+        f"Prune: expected {plan.end:,} updates, found {executor.steps:,}: {reached:.3f} of the weights are 0 in place "
+        f"of {plan.sparsity:.3f}: train longer, or set end to {executor.steps:,} or less",
+        stacklevel=3,
+    )
 
 
 def _batch_sources(executor: Executor, data: Data, options: FitOptions) -> tuple[Epochs, HeldOut | None]:

@@ -147,7 +147,7 @@ class TrainingLoop:
         run.row, self._mean, self._seconds = 0, Mean(), 0.0
         checkpoints = self._checkpoints
         if checkpoints is not None:
-            best = checkpoints.best_of(record)
+            best = None if run.is_pruning else checkpoints.best_of(record)
             if best is not None or checkpoints.is_due_after(run.epoch) or run.control.should_save:
                 self._save(best=best)
         return After.GO_ON

@@ -81,7 +81,7 @@ class RecipeFields:
         prompt: the text that run=generate continues; -: from the input; null: the model starts a text
         rows: of a run's own data, for run=evaluate and run=predict: all, held_out or trained; null: held_out to
             evaluate a run that held rows out, otherwise all
-        form: what run=export writes: merged, slots, peft or gguf
+        form: what run=export writes: merged, slots, peft, gguf, or small, without the channels that are 0
         base_name: of run=export form=peft: the name of the base, such as Qwen/Qwen3-0.6B; null: that in config.json
         time: of run=report: also compile kernels, and time a step with them and without
         quiet: print nothing while training, except warnings and errors
@@ -99,7 +99,7 @@ class RecipeFields:
     predictions: Annotated[WritePath, "a name"]
     prompt: Annotated[str | None, "a text in quotes, or null"]
     rows: Annotated[Literal["all", "held_out", "trained"] | None, "all, held_out, trained or null"]
-    form: Annotated[Literal["merged", "slots", "peft", "gguf"], "merged, slots, peft or gguf"]
+    form: Annotated[Literal["merged", "slots", "peft", "gguf", "small"], "merged, slots, peft, gguf or small"]
     base_name: Annotated[str | None, "a name, or null"]
     time: bool
     quiet: bool

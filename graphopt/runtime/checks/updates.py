@@ -10,7 +10,7 @@ import numpy as np
 import onnx_ir as ir
 
 from graphopt.graph.roles import Role, with_role
-from graphopt.graph.state import ACCUMULATED, AVERAGE, LEARNING_RATE, LOSS_SCALE, STEP, accumulators
+from graphopt.graph.state import ACCUMULATED, AVERAGE, LEARNING_RATE, LOSS_SCALE, MASK, STEP, accumulators
 from graphopt.graph.values import next_of
 from graphopt.runtime.checks.findings import Finding
 from graphopt.runtime.checks.slopes import SINGLE, Arrays, dot, is_finite, norm_of, wide
@@ -160,8 +160,11 @@ class Updates:
         expected = {"": new, **slots}
         if share is not None and AVERAGE in after:
             expected[AVERAGE] = old[AVERAGE] + share * (new - old[AVERAGE])
+        mask = read("", np.broadcast_to(after[MASK], g.shape), {})[0] if MASK in after else None
         for kind, x in expected.items():
             y, gap = read(kind, after[kind], after)
+            if mask is not None:  # what is pruned is 0, and its slots do not matter
+                x = np.where(mask.reshape(np.shape(x)) != 0, x, 0.0 if kind == "" else y)
             off = y - x
             y = x + np.sign(off) * np.maximum(np.abs(off) - gap, 0.0)
             title = f"{name}.{kind}" if kind else name

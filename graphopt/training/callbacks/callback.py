@@ -13,6 +13,7 @@ import numpy as np
 from graphopt.arguments import Checked, check_function
 from graphopt.errors import GraphoptError, kind_of, nearest
 from graphopt.fields import check_options
+from graphopt.graph.metadata import Pruning
 from graphopt.graph.roles import Role, with_role
 from graphopt.graph.state import averages
 from graphopt.runtime.executor import Executor
@@ -101,6 +102,12 @@ class Run:
     def labels(self) -> Sequence[str] | None:
         """Return the names of the classes, those of the data or of the model, or None."""
         return self.executor.labels
+
+    @property
+    def is_pruning(self) -> bool:
+        """Return whether `passes.Prune` goes on, so that no epoch so far has weights like those of the end."""
+        plan = Pruning.read(self.executor.model)
+        return plan is not None and self.executor.steps < plan.end
 
     @property
     def has_ended(self) -> bool:

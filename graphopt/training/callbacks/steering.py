@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from graphopt.errors import GraphoptError
-from graphopt.graph.state import LEARNING_RATE, averages
+from graphopt.graph.state import LEARNING_RATE, averages, masks
 from graphopt.inspection.words import label_of
 from graphopt.intervals import within
 from graphopt.runtime.executor import NonFiniteLoss
@@ -245,6 +245,11 @@ class WeightAverage(Callback):
             raise GraphoptError(
                 "WeightAverage: expected a training graph without averages, found some: leave this callback out, or "
                 "the graph's average"
+            )
+        if masks(run.executor.model):
+            raise GraphoptError(
+                "WeightAverage: expected a training graph without passes.Prune, whose zeros an average loses, found "
+                "one: average in the graph, with average=passes.EMA()"
             )
         run.averaged = self._average or None
 

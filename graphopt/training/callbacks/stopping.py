@@ -87,7 +87,7 @@ class Monitor(Callback, ABC):
 
     def on_epoch_end(self, run: Run, record: Record) -> None:
         value = self.measure(run, record)
-        if value is None:
+        if value is None or run.is_pruning:
             return
         if self.beats(value, self.best):
             self.best, self.waited = value, 0

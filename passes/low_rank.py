@@ -1,0 +1,119 @@
+"""Factorize the weights of products into two of a low rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+import onnx_ir as ir
+
+from graphopt.errors import GraphoptError, some
+from graphopt.graph.emitter import Emitter
+from graphopt.graph.rewriting import Pass, Pattern, selects
+from graphopt.graph.shapes import ensure_typed
+from graphopt.graph.values import given, name_of
+from graphopt.intervals import within
+from passes.parameters import origin_in_file
+from passes.quantize_weights import product_weights
+from passes.weights.initializers import array, register
+
+
+@dataclass(frozen=True)
+class LowRank(Pass):
+    """Replace the weight of a product by two, whose product is its best approximation of a rank: x W by (x A) B.
+
+    Both train. They are U S^(1/2) and S^(1/2) V', of the singular value decomposition W = U S V' (Eckart and Young
+    1936). B has the name and the layout of W, and A is `NAME.low_rank`. A weight that would not become smaller stays.
+
+    Args:
+        rank: the rank of all weights.
+        energy: in place of a rank for all: of each weight, the smallest rank whose squared singular values sum to this
+            share of all.
+        pattern: factorize only the weights with these names, shell-style, one or several; by default, all that train
+            in the exported program.
+        leave_out: do not factorize these.
+
+    Raises:
+        GraphoptError: neither rank nor energy is given, or both, or no weight of a product becomes smaller.
+
+    >>> steps = {"quantize": passes.LowRank(rank=4), "loss": passes.CrossEntropy(), "optimizer": passes.AdamW()}
+    >>> step = graphopt.compile(models.mlp((64,), 3), **steps)
+    >>> {w.name: tuple(w.shape) for w in step.graph.inputs if "layers.0.weight" in w.name and "exp" not in w.name}
+    {'layers.0.weight': (4, 128), 'layers.0.weight.low_rank': (64, 4)}
+    """
+
+    alters: ClassVar[str] = "cuts weights to a low rank"
+
+    rank: int | None = within("[1, inf)", None)
+    energy: float | None = within("(0, 1]", None)
+    pattern: Pattern = None
+    leave_out: Pattern = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if (self.rank is None) == (self.energy is None):
+            raise GraphoptError(
+                f"LowRank: expected rank or energy, found {'neither' if self.rank is None else 'both'}: write "
+                "passes.LowRank(energy=0.9)"
+            )
+
+    def requires(self, model: ir.Model) -> None:
+        self.precedes_gradient(model)
+
+    def rewrite(self, model: ir.Model) -> None:
+        ensure_typed(model)
+        weights = {w: axis for w, axis in product_weights(model) if self._chooses(w)}
+        made = [name_of(w) for w, axis in weights.items() if self._factorize(model, w, axis)]
+        if not made:
+            raise GraphoptError(
+                f"LowRank: expected weights of MatMul or Gemm that become smaller, found none: "
+                f"{some([f'{w.name!r} of {w.shape}' for w in weights]) or 'no weight'} matches: choose a lower rank"
+            )
+
+    def _chooses(self, w: ir.Value) -> bool:
+        if selects(self.leave_out, w):
+            return False
+        return selects(self.pattern, w) if self.pattern else origin_in_file(w).trains
+
+    def _factorize(self, model: ir.Model, w: ir.Value, summed: int) -> bool:
+        """Replace a weight, and return whether it becomes smaller."""
+        stored = array(w)
+        matrix = (stored.T if summed else stored).astype(np.float64)
+        if not np.isfinite(matrix).all():
+            raise GraphoptError(
+                f"LowRank: expected finite numbers in {w.name!r}, found others: name it in leave_out"
+            )
+        u, s, v = np.linalg.svd(matrix, full_matrices=False)
+        if self.energy is None:
+            rank = self.rank or 1
+        else:
+            shares = np.cumsum(np.square(s)) / max(np.square(s).sum(), np.finfo(np.float64).tiny)
+            rank = min(int(np.searchsorted(shares, self.energy - 1e-12)) + 1, len(s))
+        readers = list(_readers(w))
+        if rank * sum(matrix.shape) >= matrix.size or any(
+            node.graph is not model.graph or node.attributes.get_int("transA", 0) for node in readers
+        ):
+            return False
+        roots = np.sqrt(s[:rank])
+        a, b = u[:, :rank] * roots, roots[:, None] * v[:rank]
+        b = np.ascontiguousarray((b.T if summed else b).astype(stored.dtype))
+        down = register(model, f"{w.name}.low_rank", a.astype(stored.dtype))
+        w.const_value, w.shape = ir.tensor(b, name=w.name), ir.Shape(b.shape)
+        for node, _ in w.uses():
+            if node not in readers:  # the transposes between
+                node.outputs[0].shape = ir.Shape(b.shape[::-1])
+        with Emitter(model) as op:
+            for node in readers:
+                with op.before(node):
+                    inner = op.MatMul(given(node.inputs[0]), down)
+                node.replace_input_with(0, inner)
+        return True
+
+
+def _readers(x: ir.Value) -> list[ir.Node]:
+    """Return the products that read a weight, also through Transpose and Identity."""
+    found = []
+    for node, _ in x.uses():
+        found += _readers(node.outputs[0]) if node.op_type in ("Transpose", "Identity") else [node]
+    return found
