@@ -200,7 +200,9 @@ class FirstCheck:
         except Exception as error:  # noqa: BLE001 - the runtime raises many types; the whole batch decides
             _log.debug("no check on some rows: %s", line(error))
             return []
-        agrees = all(x.verdict == "agrees" or (x.part == "update" and x.verdict != "differs") for x in found)
+        # On large graphs, what rounding and curvature leave open on some tokens they leave open on all of them.
+        is_enough = ("update",) if self._cpu.frozen != "low" else ("update", "gradient")
+        agrees = all(x.verdict == "agrees" or (x.part in is_enough and x.verdict != "differs") for x in found)
         return found if agrees else []
 
     def _reported(self, table: CheckTable, batch: Arrays, digest: str) -> str:
@@ -248,7 +250,7 @@ class _Step:
                 whole = whole.clone()
                 _in(whole, ir.DataType.FLOAT)
             # Few runs do not make up for the runtime's optimization.
-            self._session = Session(device, whole, optimized=not self._is_small)
+            self._session = Session(device, whole, optimized=False)
         self._whole = whole
         for name in self.forward.gradients:
             if not is_finite(state[name]):
