@@ -65,7 +65,7 @@ def some_tokens(model: ir.Model, batch: Arrays) -> Arrays | None:
         return None
     count, length = next(iter(batch.values())).shape[:2]
     rows, tokens = {*range(min(count, ROWS_OF_TOKENS))}, {*range(min(length, TOKENS))}
-    for where in (where for x in batch.values() for where in _kinds(x)):
+    for where in (where for x in batch.values() for where in _kinds(x) if where.any()):
         row, *_ = np.argwhere(where)[0]
         rows.add(int(row))
         tokens |= {int(place[0]) for place in np.argwhere(where[row])[:TOKENS_OF_A_KIND]}
