@@ -47,13 +47,13 @@ def some_rows(model: ir.Model, batch: Arrays) -> Arrays | None:
     return few
 
 
-def some_tokens(model: ir.Model, batch: Arrays) -> Arrays | None:
+def some_tokens(model: ir.Model, batch: Arrays, most: int = TOKENS) -> Arrays | None:
     """Return some tokens of some rows of a batch, or None if the others may show more.
 
     They do not if rows and tokens are the first two axes of all inputs, the graph is open to any number of both, and
-    all data are integers. The first ones are taken, and of each value of a mask, of each mark such as -100, and of what
-    has none, so many that occur first. If a number repeats in the batch, but not here, the first token is the last one,
-    too.
+    all data are integers. The first `most` tokens of the first rows are taken, and those at which a value of a mask, a
+    mark such as -100, or what has none occurs first. If a number repeats in the batch, but not here, the first token is
+    the last one, too.
     """
     inputs = {name_of(x): x for x in with_role(model, *FED)}
     axes = {tuple(x.shape or ())[:2] for x in inputs.values()}
@@ -64,7 +64,7 @@ def some_tokens(model: ir.Model, batch: Arrays) -> Arrays | None:
     if not is_open or any(x.dtype.kind not in "iub" for x in batch.values()):
         return None
     count, length = next(iter(batch.values())).shape[:2]
-    rows, tokens = {*range(min(count, ROWS_OF_TOKENS))}, {*range(min(length, TOKENS))}
+    rows, tokens = {*range(min(count, ROWS_OF_TOKENS))}, {*range(min(length, most))}
     for where in (where for x in batch.values() for where in _kinds(x) if where.any()):
         row, *_ = np.argwhere(where)[0]
         rows.add(int(row))
