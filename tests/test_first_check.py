@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from dataclasses import replace
 
 import numpy as np
 import onnx
@@ -709,6 +710,21 @@ def test_there_is_no_verdict_where_rounding_hides_the_slope():
 
     slope = slope_along(loss, {"x": np.array([1.0])}, 1e6, {"x": np.array([1.0])}, 0.02, 1e-9, SINGLE)
     assert slope.verdict == "not checked"
+
+
+def test_a_slope_that_rounding_hides_is_taken_at_the_farthest_step():
+    """The loss of a decoder is about 10 in float32, and moves by some roundings where weights move by 1 %."""
+    calls = []
+
+    def loss(point):
+        calls.append(1)
+        return float(np.float32(10.5 + 1.3e-3 * (point["x"][0] - 1)))
+
+    given = {"x": np.array([1.0])}, 10.5, {"x": np.array([1.0])}
+    together = replace(SINGLE, tolerance=5e-3, doubted=5e-3)  # as of many parameters
+    assert slope_along(loss, *given, 1.3e-3, 1e-9, together).verdict == "agrees"
+    assert len(calls) == 4
+    assert slope_along(loss, *given, 1.5 * 1.3e-3, 1e-9, together).verdict == "differs"
 
 
 def test_any_subgradient_agrees():

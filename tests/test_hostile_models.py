@@ -569,3 +569,24 @@ def test_inputs_of_a_fuzzer_are_taken_or_refused(count: int) -> None:
         [sys.executable, str(fuzzer), str(count), *seed], capture_output=True, text=True, check=False
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr
+
+
+def test_slices_in_the_layers_of_a_decoder_take_no_round_of_inference_each(monkeypatch):
+    """A file of 4 bits has a Slice after each product of what DequantizeLinear, Range and Split give."""
+    layer = """
+        w{i} = DequantizeLinear(q, scale) h{i} = MatMul(x{i}, w{i}) a{i}, b{i} = Split<axis=1, num_outputs=2>(h{i})
+        c{i}, d{i} = Split<axis=1>(h{i}, parts) e{i} = Concat<axis=1>(a{i}, d{i})
+        s{i} = Slice(e{i}, zero, one) n{i} = Size(s{i}) r{i} = Range(start, n{i}, step) f{i} = Cast<to=1>(r{i})
+        g{i} = ReduceSum<keepdims=0>(f{i}) x{j} = Add(e{i}, g{i})"""
+    text = (
+        "g (float[N,4] x0) => (float[N,4] x5) {" + "".join(layer.format(i=i, j=i + 1) for i in range(5)) + "}"
+    )
+    weights = {"q": np.ones((4, 4), np.int8), "scale": np.float32(0.1), "parts": np.array([2, 2])}
+    weights |= {"zero": np.array([0]), "one": np.array([1]), "start": np.array(0), "step": np.array(1)}
+    calls, infer = [], onnx.shape_inference.infer_shapes
+    monkeypatch.setattr(
+        onnx.shape_inference, "infer_shapes", lambda *a, **k: calls.append(1) or infer(*a, **k)
+    )
+    typed = infer_message(model(text, **weights))
+    assert len(calls) == 1
+    assert [dim.dim_value for dim in typed.graph.output[0].type.tensor_type.shape.dim][1] == 4

@@ -16,7 +16,8 @@ from graphopt import models
 from graphopt.graph.memory import estimate
 from graphopt.runtime import fitting, frozen, runners, system_memory, translation
 from graphopt.runtime.checks import first_check
-from graphopt.runtime.checks.rows import ROWS, TOKENS, some_tokens
+from graphopt.runtime.checks.rows import ROWS, ROWS_OF_TOKENS, TOKENS, TOKENS_OF_A_KIND, some_tokens
+from graphopt.runtime.checks.slopes import Slope
 from graphopt.runtime.device import Device
 from graphopt.runtime.evaluation import ChosenEvaluation
 from graphopt.runtime.frozen import placement_by_size
@@ -156,17 +157,26 @@ def batch_of(rows, tokens):
 def test_some_tokens_are_those_of_a_batch():
     step, batch = language_model(), batch_of(6, 200)
     few = some_tokens(step, batch)
-    assert {x.shape for x in few.values()} == {(ROWS, TOKENS)}
-    np.testing.assert_array_equal(few["x"][:, :-1], batch["x"][:ROWS, : TOKENS - 1])
-    assert some_tokens(step, batch_of(ROWS, TOKENS)) is None
+    assert {x.shape for x in few.values()} == {(ROWS_OF_TOKENS, TOKENS)}
+    np.testing.assert_array_equal(few["x"][:, :-1], batch["x"][:ROWS_OF_TOKENS, : TOKENS - 1])
+    assert some_tokens(step, batch_of(ROWS_OF_TOKENS, TOKENS)) is None
 
 
-def test_an_ignored_token_is_ignored_in_some_tokens_or_all_are_checked():
-    step, batch = language_model(), batch_of(2, 200)
-    batch["target"][1, 150] = -100
-    assert some_tokens(step, batch) is None
-    batch["target"][1, 20] = -100
-    assert (some_tokens(step, batch)["target"] == -100).any()
+def test_an_ignored_token_is_among_some_tokens_wherever_it_is():
+    step, batch = language_model(), batch_of(6, 200)
+    batch["target"][4, 150] = -100
+    few = some_tokens(step, batch)
+    assert {x.shape for x in few.values()} == {(ROWS_OF_TOKENS + 1, TOKENS + 1)}
+    assert few["target"][-1, -1] == -100
+    assert (few["target"] == -100).sum() == 1
+
+
+def test_labels_after_a_long_prompt_are_among_some_tokens():
+    step, batch = language_model(), batch_of(1, 200)
+    batch["target"][:, :120] = -100
+    few = some_tokens(step, batch)
+    assert few["target"].shape == (1, TOKENS + TOKENS_OF_A_KIND)
+    np.testing.assert_array_equal(few["target"][0, TOKENS:], batch["target"][0, 120:][:TOKENS_OF_A_KIND])
 
 
 def test_numbers_repeat_in_some_tokens_if_they_do_in_all():
@@ -212,6 +222,39 @@ def test_a_mistake_is_seen_on_some_tokens(factor, monkeypatch, tmp_path):
     with pytest.raises(graphopt.GraphoptError, match=r"^parameter .m.: expected a gradient with the slope"):
         executor.step(batch_of(2, 200))
     assert sizes == [(2, TOKENS), (2, 200)]
+
+
+def test_what_stays_open_on_some_tokens_is_not_repeated_on_all(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    sizes, opened = [], first_check._Step.__init__
+
+    def init(self, device, step, state, batch, is_full):
+        sizes.append(batch["x"].shape)
+        opened(self, device, step, state, batch, is_full)
+
+    monkeypatch.setattr(first_check._Step, "__init__", init)
+    open_slope = lambda *_: Slope(1.0, 1.0, 1.0, "not checked")  # noqa: E731
+    monkeypatch.setattr(first_check, "slope_along", open_slope)
+    graphopt.Executor(language_model(), frozen="low", native=False, threads=1).step(batch_of(2, 200))
+    assert sizes == [(2, TOKENS)]
+
+
+def test_a_form_is_compared_on_some_tokens_where_memory_is_low(monkeypatch):
+    sizes, run = [], translation.Translation._run
+
+    def compared(self, form, source, feeds, state):
+        sizes.append(feeds["x"].shape)
+        return run(self, form, source, feeds, state)
+
+    monkeypatch.setattr(translation.Translation, "_run", compared)
+    step, batch = language_model(), batch_of(2, 200)
+    found, expected = (
+        graphopt.Executor(step, frozen="low", native=False, threads=1, verify=verify)
+        for verify in (True, False)
+    )
+    for _ in range(2):
+        assert found.step(batch)["loss"] == pytest.approx(expected.step(batch)["loss"], rel=1e-6)
+    assert sizes == [(2, TOKENS)]
 
 
 def test_no_value_lives_for_its_shape_where_memory_is_low(tmp_path):

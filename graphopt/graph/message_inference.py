@@ -27,7 +27,7 @@ _SAFE = ELEMENTWISE_OPERATORS | {
     *("ReduceMean", "ReduceMin", "ReduceProd", "ReduceSum", "ReduceSumSquare", "BatchNormalization"),
     *("CastLike", "Concat", "Constant", "Dropout", "Flatten", "Gather", "Gemm", "InstanceNormalization"),
     *("LayerNormalization", "LogSoftmax", "MatMul", "Reshape", "Shape", "Size", "Softmax", "Squeeze"),
-    *("Transpose", "Unsqueeze"),
+    *("DequantizeLinear", "Range", "Transpose", "Unsqueeze"),
 }
 # The rounds of inference until the sizes of a value are known, and whether the last one has to look at them.
 _Rounds = tuple[int, bool]
@@ -105,7 +105,10 @@ def _check(message: onnx.ModelProto, propagate: bool) -> None:
     """
     calls = {(x.domain, x.name) for x in message.functions}
     rounds, inside = dict[int, list[onnx.NodeProto]](), dict[int, list[onnx.NodeProto]]()
-    _find(message.graph.node, {}, calls, rounds)
+    sizes = {node.input[1] for node in message.graph.node if node.op_type == "Split" and len(node.input) > 1}
+    given = (x for x in message.graph.initializer if x.name in sizes)
+    parts = {x.name for x in given if onnx.numpy_helper.to_array(x).min(initial=0) >= 0}
+    _find(message.graph.node, {}, calls, rounds, parts)
     for function in message.functions:
         _find(function.node, {}, calls, inside)
     domains = {id(node): node.domain for nodes in rounds.values() for node in nodes}
@@ -125,6 +128,7 @@ def _find(
     known: dict[str, _Rounds],
     calls: Collection[tuple[str, str]],
     found: dict[int, list[onnx.NodeProto]],
+    parts: Collection[str] = (),
 ) -> _Rounds:
     """Put operators whose inference may end the process into the round that looks at their sizes.
 
@@ -133,6 +137,7 @@ def _find(
         known: the rounds of values; it gets those that the nodes compute.
         calls: the domains and names of functions, whose calls are such operators, too.
         found: gets the operators.
+        parts: the inputs of Split whose sizes are 0 or more.
 
     Returns: the most rounds that a value needs which the nodes compute.
     """
@@ -148,11 +153,20 @@ def _find(
         if now[1] and (is_call or node.op_type in FRAGILE):
             found.setdefault(now[0], []).append(node)
             now = now[0] + 1, False
-        if is_call or bodies or node.op_type not in _SAFE | FRAGILE.keys():
+        is_safe = node.op_type in _SAFE or node.op_type in FRAGILE or _splits_safely(node, parts)
+        if is_call or bodies or not is_safe:
             now = now[0], True
         known.update((y, now) for y in node.output)
         most = max(most, now)
     return most
+
+
+def _splits_safely(node: onnx.NodeProto, parts: Collection[str]) -> bool:
+    """Return whether a node splits into parts of given sizes, or into halves."""
+    if node.op_type != "Split" or any(x.name == "split" for x in node.attribute):
+        return False
+    given = [x for x in node.input[1:] if x]
+    return given[0] in parts if given else len(node.output) == 2
 
 
 def _refuse(typed: onnx.ModelProto, nodes: Collection[onnx.NodeProto]) -> None:
@@ -160,8 +174,10 @@ def _refuse(typed: onnx.ModelProto, nodes: Collection[onnx.NodeProto]) -> None:
     read = {x: node for node in nodes for x in _inputs(node)}
     for graph in graphs_in(typed.graph):
         for x in (*graph.input, *graph.value_info, *graph.output):
+            if x.name not in read:
+                continue
             sizes = [dim.dim_value for dim in x.type.tensor_type.shape.dim]
-            if x.name in read and min(sizes, default=0) < 0:
+            if min(sizes, default=0) < 0:
                 raise onnx.shape_inference.InferenceError(
                     f"{read[x.name].op_type} of {x.name!r}: expected sizes of 0 or more, found {sizes}, as where a "
                     "window or a crop is larger than its input: declare larger inputs"

@@ -174,7 +174,8 @@ class Session:
     def compute(self, feeds: OrtValues, leave_out: Container[str] = ()) -> dict[str, onnxruntime.OrtValue]:
         """Run once on values and return the outputs by name, which stay on the device; ignore what is not an input.
 
-        If the sessions of the process share memory, the system gets back what is free of it.
+        Values may stand for weights that the session shares with others. If the sessions of the process share memory,
+        the system gets back what is free of it.
 
         Args:
             leave_out: names of outputs that are not wanted.
@@ -182,7 +183,7 @@ class Session:
         binding = self.io_binding()
         self.device.machine.await_writers(binding)
         try:
-            for name in self.inputs:
+            for name in (*self.inputs, *(name for name in self._shared if name in feeds)):
                 binding.bind_ortvalue_input(name, feeds[name])
         except RuntimeError as error:  # binding may copy
             raise self.stopped(error) from error

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 import onnx_ir as ir
 
@@ -12,7 +14,8 @@ from graphopt.graph.traversal import ancestors
 from graphopt.graph.values import name_of
 from graphopt.runtime.checks.slopes import Arrays
 
-ROWS, TOKENS = 4, 64
+ROWS = 4
+ROWS_OF_TOKENS, TOKENS, TOKENS_OF_A_KIND = 2, 16, 4
 MASK_VALUES = 2  # that integers have at most if they are a mask
 
 
@@ -44,36 +47,43 @@ def some_rows(model: ir.Model, batch: Arrays) -> Arrays | None:
     return few
 
 
-def some_tokens(model: ir.Model, batch: Arrays) -> Arrays | None:
-    """Return the first tokens of the first rows of a batch, or None if the others may show more.
+def some_tokens(model: ir.Model, batch: Arrays, most: int = TOKENS) -> Arrays | None:
+    """Return some tokens of some rows of a batch, or None if the others may show more.
 
-    They do not if rows and tokens are the first two axes of all inputs, and the graph is open to any number of both; if
-    all data are integers; and if marks such as -100, and all values of a mask, occur here if they do in the batch. If
-    a number repeats in the batch, but not here, the first token is the last one, too.
+    They do not if rows and tokens are the first two axes of all inputs, the graph is open to any number of both, and
+    all data are integers. The first `most` tokens of the first rows are taken, and those at which a value of a mask, a
+    mark such as -100, or what has none occurs first. If a number repeats in the batch, but not here, the first token is
+    the last one, too.
     """
     inputs = {name_of(x): x for x in with_role(model, *FED)}
     axes = {tuple(x.shape or ())[:2] for x in inputs.values()}
-    if (
-        inputs.keys() != batch.keys()
-        or len(axes) != 1
-        or any(x.dtype.kind not in "iub" for x in batch.values())
-    ):
+    if inputs.keys() != batch.keys() or len(axes) != 1 or len({x.shape[:2] for x in batch.values()}) != 1:
         return None
     (axis,) = axes
     is_open = len({x.value for x in axis if isinstance(x, ir.SymbolicDim)} - {None}) == 2
-    if not is_open or all(x.shape[0] <= ROWS and x.shape[1] <= TOKENS for x in batch.values()):
+    if not is_open or any(x.dtype.kind not in "iub" for x in batch.values()):
         return None
-    few = {name: x[:ROWS, :TOKENS].copy() for name, x in batch.items()}
+    count, length = next(iter(batch.values())).shape[:2]
+    rows, tokens = {*range(min(count, ROWS_OF_TOKENS))}, {*range(min(length, most))}
+    for where in (where for x in batch.values() for where in _kinds(x) if where.any()):
+        row, *_ = np.argwhere(where)[0]
+        rows.add(int(row))
+        tokens |= {int(place[0]) for place in np.argwhere(where[row])[:TOKENS_OF_A_KIND]}
+    few = {name: x[sorted(rows)][:, sorted(tokens)] for name, x in batch.items()}
     for name, x in few.items():
         if not _repeats_alike(x, batch[name]):
             x[:, -1] = x[:, 0]
-    return few if all(np.isin(_marks(batch[name]), x).all() for name, x in few.items()) else None
+    return few if all(x.size < batch[name].size for name, x in few.items()) else None
 
 
-def _marks(x: np.ndarray) -> np.ndarray:
-    """Return the values of a mask, or those of other integers that are no indices."""
+def _kinds(x: np.ndarray) -> Iterator[np.ndarray]:
+    """Yield where a mask has each value, or other integers each mark, and none."""
     values = np.unique(x)
-    return values if values.size <= MASK_VALUES else values[values < 0]
+    if values.size <= MASK_VALUES:
+        yield from (x == value for value in values)
+    elif values[0] < 0:
+        yield from (x == value for value in values[values < 0])
+        yield x >= 0
 
 
 def _is_index(x: ir.Value, forward: set[ir.Node]) -> bool:

@@ -125,9 +125,10 @@ def slope_along(
 ) -> Slope:
     """Compare the slope of a loss along a direction with that of its gradient.
 
-    Two forward passes decide if they agree. Otherwise, pairs of steps are extrapolated (Richardson 1911): the
-    difference between a pair's slopes tells how much rounding, curvature and kinks may explain. A pair says that they
-    agree only if it is in less doubt than those before.
+    Two forward passes decide if they agree, or two more at the farthest step if rounding may hide the slope of
+    the first. Otherwise, pairs of steps are extrapolated (Richardson 1911): the difference between a pair's slopes
+    tells how much rounding, curvature and kinks may explain. A pair says that they agree only if it is in less doubt
+    than those before.
 
     Args:
         loss: returns the loss at a point.
@@ -172,6 +173,9 @@ def slope_along(
     central = at(1.0)[-1]
     if abs(central - found) <= allowed + min(rounding(1.0), abs(found) * precision.tolerance):
         return Slope(central, found, rounding(1.0), "agrees")
+    far = min(FARTHEST / relative, wanted / abs(found) if found else math.inf) / first
+    if far > 1.0 and rounding(1.0) > allowed and abs(at(far)[-1] - found) <= allowed:
+        return Slope(at(far)[-1], found, rounding(far), "agrees")
     best, here = Slope(central, found, math.inf, "not checked"), loss(point)
     is_open = False  # a pair agrees, and another one that is in less doubt does not
     for large, small in zip(LADDER[::2], LADDER[1::2], strict=True):
