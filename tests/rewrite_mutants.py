@@ -23,6 +23,15 @@ FUSIONS = [
         ("moves_each_weight", "                    model.graph.sort()", "                    pass"),
     ),
     *of(
+        "graphopt/targets/tiles.py",
+        "tiles",
+        ("stay", "ends[-1] != math.prod(_shape(x))", "False"),
+        ("stay", "if [start for start, _ in ranges] != ends[:-1] or", "if"),
+        ("stay", "math.prod(_shape(node.outputs[0])[: axis", "math.prod(_shape(node.outputs[0])[:0 * axis"),
+        ("gathered", "begins[x] + np.arange", "np.arange"),
+        ("gathered", "max(start + shape[axis] if start < 0 else start, 0)", "max(start, 0)"),
+    ),
+    *of(
         "graphopt/targets/updates.py",
         "training_matrix",
         (

@@ -43,6 +43,7 @@ from graphopt.targets.native.toolchain import (
     compiler,
     digest_of,
 )
+from graphopt.targets.tiles import gather_tiles
 from graphopt.targets.updates import fold_updates
 
 KERNEL_KINDS = ("kernels", "products", "convolutions", "pools", "scans")
@@ -220,6 +221,7 @@ def place_kernels(model: ir.Model, without: Sequence[str] = ()) -> Plan:
         return result
     infer_anew(model)
     fold_updates(model, leave_out=["fold_momentum_into_gemm"])  # kernels compute no beta C
+    gather_tiles(model)
     infer_anew(model)
     forms = NodeForms(dict(model.opset_imports))
     unify_sizes(model)

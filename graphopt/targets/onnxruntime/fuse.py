@@ -22,6 +22,7 @@ from graphopt.targets.onnxruntime.convolution import (
 )
 from graphopt.targets.onnxruntime.vectors import column_sums_as_product
 from graphopt.targets.scan import vectorize_steps
+from graphopt.targets.tiles import gather_tiles
 from graphopt.targets.updates import UPDATES, Rewriting
 
 # Recipes use the names.
@@ -32,6 +33,7 @@ FUSIONS: dict[str, Rewriting] = {
     "unpool_first_maxima": unpool_first_maxima,
     "pool_channels_as_batch": pool_channels_as_batch,
     **UPDATES,
+    "gather_tiles": gather_tiles,
     "vectorize_steps": vectorize_steps,
     "join_small_vectors": join_small_vectors,
     "column_sums_as_product": column_sums_as_product,
