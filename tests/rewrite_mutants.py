@@ -28,7 +28,7 @@ FUSIONS = [
         ("stay", "ends[-1] != math.prod(_shape(x))", "False"),
         ("stay", "if [start for start, _ in ranges] != ends[:-1] or", "if"),
         ("stay", "math.prod(_shape(node.outputs[0])[: axis", "math.prod(_shape(node.outputs[0])[:0 * axis"),
-        ("gathered", "begins[x] + np.arange", "np.arange"),
+        ("stay", "_shape(sources[0]) != shape or", ""),
         ("gathered", "max(start + shape[axis] if start < 0 else start, 0)", "max(start, 0)"),
     ),
     *of(

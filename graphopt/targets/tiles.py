@@ -34,7 +34,7 @@ _Parts = tuple[_Part, ...]
 
 
 def gather_tiles(model: ir.Model) -> bool:
-    """Replace a Concat of parts that tile one or several values by a Gather of the rows of these.
+    """Replace a Concat of parts that tile a value by a Gather of its rows, and of all parts of several by these.
 
     What consists of all numbers of one value in their order becomes a view of this value. Results are the same bits.
     Return whether anything changed.
@@ -139,20 +139,18 @@ def _again(op: Emitter, node: ir.Node, y: ir.Value, parts: _Parts) -> ir.Value |
         if _shape(x) == shape:
             return x
         return None if node.inputs[0] is x else like(op.Reshape(x, op.constant([*shape])), y)
-    rows = [_shape(x)[:1] for x in sources]
-    if node.op_type != "Concat" or any(
-        (*n, *shape[1:]) != _shape(x) for n, x in zip(rows, sources, strict=True)
-    ):
+    alike = all(len(_shape(x)) == len(shape) and _shape(x)[1:] == shape[1:] for x in sources)
+    if node.op_type != "Concat" or not alike:
         return None
     if len(parts) == len(sources):
-        return like(op.Concat(*sources, axis=0), y) if len(sources) < len(node.inputs) else None
+        joins = len(sources) < len(node.inputs) and sum(_shape(x)[0] for x in sources) == shape[0]
+        return like(op.Concat(*sources, axis=0), y) if joins else None
     width = math.prod(shape[1:])
-    if (width == 1 and shape[0] > _SHORT) or any(n % width for _, *ends in parts for n in ends):
+    is_long = width == 1 and shape[0] > _SHORT
+    if is_long or _shape(sources[0]) != shape or any(n % width for _, *ends in parts for n in ends):
         return None
-    begins = dict(zip(sources, np.cumsum([0, *(n for (n,) in rows)]).tolist(), strict=False))
-    places = [begins[x] + np.arange(start // width, stop // width) for x, start, stop in parts]
-    whole = sources[0] if len(sources) == 1 else op.Concat(*sources, axis=0)
-    return like(op.Gather(whole, op.constant(np.concatenate(places)), axis=0), y)
+    places = [np.arange(start // width, stop // width) for _, start, stop in parts]
+    return like(op.Gather(sources[0], op.constant(np.concatenate(places)), axis=0), y)
 
 
 def _tile(sources: Sequence[ir.Value], parts: _Parts) -> bool:
