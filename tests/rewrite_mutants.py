@@ -23,13 +23,11 @@ FUSIONS = [
         ("moves_each_weight", "                    model.graph.sort()", "                    pass"),
     ),
     *of(
-        "graphopt/targets/tiles.py",
-        "tiles",
-        ("stay", "ends[-1] != math.prod(_shape(x))", "False"),
-        ("stay", "if [start for start, _ in ranges] != ends[:-1] or", "if"),
+        "graphopt/targets/blocks.py",
+        "blocks",
         ("stay", "math.prod(_shape(node.outputs[0])[: axis", "math.prod(_shape(node.outputs[0])[:0 * axis"),
-        ("stay", "_shape(sources[0]) != shape or", ""),
-        ("gathered", "max(start + shape[axis] if start < 0 else start, 0)", "max(start, 0)"),
+        ("stay", "is_whole = len(parts) == len(sources) and", "is_whole ="),
+        ("parts_are", "max(start + shape[axis] if start < 0 else start, 0)", "max(start, 0)"),
     ),
     *of(
         "graphopt/targets/updates.py",

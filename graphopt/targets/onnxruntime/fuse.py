@@ -13,6 +13,7 @@ from graphopt.graph.roles import STATE, with_role
 from graphopt.graph.simplify import Simplify
 from graphopt.graph.strictness import check_sorted, is_strict
 from graphopt.targets.bfloat16 import compute_bfloat16_in_float32
+from graphopt.targets.blocks import gather_blocks
 from graphopt.targets.joining import join_small_vectors
 from graphopt.targets.onnxruntime.convolution import (
     pool_channels_as_batch,
@@ -22,7 +23,6 @@ from graphopt.targets.onnxruntime.convolution import (
 )
 from graphopt.targets.onnxruntime.vectors import column_sums_as_product
 from graphopt.targets.scan import vectorize_steps
-from graphopt.targets.tiles import gather_tiles
 from graphopt.targets.updates import UPDATES, Rewriting
 
 # Recipes use the names.
@@ -33,7 +33,7 @@ FUSIONS: dict[str, Rewriting] = {
     "unpool_first_maxima": unpool_first_maxima,
     "pool_channels_as_batch": pool_channels_as_batch,
     **UPDATES,
-    "gather_tiles": gather_tiles,
+    "gather_blocks": gather_blocks,
     "vectorize_steps": vectorize_steps,
     "join_small_vectors": join_small_vectors,
     "column_sums_as_product": column_sums_as_product,

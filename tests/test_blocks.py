@@ -12,7 +12,7 @@ from steps import compiled
 import graphopt
 import passes
 from graphopt.graph.storage import whole
-from graphopt.targets.tiles import gather_tiles
+from graphopt.targets.blocks import gather_blocks
 
 RNG = np.random.default_rng(0)
 CUT = "i = Constant<value_ints=[2]>() j = Constant<value_ints=[4]>() k = Constant<value_ints=[9]>()"
@@ -24,6 +24,9 @@ FLAT = "f = Constant<value_ints=[1, 18]>() t = Constant<value_ints=[6, 3]>()"
 # Nodes from w and v of 6 x 3 numbers to z, and the operators that are left of them.
 GATHERED = {
     "slices in another order": (f"{CUT} z = Concat<axis=0>(c, a, b)", ["Gather"]),
+    "a part is missing": (f"{CUT} z = Concat<axis=0>(c, a)", ["Gather"]),
+    "a part comes twice": (f"{CUT} z = Concat<axis=0>(c, a, b, a)", ["Gather"]),
+    "parts overlap": (f"{CUT} d = Slice(w, i, k, o) z = Concat<axis=0>(d, a, b)", ["Gather"]),
     "slices in order": (f"{CUT} z = Concat<axis=0>(a, b, c)", []),
     "two values in order": (f"{PARTS} z = Concat<axis=0>(p, q, r, s)", ["Concat"]),
     "nested": (
@@ -41,10 +44,7 @@ GATHERED = {
     ),
 }
 STAY = {
-    "a part is missing": f"{CUT} z = Concat<axis=0>(c, a)",
-    "a part comes twice": f"{CUT} z = Concat<axis=0>(c, a, b, a)",
     "parts of two values are mixed": f"{PARTS} z = Concat<axis=0>(q, r, p, s)",
-    "parts overlap": f"{CUT} d = Slice(w, i, k, o) z = Concat<axis=0>(d, a, b)",
     "of another axis": "p, q, r = Split<num_outputs=3, axis=1>(w) z = Concat<axis=1>(q, r, p)",
     "joined along another axis": f"{PARTS} z = Concat<axis=1>(q, p)",
 }
@@ -55,7 +55,7 @@ def run(nodes: str) -> tuple[list[str], list[str], list[np.ndarray], list[np.nda
     proto = model(f"g (float[1] x, float[6,3] w, float[6,3] v) => (float[A,B] y) {{ {nodes} y = Add(z, x) }}")
     proto = onnx.shape_inference.infer_shapes(proto, data_prop=True)
     before, after = graphopt.load(proto), graphopt.load(proto)
-    gather_tiles(after)
+    gather_blocks(after)
     feeds = {
         name: RNG.standard_normal(shape, np.float32)
         for name, shape in {"x": 1, "w": (6, 3), "v": (6, 3)}.items()
@@ -72,7 +72,7 @@ def run(nodes: str) -> tuple[list[str], list[str], list[np.ndarray], list[np.nda
 
 
 @pytest.mark.parametrize("name", GATHERED)
-def test_parts_that_tile_values_are_gathered_at_once(name):
+def test_parts_are_gathered_at_once(name):
     nodes, expected = GATHERED[name]
     _, left, before, after = run(nodes)
     assert left == expected
@@ -80,7 +80,7 @@ def test_parts_that_tile_values_are_gathered_at_once(name):
 
 
 @pytest.mark.parametrize("name", STAY)
-def test_parts_that_do_not_tile_values_stay(name):
+def test_other_parts_stay(name):
     operators, left, before, after = run(STAY[name])
     assert left == operators
     np.testing.assert_array_equal(before[0], after[0])
@@ -91,7 +91,7 @@ def test_a_long_vector_is_not_gathered_number_by_number():
         "g (float[1] x, float[6000] w) => (float[6000] y) {"
         " p, q = Split<num_outputs=2>(w) z = Concat<axis=0>(q, p) y = Add(z, x) }"
     )
-    assert not gather_tiles(graphopt.load(onnx.shape_inference.infer_shapes(proto)))
+    assert not gather_blocks(graphopt.load(onnx.shape_inference.infer_shapes(proto)))
 
 
 @pytest.mark.parametrize("target", ["plain", "onnxruntime", None])
@@ -117,7 +117,7 @@ def test_an_lstm_whose_gates_are_laid_out_anew_trains_as_in_pytorch(target):
 def test_no_slice_of_a_weight_is_left_in_a_lowered_lstm():
     step = compiled(lstm_by_gates())
     counts = []
-    for leave_out in (["gather_tiles"], []):
+    for leave_out in (["gather_blocks"], []):
         operators = [node.op_type for node in passes.Fuse(leave_out)(graphopt.load(step)).model.graph]
         counts.append((operators.count("Slice"), operators.count("Concat"), len(operators)))
     assert np.subtract(*counts).tolist() == [16, 9, 28]

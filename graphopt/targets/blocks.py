@@ -33,8 +33,8 @@ class _Part(NamedTuple):
 _Parts = tuple[_Part, ...]
 
 
-def gather_tiles(model: ir.Model) -> bool:
-    """Replace a Concat of parts that tile a value by a Gather of its rows, and of all parts of several by these.
+def gather_blocks(model: ir.Model) -> bool:
+    """Replace a Concat of parts of a value by a Gather of its rows, and one of all parts of several by one of these.
 
     What consists of all numbers of one value in their order becomes a view of this value. Results are the same bits.
     Return whether anything changed.
@@ -42,7 +42,7 @@ def gather_tiles(model: ir.Model) -> bool:
     >>> model = onnx.parser.parse_model('''<ir_version: 10, opset_import: ["" : 21]> g (float[N] x, float[6] w)
     ...     => (float[6] y) { a, b, c = Split<num_outputs=3>(w)  z = Concat<axis=0>(b, c, a)  y = Add(x, z) }''')
     >>> loaded = graphopt.load(onnx.shape_inference.infer_shapes(model))
-    >>> gather_tiles(loaded), [node.op_type for node in loaded.graph if node.op_type != "Constant"]
+    >>> gather_blocks(loaded), [node.op_type for node in loaded.graph if node.op_type != "Constant"]
     (True, ['Gather', 'Add'])
     """
     known: dict[ir.Value, _Parts] = {}
@@ -130,34 +130,20 @@ def _between(parts: Sequence[_Part], start: int, stop: int) -> _Parts:
 
 def _again(op: Emitter, node: ir.Node, y: ir.Value, parts: _Parts) -> ir.Value | None:
     """Return an output of a node, made of its parts by fewer nodes; None if the node does as well."""
-    sources = [*dict.fromkeys(part.source for part in parts)]
-    if not _tile(sources, parts):
-        return None
-    shape = _shape(y)
-    if len(parts) == 1:
-        (x,) = sources
-        if _shape(x) == shape:
-            return x
+    sources, shape = [*dict.fromkeys(part.source for part in parts)], _shape(y)
+    x = sources[0]
+    if _shape(x) == shape and len(parts) == 1:
+        return x
+    if math.prod(_shape(x)) == math.prod(shape) and len(parts) == 1:
         return None if node.inputs[0] is x else like(op.Reshape(x, op.constant([*shape])), y)
     alike = all(len(_shape(x)) == len(shape) and _shape(x)[1:] == shape[1:] for x in sources)
     if node.op_type != "Concat" or not alike:
         return None
-    if len(parts) == len(sources):
-        joins = len(sources) < len(node.inputs) and sum(_shape(x)[0] for x in sources) == shape[0]
-        return like(op.Concat(*sources, axis=0), y) if joins else None
+    if len(sources) > 1:
+        is_whole = len(parts) == len(sources) and sum(_shape(x)[0] for x in sources) == shape[0]
+        return like(op.Concat(*sources, axis=0), y) if is_whole and len(sources) < len(node.inputs) else None
     width = math.prod(shape[1:])
-    is_long = width == 1 and shape[0] > _SHORT
-    if is_long or _shape(sources[0]) != shape or any(n % width for _, *ends in parts for n in ends):
+    if (width == 1 and shape[0] > _SHORT) or any(n % width for _, *ends in parts for n in ends):
         return None
-    places = [np.arange(start // width, stop // width) for _, start, stop in parts]
-    return like(op.Gather(sources[0], op.constant(np.concatenate(places)), axis=0), y)
-
-
-def _tile(sources: Sequence[ir.Value], parts: _Parts) -> bool:
-    """Return whether parts hold each number of their sources once."""
-    for x in sources:
-        ranges = sorted((start, stop) for source, start, stop in parts if source is x)
-        ends = [0, *(stop for _, stop in ranges)]
-        if [start for start, _ in ranges] != ends[:-1] or ends[-1] != math.prod(_shape(x)):
-            return False
-    return True
+    rows = [np.arange(start // width, stop // width) for _, start, stop in parts]
+    return like(op.Gather(x, op.constant(np.concatenate(rows)), axis=0), y)
