@@ -50,6 +50,31 @@ def mlp(
     return model(text, dtype=dtype, **weights)
 
 
+def lstm_by_gates(features: int = 3, units: int = 2, seed: int = 0, **weights: np.ndarray) -> onnx.ModelProto:
+    """Return an LSTM over 4 steps whose weights, in PyTorch's order of gates, the graph lays out for ONNX.
+
+    So does PyTorch's exporter without its optimization.
+
+    Args:
+        weights: `weight_ih`, `weight_hh`, `bias_ih` and `bias_hh`; by default, random ones.
+    """
+    rng, n = np.random.default_rng(seed), 4 * units
+    shapes = {"weight_ih": (n, features), "weight_hh": (n, units), "bias_ih": (n,), "bias_hh": (n,)}
+    weights = {name: rng.standard_normal(shape) / 2 for name, shape in shapes.items()} | weights
+    lines = [f"c{i} = Constant<value_ints=[{i * units}]>()" for i in range(5)]
+    for name in shapes:
+        lines += [f"{name}_{i} = Slice({name}, c{i}, c{i + 1}, c0)" for i in range(4)]
+        lines.append(f"{name}_o = Concat<axis=0>({name}_0, {name}_3, {name}_1, {name}_2)")
+    lines.append("bias_o = Concat<axis=0>(bias_ih_o, bias_hh_o)")
+    lines += [f"{name}_1d = Unsqueeze({name}_o, c0)" for name in ("weight_ih", "weight_hh", "bias")]
+    lines.append(f"h, last = LSTM<hidden_size={units}>(x, weight_ih_1d, weight_hh_1d, bias_1d)")
+    lines.append("y = Squeeze(last, c0)")
+    return model(
+        f"g (float[4,N,{features}] x) => (float[N,{units}] y) {{ {' '.join(lines)} }}",
+        **weights,
+    )
+
+
 def attention(dtype: type = np.float32, seed: int = 0) -> onnx.ModelProto:
     """Return a block of self-attention over 6 positions of 4 numbers, with a residual connection."""
     rng = np.random.default_rng(seed)

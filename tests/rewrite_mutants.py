@@ -23,6 +23,13 @@ FUSIONS = [
         ("moves_each_weight", "                    model.graph.sort()", "                    pass"),
     ),
     *of(
+        "graphopt/targets/blocks.py",
+        "blocks",
+        ("stay", "math.prod(_shape(node.outputs[0])[: axis", "math.prod(_shape(node.outputs[0])[:0 * axis"),
+        ("stay", "is_whole = len(parts) == len(sources) and", "is_whole ="),
+        ("parts_are", "max(start + shape[axis] if start < 0 else start, 0)", "max(start, 0)"),
+    ),
+    *of(
         "graphopt/targets/updates.py",
         "training_matrix",
         (

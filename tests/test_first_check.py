@@ -702,6 +702,23 @@ def test_slopes(curve, precision):
     assert verdict(1.1 * right) == verdict(-right) == verdict(0.0) == "differs"
 
 
+def test_the_other_side_is_computed_only_where_one_does_not_decide():
+    def passes_for(function, precision):
+        points = []
+
+        def loss(point):
+            points.append(float(point["x"][0]))
+            return float(function(points[-1]))
+
+        slope = slope_along(loss, {"x": np.ones(1)}, function(1.0), {"x": np.ones(1)}, 3.0, 1e-9, precision)
+        assert slope.verdict == "agrees"
+        return len(points)
+
+    curved = lambda x: 1 + 3 * (x - 1) + 1e4 * (x - 1) ** 2  # noqa: E731
+    assert passes_for(lambda x: 3 * x + 1, SINGLE) == passes_for(lambda x: 3 * x + 1, DOUBLE) == 1
+    assert passes_for(curved, SINGLE) == 2
+
+
 def test_there_is_no_verdict_where_rounding_hides_the_slope():
     rng = np.random.default_rng(0)
 

@@ -73,6 +73,7 @@ def test_each_fusion_is_seen_and_can_be_left_out():
     }
     elsewhere = {
         "compute_bfloat16_in_float32",
+        "gather_blocks",
         "join_small_vectors",
         "pool_channels_as_batch",
         "transposed_convolution_as_convolution",

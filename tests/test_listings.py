@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from builders import attention, linear, mlp, model
+from builders import attention, linear, lstm_by_gates, mlp, model
 
 import graphopt
 import passes
@@ -57,6 +57,10 @@ GRAPHS = {
     "linear_sgd_fused": lambda: graphopt.lower(GRAPHS["linear_sgd"](), "onnxruntime"),
     "mlp_adamw_fused": lambda: graphopt.lower(
         graphopt.compile(mlp((4, 3, 3)), loss=passes.MeanSquaredError(), optimizer=passes.AdamW()),
+        "onnxruntime",
+    ),
+    "lstm_by_gates_fused": lambda: graphopt.lower(
+        graphopt.compile(lstm_by_gates(), loss=passes.MeanSquaredError(), optimizer=passes.SGD()),
         "onnxruntime",
     ),
     "mlp_mixed_precision": lambda: graphopt.compile(

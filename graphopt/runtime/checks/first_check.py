@@ -260,7 +260,8 @@ class _Step:
         for jitter in (True, False):  # beside a kink that parameters are at exactly
             self.state = self._moved(state) if jitter else state
             self.outputs = self.run(self.state)
-            if all(is_finite(x) for x in self.outputs.values() if x.dtype.kind == "f"):
+            self._is_finite = all(is_finite(x) for x in self.outputs.values() if x.dtype.kind == "f")
+            if self._is_finite:
                 break
         self.gradients = {name: wide(self.outputs[y]) for name, y in self.forward.gradients.items()}
 
@@ -277,7 +278,8 @@ class _Step:
 
     def findings(self, origin: provenance.Provenance | None) -> Iterator[Finding]:
         """Yield what is found about the gradient and the update."""
-        if not all(map(is_finite, (*self.gradients.values(), self.outputs[self.forward.loss]))):
+        shown = (*self.gradients.values(), self.outputs[self.forward.loss])
+        if not (self._is_finite or all(map(is_finite, shown))):
             yield Finding("gradient", "all", "not checked", reason="the loss or a gradient is not finite")
             return
         for name, reason in self.forward.unchecked.items():

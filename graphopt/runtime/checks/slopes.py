@@ -23,6 +23,8 @@ LADDER = (*(1.0, 0.5), *(0.125, 0.0625), *(4.0, 8.0), *(16.0, 32.0))
 MOVED = 0.01  # the largest step along a direction, relative to a parameter's own size
 FARTHEST = 0.3  # where rounding hides the slope of smaller steps
 SIZE_SAMPLE = 2**12  # numbers of a parameter whose median is its size
+# The share of what is allowed by which a slope may differ on one side, whose curvature might hide an error.
+ONE_SIDED = 0.3
 CHUNK = 2**12  # numbers whose products are added in their own type
 SMALLEST = 1e-2  # the size of parameters that are all 0, such as new biases
 
@@ -125,10 +127,10 @@ def slope_along(
 ) -> Slope:
     """Compare the slope of a loss along a direction with that of its gradient.
 
-    Two forward passes decide if they agree, or two more at the farthest step if rounding may hide the slope of
-    the first. Otherwise, pairs of steps are extrapolated (Richardson 1911): the difference between a pair's slopes
-    tells how much rounding, curvature and kinks may explain. A pair says that they agree only if it is in less doubt
-    than those before.
+    One forward pass decides if they agree well, a second one, on the other side, if they agree, and two more at the
+    farthest step if rounding may hide the slope of the first. Otherwise, pairs of steps are extrapolated (Richardson
+    1911): the difference between a pair's slopes tells how much rounding, curvature and kinks may explain. A pair says
+    that they agree only if it is in less doubt than those before.
 
     Args:
         loss: returns the loss at a point.
@@ -162,7 +164,7 @@ def slope_along(
         """Return the losses on both sides, and the slope between them."""
         step = multiple * first
         if multiple not in ends:
-            ends[multiple] = loss_at(step), loss_at(-step)
+            ends[multiple] = ahead if multiple == 1 else loss_at(step), loss_at(-step)
         after, before = ends[multiple]
         return after, before, (after - before) / (2 * step)
 
@@ -170,6 +172,10 @@ def slope_along(
         return 4 * precision.unit * max(abs(start), precision.scale) / (multiple * first)
 
     allowed = max(precision.tolerance * abs(found), least)
+    ahead = loss_at(first)
+    forward = (ahead - start) / first
+    if abs(forward - found) <= ONE_SIDED * allowed:
+        return Slope(forward, found, rounding(1.0), "agrees")
     central = at(1.0)[-1]
     if abs(central - found) <= allowed + min(rounding(1.0), abs(found) * precision.tolerance):
         return Slope(central, found, rounding(1.0), "agrees")

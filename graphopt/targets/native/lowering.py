@@ -21,6 +21,7 @@ from graphopt.graph.storage import Weights, skeleton
 from graphopt.graph.strictness import check_remembered, is_strict
 from graphopt.graph.values import like, swap
 from graphopt.targets.bfloat16 import compute_bfloat16_in_float32
+from graphopt.targets.blocks import gather_blocks
 from graphopt.targets.native.cache import cache_folder, own_version, read_cached, read_model, write_cached
 from graphopt.targets.native.clusters import find_clusters
 from graphopt.targets.native.convolutions import convolution_kernel
@@ -220,6 +221,7 @@ def place_kernels(model: ir.Model, without: Sequence[str] = ()) -> Plan:
         return result
     infer_anew(model)
     fold_updates(model, leave_out=["fold_momentum_into_gemm"])  # kernels compute no beta C
+    gather_blocks(model)
     infer_anew(model)
     forms = NodeForms(dict(model.opset_imports))
     unify_sizes(model)

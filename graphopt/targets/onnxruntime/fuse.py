@@ -13,6 +13,7 @@ from graphopt.graph.roles import STATE, with_role
 from graphopt.graph.simplify import Simplify
 from graphopt.graph.strictness import check_sorted, is_strict
 from graphopt.targets.bfloat16 import compute_bfloat16_in_float32
+from graphopt.targets.blocks import gather_blocks
 from graphopt.targets.joining import join_small_vectors
 from graphopt.targets.onnxruntime.convolution import (
     pool_channels_as_batch,
@@ -32,6 +33,7 @@ FUSIONS: dict[str, Rewriting] = {
     "unpool_first_maxima": unpool_first_maxima,
     "pool_channels_as_batch": pool_channels_as_batch,
     **UPDATES,
+    "gather_blocks": gather_blocks,
     "vectorize_steps": vectorize_steps,
     "join_small_vectors": join_small_vectors,
     "column_sums_as_product": column_sums_as_product,

@@ -1,0 +1,123 @@
+"""Parts of arrays that a graph joins again are read where they lie, with the same bits."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from builders import lstm_by_gates, model
+from steps import compiled
+
+import graphopt
+import passes
+from graphopt.graph.storage import whole
+from graphopt.targets.blocks import gather_blocks
+
+RNG = np.random.default_rng(0)
+CUT = "i = Constant<value_ints=[2]>() j = Constant<value_ints=[4]>() k = Constant<value_ints=[9]>()"
+CUT += " o = Constant<value_ints=[0]>() e = Constant<value_ints=[-2]>() a = Slice(w, o, i, o) b = Slice(w, i, j, o)"
+CUT += " c = Slice(w, e, k, o)"
+PARTS = "p, q = Split<num_outputs=2>(w) r, s = Split<num_outputs=2>(v)"
+FLAT = "f = Constant<value_ints=[1, 18]>() t = Constant<value_ints=[6, 3]>()"
+
+# Nodes from w and v of 6 x 3 numbers to z, and the operators that are left of them.
+GATHERED = {
+    "slices in another order": (f"{CUT} z = Concat<axis=0>(c, a, b)", ["Gather"]),
+    "a part is missing": (f"{CUT} z = Concat<axis=0>(c, a)", ["Gather"]),
+    "a part comes twice": (f"{CUT} z = Concat<axis=0>(c, a, b, a)", ["Gather"]),
+    "parts overlap": (f"{CUT} d = Slice(w, i, k, o) z = Concat<axis=0>(d, a, b)", ["Gather"]),
+    "slices in order": (f"{CUT} z = Concat<axis=0>(a, b, c)", []),
+    "two values in order": (f"{PARTS} z = Concat<axis=0>(p, q, r, s)", ["Concat"]),
+    "nested": (
+        f"{PARTS} m = Concat<axis=0>(q, p) n = Concat<axis=0>(s, r) z = Concat<axis=0>(m, n)",
+        ["Gather", "Gather", "Concat"],
+    ),
+    "cut where it was joined": (
+        "m = Concat<axis=0>(w, v) p, q = Split<num_outputs=2>(m) z = Identity(q)",
+        [],
+    ),
+    "cut in another form": (
+        f"{FLAT} m = Reshape(w, f) n = Reshape(v, f) l = Concat<axis=0>(m, n) p, q = Split<num_outputs=2>(l)"
+        " z = Reshape(q, t)",
+        [],
+    ),
+}
+STAY = {
+    "parts of two values are mixed": f"{PARTS} z = Concat<axis=0>(q, r, p, s)",
+    "of another axis": "p, q, r = Split<num_outputs=3, axis=1>(w) z = Concat<axis=1>(q, r, p)",
+    "joined along another axis": f"{PARTS} z = Concat<axis=1>(q, p)",
+}
+
+
+def run(nodes: str) -> tuple[list[str], list[str], list[np.ndarray], list[np.ndarray]]:
+    """Return the operators and the results before and after, of a graph from x, w and v to what x and z make."""
+    proto = model(f"g (float[1] x, float[6,3] w, float[6,3] v) => (float[A,B] y) {{ {nodes} y = Add(z, x) }}")
+    proto = onnx.shape_inference.infer_shapes(proto, data_prop=True)
+    before, after = graphopt.load(proto), graphopt.load(proto)
+    gather_blocks(after)
+    feeds = {
+        name: RNG.standard_normal(shape, np.float32)
+        for name, shape in {"x": 1, "w": (6, 3), "v": (6, 3)}.items()
+    }
+    device = graphopt.Device("cpu")
+    found = []
+    for each in (before, after):
+        session = device.open(whole(each))
+        found.append(session.run(None, {x.name: feeds[x.name] for x in session.get_inputs()}))
+    operators = [
+        [node.op_type for node in each.graph if node.op_type != "Constant"][:-1] for each in (before, after)
+    ]
+    return (*operators, *found)
+
+
+@pytest.mark.parametrize("name", GATHERED)
+def test_parts_are_gathered_at_once(name):
+    nodes, expected = GATHERED[name]
+    _, left, before, after = run(nodes)
+    assert left == expected
+    np.testing.assert_array_equal(before[0], after[0])
+
+
+@pytest.mark.parametrize("name", STAY)
+def test_other_parts_stay(name):
+    operators, left, before, after = run(STAY[name])
+    assert left == operators
+    np.testing.assert_array_equal(before[0], after[0])
+
+
+def test_a_long_vector_is_not_gathered_number_by_number():
+    proto = model(
+        "g (float[1] x, float[6000] w) => (float[6000] y) {"
+        " p, q = Split<num_outputs=2>(w) z = Concat<axis=0>(q, p) y = Add(z, x) }"
+    )
+    assert not gather_blocks(graphopt.load(onnx.shape_inference.infer_shapes(proto)))
+
+
+@pytest.mark.parametrize("target", ["plain", "onnxruntime", None])
+def test_an_lstm_whose_gates_are_laid_out_anew_trains_as_in_pytorch(target):
+    torch.manual_seed(0)
+    layer = torch.nn.LSTM(3, 2)
+    weights = {name.removesuffix("_l0"): x.detach().numpy() for name, x in layer.named_parameters()}
+    step = compiled(lstm_by_gates(**weights), optimizer=passes.SGD(0.5))
+    options = {} if target is None else {"target": target}
+    executor = graphopt.Executor(step, threads=1, **options)
+    descent = torch.optim.SGD(layer.parameters(), 0.5)
+    for _ in range(3):
+        x, y = RNG.standard_normal((4, 5, 3), np.float32), RNG.standard_normal((5, 2), np.float32)
+        loss = torch.nn.functional.mse_loss(layer(torch.tensor(x))[0][-1], torch.tensor(y))
+        descent.zero_grad()
+        loss.backward()
+        descent.step()
+        assert executor.step({"x": x, "target": y})["loss"] == pytest.approx(loss.item(), rel=1e-5)
+    for name, w in layer.named_parameters():
+        np.testing.assert_allclose(executor.state[name.removesuffix("_l0")], w.detach(), rtol=1e-4, atol=1e-6)
+
+
+def test_no_slice_of_a_weight_is_left_in_a_lowered_lstm():
+    step = compiled(lstm_by_gates())
+    counts = []
+    for leave_out in (["gather_blocks"], []):
+        operators = [node.op_type for node in passes.Fuse(leave_out)(graphopt.load(step)).model.graph]
+        counts.append((operators.count("Slice"), operators.count("Concat"), len(operators)))
+    assert np.subtract(*counts).tolist() == [16, 9, 28]
