@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import gc
 import logging
 import os
 import sys
+import types
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import IO, Any
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault(
@@ -17,7 +20,9 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     )  # workers share the cores; libraries read it when they are loaded
 
 import numpy as np
+import omegaconf
 import pytest
+import yaml
 
 from graphopt.targets.native.cache import read_cached, write_cached
 from graphopt.targets.native.library import parts_for
@@ -25,7 +30,6 @@ from graphopt.targets.native.toolchain import PART, Objects, compiler
 from graphopt.testing import strict
 
 SAMPLE = 3  # cases of a parametrized test that run by default; the others are marked `slow`, which CI runs
-FEW = 8  # cases of a test with several parameters, all of whose combinations CI runs
 
 
 @pytest.fixture(autouse=True)
@@ -68,6 +72,20 @@ def functions_of_the_exporter_are_read_once() -> None:
         onnxscript_apis.get_torchlib_ops = functools.cache(onnxscript_apis.get_torchlib_ops)
 
 
+@pytest.fixture(autouse=True, scope="session")
+def recipes_are_parsed_once() -> Iterator[None]:
+    """Keep what the texts of recipes say: each command reads 35 files of the recipes that ship, a fifth of its time."""
+    parsed = functools.cache(yaml.load)
+
+    def load(stream: str | bytes | IO[str], Loader: type) -> Any:
+        return copy.deepcopy(parsed(stream if isinstance(stream, str | bytes) else stream.read(), Loader))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(omegaconf._utils, "get_yaml_loader", functools.cache(omegaconf._utils.get_yaml_loader))
+        patch.setattr(omegaconf.omegaconf, "yaml", types.SimpleNamespace(**{**vars(yaml), "load": load}))
+        yield
+
+
 @pytest.fixture(scope="session")
 def objects() -> dict[str, bytes]:
     """Return what libraries of kernels share, by the names of the cache's files: it takes seconds to compile."""
@@ -106,7 +124,7 @@ def pytest_collection_finish() -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark what samples leave out of a test with many cases: always the same cases, drawn by their names.
 
-    Of a test with several parameters, CI runs the first `FEW` cases, and each later one with a value that no earlier
+    Of a test with several parameters, CI runs the first `SAMPLE` cases, and each later one with a value that no earlier
     one has, so that each value occurs. The other combinations are `exhaustive`.
     """
     tests: dict[tuple[Path, str], list[pytest.Function]] = {}
@@ -123,12 +141,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def repetitions(cases: list[pytest.Function]) -> list[pytest.Function]:
-    """Return the cases after the first `FEW` that only combine anew what earlier ones have of each parameter."""
+    """Return the cases after the first `SAMPLE` that only combine anew what earlier ones have of each parameter."""
     seen: set[tuple[int, ...]] = set()
     found = []
     for i, case in enumerate(cases):
         rows = rows_of(case)
-        if i >= FEW and rows <= seen:
+        if i >= SAMPLE and rows <= seen:
             found.append(case)
         seen |= rows
     return found
