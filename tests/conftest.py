@@ -30,6 +30,7 @@ from graphopt.targets.native.toolchain import PART, Objects, compiler
 from graphopt.testing import strict
 
 SAMPLE = 3  # cases of a parametrized test that run by default; the others are marked `slow`, which CI runs
+FEW = 8  # cases of a test with several parameters, all of whose combinations CI runs; `SAMPLE` of a slow test
 
 
 @pytest.fixture(autouse=True)
@@ -124,8 +125,8 @@ def pytest_collection_finish() -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark what samples leave out of a test with many cases: always the same cases, drawn by their names.
 
-    Of a test with several parameters, CI runs the first `SAMPLE` cases, and each later one with a value that no earlier
-    one has, so that each value occurs. The other combinations are `exhaustive`.
+    Of a test with several parameters, CI runs the first `FEW` cases, or `SAMPLE` if it is slow, and each later one with a
+    value that no earlier one has, so that each value occurs. The other combinations are `exhaustive`.
     """
     tests: dict[tuple[Path, str], list[pytest.Function]] = {}
     for item in items:
@@ -141,12 +142,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def repetitions(cases: list[pytest.Function]) -> list[pytest.Function]:
-    """Return the cases after the first `SAMPLE` that only combine anew what earlier ones have of each parameter."""
+    """Return the cases after the first few that only combine anew what earlier ones have of each parameter."""
+    few = SAMPLE if cases[0].get_closest_marker("slow") else FEW
     seen: set[tuple[int, ...]] = set()
     found = []
     for i, case in enumerate(cases):
         rows = rows_of(case)
-        if i >= SAMPLE and rows <= seen:
+        if i >= few and rows <= seen:
             found.append(case)
         seen |= rows
     return found
