@@ -125,8 +125,8 @@ def pytest_collection_finish() -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark what samples leave out of a test with many cases: always the same cases, drawn by their names.
 
-    Of a test with several parameters, CI runs the first `FEW` cases, or `SAMPLE` if it is slow, and each later one with a
-    value that no earlier one has, so that each value occurs. The other combinations are `exhaustive`.
+    Of a test with several parameters, CI runs the first `FEW` cases, or `SAMPLE` if it is slow, and each later one
+    with a value that no earlier one has, so that each value occurs. The other combinations are `exhaustive`.
     """
     tests: dict[tuple[Path, str], list[pytest.Function]] = {}
     for item in items:
