@@ -87,6 +87,13 @@ def recipes_are_parsed_once() -> Iterator[None]:
         yield
 
 
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Give a test a cache folder of its own, and return where its kernels are."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "graphopt" / "native"
+
+
 @pytest.fixture(scope="session")
 def objects() -> dict[str, bytes]:
     """Return what libraries of kernels share, by the names of the cache's files: it takes seconds to compile."""
