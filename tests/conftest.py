@@ -9,6 +9,7 @@ import logging
 import os
 import sys
 import types
+import typing
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,6 +29,9 @@ from graphopt.targets.native.cache import read_cached, write_cached
 from graphopt.targets.native.library import parts_for
 from graphopt.targets.native.toolchain import PART, Objects, compiler
 from graphopt.testing import strict
+
+if sys.version_info < (3, 12):  # these read the members of onnx_ir's protocols anew for each `isinstance`
+    typing._get_protocol_attrs = functools.cache(typing._get_protocol_attrs)
 
 SAMPLE = 3  # cases of a parametrized test that run by default; the others are marked `slow`, which CI runs
 FEW = 8  # cases of a test with several parameters, all of whose combinations CI runs; `SAMPLE` of a slow test

@@ -160,7 +160,9 @@ def operators(found):
 @pytest.fixture
 def within(monkeypatch, tmp_path_factory):
     """Return a function that lowers a graph to the same kernels but leaves its scans to the runtime."""
-    folder = tmp_path_factory.getbasetemp() / "scans"  # a cache of its own, which knows graphs, and not this form
+    folder = (
+        tmp_path_factory.getbasetemp() / "scans"
+    )  # a cache of its own, which knows graphs, and not this form
 
     def lowered(graph, threads=1):
         with monkeypatch.context() as patch:
