@@ -63,8 +63,8 @@ def plain(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def promises_are_checked() -> Iterator[None]:
-    """Check every pass of all tests, and all that is remembered; not again in CI's run of plain graphs."""
-    with strict(os.environ.get("GRAPHOPT_NATIVE") != "false"):
+    """Check every pass of all tests, and all that is remembered."""
+    with strict():
         yield
 
 
