@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import gc
 import logging
 import os
 import sys
+import types
+import typing
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import IO, Any
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault(
@@ -17,15 +21,20 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     )  # workers share the cores; libraries read it when they are loaded
 
 import numpy as np
+import omegaconf
 import pytest
+import yaml
 
 from graphopt.targets.native.cache import read_cached, write_cached
 from graphopt.targets.native.library import parts_for
 from graphopt.targets.native.toolchain import PART, Objects, compiler
 from graphopt.testing import strict
 
+if sys.version_info < (3, 12):  # these read the members of onnx_ir's protocols anew for each `isinstance`
+    typing._get_protocol_attrs = functools.cache(typing._get_protocol_attrs)
+
 SAMPLE = 3  # cases of a parametrized test that run by default; the others are marked `slow`, which CI runs
-FEW = 8  # cases of a test with several parameters, all of whose combinations CI runs
+FEW = 8  # cases of a test with several parameters, all of whose combinations CI runs; `SAMPLE` of a slow test
 
 
 @pytest.fixture(autouse=True)
@@ -68,6 +77,27 @@ def functions_of_the_exporter_are_read_once() -> None:
         onnxscript_apis.get_torchlib_ops = functools.cache(onnxscript_apis.get_torchlib_ops)
 
 
+@pytest.fixture(autouse=True, scope="session")
+def recipes_are_parsed_once() -> Iterator[None]:
+    """Keep what the texts of recipes say: each command reads 35 files of the recipes that ship, a fifth of its time."""
+    parsed = functools.cache(yaml.load)
+
+    def load(stream: str | bytes | IO[str], Loader: type) -> Any:
+        return copy.deepcopy(parsed(stream if isinstance(stream, str | bytes) else stream.read(), Loader))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(omegaconf._utils, "get_yaml_loader", functools.cache(omegaconf._utils.get_yaml_loader))
+        patch.setattr(omegaconf.omegaconf, "yaml", types.SimpleNamespace(**{**vars(yaml), "load": load}))
+        yield
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Give a test a cache folder of its own, and return where its kernels are."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "graphopt" / "native"
+
+
 @pytest.fixture(scope="session")
 def objects() -> dict[str, bytes]:
     """Return what libraries of kernels share, by the names of the cache's files: it takes seconds to compile."""
@@ -106,8 +136,8 @@ def pytest_collection_finish() -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark what samples leave out of a test with many cases: always the same cases, drawn by their names.
 
-    Of a test with several parameters, CI runs the first `FEW` cases, and each later one with a value that no earlier
-    one has, so that each value occurs. The other combinations are `exhaustive`.
+    Of a test with several parameters, CI runs the first `FEW` cases, or `SAMPLE` if it is slow, and each later one
+    with a value that no earlier one has, so that each value occurs. The other combinations are `exhaustive`.
     """
     tests: dict[tuple[Path, str], list[pytest.Function]] = {}
     for item in items:
@@ -123,12 +153,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def repetitions(cases: list[pytest.Function]) -> list[pytest.Function]:
-    """Return the cases after the first `FEW` that only combine anew what earlier ones have of each parameter."""
+    """Return the cases after the first few that only combine anew what earlier ones have of each parameter."""
+    few = SAMPLE if cases[0].get_closest_marker("slow") else FEW
     seen: set[tuple[int, ...]] = set()
     found = []
     for i, case in enumerate(cases):
         rows = rows_of(case)
-        if i >= FEW and rows <= seen:
+        if i >= few and rows <= seen:
             found.append(case)
         seen |= rows
     return found

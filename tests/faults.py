@@ -8,12 +8,14 @@ programs. A fault that is gone from the installed version is a reason to remove 
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from importlib import metadata
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from mutants import PROCESSES
 from packaging.version import Version
+
+FAULT = 3  # the exit status of a program that shows a fault
 
 # What programs call. They set `fault`, or end their process.
 PRELUDE = """
@@ -106,13 +108,19 @@ class Fault(NamedTuple):
 
     def is_there(self) -> bool:
         """Return whether the installed package has the fault. Its program runs in a process of its own."""
-        code = f"{PRELUDE}\n{self.program}\nprint('fault' if fault else 'gone')\n"
-        done = subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False
-        )
-        if done.returncode > 0:
-            raise RuntimeError(f"the program of a fault fails: {done.stderr[-1000:]}")
-        return done.returncode < 0 or done.stdout.splitlines()[-1] == "fault"
+        process = PROCESSES.Process(target=_run, args=(self.program,))
+        process.start()
+        process.join(300)
+        if process.exitcode in (None, 1):
+            process.kill()
+            raise RuntimeError(f"the program of a fault fails: {self.part} {self.does}")
+        return process.exitcode != 0
+
+
+def _run(program: str) -> None:
+    scope: dict[str, Any] = {}
+    exec(f"{PRELUDE}\n{program}", scope)
+    sys.exit(FAULT if scope["fault"] else 0)
 
 
 def _of_reference(part: str, does: str, program: str) -> Fault:

@@ -9,13 +9,10 @@ from typing import Any
 import numpy as np
 import onnx
 import onnx.helper
-import onnx_ir as ir
 import onnxruntime
 import pytest
+from steps import normalized as lowered  # noqa: F401
 from steps import outputs
-
-import graphopt
-import passes
 
 RNG = np.random.default_rng(0)
 OLD = onnxruntime.__version__.startswith("1.19")
@@ -644,12 +641,6 @@ BY_SCHEMA = {  # which the CPU provider lacks
     "gate, gathered": experts("silu", third=True, biased=False, count=8, runs=False),
     "sparse mixer": experts("silu", third=True, use_sparse_mixer=1, runs=False),
 }
-
-
-def lowered(proto: onnx.ModelProto) -> ir.Model:
-    model = graphopt.load(proto)
-    passes.Normalize()(model)
-    return model
 
 
 @pytest.fixture(autouse=True)

@@ -116,3 +116,9 @@ def assert_close(found: Arrays, expected: Arrays, rtol: float = 1e-5, atol: floa
     assert found.keys() == expected.keys()
     for name, array in expected.items():
         np.testing.assert_allclose(found[name], array, rtol, atol, err_msg=name)
+
+
+def normalized(proto: onnx.ModelProto) -> ir.Model:
+    model = graphopt.load(proto)
+    passes.Normalize()(model)
+    return model

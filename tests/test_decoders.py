@@ -8,7 +8,7 @@ import onnx_ir as ir
 import onnxruntime
 import pytest
 import torch
-from steps import assert_close, assert_equal, outputs, weights
+from steps import assert_close, assert_equal, normalized, outputs, weights
 
 import graphopt
 import passes
@@ -195,12 +195,6 @@ def test_attention_of_rows_with_lengths_trains_as_pytorch_does(causal):
         optimizer.step()
         losses.append((executor.step(x=x, n=n, target=target)["loss"], loss.item()))
     np.testing.assert_allclose(*np.transpose(losses), rtol=1e-5)
-
-
-def normalized(proto: onnx.ModelProto) -> ir.Model:
-    model = graphopt.load(proto)
-    passes.Normalize()(model)
-    return model
 
 
 @pytest.mark.parametrize(

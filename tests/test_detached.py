@@ -158,7 +158,7 @@ def assert_trains_as_pytorch(use: Callable, step) -> None:
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("optimize", [False, True])
 @pytest.mark.parametrize("use", USES)
-@pytest.mark.sample(12)
+@pytest.mark.sample(8)
 @pytest.mark.slow
 def test_detached_values_get_no_gradient(use: Callable, optimize: bool, dynamic: bool) -> None:
     step, _ = compiled(exported(use, optimize, dynamic))

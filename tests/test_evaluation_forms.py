@@ -21,6 +21,7 @@ from graphopt.targets.native import operators, toolchain
 
 RNG = np.random.default_rng(0)
 needs_compiler = pytest.mark.skipif(toolchain.compiler() is None, reason="needs a C compiler")
+pytestmark = pytest.mark.usefixtures("parts")
 CONVOLUTION = """g (float[N,3,10,12] x) => (float[N,3] y) {
     c = Conv(x, w) n = BatchNormalization(c, s, b, m, v) r = Relu(n) f = Flatten(r) y = MatMul(f, o)
 }"""

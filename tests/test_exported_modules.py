@@ -67,7 +67,7 @@ def words(seed: int) -> torch.Tensor:
     return torch.randint(0, 7, (4, 6), generator=torch.Generator().manual_seed(seed))
 
 
-def exported(module: nn.Module, x: torch.Tensor, optimize: bool, dynamic: bool) -> onnx.ModelProto:
+def exported(module: nn.Module, x: torch.Tensor, optimize: bool, dynamic: bool = False) -> onnx.ModelProto:
     shapes = {"dynamic_shapes": [{0: torch.export.Dim.DYNAMIC}]} if dynamic else {}
     return export(module, x, dynamo=True, optimize=optimize, **shapes)
 

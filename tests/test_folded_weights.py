@@ -14,7 +14,7 @@ import onnxsim
 import onnxslim
 import pytest
 import torch
-from steps import exported as export
+from test_exported_modules import exported
 from torch import nn
 from torch.nn import functional
 
@@ -135,11 +135,6 @@ TOOLS = {
     "basic": lambda proto, folder: optimized(proto, "ORT_ENABLE_BASIC", folder),
     "extended": lambda proto, folder: optimized(proto, "ORT_ENABLE_EXTENDED", folder),
 }
-
-
-def exported(module: nn.Module, x: torch.Tensor, optimize: bool, dynamic: bool = False) -> onnx.ModelProto:
-    shapes = {"dynamic_shapes": [{0: torch.export.Dim.DYNAMIC}]} if dynamic else {}
-    return export(module, x, dynamo=True, optimize=optimize, **shapes)
 
 
 def assert_trains_as_pytorch(module: nn.Module, inputs: Callable[[], torch.Tensor], proto) -> set[str]:

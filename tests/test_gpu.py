@@ -152,7 +152,10 @@ def test_the_report_says_what_the_cpu_runs(tmp_path: Path, monkeypatch: Any, cap
 
 @pytest.mark.slow
 @pytest.mark.skipif(not WHY, reason="there is a GPU, or the CPU poses as one")
-def test_what_a_gpu_runs_runs_on_a_cpu_that_poses_as_one() -> None:
+@pytest.mark.parametrize(
+    "cases", ["not slow", pytest.param("slow or exhaustive", marks=pytest.mark.exhaustive)]
+)
+def test_what_a_gpu_runs_runs_on_a_cpu_that_poses_as_one(cases: str) -> None:
     command = [
         sys.executable,
         "-m",
@@ -162,7 +165,7 @@ def test_what_a_gpu_runs_runs_on_a_cpu_that_poses_as_one() -> None:
         "-n",
         "0",
         "-m",
-        "exhaustive or not exhaustive",
+        cases,
     ]
     environment = {**os.environ, "GRAPHOPT_POSED_GPU": "1"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=Path(__file__).parent)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import os
 import pkgutil
@@ -348,11 +349,20 @@ def test_a_field_that_another_names_is_found() -> None:
     assert "batch_size: 64" in Path("out/config.yaml").read_text()
 
 
+@functools.cache
+def _run_files() -> dict[Path, bytes]:
+    """Return the files of a run's folder, `../evil/run`: in each test's working directory it would write the same."""
+    assert cli.main([*NAMED, "fit.epochs=1", "folder=../evil/run"]) == 0
+    return {path: path.read_bytes() for path in Path("../evil/run").rglob("*") if path.is_file()}
+
+
 def _runs_folder(change: Callable[[Path, dict[str, Any]], None]) -> None:
     """Write the folder of a run, `../evil/run`, as someone else has changed it."""
     global seen
     seen = None
-    assert cli.main([*NAMED, "fit.epochs=1", "folder=../evil/run"]) == 0
+    for path, content in _run_files().items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
     record = Path("../evil/run/.hydra")
     (record / "signature.json").unlink()
     fields = yaml.safe_load((record / "config.yaml").read_text())

@@ -200,8 +200,7 @@ def test_a_graph_that_is_not_open_is_checked_on_all_tokens(text):
 
 
 @pytest.mark.parametrize("factor", [1.0, 1.5])
-def test_a_mistake_is_seen_on_some_tokens(factor, monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+def test_a_mistake_is_seen_on_some_tokens(factor, monkeypatch, cache):
     sizes, opened = [], first_check._Step.__init__
 
     def init(self, device, step, state, batch, is_full):
@@ -274,8 +273,7 @@ def test_no_value_lives_for_its_shape_where_memory_is_low(tmp_path):
 # Where there is no memory.
 
 
-def test_a_check_on_the_whole_batch_is_left_out_without_memory(monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+def test_a_check_on_the_whole_batch_is_left_out_without_memory(monkeypatch, cache):
     monkeypatch.setattr(system_memory, "available", lambda: 1000)
     step = graphopt.load(compiled())
     executor = graphopt.Executor(step, frozen="low", native=False, verify="first")
@@ -285,8 +283,7 @@ def test_a_check_on_the_whole_batch_is_left_out_without_memory(monkeypatch, tmp_
             check.check({"x": X[:ROWS], "target": X[:ROWS]})
 
 
-def test_a_comparison_is_left_out_without_memory_and_says_so(monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+def test_a_comparison_is_left_out_without_memory_and_says_so(monkeypatch, cache):
     grown = iter(range(0, 10**12, 10**9))
     monkeypatch.setattr(translation, "taken", lambda: next(grown))
     monkeypatch.setattr(system_memory, "available", lambda: 10**8)

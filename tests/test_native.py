@@ -37,13 +37,6 @@ RNG = np.random.default_rng(0)
 pytestmark = pytest.mark.skipif(toolchain.compiler() is None, reason="needs a C compiler")
 
 
-@pytest.fixture
-def cache(tmp_path, monkeypatch):
-    """Give a test a cache folder of its own."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    return tmp_path / "graphopt" / "native"
-
-
 def step_of(proto=None, **steps):
     steps = {"loss": passes.MeanSquaredError(), "optimizer": passes.AdamW(0.01), **steps}
     return graphopt.compile(mlp((4, 64, 3)) if proto is None else proto, **steps)

@@ -34,13 +34,6 @@ BATCHES = [
 
 
 @pytest.fixture
-def cache(tmp_path, monkeypatch):
-    """Give a test a cache folder of its own."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    return tmp_path / "graphopt" / "native"
-
-
-@pytest.fixture
 def step(cache, parts, monkeypatch):
     """Return a small training graph that counts as one that takes long to lower."""
     monkeypatch.setattr(forms, "REHEARSED_NODES", 1)

@@ -304,10 +304,9 @@ def test_gradients_of_weights_are_zeros_without_images(graph):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("tile", "is_low"), [(1.0, False), (1e-15, True)])
-def test_rates_of_a_machine_choose_the_algorithm(tile, is_low, monkeypatch, tmp_path):
+def test_rates_of_a_machine_choose_the_algorithm(tile, is_low, monkeypatch, cache, parts):
     if (reason := obstacle("medium")) is not None:
         pytest.skip(reason)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(
         lowering, "source", functools.partial(library.source, rates=(0.25e-9, 1e-11, tile, 5e-9))
     )

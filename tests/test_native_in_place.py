@@ -158,10 +158,9 @@ def test_small_models_have_two_sets():
 
 
 @pytest.mark.slow
-def test_large_state_is_stored_past_the_caches(monkeypatch, tmp_path):
+def test_large_state_is_stored_past_the_caches(monkeypatch, cache, parts):
     """Of sizes that no vector divides, on one thread, on two, in place, and as the runtime computes it."""
     monkeypatch.setattr(kernels, "_LARGE", 2**20)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     sgd = passes.SGD(0.01, momentum=0.9)
     step = graphopt.compile(mlp((641, 901, 3)), loss=passes.MeanSquaredError(), optimizer=sgd)
     assert any("store_far" in kernel.code for kernel in plan(step).kernels)

@@ -11,12 +11,11 @@ import onnx_ir as ir
 import pytest
 import torch
 from builders import model
+from test_native_convolutions import session
 
 import graphopt
 import passes
 from graphopt.graph.loading import load
-from graphopt.runtime.device import Device
-from graphopt.runtime.session import Session
 from graphopt.targets.native import toolchain
 from graphopt.targets.native.lowering import lower_to_kernels, plan
 
@@ -96,13 +95,6 @@ def random_pools():
         f"g ({', '.join(inputs)}) => ({', '.join(outputs)}) {{ {' '.join(statements)} }}", **weights
     )
     return load(onnx.shape_inference.infer_shapes(proto)), shapes
-
-
-def session(graph, threads, lowered=None):
-    device = Device("cpu", threads=threads, native=False)
-    return (
-        Session(device, graph) if lowered is None else Session(device, lowered.model, library=lowered.library)
-    )
 
 
 def fed(rng, shapes, batch, special=False):

@@ -158,12 +158,15 @@ def operators(found):
 
 
 @pytest.fixture
-def within(monkeypatch, tmp_path):
+def within(monkeypatch, tmp_path_factory):
     """Return a function that lowers a graph to the same kernels but leaves its scans to the runtime."""
+    folder = (
+        tmp_path_factory.getbasetemp() / "scans"
+    )  # a cache of its own, which knows graphs, and not this form
 
     def lowered(graph, threads=1):
         with monkeypatch.context() as patch:
-            patch.setenv("XDG_CACHE_HOME", str(tmp_path))
+            patch.setenv("XDG_CACHE_HOME", str(folder))
             patch.setattr(lowering, "scan_kernel", lambda *_, **__: None)
             found = lower_to_kernels(graph, threads=threads)
         assert "Scan" in operators(found)

@@ -56,13 +56,6 @@ TOTAL, AGREE = 896, 462
 SAMPLE, SAMPLE_AGREE = slice(None, None, 9), 55
 
 
-def exported(name: str, exporter: str) -> onnx.ModelProto:
-    network, x, _ = torch_models.build(name)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return torch_models.export(network, x, exporter)
-
-
 MODELS = {
     "linear": linear,
     "mlp": mlp,
@@ -74,7 +67,7 @@ MODELS = {
     "built-in cnn": lambda: models.cnn((2, 5, 7), 3),
     "built-in transformer": lambda: models.transformer((6,), 9),
     **{
-        f"{name} by {exporter}": functools.partial(exported, name, exporter)
+        f"{name} by {exporter}": functools.partial(torch_models.exported, name, exporter)
         for name in torch_models.MODELS
         for exporter in ("dynamo", "torchscript")
     },

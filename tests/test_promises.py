@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import messages
@@ -238,11 +237,6 @@ class Scaled(passes.Loss):
 
     def compare(self, op: Any, prediction: ir.Value, target: ir.Value) -> ir.Value:
         return FACTOR["of a loss"] * op.Pow(prediction - target, 2.0)
-
-
-@pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
 
 def _stale_estimators(monkeypatch: pytest.MonkeyPatch) -> Callable[[], Any]:

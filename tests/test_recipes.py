@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import pkgutil
 import re
@@ -41,6 +42,7 @@ FROM_ELSEWHERE = {"executor": {"step"}}
 OF_PYTHON = ("steps_per_epoch", "transform", "verbose")  # options of fit that recipes do not have
 
 
+@functools.cache
 def composed(*overrides: str) -> DictConfig:
     OmegaConf.register_new_resolver("training_steps", lambda: 100, replace=True)
     with initialize_config_module(version_base="1.3", config_module="recipes"):

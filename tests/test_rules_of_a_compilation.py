@@ -218,10 +218,7 @@ def test_pipelines_keep_their_rules() -> None:
     assert graphopt.listing(halves.step) == graphopt.listing(whole)
 
 
-def test_a_target_keeps_nothing_that_was_made_by_rules(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+def test_a_target_keeps_nothing_that_was_made_by_rules(cache: Path) -> None:
     step = graphopt.compile(models.mlp((4,), 2, hidden=[3]), loss=MSE, optimizer=SGD)
     differentiate = graphopt.Pipeline(grad=passes.Differentiate(("x",), of="y"))
     listings = [

@@ -174,8 +174,7 @@ def rolled() -> onnx.ModelProto:
     )
 
 
-def test_a_gather_by_a_range_from_below_0_trains_as_the_file_says(monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+def test_a_gather_by_a_range_from_below_0_trains_as_the_file_says(cache):
     x = np.arange(12, dtype=np.float32).reshape(4, 3)
     step = graphopt.compile(rolled(), loss=passes.MeanSquaredError(), optimizer=passes.SGD(0.01))
     executor = graphopt.Executor(step, native=False)
@@ -186,8 +185,7 @@ def test_a_gather_by_a_range_from_below_0_trains_as_the_file_says(monkeypatch, t
     assert np.allclose(executor.state["w"], expected, rtol=1e-5)
 
 
-def test_the_first_check_notices_an_optimizer_that_changes_predictions(monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+def test_the_first_check_notices_an_optimizer_that_changes_predictions(monkeypatch, cache):
     monkeypatch.setattr(session, "disabled_optimizers", lambda device, model: [])
     x = np.arange(12, dtype=np.float32).reshape(4, 3)
     proto = rolled()

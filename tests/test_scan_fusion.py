@@ -8,20 +8,10 @@ import onnx_ir as ir
 import onnxruntime
 import pytest
 from builders import model
+from test_fusion import fused_step, opened
 
 import graphopt
 import passes
-
-
-def fused_step(*given, **steps):
-    """Compile a training graph that is fused unless `fuse` says otherwise."""
-    return graphopt.compile(*given, **{"fuse": passes.Fuse(), **steps})
-
-
-def opened(step, **options):
-    """Open a graph as it is."""
-    return graphopt.Executor(step, target="plain", **options)
-
 
 RNG = np.random.default_rng(0)
 RECURRENT = {

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 import math
-import warnings
 
 import numpy as np
 import onnx
@@ -26,14 +24,6 @@ OPTIMIZERS = {
     ),
     "adamw": (passes.AdamW(1e-3), lambda parameters: torch.optim.AdamW(parameters, 1e-3)),
 }
-
-
-@functools.cache
-def exported(name: str, exporter: str) -> onnx.ModelProto:
-    network, x, _ = torch_models.build(name)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return torch_models.export(network, x, exporter)
 
 
 def torch_losses(name, optimizer, batches):
@@ -59,7 +49,7 @@ def batches(name, steps):
 @pytest.mark.sample(6)
 def test_losses_are_pytorchs(name, exporter, optimizer):
     step = graphopt.compile(
-        exported(name, exporter), loss=passes.CrossEntropy(), optimizer=OPTIMIZERS[optimizer][0]
+        torch_models.exported(name, exporter), loss=passes.CrossEntropy(), optimizer=OPTIMIZERS[optimizer][0]
     )
     executor = graphopt.Executor(step, threads=1)
     data = batches(name, 20)
@@ -71,7 +61,7 @@ def test_losses_are_pytorchs(name, exporter, optimizer):
 @pytest.mark.slow
 def test_the_training_graph_is_standard_and_equal_on_the_reference_evaluator(name):
     step = graphopt.compile(
-        exported(name, "dynamo"), loss=passes.CrossEntropy(), optimizer=passes.AdamW(1e-3)
+        torch_models.exported(name, "dynamo"), loss=passes.CrossEntropy(), optimizer=passes.AdamW(1e-3)
     )
     proto = ir.to_proto(step)
     onnx.checker.check_model(proto, full_check=True)
@@ -92,7 +82,7 @@ def test_the_training_graph_is_standard_and_equal_on_the_reference_evaluator(nam
 @pytest.mark.slow
 def test_every_parameter_of_the_network_trains_and_nothing_else(name, exporter):
     network, _, _ = torch_models.build(name)
-    step = graphopt.load(exported(name, exporter))
+    step = graphopt.load(torch_models.exported(name, exporter))
     passes.Normalize()(step)
     passes.Parameters()(step)
     trained = [math.prod(value.shape) for value in roles.with_role(step, Role.PARAMETER)]

@@ -22,6 +22,7 @@ from graphopt.testing import strict
 
 RNG = np.random.default_rng(0)
 needs_compiler = pytest.mark.skipif(toolchain.compiler() is None, reason="needs a C compiler")
+pytestmark = pytest.mark.usefixtures("parts")
 
 
 @pytest.fixture(autouse=True)

@@ -16,7 +16,7 @@ import onnx
 import onnx_ir as ir
 import pytest
 from onnx import helper, numpy_helper
-from steps import outputs
+from steps import normalized, outputs
 
 import graphopt
 import passes
@@ -375,12 +375,6 @@ def typed(proto: onnx.ModelProto, results: list[np.ndarray]) -> onnx.ModelProto:
         kind = helper.np_dtype_to_tensor_dtype(result.dtype)
         value.CopyFrom(helper.make_tensor_value_info(value.name, kind, [None] * result.ndim))
     return proto
-
-
-def normalized(proto: onnx.ModelProto) -> ir.Model:
-    model = graphopt.load(proto)
-    passes.Normalize()(model)
-    return model
 
 
 def check(model: ir.Model, arrays: dict[str, np.ndarray], expected: list[np.ndarray]) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import io
+import warnings
 
 import onnx
 import torch
@@ -120,3 +122,11 @@ def export(network: nn.Module, x: torch.Tensor, exporter: str) -> onnx.ModelProt
         training=torch.onnx.TrainingMode.PRESERVE,
     )
     return onnx.load_from_string(buffer.getvalue())
+
+
+@functools.cache
+def exported(name: str, exporter: str) -> onnx.ModelProto:
+    network, x, _ = build(name)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return export(network, x, exporter)

@@ -12,19 +12,13 @@ import onnx_ir as ir
 from graphopt.graph import metadata
 from graphopt.graph.emitter import Emitter
 from graphopt.graph.metadata import InferenceForm
-from graphopt.graph.operators import RANDOM, VIEWS
+from graphopt.graph.operators import RANDOM
 from graphopt.graph.roles import STATE, Role, role_of
 from graphopt.graph.tables import dequantizes_frozen, gather_packed_rows
 from graphopt.graph.traversal import captured, subgraphs
 from graphopt.graph.values import dims_of, given, is_read, like
 
 _EARLY = {*STATE, Role.HYPERPARAMETER}
-_AFTER = VIEWS | {
-    "Cast",
-    "Slice",
-    "Sub",
-    "Transpose",
-}  # between integers and the product that reads them as floats
 
 
 def dequantize_late(model: ir.Model) -> bool:
@@ -46,14 +40,6 @@ def dequantize_late(model: ir.Model) -> bool:
     unread = [node for node in reversed(weights.nodes) if not any(map(is_read, node.outputs))]
     model.graph.remove(unread, safe=True)
     return True
-
-
-def packed_weight(x: ir.Value) -> ir.Value | None:
-    """Return the frozen integers that a weight is dequantized from, up to its layout, or None for other values."""
-    node = x.producer()
-    while node is not None and node.domain == "" and node.op_type in _AFTER and node.inputs[0] is not None:
-        node = node.inputs[0].producer()
-    return node.inputs[0] if node is not None and dequantizes_frozen(node) else None
 
 
 class _Weights:

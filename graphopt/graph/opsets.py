@@ -130,7 +130,7 @@ def _form(node: ir.Node, now: int, version: int) -> _Form | None:
         and all(name in attributes for name, attribute in old.attributes.items() if attribute.required)
         and old.min_input <= len(inputs) <= old.max_input
         and len(node.outputs) <= old.max_output
-        and _is_typed(node, inputs, old)
+        and _is_typed(inputs, old)
     )
     return (attributes, inputs) if is_valid else None
 
@@ -195,7 +195,7 @@ def _written(node: ir.Node, attributes: Attributes, old: onnx.defs.OpSchema, ver
     return True
 
 
-def _is_typed(node: ir.Node, inputs: Sequence[ir.Value | None], old: onnx.defs.OpSchema) -> bool:
+def _is_typed(inputs: Sequence[ir.Value | None], old: onnx.defs.OpSchema) -> bool:
     """Return whether a schema accepts inputs of these types and its type constraints hold."""
     bound: dict[str, ir.DataType] = {}
     for i, x in enumerate(inputs):

@@ -225,7 +225,7 @@ def fit_table(
             "fit_table: expected columns='auto', or a description of columns, found None: leave it out"
         )
     several = data.arrays[TARGET].shape[1:] not in ((), (1,))
-    source = _network(data, classes, rows, seed, several=several) if model is None else load(model)
+    source = _network(data, classes, rows, seed) if model is None else load(model)
     known.before(source, data.labels)  # raises an error unless it takes the features
     if class_weights is not None and (loss is not None or classes is None):
         raise GraphoptError(
@@ -353,7 +353,7 @@ def _with_classes(data: Dataset, classes: np.ndarray) -> Dataset:
     return dataclasses.replace(data, arrays=arrays, classes=len(classes), labels=names)
 
 
-def _network(data: Dataset, classes: np.ndarray | None, rows: Any, seed: int, *, several: bool) -> ir.Model:
+def _network(data: Dataset, classes: np.ndarray | None, rows: Any, seed: int) -> ir.Model:
     """Return a perceptron; that of a regression starts at the mean of the target, in units of its deviation."""
     width = data.columns.width if data.columns is not None else 0
     if classes is not None:

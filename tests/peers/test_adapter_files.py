@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -251,7 +249,8 @@ def with_adapter(model: onnx.ModelProto, path: Path, feeds: Any) -> np.ndarray:
 @pytest.fixture(scope="module")
 def decoder(tmp_path_factory: Any) -> Any:
     """Return a tiny Llama, and the folder in which onnxruntime-genai's builder has put its files by precision."""
-    pytest.importorskip("onnxruntime_genai")
+    from test_decoders import builder
+
     tokenizers = pytest.importorskip("tokenizers")
     folder = tmp_path_factory.mktemp("llama")
     torch.manual_seed(0)
@@ -278,12 +277,8 @@ def decoder(tmp_path_factory: Any) -> Any:
         ("fp32", "hf_token=false"),
         ("int4", "int4_block_size=32 int4_accuracy_level=1"),
     ):
-        command = f"-m onnxruntime_genai.models.builder -i {folder}/llama -o {folder}/{precision} -p {precision} -e cpu"
-        subprocess.run(
-            [sys.executable, *command.split(), "-c", str(folder), "--extra_options", *extra.split()],
-            check=True,
-            capture_output=True,
-        )
+        arguments = ["", f"{folder}/llama", f"{folder}/{precision}", precision, "cpu", str(folder)]
+        builder.create_model(*arguments, **builder.parse_extra_options(*arguments, extra.split()))
     return llama, folder
 
 
@@ -301,22 +296,11 @@ def tuned(path: Path, adapter: Any, steps: int = 10) -> graphopt.Executor:
     return executor
 
 
-def greedy(folder: Path, adapter: Path | None = None, count: int = 20) -> list[int]:
-    """Return greedy tokens of onnxruntime-genai."""
-    import onnxruntime_genai as og
+def greedy(*files: Path) -> list[int]:
+    """Return greedy tokens of onnxruntime-genai, of a folder and perhaps an adapter."""
+    from test_decoders import greedy
 
-    model = og.Model(str(folder))
-    params = og.GeneratorParams(model)
-    params.set_search_options(do_sample=False, max_length=4 + count)
-    adapters = og.Adapters(model)
-    generator = og.Generator(model, params)
-    if adapter is not None:
-        adapters.load(str(adapter), "own")
-        generator.set_active_adapter(adapters, "own")
-    generator.append_tokens(np.array([[5, 17, 40, 33]], np.int32))
-    while len(generator.get_sequence(0)) < 4 + count:
-        generator.generate_next_token()
-    return generator.get_sequence(0).tolist()
+    return greedy(*files, prompt=np.array([5, 17, 40, 33]))
 
 
 def in_folder(model: onnx.ModelProto, source: Path, target: Path) -> Path:

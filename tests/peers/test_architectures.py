@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_decoders import IDS, OTHERS, PROMPT, built, network, og, torch, transformers, with_model  # noqa: F401
+from test_decoders import IDS, OTHERS, built, greedy, network, og, torch, transformers, with_model  # noqa: F401
 
 import graphopt
 import passes
@@ -81,21 +81,6 @@ def by_peft(model: Any, folder: Path) -> np.ndarray:
             .eval()(torch.tensor(IDS))
             .logits.numpy()
         )
-
-
-def greedy(folder: Path, adapter: Path | None = None, count: int = 12) -> list[int]:
-    """Return greedy tokens of onnxruntime-genai, with its cache."""
-    model = og.Model(str(folder))
-    params = og.GeneratorParams(model)
-    params.set_search_options(do_sample=False, max_length=len(PROMPT) + count, min_length=len(PROMPT) + count)
-    adapters, generator = og.Adapters(model), og.Generator(model, params)
-    if adapter is not None:
-        adapters.load(str(adapter), "own")
-        generator.set_active_adapter(adapters, "own")
-    generator.append_tokens(PROMPT[None].astype(np.int32))
-    while not generator.is_done():
-        generator.generate_next_token()
-    return generator.get_sequence(0).tolist()
 
 
 def test_the_builder_s_list_is_known() -> None:

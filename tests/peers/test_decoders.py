@@ -247,18 +247,18 @@ def train_equally(executor: graphopt.Executor, model: Any) -> None:
     assert losses[-1][0] < losses[0][0]
 
 
-def greedy(folder: Path, adapter: Path | None = None) -> list[int]:
+def greedy(folder: Path, adapter: Path | None = None, prompt: np.ndarray = PROMPT) -> list[int]:
     """Return the tokens that onnxruntime-genai generates with the cache."""
     model = og.Model(str(folder))
     parameters = og.GeneratorParams(model)
-    length = len(PROMPT) + GENERATED
+    length = len(prompt) + GENERATED
     parameters.set_search_options(max_length=length, min_length=length, do_sample=False)
     generator = og.Generator(model, parameters)
     if adapter is not None:
         adapters = og.Adapters(model)
         adapters.load(str(adapter), "own")
         generator.set_active_adapter(adapters, "own")
-    generator.append_tokens(PROMPT[None].astype(np.int32))
+    generator.append_tokens(prompt[None].astype(np.int32))
     tokens = []
     while not generator.is_done():
         generator.generate_next_token()
