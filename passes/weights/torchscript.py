@@ -29,7 +29,15 @@ _PARAMETERS = re.compile(
 )
 # Names that only buffers have, in PyTorch's modules and in common libraries, whose numbers may look like a weight's.
 _STATE = {
-    *("running_mean", "running_var", "running_std", "num_batches_tracked", "ema", "embed_avg", "cluster_size"),
+    *(
+        "running_mean",
+        "running_var",
+        "running_std",
+        "num_batches_tracked",
+        "ema",
+        "embed_avg",
+        "cluster_size",
+    ),
     *("relative_coords_table", "relative_position_index", "final_logits_bias", "embed_scale"),
     *("cos_cached", "sin_cached", "alibi"),
 }
