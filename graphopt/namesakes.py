@@ -25,7 +25,9 @@ class _Checked:
         if name == NAME:
             found = PathFinder.find_spec(name)
             check_namesake(None if found is None else found.origin)
-            if found is not None and found.origin is None:  # a folder without code, before an editable installation
+            if (
+                found is not None and found.origin is None
+            ):  # a folder without code, before an editable installation
                 return spec_from_file_location(NAME, _OWN)
         return None
 
