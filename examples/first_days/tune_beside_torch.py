@@ -1,4 +1,4 @@
-"""Train heads of torchvision's networks by `graphopt tune`, and by PyTorch on the same features; print rows of RESULTS.md.
+"""Train heads of torchvision networks by `graphopt tune` and by PyTorch, on the same features; print RESULTS.md rows.
 
 Run it: python examples/first_days/tune_beside_torch.py [NETWORK ...]
 Each network is exported with a fixed batch (dynamo) and with open sizes (TorchScript). The pictures are scikit-learn's
@@ -37,7 +37,7 @@ def main() -> None:
             with tempfile.TemporaryDirectory() as folder:
                 desk = Desk(Path(__file__).parents[2], Path(folder))
                 train, held_out = draw(desk.folder / "pictures")
-                export(name, desk.folder / "model.onnx", is_open)
+                export(name, desk.folder / "model.onnx", is_open, train[0][:100])
                 file = f"{name}, {'open sizes' if is_open else 'fixed batch'}"
                 print(f"| {file} | {by_graphopt(desk)} |", flush=True)
                 print(f"| {file} | {by_torch(desk.folder / 'model.onnx', train, held_out)} |", flush=True)
@@ -58,9 +58,16 @@ def draw(folder: Path) -> list[Rows]:
     return found
 
 
-def export(name: str, path: Path, is_open: bool) -> None:
+def export(name: str, path: Path, is_open: bool, pictures: np.ndarray) -> None:
+    """Write a network of random weights whose normalizations know the statistics of some pictures."""
     torch.manual_seed(0)
-    network, x = torchvision.models.get_model(name).eval(), torch.zeros(1, 3, SIZE, SIZE)
+    network, x = torchvision.models.get_model(name), torch.zeros(1, 3, SIZE, SIZE)
+    for module in network.modules():
+        if isinstance(module, torch.nn.BatchNorm2d):
+            module.momentum = 1.0
+    with torch.no_grad():
+        network.train()(torch.tensor(pictures))
+    network.eval()
     axes = {0: "n", 2: "height", 3: "width"}
     options = {"dynamic_axes": {"image": axes, "scores": {0: "n"}}} if is_open else {}
     with warnings.catch_warnings():
